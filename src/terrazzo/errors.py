@@ -1,0 +1,19 @@
+"""The three ways Terrazzo can fail. Everything it raises on purpose is one of these."""
+
+from __future__ import annotations
+
+
+class TerrazzoError(Exception):
+    """Base of the three; catch this to catch whatever Terrazzo raises on purpose."""
+
+
+class UserError(TerrazzoError):
+    """The request is wrong: a shape, a dtype, a name, a file. The message says what to change."""
+
+
+class Limitation(TerrazzoError):
+    """The request is fine and Terrazzo cannot do it (yet). The message says what runs instead, if anything."""
+
+
+class CompilerBug(TerrazzoError):
+    """A promise between two parts of the compiler was broken. The message names the pass and how to reproduce it."""

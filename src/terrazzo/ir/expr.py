@@ -1,0 +1,437 @@
+"""Index expressions: integers built from loop variables, sizes and loaded indices, normalised at construction.
+
+`a + b`, `a * b`, `a // b`, `a % b` on expressions give the normal form at once: a sum of integer multiples of products of
+atoms, where an atom is a variable, a size, a loaded index, a floor division or a remainder. Equal normal forms are the same
+object. Every expression knows its range, and `//` and `%` use it, so views of views of views cost nothing.
+
+Python ints stand for themselves: `IntExpr = int | Expr`. Division and remainder round towards minus infinity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, Union
+
+from terrazzo.errors import UserError
+from terrazzo.ir.node import Node
+
+IntExpr = Union[int, "Expr"]
+Range = tuple[int | None, int | None]
+"""Smallest and largest value, inclusive; None where unbounded."""
+
+
+class Expr(Node):
+    """An integer. Use the operators; they normalise."""
+
+    def __add__(self, other: IntExpr) -> IntExpr:
+        return _polynomial(_terms(self), _terms(other))
+
+    def __sub__(self, other: IntExpr) -> IntExpr:
+        return self + other * -1
+
+    def __rsub__(self, other: IntExpr) -> IntExpr:
+        return self * -1 + other
+
+    def __neg__(self) -> IntExpr:
+        return self * -1
+
+    def __mul__(self, other: IntExpr) -> IntExpr:
+        out: dict[tuple[Expr, ...], int] = {}
+        for a, x in _terms(self).items():
+            for b, y in _terms(other).items():
+                key = tuple(sorted(a + b, key=_order))
+                out[key] = out.get(key, 0) + x * y
+        return _polynomial(out)
+
+    def __floordiv__(self, other: IntExpr) -> IntExpr:
+        return floordiv(self, other)
+
+    def __rfloordiv__(self, other: IntExpr) -> IntExpr:
+        return floordiv(other, self)
+
+    def __mod__(self, other: IntExpr) -> IntExpr:
+        return mod(self, other)
+
+    def __rmod__(self, other: IntExpr) -> IntExpr:
+        return mod(other, self)
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+
+    @cached_property
+    def range(self) -> Range:
+        """What values this can take, from the ranges of its variables."""
+        raise NotImplementedError
+
+    @cached_property
+    def order(self) -> tuple[Any, ...]:
+        """A total order that does not depend on the process, for the normal form."""
+        return (type(self).__name__, *(_order(v) for v in self.values))
+
+
+class Var(Expr, dialect="index", op="var"):
+    """A free variable in [0, extent): an axis of a kernel."""
+
+    name: str
+    extent: IntExpr
+
+    @cached_property
+    def range(self) -> Range:
+        hi = bounds(self.extent)[1]
+        return 0, None if hi is None else max(hi - 1, 0)
+
+
+class Bound(Expr, dialect="index", op="bound"):
+    """A variable in [0, extent) bound by the enclosing reduction or scan.
+
+    Its label is one more than the largest label bound inside that reduction, which makes terms that differ only in the
+    names of their bound variables the same object, and makes capture impossible to write by accident.
+    """
+
+    label: int
+    extent: IntExpr
+
+    @cached_property
+    def range(self) -> Range:
+        hi = bounds(self.extent)[1]
+        return 0, None if hi is None else max(hi - 1, 0)
+
+
+class Size(Expr, dialect="index", op="size"):
+    """A symbolic dimension: an integer with a name, known only when the program runs."""
+
+    name: str
+    lo: int = 0
+    hi: int | None = None
+
+    @cached_property
+    def range(self) -> Range:
+        return self.lo, self.hi
+
+
+class Loaded(Expr, dialect="index", op="loaded"):
+    """An index that comes from data (a gather). `value` is an integer term; it must lie in [0, extent)."""
+
+    value: Node
+    extent: IntExpr
+
+    @cached_property
+    def range(self) -> Range:
+        hi = bounds(self.extent)[1]
+        return 0, None if hi is None else max(hi - 1, 0)
+
+
+class Sum(Expr, dialect="index", op="sum"):
+    """constant + sum of coefficient * product of atoms. Built only by the operators."""
+
+    constant: int
+    terms: tuple[tuple[int, tuple[Expr, ...]], ...]
+
+    @classmethod
+    def make(cls, constant: int, terms: tuple[tuple[int, tuple[IntExpr, ...]], ...]) -> IntExpr:
+        total: IntExpr = constant
+        for coefficient, factors in terms:
+            product: IntExpr = coefficient
+            for f in factors:
+                product = product * f
+            total = total + product
+        return total
+
+    @cached_property
+    def range(self) -> Range:
+        lo: int | None = self.constant
+        hi: int | None = self.constant
+        for coefficient, factors in self.terms:
+            a, b = _times_range((coefficient, coefficient), _product_range(factors))
+            lo = None if lo is None or a is None else lo + a
+            hi = None if hi is None or b is None else hi + b
+        return lo, hi
+
+
+class FloorDiv(Expr, dialect="index", op="floordiv"):
+    """a // b, rounded towards minus infinity, where no rule could remove the division."""
+
+    a: Expr
+    b: IntExpr
+
+    @classmethod
+    def make(cls, a: IntExpr, b: IntExpr) -> IntExpr:
+        return floordiv(a, b)
+
+    @cached_property
+    def range(self) -> Range:
+        lo, hi = bounds(self.a)
+        blo, bhi = bounds(self.b)
+        if blo is None or blo <= 0:
+            return None, None
+        new_lo = None if lo is None else lo // blo if lo < 0 else (0 if bhi is None else lo // bhi)
+        return new_lo, None if hi is None else (hi // blo if hi >= 0 else (-1 if bhi is None else hi // bhi))
+
+
+class Mod(Expr, dialect="index", op="mod"):
+    """a % b, in [0, b), where no rule could remove the remainder."""
+
+    a: Expr
+    b: IntExpr
+
+    @classmethod
+    def make(cls, a: IntExpr, b: IntExpr) -> IntExpr:
+        return mod(a, b)
+
+    @cached_property
+    def range(self) -> Range:
+        hi = bounds(self.b)[1]
+        top = bounds(self.a)
+        if top[0] is not None and top[0] >= 0 and top[1] is not None:
+            return 0, top[1] if hi is None else min(top[1], hi - 1)
+        return 0, None if hi is None else hi - 1
+
+
+def bounds(e: IntExpr) -> Range:
+    """The range of an expression or an int."""
+    return (e, e) if isinstance(e, int) else e.range
+
+
+def at_least(e: IntExpr, least: int) -> bool:
+    """True if e >= least is proved by ranges."""
+    lo = bounds(e)[0]
+    return lo is not None and lo >= least
+
+
+def at_most(e: IntExpr, most: IntExpr) -> bool:
+    """True if e <= most is proved by ranges."""
+    return at_least(most - e, 0)
+
+
+def floordiv(a: IntExpr, b: IntExpr) -> IntExpr:
+    """a // b in normal form. Requires b > 0."""
+    if isinstance(a, int) and isinstance(b, int):
+        if b == 0:
+            raise UserError(f"index expression divides {a} by zero")
+        return a // b
+    if b == 1:
+        return a
+    divisible, rest = _split(a, b)
+    if not (isinstance(divisible, int) and divisible == 0):
+        return divisible + floordiv(rest, b)
+    lo, hi = bounds(a)
+    blo, _ = bounds(b)
+    if lo is not None and lo >= 0 and (at_most(a, b - 1)):
+        return 0
+    if isinstance(b, int) and lo is not None and hi is not None and lo // b == hi // b:
+        return lo // b
+    if isinstance(b, int) and b > 1:
+        inner = _coarsen(a, b)
+        if inner is not None:
+            return inner
+        if isinstance(a, FloorDiv) and isinstance(a.b, int):
+            return floordiv(a.a, a.b * b)
+    if isinstance(a, Mod) and isinstance(b, int) and isinstance(a.b, int) and a.b % b == 0:
+        return mod(floordiv(a.a, b), a.b // b)  # (x % (b*c)) // b == (x // b) % c
+    assert isinstance(a, Expr) or isinstance(b, Expr)
+    return FloorDiv(a if isinstance(a, Expr) else _constant(a), b)
+
+
+def mod(a: IntExpr, b: IntExpr) -> IntExpr:
+    """a % b in normal form. Requires b > 0."""
+    if isinstance(a, int) and isinstance(b, int):
+        if b == 0:
+            raise UserError(f"index expression takes {a} modulo zero")
+        return a % b
+    if b == 1:
+        return 0
+    _, rest = _split(a, b)
+    if isinstance(rest, int) and isinstance(b, int):
+        return rest % b
+    lo, hi = bounds(rest)
+    if lo is not None and lo >= 0 and at_most(rest, b - 1):
+        return rest
+    if isinstance(b, int) and lo is not None and hi is not None and lo // b == hi // b:
+        return rest - (lo // b) * b
+    if isinstance(rest, Mod) and isinstance(b, int) and isinstance(rest.b, int) and rest.b % b == 0:
+        return mod(rest.a, b)
+    if isinstance(b, int) and isinstance(rest, Sum):  # (c*x + r) % (c*d) == c*(x % d) + r, for 0 <= r < c
+        for c in sorted({abs(k) for k, _ in rest.terms if k and b % k == 0 and abs(k) > 1}, reverse=True):
+            multiple, remainder = _split(rest, c)
+            rlo, rhi = bounds(remainder)
+            if rlo is not None and rlo >= 0 and rhi is not None and rhi < c:
+                return mod(multiple, b // c) * c + remainder
+    return Mod(rest if isinstance(rest, Expr) else _constant(rest), b)
+
+
+def evaluate(e: IntExpr, env: Mapping[Expr, Any]) -> Any:
+    """The value of `e`; `env` gives ints or integer arrays for its variables and loaded indices."""
+    if isinstance(e, int):
+        return e
+    if e in env:
+        return env[e]
+    match e:
+        case Sum():
+            total: Any = e.constant
+            for coefficient, factors in e.terms:
+                product: Any = coefficient
+                for f in factors:
+                    product = product * evaluate(f, env)
+                total = total + product
+            return total
+        case FloorDiv():
+            return evaluate(e.a, env) // evaluate(e.b, env)
+        case Mod():
+            return evaluate(e.a, env) % evaluate(e.b, env)
+    raise UserError(f"index expression mentions {e}, which has no value here")
+
+
+def coefficient(e: IntExpr, atom: Expr) -> IntExpr | None:
+    """c where e == c * atom + (something without atom), or None if atom occurs in e in any other way."""
+    found: IntExpr = 0
+    for factors, c in _terms(e).items():
+        count = sum(f is atom for f in factors)
+        others: IntExpr = c
+        for f in factors:
+            if f is not atom:
+                if mentions(f, atom):
+                    return None
+                others = others * f
+        if count > 1:
+            return None
+        if count == 1:
+            found = found + others
+    return found
+
+
+def mentions(e: Any, atom: Expr) -> bool:
+    """True if `atom` occurs anywhere in `e`."""
+    return isinstance(e, Node) and (e is atom or any(mentions(c, atom) for c in e.children))
+
+
+def flatten(index: tuple[IntExpr, ...], strides: tuple[IntExpr, ...]) -> IntExpr:
+    """The offset of `index` in elements."""
+    offset: IntExpr = 0
+    for i, s in zip(index, strides, strict=True):
+        offset = offset + i * s
+    return offset
+
+
+def unflatten(offset: IntExpr, shape: tuple[IntExpr, ...]) -> tuple[IntExpr, ...]:
+    """The row-major index of element `offset` of a tensor of `shape`; the inverse of flatten."""
+    index: list[IntExpr] = []
+    for extent in reversed(shape[1:]):
+        index.append(offset % extent)
+        offset = offset // extent
+    return (*([offset] if shape else []), *reversed(index))
+
+
+def _order(value: Any) -> Any:
+    if isinstance(value, Expr):
+        return value.order
+    if isinstance(value, Node):
+        return ("~", repr(value))
+    if isinstance(value, tuple):
+        return ("(", *(_order(v) for v in value))
+    return (type(value).__name__, value if value is not None else 0)
+
+
+def _constant(value: int) -> Expr:
+    return Sum(value, ())
+
+
+def _terms(e: IntExpr) -> dict[tuple[Expr, ...], int]:
+    if isinstance(e, int):
+        return {(): e}
+    if isinstance(e, Sum):
+        return {(): e.constant, **{factors: c for c, factors in e.terms}}
+    return {(e,): 1}
+
+
+def _polynomial(*parts: Mapping[tuple[Expr, ...], int]) -> IntExpr:
+    total: dict[tuple[Expr, ...], int] = {}
+    for part in parts:
+        for factors, c in part.items():
+            total[factors] = total.get(factors, 0) + c
+    _recombine(total)
+    constant = total.pop((), 0)
+    terms = sorted(((c, f) for f, c in total.items() if c), key=lambda t: tuple(map(_order, t[1])))
+    if not terms:
+        return constant
+    if constant == 0 and len(terms) == 1 and terms[0][0] == 1 and len(terms[0][1]) == 1:
+        return terms[0][1][0]
+    return Sum(constant, tuple(terms))
+
+
+def _recombine(total: dict[tuple[Expr, ...], int]) -> None:
+    """b * (a // b) + a % b == a: undo a split whose parts met again."""
+    again = True
+    while again:
+        again = False
+        for factors in list(total):
+            remainder = factors[0] if len(factors) == 1 else None
+            if not isinstance(remainder, Mod) or not isinstance(remainder.b, int):
+                continue
+            quotient = floordiv(remainder.a, remainder.b)
+            if not isinstance(quotient, Expr) or isinstance(quotient, Sum):
+                continue
+            c = total[factors]
+            if c and total.get((quotient,), 0) == c * remainder.b:
+                del total[factors], total[(quotient,)]
+                for f, k in _terms(remainder.a).items():
+                    total[f] = total.get(f, 0) + c * k
+                again = True
+                break
+
+
+def _split(a: IntExpr, b: IntExpr) -> tuple[IntExpr, IntExpr]:
+    """(q, r) with a == q * b + r, moving every term that b visibly divides into q."""
+    q: dict[tuple[Expr, ...], int] = {}
+    r: dict[tuple[Expr, ...], int] = {}
+    divisor = _terms(b)
+    single = next(iter((f, c) for f, c in divisor.items() if c), None) if sum(c != 0 for c in divisor.values()) == 1 else None
+    for factors, c in _terms(a).items():
+        quotient = _quotient(factors, c, single) if single else None
+        if quotient is not None:
+            q[quotient[0]] = quotient[1]
+        elif isinstance(b, int) and c >= b > 0 and not factors:
+            q[()] = c // b
+            r[()] = c % b
+        elif c:
+            r[factors] = c
+    return _polynomial(q), _polynomial(r)
+
+
+def _quotient(factors: tuple[Expr, ...], c: int, single: tuple[tuple[Expr, ...], int]) -> tuple[tuple[Expr, ...], int] | None:
+    left = list(factors)
+    for f in single[0]:
+        if f not in left:
+            return None
+        left.remove(f)
+    return (tuple(left), c // single[1]) if c % single[1] == 0 else None
+
+
+def _coarsen(a: IntExpr, b: int) -> IntExpr | None:
+    """(c*x + r) // (c*d) == x // d, for 0 <= r < c."""
+    if not isinstance(a, Sum):
+        return None
+    for c in sorted({abs(k) for k, _ in a.terms if b % k == 0 and abs(k) > 1}, reverse=True):
+        multiple, rest = _split(a, c)
+        lo, hi = bounds(rest)
+        if lo is not None and lo >= 0 and hi is not None and hi < c:
+            return floordiv(multiple, b // c)
+    return None
+
+
+def _product_range(factors: tuple[Expr, ...]) -> Range:
+    total: Range = (1, 1)
+    for f in factors:
+        total = _times_range(total, f.range)
+    return total
+
+
+def _times_range(a: Range, b: Range) -> Range:
+    if a[0] is not None and a[1] is not None and b[0] is not None and b[1] is not None:
+        corners = [x * y for x in (a[0], a[1]) for y in (b[0], b[1])]
+        return min(corners), max(corners)
+    if a[0] is not None and b[0] is not None and a[0] >= 0 and b[0] >= 0:
+        return a[0] * b[0], None
+    if a == (a[0], a[0]) and a[0] is not None and b[0] is not None and a[0] <= 0 and b[0] >= 0:
+        return None, a[0] * b[0]
+    return None, None

@@ -1,0 +1,178 @@
+"""The one node class of all IRs: immutable, interned, typed at construction.
+
+A subclass lists its fields; construction, traversal, rebuilding, hashing, printing and parsing follow from them::
+
+    class Get(Node, dialect="tensor", op="get"):
+        x: Node
+        index: int
+
+Nodes are *interned*: building the same node twice gives the same object, so equality is `is` and common sub-expressions
+are shared by construction. Five laws keep that sound:
+
+1. The key of a scalar includes its Python type and its sign: 1, 1.0 and True differ, 0.0 and -0.0 differ, NaN equals itself.
+2. A binder canonicalises the names it binds (see `expr.Bound`), so two loops over the same thing *are* the same term.
+3. A node caches only what follows from its fields, never what holds in one context.
+4. What has an effect or is random carries an order number, so two of them are two nodes.
+5. Only constructors make nodes; nothing ever mutates one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
+from typing import Any, ClassVar, TypeVar, dataclass_transform
+
+N = TypeVar("N", bound="Node")
+
+_table: weakref.WeakValueDictionary[tuple[Any, ...], Node] = weakref.WeakValueDictionary()
+
+
+def _key(value: Any) -> Any:
+    kind = type(value)
+    if kind is int or kind is str or isinstance(value, Node):
+        return value
+    if kind is tuple:
+        return tuple(map(_key, value))
+    if kind is float:
+        return (float, value.hex())
+    return (kind, value)
+
+
+class _Interned(type):
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if kwargs or len(args) != len(cls._fields):  # type: ignore[attr-defined]
+            args = cls._bind(args, kwargs)  # type: ignore[attr-defined]
+        key = (cls, *map(_key, args))
+        found = _table.get(key)
+        if found is not None:
+            return found
+        return _table.setdefault(key, super().__call__(*args))
+
+
+@dataclass_transform(frozen_default=True, eq_default=False)
+class Node(metaclass=_Interned):
+    """Base of everything in every IR. See the module's docstring."""
+
+    dialect: ClassVar[str] = ""
+    op: ClassVar[str] = ""
+    _fields: ClassVar[tuple[str, ...]] = ()
+    _defaults: ClassVar[dict[str, Any]] = {}
+
+    def __init_subclass__(cls, dialect: str = "", op: str = "") -> None:
+        super().__init_subclass__()
+        dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
+        cls.dialect = dialect or cls.dialect
+        cls.op = op or cls.__name__.lower()
+        fields = dataclasses.fields(cls)
+        cls._fields = tuple(f.name for f in fields)
+        cls._defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+        if dialect:
+            OPS.setdefault(cls.dialect, {})[cls.op] = cls
+
+    @classmethod
+    def _bind(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        given = dict(zip(cls._fields, args, strict=False))
+        if len(args) > len(cls._fields) or given.keys() & kwargs.keys() or kwargs.keys() - set(cls._fields):
+            raise TypeError(f"{cls.__name__} takes the fields {', '.join(cls._fields)}; got {len(args)} and {list(kwargs)}")
+        given = {**cls._defaults, **given, **kwargs}
+        missing = [f for f in cls._fields if f not in given]
+        if missing:
+            raise TypeError(f"{cls.__name__} is missing {', '.join(missing)}")
+        return tuple(given[f] for f in cls._fields)
+
+    @classmethod
+    def make(cls, *args: Any) -> Any:
+        """Rebuild from field values; a class with a normal form overrides this to go through it."""
+        return cls(*args)
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Raise UserError where the fields do not fit together, so that an ill-formed node cannot exist."""
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The values of the fields, in order."""
+        return tuple(getattr(self, f) for f in self._fields)
+
+    @cached_property
+    def children(self) -> tuple[Node, ...]:
+        """Every node in the fields, in order, looking into tuples."""
+        return tuple(_nodes(self.values))
+
+    def with_children(self: N, new: Iterable[Any]) -> Any:
+        """The same node with its children replaced, in the order of `children`."""
+        rest = iter(new)
+        return type(self).make(*(_refill(v, rest) for v in self.values))
+
+    def __repr__(self) -> str:
+        from terrazzo.ir.text import show
+
+        return show(self)
+
+    def __copy__(self: N) -> N:
+        return self
+
+    def __deepcopy__(self: N, memo: Any) -> N:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("nodes are not pickled: print them and parse the text")
+
+
+OPS: dict[str, dict[str, type[Node]]] = {}
+"""Every op of every dialect, filled by the class declarations themselves."""
+
+
+def _nodes(value: Any) -> Iterator[Node]:
+    if isinstance(value, Node):
+        yield value
+    elif type(value) is tuple:
+        for item in value:
+            yield from _nodes(item)
+
+
+def _refill(value: Any, rest: Iterator[Any]) -> Any:
+    if isinstance(value, Node):
+        return next(rest)
+    if type(value) is tuple:
+        return tuple(_refill(item, rest) for item in value)
+    return value
+
+
+def topological(roots: Iterable[Node], stop: Callable[[Node], bool] = lambda n: False) -> list[Node]:
+    """Every node reachable from `roots`, children first, each once. `stop(n)` keeps n and does not look into it."""
+    order: list[Node] = []
+    seen: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [(r, False) for r in reversed(list(roots))]
+    while stack:
+        node, ready = stack.pop()
+        if ready:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            if not stop(node):
+                stack.extend((c, False) for c in reversed(node.children) if c not in seen)
+    return order
+
+
+def transform(root: Node, visit: Callable[[Node], Any], memo: dict[Node, Any] | None = None) -> Any:
+    """Rebuild `root` children first; `visit(node)` gets each rebuilt node and returns what takes its place."""
+    memo = {} if memo is None else memo
+    for node in topological([root], stop=memo.__contains__):
+        if node not in memo:
+            new = [memo[c] for c in node.children]
+            same = all(a is b for a, b in zip(new, node.children, strict=True))
+            memo[node] = visit(node if same else node.with_children(new))
+    return memo[root]
+
+
+def substitute(root: Any, mapping: Mapping[Any, Any]) -> Any:
+    """Replace nodes by nodes (or ints), everywhere below `root`. The images must not mention `Bound` variables of `root`."""
+    if not isinstance(root, Node) or not mapping:
+        return root
+    return transform(root, lambda n: n, dict(mapping))
