@@ -1,0 +1,113 @@
+"""The meaning of Tensor IR, on numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from terrazzo.errors import CompilerBug, UserError
+from terrazzo.interp import index, monoid
+from terrazzo.ir.dialects import tensor as t
+from terrazzo.ir.dialects.scalar import is_cast
+from terrazzo.ir.expr import Expr
+from terrazzo.ir.node import Node, topological
+from terrazzo.ir.program import Input, Program
+from terrazzo.ir.types import DTYPES, DType, Type
+
+Call = Callable[[str, Any, Any, bool], Any]
+"""How an opaque op runs: (name, args, kwargs, precise) -> array or tuple of arrays."""
+
+
+def run(program: Program, inputs: Mapping[str, Any], *, precise: bool = False, call: Call | None = None) -> list[Any]:
+    """The results of `program`, as arrays of their dtypes. With `precise`, every float is computed in float64."""
+    values: dict[Node, Any] = {}
+    for i in program.inputs:
+        given = np.asarray(inputs[i.name])
+        if given.shape != i.type.static_shape:
+            raise UserError(f"input {i.name} has shape {list(given.shape)}, expected {list(i.type.shape)}")
+        values[i] = given.astype(numpy_type(i.type.dtype, precise))
+    for node in topological(program.results, stop=lambda n: isinstance(n, Input)):
+        if isinstance(node, t.Value) and not isinstance(node, t.Read):
+            values[node] = evaluate(node, values, precise, call)
+    return [values[r] for r in program.results]
+
+
+def numpy_type(dtype: DType, precise: bool) -> Any:
+    """The numpy dtype an element type is computed in."""
+    return np.dtype(np.float64) if precise and dtype.is_float else dtype.numpy
+
+
+def evaluate(node: t.Value, values: Mapping[Node, Any], precise: bool = False, call: Call | None = None) -> Any:
+    """The value of one node, given those of the nodes below it."""
+    match node:
+        case t.Literal():
+            return np.full(node.type.static_shape, node.value, numpy_type(node.dtype, precise))
+        case t.Elementwise():
+            if is_cast(node.fn):
+                return _cast(node, values, precise)
+            return np.asarray(node.fn.numpy(*(values[a] for a in node.args)))
+        case t.Iota():
+            shape = node.type.static_shape
+            env = index.grid(t.coordinates(shape), shape)
+            return np.broadcast_to(index.values([node.index], env, _reader(values))[0], shape).astype(np.int64)
+        case t.IndexMap():
+            return _index_map(node, values)
+        case t.Reduce():
+            dtypes = [a.type.dtype for a in node.args]  # type: ignore[attr-defined]
+            out = monoid.reduce(node.monoid, [values[a] for a in node.args], node.axes, dtypes)
+            return out if node.monoid.width > 1 else out[0]
+        case t.Scan():
+            out = monoid.scan(node.monoid, [values[a] for a in node.args], node.axis)
+            return out if node.monoid.width > 1 else out[0]
+        case t.Get():
+            return values[node.x][node.index]
+        case t.Opaque():
+            if call is None:
+                raise UserError(f"{node.name} is opaque and this interpreter was given no way to run PyTorch")
+            return call(node.name, _fill(node.args, values), {k: _fill(v, values) for k, v in node.kwargs}, precise)
+    raise CompilerBug(f"the Tensor IR interpreter does not know {type(node).__name__}")
+
+
+def _cast(node: t.Elementwise, values: Mapping[Node, Any], precise: bool) -> Any:
+    to = DTYPES[node.fn.name]
+    x = values[node.args[0]]
+    return x.astype(np.float64) if precise and to.is_float else np.asarray(node.fn.numpy(x))
+
+
+def _index_map(node: t.IndexMap, values: Mapping[Node, Any]) -> Any:
+    x, shape = values[node.x], node.type.static_shape
+    env = index.grid(t.coordinates(node.shape), shape)
+    found = index.values(node.index + node.inside, env, _reader(values))
+    where, mask = found[: len(node.index)], np.asarray(True)
+    for e in found[len(node.index) :]:
+        mask = mask & (np.asarray(e) >= 0)
+    if 0 in shape:
+        return np.empty(shape, x.dtype)
+    if not mask.all():
+        if 0 in x.shape:
+            return np.zeros(shape, x.dtype)
+        where = [np.where(mask, w, 0) for w in where]
+    for w, extent in zip(where, x.shape, strict=True):
+        if np.min(w) < 0 or np.max(w) >= extent:
+            raise CompilerBug(f"index map leaves its operand: indices {np.min(w)}..{np.max(w)} into extent {extent}")
+    out = np.broadcast_to(x[tuple(where)], shape)
+    return np.ascontiguousarray(out) if mask.all() else np.where(mask, out, np.zeros((), x.dtype))
+
+
+def _reader(values: Mapping[Node, Any]) -> index.Read:
+    def read(term: Node, env: Mapping[Expr, Any]) -> Any:
+        assert isinstance(term, t.Read)
+        return values[term.x][tuple(index.values(term.index, env, read))]
+
+    return read
+
+
+def _fill(value: Any, values: Mapping[Node, Any]) -> Any:
+    if isinstance(value, Node):
+        return values[value]
+    return tuple(_fill(v, values) for v in value) if isinstance(value, tuple) else value
+
+
+__all__ = ["Type", "evaluate", "numpy_type", "run"]

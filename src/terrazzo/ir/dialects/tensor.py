@@ -1,0 +1,320 @@
+"""Tensor IR: what a program computes, in four primitives and one escape.
+
+elementwise  one scalar function, on tensors of one shape
+index map    out[i...] = x[f(i...)], or 0 outside: every view, pad, flip, broadcast, and, with loaded indices, gather
+reduce       over a monoid, of one value or several
+scan         the running combination of a monoid along an axis
+opaque       an op we do not compile: PyTorch runs it, and says so
+
+`iota` and `literal` are the leaves. Softmax, norms, attention, convolution, losses are compositions of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from terrazzo.errors import UserError
+from terrazzo.ir.dialects import scalar as sc
+from terrazzo.ir.dialects.scalar import Scalar
+from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var, at_least, bounds, unflatten
+from terrazzo.ir.monoid import Monoid, monoid
+from terrazzo.ir.node import Node, substitute, topological
+from terrazzo.ir.types import DType, Type, bool_, i64
+
+
+class Value(Node):
+    """A tensor, or a tuple of tensors, with its type."""
+
+    @cached_property
+    def type(self) -> Any:
+        """A Type, or a tuple of them where there are several results (None for one that is absent)."""
+        return self.infer()
+
+    def check(self) -> None:
+        _ = self.type
+
+    def infer(self) -> Type | tuple[Type | None, ...]:
+        """The type of the result; UserError where the fields do not fit."""
+        raise NotImplementedError
+
+
+def coordinates(shape: Sequence[IntExpr]) -> tuple[Var, ...]:
+    """The coordinates i0, i1, … of an element of a tensor of this shape."""
+    return tuple(Var(f"i{d}", extent) for d, extent in enumerate(shape))
+
+
+class Literal(Value, dialect="tensor", op="literal"):
+    """A tensor that holds one value everywhere."""
+
+    value: bool | int | float
+    dtype: DType
+    shape: tuple[IntExpr, ...] = ()
+
+    @classmethod
+    def make(cls, value: Any, dtype: DType, shape: tuple[IntExpr, ...]) -> Literal:
+        return literal(value, dtype, shape)
+
+    def infer(self) -> Type:
+        return Type(self.dtype, self.shape)
+
+
+class Iota(Value, dialect="tensor", op="iota"):
+    """out[i...] = index(i...): an integer that follows from the coordinates."""
+
+    index: IntExpr
+    shape: tuple[IntExpr, ...]
+
+    def infer(self) -> Type:
+        _check_scope("iota", (self.index,), self.shape)
+        return Type(i64, self.shape)
+
+
+class Elementwise(Value, dialect="tensor", op="elementwise"):
+    """out[i...] = fn(args[i...]...), all of one shape; broadcasting is an index map and is written out."""
+
+    fn: Scalar
+    args: tuple[Node, ...]
+
+    def infer(self) -> Type:
+        types = [_type(self.fn.name, a) for a in self.args]
+        if any(t.shape != types[0].shape for t in types):
+            raise UserError(f"{self.fn.name}: shapes differ: {', '.join(map(repr, types))}")
+        return Type(self.fn.infer([t.dtype for t in types]), types[0].shape)
+
+
+class IndexMap(Value, dialect="tensor", op="index_map"):
+    """out[i...] = x[index(i...)] where every expression of `inside` is >= 0, and 0 elsewhere."""
+
+    x: Node
+    shape: tuple[IntExpr, ...]
+    index: tuple[IntExpr, ...]
+    inside: tuple[IntExpr, ...] = ()
+
+    def infer(self) -> Type:
+        source = _type("index_map", self.x)
+        if len(self.index) != source.rank:
+            raise UserError(f"index_map: {len(self.index)} indices for {source}")
+        _check_scope("index_map", self.index + self.inside, self.shape)
+        if not self.inside and all(bounds(e)[1] != 0 for e in self.shape):
+            for d, (e, extent) in enumerate(zip(self.index, source.shape, strict=True)):
+                if isinstance(e, int) and isinstance(extent, int) and not 0 <= e < extent:
+                    raise UserError(f"index_map: index {e} is outside dimension {d} of {source}")
+        return Type(source.dtype, self.shape)
+
+
+class Read(Value, dialect="tensor", op="read"):
+    """The value of the integer tensor `x` at one place, used inside an index as `Loaded(Read(x, index), extent)`."""
+
+    x: Node
+    index: tuple[IntExpr, ...]
+
+    def infer(self) -> Type:
+        source = _type("read", self.x)
+        if not source.dtype.is_integer or len(self.index) != source.rank:
+            raise UserError(f"read: {len(self.index)} indices into {source}; an index must be an integer")
+        return Type(source.dtype, ())
+
+
+class Reduce(Value, dialect="tensor", op="reduce"):
+    """The combination of all elements along `axes`, which disappear. One result, or one per value of the monoid."""
+
+    monoid: Monoid
+    args: tuple[Node, ...]
+    axes: tuple[int, ...]
+
+    def infer(self) -> Type | tuple[Type, ...]:
+        types = _check_monoid("reduce", self.monoid, self.args)
+        rank = types[0].rank
+        if list(self.axes) != sorted(set(self.axes)) or any(not 0 <= a < rank for a in self.axes):
+            raise UserError(f"reduce: axes {self.axes} are no increasing axes of {types[0]}")
+        kept = tuple(e for d, e in enumerate(types[0].shape) if d not in self.axes)
+        out = tuple(Type(t.dtype, kept) for t in types)
+        return out if self.monoid.width > 1 else out[0]
+
+
+class Scan(Value, dialect="tensor", op="scan"):
+    """out[..., i, ...] = the combination of elements 0..i along `axis`, in order."""
+
+    monoid: Monoid
+    args: tuple[Node, ...]
+    axis: int
+
+    def infer(self) -> Type | tuple[Type, ...]:
+        types = _check_monoid("scan", self.monoid, self.args)
+        if not 0 <= self.axis < types[0].rank:
+            raise UserError(f"scan: {types[0]} has no axis {self.axis}")
+        out = tuple(Type(t.dtype, t.shape) for t in types)
+        return out if self.monoid.width > 1 else out[0]
+
+
+class Get(Value, dialect="tensor", op="get"):
+    """One result of a value that has several."""
+
+    x: Node
+    index: int
+
+    def infer(self) -> Type:
+        results = getattr(self.x, "type", None)
+        if not isinstance(results, tuple) or not 0 <= self.index < len(results) or results[self.index] is None:
+            raise UserError(f"get: no result {self.index} of {type(self.x).__name__}")
+        found: Type = results[self.index]
+        return found
+
+
+class Opaque(Value, dialect="tensor", op="opaque"):
+    """A call PyTorch runs for us. The fields are those of Torch IR's `aten`."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    result: Type | tuple[Type | None, ...]
+    order: int = 0
+
+    def infer(self) -> Type | tuple[Type | None, ...]:
+        return self.result
+
+
+def _type(op: str, x: Node) -> Type:
+    found = getattr(x, "type", None)
+    if not isinstance(found, Type):
+        raise UserError(f"{op}: an operand is no single tensor: {type(x).__name__}")
+    return found
+
+
+def _check_monoid(op: str, m: Monoid, args: tuple[Node, ...]) -> list[Type]:
+    types = [_type(op, a) for a in args]
+    if len(types) != m.width or any(t.shape != types[0].shape for t in types):
+        raise UserError(f"{op}: {m.name} combines {m.width} tensors of one shape, got {', '.join(map(repr, types))}")
+    if m.width == 1:  # the combination must be defined on the type (no sums of bf16: they compute in f32)
+        m.combine(lambda name, *given: sc.scalar(name).infer(given), [types[0].dtype], [types[0].dtype])
+    return types
+
+
+def _check_scope(op: str, exprs: Sequence[IntExpr], shape: Sequence[IntExpr]) -> None:
+    known = set(coordinates(shape))
+    for e in exprs:
+        if isinstance(e, Expr):
+            for n in topological([e], stop=lambda n: isinstance(n, Value) and not isinstance(n, Read)):
+                if isinstance(n, Var) and n not in known:
+                    raise UserError(f"{op}: {n.name} in [0, {n.extent}) is no coordinate of shape {list(shape)}")
+
+
+# Builders: the everyday ways to make Tensor IR. They fold what costs nothing to fold.
+
+
+def literal(value: Any, dtype: DType, shape: Sequence[IntExpr] = ()) -> Literal:
+    """A tensor of `shape` holding `value`, converted to `dtype` the way PyTorch does."""
+    kind = dtype.kind
+    exact: bool | int | float = bool(value) if kind == "bool" else float(value) if kind == "float" else int(value)
+    if kind in ("int", "uint"):
+        bits = 8 * dtype.size
+        wrapped = int(exact) % (1 << bits)
+        exact = wrapped - (1 << bits) if kind == "int" and wrapped >> (bits - 1) else wrapped
+    elif kind == "float":
+        exact = float(sc.CASTS[dtype].numpy(exact))
+    return Literal(exact, dtype, tuple(shape))
+
+
+def apply(fn: str, *args: Node) -> Elementwise:
+    """The scalar function called `fn`, element by element."""
+    return Elementwise(sc.scalar(fn), args)
+
+
+def cast(x: Node, dtype: DType) -> Any:
+    """`x` converted to `dtype`; `x` itself where it has that type."""
+    if _type("cast", x).dtype is dtype:
+        return x
+    if isinstance(x, Literal):
+        return literal(x.value, dtype, x.shape)
+    return Elementwise(sc.CASTS[dtype], (x,))
+
+
+def index_map(x: Any, shape: Sequence[IntExpr], index: Sequence[IntExpr], inside: Sequence[IntExpr] = ()) -> Any:
+    """out[i...] = x[index] where all of `inside` are >= 0, else 0. Maps of maps, literals and iotas fold into one."""
+    shape, index = tuple(shape), tuple(index)
+    inside = tuple(dict.fromkeys(e for e in inside if not at_least(e, 0)))
+    if not inside:
+        if shape == x.type.shape and index == coordinates(shape):
+            return x
+        if isinstance(x, Literal):
+            return Literal(x.value, x.dtype, shape)
+    if isinstance(x, (IndexMap, Iota)) and (isinstance(x, IndexMap) or not inside):
+        move = dict(zip(coordinates(x.shape), index, strict=True))
+        if isinstance(x, Iota):
+            return Iota(substitute(x.index, move), shape)
+        deeper = tuple(substitute(e, move) for e in x.index)
+        return index_map(x.x, shape, deeper, inside + tuple(substitute(e, move) for e in x.inside))
+    return IndexMap(x, shape, index, inside)
+
+
+def broadcast(x: Any, shape: Sequence[IntExpr]) -> Any:
+    """`x` stretched to `shape` by PyTorch's rules: aligned at the right, extents of 1 repeat."""
+    source, shape = x.type.shape, tuple(shape)
+    lead = len(shape) - len(source)
+    here = coordinates(shape)
+    if lead < 0 or any(e not in (1, shape[lead + d]) for d, e in enumerate(source)):
+        raise UserError(f"cannot broadcast {list(source)} to {list(shape)}")
+    return index_map(x, shape, [0 if e == 1 else here[lead + d] for d, e in enumerate(source)])
+
+
+def reshape(x: Any, shape: Sequence[IntExpr]) -> Any:
+    """The same elements in row-major order under another shape."""
+    from terrazzo.ir.expr import flatten
+    from terrazzo.ir.types import contiguous_strides
+
+    shape = tuple(shape)
+    offset = flatten(coordinates(shape), contiguous_strides(shape))
+    return index_map(x, shape, unflatten(offset, x.type.shape))
+
+
+def permute(x: Any, perm: Sequence[int]) -> Any:
+    """Axis d of the result is axis perm[d] of x."""
+    shape = [x.type.shape[p] for p in perm]
+    here = coordinates(shape)
+    index: list[IntExpr] = [0] * len(perm)
+    for d, p in enumerate(perm):
+        index[p] = here[d]
+    return index_map(x, shape, index)
+
+
+def reduce(m: str, args: Node | Sequence[Node], axes: Sequence[int], keepdim: bool = False) -> Any:
+    """Reduce over `axes` (negative ones count from the end). A tuple of values where the monoid has several."""
+    given = (args,) if isinstance(args, Node) else tuple(args)
+    shape = _type("reduce", given[0]).shape
+    axes = tuple(sorted(a % len(shape) for a in axes)) if shape else ()
+    node = Reduce(monoid(m), given, axes)
+    results: list[Any] = [node] if node.monoid.width == 1 else [Get(node, k) for k in range(node.monoid.width)]
+    if keepdim:
+        kept = [1 if d in axes else e for d, e in enumerate(shape)]
+        results = [reshape(r, kept) for r in results]
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def scan(m: str, args: Node | Sequence[Node], axis: int) -> Any:
+    """The running combination along `axis`. A tuple of values where the monoid has several."""
+    given = (args,) if isinstance(args, Node) else tuple(args)
+    node = Scan(monoid(m), given, axis)
+    return node if node.monoid.width == 1 else tuple(Get(node, k) for k in range(node.monoid.width))
+
+
+def iota(shape: Sequence[IntExpr], index: IntExpr) -> Iota:
+    """An i64 tensor whose element at (i0, i1, …) is `index`; use `coordinates(shape)` to write it."""
+    return Iota(index, tuple(shape))
+
+
+def where(condition: Node, a: Node, b: Node) -> Elementwise:
+    """a where condition, else b."""
+    return apply("where", condition, a, b)
+
+
+def loaded(x: Node, index: Sequence[IntExpr], extent: IntExpr) -> Loaded:
+    """The value of integer tensor `x` at `index`, as an index in [0, extent)."""
+    return Loaded(Read(x, tuple(index)), extent)
+
+
+__all__ = [
+    "Elementwise", "Get", "IndexMap", "Iota", "Literal", "Opaque", "Read", "Reduce", "Scan", "Value", "apply", "bool_", "broadcast",
+    "cast", "coordinates", "index_map", "iota", "literal", "loaded", "permute", "reduce", "reshape", "scan", "where",
+]  # fmt: skip

@@ -1,0 +1,1 @@
+def show(x): return object.__repr__(x)

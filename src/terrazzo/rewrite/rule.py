@@ -1,0 +1,105 @@
+"""Rules. A rule looks at one node and returns what should stand in its place, or says why not.
+
+    @rule
+    def double_is_shift(x: Mul, ctx):
+        '''x * 2 == x << 1 ...'''
+        need(x.type.dtype.is_integer, "floats have no shift")
+        return Shl(x.a, 1)
+
+The annotation of the first argument says which nodes it looks at. Returning None means "not my pattern" and leaves no trace;
+`need(condition, reason)` declines with a reason, which is recorded. A rule with alternatives returns a `Choice`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+from terrazzo.ir.node import Node
+
+
+class Declined(Exception):
+    """Raised by `need`: the rule's pattern is here but a condition does not hold."""
+
+
+def need(condition: Any, reason: str) -> None:
+    """Decline the rewrite, with `reason`, unless `condition` holds."""
+    if not condition:
+        raise Declined(reason)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Alternatives that are all legal. `cost` is the model's estimate for each; what is pinned or measured goes before it."""
+
+    subject: str
+    options: Mapping[str, Any]
+    cost: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A named rewrite. `keys` are the node classes (or ATen names) it is tried on; `sorry` exempts it from the harness."""
+
+    name: str
+    keys: tuple[Any, ...]
+    rewrite: Callable[..., Any]
+    doc: str
+    sorry: str | None = None
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that happened: a rule fired (with the text before and after), or was skipped with a reason."""
+
+    pass_name: str
+    rule: str
+    subject: str
+    fired: bool
+    reason: str = ""
+    before: str = ""
+    after: str = ""
+
+    def line(self) -> str:
+        """As the listings show it."""
+        mark = ">>>" if self.fired else "---"
+        tail = "" if self.fired and not self.reason else f": {self.reason}"
+        return f"{mark} {self.pass_name}:{self.rule} {'at' if self.fired else 'skipped at'} {self.subject}{tail}"
+
+
+@dataclass
+class Log:
+    """The events of one compilation, in order."""
+
+    events: list[Event] = field(default_factory=list)
+
+    def add(self, event: Event) -> None:
+        """Record an event; a skip that was already recorded for the same subject and reason is not repeated."""
+        if event.fired or event not in self.events[-200:]:
+            self.events.append(event)
+
+
+@overload
+def rule(fn: Callable[..., Any]) -> Rule: ...
+@overload
+def rule(*, keys: tuple[Any, ...] = (), sorry: str | None = None) -> Callable[[Callable[..., Any]], Rule]: ...
+def rule(fn: Callable[..., Any] | None = None, *, keys: tuple[Any, ...] = (), sorry: str | None = None) -> Any:
+    """Make a Rule of a function. Its keys come from the annotation of the first argument unless given."""
+
+    def make(f: Callable[..., Any]) -> Rule:
+        parameters = list(inspect.signature(f, eval_str=True).parameters.values())
+        subject = keys or _classes(parameters[0].annotation)
+        takes_context = len(parameters) > 1
+        call = f if takes_context else (lambda node, ctx: f(node))
+        return Rule(f.__name__, subject, call, inspect.getdoc(f) or "", sorry)
+
+    return make if fn is None else make(fn)
+
+
+def _classes(annotation: Any) -> tuple[Any, ...]:
+    found = getattr(annotation, "__args__", (annotation,))
+    if not all(isinstance(c, type) and issubclass(c, Node) for c in found):
+        raise TypeError(f"a rule's first argument is annotated with the nodes it looks at, not {annotation}")
+    return tuple(found)

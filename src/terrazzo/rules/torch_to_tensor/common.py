@@ -1,0 +1,64 @@
+"""What the lowerings of ATen ops share: the decorator, PyTorch's promotion, and scalars."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from terrazzo.ir.dialects import tensor as t
+from terrazzo.ir.dialects.torch import Aten
+from terrazzo.ir.node import Node
+from terrazzo.ir.types import DType, Type
+from terrazzo.rewrite.rule import Rule
+
+
+def aten(*names: str) -> Callable[[Callable[..., Any]], Rule]:
+    """Make a lowering of the ATen overloads `names` (given without the leading `aten.`).
+
+    The function gets the node, whose `type` is PyTorch's own answer for shape and dtype of the result, and then the arguments as
+    PyTorch's schema has them, tensors already lowered. It returns a Tensor IR value, or a tuple for several results.
+    """
+
+    def make(fn: Callable[..., Any]) -> Rule:
+        def lower(node: Aten, ctx: Any) -> Any:
+            return fn(node, *node.args, **dict(node.kwargs))
+
+        return Rule(fn.__name__, tuple(f"aten.{n}" for n in names), lower, inspect.getdoc(fn) or "")
+
+    return make
+
+
+def result(node: Aten, index: int | None = None) -> Type:
+    """The type PyTorch gives the result (or result `index`) of the node."""
+    found = node.type if index is None else node.type[index]  # type: ignore[index]
+    assert isinstance(found, Type)
+    return found
+
+
+def operand(x: Any, dtype: DType, shape: Sequence[Any]) -> Any:
+    """A tensor or a Python number as a tensor of this dtype and shape."""
+    if isinstance(x, Node):
+        return t.broadcast(t.cast(x, dtype), shape)
+    return t.literal(x, dtype, shape)
+
+
+def pointwise(node: Aten, compute: DType, *args: Any, fn: Callable[..., Any] | str) -> Any:
+    """Broadcast `args` to the result's shape, convert them to `compute`, apply `fn`, convert to the result's dtype."""
+    out = result(node)
+    given = [operand(a, compute, out.shape) for a in args]
+    value = t.apply(fn, *given) if isinstance(fn, str) else fn(*given)
+    return t.cast(value, out.dtype)
+
+
+def normalize(dim: int, rank: int) -> int:
+    """A possibly negative dimension as one in [0, rank); 0-d tensors behave as if they had one."""
+    return dim % max(rank, 1)
+
+
+def dims(dim: int | Sequence[int] | None, rank: int) -> tuple[int, ...]:
+    """A `dim` argument (one, several, none or an empty list meaning all) as increasing axes."""
+    if dim is None or (not isinstance(dim, int) and len(dim) == 0):
+        return tuple(range(rank))
+    given = (dim,) if isinstance(dim, int) else dim
+    return tuple(sorted(normalize(d, rank) for d in given)) if rank else ()

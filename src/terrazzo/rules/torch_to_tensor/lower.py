@@ -1,0 +1,65 @@
+"""The pass from Torch IR to Tensor IR: every ATen op by its rule, or as an opaque call, with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from terrazzo.ir.dialects import tensor as t
+from terrazzo.ir.dialects.torch import Aten
+from terrazzo.ir.node import Node, topological
+from terrazzo.ir.program import Input, Program
+from terrazzo.rewrite.engine import rewrite
+from terrazzo.rewrite.rule import Event, Log, Rule, rule
+
+
+@rule(keys=(Aten,), sorry="the result is the same call by definition")
+def opaque(node: Any) -> Any:
+    """An op no rule lowers stays what it is: a call of PyTorch."""
+    call = t.Opaque(node.name, node.args, node.kwargs, node.result, node.order)
+    if isinstance(node.result, tuple):
+        return tuple(None if r is None else t.Get(call, k) for k, r in enumerate(node.result))
+    return call
+
+
+def lower(program: Program, rules: tuple[Rule, ...], log: Log) -> Program:
+    """`program` in Tensor IR. Values keep the names and source lines of the ops they came from."""
+    memo: dict[Node, Any] = {}
+    roots = [n for n in topological(program.results) if isinstance(n, Aten)]
+    for node in roots:
+        found = rewrite([node], rules, log=log, pass_name="torch_to_tensor", names=program.names, memo=memo)[0]
+        if isinstance(found, Aten):
+            where = program.sources.get(program.names.get(node, ""), "")
+            tried = any(node.name in r.keys for r in rules)
+            reason = "no rule lowers it" if not tried else "its rule declined"
+            log.add(Event("torch_to_tensor", "opaque", f"{node.name} {where}".strip(), True, reason))
+            memo[node] = opaque.rewrite(found, None)
+    results = rewrite(program.results, rules, log=log, pass_name="torch_to_tensor", memo=memo)
+    names, sources = _names(program, memo)
+    return Program("tensor", program.name, program.inputs, tuple(results), names, sources)
+
+
+def _names(program: Program, memo: dict[Node, Any]) -> tuple[dict[Node, str], dict[str, str]]:
+    """Values are called after the op they came from; the values inside a composition get its name and a number."""
+    names: dict[Node, str] = {i: i.name for i in program.inputs}
+    sources: dict[str, str] = {}
+    taken = set(names.values()) | set(program.names.values())
+    for node in topological(program.results):
+        base = program.names.get(node, "")
+        new = memo.get(node)
+        if not base or isinstance(node, Input):
+            continue
+        for k, top in enumerate(new if isinstance(new, tuple) else (new,)):
+            if not isinstance(top, t.Value):
+                continue
+            inner = [n for n in topological([top], stop=names.__contains__) if isinstance(n, t.Value) and n not in names]
+            count = 0
+            for n in inner:
+                label = base if n is top and k == 0 else ""
+                while not label or (label in taken and label != base):
+                    count += 1
+                    label = f"{base}_{count}"
+                names[n] = label
+                taken.add(label)
+                if base in program.sources:
+                    sources[label] = program.sources[base]
+    return names, sources
