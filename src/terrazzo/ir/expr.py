@@ -81,6 +81,10 @@ class Var(Expr, dialect="index", op="var"):
         hi = bounds(self.extent)[1]
         return 0, None if hi is None else max(hi - 1, 0)
 
+    @cached_property
+    def free(self) -> frozenset[Any]:
+        return frozenset((self,))
+
 
 class Bound(Expr, dialect="index", op="bound"):
     """A variable in [0, extent) bound by the enclosing reduction or scan.
@@ -96,6 +100,10 @@ class Bound(Expr, dialect="index", op="bound"):
     def range(self) -> Range:
         hi = bounds(self.extent)[1]
         return 0, None if hi is None else max(hi - 1, 0)
+
+    @cached_property
+    def free(self) -> frozenset[Any]:
+        return frozenset((self,))
 
 
 class Size(Expr, dialect="index", op="size"):

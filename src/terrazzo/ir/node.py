@@ -103,6 +103,11 @@ class Node(metaclass=_Interned):
         """Every node in the fields, in order, looking into tuples."""
         return tuple(_nodes(self.values))
 
+    @cached_property
+    def free(self) -> frozenset[Any]:
+        """The index variables that occur free below this node; variables and binders override this."""
+        return frozenset().union(*(c.free for c in self.children))
+
     def with_children(self: N, new: Iterable[Any]) -> Any:
         """The same node with its children replaced, in the order of `children`."""
         rest = iter(new)

@@ -92,6 +92,11 @@ class IndexMap(Value, dialect="tensor", op="index_map"):
     index: tuple[IntExpr, ...]
     inside: tuple[IntExpr, ...] = ()
 
+    @property
+    def index_nodes(self) -> tuple[Expr, ...]:
+        """The index expressions that are no plain integers."""
+        return tuple(e for e in (*self.index, *self.inside) if isinstance(e, Expr))
+
     def infer(self) -> Type:
         source = _type("index_map", self.x)
         if len(self.index) != source.rank:
@@ -240,7 +245,8 @@ def index_map(x: Any, shape: Sequence[IntExpr], index: Sequence[IntExpr], inside
             return x
         if isinstance(x, Literal):
             return Literal(x.value, x.dtype, shape)
-    if isinstance(x, (IndexMap, Iota)) and (isinstance(x, IndexMap) or not inside):
+    gathers = isinstance(x, IndexMap) and any(isinstance(n, Loaded) for n in topological(x.index_nodes, stop=lambda n: isinstance(n, Loaded)))
+    if isinstance(x, (IndexMap, Iota)) and not (inside and (gathers or isinstance(x, Iota))):  # no read outside the operand
         move = dict(zip(coordinates(x.shape), index, strict=True))
         if isinstance(x, Iota):
             return Iota(substitute(x.index, move), shape)

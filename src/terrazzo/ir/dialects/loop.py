@@ -1,0 +1,267 @@
+"""Loop IR: kernels as algebra.
+
+A kernel stores terms into buffers, for every point of its axes. A term is a scalar: a load, a scalar function of terms, or a
+reduction of a term over axes of its own. Loops are not written down: a term lives in the outermost loop that binds its free
+variables (see `nest.py`), and the printed form shows that nest. So fusion is substitution, and common sub-expressions, hoisting
+and sibling reductions that share a loop need no pass at all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from terrazzo.errors import UserError
+from terrazzo.ir.dialects import scalar as sc
+from terrazzo.ir.dialects.scalar import Scalar
+from terrazzo.ir.expr import Bound, Expr, IntExpr, Var
+from terrazzo.ir.monoid import Monoid
+from terrazzo.ir.node import Node, substitute, topological
+from terrazzo.ir.types import DType, Type, i64
+
+
+class Buffer(Node, dialect="loop", op="buffer"):
+    """A tensor in memory. Buffers of one program are told apart by name."""
+
+    name: str
+    type: Type
+
+
+class Term(Node):
+    """A scalar at every point of the loops around it. `dtype` is its type, or a tuple of types for several values."""
+
+    @cached_property
+    def dtype(self) -> Any:
+        return self.infer()
+
+    def check(self) -> None:
+        _ = self.dtype, self.free  # children first: no deep recursion later
+
+    def infer(self) -> DType | tuple[DType, ...]:
+        """The element type; UserError where the fields do not fit."""
+        raise NotImplementedError
+
+
+class Literal(Term, dialect="loop", op="literal"):
+    """A constant."""
+
+    value: bool | int | float
+    type: DType
+
+    def infer(self) -> DType:
+        return self.type
+
+
+class Index(Term, dialect="loop", op="index"):
+    """The value of an index expression."""
+
+    value: IntExpr
+
+    def infer(self) -> DType:
+        return i64
+
+
+class Load(Term, dialect="loop", op="load"):
+    """buffer[index] where every expression of `inside` is >= 0, else 0; nothing is read then."""
+
+    buffer: Buffer
+    index: tuple[IntExpr, ...]
+    inside: tuple[IntExpr, ...] = ()
+
+    def infer(self) -> DType:
+        if len(self.index) != self.buffer.type.rank:
+            raise UserError(f"load: {len(self.index)} indices into {self.buffer.name}: {self.buffer.type}")
+        return self.buffer.type.dtype
+
+
+class Apply(Term, dialect="loop", op="apply"):
+    """A scalar function of terms."""
+
+    fn: Scalar
+    args: tuple[Node, ...]
+
+    def infer(self) -> DType:
+        return self.fn.infer([_dtype(a) for a in self.args])
+
+
+class Reduce(Term, dialect="loop", op="reduce"):
+    """The combination of `args` over all points of `axes`. Construct with any variables: they become `Bound`."""
+
+    monoid: Monoid
+    axes: tuple[Any, ...]
+    args: tuple[Node, ...]
+
+    @classmethod
+    def make(cls, monoid: Monoid, axes: tuple[Any, ...], args: tuple[Node, ...]) -> Reduce:
+        axes, args = close(axes, args)
+        return cls(monoid, axes, args)
+
+    @cached_property
+    def free(self) -> frozenset[Any]:
+        return frozenset().union(*(a.free for a in self.args)) - frozenset(self.axes)
+
+    def infer(self) -> DType | tuple[DType, ...]:
+        return _monoid_type(self.monoid, self.args)
+
+
+class Scan(Term, dialect="loop", op="scan"):
+    """The combination of `args` over axis = 0..at, in order. `at` is an axis of the kernel, its last one."""
+
+    monoid: Monoid
+    axis: Any
+    args: tuple[Node, ...]
+    at: IntExpr
+
+    @classmethod
+    def make(cls, monoid: Monoid, axis: Any, args: tuple[Node, ...], at: IntExpr) -> Scan:
+        (axis,), args = close((axis,), args)
+        return cls(monoid, axis, args, at)
+
+    @cached_property
+    def free(self) -> frozenset[Any]:
+        own = frozenset().union(*(a.free for a in self.args)) - {self.axis}
+        return own | (self.at.free if isinstance(self.at, Node) else frozenset())
+
+    @cached_property
+    def step(self) -> tuple[Node, ...]:
+        """What is combined in at the point `at`."""
+        return tuple(substitute(a, {self.axis: self.at}) for a in self.args)
+
+    def infer(self) -> DType | tuple[DType, ...]:
+        return _monoid_type(self.monoid, self.args)
+
+
+class Get(Term, dialect="loop", op="get"):
+    """One value of a reduction or scan that has several."""
+
+    x: Node
+    index: int
+
+    def infer(self) -> DType:
+        types = _dtype(self.x)
+        if not isinstance(types, tuple) or not 0 <= self.index < len(types):
+            raise UserError(f"get: no value {self.index}")
+        found: DType = types[self.index]
+        return found
+
+
+class Store(Node, dialect="loop", op="store"):
+    """buffer[index] = value, at every point of the axes that occur in `index`."""
+
+    buffer: Buffer
+    index: tuple[IntExpr, ...]
+    value: Node
+
+    def check(self) -> None:
+        if len(self.index) != self.buffer.type.rank or _dtype(self.value) is not self.buffer.type.dtype:
+            raise UserError(f"store: a {_dtype(self.value)} at {len(self.index)} indices into {self.buffer.name}: {self.buffer.type}")
+
+
+class Kernel(Node, dialect="loop", op="kernel"):
+    """One launch: `stores`, over `axes`, outermost first."""
+
+    name: str
+    axes: tuple[Var, ...]
+    stores: tuple[Store, ...]
+    source: str = ""
+
+    @cached_property
+    def reads(self) -> tuple[Buffer, ...]:
+        """The buffers loaded from, each once, in order of first use."""
+        return tuple(dict.fromkeys(n.buffer for n in topological([s.value for s in self.stores]) if isinstance(n, Load)))
+
+    @cached_property
+    def writes(self) -> tuple[Buffer, ...]:
+        return tuple(s.buffer for s in self.stores)
+
+
+class Call(Node, dialect="loop", op="call"):
+    """An opaque op: PyTorch runs it. Arguments are as in Torch IR with buffers for tensors; an absent result has no buffer."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    results: tuple[Buffer | None, ...]
+    order: int = 0
+    source: str = ""
+
+    @cached_property
+    def reads(self) -> tuple[Buffer, ...]:
+        inside = itertools.chain(_buffers(self.args), *(_buffers((v,)) for _, v in self.kwargs))
+        return tuple(dict.fromkeys(inside))
+
+    @cached_property
+    def writes(self) -> tuple[Buffer, ...]:
+        return tuple(b for b in self.results if b is not None)
+
+
+@dataclass(frozen=True)
+class Program:
+    """Kernels and calls in the order they run. `inputs` and `results` are buffers; everything else is temporary."""
+
+    name: str
+    inputs: tuple[Buffer, ...]
+    steps: tuple[Kernel | Call, ...]
+    results: tuple[Buffer, ...]
+
+
+def close(axes: Sequence[Any], args: Sequence[Node]) -> tuple[tuple[Bound, ...], tuple[Node, ...]]:
+    """Turn variables into bound ones with the canonical labels. See `expr.Bound`."""
+    inner = [a.label for n in topological(args) if isinstance(n, (Reduce, Scan)) for a in _axes(n)]
+    base = 1 + max(inner, default=-1)
+    bound = tuple(Bound(base + k, a.extent) for k, a in enumerate(axes))
+    if bound == tuple(axes):
+        return bound, tuple(args)
+    fresh = {a: Var(f"${next(_fresh)}", a.extent) for a in axes}  # two steps: labels may be permuted
+    opened = [substitute(a, fresh) for a in args]
+    rename = dict(zip(fresh.values(), bound, strict=True))
+    return bound, tuple(substitute(a, rename) for a in opened)
+
+
+def open_binder(node: Reduce | Scan) -> tuple[tuple[Var, ...], tuple[Node, ...]]:
+    """The axes as fresh free variables, and the arguments in terms of them. Close again by constructing."""
+    axes = tuple(Var(f"${next(_fresh)}", a.extent) for a in _axes(node))
+    rename: dict[Any, Any] = dict(zip(_axes(node), axes, strict=True))
+    return axes, tuple(substitute(a, rename) for a in node.args)
+
+
+def apply(fn: str, *args: Node) -> Apply:
+    """The scalar function called `fn`; also the builder with which monoids combine terms."""
+    return Apply(sc.scalar(fn), args)
+
+
+def children_in_scope(node: Node) -> Iterable[Node]:
+    """The children of a term, with a scan seen at the point where it is."""
+    return (*node.step, *((node.at,) if isinstance(node.at, Expr) else ())) if isinstance(node, Scan) else node.children
+
+
+_fresh = itertools.count()
+
+
+def _axes(node: Reduce | Scan) -> tuple[Any, ...]:
+    return node.axes if isinstance(node, Reduce) else (node.axis,)
+
+
+def _dtype(x: Node) -> Any:
+    found = getattr(x, "dtype", None)
+    if found is None:
+        raise UserError(f"{type(x).__name__} is no term")
+    return found
+
+
+def _monoid_type(m: Monoid, args: tuple[Node, ...]) -> Any:
+    types = tuple(_dtype(a) for a in args)
+    if len(types) != m.width:
+        raise UserError(f"{m.name} combines {m.width} values, got {len(types)}")
+    return types if m.width > 1 else types[0]
+
+
+def _buffers(value: Any) -> Iterable[Buffer]:
+    if isinstance(value, Buffer):
+        yield value
+    elif isinstance(value, tuple):
+        for v in value:
+            yield from _buffers(v)

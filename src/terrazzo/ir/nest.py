@@ -1,0 +1,137 @@
+"""The loop nest a kernel means: where each of its terms is computed.
+
+A term is computed in the outermost scope that binds its free variables. Reductions that are ready at the same time and run over
+the same axes share one loop. The printed form of a kernel and every code generator walk this nest, so what is shown is what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Union
+
+from terrazzo.ir.dialects.loop import Kernel, Literal, Reduce, Scan, Store, Term, children_in_scope
+from terrazzo.ir.expr import Expr
+from terrazzo.ir.node import Node
+
+
+@dataclass(frozen=True)
+class Let:
+    """Compute a term here, once; everything below in this scope may use it."""
+
+    term: Term
+
+
+@dataclass(frozen=True)
+class Accumulate:
+    """Combine the terms `args` into the accumulators of a reduction or scan."""
+
+    into: Reduce | Scan
+    args: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop over `axes` (several for one reduction over several). `carried` start at their monoid's identity before it.
+
+    kind: "free" (iterations are independent), "reduce", or "scan" (in order).
+    """
+
+    kind: str
+    axes: tuple[Any, ...]
+    body: tuple[Statement, ...]
+    carried: tuple[Reduce | Scan, ...] = ()
+
+
+Statement = Union[Let, Accumulate, Loop, Store]
+
+
+@dataclass
+class _Sink:
+    """Something that must happen once `vars` are bound, and the nodes it uses."""
+
+    vars: frozenset[Any]
+    uses: tuple[Node, ...]
+    statement: Statement
+
+
+def nest(kernel: Kernel) -> tuple[Statement, ...]:
+    """The statements of a kernel."""
+    sinks = []
+    for store in kernel.stores:
+        index = frozenset().union(*(e.free for e in store.index if isinstance(e, Expr)))
+        sinks.append(_Sink(index | store.value.free, (store.value, *(e for e in store.index if isinstance(e, Expr))), store))
+    return tuple(_level(frozenset(), kernel.axes, sinks, set()))
+
+
+def _level(bound: frozenset[Any], rest: Sequence[Any], sinks: list[_Sink], done: set[Node]) -> list[Statement]:
+    """Statements of the scope where `bound` is bound, with loops over `rest` inside."""
+    out: list[Statement] = []
+    _compute([u for s in sinks for u in s.uses], bound, done, out)
+    now = [s for s in sinks if s.vars <= bound]
+    out.extend(s.statement for s in now)
+    later = [s for s in sinks if not s.vars <= bound]
+    if later and rest:
+        axis = rest[0]
+        scans = tuple(n for n in _reachable([u for s in later for u in s.uses], done) if isinstance(n, Scan) and n.at is axis)
+        body = _level(bound | {axis}, rest[1:], later, set(done))
+        out.append(Loop("scan" if scans else "free", (axis,), tuple(body), scans))
+    return out
+
+
+@dataclass
+class _Stage:
+    """Lets that need no reduction of this stage, then the reductions, grouped by the axes they run over."""
+
+    lets: list[Statement] = field(default_factory=list)
+    reductions: dict[tuple[Any, ...], list[Reduce]] = field(default_factory=dict)
+
+
+def _compute(uses: Sequence[Node], bound: frozenset[Any], done: set[Node], out: list[Statement]) -> None:
+    """Compute every term below `uses` that this scope can, in stages: a reduction ends the stage of what it needs."""
+    stages: dict[int, _Stage] = {}
+    depth: dict[Node, int] = {}
+    for node in _reachable(uses, done):
+        below = max((depth[c] for c in children_in_scope(node) if c in depth), default=0)
+        if isinstance(node, Reduce) and node.free <= bound:
+            below = max((depth[c] for c in _inner(node, done) if c in depth), default=0)
+            stages.setdefault(below, _Stage()).reductions.setdefault(node.axes, []).append(node)
+            depth[node] = below + 1
+        elif isinstance(node, Term) and node.free <= bound:
+            if isinstance(node, Scan):
+                stages.setdefault(below, _Stage()).lets.append(Accumulate(node, node.step))
+            elif not isinstance(node, Literal):
+                stages.setdefault(below, _Stage()).lets.append(Let(node))
+            depth[node] = below
+    for k in sorted(stages):
+        out.extend(stages[k].lets)
+        for statement in stages[k].lets:
+            done.add(statement.into if isinstance(statement, Accumulate) else statement.term)  # type: ignore[union-attr]
+        for axes, reductions in stages[k].reductions.items():
+            inner = bound | set(axes)
+            body: list[Statement] = []
+            within = set(done)
+            _compute([a for r in reductions for a in r.args], inner, within, body)
+            body.extend(Accumulate(r, r.args) for r in reductions)
+            out.append(Loop("reduce", axes, tuple(body), tuple(reductions)))
+            done.update(reductions)
+
+
+def _inner(node: Node, done: set[Node]) -> list[Node]:
+    return _reachable(list(node.children), done)
+
+
+def _reachable(roots: Sequence[Node], done: set[Node]) -> list[Node]:
+    """Everything below `roots` that is not done, children first, looking into reductions too: what is invariant there moves out."""
+    order: list[Node] = []
+    seen: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [(r, False) for r in reversed(roots)]
+    while stack:
+        node, ready = stack.pop()
+        if ready:
+            order.append(node)
+        elif node not in seen and node not in done:
+            seen.add(node)
+            stack.append((node, True))
+            stack.extend((c, False) for c in reversed(list(children_in_scope(node))))
+    return order

@@ -1,0 +1,194 @@
+"""Lift each tensor primitive to the term of one of its elements; each value becomes a kernel that stores that term."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from terrazzo.errors import CompilerBug
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects import tensor as t
+from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var
+from terrazzo.ir.node import Node, substitute, topological, transform
+from terrazzo.ir.program import Input, Program
+from terrazzo.rewrite.engine import index
+from terrazzo.rewrite.rule import Rule, rule
+
+Element = Callable[..., Any]
+"""element(x, index, inside=()) is the term of one element of the value x."""
+Context = tuple[tuple[IntExpr, ...], Element]
+"""What a lifting rule gets: the coordinates of the element, and the way to elements of the operands."""
+
+
+@rule
+def elementwise(node: t.Elementwise, ctx: Any) -> Any:
+    """out[i] = fn(args[i]...)."""
+    here, element = ctx
+    return l.Apply(node.fn, tuple(element(a, here) for a in node.args))
+
+
+@rule
+def index_map(node: t.IndexMap, ctx: Any) -> Any:
+    """out[i] = x[f(i)] inside, 0 outside."""
+    here, element = ctx
+    move = dict(zip(t.coordinates(node.shape), here, strict=True))
+    exprs = [_expr(e, move, element) for e in (*node.index, *node.inside)]
+    return element(node.x, tuple(exprs[: len(node.index)]), tuple(exprs[len(node.index) :]))
+
+
+@rule
+def literal(node: t.Literal) -> Any:
+    """A constant is a constant in every element."""
+    return l.Literal(node.value, node.dtype)
+
+
+@rule
+def iota(node: t.Iota, ctx: Any) -> Any:
+    """out[i] = index(i)."""
+    here, element = ctx
+    return l.Index(_expr(node.index, dict(zip(t.coordinates(node.shape), here, strict=True)), element))
+
+
+@rule
+def reduce(node: t.Reduce, ctx: Any) -> Any:
+    """out[i] = the combination of args[i, r] over r."""
+    here, element = ctx
+    shape = node.args[0].type.shape  # type: ignore[attr-defined]
+    axes = {d: Var(f"r{d}", shape[d]) for d in node.axes}
+    kept = iter(here)
+    inner = tuple(axes[d] if d in axes else next(kept) for d in range(len(shape)))
+    inner = tuple(0 if d in axes and shape[d] == 1 else e for d, e in enumerate(inner))
+    bound = tuple(v for d, v in axes.items() if shape[d] != 1)
+    args = tuple(element(a, inner) for a in node.args)
+    if not bound and node.monoid.width == 1:
+        return args[0]
+    return l.Reduce.make(node.monoid, bound or (Var("r", 1),), args)
+
+
+@rule
+def scan(node: t.Scan, ctx: Any) -> Any:
+    """out[.., i, ..] = the combination of args[.., j, ..] over j <= i."""
+    here, element = ctx
+    shape = node.args[0].type.shape  # type: ignore[attr-defined]
+    axis = Var("r", shape[node.axis])
+    inner = tuple(axis if d == node.axis else e for d, e in enumerate(here))
+    return l.Scan.make(node.monoid, axis, tuple(element(a, inner) for a in node.args), here[node.axis])
+
+
+@rule
+def get(node: t.Get, ctx: Any) -> Any:
+    """One value of several."""
+    here, element = ctx
+    return l.Get(element(node.x, here), node.index)
+
+
+RULES: tuple[Rule, ...] = (elementwise, index_map, literal, iota, reduce, scan, get)
+
+
+def lift(program: Program, rules: Sequence[Rule] = RULES) -> l.Program:
+    """`program` as one kernel per value, opaque ops as calls. Constants and iotas are not stored; scans put their axis last."""
+    table = index(rules)
+    buffers: dict[Node, l.Buffer] = {i: l.Buffer(i.name, i.type) for i in program.inputs}
+    steps: list[l.Kernel | l.Call] = []
+    taken = {i.name for i in program.inputs}
+
+    def term(node: Node, here: tuple[IntExpr, ...], element: Element) -> Any:
+        found = table.get(type(node))
+        if not found:
+            raise CompilerBug(f"tensor_to_loop: no rule lifts {type(node).__name__}")
+        return found[0].rewrite(node, (here, element))
+
+    def element(x: Node, here: tuple[IntExpr, ...], inside: tuple[IntExpr, ...] = ()) -> Any:
+        if x in buffers:
+            return l.Load(buffers[x], here, inside)
+        if isinstance(x, (t.Literal, t.Iota)) and inside:
+            return guarded(term(x, here, element), inside)
+        return term(x, here, element)
+
+    def named(node: Node, hint: str = "t") -> str:
+        base = name = program.names.get(node, hint)
+        k = 0
+        while name in taken:
+            k += 1
+            name = f"{base}_{k}"
+        taken.add(name)
+        return name
+
+    for node in topological(program.results, stop=lambda n: isinstance(n, Input)):
+        many = isinstance(getattr(node, "type", None), tuple)
+        if isinstance(node, t.Opaque):
+            types = node.result if isinstance(node.result, tuple) else (node.result,)
+            gets = {n.index: n for n in topological(program.results) if isinstance(n, t.Get) and n.x is node} if many else {0: node}
+            results = tuple(None if r is None else l.Buffer(named(gets.get(k, node)), r) for k, r in enumerate(types))
+            buffers.update({n: b for k, n in gets.items() if (b := results[k]) is not None})
+            source = program.sources.get(program.names.get(node, ""), "")
+            args, kwargs = _fill(node.args, buffers), tuple((k, _fill(v, buffers)) for k, v in node.kwargs)
+            steps.append(l.Call(node.name, args, kwargs, results, node.order, source))
+            continue
+        stored = isinstance(node, t.Value) and not many and node not in buffers and not isinstance(node, t.Read)
+        if not stored or (isinstance(node, (t.Literal, t.Iota)) and not _must_exist(node, program)):
+            continue
+        axes = tuple(Var(f"a{d}", e) for d, e in enumerate(_loops(node.type.shape)))
+        rest = iter(axes)
+        here = tuple(0 if e == 1 else next(rest) for e in node.type.shape)
+        buffers[node] = buffer = l.Buffer(named(node), node.type)
+        store = l.Store(buffer, here, term(node, here, element))
+        order = tuple(sorted(axes, key=lambda a: _scanned(store, a)))
+        steps.append(l.Kernel(buffer.name, order, (store,), program.sources.get(program.names.get(node, ""), "")))
+    return l.Program(program.name, tuple(buffers[i] for i in program.inputs), tuple(steps), tuple(buffers[r] for r in program.results))
+
+
+def guarded(value: Any, inside: Sequence[IntExpr]) -> Any:
+    """`value` where every expression of `inside` is >= 0, else 0."""
+    from terrazzo.ir.types import i64
+
+    zero = l.Literal(0, i64)
+    condition = None
+    for e in inside:
+        test = l.apply("ge", l.Index(e), zero)
+        condition = test if condition is None else l.apply("and_", condition, test)
+    none = l.Literal(type(value.value)(0) if isinstance(value, l.Literal) else _zero(value.dtype), value.dtype)
+    return value if condition is None else l.apply("where", condition, value, none)
+
+
+def _zero(dtype: Any) -> bool | int | float:
+    return False if dtype.kind == "bool" else 0.0 if dtype.is_float else 0
+
+
+def _loops(shape: Sequence[IntExpr]) -> list[IntExpr]:
+    return [e for e in shape if e != 1]
+
+
+def _scanned(store: l.Store, axis: Var) -> bool:
+    return any(isinstance(n, l.Scan) and n.at is axis for n in topological([store.value]))
+
+
+def _must_exist(node: Node, program: Program) -> bool:
+    """True for a constant that something outside our kernels needs in memory."""
+    users = [n for n in topological(program.results) if isinstance(n, t.Opaque) and node in n.children]
+    return node in program.results or bool(users)
+
+
+def _expr(e: IntExpr, move: Mapping[Any, Any], element: Element) -> IntExpr:
+    """An index expression at other coordinates, with the tensors it reads as loads."""
+    if not isinstance(e, Expr):
+        return e
+
+    def visit(node: Node) -> Any:
+        return element(node.x, node.index) if isinstance(node, t.Read) else node
+
+    return _moved(substitute(e, move), visit)
+
+
+def _moved(e: Any, visit: Callable[[Node], Any]) -> Any:
+    stop = {n: n for n in topological([e]) if isinstance(n, t.Value) and not isinstance(n, t.Read)} if isinstance(e, Node) else {}
+    return transform(e, visit, dict(stop)) if isinstance(e, Node) else e
+
+
+def _fill(value: Any, buffers: Mapping[Node, l.Buffer]) -> Any:
+    if isinstance(value, Node):
+        return buffers[value]
+    return tuple(_fill(v, buffers) for v in value) if isinstance(value, tuple) else value
+
+
+__all__ = ["RULES", "Loaded", "guarded", "lift"]
