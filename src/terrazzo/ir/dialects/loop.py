@@ -215,7 +215,7 @@ def close(axes: Sequence[Any], args: Sequence[Node]) -> tuple[tuple[Bound, ...],
     bound = tuple(Bound(base + k, a.extent) for k, a in enumerate(axes))
     if bound == tuple(axes):
         return bound, tuple(args)
-    fresh = {a: Var(f"${next(_fresh)}", a.extent) for a in axes}  # two steps: labels may be permuted
+    fresh = {a: Var(fresh_name(), a.extent) for a in axes}  # two steps: labels may be permuted
     opened = [substitute(a, fresh) for a in args]
     rename = dict(zip(fresh.values(), bound, strict=True))
     return bound, tuple(substitute(a, rename) for a in opened)
@@ -223,7 +223,7 @@ def close(axes: Sequence[Any], args: Sequence[Node]) -> tuple[tuple[Bound, ...],
 
 def open_binder(node: Reduce | Scan) -> tuple[tuple[Var, ...], tuple[Node, ...]]:
     """The axes as fresh free variables, and the arguments in terms of them. Close again by constructing."""
-    axes = tuple(Var(f"${next(_fresh)}", a.extent) for a in _axes(node))
+    axes = tuple(Var(fresh_name(), a.extent) for a in _axes(node))
     rename: dict[Any, Any] = dict(zip(_axes(node), axes, strict=True))
     return axes, tuple(substitute(a, rename) for a in node.args)
 
@@ -239,6 +239,11 @@ def children_in_scope(node: Node) -> Iterable[Node]:
 
 
 _fresh = itertools.count()
+
+
+def fresh_name() -> str:
+    """A name no other variable has, for a variable that will be bound at once."""
+    return f"${next(_fresh)}"
 
 
 def _axes(node: Reduce | Scan) -> tuple[Any, ...]:
