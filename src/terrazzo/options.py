@@ -1,0 +1,144 @@
+"""Everything a user may choose, in one frozen record that is passed explicitly.
+
+The environment is read in this file and under `cli/`, nowhere else.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from terrazzo.errors import UserError
+
+TARGETS = ("cpu", "interpreter")
+
+# The modes of torch.compile. What they promise (no launch overhead, measured schedules) concerns GPUs only,
+# so on the targets that exist each of them means the defaults.
+MODES: dict[str, dict[str, object]] = {
+    "default": {},
+    "reduce-overhead": {},
+    "max-autotune": {},
+    "max-autotune-no-cudagraphs": {},
+}
+
+
+def default_cache_directory(environ: Mapping[str, str]) -> Path:
+    """`$TERRAZZO_CACHE_DIR`, else `$XDG_CACHE_HOME/terrazzo`, else `~/.cache/terrazzo`; an empty variable counts as unset."""
+    if own := environ.get("TERRAZZO_CACHE_DIR"):
+        return Path(own).expanduser()
+    # The XDG specification says that a relative path is to be ignored.
+    shared = Path(environ.get("XDG_CACHE_HOME", ""))
+    return (shared if shared.is_absolute() else Path.home() / ".cache") / "terrazzo"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to compile for, and how.
+
+    target       one of `TARGETS`.
+    threads      threads a compiled kernel may use; None leaves it to OpenMP.
+    cache_dir    where compiled kernels are kept between runs.
+    cache_limit  size in bytes above which the kernels unused for longest are dropped.
+    compiler     the C++ compiler's command; None looks for one.
+    materialize  buffers (by their name in the listing) that are written to memory instead of being fused away.
+    fuse         False gives every operation a kernel of its own.
+    verbose      0 is quiet, 1 prints why rules were skipped, 2 also prints a diff per fired rule.
+    dump         a directory that receives every stage and the events; None writes nothing.
+    """
+
+    target: str = "cpu"
+    threads: int | None = None
+    cache_dir: Path = field(default_factory=lambda: default_cache_directory(os.environ))
+    cache_limit: int = 2 << 30
+    compiler: str | None = None
+    materialize: tuple[str, ...] = ()
+    fuse: bool = True
+    verbose: int = 0
+    dump: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.target not in TARGETS:
+            raise UserError(f"there is no target {self.target!r}{_suggestion(self.target, TARGETS)}")
+        if self.threads is not None and self.threads < 1:
+            raise UserError(f"option threads: {self.threads} is not a number of threads; it must be at least 1")
+        for name in ("cache_limit", "verbose"):
+            if getattr(self, name) < 0:
+                raise UserError(f"option {name}: {getattr(self, name)} is negative")
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, object]) -> Options:
+        """The options of `torch.compile(..., options={...})`; a name or a type we do not know is a `UserError`."""
+        converters = {f.name: _CONVERTERS[str(f.type)] for f in fields(cls)}
+        for name in mapping:
+            if name not in converters:
+                raise UserError(f"there is no option {name!r}{_suggestion(name, tuple(converters))}")
+        return cls(**{name: converters[name](name, value) for name, value in mapping.items()})
+
+    @classmethod
+    def from_mode(cls, mode: str) -> Options:
+        """The options that a mode of `torch.compile(..., mode="...")` stands for."""
+        if mode not in MODES:
+            raise UserError(f"there is no mode {mode!r}{_suggestion(mode, tuple(MODES))}")
+        return cls.from_mapping(MODES[mode])
+
+
+def _suggestion(wrong: object, known: tuple[str, ...]) -> str:
+    close = get_close_matches(str(wrong), known, n=1)
+    return (f"; did you mean {close[0]!r}?" if close else ".") + f" The known ones are {', '.join(known)}."
+
+
+def _wrong(name: str, value: object, expected: str) -> UserError:
+    return UserError(f"option {name}: expected {expected}, got {value!r} of type {type(value).__name__}")
+
+
+def _flag(name: str, value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise _wrong(name, value, "True or False")
+
+
+def _integer(name: str, value: object) -> int:
+    # bool is a subclass of int, but `threads=True` is surely a slip.
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    raise _wrong(name, value, "a whole number")
+
+
+def _text(name: str, value: object) -> str:
+    if isinstance(value, str):
+        return value
+    raise _wrong(name, value, "a string")
+
+
+def _path(name: str, value: object) -> Path:
+    if isinstance(value, str | Path):
+        return Path(value)
+    raise _wrong(name, value, "a path")
+
+
+def _names(name: str, value: object) -> tuple[str, ...]:
+    # A string is a sequence of strings too; taking it would pin the buffers "b", "u", "f".
+    if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    raise _wrong(name, value, "a list of names")
+
+
+def _optional(convert: Callable[[str, object], Any]) -> Callable[[str, object], Any]:
+    return lambda name, value: None if value is None else convert(name, value)
+
+
+# By the annotation of the field, so that a new option needs no line here.
+_CONVERTERS: dict[str, Callable[[str, object], Any]] = {
+    "bool": _flag,
+    "int": _integer,
+    "int | None": _optional(_integer),
+    "str": _text,
+    "str | None": _optional(_text),
+    "Path": _path,
+    "Path | None": _optional(_path),
+    "tuple[str, ...]": _names,
+}
