@@ -17,7 +17,7 @@ from typing import Any
 from terrazzo.errors import UserError
 from terrazzo.ir.dialects import scalar as sc
 from terrazzo.ir.dialects.scalar import Scalar
-from terrazzo.ir.expr import Bound, Expr, IntExpr, Var
+from terrazzo.ir.expr import Bound, Expr, IntExpr, Var, at_least
 from terrazzo.ir.monoid import Monoid
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.types import DType, Type, i64
@@ -70,6 +70,10 @@ class Load(Term, dialect="loop", op="load"):
     buffer: Buffer
     index: tuple[IntExpr, ...]
     inside: tuple[IntExpr, ...] = ()
+
+    @classmethod
+    def make(cls, buffer: Buffer, index: tuple[IntExpr, ...], inside: tuple[IntExpr, ...] = ()) -> Load:
+        return cls(buffer, index, tuple(dict.fromkeys(e for e in inside if not at_least(e, 0))))
 
     def infer(self) -> DType:
         if len(self.index) != self.buffer.type.rank:

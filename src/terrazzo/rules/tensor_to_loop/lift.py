@@ -8,11 +8,12 @@ from typing import Any
 from terrazzo.errors import CompilerBug
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tensor as t
-from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var
+from terrazzo.ir.expr import Expr, IntExpr, Var
 from terrazzo.ir.node import Node, substitute, topological, transform
 from terrazzo.ir.program import Input, Program
 from terrazzo.rewrite.engine import index
 from terrazzo.rewrite.rule import Rule, rule
+from terrazzo.rules.loop.inline import select
 
 Element = Callable[..., Any]
 """element(x, index, inside=()) is the term of one element of the value x."""
@@ -72,6 +73,9 @@ def scan(node: t.Scan, ctx: Any) -> Any:
     shape = node.args[0].type.shape  # type: ignore[attr-defined]
     axis = Var("r", shape[node.axis])
     inner = tuple(axis if d == node.axis else e for d, e in enumerate(here))
+    if shape[node.axis] == 1:
+        args = tuple(element(a, here) for a in node.args)
+        return args[0] if node.monoid.width == 1 else l.Reduce.make(node.monoid, (axis,), args)
     return l.Scan.make(node.monoid, axis, tuple(element(a, inner) for a in node.args), here[node.axis])
 
 
@@ -100,9 +104,9 @@ def lift(program: Program, rules: Sequence[Rule] = RULES) -> l.Program:
 
     def element(x: Node, here: tuple[IntExpr, ...], inside: tuple[IntExpr, ...] = ()) -> Any:
         if x in buffers:
-            return l.Load(buffers[x], here, inside)
+            return l.Load.make(buffers[x], here, inside)
         if isinstance(x, (t.Literal, t.Iota)) and inside:
-            return guarded(term(x, here, element), inside)
+            return select(inside, term(x, here, element))
         return term(x, here, element)
 
     def named(node: Node, hint: str = "t") -> str:
@@ -136,23 +140,6 @@ def lift(program: Program, rules: Sequence[Rule] = RULES) -> l.Program:
         order = tuple(sorted(axes, key=lambda a: _scanned(store, a)))
         steps.append(l.Kernel(buffer.name, order, (store,), program.sources.get(program.names.get(node, ""), "")))
     return l.Program(program.name, tuple(buffers[i] for i in program.inputs), tuple(steps), tuple(buffers[r] for r in program.results))
-
-
-def guarded(value: Any, inside: Sequence[IntExpr]) -> Any:
-    """`value` where every expression of `inside` is >= 0, else 0."""
-    from terrazzo.ir.types import i64
-
-    zero = l.Literal(0, i64)
-    condition = None
-    for e in inside:
-        test = l.apply("ge", l.Index(e), zero)
-        condition = test if condition is None else l.apply("and_", condition, test)
-    none = l.Literal(type(value.value)(0) if isinstance(value, l.Literal) else _zero(value.dtype), value.dtype)
-    return value if condition is None else l.apply("where", condition, value, none)
-
-
-def _zero(dtype: Any) -> bool | int | float:
-    return False if dtype.kind == "bool" else 0.0 if dtype.is_float else 0
 
 
 def _loops(shape: Sequence[IntExpr]) -> list[IntExpr]:
@@ -189,6 +176,3 @@ def _fill(value: Any, buffers: Mapping[Node, l.Buffer]) -> Any:
     if isinstance(value, Node):
         return buffers[value]
     return tuple(_fill(v, buffers) for v in value) if isinstance(value, tuple) else value
-
-
-__all__ = ["RULES", "Loaded", "guarded", "lift"]

@@ -1,0 +1,99 @@
+"""The verifier: what must hold of a program between two passes. Types hold by construction; this checks the rest.
+
+Torch and Tensor IR: only ops of the dialect; every input declared; no value read before it exists (by construction).
+Loop IR: each buffer is written once, before it is read, by the step that owns it; every variable is bound by an axis of its
+kernel or a reduction; every index is within its buffer wherever ranges can tell; every element is stored exactly once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from terrazzo.errors import CompilerBug
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects import tensor as t
+from terrazzo.ir.dialects import torch as aten
+from terrazzo.ir.expr import Expr, Var, bounds
+from terrazzo.ir.node import topological
+from terrazzo.ir.program import Input, Program
+
+_ALLOWED: dict[str, tuple[Any, ...]] = {"torch": (aten.Aten, aten.Get, Input), "tensor": (t.Value, Input, Expr)}
+
+
+def verify(program: Program | l.Program, after: str = "") -> None:
+    """Raise CompilerBug, naming the pass `after` which this was found, if the program breaks a rule of its IR."""
+    problem = _loop(program) if isinstance(program, l.Program) else _graph(program)
+    if problem:
+        raise CompilerBug(f"{'after ' + after + ': ' if after else ''}{program.name} is not valid: {problem}")
+
+
+def _graph(p: Program) -> str:
+    for node in topological(p.results):
+        if not isinstance(node, _ALLOWED[p.dialect]):
+            return f"{type(node).__name__} ({node.dialect}.{node.op}) is no part of {p.dialect} IR"
+        if isinstance(node, Input) and node not in p.inputs:
+            return f"input {node.name} is used but not declared"
+    return ""
+
+
+def _loop(p: l.Program) -> str:
+    ready = set(p.inputs)
+    names = {b.name for b in p.inputs}
+    for step in p.steps:
+        if missing := [b.name for b in step.reads if b not in ready]:
+            return f"{step.name} reads {missing[0]} before it is written"
+        for b in dict.fromkeys(step.writes):
+            if b in ready or b.name in names:
+                return f"{b.name} is written twice"
+            names.add(b.name)
+        ready.update(step.writes)
+        if isinstance(step, l.Kernel) and (problem := _kernel(step)):
+            return f"kernel {step.name}: {problem}"
+    if missing := [b.name for b in p.results if b not in ready]:
+        return f"result {missing[0]} is never written"
+    return ""
+
+
+def _kernel(k: l.Kernel) -> str:
+    axes = frozenset(k.axes)
+    for store in k.stores:
+        if stray := (store.free - axes):
+            return f"{min(v.name if isinstance(v, Var) else f'r{v.label}' for v in stray)} is bound nowhere"
+        if problem := _stores_all(store):
+            return problem
+        for node in topological([store.value]):
+            if isinstance(node, l.Scan) and node.at is not k.axes[-1]:
+                return "a scan must run along the last axis"
+            if isinstance(node, l.Load) and (problem := _in_bounds(node)):
+                return problem
+    return ""
+
+
+def _stores_all(store: l.Store) -> str:
+    """Each dimension is an axis that covers it, or 0 of a dimension of extent 1."""
+    used: set[Any] = set()
+    for d, (e, extent) in enumerate(zip(store.index, store.buffer.type.shape, strict=True)):
+        covers = (isinstance(e, Var) and e.extent == extent and e not in used) or (e == 0 and extent == 1)
+        if not covers:
+            return f"the store to {store.buffer.name} does not cover dimension {d}"
+        used.add(e)
+    return "" if store.value.free <= used else f"the store to {store.buffer.name} depends on an axis it does not have"
+
+
+def _in_bounds(load: l.Load) -> str:
+    """An unguarded load is provably inside; a guarded one may be outside only where the guard can fail."""
+    if load.inside:
+        return ""
+    for d, (e, extent) in enumerate(zip(load.index, load.buffer.type.shape, strict=True)):
+        lo, _ = bounds(e)
+        _, over = bounds(e - extent)
+        if lo is None or lo < 0 or over is None or over >= 0:
+            if isinstance(extent, int) and _empty(load):
+                continue
+            return f"the load {load} may leave dimension {d} of {load.buffer.type}"
+    return ""
+
+
+def _empty(load: l.Load) -> bool:
+    """A loop of no iterations reads nothing, whatever its index says."""
+    return any(v.extent == 0 for v in load.free) or 0 in load.buffer.type.shape

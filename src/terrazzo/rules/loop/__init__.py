@@ -1,0 +1,1 @@
+"""Loop IR to Loop IR: which terms become kernels of their own."""

@@ -1,0 +1,102 @@
+"""What a kernel costs, by a model simple enough to argue with: memory traffic + arithmetic + one launch, in nanoseconds.
+
+The model reads the loop nest: a term costs its price times the trips of the loops around it; a buffer costs the bytes of it that
+are touched, once per kernel. It decides fusion only; it does not pretend to predict a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from terrazzo.ir import nest as n
+from terrazzo.ir.contraction import contraction
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects.scalar import is_cast
+from terrazzo.ir.expr import IntExpr, bounds
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Nanoseconds per unit of work, for a whole machine that is kept busy.
+
+    byte: one byte of memory traffic; op: one simple vectorised operation on one element; serial: one combination of a monoid that
+    does not vectorise; fma: one multiply-add of a contraction the target blocks; load: one element from cache; launch: one kernel.
+    """
+
+    byte: float = 0.05
+    op: float = 0.03
+    serial: float = 1.0
+    fma: float = 0.012
+    load: float = 0.02
+    launch: float = 3000.0
+
+
+def cost(kernel: l.Kernel, rates: Rates) -> float:
+    """Nanoseconds, by the model."""
+    bill = _Bill(rates)
+    bill.walk(n.nest(kernel), 1, False)
+    traffic = sum(min(count, _count(b.type.numel)) * b.type.dtype.size for b, count in bill.touched.items())
+    return rates.launch + bill.work + traffic * rates.byte
+
+
+class _Bill:
+    def __init__(self, rates: Rates) -> None:
+        self.rates = rates
+        self.work = 0.0
+        self.touched: dict[l.Buffer, int] = {}
+
+    def touch(self, buffer: l.Buffer, trips: int) -> None:
+        self.touched[buffer] = max(self.touched.get(buffer, 0), trips)
+
+    def walk(self, body: Iterable[n.Statement], trips: int, in_reduction: bool) -> None:
+        for s in body:
+            match s:
+                case n.Let():
+                    self.term(s.term, trips)
+                case n.Accumulate():
+                    simple = s.into.monoid.width == 1 and isinstance(s.into, l.Reduce)
+                    self.work += trips * (self.rates.op if simple else self.rates.serial)
+                case l.Store():
+                    self.touch(s.buffer, trips)
+                case n.Loop():
+                    points = trips
+                    for a in s.axes:
+                        points *= _count(a.extent)
+                    blocked = not in_reduction and s.kind == "reduce" and all(_contracts(r) for r in s.carried)
+                    if blocked:
+                        self.work += points * self.rates.fma * len(s.carried)
+                        self.operands(s.body, points)
+                    else:
+                        self.walk(s.body, points, in_reduction or s.kind == "reduce")
+
+    def operands(self, body: Iterable[n.Statement], points: int) -> None:
+        """A contraction's products are paid; what its operands need beyond loads and conversions is paid at every point."""
+        for s in body:
+            match s:
+                case n.Let(term=l.Load() as load):
+                    self.touch(load.buffer, points)
+                case n.Let(term=l.Apply() as f) if not is_cast(f.fn) and f.fn.name != "mul":
+                    self.work += points * f.fn.cost * self.rates.op
+                case n.Loop():
+                    self.walk([s], points, True)
+
+    def term(self, term: l.Term, trips: int) -> None:
+        if isinstance(term, l.Load):
+            self.touch(term.buffer, trips)
+            self.work += trips * self.rates.load
+        elif isinstance(term, l.Apply):
+            self.work += trips * term.fn.cost * self.rates.op
+
+
+def _contracts(r: Any) -> bool:
+    return isinstance(r, l.Reduce) and contraction(r) is not None
+
+
+def _count(extent: IntExpr) -> int:
+    """The size itself, or a middling guess for a symbolic one."""
+    if isinstance(extent, int):
+        return extent
+    lo, hi = bounds(extent)
+    return max(lo or 1, min(hi or 512, 512))

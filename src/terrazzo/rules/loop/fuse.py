@@ -1,0 +1,247 @@
+"""Fusion: into as few kernels as pay.
+
+Views always disappear into their readers. Beyond that, every fusion is a choice between two programs that mean the same, priced
+by the cost model: *inline* a buffer into all its readers (its term is recomputed there and the buffer vanishes), or *merge* two
+kernels over the same axes into one that stores both results. Each choice is recorded with both prices, and `materialize` pins a
+buffer as one that must exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from terrazzo.errors import TerrazzoError
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects.scalar import is_cast
+from terrazzo.ir.expr import Expr
+from terrazzo.ir.node import substitute, topological
+from terrazzo.rewrite.rule import Event, Log
+from terrazzo.rules.loop.cost import Rates, cost
+from terrazzo.rules.loop.inline import inline
+
+PASS = "fuse"
+LARGEST = 600
+"""Nodes of a term beyond which nothing more is inlined into it: compilers get slow, and people cannot read it."""
+
+
+def fuse(program: l.Program, log: Log, rates: Rates, materialize: Iterable[str] = (), show: Callable[[Any], str] | None = None) -> l.Program:
+    """`program` with the fusions that pay. `materialize` names buffers to keep; `show` adds texts to the events."""
+    work = _Fusion(program, log, rates, frozenset(materialize), show)
+    work.views()
+    work.inlines()
+    work.merges()
+    return work.program()
+
+
+class _Fusion:
+    def __init__(self, program: l.Program, log: Log, rates: Rates, pinned: frozenset[str], show: Any) -> None:
+        self.source, self.log, self.rates, self.pinned, self.show = program, log, rates, pinned, show
+        self.kernels: dict[int, l.Kernel] = {i: s for i, s in enumerate(program.steps) if isinstance(s, l.Kernel)}
+        self.calls: dict[int, l.Call] = {i: s for i, s in enumerate(program.steps) if isinstance(s, l.Call)}
+        self.prices: dict[l.Kernel, float] = {}
+        self.apart: set[tuple[l.Kernel, l.Kernel]] = set()
+        self.readers: dict[l.Buffer, set[int]] = {}
+        for i, k in self.kernels.items():
+            self._enter(i, k)
+        self.needed = set(program.results) | {b for c in self.calls.values() for b in c.reads}
+
+    # -- the three kinds of fusion ----------------------------------------------------------------------------------
+
+    def views(self) -> None:
+        """A buffer that only moves, converts or names values is read through."""
+        for i in list(self.kernels):
+            kernel = self.kernels[i]
+            store = kernel.stores[0]
+            if not _is_view(store.value) or store.buffer.name in self.pinned:
+                continue
+            for j in sorted(self.readers.get(store.buffer, ())):
+                self._enter(j, inline(self.kernels[j], kernel))
+            if store.buffer not in self.needed:
+                self._drop(i)
+
+    def inlines(self) -> None:
+        """Inline each buffer into all its readers where that is cheaper, producers first."""
+        for i in list(self.kernels):
+            kernel = self.kernels[i]
+            readers = sorted({j for b in kernel.writes for j in self.readers.get(b, ())})
+            if any(b in self.needed for b in kernel.writes):
+                continue
+            if not readers:
+                self._drop(i)
+                continue
+            if reason := self._pinned(kernel):
+                self._skip("inline", kernel.name, reason)
+                continue
+            found = self._inlined(kernel, readers)
+            if isinstance(found, str):
+                self._skip("inline", kernel.name, found)
+                continue
+            keep = self.price(kernel) + sum(self.price(self.kernels[j]) for j in readers)
+            fused = sum(map(self.price, found))
+            prices = f"{fused / 1000:.1f} us inlined, {keep / 1000:.1f} us apart"
+            if fused > keep:
+                self._skip("inline", kernel.name, prices)
+                continue
+            into = ", ".join(self.kernels[j].name for j in readers)
+            self._fired("inline", f"{kernel.name} into {into}", prices, [kernel, *(self.kernels[j] for j in readers)], found)
+            for j, new in zip(readers, found, strict=True):
+                self._enter(j, new)
+            self._drop(i)
+
+    def merges(self) -> None:
+        """Let one kernel store what two stored, where they run over the same axes."""
+        again = True
+        while again:
+            again = False
+            for i in list(self.kernels):
+                for j in self._neighbours(i):
+                    if self._merge(i, j):
+                        again = True
+                        break
+
+    def _merge(self, i: int, j: int) -> bool:
+        """Merge kernel i into kernel j, which may read what i stores."""
+        first, second = self.kernels[i], self.kernels[j]
+        if self._pinned(first) or self._pinned(second) or (first, second) in self.apart or self._path(i, j) or self._path(j, i, direct=True):
+            return False
+        self.apart.add((first, second))
+        merged = _merged(first, second)
+        if merged is None:
+            return False
+        apart, together = self.price(first) + self.price(second), self.price(merged)
+        prices = f"{together / 1000:.1f} us together, {apart / 1000:.1f} us apart"
+        if together >= apart:
+            self._skip("merge", f"{first.name} with {second.name}", prices)
+            return False
+        self._fired("merge", f"{first.name} with {second.name}", prices, [first, second], [merged])
+        self._drop(i)
+        self._enter(j, merged)
+        return True
+
+    # -- bookkeeping ---------------------------------------------------------------------------------------------------
+
+    def price(self, kernel: l.Kernel) -> float:
+        if kernel not in self.prices:
+            self.prices[kernel] = cost(kernel, self.rates)
+        return self.prices[kernel]
+
+    def _inlined(self, kernel: l.Kernel, readers: list[int]) -> list[l.Kernel] | str:
+        found = []
+        for j in readers:
+            new = inline(self.kernels[j], kernel)
+            if not _scans_are_last(new):
+                return f"the scan of {kernel.name} must run along the last axis of its kernel"
+            if len(topological([s.value for s in new.stores])) > LARGEST:
+                return f"{new.name} would have more than {LARGEST} nodes"
+            found.append(new)
+        return found
+
+    def _enter(self, i: int, kernel: l.Kernel) -> None:
+        old = self.kernels.get(i)
+        for b in old.reads if old else ():
+            self.readers.get(b, set()).discard(i)
+        self.kernels[i] = kernel
+        for b in kernel.reads:
+            self.readers.setdefault(b, set()).add(i)
+
+    def _drop(self, i: int) -> None:
+        for b in self.kernels.pop(i).reads:
+            self.readers[b].discard(i)
+
+    def _pinned(self, kernel: l.Kernel) -> str:
+        return "pinned by materialize" if any(b.name in self.pinned for b in kernel.writes) else ""
+
+    def _neighbours(self, i: int) -> list[int]:
+        """Kernels that read what kernel i writes, or share an operand with it."""
+        if i not in self.kernels:
+            return []
+        kernel = self.kernels[i]
+        near = {j for b in (*kernel.writes, *kernel.reads) for j in self.readers.get(b, ())}
+        return sorted(j for j in near if j != i)
+
+    def _path(self, i: int, j: int, direct: bool = False) -> bool:
+        """True if step j needs step i by way of another step (or, with `direct`, at all)."""
+        steps: dict[int, Any] = {**self.kernels, **self.calls}
+        reads: dict[l.Buffer, list[int]] = {}
+        for k, s in steps.items():
+            for b in s.reads:
+                reads.setdefault(b, []).append(k)
+        seen: set[int] = set()
+        front = [k for b in steps[i].writes for k in reads.get(b, ()) if direct or k != j]
+        while front:
+            k = front.pop()
+            if k == j:
+                return True
+            if k not in seen:
+                seen.add(k)
+                front += [m for b in steps[k].writes for m in reads.get(b, ())]
+        return False
+
+    def _skip(self, rule: str, subject: str, reason: str) -> None:
+        self.log.add(Event(PASS, rule, subject, False, reason))
+
+    def _fired(self, rule: str, subject: str, reason: str, before: list[l.Kernel], after: list[l.Kernel]) -> None:
+        texts = ["\n".join(map(self.show, ks)) for ks in (before, after)] if self.show else ["", ""]
+        self.log.add(Event(PASS, rule, subject, True, reason, *texts))
+
+    def program(self) -> l.Program:
+        """The steps in an order in which each comes after what it reads; calls that must keep their order do."""
+        steps: dict[int, Any] = {**self.kernels, **self.calls}
+        writer = {b: i for i, s in steps.items() for b in s.writes}
+        done: list[Any] = []
+        seen: set[int] = set()
+
+        def visit(root: int) -> None:
+            stack = [(root, False)]
+            while stack:
+                i, ready = stack.pop()
+                if ready:
+                    done.append(steps[i])
+                elif i not in seen:
+                    seen.add(i)
+                    stack.append((i, True))
+                    stack.extend((writer[b], False) for b in reversed(steps[i].reads) if b in writer and writer[b] not in seen)
+
+        for i in sorted(i for i, c in self.calls.items() if c.order):
+            visit(i)
+        for i in sorted(steps):
+            visit(i)
+        return l.Program(self.source.name, self.source.inputs, tuple(done), self.source.results)
+
+
+def _is_view(value: Any) -> bool:
+    while isinstance(value, l.Apply) and is_cast(value.fn):
+        value = value.args[0]
+    return isinstance(value, (l.Load, l.Literal, l.Index))
+
+
+def _depth(store: l.Store) -> int:
+    return sum(isinstance(e, Expr) for e in store.index)
+
+
+def _scans_are_last(kernel: l.Kernel) -> bool:
+    """A scan runs along the innermost loop of its kernel, and not inside a reduction."""
+    for node in topological([s.value for s in kernel.stores]):
+        if isinstance(node, l.Scan) and node.at is not (kernel.axes[-1] if kernel.axes else None):
+            return False
+    return True
+
+
+def _merged(first: l.Kernel, second: l.Kernel) -> l.Kernel | None:
+    """One kernel that stores what both store: `second` may read what `first` stores, through its term."""
+    long, short = (first, second) if len(first.axes) > len(second.axes) else (second, first)
+    if [a.extent for a in long.axes[: len(short.axes)]] != [a.extent for a in short.axes] or not short.axes:
+        return None
+    try:
+        reader = inline(second, first)
+        rename: dict[Any, Any] = {a: b for a, b in zip(short.axes, long.axes, strict=False)}
+        parts = {first: first.stores, second: reader.stores}
+        parts[short] = tuple(substitute(s, rename) for s in parts[short])
+        stores = sorted((*parts[first], *parts[second]), key=_depth)  # outermost first, as the nest has them
+        merged = l.Kernel(second.name, long.axes, tuple(stores), second.source or first.source)
+    except TerrazzoError:
+        return None
+    if not _scans_are_last(merged) or len(topological(merged.stores)) > LARGEST:
+        return None
+    return merged

@@ -1,0 +1,80 @@
+"""Inlining: a load of a buffer becomes the term that was stored there. All fusion is this substitution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import Expr, IntExpr, at_least
+from terrazzo.ir.node import Node, substitute, topological
+from terrazzo.ir.types import i64
+
+Replace = Callable[[l.Load], Any]
+
+
+def inline(consumer: l.Kernel, producer: l.Kernel) -> l.Kernel:
+    """`consumer` with every load of what `producer` stores replaced by the stored term."""
+    stored = {s.buffer: s for s in producer.stores}
+
+    def replace(load: l.Load) -> Any:
+        store = stored.get(load.buffer)
+        return load if store is None else element(store, load.index, load.inside)
+
+    return l.Kernel(consumer.name, consumer.axes, tuple(_in_store(s, replace, set(stored)) for s in consumer.stores), consumer.source)
+
+
+def element(store: l.Store, index: tuple[IntExpr, ...], inside: tuple[IntExpr, ...] = ()) -> Any:
+    """The term of the stored buffer's element at `index`, or 0 where a guard does not hold."""
+    where = {axis: e for axis, e in zip(store.index, index, strict=True) if isinstance(axis, Expr)}
+    value = substitute(store.value, where)
+    inside = tuple(e for e in inside if not at_least(e, 0))
+    if not inside:
+        return value
+    guarded = rewrite_loads(value, lambda load: l.Load.make(load.buffer, load.index, (*load.inside, *inside)))
+    return guarded if _keeps_zero(guarded) else select(inside, guarded)
+
+
+def select(inside: Sequence[IntExpr], value: Any) -> Any:
+    """`value` where every expression of `inside` is >= 0, else 0."""
+    zero, condition = l.Literal(0, i64), None
+    for e in inside:
+        test = l.apply("ge", l.Index(e), zero)
+        condition = test if condition is None else l.apply("and_", condition, test)
+    dtype = value.dtype
+    none = l.Literal(False if dtype.kind == "bool" else 0.0 if dtype.is_float else 0, dtype)
+    return value if condition is None else l.apply("where", condition, value, none)
+
+
+def rewrite_loads(root: Node, replace: Replace, only: set[l.Buffer] | None = None) -> Any:
+    """`root` with `replace` applied to its loads (of the buffers `only`), inside reductions too, with their axes kept apart."""
+    memo: dict[Node, Any] = {}
+    for node in topological([root], stop=lambda n: isinstance(n, (l.Reduce, l.Scan))):
+        if isinstance(node, (l.Reduce, l.Scan)):
+            memo[node] = _in_binder(node, replace, only)
+            continue
+        children = [memo[c] for c in node.children]
+        new = node if all(a is b for a, b in zip(children, node.children, strict=True)) else node.with_children(children)
+        memo[node] = replace(new) if isinstance(new, l.Load) else new
+    return memo[root]
+
+
+def _in_binder(node: l.Reduce | l.Scan, replace: Replace, only: set[l.Buffer] | None) -> Any:
+    if only is not None and not any(isinstance(n, l.Load) and n.buffer in only for n in topological([node])):
+        return node
+    axes, args = l.open_binder(node)
+    new = tuple(rewrite_loads(a, replace, only) for a in args)
+    if isinstance(node, l.Reduce):
+        return l.Reduce.make(node.monoid, axes, new)
+    return l.Scan.make(node.monoid, axes[0], new, node.at)
+
+
+def _in_store(store: l.Store, replace: Replace, only: set[l.Buffer]) -> l.Store:
+    return l.Store(store.buffer, store.index, rewrite_loads(store.value, replace, only))
+
+
+def _keeps_zero(value: Node) -> bool:
+    """True if the term is 0 by itself where its loads are guarded: a load, or a conversion of one."""
+    while isinstance(value, l.Apply) and len(value.args) == 1 and l.sc.is_cast(value.fn):
+        value = value.args[0]
+    return isinstance(value, l.Load)

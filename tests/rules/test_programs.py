@@ -1,0 +1,40 @@
+"""Random programs keep their meaning and their text through every pass."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, given, settings
+from tests.harness import assert_round_trip, assert_same_meaning, tensor_programs
+
+from terrazzo.ir.program import Program
+from terrazzo.ir.verify import verify
+from terrazzo.rewrite.rule import Log
+from terrazzo.rules.loop.cost import Rates
+from terrazzo.rules.loop.fuse import fuse
+from terrazzo.rules.tensor_to_loop.lift import lift
+
+FREE_LAUNCHES = Rates(launch=0.0, byte=0.0)  # every choice goes the other way more often
+slow = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@slow
+@given(tensor_programs())
+def test_lifting(program: Program) -> None:
+    verify(program)
+    assert_round_trip(program)
+    lifted = lift(program)
+    verify(lifted, "tensor_to_loop")
+    assert_round_trip(lifted)
+    assert_same_meaning(program, lifted)
+
+
+@slow
+@given(tensor_programs())
+def test_fusion(program: Program) -> None:
+    lifted = lift(program)
+    for rates in (Rates(), FREE_LAUNCHES):
+        fused = fuse(lifted, Log(), rates)
+        verify(fused, "fuse")
+        assert_round_trip(fused)
+        assert_same_meaning(program, fused)
+    everything = fuse(lifted, Log(), Rates(), materialize=[s.name for s in lifted.steps])
+    assert set(everything.steps) == set(lifted.steps)
