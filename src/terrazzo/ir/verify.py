@@ -56,14 +56,14 @@ def _loop(p: l.Program) -> str:
 
 def _kernel(k: l.Kernel) -> str:
     axes = frozenset(k.axes)
+    if not k.scans_in_order:
+        return "a scan must run along the whole of the last axis"
     for store in k.stores:
         if stray := (store.free - axes):
             return f"{min(v.name if isinstance(v, Var) else f'r{v.label}' for v in stray)} is bound nowhere"
         if problem := _stores_all(store):
             return problem
         for node in topological([store.value]):
-            if isinstance(node, l.Scan) and node.at is not k.axes[-1]:
-                return "a scan must run along the last axis"
             if isinstance(node, l.Load) and (problem := _in_bounds(node)):
                 return problem
     return ""

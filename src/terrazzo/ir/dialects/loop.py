@@ -181,6 +181,16 @@ class Kernel(Node, dialect="loop", op="kernel"):
     def writes(self) -> tuple[Buffer, ...]:
         return tuple(s.buffer for s in self.stores)
 
+    @cached_property
+    def scans_in_order(self) -> bool:
+        """True if every scan runs along the whole of the last axis, so that the innermost loop can carry it."""
+        last = self.axes[-1] if self.axes else None
+        return all(
+            n.at is last and n.axis.extent == n.at.extent and not any(n.at in a.free for a in n.args)
+            for n in topological([s.value for s in self.stores])
+            if isinstance(n, Scan)
+        )
+
 
 class Call(Node, dialect="loop", op="call"):
     """An opaque op: PyTorch runs it. Arguments are as in Torch IR with buffers for tensors; an absent result has no buffer."""

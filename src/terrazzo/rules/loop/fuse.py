@@ -130,7 +130,7 @@ class _Fusion:
         found = []
         for j in readers:
             new = inline(self.kernels[j], kernel)
-            if not _scans_are_last(new):
+            if not new.scans_in_order:
                 return f"the scan of {kernel.name} must run along the last axis of its kernel"
             if len(topological([s.value for s in new.stores])) > LARGEST:
                 return f"{new.name} would have more than {LARGEST} nodes"
@@ -220,14 +220,6 @@ def _depth(store: l.Store) -> int:
     return sum(isinstance(e, Expr) for e in store.index)
 
 
-def _scans_are_last(kernel: l.Kernel) -> bool:
-    """A scan runs along the innermost loop of its kernel, and not inside a reduction."""
-    for node in topological([s.value for s in kernel.stores]):
-        if isinstance(node, l.Scan) and node.at is not (kernel.axes[-1] if kernel.axes else None):
-            return False
-    return True
-
-
 def _merged(first: l.Kernel, second: l.Kernel) -> l.Kernel | None:
     """One kernel that stores what both store: `second` may read what `first` stores, through its term."""
     long, short = (first, second) if len(first.axes) > len(second.axes) else (second, first)
@@ -242,6 +234,6 @@ def _merged(first: l.Kernel, second: l.Kernel) -> l.Kernel | None:
         merged = l.Kernel(second.name, long.axes, tuple(stores), second.source or first.source)
     except TerrazzoError:
         return None
-    if not _scans_are_last(merged) or len(topological(merged.stores)) > LARGEST:
+    if not merged.scans_in_order or len(topological(merged.stores)) > LARGEST:
         return None
     return merged
