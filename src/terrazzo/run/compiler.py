@@ -1,0 +1,275 @@
+"""The machine's C++ compiler: finding it, and making shared objects of C++ sources.
+
+Nothing is assumed about a compiler that is found. A small probe is built with the best set of flags, then with the next
+best, and the first that works is what kernels are built with; the answer is kept in the cache.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import itertools
+import os
+import platform
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from terrazzo.errors import CompilerBug, Limitation, UserError
+from terrazzo.options import Options
+from terrazzo.run.cache import Cache, digest
+
+# No flag here lets the compiler reassociate or drop an infinity or a NaN: results must not depend on it.
+_COMMON = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+
+# From best to plainest: (flags, libraries). -lmvec holds the vector forms of exp, sin … of glibc on x86-64; without an
+# OpenMP runtime (the ziglang wheel has none) the simd pragmas still count and kernels run on one thread.
+_CHOICES = (
+    ((*_COMMON, "-march=native", "-fopenmp"), ("-lmvec", "-lm")),
+    ((*_COMMON, "-march=native", "-fopenmp"), ("-lm",)),
+    ((*_COMMON, "-march=native", "-fopenmp-simd"), ("-lm",)),
+    ((*_COMMON, "-fopenmp-simd"), ("-lm",)),
+)
+
+_PROBE = """
+#include <cmath>
+#include <cstdint>
+#ifdef _OPENMP
+#include <omp.h>
+extern "C" int threads() { return omp_get_max_threads(); }
+#endif
+extern "C" void probe(float* x, std::int64_t n) {
+    #pragma omp parallel for simd
+    for (std::int64_t i = 0; i < n; ++i) x[i] = std::exp(x[i]);
+}
+"""
+
+# What a compiler says when the machine, and neither the source nor our flags, is at fault.
+_TROUBLE = ("No space left on device", "Disk quota exceeded", "Killed signal", "out of memory", "Cannot allocate memory")
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A C++ compiler that was seen to work on this machine, and the flags it is used with."""
+
+    command: tuple[str, ...]
+    version: str
+    flags: tuple[str, ...]
+    libraries: tuple[str, ...]
+
+    @property
+    def parallel(self) -> bool:
+        """Whether kernels may use several threads."""
+        return "-fopenmp" in self.flags
+
+    def build(self, source: str, output: str) -> tuple[str, ...]:
+        """The command that makes the shared object `output` of the file `source`."""
+        return (*self.command, *self.flags, source, "-o", output, *self.libraries)
+
+    def key(self, source: str) -> str:
+        """Names what this compiler makes of a source here; everything that the result depends on is in it."""
+        return digest("shared object", self.version, processor(), *self.build("kernel.cpp", "kernel.so"), source)
+
+
+def find_compiler(name: str | None, cache: Cache) -> Compiler | None:
+    """The compiler called `name`, or else the first of c++, g++, clang++ and the ziglang package that works, or None.
+
+    A `name` may have arguments ("ccache g++"). One that cannot be used is a `UserError`.
+    """
+    if name is not None:
+        words = shlex.split(name)
+        command = _resolve(words[0], *words[1:]) if words else None
+        found = _probe(command, cache) if command else None
+        if found is None:
+            raise UserError(f"option compiler: {name!r} is not a C++ compiler that can build a shared object here")
+        return found
+    return next((found for command in _candidates() if (found := _probe(command, cache))), None)
+
+
+def compile_all(sources: Sequence[str], options: Options, cache: Cache) -> list[Path]:
+    """A shared object for each C++ source, in order; those that the cache lacks are built in parallel.
+
+    Raises `Limitation` when there is no compiler, and `CompilerBug` when a source does not compile.
+    """
+    compiler = find_compiler(options.compiler, cache)
+    if compiler is None:
+        raise Limitation(
+            "no C++ compiler was found (looked for c++, g++, clang++ and the Python package ziglang), so the interpreter "
+            "runs instead, which is slow. Install one, for example with `apt install g++` or `pip install ziglang`."
+        )
+    keys = [compiler.key(source) for source in sources]
+    built = {key: cache.get(key, ".so") for key in dict.fromkeys(keys)}
+    missing = {key: source for key, source in zip(keys, sources, strict=True) if built[key] is None}
+    with closing(_build_all(compiler, missing)) as results:
+        for key, result in results:
+            if result.data is None:
+                raise _failure(compiler, missing[key], result.errors, cache)
+            built[key] = cache.put(key, ".so", result.data)
+    return [path for key in keys if (path := built[key]) is not None]
+
+
+@functools.cache
+def processor() -> str:
+    """What -march=native depends on: the name and the features of the processor."""
+    told: dict[str, str] = {}
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+        # The first paragraph is the first processor's; those of the others, there can be hundreds, repeat it.
+        for line in itertools.takewhile(str.strip, file):
+            name, _, value = line.partition(":")
+            told[name.strip()] = value.strip()
+    # x86 says "model name" and "flags", Arm says "CPU part" and "Features".
+    known = [told.get(name, "") for name in ("model name", "flags", "CPU implementer", "CPU part", "Features")]
+    return "\n".join([platform.machine(), platform.processor(), *known])
+
+
+@dataclass(frozen=True)
+class _Result:
+    """The shared object, or else what the compiler complained about."""
+
+    data: bytes | None
+    errors: str
+
+
+@dataclass
+class _Builds:
+    """The compilers now running. `stop` ends them, and none is started after it."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    running: set[subprocess.Popen[str]] = field(default_factory=set)
+    stopped: bool = False
+
+    def build(self, compiler: Compiler, source: str) -> _Result:
+        try:
+            with tempfile.TemporaryDirectory(prefix="terrazzo-") as directory:
+                work = Path(directory)
+                (work / "kernel.cpp").write_text(source, encoding="utf-8")
+                # Relative names, so that the result does not tell where it was built.
+                code, errors = self._run(compiler.build("kernel.cpp", "kernel.so"), work)
+                return _Result((work / "kernel.so").read_bytes() if code == 0 else None, errors)
+        except OSError as error:  # the disk of the temporary directory is full, most likely
+            return _Result(None, str(error))
+
+    def stop(self) -> None:
+        with self.lock:
+            self.stopped = True
+            for process in self.running:
+                _signal(process, signal.SIGTERM)
+
+    def _run(self, command: Sequence[str], directory: Path) -> tuple[int, str]:
+        with self.lock:
+            if self.stopped:
+                return 1, "stopped"
+            # A group of its own, because the command is a driver whose own children do the work.
+            process = subprocess.Popen(
+                command,
+                cwd=directory,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                process_group=0,
+            )
+            self.running.add(process)
+        try:
+            _, errors = process.communicate()
+        except BaseException:  # Ctrl-C
+            _end(process)
+            raise
+        finally:
+            with self.lock:
+                self.running.discard(process)
+        return process.returncode, errors
+
+
+def _signal(process: subprocess.Popen[str], number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a compiler; on SIGTERM it removes its own temporary files, so that comes first."""
+    _signal(process, signal.SIGTERM)
+    try:
+        process.wait(timeout=2)
+    except subprocess.TimeoutExpired:
+        _signal(process, signal.SIGKILL)
+        process.wait()
+
+
+def _build_all(compiler: Compiler, sources: dict[str, str]) -> Generator[tuple[str, _Result], None, None]:
+    """Build every source, as many at a time as there are processors; yields each when it is done.
+
+    When the caller gives up, be it on an error or on Ctrl-C, the compilers that still run are ended.
+    """
+    builds = _Builds()
+    with ThreadPoolExecutor(os.cpu_count() or 1, "terrazzo-compile") as pool:
+        try:
+            futures = {pool.submit(builds.build, compiler, source): key for key, source in sources.items()}
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            builds.stop()
+
+
+def _failure(compiler: Compiler, source: str, errors: str, cache: Cache) -> Exception:
+    lines = errors.strip().splitlines() or ["(it said nothing)"]
+    told = [line for line in lines if "error" in line.lower()] or lines
+    if any(trouble in errors for trouble in _TROUBLE):
+        return UserError(f"the C++ compiler ran out of disk space or memory: {told[0]}")
+    saved = cache.put(digest("source that failed", source), ".cpp", source.encode())
+    again = shlex.join(compiler.build(str(saved), "kernel.so"))
+    return CompilerBug(
+        "\n".join(["generated C++ does not compile:", *told[:5], f"The source is {saved}. To reproduce:", again])
+    )
+
+
+def _candidates() -> Iterator[tuple[str, ...]]:
+    for name in ("c++", "g++", "clang++"):
+        if command := _resolve(name):
+            yield command
+    if importlib.util.find_spec("ziglang") is not None:
+        yield (sys.executable, "-m", "ziglang", "c++")
+
+
+def _resolve(program: str, *arguments: str) -> tuple[str, ...] | None:
+    path = shutil.which(program)
+    return (path, *arguments) if path else None
+
+
+@functools.cache
+def _version(command: tuple[str, ...]) -> str | None:
+    """The first line of what the command says of itself: name, version, and usually the distribution's build."""
+    try:
+        told = subprocess.run([*command, "--version"], capture_output=True, text=True, errors="replace", check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return told.stdout.partition("\n")[0].strip()
+
+
+def _probe(command: tuple[str, ...], cache: Cache) -> Compiler | None:
+    """The compiler with the best flags that work with it, or None if it cannot make a shared object at all."""
+    version = _version(command)
+    if version is None:
+        return None
+    choices = [Compiler(command, version, flags, libraries) for flags, libraries in _CHOICES]
+    key = digest("probe", version, processor(), _PROBE, *command, *(shlex.join(c.flags + c.libraries) for c in choices))
+    known = cache.get(key, ".txt")
+    names = [str(number) for number in range(len(choices))]
+    if known is not None and (text := known.read_text()) in names:
+        return choices[names.index(text)]
+    for name, choice in zip(names, choices, strict=True):
+        if _Builds().build(choice, _PROBE).data is not None:
+            cache.put(key, ".txt", name.encode())
+            return choice
+    return None
