@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, Union
 
 from terrazzo.errors import UserError
-from terrazzo.ir.node import Node
+from terrazzo.ir.node import Node, topological
 
 IntExpr = Union[int, "Expr"]
 Range = tuple[int | None, int | None]
@@ -202,9 +202,44 @@ def bounds(e: IntExpr) -> Range:
 
 
 def at_least(e: IntExpr, least: int) -> bool:
-    """True if e >= least is proved by ranges."""
+    """True if e >= least is proved by ranges, symbolic ones included: i <= S - 1 for i in [0, S)."""
     lo = bounds(e)[0]
+    if lo is not None and lo >= least:
+        return True
+    if isinstance(e, int) or not any(isinstance(n, Size) for n in topological([e])):
+        return False
+    lo = bounds(_lowest(e))[0]
     return lo is not None and lo >= least
+
+
+def _lowest(e: IntExpr) -> IntExpr:
+    """A lower bound of `e` in which only sizes are left."""
+    total: IntExpr = 0
+    for factors, c in _terms(e).items():
+        product: IntExpr = c
+        for f in factors:
+            product = product * (f if isinstance(f, Size) else _highest(f) if c < 0 else (bounds(f)[0] or 0))
+        if any(not _nonnegative(f) for f in factors):
+            return e  # a factor may be negative: no claim
+        total = total + product
+    return total
+
+
+def _nonnegative(e: IntExpr) -> bool:
+    lo = bounds(e)[0]
+    return lo is not None and lo >= 0
+
+
+def _highest(atom: Expr) -> IntExpr:
+    """An upper bound of an atom in which only sizes are left."""
+    match atom:
+        case Var() | Bound() | Loaded():
+            return atom.extent - 1
+        case Mod():
+            return atom.b - 1
+        case FloorDiv():
+            return floordiv(_lowest(atom.a * -1) * -1, atom.b)
+    return atom
 
 
 def at_most(e: IntExpr, most: IntExpr) -> bool:

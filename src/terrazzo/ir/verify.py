@@ -13,7 +13,7 @@ from terrazzo.errors import CompilerBug
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects import torch as aten
-from terrazzo.ir.expr import Expr, Var, bounds
+from terrazzo.ir.expr import Expr, Var, at_least
 from terrazzo.ir.node import topological
 from terrazzo.ir.program import Input, Program
 
@@ -85,9 +85,7 @@ def _in_bounds(load: l.Load) -> str:
     if load.inside:
         return ""
     for d, (e, extent) in enumerate(zip(load.index, load.buffer.type.shape, strict=True)):
-        lo, _ = bounds(e)
-        _, over = bounds(e - extent)
-        if lo is None or lo < 0 or over is None or over >= 0:
+        if not at_least(e, 0) or not at_least(extent - 1 - e, 0):
             if isinstance(extent, int) and _empty(load):
                 continue
             return f"the load {load} may leave dimension {d} of {load.buffer.type}"

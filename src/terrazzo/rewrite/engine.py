@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from terrazzo.errors import CompilerBug
@@ -13,7 +14,8 @@ FUEL = 64
 """How often one node may be rewritten in place before we call the rules circular."""
 
 
-def index(rules: Iterable[Rule]) -> dict[Any, list[Rule]]:
+@lru_cache(maxsize=32)
+def index(rules: tuple[Rule, ...]) -> dict[Any, list[Rule]]:
     """The rules by the key they are tried on, in the order given."""
     table: dict[Any, list[Rule]] = {}
     for r in rules:
@@ -40,7 +42,7 @@ def rewrite(
     memo: dict[Node, Any] | None = None,
 ) -> list[Any]:
     """What `roots` become. `memo` afterwards holds what every node below them became; `show` adds texts to the events."""
-    table = index(rules)
+    table = index(tuple(rules))
     memo = {} if memo is None else memo
     log = log or Log()
     for node in topological(roots, stop=memo.__contains__):

@@ -23,14 +23,46 @@ Context = tuple[tuple[IntExpr, ...], Element]
 
 @rule
 def elementwise(node: t.Elementwise, ctx: Any) -> Any:
-    """out[i] = fn(args[i]...)."""
+    """out[i] = fn(args[i]...).
+
+    @tensor
+    def f(x: f32[3, 3], y: f32[3, 3]):
+        z: f32[3, 3] = add(x, y)
+        return (z,)
+    =>
+    @loop
+    def f(x: f32[3, 3], y: f32[3, 3]):
+        with kernel('z', z=f32[3, 3]):
+            for a0 in free(3):
+                for a1 in free(3):
+                    in0 = x[a0, a1]
+                    in1 = y[a0, a1]
+                    v0 = add(in0, in1)
+                    z[a0, a1] = v0
+        return (z,)
+    """
     here, element = ctx
     return l.Apply(node.fn, tuple(element(a, here) for a in node.args))
 
 
 @rule
 def index_map(node: t.IndexMap, ctx: Any) -> Any:
-    """out[i] = x[f(i)] inside, 0 outside."""
+    """out[i] = x[f(i)] inside, 0 outside.
+
+    @tensor
+    def f(x: f32[3, 3]):
+        z: f32[3, 3] = index_map(lambda i0, i1: x[i1, i0 - 1] if i0 - 1 >= 0 else 0)
+        return (z,)
+    =>
+    @loop
+    def f(x: f32[3, 3]):
+        with kernel('z', z=f32[3, 3]):
+            for a0 in free(3):
+                for a1 in free(3):
+                    in0 = x[a1, a0 - 1] if a0 - 1 >= 0 else 0
+                    z[a0, a1] = in0
+        return (z,)
+    """
     here, element = ctx
     move = dict(zip(t.coordinates(node.shape), here, strict=True))
     exprs = [_expr(e, move, element) for e in (*node.index, *node.inside)]
@@ -39,20 +71,67 @@ def index_map(node: t.IndexMap, ctx: Any) -> Any:
 
 @rule
 def literal(node: t.Literal) -> Any:
-    """A constant is a constant in every element."""
+    """A constant is a constant in every element.
+
+    @tensor
+    def f(x: f32[3]):
+        two: f32[3] = literal(2.0)
+        z: f32[3] = mul(x, two)
+        return (z,)
+    =>
+    @loop
+    def f(x: f32[3]):
+        with kernel('z', z=f32[3]):
+            for a0 in free(3):
+                in0 = x[a0]
+                v0 = mul(in0, f32(2.0))
+                z[a0] = v0
+        return (z,)
+    """
     return l.Literal(node.value, node.dtype)
 
 
 @rule
 def iota(node: t.Iota, ctx: Any) -> Any:
-    """out[i] = index(i)."""
+    """out[i] = index(i).
+
+    @tensor
+    def f():
+        z: i64[3, 3] = iota(lambda i0, i1: i1 - i0)
+        return (z,)
+    =>
+    @loop
+    def f():
+        with kernel('z', z=i64[3, 3]):
+            for a0 in free(3):
+                for a1 in free(3):
+                    v0 = index(-a0 + a1)
+                    z[a0, a1] = v0
+        return (z,)
+    """
     here, element = ctx
     return l.Index(_expr(node.index, dict(zip(t.coordinates(node.shape), here, strict=True)), element))
 
 
 @rule
 def reduce(node: t.Reduce, ctx: Any) -> Any:
-    """out[i] = the combination of args[i, r] over r."""
+    """out[i] = the combination of args[i, r] over r.
+
+    @tensor
+    def f(x: f32[3, 3]):
+        z: f32[3] = reduce.max(x, axes=[0])
+        return (z,)
+    =>
+    @loop
+    def f(x: f32[3, 3]):
+        with kernel('z', z=f32[3]):
+            for a0 in free(3):
+                for r0 in reduce(3):
+                    in0 = x[r0, a0]
+                    acc0 <- max(in0)
+                z[a0] = acc0
+        return (z,)
+    """
     here, element = ctx
     shape = node.args[0].type.shape  # type: ignore[attr-defined]
     axes = {d: Var(f"r{d}", shape[d]) for d in node.axes}
@@ -68,7 +147,23 @@ def reduce(node: t.Reduce, ctx: Any) -> Any:
 
 @rule
 def scan(node: t.Scan, ctx: Any) -> Any:
-    """out[.., i, ..] = the combination of args[.., j, ..] over j <= i."""
+    """out[.., i, ..] = the combination of args[.., j, ..] over j <= i.
+
+    @tensor
+    def f(x: f32[3, 3]):
+        z: f32[3, 3] = scan.sum(x, axis=0)
+        return (z,)
+    =>
+    @loop
+    def f(x: f32[3, 3]):
+        with kernel('z', z=f32[3, 3]):
+            for a1 in free(3):
+                for a0 in scan(3):
+                    in0 = x[a0, a1]
+                    acc0 <- sum(in0)
+                    z[a0, a1] = acc0
+        return (z,)
+    """
     here, element = ctx
     shape = node.args[0].type.shape  # type: ignore[attr-defined]
     axis = Var("r", shape[node.axis])
@@ -81,7 +176,25 @@ def scan(node: t.Scan, ctx: Any) -> Any:
 
 @rule
 def get(node: t.Get, ctx: Any) -> Any:
-    """One value of several."""
+    """One value of several.
+
+    @tensor
+    def f(x: f32[3], k: i64[3]):
+        best: (f32, i64) = reduce.argmax(x, k, axes=[0])
+        z: i64 = get(best, 1)
+        return (z,)
+    =>
+    @loop
+    def f(x: f32[3], k: i64[3]):
+        with kernel('z', z=i64):
+            for r0 in reduce(3):
+                in0 = x[r0]
+                in1 = k[r0]
+                acc0 <- argmax(in0, in1)
+            v0 = get(acc0, 1)
+            z[()] = v0
+        return (z,)
+    """
     here, element = ctx
     return l.Get(element(node.x, here), node.index)
 
@@ -91,7 +204,7 @@ RULES: tuple[Rule, ...] = (elementwise, index_map, literal, iota, reduce, scan, 
 
 def lift(program: Program, rules: Sequence[Rule] = RULES) -> l.Program:
     """`program` as one kernel per value, opaque ops as calls. Constants and iotas are not stored; scans put their axis last."""
-    table = index(rules)
+    table = index(tuple(rules))
     buffers: dict[Node, l.Buffer] = {i: l.Buffer(i.name, i.type) for i in program.inputs}
     steps: list[l.Kernel | l.Call] = []
     taken = {i.name for i in program.inputs}
