@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from terrazzo import targets
 from terrazzo.errors import UserError
-from terrazzo.options import MODES, Options, default_cache_directory
+from terrazzo.options import MODES, TARGETS, Options, default_cache_directory
 
 
 def test_defaults_are_valid_and_frozen() -> None:
@@ -62,6 +63,11 @@ def test_every_mode_of_torch_compile_is_accepted(mode: str) -> None:
 def test_an_unknown_mode_lists_the_known_ones() -> None:
     with pytest.raises(UserError, match=r"no mode 'max_autotune'; did you mean 'max-autotune'\?.* default, reduce-overhead"):
         Options.from_mode("max_autotune")
+
+
+def test_the_targets_are_those_that_exist() -> None:
+    """The options name them themselves, because they may not import the compiler."""
+    assert tuple(targets.TARGETS) == TARGETS
 
 
 def test_where_the_cache_lies() -> None:

@@ -1,0 +1,124 @@
+"""The promises of the floor plan that a machine can hold: imports point one way, files stay small, nothing is executed."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+SOURCE = Path(__file__).parent.parent / "src" / "terrazzo"
+FILES = sorted(SOURCE.rglob("*.py"))
+MAXIMUM_LINES = 400
+
+# From the ground up. A part may import from the parts below its own line, and from its neighbours on the line as long
+# as they do not import it back.
+FLOORS = (
+    {"ir"},
+    {"rewrite", "hw"},
+    {"rules", "targets", "interp"},
+    {"pipelines"},
+    {"tune", "run"},
+    {"front", "bench", "view"},
+    {"cli"},
+)
+FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts}
+# These may be imported from anywhere, so they import nothing but each other.
+ANYWHERE = {"errors", "options"}
+
+# What would let a file or a cache entry run code.
+EXECUTING_CALLS = {"eval", "exec", "__import__"}
+EXECUTING_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+
+
+@cache
+def tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(), str(file))
+
+
+def place(file: Path) -> str:
+    return str(file.relative_to(SOURCE.parent))
+
+
+def part_of(file: Path) -> str:
+    """The first name below the package: `ir` for ir/node.py, `pipelines` for pipelines.py, "" for the package itself."""
+    name = file.relative_to(SOURCE).parts[0].removesuffix(".py")
+    return "" if name == "__init__" else name
+
+
+def imports(file: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of everything the file imports, wherever in the file it does so."""
+    package = ("terrazzo", *file.relative_to(SOURCE).parts[:-1])
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, name.name) for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            origin = ".".join([*package[: len(package) - node.level + 1], node.module or ""]) if node.level else node.module
+            yield from ((node.lineno, f"{str(origin).rstrip('.')}.{name.name}") for name in node.names)
+
+
+def dependencies() -> Iterator[tuple[str, str, str]]:
+    """(part, part it imports from, where), for the imports that cross from one part of the package to another."""
+    for file in FILES:
+        for line, name in imports(file):
+            words = name.split(".")
+            if words[0] == "terrazzo" and len(words) > 1 and words[1] != part_of(file):
+                yield part_of(file), words[1], f"{place(file)}:{line}"
+
+
+def test_every_part_has_its_floor() -> None:
+    assert {part_of(file) for file in FILES} <= FLOOR.keys() | ANYWHERE | {""}
+
+
+def test_imports_point_one_way() -> None:
+    crossing = set(dependencies())
+    # The package itself (`terrazzo.compile`) stands on top of everything.
+    inside = {(part, used, where) for part, used, where in crossing if part}
+    beside = {(part, used) for part, used, _ in inside}
+    wrong = [
+        f"{where}: {part} imports {used}"
+        for part, used, where in sorted(inside)
+        if used not in ANYWHERE
+        and (
+            part in ANYWHERE
+            or FLOOR.get(used, len(FLOORS)) > FLOOR[part]
+            or (FLOOR.get(used) == FLOOR[part] and (used, part) in beside)
+        )
+    ]
+    assert wrong == []
+
+
+def test_the_environment_is_read_in_one_place() -> None:
+    """Only `cli/` and `options.py`; a setting that is read elsewhere could not be seen in the `Options`."""
+    wrong = []
+    for file in FILES:
+        if part_of(file) in ("cli", "options"):
+            continue
+        names = {"os.environ", "os.environb", "os.getenv", "os.getenvb"}
+        wrong += [f"{place(file)}:{line}" for line, name in imports(file) if name in names]
+        wrong += [
+            f"{place(file)}:{node.lineno}"
+            for node in ast.walk(tree(file))
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in names
+        ]
+    assert wrong == []
+
+
+def test_no_file_is_long() -> None:
+    lines = {place(file): len(file.read_text().splitlines()) for file in FILES}
+    assert {name: count for name, count in lines.items() if count > MAXIMUM_LINES} == {}
+
+
+def test_no_text_and_no_file_is_executed() -> None:
+    wrong = []
+    for file in FILES:
+        wrong += [f"{place(file)}:{line}: {name}" for line, name in imports(file) if name.split(".")[0] in EXECUTING_MODULES]
+        for node in ast.walk(tree(file)):
+            # `x.eval()` is a method, `eval(x)` is not.
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in EXECUTING_CALLS:
+                wrong.append(f"{place(file)}:{node.lineno}: {node.func.id}")
+            if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+                wrong.append(f"{place(file)}:{node.value.lineno}: allow_pickle")
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "builtins.exec", "builtins.eval"):
+                wrong.append(f"{place(file)}:{node.lineno}: {ast.unparse(node.func)}")
+    assert wrong == []
