@@ -22,7 +22,7 @@ MONOIDS = ("sum", "max", "min", "prod", "argmax", "argmin", "welford", "logsumex
 
 
 def random_inputs(inputs: Sequence[Any], seed: int = 0) -> dict[str, Any]:
-    """Normal floats, small integers, bools, by name. Integers stay in [0, 2), so that they index anything of extent 2 or more."""
+    """Normal floats, small integers, bools, by name. Integers stay in [0, 2): indices of anything with extent 2."""
     rng = np.random.default_rng(seed)
     out: dict[str, Any] = {}
     for i in inputs:
@@ -70,7 +70,11 @@ def tensor_programs(draw: Any, steps: int = 8) -> Program:
     values: list[Any] = list(inputs[:2])
     for _ in range(draw(st.integers(1, steps))):
         x = draw(st.sampled_from(values))
-        kind = draw(st.sampled_from(("unary", "binary", "select", "view", "view", "reduce", "broadcast", "scan", "gather", "pad", "contract")))
+        kind = draw(
+            st.sampled_from(
+                ("unary", "binary", "select", "view", "view", "reduce", "broadcast", "scan", "gather", "pad", "contract")
+            )
+        )
         values.append(_step(draw, kind, x, values, inputs[2]))
     results = tuple(draw(st.lists(st.sampled_from(values), min_size=1, max_size=2))) + (values[-1],)
     return Program("tensor", "random", tuple(inputs), results)
@@ -93,7 +97,11 @@ def _step(draw: Any, kind: str, x: Any, values: list[Any], ids: Any) -> Any:
     if kind == "scan" and shape:
         return t.scan(draw(st.sampled_from(("sum", "max"))), x, draw(st.integers(0, len(shape) - 1)))
     if kind == "gather" and shape and shape[0] >= 2:
-        return t.index_map(x, (3, *shape[1:]), (t.loaded(ids, [t.coordinates((3, *shape[1:]))[0]], shape[0]), *t.coordinates((3, *shape[1:]))[1:]))
+        return t.index_map(
+            x,
+            (3, *shape[1:]),
+            (t.loaded(ids, [t.coordinates((3, *shape[1:]))[0]], shape[0]), *t.coordinates((3, *shape[1:]))[1:]),
+        )
     if kind == "pad" and shape:
         lo, hi = draw(st.integers(-1, 2)), draw(st.integers(0, 2))
         wider = (max(shape[0] + lo + hi, 0), *shape[1:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from terrazzo.ir.dialects import loop as l
@@ -20,6 +21,10 @@ from terrazzo.rules.torch_to_tensor.lower import lower as to_tensor
 from terrazzo.targets import target
 
 Run = Callable[[Any, Log, Options], Any]
+
+
+def _texts(options: Options) -> Callable[[Any], str] | None:
+    return show if options.verbose > 1 else None
 
 
 @dataclass(frozen=True)
@@ -39,12 +44,12 @@ PASSES = (
     Pass("tensor_to_loop", "tensor", "loop", "each primitive becomes a kernel that stores its term",
          lambda p, log, o: lift(p)),
     Pass("fuse", "loop", "loop", "terms replace the buffers they were stored in, where that pays",
-         lambda p, log, o: fuse(p, log, target(o.target).rates, o.materialize, show if o.verbose > 1 else None) if o.fuse else p),
+         lambda p, log, o: fuse(p, log, target(o.target).rates, o.materialize, _texts(o)) if o.fuse else p),
 )  # fmt: skip
 
 LOWER = ("torch_to_tensor", "tensor_to_loop", "fuse")
 
-for _a, _b in zip(PASSES, PASSES[1:], strict=False):
+for _a, _b in pairwise(PASSES):
     assert _a.dst == _b.src, f"pass {_b.name} takes {_b.src} but follows one that gives {_a.dst}"
 
 
@@ -69,4 +74,5 @@ def stages(program: Any, options: Options, log: Log, names: tuple[str, ...] = LO
 def lower(program: Any, options: Options, log: Log) -> l.Program:
     """Any program down to fused Loop IR."""
     done = stages(program, options, log)
-    return done[-1][1] if done else program
+    lowered: l.Program = done[-1][1] if done else program
+    return lowered

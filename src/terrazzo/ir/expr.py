@@ -259,7 +259,6 @@ def floordiv(a: IntExpr, b: IntExpr) -> IntExpr:
     if not (isinstance(divisible, int) and divisible == 0):
         return divisible + floordiv(rest, b)
     lo, hi = bounds(a)
-    blo, _ = bounds(b)
     if lo is not None and lo >= 0 and (at_most(a, b - 1)):
         return 0
     if isinstance(b, int) and lo is not None and hi is not None and lo // b == hi // b:

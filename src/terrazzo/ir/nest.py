@@ -1,14 +1,15 @@
 """The loop nest a kernel means: where each of its terms is computed.
 
-A term is computed in the outermost scope that binds its free variables. Reductions that are ready at the same time and run over
-the same axes share one loop. The printed form of a kernel and every code generator walk this nest, so what is shown is what runs.
+A term is computed in the outermost scope that binds its free variables. Reductions that are ready at the same time and run
+over the same axes share one loop. The printed form of a kernel and every code generator walk this nest: what is shown is what
+runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Union
+from typing import Any, TypeAlias
 
 from terrazzo.ir.dialects.loop import Kernel, Literal, Reduce, Scan, Store, Term, children_in_scope
 from terrazzo.ir.expr import Expr
@@ -43,7 +44,7 @@ class Loop:
     carried: tuple[Reduce | Scan, ...] = ()
 
 
-Statement = Union[Let, Accumulate, Loop, Store]
+Statement: TypeAlias = "Let | Accumulate | Loop | Store"
 
 
 @dataclass
@@ -88,7 +89,7 @@ class _Stage:
 
 
 def _compute(uses: Sequence[Node], bound: frozenset[Any], done: set[Node], out: list[Statement]) -> None:
-    """Compute every term below `uses` that this scope can, in stages: a reduction ends the stage of what it needs."""
+    """Compute every term below `uses` that this scope can, in stages: a reduction ends the stage it needs."""
     stages: dict[int, _Stage] = {}
     depth: dict[Node, int] = {}
     for node in _reachable(uses, done):
@@ -122,7 +123,7 @@ def _inner(node: Node, done: set[Node]) -> list[Node]:
 
 
 def _reachable(roots: Sequence[Node], done: set[Node]) -> list[Node]:
-    """Everything below `roots` that is not done, children first, looking into reductions too: what is invariant there moves out."""
+    """Everything below `roots` that is not done, children first, also inside reductions: what is invariant moves out."""
     order: list[Node] = []
     seen: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(r, False) for r in reversed(roots)]

@@ -65,7 +65,7 @@ class Node(metaclass=_Interned):
         dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
         cls.dialect = dialect or cls.dialect
         cls.op = op or cls.__name__.lower()
-        fields = dataclasses.fields(cls)
+        fields = dataclasses.fields(cls)  # type: ignore[arg-type]
         cls._fields = tuple(f.name for f in fields)
         cls._defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
         if dialect:

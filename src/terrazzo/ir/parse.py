@@ -5,19 +5,19 @@ from __future__ import annotations
 import ast
 import io
 import tokenize
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from typing import Any
 
-from terrazzo.errors import TerrazzoError, UserError
+from terrazzo.errors import UserError
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects import torch as aten
 from terrazzo.ir.dialects.scalar import BY_NAME, scalar
-from terrazzo.ir.expr import Expr, IntExpr, Loaded, Size, Var
+from terrazzo.ir.expr import Expr, IntExpr, Var
 from terrazzo.ir.monoid import monoid
 from terrazzo.ir.node import Node, substitute
 from terrazzo.ir.program import Input, Program
+from terrazzo.ir.reader import Reader, Scope, dotted, elements, empty, located
 from terrazzo.ir.types import DTYPES, Type
 
 LONGEST = 1 << 26
@@ -32,12 +32,11 @@ def parse(text: str, filename: str = "<text>") -> Program | l.Program:
         tree = ast.parse(text, filename)
         comments = _comments(text)
     except SyntaxError as e:
-        raise UserError(_at(filename, text, e.lineno or 1, e.offset or 1, e.msg)) from None
+        raise UserError(located(filename, text, e.lineno or 1, e.offset or 1, e.msg)) from None
     except (ValueError, RecursionError, MemoryError, tokenize.TokenError) as e:
         raise UserError(f"{filename}: not readable as IR text: {e}") from None
-    reader = _Reader(text, filename, comments)
     try:
-        return reader.module(tree)
+        return _module(text, filename, tree, comments)
     except RecursionError:
         raise UserError(f"{filename}: expressions are nested too deeply") from None
 
@@ -50,194 +49,46 @@ def _comments(text: str) -> dict[int, str]:
     return found
 
 
-def _at(filename: str, text: str, line: int, column: int, message: str) -> str:
-    lines = text.splitlines()
-    shown = lines[line - 1] if 0 < line <= len(lines) else ""
-    return f"{filename}, line {line}, column {column}: {message}\n    {shown}\n    {' ' * (column - 1)}^"
+def _module(text: str, filename: str, tree: ast.Module, comments: Mapping[int, str]) -> Program | l.Program:
+    reader = Reader(text, filename, comments)
+    if len(tree.body) != 1 or not isinstance(tree.body[0], ast.FunctionDef):
+        reader.fail(tree.body[0] if tree.body else tree, "expected one function: @torch, @tensor or @loop, then def")
+    f = tree.body[0]
+    if len(f.decorator_list) != 1 or not isinstance(f.decorator_list[0], ast.Name):
+        reader.fail(f, "expected the name of the IR above: @torch, @tensor or @loop")
+    kind = f.decorator_list[0].id
+    if kind not in ("torch", "tensor", "loop"):
+        reader.fail(f.decorator_list[0], f"unknown IR {kind!r}; known: torch, tensor, loop")
+    scope = Scope()
+    body = reader.sizes(f.body, scope)
+    if f.args.vararg or f.args.kwarg or f.args.kwonlyargs or f.args.defaults or f.args.posonlyargs:
+        reader.fail(f, "inputs are plain `name: type`")
+    inputs: list[Any] = []
+    for a in f.args.args:
+        if a.annotation is None:
+            reader.fail(a, f"input {a.arg} needs a type, such as f32[2, 3]")
+        node = (l.Buffer if kind == "loop" else Input)(a.arg, reader.type(a.annotation, scope))
+        scope.values[a.arg] = node
+        inputs.append(node)
+    if not body or not isinstance(body[-1], ast.Return):
+        reader.fail(f, "the function must end with return")
+    if kind == "loop":
+        loops = LoopReader(text, filename, comments)
+        steps = [loops.step(s, scope) for s in body[:-1]]
+        return l.Program(f.name, tuple(inputs), tuple(steps), reader.results(body[-1], scope, l.Buffer))
+    names: dict[Node, str] = {i: i.name for i in inputs}
+    sources: dict[str, str] = {}
+    values = GraphReader(text, filename, comments)
+    for s in body[:-1]:
+        values.value_statement(s, kind, scope, names, sources)
+    results = reader.results(body[-1], scope, Node)
+    return reader.build(f, Program, kind, f.name, tuple(inputs), results, names, sources)  # type: ignore[no-any-return]
 
 
-@dataclass
-class _Scope:
-    """What names mean: values, buffers, terms, variables."""
+class GraphReader(Reader):
+    """Reads the statements of Torch and Tensor IR."""
 
-    values: dict[str, Any] = field(default_factory=dict)
-
-    def inner(self) -> _Scope:
-        return _Scope(dict(self.values))
-
-
-class _Reader:
-    def __init__(self, text: str, filename: str, comments: Mapping[int, str]) -> None:
-        self.text, self.filename, self.comments = text, filename, comments
-
-    def fail(self, where: ast.AST, message: str) -> NoReturn:
-        line, column = getattr(where, "lineno", 1), getattr(where, "col_offset", 0)
-        raise UserError(_at(self.filename, self.text, line, column + 1, message))
-
-    def build(self, where: ast.AST, make: Callable[..., Any], *args: Any) -> Any:
-        """Construct a node; what its constructor has against it is reported here."""
-        try:
-            return make(*args)
-        except (TerrazzoError, TypeError, AttributeError, ValueError, ZeroDivisionError, OverflowError) as e:
-            self.fail(where, str(e))
-
-    # -- modules and functions ------------------------------------------------------------------------------------
-
-    def module(self, tree: ast.Module) -> Program | l.Program:
-        if len(tree.body) != 1 or not isinstance(tree.body[0], ast.FunctionDef):
-            self.fail(tree.body[0] if tree.body else tree, "expected one function: @torch, @tensor or @loop, then def")
-        f = tree.body[0]
-        if len(f.decorator_list) != 1 or not isinstance(f.decorator_list[0], ast.Name):
-            self.fail(f, "expected the name of the IR above: @torch, @tensor or @loop")
-        kind = f.decorator_list[0].id
-        if kind not in ("torch", "tensor", "loop"):
-            self.fail(f.decorator_list[0], f"unknown IR {kind!r}; known: torch, tensor, loop")
-        scope = _Scope()
-        body = self._sizes(f.body, scope)
-        if f.args.vararg or f.args.kwarg or f.args.kwonlyargs or f.args.defaults or f.args.posonlyargs:
-            self.fail(f, "inputs are plain `name: type`")
-        inputs = []
-        for a in f.args.args:
-            if a.annotation is None:
-                self.fail(a, f"input {a.arg} needs a type, such as f32[2, 3]")
-            node = (l.Buffer if kind == "loop" else Input)(a.arg, self.type(a.annotation, scope))
-            scope.values[a.arg] = node
-            inputs.append(node)
-        if not body or not isinstance(body[-1], ast.Return):
-            self.fail(f, "the function must end with return")
-        if kind == "loop":
-            steps = [self.step(s, scope) for s in body[:-1]]
-            return l.Program(f.name, tuple(inputs), tuple(steps), self.results(body[-1], scope, l.Buffer))
-        names: dict[Node, str] = {i: i.name for i in inputs}
-        sources: dict[str, str] = {}
-        for s in body[:-1]:
-            self.value_statement(s, kind, scope, names, sources)
-        results = self.results(body[-1], scope, Node)
-        return self.build(f, Program, kind, f.name, tuple(inputs), results, names, sources)  # type: ignore[no-any-return]
-
-    def _sizes(self, body: list[ast.stmt], scope: _Scope) -> list[ast.stmt]:
-        rest = []
-        for s in body:
-            match s:
-                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(func=ast.Name(id="size"), args=[lo, hi])):
-                    low, high = self.constant(lo), self.constant(hi)
-                    if not isinstance(low, int) or not (high is None or isinstance(high, int)):
-                        self.fail(s, "size(lowest, highest) takes integers, or None for no highest")
-                    scope.values[name] = Size(name, low, high)
-                case _:
-                    rest.append(s)
-        return rest
-
-    def results(self, s: ast.Return, scope: _Scope, kind: Any) -> tuple[Any, ...]:
-        items = s.value.elts if isinstance(s.value, ast.Tuple) else [s.value] if s.value else []
-        return tuple(self.lookup(i, scope, kind) for i in items)
-
-    def lookup(self, where: ast.AST, scope: _Scope, kind: Any = Node) -> Any:
-        if not isinstance(where, ast.Name):
-            self.fail(where, "expected a name")
-        found = scope.values.get(where.id)
-        if found is None:
-            self.fail(where, f"{where.id} is not defined here")
-        if not isinstance(found, kind):
-            self.fail(where, f"{where.id} is no {kind.__name__.lower()}")
-        return found
-
-    # -- types, constants, index expressions -----------------------------------------------------------------------
-
-    def type(self, x: ast.AST, scope: _Scope) -> Any:
-        match x:
-            case ast.Constant(value=None):
-                return None
-            case ast.Tuple(elts=elts):
-                return tuple(self.type(e, scope) for e in elts)
-            case ast.BinOp(left=left, op=ast.MatMult(), right=ast.Tuple(elts=elts)):
-                base = self.type(left, scope)
-                strides = tuple(self.expr(e, scope) for e in elts)
-                if not isinstance(base, Type) or len(strides) != base.rank:
-                    self.fail(x, "strides need one number per dimension")
-                return Type(base.dtype, base.shape, strides)
-            case ast.Name(id=name):
-                return Type(self.dtype(x, name))
-            case ast.Subscript(value=ast.Name(id=name), slice=s):
-                shape = tuple(self.expr(e, scope) for e in (s.elts if isinstance(s, ast.Tuple) else [s]))
-                if any(isinstance(e, int) and e < 0 for e in shape):
-                    self.fail(x, "a dimension cannot be negative")
-                return Type(self.dtype(x, name), shape)
-        self.fail(x, "expected a type, such as f32[2, 3]")
-
-    def dtype(self, where: ast.AST, name: str) -> Any:
-        if name not in DTYPES:
-            self.fail(where, f"unknown dtype {name!r}; known: {', '.join(DTYPES)}")
-        return DTYPES[name]
-
-    def constant(self, x: ast.AST) -> Any:
-        match x:
-            case ast.Constant(value=v) if v is None or isinstance(v, (bool, int, float, str)):
-                return v
-            case ast.UnaryOp(op=ast.USub(), operand=o):
-                v = self.constant(o)
-                if isinstance(v, (int, float)) and not isinstance(v, bool):
-                    return -v
-            case ast.Name(id="inf" | "nan" as name):
-                return float(name)
-        self.fail(x, "expected a constant")
-
-    def expr(self, x: ast.AST, scope: _Scope) -> IntExpr:
-        match x:
-            case ast.Constant(value=int() as v) if not isinstance(v, bool):
-                return v
-            case ast.UnaryOp(op=ast.USub(), operand=o):
-                return -self.expr(o, scope)
-            case ast.BinOp(left=a, op=op, right=b):
-                return self._arithmetic(x, op, self.expr(a, scope), self.expr(b, scope))
-            case ast.Call(func=ast.Name(id="at"), args=[value, extent]):
-                return self.build(x, Loaded, self._read(value, scope), self.expr(extent, scope))  # type: ignore[no-any-return]
-            case ast.Name():
-                found: Expr = self.lookup(x, scope, Expr)
-                return found
-        self.fail(x, "expected an index expression")
-
-    def _arithmetic(self, where: ast.AST, op: ast.operator, a: IntExpr, b: IntExpr) -> IntExpr:
-        match op:
-            case ast.Add():
-                return a + b
-            case ast.Sub():
-                return a - b
-            case ast.Mult():
-                return a * b
-            case ast.FloorDiv():
-                return self.build(where, lambda: a // b)  # type: ignore[no-any-return]
-            case ast.Mod():
-                return self.build(where, lambda: a % b)  # type: ignore[no-any-return]
-        self.fail(where, "index expressions have + - * // %")
-
-    def _read(self, x: ast.AST, scope: _Scope) -> Any:
-        if isinstance(x, ast.Subscript):  # Tensor IR: at(ids[i0], n)
-            return self.build(x, t.Read, self.lookup(x.value, scope), self.indices(x.slice, scope))
-        return self.term(x, scope)
-
-    def indices(self, s: ast.AST, scope: _Scope) -> tuple[IntExpr, ...]:
-        return tuple(self.expr(e, scope) for e in (s.elts if isinstance(s, ast.Tuple) else [s]))
-
-    def guarded(self, x: ast.AST, scope: _Scope) -> tuple[ast.Subscript, tuple[IntExpr, ...]]:
-        """`x[...]` or `x[...] if a >= 0 and b >= 0 else 0`: the subscript and the guards."""
-        inside: tuple[IntExpr, ...] = ()
-        if isinstance(x, ast.IfExp):
-            tests = x.test.values if isinstance(x.test, ast.BoolOp) and isinstance(x.test.op, ast.And) else [x.test]
-            for test in tests:
-                match test:
-                    case ast.Compare(left=e, ops=[ast.GtE()], comparators=[ast.Constant(value=0)]):
-                        inside += (self.expr(e, scope),)
-                    case _:
-                        self.fail(test, "a guard is `expression >= 0`")
-            x = x.body
-        if not isinstance(x, ast.Subscript):
-            self.fail(x, "expected an element, such as x[i0, i1]")
-        return x, inside
-
-    # -- Torch and Tensor IR ------------------------------------------------------------------------------------------
-
-    def value_statement(self, s: ast.stmt, kind: str, scope: _Scope, names: dict[Node, str], sources: dict[str, str]) -> None:
+    def value_statement(self, s: ast.stmt, kind: str, scope: Scope, names: dict[Node, str], sources: dict[str, str]) -> None:
         if not isinstance(s, ast.AnnAssign) or not isinstance(s.target, ast.Name) or s.value is None:
             self.fail(s, "expected `name: type = value`")
         name, declared = s.target.id, self.type(s.annotation, scope)
@@ -251,10 +102,10 @@ class _Reader:
         if comment := self.comments.get(s.end_lineno or s.lineno):
             sources[name] = comment
 
-    def value(self, x: ast.AST, kind: str, declared: Any, scope: _Scope) -> Any:
+    def value(self, x: ast.AST, kind: str, declared: Any, scope: Scope) -> Any:
         if not isinstance(x, ast.Call):
             self.fail(x, "expected a call")
-        path = _dotted(x.func)
+        path = dotted(x.func)
         if path == "get" and len(x.args) == 2:
             make = aten.Get if kind == "torch" else t.Get
             return self.build(x, make, self.lookup(x.args[0], scope), self.constant(x.args[1]))
@@ -279,64 +130,45 @@ class _Reader:
             case ["index_map"] if len(x.args) == 1:
                 body, inner = self.lambda_(x.args[0], declared.shape, scope)
                 source, inside = self.guarded(body, inner)
-                index = () if _empty(source.slice) else self.indices(source.slice, inner)
+                index = () if empty(source.slice) else self.indices(source.slice, inner)
                 return self.build(x, t.IndexMap, self.lookup(source.value, scope), declared.shape, index, inside)
             case ["reduce", m]:
                 axes = self.keyword(x, "axes")
-                return self.build(x, t.Reduce, self.build(x, monoid, m), self.operands(x, scope), tuple(map(self.constant, _elements(axes))))
+                return self.build(
+                    x, t.Reduce, self.build(x, monoid, m), self.operands(x, scope), tuple(map(self.constant, elements(axes)))
+                )
             case ["scan", m]:
-                return self.build(x, t.Scan, self.build(x, monoid, m), self.operands(x, scope), self.constant(self.keyword(x, "axis")))
+                return self.build(
+                    x, t.Scan, self.build(x, monoid, m), self.operands(x, scope), self.constant(self.keyword(x, "axis"))
+                )
             case [fn] if fn in BY_NAME:
                 return self.build(x, t.Elementwise, scalar(fn), self.operands(x, scope))
         self.fail(x, f"unknown Tensor IR op {path!r}")
 
-    def operands(self, x: ast.Call, scope: _Scope) -> tuple[Any, ...]:
+    def operands(self, x: ast.Call, scope: Scope) -> tuple[Any, ...]:
         return tuple(self.lookup(a, scope) for a in x.args)
 
-    def keyword(self, x: ast.Call, name: str) -> ast.AST:
-        for k in x.keywords:
-            if k.arg == name:
-                return k.value
-        self.fail(x, f"missing {name}=")
-
-    def lambda_(self, x: ast.AST, shape: tuple[IntExpr, ...], scope: _Scope) -> tuple[ast.AST, _Scope]:
+    def lambda_(self, x: ast.AST, shape: tuple[IntExpr, ...], scope: Scope) -> tuple[ast.AST, Scope]:
         if not isinstance(x, ast.Lambda) or [a.arg for a in x.args.args] != [f"i{d}" for d in range(len(shape))]:
             self.fail(x, f"expected `lambda {', '.join(f'i{d}' for d in range(len(shape)))}: …`, one coordinate per dimension")
         inner = scope.inner()
         inner.values.update({v.name: v for v in t.coordinates(shape)})
         return x.body, inner
 
-    def call(self, x: ast.Call, args: list[ast.expr], scope: _Scope) -> tuple[Any, Any, int]:
-        order, kwargs = 0, []
-        for k in x.keywords:
-            if k.arg == "_order":
-                order = self.constant(k.value)
-            elif k.arg is None:
-                self.fail(x, "** is not allowed")
-            elif k.arg != "_types":
-                kwargs.append((k.arg, self.argument(k.value, scope)))
-        return tuple(self.argument(a, scope) for a in args), tuple(kwargs), order
 
-    def argument(self, x: ast.AST, scope: _Scope) -> Any:
-        match x:
-            case ast.List(elts=elts):
-                return tuple(self.argument(e, scope) for e in elts)
-            case ast.Call(func=ast.Name(id="torch"), args=[ast.Constant(value=str() as name)]):
-                return aten.TorchName(name)
-            case ast.Name(id=name) if name in scope.values:
-                return scope.values[name]
-            case ast.Name(id=name) if name in DTYPES:
-                return DTYPES[name]
-            case ast.Name(id=name) if name not in ("inf", "nan"):
-                self.fail(x, f"{name} is not defined here")
-        return self.constant(x)
+class LoopReader(Reader):
+    """Reads the statements of Loop IR."""
 
-    # -- Loop IR --------------------------------------------------------------------------------------------------------
-
-    def step(self, s: ast.stmt, scope: _Scope) -> Any:
+    def step(self, s: ast.stmt, scope: Scope) -> Any:
         source = self.comments.get(s.lineno, "")
         match s:
-            case ast.With(items=[ast.withitem(context_expr=ast.Call(func=ast.Name(id="kernel"), args=[ast.Constant(value=str() as name)]) as head)]):
+            case ast.With(
+                items=[
+                    ast.withitem(
+                        context_expr=ast.Call(func=ast.Name(id="kernel"), args=[ast.Constant(value=str() as name)]) as head
+                    )
+                ]
+            ):
                 for k in head.keywords:
                     if k.arg is None or k.arg in scope.values:
                         self.fail(head, f"{k.arg} is defined twice")
@@ -345,7 +177,9 @@ class _Reader:
                 stores: list[Any] = []
                 self.block(s.body, scope.inner(), axes, stores, [])
                 return self.build(s, l.Kernel, name, tuple(axes), tuple(stores), source)
-            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Call(func=ast.Name(id="call"), args=[first, *rest]) as c):
+            case ast.Assign(
+                targets=[ast.Tuple(elts=targets)], value=ast.Call(func=ast.Name(id="call"), args=[first, *rest]) as c
+            ):
                 types = self.type(self.keyword(c, "_types"), scope)
                 args, kwargs, order = self.call(c, rest, scope)
                 if not isinstance(types, tuple) or len(types) != len(targets):
@@ -360,14 +194,26 @@ class _Reader:
                 return self.build(s, l.Call, self.constant(first), args, kwargs, tuple(buffers), order, source)
         self.fail(s, 'expected `with kernel("name", result=type):` or `result, = call("aten.…", …, _types=(…,))`')
 
-    def block(self, body: list[ast.stmt], scope: _Scope, axes: list[Any], stores: list[Any], reduce_axes: list[Any]) -> dict[str, Any]:
+    def block(
+        self, body: list[ast.stmt], scope: Scope, axes: list[Any], stores: list[Any], reduce_axes: list[Any]
+    ) -> dict[str, Any]:
         """Read statements; returns what was accumulated here: name → (monoid, arguments)."""
         accumulated: dict[str, Any] = {}
         for s in body:
             match s:
-                case ast.For(target=target, iter=ast.Call(func=ast.Name(id=kind), args=extents)) if kind in ("free", "scan", "reduce"):
+                case ast.For(target=target, iter=ast.Call(func=ast.Name(id=kind), args=extents)) if kind in (
+                    "free",
+                    "scan",
+                    "reduce",
+                ):
                     self.loop(s, kind, target, extents, scope, axes, stores)
-                case ast.Expr(value=ast.Compare(left=ast.Name(id=acc), ops=[ast.Lt()], comparators=[ast.UnaryOp(op=ast.USub(), operand=ast.Call(func=ast.Name(id=m)) as c)])):
+                case ast.Expr(
+                    value=ast.Compare(
+                        left=ast.Name(id=acc),
+                        ops=[ast.Lt()],
+                        comparators=[ast.UnaryOp(op=ast.USub(), operand=ast.Call(func=ast.Name(id=m)) as c)],
+                    )
+                ):
                     args = tuple(self.term(a, scope) for a in c.args)
                     accumulated[acc] = (c, self.build(c, monoid, m), args)
                     if not reduce_axes:  # a scan: its value is there at once, in order
@@ -377,13 +223,22 @@ class _Reader:
                         self.fail(s, f"{name} is already a buffer or a variable")
                     scope.values[name] = self.term(v, scope)
                 case ast.Assign(targets=[ast.Subscript(value=target, slice=where)], value=v):
-                    index = () if _empty(where) else self.indices(where, scope)
+                    index = () if empty(where) else self.indices(where, scope)
                     stores.append(self.build(s, l.Store, self.lookup(target, scope, l.Buffer), index, self.term(v, scope)))
                 case _:
                     self.fail(s, "expected a loop, `name = term`, `accumulator <- monoid(term)` or `buffer[index] = term`")
         return accumulated
 
-    def loop(self, s: ast.For, kind: str, target: ast.expr, extents: list[ast.expr], scope: _Scope, axes: list[Any], stores: list[Any]) -> None:
+    def loop(
+        self,
+        s: ast.For,
+        kind: str,
+        target: ast.expr,
+        extents: list[ast.expr],
+        scope: Scope,
+        axes: list[Any],
+        stores: list[Any],
+    ) -> None:
         targets = target.elts if isinstance(target, ast.Tuple) else [target]
         if len(targets) != len(extents) or not all(isinstance(x, ast.Name) for x in targets):
             self.fail(s, f"expected `for a in {kind}(extent):`, one extent per variable")
@@ -415,13 +270,13 @@ class _Reader:
         moved = tuple(substitute(a, {axes[-1]: axis}) for a in args)
         return self.build(where, l.Scan.make, m, axis, moved, axes[-1])
 
-    def term(self, x: ast.AST, scope: _Scope) -> Any:
+    def term(self, x: ast.AST, scope: Scope) -> Any:
         match x:
             case ast.Name():
                 return self.lookup(x, scope, l.Term)
             case ast.Subscript() | ast.IfExp():
                 source, inside = self.guarded(x, scope)
-                index = () if _empty(source.slice) else self.indices(source.slice, scope)
+                index = () if empty(source.slice) else self.indices(source.slice, scope)
                 return self.build(x, l.Load, self.lookup(source.value, scope, l.Buffer), index, inside)
             case ast.Call(func=ast.Name(id="index"), args=[e]):
                 return self.build(x, l.Index, self.expr(e, scope))
@@ -438,22 +293,6 @@ def _types(ty: Any) -> str:
     from terrazzo.ir.show import show_type
 
     return show_type(ty)
-
-
-def _dotted(x: ast.AST) -> str:
-    parts: list[str] = []
-    while isinstance(x, ast.Attribute):
-        parts.append(x.attr)
-        x = x.value
-    return ".".join([x.id, *reversed(parts)]) if isinstance(x, ast.Name) else ""
-
-
-def _elements(x: ast.AST) -> list[ast.expr]:
-    return x.elts if isinstance(x, (ast.List, ast.Tuple)) else [x] if isinstance(x, ast.expr) else []
-
-
-def _empty(x: ast.AST) -> bool:
-    return isinstance(x, ast.Tuple) and not x.elts
 
 
 def _is_number(x: ast.AST) -> bool:

@@ -24,7 +24,7 @@ class Input(Node, dialect="program", op="input"):
 
 @dataclass(frozen=True)
 class Program:
-    """`dialect` is "torch" or "tensor". `names` maps nodes to what they are called; `sources` maps those names to source lines."""
+    """`dialect` is "torch" or "tensor". `names` says what nodes are called, `sources` which source line a name came from."""
 
     dialect: str
     name: str

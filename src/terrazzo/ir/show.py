@@ -59,7 +59,11 @@ def show_expr(e: IntExpr, name: Namer | None = None) -> str:
             return f"{_factor(e.a, name)} % {_factor(e.b, name)}"
         case Loaded():
             value = e.value
-            inner = f"{(name or _node)(value.x)}[{_list(value.index, name)}]" if isinstance(value, t.Read) else (name or _node)(value)
+            inner = (
+                f"{(name or _node)(value.x)}[{_list(value.index, name)}]"
+                if isinstance(value, t.Read)
+                else (name or _node)(value)
+            )
             return f"at({inner}, {show_expr(e.extent, name)})"
     raise TypeError(f"no text for {type(e).__name__}")
 
@@ -266,7 +270,7 @@ class _Used:
 
 
 def _fresh(prefix: str, names: Mapping[Any, str]) -> str:
-    return f"{prefix}{sum(v.startswith(prefix) and v[len(prefix):].isdigit() for v in names.values())}"
+    return f"{prefix}{sum(v.startswith(prefix) and v[len(prefix) :].isdigit() for v in names.values())}"
 
 
 def _term(x: Node, name: Namer) -> str:

@@ -54,7 +54,9 @@ def rewrite(
             new = node.with_children(children)
         fuel = FUEL
         while isinstance(new, Node):
-            after, name = _step(new, table.get(rule_key(new), ()), ctx, log, pass_name, (names or {}).get(node, ""), decide, show)
+            after, name = _step(
+                new, table.get(rule_key(new), ()), ctx, log, pass_name, (names or {}).get(node, ""), decide, show
+            )
             if after is None:
                 break
             fuel -= 1

@@ -40,8 +40,8 @@ class Term(Node):
     def check(self) -> None:
         _ = self.dtype, self.free  # children first: no deep recursion later
 
-    def infer(self) -> DType | tuple[DType, ...]:
-        """The element type; UserError where the fields do not fit."""
+    def infer(self) -> Any:
+        """The element type, or one per value; UserError where the fields do not fit."""
         raise NotImplementedError
 
 
@@ -107,7 +107,7 @@ class Reduce(Term, dialect="loop", op="reduce"):
     def free(self) -> frozenset[Any]:
         return frozenset().union(*(a.free for a in self.args)) - frozenset(self.axes)
 
-    def infer(self) -> DType | tuple[DType, ...]:
+    def infer(self) -> Any:
         return _monoid_type(self.monoid, self.args)
 
 
@@ -134,7 +134,7 @@ class Scan(Term, dialect="loop", op="scan"):
         """What is combined in at the point `at`."""
         return tuple(substitute(a, {self.axis: self.at}) for a in self.args)
 
-    def infer(self) -> DType | tuple[DType, ...]:
+    def infer(self) -> Any:
         return _monoid_type(self.monoid, self.args)
 
 
@@ -161,7 +161,9 @@ class Store(Node, dialect="loop", op="store"):
 
     def check(self) -> None:
         if len(self.index) != self.buffer.type.rank or _dtype(self.value) is not self.buffer.type.dtype:
-            raise UserError(f"store: a {_dtype(self.value)} at {len(self.index)} indices into {self.buffer.name}: {self.buffer.type}")
+            raise UserError(
+                f"store: a {_dtype(self.value)} at {len(self.index)} indices into {self.buffer.name}: {self.buffer.type}"
+            )
 
 
 class Kernel(Node, dialect="loop", op="kernel"):

@@ -21,7 +21,7 @@ from terrazzo.ir.dialects.scalar import Scalar
 from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var, at_least, bounds, unflatten
 from terrazzo.ir.monoid import Monoid, monoid
 from terrazzo.ir.node import Node, substitute, topological
-from terrazzo.ir.types import DType, Type, bool_, i64
+from terrazzo.ir.types import DType, Type, i64
 
 
 class Value(Node):
@@ -245,7 +245,9 @@ def index_map(x: Any, shape: Sequence[IntExpr], index: Sequence[IntExpr], inside
             return x
         if isinstance(x, Literal):
             return Literal(x.value, x.dtype, shape)
-    gathers = isinstance(x, IndexMap) and any(isinstance(n, Loaded) for n in topological(x.index_nodes, stop=lambda n: isinstance(n, Loaded)))
+    gathers = isinstance(x, IndexMap) and any(
+        isinstance(n, Loaded) for n in topological(x.index_nodes, stop=lambda n: isinstance(n, Loaded))
+    )
     if isinstance(x, (IndexMap, Iota)) and not (inside and (gathers or isinstance(x, Iota))):  # no read outside the operand
         move = dict(zip(coordinates(x.shape), index, strict=True))
         if isinstance(x, Iota):
@@ -318,9 +320,3 @@ def where(condition: Node, a: Node, b: Node) -> Elementwise:
 def loaded(x: Node, index: Sequence[IntExpr], extent: IntExpr) -> Loaded:
     """The value of integer tensor `x` at `index`, as an index in [0, extent)."""
     return Loaded(Read(x, tuple(index)), extent)
-
-
-__all__ = [
-    "Elementwise", "Get", "IndexMap", "Iota", "Literal", "Opaque", "Read", "Reduce", "Scan", "Value", "apply", "bool_", "broadcast",
-    "cast", "coordinates", "index_map", "iota", "literal", "loaded", "permute", "reduce", "reshape", "scan", "where",
-]  # fmt: skip

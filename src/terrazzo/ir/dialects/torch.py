@@ -1,9 +1,9 @@
 """Torch IR: the captured graph, one node per ATen call. What an op means is what PyTorch says it means.
 
-    def forward(x: f32[1, 32, 2048], w: f32[2048]):
-        mul: f32[1, 32, 2048] = aten.mul.Tensor(x, x)                     # modeling_llama.py:72
-        mean: f32[1, 32, 1] = aten.mean.dim(mul, [-1], True)              # modeling_llama.py:73
-        return mul, mean
+def forward(x: f32[1, 32, 2048], w: f32[2048]):
+    mul: f32[1, 32, 2048] = aten.mul.Tensor(x, x)                     # modeling_llama.py:72
+    mean: f32[1, 32, 1] = aten.mean.dim(mul, [-1], True)              # modeling_llama.py:73
+    return mul, mean
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class TorchName:
 class Aten(Node, dialect="torch", op="aten"):
     """One call of an ATen overload.
 
-    `name` is spelled as in PyTorch without the namespace's default: `aten.add.Tensor`. `args` and `kwargs` hold nodes, ints, floats,
-    bools, strings, None, DType, TorchName and tuples of these. `result` is the type of the result as PyTorch gives it, or a
+    `name` is spelled as in PyTorch: `aten.add.Tensor`. `args` and `kwargs` hold nodes, ints, floats, bools, strings, None,
+    DType, TorchName and tuples of these. `result` is the type of the result as PyTorch gives it, or a
     tuple of types (None where an optional result is absent). `order` is 0 for pure ops and numbers the others, so that two
     random calls stay two.
     """

@@ -1,7 +1,7 @@
 """What a kernel costs, by a model simple enough to argue with: memory traffic + arithmetic + one launch, in nanoseconds.
 
-The model reads the loop nest: a term costs its price times the trips of the loops around it; a buffer costs the bytes of it that
-are touched, once per kernel. It decides fusion only; it does not pretend to predict a time.
+The model reads the loop nest: a term costs its price times the trips of the loops around it; a buffer costs the bytes of it
+that are touched, once per kernel. It decides fusion only; it does not pretend to predict a time.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from terrazzo.ir.expr import IntExpr, bounds
 class Rates:
     """Nanoseconds per unit of work, for a whole machine that is kept busy.
 
-    byte: one byte of memory traffic; op: one simple vectorised operation on one element; serial: one combination of a monoid that
-    does not vectorise; fma: one multiply-add of a contraction the target blocks; load: one element from cache; launch: one kernel.
+    byte: one byte of memory traffic; op: one simple vectorised operation on one element; serial: one combination of a monoid
+    that does not vectorise; fma: one multiply-add of a contraction the target blocks; load: one element from cache;
+    launch: one kernel.
     """
 
     byte: float = 0.05

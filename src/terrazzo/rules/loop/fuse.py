@@ -25,7 +25,9 @@ LARGEST = 600
 """Nodes of a term beyond which nothing more is inlined into it: compilers get slow, and people cannot read it."""
 
 
-def fuse(program: l.Program, log: Log, rates: Rates, materialize: Iterable[str] = (), show: Callable[[Any], str] | None = None) -> l.Program:
+def fuse(
+    program: l.Program, log: Log, rates: Rates, materialize: Iterable[str] = (), show: Callable[[Any], str] | None = None
+) -> l.Program:
     """`program` with the fusions that pay. `materialize` names buffers to keep; `show` adds texts to the events."""
     work = _Fusion(program, log, rates, frozenset(materialize), show)
     work.views()
@@ -103,7 +105,13 @@ class _Fusion:
     def _merge(self, i: int, j: int) -> bool:
         """Merge kernel i into kernel j, which may read what i stores."""
         first, second = self.kernels[i], self.kernels[j]
-        if self._pinned(first) or self._pinned(second) or (first, second) in self.apart or self._path(i, j) or self._path(j, i, direct=True):
+        if (
+            self._pinned(first)
+            or self._pinned(second)
+            or (first, second) in self.apart
+            or self._path(i, j)
+            or self._path(j, i, direct=True)
+        ):
             return False
         self.apart.add((first, second))
         merged = _merged(first, second)
@@ -227,7 +235,7 @@ def _merged(first: l.Kernel, second: l.Kernel) -> l.Kernel | None:
         return None
     try:
         reader = inline(second, first)
-        rename: dict[Any, Any] = {a: b for a, b in zip(short.axes, long.axes, strict=False)}
+        rename: dict[Any, Any] = dict(zip(short.axes, long.axes, strict=False))
         parts = {first: first.stores, second: reader.stores}
         parts[short] = tuple(substitute(s, rename) for s in parts[short])
         stores = sorted((*parts[first], *parts[second]), key=_depth)  # outermost first, as the nest has them

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Expr, IntExpr, at_least
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.types import i64
@@ -21,7 +22,9 @@ def inline(consumer: l.Kernel, producer: l.Kernel) -> l.Kernel:
         store = stored.get(load.buffer)
         return load if store is None else element(store, load.index, load.inside)
 
-    return l.Kernel(consumer.name, consumer.axes, tuple(_in_store(s, replace, set(stored)) for s in consumer.stores), consumer.source)
+    return l.Kernel(
+        consumer.name, consumer.axes, tuple(_in_store(s, replace, set(stored)) for s in consumer.stores), consumer.source
+    )
 
 
 def element(store: l.Store, index: tuple[IntExpr, ...], inside: tuple[IntExpr, ...] = ()) -> Any:
@@ -75,6 +78,6 @@ def _in_store(store: l.Store, replace: Replace, only: set[l.Buffer]) -> l.Store:
 
 def _keeps_zero(value: Node) -> bool:
     """True if the term is 0 by itself where its loads are guarded: a load, or a conversion of one."""
-    while isinstance(value, l.Apply) and len(value.args) == 1 and l.sc.is_cast(value.fn):
+    while isinstance(value, l.Apply) and len(value.args) == 1 and is_cast(value.fn):
         value = value.args[0]
     return isinstance(value, l.Load)

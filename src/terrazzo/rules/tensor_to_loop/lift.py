@@ -235,7 +235,11 @@ def lift(program: Program, rules: Sequence[Rule] = RULES) -> l.Program:
         many = isinstance(getattr(node, "type", None), tuple)
         if isinstance(node, t.Opaque):
             types = node.result if isinstance(node.result, tuple) else (node.result,)
-            gets = {n.index: n for n in topological(program.results) if isinstance(n, t.Get) and n.x is node} if many else {0: node}
+            gets = (
+                {n.index: n for n in topological(program.results) if isinstance(n, t.Get) and n.x is node}
+                if many
+                else {0: node}
+            )
             results = tuple(None if r is None else l.Buffer(named(gets.get(k, node)), r) for k, r in enumerate(types))
             buffers.update({n: b for k, n in gets.items() if (b := results[k]) is not None})
             source = program.sources.get(program.names.get(node, ""), "")
@@ -245,6 +249,7 @@ def lift(program: Program, rules: Sequence[Rule] = RULES) -> l.Program:
         stored = isinstance(node, t.Value) and not many and node not in buffers and not isinstance(node, t.Read)
         if not stored or (isinstance(node, (t.Literal, t.Iota)) and not _must_exist(node, program)):
             continue
+        assert isinstance(node, t.Value)
         axes = tuple(Var(f"a{d}", e) for d, e in enumerate(_loops(node.type.shape)))
         rest = iter(axes)
         here = tuple(0 if e == 1 else next(rest) for e in node.type.shape)
@@ -252,7 +257,9 @@ def lift(program: Program, rules: Sequence[Rule] = RULES) -> l.Program:
         store = l.Store(buffer, here, term(node, here, element))
         order = tuple(sorted(axes, key=lambda a: _scanned(store, a)))
         steps.append(l.Kernel(buffer.name, order, (store,), program.sources.get(program.names.get(node, ""), "")))
-    return l.Program(program.name, tuple(buffers[i] for i in program.inputs), tuple(steps), tuple(buffers[r] for r in program.results))
+    return l.Program(
+        program.name, tuple(buffers[i] for i in program.inputs), tuple(steps), tuple(buffers[r] for r in program.results)
+    )
 
 
 def _loops(shape: Sequence[IntExpr]) -> list[IntExpr]:
@@ -269,7 +276,7 @@ def _must_exist(node: Node, program: Program) -> bool:
     return node in program.results or bool(users)
 
 
-def _expr(e: IntExpr, move: Mapping[Any, Any], element: Element) -> IntExpr:
+def _expr(e: IntExpr, move: Mapping[Any, Any], element: Element) -> Any:
     """An index expression at other coordinates, with the tensors it reads as loads."""
     if not isinstance(e, Expr):
         return e
@@ -277,12 +284,11 @@ def _expr(e: IntExpr, move: Mapping[Any, Any], element: Element) -> IntExpr:
     def visit(node: Node) -> Any:
         return element(node.x, node.index) if isinstance(node, t.Read) else node
 
-    return _moved(substitute(e, move), visit)
-
-
-def _moved(e: Any, visit: Callable[[Node], Any]) -> Any:
-    stop = {n: n for n in topological([e]) if isinstance(n, t.Value) and not isinstance(n, t.Read)} if isinstance(e, Node) else {}
-    return transform(e, visit, dict(stop)) if isinstance(e, Node) else e
+    moved = substitute(e, move)
+    if not isinstance(moved, Node):
+        return moved
+    tensors = [n.x for n in topological([moved]) if isinstance(n, t.Read)]
+    return transform(moved, visit, {x: x for x in tensors})
 
 
 def _fill(value: Any, buffers: Mapping[Node, l.Buffer]) -> Any:

@@ -16,8 +16,8 @@ from terrazzo.rewrite.rule import Rule
 def aten(*names: str) -> Callable[[Callable[..., Any]], Rule]:
     """Make a lowering of the ATen overloads `names` (given without the leading `aten.`).
 
-    The function gets the node, whose `type` is PyTorch's own answer for shape and dtype of the result, and then the arguments as
-    PyTorch's schema has them, tensors already lowered. It returns a Tensor IR value, or a tuple for several results.
+    The function gets the node, whose `type` is PyTorch's own answer for shape and dtype of the result, and then the arguments
+    as PyTorch's schema has them, tensors already lowered. It returns a Tensor IR value, or a tuple for several results.
     """
 
     def make(fn: Callable[..., Any]) -> Rule:

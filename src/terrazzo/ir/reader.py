@@ -1,0 +1,223 @@
+"""What the readers of all IRs share: errors with positions, scopes, types, constants, index expressions, arguments."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from terrazzo.errors import TerrazzoError, UserError
+from terrazzo.ir.dialects import tensor as t
+from terrazzo.ir.dialects import torch as aten
+from terrazzo.ir.expr import Expr, IntExpr, Loaded, Size
+from terrazzo.ir.node import Node
+from terrazzo.ir.types import DTYPES, Type
+
+
+def located(filename: str, text: str, line: int, column: int, message: str) -> str:
+    """The message with its place, the line and a caret."""
+    lines = text.splitlines()
+    shown = lines[line - 1] if 0 < line <= len(lines) else ""
+    return f"{filename}, line {line}, column {column}: {message}\n    {shown}\n    {' ' * (column - 1)}^"
+
+
+@dataclass
+class Scope:
+    """What names mean: values, buffers, terms, variables."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def inner(self) -> Scope:
+        return Scope(dict(self.values))
+
+
+class Reader:
+    """Reads one text. Subclasses read the statements of one family of IRs."""
+
+    def __init__(self, text: str, filename: str, comments: Mapping[int, str]) -> None:
+        self.text, self.filename, self.comments = text, filename, comments
+
+    def fail(self, where: ast.AST, message: str) -> NoReturn:
+        line, column = getattr(where, "lineno", 1), getattr(where, "col_offset", 0)
+        raise UserError(located(self.filename, self.text, line, column + 1, message))
+
+    def build(self, where: ast.AST, make: Callable[..., Any], *args: Any) -> Any:
+        """Construct a node; what its constructor has against it is reported here."""
+        try:
+            return make(*args)
+        except (TerrazzoError, TypeError, AttributeError, ValueError, ZeroDivisionError, OverflowError) as e:
+            self.fail(where, str(e))
+
+    def sizes(self, body: list[ast.stmt], scope: Scope) -> list[ast.stmt]:
+        rest = []
+        for s in body:
+            match s:
+                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(func=ast.Name(id="size"), args=[lo, hi])):
+                    low, high = self.constant(lo), self.constant(hi)
+                    if not isinstance(low, int) or not (high is None or isinstance(high, int)):
+                        self.fail(s, "size(lowest, highest) takes integers, or None for no highest")
+                    scope.values[name] = Size(name, low, high)
+                case _:
+                    rest.append(s)
+        return rest
+
+    def results(self, s: ast.Return, scope: Scope, kind: Any) -> tuple[Any, ...]:
+        items = s.value.elts if isinstance(s.value, ast.Tuple) else [s.value] if s.value else []
+        return tuple(self.lookup(i, scope, kind) for i in items)
+
+    def lookup(self, where: ast.AST, scope: Scope, kind: Any = Node) -> Any:
+        if not isinstance(where, ast.Name):
+            self.fail(where, "expected a name")
+        found = scope.values.get(where.id)
+        if found is None:
+            self.fail(where, f"{where.id} is not defined here")
+        if not isinstance(found, kind):
+            self.fail(where, f"{where.id} is no {kind.__name__.lower()}")
+        return found
+
+    def type(self, x: ast.AST, scope: Scope) -> Any:
+        match x:
+            case ast.Constant(value=None):
+                return None
+            case ast.Tuple(elts=elts):
+                return tuple(self.type(e, scope) for e in elts)
+            case ast.BinOp(left=left, op=ast.MatMult(), right=ast.Tuple(elts=elts)):
+                base = self.type(left, scope)
+                strides = tuple(self.expr(e, scope) for e in elts)
+                if not isinstance(base, Type) or len(strides) != base.rank:
+                    self.fail(x, "strides need one number per dimension")
+                return Type(base.dtype, base.shape, strides)
+            case ast.Name(id=name):
+                return Type(self.dtype(x, name))
+            case ast.Subscript(value=ast.Name(id=name), slice=s):
+                shape = tuple(self.expr(e, scope) for e in (s.elts if isinstance(s, ast.Tuple) else [s]))
+                if any(isinstance(e, int) and e < 0 for e in shape):
+                    self.fail(x, "a dimension cannot be negative")
+                return Type(self.dtype(x, name), shape)
+        self.fail(x, "expected a type, such as f32[2, 3]")
+
+    def dtype(self, where: ast.AST, name: str) -> Any:
+        if name not in DTYPES:
+            self.fail(where, f"unknown dtype {name!r}; known: {', '.join(DTYPES)}")
+        return DTYPES[name]
+
+    def constant(self, x: ast.AST) -> Any:
+        match x:
+            case ast.Constant(value=v) if v is None or isinstance(v, (bool, int, float, str)):
+                return v
+            case ast.UnaryOp(op=ast.USub(), operand=o):
+                v = self.constant(o)
+                if isinstance(v, (int, float)) and not isinstance(v, bool):
+                    return -v
+            case ast.Name(id="inf" | "nan" as name):
+                return float(name)
+        self.fail(x, "expected a constant")
+
+    def expr(self, x: ast.AST, scope: Scope) -> IntExpr:
+        match x:
+            case ast.Constant(value=int() as v) if not isinstance(v, bool):
+                return v
+            case ast.UnaryOp(op=ast.USub(), operand=o):
+                return -self.expr(o, scope)
+            case ast.BinOp(left=a, op=op, right=b):
+                return self._arithmetic(x, op, self.expr(a, scope), self.expr(b, scope))
+            case ast.Call(func=ast.Name(id="at"), args=[value, extent]):
+                return self.build(x, Loaded, self._read(value, scope), self.expr(extent, scope))  # type: ignore[no-any-return]
+            case ast.Name():
+                found: Expr = self.lookup(x, scope, Expr)
+                return found
+        self.fail(x, "expected an index expression")
+
+    def _arithmetic(self, where: ast.AST, op: ast.operator, a: IntExpr, b: IntExpr) -> IntExpr:
+        match op:
+            case ast.Add():
+                return a + b
+            case ast.Sub():
+                return a - b
+            case ast.Mult():
+                return a * b
+            case ast.FloorDiv():
+                return self.build(where, lambda: a // b)  # type: ignore[no-any-return]
+            case ast.Mod():
+                return self.build(where, lambda: a % b)  # type: ignore[no-any-return]
+        self.fail(where, "index expressions have + - * // %")
+
+    def _read(self, x: ast.AST, scope: Scope) -> Any:
+        if isinstance(x, ast.Subscript):  # Tensor IR: at(ids[i0], n)
+            return self.build(x, t.Read, self.lookup(x.value, scope), self.indices(x.slice, scope))
+        return self.term(x, scope)
+
+    def term(self, x: ast.AST, scope: Scope) -> Any:
+        """A scalar term; only Loop IR has them."""
+        self.fail(x, "expected an element of a tensor, such as at(ids[i0], 8)")
+
+    def indices(self, s: ast.AST, scope: Scope) -> tuple[IntExpr, ...]:
+        return tuple(self.expr(e, scope) for e in (s.elts if isinstance(s, ast.Tuple) else [s]))
+
+    def guarded(self, x: ast.AST, scope: Scope) -> tuple[ast.Subscript, tuple[IntExpr, ...]]:
+        """`x[...]` or `x[...] if a >= 0 and b >= 0 else 0`: the subscript and the guards."""
+        inside: tuple[IntExpr, ...] = ()
+        if isinstance(x, ast.IfExp):
+            tests = x.test.values if isinstance(x.test, ast.BoolOp) and isinstance(x.test.op, ast.And) else [x.test]
+            for test in tests:
+                match test:
+                    case ast.Compare(left=e, ops=[ast.GtE()], comparators=[ast.Constant(value=0)]):
+                        inside += (self.expr(e, scope),)
+                    case _:
+                        self.fail(test, "a guard is `expression >= 0`")
+            x = x.body
+        if not isinstance(x, ast.Subscript):
+            self.fail(x, "expected an element, such as x[i0, i1]")
+        return x, inside
+
+    def call(self, x: ast.Call, args: list[ast.expr], scope: Scope) -> tuple[Any, Any, int]:
+        order, kwargs = 0, []
+        for k in x.keywords:
+            if k.arg == "_order":
+                order = self.constant(k.value)
+            elif k.arg is None:
+                self.fail(x, "** is not allowed")
+            elif k.arg != "_types":
+                kwargs.append((k.arg, self.argument(k.value, scope)))
+        return tuple(self.argument(a, scope) for a in args), tuple(kwargs), order
+
+    def argument(self, x: ast.AST, scope: Scope) -> Any:
+        match x:
+            case ast.List(elts=elts):
+                return tuple(self.argument(e, scope) for e in elts)
+            case ast.Call(func=ast.Name(id="torch"), args=[ast.Constant(value=str() as name)]):
+                return aten.TorchName(name)
+            case ast.Name(id=name) if name in scope.values:
+                return scope.values[name]
+            case ast.Name(id=name) if name in DTYPES:
+                return DTYPES[name]
+            case ast.Name(id=name) if name not in ("inf", "nan"):
+                self.fail(x, f"{name} is not defined here")
+        return self.constant(x)
+
+    def keyword(self, x: ast.Call, name: str) -> ast.AST:
+        """The value of a keyword argument that must be there."""
+        for k in x.keywords:
+            if k.arg == name:
+                return k.value
+        self.fail(x, f"missing {name}=")
+
+
+def dotted(x: ast.AST) -> str:
+    """`a.b.c` as a string, "" for anything else."""
+    parts: list[str] = []
+    while isinstance(x, ast.Attribute):
+        parts.append(x.attr)
+        x = x.value
+    return ".".join([x.id, *reversed(parts)]) if isinstance(x, ast.Name) else ""
+
+
+def elements(x: ast.AST) -> list[ast.expr]:
+    """The items of a list or tuple, or the one expression there is."""
+    return x.elts if isinstance(x, (ast.List, ast.Tuple)) else [x] if isinstance(x, ast.expr) else []
+
+
+def empty(x: ast.AST) -> bool:
+    """True for `()`: the index of a 0-d tensor."""
+    return isinstance(x, ast.Tuple) and not x.elts
