@@ -1,0 +1,69 @@
+# Every task of the project. `make` lists them; each prepares what it needs by itself.
+#
+# The tools are installed into .venv, once. To use an environment that already has them and install nothing (an image with
+# a GPU, say):   make VENV= PYTHON=python3 test
+
+PYTHON ?= python3
+VENV ?= .venv
+# Where pip finds torch. For the build without CUDA: TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+
+ifeq ($(strip $(VENV)),)
+READY :=
+RUN := PYTHONPATH=src $(PYTHON)
+WORKERS ?=
+else
+READY := $(VENV)/.ready
+RUN := $(VENV)/bin/python
+WORKERS ?= -n auto --maxprocesses 8
+endif
+TERRAZZO := $(RUN) -c 'from terrazzo.cli import main; main()'
+DEMO_MODEL := TinyLlama/TinyLlama-1.1B-Chat-v1.0 --layer 0 --seq-len 32 --random-weights
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check opinfo docs test-gpu bench-cpu setup clean
+
+help: ## list the tasks
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+
+demo: $(READY) ## compile a decoder layer, show its kernels, run it, check it against eager and time it
+	$(TERRAZZO) compile $(DEMO_MODEL) --ir loop
+	$(TERRAZZO) run $(DEMO_MODEL) --check
+
+test: $(READY) ## all tests that need no GPU
+	$(RUN) -m pytest $(WORKERS) -m "not gpu" $(ARGS)
+
+check: $(READY) ## lint and type-check
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy
+
+opinfo: $(READY) ## every sample of PyTorch's operator database, and the table in the docs (long)
+	$(RUN) -m terrazzo.bench.opinfo $(ARGS)
+
+docs: $(READY) ## write the generated pages of the manual
+	$(RUN) docs/generate.py $(ARGS)
+
+test-gpu: $(READY) ## the tests that need a GPU
+	$(RUN) -m pytest -m gpu $(ARGS)
+
+bench-cpu: $(READY) ## compare with eager on this machine's processor
+	$(TERRAZZO) bench cpu $(ARGS)
+
+setup: $(READY) ## only install what the other tasks need
+
+clean: ## remove the environment and the tools' caches
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+# A Debian without python3-venv has no ensurepip, but perhaps pip or virtualenv. Without a C++ compiler, zig is one.
+$(VENV)/.ready: pyproject.toml requirements-dev.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	    || { echo "Python 3.11 or newer is needed. Name one with: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 \
+	    || $(PYTHON) -m venv $(VENV) >/dev/null 2>&1 \
+	    || { $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(VENV)/bin/python install -q pip; } >/dev/null 2>&1 \
+	    || $(PYTHON) -m virtualenv -q $(VENV) >/dev/null 2>&1 \
+	    || { echo "Cannot make an environment in $(VENV). On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@echo "Installing into $(VENV); the first time this takes some minutes."
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+	    -c requirements-dev.txt -e '.[dev]' $(shell command -v c++ g++ clang++ >/dev/null || echo ziglang)
+	@touch $@
