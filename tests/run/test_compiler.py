@@ -173,13 +173,13 @@ def test_ctrl_c_ends_the_compilers_and_leaves_nothing(tmp_path: Path) -> None:
     scratch.mkdir()
     process = subprocess.Popen(
         [sys.executable, "-c", INTERRUPTED, slow, str(tmp_path / "cache")],
-        env={**os.environ, "TMPDIR": str(scratch)},
+        env={**os.environ, "TMPDIR": str(scratch), "PYTHONPATH": os.pathsep.join(sys.path)},
         stderr=subprocess.PIPE,
         text=True,
     )
     children: list[int] = []
     deadline = time.monotonic() + 30
-    while not children and time.monotonic() < deadline:
+    while not children and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
         children = [int(text) for path in tmp_path.glob("child.*") if (text := path.read_text().strip())]
     process.send_signal(signal.SIGINT)
