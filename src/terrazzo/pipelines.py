@@ -16,6 +16,7 @@ from terrazzo.options import Options
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules import torch_to_tensor
 from terrazzo.rules.loop.fuse import fuse
+from terrazzo.rules.loop.layout import store_as_read
 from terrazzo.rules.tensor_to_loop.lift import lift
 from terrazzo.rules.torch_to_tensor.lower import lower as to_tensor
 from terrazzo.targets import target
@@ -45,9 +46,11 @@ PASSES = (
          lambda p, log, o: lift(p)),
     Pass("fuse", "loop", "loop", "terms replace the buffers they were stored in, where that pays",
          lambda p, log, o: fuse(p, log, target(o.target).rates, o.materialize, _texts(o)) if o.fuse else p),
+    Pass("store_as_read", "loop", "loop", "buffers that are only read transposed or reshaped are stored so",
+         lambda p, log, o: store_as_read(p, log)),
 )  # fmt: skip
 
-LOWER = ("torch_to_tensor", "tensor_to_loop", "fuse")
+LOWER = tuple(p.name for p in PASSES)
 
 for _a, _b in pairwise(PASSES):
     assert _a.dst == _b.src, f"pass {_b.name} takes {_b.src} but follows one that gives {_a.dst}"

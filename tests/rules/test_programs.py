@@ -10,6 +10,7 @@ from terrazzo.ir.verify import verify
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop.cost import Rates
 from terrazzo.rules.loop.fuse import fuse
+from terrazzo.rules.loop.layout import store_as_read
 from terrazzo.rules.tensor_to_loop.lift import lift
 
 FREE_LAUNCHES = Rates(launch=0.0, byte=0.0)  # every choice goes the other way more often
@@ -36,5 +37,9 @@ def test_fusion(program: Program) -> None:
         verify(fused, "fuse")
         assert_round_trip(fused)
         assert_same_meaning(program, fused)
+        merged = store_as_read(fused, Log())
+        verify(merged, "store_as_read")
+        assert_round_trip(merged)
+        assert_same_meaning(program, merged)
     everything = fuse(lifted, Log(), Rates(), materialize=[s.name for s in lifted.steps])
     assert set(everything.steps) == set(lifted.steps)

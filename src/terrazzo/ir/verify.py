@@ -13,7 +13,7 @@ from terrazzo.errors import CompilerBug
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects import torch as aten
-from terrazzo.ir.expr import Expr, Var, at_least
+from terrazzo.ir.expr import Expr, IntExpr, Var, at_least, bounds, coefficient
 from terrazzo.ir.node import topological
 from terrazzo.ir.program import Input, Program
 
@@ -70,14 +70,24 @@ def _kernel(k: l.Kernel) -> str:
 
 
 def _stores_all(store: l.Store) -> str:
-    """Each dimension is an axis that covers it, or 0 of a dimension of extent 1."""
+    """Each dimension is counted by axes of its own, as digits: every element is stored exactly once."""
     used: set[Any] = set()
     for d, (e, extent) in enumerate(zip(store.index, store.buffer.type.shape, strict=True)):
-        covers = (isinstance(e, Var) and e.extent == extent and e not in used) or (e == 0 and extent == 1)
-        if not covers:
+        axes = sorted(e.free, key=lambda v: bounds(_digit(e, v))[0] or 0) if isinstance(e, Expr) else []
+        radix: IntExpr = 1
+        for v in axes:
+            if v in used or _digit(e, v) != radix:
+                return f"the store to {store.buffer.name} does not cover dimension {d}"
+            used.add(v)
+            radix = radix * v.extent
+        if radix != extent or (not isinstance(e, Expr) and e != 0):
             return f"the store to {store.buffer.name} does not cover dimension {d}"
-        used.add(e)
     return "" if store.value.free <= used else f"the store to {store.buffer.name} depends on an axis it does not have"
+
+
+def _digit(e: Expr, v: Any) -> IntExpr:
+    """What `v` is multiplied with in `e`; 0 where it is more than multiplied."""
+    return coefficient(e, v) or 0
 
 
 def _in_bounds(load: l.Load) -> str:

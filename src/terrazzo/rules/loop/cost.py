@@ -69,6 +69,7 @@ class _Bill:
                     if blocked:
                         self.work += points * self.rates.fma * len(s.carried)
                         self.operands(s.body, points)
+                        self.work -= points * self.rates.op * len(s.carried)  # the products are in the price of an fma
                     else:
                         self.walk(s.body, points, in_reduction or s.kind == "reduce")
 
@@ -78,7 +79,7 @@ class _Bill:
             match s:
                 case n.Let(term=l.Load() as load):
                     self.touch(load.buffer, points)
-                case n.Let(term=l.Apply() as f) if not is_cast(f.fn) and f.fn.name != "mul":
+                case n.Let(term=l.Apply() as f) if not is_cast(f.fn):
                     self.work += points * f.fn.cost * self.rates.op
                 case n.Loop():
                     self.walk([s], points, True)

@@ -114,7 +114,8 @@ class _Fusion:
         ):
             return False
         self.apart.add((first, second))
-        merged = _merged(first, second)
+        read_only_here = {b for b in first.writes if b not in self.needed and self.readers.get(b, set()) <= {j}}
+        merged = _merged(first, second, read_only_here)
         if merged is None:
             return False
         apart, together = self.price(first) + self.price(second), self.price(merged)
@@ -228,8 +229,8 @@ def _depth(store: l.Store) -> int:
     return sum(isinstance(e, Expr) for e in store.index)
 
 
-def _merged(first: l.Kernel, second: l.Kernel) -> l.Kernel | None:
-    """One kernel that stores what both store: `second` may read what `first` stores, through its term."""
+def _merged(first: l.Kernel, second: l.Kernel, dead: set[l.Buffer]) -> l.Kernel | None:
+    """One kernel that stores what both store, but for `dead`: `second` may read what `first` stores, through its term."""
     long, short = (first, second) if len(first.axes) > len(second.axes) else (second, first)
     if [a.extent for a in long.axes[: len(short.axes)]] != [a.extent for a in short.axes] or not short.axes:
         return None
@@ -238,7 +239,8 @@ def _merged(first: l.Kernel, second: l.Kernel) -> l.Kernel | None:
         rename: dict[Any, Any] = dict(zip(short.axes, long.axes, strict=False))
         parts = {first: first.stores, second: reader.stores}
         parts[short] = tuple(substitute(s, rename) for s in parts[short])
-        stores = sorted((*parts[first], *parts[second]), key=_depth)  # outermost first, as the nest has them
+        kept = [s for s in (*parts[first], *parts[second]) if s.buffer not in dead]
+        stores = sorted(kept, key=_depth)  # outermost first, as the nest has them
         merged = l.Kernel(second.name, long.axes, tuple(stores), second.source or first.source)
     except TerrazzoError:
         return None
