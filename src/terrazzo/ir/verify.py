@@ -58,6 +58,8 @@ def _kernel(k: l.Kernel) -> str:
     axes = frozenset(k.axes)
     if not k.scans_in_order:
         return "a scan must run along the whole of the last axis"
+    if idle := axes - frozenset().union(*(s.free for s in k.stores)):
+        return f"no store depends on axis {min(a.name for a in idle)}"
     for store in k.stores:
         if stray := (store.free - axes):
             return f"{min(v.name if isinstance(v, Var) else f'r{v.label}' for v in stray)} is bound nowhere"
@@ -85,7 +87,7 @@ def _stores_all(store: l.Store) -> str:
     return "" if store.value.free <= used else f"the store to {store.buffer.name} depends on an axis it does not have"
 
 
-def _digit(e: Expr, v: Any) -> IntExpr:
+def _digit(e: IntExpr, v: Any) -> IntExpr:
     """What `v` is multiplied with in `e`; 0 where it is more than multiplied."""
     return coefficient(e, v) or 0
 

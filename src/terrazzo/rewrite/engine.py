@@ -8,7 +8,7 @@ from typing import Any
 
 from terrazzo.errors import CompilerBug
 from terrazzo.ir.node import Node, topological
-from terrazzo.rewrite.rule import Choice, Declined, Event, Log, Rule
+from terrazzo.rewrite.rule import Choice, Declined, Event, Log, Rule, cheapest
 
 FUEL = 64
 """How often one node may be rewritten in place before we call the rules circular."""
@@ -37,7 +37,7 @@ def rewrite(
     log: Log | None = None,
     pass_name: str = "",
     names: Mapping[Node, str] | None = None,
-    decide: Callable[[Choice], str] | None = None,
+    decide: Callable[[Choice], str] = cheapest,
     show: Callable[[Any], str] | None = None,
     memo: dict[Node, Any] | None = None,
 ) -> list[Any]:
@@ -82,9 +82,8 @@ def _step(
             continue
         reason = ""
         if isinstance(after, Choice):
-            pick = decide(after) if decide else min(after.cost, key=after.cost.__getitem__)
-            prices = ", ".join(f"{k} {after.cost[k]:.3g}" for k in after.options)
-            after, reason = after.options[pick], f"{pick} ({prices})"
+            pick = decide(after)
+            after, reason = after.options[pick], f"{pick}: {after.prices()}"
         if after is None or after is node:
             if reason:
                 log.add(Event(pass_name, r.name, subject, False, reason))

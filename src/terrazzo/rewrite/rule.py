@@ -38,6 +38,15 @@ class Choice:
     options: Mapping[str, Any]
     cost: Mapping[str, float]
 
+    def prices(self) -> str:
+        """The alternatives with what the model thinks of them, in microseconds."""
+        return ", ".join(f"{self.cost[k] / 1000:.1f} us {k}" for k in self.options)
+
+
+def cheapest(choice: Choice) -> str:
+    """The policy that trusts the model; at a tie the first alternative wins."""
+    return min(choice.options, key=choice.cost.__getitem__)
+
 
 @dataclass(frozen=True)
 class Rule:

@@ -185,10 +185,11 @@ class Kernel(Node, dialect="loop", op="kernel"):
 
     @cached_property
     def scans_in_order(self) -> bool:
-        """True if every scan runs along the whole of the last axis, so that the innermost loop can carry it."""
+        """True if every scan runs along the whole of the last axis, outside reductions, so that the innermost loop carries it."""
         last = self.axes[-1] if self.axes else None
+        axes = frozenset(self.axes)
         return all(
-            n.at is last and n.axis.extent == n.at.extent and not any(n.at in a.free for a in n.args)
+            n.at is last and n.free <= axes and n.axis.extent == n.at.extent and not any(n.at in a.free for a in n.args)
             for n in topological([s.value for s in self.stores])
             if isinstance(n, Scan)
         )

@@ -16,7 +16,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Expr
 from terrazzo.ir.node import substitute, topological
-from terrazzo.rewrite.rule import Event, Log
+from terrazzo.rewrite.rule import Choice, Event, Log, cheapest
 from terrazzo.rules.loop.cost import Rates, cost
 from terrazzo.rules.loop.inline import inline
 
@@ -26,10 +26,15 @@ LARGEST = 600
 
 
 def fuse(
-    program: l.Program, log: Log, rates: Rates, materialize: Iterable[str] = (), show: Callable[[Any], str] | None = None
+    program: l.Program,
+    log: Log,
+    rates: Rates,
+    materialize: Iterable[str] = (),
+    show: Callable[[Any], str] | None = None,
+    decide: Callable[[Choice], str] = cheapest,
 ) -> l.Program:
     """`program` with the fusions that pay. `materialize` names buffers to keep; `show` adds texts to the events."""
-    work = _Fusion(program, log, rates, frozenset(materialize), show)
+    work = _Fusion(program, log, rates, frozenset(materialize), show, decide)
     work.views()
     work.inlines()
     work.merges()
@@ -37,8 +42,8 @@ def fuse(
 
 
 class _Fusion:
-    def __init__(self, program: l.Program, log: Log, rates: Rates, pinned: frozenset[str], show: Any) -> None:
-        self.source, self.log, self.rates, self.pinned, self.show = program, log, rates, pinned, show
+    def __init__(self, program: l.Program, log: Log, rates: Rates, pinned: frozenset[str], show: Any, decide: Any) -> None:
+        self.source, self.log, self.rates, self.pinned, self.show, self.decide = program, log, rates, pinned, show, decide
         self.kernels: dict[int, l.Kernel] = {i: s for i, s in enumerate(program.steps) if isinstance(s, l.Kernel)}
         self.calls: dict[int, l.Call] = {i: s for i, s in enumerate(program.steps) if isinstance(s, l.Call)}
         self.prices: dict[l.Kernel, float] = {}
@@ -79,14 +84,13 @@ class _Fusion:
             if isinstance(found, str):
                 self._skip("inline", kernel.name, found)
                 continue
-            keep = self.price(kernel) + sum(self.price(self.kernels[j]) for j in readers)
-            fused = sum(map(self.price, found))
-            prices = f"{fused / 1000:.1f} us inlined, {keep / 1000:.1f} us apart"
-            if fused > keep:
-                self._skip("inline", kernel.name, prices)
+            before = [kernel, *(self.kernels[j] for j in readers)]
+            choice = self.choice(kernel.name, inlined=found, apart=before)
+            if self.decide(choice) == "apart":
+                self._skip("inline", kernel.name, choice.prices())
                 continue
             into = ", ".join(self.kernels[j].name for j in readers)
-            self._fired("inline", f"{kernel.name} into {into}", prices, [kernel, *(self.kernels[j] for j in readers)], found)
+            self._fired("inline", f"{kernel.name} into {into}", choice.prices(), before, found)
             for j, new in zip(readers, found, strict=True):
                 self._enter(j, new)
             self._drop(i)
@@ -118,17 +122,20 @@ class _Fusion:
         merged = _merged(first, second, read_only_here)
         if merged is None:
             return False
-        apart, together = self.price(first) + self.price(second), self.price(merged)
-        prices = f"{together / 1000:.1f} us together, {apart / 1000:.1f} us apart"
-        if together >= apart:
-            self._skip("merge", f"{first.name} with {second.name}", prices)
+        choice = self.choice(f"{first.name} with {second.name}", apart=[first, second], together=[merged])
+        if self.decide(choice) == "apart":
+            self._skip("merge", choice.subject, choice.prices())
             return False
-        self._fired("merge", f"{first.name} with {second.name}", prices, [first, second], [merged])
+        self._fired("merge", choice.subject, choice.prices(), [first, second], [merged])
         self._drop(i)
         self._enter(j, merged)
         return True
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------------
+
+    def choice(self, subject: str, **options: list[l.Kernel]) -> Choice:
+        """Alternative sets of kernels, with their prices."""
+        return Choice(subject, options, {name: sum(map(self.price, kernels)) for name, kernels in options.items()})
 
     def price(self, kernel: l.Kernel) -> float:
         if kernel not in self.prices:
@@ -241,7 +248,8 @@ def _merged(first: l.Kernel, second: l.Kernel, dead: set[l.Buffer]) -> l.Kernel 
         parts[short] = tuple(substitute(s, rename) for s in parts[short])
         kept = [s for s in (*parts[first], *parts[second]) if s.buffer not in dead]
         stores = sorted(kept, key=_depth)  # outermost first, as the nest has them
-        merged = l.Kernel(second.name, long.axes, tuple(stores), second.source or first.source)
+        axes = tuple(a for a in long.axes if any(a in s.free for s in stores))
+        merged = l.Kernel(second.name, axes, tuple(stores), second.source or first.source)
     except TerrazzoError:
         return None
     if not merged.scans_in_order or len(topological(merged.stores)) > LARGEST:

@@ -1,6 +1,6 @@
 """Store a buffer the way it is read.
 
-Where every reader of a buffer takes several of its dimensions apart from one variable (a `transpose(...).reshape(...)` in between:
+Where every reader of a buffer takes several of its dimensions apart from one variable (after a `transpose(...).reshape(...)`:
 t[r // 64, a, r % 64]), the writer stores those dimensions merged: t[a, r] is contiguous along r.
 """
 
