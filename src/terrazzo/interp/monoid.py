@@ -53,4 +53,8 @@ def _identity(m: Monoid, args: Sequence[Any], dtypes: Sequence[DType]) -> list[A
 
 def _rows(x: Any, axes: tuple[int, ...]) -> Any:
     x = np.moveaxis(x, axes, range(x.ndim - len(axes), x.ndim))
-    return x.reshape(*x.shape[: x.ndim - len(axes)], -1) if x.size else x.reshape(*x.shape[: x.ndim - len(axes)], int(np.prod(x.shape[x.ndim - len(axes) :])))
+    return (
+        x.reshape(*x.shape[: x.ndim - len(axes)], -1)
+        if x.size
+        else x.reshape(*x.shape[: x.ndim - len(axes)], int(np.prod(x.shape[x.ndim - len(axes) :])))
+    )

@@ -1,0 +1,42 @@
+"""Which ATen ops are taken apart at capture, by PyTorch's own decompositions, and which arrive whole.
+
+Core ATen's table, less the ops we lower ourselves to better terms or with exact semantics.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+WHOLE = (
+    "_softmax", "_log_softmax", "native_layer_norm", "native_group_norm", "gelu", "silu", "sigmoid", "addmm", "_to_copy",
+    "embedding", "var", "std", "var_mean", "std_mean", "mean", "cumsum", "cumprod", "logsumexp", "leaky_relu", "elu", "hardtanh",
+    "clamp_min", "clamp_max", "slice_scatter", "select_scatter", "max_pool2d_with_indices", "avg_pool2d", "native_dropout",
+    "stack", "split_with_sizes", "split", "unbind", "linalg_vector_norm", "all", "any", "full_like", "zeros_like", "ones_like",
+)  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def table() -> dict[Any, Any]:
+    """The decompositions, by overload."""
+    import torch
+    from torch._decomp import core_aten_decompositions, get_decompositions
+
+    aten = torch.ops.aten
+    found = dict(core_aten_decompositions())
+    extra = [getattr(aten, n) for n in EXTRA if hasattr(aten, n)]
+    found.update(get_decompositions(extra))
+    for name in WHOLE:
+        packet = getattr(aten, name, None)
+        for overload in packet.overloads() if packet is not None else ():
+            found.pop(getattr(packet, overload), None)
+    return found
+
+
+EXTRA = (
+    "linear", "matmul", "rms_norm", "_fused_rms_norm", "native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm",
+    "_native_batch_norm_legit_no_training", "_native_batch_norm_legit_functional", "_unsafe_index", "norm", "grid_sampler_2d",
+    "upsample_bilinear2d", "upsample_nearest2d", "native_batch_norm_backward", "native_layer_norm_backward",
+    "native_group_norm_backward", "threshold_backward", "gelu_backward", "silu_backward", "sigmoid_backward", "tanh_backward",
+    "_softmax_backward_data", "_log_softmax_backward_data", "nll_loss_backward", "nll_loss_forward", "embedding_dense_backward",
+)  # fmt: skip
