@@ -51,6 +51,25 @@ def pointwise(node: Aten, compute: DType, *args: Any, fn: Callable[..., Any] | s
     return t.cast(value, out.dtype)
 
 
+def promoted(*xs: Any) -> DType:
+    """The type PyTorch compares or combines these in, where the result's type does not say (as for comparisons).
+
+    Tensors with dimensions come before 0-d tensors, and those before Python numbers; a weaker one counts only where it is of a
+    higher kind (bool < integer < float).
+    """
+    import torch
+
+    from terrazzo.ir.torch_types import from_torch_dtype, to_torch_dtype
+
+    def example(x: Any) -> Any:
+        return torch.empty([1] * x.type.rank, dtype=to_torch_dtype(x.type.dtype)) if isinstance(x, Node) else x
+
+    found = example(xs[0])
+    if len(xs) == 1:
+        return from_torch_dtype(found.dtype)
+    return from_torch_dtype(torch.result_type(found, example(xs[1])))
+
+
 def normalize(dim: int, rank: int) -> int:
     """A possibly negative dimension as one in [0, rank); 0-d tensors behave as if they had one."""
     return dim % max(rank, 1)

@@ -1,0 +1,169 @@
+"""Matrix products and convolutions: index maps onto the common iteration space, a product, a sum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from terrazzo.ir.dialects import tensor as t
+from terrazzo.ir.dialects.torch import Aten
+from terrazzo.ir.expr import IntExpr
+from terrazzo.ir.types import DType, Type, bool_, i64
+from terrazzo.rewrite.rule import Rule
+from terrazzo.rules.torch_to_tensor.common import aten, operand, result
+from terrazzo.rules.torch_to_tensor.pointwise import c
+
+
+def _compute(dtype: DType) -> DType:
+    return i64 if dtype is bool_ else dtype.compute
+
+
+def product(x: Any, y: Any, space: Sequence[Any], xi: Sequence[IntExpr], yi: Sequence[IntExpr], over: int, dtype: DType) -> Any:
+    """sum over the last `over` dimensions of `space` of x[xi] * y[yi], accumulated in the compute type of `dtype`."""
+    wide = _compute(dtype)
+    left, right = (t.index_map(t.cast(v, wide), space, i) for v, i in ((x, xi), (y, yi)))
+    return t.reduce("sum", t.apply("mul", left, right), range(len(space) - over, len(space)))
+
+
+def matmul(x: Any, y: Any, dtype: DType) -> Any:
+    """[b.., m, k] @ [b.., k, n], with equal batch dimensions, not yet rounded to `dtype`."""
+    *batch, m, k = x.type.shape
+    n = y.type.shape[-1]
+    space = (*batch, m, n, k)
+    *b, i, j, r = t.coordinates(space)
+    if 0 in space:
+        return t.literal(0, _compute(dtype), (*batch, m, n))
+    return product(x, y, space, (*b, i, r), (*b, r, j), 1, dtype)
+
+
+@aten("mm.default", "bmm.default", "int_mm.default")
+def mm(node: Aten, x: Any, y: Any) -> Any:
+    """x @ y."""
+    return t.cast(matmul(x, y, result(node).dtype), result(node).dtype)
+
+
+@aten("mv.default")
+def mv(node: Aten, x: Any, y: Any) -> Any:
+    """x @ y for a vector y."""
+    return t.cast(_mv(x, y, result(node).dtype), result(node).dtype)
+
+
+def _mv(x: Any, y: Any, dtype: DType) -> Any:
+    i, r = t.coordinates(x.type.shape)
+    if 0 in x.type.shape:
+        return t.literal(0, _compute(dtype), x.type.shape[:1])
+    return product(x, y, x.type.shape, (i, r), (r,), 1, dtype)
+
+
+@aten("dot.default", "vdot.default")
+def dot(node: Aten, x: Any, y: Any) -> Any:
+    """sum x * y."""
+    (r,) = t.coordinates(x.type.shape)
+    return t.cast(product(x, y, x.type.shape, (r,), (r,), 1, result(node).dtype), result(node).dtype)
+
+
+def _scaled(out: Type, base: Any, value: Any, beta: Any, alpha: Any) -> Any:
+    """beta * base + alpha * value, rounded once; beta = 0 ignores even NaN in base."""
+    if alpha != 1:
+        value = t.apply("mul", value, c(alpha, value))
+    if beta != 0:
+        added = operand(base, _compute(out.dtype), out.shape)
+        value = t.apply("add", value, added if beta == 1 else t.apply("mul", added, c(beta, added)))
+    return t.cast(value, out.dtype)
+
+
+@aten("addmm.default", "baddbmm.default")
+def addmm(node: Aten, base: Any, x: Any, y: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    """beta * base + alpha * (x @ y)."""
+    return _scaled(result(node), base, matmul(x, y, result(node).dtype), beta, alpha)
+
+
+@aten("addmv.default")
+def addmv(node: Aten, base: Any, x: Any, y: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    """beta * base + alpha * (x @ y) for a vector y."""
+    return _scaled(result(node), base, _mv(x, y, result(node).dtype), beta, alpha)
+
+
+@aten("addbmm.default")
+def addbmm(node: Aten, base: Any, x: Any, y: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    """beta * base + alpha * the sum over the batch of x @ y."""
+    b, m, k = x.type.shape
+    n = y.type.shape[-1]
+    space = (m, n, b, k)
+    i, j, q, r = t.coordinates(space)
+    dtype = result(node).dtype
+    value = t.literal(0, _compute(dtype), (m, n)) if 0 in space else product(x, y, space, (q, i, r), (q, r, j), 2, dtype)
+    return _scaled(result(node), base, value, beta, alpha)
+
+
+@aten("addr.default")
+def addr(node: Aten, base: Any, x: Any, y: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    """beta * base + alpha * the outer product of x and y."""
+    out = result(node)
+    i, j = t.coordinates(out.shape)
+    wide = _compute(out.dtype)
+    outer = t.apply("mul", t.index_map(t.cast(x, wide), out.shape, (i,)), t.index_map(t.cast(y, wide), out.shape, (j,)))
+    return _scaled(out, base, outer, beta, alpha)
+
+
+@aten("convolution.default")
+def convolution(
+    node: Aten, x: Any, w: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, output_padding: Any, groups: int
+) -> Any:
+    """The sum over channels and kernel positions of x at the shifted place times w, in 1 to 3 dimensions, with every option."""
+    out = result(node)
+    dtype, spatial = out.dtype, w.type.rank - 2
+    stride, padding, dilation = (tuple(p) * spatial if len(p) == 1 else tuple(p) for p in (stride, padding, dilation))
+    batched = x.type.rank == w.type.rank
+    if not batched:
+        x = t.reshape(x, (1, *x.type.shape))
+    shape = out.shape if batched else (1, *out.shape)
+    if 0 in shape or 0 in x.type.shape or 0 in w.type.shape:
+        value = t.literal(0, dtype.compute, shape)
+    else:
+        value = (_transposed if transposed else _convolved)(x, w, shape, stride, padding, dilation, groups, dtype)
+    if bias is not None:
+        here = t.coordinates(shape)
+        value = t.apply("add", value, t.index_map(t.cast(bias, dtype.compute), shape, [here[1]]))
+    value = t.cast(value, dtype)
+    return value if batched else t.reshape(value, out.shape)
+
+
+def _convolved(x: Any, w: Any, shape: Any, stride: Any, padding: Any, dilation: Any, groups: int, dtype: DType) -> Any:
+    cin = w.type.shape[1]
+    space = (*shape, cin, *w.type.shape[2:])
+    here = t.coordinates(space)
+    spatial = len(stride)
+    n, oc, o = here[0], here[1], here[2 : 2 + spatial]
+    ic, k = here[2 + spatial], here[3 + spatial :]
+    place = [o[d] * stride[d] + k[d] * dilation[d] - padding[d] for d in range(spatial)]
+    inside = [e for d, p in enumerate(place) for e in (p, x.type.shape[2 + d] - 1 - p)]
+    group = oc // (shape[1] // groups)
+    left = t.index_map(t.cast(x, dtype.compute), space, (n, group * cin + ic, *place), inside)
+    right = t.index_map(t.cast(w, dtype.compute), space, (oc, ic, *k))
+    return t.reduce("sum", t.apply("mul", left, right), range(len(shape), len(space)))
+
+
+def _transposed(x: Any, w: Any, shape: Any, stride: Any, padding: Any, dilation: Any, groups: int, dtype: DType) -> Any:
+    """out[o] = the sum over i, k with o = i * stride + k * dilation - padding."""
+    per_group = w.type.shape[0] // groups
+    space = (*shape, per_group, *w.type.shape[2:])
+    here = t.coordinates(space)
+    spatial = len(stride)
+    n, oc, o = here[0], here[1], here[2 : 2 + spatial]
+    ic, k = here[2 + spatial], here[3 + spatial :]
+    place: list[IntExpr] = []
+    inside: list[IntExpr] = []
+    for d in range(spatial):
+        reached = o[d] + padding[d] - k[d] * dilation[d]
+        lift = ((w.type.shape[2 + d] - 1) * dilation[d] // stride[d] + 1) * stride[d]  # keeps // and % on natural numbers
+        i = (reached + lift) // stride[d] - lift // stride[d]
+        place.append(i)
+        inside += [i, x.type.shape[2 + d] - 1 - i, (reached + lift) % stride[d] * -1]
+    group = oc // w.type.shape[1]
+    left = t.index_map(t.cast(x, dtype.compute), space, (n, group * per_group + ic, *place), inside)
+    right = t.index_map(t.cast(w, dtype.compute), space, (group * per_group + ic, oc % w.type.shape[1], *k))
+    return t.reduce("sum", t.apply("mul", left, right), range(len(shape), len(space)))
+
+
+RULES: tuple[Rule, ...] = (mm, mv, dot, addmm, addmv, addbmm, addr, convolution)

@@ -1,0 +1,148 @@
+"""Softmax and the normalisations, as compositions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from terrazzo.ir.dialects import tensor as t
+from terrazzo.ir.dialects.torch import Aten
+from terrazzo.rewrite.rule import Rule, need
+from terrazzo.rules.torch_to_tensor.common import aten, normalize, operand, result
+from terrazzo.rules.torch_to_tensor.pointwise import c
+from terrazzo.rules.torch_to_tensor.reduction import moments
+from terrazzo.rules.torch_to_tensor.view import reshaped
+
+
+def _shifted(x: Any, axis: int) -> Any:
+    """x minus its maximum along `axis`."""
+    return t.apply("sub", x, t.broadcast(t.reduce("max", x, [axis], keepdim=True), x.type.shape))
+
+
+@aten("_softmax.default", "_safe_softmax.default", "softmax.int")
+def softmax(node: Aten, x: Any, dim: int, half_to_float: Any = False) -> Any:
+    """exp(x - max) / sum(exp(x - max))."""
+    out = result(node)
+    wide = t.cast(x, out.dtype.compute)
+    if not x.type.rank or 0 in x.type.shape:
+        return t.literal(1, out.dtype, out.shape)
+    axis = normalize(dim, x.type.rank)
+    e = t.apply("exp", _shifted(wide, axis))
+    value = t.apply("div", e, t.broadcast(t.reduce("sum", e, [axis], keepdim=True), x.type.shape))
+    if node.name == "aten._safe_softmax.default":
+        hidden = t.reduce("all", t.apply("eq", wide, c(-math.inf, wide)), [axis], keepdim=True)
+        value = t.where(t.broadcast(hidden, x.type.shape), c(0.0, value), value)
+    return t.cast(value, out.dtype)
+
+
+@aten("_log_softmax.default", "log_softmax.int")
+def log_softmax(node: Aten, x: Any, dim: int, half_to_float: Any = False) -> Any:
+    """x - max - log(sum(exp(x - max)))."""
+    out = result(node)
+    if not x.type.rank or 0 in x.type.shape:
+        return t.literal(0, out.dtype, out.shape)
+    axis = normalize(dim, x.type.rank)
+    shifted = _shifted(t.cast(x, out.dtype.compute), axis)
+    total = t.reduce("sum", t.apply("exp", shifted), [axis], keepdim=True)
+    return t.cast(t.apply("sub", shifted, t.broadcast(t.apply("log", total), x.type.shape)), out.dtype)
+
+
+def _normalised(x: Any, axes: Sequence[int], eps: float) -> tuple[Any, Any, Any]:
+    """((x - mean) * rstd, mean, rstd), the last two with their axes kept."""
+    mean, spread = moments(x, axes)
+    count = math.prod(x.type.shape[a] for a in axes)
+    rstd = t.apply("rsqrt", t.apply("add", t.apply("div", spread, c(count, spread)), c(eps, spread)))
+    d = t.apply("sub", x, t.broadcast(mean, x.type.shape))
+    return t.apply("mul", d, t.broadcast(rstd, x.type.shape)), mean, rstd
+
+
+def _affine(value: Any, weight: Any, bias: Any, view: Any) -> Any:
+    """value * weight + bias, either of which may be absent; `view` lays them out along the right dimensions."""
+    if weight is not None:
+        value = t.apply("mul", value, view(t.cast(weight, value.type.dtype)))
+    if bias is not None:
+        value = t.apply("add", value, view(t.cast(bias, value.type.dtype)))
+    return value
+
+
+@aten("native_layer_norm.default")
+def layer_norm(node: Aten, x: Any, shape: Sequence[int], weight: Any, bias: Any, eps: float) -> Any:
+    """(x - mean) / sqrt(var + eps) * weight + bias over the last dimensions; also mean and 1 / sqrt(var + eps)."""
+    need(0 not in x.type.shape, "it is empty")
+    axes = range(x.type.rank - len(shape), x.type.rank)
+    value, mean, rstd = _normalised(t.cast(x, x.type.dtype.compute), axes, eps)
+    value = _affine(value, weight, bias, lambda w: t.broadcast(w, x.type.shape))
+    stats = [t.cast(reshaped(s, result(node, k).shape), result(node, k).dtype) for k, s in ((1, mean), (2, rstd))]
+    return t.cast(value, x.type.dtype), *stats
+
+
+@aten("native_group_norm.default")
+def group_norm(node: Aten, x: Any, weight: Any, bias: Any, n: int, channels: int, size: int, groups: int, eps: float) -> Any:
+    """Each group of channels of each sample normalised; also mean and 1 / sqrt(var + eps)."""
+    need(0 not in x.type.shape, "it is empty")
+    grouped = t.reshape(t.cast(x, x.type.dtype.compute), (n, groups, channels // groups * size))
+    value, mean, rstd = _normalised(grouped, [2], eps)
+    value = t.reshape(value, x.type.shape)
+    value = _affine(value, weight, bias, lambda w: along(w, x.type.shape, 1))
+    stats = [t.cast(reshaped(s, result(node, k).shape), result(node, k).dtype) for k, s in ((1, mean), (2, rstd))]
+    return t.cast(value, x.type.dtype), *stats
+
+
+def along(v: Any, shape: Sequence[Any], dim: int) -> Any:
+    """A vector laid out along one dimension."""
+    return t.index_map(v, shape, [t.coordinates(shape)[dim]])
+
+
+@aten("_native_batch_norm_legit_no_training.default")
+def batch_norm(node: Aten, x: Any, weight: Any, bias: Any, mean: Any, variance: Any, momentum: float, eps: float) -> Any:
+    """(x - running mean) / sqrt(running var + eps) * weight + bias, by channel."""
+    wide = t.cast(x, x.type.dtype.compute)
+    shape = x.type.shape
+    m, v = (t.cast(s, wide.type.dtype) for s in (mean, variance))
+    rstd = t.apply("div", c(1.0, v), t.apply("sqrt", t.apply("add", v, c(eps, v))))
+    value = t.apply("mul", t.apply("sub", wide, along(m, shape, 1)), along(rstd, shape, 1))
+    value = _affine(value, weight, bias, lambda w: along(w, shape, 1))
+    empty = [t.literal(0, result(node, k).dtype, result(node, k).shape) for k in (1, 2)]
+    return t.cast(value, x.type.dtype), *empty
+
+
+@aten("_fused_rms_norm.default")
+def rms_norm(node: Aten, x: Any, shape: Sequence[int], weight: Any, eps: float | None) -> Any:
+    """x / sqrt(mean(x²) + eps) * weight; also 1 / sqrt(mean(x²) + eps)."""
+    need(0 not in x.type.shape, "it is empty")
+    import ml_dtypes
+
+    wide = t.cast(x, x.type.dtype.compute)
+    axes = range(x.type.rank - len(shape), x.type.rank)
+    total = t.reduce("sum", t.apply("mul", wide, wide), axes, keepdim=True)
+    count = math.prod(x.type.shape[a] for a in axes)
+    small = float(ml_dtypes.finfo(x.type.dtype.compute.numpy).eps) if eps is None else eps
+    rstd = t.apply("rsqrt", t.apply("add", t.apply("div", total, c(count, total)), c(small, total)))
+    value = t.apply("mul", wide, t.broadcast(rstd, x.type.shape))
+    value = _affine(value, weight, None, lambda w: t.broadcast(w, x.type.shape))
+    return t.cast(value, x.type.dtype), t.cast(reshaped(rstd, result(node, 1).shape), result(node, 1).dtype)
+
+
+@aten("_softmax_backward_data.default")
+def softmax_backward(node: Aten, grad: Any, y: Any, dim: int, dtype: Any) -> Any:
+    """y * (grad - sum(grad * y))."""
+    wide = y.type.dtype.compute
+    g, y = operand(grad, wide, y.type.shape), t.cast(y, wide)
+    product = t.apply("mul", g, y)
+    total = t.reduce("sum", product, [normalize(dim, y.type.rank)], keepdim=True) if y.type.rank else product
+    return t.cast(t.apply("sub", product, t.apply("mul", y, t.broadcast(total, y.type.shape))), result(node).dtype)
+
+
+@aten("_log_softmax_backward_data.default")
+def log_softmax_backward(node: Aten, grad: Any, y: Any, dim: int, dtype: Any) -> Any:
+    """grad - exp(y) * sum(grad)."""
+    wide = y.type.dtype.compute
+    g, y = operand(grad, wide, y.type.shape), t.cast(y, wide)
+    total = t.reduce("sum", g, [normalize(dim, y.type.rank)], keepdim=True) if y.type.rank else g
+    return t.cast(t.apply("sub", g, t.apply("mul", t.apply("exp", y), t.broadcast(total, y.type.shape))), result(node).dtype)
+
+
+RULES: tuple[Rule, ...] = (
+    softmax, log_softmax, layer_norm, group_norm, batch_norm, rms_norm, softmax_backward, log_softmax_backward,
+)  # fmt: skip

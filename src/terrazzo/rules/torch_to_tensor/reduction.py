@@ -1,0 +1,212 @@
+"""Reductions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from terrazzo.ir.dialects import tensor as t
+from terrazzo.ir.dialects.torch import Aten
+from terrazzo.ir.types import Type, bool_, i64
+from terrazzo.rewrite.rule import Rule, need
+from terrazzo.rules.torch_to_tensor.common import aten, dims, normalize, result
+from terrazzo.rules.torch_to_tensor.pointwise import c
+from terrazzo.rules.torch_to_tensor.view import reshaped
+
+
+def reduced(m: str, x: Any, axes: Sequence[int], out: Type) -> Any:
+    """The reduction of x (already in the accumulator's type) over `axes`, in the shape and type of the result."""
+    return t.cast(reshaped(t.reduce(m, x, axes), out.shape), out.dtype)
+
+
+@aten("sum.default", "sum.dim_IntList")
+def sum_(node: Aten, x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
+    """The sum, accumulated in f32 for 16-bit floats; integers and bools as i64."""
+    out = result(node)
+    return reduced("sum", t.cast(x, out.dtype.compute), dims(dim, x.type.rank), out)
+
+
+@aten("mean.default", "mean.dim")
+def mean(node: Aten, x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
+    """The sum divided by the number of elements."""
+    out = result(node)
+    axes = dims(dim, x.type.rank)
+    total = t.reduce("sum", t.cast(x, out.dtype.compute), axes)
+    count = math.prod(x.type.shape[a] for a in axes)
+    return t.cast(reshaped(t.apply("div", total, c(count, total)), out.shape), out.dtype)
+
+
+@aten("prod.default", "prod.dim_int")
+def prod(node: Aten, x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
+    """The product."""
+    out = result(node)
+    return reduced("prod", t.cast(x, out.dtype.compute), dims(dim, x.type.rank), out)
+
+
+def _extreme(names: tuple[str, ...], m: str) -> Rule:
+    def lower(node: Aten, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
+        out = result(node)
+        return reduced(m, t.cast(x, out.dtype.compute), dims(dim, x.type.rank), out)
+
+    rule = aten(*names)(lower)
+    return Rule(f"a{m}", rule.keys, rule.rewrite, f"The {m}; NaN wins.")
+
+
+EXTREMES = (_extreme(("amax.default", "max.default"), "max"), _extreme(("amin.default", "min.default"), "min"))
+
+
+@aten("aminmax.default")
+def aminmax(node: Aten, x: Any, *, dim: int | None = None, keepdim: bool = False) -> Any:
+    """The smallest and the largest."""
+    axes = dims(dim, x.type.rank)
+    wide = t.cast(x, x.type.dtype.compute)
+    return reduced("min", wide, axes, result(node, 0)), reduced("max", wide, axes, result(node, 1))
+
+
+def with_index(m: str, x: Any, axis: int) -> tuple[Any, Any]:
+    """The best value along `axis` and where it stands. Bools are compared as integers."""
+    wide = t.cast(x, i64 if x.type.dtype is bool_ else x.type.dtype.compute)
+    value, index = t.reduce(m, (wide, t.iota(x.type.shape, t.coordinates(x.type.shape)[axis])), [axis])
+    return value, index
+
+
+def _extreme_with_index(name: str) -> Rule:
+    def lower(node: Aten, x: Any, dim: int, keepdim: bool = False) -> Any:
+        if not x.type.rank:
+            return x, t.literal(0, i64, ())
+        value, index = with_index(f"arg{name}", x, normalize(dim, x.type.rank))
+        out = result(node, 0)
+        return t.cast(reshaped(value, out.shape), out.dtype), reshaped(index, out.shape)
+
+    rule = aten(f"{name}.dim")(lower)
+    return Rule(f"{name}_dim", rule.keys, rule.rewrite, f"The {name} along a dimension, and its first index.")
+
+
+def _arg(name: str) -> Rule:
+    def lower(node: Aten, x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+        shape = result(node).shape
+        if not x.type.rank:
+            return t.literal(0, i64, shape)
+        flat = x if dim is not None else t.reshape(x, (x.type.numel,))
+        return reshaped(with_index(name, flat, normalize(dim or 0, flat.type.rank))[1], shape)
+
+    rule = aten(f"{name}.default")(lower)
+    return Rule(name, rule.keys, rule.rewrite, "The first index of the best value; NaN is best.")
+
+
+INDEXED = (_extreme_with_index("max"), _extreme_with_index("min"), _arg("argmax"), _arg("argmin"))
+
+
+def _logical(name: str) -> Rule:
+    def lower(node: Aten, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
+        out = result(node)
+        return reduced(name, t.cast(x, bool_), dims(dim, x.type.rank), out)
+
+    rule = aten(f"{name}.default", f"{name}.dim", f"{name}.dims")(lower)
+    return Rule(name, rule.keys, rule.rewrite, f"{name} of the truth of the elements.")
+
+
+LOGIC = (_logical("any"), _logical("all"))
+
+
+def moments(x: Any, axes: Sequence[int]) -> tuple[Any, Any]:
+    """(mean, sum of squared deviations) over `axes`, in two passes, which is at least as accurate as eager's one."""
+    shape = x.type.shape
+    count = math.prod(shape[a] for a in axes)
+    total = t.reduce("sum", x, axes, keepdim=True)
+    mean = t.apply("div", total, c(count, total))
+    d = t.apply("sub", x, t.broadcast(mean, shape))
+    spread = t.reduce("sum", t.apply("mul", d, d), axes, keepdim=True)
+    return mean, spread
+
+
+def _variance(node: Aten, k: int | None, x: Any, dim: Any, correction: Any, root: bool) -> tuple[Any, Any]:
+    out = result(node, k)
+    need(out.dtype.is_float, "complex numbers are not compiled")
+    axes = dims(dim, x.type.rank)
+    mean, spread = moments(t.cast(x, out.dtype.compute), axes)
+    count = math.prod(x.type.shape[a] for a in axes)
+    free = max(count - (1 if correction is None else correction), 0)
+    value = t.apply("div", spread, c(free, spread))
+    value = t.apply("sqrt", value) if root else value
+    return t.cast(reshaped(value, out.shape), out.dtype), t.cast(reshaped(mean, out.shape), out.dtype)
+
+
+@aten("var.correction")
+def var(node: Aten, x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+    """The sum of squared deviations from the mean, divided by n - correction."""
+    return _variance(node, None, x, dim, correction, False)[0]
+
+
+@aten("std.correction")
+def std(node: Aten, x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+    """The square root of the variance."""
+    return _variance(node, None, x, dim, correction, True)[0]
+
+
+@aten("var_mean.correction")
+def var_mean(node: Aten, x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+    """The variance and the mean."""
+    return _variance(node, 0, x, dim, correction, False)
+
+
+@aten("std_mean.correction")
+def std_mean(node: Aten, x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+    """The standard deviation and the mean."""
+    return _variance(node, 0, x, dim, correction, True)
+
+
+@aten("logsumexp.default")
+def logsumexp(node: Aten, x: Any, dim: Any, keepdim: bool = False) -> Any:
+    """log(sum(exp(x))), shifted by the maximum."""
+    out = result(node)
+    axes = dims(dim, x.type.rank)
+    wide = t.cast(x, out.dtype.compute)
+    need(0 not in x.type.shape, "it is empty")
+    top = t.reduce("max", wide, axes, keepdim=True)
+    finite = t.where(t.apply("eq", t.apply("abs", top), c(math.inf, top)), c(0.0, top), top)
+    total = t.reduce("sum", t.apply("exp", t.apply("sub", wide, t.broadcast(finite, x.type.shape))), axes, keepdim=True)
+    return t.cast(reshaped(t.apply("add", t.apply("log", total), finite), out.shape), out.dtype)
+
+
+@aten("linalg_vector_norm.default", "norm.ScalarOpt_dim", "norm.Scalar", "norm.ScalarOpt_dim_dtype")
+def vector_norm(node: Aten, x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """(sum |x|^p)^(1/p), and its limits at p = 0, inf and -inf."""
+    out = result(node)
+    need(x.type.dtype.is_float, "complex numbers are not compiled")
+    p = 2.0 if p is None else float(p)
+    axes = dims(dim, x.type.rank)
+    a = t.apply("abs", t.cast(x, out.dtype.compute))
+    if math.isinf(p):
+        need(all(x.type.shape[d] for d in axes), "it is empty")
+        return reduced("max" if p > 0 else "min", a, axes, out)
+    if p == 0:
+        return reduced("sum", t.cast(t.apply("ne", a, c(0.0, a)), a.type.dtype), axes, out)
+    if p == 1:
+        return reduced("sum", a, axes, out)
+    if p == 2:
+        total = t.reduce("sum", t.apply("mul", a, a), axes)
+        return t.cast(reshaped(t.apply("sqrt", total), out.shape), out.dtype)
+    total = t.reduce("sum", t.apply("pow", a, c(p, a)), axes)
+    return t.cast(reshaped(t.apply("pow", total, c(1 / p, total)), out.shape), out.dtype)
+
+
+@aten("count_nonzero.dim_IntList", "count_nonzero.default")
+def count_nonzero(node: Aten, x: Any, dim: Any = None) -> Any:
+    """How many elements are not 0."""
+    return reduced("sum", t.cast(t.cast(x, bool_), i64), dims(dim, x.type.rank), result(node))
+
+
+@aten("nansum.default")
+def nansum(node: Aten, x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
+    """The sum of what is not NaN."""
+    out = result(node)
+    wide = t.cast(x, out.dtype.compute)
+    kept = t.where(t.apply("isnan", wide), c(0.0, wide), wide) if wide.type.dtype.is_float else wide
+    return reduced("sum", kept, dims(dim, x.type.rank), out)
+
+
+RULES: tuple[Rule, ...] = (
+    sum_, mean, prod, *EXTREMES, aminmax, *INDEXED, *LOGIC, var, std, var_mean, std_mean, logsumexp, vector_norm, count_nonzero, nansum,
+)  # fmt: skip
