@@ -1,13 +1,33 @@
-"""Placeholder of the lead's, to be replaced whole by the CPU engineer's recogniser."""
+"""Contractions, recognised from the loops: sums of products in which each factor misses a variable of the other.
 
-from terrazzo.ir.dialects import loop as l
+Matrix products, batched ones, matrix times vector and convolutions are all of this form; which torch op they came from is never
+asked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from terrazzo.ir.dialects.loop import Apply, Reduce, Scan
+from terrazzo.ir.node import Node, topological
 
 
-def contraction(r):
-    if r.monoid.name != "sum":
+@dataclass(frozen=True)
+class Contraction:
+    """sum over `reduce.axes` of factors[0] * factors[1]."""
+
+    reduce: Reduce
+    factors: tuple[Node, Node]
+
+
+def contraction(reduce: Reduce) -> Contraction | None:
+    """The reduction as a contraction, or None: a sum of products, where some variable occurs in one factor only."""
+    if reduce.monoid.name != "sum" or not isinstance(reduce.args[0], Apply) or reduce.args[0].fn.name != "mul":
         return None
-    b = r.args[0]
-    if not (isinstance(b, l.Apply) and b.fn.name == "mul"):
+    a, b = reduce.args[0].args
+    axes = frozenset(reduce.axes)
+    if not (a.free & axes and b.free & axes) or a.free - axes == b.free - axes:
         return None
-    f, g = b.args
-    return True if (f.free - g.free) or (g.free - f.free) else None
+    if any(isinstance(n, (Reduce, Scan)) for n in topological([a, b])):
+        return None
+    return Contraction(reduce, (a, b))

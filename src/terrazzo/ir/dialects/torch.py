@@ -49,6 +49,10 @@ class Get(Node, dialect="torch", op="get"):
     x: Aten
     index: int
 
+    @classmethod
+    def make(cls, x: Any, index: int) -> Any:
+        return x[index] if isinstance(x, tuple) else cls(x, index)  # a lowered op is a tuple of its results
+
     def check(self) -> None:
         results = self.x.type
         if not isinstance(results, tuple) or not 0 <= self.index < len(results):

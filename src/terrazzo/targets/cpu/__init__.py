@@ -1,0 +1,1 @@
+"""The CPU target: Loop IR to C++ with OpenMP."""

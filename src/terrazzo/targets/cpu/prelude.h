@@ -1,0 +1,181 @@
+// What every kernel may use: storage types, the scalar functions C lacks, blocked matrix products. Our own code only.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+
+using tz_bool = bool;
+using tz_u8 = uint8_t;
+using tz_u16 = uint16_t;
+using tz_u32 = uint32_t;
+using tz_u64 = uint64_t;
+using tz_i8 = int8_t;
+using tz_i16 = int16_t;
+using tz_i32 = int32_t;
+using tz_i64 = int64_t;
+using tz_f32 = float;
+using tz_f64 = double;
+struct tz_f16 { uint16_t bits; };   // for storage only: arithmetic is in f32
+struct tz_bf16 { uint16_t bits; };
+#define TZ static inline __attribute__((always_inline, unused))
+
+template <class To, class From> TZ To tz_bits(From x) { To y; static_assert(sizeof(To) == sizeof(From)); memcpy(&y, &x, sizeof y); return y; }
+
+TZ float tz_widen(tz_bf16 x) { return tz_bits<float>((uint32_t)x.bits << 16); }
+TZ float tz_widen(tz_f16 x) { return (float)tz_bits<_Float16>(x.bits); }
+
+// bf16 rounds to nearest even by integer arithmetic; a NaN stays one.
+TZ tz_bf16 tz_narrow_bf16(float x) {
+  uint32_t u = tz_bits<uint32_t>(x);
+  uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  return {(uint16_t)(x != x ? 0x7fc0u : rounded)};
+}
+TZ tz_f16 tz_narrow_f16(float x) { return {tz_bits<uint16_t>((_Float16)x)}; }
+
+template <class T> struct tz_storage { static constexpr bool half = false; };
+template <> struct tz_storage<tz_f16> { static constexpr bool half = true; };
+template <> struct tz_storage<tz_bf16> { static constexpr bool half = true; };
+
+template <class To, class From> TZ To tz_from_float(From x) {
+  // Beyond the range of the integer the C conversion is undefined; 64 bits and wrapping are what x86 gives PyTorch.
+  if constexpr (std::is_integral_v<To> && !std::is_same_v<To, bool>) {
+    if constexpr (sizeof(To) <= 2) return (To)(int32_t)x;
+    else if constexpr (std::is_same_v<To, uint64_t>) return x >= (From)9223372036854775808.0 ? (To)(int64_t)(x - (From)9223372036854775808.0) ^ (To)1 << 63 : (To)(int64_t)x;
+    else return (To)x;
+  } else return (To)x;
+}
+template <class To, class From> TZ To tz_cast(From x) {
+  if constexpr (std::is_same_v<To, From>) return x;
+  else if constexpr (tz_storage<From>::half) return tz_cast<To>(tz_widen(x));
+  else if constexpr (std::is_same_v<To, tz_bf16>) {
+    if constexpr (std::is_same_v<From, double>) {  // round once: to odd first, then to nearest even
+      float f = (float)x;
+      uint32_t u = tz_bits<uint32_t>(f);
+      if ((double)f != x && x == x && !(u & 1)) { bool away = (x > 0) == ((double)f > x); u += away ? -1 : 1; f = tz_bits<float>(u); }
+      return tz_narrow_bf16(f);
+    } else return tz_narrow_bf16((float)x);
+  }
+  else if constexpr (std::is_same_v<To, tz_f16>) {
+    if constexpr (std::is_same_v<From, double>) return {tz_bits<uint16_t>((_Float16)x)};
+    else return tz_narrow_f16((float)x);
+  }
+  else if constexpr (std::is_same_v<To, bool>) return x != (From)0;
+  else if constexpr (std::is_floating_point_v<From>) return tz_from_float<To>(x);
+  else return (To)x;
+}
+
+// An index that came from data: out of range is noted, and reads element 0 until the kernel returns.
+TZ int64_t tz_at(int64_t i, int64_t extent, int* bad) {
+  if ((uint64_t)i >= (uint64_t)extent) { *bad = 1; return 0; }
+  return i;
+}
+TZ int64_t tz_fdiv(int64_t a, int64_t b) { int64_t q = a / b; return q - (a % b < 0); }
+TZ int64_t tz_fmod_index(int64_t a, int64_t b) { int64_t r = a % b; return r < 0 ? r + b : r; }
+
+template <class T> TZ T tz_min(T a, T b) { if constexpr (std::is_floating_point_v<T>) return a != a ? a : (a < b ? a : b); else return a < b ? a : b; }
+template <class T> TZ T tz_max(T a, T b) { if constexpr (std::is_floating_point_v<T>) return a != a ? a : (a > b ? a : b); else return a > b ? a : b; }
+template <class T> TZ T tz_abs(T x) { if constexpr (std::is_floating_point_v<T>) return std::fabs(x); else if constexpr (std::is_unsigned_v<T>) return x; else return x < 0 ? (T)-x : x; }
+template <class T> TZ T tz_sign(T x) { if constexpr (std::is_floating_point_v<T>) return x != x ? x : (T)((x > 0) - (x < 0)); else return (T)((x > 0) - (x < 0)); }
+template <class T> TZ T tz_not(T x) { if constexpr (std::is_same_v<T, bool>) return !x; else return (T)~x; }
+// Integer division by zero and of the smallest number by -1 would trap: 0 and wrapping, as numpy has it.
+template <class T> TZ T tz_truncdiv(T a, T b) { if (b == 0) return 0; if constexpr (std::is_signed_v<T>) if (b == -1) return (T)(0 - (std::make_unsigned_t<T>)a); return (T)(a / b); }
+template <class T> TZ T tz_rem(T a, T b) { if (b == 0) return 0; if constexpr (std::is_signed_v<T>) if (b == -1) return 0; return (T)(a % b); }
+template <class T> TZ T tz_floordiv(T a, T b) { T q = tz_truncdiv(a, b), r = tz_rem(a, b); return (T)(q - (r != 0 && ((r < 0) != (b < 0)))); }
+template <class T> TZ T tz_fmod(T a, T b) { if constexpr (std::is_floating_point_v<T>) return std::fmod(a, b); else return tz_rem(a, b); }
+template <class T> TZ T tz_mod(T a, T b) {
+  T r = tz_fmod(a, b);
+  if constexpr (std::is_floating_point_v<T>) {
+    if (r != 0) return (r < 0) != (b < 0) ? r + b : r;
+    return std::copysign((T)0, b);
+  } else return (T)(r != 0 && ((r < 0) != (b < 0)) ? r + b : r);
+}
+template <class T> TZ T tz_shl(T a, T b) { return b < 0 || b >= (T)(8 * sizeof(T)) ? (T)0 : (T)((std::make_unsigned_t<T>)a << b); }
+template <class T> TZ T tz_shr(T a, T b) { return b < 0 || b >= (T)(8 * sizeof(T)) ? (a < 0 ? (T)-1 : (T)0) : (T)(a >> b); }
+template <class T> TZ T tz_ipow(T a, T b) {
+  if (b < 0) return a == 1 ? (T)1 : a == (T)-1 ? (b % 2 == 0 ? (T)1 : (T)-1) : (T)0;
+  T out = 1;
+  for (T n = b; n; n = (T)(n >> 1)) { if (n & 1) out = (T)(out * a); a = (T)(a * a); }
+  return out;
+}
+
+// glibc has vector versions of these; they must be named where the loop is vectorised.
+#if defined(TZ_VECTOR_MATH)
+#define TZ_SIMD(f) extern "C" __attribute__((simd("notinbranch"))) float f##f(float) noexcept; extern "C" __attribute__((simd("notinbranch"))) double f(double) noexcept;
+#define TZ_SIMD2(f) extern "C" __attribute__((simd("notinbranch"))) float f##f(float, float) noexcept; extern "C" __attribute__((simd("notinbranch"))) double f(double, double) noexcept;
+TZ_SIMD(exp) TZ_SIMD(log) TZ_SIMD(sin) TZ_SIMD(cos) TZ_SIMD(tanh) TZ_SIMD(erf) TZ_SIMD(expm1) TZ_SIMD(log1p) TZ_SIMD(exp2)
+TZ_SIMD(log2) TZ_SIMD(log10) TZ_SIMD(tan) TZ_SIMD(asin) TZ_SIMD(acos) TZ_SIMD(atan) TZ_SIMD(sinh) TZ_SIMD(cosh) TZ_SIMD(asinh)
+TZ_SIMD(acosh) TZ_SIMD(atanh) TZ_SIMD(erfc) TZ_SIMD2(pow) TZ_SIMD2(atan2) TZ_SIMD2(hypot)
+#endif
+
+#define TZ_TYPES float, double, int64_t, int32_t, int16_t, int8_t, uint64_t, uint32_t, uint16_t, uint8_t, bool
+#pragma omp declare reduction(tz_max : TZ_TYPES : omp_out = tz_max(omp_out, omp_in)) initializer(omp_priv = omp_orig)
+#pragma omp declare reduction(tz_min : TZ_TYPES : omp_out = tz_min(omp_out, omp_in)) initializer(omp_priv = omp_orig)
+
+// Blocked products. A panel holds the second operand as [k][TZ_N]; a tile of rows times a panel is kept in registers.
+#if defined(__AVX512F__)
+#define TZ_BYTES 64
+#define TZ_ROWS 12
+#elif defined(__AVX__)
+#define TZ_BYTES 32
+#define TZ_ROWS 6
+#else
+#define TZ_BYTES 16
+#define TZ_ROWS 4
+#endif
+template <class T> struct tz_vec { typedef T type __attribute__((vector_size(TZ_BYTES), aligned(sizeof(T)))); static constexpr int lanes = TZ_BYTES / sizeof(T); };
+template <class T> constexpr int tz_cols() { return 2 * tz_vec<T>::lanes; }
+
+template <class T, int rows> TZ void tz_tile(const T* a, int64_t am, int64_t ak, const T* panel, int64_t kc, T* c, bool first) {
+  using V = typename tz_vec<T>::type;
+  constexpr int L = tz_vec<T>::lanes;
+  V acc[rows][2];
+  for (int i = 0; i < rows; i++) {
+    acc[i][0] = first ? V{} : *(const V*)(c + i * 2 * L);
+    acc[i][1] = first ? V{} : *(const V*)(c + i * 2 * L + L);
+  }
+  for (int64_t k = 0; k < kc; k++) {
+    V b0 = *(const V*)(panel + k * 2 * L), b1 = *(const V*)(panel + k * 2 * L + L);
+    for (int i = 0; i < rows; i++) {
+      T x = a[i * am + k * ak];
+      acc[i][0] += x * b0;
+      acc[i][1] += x * b1;
+    }
+  }
+  for (int i = 0; i < rows; i++) {
+    *(V*)(c + i * 2 * L) = acc[i][0];
+    *(V*)(c + i * 2 * L + L) = acc[i][1];
+  }
+}
+// c[m][TZ_N] (+)= a[m, k] * panel[k][TZ_N] for m rows.
+template <class T> static inline void tz_rows(const T* a, int64_t am, int64_t ak, const T* panel, int64_t kc, T* c, int64_t m, bool first) {
+  constexpr int N = tz_cols<T>();
+  int64_t i = 0;
+  for (; i + TZ_ROWS <= m; i += TZ_ROWS) tz_tile<T, TZ_ROWS>(a + i * am, am, ak, panel, kc, c + i * N, first);
+  for (; i + 4 <= m; i += 4) tz_tile<T, 4>(a + i * am, am, ak, panel, kc, c + i * N, first);
+  for (; i < m; i++) tz_tile<T, 1>(a + i * am, am, ak, panel, kc, c + i * N, first);
+}
+// panel[k][j] = w[j * stride + k]: a transposition, in squares of one vector.
+template <class T> static inline void tz_pack_transposed(const T* w, int64_t stride, T* panel, int64_t kc, int64_t n) {
+  constexpr int N = tz_cols<T>(), L = tz_vec<T>::lanes;
+  int64_t k0 = 0;
+  if (n == N)
+    for (; k0 + L <= kc; k0 += L)
+      for (int j0 = 0; j0 < N; j0 += L) {
+        T square[L][L];
+        for (int j = 0; j < L; j++) memcpy(square[j], w + (j0 + j) * stride + k0, sizeof square[j]);
+        for (int k = 0; k < L; k++)
+          for (int j = 0; j < L; j++) panel[(k0 + k) * N + j0 + j] = square[j][k];
+      }
+  for (; k0 < kc; k0++)
+    for (int64_t j = 0; j < N; j++) panel[k0 * N + j] = j < n ? w[j * stride + k0] : (T)0;
+}
+// panel[k][j] = w[k * stride + j]: rows as they lie.
+template <class T> static inline void tz_pack_rows(const T* w, int64_t stride, T* panel, int64_t kc, int64_t n) {
+  constexpr int N = tz_cols<T>();
+  for (int64_t k = 0; k < kc; k++) {
+    if (n == N) memcpy(panel + k * N, w + k * stride, sizeof(T) * N);
+    else for (int64_t j = 0; j < N; j++) panel[k * N + j] = j < n ? w[k * stride + j] : (T)0;
+  }
+}

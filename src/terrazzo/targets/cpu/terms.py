@@ -1,0 +1,130 @@
+"""Terms and index expressions as C++."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from terrazzo.errors import CompilerBug
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects.scalar import is_cast
+from terrazzo.ir.expr import FloorDiv, IntExpr, Loaded, Mod, Sum, at_least, flatten
+from terrazzo.ir.node import Node
+from terrazzo.ir.types import DType
+
+
+def c_type(dtype: DType) -> str:
+    """The C++ name of an element type."""
+    return f"tz_{dtype.name}"
+
+
+@dataclass
+class Scope:
+    """What terms and variables are called where code is being written. Inner scopes see outer names."""
+
+    names: dict[Node, str] = field(default_factory=dict)
+    buffers: dict[l.Buffer, str] = field(default_factory=dict)
+    counter: list[int] = field(default_factory=lambda: [0])
+
+    def inner(self) -> Scope:
+        return Scope(dict(self.names), self.buffers, self.counter)
+
+    def fresh(self, prefix: str) -> str:
+        self.counter[0] += 1
+        return f"{prefix}{self.counter[0] - 1}"
+
+
+def index(e: IntExpr, scope: Scope) -> str:
+    """An index expression in int64_t arithmetic; floor division and remainder where the operand may be negative."""
+    if isinstance(e, int):
+        return str(e)
+    if e in scope.names:
+        return scope.names[e]
+    match e:
+        case Sum():
+            parts = [" * ".join([*(index(f, scope) for f in fs), *([f"{k}"] if k != 1 else [])]) for k, fs in e.terms]
+            return "(" + " + ".join([*parts, *([str(e.constant)] if e.constant or not parts else [])]) + ")"
+        case FloorDiv():
+            a, b = index(e.a, scope), index(e.b, scope)
+            return f"({a} / {b})" if at_least(e.a, 0) else f"tz_fdiv({a}, {b})"
+        case Mod():
+            a, b = index(e.a, scope), index(e.b, scope)
+            return f"({a} % {b})" if at_least(e.a, 0) else f"tz_fmod_index({a}, {b})"
+        case Loaded():
+            return f"tz_at({term(e.value, scope)}, {index(e.extent, scope)}, &bad)"
+    raise CompilerBug(f"cpu: {e} has no value here")
+
+
+def literal(value: Any, dtype: DType) -> str:
+    """A constant of an element type."""
+    if dtype.is_float:
+        if dtype.compute is not dtype:
+            return f"tz_cast<{c_type(dtype)}>({literal(value, dtype.compute)})"
+        limits = f"std::numeric_limits<{c_type(dtype)}>"
+        if math.isnan(value):
+            return f"{limits}::quiet_NaN()"
+        if math.isinf(value):
+            return f"({'-' if value < 0 else ''}{limits}::infinity())"
+        text = float(value).hex()
+        return f"({text}{'f' if dtype.name == 'f32' else ''})"
+    if dtype.kind == "bool":
+        return "true" if value else "false"
+    if dtype.name == "i64" and value == -(2**63):
+        return "INT64_MIN"
+    suffix = "LL" if dtype.name == "i64" else "ULL" if dtype.name == "u64" else ""
+    return f"(({c_type(dtype)}){value}{suffix})"
+
+
+def term(x: Node, scope: Scope) -> str:
+    """A term by its name where it has one, else written out."""
+    return scope.names[x] if x in scope.names else expression(x, scope)
+
+
+def expression(x: Node, scope: Scope) -> str:
+    """The right-hand side for one term; its operands are named or written out."""
+    match x:
+        case l.Literal():
+            return literal(x.value, x.type)
+        case l.Index():
+            return f"(int64_t){index(x.value, scope)}"
+        case l.Load():
+            return load(x, scope)
+        case l.Apply():
+            return apply(x, scope)
+        case l.Get():
+            return f"{scope.names[x.x]}_{x.index}"
+    raise CompilerBug(f"cpu: no expression for {type(x).__name__}")
+
+
+def load(x: l.Load, scope: Scope) -> str:
+    """An element of a buffer; 0 where a guard does not hold, and then nothing is read."""
+    place = index(flatten(x.index, x.buffer.type.element_strides), scope)
+    element = f"{scope.buffers[x.buffer]}[{place}]"
+    if not x.inside:
+        return element
+    return f"({guard(x.inside, scope)} ? {element} : {c_type(x.dtype)}{{}})"
+
+
+def guard(inside: Iterable[IntExpr], scope: Scope) -> str:
+    """The conjunction of the guards."""
+    return " && ".join(f"{index(e, scope)} >= 0" for e in inside)
+
+
+def apply(x: l.Apply, scope: Scope) -> str:
+    args = [term(a, scope) for a in x.args]
+    first = x.args[0].dtype  # type: ignore[attr-defined]
+    suffix = "f" if first.name == "f32" else ""
+    text = x.fn.c.format(*args, f=suffix, t=c_type(first))
+    out = x.dtype
+    if is_cast(x.fn) or first.size >= 4 or not out.is_integer:
+        return text
+    return f"({c_type(out)}){text}"  # C computes small integers as int: wrap as the type does
+
+
+def identifier(name: str) -> str:
+    """A name for generated code that does not change with the numbers in the program's names, so that equal layers are equal text."""
+    plain = re.sub(r"_*\d+", "", re.sub(r"\W", "_", name)).strip("_")
+    return plain or "t"
