@@ -96,6 +96,9 @@ def trace(fn: Callable[..., Any], *args: Any) -> Any:
         with torch.no_grad(), attention_by_definition():
             wrapped = torch.func.functionalize(functional, remove="mutations")
             gm = make_fx(wrapped, decomposition_table=table(), tracing_mode="fake", record_stack_traces=True)(*args)
+            if any(_mutates(node) for node in gm.graph.nodes):  # a decomposition worked in place on a value of its own
+                wrapped = torch.func.functionalize(gm, remove="mutations")
+                gm = make_fx(wrapped, tracing_mode="fake", record_stack_traces=True)(*args)
     except TerrazzoError:
         raise
     except Exception as e:
@@ -106,6 +109,10 @@ def trace(fn: Callable[..., Any], *args: Any) -> Any:
     assert [t._version for t in before] == versions, "tracing must not touch the inputs"
     gm.graph.eliminate_dead_code()
     return gm
+
+
+def _mutates(node: Any) -> bool:
+    return node.op == "call_function" and getattr(getattr(node.target, "_schema", None), "is_mutable", False)
 
 
 def _argument_names(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], flat: list[Any], varying: list[int]) -> list[str]:

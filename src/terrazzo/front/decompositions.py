@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 WHOLE = (
-    "_softmax", "_log_softmax", "native_layer_norm", "native_group_norm", "gelu", "silu", "sigmoid", "addmm", "_to_copy",
+    "_softmax", "_log_softmax", "native_layer_norm", "native_group_norm", "_fused_rms_norm", "gelu", "silu", "sigmoid", "addmm", "_to_copy",
     "embedding", "var", "std", "var_mean", "std_mean", "mean", "cumsum", "cumprod", "logsumexp", "leaky_relu", "elu", "hardtanh",
     "clamp_min", "clamp_max", "slice_scatter", "select_scatter", "max_pool2d_with_indices", "avg_pool2d", "native_dropout",
     "stack", "split_with_sizes", "split", "unbind", "linalg_vector_norm", "all", "any", "full_like", "zeros_like", "ones_like",
@@ -34,7 +34,7 @@ def table() -> dict[Any, Any]:
 
 
 EXTRA = (
-    "linear", "matmul", "rms_norm", "_fused_rms_norm", "native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm",
+    "linear", "matmul", "native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm",
     "_native_batch_norm_legit_no_training", "_native_batch_norm_legit_functional", "_unsafe_index", "norm", "grid_sampler_2d",
     "upsample_bilinear2d", "upsample_nearest2d", "native_batch_norm_backward", "native_layer_norm_backward",
     "native_group_norm_backward", "threshold_backward", "gelu_backward", "silu_backward", "sigmoid_backward", "tanh_backward",

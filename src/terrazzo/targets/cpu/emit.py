@@ -121,11 +121,9 @@ class _Writer:
         """A free loop or a scan; the outermost ones share the work among threads."""
         pragmas, nested = [], [s]
         if not self.parallel and s.kind == "free" and trips([s]) >= PARALLEL:
-            while len(nested[-1].body) == 1 and isinstance(nested[-1].body[0], n.Loop) and nested[-1].body[0].kind == "free":
-                if _points(nested) >= 64:
-                    break
-                nested.append(nested[-1].body[0])
-            if _points(nested) >= 2:
+            while (inner := _only_loop(nested[-1])) and _points(nested) < 64 and any(isinstance(x, n.Loop) for x in inner.body):
+                nested.append(inner)  # but for the innermost loop, which vectorises
+            if _points(nested) >= 4 or (_points(nested) >= 2 and not _only_loop(nested[-1])):
                 alone = not any(isinstance(x, n.Loop) for x in nested[-1].body)
                 simd = " simd" if alone and len(nested) == 1 and _vectorises(nested[-1].body) else ""
                 collapse = f" collapse({len(nested)})" if len(nested) > 1 else ""
@@ -193,6 +191,12 @@ class _Writer:
         for r, names in outside.items():
             lines += ["  " + x for x in accumulate(r.monoid, names, r, [f"{name}_part[{chunk}]" for name in names], scope)]
         return [*lines, "}"]
+
+
+def _only_loop(s: n.Loop) -> n.Loop | None:
+    """The free loop that is all of the body, if it is."""
+    only = s.body[0] if len(s.body) == 1 else None
+    return only if isinstance(only, n.Loop) and only.kind == "free" else None
 
 
 def _points(loops: Sequence[n.Loop]) -> int:

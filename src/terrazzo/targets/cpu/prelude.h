@@ -102,8 +102,12 @@ template <class T> TZ T tz_ipow(T a, T b) {
 
 // glibc has vector versions of these; they must be named where the loop is vectorised.
 #if defined(TZ_VECTOR_MATH)
-#define TZ_SIMD(f) extern "C" __attribute__((simd("notinbranch"))) float f##f(float) noexcept; extern "C" __attribute__((simd("notinbranch"))) double f(double) noexcept;
-#define TZ_SIMD2(f) extern "C" __attribute__((simd("notinbranch"))) float f##f(float, float) noexcept; extern "C" __attribute__((simd("notinbranch"))) double f(double, double) noexcept;
+#define TZ_SIMD(name)                                                                \
+  extern "C" __attribute__((simd("notinbranch"))) float name##f(float) noexcept;     \
+  extern "C" __attribute__((simd("notinbranch"))) double name(double) noexcept;
+#define TZ_SIMD2(name)                                                                   \
+  extern "C" __attribute__((simd("notinbranch"))) float name##f(float, float) noexcept;  \
+  extern "C" __attribute__((simd("notinbranch"))) double name(double, double) noexcept;
 TZ_SIMD(exp) TZ_SIMD(log) TZ_SIMD(sin) TZ_SIMD(cos) TZ_SIMD(tanh) TZ_SIMD(erf) TZ_SIMD(expm1) TZ_SIMD(log1p) TZ_SIMD(exp2)
 TZ_SIMD(log2) TZ_SIMD(log10) TZ_SIMD(tan) TZ_SIMD(asin) TZ_SIMD(acos) TZ_SIMD(atan) TZ_SIMD(sinh) TZ_SIMD(cosh) TZ_SIMD(asinh)
 TZ_SIMD(acosh) TZ_SIMD(atanh) TZ_SIMD(erfc) TZ_SIMD2(pow) TZ_SIMD2(atan2) TZ_SIMD2(hypot)
