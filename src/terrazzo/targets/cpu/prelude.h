@@ -135,10 +135,7 @@ template <class T, int rows> TZ void tz_tile(const T* a, int64_t am, int64_t ak,
   using V = typename tz_vec<T>::type;
   constexpr int L = tz_vec<T>::lanes;
   V acc[rows][2];
-  for (int i = 0; i < rows; i++) {
-    acc[i][0] = first ? V{} : *(const V*)(c + i * 2 * L);
-    acc[i][1] = first ? V{} : *(const V*)(c + i * 2 * L + L);
-  }
+  for (int i = 0; i < rows; i++) acc[i][0] = acc[i][1] = V{};  // a panel's sum starts at 0: shorter sums round less
   for (int64_t k = 0; k < kc; k++) {
     V b0 = *(const V*)(panel + k * 2 * L), b1 = *(const V*)(panel + k * 2 * L + L);
     for (int i = 0; i < rows; i++) {
@@ -148,8 +145,9 @@ template <class T, int rows> TZ void tz_tile(const T* a, int64_t am, int64_t ak,
     }
   }
   for (int i = 0; i < rows; i++) {
-    *(V*)(c + i * 2 * L) = acc[i][0];
-    *(V*)(c + i * 2 * L + L) = acc[i][1];
+    V *to = (V*)(c + i * 2 * L), *next = (V*)(c + i * 2 * L + L);
+    *to = first ? acc[i][0] : *to + acc[i][0];
+    *next = first ? acc[i][1] : *next + acc[i][1];
   }
 }
 // c[m][TZ_N] (+)= a[m, k] * panel[k][TZ_N] for m rows.

@@ -1,0 +1,220 @@
+"""A compiled program as plain data: what to call, in which order, on which memory.
+
+A plan holds numbers, names and nothing else. It is kept in the cache as JSON, so that a second process needs neither the rules nor
+the compiler; what is read back is checked field by field, and anything odd means the plan is made again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from terrazzo.errors import UserError
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects.torch import TorchName
+from terrazzo.ir.types import DTYPES, DType
+
+VERSION = 1
+ALIGN = 64
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A tensor of the plan. `kind`: "input" or "result" (memory of its own) or "arena" (at `offset` bytes)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    kind: str
+    offset: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """How much memory it spans."""
+        if 0 in self.shape:
+            return 0
+        return (1 + sum((e - 1) * s for e, s in zip(self.shape, self.strides, strict=True))) * DTYPES[self.dtype].size
+
+
+@dataclass(frozen=True)
+class Step:
+    """A kernel (`key` finds its shared object, `name` is the function) or, with no key, a call of the PyTorch op `name`.
+
+    `args` of a kernel are slots; of a call they are encoded values (see `encode`).
+    """
+
+    key: str
+    name: str
+    args: Any
+    kwargs: Any
+    results: tuple[int | None, ...]
+    source: str
+    label: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`inputs` and `results` are slots, in order; a result may be an input. `arena` is the size of the temporaries in bytes."""
+
+    inputs: tuple[int, ...]
+    results: tuple[int, ...]
+    slots: tuple[Slot, ...]
+    steps: tuple[Step, ...]
+    arena: int
+
+    def to_json(self) -> bytes:
+        """The plan as text."""
+        return json.dumps({"version": VERSION, **asdict(self)}, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Plan:
+        """Read a plan back; ValueError where it is not one."""
+        try:
+            given = json.loads(data)
+            if given.pop("version") != VERSION:
+                raise ValueError("another version")
+            slots = tuple(_slot(s) for s in given["slots"])
+            steps = tuple(_step(s, len(slots)) for s in given["steps"])
+            inputs, results = (tuple(_index(i, len(slots)) for i in given[k]) for k in ("inputs", "results"))
+            arena = _natural(given["arena"])
+            if any(s.kind == "arena" and s.offset + s.bytes > arena for s in slots):
+                raise ValueError("a slot lies outside the arena")
+            return cls(inputs, results, slots, steps, arena)
+        except (KeyError, TypeError, AttributeError, UnicodeDecodeError, RecursionError) as e:
+            raise ValueError(f"not a plan: {e}") from None
+
+
+def make(program: l.Program, keys: Mapping[l.Kernel, tuple[str, str, Sequence[l.Buffer]]]) -> Plan:
+    """The plan of a program. `keys` gives for each kernel its key in the cache, its function and the buffers it takes."""
+    buffers = list(dict.fromkeys([*program.inputs, *(b for s in program.steps for b in s.writes)]))
+    number = {b: k for k, b in enumerate(buffers)}
+    own = set(program.inputs) | set(program.results)
+    offsets, arena = allocate(program, [b for b in buffers if b not in own])
+    slots = []
+    for b in buffers:
+        kind = "input" if b in program.inputs else "result" if b in program.results else "arena"
+        strides = tuple(int(s) for s in b.type.element_strides)  # type: ignore[arg-type]
+        slots.append(Slot(b.name, b.type.dtype.name, b.type.static_shape, strides, kind, offsets.get(b, 0)))
+    steps = []
+    for s in program.steps:
+        if isinstance(s, l.Kernel):
+            key, name, args = keys[s]
+            steps.append(Step(key, name, tuple(number[b] for b in args), {}, (), s.source, s.name))
+        else:
+            kwargs = {k: encode(v, number) for k, v in s.kwargs}
+            results = tuple(None if b is None else number[b] for b in s.results)
+            steps.append(Step("", s.name, encode(s.args, number), kwargs, results, s.source, s.name))
+    return Plan(tuple(number[b] for b in program.inputs), tuple(number[b] for b in program.results), tuple(slots), tuple(steps), arena)
+
+
+def allocate(program: l.Program, buffers: Sequence[l.Buffer]) -> tuple[dict[l.Buffer, int], int]:
+    """Offsets for temporaries, first fit, such that buffers that live at the same time do not overlap; and the total."""
+    last: dict[l.Buffer, int] = {}
+    for k, step in enumerate(program.steps):
+        for b in (*step.reads, *step.writes):
+            last[b] = k
+    wanted = set(buffers)
+    live: list[tuple[int, int, l.Buffer]] = []  # (offset, end, buffer), by offset
+    offsets: dict[l.Buffer, int] = {}
+    total = 0
+    for k, step in enumerate(program.steps):
+        for b in dict.fromkeys(step.writes):
+            if b not in wanted:
+                continue
+            size = max(math.prod(b.type.static_shape) * b.type.dtype.size, 1)
+            size = (size + ALIGN - 1) // ALIGN * ALIGN
+            place = 0
+            for start, end, _ in live:
+                if start - place >= size:
+                    break
+                place = max(place, end)
+            offsets[b] = place
+            live = sorted([*live, (place, place + size, b)], key=lambda x: x[:2])
+            total = max(total, place + size)
+        live = [x for x in live if last[x[2]] > k]
+    return offsets, total
+
+
+def encode(value: Any, number: Mapping[l.Buffer, int]) -> Any:
+    """An argument of a PyTorch op as JSON."""
+    if isinstance(value, l.Buffer):
+        return {"slot": number[value]}
+    if isinstance(value, tuple):
+        return [encode(v, number) for v in value]
+    if isinstance(value, DType):
+        return {"dtype": value.name}
+    if isinstance(value, TorchName):
+        return {"torch": value.name}
+    if isinstance(value, float):
+        return {"float": value.hex() if math.isfinite(value) else repr(value)}
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    raise UserError(f"an argument of type {type(value).__name__} cannot be kept in a plan")
+
+
+def decode(value: Any, tensors: Mapping[int, Any]) -> Any:
+    """The inverse of `encode`, with tensors for slots; ValueError for anything else."""
+    if isinstance(value, list):
+        return tuple(decode(v, tensors) for v in value)
+    if isinstance(value, dict) and len(value) == 1:
+        ((kind, inner),) = value.items()
+        if kind == "slot":
+            return tensors[inner]
+        if kind == "dtype" and inner in DTYPES:
+            return DTYPES[inner]
+        if kind == "torch" and isinstance(inner, str):
+            return TorchName(inner)
+        if kind == "float" and isinstance(inner, str):
+            return float.fromhex(inner) if inner not in ("inf", "-inf", "nan") else float(inner)
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    raise ValueError(f"not an argument: {value!r}")
+
+
+def slots_in(value: Any) -> list[int]:
+    """The slots an encoded argument mentions."""
+    if isinstance(value, list):
+        return [s for v in value for s in slots_in(v)]
+    if isinstance(value, dict):
+        return [value["slot"]] if set(value) == {"slot"} else [s for v in value.values() for s in slots_in(v)] if "float" not in value else []
+    return []
+
+
+def _slot(s: Any) -> Slot:
+    shape, strides = (tuple(_natural(e) for e in s[k]) for k in ("shape", "strides"))
+    if s["dtype"] not in DTYPES or s["kind"] not in ("input", "result", "arena") or len(shape) != len(strides):
+        raise ValueError("not a slot")
+    return Slot(_text(s["name"]), s["dtype"], shape, strides, s["kind"], _natural(s["offset"]))
+
+
+def _step(s: Any, count: int) -> Step:
+    args, kwargs = s["args"], s["kwargs"]
+    if s["key"]:
+        args = tuple(_index(i, count) for i in args)
+    else:
+        for k in slots_in([args, *kwargs.values()]):
+            _index(k, count)
+    results = tuple(None if r is None else _index(r, count) for r in s["results"])
+    return Step(_text(s["key"]), _text(s["name"]), args, kwargs, results, _text(s["source"]), _text(s["label"]))
+
+
+def _natural(x: Any) -> int:
+    if type(x) is not int or x < 0:
+        raise ValueError(f"not a natural number: {x!r}")
+    return x
+
+
+def _index(x: Any, count: int) -> int:
+    if _natural(x) >= count:
+        raise ValueError(f"no slot {x}")
+    return int(x)
+
+
+def _text(x: Any) -> str:
+    if not isinstance(x, str):
+        raise ValueError(f"not a text: {x!r}")
+    return x
