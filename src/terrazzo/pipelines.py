@@ -41,7 +41,7 @@ class Pass:
 
 PASSES = (
     Pass("torch_to_tensor", "torch", "tensor", "each ATen op becomes a composition of primitives, or an opaque call",
-         lambda p, log, o: to_tensor(p, torch_to_tensor.RULES, log)),
+         lambda p, log, o: to_tensor(p, torch_to_tensor.RULES, log, _texts(o))),
     Pass("tensor_to_loop", "tensor", "loop", "each primitive becomes a kernel that stores its term",
          lambda p, log, o: lift(p)),
     Pass("fuse", "loop", "loop", "terms replace the buffers they were stored in, where that pays",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from textwrap import dedent
 from typing import Any
 
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects.torch import Aten
-from terrazzo.ir.node import Node, topological
+from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.program import Input, Program
 from terrazzo.rewrite.engine import rewrite
 from terrazzo.rewrite.rule import Event, Log, Rule, rule
@@ -21,21 +23,42 @@ def opaque(node: Any) -> Any:
     return call
 
 
-def lower(program: Program, rules: tuple[Rule, ...], log: Log) -> Program:
-    """`program` in Tensor IR. Values keep the names and source lines of the ops they came from."""
+def lower(program: Program, rules: tuple[Rule, ...], log: Log, show: Callable[[Any], str] | None = None) -> Program:
+    """`program` in Tensor IR. Values keep the names and source lines of their ops. `show` adds texts to the events."""
     memo: dict[Node, Any] = {}
+    done: dict[Node, str] = {}
     roots = [n for n in topological(program.results) if isinstance(n, Aten)]
     for node in roots:
-        found = rewrite([node], rules, log=log, pass_name="torch_to_tensor", names=program.names, memo=memo)[0]
+        name = program.names.get(node, "")
+        text = _texts(show, name, done) if show else None
+        found = rewrite([node], rules, log=log, pass_name="torch_to_tensor", names=program.names, memo=memo, show=text)[0]
         if isinstance(found, Aten):
             where = program.sources.get(program.names.get(node, ""), "")
             tried = any(node.name in r.keys for r in rules)
             reason = "no rule lowers it" if not tried else "its rule declined"
             log.add(Event("torch_to_tensor", "opaque", f"{node.name} {where}".strip(), True, reason))
             memo[node] = opaque.rewrite(found, None)
+        new = memo[node] if isinstance(memo[node], tuple) else (memo[node],)
+        done.update({v: f"{name}.{k}" if k else name for k, v in enumerate(new) if v is not None and v not in done})
     results = rewrite(program.results, rules, log=log, pass_name="torch_to_tensor", memo=memo)
     names, sources = _names(program, memo)
     return Program("tensor", program.name, program.inputs, tuple(results), names, sources)
+
+
+def _texts(show: Callable[[Any], str], name: str, done: Mapping[Node, str]) -> Callable[[Any], str]:
+    """Shows what stands for the op `name` before or after a rule, with what was lowered earlier as inputs of that name."""
+
+    def text(x: Any) -> str:
+        results = [r for r in (x if isinstance(x, tuple) else (x,)) if r is not None]
+        given = [n for n in topological(results, stop=done.__contains__) if n in done]
+        inputs: dict[Any, Any] = {n: Input(done[n], n.type) for n in given}  # type: ignore[attr-defined]
+        shown = tuple(substitute(r, inputs) for r in results)
+        leaves = tuple(n for n in topological(shown) if isinstance(n, Input))
+        names = {r: f"{name}.{k}" if k else name for k, r in enumerate(shown) if r not in leaves}
+        lines = show(Program("torch" if isinstance(shown[0], Aten) else "tensor", "op", leaves, shown, names)).splitlines()
+        return dedent("\n".join(lines[2:-1]))  # without the head and the return
+
+    return text
 
 
 def _names(program: Program, memo: dict[Node, Any]) -> tuple[dict[Node, str], dict[str, str]]:
