@@ -48,7 +48,7 @@ def capture(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     module = fn if isinstance(fn, torch.nn.Module) else None
     state: dict[str, Any] = {}
     if module is not None:
-        state = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
+        state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     flat, arguments = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
     varying = [k for k, v in enumerate(flat) if isinstance(v, torch.Tensor)]
     results: list[Any] = []
@@ -80,6 +80,22 @@ def capture(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     return Captured(program, bound, inputs, arguments, results[-1])
 
 
+@contextmanager
+def _said_to_be_traced() -> Iterator[None]:
+    """Within this, torch.compiler.is_compiling() holds: libraries ask it before they branch on data."""
+    import torch
+
+    names = [n for n in ("_is_compiling_flag", "_is_exporting_flag") if hasattr(torch.compiler, n)]
+    before = {n: getattr(torch.compiler, n) for n in names}
+    try:
+        for n in names:
+            setattr(torch.compiler, n, True)
+        yield
+    finally:
+        for n, value in before.items():
+            setattr(torch.compiler, n, value)
+
+
 def trace(fn: Callable[..., Any], *args: Any) -> Any:
     """The functional ATen graph of `fn(*args)`, decomposed, with dead code gone."""
     import torch
@@ -93,7 +109,7 @@ def trace(fn: Callable[..., Any], *args: Any) -> Any:
         return fn(*mine)
 
     try:
-        with torch.no_grad(), attention_by_definition():
+        with torch.no_grad(), attention_by_definition(), _said_to_be_traced():
             wrapped = torch.func.functionalize(functional, remove="mutations")
             gm = make_fx(wrapped, decomposition_table=table(), tracing_mode="fake", record_stack_traces=True)(*args)
             if any(_mutates(node) for node in gm.graph.nodes):  # a decomposition worked in place on a value of its own

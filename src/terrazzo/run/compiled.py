@@ -83,7 +83,12 @@ class Compiled:
             self._run(frame, tensors)
         finally:
             self.frames.append(frame)
-        return [tensors[k] for k in self.plan.results]
+        given: set[int] = set(self.plan.inputs)  # a result is always a tensor of its own, as it is in eager
+        out = []
+        for k in self.plan.results:
+            out.append(tensors[k].clone() if k in given else tensors[k])
+            given.add(k)
+        return out
 
     def _run(self, frame: _Frame, tensors: dict[int, Any]) -> None:
         for step, function, arguments in zip(self.plan.steps, self.functions, frame.arguments, strict=True):

@@ -1,0 +1,147 @@
+"""`torch.compile(model, backend="terrazzo")`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from terrazzo.errors import Limitation
+from terrazzo.front.capture import attention_by_definition
+from terrazzo.front.decompositions import table
+from terrazzo.front.fx import from_graph
+from terrazzo.options import Options
+
+Boxed = Callable[[list[Any]], list[Any]]
+
+
+def terrazzo(gm: Any, example_inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, object] | None = None) -> Any:
+    """The backend. PyTorch's graph goes through AOTAutograd, so training graphs come apart into forward and backward.
+
+    An option we do not know is an error. Shapes that PyTorch holds open are compiled one by one, as they come.
+    """
+    import torch
+
+    chosen = Options.from_mode(mode) if mode is not None else Options.from_mapping(options or {})
+    if any(isinstance(x, torch.SymInt) or _symbolic(x) for x in example_inputs):
+        return _by_shape(gm, chosen)
+    return _compile(gm, example_inputs, chosen)
+
+
+def _compile(gm: Any, example_inputs: Sequence[Any], options: Options) -> Any:
+    from functorch.compile import make_boxed_func
+    from torch._functorch.aot_autograd import aot_module_simplified
+
+    def compiler(graph: Any, inputs: Sequence[Any]) -> Any:
+        return make_boxed_func(_graph(graph, options))
+
+    with attention_by_definition():
+        return aot_module_simplified(
+            gm, example_inputs, fw_compiler=compiler, bw_compiler=compiler, inference_compiler=compiler, decompositions=table()
+        )
+
+
+def _graph(graph: Any, options: Options) -> Callable[..., list[Any]]:
+    """One ATen graph as a function of its inputs. Results that are no tensors (None, numbers) are passed on."""
+    import torch
+
+    from terrazzo.run.compiled import compile_program
+
+    output = next(n for n in graph.graph.nodes if n.op == "output")
+    wanted = list(output.args[0])
+    tensors = [w for w in wanted if isinstance(w, torch.fx.Node) and w.op != "placeholder"]
+    if not tensors:
+        return torch.fx.Interpreter(graph).run  # type: ignore[no-any-return]
+    output.args = (tuple(tensors),)
+    try:
+        program, constants = from_graph(graph, "forward")
+        bound = {name: t.detach() for name, t in constants.items()}
+        compiled = compile_program(program, bound, options)
+    except Limitation as why:
+        _say(str(why))
+        output.args = (tuple(wanted),)
+        return torch.fx.Interpreter(graph).run
+    finally:
+        output.args = (tuple(wanted),)
+    placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    taken = [k for k, n in enumerate(placeholders) if isinstance(n.meta.get("val"), torch.Tensor)]
+    place = {n: k for k, n in enumerate(placeholders)}
+
+    def call(*args: Any) -> list[Any]:
+        results = iter(compiled([args[k] for k in taken]))
+        out = []
+        for w in wanted:
+            if not isinstance(w, torch.fx.Node):
+                out.append(w)
+            elif w in place:
+                out.append(args[place[w]])
+            else:
+                out.append(_laid_out(next(results), w.meta["val"]))
+        return out
+
+    return call
+
+
+def _laid_out(result: Any, like: Any) -> Any:
+    """The result with the strides PyTorch expects of it, which later graphs may rely on."""
+    import torch
+
+    if result.stride() == like.stride() or result.numel() == 0:
+        return result
+    return torch.empty_strided(like.shape, like.stride(), dtype=result.dtype).copy_(result)
+
+
+def _by_shape(gm: Any, options: Options) -> Any:
+    """A function that compiles `gm` anew for every set of concrete sizes and shapes it meets."""
+    import torch
+
+    compiled: dict[Any, Any] = {}
+
+    def call(*args: Any) -> Any:
+        key = tuple((tuple(a.shape), a.stride(), a.dtype, a.requires_grad) if isinstance(a, torch.Tensor) else a for a in args)
+        if key not in compiled:
+            with torch._guards.tracing(None):
+                compiled[key] = _specialised(gm, args, options)
+        return compiled[key](*args)
+
+    return call
+
+
+def _specialised(gm: Any, args: Sequence[Any], options: Options) -> Any:
+    """`gm` for these arguments: numbers become constants of the graph."""
+    import copy
+
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    fixed = copy.deepcopy(gm)
+    kept = []
+    for node, value in zip([n for n in fixed.graph.nodes if n.op == "placeholder"], args, strict=True):
+        node.meta.clear()
+        if isinstance(value, torch.Tensor):
+            kept.append(value)
+            continue
+        with fixed.graph.inserting_before(node):
+            node.replace_all_uses_with(fixed.graph.call_function(int, (int(value),)))
+        fixed.graph.erase_node(node)
+    fixed.recompile()
+    mode = FakeTensorMode()
+    with torch._guards.tracing(torch._guards.TracingContext(mode)):
+        inner = _compile(fixed, [mode.from_tensor(t, static_shapes=True) for t in kept], options)
+    return lambda *given: inner(*(g for g in given if isinstance(g, torch.Tensor)))
+
+
+def _symbolic(x: Any) -> bool:
+    import torch
+
+    return isinstance(x, torch.Tensor) and any(isinstance(e, torch.SymInt) for e in (*x.shape, *x.stride()))
+
+
+_said: set[str] = set()
+
+
+def _say(reason: str) -> None:
+    import warnings
+
+    if reason not in _said:
+        _said.add(reason)
+        warnings.warn(f"terrazzo: {reason}; PyTorch runs this graph", RuntimeWarning, stacklevel=2)
