@@ -41,9 +41,9 @@ def place(file: Path) -> str:
 
 
 def part_of(file: Path) -> str:
-    """The first name below the package: `ir` for ir/node.py, `pipelines` for pipelines.py, "" for the package itself."""
+    """The first name below the package: `ir` for ir/node.py, `pipelines` for pipelines.py, "" for the package's own faces."""
     name = file.relative_to(SOURCE).parts[0].removesuffix(".py")
-    return "" if name == "__init__" else name
+    return "" if name in ("__init__", "__main__", "api") else name
 
 
 def imports(file: Path) -> Iterator[tuple[int, str]]:

@@ -1,0 +1,88 @@
+"""The commands together, and what becomes of their errors."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from terrazzo.cli import bench, cache, compile_, doctor, explain, opt, run, targets
+from terrazzo.cli.output import complain
+from terrazzo.errors import CompilerBug, Limitation, TerrazzoError, UserError
+
+EXIT_CODES = {UserError: 2, Limitation: 3, CompilerBug: 70}
+"""What a command ends with, by the kind of error. 1 means that a check failed, 130 is Ctrl-C."""
+
+
+class Commands(TyperGroup):
+    """Tells errors on stderr and makes exit codes of them; `--debug` lets the traceback through."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            done = super().invoke(ctx)
+            sys.stdout.flush()
+            return done
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+        except BrokenPipeError:  # whoever reads our output has seen enough, as in `terrazzo ... | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(0) from None
+        except TerrazzoError as error:
+            if ctx.params["debug"]:
+                raise
+            kind = next(k for k in EXIT_CODES if isinstance(error, k))
+            complain(_LABELS[kind], f"{error}{_report() if kind is CompilerBug else ''}")
+            raise typer.Exit(EXIT_CODES[kind]) from error
+        except Exception as error:
+            # Usage errors and exits of the command line itself have an exit code; anything else is our fault.
+            if ctx.params["debug"] or hasattr(error, "exit_code") or isinstance(error, typer.Abort):
+                raise
+            complain(_LABELS[CompilerBug], f"{type(error).__name__}: {error}{_report()}")
+            raise typer.Exit(EXIT_CODES[CompilerBug]) from error
+
+
+_LABELS = {UserError: "error", Limitation: "not supported", CompilerBug: "compiler bug"}
+
+
+def _report() -> str:
+    """What a report of a bug needs."""
+    try:
+        ours = version("terrazzo")
+    except PackageNotFoundError:
+        ours = "from source"
+    return (
+        f"\nPlease report this with the output of:\n    terrazzo --debug {shlex.join(sys.argv[1:])}\n"
+        f"(terrazzo {ours}, Python {platform.python_version()}, {platform.machine()})"
+    )
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def globally(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error. May stand anywhere.")] = False,
+) -> None:
+    """A small glass-box compiler from PyTorch models to kernels."""
+
+
+app.command("compile")(compile_.compile_)
+app.command("run")(run.run)
+app.command("explain")(explain.explain)
+app.command("opt")(opt.opt)
+app.command("targets")(targets.targets)
+app.command("doctor")(doctor.doctor)
+app.add_typer(cache.app, name="cache")
+app.add_typer(bench.app, name="bench")

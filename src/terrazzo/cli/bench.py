@@ -1,0 +1,68 @@
+"""`terrazzo bench`: measure against PyTorch."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from terrazzo.cli.output import columns, say, working
+
+app = typer.Typer(help="Measure against PyTorch.", no_args_is_help=True)
+
+
+class Suite(StrEnum):
+    """What `--suite` may name; `bench.suites` says what is in each."""
+
+    chains = "chains"
+    layer = "layer"
+    gemm = "gemm"
+
+
+@app.callback()
+def bench() -> None:
+    """Measure against PyTorch."""  # a callback keeps `cpu` a command of its own although it is the only one
+
+
+@app.command()
+def cpu(
+    suite: Annotated[list[Suite] | None, typer.Option(help="Only this suite. Repeatable.", show_default=False)] = None,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where the record of the one suite goes.", show_default=False)
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="Time to spend on each case.")] = 1.0,
+    threads: Annotated[int, typer.Option(envvar="TERRAZZO_THREADS", help="Threads, for both sides.")] = 2,
+) -> None:
+    """Compare with eager on this processor; records go to benchmarks/results/cpu of the checkout.
+
+    Every case is checked against float64 before it is timed.
+    """
+    from terrazzo.bench.measure import measure, save
+    from terrazzo.bench.report import conditions, rows
+    from terrazzo.errors import UserError
+    from terrazzo.options import Options
+
+    chosen = suite or list(Suite)
+    if json is not None and len(chosen) != 1:
+        raise UserError("--json FILE takes the record of one suite: name it with --suite")
+    wrong = []
+    for number, name in enumerate(chosen):
+        with working(f"measuring {name.value}"):
+            record = measure(name.value, Options(threads=threads), seconds, threads)
+        say("" if number else conditions(record) + "\n")
+        for k, line in enumerate(columns(rows(record), right=(1, 2, 3, 4, 5))):
+            say(line, "bold" if k == 0 else None)
+        say(f"{name.value}: {record['geomean']:.2f}x of eager, the geometric mean")
+        save(record, json or _folder() / f"{name.value}.json")
+        wrong += [f"{c['name']}: {c['problem']}" for c in record["cases"] if c["problem"]]
+    if wrong:
+        say("wrong results: " + "; ".join(wrong), "bold red")
+        raise typer.Exit(1)
+
+
+def _folder() -> Path:
+    """benchmarks/results/cpu of the checkout these sources are in, else of the current directory."""
+    root = Path(__file__).parents[3]
+    return (root if (root / "pyproject.toml").exists() else Path()) / "benchmarks" / "results" / "cpu"

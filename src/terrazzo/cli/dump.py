@@ -1,0 +1,62 @@
+"""`--dump DIR`: every stage as a file that can be read back, the kernels' C++, the events and the options."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from terrazzo.cli.lowering import Lowering
+from terrazzo.errors import UserError
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.text import show
+from terrazzo.options import Options
+from terrazzo.pipelines import dialect
+from terrazzo.rewrite.rule import Event
+from terrazzo.targets.cpu.emit import emit
+
+STAGES = {"torch": "00-torch.txt", "tensor": "01-tensor.txt", "tensor_to_loop": "02-loop.txt", "loop": "03-fused.txt"}
+
+
+def write(directory: Path, done: Lowering, options: Options) -> None:
+    """Write everything; a file is complete or not there at all. UserError where the directory cannot be written."""
+    files: dict[str, str] = {}
+    for program in (done.source, *(stage[1] for stage in done.stages)):
+        files[STAGES[dialect(program)]] = show(program)  # of the passes that stay in Loop IR the last one counts
+    if (lifted := done.lifted()) is not None:
+        files[STAGES["tensor_to_loop"]] = show(lifted)
+    for number, step in enumerate(done.loop.steps):
+        if isinstance(step, l.Kernel):
+            files[f"kernels/{number:03}-{step.name}.cpp"] = emit(step)[1]
+    files["events.jsonl"] = "".join(json.dumps(event_json(event)) + "\n" for event in done.events)
+    files["options.json"] = json.dumps(dataclasses.asdict(options), indent=2, default=str) + "\n"
+    try:
+        (directory / "kernels").mkdir(parents=True, exist_ok=True)
+        earlier = {*(directory / name for name in STAGES.values()), *(directory / "kernels").glob("*.cpp")}
+        for stale in earlier - {directory / name for name in files}:
+            stale.unlink(missing_ok=True)  # stages of two programs, mixed, would mislead
+        for name, text in files.items():
+            write_file(directory / name, text)
+    except OSError as error:
+        raise UserError(f"--dump {directory}: {error.filename or ''} cannot be written: {error.strerror or error}") from None
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file at once: under a temporary name, then renamed. Ctrl-C leaves nothing half-written."""
+    handle, temporary = tempfile.mkstemp(prefix=".writing-", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)  # mkstemp lets only its maker read
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def event_json(event: Event) -> dict[str, Any]:
+    """An event as a line of events.jsonl has it."""
+    return {("pass" if k == "pass_name" else k): v for k, v in dataclasses.asdict(event).items()}

@@ -1,0 +1,154 @@
+"""`terrazzo explain`: every kernel with what it moves, computes and costs, and why it ends where it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from terrazzo.cli.output import as_json, count, duration, say, size
+from terrazzo.cli.request import Json, Request, with_request
+
+if TYPE_CHECKING:
+    from terrazzo.ir.dialects.loop import Buffer, Call, Kernel, Program
+    from terrazzo.rewrite.rule import Event
+
+
+@with_request
+def explain(request: Request, json: Json = False) -> None:
+    """List the kernels of a model: what each reads, writes, computes and costs, and why it is a kernel of its own.
+
+    terrazzo explain -c "torch.nn.RMSNorm(2048)(torch.randn(1, 32, 2048))"
+    """
+    from terrazzo.cli.lowering import lower, show_events
+    from terrazzo.cli.subject import load
+    from terrazzo.ir.dialects.loop import Kernel
+    from terrazzo.targets import target
+
+    done = lower(load(request), request)
+    rates = target(request.options.target).rates
+    steps = [
+        kernel_facts(done.loop, s, done.events, rates) if isinstance(s, Kernel) else call_facts(s, done.events)
+        for s in done.loop.steps
+    ]
+    if json:
+        as_json(steps)
+        return
+    show_events(done.events, request.options.verbose)
+    for number, facts in enumerate(steps):
+        _show(number, facts)
+    kernels = [f for f in steps if f["kind"] == "kernel"]
+    moved, price = (sum(f[k] for f in kernels) for k in ("bytes", "price_ns"))
+    counts = f"{_plural(len(kernels), 'kernel')}, {_plural(len(steps) - len(kernels), 'call')} of PyTorch"
+    say(f"{counts}; {size(moved)} moved, {duration(price)} by the model")
+
+
+def kernel_facts(program: Program, kernel: Kernel, events: Sequence[Event], rates: Any) -> dict[str, Any]:
+    """What there is to say about a kernel. Bytes are those touched; operations count a multiply-add as two."""
+    from terrazzo.rules.loop.cost import cost
+
+    operations, touched = work(kernel)
+    return {
+        "kind": "kernel",
+        "name": kernel.name,
+        "source": kernel.source,
+        "reads": _typed(b for b in kernel.reads if b not in kernel.writes),
+        "writes": _typed(kernel.writes),
+        "bytes": sum(count * b.type.dtype.size for b, count in touched.items()),
+        "operations": operations,
+        "price_ns": cost(kernel, rates),
+        "because": boundary(program, kernel, events),
+    }
+
+
+def call_facts(call: Call, events: Sequence[Event]) -> dict[str, Any]:
+    """What there is to say about an op that PyTorch runs."""
+    why = next(
+        (e.reason for e in events if e.rule == "opaque" and e.subject == f"{call.name} {call.source}".strip()),
+        "no rule lowers it",
+    )
+    return {
+        "kind": "call",
+        "name": call.name,
+        "source": call.source,
+        "reads": _typed(call.reads),
+        "writes": _typed(call.writes),
+        "because": [f"PyTorch runs it: {why}"],
+    }
+
+
+def boundary(program: Program, kernel: Kernel, events: Sequence[Event]) -> list[str]:
+    """Why what this kernel stores is in memory: it must be, or every fusion that would avoid it was declined."""
+    from terrazzo.ir.dialects.loop import Call
+
+    reasons = []
+    for b in dict.fromkeys(kernel.writes):
+        if b in program.results:
+            reasons.append(f"{b.name} is a result")
+        reasons += [
+            f"{b.name} is read by {s.name}, which PyTorch runs" for s in program.steps if isinstance(s, Call) and b in s.reads
+        ]
+    about = {kernel.name, *(b.name for b in kernel.writes)}
+    declined = [e for e in events if not e.fired and e.pass_name == "fuse" and about & set(e.subject.split(" with "))]
+    latest = {(e.rule, e.subject): e for e in declined}  # prices change as kernels grow; the last ones decided
+    return reasons + [f"{e.rule} declined at {e.subject}: {e.reason}" for e in latest.values()]
+
+
+def work(kernel: Kernel) -> tuple[int, dict[Buffer, int]]:
+    """Scalar operations of a kernel, conversions aside, and how many elements of each buffer it touches."""
+    from terrazzo.ir import nest as n
+    from terrazzo.ir.dialects import loop as l
+    from terrazzo.ir.dialects.scalar import is_cast
+
+    operations = 0
+    touched: dict[l.Buffer, int] = {}
+
+    def touch(buffer: l.Buffer, points: int) -> None:
+        most = buffer.type.numel if isinstance(buffer.type.numel, int) else points
+        touched[buffer] = max(touched.get(buffer, 0), min(points, most))
+
+    def walk(body: Iterable[n.Statement], points: int) -> None:
+        nonlocal operations
+        for s in body:
+            match s:
+                case n.Let(term=l.Load() as load):
+                    touch(load.buffer, points)
+                case n.Let(term=l.Apply() as f) if not is_cast(f.fn):
+                    operations += points
+                case n.Accumulate():
+                    operations += points * len(s.args)
+                case l.Store():
+                    touch(s.buffer, points)
+                case n.Loop():
+                    inner = points
+                    for a in s.axes:
+                        inner *= a.extent if isinstance(a.extent, int) else 1
+                    walk(s.body, inner)
+
+    walk(n.nest(kernel), 1)
+    return operations, touched
+
+
+def _show(number: int, facts: dict[str, Any]) -> None:
+    head = [entry.split(": ")[0] for entry in (*facts["reads"], *facts["writes"])]
+    split = len(facts["reads"])
+    say(f"=== {number}: {', '.join(head[:split])}{' ' if split else ''}-> {', '.join(head[split:])} ===", "bold")
+    rows = {"from": facts["source"], "reads": ", ".join(facts["reads"]), "writes": ", ".join(facts["writes"])}
+    if facts["kind"] == "kernel":
+        rows["moves"] = size(facts["bytes"])
+        rows["computes"] = f"{count(facts['operations'])} operations"
+        rows["costs"] = f"{duration(facts['price_ns'])} by the model"
+    else:
+        rows["runs"] = facts["name"]
+    for name, text in rows.items():
+        if text:
+            say(f"    {name:<9} {text}")
+    for k, reason in enumerate(facts["because"]):
+        say(f"    {'because' if k == 0 else '':<9} {reason}")
+
+
+def _typed(buffers: Iterable[Buffer]) -> list[str]:
+    return [f"{b.name}: {b.type}" for b in dict.fromkeys(buffers)]
+
+
+def _plural(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,140 @@
+"""What a request is about: a program, tensors for its inputs, and how PyTorch computes the same."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from terrazzo.cli.output import working
+from terrazzo.cli.request import Request
+from terrazzo.errors import UserError
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.program import Program
+
+SEED = 0
+"""Of random weights and inputs, so that a command prints the same thing twice."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """`bound` are a model's weights and `inputs` what varies, by the names of the program's inputs.
+
+    `eager` gives the results of PyTorch, `exact` the same computed in float64.
+    """
+
+    program: Program | l.Program
+    bound: Mapping[str, Any]
+    inputs: Callable[[], Mapping[str, Any]]
+    eager: Callable[[], list[Any]]
+    exact: Callable[[], list[Any]]
+
+
+def load(request: Request) -> Subject:
+    """The subject of a request; UserError where there is no such file or model, or the code is wrong."""
+    if request.file is not None:
+        return _from_file(*request.file)
+    import torch
+
+    torch.manual_seed(SEED)
+    if request.code is not None:
+        from terrazzo.front import code
+
+        return _captured(*code.load(request.code))
+    from terrazzo.front import huggingface
+
+    assert request.model is not None
+    with working(f"loading {request.model}"):
+        return _captured(*huggingface.load(request.model, **request.sizes))
+
+
+def _captured(fn: Any, args: Any, kwargs: Mapping[str, Any] | None = None) -> Subject:
+    import torch
+    from torch.utils import _pytree as pytree
+
+    from terrazzo.front.capture import capture
+    from terrazzo.interp import torch as interpreter
+
+    if isinstance(fn, torch.nn.Module):
+        fn = fn.eval()
+    with working("capturing"), _quiet():
+        captured = capture(fn, args, kwargs)
+    tensors = [leaf for leaf in pytree.tree_leaves((tuple(args), dict(kwargs or {}))) if isinstance(leaf, torch.Tensor)]
+    inputs = dict(zip(captured.inputs, tensors, strict=True))
+
+    def eager() -> list[Any]:
+        with torch.no_grad():
+            return list(pytree.tree_leaves(fn(*args, **(kwargs or {}))))
+
+    def exact() -> list[Any]:
+        return interpreter.run(captured.program, {**captured.bound, **inputs}, precise=True)
+
+    return Subject(captured.program, captured.bound, lambda: inputs, eager, exact)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Shapes that do not match are our error to tell; PyTorch's tracer logs a traceback as well."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.disabled, before = True, logger.disabled
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _from_file(kind: str, path: Path) -> Subject:
+    from terrazzo.pipelines import dialect
+
+    if kind not in ("torch", "tensor", "loop"):
+        raise UserError(f"--from {kind}: the IRs that can be read are torch, tensor and loop")
+    program = read(path)
+    if dialect(program) != kind:
+        raise UserError(f"{path} holds {dialect(program)} IR, not {kind} IR")
+
+    def by(precise: bool) -> Callable[[], list[Any]]:
+        return lambda: interpreted(program, precise)
+
+    return Subject(program, {}, lambda: random_inputs(program), by(precise=False), by(precise=True))
+
+
+def read(path: Path) -> Program | l.Program:
+    """The program in a file of IR text."""
+    from terrazzo.ir.text import parse
+
+    try:
+        return parse(path.read_text(encoding="utf-8"), str(path))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is no text: {error.reason} at byte {error.start}") from None
+
+
+def random_inputs(program: Program | l.Program) -> dict[str, Any]:
+    """Normal floats; integers that are 0 or 1, which are indices into anything that has two elements; random bools."""
+    import torch
+
+    from terrazzo.ir.torch_types import to_torch_dtype
+
+    generator = torch.Generator().manual_seed(SEED)
+    found = {}
+    for i in program.inputs:
+        shape, dtype = i.type.static_shape, to_torch_dtype(i.type.dtype)
+        floats = torch.randn(shape, generator=generator)
+        found[i.name] = (floats if i.type.dtype.is_float else floats > 0).to(dtype)
+    return found
+
+
+def interpreted(program: Program | l.Program, precise: bool) -> list[Any]:
+    """The results of a program by the interpreter of its IR (PyTorch, for Torch IR), on its random inputs."""
+    from terrazzo.interp import loop, tensor, torch
+
+    inputs = random_inputs(program)
+    if isinstance(program, Program) and program.dialect == "torch":
+        return torch.run(program, inputs, precise=precise)
+    arrays = {name: torch.to_numpy(value) for name, value in inputs.items()}
+    run: Any = tensor.run if isinstance(program, Program) else loop.run
+    return [torch.from_numpy(r) for r in run(program, arrays, precise=precise, call=torch.call_numpy)]
