@@ -11,7 +11,7 @@ opaque       an op we do not compile: PyTorch runs it, and says so
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -206,6 +206,17 @@ def _check_scope(op: str, exprs: Sequence[IntExpr], shape: Sequence[IntExpr]) ->
                     raise UserError(f"{op}: {n.name} in [0, {n.extent}) is no coordinate of shape {list(shape)}")
 
 
+def tensors_read(e: Any) -> dict[Node, Node]:
+    """The tensors an index reads from, each mapped to itself: what a substitution of coordinates must not look into."""
+    inside = topological([e], stop=lambda n: isinstance(n, Value) and not isinstance(n, Read)) if isinstance(e, Node) else []
+    return {n.x: n.x for n in inside if isinstance(n, Read)}
+
+
+def moved(e: IntExpr, where: Mapping[Any, Any]) -> Any:
+    """An index expression at other coordinates."""
+    return substitute(e, {**where, **tensors_read(e)})
+
+
 # Builders: the everyday ways to make Tensor IR. They fold what costs nothing to fold.
 
 
@@ -251,9 +262,9 @@ def index_map(x: Any, shape: Sequence[IntExpr], index: Sequence[IntExpr], inside
     if isinstance(x, (IndexMap, Iota)) and not (inside and (gathers or isinstance(x, Iota))):  # no read outside the operand
         move = dict(zip(coordinates(x.shape), index, strict=True))
         if isinstance(x, Iota):
-            return Iota(substitute(x.index, move), shape)
-        deeper = tuple(substitute(e, move) for e in x.index)
-        return index_map(x.x, shape, deeper, inside + tuple(substitute(e, move) for e in x.inside))
+            return Iota(moved(x.index, move), shape)
+        deeper = tuple(moved(e, move) for e in x.index)
+        return index_map(x.x, shape, deeper, inside + tuple(moved(e, move) for e in x.inside))
     return IndexMap(x, shape, index, inside)
 
 

@@ -9,7 +9,7 @@ from terrazzo.errors import CompilerBug
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.expr import Expr, IntExpr, Var
-from terrazzo.ir.node import Node, substitute, topological, transform
+from terrazzo.ir.node import Node, topological, transform
 from terrazzo.ir.program import Input, Program
 from terrazzo.rewrite.engine import index
 from terrazzo.rewrite.rule import Rule, rule
@@ -284,11 +284,8 @@ def _expr(e: IntExpr, move: Mapping[Any, Any], element: Element) -> Any:
     def visit(node: Node) -> Any:
         return element(node.x, node.index) if isinstance(node, t.Read) else node
 
-    moved = substitute(e, move)
-    if not isinstance(moved, Node):
-        return moved
-    tensors = [n.x for n in topological([moved]) if isinstance(n, t.Read)]
-    return transform(moved, visit, {x: x for x in tensors})
+    moved = t.moved(e, move)
+    return transform(moved, visit, dict(t.tensors_read(moved))) if isinstance(moved, Node) else moved
 
 
 def _fill(value: Any, buffers: Mapping[Node, l.Buffer]) -> Any:
