@@ -108,13 +108,18 @@ def _one(op: Any, sample: Any, level: str, verdict: Verdict) -> None:
     except Exception as e:
         verdict.worsen("skipped", f"eager fails: {type(e).__name__}")
         return
-    if not expected or not all(isinstance(x, torch.Tensor) for x in expected):
-        verdict.worsen("skipped", "the result is no tensor")
+    if not expected or not all(isinstance(x, torch.Tensor) and x.layout is torch.strided for x in expected):
+        verdict.worsen("skipped", "the result is no dense tensor")
         return
     try:
         captured = capture(call, args, kwargs)
     except TerrazzoError as e:
         verdict.worsen("skipped", f"capture: {str(e)[:120]}")
+        return
+    except TimeoutError:
+        raise
+    except Exception as e:
+        verdict.worsen("crash", f"capture: {type(e).__name__}: {str(e)[:200]}")
         return
     if not captured.inputs and not captured.program.names:
         return
@@ -126,6 +131,8 @@ def _one(op: Any, sample: Any, level: str, verdict: Verdict) -> None:
     except TerrazzoError as e:
         verdict.worsen("skipped", str(e)[:200])
         return
+    except TimeoutError:
+        raise
     except Exception as e:
         verdict.worsen("crash", f"{type(e).__name__}: {str(e)[:300]}")
         return

@@ -93,7 +93,7 @@ def _index_map(node: t.IndexMap, values: Mapping[Node, Any]) -> Any:
         if np.min(w) < 0 or np.max(w) >= extent:
             raise CompilerBug(f"index map leaves its operand: indices {np.min(w)}..{np.max(w)} into extent {extent}")
     out = np.broadcast_to(x[tuple(where)], shape)
-    return np.ascontiguousarray(out) if mask.all() else np.where(mask, out, np.zeros((), x.dtype))
+    return out.copy() if mask.all() else np.where(mask, out, np.zeros((), x.dtype))
 
 
 def _reader(values: Mapping[Node, Any]) -> index.Read:

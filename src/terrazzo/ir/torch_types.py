@@ -38,10 +38,14 @@ def from_torch_dtype(dtype: Any) -> DType:
 
 def type_of(tensor: Any) -> Type:
     """The type of a (fake or real) tensor. Strides are given where they are not row-major."""
-    shape = tuple(int(e) for e in tensor.shape)
-    strides = tuple(int(s) for s in tensor.stride()) if tensor.layout is _strided() else ()
+    if not all(isinstance(e, int) for e in tensor.shape):
+        raise Limitation("the shape of a value depends on the data")
+    shape = tuple(tensor.shape)
+    if tensor.layout is not _strided():
+        raise Limitation(f"tensors of layout {tensor.layout} are not supported")
+    strides = tuple(int(s) for s in tensor.stride())
     plain = Type(from_torch_dtype(tensor.dtype), shape)
-    if not strides or tensor.is_contiguous() or strides == plain.element_strides:
+    if tensor.is_contiguous() or strides == plain.element_strides:
         return plain
     return Type(plain.dtype, shape, strides)
 

@@ -72,6 +72,7 @@ TRIANGLES = (_triangle("tril", "le"), _triangle("triu", "ge"))
 def to_copy(node: Aten, x: Any, *args: Any, **kwargs: Any) -> Any:
     """x in another type, rounded once."""
     need(kwargs.get("device") is None or "cpu" in str(kwargs["device"]), "it moves the tensor to another device")
+    need("complex" not in (x.type.dtype.kind, result(node).dtype.kind), "complex numbers are not compiled")
     return t.cast(x, result(node).dtype)
 
 
