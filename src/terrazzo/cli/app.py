@@ -6,6 +6,7 @@ import os
 import platform
 import shlex
 import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
@@ -31,8 +32,14 @@ class Commands(TyperGroup):
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
         except BrokenPipeError:  # whoever reads our output has seen enough, as in `terrazzo ... | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _drop_output()
             raise typer.Exit(0) from None
+        except (OSError, MemoryError) as error:
+            if ctx.params["debug"]:
+                raise
+            _drop_output()  # what could not be written must not be tried again when the process ends
+            complain(_LABELS[UserError], _machine(error))
+            raise typer.Exit(EXIT_CODES[UserError]) from error
         except TerrazzoError as error:
             if ctx.params["debug"]:
                 raise
@@ -48,6 +55,18 @@ class Commands(TyperGroup):
 
 
 _LABELS = {UserError: "error", Limitation: "not supported", CompilerBug: "compiler bug"}
+
+
+def _machine(error: OSError | MemoryError) -> str:
+    """What the machine lacks: memory, disk space, permissions."""
+    if isinstance(error, MemoryError):
+        return f"not enough memory{f': {error}' if str(error) else ''}"
+    return f"{error.filename or 'output'}: {error.strerror or error}"
+
+
+def _drop_output() -> None:
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _report() -> str:

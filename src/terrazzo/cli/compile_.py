@@ -44,7 +44,8 @@ def compile_(
     for heading, text, language in _texts(done, ir):
         if heading:
             say(heading, "bold")
-        code(text, language)
+        if text:
+            code(text, language)
 
 
 def _texts(done: Lowering, ir: Stage) -> list[tuple[str, str, str]]:
@@ -55,7 +56,7 @@ def _texts(done: Lowering, ir: Stage) -> list[tuple[str, str, str]]:
     from terrazzo.targets.cpu.emit import emit, prelude
 
     if ir is Stage.loop:
-        return [(head, text, "python") for head, text in listing(done.loop)]
+        return [(head, text, "python") for head, text in listing(done.loop)] or [("no kernels: every result is an input", "", "")]
     if ir is Stage.cpp:
         kernels = [(heading(k, step), step) for k, step in enumerate(done.loop.steps) if isinstance(step, Kernel)]
         return [(f"// {head}", emit(kernel)[1].removeprefix(prelude()), "cpp") for head, kernel in kernels]

@@ -31,7 +31,6 @@ def opt(
     from terrazzo.cli.subject import read
     from terrazzo.errors import UserError
     from terrazzo.ir.text import show
-    from terrazzo.ir.verify import verify
     from terrazzo.options import Options
     from terrazzo.pipelines import PASSES, dialect, stages
     from terrazzo.rewrite.rule import Log
@@ -43,7 +42,6 @@ def opt(
         if name not in known:
             raise UserError(unknown("pass", name, tuple(known)))
     program = read(file)
-    verify(program, f"reading {file}")
     log = Log()
     for name in chosen:
         if known[name].src != dialect(program):

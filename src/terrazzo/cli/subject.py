@@ -11,7 +11,7 @@ from typing import Any
 
 from terrazzo.cli.output import working
 from terrazzo.cli.request import Request
-from terrazzo.errors import UserError
+from terrazzo.errors import CompilerBug, UserError
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.program import Program
 
@@ -102,11 +102,16 @@ def _from_file(kind: str, path: Path) -> Subject:
 
 
 def read(path: Path) -> Program | l.Program:
-    """The program in a file of IR text."""
+    """The valid program in a file of IR text."""
     from terrazzo.ir.text import parse
+    from terrazzo.ir.verify import verify
 
     try:
-        return parse(path.read_text(encoding="utf-8"), str(path))
+        program = parse(path.read_text(encoding="utf-8"), str(path))
+        verify(program)
+        return program
+    except CompilerBug as error:  # it would be one, had a pass made this program
+        raise UserError(f"{path}: {error}") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
@@ -123,7 +128,10 @@ def random_inputs(program: Program | l.Program) -> dict[str, Any]:
     found = {}
     for i in program.inputs:
         shape, dtype = i.type.static_shape, to_torch_dtype(i.type.dtype)
-        floats = torch.randn(shape, generator=generator)
+        try:
+            floats = torch.randn(shape, generator=generator)
+        except (RuntimeError, TypeError):  # which is how PyTorch says that memory or 64 bits do not suffice
+            raise MemoryError(f"input {i.name} is {i.type}") from None
         found[i.name] = (floats if i.type.dtype.is_float else floats > 0).to(dtype)
     return found
 
