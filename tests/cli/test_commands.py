@@ -7,10 +7,11 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.cli.conftest import Terrazzo
+from tests.cli.examples import GELU, RMS_NORM, SOFTMAX
 
 from terrazzo.ir.text import parse, show
 from terrazzo.pipelines import dialect
-from tests.cli.conftest import GELU, RMS_NORM, SOFTMAX, Terrazzo
 
 
 def test_loop_ir_is_printed_as_kernels(terrazzo: Terrazzo) -> None:
@@ -114,7 +115,9 @@ def test_explain_names_what_pytorch_runs(terrazzo: Terrazzo) -> None:
 @pytest.mark.parametrize("code", [SOFTMAX, RMS_NORM])
 def test_run_checks_against_eager(terrazzo: Terrazzo, code: str) -> None:
     out = terrazzo("run", "-c", code, "--check").stdout
-    assert re.search(r"error against float64 \(rmse\): ours \S+e-\d+, eager's \S+e-\d+\nlargest difference from eager: \S+\ncheck: ok\n", out)
+    assert re.search(
+        r"error against float64 \(rmse\): ours \S+e-\d+, eager's \S+e-\d+\nlargest difference from eager: \S+\ncheck: ok\n", out
+    )
 
 
 def test_run_interprets(terrazzo: Terrazzo) -> None:

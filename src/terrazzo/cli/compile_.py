@@ -56,10 +56,11 @@ def _texts(done: Lowering, ir: Stage) -> list[tuple[str, str, str]]:
     from terrazzo.targets.cpu.emit import emit, prelude
 
     if ir is Stage.loop:
-        return [(head, text, "python") for head, text in listing(done.loop)] or [("no kernels: every result is an input", "", "")]
+        kernels = listing(done.loop) or [("no kernels: every result is an input", "")]
+        return [(head, text, "python") for head, text in kernels]
     if ir is Stage.cpp:
-        kernels = [(heading(k, step), step) for k, step in enumerate(done.loop.steps) if isinstance(step, Kernel)]
-        return [(f"// {head}", emit(kernel)[1].removeprefix(prelude()), "cpp") for head, kernel in kernels]
+        steps = [(heading(k, step), step) for k, step in enumerate(done.loop.steps) if isinstance(step, Kernel)]
+        return [(f"// {head}", emit(kernel)[1].removeprefix(prelude()), "cpp") for head, kernel in steps]
     return [("", show(done.at(ir.value)), "python")]
 
 

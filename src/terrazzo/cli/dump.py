@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +45,12 @@ def write(directory: Path, done: Lowering, options: Options) -> None:
 
 def write_file(path: Path, text: str) -> None:
     """Write a file at once: under a temporary name, then renamed. Ctrl-C leaves nothing half-written."""
-    handle, temporary = tempfile.mkstemp(prefix=".writing-", dir=path.parent)
+    temporary = path.with_name(f".writing-{os.getpid()}-{path.name}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)  # mkstemp lets only its maker read
-        os.replace(temporary, path)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 

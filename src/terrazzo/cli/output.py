@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -46,13 +47,26 @@ def as_json(value: Any) -> None:
 
 
 def complain(label: str, text: str) -> None:
-    """An error, on stderr."""
+    """An error or a warning, on stderr."""
     sys.stdout.flush()
     if sys.stderr.isatty():
         _console(True).print(f"{label}: ", style="bold red", end="", markup=False)
         _console(True).print(text, markup=False)
     else:
         sys.stderr.write(f"{label}: {text}\n")
+
+
+@contextmanager
+def told_warnings() -> Iterator[None]:
+    """Tells warnings in a line each, on stderr; those about ops that PyTorch runs are left out, as commands list them."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("ignore")  # what libraries say to their developers
+        for category in (RuntimeWarning, UserWarning):
+            warnings.simplefilter("always", category)
+        yield
+    for text in dict.fromkeys(str(w.message) for w in caught):
+        if not text.endswith("PyTorch runs it"):
+            complain("warning", text.removeprefix("terrazzo: "))
 
 
 def unknown(kind: str, name: str, known: Sequence[str]) -> str:

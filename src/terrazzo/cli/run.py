@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from terrazzo.cli.output import as_json, duration, say, working
+from terrazzo.cli.output import as_json, duration, say, told_warnings, working
 from terrazzo.cli.request import Json, Request, with_request
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def run(
         if not json:
             show_events(done.events, request.options.verbose)
     start = time.perf_counter()
-    with working("compiling"):
+    with working("compiling"), told_warnings():
         compiled = compile_program(subject.program, subject.bound, replace(request.options, verbose=0, dump=None))
     seconds = time.perf_counter() - start
     refuse([(f.op, f.source) for f in compiled.fallbacks], request)

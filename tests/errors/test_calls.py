@@ -1,0 +1,87 @@
+"""A compiled call refuses tensors that it was not compiled for, and says which and why."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import terrazzo
+from terrazzo import UserError
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture(scope="module", params=["cpu", "interpreter"])
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """x[2, 3] + y[3], on every target."""
+
+    def add(x: Any, y: Any) -> Any:
+        return x + y
+
+    options = {"target": request.param, "cache_dir": tmp_path_factory.mktemp("cache")}
+    return terrazzo.compile(add, torch.ones(2, 3), torch.ones(3), options=options)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: (torch.ones(2, 4), torch.ones(3)), "input x: compiled for shape [2, 3], got [2, 4]"),
+        (lambda: (torch.ones(2, 3), torch.ones(1, 3)), "input y: compiled for shape [3], got [1, 3]"),
+        (lambda: (torch.ones(2, 3), torch.tensor(1.0)), "input y: compiled for shape [3], got []"),
+        (lambda: (torch.ones(2, 3).double(), torch.ones(3)), "input x: compiled for torch.float32, got torch.float64"),
+        (lambda: (torch.ones(2, 3), torch.ones(3).bfloat16()), "input y: compiled for torch.float32, got torch.bfloat16"),
+        (lambda: (torch.ones(2, 3, device="meta"), torch.ones(3)), "input x: compiled for the CPU, got a tensor on meta"),
+        (
+            lambda: (torch.ones(3, 2).T, torch.ones(3)),
+            "input x: compiled for strides [3, 1], got [1, 2]; call .contiguous() on it",
+        ),
+        (
+            lambda: (torch.ones(2, 3), torch.ones(6)[::2]),
+            "input y: compiled for strides [1], got [2]; call .contiguous() on it",
+        ),
+        (lambda: (torch.ones(2, 3),), "called with other arguments than it was compiled for"),
+        (
+            lambda: (torch.ones(2, 3), 1.0),
+            "called with other arguments than it was compiled for|the program takes 2 tensors, got 1",
+        ),
+    ],
+)
+def test_wrong_tensors(compiled: Any, make: Any, message: str) -> None:
+    pattern = message if "|" in message else re.escape(message)
+    with pytest.raises(UserError, match=pattern):
+        compiled(*make())
+
+
+def test_what_only_looks_different_is_taken(compiled: Any) -> None:
+    """Strides along dimensions of one element mean nothing."""
+
+    def double(x: Any) -> Any:
+        return x * 2
+
+    one = terrazzo.compile(double, torch.ones(1, 3), options={"target": "interpreter"})
+    assert one(torch.ones(3, 1).T).tolist() == [[2.0, 2.0, 2.0]]
+
+
+def test_an_index_out_of_range(tmp_path: Path) -> None:
+    def pick(table: Any, ids: Any) -> Any:
+        return table[ids]
+
+    compiled = terrazzo.compile(pick, torch.randn(4, 2), torch.tensor([0, 1]), options={"cache_dir": tmp_path})
+    with pytest.raises(UserError, match="out of range"):
+        compiled(torch.randn(4, 2), torch.tensor([0, 4]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target": "gpu"}, "there is no target 'gpu'; did you mean 'cpu'? The known ones are cpu, interpreter."),
+        ({"fused": True}, "there is no option 'fused'; did you mean 'fuse'?"),
+        ({"threads": "two"}, "option threads: expected a whole number, got 'two' of type str"),
+    ],
+)
+def test_wrong_options(options: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        terrazzo.compile(torch.relu, torch.ones(3), options=options)
