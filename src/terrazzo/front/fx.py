@@ -71,6 +71,8 @@ def _argument(value: Any, values: dict[Any, Any]) -> Any:
 
 
 def _result(node: Any) -> Type | tuple[Type | None, ...]:
+    if "val" not in node.meta:
+        raise Limitation(f"{node.target} checks its data and returns nothing, which a program cannot say")
     val = node.meta["val"]
     if isinstance(val, (tuple, list)):
         return tuple(None if v is None else _plain(v) for v in val)

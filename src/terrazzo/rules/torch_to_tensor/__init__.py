@@ -1,6 +1,6 @@
 """Torch IR to Tensor IR: each ATen op as a composition of the four primitives."""
 
-from terrazzo.rules.torch_to_tensor import contraction, creation, indexing, norm, pointwise, reduction, scan, view
+from terrazzo.rules.torch_to_tensor import contraction, creation, indexing, loss, norm, pointwise, pooling, reduction, scan, view
 
 RULES = (
     *pointwise.RULES,
@@ -11,4 +11,6 @@ RULES = (
     *scan.RULES,
     *contraction.RULES,
     *norm.RULES,
+    *pooling.RULES,
+    *loss.RULES,
 )

@@ -10,7 +10,7 @@ from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects.torch import Aten
 from terrazzo.ir.node import Node
 from terrazzo.ir.types import DType, Type
-from terrazzo.rewrite.rule import Rule
+from terrazzo.rewrite.rule import Rule, need
 
 
 def aten(*names: str) -> Callable[[Callable[..., Any]], Rule]:
@@ -22,11 +22,22 @@ def aten(*names: str) -> Callable[[Callable[..., Any]], Rule]:
 
     def make(fn: Callable[..., Any]) -> Rule:
         def lower(node: Aten, ctx: Any) -> Any:
+            types = [*_types(node), *(y for x in node.children for y in _types(x))]
+            need(all(y.dtype.kind != "complex" for y in types), "complex numbers are not compiled")
+            results = _types(node)
+            if results and all(0 in y.shape for y in results):  # nothing to compute
+                empty = tuple(t.literal(0, y.dtype, y.shape) for y in results)
+                return empty if isinstance(node.type, tuple) else empty[0]
             return fn(node, *node.args, **dict(node.kwargs))
 
         return Rule(fn.__name__, tuple(f"aten.{n}" for n in names), lower, inspect.getdoc(fn) or "")
 
     return make
+
+
+def _types(x: Any) -> list[Type]:
+    found = getattr(x, "type", None)
+    return [y for y in (found if isinstance(found, tuple) else (found,)) if isinstance(y, Type)]
 
 
 def result(node: Aten, index: int | None = None) -> Type:

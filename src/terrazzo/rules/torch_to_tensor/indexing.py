@@ -26,7 +26,7 @@ def wrapped(index: Any, extent: Any) -> Any:
 def embedding(node: Aten, weight: Any, index: Any, *args: Any) -> Any:
     """out[.., d] = weight[index[..], d]."""
     shape = result(node).shape
-    need(0 not in shape and 0 not in weight.type.shape, "it is empty")
+    need(0 not in weight.type.shape, "it is empty")
     here = t.coordinates(shape)
     return t.index_map(weight, shape, [t.loaded(t.cast(index, i64), here[:-1], weight.type.shape[0]), here[-1]])
 
@@ -35,7 +35,8 @@ def embedding(node: Aten, weight: Any, index: Any, *args: Any) -> Any:
 def index_select(node: Aten, x: Any, dim: int, index: Any) -> Any:
     """out[.., k, ..] = x[.., index[k], ..]."""
     shape = result(node).shape
-    need(0 not in shape and x.type.rank, "it is empty or 0-d")
+    if not x.type.rank:
+        return x
     dim = normalize(dim, x.type.rank)
     here = list[IntExpr](t.coordinates(shape))
     where = [here[dim]] if index.type.rank else []
@@ -47,11 +48,17 @@ def index_select(node: Aten, x: Any, dim: int, index: Any) -> Any:
 def gather(node: Aten, x: Any, dim: int, index: Any, **kwargs: Any) -> Any:
     """out[i..] = x[.., index[i..], ..]."""
     shape = result(node).shape
-    need(0 not in shape and x.type.rank and index.type.rank, "it is empty or 0-d")
+    if not x.type.rank or not index.type.rank:
+        return t.reshape(x, shape) if x.type.numel == 1 else _first(x, index, shape)
     dim = normalize(dim, x.type.rank)
     here = list[IntExpr](t.coordinates(shape))
     here[dim] = t.loaded(wrapped(index, x.type.shape[dim]), t.coordinates(shape), x.type.shape[dim])
     return t.index_map(x, shape, here)
+
+
+def _first(x: Any, index: Any, shape: Any) -> Any:
+    """gather with a 0-d index into a vector."""
+    return t.index_map(x, shape, [t.loaded(wrapped(index, x.type.shape[0]), (), x.type.shape[0])])
 
 
 @aten("index.Tensor", "_unsafe_index.Tensor")
@@ -59,7 +66,7 @@ def index(node: Aten, x: Any, indices: Sequence[Any]) -> Any:
     """Advanced indexing: index tensors are broadcast against each other and stand where the first (or all) of them stood."""
     need(all(i is None or i.type.dtype.is_integer for i in indices), "a mask selects a number of elements that depends on the data")
     shape = result(node).shape
-    need(0 not in shape and 0 not in x.type.shape, "it is empty")
+    need(0 not in x.type.shape, "it is empty")
     given = [*indices, *([None] * (x.type.rank - len(indices)))]
     used = [d for d, i in enumerate(given) if i is not None]
     rank = max(given[d].type.rank for d in used)
@@ -83,7 +90,7 @@ def index(node: Aten, x: Any, indices: Sequence[Any]) -> Any:
 def take(node: Aten, x: Any, index: Any) -> Any:
     """Elements of the flattened tensor."""
     shape = result(node).shape
-    need(0 not in shape and x.type.numel, "it is empty")
+    need(x.type.numel, "it is empty")
     flat = t.reshape(x, (x.type.numel,))
     return t.index_map(flat, shape, [t.loaded(wrapped(index, x.type.numel), t.coordinates(shape), x.type.numel)])
 

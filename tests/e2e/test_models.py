@@ -1,0 +1,94 @@
+"""Whole models: compiled, no fallback, and at most twice as far from float64 as eager."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tests.e2e.models import MODELS
+from torch.utils import _pytree as pytree
+
+import terrazzo
+from terrazzo.front import huggingface
+
+LAYERS = ("tinyllama", "qwen2.5-7b", "llama-3-8b", "gpt2", "bert-base-uncased", "vit-b-16")
+
+
+def rms(a: Any, b: Any) -> float:
+    """Root mean square distance."""
+    return float((a.double() - b.double()).pow(2).mean().sqrt())
+
+
+def exact(module: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The results in float64."""
+    wide = pytree.tree_map(lambda x: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x, (args, kwargs))
+    return list(pytree.tree_leaves(copy.deepcopy(module).double()(*wide[0], **wide[1])))
+
+
+def check(module: Any, args: Any, kwargs: Any, options: Any) -> None:
+    """Our results against float64, beside eager's."""
+    module = module.eval()
+    with torch.no_grad():
+        compiled = terrazzo.compile(module, *args, options=options, **kwargs)
+        ours = pytree.tree_leaves(compiled(*args, **kwargs))
+        eager = pytree.tree_leaves(module(*args, **kwargs))
+        reference = exact(module, args, kwargs)
+    assert not compiled.compiled.fallbacks
+    for a, b, c in zip(ours, eager, reference, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        assert rms(a, c) <= 2 * rms(b, c) + 1e-9
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model(name: str, tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    make, inputs = MODELS[name]
+    check(make(), inputs(), {}, {"cache_dir": tmp_path})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model_by_the_interpreter(name: str) -> None:
+    torch.manual_seed(0)
+    make, inputs = MODELS[name]
+    check(make(), inputs(), {}, {"target": "interpreter"})
+
+
+@pytest.mark.parametrize("name", ("gpt2", "bert-base-uncased", "tinyllama"))
+@pytest.mark.parametrize("dtype", ("f32", "bf16"))
+def test_layer(name: str, dtype: str, tmp_path: Any) -> None:
+    module, args, kwargs = huggingface.load(name, layer=0, seq_len=16, random_weights=True, dtype=dtype)
+    check(module, args, kwargs, {"cache_dir": tmp_path})
+
+
+def test_torch_compile_trains() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.LayerNorm(16), torch.nn.Linear(16, 3))
+    x, y = torch.randn(5, 8), torch.randint(0, 3, (5,))
+    grads = []
+    for fn in (model, torch.compile(model, backend="terrazzo")):
+        model.zero_grad()
+        torch.nn.functional.cross_entropy(fn(x), y).backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_torch_compile_shapes_breaks_and_mutation() -> None:
+    def f(x: Any) -> Any:
+        y = x * 2
+        if y.sum() > -1e9:  # a graph break
+            y = y + 1
+        y.mul_(2)
+        return y.t()
+
+    fast = torch.compile(f, backend="terrazzo")
+    for n in (3, 5, 8, 9):
+        x = torch.randn(2, n)
+        out, expected = fast(x), f(x)
+        torch.testing.assert_close(out, expected)
+        assert out.stride() == expected.stride()
+    z = torch.zeros(3)
+    torch.compile(lambda x: x.add_(1), backend="terrazzo")(z)
+    assert z.tolist() == [1, 1, 1]
