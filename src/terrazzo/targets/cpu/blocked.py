@@ -176,15 +176,18 @@ class _Blocked:
     def row(self, site: Site, m: str) -> str:
         """The row of a materialised first factor, counting the axes it depends on."""
         text = ""
-        for a in self.kernel.axes:
-            if a in site.left.free:
-                name = m if a is self.m else self.name(a)
-                text = f"({text}) * {a.extent} + {name}" if text else name
+        for a in self.row_axes(site):
+            name = m if a is self.m else self.name(a)
+            text = f"({text}) * {a.extent} + {name}" if text else name
         return text
+
+    def row_axes(self, site: Site) -> list[Var]:
+        """The axes a materialised first factor depends on; m last, so that its rows lie one behind the other."""
+        return [a for a in self.kernel.axes if a in site.left.free and a is not self.m] + [self.m]
 
     def materialised(self, site: Site, name: str) -> list[str]:
         """The first factor, computed once into [axes it depends on][k], where it is no plain load of rows."""
-        axes = [a for a in self.kernel.axes if a in site.left.free]
+        axes = self.row_axes(site)
         depth = _numel([a.extent for a in site.reduce.axes])
         rows = _numel([a.extent for a in axes])
         inner = self.scope.inner()
