@@ -250,6 +250,8 @@ def cast(x: Node, dtype: DType) -> Any:
 def index_map(x: Any, shape: Sequence[IntExpr], index: Sequence[IntExpr], inside: Sequence[IntExpr] = ()) -> Any:
     """out[i...] = x[index] where all of `inside` are >= 0, else 0. Maps of maps, literals and iotas fold into one."""
     shape, index = tuple(shape), tuple(index)
+    if 0 in shape:
+        return literal(0, x.type.dtype, shape)
     inside = tuple(dict.fromkeys(e for e in inside if not at_least(e, 0)))
     if not inside:
         if shape == x.type.shape and index == coordinates(shape):
@@ -284,6 +286,8 @@ def reshape(x: Any, shape: Sequence[IntExpr]) -> Any:
     from terrazzo.ir.types import contiguous_strides
 
     shape = tuple(shape)
+    if 0 in shape:
+        return literal(0, x.type.dtype, shape)
     offset = flatten(coordinates(shape), contiguous_strides(shape))
     return index_map(x, shape, unflatten(offset, x.type.shape))
 
