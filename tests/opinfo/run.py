@@ -34,13 +34,15 @@ def main() -> int:
     parser.add_argument("-k", default="", metavar="NAME")
     parser.add_argument("--most", type=int, default=None)
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--shard", type=_shard, default=(0, 1), metavar="K/N", help="every Nth operator, from the Kth (1 to N)")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--table", type=Path)
     options = parser.parse_args()
     from tests.opinfo.harness import operators
 
     count = len(operators(options.k))
-    jobs = [(options.k, k, options.level, options.most) for k in range(count)]
+    first, step = options.shard
+    jobs = [(options.k, k, options.level, options.most) for k in range(first, count, step)]
     verdicts: list[dict[str, Any]] = []
     with ProcessPoolExecutor(options.jobs) as pool:
         for k, found in enumerate(pool.map(work, jobs, chunksize=4)):
@@ -49,15 +51,22 @@ def main() -> int:
                 if v["verdict"] in ("wrong", "crash"):
                     print(f"{v['verdict']:6} {v['op']} {v['dtype']}: {v['reason']}", flush=True)
             if sys.stderr.isatty():
-                print(f"\r{k + 1}/{count}", end="", file=sys.stderr)
+                print(f"\r{k + 1}/{len(jobs)}", end="", file=sys.stderr)
     if options.json:
         options.json.write_text(json.dumps(verdicts, indent=1))
     if options.table:
         options.table.write_text(table(verdicts, options.level))
     counts = Counter(v["verdict"] for v in verdicts)
     own = own_operators(verdicts)
-    print(f"{len(own)} of {count} operators wholly by own code; by operator and dtype: {dict(counts)}")
+    print(f"{len(own)} of {len(jobs)} operators wholly by own code; by operator and dtype: {dict(counts)}")
     return 1 if counts["wrong"] or counts["crash"] else 0
+
+
+def _shard(text: str) -> tuple[int, int]:
+    k, n = map(int, text.split("/"))
+    if not 1 <= k <= n:
+        raise ValueError
+    return k - 1, n
 
 
 def own_operators(verdicts: list[dict[str, Any]]) -> list[str]:
