@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import platform
 import statistics
 import subprocess
@@ -105,7 +106,7 @@ def _timing(values: Sequence[float]) -> Timing:
 
 
 def surroundings(threads: int) -> dict[str, Any]:
-    """What a number means nothing without: the commit, the date, the versions and the processor."""
+    """What a number means nothing without: the commit, the date, the versions, the processor, and what else it had to do."""
     import numpy
     import torch
 
@@ -116,7 +117,13 @@ def surroundings(threads: int) -> dict[str, Any]:
         "versions": versions,
         "cpu": processor(),
         "threads": threads,
+        "load": round(os.getloadavg()[0], 2),
     }
+
+
+def busy(record: Mapping[str, Any]) -> bool:
+    """Whether other processes wanted the processor when a record was begun: its times then tell more about them."""
+    return bool(record["load"] > record["threads"] / 2)
 
 
 def processor() -> str:

@@ -23,12 +23,13 @@ def measure(suite: str, options: Options, seconds: float, threads: int) -> dict[
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
+        where = surroundings(threads)
         cases = [_case(case, options, seconds) for case in SUITES[suite]()]
     finally:
         torch.set_num_threads(before)
     speeds = [c["speed"] for c in cases if c["problem"] == ""]
     geomean = math.exp(sum(map(math.log, speeds)) / len(speeds)) if speeds else 0.0
-    return {"suite": suite, **surroundings(threads), "geomean": geomean, "cases": cases}
+    return {"suite": suite, **where, "geomean": geomean, "cases": cases}
 
 
 def _case(case: Case, options: Options, seconds: float) -> dict[str, Any]:

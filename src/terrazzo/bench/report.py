@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from terrazzo.bench.harness import busy
+
 TITLES = {
     "chains": "Chains of pointwise operations, norms and softmax",
     "layer": "A decoder layer of TinyLlama-1.1B, float32",
@@ -41,7 +43,8 @@ def conditions(record: Mapping[str, Any]) -> str:
     """Where and when a record was measured."""
     versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
     commit = f", commit {record['commit']}" if record["commit"] else ""
-    return f"{record['cpu']}, {record['threads']} threads, {versions}{commit}, {record['date']}"
+    load = f", measured on a busy machine (load {record['load']})" if busy(record) else ""
+    return f"{record['cpu']}, {record['threads']} threads, {versions}{commit}, {record['date']}{load}"
 
 
 def page(results: Path) -> str:
