@@ -1,0 +1,107 @@
+"""Running single programs of Tensor IR through the CPU target, many of them in one compilation."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from terrazzo.interp import loop as interp
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.program import Input, Program
+from terrazzo.ir.text import show
+from terrazzo.options import Options
+from terrazzo.rewrite.rule import Log
+from terrazzo.rules.loop.cost import Rates
+from terrazzo.rules.loop.fuse import fuse
+from terrazzo.rules.tensor_to_loop.lift import lift
+from terrazzo.run.cache import Cache
+from terrazzo.run.compiler import compile_all
+from terrazzo.targets.cpu.emit import arguments, emit, prelude
+
+
+class OutOfRange(Exception):
+    """A kernel reported an index outside its dimension."""
+
+
+def program(*results: Any) -> l.Program:
+    """The fused program of these values of Tensor IR. Its inputs are called by their own names."""
+    from terrazzo.ir.node import topological
+
+    inputs = tuple(n for n in topological(results) if isinstance(n, Input))
+    return fuse(lift(Program("tensor", "test", inputs, tuple(results))), Log(), Rates())
+
+
+class Suite:
+    """Programs by name, compiled together: one source for all of their kernels."""
+
+    def __init__(self, directory: Path) -> None:
+        self.programs: dict[str, l.Program] = {}
+        self.sources: dict[str, list[str]] = {}
+        self.functions: dict[l.Kernel, Any] = {}
+        self.directory = directory
+
+    def add(self, name: str, p: l.Program) -> None:
+        """Register a program."""
+        self.programs[name] = p
+
+    def build(self, pieces: int = 2) -> None:
+        """Compile what was registered, in this many sources, which are compiled in parallel."""
+        texts: list[list[str]] = [[] for _ in range(pieces)]
+        where: dict[l.Kernel, tuple[int, str]] = {}
+        for p in self.programs.values():
+            for k in (s for s in p.steps if isinstance(s, l.Kernel)):
+                if k not in where:
+                    name, source = emit(k)
+                    piece, unique = len(where) % pieces, f"{name}_{len(where)}"
+                    texts[piece].append(source.removeprefix(prelude()).replace(f"int {name}(", f"int {unique}("))
+                    where[k] = piece, unique
+        cache = Cache(self.directory, 1 << 30)
+        paths = compile_all([prelude() + "\n".join(t) for t in texts], Options(cache_dir=self.directory), cache)
+        libraries = [ctypes.CDLL(str(p)) for p in paths]
+        for k, (piece, name) in where.items():
+            self.functions[k] = getattr(libraries[piece], name)
+
+    def run(self, name: str, inputs: Mapping[str, Any], threads: int = os.cpu_count() or 1) -> list[Any]:
+        """The results of a program, by its compiled kernels."""
+        p = self.programs[name]
+        memory: dict[l.Buffer, Any] = {b: _stored(inputs[b.name], b) for b in p.inputs}
+        for step in p.steps:
+            assert isinstance(step, l.Kernel)
+            for b in step.writes:
+                memory.setdefault(b, _stored(np.zeros(b.type.static_shape, b.type.dtype.numpy), b))
+            pointers = (ctypes.c_void_p * 64)(*(memory[b].ctypes.data for b in arguments(step)))
+            if self.functions[step](pointers, threads):
+                raise OutOfRange(name)
+        return [memory[b] for b in p.results]
+
+    def check(self, name: str, inputs: Mapping[str, Any], rtol: float = 2e-6, atol: float = 2e-6) -> None:
+        """The compiled kernels give what the interpreter gives: integers bit for bit, floats up to rounding."""
+        expected = interp.run(self.programs[name], inputs)
+        for ours, theirs in zip(self.run(name, inputs), expected, strict=True):
+            assert_close(ours, theirs, rtol, atol, name + "\n" + show(self.programs[name]))
+
+
+def assert_close(ours: Any, theirs: Any, rtol: float, atol: float, message: str) -> None:
+    """Equal, or for floats equal up to a tolerance; NaN where NaN is, infinity where infinity is."""
+    assert ours.shape == theirs.shape and ours.dtype == theirs.dtype, message
+    if ours.dtype.kind in "biu":
+        np.testing.assert_array_equal(ours, theirs, err_msg=message)
+    else:
+        wide = ours.astype(np.float64), theirs.astype(np.float64)
+        np.testing.assert_allclose(*wide, rtol=rtol, atol=atol, equal_nan=True, err_msg=message)
+
+
+def _stored(x: Any, b: l.Buffer) -> Any:
+    """A copy of `x` that lies in memory as the buffer's type says."""
+    x = np.asarray(x).astype(b.type.dtype.numpy)
+    strides: Sequence[int] = [int(s) for s in b.type.element_strides]  # type: ignore[arg-type]
+    span = 1 + sum((e - 1) * s for e, s in zip(x.shape, strides, strict=True)) if x.size else 0
+    memory = np.zeros(span, x.dtype)
+    view = np.lib.stride_tricks.as_strided(memory, x.shape, [s * x.itemsize for s in strides])
+    view[...] = x
+    return view

@@ -1,0 +1,124 @@
+"""The CPU target computes what the Loop IR interpreter computes."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from terrazzo.ir.dialects import scalar as sc
+from terrazzo.ir.dialects import tensor as t
+from terrazzo.ir.monoid import MONOIDS
+from terrazzo.ir.program import Input
+from terrazzo.ir.types import DTYPES, DType, Type, bf16, bool_, f16, f32, f64, i32, i64, u8
+from tests.run.cpu import OutOfRange, Suite, program
+
+pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
+
+REAL = tuple(d for d in DTYPES.values() if d.kind != "complex")
+SPECIAL = (0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 2.5, 3.0, -3.5, 1e-30, 100.0, -100.0, np.inf, -np.inf, np.nan)
+
+
+def values_of(d: DType) -> Any:
+    """Values of a type where functions have corners: zeros of both signs, extremes, infinities, NaN, and some ordinary ones."""
+    rng = np.random.default_rng(0)
+    if d.kind == "bool":
+        return np.array([False, True])
+    if d.is_float:
+        ordinary = rng.standard_normal(30) * np.logspace(-3, 2, 30)
+        with np.errstate(over="ignore"):
+            return np.array([*SPECIAL, *ordinary]).astype(d.numpy)
+    info = np.iinfo(d.numpy)
+    some = [0, 1, 2, 3, 5, 7, 8, 31, 63, 64, info.max, info.max - 1, info.min, info.min + 1]
+    some += [-1, -2, -3, -7, -8] if d.kind == "int" else []
+    return np.array([*some, *rng.integers(info.min, info.max, 10, dtype=d.numpy)]).astype(d.numpy)
+
+
+def _arguments(fn: sc.Scalar, d: DType) -> tuple[DType, ...] | None:
+    """The types of the arguments of `fn` on elements of type `d`, if it takes them."""
+    types = (bool_, d, d) if fn.name == "where" else (d,) * fn.arity
+    return types if fn.result(types) is not None else None
+
+
+def _input(name: str, d: DType, *shape: int, strides: tuple[int, ...] | None = None) -> Input:
+    return Input(name, Type(d, shape, strides))
+
+
+def _functions() -> Iterator[tuple[str, sc.Scalar, tuple[DType, ...]]]:
+    for d in REAL:
+        for fn in (*sc.SCALARS.values(), *sc.CASTS.values()):
+            types = _arguments(fn, d)
+            if types is not None:
+                yield f"{fn.name}({d.name})", fn, types
+
+
+FUNCTIONS = {name: (fn, types) for name, fn, types in _functions()}
+
+
+def _scalar_program(fn: sc.Scalar, types: tuple[DType, ...]) -> tuple[Any, dict[str, Any]]:
+    """The function at every pair of values of its type (of all values, where it has one argument)."""
+    d = types[-1]
+    v = values_of(d)
+    n = len(v)
+    pairs = [np.repeat(v, n), np.tile(v, n)] if fn.arity > 1 else [np.tile(v, 3)]
+    given = dict(zip("xyz", pairs, strict=False))
+    if fn.name == "where":
+        given = {"x": np.arange(n * n) % 3 == 0, "y": pairs[0], "z": pairs[1]}
+    inputs = [Input(name, Type(kind, given[name].shape)) for name, kind in zip(given, types, strict=True)]
+    return t.Elementwise(fn, tuple(inputs)), given
+
+
+@pytest.fixture(scope="module")
+def scalars(tmp_path_factory: pytest.TempPathFactory) -> Suite:
+    suite = Suite(tmp_path_factory.mktemp("scalars"))
+    for name, (fn, types) in FUNCTIONS.items():
+        suite.add(name, program(_scalar_program(fn, types)[0]))
+    suite.build(4)
+    return suite
+
+
+# Units in the last place by which a C library and numpy may differ; vector forms promise 4.
+ULPS = {"lgamma": 64, "erfc": 16, "erf": 8, "pow": 16, "exp2": 8, "sinh": 8, "cosh": 8, "tan": 8}
+EXACT = ("add", "sub", "mul", "div", "neg", "abs", "sign", "min", "max", "fmin", "fmax", "floor", "ceil", "trunc", "round", "sqrt")
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_scalar_functions(name: str, scalars: Suite) -> None:
+    """Every function on every type, at the corners of the type, vectorised."""
+    fn, types = FUNCTIONS[name]
+    _, given = _scalar_program(fn, types)
+    (ours,) = scalars.run(name, given)
+    theirs = np.asarray(fn.numpy(*given.values())).astype(ours.dtype)
+    if not fn.infer(types).is_float:
+        known = ~_undefined(fn, types[-1], given)
+        np.testing.assert_array_equal(ours[known], theirs[known], err_msg=name)
+        return
+    bits = {2: np.int16, 4: np.int32, 8: np.int64}[ours.dtype.itemsize]
+    nan = np.isnan(theirs)
+    np.testing.assert_array_equal(np.isnan(ours), nan, err_msg=f"{name}: NaN")
+    apart = np.abs(_ordered(ours.view(bits)) - _ordered(theirs.view(bits)))
+    allowed = 0 if sc.is_cast(fn) or fn.name in EXACT else ULPS.get(fn.name, 4)
+    zeros = (ours == 0) & (theirs == 0)  # 0.0 and -0.0 are far apart: their signs must agree as well
+    wrong = ~nan & (apart > allowed) if allowed == 0 else ~nan & ((apart > allowed) & ~zeros | zeros & (np.signbit(ours) != np.signbit(theirs)))
+    examples = [(*(g[i] for g in given.values()), "gives", ours[i], "not", theirs[i]) for i in np.flatnonzero(wrong)[:5]]
+    assert not wrong.any(), f"{name}: {examples}"
+
+
+def _ordered(bits: Any) -> Any:
+    """Integers in the order of the floats they are the bits of."""
+    wide = bits.astype(object)
+    return np.where(wide < 0, -(wide & (2 ** (8 * bits.itemsize - 1) - 1)), wide)
+
+
+def _undefined(fn: sc.Scalar, d: DType, given: dict[str, Any]) -> Any:
+    """Where neither numpy nor PyTorch promises anything: floats beyond the range of the integer they are converted to."""
+    x = given["x"]
+    out = DTYPES.get(fn.name)
+    if out is None or not out.is_integer or not d.is_float:
+        return np.zeros(x.shape, bool)
+    wide = x.astype(np.float64)
+    return ~(np.isfinite(wide) & (wide > float(out.lowest) - 1) & (wide < float(out.highest) + 1))
