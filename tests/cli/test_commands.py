@@ -152,6 +152,11 @@ def test_a_model_with_random_weights(terrazzo: Terrazzo) -> None:
     assert terrazzo("compile", *words).stdout.count("===\n") < 20
 
 
+def test_the_version_and_the_help(terrazzo: Terrazzo) -> None:
+    assert re.fullmatch(r"terrazzo (from source|\d+\.\d+\S*)\n", terrazzo("--version").stdout)
+    assert terrazzo().stdout.startswith(terrazzo("--help").stdout.split("[OPTIONS]")[0])
+
+
 def test_targets(terrazzo: Terrazzo) -> None:
     assert [t["name"] for t in json.loads(terrazzo("targets", "--json").stdout)] == ["cpu", "interpreter"]
     assert re.search(r"^interpreter +ready +numpy", terrazzo("targets").stdout, re.MULTILINE)

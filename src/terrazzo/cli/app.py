@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from terrazzo.cli import bench, cache, compile_, doctor, explain, opt, run, targets
-from terrazzo.cli.output import complain
+from terrazzo.cli.output import complain, say
 from terrazzo.errors import CompilerBug, Limitation, TerrazzoError, UserError
 
 EXIT_CODES = {UserError: 2, Limitation: 3, CompilerBug: 70}
@@ -71,30 +71,38 @@ def _drop_output() -> None:
 
 def _report() -> str:
     """What a report of a bug needs."""
-    try:
-        ours = version("terrazzo")
-    except PackageNotFoundError:
-        ours = "from source"
     return (
         f"\nPlease report this with the output of:\n    terrazzo --debug {shlex.join(sys.argv[1:])}\n"
-        f"(terrazzo {ours}, Python {platform.python_version()}, {platform.machine()})"
+        f"({_version()}, Python {platform.python_version()}, {platform.machine()})"
     )
+
+
+def _version() -> str:
+    try:
+        return f"terrazzo {version('terrazzo')}"
+    except PackageNotFoundError:
+        return "terrazzo from source"
 
 
 app = typer.Typer(
     cls=Commands,
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def globally(
+    ctx: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error. May stand anywhere.")] = False,
+    show_version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
 ) -> None:
     """A small glass-box compiler from PyTorch models to kernels."""
+    if show_version:
+        say(_version())
+    elif ctx.invoked_subcommand is None:
+        say(ctx.get_help())
 
 
 app.command("compile")(compile_.compile_)
