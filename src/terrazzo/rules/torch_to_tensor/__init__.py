@@ -1,9 +1,25 @@
 """Torch IR to Tensor IR: each ATen op as a composition of the four primitives."""
 
-from terrazzo.rules.torch_to_tensor import contraction, creation, indexing, loss, norm, pointwise, pooling, reduction, scan, view
+from terrazzo.rules.torch_to_tensor import (
+    activation,
+    contraction,
+    creation,
+    indexing,
+    logic,
+    loss,
+    norm,
+    pointwise,
+    pooling,
+    reduction,
+    resample,
+    scan,
+    view,
+)
 
 RULES = (
     *pointwise.RULES,
+    *activation.RULES,
+    *logic.RULES,
     *creation.RULES,
     *view.RULES,
     *indexing.RULES,
@@ -12,5 +28,6 @@ RULES = (
     *contraction.RULES,
     *norm.RULES,
     *pooling.RULES,
+    *resample.RULES,
     *loss.RULES,
 )

@@ -108,7 +108,16 @@ def addr(node: Aten, base: Any, x: Any, y: Any, *, beta: Any = 1, alpha: Any = 1
 
 @aten("convolution.default")
 def convolution(
-    node: Aten, x: Any, w: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, output_padding: Any, groups: int
+    node: Aten,
+    x: Any,
+    w: Any,
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
 ) -> Any:
     """The sum over channels and kernel positions of x at the shifted place times w, in 1 to 3 dimensions, with every option."""
     out = result(node)
@@ -144,6 +153,19 @@ def _convolved(x: Any, w: Any, shape: Any, stride: Any, padding: Any, dilation: 
     return t.reduce("sum", t.apply("mul", left, right), range(len(shape), len(space)))
 
 
+def spread(o: Any, k: Any, extents: Any, kernel: Any, stride: Any, padding: Any, dilation: Any) -> tuple[list[IntExpr], list[IntExpr]]:
+    """The places i with o = i * stride + k * dilation - padding in each dimension, and what must be >= 0 for one to exist."""
+    place: list[IntExpr] = []
+    inside: list[IntExpr] = []
+    for d, extent in enumerate(extents):
+        reached = o[d] + padding[d] - k[d] * dilation[d]
+        lift = ((kernel[d] - 1) * dilation[d] // stride[d] + 1) * stride[d]  # keeps // and % on natural numbers
+        i = (reached + lift) // stride[d] - lift // stride[d]
+        place.append(i)
+        inside += [i, extent - 1 - i, (reached + lift) % stride[d] * -1]
+    return place, inside
+
+
 def _transposed(x: Any, w: Any, shape: Any, stride: Any, padding: Any, dilation: Any, groups: int, dtype: DType) -> Any:
     """out[o] = the sum over i, k with o = i * stride + k * dilation - padding."""
     per_group = w.type.shape[0] // groups
@@ -152,14 +174,7 @@ def _transposed(x: Any, w: Any, shape: Any, stride: Any, padding: Any, dilation:
     spatial = len(stride)
     n, oc, o = here[0], here[1], here[2 : 2 + spatial]
     ic, k = here[2 + spatial], here[3 + spatial :]
-    place: list[IntExpr] = []
-    inside: list[IntExpr] = []
-    for d in range(spatial):
-        reached = o[d] + padding[d] - k[d] * dilation[d]
-        lift = ((w.type.shape[2 + d] - 1) * dilation[d] // stride[d] + 1) * stride[d]  # keeps // and % on natural numbers
-        i = (reached + lift) // stride[d] - lift // stride[d]
-        place.append(i)
-        inside += [i, x.type.shape[2 + d] - 1 - i, (reached + lift) % stride[d] * -1]
+    place, inside = spread(o, k, x.type.shape[2:], w.type.shape[2:], stride, padding, dilation)
     group = oc // w.type.shape[1]
     left = t.index_map(t.cast(x, dtype.compute), space, (n, group * per_group + ic, *place), inside)
     right = t.index_map(t.cast(w, dtype.compute), space, (group * per_group + ic, oc % w.type.shape[1], *k))

@@ -8,111 +8,186 @@ from typing import Any
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects.torch import Aten
 from terrazzo.ir.expr import IntExpr
-from terrazzo.ir.types import i64
-from terrazzo.rewrite.rule import Rule, need
+from terrazzo.ir.types import Type, i64
+from terrazzo.rewrite.rule import Rule
 from terrazzo.rules.torch_to_tensor.common import aten, result
+from terrazzo.rules.torch_to_tensor.contraction import spread
 from terrazzo.rules.torch_to_tensor.pointwise import c
 from terrazzo.rules.torch_to_tensor.view import holds
 
 
-def _per_dim(value: Any, rank: int, default: int = 1) -> tuple[int, ...]:
-    given = tuple(value) if not isinstance(value, int) else (value,)
-    return given * rank if len(given) == 1 else given or (default,) * rank
+def _per_dim(value: Any, rank: int) -> tuple[int, ...]:
+    given = (value,) if isinstance(value, int) else tuple(value)
+    return given * rank if len(given) == 1 else given
 
 
-def _windows(x: Any, out: Sequence[Any], kernel: Sequence[int], stride: Any, padding: Any, dilation: Any) -> tuple[Any, Any, list[IntExpr]]:
-    """(elements, whether they are inside x, their places) over [.., out positions.., kernel positions..]."""
+def _spatial(node: Aten) -> int:
+    """How many dimensions are pooled: the digit in the op's name."""
+    return int(next(letter for letter in node.name if letter.isdigit()))
+
+
+class _Windows:
+    """What output positions read: the space [.., output positions.., positions in the window..], and the place in x of each."""
+
+    def __init__(self, x: Type, out: Sequence[Any], longest: Sequence[int], place: list[IntExpr], inside: list[IntExpr]) -> None:
+        self.lead, self.rank = len(out) - len(longest), len(out)
+        self.space = (*out, *longest)
+        self.axes = range(self.rank, len(self.space))
+        self.extents = x.shape[self.lead :]
+        self.place, self.inside = place, inside
+
+    def of(self, x: Any, outside: Any) -> Any:
+        """The elements of x, and `outside` beyond its border."""
+        here = t.coordinates(self.space)
+        found = t.index_map(x, self.space, (*here[: self.lead], *self.place), self.inside)
+        return found if outside == 0 else t.where(holds(self.space, self.inside), found, c(outside, found))
+
+    def flat(self) -> Any:
+        """The place of each element in its flattened image; beyond the border, a place that loses every tie."""
+        flat: IntExpr = 0
+        for p, extent in zip(self.place, self.extents, strict=True):
+            flat = flat * extent + p
+        return t.where(holds(self.space, self.inside), t.iota(self.space, flat), t.literal(i64.highest, i64, self.space))
+
+
+def _fixed(x: Type, out: Sequence[Any], kernel: Any, stride: Any, padding: Any, dilation: Any) -> _Windows:
+    """The window of output i starts at i * stride - padding."""
     spatial = len(kernel)
+    lead, here = len(out) - spatial, t.coordinates((*out, *kernel))
+    place = [here[lead + d] * stride[d] + here[len(out) + d] * dilation[d] - padding[d] for d in range(spatial)]
+    return _Windows(x, out, kernel, place, [e for d, p in enumerate(place) for e in (p, x.shape[lead + d] - 1 - p)])
+
+
+def _adaptive_bounds(i: Any, n: int, m: int) -> tuple[Any, Any]:
+    """The window of output i of m on n elements: [i * n // m, ceil((i + 1) * n / m))."""
+    return (i * n) // m, (i * n + n + m - 1) // m
+
+
+def _adaptive(x: Type, out: Sequence[Any], spatial: int) -> _Windows:
+    """Windows of varying size: the longest one, guarded."""
     lead = len(out) - spatial
-    space = (*out, *kernel)
-    here = t.coordinates(space)
-    place: list[IntExpr] = []
-    for d in range(spatial):
-        place.append(here[lead + d] * stride[d] + here[len(out) + d] * dilation[d] - padding[d])
-    inside = [e for d, p in enumerate(place) for e in (p, x.type.shape[lead + d] - 1 - p)]
-    return t.index_map(x, space, (*here[:lead], *place), inside), holds(space, inside), place
+    pairs = list(zip(x.shape[lead:], out[lead:], strict=True))
+    longest = [max(end - begin for begin, end in (_adaptive_bounds(i, n, m) for i in range(m))) for n, m in pairs]
+    here = t.coordinates((*out, *longest))
+    place, inside = [], []
+    for d, (n, m) in enumerate(pairs):
+        begin, end = _adaptive_bounds(here[lead + d], n, m)
+        place.append(begin + here[len(out) + d])
+        inside.append(end - 1 - place[-1])
+    return _Windows(x, out, longest, place, inside)
+
+
+def _product(factors: Sequence[Any]) -> Any:
+    value = factors[0]
+    for f in factors[1:]:
+        value = t.apply("mul", value, f)
+    return value
+
+
+def _divided(total: Any, count: Any, out: Type) -> Any:
+    """total / count, rounded to the result; integers towards zero, as in eager."""
+    count = t.cast(count, total.type.dtype)
+    return t.cast(t.apply("div" if total.type.dtype.is_float else "truncdiv", total, count), out.dtype)
 
 
 @aten("avg_pool1d.default", "avg_pool2d.default", "avg_pool3d.default")
 def avg_pool(
-    node: Aten, x: Any, kernel: Any, stride: Any = (), padding: Any = 0, ceil_mode: bool = False, count_pad: bool = True, divisor: Any = None
+    node: Aten,
+    x: Any,
+    kernel: Any,
+    stride: Any = (),
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_pad: bool = True,
+    divisor: Any = None,
 ) -> Any:
     """The sum over the window, divided by the number of elements in it (padding included or not) or by `divisor`."""
-    out = result(node)
-    spatial = int(node.name[len("aten.avg_pool")])
-    kernel = _per_dim(kernel, spatial)
+    out, spatial = result(node), _spatial(node)
+    if 0 in out.shape:
+        return t.literal(0, out.dtype, out.shape)
+    kernel, padding = _per_dim(kernel, spatial), _per_dim(padding, spatial)
     stride = _per_dim(stride, spatial) if stride not in ((), None) else kernel
-    padding = _per_dim(padding, spatial)
-    need(0 not in out.shape, "it is empty")
-    wide = t.cast(x, out.dtype.compute)
-    values, _, _ = _windows(wide, out.shape, kernel, stride, padding, (1,) * spatial)
-    axes = range(out.rank, out.rank + spatial)
-    total = t.reduce("sum", values, axes)
-    if divisor is not None:
-        count: Any = c(divisor, total)
-    else:
-        count = _counts(out.shape, x.type.shape, kernel, stride, padding, count_pad, total)
-    return t.cast(t.apply("div", total, count), out.dtype)
+    windows = _fixed(x.type, out.shape, kernel, stride, padding, (1,) * spatial)
+    total = t.reduce("sum", windows.of(t.cast(x, out.dtype.compute), 0), windows.axes)
+    count = c(divisor, total) if divisor is not None else _counts(windows, out.shape, kernel, stride, padding, count_pad)
+    return _divided(total, count, out)
 
 
-def _counts(out: Any, shape: Any, kernel: Any, stride: Any, padding: Any, count_pad: bool, like: Any) -> Any:
+def _counts(windows: _Windows, out: Any, kernel: Any, stride: Any, padding: Any, count_pad: bool) -> Any:
     """How many elements each window counts: it ends at the (padded) border."""
-    spatial, lead = len(kernel), len(out) - len(kernel)
-    here = t.coordinates(out)
-    product: Any = t.literal(1, i64, out)
-    for d in range(spatial):
-        begin = here[lead + d] * stride[d] - padding[d]
-        low, high = (-padding[d], shape[lead + d] + padding[d]) if count_pad else (0, shape[lead + d])
-        first = t.apply("max", t.iota(out, begin), t.literal(low, i64, out))
-        last = t.apply("min", t.iota(out, begin + kernel[d]), t.literal(high, i64, out))
-        product = t.apply("mul", product, t.apply("sub", last, first))
-    return t.cast(product, like.type.dtype)
+    sides = []
+    for d, i in enumerate(t.coordinates(out)[windows.lead :]):
+        begin, border = i * stride[d] - padding[d], padding[d] if count_pad else 0
+        first = t.apply("max", t.iota(out, begin), t.literal(-border, i64, out))
+        last = t.apply("min", t.iota(out, begin + kernel[d]), t.literal(windows.extents[d] + border, i64, out))
+        sides.append(t.apply("sub", last, first))
+    return _product(sides)
+
+
+@aten("_adaptive_avg_pool2d.default", "_adaptive_avg_pool3d.default", "adaptive_avg_pool1d.default")
+def adaptive_avg_pool(node: Aten, x: Any, size: Any) -> Any:
+    """The mean over windows [i * n // m, ceil((i + 1) * n / m))."""
+    out = result(node)
+    if 0 in out.shape:
+        return t.literal(0, out.dtype, out.shape)
+    windows = _adaptive(x.type, out.shape, len(size))
+    total = t.reduce("sum", windows.of(t.cast(x, out.dtype.compute), 0), windows.axes)
+    bounds = [
+        _adaptive_bounds(i, n, m)
+        for i, n, m in zip(t.coordinates(out.shape)[windows.lead :], windows.extents, out.shape[windows.lead :], strict=True)
+    ]
+    return _divided(total, _product([t.iota(out.shape, end - begin) for begin, end in bounds]), out)
+
+
+def _largest(x: Any, windows: _Windows) -> tuple[Any, Any]:
+    values = windows.of(t.cast(x, x.type.dtype.compute), x.type.dtype.lowest)
+    _, where = t.reduce("argmax", (values, windows.flat()), windows.axes)
+    return t.cast(t.reduce("max", values, windows.axes), x.type.dtype), where  # who wants no index pays for none
+
+
+def _none(node: Aten) -> tuple[Any, ...]:
+    return tuple(t.literal(0, result(node, k).dtype, result(node, k).shape) for k in (0, 1))
 
 
 @aten("max_pool2d_with_indices.default", "max_pool3d_with_indices.default")
 def max_pool(node: Aten, x: Any, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False) -> Any:
     """The largest element of the window, and its place in the flattened image."""
-    out = result(node, 0)
-    spatial = int(node.name[len("aten.max_pool")])
-    kernel = _per_dim(kernel, spatial)
+    out, spatial = result(node, 0).shape, _spatial(node)
+    if 0 in out:
+        return _none(node)
+    kernel, padding, dilation = (_per_dim(v, spatial) for v in (kernel, padding, dilation))
     stride = _per_dim(stride, spatial) if stride not in ((), None) else kernel
-    need(0 not in out.shape, "it is empty")
-    wide = t.cast(x, out.dtype.compute)
-    values, inside, place = _windows(wide, out.shape, kernel, stride, _per_dim(padding, spatial), _per_dim(dilation, spatial))
-    values = t.where(inside, values, c(values.type.dtype.lowest, values))
-    flat: IntExpr = 0
-    for d, p in enumerate(place):
-        flat = flat * x.type.shape[x.type.rank - spatial + d] + p
-    axes = range(out.rank, out.rank + spatial)
-    index = t.where(inside, t.iota(values.type.shape, flat), t.literal(i64.highest, i64, values.type.shape))
-    best, where = t.reduce("argmax", (values, index), axes)
-    return t.cast(best, out.dtype), where
+    return _largest(x, _fixed(x.type, out, kernel, stride, padding, dilation))
 
 
-@aten("_adaptive_avg_pool2d.default", "_adaptive_avg_pool3d.default", "adaptive_avg_pool1d.default")
-def adaptive_avg_pool(node: Aten, x: Any, size: Any) -> Any:
-    """The mean over windows [i * n // m, ceil((i + 1) * n / m)): the longest window, guarded."""
-    out = result(node)
-    spatial = len(size)
-    need(0 not in out.shape and 0 not in x.type.shape, "it is empty")
-    lead = out.rank - spatial
-    extents = x.type.shape[lead:]
-    longest = [max(-(-(i + 1) * n // m) - i * n // m for i in range(m)) for n, m in zip(extents, out.shape[lead:], strict=True)]
-    space = (*out.shape, *longest)
+@aten("adaptive_max_pool2d.default", "adaptive_max_pool3d.default")
+def adaptive_max_pool(node: Aten, x: Any, size: Any) -> Any:
+    """The largest element of the windows of adaptive_avg_pool, and its place in the flattened image."""
+    out = result(node, 0).shape
+    return _none(node) if 0 in out else _largest(x, _adaptive(x.type, out, len(size)))
+
+
+@aten("max_pool2d_with_indices_backward.default", "max_pool3d_with_indices_backward.default")
+def max_pool_backward(
+    node: Aten, grad: Any, x: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool, indices: Any
+) -> Any:
+    """Each place gets the gradients of the windows it was the largest of: those whose index points at it."""
+    out, spatial = result(node), _spatial(node)
+    if 0 in out.shape:
+        return t.literal(0, out.dtype, out.shape)
+    kernel, padding, dilation = (_per_dim(v, spatial) for v in (kernel, padding, dilation))
+    stride = _per_dim(stride, spatial) if stride not in ((), None) else kernel
+    lead, space = out.rank - spatial, (*out.shape, *kernel)
     here = t.coordinates(space)
-    place, inside = [], []
-    count: Any = t.literal(1, i64, out.shape)
-    for d, (n, m) in enumerate(zip(extents, out.shape[lead:], strict=True)):
-        i = here[lead + d]
-        begin, end = (i * n) // m, (i * n + n + m - 1) // m
-        place.append(begin + here[out.rank + d])
-        inside.append(end - 1 - place[-1])
-        j = t.coordinates(out.shape)[lead + d]
-        count = t.apply("mul", count, t.iota(out.shape, (j * n + n + m - 1) // m - (j * n) // m))
-    inside += [n - 1 - p for n, p in zip(extents, place, strict=True)]
-    wide = t.cast(x, out.dtype.compute)
-    total = t.reduce("sum", t.index_map(wide, space, (*here[:lead], *place), inside), range(out.rank, out.rank + spatial))
-    return t.cast(t.apply("div", total, t.cast(count, total.type.dtype)), out.dtype)
+    place, inside = spread(here[lead : out.rank], here[out.rank :], grad.type.shape[lead:], kernel, stride, padding, dilation)
+    flat: IntExpr = 0
+    for d in range(lead, out.rank):
+        flat = flat * out.shape[d] + here[d]
+    at = (*here[:lead], *place)
+    chosen = t.apply("eq", t.index_map(indices, space, at, inside), t.iota(space, flat))
+    given = t.index_map(t.cast(grad, out.dtype.compute), space, at, inside)
+    total = t.reduce("sum", t.where(chosen, given, c(0, given)), range(out.rank, len(space)))
+    return t.cast(total, out.dtype)
 
 
-RULES: tuple[Rule, ...] = (avg_pool, max_pool, adaptive_avg_pool)
+RULES: tuple[Rule, ...] = (avg_pool, adaptive_avg_pool, max_pool, adaptive_max_pool, max_pool_backward)

@@ -64,18 +64,19 @@ def aminmax(node: Aten, x: Any, *, dim: int | None = None, keepdim: bool = False
     return reduced("min", wide, axes, result(node, 0)), reduced("max", wide, axes, result(node, 1))
 
 
-def with_index(m: str, x: Any, axis: int) -> tuple[Any, Any]:
-    """The best value along `axis` and where it stands. Bools are compared as integers."""
-    wide = t.cast(x, i64 if x.type.dtype is bool_ else x.type.dtype.compute)
-    value, index = t.reduce(m, (wide, t.iota(x.type.shape, t.coordinates(x.type.shape)[axis])), [axis])
-    return value, index
+def with_index(name: str, x: Any, axis: int) -> tuple[Any, Any]:
+    """The max or min along `axis` and where it stands first. Each is a reduction of its own: who wants one pays for one."""
+    wide = t.cast(x, x.type.dtype.compute)
+    numbers = t.cast(x, i64) if x.type.dtype is bool_ else wide  # bools are told apart as integers
+    _, index = t.reduce(f"arg{name}", (numbers, t.iota(x.type.shape, t.coordinates(x.type.shape)[axis])), [axis])
+    return t.reduce(name, wide, [axis]), index
 
 
 def _extreme_with_index(name: str) -> Rule:
     def lower(node: Aten, x: Any, dim: int, keepdim: bool = False) -> Any:
         if not x.type.rank:
             return x, t.literal(0, i64, ())
-        value, index = with_index(f"arg{name}", x, normalize(dim, x.type.rank))
+        value, index = with_index(name, x, normalize(dim, x.type.rank))
         out = result(node, 0)
         return t.cast(reshaped(value, out.shape), out.dtype), reshaped(index, out.shape)
 
@@ -89,7 +90,7 @@ def _arg(name: str) -> Rule:
         if not x.type.rank:
             return t.literal(0, i64, shape)
         flat = x if dim is not None else t.reshape(x, (x.type.numel,))
-        return reshaped(with_index(name, flat, normalize(dim or 0, flat.type.rank))[1], shape)
+        return reshaped(with_index(name.removeprefix("arg"), flat, normalize(dim or 0, flat.type.rank))[1], shape)
 
     rule = aten(f"{name}.default")(lower)
     return Rule(name, rule.keys, rule.rewrite, "The first index of the best value; NaN is best.")

@@ -1,0 +1,230 @@
+"""Images read between their points: a sum over taps of the elements around a place, weighted by their distance to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from terrazzo.ir.dialects import tensor as t
+from terrazzo.ir.dialects.torch import Aten
+from terrazzo.ir.expr import IntExpr
+from terrazzo.ir.types import Type, i64
+from terrazzo.rewrite.rule import Rule
+from terrazzo.rules.torch_to_tensor.common import aten, result
+from terrazzo.rules.torch_to_tensor.pointwise import c
+
+Kernel = Callable[[Any], Any]
+"""The weight of a tap at a signed distance."""
+
+
+def linear(d: Any) -> Any:
+    """1 - |d|, and 0 from 1 on."""
+    return t.apply("max", t.apply("sub", c(1.0, d), t.apply("abs", d)), c(0.0, d))
+
+
+def _cubic(a: float) -> Kernel:
+    """Keys' convolution: piecewise cubic, 1 at 0, 0 at the other integers, 0 from 2 on."""
+
+    def kernel(d: Any) -> Any:
+        x = t.apply("abs", d)
+
+        def polynomial(*coefficients: float) -> Any:
+            value = c(coefficients[0], x)
+            for k in coefficients[1:]:
+                value = t.apply("add", t.apply("mul", value, x), c(k, x))
+            return value
+
+        near, far = polynomial(a + 2, -(a + 3), 0.0, 1.0), polynomial(a, -5 * a, 8 * a, -4 * a)
+        return t.where(t.apply("le", x, c(1.0, x)), near, t.where(t.apply("lt", x, c(2.0, x)), far, c(0.0, x)))
+
+    return kernel
+
+
+cubic = _cubic(-0.75)
+_keys = _cubic(-0.5)  # what PyTorch takes where it antialiases
+
+
+@dataclass(frozen=True)
+class Taps:
+    """Along one dimension: which element each tap reads (i64) and its weight. The last dimension of both counts the taps.
+
+    `axes` says which dimensions of the result the others are; `inside` is where a tap hits the image, if that may fail.
+    """
+
+    place: Any
+    weight: Any
+    axes: tuple[int, ...]
+    inside: Any = None
+
+
+def weighted(x: Any, out: Type, along: Sequence[Taps]) -> Any:
+    """The sum over all taps of x[place] * the product of the weights, for the last dimensions of x."""
+    lead = out.rank - len(along)
+    space = (*out.shape, *(taps.place.type.shape[-1] for taps in along))
+    here = t.coordinates(space)
+    index: list[IntExpr] = list(here[:lead])
+    factors, inside = [], []
+    for d, taps in enumerate(along):
+        at = (*(here[a] for a in taps.axes), here[out.rank + d])
+        index.append(t.loaded(taps.place, at, x.type.shape[lead + d]))
+        factors.append(t.index_map(taps.weight, space, at))
+        inside += [t.index_map(taps.inside, space, at)] if taps.inside is not None else []
+    value = t.index_map(t.cast(x, out.dtype.compute), space, index)
+    weight = factors[0]
+    for f in factors[1:]:
+        weight = t.apply("mul", weight, f)
+    value = t.apply("mul", value, weight)
+    if inside:
+        hit = inside[0]
+        for test in inside[1:]:
+            hit = t.apply("and_", hit, test)
+        value = t.where(hit, value, c(0.0, value))
+    return t.cast(t.reduce("sum", value, range(out.rank, len(space))), out.dtype)
+
+
+def _limited(place: Any, extent: int) -> Any:
+    return t.apply("min", t.apply("max", place, c(0, place)), c(extent - 1, place))
+
+
+def _around(real: Any, count: int, kernel: Kernel) -> tuple[Any, Any]:
+    """(places, weights) of the `count` elements around each of `real`; the places may be outside."""
+    shape = (*real.type.shape, count)
+    *here, k = t.coordinates(shape)
+    first = t.cast(t.apply("floor", real), i64)
+    place = t.apply("add", t.index_map(first, shape, here), t.iota(shape, k - (count // 2 - 1)))
+    return place, kernel(t.apply("sub", t.index_map(real, shape, here), t.cast(place, real.type.dtype)))
+
+
+def _scale(n: int, m: int, align: bool, scale: float | None) -> float:
+    """How many elements of the input one step of the output is."""
+    if align:
+        return (n - 1) / (m - 1) if m > 1 else 0.0
+    return 1 / scale if scale else n / m
+
+
+def _interpolated(count: int, kernel: Kernel, extend: bool) -> Callable[..., Any]:
+    """Interpolation by a kernel of `count` taps; places before the first element are moved to it unless `extend`."""
+
+    def lower(node: Aten, x: Any, size: Sequence[int], align: bool, *scales: float | None) -> Any:
+        out = result(node)
+        if 0 in out.shape:
+            return t.literal(0, out.dtype, out.shape)
+        dtype, along = out.dtype.compute, []
+        for d, (m, scale) in enumerate(zip(size, scales or (None,) * len(size), strict=True)):
+            n = x.type.shape[2 + d]
+            step = _scale(n, m, align, scale)
+            position = t.cast(t.iota((m,), t.coordinates((m,))[0]), dtype)
+            real = t.apply("mul", position, c(step, position))
+            if not align:
+                half = t.apply("mul", t.apply("add", position, c(0.5, position)), c(step, position))
+                real = t.apply("sub", half, c(0.5, half))
+                real = real if extend else t.apply("max", real, c(0.0, real))
+            place, weight = _around(real, count, kernel)
+            along.append(Taps(_limited(place, n), weight, (2 + d,)))
+        return weighted(x, out, along)
+
+    return lower
+
+
+def _antialiased(radius: int, kernel: Kernel) -> Callable[..., Any]:
+    """Interpolation whose kernel is stretched by the scale when the image shrinks; the weights are divided by their sum."""
+
+    def lower(node: Aten, x: Any, size: Sequence[int], align: bool, *scales: float | None) -> Any:
+        out = result(node)
+        if 0 in out.shape:
+            return t.literal(0, out.dtype, out.shape)
+        dtype, along = out.dtype.compute, []
+        for d, (m, scale) in enumerate(zip(size, scales or (None,) * len(size), strict=True)):
+            n = x.type.shape[2 + d]
+            step = _scale(n, m, align, scale)
+            stretch = max(step, 1.0)
+            shape = (m, 2 * math.ceil(radius * stretch) + 1)
+            i, k = t.coordinates(shape)
+            position = t.cast(t.iota(shape, i), dtype)
+            centre = t.apply("mul", t.apply("add", position, c(0.5, position)), c(step, position))
+
+            def end(offset: float, low: int, centre: Any = centre, n: int = n) -> Any:
+                return _limited(t.cast(t.apply("add", centre, c(offset + 0.5, centre)), i64), n + low)
+
+            first, last = end(-radius * stretch, 1), end(radius * stretch, 1)
+            place = t.apply("add", first, t.iota(shape, k))
+            middle = t.apply("add", t.cast(place, dtype), c(0.5, centre))
+            weight = kernel(t.apply("div", t.apply("sub", middle, centre), c(stretch, centre)))
+            weight = t.where(t.apply("lt", place, last), weight, c(0.0, weight))
+            total = t.broadcast(t.reduce("sum", weight, [1], keepdim=True), shape)
+            along.append(Taps(_limited(place, n), t.apply("div", weight, total), (2 + d,)))
+        return weighted(x, out, along)
+
+    return lower
+
+
+def _rule(name: str, lower: Callable[..., Any], doc: str) -> Rule:
+    rule = aten(f"{name}.default")(lower)
+    return Rule(name, rule.keys, rule.rewrite, doc)
+
+
+_LINEAR = _interpolated(2, linear, False)
+UPSAMPLINGS = (
+    _rule("upsample_linear1d", _LINEAR, "Linear interpolation."),
+    _rule("upsample_bilinear2d", _LINEAR, "Linear interpolation in two dimensions."),
+    _rule("upsample_trilinear3d", _LINEAR, "Linear interpolation in three dimensions."),
+    _rule("upsample_bicubic2d", _interpolated(4, cubic, True), "Cubic interpolation in two dimensions."),
+    _rule("_upsample_bilinear2d_aa", _antialiased(1, linear), "Linear interpolation, averaged where the image shrinks."),
+    _rule("_upsample_bicubic2d_aa", _antialiased(2, _keys), "Cubic interpolation, averaged where the image shrinks."),
+)
+
+
+def _reflected(real: Any, low: float, span: float) -> Any:
+    """`real` reflected into [low, low + span]."""
+    if span <= 0:
+        return c(0.0, real)
+    away = t.apply("abs", t.apply("sub", real, c(low, real)))
+    rest = t.apply("fmod", away, c(span, away))
+    turns = t.apply("floor", t.apply("div", away, c(span, away)))
+    even = t.apply("eq", t.apply("fmod", turns, c(2.0, turns)), c(0.0, turns))
+    return t.where(even, t.apply("add", rest, c(low, rest)), t.apply("sub", c(span + low, rest), rest))
+
+
+def _in_image(grid: Any, n: int, align: bool) -> Any:
+    """Coordinates of [-1, 1] as places in an image of n elements."""
+    moved = t.apply("add", grid, c(1.0, grid))
+    if align:
+        return t.apply("mul", t.apply("div", moved, c(2.0, moved)), c(n - 1.0, moved))
+    return t.apply("div", t.apply("sub", t.apply("mul", moved, c(float(n), moved)), c(1.0, moved)), c(2.0, moved))
+
+
+def _padded(real: Any, n: int, padding: int, align: bool) -> Any:
+    """Places outside the image stay (0), go to the border (1) or are reflected (2)."""
+    if padding == 2:
+        real = _reflected(real, 0.0, n - 1.0) if align else _reflected(real, -0.5, float(n))
+    return real if padding == 0 else _limited(real, n)
+
+
+@aten("grid_sampler_2d.default", "grid_sampler_3d.default")
+def grid_sampler(node: Aten, x: Any, grid: Any, mode: int, padding: int, align: bool) -> Any:
+    """x read at the places the grid says: by linear interpolation (mode 0), at the nearest element (1), cubic (2); 0 outside."""
+    out = result(node)
+    if 0 in out.shape:
+        return t.literal(0, out.dtype, out.shape)
+    dtype = out.dtype.compute
+    sites = tuple(grid.type.shape[:-1])
+    spatial = len(sites) - 1
+    along = []
+    for d, n in enumerate(x.type.shape[2:]):
+        real = _in_image(t.index_map(t.cast(grid, dtype), sites, (*t.coordinates(sites), spatial - 1 - d)), n, align)
+        if mode == 0:
+            place, weight = _around(_padded(real, n, padding, align), 2, linear)
+        elif mode == 1:
+            place = t.reshape(t.cast(t.apply("round", _padded(real, n, padding, align)), i64), (*sites, 1))
+            weight = t.literal(1.0, dtype, place.type.shape)
+        else:
+            place, weight = _around(real, 4, cubic)
+            place = t.cast(_padded(t.cast(place, dtype), n, padding, align), i64)
+        limited = _limited(place, n)
+        along.append(Taps(limited, weight, (0, *range(2, 2 + spatial)), t.apply("eq", place, limited)))
+    return weighted(x, out, along)
+
+
+RULES: tuple[Rule, ...] = (*UPSAMPLINGS, grid_sampler)
