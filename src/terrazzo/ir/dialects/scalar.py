@@ -92,8 +92,8 @@ def _integer_power(a: Any, b: Any) -> Any:
     while n.any():
         out = np.where(n & 1, out * square, out)
         square, n = square * square, n >> 1
-    odd = np.where(b % 2 == 0, 1, -1)  # a negative power of an integer is 0 but for 1 and -1
-    return np.where(b < 0, np.where(a == 1, 1, np.where(a == -1, odd, 0)), out).astype(a.dtype)
+    unit = (a == 1) | (a == -1)  # a negative power of an integer is 0 but for 1 and -1
+    return np.where(b < 0, np.where(unit, np.where(b % 2 == 0, np.ones_like(a), a), np.zeros_like(a)), out)
 
 
 def _table(*rows: Scalar) -> dict[str, Scalar]:
@@ -164,7 +164,7 @@ SCALARS = _table(
     Scalar("gt", 2, _test(*_ANY), np.greater, "({0} > {1})"),
     Scalar("ge", 2, _test(*_ANY), np.greater_equal, "({0} >= {1})"),
     Scalar("isnan", 1, _test(*_FLOAT), np.isnan, "({0} != {0})"),
-    Scalar("signbit", 1, _test(*_FLOAT), np.signbit, "(bool)std::signbit({0})"),
+    Scalar("signbit", 1, _test(*_FLOAT), np.signbit, "tz_signbit({0})"),
     # logic on bools, bits on integers
     Scalar("and_", 2, _same("bool", *_INT), np.bitwise_and, "({t})({0} & {1})"),
     Scalar("or_", 2, _same("bool", *_INT), np.bitwise_or, "({t})({0} | {1})"),
