@@ -38,7 +38,7 @@ check: $(READY) ## lint and type-check
 	$(RUN) -m mypy
 
 opinfo: $(READY) ## every sample of PyTorch's operator database, and the table in the docs (long)
-	$(RUN) -m terrazzo.bench.opinfo $(ARGS)
+	PYTHONPATH=src:. $(RUN) -m tests.opinfo.run --table docs/operators.md $(ARGS)
 
 docs: $(READY) ## write the generated pages of the manual
 	$(RUN) docs/generate.py $(ARGS)

@@ -77,9 +77,7 @@ def scalars() -> str:
         return _first(getattr(monoid, maker).__doc__)
 
     out = ["# Scalar functions, monoids and element types", "", GENERATED, "## Scalar functions", "", *_doc(scalar), ""]
-    out += _table(
-        ("name", "arguments", "in C++", "cost"), ((s.name, s.arity, f"`{s.c}`", s.cost) for s in scalar.BY_NAME.values())
-    )
+    out += _table(("name", "arguments", "in C++", "cost"), ((s.name, s.arity, f"`{s.c}`", s.cost) for s in scalar.BY_NAME.values()))
     out += ["", "## Monoids", "", *_doc(monoid), ""]
     out += _table(
         ("name", "values", "combination"),

@@ -71,9 +71,7 @@ def tensor_programs(draw: Any, steps: int = 8) -> Program:
     for _ in range(draw(st.integers(1, steps))):
         x = draw(st.sampled_from(values))
         kind = draw(
-            st.sampled_from(
-                ("unary", "binary", "select", "view", "view", "reduce", "broadcast", "scan", "gather", "pad", "contract")
-            )
+            st.sampled_from(("unary", "binary", "select", "view", "view", "reduce", "broadcast", "scan", "gather", "pad", "contract"))
         )
         values.append(_step(draw, kind, x, values, inputs[2]))
     results = tuple(draw(st.lists(st.sampled_from(values), min_size=1, max_size=2))) + (values[-1],)

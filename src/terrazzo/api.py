@@ -26,7 +26,7 @@ class CompiledCall:
         return pytree.tree_unflatten(self.compiled(tensors), self.captured.results)
 
 
-def compile(  # noqa: A001 - the name users expect
+def compile(
     fn: Callable[..., Any], *example_inputs: Any, options: Options | Mapping[str, object] | None = None, **kwargs: Any
 ) -> CompiledCall:
     """Compile a module or a function for the shapes and types of the example inputs.

@@ -55,9 +55,7 @@ def test_a_bug_says_what_to_report(tmp_path: Path) -> None:
     words = [sys.executable, "-c", code, "opt", __file__]
     result = subprocess.run(words, env=surroundings(), capture_output=True, text=True)
     assert result.returncode == 70
-    assert result.stderr.startswith(
-        "compiler bug: ZeroDivisionError: division by zero\nPlease report this with the output of:\n"
-    )
+    assert result.stderr.startswith("compiler bug: ZeroDivisionError: division by zero\nPlease report this with the output of:\n")
     assert f"    terrazzo --debug opt {__file__}\n(terrazzo " in result.stderr
 
 

@@ -12,9 +12,7 @@ import pytest
 from terrazzo.errors import UserError
 from terrazzo.ir.text import parse
 
-LOOP = (
-    '@loop\ndef f(x: f32[4]):\n    with kernel("y", y=f32[4]):\n        for a0 in free(4):\n            {}\n    return (y,)\n'
-)
+LOOP = '@loop\ndef f(x: f32[4]):\n    with kernel("y", y=f32[4]):\n        for a0 in free(4):\n            {}\n    return (y,)\n'
 TENSOR = "@tensor\ndef f(x: f32[4]):\n    {}\n    return (y,)\n"
 TORCH = "@torch\ndef f(x: f32[4]):\n    {}\n    return (y,)\n"
 

@@ -9,9 +9,7 @@ import pytest
 from tests.cli.conftest import Terrazzo
 
 RELU = "torch.relu(torch.randn(2, 2))"
-KERNEL = (
-    '@loop\ndef f(x: f32[4]):\n    with kernel("y", y=f32[4]):\n        for a0 in free(4):\n            {}\n    return (y,)\n'
-)
+KERNEL = '@loop\ndef f(x: f32[4]):\n    with kernel("y", y=f32[4]):\n        for a0 in free(4):\n            {}\n    return (y,)\n'
 
 
 @pytest.mark.parametrize(
@@ -66,9 +64,7 @@ def test_shapes_that_do_not_match(terrazzo: Terrazzo, code: str) -> None:
     assert "3" in told and "5" in told
 
 
-@pytest.mark.parametrize(
-    "words", [("compile", "--ir", "cuda", "-c", RELU), ("frob",), ("compile", "--frob"), ("cache", "frob")]
-)
+@pytest.mark.parametrize("words", [("compile", "--ir", "cuda", "-c", RELU), ("frob",), ("compile", "--frob"), ("cache", "frob")])
 def test_what_no_command_takes(terrazzo: Terrazzo, words: tuple[str, ...]) -> None:
     told = terrazzo(*words, code=2).stderr
     assert "Usage: terrazzo" in told and ("cuda" in told or "frob" in told)
@@ -79,9 +75,7 @@ def test_models(terrazzo: Terrazzo) -> None:
     words = ("compile", "gpt2", "--random-weights", "--layer")
     assert terrazzo(*words, "12", code=2).stderr == "error: --layer 12: the model has layers 0 to 11\n"
     assert terrazzo(*words, "0", "--dtype", "q8", code=2).stderr.startswith("error: unknown dtype 'q8'; known: bool, u8,")
-    assert (
-        "--seq-len 2000: the model has positions for 1024 tokens" in terrazzo(*words, "0", "--seq-len", "2000", code=2).stderr
-    )
+    assert "--seq-len 2000: the model has positions for 1024 tokens" in terrazzo(*words, "0", "--seq-len", "2000", code=2).stderr
 
 
 def test_all_unsupported_operations_are_named_at_once(terrazzo: Terrazzo) -> None:
@@ -130,10 +124,7 @@ def test_files_that_are_something_else(terrazzo: Terrazzo, tmp_path: Path) -> No
 def test_what_does_not_fit_memory(terrazzo: Terrazzo, tmp_path: Path) -> None:
     file = tmp_path / "loop.txt"
     file.write_text("@loop\ndef f(x: f32[99999999, 99999999]):\n    return (x,)\n")
-    assert (
-        terrazzo("run", "--from", "loop", str(file), code=2).stderr
-        == "error: not enough memory: input x is f32[99999999, 99999999]\n"
-    )
+    assert terrazzo("run", "--from", "loop", str(file), code=2).stderr == "error: not enough memory: input x is f32[99999999, 99999999]\n"
 
 
 def test_an_operator_that_pytorch_does_not_have(terrazzo: Terrazzo, tmp_path: Path) -> None:

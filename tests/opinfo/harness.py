@@ -211,7 +211,8 @@ def _tensors(captured: Captured, args: Any, kwargs: Any) -> dict[str, Any]:
 
 def _interpreted(captured: Captured, args: Any, kwargs: Any, last: str) -> tuple[list[Any], list[str]]:
     program: Any = captured.program
-    for p, program, _ in stages(captured.program, Options(), Log()):
+    for p, after, _ in stages(captured.program, Options(), Log()):
+        program = after
         if p.name == last:
             break
     arrays = {k: to_numpy(v) for k, v in _tensors(captured, args, kwargs).items()}

@@ -1,6 +1,6 @@
 """`make opinfo`: the whole operator database, and the table in the docs.
 
-    python -m tests.opinfo.run [--level tensor|loop|cpu] [-k NAME] [--most N] [--shard K/N] [--json FILE] [--table FILE]
+python -m tests.opinfo.run [--level tensor|loop|cpu] [-k NAME] [--most N] [--shard K/N] [--json FILE] [--table FILE]
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 def work(job: tuple[str, int, str, int | None]) -> list[dict[str, Any]]:
     """One operator, all dtypes, in a process of its own pool."""
     import torch
+
     from tests.opinfo.harness import DTYPES, judge, operators
 
     torch.set_num_threads(1)

@@ -80,9 +80,7 @@ def layer() -> tuple[Case, ...]:
         def made() -> Made:
             from terrazzo.front import huggingface
 
-            module, args, kwargs = huggingface.load(
-                "TinyLlama/TinyLlama-1.1B-Chat-v1.0", layer=0, seq_len=length, random_weights=True
-            )
+            module, args, kwargs = huggingface.load("TinyLlama/TinyLlama-1.1B-Chat-v1.0", layer=0, seq_len=length, random_weights=True)
             hidden, *rest = args
             return module, [(torch.randn_like(hidden), *rest) for _ in range(SETS)], kwargs
 

@@ -29,9 +29,7 @@ def bench() -> None:
 @app.command()
 def cpu(
     suite: Annotated[list[Suite] | None, typer.Option(help="Only this suite. Repeatable.", show_default=False)] = None,
-    json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where the record of the one suite goes.", show_default=False)
-    ] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Where the record of the one suite goes.", show_default=False)] = None,
     seconds: Annotated[float, typer.Option(help="Time to spend on each case.")] = 1.0,
     threads: Annotated[int, typer.Option(envvar="TERRAZZO_THREADS", help="Threads, for both sides.")] = 2,
 ) -> None:

@@ -71,9 +71,7 @@ def _summary(done: Lowering, ir: Stage) -> dict[str, object]:
     return {
         "ir": ir.value,
         "text": [{"heading": head, "text": text} for head, text, _ in _texts(done, ir)],
-        "kernels": [
-            {"name": s.name, "reads": [b.name for b in s.reads], "writes": [b.name for b in s.writes]} for s in done.loop.steps
-        ],
+        "kernels": [{"name": s.name, "reads": [b.name for b in s.reads], "writes": [b.name for b in s.writes]} for s in done.loop.steps],
         "fallbacks": [{"op": s.name, "source": s.source} for s in done.loop.steps if isinstance(s, Call)],
         "passes": [{"name": p.name, "seconds": seconds} for p, _, seconds in done.stages],
         "events": [event_json(e) for e in done.events],

@@ -51,9 +51,7 @@ def examine() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     yield Finding("cores", True, f"{cores} usable of {os.cpu_count()}")
     gpu = shutil.which("nvidia-smi") is not None
-    yield Finding(
-        "gpu", gpu, "an NVIDIA driver is here", "no NVIDIA driver; nothing needs one yet, kernels run on the processor"
-    )
+    yield Finding("gpu", gpu, "an NVIDIA driver is here", "no NVIDIA driver; nothing needs one yet, kernels run on the processor")
 
 
 def _package(name: str, advice: str, needed: bool = False) -> Finding:
@@ -77,9 +75,7 @@ def _compiler() -> Iterator[Finding]:
         compiler, advice = None, str(error)
     yield Finding("compiler", compiler is not None, compiler.version if compiler else "", advice)
     if compiler is not None:
-        yield Finding(
-            "openmp", compiler.parallel, "kernels use several threads", "this compiler has no OpenMP: kernels use one thread"
-        )
+        yield Finding("openmp", compiler.parallel, "kernels use several threads", "this compiler has no OpenMP: kernels use one thread")
         vector = "-lmvec" in compiler.libraries
         yield Finding("vector math", vector, "libmvec", "no libmvec: exp, tanh and the like are computed one at a time")
     writable, why = _writable(cache)

@@ -27,8 +27,7 @@ def explain(request: Request, json: Json = False) -> None:
     done = lower(load(request), request)
     rates = target(request.options.target).rates
     steps = [
-        kernel_facts(done.loop, s, done.events, rates) if isinstance(s, Kernel) else call_facts(s, done.events)
-        for s in done.loop.steps
+        kernel_facts(done.loop, s, done.events, rates) if isinstance(s, Kernel) else call_facts(s, done.events) for s in done.loop.steps
     ]
     if json:
         as_json(steps)
@@ -84,9 +83,7 @@ def boundary(program: Program, kernel: Kernel, events: Sequence[Event]) -> list[
     for b in dict.fromkeys(kernel.writes):
         if b in program.results:
             reasons.append(f"{b.name} is a result")
-        reasons += [
-            f"{b.name} is read by {s.name}, which PyTorch runs" for s in program.steps if isinstance(s, Call) and b in s.reads
-        ]
+        reasons += [f"{b.name} is read by {s.name}, which PyTorch runs" for s in program.steps if isinstance(s, Call) and b in s.reads]
     about = {kernel.name, *(b.name for b in kernel.writes)}
     declined = [e for e in events if not e.fired and e.pass_name == "fuse" and about & set(e.subject.split(" with "))]
     latest = {(e.rule, e.subject): e for e in declined}  # prices change as kernels grow; the last ones decided

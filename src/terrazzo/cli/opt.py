@@ -16,9 +16,7 @@ def opt(
         str, typer.Option("-p", "--passes", metavar="PASS,PASS", help="What to run, in order; a wrong name lists them.")
     ] = "",
     target: Annotated[str, typer.Option(envvar="TERRAZZO_TARGET", help="Whose prices decide.")] = "cpu",
-    materialize: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Buffers that are not fused away. Repeatable.")
-    ] = None,
+    materialize: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Buffers that are not fused away. Repeatable.")] = None,
     verbose: Annotated[
         int, typer.Option("-v", "--verbose", count=True, help="-v: every rule, -vv: with its diff.", show_default=False)
     ] = 0,

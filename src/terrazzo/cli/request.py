@@ -32,40 +32,24 @@ class Request:
 
 
 def request(
-    model: Annotated[
-        str | None, typer.Argument(help="A Hugging Face id, such as openai-community/gpt2.", show_default=False)
-    ] = None,
+    model: Annotated[str | None, typer.Argument(help="A Hugging Face id, such as openai-community/gpt2.", show_default=False)] = None,
     code: Annotated[
         str | None,
-        typer.Option(
-            "-c", "--code", help="Torch code; its last expression is compiled.", rich_help_panel=_WHAT, show_default=False
-        ),
+        typer.Option("-c", "--code", help="Torch code; its last expression is compiled.", rich_help_panel=_WHAT, show_default=False),
     ] = None,
     source: Annotated[
         tuple[str, Path] | None,
-        typer.Option(
-            "--from", metavar="torch|tensor|loop FILE", help="A stage's text.", rich_help_panel=_WHAT, show_default=False
-        ),
+        typer.Option("--from", metavar="torch|tensor|loop FILE", help="A stage's text.", rich_help_panel=_WHAT, show_default=False),
     ] = None,
-    layer: Annotated[
-        int | None, typer.Option(help="Only this layer of the model.", rich_help_panel=_MODEL, show_default=False)
-    ] = None,
-    seq_len: Annotated[
-        int | None, typer.Option(help="Tokens in a sequence.", rich_help_panel=_MODEL, show_default=False)
-    ] = None,
+    layer: Annotated[int | None, typer.Option(help="Only this layer of the model.", rich_help_panel=_MODEL, show_default=False)] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens in a sequence.", rich_help_panel=_MODEL, show_default=False)] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences in a batch.", rich_help_panel=_MODEL, show_default=False)] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="f32, bf16, f16 or f64.", rich_help_panel=_MODEL, show_default=False)
-    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="f32, bf16, f16 or f64.", rich_help_panel=_MODEL, show_default=False)] = None,
     random_weights: Annotated[
         bool,
-        typer.Option(
-            "--random-weights", help="Random weights of the model's shapes: nothing is fetched.", rich_help_panel=_MODEL
-        ),
+        typer.Option("--random-weights", help="Random weights of the model's shapes: nothing is fetched.", rich_help_panel=_MODEL),
     ] = False,
-    target: Annotated[
-        str, typer.Option(envvar="TERRAZZO_TARGET", help="See `terrazzo targets`.", rich_help_panel=_HOW)
-    ] = "cpu",
+    target: Annotated[str, typer.Option(envvar="TERRAZZO_TARGET", help="See `terrazzo targets`.", rich_help_panel=_HOW)] = "cpu",
     threads: Annotated[
         int | None,
         typer.Option(envvar="TERRAZZO_THREADS", help="Threads a kernel may use.", rich_help_panel=_HOW, show_default=False),
@@ -85,9 +69,7 @@ def request(
     ] = False,
     verbose: Annotated[
         int,
-        typer.Option(
-            "-v", "--verbose", count=True, help="-v: every rule, -vv: with its diff.", rich_help_panel=_HOW, show_default=False
-        ),
+        typer.Option("-v", "--verbose", count=True, help="-v: every rule, -vv: with its diff.", rich_help_panel=_HOW, show_default=False),
     ] = 0,
     dump: Annotated[
         Path | None,

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 @with_request
 def run(
     request: Request,
-    check: Annotated[
-        bool, typer.Option("--check", help="Compare with eager, both against float64; exit code 1 if we are worse.")
-    ] = False,
+    check: Annotated[bool, typer.Option("--check", help="Compare with eager, both against float64; exit code 1 if we are worse.")] = False,
     interpret: Annotated[bool, typer.Option("--interpret", help="Run the Loop IR interpreter instead of kernels.")] = False,
     timed: Annotated[bool, typer.Option("--time", help="Time it beside eager, in turns.")] = False,
     json: Json = False,
@@ -80,9 +78,7 @@ def _time(ours: Any, eager: Any, threads: int | None) -> dict[str, Timing]:
     return interleaved({"terrazzo": ours, "eager": eager})
 
 
-def _tell(
-    compiled: Any, results: list[Any], seconds: float, compared: Accuracy | None, times: dict[str, Timing] | None
-) -> None:
+def _tell(compiled: Any, results: list[Any], seconds: float, compared: Accuracy | None, times: dict[str, Timing] | None) -> None:
     for k, r in enumerate(results):
         say(f"result {k}: {_type(r)}")
     say(f"compiled in {duration(seconds * 1e9)}")

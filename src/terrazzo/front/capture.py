@@ -151,7 +151,9 @@ def _argument_names(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], fla
 def _labels(state: list[str], arguments: list[str]) -> list[str]:
     """Short names where they are unique: the last part of a parameter's path, else all of it."""
     last = [s.rsplit(".", 1)[-1] for s in state]
-    return [short if last.count(short) == 1 and short not in arguments else full for short, full in zip(last, state, strict=True)] + arguments
+    return [
+        short if last.count(short) == 1 and short not in arguments else full for short, full in zip(last, state, strict=True)
+    ] + arguments
 
 
 def _renamed(program: Program, labels: list[str]) -> tuple[Program, dict[str, str]]:

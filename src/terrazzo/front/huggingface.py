@@ -186,7 +186,7 @@ def _read_layer(model_id: str, path: str, module: Any) -> None:
         names = {}
         for file in files:
             with safe_open(file, "pt") as f:
-                names = {**names, **{k: file.name for k in f.keys()}}  # noqa: SIM118 - not a dict
+                names = {**names, **dict.fromkeys(f.keys(), file.name)}
     state = {}
     for key in module.state_dict():
         full = next((n for n in names if n.endswith(path + key)), None)

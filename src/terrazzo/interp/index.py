@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from terrazzo.errors import UserError
-from terrazzo.ir.expr import Expr, IntExpr, Loaded, evaluate
+from terrazzo.ir.address import evaluate
+from terrazzo.ir.expr import Expr, IntExpr, Loaded
 from terrazzo.ir.node import Node, topological
 
 Read = Callable[[Node, Mapping[Expr, Any]], Any]
@@ -36,6 +37,5 @@ def grid(variables: Sequence[Expr], extents: Sequence[int]) -> dict[Expr, Any]:
     """One array per variable, shaped so that they broadcast against each other."""
     rank = len(extents)
     return {
-        v: np.arange(n).reshape([-1 if d == k else 1 for k in range(rank)])
-        for d, (v, n) in enumerate(zip(variables, extents, strict=True))
+        v: np.arange(n).reshape([-1 if d == k else 1 for k in range(rank)]) for d, (v, n) in enumerate(zip(variables, extents, strict=True))
     }

@@ -25,7 +25,7 @@ class Expr(Node):
     """An integer. Use the operators; they normalise."""
 
     def __add__(self, other: IntExpr) -> IntExpr:
-        return _polynomial(_terms(self), _terms(other))
+        return _polynomial(terms_of(self), terms_of(other))
 
     def __sub__(self, other: IntExpr) -> IntExpr:
         return self + other * -1
@@ -38,8 +38,8 @@ class Expr(Node):
 
     def __mul__(self, other: IntExpr) -> IntExpr:
         out: dict[tuple[Expr, ...], int] = {}
-        for a, x in _terms(self).items():
-            for b, y in _terms(other).items():
+        for a, x in terms_of(self).items():
+            for b, y in terms_of(other).items():
                 key = tuple(sorted(a + b, key=_order))
                 out[key] = out.get(key, 0) + x * y
         return _polynomial(out)
@@ -47,14 +47,8 @@ class Expr(Node):
     def __floordiv__(self, other: IntExpr) -> IntExpr:
         return floordiv(self, other)
 
-    def __rfloordiv__(self, other: IntExpr) -> IntExpr:
-        return floordiv(other, self)
-
     def __mod__(self, other: IntExpr) -> IntExpr:
         return mod(self, other)
-
-    def __rmod__(self, other: IntExpr) -> IntExpr:
-        return mod(other, self)
 
     __radd__ = __add__
     __rmul__ = __mul__
@@ -70,23 +64,31 @@ class Expr(Node):
         return (type(self).__name__, *(_order(v) for v in self.values))
 
 
-class Var(Expr, dialect="index", op="var"):
-    """A free variable in [0, extent): an axis of a kernel."""
-
-    name: str
-    extent: IntExpr
+class _Below(Expr):
+    """Base of what lies in [0, extent)."""
 
     @cached_property
     def range(self) -> Range:
-        hi = bounds(self.extent)[1]
+        hi = bounds(self.extent)[1]  # type: ignore[attr-defined]
         return 0, None if hi is None else max(hi - 1, 0)
+
+
+class Variable(_Below):
+    """Base of the variables: free in themselves."""
 
     @cached_property
     def free(self) -> frozenset[Any]:
         return frozenset((self,))
 
 
-class Bound(Expr, dialect="index", op="bound"):
+class Var(Variable, dialect="index", op="var"):
+    """A free variable in [0, extent): an axis of a kernel."""
+
+    name: str
+    extent: IntExpr
+
+
+class Bound(Variable, dialect="index", op="bound"):
     """A variable in [0, extent) bound by the enclosing reduction or scan.
 
     Its label is one more than the largest label bound inside that reduction, which makes terms that differ only in the
@@ -95,15 +97,6 @@ class Bound(Expr, dialect="index", op="bound"):
 
     label: int
     extent: IntExpr
-
-    @cached_property
-    def range(self) -> Range:
-        hi = bounds(self.extent)[1]
-        return 0, None if hi is None else max(hi - 1, 0)
-
-    @cached_property
-    def free(self) -> frozenset[Any]:
-        return frozenset((self,))
 
 
 class Size(Expr, dialect="index", op="size"):
@@ -118,16 +111,11 @@ class Size(Expr, dialect="index", op="size"):
         return self.lo, self.hi
 
 
-class Loaded(Expr, dialect="index", op="loaded"):
+class Loaded(_Below, dialect="index", op="loaded"):
     """An index that comes from data (a gather). `value` is an integer term; it must lie in [0, extent)."""
 
     value: Node
     extent: IntExpr
-
-    @cached_property
-    def range(self) -> Range:
-        hi = bounds(self.extent)[1]
-        return 0, None if hi is None else max(hi - 1, 0)
 
 
 class Sum(Expr, dialect="index", op="sum"):
@@ -215,19 +203,14 @@ def at_least(e: IntExpr, least: int) -> bool:
 def _lowest(e: IntExpr) -> IntExpr:
     """A lower bound of `e` in which only sizes are left."""
     total: IntExpr = 0
-    for factors, c in _terms(e).items():
+    for factors, c in terms_of(e).items():
         product: IntExpr = c
         for f in factors:
             product = product * (f if isinstance(f, Size) else _highest(f) if c < 0 else (bounds(f)[0] or 0))
-        if any(not _nonnegative(f) for f in factors):
+        if any((lo := bounds(f)[0]) is None or lo < 0 for f in factors):
             return e  # a factor may be negative: no claim
         total = total + product
     return total
-
-
-def _nonnegative(e: IntExpr) -> bool:
-    lo = bounds(e)[0]
-    return lo is not None and lo >= 0
 
 
 def _highest(atom: Expr) -> IntExpr:
@@ -272,7 +255,7 @@ def floordiv(a: IntExpr, b: IntExpr) -> IntExpr:
     if isinstance(a, Mod) and isinstance(b, int) and isinstance(a.b, int) and a.b % b == 0:
         return mod(floordiv(a.a, b), a.b // b)  # (x % (b*c)) // b == (x // b) % c
     assert isinstance(a, Expr) or isinstance(b, Expr)
-    return FloorDiv(a if isinstance(a, Expr) else _constant(a), b)
+    return FloorDiv(a if isinstance(a, Expr) else Sum(a, ()), b)
 
 
 def mod(a: IntExpr, b: IntExpr) -> IntExpr:
@@ -299,69 +282,7 @@ def mod(a: IntExpr, b: IntExpr) -> IntExpr:
             rlo, rhi = bounds(remainder)
             if rlo is not None and rlo >= 0 and rhi is not None and rhi < c:
                 return mod(multiple, b // c) * c + remainder
-    return Mod(rest if isinstance(rest, Expr) else _constant(rest), b)
-
-
-def evaluate(e: IntExpr, env: Mapping[Expr, Any]) -> Any:
-    """The value of `e`; `env` gives ints or integer arrays for its variables and loaded indices."""
-    if isinstance(e, int):
-        return e
-    if e in env:
-        return env[e]
-    match e:
-        case Sum():
-            total: Any = e.constant
-            for coefficient, factors in e.terms:
-                product: Any = coefficient
-                for f in factors:
-                    product = product * evaluate(f, env)
-                total = total + product
-            return total
-        case FloorDiv():
-            return evaluate(e.a, env) // evaluate(e.b, env)
-        case Mod():
-            return evaluate(e.a, env) % evaluate(e.b, env)
-    raise UserError(f"index expression mentions {e}, which has no value here")
-
-
-def coefficient(e: IntExpr, atom: Expr) -> IntExpr | None:
-    """c where e == c * atom + (something without atom), or None if atom occurs in e in any other way."""
-    found: IntExpr = 0
-    for factors, c in _terms(e).items():
-        count = sum(f is atom for f in factors)
-        others: IntExpr = c
-        for f in factors:
-            if f is not atom:
-                if mentions(f, atom):
-                    return None
-                others = others * f
-        if count > 1:
-            return None
-        if count == 1:
-            found = found + others
-    return found
-
-
-def mentions(e: Any, atom: Expr) -> bool:
-    """True if `atom` occurs anywhere in `e`."""
-    return isinstance(e, Node) and (e is atom or any(mentions(c, atom) for c in e.children))
-
-
-def flatten(index: tuple[IntExpr, ...], strides: tuple[IntExpr, ...]) -> IntExpr:
-    """The offset of `index` in elements."""
-    offset: IntExpr = 0
-    for i, s in zip(index, strides, strict=True):
-        offset = offset + i * s
-    return offset
-
-
-def unflatten(offset: IntExpr, shape: tuple[IntExpr, ...]) -> tuple[IntExpr, ...]:
-    """The row-major index of element `offset` of a tensor of `shape`; the inverse of flatten."""
-    index: list[IntExpr] = []
-    for extent in reversed(shape[1:]):
-        index.append(offset % extent)
-        offset = offset // extent
-    return (*([offset] if shape else []), *reversed(index))
+    return Mod(rest if isinstance(rest, Expr) else Sum(rest, ()), b)
 
 
 def _order(value: Any) -> Any:
@@ -374,11 +295,8 @@ def _order(value: Any) -> Any:
     return (type(value).__name__, value if value is not None else 0)
 
 
-def _constant(value: int) -> Expr:
-    return Sum(value, ())
-
-
-def _terms(e: IntExpr) -> dict[tuple[Expr, ...], int]:
+def terms_of(e: IntExpr) -> dict[tuple[Expr, ...], int]:
+    """The expression as coefficients of products of atoms; the constant is that of the empty product."""
     if isinstance(e, int):
         return {(): e}
     if isinstance(e, Sum):
@@ -416,7 +334,7 @@ def _recombine(total: dict[tuple[Expr, ...], int]) -> None:
             c = total[factors]
             if c and total.get((quotient,), 0) == c * remainder.b:
                 del total[factors], total[(quotient,)]
-                for f, k in _terms(remainder.a).items():
+                for f, k in terms_of(remainder.a).items():
                     total[f] = total.get(f, 0) + c * k
                 again = True
                 break
@@ -426,9 +344,9 @@ def _split(a: IntExpr, b: IntExpr) -> tuple[IntExpr, IntExpr]:
     """(q, r) with a == q * b + r, moving every term that b visibly divides into q."""
     q: dict[tuple[Expr, ...], int] = {}
     r: dict[tuple[Expr, ...], int] = {}
-    divisor = _terms(b)
+    divisor = terms_of(b)
     single = next(iter((f, c) for f, c in divisor.items() if c), None) if sum(c != 0 for c in divisor.values()) == 1 else None
-    for factors, c in _terms(a).items():
+    for factors, c in terms_of(a).items():
         quotient = _quotient(factors, c, single) if single else None
         if quotient is not None:
             q[quotient[0]] = quotient[1]

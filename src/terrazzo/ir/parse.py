@@ -134,13 +134,9 @@ class GraphReader(Reader):
                 return self.build(x, t.IndexMap, self.lookup(source.value, scope), declared.shape, index, inside)
             case ["reduce", m]:
                 axes = self.keyword(x, "axes")
-                return self.build(
-                    x, t.Reduce, self.build(x, monoid, m), self.operands(x, scope), tuple(map(self.constant, elements(axes)))
-                )
+                return self.build(x, t.Reduce, self.build(x, monoid, m), self.operands(x, scope), tuple(map(self.constant, elements(axes))))
             case ["scan", m]:
-                return self.build(
-                    x, t.Scan, self.build(x, monoid, m), self.operands(x, scope), self.constant(self.keyword(x, "axis"))
-                )
+                return self.build(x, t.Scan, self.build(x, monoid, m), self.operands(x, scope), self.constant(self.keyword(x, "axis")))
             case [fn] if fn in BY_NAME:
                 return self.build(x, t.Elementwise, scalar(fn), self.operands(x, scope))
         self.fail(x, f"unknown Tensor IR op {path!r}")
@@ -163,11 +159,7 @@ class LoopReader(Reader):
         source = self.comments.get(s.lineno, "")
         match s:
             case ast.With(
-                items=[
-                    ast.withitem(
-                        context_expr=ast.Call(func=ast.Name(id="kernel"), args=[ast.Constant(value=str() as name)]) as head
-                    )
-                ]
+                items=[ast.withitem(context_expr=ast.Call(func=ast.Name(id="kernel"), args=[ast.Constant(value=str() as name)]) as head)]
             ):
                 for k in head.keywords:
                     if k.arg is None or k.arg in scope.values:
@@ -177,9 +169,7 @@ class LoopReader(Reader):
                 stores: list[Any] = []
                 self.block(s.body, scope.inner(), axes, stores, [])
                 return self.build(s, l.Kernel, name, tuple(axes), tuple(stores), source)
-            case ast.Assign(
-                targets=[ast.Tuple(elts=targets)], value=ast.Call(func=ast.Name(id="call"), args=[first, *rest]) as c
-            ):
+            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Call(func=ast.Name(id="call"), args=[first, *rest]) as c):
                 types = self.type(self.keyword(c, "_types"), scope)
                 args, kwargs, order = self.call(c, rest, scope)
                 if not isinstance(types, tuple) or len(types) != len(targets):
@@ -194,9 +184,7 @@ class LoopReader(Reader):
                 return self.build(s, l.Call, self.constant(first), args, kwargs, tuple(buffers), order, source)
         self.fail(s, 'expected `with kernel("name", result=type):` or `result, = call("aten.…", …, _types=(…,))`')
 
-    def block(
-        self, body: list[ast.stmt], scope: Scope, axes: list[Any], stores: list[Any], reduce_axes: list[Any]
-    ) -> dict[str, Any]:
+    def block(self, body: list[ast.stmt], scope: Scope, axes: list[Any], stores: list[Any], reduce_axes: list[Any]) -> dict[str, Any]:
         """Read statements; returns what was accumulated here: name → (monoid, arguments)."""
         accumulated: dict[str, Any] = {}
         for s in body:

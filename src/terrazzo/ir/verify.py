@@ -10,10 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 from terrazzo.errors import CompilerBug
+from terrazzo.ir.address import coefficient
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects import torch as aten
-from terrazzo.ir.expr import Expr, IntExpr, Var, at_least, bounds, coefficient
+from terrazzo.ir.expr import Expr, IntExpr, Var, at_least, bounds
 from terrazzo.ir.node import topological
 from terrazzo.ir.program import Input, Program
 

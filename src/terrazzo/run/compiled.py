@@ -139,7 +139,9 @@ class _Expected:
 def _strides_fit(t: Any, slot: Slot) -> bool:
     """Strides matter only along dimensions with more than one element."""
     given = t.stride()
-    return given == slot.strides or all(e <= 1 or a == b for e, a, b in zip(slot.shape, given, slot.strides, strict=True)) or 0 in slot.shape
+    return (
+        given == slot.strides or all(e <= 1 or a == b for e, a, b in zip(slot.shape, given, slot.strides, strict=True)) or 0 in slot.shape
+    )
 
 
 class _Frame:
@@ -222,8 +224,8 @@ def _build(key: str, cache: Cache, compiler: Compiler, program: Any, bound: Mapp
 
     log, timings = Log(), {}
     loop: Any = program
-    for p, loop, seconds in stages(program, options, log):
-        timings[p.name] = seconds
+    for p, after, seconds in stages(program, options, log):
+        loop, timings[p.name] = after, seconds
     start = time.perf_counter()
     kernels = {s: emit(s) for s in loop.steps if isinstance(s, l.Kernel)}
     timings["emit"] = time.perf_counter() - start
@@ -300,8 +302,8 @@ def interpreted(program: Any, bound: Mapping[str, Any], options: Options) -> Int
     from terrazzo.pipelines import stages
 
     log, timings, loop = Log(), {}, program
-    for p, loop, seconds in stages(program, options, log):
-        timings[p.name] = seconds
+    for p, after, seconds in stages(program, options, log):
+        loop, timings[p.name] = after, seconds
     return Interpreted(loop, {k: v.detach() for k, v in bound.items()}, log, timings)
 
 
@@ -336,5 +338,3 @@ def _say_once(message: str) -> None:
 
 def _report(op: str, source: str) -> None:
     _say_once(f"{op}{f' ({source})' if source else ''} is not compiled; PyTorch runs it")
-
-

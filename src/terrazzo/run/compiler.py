@@ -232,9 +232,7 @@ def _failure(compiler: Compiler, source: str, errors: str, cache: Cache) -> Exce
         return UserError(f"the C++ compiler ran out of disk space or memory: {told[0]}")
     saved = cache.put(digest("source that failed", source), ".cpp", source.encode())
     again = shlex.join(compiler.build(str(saved), "kernel.so"))
-    return CompilerBug(
-        "\n".join(["generated C++ does not compile:", *told[:5], f"The source is {saved}. To reproduce:", again])
-    )
+    return CompilerBug("\n".join(["generated C++ does not compile:", *told[:5], f"The source is {saved}. To reproduce:", again]))
 
 
 def _candidates() -> Iterator[tuple[str, ...]]:

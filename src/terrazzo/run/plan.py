@@ -180,7 +180,9 @@ def slots_in(value: Any) -> list[int]:
     if isinstance(value, list):
         return [s for v in value for s in slots_in(v)]
     if isinstance(value, dict):
-        return [value["slot"]] if set(value) == {"slot"} else [s for v in value.values() for s in slots_in(v)] if "float" not in value else []
+        return (
+            [value["slot"]] if set(value) == {"slot"} else [s for v in value.values() for s in slots_in(v)] if "float" not in value else []
+        )
     return []
 
 

@@ -161,9 +161,7 @@ class Store(Node, dialect="loop", op="store"):
 
     def check(self) -> None:
         if len(self.index) != self.buffer.type.rank or _dtype(self.value) is not self.buffer.type.dtype:
-            raise UserError(
-                f"store: a {_dtype(self.value)} at {len(self.index)} indices into {self.buffer.name}: {self.buffer.type}"
-            )
+            raise UserError(f"store: a {_dtype(self.value)} at {len(self.index)} indices into {self.buffer.name}: {self.buffer.type}")
 
 
 class Kernel(Node, dialect="loop", op="kernel"):

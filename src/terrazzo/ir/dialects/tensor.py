@@ -16,9 +16,10 @@ from functools import cached_property
 from typing import Any
 
 from terrazzo.errors import UserError
+from terrazzo.ir.address import unflatten
 from terrazzo.ir.dialects import scalar as sc
 from terrazzo.ir.dialects.scalar import Scalar
-from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var, at_least, bounds, unflatten
+from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var, at_least, bounds
 from terrazzo.ir.monoid import Monoid, monoid
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.types import DType, Type, i64
@@ -282,7 +283,7 @@ def broadcast(x: Any, shape: Sequence[IntExpr]) -> Any:
 
 def reshape(x: Any, shape: Sequence[IntExpr]) -> Any:
     """The same elements in row-major order under another shape."""
-    from terrazzo.ir.expr import flatten
+    from terrazzo.ir.address import flatten
     from terrazzo.ir.types import contiguous_strides
 
     shape = tuple(shape)

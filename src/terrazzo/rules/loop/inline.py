@@ -22,9 +22,7 @@ def inline(consumer: l.Kernel, producer: l.Kernel) -> l.Kernel:
         store = stored.get(load.buffer)
         return load if store is None else element(store, load.index, load.inside)
 
-    return l.Kernel(
-        consumer.name, consumer.axes, tuple(_in_store(s, replace, set(stored)) for s in consumer.stores), consumer.source
-    )
+    return l.Kernel(consumer.name, consumer.axes, tuple(_in_store(s, replace, set(stored)) for s in consumer.stores), consumer.source)
 
 
 def element(store: l.Store, index: tuple[IntExpr, ...], inside: tuple[IntExpr, ...] = ()) -> Any:

@@ -20,11 +20,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 def store_as_read(program: l.Program, log: Log) -> l.Program:
     """`program` with every temporary that all readers read merged, stored merged."""
-    fixed = (
-        set(program.inputs)
-        | set(program.results)
-        | {b for s in program.steps if isinstance(s, l.Call) for b in (*s.reads, *s.writes)}
-    )
+    fixed = set(program.inputs) | set(program.results) | {b for s in program.steps if isinstance(s, l.Call) for b in (*s.reads, *s.writes)}
     loads: dict[l.Buffer, list[l.Load]] = {}
     for node in topological([s for s in program.steps if isinstance(s, l.Kernel)]):
         if isinstance(node, l.Load) and node.buffer not in fixed:

@@ -235,11 +235,7 @@ def lift(program: Program, rules: Sequence[Rule] = RULES) -> l.Program:
         many = isinstance(getattr(node, "type", None), tuple)
         if isinstance(node, t.Opaque):
             types = node.result if isinstance(node.result, tuple) else (node.result,)
-            gets = (
-                {n.index: n for n in topological(program.results) if isinstance(n, t.Get) and n.x is node}
-                if many
-                else {0: node}
-            )
+            gets = {n.index: n for n in topological(program.results) if isinstance(n, t.Get) and n.x is node} if many else {0: node}
             results = tuple(None if r is None else l.Buffer(named(gets.get(k, node)), r) for k, r in enumerate(types))
             buffers.update({n: b for k, n in gets.items() if (b := results[k]) is not None})
             source = program.sources.get(program.names.get(node, ""), "")
@@ -257,9 +253,7 @@ def lift(program: Program, rules: Sequence[Rule] = RULES) -> l.Program:
         store = l.Store(buffer, here, term(node, here, element))
         order = tuple(sorted(axes, key=lambda a: _scanned(store, a)))
         steps.append(l.Kernel(buffer.name, order, (store,), program.sources.get(program.names.get(node, ""), "")))
-    return l.Program(
-        program.name, tuple(buffers[i] for i in program.inputs), tuple(steps), tuple(buffers[r] for r in program.results)
-    )
+    return l.Program(program.name, tuple(buffers[i] for i in program.inputs), tuple(steps), tuple(buffers[r] for r in program.results))
 
 
 def _loops(shape: Sequence[IntExpr]) -> list[IntExpr]:

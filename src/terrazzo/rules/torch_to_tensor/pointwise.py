@@ -1,4 +1,4 @@
-"""Arithmetic, comparisons, logic and functions of one element."""
+"""Arithmetic."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects.torch import Aten
-from terrazzo.ir.types import bool_
 from terrazzo.rewrite.rule import Rule, need
-from terrazzo.rules.torch_to_tensor.common import aten, operand, pointwise, promoted, result
+from terrazzo.rules.torch_to_tensor.common import aten, operand, pointwise, result
 
 Build = Callable[..., Any]
 
@@ -44,7 +43,12 @@ def sub(node: Aten, x: Any, y: Any, alpha: Any = 1) -> Any:
 def rsub(node: Aten, x: Any, y: Any, alpha: Any = 1) -> Any:
     """y - alpha * x in the promoted type."""
     return pointwise(
-        node, result(node).dtype.compute, x, y, alpha, fn=lambda a, b, k: t.apply("sub", b, a if alpha == 1 else t.apply("mul", a, k))
+        node,
+        result(node).dtype.compute,
+        x,
+        y,
+        alpha,
+        fn=lambda a, b, k: t.apply("sub", b, a if alpha == 1 else t.apply("mul", a, k)),
     )
 
 
@@ -128,101 +132,6 @@ def pow_(node: Aten, x: Any, y: Any) -> Any:
     return pointwise(node, compute, x, y, fn="pow")
 
 
-def _unary(name: str, fn: str | Build) -> Rule:
-    """A function of one element, computed in the result's type (integers are promoted to float by PyTorch's own answer)."""
-    rule = aten(f"{name}.default")(lambda node, x: pointwise(node, result(node).dtype.compute, x, fn=fn))
-    return Rule(name, rule.keys, rule.rewrite, f"{name}(x), element by element.")
-
-
-def _times(factor: float) -> Build:
-    return lambda x: t.apply("mul", x, c(factor, x))
-
-
-def sigmoid_of(x: Any) -> Any:
-    """1 / (1 + exp(-x))."""
-    return t.apply("div", c(1.0, x), t.apply("add", c(1.0, x), t.apply("exp", t.apply("neg", x))))
-
-
-def softplus_of(x: Any) -> Any:
-    """log(1 + exp(x)), without overflow."""
-    zero = c(0.0, x)
-    return t.apply("add", t.apply("max", x, zero), t.apply("log1p", t.apply("exp", t.apply("neg", t.apply("abs", x)))))
-
-
-def _sinc(x: Any) -> Any:
-    p = t.apply("mul", x, c(math.pi, x))
-    return t.where(t.apply("eq", x, c(0.0, x)), c(1.0, x), t.apply("div", t.apply("sin", p), p))
-
-
-def _entr(x: Any) -> Any:
-    zero = c(0.0, x)
-    inside = t.where(t.apply("eq", x, zero), zero, t.apply("neg", t.apply("mul", x, t.apply("log", x))))
-    return t.where(t.apply("isnan", x), x, t.where(t.apply("lt", x, zero), c(-math.inf, x), inside))
-
-
-def _logit(x: Any) -> Any:
-    return t.apply("log", t.apply("div", x, t.apply("sub", c(1.0, x), x)))
-
-
-def _frac(x: Any) -> Any:
-    return t.apply("sub", x, t.apply("trunc", x))
-
-
-def _mish(x: Any) -> Any:
-    return t.apply("mul", x, t.apply("tanh", softplus_of(x)))
-
-
-def _relu6(x: Any) -> Any:
-    return t.apply("min", t.apply("max", x, c(0.0, x)), c(6.0, x))
-
-
-def _ndtr(x: Any) -> Any:
-    return t.apply("mul", t.apply("erfc", t.apply("mul", x, c(-math.sqrt(0.5), x))), c(0.5, x))
-
-
-def _log_sigmoid(x: Any) -> Any:
-    return t.apply("neg", softplus_of(t.apply("neg", x)))
-
-
-FLOAT_FUNCTIONS = tuple(
-    _unary(name, fn)
-    for name, fn in {
-        **{n: n for n in (
-            "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "sin", "cos", "tan", "asin", "acos", "atan",
-            "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "erf", "erfc", "lgamma",
-        )},
-        "sigmoid": sigmoid_of, "silu": lambda x: t.apply("mul", x, sigmoid_of(x)), "reciprocal": lambda x: t.apply("div", c(1.0, x), x),
-        "sinc": _sinc, "special_entr": _entr, "frac": _frac, "mish": _mish, "special_ndtr": _ndtr, "relu6": _relu6,
-        "deg2rad": _times(math.pi / 180), "rad2deg": _times(180 / math.pi), "log_sigmoid": _log_sigmoid,
-        "hardsigmoid": lambda x: t.apply("div", _relu6(t.apply("add", x, c(3.0, x))), c(6.0, x)),
-        "hardswish": lambda x: t.apply("div", t.apply("mul", x, _relu6(t.apply("add", x, c(3.0, x)))), c(6.0, x)),
-    }.items()
-)  # fmt: skip
-
-
-def _rounding(name: str) -> Rule:
-    """Rounding leaves integers as they are."""
-    def lower(node: Aten, x: Any) -> Any:
-        dtype = result(node).dtype
-        return pointwise(node, dtype.compute, x, fn=name if dtype.is_float else lambda a: a)
-
-    rule = aten(f"{name}.default")(lower)
-    return Rule(name, rule.keys, rule.rewrite, f"{name}(x); an integer stays.")
-
-
-ROUNDINGS = tuple(map(_rounding, ("floor", "ceil", "trunc", "round")))
-
-
-@aten("round.decimals")
-def round_decimals(node: Aten, x: Any, decimals: int = 0) -> Any:
-    """round(x * 10^d) / 10^d, half to even."""
-    scale = 10.0 ** abs(decimals)
-    into, back = ("mul", "div") if decimals >= 0 else ("div", "mul")
-    return pointwise(
-        node, result(node).dtype.compute, x, fn=lambda a: t.apply(back, t.apply("round", t.apply(into, a, c(scale, a))), c(scale, a))
-    )
-
-
 @aten("neg.default")
 def neg(node: Aten, x: Any) -> Any:
     """-x; integers wrap."""
@@ -251,86 +160,14 @@ def sign(node: Aten, x: Any) -> Any:
     return pointwise(node, dtype.compute, x, fn=build)
 
 
-@aten("relu.default")
-def relu(node: Aten, x: Any) -> Any:
-    """max(x, 0)."""
-    return pointwise(node, result(node).dtype.compute, x, 0, fn="max")
-
-
-@aten("gelu.default")
-def gelu(node: Aten, x: Any, approximate: str = "none") -> Any:
-    """x/2 * (1 + erf(x/sqrt 2)), or its tanh approximation."""
-
-    def build(a: Any) -> Any:
-        half = t.apply("mul", a, c(0.5, a))
-        if approximate == "tanh":
-            cube = t.apply("mul", t.apply("mul", a, a), a)
-            inner = t.apply("mul", c(math.sqrt(2 / math.pi), a), t.apply("add", a, t.apply("mul", c(0.044715, a), cube)))
-            return t.apply("mul", half, t.apply("add", c(1.0, a), t.apply("tanh", inner)))
-        return t.apply("mul", half, t.apply("add", c(1.0, a), t.apply("erf", t.apply("mul", a, c(math.sqrt(0.5), a)))))
-
-    return pointwise(node, result(node).dtype.compute, x, fn=build)
-
-
-@aten("leaky_relu.default")
-def leaky_relu(node: Aten, x: Any, slope: float = 0.01) -> Any:
-    """x where x > 0, else slope * x."""
-    return pointwise(
-        node, result(node).dtype.compute, x, fn=lambda a: t.where(t.apply("gt", a, c(0.0, a)), a, t.apply("mul", a, c(slope, a)))
-    )
-
-
-@aten("elu.default")
-def elu(node: Aten, x: Any, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Any:
-    """scale * (x where x > 0, else alpha * (exp(input_scale * x) - 1))."""
-
-    def build(a: Any) -> Any:
-        below = t.apply("mul", t.apply("expm1", t.apply("mul", a, c(input_scale, a))), c(alpha * scale, a))
-        return t.where(t.apply("gt", a, c(0.0, a)), t.apply("mul", a, c(scale, a)), below)
-
-    return pointwise(node, result(node).dtype.compute, x, fn=build)
-
-
-@aten("hardtanh.default")
-def hardtanh(node: Aten, x: Any, low: float = -1.0, high: float = 1.0) -> Any:
-    """x limited to [low, high]."""
-    return clamp_to(node, x, low, high)
-
-
-@aten("softplus.default")
-def softplus(node: Aten, x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
-    """log(1 + exp(beta * x)) / beta, and x itself beyond the threshold."""
-
-    def build(a: Any) -> Any:
-        scaled = t.apply("mul", a, c(beta, a))
-        soft = t.apply("div", t.apply("log1p", t.apply("exp", scaled)), c(beta, a))
-        return t.where(t.apply("gt", scaled, c(threshold, a)), a, soft)
-
-    return pointwise(node, result(node).dtype.compute, x, fn=build)
-
-
-@aten("threshold.default")
-def threshold(node: Aten, x: Any, limit: Any, value: Any) -> Any:
-    """value where x <= limit, else x."""
-    return pointwise(node, result(node).dtype.compute, x, fn=lambda a: t.where(t.apply("le", a, c(limit, a)), c(value, a), a))
-
-
-@aten("threshold_backward.default")
-def threshold_backward(node: Aten, grad: Any, x: Any, limit: Any) -> Any:
-    """0 where x <= limit, else grad."""
-    return pointwise(
-        node, result(node).dtype.compute, grad, x, fn=lambda g, a: t.where(t.apply("le", a, c(limit, a)), c(0, g), g)
-    )
-
-
 @aten("clamp.default", "clamp.Tensor", "clamp_min.default", "clamp_min.Tensor")
-def clamp(node: Aten, x: Any, min: Any = None, max: Any = None) -> Any:  # noqa: A002 - PyTorch's names
+def clamp(node: Aten, x: Any, min: Any = None, max: Any = None) -> Any:
     """min(max(x, low), high); NaN stays NaN."""
     return clamp_to(node, x, min, max)
 
 
 @aten("clamp_max.default", "clamp_max.Tensor")
-def clamp_max(node: Aten, x: Any, max: Any) -> Any:  # noqa: A002
+def clamp_max(node: Aten, x: Any, max: Any) -> Any:
     """min(x, high)."""
     return clamp_to(node, x, None, max)
 
@@ -383,7 +220,11 @@ BINARIES = (
     _binary(("hypot.default",), "hypot", "sqrt(x² + y²)."),
     _binary(("copysign.Tensor", "copysign.Scalar"), "copysign", "|x| with the sign of y."),
     _binary(("xlogy.Tensor", "xlogy.Scalar_Self", "xlogy.Scalar_Other"), _xlogy("log"), "x * log(y); 0 where x is 0."),
-    _binary(("special_xlog1py.default", "special_xlog1py.other_scalar", "special_xlog1py.self_scalar"), _xlogy("log1p"), "x * log1p(y)."),
+    _binary(
+        ("special_xlog1py.default", "special_xlog1py.other_scalar", "special_xlog1py.self_scalar"),
+        _xlogy("log1p"),
+        "x * log1p(y).",
+    ),
     _binary(("logaddexp.default",), _logaddexp("exp", lambda x: t.apply("log1p", x)), "log(exp x + exp y)."),
     _binary(
         ("logaddexp2.default",),
@@ -391,11 +232,31 @@ BINARIES = (
         "log2(2^x + 2^y).",
     ),
     _binary(("heaviside.default",), _heaviside, "0 below 0, 1 above, y at 0."),
-    _binary(("bitwise_and.Tensor", "bitwise_and.Scalar", "bitwise_and.Scalar_Tensor", "__and__.Tensor", "__and__.Scalar"), "and_", "x & y."),
-    _binary(("bitwise_or.Tensor", "bitwise_or.Scalar", "bitwise_or.Scalar_Tensor", "__or__.Tensor", "__or__.Scalar"), "or_", "x | y."),
-    _binary(("bitwise_xor.Tensor", "bitwise_xor.Scalar", "bitwise_xor.Scalar_Tensor", "__xor__.Tensor", "__xor__.Scalar"), "xor", "x ^ y."),
-    _binary(("bitwise_left_shift.Tensor", "bitwise_left_shift.Tensor_Scalar", "__lshift__.Tensor", "__lshift__.Scalar"), "shl", "x << y."),
-    _binary(("bitwise_right_shift.Tensor", "bitwise_right_shift.Tensor_Scalar", "__rshift__.Tensor", "__rshift__.Scalar"), "shr", "x >> y."),
+    _binary(
+        ("bitwise_and.Tensor", "bitwise_and.Scalar", "bitwise_and.Scalar_Tensor", "__and__.Tensor", "__and__.Scalar"),
+        "and_",
+        "x & y.",
+    ),
+    _binary(
+        ("bitwise_or.Tensor", "bitwise_or.Scalar", "bitwise_or.Scalar_Tensor", "__or__.Tensor", "__or__.Scalar"),
+        "or_",
+        "x | y.",
+    ),
+    _binary(
+        ("bitwise_xor.Tensor", "bitwise_xor.Scalar", "bitwise_xor.Scalar_Tensor", "__xor__.Tensor", "__xor__.Scalar"),
+        "xor",
+        "x ^ y.",
+    ),
+    _binary(
+        ("bitwise_left_shift.Tensor", "bitwise_left_shift.Tensor_Scalar", "__lshift__.Tensor", "__lshift__.Scalar"),
+        "shl",
+        "x << y.",
+    ),
+    _binary(
+        ("bitwise_right_shift.Tensor", "bitwise_right_shift.Tensor_Scalar", "__rshift__.Tensor", "__rshift__.Scalar"),
+        "shr",
+        "x >> y.",
+    ),
 )
 
 
@@ -404,97 +265,6 @@ def nextafter(node: Aten, x: Any, y: Any) -> Any:
     """The next number after x towards y; 16-bit types have their own neighbours and stay opaque."""
     need(result(node).dtype.compute is result(node).dtype, "neighbours of 16-bit floats are not those of f32")
     return pointwise(node, result(node).dtype, x, y, fn="nextafter")
-
-
-def _compare(name: str) -> Rule:
-    def lower(node: Aten, x: Any, y: Any) -> Any:
-        return pointwise(node, promoted(x, y).compute, x, y, fn=name)
-
-    rule = aten(f"{name}.Tensor", f"{name}.Scalar")(lower)
-    return Rule(name, rule.keys, rule.rewrite, f"x {name} y, compared in the promoted type.")
-
-
-COMPARISONS = tuple(map(_compare, ("eq", "ne", "lt", "le", "gt", "ge")))
-
-
-def truth(x: Any, shape: Any) -> Any:
-    """x != 0, stretched to `shape`."""
-    return operand(x, bool_, shape)
-
-
-def _logical(name: str, fn: str) -> Rule:
-    def lower(node: Aten, *xs: Any) -> Any:
-        return t.apply(fn, *(truth(x, result(node).shape) for x in xs))
-
-    rule = aten(f"{name}.default")(lower)
-    return Rule(name, rule.keys, rule.rewrite, f"{name} of the truth of the arguments.")
-
-
-LOGIC = tuple(_logical(f"logical_{n}", fn) for n, fn in (("and", "and_"), ("or", "or_"), ("xor", "xor"), ("not", "not_")))
-
-
-@aten("bitwise_not.default")
-def bitwise_not(node: Aten, x: Any) -> Any:
-    """~x; "not" for bools."""
-    return pointwise(node, result(node).dtype, x, fn="not_")
-
-
-@aten("isnan.default")
-def isnan(node: Aten, x: Any) -> Any:
-    """x != x; never for integers."""
-    return _float_test(node, x, lambda a: t.apply("isnan", a))
-
-
-@aten("isinf.default")
-def isinf(node: Aten, x: Any) -> Any:
-    """|x| == inf."""
-    return _float_test(node, x, lambda a: t.apply("eq", t.apply("abs", a), c(math.inf, a)))
-
-
-@aten("isposinf.default")
-def isposinf(node: Aten, x: Any) -> Any:
-    """x == inf."""
-    return _float_test(node, x, lambda a: t.apply("eq", a, c(math.inf, a)))
-
-
-@aten("isneginf.default")
-def isneginf(node: Aten, x: Any) -> Any:
-    """x == -inf."""
-    return _float_test(node, x, lambda a: t.apply("eq", a, c(-math.inf, a)))
-
-
-@aten("signbit.default")
-def signbit(node: Aten, x: Any) -> Any:
-    """True where the sign bit is set."""
-    dtype = x.type.dtype
-    if dtype.is_float:
-        return _float_test(node, x, lambda a: t.apply("signbit", a))
-    return t.apply("lt", x, c(0, x)) if dtype.kind == "int" else c_false(node)
-
-
-def c_false(node: Aten) -> Any:
-    """False everywhere."""
-    return t.literal(False, bool_, result(node).shape)
-
-
-def _float_test(node: Aten, x: Any, fn: Build) -> Any:
-    if not x.type.dtype.is_float:
-        return c_false(node)
-    return fn(t.cast(x, x.type.dtype.compute))
-
-
-@aten("where.self", "where.ScalarSelf", "where.ScalarOther", "where.Scalar")
-def where(node: Aten, condition: Any, x: Any, y: Any) -> Any:
-    """x where the condition holds, else y."""
-    out = result(node)
-    return t.where(truth(condition, out.shape), operand(x, out.dtype, out.shape), operand(y, out.dtype, out.shape))
-
-
-@aten("masked_fill.Scalar", "masked_fill.Tensor")
-def masked_fill(node: Aten, x: Any, mask: Any, value: Any) -> Any:
-    """value where the mask is set, else x."""
-    out = result(node)
-    return t.where(truth(mask, out.shape), operand(value, out.dtype, out.shape), operand(x, out.dtype, out.shape))
 
 
 @aten("lerp.Scalar", "lerp.Tensor")
@@ -548,20 +318,7 @@ def nan_to_num(node: Aten, x: Any, nan: Any = None, posinf: Any = None, neginf: 
     return t.cast(out, dtype)
 
 
-@aten("logit.default")
-def logit(node: Aten, x: Any, eps: float | None = None) -> Any:
-    """log(x / (1 - x)), with x limited to [eps, 1 - eps] first."""
-
-    def build(a: Any) -> Any:
-        if eps is not None:
-            a = t.apply("min", t.apply("max", a, c(eps, a)), c(1 - eps, a))
-        return _logit(a)
-
-    return pointwise(node, result(node).dtype.compute, x, fn=build)
-
-
 RULES: tuple[Rule, ...] = (
-    add, sub, rsub, mul, div, div_mode, floor_divide, remainder, fmod, pow_, *FLOAT_FUNCTIONS, *ROUNDINGS, round_decimals, neg, abs_, sign,
-    relu, gelu, leaky_relu, elu, hardtanh, softplus, threshold, threshold_backward, clamp, clamp_max, *BINARIES, nextafter, *COMPARISONS,
-    *LOGIC, bitwise_not, isnan, isinf, isposinf, isneginf, signbit, where, masked_fill, lerp, addcmul, addcdiv, nan_to_num, logit,
+    add, sub, rsub, mul, div, div_mode, floor_divide, remainder, fmod, pow_, neg, abs_, sign, clamp, clamp_max, *BINARIES, nextafter, lerp,
+    addcmul, addcdiv, nan_to_num,
 )  # fmt: skip

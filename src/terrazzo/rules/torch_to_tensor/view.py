@@ -278,9 +278,7 @@ def holds(shape: Sequence[Any], inside: Sequence[IntExpr]) -> Any:
 
 
 @aten("slice_scatter.default")
-def slice_scatter(
-    node: Aten, x: Any, source: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> Any:
+def slice_scatter(node: Aten, x: Any, source: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
     """x with a slice replaced."""
     shape = x.type.shape
     dim = normalize(dim, x.type.rank)

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.ir import nest as n
+from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.contraction import contraction
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var, coefficient, flatten
+from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var
 from terrazzo.ir.node import Node, topological
 from terrazzo.targets.cpu.terms import Scope, c_type, expression, index, term
 
@@ -70,7 +71,7 @@ def _sites(kernel: l.Kernel) -> tuple[list[Site], list[l.Term], list[l.Store], V
         return None
     if any(r.dtype is not reductions[0].dtype or not all(isinstance(a.extent, int) for a in r.axes) for r in reductions):
         return None
-    if any(isinstance(x, l.Index) or (isinstance(x, Loaded)) for p in products if p for x in topological(p.factors)):
+    if any(isinstance(x, (l.Index, Loaded)) for p in products if p for x in topological(p.factors)):
         return None
     factors = [p.factors for p in products if p]
     everywhere = frozenset(kernel.axes)
@@ -140,10 +141,11 @@ class _Blocked:
             assert direct is not None
             load, am, ak = direct
             inner = self.scope.inner()
-            inner.names.update({a: "0" for a in site.reduce.axes})
+            inner.names.update(dict.fromkeys(site.reduce.axes, "0"))
             inner.names[self.m] = "m0"
             place = index(flatten(load.index, load.buffer.type.element_strides), inner)
-            start = f"{self.scope.buffers[load.buffer]} + {place} + k0 * {index(ak, self.scope)}, {index(am, self.scope)}, {index(ak, self.scope)}"
+            along_m, along_k = index(am, self.scope), index(ak, self.scope)
+            start = f"{self.scope.buffers[load.buffer]} + {place} + k0 * {along_k}, {along_m}, {along_k}"
         else:
             start = f"{left} + ({self.row(site, 'm0')}) * {depth} + k0, {depth}, 1"
         out.append(f"  tz_rows<{self.type}>({start}, panel, kc, tile[{k}], mc, k0 == 0);")
@@ -160,7 +162,7 @@ class _Blocked:
             along_n = coefficient(offset, self.column)
             along_k = _flat_stride(offset, site.reduce.axes)
             inner = self.scope.inner()
-            inner.names.update({a: "0" for a in site.reduce.axes})
+            inner.names.update(dict.fromkeys(site.reduce.axes, "0"))
             inner.names[self.column] = "n0"
             if along_k is not None and isinstance(along_n, int) and (along_n == 1 or along_k == 1):
                 start = f"{self.scope.buffers[load.buffer]} + {index(offset, inner)} + k0 * {index(along_k, inner)}"
@@ -235,8 +237,7 @@ def _flat_stride(offset: IntExpr, axes: Sequence[Any]) -> IntExpr | None:
         if own is None or (stride is not None and own != stride):
             return None
         stride = own * a.extent
-    last = coefficient(offset, axes[-1])
-    return last
+    return coefficient(offset, axes[-1])
 
 
 def _digits(flat: str, axes: Sequence[Any], scope: Scope) -> list[str]:
@@ -270,5 +271,3 @@ def _numel(extents: Sequence[Any]) -> int:
     for e in extents:
         total *= int(e)
     return total
-
-

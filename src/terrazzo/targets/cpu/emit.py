@@ -14,8 +14,9 @@ from importlib import resources
 from typing import Any
 
 from terrazzo.ir import nest as n
+from terrazzo.ir.address import flatten
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Expr, IntExpr, Loaded, flatten
+from terrazzo.ir.expr import Expr, IntExpr, Loaded
 from terrazzo.ir.monoid import Monoid
 from terrazzo.ir.node import Node, topological
 from terrazzo.targets.cpu import blocked

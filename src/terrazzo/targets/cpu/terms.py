@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from terrazzo.errors import CompilerBug
+from terrazzo.ir.address import flatten
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.dialects.scalar import is_cast
-from terrazzo.ir.expr import FloorDiv, IntExpr, Loaded, Mod, Sum, at_least, flatten
+from terrazzo.ir.expr import FloorDiv, IntExpr, Loaded, Mod, Sum, at_least
 from terrazzo.ir.node import Node
 from terrazzo.ir.types import DType
 
@@ -113,15 +113,15 @@ def guard(inside: Iterable[IntExpr], scope: Scope) -> str:
     return " && ".join(f"{index(e, scope)} >= 0" for e in inside)
 
 
+_WRAPPING = ("add", "sub", "mul", "neg")
+
+
 def apply(x: l.Apply, scope: Scope) -> str:
     args = [term(a, scope) for a in x.args]
     first = x.args[0].dtype  # type: ignore[attr-defined]
-    suffix = "f" if first.name == "f32" else ""
-    text = x.fn.c.format(*args, f=suffix, t=c_type(first))
-    out = x.dtype
-    if is_cast(x.fn) or first.size >= 4 or not out.is_integer:
-        return text
-    return f"({c_type(out)}){text}"  # C computes small integers as int: wrap as the type does
+    if first.is_integer and x.fn.name in _WRAPPING:
+        return f"tz_{x.fn.name}({', '.join(args)})"
+    return x.fn.c.format(*args, f="f" if first.name == "f32" else "", t=c_type(first))
 
 
 def identifier(name: str) -> str:

@@ -1,0 +1,72 @@
+"""Questions about index expressions: their value, their coefficients, the place they mean in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from terrazzo.errors import UserError
+from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Mod, Sum, terms_of
+from terrazzo.ir.node import Node
+
+
+def evaluate(e: IntExpr, env: Mapping[Expr, Any]) -> Any:
+    """The value of `e`; `env` gives ints or integer arrays for its variables and loaded indices."""
+    if isinstance(e, int):
+        return e
+    if e in env:
+        return env[e]
+    match e:
+        case Sum():
+            total: Any = e.constant
+            for coefficient, factors in e.terms:
+                product: Any = coefficient
+                for f in factors:
+                    product = product * evaluate(f, env)
+                total = total + product
+            return total
+        case FloorDiv():
+            return evaluate(e.a, env) // evaluate(e.b, env)
+        case Mod():
+            return evaluate(e.a, env) % evaluate(e.b, env)
+    raise UserError(f"index expression mentions {e}, which has no value here")
+
+
+def coefficient(e: IntExpr, atom: Expr) -> IntExpr | None:
+    """c where e == c * atom + (something without atom), or None if atom occurs in e in any other way."""
+    found: IntExpr = 0
+    for factors, c in terms_of(e).items():
+        count = sum(f is atom for f in factors)
+        others: IntExpr = c
+        for f in factors:
+            if f is not atom:
+                if mentions(f, atom):
+                    return None
+                others = others * f
+        if count > 1:
+            return None
+        if count == 1:
+            found = found + others
+    return found
+
+
+def mentions(e: Any, atom: Expr) -> bool:
+    """True if `atom` occurs anywhere in `e`."""
+    return isinstance(e, Node) and (e is atom or any(mentions(c, atom) for c in e.children))
+
+
+def flatten(index: tuple[IntExpr, ...], strides: tuple[IntExpr, ...]) -> IntExpr:
+    """The offset of `index` in elements."""
+    offset: IntExpr = 0
+    for i, s in zip(index, strides, strict=True):
+        offset = offset + i * s
+    return offset
+
+
+def unflatten(offset: IntExpr, shape: tuple[IntExpr, ...]) -> tuple[IntExpr, ...]:
+    """The row-major index of element `offset` of a tensor of `shape`; the inverse of flatten."""
+    index: list[IntExpr] = []
+    for extent in reversed(shape[1:]):
+        index.append(offset % extent)
+        offset = offset // extent
+    return (*([offset] if shape else []), *reversed(index))
