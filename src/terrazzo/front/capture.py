@@ -53,7 +53,7 @@ def capture(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     varying = [k for k, v in enumerate(flat) if isinstance(v, torch.Tensor)]
     results: list[Any] = []
 
-    def call(weights: list[Any], tensors: list[Any]) -> list[Any]:
+    def call(weights: list[Any], tensors: list[Any]) -> Any:
         leaves = list(flat)
         for k, v in zip(varying, tensors, strict=True):
             leaves[k] = v

@@ -41,7 +41,7 @@ def load(code: str) -> tuple[Any, tuple[Any, ...]]:
     )
     making.run(ast.fix_missing_locations(ast.Module([ast.copy_location(function, tree.body[0])], [])), "exec", tree.body[-1])
 
-    class Code(torch.nn.Module):
+    class Code(torch.nn.Module):  # type: ignore[misc]
         """The code as a module, so that what it constructs has parameters."""
 
     module = Code()
@@ -90,7 +90,7 @@ class _Making(ast.NodeTransformer):
         new = self.generic_visit(node)
         if self._depends(new):
             return new
-        made = self.run(ast.fix_missing_locations(ast.Expression(new)), "eval", node)
+        made = self.run(ast.fix_missing_locations(ast.Expression(new)), "eval", node)  # type: ignore[arg-type]
         if isinstance(made, torch.Tensor):
             return self._named(node, hint or "x", made, self.inputs)
         if isinstance(made, torch.nn.Module):

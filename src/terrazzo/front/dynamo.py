@@ -28,7 +28,7 @@ def terrazzo(gm: Any, example_inputs: Sequence[Any], *, mode: str | None = None,
 
 
 def _compile(gm: Any, example_inputs: Sequence[Any], options: Options) -> Any:
-    from functorch.compile import make_boxed_func
+    from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
     from torch._functorch.aot_autograd import aot_module_simplified
 
     def compiler(graph: Any, inputs: Sequence[Any]) -> Any:
@@ -40,7 +40,7 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options) -> Any:
         )
 
 
-def _graph(graph: Any, options: Options) -> Callable[..., list[Any]]:
+def _graph(graph: Any, options: Options) -> Any:
     """One ATen graph as a function of its inputs. Results that are no tensors (None, numbers) are passed on."""
     import torch
 
@@ -50,7 +50,7 @@ def _graph(graph: Any, options: Options) -> Callable[..., list[Any]]:
     wanted = list(output.args[0])
     tensors = [w for w in wanted if isinstance(w, torch.fx.Node) and w.op != "placeholder"]
     if not tensors:
-        return torch.fx.Interpreter(graph).run  # type: ignore[no-any-return]
+        return torch.fx.Interpreter(graph).run
     output.args = (tuple(tensors),)
     try:
         program, constants = from_graph(graph, "forward")

@@ -103,7 +103,7 @@ def _whole(model_id: str, config: Any, random_weights: bool, transformers: Any) 
 def _inputs(config: Any, batch: int, seq_len: int, torch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if _kind(config) == "vision":
         return (torch.randn(batch, config.num_channels, config.image_size, config.image_size),), {}
-    longest = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", seq_len)
+    longest: int = getattr(config, "max_position_embeddings", 0) or getattr(config, "n_positions", seq_len)
     if seq_len > longest:
         raise UserError(f"--seq-len {seq_len}: the model has positions for {longest} tokens")
     return (torch.randint(0, config.vocab_size, (batch, seq_len)),), {}
@@ -139,7 +139,8 @@ def _layer(config: Any, layer: int, transformers: Any, torch: Any) -> tuple[Any,
             norm = p.dim() == 1 and "bias" not in name
             p.copy_(1 + 0.1 * torch.randn_like(p) if norm else 0.02 * torch.randn_like(p))
         for name, b in module.named_buffers():
-            raise UserError(f"layer {layer} has a buffer {name} that random weights cannot stand for") if b.is_meta else None
+            if b.is_meta:
+                raise UserError(f"layer {layer} has a buffer {name} that random weights cannot stand for")
     return module, f"{path}.{layer}."
 
 
@@ -208,7 +209,7 @@ def _folder(model_id: str) -> Path:
 def _first(module: Any, torch: Any) -> Any:
     """The module, giving only the first tensor of its output."""
 
-    class First(torch.nn.Module):  # type: ignore[misc, name-defined]
+    class First(torch.nn.Module):  # type: ignore[misc]
         """Logits, last hidden state, or the layer's hidden states."""
 
         def __init__(self) -> None:

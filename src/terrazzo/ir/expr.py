@@ -10,8 +10,8 @@ Python ints stand for themselves: `IntExpr = int | Expr`. Division and remainder
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
-from typing import Any, Union
+from functools import cached_property, reduce
+from typing import Any, Union, cast
 
 from terrazzo.errors import UserError
 from terrazzo.ir.node import Node, topological
@@ -46,6 +46,12 @@ class Expr(Node):
 
     def __floordiv__(self, other: IntExpr) -> IntExpr:
         return floordiv(self, other)
+
+    def __rfloordiv__(self, other: IntExpr) -> IntExpr:
+        return floordiv(other, self)
+
+    def __rmod__(self, other: IntExpr) -> IntExpr:
+        return mod(other, self)
 
     def __mod__(self, other: IntExpr) -> IntExpr:
         return mod(self, other)
@@ -380,10 +386,7 @@ def _coarsen(a: IntExpr, b: int) -> IntExpr | None:
 
 
 def _product_range(factors: tuple[Expr, ...]) -> Range:
-    total: Range = (1, 1)
-    for f in factors:
-        total = _times_range(total, f.range)
-    return total
+    return reduce(lambda total, f: _times_range(total, f.range), factors, cast(Range, (1, 1)))
 
 
 def _times_range(a: Range, b: Range) -> Range:

@@ -83,11 +83,11 @@ class Compiled:
             self._run(frame, tensors)
         finally:
             self.frames.append(frame)
-        given: set[int] = set(self.plan.inputs)  # a result is always a tensor of its own, as it is in eager
+        taken: set[int] = set(self.plan.inputs)  # a result is always a tensor of its own, as it is in eager
         out = []
         for k in self.plan.results:
-            out.append(tensors[k].clone() if k in given else tensors[k])
-            given.add(k)
+            out.append(tensors[k].clone() if k in taken else tensors[k])
+            taken.add(k)
         return out
 
     def _run(self, frame: _Frame, tensors: dict[int, Any]) -> None:

@@ -13,6 +13,8 @@ from terrazzo.rules.torch_to_tensor import (
     reduction,
     resample,
     scan,
+    scatter,
+    special,
     view,
 )
 
@@ -23,6 +25,8 @@ RULES = (
     *creation.RULES,
     *view.RULES,
     *indexing.RULES,
+    *scatter.RULES,
+    *special.RULES,
     *reduction.RULES,
     *scan.RULES,
     *contraction.RULES,

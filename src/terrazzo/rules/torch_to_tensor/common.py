@@ -73,7 +73,7 @@ def promoted(*xs: Any) -> DType:
     from terrazzo.ir.torch_types import from_torch_dtype, to_torch_dtype
 
     def example(x: Any) -> Any:
-        return torch.empty([1] * x.type.rank, dtype=to_torch_dtype(x.type.dtype)) if isinstance(x, Node) else x
+        return torch.empty([1] * _types(x)[0].rank, dtype=to_torch_dtype(_types(x)[0].dtype)) if isinstance(x, Node) else x
 
     found = example(xs[0])
     if len(xs) == 1:

@@ -12,6 +12,7 @@ from terrazzo.ir.types import DType, Type, bool_, i64
 from terrazzo.rewrite.rule import Rule
 from terrazzo.rules.torch_to_tensor.common import aten, operand, result
 from terrazzo.rules.torch_to_tensor.pointwise import c
+from terrazzo.rules.torch_to_tensor.reduction import norm_of
 
 
 def _compute(dtype: DType) -> DType:
@@ -153,7 +154,9 @@ def _convolved(x: Any, w: Any, shape: Any, stride: Any, padding: Any, dilation: 
     return t.reduce("sum", t.apply("mul", left, right), range(len(shape), len(space)))
 
 
-def spread(o: Any, k: Any, extents: Any, kernel: Any, stride: Any, padding: Any, dilation: Any) -> tuple[list[IntExpr], list[IntExpr]]:
+def spread(
+    o: Any, k: Any, extents: Any, kernel: Any, stride: Any, padding: Any, dilation: Any
+) -> tuple[list[IntExpr], list[IntExpr]]:
     """The places i with o = i * stride + k * dilation - padding in each dimension, and what must be >= 0 for one to exist."""
     place: list[IntExpr] = []
     inside: list[IntExpr] = []
@@ -181,4 +184,42 @@ def _transposed(x: Any, w: Any, shape: Any, stride: Any, padding: Any, dilation:
     return t.reduce("sum", t.apply("mul", left, right), range(len(shape), len(space)))
 
 
-RULES: tuple[Rule, ...] = (mm, mv, dot, addmm, addmv, addbmm, addr, convolution)
+@aten("_trilinear.default")
+def trilinear(
+    node: Aten, a: Any, b: Any, w: Any, expand_a: Any, expand_b: Any, expand_w: Any, over: Sequence[int], unroll: int = 1
+) -> Any:
+    """The sum over the dimensions `over` of a * b * w, each with dimensions of extent 1 put in at its `expand`."""
+    out = result(node)
+    wide, rank = _compute(out.dtype), a.type.rank + len(expand_a)
+    factors = []
+    for x, expand in ((a, expand_a), (w, expand_w), (b, expand_b)):
+        extents = iter(x.type.shape)
+        factors.append(t.reshape(t.cast(x, wide), [1 if d in expand else next(extents) for d in range(rank)]))
+    space = [max(f.type.shape[d] for f in factors) if all(f.type.shape[d] for f in factors) else 0 for d in range(rank)]
+    x, y, z = (t.broadcast(f, space) for f in factors)
+    return t.cast(t.reduce("sum", t.apply("mul", t.apply("mul", x, y), z), over), out.dtype)
+
+
+@aten("_cdist_forward.default")
+def cdist(node: Aten, x: Any, y: Any, p: float, mode: int | None) -> Any:
+    """out[.., i, j] = the p-norm of x[.., i] - y[.., j]."""
+    out = result(node)
+    *batch, m, n = out.shape
+    space = (*batch, m, n, x.type.shape[-1])
+    left = t.broadcast(t.reshape(x, (*x.type.shape[:-1], 1, space[-1])), space)
+    right = t.broadcast(t.reshape(y, (*y.type.shape[:-2], 1, *y.type.shape[-2:])), space)
+    return t.cast(norm_of(t.apply("sub", left, right), p, [len(space) - 1]), out.dtype)
+
+
+@aten("dist.default")
+def dist(node: Aten, x: Any, y: Any, p: float = 2) -> Any:
+    """The p-norm of x - y."""
+    import torch
+
+    out = result(node)
+    shape = tuple(torch.broadcast_shapes(x.type.shape, y.type.shape))
+    left, right = (operand(v, out.dtype.compute, shape) for v in (x, y))
+    return t.cast(norm_of(t.apply("sub", left, right), p, range(len(shape))), out.dtype)
+
+
+RULES: tuple[Rule, ...] = (mm, mv, dot, addmm, addmv, addbmm, addr, convolution, trilinear, cdist, dist)

@@ -8,7 +8,7 @@ from typing import Any
 
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects.torch import Aten
-from terrazzo.rewrite.rule import Rule, need
+from terrazzo.rewrite.rule import Rule
 from terrazzo.rules.torch_to_tensor.common import aten, normalize, operand, result
 from terrazzo.rules.torch_to_tensor.pointwise import c
 from terrazzo.rules.torch_to_tensor.reduction import moments
@@ -69,7 +69,6 @@ def _affine(value: Any, weight: Any, bias: Any, view: Any) -> Any:
 @aten("native_layer_norm.default")
 def layer_norm(node: Aten, x: Any, shape: Sequence[int], weight: Any, bias: Any, eps: float) -> Any:
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dimensions; also mean and 1 / sqrt(var + eps)."""
-    need(0 not in x.type.shape, "it is empty")
     axes = range(x.type.rank - len(shape), x.type.rank)
     value, mean, rstd = _normalised(t.cast(x, x.type.dtype.compute), axes, eps)
     value = _affine(value, weight, bias, lambda w: t.broadcast(w, x.type.shape))
@@ -80,7 +79,6 @@ def layer_norm(node: Aten, x: Any, shape: Sequence[int], weight: Any, bias: Any,
 @aten("native_group_norm.default")
 def group_norm(node: Aten, x: Any, weight: Any, bias: Any, n: int, channels: int, size: int, groups: int, eps: float) -> Any:
     """Each group of channels of each sample normalised; also mean and 1 / sqrt(var + eps)."""
-    need(0 not in x.type.shape, "it is empty")
     grouped = t.reshape(t.cast(x, x.type.dtype.compute), (n, groups, channels // groups * size))
     value, mean, rstd = _normalised(grouped, [2], eps)
     value = t.reshape(value, x.type.shape)
@@ -110,14 +108,13 @@ def batch_norm(node: Aten, x: Any, weight: Any, bias: Any, mean: Any, variance: 
 @aten("_fused_rms_norm.default")
 def rms_norm(node: Aten, x: Any, shape: Sequence[int], weight: Any, eps: float | None) -> Any:
     """x / sqrt(mean(x²) + eps) * weight; also 1 / sqrt(mean(x²) + eps)."""
-    need(0 not in x.type.shape, "it is empty")
     import ml_dtypes
 
     wide = t.cast(x, x.type.dtype.compute)
     axes = range(x.type.rank - len(shape), x.type.rank)
     total = t.reduce("sum", t.apply("mul", wide, wide), axes, keepdim=True)
     count = math.prod(x.type.shape[a] for a in axes)
-    small = float(ml_dtypes.finfo(x.type.dtype.compute.numpy).eps) if eps is None else eps
+    small = float(ml_dtypes.finfo(x.type.dtype.compute.numpy).eps) if eps is None else eps  # type: ignore[no-untyped-call]
     rstd = t.apply("rsqrt", t.apply("add", t.apply("div", total, c(count, total)), c(small, total)))
     value = t.apply("mul", wide, t.broadcast(rstd, x.type.shape))
     value = _affine(value, weight, None, lambda w: t.broadcast(w, x.type.shape))

@@ -310,7 +310,7 @@ def nan_to_num(node: Aten, x: Any, nan: Any = None, posinf: Any = None, neginf: 
         return x
     import ml_dtypes
 
-    largest = float(ml_dtypes.finfo(dtype.numpy).max)
+    largest = float(ml_dtypes.finfo(dtype.numpy).max)  # type: ignore[no-untyped-call]
     a = t.cast(x, dtype.compute)
     out = t.where(t.apply("isnan", a), c(0.0 if nan is None else nan, a), a)
     out = t.where(t.apply("eq", a, c(math.inf, a)), c(largest if posinf is None else posinf, a), out)

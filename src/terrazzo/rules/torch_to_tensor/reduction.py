@@ -164,33 +164,34 @@ def logsumexp(node: Aten, x: Any, dim: Any, keepdim: bool = False) -> Any:
     out = result(node)
     axes = dims(dim, x.type.rank)
     wide = t.cast(x, out.dtype.compute)
-    need(0 not in x.type.shape, "it is empty")
     top = t.reduce("max", wide, axes, keepdim=True)
     finite = t.where(t.apply("eq", t.apply("abs", top), c(math.inf, top)), c(0.0, top), top)
     total = t.reduce("sum", t.apply("exp", t.apply("sub", wide, t.broadcast(finite, x.type.shape))), axes, keepdim=True)
     return t.cast(reshaped(t.apply("add", t.apply("log", total), finite), out.shape), out.dtype)
 
 
+def norm_of(x: Any, p: float, axes: Sequence[int]) -> Any:
+    """(sum |x|^p)^(1/p) over `axes`, and its limits at p = 0, inf and -inf."""
+    a = t.apply("abs", x)
+    if math.isinf(p):
+        total = t.reduce("max" if p > 0 else "min", a, axes)
+        return t.apply("max", total, c(0.0, total))  # the largest of nothing is 0
+    if p == 0:
+        return t.reduce("sum", t.cast(t.apply("ne", a, c(0.0, a)), a.type.dtype), axes)
+    if p == 1:
+        return t.reduce("sum", a, axes)
+    if p == 2:
+        return t.apply("sqrt", t.reduce("sum", t.apply("mul", x, x), axes))
+    total = t.reduce("sum", t.apply("pow", a, c(p, a)), axes)
+    return t.apply("pow", total, c(1 / p, total))
+
+
 @aten("linalg_vector_norm.default", "norm.ScalarOpt_dim", "norm.Scalar", "norm.ScalarOpt_dim_dtype")
-def vector_norm(node: Aten, x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+def vector_norm(node: Aten, x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
     """(sum |x|^p)^(1/p), and its limits at p = 0, inf and -inf."""
     out = result(node)
-    need(x.type.dtype.is_float, "complex numbers are not compiled")
-    p = 2.0 if p is None else float(p)
-    axes = dims(dim, x.type.rank)
-    a = t.apply("abs", t.cast(x, out.dtype.compute))
-    if math.isinf(p):
-        need(all(x.type.shape[d] for d in axes), "it is empty")
-        return reduced("max" if p > 0 else "min", a, axes, out)
-    if p == 0:
-        return reduced("sum", t.cast(t.apply("ne", a, c(0.0, a)), a.type.dtype), axes, out)
-    if p == 1:
-        return reduced("sum", a, axes, out)
-    if p == 2:
-        total = t.reduce("sum", t.apply("mul", a, a), axes)
-        return t.cast(reshaped(t.apply("sqrt", total), out.shape), out.dtype)
-    total = t.reduce("sum", t.apply("pow", a, c(p, a)), axes)
-    return t.cast(reshaped(t.apply("pow", total, c(1 / p, total)), out.shape), out.dtype)
+    value = norm_of(t.cast(x, out.dtype.compute), 2.0 if p is None else float(p), dims(dim, x.type.rank))
+    return t.cast(reshaped(value, out.shape), out.dtype)
 
 
 @aten("count_nonzero.dim_IntList", "count_nonzero.default")

@@ -1,20 +1,24 @@
 """Writing to places that come from data: scatter, index_put and their kin, turned round into a choice at every place.
 
-A place of the result looks for the sources that write to it. Which of them hits is a comparison of indices; the last one wins, or
-a reduction combines them all. That is many comparisons, so a rule declines where PyTorch's loop over the sources is cheaper.
+A place of the result looks for the sources that write to it. Which of them hits is a comparison of indices; then the last one
+wins, or a reduction combines them all. That is many comparisons: a rule declines where PyTorch's loop over the sources is cheaper.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from terrazzo.ir.address import flatten, unflatten
 from terrazzo.ir.dialects import tensor as t
+from terrazzo.ir.dialects.torch import Aten
 from terrazzo.ir.expr import IntExpr
-from terrazzo.ir.types import bool_, i64
-from terrazzo.rewrite.rule import need
-from terrazzo.rules.torch_to_tensor.common import normalize, operand
+from terrazzo.ir.node import Node
+from terrazzo.ir.types import Type, bool_, i64
+from terrazzo.rewrite.rule import Rule, need
+from terrazzo.rules.torch_to_tensor.common import aten, normalize, operand, result
+from terrazzo.rules.torch_to_tensor.indexing import wrapped
 from terrazzo.rules.torch_to_tensor.pointwise import c
 from terrazzo.rules.torch_to_tensor.view import holds
 
@@ -23,33 +27,15 @@ FEW = 16
 SMALL = 1 << 16
 """And so many in all."""
 
+REDUCTIONS = {
+    "sum": ("sum", "add"), "add": ("sum", "add"), "mean": ("sum", "add"), "prod": ("prod", "mul"), "multiply": ("prod", "mul"),
+    "amax": ("max", "max"), "amin": ("min", "min"),
+}  # fmt: skip
+"""PyTorch's names, as our monoid and the scalar function that combines two."""
+
 
 def _affordable(comparisons: int, elements: int) -> None:
     need(comparisons <= max(SMALL, FEW * elements), f"it takes {comparisons} comparisons to write {elements} elements")
-
-
-def combined(x: Any, sources: Any, hit: Any, reduction: str, include: bool) -> Any:
-    """x with, at every place, the sources of the last axis that hit it: "last" wins, or they are combined with x or instead of it."""
-    dtype, axis = x.type.dtype, hit.type.rank - 1
-    wide = dtype.compute
-    base, given = t.cast(x, wide), t.cast(sources, wide)
-    count = t.reduce("sum", t.cast(hit, i64), [axis])
-    name, combine = _MONOID[reduction]
-    if wide is bool_:
-        name, combine = ("all", "and_") if reduction in ("prod", "amin") else ("any", "or_")
-    neutral = {"sum": 0, "prod": 1, "max": wide.lowest, "min": wide.highest, "any": False, "all": True}[name]
-    total = t.reduce(name, t.where(hit, given, c(neutral, given)), [axis])
-    if include:
-        total = t.apply(combine, total, base)
-    if reduction == "mean":
-        count = t.apply("add", count, c(1, count)) if include else count
-        positive = t.cast(t.apply("max", count, c(1, count)), wide)
-        total = t.apply("div" if wide.is_float else "floordiv", total, positive)
-    value = total if include else t.where(t.apply("gt", count, c(0, count)), total, base)
-    return t.cast(value, dtype)
-
-
-_MONOID = {"sum": ("sum", "add"), "prod": ("prod", "mul"), "mean": ("sum", "add"), "amax": ("max", "max"), "amin": ("min", "min")}
 
 
 def _last(hit: Any) -> Any:
@@ -59,34 +45,211 @@ def _last(hit: Any) -> Any:
     return t.reduce("max", t.where(hit, position, c(-1, position)), [hit.type.rank - 1])
 
 
-def _chosen(x: Any, winner: Any, source: Any, index: Callable[[IntExpr], Sequence[IntExpr]], count: int) -> Any:
-    """source[index(winner)] where there is a winner, else x."""
-    here = t.coordinates(x.type.shape)
-    safe = t.apply("max", winner, c(0, winner))
-    taken = t.index_map(t.cast(source, x.type.dtype), x.type.shape, index(t.loaded(safe, here, count)))
-    return t.where(t.apply("ge", winner, c(0, winner)), taken, x)
+def _safe(winner: Any) -> Any:
+    """A winner as an index; 0 where there is none."""
+    return t.apply("max", winner, c(0, winner))
 
 
-def _scatter(x: Any, dim: int, index: Any, source: Any, reduction: str, include: bool = True) -> Any:
-    """x with x[.., index[k], ..] replaced by, or combined with, source[.., k, ..]; a 0-d tensor counts as a vector of one."""
+def _won(x: Any, winner: Any, source: Any) -> Any:
+    """The source where there is a winner, else x."""
+    return t.where(t.apply("ge", winner, c(0, winner)), t.cast(source, x.type.dtype), x)
+
+
+def combined(x: Any, sources: Any, hit: Any, reduction: str, include: bool) -> Any:
+    """At every place, the combination of the sources of the last axis that hit it, with x or, where any hits, instead of it."""
+    wide, axis = x.type.dtype.compute, [hit.type.rank - 1]
+    base, given = t.cast(x, wide), t.cast(sources, wide)
+    m, fn = REDUCTIONS[reduction]
+    if wide is bool_:
+        m, fn = ("all", "and_") if m in ("prod", "min") else ("any", "or_")
+    neutral = {"sum": 0, "prod": 1, "max": wide.lowest, "min": wide.highest, "any": False, "all": True}[m]
+    total = t.reduce(m, t.where(hit, given, c(neutral, given)), axis)
+    total = t.apply(fn, base, total) if include else total
+    count = t.reduce("sum", t.cast(hit, i64), axis)
+    if reduction == "mean":
+        among = t.apply("max", count, c(1, count)) if not include else t.apply("add", count, c(1, count))
+        total = t.apply("div" if wide.is_float else "floordiv", total, t.cast(among, wide))
+    value = total if include else t.where(t.apply("gt", count, c(0, count)), total, base)
+    return t.cast(value, x.type.dtype)
+
+
+def scattered(x: Any, dim: int, index: Any, source: Any, reduction: str = "", include: bool = True) -> Any:
+    """x with source[.., k, ..] at [.., index[.., k, ..], ..]: the last of them, or their combination. `source` may be a number."""
     if not x.type.rank:
-        flat = [t.reshape(v, (1,) * max(v.type.rank, 1)) if isinstance(v, t.Node) else v for v in (x, index, source)]
-        return t.reshape(_scatter(flat[0], 0, flat[1], flat[2], reduction, include), ())
+        x, index, source = (t.reshape(v, (v.type.numel,)) if isinstance(v, Node) else v for v in (x, index, source))
+        return t.reshape(scattered(x, 0, index, source, reduction, include), ())
+    index = t.cast(t.reshape(index, index.type.shape or (1,)), i64)
+    if not isinstance(source, Node) or not source.type.rank:
+        source = operand(source, x.type.dtype, index.type.shape)
     shape, dim = x.type.shape, normalize(dim, x.type.rank)
+    count = index.type.shape[dim]
     if 0 in index.type.shape:
         return x
-    index = t.reshape(index, index.type.shape or (1,))
-    count = index.type.shape[dim]
     _affordable(math.prod(shape) * count, math.prod(shape))
     space = (*shape, count)
     here = t.coordinates(space)
     place = [here[-1] if d == dim else e for d, e in enumerate(here[:-1])]
     inside = [n - 1 - e for d, (e, n) in enumerate(zip(place, index.type.shape, strict=True)) if d != dim]
-    target = t.index_map(t.cast(index, i64), space, place, inside)
-    hit = t.apply("and_", t.apply("eq", target, t.iota(space, here[dim])), holds(space, inside))
-    if reduction == "last":
-        at = t.coordinates(shape)
-        full = operand(source, x.type.dtype, ()) if not isinstance(source, t.Node) or not source.type.rank else source
-        return _chosen(x, _last(hit), full, lambda k: [k if d == dim else e for d, e in enumerate(at)][: full.type.rank], count)
-    given = t.index_map(source, space, place, inside) if isinstance(source, t.Node) else operand(source, x.type.dtype, space)
-    return combined(x, given, hit, reduction, include)
+    hit = t.apply("eq", t.index_map(index, space, place, inside), t.iota(space, here[dim]))
+    hit = t.apply("and_", hit, holds(space, [e for e in inside if not isinstance(e, int)]))
+    if reduction:
+        return combined(x, t.index_map(source, space, place, inside), hit, reduction, include)
+    winner = _last(hit)
+    at = list[IntExpr](t.coordinates(shape))
+    inside = [n - 1 - e for d, (e, n) in enumerate(zip(at, source.type.shape, strict=True)) if d != dim]
+    at[dim] = t.loaded(_safe(winner), t.coordinates(shape), count)
+    return _won(x, winner, t.index_map(source, shape, at, inside))
+
+
+@aten("scatter.src", "scatter.value")
+def scatter(node: Aten, x: Any, dim: int, index: Any, source: Any) -> Any:
+    """x with source[.., k, ..] at [.., index[.., k, ..], ..]; the last of several wins."""
+    return scattered(x, dim, index, source)
+
+
+@aten("scatter.reduce", "scatter.value_reduce")
+def scatter_with(node: Aten, x: Any, dim: int, index: Any, source: Any, *, reduce: str) -> Any:
+    """x with source[.., k, ..] added or multiplied to [.., index[.., k, ..], ..]."""
+    return scattered(x, dim, index, source, reduce)
+
+
+@aten("scatter_add.default")
+def scatter_add(node: Aten, x: Any, dim: int, index: Any, source: Any) -> Any:
+    """x with source[.., k, ..] added at [.., index[.., k, ..], ..]."""
+    return scattered(x, dim, index, source, "sum")
+
+
+@aten("scatter_reduce.two")
+def scatter_reduce(node: Aten, x: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True) -> Any:
+    """The sources at each place combined, with or without what is there."""
+    return scattered(x, dim, index, source, reduce, include_self)
+
+
+@aten("index_reduce.default")
+def index_reduce(node: Aten, x: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True) -> Any:
+    """The slices source[.., k, ..] combined at [.., index[k], ..], with or without what is there."""
+    if not x.type.rank or not source.type.rank:
+        return scattered(x, 0, index, source, reduce, include_self)
+    d = normalize(dim, x.type.rank)
+    shape = source.type.shape
+    wide = t.index_map(wrapped(index, x.type.shape[d]), shape, [t.coordinates(shape)[d]] if index.type.rank else [])
+    return scattered(x, dim, wide, source, reduce, include_self)
+
+
+def _hits(indices: Sequence[Any], extents: Sequence[int], space: Sequence[Any], place: Sequence[IntExpr]) -> Any:
+    """Over `space`, whose last axis numbers the entries of the indices: whether entry k points at `place`."""
+    shared = _broadcast_shape([i.type.shape for i in indices])
+    count = math.prod(shared)
+    hit: Any = None
+    for i, n, e in zip(indices, extents, place, strict=True):
+        flat = t.reshape(t.broadcast(wrapped(i, n), shared), (count,))
+        same = t.apply("eq", t.index_map(flat, space, [t.coordinates(space)[-1]]), t.iota(space, e))
+        hit = same if hit is None else t.apply("and_", hit, same)
+    return hit
+
+
+def _broadcast_shape(shapes: Sequence[tuple[Any, ...]]) -> tuple[int, ...]:
+    rank = max(map(len, shapes))
+    padded = [(1,) * (rank - len(s)) + s for s in shapes]
+    return tuple(next((e for e in extents if e != 1), 1) for extents in zip(*padded, strict=True))
+
+
+def put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool) -> Any:
+    """x with x[indices] set to `values`, the last of several winning, or with `values` added."""
+    shape = x.type.shape
+    used = [d for d, i in enumerate(indices) if i is not None]
+    given, extents = [indices[d] for d in used], [shape[d] for d in used]
+    shared = _broadcast_shape([i.type.shape for i in given])
+    count = math.prod(shared)
+    if not count or 0 in shape:
+        return x
+    free = [d for d in range(len(shape)) if d not in used]
+    first = used[0] if used == list(range(used[0], used[-1] + 1)) else 0  # where the entries' dimensions stand in the values
+    source = t.broadcast(values, [*(shape[d] for d in free[:first]), *shared, *(shape[d] for d in free[first:])])
+
+    def entry(k: IntExpr, at: Sequence[IntExpr]) -> list[IntExpr]:
+        rest = [at[d] for d in free]
+        return [*rest[:first], *unflatten(k, shared), *rest[first:]]
+
+    if accumulate:
+        _affordable(math.prod(shape) * count, math.prod(shape))
+        space = (*shape, count)
+        here = t.coordinates(space)
+        hit = _hits(given, extents, space, [here[d] for d in used])
+        return combined(x, t.index_map(source, space, entry(here[-1], here)), hit, "sum", True)
+    _affordable(math.prod(extents) * count, math.prod(shape))
+    space = (*extents, count)
+    winner = _last(_hits(given, extents, space, t.coordinates(space)[:-1]))
+    at = t.coordinates(shape)
+    k = t.loaded(_safe(winner), [at[d] for d in used], count)
+    return _won(x, t.index_map(winner, shape, [at[d] for d in used]), t.index_map(source, shape, entry(k, at)))
+
+
+@aten("index_put.default", "_unsafe_index_put.default", "_index_put_impl.default")
+def index_put(node: Aten, x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False, *args: Any) -> Any:
+    """x with x[indices] set to the values, or with the values added. A mask may be set to one value."""
+    masks = [i for i in indices if i is not None and not i.type.dtype.is_integer]
+    if not masks:
+        return put(x, indices, values, accumulate)
+    need(len(masks) == sum(i is not None for i in indices) == 1 and masks[0].type.dtype is bool_, "several masks")
+    need(values.type.numel == 1, "a mask selects a number of places that depends on the data")
+    shape, first = x.type.shape, next(d for d, i in enumerate(indices) if i is not None)
+    chosen = t.index_map(masks[0], shape, t.coordinates(shape)[first : first + masks[0].type.rank])
+    value = operand(t.reshape(values, ()), x.type.dtype.compute, shape)
+    if accumulate:
+        value = t.apply("or_" if x.type.dtype is bool_ else "add", t.cast(x, x.type.dtype.compute), value)
+    return t.where(chosen, t.cast(value, x.type.dtype), x)
+
+
+@aten("put.default")
+def put_(node: Aten, x: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
+    """The flattened x with the sources at the indices."""
+    flat = put(t.reshape(x, (x.type.numel,)), [index], t.reshape(source, index.type.shape), accumulate)
+    return t.reshape(flat, x.type.shape)
+
+
+@aten("masked_scatter.default")
+def masked_scatter(node: Aten, x: Any, mask: Any, source: Any) -> Any:
+    """The elements of the source, in order, where the mask is set: its running count is their index."""
+    out: Type = result(node)
+    count = source.type.numel
+    need(count, "it is empty")
+    chosen = t.broadcast(mask, out.shape)
+    flat = t.cast(t.reshape(chosen, (out.numel,)), i64)
+    index = t.reshape(_safe(t.apply("sub", t.scan("sum", flat, 0), c(1, flat))), out.shape)
+    taken = t.index_map(t.reshape(source, (count,)), out.shape, [t.loaded(index, t.coordinates(out.shape), count)])
+    return t.where(chosen, taken, t.broadcast(x, out.shape))
+
+
+@aten("diagonal_scatter.default")
+def diagonal_scatter(node: Aten, x: Any, source: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    """x with a diagonal replaced."""
+    shape = x.type.shape
+    d1, d2 = normalize(dim1, len(shape)), normalize(dim2, len(shape))
+    here = t.coordinates(shape)
+    i = here[d1] - max(-offset, 0)
+    away = here[d2] - max(offset, 0) - i
+    inside = [i, source.type.shape[-1] - 1 - i]
+    index = [*(e for d, e in enumerate(here) if d not in (d1, d2)), i]
+    chosen = holds(shape, [e for e in (*inside, away, away * -1) if not isinstance(e, int) or e < 0])
+    return t.where(chosen, t.index_map(t.cast(source, x.type.dtype), shape, index, inside), x)
+
+
+@aten("as_strided_scatter.default")
+def as_strided_scatter(node: Aten, x: Any, source: Any, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
+    """x with the elements at offset + i * stride replaced; x must be contiguous."""
+    need(x.type.strides is None, "its operand is not contiguous")
+    total, count = x.type.numel, math.prod(size)
+    _affordable(total * count, total)
+    space = (total, count)
+    q, k = t.coordinates(space)
+    place = flatten(unflatten(k, tuple(size)), tuple(stride)) + (offset or 0)
+    winner = _last(t.apply("eq", t.iota(space, q), t.iota(space, place)))
+    index = t.loaded(_safe(winner), t.coordinates((total,)), count)
+    flat = t.index_map(t.reshape(source, (count,)), (total,), [index])
+    return t.reshape(_won(t.reshape(x, (total,)), winner, flat), x.type.shape)
+
+
+RULES: tuple[Rule, ...] = (
+    scatter, scatter_with, scatter_add, scatter_reduce, index_reduce, index_put, put_, masked_scatter, diagonal_scatter, as_strided_scatter,
+)  # fmt: skip

@@ -83,8 +83,8 @@ def _sites(kernel: l.Kernel) -> tuple[list[Site], list[l.Term], list[l.Store], V
             continue
         rows = [a for a in axes if a is not column and all(a in x.free and a not in y.free for x, y in pairs)]
         if rows:
-            m = max(rows, key=lambda a: a.extent)
-            if int(m.extent) >= 2 and int(column.extent) >= 4:
+            m = max(rows, key=_extent)
+            if _extent(m) >= 2 and _extent(column) >= 4:
                 return [Site(r, a, b) for r, (a, b) in zip(reductions, pairs, strict=True)], lets, stores, m, column
     return None
 
@@ -93,7 +93,7 @@ def _stride(stores: Sequence[l.Store], axis: Var) -> int:
     """How good an axis is as columns: contiguous stores first, then long ones."""
     offsets = [flatten(s.index, s.buffer.type.element_strides) for s in stores]
     contiguous = all(coefficient(o, axis) == 1 for o in offsets)
-    return (1 << 40 if contiguous else 0) + int(axis.extent)
+    return (1 << 40 if contiguous else 0) + _extent(axis)
 
 
 class _Blocked:
@@ -106,7 +106,7 @@ class _Blocked:
 
     def lines(self) -> list[str]:
         batch = [a for a in self.kernel.axes if a is not self.m and a is not self.column]
-        m, columns = int(self.m.extent), int(self.column.extent)
+        m, columns = _extent(self.m), _extent(self.column)
         out = [f"constexpr int64_t N = tz_cols<{self.type}>(), M = {min(m, ROWS)}, K = {DEPTH};"]
         lefts: dict[Node, str] = {}
         for site in self.sites:
@@ -264,6 +264,12 @@ def _computed(x: Node, scope: Scope) -> list[str]:
 
 def _gathers(load: l.Load) -> bool:
     return any(isinstance(x, Loaded) for x in topological([e for e in load.index if isinstance(e, Expr)]))
+
+
+def _extent(axis: Var) -> int:
+    """The extent of an axis, which is known here."""
+    assert isinstance(axis.extent, int)
+    return axis.extent
 
 
 def _numel(extents: Sequence[Any]) -> int:

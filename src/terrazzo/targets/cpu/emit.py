@@ -122,8 +122,8 @@ class _Writer:
         """A free loop or a scan; the outermost ones share the work among threads."""
         pragmas, nested = [], [s]
         if not self.parallel and s.kind == "free" and trips([s]) >= PARALLEL:
-            while (inner := _only_loop(nested[-1])) and _points(nested) < 64 and any(isinstance(x, n.Loop) for x in inner.body):
-                nested.append(inner)  # but for the innermost loop, which vectorises
+            while (child := _only_loop(nested[-1])) and _points(nested) < 64 and any(isinstance(x, n.Loop) for x in child.body):
+                nested.append(child)  # but for the innermost loop, which vectorises
             if _points(nested) >= 4 or (_points(nested) >= 2 and not _only_loop(nested[-1])):
                 alone = not any(isinstance(x, n.Loop) for x in nested[-1].body)
                 simd = " simd" if alone and len(nested) == 1 and _vectorises(nested[-1].body) else ""

@@ -75,7 +75,7 @@ def literal(value: Any, dtype: DType) -> str:
     if dtype.name == "i64" and value == -(2**63):
         return "INT64_MIN"
     suffix = "LL" if dtype.name == "i64" else "ULL" if dtype.name == "u64" else ""
-    return f"(({c_type(dtype)}){value}{suffix})"
+    return f"(({c_type(dtype)}){int(value)}{suffix})"
 
 
 def term(x: Node, scope: Scope) -> str:
