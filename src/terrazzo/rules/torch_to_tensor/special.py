@@ -159,7 +159,10 @@ FAR = 30.0
 
 
 def _bessel_i(order: int, scaled: bool) -> Build:
-    """I_n(x) = the mean of cos(theta)^n exp(x cos(theta)) for n = 0 and 1 (https://dlmf.nist.gov/10.32, 10.40); exp(-|x|) times it if scaled."""
+    """I_n(x), the mean of cos(theta)^n exp(x cos(theta)) for n = 0 and 1; exp(-|x|) times it if scaled.
+
+    https://dlmf.nist.gov/10.32 and, for the asymptotic series, 10.40.
+    """
 
     def build(x: Any) -> Any:
         a = t.apply("abs", x)
