@@ -14,7 +14,7 @@ from terrazzo.rewrite.rule import Rule, need
 
 
 def aten(*names: str) -> Callable[[Callable[..., Any]], Rule]:
-    """Make a lowering of the ATen overloads `names` (given without the leading `aten.`).
+    """Make a lowering of the ATen overloads `names` (given without the leading `aten.`; `prims.` stays).
 
     The function gets the node, whose `type` is PyTorch's own answer for shape and dtype of the result, and then the arguments
     as PyTorch's schema has them, tensors already lowered. It returns a Tensor IR value, or a tuple for several results.
@@ -30,7 +30,7 @@ def aten(*names: str) -> Callable[[Callable[..., Any]], Rule]:
                 return empty if isinstance(node.type, tuple) else empty[0]
             return fn(node, *node.args, **dict(node.kwargs))
 
-        return Rule(fn.__name__, tuple(f"aten.{n}" for n in names), lower, inspect.getdoc(fn) or "")
+        return Rule(fn.__name__, tuple(n if n.startswith("prims.") else f"aten.{n}" for n in names), lower, inspect.getdoc(fn) or "")
 
     return make
 

@@ -206,6 +206,8 @@ def cdist(node: Aten, x: Any, y: Any, p: float, mode: int | None) -> Any:
     out = result(node)
     *batch, m, n = out.shape
     space = (*batch, m, n, x.type.shape[-1])
+    if space[-1] == 0:
+        return t.literal(0, out.dtype, out.shape)
     left = t.broadcast(t.reshape(x, (*x.type.shape[:-1], 1, space[-1])), space)
     right = t.broadcast(t.reshape(y, (*y.type.shape[:-2], 1, *y.type.shape[-2:])), space)
     return t.cast(norm_of(t.apply("sub", left, right), p, [len(space) - 1]), out.dtype)

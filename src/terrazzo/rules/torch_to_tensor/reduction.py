@@ -174,8 +174,7 @@ def norm_of(x: Any, p: float, axes: Sequence[int]) -> Any:
     """(sum |x|^p)^(1/p) over `axes`, and its limits at p = 0, inf and -inf."""
     a = t.apply("abs", x)
     if math.isinf(p):
-        total = t.reduce("max" if p > 0 else "min", a, axes)
-        return t.apply("max", total, c(0.0, total))  # the largest of nothing is 0
+        return t.reduce("max" if p > 0 else "min", a, axes)
     if p == 0:
         return t.reduce("sum", t.cast(t.apply("ne", a, c(0.0, a)), a.type.dtype), axes)
     if p == 1:
