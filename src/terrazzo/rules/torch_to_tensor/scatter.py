@@ -14,7 +14,6 @@ from terrazzo.ir.address import flatten, unflatten
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects.torch import Aten
 from terrazzo.ir.expr import IntExpr
-from terrazzo.ir.node import Node
 from terrazzo.ir.types import Type, bool_, i64
 from terrazzo.rewrite.rule import Rule, need
 from terrazzo.rules.torch_to_tensor.common import aten, normalize, operand, result
@@ -76,10 +75,10 @@ def combined(x: Any, sources: Any, hit: Any, reduction: str, include: bool) -> A
 def scattered(x: Any, dim: int, index: Any, source: Any, reduction: str = "", include: bool = True) -> Any:
     """x with source[.., k, ..] at [.., index[.., k, ..], ..]: the last of them, or their combination. `source` may be a number."""
     if not x.type.rank:
-        x, index, source = (t.reshape(v, (v.type.numel,)) if isinstance(v, Node) else v for v in (x, index, source))
+        x, index, source = (v if isinstance(v, (int, float)) else t.reshape(v, (v.type.numel,)) for v in (x, index, source))
         return t.reshape(scattered(x, 0, index, source, reduction, include), ())
     index = t.cast(t.reshape(index, index.type.shape or (1,)), i64)
-    if not isinstance(source, Node) or not source.type.rank:
+    if isinstance(source, (int, float)) or not source.type.rank:
         source = operand(source, x.type.dtype, index.type.shape)
     shape, dim = x.type.shape, normalize(dim, x.type.rank)
     count = index.type.shape[dim]

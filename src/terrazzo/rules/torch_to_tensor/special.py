@@ -221,8 +221,8 @@ def angle(node: Aten, x: Any) -> Any:
 def _search(values: Any, rows: Any, row: Sequence[Any], right: bool) -> Any:
     """How many of the sorted numbers rows[*row, :] come before each value: a binary search, step by step as eager does it."""
     shape, count = values.type.shape, rows.type.shape[-1]
-    zero = t.literal(0, i64, shape)
-    low, high = zero, t.literal(count, i64, shape)
+    low: Any = t.literal(0, i64, shape)
+    high: Any = t.literal(count, i64, shape)
     for _ in range(count.bit_length()):
         middle = t.apply("shr", t.apply("add", low, high), c(1, low))
         safe = t.apply("min", middle, c(count - 1, middle))
