@@ -96,12 +96,14 @@ class Compiled:
                 if function(arguments, self.threads):
                     raise UserError(f"kernel {step.label} ({step.source}): an index is out of range for its dimension")
                 continue
-            views = {k: tensors[k] if k in tensors else frame.view(k) for k in slots_in([step.args, *step.kwargs.values()])}
+            # Programs do not say how values are laid out, so an op of PyTorch gets the plainest layout there is.
+            mentioned = slots_in([step.args, *step.kwargs.values()])
+            views = {k: (tensors[k] if k in tensors else frame.view(k)).contiguous() for k in mentioned}
             args = to_torch(decode(step.args, views))
             kwargs = {name: to_torch(decode(v, views)) for name, v in step.kwargs.items()}
             out = operator(step.name)(*args, **kwargs)
             for k, value in zip(step.results, out if isinstance(out, (tuple, list)) else (out,), strict=True):
-                if k is not None:
+                if k is not None and self.plan.slots[k].bytes:  # a result declared empty may be anything
                     (tensors[k] if k in tensors else frame.view(k)).copy_(value)
 
 
