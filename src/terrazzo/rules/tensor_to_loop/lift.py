@@ -236,7 +236,7 @@ def lift(program: Program, rules: Sequence[Rule] = RULES) -> l.Program:
         if isinstance(node, t.Opaque):
             types = node.result if isinstance(node.result, tuple) else (node.result,)
             gets = {n.index: n for n in topological(program.results) if isinstance(n, t.Get) and n.x is node} if many else {0: node}
-            results = tuple(None if r is None else l.Buffer(named(gets.get(k, node)), r) for k, r in enumerate(types))
+            results = tuple(None if r is None or k not in gets else l.Buffer(named(gets[k]), r) for k, r in enumerate(types))
             buffers.update({n: b for k, n in gets.items() if (b := results[k]) is not None})
             source = program.sources.get(program.names.get(node, ""), "")
             args, kwargs = _fill(node.args, buffers), tuple((k, _fill(v, buffers)) for k, v in node.kwargs)
