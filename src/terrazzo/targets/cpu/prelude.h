@@ -43,9 +43,8 @@ TZ tz_f16 tz_narrow_f16(float x) {
   u &= 0x7fffffffu;
   uint32_t normal = (u + 0xfffu + (u >> 13 & 1u) - (112u << 23)) >> 13;
   uint32_t tiny = tz_bits<uint32_t>(tz_bits<float>(u) + 0.5f) - 0x3f000000u;  // the addition rounds at the last place of a subnormal
-  uint32_t r = u < 0x38800000u ? tiny : normal;
-  r = u >= 0x47800000u ? 0x7c00u : r;
-  return (tz_f16)(uint16_t)((u > 0x7f800000u ? 0x7e00u : r) | sign);
+  uint32_t r = u < 0x38800000u ? tiny : std::min(normal, 0x7c00u);
+  return (tz_f16)(uint16_t)(r | (uint32_t)(u > 0x7f800000u) << 9 | sign);
 }
 
 template <class T> constexpr bool tz_half = std::is_same_v<T, tz_f16> || std::is_same_v<T, tz_bf16>;
