@@ -310,6 +310,9 @@ def reduce(m: str, args: Node | Sequence[Node], axes: Sequence[int], keepdim: bo
     axes = tuple(sorted(a % len(shape) for a in axes)) if shape else ()
     node = Reduce(monoid(m), given, axes)
     results: list[Any] = [node] if node.monoid.width == 1 else [Get(node, k) for k in range(node.monoid.width)]
+    if any(shape[a] == 0 for a in axes):
+        dtypes = [r.type.dtype for r in results]
+        results = [literal(v, r.type.dtype, r.type.shape) for v, r in zip(node.monoid.identity(dtypes), results, strict=True)]
     if keepdim:
         kept = [1 if d in axes else e for d, e in enumerate(shape)]
         results = [reshape(r, kept) for r in results]

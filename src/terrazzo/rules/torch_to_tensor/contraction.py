@@ -32,8 +32,6 @@ def matmul(x: Any, y: Any, dtype: DType) -> Any:
     n = y.type.shape[-1]
     space = (*batch, m, n, k)
     *b, i, j, r = t.coordinates(space)
-    if 0 in space:
-        return t.literal(0, _compute(dtype), (*batch, m, n))
     return product(x, y, space, (*b, i, r), (*b, r, j), 1, dtype)
 
 
@@ -51,8 +49,6 @@ def mv(node: Aten, x: Any, y: Any) -> Any:
 
 def _mv(x: Any, y: Any, dtype: DType) -> Any:
     i, r = t.coordinates(x.type.shape)
-    if 0 in x.type.shape:
-        return t.literal(0, _compute(dtype), x.type.shape[:1])
     return product(x, y, x.type.shape, (i, r), (r,), 1, dtype)
 
 
@@ -93,8 +89,7 @@ def addbmm(node: Aten, base: Any, x: Any, y: Any, *, beta: Any = 1, alpha: Any =
     space = (m, n, b, k)
     i, j, q, r = t.coordinates(space)
     dtype = result(node).dtype
-    value = t.literal(0, _compute(dtype), (m, n)) if 0 in space else product(x, y, space, (q, i, r), (q, r, j), 2, dtype)
-    return _scaled(result(node), base, value, beta, alpha)
+    return _scaled(result(node), base, product(x, y, space, (q, i, r), (q, r, j), 2, dtype), beta, alpha)
 
 
 @aten("addr.default")
@@ -128,10 +123,7 @@ def convolution(
     if not batched:
         x = t.reshape(x, (1, *x.type.shape))
     shape = out.shape if batched else (1, *out.shape)
-    if 0 in shape or 0 in x.type.shape or 0 in w.type.shape:
-        value = t.literal(0, dtype.compute, shape)
-    else:
-        value = (_transposed if transposed else _convolved)(x, w, shape, stride, padding, dilation, groups, dtype)
+    value = (_transposed if transposed else _convolved)(x, w, shape, stride, padding, dilation, groups, dtype)
     if bias is not None:
         here = t.coordinates(shape)
         value = t.apply("add", value, t.index_map(t.cast(bias, dtype.compute), shape, [here[1]]))
@@ -154,9 +146,7 @@ def _convolved(x: Any, w: Any, shape: Any, stride: Any, padding: Any, dilation: 
     return t.reduce("sum", t.apply("mul", left, right), range(len(shape), len(space)))
 
 
-def spread(
-    o: Any, k: Any, extents: Any, kernel: Any, stride: Any, padding: Any, dilation: Any
-) -> tuple[list[IntExpr], list[IntExpr]]:
+def spread(o: Any, k: Any, extents: Any, kernel: Any, stride: Any, padding: Any, dilation: Any) -> tuple[list[IntExpr], list[IntExpr]]:
     """The places i with o = i * stride + k * dilation - padding in each dimension, and what must be >= 0 for one to exist."""
     place: list[IntExpr] = []
     inside: list[IntExpr] = []
@@ -185,9 +175,7 @@ def _transposed(x: Any, w: Any, shape: Any, stride: Any, padding: Any, dilation:
 
 
 @aten("_trilinear.default")
-def trilinear(
-    node: Aten, a: Any, b: Any, w: Any, expand_a: Any, expand_b: Any, expand_w: Any, over: Sequence[int], unroll: int = 1
-) -> Any:
+def trilinear(node: Aten, a: Any, b: Any, w: Any, expand_a: Any, expand_b: Any, expand_w: Any, over: Sequence[int], unroll: int = 1) -> Any:
     """The sum over the dimensions `over` of a * b * w, each with dimensions of extent 1 put in at its `expand`."""
     out = result(node)
     wide, rank = _compute(out.dtype), a.type.rank + len(expand_a)

@@ -8,6 +8,7 @@ from typing import Any
 
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects.torch import Aten
+from terrazzo.ir.types import Type
 from terrazzo.rewrite.rule import Rule
 from terrazzo.rules.torch_to_tensor.common import aten, normalize, operand, result
 from terrazzo.rules.torch_to_tensor.pointwise import c
@@ -15,37 +16,40 @@ from terrazzo.rules.torch_to_tensor.reduction import moments
 from terrazzo.rules.torch_to_tensor.view import reshaped
 
 
-def _shifted(x: Any, axis: int) -> Any:
-    """x minus its maximum along `axis`."""
-    return t.apply("sub", x, t.broadcast(t.reduce("max", x, [axis], keepdim=True), x.type.shape))
+def _exponents(x: Any, dim: int, out: Type) -> tuple[Any, Any, Any]:
+    """(x - max, exp(x - max), its sum along `dim`), with the shape of the first; a 0-d tensor has one dimension."""
+    wide = t.reshape(t.cast(x, out.dtype.compute), x.type.shape or (1,))
+    axis, shape = normalize(dim, wide.type.rank), wide.type.shape
+    shifted = t.apply("sub", wide, t.broadcast(t.reduce("max", wide, [axis], keepdim=True), shape))
+    e = t.apply("exp", shifted)
+    return shifted, e, t.broadcast(t.reduce("sum", e, [axis], keepdim=True), shape)
 
 
-@aten("_softmax.default", "_safe_softmax.default", "softmax.int")
+@aten("_softmax.default", "softmax.int")
 def softmax(node: Aten, x: Any, dim: int, half_to_float: Any = False) -> Any:
     """exp(x - max) / sum(exp(x - max))."""
     out = result(node)
-    wide = t.cast(x, out.dtype.compute)
-    if not x.type.rank or 0 in x.type.shape:
-        return t.literal(1, out.dtype, out.shape)
-    axis = normalize(dim, x.type.rank)
-    e = t.apply("exp", _shifted(wide, axis))
-    value = t.apply("div", e, t.broadcast(t.reduce("sum", e, [axis], keepdim=True), x.type.shape))
-    if node.name == "aten._safe_softmax.default":
-        hidden = t.reduce("all", t.apply("eq", wide, c(-math.inf, wide)), [axis], keepdim=True)
-        value = t.where(t.broadcast(hidden, x.type.shape), c(0.0, value), value)
-    return t.cast(value, out.dtype)
+    _, e, total = _exponents(x, dim, out)
+    return t.cast(t.reshape(t.apply("div", e, total), out.shape), out.dtype)
+
+
+@aten("_safe_softmax.default")
+def safe_softmax(node: Aten, x: Any, dim: int, dtype: Any = None) -> Any:
+    """softmax, and 0 where all of a row is -inf."""
+    out = result(node)
+    _, e, total = _exponents(x, dim, out)
+    value = t.reshape(t.apply("div", e, total), out.shape)
+    lowest = t.apply("eq", t.cast(x, value.type.dtype), c(-math.inf, value))
+    hidden = t.reduce("all", lowest, [normalize(dim, out.rank)] if out.rank else (), keepdim=True)
+    return t.cast(t.where(t.broadcast(hidden, out.shape), c(0.0, value), value), out.dtype)
 
 
 @aten("_log_softmax.default", "log_softmax.int")
 def log_softmax(node: Aten, x: Any, dim: int, half_to_float: Any = False) -> Any:
     """x - max - log(sum(exp(x - max)))."""
     out = result(node)
-    if not x.type.rank or 0 in x.type.shape:
-        return t.literal(0, out.dtype, out.shape)
-    axis = normalize(dim, x.type.rank)
-    shifted = _shifted(t.cast(x, out.dtype.compute), axis)
-    total = t.reduce("sum", t.apply("exp", shifted), [axis], keepdim=True)
-    return t.cast(t.apply("sub", shifted, t.broadcast(t.apply("log", total), x.type.shape)), out.dtype)
+    shifted, _, total = _exponents(x, dim, out)
+    return t.cast(t.reshape(t.apply("sub", shifted, t.apply("log", total)), out.shape), out.dtype)
 
 
 def _normalised(x: Any, axes: Sequence[int], eps: float) -> tuple[Any, Any, Any]:
@@ -141,5 +145,5 @@ def log_softmax_backward(node: Aten, grad: Any, y: Any, dim: int, dtype: Any) ->
 
 
 RULES: tuple[Rule, ...] = (
-    softmax, log_softmax, layer_norm, group_norm, batch_norm, rms_norm, softmax_backward, log_softmax_backward,
+    softmax, safe_softmax, log_softmax, layer_norm, group_norm, batch_norm, rms_norm, softmax_backward, log_softmax_backward,
 )  # fmt: skip

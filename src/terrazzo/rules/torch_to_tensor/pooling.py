@@ -30,10 +30,10 @@ class _Windows:
     """What output positions read: the space [.., output positions.., positions in the window..], and the place in x of each."""
 
     def __init__(self, x: Type, out: Sequence[Any], longest: Sequence[int], place: list[IntExpr], inside: list[IntExpr]) -> None:
-        self.lead, self.rank = len(out) - len(longest), len(out)
+        self.lead = len(out) - len(longest)
         self.space = (*out, *longest)
-        self.axes = range(self.rank, len(self.space))
-        self.extents = x.shape[self.lead :]
+        self.axes = range(len(out), len(self.space))
+        self.extents: tuple[Any, ...] = x.shape[self.lead :]
         self.place, self.inside = place, inside
 
     def of(self, x: Any, outside: Any) -> Any:
@@ -63,10 +63,10 @@ def _adaptive_bounds(i: Any, n: int, m: int) -> tuple[Any, Any]:
     return (i * n) // m, (i * n + n + m - 1) // m
 
 
-def _adaptive(x: Type, out: Sequence[Any], spatial: int) -> _Windows:
+def _adaptive(x: Type, out: tuple[Any, ...], spatial: int) -> _Windows:
     """Windows of varying size: the longest one, guarded."""
     lead = len(out) - spatial
-    pairs = list(zip(x.shape[lead:], out[lead:], strict=True))
+    pairs: list[tuple[Any, Any]] = list(zip(x.shape[lead:], out[lead:], strict=True))
     longest = [max(end - begin for begin, end in (_adaptive_bounds(i, n, m) for i in range(m))) for n, m in pairs]
     here = t.coordinates((*out, *longest))
     place, inside = [], []
@@ -103,8 +103,6 @@ def avg_pool(
 ) -> Any:
     """The sum over the window, divided by the number of elements in it (padding included or not) or by `divisor`."""
     out, spatial = result(node), _spatial(node)
-    if 0 in out.shape:
-        return t.literal(0, out.dtype, out.shape)
     kernel, padding = _per_dim(kernel, spatial), _per_dim(padding, spatial)
     stride = _per_dim(stride, spatial) if stride not in ((), None) else kernel
     windows = _fixed(x.type, out.shape, kernel, stride, padding, (1,) * spatial)
@@ -128,33 +126,26 @@ def _counts(windows: _Windows, out: Any, kernel: Any, stride: Any, padding: Any,
 def adaptive_avg_pool(node: Aten, x: Any, size: Any) -> Any:
     """The mean over windows [i * n // m, ceil((i + 1) * n / m))."""
     out = result(node)
-    if 0 in out.shape:
-        return t.literal(0, out.dtype, out.shape)
     windows = _adaptive(x.type, out.shape, len(size))
     total = t.reduce("sum", windows.of(t.cast(x, out.dtype.compute), 0), windows.axes)
-    bounds = [
-        _adaptive_bounds(i, n, m)
-        for i, n, m in zip(t.coordinates(out.shape)[windows.lead :], windows.extents, out.shape[windows.lead :], strict=True)
-    ]
+    bounds = [_adaptive_bounds(i, n, m) for i, n, m in zip(t.coordinates(out.shape)[windows.lead :], windows.extents, size, strict=True)]
     return _divided(total, _product([t.iota(out.shape, end - begin) for begin, end in bounds]), out)
 
 
 def _largest(x: Any, windows: _Windows) -> tuple[Any, Any]:
-    values = windows.of(t.cast(x, x.type.dtype.compute), x.type.dtype.lowest)
-    _, where = t.reduce("argmax", (values, windows.flat()), windows.axes)
+    """The largest element and its place; the place of the last NaN where there is one, as in eager."""
+    values, place = windows.of(t.cast(x, x.type.dtype.compute), x.type.dtype.lowest), windows.flat()
+    if values.type.dtype.is_float:
+        place = t.where(t.apply("isnan", values), t.apply("not_", place), place)  # -1 - place: later is less
+    _, where = t.reduce("argmax", (values, place), windows.axes)
+    where = t.where(t.apply("lt", where, c(0, where)), t.apply("not_", where), where)
     return t.cast(t.reduce("max", values, windows.axes), x.type.dtype), where  # who wants no index pays for none
-
-
-def _none(node: Aten) -> tuple[Any, ...]:
-    return tuple(t.literal(0, result(node, k).dtype, result(node, k).shape) for k in (0, 1))
 
 
 @aten("max_pool2d_with_indices.default", "max_pool3d_with_indices.default")
 def max_pool(node: Aten, x: Any, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False) -> Any:
     """The largest element of the window, and its place in the flattened image."""
     out, spatial = result(node, 0).shape, _spatial(node)
-    if 0 in out:
-        return _none(node)
     kernel, padding, dilation = (_per_dim(v, spatial) for v in (kernel, padding, dilation))
     stride = _per_dim(stride, spatial) if stride not in ((), None) else kernel
     return _largest(x, _fixed(x.type, out, kernel, stride, padding, dilation))
@@ -164,7 +155,7 @@ def max_pool(node: Aten, x: Any, kernel: Any, stride: Any = (), padding: Any = 0
 def adaptive_max_pool(node: Aten, x: Any, size: Any) -> Any:
     """The largest element of the windows of adaptive_avg_pool, and its place in the flattened image."""
     out = result(node, 0).shape
-    return _none(node) if 0 in out else _largest(x, _adaptive(x.type, out, len(size)))
+    return _largest(x, _adaptive(x.type, out, len(size)))
 
 
 @aten("max_pool2d_with_indices_backward.default", "max_pool3d_with_indices_backward.default")
@@ -173,8 +164,6 @@ def max_pool_backward(
 ) -> Any:
     """Each place gets the gradients of the windows it was the largest of: those whose index points at it."""
     out, spatial = result(node), _spatial(node)
-    if 0 in out.shape:
-        return t.literal(0, out.dtype, out.shape)
     kernel, padding, dilation = (_per_dim(v, spatial) for v in (kernel, padding, dilation))
     stride = _per_dim(stride, spatial) if stride not in ((), None) else kernel
     lead, space = out.rank - spatial, (*out.shape, *kernel)

@@ -15,16 +15,26 @@ from terrazzo.rules.torch_to_tensor.pointwise import c
 from terrazzo.rules.torch_to_tensor.view import reshaped
 
 
+ON_BOOLS = {"sum": "any", "prod": "all"}
+"""What PyTorch's sums and products of bools are."""
+
+
 def reduced(m: str, x: Any, axes: Sequence[int], out: Type) -> Any:
     """The reduction of x (already in the accumulator's type) over `axes`, in the shape and type of the result."""
+    m = ON_BOOLS.get(m, m) if x.type.dtype is bool_ else m
     return t.cast(reshaped(t.reduce(m, x, axes), out.shape), out.dtype)
+
+
+def accumulated(x: Any, out: Type) -> Any:
+    """x in the result's type, as PyTorch converts it first (`dtype=`), and then in the type that one accumulates in."""
+    return t.cast(t.cast(x, out.dtype), out.dtype.compute)
 
 
 @aten("sum.default", "sum.dim_IntList")
 def sum_(node: Aten, x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
     """The sum, accumulated in f32 for 16-bit floats; integers and bools as i64."""
     out = result(node)
-    return reduced("sum", t.cast(x, out.dtype.compute), dims(dim, x.type.rank), out)
+    return reduced("sum", accumulated(x, out), dims(dim, x.type.rank), out)
 
 
 @aten("mean.default", "mean.dim")
@@ -32,7 +42,7 @@ def mean(node: Aten, x: Any, dim: Any = None, keepdim: bool = False, dtype: Any 
     """The sum divided by the number of elements."""
     out = result(node)
     axes = dims(dim, x.type.rank)
-    total = t.reduce("sum", t.cast(x, out.dtype.compute), axes)
+    total = t.reduce("sum", accumulated(x, out), axes)
     count = math.prod(x.type.shape[a] for a in axes)
     return t.cast(reshaped(t.apply("div", total, c(count, total)), out.shape), out.dtype)
 
@@ -41,7 +51,7 @@ def mean(node: Aten, x: Any, dim: Any = None, keepdim: bool = False, dtype: Any 
 def prod(node: Aten, x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
     """The product."""
     out = result(node)
-    return reduced("prod", t.cast(x, out.dtype.compute), dims(dim, x.type.rank), out)
+    return reduced("prod", accumulated(x, out), dims(dim, x.type.rank), out)
 
 
 def _extreme(names: tuple[str, ...], m: str) -> Rule:
@@ -189,7 +199,7 @@ def norm_of(x: Any, p: float, axes: Sequence[int]) -> Any:
 def vector_norm(node: Aten, x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
     """(sum |x|^p)^(1/p), and its limits at p = 0, inf and -inf."""
     out = result(node)
-    value = norm_of(t.cast(x, out.dtype.compute), 2.0 if p is None else float(p), dims(dim, x.type.rank))
+    value = norm_of(accumulated(x, out), 2.0 if p is None else float(p), dims(dim, x.type.rank))
     return t.cast(reshaped(value, out.shape), out.dtype)
 
 
@@ -203,7 +213,7 @@ def count_nonzero(node: Aten, x: Any, dim: Any = None) -> Any:
 def nansum(node: Aten, x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
     """The sum of what is not NaN."""
     out = result(node)
-    wide = t.cast(x, out.dtype.compute)
+    wide = accumulated(x, out)
     kept = t.where(t.apply("isnan", wide), c(0.0, wide), wide) if wide.type.dtype.is_float else wide
     return reduced("sum", kept, dims(dim, x.type.rank), out)
 

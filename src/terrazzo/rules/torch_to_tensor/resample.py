@@ -109,8 +109,6 @@ def _interpolated(count: int, kernel: Kernel, extend: bool) -> Callable[..., Any
 
     def lower(node: Aten, x: Any, size: Sequence[int], align: bool, *scales: float | None) -> Any:
         out = result(node)
-        if 0 in out.shape:
-            return t.literal(0, out.dtype, out.shape)
         dtype, along = out.dtype.compute, []
         for d, (m, scale) in enumerate(zip(size, scales or (None,) * len(size), strict=True)):
             n = x.type.shape[2 + d]
@@ -133,8 +131,6 @@ def _antialiased(radius: int, kernel: Kernel) -> Callable[..., Any]:
 
     def lower(node: Aten, x: Any, size: Sequence[int], align: bool, *scales: float | None) -> Any:
         out = result(node)
-        if 0 in out.shape:
-            return t.literal(0, out.dtype, out.shape)
         dtype, along = out.dtype.compute, []
         for d, (m, scale) in enumerate(zip(size, scales or (None,) * len(size), strict=True)):
             n = x.type.shape[2 + d]
@@ -206,8 +202,6 @@ def _padded(real: Any, n: int, padding: int, align: bool) -> Any:
 def grid_sampler(node: Aten, x: Any, grid: Any, mode: int, padding: int, align: bool) -> Any:
     """x read at the places the grid says: by linear interpolation (mode 0), at the nearest element (1), cubic (2); 0 outside."""
     out = result(node)
-    if 0 in out.shape:
-        return t.literal(0, out.dtype, out.shape)
     dtype = out.dtype.compute
     sites = tuple(grid.type.shape[:-1])
     spatial = len(sites) - 1

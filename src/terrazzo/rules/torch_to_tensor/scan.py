@@ -7,15 +7,17 @@ from typing import Any
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects.torch import Aten
 from terrazzo.ir.types import bool_, i64
-from terrazzo.rewrite.rule import Rule
+from terrazzo.rewrite.rule import Rule, need
 from terrazzo.rules.torch_to_tensor.common import aten, normalize, result
 from terrazzo.rules.torch_to_tensor.pointwise import c
+from terrazzo.rules.torch_to_tensor.reduction import accumulated
 
 
 def _cumulative(name: str, m: str) -> Rule:
     def lower(node: Aten, x: Any, dim: int, *, dtype: Any = None) -> Any:
         out = result(node)
-        wide = t.cast(x, out.dtype.compute)
+        need(out.dtype is not bool_, "PyTorch has none for bools")
+        wide = accumulated(x, out)
         return t.cast(t.scan(m, wide, normalize(dim, x.type.rank)) if x.type.rank else wide, out.dtype)
 
     rule = aten(f"{name}.default")(lower)
