@@ -55,9 +55,13 @@ def operand(x: Any, dtype: DType, shape: Sequence[Any]) -> Any:
 
 
 def pointwise(node: Aten, compute: DType, *args: Any, fn: Callable[..., Any] | str) -> Any:
-    """Broadcast `args` to the result's shape, convert them to `compute`, apply `fn`, convert to the result's dtype."""
+    """Broadcast `args` to the result's shape, convert them to `compute`, apply `fn`, convert to the result's dtype.
+
+    A tensor meets a 16-bit result as PyTorch's promotion has it: rounded to that type, then widened. 0-d tensors and numbers stay.
+    """
     out = result(node)
-    given = [operand(a, compute, out.shape) for a in args]
+    rounds = out.dtype.compute is compute is not out.dtype
+    given = [operand(t.cast(a, out.dtype) if rounds and getattr(a, "type", Type(out.dtype)).rank else a, compute, out.shape) for a in args]
     value = t.apply(fn, *given) if isinstance(fn, str) else fn(*given)
     return t.cast(value, out.dtype)
 

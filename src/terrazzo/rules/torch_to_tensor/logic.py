@@ -15,7 +15,8 @@ from terrazzo.rules.torch_to_tensor.pointwise import Build, c
 
 def _compare(name: str) -> Rule:
     def lower(node: Aten, x: Any, y: Any) -> Any:
-        return pointwise(node, promoted(x, y).compute, x, y, fn=name)
+        common, shape = promoted(x, y), result(node).shape
+        return t.apply(name, *(t.cast(operand(v, common, shape), common.compute) for v in (x, y)))
 
     rule = aten(f"{name}.Tensor", f"{name}.Scalar")(lower)
     return Rule(name, rule.keys, rule.rewrite, f"x {name} y, compared in the promoted type.")

@@ -101,8 +101,15 @@ def floor_divide(node: Aten, x: Any, y: Any) -> Any:
 
 @aten("remainder.Tensor", "remainder.Scalar", "remainder.Scalar_Tensor")
 def remainder(node: Aten, x: Any, y: Any) -> Any:
-    """x - y * floor(x / y): the sign of the divisor."""
-    return pointwise(node, result(node).dtype.compute, x, y, fn="mod")
+    """x - y * floor(x / y): the sign of the divisor; a zero has that of x."""
+
+    def build(a: Any, b: Any) -> Any:
+        rest, zero = t.apply("fmod", a, b), c(0.0, a)
+        other = t.apply("xor", t.apply("lt", b, zero), t.apply("lt", rest, zero))
+        return t.where(t.apply("and_", t.apply("ne", rest, zero), other), t.apply("add", rest, b), rest)
+
+    compute = result(node).dtype.compute
+    return pointwise(node, compute, x, y, fn=build if compute.is_float else "mod")
 
 
 @aten("fmod.Tensor", "fmod.Scalar")
@@ -232,30 +239,15 @@ BINARIES = (
         "log2(2^x + 2^y).",
     ),
     _binary(("heaviside.default",), _heaviside, "0 below 0, 1 above, y at 0."),
-    _binary(
-        ("bitwise_and.Tensor", "bitwise_and.Scalar", "bitwise_and.Scalar_Tensor", "__and__.Tensor", "__and__.Scalar"),
-        "and_",
-        "x & y.",
-    ),
-    _binary(
-        ("bitwise_or.Tensor", "bitwise_or.Scalar", "bitwise_or.Scalar_Tensor", "__or__.Tensor", "__or__.Scalar"),
-        "or_",
-        "x | y.",
-    ),
-    _binary(
-        ("bitwise_xor.Tensor", "bitwise_xor.Scalar", "bitwise_xor.Scalar_Tensor", "__xor__.Tensor", "__xor__.Scalar"),
-        "xor",
-        "x ^ y.",
-    ),
-    _binary(
-        ("bitwise_left_shift.Tensor", "bitwise_left_shift.Tensor_Scalar", "__lshift__.Tensor", "__lshift__.Scalar"),
-        "shl",
-        "x << y.",
-    ),
-    _binary(
-        ("bitwise_right_shift.Tensor", "bitwise_right_shift.Tensor_Scalar", "__rshift__.Tensor", "__rshift__.Scalar"),
-        "shr",
-        "x >> y.",
+    *(
+        _binary(tuple(f"bitwise_{name}.{o}" for o in overloads) + (f"__{short}__.Tensor", f"__{short}__.Scalar"), fn, doc)
+        for name, short, fn, doc, overloads in (
+            ("and", "and", "and_", "x & y.", ("Tensor", "Scalar", "Scalar_Tensor")),
+            ("or", "or", "or_", "x | y.", ("Tensor", "Scalar", "Scalar_Tensor")),
+            ("xor", "xor", "xor", "x ^ y.", ("Tensor", "Scalar", "Scalar_Tensor")),
+            ("left_shift", "lshift", "shl", "x << y.", ("Tensor", "Tensor_Scalar", "Scalar_Tensor")),
+            ("right_shift", "rshift", "shr", "x >> y.", ("Tensor", "Tensor_Scalar", "Scalar_Tensor")),
+        )
     ),
 )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects.torch import Aten
-from terrazzo.ir.types import f64, i64
+from terrazzo.ir.types import f64, i32, i64
 from terrazzo.rewrite.rule import Rule, need
 from terrazzo.rules.torch_to_tensor.common import aten, operand, pointwise, promoted, result
 from terrazzo.rules.torch_to_tensor.pointwise import c
@@ -178,7 +178,7 @@ def _bessel_i(order: int, scaled: bool) -> Build:
         far = t.apply("mul", t.apply("sqrt", r), _polynomial(r, terms))
         value = t.where(t.apply("lt", a, c(FAR, a)), near, far)
         if not scaled:
-            value = t.where(t.apply("eq", a, c(math.inf, a)), a, t.apply("mul", value, t.apply("exp", a)))
+            value = t.apply("mul", value, t.apply("exp", a))
         value = t.apply("mul", value, t.apply("sign", x)) if order else value
         return t.where(t.apply("isnan", x), x, value)
 
@@ -202,10 +202,17 @@ FUNCTIONS = (
 
 @aten("ldexp.Tensor")
 def ldexp(node: Aten, x: Any, exponent: Any) -> Any:
-    """x * 2^exponent; the power has the type pow gives it."""
+    """x * 2^exponent; a float with an integer exponent is rounded once, in two steps so that no power overflows."""
     out = result(node)
-    power = t.apply("pow", *(operand(v, promoted(2.0, exponent).compute, exponent.type.shape) for v in (2.0, exponent)))
-    return pointwise(node, out.dtype.compute, x, t.cast(power, promoted(2.0, exponent)), fn="mul")
+    if exponent.type.dtype.is_float or not x.type.dtype.is_float:
+        dtype = promoted(2.0, exponent) if exponent.type.rank else out.dtype
+        wide = t.cast(exponent, dtype.compute)
+        return pointwise(node, out.dtype.compute, x, t.cast(t.apply("pow", c(2.0, wide), wide), dtype), fn="mul")
+    e = operand(t.cast(exponent, i32), i64, out.shape)
+    e = _k("max", _k("min", e, 2046), -2046)
+    half = _k("shr", e, 1)
+    first, second = (t.apply("exp2", t.cast(k, f64)) for k in (half, t.apply("sub", e, half)))
+    return t.cast(t.apply("mul", t.apply("mul", operand(x, f64, out.shape), first), second), out.dtype)
 
 
 @aten("angle.default")

@@ -121,6 +121,13 @@ def _pieces(node: Aten, x: Any, dim: int) -> tuple[Any, ...]:
     return tuple(out)
 
 
+@aten("narrow_copy.default")
+def narrow(node: Aten, x: Any, dim: int, start: int, length: int) -> Any:
+    """`length` elements from `start` along one dimension."""
+    dim = normalize(dim, x.type.rank)
+    return narrowed(x, dim, start % x.type.shape[dim], length)
+
+
 @aten("split.Tensor", "split_with_sizes.default", "split_copy.Tensor", "split_with_sizes_copy.default", "chunk.default")
 def split(node: Aten, x: Any, sizes: Any, dim: int = 0) -> Any:
     """Consecutive pieces along one dimension."""
@@ -327,6 +334,6 @@ def pixel_unshuffle(node: Aten, x: Any, factor: int) -> Any:
 
 
 RULES: tuple[Rule, ...] = (
-    view, squeeze, permute, transpose, t_, expand, repeat, select, slice_, split, unbind, cat, stack, flip, roll, diagonal, unfold,
+    view, squeeze, permute, transpose, t_, expand, repeat, select, slice_, narrow, split, unbind, cat, stack, flip, roll, diagonal, unfold,
     as_strided, constant_pad, slice_scatter, select_scatter, pixel_shuffle, pixel_unshuffle,
 )  # fmt: skip
