@@ -60,15 +60,15 @@ def rewritten(page: str, directory: Path) -> str:
 
 
 def output(line: str, directory: Path) -> str:
-    """What a command prints, errors included, with an empty line where a shell would have none."""
+    """What a command prints, errors included."""
     own, pipe, rest = line.partition(" | ")
     if not own.startswith("terrazzo "):
         return _shell(line, "", directory)
-    text = _terrazzo(shlex.split(own)[1:], directory)
-    return _shell(rest, text, directory) if pipe else text
+    text, errors = _terrazzo(shlex.split(own)[1:], directory)
+    return (_shell(rest, text, directory) if pipe else text) + errors
 
 
-def _terrazzo(words: list[str], directory: Path) -> str:
+def _terrazzo(words: list[str], directory: Path) -> tuple[str, str]:
     import contextlib
 
     from typer.testing import CliRunner
@@ -76,8 +76,10 @@ def _terrazzo(words: list[str], directory: Path) -> str:
     from terrazzo.cli.app import app
 
     with contextlib.chdir(directory):
-        return CliRunner().invoke(app, words, prog_name="terrazzo").output
+        done = CliRunner().invoke(app, words, prog_name="terrazzo")
+    return done.stdout, done.stderr
 
 
 def _shell(line: str, given: str, directory: Path) -> str:
-    return subprocess.run(["bash", "-c", line], input=given, cwd=directory, capture_output=True, text=True, check=True).stdout
+    done = subprocess.run(["bash", "-c", line], input=given, cwd=directory, capture_output=True, text=True)
+    return done.stdout + done.stderr

@@ -10,7 +10,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from terrazzo.bench.harness import accuracy, interleaved, surroundings
+from terrazzo.bench.harness import accuracy, confirmed, surroundings
 from terrazzo.bench.suites import SUITES, Case
 from terrazzo.errors import UserError
 from terrazzo.options import Options
@@ -48,7 +48,7 @@ def _case(case: Case, options: Options, seconds: float) -> dict[str, Any]:
             found = accuracy(ours, eager, _exact(compiled, args, kwargs))
             problems += [found.problem] if found.problem else []
             worst = found if worst is None or found.ours > worst.ours else worst
-        times = interleaved({"terrazzo": _turns(compiled, sets, kwargs), "eager": _turns(fn, sets, kwargs)}, seconds)
+        times = confirmed({"terrazzo": _turns(compiled, sets, kwargs), "eager": _turns(fn, sets, kwargs)}, seconds)
     assert worst is not None
     return {
         "name": case.name,

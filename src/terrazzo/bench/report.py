@@ -76,5 +76,5 @@ This page is generated from `benchmarks/results` by `make docs`; `terrazzo bench
 How it is measured: every case is first checked on three sets of random normal inputs against float64, where our error
 may be at most twice eager's own. Then both are called in turns, in one process and with the same number of threads, and
 the inputs take turns too. A time is the median of a call; eight of ten measurements lie within the spread. Above 1x we are
-faster than eager. Other work on the machine slows both sides down, and long waits between threads show in the spread.
+faster than eager. Where other work on the machine disturbs a measurement it is repeated, and the steadiest one counts.
 """
