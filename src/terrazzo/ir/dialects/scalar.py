@@ -113,6 +113,7 @@ SCALARS = _table(
     Scalar("neg", 1, _same(*_NUMBER), np.negative, "(-{0})"),
     Scalar("abs", 1, _same(*_NUMBER), np.abs, "tz_abs({0})"),
     Scalar("sign", 1, _same(*_NUMBER), np.sign, "tz_sign({0})", 2),
+    Scalar("gcd", 2, _same(*_INT), np.gcd, "tz_gcd({0}, {1})", 200),
     Scalar("ipow", 2, _same(*_INT), _integer_power, "tz_ipow({0}, {1})", 40),
     # minimum and maximum propagate NaN, as PyTorch's do; fmin and fmax prefer the number
     Scalar("min", 2, _same(*_ANY), np.minimum, "tz_min({0}, {1})"),

@@ -11,7 +11,7 @@ from terrazzo.rewrite.rule import Rule, need
 from terrazzo.rules.torch_to_tensor.common import aten, operand, result
 
 
-@aten("full.default", "full_like.default", "new_full.default", "scalar_tensor.default")
+@aten("full.default", "full_like.default", "new_full.default", "scalar_tensor.default", "prims.scalar_tensor.default")
 def full(node: Aten, *args: Any, **kwargs: Any) -> Any:
     """One value everywhere."""
     return t.literal(args[-1] if len(args) > 1 else args[0], result(node).dtype, result(node).shape)

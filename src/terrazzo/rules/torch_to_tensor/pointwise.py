@@ -252,6 +252,24 @@ BINARIES = (
 )
 
 
+@aten("gcd.default")
+def gcd(node: Aten, x: Any, y: Any) -> Any:
+    """The greatest common divisor."""
+    return pointwise(node, result(node).dtype, x, y, fn="gcd")
+
+
+@aten("lcm.default")
+def lcm(node: Aten, x: Any, y: Any) -> Any:
+    """|x / gcd(x, y) * y|; 0 where both are 0."""
+
+    def build(a: Any, b: Any) -> Any:
+        g = t.apply("gcd", a, b)
+        product = t.apply("mul", t.apply("truncdiv", a, t.where(t.apply("eq", g, c(0, g)), c(1, g), g)), b)
+        return product if product.type.dtype.kind == "uint" else t.apply("abs", product)
+
+    return pointwise(node, result(node).dtype, x, y, fn=build)
+
+
 @aten("nextafter.default")
 def nextafter(node: Aten, x: Any, y: Any) -> Any:
     """The next number after x towards y; 16-bit types have their own neighbours and stay opaque."""
@@ -311,6 +329,6 @@ def nan_to_num(node: Aten, x: Any, nan: Any = None, posinf: Any = None, neginf: 
 
 
 RULES: tuple[Rule, ...] = (
-    add, sub, rsub, mul, div, div_mode, floor_divide, remainder, fmod, pow_, neg, abs_, sign, clamp, clamp_max, *BINARIES, nextafter, lerp,
-    addcmul, addcdiv, nan_to_num,
+    add, sub, rsub, mul, div, div_mode, floor_divide, remainder, fmod, pow_, neg, abs_, sign, clamp, clamp_max, *BINARIES, gcd, lcm,
+    nextafter, lerp, addcmul, addcdiv, nan_to_num,
 )  # fmt: skip

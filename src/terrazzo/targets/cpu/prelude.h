@@ -86,9 +86,10 @@ template <class To, class From> TZ To tz_cast(From x) {
 template <class T> TZ bool tz_signbit(T x) { if constexpr (tz_half<T>) return (uint16_t)x >> 15; else return std::signbit(x); }
 
 // An index that came from data: out of range is noted, and reads element 0 until the kernel returns.
-TZ int64_t tz_at(int64_t i, int64_t extent, int* bad) {
-  if ((uint64_t)i >= (uint64_t)extent) { *bad = 1; return 0; }
-  return i;
+TZ int64_t tz_at(int64_t i, int64_t extent, int& bad) {
+  bool outside = (uint64_t)i >= (uint64_t)extent;
+  if (outside) bad = 1;
+  return outside ? 0 : i;
 }
 TZ int64_t tz_fdiv(int64_t a, int64_t b) { int64_t q = a / b; return q - (a % b < 0); }
 TZ int64_t tz_fmod_index(int64_t a, int64_t b) { int64_t r = a % b; return r < 0 ? r + b : r; }
@@ -116,6 +117,7 @@ template <class T> TZ T tz_mod(T a, T b) {
     return std::copysign((T)0, b);
   } else return (T)(r != 0 && ((r < 0) != (b < 0)) ? r + b : r);
 }
+template <class T> TZ T tz_gcd(T a, T b) { while (b != 0) { T r = tz_rem(a, b); a = b; b = r; } return tz_abs(a); }
 template <class T> TZ T tz_shl(T a, T b) { return b < 0 || b >= (T)(8 * sizeof(T)) ? (T)0 : (T)((std::make_unsigned_t<T>)a << b); }
 template <class T> TZ T tz_shr(T a, T b) { return b < 0 || b >= (T)(8 * sizeof(T)) ? (a < 0 ? (T)-1 : (T)0) : (T)(a >> b); }
 template <class T> TZ T tz_ipow(T a, T b) {
