@@ -39,6 +39,7 @@ def from_graph(gm: Any, name: str) -> tuple[Program, dict[str, Any]]:
             source = values[node.args[0]]
             values[node] = Get(source, node.args[1])
         elif node.op == "call_function":
+            _reads_its_operand(node)
             tags = getattr(node.target, "tags", ())
             order += torch.Tag.nondeterministic_seeded in tags
             values[node] = Aten(
@@ -68,6 +69,20 @@ def _argument(value: Any, values: dict[Any, Any]) -> Any:
     if isinstance(value, (tuple, list)):
         return tuple(_argument(v, values) for v in value)
     return from_torch(value)
+
+
+def _reads_its_operand(node: Any) -> None:
+    """as_strided looks past its operand at the storage behind it. Values here have none: the two must be the same elements."""
+    if not str(node.target).startswith("aten.as_strided"):
+        return
+    base = node.args[0].meta["val"]
+    rest = dict(zip(("size", "stride", "storage_offset"), node.args[2 if "scatter" in str(node.target) else 1 :], strict=False))
+    rest.update({k: v for k, v in node.kwargs.items() if k in ("size", "stride", "storage_offset")})
+    offset = rest.get("storage_offset")
+    last = (offset or 0) + sum((n - 1) * s for n, s in zip(rest["size"], rest["stride"], strict=True))
+    inside = 0 in rest["size"] or last < base.numel()
+    if not (base.is_contiguous() and inside and (offset is None or base.storage_offset() == 0)):
+        raise Limitation("as_strided reads the storage behind a view, which is no value of the program")
 
 
 def _result(node: Any) -> Type | tuple[Type | None, ...]:
