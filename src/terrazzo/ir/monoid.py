@@ -24,7 +24,7 @@ Values = Sequence[Any]
 class Monoid:
     """`width` values are combined together. `identity` gives their neutral element for their types.
 
-    `ufunc` is numpy's name for a monoid of one value; `commutes` is False where the order of the elements matters.
+    `ufunc` is numpy's name for a monoid of one value.
     """
 
     name: str
@@ -59,27 +59,25 @@ def _arg_identity(worst: str, last: bool) -> Callable[[Sequence[DType]], tuple[A
 
 
 def _welford(f: Builder, a: Values, b: Values) -> tuple[Any, ...]:
-    """(mean, sum of squared deviations, count), combined as Chan, Golub and LeVeque (1979) do."""
+    """(mean, sum of squared deviations, count), combined as Chan, Golub and LeVeque (1979) do; an empty side changes nothing."""
     n = f("add", a[2], b[2])
     zero = f("sub", n, n)
-    share = f("where", f("eq", n, zero), zero, f("div", b[2], n))
+    left, right = f("eq", b[2], zero), f("eq", a[2], zero)  # only that side has elements
+    share = f("div", b[2], n)
     delta = f("sub", b[0], a[0])
     mean = f("add", a[0], f("mul", delta, share))
-    spread = f("mul", f("mul", delta, delta), f("mul", a[2], share))
-    return mean, f("add", f("add", a[1], b[1]), spread), n
+    spread = f("add", f("add", a[1], b[1]), f("mul", f("mul", delta, delta), f("mul", a[2], share)))
+    return (*(f("where", left, a[k], f("where", right, b[k], both)) for k, both in enumerate((mean, spread))), n)
 
 
 def _logsumexp(f: Builder, a: Values, b: Values) -> tuple[Any, ...]:
     """(maximum, sum of exp(x - maximum)): the pair behind a stable log-sum-exp and online softmax."""
     top = f("max", a[0], b[0])
 
-    def rescaled(x: Values) -> Any:
-        return f("mul", x[1], f("where", f("eq", x[0], top), f("exp", f("sub", top, top)), f("exp", f("sub", x[0], top))))
+    def rescaled(x: Values) -> Any:  # inf - inf is NaN; equal maxima need no rescaling
+        return f("where", f("eq", x[0], top), x[1], f("mul", x[1], f("exp", f("sub", x[0], top))))
 
-    def safe(x: Values) -> Any:  # inf - inf is NaN; equal maxima need no rescaling
-        return f("where", f("eq", x[0], top), x[1], rescaled(x))
-
-    return top, f("add", safe(a), safe(b))
+    return top, f("add", rescaled(a), rescaled(b))
 
 
 MONOIDS = {
@@ -90,7 +88,7 @@ MONOIDS = {
         _simple("max", "max", lambda t: t.lowest, np.maximum),
         _simple("min", "min", lambda t: t.highest, np.minimum),
         _simple("any", "or_", lambda t: False, np.bitwise_or),
-        _simple("all", "and_", lambda t: True if t.kind == "bool" else -1, np.bitwise_and),
+        _simple("all", "and_", lambda t: -1 if t.kind == "int" else t.highest, np.bitwise_and),
         _simple("xor", "xor", lambda t: False if t.kind == "bool" else 0, np.bitwise_xor),
         Monoid("argmax", 2, _arg_identity("lowest", False), _arg("gt", False)),
         Monoid("argmin", 2, _arg_identity("highest", False), _arg("lt", False)),

@@ -14,7 +14,6 @@ from terrazzo.rules.torch_to_tensor.common import aten, dims, normalize, result
 from terrazzo.rules.torch_to_tensor.pointwise import c
 from terrazzo.rules.torch_to_tensor.view import reshaped
 
-
 ON_BOOLS = {"sum": "any", "prod": "all"}
 """What PyTorch's sums and products of bools are."""
 
