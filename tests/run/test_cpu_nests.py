@@ -119,8 +119,9 @@ def _gathers() -> None:
     case("one of each row", t.index_map(table, (5,), (i, t.loaded(ids, [t.coordinates((5,))[0]], 37))), **values)
     wide = given("wide", i64, 5, 37)
     case("element by element", t.index_map(table, (5, 37), (t.loaded(wide, [i, j], 10), j)), wide=numbers(i64, 5, 37), **values)
-    case("twice indirect", t.index_map(table, (5, 37), (t.loaded(t.index_map(ids, (5,), (t.loaded(ids, [t.coordinates((5,))[0]], 5),)), [i], 10), j)),
-         table=values["table"], ids=np.array([0, 4, 3, 3, 1]))  # fmt: skip
+    first = t.loaded(ids, [t.coordinates((5,))[0]], 5)
+    again = t.loaded(t.index_map(ids, (5,), (first,)), [i], 10)
+    case("twice indirect", t.index_map(table, (5, 37), (again, j)), table=values["table"], ids=np.array([0, 4, 3, 3, 1]))
 
 
 def product(x: Any, w: Any, d: DType | None = None) -> Any:

@@ -8,26 +8,27 @@ data was outside its dimension. The text follows the loop nest; products are blo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib import resources
-from typing import Any
 
 from terrazzo.ir import nest as n
 from terrazzo.ir.address import flatten
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr, Loaded
-from terrazzo.ir.monoid import Monoid
 from terrazzo.ir.node import Node, topological
 from terrazzo.targets.cpu import blocked
-from terrazzo.targets.cpu.terms import Scope, c_type, expression, identifier, index, literal, term
+from terrazzo.targets.cpu.combine import accumulate, accumulators, declare, declare_lanes, meet, types
+from terrazzo.targets.cpu.rows import in_columns, is_leaf, needed, only_loop, points, repeated, transposes, trips, vectorises
+from terrazzo.targets.cpu.terms import Scope, c_type, component, expression, identifier, index, term
 
 PARALLEL = 20_000
 """Points of a loop nest from which on a second thread pays."""
 CHUNKS = 64
 """Pieces a reduction without enough loops around it is cut into: fixed, so that the result does not depend on the threads."""
 
-_SIMD = {"sum": "+", "prod": "*", "max": "tz_max", "min": "tz_min"}
+TILE = 32
+"""Side of the squares in which two loops are walked when memory is read across the inner one."""
 
 
 @lru_cache(maxsize=1)
@@ -70,37 +71,31 @@ def _unique(name: str, taken: set[str]) -> str:
     return name
 
 
-def trips(body: Sequence[n.Statement]) -> int:
-    """Statements executed by a piece of a nest."""
-    total = 0
-    for s in body:
-        if isinstance(s, n.Loop):
-            points = 1
-            for a in s.axes:
-                points *= a.extent if isinstance(a.extent, int) else 512
-            total += points * max(trips(s.body), 1)
-        else:
-            total += 1
-    return total
-
-
 class _Writer:
+    """Writes a nest. `parallel` is True inside a parallel loop; `rows` names the arrays in which a loop keeps terms, or finds them."""
+
     def __init__(self, kernel: l.Kernel, scope: Scope) -> None:
         self.kernel, self.scope = kernel, scope
         self.parallel = False
+        self.gathered = [e for e in topological(kernel.stores) if isinstance(e, Loaded)]
+        self.keep: dict[int, dict[Node, str]] = {}
+        self.found: dict[int, dict[Node, str]] = {}
 
     def lines(self) -> list[str]:
         """The body of the function."""
         return self.statements(n.nest(self.kernel), self.scope)
 
-    def statements(self, body: Sequence[n.Statement], scope: Scope) -> list[str]:
-        lines: list[str] = []
+    def statements(self, body: Sequence[n.Statement], scope: Scope, keep: Mapping[Node, str] | None = None) -> list[str]:
+        lines = self.kept_rows(body, scope)
         for s in body:
+            lines += self.checked(scope)
             match s:
                 case n.Let():
                     lines += self.let(s.term, scope)
+                    if keep and s.term in keep:
+                        lines.append(f"{keep[s.term]} = {scope.names[s.term]};")
                 case n.Accumulate():
-                    lines += accumulate(s.into.monoid, _accumulators(s.into, scope), s.into, [term(a, scope) for a in s.args], scope)
+                    lines += accumulate(accumulators(s.into, scope), s.into, [term(a, scope) for a in s.args], scope)
                 case l.Store():
                     place = index(flatten(s.index, s.buffer.type.element_strides), scope)
                     lines.append(f"{scope.buffers[s.buffer]}[{place}] = {term(s.value, scope)};")
@@ -110,177 +105,237 @@ class _Writer:
                     lines += self.loop(s, scope)
         return lines
 
+    def checked(self, scope: Scope) -> list[str]:
+        """The indices from data whose values are known now: checked once, and not again in the loops that use them."""
+        lines = []
+        for e in self.gathered:
+            if e not in scope.names and e.value in scope.names:
+                text = index(e, scope)
+                scope.names[e] = scope.fresh("at")
+                lines.append(f"const int64_t {scope.names[e]} = {text};")
+        return lines
+
+    def kept_rows(self, body: Sequence[n.Statement], scope: Scope) -> list[str]:
+        """Declarations of the rows in which terms are kept from one loop of a scope to the next."""
+        lines = []
+        for kept in repeated(body):
+            name = scope.fresh("row")
+            lines.append(f"{c_type(kept.term.dtype)} {name}[{kept.first.axes[0].extent}];")
+            self.keep.setdefault(id(kept.first), {})[kept.term] = name
+            for s, x in kept.again:
+                self.found.setdefault(id(s), {})[x] = name
+        return lines
+
     def let(self, x: l.Term, scope: Scope) -> list[str]:
         if isinstance(x, l.Get):
-            scope.names[x] = f"{scope.names[x.x]}_{x.index}"
+            scope.names[x] = component(scope.names[x.x], x.index)
             return []
         text = expression(x, scope)
         scope.names[x] = scope.fresh("in" if isinstance(x, l.Load) else "v")
         return [f"const {c_type(x.dtype)} {scope.names[x]} = {text};"]
 
+    def body(self, s: n.Loop, scope: Scope) -> list[str]:
+        """The body of a loop whose axes are named."""
+        place = f"[{scope.names[s.axes[0]]}]" if len(s.axes) == 1 else ""
+        found = {x: row + place for x, row in self.found.get(id(s), {}).items()}
+        scope.names.update(found)
+        keep = {x: row + place for x, row in self.keep.get(id(s), {}).items()}
+        return self.statements(needed(s.body, scope.names) if found else s.body, scope, keep)
+
     def loop(self, s: n.Loop, scope: Scope) -> list[str]:
         """A free loop or a scan; the outermost ones share the work among threads."""
-        pragmas, nested = [], [s]
+        if in_columns(s):
+            return self.columns(s, scope)
+        nested, parallel = [s], False
         if not self.parallel and s.kind == "free" and trips([s]) >= PARALLEL:
-            while (child := _only_loop(nested[-1])) and _points(nested) < 64 and any(isinstance(x, n.Loop) for x in child.body):
+            while (child := only_loop(nested[-1])) and points(nested) < 64 and not is_leaf(child) and not in_columns(child):
                 nested.append(child)  # but for the innermost loop, which vectorises
-            if _points(nested) >= 4 or (_points(nested) >= 2 and not _only_loop(nested[-1])):
-                alone = not any(isinstance(x, n.Loop) for x in nested[-1].body)
-                simd = " simd" if alone and len(nested) == 1 and _vectorises(nested[-1].body) else ""
-                collapse = f" collapse({len(nested)})" if len(nested) > 1 else ""
-                pragmas = [f"#pragma omp parallel for{simd}{collapse} num_threads(threads) schedule(static)"]
-        if not pragmas:
-            nested = [s]
-            if s.kind == "free" and not any(isinstance(x, n.Loop) for x in s.body) and _vectorises(s.body):
-                pragmas = ["#pragma omp simd"]
-        outer, self.parallel = self.parallel, self.parallel or any("parallel" in p for p in pragmas)
-        lines = list(pragmas)
-        for k, loop in enumerate(nested):
-            lines += ["  " * k + x for x in (*_declare(loop, scope), _header(loop.axes[0], scope, loop.kind))]
+            parallel = points(nested) >= 4 or (points(nested) >= 2 and not only_loop(nested[-1]))
+            nested = nested if parallel else [s]
+        leaf = only_loop(nested[-1])
+        tiled = leaf is not None and transposes(nested[-1], leaf)
+        simd = is_leaf(s) and s.kind == "free" and vectorises(s.body)
+        lines = []
+        if parallel:
+            collapse = f" collapse({len(nested) + tiled})" if len(nested) + tiled > 1 else ""
+            lines = [f"#pragma omp parallel for{' simd' if simd else ''}{collapse} num_threads(threads) schedule(static)"]
+        elif simd:
+            lines = ["#pragma omp simd"]
+        outer, self.parallel = self.parallel, self.parallel or parallel
         inner = scope.inner()
-        lines += ["  " * len(nested) + x for x in self.statements(nested[-1].body, inner)]
-        lines += ["  " * k + "}" for k in reversed(range(len(nested)))]
+        for k, x in enumerate(nested[: len(nested) - tiled]):
+            lines += ["  " * k + y for y in (*declare(x, inner), _header(x.axes[0], inner, x.kind))]
+        depth = "  " * (len(nested) - tiled)
+        lines += [depth + x for x in (self.tile(nested[-1], leaf, inner) if tiled and leaf else self.body(nested[-1], inner))]
+        lines += ["  " * k + "}" for k in reversed(range(len(nested) - tiled))]
         self.parallel = outer
         return lines
+
+    def tile(self, outer: n.Loop, leaf: n.Loop, scope: Scope) -> list[str]:
+        """Two free loops in squares, so that what is read across stays in the first-level cache until all of it is used."""
+        lines, heads = [], []
+        for s in (outer, leaf):
+            block = scope.fresh("b")
+            scope.names[s.axes[0]] = name = scope.fresh("i")
+            extent = s.axes[0].extent
+            lines.append(f"for (int64_t {block} = 0; {block} < {extent}; {block} += {TILE})")
+            heads.append(
+                f"for (int64_t {name} = {block}; {name} < std::min<int64_t>({block} + {TILE}, {extent}); {name}++) {{  // free"
+            )
+        lines[-1] += " {"
+        lines += [f"  {heads[0]}", "    #pragma omp simd", f"    {heads[1]}"]
+        return [*lines, *("      " + x for x in self.body(leaf, scope)), "    }", "  }", "}"]
+
+    def columns(self, s: n.Loop, scope: Scope) -> list[str]:
+        """A free loop in blocks of lanes: what is inside runs over a block at a time, so that memory is read along the lanes."""
+        (axis,) = s.axes
+        extent = int(axis.extent)
+        parallel = not self.parallel and trips([s]) >= PARALLEL
+        lanes = next((w for w in (256, 64) if extent >= (8 * w if parallel else w)), 16)
+        inner = scope.inner()
+        inner.names[axis], step, start = inner.fresh("i"), inner.fresh("columns"), inner.fresh("b")
+        outer, self.parallel = self.parallel, True
+        lines = [f"const auto {step} = [&](int64_t {start}, int64_t lanes) __attribute__((always_inline)) {{  // free, side by side"]
+        head = ["#pragma omp simd", "for (int64_t l = 0; l < lanes; l++) {", f"  const int64_t {inner.names[axis]} = {start} + l;"]
+        groups = _groups(s.body)
+        for k, group in enumerate(groups):
+            if isinstance(group[0], n.Loop):
+                lines += ["  " + x for x in self.side_by_side(group[0], inner, head, lanes)]
+                continue
+            crossing = _crossing(group, [x for j, other in enumerate(groups) if j != k for x in other])
+            arrays = {x: inner.fresh("v") for x in crossing}
+            lines += [f"  {c_type(x.dtype)} {name}[{lanes}];" for x, name in arrays.items()]
+            here = inner.inner()
+            text = self.statements(group, here, {x: f"{name}[l]" for x, name in arrays.items()})
+            lines += ["  " + x for x in (*head, *("  " + x for x in text), "}")]
+            inner.names.update({x: f"{name}[l]" for x, name in arrays.items()})
+            inner.names.update({x.term: here.names[x.term] for x in group if isinstance(x, n.Let) and isinstance(x.term, l.Get)})
+        lines.append("};")
+        self.parallel = outer
+        if parallel:
+            lines.append("#pragma omp parallel for num_threads(threads) schedule(static)")
+        lines.append(f"for (int64_t {start} = 0; {start} < {extent}; {start} += {lanes})")
+        full = f"{step}({start}, {lanes});"
+        if extent % lanes:
+            full = f"if ({start} + {lanes} <= {extent}) {full} else {step}({start}, {extent} - {start});"
+        return [*lines, "  " + full]
+
+    def side_by_side(self, s: n.Loop, scope: Scope, head: list[str], lanes: int) -> list[str]:
+        """A reduction or scan for a block of lanes at a time, each with its own accumulators."""
+        lines = declare_lanes(s, lanes, scope)
+        inner = scope.inner()
+        lines += ["  " * k + _header(a, inner, s.kind) for k, a in enumerate(s.axes)]
+        depth = "  " * len(s.axes)
+        lines += [depth + x for x in (*head, *("  " + x for x in self.body(s, inner)), "}")]
+        return lines + ["  " * k + "}" for k in reversed(range(len(s.axes)))]
 
     def reduction(self, s: n.Loop, scope: Scope) -> list[str]:
         """Accumulators at their identity, then the loops. A long one that nothing around makes parallel is cut into chunks."""
         first = s.axes[0].extent
         if not self.parallel and trips([s]) >= 4 * PARALLEL and isinstance(first, int) and first >= CHUNKS:
             return self.chunked(s, scope)
-        lines = _declare(s, scope)
-        inner = scope.inner()
-        return lines + self._loops(s, inner, [_header(a, inner, "reduce") for a in s.axes])
+        return self.reduce_loops(s, scope, "0", index(first, scope))
 
-    def _loops(self, s: n.Loop, scope: Scope, headers: list[str]) -> list[str]:
-        body = self.statements(s.body, scope)
-        lines = ["  " * k + h for k, h in enumerate(headers[:-1])]
-        depth = "  " * (len(headers) - 1)
-        plain = all(r.monoid.name in _SIMD and not isinstance(r, l.Scan) for r in s.carried)
-        if plain and not any(isinstance(x, n.Loop) for x in s.body) and _vectorises(s.body):
-            clauses = " ".join(f"reduction({_SIMD[r.monoid.name]}:{scope.names[r]})" for r in s.carried)
-            lines.append(f"{depth}#pragma omp simd {clauses}")
-        lines.append(depth + headers[-1])
-        lines += [depth + "  " + x for x in body]
-        return lines + ["  " * k + "}" for k in reversed(range(len(headers)))]
+    def reduce_loops(self, s: n.Loop, scope: Scope, start: str, end: str) -> list[str]:
+        """The accumulators and the loops of a reduction whose first axis runs from `start` to `end`."""
+        last = s.axes[-1].extent
+        if is_leaf(s) and isinstance(last, int) and last >= 32 and vectorises(s.body):
+            return self.in_lanes(s, scope, start, end, 64 if last >= 512 else 16)
+        lines = declare(s, scope)
+        inner = scope.inner()
+        bounds = [(start, end), *(("0", index(a.extent, scope)) for a in s.axes[1:])]
+        lines += ["  " * k + _header(a, inner, "reduce", *b) for k, (a, b) in enumerate(zip(s.axes, bounds, strict=True))]
+        lines += ["  " * len(s.axes) + x for x in self.body(s, inner)]
+        return lines + ["  " * k + "}" for k in reversed(range(len(s.axes)))]
+
+    def in_lanes(self, s: n.Loop, scope: Scope, start: str, end: str, lanes: int) -> list[str]:
+        """A reduction in so many lanes, each with accumulators of its own: it vectorises, and no sum waits for the last one."""
+        lines = declare_lanes(s, lanes, scope)
+        inner = scope.inner()
+        last = s.axes[-1]
+        heads = [
+            _header(a, inner, "reduce", *((start, end) if k == 0 else ("0", index(a.extent, scope)))) for k, a in enumerate(s.axes[:-1])
+        ]
+        lines += ["  " * k + h for k, h in enumerate(heads)]
+        if len(s.axes) > 1:
+            start, end = "0", index(last.extent, scope)
+        depth = "  " * len(heads)
+        inner.names[last], block, step = inner.fresh("i"), inner.fresh("b"), inner.fresh("step")
+        body = [f"const int64_t {inner.names[last]} = {block} + l;", *self.body(s, inner)]
+        text = [
+            f"const auto {step} = [&](int64_t {block}, int64_t lanes) __attribute__((always_inline)) {{  // reduce, {lanes} at a time",
+            "  #pragma omp simd",
+            "  for (int64_t l = 0; l < lanes; l++) {",
+            *("    " + x for x in body),
+            "  }",
+            "};",
+            f"int64_t {block} = {start};",
+            f"for (; {block} + {lanes} <= {end}; {block} += {lanes}) {step}({block}, {lanes});",
+        ]
+        if not (start.isdigit() and end.isdigit() and (int(end) - int(start)) % lanes == 0):
+            text.append(f"{step}({block}, {end} - {block});")
+        lines += [depth + x for x in text]
+        lines += ["  " * k + "}" for k in reversed(range(len(heads)))]
+        return lines + meet(s, lanes, scope)
 
     def chunked(self, s: n.Loop, scope: Scope) -> list[str]:
-        lines = _declare(s, scope)
-        parts: list[str] = []
-        outside = {r: list(_accumulators(r, scope)) for r in s.carried}
+        """A reduction in a fixed number of chunks, which threads share, combined in order."""
+        lines = declare(s, scope)
+        outside = {r: accumulators(r, scope) for r in s.carried}
         for r, names in outside.items():
-            for name, dtype in zip(names, _types(r), strict=True):
-                parts.append(f"{c_type(dtype)} {name}_part[{CHUNKS}];")
+            lines += [f"{c_type(dtype)} {name}_part[{CHUNKS}];" for name, dtype in zip(names, types(r), strict=True)]
         inner = scope.inner()
-        chunk = scope.fresh("chunk")
-        body = _declare(s, inner)
-        extent = s.axes[0].extent
-        head = _header(s.axes[0], inner, "reduce", f"{extent}LL * {chunk} / {CHUNKS}", f"{extent}LL * ({chunk} + 1) / {CHUNKS}")
+        chunk, extent = scope.fresh("chunk"), s.axes[0].extent
         self.parallel = True
-        body += self._loops(s, inner, [head, *(_header(a, inner, "reduce") for a in s.axes[1:])])
+        body = self.reduce_loops(s, inner, f"{extent}LL * {chunk} / {CHUNKS}", f"{extent}LL * ({chunk} + 1) / {CHUNKS}")
         self.parallel = False
         for r, names in outside.items():
-            for name, mine in zip(names, _accumulators(r, inner), strict=True):
-                body.append(f"{name}_part[{chunk}] = {mine};")
-        lines += parts
+            body += [f"{name}_part[{chunk}] = {mine};" for name, mine in zip(names, accumulators(r, inner), strict=True)]
         lines += [
             "#pragma omp parallel for num_threads(threads) schedule(static)",
-            f"for (int {chunk} = 0; {chunk} < {CHUNKS}; {chunk}++) {{",
+            f"for (int64_t {chunk} = 0; {chunk} < {CHUNKS}; {chunk}++) {{",
+            *("  " + x for x in body),
+            "}",
+            f"for (int64_t {chunk} = 0; {chunk} < {CHUNKS}; {chunk}++) {{  // in order",
         ]
-        lines += ["  " + x for x in body] + ["}"]
-        lines.append(f"for (int {chunk} = 0; {chunk} < {CHUNKS}; {chunk}++) {{  // in order")
         for r, names in outside.items():
-            lines += ["  " + x for x in accumulate(r.monoid, names, r, [f"{name}_part[{chunk}]" for name in names], scope)]
+            lines += ["  " + x for x in accumulate(names, r, [f"{name}_part[{chunk}]" for name in names], scope)]
         return [*lines, "}"]
 
 
-def _only_loop(s: n.Loop) -> n.Loop | None:
-    """The free loop that is all of the body, if it is."""
-    only = s.body[0] if len(s.body) == 1 else None
-    return only if isinstance(only, n.Loop) and only.kind == "free" else None
-
-
-def _points(loops: Sequence[n.Loop]) -> int:
-    points = 1
-    for s in loops:
-        extent = s.axes[0].extent
-        points *= extent if isinstance(extent, int) else 64
-    return points
-
-
-def _vectorises(body: Sequence[n.Statement]) -> bool:
-    """False where a statement must run in order: a scan's accumulation, a gather that notes a bad index."""
+def _groups(body: Sequence[n.Statement]) -> list[list[n.Statement]]:
+    """Loops one by one, and what stands between them."""
+    groups: list[list[n.Statement]] = []
     for s in body:
-        if isinstance(s, n.Accumulate) and isinstance(s.into, l.Scan):
-            return False
-        roots: list[Node] = [s.term] if isinstance(s, n.Let) else [s] if isinstance(s, l.Store) else []
-        if any(isinstance(e, Loaded) for r in roots for c in r.children if isinstance(c, Expr) for e in topological([c])):
-            return False
-    return True
+        if isinstance(s, n.Loop) or not groups or isinstance(groups[-1][0], n.Loop):
+            groups.append([])
+        groups[-1].append(s)
+    return groups
 
 
-def _types(r: l.Reduce | l.Scan) -> Any:
-    return r.dtype if r.monoid.width > 1 else (r.dtype,)
+def _crossing(group: Sequence[n.Statement], others: Sequence[n.Statement]) -> list[l.Term]:
+    """The terms computed in `group` that `others` use directly."""
+    lets = {s.term: None for s in group if isinstance(s, n.Let) and not isinstance(s.term, l.Get)}
+    used = set(topological(_roots(others), stop=lets.__contains__))
+    return [x for x in lets if x in used]
 
 
-def _accumulators(r: l.Reduce | l.Scan, scope: Scope) -> list[str]:
-    name = scope.names[r]
-    return [name] if r.monoid.width == 1 else [f"{name}_{k}" for k in range(r.monoid.width)]
-
-
-def _declare(s: n.Loop, scope: Scope) -> list[str]:
-    """The accumulators a loop carries, at their identities."""
-    lines = []
-    for r in s.carried:
-        scope.names[r] = scope.fresh("acc")
-        types = _types(r)
-        for name, dtype, value in zip(_accumulators(r, scope), types, r.monoid.identity(types), strict=True):
-            lines.append(f"{c_type(dtype)} {name} = {literal(value, dtype)};")
-    return lines
+def _roots(body: Sequence[n.Statement]) -> list[Node]:
+    roots: list[Node] = []
+    for s in body:
+        match s:
+            case n.Let():
+                roots.append(s.term)
+            case n.Accumulate():
+                roots += s.args
+            case n.Loop():
+                roots += _roots(s.body)
+            case l.Store():
+                roots += s.children
+    return roots
 
 
 def _header(axis: Expr, scope: Scope, kind: str, start: str = "0", end: str = "") -> str:
     scope.names[axis] = name = scope.fresh("i")
     extent: IntExpr = axis.extent  # type: ignore[attr-defined]
     return f"for (int64_t {name} = {start}; {name} < {end or index(extent, scope)}; {name}++) {{  // {kind}"
-
-
-class _Value(l.Term, op="value"):
-    """A C++ expression as a term, to build a combination from."""
-
-    text: str
-    type: Any
-
-    def infer(self) -> Any:
-        return self.type
-
-
-def accumulate(m: Monoid, into: Sequence[str], r: l.Reduce | l.Scan, args: Sequence[str], scope: Scope) -> list[str]:
-    """Statements that combine `args` into the accumulators."""
-    types = _types(r)
-    if m.name == "sum":
-        return [f"{into[0]} += {args[0]};"]
-    if m.name == "prod":
-        return [f"{into[0]} *= {args[0]};"]
-
-    def build(values: Sequence[str]) -> list[Node]:
-        nodes: list[Node] = []
-        for text, dtype in zip(values, types, strict=True):
-            node = _Value(text, dtype)
-            here.names[node] = text
-            nodes.append(node)
-        return nodes
-
-    here = scope.inner()
-    combined = m.combine(l.apply, build(into), build(args))
-    if m.width == 1:
-        return [f"{into[0]} = {term(combined[0], here)};"]
-    fresh = [scope.fresh("t") for _ in combined]
-    lines: list[str] = []
-    for node in topological(combined):
-        if isinstance(node, l.Apply) and node not in here.names:
-            text = expression(node, here)
-            here.names[node] = scope.fresh("c")
-            lines.append(f"const {c_type(node.dtype)} {here.names[node]} = {text};")
-    lines += [f"const auto {f} = {term(x, here)};" for f, x in zip(fresh, combined, strict=True)]
-    return ["{", *("  " + x for x in lines), *(f"  {a} = {f};" for a, f in zip(into, fresh, strict=True)), "}"]

@@ -54,7 +54,7 @@ def index(e: IntExpr, scope: Scope) -> str:
             a, b = index(e.a, scope), index(e.b, scope)
             return f"({a} % {b})" if at_least(e.a, 0) else f"tz_fmod_index({a}, {b})"
         case Loaded():
-            return f"tz_at({term(e.value, scope)}, {index(e.extent, scope)}, &bad)"
+            return f"tz_at({term(e.value, scope)}, {index(e.extent, scope)}, bad)"
     raise CompilerBug(f"cpu: {e} has no value here")
 
 
@@ -95,8 +95,14 @@ def expression(x: Node, scope: Scope) -> str:
         case l.Apply():
             return apply(x, scope)
         case l.Get():
-            return f"{scope.names[x.x]}_{x.index}"
+            return component(scope.names[x.x], x.index)
     raise CompilerBug(f"cpu: no expression for {type(x).__name__}")
+
+
+def component(name: str, k: int) -> str:
+    """The k-th value of something with several: acc_1 of acc, acc_1[l] of acc[l]."""
+    base, bracket, rest = name.partition("[")
+    return f"{base}_{k}{bracket}{rest}"
 
 
 def load(x: l.Load, scope: Scope) -> str:

@@ -1,0 +1,97 @@
+"""Accumulators as C++ variables: declared at their identity, combined with a value, with each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from terrazzo.ir import nest as n
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.node import Node, topological
+from terrazzo.targets.cpu.terms import Scope, c_type, component, expression, literal, term
+
+Carried = l.Reduce | l.Scan
+
+
+def types(r: Carried) -> tuple[Any, ...]:
+    """The element type of each value of a reduction or scan."""
+    found = r.dtype if r.monoid.width > 1 else (r.dtype,)
+    assert isinstance(found, tuple)
+    return found
+
+
+def accumulators(r: Carried, scope: Scope) -> list[str]:
+    """What its accumulators are called."""
+    name = scope.names[r]
+    return [name] if r.monoid.width == 1 else [component(name, k) for k in range(r.monoid.width)]
+
+
+def declare(s: n.Loop, scope: Scope) -> list[str]:
+    """The accumulators a loop carries, at their identities."""
+    return [f"{kind} {name} = {value};" for r in s.carried for kind, name, value in _identities(r, "acc", scope)]
+
+
+def declare_lanes(s: n.Loop, lanes: int, scope: Scope) -> list[str]:
+    """An array for each accumulator a loop carries, at its identity: one for each of the lanes that `l` counts."""
+    lines = []
+    for r in s.carried:
+        for kind, name, value in _identities(r, "lane", scope):
+            lines.append(f"alignas(64) {kind} {name}[{lanes}];")
+            lines.append(f"std::fill_n({name}, {lanes}, {value});")
+        scope.names[r] += "[l]"
+    return lines
+
+
+def meet(s: n.Loop, lanes: int, scope: Scope) -> list[str]:
+    """Combine the lanes, halves with halves: an order of its own, whatever the width of the machine's vectors."""
+    lines = [f"for (int64_t h = {lanes // 2}; h; h /= 2) {{", "  #pragma omp simd", "  for (int64_t l = 0; l < h; l++) {"]
+    ends = []
+    for r in s.carried:
+        names = accumulators(r, scope)
+        lines += ["    " + x for x in accumulate(names, r, [x.replace("[l]", "[l + h]") for x in names], scope)]
+        scope.names[r] = scope.fresh("acc")
+        for kind, name, lane in zip(map(c_type, types(r)), accumulators(r, scope), names, strict=True):
+            ends.append(f"const {kind} {name} = {lane.replace('[l]', '[0]')};")
+    return [*lines, "  }", "}", *ends]
+
+
+def _identities(r: Carried, prefix: str, scope: Scope) -> list[tuple[str, str, str]]:
+    """(C++ type, name, identity) of each accumulator. Names them."""
+    scope.names[r] = scope.fresh(prefix)
+    given = types(r)
+    values = [literal(v, t) for v, t in zip(r.monoid.identity(given), given, strict=True)]
+    return list(zip(map(c_type, given), accumulators(r, scope), values, strict=True))
+
+
+def accumulate(into: Sequence[str], r: Carried, args: Sequence[str], scope: Scope) -> list[str]:
+    """Statements that combine `args` into the accumulators."""
+    m, given = r.monoid, types(r)
+    if m.name in ("sum", "prod") and not given[0].is_integer:
+        return [f"{into[0]} {'+' if m.name == 'sum' else '*'}= {args[0]};"]
+    here = scope.inner()
+
+    def build(values: Sequence[str]) -> list[Node]:
+        nodes: list[Node] = [_Value(text, dtype) for text, dtype in zip(values, given, strict=True)]
+        here.names.update(zip(nodes, values, strict=True))
+        return nodes
+
+    combined = m.combine(l.apply, build(into), build(args))
+    if m.width == 1:
+        return [f"{into[0]} = {term(combined[0], here)};"]
+    lines: list[str] = []
+    for node in topological(combined):
+        if isinstance(node, l.Apply) and node not in here.names:
+            text = expression(node, here)
+            here.names[node] = scope.fresh("c")
+            lines.append(f"const {c_type(node.dtype)} {here.names[node]} = {text};")
+    return ["{", *("  " + x for x in lines), *(f"  {a} = {term(x, here)};" for a, x in zip(into, combined, strict=True)), "}"]
+
+
+class _Value(l.Term, op="value"):
+    """A C++ expression as a term, to build a combination from."""
+
+    text: str
+    type: Any
+
+    def infer(self) -> Any:
+        return self.type
