@@ -1,7 +1,7 @@
 """PyTorch's operator database through Terrazzo: every operator, dtype and sample, judged by float64.
 
-A *level* runs one call and returns its results: "tensor" and "loop" by the interpreters, "cpu" compiled. All levels come through
-`torch.compile`-style capture of the one call. An operator's verdict for a dtype is the worst of its samples:
+A *level* runs one call and returns its results: "tensor" and "loop" by the interpreters of these IRs, "cpu" compiled, and
+"torch.compile" compiled, as users get it. An operator's verdict for a dtype is the worst of its samples:
 
 own        all samples right, all of it compiled by our own rules
 fallback   right, but PyTorch ran some ops (they are named)
@@ -18,13 +18,19 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch._dynamo
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 
 from terrazzo.errors import Limitation, TerrazzoError
+from terrazzo.front import dynamo
 from terrazzo.front.capture import Captured, capture
 from terrazzo.interp import loop as loop_interp
 from terrazzo.interp import tensor as tensor_interp
@@ -33,11 +39,13 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.node import topological
 from terrazzo.options import Options
-from terrazzo.pipelines import stages
+from terrazzo.pipelines import lower, stages
 from terrazzo.rewrite.rule import Log
+from terrazzo.run import compiled
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool)
 ORDER = ("own", "random", "fallback", "skipped", "crash", "wrong")
+RANDOM = ("rand", "bernoulli", "nn.functional.dropout", "normal")
 SECONDS = 60
 """For one sample; a slower one counts as skipped, with that reason."""
 
@@ -112,19 +120,7 @@ def _one(op: Any, sample: Any, level: str, verdict: Verdict) -> None:
         verdict.worsen("skipped", "the result is no dense tensor")
         return
     try:
-        captured = capture(call, args, kwargs)
-    except TerrazzoError as e:
-        verdict.worsen("skipped", f"capture: {str(e)[:120]}")
-        return
-    except TimeoutError:
-        raise
-    except Exception as e:
-        verdict.worsen("crash", f"capture: {type(e).__name__}: {str(e)[:200]}")
-        return
-    if not captured.inputs and not captured.program.names:
-        return
-    try:
-        results, fallbacks = LEVELS[level](captured, args, kwargs)
+        outcome = LEVELS[level](call, args, kwargs)
     except Limitation as e:
         verdict.worsen("skipped", str(e)[:200])
         return
@@ -133,16 +129,15 @@ def _one(op: Any, sample: Any, level: str, verdict: Verdict) -> None:
     except Exception as e:
         verdict.worsen("crash", f"{type(e).__name__}: {str(e)[:300]}")
         return
-    verdict.fallbacks = sorted({*verdict.fallbacks, *fallbacks})
-    if fallbacks:
+    verdict.fallbacks = sorted({*verdict.fallbacks, *outcome.fallbacks})
+    if outcome.fallbacks:
         verdict.worsen("fallback", ", ".join(verdict.fallbacks))
-    if _is_random(op, captured):
+    if outcome.random or op.name.startswith(RANDOM) or "empty" in op.name:
         verdict.worsen("random")
-        if any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip(expected, results, strict=True)):
+        if any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip(expected, outcome.results, strict=True)):
             verdict.worsen("wrong", "shape or dtype of a random result")
         return
-    exact = _exact(call, args, kwargs)
-    if reason := difference(expected, results, exact):
+    if reason := difference(expected, outcome.results, _exact(call, args, kwargs)):
         verdict.worsen("wrong", reason)
 
 
@@ -199,44 +194,77 @@ def _copy(x: Any) -> Any:
     return x.clone() if isinstance(x, torch.Tensor) else x
 
 
-def _is_random(op: Any, captured: Captured) -> bool:
-    aten = [n for n in topological(captured.program.results) if getattr(n, "order", 0)]
-    return bool(aten) or "empty" in op.name or op.name.startswith(("rand", "bernoulli", "nn.functional.dropout", "normal"))
+@dataclass
+class Outcome:
+    """What a level made of one call: its results, the ops PyTorch ran for it, whether any of them was random."""
+
+    results: list[Any]
+    fallbacks: list[str]
+    random: bool = False
 
 
-def _tensors(captured: Captured, args: Any, kwargs: Any) -> dict[str, Any]:
+def _captured(call: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Captured, dict[str, Any], bool]:
+    """The program, the tensors for its inputs, and whether it holds a random op."""
+    try:
+        captured = capture(call, args, kwargs)
+    except TerrazzoError as e:
+        raise Limitation(f"capture: {e}") from e
     leaves = [x for x in pytree.tree_leaves((tuple(args), dict(kwargs))) if isinstance(x, torch.Tensor)]
-    return {**captured.bound, **dict(zip(captured.inputs, leaves, strict=True))}
+    tensors = {**captured.bound, **dict(zip(captured.inputs, leaves, strict=True))}
+    return captured, tensors, any(getattr(n, "order", 0) for n in topological(captured.program.results))
 
 
-def _interpreted(captured: Captured, args: Any, kwargs: Any, last: str) -> tuple[list[Any], list[str]]:
-    program: Any = captured.program
-    for p, after, _ in stages(captured.program, Options(), Log()):
-        program = after
-        if p.name == last:
-            break
-    arrays = {k: to_numpy(v) for k, v in _tensors(captured, args, kwargs).items()}
-    if isinstance(program, l.Program):
-        out = loop_interp.run(program, arrays, call=call_numpy)
-        opaque = [s.name for s in program.steps if isinstance(s, l.Call)]
-    else:
-        out = tensor_interp.run(program, arrays, call=call_numpy)
-        opaque = [n.name for n in topological(program.results) if isinstance(n, t.Opaque)]
-    return [from_numpy(x) for x in out], opaque
+def _tensor(call: Callable[..., Any], args: Any, kwargs: Any) -> Outcome:
+    captured, tensors, random = _captured(call, args, kwargs)
+    program: Any = stages(captured.program, Options(), Log(), ("torch_to_tensor",))[0][1]
+    out = tensor_interp.run(program, {k: to_numpy(v) for k, v in tensors.items()}, call=call_numpy)
+    return Outcome([from_numpy(x) for x in out], [n.name for n in topological(program.results) if isinstance(n, t.Opaque)], random)
 
 
-def _compiled(captured: Captured, args: Any, kwargs: Any) -> tuple[list[Any], list[str]]:
-    from terrazzo.run.compiled import compile_program
+def _loop(call: Callable[..., Any], args: Any, kwargs: Any) -> Outcome:
+    captured, tensors, random = _captured(call, args, kwargs)
+    program = lower(captured.program, Options(), Log())
+    out = loop_interp.run(program, {k: to_numpy(v) for k, v in tensors.items()}, call=call_numpy)
+    return Outcome([from_numpy(x) for x in out], [s.name for s in program.steps if isinstance(s, l.Call)], random)
 
-    done = compile_program(captured.program, captured.bound, Options())
-    tensors = _tensors(captured, args, kwargs)
-    return done([tensors[n] for n in captured.inputs]), [f.op for f in done.fallbacks]
+
+def _cpu(call: Callable[..., Any], args: Any, kwargs: Any) -> Outcome:
+    captured, tensors, random = _captured(call, args, kwargs)
+    with TemporaryDirectory() as directory:
+        done = compiled.compile_program(captured.program, captured.bound, Options(cache_dir=Path(directory)))
+        return Outcome(done([tensors[n] for n in captured.inputs]), [f.op for f in done.fallbacks], random)
 
 
-LEVELS: dict[str, Callable[[Captured, Any, Any], tuple[list[Any], list[str]]]] = {
-    "tensor": lambda c, a, k: _interpreted(c, a, k, "torch_to_tensor"),
-    "loop": lambda c, a, k: _interpreted(c, a, k, ""),
-    "cpu": _compiled,
+def _torch_compile(call: Callable[..., Any], args: Any, kwargs: Any) -> Outcome:
+    """`torch.compile(call, backend="terrazzo")`, whose graph must be the whole call."""
+    seen: list[Any] = []
+
+    def spy(program: Any, *rest: Any) -> Any:
+        seen.append((program, compile_program(program, *rest)))
+        return seen[-1][1]
+
+    compile_program = compiled.compile_program
+    with TemporaryDirectory() as directory, patch.object(compiled, "compile_program", spy):
+        torch._dynamo.reset()
+        backend = partial(dynamo.terrazzo, options={"cache_dir": directory})
+        try:
+            given, named = pytree.tree_map(_copy, (args, kwargs))
+            results = pytree.tree_leaves(torch.compile(call, backend=backend, fullgraph=True, dynamic=False)(*given, **named))
+        except torch._dynamo.exc.BackendCompilerFailed as e:
+            raise e.inner_exception from e
+        except torch._dynamo.exc.TorchDynamoException as e:
+            raise Limitation(f"torch.compile: {type(e).__name__}: {str(e).splitlines()[0]}") from e
+    if not seen:
+        raise Limitation("torch.compile gives the backend no graph")
+    fallbacks = [f.op for _, done in seen for f in done.fallbacks]
+    return Outcome(results, fallbacks, any(getattr(n, "order", 0) for p, _ in seen for n in topological(p.results)))
+
+
+LEVELS: dict[str, Callable[[Callable[..., Any], Any, Any], Outcome]] = {
+    "tensor": _tensor,
+    "loop": _loop,
+    "cpu": _cpu,
+    "torch.compile": _torch_compile,
 }
 
 

@@ -1,6 +1,6 @@
 """`make opinfo`: the whole operator database, and the table in the docs.
 
-python -m tests.opinfo.run [--level tensor|loop|cpu] [-k NAME] [--most N] [--shard K/N] [--json FILE] [--table FILE]
+python -m tests.opinfo.run [--level tensor|loop|cpu|torch.compile] [-k NAME] [--most N] [--shard K/N] [--json FILE] [--table FILE]
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def work(job: tuple[str, int, str, int | None]) -> list[dict[str, Any]]:
 def main() -> int:
     """Run, print what is wrong and the counts, write what was asked for. The exit status says whether anything was wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--level", default="loop", choices=("tensor", "loop", "cpu"))
+    parser.add_argument("--level", default="loop", choices=("tensor", "loop", "cpu", "torch.compile"))
     parser.add_argument("-k", default="", metavar="NAME")
     parser.add_argument("--most", type=int, default=None)
     parser.add_argument("--jobs", type=int, default=2)
