@@ -28,7 +28,7 @@ help: ## list the tasks
 
 demo: $(READY) ## compile a decoder layer, show its kernels, run it, check it against eager and time it
 	$(TERRAZZO) compile $(DEMO_MODEL) --ir loop
-	$(TERRAZZO) run $(DEMO_MODEL) --check
+	$(TERRAZZO) run $(DEMO_MODEL) --check --time
 
 test: $(READY) ## all tests that need no GPU
 	$(RUN) -m pytest $(WORKERS) -m "not gpu" $(ARGS)

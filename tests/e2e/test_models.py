@@ -92,3 +92,24 @@ def test_torch_compile_shapes_breaks_and_mutation() -> None:
     z = torch.zeros(3)
     torch.compile(lambda x: x.add_(1), backend="terrazzo")(z)
     assert z.tolist() == [1, 1, 1]
+
+
+def test_torch_compile_constants_expanded_results_and_shapes_from_data() -> None:
+    def constant(x: torch.Tensor) -> torch.Tensor:
+        return torch.where(x > 0, x, torch.tensor(-3.0)).sum(0)
+
+    def overlapping(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x + 1).expand(3, 4, 5), (x * 2).unfold(1, 3, 1), (x * 3).T, x.expand(2, 4, 5)
+
+    x = torch.randn(4, 5)
+    assert torch.equal(torch.compile(constant, backend="terrazzo", fullgraph=True)(x), constant(x))
+    for ours, eager in zip(torch.compile(overlapping, backend="terrazzo", fullgraph=True)(x), overlapping(x), strict=True):
+        assert torch.equal(ours, eager) and ours.stride() == eager.stride()
+
+    def split(x: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.tensor_split(x * 2, at)
+
+    at = torch.tensor([1, 3])
+    with pytest.warns(RuntimeWarning, match="depends on data"):
+        parts = torch.compile(split, backend="terrazzo", dynamic=False)(x, at)
+    assert all(torch.equal(a, b) for a, b in zip(parts, split(x, at), strict=True))

@@ -99,6 +99,7 @@ def _said_to_be_traced() -> Iterator[None]:
 def trace(fn: Callable[..., Any], *args: Any) -> Any:
     """The functional ATen graph of `fn(*args)`, decomposed, with dead code gone."""
     import torch
+    from torch._subclasses.functional_tensor import dispatch_functionalize
     from torch.fx.experimental.proxy_tensor import make_fx
 
     before = [t for group in args for t in group]
@@ -110,11 +111,10 @@ def trace(fn: Callable[..., Any], *args: Any) -> Any:
 
     try:
         with torch.no_grad(), attention_by_definition(), _said_to_be_traced():
-            wrapped = torch.func.functionalize(functional, remove="mutations")
+            wrapped = dispatch_functionalize(functional)
             gm = make_fx(wrapped, decomposition_table=table(), tracing_mode="fake", record_stack_traces=True)(*args)
             if any(_mutates(node) for node in gm.graph.nodes):  # a decomposition worked in place on a value of its own
-                wrapped = torch.func.functionalize(gm, remove="mutations")
-                gm = make_fx(wrapped, tracing_mode="fake", record_stack_traces=True)(*args)
+                gm = make_fx(dispatch_functionalize(gm), tracing_mode="fake", record_stack_traces=True)(*args)
     except TerrazzoError:
         raise
     except Exception as e:

@@ -13,7 +13,7 @@ WHOLE = (
     "embedding", "var", "std", "var_mean", "std_mean", "mean", "cumsum", "cumprod", "logsumexp", "leaky_relu", "elu", "hardtanh",
     "clamp_min", "clamp_max", "slice_scatter", "select_scatter", "max_pool2d_with_indices", "binary_cross_entropy_with_logits",
     "max_pool3d_with_indices", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "avg_pool1d", "avg_pool2d",
-    "grid_sampler_2d", "native_dropout",
+    "grid_sampler_2d", "native_dropout", "linspace",
     "stack", "split_with_sizes", "split", "unbind", "linalg_vector_norm", "all", "any", "full_like", "zeros_like", "ones_like",
 )  # fmt: skip
 

@@ -30,19 +30,25 @@ def terrazzo(gm: Any, example_inputs: Sequence[Any], *, mode: str | None = None,
 def _compile(gm: Any, example_inputs: Sequence[Any], options: Options) -> Any:
     from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
     from torch._functorch.aot_autograd import aot_module_simplified
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     def compiler(graph: Any, inputs: Sequence[Any]) -> Any:
         return make_boxed_func(_graph(graph, options))
 
-    with attention_by_definition():
-        return aot_module_simplified(
-            gm, example_inputs, fw_compiler=compiler, bw_compiler=compiler, inference_compiler=compiler, decompositions=table()
-        )
+    try:
+        with attention_by_definition():
+            return aot_module_simplified(
+                gm, example_inputs, fw_compiler=compiler, bw_compiler=compiler, inference_compiler=compiler, decompositions=table()
+            )
+    except GuardOnDataDependentSymNode as why:
+        _say(f"a shape depends on data ({str(why).splitlines()[0]})")
+        return gm
 
 
 def _graph(graph: Any, options: Options) -> Any:
     """One ATen graph as a function of its inputs. Results that are no tensors (None, numbers) are passed on."""
     import torch
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     from terrazzo.run.compiled import compile_program
 
@@ -53,9 +59,10 @@ def _graph(graph: Any, options: Options) -> Any:
         return torch.fx.Interpreter(graph).run
     output.args = (tuple(tensors),)
     try:
-        program, constants = from_graph(graph, "forward")
-        bound = {name: t.detach() for name, t in constants.items()}
-        compiled = compile_program(program, bound, options)
+        with unset_fake_temporarily():  # constants of the graph are real tensors
+            program, constants = from_graph(graph, "forward")
+            bound = {name: t.detach() for name, t in constants.items()}
+            compiled = compile_program(program, bound, options)
     except Limitation as why:
         _say(str(why))
         output.args = (tuple(wanted),)
@@ -87,7 +94,13 @@ def _laid_out(result: Any, like: Any) -> Any:
 
     if result.stride() == like.stride() or result.numel() == 0:
         return result
-    return torch.empty_strided(like.shape, like.stride(), dtype=result.dtype).copy_(result)
+    room = 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))
+    if room >= result.numel():
+        return torch.empty_strided(like.shape, like.stride(), dtype=result.dtype).copy_(result)
+    storage = torch.empty(room, dtype=result.dtype)  # elements share places, as after expand
+    places = torch.arange(room).as_strided(like.shape, like.stride())
+    storage[places.reshape(-1)] = result.reshape(-1)
+    return storage.as_strided(like.shape, like.stride())
 
 
 def _by_shape(gm: Any, options: Options) -> Any:

@@ -104,6 +104,8 @@ def _compute(uses: Sequence[Node], bound: frozenset[Any], done: set[Node], out: 
             elif not isinstance(node, Literal):
                 stages.setdefault(below, _Stage()).lets.append(Let(node))
             depth[node] = below
+        else:
+            depth[node] = below  # an index expression, which may hold a term that was loaded
     for k in sorted(stages):
         out.extend(stages[k].lets)
         for statement in stages[k].lets:

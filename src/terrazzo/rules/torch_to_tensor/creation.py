@@ -6,7 +6,7 @@ from typing import Any
 
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects.torch import Aten
-from terrazzo.ir.types import i64
+from terrazzo.ir.types import f64, i64
 from terrazzo.rewrite.rule import Rule, need
 from terrazzo.rules.torch_to_tensor.common import aten, operand, result
 
@@ -44,6 +44,23 @@ def arange(node: Aten, *args: Any, **kwargs: Any) -> Any:
     index = t.cast(t.iota(out.shape, here), compute)
     value = t.apply("add", t.literal(start, compute, out.shape), t.apply("mul", index, t.literal(step, compute, out.shape)))
     return t.cast(value, out.dtype)
+
+
+@aten("linspace.default", "linspace.Tensor_Tensor", "linspace.Tensor_Scalar", "linspace.Scalar_Tensor")
+def linspace(node: Aten, start: Any, end: Any, steps: int, **kwargs: Any) -> Any:
+    """start + step * i in the first half, end - step * (steps - 1 - i) in the second; for integers in f64, cut off."""
+    out = result(node)
+    stored = out.dtype if out.dtype.is_float else f64
+    wide = stored.compute
+    low, high = (t.cast(operand(operand(x, out.dtype, ()), wide, ()), wide) for x in (start, end))
+    step = t.cast(t.apply("sub", high, low), stored)
+    step = t.cast(t.apply("div", t.cast(step, wide), t.literal(max(steps - 1, 1), wide, ())), stored)
+    low, high, step = (t.broadcast(t.cast(x, wide), out.shape) for x in (low, high, step))
+    here = t.coordinates(out.shape)[0]
+    rising = t.apply("add", low, t.apply("mul", step, t.cast(t.iota(out.shape, here), wide)))
+    falling = t.apply("sub", high, t.apply("mul", step, t.cast(t.iota(out.shape, steps - 1 - here), wide)))
+    first = t.apply("lt", t.iota(out.shape, here), t.literal(max(steps // 2, steps == 1), i64, out.shape))
+    return t.cast(t.where(first, rising, falling), out.dtype)
 
 
 @aten("eye.default", "eye.m")
@@ -133,4 +150,4 @@ def one_hot(node: Aten, x: Any, classes: int = -1) -> Any:
     return t.cast(t.apply("eq", t.cast(wide, i64), klass), out.dtype)
 
 
-RULES: tuple[Rule, ...] = (full, zeros, ones, arange, eye, *TRIANGLES, *TRIANGLE_INDICES, to_copy, clone, copy, fill, one_hot)
+RULES: tuple[Rule, ...] = (full, zeros, ones, arange, linspace, eye, *TRIANGLES, *TRIANGLE_INDICES, to_copy, clone, copy, fill, one_hot)
