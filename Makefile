@@ -37,7 +37,7 @@ check: $(READY) ## lint and type-check
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
 
-opinfo: $(READY) ## every sample of PyTorch's operator database, and the table in the docs (long)
+opinfo: $(READY) ## PyTorch's whole operator database, interpreted and compiled, and the table in the docs (long)
 	PYTHONPATH=src:. $(RUN) -m tests.opinfo.run --table docs/operators.md $(ARGS)
 
 docs: $(READY) ## write the generated pages of the manual

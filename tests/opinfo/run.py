@@ -1,12 +1,16 @@
 """`make opinfo`: the whole operator database, and the table in the docs.
 
+Every sample by the Loop IR interpreter, and two per operator and dtype compiled, through torch.compile.
+
 python -m tests.opinfo.run [--level tensor|loop|cpu|torch.compile] [-k NAME] [--most N] [--shard K/N] [--json FILE] [--table FILE]
+python -m tests.opinfo.run --join FILE... --table FILE
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
@@ -25,42 +29,62 @@ def work(job: tuple[str, int, str, int | None]) -> list[dict[str, Any]]:
     pattern, index, level, most = job
     op = operators(pattern)[index]
     supported = op.supported_dtypes("cpu")
-    return [asdict(judge(op, dtype, level, most)) for dtype in DTYPES if dtype in supported]
+    return [{"level": level, **asdict(judge(op, dtype, level, most))} for dtype in DTYPES if dtype in supported]
 
 
 def main() -> int:
     """Run, print what is wrong and the counts, write what was asked for. The exit status says whether anything was wrong."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--level", default="loop", choices=("tensor", "loop", "cpu", "torch.compile"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--level", choices=("tensor", "loop", "cpu", "torch.compile"), help="only this one")
     parser.add_argument("-k", default="", metavar="NAME")
-    parser.add_argument("--most", type=int, default=None)
-    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--most", type=int, default=None, help="samples per operator and dtype, with --level")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--shard", type=_shard, default=(0, 1), metavar="K/N", help="every Nth operator, from the Kth (1 to N)")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--table", type=Path)
+    parser.add_argument("--join", type=Path, nargs="+", metavar="FILE", help="run nothing; read what --json wrote")
     options = parser.parse_args()
+    levels = [(options.level, options.most)] if options.level else PLAN
+    verdicts: list[dict[str, Any]] = []
+    if options.join:
+        verdicts = [v for path in options.join for v in json.loads(path.read_text())]
+    else:
+        for level, most in levels:
+            verdicts += judge_all(level, most, options)
+    if options.json:
+        options.json.write_text(json.dumps(verdicts, indent=1))
+    if options.table:
+        options.table.write_text(table(verdicts))
+    bad = 0
+    for level in dict.fromkeys(v["level"] for v in verdicts):
+        mine = [v for v in verdicts if v["level"] == level]
+        counts = Counter(v["verdict"] for v in mine)
+        names = {v["op"] for v in mine}
+        print(f"{level}: {len(own_operators(mine))} of {len(names)} operators wholly by own code; by operator and dtype: {dict(counts)}")
+        bad += counts["wrong"] + counts["crash"]
+    return 1 if bad else 0
+
+
+PLAN = [("loop", None), ("torch.compile", 2)]
+"""The levels of a whole run, and how many samples of an operator and dtype each takes."""
+
+
+def judge_all(level: str, most: int | None, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The verdicts of one level; what is wrong is printed as it comes."""
     from tests.opinfo.harness import operators
 
-    count = len(operators(options.k))
     first, step = options.shard
-    jobs = [(options.k, k, options.level, options.most) for k in range(first, count, step)]
+    jobs = [(options.k, k, level, most) for k in range(first, len(operators(options.k)), step)]
     verdicts: list[dict[str, Any]] = []
     with ProcessPoolExecutor(options.jobs) as pool:
-        for k, found in enumerate(pool.map(work, jobs, chunksize=4)):
+        for k, found in enumerate(pool.map(work, jobs)):
             verdicts += found
             for v in found:
                 if v["verdict"] in ("wrong", "crash"):
                     print(f"{v['verdict']:6} {v['op']} {v['dtype']}: {v['reason']}", flush=True)
             if sys.stderr.isatty():
-                print(f"\r{k + 1}/{len(jobs)}", end="", file=sys.stderr)
-    if options.json:
-        options.json.write_text(json.dumps(verdicts, indent=1))
-    if options.table:
-        options.table.write_text(table(verdicts, options.level))
-    counts = Counter(v["verdict"] for v in verdicts)
-    own = own_operators(verdicts)
-    print(f"{len(own)} of {len(jobs)} operators wholly by own code; by operator and dtype: {dict(counts)}")
-    return 1 if counts["wrong"] or counts["crash"] else 0
+                print(f"\r{level}: {k + 1}/{len(jobs)}", end="", file=sys.stderr)
+    return verdicts
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -78,28 +102,36 @@ def own_operators(verdicts: list[dict[str, Any]]) -> list[str]:
     return sorted(op for op, found in by_op.items() if found == {"own"})
 
 
-def table(verdicts: list[dict[str, Any]], level: str) -> str:
+def table(verdicts: list[dict[str, Any]]) -> str:
     """The page of the docs."""
-    own = own_operators(verdicts)
-    names = sorted({v["op"] for v in verdicts})
-    lines = [
-        "# Operators",
-        "",
-        "Generated by `make opinfo` from PyTorch's operator database "
-        f"(every sample in fp32, fp16, bf16, int64 and bool where defined, run at the level `{level}`).",
-        "",
-        f"{len(own)} of {len(names)} operators are wholly our own code, in every dtype they have.",
-        "",
-        "| operator | verdict | dtypes | why |",
-        "|---|---|---|---|",
-    ]
-    for name in names:
-        mine = [v for v in verdicts if v["op"] == name]
-        groups: dict[tuple[str, str], list[str]] = {}
-        for v in mine:
-            groups.setdefault((v["verdict"], v["reason"].replace("|", "/").replace("\n", " ")), []).append(v["dtype"])
-        for (verdict, reason), dtypes in groups.items():
-            lines.append(f"| {name} | {verdict} | {', '.join(dtypes)} | {reason} |")
+    levels = {level: [v for v in verdicts if v["level"] == level] for level in dict.fromkeys(v["level"] for v in verdicts)}
+    samples = {level: sum(v["samples"] for v in mine) for level, mine in levels.items()}
+    lines = ["# Operators", "", "PyTorch's operator database, in fp32, fp16, bf16, int64 and bool where defined. Written by `make opinfo`."]
+    lines += ["", "| run by | samples | operators wholly by own code | own | fallback | random | not supported | wrong |", "|" + "---|" * 8]
+    for level, mine in levels.items():
+        n = Counter(v["verdict"] for v in mine)
+        name = {"loop": "the Loop IR interpreter", "torch.compile": "`torch.compile`, compiled"}.get(level, level)
+        lines.append(
+            f"| {name} | {samples[level]} | {len(own_operators(mine))} of {len({v['op'] for v in mine})} "
+            f"| {n['own']} | {n['fallback']} | {n['random']} | {n['skipped']} | {n['wrong'] + n['crash']} |"
+        )
+    lines += ["", "The last five columns count operators by dtype.", ""]
+    lines += [
+        "- own: all of it is compiled by our own rules",
+        "- fallback: right, and PyTorch ran the ops that are named",
+        "- random: right in shape and dtype; the values are random",
+        "- not supported: some sample fails in eager too, makes no dense tensor, or cannot be captured, for the reason given",
+        "", "| operator | dtypes | interpreted | compiled | why |", "|---|---|---|---|---|",
+    ]  # fmt: skip
+    cells: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for v in verdicts:
+        cells.setdefault((v["op"], v["dtype"]), {})[v["level"]] = v
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for (op, dtype), found in sorted(cells.items()):
+        shown = [found.get(level, {"verdict": ""})["verdict"].replace("skipped", "not supported") for level, _ in PLAN]
+        why = next((v["reason"] for v in found.values() if v["reason"]), "").splitlines() or [""]
+        rows.setdefault((op, *shown, why[0].replace("|", "/")[:160]), []).append(dtype)
+    lines += [f"| {op} | {', '.join(dtypes)} | {a} | {b} | {why} |" for (op, a, b, why), dtypes in rows.items()]
     return "\n".join(lines) + "\n"
 
 

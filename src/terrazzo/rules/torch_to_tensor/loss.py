@@ -7,6 +7,7 @@ from typing import Any
 
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects.torch import Aten
+from terrazzo.ir.types import i64
 from terrazzo.rewrite.rule import Rule
 from terrazzo.rules.torch_to_tensor.common import aten, result
 from terrazzo.rules.torch_to_tensor.pointwise import c
@@ -34,4 +35,27 @@ def bce_with_logits(node: Aten, x: Any, target: Any, weight: Any = None, pos_wei
     return t.cast(reshaped(total, result(node).shape), result(node).dtype)
 
 
-RULES: tuple[Rule, ...] = (bce_with_logits,)
+@aten("nll_loss_forward.default", "nll_loss2d_forward.default")
+def nll_loss(node: Aten, x: Any, target: Any, weight: Any, reduction: int, ignored: int) -> tuple[Any, Any]:
+    """-weight[target] * x[n, target, ...], 0 where the target is ignored; the mean by weight (1) or the sum (2); the sum of the weights.
+
+    The sums are rounded once, at the end.
+    """
+    wide, shape = x.type.dtype.compute, target.type.shape
+    target = t.cast(target, i64)
+    kept = t.apply("ne", target, c(ignored, target))
+    here = t.coordinates(shape)
+    axis = min(x.type.rank - 1, 1)
+    at = [*here[:axis], t.loaded(t.where(kept, target, c(0, target)), here, x.type.shape[axis]), *here[axis:]]
+    picked = t.apply("neg", t.cast(t.index_map(x, shape, at), wide))
+    share = t.literal(1, wide, shape) if weight is None else t.cast(t.index_map(weight, shape, [at[axis]]), wide)
+    share = t.where(kept, share, c(0, share))
+    loss = t.where(kept, t.apply("mul", picked, share), c(0, share))
+    if reduction == 0:
+        return t.cast(loss, result(node, 0).dtype), t.literal(0, result(node, 1).dtype, ())
+    total, among = (t.reduce("sum", v, range(len(shape))) for v in (loss, share))
+    total = t.apply("div", total, among) if reduction == 1 else total
+    return t.cast(total, result(node, 0).dtype), t.cast(among, result(node, 1).dtype)
+
+
+RULES: tuple[Rule, ...] = (bce_with_logits, nll_loss)
