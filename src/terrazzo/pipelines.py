@@ -74,6 +74,37 @@ def stages(program: Any, options: Options, log: Log, names: tuple[str, ...] = LO
     return out
 
 
+@dataclass(frozen=True)
+class Lowering:
+    """A program on its way down: what it was, every pass with its result and seconds, and what happened."""
+
+    source: Program | l.Program
+    stages: list[tuple[Pass, Any, float]]
+    log: Log
+
+    @property
+    def loop(self) -> l.Program:
+        """The last stage."""
+        last = self.stages[-1][1] if self.stages else self.source
+        assert isinstance(last, l.Program)
+        return last
+
+    def lifted(self) -> l.Program | None:
+        """Loop IR before fusion; None where the input was Loop IR."""
+        return next((program for p, program, _ in self.stages if p.name == "tensor_to_loop"), None)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """What each pass took."""
+        return {p.name: seconds for p, _, seconds in self.stages}
+
+
+def lowering(program: Any, options: Options) -> Lowering:
+    """Any program down to fused Loop IR, with all that is between."""
+    log = Log()
+    return Lowering(program, stages(program, options, log), log)
+
+
 def lower(program: Any, options: Options, log: Log) -> l.Program:
     """Any program down to fused Loop IR."""
     done = stages(program, options, log)

@@ -77,6 +77,20 @@ def test_every_stage_of_a_dump_can_be_fed_back(terrazzo: Terrazzo, tmp_path: Pat
     assert json.loads((dump / "options.json").read_text())["target"] == "cpu"
 
 
+def test_dumps_from_python(tmp_path: Path) -> None:
+    import torch
+
+    import terrazzo
+
+    terrazzo.compile(torch.exp, torch.randn(4), options={"dump": tmp_path / "one", "cache_dir": tmp_path / "cache"})
+    assert parse((tmp_path / "one" / "03-fused.txt").read_text()).steps
+    several = torch.compile(torch.exp, backend="terrazzo", options={"dump": tmp_path / "all", "cache_dir": tmp_path / "cache"})
+    several(torch.randn(5))
+    several(torch.randn(5, 6))
+    sizes = [parse((d / "03-fused.txt").read_text()).inputs[0].type.shape for d in sorted((tmp_path / "all").iterdir())]
+    assert sizes == [(5,), (5, 6)]
+
+
 def test_a_dump_replaces_an_earlier_one(terrazzo: Terrazzo, tmp_path: Path) -> None:
     terrazzo("compile", "-c", GELU, "--no-fuse", "--dump", str(tmp_path))
     (tmp_path / "mine.txt").write_text("kept")

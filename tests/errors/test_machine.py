@@ -86,7 +86,7 @@ def test_full_disks_everywhere(terrazzo: Terrazzo, cache: Path, monkeypatch: pyt
 def test_a_full_disk_under_a_dump(terrazzo: Terrazzo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full_disk(monkeypatch, lambda path: "dump" in str(path))
     told = terrazzo("compile", "-c", ADD, "--dump", str(tmp_path / "dump"), code=2).stderr
-    assert re.fullmatch(rf"error: --dump {tmp_path}/dump: .* cannot be written: No space left on device\n", told)
+    assert re.fullmatch(rf"error: dump {tmp_path}/dump: .* cannot be written: No space left on device\n", told)
     assert entries(tmp_path / "dump") == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,32 @@ def test_all_unsupported_operations_are_named_at_once(terrazzo: Terrazzo) -> Non
         assert "    aten._fft_r2c.default at <code>:3" in lines
         assert lines[-1] == "With --allow-fallback PyTorch runs what is listed."
     assert "check: ok" in terrazzo("run", "-c", code, "--allow-fallback", "--check").stdout
+
+
+def test_all_operations_that_no_program_can_hold_are_named_at_once(terrazzo: Terrazzo) -> None:
+    code = "x = torch.randn(4)\ny = x[x > 0] * 2\nz = x.nonzero() + 1\ny.sum() + z.sum()"
+    told = terrazzo("compile", "-c", code, code=3).stderr.splitlines()
+    assert told[0] == "not supported: a program cannot hold these operations:"
+    assert told[1:3] == [
+        "    aten.index.Tensor at <code>:2: its shape depends on the data",
+        "    aten.nonzero.default at <code>:3: its shape depends on the data",
+    ]
+    assert told[3] == 'Under torch.compile(..., backend="terrazzo") PyTorch runs a graph that has them.'
+
+
+def test_a_model_that_cannot_be_fetched(terrazzo: Terrazzo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+
+    def unknown(*where: object) -> None:
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr("socket.getaddrinfo", unknown)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    start = time.monotonic()
+    told = terrazzo("compile", "gpt2", "--layer", "0", code=2).stderr
+    assert told.startswith("error: openai-community/gpt2 cannot be fetched") and "or use --random-weights" in told
+    assert time.monotonic() - start < 10, "the hub's client must not be left to try again and again"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from terrazzo.cli.output import as_json, code, say
 from terrazzo.cli.request import Json, Request, with_request
 
 if TYPE_CHECKING:
-    from terrazzo.cli.lowering import Lowering
+    from terrazzo.pipelines import Lowering
 
 
 class Stage(StrEnum):
@@ -40,7 +40,7 @@ def compile_(
     if json:
         as_json(_summary(done, ir))
         return
-    show_events(done.events, request.options.verbose)
+    show_events(done.log.events, request.options.verbose)
     for heading, text, language in _texts(done, ir):
         if heading:
             say(heading, "bold")
@@ -50,7 +50,7 @@ def compile_(
 
 def _texts(done: Lowering, ir: Stage) -> list[tuple[str, str, str]]:
     """What to print: (heading, text, language)."""
-    from terrazzo.cli.lowering import heading, listing
+    from terrazzo.cli.lowering import at, heading, listing
     from terrazzo.ir.dialects.loop import Kernel
     from terrazzo.ir.text import show
     from terrazzo.targets.cpu.emit import emit, prelude
@@ -61,12 +61,12 @@ def _texts(done: Lowering, ir: Stage) -> list[tuple[str, str, str]]:
     if ir is Stage.cpp:
         steps = [(heading(k, step), step) for k, step in enumerate(done.loop.steps) if isinstance(step, Kernel)]
         return [(f"// {head}", emit(kernel)[1].removeprefix(prelude()), "cpp") for head, kernel in steps]
-    return [("", show(done.at(ir.value)), "python")]
+    return [("", show(at(done, ir.value)), "python")]
 
 
 def _summary(done: Lowering, ir: Stage) -> dict[str, object]:
-    from terrazzo.cli.dump import event_json
     from terrazzo.ir.dialects.loop import Call
+    from terrazzo.run.dump import event_json
 
     return {
         "ir": ir.value,
@@ -74,5 +74,5 @@ def _summary(done: Lowering, ir: Stage) -> dict[str, object]:
         "kernels": [{"name": s.name, "reads": [b.name for b in s.reads], "writes": [b.name for b in s.writes]} for s in done.loop.steps],
         "fallbacks": [{"op": s.name, "source": s.source} for s in done.loop.steps if isinstance(s, Call)],
         "passes": [{"name": p.name, "seconds": seconds} for p, _, seconds in done.stages],
-        "events": [event_json(e) for e in done.events],
+        "events": [event_json(e) for e in done.log.events],
     }

@@ -26,13 +26,12 @@ def explain(request: Request, json: Json = False) -> None:
 
     done = lower(load(request), request)
     rates = target(request.options.target).rates
-    steps = [
-        kernel_facts(done.loop, s, done.events, rates) if isinstance(s, Kernel) else call_facts(s, done.events) for s in done.loop.steps
-    ]
+    events = done.log.events
+    steps = [kernel_facts(done.loop, s, events, rates) if isinstance(s, Kernel) else call_facts(s, events) for s in done.loop.steps]
     if json:
         as_json(steps)
         return
-    show_events(done.events, request.options.verbose)
+    show_events(events, request.options.verbose)
     for number, facts in enumerate(steps):
         _show(number, facts)
     kernels = [f for f in steps if f["kind"] == "kernel"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from difflib import unified_diff
 from typing import Any
 
@@ -12,45 +11,24 @@ from terrazzo.cli.request import Request
 from terrazzo.cli.subject import Subject
 from terrazzo.errors import Limitation, UserError
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.program import Program
-from terrazzo.pipelines import Pass, dialect, stages
-from terrazzo.rewrite.rule import Event, Log
+from terrazzo.pipelines import Lowering, dialect, lowering
+from terrazzo.rewrite.rule import Event
 
 
-@dataclass(frozen=True)
-class Lowering:
-    """A program on its way down: what it was, every pass with its result and seconds, and what happened."""
-
-    source: Program | l.Program
-    stages: list[tuple[Pass, Any, float]]
-    events: list[Event]
-
-    @property
-    def loop(self) -> l.Program:
-        """The last stage."""
-        last = self.stages[-1][1] if self.stages else self.source
-        assert isinstance(last, l.Program)
-        return last
-
-    def at(self, ir: str) -> Any:
-        """The last program that is in this IR; UserError where the input is further down already."""
-        found = [p for p in (self.source, *(stage[1] for stage in self.stages)) if dialect(p) == ir]
-        if not found:
-            raise UserError(f"--ir {ir}: the input is {dialect(self.source)} IR, which is further down")
-        return found[-1]
-
-    def lifted(self) -> l.Program | None:
-        """Loop IR before fusion; None where the input was Loop IR."""
-        return next((program for p, program, _ in self.stages if p.name == "tensor_to_loop"), None)
+def at(done: Lowering, ir: str) -> Any:
+    """The last program that is in this IR; UserError where the input is further down already."""
+    found = [p for p in (done.source, *(stage[1] for stage in done.stages)) if dialect(p) == ir]
+    if not found:
+        raise UserError(f"--ir {ir}: the input is {dialect(done.source)} IR, which is further down")
+    return found[-1]
 
 
 def lower(subject: Subject, request: Request) -> Lowering:
     """All stages, dumped where that was asked for. Every op that is not supported is named in one Limitation."""
-    log = Log()
     with working("lowering"):
-        done = Lowering(subject.program, stages(subject.program, request.options, log), log.events)
+        done = lowering(subject.program, request.options)
     if request.options.dump is not None:
-        from terrazzo.cli import dump
+        from terrazzo.run import dump
 
         dump.write(request.options.dump, done, request.options)
     unknown_buffers(done, request.options.materialize)

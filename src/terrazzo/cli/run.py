@@ -37,7 +37,7 @@ def run(
     if request.options.verbose or request.options.dump or request.options.materialize:
         done = lower(subject, request)  # compiling may find everything in the cache and lower nothing
         if not json:
-            show_events(done.events, request.options.verbose)
+            show_events(done.log.events, request.options.verbose)
     start = time.perf_counter()
     with working("compiling"), told_warnings():
         compiled = compile_program(subject.program, subject.bound, replace(request.options, verbose=0, dump=None))

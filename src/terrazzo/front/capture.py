@@ -70,7 +70,10 @@ def capture(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         return leaves
 
     gm = trace(call, [v.detach() for v in state.values()], [flat[k].detach() for k in varying])
-    program, constants = from_graph(gm, name)
+    try:
+        program, constants = from_graph(gm, name)
+    except Limitation as why:
+        raise Limitation(f'{why}\nUnder torch.compile(..., backend="terrazzo") PyTorch runs a graph that has them.') from None
     names = program.input_names
     labels = _labels(list(state), _argument_names(fn, args, kwargs or {}, flat, varying))
     program, rename = _renamed(program, labels)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import count
 from typing import Any
 
 from terrazzo.errors import Limitation
@@ -11,7 +13,8 @@ from terrazzo.front.decompositions import table
 from terrazzo.front.fx import from_graph
 from terrazzo.options import Options
 
-Boxed = Callable[[list[Any]], list[Any]]
+_graphs = count()
+"""Numbers the graphs of this process, so that each is dumped beside the others."""
 
 
 def terrazzo(gm: Any, example_inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, object] | None = None) -> Any:
@@ -33,7 +36,8 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options) -> Any:
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     def compiler(graph: Any, inputs: Sequence[Any]) -> Any:
-        return make_boxed_func(_graph(graph, options))
+        dump = options.dump and options.dump / f"graph-{next(_graphs):03}"
+        return make_boxed_func(_graph(graph, replace(options, dump=dump)))
 
     try:
         with attention_by_definition():

@@ -14,51 +14,78 @@ from terrazzo.ir.types import Type
 
 
 def from_graph(gm: Any, name: str) -> tuple[Program, dict[str, Any]]:
-    """The graph as a program, and the constant tensors it holds, by the name of the input they became."""
-    import torch
+    """The graph as a program, and the constant tensors it holds, by the name of the input they became.
 
-    values: dict[Any, Any] = {}
-    inputs: list[Input] = []
-    constants: dict[str, Any] = {}
-    names: dict[Node, str] = {}
-    sources: dict[str, str] = {}
-    taken: set[str] = set()
-    order = 0
-    results: tuple[Any, ...] = ()
+    A Limitation names every op that a program cannot hold, with its source line.
+    """
+    reader = _Reader(gm)
     for node in gm.graph.nodes:
-        label = _unique(_identifier(node.name), taken)
-        if node.op in ("placeholder", "get_attr"):
-            tensor = node.meta["val"] if node.op == "placeholder" else _attribute(gm, node.target)
-            if not isinstance(tensor, torch.Tensor):
-                raise Limitation(f"input {node.name} is no tensor but {type(tensor).__name__}; compile for concrete sizes")
-            values[node] = Input(label, type_of(tensor))
-            inputs.append(values[node])
-            if node.op == "get_attr":
-                constants[label] = tensor
-        elif node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
-            source = values[node.args[0]]
-            values[node] = Get(source, node.args[1])
-        elif node.op == "call_function":
-            _reads_its_operand(node)
-            tags = getattr(node.target, "tags", ())
-            order += torch.Tag.nondeterministic_seeded in tags
-            values[node] = Aten(
-                str(node.target),
-                tuple(_argument(a, values) for a in node.args),
-                tuple((k, _argument(v, values)) for k, v in node.kwargs.items()),
-                _result(node),
-                order if torch.Tag.nondeterministic_seeded in tags else 0,
-            )
-        elif node.op == "output":
+        reader.read(node)
+    if reader.refused:
+        raise Limitation("\n".join(["a program cannot hold these operations:", *(f"    {line}" for line in dict.fromkeys(reader.refused))]))
+    program = Program("torch", name, tuple(reader.inputs), reader.results, reader.names, reader.sources)
+    return program, reader.constants
+
+
+class _Reader:
+    """Reads a graph node by node."""
+
+    def __init__(self, gm: Any) -> None:
+        self.gm = gm
+        self.values: dict[Any, Any] = {}
+        self.inputs: list[Input] = []
+        self.constants: dict[str, Any] = {}
+        self.names: dict[Node, str] = {}
+        self.sources: dict[str, str] = {}
+        self.results: tuple[Any, ...] = ()
+        self.refused: list[str] = []
+        self._taken: set[str] = set()
+        self._without_value: set[Any] = set()
+        self._random_ops = 0
+
+    def read(self, node: Any) -> None:
+        """The node's value; where there can be none, why, once for all that use it."""
+        if not self._without_value.isdisjoint(node.all_input_nodes):
+            self._without_value.add(node)
+            return
+        if node.op == "output":
             given = node.args[0]
-            results = tuple(values[r] for r in (given if isinstance(given, (tuple, list)) else (given,)))
-            continue
-        else:
-            raise Limitation(f"the graph has a {node.op} of {node.target}, which is no ATen op")
-        names.setdefault(values[node], label)
-        if source_line := _source(node):
-            sources.setdefault(names[values[node]], source_line)
-    return Program("torch", name, tuple(inputs), results, names, sources), constants
+            self.results = tuple(self.values[r] for r in (given if isinstance(given, (tuple, list)) else (given,)))
+            return
+        label = _unique(_identifier(node.name), self._taken)
+        source = _source(node)
+        try:
+            value = self.values[node] = self._value(node, label)
+        except Limitation as why:
+            self.refused.append(f"{node.target}{f' at {source}' if source else ''}: {why}")
+            self._without_value.add(node)
+            return
+        self.names.setdefault(value, label)
+        if source:
+            self.sources.setdefault(self.names[value], source)
+
+    def _value(self, node: Any, label: str) -> Any:
+        import torch
+
+        if node.op in ("placeholder", "get_attr"):
+            tensor = node.meta["val"] if node.op == "placeholder" else _attribute(self.gm, node.target)
+            if not isinstance(tensor, torch.Tensor):
+                raise Limitation(f"the input is no tensor but {type(tensor).__name__}; compile for concrete sizes")
+            value = Input(label, type_of(tensor))
+            self.inputs.append(value)
+            if node.op == "get_attr":
+                self.constants[label] = tensor
+            return value
+        if node.op != "call_function":
+            raise Limitation(f"a {node.op} is no ATen op")
+        if getattr(node.target, "__name__", "") == "getitem":
+            return Get(self.values[node.args[0]], node.args[1])
+        _reads_its_operand(node)
+        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        self._random_ops += random
+        kwargs = tuple((k, _argument(v, self.values)) for k, v in node.kwargs.items())
+        args = tuple(_argument(a, self.values) for a in node.args)
+        return Aten(str(node.target), args, kwargs, _result(node), self._random_ops if random else 0)
 
 
 def _argument(value: Any, values: dict[Any, Any]) -> Any:
@@ -82,12 +109,12 @@ def _reads_its_operand(node: Any) -> None:
     last = (offset or 0) + sum((n - 1) * s for n, s in zip(rest["size"], rest["stride"], strict=True))
     inside = 0 in rest["size"] or last < base.numel()
     if not (base.is_contiguous() and inside and (offset is None or base.storage_offset() == 0)):
-        raise Limitation("as_strided reads the storage behind a view, which is no value of the program")
+        raise Limitation("it reads the storage behind a view, which is no value of the program")
 
 
 def _result(node: Any) -> Type | tuple[Type | None, ...]:
     if "val" not in node.meta:
-        raise Limitation(f"{node.target} checks its data and returns nothing, which a program cannot say")
+        raise Limitation("it checks its data and returns nothing")
     val = node.meta["val"]
     if isinstance(val, (tuple, list)):
         return tuple(None if v is None else _plain(v) for v in val)
@@ -99,7 +126,7 @@ def _plain(tensor: Any) -> Type:
     import torch
 
     if not isinstance(tensor, torch.Tensor):
-        raise Limitation(f"an op returns a {type(tensor).__name__}, which Torch IR has no value for")
+        raise Limitation(f"it returns a {type(tensor).__name__}, no tensor")
     found = type_of(tensor)
     return Type(found.dtype, found.shape)
 

@@ -78,15 +78,29 @@ def _config(model_id: str, random_weights: bool, transformers: Any) -> Any:
 
 
 def _require_local(name: str, transformers: Any) -> None:
-    """UserError unless the hub can give us the model's config."""
+    """UserError unless the hub, or what was fetched from it before, can give us the model's config."""
     try:
-        transformers.AutoConfig.from_pretrained(name)
+        transformers.AutoConfig.from_pretrained(name, local_files_only=not _hub_is_reachable())
     except Exception as e:
         reason = str(e).splitlines()[0] if str(e) else type(e).__name__
         raise UserError(
             f"{name} cannot be fetched ({reason}). Give a folder with config.json and *.safetensors, or use --random-weights with one "
             f"of the bundled models: {', '.join(CONFIGS)}"
         ) from None
+
+
+def _hub_is_reachable() -> bool:
+    """Whether the hub's name resolves; the hub's own client tries for half a minute before it gives up."""
+    import socket
+    from urllib.parse import urlsplit
+    from urllib.request import getproxies
+
+    from huggingface_hub import constants
+
+    try:
+        return bool(getproxies()) or bool(socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, 443))
+    except OSError:
+        return False
 
 
 def _kind(config: Any) -> str:

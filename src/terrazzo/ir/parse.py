@@ -34,7 +34,8 @@ def parse(text: str, filename: str = "<text>") -> Program | l.Program:
     except SyntaxError as e:
         raise UserError(located(filename, text, e.lineno or 1, e.offset or 1, e.msg)) from None
     except (ValueError, RecursionError, MemoryError, tokenize.TokenError) as e:
-        raise UserError(f"{filename}: not readable as IR text: {e}") from None
+        reason = str(e) or "expressions are nested too deeply"  # a MemoryError of Python's parser says nothing
+        raise UserError(f"{filename}: not readable as IR text: {reason}") from None
     try:
         return _module(text, filename, tree, comments)
     except RecursionError:
@@ -67,6 +68,8 @@ def _module(text: str, filename: str, tree: ast.Module, comments: Mapping[int, s
     for a in f.args.args:
         if a.annotation is None:
             reader.fail(a, f"input {a.arg} needs a type, such as f32[2, 3]")
+        if a.arg in scope.values:
+            reader.fail(a, f"{a.arg} is defined twice")
         node = (l.Buffer if kind == "loop" else Input)(a.arg, reader.type(a.annotation, scope))
         scope.values[a.arg] = node
         inputs.append(node)
@@ -147,6 +150,8 @@ class GraphReader(Reader):
     def lambda_(self, x: ast.AST, shape: tuple[IntExpr, ...], scope: Scope) -> tuple[ast.AST, Scope]:
         if not isinstance(x, ast.Lambda) or [a.arg for a in x.args.args] != [f"i{d}" for d in range(len(shape))]:
             self.fail(x, f"expected `lambda {', '.join(f'i{d}' for d in range(len(shape)))}: …`, one coordinate per dimension")
+        if x.args.defaults or x.args.posonlyargs or x.args.kwonlyargs or x.args.vararg or x.args.kwarg:
+            self.fail(x, "coordinates are plain names")
         inner = scope.inner()
         inner.values.update({v.name: v for v in t.coordinates(shape)})
         return x.body, inner

@@ -39,7 +39,7 @@ def from_torch_dtype(dtype: Any) -> DType:
 def type_of(tensor: Any) -> Type:
     """The type of a (fake or real) tensor. Strides are given where they are not row-major."""
     if not all(isinstance(e, int) for e in tensor.shape):
-        raise Limitation("the shape of a value depends on the data")
+        raise Limitation("its shape depends on the data")
     shape = tuple(tensor.shape)
     if tensor.layout is not _strided():
         raise Limitation(f"tensors of layout {tensor.layout} are not supported")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from terrazzo.errors import CompilerBug, UserError
 from terrazzo.ir.dialects import loop as l
@@ -23,6 +23,9 @@ from terrazzo.rewrite.rule import Log
 from terrazzo.run.cache import Cache, digest
 from terrazzo.run.compiler import Compiler, compile_all, find_compiler
 from terrazzo.run.plan import Plan, Slot, decode, make, slots_in
+
+if TYPE_CHECKING:
+    from terrazzo.pipelines import Lowering
 
 
 @dataclass(frozen=True)
@@ -221,13 +224,10 @@ def _load(key: str, cache: Cache, program: Any, bound: Mapping[str, Any], option
 
 
 def _build(key: str, cache: Cache, compiler: Compiler, program: Any, bound: Mapping[str, Any], options: Options) -> Compiled:
-    from terrazzo.pipelines import stages
     from terrazzo.targets.cpu.emit import arguments, emit
 
-    log, timings = Log(), {}
-    loop: Any = program
-    for p, after, seconds in stages(program, options, log):
-        loop, timings[p.name] = after, seconds
+    lowering = _lowering(program, options)
+    loop, timings = lowering.loop, lowering.seconds
     start = time.perf_counter()
     kernels = {s: emit(s) for s in loop.steps if isinstance(s, l.Kernel)}
     timings["emit"] = time.perf_counter() - start
@@ -239,7 +239,7 @@ def _build(key: str, cache: Cache, compiler: Compiler, program: Any, bound: Mapp
     plan = make(loop, {k: (keys[source], name, arguments(k)) for k, (name, source) in kernels.items()})
     cache.put(key, ".plan", plan.to_json())
     done = _bind(plan, {keys[s]: p for s, p in paths.items()}, program, bound, options)
-    done.loop, done.log, done.timings = loop, log, timings
+    done.loop, done.log, done.timings = loop, lowering.log, timings
     done.sources = [(name, source) for name, source in kernels.values()]
     return done
 
@@ -301,12 +301,19 @@ class Interpreted:
 
 def interpreted(program: Any, bound: Mapping[str, Any], options: Options) -> Interpreted:
     """`program` for the interpreter."""
-    from terrazzo.pipelines import stages
+    done = _lowering(program, options)
+    return Interpreted(done.loop, {k: v.detach() for k, v in bound.items()}, done.log, done.seconds)
 
-    log, timings, loop = Log(), {}, program
-    for p, after, seconds in stages(program, options, log):
-        loop, timings[p.name] = after, seconds
-    return Interpreted(loop, {k: v.detach() for k, v in bound.items()}, log, timings)
+
+def _lowering(program: Any, options: Options) -> Lowering:
+    """`program` down to Loop IR, dumped where that was asked for."""
+    from terrazzo.pipelines import lowering
+    from terrazzo.run import dump
+
+    done = lowering(program, options)
+    if options.dump is not None:
+        dump.write(options.dump, done, options)
+    return done
 
 
 def _slot(b: l.Buffer) -> Slot:

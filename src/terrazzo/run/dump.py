@@ -1,4 +1,4 @@
-"""`--dump DIR`: every stage as a file that can be read back, the kernels' C++, the events and the options."""
+"""`Options.dump`, `--dump DIR`: every stage as a file that can be read back, the kernels' C++, the events and the options."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from terrazzo.cli.lowering import Lowering
 from terrazzo.errors import UserError
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.text import show
 from terrazzo.options import Options
-from terrazzo.pipelines import dialect
+from terrazzo.pipelines import Lowering, dialect
 from terrazzo.rewrite.rule import Event
 from terrazzo.targets.cpu.emit import emit
 
@@ -30,7 +29,7 @@ def write(directory: Path, done: Lowering, options: Options) -> None:
     for number, step in enumerate(done.loop.steps):
         if isinstance(step, l.Kernel):
             files[f"kernels/{number:03}-{step.name}.cpp"] = emit(step)[1]
-    files["events.jsonl"] = "".join(json.dumps(event_json(event)) + "\n" for event in done.events)
+    files["events.jsonl"] = "".join(json.dumps(event_json(event)) + "\n" for event in done.log.events)
     files["options.json"] = json.dumps(dataclasses.asdict(options), indent=2, default=str) + "\n"
     try:
         (directory / "kernels").mkdir(parents=True, exist_ok=True)
@@ -40,7 +39,7 @@ def write(directory: Path, done: Lowering, options: Options) -> None:
         for name, text in files.items():
             write_file(directory / name, text)
     except OSError as error:
-        raise UserError(f"--dump {directory}: {error.filename or ''} cannot be written: {error.strerror or error}") from None
+        raise UserError(f"dump {directory}: {error.filename or ''} cannot be written: {error.strerror or error}") from None
 
 
 def write_file(path: Path, text: str) -> None:
