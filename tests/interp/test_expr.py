@@ -42,7 +42,7 @@ def holds(written: Written, environment: Environment) -> None:
 @pytest.mark.parametrize("b", range(1, 13))
 @pytest.mark.parametrize("c", (-6, -4, -1, 1, 2, 3, 4, 6, 8))
 def test_division_and_remainder_of_sums(b: int, c: int) -> None:
-    for d, e in itertools.product((-7, -1, 0, 1, 5, 12), (1, 2, 3)):
+    for d, e in itertools.product((-7, 0, 1, 12), (1, 3)):
         a = I * c + J * e + d
 
         def dividend(x: Environment, c: int = c, d: int = d, e: int = e) -> int:
@@ -54,9 +54,9 @@ def test_division_and_remainder_of_sums(b: int, c: int) -> None:
             assert evaluate((a // b) * b + a % b, x) == dividend(x)
 
 
-@pytest.mark.parametrize(("b", "c"), itertools.product((1, 2, 3, 4, 6), repeat=2))
+@pytest.mark.parametrize(("b", "c"), list(itertools.product((1, 2, 3, 6), repeat=2)))
 def test_division_and_remainder_of_each_other(b: int, c: int) -> None:
-    for scale, shift in itertools.product((1, 2, 3), (-5, 0, 1)):
+    for scale, shift in itertools.product((1, 4), (-5, 1)):
         a = I * 6 + J * scale + shift
 
         def value(x: Environment, scale: int = scale, shift: int = shift) -> int:
@@ -136,9 +136,9 @@ def test_normal_forms(ours: IntExpr, normal: IntExpr) -> None:
 
 @pytest.mark.parametrize("shape", [(4, 6, 5), (4, 1, 6), (7,), ()])
 def test_flat_places_come_apart_again(shape: tuple[int, ...]) -> None:
-    index = tuple(Var(f"a{d}", n) for d, n in enumerate(shape))
+    index = tuple(Var(f"a{d}", n) if n > 1 else 0 for d, n in enumerate(shape))
     strides = tuple(int(s) for s in itertools.accumulate(reversed((*shape[1:], 1)), lambda a, b: a * b))[::-1] if shape else ()
-    assert tuple(unflatten(flatten(index, strides), shape)) == tuple(v if n > 1 else 0 for v, n in zip(index, shape, strict=True))
+    assert tuple(unflatten(flatten(index, strides), shape)) == index
 
 
 def test_symbolic_sizes_bound_what_lies_below_them() -> None:
