@@ -113,7 +113,7 @@ DEEP = "\n".join(" " * (8 + k) + f"for b{k} in free(2):" for k in range(200)) + 
     ("text", "message"),
     [
         (TENSOR.format("y: f32[4] = " + "exp(" * 10_000 + "x" + ")" * 10_000), "too many nested parentheses"),
-        (TENSOR.format("y: f32[4] = index_map(lambda i0: x[" + "-" * 50_000 + "i0])"), "nested too deeply"),
+        (TENSOR.format("y: f32[4] = index_map(lambda i0: x[" + "-" * 50_000 + "i0])"), "nested too deeply|too complex"),
         (
             TENSOR.format("y: f32[4] = index_map(lambda i0: x[" + "+".join(["i0"] * 20_000) + "])"),
             "nested too deeply|not readable",
