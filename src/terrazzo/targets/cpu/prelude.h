@@ -83,7 +83,15 @@ template <class To, class From> TZ To tz_cast(From x) {
   else if constexpr (std::is_floating_point_v<From> && std::is_integral_v<To>) return tz_from_float<To>(x);
   else return (To)x;
 }
-template <class T> TZ bool tz_signbit(T x) { if constexpr (tz_half<T>) return (uint16_t)x >> 15; else return std::signbit(x); }
+// By the bits: GCC 12 fails on a vectorised std::signbit of what was f16.
+template <class T> TZ bool tz_signbit(T x) {
+  if constexpr (tz_half<T>) return (uint16_t)x >> 15;
+  else {
+    std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t> bits;
+    memcpy(&bits, &x, sizeof x);
+    return bits >> (8 * sizeof x - 1);
+  }
+}
 
 // An index that came from data: out of range is noted, and reads element 0 until the kernel returns.
 TZ int64_t tz_at(int64_t i, int64_t extent, int& bad) {
