@@ -85,12 +85,8 @@ template <class To, class From> TZ To tz_cast(From x) {
 }
 // By the bits: GCC 12 fails on a vectorised std::signbit of what was f16.
 template <class T> TZ bool tz_signbit(T x) {
-  if constexpr (tz_half<T>) return (uint16_t)x >> 15;
-  else {
-    std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t> bits;
-    memcpy(&bits, &x, sizeof x);
-    return bits >> (8 * sizeof x - 1);
-  }
+  using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
+  return tz_bits<Bits>(x) >> (8 * sizeof x - 1);
 }
 
 // An index that came from data: out of range is noted, and reads element 0 until the kernel returns.
