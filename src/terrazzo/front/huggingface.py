@@ -85,7 +85,7 @@ def _require_local(name: str, transformers: Any) -> None:
         reason = str(e).splitlines()[0] if str(e) else type(e).__name__
         raise UserError(
             f"{name} cannot be fetched ({reason}). Give a folder with config.json and *.safetensors, or use --random-weights with one "
-            f"of the bundled models: {', '.join(CONFIGS)}"
+            f"of the bundled models: {', '.join(ALIASES)}"
         ) from None
 
 

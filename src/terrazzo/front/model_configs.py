@@ -44,6 +44,7 @@ ALIASES = {
     "qwen2.5-7b": "Qwen/Qwen2.5-7B",
     "llama-3-8b": "meta-llama/Meta-Llama-3-8B",
     "gpt2": "openai-community/gpt2",
+    "bert-base": "google-bert/bert-base-uncased",
     "bert-base-uncased": "google-bert/bert-base-uncased",
     "vit-b-16": "google/vit-base-patch16-224",
 }
