@@ -1,0 +1,321 @@
+"""Schedules: how the axes of a kernel are factored and bound to the levels of a machine (ADR 004).
+
+A schedule is plain data beside a kernel, which it never changes. Its text is Python's syntax, parsed and never run:
+
+    with schedule("linear", target="sm_80"):
+        a0 = grid(32, order=grouped(8)) * block(128)
+        r0 = time(128, ring=4) * block(32)
+        with site("acc0", on="mma.m16n8k16.f32.bf16"):
+            a0 = warp(2) * reg(4) * inst.m(16)
+            x = smem(by="cp.async", swizzle=64)
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from terrazzo.errors import UserError
+from terrazzo.ir.reader import Reader
+
+KERNEL_LEVELS = ("grid", "cluster", "time", "block")
+SITE_LEVELS = ("warpgroup", "warp", "lane", "reg", "inst.m", "inst.n", "inst.k")
+POWERS_OF_TWO = ("warpgroup", "warp", "lane", "inst.m", "inst.n", "inst.k")
+WARPS_IN_A_GROUP = 4
+
+
+@dataclass(frozen=True)
+class Word:
+    """A name with arguments: `grouped(8)`, `longest_first`."""
+
+    name: str
+    args: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(map(str, self.args))})" if self.args else self.name
+
+
+Value: TypeAlias = "int | bool | str | Word | tuple[Any, ...]"
+Options: TypeAlias = tuple[tuple[str, Value], ...]
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A factor of an axis, bound to a level."""
+
+    level: str
+    size: int
+    options: Options = ()
+
+    def __str__(self) -> str:
+        return f"{self.level}({', '.join([str(self.size), *_options(self.options)])})"
+
+
+@dataclass(frozen=True)
+class Like:
+    """The binding of the same axis in another site, or, as in "acc0.r0", of another axis there."""
+
+    site: str
+
+    def __str__(self) -> str:
+        return f'like("{self.site}")'
+
+
+Binding: TypeAlias = "tuple[Factor, ...] | Like"
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Where a load is held: "smem" or "reg", and how it gets there."""
+
+    place: str
+    options: Options = ()
+
+    def __str__(self) -> str:
+        return f"{self.place}({', '.join(_options(self.options))})"
+
+
+@dataclass(frozen=True)
+class Site:
+    """How sites (reductions by accumulator, stores by buffer) divide a block's part of the axes among its threads."""
+
+    names: tuple[str, ...]
+    axes: tuple[tuple[str, Binding], ...]
+    operands: tuple[tuple[str, Operand], ...] = ()
+    instruction: str | None = None
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The whole of it. `directives` are `persistent` and `roles`, with their arguments."""
+
+    kernel: str
+    target: str
+    axes: tuple[tuple[str, Binding], ...]
+    operands: tuple[tuple[str, Operand], ...] = ()
+    directives: tuple[tuple[str, tuple[Value, ...], Options], ...] = ()
+    sites: tuple[Site, ...] = ()
+
+    def binding(self, site: Site | None, axis: str) -> tuple[Factor, ...]:
+        """All factors of an axis as a site sees it: the kernel's down to its block, which the site divides."""
+        outer: tuple[Factor, ...] = _of(self.axes, axis)
+        inner: Binding = _of(site.axes, axis) if site else ()
+        if isinstance(inner, Like):
+            name, _, other = inner.site.partition(".")
+            source = next((s for s in self.sites if any(n.partition(".")[0] == name for n in s.names)), None)
+            if source is None or source is site:
+                raise UserError(f"like({inner.site!r}): there is no other site of that name")
+            return self.binding(source, other or axis)
+        if not inner:
+            return outer
+        return (*(f for f in outer if f.level != "block"), *inner)
+
+    def check(self, extents: Mapping[str, int]) -> None:
+        """UserError, with the reason, unless this can be a schedule of a kernel whose axes have these extents."""
+        known = {axis for axes in (self.axes, *(s.axes for s in self.sites)) for axis, _ in axes}
+        if unknown := known - extents.keys():
+            raise UserError(f"the kernel has no axis {', '.join(sorted(unknown))}; it has {', '.join(extents)}")
+        for axes in (self.axes, *(s.axes for s in self.sites)):
+            for axis, binding in axes:
+                _sizes(axis, binding)
+        for axis, outer in self.axes:
+            _levels(axis, outer, extents[axis])
+        warps = set()
+        for site in self.sites:
+            for axis, own in site.axes:
+                block = [f.size for f in _factors(_of(self.axes, axis)) if f.level == "block"]
+                if block and not isinstance(own, Like) and math.prod(f.size for f in own) != block[0]:
+                    raise UserError(f"{site.names[0]}: {axis} divides into {_text(own)}, but its block has {block[0]}")
+                _levels(axis, self.binding(site, axis), extents[axis])
+            warps.add(self._threads(site))
+        if len(warps - {0}) > 1:
+            raise UserError(f"the sites disagree on the number of warps: {', '.join(map(str, sorted(warps)))}")
+
+    def _threads(self, site: Site) -> int:
+        """The warps a site uses; 0 where it says nothing of them. Its lanes must be a warp's, or its instruction's."""
+        used = [f for axis, own in site.axes if not isinstance(own, Like) for f in self.binding(site, axis)]
+        if not any(f.level in SITE_LEVELS for f in used):
+            return 0
+        lanes = math.prod(f.size for f in used if f.level == "lane")
+        shape = _shape(site.instruction)
+        for level, size in shape.items():
+            have = math.prod(f.size for f in used if f.level == f"inst.{level}")
+            if have != size:
+                raise UserError(f"{site.names[0]}: {site.instruction} has {level} = {size}, and inst.{level} is bound to {have}")
+        if any(f.level.startswith("inst") for f in used) and not shape:
+            raise UserError(f"{site.names[0]} binds axes of an instruction and names none (on=...)")
+        if lanes not in ((1,) if shape else (1, 32)):
+            raise UserError(f"{site.names[0]}: {lanes} lanes; {'the instruction binds them' if shape else 'a warp has 32'}")
+        groups = math.prod(f.size for f in used if f.level == "warpgroup")
+        alone = math.prod(f.size for f in used if f.level == "warp")
+        return alone * (groups * WARPS_IN_A_GROUP if any(f.level == "warpgroup" for f in used) else 1)
+
+    def __str__(self) -> str:
+        lines = [f'with schedule("{self.kernel}", target="{self.target}"):']
+        lines += [f"    {axis} = {_text(b)}" for axis, b in self.axes]
+        lines += [f"    {name} = {operand}" for name, operand in self.operands]
+        lines += [f"    {name}({', '.join([*map(_value, args), *_options(options)])})" for name, args, options in self.directives]
+        for site in self.sites:
+            on = [f'on="{site.instruction}"'] if site.instruction else []
+            lines.append(f"    with site({', '.join([*(_value(n) for n in site.names), *on])}):")
+            lines += [f"        {axis} = {_text(b)}" for axis, b in site.axes]
+            lines += [f"        {name} = {operand}" for name, operand in site.operands]
+        return "\n".join(lines)
+
+
+def _of(pairs: tuple[tuple[str, Any], ...], name: str) -> Any:
+    return dict(pairs).get(name, ())
+
+
+def _factors(binding: Binding) -> tuple[Factor, ...]:
+    return () if isinstance(binding, Like) else binding
+
+
+def _sizes(axis: str, binding: Binding) -> None:
+    for f in _factors(binding):
+        if f.size < 1 or (f.level in POWERS_OF_TWO and f.size & f.size - 1):
+            raise UserError(f"{axis}: {f} must be {'a power of two' if f.size > 0 else 'at least 1'}")
+
+
+def _levels(axis: str, binding: Binding, extent: int) -> None:
+    """The kernel's levels come first and in order, and the product just covers the extent."""
+    factors = _factors(binding)
+    outer = [KERNEL_LEVELS.index(f.level) for f in factors if f.level in KERNEL_LEVELS]
+    inside = [f.level for f in factors[len(outer) :]]
+    if outer != sorted(set(outer)) or any(level in KERNEL_LEVELS for level in inside):
+        raise UserError(f"{axis} = {_text(binding)}: {', '.join(KERNEL_LEVELS)} come first, in this order, each once")
+    if not factors:
+        return
+    rest = math.prod(f.size for f in factors[1:])
+    needed = max(-(-extent // rest), 1)
+    if factors[0].size != needed:
+        raise UserError(f"{axis} = {_text(binding)}: {factors[0].level} must be {needed} to cover {extent}")
+
+
+def _shape(instruction: str | None) -> dict[str, int]:
+    """m, n and k of an instruction, from its name; those without a shape do one element."""
+    if instruction is None or (found := re.search(r"\.m(\d+)n(\d+)k(\d+)", instruction)) is None:
+        return {}
+    return dict(zip("mnk", map(int, found.groups()), strict=True))
+
+
+def _text(binding: Binding) -> str:
+    return str(binding) if isinstance(binding, Like) else " * ".join(map(str, binding))
+
+
+def _value(value: Value) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_value, value))}{',' if len(value) == 1 else ''})"
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _options(options: Options) -> list[str]:
+    return [f"{name}={_value(value)}" for name, value in options]
+
+
+def parse_schedule(text: str, filename: str = "<schedule>") -> Schedule:
+    """The schedule a text means. Anything wrong is a UserError with line, column and a caret."""
+    try:
+        tree = ast.parse(text, filename)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
+        raise UserError(f"{filename}: not readable as a schedule: {e}") from None
+    reader = _ScheduleReader(text, filename, {})
+    if len(tree.body) != 1:
+        reader.fail(tree.body[1] if tree.body else tree, "expected one `with schedule(...):`")
+    return reader.schedule(tree.body[0])
+
+
+class _ScheduleReader(Reader):
+    """Reads the statements of a schedule."""
+
+    def schedule(self, s: ast.stmt) -> Schedule:
+        args, options, body = self.header(s, "schedule")
+        if len(args) != 1 or set(options) != {"target"}:
+            self.fail(s, 'expected `with schedule("kernel", target="...")`')
+        axes, operands = self.lines(x for x in body if isinstance(x, ast.Assign))
+        if like := [name for name, binding in axes if isinstance(binding, Like)]:
+            self.fail(s, f"{like[0]} is the kernel's; only in a site can it be like another site's")
+        sites, directives = [], []
+        for x in body:
+            if isinstance(x, ast.With):
+                names, given, inner = self.header(x, "site")
+                if not names or not set(given) <= {"on"}:
+                    self.fail(x, 'expected `with site("name", ..., on="instruction")`')
+                sites.append(Site(names, *self.lines(inner), given.get("on")))
+            elif isinstance(x, ast.Expr) and isinstance(x.value, ast.Call):
+                name = self.word(x.value.func)
+                if name not in ("persistent", "roles"):
+                    self.fail(x, f"unknown directive {name!r}; known: persistent, roles")
+                directives.append((name, tuple(map(self.value, x.value.args)), self.keywords(x.value)))
+            elif not isinstance(x, ast.Assign):
+                self.fail(x, "expected `axis = ...`, `operand = ...`, persistent(...), roles(...) or a site")
+        return Schedule(args[0], str(options["target"]), axes, operands, tuple(directives), tuple(sites))
+
+    def header(self, s: ast.stmt, word: str) -> tuple[tuple[str, ...], dict[str, str], list[ast.stmt]]:
+        match s:
+            case ast.With(items=[ast.withitem(context_expr=ast.Call(func=ast.Name(id=name), args=args) as call)]) if name == word:
+                texts = tuple(map(self.text_constant, args))
+                return texts, {k.arg or "": self.text_constant(k.value) for k in call.keywords}, s.body
+        self.fail(s, f"expected `with {word}(...):`")
+
+    def text_constant(self, x: ast.AST) -> str:
+        if not isinstance(x, ast.Constant) or not isinstance(x.value, str):
+            self.fail(x, "expected a text")
+        return x.value
+
+    def lines(self, body: Any) -> tuple[tuple[tuple[str, Binding], ...], tuple[tuple[str, Operand], ...]]:
+        """Bindings of axes, and places of operands."""
+        axes: dict[str, Binding] = {}
+        operands: dict[str, Operand] = {}
+        for s in body:
+            if not isinstance(s, ast.Assign) or len(s.targets) != 1 or not isinstance(s.targets[0], ast.Name):
+                self.fail(s, "expected `axis = factors` or `operand = place(...)`")
+            name, value = s.targets[0].id, s.value
+            if name in axes or name in operands:
+                self.fail(s, f"{name} is bound twice")
+            if isinstance(value, ast.Call) and (place := self.word(value.func)) in ("smem", "reg") and not value.args:
+                operands[name] = Operand(place, self.keywords(value))
+            elif isinstance(value, ast.Call) and self.word(value.func) == "like" and len(value.args) == 1:
+                axes[name] = Like(self.text_constant(value.args[0]))
+            else:
+                axes[name] = tuple(self.factors(value))
+        return tuple(axes.items()), tuple(operands.items())
+
+    def factors(self, x: ast.AST) -> Iterator[Factor]:
+        if isinstance(x, ast.BinOp) and isinstance(x.op, ast.Mult):
+            yield from self.factors(x.left)
+            x = x.right
+        if not isinstance(x, ast.Call) or len(x.args) != 1:
+            self.fail(x, "expected a factor, such as warp(4)")
+        level, size = self.word(x.func), self.constant(x.args[0])
+        if level not in (*KERNEL_LEVELS, *SITE_LEVELS):
+            self.fail(x, f"unknown level {level!r}; known: {', '.join((*KERNEL_LEVELS, *SITE_LEVELS))}")
+        if not isinstance(size, int) or isinstance(size, bool):
+            self.fail(x, "the size of a factor is an integer")
+        yield Factor(level, size, self.keywords(x))
+
+    def keywords(self, x: ast.Call) -> Options:
+        return tuple((k.arg or "", self.value(k.value)) for k in x.keywords)
+
+    def value(self, x: ast.AST) -> Value:
+        match x:
+            case ast.Name(id=name):
+                return Word(name)
+            case ast.Call(func=ast.Name(id=name), args=args, keywords=[]):
+                return Word(name, tuple(map(self.constant, args)))
+            case ast.Tuple(elts=elts):
+                return tuple(map(self.value, elts))
+        found: Value = self.constant(x)
+        return found
+
+    def word(self, x: ast.AST) -> str:
+        match x:
+            case ast.Name(id=name):
+                return name
+            case ast.Attribute(value=ast.Name(id=first), attr=second):
+                return f"{first}.{second}"
+        self.fail(x, "expected a name")
