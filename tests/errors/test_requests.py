@@ -103,6 +103,18 @@ def test_all_operations_that_no_program_can_hold_are_named_at_once(terrazzo: Ter
     assert told[3] == 'Under torch.compile(..., backend="terrazzo") PyTorch runs a graph that has them.'
 
 
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("torch.linalg.inv(torch.randn(3, 3))", "aten._linalg_check_errors.default checks its data and returns nothing"),
+        ("x = torch.randn(3)\nx + 1 if torch.equal(x, x) else x", "aten.equal.default gives what depends on the data"),
+        ("x = torch.randn(3)\nif x.sum() > 0: x = x + 1\nx * 2", "the call branches on its data"),
+    ],
+)
+def test_what_needs_the_data_to_be_traced(terrazzo: Terrazzo, code: str, message: str) -> None:
+    assert message in terrazzo("run", "-c", code, code=3).stderr
+
+
 def test_a_model_that_cannot_be_fetched(terrazzo: Terrazzo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
 

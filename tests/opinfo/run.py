@@ -47,7 +47,8 @@ def main() -> int:
     levels = [(options.level, options.most)] if options.level else PLAN
     verdicts: list[dict[str, Any]] = []
     if options.join:
-        verdicts = [v for path in options.join for v in json.loads(path.read_text())]
+        found = [v for path in options.join for v in json.loads(path.read_text())]
+        verdicts = list({(v["level"], v["op"], v["dtype"]): v for v in found}.values())  # what was judged again counts as it was last
     else:
         for level, most in levels:
             verdicts += judge_all(level, most, options)

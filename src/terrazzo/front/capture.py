@@ -6,6 +6,7 @@ decompositions, attention by its mathematical definition.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -102,8 +103,10 @@ def _said_to_be_traced() -> Iterator[None]:
 def trace(fn: Callable[..., Any], *args: Any) -> Any:
     """The functional ATen graph of `fn(*args)`, decomposed, with dead code gone."""
     import torch
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
     from torch._subclasses.functional_tensor import dispatch_functionalize
     from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     before = [t for group in args for t in group]
     versions = [t._version for t in before]
@@ -120,7 +123,13 @@ def trace(fn: Callable[..., Any], *args: Any) -> Any:
                 gm = make_fx(dispatch_functionalize(gm), tracing_mode="fake", record_stack_traces=True)(*args)
     except TerrazzoError:
         raise
+    except (DataDependentOutputException, DynamicOutputShapeException) as e:
+        raise Limitation(f"{e.func} gives what depends on the data: a number that is branched on, or a shape") from None
+    except GuardOnDataDependentSymNode as e:
+        raise Limitation(f"the call branches on its data ({str(e).splitlines()[0]})") from None
     except Exception as e:
+        if effect := re.search(r"token for effect .* the function (\S+)", str(e)):
+            raise Limitation(f"{effect[1].rstrip('.')} checks its data and returns nothing, which no program can hold") from None
         raise UserError(f"capture failed: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}") from e
     for node in gm.graph.nodes:
         if node.op == "call_function" and str(node.target).startswith("aten.copy_."):
