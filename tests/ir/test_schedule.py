@@ -40,7 +40,14 @@ def test_the_adr(number: int) -> None:
     schedule = parse_schedule(re.sub(r" +#.*", "", text))
     assert str(schedule) == text.strip()
     assert parse_schedule(str(schedule)) == schedule
-    schedule.check(AXES.get(number) or axes(listing))
+    check(schedule, AXES.get(number) or axes(listing))
+
+
+def check(schedule: Schedule, extents: dict[str, int]) -> None:
+    """As for a kernel whose every site has all the axes that reduce."""
+    own = {a: e for a, e in extents.items() if a.startswith("r")}
+    sites = {name.partition(".")[0] for site in schedule.sites for name in site.names} - {"linaer"}
+    schedule.check({a: e for a, e in extents.items() if a not in own}, dict.fromkeys(sorted(sites | {"linear"}), own))
 
 
 MATMUL = dedent(SECTIONS[4][1][SECTIONS[4][1].index("with schedule") :])
@@ -57,20 +64,21 @@ EXTENTS = axes(SECTIONS[4][1])
         ("a0 = warp(2) * reg(4) * inst.m(16)", "a0 = warp(3) * reg(4) * inst.m(16)", "a0: warp(3) must be a power of two"),
         ("a1 = warp(4) * reg(4) * inst.n(8)", "a1 = lane(4) * reg(4) * inst.n(8)", "4 lanes; the instruction binds them"),
         (', on="mma.m16n8k16.f32.bf16"', "", "acc0 binds axes of an instruction and names none"),
-        ("    a1 = grid", "    a7 = grid", "the kernel has no axis a7; it has a0, a1, r0"),
+        ("    a1 = grid", "    a7 = grid", "there is no axis a7 here; there are a0, a1, r0"),
+        ('site("linear")', 'site("linaer")', "the kernel has no site linaer; it has acc0, linear"),
     ],
 )
 def test_what_does_not_fit(before: str, after: str, reason: str) -> None:
     assert before in MATMUL
     with pytest.raises(UserError, match=re.escape(reason)):
-        parse_schedule(MATMUL.replace(before, after)).check(EXTENTS)
+        check(parse_schedule(MATMUL.replace(before, after)), EXTENTS)
 
 
 def test_sites_must_agree_on_the_threads() -> None:
     text = 'with schedule("f", target="sm_80"):\n    with site("acc0"):\n        r0 = reg(4) * warp(4) * lane(32)\n'
     text += '    with site("f"):\n        a0 = reg(2) * warp(8) * lane(32)\n'
     with pytest.raises(UserError, match="disagree on the number of warps: 4, 8"):
-        parse_schedule(text).check({"r0": 512, "a0": 512})
+        check(parse_schedule(text), {"r0": 512, "a0": 512})
 
 
 @pytest.mark.parametrize(

@@ -103,13 +103,14 @@ def _from_file(kind: str, path: Path) -> Subject:
 
 def read(path: Path) -> Program | l.Program:
     """The valid program in a file of IR text."""
+    from terrazzo.ir.dialects import tile
     from terrazzo.ir.text import parse
     from terrazzo.ir.verify import verify
 
     try:
         program = parse(path.read_text(encoding="utf-8"), str(path))
         verify(program)
-        return program
+        return program.loop if isinstance(program, tile.Program) else program  # which is what it means
     except CompilerBug as error:  # it would be one, had a pass made this program
         raise UserError(f"{path}: {error}") from None
     except OSError as error:

@@ -65,6 +65,22 @@ def nest(kernel: Kernel) -> tuple[Statement, ...]:
     return tuple(_level(frozenset(), kernel.axes, sinks, set()))
 
 
+def accumulators(kernel: Kernel) -> dict[str, Reduce | Scan]:
+    """The reductions and scans of a kernel, by the names that the printed nest gives them."""
+    found: dict[Reduce | Scan, None] = {}
+
+    def walk(body: Sequence[Statement]) -> None:
+        for s in body:
+            if isinstance(s, Loop):
+                found.update(dict.fromkeys(s.carried))
+                walk(s.body)
+            elif isinstance(s, Accumulate):
+                found.setdefault(s.into)
+
+    walk(nest(kernel))
+    return {f"acc{k}": site for k, site in enumerate(found)}
+
+
 def _level(bound: frozenset[Any], rest: Sequence[Any], sinks: list[_Sink], done: set[Node]) -> list[Statement]:
     """Statements of the scope where `bound` is bound, with loops over `rest` inside."""
     out: list[Statement] = []

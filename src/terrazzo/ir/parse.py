@@ -11,6 +11,7 @@ from typing import Any
 from terrazzo.errors import UserError
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tensor as t
+from terrazzo.ir.dialects import tile
 from terrazzo.ir.dialects import torch as aten
 from terrazzo.ir.dialects.scalar import BY_NAME, scalar
 from terrazzo.ir.expr import Expr, IntExpr, Var
@@ -18,13 +19,14 @@ from terrazzo.ir.monoid import monoid
 from terrazzo.ir.node import Node, substitute
 from terrazzo.ir.program import Input, Program
 from terrazzo.ir.reader import Reader, Scope, dotted, elements, empty, located
+from terrazzo.ir.schedule import ScheduleReader
 from terrazzo.ir.types import DTYPES, Type
 
 LONGEST = 1 << 26
 """Texts longer than this (characters) are refused."""
 
 
-def parse(text: str, filename: str = "<text>") -> Program | l.Program:
+def parse(text: str, filename: str = "<text>") -> Program | l.Program | tile.Program:
     """The program a text means. Anything wrong is a UserError with line, column and a caret."""
     if len(text) > LONGEST:
         raise UserError(f"{filename}: the text is longer than {LONGEST} characters")
@@ -50,16 +52,16 @@ def _comments(text: str) -> dict[int, str]:
     return found
 
 
-def _module(text: str, filename: str, tree: ast.Module, comments: Mapping[int, str]) -> Program | l.Program:
+def _module(text: str, filename: str, tree: ast.Module, comments: Mapping[int, str]) -> Program | l.Program | tile.Program:
     reader = Reader(text, filename, comments)
     if len(tree.body) != 1 or not isinstance(tree.body[0], ast.FunctionDef):
-        reader.fail(tree.body[0] if tree.body else tree, "expected one function: @torch, @tensor or @loop, then def")
+        reader.fail(tree.body[0] if tree.body else tree, "expected one function: @torch, @tensor, @loop or @tile, then def")
     f = tree.body[0]
     if len(f.decorator_list) != 1 or not isinstance(f.decorator_list[0], ast.Name):
-        reader.fail(f, "expected the name of the IR above: @torch, @tensor or @loop")
+        reader.fail(f, "expected the name of the IR above: @torch, @tensor, @loop or @tile")
     kind = f.decorator_list[0].id
-    if kind not in ("torch", "tensor", "loop"):
-        reader.fail(f.decorator_list[0], f"unknown IR {kind!r}; known: torch, tensor, loop")
+    if kind not in ("torch", "tensor", "loop", "tile"):
+        reader.fail(f.decorator_list[0], f"unknown IR {kind!r}; known: torch, tensor, loop, tile")
     scope = Scope()
     body = reader.sizes(f.body, scope)
     if f.args.vararg or f.args.kwarg or f.args.kwonlyargs or f.args.defaults or f.args.posonlyargs:
@@ -70,15 +72,25 @@ def _module(text: str, filename: str, tree: ast.Module, comments: Mapping[int, s
             reader.fail(a, f"input {a.arg} needs a type, such as f32[2, 3]")
         if a.arg in scope.values:
             reader.fail(a, f"{a.arg} is defined twice")
-        node = (l.Buffer if kind == "loop" else Input)(a.arg, reader.type(a.annotation, scope))
+        node = (l.Buffer if kind in ("loop", "tile") else Input)(a.arg, reader.type(a.annotation, scope))
         scope.values[a.arg] = node
         inputs.append(node)
     if not body or not isinstance(body[-1], ast.Return):
         reader.fail(f, "the function must end with return")
-    if kind == "loop":
-        loops = LoopReader(text, filename, comments)
-        steps = [loops.step(s, scope) for s in body[:-1]]
-        return l.Program(f.name, tuple(inputs), tuple(steps), reader.results(body[-1], scope, l.Buffer))
+    if kind in ("loop", "tile"):
+        loops, schedules = LoopReader(text, filename, comments), ScheduleReader(text, filename, comments)
+        steps: list[Any] = []
+        found: dict[int, Any] = {}
+        for s in body[:-1]:
+            if kind == "tile" and schedules.starts(s):
+                if not steps or not isinstance(steps[-1], l.Kernel) or len(steps) - 1 in found:
+                    reader.fail(s, "a schedule stands below the kernel it is one of")
+                found[len(steps) - 1] = schedules.schedule(s)
+                reader.build(s, tile.fit, found[len(steps) - 1], steps[-1])
+            else:
+                steps.append(loops.step(s, scope))
+        program = l.Program(f.name, tuple(inputs), tuple(steps), reader.results(body[-1], scope, l.Buffer))
+        return program if kind == "loop" else tile.Program(program, tuple(found.items()))
     names: dict[Node, str] = {i: i.name for i in inputs}
     sources: dict[str, str] = {}
     values = GraphReader(text, filename, comments)

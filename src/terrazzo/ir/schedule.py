@@ -114,23 +114,32 @@ class Schedule:
             return outer
         return (*(f for f in outer if f.level != "block"), *inner)
 
-    def check(self, extents: Mapping[str, int]) -> None:
-        """UserError, with the reason, unless this can be a schedule of a kernel whose axes have these extents."""
-        known = {axis for axes in (self.axes, *(s.axes for s in self.sites)) for axis, _ in axes}
-        if unknown := known - extents.keys():
-            raise UserError(f"the kernel has no axis {', '.join(sorted(unknown))}; it has {', '.join(extents)}")
-        for axes in (self.axes, *(s.axes for s in self.sites)):
-            for axis, binding in axes:
+    def check(self, axes: Mapping[str, int], own: Mapping[str, Mapping[str, int]]) -> None:
+        """UserError, with the reason, unless this can be a schedule of a kernel with these axes and sites.
+
+        `axes` has the extents of the kernel's axes, `own` for each site (reduction or store) those of the axes that are its alone.
+        """
+        for lines in (self.axes, *(s.axes for s in self.sites)):
+            for axis, binding in lines:
                 _sizes(axis, binding)
+        everywhere = dict(axes)
+        for name, extents in own.items():
+            for axis, extent in extents.items():
+                if everywhere.setdefault(axis, extent) != extent and axis in dict(self.axes):
+                    raise UserError(f"{axis} has extent {everywhere[axis]} elsewhere and {extent} in {name}: bind it in the sites")
         for axis, outer in self.axes:
-            _levels(axis, outer, extents[axis])
+            _levels(axis, outer, _extent(axis, everywhere))
         warps = set()
         for site in self.sites:
-            for axis, own in site.axes:
+            for name in site.names:
+                if name.partition(".")[0] not in own:
+                    raise UserError(f"the kernel has no site {name}; it has {', '.join(own)}")
+            visible = {**axes, **own[site.names[0].partition(".")[0]]}
+            for axis, binding in site.axes:
                 block = [f.size for f in _factors(_of(self.axes, axis)) if f.level == "block"]
-                if block and not isinstance(own, Like) and math.prod(f.size for f in own) != block[0]:
-                    raise UserError(f"{site.names[0]}: {axis} divides into {_text(own)}, but its block has {block[0]}")
-                _levels(axis, self.binding(site, axis), extents[axis])
+                if block and not isinstance(binding, Like) and math.prod(f.size for f in binding) != block[0]:
+                    raise UserError(f"{site.names[0]}: {axis} divides into {_text(binding)}, but its block has {block[0]}")
+                _levels(axis, self.binding(site, axis), _extent(axis, visible))
             warps.add(self._threads(site))
         if len(warps - {0}) > 1:
             raise UserError(f"the sites disagree on the number of warps: {', '.join(map(str, sorted(warps)))}")
@@ -165,6 +174,12 @@ class Schedule:
             lines += [f"        {axis} = {_text(b)}" for axis, b in site.axes]
             lines += [f"        {name} = {operand}" for name, operand in site.operands]
         return "\n".join(lines)
+
+
+def _extent(axis: str, extents: Mapping[str, int]) -> int:
+    if axis not in extents:
+        raise UserError(f"there is no axis {axis} here; there are {', '.join(extents)}")
+    return extents[axis]
 
 
 def _of(pairs: tuple[tuple[str, Any], ...], name: str) -> Any:
@@ -223,14 +238,21 @@ def parse_schedule(text: str, filename: str = "<schedule>") -> Schedule:
         tree = ast.parse(text, filename)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
         raise UserError(f"{filename}: not readable as a schedule: {e}") from None
-    reader = _ScheduleReader(text, filename, {})
+    reader = ScheduleReader(text, filename, {})
     if len(tree.body) != 1:
         reader.fail(tree.body[1] if tree.body else tree, "expected one `with schedule(...):`")
     return reader.schedule(tree.body[0])
 
 
-class _ScheduleReader(Reader):
+class ScheduleReader(Reader):
     """Reads the statements of a schedule."""
+
+    def starts(self, s: ast.stmt) -> bool:
+        """Whether a statement is a schedule."""
+        match s:
+            case ast.With(items=[ast.withitem(context_expr=ast.Call(func=ast.Name(id="schedule")))]):
+                return True
+        return False
 
     def schedule(self, s: ast.stmt) -> Schedule:
         args, options, body = self.header(s, "schedule")

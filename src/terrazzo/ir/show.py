@@ -9,6 +9,7 @@ from typing import Any
 from terrazzo.ir import nest as n
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tensor as t
+from terrazzo.ir.dialects import tile
 from terrazzo.ir.dialects import torch as aten
 from terrazzo.ir.expr import Bound, Expr, FloorDiv, IntExpr, Loaded, Mod, Size, Sum, Var
 from terrazzo.ir.node import Node, topological
@@ -24,6 +25,8 @@ def show(x: Any) -> str:
         return _program(x)
     if isinstance(x, l.Program):
         return _loop_program(x)
+    if isinstance(x, tile.Program):
+        return _loop_program(x.loop, "tile", {k: str(s) for k, s in x.schedules})
     if isinstance(x, l.Kernel):
         return "\n".join(_kernel(x))
     if isinstance(x, tuple):
@@ -207,11 +210,12 @@ def _program(p: Program) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _loop_program(p: l.Program) -> str:
+def _loop_program(p: l.Program, kind: str = "loop", schedules: Mapping[int, str] | None = None) -> str:
     buffers = [*p.inputs, *(b for s in p.steps for b in s.writes)]
-    lines = _header("loop", p.name, p.inputs, _sizes([b.type for b in buffers]))
-    for step in p.steps:
-        lines += ["    " + line for line in (_kernel(step) if isinstance(step, l.Kernel) else _opaque(step))]
+    lines = _header(kind, p.name, p.inputs, _sizes([b.type for b in buffers]))
+    for number, step in enumerate(p.steps):
+        text = _kernel(step) if isinstance(step, l.Kernel) else _opaque(step)
+        lines += ["    " + line for line in [*text, *(schedules or {}).get(number, "").splitlines()]]
     results = ", ".join(b.name for b in p.results) + ("," if len(p.results) == 1 else "")
     lines.append(f"    return ({results})")
     return "\n".join(lines) + "\n"

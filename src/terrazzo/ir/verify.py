@@ -3,16 +3,18 @@
 Torch and Tensor IR: only ops of the dialect; every input declared; no value read before it exists (by construction).
 Loop IR: each buffer is written once, before it is read, by the step that owns it; every variable is bound by an axis of its
 kernel or a reduction; every index is within its buffer wherever ranges can tell; every element is stored exactly once.
+Tile IR: each schedule is one of a kernel, and fits it.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.errors import CompilerBug
+from terrazzo.errors import CompilerBug, UserError
 from terrazzo.ir.address import coefficient
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tensor as t
+from terrazzo.ir.dialects import tile
 from terrazzo.ir.dialects import torch as aten
 from terrazzo.ir.expr import Expr, IntExpr, Var, at_least, bounds
 from terrazzo.ir.node import topological
@@ -21,9 +23,12 @@ from terrazzo.ir.program import Input, Program
 _ALLOWED: dict[str, tuple[Any, ...]] = {"torch": (aten.Aten, aten.Get, Input), "tensor": (t.Value, Input, Expr)}
 
 
-def verify(program: Program | l.Program, after: str = "") -> None:
+def verify(program: Program | l.Program | tile.Program, after: str = "") -> None:
     """Raise CompilerBug, naming the pass `after` which this was found, if the program breaks a rule of its IR."""
-    problem = _loop(program) if isinstance(program, l.Program) else _graph(program)
+    if isinstance(program, tile.Program):
+        problem = _tile(program)
+    else:
+        problem = _loop(program) if isinstance(program, l.Program) else _graph(program)
     if problem:
         raise CompilerBug(f"{'after ' + after + ': ' if after else ''}{program.name} is not valid: {problem}")
 
@@ -35,6 +40,18 @@ def _graph(p: Program) -> str:
         if isinstance(node, Input) and node not in p.inputs:
             return f"input {node.name} is used but not declared"
     return ""
+
+
+def _tile(p: tile.Program) -> str:
+    for number, schedule in p.schedules:
+        step = p.loop.steps[number] if 0 <= number < len(p.loop.steps) else None
+        if not isinstance(step, l.Kernel):
+            return f"there is no kernel {number} for the schedule of {schedule.kernel}"
+        try:
+            tile.fit(schedule, step)
+        except UserError as why:
+            return f"kernel {step.name}: {why}"
+    return _loop(p.loop)
 
 
 def _loop(p: l.Program) -> str:

@@ -1,0 +1,52 @@
+"""Tile IR: the kernels of Loop IR, untouched, each with a schedule that binds its axes to a machine (ADR 004).
+
+A program of Tile IR means what its loops mean; a schedule only says where and in which order that happens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from terrazzo.errors import UserError
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.nest import accumulators
+from terrazzo.ir.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program of Loop IR with the schedules of some of its kernels, by the kernel's place among the steps."""
+
+    loop: l.Program
+    schedules: tuple[tuple[int, Schedule], ...]
+
+    @property
+    def dialect(self) -> str:
+        return "tile"
+
+    @property
+    def name(self) -> str:
+        return self.loop.name
+
+
+def fit(schedule: Schedule, kernel: l.Kernel) -> None:
+    """UserError, with the reason, unless `schedule` can be one of this kernel."""
+    if schedule.kernel != kernel.name:
+        raise UserError(f"the schedule is one of {schedule.kernel}, and the kernel above it is {kernel.name}")
+    axes, own = _extents(kernel)
+    schedule.check(axes, own)
+
+
+def _extents(kernel: l.Kernel) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
+    """The extents of the kernel's axes, and, for each site, of the axes that are its alone."""
+
+    def extent(axis: Any) -> int:
+        if not isinstance(axis.extent, int):
+            raise UserError(f"{kernel.name} has an axis of symbolic extent, which no schedule binds yet")
+        return axis.extent
+
+    sites: dict[str, dict[str, int]] = {b.name: {} for b in kernel.writes}
+    for name, site in accumulators(kernel).items():
+        sites[name] = {f"r{a.label}": extent(a) for a in site.axes} if isinstance(site, l.Reduce) else {}
+    return {a.name: extent(a) for a in kernel.axes}, sites
