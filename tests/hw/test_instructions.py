@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 
 from terrazzo.hw import mma_sync
 from terrazzo.hw.instruction import Fragment, MatrixInstruction
+from tests.hw.device import assemble, run_warp
 
 INSTRUCTIONS = mma_sync.INSTRUCTIONS
 every = pytest.mark.parametrize("instruction", INSTRUCTIONS, ids=lambda i: i.name)
@@ -61,10 +61,7 @@ extern "C" __global__ void one({element}* d, const unsigned* a, const unsigned* 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc here")
 def test_the_architecture_that_has_it_first_assembles_it(tmp_path: Path) -> None:
-    for since in sorted({i.since for i in INSTRUCTIONS}):
-        mine = [source(i).replace("one(", f"one{k}(") for k, i in enumerate(INSTRUCTIONS) if i.since <= since]
-        (tmp_path / "all.cu").write_text("\n".join(mine))
-        subprocess.run(["nvcc", f"-arch=sm_{since}", "-cubin", "-o", tmp_path / "all.cubin", tmp_path / "all.cu"], check=True)
+    assemble([(i.since, source(i)) for i in INSTRUCTIONS], tmp_path)
 
 
 def _registers(fragment: Fragment, held: Any) -> Any:
@@ -74,21 +71,8 @@ def _registers(fragment: Fragment, held: Any) -> Any:
 @pytest.mark.gpu
 @every
 def test_the_gpu_agrees(instruction: MatrixInstruction) -> None:
-    torch = pytest.importorskip("torch")
-    from cuda.core import Device, LaunchConfig, Program, ProgramOptions, launch
-
-    device = Device()
-    device.set_current()
-    stream = device.create_stream()
-    code = Program(source(instruction), code_type="c++", options=ProgramOptions(arch=f"sm_{device.arch}"))
-    kernel = code.compile("cubin").get_kernel("one")
-    for seed in range(20):
-        a, b, c = operands(instruction, seed)
-        held = [f.distribute(x) for f, x in ((instruction.a, a), (instruction.b, b), (instruction.d, c))]
-        fragments = (instruction.a, instruction.b, instruction.d)
-        x, y, d = (torch.from_numpy(_registers(f, h)).cuda() for f, h in zip(fragments, held, strict=True))
-        torch.cuda.synchronize()
-        launch(stream, LaunchConfig(grid=1, block=32), kernel, d.data_ptr(), x.data_ptr(), y.data_ptr())
-        stream.sync()
-        result = d.cpu().numpy().view(instruction.d.dtype.numpy).reshape(held[2].shape)
-        assert np.array_equal(result, instruction.run(*held))
+    fragments = (instruction.d, instruction.a, instruction.b)
+    for seed in range(5):
+        a, b, c = (f.distribute(x) for f, x in zip((instruction.a, instruction.b, instruction.d), operands(instruction, seed), strict=True))
+        d, *_ = run_warp(source(instruction), *(_registers(f, held) for f, held in zip(fragments, (c, a, b), strict=True)))
+        assert np.array_equal(d.view(instruction.d.dtype.numpy).reshape(c.shape), instruction.run(a, b, c))

@@ -1,0 +1,35 @@
+"""One warp of a real GPU, and nvcc where there is none."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def run_warp(source: str, *arrays: Any) -> list[Any]:
+    """Compile the kernel `one` and run it with one warp on copies of `arrays`; what they hold then."""
+    torch = pytest.importorskip("torch")
+    from cuda.core import Device, LaunchConfig, Program, ProgramOptions, launch
+
+    device = Device()
+    device.set_current()
+    stream = device.create_stream()
+    compiled = Program(source, code_type="c++", options=ProgramOptions(arch=f"sm_{device.arch}")).compile("cubin")
+    there = [torch.from_numpy(a.copy()).cuda() for a in arrays]
+    torch.cuda.synchronize()
+    launch(stream, LaunchConfig(grid=1, block=32), compiled.get_kernel("one"), *(a.data_ptr() for a in there))
+    stream.sync()
+    return [a.cpu().numpy() for a in there]
+
+
+def assemble(instructions: Iterable[tuple[int, str]], directory: Path) -> None:
+    """Compile the kernels `one` of (first architecture, source) for each of these architectures that has them."""
+    given = list(instructions)
+    for arch in sorted({since for since, _ in given}):
+        mine = [source.replace("one(", f"one{k}(") for k, (since, source) in enumerate(given) if since <= arch]
+        (directory / "all.cu").write_text("\n".join(mine))
+        subprocess.run(["nvcc", f"-arch=sm_{arch}", "-cubin", "-o", directory / "all.cubin", directory / "all.cu"], check=True)
