@@ -11,7 +11,7 @@ import pytest
 
 from terrazzo.hw import mma_sync
 from terrazzo.hw.instruction import Fragment, MatrixInstruction
-from tests.hw.device import assemble, run_warp
+from tests.hw.device import assemble, run_block
 
 INSTRUCTIONS = mma_sync.INSTRUCTIONS
 every = pytest.mark.parametrize("instruction", INSTRUCTIONS, ids=lambda i: i.name)
@@ -74,5 +74,5 @@ def test_the_gpu_agrees(instruction: MatrixInstruction) -> None:
     fragments = (instruction.d, instruction.a, instruction.b)
     for seed in range(5):
         a, b, c = (f.distribute(x) for f, x in zip((instruction.a, instruction.b, instruction.d), operands(instruction, seed), strict=True))
-        d, *_ = run_warp(source(instruction), *(_registers(f, held) for f, held in zip(fragments, (c, a, b), strict=True)))
+        d, *_ = run_block(source(instruction), *(_registers(f, held) for f, held in zip(fragments, (c, a, b), strict=True)))
         assert np.array_equal(d.view(instruction.d.dtype.numpy).reshape(c.shape), instruction.run(a, b, c))

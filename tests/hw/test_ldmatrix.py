@@ -13,7 +13,7 @@ from terrazzo.hw import mma_sync
 from terrazzo.hw.instruction import Fragment, MatrixInstruction
 from terrazzo.hw.ldmatrix import INSTRUCTIONS, MatrixMove, loader
 from terrazzo.ir.layout import Layout, conflicts, smem, swizzle_for
-from tests.hw.device import assemble, run_warp
+from tests.hw.device import assemble, run_block
 
 HALVES = [i for i in mma_sync.INSTRUCTIONS if i.a.dtype.size == 2]
 every = pytest.mark.parametrize("move", INSTRUCTIONS, ids=lambda i: i.name)
@@ -103,7 +103,7 @@ def test_the_gpu_agrees(move: MatrixMove) -> None:
         memory = rng.integers(0, 1 << 15, 1024).astype(np.int16)
         addresses = (rng.permutation(128)[:32] * 8).astype(np.int32)  # 32 different rows of 16 bytes
         held = rng.integers(0, 1 << 15, (32, 2 * move.count)).astype(np.int16)
-        there = run_warp(source(move), memory, addresses, held)
+        there = run_block(source(move), memory, addresses, held)
         if move.store:
             move.put(memory, addresses, held)
         else:
