@@ -59,7 +59,8 @@ TORCH = "@torch\ndef f(x: f32[4]):\n    {}\n    return (y,)\n"
         (TORCH.format("y: f32[4] = relu(x)"), 3, 17, "expected an op, such as aten.add.Tensor(x, y)"),
         (LOOP.format("y[a0] = frob(x[a0])"), 5, 21, "expected a term"),
         (LOOP.format("y[a0] = x[a0 ** 2]"), 5, 23, "index expressions have + - * // %"),
-        (LOOP.format("y[a0] = x[a0 // 0]"), 5, 23, "integer division or modulo by zero"),
+        (LOOP.format("y[a0] = x[a0 // 0]"), 5, 23, "index expression divides a0 by 0; a divisor must be positive"),
+        (LOOP.format("y[a0] = x[a0 % -2]"), 5, 23, "index expression takes a0 modulo -2; a divisor must be positive"),
         (LOOP.replace("free(4)", "free(4, 4)").format("y[a0] = x[a0]"), 4, 9, "expected `for a in free(extent):`"),
     ],
 )

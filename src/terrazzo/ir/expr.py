@@ -238,9 +238,9 @@ def at_most(e: IntExpr, most: IntExpr) -> bool:
 
 def floordiv(a: IntExpr, b: IntExpr) -> IntExpr:
     """a // b in normal form. Requires b > 0."""
+    if isinstance(b, int) and b <= 0:  # ranges and rules below count on it
+        raise UserError(f"index expression divides {a} by {b}; a divisor must be positive")
     if isinstance(a, int) and isinstance(b, int):
-        if b == 0:
-            raise UserError(f"index expression divides {a} by zero")
         return a // b
     if b == 1:
         return a
@@ -253,11 +253,11 @@ def floordiv(a: IntExpr, b: IntExpr) -> IntExpr:
     if isinstance(b, int) and lo is not None and hi is not None and lo // b == hi // b:
         return lo // b
     if isinstance(b, int) and b > 1:
-        inner = _coarsen(a, b)
-        if inner is not None:
+        if (inner := _coarsen(a, b)) is not None:
             return inner
-        if isinstance(a, FloorDiv) and isinstance(a.b, int):
-            return floordiv(a.a, a.b * b)
+        for f, c in terms_of(a).items():  # (x + y // d) // b == (x*d + y) // (d*b); one division less each time
+            if c == 1 and len(f) == 1 and isinstance(f[0], FloorDiv) and isinstance(d := f[0].b, int):
+                return floordiv((a - f[0]) * d + f[0].a, d * b)
     if isinstance(a, Mod) and isinstance(b, int) and isinstance(a.b, int) and a.b % b == 0:
         return mod(floordiv(a.a, b), a.b // b)  # (x % (b*c)) // b == (x // b) % c
     assert isinstance(a, Expr) or isinstance(b, Expr)
@@ -266,9 +266,9 @@ def floordiv(a: IntExpr, b: IntExpr) -> IntExpr:
 
 def mod(a: IntExpr, b: IntExpr) -> IntExpr:
     """a % b in normal form. Requires b > 0."""
+    if isinstance(b, int) and b <= 0:
+        raise UserError(f"index expression takes {a} modulo {b}; a divisor must be positive")
     if isinstance(a, int) and isinstance(b, int):
-        if b == 0:
-            raise UserError(f"index expression takes {a} modulo zero")
         return a % b
     if b == 1:
         return 0
