@@ -1,26 +1,32 @@
-"""Compiled programs as they are called: memory shared in time, threads, weights, and the plan in the cache."""
+"""Calling what was compiled: from several threads, in a second process, with a damaged cache, with weights that change."""
 
 from __future__ import annotations
 
-import itertools
+import json
 import os
+import shutil
 import subprocess
 import sys
+import threading
+import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import terrazzo
-from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.types import DTYPES, Type
-from terrazzo.run import compiled as run
-from terrazzo.run.plan import ALIGN, Plan, allocate
+from terrazzo import UserError
+from terrazzo.ir.text import parse
+from terrazzo.options import Options
+from terrazzo.run import compiled as compiled_module
+from terrazzo.run import compiler as compiler_module
+from terrazzo.run.cache import Cache
+from terrazzo.run.compiled import Interpreted, compile_program
+
+torch = pytest.importorskip("torch")
+
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
 
 
 @pytest.fixture(scope="module")
@@ -28,128 +34,312 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-@st.composite
-def calls(draw: st.DrawFn) -> l.Program:
-    """Opaque calls that read some of what was written before; allocation asks for nothing else."""
-    x = l.Buffer("x", Type(DTYPES["f32"], (4,)))
-    known, steps = [x], []
-    for k in range(draw(st.integers(1, 12))):
-        reads = draw(st.lists(st.sampled_from(known), max_size=3, unique=True))
-        size, dtype = draw(st.integers(0, 100)), draw(st.sampled_from(("f32", "bool", "f64")))
-        out = l.Buffer(f"b{k}", Type(DTYPES[dtype], (size,)))
-        steps.append(l.Call("aten.cat.default", (tuple(reads),), (), (out,), ""))
-        known.append(out)
-    return l.Program("f", (x,), tuple(steps), (known[-1],))
+TARGETS = [pytest.param("cpu", marks=needs_compiler), "interpreter"]
 
 
-@settings(max_examples=200, deadline=None)
-@given(calls())
-def test_buffers_that_live_at_the_same_time_do_not_overlap(program: l.Program) -> None:
-    temporaries = [b for s in program.steps for b in s.writes if b not in program.results]
-    offsets, total = allocate(program, temporaries)
-    alive = {}
-    for b in temporaries:
-        uses = [k for k, s in enumerate(program.steps) if b in s.reads or b in s.writes]
-        alive[b] = (uses[0], uses[-1])
-        assert offsets[b] % ALIGN == 0 and offsets[b] + b.type.static_shape[0] * b.type.dtype.size <= total
-    for a, b in itertools.combinations(temporaries, 2):
-        apart = alive[a][1] < alive[b][0] or alive[b][1] < alive[a][0]
-        ends = [offsets[c] + c.type.static_shape[0] * c.type.dtype.size for c in (a, b)]
-        assert apart or ends[0] <= offsets[b] or ends[1] <= offsets[a]
+@pytest.fixture
+def no_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on, running the compiler is an error."""
+
+    def forbidden(*_: object) -> None:
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(compiler_module._Builds, "build", forbidden)
 
 
-def block(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Two products with something between, so that there are temporaries."""
-    return torch.softmax(torch.relu(x @ w) @ w.T, -1) + x
+# threads
 
 
-def test_several_threads_may_call_at_once(cache: Path) -> None:
-    xs, w = [torch.randn(48, 64) for _ in range(16)], torch.randn(64, 32)
-    done = terrazzo.compile(block, xs[0], w, options={"cache_dir": cache, "threads": 1})
-    with ThreadPoolExecutor(8) as pool:
-        results = list(pool.map(lambda k: done(xs[k % 16], w), range(200)))
-    for k, r in enumerate(results):
-        torch.testing.assert_close(r, block(xs[k % 16], w))
-    assert len(done.compiled.frames) <= 8
+def several(x: Any, w: Any) -> Any:
+    """Many temporaries, and one op that PyTorch runs on one of them."""
+    y = torch.relu(x @ w) + 1
+    values, _ = torch.sort(y, dim=-1)
+    return torch.softmax(values * 2, -1), y.sum(0)
 
 
-def test_weights_that_change_in_place_are_seen(cache: Path) -> None:
-    module, x = torch.nn.Linear(8, 8), torch.randn(3, 8)
-    done = terrazzo.compile(module, x, options={"cache_dir": cache})
-    with torch.no_grad():
-        module.weight.mul_(2).add_(1)
-        module.bias.zero_()
-    torch.testing.assert_close(done(x), module(x))
+@needs_compiler
+@pytest.mark.filterwarnings("ignore:terrazzo. aten.sort")
+def test_several_threads_may_call_at_the_same_time(cache: Path) -> None:
+    """Each call has memory of its own; what was used is used again."""
+    torch.manual_seed(0)
+    w = torch.randn(24, 40)
+    run = terrazzo.compile(several, torch.randn(16, 24), w, options={"cache_dir": cache, "fuse": False, "threads": 1})
+    assert run.compiled.plan.arena and [f.op for f in run.compiled.fallbacks] == ["aten.sort.default"]
+    wrong: list[Any] = []
+    start = threading.Barrier(8)
+
+    def caller(number: int) -> None:
+        generator = torch.Generator().manual_seed(number)
+        try:
+            inputs = [torch.randn(16, 24, generator=generator) for _ in range(40)]
+            start.wait(30)
+            for x in inputs:
+                torch.testing.assert_close(run(x, w), several(x, w))
+        except BaseException as e:
+            wrong.append(e)
+
+    callers = [threading.Thread(target=caller, args=(k,)) for k in range(8)]
+    for c in callers:
+        c.start()
+    for c in callers:
+        c.join(60)
+    assert not wrong
+    assert 1 <= len(run.compiled.frames) <= 8
 
 
-def test_results_are_the_callers_own(cache: Path) -> None:
-    def f(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return x, x + 1, x
-
-    x = torch.randn(4)
-    first, second = (terrazzo.compile(f, x, options={"cache_dir": cache})(x) for _ in range(2))
-    first[0].zero_()
-    first[1].zero_()
-    assert torch.equal(second[0], x) and torch.equal(second[1], x + 1) and torch.equal(first[2], x)
-
-
-def _truncated(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-20])
+@needs_compiler
+def test_after_a_call_that_failed_the_next_is_right(cache: Path) -> None:
+    table, good = torch.randn(4, 3), torch.tensor([3, 0])
+    run = terrazzo.compile(lambda t, i: t[i] * 2, table, good, options={"cache_dir": cache})
+    for _ in range(3):
+        with pytest.raises(UserError, match="out of range"):
+            run(table, torch.tensor([0, 9]))
+        torch.testing.assert_close(run(table, good), table[good] * 2)
+    assert len(run.compiled.frames) == 1
 
 
-def _rewritten(*swap: bytes) -> Callable[[Path], None]:
-    def change(path: Path) -> None:
-        assert swap[0] in path.read_bytes()
-        path.write_bytes(path.read_bytes().replace(*swap))
-
-    return change
+# the cache
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [_truncated, _rewritten(b'"arena":', b'"arena":-'), _rewritten(b'"version":1', b'"version":0'), lambda p: p.write_bytes(b"\x00" * 99)],
-)
-def test_a_damaged_plan_is_made_again(damage: Callable[[Path], None], tmp_path: Path) -> None:
-    x, w, options = torch.randn(4, 8), torch.randn(8, 8), {"cache_dir": tmp_path}
-    terrazzo.compile(block, x, w, options=options)
-    (plan,) = tmp_path.rglob("*.plan")
-    sound = plan.read_bytes()
-    damage(plan)
-    torch.testing.assert_close(terrazzo.compile(block, x, w, options=options)(x, w), block(x, w))
-    assert plan.read_bytes() == sound
-
-
-@given(data=st.data())
-@settings(max_examples=100, deadline=None)
-def test_no_change_to_a_plan_is_worse_than_a_value_error(data: st.DataObject) -> None:
-    text = bytearray(PLAN)
-    for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, len(text) - 1))
-        text[at : at + data.draw(st.integers(0, 3))] = data.draw(st.sampled_from([b"", b"-", b"9", b"[", b'"', b"null", b"1e9"]))
-    try:
-        found = Plan.from_json(bytes(text))
-    except ValueError:
-        return
-    assert all(s.kind != "arena" or s.offset + s.bytes <= found.arena for s in found.slots)
-
-
-PLAN = Plan(
-    (0,), (1,), (run.Slot("x", "f32", (4,), (1,), "input"), run.Slot("y", "f32", (4,), (1,), "result")), (), 0
-).to_json()  # fmt: skip
-
-PROGRAM = """
+SECOND = """
 import sys, torch, terrazzo
-from unittest.mock import patch
-torch.manual_seed(0)
-model, x = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.LayerNorm(32)), torch.randn(4, 16)
-def refuse(*args, **kwargs): raise AssertionError("a warm start must not do this")
-guards = [patch("terrazzo.run.compiled.compile_all", refuse), patch("terrazzo.pipelines.stages", refuse)] if "warm" in sys.argv else []
-for g in guards: g.start()
-assert torch.allclose(terrazzo.compile(model, x)(x), model(x), atol=1e-5)
+x = torch.arange(12.0).reshape(3, 4)
+run = terrazzo.compile(lambda x: (torch.softmax(x, -1), x.sum(0)), x, options={"cache_dir": sys.argv[1], "compiler": sys.argv[2]})
+print([r.tolist() for r in run(x)], bool(run.compiled.sources))
 """
 
 
-def test_a_second_process_lowers_and_compiles_nothing(tmp_path: Path) -> None:
-    environment: dict[str, Any] = {**os.environ, "TERRAZZO_CACHE_DIR": str(tmp_path)}
-    for words in ([], ["warm"]):
-        subprocess.run([sys.executable, "-c", PROGRAM, *words], env=environment, check=True)
+@needs_compiler
+def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+    """The compiler is asked for its version, and called for nothing else: the second time it would fail."""
+    stand_in, calls, broken = tmp_path / "compiler", tmp_path / "calls", tmp_path / "broken"
+    body = f'[ "$1" = --version ] && exec c++ "$@"\necho called >> {calls}\n[ -e {broken} ] && exit 1\nexec c++ "$@"\n'
+    stand_in.write_text("#!/bin/sh\n" + body)
+    stand_in.chmod(0o755)
+
+    def process() -> subprocess.CompletedProcess[str]:
+        words = [sys.executable, "-c", SECOND, str(tmp_path / "cache"), str(stand_in)]
+        return subprocess.run(
+            words, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True, text=True, timeout=100
+        )
+
+    first = process()
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.endswith(" True\n")
+    times = len(calls.read_text().split())
+    assert times >= 2  # the probe and the kernels
+    broken.touch()
+    second = process()
+    assert second.returncode == 0, second.stderr
+    assert second.stdout == first.stdout.replace(" True\n", " False\n")
+    assert len(calls.read_text().split()) == times
+    shutil.rmtree(tmp_path / "cache")
+    third = process()  # the stand-in does what it is here for
+    assert third.returncode != 0 and "is not a C++ compiler" in third.stderr
+
+
+def without(*keys: str) -> Callable[[Any], bytes]:
+    def damage(plan: Any) -> bytes:
+        return json.dumps({k: v for k, v in plan.items() if k not in keys}).encode()
+
+    return damage
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda plan: b"",
+        lambda plan: json.dumps(plan).encode()[:-20],
+        lambda plan: json.dumps({**plan, "version": 0}).encode(),
+        without("slots"),
+        lambda plan: json.dumps({**plan, "arena": 0}).encode(),
+        lambda plan: json.dumps({**plan, "results": [99]}).encode(),
+        lambda plan: json.dumps({**plan, "steps": [{**s, "key": "0" * 64} for s in plan["steps"]]}).encode(),
+    ],
+    ids=["empty", "truncated", "another version", "no slots", "no memory", "no such result", "a kernel that is gone"],
+)
+def test_a_plan_that_is_none_is_made_again(tmp_path: Path, damage: Callable[[Any], bytes], no_compiling: None, warm: Path) -> None:
+    """A file whose name and content agree, so the cache hands it out, but whose content is no use."""
+    shutil.copytree(warm, tmp_path / "cache")
+    (path,) = (tmp_path / "cache").rglob("*.plan")
+    sound = path.read_bytes()
+    path.unlink()
+    Cache(tmp_path / "cache", 1 << 30).put(path.name.split(".")[0], ".plan", damage(json.loads(sound)))
+    run, x = chain(tmp_path / "cache"), torch.randn(5, 6)
+    assert run.compiled.loop is not None, "it was read"
+    torch.testing.assert_close(run(x), (x + 1).cumsum(1).cumsum(0) * 2)
+    assert path.read_bytes() == sound
+
+
+def chain(cache: Path) -> Any:
+    """Three kernels and two temporaries."""
+    return terrazzo.compile(lambda x: (x + 1).cumsum(1).cumsum(0) * 2, torch.zeros(5, 6), options={"cache_dir": cache, "fuse": False})
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that holds `chain`."""
+    directory = tmp_path_factory.mktemp("warm")
+    assert chain(directory).compiled.plan.arena
+    return directory
+
+
+@needs_compiler
+def test_a_sound_plan_is_read(no_compiling: None, warm: Path) -> None:
+    run, x = chain(warm), torch.randn(5, 6)
+    assert run.compiled.loop is None and not run.compiled.sources
+    torch.testing.assert_close(run(x), (x + 1).cumsum(1).cumsum(0) * 2)
+
+
+@needs_compiler
+def test_a_plan_is_found_again_only_for_the_same_choices(tmp_path: Path, warm: Path) -> None:
+    """Other shapes, other code and other options are other plans."""
+    shutil.copytree(warm, tmp_path / "cache")
+
+    def f(x: Any) -> Any:
+        return (x + 1).cumsum(1).cumsum(0) * 2
+
+    def g(x: Any) -> Any:
+        return (x + 1).cumsum(1).cumsum(0) * 3
+
+    plain = {"cache_dir": tmp_path / "cache", "fuse": False}
+    cases = [(f, (5, 6), {**plain, "fuse": True}), (f, (6, 5), plain), (g, (5, 6), plain)]
+    for fn, shape, options in cases:
+        run, x = terrazzo.compile(fn, torch.zeros(shape), options=options), torch.randn(shape)
+        assert run.compiled.loop is not None
+        torch.testing.assert_close(run(x), fn(x))
+
+
+# no compiler
+
+
+def test_without_a_compiler_the_interpreter_runs_and_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module, "_candidates", lambda: iter(()))
+    monkeypatch.setattr(compiled_module, "_said", set())
+    x = torch.randn(3, 5)
+    with pytest.warns(RuntimeWarning, match=r"no C\+\+ compiler was found, so the interpreter runs instead") as caught:
+        run = terrazzo.compile(torch.softmax, x, -1, options={"cache_dir": tmp_path})
+    assert len(caught) == 1 and isinstance(run.compiled, Interpreted)
+    torch.testing.assert_close(run(x, -1), torch.softmax(x, -1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        terrazzo.compile(torch.relu, x, options={"cache_dir": tmp_path})
+
+
+# weights
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_weights_that_are_changed_in_place_are_seen(cache: Path, target: str) -> None:
+    """And weights that are replaced are not: what was compiled is bound to the tensors it saw."""
+    module, x = torch.nn.Linear(4, 3), torch.randn(2, 4)
+    run = terrazzo.compile(module, x, options={"cache_dir": cache, "target": target})
+    with torch.no_grad():
+        torch.testing.assert_close(run(x), module(x))
+        module.weight.mul_(3)
+        module.bias.fill_(1)
+        torch.testing.assert_close(run(x), module(x))
+        module.load_state_dict(torch.nn.Linear(4, 3).state_dict())  # copies into the same tensors
+        expected = module(x)
+        torch.testing.assert_close(run(x), expected)
+        module.weight = torch.nn.Parameter(torch.zeros(3, 4))
+        torch.testing.assert_close(run(x), expected)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_two_modules_of_one_class_share_kernels_and_no_weights(cache: Path, target: str) -> None:
+    x = torch.randn(2, 4)
+    modules = [torch.nn.Linear(4, 3) for _ in range(2)]
+    runs = [terrazzo.compile(m, x, options={"cache_dir": cache, "target": target}) for m in modules]
+    for m, run in zip(modules, runs, strict=True):
+        torch.testing.assert_close(run(x), m(x).detach())
+
+
+# inputs and results
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_results_are_tensors_of_their_own(cache: Path, target: str) -> None:
+    x = torch.ones(3)
+    run = terrazzo.compile(lambda x: (x, x, x + 1, x + 1), x, options={"cache_dir": cache, "target": target})
+    results = run(x)
+    kept = [r.clone() for r in results]
+    assert len({r.data_ptr() for r in (x, *results)}) == 5
+    x.zero_()
+    run(x)
+    for r, before in zip(results, kept, strict=True):
+        torch.testing.assert_close(r, before)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_layout_it_was_compiled_for(cache: Path, target: str) -> None:
+    """The strides of the example are those of the calls, and of an element's place in memory."""
+    for example in (
+        torch.randn(4, 6).T,
+        torch.randn(12, 4)[::2],
+        torch.randn(3, 4)[:, 1:3],
+        torch.randn(4).expand(3, 4),
+        torch.randn(0, 4),
+    ):
+        run = terrazzo.compile(lambda x: x * 2 + 1, example, options={"cache_dir": cache, "target": target})
+        torch.testing.assert_close(run(example), example * 2 + 1)
+        if not example.is_contiguous():
+            with pytest.raises(UserError, match="compiled for strides"):
+                run(example.contiguous())
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: torch.eye(3).to_sparse(), r"input \w+: compiled for a dense tensor, got one of layout torch\.sparse_coo"),
+        (lambda: torch.eye(3).to_sparse_csr(), r"input \w+: compiled for a dense tensor, got one of layout torch\.sparse_csr"),
+        (lambda: fake(3, 3), r"input \w+: a FakeTensor without memory"),
+    ],
+    ids=["coo", "csr", "fake"],
+)
+@pytest.mark.filterwarnings("ignore:Sparse", "ignore:Accessing the data pointer of FakeTensor")
+def test_tensors_that_do_not_lie_in_memory_are_refused(cache: Path, target: str, make: Callable[[], Any], message: str) -> None:
+    run = terrazzo.compile(torch.relu, torch.eye(3), options={"cache_dir": cache, "target": target})
+    with pytest.raises(UserError, match=message):
+        run(make())
+
+
+def fake(*shape: int) -> Any:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return torch.ones(shape)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_tensor_that_is_negated_when_it_is_read(cache: Path, target: str) -> None:
+    """The imaginary part of a conjugate is the memory of the number with a mark that says minus."""
+    x = torch.tensor([1 + 5j, 2 - 3j]).conj().imag
+    assert x.is_neg()
+    run = terrazzo.compile(lambda x: x * 2 + 1, x, options={"cache_dir": cache, "target": target})
+    assert run(x).tolist() == [-9.0, 7.0]
+
+
+GAPS = """
+@loop
+def f(x: f32[2000]):
+    with kernel("a", t=f32[2000] @ (64,)):
+        for a0 in free(2000):
+            t[a0] = add(x[a0], f32(1.0))
+    with kernel("b", u=f32[2000]):
+        for a0 in free(2000):
+            u[a0] = add(t[a0], f32(1.0))
+    with kernel("c", v=f32[2000]):
+        for a0 in free(2000):
+            v[a0] = add(t[a0], u[a0])
+    return (v,)
+"""
+
+
+@needs_compiler
+def test_a_temporary_with_gaps_has_the_memory_it_spans(cache: Path) -> None:
+    run, x = compile_program(parse(GAPS), {}, Options(cache_dir=cache, fuse=False)), torch.randn(2000)
+    assert run.plan.arena >= 2000 * 64 * 4
+    torch.testing.assert_close(run([x])[0], 2 * x + 3)

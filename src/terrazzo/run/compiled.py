@@ -114,7 +114,10 @@ class _Expected:
     """What a tensor must be."""
 
     def __init__(self, slot: Slot) -> None:
+        import torch
+
         self.slot, self.dtype = slot, to_torch_dtype(DTYPES[slot.dtype])
+        self.layout, self.plain, self.complex = torch.strided, torch.Tensor, self.dtype.is_complex
 
     def empty(self) -> Any:
         import torch
@@ -123,8 +126,13 @@ class _Expected:
 
     def check(self, t: Any) -> Any:
         slot = self.slot
-        if getattr(t, "dtype", None) is self.dtype and t.shape == slot.shape and t.device.type == "cpu" and _strides_fit(t, slot):
-            return t
+        kind = getattr(t, "dtype", None) is self.dtype and t.device.type == "cpu" and t.layout is self.layout
+        if kind and t.shape == slot.shape and _strides_fit(t, slot):
+            if t.is_neg() or (self.complex and t.is_conj()):  # what lies in its memory is not its value
+                return self.empty().copy_(t.detach())
+            if type(t) is self.plain or t.data_ptr() or not slot.bytes:
+                return t
+            raise UserError(f"input {slot.name}: a {type(t).__name__} without memory")
         import torch
 
         if not isinstance(t, torch.Tensor):
@@ -135,6 +143,8 @@ class _Expected:
             raise UserError(f"input {slot.name}: compiled for {self.dtype}, got {t.dtype}")
         if t.device.type != "cpu":
             raise UserError(f"input {slot.name}: compiled for the CPU, got a tensor on {t.device}")
+        if t.layout is not self.layout:
+            raise UserError(f"input {slot.name}: compiled for a dense tensor, got one of layout {t.layout}")
         raise UserError(
             f"input {slot.name}: compiled for strides {list(slot.strides)}, got {list(t.stride())}; "
             "call .contiguous() on it, or compile with an example laid out like this"
@@ -252,8 +262,7 @@ def _bind(plan: Plan, paths: Mapping[str, Path], program: Any, bound: Mapping[st
     for name, tensor in bound.items():
         if name not in names:
             raise CompilerBug(f"{name} is bound but the program has no such input")
-        _Expected(plan.slots[names[name]]).check(tensor.detach())
-        weights[names[name]] = tensor.detach()
+        weights[names[name]] = _Expected(plan.slots[names[name]]).check(tensor.detach())
     functions: list[Any] = []
     for step in plan.steps:
         if not step.key:
@@ -293,10 +302,7 @@ class Interpreted:
         given = {e.slot.name: e.check(t) for e, t in zip(self.expected, inputs, strict=True)}
         arrays = {name: to_numpy(t) for name, t in {**self.bound, **given}.items()}
         out = [from_numpy(r) for r in interp.run(self.loop, arrays, call=call_numpy)]
-        results = []
-        for b, value in zip(self.loop.results, out, strict=True):
-            results.append(given[b.name] if b.name in given else _Expected(_slot(b)).empty().copy_(value))
-        return results
+        return [_Expected(_slot(b)).empty().copy_(value) for b, value in zip(self.loop.results, out, strict=True)]
 
 
 def interpreted(program: Any, bound: Mapping[str, Any], options: Options) -> Interpreted:

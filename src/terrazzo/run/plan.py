@@ -35,9 +35,7 @@ class Slot:
     @property
     def bytes(self) -> int:
         """How much memory it spans."""
-        if 0 in self.shape:
-            return 0
-        return (1 + sum((e - 1) * s for e, s in zip(self.shape, self.strides, strict=True))) * DTYPES[self.dtype].size
+        return _span(self.shape, self.strides, DTYPES[self.dtype])
 
 
 @dataclass(frozen=True)
@@ -97,8 +95,7 @@ def make(program: l.Program, keys: Mapping[l.Kernel, tuple[str, str, Sequence[l.
     slots = []
     for b in buffers:
         kind = "input" if b in program.inputs else "result" if b in program.results else "arena"
-        strides = tuple(int(s) for s in b.type.element_strides)  # type: ignore[arg-type]
-        slots.append(Slot(b.name, b.type.dtype.name, b.type.static_shape, strides, kind, offsets.get(b, 0)))
+        slots.append(Slot(b.name, b.type.dtype.name, b.type.static_shape, _strides(b), kind, offsets.get(b, 0)))
     steps = []
     for s in program.steps:
         if isinstance(s, l.Kernel):
@@ -125,7 +122,7 @@ def allocate(program: l.Program, buffers: Sequence[l.Buffer]) -> tuple[dict[l.Bu
         for b in dict.fromkeys(step.writes):
             if b not in wanted:
                 continue
-            size = max(math.prod(b.type.static_shape) * b.type.dtype.size, 1)
+            size = max(_span(b.type.static_shape, _strides(b), b.type.dtype), 1)
             size = (size + ALIGN - 1) // ALIGN * ALIGN
             place = 0
             for start, end, _ in live:
@@ -184,6 +181,15 @@ def slots_in(value: Any) -> list[int]:
             [value["slot"]] if set(value) == {"slot"} else [s for v in value.values() for s in slots_in(v)] if "float" not in value else []
         )
     return []
+
+
+def _strides(b: l.Buffer) -> tuple[int, ...]:
+    return tuple(int(s) for s in b.type.element_strides)  # type: ignore[arg-type]
+
+
+def _span(shape: Sequence[int], strides: Sequence[int], dtype: DType) -> int:
+    """How many bytes lie between the first element and the end of the last: more than they fill, where there are gaps."""
+    return 0 if 0 in shape else (1 + sum((e - 1) * s for e, s in zip(shape, strides, strict=True))) * dtype.size
 
 
 def _slot(s: Any) -> Slot:
