@@ -130,8 +130,8 @@ def table(verdicts: list[dict[str, Any]]) -> str:
     rows: dict[tuple[str, ...], list[str]] = {}
     for (op, dtype), found in sorted(cells.items()):
         shown = [found.get(level, {"verdict": ""})["verdict"].replace("skipped", "not supported") for level, _ in PLAN]
-        why = next((v["reason"] for v in found.values() if v["reason"]), "").splitlines() or [""]
-        rows.setdefault((op, *shown, why[0].replace("|", "/")[:160]), []).append(dtype)
+        why = " ".join(next((v["reason"] for v in found.values() if v["reason"]), "").split())
+        rows.setdefault((op, *shown, why.replace("|", "/")[:160]), []).append(dtype)
     lines += [f"| {op} | {', '.join(dtypes)} | {a} | {b} | {why} |" for (op, a, b, why), dtypes in rows.items()]
     return "\n".join(lines) + "\n"
 
