@@ -35,9 +35,10 @@ def parse(text: str, filename: str = "<text>") -> Program | l.Program | tile.Pro
         comments = _comments(text)
     except SyntaxError as e:
         raise UserError(located(filename, text, e.lineno or 1, e.offset or 1, e.msg)) from None
-    except (ValueError, RecursionError, MemoryError, tokenize.TokenError) as e:
-        reason = str(e) or "expressions are nested too deeply"  # a MemoryError of Python's parser says nothing
-        raise UserError(f"{filename}: not readable as IR text: {reason}") from None
+    except (ValueError, tokenize.TokenError) as e:
+        raise UserError(f"{filename}: not readable as IR text: {e}") from None
+    except (RecursionError, MemoryError):  # Python's parser says either, and not where
+        raise UserError(f"{filename}: expressions are nested too deeply") from None
     try:
         return _module(text, filename, tree, comments)
     except RecursionError:
@@ -64,10 +65,12 @@ def _module(text: str, filename: str, tree: ast.Module, comments: Mapping[int, s
         reader.fail(f.decorator_list[0], f"unknown IR {kind!r}; known: torch, tensor, loop, tile")
     scope = Scope()
     body = reader.sizes(f.body, scope)
-    if f.args.vararg or f.args.kwarg or f.args.kwonlyargs or f.args.defaults or f.args.posonlyargs:
+    if not _plain(f.args):
         reader.fail(f, "inputs are plain `name: type`")
     inputs: list[Any] = []
     for a in f.args.args:
+        if a.arg in scope.values:
+            reader.fail(a, f"{a.arg} is defined twice")
         if a.annotation is None:
             reader.fail(a, f"input {a.arg} needs a type, such as f32[2, 3]")
         if a.arg in scope.values:
@@ -98,6 +101,11 @@ def _module(text: str, filename: str, tree: ast.Module, comments: Mapping[int, s
         values.value_statement(s, kind, scope, names, sources)
     results = reader.results(body[-1], scope, Node)
     return reader.build(f, Program, kind, f.name, tuple(inputs), results, names, sources)  # type: ignore[no-any-return]
+
+
+def _plain(args: ast.arguments) -> bool:
+    """No defaults, no stars, nothing that could be given otherwise than in order."""
+    return not (args.vararg or args.kwarg or args.kwonlyargs or args.defaults or args.posonlyargs)
 
 
 class GraphReader(Reader):
@@ -160,10 +168,9 @@ class GraphReader(Reader):
         return tuple(self.lookup(a, scope) for a in x.args)
 
     def lambda_(self, x: ast.AST, shape: tuple[IntExpr, ...], scope: Scope) -> tuple[ast.AST, Scope]:
-        if not isinstance(x, ast.Lambda) or [a.arg for a in x.args.args] != [f"i{d}" for d in range(len(shape))]:
-            self.fail(x, f"expected `lambda {', '.join(f'i{d}' for d in range(len(shape)))}: …`, one coordinate per dimension")
-        if x.args.defaults or x.args.posonlyargs or x.args.kwonlyargs or x.args.vararg or x.args.kwarg:
-            self.fail(x, "coordinates are plain names")
+        names = [f"i{d}" for d in range(len(shape))]
+        if not isinstance(x, ast.Lambda) or not _plain(x.args) or [a.arg for a in x.args.args] != names:
+            self.fail(x, f"expected `lambda {', '.join(names)}: …`, one coordinate per dimension")
         inner = scope.inner()
         inner.values.update({v.name: v for v in t.coordinates(shape)})
         return x.body, inner
@@ -195,6 +202,8 @@ class LoopReader(Reader):
                 for target, ty in zip(targets, types, strict=True):
                     if not isinstance(target, ast.Name):
                         self.fail(target, "expected a name")
+                    if ty is not None and target.id in scope.values:
+                        self.fail(target, f"{target.id} is defined twice")
                     buffers.append(None if ty is None else l.Buffer(target.id, ty))
                     if ty is not None:
                         scope.values[target.id] = buffers[-1]

@@ -57,6 +57,8 @@ class Reader:
                     low, high = self.constant(lo), self.constant(hi)
                     if not isinstance(low, int) or not (high is None or isinstance(high, int)):
                         self.fail(s, "size(lowest, highest) takes integers, or None for no highest")
+                    if name in scope.values:
+                        self.fail(s, f"{name} is defined twice")
                     scope.values[name] = Size(name, low, high)
                 case _:
                     rest.append(s)
