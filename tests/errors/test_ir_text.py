@@ -44,8 +44,6 @@ TORCH = "@torch\ndef f(x: f32[4]):\n    {}\n    return (y,)\n"
         (LOOP.format("y[a1] = x[a0]"), 5, 15, "a1 is not defined here"),
         (LOOP.replace("(y,)", "(z,)").format("y[a0] = x[a0]"), 6, 13, "z is not defined here"),
         (TENSOR.format("y: f32[4] = exp(x)\n    y: f32[4] = exp(x)"), 4, 5, "y is defined twice"),
-        ("@tensor\ndef f(x: f32[4], x: f32[4]):\n    return (x,)", 2, 18, "x is defined twice"),
-        (TENSOR.format("y: f32[4] = index_map(lambda i0=3: x[i0])"), 3, 27, "coordinates are plain names"),
         (TORCH.format("y: f32[4] = aten.relu.default(q)"), 3, 35, "q is not defined here"),
         ("@tensor\ndef f(x: f32[4], x: f32[4]):\n    return (x,)", 2, 18, "x is defined twice"),
         ("@torch\ndef f(x: f32[4], y: f32[4], x: i64):\n    return (x,)", 2, 29, "x is defined twice"),

@@ -73,8 +73,6 @@ def _module(text: str, filename: str, tree: ast.Module, comments: Mapping[int, s
             reader.fail(a, f"{a.arg} is defined twice")
         if a.annotation is None:
             reader.fail(a, f"input {a.arg} needs a type, such as f32[2, 3]")
-        if a.arg in scope.values:
-            reader.fail(a, f"{a.arg} is defined twice")
         node = (l.Buffer if kind in ("loop", "tile") else Input)(a.arg, reader.type(a.annotation, scope))
         scope.values[a.arg] = node
         inputs.append(node)
