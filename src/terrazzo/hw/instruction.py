@@ -42,13 +42,13 @@ class Fragment:
         return list(self.layout.coordinates(reg=reg, lane=lane).values())
 
     def distribute(self, matrix: Any) -> Any:
-        """What each lane holds of a matrix, [lanes, elements]. Coordinates are in the order of their names."""
-        return matrix[tuple(self._coordinates())]
+        """What each lane holds of matrices, [..., lanes, elements]. Coordinates come last, in the order of their names."""
+        return matrix[(..., *self._coordinates())]
 
     def collect(self, held: Any) -> Any:
-        """The matrix that lanes hold, from [lanes, elements]."""
-        matrix = np.zeros([1 << bits for _, bits in self.layout.extents], held.dtype)
-        matrix[tuple(self._coordinates())] = held
+        """The matrices that lanes hold, from [..., lanes, elements]."""
+        matrix = np.zeros([*held.shape[:-2], *(1 << bits for _, bits in self.layout.extents)], held.dtype)
+        matrix[(..., *self._coordinates())] = held
         return matrix
 
 
@@ -71,7 +71,7 @@ class MatrixInstruction:
         """What the lanes hold of d, given what they hold of a, b and c: the meaning of the instruction."""
         wide = np.float64 if self.d.dtype.is_float else np.int64
         left, right = self.a.collect(a).astype(wide), self.b.collect(b).astype(wide)  # [k, m] and [k, n]
-        total = left.T @ right + self.d.collect(c).astype(wide)
+        total = left.swapaxes(-1, -2) @ right + self.d.collect(c).astype(wide)
         return self.d.distribute(total).astype(self.d.dtype.numpy)
 
     @property

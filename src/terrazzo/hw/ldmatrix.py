@@ -31,11 +31,11 @@ class MatrixMove:
     store: bool
     since: int
 
-    def rows(self, fragment: Layout) -> tuple[Vector, ...] | None:
+    def rows(self, fragment: Layout, along: str | None = None) -> tuple[Vector, ...] | None:
         """For each bit of a lane's number, the coordinates (as `fragment` packs them) it adds to the row the lane names.
 
         None where this instruction does not move such a fragment: its elements are not spread over the lanes in this way, or the
-        columns of its matrices are not the neighbours along one coordinate.
+        columns of its matrices are not the neighbours along one coordinate (`along`, where it is given).
         """
         mine = dict(self.layout.places)
         theirs = dict(fragment.places)
@@ -44,7 +44,7 @@ class MatrixMove:
         meaning = dict(zip((*mine["reg"], *mine["lane"]), (*theirs["reg"], *theirs["lane"]), strict=True))  # a bit of (c, j, r) -> theirs
         column, matrix, row = self._bits()
         columns = [meaning[1 << b] for b in column]
-        if columns != [columns[0] << k for k in range(COLUMNS)] or columns[0] not in _units(fragment):
+        if columns != [columns[0] << k for k in range(COLUMNS)] or columns[0] not in _units(fragment, along):
             return None
         return tuple(meaning[1 << b] for b in (*row, *matrix))
 
@@ -87,11 +87,12 @@ class MatrixMove:
         return f'{head} {{\n  asm volatile({body} : "memory");\n}}\n'
 
 
-def _units(layout: Layout) -> set[Vector]:
-    """The packed form of the first element's neighbour along each coordinate."""
+def _units(layout: Layout, along: str | None) -> set[Vector]:
+    """The packed form of the first element's neighbour along each coordinate, or along one."""
     units, shift = set(), 0
-    for _, bits in layout.extents:
-        units.add(1 << shift)
+    for name, bits in layout.extents:
+        if along in (None, name):
+            units.add(1 << shift)
         shift += bits
     return units
 
@@ -110,9 +111,12 @@ INSTRUCTIONS: tuple[MatrixMove, ...] = tuple(
 )
 
 
-def loader(fragment: Layout, arch: int) -> tuple[MatrixMove, tuple[Vector, ...]] | None:
-    """The load that brings in this fragment whole, on this architecture, with the rows its lanes name; None where there is none."""
+def loader(fragment: Layout, arch: int, along: str | None = None) -> tuple[MatrixMove, tuple[Vector, ...]] | None:
+    """The load that brings in this fragment whole, on this architecture, with the rows its lanes name; None where there is none.
+
+    `along` is the coordinate that is contiguous in memory, where that is settled.
+    """
     for instruction in INSTRUCTIONS:
-        if not instruction.store and instruction.since <= arch and (rows := instruction.rows(fragment)) is not None:
+        if not instruction.store and instruction.since <= arch and (rows := instruction.rows(fragment, along)) is not None:
             return instruction, rows
     return None

@@ -182,7 +182,7 @@ def _cast(to: DType) -> Scalar:
         with np.errstate(all="ignore"):
             return np.asarray(x).astype(to.numpy)
 
-    return Scalar(to.name, 1, lambda a: to, numpy, f"tz_cast<tz_{to.name}>({{0}})", 1)
+    return Scalar(to.name, 1, lambda a: to, numpy, f"tz_cast<{to.name}>({{0}})", 1)
 
 
 CASTS = {t: _cast(t) for t in DTYPES.values() if t.kind != "complex"}

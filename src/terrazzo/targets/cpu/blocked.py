@@ -18,7 +18,7 @@ from terrazzo.ir.contraction import contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var
 from terrazzo.ir.node import Node, topological
-from terrazzo.targets.cpu.terms import Scope, c_type, expression, index, term
+from terrazzo.targets.terms import Scope, c_type, expression, index, term
 
 DEPTH = 128
 """Extent of k in one panel: it stays in the first-level cache, and sums of 128 products added up round less than one long sum."""

@@ -8,7 +8,7 @@ from typing import Any
 from terrazzo.ir import nest as n
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import Node, topological
-from terrazzo.targets.cpu.terms import Scope, c_type, component, expression, literal, term
+from terrazzo.targets.terms import Scope, c_type, component, expression, literal, term
 
 Carried = l.Reduce | l.Scan
 

@@ -20,7 +20,7 @@ from terrazzo.ir.node import Node, topological
 from terrazzo.targets.cpu import blocked
 from terrazzo.targets.cpu.combine import accumulate, accumulators, declare, declare_lanes, meet, types
 from terrazzo.targets.cpu.rows import in_columns, is_leaf, needed, only_loop, points, repeated, transposes, trips, vectorises
-from terrazzo.targets.cpu.terms import Scope, c_type, component, expression, identifier, index, term
+from terrazzo.targets.terms import Scope, c_type, component, expression, identifier, index, term
 
 PARALLEL = 20_000
 """Points of a loop nest from which on a second thread pays."""
@@ -34,7 +34,8 @@ TILE = 32
 @lru_cache(maxsize=1)
 def prelude() -> str:
     """The text every source begins with."""
-    return (resources.files("terrazzo.targets.cpu") / "prelude.h").read_text()
+    folder = resources.files("terrazzo.targets")
+    return (folder / "cpu" / "prelude.h").read_text().replace('#include "scalars.h"\n', (folder / "scalars.h").read_text())
 
 
 def emit(kernel: l.Kernel) -> tuple[str, str]:

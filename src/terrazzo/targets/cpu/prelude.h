@@ -1,4 +1,4 @@
-// What every kernel may use: storage types, the scalar functions C lacks, blocked matrix products. Our own code only.
+// What every kernel on a CPU may use: storage types, conversions, blocked matrix products. Our own code only.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -7,50 +7,49 @@
 #include <limits>
 #include <type_traits>
 
-using tz_bool = bool;
-using tz_u8 = uint8_t;
-using tz_u16 = uint16_t;
-using tz_u32 = uint32_t;
-using tz_u64 = uint64_t;
-using tz_i8 = int8_t;
-using tz_i16 = int16_t;
-using tz_i32 = int32_t;
-using tz_i64 = int64_t;
-using tz_f32 = float;
-using tz_f64 = double;
+using u8 = uint8_t;
+using u16 = uint16_t;
+using u32 = uint32_t;
+using u64 = uint64_t;
+using i8 = int8_t;
+using i16 = int16_t;
+using i32 = int32_t;
+using i64 = int64_t;
+using f32 = float;
+using f64 = double;
 // 16-bit floats are for storage only, arithmetic is in f32: types of their own, so that nothing takes them for numbers.
-enum class tz_f16 : uint16_t {};
-enum class tz_bf16 : uint16_t {};
+enum class f16 : uint16_t {};
+enum class bf16 : uint16_t {};
 #define TZ static inline __attribute__((always_inline, unused))
 
 template <class To, class From> TZ To tz_bits(From x) { To y; static_assert(sizeof(To) == sizeof(From)); memcpy(&y, &x, sizeof y); return y; }
 
 // Conversions of 16-bit floats are integer arithmetic without branches, so that they vectorise with every compiler.
-TZ float tz_widen(tz_bf16 x) { return tz_bits<float>((uint32_t)x << 16); }
-TZ float tz_widen(tz_f16 x) {
+TZ float tz_widen(bf16 x) { return tz_bits<float>((uint32_t)x << 16); }
+TZ float tz_widen(f16 x) {
   float scaled = tz_bits<float>(((uint32_t)x & 0x7fffu) << 13) * 0x1p112f;  // moves the exponent's bias; subnormals come out normal
   uint32_t top = scaled >= 65536.0f ? 0x7f800000u : 0u;                     // infinity and NaN
   return tz_bits<float>(tz_bits<uint32_t>(scaled) | top | ((uint32_t)x & 0x8000u) << 16);
 }
 // Both round to nearest even; a NaN stays one.
-TZ tz_bf16 tz_narrow_bf16(float x) {
+TZ bf16 tz_narrow_bf16(float x) {
   uint32_t u = tz_bits<uint32_t>(x);
   uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-  return (tz_bf16)(uint16_t)(x != x ? 0x7fc0u : rounded);
+  return (bf16)(uint16_t)(x != x ? 0x7fc0u : rounded);
 }
-TZ tz_f16 tz_narrow_f16(float x) {
+TZ f16 tz_narrow_f16(float x) {
   uint32_t u = tz_bits<uint32_t>(x), sign = u >> 16 & 0x8000u;
   u &= 0x7fffffffu;
   uint32_t normal = (u + 0xfffu + (u >> 13 & 1u) - (112u << 23)) >> 13;
   uint32_t tiny = tz_bits<uint32_t>(tz_bits<float>(u) + 0.5f) - 0x3f000000u;  // the addition rounds at the last place of a subnormal
   uint32_t r = u < 0x38800000u ? tiny : std::min(normal, 0x7c00u);
-  return (tz_f16)(uint16_t)(r | (uint32_t)(u > 0x7f800000u) << 9 | sign);
+  return (f16)(uint16_t)(r | (uint32_t)(u > 0x7f800000u) << 9 | sign);
 }
 
-template <class T> constexpr bool tz_half = std::is_same_v<T, tz_f16> || std::is_same_v<T, tz_bf16>;
+template <class T> constexpr bool tz_half = std::is_same_v<T, f16> || std::is_same_v<T, bf16>;
 #define TZ_COMPARE(op) \
-  TZ bool operator op(tz_f16 a, tz_f16 b) { return tz_widen(a) op tz_widen(b); } \
-  TZ bool operator op(tz_bf16 a, tz_bf16 b) { return tz_widen(a) op tz_widen(b); }
+  TZ bool operator op(f16 a, f16 b) { return tz_widen(a) op tz_widen(b); } \
+  TZ bool operator op(bf16 a, bf16 b) { return tz_widen(a) op tz_widen(b); }
 TZ_COMPARE(==) TZ_COMPARE(!=) TZ_COMPARE(<) TZ_COMPARE(<=) TZ_COMPARE(>) TZ_COMPARE(>=)
 
 // A float rounded to odd keeps what a second rounding to a narrower type must know.
@@ -69,20 +68,6 @@ template <class To, class From> TZ To tz_from_float(From x) {
     return x >= half ? (uint64_t)(int64_t)(x - half) ^ (uint64_t)1 << 63 : (uint64_t)(int64_t)x;
   } else return (To)x;
 }
-template <class To, class From> TZ To tz_cast(From x) {
-  if constexpr (std::is_same_v<To, From>) return x;
-  else if constexpr (tz_half<From>) return tz_cast<To>(tz_widen(x));
-  else if constexpr (tz_half<To>) {
-    float f;
-    if constexpr (std::is_same_v<From, double>) f = tz_to_odd(x);
-    else f = (float)x;
-    if constexpr (std::is_same_v<To, tz_f16>) return tz_narrow_f16(f);
-    else return tz_narrow_bf16(f);
-  }
-  else if constexpr (std::is_same_v<To, bool>) return x != (From)0;
-  else if constexpr (std::is_floating_point_v<From> && std::is_integral_v<To>) return tz_from_float<To>(x);
-  else return (To)x;
-}
 // By the bits: GCC 12 fails on a vectorised std::signbit of what was f16.
 template <class T> TZ bool tz_signbit(T x) {
   using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
@@ -98,38 +83,7 @@ TZ int64_t tz_at(int64_t i, int64_t extent, int& bad) {
 TZ int64_t tz_fdiv(int64_t a, int64_t b) { int64_t q = a / b; return q - (a % b < 0); }
 TZ int64_t tz_fmod_index(int64_t a, int64_t b) { int64_t r = a % b; return r < 0 ? r + b : r; }
 
-// Integers wrap. In C++ only unsigned ones do; below 64 bits there is a wider type to compute in.
-template <class T> using tz_wrap = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
-template <class T> TZ T tz_add(T a, T b) { return (T)((tz_wrap<T>)a + (tz_wrap<T>)b); }
-template <class T> TZ T tz_sub(T a, T b) { return (T)((tz_wrap<T>)a - (tz_wrap<T>)b); }
-template <class T> TZ T tz_mul(T a, T b) { return (T)((tz_wrap<T>)a * (tz_wrap<T>)b); }
-template <class T> TZ T tz_neg(T a) { return (T)(0 - (tz_wrap<T>)a); }
-template <class T> TZ T tz_min(T a, T b) { if constexpr (std::is_floating_point_v<T>) return a != a ? a : (a < b ? a : b); else return a < b ? a : b; }
-template <class T> TZ T tz_max(T a, T b) { if constexpr (std::is_floating_point_v<T>) return a != a ? a : (a > b ? a : b); else return a > b ? a : b; }
-template <class T> TZ T tz_abs(T x) { if constexpr (std::is_floating_point_v<T>) return std::fabs(x); else if constexpr (std::is_unsigned_v<T>) return x; else return x < 0 ? tz_neg(x) : x; }
-template <class T> TZ T tz_sign(T x) { if constexpr (std::is_floating_point_v<T>) return x != x ? x : (T)((x > 0) - (x < 0)); else return (T)((x > 0) - (x < 0)); }
-template <class T> TZ T tz_not(T x) { if constexpr (std::is_same_v<T, bool>) return !x; else return (T)~x; }
-// Integer division by zero and of the smallest number by -1 would trap: 0 and wrapping, as numpy has it.
-template <class T> TZ T tz_truncdiv(T a, T b) { if (b == 0) return 0; if constexpr (std::is_signed_v<T>) if (b == -1) return tz_neg(a); return (T)(a / b); }
-template <class T> TZ T tz_rem(T a, T b) { if (b == 0) return 0; if constexpr (std::is_signed_v<T>) if (b == -1) return 0; return (T)(a % b); }
-template <class T> TZ T tz_floordiv(T a, T b) { T q = tz_truncdiv(a, b), r = tz_rem(a, b); return (T)(q - (r != 0 && ((r < 0) != (b < 0)))); }
-template <class T> TZ T tz_fmod(T a, T b) { if constexpr (std::is_floating_point_v<T>) return std::fmod(a, b); else return tz_rem(a, b); }
-template <class T> TZ T tz_mod(T a, T b) {
-  T r = tz_fmod(a, b);
-  if constexpr (std::is_floating_point_v<T>) {
-    if (r != 0) return (r < 0) != (b < 0) ? r + b : r;
-    return std::copysign((T)0, b);
-  } else return (T)(r != 0 && ((r < 0) != (b < 0)) ? r + b : r);
-}
-template <class T> TZ T tz_gcd(T a, T b) { while (b != 0) { T r = tz_rem(a, b); a = b; b = r; } return tz_abs(a); }
-template <class T> TZ T tz_shl(T a, T b) { return b < 0 || b >= (T)(8 * sizeof(T)) ? (T)0 : (T)((std::make_unsigned_t<T>)a << b); }
-template <class T> TZ T tz_shr(T a, T b) { return b < 0 || b >= (T)(8 * sizeof(T)) ? (a < 0 ? (T)-1 : (T)0) : (T)(a >> b); }
-template <class T> TZ T tz_ipow(T a, T b) {
-  if (b < 0) return a == 1 ? (T)1 : a == (T)-1 ? (b % 2 == 0 ? (T)1 : (T)-1) : (T)0;
-  T out = 1;
-  for (T n = b; n; n = (T)(n >> 1)) { if (n & 1) out = tz_mul(out, a); a = tz_mul(a, a); }
-  return out;
-}
+#include "scalars.h"
 
 // glibc has vector versions of these; they must be named where the loop is vectorised.
 #if defined(TZ_VECTOR_MATH)

@@ -1,4 +1,4 @@
-"""Terms and index expressions as C++."""
+"""Terms and index expressions as C++ or CUDA."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from terrazzo.errors import CompilerBug
 from terrazzo.ir.address import flatten
+from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import FloorDiv, IntExpr, Loaded, Mod, Sum, at_least
 from terrazzo.ir.node import Node
@@ -18,7 +19,7 @@ from terrazzo.ir.types import DType
 
 def c_type(dtype: DType) -> str:
     """The C++ name of an element type."""
-    return f"tz_{dtype.name}"
+    return dtype.name
 
 
 @dataclass
@@ -55,7 +56,7 @@ def index(e: IntExpr, scope: Scope) -> str:
             return f"({a} % {b})" if at_least(e.a, 0) else f"tz_fmod_index({a}, {b})"
         case Loaded():
             return f"tz_at({term(e.value, scope)}, {index(e.extent, scope)}, bad)"
-    raise CompilerBug(f"cpu: {e} has no value here")
+    raise CompilerBug(f"{e} has no value here")
 
 
 def literal(value: Any, dtype: DType) -> str:
@@ -94,9 +95,11 @@ def expression(x: Node, scope: Scope) -> str:
             return load(x, scope)
         case l.Apply():
             return apply(x, scope)
+        case k.Shuffle():
+            return f"shuffle_xor({term(x.x, scope)}, {x.mask})"
         case l.Get():
             return component(scope.names[x.x], x.index)
-    raise CompilerBug(f"cpu: no expression for {type(x).__name__}")
+    raise CompilerBug(f"no expression for {type(x).__name__}")
 
 
 def component(name: str, k: int) -> str:
@@ -107,6 +110,8 @@ def component(name: str, k: int) -> str:
 
 def load(x: l.Load, scope: Scope) -> str:
     """An element of a buffer; 0 where a guard does not hold, and then nothing is read."""
+    if isinstance(x.buffer, k.Registers) and not x.index:
+        return x.buffer.name
     place = index(flatten(x.index, x.buffer.type.element_strides), scope)
     element = f"{scope.buffers[x.buffer]}[{place}]"
     if not x.inside:

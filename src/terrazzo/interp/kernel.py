@@ -1,0 +1,279 @@
+"""The meaning of Kernel IR, on numpy: all threads of some blocks step by step together.
+
+Every value is an array over [block, warp, lane]. Asynchronous copies arrive as late as they may, when they are waited for. Shared
+memory remembers who wrote and read what since the last barrier: a read of what another warp wrote, or of what nobody wrote, is a
+CompilerBug that names the statement. So are accesses out of bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from terrazzo.errors import CompilerBug, UserError
+from terrazzo.hw import ldmatrix, mma_sync
+from terrazzo.ir.address import evaluate, flatten
+from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import Expr, IntExpr, Loaded
+from terrazzo.ir.node import Node, topological
+
+TOGETHER = 1 << 14
+"""How many threads are simulated together."""
+MATRIX = {i.name: i for i in mma_sync.INSTRUCTIONS}
+MOVES = {i.name: i for i in ldmatrix.INSTRUCTIONS}
+
+
+def run_kernel(kernel: k.Kernel, memory: dict[l.Buffer, Any]) -> None:
+    """Run all blocks of a kernel on `memory`, arrays in the shape of their buffers; adds those it writes."""
+    flat = {b: _flat(b, memory[b]) for b in kernel.params if b not in kernel.writes}
+    for b in kernel.writes:
+        flat[b] = _flat(b, memory.get(b))
+    step = max(TOGETHER // kernel.threads, 1)
+    for first in range(0, kernel.grid, step):
+        _Blocks(kernel, flat, first, min(step, kernel.grid - first)).statements(kernel.body)
+    for b in kernel.writes:
+        memory[b] = _view(b, flat[b]).copy()
+
+
+def _flat(b: l.Buffer, array: Any) -> Any:
+    size = k.shared_bytes(b) // b.type.dtype.size
+    flat = np.zeros(max(size, 1), b.type.dtype.numpy)
+    if array is not None:
+        _view(b, flat)[...] = array
+    return flat
+
+
+def _view(b: l.Buffer, flat: Any) -> Any:
+    strides = [int(s) * flat.itemsize for s in b.type.element_strides]  # type: ignore[arg-type]
+    return np.lib.stride_tricks.as_strided(flat, b.type.static_shape, strides)
+
+
+@dataclass
+class _SharedState:
+    """A place in shared memory for every block: elements, and for each since when (which barrier) and by which warp it was used.
+
+    A warp is -1 where there is none, and -2 where there are several.
+    """
+
+    data: Any
+    written: Any
+    writer: Any
+    read: Any
+    reader: Any
+
+
+@dataclass
+class _Blocks:
+    """Some blocks of a kernel, at one point of their common execution."""
+
+    kernel: k.Kernel
+    memory: Mapping[l.Buffer, Any]
+    first: int
+    count: int
+    env: dict[Any, Any] = field(default_factory=dict)
+    values: dict[Node, Any] = field(default_factory=dict)
+    registers: dict[k.Registers, Any] = field(default_factory=dict)
+    groups: list[list[tuple[k.Shared, Any, Any, Any]]] = field(default_factory=list)
+    now: list[tuple[k.Shared, Any, Any, Any]] = field(default_factory=list)
+    epoch: int = 1
+
+    def __post_init__(self) -> None:
+        self.shape = (self.count, self.kernel.warps, k.WARP)
+        self.active = np.ones(self.shape, bool)
+        self.block = np.arange(self.count)[:, None, None]
+        self.warp = np.broadcast_to(np.arange(self.kernel.warps)[None, :, None], self.shape)
+        numbers = {"block": self.block + self.first, "warp": self.warp, "lane": np.arange(k.WARP)[None, None, :]}
+        for e in topological(self.kernel.body):
+            if getattr(e, "name", None) in numbers and isinstance(e, Expr):
+                self.env[e] = numbers[e.name]  # type: ignore[attr-defined]
+        self.shared: dict[k.Shared, _SharedState] = {}
+        for s in self.kernel.shared:
+            size = (self.count, k.shared_bytes(s) // s.type.dtype.size)
+            nobody = np.full(size, -1, np.int32)
+            data = np.zeros(size, s.type.dtype.numpy)
+            self.shared[s] = _SharedState(data, np.zeros(size, np.int32), nobody, np.zeros(size, np.int32), nobody.copy())
+
+    # -- statements ---------------------------------------------------------------------------------------------------
+
+    def statements(self, body: Sequence[Node]) -> None:
+        for s in body:
+            self.statement(s)
+
+    def statement(self, s: Node) -> None:
+        match s:
+            case k.Let():
+                self.values[s.value] = self.term(s.term)
+            case k.Declare():
+                count = int(np.prod(s.place.type.static_shape, dtype=np.int64))
+                fill = s.init.value if s.init else 0
+                self.registers[s.place] = np.full((*self.shape, count), fill, s.place.type.dtype.numpy)
+            case l.Store():
+                self.put(s.buffer, self.at(s.buffer, s.index, 1, s), self.term(s.value)[..., None], s)
+            case k.Move():
+                data = self.get(s.source, self.at(s.source, s.at, s.count, s), s)
+                self.put(s.target, self.at(s.target, s.to, s.count, s), data, s)
+            case k.AsyncCopy():
+                self.copy(s)
+            case k.Commit():
+                self.groups.append(self.now)
+                self.now = []
+            case k.WaitGroups():
+                while len(self.groups) > s.open:
+                    for place, at, data, active in self.groups.pop(0):
+                        self.write(place, at, data, active, s)
+            case k.Sync():
+                if not (self.active.all(axis=(1, 2)) | ~self.active.any(axis=(1, 2))).all():
+                    raise CompilerBug(f"{self.kernel.name}: only some threads of a block reach a barrier")
+                self.epoch += 1
+            case k.LoadMatrix():
+                self.load_matrix(s)
+            case k.Multiply():
+                self.multiply(s)
+            case k.For():
+                for i in range(int(s.axis.extent)):  # type: ignore[call-overload]
+                    self.env[s.axis] = i
+                    self.statements(s.body)
+            case k.If():
+                outer = self.active
+                self.active = outer & self.holds(s.inside)
+                if self.active.any():
+                    self.statements(s.body)
+                self.active = outer
+            case _:
+                raise CompilerBug(f"{self.kernel.name}: no meaning for {type(s).__name__}")
+
+    def holds(self, inside: Sequence[IntExpr]) -> Any:
+        found = np.ones(self.shape, bool)
+        for e in inside:
+            found = found & (self.number(e) >= 0)
+        return found
+
+    def copy(self, s: k.AsyncCopy) -> None:
+        inside = self.holds(s.inside)
+        outer = self.active
+        self.active = outer & inside
+        data = self.get(s.source, self.at(s.source, s.at, s.count, s), s)
+        self.active = outer
+        data = np.where(inside[..., None], data, np.zeros((), data.dtype))
+        self.now.append((s.target, self.at(s.target, s.to, s.count, s), data, outer))
+
+    def load_matrix(self, s: k.LoadMatrix) -> None:
+        record = MOVES[s.instruction]
+        rows = self.at(s.source, s.at, 1, s)[..., 0]
+        reg, lane = np.meshgrid(np.arange(1 << record.layout.bits("reg")), np.arange(k.WARP))
+        where = record.layout.coordinates(reg=reg, lane=lane)
+        at = rows[..., where.get("j", 0) * 8 + where["r"]] + where["c"]
+        data = np.ascontiguousarray(self.get(s.source, at, s))
+        self.put(s.target, self.at(s.target, s.to, record.count, s), data.view(np.uint32), s)
+
+    def multiply(self, s: k.Multiply) -> None:
+        record = MATRIX[s.instruction]
+        operands = []
+        for place, at, fragment in ((s.a, s.a_at, record.a), (s.b, s.b_at, record.b), (s.d, s.d_at, record.d)):
+            count = fragment.registers if place is not s.d else fragment.elements
+            data = np.ascontiguousarray(self.get(place, self.at(place, at, count, s), s))
+            operands.append(data.view(fragment.dtype.numpy))
+        self.put(s.d, self.at(s.d, s.d_at, record.d.elements, s), record.run(*operands), s)
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def at(self, place: l.Buffer, index: Sequence[IntExpr], count: int, s: Node) -> Any:
+        """Offsets of `count` elements for every thread; those of active threads must lie inside."""
+        offset = np.broadcast_to(self.number(flatten(tuple(index), place.type.element_strides)), self.shape)
+        found = offset[..., None] + np.arange(count)
+        size = self.size(place)
+        for e, extent in zip(index, place.type.static_shape, strict=True):
+            value = np.broadcast_to(self.number(e), self.shape)
+            if ((value < 0) | (value >= extent))[self.active].any() and not isinstance(s, k.AsyncCopy):
+                raise CompilerBug(f"{self.kernel.name}: {type(s).__name__} at {place.name}[{e}] is outside [0, {extent})")
+        return np.clip(found, 0, max(size - 1, 0))
+
+    def size(self, place: l.Buffer) -> int:
+        return max(k.shared_bytes(place) // place.type.dtype.size, 1)
+
+    def get(self, place: l.Buffer, at: Any, s: Node) -> Any:
+        if isinstance(place, k.Registers):
+            return np.take_along_axis(self.registers[place], at, axis=-1)
+        if isinstance(place, k.Shared):
+            state = self.shared[place]
+            block = np.broadcast_to(self.block[..., None], at.shape)
+            warp = np.broadcast_to(self.warp[..., None], at.shape)
+            active = np.broadcast_to(self.active[..., None], at.shape)
+            b, a, w = block[active], at[active], warp[active]
+            if (state.writer[b, a] == -1).any():
+                raise CompilerBug(f"{self.kernel.name}: {type(s).__name__} reads elements of {place.name} that nobody wrote")
+            if ((state.written[b, a] == self.epoch) & (state.writer[b, a] != w)).any():
+                raise CompilerBug(f"{self.kernel.name}: {type(s).__name__} reads {place.name} as another warp wrote it, with no barrier between")
+            others = (state.read[b, a] == self.epoch) & (state.reader[b, a] != w)
+            state.read[b, a], state.reader[b, a] = self.epoch, w
+            state.reader[b[others], a[others]] = -2
+            return state.data[block, at]
+        return self.memory[place][at]
+
+    def put(self, place: l.Buffer, at: Any, data: Any, s: Node) -> None:
+        if isinstance(place, k.Registers):
+            old = np.take_along_axis(self.registers[place], at, axis=-1)
+            new = np.where(self.active[..., None], data, old)
+            np.put_along_axis(self.registers[place], at, new.astype(old.dtype), axis=-1)
+        elif isinstance(place, k.Shared):
+            self.write(place, at, data, self.active, s)
+        else:
+            active = np.broadcast_to(self.active[..., None], at.shape)
+            self.memory[place][at[active]] = np.broadcast_to(data, at.shape)[active]
+
+    def write(self, place: k.Shared, at: Any, data: Any, who: Any, s: Node) -> None:
+        state = self.shared[place]
+        active = np.broadcast_to(who[..., None], at.shape)
+        b, a, w = (np.broadcast_to(x, at.shape)[active] for x in (self.block[..., None], at, self.warp[..., None]))
+        if ((state.read[b, a] == self.epoch) & (state.reader[b, a] != w)).any():
+            raise CompilerBug(f"{self.kernel.name}: {type(s).__name__} writes {place.name} while another warp reads it, with no barrier between")
+        if ((state.written[b, a] == self.epoch) & (state.writer[b, a] != w) & (state.writer[b, a] != -1)).any():
+            raise CompilerBug(f"{self.kernel.name}: {type(s).__name__} writes {place.name} where another warp wrote, with no barrier between")
+        state.data[b, a] = np.broadcast_to(data, at.shape)[active]
+        state.written[b, a], state.writer[b, a] = self.epoch, w
+
+    # -- terms --------------------------------------------------------------------------------------------------------
+
+    def number(self, e: IntExpr) -> Any:
+        if isinstance(e, int):
+            return e
+        env = self.env
+        if gathered := [x for x in topological([e]) if isinstance(x, Loaded)]:
+            env = dict(env)
+            for x in gathered:
+                at = self.term(x.value).astype(np.int64)
+                extent = self.number(x.extent)
+                if ((at < 0) | (at >= extent))[self.active].any():
+                    raise UserError(f"{self.kernel.name}: an index is out of range for its dimension of {extent}")
+                env[x] = np.clip(at, 0, max(extent - 1, 0))
+        return evaluate(e, env)
+
+    def term(self, x: Node) -> Any:
+        """The value of a term for every thread."""
+        match x:
+            case l.Literal():
+                return np.full(self.shape, x.value, x.type.numpy)
+            case l.Index():
+                return np.broadcast_to(np.asarray(self.number(x.value), np.int64), self.shape)
+            case k.Value():
+                return self.values[x]
+            case k.Shuffle():
+                return self.term(x.x)[..., np.arange(k.WARP) ^ x.mask]
+            case l.Load():
+                return self.load(x)
+            case l.Apply():
+                found = x.fn.numpy(*(self.term(a) for a in x.args))
+                return np.broadcast_to(np.asarray(found, x.dtype.numpy), self.shape)
+        raise CompilerBug(f"{self.kernel.name}: no value for {type(x).__name__}")
+
+    def load(self, x: l.Load) -> Any:
+        outer = self.active
+        inside = self.holds(x.inside)
+        self.active = outer & inside
+        data = self.get(x.buffer, self.at(x.buffer, x.index, 1, x), x)[..., 0]
+        self.active = outer
+        return np.where(inside, data, np.zeros((), data.dtype)) if x.inside else data

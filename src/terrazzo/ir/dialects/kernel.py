@@ -1,0 +1,217 @@
+"""Kernel IR: a program for one block, written for one thread of it (ADR 005). One statement per CUDA statement.
+
+Index expressions are those of Loop IR over the variables `block`, `warp` and `lane` and those of loops; terms are those of Loop IR
+without reductions, over `Value`s and loads from any place. Nothing is implied: a barrier that is not in the text is not in the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+from terrazzo.errors import UserError
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects.loop import Buffer, Store, Term
+from terrazzo.ir.expr import IntExpr, Var
+from terrazzo.ir.node import Node
+from terrazzo.ir.types import DType
+
+WARP = 32
+"""Threads in a warp."""
+
+
+class Shared(Buffer, dialect="kernel", op="shared"):
+    """Memory of the block. Bits of the byte offset are exchanged with a span of `swizzle` bytes (0, 32, 64 or 128; see ir.layout)."""
+
+    swizzle: int = 0
+
+
+class Registers(Buffer, dialect="kernel", op="registers"):
+    """Memory of the thread: indices must be constants once loops are unrolled."""
+
+
+class Value(Term, dialect="kernel", op="value"):
+    """What a `Let` named."""
+
+    name: str
+    type: DType
+
+    def infer(self) -> DType:
+        return self.type
+
+
+class Shuffle(Term, dialect="kernel", op="shuffle"):
+    """x as the lane has it whose number differs in the bits of `mask`."""
+
+    x: Node
+    mask: int
+
+    def infer(self) -> Any:
+        return self.x.dtype  # type: ignore[attr-defined]
+
+
+class Let(Node, dialect="kernel", op="let"):
+    """Compute a term into a register that nothing changes."""
+
+    value: Value
+    term: Node
+
+
+class Declare(Node, dialect="kernel", op="declare"):
+    """Registers come into being, all at `init` where there is one."""
+
+    place: Registers
+    init: l.Literal | None = None
+
+
+class Move(Node, dialect="kernel", op="move"):
+    """`count` elements that lie one behind the other in both places, in as few accesses as their size allows (16 bytes each)."""
+
+    target: Buffer
+    to: tuple[IntExpr, ...]
+    source: Buffer
+    at: tuple[IntExpr, ...]
+    count: int
+
+    def check(self) -> None:
+        if self.target.type.dtype is not self.source.type.dtype:
+            raise UserError(f"move: {self.source.type.dtype} into {self.target.name}, which holds {self.target.type.dtype}")
+
+
+class AsyncCopy(Node, dialect="kernel", op="async_copy"):
+    """cp.async: `count` elements from global into shared memory, zeros where an expression of `inside` is negative."""
+
+    target: Shared
+    to: tuple[IntExpr, ...]
+    source: Buffer
+    at: tuple[IntExpr, ...]
+    count: int
+    inside: tuple[IntExpr, ...] = ()
+
+    def check(self) -> None:
+        if self.count * self.source.type.dtype.size not in (4, 8, 16):
+            raise UserError(f"cp.async moves 4, 8 or 16 bytes, not {self.count * self.source.type.dtype.size}")
+
+
+class Commit(Node, dialect="kernel", op="commit"):
+    """What this thread copied asynchronously since the last commit becomes a group."""
+
+
+class WaitGroups(Node, dialect="kernel", op="wait_groups"):
+    """Until at most `open` groups of this thread are on their way."""
+
+    open: int
+
+
+class Sync(Node, dialect="kernel", op="sync"):
+    """Until all threads of the block are here; what they wrote to shared memory is then seen by all."""
+
+
+class LoadMatrix(Node, dialect="kernel", op="load_matrix"):
+    """ldmatrix: `instruction` names a record of hw.ldmatrix; every lane names a row. Registers are 32 bits wide."""
+
+    instruction: str
+    target: Registers
+    to: tuple[IntExpr, ...]
+    source: Shared
+    at: tuple[IntExpr, ...]
+
+
+class Multiply(Node, dialect="kernel", op="multiply"):
+    """d += a * b by a matrix instruction, a record of hw.mma_sync. a and b are in 32-bit registers."""
+
+    instruction: str
+    d: Registers
+    d_at: tuple[IntExpr, ...]
+    a: Registers
+    a_at: tuple[IntExpr, ...]
+    b: Registers
+    b_at: tuple[IntExpr, ...]
+
+
+class For(Node, dialect="kernel", op="for"):
+    """`body` for every value of `axis`, in order. Unrolled loops leave no loop behind."""
+
+    axis: Var
+    body: tuple[Node, ...]
+    unrolled: bool = False
+
+
+class If(Node, dialect="kernel", op="if"):
+    """`body` where every expression of `inside` is >= 0."""
+
+    inside: tuple[IntExpr, ...]
+    body: tuple[Node, ...]
+
+
+Statement: TypeAlias = (
+    "Let | Declare | Move | AsyncCopy | Commit | WaitGroups | Sync | LoadMatrix | Multiply | For | If | Store"
+)
+
+
+class Kernel(Node, dialect="kernel", op="kernel"):
+    """One launch of `grid` blocks of `warps` warps. `params` are the buffers in global memory, those read first."""
+
+    name: str
+    params: tuple[Buffer, ...]
+    writes: tuple[Buffer, ...]
+    grid: int
+    warps: int
+    shared: tuple[Shared, ...]
+    body: tuple[Node, ...]
+    source: str = ""
+
+    @property
+    def threads(self) -> int:
+        return self.warps * WARP
+
+    @cached_property
+    def offsets(self) -> dict[Shared, int]:
+        """Where each part of shared memory begins, in bytes."""
+        found, at = {}, 0
+        for s in self.shared:
+            at = -(-at // 1024) * 1024 if s.swizzle else -(-at // 16) * 16
+            found[s] = at
+            at += shared_bytes(s)
+        return found
+
+    @cached_property
+    def shared_bytes(self) -> int:
+        """How much shared memory a block takes."""
+        return max((at + shared_bytes(s) for s, at in self.offsets.items()), default=0)
+
+
+@dataclass(frozen=True)
+class Program:
+    """Kernels and calls in the order they run, as in Loop IR."""
+
+    name: str
+    inputs: tuple[Buffer, ...]
+    steps: tuple[Kernel | l.Call, ...]
+    results: tuple[Buffer, ...]
+
+    @property
+    def dialect(self) -> str:
+        return "kernel"
+
+
+BLOCK = "block"
+LANE = Var("lane", WARP)
+
+
+def shared_bytes(place: Buffer) -> int:
+    """The bytes from the first element to the end of the last."""
+    shape, strides = place.type.static_shape, place.type.element_strides
+    if 0 in shape:
+        return 0
+    return (1 + sum((e - 1) * int(s) for e, s in zip(shape, strides, strict=True))) * place.type.dtype.size  # type: ignore[arg-type]
+
+
+def walk(body: tuple[Node, ...]) -> Iterator[Node]:
+    """Every statement, also inside loops and conditions, in order."""
+    for s in body:
+        yield s
+        if isinstance(s, For | If):
+            yield from walk(s.body)

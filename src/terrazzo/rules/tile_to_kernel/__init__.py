@@ -1,0 +1,1 @@
+"""Tile IR to Kernel IR: what follows from a schedule's bindings."""

@@ -1,0 +1,462 @@
+"""Contractions of a tile: slabs of the operands in shared memory, fragments of them in registers, products into accumulators.
+
+One derivation for every instruction: on CUDA cores a fragment is a piece of the register tile and the product is a multiply-add per
+element; a matrix instruction brings the layout of its fragments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from terrazzo.errors import Limitation
+from terrazzo.hw.instruction import MatrixInstruction
+from terrazzo.hw.ldmatrix import loader
+from terrazzo.ir.address import coefficient, flatten
+from terrazzo.ir.contraction import Contraction, contraction
+from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects.scalar import is_cast
+from terrazzo.ir.expr import IntExpr, Var, at_least
+from terrazzo.ir.layout import Layout
+from terrazzo.ir.node import Node, substitute, topological
+from terrazzo.ir.schedule import Factor, Site
+from terrazzo.ir.types import Type, u32
+from terrazzo.rules.tile_to_kernel.digits import WIDEST, Digit, axis_name, divides, value, zero
+
+if TYPE_CHECKING:
+    from terrazzo.rules.tile_to_kernel.walk import Scope, Walker
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """An axis of a slab: where the block's part begins, how long it is, and the digits by which threads divide it."""
+
+    axis: Any
+    base: IntExpr
+    size: int
+    digits: tuple[Digit, ...]
+
+
+@dataclass(frozen=True)
+class Slab:
+    """A piece of an operand in shared memory: `place` is indexed by the slot of the ring and by `axes`, the last one contiguous."""
+
+    term: Node
+    place: k.Shared
+    axes: tuple[Tiled, ...]
+    vector: int
+    asynchronous: bool
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Where a reduction's accumulators lie: indexed by the register digits of `axes`, then by the instruction's registers."""
+
+    place: k.Registers
+    axes: tuple[Any, ...]
+    instruction: MatrixInstruction | None
+
+    def index(self, digits: dict[Any, list[Digit]]) -> tuple[IntExpr, ...]:
+        """The place of the element that digits of the axes name."""
+        own = tuple(d.value for a in self.axes for d in digits[a] if d.level == "reg")
+        if self.instruction is None:
+            return own
+        number: IntExpr = 0
+        for a in self.axes:
+            for d in digits[a]:
+                if d.level == "frag":
+                    number = number + d.value * (1 << d.place)
+        return (*own, number)
+
+
+def operand(factor: Node) -> Node:
+    """A factor without the conversions that only widen it: what lies in memory."""
+    while isinstance(factor, l.Apply) and is_cast(factor.fn) and _size(factor.args[0]) <= _size(factor):
+        factor = factor.args[0]
+    return factor
+
+
+class Contractor:
+    """Writes the products of a tile, before what follows them. `reduces` are contractions over the same axes."""
+
+    def __init__(self, walker: Walker, site: Site, reduces: Sequence[l.Reduce], tiles: Sequence[Any], scope: Scope) -> None:
+        self.w, self.bindings, self.site, self.scope = walker, walker.bindings, site, scope
+        found = [contraction(r) for r in reduces]
+        assert all(found)
+        self.sites: list[Contraction] = [c for c in found if c]
+        self.axes = reduces[0].axes
+        self.tiles = {a: self.tiled(a) for a in tiles}
+        self.threads = self.bindings.warps * k.WARP
+        times = [(a, f) for a in self.axes for f in self.factors(a) if f.level == "time"]
+        self.times: list[tuple[Any, int]] = [(a, f.size) for a, f in times]
+        self.steps = math.prod(n for _, n in self.times)
+        rings = [v for _, f in times for name, v in f.options if name == "ring"]
+        self.ring = int(rings[0]) if rings else 1  # type: ignore[call-overload]
+        self.instruction = self.bindings.instruction(site, axis_name(next(iter(tiles))))
+        self.depth = {a: math.prod(f.size for f in self.inner(a)) for a in self.axes}
+
+    # -- what the schedule says ---------------------------------------------------------------------------------------
+
+    def factors(self, axis: Any) -> tuple[Factor, ...]:
+        return self.bindings.schedule.binding(self.site, axis_name(axis)) or (Factor("time", axis.extent),)
+
+    def inner(self, axis: Any) -> list[Factor]:
+        """The factors of a reduce axis inside a step."""
+        found = [f for f in self.factors(axis) if f.level not in ("time", "grid", "block")]
+        if any(f.level not in ("reg", "inst.k") for f in found):
+            raise Limitation(f"{axis_name(axis)} = {' * '.join(map(str, found))}: only registers and inst.k divide a step of a contraction yet")
+        return found
+
+    def tiled(self, axis: Any) -> Tiled:
+        digits = self.bindings.digits(axis_name(axis), self.site, axis.extent)
+        inside = tuple(d for d in digits if d.level not in ("grid", "time"))
+        base = value([d for d in digits if d.level == "grid"])
+        return Tiled(axis, base, math.prod(d.size for d in inside), inside)
+
+    # -- statements ---------------------------------------------------------------------------------------------------
+
+    def write(self) -> None:
+        """Accumulators, the pipeline over the steps, and the names of the results."""
+        terms = list(dict.fromkeys(operand(f) for c in self.sites for f in c.factors))
+        slabs = {t: self.slab(t) for t in terms}
+        self.w.shared += [s.place for s in slabs.values()]
+        for c in self.sites:
+            shape = [d.size for t in self.tiles.values() for d in t.digits if d.level == "reg"]
+            extra = [self.instruction.d.elements] if self.instruction else []
+            dtype = c.reduce.dtype
+            place = self.w.registers("acc", dtype, [*shape, *extra], l.Literal(zero(dtype), dtype))
+            self.w.fragments[c.reduce] = Fragment(place, tuple(self.tiles), self.instruction)
+        if all(s.asynchronous for s in slabs.values()) and self.ring > 1:
+            self.pipeline(list(slabs.values()), lambda slot: self.step(slabs, slot))
+        else:
+            self.alternate(list(slabs.values()), lambda slot: self.step(slabs, slot))
+
+    def pipeline(self, slabs: Sequence[Slab], step: Callable[[IntExpr], None]) -> None:
+        """A ring filled by cp.async, `ring - 1` steps ahead. The slab that a step fills is the one read before its barrier."""
+        ahead = self.ring - 1
+        first = self.bindings.loop_variable("t", ahead)
+
+        def prologue() -> None:
+            self.w.where([self.steps - 1 - first], lambda: self.copy(slabs, first, first))
+            self.w.out.append(k.Commit())
+
+        self.w.loops([(first, True)], prologue)
+        t = self.bindings.loop_variable("t", self.steps)
+
+        def body() -> None:
+            self.w.out += [k.WaitGroups(ahead - 1), k.Sync()]
+            self.w.where([self.steps - 1 - ahead - t], lambda: self.copy(slabs, t + ahead, (t + ahead) % self.ring))
+            self.w.out.append(k.Commit())
+            step(t % self.ring)
+
+        self.w.loops([(t, False)], body)
+        self.w.out += [k.WaitGroups(0), k.Sync()]
+
+    def alternate(self, slabs: Sequence[Slab], step: Callable[[IntExpr], None]) -> None:
+        """Two slabs filled through registers: the next one's loads are on their way while this one is used."""
+        fetched = [self.fetch_registers(s) for s in slabs]
+        slots = min(2, self.ring)
+
+        def fetch(t: IntExpr) -> None:
+            for s, place in zip(slabs, fetched, strict=True):
+                self.fetch(s, place, t)
+
+        def put(slot: IntExpr) -> None:
+            for s, place in zip(slabs, fetched, strict=True):
+                self.put(s, place, slot)
+
+        fetch(0)
+        put(0)
+        self.w.out.append(k.Sync())
+        if self.steps == 1:
+            return step(0)
+        t = self.bindings.loop_variable("t", self.steps)
+
+        def body() -> None:
+            self.w.where([self.steps - 2 - t], lambda: fetch(t + 1))
+            step(t % slots)
+            if slots == 1:
+                self.w.out.append(k.Sync())
+            self.w.where([self.steps - 2 - t], lambda: put((t + 1) % slots))
+            self.w.out.append(k.Sync())
+
+        self.w.loops([(t, False)], body)
+
+    # -- slabs --------------------------------------------------------------------------------------------------------
+
+    def slab(self, term: Node) -> Slab:
+        """How an operand lies in shared memory, and how wide the accesses are that bring it there."""
+        axes = [t for a, t in self.tiles.items() if a in term.free]
+        axes += [Tiled(a, 0, self.depth[a], ()) for a in self.axes if a in term.free and self.depth[a] > 1]
+        loads = [x for x in topological([term]) if isinstance(x, l.Load)]
+        offset = flatten(loads[0].index, loads[0].buffer.type.element_strides) if loads else 0
+        along = [t for t in axes if coefficient(offset, t.axis) == 1]
+        axes.sort(key=lambda t: t in along[:1])
+        dtype = term.dtype  # type: ignore[attr-defined]
+        options = dict(dict(self.site.operands).get(loads[0].buffer.name).options) if loads and loads[0].buffer.name in dict(self.site.operands) else {}  # type: ignore[union-attr]
+        shape = [t.size for t in axes]
+        strides, step = [], 1
+        for size in reversed(shape):
+            strides.append(step)
+            step = step * size + (int(options.get("pad", 0)) if len(strides) == 1 else 0)  # type: ignore[call-overload]
+        name = self.w.fresh(loads[0].buffer.name + "_s" if loads else "slab")
+        kind = Type(dtype, (self.ring, *shape), (step, *reversed(strides)))
+        place = k.Shared(name, kind, int(options.get("swizzle", 0)))  # type: ignore[call-overload]
+        draft = Slab(term, place, tuple(axes), 1, False)
+        widest = WIDEST // dtype.size
+        vector = next(v for v in (16, 8, 4, 2, 1) if v <= widest and self.fits(draft, v))
+        asynchronous = options.get("by") == "cp.async" and isinstance(term, l.Load) and vector * dtype.size in (4, 8, 16)
+        if options.get("by") == "cp.async" and not asynchronous:
+            raise Limitation(f"{loads[0].buffer.name if loads else term}: cp.async needs a plain load, 4 bytes aligned and contiguous")
+        return Slab(term, place, tuple(axes), vector, asynchronous)
+
+    def fits(self, slab: Slab, width: int) -> bool:
+        """Whether a thread may bring in `width` elements along the last axis at once."""
+        if width == 1:
+            return True
+        strides = slab.place.type.element_strides
+        last = slab.axes[-1]
+        if not isinstance(slab.term, l.Load) or last.size % width or any(int(s) % width for s in strides[:-1]):  # type: ignore[arg-type]
+            return False
+        q, j = Var("$q", max(last.size // width, 1)), Var("$j", width)
+        env = self.coordinates(slab, [*(Var(f"${n}", t.size) for n, t in enumerate(slab.axes[:-1])), q * width + j], Var("$t", self.steps))
+        found: l.Load = substitute(slab.term, env)
+        uniform = all(divides(width, t.axis.extent) for t in slab.axes[-1:] if not at_least(t.axis.extent - 1 - env[t.axis], 0))
+        return uniform and self.w.wide(found, j, width)
+
+    def coordinates(self, slab: Slab, at: Sequence[IntExpr], t: IntExpr) -> dict[Any, Any]:
+        """The axes' values at an element of a slab, in step t."""
+        env = dict(self.scope.env)
+        rest = self.steps
+        for a in self.axes:
+            env[a] = 0
+        for a, count in self.times:
+            rest //= count
+            digit = t // rest if a is self.times[0][0] else t // rest % count
+            env[a] = env[a] + digit * self.depth[a]
+        for tiled, x in zip(slab.axes, at, strict=True):
+            env[tiled.axis] = (env[tiled.axis] if tiled.axis in self.depth else tiled.base) + x
+        return env
+
+    def pieces(self, slab: Slab, write: Callable[[IntExpr, tuple[IntExpr, ...]], None]) -> None:
+        """write(number of the piece, coordinates in the slab) for this thread's pieces."""
+        shape = [t.size for t in slab.axes]
+        shape[-1] //= slab.vector
+        total = math.prod(shape)
+        i = self.bindings.loop_variable("i", -(-total // self.threads))
+        p: IntExpr = self.bindings.warp * k.WARP + k.LANE + i * self.threads
+        at: list[IntExpr] = []
+        rest = p
+        for size in reversed(shape[1:]):
+            at.append(rest % size)
+            rest = rest // size
+        at = [rest, *reversed(at)]
+        at[-1] = at[-1] * slab.vector
+        self.w.loops([(i, True)], lambda: self.w.where([total - 1 - p], lambda: write(i, tuple(at))))
+
+    def guards(self, slab: Slab, env: dict[Any, Any]) -> tuple[IntExpr, ...]:
+        """What keeps a piece inside the tensor, where tiles overhang."""
+        return tuple(e for t in slab.axes if not at_least(e := t.axis.extent - 1 - env[t.axis], 0))
+
+    def copy(self, slabs: Sequence[Slab], t: IntExpr, slot: IntExpr) -> None:
+        """Start copying the slabs of step t into a slot."""
+        for s in slabs:
+
+            def piece(_: IntExpr, at: tuple[IntExpr, ...], s: Slab = s) -> None:
+                env = self.coordinates(s, at, t)
+                load: l.Load = substitute(s.term, env)
+                inside = (*self.guards(s, env), *load.inside)
+                self.w.out.append(k.AsyncCopy(s.place, (slot, *at), load.buffer, load.index, s.vector, inside))
+
+            self.pieces(s, piece)
+
+    def fetch_registers(self, slab: Slab) -> k.Registers:
+        total = math.prod(t.size for t in slab.axes) // slab.vector
+        shape = (-(-total // self.threads), slab.vector)
+        return self.w.registers(slab.place.name + "_r", slab.place.type.dtype, shape)
+
+    def fetch(self, slab: Slab, place: k.Registers, t: IntExpr) -> None:
+        """The slab of step t into registers, zeros outside the tensor."""
+
+        def piece(i: IntExpr, at: tuple[IntExpr, ...]) -> None:
+            env = self.coordinates(slab, at, t)
+            term = slab.term
+            inside = list(self.guards(slab, env))
+            if isinstance(term, l.Load):
+                load: l.Load = substitute(term, env)
+                inside += load.inside
+                get: Node = k.Move(place, (i, 0), load.buffer, load.index, slab.vector)
+                write = lambda: self.w.out.append(get)  # noqa: E731
+            else:
+                write = lambda: self.w.out.append(l.Store(place, (i, 0), self.computed(term, env)))  # noqa: E731
+            if inside:
+                nothing = l.Literal(zero(place.type.dtype), place.type.dtype)
+                self.w.out += [l.Store(place, (i, v), nothing) for v in range(slab.vector)]
+            self.w.where(inside, write)
+
+        self.pieces(slab, piece)
+
+    def computed(self, term: Node, env: dict[Any, Any]) -> Node:
+        for x in topological([term]):
+            if isinstance(x, l.Term) and not isinstance(x, l.Literal) and x not in env:
+                env[x] = self.w.let(substitute(x, env))
+        found: Node = env[term]
+        return found
+
+    def put(self, slab: Slab, place: k.Registers, slot: IntExpr) -> None:
+        def piece(i: IntExpr, at: tuple[IntExpr, ...]) -> None:
+            self.w.out.append(k.Move(slab.place, (slot, *at), place, (i, 0), slab.vector))
+
+        self.pieces(slab, piece)
+
+    # -- products -----------------------------------------------------------------------------------------------------
+
+    def step(self, slabs: dict[Node, Slab], slot: IntExpr) -> None:
+        """The products of one step, from the slabs in a slot."""
+        regs = [(a, f) for a in self.axes for f in self.inner(a) if f.level == "reg"]
+        if self.instruction is not None:
+            return self.multiply(self.instruction, slabs, slot, [f.size for _, f in regs])
+        whole = [Digit("reg", f.size, self.bindings.loop_variable("k", f.size), 1) for _, f in regs]
+        strides: dict[Any, int] = {}
+        for n in reversed(range(len(regs))):
+            a, f = regs[n]
+            whole[n] = Digit("reg", f.size, whole[n].value, strides.get(a, 1))
+            strides[a] = strides.get(a, 1) * f.size
+        outer, last = whole[:-1], whole[-1:]
+        depth = {a: sum((d.value * d.stride for (x, _), d in zip(regs, whole, strict=True) if x is a), start=0) for a in self.axes}  # type: ignore[misc]
+        self.w.loops([(d.value, True) for d in outer], lambda: self.outer_product(slabs, slot, depth, last))  # type: ignore[misc]
+
+    def outer_product(self, slabs: dict[Node, Slab], slot: IntExpr, depth: dict[Any, IntExpr], last: list[Digit]) -> None:
+        """Fragments of both operands into registers, and every product of theirs."""
+        held: dict[Node, Node] = {}
+        for term, slab in slabs.items():
+            digits = {t.axis: [d for d in t.digits if d.level == "reg"] for t in slab.axes}
+            at = (slot, *(value(t.digits) if t.axis in self.tiles else depth[t.axis] for t in slab.axes))
+            own = [d for ds in digits.values() for d in ds] + ([d for d in last if any(t.axis in self.depth for t in slab.axes)])
+            held[term] = self.fragment(slab, at, own)
+        loops = [d for t in self.tiles.values() for d in t.digits if d.level == "reg"] + last
+        digits_of = {a: list(t.digits) for a, t in self.tiles.items()}
+
+        def product() -> None:
+            for c in self.sites:
+                fragment = self.w.fragments[c.reduce]
+                at = fragment.index(digits_of)
+                both = l.apply("mul", *(substitute(f, held) for f in c.factors))
+                self.w.out.append(l.Store(fragment.place, at, l.apply("add", l.Load(fragment.place, at), both)))
+
+        self.w.loops([(d.value, True) for d in loops], product)  # type: ignore[misc]
+
+    def fragment(self, slab: Slab, at: tuple[IntExpr, ...], digits: list[Digit]) -> l.Load:
+        """A piece of a slab in registers, indexed by digits, read in wide accesses where one of them runs along the slab."""
+        offset = flatten(at, slab.place.type.element_strides)
+        j = next((d for d in digits if coefficient(offset, d.value) == 1), None)  # type: ignore[arg-type]
+        width = 1
+        if j is not None:
+            start = substitute(offset, {j.value: 0})
+            width = next(v for v in (16, 8, 4, 2, 1) if v * slab.place.type.dtype.size <= WIDEST and j.size % v == 0 and (v == 1 or divides(v, start)))
+        order = [d for d in digits if d is not j] + ([j] if j else [])
+        place = self.w.registers(slab.place.name.rstrip("0123456789") + "f", slab.place.type.dtype, [d.size for d in order])
+        index = tuple(d.value for d in order)
+        if j is None or width == 1:
+            self.w.loops([(d.value, True) for d in order], lambda: self.w.out.append(l.Store(place, index, l.Load(slab.place, at))))  # type: ignore[misc]
+            return l.Load(place, index)
+        v = self.bindings.loop_variable("v", j.size // width)
+        there = tuple(substitute(x, {j.value: v * width}) for x in at)
+        move = k.Move(place, (*index[:-1], v * width), slab.place, there, width)
+        self.w.loops([*((d.value, True) for d in order[:-1]), (v, True)], lambda: self.w.out.append(move))  # type: ignore[misc, list-item]
+        return l.Load(place, index)
+
+    def multiply(self, instruction: MatrixInstruction, slabs: dict[Node, Slab], slot: IntExpr, regs: list[int]) -> None:
+        """Fragments by ldmatrix, products by a matrix instruction."""
+        m, n = (self.bound_to(x) for x in ("m", "n"))
+        if len(self.axes) != 1:
+            raise Limitation("a contraction over several axes is on no matrix instruction yet")
+        kk = self.bindings.loop_variable("k", math.prod(regs))
+
+        def body() -> None:
+            loaded: dict[Node, tuple[k.Registers, tuple[IntExpr, ...]]] = {}
+            for c in self.sites:
+                a, b = c.factors if m in c.factors[0].free else c.factors[::-1]
+                for factor, axis, layout, name in ((a, m, instruction.a.layout, "m"), (b, n, instruction.b.layout, "n")):
+                    if operand(factor) not in loaded:
+                        loaded[operand(factor)] = self.load_fragments(slabs[operand(factor)], slot, axis, kk * instruction.shape[2], layout, name)
+            for c in self.sites:
+                a, b = c.factors if m in c.factors[0].free else c.factors[::-1]
+                (left, i), (right, j) = loaded[operand(a)], loaded[operand(b)]
+                place = self.w.fragments[c.reduce].place
+                order = (*i, *j) if list(self.tiles)[0] is m else (*j, *i)
+                loops = [(v, True) for v in (*j, *i)]
+                self.w.loops(loops, lambda left=left, right=right, i=i, j=j, place=place, order=order: self.w.out.append(  # type: ignore[arg-type, misc]
+                    k.Multiply(instruction.name, place, (*order, 0), left, (*i, 0), right, (*j, 0))))
+
+        self.w.loops([(kk, True)], body)
+
+    def bound_to(self, name: str) -> Any:
+        for a in self.tiles:
+            if any(f.level == f"inst.{name}" for f in self.factors(a)):
+                return a
+        raise Limitation(f"no axis of {self.site.names[0]} is bound to inst.{name}")
+
+    def load_fragments(self, slab: Slab, slot: IntExpr, axis: Any, depth: IntExpr, layout: Layout, name: str) -> tuple[k.Registers, tuple[IntExpr, ...]]:
+        """All fragments of an operand along its axis, two at a time where an instruction loads two."""
+        digits = [d for d in self.tiles[axis].digits if d.level in ("warp", "reg")]
+        regs = [d for d in digits if d.level == "reg"]
+        size = 1 << dict(layout.extents)[name]
+        along = name if slab.axes[-1].axis is axis else "k"
+        pair = 1
+        if regs and regs[-1].stride == size and regs[-1].size % 2 == 0:
+            if loader(double := Layout.parse(f"{str(layout).replace('; lane', f' {name}{size}; lane')}"), 90, along):
+                layout, pair = double, 2
+        found = loader(layout, 90, along)
+        if found is None:
+            raise Limitation(f"{slab.place.name}: no load brings it into the fragments of {self.site.instruction}")
+        move, rows = found
+        count = move.count // pair
+        place = self.w.registers(slab.place.name.rstrip("0123456789") + "f", u32, [*(d.size for d in regs), count])
+        row = {c: _spread(_component(rows, layout, c)) for c, _ in layout.extents}
+        variables = [d.value for d in regs]
+        if pair == 2:
+            half = self.bindings.loop_variable("p", regs[-1].size // 2)
+            pairs: list[IntExpr] = [*variables[:-1], half * 2]
+            loops = [*variables[:-1], half]
+        else:
+            pairs, loops = list(variables), list(variables)
+        outer = value([d for d in digits if d.level == "warp"])
+        for d, x in zip(regs, pairs, strict=True):
+            outer = outer + x * d.stride
+        at = {axis: outer + row[name], self.axes[0]: depth + row["k"]}
+        where = (slot, *(at[t.axis] for t in slab.axes))
+        load = k.LoadMatrix(move.name, place, (*pairs, 0), slab.place, where)
+        self.w.loops([(v, True) for v in loops], lambda: self.w.out.append(load))  # type: ignore[misc]
+        return place, tuple(variables)
+
+
+def _component(rows: Sequence[int], layout: Layout, coordinate: str) -> list[int]:
+    """What each bit of the lane adds to one coordinate."""
+    shift = 0
+    for name, bits in layout.extents:
+        if name == coordinate:
+            return [row >> shift & (1 << bits) - 1 for row in rows]
+        shift += bits
+    return []
+
+
+def _spread(images: Sequence[int]) -> IntExpr:
+    """The sum over the lane's bits of what each adds, neighbours that stay neighbours together."""
+    total: IntExpr = 0
+    bit = 0
+    while bit < len(images):
+        end = bit + 1
+        while images[bit] and end < len(images) and images[end] == images[bit] << end - bit:
+            end += 1
+        total = total + k.LANE // (1 << bit) % (1 << end - bit) * images[bit]
+        bit = end
+    return total
+
+
+def _size(x: Any) -> int:
+    found: int = x.dtype.size
+    return found

@@ -1,0 +1,196 @@
+"""Bindings as digits: what every factor of an axis is at run time, as an expression of block, warp and lane or as a loop's variable."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from terrazzo.errors import Limitation
+from terrazzo.hw import mma_sync
+from terrazzo.hw.instruction import MatrixInstruction
+from terrazzo.ir.dialects.kernel import BLOCK, LANE
+from terrazzo.ir.expr import IntExpr, Var, terms_of
+from terrazzo.ir.layout import Layout
+from terrazzo.ir.schedule import Factor, Schedule, Site, Word
+from terrazzo.ir.types import DType
+
+MATRIX = {i.name: i for i in mma_sync.INSTRUCTIONS}
+LOOPED = ("time", "reg", "frag")
+"""The levels whose digit is a loop's variable. "frag" is the part of an instruction's axis that lies in a lane's own registers."""
+
+WIDEST = 16
+"""Bytes one access of a thread moves at most."""
+
+
+@dataclass(frozen=True)
+class Digit:
+    """One factor of an axis. `value` is in [0, size) and counts `stride` elements; `inner` is its place value in the warp's or lane's number.
+
+    A digit of level "frag" adds value << `place` to the number of the fragment's register.
+    """
+
+    level: str
+    size: int
+    value: IntExpr
+    stride: int
+    inner: int = 1
+    place: int = 0
+
+
+@dataclass(frozen=True)
+class _Grid:
+    axis: str
+    size: int
+    order: Word | None
+
+
+class Bindings:
+    """The digits of every axis of a kernel, as its sites see them."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.numbers = itertools.count()
+        grids = [_Grid(a, f.size, _order(f)) for a, b in schedule.axes for f in b if isinstance(f, Factor) and f.level == "grid"]
+        self.blocks = math.prod(g.size for g in grids)
+        self.warps = max([1, *(self._count("warp", s) for s in (None, *schedule.sites))])
+        self.block, self.warp = Var(BLOCK, self.blocks), Var("warp", self.warps)
+        self.grid = _grid_digits(grids, self.block)
+
+    def loop_variable(self, prefix: str, size: int) -> Var:
+        """A variable no other loop of this kernel has."""
+        return Var(f"{prefix}{next(self.numbers)}", size)
+
+    def site(self, names: Sequence[str]) -> Site | None:
+        """The first site among those of these names that the schedule describes."""
+        return next((s for name in names for s in self.schedule.sites if name in s.names), None)
+
+    def digits(self, axis: str, site: Site | None, default: int) -> list[Digit]:
+        """The digits of an axis, outermost first. One that nothing binds is a serial loop of `default` steps."""
+        factors = [f for f in self.schedule.binding(site, axis)] or [Factor("time", default)]
+        instruction = self.instruction(site, axis)
+        out: list[Digit] = []
+        stride = math.prod(f.size for f in factors)
+        for f in factors:
+            stride //= f.size
+            if f.level == "grid":
+                out.append(Digit("grid", f.size, self.grid[axis], stride))
+            elif f.level in ("time", "reg"):
+                out.append(Digit(f.level, f.size, self.loop_variable("t" if f.level == "time" else "i", f.size), stride))
+            elif f.level in ("warp", "lane"):
+                inner = self._inner(f, axis, site)
+                number = self.warp if f.level == "warp" else LANE
+                out.append(Digit(f.level, f.size, number // inner % f.size, stride, inner))
+            elif f.level.startswith("inst.") and instruction is not None:
+                out += self._fragment(instruction.d.layout, f.level[-1], stride)
+            elif f.level != "block":
+                raise Limitation(f"{axis} = ... {f} ...: nothing derives a kernel from the level {f.level} yet")
+        return out
+
+    def instruction(self, site: Site | None, axis: str) -> MatrixInstruction | None:
+        """The matrix instruction that binds parts of an axis."""
+        from terrazzo.ir.schedule import Like
+
+        while site is not None and isinstance(like := dict(site.axes).get(axis), Like):
+            name, _, other = like.site.partition(".")
+            site, axis = self.site([name]), other or axis
+        return MATRIX.get(site.instruction or "") if site else None
+
+    def _fragment(self, layout: Layout, coordinate: str, stride: int) -> list[Digit]:
+        return [
+            Digit("lane" if part == "lane" else "frag", size,
+                  LANE // (1 << first) % size if part == "lane" else self.loop_variable("e", size), stride << bit, 1 << first, first)
+            for part, first, bit, size in runs(layout, coordinate)
+        ]  # fmt: skip
+
+    def _lines(self, site: Site | None) -> list[tuple[str, Sequence[Factor]]]:
+        """What a site binds: the kernel's lines it leaves alone, then its own."""
+        own = dict(site.axes) if site else {}
+        outer = [(a, b) for a, b in self.schedule.axes if a not in own]
+        return [*outer, *((a, self.schedule.binding(site, a)) for a in own)]  # type: ignore[list-item]
+
+    def _count(self, level: str, site: Site | None) -> int:
+        return math.prod(f.size for _, b in self._lines(site) for f in b if f.level == level)
+
+    def _inner(self, factor: Factor, axis: str, site: Site | None) -> int:
+        """The place value of a factor in the number of its level: those of later factors, and of later axes, count faster."""
+        found, inner = False, 1
+        for a, b in self._lines(site):
+            for f in b:
+                if f.level == factor.level:
+                    if found:
+                        inner *= f.size
+                    found = found or (f is factor and a == axis)
+        return inner
+
+
+def runs(layout: Layout, coordinate: str) -> list[tuple[str, int, int, int]]:
+    """(part, first bit there, first bit of the coordinate, size) for stretches of bits of one coordinate, highest first."""
+    shift, at = {}, 0
+    for name, bits in layout.extents:
+        shift[name] = at
+        at += bits
+    width = dict(layout.extents)[coordinate]
+    owner = {}
+    for part, images in layout.places:
+        for k, image in enumerate(images):
+            if image and image >> shift[coordinate] and (image >> shift[coordinate]) < 1 << width:
+                owner[(image >> shift[coordinate]).bit_length() - 1] = (part, k)
+    out: list[tuple[str, int, int, int]] = []
+    for bit in range(width):
+        part, k = owner[bit]
+        if out and out[-1][0] == part and out[-1][1] + out[-1][3].bit_length() - 1 == k:
+            p, first, start, size = out[-1]
+            out[-1] = (p, first, start, size * 2)
+        else:
+            out.append((part, k, bit, 2))
+    return out[::-1]
+
+
+def _order(f: Factor) -> Word | None:
+    found = dict(f.options).get("order")
+    return found if isinstance(found, Word) else None
+
+
+def _grid_digits(grids: Sequence[_Grid], block: Var) -> dict[str, IntExpr]:
+    """The grid digit of every axis: the last axis counts fastest, but for groups, which walk down their rows first."""
+    out: dict[str, IntExpr] = {}
+    rest: IntExpr = block
+    todo = list(grids)
+    while todo:
+        g = todo.pop()
+        if todo and (order := todo[-1].order) is not None and order.name == "grouped" and todo[-1].size % order.args[0] == 0:
+            rows, height = todo.pop(), order.args[0]
+            group = height * g.size
+            out[rows.axis] = rest // group % (rows.size // height) * height + rest % height
+            out[g.axis] = rest % group // height
+            rest = rest // (rows.size * g.size)
+        else:
+            out[g.axis] = rest % g.size
+            rest = rest // g.size
+    return out
+
+
+def value(digits: Sequence[Digit]) -> IntExpr:
+    """The index that digits make."""
+    total: IntExpr = 0
+    for d in digits:
+        total = total + d.value * d.stride
+    return total
+
+
+def axis_name(axis: Any) -> str:
+    """What schedules call an axis."""
+    return axis.name if isinstance(axis, Var) else f"r{axis.label}"
+
+
+def zero(dtype: DType) -> bool | int | float:
+    """0 of a type."""
+    return 0.0 if dtype.is_float else False if dtype.kind == "bool" else 0
+
+
+def divides(d: int, e: IntExpr) -> bool:
+    """Whether d divides an expression, visibly."""
+    return all(c % d == 0 for c in terms_of(e).values())

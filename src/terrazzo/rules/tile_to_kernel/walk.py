@@ -1,0 +1,347 @@
+"""The loop nest of a kernel as statements of Kernel IR, each loop cut into the digits of its axis.
+
+What a binding means for a reduction is derived here, once, for every monoid: digits in time and registers accumulate, those in
+lanes meet by shuffles, those in warps through shared memory; every thread has the result then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from terrazzo.errors import Limitation
+from terrazzo.ir import nest as n
+from terrazzo.ir.contraction import contraction
+from terrazzo.ir.address import coefficient, flatten, mentions
+from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import IntExpr, Var, at_least, terms_of
+from terrazzo.ir.node import Node, substitute
+from terrazzo.ir.schedule import Factor, Site
+from terrazzo.ir.types import DType, Type
+from terrazzo.rules.tile_to_kernel.contract import Contractor, Fragment
+from terrazzo.rules.tile_to_kernel.digits import LOOPED, WIDEST, Bindings, Digit, axis_name, divides, value, zero
+
+@dataclass
+class Scope:
+    """What is known where statements are written.
+
+    `env` maps axes to expressions and terms to terms of Kernel IR; `places` loads, up to the names of loops, to the registers that
+    hold them; `digits` has those of the axes outside; `kept` the loads that are to fill such registers; `threads` has the levels of threads that axes outside bind.
+    """
+
+    env: dict[Any, Any] = field(default_factory=dict)
+    digits: dict[Any, list[Digit]] = field(default_factory=dict)
+    places: dict[Node, k.Registers] = field(default_factory=dict)
+    kept: dict[Node, tuple[k.Registers, tuple[Any, ...]]] = field(default_factory=dict)
+    threads: frozenset[str] = frozenset()
+
+    def inner(self) -> Scope:
+        return Scope(dict(self.env), dict(self.digits), dict(self.places), {}, self.threads)
+
+    def __call__(self, x: Any) -> Any:
+        """A term or an index in terms of Kernel IR."""
+        return substitute(x, self.env)
+
+    def all(self, xs: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(map(self, xs))
+
+
+class Walker:
+    """Writes statements. `names` says what the sites of the kernel are called in schedules."""
+
+    def __init__(self, kernel: l.Kernel, bindings: Bindings) -> None:
+        self.kernel, self.bindings = kernel, bindings
+        self.names: dict[Node, str] = {site: name for name, site in n.accumulators(kernel).items()}
+        self.keep = {name for name, operand in bindings.schedule.operands if operand.place == "reg"}
+        self.out: list[Node] = []
+        self.shared: list[k.Shared] = []
+        self.counts: dict[str, int] = {}
+        self.depth = 0
+        self.tiled = {a for a, b in bindings.schedule.axes for f in b if isinstance(f, Factor) and f.level == "block"}
+        self.fragments: dict[l.Reduce, Fragment] = {}
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def fresh(self, prefix: str) -> str:
+        self.counts[prefix] = self.counts.get(prefix, -1) + 1
+        return f"{prefix}{self.counts[prefix]}"
+
+    def inside(self, write: Callable[[], None]) -> tuple[Node, ...]:
+        """The statements that `write` writes."""
+        outer, self.out = self.out, []
+        write()
+        found, self.out = tuple(self.out), outer
+        return found
+
+    def loops(self, variables: Sequence[tuple[Var, bool]], write: Callable[[], None]) -> None:
+        """Loops over (variable, unrolled), the first outermost."""
+        if not variables:
+            return write()
+        (axis, unrolled), *rest = variables
+        self.depth += not unrolled
+        body = self.inside(lambda: self.loops(rest, write))
+        self.depth -= not unrolled
+        self.out.append(k.For(axis, body, unrolled))
+
+    def where(self, inside: Sequence[IntExpr], write: Callable[[], None]) -> None:
+        """`write` under a condition, unless it always holds."""
+        open_ = tuple(dict.fromkeys(e for e in inside if not at_least(e, 0)))
+        if not open_:
+            return write()
+        self.out.append(k.If(open_, self.inside(write)))
+
+    def let(self, term: Node, prefix: str = "v") -> k.Value:
+        name = k.Value(self.fresh(prefix), term.dtype)  # type: ignore[attr-defined]
+        self.out.append(k.Let(name, term))
+        return name
+
+    def registers(self, prefix: str, dtype: DType, shape: Sequence[int], init: l.Literal | None = None) -> k.Registers:
+        place = k.Registers(self.fresh(prefix), Type(dtype, tuple(shape)))
+        self.out.append(k.Declare(place, init))
+        return place
+
+    # -- the nest -----------------------------------------------------------------------------------------------------
+
+    def statements(self, body: Sequence[n.Statement], scope: Scope) -> None:
+        for s in self.left(body):
+            match s:
+                case n.Let():
+                    self.compute(s.term, scope)
+                case n.Accumulate():
+                    self.combine(scope.env[s.into], scope.all(s.args), s.into)
+                    if isinstance(s.into, l.Scan):
+                        self.name_result(s.into, scope.env[s.into], scope)
+                case l.Store():
+                    self.store(s, scope)
+                case n.Loop():
+                    if s.kind == "free" and axis_name(s.axes[0]) in self.tiled and not self.fragments:
+                        self.contract(s, scope)
+                    self.loop(s, scope)
+
+    def left(self, body: Sequence[n.Statement]) -> list[n.Statement]:
+        """Statements without the contractions that were written already."""
+        return [s for s in body if not (isinstance(s, n.Loop) and s.carried and all(r in self.fragments for r in s.carried))]
+
+    def contract(self, s: n.Loop, scope: Scope) -> None:
+        """The contractions inside the loops over a tile, before what follows them."""
+        tiles = [a for a in self.kernel.axes if a.name in self.tiled]
+        reduces = [r for r in self.names if isinstance(r, l.Reduce) and self.bindings.site([self.names[r]]) is not None]
+        site = self.bindings.site([self.names[r] for r in reduces])
+        if site is None or any(r.axes != reduces[0].axes or contraction(r) is None for r in reduces):
+            raise Limitation(f"{self.kernel.name}: a block is divided among threads for contractions over the same axes only")
+        if any(self.bindings.site([self.names[r]]) is not site for r in reduces):
+            raise Limitation(f"{self.kernel.name}: the contractions of a tile are bound alike")
+        Contractor(self, site, reduces, tiles, scope).write()
+
+    def compute(self, term: Any, scope: Scope) -> None:
+        if term in scope.env or isinstance(term, l.Reduce | l.Scan):
+            return
+        scope.env[term] = self.let(scope(term), "in" if isinstance(term, l.Load) else "v")
+        if term in scope.kept:
+            place, index = scope.kept[term]
+            self.out.append(l.Store(place, index, scope.env[term]))
+
+    def store(self, s: l.Store, scope: Scope) -> None:
+        """Where no axis is bound to lanes (or warps), all of them have the same value and the first stores it."""
+        first = [-number for level, number in (("lane", k.LANE), ("warp", self.bindings.warp)) if level not in scope.threads]
+        self.where(first, lambda: self.out.append(l.Store(s.buffer, scope.all(s.index), scope(s.value))))
+
+    def site(self, s: n.Loop) -> Site | None:
+        """What the schedule says of the sites in a loop: of the accumulators it carries, else of what it stores."""
+        if s.carried:
+            return self.bindings.site([self.names[r] for r in s.carried])
+        return self.bindings.site([x.buffer.name for x in _stores(s.body)])
+
+    def digits(self, s: n.Loop) -> list[list[Digit]]:
+        """The digits of every axis of a loop."""
+        site = self.site(s)
+        return [self.bindings.digits(axis_name(a), site, _extent(a)) for a in s.axes]
+
+    def loop(self, s: n.Loop, scope: Scope) -> None:
+        for r in s.carried:
+            self.declare(r, scope)
+        digits = self.digits(s)
+        if s.kind == "scan" and any(d.level in ("lane", "warp") for d in digits[0]):
+            raise Limitation(f"{axis_name(s.axes[0])} is bound to threads, and a scan along it runs in order")
+        inner = scope.inner()
+        if s.kind == "free":
+            inner.threads |= {d.level for ds in digits for d in ds if d.level in ("lane", "warp")}
+        inside = self.enter(s.axes, digits, inner)
+        looped = [d for ds in digits for d in ds if d.level in LOOPED]
+        leaf = not any(isinstance(x, n.Loop) for x in self.left(s.body))
+        vector = looped[-1] if leaf and looped and digits[-1][-1] is looped[-1] and looped[-1].level != "time" else None
+        if leaf:
+            self.keep_loads(s, digits, scope, inner)
+        if vector is not None and (step := self.vector(s, vector, inside, inner)) is not None:
+            self.loops([(d.value, d.level != "time") for d in looped[:-1]], step)  # type: ignore[misc]
+        else:
+            body = lambda: self.where(inside, lambda: self.statements(s.body, inner))  # noqa: E731
+            self.loops([(d.value, d.level != "time") for d in looped], body)  # type: ignore[misc]
+        if s.kind == "reduce":
+            for r in s.carried:
+                self.meet(r, scope.env[r], digits)
+        for r in s.carried:
+            self.name_result(r, scope.env[r], scope)
+
+    def enter(self, axes: Sequence[Any], digits: Sequence[Sequence[Digit]], scope: Scope) -> list[IntExpr]:
+        """Give axes their values in a scope; what must be >= 0 for them to be in range."""
+        inside = []
+        for axis, ds in zip(axes, digits, strict=True):
+            scope.env[axis] = at = value(ds)
+            scope.digits[axis] = list(ds)
+            inside.append(_extent(axis) - 1 - at)
+        for r, fragment in self.fragments.items():
+            if all(a in scope.digits for a in fragment.axes):
+                scope.env[r] = l.Load(fragment.place, fragment.index(scope.digits))
+        return [e for e in inside if not at_least(e, 0)]
+
+    # -- vectors and kept loads --------------------------------------------------------------------------------------
+
+    def vector(self, s: n.Loop, digit: Digit, inside: Sequence[IntExpr], scope: Scope) -> Callable[[], None] | None:
+        """The body of a leaf for all values of its innermost digit at once, with wide loads and stores; None where none is wide."""
+        j, size = digit.value, digit.size
+        assert isinstance(j, Var)
+        if size & size - 1 or any(not _uniform(e, j, size) for e in inside):
+            return None
+        loads = [x.term for x in s.body if isinstance(x, n.Let) and isinstance(x.term, l.Load) and x.term not in scope.env and self.wide(scope(x.term), j, size)]
+        stores = [x for x in s.body if isinstance(x, l.Store) and self.wide(l.Load(x.buffer, scope.all(x.index)), j, size)]
+        if not loads and not stores:
+            return None
+        start = {j: 0}
+
+        def step() -> None:
+            here = scope.inner()
+            here.kept = scope.kept
+            for load in loads:
+                self.wide_load(load, j, size, here)
+            kept = {x: self.registers("out", x.buffer.type.dtype, (size,)) for x in stores}
+            rest = [x for x in self.left(s.body) if not (isinstance(x, n.Let) and x.term in loads)]
+
+            def body() -> None:
+                for x in rest:
+                    if isinstance(x, l.Store) and x in kept:
+                        self.out.append(l.Store(kept[x], (j,), here(x.value)))
+                    else:
+                        self.statements([x], here)
+
+            self.loops([(j, True)], body)
+            for x, place in kept.items():
+                to = tuple(substitute(i, start) for i in scope.all(x.index))
+                self.out.append(k.Move(x.buffer, to, place, (0,), size))
+
+        return lambda: self.where([substitute(e, start) for e in inside], step)
+
+    def wide(self, load: l.Load, j: Var, size: int) -> bool:
+        """Whether the loads for all j in [0, size) lie one behind the other, aligned, under one condition."""
+        offset = flatten(load.index, load.buffer.type.element_strides)
+        least = min(size, WIDEST // load.dtype.size)
+        return coefficient(offset, j) == 1 and divides(least, substitute(offset, {j: 0})) and not any(mentions(e, j) for e in load.inside)
+
+    def wide_load(self, load: l.Load, j: Var, size: int, scope: Scope) -> None:
+        found: l.Load = scope(load)
+        at = tuple(substitute(i, {j: 0}) for i in found.index)
+        if load in scope.kept:
+            place, index = scope.kept[load]
+        else:
+            init = l.Literal(zero(load.dtype), load.dtype) if found.inside else None
+            place, index = self.registers("in", load.dtype, (size,), init), (j,)
+        self.where(found.inside, lambda: self.out.append(k.Move(place, (*index[:-1], 0), load.buffer, at, size)))
+        scope.env[load] = l.Load(place, index)
+
+    def keep_loads(self, s: n.Loop, digits: Sequence[Sequence[Digit]], scope: Scope, inner: Scope) -> None:
+        """Loads of a leaf that the schedule keeps in registers: read from those an earlier leaf filled, or to fill new ones."""
+        looped = [d for ds in digits for d in ds if d.level in LOOPED]
+        if not self.keep or not looped or any(d.level == "time" for d in looped):
+            return
+        variables = tuple(d.value for d in looped)
+        same = {v: Var(f"kept{p}", d.size) for p, (v, d) in enumerate(zip(variables, looped, strict=True))}
+        for x in s.body:
+            if not isinstance(x, n.Let) or not isinstance(x.term, l.Load) or x.term.buffer.name not in self.keep:
+                continue
+            key = substitute(inner(x.term), same)
+            if key in scope.places:
+                inner.env[x.term] = l.Load(scope.places[key], variables)
+            else:
+                scope.places[key] = self.registers(x.term.buffer.name + "_", x.term.dtype, [d.size for d in looped])
+                inner.kept[x.term] = scope.places[key], variables
+
+    # -- reductions ----------------------------------------------------------------------------------------------------
+
+    def declare(self, r: Any, scope: Scope) -> None:
+        """Accumulators at their identity."""
+        types = r.dtype if r.monoid.width > 1 else (r.dtype,)
+        name = self.fresh("acc")
+        places = []
+        for p, (dtype, identity) in enumerate(zip(types, r.monoid.identity(types), strict=True)):
+            place = k.Registers(name if r.monoid.width == 1 else f"{name}_{p}", Type(dtype, ()))
+            self.out.append(k.Declare(place, l.Literal(identity, dtype)))
+            places.append(place)
+        scope.env[r] = tuple(places)
+
+    def name_result(self, r: Any, places: Any, scope: Scope) -> None:
+        """From here on, uses of the reduction or scan read its accumulators."""
+        if r.monoid.width == 1:
+            scope.env[r] = l.Load(places[0], ())
+        else:
+            for p, place in enumerate(places):
+                scope.env[l.Get(r, p)] = l.Load(place, ())
+
+    def combine(self, places: Any, args: Sequence[Node], r: Any) -> None:
+        """places = combine(places, args)."""
+        if isinstance(places, l.Load):  # a scan, of one value, that was named already
+            places = (places.buffer,)
+        new = r.monoid.combine(l.apply, [l.Load(p, ()) for p in places], list(args))
+        if len(places) > 1:
+            new = [self.let(x, "c") for x in new]
+        for place, x in zip(places, new, strict=True):
+            self.out.append(l.Store(place, (), x))
+
+    def meet(self, r: Any, places: Any, digits: Sequence[Sequence[Digit]]) -> None:
+        """Combine what the threads have: over lanes, then over warps."""
+        for d in (d for ds in digits for d in ds if d.level == "lane"):
+            for bit in range(d.size.bit_length() - 1):
+                others = [self.let(k.Shuffle(l.Load(p, ()), d.inner << bit), "other") for p in places]
+                self.combine(places, others, r)
+        warps = [d for ds in digits for d in ds if d.level == "warp"]
+        if not warps:
+            return
+        warp = self.bindings.warp
+        meeting = [k.Shared(self.fresh("meet"), Type(p.type.dtype, (self.bindings.warps, k.WARP))) for p in places]
+        self.shared += meeting
+        for place, p in zip(meeting, places, strict=True):
+            self.out.append(l.Store(place, (warp, k.LANE), l.Load(p, ())))
+        self.out.append(k.Sync())
+        types = r.dtype if r.monoid.width > 1 else (r.dtype,)
+        for p, dtype, identity in zip(places, types, r.monoid.identity(types), strict=True):
+            self.out.append(l.Store(p, (), l.Literal(identity, dtype)))
+        variables = [self.bindings.loop_variable("w", d.size) for d in warps]
+        at: IntExpr = warp
+        for d, v in zip(warps, variables, strict=True):
+            at = at + (v - d.value) * d.inner
+        self.loops([(v, True) for v in variables], lambda: self.combine(places, [l.Load(m, (at, k.LANE)) for m in meeting], r))
+        if self.depth:
+            self.out.append(k.Sync())  # before the next step of a loop writes there again
+
+
+def _uniform(e: IntExpr, j: Var, size: int) -> bool:
+    """Whether e >= 0 holds for all j in [0, size) or for none: e = -j + multiples of size + (size - 1), or free of j."""
+    c = coefficient(e, j)
+    return c == 0 or (c == -1 and divides(size, e + j - (size - 1)))
+
+
+def _extent(axis: Any) -> int:
+    if not isinstance(axis.extent, int):
+        raise Limitation(f"the axis {axis_name(axis)} has a symbolic extent")
+    return axis.extent
+
+
+def _stores(body: Sequence[n.Statement]) -> list[l.Store]:
+    found = []
+    for s in body:
+        if isinstance(s, n.Loop):
+            found += _stores(s.body)
+        elif isinstance(s, l.Store):
+            found.append(s)
+    return found

@@ -1,0 +1,1 @@
+"""The CUDA targets: Kernel IR to CUDA C++."""

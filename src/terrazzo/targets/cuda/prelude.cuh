@@ -1,0 +1,130 @@
+// What every CUDA kernel may use: element types, conversions, wide accesses, asynchronous copies. Our own code only; no header is needed.
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i8 = signed char;
+using i16 = short;
+using i32 = int;
+using i64 = long long;
+using f32 = float;
+using f64 = double;
+// 16-bit floats are for storage only, arithmetic is in f32: types of their own, so that nothing takes them for numbers.
+enum class f16 : u16 {};
+enum class bf16 : u16 {};
+using int32_t = i32;
+using uint32_t = u32;
+using int64_t = i64;
+using uint64_t = u64;
+#define INT64_MIN (-9223372036854775807LL - 1)
+#define TZ static __device__ __forceinline__
+
+namespace std {  // the few of its templates that scalars.h needs
+template <bool, class A, class B> struct conditional { using type = A; };
+template <class A, class B> struct conditional<false, A, B> { using type = B; };
+template <bool c, class A, class B> using conditional_t = typename conditional<c, A, B>::type;
+template <class A, class B> constexpr bool is_same_v = false;
+template <class A> constexpr bool is_same_v<A, A> = true;
+template <class A> constexpr bool is_floating_point_v = is_same_v<A, float> || is_same_v<A, double>;
+template <class A> constexpr bool is_unsigned_v = is_same_v<A, u8> || is_same_v<A, u16> || is_same_v<A, u32> || is_same_v<A, u64> || is_same_v<A, bool>;
+template <class A> constexpr bool is_signed_v = !is_unsigned_v<A>;
+template <class A> using make_unsigned_t = conditional_t<sizeof(A) == 1, u8, conditional_t<sizeof(A) == 2, u16, conditional_t<sizeof(A) == 4, u32, u64>>>;
+template <class A> constexpr bool is_integral_v = !is_floating_point_v<A>;
+TZ float fabs(float x) { return ::fabsf(x); }
+TZ double fabs(double x) { return ::fabs(x); }
+TZ float fmod(float a, float b) { return ::fmodf(a, b); }
+TZ double fmod(double a, double b) { return ::fmod(a, b); }
+TZ float copysign(float a, float b) { return ::copysignf(a, b); }
+TZ double copysign(double a, double b) { return ::copysign(a, b); }
+template <class T> struct numeric_limits;
+template <> struct numeric_limits<float> {
+  TZ float infinity() { return __int_as_float(0x7f800000); }
+  TZ float quiet_NaN() { return __int_as_float(0x7fffffff); }
+};
+template <> struct numeric_limits<double> {
+  TZ double infinity() { return __longlong_as_double(0x7ff0000000000000LL); }
+  TZ double quiet_NaN() { return __longlong_as_double(0x7fffffffffffffffLL); }
+};
+}  // namespace std
+
+TZ float tz_widen(bf16 x) { return __uint_as_float((u32)x << 16); }
+TZ float tz_widen(f16 x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"((u16)x)); return y; }
+TZ f16 tz_narrow_f16(float x) { u16 y; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x)); return (f16)y; }
+TZ bf16 tz_narrow_bf16(float x) {
+#if __CUDA_ARCH__ >= 800
+  u16 y;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
+  return (bf16)y;
+#else
+  u32 u = __float_as_uint(x);
+  return (bf16)(u16)(x != x ? 0x7fc0u : (u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+#endif
+}
+template <class T> constexpr bool tz_half = std::is_same_v<T, f16> || std::is_same_v<T, bf16>;
+#define TZ_COMPARE(op) \
+  TZ bool operator op(f16 a, f16 b) { return tz_widen(a) op tz_widen(b); } \
+  TZ bool operator op(bf16 a, bf16 b) { return tz_widen(a) op tz_widen(b); }
+TZ_COMPARE(==) TZ_COMPARE(!=) TZ_COMPARE(<) TZ_COMPARE(<=) TZ_COMPARE(>) TZ_COMPARE(>=)
+
+// A float rounded to odd keeps what a second rounding to a narrower type must know.
+TZ float tz_to_odd(double x) {
+  float f = (float)x;
+  u32 u = __float_as_uint(f);
+  bool inexact = (double)f != x && x == x && !(u & 1u), away = fabs((double)f) > fabs(x);
+  return __uint_as_float(inexact ? (away ? u - 1 : u + 1) : u);
+}
+template <class To, class From> TZ To tz_from_float(From x) {
+  if constexpr (sizeof(To) <= 2) return (To)(i32)x;
+  else return (To)x;
+}
+template <class T> TZ bool tz_signbit(T x) {
+  if constexpr (sizeof(T) == 2) return (u16)x >> 15;
+  else if constexpr (sizeof(T) == 4) return __float_as_uint(x) >> 31;
+  else return (u64)__double_as_longlong(x) >> 63;
+}
+
+// An index that came from data: out of range is noted, and reads element 0.
+TZ i64 tz_at(i64 i, i64 extent, int* bad) {
+  bool outside = (u64)i >= (u64)extent;
+  if (outside) *bad = 1;
+  return outside ? 0 : i;
+}
+template <class T> TZ T tz_fdiv(T a, i64 b) { T q = (T)(a / b); return (T)(q - (a % b < 0)); }
+template <class T> TZ T tz_fmod_index(T a, i64 b) { T r = (T)(a % b); return r < 0 ? (T)(r + b) : r; }
+
+#include "scalars.h"
+
+// Accesses of up to 16 bytes.
+template <int bytes> struct tz_wide;
+template <> struct tz_wide<1> { using type = u8; };
+template <> struct tz_wide<2> { using type = u16; };
+template <> struct tz_wide<4> { using type = u32; };
+template <> struct tz_wide<8> { using type = uint2; };
+template <> struct tz_wide<16> { using type = uint4; };
+template <int count, class T> TZ void move(T* to, const T* from) {
+  constexpr int bytes = count * sizeof(T), step = bytes < 16 ? bytes : 16;
+  using W = typename tz_wide<step>::type;
+#pragma unroll
+  for (int i = 0; i < bytes / step; i++) reinterpret_cast<W*>(to)[i] = reinterpret_cast<const W*>(from)[i];
+}
+
+template <class T> TZ T shuffle_xor(T x, int mask) {
+  if constexpr (sizeof(T) >= 4) return __shfl_xor_sync(~0u, x, mask);
+  else return (T)__shfl_xor_sync(~0u, (int)x, mask);
+}
+
+TZ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+// The byte offset with bits 4.. exchanged by those three above: conflict-free rows of `span` bytes (0: as it is).
+template <int span> TZ int swizzle(int offset) {
+  if constexpr (span == 0) return offset;
+  else return offset ^ ((offset >> 3) & (span - 16));
+}
+
+#if __CUDA_ARCH__ >= 800
+template <int bytes> TZ void cp_async(void* to, const void* from, bool inside = true) {
+  if constexpr (bytes == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(shared_address(to)), "l"(from), "r"(inside ? 16 : 0) : "memory");
+  else asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" :: "r"(shared_address(to)), "l"(from), "n"(bytes), "r"(inside ? bytes : 0) : "memory");
+}
+TZ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int open> TZ void cp_async_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(open) : "memory"); }
+#endif

@@ -1,0 +1,49 @@
+// The scalar functions that C++ and CUDA lack, shared by both. Our own code only.
+// Whoever includes this has tz_widen and tz_narrow_* for 16-bit floats, tz_to_odd, tz_from_float and TZ.
+template <class To, class From> TZ To tz_cast(From x) {
+  if constexpr (std::is_same_v<To, From>) return x;
+  else if constexpr (tz_half<From>) return tz_cast<To>(tz_widen(x));
+  else if constexpr (tz_half<To>) {
+    float f;
+    if constexpr (std::is_same_v<From, double>) f = tz_to_odd(x);
+    else f = (float)x;
+    if constexpr (std::is_same_v<To, f16>) return tz_narrow_f16(f);
+    else return tz_narrow_bf16(f);
+  }
+  else if constexpr (std::is_same_v<To, bool>) return x != (From)0;
+  else if constexpr (std::is_floating_point_v<From> && std::is_integral_v<To>) return tz_from_float<To>(x);
+  else return (To)x;
+}
+
+// Integers wrap. In C++ only unsigned ones do; below 64 bits there is a wider type to compute in.
+template <class T> using tz_wrap = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
+template <class T> TZ T tz_add(T a, T b) { return (T)((tz_wrap<T>)a + (tz_wrap<T>)b); }
+template <class T> TZ T tz_sub(T a, T b) { return (T)((tz_wrap<T>)a - (tz_wrap<T>)b); }
+template <class T> TZ T tz_mul(T a, T b) { return (T)((tz_wrap<T>)a * (tz_wrap<T>)b); }
+template <class T> TZ T tz_neg(T a) { return (T)(0 - (tz_wrap<T>)a); }
+template <class T> TZ T tz_min(T a, T b) { if constexpr (std::is_floating_point_v<T>) return a != a ? a : (a < b ? a : b); else return a < b ? a : b; }
+template <class T> TZ T tz_max(T a, T b) { if constexpr (std::is_floating_point_v<T>) return a != a ? a : (a > b ? a : b); else return a > b ? a : b; }
+template <class T> TZ T tz_abs(T x) { if constexpr (std::is_floating_point_v<T>) return std::fabs(x); else if constexpr (std::is_unsigned_v<T>) return x; else return x < 0 ? tz_neg(x) : x; }
+template <class T> TZ T tz_sign(T x) { if constexpr (std::is_floating_point_v<T>) return x != x ? x : (T)((x > 0) - (x < 0)); else return (T)((x > 0) - (x < 0)); }
+template <class T> TZ T tz_not(T x) { if constexpr (std::is_same_v<T, bool>) return !x; else return (T)~x; }
+// Integer division by zero and of the smallest number by -1 would trap: 0 and wrapping, as numpy has it.
+template <class T> TZ T tz_truncdiv(T a, T b) { if (b == 0) return 0; if constexpr (std::is_signed_v<T>) if (b == -1) return tz_neg(a); return (T)(a / b); }
+template <class T> TZ T tz_rem(T a, T b) { if (b == 0) return 0; if constexpr (std::is_signed_v<T>) if (b == -1) return 0; return (T)(a % b); }
+template <class T> TZ T tz_floordiv(T a, T b) { T q = tz_truncdiv(a, b), r = tz_rem(a, b); return (T)(q - (r != 0 && ((r < 0) != (b < 0)))); }
+template <class T> TZ T tz_fmod(T a, T b) { if constexpr (std::is_floating_point_v<T>) return std::fmod(a, b); else return tz_rem(a, b); }
+template <class T> TZ T tz_mod(T a, T b) {
+  T r = tz_fmod(a, b);
+  if constexpr (std::is_floating_point_v<T>) {
+    if (r != 0) return (r < 0) != (b < 0) ? r + b : r;
+    return std::copysign((T)0, b);
+  } else return (T)(r != 0 && ((r < 0) != (b < 0)) ? r + b : r);
+}
+template <class T> TZ T tz_gcd(T a, T b) { while (b != 0) { T r = tz_rem(a, b); a = b; b = r; } return tz_abs(a); }
+template <class T> TZ T tz_shl(T a, T b) { return b < 0 || b >= (T)(8 * sizeof(T)) ? (T)0 : (T)((std::make_unsigned_t<T>)a << b); }
+template <class T> TZ T tz_shr(T a, T b) { return b < 0 || b >= (T)(8 * sizeof(T)) ? (a < 0 ? (T)-1 : (T)0) : (T)(a >> b); }
+template <class T> TZ T tz_ipow(T a, T b) {
+  if (b < 0) return a == 1 ? (T)1 : a == (T)-1 ? (b % 2 == 0 ? (T)1 : (T)-1) : (T)0;
+  T out = 1;
+  for (T n = b; n; n = (T)(n >> 1)) { if (n & 1) out = tz_mul(out, a); a = tz_mul(a, a); }
+  return out;
+}
