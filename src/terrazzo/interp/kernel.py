@@ -15,6 +15,8 @@ import numpy as np
 
 from terrazzo.errors import CompilerBug, UserError
 from terrazzo.hw import ldmatrix, mma_sync
+from terrazzo.interp.loop import run_call
+from terrazzo.interp.tensor import Call
 from terrazzo.ir.address import evaluate, flatten
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
@@ -25,6 +27,17 @@ TOGETHER = 1 << 14
 """How many threads are simulated together."""
 MATRIX = {i.name: i for i in mma_sync.INSTRUCTIONS}
 MOVES = {i.name: i for i in ldmatrix.INSTRUCTIONS}
+
+
+def run(program: k.Program, inputs: Mapping[str, Any], *, call: Call | None = None) -> list[Any]:
+    """The results of `program`."""
+    memory: dict[l.Buffer, Any] = {b: np.asarray(inputs[b.name]).astype(b.type.dtype.numpy) for b in program.inputs}
+    for step in program.steps:
+        if isinstance(step, k.Kernel):
+            run_kernel(step, memory)
+        else:
+            run_call(step, memory, False, call)
+    return [memory[b] for b in program.results]
 
 
 def run_kernel(kernel: k.Kernel, memory: dict[l.Buffer, Any]) -> None:

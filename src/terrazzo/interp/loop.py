@@ -37,7 +37,7 @@ def run(program: l.Program, inputs: Mapping[str, Any], *, precise: bool = False,
         if isinstance(step, l.Kernel):
             run_kernel(step, memory, precise)
         else:
-            _run_call(step, memory, precise, call)
+            run_call(step, memory, precise, call)
     return [memory[b] for b in program.results]
 
 
@@ -151,7 +151,7 @@ class _Evaluator:
         return out if term.monoid.width > 1 else out[0]
 
 
-def _run_call(step: l.Call, memory: dict[l.Buffer, Any], precise: bool, call: Call | None) -> None:
+def run_call(step: l.Call, memory: dict[l.Buffer, Any], precise: bool, call: Call | None) -> None:
     if call is None:
         raise UserError(f"{step.name} is opaque and this interpreter was given no way to run PyTorch")
 

@@ -24,7 +24,7 @@ from terrazzo.ir.layout import Layout
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.schedule import Factor, Site
 from terrazzo.ir.types import Type, u32
-from terrazzo.rules.tile_to_kernel.digits import WIDEST, Digit, axis_name, divides, value, zero
+from terrazzo.rules.tile_to_kernel.digits import WIDEST, Digit, axis_name, divides, value, wide, zero
 
 if TYPE_CHECKING:
     from terrazzo.rules.tile_to_kernel.walk import Scope, Walker
@@ -225,7 +225,7 @@ class Contractor:
         env = self.coordinates(slab, [*(Var(f"${n}", t.size) for n, t in enumerate(slab.axes[:-1])), q * width + j], Var("$t", self.steps))
         found: l.Load = substitute(slab.term, env)
         uniform = all(divides(width, t.axis.extent) for t in slab.axes[-1:] if not at_least(t.axis.extent - 1 - env[t.axis], 0))
-        return uniform and self.w.wide(found, j, width)
+        return uniform and wide(found, j, width)
 
     def coordinates(self, slab: Slab, at: Sequence[IntExpr], t: IntExpr) -> dict[Any, Any]:
         """The axes' values at an element of a slab, in step t."""

@@ -11,9 +11,12 @@ from typing import Any
 from terrazzo.errors import Limitation
 from terrazzo.hw import mma_sync
 from terrazzo.hw.instruction import MatrixInstruction
+from terrazzo.ir.address import coefficient, flatten, mentions
+from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.kernel import BLOCK, LANE
 from terrazzo.ir.expr import IntExpr, Var, terms_of
 from terrazzo.ir.layout import Layout
+from terrazzo.ir.node import substitute
 from terrazzo.ir.schedule import Factor, Schedule, Site, Word
 from terrazzo.ir.types import DType
 
@@ -194,3 +197,10 @@ def zero(dtype: DType) -> bool | int | float:
 def divides(d: int, e: IntExpr) -> bool:
     """Whether d divides an expression, visibly."""
     return all(c % d == 0 for c in terms_of(e).values())
+
+
+def wide(load: l.Load, j: Any, size: int) -> bool:
+    """Whether the loads for all j in [0, size) lie one behind the other, aligned, under one condition."""
+    offset = flatten(load.index, load.buffer.type.element_strides)
+    least = min(size, WIDEST // load.dtype.size)
+    return coefficient(offset, j) == 1 and divides(least, substitute(offset, {j: 0})) and not any(mentions(e, j) for e in load.inside)

@@ -21,14 +21,15 @@ from terrazzo.ir.node import Node, substitute
 from terrazzo.ir.schedule import Factor, Site
 from terrazzo.ir.types import DType, Type
 from terrazzo.rules.tile_to_kernel.contract import Contractor, Fragment
-from terrazzo.rules.tile_to_kernel.digits import LOOPED, WIDEST, Bindings, Digit, axis_name, divides, value, zero
+from terrazzo.rules.tile_to_kernel.digits import LOOPED, WIDEST, Bindings, Digit, axis_name, divides, value, wide, zero
 
 @dataclass
 class Scope:
     """What is known where statements are written.
 
     `env` maps axes to expressions and terms to terms of Kernel IR; `places` loads, up to the names of loops, to the registers that
-    hold them; `digits` has those of the axes outside; `kept` the loads that are to fill such registers; `threads` has the levels of threads that axes outside bind.
+    hold them; `digits` has those of the axes outside; `kept` the loads that are to fill such registers; `threads` has the levels of threads that axes outside bind; `pending` the conditions of axes outside
+    under which memory may be touched, where no condition can stand around a barrier.
     """
 
     env: dict[Any, Any] = field(default_factory=dict)
@@ -36,9 +37,10 @@ class Scope:
     places: dict[Node, k.Registers] = field(default_factory=dict)
     kept: dict[Node, tuple[k.Registers, tuple[Any, ...]]] = field(default_factory=dict)
     threads: frozenset[str] = frozenset()
+    pending: tuple[IntExpr, ...] = ()
 
     def inner(self) -> Scope:
-        return Scope(dict(self.env), dict(self.digits), dict(self.places), {}, self.threads)
+        return Scope(dict(self.env), dict(self.digits), dict(self.places), {}, self.threads, self.pending)
 
     def __call__(self, x: Any) -> Any:
         """A term or an index in terms of Kernel IR."""
@@ -133,12 +135,22 @@ class Walker:
             raise Limitation(f"{self.kernel.name}: a block is divided among threads for contractions over the same axes only")
         if any(self.bindings.site([self.names[r]]) is not site for r in reduces):
             raise Limitation(f"{self.kernel.name}: the contractions of a tile are bound alike")
-        Contractor(self, site, reduces, tiles, scope).write()
+        around = scope.inner()
+        for a in self.kernel.axes:
+            if a not in around.env and a not in tiles:
+                digits = self.bindings.digits(a.name, None, _extent(a))
+                if any(d.level != "grid" for d in digits):
+                    raise Limitation(f"{a.name} lies inside a tile of {', '.join(sorted(self.tiled))}, so only the grid can walk it")
+                self.enter([a], [digits], around)
+        Contractor(self, site, reduces, tiles, around).write()
 
     def compute(self, term: Any, scope: Scope) -> None:
         if term in scope.env or isinstance(term, l.Reduce | l.Scan):
             return
-        scope.env[term] = self.let(scope(term), "in" if isinstance(term, l.Load) else "v")
+        found = scope(term)
+        if isinstance(term, l.Load):
+            found = l.Load.make(found.buffer, found.index, (*found.inside, *scope.pending))
+        scope.env[term] = self.let(found, "in" if isinstance(term, l.Load) else "v")
         if term in scope.kept:
             place, index = scope.kept[term]
             self.out.append(l.Store(place, index, scope.env[term]))
@@ -146,7 +158,7 @@ class Walker:
     def store(self, s: l.Store, scope: Scope) -> None:
         """Where no axis is bound to lanes (or warps), all of them have the same value and the first stores it."""
         first = [-number for level, number in (("lane", k.LANE), ("warp", self.bindings.warp)) if level not in scope.threads]
-        self.where(first, lambda: self.out.append(l.Store(s.buffer, scope.all(s.index), scope(s.value))))
+        self.where([*first, *scope.pending], lambda: self.out.append(l.Store(s.buffer, scope.all(s.index), scope(s.value))))
 
     def site(self, s: n.Loop) -> Site | None:
         """What the schedule says of the sites in a loop: of the accumulators it carries, else of what it stores."""
@@ -169,6 +181,10 @@ class Walker:
         if s.kind == "free":
             inner.threads |= {d.level for ds in digits for d in ds if d.level in ("lane", "warp")}
         inside = self.enter(s.axes, digits, inner)
+        if s.kind == "free" and any(mentions(e, v) for e in inside for v in (k.LANE, self.bindings.warp)) and self.meets_warps(s.body):
+            inner.pending, inside = (*inner.pending, *inside), []
+        elif s.kind == "reduce":
+            inside, inner.pending = [*inside, *inner.pending], ()
         looped = [d for ds in digits for d in ds if d.level in LOOPED]
         leaf = not any(isinstance(x, n.Loop) for x in self.left(s.body))
         vector = looped[-1] if leaf and looped and digits[-1][-1] is looped[-1] and looped[-1].level != "time" else None
@@ -184,6 +200,11 @@ class Walker:
                 self.meet(r, scope.env[r], digits)
         for r in s.carried:
             self.name_result(r, scope.env[r], scope)
+
+    def meets_warps(self, body: Sequence[n.Statement]) -> bool:
+        """Whether warps meet somewhere inside."""
+        loops = [s for s in self.left(body) if isinstance(s, n.Loop)]
+        return any(self.meets_warps(s.body) or (s.kind == "reduce" and any(d.level == "warp" for ds in self.digits(s) for d in ds)) for s in loops)
 
     def enter(self, axes: Sequence[Any], digits: Sequence[Sequence[Digit]], scope: Scope) -> list[IntExpr]:
         """Give axes their values in a scope; what must be >= 0 for them to be in range."""
@@ -205,8 +226,8 @@ class Walker:
         assert isinstance(j, Var)
         if size & size - 1 or any(not _uniform(e, j, size) for e in inside):
             return None
-        loads = [x.term for x in s.body if isinstance(x, n.Let) and isinstance(x.term, l.Load) and x.term not in scope.env and self.wide(scope(x.term), j, size)]
-        stores = [x for x in s.body if isinstance(x, l.Store) and self.wide(l.Load(x.buffer, scope.all(x.index)), j, size)]
+        loads = [x.term for x in s.body if isinstance(x, n.Let) and isinstance(x.term, l.Load) and x.term not in scope.env and wide(scope(x.term), j, size)]
+        stores = [x for x in s.body if isinstance(x, l.Store) and wide(l.Load(x.buffer, scope.all(x.index)), j, size)]
         if not loads and not stores:
             return None
         start = {j: 0}
@@ -232,12 +253,6 @@ class Walker:
                 self.out.append(k.Move(x.buffer, to, place, (0,), size))
 
         return lambda: self.where([substitute(e, start) for e in inside], step)
-
-    def wide(self, load: l.Load, j: Var, size: int) -> bool:
-        """Whether the loads for all j in [0, size) lie one behind the other, aligned, under one condition."""
-        offset = flatten(load.index, load.buffer.type.element_strides)
-        least = min(size, WIDEST // load.dtype.size)
-        return coefficient(offset, j) == 1 and divides(least, substitute(offset, {j: 0})) and not any(mentions(e, j) for e in load.inside)
 
     def wide_load(self, load: l.Load, j: Var, size: int, scope: Scope) -> None:
         found: l.Load = scope(load)

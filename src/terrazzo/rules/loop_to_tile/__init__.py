@@ -1,0 +1,1 @@
+"""Loop IR to Tile IR: a schedule for every kernel."""

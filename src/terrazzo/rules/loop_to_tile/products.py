@@ -1,0 +1,293 @@
+"""Schedules of contractions: which tile, on which instruction, by a model of what each costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from terrazzo.hw import mma_sync
+from terrazzo.hw.gpu import Gpu
+from terrazzo.ir import nest as n
+from terrazzo.ir.address import coefficient, flatten
+from terrazzo.ir.contraction import Contraction, contraction
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import Loaded
+from terrazzo.ir.node import Node, topological
+from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
+from terrazzo.rules.loop_to_tile.threads import ceil, grid
+from terrazzo.rules.tile_to_kernel.contract import operand
+
+
+@dataclass(frozen=True)
+class Product:
+    """A kernel that is one tile of contractions and what follows them. `m` only the first factors know, `n` only the second."""
+
+    kernel: l.Kernel
+    names: tuple[str, ...]
+    sites: tuple[Contraction, ...]
+    m: Any
+    n: Any
+
+    @property
+    def batch(self) -> list[Any]:
+        return [a for a in self.kernel.axes if a is not self.m and a is not self.n]
+
+    @property
+    def axes(self) -> tuple[Any, ...]:
+        return self.sites[0].reduce.axes
+
+    @property
+    def operands(self) -> list[Node]:
+        return list(dict.fromkeys(operand(f) for c in self.sites for f in c.factors))
+
+    def factors(self, c: Contraction) -> tuple[Node, Node]:
+        """The factor of m, that of n."""
+        a, b = c.factors
+        return (a, b) if self.m in a.free else (b, a)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A block's part of m and n, a step of k, and how warps and threads divide them: m, n of warps, then of lanes on CUDA cores."""
+
+    m: int
+    n: int
+    k: int
+    warps: tuple[int, int]
+    lanes: tuple[int, int] = (1, 1)
+    ring: int = 3
+
+    @property
+    def threads(self) -> int:
+        return math.prod(self.warps) * 32
+
+
+CUDA_CORES = (
+    Tile(128, 128, 16, (4, 2), (4, 8)),
+    Tile(128, 64, 16, (4, 1), (4, 8)),
+    Tile(64, 128, 16, (2, 2), (4, 8)),
+    Tile(64, 64, 16, (2, 2), (4, 8)),
+    Tile(32, 128, 16, (1, 4), (4, 8)),
+    Tile(32, 64, 32, (1, 2), (4, 8)),
+    Tile(32, 32, 32, (1, 2), (8, 4)),
+    Tile(16, 64, 32, (1, 2), (4, 8)),
+    Tile(16, 32, 32, (1, 2), (8, 4)),
+)
+TENSOR_CORES = (
+    Tile(128, 128, 32, (2, 4), ring=4),
+    Tile(128, 64, 32, (2, 2), ring=4),
+    Tile(64, 128, 32, (1, 4), ring=4),
+    Tile(64, 64, 64, (2, 2), ring=4),
+    Tile(32, 128, 64, (1, 4), ring=4),
+    Tile(32, 64, 64, (1, 4), ring=4),
+    Tile(32, 32, 64, (1, 2), ring=4),
+    Tile(16, 64, 64, (1, 4), ring=4),
+    Tile(16, 32, 128, (1, 2), ring=4),
+)
+
+
+def product(kernel: l.Kernel) -> Product | None:
+    """The kernel as a product, or None: all its reductions are contractions over the same axes, in the innermost of its loops."""
+    found = n.accumulators(kernel)
+    sites = [contraction(r) if isinstance(r, l.Reduce) else None for r in found.values()]
+    reduces = list(found.values())
+    if not sites or None in sites or any(r.axes != reduces[0].axes for r in reduces) or not _chain(n.nest(kernel)):  # type: ignore[union-attr]
+        return None
+    products = tuple(c for c in sites if c)
+    extents = [a.extent for a in (*kernel.axes, *products[0].reduce.axes)]
+    if not all(isinstance(e, int) and e > 0 for e in extents):
+        return None
+    if any(isinstance(x, Loaded | l.Index) for c in products for x in topological(c.factors)):
+        return None
+    axes = frozenset(kernel.axes)
+    if any(s.free & axes != axes for s in kernel.stores):
+        return None
+    best: Product | None = None
+    for column in kernel.axes:
+        for row in kernel.axes:
+            pairs = [c.factors if row in c.factors[0].free else c.factors[::-1] for c in products]
+            if row is not column and all(row in a.free and row not in b.free and column in b.free and column not in a.free for a, b in pairs):
+                along = all(coefficient(flatten(s.index, s.buffer.type.element_strides), column) == 1 for s in kernel.stores)
+                score = (row.extent * column.extent, along)  # type: ignore[operator]
+                if best is None or score > (best.m.extent * best.n.extent, _along(best)):
+                    best = Product(kernel, tuple(found), products, row, column)
+    return best if best and best.m.extent > 1 and best.n.extent > 1 and math.prod(a.extent for a in best.axes) >= 8 else None
+
+
+def _along(p: Product) -> bool:
+    return all(coefficient(flatten(s.index, s.buffer.type.element_strides), p.n) == 1 for s in p.kernel.stores)
+
+
+def _chain(body: Sequence[n.Statement]) -> bool:
+    """True for loops in one another, with reductions in the innermost only."""
+    for s in body:
+        if isinstance(s, n.Loop) and s.kind == "free":
+            if any(isinstance(x, n.Loop) for x in body if x is not s):
+                return False
+            return _chain(s.body)
+        if isinstance(s, n.Loop) and (s.kind != "reduce" or any(isinstance(x, n.Loop) for x in s.body)):
+            return False
+    return True
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A tile of a product, in so many pieces of k, on an instruction (None: CUDA cores), and the nanoseconds the model gives it."""
+
+    tile: Tile
+    pieces: int
+    instruction: str | None
+    time: float
+
+
+def plans(p: Product, gpu: Gpu) -> list[Plan]:
+    """Every plan that fits, best first."""
+    instruction = _instruction(p, gpu)
+    found = [_plan(p, gpu, t, s, instruction) for t in (TENSOR_CORES if instruction else CUDA_CORES) for s in _pieces(p, t, gpu)]
+    return sorted(found, key=lambda x: x.time)
+
+
+def _instruction(p: Product, gpu: Gpu) -> str | None:
+    """A matrix instruction for all of the operands: plain loads, contiguous and 16 bytes aligned, of its type."""
+    types = {x.dtype for x in p.operands}  # type: ignore[attr-defined]
+    if len(types) != 1 or len(p.axes) != 1 or p.sites[0].reduce.dtype.name != "f32":
+        return None
+    kind = types.pop()
+    for i in sorted(mma_sync.INSTRUCTIONS, key=lambda i: -i.shape[2]):
+        if i.a.dtype is kind and i.since <= gpu.number and i.d.dtype.name == "f32" and all(_aligned(x, p) for x in p.operands):
+            return i.name
+    return None
+
+
+def _aligned(x: Node, p: Product) -> bool:
+    """A load whose rows are 16 bytes aligned: along k, m or n it is contiguous, and everything else is a multiple of 8 elements."""
+    if not isinstance(x, l.Load) or x.inside:
+        return False
+    offset = flatten(x.index, x.buffer.type.element_strides)
+    inner = [a for a in (*p.axes, p.m, p.n) if a in x.free and coefficient(offset, a) == 1]
+    others = [a for a in (*p.kernel.axes, *p.axes) if a in x.free and a not in inner[:1]]
+    strides = [coefficient(offset, a) for a in others]
+    return bool(inner) and inner[0].extent % 8 == 0 and all(isinstance(s, int) and s % 8 == 0 for s in strides)
+
+
+def _pieces(p: Product, t: Tile, gpu: Gpu) -> Iterator[int]:
+    """Into how many pieces k may be cut: 1, and powers of two while the machine is not full."""
+    yield 1
+    last = p.axes[-1].extent
+    blocks = _blocks(p, t)
+    s = 2
+    while blocks * s <= gpu.processors * 4 and last % (s * t.k) == 0 and last // s >= 4 * t.k and s <= 64:
+        yield s
+        s *= 2
+
+
+def _blocks(p: Product, t: Tile) -> int:
+    return ceil(p.m.extent, t.m) * ceil(p.n.extent, t.n) * math.prod(a.extent for a in p.batch)
+
+
+def _plan(p: Product, gpu: Gpu, t: Tile, pieces: int, instruction: str | None) -> Plan:
+    """Time: the slowest of arithmetic (in waves of blocks), cache and memory; a split pays for its partial sums."""
+    batch, depth = math.prod(a.extent for a in p.batch), math.prod(a.extent for a in p.axes)
+    size = max(x.dtype.size for x in p.operands)  # type: ignore[attr-defined]
+    count = len(p.sites)
+    blocks = _blocks(p, t) * pieces
+    shared = t.ring * (t.m + t.n * count) * (t.k + (0 if instruction else 4)) * size
+    resident = max(1, min(gpu.shared // max(shared, 1), 2048 // t.threads, 65536 // (t.threads * (128 if instruction else 168))))
+    waves = ceil(blocks, gpu.processors * resident)
+    rate = (gpu.tensor if instruction else gpu.fma) / gpu.processors
+    area = t.m * t.n / (t.m + t.n)  # operations per byte of shared memory
+    efficiency = min(1.0, area / (64 if instruction else 28)) ** 0.7
+    filled = min(blocks / gpu.processors, resident)  # blocks that share a processor hide each other's waits
+    alone = min(1.0, 0.45 + 0.2 * filled + t.threads / 1024)
+    work = 2.0 * t.m * t.n * (depth / pieces) * count
+    arithmetic = waves * min(resident, max(filled, 1)) * work / (rate * efficiency * alone)
+    steps = depth / pieces / t.k * 350.0 / max(1, min(t.ring, 4) - 1)  # a step cannot take less than its loads' latency, shared by the ring
+    traffic = batch * depth * size * (p.m.extent * ceil(p.n.extent, t.n) + p.n.extent * count * ceil(p.m.extent, t.m))
+    least = batch * depth * size * (p.m.extent + p.n.extent * count)
+    busy = min(1.0, blocks / gpu.processors)
+    time = max(arithmetic, waves * steps, traffic / (gpu.cache * busy), least / (gpu.memory * busy))
+    if pieces > 1:
+        time += gpu.launch + 2 * pieces * batch * p.m.extent * p.n.extent * count * 4 / gpu.cache
+    return Plan(t, pieces, instruction, time)
+
+
+def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
+    """The bindings of a plan that is in one piece."""
+    t, kernel = plan.tile, p.kernel
+    down, across = ceil(p.m.extent, t.m), ceil(p.n.extent, t.n)
+    group = next(g for g in (8, 4, 2, 1) if down % g == 0)
+    order = (("order", Word("grouped", (group,))),) if group > 1 and across > 1 else ()
+    lines: list[tuple[str, Any]] = [(a.name, grid(a.extent)) for a in p.batch]
+    lines.append((p.m.name, (Factor("grid", down, order), Factor("block", t.m))))
+    lines.append((p.n.name, (Factor("grid", across), Factor("block", t.n))))
+    *outer, last = p.axes
+    lines += [(f"r{a.label}", (Factor("time", a.extent),)) for a in outer]
+    step = min(t.k, 1 << (last.extent - 1).bit_length())
+    if plan.instruction:
+        m, nn, k = (int(x) for x in (16, 8, plan.instruction.split("k")[1].split(".")[0]))
+        step = max(step, k)
+        site = [
+            (p.m.name, _factors(("warp", t.warps[0]), ("reg", t.m // t.warps[0] // m), ("inst.m", m))),
+            (p.n.name, _factors(("warp", t.warps[1]), ("reg", t.n // t.warps[1] // nn), ("inst.n", nn))),
+            (f"r{last.label}", _factors(("reg", step // k), ("inst.k", k))),
+        ]
+        operands = tuple((_name(x), Operand("smem", (("by", "cp.async"), ("swizzle", 64 if _row(x, p, t, step) == 32 else 128)))) for x in p.operands)
+    else:
+        inner = min(4, step)
+        site = [
+            (p.m.name, _factors(("warp", t.warps[0]), ("reg", t.m // t.warps[0] // t.lanes[0]), ("lane", t.lanes[0]))),
+            (p.n.name, _factors(("warp", t.warps[1]), *_column(p, t))),
+            (f"r{last.label}", _factors(("reg", step // inner), ("reg", inner))),
+        ]
+        by = "cp.async" if gpu.number >= 80 and all(_copies(x, p) for x in p.operands) else "ld"
+        operands = tuple((_name(x), Operand("smem", (("by", by), ("pad", 4)))) for x in p.operands if any(True for _ in _loads(x)))
+    ring = t.ring if plan.instruction or by == "cp.async" else 2
+    lines.append((f"r{last.label}", (Factor("time", ceil(last.extent, step), (("ring", ring),)), Factor("block", step))))
+    stores = tuple(dict.fromkeys(b.name for b in kernel.writes))
+    like = Site(stores, ((p.m.name, Like(p.names[0])), (p.n.name, Like(p.names[0]))))
+    return Schedule(
+        kernel.name, gpu.arch, tuple(lines), (), (),
+        (Site(p.names, tuple(site), operands, plan.instruction or "fma.f32"), like),
+    )  # fmt: skip
+
+
+def _column(p: Product, t: Tile) -> tuple[tuple[str, int], ...]:
+    """n between lanes and registers: vectors of registers where the operand of n is contiguous along it, else one element a lane."""
+    each = t.n // t.warps[1] // t.lanes[1]
+    along = any(coefficient(flatten(x.index, x.buffer.type.element_strides), p.n) == 1 for y in p.operands if p.n in y.free for x in _loads(y))
+    if along and each % 4 == 0:
+        return (("reg", each // 4), ("lane", t.lanes[1]), ("reg", 4))
+    return (("reg", each), ("lane", t.lanes[1]))
+
+
+def _row(x: Node, p: Product, t: Tile, step: int) -> int:
+    """Elements in a row of an operand's slab."""
+    (load,) = _loads(x)
+    offset = flatten(load.index, load.buffer.type.element_strides)
+    for a, size in ((p.axes[-1], step), (p.m, t.m), (p.n, t.n)):
+        if a in x.free and coefficient(offset, a) == 1:
+            return size
+    return 0
+
+
+def _copies(x: Node, p: Product) -> bool:
+    """Whether cp.async can bring an operand in: a load with a stride of one along some axis of its slab, 4 bytes wide at least."""
+    if not isinstance(x, l.Load) or x.inside:
+        return False
+    return x.dtype.size >= 4 or _aligned(x, p)
+
+
+def _loads(x: Node) -> list[l.Load]:
+    return [y for y in topological([x]) if isinstance(y, l.Load)]
+
+
+def _name(x: Node) -> str:
+    loads = _loads(x)
+    return loads[0].buffer.name if loads else "?"
+
+
+def _factors(*pairs: tuple[str, int]) -> tuple[Factor, ...]:
+    kept = [Factor(level, size) for level, size in pairs if size > 1]
+    return tuple(kept) or (Factor(pairs[-1][0], pairs[-1][1]),)

@@ -1,0 +1,47 @@
+"""A reduction split over the grid: one kernel for partial states, and one that combines them in order and does all the rest.
+
+For every monoid: split-K, split reductions, split-KV are this one rewrite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import Var
+from terrazzo.ir.node import transform
+from terrazzo.ir.types import Type
+
+
+def split(kernel: l.Kernel, reduces: Sequence[l.Reduce], pieces: int) -> tuple[l.Kernel, l.Kernel]:
+    """`kernel` as two, its `reduces` (over axes of the same extents, whose last one `pieces` divides) in so many pieces."""
+    axes = tuple(a for a in kernel.axes if any(a in r.free for r in reduces))
+    part = Var("s", pieces)
+    stores: list[l.Store] = []
+    whole: dict[l.Reduce, l.Node] = {}
+    for number, r in enumerate(reduces):
+        inner, args = l.open_binder(r)
+        last = inner[-1]
+        step = last.extent // pieces
+        short = Var(l.fresh_name(), step)
+        fresh = (*inner[:-1], short)
+        from terrazzo.ir.node import substitute
+
+        body = tuple(substitute(a, {last: part * step + short}) for a in args)
+        partial = l.Reduce.make(r.monoid, fresh, body)
+        types = r.dtype if r.monoid.width > 1 else (r.dtype,)
+        own = tuple(a for a in axes if a in r.free)
+        loads = []
+        for p, dtype in enumerate(types):
+            name = f"{kernel.name}_part{number or ''}{f'_{p}' if len(types) > 1 else ''}"
+            buffer = l.Buffer(name, Type(dtype, (pieces, *(a.extent for a in own))))
+            stores.append(l.Store(buffer, (part, *own), l.Get(partial, p) if len(types) > 1 else partial))
+            s = Var(l.fresh_name(), pieces)
+            loads.append((s, l.Load(buffer, (s, *own))))
+        one = loads[0][0]
+        again = [substitute(x, {s: one}) for s, x in loads]
+        whole[r] = l.Reduce.make(r.monoid, (one,), tuple(again))
+    first = l.Kernel(f"{kernel.name}_part", (part, *axes), tuple(stores), kernel.source)
+    memo = dict(whole)
+    second = l.Kernel(kernel.name, kernel.axes, tuple(transform(s, lambda x: x, dict(memo)) for s in kernel.stores), kernel.source)  # type: ignore[arg-type]
+    return first, second

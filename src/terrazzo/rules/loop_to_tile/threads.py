@@ -1,0 +1,203 @@
+"""Binding walked axes to threads: pointwise kernels, and reductions whose threads share a row or take columns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from terrazzo.hw.gpu import Gpu
+from terrazzo.ir import nest as n
+from terrazzo.ir.address import coefficient, flatten
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import Var
+from terrazzo.ir.node import substitute, topological
+from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site
+from terrazzo.rules.tile_to_kernel.digits import WIDEST, axis_name, wide
+
+WARP = 32
+KEPT = 32
+"""Elements of one operand that a thread keeps in registers between two uses, at most."""
+
+
+def pointwise(kernel: l.Kernel, gpu: Gpu) -> Schedule:
+    """One axis over the grid, warps, lanes and a vector; further axes are walked."""
+    if not kernel.axes:
+        return Schedule(kernel.name, gpu.arch, ())
+    ordered = {x.at for x in topological([s.value for s in kernel.stores]) if isinstance(x, l.Scan)}
+    free = [a for a in kernel.axes if a not in ordered]
+    if not free:
+        return Schedule(kernel.name, gpu.arch, ())
+    axis = max(free, key=lambda a: (stride_one([kernel], a), _size(a)))
+    vector = vector_of(kernel.stores, axis)
+    while vector > 1 and _size(axis) // vector < gpu.processors * 2 * WARP * 4:
+        vector //= 2
+    threads = 4 if _size(axis) > 4 * WARP * vector else 1
+    lines = [(a.name, grid(_size(a))) for a in free if a is not axis]
+    size = threads * WARP * vector
+    own = (Factor("grid", ceil(_size(axis), size)), *_warps(threads), Factor("lane", WARP), *_vector(vector))
+    return Schedule(kernel.name, gpu.arch, (*lines, (axis.name, own)))
+
+
+def reduction(kernel: l.Kernel, gpu: Gpu) -> Schedule:
+    """Rows over the grid; the threads of a block (or of a warp, for short rows) share each reduction of a row and what is stored of it.
+
+    Where memory runs along a free axis instead, lanes take its columns and warps share the reduction.
+    """
+    top = _outermost(kernel)
+    rows = _rows(kernel, top)
+    longest = max((r.axes[-1] for r in top), key=_size)
+    columns = [a for a in rows if stride_one(_leaves(top), a) and not any(stride_one(_leaves([r]), r.axes[-1]) for r in top)]
+    if columns:
+        return _columns(kernel, gpu, rows, columns[-1], top)
+    inner = [a for a in kernel.axes if a not in rows]
+    vector = min([vector_of(_leaves([r]), r.axes[-1]) for r in top] + [vector_of(kernel.stores, a) for a in inner if _size(a) == _size(longest)])
+    length, count = _size(longest), math.prod(map(_size, rows))
+    if length <= 16 and not inner and rows:
+        return Schedule(kernel.name, gpu.arch, _row_lines(rows, (*_warps(4), Factor("lane", WARP)), 4 * WARP))
+    if length <= WARP * vector * 4 and rows and count >= gpu.processors:
+        warps, lines = 1, _row_lines(rows, _warps(4), 4)
+    else:
+        warps = _block(length, vector, count, gpu)
+        lines = tuple((a.name, grid(_size(a))) for a in rows)
+    used = warps * WARP
+    sites: list[Site] = []
+    bound: dict[tuple[str, int], str] = {}
+    for name, r in n.accumulators(kernel).items():
+        if r in top:
+            axis = r.axes[-1]
+            key = (axis_name(axis), _size(axis))
+            own = Like(bound[key]) if key in bound else shared_axis(_size(axis), used, vector if _size(axis) % vector == 0 else 1)
+            sites.append(Site((name,), ((axis_name(axis), own),)))
+            bound.setdefault(key, name)
+    same = {size: f"{name}.{axis}" for (axis, size), name in reversed(bound.items())}
+    for store in kernel.stores:
+        mine = [a for a in inner if a in store.free]
+        if mine:
+            axis = max(mine, key=lambda a: (stride_one([store], a), _size(a)))
+            own = Like(same[_size(axis)]) if _size(axis) in same else shared_axis(_size(axis), used, vector_of([store], axis))
+            if not any(dict(s.axes).keys() == {axis.name} and s.names[0] not in n.accumulators(kernel) for s in sites):
+                sites.append(Site((store.buffer.name,), ((axis.name, own),)))
+            else:
+                sites[-1] = Site((*sites[-1].names, store.buffer.name), sites[-1].axes)
+    per_thread = ceil(length, used * vector) * vector
+    loads = {x.buffer.name: 0 for x in topological([s.value for s in kernel.stores]) if isinstance(x, l.Load)}
+    for x in topological([s.value for s in kernel.stores]):
+        if isinstance(x, l.Load):
+            loads[x.buffer.name] += 1
+    keep = tuple((b, Operand("reg")) for b, uses in loads.items() if uses > 1) if per_thread <= KEPT * 2 else ()
+    return Schedule(kernel.name, gpu.arch, lines, keep[:2], (), tuple(sites))
+
+
+def finish(kernel: l.Kernel, gpu: Gpu) -> Schedule:
+    """What follows a split: short reductions of partial states, a thread for each point where there are many."""
+    found = n.accumulators(kernel)
+    if math.prod(map(_size, kernel.axes)) < 1024:
+        return reduction(kernel, gpu)
+    *outer, last = kernel.axes
+    warps = 4 if _size(last) >= 4 * WARP else 1
+    lines = (*((a.name, grid(_size(a))) for a in outer), (last.name, grid(ceil(_size(last), warps * WARP), *([("warp", warps)] if warps > 1 else []), ("lane", WARP))))
+    sites = tuple(Site((name,), ((axis_name(r.axes[0]), (Factor("reg" if _size(r.axes[0]) <= KEPT else "time", _size(r.axes[0])),)),)) for name, r in found.items())
+    return Schedule(kernel.name, gpu.arch, lines, (), (), sites)
+
+
+def _columns(kernel: l.Kernel, gpu: Gpu, rows: Sequence[Any], column: Any, top: Sequence[l.Reduce]) -> Schedule:
+    lines = tuple((a.name, grid(ceil(_size(a), WARP), ("lane", WARP)) if a is column else grid(_size(a))) for a in rows)
+    sites = []
+    for name, r in n.accumulators(kernel).items():
+        if r in top:
+            axis = max(r.axes, key=_size)
+            warps = 8
+            sites.append(Site((name,), ((axis_name(axis), (Factor("time", ceil(_size(axis), warps)), Factor("warp", warps))),)))
+    return Schedule(kernel.name, gpu.arch, lines, (), (), tuple(sites))
+
+
+def shared_axis(length: int, threads: int, vector: int) -> tuple[Factor, ...]:
+    """An axis divided among threads: registers (or a loop, where they would be many), warps, lanes, a vector."""
+    each = ceil(length, threads * vector)
+    outer = Factor("reg" if each * vector <= KEPT * 2 else "time", max(each, 1))
+    return (outer, *_warps(threads // WARP), Factor("lane", WARP), *_vector(vector))
+
+
+def _block(length: int, vector: int, rows: int, gpu: Gpu) -> int:
+    """Warps of a block for a row: few where rows are many, so that a thread has several accesses on their way."""
+    each = 4 if rows >= 4 * gpu.processors else 1
+    return max(1, min(32, 1 << (max(length // (WARP * vector * each), 1)).bit_length() - 1))
+
+
+def _row_lines(rows: Sequence[Any], inner: tuple[Factor, ...], size: int) -> tuple[tuple[str, tuple[Factor, ...]], ...]:
+    """The last row axis shared by warps or lanes too."""
+    *outer, last = rows
+    return (*((a.name, grid(_size(a))) for a in outer), (last.name, (Factor("grid", max(ceil(_size(last), size), 1)), *inner)))
+
+
+def grid(size: int, *inner: tuple[str, int]) -> tuple[Factor, ...]:
+    return (Factor("grid", max(size, 1)), *(Factor(level, k) for level, k in inner))
+
+
+def _warps(count: int) -> tuple[Factor, ...]:
+    return (Factor("warp", count),) if count > 1 else ()
+
+
+def _vector(count: int) -> tuple[Factor, ...]:
+    return (Factor("reg", count),) if count > 1 else ()
+
+
+def _rows(kernel: l.Kernel, top: Sequence[l.Reduce]) -> list[Any]:
+    """The axes around the outermost reductions."""
+    free = frozenset().union(*(r.free for r in top))
+    return [a for a in kernel.axes if a in free]
+
+
+def _outermost(kernel: l.Kernel) -> list[l.Reduce]:
+    """Reductions that are in no other one."""
+    found: list[l.Reduce] = []
+    for s in n.nest(kernel):
+        found += _carried(s)
+    return found
+
+
+def _carried(s: n.Statement) -> Iterator[l.Reduce]:
+    if isinstance(s, n.Loop):
+        if s.kind == "reduce":
+            yield from (r for r in s.carried if isinstance(r, l.Reduce))
+        else:
+            for x in s.body:
+                yield from _carried(x)
+
+
+def _leaves(reduces: Sequence[l.Reduce]) -> list[Any]:
+    return [a for r in reduces for a in r.args]
+
+
+def stride_one(terms: Sequence[Any], axis: Any) -> bool:
+    """Whether memory is read or written along an axis."""
+    for x in topological(terms):
+        if isinstance(x, l.Load | l.Store) and coefficient(flatten(x.index, x.buffer.type.element_strides), axis) == 1:
+            return True
+    return False
+
+
+def vector_of(terms: Sequence[Any], axis: Any) -> int:
+    """The widest vector along an axis for which some access is one: 16 bytes of the narrowest type, at most 8 elements."""
+    accesses = [x for x in topological(terms) if isinstance(x, l.Load | l.Store) and axis in x.free]
+    if not accesses:
+        return 1
+    narrowest = min(x.buffer.type.dtype.size for x in accesses)
+    for size in (8, 4, 2):
+        if size * narrowest <= WIDEST and _size(axis) % size == 0:
+            q, j = Var("$q", max(_size(axis) // size, 1)), Var("$j", size)
+            moved = [substitute(l.Load(x.buffer, x.index, getattr(x, "inside", ())), {axis: q * size + j}) for x in accesses]
+            if any(wide(x, j, size) for x in moved):
+                return size
+    return 1
+
+
+def ceil(a: int, b: int) -> int:
+    """a / b, rounded up, and at least 1: what is empty has one block, whose threads find nothing to do."""
+    return max(-(-a // b), 1)
+
+
+def _size(axis: Any) -> int:
+    found: int = axis.extent
+    return found
