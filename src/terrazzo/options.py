@@ -14,14 +14,13 @@ from typing import Any
 
 from terrazzo.errors import UserError
 
-TARGETS = ("cpu", "interpreter")
+TARGETS = ("auto", "cpu", "interpreter", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_120")
 
-# The modes of torch.compile. What they promise (no launch overhead, measured schedules) concerns GPUs only,
-# so on the targets that exist each of them means the defaults.
+# The modes of torch.compile. Schedules are not measured yet, so "max-autotune" means the defaults with the launches of a graph.
 MODES: dict[str, dict[str, object]] = {
     "default": {},
-    "reduce-overhead": {},
-    "max-autotune": {},
+    "reduce-overhead": {"graph": True},
+    "max-autotune": {"graph": True},
     "max-autotune-no-cudagraphs": {},
 }
 
@@ -39,7 +38,10 @@ def default_cache_directory(environ: Mapping[str, str]) -> Path:
 class Options:
     """What to compile for, and how.
 
-    target       one of `TARGETS`.
+    target       one of `TARGETS`; "auto" is where the tensors are.
+    graph        on a GPU, launch all kernels of a call as one CUDA graph.
+    schedules    schedules (text of Tile IR) that take the place of chosen ones, by the kernel's name.
+    spills       accept kernels that spill registers to memory; otherwise one is a compiler bug.
     threads      threads a compiled kernel may use; None leaves it to OpenMP.
     cache_dir    where compiled kernels are kept between runs.
     cache_limit  size in bytes above which the kernels unused for longest are dropped.
@@ -50,7 +52,10 @@ class Options:
     dump         a directory that receives every stage and the events; None writes nothing.
     """
 
-    target: str = "cpu"
+    target: str = "auto"
+    graph: bool = False
+    schedules: tuple[str, ...] = ()
+    spills: bool = False
     threads: int | None = None
     cache_dir: Path = field(default_factory=lambda: default_cache_directory(os.environ))
     cache_limit: int = 2 << 30

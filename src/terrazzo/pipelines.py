@@ -8,8 +8,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from terrazzo.errors import CompilerBug, UserError
+from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects import tile
 from terrazzo.ir.program import Program
+from terrazzo.ir.schedule import Schedule, parse_schedule
 from terrazzo.ir.show import show
 from terrazzo.ir.verify import verify
 from terrazzo.options import Options
@@ -17,7 +21,9 @@ from terrazzo.rewrite.rule import Log
 from terrazzo.rules import torch_to_tensor
 from terrazzo.rules.loop.fuse import fuse
 from terrazzo.rules.loop.layout import store_as_read
+from terrazzo.rules.loop_to_tile.choose import schedule
 from terrazzo.rules.tensor_to_loop.lift import lift
+from terrazzo.rules.tile_to_kernel.lower import program as derive
 from terrazzo.rules.torch_to_tensor.lower import lower as to_tensor
 from terrazzo.targets import target
 
@@ -48,22 +54,41 @@ PASSES = (
          lambda p, log, o: fuse(p, log, target(o.target).rates, o.materialize, _texts(o)) if o.fuse else p),
     Pass("store_as_read", "loop", "loop", "buffers that are only read transposed or reshaped are stored so",
          lambda p, log, o: store_as_read(p, log)),
+    Pass("schedule", "loop", "tile", "every kernel gets a schedule: the user's, or the best by the model of the machine",
+         lambda p, log, o: schedule(p, machine(o), log, pinned(o))),
+    Pass("derive", "tile", "kernel", "what follows from a schedule: places, copies, barriers, who does what",
+         lambda p, log, o: derive(p)),
 )  # fmt: skip
 
 LOWER = tuple(p.name for p in PASSES)
+GPU_ONLY = ("schedule", "derive")
 
 for _a, _b in pairwise(PASSES):
     assert _a.dst == _b.src, f"pass {_b.name} takes {_b.src} but follows one that gives {_a.dst}"
 
 
-def dialect(program: Program | l.Program) -> str:
+def dialect(program: Any) -> str:
     """Which IR a program is in."""
-    return "loop" if isinstance(program, l.Program) else program.dialect
+    return "loop" if isinstance(program, l.Program) else str(program.dialect)
+
+
+def machine(options: Options) -> Gpu:
+    """The GPU that is compiled for."""
+    found = target(options.target).gpu
+    if found is None:
+        raise UserError(f"the target {options.target} is no GPU, so kernels have no schedules")
+    return found
+
+
+def pinned(options: Options) -> dict[str, Schedule]:
+    """The schedules the user pinned, by kernel."""
+    return {s.kernel: s for s in map(parse_schedule, options.schedules)}
 
 
 def stages(program: Any, options: Options, log: Log, names: tuple[str, ...] = LOWER) -> list[tuple[Pass, Any, float]]:
     """Run the passes `names` that apply from the program's IR on; each with its result and the seconds it took."""
     verify(program, "reading")
+    names = names if target(options.target).gpu else tuple(n for n in names if n not in GPU_ONLY)
     out: list[tuple[Pass, Any, float]] = []
     for p in PASSES:
         if p.name in names and p.src == dialect(program):
@@ -84,10 +109,18 @@ class Lowering:
 
     @property
     def loop(self) -> l.Program:
-        """The last stage."""
-        last = self.stages[-1][1] if self.stages else self.source
-        assert isinstance(last, l.Program)
-        return last
+        """Loop IR as it is compiled: the last stage on a CPU, the one with schedules on a GPU."""
+        for program in (*(stage[1] for stage in reversed(self.stages)), self.source):
+            if isinstance(program, tile.Program):
+                return program.loop
+            if isinstance(program, l.Program):
+                return program
+        raise CompilerBug("a program was not lowered to Loop IR")
+
+    def at(self, ir: str) -> Any:
+        """The last program that is in this IR, or None."""
+        found = [p for p in (self.source, *(stage[1] for stage in self.stages)) if dialect(p) == ir]
+        return found[-1] if found else None
 
     def lifted(self) -> l.Program | None:
         """Loop IR before fusion; None where the input was Loop IR."""
@@ -107,6 +140,4 @@ def lowering(program: Any, options: Options) -> Lowering:
 
 def lower(program: Any, options: Options, log: Log) -> l.Program:
     """Any program down to fused Loop IR."""
-    done = stages(program, options, log)
-    lowered: l.Program = done[-1][1] if done else program
-    return lowered
+    return Lowering(program, stages(program, options, log), log).loop

@@ -22,7 +22,8 @@ from terrazzo.options import Options
 from terrazzo.run import compiled as compiled_module
 from terrazzo.run import compiler as compiler_module
 from terrazzo.run.cache import Cache
-from terrazzo.run.compiled import Interpreted, compile_program
+from terrazzo.run.compiled import compile_program
+from terrazzo.run.interpreted import Interpreted
 
 torch = pytest.importorskip("torch")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +50,7 @@ def request(
         bool,
         typer.Option("--random-weights", help="Random weights of the model's shapes: nothing is fetched.", rich_help_panel=_MODEL),
     ] = False,
-    target: Annotated[str, typer.Option(envvar="TERRAZZO_TARGET", help="See `terrazzo targets`.", rich_help_panel=_HOW)] = "cpu",
+    target: Annotated[str, typer.Option(envvar="TERRAZZO_TARGET", help="See `terrazzo targets`.", rich_help_panel=_HOW)] = "auto",
     threads: Annotated[
         int | None,
         typer.Option(envvar="TERRAZZO_THREADS", help="Threads a kernel may use.", rich_help_panel=_HOW, show_default=False),
@@ -94,9 +95,18 @@ def request(
     sizes = {name: value for name, value in sizes.items() if value is not None}
     if sizes and model is None:
         raise UserError(f"--{next(iter(sizes)).replace('_', '-')} concerns models; {given[0]} says by itself what is compiled")
-    chosen = {"target": target, "threads": threads, "compiler": compiler, "fuse": fuse, "verbose": verbose, "dump": dump}
+    chosen = {"target": here() if target == "auto" else target, "threads": threads, "compiler": compiler, "fuse": fuse, "verbose": verbose, "dump": dump}
     options = Options.from_mapping({**chosen, "materialize": materialize or ()})
     return Request(model, code, source, sizes, allow_fallback, options)
+
+
+def here() -> str:
+    """The target of this machine: its GPU, where PyTorch sees one, else its processor."""
+    if shutil.which("nvidia-smi") is None:
+        return "cpu"
+    from terrazzo.run.cuda import architecture, devices
+
+    return architecture() if devices() else "cpu"
 
 
 def with_request(command: Callable[..., None]) -> Callable[..., None]:

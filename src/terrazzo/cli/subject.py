@@ -43,15 +43,15 @@ def load(request: Request) -> Subject:
     if request.code is not None:
         from terrazzo.front import code
 
-        return _captured(*code.load(request.code))
+        return _captured(*code.load(request.code), request=request)
     from terrazzo.front import huggingface
 
     assert request.model is not None
     with working(f"loading {request.model}"):
-        return _captured(*huggingface.load(request.model, **request.sizes))
+        return _captured(*huggingface.load(request.model, **request.sizes), request=request)
 
 
-def _captured(fn: Any, args: Any, kwargs: Mapping[str, Any] | None = None) -> Subject:
+def _captured(fn: Any, args: Any, kwargs: Mapping[str, Any] | None = None, *, request: Request) -> Subject:
     import torch
     from torch.utils import _pytree as pytree
 
@@ -60,6 +60,9 @@ def _captured(fn: Any, args: Any, kwargs: Mapping[str, Any] | None = None) -> Su
 
     if isinstance(fn, torch.nn.Module):
         fn = fn.eval()
+    if (device := _device(request)) != "cpu":
+        fn = fn.to(device) if isinstance(fn, torch.nn.Module) else fn
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), (tuple(args), dict(kwargs or {})))
     with working("capturing"), _quiet():
         captured = capture(fn, args, kwargs)
     tensors = [leaf for leaf in pytree.tree_leaves((tuple(args), dict(kwargs or {}))) if isinstance(leaf, torch.Tensor)]
@@ -73,6 +76,14 @@ def _captured(fn: Any, args: Any, kwargs: Mapping[str, Any] | None = None) -> Su
         return interpreter.run(captured.program, {**captured.bound, **inputs}, precise=True)
 
     return Subject(captured.program, captured.bound, lambda: inputs, eager, exact)
+
+
+def _device(request: Request) -> str:
+    """Where a model is put: on the GPU where that is the target and one is here (to print kernels none is needed)."""
+    from terrazzo.run.cuda import devices
+    from terrazzo.targets import target
+
+    return "cuda" if target(request.options.target).gpu and devices() else "cpu"
 
 
 @contextmanager

@@ -66,7 +66,7 @@ def _graph(graph: Any, options: Options) -> Any:
         with unset_fake_temporarily():  # constants of the graph are real tensors
             program, constants = from_graph(graph, "forward")
             bound = {name: t.detach() for name, t in constants.items()}
-            compiled = compile_program(program, bound, options)
+            compiled = compile_program(program, bound, options, _device(graph))
     except Limitation as why:
         _say(str(why))
         output.args = (tuple(wanted),)
@@ -92,6 +92,17 @@ def _graph(graph: Any, options: Options) -> Any:
     return call
 
 
+def _device(graph: Any) -> str:
+    """The one device of a graph's tensors, scalars on the CPU aside; Limitation where there are several."""
+    import torch
+
+    values = [v for n in graph.graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor)]
+    found = list(dict.fromkeys(str(v.device) for v in values if v.dim() or v.device.type != "cpu")) or ["cpu"]
+    if len(found) > 1:
+        raise Limitation(f"a graph on several devices ({', '.join(found)})")
+    return found[0]
+
+
 def _laid_out(result: Any, like: Any) -> Any:
     """The result with the strides PyTorch expects of it, which later graphs may rely on."""
     import torch
@@ -100,9 +111,9 @@ def _laid_out(result: Any, like: Any) -> Any:
         return result
     room = 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))
     if room >= result.numel():
-        return torch.empty_strided(like.shape, like.stride(), dtype=result.dtype).copy_(result)
-    storage = torch.empty(room, dtype=result.dtype)  # elements share places, as after expand
-    places = torch.arange(room).as_strided(like.shape, like.stride())
+        return torch.empty_strided(like.shape, like.stride(), dtype=result.dtype, device=result.device).copy_(result)
+    storage = torch.empty(room, dtype=result.dtype, device=result.device)  # elements share places, as after expand
+    places = torch.arange(room, device=result.device).as_strided(like.shape, like.stride())
     storage[places.reshape(-1)] = result.reshape(-1)
     return storage.as_strided(like.shape, like.stride())
 

@@ -220,7 +220,9 @@ class _Blocks:
             if (state.writer[b, a] == -1).any():
                 raise CompilerBug(f"{self.kernel.name}: {type(s).__name__} reads elements of {place.name} that nobody wrote")
             if ((state.written[b, a] == self.epoch) & (state.writer[b, a] != w)).any():
-                raise CompilerBug(f"{self.kernel.name}: {type(s).__name__} reads {place.name} as another warp wrote it, with no barrier between")
+                raise CompilerBug(
+                    f"{self.kernel.name}: {type(s).__name__} reads {place.name} as another warp wrote it, with no barrier between"
+                )
             others = (state.read[b, a] == self.epoch) & (state.reader[b, a] != w)
             state.read[b, a], state.reader[b, a] = self.epoch, w
             state.reader[b[others], a[others]] = -2
@@ -243,9 +245,13 @@ class _Blocks:
         active = np.broadcast_to(who[..., None], at.shape)
         b, a, w = (np.broadcast_to(x, at.shape)[active] for x in (self.block[..., None], at, self.warp[..., None]))
         if ((state.read[b, a] == self.epoch) & (state.reader[b, a] != w)).any():
-            raise CompilerBug(f"{self.kernel.name}: {type(s).__name__} writes {place.name} while another warp reads it, with no barrier between")
+            raise CompilerBug(
+                f"{self.kernel.name}: {type(s).__name__} writes {place.name} while another warp reads it, with no barrier between"
+            )
         if ((state.written[b, a] == self.epoch) & (state.writer[b, a] != w) & (state.writer[b, a] != -1)).any():
-            raise CompilerBug(f"{self.kernel.name}: {type(s).__name__} writes {place.name} where another warp wrote, with no barrier between")
+            raise CompilerBug(
+                f"{self.kernel.name}: {type(s).__name__} writes {place.name} where another warp wrote, with no barrier between"
+            )
         state.data[b, a] = np.broadcast_to(data, at.shape)[active]
         state.written[b, a], state.writer[b, a] = self.epoch, w
 

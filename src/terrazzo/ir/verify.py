@@ -4,6 +4,7 @@ Torch and Tensor IR: only ops of the dialect; every input declared; no value rea
 Loop IR: each buffer is written once, before it is read, by the step that owns it; every variable is bound by an axis of its
 kernel or a reduction; every index is within its buffer wherever ranges can tell; every element is stored exactly once.
 Tile IR: each schedule is one of a kernel, and fits it.
+Kernel IR: every value and register exists where it is used, every loop's variable is bound, and no index leaves its place.
 """
 
 from __future__ import annotations
@@ -12,20 +13,22 @@ from typing import Any
 
 from terrazzo.errors import CompilerBug, UserError
 from terrazzo.ir.address import coefficient
+from terrazzo.ir.dialects import kernel, tile
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tensor as t
-from terrazzo.ir.dialects import tile
 from terrazzo.ir.dialects import torch as aten
-from terrazzo.ir.expr import Expr, IntExpr, Var, at_least, bounds
+from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Mod, Var, at_least, bounds
 from terrazzo.ir.node import topological
 from terrazzo.ir.program import Input, Program
 
 _ALLOWED: dict[str, tuple[Any, ...]] = {"torch": (aten.Aten, aten.Get, Input), "tensor": (t.Value, Input, Expr)}
 
 
-def verify(program: Program | l.Program | tile.Program, after: str = "") -> None:
+def verify(program: Program | l.Program | tile.Program | kernel.Program, after: str = "") -> None:
     """Raise CompilerBug, naming the pass `after` which this was found, if the program breaks a rule of its IR."""
-    if isinstance(program, tile.Program):
+    if isinstance(program, kernel.Program):
+        problem = next((f"{s.name}: {why}" for s in program.steps if isinstance(s, kernel.Kernel) and (why := kernel.problem(s))), "")
+    elif isinstance(program, tile.Program):
         problem = _tile(program)
     else:
         problem = _loop(program) if isinstance(program, l.Program) else _graph(program)
@@ -90,9 +93,13 @@ def _kernel(k: l.Kernel) -> str:
 
 
 def _stores_all(store: l.Store) -> str:
-    """Each dimension is counted by axes of its own, as digits: every element is stored exactly once."""
+    """Each dimension is counted by axes of its own, or by a digit of an axis that others share: every element is stored exactly once."""
     used: set[Any] = set()
+    shared: dict[Any, list[tuple[int, int]]] = {}
     for d, (e, extent) in enumerate(zip(store.index, store.buffer.type.shape, strict=True)):
+        if (digit := _shared_digit(e)) is not None and digit[2] == extent:
+            shared.setdefault(digit[0], []).append(digit[1:])
+            continue
         axes = sorted(e.free, key=lambda v: bounds(_digit(e, v))[0] or 0) if isinstance(e, Expr) else []
         radix: IntExpr = 1
         for v in axes:
@@ -102,7 +109,26 @@ def _stores_all(store: l.Store) -> str:
             radix = radix * v.extent
         if radix != extent or (not isinstance(e, Expr) and e != 0):
             return f"the store to {store.buffer.name} does not cover dimension {d}"
+    for v, digits in shared.items():
+        radix = 1
+        for place, size in sorted(digits):
+            radix = radix * size if place == radix else -1
+        if radix != v.extent or v in used:
+            return f"the store to {store.buffer.name} does not cover the digits of {v}"
+        used.add(v)
     return "" if store.value.free <= used else f"the store to {store.buffer.name} depends on an axis it does not have"
+
+
+def _shared_digit(e: IntExpr) -> tuple[Any, int, int] | None:
+    """(axis, place value, size) of v // place % size, in any form in which one of the two was not needed."""
+    size, place = None, 1
+    if isinstance(e, Mod) and isinstance(e.b, int):
+        e, size = e.a, e.b
+    if isinstance(e, FloorDiv) and isinstance(e.b, int):
+        e, place = e.a, e.b
+    if not isinstance(e, Var) or not isinstance(e.extent, int) or (size is None and place == 1):
+        return None
+    return e, place, size or -(-e.extent // place)
 
 
 def _digit(e: IntExpr, v: Any) -> IntExpr:

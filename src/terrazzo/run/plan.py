@@ -17,8 +17,16 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.torch import TorchName
 from terrazzo.ir.types import DTYPES, DType
 
-VERSION = 1
-ALIGN = 64
+VERSION = 2
+ALIGN = 256
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """An op that PyTorch runs for us."""
+
+    op: str
+    source: str
 
 
 @dataclass(frozen=True)
@@ -40,9 +48,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class Step:
-    """A kernel (`key` finds its shared object, `name` is the function) or, with no key, a call of the PyTorch op `name`.
+    """A kernel (`key` finds its machine code, `name` is the function) or, with no key, a call of the PyTorch op `name`.
 
-    `args` of a kernel are slots; of a call they are encoded values (see `encode`).
+    `args` of a kernel are slots; of a call they are encoded values (see `encode`). `launch` is for a GPU: blocks, threads of a block,
+    bytes of shared memory, and whether the kernel notes indices that are out of range (1 or 0).
     """
 
     key: str
@@ -52,6 +61,17 @@ class Step:
     results: tuple[int | None, ...]
     source: str
     label: str
+    launch: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The machine code of a kernel: its key in the cache, its function, the buffers that takes, and how it is launched."""
+
+    key: str
+    name: str
+    buffers: tuple[l.Buffer, ...]
+    launch: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,8 +106,8 @@ class Plan:
             raise ValueError(f"not a plan: {e}") from None
 
 
-def make(program: l.Program, keys: Mapping[l.Kernel, tuple[str, str, Sequence[l.Buffer]]]) -> Plan:
-    """The plan of a program. `keys` gives for each kernel its key in the cache, its function and the buffers it takes."""
+def make(program: l.Program, entries: Mapping[l.Kernel, Entry]) -> Plan:
+    """The plan of a program whose kernels have this machine code."""
     buffers = list(dict.fromkeys([*program.inputs, *(b for s in program.steps for b in s.writes)]))
     number = {b: k for k, b in enumerate(buffers)}
     own = set(program.inputs) | set(program.results)
@@ -99,8 +119,8 @@ def make(program: l.Program, keys: Mapping[l.Kernel, tuple[str, str, Sequence[l.
     steps = []
     for s in program.steps:
         if isinstance(s, l.Kernel):
-            key, name, args = keys[s]
-            steps.append(Step(key, name, tuple(number[b] for b in args), {}, (), s.source, s.name))
+            e = entries[s]
+            steps.append(Step(e.key, e.name, tuple(number[b] for b in e.buffers), {}, (), s.source, s.name, e.launch))
         else:
             kwargs = {k: encode(v, number) for k, v in s.kwargs}
             results = tuple(None if b is None else number[b] for b in s.results)
@@ -207,7 +227,10 @@ def _step(s: Any, count: int) -> Step:
         for k in slots_in([args, *kwargs.values()]):
             _index(k, count)
     results = tuple(None if r is None else _index(r, count) for r in s["results"])
-    return Step(_text(s["key"]), _text(s["name"]), args, kwargs, results, _text(s["source"]), _text(s["label"]))
+    launch = tuple(_natural(x) for x in s["launch"])
+    if len(launch) not in (0, 4):
+        raise ValueError("not a launch")
+    return Step(_text(s["key"]), _text(s["name"]), args, kwargs, results, _text(s["source"]), _text(s["label"]), launch)
 
 
 def _natural(x: Any) -> int:

@@ -5,16 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from terrazzo.errors import UserError
+from terrazzo.hw.gpu import GPUS, Gpu
 from terrazzo.rules.loop.cost import Rates
 
 
 @dataclass(frozen=True)
 class Target:
-    """What programs are compiled for. `rates` price its kernels."""
+    """What programs are compiled for. `rates` price its kernels; `gpu` is the record of a machine that runs CUDA."""
 
     name: str
     description: str
     rates: Rates
+    gpu: Gpu | None = None
+
+
+def _cuda(gpu: Gpu) -> Target:
+    op = 2 / gpu.fma
+    rates = Rates(byte=1 / gpu.memory, op=op, serial=10 * op, fma=op, load=4 / gpu.cache, launch=gpu.launch)
+    return Target(gpu.arch, f"CUDA on {gpu.name}, compiled by NVRTC", rates, gpu)
 
 
 TARGETS = {
@@ -22,12 +30,15 @@ TARGETS = {
     for t in (
         Target("cpu", "C++ with OpenMP, compiled by this machine's compiler", Rates()),
         Target("interpreter", "numpy, on any machine, slowly", Rates()),
+        *map(_cuda, GPUS.values()),
     )
 }
 
 
 def target(name: str) -> Target:
-    """The target called `name`."""
+    """The target called `name`; "auto" is the processor, until tensors say where they are."""
+    if name == "auto":
+        return TARGETS["cpu"]
     if name not in TARGETS:
         raise UserError(f"unknown target {name!r}; known: {', '.join(TARGETS)}")
     return TARGETS[name]

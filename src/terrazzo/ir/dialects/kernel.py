@@ -15,7 +15,7 @@ from terrazzo.errors import UserError
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.loop import Buffer, Store, Term
 from terrazzo.ir.expr import IntExpr, Var
-from terrazzo.ir.node import Node
+from terrazzo.ir.node import Node, topological
 from terrazzo.ir.types import DType
 
 WARP = 32
@@ -146,9 +146,7 @@ class If(Node, dialect="kernel", op="if"):
     body: tuple[Node, ...]
 
 
-Statement: TypeAlias = (
-    "Let | Declare | Move | AsyncCopy | Commit | WaitGroups | Sync | LoadMatrix | Multiply | For | If | Store"
-)
+Statement: TypeAlias = "Let | Declare | Move | AsyncCopy | Commit | WaitGroups | Sync | LoadMatrix | Multiply | For | If | Store"
 
 
 class Kernel(Node, dialect="kernel", op="kernel"):
@@ -215,3 +213,38 @@ def walk(body: tuple[Node, ...]) -> Iterator[Node]:
         yield s
         if isinstance(s, For | If):
             yield from walk(s.body)
+
+
+def problem(kernel: Kernel) -> str:
+    """What is wrong with a kernel, or nothing: a name used where it does not exist, a variable no loop binds."""
+    known: set[Any] = {*kernel.params, *kernel.shared}
+    return _problem(kernel.body, known, {"block", "warp", "lane"})
+
+
+def _problem(body: tuple[Node, ...], known: set[Any], variables: set[str]) -> str:
+    known = set(known)
+    for s in body:
+        mine = [c for f, c in zip(s._fields, s.values, strict=True) if f not in ("body", "axis", "value" if isinstance(s, Let) else "")]
+        mine = mine if not isinstance(s, Declare) else []
+        for x in topological([c for c in _flat(mine)]):
+            if isinstance(x, Buffer | Value) and x not in known:
+                return f"{type(s).__name__} uses {x.name}, which does not exist there"
+            if isinstance(x, Var) and x.name not in variables:
+                return f"{type(s).__name__} uses the variable {x.name}, which no loop around it binds"
+        if isinstance(s, Let):
+            known.add(s.value)
+        elif isinstance(s, Declare):
+            known.add(s.place)
+        elif isinstance(s, For | If):
+            inner = variables | {s.axis.name} if isinstance(s, For) else variables
+            if why := _problem(s.body, known, inner):
+                return why
+    return ""
+
+
+def _flat(value: Any) -> Iterator[Node]:
+    if isinstance(value, Node):
+        yield value
+    elif isinstance(value, tuple | list):
+        for v in value:
+            yield from _flat(v)

@@ -14,7 +14,7 @@ def collapse(kernel: l.Kernel) -> l.Kernel:
     """`kernel` over one axis, where every store is at every point of its axes and nothing scans."""
     axes = frozenset(kernel.axes)
     extents = [a.extent for a in kernel.axes]
-    if len(extents) < 2 or not all(isinstance(e, int) for e in extents) or any(s.free & axes != axes for s in kernel.stores):
+    if len(extents) < 2 or not all(isinstance(e, int) and e > 0 for e in extents) or any(s.free & axes != axes for s in kernel.stores):
         return kernel
     if any(isinstance(x, l.Scan) for x in topological([s.value for s in kernel.stores])):
         return kernel

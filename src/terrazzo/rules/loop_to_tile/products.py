@@ -108,7 +108,9 @@ def product(kernel: l.Kernel) -> Product | None:
     for column in kernel.axes:
         for row in kernel.axes:
             pairs = [c.factors if row in c.factors[0].free else c.factors[::-1] for c in products]
-            if row is not column and all(row in a.free and row not in b.free and column in b.free and column not in a.free for a, b in pairs):
+            if row is not column and all(
+                row in a.free and row not in b.free and column in b.free and column not in a.free for a, b in pairs
+            ):
                 along = all(coefficient(flatten(s.index, s.buffer.type.element_strides), column) == 1 for s in kernel.stores)
                 score = (row.extent * column.extent, along)  # type: ignore[operator]
                 if best is None or score > (best.m.extent * best.n.extent, _along(best)):
@@ -233,7 +235,9 @@ def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
             (p.n.name, _factors(("warp", t.warps[1]), ("reg", t.n // t.warps[1] // nn), ("inst.n", nn))),
             (f"r{last.label}", _factors(("reg", step // k), ("inst.k", k))),
         ]
-        operands = tuple((_name(x), Operand("smem", (("by", "cp.async"), ("swizzle", 64 if _row(x, p, t, step) == 32 else 128)))) for x in p.operands)
+        operands = tuple(
+            (_name(x), Operand("smem", (("by", "cp.async"), ("swizzle", 64 if _row(x, p, t, step) == 32 else 128)))) for x in p.operands
+        )
     else:
         inner = min(4, step)
         site = [
@@ -256,7 +260,9 @@ def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
 def _column(p: Product, t: Tile) -> tuple[tuple[str, int], ...]:
     """n between lanes and registers: vectors of registers where the operand of n is contiguous along it, else one element a lane."""
     each = t.n // t.warps[1] // t.lanes[1]
-    along = any(coefficient(flatten(x.index, x.buffer.type.element_strides), p.n) == 1 for y in p.operands if p.n in y.free for x in _loads(y))
+    along = any(
+        coefficient(flatten(x.index, x.buffer.type.element_strides), p.n) == 1 for y in p.operands if p.n in y.free for x in _loads(y)
+    )
     if along and each % 4 == 0:
         return (("reg", each // 4), ("lane", t.lanes[1]), ("reg", 4))
     return (("reg", each), ("lane", t.lanes[1]))

@@ -51,7 +51,9 @@ def reduction(kernel: l.Kernel, gpu: Gpu) -> Schedule:
     if columns:
         return _columns(kernel, gpu, rows, columns[-1], top)
     inner = [a for a in kernel.axes if a not in rows]
-    vector = min([vector_of(_leaves([r]), r.axes[-1]) for r in top] + [vector_of(kernel.stores, a) for a in inner if _size(a) == _size(longest)])
+    vector = min(
+        [vector_of(_leaves([r]), r.axes[-1]) for r in top] + [vector_of(kernel.stores, a) for a in inner if _size(a) == _size(longest)]
+    )
     length, count = _size(longest), math.prod(map(_size, rows))
     if length <= 16 and not inner and rows:
         return Schedule(kernel.name, gpu.arch, _row_lines(rows, (*_warps(4), Factor("lane", WARP)), 4 * WARP))
@@ -96,8 +98,14 @@ def finish(kernel: l.Kernel, gpu: Gpu) -> Schedule:
         return reduction(kernel, gpu)
     *outer, last = kernel.axes
     warps = 4 if _size(last) >= 4 * WARP else 1
-    lines = (*((a.name, grid(_size(a))) for a in outer), (last.name, grid(ceil(_size(last), warps * WARP), *([("warp", warps)] if warps > 1 else []), ("lane", WARP))))
-    sites = tuple(Site((name,), ((axis_name(r.axes[0]), (Factor("reg" if _size(r.axes[0]) <= KEPT else "time", _size(r.axes[0])),)),)) for name, r in found.items())
+    lines = (
+        *((a.name, grid(_size(a))) for a in outer),
+        (last.name, grid(ceil(_size(last), warps * WARP), *([("warp", warps)] if warps > 1 else []), ("lane", WARP))),
+    )
+    sites = tuple(
+        Site((name,), ((axis_name(r.axes[0]), (Factor("reg" if _size(r.axes[0]) <= KEPT else "time", _size(r.axes[0])),)),))
+        for name, r in found.items()
+    )
     return Schedule(kernel.name, gpu.arch, lines, (), (), sites)
 
 

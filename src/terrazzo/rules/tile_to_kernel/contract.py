@@ -107,7 +107,9 @@ class Contractor:
         """The factors of a reduce axis inside a step."""
         found = [f for f in self.factors(axis) if f.level not in ("time", "grid", "block")]
         if any(f.level not in ("reg", "inst.k") for f in found):
-            raise Limitation(f"{axis_name(axis)} = {' * '.join(map(str, found))}: only registers and inst.k divide a step of a contraction yet")
+            raise Limitation(
+                f"{axis_name(axis)} = {' * '.join(map(str, found))}: only registers and inst.k divide a step of a contraction yet"
+            )
         return found
 
     def tiled(self, axis: Any) -> Tiled:
@@ -196,7 +198,11 @@ class Contractor:
         along = [t for t in axes if coefficient(offset, t.axis) == 1]
         axes.sort(key=lambda t: t in along[:1])
         dtype = term.dtype  # type: ignore[attr-defined]
-        options = dict(dict(self.site.operands).get(loads[0].buffer.name).options) if loads and loads[0].buffer.name in dict(self.site.operands) else {}  # type: ignore[union-attr]
+        options = (
+            dict(dict(self.site.operands).get(loads[0].buffer.name).options)
+            if loads and loads[0].buffer.name in dict(self.site.operands)
+            else {}
+        )  # type: ignore[union-attr]
         shape = [t.size for t in axes]
         strides, step = [], 1
         for size in reversed(shape):
@@ -356,7 +362,11 @@ class Contractor:
         width = 1
         if j is not None:
             start = substitute(offset, {j.value: 0})
-            width = next(v for v in (16, 8, 4, 2, 1) if v * slab.place.type.dtype.size <= WIDEST and j.size % v == 0 and (v == 1 or divides(v, start)))
+            width = next(
+                v
+                for v in (16, 8, 4, 2, 1)
+                if v * slab.place.type.dtype.size <= WIDEST and j.size % v == 0 and (v == 1 or divides(v, start))
+            )
         order = [d for d in digits if d is not j] + ([j] if j else [])
         place = self.w.registers(slab.place.name.rstrip("0123456789") + "f", slab.place.type.dtype, [d.size for d in order])
         index = tuple(d.value for d in order)
@@ -382,15 +392,21 @@ class Contractor:
                 a, b = c.factors if m in c.factors[0].free else c.factors[::-1]
                 for factor, axis, layout, name in ((a, m, instruction.a.layout, "m"), (b, n, instruction.b.layout, "n")):
                     if operand(factor) not in loaded:
-                        loaded[operand(factor)] = self.load_fragments(slabs[operand(factor)], slot, axis, kk * instruction.shape[2], layout, name)
+                        loaded[operand(factor)] = self.load_fragments(
+                            slabs[operand(factor)], slot, axis, kk * instruction.shape[2], layout, name
+                        )
             for c in self.sites:
                 a, b = c.factors if m in c.factors[0].free else c.factors[::-1]
                 (left, i), (right, j) = loaded[operand(a)], loaded[operand(b)]
                 place = self.w.fragments[c.reduce].place
                 order = (*i, *j) if list(self.tiles)[0] is m else (*j, *i)
                 loops = [(v, True) for v in (*j, *i)]
-                self.w.loops(loops, lambda left=left, right=right, i=i, j=j, place=place, order=order: self.w.out.append(  # type: ignore[arg-type, misc]
-                    k.Multiply(instruction.name, place, (*order, 0), left, (*i, 0), right, (*j, 0))))
+                self.w.loops(
+                    loops,
+                    lambda left=left, right=right, i=i, j=j, place=place, order=order: self.w.out.append(  # type: ignore[arg-type, misc]
+                        k.Multiply(instruction.name, place, (*order, 0), left, (*i, 0), right, (*j, 0))
+                    ),
+                )
 
         self.w.loops([(kk, True)], body)
 
@@ -400,7 +416,9 @@ class Contractor:
                 return a
         raise Limitation(f"no axis of {self.site.names[0]} is bound to inst.{name}")
 
-    def load_fragments(self, slab: Slab, slot: IntExpr, axis: Any, depth: IntExpr, layout: Layout, name: str) -> tuple[k.Registers, tuple[IntExpr, ...]]:
+    def load_fragments(
+        self, slab: Slab, slot: IntExpr, axis: Any, depth: IntExpr, layout: Layout, name: str
+    ) -> tuple[k.Registers, tuple[IntExpr, ...]]:
         """All fragments of an operand along its axis, two at a time where an instruction loads two."""
         digits = [d for d in self.tiles[axis].digits if d.level in ("warp", "reg")]
         regs = [d for d in digits if d.level == "reg"]

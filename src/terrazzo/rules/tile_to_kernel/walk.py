@@ -12,16 +12,17 @@ from typing import Any
 
 from terrazzo.errors import Limitation
 from terrazzo.ir import nest as n
+from terrazzo.ir.address import coefficient, mentions
 from terrazzo.ir.contraction import contraction
-from terrazzo.ir.address import coefficient, flatten, mentions
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import IntExpr, Var, at_least, terms_of
+from terrazzo.ir.expr import IntExpr, Var, at_least
 from terrazzo.ir.node import Node, substitute
 from terrazzo.ir.schedule import Factor, Site
 from terrazzo.ir.types import DType, Type
 from terrazzo.rules.tile_to_kernel.contract import Contractor, Fragment
-from terrazzo.rules.tile_to_kernel.digits import LOOPED, WIDEST, Bindings, Digit, axis_name, divides, value, wide, zero
+from terrazzo.rules.tile_to_kernel.digits import LOOPED, Bindings, Digit, axis_name, divides, value, wide, zero
+
 
 @dataclass
 class Scope:
@@ -204,7 +205,9 @@ class Walker:
     def meets_warps(self, body: Sequence[n.Statement]) -> bool:
         """Whether warps meet somewhere inside."""
         loops = [s for s in self.left(body) if isinstance(s, n.Loop)]
-        return any(self.meets_warps(s.body) or (s.kind == "reduce" and any(d.level == "warp" for ds in self.digits(s) for d in ds)) for s in loops)
+        return any(
+            self.meets_warps(s.body) or (s.kind == "reduce" and any(d.level == "warp" for ds in self.digits(s) for d in ds)) for s in loops
+        )
 
     def enter(self, axes: Sequence[Any], digits: Sequence[Sequence[Digit]], scope: Scope) -> list[IntExpr]:
         """Give axes their values in a scope; what must be >= 0 for them to be in range."""
@@ -226,7 +229,11 @@ class Walker:
         assert isinstance(j, Var)
         if size & size - 1 or any(not _uniform(e, j, size) for e in inside):
             return None
-        loads = [x.term for x in s.body if isinstance(x, n.Let) and isinstance(x.term, l.Load) and x.term not in scope.env and wide(scope(x.term), j, size)]
+        loads = [
+            x.term
+            for x in s.body
+            if isinstance(x, n.Let) and isinstance(x.term, l.Load) and x.term not in scope.env and wide(scope(x.term), j, size)
+        ]
         stores = [x for x in s.body if isinstance(x, l.Store) and wide(l.Load(x.buffer, scope.all(x.index)), j, size)]
         if not loads and not stores:
             return None

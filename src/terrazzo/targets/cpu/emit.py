@@ -180,9 +180,7 @@ class _Writer:
             scope.names[s.axes[0]] = name = scope.fresh("i")
             extent = s.axes[0].extent
             lines.append(f"for (int64_t {block} = 0; {block} < {extent}; {block} += {TILE})")
-            heads.append(
-                f"for (int64_t {name} = {block}; {name} < std::min<int64_t>({block} + {TILE}, {extent}); {name}++) {{  // free"
-            )
+            heads.append(f"for (int64_t {name} = {block}; {name} < std::min<int64_t>({block} + {TILE}, {extent}); {name}++) {{  // free")
         lines[-1] += " {"
         lines += [f"  {heads[0]}", "    #pragma omp simd", f"    {heads[1]}"]
         return [*lines, *("      " + x for x in self.body(leaf, scope)), "    }", "  }", "}"]

@@ -150,7 +150,9 @@ class _Writer:
         name, offset = self.scope.buffers[place], self.offset(place, at)
         if isinstance(place, k.Shared) and place.swizzle:
             kind = c_type(place.type.dtype)
-            return f"reinterpret_cast<{kind}*>(reinterpret_cast<u8*>({name}) + swizzle<{place.swizzle}>({offset} * {place.type.dtype.size}))"
+            return (
+                f"reinterpret_cast<{kind}*>(reinterpret_cast<u8*>({name}) + swizzle<{place.swizzle}>({offset} * {place.type.dtype.size}))"
+            )
         return name if offset == "0" else f"{name} + {offset}"
 
     def group(self, place: k.Registers, at: Sequence[IntExpr], count: int) -> str:

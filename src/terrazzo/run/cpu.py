@@ -1,0 +1,88 @@
+"""This machine's processor: kernels are shared objects that its C++ compiler makes."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from terrazzo.errors import UserError
+from terrazzo.ir.dialects import loop as l
+from terrazzo.options import Options
+from terrazzo.run.cache import Cache
+from terrazzo.run.compiler import Compiler, compile_all
+from terrazzo.run.plan import Entry, Step
+
+if TYPE_CHECKING:
+    from terrazzo.pipelines import Lowering
+
+SUFFIX = ".so"
+
+
+@dataclass(frozen=True)
+class Built:
+    """The machine code of a program's kernels: entries, the files by key, the sources by function, and seconds by phase."""
+
+    entries: dict[l.Kernel, Entry]
+    paths: dict[str, Path]
+    sources: list[tuple[str, str]]
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """The processor as a place where plans run."""
+
+    compiler: Compiler
+    threads: int
+    device: str = "cpu"
+    suffix: str = SUFFIX
+
+    def key(self) -> str:
+        """What machine code here depends on."""
+        return self.compiler.key("")
+
+    def build(self, lowering: Lowering, options: Options, cache: Cache) -> Built:
+        """The kernels of a program, compiled where the cache lacks them."""
+        from terrazzo.targets.cpu.emit import arguments, emit
+
+        start = time.perf_counter()
+        kernels = {s: emit(s) for s in lowering.loop.steps if isinstance(s, l.Kernel)}
+        emitted = time.perf_counter()
+        sources = list(dict.fromkeys(source for _, source in kernels.values()))
+        paths = compile_all(sources, options, cache)
+        seconds = {"emit": emitted - start, "compile": time.perf_counter() - emitted}
+        keys = {source: self.compiler.key(source) for source in sources}
+        entries = {k: Entry(keys[source], name, arguments(k)) for k, (name, source) in kernels.items()}
+        return Built(entries, {keys[s]: p for s, p in zip(sources, paths, strict=True)}, list(kernels.values()), seconds)
+
+    def load(self, steps: Sequence[Step], paths: dict[str, Path]) -> list[Any]:
+        """For every step its function, which takes an array of addresses; None for calls of PyTorch."""
+        return [self._function(s, paths) if s.key else None for s in steps]
+
+    def _function(self, step: Step, paths: dict[str, Path]) -> Any:
+        function = getattr(ctypes.CDLL(str(paths[step.key])), step.name)
+        function.restype, function.argtypes = ctypes.c_int, [ctypes.c_void_p, ctypes.c_int]
+        return function
+
+    def queue(self) -> int:
+        """Which of several queues of work a call joins: here there is one."""
+        return 0
+
+    def prepare(self, step: Step, function: Any, addresses: Any, number: int) -> Any:
+        """What runs a step, given the array that will hold its addresses."""
+
+        def run(_: int) -> None:
+            if function(addresses, self.threads):
+                raise UserError(f"kernel {step.label} ({step.source}): an index is out of range for its dimension")
+
+        return run
+
+    def before(self) -> None:
+        """Called at the start of every call."""
+
+    def graph(self, steps: Any) -> Any:
+        """There are no graphs here."""

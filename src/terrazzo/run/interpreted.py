@@ -1,0 +1,51 @@
+"""Programs that the Loop IR interpreter runs, where there is no compiler or where that is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from terrazzo.errors import UserError
+from terrazzo.ir.dialects import loop as l
+from terrazzo.rewrite.rule import Log
+from terrazzo.run.plan import Fallback
+from terrazzo.run.tensors import Expected, slot_of
+
+if TYPE_CHECKING:
+    from terrazzo.pipelines import Lowering
+
+
+@dataclass
+class Interpreted:
+    """A program that the Loop IR interpreter runs, with the interface of `Compiled`."""
+
+    loop: l.Program
+    bound: dict[str, Any]
+    log: Log
+    timings: dict[str, float]
+
+    def __post_init__(self) -> None:
+        self.expected = [Expected(slot_of(b)) for b in self.loop.inputs if b.name not in self.bound]
+        self.kernels: list[tuple[str, str]] = []
+
+    @property
+    def fallbacks(self) -> list[Fallback]:
+        """The ops PyTorch runs, each once."""
+        return list(dict.fromkeys(Fallback(s.name, s.source) for s in self.loop.steps if isinstance(s, l.Call)))
+
+    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+        from terrazzo.interp import loop as interp
+        from terrazzo.interp.torch import call_numpy, from_numpy, to_numpy
+
+        if len(inputs) != len(self.expected):
+            raise UserError(f"the program takes {len(self.expected)} tensors, got {len(inputs)}")
+        given = {e.slot.name: e.check(t) for e, t in zip(self.expected, inputs, strict=True)}
+        arrays = {name: to_numpy(t) for name, t in {**self.bound, **given}.items()}
+        out = [from_numpy(r) for r in interp.run(self.loop, arrays, call=call_numpy)]
+        return [Expected(slot_of(b)).empty().copy_(value) for b, value in zip(self.loop.results, out, strict=True)]
+
+
+def interpreted(done: Lowering, bound: Mapping[str, Any]) -> Interpreted:
+    """A program that was lowered to Loop IR, for the interpreter."""
+    return Interpreted(done.loop, {k: v.detach() for k, v in bound.items()}, done.log, done.seconds)

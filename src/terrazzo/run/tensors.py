@@ -1,0 +1,74 @@
+"""What a plan demands of the tensors it is given, and how it makes those it gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from terrazzo.errors import UserError
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.torch_types import to_torch_dtype
+from terrazzo.ir.types import DTYPES
+from terrazzo.run.plan import Slot
+
+ALIGNED = 16
+"""Bytes that the start of a tensor on a GPU must be a multiple of: kernels read as wide as strides allow."""
+
+
+class Expected:
+    """What a tensor must be."""
+
+    def __init__(self, slot: Slot, device: str = "cpu") -> None:
+        import torch
+
+        self.device = torch.device(device)
+        self.slot, self.dtype = slot, to_torch_dtype(DTYPES[slot.dtype])
+        self.layout, self.plain, self.complex = torch.strided, torch.Tensor, self.dtype.is_complex
+
+    def empty(self) -> Any:
+        import torch
+
+        return torch.empty_strided(self.slot.shape, self.slot.strides, dtype=self.dtype, device=self.device)
+
+    def check(self, t: Any) -> Any:
+        """The tensor, or a copy where its memory is not its value or badly aligned. UserError where it is another one than was promised."""
+        slot = self.slot
+        kind = getattr(t, "dtype", None) is self.dtype and t.device == self.device and t.layout is self.layout
+        if kind and t.shape == slot.shape and _strides_fit(t, slot):
+            if t.is_neg() or (self.complex and t.is_conj()):  # what lies in its memory is not its value
+                return self.empty().copy_(t.detach())
+            if type(t) is self.plain or t.data_ptr() or not slot.bytes:
+                aligned = self.device.type == "cpu" or not t.data_ptr() % ALIGNED
+                return t if aligned else self.empty().copy_(t.detach())
+            raise UserError(f"input {slot.name}: a {type(t).__name__} without memory")
+        import torch
+
+        if not isinstance(t, torch.Tensor):
+            raise UserError(f"input {slot.name}: expected a tensor, got {type(t).__name__}")
+        if tuple(t.shape) != slot.shape:
+            raise UserError(f"input {slot.name}: compiled for shape {list(slot.shape)}, got {list(t.shape)}")
+        if t.dtype != self.dtype:
+            raise UserError(f"input {slot.name}: compiled for {self.dtype}, got {t.dtype}")
+        if t.device.type == "cpu" and not t.dim() and t.dtype is self.dtype:
+            return t.detach().to(self.device)  # as PyTorch has it: a scalar may lie on the CPU
+        if t.device != self.device:
+            raise UserError(f"input {slot.name}: compiled for {self.device}, got a tensor on {t.device}")
+        if t.layout is not self.layout:
+            raise UserError(f"input {slot.name}: compiled for a dense tensor, got one of layout {t.layout}")
+        raise UserError(
+            f"input {slot.name}: compiled for strides {list(slot.strides)}, got {list(t.stride())}; "
+            "call .contiguous() on it, or compile with an example laid out like this"
+        )
+
+
+def _strides_fit(t: Any, slot: Slot) -> bool:
+    """Strides matter only along dimensions with more than one element."""
+    given = t.stride()
+    return (
+        given == slot.strides or all(e <= 1 or a == b for e, a, b in zip(slot.shape, given, slot.strides, strict=True)) or 0 in slot.shape
+    )
+
+
+def slot_of(b: l.Buffer) -> Slot:
+    """The slot of a buffer that is given or returned."""
+    strides = tuple(int(s) for s in b.type.element_strides)  # type: ignore[arg-type]
+    return Slot(b.name, b.type.dtype.name, b.type.static_shape, strides, "result")
