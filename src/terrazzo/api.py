@@ -34,9 +34,14 @@ def compile(
     Parameters and buffers of a module are bound: later in-place changes to them are seen, replacing them is not. `options` is an
     `Options` or a mapping of its fields. Raises UserError where the call cannot be captured.
     """
+    import torch
+    from torch.utils import _pytree as pytree
+
     from terrazzo.front.capture import capture
     from terrazzo.run.compiled import compile_program
 
     chosen = options if isinstance(options, Options) else Options.from_mapping(options or {})
     captured = capture(fn, example_inputs, kwargs)
-    return CompiledCall(captured, compile_program(captured.program, captured.bound, chosen))
+    tensors = [x for x in pytree.tree_leaves((example_inputs, kwargs)) if isinstance(x, torch.Tensor)]
+    device = next((str(t.device) for t in (*captured.bound.values(), *tensors) if t.device.type != "cpu"), "cpu")
+    return CompiledCall(captured, compile_program(captured.program, captured.bound, chosen, device))

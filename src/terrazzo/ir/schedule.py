@@ -25,6 +25,7 @@ from terrazzo.ir.reader import Reader
 KERNEL_LEVELS = ("grid", "cluster", "time", "block")
 SITE_LEVELS = ("warpgroup", "warp", "lane", "reg", "inst.m", "inst.n", "inst.k")
 POWERS_OF_TWO = ("warpgroup", "warp", "lane", "inst.m", "inst.n", "inst.k")
+DIRECTIVES = ("persistent", "resident", "roles")
 WARPS_IN_A_GROUP = 4
 
 
@@ -91,7 +92,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The whole of it. `directives` are `persistent` and `roles`, with their arguments."""
+    """The whole of it. `directives` are those of `DIRECTIVES`, with their arguments."""
 
     kernel: str
     target: str
@@ -99,6 +100,10 @@ class Schedule:
     operands: tuple[tuple[str, Operand], ...] = ()
     directives: tuple[tuple[str, tuple[Value, ...], Options], ...] = ()
     sites: tuple[Site, ...] = ()
+
+    def directive(self, name: str) -> tuple[Value, ...]:
+        """The arguments of a directive; none where it is not given."""
+        return next((args for given, args, _ in self.directives if given == name), ())
 
     def binding(self, site: Site | None, axis: str) -> tuple[Factor, ...]:
         """All factors of an axis as a site sees it: the kernel's down to its block, which the site divides."""
@@ -270,11 +275,11 @@ class ScheduleReader(Reader):
                 sites.append(Site(names, *self.lines(inner), given.get("on")))
             elif isinstance(x, ast.Expr) and isinstance(x.value, ast.Call):
                 name = self.word(x.value.func)
-                if name not in ("persistent", "roles"):
-                    self.fail(x, f"unknown directive {name!r}; known: persistent, roles")
+                if name not in DIRECTIVES:
+                    self.fail(x, f"unknown directive {name!r}; known: {', '.join(DIRECTIVES)}")
                 directives.append((name, tuple(map(self.value, x.value.args)), self.keywords(x.value)))
             elif not isinstance(x, ast.Assign):
-                self.fail(x, "expected `axis = ...`, `operand = ...`, persistent(...), roles(...) or a site")
+                self.fail(x, "expected `axis = ...`, `operand = ...`, a directive or a site")
         return Schedule(args[0], str(options["target"]), axes, operands, tuple(directives), tuple(sites))
 
     def header(self, s: ast.stmt, word: str) -> tuple[tuple[str, ...], dict[str, str], list[ast.stmt]]:

@@ -150,7 +150,10 @@ Statement: TypeAlias = "Let | Declare | Move | AsyncCopy | Commit | WaitGroups |
 
 
 class Kernel(Node, dialect="kernel", op="kernel"):
-    """One launch of `grid` blocks of `warps` warps. `params` are the buffers in global memory, those read first."""
+    """One launch of `grid` blocks of `warps` warps. `params` are the buffers in global memory, those read first.
+
+    A thread may use as many registers as leave room for `resident` blocks on a processor.
+    """
 
     name: str
     params: tuple[Buffer, ...]
@@ -159,6 +162,7 @@ class Kernel(Node, dialect="kernel", op="kernel"):
     warps: int
     shared: tuple[Shared, ...]
     body: tuple[Node, ...]
+    resident: int = 1
     source: str = ""
 
     @property

@@ -50,7 +50,10 @@ class Product:
 
 @dataclass(frozen=True)
 class Tile:
-    """A block's part of m and n, a step of k, and how warps and threads divide them: m, n of warps, then of lanes on CUDA cores."""
+    """A block's part of m and n, a step of k, and how warps and threads divide them: m, n of warps, then of lanes on CUDA cores.
+
+    `resident` blocks are to fit on a processor.
+    """
 
     m: int
     n: int
@@ -58,6 +61,7 @@ class Tile:
     warps: tuple[int, int]
     lanes: tuple[int, int] = (1, 1)
     ring: int = 3
+    resident: int = 1
 
     @property
     def threads(self) -> int:
@@ -239,33 +243,28 @@ def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
             (_name(x), Operand("smem", (("by", "cp.async"), ("swizzle", 64 if _row(x, p, t, step) == 32 else 128)))) for x in p.operands
         )
     else:
-        inner = min(4, step)
         site = [
-            (p.m.name, _factors(("warp", t.warps[0]), ("reg", t.m // t.warps[0] // t.lanes[0]), ("lane", t.lanes[0]))),
-            (p.n.name, _factors(("warp", t.warps[1]), *_column(p, t))),
-            (f"r{last.label}", _factors(("reg", step // inner), ("reg", inner))),
+            (p.m.name, _factors(("warp", t.warps[0]), *_threads(t.m // t.warps[0], t.lanes[0]))),
+            (p.n.name, _factors(("warp", t.warps[1]), *_threads(t.n // t.warps[1], t.lanes[1]))),
+            (f"r{last.label}", _factors(("reg", step))),
         ]
         by = "cp.async" if gpu.number >= 80 and all(_copies(x, p) for x in p.operands) else "ld"
-        operands = tuple((_name(x), Operand("smem", (("by", by), ("pad", 4)))) for x in p.operands if any(True for _ in _loads(x)))
+        operands = tuple((_name(x), Operand("smem", (("by", by), ("along", (p.m if p.m in x.free else p.n).name), ("pad", 4)))) for x in p.operands)
     ring = t.ring if plan.instruction or by == "cp.async" else 2
     lines.append((f"r{last.label}", (Factor("time", ceil(last.extent, step), (("ring", ring),)), Factor("block", step))))
     stores = tuple(dict.fromkeys(b.name for b in kernel.writes))
     like = Site(stores, ((p.m.name, Like(p.names[0])), (p.n.name, Like(p.names[0]))))
     return Schedule(
-        kernel.name, gpu.arch, tuple(lines), (), (),
+        kernel.name, gpu.arch, tuple(lines), (), (("resident", (t.resident,), ()),) if t.resident > 1 else (),
         (Site(p.names, tuple(site), operands, plan.instruction or "fma.f32"), like),
     )  # fmt: skip
 
 
-def _column(p: Product, t: Tile) -> tuple[tuple[str, int], ...]:
-    """n between lanes and registers: vectors of registers where the operand of n is contiguous along it, else one element a lane."""
-    each = t.n // t.warps[1] // t.lanes[1]
-    along = any(
-        coefficient(flatten(x.index, x.buffer.type.element_strides), p.n) == 1 for y in p.operands if p.n in y.free for x in _loads(y)
-    )
-    if along and each % 4 == 0:
-        return (("reg", each // 4), ("lane", t.lanes[1]), ("reg", 4))
-    return (("reg", each), ("lane", t.lanes[1]))
+def _threads(size: int, lanes: int) -> tuple[tuple[str, int], ...]:
+    """A warp's part of an axis between lanes and registers, in vectors of 16 bytes."""
+    each = size // lanes
+    vector = min(each, 4)
+    return (("reg", each // vector), ("lane", lanes), ("reg", vector))
 
 
 def _row(x: Node, p: Product, t: Tile, step: int) -> int:
@@ -279,10 +278,8 @@ def _row(x: Node, p: Product, t: Tile, step: int) -> int:
 
 
 def _copies(x: Node, p: Product) -> bool:
-    """Whether cp.async can bring an operand in: a load with a stride of one along some axis of its slab, 4 bytes wide at least."""
-    if not isinstance(x, l.Load) or x.inside:
-        return False
-    return x.dtype.size >= 4 or _aligned(x, p)
+    """Whether cp.async can bring an operand in: a load of 4 bytes at least."""
+    return isinstance(x, l.Load) and not x.inside and x.dtype.size >= 4
 
 
 def _loads(x: Node) -> list[l.Load]:

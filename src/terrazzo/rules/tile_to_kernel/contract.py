@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from terrazzo.errors import Limitation
 from terrazzo.hw.instruction import MatrixInstruction
 from terrazzo.hw.ldmatrix import loader
-from terrazzo.ir.address import coefficient, flatten
+from terrazzo.ir.address import coefficient, flatten, unflatten
 from terrazzo.ir.contraction import Contraction, contraction
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
@@ -42,11 +42,15 @@ class Tiled:
 
 @dataclass(frozen=True)
 class Slab:
-    """A piece of an operand in shared memory: `place` is indexed by the slot of the ring and by `axes`, the last one contiguous."""
+    """A piece of an operand in shared memory: `place` is indexed by the slot of the ring and by `axes`, the last one contiguous.
+
+    In global memory it is contiguous along number `memory` of its axes; `vector` elements are brought in at once.
+    """
 
     term: Node
     place: k.Shared
     axes: tuple[Tiled, ...]
+    memory: int
     vector: int
     asynchronous: bool
 
@@ -194,30 +198,26 @@ class Contractor:
         axes = [t for a, t in self.tiles.items() if a in term.free]
         axes += [Tiled(a, 0, self.depth[a], ()) for a in self.axes if a in term.free and self.depth[a] > 1]
         loads = [x for x in topological([term]) if isinstance(x, l.Load)]
+        name = loads[0].buffer.name if loads else "slab"
+        held = dict(self.site.operands).get(name)
+        options: dict[str, Any] = dict(held.options) if held else {}
         offset = flatten(loads[0].index, loads[0].buffer.type.element_strides) if loads else 0
-        along = [t for t in axes if coefficient(offset, t.axis) == 1]
-        axes.sort(key=lambda t: t in along[:1])
+        memory = next((t for t in axes if coefficient(offset, t.axis) == 1), axes[-1])
+        along = next((t for t in axes if axis_name(t.axis) == options.get("along")), memory)
+        axes.sort(key=lambda t: t is along)
         dtype = term.dtype  # type: ignore[attr-defined]
-        options = (
-            dict(dict(self.site.operands).get(loads[0].buffer.name).options)
-            if loads and loads[0].buffer.name in dict(self.site.operands)
-            else {}
-        )  # type: ignore[union-attr]
-        shape = [t.size for t in axes]
         strides, step = [], 1
-        for size in reversed(shape):
+        for t in reversed(axes):
             strides.append(step)
-            step = step * size + (int(options.get("pad", 0)) if len(strides) == 1 else 0)  # type: ignore[call-overload]
-        name = self.w.fresh(loads[0].buffer.name + "_s" if loads else "slab")
-        kind = Type(dtype, (self.ring, *shape), (step, *reversed(strides)))
-        place = k.Shared(name, kind, int(options.get("swizzle", 0)))  # type: ignore[call-overload]
-        draft = Slab(term, place, tuple(axes), 1, False)
-        widest = WIDEST // dtype.size
-        vector = next(v for v in (16, 8, 4, 2, 1) if v <= widest and self.fits(draft, v))
-        asynchronous = options.get("by") == "cp.async" and isinstance(term, l.Load) and vector * dtype.size in (4, 8, 16)
-        if options.get("by") == "cp.async" and not asynchronous:
-            raise Limitation(f"{loads[0].buffer.name if loads else term}: cp.async needs a plain load, 4 bytes aligned and contiguous")
-        return Slab(term, place, tuple(axes), vector, asynchronous)
+            step = step * t.size + (options.get("pad", 0) if len(strides) == 1 else 0)
+        kind = Type(dtype, (self.ring, *(t.size for t in axes)), (step, *reversed(strides)))
+        place = k.Shared(self.w.fresh(name + "_s"), kind, options.get("swizzle", 0))
+        slab = Slab(term, place, tuple(axes), axes.index(memory), 1, False)
+        vector = next(v for v in (16, 8, 4, 2, 1) if v * dtype.size <= WIDEST and self.fits(slab, v))
+        copied = isinstance(term, l.Load) and vector * dtype.size in (4, 8, 16)
+        if options.get("by") == "cp.async" and not copied:
+            raise Limitation(f"{name}: cp.async needs a plain load of which 4 bytes at least lie together")
+        return Slab(term, place, tuple(axes), axes.index(memory), vector, copied and options.get("by") == "cp.async")
 
     def fits(self, slab: Slab, width: int) -> bool:
         """Whether a thread may bring in `width` elements along the last axis at once."""
@@ -225,7 +225,7 @@ class Contractor:
             return True
         strides = slab.place.type.element_strides
         last = slab.axes[-1]
-        if not isinstance(slab.term, l.Load) or last.size % width or any(int(s) % width for s in strides[:-1]):  # type: ignore[arg-type]
+        if not isinstance(slab.term, l.Load) or slab.memory != len(slab.axes) - 1 or last.size % width or any(int(s) % width for s in strides[:-1]):  # type: ignore[arg-type]
             return False
         q, j = Var("$q", max(last.size // width, 1)), Var("$j", width)
         env = self.coordinates(slab, [*(Var(f"${n}", t.size) for n, t in enumerate(slab.axes[:-1])), q * width + j], Var("$t", self.steps))
@@ -248,20 +248,17 @@ class Contractor:
         return env
 
     def pieces(self, slab: Slab, write: Callable[[IntExpr, tuple[IntExpr, ...]], None]) -> None:
-        """write(number of the piece, coordinates in the slab) for this thread's pieces."""
-        shape = [t.size for t in slab.axes]
+        """write(number of the piece, coordinates in the slab) for this thread's pieces. Lanes go along what is contiguous in memory."""
+        order = [*(n for n in range(len(slab.axes)) if n != slab.memory), slab.memory]
+        shape = [slab.axes[n].size for n in order]
         shape[-1] //= slab.vector
         total = math.prod(shape)
         i = self.bindings.loop_variable("i", -(-total // self.threads))
         p: IntExpr = self.bindings.warp * k.WARP + k.LANE + i * self.threads
-        at: list[IntExpr] = []
-        rest = p
-        for size in reversed(shape[1:]):
-            at.append(rest % size)
-            rest = rest // size
-        at = [rest, *reversed(at)]
-        at[-1] = at[-1] * slab.vector
-        self.w.loops([(i, True)], lambda: self.w.where([total - 1 - p], lambda: write(i, tuple(at))))
+        digits = list(unflatten(p, tuple(shape)))
+        digits[-1] = digits[-1] * slab.vector
+        at = tuple(digits[order.index(n)] for n in range(len(order)))
+        self.w.loops([(i, True)], lambda: self.w.where([total - 1 - p], lambda: write(i, at)))
 
     def guards(self, slab: Slab, env: dict[Any, Any]) -> tuple[IntExpr, ...]:
         """What keeps a piece inside the tensor, where tiles overhang."""
@@ -331,7 +328,8 @@ class Contractor:
             a, f = regs[n]
             whole[n] = Digit("reg", f.size, whole[n].value, strides.get(a, 1))
             strides[a] = strides.get(a, 1) * f.size
-        outer, last = whole[:-1], whole[-1:]
+        along = any(slab.axes[-1].axis in self.depth for slab in slabs.values())  # then a fragment has several steps of k, side by side
+        outer, last = (whole[:-1], whole[-1:]) if along else (whole, [])
         depth = {a: sum((d.value * d.stride for (x, _), d in zip(regs, whole, strict=True) if x is a), start=0) for a in self.axes}  # type: ignore[misc]
         self.w.loops([(d.value, True) for d in outer], lambda: self.outer_product(slabs, slot, depth, last))  # type: ignore[misc]
 
@@ -343,7 +341,7 @@ class Contractor:
             at = (slot, *(value(t.digits) if t.axis in self.tiles else depth[t.axis] for t in slab.axes))
             own = [d for ds in digits.values() for d in ds] + ([d for d in last if any(t.axis in self.depth for t in slab.axes)])
             held[term] = self.fragment(slab, at, own)
-        loops = [d for t in self.tiles.values() for d in t.digits if d.level == "reg"] + last
+        loops = last + [d for t in self.tiles.values() for d in t.digits if d.level == "reg"]
         digits_of = {a: list(t.digits) for a, t in self.tiles.items()}
 
         def product() -> None:

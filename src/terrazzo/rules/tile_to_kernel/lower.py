@@ -27,6 +27,8 @@ def lower(kernel: l.Kernel, schedule: Schedule) -> k.Kernel:
     walker.statements(n.nest(kernel), Scope())
     reads = tuple(b for b in kernel.reads if b not in kernel.writes)
     params = (*reads, *kernel.writes)
+    resident = [v for v in schedule.directive("resident") if isinstance(v, int)]
     return k.Kernel(
-        kernel.name, params, kernel.writes, bindings.blocks, bindings.warps, tuple(walker.shared), tuple(walker.out), kernel.source
-    )
+        kernel.name, params, kernel.writes, bindings.blocks, bindings.warps, tuple(walker.shared), tuple(walker.out),
+        max([1, *resident]), kernel.source,
+    )  # fmt: skip

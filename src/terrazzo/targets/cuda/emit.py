@@ -59,7 +59,7 @@ class _Writer:
         used = {x for x in topological(kernel.body) if isinstance(x, Expr)}
         lines = [f"// {kernel.source}"] if kernel.source else []
         lines += self.instructions()
-        lines.append(f'extern "C" __global__ void __launch_bounds__({kernel.threads}, 1) {name}({", ".join(params)}) {{')
+        lines.append(f'extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.resident}) {name}({", ".join(params)}) {{')
         if kernel.shared:
             lines.append("  extern __shared__ __align__(1024) u8 shared[];")
         for value in ("block", "warp", "lane"):
