@@ -12,7 +12,7 @@ from terrazzo.ir.dialects import tile
 from terrazzo.ir.schedule import Schedule
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop_to_tile import products, threads
-from terrazzo.rules.loop_to_tile.collapse import collapse
+from terrazzo.rules.loop_to_tile.collapse import collapse, flat_reductions
 from terrazzo.rules.loop_to_tile.split import split
 
 PASS = "schedule"
@@ -44,6 +44,7 @@ def choose(kernel: l.Kernel, gpu: Gpu, log: Log, pinned: Mapping[str, Schedule])
         if best.pieces > 1:
             return _split(kernel, [c.reduce for c in p.sites], best.pieces, gpu, log)
         return [(kernel, products.schedule(p, best, gpu))]
+    kernel = flat_reductions(kernel)
     reduces = [r for r in n.accumulators(kernel).values() if isinstance(r, l.Reduce)]
     if not reduces or not any(isinstance(a.extent, int) and a.extent > 1 for r in reduces for a in r.axes):
         flat = collapse(kernel)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from terrazzo.ir.address import unflatten
+from terrazzo.ir.contraction import contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Var
-from terrazzo.ir.node import substitute, topological
+from terrazzo.ir.node import substitute, topological, transform
 
 
 def collapse(kernel: l.Kernel) -> l.Kernel:
@@ -22,3 +24,20 @@ def collapse(kernel: l.Kernel) -> l.Kernel:
     digits = unflatten(flat, tuple(extents))
     stores = tuple(substitute(s, dict(zip(kernel.axes, digits, strict=True))) for s in kernel.stores)
     return l.Kernel(kernel.name, (flat,), stores, kernel.source)
+
+
+def flat_reductions(kernel: l.Kernel) -> l.Kernel:
+    """`kernel` with every reduction over one axis, so that threads and pieces divide all of it; contractions stay as they are."""
+
+    def visit(node: Any) -> Any:
+        if not isinstance(node, l.Reduce) or len(node.axes) < 2 or contraction(node) is not None:
+            return node
+        extents = [a.extent for a in node.axes]
+        if not all(isinstance(e, int) and e > 0 for e in extents):
+            return node
+        axes, args = l.open_binder(node)
+        flat = Var(l.fresh_name(), math.prod(extents))
+        digits = dict(zip(axes, unflatten(flat, tuple(extents)), strict=True))
+        return l.Reduce.make(node.monoid, (flat,), tuple(substitute(a, digits) for a in args))
+
+    return l.Kernel(kernel.name, kernel.axes, tuple(transform(s, visit) for s in kernel.stores), kernel.source)

@@ -52,43 +52,51 @@ class Product:
 class Tile:
     """A block's part of m and n, a step of k, and how warps and threads divide them: m, n of warps, then of lanes on CUDA cores.
 
-    `resident` blocks are to fit on a processor.
+    `rate` is the part of the machine's arithmetic that a full machine reached with this tile (on an H200). `resident` blocks are to fit on
+    a processor. On CUDA cores `inner` products along k come from one load of either operand; 1 lays slabs out along m and n instead.
     """
 
     m: int
     n: int
     k: int
     warps: tuple[int, int]
+    rate: float
     lanes: tuple[int, int] = (1, 1)
-    ring: int = 3
+    ring: int = 4
     resident: int = 1
+    inner: int = 1
 
     @property
     def threads(self) -> int:
         return math.prod(self.warps) * 32
 
+    def registers(self, count: int) -> int:
+        """What a thread needs on CUDA cores for `count` products with one factor in common: accumulators, fragments, addresses."""
+        m, n = self.m // self.warps[0] // self.lanes[0], self.n // self.warps[1] // self.lanes[1]
+        return count * m * n + (m + count * n) * max(self.inner, 2) + 40
+
 
 CUDA_CORES = (
-    Tile(128, 128, 16, (4, 2), (4, 8)),
-    Tile(128, 64, 16, (4, 1), (4, 8)),
-    Tile(64, 128, 16, (2, 2), (4, 8)),
-    Tile(64, 64, 16, (2, 2), (4, 8)),
-    Tile(32, 128, 16, (1, 4), (4, 8)),
-    Tile(32, 64, 32, (1, 2), (4, 8)),
-    Tile(32, 32, 32, (1, 2), (8, 4)),
-    Tile(16, 64, 32, (1, 2), (4, 8)),
-    Tile(16, 32, 32, (1, 2), (8, 4)),
+    Tile(128, 128, 16, (4, 2), 0.74, (4, 8), 3, 2),
+    Tile(64, 128, 16, (2, 2), 0.72, (4, 8), 3, 4),
+    Tile(128, 64, 16, (2, 2), 0.72, (8, 4), 3, 4),
+    Tile(64, 64, 16, (2, 2), 0.62, (4, 8), 4, 4),
+    Tile(32, 128, 32, (1, 4), 0.52, (4, 8), 3, 2, 4),
+    Tile(32, 64, 32, (1, 4), 0.43, (4, 8), 4, 3, 4),
+    Tile(32, 32, 32, (1, 2), 0.43, (4, 8), 4, 6, 4),
+    Tile(16, 64, 32, (1, 4), 0.36, (4, 8), 4, 3, 4),
+    Tile(16, 32, 32, (1, 2), 0.30, (4, 8), 4, 6, 4),
 )
 TENSOR_CORES = (
-    Tile(128, 128, 32, (2, 4), ring=4),
-    Tile(128, 64, 32, (2, 2), ring=4),
-    Tile(64, 128, 32, (1, 4), ring=4),
-    Tile(64, 64, 64, (2, 2), ring=4),
-    Tile(32, 128, 64, (1, 4), ring=4),
-    Tile(32, 64, 64, (1, 4), ring=4),
-    Tile(32, 32, 64, (1, 2), ring=4),
-    Tile(16, 64, 64, (1, 4), ring=4),
-    Tile(16, 32, 128, (1, 2), ring=4),
+    Tile(128, 128, 32, (2, 4), 0.77, resident=2),
+    Tile(128, 64, 64, (2, 2), 0.69, resident=2),
+    Tile(128, 64, 32, (2, 2), 0.69, resident=4),
+    Tile(64, 128, 64, (2, 2), 0.67, resident=2),
+    Tile(64, 64, 64, (2, 2), 0.61, resident=3),
+    Tile(32, 128, 64, (1, 4), 0.50, resident=2),
+    Tile(32, 64, 64, (1, 4), 0.40, resident=4),
+    Tile(32, 32, 128, (1, 2), 0.30, resident=3),
+    Tile(16, 64, 128, (1, 4), 0.25, resident=2),
 )
 
 
@@ -151,7 +159,8 @@ class Plan:
 def plans(p: Product, gpu: Gpu) -> list[Plan]:
     """Every plan that fits, best first."""
     instruction = _instruction(p, gpu)
-    found = [_plan(p, gpu, t, s, instruction) for t in (TENSOR_CORES if instruction else CUDA_CORES) for s in _pieces(p, t, gpu)]
+    tiles = TENSOR_CORES if instruction else [t for t in CUDA_CORES if t.registers(len(p.sites)) * t.threads <= 65536 and t.registers(len(p.sites)) < 256]
+    found = [_plan(p, gpu, t, s, instruction) for t in tiles for s in _pieces(p, t, gpu)]
     return sorted(found, key=lambda x: x.time)
 
 
@@ -179,43 +188,44 @@ def _aligned(x: Node, p: Product) -> bool:
 
 
 def _pieces(p: Product, t: Tile, gpu: Gpu) -> Iterator[int]:
-    """Into how many pieces k may be cut: 1, and powers of two while the machine is not full."""
-    yield 1
+    """Into how many pieces k may be cut: those that divide its steps, while pieces are long and blocks not too many."""
     last = p.axes[-1].extent
     blocks = _blocks(p, t)
-    s = 2
-    while blocks * s <= gpu.processors * 4 and last % (s * t.k) == 0 and last // s >= 4 * t.k and s <= 64:
-        yield s
-        s *= 2
+    for s in range(1, 33):
+        if s == 1 or (last % (s * t.k) == 0 and last // s >= 4 * t.k and blocks * s <= gpu.processors * 8):
+            yield s
 
 
 def _blocks(p: Product, t: Tile) -> int:
     return ceil(p.m.extent, t.m) * ceil(p.n.extent, t.n) * math.prod(a.extent for a in p.batch)
 
 
+STEP = 700.0
+"""Nanoseconds from asking for a slab to having it; a ring hides all but its share."""
+IN_FLIGHT = 24 << 10
+"""Bytes a processor must have on their way to use its share of the memory's rate."""
+
+
 def _plan(p: Product, gpu: Gpu, t: Tile, pieces: int, instruction: str | None) -> Plan:
-    """Time: the slowest of arithmetic (in waves of blocks), cache and memory; a split pays for its partial sums."""
+    """Time: the slowest of arithmetic (on the busiest processor), cache, memory and latency; a split pays for its partial sums."""
     batch, depth = math.prod(a.extent for a in p.batch), math.prod(a.extent for a in p.axes)
     size = max(x.dtype.size for x in p.operands)  # type: ignore[attr-defined]
-    count = len(p.sites)
+    count, last = len(p.sites), p.axes[-1].extent
     blocks = _blocks(p, t) * pieces
-    shared = t.ring * (t.m + t.n * count) * (t.k + (0 if instruction else 4)) * size
-    resident = max(1, min(gpu.shared // max(shared, 1), 2048 // t.threads, 65536 // (t.threads * (128 if instruction else 168))))
-    waves = ceil(blocks, gpu.processors * resident)
-    rate = (gpu.tensor if instruction else gpu.fma) / gpu.processors
-    area = t.m * t.n / (t.m + t.n)  # operations per byte of shared memory
-    efficiency = min(1.0, area / (64 if instruction else 28)) ** 0.7
-    filled = min(blocks / gpu.processors, resident)  # blocks that share a processor hide each other's waits
-    alone = min(1.0, 0.45 + 0.2 * filled + t.threads / 1024)
-    work = 2.0 * t.m * t.n * (depth / pieces) * count
-    arithmetic = waves * min(resident, max(filled, 1)) * work / (rate * efficiency * alone)
-    steps = depth / pieces / t.k * 350.0 / max(1, min(t.ring, 4) - 1)  # a step cannot take less than its loads' latency, shared by the ring
+    slab = (t.m + t.n * count) * t.k * size
+    resident = max(1, min(t.resident, gpu.shared // (t.ring * slab), 65536 // (t.threads * (128 if instruction else t.registers(count)))))
+    busiest = ceil(blocks, gpu.processors)
+    together = min(busiest, resident)  # blocks that share a processor hide each other's waits
+    rate = (gpu.tensor if instruction else gpu.fma) / gpu.processors * t.rate * (together / resident) ** 0.25
+    steps = depth // last * ceil(last // pieces, t.k)
+    arithmetic = busiest * 2.0 * t.m * t.n * t.k * steps * count / rate
+    flying = min(blocks / gpu.processors, resident) * (t.ring - 1) * slab
     traffic = batch * depth * size * (p.m.extent * ceil(p.n.extent, t.n) + p.n.extent * count * ceil(p.m.extent, t.m))
-    least = batch * depth * size * (p.m.extent + p.n.extent * count)
-    busy = min(1.0, blocks / gpu.processors)
-    time = max(arithmetic, waves * steps, traffic / (gpu.cache * busy), least / (gpu.memory * busy))
+    least = batch * depth * size * (p.m.extent + p.n.extent * count) / min(1.0, flying / IN_FLIGHT)
+    latency = STEP * (steps / (t.ring - 1) + 2) * ceil(busiest, resident)
+    time = max(arithmetic, traffic / gpu.cache, least / gpu.memory, latency) + gpu.launch
     if pieces > 1:
-        time += gpu.launch + 2 * pieces * batch * p.m.extent * p.n.extent * count * 4 / gpu.cache
+        time += gpu.launch + 2.5 * pieces * batch * p.m.extent * p.n.extent * count * 4 / gpu.cache
     return Plan(t, pieces, instruction, time)
 
 
@@ -244,26 +254,28 @@ def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
         )
     else:
         site = [
-            (p.m.name, _factors(("warp", t.warps[0]), *_threads(t.m // t.warps[0], t.lanes[0]))),
-            (p.n.name, _factors(("warp", t.warps[1]), *_threads(t.n // t.warps[1], t.lanes[1]))),
-            (f"r{last.label}", _factors(("reg", step))),
+            (p.m.name, _factors(("warp", t.warps[0]), *_threads(t.m // t.warps[0], t.lanes[0], t.inner))),
+            (p.n.name, _factors(("warp", t.warps[1]), *_threads(t.n // t.warps[1], t.lanes[1], t.inner))),
+            (f"r{last.label}", _factors(("reg", step // min(t.inner, step)), ("reg", min(t.inner, step)))),
         ]
         by = "cp.async" if gpu.number >= 80 and all(_copies(x, p) for x in p.operands) else "ld"
-        operands = tuple((_name(x), Operand("smem", (("by", by), ("along", (p.m if p.m in x.free else p.n).name), ("pad", 4)))) for x in p.operands)
+        along = {x: (("along", (p.m if p.m in x.free else p.n).name),) if t.inner == 1 else () for x in p.operands}
+        operands = tuple((_name(x), Operand("smem", (("by", by), *along[x], ("pad", 4)))) for x in p.operands)
+    resident = 1 if plan.instruction else min(t.resident, 65536 // (t.threads * t.registers(len(p.sites))))
     ring = t.ring if plan.instruction or by == "cp.async" else 2
     lines.append((f"r{last.label}", (Factor("time", ceil(last.extent, step), (("ring", ring),)), Factor("block", step))))
     stores = tuple(dict.fromkeys(b.name for b in kernel.writes))
     like = Site(stores, ((p.m.name, Like(p.names[0])), (p.n.name, Like(p.names[0]))))
     return Schedule(
-        kernel.name, gpu.arch, tuple(lines), (), (("resident", (t.resident,), ()),) if t.resident > 1 else (),
+        kernel.name, gpu.arch, tuple(lines), (), (("resident", (resident,), ()),) if resident > 1 else (),
         (Site(p.names, tuple(site), operands, plan.instruction or "fma.f32"), like),
     )  # fmt: skip
 
 
-def _threads(size: int, lanes: int) -> tuple[tuple[str, int], ...]:
-    """A warp's part of an axis between lanes and registers, in vectors of 16 bytes."""
+def _threads(size: int, lanes: int, inner: int) -> tuple[tuple[str, int], ...]:
+    """A warp's part of an axis between lanes and registers: in vectors of 16 bytes, or lanes innermost where vectors run along k."""
     each = size // lanes
-    vector = min(each, 4)
+    vector = min(each, 4) if inner == 1 else 1
     return (("reg", each // vector), ("lane", lanes), ("reg", vector))
 
 

@@ -30,7 +30,7 @@ def pointwise(kernel: l.Kernel, gpu: Gpu) -> Schedule:
         return Schedule(kernel.name, gpu.arch, ())
     axis = max(free, key=lambda a: (stride_one([kernel], a), _size(a)))
     vector = vector_of(kernel.stores, axis)
-    while vector > 1 and _size(axis) // vector < gpu.processors * 2 * WARP * 4:
+    while vector > 1 and _size(axis) // vector < gpu.processors * 2 * WARP:
         vector //= 2
     threads = 4 if _size(axis) > 4 * WARP * vector else 1
     lines = [(a.name, grid(_size(a))) for a in free if a is not axis]
@@ -129,8 +129,8 @@ def shared_axis(length: int, threads: int, vector: int) -> tuple[Factor, ...]:
 
 def _block(length: int, vector: int, rows: int, gpu: Gpu) -> int:
     """Warps of a block for a row: few where rows are many, so that a thread has several accesses on their way."""
-    each = 4 if rows >= 4 * gpu.processors else 1
-    return max(1, min(32, 1 << (max(length // (WARP * vector * each), 1)).bit_length() - 1))
+    each = max(16, 4 * vector) if rows >= 4 * gpu.processors else vector
+    return max(1, min(32, 1 << (max(length // (WARP * (32 if vector == 1 else each)), 1)).bit_length() - 1))
 
 
 def _row_lines(rows: Sequence[Any], inner: tuple[Factor, ...], size: int) -> tuple[tuple[str, tuple[Factor, ...]], ...]:
