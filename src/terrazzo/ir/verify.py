@@ -18,7 +18,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects import torch as aten
 from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Mod, Var, at_least, bounds
-from terrazzo.ir.node import topological
+from terrazzo.ir.node import substitute, topological
 from terrazzo.ir.program import Input, Program
 
 _ALLOWED: dict[str, tuple[Any, ...]] = {"torch": (aten.Aten, aten.Get, Input), "tensor": (t.Value, Input, Expr)}
@@ -93,13 +93,14 @@ def _kernel(k: l.Kernel) -> str:
 
 
 def _stores_all(store: l.Store) -> str:
-    """Each dimension is counted by axes of its own, or by a digit of an axis that others share: every element is stored exactly once."""
+    """Each dimension is counted by axes, or digits of axes, of its own: every element is stored exactly once."""
+    digits: dict[Expr, Var] = {}
+    for e in topological([e for e in store.index if isinstance(e, Expr)]):
+        if isinstance(e, Mod | FloorDiv) and (digit := _part(e)) is not None:
+            digits[e] = digit
     used: set[Any] = set()
-    shared: dict[Any, list[tuple[int, int]]] = {}
-    for d, (e, extent) in enumerate(zip(store.index, store.buffer.type.shape, strict=True)):
-        if (digit := _shared_digit(e)) is not None and digit[2] == extent:
-            shared.setdefault(digit[0], []).append(digit[1:])
-            continue
+    for d, (whole, extent) in enumerate(zip(store.index, store.buffer.type.shape, strict=True)):
+        e = substitute(whole, digits)
         axes = sorted(e.free, key=lambda v: bounds(_digit(e, v))[0] or 0) if isinstance(e, Expr) else []
         radix: IntExpr = 1
         for v in axes:
@@ -109,26 +110,28 @@ def _stores_all(store: l.Store) -> str:
             radix = radix * v.extent
         if radix != extent or (not isinstance(e, Expr) and e != 0):
             return f"the store to {store.buffer.name} does not cover dimension {d}"
-    for v, digits in shared.items():
+    for axis in {e.free for e in digits}:
+        (v,) = axis
+        mine = sorted((int(d.name.rpartition("/")[2]), int(d.extent)) for e, d in digits.items() if v in e.free and d in used)  # type: ignore[call-overload]
         radix = 1
-        for place, size in sorted(digits):
+        for place, size in mine:
             radix = radix * size if place == radix else -1
-        if radix != v.extent or v in used:
+        if v in used or radix != v.extent:
             return f"the store to {store.buffer.name} does not cover the digits of {v}"
         used.add(v)
     return "" if store.value.free <= used else f"the store to {store.buffer.name} depends on an axis it does not have"
 
 
-def _shared_digit(e: IntExpr) -> tuple[Any, int, int] | None:
-    """(axis, place value, size) of v // place % size, in any form in which one of the two was not needed."""
+def _part(e: IntExpr) -> Var | None:
+    """The digit v // place % size of an axis, as a variable of its own called v/place."""
     size, place = None, 1
     if isinstance(e, Mod) and isinstance(e.b, int):
         e, size = e.a, e.b
     if isinstance(e, FloorDiv) and isinstance(e.b, int):
         e, place = e.a, e.b
-    if not isinstance(e, Var) or not isinstance(e.extent, int) or (size is None and place == 1):
+    if not isinstance(e, Var) or not isinstance(e.extent, int):
         return None
-    return e, place, size or -(-e.extent // place)
+    return Var(f"{e.name}/{place}", size or -(-e.extent // place))
 
 
 def _digit(e: IntExpr, v: Any) -> IntExpr:

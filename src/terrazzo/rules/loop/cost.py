@@ -15,6 +15,7 @@ from terrazzo.ir.contraction import contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import IntExpr, bounds
+from terrazzo.ir.node import topological
 
 
 @dataclass(frozen=True)
@@ -22,29 +23,31 @@ class Rates:
     """Nanoseconds per unit of work, for a whole machine that is kept busy.
 
     byte: one byte of memory traffic; op: one simple vectorised operation on one element; serial: one combination of a monoid
-    that does not vectorise; fma: one multiply-add of a contraction the target blocks; load: one element from cache;
-    launch: one kernel.
+    that does not vectorise; fma: one multiply-add of a contraction the target blocks; mixed: one in a kernel that also reduces in other
+    ways, so that it is not blocked; load: one element from cache; launch: one kernel.
     """
 
     byte: float = 0.05
     op: float = 0.03
     serial: float = 1.0
     fma: float = 0.012
+    mixed: float = 0.012
     load: float = 0.02
     launch: float = 3000.0
 
 
 def cost(kernel: l.Kernel, rates: Rates) -> float:
     """Nanoseconds, by the model."""
-    bill = _Bill(rates)
+    reductions = [x for x in topological(kernel.stores) if isinstance(x, l.Reduce | l.Scan)]
+    bill = _Bill(rates, rates.fma if all(map(_contracts, reductions)) else rates.mixed)
     bill.walk(n.nest(kernel), 1, False)
     traffic = sum(min(count, _count(b.type.numel)) * b.type.dtype.size for b, count in bill.touched.items())
     return rates.launch + bill.work + traffic * rates.byte
 
 
 class _Bill:
-    def __init__(self, rates: Rates) -> None:
-        self.rates = rates
+    def __init__(self, rates: Rates, fma: float) -> None:
+        self.rates, self.fma = rates, fma
         self.work = 0.0
         self.touched: dict[l.Buffer, int] = {}
 
@@ -67,7 +70,7 @@ class _Bill:
                         points *= _count(a.extent)
                     blocked = not in_reduction and s.kind == "reduce" and all(_contracts(r) for r in s.carried)
                     if blocked:
-                        self.work += points * self.rates.fma * len(s.carried)
+                        self.work += points * self.fma * len(s.carried)
                         self.operands(s.body, points)
                         self.work -= points * self.rates.op * len(s.carried)  # the products are in the price of an fma
                     else:

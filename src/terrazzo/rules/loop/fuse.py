@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from terrazzo.errors import TerrazzoError
+from terrazzo.ir.contraction import contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Expr
@@ -151,6 +152,9 @@ class _Fusion:
             if len(topological([s.value for s in new.stores])) > LARGEST:
                 return f"{new.name} would have more than {LARGEST} nodes"
             found.append(new)
+        before = _products([kernel, *(self.kernels[j] for j in readers)])
+        if _products(found) > before:
+            return f"{kernel.name} is a product, which would be computed more than once"
         return found
 
     def _enter(self, i: int, kernel: l.Kernel) -> None:
@@ -224,6 +228,11 @@ class _Fusion:
         for i in sorted(steps):
             visit(i)
         return l.Program(self.source.name, self.source.inputs, tuple(done), self.source.results)
+
+
+def _products(kernels: Iterable[l.Kernel]) -> int:
+    """How many contractions kernels compute."""
+    return sum(isinstance(x, l.Reduce) and contraction(x) is not None for k in kernels for x in topological(k.stores))
 
 
 def _is_view(value: Any) -> bool:

@@ -73,7 +73,7 @@ class Tile:
     def registers(self, count: int) -> int:
         """What a thread needs on CUDA cores for `count` products with one factor in common: accumulators, fragments, addresses."""
         m, n = self.m // self.warps[0] // self.lanes[0], self.n // self.warps[1] // self.lanes[1]
-        return count * m * n + (m + count * n) * max(self.inner, 2) + 40
+        return count * m * n + (m + count * n) * max(self.inner, 2) + 32
 
 
 CUDA_CORES = (
@@ -260,7 +260,7 @@ def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
         ]
         by = "cp.async" if gpu.number >= 80 and all(_copies(x, p) for x in p.operands) else "ld"
         along = {x: (("along", (p.m if p.m in x.free else p.n).name),) if t.inner == 1 else () for x in p.operands}
-        operands = tuple((_name(x), Operand("smem", (("by", by), *along[x], ("pad", 4)))) for x in p.operands)
+        operands = tuple({_name(x): Operand("smem", (("by", by), *along[x], ("pad", 4))) for x in p.operands}.items())
     resident = 1 if plan.instruction else min(t.resident, 65536 // (t.threads * t.registers(len(p.sites))))
     ring = t.ring if plan.instruction or by == "cp.async" else 2
     lines.append((f"r{last.label}", (Factor("time", ceil(last.extent, step), (("ring", ring),)), Factor("block", step))))

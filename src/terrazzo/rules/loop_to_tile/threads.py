@@ -128,9 +128,10 @@ def shared_axis(length: int, threads: int, vector: int) -> tuple[Factor, ...]:
 
 
 def _block(length: int, vector: int, rows: int, gpu: Gpu) -> int:
-    """Warps of a block for a row: few where rows are many, so that a thread has several accesses on their way."""
+    """Warps of a block for a row: where rows are many, few enough that a thread has several accesses on their way."""
     each = max(16, 4 * vector) if rows >= 4 * gpu.processors else vector
-    return max(1, min(32, 1 << (max(length // (WARP * (32 if vector == 1 else each)), 1)).bit_length() - 1))
+    wanted = ceil(length, WARP * each)
+    return min(32, 1 << (wanted - 1).bit_length() if vector == 1 else 1 << wanted.bit_length() - 1)
 
 
 def _row_lines(rows: Sequence[Any], inner: tuple[Factor, ...], size: int) -> tuple[tuple[str, tuple[Factor, ...]], ...]:

@@ -88,6 +88,29 @@ class Walker:
         self.depth -= not unrolled
         self.out.append(k.For(axis, body, unrolled))
 
+    def peeled(self, digits: Sequence[Digit], inside: Sequence[IntExpr], write: Callable[[], None]) -> None:
+        """Loops over digits, the first outermost. Only the last steps of the outermost one test `inside`, where the others cannot fail."""
+        serial = sum(d.level == "time" for d in digits)
+        self.depth += serial
+        body = self.inside(write)
+        self.depth -= serial
+        if len(digits) == 1 and inside and (whole := self.always(digits[0], inside)):
+            i, unrolled = digits[0].value, digits[0].level != "time"
+            first = Var(i.name, whole)  # type: ignore[union-attr]
+            self.out.append(k.For(first, tuple(substitute(x, {i: first}) for x in body), unrolled))
+            for last in range(whole, digits[0].size):
+                rest = [substitute(x, {i: last}) for x in body]
+                self.where([substitute(e, {i: last}) for e in inside], lambda rest=rest: self.out.extend(rest))  # type: ignore[misc]
+            return
+        self.loops([(d.value, d.level != "time") for d in digits], lambda: self.where(inside, lambda: self.out.extend(body)))  # type: ignore[misc]
+
+    def always(self, digit: Digit, inside: Sequence[IntExpr]) -> int:
+        """How many first values of a digit make conditions hold whatever the other variables are; 0 where that leaves too many, or all."""
+        whole = 0
+        while whole < digit.size and all(at_least(substitute(e, {digit.value: whole}), 0) for e in inside):
+            whole += 1
+        return whole if whole >= digit.size - 1 and whole < digit.size else 0
+
     def where(self, inside: Sequence[IntExpr], write: Callable[[], None]) -> None:
         """`write` under a condition, unless it always holds."""
         open_ = tuple(dict.fromkeys(e for e in inside if not at_least(e, 0)))
@@ -191,11 +214,12 @@ class Walker:
         vector = looped[-1] if leaf and looped and digits[-1][-1] is looped[-1] and looped[-1].level != "time" else None
         if leaf:
             self.keep_loads(s, digits, scope, inner)
-        if vector is not None and (step := self.vector(s, vector, inside, inner)) is not None:
-            self.loops([(d.value, d.level != "time") for d in looped[:-1]], step)  # type: ignore[misc]
+        step = self.vector(s, vector, inside, inner) if vector is not None else None
+        if step is not None and vector is not None:
+            inside = [substitute(e, {vector.value: 0}) for e in inside]
+            self.peeled(looped[:-1], inside, step)
         else:
-            body = lambda: self.where(inside, lambda: self.statements(s.body, inner))  # noqa: E731
-            self.loops([(d.value, d.level != "time") for d in looped], body)  # type: ignore[misc]
+            self.peeled(looped, inside, lambda: self.statements(s.body, inner))
         if s.kind == "reduce":
             for r in s.carried:
                 self.meet(r, scope.env[r], digits)
@@ -224,7 +248,10 @@ class Walker:
     # -- vectors and kept loads --------------------------------------------------------------------------------------
 
     def vector(self, s: n.Loop, digit: Digit, inside: Sequence[IntExpr], scope: Scope) -> Callable[[], None] | None:
-        """The body of a leaf for all values of its innermost digit at once, with wide loads and stores; None where none is wide."""
+        """The body of a leaf for all values of its innermost digit at once, with wide loads and stores; None where none is wide.
+
+        The conditions `inside` must hold for all of them or for none.
+        """
         j, size = digit.value, digit.size
         assert isinstance(j, Var)
         if size & size - 1 or any(not _uniform(e, j, size) for e in inside):
@@ -259,7 +286,7 @@ class Walker:
                 to = tuple(substitute(i, start) for i in scope.all(x.index))
                 self.out.append(k.Move(x.buffer, to, place, (0,), size))
 
-        return lambda: self.where([substitute(e, start) for e in inside], step)
+        return step
 
     def wide_load(self, load: l.Load, j: Var, size: int, scope: Scope) -> None:
         found: l.Load = scope(load)
