@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from terrazzo.hw import mma_sync
@@ -159,9 +159,15 @@ class Plan:
 def plans(p: Product, gpu: Gpu) -> list[Plan]:
     """Every plan that fits, best first."""
     instruction = _instruction(p, gpu)
-    tiles = TENSOR_CORES if instruction else [t for t in CUDA_CORES if t.registers(len(p.sites)) * t.threads <= 65536 and t.registers(len(p.sites)) < 256]
-    found = [_plan(p, gpu, t, s, instruction) for t in tiles for s in _pieces(p, t, gpu)]
+    tiles = (_shared(t, len(p.sites)) for t in (TENSOR_CORES if instruction else CUDA_CORES))
+    found = [_plan(p, gpu, t, s, instruction) for t in tiles if t for s in _pieces(p, t, gpu)]
     return sorted(found, key=lambda x: x.time)
+
+
+def _shared(t: Tile, count: int) -> Tile | None:
+    """The tile for `count` products with one factor in common: so much narrower that loads, registers and rate stay those of one."""
+    narrow = t.n >> (count - 1).bit_length()
+    return replace(t, n=narrow) if narrow >= t.warps[1] * max(t.lanes[1], 8) else None
 
 
 def _instruction(p: Product, gpu: Gpu) -> str | None:

@@ -46,6 +46,7 @@ def reduction(kernel: l.Kernel, gpu: Gpu) -> Schedule:
     """
     top = _outermost(kernel)
     rows = _rows(kernel, top)
+    top = [r for r in top if r.free <= frozenset(rows)] or top  # others lie in loops that threads share, so each computes its own
     longest = max((r.axes[-1] for r in top), key=_size)
     columns = [a for a in rows if stride_one(_leaves(top), a) and not any(stride_one(_leaves([r]), r.axes[-1]) for r in top)]
     if columns:
@@ -153,9 +154,8 @@ def _vector(count: int) -> tuple[Factor, ...]:
 
 
 def _rows(kernel: l.Kernel, top: Sequence[l.Reduce]) -> list[Any]:
-    """The axes around the outermost reductions."""
-    free = frozenset().union(*(r.free for r in top))
-    return [a for a in kernel.axes if a in free]
+    """The axes around all of the outermost reductions."""
+    return [a for a in kernel.axes if all(a in r.free for r in top)]
 
 
 def _outermost(kernel: l.Kernel) -> list[l.Reduce]:
