@@ -9,24 +9,28 @@ from collections.abc import Mapping
 from typing import Any
 
 from terrazzo.errors import UserError
+from terrazzo.ir.dialects import kernel, tile
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tensor as t
-from terrazzo.ir.dialects import tile
 from terrazzo.ir.dialects import torch as aten
 from terrazzo.ir.dialects.scalar import BY_NAME, scalar
-from terrazzo.ir.expr import Expr, IntExpr, Var
+from terrazzo.ir.expr import IntExpr
 from terrazzo.ir.monoid import monoid
-from terrazzo.ir.node import Node, substitute
+from terrazzo.ir.node import Node
+from terrazzo.ir.parse_kernel import KernelReader
+from terrazzo.ir.parse_loop import LoopReader
 from terrazzo.ir.program import Input, Program
 from terrazzo.ir.reader import Reader, Scope, dotted, elements, empty, located
 from terrazzo.ir.schedule import ScheduleReader
-from terrazzo.ir.types import DTYPES, Type
+from terrazzo.ir.types import Type
 
+IRS = ("torch", "tensor", "loop", "tile", "kernel")
+_IRS = "@torch, @tensor, @loop, @tile or @kernel"
 LONGEST = 1 << 26
 """Texts longer than this (characters) are refused."""
 
 
-def parse(text: str, filename: str = "<text>") -> Program | l.Program | tile.Program:
+def parse(text: str, filename: str = "<text>") -> Program | l.Program | tile.Program | kernel.Program:
     """The program a text means. Anything wrong is a UserError with line, column and a caret."""
     if len(text) > LONGEST:
         raise UserError(f"{filename}: the text is longer than {LONGEST} characters")
@@ -53,16 +57,16 @@ def _comments(text: str) -> dict[int, str]:
     return found
 
 
-def _module(text: str, filename: str, tree: ast.Module, comments: Mapping[int, str]) -> Program | l.Program | tile.Program:
+def _module(text: str, filename: str, tree: ast.Module, comments: Mapping[int, str]) -> Program | l.Program | tile.Program | kernel.Program:
     reader = Reader(text, filename, comments)
     if len(tree.body) != 1 or not isinstance(tree.body[0], ast.FunctionDef):
-        reader.fail(tree.body[0] if tree.body else tree, "expected one function: @torch, @tensor, @loop or @tile, then def")
+        reader.fail(tree.body[0] if tree.body else tree, f"expected one function: {_IRS}, then def")
     f = tree.body[0]
     if len(f.decorator_list) != 1 or not isinstance(f.decorator_list[0], ast.Name):
-        reader.fail(f, "expected the name of the IR above: @torch, @tensor, @loop or @tile")
+        reader.fail(f, f"expected the name of the IR above: {_IRS}")
     kind = f.decorator_list[0].id
-    if kind not in ("torch", "tensor", "loop", "tile"):
-        reader.fail(f.decorator_list[0], f"unknown IR {kind!r}; known: torch, tensor, loop, tile")
+    if kind not in IRS:
+        reader.fail(f.decorator_list[0], f"unknown IR {kind!r}; known: {', '.join(IRS)}")
     scope = Scope()
     body = reader.sizes(f.body, scope)
     if not _plain(f.args):
@@ -73,11 +77,15 @@ def _module(text: str, filename: str, tree: ast.Module, comments: Mapping[int, s
             reader.fail(a, f"{a.arg} is defined twice")
         if a.annotation is None:
             reader.fail(a, f"input {a.arg} needs a type, such as f32[2, 3]")
-        node = (l.Buffer if kind in ("loop", "tile") else Input)(a.arg, reader.type(a.annotation, scope))
+        node = (l.Buffer if kind in ("loop", "tile", "kernel") else Input)(a.arg, reader.type(a.annotation, scope))
         scope.values[a.arg] = node
         inputs.append(node)
     if not body or not isinstance(body[-1], ast.Return):
         reader.fail(f, "the function must end with return")
+    if kind == "kernel":
+        launches = KernelReader(text, filename, comments)
+        found_steps = tuple(launches.step(s, scope) for s in body[:-1])
+        return kernel.Program(f.name, tuple(inputs), found_steps, reader.results(body[-1], scope, l.Buffer))
     if kind in ("loop", "tile"):
         loops, schedules = LoopReader(text, filename, comments), ScheduleReader(text, filename, comments)
         steps: list[Any] = []
@@ -174,140 +182,7 @@ class GraphReader(Reader):
         return x.body, inner
 
 
-class LoopReader(Reader):
-    """Reads the statements of Loop IR."""
-
-    def step(self, s: ast.stmt, scope: Scope) -> Any:
-        source = self.comments.get(s.lineno, "")
-        match s:
-            case ast.With(
-                items=[ast.withitem(context_expr=ast.Call(func=ast.Name(id="kernel"), args=[ast.Constant(value=str() as name)]) as head)]
-            ):
-                for k in head.keywords:
-                    if k.arg is None or k.arg in scope.values:
-                        self.fail(head, f"{k.arg} is defined twice")
-                    scope.values[k.arg] = l.Buffer(k.arg, self.type(k.value, scope))
-                axes: list[Any] = []
-                stores: list[Any] = []
-                self.block(s.body, scope.inner(), axes, stores, [])
-                return self.build(s, l.Kernel, name, tuple(axes), tuple(stores), source)
-            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Call(func=ast.Name(id="call"), args=[first, *rest]) as c):
-                types = self.type(self.keyword(c, "_types"), scope)
-                args, kwargs, order = self.call(c, rest, scope)
-                if not isinstance(types, tuple) or len(types) != len(targets):
-                    self.fail(c, "one type per result is needed")
-                buffers = []
-                for target, ty in zip(targets, types, strict=True):
-                    if not isinstance(target, ast.Name):
-                        self.fail(target, "expected a name")
-                    if ty is not None and target.id in scope.values:
-                        self.fail(target, f"{target.id} is defined twice")
-                    buffers.append(None if ty is None else l.Buffer(target.id, ty))
-                    if ty is not None:
-                        scope.values[target.id] = buffers[-1]
-                return self.build(s, l.Call, self.constant(first), args, kwargs, tuple(buffers), order, source)
-        self.fail(s, 'expected `with kernel("name", result=type):` or `result, = call("aten.…", …, _types=(…,))`')
-
-    def block(self, body: list[ast.stmt], scope: Scope, axes: list[Any], stores: list[Any], reduce_axes: list[Any]) -> dict[str, Any]:
-        """Read statements; returns what was accumulated here: name → (monoid, arguments)."""
-        accumulated: dict[str, Any] = {}
-        for s in body:
-            match s:
-                case ast.For(target=target, iter=ast.Call(func=ast.Name(id=kind), args=extents)) if kind in (
-                    "free",
-                    "scan",
-                    "reduce",
-                ):
-                    self.loop(s, kind, target, extents, scope, axes, stores)
-                case ast.Expr(
-                    value=ast.Compare(
-                        left=ast.Name(id=acc),
-                        ops=[ast.Lt()],
-                        comparators=[ast.UnaryOp(op=ast.USub(), operand=ast.Call(func=ast.Name(id=m)) as c)],
-                    )
-                ):
-                    args = tuple(self.term(a, scope) for a in c.args)
-                    accumulated[acc] = (c, self.build(c, monoid, m), args)
-                    if not reduce_axes:  # a scan: its value is there at once, in order
-                        scope.values[acc] = self.scan(c, accumulated.pop(acc), axes)
-                case ast.Assign(targets=[ast.Name(id=name)], value=v):
-                    if isinstance(scope.values.get(name), (l.Buffer, Expr)):
-                        self.fail(s, f"{name} is already a buffer or a variable")
-                    scope.values[name] = self.term(v, scope)
-                case ast.Assign(targets=[ast.Subscript(value=target, slice=where)], value=v):
-                    index = () if empty(where) else self.indices(where, scope)
-                    stores.append(self.build(s, l.Store, self.lookup(target, scope, l.Buffer), index, self.term(v, scope)))
-                case _:
-                    self.fail(s, "expected a loop, `name = term`, `accumulator <- monoid(term)` or `buffer[index] = term`")
-        return accumulated
-
-    def loop(
-        self,
-        s: ast.For,
-        kind: str,
-        target: ast.expr,
-        extents: list[ast.expr],
-        scope: Scope,
-        axes: list[Any],
-        stores: list[Any],
-    ) -> None:
-        targets = target.elts if isinstance(target, ast.Tuple) else [target]
-        if len(targets) != len(extents) or not all(isinstance(x, ast.Name) for x in targets):
-            self.fail(s, f"expected `for a in {kind}(extent):`, one extent per variable")
-        pairs = [(x.id, self.expr(e, scope)) for x, e in zip(targets, extents, strict=True) if isinstance(x, ast.Name)]
-        inner = scope.inner()
-        if kind != "reduce":
-            if len(pairs) != 1:
-                self.fail(s, f"a {kind} loop has one variable")
-            axis = Var(*pairs[0])
-            if axis.name in {a.name for a in axes}:
-                self.fail(s, f"{axis.name} is bound twice")
-            axes.append(axis)
-            inner.values[axis.name] = axis
-            self.block(s.body, inner, axes, stores, [])
-            return
-        fresh = tuple(Var(f"%{name}", extent) for name, extent in pairs)
-        inner.values.update({name: v for (name, _), v in zip(pairs, fresh, strict=True)})
-        found = self.block(s.body, inner, axes, stores, list(fresh))
-        renamed = tuple(Var(l.fresh_name(), v.extent) for v in fresh)
-        for name, (where, m, args) in found.items():
-            moved = tuple(substitute(a, dict(zip(fresh, renamed, strict=True))) for a in args)
-            scope.values[name] = self.build(where, l.Reduce.make, m, renamed, moved)
-
-    def scan(self, where: ast.AST, accumulation: Any, axes: list[Any]) -> Any:
-        if not axes:
-            self.fail(where, "an accumulation stands in a reduce or scan loop")
-        _, m, args = accumulation
-        axis = Var(l.fresh_name(), axes[-1].extent)
-        moved = tuple(substitute(a, {axes[-1]: axis}) for a in args)
-        return self.build(where, l.Scan.make, m, axis, moved, axes[-1])
-
-    def term(self, x: ast.AST, scope: Scope) -> Any:
-        match x:
-            case ast.Name():
-                return self.lookup(x, scope, l.Term)
-            case ast.Subscript() | ast.IfExp():
-                source, inside = self.guarded(x, scope)
-                index = () if empty(source.slice) else self.indices(source.slice, scope)
-                return self.build(x, l.Load, self.lookup(source.value, scope, l.Buffer), index, inside)
-            case ast.Call(func=ast.Name(id="index"), args=[e]):
-                return self.build(x, l.Index, self.expr(e, scope))
-            case ast.Call(func=ast.Name(id="get"), args=[v, k]):
-                return self.build(x, l.Get, self.term(v, scope), self.constant(k))
-            case ast.Call(func=ast.Name(id=name), args=[c]) if name in DTYPES and _is_number(c):
-                return self.build(x, l.Literal, self.constant(c), DTYPES[name])
-            case ast.Call(func=ast.Name(id=name), args=args) if name in BY_NAME:
-                return self.build(x, l.Apply, scalar(name), tuple(self.term(a, scope) for a in args))
-        self.fail(x, "expected a term: a name, an element, a constant such as f32(1.0), or a scalar function of terms")
-
-
 def _types(ty: Any) -> str:
     from terrazzo.ir.show import show_type
 
     return show_type(ty)
-
-
-def _is_number(x: ast.AST) -> bool:
-    if isinstance(x, ast.UnaryOp) and isinstance(x.op, ast.USub):
-        x = x.operand
-    return isinstance(x, ast.Constant) or (isinstance(x, ast.Name) and x.id in ("inf", "nan"))

@@ -178,7 +178,7 @@ class Schedule:
             lines.append(f"    with site({', '.join([*(_value(n) for n in site.names), *on])}):")
             lines += [f"        {axis} = {_text(b)}" for axis, b in site.axes]
             lines += [f"        {name} = {operand}" for name, operand in site.operands]
-        return "\n".join(lines)
+        return "\n".join(lines if len(lines) > 1 else [*lines, "    pass"])
 
 
 def _extent(axis: str, extents: Mapping[str, int]) -> int:
@@ -278,7 +278,7 @@ class ScheduleReader(Reader):
                 if name not in DIRECTIVES:
                     self.fail(x, f"unknown directive {name!r}; known: {', '.join(DIRECTIVES)}")
                 directives.append((name, tuple(map(self.value, x.value.args)), self.keywords(x.value)))
-            elif not isinstance(x, ast.Assign):
+            elif not isinstance(x, ast.Assign | ast.Pass):
                 self.fail(x, "expected `axis = ...`, `operand = ...`, a directive or a site")
         return Schedule(args[0], str(options["target"]), axes, operands, tuple(directives), tuple(sites))
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from terrazzo.ir import nest as n
+from terrazzo.ir.dialects import kernel, tile
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tensor as t
-from terrazzo.ir.dialects import tile
 from terrazzo.ir.dialects import torch as aten
 from terrazzo.ir.expr import Bound, Expr, FloorDiv, IntExpr, Loaded, Mod, Size, Sum, Var
 from terrazzo.ir.node import Node, topological
@@ -27,6 +27,10 @@ def show(x: Any) -> str:
         return _loop_program(x)
     if isinstance(x, tile.Program):
         return _loop_program(x.loop, "tile", {k: str(s) for k, s in x.schedules})
+    if isinstance(x, kernel.Program):
+        from terrazzo.ir.show_kernel import show_program
+
+        return show_program(x)
     if isinstance(x, l.Kernel):
         return "\n".join(_kernel(x))
     if isinstance(x, tuple):
@@ -62,7 +66,7 @@ def show_expr(e: IntExpr, name: Namer | None = None) -> str:
             return f"{_factor(e.a, name)} % {_factor(e.b, name)}"
         case Loaded():
             value = e.value
-            inner = f"{(name or _node)(value.x)}[{_list(value.index, name)}]" if isinstance(value, t.Read) else (name or _node)(value)
+            inner = f"{(name or _node)(value.x)}[{show_list(value.index, name)}]" if isinstance(value, t.Read) else (name or _node)(value)
             return f"at({inner}, {show_expr(e.extent, name)})"
     raise TypeError(f"no text for {type(e).__name__}")
 
@@ -83,11 +87,11 @@ def _factor(e: IntExpr, name: Namer | None) -> str:
     return f"({text})" if isinstance(e, (Sum, FloorDiv, Mod)) else text
 
 
-def _list(items: Iterable[IntExpr], name: Namer | None = None) -> str:
+def show_list(items: Iterable[IntExpr], name: Namer | None = None) -> str:
     return ", ".join(show_expr(i, name) for i in items)
 
 
-def _inside(inside: Iterable[IntExpr], name: Namer | None = None) -> str:
+def show_inside(inside: Iterable[IntExpr], name: Namer | None = None) -> str:
     tests = " and ".join(f"{show_expr(e, name)} >= 0" for e in inside)
     return f" if {tests} else 0" if tests else ""
 
@@ -132,7 +136,7 @@ def _value(x: Node, name: Namer) -> str:
         case t.Elementwise():
             return f"{x.fn.name}({', '.join(map(name, x.args))})"
         case t.IndexMap():
-            body = f"{name(x.x)}[{_list(x.index, name) or '()'}]{_inside(x.inside, name)}"
+            body = f"{name(x.x)}[{show_list(x.index, name) or '()'}]{show_inside(x.inside, name)}"
             return f"index_map(lambda{_coordinates(x.shape)}: {body})"
         case t.Reduce():
             return f"reduce.{x.monoid.name}({', '.join(map(name, x.args))}, axes={list(x.axes)})"
@@ -154,13 +158,13 @@ def _node(x: Node) -> str:
     if isinstance(x, Expr):
         return show_expr(x, lambda v: _node(v))
     if isinstance(x, l.Term):
-        return _term(x, lambda v: _node(v) if isinstance(v, l.Term) else "...")
+        return show_term(x, lambda v: _node(v) if isinstance(v, l.Term) else "...")
     if isinstance(x, l.Buffer):
         return x.name
     return _value(x, lambda v: v.name if isinstance(v, Input) else f"<{v.op}>")
 
 
-def _header(dialect: str, name: str, inputs: Iterable[Any], everything: Iterable[Any]) -> list[str]:
+def header(dialect: str, name: str, inputs: Iterable[Any], everything: Iterable[Any]) -> list[str]:
     given = ", ".join(f"{i.name}: {show_type(i.type)}" for i in inputs)
     lines = [f"@{dialect}", f"def {name}({given}):"]
     sizes = {s.name: s for s in everything if isinstance(s, Size)}
@@ -200,7 +204,7 @@ def value_names(p: Program) -> dict[Node, str]:
 
 def _program(p: Program) -> str:
     names, values = value_names(p), _values(p)
-    lines = _header(p.dialect, p.name, p.inputs, _sizes([i.type for i in p.inputs] + [x.type for x in values]))  # type: ignore[attr-defined]
+    lines = header(p.dialect, p.name, p.inputs, _sizes([i.type for i in p.inputs] + [x.type for x in values]))  # type: ignore[attr-defined]
     for x in values:
         line = f"    {names[x]}: {show_type(x.type)} = {_value(x, names.__getitem__)}"  # type: ignore[attr-defined]
         source = p.sources.get(names[x])
@@ -212,16 +216,16 @@ def _program(p: Program) -> str:
 
 def _loop_program(p: l.Program, kind: str = "loop", schedules: Mapping[int, str] | None = None) -> str:
     buffers = [*p.inputs, *(b for s in p.steps for b in s.writes)]
-    lines = _header(kind, p.name, p.inputs, _sizes([b.type for b in buffers]))
+    lines = header(kind, p.name, p.inputs, _sizes([b.type for b in buffers]))
     for number, step in enumerate(p.steps):
-        text = _kernel(step) if isinstance(step, l.Kernel) else _opaque(step)
+        text = _kernel(step) if isinstance(step, l.Kernel) else opaque(step)
         lines += ["    " + line for line in [*text, *(schedules or {}).get(number, "").splitlines()]]
     results = ", ".join(b.name for b in p.results) + ("," if len(p.results) == 1 else "")
     lines.append(f"    return ({results})")
     return "\n".join(lines) + "\n"
 
 
-def _opaque(c: l.Call) -> list[str]:
+def opaque(c: l.Call) -> list[str]:
     targets = ", ".join("_" if b is None else b.name for b in c.results)
     types = show_type(tuple(None if b is None else b.type for b in c.results))
     given = ", ".join(s for s in (repr(c.name), _call(c, lambda b: getattr(b, "name", "?"))) if s)
@@ -236,25 +240,25 @@ def _kernel(k: l.Kernel) -> list[str]:
 
 def _statements(body: Iterable[n.Statement], names: dict[Node, str]) -> list[str]:
     def name(x: Node) -> str:
-        return names[x] if x in names else _term(x, name)
+        return names[x] if x in names else show_term(x, name)
 
     lines: list[str] = []
     for s in body:
         match s:
             case n.Let():
-                text = _term(s.term, name)
+                text = show_term(s.term, name)
                 names[s.term] = _fresh("in" if isinstance(s.term, l.Load) else "v", names)
                 lines.append(f"{names[s.term]} = {text}")
             case n.Accumulate():
                 names.setdefault(s.into, _fresh("acc", names))
                 lines.append(f"{names[s.into]} <- {s.into.monoid.name}({', '.join(map(name, s.args))})")
             case l.Store():
-                index = _list(s.index, name) or "()"
+                index = show_list(s.index, name) or "()"
                 lines.append(f"{s.buffer.name}[{index}] = {name(s.value)}")
             case n.Loop():
                 for r in s.carried:
                     names.setdefault(r, _fresh("acc", names))
-                variables, extents = _list(s.axes), _list([a.extent for a in s.axes], name)
+                variables, extents = show_list(s.axes), show_list([a.extent for a in s.axes], name)
                 lines.append(f"for {variables} in {s.kind}({extents}):")
                 inner = dict(names)
                 lines += ["    " + line for line in _statements(s.body, inner)]
@@ -273,7 +277,7 @@ def _fresh(prefix: str, names: Mapping[Any, str]) -> str:
     return f"{prefix}{sum(v.startswith(prefix) and v[len(prefix) :].isdigit() for v in names.values())}"
 
 
-def _term(x: Node, name: Namer) -> str:
+def show_term(x: Node, name: Namer) -> str:
     """The right-hand side for a term of Loop IR."""
     match x:
         case l.Literal():
@@ -281,13 +285,13 @@ def _term(x: Node, name: Namer) -> str:
         case l.Index():
             return f"index({show_expr(x.value, name)})"
         case l.Load():
-            return f"{x.buffer.name}[{_list(x.index, name) or '()'}]{_inside(x.inside, name)}"
+            return f"{x.buffer.name}[{show_list(x.index, name) or '()'}]{show_inside(x.inside, name)}"
         case l.Apply():
             return f"{x.fn.name}({', '.join(map(name, x.args))})"
         case l.Get():
             return f"get({name(x.x)}, {x.index})"
         case l.Reduce():
-            return f"{x.monoid.name}[{_list(x.axes)}]({', '.join(map(name, x.args))})"
+            return f"{x.monoid.name}[{show_list(x.axes)}]({', '.join(map(name, x.args))})"
         case l.Scan():
             return f"scan.{x.monoid.name}[{show_expr(x.axis)} <= {show_expr(x.at)}]({', '.join(map(name, x.args))})"
     return object.__repr__(x)

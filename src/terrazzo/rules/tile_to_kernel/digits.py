@@ -78,6 +78,8 @@ class Bindings:
         stride = math.prod(f.size for f in factors)
         for f in factors:
             stride //= f.size
+            if f.size == 1:
+                continue
             if f.level == "grid":
                 out.append(Digit("grid", f.size, self.grid[axis], stride))
             elif f.level in ("time", "reg"):

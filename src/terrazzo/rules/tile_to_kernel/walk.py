@@ -211,7 +211,7 @@ class Walker:
             inside, inner.pending = [*inside, *inner.pending], ()
         looped = [d for ds in digits for d in ds if d.level in LOOPED]
         leaf = not any(isinstance(x, n.Loop) for x in self.left(s.body))
-        vector = looped[-1] if leaf and looped and digits[-1][-1] is looped[-1] and looped[-1].level != "time" else None
+        vector = looped[-1] if leaf and looped and digits[-1] and digits[-1][-1] is looped[-1] and looped[-1].level != "time" else None
         if leaf:
             self.keep_loads(s, digits, scope, inner)
         step = self.vector(s, vector, inside, inner) if vector is not None else None
@@ -302,7 +302,7 @@ class Walker:
     def keep_loads(self, s: n.Loop, digits: Sequence[Sequence[Digit]], scope: Scope, inner: Scope) -> None:
         """Loads of a leaf that the schedule keeps in registers: read from those an earlier leaf filled, or to fill new ones."""
         looped = [d for ds in digits for d in ds if d.level in LOOPED]
-        if not self.keep or not looped or any(d.level == "time" for d in looped):
+        if not self.keep or any(d.level == "time" for d in looped):
             return
         variables = tuple(d.value for d in looped)
         same = {v: Var(f"kept{p}", d.size) for p, (v, d) in enumerate(zip(variables, looped, strict=True))}

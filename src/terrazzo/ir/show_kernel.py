@@ -1,0 +1,86 @@
+"""Printing Kernel IR: a launch per kernel, a line per statement."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import IntExpr
+from terrazzo.ir.node import Node
+from terrazzo.ir.show import header, opaque, show_expr, show_inside, show_list, show_term, show_type
+
+
+def show_program(p: k.Program) -> str:
+    """The text of a program."""
+    lines = header("kernel", p.name, p.inputs, ())
+    for step in p.steps:
+        lines += ["    " + line for line in (show_kernel(step) if isinstance(step, k.Kernel) else opaque(step))]
+    results = ", ".join(b.name for b in p.results) + ("," if len(p.results) == 1 else "")
+    return "\n".join([*lines, f"    return ({results})"]) + "\n"
+
+
+def show_kernel(kernel: k.Kernel) -> list[str]:
+    """The lines of a kernel."""
+    reads = ", ".join(b.name for b in kernel.params if b not in kernel.writes)
+    outs = "".join(f", {b.name}={show_type(b.type)}" for b in kernel.writes)
+    shape = f"_grid={kernel.grid}, _warps={kernel.warps}, _resident={kernel.resident}, _reads=[{reads}]"
+    lines = [f"with launch({kernel.name!r}, {shape}{outs}):{f'  # {kernel.source}' if kernel.source else ''}"]
+    for s in kernel.shared:
+        swizzle = f", swizzle={s.swizzle}" if s.swizzle else ""
+        lines.append(f"    {s.name} = shared({show_type(s.type)}{swizzle})")
+    lines += ["    " + line for line in _statements(kernel.body)]
+    return lines if len(lines) > 1 else [*lines, "    pass"]
+
+
+def _statements(body: Iterable[Node]) -> list[str]:
+    return [line for s in body for line in statement(s)]
+
+
+def statement(s: Node) -> list[str]:
+    """The lines of one statement."""
+    match s:
+        case k.Let():
+            return [f"{s.value.name} = {_term(s.term)}"]
+        case k.Declare():
+            return [f"{s.place.name} = registers({show_type(s.place.type)}{f', {_term(s.init)}' if s.init else ''})"]
+        case l.Store():
+            return [f"{_at(s.buffer, s.index)} = {_term(s.value)}"]
+        case k.Move():
+            return [f"move({_at(s.target, s.to)}, {_at(s.source, s.at)}, {s.count})"]
+        case k.AsyncCopy():
+            return [f"async_copy({_at(s.target, s.to)}, {_at(s.source, s.at)}{show_inside(s.inside)}, {s.count})"]
+        case k.Commit():
+            return ["commit()"]
+        case k.WaitGroups():
+            return [f"wait_groups({s.open})"]
+        case k.Sync():
+            return ["sync()"]
+        case k.LoadMatrix():
+            return [f"load_matrix({s.instruction!r}, {_at(s.target, s.to)}, {_at(s.source, s.at)})"]
+        case k.Multiply():
+            return [f"multiply({s.instruction!r}, {_at(s.d, s.d_at)}, {_at(s.a, s.a_at)}, {_at(s.b, s.b_at)})"]
+        case k.For():
+            kind = "unrolled" if s.unrolled else "serial"
+            return [f"for {s.axis.name} in {kind}({show_expr(s.axis.extent)}):", *_block(s.body)]
+        case k.If():
+            return [f"if {' and '.join(f'{show_expr(e, _term)} >= 0' for e in s.inside)}:", *_block(s.body)]
+    raise TypeError(f"no text for {type(s).__name__}")
+
+
+def _block(body: Sequence[Node]) -> list[str]:
+    return ["    " + line for line in _statements(body)] or ["    pass"]
+
+
+def _at(place: l.Buffer, index: tuple[IntExpr, ...]) -> str:
+    return f"{place.name}[{show_list(index, _term) or '()'}]"
+
+
+def _term(x: Any) -> str:
+    match x:
+        case k.Value():
+            return x.name
+        case k.Shuffle():
+            return f"shuffle({_term(x.x)}, {x.mask})"
+    return show_term(x, _term)
