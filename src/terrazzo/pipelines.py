@@ -13,7 +13,7 @@ from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
 from terrazzo.ir.program import Program
-from terrazzo.ir.schedule import Schedule, parse_schedule
+from terrazzo.ir.schedule import Schedule, parse_schedules
 from terrazzo.ir.show import show
 from terrazzo.ir.verify import verify
 from terrazzo.options import Options
@@ -58,7 +58,7 @@ PASSES = (
     Pass("schedule", "loop", "tile", "every kernel gets a schedule: the user's, or the best by the model of the machine",
          lambda p, log, o: schedule(p, machine(o), log, pinned(o))),
     Pass("derive", "tile", "kernel", "what follows from a schedule: places, copies, barriers, who does what",
-         lambda p, log, o: derive(p)),
+         lambda p, log, o: derive(p, machine(o))),
 )  # fmt: skip
 
 LOWER = tuple(p.name for p in PASSES)
@@ -83,7 +83,7 @@ def machine(options: Options) -> Gpu:
 
 def pinned(options: Options) -> dict[str, Schedule]:
     """The schedules the user pinned, by kernel."""
-    return {s.kernel: s for s in map(parse_schedule, options.schedules)}
+    return {s.kernel: s for text in options.schedules for s in parse_schedules(text)}
 
 
 def stages(program: Any, options: Options, log: Log, names: tuple[str, ...] = LOWER) -> list[tuple[Pass, Any, float]]:

@@ -21,6 +21,9 @@ class Stage(StrEnum):
     tensor = "tensor"
     loop = "loop"
     cpp = "cpp"
+    tile = "tile"
+    kernel = "kernel"
+    cuda = "cuda"
 
 
 @with_request
@@ -51,16 +54,30 @@ def compile_(
 def _texts(done: Lowering, ir: Stage) -> list[tuple[str, str, str]]:
     """What to print: (heading, text, language)."""
     from terrazzo.cli.lowering import at, heading, listing
-    from terrazzo.ir.dialects.loop import Kernel
-    from terrazzo.ir.text import show
-    from terrazzo.targets.cpu.emit import emit, prelude
+    from terrazzo.ir.dialects import kernel as k
+    from terrazzo.ir.dialects import loop as l
+    from terrazzo.ir.show import show
+    from terrazzo.ir.show_kernel import show_kernel
+    from terrazzo.targets.cpu import emit as cpp
+    from terrazzo.targets.cuda import emit as cuda
 
     if ir is Stage.loop:
-        kernels = listing(done.loop) or [("no kernels: every result is an input", "")]
+        kernels = listing(at(done, "loop")) or [("no kernels: every result is an input", "")]
         return [(head, text, "python") for head, text in kernels]
     if ir is Stage.cpp:
-        steps = [(heading(k, step), step) for k, step in enumerate(done.loop.steps) if isinstance(step, Kernel)]
-        return [(f"// {head}", emit(kernel)[1].removeprefix(prelude()), "cpp") for head, kernel in steps]
+        steps = [(heading(n, step), step) for n, step in enumerate(done.loop.steps) if isinstance(step, l.Kernel)]
+        return [(f"// {head}", cpp.emit(kernel)[1].removeprefix(cpp.prelude()), "cpp") for head, kernel in steps]
+    if ir is Stage.tile:
+        program = at(done, "tile")
+        schedules = {n: str(s) for n, s in program.schedules}
+        return [
+            (head, text + ("\n" + schedules[n] if n in schedules else ""), "python") for n, (head, text) in enumerate(listing(program.loop))
+        ]
+    if ir in (Stage.kernel, Stage.cuda):
+        launches = [(n, s) for n, s in enumerate(at(done, "kernel").steps) if isinstance(s, k.Kernel)]
+        if ir is Stage.kernel:
+            return [(heading(n, s), "\n".join(show_kernel(s)), "python") for n, s in launches]
+        return [(f"// {heading(n, s)}", cuda.emit(s)[1], "cpp") for n, s in launches]
     return [("", show(at(done, ir.value)), "python")]
 
 
@@ -68,11 +85,12 @@ def _summary(done: Lowering, ir: Stage) -> dict[str, object]:
     from terrazzo.ir.dialects.loop import Call
     from terrazzo.run.dump import event_json
 
+    steps = (done.at("kernel") or done.loop).steps
     return {
         "ir": ir.value,
         "text": [{"heading": head, "text": text} for head, text, _ in _texts(done, ir)],
-        "kernels": [{"name": s.name, "reads": [b.name for b in s.reads], "writes": [b.name for b in s.writes]} for s in done.loop.steps],
-        "fallbacks": [{"op": s.name, "source": s.source} for s in done.loop.steps if isinstance(s, Call)],
+        "kernels": [{"name": s.name, "reads": [b.name for b in s.reads], "writes": [b.name for b in s.writes]} for s in steps],
+        "fallbacks": [{"op": s.name, "source": s.source} for s in steps if isinstance(s, Call)],
         "passes": [{"name": p.name, "seconds": seconds} for p, _, seconds in done.stages],
         "events": [event_json(e) for e in done.log.events],
     }

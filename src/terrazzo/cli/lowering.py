@@ -10,17 +10,19 @@ from terrazzo.cli.output import code, say, unknown, working
 from terrazzo.cli.request import Request
 from terrazzo.cli.subject import Subject
 from terrazzo.errors import Limitation, UserError
+from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.pipelines import Lowering, dialect, lowering
 from terrazzo.rewrite.rule import Event
 
 
 def at(done: Lowering, ir: str) -> Any:
-    """The last program that is in this IR; UserError where the input is further down already."""
-    found = [p for p in (done.source, *(stage[1] for stage in done.stages)) if dialect(p) == ir]
-    if not found:
-        raise UserError(f"--ir {ir}: the input is {dialect(done.source)} IR, which is further down")
-    return found[-1]
+    """The last program that is in this IR; UserError where the input is further down already, or the target never gets there."""
+    if (found := done.at(ir)) is not None:
+        return found
+    if ir in ("tile", "kernel") and dialect(done.source) in ("torch", "tensor", "loop"):
+        raise UserError(f"--ir {ir}: only kernels for a GPU have schedules; name one, such as --target sm_90a")
+    raise UserError(f"--ir {ir}: the input is {dialect(done.source)} IR, which is further down")
 
 
 def lower(subject: Subject, request: Request) -> Lowering:
@@ -32,7 +34,8 @@ def lower(subject: Subject, request: Request) -> Lowering:
 
         dump.write(request.options.dump, done, request.options)
     unknown_buffers(done, request.options.materialize)
-    refuse([(s.name, s.source) for s in done.loop.steps if isinstance(s, l.Call)], request)
+    steps = (done.at("kernel") or done.loop).steps
+    refuse([(s.name, s.source) for s in steps if isinstance(s, l.Call)], request)
     return done
 
 
@@ -69,7 +72,7 @@ def show_events(events: Sequence[Event], verbose: int) -> None:
             say(f"<<< {event.pass_name}:{event.rule}", "green")
 
 
-def heading(number: int, step: l.Kernel | l.Call) -> str:
+def heading(number: int, step: l.Kernel | l.Call | k.Kernel) -> str:
     """The line above a kernel in the listing."""
     reads = ", ".join(b.name for b in step.reads if b not in step.writes)
     return f"=== {number}: {reads + ' ' if reads else ''}-> {', '.join(dict.fromkeys(b.name for b in step.writes))} ==="

@@ -40,7 +40,13 @@ def request(
     ] = None,
     source: Annotated[
         tuple[str, Path] | None,
-        typer.Option("--from", metavar="torch|tensor|loop FILE", help="A stage's text.", rich_help_panel=_WHAT, show_default=False),
+        typer.Option(
+            "--from",
+            metavar="IR FILE",
+            help="A stage's text: torch, tensor, loop, tile or kernel IR.",
+            rich_help_panel=_WHAT,
+            show_default=False,
+        ),
     ] = None,
     layer: Annotated[int | None, typer.Option(help="Only this layer of the model.", rich_help_panel=_MODEL, show_default=False)] = None,
     seq_len: Annotated[int | None, typer.Option(help="Tokens in a sequence.", rich_help_panel=_MODEL, show_default=False)] = None,
@@ -62,6 +68,12 @@ def request(
         list[str] | None,
         typer.Option(metavar="NAME", help="Write this buffer to memory: undo its fusion. Repeatable.", rich_help_panel=_HOW),
     ] = None,
+    schedule: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Schedules that take the place of chosen ones. Repeatable.", rich_help_panel=_HOW),
+    ] = None,
+    graph: Annotated[bool, typer.Option("--graph", help="On a GPU, launch all kernels as one CUDA graph.", rich_help_panel=_HOW)] = False,
+    spills: Annotated[bool, typer.Option("--spills", help="Accept kernels that spill registers.", rich_help_panel=_HOW)] = False,
     fuse: Annotated[
         bool, typer.Option("--fuse/--no-fuse", help="Without fusion, every operation is a kernel.", rich_help_panel=_HOW)
     ] = True,
@@ -95,9 +107,29 @@ def request(
     sizes = {name: value for name, value in sizes.items() if value is not None}
     if sizes and model is None:
         raise UserError(f"--{next(iter(sizes)).replace('_', '-')} concerns models; {given[0]} says by itself what is compiled")
-    chosen = {"target": here() if target == "auto" else target, "threads": threads, "compiler": compiler, "fuse": fuse, "verbose": verbose, "dump": dump}
-    options = Options.from_mapping({**chosen, "materialize": materialize or ()})
+    chosen = {
+        "target": here() if target == "auto" else target,
+        "threads": threads,
+        "compiler": compiler,
+        "fuse": fuse,
+        "verbose": verbose,
+        "dump": dump,
+    }
+    texts = tuple(map(_read, schedule or ()))
+    options = Options.from_mapping({**chosen, "materialize": materialize or (), "schedules": texts, "graph": graph, "spills": spills})
     return Request(model, code, source, sizes, allow_fallback, options)
+
+
+def _read(path: Path) -> str:
+    """The text of a file of schedules, which must be readable as such."""
+    from terrazzo.ir.schedule import parse_schedules
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    parse_schedules(text, str(path))
+    return text
 
 
 def here() -> str:

@@ -12,7 +12,6 @@ from typing import Any
 from terrazzo.cli.output import working
 from terrazzo.cli.request import Request
 from terrazzo.errors import CompilerBug, UserError
-from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.program import Program
 
 SEED = 0
@@ -26,7 +25,7 @@ class Subject:
     `eager` gives the results of PyTorch, `exact` the same computed in float64.
     """
 
-    program: Program | l.Program
+    program: Any
     bound: Mapping[str, Any]
     inputs: Callable[[], Mapping[str, Any]]
     eager: Callable[[], list[Any]]
@@ -98,10 +97,11 @@ def _quiet() -> Iterator[None]:
 
 
 def _from_file(kind: str, path: Path) -> Subject:
+    from terrazzo.ir.parse import IRS
     from terrazzo.pipelines import dialect
 
-    if kind not in ("torch", "tensor", "loop"):
-        raise UserError(f"--from {kind}: the IRs that can be read are torch, tensor and loop")
+    if kind not in IRS:
+        raise UserError(f"--from {kind}: the IRs that can be read are {', '.join(IRS)}")
     program = read(path)
     if dialect(program) != kind:
         raise UserError(f"{path} holds {dialect(program)} IR, not {kind} IR")
@@ -112,16 +112,15 @@ def _from_file(kind: str, path: Path) -> Subject:
     return Subject(program, {}, lambda: random_inputs(program), by(precise=False), by(precise=True))
 
 
-def read(path: Path) -> Program | l.Program:
+def read(path: Path) -> Any:
     """The valid program in a file of IR text."""
-    from terrazzo.ir.dialects import tile
     from terrazzo.ir.text import parse
     from terrazzo.ir.verify import verify
 
     try:
         program = parse(path.read_text(encoding="utf-8"), str(path))
         verify(program)
-        return program.loop if isinstance(program, tile.Program) else program  # which is what it means
+        return program
     except CompilerBug as error:  # it would be one, had a pass made this program
         raise UserError(f"{path}: {error}") from None
     except OSError as error:
@@ -130,7 +129,7 @@ def read(path: Path) -> Program | l.Program:
         raise UserError(f"{path} is no text: {error.reason} at byte {error.start}") from None
 
 
-def random_inputs(program: Program | l.Program) -> dict[str, Any]:
+def random_inputs(program: Any) -> dict[str, Any]:
     """Normal floats; integers that are 0 or 1, which are indices into anything that has two elements; random bools."""
     import torch
 
@@ -138,7 +137,7 @@ def random_inputs(program: Program | l.Program) -> dict[str, Any]:
 
     generator = torch.Generator().manual_seed(SEED)
     found = {}
-    for i in program.inputs:
+    for i in getattr(program, "loop", program).inputs:
         shape, dtype = i.type.static_shape, to_torch_dtype(i.type.dtype)
         try:
             floats = torch.randn(shape, generator=generator)
@@ -148,13 +147,18 @@ def random_inputs(program: Program | l.Program) -> dict[str, Any]:
     return found
 
 
-def interpreted(program: Program | l.Program, precise: bool) -> list[Any]:
+def interpreted(program: Any, precise: bool) -> list[Any]:
     """The results of a program by the interpreter of its IR (PyTorch, for Torch IR), on its random inputs."""
-    from terrazzo.interp import loop, tensor, torch
+    from terrazzo.interp import kernel, loop, tensor, torch
+    from terrazzo.ir.dialects import kernel as k
+    from terrazzo.ir.dialects import tile
 
     inputs = random_inputs(program)
     if isinstance(program, Program) and program.dialect == "torch":
         return torch.run(program, inputs, precise=precise)
     arrays = {name: torch.to_numpy(value) for name, value in inputs.items()}
+    if isinstance(program, k.Program):
+        return [torch.from_numpy(r) for r in kernel.run(program, arrays, call=torch.call_numpy)]
     run: Any = tensor.run if isinstance(program, Program) else loop.run
+    program = program.loop if isinstance(program, tile.Program) else program  # which is what it means
     return [torch.from_numpy(r) for r in run(program, arrays, precise=precise, call=torch.call_numpy)]

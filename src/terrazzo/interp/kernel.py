@@ -147,7 +147,8 @@ class _Blocks:
             case k.Multiply():
                 self.multiply(s)
             case k.For():
-                for i in range(int(s.axis.extent)):  # type: ignore[call-overload]
+                assert isinstance(s.axis.extent, int)
+                for i in range(s.axis.extent):
                     self.env[s.axis] = i
                     self.statements(s.body)
             case k.If():

@@ -58,8 +58,8 @@ class KernelReader(LoopReader):
 
     def shared(self, s: ast.stmt, scope: Scope) -> k.Shared | None:
         match s:
-            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(func=ast.Name(id="shared"), args=[kind], keywords=options)):
-                swizzle = self.natural(self.keyword(s.value, "swizzle")) if options else 0
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(func=ast.Name(id="shared"), args=[kind]) as call):
+                swizzle = self.natural(self.keyword(call, "swizzle")) if call.keywords else 0
                 if swizzle not in (0, 32, 64, 128):
                     self.fail(s, "a swizzle spans 0, 32, 64 or 128 bytes")
                 place: k.Shared = self.build(s, k.Shared, name, self.type(kind, scope), swizzle)
@@ -101,7 +101,7 @@ class KernelReader(LoopReader):
             case ast.If(test=test, orelse=[]):
                 return self.build(s, k.If, self.conditions(test, scope), self.statements(s.body, scope.inner()))
             case ast.Expr(value=ast.Call(func=ast.Name(id=op), args=args)) if op in _CALLS:
-                return self.build(s, _CALLS[op], *self.operands(s.value, op, args, scope))  # type: ignore[arg-type]
+                return self.build(s, _CALLS[op], *self.operands(s.value, op, args, scope))
         self.fail(s, f"expected a loop, a condition, an assignment or one of {', '.join(_CALLS)}")
 
     def conditions(self, test: ast.expr, scope: Scope) -> tuple[Any, ...]:

@@ -238,15 +238,21 @@ def _options(options: Options) -> list[str]:
 
 
 def parse_schedule(text: str, filename: str = "<schedule>") -> Schedule:
-    """The schedule a text means. Anything wrong is a UserError with line, column and a caret."""
+    """The one schedule a text means. Anything wrong is a UserError with line, column and a caret."""
+    found = parse_schedules(text, filename)
+    if len(found) != 1:
+        raise UserError(f"{filename}: expected one schedule, found {len(found)}")
+    return found[0]
+
+
+def parse_schedules(text: str, filename: str = "<schedule>") -> list[Schedule]:
+    """The schedules a text means, one after the other."""
     try:
         tree = ast.parse(text, filename)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
         raise UserError(f"{filename}: not readable as a schedule: {e}") from None
     reader = ScheduleReader(text, filename, {})
-    if len(tree.body) != 1:
-        reader.fail(tree.body[1] if tree.body else tree, "expected one `with schedule(...):`")
-    return reader.schedule(tree.body[0])
+    return [reader.schedule(s) for s in tree.body]
 
 
 class ScheduleReader(Reader):

@@ -112,7 +112,7 @@ def _stores_all(store: l.Store) -> str:
             return f"the store to {store.buffer.name} does not cover dimension {d}"
     for axis in {e.free for e in digits}:
         (v,) = axis
-        mine = sorted((int(d.name.rpartition("/")[2]), int(d.extent)) for e, d in digits.items() if v in e.free and d in used)  # type: ignore[call-overload]
+        mine = sorted((int(d.name.rpartition("/")[2]), d.extent) for e, d in digits.items() if v in e.free and d in used)
         radix = 1
         for place, size in mine:
             radix = radix * size if place == radix else -1
@@ -124,14 +124,15 @@ def _stores_all(store: l.Store) -> str:
 
 def _part(e: IntExpr) -> Var | None:
     """The digit v // place % size of an axis, as a variable of its own called v/place."""
+    inner: IntExpr = e
     size, place = None, 1
-    if isinstance(e, Mod) and isinstance(e.b, int):
-        e, size = e.a, e.b
-    if isinstance(e, FloorDiv) and isinstance(e.b, int):
-        e, place = e.a, e.b
-    if not isinstance(e, Var) or not isinstance(e.extent, int):
+    if isinstance(inner, Mod) and isinstance(inner.b, int):
+        size, inner = inner.b, inner.a
+    if isinstance(inner, FloorDiv) and isinstance(inner.b, int):
+        place, inner = inner.b, inner.a
+    if not isinstance(inner, Var) or not isinstance(inner.extent, int):
         return None
-    return Var(f"{e.name}/{place}", size or -(-e.extent // place))
+    return Var(f"{inner.name}/{place}", size or -(-inner.extent // place))
 
 
 def _digit(e: IntExpr, v: Any) -> IntExpr:

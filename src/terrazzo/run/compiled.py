@@ -94,7 +94,8 @@ class Compiled:
 
     def _run(self, frame: _Frame, tensors: dict[int, Any], queue: int) -> None:
         if frame.graph is not None:
-            return frame.graph(queue)
+            frame.graph(queue)
+            return
         for step, launch in zip(self.plan.steps, frame.launches, strict=True):
             if launch is not None:
                 launch(queue)

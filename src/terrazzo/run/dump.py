@@ -18,7 +18,13 @@ from terrazzo.rewrite.rule import Event
 from terrazzo.targets.cpu.emit import emit
 from terrazzo.targets.cuda import emit as cuda
 
-STAGES = {"torch": "00-torch.txt", "tensor": "01-tensor.txt", "tensor_to_loop": "02-loop.txt", "loop": "03-fused.txt", "tile": "04-tile.txt"}
+STAGES = {
+    "torch": "00-torch.txt",
+    "tensor": "01-tensor.txt",
+    "tensor_to_loop": "02-loop.txt",
+    "loop": "03-fused.txt",
+    "tile": "04-tile.txt",
+}
 
 
 def write(directory: Path, done: Lowering, options: Options) -> None:

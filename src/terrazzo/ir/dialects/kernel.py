@@ -167,7 +167,13 @@ class Kernel(Node, dialect="kernel", op="kernel"):
 
     @property
     def threads(self) -> int:
+        """Threads of a block."""
         return self.warps * WARP
+
+    @property
+    def reads(self) -> tuple[Buffer, ...]:
+        """The buffers in global memory that are not written."""
+        return tuple(b for b in self.params if b not in self.writes)
 
     @cached_property
     def offsets(self) -> dict[Shared, int]:
@@ -208,7 +214,7 @@ def shared_bytes(place: Buffer) -> int:
     shape, strides = place.type.static_shape, place.type.element_strides
     if 0 in shape:
         return 0
-    return (1 + sum((e - 1) * int(s) for e, s in zip(shape, strides, strict=True))) * place.type.dtype.size  # type: ignore[arg-type]
+    return (1 + sum((e - 1) * s for e, s in zip(shape, strides, strict=True) if isinstance(s, int))) * place.type.dtype.size
 
 
 def walk(body: tuple[Node, ...]) -> Iterator[Node]:
@@ -230,7 +236,7 @@ def _problem(body: tuple[Node, ...], known: set[Any], variables: set[str]) -> st
     for s in body:
         mine = [c for f, c in zip(s._fields, s.values, strict=True) if f not in ("body", "axis", "value" if isinstance(s, Let) else "")]
         mine = mine if not isinstance(s, Declare) else []
-        for x in topological([c for c in _flat(mine)]):
+        for x in topological(list(_flat(mine))):
             if isinstance(x, Buffer | Value) and x not in known:
                 return f"{type(s).__name__} uses {x.name}, which does not exist there"
             if isinstance(x, Var) and x.name not in variables:

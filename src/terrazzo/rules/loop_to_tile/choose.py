@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from terrazzo.errors import UserError
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir import nest as n
 from terrazzo.ir.dialects import loop as l
@@ -29,20 +30,23 @@ def schedule(program: l.Program, gpu: Gpu, log: Log, pinned: Mapping[str, Schedu
         for kernel, chosen in choose(step, gpu, log, pinned or {}):
             schedules.append((len(steps), chosen))
             steps.append(kernel)
+    if strange := set(pinned or {}) - {k.name for k in steps if isinstance(k, l.Kernel)}:
+        names = ", ".join(k.name for k in steps if isinstance(k, l.Kernel))
+        raise UserError(f"there is no kernel {min(strange)} to pin a schedule to; there are {names}")
     return tile.Program(l.Program(program.name, program.inputs, tuple(steps), program.results), tuple(schedules))
 
 
 def choose(kernel: l.Kernel, gpu: Gpu, log: Log, pinned: Mapping[str, Schedule]) -> list[tuple[l.Kernel, Schedule]]:
     """The kernels (one, or two after a split) that take the place of this one, with their schedules."""
     if kernel.name in pinned:
-        log.add(Event(PASS, "pin", kernel.name, True, "by the user"))
-        return [(kernel, pinned[kernel.name])]
+        return [_pinned([kernel, flat_reductions(kernel), collapse(kernel)], pinned, log)]
     if (p := products.product(kernel)) is not None:
         best = products.plans(p, gpu)[0]
-        reason = f"{best.instruction or 'CUDA cores'}, {best.tile.m} x {best.tile.n} x {best.tile.k}, {best.pieces} piece(s): {best.time / 1000:.1f} us"
+        t = best.tile
+        reason = f"{t.m} x {t.n} x {t.k} on {best.instruction or 'CUDA cores'}, k in {best.pieces}: {best.time / 1000:.1f} us by the model"
         log.add(Event(PASS, "tile", kernel.name, True, reason))
         if best.pieces > 1:
-            return _split(kernel, [c.reduce for c in p.sites], best.pieces, gpu, log)
+            return _split(kernel, [c.reduce for c in p.sites], best.pieces, gpu, log, pinned)
         return [(kernel, products.schedule(p, best, gpu))]
     kernel = flat_reductions(kernel)
     reduces = [r for r in n.accumulators(kernel).values() if isinstance(r, l.Reduce)]
@@ -50,14 +54,33 @@ def choose(kernel: l.Kernel, gpu: Gpu, log: Log, pinned: Mapping[str, Schedule])
         flat = collapse(kernel)
         return [(flat, threads.pointwise(flat, gpu))]
     if (pieces := _pieces(kernel, reduces, gpu)) > 1:
-        return _split(kernel, reduces, pieces, gpu, log)
+        return _split(kernel, reduces, pieces, gpu, log, pinned)
     return [(kernel, threads.reduction(kernel, gpu))]
 
 
-def _split(kernel: l.Kernel, reduces: list[l.Reduce], pieces: int, gpu: Gpu, log: Log) -> list[tuple[l.Kernel, Schedule]]:
+def _pinned(forms: Sequence[l.Kernel], pinned: Mapping[str, Schedule], log: Log) -> tuple[l.Kernel, Schedule]:
+    """The first form of a kernel that its pinned schedule fits; UserError where there is none."""
+    chosen = pinned[forms[0].name]
+    why = []
+    for kernel in forms:
+        try:
+            tile.fit(chosen, kernel)
+        except UserError as e:
+            why.append(str(e))
+            continue
+        log.add(Event(PASS, "pin", kernel.name, True, "by the user"))
+        return kernel, chosen
+    raise UserError(f"the schedule of {chosen.kernel} does not fit it: {why[0]}")
+
+
+def _split(
+    kernel: l.Kernel, reduces: list[l.Reduce], pieces: int, gpu: Gpu, log: Log, pinned: Mapping[str, Schedule]
+) -> list[tuple[l.Kernel, Schedule]]:
     log.add(Event(PASS, "split", kernel.name, True, f"{pieces} pieces over the grid"))
     first, second = split(kernel, reduces, pieces)
-    if (p := products.product(first)) is not None:
+    if first.name in pinned:
+        done = [_pinned([first], pinned, log)]
+    elif (p := products.product(first)) is not None:
         best = min((x for x in products.plans(p, gpu) if x.pieces == 1), key=lambda x: x.time)
         done = [(first, products.schedule(p, best, gpu))]
     else:
@@ -69,7 +92,7 @@ def _split(kernel: l.Kernel, reduces: list[l.Reduce], pieces: int, gpu: Gpu, log
 def _pieces(kernel: l.Kernel, reduces: list[l.Reduce], gpu: Gpu) -> int:
     """Into how many pieces long reductions are cut where there are too few rows: all alike, over the same axes, in no other one."""
     first = reduces[0]
-    rows = math.prod(a.extent for a in kernel.axes if a in first.free)  # type: ignore[misc]
+    rows = math.prod(a.extent for a in kernel.axes if a in first.free and isinstance(a.extent, int))
     length = math.prod(a.extent for a in first.axes)
     if any(r.axes != first.axes or not r.free <= frozenset(kernel.axes) or _nested(r) for r in reduces):
         return 1

@@ -20,7 +20,7 @@ def collapse(kernel: l.Kernel) -> l.Kernel:
         return kernel
     if any(isinstance(x, l.Scan) for x in topological([s.value for s in kernel.stores])):
         return kernel
-    flat = Var(kernel.axes[0].name, math.prod(extents))  # type: ignore[arg-type]
+    flat = Var(kernel.axes[0].name, math.prod(extents))
     digits = unflatten(flat, tuple(extents))
     stores = tuple(substitute(s, dict(zip(kernel.axes, digits, strict=True))) for s in kernel.stores)
     return l.Kernel(kernel.name, (flat,), stores, kernel.source)

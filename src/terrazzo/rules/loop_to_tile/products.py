@@ -124,7 +124,7 @@ def product(kernel: l.Kernel) -> Product | None:
                 row in a.free and row not in b.free and column in b.free and column not in a.free for a, b in pairs
             ):
                 along = all(coefficient(flatten(s.index, s.buffer.type.element_strides), column) == 1 for s in kernel.stores)
-                score = (row.extent * column.extent, along)  # type: ignore[operator]
+                score = (row.extent * column.extent, along)
                 if best is None or score > (best.m.extent * best.n.extent, _along(best)):
                     best = Product(kernel, tuple(found), products, row, column)
     return best if best and best.m.extent > 1 and best.n.extent > 1 and math.prod(a.extent for a in best.axes) >= 8 else None
@@ -203,7 +203,8 @@ def _pieces(p: Product, t: Tile, gpu: Gpu) -> Iterator[int]:
 
 
 def _blocks(p: Product, t: Tile) -> int:
-    return ceil(p.m.extent, t.m) * ceil(p.n.extent, t.n) * math.prod(a.extent for a in p.batch)
+    batch: int = math.prod(a.extent for a in p.batch)
+    return ceil(p.m.extent, t.m) * ceil(p.n.extent, t.n) * batch
 
 
 STEP = 700.0

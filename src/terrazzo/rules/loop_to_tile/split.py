@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Var
-from terrazzo.ir.node import transform
+from terrazzo.ir.node import Node, substitute, transform
 from terrazzo.ir.types import Type
 
 
@@ -18,15 +18,13 @@ def split(kernel: l.Kernel, reduces: Sequence[l.Reduce], pieces: int) -> tuple[l
     axes = tuple(a for a in kernel.axes if any(a in r.free for r in reduces))
     part = Var("s", pieces)
     stores: list[l.Store] = []
-    whole: dict[l.Reduce, l.Node] = {}
+    whole: dict[Node, Node] = {}
     for number, r in enumerate(reduces):
         inner, args = l.open_binder(r)
         last = inner[-1]
         step = last.extent // pieces
         short = Var(l.fresh_name(), step)
         fresh = (*inner[:-1], short)
-        from terrazzo.ir.node import substitute
-
         body = tuple(substitute(a, {last: part * step + short}) for a in args)
         partial = l.Reduce.make(r.monoid, fresh, body)
         types = r.dtype if r.monoid.width > 1 else (r.dtype,)
@@ -42,6 +40,5 @@ def split(kernel: l.Kernel, reduces: Sequence[l.Reduce], pieces: int) -> tuple[l
         again = [substitute(x, {s: one}) for s, x in loads]
         whole[r] = l.Reduce.make(r.monoid, (one,), tuple(again))
     first = l.Kernel(f"{kernel.name}_part", (part, *axes), tuple(stores), kernel.source)
-    memo = dict(whole)
-    second = l.Kernel(kernel.name, kernel.axes, tuple(transform(s, lambda x: x, dict(memo)) for s in kernel.stores), kernel.source)  # type: ignore[arg-type]
+    second = l.Kernel(kernel.name, kernel.axes, tuple(transform(s, lambda x: x, dict(whole)) for s in kernel.stores), kernel.source)
     return first, second

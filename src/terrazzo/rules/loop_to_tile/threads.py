@@ -106,6 +106,7 @@ def finish(kernel: l.Kernel, gpu: Gpu) -> Schedule:
     sites = tuple(
         Site((name,), ((axis_name(r.axes[0]), (Factor("reg" if _size(r.axes[0]) <= KEPT else "time", _size(r.axes[0])),)),))
         for name, r in found.items()
+        if isinstance(r, l.Reduce)
     )
     return Schedule(kernel.name, gpu.arch, lines, (), (), sites)
 
@@ -114,7 +115,7 @@ def _columns(kernel: l.Kernel, gpu: Gpu, rows: Sequence[Any], column: Any, top: 
     lines = tuple((a.name, grid(ceil(_size(a), WARP), ("lane", WARP)) if a is column else grid(_size(a))) for a in rows)
     sites = []
     for name, r in n.accumulators(kernel).items():
-        if r in top:
+        if isinstance(r, l.Reduce) and r in top:
             axis = max(r.axes, key=_size)
             warps = 8
             sites.append(Site((name,), ((axis_name(axis), (Factor("time", ceil(_size(axis), warps)), Factor("warp", warps))),)))

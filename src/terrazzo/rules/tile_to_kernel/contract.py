@@ -14,45 +14,21 @@ from typing import TYPE_CHECKING, Any
 from terrazzo.errors import Limitation
 from terrazzo.hw.instruction import MatrixInstruction
 from terrazzo.hw.ldmatrix import loader
-from terrazzo.ir.address import coefficient, flatten, unflatten
+from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.contraction import Contraction, contraction
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
-from terrazzo.ir.expr import IntExpr, Var, at_least
+from terrazzo.ir.expr import IntExpr, Var
 from terrazzo.ir.layout import Layout
-from terrazzo.ir.node import Node, substitute, topological
+from terrazzo.ir.node import Node, substitute
 from terrazzo.ir.schedule import Factor, Site
-from terrazzo.ir.types import Type, u32
-from terrazzo.rules.tile_to_kernel.digits import WIDEST, Digit, axis_name, divides, value, wide, zero
+from terrazzo.ir.types import u32
+from terrazzo.rules.tile_to_kernel.digits import WIDEST, Digit, axis_name, divides, value, zero
+from terrazzo.rules.tile_to_kernel.slabs import Slab, Slabs, Steps, Tiled
 
 if TYPE_CHECKING:
     from terrazzo.rules.tile_to_kernel.walk import Scope, Walker
-
-
-@dataclass(frozen=True)
-class Tiled:
-    """An axis of a slab: where the block's part begins, how long it is, and the digits by which threads divide it."""
-
-    axis: Any
-    base: IntExpr
-    size: int
-    digits: tuple[Digit, ...]
-
-
-@dataclass(frozen=True)
-class Slab:
-    """A piece of an operand in shared memory: `place` is indexed by the slot of the ring and by `axes`, the last one contiguous.
-
-    In global memory it is contiguous along number `memory` of its axes; `vector` elements are brought in at once.
-    """
-
-    term: Node
-    place: k.Shared
-    axes: tuple[Tiled, ...]
-    memory: int
-    vector: int
-    asynchronous: bool
 
 
 @dataclass(frozen=True)
@@ -93,14 +69,12 @@ class Contractor:
         self.sites: list[Contraction] = [c for c in found if c]
         self.axes = reduces[0].axes
         self.tiles = {a: self.tiled(a) for a in tiles}
-        self.threads = self.bindings.warps * k.WARP
         times = [(a, f) for a in self.axes for f in self.factors(a) if f.level == "time"]
-        self.times: list[tuple[Any, int]] = [(a, f.size) for a, f in times]
-        self.steps = math.prod(n for _, n in self.times)
         rings = [v for _, f in times for name, v in f.options if name == "ring"]
-        self.ring = int(rings[0]) if rings else 1  # type: ignore[call-overload]
+        depth = {a: math.prod(f.size for f in self.inner(a)) for a in self.axes}
+        self.steps = Steps(tuple((a, f.size) for a, f in times), depth, next((v for v in rings if isinstance(v, int)), 1))
+        self.slabs = Slabs(walker, site, self.tiles, self.steps, scope)
         self.instruction = self.bindings.instruction(site, axis_name(next(iter(tiles))))
-        self.depth = {a: math.prod(f.size for f in self.inner(a)) for a in self.axes}
 
     # -- what the schedule says ---------------------------------------------------------------------------------------
 
@@ -127,7 +101,7 @@ class Contractor:
     def write(self) -> None:
         """Accumulators, the pipeline over the steps, and the names of the results."""
         terms = list(dict.fromkeys(operand(f) for c in self.sites for f in c.factors))
-        slabs = {t: self.slab(t) for t in terms}
+        slabs = {t: self.slabs.slab(t) for t in terms}
         self.w.shared += [s.place for s in slabs.values()]
         for c in self.sites:
             shape = [d.size for t in self.tiles.values() for d in t.digits if d.level == "reg"]
@@ -135,185 +109,61 @@ class Contractor:
             dtype = c.reduce.dtype
             place = self.w.registers("acc", dtype, [*shape, *extra], l.Literal(zero(dtype), dtype))
             self.w.fragments[c.reduce] = Fragment(place, tuple(self.tiles), self.instruction)
-        if all(s.asynchronous for s in slabs.values()) and self.ring > 1:
+        if all(s.asynchronous for s in slabs.values()) and self.steps.ring > 1:
             self.pipeline(list(slabs.values()), lambda slot: self.step(slabs, slot))
         else:
             self.alternate(list(slabs.values()), lambda slot: self.step(slabs, slot))
 
     def pipeline(self, slabs: Sequence[Slab], step: Callable[[IntExpr], None]) -> None:
         """A ring filled by cp.async, `ring - 1` steps ahead. The slab that a step fills is the one read before its barrier."""
-        ahead = self.ring - 1
+        ahead = self.steps.ring - 1
         first = self.bindings.loop_variable("t", ahead)
 
         def prologue() -> None:
-            self.w.where([self.steps - 1 - first], lambda: self.copy(slabs, first, first))
+            self.w.where([self.steps.count - 1 - first], lambda: self.slabs.copy(slabs, first, first))
             self.w.out.append(k.Commit())
 
         self.w.loops([(first, True)], prologue)
-        t = self.bindings.loop_variable("t", self.steps)
+        t = self.bindings.loop_variable("t", self.steps.count)
 
         def body() -> None:
             self.w.out += [k.WaitGroups(ahead - 1), k.Sync()]
-            self.w.where([self.steps - 1 - ahead - t], lambda: self.copy(slabs, t + ahead, (t + ahead) % self.ring))
+            self.w.where([self.steps.count - 1 - ahead - t], lambda: self.slabs.copy(slabs, t + ahead, (t + ahead) % self.steps.ring))
             self.w.out.append(k.Commit())
-            step(t % self.ring)
+            step(t % self.steps.ring)
 
         self.w.loops([(t, False)], body)
         self.w.out += [k.WaitGroups(0), k.Sync()]
 
     def alternate(self, slabs: Sequence[Slab], step: Callable[[IntExpr], None]) -> None:
         """Two slabs filled through registers: the next one's loads are on their way while this one is used."""
-        fetched = [self.fetch_registers(s) for s in slabs]
-        slots = min(2, self.ring)
+        fetched = [self.slabs.fetch_registers(s) for s in slabs]
+        slots = min(2, self.steps.ring)
 
         def fetch(t: IntExpr) -> None:
             for s, place in zip(slabs, fetched, strict=True):
-                self.fetch(s, place, t)
+                self.slabs.fetch(s, place, t)
 
         def put(slot: IntExpr) -> None:
             for s, place in zip(slabs, fetched, strict=True):
-                self.put(s, place, slot)
+                self.slabs.put(s, place, slot)
 
         fetch(0)
         put(0)
         self.w.out.append(k.Sync())
-        if self.steps == 1:
+        if self.steps.count == 1:
             return step(0)
-        t = self.bindings.loop_variable("t", self.steps)
+        t = self.bindings.loop_variable("t", self.steps.count)
 
         def body() -> None:
-            self.w.where([self.steps - 2 - t], lambda: fetch(t + 1))
+            self.w.where([self.steps.count - 2 - t], lambda: fetch(t + 1))
             step(t % slots)
             if slots == 1:
                 self.w.out.append(k.Sync())
-            self.w.where([self.steps - 2 - t], lambda: put((t + 1) % slots))
+            self.w.where([self.steps.count - 2 - t], lambda: put((t + 1) % slots))
             self.w.out.append(k.Sync())
 
         self.w.loops([(t, False)], body)
-
-    # -- slabs --------------------------------------------------------------------------------------------------------
-
-    def slab(self, term: Node) -> Slab:
-        """How an operand lies in shared memory, and how wide the accesses are that bring it there."""
-        axes = [t for a, t in self.tiles.items() if a in term.free]
-        axes += [Tiled(a, 0, self.depth[a], ()) for a in self.axes if a in term.free and self.depth[a] > 1]
-        loads = [x for x in topological([term]) if isinstance(x, l.Load)]
-        name = loads[0].buffer.name if loads else "slab"
-        held = dict(self.site.operands).get(name)
-        options: dict[str, Any] = dict(held.options) if held else {}
-        offset = flatten(loads[0].index, loads[0].buffer.type.element_strides) if loads else 0
-        memory = next((t for t in axes if coefficient(offset, t.axis) == 1), axes[-1])
-        along = next((t for t in axes if axis_name(t.axis) == options.get("along")), memory)
-        axes.sort(key=lambda t: t is along)
-        dtype = term.dtype  # type: ignore[attr-defined]
-        strides, step = [], 1
-        for t in reversed(axes):
-            strides.append(step)
-            step = step * t.size + (options.get("pad", 0) if len(strides) == 1 else 0)
-        kind = Type(dtype, (self.ring, *(t.size for t in axes)), (step, *reversed(strides)))
-        place = k.Shared(self.w.fresh(name + "_s"), kind, options.get("swizzle", 0))
-        slab = Slab(term, place, tuple(axes), axes.index(memory), 1, False)
-        vector = next(v for v in (16, 8, 4, 2, 1) if v * dtype.size <= WIDEST and self.fits(slab, v))
-        copied = isinstance(term, l.Load) and vector * dtype.size in (4, 8, 16)
-        if options.get("by") == "cp.async" and not copied:
-            raise Limitation(f"{name}: cp.async needs a plain load of which 4 bytes at least lie together")
-        return Slab(term, place, tuple(axes), axes.index(memory), vector, copied and options.get("by") == "cp.async")
-
-    def fits(self, slab: Slab, width: int) -> bool:
-        """Whether a thread may bring in `width` elements along the last axis at once."""
-        if width == 1:
-            return True
-        strides = slab.place.type.element_strides
-        last = slab.axes[-1]
-        if not isinstance(slab.term, l.Load) or slab.memory != len(slab.axes) - 1 or last.size % width or any(int(s) % width for s in strides[:-1]):  # type: ignore[arg-type]
-            return False
-        q, j = Var("$q", max(last.size // width, 1)), Var("$j", width)
-        env = self.coordinates(slab, [*(Var(f"${n}", t.size) for n, t in enumerate(slab.axes[:-1])), q * width + j], Var("$t", self.steps))
-        found: l.Load = substitute(slab.term, env)
-        uniform = all(divides(width, t.axis.extent) for t in slab.axes[-1:] if not at_least(t.axis.extent - 1 - env[t.axis], 0))
-        return uniform and wide(found, j, width)
-
-    def coordinates(self, slab: Slab, at: Sequence[IntExpr], t: IntExpr) -> dict[Any, Any]:
-        """The axes' values at an element of a slab, in step t."""
-        env = dict(self.scope.env)
-        rest = self.steps
-        for a in self.axes:
-            env[a] = 0
-        for a, count in self.times:
-            rest //= count
-            digit = t // rest if a is self.times[0][0] else t // rest % count
-            env[a] = env[a] + digit * self.depth[a]
-        for tiled, x in zip(slab.axes, at, strict=True):
-            env[tiled.axis] = (env[tiled.axis] if tiled.axis in self.depth else tiled.base) + x
-        return env
-
-    def pieces(self, slab: Slab, write: Callable[[IntExpr, tuple[IntExpr, ...]], None]) -> None:
-        """write(number of the piece, coordinates in the slab) for this thread's pieces. Lanes go along what is contiguous in memory."""
-        order = [*(n for n in range(len(slab.axes)) if n != slab.memory), slab.memory]
-        shape = [slab.axes[n].size for n in order]
-        shape[-1] //= slab.vector
-        total = math.prod(shape)
-        i = self.bindings.loop_variable("i", -(-total // self.threads))
-        p: IntExpr = self.bindings.warp * k.WARP + k.LANE + i * self.threads
-        digits = list(unflatten(p, tuple(shape)))
-        digits[-1] = digits[-1] * slab.vector
-        at = tuple(digits[order.index(n)] for n in range(len(order)))
-        self.w.loops([(i, True)], lambda: self.w.where([total - 1 - p], lambda: write(i, at)))
-
-    def guards(self, slab: Slab, env: dict[Any, Any]) -> tuple[IntExpr, ...]:
-        """What keeps a piece inside the tensor, where tiles overhang."""
-        return tuple(e for t in slab.axes if not at_least(e := t.axis.extent - 1 - env[t.axis], 0))
-
-    def copy(self, slabs: Sequence[Slab], t: IntExpr, slot: IntExpr) -> None:
-        """Start copying the slabs of step t into a slot."""
-        for s in slabs:
-
-            def piece(_: IntExpr, at: tuple[IntExpr, ...], s: Slab = s) -> None:
-                env = self.coordinates(s, at, t)
-                load: l.Load = substitute(s.term, env)
-                inside = (*self.guards(s, env), *load.inside)
-                self.w.out.append(k.AsyncCopy(s.place, (slot, *at), load.buffer, load.index, s.vector, inside))
-
-            self.pieces(s, piece)
-
-    def fetch_registers(self, slab: Slab) -> k.Registers:
-        total = math.prod(t.size for t in slab.axes) // slab.vector
-        shape = (-(-total // self.threads), slab.vector)
-        return self.w.registers(slab.place.name + "_r", slab.place.type.dtype, shape)
-
-    def fetch(self, slab: Slab, place: k.Registers, t: IntExpr) -> None:
-        """The slab of step t into registers, zeros outside the tensor."""
-
-        def piece(i: IntExpr, at: tuple[IntExpr, ...]) -> None:
-            env = self.coordinates(slab, at, t)
-            term = slab.term
-            inside = list(self.guards(slab, env))
-            if isinstance(term, l.Load):
-                load: l.Load = substitute(term, env)
-                inside += load.inside
-                get: Node = k.Move(place, (i, 0), load.buffer, load.index, slab.vector)
-                write = lambda: self.w.out.append(get)  # noqa: E731
-            else:
-                write = lambda: self.w.out.append(l.Store(place, (i, 0), self.computed(term, env)))  # noqa: E731
-            if inside:
-                nothing = l.Literal(zero(place.type.dtype), place.type.dtype)
-                self.w.out += [l.Store(place, (i, v), nothing) for v in range(slab.vector)]
-            self.w.where(inside, write)
-
-        self.pieces(slab, piece)
-
-    def computed(self, term: Node, env: dict[Any, Any]) -> Node:
-        for x in topological([term]):
-            if isinstance(x, l.Term) and not isinstance(x, l.Literal) and x not in env:
-                env[x] = self.w.let(substitute(x, env))
-        found: Node = env[term]
-        return found
-
-    def put(self, slab: Slab, place: k.Registers, slot: IntExpr) -> None:
-        def piece(i: IntExpr, at: tuple[IntExpr, ...]) -> None:
-            self.w.out.append(k.Move(slab.place, (slot, *at), place, (i, 0), slab.vector))
-
-        self.pieces(slab, piece)
 
     # -- products -----------------------------------------------------------------------------------------------------
 
@@ -328,10 +178,12 @@ class Contractor:
             a, f = regs[n]
             whole[n] = Digit("reg", f.size, whole[n].value, strides.get(a, 1))
             strides[a] = strides.get(a, 1) * f.size
-        along = any(slab.axes[-1].axis in self.depth for slab in slabs.values())  # then a fragment has several steps of k, side by side
+        along = any(
+            slab.axes[-1].axis in self.steps.depth for slab in slabs.values()
+        )  # then a fragment has several steps of k, side by side
         outer, last = (whole[:-1], whole[-1:]) if along else (whole, [])
-        depth = {a: sum((d.value * d.stride for (x, _), d in zip(regs, whole, strict=True) if x is a), start=0) for a in self.axes}  # type: ignore[misc]
-        self.w.loops([(d.value, True) for d in outer], lambda: self.outer_product(slabs, slot, depth, last))  # type: ignore[misc]
+        depth = {a: sum((d.value * d.stride for (x, _), d in zip(regs, whole, strict=True) if x is a), start=0) for a in self.axes}
+        self.w.loops([(d.variable, True) for d in outer], lambda: self.outer_product(slabs, slot, depth, last))
 
     def outer_product(self, slabs: dict[Node, Slab], slot: IntExpr, depth: dict[Any, IntExpr], last: list[Digit]) -> None:
         """Fragments of both operands into registers, and every product of theirs."""
@@ -339,7 +191,7 @@ class Contractor:
         for term, slab in slabs.items():
             digits = {t.axis: [d for d in t.digits if d.level == "reg"] for t in slab.axes}
             at = (slot, *(value(t.digits) if t.axis in self.tiles else depth[t.axis] for t in slab.axes))
-            own = [d for ds in digits.values() for d in ds] + ([d for d in last if any(t.axis in self.depth for t in slab.axes)])
+            own = [d for ds in digits.values() for d in ds] + ([d for d in last if any(t.axis in self.steps.depth for t in slab.axes)])
             held[term] = self.fragment(slab, at, own)
         loops = last + [d for t in self.tiles.values() for d in t.digits if d.level == "reg"]
         digits_of = {a: list(t.digits) for a, t in self.tiles.items()}
@@ -351,7 +203,7 @@ class Contractor:
                 both = l.apply("mul", *(substitute(f, held) for f in c.factors))
                 self.w.out.append(l.Store(fragment.place, at, l.apply("add", l.Load(fragment.place, at), both)))
 
-        self.w.loops([(d.value, True) for d in loops], product)  # type: ignore[misc]
+        self.w.loops([(d.variable, True) for d in loops], product)
 
     def fragment(self, slab: Slab, at: tuple[IntExpr, ...], digits: list[Digit]) -> l.Load:
         """A piece of a slab in registers, indexed by digits, read in wide accesses where one of them runs along the slab."""
@@ -369,12 +221,12 @@ class Contractor:
         place = self.w.registers(slab.place.name.rstrip("0123456789") + "f", slab.place.type.dtype, [d.size for d in order])
         index = tuple(d.value for d in order)
         if j is None or width == 1:
-            self.w.loops([(d.value, True) for d in order], lambda: self.w.out.append(l.Store(place, index, l.Load(slab.place, at))))  # type: ignore[misc]
+            self.w.loops([(d.variable, True) for d in order], lambda: self.w.out.append(l.Store(place, index, l.Load(slab.place, at))))
             return l.Load(place, index)
         v = self.bindings.loop_variable("v", j.size // width)
         there = tuple(substitute(x, {j.value: v * width}) for x in at)
         move = k.Move(place, (*index[:-1], v * width), slab.place, there, width)
-        self.w.loops([*((d.value, True) for d in order[:-1]), (v, True)], lambda: self.w.out.append(move))  # type: ignore[misc, list-item]
+        self.w.loops([*((d.variable, True) for d in order[:-1]), (v, True)], lambda: self.w.out.append(move))
         return l.Load(place, index)
 
     def multiply(self, instruction: MatrixInstruction, slabs: dict[Node, Slab], slot: IntExpr, regs: list[int]) -> None:
@@ -385,7 +237,7 @@ class Contractor:
         kk = self.bindings.loop_variable("k", math.prod(regs))
 
         def body() -> None:
-            loaded: dict[Node, tuple[k.Registers, tuple[IntExpr, ...]]] = {}
+            loaded: dict[Node, tuple[k.Registers, tuple[Var, ...]]] = {}
             for c in self.sites:
                 a, b = c.factors if m in c.factors[0].free else c.factors[::-1]
                 for factor, axis, layout, name in ((a, m, instruction.a.layout, "m"), (b, n, instruction.b.layout, "n")):
@@ -397,11 +249,11 @@ class Contractor:
                 a, b = c.factors if m in c.factors[0].free else c.factors[::-1]
                 (left, i), (right, j) = loaded[operand(a)], loaded[operand(b)]
                 place = self.w.fragments[c.reduce].place
-                order = (*i, *j) if list(self.tiles)[0] is m else (*j, *i)
+                order = (*i, *j) if next(iter(self.tiles)) is m else (*j, *i)
                 loops = [(v, True) for v in (*j, *i)]
                 self.w.loops(
                     loops,
-                    lambda left=left, right=right, i=i, j=j, place=place, order=order: self.w.out.append(  # type: ignore[arg-type, misc]
+                    lambda left=left, right=right, i=i, j=j, place=place, order=order: self.w.out.append(
                         k.Multiply(instruction.name, place, (*order, 0), left, (*i, 0), right, (*j, 0))
                     ),
                 )
@@ -416,16 +268,16 @@ class Contractor:
 
     def load_fragments(
         self, slab: Slab, slot: IntExpr, axis: Any, depth: IntExpr, layout: Layout, name: str
-    ) -> tuple[k.Registers, tuple[IntExpr, ...]]:
+    ) -> tuple[k.Registers, tuple[Var, ...]]:
         """All fragments of an operand along its axis, two at a time where an instruction loads two."""
         digits = [d for d in self.tiles[axis].digits if d.level in ("warp", "reg")]
         regs = [d for d in digits if d.level == "reg"]
         size = 1 << dict(layout.extents)[name]
         along = name if slab.axes[-1].axis is axis else "k"
         pair = 1
-        if regs and regs[-1].stride == size and regs[-1].size % 2 == 0:
-            if loader(double := Layout.parse(f"{str(layout).replace('; lane', f' {name}{size}; lane')}"), 90, along):
-                layout, pair = double, 2
+        double = Layout.parse(str(layout).replace("; lane", f" {name}{size}; lane"))
+        if regs and regs[-1].stride == size and regs[-1].size % 2 == 0 and loader(double, 90, along):
+            layout, pair = double, 2
         found = loader(layout, 90, along)
         if found is None:
             raise Limitation(f"{slab.place.name}: no load brings it into the fragments of {self.site.instruction}")
@@ -433,7 +285,7 @@ class Contractor:
         count = move.count // pair
         place = self.w.registers(slab.place.name.rstrip("0123456789") + "f", u32, [*(d.size for d in regs), count])
         row = {c: _spread(_component(rows, layout, c)) for c, _ in layout.extents}
-        variables = [d.value for d in regs]
+        variables = [d.variable for d in regs]
         if pair == 2:
             half = self.bindings.loop_variable("p", regs[-1].size // 2)
             pairs: list[IntExpr] = [*variables[:-1], half * 2]
@@ -446,7 +298,7 @@ class Contractor:
         at = {axis: outer + row[name], self.axes[0]: depth + row["k"]}
         where = (slot, *(at[t.axis] for t in slab.axes))
         load = k.LoadMatrix(move.name, place, (*pairs, 0), slab.place, where)
-        self.w.loops([(v, True) for v in loops], lambda: self.w.out.append(load))  # type: ignore[misc]
+        self.w.loops([(v, True) for v in loops], lambda: self.w.out.append(load))
         return place, tuple(variables)
 
 

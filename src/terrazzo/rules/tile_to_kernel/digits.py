@@ -17,7 +17,7 @@ from terrazzo.ir.dialects.kernel import BLOCK, LANE
 from terrazzo.ir.expr import IntExpr, Var, terms_of
 from terrazzo.ir.layout import Layout
 from terrazzo.ir.node import substitute
-from terrazzo.ir.schedule import Factor, Schedule, Site, Word
+from terrazzo.ir.schedule import Binding, Factor, Like, Schedule, Site, Word
 from terrazzo.ir.types import DType
 
 MATRIX = {i.name: i for i in mma_sync.INSTRUCTIONS}
@@ -30,9 +30,10 @@ WIDEST = 16
 
 @dataclass(frozen=True)
 class Digit:
-    """One factor of an axis. `value` is in [0, size) and counts `stride` elements; `inner` is its place value in the warp's or lane's number.
+    """One factor of an axis. `value` is in [0, size) and counts `stride` elements.
 
-    A digit of level "frag" adds value << `place` to the number of the fragment's register.
+    `inner` is the place value of a warp's or lane's digit in their number. A digit of level "frag" adds value << `place` to the
+    number of the fragment's register.
     """
 
     level: str
@@ -41,6 +42,17 @@ class Digit:
     stride: int
     inner: int = 1
     place: int = 0
+
+    @property
+    def variable(self) -> Var:
+        """The variable of the loop over a looped digit."""
+        assert isinstance(self.value, Var)
+        return self.value
+
+    @property
+    def unrolled(self) -> bool:
+        """Whether its loop leaves no loop behind."""
+        return self.level != "time"
 
 
 @dataclass(frozen=True)
@@ -56,7 +68,7 @@ class Bindings:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.numbers = itertools.count()
-        grids = [_Grid(a, f.size, _order(f)) for a, b in schedule.axes for f in b if isinstance(f, Factor) and f.level == "grid"]
+        grids = [_Grid(a, f.size, _order(f)) for a, b in schedule.axes for f in factors(b) if f.level == "grid"]
         self.blocks = math.prod(g.size for g in grids)
         self.warps = max([1, *(self._count("warp", s) for s in (None, *schedule.sites))])
         self.block, self.warp = Var(BLOCK, self.blocks), Var("warp", self.warps)
@@ -72,7 +84,7 @@ class Bindings:
 
     def digits(self, axis: str, site: Site | None, default: int) -> list[Digit]:
         """The digits of an axis, outermost first. One that nothing binds is a serial loop of `default` steps."""
-        factors = [f for f in self.schedule.binding(site, axis)] or [Factor("time", default)]
+        factors = list(self.schedule.binding(site, axis)) or [Factor("time", default)]
         instruction = self.instruction(site, axis)
         out: list[Digit] = []
         stride = math.prod(f.size for f in factors)
@@ -96,8 +108,6 @@ class Bindings:
 
     def instruction(self, site: Site | None, axis: str) -> MatrixInstruction | None:
         """The matrix instruction that binds parts of an axis."""
-        from terrazzo.ir.schedule import Like
-
         while site is not None and isinstance(like := dict(site.axes).get(axis), Like):
             name, _, other = like.site.partition(".")
             site, axis = self.site([name]), other or axis
@@ -152,6 +162,11 @@ def runs(layout: Layout, coordinate: str) -> list[tuple[str, int, int, int]]:
         else:
             out.append((part, k, bit, 2))
     return out[::-1]
+
+
+def factors(binding: Binding) -> tuple[Factor, ...]:
+    """The factors of a binding that is not like another one."""
+    return () if isinstance(binding, Like) else binding
 
 
 def _order(f: Factor) -> Word | None:

@@ -2,33 +2,63 @@
 
 from __future__ import annotations
 
+from terrazzo.errors import UserError
+from terrazzo.hw.gpu import Gpu
 from terrazzo.ir import nest as n
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
 from terrazzo.ir.schedule import Schedule
-from terrazzo.rules.tile_to_kernel.digits import Bindings
+from terrazzo.rules.tile_to_kernel.digits import MATRIX, Bindings
 from terrazzo.rules.tile_to_kernel.walk import Scope, Walker
 
 
-def program(scheduled: tile.Program) -> k.Program:
-    """Every kernel by its schedule."""
+def program(scheduled: tile.Program, gpu: Gpu) -> k.Program:
+    """Every kernel by its schedule. UserError where one asks for more than the machine has."""
     schedules = dict(scheduled.schedules)
     p = scheduled.loop
-    steps = tuple(lower(s, schedules[i]) if isinstance(s, l.Kernel) else s for i, s in enumerate(p.steps))
+    steps = tuple(lower(s, schedules[i], gpu) if isinstance(s, l.Kernel) else s for i, s in enumerate(p.steps))
     return k.Program(p.name, p.inputs, steps, p.results)
 
 
-def lower(kernel: l.Kernel, schedule: Schedule) -> k.Kernel:
+def lower(kernel: l.Kernel, schedule: Schedule, gpu: Gpu) -> k.Kernel:
     """What the schedule means for this kernel. UserError or Limitation, with the reason, where it cannot be."""
     tile.fit(schedule, kernel)
+    _instructions(schedule, gpu)
     bindings = Bindings(schedule)
     walker = Walker(kernel, bindings)
     walker.statements(n.nest(kernel), Scope())
     reads = tuple(b for b in kernel.reads if b not in kernel.writes)
     params = (*reads, *kernel.writes)
     resident = [v for v in schedule.directive("resident") if isinstance(v, int)]
-    return k.Kernel(
+    done = k.Kernel(
         kernel.name, params, kernel.writes, bindings.blocks, bindings.warps, tuple(walker.shared), tuple(walker.out),
         max([1, *resident]), kernel.source,
     )  # fmt: skip
+    _budget(done, gpu)
+    return done
+
+
+def _instructions(schedule: Schedule, gpu: Gpu) -> None:
+    """UserError for an instruction or a transport that does not exist on the machine."""
+    for site in schedule.sites:
+        if site.instruction not in (None, "fma.f32"):
+            record = MATRIX.get(site.instruction or "")
+            if record is None:
+                raise UserError(f"{schedule.kernel}: unknown instruction {site.instruction}; known: fma.f32, {', '.join(MATRIX)}")
+            if record.since > gpu.number:
+                raise UserError(f"{schedule.kernel}: {site.instruction} needs sm_{record.since}, and the target is {gpu.arch}")
+        for name, operand in site.operands:
+            if dict(operand.options).get("by") == "cp.async" and gpu.number < 80:
+                raise UserError(f"{schedule.kernel}: {name} is copied by cp.async, which needs sm_80, and the target is {gpu.arch}")
+
+
+def _budget(kernel: k.Kernel, gpu: Gpu) -> None:
+    """UserError where a block would need more than it may have."""
+    for what, needs, has in (
+        ("bytes of shared memory", kernel.shared_bytes, gpu.shared),
+        ("threads in a block", kernel.threads, 1024),
+        ("blocks", kernel.grid, (1 << 31) - 1),
+    ):
+        if needs > has:
+            raise UserError(f"{kernel.name}: the schedule needs {needs} {what}, and {gpu.arch} has {has}")

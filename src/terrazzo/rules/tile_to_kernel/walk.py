@@ -18,19 +18,20 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, Var, at_least
 from terrazzo.ir.node import Node, substitute
-from terrazzo.ir.schedule import Factor, Site
+from terrazzo.ir.schedule import Site
 from terrazzo.ir.types import DType, Type
 from terrazzo.rules.tile_to_kernel.contract import Contractor, Fragment
-from terrazzo.rules.tile_to_kernel.digits import LOOPED, Bindings, Digit, axis_name, divides, value, wide, zero
+from terrazzo.rules.tile_to_kernel.digits import LOOPED, Bindings, Digit, axis_name, divides, factors, value, wide, zero
 
 
 @dataclass
 class Scope:
     """What is known where statements are written.
 
-    `env` maps axes to expressions and terms to terms of Kernel IR; `places` loads, up to the names of loops, to the registers that
-    hold them; `digits` has those of the axes outside; `kept` the loads that are to fill such registers; `threads` has the levels of threads that axes outside bind; `pending` the conditions of axes outside
-    under which memory may be touched, where no condition can stand around a barrier.
+    `env` maps axes to expressions and terms to terms of Kernel IR; `digits` has the digits of the axes outside; `places` maps loads, up
+    to the names of loops, to the registers that hold them, and `kept` those that are to fill such registers; `threads` has the levels
+    of threads that axes outside bind; `pending` are conditions of axes outside under which memory may be touched, where they cannot
+    stand around a barrier.
     """
 
     env: dict[Any, Any] = field(default_factory=dict)
@@ -62,7 +63,7 @@ class Walker:
         self.shared: list[k.Shared] = []
         self.counts: dict[str, int] = {}
         self.depth = 0
-        self.tiled = {a for a, b in bindings.schedule.axes for f in b if isinstance(f, Factor) and f.level == "block"}
+        self.tiled = {a for a, b in bindings.schedule.axes for f in factors(b) if f.level == "block"}
         self.fragments: dict[l.Reduce, Fragment] = {}
 
     # -- writing ------------------------------------------------------------------------------------------------------
@@ -95,14 +96,14 @@ class Walker:
         body = self.inside(write)
         self.depth -= serial
         if len(digits) == 1 and inside and (whole := self.always(digits[0], inside)):
-            i, unrolled = digits[0].value, digits[0].level != "time"
-            first = Var(i.name, whole)  # type: ignore[union-attr]
-            self.out.append(k.For(first, tuple(substitute(x, {i: first}) for x in body), unrolled))
+            i = digits[0].variable
+            first = Var(i.name, whole)
+            self.out.append(k.For(first, tuple(substitute(x, {i: first}) for x in body), digits[0].unrolled))
             for last in range(whole, digits[0].size):
                 rest = [substitute(x, {i: last}) for x in body]
                 self.where([substitute(e, {i: last}) for e in inside], lambda rest=rest: self.out.extend(rest))  # type: ignore[misc]
             return
-        self.loops([(d.value, d.level != "time") for d in digits], lambda: self.where(inside, lambda: self.out.extend(body)))  # type: ignore[misc]
+        self.loops([(d.variable, d.unrolled) for d in digits], lambda: self.where(inside, lambda: self.out.extend(body)))
 
     def always(self, digit: Digit, inside: Sequence[IntExpr]) -> int:
         """How many first values of a digit make conditions hold whatever the other variables are; 0 where that leaves too many, or all."""

@@ -15,7 +15,8 @@ from terrazzo.ir.expr import Expr, IntExpr, Loaded
 from terrazzo.ir.node import Node, topological
 from terrazzo.targets.terms import Scope, c_type, expression, guard, identifier, index, literal, term
 
-RECORDS = {r.name: r for r in (*mma_sync.INSTRUCTIONS, *ldmatrix.INSTRUCTIONS)}
+PRODUCTS = {r.name: r for r in mma_sync.INSTRUCTIONS}
+MOVES = {r.name: r for r in ldmatrix.INSTRUCTIONS}
 
 
 @lru_cache(maxsize=1)
@@ -26,7 +27,7 @@ def prelude() -> str:
 
 
 def emit(kernel: k.Kernel) -> tuple[str, str]:
-    """(function name, CUDA source without the prelude) of a kernel. Kernels that differ only in the names of buffers have the same source."""
+    """(function name, CUDA source without the prelude) of a kernel. Kernels that differ only in names of buffers have the same source."""
     return _Writer(kernel).source()
 
 
@@ -78,7 +79,8 @@ class _Writer:
     def instructions(self) -> list[str]:
         """The functions of the instructions the kernel uses."""
         names = {s.instruction: None for s in k.walk(self.kernel.body) if isinstance(s, k.LoadMatrix | k.Multiply)}
-        return [line for name in names for line in RECORDS[name].cuda().rstrip().splitlines()]
+        texts = [PRODUCTS[name].cuda() if name in PRODUCTS else MOVES[name].cuda() for name in names]
+        return [line for text in texts for line in text.rstrip().splitlines()]
 
     def statements(self, body: Iterable[Node], indent: str) -> list[str]:
         return [indent + line for s in body for line in self.statement(s)]
@@ -106,12 +108,10 @@ class _Writer:
             case k.Sync():
                 return ["__syncthreads();"]
             case k.LoadMatrix():
-                record = RECORDS[s.instruction]
-                assert isinstance(record, ldmatrix.MatrixMove)
-                return [f"{record.function}({self.group(s.target, s.to, record.count)}, shared_address({self.address(s.source, s.at)}));"]
+                move = MOVES[s.instruction]
+                return [f"{move.function}({self.group(s.target, s.to, move.count)}, shared_address({self.address(s.source, s.at)}));"]
             case k.Multiply():
-                record = RECORDS[s.instruction]
-                assert not isinstance(record, ldmatrix.MatrixMove)
+                record = PRODUCTS[s.instruction]
                 a, b = self.group(s.a, s.a_at, record.a.registers), self.group(s.b, s.b_at, record.b.registers)
                 return [f"{record.function}({self.group(s.d, s.d_at, record.d.registers)}, {a}, {b});"]
             case k.For():
