@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from terrazzo.errors import Limitation
@@ -251,12 +252,8 @@ class Contractor:
                 place = self.w.fragments[c.reduce].place
                 order = (*i, *j) if next(iter(self.tiles)) is m else (*j, *i)
                 loops = [(v, True) for v in (*j, *i)]
-                self.w.loops(
-                    loops,
-                    lambda left=left, right=right, i=i, j=j, place=place, order=order: self.w.out.append(
-                        k.Multiply(instruction.name, place, (*order, 0), left, (*i, 0), right, (*j, 0))
-                    ),
-                )
+                product = k.Multiply(instruction.name, place, (*order, 0), left, (*i, 0), right, (*j, 0))
+                self.w.loops(loops, partial(self.w.add, product))
 
         self.w.loops([(kk, True)], body)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from terrazzo.errors import Limitation
@@ -72,6 +73,10 @@ class Walker:
         self.counts[prefix] = self.counts.get(prefix, -1) + 1
         return f"{prefix}{self.counts[prefix]}"
 
+    def add(self, *statements: Node) -> None:
+        """Write statements where writing is."""
+        self.out += statements
+
     def inside(self, write: Callable[[], None]) -> tuple[Node, ...]:
         """The statements that `write` writes."""
         outer, self.out = self.out, []
@@ -101,9 +106,9 @@ class Walker:
             self.out.append(k.For(first, tuple(substitute(x, {i: first}) for x in body), digits[0].unrolled))
             for last in range(whole, digits[0].size):
                 rest = [substitute(x, {i: last}) for x in body]
-                self.where([substitute(e, {i: last}) for e in inside], lambda rest=rest: self.out.extend(rest))  # type: ignore[misc]
+                self.where([substitute(e, {i: last}) for e in inside], partial(self.add, *rest))
             return
-        self.loops([(d.variable, d.unrolled) for d in digits], lambda: self.where(inside, lambda: self.out.extend(body)))
+        self.loops([(d.variable, d.unrolled) for d in digits], lambda: self.where(inside, partial(self.add, *body)))
 
     def always(self, digit: Digit, inside: Sequence[IntExpr]) -> int:
         """How many first values of a digit make conditions hold whatever the other variables are; 0 where that leaves too many, or all."""
