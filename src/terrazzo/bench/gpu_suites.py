@@ -123,21 +123,28 @@ def _block(model: str, length: int, dtype: str) -> Case:
         module = module.cuda().eval()
         (hidden, *rest), named = pytree.tree_map_only(torch.Tensor, lambda t: t.cuda(), (args, kwargs))
 
-        class Layer(torch.nn.Module):
+        class Layer(torch.nn.Module):  # type: ignore[misc]
             """The layer as a function of the hidden states alone."""
 
-            def __init__(self, layer: Any, others: Any, keywords: Any) -> None:
+            def __init__(self, layer: Any, others: Any) -> None:
                 super().__init__()
-                self.layer, self.others, self.keywords = layer, others, keywords
+                self.layer = layer
+                leaves, self.tree = pytree.tree_flatten(others)
+                self.leaves = [x for x in leaves if not isinstance(x, torch.Tensor)]
+                self.places = [isinstance(x, torch.Tensor) for x in leaves]
+                for k, x in enumerate(x for x in leaves if isinstance(x, torch.Tensor)):
+                    self.register_buffer(f"other{k}", x)
 
             def forward(self, x: Any) -> Any:
-                return self.layer(x, *self.others, **self.keywords)
+                plain, tensors = iter(self.leaves), iter(self.buffers(recurse=False))
+                rest, named = pytree.tree_unflatten([next(tensors if t else plain) for t in self.places], self.tree)
+                return self.layer(x, *rest, **named)
 
         def exact(x: Any) -> Any:
             wide = pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, (rest, named))
-            return Layer(copy.deepcopy(module).double(), *wide)(x.double())
+            return Layer(copy.deepcopy(module).double(), wide)(x.double())
 
-        return Layer(module, rest, named), lambda: (torch.randn_like(hidden),), exact
+        return Layer(module, (rest, named)), lambda: (torch.randn_like(hidden),), exact
 
     return Case(f"{model} layer, {length} tokens", dtype, make, 0)
 

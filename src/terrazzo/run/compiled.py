@@ -71,6 +71,10 @@ class Compiled:
         tensors = dict(self.bound)
         for k, given, expected in zip(self.varying, inputs, self.expected, strict=True):
             tensors[k] = expected.check(given)
+        with self.machine.current():
+            return self._call(tensors)
+
+    def _call(self, tensors: dict[int, Any]) -> list[Any]:
         self.machine.before()
         queue = self.machine.queue()
         pool = self.frames.setdefault(queue, [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from terrazzo.pipelines import Lowering
 
 SUFFIX = ".so"
+_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,10 @@ class Cpu:
                 raise UserError(f"kernel {step.label} ({step.source}): an index is out of range for its dimension")
 
         return run
+
+    def current(self) -> Any:
+        """Within this, work goes here."""
+        return _NOTHING
 
     def before(self) -> None:
         """Called at the start of every call."""

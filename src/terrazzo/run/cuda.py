@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import cache as once
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from terrazzo.run.plan import Entry, Step
 if TYPE_CHECKING:
     from terrazzo.pipelines import Lowering
 
+_NOTHING = nullcontext()
 LEAST_DRIVER = 12000
 """The oldest driver whose cubins and graphs we use, as CUDA numbers versions."""
 STATIC_SHARED = 48 << 10
@@ -197,6 +199,12 @@ class Cuda:
         if self.flags is not None:
             launch.flag.value = self.flags.data_ptr() + number * self.flags.element_size()
         return launch
+
+    def current(self) -> Any:
+        """Within this, PyTorch's current device is this one."""
+        import torch
+
+        return _NOTHING if torch.cuda.current_device() == self.index else torch.cuda.device(self.index)
 
     def before(self) -> None:
         """Tell of an index that was out of range in an earlier call: kernels run on while the program goes on."""
