@@ -138,7 +138,7 @@ class _Frame:
                     array[position] = self.base + slot.offset
                 else:
                     self.pointers.setdefault(k, []).append((array, position))
-            self.launches.append(machine.prepare(step, function, array, number))
+            self.launches.append(machine.prepare(step, function, array, number, plan.slots))
         self.graph = machine.graph(self.launches) if as_graph and machine.device != "cpu" else None
 
     def point(self, tensors: Mapping[int, Any]) -> None:

@@ -74,7 +74,7 @@ class Cpu:
         """Which of several queues of work a call joins: here there is one."""
         return 0
 
-    def prepare(self, step: Step, function: Any, addresses: Any, number: int) -> Any:
+    def prepare(self, step: Step, function: Any, addresses: Any, number: int, slots: Sequence[Any]) -> Any:
         """What runs a step, given the array that will hold its addresses."""
 
         def run(_: int) -> None:

@@ -12,6 +12,9 @@ from terrazzo.ir.schedule import Schedule
 from terrazzo.rules.tile_to_kernel.digits import MATRIX, Bindings
 from terrazzo.rules.tile_to_kernel.walk import Scope, Walker
 
+SINCE = {"ld": 0, "cp.async": 80, "tma": 90}
+"""The first architecture that has a transport."""
+
 
 def program(scheduled: tile.Program, gpu: Gpu) -> k.Program:
     """Every kernel by its schedule. UserError where one asks for more than the machine has."""
@@ -49,8 +52,13 @@ def _instructions(schedule: Schedule, gpu: Gpu) -> None:
             if record.since > gpu.number:
                 raise UserError(f"{schedule.kernel}: {site.instruction} needs sm_{record.since}, and the target is {gpu.arch}")
         for name, operand in site.operands:
-            if dict(operand.options).get("by") == "cp.async" and gpu.number < 80:
-                raise UserError(f"{schedule.kernel}: {name} is copied by cp.async, which needs sm_80, and the target is {gpu.arch}")
+            by = str(dict(operand.options).get("by", "ld"))
+            if by not in SINCE:
+                raise UserError(f"{schedule.kernel}: {name} is brought in by {by!r}; known: {', '.join(SINCE)}")
+            if gpu.number < SINCE[by]:
+                raise UserError(
+                    f"{schedule.kernel}: {name} is brought in by {by}, which needs sm_{SINCE[by]}, and the target is {gpu.arch}"
+                )
 
 
 def _budget(kernel: k.Kernel, gpu: Gpu) -> None:

@@ -108,6 +108,9 @@ template <int count, class T> TZ void move(T* to, const T* from) {
   for (int i = 0; i < bytes / step; i++) reinterpret_cast<W*>(to)[i] = reinterpret_cast<const W*>(from)[i];
 }
 
+// What the driver encodes of a tensor and a box of it.
+struct alignas(64) TensorMap { u8 bytes[128]; };
+
 template <class T> TZ T shuffle_xor(T x, int mask) {
   if constexpr (sizeof(T) >= 4) return __shfl_xor_sync(~0u, x, mask);
   else return (T)__shfl_xor_sync(~0u, (int)x, mask);
