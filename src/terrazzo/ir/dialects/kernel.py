@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 
 from terrazzo.errors import UserError
 from terrazzo.hw.tma import TensorMap
@@ -198,9 +198,6 @@ class If(Node, dialect="kernel", op="if"):
 
     inside: tuple[IntExpr, ...]
     body: tuple[Node, ...]
-
-
-Statement: TypeAlias = "Let | Declare | Move | AsyncCopy | Commit | WaitGroups | Sync | InitBarriers | Expect | WaitBarrier | TensorLoad | LoadMatrix | Multiply | For | If | Store"
 
 
 class Kernel(Node, dialect="kernel", op="kernel"):

@@ -13,7 +13,7 @@ from terrazzo.ir.dialects import tile
 from terrazzo.ir.schedule import Schedule
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop_to_tile import products, threads
-from terrazzo.rules.loop_to_tile.collapse import collapse, flat_reductions
+from terrazzo.rules.loop_to_tile.collapse import collapse, flat_reductions, merge_product_axes
 from terrazzo.rules.loop_to_tile.split import split
 
 PASS = "schedule"
@@ -39,8 +39,11 @@ def schedule(program: l.Program, gpu: Gpu, log: Log, pinned: Mapping[str, Schedu
 def choose(kernel: l.Kernel, gpu: Gpu, log: Log, pinned: Mapping[str, Schedule]) -> list[tuple[l.Kernel, Schedule]]:
     """The kernels (one, or two after a split) that take the place of this one, with their schedules."""
     if kernel.name in pinned:
-        return [_pinned([kernel, flat_reductions(kernel), collapse(kernel)], pinned, log)]
+        return [_pinned(_forms(kernel), pinned, log)]
     if (p := products.product(kernel)) is not None:
+        kernel = merge_product_axes(kernel, p.sites)
+        p = products.product(kernel)
+        assert p is not None
         best = products.plans(p, gpu)[0]
         t = best.tile
         reason = f"{t.m} x {t.n} x {t.k} on {best.instruction or 'CUDA cores'}, k in {best.pieces}: {best.time / 1000:.1f} us by the model"
@@ -56,6 +59,12 @@ def choose(kernel: l.Kernel, gpu: Gpu, log: Log, pinned: Mapping[str, Schedule])
     if (pieces := _pieces(kernel, reduces, gpu)) > 1:
         return _split(kernel, reduces, pieces, gpu, log, pinned)
     return [(kernel, threads.reduction(kernel, gpu))]
+
+
+def _forms(kernel: l.Kernel) -> list[l.Kernel]:
+    """A kernel as it is, and as it is when a schedule is chosen for it."""
+    p = products.product(kernel)
+    return [kernel, *([merge_product_axes(kernel, p.sites)] if p else []), flat_reductions(kernel), collapse(kernel)]
 
 
 def _pinned(forms: Sequence[l.Kernel], pinned: Mapping[str, Schedule], log: Log) -> tuple[l.Kernel, Schedule]:
