@@ -14,7 +14,7 @@ from typing import Any
 from terrazzo.errors import UserError
 from terrazzo.hw.tma import TensorMap
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.dialects.loop import Buffer, Store, Term
+from terrazzo.ir.dialects.loop import Buffer, Term
 from terrazzo.ir.expr import IntExpr, Var
 from terrazzo.ir.node import Node, topological
 from terrazzo.ir.types import DType

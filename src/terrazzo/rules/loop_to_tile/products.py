@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from terrazzo.errors import Limitation
 from terrazzo.hw import mma_sync
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir import nest as n
@@ -18,6 +19,7 @@ from terrazzo.ir.node import Node, topological
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
 from terrazzo.rules.loop_to_tile.threads import ceil, grid
 from terrazzo.rules.tile_to_kernel.contract import operand
+from terrazzo.rules.tile_to_kernel.lower import lower
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,18 @@ TENSOR_CORES = (
     Tile(16, 64, 128, (1, 4), 0.25, resident=2),
 )
 
+WITH_TMA = (
+    Tile(128, 128, 64, (2, 4), 0.77, ring=3, resident=2),
+    Tile(128, 64, 64, (2, 2), 0.77, resident=2),
+    Tile(64, 128, 64, (2, 2), 0.74, resident=2),
+    Tile(64, 64, 64, (2, 2), 0.65, resident=3),
+    Tile(32, 128, 64, (1, 4), 0.55, resident=2),
+    Tile(32, 64, 64, (1, 4), 0.46, resident=4),
+    Tile(32, 32, 128, (1, 2), 0.35, resident=3),
+    Tile(16, 64, 128, (1, 4), 0.28, resident=2),
+)
+"""Tiles on tensor cores where operands come by TMA, from sm_90 on."""
+
 
 def product(kernel: l.Kernel) -> Product | None:
     """The kernel as a product, or None: all its reductions are contractions over the same axes, in the innermost of its loops."""
@@ -159,9 +173,13 @@ class Plan:
 def plans(p: Product, gpu: Gpu) -> list[Plan]:
     """Every plan that fits, best first."""
     instruction = _instruction(p, gpu)
-    tiles = (_shared(t, len(p.sites)) for t in (TENSOR_CORES if instruction else CUDA_CORES))
+    tiles = (_shared(t, len(p.sites)) for t in _tiles(gpu, instruction))
     found = [_plan(p, gpu, t, s, instruction) for t in tiles if t for s in _pieces(p, t, gpu)]
     return sorted(found, key=lambda x: x.time)
+
+
+def _tiles(gpu: Gpu, instruction: str | None) -> tuple[Tile, ...]:
+    return CUDA_CORES if not instruction else WITH_TMA if gpu.number >= 90 else TENSOR_CORES
 
 
 def _shared(t: Tile, count: int) -> Tile | None:
@@ -237,7 +255,18 @@ def _plan(p: Product, gpu: Gpu, t: Tile, pieces: int, instruction: str | None) -
 
 
 def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
-    """The bindings of a plan that is in one piece."""
+    """The bindings of a plan that is in one piece; operands come by TMA where the machine has it and their shape allows it."""
+    if plan.instruction and gpu.number >= 90:
+        try:
+            boxes = _schedule(p, plan, gpu, "tma")
+            lower(p.kernel, boxes, gpu)
+            return boxes
+        except Limitation:
+            pass
+    return _schedule(p, plan, gpu, "cp.async")
+
+
+def _schedule(p: Product, plan: Plan, gpu: Gpu, transport: str) -> Schedule:
     t, kernel = plan.tile, p.kernel
     down, across = ceil(p.m.extent, t.m), ceil(p.n.extent, t.n)
     group = next(g for g in (8, 4, 2, 1) if down % g == 0)
@@ -257,7 +286,7 @@ def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
             (f"r{last.label}", _factors(("reg", step // k), ("inst.k", k))),
         ]
         operands = tuple(
-            (_name(x), Operand("smem", (("by", "cp.async"), ("swizzle", 64 if _row(x, p, t, step) == 32 else 128)))) for x in p.operands
+            (_name(x), Operand("smem", (("by", transport), ("swizzle", 64 if _row(x, p, t, step) == 32 else 128)))) for x in p.operands
         )
     else:
         site = [

@@ -173,6 +173,8 @@ class Slabs:
     def tensor_load(self, slab: Slab, t: IntExpr, slot: IntExpr, barriers: k.Barriers) -> None:
         """Start a slab of step t on its way into a slot, by TMA."""
         load: l.Load = substitute(slab.term, self.coordinates(slab, [0] * len(slab.axes), t))
+        if not divides(WIDEST // load.dtype.size, load.index[-1]):
+            raise Limitation(f"{slab.place.name}: its boxes do not begin at multiples of 16 bytes")
         to = (slot, *(0 for _ in slab.axes))
         self.w.add(k.TensorLoad(slab.place, to, load.buffer, load.index, self.box(slab), barriers, slot))
 
