@@ -72,10 +72,10 @@ class Tile:
     def threads(self) -> int:
         return math.prod(self.warps) * 32
 
-    def registers(self, count: int) -> int:
-        """What a thread needs on CUDA cores for `count` products with one factor in common: accumulators, fragments, addresses."""
+    def registers(self, count: int, size: int) -> int:
+        """What a thread needs on CUDA cores for `count` products of `size` bytes with one factor in common, addresses included."""
         m, n = self.m // self.warps[0] // self.lanes[0], self.n // self.warps[1] // self.lanes[1]
-        return count * m * n + (m + count * n) * max(self.inner, 2) + 32
+        return (count * m * n + (m + count * n) * max(self.inner, 2)) * max(size // 4, 1) + (32 if size <= 4 else 96)
 
 
 CUDA_CORES = (
@@ -174,7 +174,13 @@ def plans(p: Product, gpu: Gpu) -> list[Plan]:
     """Every plan that fits, best first."""
     instruction = _instruction(p, gpu)
     tiles = (_shared(t, len(p.sites)) for t in _tiles(gpu, instruction))
-    found = [_plan(p, gpu, t, s, instruction) for t in tiles if t for s in _pieces(p, t, gpu)]
+    size = 4 if instruction else p.sites[0].reduce.dtype.size
+    found = [
+        _plan(p, gpu, t, s, instruction)
+        for t in tiles
+        if t and (instruction or t.registers(len(p.sites), size) < 65536 // max(t.threads, 256))
+        for s in _pieces(p, t, gpu)
+    ]
     return sorted(found, key=lambda x: x.time)
 
 
@@ -238,7 +244,14 @@ def _plan(p: Product, gpu: Gpu, t: Tile, pieces: int, instruction: str | None) -
     count, last = len(p.sites), p.axes[-1].extent
     blocks = _blocks(p, t) * pieces
     slab = (t.m + t.n * count) * t.k * size
-    resident = max(1, min(t.resident, gpu.shared // (t.ring * slab), 65536 // (t.threads * (128 if instruction else t.registers(count)))))
+    resident = max(
+        1,
+        min(
+            t.resident,
+            gpu.shared // (t.ring * slab),
+            65536 // (t.threads * (128 if instruction else t.registers(count, p.sites[0].reduce.dtype.size))),
+        ),
+    )
     busiest = ceil(blocks, gpu.processors)
     together = min(busiest, resident)  # blocks that share a processor hide each other's waits
     rate = (gpu.tensor if instruction else gpu.fma) / gpu.processors * t.rate * (together / resident) ** 0.25
@@ -263,7 +276,7 @@ def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
             return boxes
         except Limitation:
             pass
-    return _schedule(p, plan, gpu, "cp.async")
+    return _schedule(p, plan, gpu, "cp.async" if gpu.number >= 80 else "ld")
 
 
 def _schedule(p: Product, plan: Plan, gpu: Gpu, transport: str) -> Schedule:
@@ -297,8 +310,8 @@ def _schedule(p: Product, plan: Plan, gpu: Gpu, transport: str) -> Schedule:
         by = "cp.async" if gpu.number >= 80 and all(_copies(x, p) for x in p.operands) else "ld"
         along = {x: (("along", (p.m if p.m in x.free else p.n).name),) if t.inner == 1 else () for x in p.operands}
         operands = tuple({_name(x): Operand("smem", (("by", by), *along[x], ("pad", 4))) for x in p.operands}.items())
-    resident = 1 if plan.instruction else min(t.resident, 65536 // (t.threads * t.registers(len(p.sites))))
-    ring = t.ring if plan.instruction or by == "cp.async" else 2
+    resident = 1 if plan.instruction else min(t.resident, 65536 // (t.threads * t.registers(len(p.sites), p.sites[0].reduce.dtype.size)))
+    ring = t.ring if (transport if plan.instruction else by) != "ld" else 2
     lines.append((f"r{last.label}", (Factor("time", ceil(last.extent, step), (("ring", ring),)), Factor("block", step))))
     stores = tuple(dict.fromkeys(b.name for b in kernel.writes))
     like = Site(stores, ((p.m.name, Like(p.names[0])), (p.n.name, Like(p.names[0]))))
