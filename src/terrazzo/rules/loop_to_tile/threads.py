@@ -46,7 +46,9 @@ def reduction(kernel: l.Kernel, gpu: Gpu) -> Schedule:
     """
     top = _outermost(kernel)
     rows = _rows(kernel, top)
-    top = [r for r in top if r.free <= frozenset(rows)] or top  # others lie in loops that threads share, so each computes its own
+    top = [r for r in top if r.free <= frozenset(rows)]  # others lie in loops that threads share, so each thread computes its own
+    if not top:
+        return pointwise(kernel, gpu)
     longest = max((r.axes[-1] for r in top), key=_size)
     columns = [a for a in rows if stride_one(_leaves(top), a) and not any(stride_one(_leaves([r]), r.axes[-1]) for r in top)]
     if columns:

@@ -50,6 +50,12 @@ class Digit:
         return self.value
 
     @property
+    def bits(self) -> set[tuple[str, int]]:
+        """The bits of a lane's or warp's number that this is."""
+        first = self.inner.bit_length() - 1
+        return {(self.level, first + n) for n in range(self.size.bit_length() - 1)} if self.level in ("lane", "warp") else set()
+
+    @property
     def unrolled(self) -> bool:
         """Whether its loop leaves no loop behind."""
         return self.level != "time"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from terrazzo.errors import Limitation
+from terrazzo.errors import Limitation, UserError
 from terrazzo.ir import nest as n
 from terrazzo.ir.address import coefficient, mentions
 from terrazzo.ir.contraction import contraction
@@ -30,8 +30,8 @@ class Scope:
     """What is known where statements are written.
 
     `env` maps axes to expressions and terms to terms of Kernel IR; `digits` has the digits of the axes outside; `places` maps loads, up
-    to the names of loops, to the registers that hold them, and `kept` those that are to fill such registers; `threads` has the levels
-    of threads that axes outside bind; `pending` are conditions of axes outside under which memory may be touched, where they cannot
+    to the names of loops, to the registers that hold them, and `kept` those that are to fill such registers; `threads` has the bits
+    of lanes and warps that axes outside bind; `pending` are conditions of axes outside under which memory may be touched, where they cannot
     stand around a barrier.
     """
 
@@ -39,7 +39,7 @@ class Scope:
     digits: dict[Any, list[Digit]] = field(default_factory=dict)
     places: dict[Node, k.Registers] = field(default_factory=dict)
     kept: dict[Node, tuple[k.Registers, tuple[Any, ...]]] = field(default_factory=dict)
-    threads: frozenset[str] = frozenset()
+    threads: frozenset[tuple[str, int]] = frozenset()
     pending: tuple[IntExpr, ...] = ()
 
     def inner(self) -> Scope:
@@ -187,7 +187,7 @@ class Walker:
 
     def store(self, s: l.Store, scope: Scope) -> None:
         """Where no axis is bound to lanes (or warps), all of them have the same value and the first stores it."""
-        first = [-number for level, number in (("lane", k.LANE), ("warp", self.bindings.warp)) if level not in scope.threads]
+        first = [-number for level, number in (("lane", k.LANE), ("warp", self.bindings.warp)) if not any(x == level for x, _ in scope.threads)]
         self.where([*first, *scope.pending], lambda: self.out.append(l.Store(s.buffer, scope.all(s.index), scope(s.value))))
 
     def site(self, s: n.Loop) -> Site | None:
@@ -208,8 +208,11 @@ class Walker:
         if s.kind == "scan" and any(d.level in ("lane", "warp") for d in digits[0]):
             raise Limitation(f"{axis_name(s.axes[0])} is bound to threads, and a scan along it runs in order")
         inner = scope.inner()
-        if s.kind == "free":
-            inner.threads |= {d.level for ds in digits for d in ds if d.level in ("lane", "warp")}
+        mine = {bit for ds in digits for d in ds for bit in d.bits}
+        if mine & scope.threads:
+            names = ", ".join(map(axis_name, s.axes))
+            raise UserError(f"{self.kernel.name}: {names} is bound to threads that an axis around it is bound to already")
+        inner.threads |= mine if s.kind == "free" else set()
         inside = self.enter(s.axes, digits, inner)
         if s.kind == "free" and any(mentions(e, v) for e in inside for v in (k.LANE, self.bindings.warp)) and self.meets_warps(s.body):
             inner.pending, inside = (*inner.pending, *inside), []
