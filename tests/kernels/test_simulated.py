@@ -61,7 +61,9 @@ def test_a_kernel_fits_its_machine(name: str, target: str) -> None:
 HALVES = ("linear of bfloat16", "matmul of bfloat16", "ragged matmul of bfloat16", "transposed matmul of bfloat16", "swiglu", "residual")
 
 
-@pytest.mark.parametrize(("name", "target"), [p for p in programs() if p.values[0] in (*HALVES, "matmul of half", "gelu of linear of half", "bmm of half")])
+@pytest.mark.parametrize(
+    ("name", "target"), [p for p in programs() if p.values[0] in (*HALVES, "matmul of half", "gelu of linear of half", "bmm of half")]
+)
 def test_aligned_products_of_16_bits_run_on_tensor_cores(name: str, target: str) -> None:
     used = {s.instruction for kernel in case(name, target).kernels for s in k.walk(kernel.body) if isinstance(s, k.Multiply)}
     if target == "sm_75":
