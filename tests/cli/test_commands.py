@@ -10,6 +10,7 @@ import pytest
 from tests.cli.conftest import Terrazzo
 from tests.cli.examples import GELU, RMS_NORM, SOFTMAX
 
+from terrazzo.hw.gpu import GPUS
 from terrazzo.ir.text import parse, show
 from terrazzo.pipelines import dialect
 
@@ -172,7 +173,7 @@ def test_the_version_and_the_help(terrazzo: Terrazzo) -> None:
 
 
 def test_targets(terrazzo: Terrazzo) -> None:
-    assert [t["name"] for t in json.loads(terrazzo("targets", "--json").stdout)] == ["cpu", "interpreter"]
+    assert [t["name"] for t in json.loads(terrazzo("targets", "--json").stdout)] == ["cpu", "interpreter", *GPUS]
     assert re.search(r"^interpreter +ready +numpy", terrazzo("targets").stdout, re.MULTILINE)
 
 

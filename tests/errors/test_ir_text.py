@@ -23,10 +23,10 @@ TORCH = "@torch\ndef f(x: f32[4]):\n    {}\n    return (y,)\n"
     ("text", "line", "column", "message"),
     [
         # not a program
-        ("", 1, 1, "expected one function: @torch, @tensor, @loop or @tile, then def"),
-        ("x = 1", 1, 1, "expected one function: @torch, @tensor, @loop or @tile, then def"),
-        ("def f(x: f32[4]):\n    return (x,)", 1, 1, "expected the name of the IR above: @torch, @tensor, @loop or @tile"),
-        ("@tiles\ndef f(x: f32[4]):\n    return (x,)", 1, 2, "unknown IR 'tiles'; known: torch, tensor, loop, tile"),
+        ("", 1, 1, "expected one function: @torch, @tensor, @loop, @tile or @kernel, then def"),
+        ("x = 1", 1, 1, "expected one function: @torch, @tensor, @loop, @tile or @kernel, then def"),
+        ("def f(x: f32[4]):\n    return (x,)", 1, 1, "expected the name of the IR above: @torch, @tensor, @loop, @tile or @kernel"),
+        ("@tiles\ndef f(x: f32[4]):\n    return (x,)", 1, 2, "unknown IR 'tiles'; known: torch, tensor, loop, tile, kernel"),
         ("@loop\ndef f(x: f32[4]:\n    return (x,)", 2, 16, "invalid syntax"),
         ("@loop\ndef f(x: f32[4]):\n    y = (x\n    return (x,)", 3, 9, "'(' was never closed"),
         ("@loop\ndef f(x: f32[4]):\n    pass", 2, 1, "the function must end with return"),

@@ -14,7 +14,7 @@ from terrazzo.options import MODES, TARGETS, Options, default_cache_directory
 
 def test_defaults_are_valid_and_frozen() -> None:
     options = Options()
-    assert options.target == "cpu"
+    assert options.target == "auto"
     assert options.fuse
     with pytest.raises(FrozenInstanceError):
         options.target = "interpreter"  # type: ignore[misc]
@@ -38,9 +38,9 @@ def test_every_option_names_itself_when_its_type_is_wrong(name: str) -> None:
 @pytest.mark.parametrize(
     ("mapping", "message"),
     [
-        ({"treads": 2}, r"no option 'treads'; did you mean 'threads'\? The known ones are target, threads, cache_dir"),
+        ({"treads": 2}, r"no option 'treads'; did you mean 'threads'\? The known ones are target, graph, schedules, spills, threads,"),
         ({"zzz": 2}, r"no option 'zzz'\. The known ones are target"),
-        ({"target": "cpy"}, r"no target 'cpy'; did you mean 'cpu'\? The known ones are cpu, interpreter"),
+        ({"target": "cpy"}, r"no target 'cpy'; did you mean 'cpu'\? The known ones are auto, cpu, interpreter, sm_75"),
         ({"threads": True}, "option threads: expected a whole number, got True of type bool"),
         ({"threads": 0}, "option threads: 0 is not a number of threads"),
         ({"fuse": 1}, "option fuse: expected True or False, got 1"),
@@ -57,7 +57,9 @@ def test_messages(mapping: dict[str, object], message: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_of_torch_compile_is_accepted(mode: str) -> None:
-    assert Options.from_mode(mode).target == "cpu"
+    options = Options.from_mode(mode)
+    assert options.target == "auto"
+    assert options.graph == (mode in ("reduce-overhead", "max-autotune"))  # as PyTorch's own: the launches of a call at once
 
 
 def test_an_unknown_mode_lists_the_known_ones() -> None:
@@ -67,7 +69,7 @@ def test_an_unknown_mode_lists_the_known_ones() -> None:
 
 def test_the_targets_are_those_that_exist() -> None:
     """The options name them themselves, because they may not import the compiler."""
-    assert tuple(targets.TARGETS) == TARGETS
+    assert ("auto", *targets.TARGETS) == TARGETS
 
 
 def test_where_the_cache_lies() -> None:

@@ -92,7 +92,7 @@ def test_sites_must_agree_on_the_threads() -> None:
         ('with schedule("f", target="x"):\n    evil(__import__("os"))', "unknown directive 'evil'"),
         ('with schedule("f", target="x"):\n    roles(load=__import__("os"))', None),
         ("with schedule(", "not readable as a schedule"),
-        ("", "expected one `with schedule"),
+        ("", "expected one schedule, found 0"),
     ],
 )
 def test_broken_text(text: str, message: str | None) -> None:

@@ -85,7 +85,7 @@ def test_memory_is_used_again() -> None:
     x = l.Buffer("x", Type(f32, (1000,)))
     steps = tuple(l.Call("aten.f.default", (a,), (), (b,)) for a, b in itertools.pairwise([x, *buffers]))
     plan = make(l.Program("f", (x,), steps, (buffers[-1],)), {})
-    assert plan.arena == 2 * 4032  # one is read while the next is written
+    assert plan.arena == 2 * 4096  # one is read while the next is written
 
 
 @often

@@ -1,0 +1,196 @@
+"""The simulator notices what a GPU would punish: derived kernels with one line changed, and small ones with each mistake alone."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from tests.kernels.programs import Lowered, case
+
+from terrazzo.errors import CompilerBug, UserError
+from terrazzo.interp import kernel as simulator
+from terrazzo.ir.text import parse, show
+
+
+def changed(found: Lowered, pattern: str, replacement: str, number: int = 0) -> str:
+    """The kernels' text with one place changed: the `number`-th that matches."""
+    text = show(found.program)
+    places = list(re.finditer(pattern, text))
+    assert len(places) > number, f"{pattern} is not in\n{text}"
+    m = places[number]
+    new = text[: m.start()] + m.expand(replacement) + text[m.end() :]
+    assert new != text
+    return new
+
+
+def caught(found: Lowered, text: str) -> str:
+    """What the simulator says of the text; that the original is fine was seen before."""
+    original = parse(show(found.program))
+    found.simulated(original)
+    with pytest.raises(CompilerBug) as bug:
+        found.simulated(parse(text))
+    return str(bug.value)
+
+
+RING = ("matmul of bfloat16", "swiglu", "matmul of half", "matmul", "bmm", "einsum", "long product", "conv1d")
+SHARED = ("softmax of long rows", "rms norm of prime width", "variance of all", "argmax", "sum of very many", "logsumexp")
+SLABS = ("linear", "matmul, both transposed", "bmm", "attention", "conv2d")
+OTHER_WARP = "as another warp wrote it, with no barrier between|that nobody wrote|while another warp reads it|where another warp wrote"
+
+
+@pytest.mark.parametrize("name", RING)
+def test_a_ring_without_its_barrier(name: str) -> None:
+    told = caught(case(name, "sm_90a"), changed(case(name, "sm_90a"), r"(wait_groups\(\d+\)\s+)sync\(\)", r"\1pass"))
+    assert re.search(OTHER_WARP, told)
+
+
+@pytest.mark.parametrize("name", RING)
+def test_a_ring_that_waits_for_too_little(name: str) -> None:
+    found = case(name, "sm_90a")
+    ahead = int(re.findall(r"wait_groups\((\d+)\)", show(found.program))[0])
+    assert re.search(OTHER_WARP, caught(found, changed(found, r"wait_groups\(\d+\)", f"wait_groups({ahead + 1})")))
+
+
+@pytest.mark.parametrize("name", RING)
+def test_a_ring_without_its_first_groups(name: str) -> None:
+    found = case(name, "sm_90a")
+    assert re.search(OTHER_WARP, caught(found, changed(found, r"commit\(\)", "pass")))
+
+
+@pytest.mark.parametrize("name", ["matmul of bfloat16", "matmul of half", "swiglu"])
+def test_a_slot_that_is_not_filled_yet(name: str) -> None:
+    found = case(name, "sm_90a")
+    (ring,) = {int(n) for n in re.findall(r"_s\d = shared\(\w+\[(\d+),", show(found.program))}
+    text = changed(found, r"(load_matrix\('ldmatrix.x\d(?:.trans)?', \w+\[[^\]]*\], \w+\[)([^,]+),", rf"\1(\2 + {ring - 1}) % {ring},")
+    assert "nobody wrote" in caught(found, text)
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_warps_that_meet_without_a_barrier(name: str) -> None:
+    found = case(name, "sm_90a")
+    assert re.search(OTHER_WARP, caught(found, changed(found, r"sync\(\)", "pass")))
+
+
+@pytest.mark.parametrize("name", SLABS)
+@pytest.mark.parametrize("number", [0, 1])
+def test_slabs_through_registers_without_a_barrier(name: str, number: int) -> None:
+    found = case(name, "sm_75")
+    assert re.search(OTHER_WARP, caught(found, changed(found, r"sync\(\)", "pass", number)))
+
+
+@pytest.mark.parametrize("name", ["softmax of long rows", "argmax", "sum of very many"])
+def test_a_barrier_that_only_some_reach(name: str) -> None:
+    found = case(name, "sm_90a")
+    told = caught(found, changed(found, r"( +)sync\(\)", r"\1if 15 - lane >= 0:\n\1    sync()"))
+    assert "only some threads of a block reach a barrier" in told
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "replacement"),
+    [
+        ("softmax", r"x\[block,", "x[block + 1,"),
+        ("gelu", r"\bx\[", "x[1 + "),
+        ("transposed", r"= x\[", "= x[1 + "),
+        ("transposed", r"(?m)^( +)(add\w*)\[", r"\1\2[1 + "),
+        ("layer norm", r"meet0\[warp", "meet0[warp + 1"),
+        ("matmul of bfloat16", r"(load_matrix\('[^']*', \w+\[[^\]]*\], \w+\[[^,]*, )", r"\g<1>64 + "),
+        ("sum of the first axis", r"(meet0\[warp, )lane", r"\1lane + 1"),
+        ("cumsum", r"= x\[", "= x[2 + "),
+    ],
+)
+def test_an_index_out_of_bounds(name: str, pattern: str, replacement: str) -> None:
+    found = case(name, "sm_90a")
+    if not re.search(pattern, show(found.program)):
+        pytest.fail(f"{pattern} is not in\n{show(found.program)}")
+    assert "is outside [0, " in caught(found, changed(found, pattern, replacement))
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"), [("softmax of long rows", r"meet0\[.*\] = .*"), ("matmul, both transposed", r"move\(x_s0\[.*")]
+)
+def test_shared_memory_that_nobody_wrote(name: str, pattern: str) -> None:
+    found = case(name, "sm_75")
+    assert "nobody wrote" in caught(found, changed(found, pattern, "pass"))
+
+
+def test_an_index_from_data_that_is_out_of_range_is_the_users_error() -> None:
+    found = case("embedding", "sm_90a")
+    ids = next(name for name, x in found.inputs.items() if x.dtype == np.int64)
+    wrong = {**found.inputs, ids: found.inputs[ids] + 50}
+    with pytest.raises(UserError, match="out of range"):
+        simulator.run(found.program, wrong)
+
+
+SMALL = """@kernel
+def forward(x: f32[64]):
+    with launch('y', _grid=1, _warps=2, _resident=1, _reads=[x], y=f32[64]):
+        s = shared(f32[128])
+        {}
+    return (y,)
+"""
+WRITE = "s[lane + warp * 32] = x[lane + warp * 32]"
+READ = "y[lane + warp * 32] = s[63 - lane - warp * 32]"
+COPY = "async_copy(s[lane + warp * 32], x[lane + warp * 32], 1)"
+
+
+def small(lines: list[str]) -> np.ndarray:
+    program = parse(SMALL.format("\n        ".join(lines)))
+    return simulator.run(program, {"x": np.arange(64, dtype=np.float32)})[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [WRITE, "sync()", READ],
+        [COPY, "commit()", "wait_groups(0)", "sync()", READ],
+        ["for i in serial(2):", f"    {COPY}", "    commit()", "    wait_groups(0)", "    sync()", f"    {READ}", "    sync()"],
+        [WRITE, "sync()", "if 0 - warp >= 0:", "    s[lane + 64] = s[lane]", "sync()", READ],
+    ],
+)
+def test_what_is_right_is_accepted(lines: list[str]) -> None:
+    np.testing.assert_array_equal(small(lines), np.arange(64)[::-1])
+
+
+def unnoticed(*lines: str, why: str) -> object:
+    return pytest.param(list(lines), marks=pytest.mark.xfail(strict=True, reason=why))
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [WRITE, READ],
+        ["sync()", READ],
+        [COPY, "commit()", "sync()", READ],
+        [COPY, "commit()", "wait_groups(0)", READ],
+        [COPY, "commit()", "wait_groups(1)", "sync()", READ],
+        [COPY, "wait_groups(0)", "sync()", READ],
+        [WRITE, "sync()", READ, "s[lane + warp * 32] = f32(1.0)"],
+        [WRITE, "s[63 - lane - warp * 32] = f32(1.0)", "sync()", READ],
+        [WRITE, "if 0 - warp >= 0:", "    sync()", READ],
+        ["s[lane + warp * 32 + 65] = f32(1.0)"],
+        ["y[lane + warp * 32] = x[lane + warp * 32 - 1]"],
+        ["y[lane + warp * 64] = x[lane + warp * 32]"],
+        unnoticed(WRITE, "sync()", "v0 = s[0]", "if warp - 1 >= 0:", "    s[0] = f32(7.0)",
+                  why="of several warps that read an element at once, only the last is remembered"),
+        unnoticed("s[0] = x[lane + warp * 32]", "sync()", "y[lane + warp * 32] = s[0]",
+                  why="warps that write an element in one statement are not noticed"),
+        unnoticed(WRITE, "sync()", "if 0 - warp >= 0:", "    async_copy(s[lane + 32], x[lane], 1)", "commit()", READ, "sync()",
+                  "wait_groups(0)", why="a copy is taken to write when it is waited for, and may write before"),
+        unnoticed("s[lane + warp * 32] = f32(5.0)", COPY, "commit()", "y[lane + warp * 32] = s[lane + warp * 32]", "wait_groups(0)",
+                  why="reads of what a copy is about to write are not noticed"),
+        unnoticed("a = registers(f32[1])", "y[lane + warp * 32] = a[0]", why="registers nobody wrote are taken for zeros"),
+        unnoticed("a = registers(f32[8], f32(0.0))", "move(a[0], x[60], 8)",
+                  why="only the first element of a move is checked"),
+        unnoticed("a = registers(f32[4], f32(0.0))", "move(a[0], x[1], 4)", why="the alignment of a move is not checked"),
+        unnoticed("if 15 - lane >= 0:", "    async_copy(s[lane * 4], x[lane * 8], 4)", "commit()", "wait_groups(0)",
+                  why="bounds of a copy are not checked"),
+        unnoticed("a = registers(f32[1], f32(0.0))", "v0 = x[lane]", "if 15 - lane >= 0:", "    a[0] = shuffle(v0, 16)",
+                  why="lanes that a shuffle reads from may be inactive"),
+        unnoticed("x[lane] = f32(0.0)", why="inputs may be written"),
+        unnoticed("y[lane] = x[lane + warp * 32]", why="threads that write an element of memory both are not noticed"),
+    ],
+)  # fmt: skip
+def test_one_mistake_at_a_time(lines: list[str]) -> None:
+    with pytest.raises((CompilerBug, UserError)):
+        small(lines)
