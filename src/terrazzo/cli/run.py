@@ -75,7 +75,18 @@ def _time(ours: Any, eager: Any, threads: int | None) -> dict[str, Timing]:
 
     if threads is not None:
         torch.set_num_threads(threads)  # for eager; a fair comparison uses as many on both sides
-    return interleaved({"terrazzo": ours, "eager": eager})
+
+    def finished(call: Any) -> Any:
+        """The call with all that it started on a GPU."""
+
+        def run() -> None:
+            call()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+
+        return run
+
+    return interleaved({"terrazzo": finished(ours), "eager": finished(eager)})
 
 
 def _tell(compiled: Any, results: list[Any], seconds: float, compared: Accuracy | None, times: dict[str, Timing] | None) -> None:

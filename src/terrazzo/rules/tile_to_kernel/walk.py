@@ -187,7 +187,9 @@ class Walker:
 
     def store(self, s: l.Store, scope: Scope) -> None:
         """Where no axis is bound to lanes (or warps), all of them have the same value and the first stores it."""
-        first = [-number for level, number in (("lane", k.LANE), ("warp", self.bindings.warp)) if not any(x == level for x, _ in scope.threads)]
+        first = [
+            -number for level, number in (("lane", k.LANE), ("warp", self.bindings.warp)) if not any(x == level for x, _ in scope.threads)
+        ]
         self.where([*first, *scope.pending], lambda: self.out.append(l.Store(s.buffer, scope.all(s.index), scope(s.value))))
 
     def site(self, s: n.Loop) -> Site | None:
