@@ -15,6 +15,7 @@ import numpy as np
 
 from terrazzo.errors import CompilerBug, UserError
 from terrazzo.hw import ldmatrix, mma_sync
+from terrazzo.hw.transfer import CP_ASYNC, SHUFFLE
 from terrazzo.interp.loop import run_call
 from terrazzo.interp.tensor import Call
 from terrazzo.ir.address import evaluate, flatten
@@ -191,7 +192,7 @@ class _Blocks:
         self.active = outer & inside
         data = self.get(s.source, self.at(s.source, s.at, s.count, s), s)
         self.active = outer
-        data = np.where(inside[..., None], data, np.zeros((), data.dtype))
+        data = CP_ASYNC.run(data, inside)
         at = self.at(s.target, s.to, s.count, s)
         active = np.broadcast_to(outer[..., None], at.shape)
         b, a, w = (np.broadcast_to(x, at.shape)[active] for x in (self.block[..., None], at, self.warp[..., None]))
@@ -363,7 +364,7 @@ class _Blocks:
             case k.Value():
                 return self.values[x]
             case k.Shuffle():
-                return self.term(x.x)[..., np.arange(k.WARP) ^ x.mask]
+                return SHUFFLE.run(self.term(x.x), x.mask)
             case l.Load():
                 return self.load(x)
             case l.Apply():

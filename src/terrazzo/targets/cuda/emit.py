@@ -8,6 +8,7 @@ from importlib import resources
 
 from terrazzo.errors import CompilerBug
 from terrazzo.hw import ldmatrix, mma_sync, tma
+from terrazzo.hw.transfer import CP_ASYNC, SHUFFLE, WIDE
 from terrazzo.ir.address import flatten
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
@@ -83,9 +84,11 @@ class _Writer:
     def instructions(self) -> list[str]:
         """The functions of the instructions the kernel uses."""
         names = {s.instruction: None for s in k.walk(self.kernel.body) if isinstance(s, k.LoadMatrix | k.Multiply)}
+        kinds = {type(x) for x in topological(self.kernel.body)}
+        lanes = [r.cuda for kind, r in ((k.Move, WIDE), (k.Shuffle, SHUFFLE), (k.AsyncCopy, CP_ASYNC)) if kind in kinds]
         ranks = sorted({len(m.box) for _, m in self.kernel.maps})
         tensors = [*([tma.BARRIERS] if ranks else []), *map(tma.load_function, ranks)]
-        texts = tensors + [PRODUCTS[name].cuda() if name in PRODUCTS else MOVES[name].cuda() for name in names]
+        texts = lanes + tensors + [PRODUCTS[name].cuda() if name in PRODUCTS else MOVES[name].cuda() for name in names]
         return [line for text in texts for line in text.rstrip().splitlines()]
 
     def statements(self, body: Iterable[Node], indent: str) -> list[str]:
