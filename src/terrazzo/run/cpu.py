@@ -28,7 +28,8 @@ _NOTHING = nullcontext()
 class Built:
     """The machine code of a program's kernels: entries, the files by key, the sources by function, and seconds by phase."""
 
-    entries: dict[l.Kernel, Entry]
+    program: Any
+    entries: dict[Any, Entry]
     paths: dict[str, Path]
     sources: list[tuple[str, str]]
     seconds: dict[str, float]
@@ -59,7 +60,7 @@ class Cpu:
         seconds = {"emit": emitted - start, "compile": time.perf_counter() - emitted}
         keys = {source: self.compiler.key(source) for source in sources}
         entries = {k: Entry(keys[source], name, arguments(k)) for k, (name, source) in kernels.items()}
-        return Built(entries, {keys[s]: p for s, p in zip(sources, paths, strict=True)}, list(kernels.values()), seconds)
+        return Built(lowering.loop, entries, {keys[s]: p for s, p in zip(sources, paths, strict=True)}, list(kernels.values()), seconds)
 
     def load(self, steps: Sequence[Step], paths: dict[str, Path]) -> list[Any]:
         """For every step its function, which takes an array of addresses; None for calls of PyTorch."""

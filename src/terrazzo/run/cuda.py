@@ -17,7 +17,6 @@ from terrazzo.errors import CompilerBug, Limitation, UserError
 from terrazzo.hw.gpu import GPUS
 from terrazzo.hw.tma import TensorMap
 from terrazzo.ir.dialects import kernel as k
-from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.types import DTYPES
 from terrazzo.options import Options
 from terrazzo.run.cache import Cache, digest
@@ -158,11 +157,11 @@ class Cuda:
         """The kernels of a program, compiled where the cache lacks them."""
         start = time.perf_counter()
         program: k.Program = lowering.at("kernel")
-        entries, sources, compiled = emit_all(lowering.loop, program, self.arch)
+        entries, sources, compiled = emit_all(program, self.arch)
         emitted = time.perf_counter()
         paths = compile_all(compiled, self.arch, cache, options.spills)
         seconds = {"emit": emitted - start, "compile": time.perf_counter() - emitted}
-        return Built(entries, {cubin_key(s, self.arch): p for s, p in zip(compiled, paths, strict=True)}, sources, seconds)
+        return Built(program, entries, {cubin_key(s, self.arch): p for s, p in zip(compiled, paths, strict=True)}, sources, seconds)
 
     def load(self, steps: Sequence[Step], paths: dict[str, Path]) -> list[Any]:
         """For every step its function on this GPU; None for calls of PyTorch."""
@@ -310,17 +309,17 @@ class Graph:
         self.machine.call("cuGraphLaunch", self.executable, stream)
 
 
-def emit_all(loop: l.Program, program: k.Program, arch: str) -> tuple[dict[l.Kernel, Entry], list[tuple[str, str]], list[str]]:
-    """For every kernel of Loop IR its entry; (function, source) of each; the sources, each once."""
+def emit_all(program: k.Program, arch: str) -> tuple[dict[k.Kernel, Entry], list[tuple[str, str]], list[str]]:
+    """For every kernel its entry; (function, source) of each; the sources, each once."""
     from terrazzo.targets.cuda.emit import emit, gathers
 
-    entries: dict[l.Kernel, Entry] = {}
+    entries: dict[k.Kernel, Entry] = {}
     sources: list[tuple[str, str]] = []
-    for before, kernel in zip(loop.steps, program.steps, strict=True):
-        if isinstance(before, l.Kernel) and isinstance(kernel, k.Kernel):
+    for kernel in program.steps:
+        if isinstance(kernel, k.Kernel):
             name, source = emit(kernel)
             launch = (kernel.grid, kernel.threads, kernel.shared_bytes, int(gathers(kernel)))
             maps = tuple((kernel.params.index(b), m.box, m.swizzle) for b, m in kernel.maps)
-            entries[before] = Entry(cubin_key(source, arch), name, kernel.params, launch, maps)
+            entries[kernel] = Entry(cubin_key(source, arch), name, kernel.params, launch, maps)
             sources.append((name, source))
     return entries, sources, list(dict.fromkeys(source for _, source in sources))

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from terrazzo.errors import UserError
+from terrazzo.ir.dialects import kernel
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.torch import TorchName
 from terrazzo.ir.types import DTYPES, DType
@@ -109,8 +110,8 @@ class Plan:
             raise ValueError(f"not a plan: {e}") from None
 
 
-def make(program: l.Program, entries: Mapping[l.Kernel, Entry]) -> Plan:
-    """The plan of a program whose kernels have this machine code."""
+def make(program: l.Program | kernel.Program, entries: Mapping[Any, Entry]) -> Plan:
+    """The plan of a program (of Loop IR, or of Kernel IR) whose kernels have this machine code."""
     buffers = list(dict.fromkeys([*program.inputs, *(b for s in program.steps for b in s.writes)]))
     number = {b: k for k, b in enumerate(buffers)}
     own = set(program.inputs) | set(program.results)
@@ -121,7 +122,7 @@ def make(program: l.Program, entries: Mapping[l.Kernel, Entry]) -> Plan:
         slots.append(Slot(b.name, b.type.dtype.name, b.type.static_shape, _strides(b), kind, offsets.get(b, 0)))
     steps = []
     for s in program.steps:
-        if isinstance(s, l.Kernel):
+        if not isinstance(s, l.Call):
             e = entries[s]
             steps.append(Step(e.key, e.name, tuple(number[b] for b in e.buffers), {}, (), s.source, s.name, e.launch, e.maps))
         else:
@@ -131,7 +132,7 @@ def make(program: l.Program, entries: Mapping[l.Kernel, Entry]) -> Plan:
     return Plan(tuple(number[b] for b in program.inputs), tuple(number[b] for b in program.results), tuple(slots), tuple(steps), arena)
 
 
-def allocate(program: l.Program, buffers: Sequence[l.Buffer]) -> tuple[dict[l.Buffer, int], int]:
+def allocate(program: l.Program | kernel.Program, buffers: Sequence[l.Buffer]) -> tuple[dict[l.Buffer, int], int]:
     """Offsets for temporaries, first fit, such that buffers that live at the same time do not overlap; and the total."""
     last: dict[l.Buffer, int] = {}
     for k, step in enumerate(program.steps):

@@ -157,8 +157,9 @@ def _vector(count: int) -> tuple[Factor, ...]:
 
 
 def _rows(kernel: l.Kernel, top: Sequence[l.Reduce]) -> list[Any]:
-    """The axes around all of the outermost reductions."""
-    return [a for a in kernel.axes if all(a in r.free for r in top)]
+    """The axes around all of the outermost reductions: those they depend on, and the loops around these."""
+    last = max((k for k, a in enumerate(kernel.axes) if all(a in r.free for r in top)), default=-1)
+    return list(kernel.axes[: last + 1])
 
 
 def _outermost(kernel: l.Kernel) -> list[l.Reduce]:
