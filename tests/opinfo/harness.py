@@ -270,6 +270,17 @@ def _cpu(call: Callable[..., Any], args: Any, kwargs: Any) -> Outcome:
         return Outcome(done([tensors[n] for n in captured.inputs]), [f.op for f in done.fallbacks], random)
 
 
+def _cuda(call: Callable[..., Any], args: Any, kwargs: Any) -> Outcome:
+    """On the GPU of this machine."""
+    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.cuda(), (args, kwargs))
+    captured, tensors, random = _captured(call, args, kwargs)
+    with TemporaryDirectory() as directory:
+        options = Options(cache_dir=Path(directory))
+        done = compiled.compile_program(captured.program, captured.bound, options, "cuda:0")
+        results = [x.cpu() for x in done([tensors[n] for n in captured.inputs])]
+        return Outcome(results, [f.op for f in done.fallbacks], random)
+
+
 def _torch_compile(call: Callable[..., Any], args: Any, kwargs: Any) -> Outcome:
     """`torch.compile(call, backend="terrazzo")`, whose graph must be the whole call."""
     seen: list[Any] = []
@@ -300,6 +311,7 @@ LEVELS: dict[str, Callable[[Callable[..., Any], Any, Any], Outcome]] = {
     "loop": _loop,
     "kernel": _kernel,
     "cpu": _cpu,
+    "cuda": _cuda,
     "torch.compile": _torch_compile,
 }
 

@@ -2,7 +2,7 @@
 
 Every sample by the Loop IR interpreter, and two per operator and dtype compiled, through torch.compile.
 
-python -m tests.opinfo.run [--level tensor|loop|kernel|cpu|torch.compile] [-k NAME] [--most N] [--shard K/N] [--json FILE] [--table FILE]
+python -m tests.opinfo.run [--level tensor|loop|kernel|cpu|cuda|torch.compile] [-k NAME] [--most N] [--shard K/N] [--json FILE] [--table FILE]
 python -m tests.opinfo.run --join FILE... --table FILE
 """
 
@@ -35,7 +35,7 @@ def work(job: tuple[str, int, str, int | None]) -> list[dict[str, Any]]:
 def main() -> int:
     """Run, print what is wrong and the counts, write what was asked for. The exit status says whether anything was wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--level", choices=("tensor", "loop", "kernel", "cpu", "torch.compile"), help="only this one")
+    parser.add_argument("--level", choices=("tensor", "loop", "kernel", "cpu", "cuda", "torch.compile"), help="only this one")
     parser.add_argument("-k", default="", metavar="NAME")
     parser.add_argument("--most", type=int, default=None, help="samples per operator and dtype, with --level")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
