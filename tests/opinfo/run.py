@@ -15,6 +15,7 @@ import sys
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,8 @@ def judge_all(level: str, most: int | None, options: argparse.Namespace) -> list
     first, step = options.shard
     jobs = [(options.k, k, level, most) for k in range(first, len(operators(options.k)), step)]
     verdicts: list[dict[str, Any]] = []
-    with ProcessPoolExecutor(options.jobs) as pool:
+    # CUDA cannot be used in a process that was forked from one that has it.
+    with ProcessPoolExecutor(options.jobs, get_context("spawn" if level == "cuda" else "fork")) as pool:
         for k, found in enumerate(pool.map(work, jobs)):
             verdicts += found
             for v in found:

@@ -147,6 +147,7 @@ class Cuda:
             raise UserError(f"the target is {arch}, and {device} is {architecture(self.index)}")
         self.device, self.arch, self.driver = f"cuda:{self.index}", arch, driver
         self.flags: Any = None
+        self.steps: Sequence[Step] = ()
         self.modules: dict[str, Any] = {}
 
     def key(self) -> str:
@@ -167,6 +168,7 @@ class Cuda:
         """For every step its function on this GPU; None for calls of PyTorch."""
         import torch
 
+        self.steps = steps
         if any(s.launch and s.launch[3] for s in steps):
             self.flags = torch.zeros(len(steps), dtype=torch.int32, pin_memory=True)
         with torch.cuda.device(self.index):
@@ -215,8 +217,9 @@ class Cuda:
     def before(self) -> None:
         """Tell of an index that was out of range in an earlier call: kernels run on while the program goes on."""
         if self.flags is not None and (found := self.flags.nonzero()).numel():
+            step = self.steps[int(found[0])]
             self.flags.zero_()
-            raise UserError(f"step {int(found[0])} of an earlier call met an index that is out of range for its dimension")
+            raise UserError(f"kernel {step.label} ({step.source}), in an earlier call: an index is out of range for its dimension")
 
     def graph(self, launches: Sequence[Launch]) -> Graph:
         """The launches, one after the other, as one CUDA graph."""
