@@ -17,7 +17,7 @@ from terrazzo.ir.text import parse, show
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 
-SHARED = "a reduction is shared by lanes (or warps) inside a loop whose axis they share already"
+SHARED = "lanes (or warps) share the axis of a loop inside a loop whose axis they share already"
 SCAN = "the threads share an axis that a scan runs along, where a reduction or a product comes before it"
 
 
@@ -32,6 +32,8 @@ def known(name: str, fn: Callable[..., Any], *args: torch.Tensor, why: str, rais
         known("means and a transposed tensor", lambda x: x.mean(-1) + x.t(), r(5, 300), why=SHARED, raises=CompilerBug),
         known("a product in every row", lambda x, w: (x @ w).expand(3, 8, 16).contiguous(), r(8, 64), r(64, 16), why=SHARED),
         known("outer product of sums", lambda x, y: x.sum(-1)[:, None] * y.sum(-1), r(5, 300), r(7, 300), why=SHARED),
+        known("rows and their sums", lambda x: (x.expand(2, 33).contiguous(), x.expand(2, 33).sum(1)), r(33), why=SHARED),
+        known("a product and its square", lambda x: (x @ x.t(), (x @ x.t()) @ (x @ x.t()).t()), r(40, 40), why=SHARED),
         known("sums of rows and of columns", lambda x: x.sum(0) + x.sum(1)[:, None], r(33, 47), why=SHARED),
         known("a scan of sums", lambda x: x.sum(-1).cumsum(0), r(30, 300), why="every block computes one step of a scan, from nothing"),
         known("a scan of many sums", lambda x: x.sum(-1).cumsum(0), r(300, 300), why=SCAN, raises=Limitation),

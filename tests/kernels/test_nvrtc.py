@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.kernels.programs import CASES, ON_TURING, case, lowered, swiglu
+from tests.kernels.programs import CASES, ON_TURING, TARGETS, case, lowered, swiglu
 
 import terrazzo
 from terrazzo.errors import CompilerBug, Limitation, UserError
@@ -32,11 +32,11 @@ def cache(tmp_path: Path) -> Cache:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("half", [0, 1])
-def test_all_kernels_compile(arch: str, half: int, cache: Cache) -> None:
-    names = [n for n in sorted(CASES)[half::2] if arch != "sm_75" or n not in ON_TURING]
+def test_all_kernels_compile(arch: str, cache: Cache) -> None:
+    every = 1 if arch in TARGETS else 4
+    names = [n for n in sorted(CASES)[::every] if arch != "sm_75" or n not in ON_TURING]
     sources = dict.fromkeys(emit(kernel)[1] for name in names for kernel in case(name, arch).kernels)
-    assert len(sources) > 30
+    assert len(sources) >= len(names)
     found = compile_all(list(sources), arch, cache)
     assert len({path.name for path in found}) == len(sources)
     assert all(path.read_bytes().startswith(ELF) for path in found)
