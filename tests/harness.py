@@ -59,13 +59,12 @@ def assert_round_trip(program: Any) -> None:
 
 
 @st.composite
-def tensor_programs(draw: Any, steps: int = 8) -> Program:
+def tensor_programs(draw: Any, steps: int = 8, extents: Sequence[int] = (1, 2, 3, 3, 4, 5)) -> Program:
     """A random Tensor IR program: views, arithmetic, reductions, scans, gathers and contractions over small shapes.
 
     Extents repeat, so that square and equal shapes are common: there a wrong axis changes no type.
     """
-    extents = st.sampled_from((1, 2, 3, 3, 4, 5))
-    shape = tuple(draw(st.lists(extents, min_size=1, max_size=3)))
+    shape = tuple(draw(st.lists(st.sampled_from(extents), min_size=1, max_size=3)))
     inputs = [Input("x", Type(f32, shape)), Input("y", Type(f32, shape)), Input("ids", Type(i64, (3,)))]
     values: list[Any] = list(inputs[:2])
     for _ in range(draw(st.integers(1, steps))):

@@ -117,6 +117,12 @@ def rotary(x: Any, cos: Any, sin: Any) -> Any:
     return x * cos + torch.cat([-right, left], -1) * sin
 
 
+def special() -> tuple[torch.Tensor]:
+    x = torch.randn(6, 300)
+    x[1, 7], x[2, 200], x[3], x[4, 5] = torch.nan, torch.inf, -torch.inf, -torch.inf
+    return (x,)
+
+
 CASES: dict[str, Case] = {
     # every point by itself
     "gelu": Case(lambda x: F.gelu(x), lambda: (r(32, 300),)),
@@ -160,6 +166,8 @@ CASES: dict[str, Case] = {
     "product": Case(lambda x: x.prod(-1), lambda: (r(5, 37),)),
     "largest": Case(lambda x: x.amax(-1), lambda: (r(10, 333),)),
     "argmax": Case(lambda x: x.argmax(-1), lambda: (r(30, 1000),)),
+    "argmax of few values": Case(lambda x: x.argmax(-1), lambda: (r(9, 700).round(),)),
+    "infinities and NaN": Case(lambda x: (x.amax(-1), x.argmin(-1), torch.logsumexp(x, -1), torch.relu(x)), special),
     "argmin of the first axis": Case(lambda x: x.argmin(0), lambda: (r(77, 40),)),
     "any": Case(lambda x: (x > 2).any(-1), lambda: (r(9, 200),)),
     "mean of bfloat16": Case(lambda x: x.mean(-1), lambda: (b(6, 200),)),

@@ -1,0 +1,142 @@
+"""Every kernel compiles for every architecture, and none spills registers to memory. No GPU is needed for that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.kernels.programs import CASES, ON_TURING, TARGETS, case, lowered, swiglu
+
+import terrazzo
+from terrazzo.errors import CompilerBug, Limitation, UserError
+from terrazzo.ir.text import parse, show
+from terrazzo.run.cache import Cache
+from terrazzo.run.cuda import Cuda, compile_all, cubin_key, nvrtc_version
+from terrazzo.targets.cuda.emit import emit
+
+pytest.importorskip("cuda.bindings")
+try:
+    nvrtc_version()
+except Limitation as why:
+    pytest.skip(str(why), allow_module_level=True)
+
+ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_120")
+ELF = b"\x7fELF"
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    return Cache(tmp_path, 1 << 30)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_all_kernels_compile(arch: str, cache: Cache) -> None:
+    every = 1 if arch in TARGETS else 4
+    names = [n for n in sorted(CASES)[::every] if arch != "sm_75" or n not in ON_TURING]
+    sources = dict.fromkeys(emit(kernel)[1] for name in names for kernel in case(name, arch).kernels)
+    assert len(sources) >= len(names)
+    found = compile_all(list(sources), arch, cache)
+    assert len({path.name for path in found}) == len(sources)
+    assert all(path.read_bytes().startswith(ELF) for path in found)
+
+
+def e(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a"])
+def test_large_ones_compile(arch: str, dtype: torch.dtype, cache: Cache) -> None:
+    """The tiles of large products, long rows and splits, which are not simulated."""
+    sources: dict[str, None] = {}
+    for fn, shapes in (
+        (F.linear, ((4096, 4096), (4096, 4096))),
+        (F.linear, ((1024, 1000), (1000, 1000))),
+        (F.linear, ((1, 4096), (4096, 4096))),
+        (F.linear, ((16, 4096), (4096, 4096))),
+        (F.linear, ((128, 8192), (128, 8192))),
+        (lambda x, w, c: F.gelu(F.linear(x, w, c)), ((512, 1024), (4096, 1024), (4096,))),
+        (swiglu, ((2048, 2048), (5632, 2048), (5632, 2048))),
+        (lambda x: torch.softmax(x, -1), ((512, 32000),)),
+        (lambda x, w: F.rms_norm(x, (8192,), w), ((64, 8192), (8192,))),
+        (lambda x, w, c: F.layer_norm(x, (4096,), w, c), ((2048, 4096), (4096,), (4096,))),
+        (lambda x, w: F.conv2d(x, w, padding=1), ((8, 64, 56, 56), (64, 64, 3, 3))),
+        (lambda x: x.sum(), ((1 << 24,),)),
+        (lambda x: x.argmax(-1), ((64, 128256),)),
+    ):
+        args = tuple(e(dtype, *s) for s in shapes)
+        sources |= dict.fromkeys(emit(kernel)[1] for kernel in lowered(fn, args, arch).kernels)
+    compile_all(list(sources), arch, cache)
+
+
+@pytest.mark.xfail(
+    strict=True, raises=CompilerBug, reason="what is fetched ahead into registers is not counted when blocks are to share a processor"
+)
+@pytest.mark.parametrize(("m", "n", "depth"), [(512, 512, 512), (33, 4096, 4096)])
+def test_products_for_turing_do_not_spill(m: int, n: int, depth: int, cache: Cache) -> None:
+    found = lowered(F.linear, (e(torch.float32, m, depth), e(torch.float32, n, depth)), "sm_75")
+    compile_all([emit(kernel)[1] for kernel in found.kernels], "sm_75", cache)
+
+
+def test_what_is_compiled_is_kept_and_looked_up(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = emit(case("gelu", "sm_90a").kernels[0])[1]
+    (first,) = compile_all([source], "sm_90a", cache)
+    monkeypatch.setattr("terrazzo.run.cuda._compile", lambda *a: pytest.fail("compiled again"))
+    assert compile_all([source, source], "sm_90a", cache) == [first, first]
+    assert cubin_key(source, "sm_90a") != cubin_key(source, "sm_80") != cubin_key(source + " ", "sm_80")
+
+
+def test_kernels_that_differ_in_names_only_are_one() -> None:
+    one = lowered(lambda x: x * 2 + 1, (torch.ones(300),), "sm_90a").kernels[0]
+    other = lowered(lambda another: another * 2 + 1, (torch.ones(300),), "sm_90a").kernels[0]
+    assert one != other
+    assert emit(one)[1] != emit(lowered(lambda x: x * 3 + 1, (torch.ones(300),), "sm_90a").kernels[0])[1]
+
+
+def test_text_compiles_as_the_kernel_it_is_of(cache: Cache) -> None:
+    for name in ("softmax", "matmul of bfloat16", "embedding"):
+        found = case(name, "sm_90a")
+        read = parse(show(found.program))
+        assert [emit(kernel) for kernel in read.steps] == [emit(kernel) for kernel in found.kernels]
+
+
+def test_what_does_not_compile_is_a_bug_with_its_source(cache: Cache) -> None:
+    with pytest.raises(CompilerBug, match="generated CUDA does not compile") as bug:
+        compile_all(['extern "C" __global__ void k_f() { frob(); }\n'], "sm_90a", cache)
+    assert 'identifier "frob" is undefined' in str(bug.value)
+    command = str(bug.value).splitlines()[-1]
+    assert command.startswith("nvcc -cubin -arch=sm_90a -Xptxas -v ")
+    assert "frob();" in Path(command.split()[-1]).read_text()
+
+
+SPILLS = """extern "C" __global__ void __launch_bounds__(1024, 1) k_f(const float* x, float* y) {
+  float a[200];
+  #pragma unroll
+  for (int i = 0; i < 200; i++) a[i] = x[i * 1024 + threadIdx.x];
+  __syncthreads();
+  #pragma unroll
+  for (int i = 0; i < 200; i++) y[i * 1024 + threadIdx.x] = a[i] * a[199 - i];
+}
+"""
+
+
+def test_a_kernel_that_spills_is_a_bug_unless_that_is_accepted(cache: Cache) -> None:
+    with pytest.raises(CompilerBug, match=r"a kernel spills \d+ bytes of registers to memory"):
+        compile_all([SPILLS], "sm_90a", cache)
+    (path,) = compile_all([SPILLS], "sm_90a", cache, spills=True)
+    assert path.read_bytes().startswith(ELF)
+
+
+def test_an_architecture_that_nvrtc_does_not_know(cache: Cache) -> None:
+    with pytest.raises(Limitation, match=r"NVRTC \d+\.\d+ does not compile for sm_12"):
+        compile_all([SPILLS], "sm_12", cache)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_nothing_runs_and_a_message_says_so(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="the target sm_90a needs a GPU to run, and PyTorch sees none; `terrazzo compile --target sm_90a`"):
+        Cuda("cuda:0", "sm_90a")
+    with pytest.raises(UserError, match="the target sm_80 needs a GPU to run"):
+        terrazzo.compile(torch.relu, torch.ones(3), options={"target": "sm_80", "cache_dir": tmp_path})
