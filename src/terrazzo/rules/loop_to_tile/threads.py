@@ -126,6 +126,8 @@ def _columns(kernel: l.Kernel, gpu: Gpu, rows: Sequence[Any], column: Any, top: 
 
 def shared_axis(length: int, threads: int, vector: int) -> tuple[Factor, ...]:
     """An axis divided among threads: registers (or a loop, where they would be many), warps, lanes, a vector."""
+    while vector > 1 and length < threads * vector:  # all lanes have work before any has a vector
+        vector //= 2
     each = ceil(length, threads * vector)
     outer = Factor("reg" if each * vector <= KEPT * 2 else "time", max(each, 1))
     return (outer, *_warps(threads // WARP), Factor("lane", WARP), *_vector(vector))
