@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from terrazzo.errors import CompilerBug, UserError
-from terrazzo.hw import ldmatrix, mma_sync
+from terrazzo.hw import ldmatrix, mma_sync, tma
 from terrazzo.hw.transfer import CP_ASYNC, SHUFFLE
 from terrazzo.interp.loop import run_call
 from terrazzo.interp.tensor import Call
@@ -209,9 +209,10 @@ class _Blocks:
         """Boxes set out now and arrive when their barrier is waited for; where they go, no warp may still be reading."""
         block, slot = self.one_thread(s, s.slot)
         at = [self.chosen(e) for e in s.at]
+        description = tma.tensor_map(s.source.type, s.box, s.target.swizzle)
         to = self.chosen(flatten(s.to, s.target.type.element_strides))
         for i, (b, n) in enumerate(zip(block, slot, strict=True)):
-            data = s.map.load(_view(s.source, self.memory[s.source]), [int(a[i]) for a in at])
+            data = description.load(_view(s.source, self.memory[s.source]), [int(a[i]) for a in at])
             plain = data[HARDWARE[s.target.swizzle](np.arange(data.size))].view(s.target.type.dtype.numpy)
             place = int(to[i]) + np.arange(plain.size)
             self.refuse_readers(s.target, np.full(plain.size, b), place, np.full(plain.size, -3), s)

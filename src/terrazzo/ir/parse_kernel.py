@@ -155,6 +155,9 @@ class KernelReader(LoopReader):
             self.fail(where, f"{op} takes other arguments")
         return [*found, inside] if op == "async_copy" else found
 
+    def _read(self, x: ast.AST, scope: Scope) -> Any:
+        return self.term(x, scope)  # an index from data may be an element of registers
+
     def term(self, x: ast.AST, scope: Scope) -> Any:
         match x:
             case ast.Call(func=ast.Name(id="shuffle"), args=[v, mask]):

@@ -322,7 +322,7 @@ def emit_all(program: k.Program, arch: str) -> tuple[dict[k.Kernel, Entry], list
         if isinstance(kernel, k.Kernel):
             name, source = emit(kernel)
             launch = (kernel.grid, kernel.threads, kernel.shared_bytes, int(gathers(kernel)))
-            maps = tuple((kernel.params.index(b), m.box, m.swizzle) for b, m in kernel.maps)
+            maps = tuple((kernel.params.index(b), box, swizzle) for b, box, swizzle in kernel.maps)
             entries[kernel] = Entry(cubin_key(source, arch), name, kernel.params, launch, maps)
             sources.append((name, source))
     return entries, sources, list(dict.fromkeys(source for _, source in sources))

@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import Any
 
 from terrazzo.errors import UserError
-from terrazzo.hw.tma import TensorMap
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.loop import Buffer, Term
 from terrazzo.ir.expr import IntExpr, Var
@@ -152,16 +151,6 @@ class TensorLoad(Node, dialect="kernel", op="tensor_load"):
     barriers: Barriers
     slot: IntExpr
 
-    @property
-    def map(self) -> TensorMap:
-        """What the host describes."""
-        kind = self.source.type
-        strides = tuple(s for s in kind.element_strides if isinstance(s, int))
-        return TensorMap(kind.dtype, kind.static_shape, strides, self.box, self.target.swizzle)
-
-    def check(self) -> None:
-        _ = self.map
-
 
 class LoadMatrix(Node, dialect="kernel", op="load_matrix"):
     """ldmatrix: `instruction` names a record of hw.ldmatrix; every lane names a row. Registers are 32 bits wide."""
@@ -227,9 +216,9 @@ class Kernel(Node, dialect="kernel", op="kernel"):
         return tuple(b for b in self.params if b not in self.writes)
 
     @cached_property
-    def maps(self) -> tuple[tuple[Buffer, TensorMap], ...]:
-        """The tensor maps it takes, each once."""
-        return tuple(dict.fromkeys((s.source, s.map) for s in walk(self.body) if isinstance(s, TensorLoad)))
+    def maps(self) -> tuple[tuple[Buffer, tuple[int, ...], int], ...]:
+        """The tensor maps it takes, each once: of which buffer, with which box and swizzle."""
+        return tuple(dict.fromkeys((s.source, s.box, s.target.swizzle) for s in walk(self.body) if isinstance(s, TensorLoad)))
 
     @cached_property
     def offsets(self) -> dict[Shared, int]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from terrazzo.errors import UserError
+from terrazzo.errors import Limitation, UserError
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir import nest as n
 from terrazzo.ir.dialects import loop as l
@@ -16,6 +16,7 @@ from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop_to_tile import products, threads
 from terrazzo.rules.loop_to_tile.collapse import collapse, flat_reductions, merge_product_axes
 from terrazzo.rules.loop_to_tile.split import split
+from terrazzo.rules.tile_to_kernel.lower import lower
 
 PASS = "schedule"
 
@@ -49,7 +50,7 @@ Chosen = tuple[l.Kernel, Schedule, str, str]
 def _choose(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> list[Chosen]:
     """The kernels (one, or two after a split) that take the place of this one."""
     if kernel.name in pinned:
-        return [_pinned(_forms(kernel), pinned)]
+        return [_pinned(_forms(kernel), pinned, gpu)]
     if (p := products.product(kernel)) is not None:
         kernel = merge_product_axes(kernel, p.sites)
         p = products.product(kernel)
@@ -75,7 +76,12 @@ def _tiled(p: products.Product, plan: products.Plan, gpu: Gpu) -> Chosen:
 
 
 def _shared(kernel: l.Kernel, gpu: Gpu) -> Chosen:
-    return kernel, threads.reduction(kernel, gpu), "share", "threads share the reductions of a row, or take columns where memory runs so"
+    together = threads.reduction(kernel, gpu)
+    try:
+        lower(kernel, together, gpu)
+    except (UserError, Limitation) as why:
+        return kernel, threads.pointwise(kernel, gpu), "alone", f"every thread reduces by itself: {why}"
+    return kernel, together, "share", "threads share the reductions of a row, or take columns where memory runs so"
 
 
 def _forms(kernel: l.Kernel) -> list[l.Kernel]:
@@ -84,9 +90,11 @@ def _forms(kernel: l.Kernel) -> list[l.Kernel]:
     return [kernel, *([merge_product_axes(kernel, p.sites)] if p else []), flat_reductions(kernel), collapse(kernel)]
 
 
-def _pinned(forms: Sequence[l.Kernel], pinned: Mapping[str, Schedule]) -> Chosen:
+def _pinned(forms: Sequence[l.Kernel], pinned: Mapping[str, Schedule], gpu: Gpu) -> Chosen:
     """The first form of a kernel that its pinned schedule fits; UserError where there is none."""
     chosen = pinned[forms[0].name]
+    if chosen.target != gpu.arch:
+        raise UserError(f"the schedule of {chosen.kernel} is one for {chosen.target}, and the target is {gpu.arch}")
     why = []
     for kernel in forms:
         try:
@@ -102,7 +110,7 @@ def _split(kernel: l.Kernel, reduces: list[l.Reduce], pieces: int, gpu: Gpu, pin
     """A kernel of partial states and one that combines them and does the rest, in that order."""
     first, second = split(kernel, reduces, pieces)
     if first.name in pinned:
-        done = _pinned([first], pinned)
+        done = _pinned([first], pinned, gpu)
     elif (p := products.product(first)) is not None:
         done = _tiled(p, min((x for x in products.plans(p, gpu) if x.pieces == 1), key=lambda x: x.time), gpu)
     else:

@@ -310,7 +310,8 @@ def _schedule(p: Product, plan: Plan, gpu: Gpu, transport: str) -> Schedule:
         by = "cp.async" if gpu.number >= 80 and all(_copies(x, p) for x in p.operands) else "ld"
         along = {x: (("along", (p.m if p.m in x.free else p.n).name),) if t.inner == 1 else () for x in p.operands}
         operands = tuple({_name(x): Operand("smem", (("by", by), *along[x], ("pad", 4))) for x in p.operands}.items())
-    resident = 1 if plan.instruction else min(t.resident, 65536 // (t.threads * t.registers(len(p.sites), p.sites[0].reduce.dtype.size)))
+    alone = plan.instruction or by == "ld"  # what is fetched ahead needs registers too
+    resident = 1 if alone else min(t.resident, 65536 // (t.threads * t.registers(len(p.sites), p.sites[0].reduce.dtype.size)))
     ring = t.ring if (transport if plan.instruction else by) != "ld" else 2
     lines.append((f"r{last.label}", (Factor("time", ceil(last.extent, step), (("ring", ring),)), Factor("block", step))))
     stores = tuple(dict.fromkeys(b.name for b in kernel.writes))

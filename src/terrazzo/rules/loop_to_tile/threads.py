@@ -24,8 +24,7 @@ def pointwise(kernel: l.Kernel, gpu: Gpu) -> Schedule:
     """One axis over the grid, warps, lanes and a vector; further axes are walked."""
     if not kernel.axes:
         return Schedule(kernel.name, gpu.arch, ())
-    ordered = {x.at for x in topological([s.value for s in kernel.stores]) if isinstance(x, l.Scan)}
-    free = [a for a in kernel.axes if a not in ordered]
+    free = [a for a in kernel.axes if a not in _ordered(kernel)]
     if not free:
         return Schedule(kernel.name, gpu.arch, ())
     axis = max(free, key=lambda a: (stride_one([kernel], a), _size(a)))
@@ -45,15 +44,17 @@ def reduction(kernel: l.Kernel, gpu: Gpu) -> Schedule:
     Where memory runs along a free axis instead, lanes take its columns and warps share the reduction.
     """
     top = _outermost(kernel)
+    ordered = _ordered(kernel)
     rows = _rows(kernel, top)
     top = [r for r in top if r.free <= frozenset(rows)]  # others lie in loops that threads share, so each thread computes its own
     if not top:
         return pointwise(kernel, gpu)
+    rows = [a for a in rows if a not in ordered]
     longest = max((r.axes[-1] for r in top), key=_size)
     columns = [a for a in rows if stride_one(_leaves(top), a) and not any(stride_one(_leaves([r]), r.axes[-1]) for r in top)]
     if columns:
         return _columns(kernel, gpu, rows, columns[-1], top)
-    inner = [a for a in kernel.axes if a not in rows]
+    inner = [a for a in kernel.axes if a not in rows and a not in ordered]
     vector = min(
         [vector_of(_leaves([r]), r.axes[-1]) for r in top] + [vector_of(kernel.stores, a) for a in inner if _size(a) == _size(longest)]
     )
@@ -162,6 +163,11 @@ def _rows(kernel: l.Kernel, top: Sequence[l.Reduce]) -> list[Any]:
     """The axes around all of the outermost reductions: those they depend on, and the loops around these."""
     last = max((k for k, a in enumerate(kernel.axes) if all(a in r.free for r in top)), default=-1)
     return list(kernel.axes[: last + 1])
+
+
+def _ordered(kernel: l.Kernel) -> set[Any]:
+    """The axes that scans run along: nothing but a serial loop takes their steps in order."""
+    return {x.at for x in topological([s.value for s in kernel.stores]) if isinstance(x, l.Scan)}
 
 
 def _outermost(kernel: l.Kernel) -> list[l.Reduce]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from terrazzo.errors import UserError
@@ -38,8 +39,12 @@ def program(scheduled: tile.Program, gpu: Gpu, log: Log | None = None, show: Cal
     return k.Program(p.name, p.inputs, tuple(steps), p.results)
 
 
+@lru_cache(maxsize=512)
 def lower(kernel: l.Kernel, schedule: Schedule, gpu: Gpu) -> k.Kernel:
-    """What the schedule means for this kernel. UserError or Limitation, with the reason, where it cannot be."""
+    """What the schedule means for this kernel. UserError or Limitation, with the reason, where it cannot be.
+
+    Kept, because whoever chooses a schedule asks whether it can be derived, and equal layers have equal kernels.
+    """
     tile.fit(schedule, kernel)
     _instructions(schedule, gpu)
     bindings = Bindings(schedule)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from terrazzo.errors import Limitation
+from terrazzo.hw.tma import tensor_map
 from terrazzo.ir.address import coefficient, flatten, mentions, unflatten
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
@@ -165,6 +166,7 @@ class Slabs:
                 raise Limitation(f"{name}: what lies beyond {axis_name(mine[0].axis)} is not beyond the tensor, and TMA would read it")
         if order != list(slab.axes):
             raise Limitation(f"{name}: the slab's dimensions are not in the order of the tensor's, which TMA keeps")
+        tensor_map(slab.term.buffer.type, tuple(found), slab.place.swizzle)  # which refuses what the hardware does
         size = math.prod(found) * slab.place.type.dtype.size
         if size % max(slab.place.swizzle * 8, 128):
             raise Limitation(f"{name}: a slab of {size} bytes does not end where the swizzle of {slab.place.swizzle} bytes repeats")

@@ -13,7 +13,7 @@ from typing import Any
 
 from terrazzo.errors import Limitation, UserError
 from terrazzo.ir import nest as n
-from terrazzo.ir.address import coefficient, mentions
+from terrazzo.ir.address import mentions
 from terrazzo.ir.contraction import contraction
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
@@ -22,7 +22,7 @@ from terrazzo.ir.node import Node, substitute
 from terrazzo.ir.schedule import Site
 from terrazzo.ir.types import DType, Type
 from terrazzo.rules.tile_to_kernel.contract import Contractor, Fragment
-from terrazzo.rules.tile_to_kernel.digits import LOOPED, Bindings, Digit, axis_name, divides, factors, value, wide, zero
+from terrazzo.rules.tile_to_kernel.digits import LOOPED, Bindings, Digit, axis_name, extent, factors, together, value, wide, zero
 
 
 @dataclass
@@ -168,7 +168,7 @@ class Walker:
         around = scope.inner()
         for a in self.kernel.axes:
             if a not in around.env and a not in tiles:
-                digits = self.bindings.digits(a.name, None, _extent(a))
+                digits = self.bindings.digits(a.name, None, extent(a))
                 if any(d.level != "grid" for d in digits):
                     raise Limitation(f"{a.name} lies inside a tile of {', '.join(sorted(self.tiled))}, so only the grid can walk it")
                 self.enter([a], [digits], around)
@@ -201,14 +201,14 @@ class Walker:
     def digits(self, s: n.Loop) -> list[list[Digit]]:
         """The digits of every axis of a loop."""
         site = self.site(s)
-        return [self.bindings.digits(axis_name(a), site, _extent(a)) for a in s.axes]
+        return [self.bindings.digits(axis_name(a), site, extent(a)) for a in s.axes]
 
     def loop(self, s: n.Loop, scope: Scope) -> None:
         for r in s.carried:
             self.declare(r, scope)
         digits = self.digits(s)
-        if s.kind == "scan" and any(d.level in ("lane", "warp") for d in digits[0]):
-            raise Limitation(f"{axis_name(s.axes[0])} is bound to threads, and a scan along it runs in order")
+        if s.kind == "scan" and any(d.level not in LOOPED for d in digits[0]):
+            raise UserError(f"{axis_name(s.axes[0])} is bound to blocks or threads, and a scan along it runs in order")
         inner = scope.inner()
         mine = {bit for ds in digits for d in ds for bit in d.bits}
         if mine & scope.threads:
@@ -250,7 +250,7 @@ class Walker:
         for axis, ds in zip(axes, digits, strict=True):
             scope.env[axis] = at = value(ds)
             scope.digits[axis] = list(ds)
-            inside.append(_extent(axis) - 1 - at)
+            inside.append(extent(axis) - 1 - at)
         for r, fragment in self.fragments.items():
             if all(a in scope.digits for a in fragment.axes):
                 scope.env[r] = l.Load(fragment.place, fragment.index(scope.digits))
@@ -265,7 +265,7 @@ class Walker:
         """
         j, size = digit.value, digit.size
         assert isinstance(j, Var)
-        if size & size - 1 or any(not _uniform(e, j, size) for e in inside):
+        if size & size - 1 or any(not together(e, j, size) for e in inside):
             return None
         loads = [
             x.term
@@ -383,18 +383,6 @@ class Walker:
         self.loops([(v, True) for v in variables], lambda: self.combine(places, [l.Load(m, (at, k.LANE)) for m in meeting], r))
         if self.depth:
             self.out.append(k.Sync())  # before the next step of a loop writes there again
-
-
-def _uniform(e: IntExpr, j: Var, size: int) -> bool:
-    """Whether e >= 0 holds for all j in [0, size) or for none: e = -j + multiples of size + (size - 1), or free of j."""
-    c = coefficient(e, j)
-    return c == 0 or (c == -1 and divides(size, e + j - (size - 1)))
-
-
-def _extent(axis: Any) -> int:
-    if not isinstance(axis.extent, int):
-        raise Limitation(f"the axis {axis_name(axis)} has a symbolic extent")
-    return axis.extent
 
 
 def _stores(body: Sequence[n.Statement]) -> list[l.Store]:

@@ -41,7 +41,7 @@ class _Writer:
     def __init__(self, kernel: k.Kernel) -> None:
         self.kernel = kernel
         self.scope = Scope()
-        self.maps: dict[tuple[l.Buffer, tma.TensorMap], str] = {}
+        self.maps: dict[tuple[l.Buffer, tuple[int, ...], int], str] = {}
         largest = max((k.shared_bytes(b) // b.type.dtype.size for b in kernel.params), default=0)
         self.int = "int" if largest < 1 << 31 else "i64"
 
@@ -57,9 +57,9 @@ class _Writer:
             taken.add(formal)
             self.scope.buffers[b] = formal
             params.append(f"{'' if b in kernel.writes else 'const '}{c_type(b.type.dtype)}* __restrict__ {formal}")
-        for n, (b, tensor_map) in enumerate(kernel.maps):
-            self.maps[b, tensor_map] = f"{self.scope.buffers[b].removesuffix('_p')}_map{n}"
-            params.append(f"const __grid_constant__ TensorMap {self.maps[b, tensor_map]}")
+        for n, key in enumerate(kernel.maps):
+            self.maps[key] = f"{self.scope.buffers[key[0]].removesuffix('_p')}_map{n}"
+            params.append(f"const __grid_constant__ TensorMap {self.maps[key]}")
         if gathers(kernel):
             params.append("int* bad")
         used = {x for x in topological(kernel.body) if isinstance(x, Expr)}
@@ -86,7 +86,7 @@ class _Writer:
         names = {s.instruction: None for s in k.walk(self.kernel.body) if isinstance(s, k.LoadMatrix | k.Multiply)}
         kinds = {type(x) for x in topological(self.kernel.body)}
         lanes = [r.cuda for kind, r in ((k.Move, WIDE), (k.Shuffle, SHUFFLE), (k.AsyncCopy, CP_ASYNC)) if kind in kinds]
-        ranks = sorted({len(m.box) for _, m in self.kernel.maps})
+        ranks = sorted({len(box) for _, box, _ in self.kernel.maps})
         tensors = [*([tma.BARRIERS] if ranks else []), *map(tma.load_function, ranks)]
         texts = lanes + tensors + [PRODUCTS[name].cuda() if name in PRODUCTS else MOVES[name].cuda() for name in names]
         return [line for text in texts for line in text.rstrip().splitlines()]
@@ -130,7 +130,7 @@ class _Writer:
                 target = (
                     f"shared_address({self.scope.buffers[s.target]} + {self.offset(s.target, s.to)})"  # a slab: its start is not swizzled
                 )
-                return [f"tma_load_{len(s.at)}d({target}, &{self.maps[s.source, s.map]}, {barrier}, {at});"]
+                return [f"tma_load_{len(s.at)}d({target}, &{self.maps[s.source, s.box, s.target.swizzle]}, {barrier}, {at});"]
             case k.LoadMatrix():
                 move = MOVES[s.instruction]
                 return [f"{move.function}({self.group(s.target, s.to, move.count)}, shared_address({self.address(s.source, s.at)}));"]
