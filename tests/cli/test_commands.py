@@ -179,7 +179,7 @@ def test_targets(terrazzo: Terrazzo) -> None:
 
 def test_doctor(terrazzo: Terrazzo, cache_dir: Path) -> None:
     lines = {line.split()[0]: line for line in terrazzo("doctor").stdout.splitlines()}
-    assert {"python", "torch", "compiler", "cores", "gpu", "cache"} <= lines.keys()
+    assert {"python", "torch", "compiler", "cores", "driver", "nvrtc", "cache"} <= lines.keys()
     assert re.fullmatch(r"torch +ok +\d\S+", lines["torch"])
     assert str(cache_dir) in lines["cache"]
 

@@ -136,4 +136,4 @@ def test_an_instruction_that_does_not_exist_is_refused(name: str) -> None:
         start = text.index(f"'{known}") + 1
         whole = text[start : text.index("'", start)]
         with pytest.raises(UserError, match="unknown instruction"):
-            parse(text.replace(whole, name))
+            found.simulated(parse(text.replace(whole, name)))

@@ -2,7 +2,8 @@
 
 Every sample by the Loop IR interpreter, and two per operator and dtype compiled, through torch.compile.
 
-python -m tests.opinfo.run [--level tensor|loop|kernel|cpu|cuda|torch.compile] [-k NAME] [--most N] [--shard K/N] [--json FILE] [--table FILE]
+python -m tests.opinfo.run [--level tensor|loop|kernel|cpu|cuda|torch.compile] [-k NAME] [--most N]
+                           [--shard K/N] [--json FILE] [--table FILE]
 python -m tests.opinfo.run --join FILE... --table FILE
 """
 

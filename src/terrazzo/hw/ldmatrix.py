@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from terrazzo.errors import UserError
 from terrazzo.ir.layout import Layout, Vector
 
 ROWS, COLUMNS = 3, 3
@@ -109,6 +110,16 @@ def _record(count: int, transposed: bool, store: bool) -> MatrixMove:
 INSTRUCTIONS: tuple[MatrixMove, ...] = tuple(
     _record(count, transposed, store) for store in (False, True) for count in (1, 2, 4) for transposed in (False, True)
 )
+
+
+MOVES = {i.name: i for i in INSTRUCTIONS}
+
+
+def move(name: str) -> MatrixMove:
+    """The instruction called `name`."""
+    if name not in MOVES:
+        raise UserError(f"unknown instruction {name}; known: {', '.join(MOVES)}")
+    return MOVES[name]
 
 
 def loader(fragment: Layout, arch: int, along: str | None = None) -> tuple[MatrixMove, tuple[Vector, ...]] | None:

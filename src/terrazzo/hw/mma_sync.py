@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from terrazzo.errors import UserError
 from terrazzo.hw.instruction import Fragment, MatrixInstruction
 from terrazzo.ir.layout import Layout
 from terrazzo.ir.types import DType, bf16, f16, f32, i8, i32
@@ -40,3 +41,12 @@ INSTRUCTIONS: tuple[MatrixInstruction, ...] = (
     _record(16, bf16, f32, "bf16", _LONG, 80),
     _record(32, i8, i32, "s8", _BYTES, 80),
 )
+
+PRODUCTS = {i.name: i for i in INSTRUCTIONS}
+
+
+def product(name: str) -> MatrixInstruction:
+    """The instruction called `name`."""
+    if name not in PRODUCTS:
+        raise UserError(f"unknown instruction {name}; known: {', '.join(PRODUCTS)}")
+    return PRODUCTS[name]

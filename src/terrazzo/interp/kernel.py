@@ -27,8 +27,6 @@ from terrazzo.ir.node import Node, topological
 
 TOGETHER = 1 << 14
 """How many threads are simulated together."""
-MATRIX = {i.name: i for i in mma_sync.INSTRUCTIONS}
-MOVES = {i.name: i for i in ldmatrix.INSTRUCTIONS}
 
 
 def run(program: k.Program, inputs: Mapping[str, Any], *, call: Call | None = None) -> list[Any]:
@@ -262,7 +260,7 @@ class _Blocks:
             )
 
     def load_matrix(self, s: k.LoadMatrix) -> None:
-        record = MOVES[s.instruction]
+        record = ldmatrix.move(s.instruction)
         rows = self.at(s.source, s.at, 1, s)[..., 0]
         reg, lane = np.meshgrid(np.arange(1 << record.layout.bits("reg")), np.arange(k.WARP))
         where = record.layout.coordinates(reg=reg, lane=lane)
@@ -271,7 +269,7 @@ class _Blocks:
         self.put(s.target, self.at(s.target, s.to, record.count, s), data.view(np.uint32), s)
 
     def multiply(self, s: k.Multiply) -> None:
-        record = MATRIX[s.instruction]
+        record = mma_sync.product(s.instruction)
         operands = []
         for place, at, fragment in ((s.a, s.a_at, record.a), (s.b, s.b_at, record.b), (s.d, s.d_at, record.d)):
             count = fragment.registers if place is not s.d else fragment.elements

@@ -20,7 +20,6 @@ from terrazzo.ir.node import substitute
 from terrazzo.ir.schedule import Binding, Factor, Like, Schedule, Site, Word
 from terrazzo.ir.types import DType
 
-MATRIX = {i.name: i for i in mma_sync.INSTRUCTIONS}
 LOOPED = ("time", "reg", "frag")
 """The levels whose digit is a loop's variable. "frag" is the part of an instruction's axis that lies in a lane's own registers."""
 
@@ -117,7 +116,7 @@ class Bindings:
         while site is not None and isinstance(like := dict(site.axes).get(axis), Like):
             name, _, other = like.site.partition(".")
             site, axis = self.site([name]), other or axis
-        return MATRIX.get(site.instruction or "") if site else None
+        return mma_sync.PRODUCTS.get(site.instruction or "") if site else None
 
     def _fragment(self, layout: Layout, coordinate: str, stride: int) -> list[Digit]:
         return [

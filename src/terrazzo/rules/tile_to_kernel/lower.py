@@ -8,13 +8,14 @@ from typing import Any
 
 from terrazzo.errors import UserError
 from terrazzo.hw.gpu import Gpu
+from terrazzo.hw.mma_sync import PRODUCTS
 from terrazzo.ir import nest as n
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
 from terrazzo.ir.schedule import Schedule
 from terrazzo.rewrite.rule import Event, Log
-from terrazzo.rules.tile_to_kernel.digits import MATRIX, Bindings
+from terrazzo.rules.tile_to_kernel.digits import Bindings
 from terrazzo.rules.tile_to_kernel.walk import Scope, Walker
 
 SINCE = {"ld": 0, "cp.async": 80, "tma": 90}
@@ -65,9 +66,9 @@ def _instructions(schedule: Schedule, gpu: Gpu) -> None:
     """UserError for an instruction or a transport that does not exist on the machine."""
     for site in schedule.sites:
         if site.instruction not in (None, "fma.f32"):
-            record = MATRIX.get(site.instruction or "")
+            record = PRODUCTS.get(site.instruction or "")
             if record is None:
-                raise UserError(f"{schedule.kernel}: unknown instruction {site.instruction}; known: fma.f32, {', '.join(MATRIX)}")
+                raise UserError(f"{schedule.kernel}: unknown instruction {site.instruction}; known: fma.f32, {', '.join(PRODUCTS)}")
             if record.since > gpu.number:
                 raise UserError(f"{schedule.kernel}: {site.instruction} needs sm_{record.since}, and the target is {gpu.arch}")
         for name, operand in site.operands:

@@ -16,9 +16,6 @@ from terrazzo.ir.expr import Expr, IntExpr, Loaded
 from terrazzo.ir.node import Node, topological
 from terrazzo.targets.terms import Scope, c_type, expression, guard, identifier, index, literal, term
 
-PRODUCTS = {r.name: r for r in mma_sync.INSTRUCTIONS}
-MOVES = {r.name: r for r in ldmatrix.INSTRUCTIONS}
-
 
 @lru_cache(maxsize=1)
 def prelude() -> str:
@@ -84,11 +81,12 @@ class _Writer:
     def instructions(self) -> list[str]:
         """The functions of the instructions the kernel uses."""
         names = {s.instruction: None for s in k.walk(self.kernel.body) if isinstance(s, k.LoadMatrix | k.Multiply)}
+        products = {s.instruction for s in k.walk(self.kernel.body) if isinstance(s, k.Multiply)}
         kinds = {type(x) for x in topological(self.kernel.body)}
         lanes = [r.cuda for kind, r in ((k.Move, WIDE), (k.Shuffle, SHUFFLE), (k.AsyncCopy, CP_ASYNC)) if kind in kinds]
         ranks = sorted({len(box) for _, box, _ in self.kernel.maps})
         tensors = [*([tma.BARRIERS] if ranks else []), *map(tma.load_function, ranks)]
-        texts = lanes + tensors + [PRODUCTS[name].cuda() if name in PRODUCTS else MOVES[name].cuda() for name in names]
+        texts = lanes + tensors + [mma_sync.product(name).cuda() if name in products else ldmatrix.move(name).cuda() for name in names]
         return [line for text in texts for line in text.rstrip().splitlines()]
 
     def statements(self, body: Iterable[Node], indent: str) -> list[str]:
@@ -132,10 +130,10 @@ class _Writer:
                 )
                 return [f"tma_load_{len(s.at)}d({target}, &{self.maps[s.source, s.box, s.target.swizzle]}, {barrier}, {at});"]
             case k.LoadMatrix():
-                move = MOVES[s.instruction]
+                move = ldmatrix.move(s.instruction)
                 return [f"{move.function}({self.group(s.target, s.to, move.count)}, shared_address({self.address(s.source, s.at)}));"]
             case k.Multiply():
-                record = PRODUCTS[s.instruction]
+                record = mma_sync.product(s.instruction)
                 a, b = self.group(s.a, s.a_at, record.a.registers), self.group(s.b, s.b_at, record.b.registers)
                 return [f"{record.function}({self.group(s.d, s.d_at, record.d.registers)}, {a}, {b});"]
             case k.For():
