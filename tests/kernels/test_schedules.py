@@ -239,7 +239,7 @@ def test_a_machine_has_not_everything(target: str, changes: list[tuple[str, str]
 
 def test_turing_has_no_asynchronous_copies() -> None:
     text = CUDA_CORES.format(target="sm_75").replace('by="ld", pad', 'by="cp.async", pad')
-    with pytest.raises(UserError, match=re.escape("mm: w comes by cp.async, which needs sm_80, and the target is sm_75")):
+    with pytest.raises(UserError, match=re.escape("mm: w is brought in by cp.async, which needs sm_80, and the target is sm_75")):
         lowered(matmul, tensors((50, 53), (53, 90)), "sm_75", schedules=(text,))
 
 
