@@ -56,9 +56,9 @@ PASSES = (
     Pass("store_as_read", "loop", "loop", "buffers that are only read transposed, reshaped or converted are stored so",
          lambda p, log, o: store_as_read(narrow(p, log), log)),
     Pass("schedule", "loop", "tile", "every kernel gets a schedule: the user's, or the best by the model of the machine",
-         lambda p, log, o: schedule(p, machine(o), log, pinned(o))),
+         lambda p, log, o: schedule(p, machine(o), log, pinned(o), _texts(o))),
     Pass("derive", "tile", "kernel", "what follows from a schedule: places, copies, barriers, who does what",
-         lambda p, log, o: derive(p, machine(o))),
+         lambda p, log, o: derive(p, machine(o), log, _texts(o))),
 )  # fmt: skip
 
 LOWER = tuple(p.name for p in PASSES)

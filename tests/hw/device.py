@@ -18,7 +18,9 @@ def run_block(source: str, *arrays: Any, threads: int = 32, arch: str = "") -> l
     device = Device()
     device.set_current()
     stream = device.create_stream()
-    compiled = Program(source, code_type="c++", options=ProgramOptions(arch=arch or f"sm_{device.arch}")).compile("cubin")
+    compiled = Program(
+        source, code_type="c++", options=ProgramOptions(arch=arch or f"sm_{device.arch}", device_as_default_execution_space=True)
+    ).compile("cubin")
     there = [torch.from_numpy(a.copy()).cuda() for a in arrays]
     torch.cuda.synchronize()
     launch(stream, LaunchConfig(grid=1, block=threads), compiled.get_kernel("one"), *(a.data_ptr() for a in there))

@@ -46,7 +46,9 @@ def source(instruction: MatrixInstruction) -> str:
     """A kernel of one warp that executes the instruction once, on registers as they lie in memory."""
     nd, na, nb = (f.registers for f in (instruction.d, instruction.a, instruction.b))
     element = {"f32": "float", "i32": "int"}[instruction.d.dtype.name]
-    return instruction.cuda() + f"""
+    return (
+        instruction.cuda()
+        + f"""
 extern "C" __global__ void one({element}* d, const unsigned* a, const unsigned* b) {{
   unsigned x[{na}], y[{nb}];
   {element} z[{nd}];
@@ -57,6 +59,7 @@ extern "C" __global__ void one({element}* d, const unsigned* a, const unsigned* 
   for (int i = 0; i < {nd}; i++) d[threadIdx.x * {nd} + i] = z[i];
 }}
 """
+    )
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc here")

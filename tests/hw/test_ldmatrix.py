@@ -77,7 +77,9 @@ def source(move: MatrixMove) -> str:
         if move.store
         else f"{move.function}(x, at);\n  for (int i = 0; i < {n}; i++) held[threadIdx.x * {n} + i] = x[i];"
     )
-    return move.cuda() + f"""
+    return (
+        move.cuda()
+        + f"""
 extern "C" __global__ void one(unsigned short* memory, const int* addresses, unsigned* held) {{
   __shared__ __align__(16) unsigned short shared[1024];
   for (int i = threadIdx.x; i < 1024; i += 32) shared[i] = memory[i];
@@ -88,6 +90,7 @@ extern "C" __global__ void one(unsigned short* memory, const int* addresses, uns
   for (int i = threadIdx.x; i < 1024; i += 32) memory[i] = shared[i];
 }}
 """
+    )
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc here")

@@ -89,7 +89,9 @@ def source(tensor_map: TensorMap, at: tuple[int, ...]) -> str:
     """A kernel of one warp that loads a box and writes out the bytes it finds in shared memory."""
     rank, size = len(at), tensor_map.bytes
     where = ", ".join(str(c) for c in reversed(at))
-    return load_function(rank) + f"""
+    return (
+        load_function(rank)
+        + f"""
 extern "C" __global__ void one(unsigned char* out, const void* map) {{
   __shared__ __align__(1024) unsigned char slab[{size}];
   __shared__ __align__(8) unsigned long long full;
@@ -104,6 +106,7 @@ extern "C" __global__ void one(unsigned char* out, const void* map) {{
   for (int i = threadIdx.x; i < {size}; i += 32) out[i] = slab[i];
 }}
 """
+    )
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc here")

@@ -48,7 +48,9 @@ def source(instruction: WarpgroupInstruction) -> str:
     """A kernel of one warpgroup that multiplies two slabs, given as bytes."""
     m, n, _ = instruction.shape
     count, size = instruction.d.registers, (m + n) * ROW
-    return instruction.cuda() + f"""
+    return (
+        instruction.cuda()
+        + f"""
 extern "C" __global__ void __launch_bounds__(128, 1) one(float* d, const unsigned* memory) {{
   __shared__ __align__(1024) unsigned shared[{size // 4}];
   float x[{count}];
@@ -65,6 +67,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) one(float* d, const unsigne
   for (int i = 0; i < {count}; i++) d[threadIdx.x * {count} + i] = x[i];
 }}
 """
+    )
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc here")

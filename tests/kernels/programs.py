@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from terrazzo.errors import UserError
 from terrazzo.front.capture import capture
 from terrazzo.hw.gpu import gpu
 from terrazzo.interp import kernel as simulator
@@ -75,16 +74,7 @@ def case(name: str, target: str) -> Lowered:
 
 def programs() -> list[Any]:
     """Every case for every target."""
-    return [pytest.param(name, target, marks=_known(name, target)) for name in CASES for target in TARGETS]
-
-
-def _known(name: str, target: str) -> list[Any]:
-    if target == "sm_75" and name in ON_TURING:
-        return [pytest.mark.xfail(strict=True, raises=UserError, reason="the chosen schedule copies by cp.async, which sm_75 lacks")]
-    return []
-
-
-ON_TURING = ("matmul of half", "gelu of linear of half", "bmm of half", "attention of half")
+    return [pytest.param(name, target) for name in CASES for target in TARGETS]
 
 
 def r(*shape: int) -> torch.Tensor:

@@ -71,9 +71,6 @@ def test_large_ones_compile(arch: str, dtype: torch.dtype, cache: Cache) -> None
     compile_all(list(sources), arch, cache)
 
 
-@pytest.mark.xfail(
-    strict=True, raises=CompilerBug, reason="what is fetched ahead into registers is not counted when blocks are to share a processor"
-)
 @pytest.mark.parametrize(("m", "n", "depth"), [(512, 512, 512), (33, 4096, 4096)])
 def test_products_for_turing_do_not_spill(m: int, n: int, depth: int, cache: Cache) -> None:
     found = lowered(F.linear, (e(torch.float32, m, depth), e(torch.float32, n, depth)), "sm_75")

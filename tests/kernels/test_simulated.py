@@ -86,7 +86,6 @@ def test_a_long_sum_is_split_over_the_grid() -> None:
     assert part.writes[0] in whole.reads
 
 
-@pytest.mark.xfail(strict=True, reason="fusion takes the factors' product for a contraction that would be computed twice")
 @pytest.mark.parametrize("target", ["cpu", "sm_90a"])
 def test_attention_in_batches_writes_nothing_larger_than_its_scores(target: str) -> None:
     shape = (2, 8, 512, 64)

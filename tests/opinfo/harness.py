@@ -1,6 +1,6 @@
 """PyTorch's operator database through Terrazzo: every operator, dtype and sample, judged by float64.
 
-A *level* runs one call and returns its results: "tensor" and "loop" by the interpreters of these IRs, "cpu" compiled, and
+A *level* runs one call and returns its results: "tensor", "loop" and "kernel" by the interpreters of these IRs, "cpu" compiled, and
 "torch.compile" compiled, as users get it. An operator's verdict for a dtype is the worst of its samples.
 A result is right by `torch._dynamo.utils.same`, or where it is bit for bit what exact arithmetic gives when it is rounded wherever
 eager rounds (eager's own error is then smaller by luck):
@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from terrazzo.errors import Limitation, TerrazzoError
 from terrazzo.front import dynamo
 from terrazzo.front.capture import Captured, capture
+from terrazzo.interp import kernel as kernel_interp
 from terrazzo.interp import loop as loop_interp
 from terrazzo.interp import tensor as tensor_interp
 from terrazzo.interp.torch import call_numpy, from_numpy, to_numpy
@@ -42,7 +43,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.node import topological
 from terrazzo.options import Options
-from terrazzo.pipelines import lower, stages
+from terrazzo.pipelines import lower, lowering, stages
 from terrazzo.rewrite.rule import Log
 from terrazzo.run import compiled
 
@@ -115,7 +116,10 @@ def _one(op: Any, sample: Any, level: str, verdict: Verdict) -> None:
     try:
         torch.manual_seed(0)
         given, named = pytree.tree_map(_copy, (args, kwargs))
+        if level == "cuda":  # there eager itself gives other types, orders and signs than on the CPU
+            given, named = pytree.tree_map_only(torch.Tensor, lambda t: t.cuda(), (given, named))
         expected = pytree.tree_leaves(call(*given, **named))
+        expected = [x.cpu() if isinstance(x, torch.Tensor) and x.is_cuda else x for x in expected]
     except Exception as e:
         verdict.worsen("skipped", f"eager fails: {type(e).__name__}")
         return
@@ -254,11 +258,30 @@ def _loop(call: Callable[..., Any], args: Any, kwargs: Any) -> Outcome:
     return Outcome([from_numpy(x) for x in out], [s.name for s in program.steps if isinstance(s, l.Call)], random)
 
 
+def _kernel(call: Callable[..., Any], args: Any, kwargs: Any) -> Outcome:
+    """The kernels for a Hopper, simulated."""
+    captured, tensors, random = _captured(call, args, kwargs)
+    program = lowering(captured.program, Options(target="sm_90a")).at("kernel")
+    out = kernel_interp.run(program, {k: to_numpy(v) for k, v in tensors.items()}, call=call_numpy)
+    return Outcome([from_numpy(x) for x in out], [s.name for s in program.steps if isinstance(s, l.Call)], random)
+
+
 def _cpu(call: Callable[..., Any], args: Any, kwargs: Any) -> Outcome:
     captured, tensors, random = _captured(call, args, kwargs)
     with TemporaryDirectory() as directory:
         done = compiled.compile_program(captured.program, captured.bound, Options(cache_dir=Path(directory)))
         return Outcome(done([tensors[n] for n in captured.inputs]), [f.op for f in done.fallbacks], random)
+
+
+def _cuda(call: Callable[..., Any], args: Any, kwargs: Any) -> Outcome:
+    """On the GPU of this machine."""
+    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.cuda(), (args, kwargs))
+    captured, tensors, random = _captured(call, args, kwargs)
+    with TemporaryDirectory() as directory:
+        options = Options(cache_dir=Path(directory))
+        done = compiled.compile_program(captured.program, captured.bound, options, "cuda:0")
+        results = [x.cpu() for x in done([tensors[n] for n in captured.inputs])]
+        return Outcome(results, [f.op for f in done.fallbacks], random)
 
 
 def _torch_compile(call: Callable[..., Any], args: Any, kwargs: Any) -> Outcome:
@@ -289,7 +312,9 @@ def _torch_compile(call: Callable[..., Any], args: Any, kwargs: Any) -> Outcome:
 LEVELS: dict[str, Callable[[Callable[..., Any], Any, Any], Outcome]] = {
     "tensor": _tensor,
     "loop": _loop,
+    "kernel": _kernel,
     "cpu": _cpu,
+    "cuda": _cuda,
     "torch.compile": _torch_compile,
 }
 

@@ -2,7 +2,7 @@
 
 Every sample by the Loop IR interpreter, and two per operator and dtype compiled, through torch.compile.
 
-python -m tests.opinfo.run [--level tensor|loop|cpu|torch.compile] [-k NAME] [--most N] [--shard K/N] [--json FILE] [--table FILE]
+python -m tests.opinfo.run [--level tensor|loop|kernel|cpu|cuda|torch.compile] [-k NAME] [--most N] [--shard K/N] [--json FILE] [--table FILE]
 python -m tests.opinfo.run --join FILE... --table FILE
 """
 
@@ -15,6 +15,7 @@ import sys
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def work(job: tuple[str, int, str, int | None]) -> list[dict[str, Any]]:
 def main() -> int:
     """Run, print what is wrong and the counts, write what was asked for. The exit status says whether anything was wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--level", choices=("tensor", "loop", "cpu", "torch.compile"), help="only this one")
+    parser.add_argument("--level", choices=("tensor", "loop", "kernel", "cpu", "cuda", "torch.compile"), help="only this one")
     parser.add_argument("-k", default="", metavar="NAME")
     parser.add_argument("--most", type=int, default=None, help="samples per operator and dtype, with --level")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
@@ -77,7 +78,8 @@ def judge_all(level: str, most: int | None, options: argparse.Namespace) -> list
     first, step = options.shard
     jobs = [(options.k, k, level, most) for k in range(first, len(operators(options.k)), step)]
     verdicts: list[dict[str, Any]] = []
-    with ProcessPoolExecutor(options.jobs) as pool:
+    # CUDA cannot be used in a process that was forked from one that has it.
+    with ProcessPoolExecutor(options.jobs, get_context("spawn" if level == "cuda" else "fork")) as pool:
         for k, found in enumerate(pool.map(work, jobs)):
             verdicts += found
             for v in found:

@@ -168,7 +168,7 @@ def test_a_plan_that_is_none_is_made_again(tmp_path: Path, damage: Callable[[Any
     path.unlink()
     Cache(tmp_path / "cache", 1 << 30).put(path.name.split(".")[0], ".plan", damage(json.loads(sound)))
     run, x = chain(tmp_path / "cache"), torch.randn(5, 6)
-    assert run.compiled.loop is not None, "it was read"
+    assert run.compiled.program is not None, "it was read"
     torch.testing.assert_close(run(x), (x + 1).cumsum(1).cumsum(0) * 2)
     assert path.read_bytes() == sound
 
@@ -189,7 +189,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @needs_compiler
 def test_a_sound_plan_is_read(no_compiling: None, warm: Path) -> None:
     run, x = chain(warm), torch.randn(5, 6)
-    assert run.compiled.loop is None and not run.compiled.sources
+    assert run.compiled.program is None and not run.compiled.sources
     torch.testing.assert_close(run(x), (x + 1).cumsum(1).cumsum(0) * 2)
 
 
@@ -208,7 +208,7 @@ def test_a_plan_is_found_again_only_for_the_same_choices(tmp_path: Path, warm: P
     cases = [(f, (5, 6), {**plain, "fuse": True}), (f, (6, 5), plain), (g, (5, 6), plain)]
     for fn, shape, options in cases:
         run, x = terrazzo.compile(fn, torch.zeros(shape), options=options), torch.randn(shape)
-        assert run.compiled.loop is not None
+        assert run.compiled.program is not None
         torch.testing.assert_close(run(x), fn(x))
 
 

@@ -39,6 +39,22 @@ def _time(seconds: float) -> str:
     return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
 
 
+def gpu_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """A header and a row per case of a GPU's record: microseconds, what part of the data sheet's rate that is, and ratios."""
+    peers = list(record["geomean"])
+    found = [("case", "dtype", "terrazzo", *peers, "rate", *(f"/ {p}" for p in peers), "error / eager's")]
+    for c in record["cases"]:
+        us = c["us"]
+        rate = (
+            f"{c['operations'] / us['terrazzo'] / 1e6:.1f} TFLOP/s" if c["operations"] else f"{c['bytes'] / us['terrazzo'] / 1e3:.0f} GB/s"
+        )
+        error = c["error"] / c["error_eager"] if c["error_eager"] else 0.0
+        ratios = [f"{us[p] / us['terrazzo']:.2f}x" for p in peers]
+        times = [f"{us[name]:.1f} us" for name in ("terrazzo", *peers)]
+        found.append((c["case"], c["dtype"], *times, rate if c["bytes"] else "", *ratios, c["problem"] or f"{error:.2f}"))
+    return found
+
+
 def conditions(record: Mapping[str, Any]) -> str:
     """Where and when a record was measured."""
     versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
@@ -52,6 +68,9 @@ def page(results: Path) -> str:
     parts = [HEAD]
     for path in sorted(results.rglob("*.json")):
         record = json.loads(path.read_text())
+        if "meta" in record:
+            parts += _gpu_part(record)
+            continue
         table = rows(record)
         lines = ["| " + " | ".join(row) + " |" for row in table]
         lines.insert(1, "|---|" + "---:|" * (len(table[0]) - 1))
@@ -69,6 +88,24 @@ def page(results: Path) -> str:
     return "\n".join(parts)
 
 
+def _gpu_part(record: Mapping[str, Any]) -> list[str]:
+    table = gpu_rows(record)
+    lines = ["| " + " | ".join(row) + " |" for row in table]
+    lines.insert(1, "|---|---|" + "---:|" * (len(table[0]) - 2))
+    meta = record["meta"]
+    versions = ", ".join(f"{name} {number}" for name, number in meta["versions"].items())
+    where = f"{meta['gpu']}, {meta['driver']}, NVRTC {meta['nvrtc']}, {versions}, commit {meta['commit']}, {meta['date']}."
+    means = ", ".join(f"**{ratio:.2f}x** of {name}" for name, ratio in record["geomean"].items())
+    return [f"## {GPU_TITLES.get(record['suite'], record['suite'])}", "", where, "", *lines, "", f"Geometric means: {means}.", ""]
+
+
+GPU_TITLES = {
+    "pointwise": "GPU: pointwise operations",
+    "reduction": "GPU: norms and softmax",
+    "gemm": "GPU: linear layers (f32 without tf32)",
+    "block": "GPU: decoder layers",
+}
+
 HEAD = """# Performance
 
 This page is generated from `benchmarks/results` by `make docs`; `terrazzo bench cpu` measures anew.
@@ -77,4 +114,8 @@ How it is measured: every case is first checked on three sets of random normal i
 may be at most twice eager's own. Then both are called in turns, in one process and with the same number of threads, and
 the inputs take turns too. A time is the median of a call; eight of ten measurements lie within the spread. Above 1x we are
 faster than eager. Where other work on the machine disturbs a measurement it is repeated, and the steadiest one counts.
+
+On a GPU (`terrazzo bench gpu`) every case is checked in the same way; then a CUDA graph of each side calls once with every one of several
+sets of inputs, which are together twice as large as the second-level cache, and the graphs are replayed in turns. A time that beats the
+data sheet's memory or arithmetic is an error.
 """

@@ -21,9 +21,18 @@ class Suite(StrEnum):
     gemm = "gemm"
 
 
+class GpuSuite(StrEnum):
+    """What `--suite` of `bench gpu` may name; `bench.gpu_suites` says what is in each."""
+
+    pointwise = "pointwise"
+    reduction = "reduction"
+    gemm = "gemm"
+    block = "block"
+
+
 @app.callback()
 def bench() -> None:
-    """Measure against PyTorch."""  # a callback keeps `cpu` a command of its own although it is the only one
+    """Measure against PyTorch."""
 
 
 @app.command()
@@ -60,7 +69,47 @@ def cpu(
         raise typer.Exit(1)
 
 
-def _folder() -> Path:
-    """benchmarks/results/cpu of the checkout these sources are in, else of the current directory."""
+@app.command()
+def gpu(
+    suite: Annotated[list[GpuSuite] | None, typer.Option(help="Only this suite. Repeatable.", show_default=False)] = None,
+    peer: Annotated[list[str] | None, typer.Option(help="eager, compile or max-autotune. Repeatable.", show_default=False)] = None,
+    only: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the records go.", show_default=False)] = None,
+) -> None:
+    """Compare with PyTorch on this GPU; records go to benchmarks/results/<gpu> of the checkout.
+
+    Every case is checked against float64 first; then CUDA graphs over inputs larger than the caches are replayed in turns.
+    """
+    from terrazzo.bench.gpu import PEERS, measure
+    from terrazzo.bench.measure import save
+    from terrazzo.bench.report import gpu_rows
+    from terrazzo.cli.output import unknown
+    from terrazzo.errors import UserError
+    from terrazzo.options import Options
+    from terrazzo.run.cuda import devices
+
+    peers = peer or ["eager", "compile"]
+    for name in peers:
+        if name not in PEERS:
+            raise UserError(unknown("peer", name, PEERS))
+    if not devices():
+        raise UserError("`terrazzo bench gpu` needs a GPU, and PyTorch sees none; `terrazzo bench cpu` measures on the processor")
+    wrong = []
+    for chosen in suite or list(GpuSuite):
+        with working(f"measuring {chosen.value}"):
+            record = measure(chosen.value, Options(), peers, only)
+        for k, line in enumerate(columns(gpu_rows(record), right=(2, 3, 4, 5, 6))):
+            say(line, "bold" if k == 0 else None)
+        say(f"{chosen.value}: " + ", ".join(f"{ratio:.2f}x of {name}" for name, ratio in record["geomean"].items()) + ", geometric means")
+        name = record["meta"]["gpu"].split()[-1].lower()
+        save(record, (out or _folder(name)) / f"{chosen.value}.json")
+        wrong += [f"{c['case']} {c['dtype']}: {c['problem']}" for c in record["cases"] if not c["ok"]]
+    if wrong:
+        say("wrong: " + "; ".join(wrong), "bold red")
+        raise typer.Exit(1)
+
+
+def _folder(kind: str = "cpu") -> Path:
+    """benchmarks/results/<kind> of the checkout these sources are in, else of the current directory."""
     root = Path(__file__).parents[3]
-    return (root if (root / "pyproject.toml").exists() else Path()) / "benchmarks" / "results" / "cpu"
+    return (root if (root / "pyproject.toml").exists() else Path()) / "benchmarks" / "results" / kind

@@ -50,8 +50,7 @@ def examine() -> Iterator[Finding]:
     yield from _compiler()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     yield Finding("cores", True, f"{cores} usable of {os.cpu_count()}")
-    gpu = shutil.which("nvidia-smi") is not None
-    yield Finding("gpu", gpu, "an NVIDIA driver is here", "no NVIDIA driver; nothing needs one yet, kernels run on the processor")
+    yield from _gpu()
 
 
 def _package(name: str, advice: str, needed: bool = False) -> Finding:
@@ -80,6 +79,26 @@ def _compiler() -> Iterator[Finding]:
         yield Finding("vector math", vector, "libmvec", "no libmvec: exp, tanh and the like are computed one at a time")
     writable, why = _writable(cache)
     yield Finding("cache", writable, str(cache.directory), why)
+
+
+def _gpu() -> Iterator[Finding]:
+    """The driver, a GPU that PyTorch sees and that has a record, and NVRTC."""
+    driver = shutil.which("nvidia-smi") is not None
+    yield Finding("driver", driver, "an NVIDIA driver", "no NVIDIA driver: kernels for GPUs are printed, and run on the processor")
+    if driver:
+        from terrazzo.run.cuda import architecture, devices
+
+        try:
+            found = f"{devices()} of {architecture()}" if devices() else ""
+            yield Finding("gpu", bool(found), found, "PyTorch sees no GPU: install a build of it for CUDA")
+        except TerrazzoError as error:
+            yield Finding("gpu", False, "", str(error))
+    try:
+        from terrazzo.run.cuda import nvrtc_version
+
+        yield Finding("nvrtc", True, nvrtc_version())
+    except TerrazzoError as error:
+        yield Finding("nvrtc", False, "", str(error))
 
 
 def _writable(cache: object) -> tuple[bool, str]:

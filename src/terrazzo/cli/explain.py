@@ -25,9 +25,15 @@ def explain(request: Request, json: Json = False) -> None:
     from terrazzo.targets import target
 
     done = lower(load(request), request)
-    rates = target(request.options.target).rates
+    chosen = target(request.options.target)
     events = done.log.events
-    steps = [kernel_facts(done.loop, s, events, rates) if isinstance(s, Kernel) else call_facts(s, events) for s in done.loop.steps]
+    tiles = done.at("tile")
+    schedules = dict(tiles.schedules) if tiles else {}
+    steps = []
+    for number, s in enumerate(done.loop.steps):
+        steps.append(kernel_facts(done.loop, s, events, chosen.rates) if isinstance(s, Kernel) else call_facts(s, events))
+        if isinstance(s, Kernel) and chosen.gpu is not None:
+            steps[-1] |= gpu_facts(s, schedules[number], steps[-1], events, chosen.gpu)
     if json:
         as_json(steps)
         return
@@ -55,6 +61,21 @@ def kernel_facts(program: Program, kernel: Kernel, events: Sequence[Event], rate
         "operations": operations,
         "price_ns": cost(kernel, rates),
         "because": boundary(program, kernel, events),
+    }
+
+
+def gpu_facts(kernel: Kernel, schedule: Any, facts: dict[str, Any], events: Sequence[Event], gpu: Any) -> dict[str, Any]:
+    """What there is to say about a kernel on a GPU: its schedule and why, what the model expects, and the roofline."""
+    from terrazzo.rules.loop_to_tile.estimate import estimate
+
+    expected = estimate(kernel, gpu, facts["bytes"], facts["operations"])
+    why = [e for e in events if e.pass_name in ("schedule", "derive") and e.subject == kernel.name]
+    return {
+        "price_ns": expected.time,
+        "roofline_ns": expected.least,
+        "bound": expected.bound,
+        "schedule": str(schedule),
+        "because": [*facts["because"], *(f"{e.rule}: {e.reason}" for e in why)],
     }
 
 
@@ -133,11 +154,15 @@ def _show(number: int, facts: dict[str, Any]) -> None:
         rows["moves"] = size(facts["bytes"])
         rows["computes"] = f"{count(facts['operations'])} operations"
         rows["costs"] = f"{duration(facts['price_ns'])} by the model"
+        if "roofline_ns" in facts:
+            rows["costs"] += f"; at least {duration(facts['roofline_ns'])}, by {facts['bound']}"
     else:
         rows["runs"] = facts["name"]
     for name, text in rows.items():
         if text:
             say(f"    {name:<9} {text}")
+    for k, line in enumerate(facts.get("schedule", "").splitlines()[1:]):
+        say(f"    {'schedule' if k == 0 else '':<9} {line.removeprefix('    ')}")
     for k, reason in enumerate(facts["because"]):
         say(f"    {'because' if k == 0 else '':<9} {reason}")
 

@@ -10,6 +10,7 @@ import typer
 
 from terrazzo.cli.output import as_json, duration, say, told_warnings, working
 from terrazzo.cli.request import Json, Request, with_request
+from terrazzo.errors import CompilerBug, UserError
 
 if TYPE_CHECKING:
     from terrazzo.bench.harness import Accuracy, Timing
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 def run(
     request: Request,
     check: Annotated[bool, typer.Option("--check", help="Compare with eager, both against float64; exit code 1 if we are worse.")] = False,
-    interpret: Annotated[bool, typer.Option("--interpret", help="Run the Loop IR interpreter instead of kernels.")] = False,
+    interpret: Annotated[bool, typer.Option("--interpret", help="Run an interpreter: of Loop IR, or of a GPU's kernels.")] = False,
     timed: Annotated[bool, typer.Option("--time", help="Time it beside eager, in turns.")] = False,
     json: Json = False,
 ) -> None:
@@ -29,10 +30,10 @@ def run(
     """
     from terrazzo.cli.lowering import lower, refuse, show_events
     from terrazzo.cli.subject import load
+    from terrazzo.pipelines import lowering
     from terrazzo.run.compiled import compile_program
+    from terrazzo.run.interpreted import interpreted
 
-    if interpret:
-        request = replace(request, options=replace(request.options, target="interpreter"))
     subject = load(request)
     if request.options.verbose or request.options.dump or request.options.materialize:
         done = lower(subject, request)  # compiling may find everything in the cache and lower nothing
@@ -40,13 +41,20 @@ def run(
             show_events(done.log.events, request.options.verbose)
     start = time.perf_counter()
     with working("compiling"), told_warnings():
-        compiled = compile_program(subject.program, subject.bound, replace(request.options, verbose=0, dump=None))
+        options = replace(request.options, verbose=0, dump=None)
+        run = interpreted(lowering(subject.program, options), subject.bound) if interpret else None
+        compiled: Any = run or compile_program(subject.program, subject.bound, options)
     seconds = time.perf_counter() - start
     refuse([(f.op, f.source) for f in compiled.fallbacks], request)
 
     inputs = list(subject.inputs().values())
-    with working("running"):
-        results = compiled(inputs)
+    try:
+        with working("running"):
+            results = compiled(inputs)
+    except CompilerBug as error:
+        if request.file is None:
+            raise
+        raise UserError(f"{request.file[1]}: {error}") from None  # it would be a bug, had the compiler made this program
     compared = times = None
     if check:
         with working("checking against float64"):
@@ -75,7 +83,18 @@ def _time(ours: Any, eager: Any, threads: int | None) -> dict[str, Timing]:
 
     if threads is not None:
         torch.set_num_threads(threads)  # for eager; a fair comparison uses as many on both sides
-    return interleaved({"terrazzo": ours, "eager": eager})
+
+    def finished(call: Any) -> Any:
+        """The call with all that it started on a GPU."""
+
+        def run() -> None:
+            call()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+
+        return run
+
+    return interleaved({"terrazzo": finished(ours), "eager": finished(eager)})
 
 
 def _tell(compiled: Any, results: list[Any], seconds: float, compared: Accuracy | None, times: dict[str, Timing] | None) -> None:

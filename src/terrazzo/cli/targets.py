@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from terrazzo.cli.output import as_json, columns, say
-from terrazzo.cli.request import Json
+from terrazzo.cli.request import Json, here
 
 
 def targets(json: Json = False) -> None:
@@ -14,10 +14,13 @@ def targets(json: Json = False) -> None:
     from terrazzo.targets import TARGETS
 
     options = Options()
-    ready = {"cpu": find_compiler(None, Cache(options.cache_dir, options.cache_limit)) is not None}
+    mine = here()
+    state = {t.name: "this GPU" if t.name == mine else "to print" for t in TARGETS.values() if t.gpu}
+    found = find_compiler(None, Cache(options.cache_dir, options.cache_limit)) is not None
+    state |= {"cpu": "ready" if found else "no compiler found", "interpreter": "ready"}
     if json:
-        as_json([{"name": t.name, "description": t.description, "ready": ready.get(t.name, True)} for t in TARGETS.values()])
+        as_json([{"name": t.name, "description": t.description, "state": state[t.name]} for t in TARGETS.values()])
         return
-    rows = [(t.name, "ready" if ready.get(t.name, True) else "no compiler found", t.description) for t in TARGETS.values()]
+    rows = [(t.name, state[t.name], t.description) for t in TARGETS.values()]
     for line in columns(rows):
         say(line)

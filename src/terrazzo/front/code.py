@@ -13,6 +13,8 @@ from typing import Any
 from terrazzo.errors import UserError
 
 FILENAME = "<code>"
+_CHANGES = ("bfloat16", "cpu", "cuda", "double", "eval", "float", "half", "requires_grad_", "to", "train", "type")
+"""The methods by which a module changes itself, or its parameters."""
 
 
 def load(code: str) -> tuple[Any, tuple[Any, ...]]:
@@ -88,6 +90,8 @@ class _Making(ast.NodeTransformer):
 
         hint, self.hint = self.hint, ""
         new = self.generic_visit(node)
+        if isinstance(new, ast.Call) and (changed := self._changed_module(new)) is not None:
+            return changed
         if self._depends(new):
             return new
         made = self.run(ast.fix_missing_locations(ast.Expression(new)), "eval", node)  # type: ignore[arg-type]
@@ -100,6 +104,15 @@ class _Making(ast.NodeTransformer):
             self.live.add(name)
             return ast.copy_location(ast.Name(name, ast.Load()), node)
         return new
+
+    def _changed_module(self, call: ast.Call) -> ast.Name | None:
+        """The module's name, where a call such as `.bfloat16()` or `.to(...)` changes a module in place: that happens now, once."""
+        match call.func:
+            case ast.Attribute(value=ast.Name(id=name) as where, attr=attr) if name in self.modules and attr in _CHANGES:
+                if not any(self._depends(x) for x in (*call.args, *call.keywords)):
+                    self.run(ast.fix_missing_locations(ast.Expression(call)), "eval", call)
+                    return where
+        return None
 
     def _named(self, node: ast.AST, hint: str, made: Any, into: dict[str, Any]) -> ast.AST:
         name = self._free(hint, into)

@@ -11,8 +11,9 @@ from terrazzo.errors import UserError
 class Gpu:
     """`arch` is what NVRTC calls the target. Rates are of the whole machine: bytes and operations per nanosecond.
 
-    `shared` is what a block may have, in bytes; `fma` counts two operations per multiply-add in f32, `tensor` those of `mma.sync` on
-    16-bit operands; `launch` is in nanoseconds.
+    `shared` is what a block may have, in bytes; `memory`, `cache`, `fma` (two operations per multiply-add, in f32) and `tensor` (those of
+    `mma.sync` on 16-bit operands) are what good kernels reach; `roof` has the data sheet's memory, f32 and 16-bit tensor rates, which
+    nothing beats; `launch` is in nanoseconds.
     """
 
     arch: str
@@ -23,6 +24,7 @@ class Gpu:
     cache: float
     fma: float
     tensor: float
+    roof: tuple[float, float, float]
     launch: float = 2000.0
 
     @property
@@ -31,16 +33,16 @@ class Gpu:
         return int("".join(c for c in self.arch if c.isdigit()))
 
 
-# Data sheets, but for sm_90a: there memory, fma and mma.sync are what kernels reached on an H200.
+# Those of sm_90a were measured on an H200; the others are estimates from data sheets.
 GPUS = {
     g.arch: g
     for g in (
-        Gpu("sm_75", "T4", 40, 65536, 320, 1200, 8100, 60000),
-        Gpu("sm_80", "A100", 108, 166912, 1555, 4000, 19500, 280000),
-        Gpu("sm_86", "A10, RTX 30", 72, 101376, 600, 2500, 31000, 120000),
-        Gpu("sm_89", "L4, RTX 40", 128, 101376, 1000, 4500, 80000, 320000),
-        Gpu("sm_90a", "H100, H200", 132, 232448, 4200, 7000, 60000, 480000),
-        Gpu("sm_120", "RTX 50", 170, 101376, 1790, 6000, 100000, 400000),
+        Gpu("sm_75", "T4", 40, 65536, 300, 1200, 7000, 40000, (320, 8100, 65000)),
+        Gpu("sm_80", "A100", 108, 166912, 1400, 4000, 17000, 230000, (2039, 19500, 312000)),
+        Gpu("sm_86", "A10, RTX 30", 72, 101376, 540, 2500, 24000, 90000, (936, 35600, 142000)),
+        Gpu("sm_89", "L4, RTX 40", 128, 101376, 900, 4500, 60000, 250000, (1008, 82600, 330000)),
+        Gpu("sm_90a", "H100, H200", 132, 232448, 4200, 7000, 60000, 480000, (4800, 67000, 989000)),
+        Gpu("sm_120", "RTX 50", 170, 101376, 1600, 6000, 80000, 320000, (1792, 104800, 419000)),
     )
 }
 

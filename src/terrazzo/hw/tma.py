@@ -16,7 +16,7 @@ import numpy as np
 
 from terrazzo.errors import Limitation
 from terrazzo.ir.layout import HARDWARE
-from terrazzo.ir.types import DType
+from terrazzo.ir.types import DType, Type
 
 SPANS = tuple(HARDWARE)
 
@@ -74,6 +74,12 @@ class TensorMap:
         out = np.empty_like(plain)
         out[HARDWARE[self.swizzle](np.arange(plain.size))] = plain
         return out
+
+
+def tensor_map(kind: Type, box: tuple[int, ...], swizzle: int) -> TensorMap:
+    """The map of a tensor of this type, whose sizes are known."""
+    strides = tuple(s for s in kind.element_strides if isinstance(s, int))
+    return TensorMap(kind.dtype, kind.static_shape, strides, box, swizzle)
 
 
 def load_function(rank: int) -> str:

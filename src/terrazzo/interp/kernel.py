@@ -14,13 +14,15 @@ from typing import Any
 import numpy as np
 
 from terrazzo.errors import CompilerBug, UserError
-from terrazzo.hw import ldmatrix, mma_sync
+from terrazzo.hw import ldmatrix, mma_sync, tma
+from terrazzo.hw.transfer import CP_ASYNC, SHUFFLE
 from terrazzo.interp.loop import run_call
 from terrazzo.interp.tensor import Call
 from terrazzo.ir.address import evaluate, flatten
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr, Loaded
+from terrazzo.ir.layout import HARDWARE
 from terrazzo.ir.node import Node, topological
 
 TOGETHER = 1 << 14
@@ -80,6 +82,15 @@ class _SharedState:
 
 
 @dataclass
+class _BarrierState:
+    """Barriers of every block: phases that ended, bytes announced for the next one, boxes on their way, by block and slot."""
+
+    done: Any
+    expected: dict[tuple[int, int], int] = field(default_factory=dict)
+    flying: dict[tuple[int, int], list[tuple[k.Shared, Any, Any]]] = field(default_factory=dict)
+
+
+@dataclass
 class _Blocks:
     """Some blocks of a kernel, at one point of their common execution."""
 
@@ -92,6 +103,7 @@ class _Blocks:
     registers: dict[k.Registers, Any] = field(default_factory=dict)
     groups: list[list[tuple[k.Shared, Any, Any, Any]]] = field(default_factory=list)
     now: list[tuple[k.Shared, Any, Any, Any]] = field(default_factory=list)
+    barriers: dict[k.Barriers, _BarrierState] = field(default_factory=dict)
     epoch: int = 1
 
     def __post_init__(self) -> None:
@@ -142,6 +154,14 @@ class _Blocks:
                 if not (self.active.all(axis=(1, 2)) | ~self.active.any(axis=(1, 2))).all():
                     raise CompilerBug(f"{self.kernel.name}: only some threads of a block reach a barrier")
                 self.epoch += 1
+            case k.InitBarriers():
+                self.barriers[s.barriers] = _BarrierState(np.zeros((self.count, s.barriers.type.static_shape[0]), np.int64))
+            case k.Expect():
+                self.expect(s)
+            case k.TensorLoad():
+                self.tensor_load(s)
+            case k.WaitBarrier():
+                self.wait_barrier(s)
             case k.LoadMatrix():
                 self.load_matrix(s)
             case k.Multiply():
@@ -172,8 +192,74 @@ class _Blocks:
         self.active = outer & inside
         data = self.get(s.source, self.at(s.source, s.at, s.count, s), s)
         self.active = outer
-        data = np.where(inside[..., None], data, np.zeros((), data.dtype))
-        self.now.append((s.target, self.at(s.target, s.to, s.count, s), data, outer))
+        data = CP_ASYNC.run(data, inside)
+        at = self.at(s.target, s.to, s.count, s)
+        active = np.broadcast_to(outer[..., None], at.shape)
+        b, a, w = (np.broadcast_to(x, at.shape)[active] for x in (self.block[..., None], at, self.warp[..., None]))
+        self.refuse_readers(s.target, b, a, w, s)
+        self.now.append((s.target, at, data, outer))
+
+    def expect(self, s: k.Expect) -> None:
+        block, slot = self.one_thread(s, s.slot)
+        state = self.barriers[s.barriers]
+        for b, n in zip(block, slot, strict=True):
+            state.expected[b, n] = state.expected.get((b, n), 0) + s.bytes
+
+    def tensor_load(self, s: k.TensorLoad) -> None:
+        """Boxes set out now and arrive when their barrier is waited for; where they go, no warp may still be reading."""
+        block, slot = self.one_thread(s, s.slot)
+        at = [self.chosen(e) for e in s.at]
+        description = tma.tensor_map(s.source.type, s.box, s.target.swizzle)
+        to = self.chosen(flatten(s.to, s.target.type.element_strides))
+        for i, (b, n) in enumerate(zip(block, slot, strict=True)):
+            data = description.load(_view(s.source, self.memory[s.source]), [int(a[i]) for a in at])
+            plain = data[HARDWARE[s.target.swizzle](np.arange(data.size))].view(s.target.type.dtype.numpy)
+            place = int(to[i]) + np.arange(plain.size)
+            self.refuse_readers(s.target, np.full(plain.size, b), place, np.full(plain.size, -3), s)
+            self.barriers[s.barriers].flying.setdefault((b, n), []).append((s.target, place, plain))
+
+    def wait_barrier(self, s: k.WaitBarrier) -> None:
+        if s.barriers not in self.barriers:
+            raise CompilerBug(f"{self.kernel.name}: waits for {s.barriers.name}, which nobody made")
+        state = self.barriers[s.barriers]
+        slots, phases = (np.broadcast_to(self.number(e), self.shape) for e in (s.slot, s.phase))
+        for b in range(self.count):
+            if not self.active[b].any():
+                continue
+            n, phase = int(slots[b][self.active[b]][0]), int(phases[b][self.active[b]][0])
+            arrived = 0
+            for place, at, data in state.flying.pop((b, n), []):
+                arrived += data.nbytes
+                block = np.full(at.size, b)
+                self.refuse_readers(place, block, at, np.full(at.size, -3), s)
+                shared = self.shared[place]
+                shared.data[b, at] = data
+                shared.written[b, at], shared.writer[b, at] = 0, -3  # all who waited for the barrier may read it
+            if (b, n) in state.expected:
+                if state.expected.pop((b, n)) != arrived:
+                    raise CompilerBug(f"{self.kernel.name}: {arrived} bytes come to {s.barriers.name}[{n}], and others were announced")
+                state.done[b, n] += 1
+            if state.done[b, n] % 2 == phase:
+                raise CompilerBug(f"{self.kernel.name}: waits for ever at {s.barriers.name}[{n}], phase {phase}")
+
+    def one_thread(self, s: Any, slot: IntExpr) -> tuple[list[int], list[int]]:
+        """The blocks in which a statement is executed, by one thread each, and the slot it names there."""
+        if (self.active.sum(axis=(1, 2)) > 1).any():
+            raise CompilerBug(f"{self.kernel.name}: several threads of a block execute {type(s).__name__}")
+        blocks = np.nonzero(self.active.any(axis=(1, 2)))[0]
+        return [int(b) for b in blocks], [int(n) for n in self.chosen(slot)]
+
+    def chosen(self, e: IntExpr) -> Any:
+        """The value of an expression for every active thread."""
+        return np.broadcast_to(self.number(e), self.shape)[self.active]
+
+    def refuse_readers(self, place: k.Shared, b: Any, a: Any, w: Any, s: Node) -> None:
+        """CompilerBug where another warp has read, since the last barrier, what is to be written."""
+        state = self.shared[place]
+        if ((state.read[b, a] == self.epoch) & (state.reader[b, a] != w)).any():
+            raise CompilerBug(
+                f"{self.kernel.name}: {type(s).__name__} writes {place.name} while another warp reads it, with no barrier between"
+            )
 
     def load_matrix(self, s: k.LoadMatrix) -> None:
         record = MOVES[s.instruction]
@@ -245,10 +331,7 @@ class _Blocks:
         state = self.shared[place]
         active = np.broadcast_to(who[..., None], at.shape)
         b, a, w = (np.broadcast_to(x, at.shape)[active] for x in (self.block[..., None], at, self.warp[..., None]))
-        if ((state.read[b, a] == self.epoch) & (state.reader[b, a] != w)).any():
-            raise CompilerBug(
-                f"{self.kernel.name}: {type(s).__name__} writes {place.name} while another warp reads it, with no barrier between"
-            )
+        self.refuse_readers(place, b, a, w, s)
         if ((state.written[b, a] == self.epoch) & (state.writer[b, a] != w) & (state.writer[b, a] != -1)).any():
             raise CompilerBug(
                 f"{self.kernel.name}: {type(s).__name__} writes {place.name} where another warp wrote, with no barrier between"
@@ -282,7 +365,7 @@ class _Blocks:
             case k.Value():
                 return self.values[x]
             case k.Shuffle():
-                return self.term(x.x)[..., np.arange(k.WARP) ^ x.mask]
+                return SHUFFLE.run(self.term(x.x), x.mask)
             case l.Load():
                 return self.load(x)
             case l.Apply():

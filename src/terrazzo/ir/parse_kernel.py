@@ -10,6 +10,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, Var
 from terrazzo.ir.parse_loop import LoopReader
 from terrazzo.ir.reader import Scope, elements, empty
+from terrazzo.ir.types import Type, u64
 
 
 class KernelReader(LoopReader):
@@ -65,6 +66,11 @@ class KernelReader(LoopReader):
                 place: k.Shared = self.build(s, k.Shared, name, self.type(kind, scope), swizzle)
                 self.define(s, name, place, scope)
                 return place
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(func=ast.Name(id="barriers"), args=[count, arrivals])):
+                ring = Type(u64, (self.natural(count),))
+                barriers: k.Barriers = self.build(s, k.Barriers, name, ring, 0, self.natural(arrivals))
+                self.define(s, name, barriers, scope)
+                return barriers
         return None
 
     def define(self, s: ast.AST, name: str, value: Any, scope: Scope) -> None:
@@ -100,9 +106,27 @@ class KernelReader(LoopReader):
                 return self.build(s, k.For, axis, self.statements(s.body, inner), kind == "unrolled")
             case ast.If(test=test, orelse=[]):
                 return self.build(s, k.If, self.conditions(test, scope), self.statements(s.body, scope.inner()))
+            case ast.Expr(value=ast.Call(func=ast.Name(id=op), args=args)) if op in _BARRIERS:
+                return self.barrier(s, op, args, scope)
             case ast.Expr(value=ast.Call(func=ast.Name(id=op), args=args)) if op in _CALLS:
                 return self.build(s, _CALLS[op], *self.operands(s.value, op, args, scope))
-        self.fail(s, f"expected a loop, a condition, an assignment or one of {', '.join(_CALLS)}")
+        self.fail(s, f"expected a loop, a condition, an assignment or one of {', '.join((*_CALLS, *_BARRIERS))}")
+
+    def barrier(self, s: ast.stmt, op: str, args: list[ast.expr], scope: Scope) -> Any:
+        """A statement about barriers."""
+        if len(args) != _BARRIERS[op]:
+            self.fail(s, f"{op} takes {_BARRIERS[op]} arguments")
+        if op == "init_barriers":
+            return self.build(s, k.InitBarriers, self.lookup(args[0], scope, k.Barriers))
+        place, slot = self.place(args[-1] if op == "tensor_load" else args[0], scope)
+        if not isinstance(place, k.Barriers) or len(slot) != 1:
+            self.fail(s, "expected a barrier, such as full[0]")
+        if op == "expect":
+            return self.build(s, k.Expect, place, slot[0], self.natural(args[1]))
+        if op == "wait_barrier":
+            return self.build(s, k.WaitBarrier, place, slot[0], self.expr(args[1], scope))
+        box = tuple(self.natural(x) for x in elements(args[2]))
+        return self.build(s, k.TensorLoad, *self.place(args[0], scope), *self.place(args[1], scope), box, place, slot[0])
 
     def conditions(self, test: ast.expr, scope: Scope) -> tuple[Any, ...]:
         zero = ast.Subscript(value=ast.Name(id="_"), slice=ast.Tuple(elts=[]))
@@ -131,6 +155,9 @@ class KernelReader(LoopReader):
             self.fail(where, f"{op} takes other arguments")
         return [*found, inside] if op == "async_copy" else found
 
+    def _read(self, x: ast.AST, scope: Scope) -> Any:
+        return self.term(x, scope)  # an index from data may be an element of registers
+
     def term(self, x: ast.AST, scope: Scope) -> Any:
         match x:
             case ast.Call(func=ast.Name(id="shuffle"), args=[v, mask]):
@@ -148,4 +175,5 @@ _CALLS: dict[str, Any] = {
     "load_matrix": k.LoadMatrix,
     "multiply": k.Multiply,
 }
+_BARRIERS = {"init_barriers": 1, "expect": 2, "wait_barrier": 2, "tensor_load": 4}
 _ARGUMENTS = {"move": 5, "async_copy": 5, "commit": 0, "wait_groups": 1, "sync": 0, "load_matrix": 5, "multiply": 7}

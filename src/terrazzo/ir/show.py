@@ -31,6 +31,10 @@ def show(x: Any) -> str:
         from terrazzo.ir.show_kernel import show_program
 
         return show_program(x)
+    if isinstance(x, kernel.Kernel):
+        from terrazzo.ir.show_kernel import show_kernel
+
+        return "\n".join(show_kernel(x))
     if isinstance(x, l.Kernel):
         return "\n".join(_kernel(x))
     if isinstance(x, tuple):

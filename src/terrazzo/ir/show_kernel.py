@@ -28,6 +28,9 @@ def show_kernel(kernel: k.Kernel) -> list[str]:
     shape = f"_grid={kernel.grid}, _warps={kernel.warps}, _resident={kernel.resident}, _reads=[{reads}]"
     lines = [f"with launch({kernel.name!r}, {shape}{outs}):{f'  # {kernel.source}' if kernel.source else ''}"]
     for s in kernel.shared:
+        if isinstance(s, k.Barriers):
+            lines.append(f"    {s.name} = barriers({s.type.shape[0]}, {s.arrivals})")
+            continue
         swizzle = f", swizzle={s.swizzle}" if s.swizzle else ""
         lines.append(f"    {s.name} = shared({show_type(s.type)}{swizzle})")
     lines += ["    " + line for line in _statements(kernel.body)]
@@ -57,6 +60,14 @@ def statement(s: Node) -> list[str]:
             return [f"wait_groups({s.open})"]
         case k.Sync():
             return ["sync()"]
+        case k.InitBarriers():
+            return [f"init_barriers({s.barriers.name})"]
+        case k.Expect():
+            return [f"expect({_at(s.barriers, (s.slot,))}, {s.bytes})"]
+        case k.WaitBarrier():
+            return [f"wait_barrier({_at(s.barriers, (s.slot,))}, {show_expr(s.phase)})"]
+        case k.TensorLoad():
+            return [f"tensor_load({_at(s.target, s.to)}, {_at(s.source, s.at)}, {list(s.box)}, {_at(s.barriers, (s.slot,))})"]
         case k.LoadMatrix():
             return [f"load_matrix({s.instruction!r}, {_at(s.target, s.to)}, {_at(s.source, s.at)})"]
         case k.Multiply():

@@ -36,7 +36,7 @@ class Compiled:
     """A program bound to its weights, ready to be called with its varying inputs, in order.
 
     Calls are re-entrant: each takes a frame (temporaries and prepared arguments) from the pool of its queue of work (PyTorch's
-    stream). `loop`, `log` and `sources` are there when this process compiled the program, and empty when it came from the cache.
+    stream). `program`, `log` and `sources` are there when this process compiled the program, and empty when it came from the cache.
     """
 
     plan: Plan
@@ -44,7 +44,7 @@ class Compiled:
     functions: list[Any]
     bound: dict[int, Any]
     as_graph: bool = False
-    loop: l.Program | None = None
+    program: Any = None
     log: Log = field(default_factory=Log)
     sources: list[tuple[str, str]] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
@@ -71,6 +71,10 @@ class Compiled:
         tensors = dict(self.bound)
         for k, given, expected in zip(self.varying, inputs, self.expected, strict=True):
             tensors[k] = expected.check(given)
+        with self.machine.current():
+            return self._call(tensors)
+
+    def _call(self, tensors: dict[int, Any]) -> list[Any]:
         self.machine.before()
         queue = self.machine.queue()
         pool = self.frames.setdefault(queue, [])
@@ -134,7 +138,7 @@ class _Frame:
                     array[position] = self.base + slot.offset
                 else:
                     self.pointers.setdefault(k, []).append((array, position))
-            self.launches.append(machine.prepare(step, function, array, number))
+            self.launches.append(machine.prepare(step, function, array, number, plan.slots))
         self.graph = machine.graph(self.launches) if as_graph and machine.device != "cpu" else None
 
     def point(self, tensors: Mapping[int, Any]) -> None:
@@ -214,10 +218,11 @@ def _load(key: str, cache: Cache, machine: Cpu | Cuda, bound: Mapping[str, Any],
 def _build(key: str, cache: Cache, machine: Cpu | Cuda, program: Any, bound: Mapping[str, Any], options: Options) -> Compiled:
     lowering = _lowering(program, options)
     built = machine.build(lowering, options, cache)
-    plan = make(lowering.loop, built.entries)
+    plan = make(built.program, built.entries)
     cache.put(key, ".plan", plan.to_json())
     done = _bind(plan, built.paths, machine, bound, options)
-    done.loop, done.log, done.timings, done.sources = lowering.loop, lowering.log, {**lowering.seconds, **built.seconds}, built.sources
+    done.program, done.log, done.sources = built.program, lowering.log, built.sources
+    done.timings = {**lowering.seconds, **built.seconds}
     return done
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,13 +21,15 @@ if TYPE_CHECKING:
     from terrazzo.pipelines import Lowering
 
 SUFFIX = ".so"
+_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)
 class Built:
     """The machine code of a program's kernels: entries, the files by key, the sources by function, and seconds by phase."""
 
-    entries: dict[l.Kernel, Entry]
+    program: Any
+    entries: dict[Any, Entry]
     paths: dict[str, Path]
     sources: list[tuple[str, str]]
     seconds: dict[str, float]
@@ -57,7 +60,7 @@ class Cpu:
         seconds = {"emit": emitted - start, "compile": time.perf_counter() - emitted}
         keys = {source: self.compiler.key(source) for source in sources}
         entries = {k: Entry(keys[source], name, arguments(k)) for k, (name, source) in kernels.items()}
-        return Built(entries, {keys[s]: p for s, p in zip(sources, paths, strict=True)}, list(kernels.values()), seconds)
+        return Built(lowering.loop, entries, {keys[s]: p for s, p in zip(sources, paths, strict=True)}, list(kernels.values()), seconds)
 
     def load(self, steps: Sequence[Step], paths: dict[str, Path]) -> list[Any]:
         """For every step its function, which takes an array of addresses; None for calls of PyTorch."""
@@ -72,7 +75,7 @@ class Cpu:
         """Which of several queues of work a call joins: here there is one."""
         return 0
 
-    def prepare(self, step: Step, function: Any, addresses: Any, number: int) -> Any:
+    def prepare(self, step: Step, function: Any, addresses: Any, number: int, slots: Sequence[Any]) -> Any:
         """What runs a step, given the array that will hold its addresses."""
 
         def run(_: int) -> None:
@@ -80,6 +83,10 @@ class Cpu:
                 raise UserError(f"kernel {step.label} ({step.source}): an index is out of range for its dimension")
 
         return run
+
+    def current(self) -> Any:
+        """Within this, work goes here."""
+        return _NOTHING
 
     def before(self) -> None:
         """Called at the start of every call."""

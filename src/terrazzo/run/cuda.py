@@ -8,22 +8,26 @@ import re
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import cache as once
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from terrazzo.errors import CompilerBug, Limitation, UserError
 from terrazzo.hw.gpu import GPUS
+from terrazzo.hw.tma import TensorMap
 from terrazzo.ir.dialects import kernel as k
-from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.types import DTYPES
 from terrazzo.options import Options
 from terrazzo.run.cache import Cache, digest
 from terrazzo.run.cpu import Built
-from terrazzo.run.plan import Entry, Step
+from terrazzo.run.plan import Entry, Slot, Step
+from terrazzo.run.tensor_map import encode
 
 if TYPE_CHECKING:
     from terrazzo.pipelines import Lowering
 
+_NOTHING = nullcontext()
 LEAST_DRIVER = 12000
 """The oldest driver whose cubins and graphs we use, as CUDA numbers versions."""
 STATIC_SHARED = 48 << 10
@@ -143,6 +147,7 @@ class Cuda:
             raise UserError(f"the target is {arch}, and {device} is {architecture(self.index)}")
         self.device, self.arch, self.driver = f"cuda:{self.index}", arch, driver
         self.flags: Any = None
+        self.steps: Sequence[Step] = ()
         self.modules: dict[str, Any] = {}
 
     def key(self) -> str:
@@ -153,16 +158,17 @@ class Cuda:
         """The kernels of a program, compiled where the cache lacks them."""
         start = time.perf_counter()
         program: k.Program = lowering.at("kernel")
-        entries, sources, compiled = emit_all(lowering.loop, program, self.arch)
+        entries, sources, compiled = emit_all(program, self.arch)
         emitted = time.perf_counter()
         paths = compile_all(compiled, self.arch, cache, options.spills)
         seconds = {"emit": emitted - start, "compile": time.perf_counter() - emitted}
-        return Built(entries, {cubin_key(s, self.arch): p for s, p in zip(compiled, paths, strict=True)}, sources, seconds)
+        return Built(program, entries, {cubin_key(s, self.arch): p for s, p in zip(compiled, paths, strict=True)}, sources, seconds)
 
     def load(self, steps: Sequence[Step], paths: dict[str, Path]) -> list[Any]:
         """For every step its function on this GPU; None for calls of PyTorch."""
         import torch
 
+        self.steps = steps
         if any(s.launch and s.launch[3] for s in steps):
             self.flags = torch.zeros(len(steps), dtype=torch.int32, pin_memory=True)
         with torch.cuda.device(self.index):
@@ -191,18 +197,29 @@ class Cuda:
 
         return int(torch.cuda.current_stream(self.index).cuda_stream)
 
-    def prepare(self, step: Step, function: Any, addresses: Any, number: int) -> Launch:
+    def prepare(self, step: Step, function: Any, addresses: Any, number: int, slots: Sequence[Slot]) -> Launch:
         """What launches step `number`, given the array that will hold its addresses."""
-        launch = Launch(self, step, function, addresses)
+        maps = []
+        for position, box, swizzle in step.maps:
+            slot = slots[step.args[position]]
+            maps.append((position, TensorMap(DTYPES[slot.dtype], slot.shape, slot.strides, box, swizzle)))
+        launch = Launch(self, step, function, addresses, maps)
         if self.flags is not None:
             launch.flag.value = self.flags.data_ptr() + number * self.flags.element_size()
         return launch
 
+    def current(self) -> Any:
+        """Within this, PyTorch's current device is this one."""
+        import torch
+
+        return _NOTHING if torch.cuda.current_device() == self.index else torch.cuda.device(self.index)
+
     def before(self) -> None:
         """Tell of an index that was out of range in an earlier call: kernels run on while the program goes on."""
         if self.flags is not None and (found := self.flags.nonzero()).numel():
+            step = self.steps[int(found[0])]
             self.flags.zero_()
-            raise UserError(f"step {int(found[0])} of an earlier call met an index that is out of range for its dimension")
+            raise UserError(f"kernel {step.label} ({step.source}), in an earlier call: an index is out of range for its dimension")
 
     def graph(self, launches: Sequence[Launch]) -> Graph:
         """The launches, one after the other, as one CUDA graph."""
@@ -212,27 +229,53 @@ class Cuda:
 class Launch:
     """A kernel with its arguments in place; called with a stream."""
 
-    def __init__(self, machine: Cuda, step: Step, function: Any, addresses: Any) -> None:
+    def __init__(self, machine: Cuda, step: Step, function: Any, addresses: Any, maps: Sequence[tuple[int, TensorMap]]) -> None:
         self.machine, self.step, self.function, self.addresses = machine, step, function, addresses
         blocks, threads, shared, notes = step.launch
         count = len(addresses)
         self.flag = ctypes.c_void_p(0)
-        self.pointers = (ctypes.c_void_p * (count + notes))()
+        self.maps = [_Map(addresses, position, tensor_map) for position, tensor_map in maps]
+        self.pointers = (ctypes.c_void_p * (count + len(self.maps) + notes))()
         base, size = ctypes.addressof(addresses), ctypes.sizeof(ctypes.c_void_p)
         for n in range(count):
             self.pointers[n] = base + n * size
+        for n, m in enumerate(self.maps):
+            self.pointers[count + n] = m.at
         if notes:
-            self.pointers[count] = ctypes.addressof(self.flag)
+            self.pointers[count + len(self.maps)] = ctypes.addressof(self.flag)
         self.blocks, self.threads, self.shared, self.at = blocks, threads, shared, ctypes.addressof(self.pointers)
         self.launch, self.success = machine.driver.cuLaunchKernel, machine.driver.CUresult.CUDA_SUCCESS
 
+    def ready(self) -> None:
+        """Encode the maps of tensors that lie elsewhere than in the last call."""
+        for m in self.maps:
+            m.encode()
+
     def __call__(self, stream: int) -> None:
+        if self.maps:
+            self.ready()
         (status,) = self.launch(self.function, self.blocks, 1, 1, self.threads, 1, 1, self.shared, stream, self.at, 0)
         if status != self.success:
             raise UserError(
                 f"kernel {self.step.label} ({self.step.source}) failed to launch: {status.name}; {self.blocks} blocks of {self.threads} "
                 f"threads with {self.shared} bytes of shared memory. An earlier kernel may be at fault: set CUDA_LAUNCH_BLOCKING=1."
             )
+
+
+class _Map:
+    """A tensor map in memory of the host, 64 bytes aligned, of the tensor at one of the addresses of a launch."""
+
+    def __init__(self, addresses: Any, position: int, tensor_map: TensorMap) -> None:
+        self.addresses, self.position, self.tensor_map = addresses, position, tensor_map
+        self.memory = (ctypes.c_char * (128 + 64))()
+        self.at = (ctypes.addressof(self.memory) + 63) // 64 * 64
+        self.known = 0
+
+    def encode(self) -> None:
+        address = self.addresses[self.position] or 0
+        if address != self.known:
+            ctypes.memmove(self.at, encode(self.tensor_map, address), 128)
+            self.known = address
 
 
 class Graph:
@@ -244,6 +287,7 @@ class Graph:
         graph = call("cuGraphCreate", 0)
         self.nodes: list[Any] = []
         for launch in launches:
+            launch.ready()
             before = self.nodes[-1:]
             self.nodes.append(call("cuGraphAddKernelNode", graph, before, len(before), self._parameters(launch)))
         self.known = [bytes(x.addresses) for x in launches]
@@ -262,21 +306,23 @@ class Graph:
         for n, launch in enumerate(self.launches):
             now = bytes(launch.addresses)
             if now != self.known[n]:
+                launch.ready()
                 self.machine.call("cuGraphExecKernelNodeSetParams", self.executable, self.nodes[n], self._parameters(launch))
                 self.known[n] = now
         self.machine.call("cuGraphLaunch", self.executable, stream)
 
 
-def emit_all(loop: l.Program, program: k.Program, arch: str) -> tuple[dict[l.Kernel, Entry], list[tuple[str, str]], list[str]]:
-    """For every kernel of Loop IR its entry; (function, source) of each; the sources, each once."""
+def emit_all(program: k.Program, arch: str) -> tuple[dict[k.Kernel, Entry], list[tuple[str, str]], list[str]]:
+    """For every kernel its entry; (function, source) of each; the sources, each once."""
     from terrazzo.targets.cuda.emit import emit, gathers
 
-    entries: dict[l.Kernel, Entry] = {}
+    entries: dict[k.Kernel, Entry] = {}
     sources: list[tuple[str, str]] = []
-    for before, kernel in zip(loop.steps, program.steps, strict=True):
-        if isinstance(before, l.Kernel) and isinstance(kernel, k.Kernel):
+    for kernel in program.steps:
+        if isinstance(kernel, k.Kernel):
             name, source = emit(kernel)
             launch = (kernel.grid, kernel.threads, kernel.shared_bytes, int(gathers(kernel)))
-            entries[before] = Entry(cubin_key(source, arch), name, kernel.params, launch)
+            maps = tuple((kernel.params.index(b), box, swizzle) for b, box, swizzle in kernel.maps)
+            entries[kernel] = Entry(cubin_key(source, arch), name, kernel.params, launch, maps)
             sources.append((name, source))
     return entries, sources, list(dict.fromkeys(source for _, source in sources))

@@ -24,6 +24,7 @@ STAGES = {
     "tensor_to_loop": "02-loop.txt",
     "loop": "03-fused.txt",
     "tile": "04-tile.txt",
+    "kernel": "05-kernel.txt",
 }
 
 
@@ -31,8 +32,7 @@ def write(directory: Path, done: Lowering, options: Options) -> None:
     """Write everything; a file is complete or not there at all. UserError where the directory cannot be written."""
     files: dict[str, str] = {}
     for program in (done.source, *(stage[1] for stage in done.stages)):
-        if dialect(program) != "kernel":
-            files[STAGES[dialect(program)]] = show(program)  # of the passes that stay in Loop IR the last one counts
+        files[STAGES[dialect(program)]] = show(program)  # of the passes that stay in Loop IR the last one counts
     if (lifted := done.lifted()) is not None:
         files[STAGES["tensor_to_loop"]] = show(lifted)
     kernels = done.at("kernel")

@@ -1,4 +1,4 @@
-"""Programs that the Loop IR interpreter runs, where there is no compiler or where that is asked for."""
+"""Programs that an interpreter runs, that of Loop IR or of Kernel IR: where there is no compiler, or where that is asked for."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from terrazzo.errors import UserError
+from terrazzo.ir.dialects import kernel
 from terrazzo.ir.dialects import loop as l
 from terrazzo.rewrite.rule import Log
 from terrazzo.run.plan import Fallback
@@ -18,34 +19,39 @@ if TYPE_CHECKING:
 
 @dataclass
 class Interpreted:
-    """A program that the Loop IR interpreter runs, with the interface of `Compiled`."""
+    """A program that an interpreter runs, with the interface of `Compiled`."""
 
-    loop: l.Program
+    program: l.Program | kernel.Program
     bound: dict[str, Any]
     log: Log
     timings: dict[str, float]
 
     def __post_init__(self) -> None:
-        self.expected = [Expected(slot_of(b)) for b in self.loop.inputs if b.name not in self.bound]
+        self.expected = [Expected(slot_of(b)) for b in self.program.inputs if b.name not in self.bound]
         self.kernels: list[tuple[str, str]] = []
 
     @property
     def fallbacks(self) -> list[Fallback]:
         """The ops PyTorch runs, each once."""
-        return list(dict.fromkeys(Fallback(s.name, s.source) for s in self.loop.steps if isinstance(s, l.Call)))
+        return list(dict.fromkeys(Fallback(s.name, s.source) for s in self.program.steps if isinstance(s, l.Call)))
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
-        from terrazzo.interp import loop as interp
+        from terrazzo.interp import kernel as simulator
+        from terrazzo.interp import loop as interpreter
         from terrazzo.interp.torch import call_numpy, from_numpy, to_numpy
 
         if len(inputs) != len(self.expected):
             raise UserError(f"the program takes {len(self.expected)} tensors, got {len(inputs)}")
         given = {e.slot.name: e.check(t) for e, t in zip(self.expected, inputs, strict=True)}
         arrays = {name: to_numpy(t) for name, t in {**self.bound, **given}.items()}
-        out = [from_numpy(r) for r in interp.run(self.loop, arrays, call=call_numpy)]
-        return [Expected(slot_of(b)).empty().copy_(value) for b, value in zip(self.loop.results, out, strict=True)]
+        if isinstance(self.program, kernel.Program):
+            found = simulator.run(self.program, arrays, call=call_numpy)
+        else:
+            found = interpreter.run(self.program, arrays, call=call_numpy)
+        out = [from_numpy(r) for r in found]
+        return [Expected(slot_of(b)).empty().copy_(value) for b, value in zip(self.program.results, out, strict=True)]
 
 
 def interpreted(done: Lowering, bound: Mapping[str, Any]) -> Interpreted:
-    """A program that was lowered to Loop IR, for the interpreter."""
-    return Interpreted(done.loop, {k: v.detach() for k, v in bound.items()}, done.log, done.seconds)
+    """A program that was lowered to Loop IR or, for a GPU, to Kernel IR, for its interpreter."""
+    return Interpreted(done.at("kernel") or done.loop, {k: v.detach() for k, v in bound.items()}, done.log, done.seconds)

@@ -13,11 +13,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from terrazzo.errors import UserError
+from terrazzo.ir.dialects import kernel
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.torch import TorchName
 from terrazzo.ir.types import DTYPES, DType
 
-VERSION = 2
+VERSION = 3
 ALIGN = 256
 
 
@@ -51,7 +52,8 @@ class Step:
     """A kernel (`key` finds its machine code, `name` is the function) or, with no key, a call of the PyTorch op `name`.
 
     `args` of a kernel are slots; of a call they are encoded values (see `encode`). `launch` is for a GPU: blocks, threads of a block,
-    bytes of shared memory, and whether the kernel notes indices that are out of range (1 or 0).
+    bytes of shared memory, and whether the kernel notes indices that are out of range (1 or 0). `maps` are the tensor maps it takes:
+    which of `args`, the box, the swizzle.
     """
 
     key: str
@@ -62,6 +64,7 @@ class Step:
     source: str
     label: str
     launch: tuple[int, ...] = ()
+    maps: tuple[tuple[int, tuple[int, ...], int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class Entry:
     name: str
     buffers: tuple[l.Buffer, ...]
     launch: tuple[int, ...] = ()
+    maps: tuple[tuple[int, tuple[int, ...], int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,8 +110,8 @@ class Plan:
             raise ValueError(f"not a plan: {e}") from None
 
 
-def make(program: l.Program, entries: Mapping[l.Kernel, Entry]) -> Plan:
-    """The plan of a program whose kernels have this machine code."""
+def make(program: l.Program | kernel.Program, entries: Mapping[Any, Entry]) -> Plan:
+    """The plan of a program (of Loop IR, or of Kernel IR) whose kernels have this machine code."""
     buffers = list(dict.fromkeys([*program.inputs, *(b for s in program.steps for b in s.writes)]))
     number = {b: k for k, b in enumerate(buffers)}
     own = set(program.inputs) | set(program.results)
@@ -118,9 +122,9 @@ def make(program: l.Program, entries: Mapping[l.Kernel, Entry]) -> Plan:
         slots.append(Slot(b.name, b.type.dtype.name, b.type.static_shape, _strides(b), kind, offsets.get(b, 0)))
     steps = []
     for s in program.steps:
-        if isinstance(s, l.Kernel):
+        if not isinstance(s, l.Call):
             e = entries[s]
-            steps.append(Step(e.key, e.name, tuple(number[b] for b in e.buffers), {}, (), s.source, s.name, e.launch))
+            steps.append(Step(e.key, e.name, tuple(number[b] for b in e.buffers), {}, (), s.source, s.name, e.launch, e.maps))
         else:
             kwargs = {k: encode(v, number) for k, v in s.kwargs}
             results = tuple(None if b is None else number[b] for b in s.results)
@@ -128,7 +132,7 @@ def make(program: l.Program, entries: Mapping[l.Kernel, Entry]) -> Plan:
     return Plan(tuple(number[b] for b in program.inputs), tuple(number[b] for b in program.results), tuple(slots), tuple(steps), arena)
 
 
-def allocate(program: l.Program, buffers: Sequence[l.Buffer]) -> tuple[dict[l.Buffer, int], int]:
+def allocate(program: l.Program | kernel.Program, buffers: Sequence[l.Buffer]) -> tuple[dict[l.Buffer, int], int]:
     """Offsets for temporaries, first fit, such that buffers that live at the same time do not overlap; and the total."""
     last: dict[l.Buffer, int] = {}
     for k, step in enumerate(program.steps):
@@ -230,7 +234,8 @@ def _step(s: Any, count: int) -> Step:
     launch = tuple(_natural(x) for x in s["launch"])
     if len(launch) not in (0, 4):
         raise ValueError("not a launch")
-    return Step(_text(s["key"]), _text(s["name"]), args, kwargs, results, _text(s["source"]), _text(s["label"]), launch)
+    maps = tuple((_index(p, max(len(args), 1)), tuple(_natural(x) for x in box), _natural(swizzle)) for p, box, swizzle in s["maps"])
+    return Step(_text(s["key"]), _text(s["name"]), args, kwargs, results, _text(s["source"]), _text(s["label"]), launch, maps)
 
 
 def _natural(x: Any) -> int:

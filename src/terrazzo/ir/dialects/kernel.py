@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 
 from terrazzo.errors import UserError
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.dialects.loop import Buffer, Store, Term
+from terrazzo.ir.dialects.loop import Buffer, Term
 from terrazzo.ir.expr import IntExpr, Var
 from terrazzo.ir.node import Node, topological
 from terrazzo.ir.types import DType
@@ -26,6 +26,12 @@ class Shared(Buffer, dialect="kernel", op="shared"):
     """Memory of the block. Bits of the byte offset are exchanged with a span of `swizzle` bytes (0, 32, 64 or 128; see ir.layout)."""
 
     swizzle: int = 0
+
+
+class Barriers(Shared, dialect="kernel", op="barriers"):
+    """`mbarrier`s, one for each slot of a ring. A phase ends when `arrivals` threads arrived and all announced bytes have come."""
+
+    arrivals: int = 1
 
 
 class Registers(Buffer, dialect="kernel", op="registers"):
@@ -109,6 +115,43 @@ class Sync(Node, dialect="kernel", op="sync"):
     """Until all threads of the block are here; what they wrote to shared memory is then seen by all."""
 
 
+class InitBarriers(Node, dialect="kernel", op="init_barriers"):
+    """Barriers come into being, and are seen by asynchronous copies. One thread does this, before a barrier of the block."""
+
+    barriers: Barriers
+
+
+class Expect(Node, dialect="kernel", op="expect"):
+    """Arrive at a barrier, and announce bytes that will come."""
+
+    barriers: Barriers
+    slot: IntExpr
+    bytes: int
+
+
+class WaitBarrier(Node, dialect="kernel", op="wait_barrier"):
+    """Until the phase of this parity of a barrier has ended."""
+
+    barriers: Barriers
+    slot: IntExpr
+    phase: IntExpr
+
+
+class TensorLoad(Node, dialect="kernel", op="tensor_load"):
+    """TMA, by one thread: the box of the source that begins at `at` into shared memory, zeros outside the tensor.
+
+    Its bytes count at a barrier.
+    """
+
+    target: Shared
+    to: tuple[IntExpr, ...]
+    source: Buffer
+    at: tuple[IntExpr, ...]
+    box: tuple[int, ...]
+    barriers: Barriers
+    slot: IntExpr
+
+
 class LoadMatrix(Node, dialect="kernel", op="load_matrix"):
     """ldmatrix: `instruction` names a record of hw.ldmatrix; every lane names a row. Registers are 32 bits wide."""
 
@@ -146,9 +189,6 @@ class If(Node, dialect="kernel", op="if"):
     body: tuple[Node, ...]
 
 
-Statement: TypeAlias = "Let | Declare | Move | AsyncCopy | Commit | WaitGroups | Sync | LoadMatrix | Multiply | For | If | Store"
-
-
 class Kernel(Node, dialect="kernel", op="kernel"):
     """One launch of `grid` blocks of `warps` warps. `params` are the buffers in global memory, those read first.
 
@@ -174,6 +214,11 @@ class Kernel(Node, dialect="kernel", op="kernel"):
     def reads(self) -> tuple[Buffer, ...]:
         """The buffers in global memory that are not written."""
         return tuple(b for b in self.params if b not in self.writes)
+
+    @cached_property
+    def maps(self) -> tuple[tuple[Buffer, tuple[int, ...], int], ...]:
+        """The tensor maps it takes, each once: of which buffer, with which box and swizzle."""
+        return tuple(dict.fromkeys((s.source, s.box, s.target.swizzle) for s in walk(self.body) if isinstance(s, TensorLoad)))
 
     @cached_property
     def offsets(self) -> dict[Shared, int]:

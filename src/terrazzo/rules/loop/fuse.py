@@ -153,7 +153,7 @@ class _Fusion:
                 return f"{new.name} would have more than {LARGEST} nodes"
             found.append(new)
         before = _products([kernel, *(self.kernels[j] for j in readers)])
-        if _products(found) > before:
+        if _products([kernel]) and _products(found) > before:
             return f"{kernel.name} is a product, which would be computed more than once"
         return found
 

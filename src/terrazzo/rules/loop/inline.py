@@ -32,8 +32,18 @@ def element(store: l.Store, index: tuple[IntExpr, ...], inside: tuple[IntExpr, .
     inside = tuple(e for e in inside if not at_least(e, 0))
     if not inside:
         return value
-    guarded = rewrite_loads(value, lambda load: l.Load.make(load.buffer, load.index, (*load.inside, *inside)))
-    return guarded if _keeps_zero(guarded) else select(inside, guarded)
+    if _keeps_zero(value):
+        return rewrite_loads(value, lambda load: _guarded(load, inside))
+    return select(inside, rewrite_loads(value, lambda load: load if _in_bounds(load) else _guarded(load, inside)))
+
+
+def _guarded(load: l.Load, inside: tuple[IntExpr, ...]) -> l.Load:
+    return l.Load.make(load.buffer, load.index, (*load.inside, *inside))
+
+
+def _in_bounds(load: l.Load) -> bool:
+    """Whether a load may be made whatever the values of its variables are."""
+    return all(at_least(e, 0) and at_least(n - 1 - e, 0) for e, n in zip(load.index, load.buffer.type.shape, strict=True))
 
 
 def select(inside: Sequence[IntExpr], value: Any) -> Any:

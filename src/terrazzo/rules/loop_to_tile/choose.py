@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from terrazzo.errors import UserError
+from terrazzo.errors import Limitation, UserError
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir import nest as n
 from terrazzo.ir.dialects import loop as l
@@ -13,13 +14,17 @@ from terrazzo.ir.dialects import tile
 from terrazzo.ir.schedule import Schedule
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop_to_tile import products, threads
-from terrazzo.rules.loop_to_tile.collapse import collapse, flat_reductions
+from terrazzo.rules.loop_to_tile.collapse import collapse, flat_reductions, merge_product_axes
 from terrazzo.rules.loop_to_tile.split import split
+from terrazzo.rules.tile_to_kernel.lower import lower
 
 PASS = "schedule"
 
 
-def schedule(program: l.Program, gpu: Gpu, log: Log, pinned: Mapping[str, Schedule] | None = None) -> tile.Program:
+Show = Callable[[Any], str] | None
+
+
+def schedule(program: l.Program, gpu: Gpu, log: Log, pinned: Mapping[str, Schedule] | None = None, show: Show = None) -> tile.Program:
     """Every kernel with a schedule. Kernels may be collapsed to one axis or split over the grid first; both mean the same."""
     steps: list[l.Kernel | l.Call] = []
     schedules: list[tuple[int, Schedule]] = []
@@ -27,7 +32,9 @@ def schedule(program: l.Program, gpu: Gpu, log: Log, pinned: Mapping[str, Schedu
         if not isinstance(step, l.Kernel):
             steps.append(step)
             continue
-        for kernel, chosen in choose(step, gpu, log, pinned or {}):
+        for kernel, chosen, rule, reason in _choose(step, gpu, pinned or {}):
+            texts = ("\n".join(map(show, [step])), f"{show(kernel)}\n{chosen}") if show else ("", "")
+            log.add(Event(PASS, rule, kernel.name, True, reason, *texts))
             schedules.append((len(steps), chosen))
             steps.append(kernel)
     if strange := set(pinned or {}) - {k.name for k in steps if isinstance(k, l.Kernel)}:
@@ -36,31 +43,58 @@ def schedule(program: l.Program, gpu: Gpu, log: Log, pinned: Mapping[str, Schedu
     return tile.Program(l.Program(program.name, program.inputs, tuple(steps), program.results), tuple(schedules))
 
 
-def choose(kernel: l.Kernel, gpu: Gpu, log: Log, pinned: Mapping[str, Schedule]) -> list[tuple[l.Kernel, Schedule]]:
-    """The kernels (one, or two after a split) that take the place of this one, with their schedules."""
+Chosen = tuple[l.Kernel, Schedule, str, str]
+"""A kernel with its schedule, the rule that made it, and why."""
+
+
+def _choose(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> list[Chosen]:
+    """The kernels (one, or two after a split) that take the place of this one."""
     if kernel.name in pinned:
-        return [_pinned([kernel, flat_reductions(kernel), collapse(kernel)], pinned, log)]
+        return [_pinned(_forms(kernel), pinned, gpu)]
     if (p := products.product(kernel)) is not None:
+        kernel = merge_product_axes(kernel, p.sites)
+        p = products.product(kernel)
+        assert p is not None
         best = products.plans(p, gpu)[0]
-        t = best.tile
-        reason = f"{t.m} x {t.n} x {t.k} on {best.instruction or 'CUDA cores'}, k in {best.pieces}: {best.time / 1000:.1f} us by the model"
-        log.add(Event(PASS, "tile", kernel.name, True, reason))
         if best.pieces > 1:
-            return _split(kernel, [c.reduce for c in p.sites], best.pieces, gpu, log, pinned)
-        return [(kernel, products.schedule(p, best, gpu))]
+            return _split(kernel, [c.reduce for c in p.sites], best.pieces, gpu, pinned)
+        return [_tiled(p, best, gpu)]
     kernel = flat_reductions(kernel)
     reduces = [r for r in n.accumulators(kernel).values() if isinstance(r, l.Reduce)]
     if not reduces or not any(isinstance(a.extent, int) and a.extent > 1 for r in reduces for a in r.axes):
         flat = collapse(kernel)
-        return [(flat, threads.pointwise(flat, gpu))]
+        return [(flat, threads.pointwise(flat, gpu), "points", "every thread computes points of its own")]
     if (pieces := _pieces(kernel, reduces, gpu)) > 1:
-        return _split(kernel, reduces, pieces, gpu, log, pinned)
-    return [(kernel, threads.reduction(kernel, gpu))]
+        return _split(kernel, reduces, pieces, gpu, pinned)
+    return [_shared(kernel, gpu)]
 
 
-def _pinned(forms: Sequence[l.Kernel], pinned: Mapping[str, Schedule], log: Log) -> tuple[l.Kernel, Schedule]:
+def _tiled(p: products.Product, plan: products.Plan, gpu: Gpu) -> Chosen:
+    t = plan.tile
+    what = f"{t.m} x {t.n} x {t.k} on {plan.instruction or 'CUDA cores'}: {plan.time / 1000:.1f} us by the model"
+    return p.kernel, products.schedule(p, plan, gpu), "tile", what
+
+
+def _shared(kernel: l.Kernel, gpu: Gpu) -> Chosen:
+    together = threads.reduction(kernel, gpu)
+    try:
+        lower(kernel, together, gpu)
+    except (UserError, Limitation) as why:
+        return kernel, threads.pointwise(kernel, gpu), "alone", f"every thread reduces by itself: {why}"
+    return kernel, together, "share", "threads share the reductions of a row, or take columns where memory runs so"
+
+
+def _forms(kernel: l.Kernel) -> list[l.Kernel]:
+    """A kernel as it is, and as it is when a schedule is chosen for it."""
+    p = products.product(kernel)
+    return [kernel, *([merge_product_axes(kernel, p.sites)] if p else []), flat_reductions(kernel), collapse(kernel)]
+
+
+def _pinned(forms: Sequence[l.Kernel], pinned: Mapping[str, Schedule], gpu: Gpu) -> Chosen:
     """The first form of a kernel that its pinned schedule fits; UserError where there is none."""
     chosen = pinned[forms[0].name]
+    if chosen.target != gpu.arch:
+        raise UserError(f"the schedule of {chosen.kernel} is one for {chosen.target}, and the target is {gpu.arch}")
     why = []
     for kernel in forms:
         try:
@@ -68,25 +102,25 @@ def _pinned(forms: Sequence[l.Kernel], pinned: Mapping[str, Schedule], log: Log)
         except UserError as e:
             why.append(str(e))
             continue
-        log.add(Event(PASS, "pin", kernel.name, True, "by the user"))
-        return kernel, chosen
+        return kernel, chosen, "pin", "by the user"
     raise UserError(f"the schedule of {chosen.kernel} does not fit it: {why[0]}")
 
 
-def _split(
-    kernel: l.Kernel, reduces: list[l.Reduce], pieces: int, gpu: Gpu, log: Log, pinned: Mapping[str, Schedule]
-) -> list[tuple[l.Kernel, Schedule]]:
-    log.add(Event(PASS, "split", kernel.name, True, f"{pieces} pieces over the grid"))
+def _split(kernel: l.Kernel, reduces: list[l.Reduce], pieces: int, gpu: Gpu, pinned: Mapping[str, Schedule]) -> list[Chosen]:
+    """A kernel of partial states and one that combines them and does the rest, in that order."""
     first, second = split(kernel, reduces, pieces)
     if first.name in pinned:
-        done = [_pinned([first], pinned, log)]
+        done = _pinned([first], pinned, gpu)
     elif (p := products.product(first)) is not None:
-        best = min((x for x in products.plans(p, gpu) if x.pieces == 1), key=lambda x: x.time)
-        done = [(first, products.schedule(p, best, gpu))]
+        done = _tiled(p, min((x for x in products.plans(p, gpu) if x.pieces == 1), key=lambda x: x.time), gpu)
     else:
-        done = [(first, threads.reduction(first, gpu))]
+        done = _shared(first, gpu)
     second = collapse(second) if all(s.free >= frozenset(second.axes) for s in second.stores) else second
-    return [*done, (second, threads.finish(second, gpu))]
+    why = f"{pieces} pieces of a reduction over the grid, since there are few blocks otherwise"
+    return [
+        (done[0], done[1], "split", f"{why}; {done[3]}"),
+        (second, threads.finish(second, gpu), "finish", "partial states meet, in order"),
+    ]
 
 
 def _pieces(kernel: l.Kernel, reduces: list[l.Reduce], gpu: Gpu) -> int:

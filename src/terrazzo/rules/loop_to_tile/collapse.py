@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from terrazzo.ir.address import unflatten
-from terrazzo.ir.contraction import contraction
+from terrazzo.ir.contraction import Contraction, contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Var
 from terrazzo.ir.node import substitute, topological, transform
@@ -24,6 +25,27 @@ def collapse(kernel: l.Kernel) -> l.Kernel:
     digits = unflatten(flat, tuple(extents))
     stores = tuple(substitute(s, dict(zip(kernel.axes, digits, strict=True))) for s in kernel.stores)
     return l.Kernel(kernel.name, (flat,), stores, kernel.source)
+
+
+def merge_product_axes(kernel: l.Kernel, products: Sequence[Contraction]) -> l.Kernel:
+    """`kernel` with the axes that the same factors of its products know as one: rows of a batch, pixels of an image."""
+    axes = frozenset(kernel.axes)
+    if any(s.free & axes != axes for s in kernel.stores):
+        return kernel
+    groups: dict[Any, list[Var]] = {}
+    for a in kernel.axes:
+        groups.setdefault(tuple(a in f.free for c in products for f in c.factors), []).append(a)
+    if len(groups) == len(kernel.axes) or not all(isinstance(a.extent, int) and a.extent > 0 for a in kernel.axes):
+        return kernel
+    new: dict[Any, Any] = {}
+    merged: dict[Var, Var] = {}
+    for group in groups.values():
+        extents = [a.extent for a in group]
+        flat = Var(group[0].name, math.prod(extents)) if len(group) > 1 else group[0]
+        new.update(zip(group, unflatten(flat, tuple(extents)) if len(group) > 1 else (flat,), strict=True))
+        merged[group[0]] = flat
+    stores = tuple(substitute(s, {a: e for a, e in new.items() if e is not a}) for s in kernel.stores)
+    return l.Kernel(kernel.name, tuple(merged[a] for a in kernel.axes if a in merged), stores, kernel.source)
 
 
 def flat_reductions(kernel: l.Kernel) -> l.Kernel:

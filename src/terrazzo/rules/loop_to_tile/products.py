@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from terrazzo.errors import Limitation
 from terrazzo.hw import mma_sync
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir import nest as n
@@ -18,6 +19,7 @@ from terrazzo.ir.node import Node, topological
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
 from terrazzo.rules.loop_to_tile.threads import ceil, grid
 from terrazzo.rules.tile_to_kernel.contract import operand
+from terrazzo.rules.tile_to_kernel.lower import lower
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,10 @@ class Tile:
     def threads(self) -> int:
         return math.prod(self.warps) * 32
 
-    def registers(self, count: int) -> int:
-        """What a thread needs on CUDA cores for `count` products with one factor in common: accumulators, fragments, addresses."""
+    def registers(self, count: int, size: int) -> int:
+        """What a thread needs on CUDA cores for `count` products of `size` bytes with one factor in common, addresses included."""
         m, n = self.m // self.warps[0] // self.lanes[0], self.n // self.warps[1] // self.lanes[1]
-        return count * m * n + (m + count * n) * max(self.inner, 2) + 32
+        return (count * m * n + (m + count * n) * max(self.inner, 2)) * max(size // 4, 1) + (32 if size <= 4 else 96)
 
 
 CUDA_CORES = (
@@ -98,6 +100,18 @@ TENSOR_CORES = (
     Tile(32, 32, 128, (1, 2), 0.30, resident=3),
     Tile(16, 64, 128, (1, 4), 0.25, resident=2),
 )
+
+WITH_TMA = (
+    Tile(128, 128, 64, (2, 4), 0.77, ring=3, resident=2),
+    Tile(128, 64, 64, (2, 2), 0.77, resident=2),
+    Tile(64, 128, 64, (2, 2), 0.74, resident=2),
+    Tile(64, 64, 64, (2, 2), 0.65, resident=3),
+    Tile(32, 128, 64, (1, 4), 0.55, resident=2),
+    Tile(32, 64, 64, (1, 4), 0.46, resident=4),
+    Tile(32, 32, 128, (1, 2), 0.35, resident=3),
+    Tile(16, 64, 128, (1, 4), 0.28, resident=2),
+)
+"""Tiles on tensor cores where operands come by TMA, from sm_90 on."""
 
 
 def product(kernel: l.Kernel) -> Product | None:
@@ -159,9 +173,19 @@ class Plan:
 def plans(p: Product, gpu: Gpu) -> list[Plan]:
     """Every plan that fits, best first."""
     instruction = _instruction(p, gpu)
-    tiles = (_shared(t, len(p.sites)) for t in (TENSOR_CORES if instruction else CUDA_CORES))
-    found = [_plan(p, gpu, t, s, instruction) for t in tiles if t for s in _pieces(p, t, gpu)]
+    tiles = (_shared(t, len(p.sites)) for t in _tiles(gpu, instruction))
+    size = 4 if instruction else p.sites[0].reduce.dtype.size
+    found = [
+        _plan(p, gpu, t, s, instruction)
+        for t in tiles
+        if t and (instruction or t.registers(len(p.sites), size) < 65536 // max(t.threads, 256))
+        for s in _pieces(p, t, gpu)
+    ]
     return sorted(found, key=lambda x: x.time)
+
+
+def _tiles(gpu: Gpu, instruction: str | None) -> tuple[Tile, ...]:
+    return CUDA_CORES if not instruction else WITH_TMA if gpu.number >= 90 else TENSOR_CORES
 
 
 def _shared(t: Tile, count: int) -> Tile | None:
@@ -220,7 +244,14 @@ def _plan(p: Product, gpu: Gpu, t: Tile, pieces: int, instruction: str | None) -
     count, last = len(p.sites), p.axes[-1].extent
     blocks = _blocks(p, t) * pieces
     slab = (t.m + t.n * count) * t.k * size
-    resident = max(1, min(t.resident, gpu.shared // (t.ring * slab), 65536 // (t.threads * (128 if instruction else t.registers(count)))))
+    resident = max(
+        1,
+        min(
+            t.resident,
+            gpu.shared // (t.ring * slab),
+            65536 // (t.threads * (128 if instruction else t.registers(count, p.sites[0].reduce.dtype.size))),
+        ),
+    )
     busiest = ceil(blocks, gpu.processors)
     together = min(busiest, resident)  # blocks that share a processor hide each other's waits
     rate = (gpu.tensor if instruction else gpu.fma) / gpu.processors * t.rate * (together / resident) ** 0.25
@@ -237,7 +268,18 @@ def _plan(p: Product, gpu: Gpu, t: Tile, pieces: int, instruction: str | None) -
 
 
 def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
-    """The bindings of a plan that is in one piece."""
+    """The bindings of a plan that is in one piece; operands come by TMA where the machine has it and their shape allows it."""
+    if plan.instruction and gpu.number >= 90:
+        try:
+            boxes = _schedule(p, plan, gpu, "tma")
+            lower(p.kernel, boxes, gpu)
+            return boxes
+        except Limitation:
+            pass
+    return _schedule(p, plan, gpu, "cp.async" if gpu.number >= 80 else "ld")
+
+
+def _schedule(p: Product, plan: Plan, gpu: Gpu, transport: str) -> Schedule:
     t, kernel = plan.tile, p.kernel
     down, across = ceil(p.m.extent, t.m), ceil(p.n.extent, t.n)
     group = next(g for g in (8, 4, 2, 1) if down % g == 0)
@@ -257,7 +299,7 @@ def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
             (f"r{last.label}", _factors(("reg", step // k), ("inst.k", k))),
         ]
         operands = tuple(
-            (_name(x), Operand("smem", (("by", "cp.async"), ("swizzle", 64 if _row(x, p, t, step) == 32 else 128)))) for x in p.operands
+            (_name(x), Operand("smem", (("by", transport), ("swizzle", 64 if _row(x, p, t, step) == 32 else 128)))) for x in p.operands
         )
     else:
         site = [
@@ -268,8 +310,9 @@ def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
         by = "cp.async" if gpu.number >= 80 and all(_copies(x, p) for x in p.operands) else "ld"
         along = {x: (("along", (p.m if p.m in x.free else p.n).name),) if t.inner == 1 else () for x in p.operands}
         operands = tuple({_name(x): Operand("smem", (("by", by), *along[x], ("pad", 4))) for x in p.operands}.items())
-    resident = 1 if plan.instruction else min(t.resident, 65536 // (t.threads * t.registers(len(p.sites))))
-    ring = t.ring if plan.instruction or by == "cp.async" else 2
+    alone = plan.instruction or by == "ld"  # what is fetched ahead needs registers too
+    resident = 1 if alone else min(t.resident, 65536 // (t.threads * t.registers(len(p.sites), p.sites[0].reduce.dtype.size)))
+    ring = t.ring if (transport if plan.instruction else by) != "ld" else 2
     lines.append((f"r{last.label}", (Factor("time", ceil(last.extent, step), (("ring", ring),)), Factor("block", step))))
     stores = tuple(dict.fromkeys(b.name for b in kernel.writes))
     like = Site(stores, ((p.m.name, Like(p.names[0])), (p.n.name, Like(p.names[0]))))

@@ -24,8 +24,7 @@ def pointwise(kernel: l.Kernel, gpu: Gpu) -> Schedule:
     """One axis over the grid, warps, lanes and a vector; further axes are walked."""
     if not kernel.axes:
         return Schedule(kernel.name, gpu.arch, ())
-    ordered = {x.at for x in topological([s.value for s in kernel.stores]) if isinstance(x, l.Scan)}
-    free = [a for a in kernel.axes if a not in ordered]
+    free = [a for a in kernel.axes if a not in _ordered(kernel)]
     if not free:
         return Schedule(kernel.name, gpu.arch, ())
     axis = max(free, key=lambda a: (stride_one([kernel], a), _size(a)))
@@ -45,13 +44,17 @@ def reduction(kernel: l.Kernel, gpu: Gpu) -> Schedule:
     Where memory runs along a free axis instead, lanes take its columns and warps share the reduction.
     """
     top = _outermost(kernel)
+    ordered = _ordered(kernel)
     rows = _rows(kernel, top)
-    top = [r for r in top if r.free <= frozenset(rows)] or top  # others lie in loops that threads share, so each computes its own
+    top = [r for r in top if r.free <= frozenset(rows)]  # others lie in loops that threads share, so each thread computes its own
+    if not top:
+        return pointwise(kernel, gpu)
+    rows = [a for a in rows if a not in ordered]
     longest = max((r.axes[-1] for r in top), key=_size)
     columns = [a for a in rows if stride_one(_leaves(top), a) and not any(stride_one(_leaves([r]), r.axes[-1]) for r in top)]
     if columns:
         return _columns(kernel, gpu, rows, columns[-1], top)
-    inner = [a for a in kernel.axes if a not in rows]
+    inner = [a for a in kernel.axes if a not in rows and a not in ordered]
     vector = min(
         [vector_of(_leaves([r]), r.axes[-1]) for r in top] + [vector_of(kernel.stores, a) for a in inner if _size(a) == _size(longest)]
     )
@@ -124,6 +127,8 @@ def _columns(kernel: l.Kernel, gpu: Gpu, rows: Sequence[Any], column: Any, top: 
 
 def shared_axis(length: int, threads: int, vector: int) -> tuple[Factor, ...]:
     """An axis divided among threads: registers (or a loop, where they would be many), warps, lanes, a vector."""
+    while vector > 1 and length < threads * vector:  # all lanes have work before any has a vector
+        vector //= 2
     each = ceil(length, threads * vector)
     outer = Factor("reg" if each * vector <= KEPT * 2 else "time", max(each, 1))
     return (outer, *_warps(threads // WARP), Factor("lane", WARP), *_vector(vector))
@@ -155,8 +160,14 @@ def _vector(count: int) -> tuple[Factor, ...]:
 
 
 def _rows(kernel: l.Kernel, top: Sequence[l.Reduce]) -> list[Any]:
-    """The axes around all of the outermost reductions."""
-    return [a for a in kernel.axes if all(a in r.free for r in top)]
+    """The axes around all of the outermost reductions: those they depend on, and the loops around these."""
+    last = max((k for k, a in enumerate(kernel.axes) if all(a in r.free for r in top)), default=-1)
+    return list(kernel.axes[: last + 1])
+
+
+def _ordered(kernel: l.Kernel) -> set[Any]:
+    """The axes that scans run along: nothing but a serial loop takes their steps in order."""
+    return {x.at for x in topological([s.value for s in kernel.stores]) if isinstance(x, l.Scan)}
 
 
 def _outermost(kernel: l.Kernel) -> list[l.Reduce]:

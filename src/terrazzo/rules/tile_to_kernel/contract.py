@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from terrazzo.errors import Limitation
@@ -23,7 +24,7 @@ from terrazzo.ir.expr import IntExpr, Var
 from terrazzo.ir.layout import Layout
 from terrazzo.ir.node import Node, substitute
 from terrazzo.ir.schedule import Factor, Site
-from terrazzo.ir.types import u32
+from terrazzo.ir.types import Type, u32, u64
 from terrazzo.rules.tile_to_kernel.digits import WIDEST, Digit, axis_name, divides, value, zero
 from terrazzo.rules.tile_to_kernel.slabs import Slab, Slabs, Steps, Tiled
 
@@ -109,7 +110,12 @@ class Contractor:
             dtype = c.reduce.dtype
             place = self.w.registers("acc", dtype, [*shape, *extra], l.Literal(zero(dtype), dtype))
             self.w.fragments[c.reduce] = Fragment(place, tuple(self.tiles), self.instruction)
-        if all(s.asynchronous for s in slabs.values()) and self.steps.ring > 1:
+        kinds = {s.by for s in slabs.values()}
+        if kinds == {"tma"} and self.steps.ring > 1:
+            self.ring_of_boxes(list(slabs.values()), lambda slot: self.step(slabs, slot))
+        elif "tma" in kinds:
+            raise Limitation(f"{self.w.kernel.name}: TMA brings in all operands of a contraction or none, in a ring of two at least")
+        elif kinds == {"cp.async"} and self.steps.ring > 1:
             self.pipeline(list(slabs.values()), lambda slot: self.step(slabs, slot))
         else:
             self.alternate(list(slabs.values()), lambda slot: self.step(slabs, slot))
@@ -134,6 +140,33 @@ class Contractor:
 
         self.w.loops([(t, False)], body)
         self.w.out += [k.WaitGroups(0), k.Sync()]
+
+    def ring_of_boxes(self, slabs: Sequence[Slab], step: Callable[[IntExpr], None]) -> None:
+        """A ring filled by TMA, `ring - 1` steps ahead: one thread asks for boxes, all wait for the barrier of the slot they come to."""
+        ring, ahead, count = self.steps.ring, self.steps.ring - 1, self.steps.count
+        full = k.Barriers(self.w.fresh("full"), Type(u64, (ring,)), 0, 1)
+        self.w.shared.append(full)
+        one = [-self.bindings.warp, -k.LANE]
+        self.w.where(one, lambda: self.w.add(k.InitBarriers(full)))
+        self.w.add(k.Sync())
+        total = sum(math.prod(t.size for t in s.axes) * s.place.type.dtype.size for s in slabs)
+
+        def load(t: IntExpr, slot: IntExpr) -> None:
+            self.w.add(k.Expect(full, slot, total))
+            for s in slabs:
+                self.slabs.tensor_load(s, t, slot, full)
+
+        first = self.bindings.loop_variable("t", ahead)
+        self.w.loops([(first, True)], lambda: self.w.where([*one, count - 1 - first], lambda: load(first, first)))
+        t = self.bindings.loop_variable("t", count)
+
+        def body() -> None:
+            self.w.add(k.WaitBarrier(full, t % ring, t // ring % 2), k.Sync())
+            self.w.where([*one, count - 1 - ahead - t], lambda: load(t + ahead, (t + ahead) % ring))
+            step(t % ring)
+
+        self.w.loops([(t, False)], body)
+        self.w.add(k.Sync())
 
     def alternate(self, slabs: Sequence[Slab], step: Callable[[IntExpr], None]) -> None:
         """Two slabs filled through registers: the next one's loads are on their way while this one is used."""
@@ -251,12 +284,8 @@ class Contractor:
                 place = self.w.fragments[c.reduce].place
                 order = (*i, *j) if next(iter(self.tiles)) is m else (*j, *i)
                 loops = [(v, True) for v in (*j, *i)]
-                self.w.loops(
-                    loops,
-                    lambda left=left, right=right, i=i, j=j, place=place, order=order: self.w.out.append(
-                        k.Multiply(instruction.name, place, (*order, 0), left, (*i, 0), right, (*j, 0))
-                    ),
-                )
+                product = k.Multiply(instruction.name, place, (*order, 0), left, (*i, 0), right, (*j, 0))
+                self.w.loops(loops, partial(self.w.add, product))
 
         self.w.loops([(kk, True)], body)
 

@@ -50,6 +50,12 @@ class Digit:
         return self.value
 
     @property
+    def bits(self) -> set[tuple[str, int]]:
+        """The bits of a lane's or warp's number that this is."""
+        first = self.inner.bit_length() - 1
+        return {(self.level, first + n) for n in range(self.size.bit_length() - 1)} if self.level in ("lane", "warp") else set()
+
+    @property
     def unrolled(self) -> bool:
         """Whether its loop leaves no loop behind."""
         return self.level != "time"
@@ -221,3 +227,16 @@ def wide(load: l.Load, j: Any, size: int) -> bool:
     offset = flatten(load.index, load.buffer.type.element_strides)
     least = min(size, WIDEST // load.dtype.size)
     return coefficient(offset, j) == 1 and divides(least, substitute(offset, {j: 0})) and not any(mentions(e, j) for e in load.inside)
+
+
+def together(e: IntExpr, j: Var, size: int) -> bool:
+    """Whether e >= 0 holds for all j in [0, size) or for none: e = -j + multiples of size + (size - 1), or free of j."""
+    c = coefficient(e, j)
+    return c == 0 or (c == -1 and divides(size, e + j - (size - 1)))
+
+
+def extent(axis: Any) -> int:
+    """The extent of an axis, which must be known."""
+    if not isinstance(axis.extent, int):
+        raise Limitation(f"the axis {axis_name(axis)} has a symbolic extent")
+    return axis.extent

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
 from terrazzo.errors import UserError
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir import nest as n
@@ -9,20 +13,38 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
 from terrazzo.ir.schedule import Schedule
+from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.tile_to_kernel.digits import MATRIX, Bindings
 from terrazzo.rules.tile_to_kernel.walk import Scope, Walker
 
+SINCE = {"ld": 0, "cp.async": 80, "tma": 90}
+"""The first architecture that has a transport."""
 
-def program(scheduled: tile.Program, gpu: Gpu) -> k.Program:
+
+def program(scheduled: tile.Program, gpu: Gpu, log: Log | None = None, show: Callable[[Any], str] | None = None) -> k.Program:
     """Every kernel by its schedule. UserError where one asks for more than the machine has."""
     schedules = dict(scheduled.schedules)
     p = scheduled.loop
-    steps = tuple(lower(s, schedules[i], gpu) if isinstance(s, l.Kernel) else s for i, s in enumerate(p.steps))
-    return k.Program(p.name, p.inputs, steps, p.results)
+    steps: list[k.Kernel | l.Call] = []
+    for i, s in enumerate(p.steps):
+        if not isinstance(s, l.Kernel):
+            steps.append(s)
+            continue
+        done = lower(s, schedules[i], gpu)
+        steps.append(done)
+        if log is not None:
+            texts = (f"{show(s)}\n{schedules[i]}", show(done)) if show else ("", "")
+            what = f"{done.grid} blocks of {done.threads} threads, {done.shared_bytes} bytes of shared memory"
+            log.add(Event("derive", "derive", s.name, True, what, *texts))
+    return k.Program(p.name, p.inputs, tuple(steps), p.results)
 
 
+@lru_cache(maxsize=512)
 def lower(kernel: l.Kernel, schedule: Schedule, gpu: Gpu) -> k.Kernel:
-    """What the schedule means for this kernel. UserError or Limitation, with the reason, where it cannot be."""
+    """What the schedule means for this kernel. UserError or Limitation, with the reason, where it cannot be.
+
+    Kept, because whoever chooses a schedule asks whether it can be derived, and equal layers have equal kernels.
+    """
     tile.fit(schedule, kernel)
     _instructions(schedule, gpu)
     bindings = Bindings(schedule)
@@ -49,8 +71,13 @@ def _instructions(schedule: Schedule, gpu: Gpu) -> None:
             if record.since > gpu.number:
                 raise UserError(f"{schedule.kernel}: {site.instruction} needs sm_{record.since}, and the target is {gpu.arch}")
         for name, operand in site.operands:
-            if dict(operand.options).get("by") == "cp.async" and gpu.number < 80:
-                raise UserError(f"{schedule.kernel}: {name} is copied by cp.async, which needs sm_80, and the target is {gpu.arch}")
+            by = str(dict(operand.options).get("by", "ld"))
+            if by not in SINCE:
+                raise UserError(f"{schedule.kernel}: {name} is brought in by {by!r}; known: {', '.join(SINCE)}")
+            if gpu.number < SINCE[by]:
+                raise UserError(
+                    f"{schedule.kernel}: {name} is brought in by {by}, which needs sm_{SINCE[by]}, and the target is {gpu.arch}"
+                )
 
 
 def _budget(kernel: k.Kernel, gpu: Gpu) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from terrazzo.errors import Limitation
-from terrazzo.ir.address import coefficient, flatten, unflatten
+from terrazzo.hw.tma import tensor_map
+from terrazzo.ir.address import coefficient, flatten, mentions, unflatten
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, Var, at_least
@@ -35,7 +36,8 @@ class Tiled:
 class Slab:
     """A piece of an operand in shared memory: `place` is indexed by the slot of the ring and by `axes`, the last one contiguous.
 
-    In global memory it is contiguous along number `memory` of its axes; `vector` elements are brought in at once.
+    In global memory it is contiguous along number `memory` of its axes; `vector` elements are brought in at once, by
+    ordinary loads ("ld"), asynchronous copies ("cp.async") or TMA ("tma").
     """
 
     term: Node
@@ -43,7 +45,7 @@ class Slab:
     axes: tuple[Tiled, ...]
     memory: int
     vector: int
-    asynchronous: bool
+    by: str
 
 
 @dataclass(frozen=True)
@@ -85,12 +87,15 @@ class Slabs:
             step = step * t.size + (options.get("pad", 0) if len(strides) == 1 else 0)
         kind = Type(dtype, (self.steps.ring, *(t.size for t in axes)), (step, *reversed(strides)))
         place = k.Shared(self.w.fresh(name + "_s"), kind, options.get("swizzle", 0))
-        slab = Slab(term, place, tuple(axes), axes.index(memory), 1, False)
+        slab = Slab(term, place, tuple(axes), axes.index(memory), 1, options.get("by", "ld"))
+        if slab.by == "tma":
+            self.box(slab)  # which says why, where TMA cannot
+            return slab
         vector = next(v for v in (16, 8, 4, 2, 1) if v * dtype.size <= WIDEST and self.fits(slab, v))
         copied = isinstance(term, l.Load) and vector * dtype.size in (4, 8, 16)
         if options.get("by") == "cp.async" and not copied:
             raise Limitation(f"{name}: cp.async needs a plain load of which 4 bytes at least lie together")
-        return Slab(term, place, tuple(axes), axes.index(memory), vector, copied and options.get("by") == "cp.async")
+        return replace(slab, vector=vector)
 
     def fits(self, slab: Slab, width: int) -> bool:
         """Whether a thread may bring in `width` elements along the last axis at once."""
@@ -143,6 +148,37 @@ class Slabs:
     def guards(self, slab: Slab, env: dict[Any, Any]) -> tuple[IntExpr, ...]:
         """What keeps a piece inside the tensor, where tiles overhang."""
         return tuple(e for t in slab.axes if not at_least(e := t.axis.extent - 1 - env[t.axis], 0))
+
+    def box(self, slab: Slab) -> tuple[int, ...]:
+        """The box of the tensor that a slab is; Limitation, with the reason, where it is none."""
+        name = slab.place.name
+        if not isinstance(slab.term, l.Load) or slab.term.inside:
+            raise Limitation(f"{name}: TMA brings in plain loads only")
+        found: list[int] = []
+        order: list[Any] = []
+        for e, extent in zip(slab.term.index, slab.term.buffer.type.static_shape, strict=True):
+            mine = [t for t in slab.axes if mentions(e, t.axis)]
+            if len(mine) > 1 or (mine and coefficient(e, mine[0].axis) != 1):
+                raise Limitation(f"{name}: TMA takes one axis with a stride of one along each dimension, not {e}")
+            found.append(mine[0].size if mine else 1)
+            order += mine
+            if mine and mine[0].axis.extent % mine[0].size and not (e is mine[0].axis and mine[0].axis.extent == extent):  # type: ignore[union-attr]
+                raise Limitation(f"{name}: what lies beyond {axis_name(mine[0].axis)} is not beyond the tensor, and TMA would read it")
+        if order != list(slab.axes):
+            raise Limitation(f"{name}: the slab's dimensions are not in the order of the tensor's, which TMA keeps")
+        tensor_map(slab.term.buffer.type, tuple(found), slab.place.swizzle)  # which refuses what the hardware does
+        size = math.prod(found) * slab.place.type.dtype.size
+        if size % max(slab.place.swizzle * 8, 128):
+            raise Limitation(f"{name}: a slab of {size} bytes does not end where the swizzle of {slab.place.swizzle} bytes repeats")
+        return tuple(found)
+
+    def tensor_load(self, slab: Slab, t: IntExpr, slot: IntExpr, barriers: k.Barriers) -> None:
+        """Start a slab of step t on its way into a slot, by TMA."""
+        load: l.Load = substitute(slab.term, self.coordinates(slab, [0] * len(slab.axes), t))
+        if not divides(WIDEST // load.dtype.size, load.index[-1]):
+            raise Limitation(f"{slab.place.name}: its boxes do not begin at multiples of 16 bytes")
+        to = (slot, *(0 for _ in slab.axes))
+        self.w.add(k.TensorLoad(slab.place, to, load.buffer, load.index, self.box(slab), barriers, slot))
 
     def copy(self, slabs: Sequence[Slab], t: IntExpr, slot: IntExpr) -> None:
         """Start copying the slabs of step t into a slot."""

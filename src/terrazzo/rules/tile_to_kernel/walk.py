@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from terrazzo.errors import Limitation
+from terrazzo.errors import Limitation, UserError
 from terrazzo.ir import nest as n
-from terrazzo.ir.address import coefficient, mentions
+from terrazzo.ir.address import mentions
 from terrazzo.ir.contraction import contraction
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
@@ -21,7 +22,7 @@ from terrazzo.ir.node import Node, substitute
 from terrazzo.ir.schedule import Site
 from terrazzo.ir.types import DType, Type
 from terrazzo.rules.tile_to_kernel.contract import Contractor, Fragment
-from terrazzo.rules.tile_to_kernel.digits import LOOPED, Bindings, Digit, axis_name, divides, factors, value, wide, zero
+from terrazzo.rules.tile_to_kernel.digits import LOOPED, Bindings, Digit, axis_name, extent, factors, together, value, wide, zero
 
 
 @dataclass
@@ -29,8 +30,8 @@ class Scope:
     """What is known where statements are written.
 
     `env` maps axes to expressions and terms to terms of Kernel IR; `digits` has the digits of the axes outside; `places` maps loads, up
-    to the names of loops, to the registers that hold them, and `kept` those that are to fill such registers; `threads` has the levels
-    of threads that axes outside bind; `pending` are conditions of axes outside under which memory may be touched, where they cannot
+    to the names of loops, to the registers that hold them, and `kept` those that are to fill such registers; `threads` has the bits
+    of lanes and warps that axes outside bind; `pending` are conditions of axes outside under which memory may be touched, where they cannot
     stand around a barrier.
     """
 
@@ -38,7 +39,7 @@ class Scope:
     digits: dict[Any, list[Digit]] = field(default_factory=dict)
     places: dict[Node, k.Registers] = field(default_factory=dict)
     kept: dict[Node, tuple[k.Registers, tuple[Any, ...]]] = field(default_factory=dict)
-    threads: frozenset[str] = frozenset()
+    threads: frozenset[tuple[str, int]] = frozenset()
     pending: tuple[IntExpr, ...] = ()
 
     def inner(self) -> Scope:
@@ -72,6 +73,10 @@ class Walker:
         self.counts[prefix] = self.counts.get(prefix, -1) + 1
         return f"{prefix}{self.counts[prefix]}"
 
+    def add(self, *statements: Node) -> None:
+        """Write statements where writing is."""
+        self.out += statements
+
     def inside(self, write: Callable[[], None]) -> tuple[Node, ...]:
         """The statements that `write` writes."""
         outer, self.out = self.out, []
@@ -101,9 +106,9 @@ class Walker:
             self.out.append(k.For(first, tuple(substitute(x, {i: first}) for x in body), digits[0].unrolled))
             for last in range(whole, digits[0].size):
                 rest = [substitute(x, {i: last}) for x in body]
-                self.where([substitute(e, {i: last}) for e in inside], lambda rest=rest: self.out.extend(rest))  # type: ignore[misc]
+                self.where([substitute(e, {i: last}) for e in inside], partial(self.add, *rest))
             return
-        self.loops([(d.variable, d.unrolled) for d in digits], lambda: self.where(inside, lambda: self.out.extend(body)))
+        self.loops([(d.variable, d.unrolled) for d in digits], lambda: self.where(inside, partial(self.add, *body)))
 
     def always(self, digit: Digit, inside: Sequence[IntExpr]) -> int:
         """How many first values of a digit make conditions hold whatever the other variables are; 0 where that leaves too many, or all."""
@@ -163,7 +168,7 @@ class Walker:
         around = scope.inner()
         for a in self.kernel.axes:
             if a not in around.env and a not in tiles:
-                digits = self.bindings.digits(a.name, None, _extent(a))
+                digits = self.bindings.digits(a.name, None, extent(a))
                 if any(d.level != "grid" for d in digits):
                     raise Limitation(f"{a.name} lies inside a tile of {', '.join(sorted(self.tiled))}, so only the grid can walk it")
                 self.enter([a], [digits], around)
@@ -182,7 +187,9 @@ class Walker:
 
     def store(self, s: l.Store, scope: Scope) -> None:
         """Where no axis is bound to lanes (or warps), all of them have the same value and the first stores it."""
-        first = [-number for level, number in (("lane", k.LANE), ("warp", self.bindings.warp)) if level not in scope.threads]
+        first = [
+            -number for level, number in (("lane", k.LANE), ("warp", self.bindings.warp)) if not any(x == level for x, _ in scope.threads)
+        ]
         self.where([*first, *scope.pending], lambda: self.out.append(l.Store(s.buffer, scope.all(s.index), scope(s.value))))
 
     def site(self, s: n.Loop) -> Site | None:
@@ -194,17 +201,20 @@ class Walker:
     def digits(self, s: n.Loop) -> list[list[Digit]]:
         """The digits of every axis of a loop."""
         site = self.site(s)
-        return [self.bindings.digits(axis_name(a), site, _extent(a)) for a in s.axes]
+        return [self.bindings.digits(axis_name(a), site, extent(a)) for a in s.axes]
 
     def loop(self, s: n.Loop, scope: Scope) -> None:
         for r in s.carried:
             self.declare(r, scope)
         digits = self.digits(s)
-        if s.kind == "scan" and any(d.level in ("lane", "warp") for d in digits[0]):
-            raise Limitation(f"{axis_name(s.axes[0])} is bound to threads, and a scan along it runs in order")
+        if s.kind == "scan" and any(d.level not in LOOPED for d in digits[0]):
+            raise UserError(f"{axis_name(s.axes[0])} is bound to blocks or threads, and a scan along it runs in order")
         inner = scope.inner()
-        if s.kind == "free":
-            inner.threads |= {d.level for ds in digits for d in ds if d.level in ("lane", "warp")}
+        mine = {bit for ds in digits for d in ds for bit in d.bits}
+        if mine & scope.threads:
+            names = ", ".join(map(axis_name, s.axes))
+            raise UserError(f"{self.kernel.name}: {names} is bound to threads that an axis around it is bound to already")
+        inner.threads |= mine if s.kind == "free" else set()
         inside = self.enter(s.axes, digits, inner)
         if s.kind == "free" and any(mentions(e, v) for e in inside for v in (k.LANE, self.bindings.warp)) and self.meets_warps(s.body):
             inner.pending, inside = (*inner.pending, *inside), []
@@ -240,7 +250,7 @@ class Walker:
         for axis, ds in zip(axes, digits, strict=True):
             scope.env[axis] = at = value(ds)
             scope.digits[axis] = list(ds)
-            inside.append(_extent(axis) - 1 - at)
+            inside.append(extent(axis) - 1 - at)
         for r, fragment in self.fragments.items():
             if all(a in scope.digits for a in fragment.axes):
                 scope.env[r] = l.Load(fragment.place, fragment.index(scope.digits))
@@ -255,7 +265,7 @@ class Walker:
         """
         j, size = digit.value, digit.size
         assert isinstance(j, Var)
-        if size & size - 1 or any(not _uniform(e, j, size) for e in inside):
+        if size & size - 1 or any(not together(e, j, size) for e in inside):
             return None
         loads = [
             x.term
@@ -373,18 +383,6 @@ class Walker:
         self.loops([(v, True) for v in variables], lambda: self.combine(places, [l.Load(m, (at, k.LANE)) for m in meeting], r))
         if self.depth:
             self.out.append(k.Sync())  # before the next step of a loop writes there again
-
-
-def _uniform(e: IntExpr, j: Var, size: int) -> bool:
-    """Whether e >= 0 holds for all j in [0, size) or for none: e = -j + multiples of size + (size - 1), or free of j."""
-    c = coefficient(e, j)
-    return c == 0 or (c == -1 and divides(size, e + j - (size - 1)))
-
-
-def _extent(axis: Any) -> int:
-    if not isinstance(axis.extent, int):
-        raise Limitation(f"the axis {axis_name(axis)} has a symbolic extent")
-    return axis.extent
 
 
 def _stores(body: Sequence[n.Statement]) -> list[l.Store]:

@@ -7,7 +7,8 @@ from functools import lru_cache
 from importlib import resources
 
 from terrazzo.errors import CompilerBug
-from terrazzo.hw import ldmatrix, mma_sync
+from terrazzo.hw import ldmatrix, mma_sync, tma
+from terrazzo.hw.transfer import CP_ASYNC, SHUFFLE, WIDE
 from terrazzo.ir.address import flatten
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
@@ -40,6 +41,7 @@ class _Writer:
     def __init__(self, kernel: k.Kernel) -> None:
         self.kernel = kernel
         self.scope = Scope()
+        self.maps: dict[tuple[l.Buffer, tuple[int, ...], int], str] = {}
         largest = max((k.shared_bytes(b) // b.type.dtype.size for b in kernel.params), default=0)
         self.int = "int" if largest < 1 << 31 else "i64"
 
@@ -55,6 +57,9 @@ class _Writer:
             taken.add(formal)
             self.scope.buffers[b] = formal
             params.append(f"{'' if b in kernel.writes else 'const '}{c_type(b.type.dtype)}* __restrict__ {formal}")
+        for n, key in enumerate(kernel.maps):
+            self.maps[key] = f"{self.scope.buffers[key[0]].removesuffix('_p')}_map{n}"
+            params.append(f"const __grid_constant__ TensorMap {self.maps[key]}")
         if gathers(kernel):
             params.append("int* bad")
         used = {x for x in topological(kernel.body) if isinstance(x, Expr)}
@@ -79,7 +84,11 @@ class _Writer:
     def instructions(self) -> list[str]:
         """The functions of the instructions the kernel uses."""
         names = {s.instruction: None for s in k.walk(self.kernel.body) if isinstance(s, k.LoadMatrix | k.Multiply)}
-        texts = [PRODUCTS[name].cuda() if name in PRODUCTS else MOVES[name].cuda() for name in names]
+        kinds = {type(x) for x in topological(self.kernel.body)}
+        lanes = [r.cuda for kind, r in ((k.Move, WIDE), (k.Shuffle, SHUFFLE), (k.AsyncCopy, CP_ASYNC)) if kind in kinds]
+        ranks = sorted({len(box) for _, box, _ in self.kernel.maps})
+        tensors = [*([tma.BARRIERS] if ranks else []), *map(tma.load_function, ranks)]
+        texts = lanes + tensors + [PRODUCTS[name].cuda() if name in PRODUCTS else MOVES[name].cuda() for name in names]
         return [line for text in texts for line in text.rstrip().splitlines()]
 
     def statements(self, body: Iterable[Node], indent: str) -> list[str]:
@@ -107,6 +116,21 @@ class _Writer:
                 return [f"cp_async_wait<{s.open}>();"]
             case k.Sync():
                 return ["__syncthreads();"]
+            case k.InitBarriers():
+                n = s.barriers.type.static_shape[0]
+                one = f"barrier_init(shared_address({s.barriers.name} + z), {s.barriers.arrivals});"
+                return [f"for (int z = 0; z < {n}; z++) {one}", "barrier_init_fence();"]
+            case k.Expect():
+                return [f"barrier_expect(shared_address({self.address(s.barriers, (s.slot,))}), {s.bytes});"]
+            case k.WaitBarrier():
+                return [f"barrier_wait(shared_address({self.address(s.barriers, (s.slot,))}), {index(s.phase, self.scope)});"]
+            case k.TensorLoad():
+                at = ", ".join(index(e, self.scope) for e in reversed(s.at))
+                barrier = f"shared_address({self.address(s.barriers, (s.slot,))})"
+                target = (
+                    f"shared_address({self.scope.buffers[s.target]} + {self.offset(s.target, s.to)})"  # a slab: its start is not swizzled
+                )
+                return [f"tma_load_{len(s.at)}d({target}, &{self.maps[s.source, s.box, s.target.swizzle]}, {barrier}, {at});"]
             case k.LoadMatrix():
                 move = MOVES[s.instruction]
                 return [f"{move.function}({self.group(s.target, s.to, move.count)}, shared_address({self.address(s.source, s.at)}));"]

@@ -1,4 +1,4 @@
-// What every CUDA kernel may use: element types, conversions, wide accesses, asynchronous copies. Our own code only; no header is needed.
+// What every CUDA kernel may use: element types, conversions, addresses. Functions of instructions come with their records. Our own code only; no header is needed.
 using u8 = unsigned char;
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -94,24 +94,8 @@ template <class T> TZ T tz_fmod_index(T a, i64 b) { T r = (T)(a % b); return r <
 
 #include "scalars.h"
 
-// Accesses of up to 16 bytes.
-template <int bytes> struct tz_wide;
-template <> struct tz_wide<1> { using type = u8; };
-template <> struct tz_wide<2> { using type = u16; };
-template <> struct tz_wide<4> { using type = u32; };
-template <> struct tz_wide<8> { using type = uint2; };
-template <> struct tz_wide<16> { using type = uint4; };
-template <int count, class T> TZ void move(T* to, const T* from) {
-  constexpr int bytes = count * sizeof(T), step = bytes < 16 ? bytes : 16;
-  using W = typename tz_wide<step>::type;
-#pragma unroll
-  for (int i = 0; i < bytes / step; i++) reinterpret_cast<W*>(to)[i] = reinterpret_cast<const W*>(from)[i];
-}
-
-template <class T> TZ T shuffle_xor(T x, int mask) {
-  if constexpr (sizeof(T) >= 4) return __shfl_xor_sync(~0u, x, mask);
-  else return (T)__shfl_xor_sync(~0u, (int)x, mask);
-}
+// What the driver encodes of a tensor and a box of it.
+struct alignas(64) TensorMap { u8 bytes[128]; };
 
 TZ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 // The byte offset with bits 4.. exchanged by those three above: conflict-free rows of `span` bytes (0: as it is).
@@ -119,12 +103,3 @@ template <int span> TZ int swizzle(int offset) {
   if constexpr (span == 0) return offset;
   else return offset ^ ((offset >> 3) & (span - 16));
 }
-
-#if __CUDA_ARCH__ >= 800
-template <int bytes> TZ void cp_async(void* to, const void* from, bool inside = true) {
-  if constexpr (bytes == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(shared_address(to)), "l"(from), "r"(inside ? 16 : 0) : "memory");
-  else asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" :: "r"(shared_address(to)), "l"(from), "n"(bytes), "r"(inside ? bytes : 0) : "memory");
-}
-TZ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int open> TZ void cp_async_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(open) : "memory"); }
-#endif
