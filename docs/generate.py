@@ -58,7 +58,7 @@ def ir() -> str:
     from terrazzo.ir.node import OPS
 
     out = ["# The representations", "", GENERATED]
-    titles = {"torch": "Torch IR", "tensor": "Tensor IR", "loop": "Loop IR"}
+    titles = {"torch": "Torch IR", "tensor": "Tensor IR", "loop": "Loop IR", "kernel": "Kernel IR"}
     for name, title in titles.items():
         module = importlib.import_module(f"terrazzo.ir.dialects.{name}")
         out += [f"## {title}", "", *_doc(module), "", *_classes(OPS[name].values())]

@@ -70,7 +70,8 @@ def test_the_manual_has_every_op_rule_pass_and_option(monkeypatch: pytest.Monkey
     from terrazzo.pipelines import PASSES
     from terrazzo.rules import tensor_to_loop, torch_to_tensor
 
-    assert all(f"### {op.__name__}\n" in generate.ir() for name in ("torch", "tensor", "loop", "index") for op in OPS[name].values())
+    irs = ("torch", "tensor", "loop", "kernel", "index")
+    assert all(f"### {op.__name__}\n" in generate.ir() for name in irs for op in OPS[name].values())
     text = generate.rules()
     assert all(f"**{rule.name}**" in text for rule in torch_to_tensor.RULES)
     assert all(f"### {rule.name}\n" in text for rule in tensor_to_loop.RULES)

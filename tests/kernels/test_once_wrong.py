@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.kernels.programs import lowered, r
 
+from terrazzo.interp import kernel as simulator
 from terrazzo.interp import loop
 from terrazzo.interp.torch import call_numpy
 from terrazzo.ir.text import parse, show
@@ -72,3 +73,10 @@ def test_a_gather_in_vectors_reads_back() -> None:
     text += "    v0: f32[3, 64, 64] = index_map(lambda i0, i1, i2: x[at(ids[i0], 3), i1, i2])\n    return (v0,)\n"
     program = lowering(parse(text), Options(target="sm_75")).at("kernel")
     assert parse(show(program)) == program
+
+
+@pytest.mark.xfail(strict=True, raises=ZeroDivisionError, reason="a loop of no steps has no digits")
+def test_a_scan_of_nothing() -> None:
+    text = "@tensor\ndef f(x: f32[0]):\n    v0: f32[0] = scan.sum(x, axis=0)\n    return (v0,)\n"
+    program = lowering(parse(text), Options(target="sm_90a")).at("kernel")
+    assert simulator.run(program, {"x": np.zeros(0, np.float32)})[0].shape == (0,)

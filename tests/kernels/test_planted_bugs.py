@@ -41,26 +41,26 @@ OTHER_WARP = "as another warp wrote it, with no barrier between|that nobody wrot
 
 @pytest.mark.parametrize("name", RING)
 def test_a_ring_without_its_barrier(name: str) -> None:
-    told = caught(case(name, "sm_90a"), changed(case(name, "sm_90a"), r"(wait_groups\(\d+\)\s+)sync\(\)", r"\1pass"))
+    told = caught(case(name, "sm_80"), changed(case(name, "sm_80"), r"(wait_groups\(\d+\)\s+)sync\(\)", r"\1pass"))
     assert re.search(OTHER_WARP, told)
 
 
 @pytest.mark.parametrize("name", RING)
 def test_a_ring_that_waits_for_too_little(name: str) -> None:
-    found = case(name, "sm_90a")
+    found = case(name, "sm_80")
     ahead = int(re.findall(r"wait_groups\((\d+)\)", show(found.program))[0])
     assert re.search(OTHER_WARP, caught(found, changed(found, r"wait_groups\(\d+\)", f"wait_groups({ahead + 1})")))
 
 
 @pytest.mark.parametrize("name", RING)
 def test_a_ring_without_its_first_groups(name: str) -> None:
-    found = case(name, "sm_90a")
+    found = case(name, "sm_80")
     assert re.search(OTHER_WARP, caught(found, changed(found, r"commit\(\)", "pass")))
 
 
 @pytest.mark.parametrize("name", ["matmul of bfloat16", "matmul of half"])
 def test_a_slot_that_is_not_filled_yet(name: str) -> None:
-    found = case(name, "sm_90a")
+    found = case(name, "sm_80")
     (ring,) = {int(n) for n in re.findall(r"_s\d = shared\(\w+\[(\d+),", show(found.program))}
     text = changed(found, r"(load_matrix\('ldmatrix.x\d(?:.trans)?', \w+\[[^\]]*\], \w+\[)([^,]+),", rf"\1(\2 + {ring - 1}) % {ring},")
     assert "nobody wrote" in caught(found, text)

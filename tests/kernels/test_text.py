@@ -103,6 +103,26 @@ def test_where_and_what(before: str, after: str, line: int, message: str) -> Non
     assert caret == " " * (4 + column - 1) + "^"
 
 
+@pytest.mark.xfail(strict=True, reason="not looked at when a kernel is read, and an exception of Python or of NVRTC later")
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("sync()", "move(s[0, 0], x[0], 4)"),
+        ("sync()", "move(s[0], x[0], 3)"),
+        ("sync()", "move(s[0], x[0], 0)"),
+        ("sync()", "x[lane] = f32(1.0)"),
+        ("sync()", "v1 = shuffle(x[lane], 33)"),
+        ("_warps=2", "_warps=0"),
+        ("_warps=2", "_warps=64"),
+        ("acc0[1]", "acc0[lane % 2]"),
+    ],
+)
+def test_what_no_kernel_can_be_is_refused(before: str, after: str) -> None:
+    assert before in SMALL
+    with pytest.raises(UserError):
+        verify(parse(SMALL.replace(before, after)))
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -127,6 +147,7 @@ def test_nothing_is_executed(before: str, after: str, monkeypatch: pytest.Monkey
     assert done == []
 
 
+@pytest.mark.xfail(strict=True, reason="names of instructions are not looked up when a kernel is read")
 @pytest.mark.parametrize("name", ["mma.m16n8k99.f32.f16", "ldmatrix.x9", "../../etc/passwd"])
 def test_an_instruction_that_does_not_exist_is_refused(name: str) -> None:
     found = lowered(lambda x, w: x @ w, (torch.ones(64, 64).bfloat16(), torch.ones(64, 64).bfloat16()), "sm_90a")
