@@ -17,6 +17,7 @@ from terrazzo.errors import CompilerBug, UserError
 from terrazzo.hw import ldmatrix, mma_sync, tma
 from terrazzo.hw.transfer import CP_ASYNC, SHUFFLE
 from terrazzo.interp.loop import run_call
+from terrazzo.interp.memory import BarrierState, SharedState, flat_memory, view
 from terrazzo.interp.tensor import Call
 from terrazzo.ir.address import evaluate, flatten
 from terrazzo.ir.dialects import kernel as k
@@ -42,50 +43,14 @@ def run(program: k.Program, inputs: Mapping[str, Any], *, call: Call | None = No
 
 def run_kernel(kernel: k.Kernel, memory: dict[l.Buffer, Any]) -> None:
     """Run all blocks of a kernel on `memory`, arrays in the shape of their buffers; adds those it writes."""
-    flat = {b: _flat(b, memory[b]) for b in kernel.params if b not in kernel.writes}
+    flat = {b: flat_memory(b, memory[b]) for b in kernel.params if b not in kernel.writes}
     for b in kernel.writes:
-        flat[b] = _flat(b, memory.get(b))
+        flat[b] = flat_memory(b, memory.get(b))
     step = max(TOGETHER // kernel.threads, 1)
     for first in range(0, kernel.grid, step):
         _Blocks(kernel, flat, first, min(step, kernel.grid - first)).statements(kernel.body)
     for b in kernel.writes:
-        memory[b] = _view(b, flat[b]).copy()
-
-
-def _flat(b: l.Buffer, array: Any) -> Any:
-    size = k.shared_bytes(b) // b.type.dtype.size
-    flat = np.zeros(max(size, 1), b.type.dtype.numpy)
-    if array is not None:
-        _view(b, flat)[...] = array
-    return flat
-
-
-def _view(b: l.Buffer, flat: Any) -> Any:
-    strides = [int(s) * flat.itemsize for s in b.type.element_strides]  # type: ignore[arg-type]
-    return np.lib.stride_tricks.as_strided(flat, b.type.static_shape, strides)
-
-
-@dataclass
-class _SharedState:
-    """A place in shared memory for every block: elements, and for each since when (which barrier) and by which warp it was used.
-
-    A warp is -1 where there is none, and -2 where there are several.
-    """
-
-    data: Any
-    written: Any
-    writer: Any
-    read: Any
-    reader: Any
-
-
-@dataclass
-class _BarrierState:
-    """Barriers of every block: phases that ended, bytes announced for the next one, boxes on their way, by block and slot."""
-
-    done: Any
-    expected: dict[tuple[int, int], int] = field(default_factory=dict)
-    flying: dict[tuple[int, int], list[tuple[k.Shared, Any, Any]]] = field(default_factory=dict)
+        memory[b] = view(b, flat[b]).copy()
 
 
 @dataclass
@@ -99,9 +64,10 @@ class _Blocks:
     env: dict[Any, Any] = field(default_factory=dict)
     values: dict[Node, Any] = field(default_factory=dict)
     registers: dict[k.Registers, Any] = field(default_factory=dict)
+    known: dict[k.Registers, Any] = field(default_factory=dict)
     groups: list[list[tuple[k.Shared, Any, Any, Any]]] = field(default_factory=list)
     now: list[tuple[k.Shared, Any, Any, Any]] = field(default_factory=list)
-    barriers: dict[k.Barriers, _BarrierState] = field(default_factory=dict)
+    barriers: dict[k.Barriers, BarrierState] = field(default_factory=dict)
     epoch: int = 1
 
     def __post_init__(self) -> None:
@@ -113,12 +79,13 @@ class _Blocks:
         for e in topological(self.kernel.body):
             if getattr(e, "name", None) in numbers and isinstance(e, Expr):
                 self.env[e] = numbers[e.name]  # type: ignore[attr-defined]
-        self.shared: dict[k.Shared, _SharedState] = {}
+        self.shared: dict[k.Shared, SharedState] = {}
         for s in self.kernel.shared:
             size = (self.count, k.shared_bytes(s) // s.type.dtype.size)
             nobody = np.full(size, -1, np.int32)
             data = np.zeros(size, s.type.dtype.numpy)
-            self.shared[s] = _SharedState(data, np.zeros(size, np.int32), nobody, np.zeros(size, np.int32), nobody.copy())
+            never = np.zeros(size, np.int32)
+            self.shared[s] = SharedState(data, never, nobody, never.copy(), nobody.copy(), np.zeros(size, bool), nobody.copy())
 
     # -- statements ---------------------------------------------------------------------------------------------------
 
@@ -134,6 +101,7 @@ class _Blocks:
                 count = int(np.prod(s.place.type.static_shape, dtype=np.int64))
                 fill = s.init.value if s.init else 0
                 self.registers[s.place] = np.full((*self.shape, count), fill, s.place.type.dtype.numpy)
+                self.known[s.place] = np.full((*self.shape, count), s.init is not None)
             case l.Store():
                 self.put(s.buffer, self.at(s.buffer, s.index, 1, s), self.term(s.value)[..., None], s)
             case k.Move():
@@ -147,13 +115,14 @@ class _Blocks:
             case k.WaitGroups():
                 while len(self.groups) > s.open:
                     for place, at, data, active in self.groups.pop(0):
+                        self.shared[place].flying[np.broadcast_to(self.block[..., None], at.shape), at] = False
                         self.write(place, at, data, active, s)
             case k.Sync():
                 if not (self.active.all(axis=(1, 2)) | ~self.active.any(axis=(1, 2))).all():
                     raise CompilerBug(f"{self.kernel.name}: only some threads of a block reach a barrier")
                 self.epoch += 1
             case k.InitBarriers():
-                self.barriers[s.barriers] = _BarrierState(np.zeros((self.count, s.barriers.type.static_shape[0]), np.int64))
+                self.barriers[s.barriers] = BarrierState(np.zeros((self.count, s.barriers.type.static_shape[0]), np.int64))
             case k.Expect():
                 self.expect(s)
             case k.TensorLoad():
@@ -195,6 +164,10 @@ class _Blocks:
         active = np.broadcast_to(outer[..., None], at.shape)
         b, a, w = (np.broadcast_to(x, at.shape)[active] for x in (self.block[..., None], at, self.warp[..., None]))
         self.refuse_readers(s.target, b, a, w, s)
+        state = self.shared[s.target]
+        if state.flying[b, a].any():
+            raise CompilerBug(f"{self.kernel.name}: AsyncCopy writes {s.target.name}, where a copy is on its way")
+        state.flying[b, a], state.flyer[b, a] = True, w
         self.now.append((s.target, at, data, outer))
 
     def expect(self, s: k.Expect) -> None:
@@ -210,7 +183,7 @@ class _Blocks:
         description = tma.tensor_map(s.source.type, s.box, s.target.swizzle)
         to = self.chosen(flatten(s.to, s.target.type.element_strides))
         for i, (b, n) in enumerate(zip(block, slot, strict=True)):
-            data = description.load(_view(s.source, self.memory[s.source]), [int(a[i]) for a in at])
+            data = description.load(view(s.source, self.memory[s.source]), [int(a[i]) for a in at])
             plain = data[HARDWARE[s.target.swizzle](np.arange(data.size))].view(s.target.type.dtype.numpy)
             place = int(to[i]) + np.arange(plain.size)
             self.refuse_readers(s.target, np.full(plain.size, b), place, np.full(plain.size, -3), s)
@@ -283,11 +256,20 @@ class _Blocks:
         """Offsets of `count` elements for every thread; those of active threads must lie inside."""
         offset = np.broadcast_to(self.number(flatten(tuple(index), place.type.element_strides)), self.shape)
         found = offset[..., None] + np.arange(count)
-        size = self.size(place)
+        if isinstance(s, k.AsyncCopy) and place is s.source:
+            active = self.active & self.holds(s.inside)
+        else:
+            active = self.active
         for e, extent in zip(index, place.type.static_shape, strict=True):
             value = np.broadcast_to(self.number(e), self.shape)
-            if ((value < 0) | (value >= extent))[self.active].any() and not isinstance(s, k.AsyncCopy):
+            if ((value < 0) | (value >= extent))[active].any():
                 raise CompilerBug(f"{self.kernel.name}: {type(s).__name__} at {place.name}[{e}] is outside [0, {extent})")
+        size = self.size(place)
+        if (found[active] >= size).any():
+            raise CompilerBug(f"{self.kernel.name}: {type(s).__name__} goes {count} elements on, beyond the end of {place.name}")
+        wide = min(count * place.type.dtype.size, 16)
+        if isinstance(s, k.Move | k.AsyncCopy) and (offset[active] * place.type.dtype.size % wide).any():
+            raise CompilerBug(f"{self.kernel.name}: {type(s).__name__} of {count} elements at {place.name} is not aligned to {wide} bytes")
         return np.clip(found, 0, max(size - 1, 0))
 
     def size(self, place: l.Buffer) -> int:
@@ -295,6 +277,8 @@ class _Blocks:
 
     def get(self, place: l.Buffer, at: Any, s: Node) -> Any:
         if isinstance(place, k.Registers):
+            if not np.take_along_axis(self.known[place], at, axis=-1)[self.active].all():
+                raise CompilerBug(f"{self.kernel.name}: {type(s).__name__} reads registers of {place.name} that nobody wrote")
             return np.take_along_axis(self.registers[place], at, axis=-1)
         if isinstance(place, k.Shared):
             state = self.shared[place]
@@ -302,6 +286,8 @@ class _Blocks:
             warp = np.broadcast_to(self.warp[..., None], at.shape)
             active = np.broadcast_to(self.active[..., None], at.shape)
             b, a, w = block[active], at[active], warp[active]
+            if state.flying[b, a].any():
+                raise CompilerBug(f"{self.kernel.name}: {type(s).__name__} reads {place.name}, where a copy is on its way")
             if (state.writer[b, a] == -1).any():
                 raise CompilerBug(f"{self.kernel.name}: {type(s).__name__} reads elements of {place.name} that nobody wrote")
             if ((state.written[b, a] == self.epoch) & (state.writer[b, a] != w)).any():
@@ -310,6 +296,7 @@ class _Blocks:
                 )
             others = (state.read[b, a] == self.epoch) & (state.reader[b, a] != w)
             state.read[b, a], state.reader[b, a] = self.epoch, w
+            others |= state.reader[b, a] != w  # of several warps in this statement the last is remembered
             state.reader[b[others], a[others]] = -2
             return state.data[block, at]
         return self.memory[place][at]
@@ -319,11 +306,18 @@ class _Blocks:
             old = np.take_along_axis(self.registers[place], at, axis=-1)
             new = np.where(self.active[..., None], data, old)
             np.put_along_axis(self.registers[place], at, new.astype(old.dtype), axis=-1)
+            known = np.take_along_axis(self.known[place], at, axis=-1) | self.active[..., None]
+            np.put_along_axis(self.known[place], at, known, axis=-1)
         elif isinstance(place, k.Shared):
             self.write(place, at, data, self.active, s)
+        elif place not in self.kernel.writes:
+            raise CompilerBug(f"{self.kernel.name}: {type(s).__name__} writes {place.name}, which the kernel only reads")
         else:
             active = np.broadcast_to(self.active[..., None], at.shape)
-            self.memory[place][at[active]] = np.broadcast_to(data, at.shape)[active]
+            values, where = np.broadcast_to(data, at.shape)[active], at[active]
+            self.memory[place][where] = values
+            if not np.array_equal(self.memory[place][where], values, equal_nan=values.dtype.kind == "f"):
+                raise CompilerBug(f"{self.kernel.name}: {type(s).__name__}: threads write different values to one element of {place.name}")
 
     def write(self, place: k.Shared, at: Any, data: Any, who: Any, s: Node) -> None:
         state = self.shared[place]
@@ -334,8 +328,13 @@ class _Blocks:
             raise CompilerBug(
                 f"{self.kernel.name}: {type(s).__name__} writes {place.name} where another warp wrote, with no barrier between"
             )
-        state.data[b, a] = np.broadcast_to(data, at.shape)[active]
+        if (state.flying[b, a] & (state.flyer[b, a] != w)).any():
+            raise CompilerBug(f"{self.kernel.name}: {type(s).__name__} writes {place.name}, where a copy is on its way")
+        values = np.broadcast_to(data, at.shape)[active]
+        state.data[b, a] = values
         state.written[b, a], state.writer[b, a] = self.epoch, w
+        if (state.writer[b, a] != w).any():
+            raise CompilerBug(f"{self.kernel.name}: {type(s).__name__}: several warps write one element of {place.name}")
 
     # -- terms --------------------------------------------------------------------------------------------------------
 
@@ -363,6 +362,8 @@ class _Blocks:
             case k.Value():
                 return self.values[x]
             case k.Shuffle():
+                if (self.active & ~self.active[..., np.arange(k.WARP) ^ x.mask]).any():
+                    raise CompilerBug(f"{self.kernel.name}: a shuffle reads from lanes that do not take part")
                 return SHUFFLE.run(self.term(x.x), x.mask)
             case l.Load():
                 return self.load(x)

@@ -54,6 +54,11 @@ class Shuffle(Term, dialect="kernel", op="shuffle"):
     x: Node
     mask: int
 
+    def check(self) -> None:
+        super().check()
+        if not 0 < self.mask < WARP:
+            raise UserError(f"shuffle: a mask is in 1 to {WARP - 1}, not {self.mask}")
+
     def infer(self) -> Any:
         return self.x.dtype  # type: ignore[attr-defined]
 
@@ -82,6 +87,8 @@ class Move(Node, dialect="kernel", op="move"):
     count: int
 
     def check(self) -> None:
+        if self.count < 1 or self.count & self.count - 1:
+            raise UserError(f"move takes a power of two of elements, not {self.count}")
         if self.target.type.dtype is not self.source.type.dtype:
             raise UserError(f"move: {self.source.type.dtype} into {self.target.name}, which holds {self.target.type.dtype}")
 
@@ -251,6 +258,7 @@ class Program:
 
 
 BLOCK = "block"
+THREADS = ("block", "warp", "lane")
 LANE = Var("lane", WARP)
 
 
@@ -271,9 +279,33 @@ def walk(body: tuple[Node, ...]) -> Iterator[Node]:
 
 
 def problem(kernel: Kernel) -> str:
-    """What is wrong with a kernel, or nothing: a name used where it does not exist, a variable no loop binds."""
+    """What is wrong with a kernel, or nothing: a name used where it does not exist, a variable no loop binds, an index too many."""
+    if not 1 <= kernel.warps <= 32:
+        return f"a block has 1 to 32 warps, not {kernel.warps}"
+    for s in walk(kernel.body):
+        for place, index in places(s):
+            if len(index) != place.type.rank:
+                return f"{type(s).__name__} has {len(index)} indices into {place.name}: {place.type}"
+            if isinstance(place, Registers) and any(getattr(x, "name", "") in THREADS for x in topological(list(_flat(index)))):
+                return f"{type(s).__name__} indexes the registers {place.name} by the number of a thread, which they cannot be"
+        if isinstance(s, l.Store | Move) and (target := s.buffer if isinstance(s, l.Store) else s.target) in kernel.reads:
+            return f"{type(s).__name__} writes {target.name}, which the kernel only reads"
     known: set[Any] = {*kernel.params, *kernel.shared}
     return _problem(kernel.body, known, {"block", "warp", "lane"})
+
+
+def places(s: Node) -> Iterator[tuple[Buffer, tuple[IntExpr, ...]]]:
+    """The places that a statement names, itself or in a term, with the indices."""
+    terms = [s.term] if isinstance(s, Let) else [s.value] if isinstance(s, l.Store) else []
+    yield from ((x.buffer, x.index) for x in topological(terms) if isinstance(x, l.Load))
+    match s:
+        case l.Store():
+            yield s.buffer, s.index
+        case Move() | AsyncCopy() | TensorLoad() | LoadMatrix():
+            yield s.target, s.to
+            yield s.source, s.at
+        case Multiply():
+            yield from ((s.d, s.d_at), (s.a, s.a_at), (s.b, s.b_at))
 
 
 def _problem(body: tuple[Node, ...], known: set[Any], variables: set[str]) -> str:

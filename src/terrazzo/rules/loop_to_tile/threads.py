@@ -16,6 +16,8 @@ from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site
 from terrazzo.rules.tile_to_kernel.digits import WIDEST, axis_name, wide
 
 WARP = 32
+DEAR = 6.0
+"""The cost of a term (in additions) from which on keeping it beats computing it again."""
 KEPT = 32
 """Elements of one operand that a thread keeps in registers between two uses, at most."""
 
@@ -92,7 +94,19 @@ def reduction(kernel: l.Kernel, gpu: Gpu) -> Schedule:
         if isinstance(x, l.Load):
             loads[x.buffer.name] += 1
     keep = tuple((b, Operand("reg")) for b, uses in loads.items() if uses > 1) if per_thread <= KEPT * 2 else ()
-    return Schedule(kernel.name, gpu.arch, lines, keep[:2], (), tuple(sites))
+    terms = tuple((name, Operand("reg")) for name in _again(kernel, top, inner)) if per_thread <= KEPT else ()
+    return Schedule(kernel.name, gpu.arch, lines, (*keep[:2], *terms[:1]), (), tuple(sites))
+
+
+def _again(kernel: l.Kernel, top: Sequence[l.Reduce], inner: Sequence[Any]) -> Iterator[str]:
+    """The reductions whose summand, dear to compute, is wanted again at the same places of a row, as softmax's exponentials are."""
+    stored = set(topological([s.value for s in kernel.stores]))
+    for name, r in n.accumulators(kernel).items():
+        if isinstance(r, l.Reduce) and r in top and len(r.args) == 1 and len(r.axes) == 1:
+            cost = sum(x.fn.cost for x in topological(r.args) if isinstance(x, l.Apply) and r.axes[0] in x.free)
+            same = [a for a in inner if _size(a) == _size(r.axes[0])]
+            if cost >= DEAR and any(substitute(r.args[0], {r.axes[0]: a}) in stored for a in same):
+                yield name
 
 
 def finish(kernel: l.Kernel, gpu: Gpu) -> Schedule:

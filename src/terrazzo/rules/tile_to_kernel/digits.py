@@ -94,7 +94,7 @@ class Bindings:
         out: list[Digit] = []
         stride = math.prod(f.size for f in factors)
         for f in factors:
-            stride //= f.size
+            stride //= max(f.size, 1)
             if f.size == 1:
                 continue
             if f.level == "grid":

@@ -224,7 +224,7 @@ class Walker:
         leaf = not any(isinstance(x, n.Loop) for x in self.left(s.body))
         vector = looped[-1] if leaf and looped and digits[-1] and digits[-1][-1] is looped[-1] and looped[-1].level != "time" else None
         if leaf:
-            self.keep_loads(s, digits, scope, inner)
+            self.keep_terms(s, digits, scope, inner)
         step = self.vector(s, vector, inside, inner) if vector is not None else None
         if step is not None and vector is not None:
             inside = [substitute(e, {vector.value: 0}) for e in inside]
@@ -310,22 +310,28 @@ class Walker:
         self.where(found.inside, lambda: self.out.append(k.Move(place, (*index[:-1], 0), load.buffer, at, size)))
         scope.env[load] = l.Load(place, index)
 
-    def keep_loads(self, s: n.Loop, digits: Sequence[Sequence[Digit]], scope: Scope, inner: Scope) -> None:
-        """Loads of a leaf that the schedule keeps in registers: read from those an earlier leaf filled, or to fill new ones."""
+    def keep_terms(self, s: n.Loop, digits: Sequence[Sequence[Digit]], scope: Scope, inner: Scope) -> None:
+        """Terms of a leaf that registers keep, as the schedule says: found in those an earlier leaf filled, or to fill new ones."""
         looped = [d for ds in digits for d in ds if d.level in LOOPED]
         if not self.keep or any(d.level == "time" for d in looped):
             return
         variables = tuple(d.value for d in looped)
         same = {v: Var(f"kept{p}", d.size) for p, (v, d) in enumerate(zip(variables, looped, strict=True))}
+        summands = {a for r in s.carried if self.names[r] in self.keep for a in r.args}
+        made = dict(inner.env)  # what every term is made of, down to what registers hold
         for x in s.body:
-            if not isinstance(x, n.Let) or not isinstance(x.term, l.Load) or x.term.buffer.name not in self.keep:
+            if not isinstance(x, n.Let) or isinstance(x.term, l.Get):
                 continue
-            key = substitute(inner(x.term), same)
+            made[x.term] = substitute(x.term, made)
+            key = substitute(made[x.term], same)
+            wanted = x.term.buffer.name in self.keep if isinstance(x.term, l.Load) else x.term in summands
             if key in scope.places:
-                inner.env[x.term] = l.Load(scope.places[key], variables)
-            else:
-                scope.places[key] = self.registers(x.term.buffer.name + "_", x.term.dtype, [d.size for d in looped])
+                inner.env[x.term] = made[x.term] = l.Load(scope.places[key], variables)
+            elif wanted:
+                name = x.term.buffer.name if isinstance(x.term, l.Load) else "term"
+                scope.places[key] = self.registers(name + "_", x.term.dtype, [d.size for d in looped])
                 inner.kept[x.term] = scope.places[key], variables
+                made[x.term] = l.Load(scope.places[key], variables)
 
     # -- reductions ----------------------------------------------------------------------------------------------------
 
@@ -386,10 +392,5 @@ class Walker:
 
 
 def _stores(body: Sequence[n.Statement]) -> list[l.Store]:
-    found = []
-    for s in body:
-        if isinstance(s, n.Loop):
-            found += _stores(s.body)
-        elif isinstance(s, l.Store):
-            found.append(s)
-    return found
+    inside = [x for s in body if isinstance(s, n.Loop) for x in _stores(s.body)]
+    return [*(s for s in body if isinstance(s, l.Store)), *inside]
