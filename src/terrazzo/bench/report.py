@@ -96,7 +96,21 @@ def _gpu_part(record: Mapping[str, Any]) -> list[str]:
     versions = ", ".join(f"{name} {number}" for name, number in meta["versions"].items())
     where = f"{meta['gpu']}, {meta['driver']}, NVRTC {meta['nvrtc']}, {versions}, commit {meta['commit']}, {meta['date']}."
     means = ", ".join(f"**{ratio:.2f}x** of {name}" for name, ratio in record["geomean"].items())
-    return [f"## {GPU_TITLES.get(record['suite'], record['suite'])}", "", where, "", *lines, "", f"Geometric means: {means}.", ""]
+    plots = [line for dtype in dict.fromkeys(c["dtype"] for c in record["cases"]) for line in _plot(record, dtype)]
+    return [f"## {GPU_TITLES.get(record['suite'], record['suite'])}", "", where, "", *plots, *lines, "", f"Geometric means: {means}.", ""]
+
+
+def _plot(record: Mapping[str, Any], dtype: str) -> list[str]:
+    """How many times as fast as every peer, as a chart that renders where Markdown does. A bar per case, a line per further peer."""
+    cases = [c for c in record["cases"] if c["dtype"] == dtype]
+    first, *others = list(record["geomean"])
+    series = {p: [round(c["us"][p] / c["us"]["terrazzo"], 2) for c in cases] for p in (first, *others)}
+    most = max(x for values in series.values() for x in values)
+    lines = ["```mermaid", "xychart-beta", f'  title "{dtype}: times as fast as {first} (bars), {", ".join(others)} (line)"']
+    lines.append(f"  x-axis [{', '.join(str(k + 1) for k in range(len(cases)))}]")
+    lines.append(f'  y-axis "in the order of the table" 0 --> {most + 0.1:.1f}')
+    lines.append(f"  bar {series[first]}")
+    return [*lines, *(f"  line {series[p]}" for p in others), "```", ""]
 
 
 GPU_TITLES = {
