@@ -119,15 +119,15 @@ def relu(node: Aten, x: Any) -> Any:
 
 @aten("gelu.default")
 def gelu(node: Aten, x: Any, approximate: str = "none") -> Any:
-    """x/2 * (1 + erf(x/sqrt 2)), or its tanh approximation."""
+    """x times the normal distribution function of x, or its tanh approximation."""
 
     def build(a: Any) -> Any:
-        half = t.apply("mul", a, c(0.5, a))
         if approximate == "tanh":
+            half = t.apply("mul", a, c(0.5, a))
             cube = t.apply("mul", t.apply("mul", a, a), a)
             inner = t.apply("mul", c(math.sqrt(2 / math.pi), a), t.apply("add", a, t.apply("mul", c(0.044715, a), cube)))
             return t.apply("mul", half, t.apply("add", c(1.0, a), t.apply("tanh", inner)))
-        return t.apply("mul", half, t.apply("add", c(1.0, a), t.apply("erf", t.apply("mul", a, c(math.sqrt(0.5), a)))))
+        return t.apply("mul", a, t.apply("ndtr", a))
 
     return pointwise(node, result(node).dtype.compute, x, fn=build)
 

@@ -83,8 +83,6 @@ TZ int64_t tz_at(int64_t i, int64_t extent, int& bad) {
 TZ int64_t tz_fdiv(int64_t a, int64_t b) { int64_t q = a / b; return q - (a % b < 0); }
 TZ int64_t tz_fmod_index(int64_t a, int64_t b) { int64_t r = a % b; return r < 0 ? r + b : r; }
 
-#include "scalars.h"
-
 // glibc has vector versions of these; they must be named where the loop is vectorised.
 #if defined(TZ_VECTOR_MATH)
 #define TZ_SIMD(name)                                                                \
@@ -97,6 +95,9 @@ TZ_SIMD(exp) TZ_SIMD(log) TZ_SIMD(sin) TZ_SIMD(cos) TZ_SIMD(tanh) TZ_SIMD(erf) T
 TZ_SIMD(log2) TZ_SIMD(log10) TZ_SIMD(tan) TZ_SIMD(asin) TZ_SIMD(acos) TZ_SIMD(atan) TZ_SIMD(sinh) TZ_SIMD(cosh) TZ_SIMD(asinh)
 TZ_SIMD(acosh) TZ_SIMD(atanh) TZ_SIMD(erfc) TZ_SIMD2(pow) TZ_SIMD2(atan2) TZ_SIMD2(hypot)
 #endif
+TZ float tz_exp2(float x) { return exp2f(x); }
+
+#include "scalars.h"
 
 #define TZ_TYPES float, double, int64_t, int32_t, int16_t, int8_t, uint64_t, uint32_t, uint16_t, uint8_t, bool
 #pragma omp declare reduction(tz_max : TZ_TYPES : omp_out = tz_max(omp_out, omp_in)) initializer(omp_priv = omp_orig)

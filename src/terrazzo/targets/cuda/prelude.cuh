@@ -73,6 +73,7 @@ TZ float tz_to_odd(double x) {
   bool inexact = (double)f != x && x == x && !(u & 1u), away = fabs((double)f) > fabs(x);
   return __uint_as_float(inexact ? (away ? u - 1 : u + 1) : u);
 }
+TZ float tz_exp2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 template <class To, class From> TZ To tz_from_float(From x) {
   if constexpr (sizeof(To) <= 2) return (To)(i32)x;
   else return (To)x;
