@@ -22,6 +22,7 @@ from terrazzo.rules import torch_to_tensor
 from terrazzo.rules.loop.fuse import fuse
 from terrazzo.rules.loop.layout import store_as_read
 from terrazzo.rules.loop.narrow import narrow
+from terrazzo.rules.loop.relax import relax
 from terrazzo.rules.loop_to_tile.choose import schedule
 from terrazzo.rules.tensor_to_loop.lift import lift
 from terrazzo.rules.tile_to_kernel.lower import program as derive
@@ -55,6 +56,8 @@ PASSES = (
          lambda p, log, o: fuse(p, log, target(o.target).rates, o.materialize, _texts(o)) if o.fuse else p),
     Pass("store_as_read", "loop", "loop", "buffers that are only read transposed, reshaped or converted are stored so",
          lambda p, log, o: store_as_read(narrow(p, log), log)),
+    Pass("relax", "loop", "loop", "what is rounded to 16 bits at once is computed no more exactly than that asks for",
+         lambda p, log, o: relax(p, log)),
     Pass("schedule", "loop", "tile", "every kernel gets a schedule: the user's, or the best by the model of the machine",
          lambda p, log, o: schedule(p, machine(o), log, pinned(o), _texts(o))),
     Pass("derive", "tile", "kernel", "what follows from a schedule: places, copies, barriers, who does what",

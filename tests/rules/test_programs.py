@@ -13,6 +13,7 @@ from terrazzo.rewrite.rule import Choice, Log, cheapest
 from terrazzo.rules.loop.cost import Rates
 from terrazzo.rules.loop.fuse import fuse
 from terrazzo.rules.loop.layout import store_as_read
+from terrazzo.rules.loop.relax import relax
 from terrazzo.rules.tensor_to_loop.lift import lift
 
 
@@ -49,5 +50,6 @@ def test_fusion(program: Program) -> None:
         verify(merged, "store_as_read")
         assert_round_trip(merged)
         assert_same_meaning(program, merged)
+        assert_same_meaning(program, relax(merged, Log()))
     everything = fuse(lifted, Log(), Rates(), materialize=[s.name for s in lifted.steps])
     assert set(everything.steps) == set(lifted.steps)

@@ -106,6 +106,7 @@ SCALARS = _table(
     Scalar("sub", 2, _same(*_NUMBER), np.subtract, "({0} - {1})"),
     Scalar("mul", 2, _same(*_NUMBER), np.multiply, "({0} * {1})"),
     Scalar("div", 2, _same(*_FLOAT), np.divide, "({0} / {1})", 4),
+    Scalar("approx_div", 2, _same(*_FLOAT), np.divide, "tz_approx_div({0}, {1})", 2),  # to two units in the last place
     Scalar("floordiv", 2, _same(*_INT), np.floor_divide, "tz_floordiv({0}, {1})", 20),
     Scalar("truncdiv", 2, _same(*_INT), _truncdiv, "tz_truncdiv({0}, {1})", 20),
     Scalar("fmod", 2, _same(*_NUMBER), np.fmod, "tz_fmod({0}, {1})", 20),  # sign of the dividend, as in C

@@ -95,6 +95,7 @@ TZ_SIMD(exp) TZ_SIMD(log) TZ_SIMD(sin) TZ_SIMD(cos) TZ_SIMD(tanh) TZ_SIMD(erf) T
 TZ_SIMD(log2) TZ_SIMD(log10) TZ_SIMD(tan) TZ_SIMD(asin) TZ_SIMD(acos) TZ_SIMD(atan) TZ_SIMD(sinh) TZ_SIMD(cosh) TZ_SIMD(asinh)
 TZ_SIMD(acosh) TZ_SIMD(atanh) TZ_SIMD(erfc) TZ_SIMD2(pow) TZ_SIMD2(atan2) TZ_SIMD2(hypot)
 #endif
+template <class T> TZ T tz_approx_div(T a, T b) { return a / b; }
 TZ float tz_exp2(float x) { return exp2f(x); }
 
 #include "scalars.h"

@@ -73,7 +73,13 @@ TZ float tz_to_odd(double x) {
   bool inexact = (double)f != x && x == x && !(u & 1u), away = fabs((double)f) > fabs(x);
   return __uint_as_float(inexact ? (away ? u - 1 : u + 1) : u);
 }
+#if __CUDA_ARCH__ >= 800  // one instruction for a comparison, a test for NaN and two selections
+TZ float tz_min(float a, float b) { float y; asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b)); return y; }
+TZ float tz_max(float a, float b) { float y; asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b)); return y; }
+#endif
 TZ float tz_exp2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+TZ float tz_approx_div(float a, float b) { float y; asm("div.full.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b)); return y; }
+TZ double tz_approx_div(double a, double b) { return a / b; }
 template <class To, class From> TZ To tz_from_float(From x) {
   if constexpr (sizeof(To) <= 2) return (To)(i32)x;
   else return (To)x;

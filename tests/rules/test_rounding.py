@@ -1,0 +1,64 @@
+"""Rules about where values are rounded: what they write, where they keep away, and that the numbers stay."""
+
+from __future__ import annotations
+
+import pytest
+from tests.harness import assert_same_meaning
+
+from terrazzo.ir.parse import parse
+from terrazzo.ir.show import show
+from terrazzo.rewrite.rule import Log
+from terrazzo.rules.loop.narrow import narrow
+from terrazzo.rules.loop.relax import relax
+
+QUOTIENT = """
+@loop
+def f(x: {x}[4], y: {x}[4]):
+    with kernel('z', z={z}[4]):
+        for a0 in free(4):
+            in0 = x[a0]
+            in1 = y[a0]
+            v0 = div(in0, in1)
+            v1 = {z}(v0)
+            z[a0] = v1
+    return (z,)
+"""
+
+TEMPORARY = """
+@loop
+def f(x: f32[4]):
+    with kernel('t', t=f32[4]):
+        for a0 in free(4):
+            in0 = x[a0]
+            v0 = exp(in0)
+            t[a0] = v0
+    with kernel('z', z=f32[4, 4]):
+        for a0 in free(4):
+            for a1 in free(4):
+                in0 = t[a0]
+                v0 = bf16(in0)
+                in1 = t[a1]
+                v1 = {other}
+                v2 = {wide}
+                v3 = mul(v2, {second})
+                z[a0, a1] = v3
+    return (z,)
+"""
+
+
+@pytest.mark.parametrize(("x", "z", "fires"), [("f32", "bf16", True), ("f32", "f16", True), ("f64", "f16", False), ("f32", "f64", False)])
+def test_a_quotient_rounded_at_once_is_relaxed(x: str, z: str, fires: bool) -> None:
+    program = parse(QUOTIENT.format(x=x, z=z))
+    log = Log()
+    after = relax(program, log)
+    assert ("approx_div(" in show(after)) == fires == bool(log.events)
+    assert ("v0 = div(" in show(after)) != fires
+    assert_same_meaning(program, after)
+
+
+@pytest.mark.parametrize("all_round", [True, False])
+def test_a_temporary_is_rounded_by_its_writer_if_by_every_reader(all_round: bool) -> None:
+    program = parse(TEMPORARY.format(other="bf16(in1)" if all_round else "neg(in1)", wide="f32(v0)", second="f32(v1)" if all_round else "v1"))
+    after = narrow(program, Log())
+    assert ("t=bf16[4]" in show(after)) == all_round
+    assert_same_meaning(program, after)
