@@ -39,7 +39,7 @@ def f(x: f32[4]):
                 v0 = bf16(in0)
                 in1 = t[a1]
                 v1 = {other}
-                v2 = {wide}
+                v2 = f32(v0)
                 v3 = mul(v2, {second})
                 z[a0, a1] = v3
     return (z,)
@@ -58,7 +58,8 @@ def test_a_quotient_rounded_at_once_is_relaxed(x: str, z: str, fires: bool) -> N
 
 @pytest.mark.parametrize("all_round", [True, False])
 def test_a_temporary_is_rounded_by_its_writer_if_by_every_reader(all_round: bool) -> None:
-    program = parse(TEMPORARY.format(other="bf16(in1)" if all_round else "neg(in1)", wide="f32(v0)", second="f32(v1)" if all_round else "v1"))
+    other, second = ("bf16(in1)", "f32(v1)") if all_round else ("neg(in1)", "v1")
+    program = parse(TEMPORARY.format(other=other, second=second))
     after = narrow(program, Log())
     assert ("t=bf16[4]" in show(after)) == all_round
     assert_same_meaning(program, after)
