@@ -8,10 +8,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from terrazzo.bench.gpu_suites import SUITES, Case
+from terrazzo.bench.article import article
+from terrazzo.bench.gpu_suites import Case, block, gemm, pointwise, reduction
 from terrazzo.bench.harness import accuracy, surroundings
 from terrazzo.options import Options
 
+SUITES: dict[str, Callable[[], tuple[Case, ...]]] = {
+    "pointwise": pointwise,
+    "reduction": reduction,
+    "gemm": gemm,
+    "block": block,
+    "article": article,
+}
 PEERS = ("eager", "compile", "max-autotune")
 REPLAYS = 25
 """Replays of every graph, in turns; each replay calls once per set of inputs."""
@@ -100,6 +108,7 @@ def _case(case: Case, options: Options, peers: Sequence[str]) -> dict[str, Any]:
         "problem": problem,
         "bytes": case.bytes,
         "operations": case.operations,
+        "said": case.said,
         "fallbacks": [f.op for f in ours.compiled.fallbacks],
     }
 

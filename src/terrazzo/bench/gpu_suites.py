@@ -26,18 +26,31 @@ LINEAR = {
     "1024 cubed": (1024, 1024, 1024),
     "4096 cubed": (4096, 4096, 4096),
 }
+LAYERS = {
+    ("TinyLlama", 32): "1.31x",
+    ("TinyLlama", 128): "1.18x",
+    ("TinyLlama", 512): "0.65x",
+    ("Qwen2.5-7B", 32): "1.26x",
+    ("Qwen2.5-7B", 128): "1.09x",
+    ("Qwen2.5-7B", 512): "0.80x",
+}
+"""What the article of `bench.article` says of a decoder layer, by model and tokens, in float32."""
 MODELS = {"TinyLlama": "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "Qwen2.5-7B": "Qwen/Qwen2.5-7B"}
 
 
 @dataclass(frozen=True)
 class Case:
-    """`bytes` and `operations` are the least any implementation moves and computes in one call, for the roofline."""
+    """`bytes` and `operations` are the least any implementation moves and computes in one call, for the roofline.
+
+    `said` is the ratio to eager that somebody else published for it, on another machine.
+    """
 
     name: str
     dtype: str
     make: Callable[[], Made]
     bytes: int
     operations: float = 0.0
+    said: str = ""
 
 
 def pointwise() -> tuple[Case, ...]:
@@ -87,7 +100,7 @@ def reduction() -> tuple[Case, ...]:
 def _rows(name: str, fn: Any, rows: int, width: int, dtype: str, tensors: int, vectors: int) -> Case:
     def make() -> Made:
         shapes = [(rows, width)] * tensors + [(width,)] * vectors
-        return fn, lambda: tuple(_normal(s, dtype) for s in shapes), lambda *a: fn(*(x.double() for x in a))
+        return fn, lambda: tuple(normal(s, dtype) for s in shapes), lambda *a: fn(*(x.double() for x in a))
 
     size = 4 if dtype == "f32" else 2
     return Case(f"{name} {rows} x {width}", dtype, make, size * ((tensors + 1) * rows * width + vectors * width))
@@ -99,7 +112,7 @@ def gemm() -> tuple[Case, ...]:
 
     def case(name: str, m: int, k: int, n: int, dtype: str) -> Case:
         def make() -> Made:
-            return f.linear, lambda: (_normal((m, k), dtype), _normal((n, k), dtype)), lambda x, w: f.linear(x.double(), w.double())
+            return f.linear, lambda: (normal((m, k), dtype), normal((n, k), dtype)), lambda x, w: f.linear(x.double(), w.double())
 
         size = 4 if dtype == "f32" else 2
         return Case(name, dtype, make, size * (m * k + n * k + m * n), 2.0 * m * n * k)
@@ -146,13 +159,11 @@ def _block(model: str, length: int, dtype: str) -> Case:
 
         return Layer(module, (rest, named)), lambda: (torch.randn_like(hidden),), exact
 
-    return Case(f"{model} layer, {length} tokens", dtype, make, 0)
+    return Case(f"{model} layer, {length} tokens", dtype, make, 0, said=LAYERS[model, length] if dtype == "f32" else "")
 
 
-SUITES: dict[str, Callable[[], tuple[Case, ...]]] = {"pointwise": pointwise, "reduction": reduction, "gemm": gemm, "block": block}
-
-
-def _normal(shape: tuple[int, ...], dtype: str) -> Any:
+def normal(shape: tuple[int, ...], dtype: str) -> Any:
+    """Random normal numbers on the GPU."""
     import torch
 
     from terrazzo.ir.torch_types import to_torch_dtype

@@ -22,12 +22,13 @@ class Suite(StrEnum):
 
 
 class GpuSuite(StrEnum):
-    """What `--suite` of `bench gpu` may name; `bench.gpu_suites` says what is in each."""
+    """What `--suite` of `bench gpu` may name; `bench.gpu.SUITES` says what is in each."""
 
     pointwise = "pointwise"
     reduction = "reduction"
     gemm = "gemm"
     block = "block"
+    article = "article"
 
 
 @app.callback()
