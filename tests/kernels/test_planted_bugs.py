@@ -87,6 +87,36 @@ def test_slabs_through_registers_without_a_barrier(name: str, number: int) -> No
     assert re.search(OTHER_WARP, caught(found, changed(found, r"sync\(\)", "pass", number)))
 
 
+BOXES = ("transposed matmul of bfloat16", "bmm of half", "swiglu", "transposed matmul of bfloat16 in many steps")
+
+
+@pytest.mark.parametrize("name", BOXES)
+@pytest.mark.parametrize(
+    ("pattern", "replacement", "told"),
+    [
+        (r"init_barriers\(\w+\)", "pass", "which nobody made"),
+        (r"(init_barriers\(\w+\)\s+)sync\(\)", r"\1pass", "as one thread makes it"),
+        (r"expect\(.*\)", "pass", "waits for ever|phase"),
+        (r"expect\((.*), (\d+)\)", r"expect(\1, \g<2>0)", "others were announced"),
+        (r"tensor_load\(.*\)", "pass", "others were announced"),
+        (r" and -lane >= 0( and .*\n +expect)", r"\1", "several threads of a block execute Expect"),
+        (r"wait_barrier\(.*\)", "pass", "nobody wrote"),
+        (r"wait_barrier\((.*\]), (.*)\)", r"wait_barrier(\1, 1 - (\2))", "waits for ever"),
+        (r"wait_barrier\((\w+)\[([^\]]*)\]", r"wait_barrier(\1[(\2 + 1) % 4]", "nobody wrote|waits for ever"),
+        (r"tensor_load\((\w+\[)([^,]+),(.*)", r"tensor_load(\1(\2 + 1) % 4,\3", "nobody wrote|while another warp reads"),
+    ],
+)
+def test_boxes_that_come_to_a_ring(name: str, pattern: str, replacement: str, told: str) -> None:
+    found = case(name, "sm_90a")
+    assert "tensor_load" in show(found.program)
+    assert re.search(told, caught(found, changed(found, pattern, replacement)))
+
+
+def test_a_box_that_comes_to_a_slot_in_use() -> None:
+    found = case("transposed matmul of bfloat16 in many steps", "sm_90a")
+    assert "while another warp reads it" in caught(found, changed(found, r"(wait_barrier\(.*\)\s+)sync\(\)", r"\1pass"))
+
+
 @pytest.mark.parametrize("name", ["softmax of long rows", "argmax", "sum of very many"])
 def test_a_barrier_that_only_some_reach(name: str) -> None:
     found = case(name, "sm_90a")

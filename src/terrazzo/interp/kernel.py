@@ -122,7 +122,7 @@ class _Blocks:
                     raise CompilerBug(f"{self.kernel.name}: only some threads of a block reach a barrier")
                 self.epoch += 1
             case k.InitBarriers():
-                self.barriers[s.barriers] = BarrierState(np.zeros((self.count, s.barriers.type.static_shape[0]), np.int64))
+                self.barriers[s.barriers] = BarrierState(self.epoch, np.zeros((self.count, s.barriers.type.static_shape[0]), np.int64))
             case k.Expect():
                 self.expect(s)
             case k.TensorLoad():
@@ -172,7 +172,7 @@ class _Blocks:
 
     def expect(self, s: k.Expect) -> None:
         block, slot = self.one_thread(s, s.slot)
-        state = self.barriers[s.barriers]
+        state = self.made(s)
         for b, n in zip(block, slot, strict=True):
             state.expected[b, n] = state.expected.get((b, n), 0) + s.bytes
 
@@ -187,12 +187,14 @@ class _Blocks:
             plain = data[HARDWARE[s.target.swizzle](np.arange(data.size))].view(s.target.type.dtype.numpy)
             place = int(to[i]) + np.arange(plain.size)
             self.refuse_readers(s.target, np.full(plain.size, b), place, np.full(plain.size, -3), s)
-            self.barriers[s.barriers].flying.setdefault((b, n), []).append((s.target, place, plain))
+            self.made(s).flying.setdefault((b, n), []).append((s.target, place, plain))
 
     def wait_barrier(self, s: k.WaitBarrier) -> None:
-        if s.barriers not in self.barriers:
-            raise CompilerBug(f"{self.kernel.name}: waits for {s.barriers.name}, which nobody made")
-        state = self.barriers[s.barriers]
+        state = self.made(s)
+        if state.born == self.epoch:
+            raise CompilerBug(
+                f"{self.kernel.name}: waits for {s.barriers.name} as one thread makes it, with no barrier of the block between"
+            )
         slots, phases = (np.broadcast_to(self.number(e), self.shape) for e in (s.slot, s.phase))
         for b in range(self.count):
             if not self.active[b].any():
@@ -212,6 +214,12 @@ class _Blocks:
                 state.done[b, n] += 1
             if state.done[b, n] % 2 == phase:
                 raise CompilerBug(f"{self.kernel.name}: waits for ever at {s.barriers.name}[{n}], phase {phase}")
+
+    def made(self, s: k.Expect | k.TensorLoad | k.WaitBarrier) -> BarrierState:
+        """The barriers a statement names."""
+        if s.barriers not in self.barriers:
+            raise CompilerBug(f"{self.kernel.name}: {type(s).__name__} at {s.barriers.name}, which nobody made")
+        return self.barriers[s.barriers]
 
     def one_thread(self, s: Any, slot: IntExpr) -> tuple[list[int], list[int]]:
         """The blocks in which a statement is executed, by one thread each, and the slot it names there."""

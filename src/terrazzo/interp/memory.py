@@ -45,8 +45,9 @@ class SharedState:
 
 @dataclass
 class BarrierState:
-    """Barriers of every block: phases that ended, bytes announced for the next one, boxes on their way, by block and slot."""
+    """Barriers of every block: since when they are there, phases that ended; by block and slot, bytes announced and boxes on their way."""
 
+    born: int
     done: Any
     expected: dict[tuple[int, int], int] = field(default_factory=dict)
     flying: dict[tuple[int, int], list[tuple[k.Shared, Any, Any]]] = field(default_factory=dict)
