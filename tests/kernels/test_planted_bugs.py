@@ -112,6 +112,12 @@ def test_boxes_that_come_to_a_ring(name: str, pattern: str, replacement: str, to
     assert re.search(told, caught(found, changed(found, pattern, replacement)))
 
 
+def test_a_box_that_nobody_waits_for() -> None:
+    found = case("transposed matmul of bfloat16 in many steps", "sm_90a")
+    steps = changed(found, r"serial\(6\)", "serial(5)")
+    assert "ends while copies are on their way" in caught(found, steps)
+
+
 def test_a_box_that_comes_to_a_slot_in_use() -> None:
     found = case("transposed matmul of bfloat16 in many steps", "sm_90a")
     assert "while another warp reads it" in caught(found, changed(found, r"(wait_barrier\(.*\)\s+)sync\(\)", r"\1pass"))

@@ -48,7 +48,9 @@ def run_kernel(kernel: k.Kernel, memory: dict[l.Buffer, Any]) -> None:
         flat[b] = flat_memory(b, memory.get(b))
     step = max(TOGETHER // kernel.threads, 1)
     for first in range(0, kernel.grid, step):
-        _Blocks(kernel, flat, first, min(step, kernel.grid - first)).statements(kernel.body)
+        blocks = _Blocks(kernel, flat, first, min(step, kernel.grid - first))
+        blocks.statements(kernel.body)
+        blocks.end()
     for b in kernel.writes:
         memory[b] = view(b, flat[b]).copy()
 
@@ -92,6 +94,13 @@ class _Blocks:
     def statements(self, body: Sequence[Node]) -> None:
         for s in body:
             self.statement(s)
+
+    def end(self) -> None:
+        """Nothing may come to shared memory once it belongs to another block."""
+        late = [place for place, state in self.shared.items() if state.flying.any()]
+        late += [place for state in self.barriers.values() for boxes in state.flying.values() for place, _, _ in boxes]
+        if late:
+            raise CompilerBug(f"{self.kernel.name}: ends while copies are on their way to {late[0].name}")
 
     def statement(self, s: Node) -> None:
         match s:
