@@ -61,14 +61,16 @@ def async_copy(team: Team, s: k.AsyncCopy) -> None:
     """The copy may write from now on; it has written once its group was waited for."""
     inside = team.holds(s.inside)
     reading = team.active & inside
-    data = CP_ASYNC.run(team.get(s.source, team.at(s.source, s.at, s.count, s, reading), s, active=reading), inside)
+    source = team.at(s.source, s.at, s.count, s, reading)
+    data = CP_ASYNC.run(team.get(s.source, source, s, active=reading), inside)
     at = team.at(s.target, s.to, s.count, s)
     x, memory = team.access(at, team.active), team.machine.places[s.target]
     team.refuse(memory.check_write(x.b, x.a, x.w), x, s)
     memory.fly(x.b, x.a, team.line)
     line = team.line
-    if team.machine.costs:
-        team.machine.costs.shared(s, team.bytes(s.target, at[..., 0]), team.active, data.nbytes // data[..., 0].size, write=True)
+    if team.machine.costs is not None:
+        read = source[..., 0] * s.source.type.dtype.size
+        team.machine.costs.copy(s, read, team.bytes(s.target, at[..., 0]), team.active, inside)
 
     def done(threads: Any) -> None:
         landing = team.access(at, threads)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
 from terrazzo.errors import CompilerBug
+from terrazzo.interp.costs import Costs
 from terrazzo.interp.kernel.barriers import Meeting, Ring
 from terrazzo.interp.kernel.clocks import Clocks
 from terrazzo.interp.kernel.memory import Output, Place, flat_memory, view
@@ -21,9 +22,6 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, Var
 from terrazzo.ir.node import topological
 from terrazzo.ir.show_kernel import show_kernel
-
-if TYPE_CHECKING:
-    from terrazzo.interp.kernel.costs import Costs
 
 TOGETHER = 1 << 14
 """How many threads are simulated together, at most."""

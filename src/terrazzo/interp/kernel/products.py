@@ -62,7 +62,7 @@ def rows(team: Team, s: k.LoadMatrix | k.StoreMatrix, place: k.Shared, index: An
         team.fail(s, f"names a row of {place.name} that is not aligned to 16 bytes", np.argwhere(odd)[0])
     reg, lane = np.meshgrid(np.arange(1 << record.layout.bits("reg")), np.arange(k.WARP))
     where = record.layout.coordinates(reg=reg, lane=lane)
-    if team.machine.costs:
+    if team.machine.costs is not None:
         team.machine.costs.matrix(s, team.bytes(place, named), team.active)
     return named[..., where.get("j", 0) * 8 + where["r"]] + where["c"]
 
@@ -167,8 +167,8 @@ def _slab(team: Team, s: Any, place: Any, index: Any, record: Any, count: int, i
         team.refuse(team.machine.places[place].check_read(x.b, x.a, x.w, asynchronous=True), x, s)
     memory = team.machine.places[place]
     memory.note_read(np.full(flat.size, b), flat, np.full(flat.size, agent), time, team.line)
-    if team.machine.costs:
-        team.machine.costs.slab(s, addresses)
+    if team.machine.costs is not None:
+        team.machine.costs.slab(s, addresses, size)
     return memory.data[b, elements].astype(np.float64)
 
 

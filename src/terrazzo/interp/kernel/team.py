@@ -110,7 +110,7 @@ class Team:
                 meaning(self, s)
             case _:
                 raise CompilerBug(f"{self.kernel.name}: no meaning for {type(s).__name__}")
-        if self.machine.costs:
+        if self.machine.costs is not None:
             self.machine.costs.issue(s, self.active)
 
     def meet(self, s: k.Sync | k.ClusterSync) -> Iterator[Wait]:
@@ -232,11 +232,11 @@ class Team:
             self.refuse((memory := self.machine.places[place]).check_read(x.b, x.a, x.w), x, s)
             clocks = self.machine.clocks
             memory.note_read(x.b, x.a, clocks.agent(x.b, x.w), clocks.now(x.b, x.w), self.line)
-            if costs and not isinstance(s, k.LoadMatrix):
+            if costs is not None and not isinstance(s, k.LoadMatrix):
                 costs.shared(s, self.bytes(place, at[..., 0]), active, place.type.dtype.size * at.shape[-1])
             return memory.data[np.broadcast_to(self.block[..., None], at.shape), at]
-        if costs:
-            costs.memory(s, place, at[..., 0] * place.type.dtype.size, active, place.type.dtype.size * at.shape[-1])
+        if costs is not None and not isinstance(s, k.AsyncCopy):
+            costs.memory(s, at[..., 0] * place.type.dtype.size, active, place.type.dtype.size * at.shape[-1])
         if (output := self.machine.outputs.get(place)) is not None:
             self.refuse(output.read(self.machine.clocks, self.machine.ids[x.b], x.b, x.a, x.w), x, s)
             return output.data[at]
@@ -256,12 +256,12 @@ class Team:
         values = np.broadcast_to(data, at.shape)[x.mask]
         costs = self.machine.costs
         if isinstance(place, k.Shared):
-            if costs and not isinstance(s, k.StoreMatrix):
+            if costs is not None and not isinstance(s, k.StoreMatrix):
                 costs.shared(s, self.bytes(place, at[..., 0]), self.active, place.type.dtype.size * at.shape[-1], write=True)
             self.write(place, x, values, s)
         else:
-            if costs:
-                costs.memory(s, place, at[..., 0] * place.type.dtype.size, self.active, place.type.dtype.size * at.shape[-1], write=True)
+            if costs is not None:
+                costs.memory(s, at[..., 0] * place.type.dtype.size, self.active, place.type.dtype.size * at.shape[-1], write=True)
             self.write_output(place, x, values, s)
 
     def write(self, place: k.Shared, x: Access, values: Any, s: Node, landing: bool = False) -> None:
