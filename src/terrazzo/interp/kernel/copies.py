@@ -12,13 +12,12 @@ from terrazzo.hw import tma
 from terrazzo.hw.transfer import CP_ASYNC
 from terrazzo.interp.kernel.barriers import Ring
 from terrazzo.interp.kernel.memory import view
-from terrazzo.ir.address import flatten
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.expr import IntExpr
 from terrazzo.ir.layout import HARDWARE
 
 if TYPE_CHECKING:
-    from terrazzo.interp.kernel.team import Access, Team, Wait
+    from terrazzo.interp.kernel.team import Team, Wait
 
 Done = Callable[[Any], None]
 
@@ -169,7 +168,7 @@ def wait_barrier(team: Team, s: k.WaitBarrier) -> Iterator[Wait]:
 
 def box(team: Team, place: k.Shared, to: tuple[IntExpr, ...], size: int, s: Any) -> list[Any]:
     """For every thread that is here, the elements of a box's slab, as many as `size`."""
-    starts = team.chosen(flatten(to, place.type.element_strides))
+    starts = team.start(place, to)[team.active]
     if (starts < 0).any() or (starts + size > team.size(place)).any():
         team.fail(s, f"goes {size} elements on, beyond the end of {place.name}")
     align = 128 if not place.swizzle else 8 * place.swizzle
@@ -194,7 +193,7 @@ def tensor_load(team: Team, s: k.TensorLoad) -> None:
         for to in peers:
             n = int(slots[i])
             barriers = ring(team, s, to, (b, w), n)
-            x = _box_access(team, to, places[i], b, w, where)
+            x = team.whole(to, places[i], w, where)
             place = team.machine.places[s.target]
             team.refuse(place.check_write(x.b, x.a, x.w, asynchronous=True, by=np.full(x.a.size, b)), x, s)
             place.fly(x.b, x.a, team.line)
@@ -209,7 +208,7 @@ def tensor_store(team: Team, s: k.TensorStore) -> None:
     places = box(team, s.source, s.at, description.bytes // s.source.type.dtype.size, s)
     clocks, memory = team.machine.clocks, team.machine.places[s.source]
     for i, (b, w, where) in enumerate(threads):
-        x = _box_access(team, b, places[i], b, w, where)
+        x = team.whole(b, places[i], w, where)
         team.refuse(memory.check_read(x.b, x.a, x.w, asynchronous=True), x, s)
         time, agent = clocks.send(b, w, "bulk"), clocks.reader(b, w, "bulk")
         memory.note_read(x.b, x.a, np.full(x.a.size, agent), time, team.line)
@@ -220,7 +219,7 @@ def tensor_store(team: Team, s: k.TensorStore) -> None:
         inside, to = description.places([int(a[i]) for a in at])
         old = output.data[to]
         new = _COMBINE[s.reduction](old, values[inside]) if s.reduction else values[inside]
-        y = _box_access(team, b, to, b, w, where)
+        y = team.whole(b, to, w, where)
         if s.reduction:
             output.data[to] = new  # in any order: two of them do not conflict
         else:
@@ -232,15 +231,6 @@ def tensor_store(team: Team, s: k.TensorStore) -> None:
         one = np.zeros(team.shape, bool)
         one[where] = True
         team.groups.begin("bulk", one, done)
-
-
-def _box_access(team: Team, b: int, a: Any, by: int, w: int, where: tuple[int, int, int]) -> Access:
-    """A box as one access of the warp that sends it."""
-    from terrazzo.interp.kernel.team import Access
-
-    mask = np.zeros((*team.shape, a.size), bool)
-    mask[where] = True
-    return Access(np.full(a.size, b), a, np.full(a.size, w), mask)
 
 
 _COMBINE: dict[str, Any] = {"add": np.add, "min": np.minimum, "max": np.maximum}

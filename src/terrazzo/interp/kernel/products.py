@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from terrazzo.hw import ldmatrix, mma_sync, wgmma
-from terrazzo.ir.address import flatten
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.layout import HARDWARE
 from terrazzo.ir.node import Node
@@ -151,7 +150,7 @@ def _warpgroups(team: Team, s: Node) -> list[tuple[int, int]]:
 
 def _slab(team: Team, s: Any, place: Any, index: Any, record: Any, count: int, i: int, first: int, agent: Any, time: Any) -> Any:
     """An operand of a warpgroup's product in shared memory, [rows, k], as its descriptor says where it is."""
-    offset = np.broadcast_to(team.number_of(flatten(index, place.type.element_strides)), team.shape)[i, first : first + 4]
+    offset = team.start(place, index)[i, first : first + 4]
     if np.unique(offset).size > 1:
         team.fail(s, f"names several slabs of {place.name} in one warpgroup", (i, first, 0))
     size = place.type.dtype.size
@@ -162,20 +161,14 @@ def _slab(team: Team, s: Any, place: Any, index: Any, record: Any, count: int, i
         team.fail(s, f"has a slab that goes beyond the end of {place.name}", (i, first, 0))
     b = int(team.block[i, 0, 0])
     flat = elements.reshape(-1)
-    for j in range(4):  # every warp of the four must know that it may
-        x = team.access(np.broadcast_to(flat, (*team.shape, flat.size)), _only(team, i, first + j))
-        team.refuse(team.machine.places[place].check_read(x.b, x.a, x.w, asynchronous=True), x, s)
     memory = team.machine.places[place]
+    for j in range(first, first + 4):  # every warp of the four must know that it may
+        x = team.whole(b, flat, int(team.warp[0, j, 0]), (i, j, 0))
+        team.refuse(memory.check_read(x.b, x.a, x.w, asynchronous=True), x, s)
     memory.note_read(np.full(flat.size, b), flat, np.full(flat.size, agent), time, team.line)
     if team.machine.costs is not None:
         team.machine.costs.slab(s, addresses, size)
     return memory.data[b, elements].astype(np.float64)
-
-
-def _only(team: Team, i: int, j: int) -> Any:
-    one = np.zeros(team.shape, bool)
-    one[i, j, 0] = True
-    return one
 
 
 MEANING: dict[type, Callable[[Team, Any], None]] = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -37,14 +38,22 @@ class Wait:
     why: Callable[[], str]
 
 
+REMEMBERED = 1 << 22
+"""How many numbers a team's threads may remember of index expressions."""
+
+
 @dataclass(frozen=True)
 class Access:
-    """Elements `a` that warps `w` of blocks `b` use, in arrays of one length; `mask` [block, warp, lane, element] says which those are."""
+    """Elements `a` that warps `w` of blocks `b` use, in arrays of one length.
+
+    `mask` [block, warp, lane, element] says which of a team's those are; or one thread uses all of them, `by`.
+    """
 
     b: Any
     a: Any
     w: Any
-    mask: Any
+    mask: Any = None
+    by: tuple[int, int, int] | None = None
 
 
 class Team:
@@ -64,6 +73,8 @@ class Team:
         self.known: dict[k.Registers, Any] = {}
         self.groups = copies.Groups(self.shape)
         self.fragments = products.InFlight(self.shape, self.kernel.body)
+        self.threads = frozenset(machine.variables)
+        self.remembered: dict[Any, Any] = {}
 
     # -- statements ---------------------------------------------------------------------------------------------------
 
@@ -162,7 +173,7 @@ class Team:
             by = [f"by {found.agent}"] if found.agent else []
             site = [f"line {found.site} `{self.machine.text(found.site)}`"] if found.site >= 0 else []
             other = f"; the other access is {', '.join(by + site)}" if by + site else ""
-            self.fail(s, f"{found.what} (element {x.a[found.which]})", np.argwhere(x.mask)[found.which], other)
+            self.fail(s, f"{found.what} (element {x.a[found.which]})", x.by or np.argwhere(x.mask)[found.which], other)
 
     def one_thread(self, s: Any) -> list[tuple[int, int, tuple[int, int, int]]]:
         """Who executes a statement that one thread of a block may: (block, warp) of the machine, and where that is in our arrays."""
@@ -175,25 +186,42 @@ class Team:
     def at(self, place: l.Buffer, index: Sequence[IntExpr], count: int, s: Node, active: Any = None) -> Any:
         """Offsets of `count` elements for every thread, an int in registers; those of active threads must lie inside."""
         active = self.active if active is None else active
+        wide = min(count * place.type.dtype.size, 16) if isinstance(s, k.Move | k.AsyncCopy) else 1
+        found, wrong = self.once((place, index, count, wide), index, lambda: self.offsets(place, index, count, wide))
+        for what, where in wrong:
+            if (bad := np.broadcast_to(where, self.shape) & active).any():
+                self.fail(s, what, np.argwhere(bad)[0])
+        return self.constant(found, place, s) if isinstance(place, k.Registers) else found
+
+    def offsets(self, place: l.Buffer, index: Sequence[IntExpr], count: int, wide: int) -> tuple[Any, list[tuple[str, Any]]]:
+        """The offsets that `at` gives, and for each thing that may be wrong with them, with which threads it is."""
         offset: Any = 0
+        wrong = []
         for e, extent, stride in zip(index, place.type.static_shape, place.type.element_strides, strict=True):
             value = self.number_of(e)
-            outside = (value < 0) | (value >= extent)
-            if np.any(outside) and (bad := np.broadcast_to(outside, self.shape) & active).any():
-                self.fail(s, f"at {place.name}[{e}] is outside [0, {extent})", np.argwhere(bad)[0])
+            wrong.append((f"at {place.name}[{e}] is outside [0, {extent})", (value < 0) | (value >= extent)))
             offset = offset + value * stride
         size = self.size(place)
-        beyond = offset + count > size
-        if np.any(beyond) and (bad := np.broadcast_to(beyond, self.shape) & active).any():
-            self.fail(s, f"goes {count} elements on, beyond the end of {place.name}", np.argwhere(bad)[0])
-        wide = min(count * place.type.dtype.size, 16)
-        odd = offset * place.type.dtype.size % wide != 0
-        if isinstance(s, k.Move | k.AsyncCopy) and np.any(odd) and (bad := np.broadcast_to(odd, self.shape) & active).any():
-            self.fail(s, f"of {count} elements at {place.name} is not aligned to {wide} bytes", np.argwhere(bad)[0])
+        wrong.append((f"goes {count} elements on, beyond the end of {place.name}", offset + count > size))
+        if wide > 1:
+            wrong.append((f"of {count} elements at {place.name} is not aligned to {wide} bytes", offset * place.type.dtype.size % wide != 0))
+        wrong = [(what, where) for what, where in wrong if np.any(where)]
         if isinstance(place, k.Registers):
-            return self.constant(offset, place, s)
+            return offset, wrong
         found = np.broadcast_to(offset, self.shape)[..., None] + np.arange(count)
-        return np.clip(found, 0, max(size - 1, 0))
+        return np.clip(found, 0, max(size - 1, 0)), wrong
+
+    def once(self, key: Any, index: Sequence[IntExpr], found: Callable[[], Any]) -> Any:
+        """What follows from index expressions: found once for all steps in which their variables have the same values."""
+        exprs = [e for e in index if isinstance(e, Expr)]
+        if any(map(_loaded, exprs)):
+            return found()
+        key = (key, *(self.env[v] for e in exprs for v in e.free - self.threads))
+        if key not in self.remembered:
+            if len(self.remembered) > REMEMBERED // self.active.size // 4:
+                self.remembered.clear()
+            self.remembered[key] = found()
+        return self.remembered[key]
 
     def constant(self, offset: Any, place: k.Registers, s: Node) -> int:
         """An index into registers, which must not differ between threads."""
@@ -212,6 +240,10 @@ class Team:
         mask = np.broadcast_to(active[..., None], at.shape)
         block, warp = np.broadcast_to(self.block[..., None], at.shape), np.broadcast_to(self.warp[..., None], at.shape)
         return Access(block[mask], at[mask], warp[mask], mask)
+
+    def whole(self, b: int, a: Any, w: int, by: tuple[int, int, int]) -> Access:
+        """Elements `a` of block `b` that one thread of warp `w` uses: `by`, as our arrays count it."""
+        return Access(np.full(a.size, b), a, np.full(a.size, w), by=by)
 
     def bytes(self, place: k.Shared, at: Any) -> Any:
         """Addresses in shared memory of elements of a place."""
@@ -283,8 +315,9 @@ class Team:
 
     def number_of(self, e: IntExpr) -> Any:
         """The value of an index expression: an int, or an array that broadcasts to [block, warp, lane]."""
-        if isinstance(e, int):
-            return e
+        return e if isinstance(e, int) else self.once(e, (e,), lambda: self.evaluated(e))
+
+    def evaluated(self, e: Expr) -> Any:
         env = self.env
         if gathered := _loaded(e):
             env = dict(env)
@@ -295,6 +328,11 @@ class Team:
                     raise UserError(f"{self.kernel.name}: an index is out of range for its dimension of {extent}")
                 env[x] = np.clip(at, 0, max(extent - 1, 0))
         return evaluate(e, env)
+
+    def start(self, place: l.Buffer, index: Sequence[IntExpr]) -> Any:
+        """For every thread, the offset of an index into a place; where it lies is not asked."""
+        numbers = zip(index, place.type.element_strides, strict=True)
+        return np.broadcast_to(sum((self.number_of(e) * step for e, step in numbers), start=0), self.shape)
 
     def chosen(self, e: IntExpr) -> Any:
         """The value of an index expression for every active thread."""
@@ -323,6 +361,7 @@ class Team:
         raise CompilerBug(f"{self.kernel.name}: no value for {type(x).__name__}")
 
 
+@lru_cache(maxsize=1 << 14)
 def _loaded(e: Expr) -> list[Loaded]:
     return [x for x in topological([e]) if isinstance(x, Loaded)]
 
