@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,15 +79,21 @@ class Ring:
         self.gathered = [clocks.nothing() for _ in range(count)]
         self.released = [clocks.nothing() for _ in range(count)]
         self.time = np.zeros((clocks.blocks, count), np.int32)
-        self.seen = np.full((clocks.blocks, clocks.warps, count), -1, np.int64)
+        self.ends: dict[tuple[int, int], list[int]] = {key: [] for key in self.state}
+        """When each phase ended, in the time of the barrier's agent."""
+        self.sent = np.zeros((clocks.blocks, count), np.int32)
+        """When the last box set out."""
         self.maker: dict[int, tuple[int, int]] = {}
         self.remote: dict[tuple[int, int], int] = {}
         """When the warp of another block, an agent, last arrived at a block's barriers."""
 
-    def make(self, b: int, w: int) -> None:
-        """A warp brings the barriers of its block into being."""
+    def make(self, b: int, w: int) -> str:
+        """A warp brings the barriers of its block into being; what is wrong with that, if anything."""
+        if b in self.maker:
+            return f"makes {self.name} once more"
         agent = int(self.clocks.agent(b, w))
         self.maker[b] = agent, int(self.clocks.known[b, w, agent])
+        return ""
 
     def unusable(self, b: int, by: tuple[int, int]) -> str:
         """Why a warp (block, warp) may not use the barriers of block `b`, if it may not."""
@@ -114,6 +121,7 @@ class Ring:
     def send(self, b: int, n: int, place: Place, at: Any, data: Any, site: int) -> None:
         """A box sets out that will arrive here."""
         self.time[b, n] += 1
+        self.sent[b, n] = self.time[b, n]
         self.state[b, n].boxes.append(Box(place, at, data, int(self.time[b, n]), site))
 
     def settle(self, b: int, n: int) -> None:
@@ -126,6 +134,8 @@ class Ring:
             where = np.full(x.at.size, b)
             x.place.land(where, x.at)
             x.place.write(where, x.at, np.full(x.at.size, agent), x.time, x.data, x.site)
+        self.time[b, n] += 1
+        self.ends[b, n].append(int(self.time[b, n]))
         gathered, released = self.gathered[n], self.released[n]
         gathered.known[b, agent] = gathered.fenced[b, agent] = self.time[b, n]
         released.known[b], released.fenced[b] = gathered.known[b], gathered.fenced[b]
@@ -139,12 +149,8 @@ class Ring:
 
     def lapped(self, b: int, n: int, w: int, parity: int) -> bool:
         """Whether the phase that a warp waits for ended, and so did the next: it will wait for one that it does not mean."""
-        meant = self.seen[b, w, n] + 1
+        meant = bisect_right(self.ends[b, n], self.clocks.known[b, w, self.clocks.barrier(b, self.first + n)])
         return bool(self.phase[b, n] > meant + (meant % 2 != parity) + 1)
-
-    def pass_(self, b: int, n: int, w: int) -> None:
-        """A warp has waited for the phase before this one."""
-        self.seen[b, w, n] = self.phase[b, n] - 1
 
     def short(self, b: int, n: int) -> str:
         """What a phase lacks."""

@@ -97,8 +97,9 @@ def fence(team: Team, s: k.Fence) -> None:
 
 
 def init_barriers(team: Team, s: k.InitBarriers) -> None:
-    for b, w, _ in team.one_thread(s):
-        team.machine.rings[s.barriers].make(b, w)
+    for b, w, where in team.one_thread(s):
+        if why := team.machine.rings[s.barriers].make(b, w):
+            team.fail(s, why, where)
 
 
 def expect(team: Team, s: k.Expect) -> None:
@@ -162,7 +163,6 @@ def wait_barrier(team: Team, s: k.WaitBarrier) -> Iterator[Wait]:
         b, _, n, phase = late[0]
         yield Wait(line, lambda: not short(), lambda b=b, n=n, phase=phase: f"phase {phase}: {barriers.short(b, n)}")  # type: ignore[misc]
     for b, w, n, _ in waits:
-        barriers.pass_(b, n, w)
         team.machine.clocks.acquire(barriers.released[n], np.array([b]), np.array([w]))
 
 
@@ -217,13 +217,8 @@ def tensor_store(team: Team, s: k.TensorStore) -> None:
             team.fail(s, f"writes {s.target.name}, which the kernel only reads")
         values = memory.data[x.b, x.a]
         inside, to = description.places([int(a[i]) for a in at])
-        old = output.data[to]
-        new = _COMBINE[s.reduction](old, values[inside]) if s.reduction else values[inside]
-        y = team.whole(b, to, w, where)
-        if s.reduction:
-            output.data[to] = new  # in any order: two of them do not conflict
-        else:
-            team.refuse(output.write(clocks, team.machine.ids[y.b], y.b, y.a, y.w, new, team.line), y, s)
+        y, combine = team.whole(b, to, w, where), _COMBINE.get(s.reduction)
+        team.refuse(output.send(clocks, team.machine.ids[y.b], y.b, y.a, y.w, values[inside], team.line, combine), y, s)
 
         def done(threads: Any, b: int = b, w: int = w, agent: Any = agent, time: Any = time) -> None:
             clocks.learn(b, w, agent, time)

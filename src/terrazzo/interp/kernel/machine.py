@@ -144,15 +144,17 @@ class Machine:
         raise CompilerBug(f"{self.kernel.name}: waits for ever at {lines}")
 
     def end(self) -> None:
-        """Nothing may come to shared memory once it belongs to another block: somebody must have waited for every copy."""
+        """Shared memory may belong to another block now: somebody must have waited for all that comes there or reads it."""
         late = [place.name for place in self.places.values() if (place.flying > 0).any()]
         for ring in self.rings.values():
             for b, n in ring.state:
-                if ring.time[b, n] > self.clocks.known[b, :, self.clocks.barrier(b, ring.first + n)].max():
+                if ring.sent[b, n] > self.clocks.known[b, :, self.clocks.barrier(b, ring.first + n)].max():
                     late.append(f"{ring.name}[{n}]")
             for (b, agent), time in ring.remote.items():
                 if self.clocks.known[b, :, agent].max() < time:
                     raise CompilerBug(f"{self.kernel.name}: a block may have ended when another arrives at its {ring.name}")
+        if any(team.groups.begun["bulk"] for team in self.teams):
+            raise CompilerBug(f"{self.kernel.name}: ends while boxes are read that it stores")
         if late:
             raise CompilerBug(f"{self.kernel.name}: ends while copies are on their way to {late[0]}")
 

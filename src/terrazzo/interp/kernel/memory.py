@@ -133,11 +133,14 @@ class Output:
         self.warp = np.zeros(data.size, np.int16)
         self.written = np.zeros(data.size, np.int32)
         self.wrote = np.full(data.size, NOBODY, np.int32)
+        self.boxes = np.zeros(data.size, np.int8)
         self.read_by: Any = None
         self.read_at: Any = None
 
     def read(self, clocks: Clocks, ids: Any, b: Any, a: Any, w: Any) -> Conflict | None:
         """Warps read what nobody wrote in this kernel, or what they know to be written."""
+        if (late := self.boxes[a] > 0).any():
+            return self._conflict(f"reads {self.name}, where a box is on its way", late, a)
         if (late := self._unknown(clocks, ids, b, a, w)).any():
             return self._conflict(f"reads {self.name} as another thread wrote it, with no barrier between", late, a)
         if self.read_at is None:
@@ -149,11 +152,10 @@ class Output:
 
     def write(self, clocks: Clocks, ids: Any, b: Any, a: Any, w: Any, values: Any, site: int) -> Conflict | None:
         """Warps write. Two that nothing orders may only write the same."""
-        if self.read_at is not None:
-            seen = clocks.known[b[:, None], w[:, None], clocks.agent(b[:, None], np.arange(clocks.warps))]
-            late = (seen < self.read_at[:, a].T).any(axis=1) | (self.read_by[a] != ids)
-            if (late := late & (self.read_by[a] != NOBODY)).any():
-                return self._conflict(f"writes {self.name} while another thread reads it, with no barrier between", late, a)
+        if (late := self._read(clocks, ids, b, a, w)).any():
+            return self._conflict(f"writes {self.name} while another thread reads it, with no barrier between", late, a)
+        if (late := self.boxes[a] > 0).any():
+            return self._conflict(f"writes {self.name}, where a box is on its way", late, a)
         if (late := self._unknown(clocks, ids, b, a, w) & differ(self.data[a], values)).any():
             return self._conflict(f"writes {self.name} where another thread wrote something else, with no barrier between", late, a)
         self.data[a] = values
@@ -162,12 +164,34 @@ class Output:
             return self._conflict(f"writes {self.name}: threads write different values to one element", other, a)
         return None
 
-    def _unknown(self, clocks: Clocks, ids: Any, b: Any, a: Any, w: Any) -> Any:
-        """Whether somebody else wrote these elements, and nothing tells the warps."""
+    def send(self, clocks: Clocks, ids: Any, b: Any, a: Any, w: Any, values: Any, site: int, combine: Any = None) -> Conflict | None:
+        """A box sets out. Nothing in this kernel tells when it has come, but boxes that are combined may come in any order."""
+        if (late := self._read(clocks, ids, b, a, w)).any():
+            return self._conflict(f"sends a box to {self.name} while another thread reads it, with no barrier between", late, a)
+        boxes = self.boxes[a]
+        if (late := (boxes == 0) & self._unknown(clocks, ids, b, a, w, fenced=True)).any():
+            return self._conflict(f"sends a box to {self.name} where a thread wrote, with no barrier and proxy fence between", late, a)
+        kind = 2 if combine else 1
+        if (late := (boxes > 0) & ((boxes != kind) | (kind == 1) & differ(self.data[a], values))).any():
+            return self._conflict(f"sends a box to {self.name}, where another is on its way", late, a)
+        self.data[a] = combine(self.data[a], values) if combine else values
+        self.boxes[a] = kind
+        self.block[a], self.warp[a], self.wrote[a] = ids, w, site
+        return None
+
+    def _read(self, clocks: Clocks, ids: Any, b: Any, a: Any, w: Any) -> Any:
+        """Whether somebody else reads these elements, and nothing tells the warps that it is done."""
+        if self.read_at is None:
+            return np.zeros(1, bool)
+        seen = clocks.known[b[:, None], w[:, None], clocks.agent(b[:, None], np.arange(clocks.warps))]
+        return ((seen < self.read_at[:, a].T).any(axis=1) | (self.read_by[a] != ids)) & (self.read_by[a] != NOBODY)
+
+    def _unknown(self, clocks: Clocks, ids: Any, b: Any, a: Any, w: Any, fenced: bool = False) -> Any:
+        """Whether somebody else wrote these elements, and nothing tells the warps; or no proxy fence came after."""
         by = self.block[a]
         near = by // clocks.cluster == ids // clocks.cluster
         agent = np.where(near, clocks.agent(by, self.warp[a]), 0)
-        return (by != NOBODY) & (~near | (self.written[a] > clocks.known[b, w, agent]))
+        return (by != NOBODY) & (~near | (self.written[a] > (clocks.fenced if fenced else clocks.known)[b, w, agent]))
 
     def _conflict(self, what: str, where: Any, a: Any) -> Conflict:
         which = int(np.argmax(where))

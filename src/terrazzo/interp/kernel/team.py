@@ -176,9 +176,9 @@ class Team:
             self.fail(s, f"{found.what} (element {x.a[found.which]})", x.by or np.argwhere(x.mask)[found.which], other)
 
     def one_thread(self, s: Any) -> list[tuple[int, int, tuple[int, int, int]]]:
-        """Who executes a statement that one thread of a block may: (block, warp) of the machine, and where that is in our arrays."""
-        if (self.active.sum(axis=(1, 2)) > 1).any():
-            self.fail(s, "is executed by several threads of a block")
+        """Who executes a statement that one thread of a warp may: (block, warp) of the machine, and where that is in our arrays."""
+        if (self.active.sum(axis=2) > 1).any():
+            self.fail(s, "is executed by several threads of a warp")
         return [(int(self.block[i, 0, 0]), int(self.warp[0, j, 0]), (i, j, n)) for i, j, n in np.argwhere(self.active)]
 
     # -- memory -------------------------------------------------------------------------------------------------------
