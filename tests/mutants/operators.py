@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,12 +11,14 @@ import numpy as np
 
 from terrazzo.errors import UserError
 from terrazzo.hw import ldmatrix
+from terrazzo.ir.address import evaluate
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Expr, IntExpr, Var
+from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.show_kernel import show_kernel
 from terrazzo.ir.types import Type
+from terrazzo.ir.verify_kernel import declared
 
 Body = tuple[Node, ...]
 Kernels = Iterator[k.Kernel]
@@ -113,8 +116,26 @@ OPERATORS["no store"] = drops((l.Store,))
 OPERATORS["no barriers made"] = drops((k.InitBarriers,))
 
 
+ASYNCHRONOUS = {k.AsyncCopy: "cp.async", k.MultiplyAsync: "wgmma", k.TensorStore: "bulk"}
+
+
 def commute(first: Node, second: Node) -> bool:
-    """Whether two neighbours mean the same in either order, on any machine."""
+    """Whether two neighbours mean the same in either order."""
+    for a, b in ((first, second), (second, first)):
+        inside = list(k.walk((b,)))
+        match a:
+            case k.Commit():  # it is about its own kind
+                if all(getattr(x, "kind", ASYNCHRONOUS.get(type(x))) != a.kind for x in inside):
+                    return True
+            case k.Fence() if isinstance(b, k.Sync | k.ClusterSync | k.WaitBarrier):  # the thread that goes on has fenced, before or after
+                return True
+            case k.Expect() if isinstance(b, k.TensorLoad):  # bytes may come before they are announced
+                return True
+            case k.Arrive() if isinstance(b, k.Arrive):
+                return True
+        plain = all(isinstance(x, k.Declare | k.Let | l.Store | k.Move | k.For | k.If) for x in inside)
+        if plain and getattr(a, "kind", "") != "wgmma" and not any(isinstance(x, k.Shared) for x in topological([b])):
+            return True  # what a thread does by itself
     return False
 
 
@@ -140,9 +161,9 @@ def wrong_kind_of_fence(site: Site) -> Kernels:
 
 @operator
 def barrier_of_others(site: Site) -> Kernels:
-    """A named barrier has another number, or is for more or fewer warps."""
+    """A named barrier is for more or fewer warps."""
     if isinstance(site.s, k.Sync) and site.s.warps:
-        yield from (site.but(number=site.s.number + 5), site.but(warps=site.s.warps + 1), site.but(warps=max(site.s.warps - 4, 1)))
+        yield from (site.but(warps=site.s.warps + step) for step in (1, -1, 4, -4) if site.s.warps + step > 0)
 
 
 # -- rings ---------------------------------------------------------------------------------------------------------------
@@ -241,12 +262,13 @@ def off_by_one(site: Site) -> Kernels:
 
 @operator
 def of_another_warp(site: Site) -> Kernels:
-    """An access to shared memory is where another warp's, or another lane's, should be."""
+    """A copy from or to shared memory is where another warp's, or another lane's, should be; all write where the first should."""
     for place, index, put in indices(site):
-        variables = {e for x in index if isinstance(x, Expr) for e in x.free if e.name in ("warp", "lane")}
-        for v in variables if isinstance(place, k.Shared) and not isinstance(site.s, k.MultiplyAsync) else ():
-            if v.extent > 1:
-                yield put(tuple(substitute(e, {v: (v + 1) % v.extent}) for e in index))
+        variables = {e.name: e for x in index if isinstance(x, Expr) for e in x.free if e.name in ("warp", "lane") and e.extent > 1}
+        if isinstance(place, k.Shared) and isinstance(site.s, k.AsyncCopy | k.Move | k.LoadMatrix | k.StoreMatrix | l.Store):
+            for _, v in sorted(variables.items()):
+                other = 0 if isinstance(site.s, l.Store) else (v + 1) % v.extent
+                yield put(tuple(substitute(e, {v: other}) for e in index))
 
 
 @operator
@@ -273,9 +295,8 @@ def wrong_slice(site: Site) -> Kernels:
 
 @operator
 def wrong_swizzle(kernel: k.Kernel) -> Kernels:
-    """A slab that TMA or wgmma uses has another swizzle. Where only threads use it, all agree on it: none is wrong."""
+    """A slab of wgmma has another swizzle. That of other places is of their type, so all who use them agree on it."""
     used = {p for s in k.walk(kernel.body) if isinstance(s, k.MultiplyAsync) for p in (s.a, s.b)}
-    used |= {s.target if isinstance(s, k.TensorLoad) else s.source for s in k.walk(kernel.body) if isinstance(s, k.TensorLoad | k.TensorStore)}
     for s in kernel.shared:
         if s in used:
             yield from (substitute(kernel, {s: replace(s, swizzle=span)}) for span in (0, 32, 64, 128) if span != s.swizzle)
@@ -321,8 +342,20 @@ def wrong_predicate(site: Site) -> Kernels:
     """A condition holds once more often, or once less; is the opposite; is missing."""
     for inside, put in conditions(site):
         for n, e in enumerate(inside):
-            for other in ((e + 1,), (e - 1,), (-1 - e,), ()):
-                yield put((*inside[:n], *other, *inside[n + 1 :]))
+            less, more = edges(e)
+            others = [() if e == 0 else (-1 - e,), *([(e - less,)] if less else []), *([(e + more,), ()] if more else [])]
+            yield from (put((*inside[:n], *other, *inside[n + 1 :])) for other in others)
+
+
+def edges(e: IntExpr) -> tuple[int, int]:
+    """By how much less a condition e >= 0 begins to fail for more threads and steps, and by how much more it holds for more (0: never)."""
+    variables = sorted(e.free, key=lambda v: v.name) if isinstance(e, Expr) else []
+    if any(isinstance(v, Loaded) for v in topological(variables)) or math.prod(v.extent for v in variables) > 1 << 20:
+        return 1, 1
+    axes = np.meshgrid(*(np.arange(v.extent) for v in variables), indexing="ij")
+    values = np.asarray(evaluate(e, dict(zip(variables, axes, strict=True))))
+    holds, fails = values[values >= 0], values[values < 0]
+    return int(holds.min()) + 1 if holds.size else 0, int(-fails.max()) if fails.size else 0
 
 
 @operator
@@ -346,11 +379,12 @@ def wrong_role(site: Site) -> Kernels:
 
 @operator
 def wrong_registers(site: Site) -> Kernels:
-    """A role takes registers that are not there, or fewer than it declares."""
+    """A role takes fewer registers than it declares, or more than there are."""
     if isinstance(site.s, k.Role) and site.s.registers:
-        if any(isinstance(s, k.MultiplyAsync) for s in k.walk(site.s.body)):
-            yield site.but(registers=24)
-        yield site.but(registers=site.s.registers + 8)
+        if (enough := declared(site.s.body)) > 24:
+            yield site.but(registers=(enough - 1) // 8 * 8)
+        if len(site.body) > 2:
+            yield from (site.but(registers=n) for n in (site.s.registers + 8, site.s.registers + 64) if n <= 240)
 
 
 @operator
@@ -364,7 +398,7 @@ def too_many_blocks(kernel: k.Kernel) -> Kernels:
 def wrong_lanes(site: Site) -> Kernels:
     """A shuffle reads from other lanes."""
     for x, put in terms(site, k.Shuffle):
-        yield from (put(replace(x, mask=mask)) for mask in (x.mask * 2, x.mask // 2, x.mask ^ 3) if 0 < mask < k.WARP)
+        yield from (put(replace(x, mask=mask)) for mask in (x.mask * 2, x.mask // 2) if 0 < mask < k.WARP)
 
 
 @operator
@@ -372,7 +406,7 @@ def wrong_beginning(site: Site) -> Kernels:
     """Registers begin at nothing, or at another number."""
     if isinstance(site.s, k.Declare) and site.s.init:
         yield site.but(init=None)
-        if isinstance(site.s.init.value, int | float) and np.isfinite(site.s.init.value) and not isinstance(site.s.init.value, bool):
+        if not isinstance(site.s.init.value, bool) and site.s.init.value in (0, 1):
             yield site.but(init=replace(site.s.init, value=site.s.init.value + 1))
 
 

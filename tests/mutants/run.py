@@ -21,15 +21,15 @@ from itertools import zip_longest
 from typing import Any
 
 import numpy as np
-from tests.mutants.equivalent import EQUIVALENT, Equivalent
-from tests.mutants.kernels import NAMES, Subject, subject
-from tests.mutants.operators import Mutant, mutants
 
 from terrazzo.errors import CompilerBug, Limitation, UserError
 from terrazzo.interp import kernel as simulator
 from terrazzo.interp.torch import call_numpy
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.verify import verify
+from tests.mutants.equivalent import EQUIVALENT, Equivalent
+from tests.mutants.kernels import NAMES, Subject, subject
+from tests.mutants.operators import Mutant, mutants
 
 SEEDS = (None, 0, 1)
 """The orders a mutant is run in: the fair one, and what a scheduler finds adverse."""

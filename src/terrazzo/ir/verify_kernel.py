@@ -43,7 +43,10 @@ def _registers(kernel: k.Kernel, roles: list[k.Role]) -> str:
     first = k.REGISTER_FILE // (kernel.threads * kernel.resident) // 8 * 8
     taken = dict.fromkeys(range(kernel.warps), first)
     for role in roles:
-        taken.update({warp: role.registers or first for warp in range(role.first, role.first + role.count)})
+        mine = range(role.first, role.first + role.count)
+        if role.registers and any(other is not role and {*mine} & {*range(other.first, other.first + other.count)} for other in roles):
+            return f"warps {mine.start} to {mine.stop - 1} are a role of {role.registers} registers, and some have another role"
+        taken.update({warp: role.registers or first for warp in mine})
         if role.registers and declared(role.body) > role.registers:
             return f"a role of {role.registers} registers declares {declared(role.body)}"
     if sum(taken.values()) > first * kernel.warps:

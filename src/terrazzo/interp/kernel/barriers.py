@@ -18,6 +18,8 @@ class Meeting:
     def __init__(self, clocks: Clocks, warps: int, together: int = 1) -> None:
         self.clocks, self.needed, self.together = clocks, warps * together, together
         self.here: list[list[tuple[int, int, int]]] = [[] for _ in range(clocks.blocks // together)]
+        self.last: list[list[tuple[int, int]]] = [[] for _ in self.here]
+        """Who met the last time, as agents, and when."""
         self.rounds = np.zeros(clocks.blocks, np.int64)
 
     def arrive(self, b: int, w: int, site: int) -> str:
@@ -25,8 +27,11 @@ class Meeting:
         here = self.here[b // self.together]
         if here and here[0][2] != site:
             return "only some threads of a block reach a barrier, others wait at another"
+        if not self.clocks.knows(b, w, self.last[b // self.together]):
+            return "reaches a barrier where others may still be about to meet"
         here.append((b, w, site))
         if len(here) == self.needed:
+            self.last[b // self.together] = [self.clocks.event(x, y) for x, y, _ in here]
             blocks, warps, _ = (np.array(x) for x in zip(*here, strict=True))
             told = self.clocks.nothing()
             for at in np.unique(blocks):
@@ -56,9 +61,14 @@ class Box:
 class Phase:
     """What has come to a barrier of one block since its last phase ended."""
 
-    arrived: int = 0
+    arrivals: list[tuple[int, int]] = field(default_factory=list)
     announced: int = 0
     boxes: list[Box] = field(default_factory=list)
+
+    @property
+    def arrived(self) -> int:
+        """How many have arrived: agents, and when."""
+        return len(self.arrivals)
 
     @property
     def coming(self) -> int:
@@ -86,21 +96,21 @@ class Ring:
         self.maker: dict[int, tuple[int, int]] = {}
         self.remote: dict[tuple[int, int], int] = {}
         """When the warp of another block, an agent, last arrived at a block's barriers."""
+        self.last: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        """What ended the phase before: arrivals, and boxes that came. Who uses the next must know of them, or it may be this one still."""
 
     def make(self, b: int, w: int) -> str:
         """A warp brings the barriers of its block into being; what is wrong with that, if anything."""
         if b in self.maker:
             return f"makes {self.name} once more"
-        agent = int(self.clocks.agent(b, w))
-        self.maker[b] = agent, int(self.clocks.known[b, w, agent])
+        self.maker[b] = self.clocks.event(b, w)
         return ""
 
     def unusable(self, b: int, by: tuple[int, int]) -> str:
         """Why a warp (block, warp) may not use the barriers of block `b`, if it may not."""
         if b not in self.maker:
             return f"at {self.name}, which nobody made"
-        agent, time = self.maker[b]
-        if agent != self.clocks.agent(*by) and self.clocks.known[(*by, agent)] < time:
+        if not self.clocks.knows(*by, [self.maker[b]]):
             return f"at {self.name} as one thread makes it, with no barrier of the block between"
         return ""
 
@@ -108,21 +118,33 @@ class Ring:
         """A thread of a warp (block, warp) arrives, and announces bytes; what is wrong with that, if anything."""
         self.settle(b, n)
         state = self.state[b, n]
-        state.arrived += 1
+        if why := self.early(b, n, by):
+            return why
+        agent, time = self.clocks.event(*by)
+        state.arrivals.append((agent, time))
         state.announced += announced
         if by[0] != b:
-            agent = int(self.clocks.agent(*by))
-            self.remote[b, agent] = int(self.clocks.known[(*by, agent)])
+            self.remote[b, agent] = time
         self.clocks.release(self.gathered[n], np.array([by[0]]), np.array([by[1]]), np.array([b]))
         if state.arrived > self.arrivals:
             return f"more than {self.arrivals} arrive at {self.name}[{n}] in one phase: {self.short(b, n)}"
         return ""
 
-    def send(self, b: int, n: int, place: Place, at: Any, data: Any, site: int) -> None:
-        """A box sets out that will arrive here."""
+    def early(self, b: int, n: int, by: tuple[int, int]) -> str:
+        """Why a warp (block, warp) may be too early for the phase that it arrives or sends a box in, if it may."""
+        known = self.clocks.knows(*by, self.last.get((b, n), []))
+        return "" if known else f"at {self.name}[{n}], whose phase before may not have ended"
+
+    def send(self, b: int, n: int, by: tuple[int, int], place: Place, at: Any, data: Any, site: int) -> str:
+        """A box sets out that will arrive here, sent by a warp (block, warp); what is wrong with that, if anything."""
+        self.settle(b, n)
+        if why := self.early(b, n, by):
+            return why
+        self.clocks.release(self.gathered[n], np.array([by[0]]), np.array([by[1]]), np.array([b]))  # it comes after what its sender knew
         self.time[b, n] += 1
         self.sent[b, n] = self.time[b, n]
         self.state[b, n].boxes.append(Box(place, at, data, int(self.time[b, n]), site))
+        return ""
 
     def settle(self, b: int, n: int) -> None:
         """End the phase if all have arrived and all bytes can come."""
@@ -139,6 +161,7 @@ class Ring:
         gathered, released = self.gathered[n], self.released[n]
         gathered.known[b, agent] = gathered.fenced[b, agent] = self.time[b, n]
         released.known[b], released.fenced[b] = gathered.known[b], gathered.fenced[b]
+        self.last[b, n] = [*state.arrivals, *([(agent, int(self.time[b, n]))] if state.boxes else [])]
         self.state[b, n] = Phase()
         self.phase[b, n] += 1
 

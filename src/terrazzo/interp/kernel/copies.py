@@ -197,7 +197,8 @@ def tensor_load(team: Team, s: k.TensorLoad) -> None:
             place = team.machine.places[s.target]
             team.refuse(place.check_write(x.b, x.a, x.w, asynchronous=True, by=np.full(x.a.size, b)), x, s)
             place.fly(x.b, x.a, team.line)
-            barriers.send(to, n, place, places[i], plain, team.line)
+            if why := barriers.send(to, n, (b, w), place, places[i], plain, team.line):
+                team.fail(s, why, where)
 
 
 def tensor_store(team: Team, s: k.TensorStore) -> None:

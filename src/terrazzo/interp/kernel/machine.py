@@ -56,7 +56,7 @@ def run_kernel(
     (with the others of their clusters), else all; `costs` counts what is used. CompilerBug where the kernel is wrong.
     """
     flat = {b: flat_memory(b, memory[b]) for b in kernel.params if b not in kernel.writes}
-    outputs = {b: Output(b, flat_memory(b, memory.get(b))) for b in kernel.writes}
+    outputs = {b: Output(b, memory.get(b)) for b in kernel.writes}
     clusters = list(range(kernel.grid // kernel.cluster)) if blocks is None else sorted({b // kernel.cluster for b in blocks})
     cells = sum(k.shared_bytes(s) // s.type.dtype.size for s in kernel.shared) * kernel.warps * kernel.cluster
     step = max(min(TOGETHER // kernel.threads, SHADOW // max(cells, 1)) // kernel.cluster, 1)
@@ -64,6 +64,8 @@ def run_kernel(
         ids = [c * kernel.cluster + rank for c in clusters[first : first + step] for rank in range(kernel.cluster)]
         Machine(kernel, flat, outputs, np.array(ids), seed, costs).run()
     for b in kernel.writes:
+        if blocks is None and not outputs[b].given and (view(b, outputs[b].block) < 0).any():
+            raise CompilerBug(f"{kernel.name}: leaves elements of {b.name} that nobody wrote")
         memory[b] = view(b, outputs[b].data).copy()
 
 

@@ -127,8 +127,9 @@ class Place:
 class Output:
     """A buffer in global memory that a kernel writes. Here `b` is of the clocks, and `ids` are the blocks' numbers in the grid."""
 
-    def __init__(self, buffer: l.Buffer, data: Any) -> None:
-        self.name, self.data = buffer.name, data
+    def __init__(self, buffer: l.Buffer, given: Any = None) -> None:
+        self.name, self.data = buffer.name, flat_memory(buffer, given)
+        data, self.given = self.data, given is not None
         self.block = np.full(data.size, NOBODY, np.int32)
         self.warp = np.zeros(data.size, np.int16)
         self.written = np.zeros(data.size, np.int32)
@@ -141,6 +142,8 @@ class Output:
         """Warps read what nobody wrote in this kernel, or what they know to be written."""
         if (late := self.boxes[a] > 0).any():
             return self._conflict(f"reads {self.name}, where a box is on its way", late, a)
+        if not self.given and (none := self.block[a] == NOBODY).any():
+            return self._conflict(f"reads elements of {self.name} that nobody wrote", none, a)
         if (late := self._unknown(clocks, ids, b, a, w)).any():
             return self._conflict(f"reads {self.name} as another thread wrote it, with no barrier between", late, a)
         if self.read_at is None:
@@ -169,6 +172,8 @@ class Output:
         if (late := self._read(clocks, ids, b, a, w)).any():
             return self._conflict(f"sends a box to {self.name} while another thread reads it, with no barrier between", late, a)
         boxes = self.boxes[a]
+        if combine and not self.given and (none := self.block[a] == NOBODY).any():
+            return self._conflict(f"adds to elements of {self.name} that nobody wrote", none, a)
         if (late := (boxes == 0) & self._unknown(clocks, ids, b, a, w, fenced=True)).any():
             return self._conflict(f"sends a box to {self.name} where a thread wrote, with no barrier and proxy fence between", late, a)
         kind = 2 if combine else 1

@@ -155,6 +155,8 @@ def _slab(team: Team, s: Any, place: Any, index: Any, record: Any, count: int, i
         team.fail(s, f"names several slabs of {place.name} in one warpgroup", (i, first, 0))
     size = place.type.dtype.size
     at = team.kernel.offsets[place] + int(offset[0, 0]) * size
+    if at % 16:
+        team.fail(s, f"has a slab in {place.name} that is not aligned to 16 bytes", (i, first, 0))
     addresses = wgmma.addresses(wgmma.descriptor(at, place.swizzle), count, record.shape[2] * size)[:, ::size]
     elements = (HARDWARE[place.swizzle](addresses - team.kernel.offsets[place])) // size
     if (elements < 0).any() or (elements >= team.size(place)).any():
