@@ -30,7 +30,13 @@ def spread(rows: int, columns: int) -> torch.Tensor:
     """Normal numbers, one of which is far above the others in every second row: exp() of a sum without it does not fit."""
     x = r(rows, columns)
     for i in range(0, rows, 2):
-        x[i, i * 7919 % columns] += 200
+        x[i, i * (columns - 1) // ((rows - 1) // 2 * 2)] += 200
+    return x
+
+
+def infinite(x: torch.Tensor, row: int) -> torch.Tensor:
+    """x with infinities at the beginning of a row along k: what is left of it where zeros should be makes a sum NaN."""
+    x[row, :8] = torch.inf
     return x
 
 
@@ -38,28 +44,28 @@ DERIVED: dict[str, tuple[str, Callable[..., Any], Callable[[], tuple[Any, ...]]]
     "gelu": ("sm_90a", lambda x: F.gelu(x), lambda: (r(3, 300),)),
     "transposed": ("sm_80", lambda x, y: x.t() + y, lambda: (r(40, 50), r(50, 40))),
     "embedding": ("sm_90a", lambda i, w: F.embedding(i, w), lambda: (n(50, 2, 3), r(50, 64))),
-    "sum of rows": ("sm_90a", lambda x: x.sum(-1), lambda: (r(3, 301),)),
+    "sum of rows": ("sm_90a", lambda x: x.sum(-1), lambda: (r(3, 500),)),
     "sum of columns": ("sm_80", lambda x: x.sum(0), lambda: (r(200, 40),)),
-    "argmax": ("sm_90a", lambda x: x.argmax(-1), lambda: (r(16, 700),)),
+    "argmax": ("sm_90a", lambda x: x.argmax(-1), lambda: (spread(16, 700),)),
     "softmax": ("sm_90a", lambda x: torch.softmax(x, -1), lambda: (spread(12, 500),)),
-    "softmax of columns": ("sm_80", lambda x: torch.softmax(x, 0), lambda: (spread(9, 40).t().contiguous(),)),
+    "softmax of columns": ("sm_80", lambda x: torch.softmax(x, 0), lambda: (spread(16, 40).t().contiguous(),)),
     "variance": ("sm_80", lambda x: x.var(-1), lambda: (r(3, 500),)),
     "layer norm": ("sm_90a", lambda x, w, c: F.layer_norm(x, (512,), w, c), lambda: (r(2, 512), r(512), r(512))),
     "rms norm": ("sm_75", lambda x, w: F.rms_norm(x, (1031,), w), lambda: (r(2, 1031), r(1031))),
-    "cross entropy": ("sm_90a", lambda x, i: F.cross_entropy(x, i), lambda: (spread(12, 70), n(70, 12))),
+    "cross entropy": ("sm_90a", lambda x, i: F.cross_entropy(x, i), lambda: (spread(11, 70), n(70, 11))),
     "linear": ("sm_80", lambda x, w, c: F.linear(x, w, c), lambda: (r(16, 180), r(24, 180), r(24))),
-    "linear through registers": ("sm_75", lambda x, w: x.t() @ w.t(), lambda: (r(40, 20), r(24, 40))),
-    "split product": ("sm_80", lambda x, w: x @ w, lambda: (r(8, 1024), r(1024, 8))),
-    "matmul of bfloat16": ("sm_80", lambda x, w: x @ w, lambda: (b(32, 160), b(160, 64))),
-    "matmul of half": ("sm_75", lambda x, w: x @ w, lambda: (h(32, 96), h(96, 32))),
-    "transposed matmul of bfloat16": ("sm_90a", lambda x, w: x.t() @ w, lambda: (b(320, 64), b(320, 72))),
-    "ragged matmul of bfloat16": ("sm_80", lambda x, w: x @ w, lambda: (b(23, 168), b(168, 40))),
-    "bmm of half": ("sm_90a", lambda x, w: torch.bmm(x, w), lambda: (h(2, 32, 320), h(2, 320, 40))),
-    "swiglu": ("sm_90a", swiglu, lambda: (b(32, 320), b(32, 320), b(32, 320))),
-    "attention": ("sm_90a", attention, lambda: (r(1, 9, 96), r(1, 20, 96), r(1, 20, 96))),
-    "attention of half": ("sm_80", attention, lambda: (h(1, 16, 160), h(1, 24, 160), h(1, 24, 160))),
+    "linear through registers": ("sm_75", lambda x, w: x.t() @ w.t(), lambda: (infinite(r(40, 20), 20), infinite(r(24, 40).t(), 20).t())),
+    "split product": ("sm_80", lambda x, w: x @ w, lambda: (r(16, 1536), r(1536, 16))),
+    "matmul of bfloat16": ("sm_80", lambda x, w: x @ w, lambda: (b(32, 616), b(616, 32))),
+    "matmul of half": ("sm_75", lambda x, w: x @ w, lambda: (infinite(h(320, 32), 200).t().contiguous(), infinite(h(320, 32), 200))),
+    "transposed matmul of bfloat16": ("sm_90a", lambda x, w: x.t() @ w, lambda: (b(640, 32), b(640, 40))),
+    "ragged matmul of bfloat16": ("sm_80", lambda x, w: x @ w, lambda: (b(23, 584), b(584, 40))),
+    "bmm of half": ("sm_90a", lambda x, w: torch.bmm(x, w), lambda: (h(2, 32, 616), h(2, 616, 32))),
+    "swiglu": ("sm_90a", swiglu, lambda: (b(16, 616), b(16, 616), b(16, 616))),
+    "attention": ("sm_90a", attention, lambda: (r(1, 16, 160), r(1, 20, 160), r(1, 20, 160))),
+    "attention of half": ("sm_80", attention, lambda: (h(1, 24, 616), h(1, 24, 616), h(1, 24, 616))),
     "conv2d": ("sm_80", lambda x, w, c: F.conv2d(x, w, c, padding=1), lambda: (r(1, 5, 6, 6), r(7, 5, 3, 3), r(7))),
-    "conv1d": ("sm_90a", lambda x, w: F.conv1d(x, w, dilation=2), lambda: (r(1, 4, 20), r(8, 4, 3))),
+    "conv1d": ("sm_90a", lambda x, w: F.conv1d(x, w, dilation=2), lambda: (r(1, 4, 36), r(32, 4, 3))),
 }
 """For each: the target, the function, and its arguments (after seeding)."""
 

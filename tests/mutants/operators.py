@@ -95,10 +95,10 @@ def drops(kinds: tuple[type, ...]) -> Callable[[Site], Kernels]:
 
 
 def moves(kinds: tuple[type, ...]) -> Callable[[Site], Kernels]:
-    """Exchange one with the statement after it, or with the one before."""
+    """Exchange one (perhaps under a condition) with the statement after it, or with the one before."""
 
     def found(site: Site) -> Kernels:
-        if isinstance(site.s, kinds):
+        if isinstance(bare(site.s), kinds):
             if site.after and not commute(site.s, site.after):
                 yield site.put(site.after, site.s, take=2)
             if site.before and not commute(site.before, site.s):
@@ -119,8 +119,14 @@ OPERATORS["no barriers made"] = drops((k.InitBarriers,))
 ASYNCHRONOUS = {k.AsyncCopy: "cp.async", k.MultiplyAsync: "wgmma", k.TensorStore: "bulk"}
 
 
+def bare(s: Node) -> Node:
+    """A statement without the condition that is around it alone."""
+    return bare(s.body[0]) if isinstance(s, k.If) and len(s.body) == 1 else s
+
+
 def commute(first: Node, second: Node) -> bool:
     """Whether two neighbours mean the same in either order."""
+    first, second = bare(first), bare(second)
     for a, b in ((first, second), (second, first)):
         inside = list(k.walk((b,)))
         match a:
@@ -265,9 +271,10 @@ def of_another_warp(site: Site) -> Kernels:
     """A copy from or to shared memory is where another warp's, or another lane's, should be; all write where the first should."""
     for place, index, put in indices(site):
         variables = {e.name: e for x in index if isinstance(x, Expr) for e in x.free if e.name in ("warp", "lane") and e.extent > 1}
-        if isinstance(place, k.Shared) and isinstance(site.s, k.AsyncCopy | k.Move | k.LoadMatrix | k.StoreMatrix | l.Store):
+        store = isinstance(site.s, l.Store) and place is site.s.buffer
+        if isinstance(place, k.Shared) and (store or isinstance(site.s, k.AsyncCopy | k.Move | k.LoadMatrix | k.StoreMatrix)):
             for _, v in sorted(variables.items()):
-                other = 0 if isinstance(site.s, l.Store) else (v + 1) % v.extent
+                other = 0 if store else (v + 1) % v.extent
                 yield put(tuple(substitute(e, {v: other}) for e in index))
 
 
@@ -331,7 +338,9 @@ def wrong_reduction(site: Site) -> Kernels:
 
 def conditions(site: Site) -> Iterator[tuple[tuple[IntExpr, ...], Callable[[tuple[IntExpr, ...]], k.Kernel]]]:
     """The conditions of a statement (each an expression >= 0), and the kernel with others there."""
-    if isinstance(site.s, k.If | k.AsyncCopy):
+    if isinstance(site.s, k.If):
+        yield site.s.inside, lambda new: site.but(inside=new) if new else site.put(*site.s.body)
+    if isinstance(site.s, k.AsyncCopy):
         yield site.s.inside, lambda new: site.but(inside=new)
     for x, put in terms(site, l.Load):
         yield x.inside, lambda new, x=x, put=put: put(replace(x, inside=new))  # type: ignore[misc]
@@ -446,5 +455,5 @@ def mutants(kernel: k.Kernel) -> Iterator[Mutant]:
 def change(before: list[str], after: list[str]) -> str:
     """Where two texts differ first."""
     n = next(n for n in range(len(before)) if n >= len(after) or before[n] != after[n])
-    new = f" -> `{after[n].strip()}`" if len(before) == len(after) else ""
-    return f"line {n} `{before[n].strip()}`{new}"
+    new = after[n].strip() if n < len(after) else "the end"
+    return f"line {n} `{before[n].strip()}` {'->' if len(before) == len(after) else 'is gone, before'} `{new}`"

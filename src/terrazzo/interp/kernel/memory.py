@@ -177,7 +177,7 @@ class Output:
         if (late := (boxes == 0) & self._unknown(clocks, ids, b, a, w, fenced=True)).any():
             return self._conflict(f"sends a box to {self.name} where a thread wrote, with no barrier and proxy fence between", late, a)
         kind = 2 if combine else 1
-        if (late := (boxes > 0) & ((boxes != kind) | (kind == 1) & differ(self.data[a], values))).any():
+        if (late := (boxes > 0) & ((boxes != kind) | (kind == 1))).any():
             return self._conflict(f"sends a box to {self.name}, where another is on its way", late, a)
         self.data[a] = combine(self.data[a], values) if combine else values
         self.boxes[a] = kind
