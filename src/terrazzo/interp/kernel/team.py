@@ -89,6 +89,8 @@ class Team:
                     yield from copies.wait_barrier(self, s)
                 case _:
                     self.statement(s)
+            if self.machine.costs is not None and not isinstance(s, k.For | k.If | k.Role):
+                self.machine.costs.issue(s, self.active)
             line += lines(s)
 
     def statement(self, s: Node) -> None:
@@ -113,8 +115,6 @@ class Team:
                 meaning(self, s)
             case _:
                 raise CompilerBug(f"{self.kernel.name}: no meaning for {type(s).__name__}")
-        if self.machine.costs is not None:
-            self.machine.costs.issue(s, self.active)
 
     def meet(self, s: k.Sync | k.ClusterSync) -> Iterator[Wait]:
         """Warps that are here whole arrive; none or all of them are, at a barrier of all."""
@@ -302,6 +302,8 @@ class Team:
         there = Access(np.broadcast_to(peers[..., None], at.shape)[here.mask], here.a, here.w, here.mask)
         self.refuse(place.check_read(there.b, there.a, there.w, by=here.b), there, x)
         place.note_read(there.b, there.a, clocks.agent(here.b, here.w), clocks.now(here.b, here.w), self.line)
+        if self.machine.costs is not None:
+            self.machine.costs.shared(x, self.bytes(x.buffer, at[..., 0]), self.active, x.dtype.size)
         for b, by, w in {*zip(there.b.tolist(), here.b.tolist(), here.w.tolist(), strict=True)}:
             clocks.visit(b, (by, w))
         return place.data[peers[..., None], at][..., 0]
