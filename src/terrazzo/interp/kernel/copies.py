@@ -218,7 +218,7 @@ def tensor_store(team: Team, s: k.TensorStore) -> None:
         if s.reduction:
             team.combine(s.target, y, values, s.reduction, s)
         else:
-            team.write_output(s.target, y, values, s)
+            team.write_output(s.target, y, values, s, late=True)
 
         def done(threads: Any, b: int = b, w: int = w, agent: Any = agent, time: Any = time) -> None:
             clocks.learn(b, w, agent, time)

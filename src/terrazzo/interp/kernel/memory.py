@@ -16,6 +16,8 @@ from terrazzo.ir.dialects import loop as l
 
 NOBODY = -1
 SEVERAL = -2
+NEVER = np.iinfo(np.int32).max
+"""A time that nobody knows of."""
 
 
 def flat_memory(b: l.Buffer, array: Any) -> Any:
@@ -150,8 +152,8 @@ class Output:
         self.read_at[w, a] = np.maximum(self.read_at[w, a], clocks.now(b, w))
         return None
 
-    def write(self, clocks: Clocks, ids: Any, b: Any, a: Any, w: Any, values: Any, site: int) -> Conflict | None:
-        """Warps write. Two that nothing orders may only write the same."""
+    def write(self, clocks: Clocks, ids: Any, b: Any, a: Any, w: Any, values: Any, site: int, late: bool = False) -> Conflict | None:
+        """Warps write, or boxes of theirs, which are `late`: nobody knows when. Two that nothing orders may only write the same."""
         if self.read_at is not None:
             seen = clocks.known[b[:, None], w[:, None], clocks.agent(b[:, None], np.arange(clocks.warps))]
             late = (seen < self.read_at[:, a].T).any(axis=1) | (self.read_by[a] != ids)

@@ -275,9 +275,9 @@ class Team:
             memory.land(x.b, x.a)
         self.refuse(memory.write(x.b, x.a, clocks.agent(x.b, x.w), clocks.now(x.b, x.w), values, self.line), x, s)
 
-    def write_output(self, place: l.Buffer, x: Access, values: Any, s: Node) -> None:
+    def write_output(self, place: l.Buffer, x: Access, values: Any, s: Node, late: bool = False) -> None:
         """Write to global memory."""
-        found = self.output(place, s).write(self.machine.clocks, self.machine.ids[x.b], x.b, x.a, x.w, values, self.line)
+        found = self.output(place, s).write(self.machine.clocks, self.machine.ids[x.b], x.b, x.a, x.w, values, self.line, late)
         self.refuse(found, x, s)
 
     def combine(self, place: l.Buffer, x: Access, values: Any, function: str, s: Node) -> None:
