@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +11,7 @@ import typer
 from terrazzo.cli.output import columns, say
 
 
-class Interleave(str, Enum):
+class Interleave(StrEnum):
     """Who goes next: all warps in turn, or whoever makes trouble."""
 
     fair = "fair"
@@ -58,7 +58,7 @@ def sim(
     orders = f"{runs} adversarial orders" if interleave is Interleave.adversarial else "the fair order"
     say(f"nothing wrong found, in {orders}", "green")
     if counted is not None:
-        rows = [("statement", "access", "requests", "bytes", "wavefronts", "conflicts", "sectors")]
+        rows: list[tuple[str, ...]] = [("statement", "access", "requests", "bytes", "wavefronts", "conflicts", "sectors")]
         for (s, kind), c in counted.accesses.items():
             numbers = (c.requests, c.bytes, c.wavefronts, c.conflicts, c.sectors)
             text = statement(s)[0] if not isinstance(s, l.Load) else f"... {s.buffer.name}[{show_list(s.index)}]"
