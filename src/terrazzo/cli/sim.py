@@ -55,7 +55,7 @@ def sim(
             raise typer.Exit(1) from None
     for b, value in zip(program.results, results, strict=True):
         say(f"{b.name}: {b.type}, {value.size} elements")
-    orders = f"{runs} adversarial orders" if interleave is Interleave.adversarial else "the fair order"
+    orders = f"{runs} adversarial order{'s' * (runs > 1)}" if interleave is Interleave.adversarial else "the fair order"
     say(f"nothing wrong found, in {orders}", "green")
     if counted is not None:
         rows: list[tuple[str, ...]] = [("statement", "access", "requests", "bytes", "wavefronts", "conflicts", "sectors")]

@@ -157,7 +157,7 @@ class Team:
             block, warp = self.machine.ids[self.block[where[0], 0, 0]], self.warp[0, where[1], 0]
             who = f", block {block}, warp {warp}, lane {where[2]}"
         text = self.machine.text(self.line)
-        raise CompilerBug(f"{self.kernel.name}: {type(s).__name__} {what}: line {self.line} `{text}`{who}{other}")
+        raise CompilerBug(f"{self.kernel.name}: {type(s).__name__} {what}: line {self.line} of the kernel, `{text}`{who}{other}")
 
     def refuse(self, found: Conflict | None, x: Access, s: Node) -> None:
         """CompilerBug for an access that conflicts with another, with both of them."""
