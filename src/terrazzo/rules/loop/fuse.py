@@ -20,6 +20,7 @@ from terrazzo.ir.node import substitute, topological
 from terrazzo.rewrite.rule import Choice, Event, Log, cheapest
 from terrazzo.rules.loop.cost import Rates, cost
 from terrazzo.rules.loop.inline import inline
+from terrazzo.rules.loop.scale import scale_after
 
 PASS = "fuse"
 LARGEST = 600
@@ -37,6 +38,7 @@ def fuse(
     """`program` with the fusions that pay. `materialize` names buffers to keep; `show` adds texts to the events."""
     work = _Fusion(program, log, rates, frozenset(materialize), show, decide)
     work.views()
+    work.inlines(summands=True)  # products go into their sums first, so that what they read meets a contraction
     work.inlines()
     work.merges()
     return work.program()
@@ -68,12 +70,12 @@ class _Fusion:
             if store.buffer not in self.needed:
                 self._drop(i)
 
-    def inlines(self) -> None:
-        """Inline each buffer into all its readers where that is cheaper, producers first."""
+    def inlines(self, summands: bool = False) -> None:
+        """Inline each buffer (or those that are summands only) into all its readers where that is cheaper, producers first."""
         for i in list(self.kernels):
             kernel = self.kernels[i]
             readers = sorted({j for b in kernel.writes for j in self.readers.get(b, ())})
-            if any(b in self.needed for b in kernel.writes):
+            if any(b in self.needed for b in kernel.writes) or (summands and not self._summed(kernel, readers)):
                 continue
             if not readers:
                 self._drop(i)
@@ -146,7 +148,7 @@ class _Fusion:
     def _inlined(self, kernel: l.Kernel, readers: list[int]) -> list[l.Kernel] | str:
         found = []
         for j in readers:
-            new = inline(self.kernels[j], kernel)
+            new = scale_after(inline(self.kernels[j], kernel))
             if not new.scans_in_order:
                 return f"the scan of {kernel.name} must run along the last axis of its kernel"
             if len(topological([s.value for s in new.stores])) > LARGEST:
@@ -156,6 +158,12 @@ class _Fusion:
         if _products([kernel]) and _products(found) > before:
             return f"{kernel.name} is a product, which would be computed more than once"
         return found
+
+    def _summed(self, kernel: l.Kernel, readers: list[int]) -> bool:
+        """Whether reductions are all that reads what a kernel stores."""
+        terms = topological([s for j in readers for s in self.kernels[j].stores])
+        uses = [x for x in terms for y in x.children if isinstance(y, l.Load) and y.buffer in kernel.writes]
+        return bool(uses) and all(isinstance(x, l.Reduce) for x in uses)
 
     def _enter(self, i: int, kernel: l.Kernel) -> None:
         old = self.kernels.get(i)
