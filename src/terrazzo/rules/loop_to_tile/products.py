@@ -179,7 +179,7 @@ def plans(p: Product, gpu: Gpu) -> list[Plan]:
         _plan(p, gpu, t, s, instruction)
         for t in tiles
         if t and (instruction or t.registers(len(p.sites), size) < 65536 // max(t.threads, 256))
-        for s in _pieces(p, t, gpu)
+        for s in _pieces(p, t, gpu, instruction)
     ]
     return sorted(found, key=lambda x: x.time)
 
@@ -217,12 +217,15 @@ def _aligned(x: Node, p: Product) -> bool:
     return bool(inner) and inner[0].extent % 8 == 0 and all(isinstance(s, int) and s % 8 == 0 for s in strides)
 
 
-def _pieces(p: Product, t: Tile, gpu: Gpu) -> Iterator[int]:
-    """Into how many pieces k may be cut: those that divide its steps, while pieces are long and blocks not too many."""
-    last = p.axes[-1].extent
+def _pieces(p: Product, t: Tile, gpu: Gpu, instruction: str | None) -> Iterator[int]:
+    """Into how many pieces k may be cut, while they are long and blocks not too many. The last is short only where plain loads end in 0."""
+    steps, rest = divmod(p.axes[-1].extent, t.k)
+    plain = instruction is None and all(isinstance(x, l.Load) for x in p.operands)
     blocks = _blocks(p, t)
-    for s in range(1, 33):
-        if s == 1 or (last % (s * t.k) == 0 and last // s >= 4 * t.k and blocks * s <= gpu.processors * 8):
+    yield 1
+    for s in range(2, 33):
+        each = ceil(steps, s)
+        if (s * each == steps or (plain and (s - 1) * each < steps)) and not rest and each >= 4 and blocks * s <= gpu.processors * 8:
             yield s
 
 
@@ -255,7 +258,7 @@ def _plan(p: Product, gpu: Gpu, t: Tile, pieces: int, instruction: str | None) -
     busiest = ceil(blocks, gpu.processors)
     together = min(busiest, resident)  # blocks that share a processor hide each other's waits
     rate = (gpu.tensor if instruction else gpu.fma) / gpu.processors * t.rate * (together / resident) ** 0.25
-    steps = depth // last * ceil(last // pieces, t.k)
+    steps = depth // last * ceil(ceil(last, pieces), t.k)
     arithmetic = busiest * 2.0 * t.m * t.n * t.k * steps * count / rate
     flying = min(blocks / gpu.processors, resident) * (t.ring - 1) * slab
     traffic = batch * depth * size * (p.m.extent * ceil(p.n.extent, t.n) + p.n.extent * count * ceil(p.m.extent, t.m))
@@ -323,10 +326,14 @@ def _schedule(p: Product, plan: Plan, gpu: Gpu, transport: str) -> Schedule:
 
 
 def _threads(size: int, lanes: int, inner: int) -> tuple[tuple[str, int], ...]:
-    """A warp's part of an axis between lanes and registers: in vectors of 16 bytes, or lanes innermost where vectors run along k."""
+    """A warp's part of an axis between lanes and registers: in vectors of 16 bytes, or lanes innermost where vectors run along k.
+
+    Two lanes that differ in their lowest or second lowest bit then read the same of one operand: shared memory gives 16 bytes to each of
+    32 lanes in two turns where that is so, and in four otherwise.
+    """
     each = size // lanes
     vector = min(each, 4) if inner == 1 else 1
-    return (("reg", each // vector), ("lane", lanes), ("reg", vector))
+    return (("reg", each // vector), ("lane", lanes // 2), ("lane", 2), ("reg", vector))
 
 
 def _row(x: Node, p: Product, t: Tile, step: int) -> int:
@@ -341,7 +348,7 @@ def _row(x: Node, p: Product, t: Tile, step: int) -> int:
 
 def _copies(x: Node, p: Product) -> bool:
     """Whether cp.async can bring an operand in: a load of 4 bytes at least."""
-    return isinstance(x, l.Load) and not x.inside and x.dtype.size >= 4
+    return isinstance(x, l.Load) and x.dtype.size >= 4
 
 
 def _loads(x: Node) -> list[l.Load]:

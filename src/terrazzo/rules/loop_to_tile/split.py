@@ -11,10 +11,14 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Var
 from terrazzo.ir.node import Node, substitute, transform
 from terrazzo.ir.types import Type
+from terrazzo.rules.loop.inline import guarded, rewrite_loads
 
 
-def split(kernel: l.Kernel, reduces: Sequence[l.Reduce], pieces: int) -> tuple[l.Kernel, l.Kernel]:
-    """`kernel` as two, its `reduces` (over axes of the same extents, whose last one `pieces` divides) in so many pieces."""
+def split(kernel: l.Kernel, reduces: Sequence[l.Reduce], pieces: int, unit: int = 1) -> tuple[l.Kernel, l.Kernel]:
+    """`kernel` as two, its `reduces` (over axes of the same extents) in so many pieces of the last axis, multiples of `unit`.
+
+    Where these are more than the axis has, the last piece is short: loads beyond the end are 0, which must add nothing.
+    """
     axes = tuple(a for a in kernel.axes if any(a in r.free for r in reduces))
     part = Var("s", pieces)
     stores: list[l.Store] = []
@@ -22,10 +26,14 @@ def split(kernel: l.Kernel, reduces: Sequence[l.Reduce], pieces: int) -> tuple[l
     for number, r in enumerate(reduces):
         inner, args = l.open_binder(r)
         last = inner[-1]
-        step = last.extent // pieces
+        step = -(-last.extent // (pieces * unit)) * unit
         short = Var(l.fresh_name(), step)
         fresh = (*inner[:-1], short)
-        body = tuple(substitute(a, {last: part * step + short}) for a in args)
+        at = part * step + short
+        body = tuple(substitute(a, {last: at}) for a in args)
+        if pieces * step > last.extent:
+            inside = (last.extent - 1 - at,)
+            body = tuple(rewrite_loads(a, lambda load, inside=inside: guarded(load, inside)) for a in body)
         partial = l.Reduce.make(r.monoid, fresh, body)
         types = r.dtype if r.monoid.width > 1 else (r.dtype,)
         own = tuple(a for a in axes if a in r.free)

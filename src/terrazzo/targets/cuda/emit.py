@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from importlib import resources
@@ -12,7 +13,7 @@ from terrazzo.hw.transfer import CP_ASYNC, SHUFFLE, WIDE
 from terrazzo.ir.address import flatten
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Expr, IntExpr, Loaded
+from terrazzo.ir.expr import Expr, IntExpr, Loaded, terms_of
 from terrazzo.ir.node import Node, topological
 from terrazzo.targets.terms import Scope, c_type, expression, guard, identifier, index, literal, term
 
@@ -39,6 +40,7 @@ class _Writer:
         self.kernel = kernel
         self.scope = Scope()
         self.maps: dict[tuple[l.Buffer, tuple[int, ...], int], str] = {}
+        self.unrolled: set[Node] = set()
         largest = max((k.shared_bytes(b) // b.type.dtype.size for b in kernel.params), default=0)
         self.int = "int" if largest < 1 << 31 else "i64"
 
@@ -138,6 +140,7 @@ class _Writer:
                 return [f"{record.function}({self.group(s.d, s.d_at, record.d.registers)}, {a}, {b});"]
             case k.For():
                 self.scope.names[s.axis] = i = s.axis.name
+                self.unrolled |= {s.axis} if s.unrolled else set()
                 head = f"for ({self.int} {i} = 0; {i} < {s.axis.extent}; {i}++) {{"
                 return ["#pragma unroll" if s.unrolled else "#pragma unroll 1", head, *self.statements(s.body, "  "), "}"]
             case k.If():
@@ -175,7 +178,21 @@ class _Writer:
             return (
                 f"reinterpret_cast<{kind}*>(reinterpret_cast<u8*>({name}) + swizzle<{place.swizzle}>({offset} * {place.type.dtype.size}))"
             )
+        fixed, moving = self.apart(flatten(tuple(at), place.type.element_strides))
+        if place in self.kernel.params and fixed and moving:
+            return f"{name} + {index(moving, self.scope)} + {index(fixed, self.scope)}"
         return name if offset == "0" else f"{name} + {offset}"
+
+    def apart(self, offset: IntExpr) -> tuple[IntExpr, IntExpr]:
+        """What is constant once loops are unrolled, which an access has room for itself, and the rest, which is then computed once."""
+        fixed, moving = 0, 0
+        for factors, c in terms_of(offset).items():
+            product = math.prod(factors, start=c)
+            if all(f.free <= self.unrolled for f in factors):
+                fixed = fixed + product
+            else:
+                moving = moving + product
+        return fixed, moving
 
     def group(self, place: k.Registers, at: Sequence[IntExpr], count: int) -> str:
         """`count` registers as an array."""
