@@ -326,13 +326,15 @@ def _schedule(p: Product, plan: Plan, gpu: Gpu, transport: str) -> Schedule:
 
 
 def _threads(size: int, lanes: int, inner: int) -> tuple[tuple[str, int], ...]:
-    """A warp's part of an axis between lanes and registers: in vectors of 16 bytes, or lanes innermost where vectors run along k.
+    """A warp's part of an axis between lanes and registers: lanes innermost where vectors run along k, else in vectors of 16 bytes.
 
-    Two lanes that differ in their lowest or second lowest bit then read the same of one operand: shared memory gives 16 bytes to each of
-    32 lanes in two turns where that is so, and in four otherwise.
+    Then two lanes that differ in the lowest or the second lowest bit read the same of one operand, for the lanes of both axes interleave:
+    shared memory serves a warp that reads so in two turns, and otherwise in four.
     """
     each = size // lanes
-    vector = min(each, 4) if inner == 1 else 1
+    if inner > 1:
+        return (("reg", each), ("lane", lanes))
+    vector = min(each, 4)
     return (("reg", each // vector), ("lane", lanes // 2), ("lane", 2), ("reg", vector))
 
 

@@ -31,9 +31,11 @@ def pointwise(kernel: l.Kernel, gpu: Gpu) -> Schedule:
         return Schedule(kernel.name, gpu.arch, ())
     axis = max(free, key=lambda a: (stride_one([kernel], a), _size(a)))
     vector = vector_of(kernel.stores, axis)
-    while vector > 1 and _size(axis) // vector < gpu.processors * 2 * WARP:
-        vector //= 2
-    threads = 4 if _size(axis) > 4 * WARP * vector else 1
+    loads = {x for x in topological([s.value for s in kernel.stores]) if isinstance(x, l.Load) and stride_one([x], axis)}
+    size, wave = sum(x.dtype.size for x in loads), gpu.processors * 2048
+    while vector > 1 and (_size(axis) // vector < wave // 12 or (vector * size > WIDEST and _size(axis) // vector < 4 * wave)):
+        vector //= 2  # a thread waits once for all it loads: more threads with less each are done sooner, until there are many waves of them
+    threads = next(t for t in (8, 4, 1) if t == 1 or _size(axis) > t * WARP * vector * (gpu.processors if t == 8 else 1))
     lines = [(a.name, grid(_size(a))) for a in free if a is not axis]
     size = threads * WARP * vector
     own = (Factor("grid", ceil(_size(axis), size)), *_warps(threads), Factor("lane", WARP), *_vector(vector))
@@ -66,7 +68,8 @@ def reduction(kernel: l.Kernel, gpu: Gpu) -> Schedule:
     if length <= WARP * vector * 4 and rows and count >= gpu.processors:
         warps, lines = 1, _row_lines(rows, _warps(4), 4)
     else:
-        warps = _block(length, vector, count, gpu)
+        read = {x.buffer for r in top for x in topological(r.args) if isinstance(x, l.Load) and r.axes[-1] in x.free}
+        warps = _block(length, vector, count, sum(b.type.dtype.size for b in read), gpu)
         lines = tuple((a.name, grid(_size(a))) for a in rows)
     used = warps * WARP
     sites: list[Site] = []
@@ -148,11 +151,17 @@ def shared_axis(length: int, threads: int, vector: int) -> tuple[Factor, ...]:
     return (outer, *_warps(threads // WARP), Factor("lane", WARP), *_vector(vector))
 
 
-def _block(length: int, vector: int, rows: int, gpu: Gpu) -> int:
-    """Warps of a block for a row: where rows are many, few enough that a thread has several accesses on their way."""
+def _block(length: int, vector: int, rows: int, size: int, gpu: Gpu) -> int:
+    """Warps of a block for a row, of which a thread reads elements of so many bytes in all.
+
+    Where rows are many, few enough that a thread has several accesses on their way; else fewer than could take part where that leaves no
+    rest, while a thread reads 128 bytes at most.
+    """
     each = max(16, 4 * vector) if rows >= 4 * gpu.processors else vector
     wanted = ceil(length, WARP * each)
-    return min(32, 1 << (wanted - 1).bit_length() if vector == 1 else 1 << wanted.bit_length() - 1)
+    most = min(32, 1 << (wanted - 1).bit_length() if vector == 1 else 1 << wanted.bit_length() - 1)
+    whole = (w for w in (32, 16, 8, 4, 2) if w <= most and length % (w * WARP * vector) == 0 and length // (w * WARP) * size <= 128)
+    return next(whole, most)
 
 
 def _row_lines(rows: Sequence[Any], inner: tuple[Factor, ...], size: int) -> tuple[tuple[str, tuple[Factor, ...]], ...]:

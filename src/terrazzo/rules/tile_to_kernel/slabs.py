@@ -21,9 +21,6 @@ from terrazzo.rules.tile_to_kernel.digits import WIDEST, Digit, axis_name, divid
 if TYPE_CHECKING:
     from terrazzo.rules.tile_to_kernel.walk import Scope, Walker
 
-SECTOR = 32
-"""Bytes that memory moves at least."""
-
 
 @dataclass(frozen=True)
 class Tiled:
@@ -136,20 +133,15 @@ class Slabs:
         return env
 
     def pieces(self, slab: Slab, write: Callable[[IntExpr, tuple[IntExpr, ...]], None]) -> None:
-        """write(number of the piece, coordinates in the slab) for this thread's pieces. Lanes go along what is contiguous in memory.
-
-        Where that is another axis than the slab's last, they do so for 32 bytes, which memory moves at once, and then along the others: they
-        write into as many banks of shared memory as there are.
-        """
+        """write(number of the piece, coordinates in the slab) for this thread's pieces. Lanes go along what is contiguous in memory."""
         order = [*(n for n in range(len(slab.axes)) if n != slab.memory), slab.memory]
         shape = [slab.axes[n].size for n in order]
         shape[-1] //= slab.vector
-        run = math.gcd(shape[-1], SECTOR // slab.place.type.dtype.size) if slab.memory != len(slab.axes) - 1 else shape[-1]
         total = math.prod(shape)
         i = self.w.bindings.loop_variable("i", -(-total // self.threads))
         p: IntExpr = self.w.bindings.warp * k.WARP + k.LANE + i * self.threads
-        outer, *digits = unflatten(p, (shape[-1] // run, *shape[:-1], run))
-        digits[-1] = (outer * run + digits[-1]) * slab.vector
+        digits = list(unflatten(p, tuple(shape)))
+        digits[-1] = digits[-1] * slab.vector
         at = tuple(digits[order.index(n)] for n in range(len(order)))
         self.w.loops([(i, True)], lambda: self.w.where([total - 1 - p], lambda: write(i, at)))
 
