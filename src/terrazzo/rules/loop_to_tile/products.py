@@ -79,15 +79,16 @@ class Tile:
 
 
 CUDA_CORES = (
-    Tile(128, 128, 16, (4, 2), 0.74, (4, 8), 3, 2),
-    Tile(64, 128, 16, (2, 2), 0.72, (4, 8), 3, 4),
-    Tile(128, 64, 16, (2, 2), 0.72, (8, 4), 3, 4),
-    Tile(64, 64, 16, (2, 2), 0.62, (4, 8), 4, 4),
-    Tile(32, 128, 32, (1, 4), 0.52, (4, 8), 3, 2, 4),
-    Tile(32, 64, 32, (1, 4), 0.43, (4, 8), 4, 3, 4),
-    Tile(32, 32, 32, (1, 2), 0.43, (4, 8), 4, 6, 4),
-    Tile(16, 64, 32, (1, 4), 0.36, (4, 8), 4, 3, 4),
-    Tile(16, 32, 32, (1, 2), 0.30, (4, 8), 4, 6, 4),
+    Tile(128, 128, 8, (4, 2), 0.765, (4, 8), 4, 2),
+    Tile(128, 128, 16, (4, 2), 0.76, (4, 8), 3, 2),
+    Tile(64, 128, 16, (2, 2), 0.75, (4, 8), 3, 4),
+    Tile(128, 64, 16, (2, 2), 0.745, (8, 4), 3, 4),
+    Tile(64, 64, 16, (2, 2), 0.645, (4, 8), 4, 4),
+    Tile(32, 128, 32, (1, 4), 0.59, (4, 8), 3, 2, 4),
+    Tile(32, 64, 32, (1, 4), 0.53, (4, 8), 4, 3, 4),
+    Tile(32, 32, 32, (1, 2), 0.50, (4, 8), 4, 6, 4),
+    Tile(16, 64, 32, (1, 4), 0.42, (4, 8), 4, 3, 4),
+    Tile(16, 32, 32, (1, 2), 0.35, (4, 8), 4, 6, 4),
 )
 TENSOR_CORES = (
     Tile(128, 128, 32, (2, 4), 0.77, resident=2),
@@ -234,8 +235,10 @@ def _blocks(p: Product, t: Tile) -> int:
     return ceil(p.m.extent, t.m) * ceil(p.n.extent, t.n) * batch
 
 
-STEP = 700.0
-"""Nanoseconds from asking for a slab to having it; a ring hides all but its share."""
+STEP = {True: 700.0, False: 250.0}
+"""Nanoseconds from asking for a slab to having it, on matrix instructions or not; a ring hides all but its share."""
+ALONE = {True: 0.25, False: 0.1}
+"""Where only the n-th part of the blocks that fit share a processor, arithmetic is as fast as the n-th part to this power."""
 IN_FLIGHT = 24 << 10
 """Bytes a processor must have on their way to use its share of the memory's rate."""
 
@@ -257,14 +260,16 @@ def _plan(p: Product, gpu: Gpu, t: Tile, pieces: int, instruction: str | None) -
     )
     busiest = ceil(blocks, gpu.processors)
     together = min(busiest, resident)  # blocks that share a processor hide each other's waits
-    rate = (gpu.tensor if instruction else gpu.fma) / gpu.processors * t.rate * (together / resident) ** 0.25
+    kind = instruction is not None
+    rate = (gpu.tensor if kind else gpu.fma) / gpu.processors * t.rate * (together / resident) ** ALONE[kind]
     steps = depth // last * ceil(ceil(last, pieces), t.k)
     arithmetic = busiest * 2.0 * t.m * t.n * t.k * steps * count / rate
     flying = min(blocks / gpu.processors, resident) * (t.ring - 1) * slab
     traffic = batch * depth * size * (p.m.extent * ceil(p.n.extent, t.n) + p.n.extent * count * ceil(p.m.extent, t.m))
     least = batch * depth * size * (p.m.extent + p.n.extent * count) / min(1.0, flying / IN_FLIGHT)
-    latency = STEP * (steps / (t.ring - 1) + 2) * ceil(busiest, resident)
-    time = max(arithmetic, traffic / gpu.cache, least / gpu.memory, latency) + gpu.launch
+    latency = STEP[kind] * (steps / (t.ring - 1) + 2) * ceil(busiest, resident)
+    stored = sum(math.prod(b.type.static_shape) * b.type.dtype.size for b in p.kernel.writes)
+    time = max(arithmetic, traffic / gpu.cache, least / gpu.memory, latency) + 0.75 * stored / gpu.memory + gpu.launch
     if pieces > 1:
         time += gpu.launch + 2.5 * pieces * batch * p.m.extent * p.n.extent * count * 4 / gpu.cache
     return Plan(t, pieces, instruction, time)
