@@ -22,8 +22,8 @@ def _scaled(node: Any) -> Any:
     if not isinstance(node, l.Reduce) or contraction(node) is None:
         return node
     axes, (product,) = l.open_binder(node)
-    (a, p), (b, q) = map(_apart, product.args)
-    if p * q == 1.0:
+    (a, p), (b, q) = map(_apart, product.children)
+    if p * q == 1.0 or node.dtype.size < 4 or not 2.0**-64 < abs(p * q) < 2.0**64:  # the product of constants must be one, too
         return node
     return l.apply("mul", l.Reduce.make(node.monoid, axes, (l.apply("mul", a, b),)), l.Literal(p * q, node.dtype))
 

@@ -106,9 +106,7 @@ def _pinned(forms: Sequence[l.Kernel], pinned: Mapping[str, Schedule], gpu: Gpu)
     raise UserError(f"the schedule of {chosen.kernel} does not fit it: {why[0]}")
 
 
-def _split(
-    kernel: l.Kernel, reduces: list[l.Reduce], pieces: int, gpu: Gpu, pinned: Mapping[str, Schedule], unit: int = 1
-) -> list[Chosen]:
+def _split(kernel: l.Kernel, reduces: list[l.Reduce], pieces: int, gpu: Gpu, pinned: Mapping[str, Schedule], unit: int = 1) -> list[Chosen]:
     """A kernel of partial states and one that combines them and does the rest, in that order."""
     first, second = split(kernel, reduces, pieces, unit)
     if first.name in pinned:

@@ -6,9 +6,10 @@ For every monoid: split-K, split reductions, split-KV are this one rewrite.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Var
+from terrazzo.ir.expr import IntExpr, Var, at_least
 from terrazzo.ir.node import Node, substitute, transform
 from terrazzo.ir.types import Type
 from terrazzo.rules.loop.inline import guarded, rewrite_loads
@@ -29,11 +30,7 @@ def split(kernel: l.Kernel, reduces: Sequence[l.Reduce], pieces: int, unit: int 
         step = -(-last.extent // (pieces * unit)) * unit
         short = Var(l.fresh_name(), step)
         fresh = (*inner[:-1], short)
-        at = part * step + short
-        body = tuple(substitute(a, {last: at}) for a in args)
-        if pieces * step > last.extent:
-            inside = (last.extent - 1 - at,)
-            body = tuple(rewrite_loads(a, lambda load, inside=inside: guarded(load, inside)) for a in body)
+        body = tuple(_moved(a, last, part * step + short) for a in args)
         partial = l.Reduce.make(r.monoid, fresh, body)
         types = r.dtype if r.monoid.width > 1 else (r.dtype,)
         own = tuple(a for a in axes if a in r.free)
@@ -50,3 +47,9 @@ def split(kernel: l.Kernel, reduces: Sequence[l.Reduce], pieces: int, unit: int 
     first = l.Kernel(f"{kernel.name}_part", (part, *axes), tuple(stores), kernel.source)
     second = l.Kernel(kernel.name, kernel.axes, tuple(transform(s, lambda x: x, dict(whole)) for s in kernel.stores), kernel.source)
     return first, second
+
+
+def _moved(term: Node, axis: Var, to: IntExpr) -> Any:
+    """A term at another place of an axis; what it loads beyond the axis' end is 0."""
+    moved, inside = substitute(term, {axis: to}), (axis.extent - 1 - to,)
+    return moved if at_least(*inside, 0) else rewrite_loads(moved, lambda load: guarded(load, inside))

@@ -16,6 +16,8 @@ from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site
 from terrazzo.rules.tile_to_kernel.digits import WIDEST, axis_name, wide
 
 WARP = 32
+THREADS = 2048
+"""What a processor has room for."""
 DEAR = 6.0
 """The cost of a term (in additions) from which on keeping it beats computing it again."""
 KEPT = 32
@@ -30,16 +32,27 @@ def pointwise(kernel: l.Kernel, gpu: Gpu) -> Schedule:
     if not free:
         return Schedule(kernel.name, gpu.arch, ())
     axis = max(free, key=lambda a: (stride_one([kernel], a), _size(a)))
-    vector = vector_of(kernel.stores, axis)
-    loads = {x for x in topological([s.value for s in kernel.stores]) if isinstance(x, l.Load) and stride_one([x], axis)}
-    size, wave = sum(x.dtype.size for x in loads), gpu.processors * 2048
-    while vector > 1 and (_size(axis) // vector < wave // 12 or (vector * size > WIDEST and _size(axis) // vector < 4 * wave)):
-        vector //= 2  # a thread waits once for all it loads: more threads with less each are done sooner, until there are many waves of them
-    threads = next(t for t in (8, 4, 1) if t == 1 or _size(axis) > t * WARP * vector * (gpu.processors if t == 8 else 1))
+    vector = _width(kernel, axis, gpu)
+    points = _size(axis) // vector
+    threads = 8 if points > 8 * WARP * gpu.processors else 4 if points > 4 * WARP else 1
     lines = [(a.name, grid(_size(a))) for a in free if a is not axis]
     size = threads * WARP * vector
     own = (Factor("grid", ceil(_size(axis), size)), *_warps(threads), Factor("lane", WARP), *_vector(vector))
     return Schedule(kernel.name, gpu.arch, (*lines, (axis.name, own)))
+
+
+def _width(kernel: l.Kernel, axis: Any, gpu: Gpu) -> int:
+    """Elements for a thread of a pointwise kernel, the widest vector at most.
+
+    A thread waits once for all that it loads. So more threads with less each, 16 bytes of all operands, are done sooner, until there are
+    many waves of them; and few points go to many processors.
+    """
+    vector = vector_of(kernel.stores, axis)
+    loads = {x for x in topological([s.value for s in kernel.stores]) if isinstance(x, l.Load) and stride_one([x], axis)}
+    size, wave = sum(x.dtype.size for x in loads), gpu.processors * THREADS
+    while vector > 1 and _size(axis) // vector < (4 * wave if vector * size > WIDEST else wave // 12):
+        vector //= 2
+    return vector
 
 
 def reduction(kernel: l.Kernel, gpu: Gpu) -> Schedule:

@@ -185,14 +185,8 @@ class _Writer:
 
     def apart(self, offset: IntExpr) -> tuple[IntExpr, IntExpr]:
         """What is constant once loops are unrolled, which an access has room for itself, and the rest, which is then computed once."""
-        fixed, moving = 0, 0
-        for factors, c in terms_of(offset).items():
-            product = math.prod(factors, start=c)
-            if all(f.free <= self.unrolled for f in factors):
-                fixed = fixed + product
-            else:
-                moving = moving + product
-        return fixed, moving
+        terms = [(math.prod(fs, start=c), all(f.free <= self.unrolled for f in fs)) for fs, c in terms_of(offset).items()]
+        return sum(x for x, unrolled in terms if unrolled), sum(x for x, unrolled in terms if not unrolled)
 
     def group(self, place: k.Registers, at: Sequence[IntExpr], count: int) -> str:
         """`count` registers as an array."""
