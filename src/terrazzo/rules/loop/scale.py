@@ -10,12 +10,26 @@ from typing import Any
 
 from terrazzo.ir.contraction import contraction
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.node import transform
 
 
 def scale_after(kernel: l.Kernel) -> l.Kernel:
     """`kernel` with the constants of its contractions' factors multiplied into their results."""
     return l.Kernel(kernel.name, kernel.axes, tuple(transform(s, _scaled) for s in kernel.stores), kernel.source)
+
+
+def is_scaled(value: Any) -> bool:
+    """Whether a term is a load, or a conversion of one, times a constant."""
+    rest, c = _apart(value)
+    return rest is not value and c != 0 and isinstance(uncast(rest), l.Load)
+
+
+def uncast(value: Any) -> Any:
+    """What a term converts."""
+    while isinstance(value, l.Apply) and is_cast(value.fn):
+        (value,) = value.args
+    return value
 
 
 def _scaled(node: Any) -> Any:

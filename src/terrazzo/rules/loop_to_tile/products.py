@@ -15,10 +15,11 @@ from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.contraction import Contraction, contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Loaded
-from terrazzo.ir.node import Node, topological
+from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
 from terrazzo.rules.loop_to_tile.threads import ceil, grid
 from terrazzo.rules.tile_to_kernel.contract import operand
+from terrazzo.rules.tile_to_kernel.digits import divides
 from terrazzo.rules.tile_to_kernel.lower import lower
 
 
@@ -213,9 +214,7 @@ def _aligned(x: Node, p: Product) -> bool:
         return False
     offset = flatten(x.index, x.buffer.type.element_strides)
     inner = [a for a in (*p.axes, p.m, p.n) if a in x.free and coefficient(offset, a) == 1]
-    others = [a for a in (*p.kernel.axes, *p.axes) if a in x.free and a not in inner[:1]]
-    strides = [coefficient(offset, a) for a in others]
-    return bool(inner) and inner[0].extent % 8 == 0 and all(isinstance(s, int) and s % 8 == 0 for s in strides)
+    return bool(inner) and inner[0].extent % 8 == 0 and divides(8, substitute(offset, {inner[0]: 0}))
 
 
 def _pieces(p: Product, t: Tile, gpu: Gpu, instruction: str | None) -> Iterator[int]:
