@@ -10,6 +10,7 @@ from importlib import resources
 from terrazzo.errors import CompilerBug
 from terrazzo.hw import barrier, ldmatrix, mma_sync, tma, wgmma
 from terrazzo.hw.transfer import CP_ASYNC, REMOTE, SHUFFLE, VOTE, WIDE
+from terrazzo.ir.address import flatten
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr, Loaded, terms_of
