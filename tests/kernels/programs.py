@@ -185,6 +185,7 @@ CASES: dict[str, Case] = {
     "product of a vector": Case(lambda x, w: F.linear(x, w), lambda: (r(1, 300), r(65, 300))),
     "outer product": Case(lambda x, y: torch.outer(x, y), lambda: (r(40), r(50))),
     "long product": Case(lambda x, w: x @ w, lambda: (r(16, 2048), r(2048, 24))),
+    "long product in unlike pieces": Case(lambda x, w: F.linear(x, w), lambda: (r(16, 1184), r(24, 1184))),
     "einsum": Case(lambda x, y: torch.einsum("abc,dbc->ad", x, y), lambda: (r(17, 5, 12), r(20, 5, 12))),
     "product and row sums": Case(lambda x, w: (x @ w).sum(-1), lambda: (r(33, 40), r(40, 50))),
     "linear of bfloat16": Case(lambda x, w: F.linear(x, w), lambda: (b(64, 128), b(72, 128))),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from importlib import resources
@@ -9,9 +10,10 @@ from importlib import resources
 from terrazzo.errors import CompilerBug
 from terrazzo.hw import barrier, ldmatrix, mma_sync, tma, wgmma
 from terrazzo.hw.transfer import CP_ASYNC, REMOTE, SHUFFLE, VOTE, WIDE
+from terrazzo.ir.address import flatten
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Expr, IntExpr, Loaded
+from terrazzo.ir.expr import Expr, IntExpr, Loaded, terms_of
 from terrazzo.ir.node import Node, topological
 from terrazzo.targets.terms import Scope, address, c_type, element, expression, guard, identifier, index, literal, offset, term
 
@@ -38,6 +40,7 @@ class _Writer:
         self.kernel = kernel
         self.scope = Scope()
         self.maps: dict[tuple[l.Buffer, tuple[int, ...], int], str] = {}
+        self.unrolled: set[Node] = set()
         largest = max((k.shared_bytes(b) // b.type.dtype.size for b in kernel.params), default=0)
         self.int = "int" if largest < 1 << 31 else "i64"
 
@@ -202,6 +205,7 @@ class _Writer:
                 return [f"if (warp >= {s.first} && warp < {last}) {{", *registers, *self.statements(s.body, "  "), "}"]
             case k.For():
                 self.scope.names[s.axis] = i = s.axis.name
+                self.unrolled |= {s.axis} if s.unrolled else set()
                 head = f"for ({self.int} {i} = 0; {i} < {s.axis.extent}; {i}++) {{"
                 return ["#pragma unroll" if s.unrolled else "#pragma unroll 1", head, *self.statements(s.body, "  "), "}"]
             case k.If():
@@ -238,7 +242,15 @@ class _Writer:
         return element(place, at, self.scope)
 
     def address(self, place: l.Buffer, at: Sequence[IntExpr]) -> str:
+        fixed, moving = self.apart(flatten(tuple(at), place.type.element_strides))
+        if place in self.kernel.params and fixed and moving:
+            return f"{self.scope.buffers[place]} + {index(moving, self.scope)} + {index(fixed, self.scope)}"
         return address(place, at, self.scope)
+
+    def apart(self, offset: IntExpr) -> tuple[IntExpr, IntExpr]:
+        """What is constant once loops are unrolled, which an access has room for itself, and the rest, which is then computed once."""
+        terms = [(math.prod(fs, start=c), all(f.free <= self.unrolled for f in fs)) for fs, c in terms_of(offset).items()]
+        return sum(x for x, unrolled in terms if unrolled), sum(x for x, unrolled in terms if not unrolled)
 
     def group(self, place: k.Registers, at: Sequence[IntExpr], count: int) -> str:
         """`count` registers as an array."""
