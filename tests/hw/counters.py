@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.kernels.programs import CASES, case
+from tests.kernels.programs import CASES
 
 KERNELS = (
     "gelu", "transposed", "strided", "half", "embedding", "sum of the first axis", "sum of the last axis", "argmax", "softmax of long rows",
@@ -37,10 +37,17 @@ def launch() -> None:
     import terrazzo
 
     for name in KERNELS:
-        torch.manual_seed(0)
-        args = [a.cuda() if isinstance(a, torch.Tensor) else a for a in CASES[name].make()]
+        args = arguments(name)
         terrazzo.compile(CASES[name].fn, *args, options={"target": "sm_90a"})(*args)
     torch.cuda.synchronize()
+
+
+def arguments(name: str) -> tuple[Any, ...]:
+    """Those of a case, on the GPU."""
+    import torch
+
+    torch.manual_seed(0)
+    return tuple(a.cuda() for a in CASES[name].make())
 
 
 def counted() -> list[tuple[str, dict[str, int]]]:
@@ -56,12 +63,17 @@ def counted() -> list[tuple[str, dict[str, int]]]:
 
 def predicted() -> list[tuple[str, str, dict[str, int] | None]]:
     """(case, name, counts) of every kernel, in order; no counts where they depend on data."""
+    from terrazzo.front.capture import capture
+    from terrazzo.ir.dialects import kernel as k
+    from terrazzo.options import Options
+    from terrazzo.pipelines import lowering
     from terrazzo.targets.cuda.emit import emit
     from terrazzo.targets.cuda.predict import predict
 
     found = []
     for name in KERNELS:
-        for kernel in case(name, "sm_90a").kernels:
+        program = lowering(capture(CASES[name].fn, arguments(name), {}).program, Options(target="sm_90a")).at("kernel")
+        for kernel in (step for step in program.steps if isinstance(step, k.Kernel)):
             done = predict(kernel)
             totals = {kind: done.costs.total(kind) for kind in METRICS}
             counts = {kind: c.wavefronts if kind.startswith("shared") else c.sectors for kind, c in totals.items()}

@@ -60,10 +60,14 @@ class Costs:
         for at, wide in _pieces(addresses, size):
             self._shared(statement, wavefronts(at, active, wide, write), active, wide, write, times)
 
-    def matrix(self, statement: k.LoadMatrix, rows: Any, active: Any, times: Any = 1) -> None:
-        """An `ldmatrix`, given the address of the row that each lane names."""
-        count = ldmatrix.move(statement.instruction).count
-        self._shared(statement, matrix_wavefronts(rows, active, count), active, 4 * count, False, times)
+    def matrix(self, statement: Any, rows: Any, active: Any, times: Any = 1) -> None:
+        """An `ldmatrix` or `stmatrix`, given the address of the row that each lane names."""
+        record = ldmatrix.move(statement.instruction)
+        self._shared(statement, matrix_wavefronts(rows, active, record.count), active, 4 * record.count, record.store, times)
+
+    def slab(self, statement: Node, addresses: Any, size: int) -> None:
+        """Operands of a warpgroup's product in shared memory; how often their swizzle conflicts is not counted."""
+        self.accesses.setdefault((statement, "shared read"), Count()).add(Count(1, addresses.size * size))
 
     def memory(self, statement: Node, addresses: Any, active: Any, size: int, write: bool = False, times: Any = 1) -> None:
         """An access to global memory, counted as if every buffer began at a multiple of 128 bytes."""
