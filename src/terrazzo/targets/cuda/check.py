@@ -24,7 +24,7 @@ from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var, at_least, bounds, terms
 from terrazzo.ir.node import Node, topological
 from terrazzo.ir.show_kernel import statement
 from terrazzo.targets.cuda import order
-from terrazzo.targets.cuda.accesses import Access, Around, accesses, loads, statements
+from terrazzo.targets.cuda.accesses import Access, Around, accesses, statements
 
 MOST = 1 << 15
 """Threads and steps that are tried for one question, at most."""
@@ -53,7 +53,7 @@ def report(kernel: k.Kernel, gpu: Gpu) -> Report:
     """All that can be said of a kernel without running it."""
     problems, open_, count = list(budgets(kernel, gpu)), 0, 0
     for s, around in statements(kernel.body):
-        sizes = {k.BLOCK: kernel.grid, "warp": kernel.warps, "lane": k.WARP} | {v.name: int(v.extent) for v in around.loops}  # type: ignore[call-overload]
+        sizes: dict[str, Any] = {k.BLOCK: kernel.grid, "warp": kernel.warps, "lane": k.WARP} | {v.name: v.extent for v in around.loops}
         problems += [f"`{statement(s)[0]}` {why}" for why in together(s, around, sizes)]
         for access in (*accesses(s, around), *_box(s, around)):
             why, proved = inside(access, sizes)
@@ -131,7 +131,8 @@ def inside(access: Access, sizes: dict[str, int]) -> tuple[str, bool]:
         active = active & (_value(g, env) >= 0)
     for e, d, index in left:
         if (where := _first(active & (_value(e, env) < 0))) is not None:
-            what = f"goes {access.count} elements on, beyond the end of" if d < 0 else f"at [{index}] is outside [0, {shape[d]}) in dimension {d} of"
+            outside = f"at [{index}] is outside [0, {shape[d]}) in dimension {d} of"
+            what = outside if d >= 0 else f"goes {access.count} elements on, beyond the end of"
             return f"{what} {place.name}, at {_point(env, where)}", False
     if not aligned and (where := _first(active & (_value(offset, env) % wide != 0))) is not None:
         return f"is not aligned to {wide} bytes in {place.name}, at {_point(env, where)}", False
@@ -222,6 +223,6 @@ def _first(where: Any) -> Any:
 
 
 def _point(env: dict[str, Any], where: Any) -> str:
-    """A thread and the step of its loops."""
-    found = [(name, axis.reshape(-1)[where[n]] if len(where) > n and axis.size > 1 else axis.reshape(-1)[0]) for n, (name, axis) in enumerate(env.items())]
+    """A thread and the step of its loops; a variable on which nothing depends is at its first value."""
+    found = ((name, axis.reshape(-1)[where[n] if n < len(where) else 0]) for n, (name, axis) in enumerate(env.items()))
     return ", ".join(f"{name} {value}" for name, value in found)

@@ -1,14 +1,15 @@
 """The order of copies and waits along the path of one thread: what it copied is waited for before it is read or overwritten.
 
-A thread is followed through the slots of the rings, which are all that matters of an address here: first of every block is the first
-lane of its first and last warp. Long loops are shortened by whole rounds of their rings.
+Followed are the first lanes of the first and last warp of block 0, through the slots of the rings, which are all that matters of an
+address here. Long loops are shortened by whole rounds of their rings.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from terrazzo.errors import CompilerBug
@@ -17,7 +18,7 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var
 from terrazzo.ir.node import Node, topological
 from terrazzo.ir.show_kernel import statement
-from terrazzo.targets.cuda.accesses import Access, Around, accesses
+from terrazzo.targets.cuda.accesses import Around, accesses
 
 COPIES = (k.AsyncCopy, k.TensorLoad)
 EVENTS = (*COPIES, k.Commit, k.WaitGroups, k.Expect, k.WaitBarrier)
@@ -61,7 +62,9 @@ class _Thread:
         self.rings = _rings(self.kernel)
         extents = [s.type.static_shape[0] for s in self.kernel.shared if s in self.rings or isinstance(s, k.Barriers)]
         self.round = 2 * math.lcm(1, *extents)
-        self.events: dict[int, tuple[Node, ...]] = {}
+        self.uses = cache(lambda s: [a for a in accesses(s, Around()) if a.place in self.rings])
+        self.relevant = cache(lambda body: tuple(s for s in body if self.matters(s)))
+        self.steps = cache(self.iterations)
 
     def run(self) -> None:
         """Follow the thread; _Wrong where it does what it may not."""
@@ -83,30 +86,25 @@ class _Thread:
             else:
                 self.statement(s)
 
-    def relevant(self, body: tuple[Node, ...]) -> tuple[Node, ...]:
-        """The statements that copy, wait, or use a ring, and what contains some."""
-        if id(body) not in self.events:
-            self.events[id(body)] = tuple(s for s in body if self.matters(s))
-        return self.events[id(body)]
-
     def matters(self, s: Node) -> bool:
         if isinstance(s, k.For | k.If):
             return bool(self.relevant(s.body))
-        return isinstance(s, EVENTS) or any(a.place in self.rings for a in accesses(s, Around()))
+        return isinstance(s, EVENTS) or bool(self.uses(s))
 
-    def steps(self, loop: k.For) -> Sequence[int]:
+    def iterations(self, loop: k.For) -> Sequence[int]:
         """The iterations to follow: one where all are alike, else the first and the last rounds of the rings."""
-        count = int(loop.axis.extent)  # type: ignore[call-overload]
+        count: Any = loop.axis.extent
         inner = list(k.walk(self.relevant(loop.body)))
         state = any(isinstance(s, EVENTS) and not isinstance(s, k.AsyncCopy) for s in inner)
-        if not state and not any(loop.axis in _slots(s, self.rings) for s in inner):
+        slots = [e for s in inner for e in (s.inside if isinstance(s, k.If) else [a.index[0] for a in self.uses(s)])]
+        if not state and loop.axis not in _variables(slots):
             return range(min(count, 1))
         skipped = max(count // self.round - 2, 0) * self.round
         return [*range(self.round), *range(self.round + skipped, count)] if skipped else range(count)
 
     def statement(self, s: Node) -> None:
-        for a in accesses(s, Around()):
-            if a.place in self.rings and self.holds(a.inside) and not (isinstance(s, k.AsyncCopy) and a.write):
+        for a in self.uses(s):
+            if self.holds(a.inside) and not (isinstance(s, k.AsyncCopy) and a.write):
                 self.free(s, self.slot(a.place, a.index), "writes" if a.write else "reads")
         match s:
             case k.AsyncCopy():
@@ -187,17 +185,6 @@ def _rings(kernel: k.Kernel) -> set[Any]:
     used += [(a.place, a.index) for s in k.walk(kernel.body) for a in accesses(s, Around())]  # type: ignore[misc]
     apart = {place for place, index in used if len(index) < 2 or set(k.THREADS) & {v.name for v in _variables(index[:1])}}
     return written - apart
-
-
-def _slots(s: Node, rings: set[Any]) -> set[Var]:
-    """The variables on which it depends which slots a statement uses, and whether it is reached."""
-    exprs: list[IntExpr] = list(s.inside) if isinstance(s, k.If) else []
-    exprs += [a.index[0] for a in _accesses(s) if a.place in rings]
-    return set(_variables(exprs))
-
-
-def _accesses(s: Node) -> Iterator[Access]:
-    return accesses(s, Around())
 
 
 def _variables(exprs: Sequence[IntExpr]) -> list[Var]:
