@@ -20,6 +20,7 @@ from terrazzo.ir.dialects import torch as aten
 from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Mod, Var, at_least, bounds
 from terrazzo.ir.node import substitute, topological
 from terrazzo.ir.program import Input, Program
+from terrazzo.ir.verify_kernel import problem as kernel_problem
 
 _ALLOWED: dict[str, tuple[Any, ...]] = {"torch": (aten.Aten, aten.Get, Input), "tensor": (t.Value, Input, Expr)}
 
@@ -27,7 +28,7 @@ _ALLOWED: dict[str, tuple[Any, ...]] = {"torch": (aten.Aten, aten.Get, Input), "
 def verify(program: Program | l.Program | tile.Program | kernel.Program, after: str = "") -> None:
     """Raise CompilerBug, naming the pass `after` which this was found, if the program breaks a rule of its IR."""
     if isinstance(program, kernel.Program):
-        problem = next((f"{s.name}: {why}" for s in program.steps if isinstance(s, kernel.Kernel) and (why := kernel.problem(s))), "")
+        problem = next((f"{s.name}: {why}" for s in program.steps if isinstance(s, kernel.Kernel) and (why := kernel_problem(s))), "")
     elif isinstance(program, tile.Program):
         problem = _tile(program)
     else:

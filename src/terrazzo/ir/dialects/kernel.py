@@ -15,7 +15,7 @@ from terrazzo.errors import UserError
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.loop import Buffer, Term
 from terrazzo.ir.expr import IntExpr, Var
-from terrazzo.ir.node import Node, topological
+from terrazzo.ir.node import Node
 from terrazzo.ir.types import DType
 
 WARP = 32
@@ -108,18 +108,57 @@ class AsyncCopy(Node, dialect="kernel", op="async_copy"):
             raise UserError(f"cp.async moves 4, 8 or 16 bytes, not {self.count * self.source.type.dtype.size}")
 
 
+KINDS = ("cp.async", "wgmma", "bulk")
+"""What is grouped, each kind by itself: copies into shared memory, products of warpgroups, boxes on their way to global memory."""
+
+
 class Commit(Node, dialect="kernel", op="commit"):
-    """What this thread copied asynchronously since the last commit becomes a group."""
+    """What this thread began asynchronously since the last commit, of one of the KINDS, becomes a group."""
+
+    kind: str = "cp.async"
+
+    def check(self) -> None:
+        _one_of("commit", self.kind, KINDS)
 
 
 class WaitGroups(Node, dialect="kernel", op="wait_groups"):
-    """Until at most `open` groups of this thread are on their way."""
+    """Until at most `open` groups of this thread, of a kind, are on their way. Boxes ("bulk") have then been read, not yet written."""
 
     open: int
+    kind: str = "cp.async"
+
+    def check(self) -> None:
+        _one_of("wait_groups", self.kind, KINDS)
 
 
 class Sync(Node, dialect="kernel", op="sync"):
-    """Until all threads of the block are here; what they wrote to shared memory is then seen by all."""
+    """Until `warps` warps are here (0: all of the block), at barrier `number`; what they wrote to shared memory is then seen by all."""
+
+    number: int = 0
+    warps: int = 0
+
+    def check(self) -> None:
+        if not (self.number == self.warps == 0 or (1 <= self.number <= 15 and 1 <= self.warps <= 32)):
+            raise UserError(f"sync(number, warps) has numbers 1 to 15 and 1 to 32 warps, not {self.number} and {self.warps}")
+
+
+class ClusterSync(Node, dialect="kernel", op="cluster_sync"):
+    """Until all threads of the cluster are here."""
+
+
+FENCES = ("proxy", "wgmma")
+
+
+class Fence(Node, dialect="kernel", op="fence"):
+    """An order between this thread's plain accesses and asynchronous ones that come after.
+
+    "proxy": what was written to shared memory is seen by TMA and wgmma; "wgmma": what was written to registers is seen by wgmma.
+    """
+
+    kind: str
+
+    def check(self) -> None:
+        _one_of("fence", self.kind, FENCES)
 
 
 class InitBarriers(Node, dialect="kernel", op="init_barriers"):
@@ -144,10 +183,19 @@ class WaitBarrier(Node, dialect="kernel", op="wait_barrier"):
     phase: IntExpr
 
 
+class Arrive(Node, dialect="kernel", op="arrive"):
+    """Arrive at a barrier: of this block, or of block `rank` of the cluster."""
+
+    barriers: Barriers
+    slot: IntExpr
+    rank: IntExpr | None = None
+
+
 class TensorLoad(Node, dialect="kernel", op="tensor_load"):
     """TMA, by one thread: the box of the source that begins at `at` into shared memory, zeros outside the tensor.
 
-    Its bytes count at a barrier.
+    Its bytes count at a barrier. With `ranks`, a set of bits, it goes to that place and counts at that barrier of each such block of
+    the cluster.
     """
 
     target: Shared
@@ -157,6 +205,27 @@ class TensorLoad(Node, dialect="kernel", op="tensor_load"):
     box: tuple[int, ...]
     barriers: Barriers
     slot: IntExpr
+    ranks: int = 0
+
+
+REDUCTIONS = ("", "add", "min", "max")
+
+
+class TensorStore(Node, dialect="kernel", op="tensor_store"):
+    """TMA, by one thread: a box of shared memory to where it begins at `to` in the target, nothing outside the tensor; kind "bulk".
+
+    With a reduction, each element of the target becomes its sum with (its minimum, maximum with) that of the box.
+    """
+
+    target: Buffer
+    to: tuple[IntExpr, ...]
+    source: Shared
+    at: tuple[IntExpr, ...]
+    box: tuple[int, ...]
+    reduction: str = ""
+
+    def check(self) -> None:
+        _one_of("tensor_store", self.reduction, REDUCTIONS)
 
 
 class LoadMatrix(Node, dialect="kernel", op="load_matrix"):
@@ -169,6 +238,16 @@ class LoadMatrix(Node, dialect="kernel", op="load_matrix"):
     at: tuple[IntExpr, ...]
 
 
+class StoreMatrix(Node, dialect="kernel", op="store_matrix"):
+    """stmatrix: the reverse of ldmatrix. Registers are 32 bits wide, or hold elements of the target's type."""
+
+    instruction: str
+    target: Shared
+    to: tuple[IntExpr, ...]
+    source: Registers
+    at: tuple[IntExpr, ...]
+
+
 class Multiply(Node, dialect="kernel", op="multiply"):
     """d += a * b by a matrix instruction, a record of hw.mma_sync. a and b are in 32-bit registers."""
 
@@ -178,6 +257,21 @@ class Multiply(Node, dialect="kernel", op="multiply"):
     a: Registers
     a_at: tuple[IntExpr, ...]
     b: Registers
+    b_at: tuple[IntExpr, ...]
+
+
+class MultiplyAsync(Node, dialect="kernel", op="multiply_async"):
+    """d += a * b by the four warps of a warpgroup, a record of hw.wgmma; d may be used again once its group was waited for.
+
+    b is a slab of shared memory, swizzled, whose rows are as wide as the swizzle; a too, or it is in 32-bit registers.
+    """
+
+    instruction: str
+    d: Registers
+    d_at: tuple[IntExpr, ...]
+    a: Buffer
+    a_at: tuple[IntExpr, ...]
+    b: Shared
     b_at: tuple[IntExpr, ...]
 
 
@@ -196,10 +290,23 @@ class If(Node, dialect="kernel", op="if"):
     body: tuple[Node, ...]
 
 
+class Role(Node, dialect="kernel", op="role"):
+    """`body` for warps `first` to `first + count - 1`, each thread of which takes `registers` registers from here on (0: as it has)."""
+
+    first: int
+    count: int
+    body: tuple[Node, ...]
+    registers: int = 0
+
+    def check(self) -> None:
+        if self.registers and (self.first % 4 or self.count % 4 or self.registers not in range(24, 241, 8)):
+            raise UserError("a role with registers is of whole warpgroups, and takes a multiple of 8 from 24 to 240")
+
+
 class Kernel(Node, dialect="kernel", op="kernel"):
     """One launch of `grid` blocks of `warps` warps. `params` are the buffers in global memory, those read first.
 
-    A thread may use as many registers as leave room for `resident` blocks on a processor.
+    A thread may use as many registers as leave room for `resident` blocks on a processor; `cluster` blocks share their memory.
     """
 
     name: str
@@ -211,6 +318,7 @@ class Kernel(Node, dialect="kernel", op="kernel"):
     body: tuple[Node, ...]
     resident: int = 1
     source: str = ""
+    cluster: int = 1
 
     @property
     def threads(self) -> int:
@@ -225,7 +333,8 @@ class Kernel(Node, dialect="kernel", op="kernel"):
     @cached_property
     def maps(self) -> tuple[tuple[Buffer, tuple[int, ...], int], ...]:
         """The tensor maps it takes, each once: of which buffer, with which box and swizzle."""
-        return tuple(dict.fromkeys((s.source, s.box, s.target.swizzle) for s in walk(self.body) if isinstance(s, TensorLoad)))
+        boxes = [s for s in walk(self.body) if isinstance(s, TensorLoad | TensorStore)]
+        return tuple(dict.fromkeys(map_of(s) for s in boxes))
 
     @cached_property
     def offsets(self) -> dict[Shared, int]:
@@ -260,6 +369,13 @@ class Program:
 BLOCK = "block"
 THREADS = ("block", "warp", "lane")
 LANE = Var("lane", WARP)
+REGISTER_FILE = 65536
+"""32-bit registers of a processor."""
+
+
+def map_of(s: TensorLoad | TensorStore) -> tuple[Buffer, tuple[int, ...], int]:
+    """The tensor map of a box: of which buffer in global memory, with which box and swizzle."""
+    return (s.source, s.box, s.target.swizzle) if isinstance(s, TensorLoad) else (s.target, s.box, s.source.swizzle)
 
 
 def shared_bytes(place: Buffer) -> int:
@@ -271,67 +387,13 @@ def shared_bytes(place: Buffer) -> int:
 
 
 def walk(body: tuple[Node, ...]) -> Iterator[Node]:
-    """Every statement, also inside loops and conditions, in order."""
+    """Every statement, also inside loops, conditions and roles, in order."""
     for s in body:
         yield s
-        if isinstance(s, For | If):
+        if isinstance(s, For | If | Role):
             yield from walk(s.body)
 
 
-def problem(kernel: Kernel) -> str:
-    """What is wrong with a kernel, or nothing: a name used where it does not exist, a variable no loop binds, an index too many."""
-    if not 1 <= kernel.warps <= 32:
-        return f"a block has 1 to 32 warps, not {kernel.warps}"
-    for s in walk(kernel.body):
-        for place, index in places(s):
-            if len(index) != place.type.rank:
-                return f"{type(s).__name__} has {len(index)} indices into {place.name}: {place.type}"
-            if isinstance(place, Registers) and any(getattr(x, "name", "") in THREADS for x in topological(list(_flat(index)))):
-                return f"{type(s).__name__} indexes the registers {place.name} by the number of a thread, which they cannot be"
-        if isinstance(s, l.Store | Move) and (target := s.buffer if isinstance(s, l.Store) else s.target) in kernel.reads:
-            return f"{type(s).__name__} writes {target.name}, which the kernel only reads"
-    known: set[Any] = {*kernel.params, *kernel.shared}
-    return _problem(kernel.body, known, {"block", "warp", "lane"})
-
-
-def places(s: Node) -> Iterator[tuple[Buffer, tuple[IntExpr, ...]]]:
-    """The places that a statement names, itself or in a term, with the indices."""
-    terms = [s.term] if isinstance(s, Let) else [s.value] if isinstance(s, l.Store) else []
-    yield from ((x.buffer, x.index) for x in topological(terms) if isinstance(x, l.Load))
-    match s:
-        case l.Store():
-            yield s.buffer, s.index
-        case Move() | AsyncCopy() | TensorLoad() | LoadMatrix():
-            yield s.target, s.to
-            yield s.source, s.at
-        case Multiply():
-            yield from ((s.d, s.d_at), (s.a, s.a_at), (s.b, s.b_at))
-
-
-def _problem(body: tuple[Node, ...], known: set[Any], variables: set[str]) -> str:
-    known = set(known)
-    for s in body:
-        mine = [c for f, c in zip(s._fields, s.values, strict=True) if f not in ("body", "axis", "value" if isinstance(s, Let) else "")]
-        mine = mine if not isinstance(s, Declare) else []
-        for x in topological(list(_flat(mine))):
-            if isinstance(x, Buffer | Value) and x not in known:
-                return f"{type(s).__name__} uses {x.name}, which does not exist there"
-            if isinstance(x, Var) and x.name not in variables:
-                return f"{type(s).__name__} uses the variable {x.name}, which no loop around it binds"
-        if isinstance(s, Let):
-            known.add(s.value)
-        elif isinstance(s, Declare):
-            known.add(s.place)
-        elif isinstance(s, For | If):
-            inner = variables | {s.axis.name} if isinstance(s, For) else variables
-            if why := _problem(s.body, known, inner):
-                return why
-    return ""
-
-
-def _flat(value: Any) -> Iterator[Node]:
-    if isinstance(value, Node):
-        yield value
-    elif isinstance(value, tuple | list):
-        for v in value:
-            yield from _flat(v)
+def _one_of(what: str, word: str, words: tuple[str, ...]) -> None:
+    if word not in words:
+        raise UserError(f"{what}: {word!r} is none of {', '.join(map(repr, words))}")
