@@ -89,6 +89,8 @@ class Team:
                     yield from copies.wait_barrier(self, s)
                 case _:
                     self.statement(s)
+            if self.machine.costs is not None and not isinstance(s, k.For | k.If | k.Role):
+                self.machine.costs.issue(s, self.active)
             line += lines(s)
 
     def statement(self, s: Node) -> None:
@@ -110,8 +112,6 @@ class Team:
                 meaning(self, s)
             case _:
                 raise CompilerBug(f"{self.kernel.name}: no meaning for {type(s).__name__}")
-        if self.machine.costs is not None:
-            self.machine.costs.issue(s, self.active)
 
     def meet(self, s: k.Sync | k.ClusterSync) -> Iterator[Wait]:
         """Warps that are here whole arrive; none or all of them are, at a barrier of all."""

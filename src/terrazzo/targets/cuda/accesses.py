@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from terrazzo.hw import ldmatrix, mma_sync
+from terrazzo.hw import ldmatrix, mma_sync, wgmma
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.loop import Buffer
@@ -34,18 +35,23 @@ class Access:
     inside: tuple[IntExpr, ...]
 
 
-def statements(body: tuple[Node, ...], around: Around = Around()) -> Iterator[tuple[Node, Around]]:
+def statements(kernel: k.Kernel) -> Iterator[tuple[Node, Around]]:
     """Every statement with what is around it, in order; those of loops without iterations are none."""
+    yield from _statements(kernel.body, Around(), Var("warp", kernel.warps))
+
+
+def _statements(body: tuple[Node, ...], around: Around, warp: Var) -> Iterator[tuple[Node, Around]]:
     for s in body:
         yield s, around
         if isinstance(s, k.For) and s.axis.extent != 0:
-            yield from statements(s.body, Around((*around.loops, s.axis), around.inside))
-        elif isinstance(s, k.If):
-            yield from statements(s.body, Around(around.loops, (*around.inside, *s.inside)))
+            yield from _statements(s.body, Around((*around.loops, s.axis), around.inside), warp)
+        elif isinstance(s, k.If | k.Role):
+            inside = s.inside if isinstance(s, k.If) else (warp - s.first, s.first + s.count - 1 - warp)
+            yield from _statements(s.body, Around(around.loops, (*around.inside, *inside)), warp)
 
 
 def accesses(s: Node, around: Around) -> Iterator[Access]:
-    """The accesses of a statement by ordinary loads and stores, cp.async and matrix instructions; boxes of TMA are not among them."""
+    """The accesses of a statement, but for those that name a slab of shared memory (`slabs`)."""
 
     def access(place: Buffer, index: tuple[IntExpr, ...], count: int, write: bool, inside: tuple[IntExpr, ...] = ()) -> Access:
         return Access(s, place, index, count, write, around, (*around.inside, *inside))
@@ -61,14 +67,37 @@ def accesses(s: Node, around: Around) -> Iterator[Access]:
         case k.AsyncCopy():
             yield access(s.source, s.at, s.count, False, s.inside)
             yield access(s.target, s.to, s.count, True)
-        case k.LoadMatrix():
-            yield access(s.source, s.at, 16 // s.source.type.dtype.size, False)
-            yield access(s.target, s.to, ldmatrix.move(s.instruction).count, True)
+        case k.LoadMatrix() | k.StoreMatrix():
+            record = ldmatrix.move(s.instruction)
+            shared, held = (s.target, s.source) if record.store else (s.source, s.target)
+            row, registers = 16 // shared.type.dtype.size, 4 * record.count // held.type.dtype.size
+            yield access(s.source, s.at, registers if record.store else row, False)
+            yield access(s.target, s.to, row if record.store else registers, True)
         case k.Multiply():
-            record = mma_sync.product(s.instruction)
-            for place, index, count in ((s.a, s.a_at, record.a.registers), (s.b, s.b_at, record.b.registers)):
-                yield access(place, index, count, False)
-            yield access(s.d, s.d_at, record.d.elements, True)
+            product = mma_sync.product(s.instruction)
+            yield access(s.a, s.a_at, product.a.registers, False)
+            yield access(s.b, s.b_at, product.b.registers, False)
+            yield access(s.d, s.d_at, product.d.elements, True)
+        case k.MultiplyAsync():
+            group = wgmma.product(s.instruction)
+            if isinstance(s.a, k.Registers):
+                yield access(s.a, s.a_at, group.a.registers, False)
+            yield access(s.d, s.d_at, group.d.registers, True)
+
+
+def slabs(s: Node, around: Around) -> Iterator[Access]:
+    """The slabs of shared memory that a box of TMA fills or a product of a warpgroup reads: from their first element to their last."""
+    match s:
+        case k.TensorLoad():
+            yield Access(s, s.target, s.to, math.prod(s.box), True, around, around.inside)
+        case k.TensorStore():
+            yield Access(s, s.source, s.at, math.prod(s.box), False, around, around.inside)
+        case k.MultiplyAsync():
+            m, n, depth = wgmma.product(s.instruction).shape
+            for place, at, rows in ((s.a, s.a_at, m), (s.b, s.b_at, n)):
+                if isinstance(place, k.Shared):
+                    count = (rows - 1) * place.swizzle // place.type.dtype.size + depth
+                    yield Access(s, place, at, count, False, around, around.inside)
 
 
 def loads(s: Node) -> list[l.Load]:

@@ -24,7 +24,7 @@ from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var, at_least, bounds, terms
 from terrazzo.ir.node import Node, topological
 from terrazzo.ir.show_kernel import statement
 from terrazzo.targets.cuda import order
-from terrazzo.targets.cuda.accesses import Access, Around, accesses, statements
+from terrazzo.targets.cuda.accesses import Access, Around, accesses, slabs, statements
 
 MOST = 1 << 15
 """Threads and steps that are tried for one question, at most."""
@@ -52,10 +52,10 @@ def check(program: k.Program, gpu: Gpu, error: type[Exception] = CompilerBug) ->
 def report(kernel: k.Kernel, gpu: Gpu) -> Report:
     """All that can be said of a kernel without running it."""
     problems, open_, count = list(budgets(kernel, gpu)), 0, 0
-    for s, around in statements(kernel.body):
+    for s, around in statements(kernel):
         sizes: dict[str, Any] = {k.BLOCK: kernel.grid, "warp": kernel.warps, "lane": k.WARP} | {v.name: v.extent for v in around.loops}
         problems += [f"`{statement(s)[0]}` {why}" for why in together(s, around, sizes)]
-        for access in (*accesses(s, around), *_box(s, around)):
+        for access in (*accesses(s, around), *slabs(s, around)):
             why, proved = inside(access, sizes)
             problems += [f"`{statement(s)[0]}` {why}"] if why else []
             count, open_ = count + 1, open_ + (not proved and not why)
@@ -78,28 +78,31 @@ def budgets(kernel: k.Kernel, gpu: Gpu) -> Iterator[str]:
 def _registers(body: tuple[Node, ...]) -> int:
     """The most 32-bit registers that are declared at once."""
     mine = [s.place.type for s in body if isinstance(s, k.Declare)]
-    inner = max((_registers(s.body) for s in body if isinstance(s, k.For | k.If)), default=0)
+    inner = max((_registers(s.body) for s in body if isinstance(s, k.For | k.If | k.Role)), default=0)
     return inner + sum(-(-math.prod(t.static_shape) * t.dtype.size // 4) for t in mine)
 
 
-def together(s: Node, around: Around, sizes: dict[str, int]) -> Iterator[str]:
-    """What only some threads of a block, or of a warp, reach."""
-    warp = isinstance(s, k.LoadMatrix | k.Multiply) or any(isinstance(x, k.Shuffle) for x in topological(_terms(s)))
-    if not (isinstance(s, k.Sync) or warp):
-        return
-    varying = [g for g in around.inside if not at_least(g, 0) and any(v.name in ("lane", "warp") for v in _variables((g,)))]
-    if not varying or (warp and not any(v.name == "lane" for v in _variables(varying))):
-        return
-    tried = _tried(varying, {**sizes, "warp": sizes["warp"]})
-    if tried is None:
+def together(s: Node, around: Around, sizes: dict[str, Any]) -> Iterator[str]:
+    """What only some threads reach of those that must reach it together: a block's, a warpgroup's, a warp's."""
+    whole = (
+        sizes["warp"] if isinstance(s, k.ClusterSync) or s == k.Sync()
+        else 4 if isinstance(s, k.MultiplyAsync)
+        else 1 if isinstance(s, k.Sync | k.LoadMatrix | k.StoreMatrix | k.Multiply) or any(isinstance(x, k.Shuffle) for x in _terms(s))
+        else 0
+    )  # fmt: skip
+    conditions = [g for g in around.inside if whole and not at_least(g, 0)]
+    divided = ("lane",) if whole == 1 else ("lane", "warp")
+    if not any(v.name in divided for v in _variables(conditions)) or (tried := _tried(conditions, sizes)) is None:
         return
     env, _ = tried
-    here = np.ones(np.broadcast_shapes(*(x.shape for x in env.values())), bool)
-    for g in varying:
+    here = np.ones([axis.size for axis in env.values()], bool)
+    for g in conditions:
         here = here & (_value(g, env) >= 0)
-    one = here.reshape(*here.shape[:-2], -1) if isinstance(s, k.Sync) else here
-    if (one.any(-1) != one.all(-1)).any():
-        yield f"is reached by some threads of a {'block' if isinstance(s, k.Sync) else 'warp'} only"
+    if sizes["warp"] % whole:
+        yield f"needs groups of {whole} warps, and a block has {sizes['warp']}"
+    elif ((group := here.reshape(-1, whole * k.WARP)).any(-1) != group.all(-1)).any():
+        who = "block" if isinstance(s, k.ClusterSync) or s == k.Sync() else "warp" if whole == 1 else "warpgroup"
+        yield f"is reached by only some threads of a {who}"
 
 
 def inside(access: Access, sizes: dict[str, int]) -> tuple[str, bool]:
@@ -141,19 +144,14 @@ def inside(access: Access, sizes: dict[str, int]) -> tuple[str, bool]:
 
 def alignment(access: Access) -> int:
     """To how many bytes an access must be aligned."""
-    size = access.count * access.place.type.dtype.size
     match access.statement:
-        case k.TensorLoad():
-            return max(128, access.place.swizzle * 8) if isinstance(access.place, k.Shared) else 1
-        case k.Move() | k.AsyncCopy() | k.LoadMatrix() | k.Multiply():
-            return min(size, 16) if not isinstance(access.statement, k.LoadMatrix | k.Multiply) or isinstance(access.place, k.Shared) else 1
+        case k.Move() | k.AsyncCopy():
+            return min(access.count * access.place.type.dtype.size, 16)
+        case k.TensorLoad() | k.TensorStore() if isinstance(access.place, k.Shared):
+            return max(128, access.place.swizzle * 8)
+        case k.LoadMatrix() | k.StoreMatrix() | k.MultiplyAsync() if isinstance(access.place, k.Shared):
+            return 16
     return 1
-
-
-def _box(s: Node, around: Around) -> Iterator[Access]:
-    """The place in shared memory that a box of TMA goes to."""
-    if isinstance(s, k.TensorLoad):
-        yield Access(s, s.target, s.to, math.prod(s.box), True, around, around.inside)
 
 
 def _implied(constant: int, e: IntExpr, sign: int, conditions: Sequence[IntExpr]) -> bool:
@@ -184,7 +182,7 @@ def _divides(count: int, index: Sequence[IntExpr], strides: Sequence[IntExpr]) -
 
 
 def _terms(s: Node) -> list[Node]:
-    return [s.term] if isinstance(s, k.Let) else [s.value] if isinstance(s, l.Store) else []
+    return topological([s.term] if isinstance(s, k.Let) else [s.value] if isinstance(s, l.Store) else [])
 
 
 def _variables(exprs: Sequence[IntExpr]) -> list[Var]:

@@ -1,14 +1,13 @@
 """The order of copies and waits along the path of one thread: what it copied is waited for before it is read or overwritten.
 
-Followed are the first lanes of the first and last warp of block 0, through the slots of the rings, which are all that matters of an
-address here. Long loops are shortened by whole rounds of their rings.
+Followed are the first lanes of some warps of block 0 (the first, the last, the first of every role), through the slots of the rings,
+which are all that matters of an address here. Long loops are shortened by whole rounds of their rings.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -18,10 +17,10 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var
 from terrazzo.ir.node import Node, topological
 from terrazzo.ir.show_kernel import statement
-from terrazzo.targets.cuda.accesses import Around, accesses
+from terrazzo.targets.cuda.accesses import Access, Around, accesses, slabs
 
 COPIES = (k.AsyncCopy, k.TensorLoad)
-EVENTS = (*COPIES, k.Commit, k.WaitGroups, k.Expect, k.WaitBarrier)
+EVENTS = (*COPIES, k.TensorStore, k.MultiplyAsync, k.Commit, k.WaitGroups, k.Expect, k.WaitBarrier)
 
 
 def problems(kernel: k.Kernel) -> list[str]:
@@ -29,7 +28,7 @@ def problems(kernel: k.Kernel) -> list[str]:
     if not any(isinstance(s, EVENTS) for s in k.walk(kernel.body)):
         return []
     found = []
-    for warp in sorted({0, kernel.warps - 1}):
+    for warp in sorted({0, kernel.warps - 1, *(s.first for s in k.walk(kernel.body) if isinstance(s, k.Role))}):
         try:
             _Thread(kernel, warp).run()
         except _Wrong as why:
@@ -44,40 +43,53 @@ class _Wrong(Exception):
 Slot = tuple[k.Shared, int]
 
 
-@dataclass
 class _Thread:
-    """The first lane of a warp of block 0: its groups of copies, and the boxes it sent and bytes it announced, by barrier."""
+    """The first lane of a warp of block 0.
 
-    kernel: k.Kernel
-    warp: int
-    env: dict[str, int] = field(default_factory=dict)
-    begun: list[Slot | None] = field(default_factory=list)
-    groups: list[list[Slot | None]] = field(default_factory=list)
-    boxes: dict[Slot, list[tuple[Slot | None, int]]] = field(default_factory=dict)
-    announced: dict[Slot, int] = field(default_factory=dict)
-    phases: dict[Slot, int] = field(default_factory=dict)
+    Of each kind of asynchronous work it has what it began and its groups, with the slots that copies write; by barrier, the boxes it
+    sent and the bytes it announced since it last waited there, or in all if it never does.
+    """
 
-    def __post_init__(self) -> None:
-        self.env = {k.BLOCK: 0, "warp": self.warp, "lane": 0}
-        self.rings = _rings(self.kernel)
-        extents = [s.type.static_shape[0] for s in self.kernel.shared if s in self.rings or isinstance(s, k.Barriers)]
+    def __init__(self, kernel: k.Kernel, warp: int) -> None:
+        self.kernel, self.warp = kernel, warp
+        self.env = {k.BLOCK: 0, "warp": warp, "lane": 0}
+        self.begun: dict[str, list[Slot | None]] = {kind: [] for kind in k.KINDS}
+        self.groups: dict[str, list[list[Slot | None]]] = {kind: [] for kind in k.KINDS}
+        self.boxes: dict[Slot, list[tuple[Slot | None, int]]] = {}
+        self.announced: dict[Slot, int] = {}
+        self.phases: dict[Slot, int | None] = {}
+        every = list(self.reachable(kernel.body))
+        self.waits = {s.barriers for s in every if isinstance(s, k.WaitBarrier)}
+        self.elsewhere = {s.barriers for s in every if isinstance(s, k.TensorLoad) and s.ranks}
+        self.rings = _rings(kernel)
+        extents = [s.type.static_shape[0] for s in kernel.shared if s in self.rings or isinstance(s, k.Barriers)]
         self.round = 2 * math.lcm(1, *extents)
-        self.uses = cache(lambda s: [a for a in accesses(s, Around()) if a.place in self.rings])
+        self.uses = cache(lambda s: [a for a in _touched(s) if a.place in self.rings])
         self.relevant = cache(lambda body: tuple(s for s in body if self.matters(s)))
         self.steps = cache(self.iterations)
 
     def run(self) -> None:
         """Follow the thread; _Wrong where it does what it may not."""
         self.body(self.kernel.body)
-        if self.begun or any(self.groups):
-            raise _Wrong("ends while copies of cp.async are on their way that no wait_groups waits for")
-        for (barriers, n), bytes_ in self.announced.items():
-            self.balance((barriers, n), bytes_, "the end of the kernel")
+        for kind in k.KINDS:
+            if self.begun[kind] or any(self.groups[kind]):
+                raise _Wrong(f"ends while work of {kind} is on its way that no wait_groups waits for")
+        for key in {*self.announced, *self.boxes}:
+            self.balance(key, "the end of the kernel")
+
+    def reachable(self, body: tuple[Node, ...]) -> Iterator[Node]:
+        for s in body:
+            yield s
+            if isinstance(s, k.For | k.If) or (isinstance(s, k.Role) and self.plays(s)):
+                yield from self.reachable(s.body)
+
+    def plays(self, role: k.Role) -> bool:
+        return role.first <= self.warp < role.first + role.count
 
     def body(self, body: tuple[Node, ...]) -> None:
         for s in self.relevant(body):
-            if isinstance(s, k.If):
-                if self.holds(s.inside):
+            if isinstance(s, k.If | k.Role):
+                if self.holds(s.inside) if isinstance(s, k.If) else self.plays(s):
                     self.body(s.body)
             elif isinstance(s, k.For):
                 for i in self.steps(s):
@@ -87,7 +99,7 @@ class _Thread:
                 self.statement(s)
 
     def matters(self, s: Node) -> bool:
-        if isinstance(s, k.For | k.If):
+        if isinstance(s, k.For | k.If | k.Role):
             return bool(self.relevant(s.body))
         return isinstance(s, EVENTS) or bool(self.uses(s))
 
@@ -108,44 +120,43 @@ class _Thread:
                 self.free(s, self.slot(a.place, a.index), "writes" if a.write else "reads")
         match s:
             case k.AsyncCopy():
-                if (to := self.slot(s.target, s.to)) is not None and any(to in group for group in self.groups):
+                if (to := self.slot(s.target, s.to)) is not None and any(to in group for group in self.groups["cp.async"]):
                     raise _Wrong(self.told(s, f"writes {to[0].name}[{to[1]}], where a copy is on its way"))
-                self.begun.append(to)
+                self.begun["cp.async"].append(to)
+            case k.TensorStore() | k.MultiplyAsync():
+                self.begun["bulk" if isinstance(s, k.TensorStore) else "wgmma"].append(None)
             case k.Commit():
-                self.groups.append(self.begun)
-                self.begun = []
+                self.groups[s.kind].append(self.begun[s.kind])
+                self.begun[s.kind] = []
             case k.WaitGroups():
-                self.groups = self.groups[max(len(self.groups) - s.open, 0) :]
+                self.groups[s.kind] = self.groups[s.kind][max(len(self.groups[s.kind]) - s.open, 0) :]
             case k.Expect():
                 key = self.barrier(s)
                 self.announced[key] = self.announced.get(key, 0) + s.bytes
             case k.TensorLoad():
-                self.free(s, to := self.slot(s.target, s.to), "writes")
+                to = self.slot(s.target, s.to) if s.barriers in self.waits else None
+                self.free(s, to, "writes")
                 size = math.prod(s.box) * s.target.type.dtype.size
                 self.boxes.setdefault(self.barrier(s), []).append((to, size))
             case k.WaitBarrier():
-                self.wait(s)
+                key, phase = self.barrier(s), self.number(s.phase)
+                if phase is not None and self.phases.get(key) == phase:
+                    raise _Wrong(self.told(s, f"waits twice for phase {phase} of {key[0].name}[{key[1]}], with no other between"))
+                self.phases[key] = phase
+                self.balance(key, f"`{statement(s)[0]}`")
+                self.announced.pop(key, None)
+                self.boxes.pop(key, None)
 
-    def wait(self, s: k.WaitBarrier) -> None:
-        key, phase = self.barrier(s), self.number(s.phase)
-        if self.phases.get(key) == phase:
-            raise _Wrong(self.told(s, f"waits twice for phase {phase} of {key[0].name}[{key[1]}], with no other between"))
-        if phase is not None:
-            self.phases[key] = phase
-        if key in self.announced or key in self.boxes:
-            self.balance(key, self.announced.pop(key, 0), f"`{statement(s)[0]}`")
-            self.boxes.pop(key, None)
-
-    def balance(self, key: Slot, announced: int, where: str) -> None:
-        """The bytes of the boxes sent are those announced."""
-        come = sum(size for _, size in self.boxes.get(key, []))
-        if come != announced:
+    def balance(self, key: Slot, where: str) -> None:
+        """The bytes of the boxes sent are those announced, where no other block sends some."""
+        announced, come = self.announced.get(key, 0), sum(size for _, size in self.boxes.get(key, []))
+        if come != announced and key[0] not in self.elsewhere:
             raise _Wrong(f"announces {announced} bytes at {key[0].name}[{key[1]}], and {come} come, at {where}")
 
     def free(self, s: Node, slot: Slot | None, what: str) -> None:
         """_Wrong where a copy of this thread's is on its way to a slot."""
-        flying = [*self.begun, *(x for group in self.groups for x in group), *(x for sent in self.boxes.values() for x, _ in sent)]
-        if slot is not None and slot in flying:
+        copies, sent = [self.begun["cp.async"], *self.groups["cp.async"]], self.boxes.values()
+        if slot is not None and (any(slot in group for group in copies) or any(slot == to for boxes in sent for to, _ in boxes)):
             raise _Wrong(self.told(s, f"{what} {slot[0].name}[{slot[1]}], where a copy is on its way that this thread did not wait for"))
 
     def told(self, s: Node, what: str) -> str:
@@ -181,10 +192,14 @@ class _Thread:
 def _rings(kernel: k.Kernel) -> set[Any]:
     """The places that copies write whose first index is the same for all threads wherever they are used: a slot."""
     written = {s.target for s in k.walk(kernel.body) if isinstance(s, COPIES)}
-    used = [(s.target, s.to) for s in k.walk(kernel.body) if isinstance(s, k.TensorLoad)]
-    used += [(a.place, a.index) for s in k.walk(kernel.body) for a in accesses(s, Around())]  # type: ignore[misc]
+    used = [(a.place, a.index) for s in k.walk(kernel.body) for a in (*accesses(s, Around()), *slabs(s, Around()))]
     apart = {place for place, index in used if len(index) < 2 or set(k.THREADS) & {v.name for v in _variables(index[:1])}}
     return written - apart
+
+
+def _touched(s: Node) -> list[Access]:
+    """The accesses of a statement by this thread; where a box goes to is looked at apart."""
+    return [*accesses(s, Around()), *(slabs(s, Around()) if not isinstance(s, k.TensorLoad) else [])]
 
 
 def _variables(exprs: Sequence[IntExpr]) -> list[Var]:

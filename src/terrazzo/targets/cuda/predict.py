@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from terrazzo.hw import wgmma
 from terrazzo.hw.memory import LINE, SECTOR
 from terrazzo.interp.costs import Costs
 from terrazzo.ir.address import coefficient, evaluate, flatten
@@ -22,7 +23,7 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Loaded, Mod, Var, at_least, bounds, terms_of
 from terrazzo.ir.layout import HARDWARE
 from terrazzo.ir.node import Node, substitute, topological
-from terrazzo.targets.cuda.accesses import Access, Around, accesses, statements
+from terrazzo.targets.cuda.accesses import Access, Around, accesses, slabs, statements
 
 MOST = 1 << 19
 """Warps that are evaluated for one access, at most."""
@@ -44,8 +45,8 @@ class Prediction:
 def predict(kernel: k.Kernel) -> Prediction:
     """What the simulator would count."""
     predictor, unknown = _Predictor(kernel), []
-    for s, around in statements(kernel.body):
-        if not isinstance(s, k.For | k.If):
+    for s, around in statements(kernel):
+        if not isinstance(s, k.For | k.If | k.Role):
             try:
                 predictor.statement(s, around)
             except _Unknown:
@@ -71,6 +72,8 @@ class _Predictor:
         sizes = {k.BLOCK: self.kernel.grid, "warp": self.kernel.warps} | {v.name: v.extent for v in around.loops}
         for _, active, times in _warps(sizes, around.inside, ()):
             self.costs.issue(s, active, times)
+            if isinstance(s, k.MultiplyAsync):
+                self.product(s, [a.place for a in slabs(s, around)], int((active.any(-1) * times).sum()) // 4)
         found = [a for a in accesses(s, around) if not isinstance(a.place, k.Registers)]
         if isinstance(s, k.AsyncCopy):
             self.copy(s, sizes, found)
@@ -81,7 +84,7 @@ class _Predictor:
     def access(self, a: Access, sizes: Sizes) -> None:
         size = a.count * a.place.type.dtype.size
         for (at,), active, times in _warps(sizes, a.inside, (self.address(a),)):
-            if isinstance(a.statement, k.LoadMatrix):
+            if isinstance(a.statement, k.LoadMatrix | k.StoreMatrix):
                 self.costs.matrix(a.statement, at, active, times)
             elif isinstance(a.place, k.Shared):
                 self.costs.shared(a.statement, at, active, size, a.write, times)
@@ -93,6 +96,11 @@ class _Predictor:
         wanted = (source, target, *((e, 0, 0) for e in s.inside))
         for (at, to, *inside), active, times in _warps(sizes, found[1].inside, wanted):
             self.costs.copy(s, at, to, active, np.all([e >= 0 for e in inside], axis=0) & active, times)
+
+    def product(self, s: k.MultiplyAsync, places: Sequence[Any], times: int) -> None:
+        m, n, depth = wgmma.product(s.instruction).shape
+        for place in places:
+            self.costs.slab(s, (m if place is s.a else n) * depth * place.type.dtype.size, times)
 
     def address(self, a: Access) -> Address:
         """The address of an access in bytes, without what shifts all lanes alike by a multiple of its period."""
