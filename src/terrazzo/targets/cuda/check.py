@@ -82,23 +82,30 @@ def _registers(body: tuple[Node, ...]) -> int:
     return inner + sum(-(-math.prod(t.static_shape) * t.dtype.size // 4) for t in mine)
 
 
+ONE = (k.TensorLoad, k.TensorStore, k.Expect, k.InitBarriers)
+"""What one lane of a warp does for all."""
+
+
 def together(s: Node, around: Around, sizes: dict[str, Any]) -> Iterator[str]:
-    """What only some threads reach of those that must reach it together: a block's, a warpgroup's, a warp's."""
+    """What only some threads reach of those that must reach it together (of a block, a warpgroup, a warp), or several, and is for one."""
     whole = (
         sizes["warp"] if isinstance(s, k.ClusterSync) or s == k.Sync()
         else 4 if isinstance(s, k.MultiplyAsync)
         else 1 if isinstance(s, k.Sync | k.LoadMatrix | k.StoreMatrix | k.Multiply) or any(isinstance(x, k.Shuffle) for x in _terms(s))
         else 0
     )  # fmt: skip
-    conditions = [g for g in around.inside if whole and not at_least(g, 0)]
+    conditions = [g for g in around.inside if not at_least(g, 0)] if whole or isinstance(s, ONE) else []
     divided = ("lane",) if whole == 1 else ("lane", "warp")
-    if not any(v.name in divided for v in _variables(conditions)) or (tried := _tried(conditions, sizes)) is None:
+    if not (isinstance(s, ONE) or any(v.name in divided for v in _variables(conditions))) or (tried := _tried(conditions, sizes)) is None:
         return
     env, _ = tried
     here = np.ones([axis.size for axis in env.values()], bool)
     for g in conditions:
         here = here & (_value(g, env) >= 0)
-    if sizes["warp"] % whole:
+    if isinstance(s, ONE):
+        if (here.sum(-1) > 1).any():
+            yield "is executed by several threads of a warp, and is for one"
+    elif sizes["warp"] % whole:
         yield f"needs groups of {whole} warps, and a block has {sizes['warp']}"
     elif ((group := here.reshape(-1, whole * k.WARP)).any(-1) != group.all(-1)).any():
         who = "block" if isinstance(s, k.ClusterSync) or s == k.Sync() else "warp" if whole == 1 else "warpgroup"

@@ -27,7 +27,12 @@ def problems(kernel: k.Kernel) -> list[str]:
     """What is wrong, a line for each finding; one is enough for a thread."""
     if not any(isinstance(s, EVENTS) for s in k.walk(kernel.body)):
         return []
-    found = []
+    waited = {s.barriers for s in k.walk(kernel.body) if isinstance(s, k.WaitBarrier)}
+    found = [
+        f"`{statement(s)[0]}` sends a box to {s.barriers.name}, where nobody waits"
+        for s in k.walk(kernel.body)
+        if isinstance(s, k.TensorLoad) and s.barriers not in waited
+    ]
     for warp in sorted({0, kernel.warps - 1, *(s.first for s in k.walk(kernel.body) if isinstance(s, k.Role))}):
         try:
             _Thread(kernel, warp).run()
@@ -58,9 +63,12 @@ class _Thread:
         self.boxes: dict[Slot, list[tuple[Slot | None, int]]] = {}
         self.announced: dict[Slot, int] = {}
         self.phases: dict[Slot, int | None] = {}
+        self.filled: set[Slot] = set()
         every = list(self.reachable(kernel.body))
         self.waits = {s.barriers for s in every if isinstance(s, k.WaitBarrier)}
         self.elsewhere = {s.barriers for s in every if isinstance(s, k.TensorLoad) and s.ranks}
+        self.sent: set[k.Shared] = set()
+        self.full = {s.barriers for s in k.walk(kernel.body) if isinstance(s, k.TensorLoad)}
         self.rings = _rings(kernel)
         extents = [s.type.static_shape[0] for s in kernel.shared if s in self.rings or isinstance(s, k.Barriers)]
         self.round = 2 * math.lcm(1, *extents)
@@ -117,7 +125,9 @@ class _Thread:
     def statement(self, s: Node) -> None:
         for a in self.uses(s):
             if self.holds(a.inside) and not (isinstance(s, k.AsyncCopy) and a.write):
-                self.free(s, self.slot(a.place, a.index), "writes" if a.write else "reads")
+                self.free(s, slot := self.slot(a.place, a.index), "writes" if a.write else "reads")
+                if a.place in self.sent and slot is not None and slot not in self.filled:
+                    raise _Wrong(self.told(s, f"reads {slot[0].name}[{slot[1]}], which no box has filled"))
         match s:
             case k.AsyncCopy():
                 if (to := self.slot(s.target, s.to)) is not None and any(to in group for group in self.groups["cp.async"]):
@@ -136,16 +146,23 @@ class _Thread:
             case k.TensorLoad():
                 to = self.slot(s.target, s.to) if s.barriers in self.waits else None
                 self.free(s, to, "writes")
+                self.sent |= {s.target} if to is not None else set()
                 size = math.prod(s.box) * s.target.type.dtype.size
                 self.boxes.setdefault(self.barrier(s), []).append((to, size))
             case k.WaitBarrier():
-                key, phase = self.barrier(s), self.number(s.phase)
-                if phase is not None and self.phases.get(key) == phase:
-                    raise _Wrong(self.told(s, f"waits twice for phase {phase} of {key[0].name}[{key[1]}], with no other between"))
-                self.phases[key] = phase
-                self.balance(key, f"`{statement(s)[0]}`")
-                self.announced.pop(key, None)
-                self.boxes.pop(key, None)
+                self.wait(s)
+
+    def wait(self, s: k.WaitBarrier) -> None:
+        """Phases alternate, and the first one that boxes complete is 0."""
+        key, phase = self.barrier(s), self.number(s.phase)
+        last = self.phases.get(key, 1 if s.barriers in self.full else None)
+        if phase is not None and phase == last:
+            before = "after another" if key in self.phases else "first"
+            raise _Wrong(self.told(s, f"waits for phase {phase} of {key[0].name}[{key[1]}] {before}, which has ended or never does"))
+        self.phases[key] = phase
+        self.balance(key, f"`{statement(s)[0]}`")
+        self.announced.pop(key, None)
+        self.filled |= {to for to, _ in self.boxes.pop(key, []) if to is not None}
 
     def balance(self, key: Slot, where: str) -> None:
         """The bytes of the boxes sent are those announced, where no other block sends some."""
