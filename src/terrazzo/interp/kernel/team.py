@@ -57,6 +57,8 @@ class Team:
         self.warp = warps[None, :, None]
         self.active = np.ones(self.shape, bool)
         self.line = 0
+        self.doing: Node = self.kernel
+        self.loaded: dict[Node, Any] = {}
         numbers = {"block": machine.ids[blocks][:, None, None], "warp": self.warp, "lane": np.arange(k.WARP)[None, None, :]}
         self.env: dict[Any, Any] = {e: numbers[e.name] for e in machine.variables}
         self.values: dict[Node, Any] = {}
@@ -70,7 +72,7 @@ class Team:
     def statements(self, body: Sequence[Node], line: int) -> Iterator[Wait]:
         """Execute statements, of which the first is on this line of the kernel's text; yields where it has to wait."""
         for s in body:
-            self.line = line
+            self.line, self.doing, self.loaded = line, s, {}
             match s:
                 case k.For():
                     assert isinstance(s.axis.extent, int)
@@ -233,10 +235,10 @@ class Team:
             clocks = self.machine.clocks
             memory.note_read(x.b, x.a, clocks.agent(x.b, x.w), clocks.now(x.b, x.w), self.line)
             if costs is not None and not isinstance(s, k.LoadMatrix):
-                costs.shared(s, self.bytes(place, at[..., 0]), active, place.type.dtype.size * at.shape[-1])
+                costs.shared(self.doing, self.bytes(place, at[..., 0]), active, place.type.dtype.size * at.shape[-1])
             return memory.data[np.broadcast_to(self.block[..., None], at.shape), at]
         if costs is not None and not isinstance(s, k.AsyncCopy):
-            costs.memory(s, at[..., 0] * place.type.dtype.size, active, place.type.dtype.size * at.shape[-1])
+            costs.memory(self.doing, at[..., 0] * place.type.dtype.size, active, place.type.dtype.size * at.shape[-1])
         if (output := self.machine.outputs.get(place)) is not None:
             self.refuse(output.read(self.machine.clocks, self.machine.ids[x.b], x.b, x.a, x.w), x, s)
             return output.data[at]
@@ -257,11 +259,11 @@ class Team:
         costs = self.machine.costs
         if isinstance(place, k.Shared):
             if costs is not None and not isinstance(s, k.StoreMatrix):
-                costs.shared(s, self.bytes(place, at[..., 0]), self.active, place.type.dtype.size * at.shape[-1], write=True)
+                costs.shared(self.doing, self.bytes(place, at[..., 0]), self.active, place.type.dtype.size * at.shape[-1], write=True)
             self.write(place, x, values, s)
         else:
             if costs is not None:
-                costs.memory(s, at[..., 0] * place.type.dtype.size, self.active, place.type.dtype.size * at.shape[-1], write=True)
+                costs.memory(self.doing, at[..., 0] * place.type.dtype.size, self.active, place.type.dtype.size * at.shape[-1], write=True)
             self.write_output(place, x, values, s)
 
     def write(self, place: k.Shared, x: Access, values: Any, s: Node, landing: bool = False) -> None:
@@ -314,9 +316,11 @@ class Team:
                     self.fail(x, "is a shuffle that reads from lanes that do not take part")
                 return SHUFFLE.run(self.term(x.x), x.mask)
             case l.Load():
-                active = self.active & self.holds(x.inside) if x.inside else self.active
-                data = self.get(x.buffer, self.at(x.buffer, x.index, 1, x, active), x, active=active)[..., 0]
-                return np.where(active, data, np.zeros((), data.dtype)) if x.inside else data
+                if x not in self.loaded:  # equal loads in a statement are one
+                    active = self.active & self.holds(x.inside) if x.inside else self.active
+                    data = self.get(x.buffer, self.at(x.buffer, x.index, 1, x, active), x, active=active)[..., 0]
+                    self.loaded[x] = np.where(active, data, np.zeros((), data.dtype)) if x.inside else data
+                return self.loaded[x]
             case l.Apply():
                 found = x.fn.numpy(*(self.term(a) for a in x.args))
                 return np.broadcast_to(np.asarray(found, x.dtype.numpy), self.shape)
