@@ -21,7 +21,7 @@ from terrazzo.ir.address import evaluate, flatten
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var, at_least, bounds, terms_of
-from terrazzo.ir.node import Node, topological
+from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.show_kernel import statement
 from terrazzo.targets.cuda import order
 from terrazzo.targets.cuda.accesses import Access, Around, accesses, slabs, statements
@@ -129,6 +129,8 @@ def inside(access: Access, sizes: dict[str, int]) -> tuple[str, bool]:
         offset = flatten(access.index, strides)
         left += [] if _implied(size - access.count, offset, -1, access.inside) else [(size - access.count - offset, -1, 0)]
     aligned = _divides(wide // math.gcd(wide, place.type.dtype.size), access.index, strides)
+    if left and (narrow := _narrowed(access.inside)):
+        left = [x for x in left if not at_least(substitute(x[0], narrow), 0)]
     if not left and aligned:
         return "", True
     offset = 0 if aligned else flatten(access.index, strides) * place.type.dtype.size
@@ -166,6 +168,16 @@ def _implied(constant: int, e: IntExpr, sign: int, conditions: Sequence[IntExpr]
     wanted = {factors: sign * c for factors, c in terms_of(e).items()}
     wanted[()] = wanted.get((), 0) + constant
     return any(_least(wanted, g) >= 0 for g in (0, *conditions))
+
+
+def _narrowed(conditions: Sequence[IntExpr]) -> dict[Any, IntExpr]:
+    """The variables of which a condition says that they end earlier, with the range that is left."""
+    found: dict[Any, IntExpr] = {}
+    for g in conditions:
+        (_, last), *others = sorted(terms_of(g).items(), key=lambda x: len(x[0])) if not isinstance(g, int) else [((), 0)]
+        if len(others) == 1 and others[0][1] == -1 and isinstance(v := others[0][0][0], Var) and 0 <= last < (bounds(v)[1] or 0):
+            found[v] = Var(v.name, last + 1)
+    return found
 
 
 def _least(terms: Mapping[tuple[Expr, ...], int], less: IntExpr) -> float:
