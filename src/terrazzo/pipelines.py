@@ -10,6 +10,8 @@ from typing import Any
 
 from terrazzo.errors import CompilerBug, UserError
 from terrazzo.hw.gpu import GPUS, Gpu
+from terrazzo.interp.kernel.sample import check_blocks
+from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
 from terrazzo.ir.program import Program
@@ -29,6 +31,7 @@ from terrazzo.rules.tile_to_kernel.lower import program as derive
 from terrazzo.rules.torch_to_tensor.lower import lower as to_tensor
 from terrazzo.targets import target
 from terrazzo.targets.cuda.check import check
+from terrazzo.targets.cuda.emit import emit
 
 Run = Callable[[Any, Log, Options], Any]
 
@@ -94,7 +97,7 @@ def stages(program: Any, options: Options, log: Log, names: tuple[str, ...] = LO
     """Run the passes `names` that apply from the program's IR on; each with its result and the seconds it took."""
     verify(program, "reading")
     if dialect(program) == "kernel":  # the user's own text
-        check(program, target(options.target).gpu or GPUS["sm_90a"], UserError)
+        checked(program, target(options.target).gpu or GPUS["sm_90a"], options, UserError)
     names = names if target(options.target).gpu else tuple(n for n in names if n not in GPU_ONLY)
     out: list[tuple[Pass, Any, float]] = []
     for p in PASSES:
@@ -103,9 +106,20 @@ def stages(program: Any, options: Options, log: Log, names: tuple[str, ...] = LO
             program = p.run(program, log, options)
             verify(program, p.name)
             if p.dst == "kernel":
-                check(program, machine(options))
+                checked(program, machine(options), options, CompilerBug)
             out.append((p, program, time.perf_counter() - start))
     return out
+
+
+def checked(program: k.Program, gpu: Gpu, options: Options, error: type[Exception]) -> None:
+    """Raise an error for a kernel that cannot be right, or, where that was asked for, for one of which a sample of blocks is wrong."""
+    check(program, gpu, error)
+    kernels = [s for s in program.steps if isinstance(s, k.Kernel)] if options.check else []
+    for kernel in {emit(s)[1]: s for s in kernels}.values():  # each once, whatever its buffers are called
+        try:
+            check_blocks(kernel)
+        except CompilerBug as why:
+            raise error(str(why)) from None
 
 
 @dataclass(frozen=True)

@@ -61,8 +61,8 @@ def counted() -> list[tuple[str, dict[str, int]]]:
     return [(r["Kernel Name"].split("(")[0], {kind: sum(value(r, m) for m in ms) for kind, ms in METRICS.items()}) for r in rows]
 
 
-def predicted() -> list[tuple[str, str, dict[str, int] | None]]:
-    """(case, name, counts) of every kernel, in order; no counts where they depend on data."""
+def predicted() -> list[tuple[str, str, dict[str, int]]]:
+    """(case, name, counts) of every kernel, in order."""
     from terrazzo.front.capture import capture
     from terrazzo.ir.dialects import kernel as k
     from terrazzo.options import Options
@@ -75,9 +75,10 @@ def predicted() -> list[tuple[str, str, dict[str, int] | None]]:
         program = lowering(capture(CASES[name].fn, arguments(name), {}).program, Options(target="sm_90a")).at("kernel")
         for kernel in (step for step in program.steps if isinstance(step, k.Kernel)):
             done = predict(kernel)
+            assert not done.unknown, f"{name}: its costs depend on data"
             totals = {kind: done.costs.total(kind) for kind in METRICS}
             counts = {kind: c.wavefronts if kind.startswith("shared") else c.sectors for kind, c in totals.items()}
-            found.append((name, emit(kernel)[0], None if done.unknown else counts))
+            found.append((name, emit(kernel)[0], counts))
     return found
 
 

@@ -137,11 +137,13 @@ def race(program: k.Program) -> Any:
 
 @pytest.mark.parametrize("name", ["matmul", "embedding", "cross entropy", "swiglu", "two results"])
 def test_a_sample_of_what_is_right_is_right(name: str) -> None:
-    check_blocks(case(name, "sm_90a").program)
+    lowering(case(name, "sm_90a").program, Options(target="sm_90a", check=True))
 
 
 def test_a_sample_finds_a_race() -> None:
     program = race(case(RING, "sm_80").program)
     check(program, gpu("sm_80"))  # which no static check does
     with pytest.raises(CompilerBug, match="no barrier between"):
-        check_blocks(program)
+        check_blocks(program.steps[0])
+    with pytest.raises(UserError, match="no barrier between"):
+        lowering(program, Options(target="sm_80", check=True))

@@ -1,7 +1,6 @@
-"""Some blocks of every kernel, run for what the simulator notices: races, memory nobody wrote, accesses out of bounds.
+"""Some blocks of a kernel, run on random numbers for what the simulator notices: races, memory nobody wrote, accesses out of bounds.
 
-Blocks are few: the first and last of the grid, and of every axis of it that the kernel counts blocks by, and some at random. Nothing is
-computed for the next kernel, which reads random numbers.
+They are the first and last of the grid, and of every axis of it that the kernel counts blocks by, and some at random.
 """
 
 from __future__ import annotations
@@ -21,13 +20,12 @@ RANDOM = 2
 """Blocks at random."""
 
 
-def check_blocks(program: k.Program, seed: int = 0) -> None:
-    """Run the sample of every kernel; CompilerBug where something is wrong. Races are found in whatever order warps go."""
+def check_blocks(kernel: k.Kernel, seed: int = 0) -> None:
+    """Run the sample of a kernel; CompilerBug where something is wrong. Races are found in whatever order warps go."""
     rng = np.random.default_rng(seed)
-    for step in program.steps:
-        if isinstance(step, k.Kernel) and step.grid:
-            memory = {b: _numbers(b, rng) for b in step.params if b not in step.writes}
-            run_kernel(step, memory, blocks=blocks(step, seed))
+    memory = {b: _numbers(b, rng) for b in kernel.params if b not in kernel.writes}
+    if kernel.grid:
+        run_kernel(kernel, memory, blocks=blocks(kernel, seed))
 
 
 def blocks(kernel: k.Kernel, seed: int = 0) -> list[int]:
