@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def run(
     request: Request,
     check: Annotated[
-        bool, typer.Option("--check", help="Compare with eager, both against float64; simulate some blocks of kernels.")
+        bool, typer.Option("--check", help="Compare with eager, both against float64; simulate some blocks of kernels for a GPU.")
     ] = False,
     interpret: Annotated[bool, typer.Option("--interpret", help="Run an interpreter: of Loop IR, or of a GPU's kernels.")] = False,
     timed: Annotated[bool, typer.Option("--time", help="Time it beside eager, in turns.")] = False,
