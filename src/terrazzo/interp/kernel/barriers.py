@@ -80,8 +80,6 @@ class Ring:
         self.time = np.zeros((clocks.blocks, count), np.int32)
         self.seen = np.full((clocks.blocks, clocks.warps, count), -1, np.int64)
         self.maker: dict[int, tuple[int, int]] = {}
-        self.remote: dict[tuple[int, int], int] = {}
-        """When the warp of another block, an agent, last arrived at a block's barriers."""
 
     def make(self, b: int, w: int) -> None:
         """A warp brings the barriers of its block into being."""
@@ -103,9 +101,7 @@ class Ring:
         state = self.state[b, n]
         state.arrived += 1
         state.announced += announced
-        if by[0] != b:
-            agent = int(self.clocks.agent(*by))
-            self.remote[b, agent] = int(self.clocks.known[(*by, agent)])
+        self.clocks.visit(b, by)
         self.clocks.release(self.gathered[n], np.array([by[0]]), np.array([by[1]]), np.array([b]))
         if state.arrived > self.arrivals:
             return f"more than {self.arrivals} arrive at {self.name}[{n}] in one phase: {self.short(b, n)}"

@@ -213,18 +213,12 @@ def tensor_store(team: Team, s: k.TensorStore) -> None:
         team.refuse(memory.check_read(x.b, x.a, x.w, asynchronous=True), x, s)
         time, agent = clocks.send(b, w, "bulk"), clocks.reader(b, w, "bulk")
         memory.note_read(x.b, x.a, np.full(x.a.size, agent), time, team.line)
-        output = team.machine.outputs.get(s.target)
-        if output is None:
-            team.fail(s, f"writes {s.target.name}, which the kernel only reads")
-        values = memory.data[x.b, x.a]
         inside, to = description.places([int(a[i]) for a in at])
-        old = output.data[to]
-        new = _COMBINE[s.reduction](old, values[inside]) if s.reduction else values[inside]
-        y = _box_access(team, b, to, b, w, where)
+        values, y = memory.data[x.b, x.a][inside], _box_access(team, b, to, b, w, where)
         if s.reduction:
-            output.data[to] = new  # in any order: two of them do not conflict
+            team.combine(s.target, y, values, s.reduction, s)
         else:
-            team.refuse(output.write(clocks, team.machine.ids[y.b], y.b, y.a, y.w, new, team.line), y, s)
+            team.write_output(s.target, y, values, s, late=True)
 
         def done(threads: Any, b: int = b, w: int = w, agent: Any = agent, time: Any = time) -> None:
             clocks.learn(b, w, agent, time)
@@ -242,8 +236,6 @@ def _box_access(team: Team, b: int, a: Any, by: int, w: int, where: tuple[int, i
     mask[where] = True
     return Access(np.full(a.size, b), a, np.full(a.size, w), mask)
 
-
-_COMBINE: dict[str, Any] = {"add": np.add, "min": np.minimum, "max": np.maximum}
 
 MEANING: dict[type, Callable[[Team, Any], None]] = {
     k.AsyncCopy: async_copy,

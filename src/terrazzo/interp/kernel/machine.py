@@ -13,7 +13,7 @@ from terrazzo.errors import CompilerBug
 from terrazzo.interp.costs import Costs
 from terrazzo.interp.kernel.barriers import Meeting, Ring
 from terrazzo.interp.kernel.clocks import Clocks
-from terrazzo.interp.kernel.memory import Output, Place, flat_memory, view
+from terrazzo.interp.kernel.memory import NOBODY, Output, Place, flat_memory, view
 from terrazzo.interp.kernel.team import Team, Wait
 from terrazzo.interp.loop import run_call
 from terrazzo.interp.tensor import Call
@@ -56,7 +56,7 @@ def run_kernel(
     (with the others of their clusters), else all; `costs` counts what is used. CompilerBug where the kernel is wrong.
     """
     flat = {b: flat_memory(b, memory[b]) for b in kernel.params if b not in kernel.writes}
-    outputs = {b: Output(b, flat_memory(b, memory.get(b))) for b in kernel.writes}
+    outputs = {b: Output(b, memory.get(b)) for b in kernel.writes}
     clusters = list(range(kernel.grid // kernel.cluster)) if blocks is None else sorted({b // kernel.cluster for b in blocks})
     cells = sum(k.shared_bytes(s) // s.type.dtype.size for s in kernel.shared) * kernel.warps * kernel.cluster
     step = max(min(TOGETHER // kernel.threads, SHADOW // max(cells, 1)) // kernel.cluster, 1)
@@ -64,6 +64,8 @@ def run_kernel(
         ids = [c * kernel.cluster + rank for c in clusters[first : first + step] for rank in range(kernel.cluster)]
         Machine(kernel, flat, outputs, np.array(ids), seed, costs).run()
     for b in kernel.writes:
+        if blocks is None and outputs[b].fresh and (left := np.argwhere(view(b, outputs[b].block) == NOBODY)).size:
+            raise CompilerBug(f"{kernel.name}: nobody writes {b.name}{left[0].tolist()}, and {len(left)} elements in all")
         memory[b] = view(b, outputs[b].data).copy()
 
 
@@ -150,9 +152,8 @@ class Machine:
             for b, n in ring.state:
                 if ring.time[b, n] > self.clocks.known[b, :, self.clocks.barrier(b, ring.first + n)].max():
                     late.append(f"{ring.name}[{n}]")
-            for (b, agent), time in ring.remote.items():
-                if self.clocks.known[b, :, agent].max() < time:
-                    raise CompilerBug(f"{self.kernel.name}: a block may have ended when another arrives at its {ring.name}")
+        if any(self.clocks.known[b, :, agent].max() < time for (b, agent), time in self.clocks.visits.items()):
+            raise CompilerBug(f"{self.kernel.name}: a block may have ended when another of its cluster uses its shared memory")
         if late:
             raise CompilerBug(f"{self.kernel.name}: ends while copies are on their way to {late[0]}")
 

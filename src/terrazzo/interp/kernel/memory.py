@@ -16,6 +16,8 @@ from terrazzo.ir.dialects import loop as l
 
 NOBODY = -1
 SEVERAL = -2
+NEVER = np.iinfo(np.int32).max
+"""A time that nobody knows of."""
 
 
 def flat_memory(b: l.Buffer, array: Any) -> Any:
@@ -57,17 +59,17 @@ class Place:
         self.reader = np.full(size, NOBODY, np.int32)
         self.flying = np.zeros(size, np.int8)
 
-    def check_read(self, b: Any, a: Any, w: Any, asynchronous: bool = False) -> Conflict | None:
-        """Whether these warps of the same blocks may read now, or let a copy read from now on."""
-        writer, written, clocks = self.writer[b, a], self.written[b, a], self.clocks
+    def check_read(self, b: Any, a: Any, w: Any, asynchronous: bool = False, by: Any = None) -> Conflict | None:
+        """Whether these warps, of blocks `by` or the same, may read now, or let a copy read from now on."""
+        writer, written, clocks, by = self.writer[b, a], self.written[b, a], self.clocks, b if by is None else by
         if (late := self.flying[b, a] > 0).any():
             return self._conflict(f"reads {self.name}, where a copy is on its way", late, None, self.wrote[b, a])
         if (none := writer == NOBODY).any():
             return self._conflict(f"reads elements of {self.name} that nobody wrote", none, None, self.wrote[b, a])
-        if (early := written > clocks.known[b, w, writer]).any():
+        if (early := written > clocks.known[by, w, writer]).any():
             what = f"reads {self.name} as another warp wrote it, with no barrier between"
             return self._conflict(what, early, writer, self.wrote[b, a])
-        if asynchronous and (plain := self._plain(b, w, writer, written)).any():
+        if asynchronous and (plain := self._plain(by, w, writer, written)).any():
             what = f"reads {self.name} asynchronously, with no proxy fence since it was written"
             return self._conflict(what, plain, writer, self.wrote[b, a])
         return None
@@ -127,17 +129,20 @@ class Place:
 class Output:
     """A buffer in global memory that a kernel writes. Here `b` is of the clocks, and `ids` are the blocks' numbers in the grid."""
 
-    def __init__(self, buffer: l.Buffer, data: Any) -> None:
-        self.name, self.data = buffer.name, data
-        self.block = np.full(data.size, NOBODY, np.int32)
-        self.warp = np.zeros(data.size, np.int16)
-        self.written = np.zeros(data.size, np.int32)
-        self.wrote = np.full(data.size, NOBODY, np.int32)
+    def __init__(self, buffer: l.Buffer, before: Any) -> None:
+        self.name, self.data, self.fresh = buffer.name, flat_memory(buffer, before), before is None
+        self.block = np.full(self.data.size, NOBODY, np.int32)
+        self.warp = np.zeros(self.data.size, np.int16)
+        self.written = np.zeros(self.data.size, np.int32)
+        self.wrote = np.full(self.data.size, NOBODY, np.int32)
+        self.combined = np.zeros(self.data.size, bool)
         self.read_by: Any = None
         self.read_at: Any = None
 
     def read(self, clocks: Clocks, ids: Any, b: Any, a: Any, w: Any) -> Conflict | None:
-        """Warps read what nobody wrote in this kernel, or what they know to be written."""
+        """Warps read what was there before the kernel, or what they know to be written."""
+        if self.fresh and (none := self.block[a] == NOBODY).any():
+            return Conflict(f"reads elements of {self.name} that nobody wrote", int(np.argmax(none)))
         if (late := self._unknown(clocks, ids, b, a, w)).any():
             return self._conflict(f"reads {self.name} as another thread wrote it, with no barrier between", late, a)
         if self.read_at is None:
@@ -147,8 +152,8 @@ class Output:
         self.read_at[w, a] = np.maximum(self.read_at[w, a], clocks.now(b, w))
         return None
 
-    def write(self, clocks: Clocks, ids: Any, b: Any, a: Any, w: Any, values: Any, site: int) -> Conflict | None:
-        """Warps write. Two that nothing orders may only write the same."""
+    def write(self, clocks: Clocks, ids: Any, b: Any, a: Any, w: Any, values: Any, site: int, late: bool = False) -> Conflict | None:
+        """Warps write, or boxes of theirs, which are `late`: nobody knows when. Two that nothing orders may only write the same."""
         if self.read_at is not None:
             seen = clocks.known[b[:, None], w[:, None], clocks.agent(b[:, None], np.arange(clocks.warps))]
             late = (seen < self.read_at[:, a].T).any(axis=1) | (self.read_by[a] != ids)
@@ -157,9 +162,19 @@ class Output:
         if (late := self._unknown(clocks, ids, b, a, w) & differ(self.data[a], values)).any():
             return self._conflict(f"writes {self.name} where another thread wrote something else, with no barrier between", late, a)
         self.data[a] = values
-        self.block[a], self.warp[a], self.written[a], self.wrote[a] = ids, w, clocks.now(b, w), site
+        self.block[a], self.warp[a], self.written[a], self.wrote[a], self.combined[a] = ids, w, clocks.now(b, w), site, False
         if (other := differ(self.data[a], values)).any():
             return self._conflict(f"writes {self.name}: threads write different values to one element", other, a)
+        return None
+
+    def combine(self, clocks: Clocks, ids: Any, b: Any, a: Any, w: Any, values: Any, function: str, site: int) -> Conflict | None:
+        """Warps add to elements (or take the minimum, the maximum), one after the other, which nobody else uses in another way."""
+        if self.fresh and (none := self.block[a] == NOBODY).any():
+            return Conflict(f"combines elements of {self.name} that nobody wrote", int(np.argmax(none)))
+        if (late := self._unknown(clocks, ids, b, a, w) & ~self.combined[a]).any():
+            return self._conflict(f"combines elements of {self.name} as another thread wrote them, with no barrier between", late, a)
+        {"add": np.add, "min": np.minimum, "max": np.maximum}[function].at(self.data, a, values)
+        self.block[a], self.warp[a], self.written[a], self.wrote[a], self.combined[a] = ids, w, clocks.now(b, w), site, True
         return None
 
     def _unknown(self, clocks: Clocks, ids: Any, b: Any, a: Any, w: Any) -> Any:

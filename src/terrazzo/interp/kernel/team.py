@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from terrazzo.errors import CompilerBug, UserError
-from terrazzo.hw.transfer import SHUFFLE
+from terrazzo.hw.transfer import SHUFFLE, VOTE
 from terrazzo.interp.kernel import copies, products
 from terrazzo.interp.kernel.memory import Conflict, Output
 from terrazzo.ir.address import evaluate
@@ -107,6 +107,9 @@ class Team:
                 self.fragments.touch(s.place, self.active)
             case l.Store():
                 self.put(s.buffer, self.at(s.buffer, s.index, 1, s), self.term(s.value)[..., None], s)
+            case k.Atomic():
+                x = self.access(self.at(s.buffer, s.index, 1, s), self.active)
+                self.combine(s.buffer, x, np.broadcast_to(self.term(s.value)[..., None], x.mask.shape)[x.mask], s.function, s)
             case k.Move():
                 data = self.get(s.source, self.at(s.source, s.at, s.count, s), s, s.count)
                 self.put(s.target, self.at(s.target, s.to, s.count, s), data, s)
@@ -156,7 +159,7 @@ class Team:
             block, warp = self.machine.ids[self.block[where[0], 0, 0]], self.warp[0, where[1], 0]
             who = f", block {block}, warp {warp}, lane {where[2]}"
         text = self.machine.text(self.line)
-        raise CompilerBug(f"{self.kernel.name}: {type(s).__name__} {what}: line {self.line} `{text}`{who}{other}")
+        raise CompilerBug(f"{self.kernel.name}: {type(s).__name__} {what}: line {self.line} of the kernel, `{text}`{who}{other}")
 
     def refuse(self, found: Conflict | None, x: Access, s: Node) -> None:
         """CompilerBug for an access that conflicts with another, with both of them."""
@@ -274,12 +277,38 @@ class Team:
             memory.land(x.b, x.a)
         self.refuse(memory.write(x.b, x.a, clocks.agent(x.b, x.w), clocks.now(x.b, x.w), values, self.line), x, s)
 
-    def write_output(self, place: l.Buffer, x: Access, values: Any, s: Node) -> None:
+    def write_output(self, place: l.Buffer, x: Access, values: Any, s: Node, late: bool = False) -> None:
         """Write to global memory."""
-        output: Output | None = self.machine.outputs.get(place)
-        if output is None:
+        found = self.output(place, s).write(self.machine.clocks, self.machine.ids[x.b], x.b, x.a, x.w, values, self.line, late)
+        self.refuse(found, x, s)
+
+    def combine(self, place: l.Buffer, x: Access, values: Any, function: str, s: Node) -> None:
+        """Add to global memory (or take the minimum, the maximum)."""
+        found = self.output(place, s).combine(self.machine.clocks, self.machine.ids[x.b], x.b, x.a, x.w, values, function, self.line)
+        self.refuse(found, x, s)
+
+    def output(self, place: l.Buffer, s: Node) -> Output:
+        """A buffer that the kernel writes."""
+        if (found := self.machine.outputs.get(place)) is None:
             self.fail(s, f"writes {place.name}, which the kernel only reads")
-        self.refuse(output.write(self.machine.clocks, self.machine.ids[x.b], x.b, x.a, x.w, values, self.line), x, s)
+        return found
+
+    def remote(self, x: k.Remote) -> Any:
+        """An element of shared memory of another block of the cluster."""
+        at = self.at(x.buffer, x.index, 1, x)
+        here, clocks, place = self.access(at, self.active), self.machine.clocks, self.machine.places[x.buffer]
+        ranks = np.broadcast_to(self.number_of(x.rank), self.shape)
+        if (bad := ((ranks < 0) | (ranks >= self.kernel.cluster)) & self.active).any():
+            self.fail(x, f"names a block that a cluster of {self.kernel.cluster} has not", np.argwhere(bad)[0])
+        peers = np.clip(self.block - self.block % self.kernel.cluster + ranks, 0, clocks.blocks - 1)
+        there = Access(np.broadcast_to(peers[..., None], at.shape)[here.mask], here.a, here.w, here.mask)
+        self.refuse(place.check_read(there.b, there.a, there.w, by=here.b), there, x)
+        place.note_read(there.b, there.a, clocks.agent(here.b, here.w), clocks.now(here.b, here.w), self.line)
+        if self.machine.costs is not None:
+            self.machine.costs.shared(x, self.bytes(x.buffer, at[..., 0]), self.active, x.dtype.size)
+        for b, by, w in {*zip(there.b.tolist(), here.b.tolist(), here.w.tolist(), strict=True)}:
+            clocks.visit(b, (by, w))
+        return place.data[peers[..., None], at][..., 0]
 
     # -- terms --------------------------------------------------------------------------------------------------------
 
@@ -315,6 +344,12 @@ class Team:
                 if (self.active & ~self.active[..., np.arange(k.WARP) ^ x.mask]).any():
                     self.fail(x, "is a shuffle that reads from lanes that do not take part")
                 return SHUFFLE.run(self.term(x.x), x.mask)
+            case k.Vote():
+                if (self.active.any(axis=2) & ~self.active.all(axis=2)).any():
+                    self.fail(x, "is a vote of some lanes of a warp only")
+                return VOTE.run(self.term(x.x), x.kind)
+            case k.Remote():
+                return self.remote(x)
             case l.Load():
                 if x not in self.loaded:  # equal loads in a statement are one
                     active = self.active & self.holds(x.inside) if x.inside else self.active
