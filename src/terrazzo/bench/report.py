@@ -71,7 +71,7 @@ def page(results: Path) -> str:
     for path in sorted(results.rglob("*.json")):
         record = json.loads(path.read_text())
         if "meta" in record:
-            parts += _counters(record) if record["suite"] == "counters" else _gpu_part(record) if "geomean" in record else []
+            parts += _counters(record) if "counters" in record["meta"] else _gpu_part(record) if "geomean" in record else []
             continue
         table = rows(record)
         lines = ["| " + " | ".join(row) + " |" for row in table]

@@ -123,7 +123,7 @@ class Costs:
                 one = mma_sync.product(s.instruction).shape if isinstance(s, k.Multiply) else wgmma.product(s.instruction).shape
                 times = warps if isinstance(s, k.Multiply) else warps // 4
                 found[s.instruction] = found.get(s.instruction, 0) + 2 * times * math.prod(one)
-            for x in topological([s.term if isinstance(s, k.Let) else s.value] if isinstance(s, k.Let | l.Store) else []):
+            for x in topological([s.term if isinstance(s, k.Let) else s.value] if isinstance(s, k.Let | l.Store | k.Atomic) else []):
                 if isinstance(x, l.Apply):
                     found[x.fn.name] = found.get(x.fn.name, 0) + lanes
         return found

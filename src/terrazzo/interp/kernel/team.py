@@ -108,7 +108,10 @@ class Team:
             case l.Store():
                 self.put(s.buffer, self.at(s.buffer, s.index, 1, s), self.term(s.value)[..., None], s)
             case k.Atomic():
-                x = self.access(self.at(s.buffer, s.index, 1, s), self.active)
+                x = self.access(at := self.at(s.buffer, s.index, 1, s), self.active)
+                if self.machine.costs is not None:
+                    size = s.buffer.type.dtype.size
+                    self.machine.costs.memory(s, at[..., 0] * size, self.active, size, write=True)
                 self.combine(s.buffer, x, np.broadcast_to(self.term(s.value)[..., None], x.mask.shape)[x.mask], s.function, s)
             case k.Move():
                 data = self.get(s.source, self.at(s.source, s.at, s.count, s), s, s.count)
@@ -305,7 +308,7 @@ class Team:
         self.refuse(place.check_read(there.b, there.a, there.w, by=here.b), there, x)
         place.note_read(there.b, there.a, clocks.agent(here.b, here.w), clocks.now(here.b, here.w), self.line)
         if self.machine.costs is not None:
-            self.machine.costs.shared(x, self.bytes(x.buffer, at[..., 0]), self.active, x.dtype.size)
+            self.machine.costs.shared(self.doing, self.bytes(x.buffer, at[..., 0]), self.active, x.dtype.size)
         for b, by, w in {*zip(there.b.tolist(), here.b.tolist(), here.w.tolist(), strict=True)}:
             clocks.visit(b, (by, w))
         return place.data[peers[..., None], at][..., 0]

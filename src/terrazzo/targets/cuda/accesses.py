@@ -56,10 +56,11 @@ def accesses(s: Node, around: Around) -> Iterator[Access]:
     def access(place: Buffer, index: tuple[IntExpr, ...], count: int, write: bool, inside: tuple[IntExpr, ...] = ()) -> Access:
         return Access(s, place, index, count, write, around, (*around.inside, *inside))
 
-    for x in loads(s):
-        yield access(x.buffer, x.index, 1, False, x.inside)
+    for x in terms(s):
+        if isinstance(x, l.Load | k.Remote):
+            yield access(x.buffer, x.index, 1, False, x.inside if isinstance(x, l.Load) else ())
     match s:
-        case l.Store():
+        case l.Store() | k.Atomic():
             yield access(s.buffer, s.index, 1, True)
         case k.Move():
             yield access(s.source, s.at, s.count, False)
@@ -100,7 +101,6 @@ def slabs(s: Node, around: Around) -> Iterator[Access]:
                     yield Access(s, place, at, count, False, around, around.inside)
 
 
-def loads(s: Node) -> list[l.Load]:
-    """The loads in the term of a statement, one for each that CUDA would have: equal ones are one."""
-    terms = [s.term] if isinstance(s, k.Let) else [s.value] if isinstance(s, l.Store) else []
-    return [x for x in topological(terms) if isinstance(x, l.Load)]
+def terms(s: Node) -> list[Node]:
+    """The parts of the term of a statement, each once, as CUDA computes equal ones once."""
+    return topological([s.term] if isinstance(s, k.Let) else [s.value] if isinstance(s, l.Store | k.Atomic) else [])

@@ -19,12 +19,11 @@ from terrazzo.errors import CompilerBug
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.address import evaluate, flatten
 from terrazzo.ir.dialects import kernel as k
-from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var, at_least, bounds, terms_of
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.show_kernel import statement
 from terrazzo.targets.cuda import order
-from terrazzo.targets.cuda.accesses import Access, Around, accesses, slabs, statements
+from terrazzo.targets.cuda.accesses import Access, Around, accesses, slabs, statements, terms
 
 MOST = 1 << 15
 """Threads and steps that are tried for one question, at most."""
@@ -91,8 +90,8 @@ def together(s: Node, around: Around, sizes: dict[str, Any]) -> Iterator[str]:
     whole = (
         sizes["warp"] if isinstance(s, k.ClusterSync) or s == k.Sync()
         else 4 if isinstance(s, k.MultiplyAsync)
-        else 1 if isinstance(s, k.Sync | k.LoadMatrix | k.StoreMatrix | k.Multiply) or any(isinstance(x, k.Shuffle) for x in _terms(s))
-        else 0
+        else 1 if isinstance(s, k.Sync | k.LoadMatrix | k.StoreMatrix | k.Multiply)
+        else int(any(isinstance(x, k.Shuffle | k.Vote) for x in terms(s)))
     )  # fmt: skip
     conditions = [g for g in around.inside if not at_least(g, 0)] if whole or isinstance(s, ONE) else []
     divided = ("lane",) if whole == 1 else ("lane", "warp")
@@ -198,10 +197,6 @@ def _divides(count: int, index: Sequence[IntExpr], strides: Sequence[IntExpr]) -
     return count == 1 or all(
         isinstance(step, int) and c * step % count == 0 for e, step in zip(index, strides, strict=True) for c in terms_of(e).values()
     )
-
-
-def _terms(s: Node) -> list[Node]:
-    return topological([s.term] if isinstance(s, k.Let) else [s.value] if isinstance(s, l.Store) else [])
 
 
 def _variables(exprs: Sequence[IntExpr]) -> list[Var]:
