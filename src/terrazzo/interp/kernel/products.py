@@ -168,7 +168,7 @@ def _slab(team: Team, s: Any, place: Any, index: Any, record: Any, count: int, i
     memory = team.machine.places[place]
     memory.note_read(np.full(flat.size, b), flat, np.full(flat.size, agent), time, team.line)
     if team.machine.costs is not None:
-        team.machine.costs.slab(s, addresses, size)
+        team.machine.costs.slab(s, addresses.size * size)
     return memory.data[b, elements].astype(np.float64)
 
 

@@ -57,6 +57,8 @@ class Team:
         self.warp = warps[None, :, None]
         self.active = np.ones(self.shape, bool)
         self.line = 0
+        self.doing: Node = self.kernel
+        self.loaded: dict[Node, Any] = {}
         numbers = {"block": machine.ids[blocks][:, None, None], "warp": self.warp, "lane": np.arange(k.WARP)[None, None, :]}
         self.env: dict[Any, Any] = {e: numbers[e.name] for e in machine.variables}
         self.values: dict[Node, Any] = {}
@@ -70,7 +72,7 @@ class Team:
     def statements(self, body: Sequence[Node], line: int) -> Iterator[Wait]:
         """Execute statements, of which the first is on this line of the kernel's text; yields where it has to wait."""
         for s in body:
-            self.line = line
+            self.line, self.doing, self.loaded = line, s, {}
             match s:
                 case k.For():
                     assert isinstance(s.axis.extent, int)
@@ -106,7 +108,10 @@ class Team:
             case l.Store():
                 self.put(s.buffer, self.at(s.buffer, s.index, 1, s), self.term(s.value)[..., None], s)
             case k.Atomic():
-                x = self.access(self.at(s.buffer, s.index, 1, s), self.active)
+                x = self.access(at := self.at(s.buffer, s.index, 1, s), self.active)
+                if self.machine.costs is not None:
+                    size = s.buffer.type.dtype.size
+                    self.machine.costs.memory(s, at[..., 0] * size, self.active, size, write=True)
                 self.combine(s.buffer, x, np.broadcast_to(self.term(s.value)[..., None], x.mask.shape)[x.mask], s.function, s)
             case k.Move():
                 data = self.get(s.source, self.at(s.source, s.at, s.count, s), s, s.count)
@@ -236,10 +241,10 @@ class Team:
             clocks = self.machine.clocks
             memory.note_read(x.b, x.a, clocks.agent(x.b, x.w), clocks.now(x.b, x.w), self.line)
             if costs is not None and not isinstance(s, k.LoadMatrix):
-                costs.shared(s, self.bytes(place, at[..., 0]), active, place.type.dtype.size * at.shape[-1])
+                costs.shared(self.doing, self.bytes(place, at[..., 0]), active, place.type.dtype.size * at.shape[-1])
             return memory.data[np.broadcast_to(self.block[..., None], at.shape), at]
         if costs is not None and not isinstance(s, k.AsyncCopy):
-            costs.memory(s, at[..., 0] * place.type.dtype.size, active, place.type.dtype.size * at.shape[-1])
+            costs.memory(self.doing, at[..., 0] * place.type.dtype.size, active, place.type.dtype.size * at.shape[-1])
         if (output := self.machine.outputs.get(place)) is not None:
             self.refuse(output.read(self.machine.clocks, self.machine.ids[x.b], x.b, x.a, x.w), x, s)
             return output.data[at]
@@ -260,11 +265,11 @@ class Team:
         costs = self.machine.costs
         if isinstance(place, k.Shared):
             if costs is not None and not isinstance(s, k.StoreMatrix):
-                costs.shared(s, self.bytes(place, at[..., 0]), self.active, place.type.dtype.size * at.shape[-1], write=True)
+                costs.shared(self.doing, self.bytes(place, at[..., 0]), self.active, place.type.dtype.size * at.shape[-1], write=True)
             self.write(place, x, values, s)
         else:
             if costs is not None:
-                costs.memory(s, at[..., 0] * place.type.dtype.size, self.active, place.type.dtype.size * at.shape[-1], write=True)
+                costs.memory(self.doing, at[..., 0] * place.type.dtype.size, self.active, place.type.dtype.size * at.shape[-1], write=True)
             self.write_output(place, x, values, s)
 
     def write(self, place: k.Shared, x: Access, values: Any, s: Node, landing: bool = False) -> None:
@@ -303,7 +308,7 @@ class Team:
         self.refuse(place.check_read(there.b, there.a, there.w, by=here.b), there, x)
         place.note_read(there.b, there.a, clocks.agent(here.b, here.w), clocks.now(here.b, here.w), self.line)
         if self.machine.costs is not None:
-            self.machine.costs.shared(x, self.bytes(x.buffer, at[..., 0]), self.active, x.dtype.size)
+            self.machine.costs.shared(self.doing, self.bytes(x.buffer, at[..., 0]), self.active, x.dtype.size)
         for b, by, w in {*zip(there.b.tolist(), here.b.tolist(), here.w.tolist(), strict=True)}:
             clocks.visit(b, (by, w))
         return place.data[peers[..., None], at][..., 0]
@@ -349,9 +354,11 @@ class Team:
             case k.Remote():
                 return self.remote(x)
             case l.Load():
-                active = self.active & self.holds(x.inside) if x.inside else self.active
-                data = self.get(x.buffer, self.at(x.buffer, x.index, 1, x, active), x, active=active)[..., 0]
-                return np.where(active, data, np.zeros((), data.dtype)) if x.inside else data
+                if x not in self.loaded:  # equal loads in a statement are one
+                    active = self.active & self.holds(x.inside) if x.inside else self.active
+                    data = self.get(x.buffer, self.at(x.buffer, x.index, 1, x, active), x, active=active)[..., 0]
+                    self.loaded[x] = np.where(active, data, np.zeros((), data.dtype)) if x.inside else data
+                return self.loaded[x]
             case l.Apply():
                 found = x.fn.numpy(*(self.term(a) for a in x.args))
                 return np.broadcast_to(np.asarray(found, x.dtype.numpy), self.shape)
