@@ -1,4 +1,4 @@
-"""Every pipeline, in order, on one screen. The verifier runs after each pass, always."""
+"""Every pipeline, in order, on one screen. The verifier runs after each pass, and kernels for a GPU are checked, always."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from itertools import pairwise
 from typing import Any
 
 from terrazzo.errors import CompilerBug, UserError
-from terrazzo.hw.gpu import Gpu
+from terrazzo.hw.gpu import GPUS, Gpu
+from terrazzo.interp.kernel.sample import check_blocks
+from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
 from terrazzo.ir.program import Program
@@ -28,6 +30,8 @@ from terrazzo.rules.tensor_to_loop.lift import lift
 from terrazzo.rules.tile_to_kernel.lower import program as derive
 from terrazzo.rules.torch_to_tensor.lower import lower as to_tensor
 from terrazzo.targets import target
+from terrazzo.targets.cuda.check import check
+from terrazzo.targets.cuda.emit import emit
 
 Run = Callable[[Any, Log, Options], Any]
 
@@ -92,6 +96,8 @@ def pinned(options: Options) -> dict[str, Schedule]:
 def stages(program: Any, options: Options, log: Log, names: tuple[str, ...] = LOWER) -> list[tuple[Pass, Any, float]]:
     """Run the passes `names` that apply from the program's IR on; each with its result and the seconds it took."""
     verify(program, "reading")
+    if dialect(program) == "kernel":  # the user's own text
+        checked(program, target(options.target).gpu or GPUS["sm_90a"], options, UserError)
     names = names if target(options.target).gpu else tuple(n for n in names if n not in GPU_ONLY)
     out: list[tuple[Pass, Any, float]] = []
     for p in PASSES:
@@ -99,8 +105,21 @@ def stages(program: Any, options: Options, log: Log, names: tuple[str, ...] = LO
             start = time.perf_counter()
             program = p.run(program, log, options)
             verify(program, p.name)
+            if p.dst == "kernel":
+                checked(program, machine(options), options, CompilerBug)
             out.append((p, program, time.perf_counter() - start))
     return out
+
+
+def checked(program: k.Program, gpu: Gpu, options: Options, error: type[Exception]) -> None:
+    """Raise an error for a kernel that cannot be right, or, where that was asked for, for one of which a sample of blocks is wrong."""
+    check(program, gpu, error)
+    kernels = [s for s in program.steps if isinstance(s, k.Kernel)] if options.check else []
+    for kernel in {emit(s)[1]: s for s in kernels}.values():  # each once, whatever its buffers are called
+        try:
+            check_blocks(kernel)
+        except CompilerBug as why:
+            raise error(str(why)) from None
 
 
 @dataclass(frozen=True)

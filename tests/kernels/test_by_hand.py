@@ -22,6 +22,8 @@ def test_every_text_is_here() -> None:
 
 def close(result: Any, best: Any) -> None:
     """Right but for the rounding of the result, and of sums in float32."""
+    if result.dtype.kind == "i":
+        return np.testing.assert_array_equal(result, best)
     digits = {"bfloat16": 8, "float16": 11, "float32": 20}[result.dtype.name]
     assert np.abs(result.astype(np.float64) - best).max() <= 2.0**-digits * np.abs(best).max()
 

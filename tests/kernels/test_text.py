@@ -58,7 +58,7 @@ def test_a_kernel_written_by_hand_runs() -> None:
 @pytest.mark.parametrize(
     ("before", "after", "line", "message"),
     [
-        ("sync()", "synk()", 6, "expected a loop, a condition, a role, an assignment or one of move, async_copy, commit"),
+        ("sync()", "synk()", 6, "expected a loop, a condition, a role, an assignment or one of move, atomic, async_copy"),
         ("sync()", "sync(1)", 6, "sync(number, warps) has numbers 1 to 15"),
         ("sync()", "wait_groups()", 6, "expected wait_groups(number, word?)"),
         ("sync()", "wait_groups(-1)", 6, "expected"),

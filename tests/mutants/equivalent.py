@@ -54,9 +54,13 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "the groups that are left after the last step are empty",
     ),
     Equivalent((*RINGS, BOXES), BARRIER, r"`sync\(\)` is gone, before `for [ie]\d+", "nobody uses shared memory after it"),
-    Equivalent((*RINGS, BOXES), MOVED, r"(`sync\(\)` -> `for i|`for t\d+ in serial\(\d+\):` -> `sync)", "nobody uses shared memory after it"),
+    Equivalent(
+        (*RINGS, BOXES), MOVED, r"(`sync\(\)` -> `for i|`for t\d+ in serial\(\d+\):` -> `sync)", "nobody uses shared memory after it"
+    ),
     Equivalent(RINGS, PREDICATE, r"`if -t\d+( \+ \d+)? >= 0:` (-> `if -t|is gone)", "one slab more is of zeros, and nobody reads it"),
-    Equivalent((BOXES,), PREDICATE, r"`if -warp >= 0 and -lane >= 0:` -> `if warp - 1", "another warp sends the first boxes, after the barrier"),
+    Equivalent(
+        (BOXES,), PREDICATE, r"`if -warp >= 0 and -lane >= 0:` -> `if warp - 1", "another warp sends the first boxes, after the barrier"
+    ),
     Equivalent(
         (BOXES, "registers by hand", "split by hand"),
         MOVED,
@@ -79,11 +83,12 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "they multiply at the same time, but still take turns to store",
     ),
     Equivalent(
-        ("persistent by hand",), ("wrong number of steps",), r"`for i in serial\(3\):` -> `for i in serial\(4\)", "tiles beyond the last are left out"
+        ("persistent by hand",),
+        ("wrong number of steps",),
+        r"`for i in serial\(3\):` -> `for i in serial\(4\)",
+        "tiles beyond the last are left out",
     ),
-    Equivalent(
-        ("persistent by hand",), PREDICATE, r"^line (32|45) ", "those who stored nothing have nothing to wait for"
-    ),
+    Equivalent(("persistent by hand",), PREDICATE, r"^line (32|45) ", "those who stored nothing have nothing to wait for"),
     Equivalent(
         ("cluster by hand", "ping_pong by hand", "persistent by hand"),
         ("wrong barrier",),

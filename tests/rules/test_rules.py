@@ -154,6 +154,93 @@ def f(x: f32[64, 64], w: f32[64, 64]):
 """,
         None,
     ),
+    "a constant leaves a contraction, and its factor is read as it is": (
+        """
+@loop
+def f(x: f32[64, 64], w: f32[64, 64]):
+    with kernel('s', s=f32[64, 64]):
+        for a0 in free(64):
+            for a1 in free(64):
+                in0 = x[a0, a1]
+                v0 = mul(in0, f32(0.25))
+                s[a0, a1] = v0
+    with kernel('q', q=f32[64, 64]):
+        for a0 in free(64):
+            for a1 in free(64):
+                for r0 in reduce(64):
+                    in0 = s[a0, r0]
+                    in1 = w[a1, r0]
+                    v0 = mul(f32(2.0), in1)
+                    v1 = mul(in0, v0)
+                    acc0 <- sum(v1)
+                q[a0, a1] = acc0
+    return (q,)
+""",
+        """
+@loop
+def f(x: f32[64, 64], w: f32[64, 64]):
+    with kernel('q', q=f32[64, 64]):
+        for a0 in free(64):
+            for a1 in free(64):
+                for r0 in reduce(64):
+                    in0 = x[a0, r0]
+                    in1 = w[a1, r0]
+                    v0 = mul(in0, in1)
+                    acc0 <- sum(v0)
+                v1 = mul(acc0, f32(0.5))
+                q[a0, a1] = v1
+    return (q,)
+""",
+    ),
+    "a constant is not tied to what it scales before a contraction could take it": (
+        """
+@loop
+def f(x: f32[64, 64], w: f32[64, 64]):
+    with kernel('e', e=f32[64, 64]):
+        for a0 in free(64):
+            for a1 in free(64):
+                in0 = x[a0, a1]
+                v0 = exp(in0)
+                e[a0, a1] = v0
+    with kernel('s', s=f32[64, 64]):
+        for a0 in free(64):
+            for a1 in free(64):
+                in0 = e[a0, a1]
+                v0 = mul(in0, f32(0.25))
+                s[a0, a1] = v0
+    with kernel('q', q=f32[64, 64]):
+        for a0 in free(64):
+            for a1 in free(64):
+                for r0 in reduce(64):
+                    in0 = s[a0, r0]
+                    in1 = w[a1, r0]
+                    v0 = mul(in0, in1)
+                    acc0 <- sum(v0)
+                q[a0, a1] = acc0
+    return (q,)
+""",
+        """
+@loop
+def f(x: f32[64, 64], w: f32[64, 64]):
+    with kernel('e', e=f32[64, 64]):
+        for a0 in free(64):
+            for a1 in free(64):
+                in0 = x[a0, a1]
+                v0 = exp(in0)
+                e[a0, a1] = v0
+    with kernel('q', q=f32[64, 64]):
+        for a0 in free(64):
+            for a1 in free(64):
+                for r0 in reduce(64):
+                    in0 = e[a0, r0]
+                    in1 = w[a1, r0]
+                    v0 = mul(in0, in1)
+                    acc0 <- sum(v0)
+                v1 = mul(acc0, f32(0.25))
+                q[a0, a1] = v1
+    return (q,)
+""",
+    ),
 }
 
 

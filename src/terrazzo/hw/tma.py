@@ -47,7 +47,7 @@ class TensorMap:
             (all(s % 16 == 0 and 0 <= s < 1 << 40 for s in steps), f"strides of {steps} bytes are not all multiples of 16 below 2**40"),
             (inner % 16 == 0, f"the box is {inner} bytes wide, which is no multiple of 16"),
             (self.swizzle in SPANS, f"there is no swizzle of {self.swizzle} bytes; there are {', '.join(map(str, SPANS))}"),
-            (not self.swizzle or inner <= self.swizzle, f"the box is {inner} bytes wide, more than the swizzle's {self.swizzle}"),
+            (not self.swizzle or inner == self.swizzle, f"the box is {inner} bytes wide, and the swizzle {self.swizzle}"),
         ):  # fmt: skip
             if not holds:
                 raise Limitation(f"TMA: {reason}")

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from terrazzo.hw import ldmatrix, mma_sync
+from terrazzo.hw import ldmatrix, mma_sync, wgmma
 from terrazzo.hw.memory import copied_sectors, matrix_wavefronts, sectors, wavefronts
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
@@ -65,9 +65,9 @@ class Costs:
         record = ldmatrix.move(statement.instruction)
         self._shared(statement, matrix_wavefronts(rows, active, record.count), active, 4 * record.count, record.store, times)
 
-    def slab(self, statement: Node, addresses: Any, size: int) -> None:
-        """Operands of a warpgroup's product in shared memory; how often their swizzle conflicts is not counted."""
-        self.accesses.setdefault((statement, "shared read"), Count()).add(Count(1, addresses.size * size))
+    def slab(self, statement: Node, size: int, times: int = 1) -> None:
+        """An operand of a warpgroup's product in shared memory, of so many bytes; whether its swizzle conflicts is not asked."""
+        self.accesses.setdefault((statement, "shared read"), Count()).add(Count(times, size * times))
 
     def memory(self, statement: Node, addresses: Any, active: Any, size: int, write: bool = False, times: Any = 1) -> None:
         """An access to global memory, counted as if every buffer began at a multiple of 128 bytes."""
@@ -110,17 +110,20 @@ class Costs:
 
     @property
     def box_bytes(self) -> int:
-        """Bytes that TMA brought."""
-        return sum(n * math.prod(s.box) * s.target.type.dtype.size for s, (_, n) in self.issues.items() if isinstance(s, k.TensorLoad))
+        """Bytes that TMA brought and took."""
+        boxes = ((s, n) for s, (_, n) in self.issues.items() if isinstance(s, k.TensorLoad | k.TensorStore))
+        return sum(n * math.prod(s.box) * s.target.type.dtype.size for s, n in boxes)
 
     @property
     def operations(self) -> dict[str, int]:
         """Operations on scalars of lanes, by function ("add", "exp", ...), and those of matrix instructions, a multiply-add being two."""
         found: dict[str, int] = {}
         for s, (warps, lanes) in self.issues.items():
-            if isinstance(s, k.Multiply):
-                found[s.instruction] = found.get(s.instruction, 0) + 2 * warps * math.prod(mma_sync.product(s.instruction).shape)
-            for x in topological([s.term if isinstance(s, k.Let) else s.value] if isinstance(s, k.Let | l.Store) else []):
+            if isinstance(s, k.Multiply | k.MultiplyAsync):
+                one = mma_sync.product(s.instruction).shape if isinstance(s, k.Multiply) else wgmma.product(s.instruction).shape
+                times = warps if isinstance(s, k.Multiply) else warps // 4
+                found[s.instruction] = found.get(s.instruction, 0) + 2 * times * math.prod(one)
+            for x in topological([s.term if isinstance(s, k.Let) else s.value] if isinstance(s, k.Let | l.Store | k.Atomic) else []):
                 if isinstance(x, l.Apply):
                     found[x.fn.name] = found.get(x.fn.name, 0) + lanes
         return found

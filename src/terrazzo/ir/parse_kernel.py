@@ -132,6 +132,8 @@ class KernelReader(LoopReader):
                     found.append(self.constant(x))
                     if not isinstance(found[-1], str):
                         self.fail(x, "expected a name in quotes")
+                case "term":
+                    found.append(self.term(x, scope))
                 case "expression":
                     found.append(self.expr(x, scope))
                 case "box":
@@ -167,6 +169,10 @@ class KernelReader(LoopReader):
         match x:
             case ast.Call(func=ast.Name(id="shuffle"), args=[v, mask]):
                 return self.build(x, k.Shuffle, self.term(v, scope), self.natural(mask))
+            case ast.Call(func=ast.Name(id="vote"), args=[ast.Constant(value=str() as kind), v]):
+                return self.build(x, k.Vote, kind, self.term(v, scope))
+            case ast.Call(func=ast.Name(id="remote"), args=[place, rank]):
+                return self.build(x, k.Remote, *self.place(place, scope, k.Shared), self.expr(rank, scope))
         return super().term(x, scope)
 
 
@@ -174,6 +180,7 @@ _SHAPE = ("_grid", "_warps", "_resident", "_reads", "_cluster")
 _PLACES = {"place": l.Buffer, "shared": k.Shared, "registers": k.Registers}
 _CALLS: dict[str, tuple[Any, str]] = {
     "move": (k.Move, "place place number"),
+    "atomic": (k.Atomic, "word place term"),
     "async_copy": (k.AsyncCopy, "shared source number"),
     "commit": (k.Commit, "word?"),
     "wait_groups": (k.WaitGroups, "number word?"),

@@ -58,6 +58,8 @@ def statement(s: Node) -> list[str]:
             return [f"{_at(s.buffer, s.index)} = {_term(s.value)}"]
         case k.Move():
             return [f"move({_at(s.target, s.to)}, {_at(s.source, s.at)}, {s.count})"]
+        case k.Atomic():
+            return [f"atomic({s.function!r}, {_at(s.buffer, s.index)}, {_term(s.value)})"]
         case k.AsyncCopy():
             return [f"async_copy({_at(s.target, s.to)}, {_at(s.source, s.at)}{show_inside(s.inside)}, {s.count})"]
         case k.Commit():
@@ -117,4 +119,8 @@ def _term(x: Any) -> str:
             return x.name
         case k.Shuffle():
             return f"shuffle({_term(x.x)}, {x.mask})"
+        case k.Vote():
+            return f"vote({x.kind!r}, {_term(x.x)})"
+        case k.Remote():
+            return f"remote({_at(x.buffer, x.index)}, {show_expr(x.rank)})"
     return show_term(x, _term)

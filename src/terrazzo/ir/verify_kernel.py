@@ -32,7 +32,8 @@ def problem(kernel: k.Kernel) -> str:
                 return f"{type(s).__name__} has {len(index)} indices into {place.name}: {place.type}"
             if isinstance(place, k.Registers) and any(getattr(x, "name", "") in k.THREADS for x in topological(list(_flat(index)))):
                 return f"{type(s).__name__} indexes the registers {place.name} by the number of a thread, which they cannot be"
-        if isinstance(s, l.Store | k.Move | k.TensorStore) and (target := s.buffer if isinstance(s, l.Store) else s.target) in kernel.reads:
+        target = s.target if isinstance(s, k.Move | k.TensorStore) else s.buffer if isinstance(s, l.Store | k.Atomic) else None
+        if target in kernel.reads:
             return f"{type(s).__name__} writes {target.name}, which the kernel only reads"
     known: set[Any] = {*kernel.params, *kernel.shared}
     return _problem(kernel.body, known, {"block", "warp", "lane"})
@@ -46,7 +47,7 @@ def _registers(kernel: k.Kernel, roles: list[k.Role]) -> str:
         mine = range(role.first, role.first + role.count)
         if role.registers and any(other is not role and {*mine} & {*range(other.first, other.first + other.count)} for other in roles):
             return f"warps {mine.start} to {mine.stop - 1} are a role of {role.registers} registers, and some have another role"
-        taken.update({warp: role.registers or first for warp in mine})
+        taken.update(dict.fromkeys(mine, role.registers or first))
         if role.registers and declared(role.body) > role.registers:
             return f"a role of {role.registers} registers declares {declared(role.body)}"
     if sum(taken.values()) > first * kernel.warps:
@@ -62,10 +63,10 @@ def declared(body: tuple[Node, ...]) -> int:
 
 def places(s: Node) -> Iterator[tuple[Buffer, tuple[IntExpr, ...]]]:
     """The places that a statement names, itself or in a term, with the indices."""
-    terms = [s.term] if isinstance(s, k.Let) else [s.value] if isinstance(s, l.Store) else []
-    yield from ((x.buffer, x.index) for x in topological(terms) if isinstance(x, l.Load))
+    terms = [s.term] if isinstance(s, k.Let) else [s.value] if isinstance(s, l.Store | k.Atomic) else []
+    yield from ((x.buffer, x.index) for x in topological(terms) if isinstance(x, l.Load | k.Remote))
     match s:
-        case l.Store():
+        case l.Store() | k.Atomic():
             yield s.buffer, s.index
         case k.Move() | k.AsyncCopy() | k.TensorLoad() | k.TensorStore() | k.LoadMatrix() | k.StoreMatrix():
             yield s.target, s.to

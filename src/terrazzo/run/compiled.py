@@ -203,7 +203,7 @@ def _threads() -> int:
 def _load(key: str, cache: Cache, machine: Cpu | Cuda, bound: Mapping[str, Any], options: Options) -> Compiled | None:
     """The program from the cache, if all of it is there and sound."""
     path = cache.get(key, ".plan")
-    if path is None or options.verbose or options.dump:
+    if path is None or options.verbose or options.dump or options.check:
         return None
     try:
         plan = Plan.from_json(path.read_bytes())

@@ -21,6 +21,8 @@ MEANING: dict[str, Callable[..., Any]] = {
     "copied": lambda x, w: x @ w.T,  # cp.async feeds wgmma
     "split": lambda x, w: x @ w.T,  # two warpgroups take half of k each, and their boxes are added
     "persistent": lambda x, w: x @ w.T,  # slots and phases go on from tile to tile, and stores overlap with the next tile
+    "cluster_sum": lambda x: x.sum(1),
+    "histogram": lambda x: np.bincount(x.astype(int) + 8, minlength=17) + np.arange(17) // 16 * (x.reshape(8, 4, 32) > 2).any(2).sum(),
 }
 """What each computes, in float64."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,15 @@ import numpy as np
 
 from terrazzo.interp.kernel.clocks import Clocks
 from terrazzo.interp.kernel.memory import Place
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Why a team stands still: at a line, until `ready`; `why` says what is missing."""
+
+    line: int
+    ready: Callable[[], bool]
+    why: Callable[[], str]
 
 
 class Meeting:
@@ -94,8 +104,6 @@ class Ring:
         self.sent = np.zeros((clocks.blocks, count), np.int32)
         """When the last box set out."""
         self.maker: dict[int, tuple[int, int]] = {}
-        self.remote: dict[tuple[int, int], int] = {}
-        """When the warp of another block, an agent, last arrived at a block's barriers."""
         self.last: dict[tuple[int, int], list[tuple[int, int]]] = {}
         """What ended the phase before: arrivals, and boxes that came. Who uses the next must know of them, or it may be this one still."""
 
@@ -123,8 +131,7 @@ class Ring:
         agent, time = self.clocks.event(*by)
         state.arrivals.append((agent, time))
         state.announced += announced
-        if by[0] != b:
-            self.remote[b, agent] = time
+        self.clocks.visit(b, by)
         self.clocks.release(self.gathered[n], np.array([by[0]]), np.array([by[1]]), np.array([b]))
         if state.arrived > self.arrivals:
             return f"more than {self.arrivals} arrive at {self.name}[{n}] in one phase: {self.short(b, n)}"

@@ -36,6 +36,8 @@ class Clocks:
         self.known = np.zeros((blocks, warps, agents), np.int32)
         self.fenced = np.zeros_like(self.known)
         self.sent = np.zeros((blocks, warps, len(ASYNCHRONOUS)), np.int32)
+        self.visits: dict[tuple[int, int], int] = {}
+        """When an agent last used the memory of a block that is another's."""
         b, w = np.meshgrid(np.arange(blocks), np.arange(warps), indexing="ij")
         self.known[b, w, self.agent(b, w)] = 1
 
@@ -92,6 +94,11 @@ class Clocks:
         """What these warps know is ordered before asynchronous operations from here on."""
         self.fenced[b, w] = self.known[b, w]
         self.known[b, w, self.agent(b, w)] += 1
+
+    def visit(self, b: int, by: tuple[int, int]) -> None:
+        """A warp (block, warp) uses memory of block `b`, which must not have ended then."""
+        if b != by[0]:
+            self.visits[b, int(self.agent(*by))] = int(self.now(*by))
 
     def send(self, b: Any, w: Any, kind: str) -> Any:
         """The time of what these warps now make read asynchronously."""

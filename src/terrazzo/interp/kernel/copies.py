@@ -10,14 +10,14 @@ import numpy as np
 
 from terrazzo.hw import tma
 from terrazzo.hw.transfer import CP_ASYNC
-from terrazzo.interp.kernel.barriers import Ring
+from terrazzo.interp.kernel.barriers import Ring, Wait
 from terrazzo.interp.kernel.memory import view
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.expr import IntExpr
 from terrazzo.ir.layout import HARDWARE
 
 if TYPE_CHECKING:
-    from terrazzo.interp.kernel.team import Team, Wait
+    from terrazzo.interp.kernel.team import Team
 
 Done = Callable[[Any], None]
 
@@ -137,8 +137,6 @@ def ring(team: Team, s: Any, b: int, by: tuple[int, int], n: int) -> Ring:
 
 def wait_barrier(team: Team, s: k.WaitBarrier) -> Iterator[Wait]:
     """All warps of a block that are here wait for one barrier; what came before its phase ended, they know then."""
-    from terrazzo.interp.kernel.team import Wait
-
     slots, phases = (np.broadcast_to(team.number_of(e), team.shape) for e in (s.slot, s.phase))
     waits: list[tuple[int, int, int, int]] = []
     for i, j in np.argwhere(team.active.any(axis=2)):
@@ -213,13 +211,12 @@ def tensor_store(team: Team, s: k.TensorStore) -> None:
         team.refuse(memory.check_read(x.b, x.a, x.w, asynchronous=True), x, s)
         time, agent = clocks.send(b, w, "bulk"), clocks.reader(b, w, "bulk")
         memory.note_read(x.b, x.a, np.full(x.a.size, agent), time, team.line)
-        output = team.machine.outputs.get(s.target)
-        if output is None:
-            team.fail(s, f"writes {s.target.name}, which the kernel only reads")
-        values = memory.data[x.b, x.a]
         inside, to = description.places([int(a[i]) for a in at])
-        y, combine = team.whole(b, to, w, where), _COMBINE.get(s.reduction)
-        team.refuse(output.send(clocks, team.machine.ids[y.b], y.b, y.a, y.w, values[inside], team.line, combine), y, s)
+        values, y = memory.data[x.b, x.a][inside], team.whole(b, to, w, where)
+        if s.reduction:
+            team.combine(s.target, y, values, s.reduction, s, box=True)
+        else:
+            team.write_output(s.target, y, values, s, box=True)
 
         def done(threads: Any, b: int = b, w: int = w, agent: Any = agent, time: Any = time) -> None:
             clocks.learn(b, w, agent, time)
@@ -229,7 +226,6 @@ def tensor_store(team: Team, s: k.TensorStore) -> None:
         team.groups.begin("bulk", one, done)
 
 
-_COMBINE: dict[str, Any] = {"add": np.add, "min": np.minimum, "max": np.maximum}
 
 MEANING: dict[type, Callable[[Team, Any], None]] = {
     k.AsyncCopy: async_copy,

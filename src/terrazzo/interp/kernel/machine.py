@@ -11,10 +11,10 @@ import numpy as np
 
 from terrazzo.errors import CompilerBug
 from terrazzo.interp.costs import Costs
-from terrazzo.interp.kernel.barriers import Meeting, Ring
+from terrazzo.interp.kernel.barriers import Meeting, Ring, Wait
 from terrazzo.interp.kernel.clocks import Clocks
-from terrazzo.interp.kernel.memory import Output, Place, flat_memory, view
-from terrazzo.interp.kernel.team import Team, Wait
+from terrazzo.interp.kernel.memory import NOBODY, Output, Place, flat_memory, view
+from terrazzo.interp.kernel.team import Team
 from terrazzo.interp.loop import run_call
 from terrazzo.interp.tensor import Call
 from terrazzo.ir.dialects import kernel as k
@@ -64,8 +64,8 @@ def run_kernel(
         ids = [c * kernel.cluster + rank for c in clusters[first : first + step] for rank in range(kernel.cluster)]
         Machine(kernel, flat, outputs, np.array(ids), seed, costs).run()
     for b in kernel.writes:
-        if blocks is None and not outputs[b].given and (view(b, outputs[b].block) < 0).any():
-            raise CompilerBug(f"{kernel.name}: leaves elements of {b.name} that nobody wrote")
+        if blocks is None and outputs[b].fresh and (left := np.argwhere(view(b, outputs[b].block) == NOBODY)).size:
+            raise CompilerBug(f"{kernel.name}: nobody writes {b.name}{left[0].tolist()}, and {len(left)} elements in all")
         memory[b] = view(b, outputs[b].data).copy()
 
 
@@ -152,9 +152,8 @@ class Machine:
             for b, n in ring.state:
                 if ring.sent[b, n] > self.clocks.known[b, :, self.clocks.barrier(b, ring.first + n)].max():
                     late.append(f"{ring.name}[{n}]")
-            for (b, agent), time in ring.remote.items():
-                if self.clocks.known[b, :, agent].max() < time:
-                    raise CompilerBug(f"{self.kernel.name}: a block may have ended when another arrives at its {ring.name}")
+        if any(self.clocks.known[b, :, agent].max() < time for (b, agent), time in self.clocks.visits.items()):
+            raise CompilerBug(f"{self.kernel.name}: a block may have ended when another of its cluster uses its shared memory")
         if any(team.groups.begun["bulk"] for team in self.teams):
             raise CompilerBug(f"{self.kernel.name}: ends while boxes are read that it stores")
         if late:

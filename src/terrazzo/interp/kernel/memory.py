@@ -16,6 +16,8 @@ from terrazzo.ir.dialects import loop as l
 
 NOBODY = -1
 SEVERAL = -2
+NEVER = np.iinfo(np.int32).max
+"""A time that nobody knows of."""
 
 
 def flat_memory(b: l.Buffer, array: Any) -> Any:
@@ -43,6 +45,20 @@ class Conflict:
     site: int = NOBODY
 
 
+@dataclass(frozen=True)
+class Access:
+    """Elements `a` that warps `w` of blocks `b` use, in arrays of one length.
+
+    `mask` [block, warp, lane, element] says which of a team's those are; or one thread uses all of them, `by`.
+    """
+
+    b: Any
+    a: Any
+    w: Any
+    mask: Any = None
+    by: tuple[int, int, int] | None = None
+
+
 class Place:
     """A part of shared memory, of some blocks. `flying` counts the copies that may write an element at any time."""
 
@@ -57,17 +73,17 @@ class Place:
         self.reader = np.full(size, NOBODY, np.int32)
         self.flying = np.zeros(size, np.int8)
 
-    def check_read(self, b: Any, a: Any, w: Any, asynchronous: bool = False) -> Conflict | None:
-        """Whether these warps of the same blocks may read now, or let a copy read from now on."""
-        writer, written, clocks = self.writer[b, a], self.written[b, a], self.clocks
+    def check_read(self, b: Any, a: Any, w: Any, asynchronous: bool = False, by: Any = None) -> Conflict | None:
+        """Whether these warps, of blocks `by` or the same, may read now, or let a copy read from now on."""
+        writer, written, clocks, by = self.writer[b, a], self.written[b, a], self.clocks, b if by is None else by
         if (late := self.flying[b, a] > 0).any():
             return self._conflict(f"reads {self.name}, where a copy is on its way", late, None, self.wrote[b, a])
         if (none := writer == NOBODY).any():
             return self._conflict(f"reads elements of {self.name} that nobody wrote", none, None, self.wrote[b, a])
-        if (early := written > clocks.known[b, w, writer]).any():
+        if (early := written > clocks.known[by, w, writer]).any():
             what = f"reads {self.name} as another warp wrote it, with no barrier between"
             return self._conflict(what, early, writer, self.wrote[b, a])
-        if asynchronous and (plain := self._plain(b, w, writer, written)).any():
+        if asynchronous and (plain := self._plain(by, w, writer, written)).any():
             what = f"reads {self.name} asynchronously, with no proxy fence since it was written"
             return self._conflict(what, plain, writer, self.wrote[b, a])
         return None
@@ -127,23 +143,20 @@ class Place:
 class Output:
     """A buffer in global memory that a kernel writes. Here `b` is of the clocks, and `ids` are the blocks' numbers in the grid."""
 
-    def __init__(self, buffer: l.Buffer, given: Any = None) -> None:
-        self.name, self.data = buffer.name, flat_memory(buffer, given)
-        data, self.given = self.data, given is not None
-        self.block = np.full(data.size, NOBODY, np.int32)
-        self.warp = np.zeros(data.size, np.int16)
-        self.written = np.zeros(data.size, np.int32)
-        self.wrote = np.full(data.size, NOBODY, np.int32)
-        self.boxes = np.zeros(data.size, np.int8)
+    def __init__(self, buffer: l.Buffer, before: Any) -> None:
+        self.name, self.data, self.fresh = buffer.name, flat_memory(buffer, before), before is None
+        self.block = np.full(self.data.size, NOBODY, np.int32)
+        self.warp = np.zeros(self.data.size, np.int16)
+        self.written = np.zeros(self.data.size, np.int32)
+        self.wrote = np.full(self.data.size, NOBODY, np.int32)
+        self.combined = np.zeros(self.data.size, bool)
         self.read_by: Any = None
         self.read_at: Any = None
 
     def read(self, clocks: Clocks, ids: Any, b: Any, a: Any, w: Any) -> Conflict | None:
-        """Warps read what nobody wrote in this kernel, or what they know to be written."""
-        if (late := self.boxes[a] > 0).any():
-            return self._conflict(f"reads {self.name}, where a box is on its way", late, a)
-        if not self.given and (none := self.block[a] == NOBODY).any():
-            return self._conflict(f"reads elements of {self.name} that nobody wrote", none, a)
+        """Warps read what was there before the kernel, or what they know to be written."""
+        if self.fresh and (none := self.block[a] == NOBODY).any():
+            return Conflict(f"reads elements of {self.name} that nobody wrote", int(np.argmax(none)))
         if (late := self._unknown(clocks, ids, b, a, w)).any():
             return self._conflict(f"reads {self.name} as another thread wrote it, with no barrier between", late, a)
         if self.read_at is None:
@@ -153,50 +166,45 @@ class Output:
         self.read_at[w, a] = np.maximum(self.read_at[w, a], clocks.now(b, w))
         return None
 
-    def write(self, clocks: Clocks, ids: Any, b: Any, a: Any, w: Any, values: Any, site: int) -> Conflict | None:
-        """Warps write. Two that nothing orders may only write the same."""
-        if (late := self._read(clocks, ids, b, a, w)).any():
-            return self._conflict(f"writes {self.name} while another thread reads it, with no barrier between", late, a)
-        if (late := self.boxes[a] > 0).any():
-            return self._conflict(f"writes {self.name}, where a box is on its way", late, a)
-        if (late := self._unknown(clocks, ids, b, a, w) & differ(self.data[a], values)).any():
+    def write(self, clocks: Clocks, ids: Any, b: Any, a: Any, w: Any, values: Any, site: int, box: bool = False) -> Conflict | None:
+        """Warps write, or a box of theirs, of which nobody knows when it has come. Two that nothing orders may only write the same."""
+        if self.read_at is not None:
+            seen = clocks.known[b[:, None], w[:, None], clocks.agent(b[:, None], np.arange(clocks.warps))]
+            late = (seen < self.read_at[:, a].T).any(axis=1) | (self.read_by[a] != ids)
+            if (late := late & (self.read_by[a] != NOBODY)).any():
+                return self._conflict(f"writes {self.name} while another thread reads it, with no barrier between", late, a)
+        alone = box | (self.written[a] == NEVER)
+        if (late := self._unknown(clocks, ids, b, a, w, box) & (alone | differ(self.data[a], values))).any():
             return self._conflict(f"writes {self.name} where another thread wrote something else, with no barrier between", late, a)
         self.data[a] = values
-        self.block[a], self.warp[a], self.written[a], self.wrote[a] = ids, w, clocks.now(b, w), site
+        self._note(clocks, ids, b, a, w, site, box, combined=False)
         if (other := differ(self.data[a], values)).any():
             return self._conflict(f"writes {self.name}: threads write different values to one element", other, a)
         return None
 
-    def send(self, clocks: Clocks, ids: Any, b: Any, a: Any, w: Any, values: Any, site: int, combine: Any = None) -> Conflict | None:
-        """A box sets out. Nothing in this kernel tells when it has come, but boxes that are combined may come in any order."""
-        if (late := self._read(clocks, ids, b, a, w)).any():
-            return self._conflict(f"sends a box to {self.name} while another thread reads it, with no barrier between", late, a)
-        boxes = self.boxes[a]
-        if combine and not self.given and (none := self.block[a] == NOBODY).any():
-            return self._conflict(f"adds to elements of {self.name} that nobody wrote", none, a)
-        if (late := (boxes == 0) & self._unknown(clocks, ids, b, a, w, fenced=True)).any():
-            return self._conflict(f"sends a box to {self.name} where a thread wrote, with no barrier and proxy fence between", late, a)
-        kind = 2 if combine else 1
-        if (late := (boxes > 0) & ((boxes != kind) | (kind == 1))).any():
-            return self._conflict(f"sends a box to {self.name}, where another is on its way", late, a)
-        self.data[a] = combine(self.data[a], values) if combine else values
-        self.boxes[a] = kind
-        self.block[a], self.warp[a], self.wrote[a] = ids, w, site
+    def combine(
+        self, clocks: Clocks, ids: Any, b: Any, a: Any, w: Any, values: Any, function: str, site: int, box: bool = False
+    ) -> Conflict | None:
+        """Warps add to elements (or take the minimum, the maximum), one after the other, which nobody else uses in another way."""
+        if self.fresh and (none := self.block[a] == NOBODY).any():
+            return Conflict(f"combines elements of {self.name} that nobody wrote", int(np.argmax(none)))
+        if (late := self._unknown(clocks, ids, b, a, w, box) & ~self.combined[a]).any():
+            return self._conflict(f"combines elements of {self.name} as another thread wrote them, with no barrier between", late, a)
+        {"add": np.add, "min": np.minimum, "max": np.maximum}[function].at(self.data, a, values)
+        self._note(clocks, ids, b, a, w, site, box, combined=True)
         return None
 
-    def _read(self, clocks: Clocks, ids: Any, b: Any, a: Any, w: Any) -> Any:
-        """Whether somebody else reads these elements, and nothing tells the warps that it is done."""
-        if self.read_at is None:
-            return np.zeros(1, bool)
-        seen = clocks.known[b[:, None], w[:, None], clocks.agent(b[:, None], np.arange(clocks.warps))]
-        return ((seen < self.read_at[:, a].T).any(axis=1) | (self.read_by[a] != ids)) & (self.read_by[a] != NOBODY)
+    def _note(self, clocks: Clocks, ids: Any, b: Any, a: Any, w: Any, site: int, box: bool, combined: bool) -> None:
+        """Who wrote last, and when."""
+        self.block[a], self.warp[a], self.wrote[a], self.combined[a] = ids, w, site, combined
+        self.written[a] = NEVER if box else clocks.now(b, w)
 
-    def _unknown(self, clocks: Clocks, ids: Any, b: Any, a: Any, w: Any, fenced: bool = False) -> Any:
-        """Whether somebody else wrote these elements, and nothing tells the warps; or no proxy fence came after."""
+    def _unknown(self, clocks: Clocks, ids: Any, b: Any, a: Any, w: Any, box: bool = False) -> Any:
+        """Whether somebody else wrote these elements, and nothing tells the warps; a box of theirs needs a proxy fence besides."""
         by = self.block[a]
         near = by // clocks.cluster == ids // clocks.cluster
         agent = np.where(near, clocks.agent(by, self.warp[a]), 0)
-        return (by != NOBODY) & (~near | (self.written[a] > (clocks.fenced if fenced else clocks.known)[b, w, agent]))
+        return (by != NOBODY) & (~near | (self.written[a] > (clocks.fenced if box else clocks.known)[b, w, agent]))
 
     def _conflict(self, what: str, where: Any, a: Any) -> Conflict:
         which = int(np.argmax(where))

@@ -169,7 +169,7 @@ def _slab(team: Team, s: Any, place: Any, index: Any, record: Any, count: int, i
         team.refuse(memory.check_read(x.b, x.a, x.w, asynchronous=True), x, s)
     memory.note_read(np.full(flat.size, b), flat, np.full(flat.size, agent), time, team.line)
     if team.machine.costs is not None:
-        team.machine.costs.slab(s, addresses, size)
+        team.machine.costs.slab(s, addresses.size * size)
     return memory.data[b, elements].astype(np.float64)
 
 

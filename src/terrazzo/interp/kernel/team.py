@@ -7,16 +7,16 @@ apart. What is asynchronous is in `copies`, the instructions of whole warps in `
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from terrazzo.errors import CompilerBug, UserError
-from terrazzo.hw.transfer import SHUFFLE
+from terrazzo.hw.transfer import SHUFFLE, VOTE
 from terrazzo.interp.kernel import copies, products
-from terrazzo.interp.kernel.memory import Conflict, Output
+from terrazzo.interp.kernel.barriers import Wait
+from terrazzo.interp.kernel.memory import Access, Conflict, Output
 from terrazzo.ir.address import evaluate
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
@@ -29,31 +29,8 @@ if TYPE_CHECKING:
     from terrazzo.interp.kernel.machine import Machine
 
 
-@dataclass(frozen=True)
-class Wait:
-    """Why a team stands still: at a line, until `ready`; `why` says what is missing."""
-
-    line: int
-    ready: Callable[[], bool]
-    why: Callable[[], str]
-
-
 REMEMBERED = 1 << 22
 """How many numbers a team's threads may remember of index expressions."""
-
-
-@dataclass(frozen=True)
-class Access:
-    """Elements `a` that warps `w` of blocks `b` use, in arrays of one length.
-
-    `mask` [block, warp, lane, element] says which of a team's those are; or one thread uses all of them, `by`.
-    """
-
-    b: Any
-    a: Any
-    w: Any
-    mask: Any = None
-    by: tuple[int, int, int] | None = None
 
 
 class Team:
@@ -66,6 +43,8 @@ class Team:
         self.warp = warps[None, :, None]
         self.active = np.ones(self.shape, bool)
         self.line = 0
+        self.doing: Node = self.kernel
+        self.loaded: dict[Node, Any] = {}
         numbers = {"block": machine.ids[blocks][:, None, None], "warp": self.warp, "lane": np.arange(k.WARP)[None, None, :]}
         self.env: dict[Any, Any] = {e: numbers[e.name] for e in machine.variables}
         self.values: dict[Node, Any] = {}
@@ -81,7 +60,7 @@ class Team:
     def statements(self, body: Sequence[Node], line: int) -> Iterator[Wait]:
         """Execute statements, of which the first is on this line of the kernel's text; yields where it has to wait."""
         for s in body:
-            self.line = line
+            self.line, self.doing, self.loaded = line, s, {}
             match s:
                 case k.For():
                     assert isinstance(s.axis.extent, int)
@@ -100,6 +79,8 @@ class Team:
                     yield from copies.wait_barrier(self, s)
                 case _:
                     self.statement(s)
+            if self.machine.costs is not None and not isinstance(s, k.For | k.If | k.Role):
+                self.machine.costs.issue(s, self.active)
             line += lines(s)
 
     def statement(self, s: Node) -> None:
@@ -114,6 +95,12 @@ class Team:
                 self.fragments.touch(s.place, self.active)
             case l.Store():
                 self.put(s.buffer, self.at(s.buffer, s.index, 1, s), self.term(s.value)[..., None], s)
+            case k.Atomic():
+                x = self.access(at := self.at(s.buffer, s.index, 1, s), self.active)
+                if self.machine.costs is not None:
+                    size = s.buffer.type.dtype.size
+                    self.machine.costs.memory(s, at[..., 0] * size, self.active, size, write=True)
+                self.combine(s.buffer, x, np.broadcast_to(self.term(s.value)[..., None], x.mask.shape)[x.mask], s.function, s)
             case k.Move():
                 data = self.get(s.source, self.at(s.source, s.at, s.count, s), s, s.count)
                 self.put(s.target, self.at(s.target, s.to, s.count, s), data, s)
@@ -121,8 +108,6 @@ class Team:
                 meaning(self, s)
             case _:
                 raise CompilerBug(f"{self.kernel.name}: no meaning for {type(s).__name__}")
-        if self.machine.costs is not None:
-            self.machine.costs.issue(s, self.active)
 
     def meet(self, s: k.Sync | k.ClusterSync) -> Iterator[Wait]:
         """Warps that are here whole arrive; none or all of them are, at a barrier of all."""
@@ -165,7 +150,7 @@ class Team:
             block, warp = self.machine.ids[self.block[where[0], 0, 0]], self.warp[0, where[1], 0]
             who = f", block {block}, warp {warp}, lane {where[2]}"
         text = self.machine.text(self.line)
-        raise CompilerBug(f"{self.kernel.name}: {type(s).__name__} {what}: line {self.line} `{text}`{who}{other}")
+        raise CompilerBug(f"{self.kernel.name}: {type(s).__name__} {what}: line {self.line} of the kernel, `{text}`{who}{other}")
 
     def refuse(self, found: Conflict | None, x: Access, s: Node) -> None:
         """CompilerBug for an access that conflicts with another, with both of them."""
@@ -265,10 +250,10 @@ class Team:
             clocks = self.machine.clocks
             memory.note_read(x.b, x.a, clocks.agent(x.b, x.w), clocks.now(x.b, x.w), self.line)
             if costs is not None and not isinstance(s, k.LoadMatrix):
-                costs.shared(s, self.bytes(place, at[..., 0]), active, place.type.dtype.size * at.shape[-1])
+                costs.shared(self.doing, self.bytes(place, at[..., 0]), active, place.type.dtype.size * at.shape[-1])
             return memory.data[np.broadcast_to(self.block[..., None], at.shape), at]
         if costs is not None and not isinstance(s, k.AsyncCopy):
-            costs.memory(s, at[..., 0] * place.type.dtype.size, active, place.type.dtype.size * at.shape[-1])
+            costs.memory(self.doing, at[..., 0] * place.type.dtype.size, active, place.type.dtype.size * at.shape[-1])
         if (output := self.machine.outputs.get(place)) is not None:
             self.refuse(output.read(self.machine.clocks, self.machine.ids[x.b], x.b, x.a, x.w), x, s)
             return output.data[at]
@@ -289,11 +274,11 @@ class Team:
         costs = self.machine.costs
         if isinstance(place, k.Shared):
             if costs is not None and not isinstance(s, k.StoreMatrix):
-                costs.shared(s, self.bytes(place, at[..., 0]), self.active, place.type.dtype.size * at.shape[-1], write=True)
+                costs.shared(self.doing, self.bytes(place, at[..., 0]), self.active, place.type.dtype.size * at.shape[-1], write=True)
             self.write(place, x, values, s)
         else:
             if costs is not None:
-                costs.memory(s, at[..., 0] * place.type.dtype.size, self.active, place.type.dtype.size * at.shape[-1], write=True)
+                costs.memory(self.doing, at[..., 0] * place.type.dtype.size, self.active, place.type.dtype.size * at.shape[-1], write=True)
             self.write_output(place, x, values, s)
 
     def write(self, place: k.Shared, x: Access, values: Any, s: Node, landing: bool = False) -> None:
@@ -304,12 +289,38 @@ class Team:
             memory.land(x.b, x.a)
         self.refuse(memory.write(x.b, x.a, clocks.agent(x.b, x.w), clocks.now(x.b, x.w), values, self.line), x, s)
 
-    def write_output(self, place: l.Buffer, x: Access, values: Any, s: Node) -> None:
+    def write_output(self, place: l.Buffer, x: Access, values: Any, s: Node, box: bool = False) -> None:
         """Write to global memory."""
-        output: Output | None = self.machine.outputs.get(place)
-        if output is None:
+        found = self.output(place, s).write(self.machine.clocks, self.machine.ids[x.b], x.b, x.a, x.w, values, self.line, box)
+        self.refuse(found, x, s)
+
+    def combine(self, place: l.Buffer, x: Access, values: Any, function: str, s: Node, box: bool = False) -> None:
+        """Add to global memory (or take the minimum, the maximum)."""
+        found = self.output(place, s).combine(self.machine.clocks, self.machine.ids[x.b], x.b, x.a, x.w, values, function, self.line, box)
+        self.refuse(found, x, s)
+
+    def output(self, place: l.Buffer, s: Node) -> Output:
+        """A buffer that the kernel writes."""
+        if (found := self.machine.outputs.get(place)) is None:
             self.fail(s, f"writes {place.name}, which the kernel only reads")
-        self.refuse(output.write(self.machine.clocks, self.machine.ids[x.b], x.b, x.a, x.w, values, self.line), x, s)
+        return found
+
+    def remote(self, x: k.Remote) -> Any:
+        """An element of shared memory of another block of the cluster."""
+        at = self.at(x.buffer, x.index, 1, x)
+        here, clocks, place = self.access(at, self.active), self.machine.clocks, self.machine.places[x.buffer]
+        ranks = np.broadcast_to(self.number_of(x.rank), self.shape)
+        if (bad := ((ranks < 0) | (ranks >= self.kernel.cluster)) & self.active).any():
+            self.fail(x, f"names a block that a cluster of {self.kernel.cluster} has not", np.argwhere(bad)[0])
+        peers = np.clip(self.block - self.block % self.kernel.cluster + ranks, 0, clocks.blocks - 1)
+        there = Access(np.broadcast_to(peers[..., None], at.shape)[here.mask], here.a, here.w, here.mask)
+        self.refuse(place.check_read(there.b, there.a, there.w, by=here.b), there, x)
+        place.note_read(there.b, there.a, clocks.agent(here.b, here.w), clocks.now(here.b, here.w), self.line)
+        if self.machine.costs is not None:
+            self.machine.costs.shared(self.doing, self.bytes(x.buffer, at[..., 0]), self.active, x.dtype.size)
+        for b, by, w in {*zip(there.b.tolist(), here.b.tolist(), here.w.tolist(), strict=True)}:
+            clocks.visit(b, (by, w))
+        return place.data[peers[..., None], at][..., 0]
 
     # -- terms --------------------------------------------------------------------------------------------------------
 
@@ -351,10 +362,18 @@ class Team:
                 if (self.active & ~self.active[..., np.arange(k.WARP) ^ x.mask]).any():
                     self.fail(x, "is a shuffle that reads from lanes that do not take part")
                 return SHUFFLE.run(self.term(x.x), x.mask)
+            case k.Vote():
+                if (self.active.any(axis=2) & ~self.active.all(axis=2)).any():
+                    self.fail(x, "is a vote of some lanes of a warp only")
+                return VOTE.run(self.term(x.x), x.kind)
+            case k.Remote():
+                return self.remote(x)
             case l.Load():
-                active = self.active & self.holds(x.inside) if x.inside else self.active
-                data = self.get(x.buffer, self.at(x.buffer, x.index, 1, x, active), x, active=active)[..., 0]
-                return np.where(active, data, np.zeros((), data.dtype)) if x.inside else data
+                if x not in self.loaded:  # equal loads in a statement are one
+                    active = self.active & self.holds(x.inside) if x.inside else self.active
+                    data = self.get(x.buffer, self.at(x.buffer, x.index, 1, x, active), x, active=active)[..., 0]
+                    self.loaded[x] = np.where(active, data, np.zeros((), data.dtype)) if x.inside else data
+                return self.loaded[x]
             case l.Apply():
                 found = x.fn.numpy(*(self.term(a) for a in x.args))
                 return np.broadcast_to(np.asarray(found, x.dtype.numpy), self.shape)

@@ -57,7 +57,7 @@ def _choose(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> list[
         assert p is not None
         best = products.plans(p, gpu)[0]
         if best.pieces > 1:
-            return _split(kernel, [c.reduce for c in p.sites], best.pieces, gpu, pinned)
+            return _split(kernel, [c.reduce for c in p.sites], best.pieces, gpu, pinned, best.tile.k)
         return [_tiled(p, best, gpu)]
     kernel = flat_reductions(kernel)
     reduces = [r for r in n.accumulators(kernel).values() if isinstance(r, l.Reduce)]
@@ -106,9 +106,9 @@ def _pinned(forms: Sequence[l.Kernel], pinned: Mapping[str, Schedule], gpu: Gpu)
     raise UserError(f"the schedule of {chosen.kernel} does not fit it: {why[0]}")
 
 
-def _split(kernel: l.Kernel, reduces: list[l.Reduce], pieces: int, gpu: Gpu, pinned: Mapping[str, Schedule]) -> list[Chosen]:
+def _split(kernel: l.Kernel, reduces: list[l.Reduce], pieces: int, gpu: Gpu, pinned: Mapping[str, Schedule], unit: int = 1) -> list[Chosen]:
     """A kernel of partial states and one that combines them and does the rest, in that order."""
-    first, second = split(kernel, reduces, pieces)
+    first, second = split(kernel, reduces, pieces, unit)
     if first.name in pinned:
         done = _pinned([first], pinned, gpu)
     elif (p := products.product(first)) is not None:

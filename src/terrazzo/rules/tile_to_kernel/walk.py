@@ -307,7 +307,8 @@ class Walker:
         else:
             init = l.Literal(zero(load.dtype), load.dtype) if found.inside else None
             place, index = self.registers("in", load.dtype, (size,), init), (j,)
-        self.where(found.inside, lambda: self.out.append(k.Move(place, (*index[:-1], 0), load.buffer, at, size)))
+        inside = [substitute(e, {j: 0}) for e in found.inside]
+        self.where(inside, lambda: self.out.append(k.Move(place, (*index[:-1], 0), load.buffer, at, size)))
         scope.env[load] = l.Load(place, index)
 
     def keep_terms(self, s: n.Loop, digits: Sequence[Sequence[Digit]], scope: Scope, inner: Scope) -> None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from importlib import resources
 
 from terrazzo.errors import CompilerBug
 from terrazzo.hw import barrier, ldmatrix, mma_sync, tma, wgmma
-from terrazzo.hw.transfer import CP_ASYNC, SHUFFLE, WIDE
+from terrazzo.hw.transfer import CP_ASYNC, REMOTE, SHUFFLE, VOTE, WIDE
 from terrazzo.ir.address import flatten
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Expr, IntExpr, Loaded
+from terrazzo.ir.expr import Expr, IntExpr, Loaded, terms_of
 from terrazzo.ir.node import Node, topological
-from terrazzo.targets.terms import Scope, c_type, expression, guard, identifier, index, literal, term
+from terrazzo.targets.terms import Scope, address, c_type, element, expression, guard, identifier, index, literal, offset, term
 
 
 @lru_cache(maxsize=1)
@@ -39,6 +40,7 @@ class _Writer:
         self.kernel = kernel
         self.scope = Scope()
         self.maps: dict[tuple[l.Buffer, tuple[int, ...], int], str] = {}
+        self.unrolled: set[Node] = set()
         largest = max((k.shared_bytes(b) // b.type.dtype.size for b in kernel.params), default=0)
         self.int = "int" if largest < 1 << 31 else "i64"
 
@@ -97,7 +99,8 @@ class _Writer:
         every = list(dict.fromkeys(k.walk(self.kernel.body)))
         kinds = {type(x) for x in topological(self.kernel.body)}
         groups = {s.kind for s in every if isinstance(s, k.Commit | k.WaitGroups)}
-        texts = [r.cuda for kind, r in ((k.Move, WIDE), (k.Shuffle, SHUFFLE)) if kind in kinds]
+        lanes = ((k.Move, WIDE), (k.Shuffle, SHUFFLE), (k.Vote, VOTE), (k.Remote, REMOTE))
+        texts = [r.cuda for kind, r in lanes if kind in kinds]
         for holds, text in (
             (k.AsyncCopy in kinds or "cp.async" in groups, CP_ASYNC.cuda),
             (any(isinstance(s, k.Barriers) for s in self.kernel.shared), barrier.MBARRIERS),
@@ -142,6 +145,9 @@ class _Writer:
                 return [f"{self.element(s.buffer, s.index)} = {term(s.value, self.scope)};"]
             case k.Move():
                 return [f"move<{s.count}>({self.address(s.target, s.to)}, {self.address(s.source, s.at)});"]
+            case k.Atomic():
+                at = f"&{self.scope.buffers[s.buffer]}[{offset(s.buffer, s.index, self.scope)}]"
+                return [f"atomic{s.function.capitalize()}({at}, {term(s.value, self.scope)});"]
             case k.AsyncCopy():
                 size = s.count * s.source.type.dtype.size
                 inside = f", {guard(s.inside, self.scope)}" if s.inside else ""
@@ -199,6 +205,7 @@ class _Writer:
                 return [f"if (warp >= {s.first} && warp < {last}) {{", *registers, *self.statements(s.body, "  "), "}"]
             case k.For():
                 self.scope.names[s.axis] = i = s.axis.name
+                self.unrolled |= {s.axis} if s.unrolled else set()
                 head = f"for ({self.int} {i} = 0; {i} < {s.axis.extent}; {i}++) {{"
                 return ["#pragma unroll" if s.unrolled else "#pragma unroll 1", head, *self.statements(s.body, "  "), "}"]
             case k.If():
@@ -212,7 +219,7 @@ class _Writer:
 
     def slab(self, place: k.Shared, at: Sequence[IntExpr]) -> str:
         """The address of a slab in shared memory: its start is not swizzled."""
-        return f"shared_address({self.scope.buffers[place]} + {self.offset(place, at)})"
+        return f"shared_address({self.scope.buffers[place]} + {offset(place, at, self.scope)})"
 
     def descriptor(self, place: l.Buffer, at: Sequence[IntExpr]) -> str:
         assert isinstance(place, k.Shared)
@@ -231,25 +238,19 @@ class _Writer:
             lines += ["#pragma unroll", f"for (int z = 0; z < {count}; z++) {name}[z] = {literal(s.init.value, s.init.type)};"]
         return lines
 
-    def offset(self, place: l.Buffer, at: Sequence[IntExpr]) -> str:
-        return index(flatten(tuple(at), place.type.element_strides), self.scope)
-
     def element(self, place: l.Buffer, at: Sequence[IntExpr]) -> str:
-        """An element of any place."""
-        if isinstance(place, k.Registers) and not place.type.rank:
-            return place.name
-        if isinstance(place, k.Shared) and place.swizzle:
-            return f"*{self.address(place, at)}"
-        return f"{self.scope.buffers[place]}[{self.offset(place, at)}]"
+        return element(place, at, self.scope)
 
     def address(self, place: l.Buffer, at: Sequence[IntExpr]) -> str:
-        name, offset = self.scope.buffers[place], self.offset(place, at)
-        if isinstance(place, k.Shared) and place.swizzle:
-            kind = c_type(place.type.dtype)
-            return (
-                f"reinterpret_cast<{kind}*>(reinterpret_cast<u8*>({name}) + swizzle<{place.swizzle}>({offset} * {place.type.dtype.size}))"
-            )
-        return name if offset == "0" else f"{name} + {offset}"
+        fixed, moving = self.apart(flatten(tuple(at), place.type.element_strides))
+        if place in self.kernel.params and fixed and moving:
+            return f"{self.scope.buffers[place]} + {index(moving, self.scope)} + {index(fixed, self.scope)}"
+        return address(place, at, self.scope)
+
+    def apart(self, offset: IntExpr) -> tuple[IntExpr, IntExpr]:
+        """What is constant once loops are unrolled, which an access has room for itself, and the rest, which is then computed once."""
+        terms = [(math.prod(fs, start=c), all(f.free <= self.unrolled for f in fs)) for fs, c in terms_of(offset).items()]
+        return sum(x for x, unrolled in terms if unrolled), sum(x for x, unrolled in terms if not unrolled)
 
     def group(self, place: k.Registers, at: Sequence[IntExpr], count: int) -> str:
         """`count` registers as an array."""

@@ -1,66 +1,15 @@
-"""Kernel IR: a program for one block, written for one thread of it (ADR 005). One statement per CUDA statement.
-
-Index expressions are those of Loop IR over the variables `block`, `warp` and `lane` and those of loops; terms are those of Loop IR
-without reductions, over `Value`s and loads from any place. Nothing is implied: a barrier that is not in the text is not in the kernel.
-"""
+"""The statements of Kernel IR, one for each of CUDA."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
 from terrazzo.errors import UserError
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.dialects.loop import Buffer, Term
+from terrazzo.ir.dialects.kernel.values import Barriers, Registers, Shared, Value
+from terrazzo.ir.dialects.loop import Buffer
 from terrazzo.ir.expr import IntExpr, Var
 from terrazzo.ir.node import Node
-from terrazzo.ir.types import DType
-
-WARP = 32
-"""Threads in a warp."""
-
-
-class Shared(Buffer, dialect="kernel", op="shared"):
-    """Memory of the block. Bits of the byte offset are exchanged with a span of `swizzle` bytes (0, 32, 64 or 128; see ir.layout)."""
-
-    swizzle: int = 0
-
-
-class Barriers(Shared, dialect="kernel", op="barriers"):
-    """`mbarrier`s, one for each slot of a ring. A phase ends when `arrivals` threads arrived and all announced bytes have come."""
-
-    arrivals: int = 1
-
-
-class Registers(Buffer, dialect="kernel", op="registers"):
-    """Memory of the thread: indices must be constants once loops are unrolled."""
-
-
-class Value(Term, dialect="kernel", op="value"):
-    """What a `Let` named."""
-
-    name: str
-    type: DType
-
-    def infer(self) -> DType:
-        return self.type
-
-
-class Shuffle(Term, dialect="kernel", op="shuffle"):
-    """x as the lane has it whose number differs in the bits of `mask`."""
-
-    x: Node
-    mask: int
-
-    def check(self) -> None:
-        super().check()
-        if not 0 < self.mask < WARP:
-            raise UserError(f"shuffle: a mask is in 1 to {WARP - 1}, not {self.mask}")
-
-    def infer(self) -> Any:
-        return self.x.dtype  # type: ignore[attr-defined]
 
 
 class Let(Node, dialect="kernel", op="let"):
@@ -91,6 +40,23 @@ class Move(Node, dialect="kernel", op="move"):
             raise UserError(f"move takes a power of two of elements, not {self.count}")
         if self.target.type.dtype is not self.source.type.dtype:
             raise UserError(f"move: {self.source.type.dtype} into {self.target.name}, which holds {self.target.type.dtype}")
+
+
+class Atomic(Node, dialect="kernel", op="atomic"):
+    """An element of global memory becomes its "add", "min" or "max" with a value, as if no thread came between. f32 and i32."""
+
+    function: str
+    buffer: Buffer
+    index: tuple[IntExpr, ...]
+    value: Node
+
+    def check(self) -> None:
+        _one_of("atomic", self.function, ("add", "min", "max"))
+        kind = self.buffer.type.dtype
+        if kind.name not in ("f32", "i32") or (kind.is_float and self.function != "add"):
+            raise UserError(f"there is no atomic {self.function} of {kind}")
+        if self.value.dtype is not kind:  # type: ignore[attr-defined]
+            raise UserError(f"atomic: {self.value.dtype} into {self.buffer.name}, which holds {kind}")  # type: ignore[attr-defined]
 
 
 class AsyncCopy(Node, dialect="kernel", op="async_copy"):
@@ -303,87 +269,9 @@ class Role(Node, dialect="kernel", op="role"):
             raise UserError("a role with registers is of whole warpgroups, and takes a multiple of 8 from 24 to 240")
 
 
-class Kernel(Node, dialect="kernel", op="kernel"):
-    """One launch of `grid` blocks of `warps` warps. `params` are the buffers in global memory, those read first.
-
-    A thread may use as many registers as leave room for `resident` blocks on a processor; `cluster` blocks share their memory.
-    """
-
-    name: str
-    params: tuple[Buffer, ...]
-    writes: tuple[Buffer, ...]
-    grid: int
-    warps: int
-    shared: tuple[Shared, ...]
-    body: tuple[Node, ...]
-    resident: int = 1
-    source: str = ""
-    cluster: int = 1
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return self.warps * WARP
-
-    @property
-    def reads(self) -> tuple[Buffer, ...]:
-        """The buffers in global memory that are not written."""
-        return tuple(b for b in self.params if b not in self.writes)
-
-    @cached_property
-    def maps(self) -> tuple[tuple[Buffer, tuple[int, ...], int], ...]:
-        """The tensor maps it takes, each once: of which buffer, with which box and swizzle."""
-        boxes = [s for s in walk(self.body) if isinstance(s, TensorLoad | TensorStore)]
-        return tuple(dict.fromkeys(map_of(s) for s in boxes))
-
-    @cached_property
-    def offsets(self) -> dict[Shared, int]:
-        """Where each part of shared memory begins, in bytes."""
-        found, at = {}, 0
-        for s in self.shared:
-            at = -(-at // 1024) * 1024 if s.swizzle else -(-at // 16) * 16
-            found[s] = at
-            at += shared_bytes(s)
-        return found
-
-    @cached_property
-    def shared_bytes(self) -> int:
-        """How much shared memory a block takes."""
-        return max((at + shared_bytes(s) for s, at in self.offsets.items()), default=0)
-
-
-@dataclass(frozen=True)
-class Program:
-    """Kernels and calls in the order they run, as in Loop IR."""
-
-    name: str
-    inputs: tuple[Buffer, ...]
-    steps: tuple[Kernel | l.Call, ...]
-    results: tuple[Buffer, ...]
-
-    @property
-    def dialect(self) -> str:
-        return "kernel"
-
-
-BLOCK = "block"
-THREADS = ("block", "warp", "lane")
-LANE = Var("lane", WARP)
-REGISTER_FILE = 65536
-"""32-bit registers of a processor."""
-
-
 def map_of(s: TensorLoad | TensorStore) -> tuple[Buffer, tuple[int, ...], int]:
     """The tensor map of a box: of which buffer in global memory, with which box and swizzle."""
     return (s.source, s.box, s.target.swizzle) if isinstance(s, TensorLoad) else (s.target, s.box, s.source.swizzle)
-
-
-def shared_bytes(place: Buffer) -> int:
-    """The bytes from the first element to the end of the last."""
-    shape, strides = place.type.static_shape, place.type.element_strides
-    if 0 in shape:
-        return 0
-    return (1 + sum((e - 1) * s for e, s in zip(shape, strides, strict=True) if isinstance(s, int))) * place.type.dtype.size
 
 
 def walk(body: tuple[Node, ...]) -> Iterator[Node]:
