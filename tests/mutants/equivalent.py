@@ -58,9 +58,7 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         (*RINGS, BOXES), MOVED, r"(`sync\(\)` -> `for i|`for t\d+ in serial\(\d+\):` -> `sync)", "nobody uses shared memory after it"
     ),
     Equivalent(RINGS, PREDICATE, r"`if -t\d+( \+ \d+)? >= 0:` (-> `if -t|is gone)", "one slab more is of zeros, and nobody reads it"),
-    Equivalent(
-        (BOXES,), PREDICATE, r"`if -warp >= 0 and -lane >= 0:` -> `if warp - 1", "another warp sends the first boxes, after the barrier"
-    ),
+    Equivalent((BOXES,), PREDICATE, r"`if -warp >= 0 and -lane >= 0:` -> `if warp - 1", "another warp sends them, after the barrier"),
     Equivalent(
         (BOXES, "registers by hand", "split by hand"),
         MOVED,
@@ -105,6 +103,9 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     Equivalent(("split product",), PREDICATE, r"`async_copy\(", "the condition around it says the same of the step"),
     Equivalent((BOXES,), MOVED, r"`wait_barrier\(.* -> `sync", "two waits, one after the other"),
     Equivalent(("conv2d",), PREDICATE, r"-block \* 32 - lane \+ 35", "pixels beyond the last are not stored"),
+    Equivalent(("conv2d",), PREDICATE, r"^line 8 .*-i2 \* 2 - warp \+ 2", "a fourth column of the filter is of zeros"),
+    Equivalent(("conv1d",), ("wrong number of steps",), r"`for k8 in unrolled\(4\):`", "a fourth column of the filter is of zeros"),
+    Equivalent(("variance",), ("wrong number of steps",), r"`for i3 in unrolled\(2\):` -> `.*\(3\)", "what is beyond the row is left out"),
     Equivalent(("conv2d",), ("no store",), r"`w_s0_r0\[", "whether a thread has an element of the filter is the same at every step"),
     Equivalent(
         ("persistent by hand",),

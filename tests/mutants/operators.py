@@ -112,7 +112,7 @@ for _kind, _types in KINDS.items():
     OPERATORS[f"moved {_kind}"] = moves(_types)
 OPERATORS["no copy"] = drops((k.AsyncCopy, k.TensorLoad, k.TensorStore, k.Move, k.LoadMatrix, k.StoreMatrix))
 OPERATORS["no product"] = drops((k.Multiply, k.MultiplyAsync))
-OPERATORS["no store"] = drops((l.Store,))
+OPERATORS["no store"] = drops((l.Store, k.Atomic))
 OPERATORS["no barriers made"] = drops((k.InitBarriers,))
 
 
@@ -224,7 +224,8 @@ def one_slot_less(kernel: k.Kernel) -> Kernels:
 
 @operator
 def wrong_block_of_the_cluster(site: Site) -> Kernels:
-    """A thread arrives elsewhere, a box goes elsewhere."""
+    """A thread arrives elsewhere, reads elsewhere; a box goes elsewhere."""
+    yield from (put(replace(x, rank=1 - x.rank)) for x, put in terms(site, k.Remote))
     if isinstance(site.s, k.Arrive) and site.s.rank is not None:
         yield from (site.but(rank=None), site.but(rank=1 - site.s.rank), site.but(rank=2))
     if isinstance(site.s, k.TensorLoad) and site.s.ranks:
@@ -240,13 +241,13 @@ def indices(site: Site) -> Iterator[tuple[l.Buffer, tuple[IntExpr, ...], Callabl
     for name, at in (("buffer", "index"), ("target", "to"), ("source", "at"), ("d", "d_at"), ("a", "a_at"), ("b", "b_at")):
         if name in s._fields and at in s._fields:
             yield getattr(s, name), getattr(s, at), lambda new, at=at: site.but(**{at: new})  # type: ignore[misc]
-    for x, put in terms(site, l.Load):
+    for x, put in (*terms(site, l.Load), *terms(site, k.Remote)):
         yield x.buffer, x.index, lambda new, x=x, put=put: put(replace(x, index=new))  # type: ignore[misc]
 
 
 def terms(site: Site, kind: type) -> Iterator[tuple[Any, Callable[[Node], k.Kernel]]]:
     """The terms of a kind in a statement, and the kernel with another one there."""
-    field = {k.Let: "term", l.Store: "value"}.get(type(site.s))
+    field = {k.Let: "term", l.Store: "value", k.Atomic: "value"}.get(type(site.s))
     if field:
         whole = getattr(site.s, field)
         for x in topological([whole]):
@@ -328,7 +329,10 @@ def wrong_width(site: Site) -> Kernels:
 
 @operator
 def wrong_reduction(site: Site) -> Kernels:
-    """A box is not added, or combined in another way."""
+    """What is combined in global memory, or in a vote, is combined in another way."""
+    if isinstance(site.s, k.Atomic):
+        yield from (site.but(function=word) for word in ("add", "max") if word != site.s.function)
+    yield from (put(replace(x, kind="all" if x.kind == "any" else "any")) for x, put in terms(site, k.Vote))
     if isinstance(site.s, k.TensorStore):
         yield from (site.but(reduction=word) for word in ("", "add", "max") if word != site.s.reduction)
 

@@ -27,13 +27,14 @@ from terrazzo.interp import kernel as simulator
 from terrazzo.interp.torch import call_numpy
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.verify import verify
+from terrazzo.targets.cuda.check import check
 from tests.mutants.equivalent import EQUIVALENT, Equivalent
 from tests.mutants.kernels import NAMES, Subject, subject
 from tests.mutants.operators import Mutant, mutants
 
 SEEDS = (None, 0, 1)
 """The orders a mutant is run in: the fair one, and what a scheduler finds adverse."""
-STAGES = ("verifier", "simulator", "result")
+STAGES = ("verifier", "check", "simulator", "result")
 """Who kills mutants, in order."""
 GOAL = 0.99
 DIGITS = {"bfloat16": 8, "float16": 11, "float32": 20, "float64": 48}
@@ -88,6 +89,8 @@ def killed(of: Subject, program: k.Program) -> tuple[str, str]:
     by = "verifier"
     try:
         verify(program)
+        by = "check"
+        check(program, of.gpu)
         for seed in SEEDS:
             by = "simulator"
             for ours, theirs in zip(run(of, program, seed), expected(of.name), strict=True):
@@ -106,7 +109,7 @@ def same(a: Any, b: Any) -> bool:
         return np.array_equal(a, b)
     a, b, digits = a.astype(np.float64), b.astype(np.float64), DIGITS[a.dtype.name]
     finite = np.isfinite(b)
-    near = np.abs(a - b)[finite] <= 2.0**-digits * np.abs(b[finite]).max(initial=0.0)
+    near = np.abs(a[finite] - b[finite]) <= 2.0**-digits * np.abs(b[finite]).max(initial=0.0)
     return bool(near.all() and np.array_equal(a[~finite], b[~finite], equal_nan=True))
 
 
@@ -115,6 +118,7 @@ def alarms(name: str, seeds: Sequence[int]) -> list[str]:
     found = []
     for seed in seeds:
         try:
+            check(subject(name).program, subject(name).gpu)
             if not all(map(same, run(subject(name), subject(name).program, seed), expected(name))):
                 found.append(f"{name}, seed {seed}: another result")
         except (CompilerBug, UserError, Limitation) as why:

@@ -189,7 +189,8 @@ class Team:
         size = self.size(place)
         wrong.append((f"goes {count} elements on, beyond the end of {place.name}", offset + count > size))
         if wide > 1:
-            wrong.append((f"of {count} elements at {place.name} is not aligned to {wide} bytes", offset * place.type.dtype.size % wide != 0))
+            odd = offset * place.type.dtype.size % wide != 0
+            wrong.append((f"of {count} elements at {place.name} is not aligned to {wide} bytes", odd))
         wrong = [(what, where) for what, where in wrong if np.any(where)]
         if isinstance(place, k.Registers):
             return offset, wrong
