@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from tests.mutants.kernels import NAMES
 from tests.mutants.operators import OPERATORS
 from tests.mutants.run import GOAL, Verdict, alarms, every, judge, report, same, sample

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -59,11 +60,17 @@ def rows(team: Team, s: k.LoadMatrix | k.StoreMatrix, place: k.Shared, index: An
     named = team.at(place, index, 1, s)[..., 0]
     if (odd := team.active & (named * place.type.dtype.size % 16 != 0)).any():
         team.fail(s, f"names a row of {place.name} that is not aligned to 16 bytes", np.argwhere(odd)[0])
-    reg, lane = np.meshgrid(np.arange(1 << record.layout.bits("reg")), np.arange(k.WARP))
-    where = record.layout.coordinates(reg=reg, lane=lane)
+    where = _places(record)
     if team.machine.costs is not None:
         team.machine.costs.matrix(s, team.bytes(place, named), team.active)
     return named[..., where.get("j", 0) * 8 + where["r"]] + where["c"]
+
+
+@cache
+def _places(record: ldmatrix.MatrixMove) -> dict[str, Any]:
+    """Of which matrix, row and column a lane's elements are."""
+    reg, lane = np.meshgrid(np.arange(1 << record.layout.bits("reg")), np.arange(k.WARP))
+    return record.layout.coordinates(reg=reg, lane=lane)
 
 
 def load_matrix(team: Team, s: k.LoadMatrix) -> None:

@@ -184,14 +184,14 @@ class Team:
         wrong = []
         for e, extent, stride in zip(index, place.type.static_shape, place.type.element_strides, strict=True):
             value = self.number_of(e)
-            wrong.append((f"at {place.name}[{e}] is outside [0, {extent})", (value < 0) | (value >= extent)))
+            if np.any(outside := (value < 0) | (value >= extent)):
+                wrong.append((f"at {place.name}[{e}] is outside [0, {extent})", outside))
             offset = offset + value * stride
         size = self.size(place)
-        wrong.append((f"goes {count} elements on, beyond the end of {place.name}", offset + count > size))
-        if wide > 1:
-            odd = offset * place.type.dtype.size % wide != 0
+        if np.any(beyond := offset + count > size):
+            wrong.append((f"goes {count} elements on, beyond the end of {place.name}", beyond))
+        if wide > 1 and np.any(odd := offset * place.type.dtype.size % wide != 0):
             wrong.append((f"of {count} elements at {place.name} is not aligned to {wide} bytes", odd))
-        wrong = [(what, where) for what, where in wrong if np.any(where)]
         if isinstance(place, k.Registers):
             return offset, wrong
         found = np.broadcast_to(offset, self.shape)[..., None] + np.arange(count)
