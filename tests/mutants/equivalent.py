@@ -42,7 +42,7 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     Equivalent(SUMS, PREDICATE, r"`if -lane >= 0( and -warp >= 0)?:`", "every thread has the result, so any may store it"),
     Equivalent(MET, PREDICATE, r"`if -warp >= 0( and .*)?:`", "every warp has the result, so any may store it"),
     Equivalent(
-        ("argmax", "softmax", "softmax of columns"),
+        ("argmax", "softmax", "softmax of columns", "cross entropy", "attention", "attention of half"),
         ("no store",),
         r"`acc0\w*\[\(\)\] = (f32\(-inf\)|i64\(9223372036854775807\))`",
         "what a warp has found is among what the warps have found: taken twice, it is still the largest",
@@ -103,14 +103,32 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     Equivalent(("split product",), PREDICATE, r"`async_copy\(", "the condition around it says the same of the step"),
     Equivalent((BOXES,), MOVED, r"`wait_barrier\(.* -> `sync", "two waits, one after the other"),
     Equivalent(("conv2d",), PREDICATE, r"-block \* 32 - lane \+ 35", "pixels beyond the last are not stored"),
-    Equivalent(("conv2d",), PREDICATE, r"^line 8 .*-i2 \* 2 - warp \+ 2", "a fourth column of the filter is of zeros"),
-    Equivalent(("conv1d",), ("wrong number of steps",), r"`for k8 in unrolled\(4\):`", "a fourth column of the filter is of zeros"),
-    Equivalent(("variance",), ("wrong number of steps",), r"`for i3 in unrolled\(2\):` -> `.*\(3\)", "what is beyond the row is left out"),
-    Equivalent(("conv2d",), ("no store",), r"`w_s0_r0\[", "whether a thread has an element of the filter is the same at every step"),
     Equivalent(
-        ("persistent by hand",),
+        ("conv1d", "conv2d"), ("wrong number of steps",), r"`for k8 in unrolled\(4\):`", "a fourth column of the filter is of zeros"
+    ),
+    Equivalent(
+        ("softmax", "variance", "split product", "ragged matmul of bfloat16", "swiglu", "conv2d", "attention", "attention of half"),
+        ("wrong number of steps",),
+        r"`for [ei]\d+ in unrolled\(([1248])\):` -> `.*\([2359]\)",
+        "a condition inside leaves out what is beyond the row or the tile",
+    ),
+    Equivalent(("softmax", "attention", "attention of half"), ("off by one",), r"`v\d+ = (sub|mul|f32)\(", "nobody uses that value"),
+    Equivalent(
+        ("attention", "attention of half"),
+        ("wrong beginning",),
+        r"`acc0 = registers",
+        "the same number added to all scores changes no softmax",
+    ),
+    Equivalent(
+        ("cluster_sum by hand",),
+        PREDICATE,
+        r"^line 1[147] `if -lane >= 0",
+        "all threads of the warp, or of the block, have the same number to write",
+    ),
+    Equivalent(
+        ("cluster by hand", "persistent by hand"),
         ("wrong barrier",),
         r"`arrive\(empty",
-        "with two slots, each is given back one step late, after the other was waited for",
+        "each slot is given back a step or two late; what is given back early is waited for after those before it",
     ),
 )

@@ -164,9 +164,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="which")
     parser.add_argument("--seeds", type=int, default=50, help="in how many adverse orders the originals run")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--kernel", help="only those whose name contains this")
+    parser.add_argument("--kernel", help="only those whose name contains one of these, with commas between")
     options = parser.parse_args(arguments)
-    names = [name for name in NAMES if (options.kernel or "") in name]
+    names = [name for name in NAMES if any(part in name for part in (options.kernel or "").split(","))]
     chosen = sample(names, options.count, options.seed)
     chosen.sort(key=lambda x: names.index(x[0]))
     start = time.perf_counter()

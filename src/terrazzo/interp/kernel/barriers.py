@@ -101,6 +101,8 @@ class Ring:
         self.time = np.zeros((clocks.blocks, count), np.int32)
         self.ends: dict[tuple[int, int], list[int]] = {key: [] for key in self.state}
         """When each phase ended, in the time of the barrier's agent."""
+        self.waited = np.full((clocks.blocks, count), -1, np.int64)
+        """The last phase that somebody has waited for."""
         self.sent = np.zeros((clocks.blocks, count), np.int32)
         """When the last box set out."""
         self.maker: dict[int, tuple[int, int]] = {}
@@ -135,6 +137,8 @@ class Ring:
         self.clocks.release(self.gathered[n], np.array([by[0]]), np.array([by[1]]), np.array([b]))
         if state.arrived > self.arrivals:
             return f"more than {self.arrivals} arrive at {self.name}[{n}] in one phase: {self.short(b, n)}"
+        if state.arrived == self.arrivals and self.waited[b, n] < self.phase[b, n] - 1:
+            return f"ends a phase of {self.name}[{n}] before anybody waited for the one before"
         return ""
 
     def early(self, b: int, n: int, by: tuple[int, int]) -> str:
