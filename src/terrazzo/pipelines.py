@@ -51,7 +51,7 @@ PASSES = (
     Pass("torch_to_tensor", "torch", "tensor", "each ATen op becomes a composition of primitives, or an opaque call",
          lambda p, log, o: to_tensor(p, torch_to_tensor.RULES, log, _texts(o))),
     Pass("tensor_to_loop", "tensor", "loop", "each primitive becomes a kernel that stores its term",
-         lambda p, log, o: lift(p)),
+         lambda p, log, o: lift(p, log=log)),
     Pass("fuse", "loop", "loop", "terms replace the buffers they were stored in, where that pays",
          lambda p, log, o: fuse(p, log, target(o.target).rates, o.materialize, _texts(o)) if o.fuse else p),
     Pass("store_as_read", "loop", "loop", "buffers that are only read transposed, reshaped or converted are stored so",
@@ -136,9 +136,9 @@ class Lowering:
         return {p.name: seconds for p, _, seconds in self.stages}
 
 
-def lowering(program: Any, options: Options) -> Lowering:
+def lowering(program: Any, options: Options, log: Log | None = None) -> Lowering:
     """Any program down to fused Loop IR, with all that is between."""
-    log = Log()
+    log = log or Log()
     return Lowering(program, stages(program, options, log), log)
 
 

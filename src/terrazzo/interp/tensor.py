@@ -83,7 +83,7 @@ def evaluate(node: t.Value, values: Mapping[Node, Any], precise: bool = False, c
         case t.Opaque():
             if call is None:
                 raise UserError(f"{node.name} is opaque and this interpreter was given no way to run PyTorch")
-            return call(node.name, _fill(node.args, values), {k: _fill(v, values) for k, v in node.kwargs}, precise)
+            return call(node.name, filled(node.args, values), {k: filled(v, values) for k, v in node.kwargs}, precise)
     raise CompilerBug(f"the Tensor IR interpreter does not know {type(node).__name__}")
 
 
@@ -121,10 +121,11 @@ def _reader(values: Mapping[Node, Any]) -> index.Read:
     return read
 
 
-def _fill(value: Any, values: Mapping[Node, Any]) -> Any:
+def filled(value: Any, values: Mapping[Node, Any]) -> Any:
+    """An argument of an opaque op with values in the place of nodes."""
     if isinstance(value, Node):
         return values[value]
-    return tuple(_fill(v, values) for v in value) if isinstance(value, tuple) else value
+    return tuple(filled(v, values) for v in value) if isinstance(value, tuple) else value
 
 
 __all__ = ["Type", "evaluate", "numpy_type", "run"]

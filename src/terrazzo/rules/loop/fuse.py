@@ -64,7 +64,9 @@ class _Fusion:
             if not _is_view(store.value) or store.buffer.name in self.pinned:
                 continue
             for j in sorted(self.readers.get(store.buffer, ())):
-                self._enter(j, inline(self.kernels[j], kernel))
+                new = inline(self.kernels[j], kernel)
+                self.log.applied(PASS, "view", f"{kernel.name} into {new.name}", [kernel, self.kernels[j]], [new])
+                self._enter(j, new)
             if store.buffer not in self.needed:
                 self._drop(i)
 
@@ -204,6 +206,7 @@ class _Fusion:
     def _fired(self, rule: str, subject: str, reason: str, before: list[l.Kernel], after: list[l.Kernel]) -> None:
         texts = ["\n".join(map(self.show, ks)) for ks in (before, after)] if self.show else ["", ""]
         self.log.add(Event(PASS, rule, subject, True, reason, *texts))
+        self.log.applied(PASS, rule, subject, before, after)
 
     def program(self) -> l.Program:
         """The steps in an order in which each comes after what it reads; calls that must keep their order do."""

@@ -53,6 +53,8 @@ def store_as_read(program: l.Program, log: Log) -> l.Program:
 
     memo: dict[Any, Any] = {}
     steps = tuple(transform(s, visit, memo) if isinstance(s, l.Kernel) else s for s in program.steps)
+    changed = [(old, now) for old, now in zip(program.steps, steps, strict=True) if now is not old]
+    log.applied("store_as_read", "merge_dimensions", ", ".join(b.name for b in moved), *zip(*changed, strict=True))
     return l.Program(program.name, program.inputs, steps, program.results)
 
 

@@ -48,4 +48,6 @@ def narrow(program: l.Program, log: Log) -> l.Program:
 
     memo: dict[Node, Any] = {}
     steps = tuple(transform(s, visit, memo) if isinstance(s, l.Kernel) else s for s in program.steps)
+    changed = [(old, now) for old, now in zip(program.steps, steps, strict=True) if now is not old]
+    log.applied("store_as_read", "narrow", ", ".join(b.name for b in new), *zip(*changed, strict=True))
     return l.Program(program.name, program.inputs, steps, program.results)

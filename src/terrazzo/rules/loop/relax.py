@@ -22,6 +22,7 @@ def relax(program: l.Program, log: Log) -> l.Program:
     for old, new in zip(program.steps, steps, strict=True):
         if new is not old:
             log.add(Event("relax", "approx_div", old.name, True, "its quotients are rounded to 16 bits"))
+            log.applied("relax", "approx_div", old.name, [old], [new])
     return l.Program(program.name, program.inputs, steps, program.results)
 
 

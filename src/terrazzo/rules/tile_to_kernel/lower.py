@@ -37,6 +37,7 @@ def program(scheduled: tile.Program, gpu: Gpu, log: Log | None = None, show: Cal
             texts = (f"{show(s)}\n{schedules[i]}", show(done)) if show else ("", "")
             what = f"{done.grid} blocks of {done.threads} threads, {done.shared_bytes} bytes of shared memory"
             log.add(Event("derive", "derive", s.name, True, what, *texts))
+            log.applied("derive", "derive", s.name, [s], [done])
     return k.Program(p.name, p.inputs, tuple(steps), p.results)
 
 

@@ -38,6 +38,7 @@ def lower(program: Program, rules: tuple[Rule, ...], log: Log, show: Callable[[A
             reason = "no rule lowers it" if not tried else "its rule declined"
             log.add(Event("torch_to_tensor", "opaque", f"{node.name} {where}".strip(), True, reason))
             memo[node] = opaque.rewrite(found, None)
+            log.applied("torch_to_tensor", opaque.name, name, [found], memo[node] if isinstance(memo[node], tuple) else [memo[node]])
         new = memo[node] if isinstance(memo[node], tuple) else (memo[node],)
         done.update({v: f"{name}.{k}" if k else name for k, v in enumerate(new) if v is not None and v not in done})
     results = rewrite(program.results, rules, log=log, pass_name="torch_to_tensor", memo=memo)
