@@ -17,6 +17,7 @@ from typing import Any
 
 from terrazzo.check.blocks import sample, simulate
 from terrazzo.check.judge import difference
+from terrazzo.check.native import Native, native
 from terrazzo.check.values import Values, size
 from terrazzo.errors import CompilerBug, TerrazzoError
 from terrazzo.interp import kernel as simulator
@@ -32,6 +33,8 @@ from terrazzo.pipelines import PASSES, Pass, stages
 from terrazzo.rewrite.rule import Application, Log
 from terrazzo.rules.torch_to_tensor.lower import opaque
 
+EMIT = "emit"
+"""What stands for the step from the last IR to machine code, which is no pass."""
 LARGE = 1 << 24
 """Elements above which a temporary is not computed while a later rewrite may remove it."""
 
@@ -96,7 +99,14 @@ def check(program: Any, inputs: Mapping[str, Any], options: Options, tell: Calla
         report.applications[p.name] = len(log.applications or [])
         report.seconds[p.name] = time.perf_counter() - start
         if report.wrong:
-            break
+            return report
+    if (run := native(options)) is not None:
+        tell(EMIT)
+        start = time.perf_counter()
+        kernels = replay.kernels(program)
+        report.wrong = next((wrong for x in kernels if (wrong := replay.emitted(x, run))), None)
+        report.applications[EMIT] = len(kernels)
+        report.seconds[EMIT] = time.perf_counter() - start
     return report
 
 
@@ -143,7 +153,7 @@ class Replay:
             self.late.append(a)
             return None
         wrong = self.replay(a)
-        history = self.history(a)
+        history = led_to(a, self.late)
         self.late = [x for x in self.late if x not in history]
         earlier = next((found for x in history if (found := self.replay(x))), None) if wrong else None
         return earlier or wrong
@@ -151,15 +161,6 @@ class Replay:
     def large(self, kernel: l.Kernel) -> bool:
         """Whether a kernel needs a temporary that may vanish later, and is large."""
         return any(size(b) > self.largest and b.name not in self.inputs for b in (*kernel.reads, *kernel.writes))
-
-    def history(self, a: Application) -> list[Application]:
-        """The applications put off that led to what `a` changes, in order."""
-        needed, found = set(a.before), []
-        for earlier in reversed(self.late):
-            if needed & set(earlier.after):
-                needed |= set(earlier.before)
-                found.append(earlier)
-        return found[::-1]
 
     def define(self, a: Application) -> None:
         """What buffers that are new hold: the value they stand for, or what their kernel writes."""
@@ -169,6 +170,23 @@ class Replay:
                     if b not in values.known:
                         values.source.setdefault(b, a.before[0] if a.pass_name == "tensor_to_loop" else x)
 
+    def believe(self, applications: Iterable[Application]) -> None:
+        """Take what stood before every application for what stands after it, without a look at the latter."""
+        for a in applications:
+            if a.pass_name == "torch_to_tensor":
+                self.settle(a)
+            else:
+                self.define(a)
+
+    def settle(self, a: Application) -> list[tuple[Any, Any, Any]]:
+        """What the results of an ATen op's rule must be: (node, value, value in float64)."""
+        before = a.before[0]
+        truths = [x if isinstance(before.type, tuple) else (x,) for x in (values.of(before) for values in self.both)]
+        found = [(new, old, exact) for new, old, exact in zip(a.after, *truths, strict=True) if new is not None]
+        for new, old, exact in found:
+            self.own.known[new], self.exact.known[new] = old, exact
+        return found
+
     def replay(self, a: Application) -> Wrong | None:
         """Compare an application's two sides."""
         if a.pass_name == "torch_to_tensor":
@@ -177,17 +195,19 @@ class Replay:
 
     def lowered(self, a: Application) -> Wrong | None:
         """An ATen op and what its rule made of it. What the op gives is right, by definition."""
-        before, wrong = a.before[0], None
-        truths = [x if isinstance(before.type, tuple) else (x,) for x in (values.of(before) for values in self.both)]
-        for number, (new, old, exact) in enumerate(zip(a.after, *truths, strict=True)):
-            if new is None:
-                continue
-            if a.rule != opaque.name and not wrong:
-                found = _attempt(lambda: [values.of(new) for values in self.both])
-                why = found if isinstance(found, str) else difference(new.type.dtype, old, found[0], exact, found[1])
-                wrong = Wrong(a, f"{a.subject}.{number}" if number else a.subject, why) if why else None
-            self.own.known[new], self.exact.known[new] = old, exact
-        return wrong
+        found = _attempt(lambda: [self.made(values, a) for values in self.both]) if a.rule != opaque.name else None
+        for number, (new, old, exact) in enumerate(self.settle(a)):
+            why = difference(new.type.dtype, old, found[0][new], exact, found[1][new]) if isinstance(found, list) else found
+            if why:
+                return Wrong(a, f"{a.subject}.{number}" if number else a.subject, why)
+        return None
+
+    def made(self, values: Values, a: Application) -> dict[Any, Any]:
+        """What the results of an ATen op's rule are, computed from its operands whatever is known of them."""
+        before = {n: values.known.pop(n) for n in a.after if n in values.known and n not in a.before[0].children}
+        found = {n: values.of(n) for n in a.after if n is not None}
+        values.known.update(before)
+        return found
 
     def rewritten(self, a: Application) -> Wrong | None:
         """Kernels of Loop IR and what they were before. Buffers that are new are seen through those who read them."""
@@ -214,6 +234,22 @@ class Replay:
             return Wrong(a, a.subject, found)
         return self.first(a, [(b, truth[b], found[b], self.exact.of(b)) for b in kernel.writes])
 
+    def emitted(self, kernel: l.Kernel, run: Native) -> Wrong | None:
+        """A kernel as machine code and its loops."""
+        a = Application(EMIT, EMIT, kernel.name, (kernel,), ())
+        truth = {b: self.own.of(b) for b in (*kernel.reads, *kernel.writes)}
+        found = _attempt(lambda: run(kernel, self.schedules.get(kernel), truth))
+        if isinstance(found, str):
+            return Wrong(a, a.subject, found)
+        return self.first(a, [(b, truth[b], found[b], self.exact.of(b)) for b in found])
+
+    def kernels(self, program: Any) -> list[l.Kernel]:
+        """The loops of what a program is compiled to."""
+        if isinstance(program, k.Program):
+            return list(self.schedules)
+        loops = program.loop if isinstance(program, tile.Program) else program
+        return [s for s in loops.steps if isinstance(s, l.Kernel)]
+
     def first(self, a: Application, values: list[tuple[Any, ...]]) -> Wrong | None:
         """The first buffer whose values (before, after, exact, and after in float64) are beyond rounding."""
         found = ((b, difference(b.type.dtype, *rest)) for b, *rest in values)
@@ -228,6 +264,16 @@ class Replay:
                 return Wrong(Application(name, "results", str(number), (old,), (new,)), f"result {number}", why)
         self.results = results
         return None
+
+
+def led_to(a: Application, earlier: Iterable[Application]) -> list[Application]:
+    """Those of the applications `earlier` that led to what `a` changes, in order."""
+    needed, found = set(a.before), []
+    for x in reversed(list(earlier)):
+        if needed & set(x.after):
+            needed |= set(x.before)
+            found.append(x)
+    return found[::-1]
 
 
 def _schedules(program: Any) -> dict[Any, Schedule]:
