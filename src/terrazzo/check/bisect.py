@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.check.native import native
-from terrazzo.check.replay import EMIT, Replay, Report, Wrong, led_to
+from terrazzo.check.replay import EMIT, Replay, Report, Wrong, led_to, silent, steps_of
 from terrazzo.errors import UserError
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.node import Node, topological
 from terrazzo.options import Options
-from terrazzo.pipelines import lowering
+from terrazzo.pipelines import Lowering, lowering
 from terrazzo.rewrite.rule import Application, Log
 
 
@@ -38,7 +38,7 @@ def bisect(program: Any, inputs: Mapping[str, Any], options: Options, tell: Call
         raise UserError("a program of Kernel IR says nothing else about what its kernels should compute")
     log = Log(applications=[])
     done = lowering(program, options, log)
-    applications = log.applications or []
+    applications = _recorded(done, log.applications or [])
     replay = Replay(program, inputs, Report())
     replay.believe(applications)
     tiles = done.at("tile")
@@ -56,6 +56,18 @@ def bisect(program: Any, inputs: Mapping[str, Any], options: Options, tell: Call
             first = next((found for a in history if (found := replay.replay(a))), wrong)
             return Culprit(number, kernel.name, wrong.problem, first)
     return None
+
+
+def _recorded(done: Lowering, found: list[Application]) -> list[Application]:
+    """The applications of all passes, in order, with what passes did not record."""
+    known = {x for a in found for x in a.after} | {*steps_of(done.source)}
+    before, out = steps_of(done.source), list[Application]()
+    for p, program, _ in done.stages:
+        out += [a for a in found if a.pass_name == p.name]
+        out += silent(p.name, before, steps_of(program), known)
+        known |= {x for a in out for x in a.after}
+        before = steps_of(program)
+    return out
 
 
 def _history(a: Application, applications: list[Application]) -> list[Application]:

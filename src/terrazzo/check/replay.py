@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,7 +120,8 @@ class Replay:
         self.report = report
         self.inputs = {b.name for b in source.inputs}
         self.results: tuple[Any, ...] = source.results
-        self.checked: set[Any] = set(getattr(source, "steps", ()))
+        self.steps = steps_of(source)
+        self.checked: set[Any] = set(self.steps)
         self.schedules: dict[Any, Schedule] = _schedules(program)
         self.late: list[Application] = []
         self.largest: float = LARGE
@@ -132,18 +133,17 @@ class Replay:
     def program(self, p: Pass, program: Any) -> Wrong | None:
         """Check what a pass made: kernels whose making it did not record, what was put off, and that the results are the same."""
         self.schedules |= _schedules(program)
-        loops = program.loop if isinstance(program, tile.Program) else program
-        steps = [] if isinstance(loops, Program) else loops.steps
-        silent = [s for s in steps if isinstance(s, l.Kernel | k.Kernel) and s not in self.checked]
-        if wrong := self.applications(Application(p.name, p.name, s.name, (), (s,)) for s in silent):
+        steps = steps_of(program)
+        if wrong := self.applications(silent(p.name, self.steps, steps, self.checked)):
             return wrong
+        self.steps = steps
         if p is _LAST:  # what is still there stays
             self.largest = math.inf
             final = {b for s in steps for b in s.writes}
             for a in self.late:
                 if any(b in final for x in a.after for b in x.writes) and (wrong := self.replay(a)):
                     return wrong
-        return self.outcome(p.name, loops.results)
+        return self.outcome(p.name, (program.loop if isinstance(program, tile.Program) else program).results)
 
     def application(self, a: Application) -> Wrong | None:
         """Check an application, or put it off; a wrong one may be so for one that was put off."""
@@ -274,6 +274,17 @@ def led_to(a: Application, earlier: Iterable[Application]) -> list[Application]:
             needed |= set(x.before)
             found.append(x)
     return found[::-1]
+
+
+def silent(name: str, before: Iterable[Any], after: Iterable[Any], known: Container[Any]) -> list[Application]:
+    """What a pass did without recording it: a kernel that is not `known` takes the place of those that wrote the same buffers."""
+    new = [s for s in after if not isinstance(s, l.Call) and s not in known]
+    return [Application(name, name, s.name, tuple(x for x in before if {*x.writes} & {*s.writes}), (s,)) for s in new]
+
+
+def steps_of(program: Any) -> tuple[Any, ...]:
+    """The kernels and calls of a program; none above Loop IR."""
+    return getattr(program.loop if isinstance(program, tile.Program) else program, "steps", ())
 
 
 def _schedules(program: Any) -> dict[Any, Schedule]:
