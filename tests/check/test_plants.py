@@ -10,8 +10,11 @@ import torch
 from tests.check.plants import PLANTS, Plant
 
 from terrazzo.check.bisect import bisect
+from terrazzo.check.inputs import random_inputs
 from terrazzo.check.replay import check
+from terrazzo.check.shrink import smallest
 from terrazzo.front.capture import capture
+from terrazzo.ir.text import parse, show
 from terrazzo.options import Options
 
 
@@ -49,3 +52,20 @@ def test_bisect_names_the_kernel_and_the_planted_rule(name: str, tmp_path: Path,
     found = bisect(program, inputs, options)
     assert found is not None
     assert (found.kernel, found.wrong.rule, found.wrong.application.subject) == (plant.kernel, plant.rule, plant.subject), str(found)
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_wrong_program_is_shrunk(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left is small, can be read back, and still shows the same rule."""
+    plant = PLANTS[name]
+    program, inputs, options = prepared(plant, tmp_path)
+    plant.plant(monkeypatch)
+    wrong = check(program, inputs, options).wrong
+    assert wrong is not None
+    small = smallest(program, wrong, options)
+    assert small is not None
+    text = show(small)
+    print(text)
+    again = check(parse(text), random_inputs(small), options).wrong
+    assert again is not None and again.rule == plant.rule
+    assert len(text.splitlines()) <= 24, text
