@@ -150,7 +150,7 @@ def commands() -> str:
     from terrazzo.cli.app import app
 
     out = ["# Commands", "", GENERATED]
-    for words in ((), ("compile",), ("run",), ("explain",), ("opt",), ("targets",), ("cache",), ("doctor",), ("bench", "cpu")):
+    for words in ((), ("compile",), ("run",), ("check",), ("bisect",), ("explain",), ("opt",), ("targets",), ("cache",), ("doctor",), ("bench", "cpu")):
         environment = {"COLUMNS": "110", "TERMINAL_WIDTH": "110", "NO_COLOR": "1"}
         shown = CliRunner().invoke(app, [*words, "--help"], prog_name="terrazzo", env=environment).output
         text = "\n".join(line.rstrip() for line in shown.strip("\n").splitlines())

@@ -17,6 +17,7 @@ from terrazzo.ir.schedule import Schedule, parse_schedules
 from terrazzo.ir.show import show
 from terrazzo.ir.verify import verify
 from terrazzo.options import Options
+from terrazzo.reproduce import failing, reproducible
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules import torch_to_tensor
 from terrazzo.rules.loop.fuse import fuse
@@ -97,8 +98,10 @@ def stages(program: Any, options: Options, log: Log, names: tuple[str, ...] = LO
     for p in PASSES:
         if p.name in names and p.src == dialect(program):
             start = time.perf_counter()
-            program = p.run(program, log, options)
-            verify(program, p.name)
+            with failing(f"pass {p.name}", program):
+                done = p.run(program, log, options)
+                verify(done, p.name)
+            program = done
             out.append((p, program, time.perf_counter() - start))
     return out
 
@@ -137,9 +140,10 @@ class Lowering:
 
 
 def lowering(program: Any, options: Options, log: Log | None = None) -> Lowering:
-    """Any program down to fused Loop IR, with all that is between."""
+    """Any program down to fused Loop IR, with all that is between. A CompilerBug says how to see it again."""
     log = log or Log()
-    return Lowering(program, stages(program, options, log), log)
+    with reproducible(options):
+        return Lowering(program, stages(program, options, log), log)
 
 
 def lower(program: Any, options: Options, log: Log) -> l.Program:

@@ -18,6 +18,7 @@ from terrazzo.ir.text import show
 from terrazzo.ir.torch_types import operator, to_torch, to_torch_dtype
 from terrazzo.ir.types import DTYPES
 from terrazzo.options import Options
+from terrazzo.reproduce import failing, reproducible
 from terrazzo.rewrite.rule import Log
 from terrazzo.run.cache import Cache, digest
 from terrazzo.run.compiler import find_compiler
@@ -217,7 +218,8 @@ def _load(key: str, cache: Cache, machine: Cpu | Cuda, bound: Mapping[str, Any],
 
 def _build(key: str, cache: Cache, machine: Cpu | Cuda, program: Any, bound: Mapping[str, Any], options: Options) -> Compiled:
     lowering = _lowering(program, options)
-    built = machine.build(lowering, options, cache)
+    with reproducible(options), failing("code generation", lowering.at("tile") or lowering.loop):
+        built = machine.build(lowering, options, cache)
     plan = make(built.program, built.entries)
     cache.put(key, ".plan", plan.to_json())
     done = _bind(plan, built.paths, machine, bound, options)
