@@ -14,9 +14,20 @@ from terrazzo.rewrite.engine import rewrite
 from terrazzo.rewrite.rule import Event, Log, Rule, rule
 
 
-@rule(keys=(Aten,), sorry="the result is the same call by definition")
+@rule(keys=(Aten,))
 def opaque(node: Any) -> Any:
-    """An op no rule lowers stays what it is: a call of PyTorch."""
+    """An op no rule lowers stays what it is: a call of PyTorch.
+
+    @torch
+    def f(x: f32[3, 3]):
+        z: f32[3, 3] = aten.matrix_exp.default(x)
+        return (z,)
+    =>
+    @tensor
+    def f(x: f32[3, 3]):
+        z: f32[3, 3] = opaque('aten.matrix_exp.default', x)
+        return (z,)
+    """
     call = t.Opaque(node.name, node.args, node.kwargs, node.result, node.order)
     if isinstance(node.result, tuple):
         return tuple(None if r is None else t.Get(call, k) for k, r in enumerate(node.result))
