@@ -26,9 +26,9 @@ def failing(what: str, program: Any) -> Iterator[None]:
         bug.program = program if bug.program is None else bug.program
         raise
     except Exception as error:
-        bug = CompilerBug(f"{what}: {type(error).__name__}: {error}")
-        bug.program = program
-        raise bug from error
+        found = CompilerBug(f"{what}: {type(error).__name__}: {error}")
+        found.program = program
+        raise found from error
 
 
 @contextmanager

@@ -115,8 +115,10 @@ def read_turned(right: Any, index: Any, group: Any, shape: Any) -> Any:
 
 def merged_twice(right: Any, first: Any, second: Any, dead: Any) -> Any:
     new = right(first, second, dead)
-    stores = new and tuple(l.Store(s.buffer, s.index, l.apply("add", s.value, s.value)) if s.buffer in first.writes else s for s in new.stores)
-    return new and l.Kernel(new.name, new.axes, stores, new.source)
+    if new is None:
+        return None
+    twice = [l.Store(s.buffer, s.index, l.apply("add", s.value, s.value)) if s.buffer in first.writes else s for s in new.stores]
+    return l.Kernel(new.name, new.axes, tuple(twice), new.source)
 
 
 def one_digit_twice(right: Any, kernel: l.Kernel) -> Any:
@@ -210,7 +212,8 @@ PLANTS: dict[str, Plant] = {
         "schedule:collapse", "add", "add", "sm_80",
     ),
     "a split that finishes wrong": Plant(
-        function(choose, "split", finished_negative), lambda x: x.sum(), lambda: (r(300, 1000),), "schedule:split", "sum_1", "sum_1", "sm_80",
+        function(choose, "split", finished_negative), lambda x: x.sum(), lambda: (r(300, 1000),),
+        "schedule:split", "sum_1", "sum_1", "sm_80",
     ),
     "a tail cut short": Plant(
         function(lower, "lower", last_left_out), lambda x: torch.tanh(x) * 2 - 1, lambda: (r(7, 11, 13),),

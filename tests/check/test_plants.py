@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.check.plants import PLANTS, Plant
 
 from terrazzo.check.bisect import bisect
 from terrazzo.check.inputs import random_inputs
@@ -16,6 +15,7 @@ from terrazzo.check.shrink import smallest
 from terrazzo.front.capture import capture
 from terrazzo.ir.text import parse, show
 from terrazzo.options import Options
+from tests.check.plants import PLANTS, Plant
 
 
 def prepared(plant: Plant, cache: Path) -> tuple[Any, dict[str, Any], Options]:
@@ -23,7 +23,8 @@ def prepared(plant: Plant, cache: Path) -> tuple[Any, dict[str, Any], Options]:
     torch.manual_seed(0)
     args = plant.make()
     captured = capture(plant.fn, args, {})
-    return captured.program, {**captured.bound, **dict(zip(captured.inputs, args, strict=True))}, Options(target=plant.target, cache_dir=cache)
+    inputs = {**captured.bound, **dict(zip(captured.inputs, args, strict=True))}
+    return captured.program, inputs, Options(target=plant.target, cache_dir=cache)
 
 
 @pytest.mark.parametrize("name", PLANTS)
@@ -62,10 +63,9 @@ def test_a_wrong_program_is_shrunk(name: str, tmp_path: Path, monkeypatch: pytes
     plant.plant(monkeypatch)
     wrong = check(program, inputs, options).wrong
     assert wrong is not None
-    small = smallest(program, wrong, options)
+    small = smallest(program, wrong, options, seconds=5.0)
     assert small is not None
     text = show(small)
-    print(text)
     again = check(parse(text), random_inputs(small), options).wrong
     assert again is not None and again.rule == plant.rule
     assert len(text.splitlines()) <= 24, text

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from tests.harness import assert_round_trip, random_inputs, run, tensor_programs
-from tests.rules.catalog import CATALOG, Rewrite
+from tests.rules.catalog import CATALOG
 
 from terrazzo.check.judge import difference
 from terrazzo.check.replay import silent, steps_of
@@ -19,7 +19,6 @@ from terrazzo.errors import Limitation, UserError
 from terrazzo.interp import kernel as simulator
 from terrazzo.interp import torch as aten
 from terrazzo.ir.dialects import kernel as k
-from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects import tile
 from terrazzo.ir.program import Program
@@ -94,7 +93,8 @@ def seasoned(program: Program) -> Program:
     factors = t.index_map(deep, (2, 3, 5, n), (i[0], i[1], i[3])), t.index_map(narrow, (2, 3, 5, n), (i[2] % 2, i[3]))
     batched = t.reduce("sum", t.apply("mul", *factors), [3])  # a product with two axes of rows
     numbers = t.iota((n, 2), t.coordinates((n, 2))[0])
-    return Program("tensor", program.name, program.inputs, (*program.results, quotient, narrow, merged, largest, batched, numbers, t.literal(2.0, f32, (3,))))
+    more = (quotient, narrow, merged, largest, batched, numbers, t.literal(2.0, f32, (3,)))
+    return Program("tensor", program.name, program.inputs, (*program.results, *more))
 
 
 def alone(name: str, program: Program) -> tuple[Any, Any]:

@@ -11,6 +11,7 @@ from terrazzo.rules import torch_to_tensor
 from terrazzo.rules.loop.cost import Rates
 from terrazzo.rules.loop.fuse import fuse
 
+
 def test_every_lowering_says_what_it_computes() -> None:
     silent = [r.name for r in torch_to_tensor.RULES if not r.doc]
     assert not silent, f"these lowerings have no docstring: {silent}"

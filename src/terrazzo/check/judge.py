@@ -38,8 +38,8 @@ def difference(dtype: DType, before: Any, after: Any, exact: Any = None, again: 
     if again is not None and (problem := _sharp(dtype, before, exact, again)):
         return problem
     if not dtype.is_float:
-        mine, theirs = (int((~_alike(x, exact)).sum()) for x in (after, before))
-        return f"differs in {different.sum()} of {after.size} elements" if mine > 2 * theirs else ""
+        wrong = [int((~_alike(x, exact)).sum()) for x in (after, before)]
+        return f"differs in {different.sum()} of {after.size} elements" if wrong[0] > 2 * wrong[1] else ""
     a, b, c = (x.astype(np.float64) for x in (after, before, exact))
     ordinary = np.isfinite(b) & np.isfinite(c)
     odd = ~ordinary & different & ~_alike(a, c) | ordinary & ~np.isfinite(a)

@@ -26,7 +26,6 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
 from terrazzo.ir.node import topological
-from terrazzo.ir.program import Program
 from terrazzo.ir.schedule import Schedule
 from terrazzo.options import Options
 from terrazzo.pipelines import PASSES, Pass, stages

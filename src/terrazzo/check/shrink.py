@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from terrazzo.check.inputs import random_inputs
@@ -18,6 +20,7 @@ from terrazzo.ir.expr import Expr
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.program import Input, Program
 from terrazzo.ir.text import parse, show
+from terrazzo.ir.types import Type
 from terrazzo.ir.verify import verify
 from terrazzo.options import Options
 
@@ -73,12 +76,14 @@ def alone(wrong: Wrong) -> list[Any]:
     if len(before) != 1 or not isinstance(before[0], Aten | t.Value):
         return []
     node = before[0]
-    many = isinstance(node.type, tuple)
-    get = Get if isinstance(node, Aten) else t.Get
-    results = [get(node, k) for k, r in enumerate(node.type) if r is not None] if many else [node]  # type: ignore[arg-type]
-    operands = [x for x in topological(results, stop=lambda x: x is not node and isinstance(x, t.Value) and not isinstance(x, t.Read))]
-    inputs = {x: Input(f"x{n}", x.type) for n, x in enumerate(operands) if isinstance(x, t.Value | Input) and x not in (node, *results)}
-    inputs = {x: i for x, i in inputs.items() if not isinstance(x, t.Read) and isinstance(x.type, t.Type)}
+    get: Any = Get if isinstance(node, Aten) else t.Get
+    results: list[Any] = [get(node, k) for k, r in enumerate(node.type) if r is not None] if isinstance(node.type, tuple) else [node]
+
+    def given(x: Any) -> bool:
+        return isinstance(x, t.Value | Input) and not isinstance(x, t.Read) and x is not node and x not in results
+
+    operands = [x for x in topological(results, stop=given) if given(x)]
+    inputs: dict[Node, Any] = {x: Input(f"x{n}", x.type) for n, x in enumerate(operands)}  # type: ignore[attr-defined]
     return [_graph("torch" if isinstance(node, Aten) else "tensor", [substitute(r, inputs) for r in results])]
 
 
@@ -86,7 +91,7 @@ def _weight(program: Any) -> tuple[int, int]:
     """How large a program is: its nodes, then its elements and the length of its text."""
     loops = isinstance(program, l.Program)
     nodes = topological(program.steps if loops else program.results)
-    sizes = [x.type.numel for x in nodes if isinstance(getattr(x, "type", None), t.Type)]
+    sizes = [kind.numel for x in nodes if isinstance(kind := getattr(x, "type", None), Type)]
     return sum(not isinstance(x, Expr) for x in nodes), sum(s for s in sizes if isinstance(s, int)) + len(show(program))
 
 
@@ -107,12 +112,12 @@ def _fewer_values(program: Program) -> Iterator[Program]:
     """One result alone; a value given as an input; a value replaced by an operand of its type."""
     if len(program.results) > 1:
         yield from (_graph("tensor", [r]) for r in program.results)
-    values = [x for x in reversed(topological(program.results)) if isinstance(x, t.Value) and isinstance(x.type, t.Type)]
+    values = [x for x in reversed(topological(program.results)) if isinstance(x, t.Value) and isinstance(x.type, Type)]
     for number, x in enumerate(values):
         if not isinstance(x, t.Read):
             same = [c for c in topological([x]) if c is not x and getattr(c, "type", None) == x.type and not isinstance(c, t.Read)]
             for new in (Input(f"cut{number}", x.type), *same[::-1]):
-                if (replaced := _try(lambda x=x, new=new: [substitute(r, {x: new}) for r in program.results])) is not None:
+                if (replaced := _put(new, x, program.results)) is not None:
                     yield _graph("tensor", replaced)
 
 
@@ -133,10 +138,10 @@ def _fewer_steps(program: l.Program) -> Iterator[l.Program]:
 def _simpler_terms(program: l.Program) -> Iterator[l.Program]:
     """A term replaced by an operand of its type."""
     for n, step in enumerate(program.steps):
-        for x in topological([step]) if isinstance(step, l.Kernel) else ():
-            for new in x.args if isinstance(x, l.Apply) else ():
-                if new.dtype is x.dtype and (kernel := _try(lambda x=x, new=new, step=step: substitute(step, {x: new}))) is not None:  # type: ignore[attr-defined]
-                    yield _loops(program.name, (*program.steps[:n], kernel, *program.steps[n + 1 :]), program.results)
+        for x in [x for x in topological([step]) if isinstance(x, l.Apply)]:
+            for new in x.args:
+                if getattr(new, "dtype", None) is x.dtype and (kernels := _put(new, x, [step])) is not None:
+                    yield _loops(program.name, (*program.steps[:n], *kernels, *program.steps[n + 1 :]), program.results)
 
 
 _NUMBER = re.compile(r"(?<![\w.])\d+(?![\w.])")
@@ -148,11 +153,12 @@ def _other_extents(program: Any) -> Iterator[Any]:
     for old in sorted({int(x) for x in _NUMBER.findall(text)} - {0, 1}, reverse=True):
         for new in sorted({1, 2, 3, old // 4, old // 2, old - 1} & set(range(1, old))):
             for multiples in (True, False):
-                if (smaller := _try(lambda: parse(_NUMBER.sub(lambda m: _scaled(int(m[0]), old, new, multiples), text)))) is not None:
-                    yield smaller
+                with suppress(*_INVALID):
+                    yield parse(_NUMBER.sub(partial(_scaled, old=old, new=new, multiples=multiples), text))
 
 
-def _scaled(number: int, old: int, new: int, multiples: bool) -> str:
+def _scaled(found: re.Match[str], old: int, new: int, multiples: bool) -> str:
+    number = int(found[0])
     if number and (number % old == 0 if multiples else number == old):
         return str(number // old * new)
     return str(new - 1) if number == old - 1 and new > 1 else str(number)
@@ -175,9 +181,13 @@ def _loops(name: str, steps: Iterable[Any], results: Iterable[l.Buffer]) -> l.Pr
     return l.Program(re.sub(r"\W+", "_", name), inputs, tuple(kept), results)
 
 
-def _try(make: Callable[[], Any]) -> Any | None:
-    """What `make` makes, or None where that cannot be."""
+_INVALID = (TerrazzoError, ValueError, TypeError, AssertionError)
+"""What may be raised where a program that was changed at random has no meaning."""
+
+
+def _put(new: Any, x: Node, roots: Iterable[Node]) -> list[Any] | None:
+    """The roots with `new` in the place of `x`, or None where that cannot be."""
     try:
-        return make()
-    except (TerrazzoError, ValueError, TypeError, AssertionError):
+        return [substitute(r, {x: new}) for r in roots]
+    except _INVALID:
         return None

@@ -24,7 +24,7 @@ class Values:
 
     def __init__(self, program: Program | l.Program, inputs: Mapping[str, Any], precise: bool) -> None:
         self.precise = precise
-        self.known: dict[Node, Any] = {}
+        self.known: dict[Any, Any] = {}
         self.source: dict[l.Buffer, Node] = {}
         for i in program.inputs:
             array = to_numpy(inputs[i.name]).astype(numpy_type(i.type.dtype, precise))
@@ -52,11 +52,11 @@ class Values:
     def _fill(self, buffer: l.Buffer) -> None:
         source = self.source[buffer]
         if isinstance(source, l.Kernel):
-            self.known.update(self.run((source,)))
+            self.known |= self.run((source,))
         elif isinstance(source, l.Call):
             memory = {b: self.of(b) for b in source.reads}
             loop.run_call(source, memory, self.precise, call_numpy)
-            self.known.update(memory)
+            self.known |= memory
         else:
             self.known[buffer] = self.of(source)
 

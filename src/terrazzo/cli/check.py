@@ -81,7 +81,7 @@ def _tell(report: Report, verbose: int) -> None:
     for line in columns(rows, right=(1, 2)):
         say(line)
     if report.blocks:
-        ran, grid = (sum(b[n] for b in report.blocks) for n in (1, 2))
+        ran, grid = sum(b[1] for b in report.blocks), sum(b[2] for b in report.blocks)
         say(f"simulated {ran} of {grid} blocks of {len(report.blocks)} kernels")
     if report.wrong:
         tell_wrong(report.wrong, verbose)

@@ -140,7 +140,7 @@ class _Evaluator:
         shape = np.broadcast_shapes(*(np.shape(v) for v in values), (1,) * rank + tuple(sizes))
         full = [np.broadcast_to(v, shape) for v in values]
         along = tuple(range(rank, rank + n))
-        return (monoid.sum_of_products(*full, along),) if factors else monoid.reduce(term.monoid, full, along, dtypes)
+        return (monoid.sum_of_products(full[0], full[1], along),) if factors else monoid.reduce(term.monoid, full, along, dtypes)
 
     def _scan(self, term: l.Scan, env: Mapping[Expr, Any]) -> Any:
         at = term.at

@@ -13,7 +13,7 @@ from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Expr
 from terrazzo.ir.node import Node, topological
-from terrazzo.ir.program import Input, Program
+from terrazzo.ir.program import Program
 from terrazzo.ir.types import DTYPES, DType, Type, f32, f64
 
 Call = Callable[[str, Any, Any, bool], Any]
@@ -70,7 +70,8 @@ def evaluate(node: t.Value, values: Mapping[Node, Any], precise: bool = False, c
         case t.IndexMap():
             return _index_map(node, values)
         case t.Reduce() if factors := _factors(node):
-            return monoid.sum_of_products(*(values[a] for a in factors), node.axes)
+            a, b = (values[x] for x in factors)
+            return monoid.sum_of_products(a, b, node.axes)
         case t.Reduce():
             dtypes = [a.type.dtype for a in node.args]  # type: ignore[attr-defined]
             out = monoid.reduce(node.monoid, [values[a] for a in node.args], node.axes, dtypes)

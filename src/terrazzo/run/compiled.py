@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from terrazzo.errors import CompilerBug, UserError
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects import tile
 from terrazzo.ir.program import Program
 from terrazzo.ir.text import show
 from terrazzo.ir.torch_types import operator, to_torch, to_torch_dtype
@@ -157,7 +158,9 @@ class _Frame:
         return self.arena[start : start + slot.bytes].view(dtype).as_strided(slot.shape, slot.strides)
 
 
-def compile_program(program: Program | l.Program, bound: Mapping[str, Any], options: Options, device: str | None = None) -> Any:
+def compile_program(
+    program: Program | l.Program | tile.Program, bound: Mapping[str, Any], options: Options, device: str | None = None
+) -> Any:
     """`program` (in any IR) for a machine, bound to its weights: from the cache if it was compiled before.
 
     The target "auto" is where the tensors are: `device` ("cpu", "cuda:1") says so, or else the bound tensors do. Where there is no C++

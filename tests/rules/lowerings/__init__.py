@@ -15,7 +15,8 @@ from terrazzo.rules import torch_to_tensor
 from terrazzo.rules.torch_to_tensor.lower import lower
 
 HERE = Path(__file__).parent
-TOPICS = {r.name: m.__name__.rsplit(".", 1)[-1] for m in vars(torch_to_tensor).values() for r in getattr(m, "RULES", ()) if m is not torch_to_tensor}
+TOPICS = {r.name: m.__name__.rsplit(".", 1)[-1] for m in vars(torch_to_tensor).values() for r in getattr(m, "RULES", ())}
+"""The file each rule is in, by the rule's name."""
 
 
 def examples() -> dict[str, tuple[str, str]]:
