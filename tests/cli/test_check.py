@@ -34,6 +34,14 @@ def test_every_stage_can_be_checked_from_its_text(terrazzo: Terrazzo, tmp_path: 
         assert "ok: " in terrazzo("check", "--from", ir, str(tmp_path / f"{name}.txt"), "--target", "sm_80").stdout
 
 
+def test_a_kernel_that_is_never_right(terrazzo: Terrazzo, tmp_path: Path) -> None:
+    terrazzo("compile", "-c", "torch.randn(4, 2000).sum(-1)", "--target", "sm_80", "--dump", str(tmp_path))
+    file = tmp_path / "broken.txt"
+    file.write_text(re.sub(r"\n *sync\(\)", "", (tmp_path / "05-kernel.txt").read_text()))
+    out = terrazzo("check", "--from", "kernel", str(file), "--target", "sm_80", code=1).stdout
+    assert out.startswith("wrong: kernel:simulation at forward\n    forward cannot run: sum_1: ") and "no barrier between" in out
+
+
 def test_a_wrong_rule_is_named_with_a_program_that_shows_it(terrazzo: Terrazzo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     PLANTS["inlined with axes swapped"].plant(monkeypatch)
     out = terrazzo("check", "-c", INLINED, "--target", "interpreter", "--dump", str(tmp_path), "-v", code=1).stdout

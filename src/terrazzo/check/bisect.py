@@ -6,7 +6,7 @@ applications that led to the first wrong one are replayed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ class Culprit:
     wrong: Wrong
 
 
-def bisect(program: Any, inputs: Mapping[str, Any], options: Options, tell: Callable[[str], None] = lambda name: None) -> Culprit | None:
+def bisect(program: Any, inputs: Mapping[str, Any], options: Options) -> Culprit | None:
     """The first wrong kernel of a program in any IR above Kernel IR, or None where all are right."""
     if isinstance(program, k.Program):
         raise UserError("a program of Kernel IR says nothing else about what its kernels should compute")
@@ -48,7 +48,6 @@ def bisect(program: Any, inputs: Mapping[str, Any], options: Options, tell: Call
     for number, kernel in enumerate(done.loop.steps):
         if not isinstance(kernel, l.Kernel):
             continue
-        tell(kernel.name)
         alone = Application(EMIT, EMIT, kernel.name, (kernel,), ())
         last = derived.get(kernel, Application(EMIT, EMIT, kernel.name, (), (kernel,)))
         if wrong := replay.emitted(kernel, run) if run else replay.replay(last):

@@ -68,8 +68,8 @@ class Report:
     wrong: Wrong | None = None
 
 
-def check(program: Any, inputs: Mapping[str, Any], options: Options, tell: Callable[[str], None] = lambda name: None) -> Report:
-    """Lower `program` and check every step. `inputs` are torch tensors, by name; `tell` gets the name of each pass as it begins.
+def check(program: Any, inputs: Mapping[str, Any], options: Options) -> Report:
+    """Lower `program` and check every step. `inputs` are torch tensors, by name.
 
     The loops of a program of Tile IR are the truth about its kernels. Of a program of Kernel IR nothing else is known: the simulator
     looks for what is never right.
@@ -77,12 +77,14 @@ def check(program: Any, inputs: Mapping[str, Any], options: Options, tell: Calla
     report = Report()
     if isinstance(program, k.Program):
         arrays = {name: to_numpy(value) for name, value in inputs.items()}
-        simulator.run(program, arrays, call=call_numpy)
+        try:
+            simulator.run(program, arrays, call=call_numpy)
+        except CompilerBug as why:
+            report.wrong = Wrong(Application("kernel", "simulation", program.name, (), ()), program.name, f"cannot run: {why}")
         return report
     replay = Replay(program, inputs, report)
     for p in PASSES:
         log, bug, start = Log(applications=[]), None, time.perf_counter()
-        tell(p.name)
         try:
             done = stages(program, options, log, (p.name,))
         except CompilerBug as error:
@@ -100,7 +102,6 @@ def check(program: Any, inputs: Mapping[str, Any], options: Options, tell: Calla
         if report.wrong:
             return report
     if (run := native(options)) is not None:
-        tell(EMIT)
         start = time.perf_counter()
         kernels = replay.kernels(program)
         report.wrong = next((wrong for x in kernels if (wrong := replay.emitted(x, run))), None)

@@ -50,7 +50,7 @@ def run(
 
     inputs = list(subject.inputs().values())
     try:
-        with working("running"), reproducible(request.options), failing("running", subject.program):
+        with working("running"), reproducible(request.options), failing("running", None if request.file else subject.program):
             results = compiled(inputs)
     except CompilerBug as error:
         if request.file is None:
