@@ -13,7 +13,7 @@ import numpy as np
 
 from terrazzo.ir.types import DType
 
-SHARP = 1e-6
+SHARP = 1e-5
 """How far two ways of computing in float64 may be apart, relative to the largest value. Constants may be rounded to 32 bits."""
 CONDITION = 1e-3
 """The same, relative to the error that 32 or fewer bits make: where values cancel, float64 rounds too."""

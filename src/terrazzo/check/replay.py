@@ -26,6 +26,7 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
 from terrazzo.ir.node import topological
+from terrazzo.ir.program import Input
 from terrazzo.ir.schedule import Schedule
 from terrazzo.options import Options
 from terrazzo.pipelines import PASSES, Pass, stages
@@ -148,6 +149,9 @@ class Replay:
     def application(self, a: Application) -> Wrong | None:
         """Check an application, or put it off; a wrong one may be so for one that was put off."""
         self.checked.update(a.after)
+        if isinstance(a.after[0], l.Call):  # the same call, by definition
+            self.define(a)
+            return None
         if any(isinstance(x, l.Kernel) and self.large(x) for x in a.after):
             self.define(a)
             self.late.append(a)
@@ -165,10 +169,12 @@ class Replay:
     def define(self, a: Application) -> None:
         """What buffers that are new hold: the value they stand for, or what their kernel writes."""
         for x in a.after:
-            for b in x.writes if isinstance(x, l.Kernel) else ():
+            pairs = zip(x.results, a.before, strict=True) if isinstance(x, l.Call) else ((b, x) for b in x.writes)
+            for b, source in pairs if isinstance(x, l.Call | l.Kernel) else ():
                 for values in self.both:
-                    if b not in values.known:
-                        values.source.setdefault(b, a.before[0] if a.pass_name == "tensor_to_loop" else x)
+                    if b is not None and b not in values.known:
+                        lifted = isinstance(x, l.Kernel) and a.pass_name == "tensor_to_loop"
+                        values.source.setdefault(b, a.before[0] if lifted else source)
 
     def believe(self, applications: Iterable[Application]) -> None:
         """Take what stood before every application for what stands after it, without a look at the latter."""
@@ -181,6 +187,9 @@ class Replay:
     def settle(self, a: Application) -> list[tuple[Any, Any, Any]]:
         """What the results of an ATen op's rule must be: (node, value, value in float64)."""
         before = a.before[0]
+        if "empty" in before.name:  # memory that nobody wrote holds anything: it may as well hold what the rule puts there
+            for values in self.both:
+                values.known[before] = values.of(a.after[0])
         truths = [x if isinstance(before.type, tuple) else (x,) for x in (values.of(before) for values in self.both)]
         found = [(new, old, exact) for new, old, exact in zip(a.after, *truths, strict=True) if new is not None]
         for new, old, exact in found:
@@ -204,7 +213,8 @@ class Replay:
 
     def made(self, values: Values, a: Application) -> dict[Any, Any]:
         """What the results of an ATen op's rule are, computed from its operands whatever is known of them."""
-        before = {n: values.known.pop(n) for n in a.after if n in values.known and n not in a.before[0].children}
+        again = [n for n in a.after if n in values.known and not isinstance(n, Input) and n not in a.before[0].children]
+        before = {n: values.known.pop(n) for n in again}
         found = {n: values.of(n) for n in a.after if n is not None}
         values.known.update(before)
         return found

@@ -241,6 +241,8 @@ def lift(program: Program, rules: Sequence[Rule] = RULES, log: Log | None = None
             source = program.sources.get(program.names.get(node, ""), "")
             args, kwargs = _fill(node.args, buffers), tuple((k, _fill(v, buffers)) for k, v in node.kwargs)
             steps.append(l.Call(node.name, args, kwargs, results, node.order, source))
+            if log is not None:
+                log.applied("tensor_to_loop", "call", node.name, [gets.get(k) for k in range(len(results))], steps[-1:])
             continue
         stored = isinstance(node, t.Value) and not many and node not in buffers and not isinstance(node, t.Read)
         if not stored or (isinstance(node, (t.Literal, t.Iota)) and not _must_exist(node, program)):
