@@ -330,7 +330,9 @@ class Walker:
                 inner.env[x.term] = made[x.term] = l.Load(scope.places[key], variables)
             elif wanted:
                 name = x.term.buffer.name if isinstance(x.term, l.Load) else "term"
-                scope.places[key] = self.registers(name + "_", x.term.dtype, [d.size for d in looped])
+                guarded = isinstance(x.term, l.Load) and x.term.inside  # it is 0 where nothing is loaded
+                init = l.Literal(zero(x.term.dtype), x.term.dtype) if guarded else None
+                scope.places[key] = self.registers(name + "_", x.term.dtype, [d.size for d in looped], init)
                 inner.kept[x.term] = scope.places[key], variables
                 made[x.term] = l.Load(scope.places[key], variables)
 
