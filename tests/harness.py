@@ -22,15 +22,21 @@ MONOIDS = ("sum", "max", "min", "prod", "argmax", "argmin", "welford", "logsumex
 
 
 def random_inputs(inputs: Sequence[Any], seed: int = 0) -> dict[str, Any]:
-    """Normal floats, small integers, bools, by name. Integers stay in [0, 2): indices of anything with extent 2."""
+    """Normal floats, bools and 0 or 1 (indices of anything with extent 2), by name.
+
+    Inputs called `whole…` hold small whole numbers, and those called `special…` some infinities and NaN.
+    """
     rng = np.random.default_rng(seed)
     out: dict[str, Any] = {}
     for i in inputs:
         shape, dtype = i.type.static_shape, i.type.dtype
-        if dtype.is_float:
-            out[i.name] = rng.standard_normal(shape).astype(dtype.numpy)
+        if i.name.startswith("whole"):
+            data = rng.integers(0 if dtype.kind in ("bool", "uint") else -4, 5, shape)
         else:
-            out[i.name] = rng.integers(0, 2, shape).astype(dtype.numpy)
+            data = rng.standard_normal(shape) if dtype.is_float else rng.integers(0, 2, shape)
+        if i.name.startswith("special") and data.size:
+            data.flat[rng.integers(0, data.size, 3)] = (np.nan, np.inf, -np.inf)
+        out[i.name] = np.asarray(data).astype(dtype.numpy)
     return out
 
 
