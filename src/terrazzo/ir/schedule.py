@@ -178,6 +178,7 @@ class Schedule:
             lines.append(f"    with site({', '.join([*(_value(n) for n in site.names), *on])}):")
             lines += [f"        {axis} = {_text(b)}" for axis, b in site.axes]
             lines += [f"        {name} = {operand}" for name, operand in site.operands]
+            lines += [] if site.axes or site.operands else ["        pass"]
         return "\n".join(lines if len(lines) > 1 else [*lines, "    pass"])
 
 
@@ -278,7 +279,7 @@ class ScheduleReader(Reader):
                 names, given, inner = self.header(x, "site")
                 if not names or not set(given) <= {"on"}:
                     self.fail(x, 'expected `with site("name", ..., on="instruction")`')
-                sites.append(Site(names, *self.lines(inner), given.get("on")))
+                sites.append(Site(names, *self.lines(y for y in inner if not isinstance(y, ast.Pass)), given.get("on")))
             elif isinstance(x, ast.Expr) and isinstance(x.value, ast.Call):
                 name = self.word(x.value.func)
                 if name not in DIRECTIVES:
