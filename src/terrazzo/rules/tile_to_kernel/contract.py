@@ -80,7 +80,7 @@ class Contractor:
     # -- what the schedule says ---------------------------------------------------------------------------------------
 
     def factors(self, axis: Any) -> tuple[Factor, ...]:
-        return self.bindings.schedule.binding(self.site, axis_name(axis)) or (Factor("time", axis.extent),)
+        return self.bindings.factors(axis_name(axis), self.site, axis.extent)
 
     def inner(self, axis: Any) -> list[Factor]:
         """The factors of a reduce axis inside a step."""
@@ -93,7 +93,9 @@ class Contractor:
 
     def tiled(self, axis: Any) -> Tiled:
         digits = self.bindings.digits(axis_name(axis), self.site, axis.extent)
-        inside = tuple(d for d in digits if d.level not in ("grid", "time"))
+        if any(d.level == "time" for d in digits):
+            raise Limitation(f"{axis_name(axis)}: only the grid walks the tiles of a contraction yet, and there is no time inside one")
+        inside = tuple(d for d in digits if d.level != "grid")
         base = value([d for d in digits if d.level == "grid"])
         return Tiled(axis, base, math.prod(d.size for d in inside), inside)
 
@@ -185,7 +187,8 @@ class Contractor:
         put(0)
         self.w.out.append(k.Sync())
         if self.steps.count == 1:
-            return step(0)
+            step(0)
+            return self.w.add(*([k.Sync()] if self.w.depth else []))  # before the next tile is put there
         t = self.bindings.loop_variable("t", self.steps.count)
 
         def body() -> None:

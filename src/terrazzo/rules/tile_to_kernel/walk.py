@@ -89,17 +89,16 @@ class Walker:
         if not variables:
             return write()
         (axis, unrolled), *rest = variables
-        self.depth += not unrolled
+        self.depth += 1
         body = self.inside(lambda: self.loops(rest, write))
-        self.depth -= not unrolled
+        self.depth -= 1
         self.out.append(k.For(axis, body, unrolled))
 
     def peeled(self, digits: Sequence[Digit], inside: Sequence[IntExpr], write: Callable[[], None]) -> None:
         """Loops over digits, the first outermost. Only the last steps of the outermost one test `inside`, where the others cannot fail."""
-        serial = sum(d.level == "time" for d in digits)
-        self.depth += serial
+        self.depth += len(digits)
         body = self.inside(write)
-        self.depth -= serial
+        self.depth -= len(digits)
         if len(digits) == 1 and inside and (whole := self.always(digits[0], inside)):
             i = digits[0].variable
             first = Var(i.name, whole)
@@ -165,6 +164,8 @@ class Walker:
             raise Limitation(f"{self.kernel.name}: a block is divided among threads for contractions over the same axes only")
         if any(self.bindings.site([self.names[r]]) is not site for r in reduces):
             raise Limitation(f"{self.kernel.name}: the contractions of a tile are bound alike")
+        if scope.threads:
+            raise Limitation(f"{self.kernel.name}: threads bring in a tile together, and an axis around it is divided among them")
         around = scope.inner()
         for a in self.kernel.axes:
             if a not in around.env and a not in tiles:
@@ -214,12 +215,14 @@ class Walker:
         if mine & scope.threads:
             names = ", ".join(map(axis_name, s.axes))
             raise UserError(f"{self.kernel.name}: {names} is bound to threads that an axis around it is bound to already")
-        inner.threads |= mine if s.kind == "free" else set()
+        inner.threads |= mine
         inside = self.enter(s.axes, digits, inner)
-        if s.kind == "free" and any(mentions(e, v) for e in inside for v in (k.LANE, self.bindings.warp)) and self.meets_warps(s.body):
+        if s.kind == "free" and self.parts(inside, s.body):
             inner.pending, inside = (*inner.pending, *inside), []
         elif s.kind == "reduce":
             inside, inner.pending = [*inside, *inner.pending], ()
+            if self.parts(inside, s.body):
+                raise Limitation(f"{self.kernel.name}: threads that are not all inside {axis_name(s.axes[0])} meet in a reduction of its steps")
         looped = [d for ds in digits for d in ds if d.level in LOOPED]
         leaf = not any(isinstance(x, n.Loop) for x in self.left(s.body))
         vector = looped[-1] if leaf and looped and digits[-1] and digits[-1][-1] is looped[-1] and looped[-1].level != "time" else None
@@ -237,11 +240,16 @@ class Walker:
         for r in s.carried:
             self.name_result(r, scope.env[r], scope)
 
-    def meets_warps(self, body: Sequence[n.Statement]) -> bool:
-        """Whether warps meet somewhere inside."""
+    def parts(self, inside: Sequence[IntExpr], body: Sequence[n.Statement]) -> bool:
+        """Whether conditions keep some threads from where they have to meet others."""
+        levels = {"warp", "lane"} if any(mentions(e, k.LANE) for e in inside) else {"warp"}
+        return any(mentions(e, v) for e in inside for v in (k.LANE, self.bindings.warp)) and self.meets(levels, body)
+
+    def meets(self, levels: set[str], body: Sequence[n.Statement]) -> bool:
+        """Whether threads meet somewhere inside."""
         loops = [s for s in self.left(body) if isinstance(s, n.Loop)]
         return any(
-            self.meets_warps(s.body) or (s.kind == "reduce" and any(d.level == "warp" for ds in self.digits(s) for d in ds)) for s in loops
+            self.meets(levels, s.body) or (s.kind == "reduce" and any(d.level in levels for ds in self.digits(s) for d in ds)) for s in loops
         )
 
     def enter(self, axes: Sequence[Any], digits: Sequence[Sequence[Digit]], scope: Scope) -> list[IntExpr]:
