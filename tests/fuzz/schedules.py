@@ -67,7 +67,7 @@ INSTRUCTIONS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Term:
     """A program with its inputs, what is scheduled by default, and which of its kernels a schedule is drawn for."""
 
@@ -148,7 +148,8 @@ class _Drawer:
                 sites.append(Site((name,), tuple((a, Like(sites[0].names[0])) for a in here)))
                 continue
             divided = self.shared([*here, *own], 1 if alone else warps, 1 if alone else 32)
-            axes = {a: (Factor(self.one(("reg", "time") if a not in block else ("reg",)), 1), *f) for a, f in divided.items()}
+            lead = ("reg",) if product else ("reg", "time")
+            axes = {a: (Factor(self.one(lead if a not in block else ("reg",)), 1), *f) for a, f in divided.items()}
             operands = tuple({x: self.operand() for x in self.reads}.items()) if product and own else ()
             sites.append(Site((name,), tuple(axes.items()), operands, "fma.f32" if product and own else None))
         if product:
