@@ -1,7 +1,11 @@
-"""Is a result right? It may be as far from float64 as the program's own types are, wherever they happen to round."""
+"""Is a result right? It may be as far from float64 as the program's own types are, wherever they happen to round.
+
+What is read twice may be computed twice, in two orders of additions: so every value has two versions, which round differently.
+"""
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,20 +36,31 @@ class Judge:
 
     def problem(self, ours: list[Any]) -> str:
         """What is wrong with these results; "" if nothing is."""
-        for count in (2, 40):  # few roundings may all go the same way: before anybody is accused, many are looked at
+        for count in (2, 60):  # few roundings may all go the same way: before anybody is accused, many are looked at
             while len(self.others) < count:
-                self.others.append(self._run(False, np.random.default_rng(len(self.others))))
+                self.others += self._rounded_otherwise(np.random.default_rng(len(self.others)))
             if not (found := "; ".join(filter(None, (self._differs(n, r, x) for n, (r, x) in enumerate(zip(self.results, ours, strict=True)))))):
                 return ""
         return found
 
-    def _run(self, precise: bool, noise: np.random.Generator | None = None) -> dict[Node, Any]:
-        values: dict[Node, Any] = {i: x.astype(numpy_type(i.type.dtype, precise)) for i, x in self.inputs.items()}
+    def _run(self, precise: bool) -> dict[Node, Any]:
+        values = self._given(precise)
         for node in self.nodes:
-            found = self._in_another_order(node, values, noise) if noise and isinstance(node, t.Reduce) else None
-            found = evaluate(node, values, precise, call_numpy) if found is None else found
-            values[node] = self._rounded(node, found, noise) if noise else found
+            values[node] = evaluate(node, values, precise, call_numpy)
         return values
+
+    def _given(self, precise: bool) -> dict[Node, Any]:
+        return {i: x.astype(numpy_type(i.type.dtype, precise)) for i, x in self.inputs.items()}
+
+    def _rounded_otherwise(self, noise: np.random.Generator) -> tuple[dict[Node, Any], dict[Node, Any]]:
+        """Two versions of all values; either reads one version of each operand."""
+        versions = self._given(False), self._given(False)
+        for node in self.nodes:
+            for own in versions:
+                seen = ChainMap({c: versions[noise.integers(2)][c] for c in node.children if c in own}, own)
+                found = self._in_another_order(node, seen, noise) if isinstance(node, t.Reduce) else None
+                own[node] = self._rounded(node, evaluate(node, seen, False, call_numpy) if found is None else found, noise)
+        return versions
 
     def _in_another_order(self, node: t.Reduce, values: Mapping[Node, Any], noise: np.random.Generator) -> Any:
         """A reduction of floats one after the other, in any order; None for what no order changes."""
