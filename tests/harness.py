@@ -14,7 +14,6 @@ from terrazzo.ir.program import Program
 from terrazzo.ir.text import parse, show
 
 
-
 def random_inputs(inputs: Sequence[Any], seed: int = 0) -> dict[str, Any]:
     """Normal floats, bools and 0 or 1 (indices of anything with extent 2), by name.
 

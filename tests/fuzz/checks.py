@@ -10,10 +10,6 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from tests.fuzz.judge import Judge
-from tests.fuzz.schedules import Term
-from tests.harness import random_inputs
-
 from terrazzo.errors import Limitation, UserError
 from terrazzo.interp import kernel as simulator
 from terrazzo.interp.torch import call_numpy
@@ -24,6 +20,9 @@ from terrazzo.ir.text import parse, show
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from terrazzo.targets.cuda.emit import emit
+from tests.fuzz.judge import Judge
+from tests.fuzz.schedules import Term
+from tests.harness import random_inputs
 
 SECONDS = 60
 """How long one example may take; whatever takes longer hangs."""

@@ -39,7 +39,8 @@ class Judge:
         for count in (2, 60):  # few roundings may all go the same way: before anybody is accused, many are looked at
             while len(self.others) < count:
                 self.others += self._rounded_otherwise(np.random.default_rng(len(self.others)))
-            if not (found := "; ".join(filter(None, (self._differs(n, r, x) for n, (r, x) in enumerate(zip(self.results, ours, strict=True)))))):
+            problems = (self._differs(n, r, x) for n, (r, x) in enumerate(zip(self.results, ours, strict=True)))
+            if not (found := "; ".join(filter(None, problems))):
                 return ""
         return found
 
@@ -83,7 +84,7 @@ class Judge:
         match node:
             case t.Elementwise() if node.fn.name not in KEEPS:
                 return self._moved(found, self.plain[node], self.exact[node], noise)
-            case (t.Reduce() | t.Scan()) if node.monoid.name not in KEEPS:
+            case t.Reduce() | t.Scan() if node.monoid.name not in KEEPS:
                 return self._moved(found, self.plain[node], self.exact[node], noise)
         return found
 

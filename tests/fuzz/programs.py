@@ -1,9 +1,4 @@
-"""Random programs of Tensor IR: every primitive, every scalar function, every monoid, every element type.
-
-Two things are known of every value while a program is drawn. It is *exact* if it is the same at every precision and in every order of
-additions: what jumps (comparisons, floor, argmax, conversions to integers) is only applied to such values, so that a wrong result is a
-bug and not a rounding that went the other way. And it may be *whole*: integers of at most some magnitude, whose sums are exact.
-"""
+"""Random programs of Tensor IR: every primitive, every scalar function, every monoid, every element type."""
 
 from __future__ import annotations
 
@@ -20,14 +15,13 @@ from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.monoid import MONOIDS, monoid
 from terrazzo.ir.program import Input, Program
 from terrazzo.ir.types import DTYPES, DType, Type, bf16, bool_, contiguous_strides, f16, f32, f64, i32, i64
+from tests.fuzz.known import DIGITS, Known, known
+from tests.fuzz.views import affine, view
 
 EXTENTS = (0, 1, 2, 3, 4, 5, 7, 8, 13, 16, 17, 31, 32, 33, 64, 100, 128)
 MATRIX_EXTENTS = (16, 32, 8, 64, 24, 48, 17, 3, 1)
 REAL = [d for d in DTYPES.values() if d.kind != "complex"]
 COMMON = [f32] * 6 + REAL
-DIGITS = {"f16": 11, "bf16": 8, "f32": 24, "f64": 53}
-"""Integers up to 2 ** this are exact in a float type."""
-
 SELECTS = ("neg", "abs", "min", "max", "fmin", "fmax", "where", "copysign", "sign", "floor", "ceil", "trunc", "round")
 """Functions that round nothing of exact operands, and make no number larger."""
 JUMPS = {
@@ -41,38 +35,6 @@ LARGEST = 10_000
 """Elements of a value at most."""
 WHOLE_INPUT = 4
 """The largest number in an input of whole ones."""
-
-
-@dataclass(frozen=True)
-class Known:
-    """A value and what is known of it."""
-
-    node: Any
-    exact: bool = True
-    whole: int | None = None
-
-    @property
-    def type(self) -> Type:
-        found: Type = self.node.type
-        return found
-
-    @property
-    def dtype(self) -> DType:
-        return self.type.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.type.static_shape
-
-
-def _known(node: Any, exact: bool = True, whole: int | None = None) -> Known:
-    dtype = node.type.dtype
-    if dtype.is_float:
-        whole = whole if exact and whole is not None and whole <= 1 << DIGITS[dtype.name] else None
-        return Known(node, exact, whole)
-    limit = int(dtype.highest) + 1 if dtype.size < 4 else None
-    small = whole if whole is not None and whole <= dtype.highest else limit
-    return Known(node, True, small)
 
 
 @dataclass
@@ -123,7 +85,7 @@ class Draft:
         name = "whole" if not dtype.is_float else self.one(("x", "whole", "x", "x", "special"))
         node = Input(f"{name}{len(self.inputs)}", Type(dtype, shape, self.strides(shape)))
         self.inputs.append(node)
-        return self.add(_known(node, True, 1 if dtype is bool_ else WHOLE_INPUT if name == "whole" else None))
+        return self.add(known(node, True, 1 if dtype is bool_ else WHOLE_INPUT if name == "whole" else None))
 
     def strides(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """Strides of a transposed input, sometimes with gaps; mostly none."""
@@ -139,13 +101,13 @@ class Draft:
         if x.dtype is to:
             return x
         if x.dtype.is_float and not to.is_float:
-            if not x.exact or (x.whole is None or x.whole > 127) and to is not bool_:
+            if not x.exact or ((x.whole is None or x.whole > 127) and to is not bool_):
                 return None
             x = x if to.kind != "uint" else self.apply("abs", self.cast(x, x.dtype.compute) or x)
             x = Known(t.cast(x.node, x.dtype.compute), x.exact, x.whole)
         exact = not to.is_float or x.whole is not None or (x.exact and x.dtype.is_float and DIGITS[x.dtype.name] <= DIGITS[to.name])
         wrapped = to.kind == "uint" and x.dtype.kind == "int"
-        return _known(t.cast(x.node, to), exact and x.exact, None if wrapped else 1 if to is bool_ else x.whole)
+        return known(t.cast(x.node, to), exact and x.exact, None if wrapped else 1 if to is bool_ else x.whole)
 
     def computed(self, x: Known) -> Known:
         """`x` in the type it computes in."""
@@ -158,7 +120,7 @@ class Draft:
         if all(b is not None for b in bounds):
             whole = {"add": sum, "sub": sum, "mul": math.prod}.get(fn, max if fn in SELECTS else lambda _: None)(bounds)
         kept = fn in SELECTS or (fn in ("add", "sub", "mul") and whole is not None and whole <= 1 << DIGITS.get(node.type.dtype.name, 64))
-        return _known(node, exact and kept, whole)
+        return known(node, exact and kept, whole)
 
     def like(self, x: Known, dtype: DType) -> Known:
         """A value of x's shape and some type: one there is, converted and broadcast, or a new one."""
@@ -175,9 +137,11 @@ class Draft:
         if kind == "literal" or (made is None and kind != "new"):
             value = self.one((0, 1, 2, 3, -1))
             value = abs(value) if dtype.kind == "uint" else value
-            return _known(t.literal(value, dtype, x.shape), True, abs(value))
+            return known(t.literal(value, dtype, x.shape), True, abs(value))
         if made is None:
-            made = self.fresh(dtype, tuple(1 if self.chance(5) else e for e in x.shape[self.number(0, len(x.shape)) if self.chance(4) else 0 :]))
+            made = self.fresh(
+                dtype, tuple(1 if self.chance(5) else e for e in x.shape[self.number(0, len(x.shape)) if self.chance(4) else 0 :])
+            )
         return Known(t.broadcast(made.node, x.shape), made.exact, made.whole)
 
     def iota(self, shape: tuple[int, ...]) -> Known:
@@ -186,7 +150,7 @@ class Draft:
         for v in here:
             e = e + self.one((0, 1, 1, -1, 3)) * v
         e = {"": e, "mod": e % 5, "div": e // 3}[self.one(("", "", "mod", "div"))]
-        return _known(t.iota(shape, e), True, 3 * sum(shape) + 2)
+        return known(t.iota(shape, e), True, 3 * sum(shape) + 2)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -216,7 +180,7 @@ class Draft:
 
     def view(self) -> Known:
         x = self.pick()
-        return Known(_view(self, x.node, x.shape), x.exact, x.whole)
+        return Known(view(self, x.node, x.shape), x.exact, x.whole)
 
     def mapped(self) -> Known:
         """An index map of any quasi-affine expressions, guarded wherever they may leave the operand."""
@@ -225,7 +189,7 @@ class Draft:
         here = t.coordinates(shape)
         index, inside = [], []
         for extent in x.shape:
-            e = _affine(self, here, extent)
+            e = affine(self, here, extent)
             index.append(e)
             inside += [e, extent - 1 - e]
         if 0 in x.shape and 0 not in shape and not inside:
@@ -293,11 +257,11 @@ class Draft:
         if m in ("sum", "prod") and x.dtype.is_float:
             whole = None if x.whole is None else x.whole * max(n, 1) if m == "sum" else max(x.whole, 1) ** min(n, 64)
             exact = whole is not None and whole <= 1 << DIGITS[x.dtype.name]
-            return self.add(_known(values[0], exact and x.exact, whole))
+            return self.add(known(values[0], exact and x.exact, whole))
         exact = x.exact and m not in ("welford", "logsumexp")
         whole = x.whole if m in ("max", "min") and n > 0 else None
         order = self.draw(st.permutations(range(len(values))))
-        return [self.add(_known(values[k], exact, whole)) for k in order][-1]
+        return [self.add(known(values[k], exact, whole)) for k in order][-1]
 
     def contract(self) -> Known:
         """A product of matrices, of a value and a new one or of two new ones: batched, transposed, in types of 16 bits."""
@@ -334,10 +298,10 @@ class Draft:
         if self.draw(st.booleans()):
             top = t.broadcast(t.reduce("max", x.node, axis, keepdim=True), x.shape)
             y = t.apply("exp", t.apply("sub", x.node, top))
-            return _known(t.apply("div", y, t.broadcast(t.reduce("sum", y, axis, keepdim=True), x.shape)), False)
+            return known(t.apply("div", y, t.broadcast(t.reduce("sum", y, axis, keepdim=True), x.shape)), False)
         square = t.reduce("sum", t.apply("mul", x.node, x.node), axis, keepdim=True)
         root = t.apply("rsqrt", t.apply("add", square, t.literal(1e-3, f32, square.type.shape)))
-        return _known(t.apply("mul", x.node, t.broadcast(root, x.shape)), False)
+        return known(t.apply("mul", x.node, t.broadcast(root, x.shape)), False)
 
     def rows(self) -> Known:
         """A long axis, for what threads, warps or blocks share."""
@@ -373,11 +337,11 @@ class Draft:
         if x.dtype not in (f32, f64, i64) or not x.exact:
             return x
         if x.dtype is i64 or not x.shape or 0 in x.shape:
-            return _known(t.Opaque("aten.neg.default", (x.node,), (), Type(x.dtype, x.shape)), True, x.whole)
+            return known(t.Opaque("aten.neg.default", (x.node,), (), Type(x.dtype, x.shape)), True, x.whole)
         out = Type(x.dtype, x.shape[1:])
         both = t.Opaque("aten.max.dim", (x.node, 0), (), (out, Type(i64, out.shape)))
-        self.add(_known(t.Get(both, 0), True, x.whole))
-        return _known(t.Get(both, 1))
+        self.add(known(t.Get(both, 0), True, x.whole))
+        return known(t.Get(both, 1))
 
 
 STEPS = (
@@ -416,70 +380,3 @@ def _combines(m: str, dtype: DType) -> bool:
         return dtype is not bool_ or m != "argmax"
     fn = {"sum": "add", "prod": "mul", "any": "or_", "all": "and_"}.get(m, m)
     return _takes(sc.SCALARS[fn], dtype)
-
-
-def _affine(draft: Draft, here: Sequence[Any], extent: int) -> Any:
-    """An index into an extent; it may leave it."""
-    v = draft.one((*here, 0)) if here else 0
-    w = draft.one((*here, 0)) if here else 0
-    c = draft.number(0, 3)
-    forms = (v, extent - 1 - v, v + w, v * 2 + c, (v + c) % max(extent, 1), v // (c + 1), v - c, v * w, v // 2 * 2 + w % 2, c)
-    return draft.one(forms)
-
-
-def _view(draft: Draft, x: Any, shape: tuple[int, ...]) -> Any:
-    """A view as models have them."""
-    kind = draft.one(("permute", "reshape", "flip", "slice", "diagonal", "expand", "pad", "roll", "cat", "squeeze"))
-    here = t.coordinates(shape)
-    if kind == "expand" and math.prod(shape) * 3 <= draft.cap:
-        at = draft.number(0, len(shape))
-        wider = (*shape[:at], draft.one((1, 2, 3)), *shape[at:])
-        there = t.coordinates(wider)
-        return t.index_map(x, wider, (*there[:at], *there[at + 1 :])) if len(wider) <= 6 else x
-    if not shape:
-        return t.reshape(x, (1,) * draft.number(0, 3))
-    d = draft.number(0, len(shape) - 1)
-    extent = shape[d]
-
-    def along(size: int, index: Any, guarded: bool = False) -> Any:
-        """Axis d with another index."""
-        wide = (*shape[:d], size, *shape[d + 1 :])
-        there = t.coordinates(wide)
-        e = index(there[d])
-        return t.index_map(x, wide, (*there[:d], e, *there[d + 1 :]), (e, extent - 1 - e) if guarded else ())
-
-    match kind:
-        case "permute":
-            return t.permute(x, draft.draw(st.permutations(range(len(shape)))))
-        case "reshape":
-            return t.reshape(x, _factored(draft, math.prod(shape)))
-        case "squeeze":
-            return t.reshape(x, tuple(e for e in shape if e != 1))
-        case "flip":
-            return t.index_map(x, shape, [extent - 1 - i if k == d else i for k, i in enumerate(here)])
-        case "slice" if extent > 1:
-            start, step = draft.number(0, extent - 1), draft.number(1, 3)
-            return along(-(-(extent - start) // step), lambda i: start + i * step)
-        case "diagonal" if len(shape) > 1 and shape[d] == shape[d - 1] and d:
-            there = t.coordinates((*shape[:d], *shape[d + 1 :]))
-            return t.index_map(x, (*shape[:d], *shape[d + 1 :]), (*there[:d], there[d - 1], *there[d:]))
-        case "pad":
-            low, high = draft.number(-2, 3), draft.number(-2, 3)
-            return along(max(extent + low + high, 0), lambda i: i - low, guarded=True)
-        case "roll" if extent:
-            by = draft.number(0, extent)
-            return along(extent, lambda i: (i + by) % extent)
-        case "cat" if x.type.dtype.compute is x.type.dtype and x.type.dtype is not bool_ and 2 * math.prod(shape) <= draft.cap:
-            return t.apply("add", along(2 * extent, lambda i: i, guarded=True), along(2 * extent, lambda i: i - extent, guarded=True))
-    return x
-
-
-def _factored(draft: Draft, n: int) -> tuple[int, ...]:
-    """A shape of n elements."""
-    out: list[int] = []
-    while n > 1 and len(out) < 5:
-        factor = draft.one([f for f in (1, 2, 3, 4, 5, 7, 8, 16, n) if n % f == 0])
-        out.append(factor)
-        n //= factor
-    return (*out, n) if n != 1 or draft.chance(3) else tuple(out)
-

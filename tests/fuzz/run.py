@@ -16,10 +16,12 @@ from typing import Any
 import hypothesis
 from hypothesis import HealthCheck, Phase, Verbosity, given, settings
 from hypothesis import strategies as st
+
 from tests.fuzz import checks
 from tests.fuzz.programs import tensor_programs
-from tests.fuzz.schedules import TARGETS, TERMS, schedules, terms
+from tests.fuzz.schedules import TERMS, schedules, terms
 from tests.fuzz.texts import texts
+from tests.kernels.programs import TARGETS
 
 
 @st.composite

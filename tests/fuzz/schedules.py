@@ -10,18 +10,17 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from tests.kernels.programs import CASES, TARGETS, b, h, n, r
 
 from terrazzo.front.capture import capture
 from terrazzo.interp.torch import to_numpy
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Var
 from terrazzo.ir.nest import accumulators
 from terrazzo.ir.node import topological
 from terrazzo.ir.program import Program
 from terrazzo.ir.schedule import KERNEL_LEVELS, SITE_LEVELS, Binding, Factor, Like, Operand, Schedule, Site, Word
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
+from tests.kernels.programs import CASES, b, h, n, r
 
 SMALL: dict[str, Callable[[], tuple[Any, ...]]] = {
     "matmul": lambda: (r(18, 23), r(23, 35)),
@@ -64,6 +63,11 @@ SMALL: dict[str, Callable[[], tuple[Any, ...]]] = {
 TERMS = tuple(SMALL)
 INSTRUCTIONS = (
     *("fma.f32", "mma.m16n8k16.f32.bf16", "mma.m16n8k16.f32.f16", "mma.m16n8k8.f32.f16", "wgmma.m64n64k16.f32.bf16", "mma.m1n1k1", None),
+)
+FACTOR_OPTIONS = (
+    *(("ring", n) for n in (2, 3, 1, 0, "many")),
+    *(("order", word) for word in (Word("grouped", (2,)), Word("grouped", (0,)), Word("grouped"), Word("longest_first"))),
+    ("nothing", 1),
 )
 
 
@@ -175,9 +179,9 @@ class _Drawer:
         """The same with blocks as large as what divides them, and with first factors that just cover their axes."""
         inside: dict[str, int] = {}
         for site in s.sites:
-            for a, b in site.axes:
-                if not isinstance(b, Like):
-                    inside.setdefault(a, math.prod(f.size for f in b))
+            for axis, own in site.axes:
+                if not isinstance(own, Like):
+                    inside.setdefault(axis, math.prod(f.size for f in own))
 
         def sized(axis: str, b: Binding, extent: int | None, block: int | None) -> Binding:
             if isinstance(b, Like) or not b:
@@ -194,7 +198,9 @@ class _Drawer:
         lines = tuple((a, sized(a, b, everywhere.get(a), None)) for a, b in s.axes)
         blocks = {a: f.size for a, b in lines if not isinstance(b, Like) for f in b if f.level == "block"}
         sites = tuple(
-            replace(x, axes=tuple((a, sized(a, b, {**everywhere, **self.own.get(x.names[0], {})}.get(a), blocks.get(a))) for a, b in x.axes))
+            replace(
+                x, axes=tuple((a, sized(a, b, {**everywhere, **self.own.get(x.names[0], {})}.get(a), blocks.get(a))) for a, b in x.axes)
+            )
             for x in s.sites
         )
         return replace(s, axes=lines, sites=sites)
@@ -221,17 +227,23 @@ class _Drawer:
             case "operand" if place >= 0:
                 given = dict(s.sites[place].operands)
                 name = self.one((*(given or self.reads), *self.reads, "nothing"))
-                given[name] = self.one((self.operand(), Operand("reg"), Operand("smem", (("by", "magic"),)), Operand("smem", (("swizzle", 7),))))
+                given[name] = self.one(
+                    (self.operand(), Operand("reg"), Operand("smem", (("by", "magic"),)), Operand("smem", (("swizzle", 7),)))
+                )
                 return _with(s, place, operands=tuple(given.items()))
             case "operand":
-                return replace(s, operands=(*s.operands[1:], (self.one((*self.reads, *self.own, "nothing")), Operand(self.one(("reg", "smem"))))))
+                return replace(
+                    s, operands=(*s.operands[1:], (self.one((*self.reads, *self.own, "nothing")), Operand(self.one(("reg", "smem")))))
+                )
             case "instruction" if place >= 0:
                 return _with(s, place, instruction=self.one(INSTRUCTIONS))
             case "site" if s.sites:
                 kept = [x for n, x in enumerate(s.sites) if n != place]
                 return replace(s, sites=tuple(self.draw(st.permutations(kept))))
             case "directive":
-                return replace(s, directives=(self.one((("resident", (2,), ()), ("persistent", (), ()), ("resident", (0,), ()), ("roles", (), ()))),))
+                return replace(
+                    s, directives=(self.one((("resident", (2,), ()), ("persistent", (), ()), ("resident", (0,), ()), ("roles", (), ()))),)
+                )
             case "like" if place >= 0:
                 names = [f"{x}{r}" for x in (*self.own, *self.stores) for r in ("", *(f".{a}" for a in self.own.get(x, {})))]
                 lines = dict(s.sites[place].axes)
@@ -263,9 +275,7 @@ class _Drawer:
                 by = self.one((2, 4))
                 factors[n : n + 1] = [replace(factors[n], size=max(factors[n].size // by, 1)), Factor(factors[n].level, by)]
             case "option":
-                option = self.one((("ring", 2), ("ring", 3), ("ring", 1), ("ring", 0), ("order", Word("grouped", (2,))), ("order", Word("grouped", (0,))),
-                                   ("order", Word("grouped")), ("order", Word("longest_first")), ("ring", "many"), ("nothing", 1)))  # fmt: skip
-                factors[n] = replace(factors[n], options=(option,))
+                factors[n] = replace(factors[n], options=(self.one(FACTOR_OPTIONS),))
         bindings = {**dict(lines), axis: tuple(factors)}
         return tuple((a, b) for a, b in bindings.items() if b)
 
@@ -279,6 +289,3 @@ def _with(s: Schedule, place: int, **fields: Any) -> Schedule:
 def _extent(axis: Any) -> int:
     assert isinstance(axis.extent, int)
     return axis.extent
-
-
-__all__ = ["TARGETS", "TERMS", "Term", "Var", "schedules", "terms"]

@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, find, settings
-from tests.fuzz import checks, run
-from tests.fuzz.judge import Judge
-from tests.fuzz.programs import tensor_programs
-from tests.fuzz.schedules import terms
-from tests.harness import random_inputs
 
 from terrazzo.interp import kernel as simulator
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.node import topological
 from terrazzo.ir.text import parse
+from tests.fuzz import checks, run
+from tests.fuzz.judge import Judge
+from tests.fuzz.programs import tensor_programs
+from tests.fuzz.schedules import terms
+from tests.harness import random_inputs
 
 
 @pytest.mark.parametrize(("kind", "count"), [("programs", 60), ("schedules", 40), ("texts", 400)])
@@ -98,4 +98,4 @@ def test_a_schedule_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(checks.Found, match="90 of 90 are wrong"):
         checks.schedule(term, term.default)
     with pytest.raises(checks.Found, match="UserError"):
-        checks.schedule(term, replace(term.default, kernel="a quote \" in a name"))
+        checks.schedule(term, replace(term.default, kernel='a quote " in a name'))

@@ -8,25 +8,67 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from tests.fuzz.schedules import SMALL
-from tests.kernels.programs import CASES
 
 from terrazzo.front.capture import capture
 from terrazzo.ir.text import show
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
+from tests.fuzz.schedules import SMALL
+from tests.kernels.programs import CASES
 
 SUBJECTS = (
     *(("matmul of bfloat16", target) for target in ("sm_75", "sm_80", "sm_90a")),
-    *((name, "sm_90a") for name in ("softmax", "argmax of few values", "cumsum", "gather", "cat", "conv1d", "swiglu of float", "variance", "any")),
+    *(
+        (name, "sm_90a")
+        for name in ("softmax", "argmax of few values", "cumsum", "gather", "cat", "conv1d", "swiglu of float", "variance", "any")
+    ),
 )
 IRS = ("torch", "tensor", "loop", "tile", "kernel")
 
 WORDS = (
-    *("0", "-1", "1", "31", "99999999999999999999", "1e400", "0.5", "nan", "inf", "None", "True", "''", '"x"', "()", "[]", "(1,)", "{}", "..."),
+    *(
+        "0",
+        "-1",
+        "1",
+        "31",
+        "99999999999999999999",
+        "1e400",
+        "0.5",
+        "nan",
+        "inf",
+        "None",
+        "True",
+        "''",
+        '"x"',
+        "()",
+        "[]",
+        "(1,)",
+        "{}",
+        "...",
+    ),
     *("*x", "**x", "x.y", "x()", "lambda: 0", "lambda i0: i0", "f'{x}'", "b'a'", "1j", "(y := 1)", "-x", "not x", "x if x else x", "[*x]"),
     *("f32", "f32[1]", "u8[0]", "c64[2]", "f32[S]", "q8", "i0", "a0", "r0", "acc0", "block", "lane", "warp", "x", "z", "S", "size(1, 2)"),
-    *("at(x[0], 3)", "sum", "add", "index", "get", "size", "if", "for", "with", "in", "return", "pass", "and", ">=", "<-", "@", ":", ",", "="),
+    *(
+        "at(x[0], 3)",
+        "sum",
+        "add",
+        "index",
+        "get",
+        "size",
+        "if",
+        "for",
+        "with",
+        "in",
+        "return",
+        "pass",
+        "and",
+        ">=",
+        "<-",
+        "@",
+        ":",
+        ",",
+        "=",
+    ),
     *("(", ")", "[", "]", "\t", "\f", "\\", "\0", "é", "²", "#", '"', "'", "+", "//", "%", "* 1000000007", "// 0", "% -1"),
 )
 """What is put between: numbers and names at the edges, and Python that no IR has."""

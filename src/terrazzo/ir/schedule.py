@@ -163,7 +163,7 @@ class Schedule:
             raise UserError(f"the sites disagree on the number of warps: {', '.join(map(str, sorted(warps)))}")
 
     def _threads(self, site: Site | None) -> int:
-        """The warps a site (or the kernel by itself) uses; 0 where it binds no threads. Its lanes must be a warp's, or its instruction's."""
+        """The warps a site, or the kernel by itself, uses; 0 where it binds none. Its lanes must be a warp's, or its instruction's."""
         used = [f for _, factors in self.lines(site) for f in factors]
         name, instruction = (site.names[0], site.instruction) if site else (self.kernel, None)
         if not any(f.level in SITE_LEVELS for f in used):
@@ -177,7 +177,7 @@ class Schedule:
         elif site and any(f.level.startswith("inst") for _, b in site.axes for f in _factors(b)):
             raise UserError(f"{name} binds axes of an instruction and names none (on=...)")
         bound = any(f.level.startswith("inst") for f in used)
-        if lanes > 1 and bound or lanes > 32 or (site and lanes not in (1, 32)):
+        if (lanes > 1 and bound) or lanes > 32 or (site and lanes not in (1, 32)):
             raise UserError(f"{name}: {lanes} lanes; {'the instruction binds them' if bound else 'a warp has 32'}")
         groups = math.prod(f.size for f in used if f.level == "warpgroup")
         alone = math.prod(f.size for f in used if f.level == "warp")

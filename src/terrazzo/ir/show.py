@@ -70,7 +70,8 @@ def show_expr(e: IntExpr, name: Namer | None = None) -> str:
             return f"{_factor(e.a, name)} % {_factor(e.b, name)}"
         case Loaded():
             value = e.value
-            inner = f"{(name or _node)(value.x)}[{show_list(value.index, name) or '()'}]" if isinstance(value, t.Read) else (name or _node)(value)
+            inner = (name or _node)(value.x if isinstance(value, t.Read) else value)
+            inner += f"[{show_list(value.index, name) or '()'}]" if isinstance(value, t.Read) else ""
             return f"at({inner}, {show_expr(e.extent, name)})"
     raise TypeError(f"no text for {type(e).__name__}")
 

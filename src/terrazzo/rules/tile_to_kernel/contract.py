@@ -29,7 +29,8 @@ from terrazzo.rules.tile_to_kernel.digits import WIDEST, Digit, axis_name, divid
 from terrazzo.rules.tile_to_kernel.slabs import Slab, Slabs, Steps, Tiled
 
 if TYPE_CHECKING:
-    from terrazzo.rules.tile_to_kernel.walk import Scope, Walker
+    from terrazzo.rules.tile_to_kernel.scope import Scope
+    from terrazzo.rules.tile_to_kernel.walk import Walker
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from terrazzo.ir.dialects import tile
 from terrazzo.ir.schedule import Schedule
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.tile_to_kernel.digits import Bindings, factors
-from terrazzo.rules.tile_to_kernel.walk import Scope, Walker
+from terrazzo.rules.tile_to_kernel.scope import Scope
+from terrazzo.rules.tile_to_kernel.walk import Walker
 
 SINCE = {"ld": 0, "cp.async": 80, "tma": 90}
 """The first architecture that has a transport."""

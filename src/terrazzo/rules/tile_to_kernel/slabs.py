@@ -19,7 +19,8 @@ from terrazzo.ir.types import Type
 from terrazzo.rules.tile_to_kernel.digits import WIDEST, Digit, axis_name, divides, wide, zero
 
 if TYPE_CHECKING:
-    from terrazzo.rules.tile_to_kernel.walk import Scope, Walker
+    from terrazzo.rules.tile_to_kernel.scope import Scope
+    from terrazzo.rules.tile_to_kernel.walk import Walker
 
 
 @dataclass(frozen=True)

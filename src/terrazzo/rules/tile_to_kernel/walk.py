@@ -7,7 +7,6 @@ lanes meet by shuffles, those in warps through shared memory; every thread has t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,34 +22,7 @@ from terrazzo.ir.schedule import Site
 from terrazzo.ir.types import DType, Type
 from terrazzo.rules.tile_to_kernel.contract import Contractor, Fragment
 from terrazzo.rules.tile_to_kernel.digits import LOOPED, Bindings, Digit, axis_name, extent, factors, together, value, wide, zero
-
-
-@dataclass
-class Scope:
-    """What is known where statements are written.
-
-    `env` maps axes to expressions and terms to terms of Kernel IR; `digits` has the digits of the axes outside; `places` maps loads, up
-    to the names of loops, to the registers that hold them, and `kept` those that are to fill such registers; `threads` has the bits
-    of lanes and warps that axes outside bind; `pending` are conditions of axes outside under which memory may be touched, where they cannot
-    stand around a barrier.
-    """
-
-    env: dict[Any, Any] = field(default_factory=dict)
-    digits: dict[Any, list[Digit]] = field(default_factory=dict)
-    places: dict[Node, k.Registers] = field(default_factory=dict)
-    kept: dict[Node, tuple[k.Registers, tuple[Any, ...]]] = field(default_factory=dict)
-    threads: frozenset[tuple[str, int]] = frozenset()
-    pending: tuple[IntExpr, ...] = ()
-
-    def inner(self) -> Scope:
-        return Scope(dict(self.env), dict(self.digits), dict(self.places), {}, self.threads, self.pending)
-
-    def __call__(self, x: Any) -> Any:
-        """A term or an index in terms of Kernel IR."""
-        return substitute(x, self.env)
-
-    def all(self, xs: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(map(self, xs))
+from terrazzo.rules.tile_to_kernel.scope import Scope
 
 
 class Walker:
@@ -222,7 +194,7 @@ class Walker:
         elif s.kind == "reduce":
             inside, inner.pending = [*inside, *inner.pending], ()
             if self.parts(inside, s.body):
-                raise Limitation(f"{self.kernel.name}: threads that are not all inside {axis_name(s.axes[0])} meet in a reduction of its steps")
+                raise Limitation(f"{self.kernel.name}: threads not all inside {axis_name(s.axes[0])} meet in a reduction of its steps")
         looped = [d for ds in digits for d in ds if d.level in LOOPED]
         leaf = not any(isinstance(x, n.Loop) for x in self.left(s.body))
         vector = looped[-1] if leaf and looped and digits[-1] and digits[-1][-1] is looped[-1] and looped[-1].level != "time" else None
@@ -242,14 +214,15 @@ class Walker:
 
     def parts(self, inside: Sequence[IntExpr], body: Sequence[n.Statement]) -> bool:
         """Whether conditions keep some threads from where they have to meet others."""
-        levels = {"warp", "lane"} if any(mentions(e, k.LANE) for e in inside) else {"warp"}
-        return any(mentions(e, v) for e in inside for v in (k.LANE, self.bindings.warp)) and self.meets(levels, body)
+        lanes, warps = (any(mentions(e, v) for e in inside) for v in (k.LANE, self.bindings.warp))
+        return (lanes or warps) and self.meets({"warp", "lane"} if lanes else {"warp"}, body)
 
     def meets(self, levels: set[str], body: Sequence[n.Statement]) -> bool:
         """Whether threads meet somewhere inside."""
-        loops = [s for s in self.left(body) if isinstance(s, n.Loop)]
         return any(
-            self.meets(levels, s.body) or (s.kind == "reduce" and any(d.level in levels for ds in self.digits(s) for d in ds)) for s in loops
+            self.meets(levels, s.body) or (s.kind == "reduce" and any(d.level in levels for ds in self.digits(s) for d in ds))
+            for s in self.left(body)
+            if isinstance(s, n.Loop)
         )
 
     def enter(self, axes: Sequence[Any], digits: Sequence[Sequence[Digit]], scope: Scope) -> list[IntExpr]:
