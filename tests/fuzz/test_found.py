@@ -7,6 +7,7 @@ import re
 import pytest
 
 from terrazzo.errors import Limitation, UserError
+from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.schedule import parse_schedule
 from terrazzo.ir.text import parse
 from terrazzo.options import Options
@@ -36,6 +37,27 @@ def test_programs(name: str) -> None:
     program = parse(RIGHT[name])
     for target in ("sm_75", "sm_90a", "sm_120"):
         assert checks.program(program, target, True) == "right"  # type: ignore[arg-type]
+
+
+ROUNDED = """@tensor
+def f(x: f16[32, 64], w: f16[32, 64]):
+    v0: bf16[32, 64] = bf16(x)
+    v1: f32[32, 64] = f32(v0)
+    v2: f32[32, 64] = f32(w)
+    v3: f32[32, 32, 64] = index_map(lambda i0, i1, i2: v1[i0, i2])
+    v4: f32[32, 32, 64] = index_map(lambda i0, i1, i2: v2[i1, i2])
+    v5: f32[32, 32, 64] = mul(v3, v4)
+    v6: f32[32, 32] = reduce.sum(v5, axes=[2])
+    return (v6,)
+"""
+
+
+def test_a_conversion_to_another_type_of_16_bits_is_not_dropped() -> None:
+    """Results would be nearer to float64 without it, so only the kernel shows it: halves that were rounded to bfloat16 are no halves."""
+    (kernel,) = lowering(parse(ROUNDED), Options(target="sm_90a")).at("kernel").steps
+    assert not any(isinstance(s, k.Multiply) for s in k.walk(kernel.body))
+    (kernel,) = lowering(parse(ROUNDED.replace("f32(v0)", "f32(x)")), Options(target="sm_90a")).at("kernel").steps
+    assert any(isinstance(s, k.Multiply) for s in k.walk(kernel.body))
 
 
 SCHEDULES = {
@@ -117,6 +139,20 @@ SCHEDULES = {
                a1 = lane(8)
                r0 = reg(2)""",
         "bmm: threads bring in a tile together, and an axis around it is divided among them",
+    ),
+    "an instruction for another type": (
+        "matmul of bfloat16",
+        """a0 = grid(2) * block(16)
+           a1 = grid(6) * block(8)
+           r0 = time(4) * block(16)
+           with site("acc0", on="mma.m16n8k16.f32.f16"):
+               a0 = inst.m(16)
+               a1 = inst.n(8)
+               r0 = inst.k(16)
+           with site("mm"):
+               a0 = like("acc0")
+               a1 = like("acc0")""",
+        "mma.m16n8k16.f32.f16 takes f16, and x is bf16",
     ),
     "a slab of one element": (
         "bmm",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from terrazzo.errors import Limitation
+from terrazzo.errors import Limitation, UserError
 from terrazzo.hw.instruction import MatrixInstruction
 from terrazzo.hw.ldmatrix import loader
 from terrazzo.ir.address import coefficient, flatten
@@ -56,7 +56,7 @@ class Fragment:
 
 def operand(factor: Node) -> Node:
     """A factor without the conversions that only widen it: what lies in memory."""
-    while isinstance(factor, l.Apply) and is_cast(factor.fn) and _size(factor.args[0]) <= _size(factor):
+    while isinstance(factor, l.Apply) and is_cast(factor.fn) and _size(factor.args[0]) < _size(factor):
         factor = factor.args[0]
     return factor
 
@@ -271,6 +271,12 @@ class Contractor:
         m, n = (self.bound_to(x) for x in ("m", "n"))
         if len(self.axes) != 1:
             raise Limitation("a contraction over several axes is on no matrix instruction yet")
+        for c in self.sites:
+            a, b = (operand(f) for f in (c.factors if m in c.factors[0].free else c.factors[::-1]))
+            for x, takes in ((a, instruction.a.dtype), (b, instruction.b.dtype), (c.reduce, instruction.d.dtype)):
+                if x.dtype is not takes:  # type: ignore[attr-defined]
+                    name = slabs[x].place.name.rpartition("_s")[0] if x in slabs else self.site.names[0]
+                    raise UserError(f"{self.w.kernel.name}: {instruction.name} takes {takes}, and {name} is {x.dtype}")  # type: ignore[attr-defined]
         kk = self.bindings.loop_variable("k", math.prod(regs))
 
         def body() -> None:
