@@ -29,6 +29,13 @@ def f(x: f64[16, 32], w: f64[32, 16]):
     v3: f64[16, 16] = reduce.sum(v2, axes=[2])
     return (v3,)
 """,
+    "a log-sum-exp that begins with NaN": """@tensor
+def f(special: f32[1, 40]):
+    v0: f32[1, 40] = literal(1.0)
+    v1: (f32[1, 40], f32[1, 40]) = scan.logsumexp(special, v0, axis=0)
+    v2: f32[1, 40] = get(v1, 1)
+    return (v2,)
+""",
 }
 
 
