@@ -161,6 +161,20 @@ SCHEDULES = {
                a1 = like("acc0")""",
         "mma.m16n8k16.f32.f16 takes f16, and x is bf16",
     ),
+    "an instruction outside the tile of a contraction": (
+        "matmul of bfloat16",
+        """a0 = grid(2)
+           a1 = grid(1) * block(64)
+           r0 = time(4) * block(16)
+           with site("acc0", on="mma.m16n8k16.f32.bf16"):
+               a0 = inst.m(16)
+               a1 = reg(8) * inst.n(8)
+               r0 = inst.k(16)
+           with site("mm"):
+               a0 = like("acc0")
+               a1 = like("acc0")""",
+        "r0 = ... inst.k(16) ...: nothing derives a kernel from the level inst.k yet",
+    ),
     "a slab of one element": (
         "bmm",
         """a1 = grid(1) * block(32)

@@ -112,7 +112,7 @@ class Bindings:
                 inner = self._inner(f, axis, site)
                 number = self.warp if f.level == "warp" else LANE
                 out.append(Digit(f.level, f.size, number // inner % f.size, stride, inner))
-            elif f.level.startswith("inst.") and instruction is not None:
+            elif f.level.startswith("inst.") and instruction is not None and f.level[-1] in dict(instruction.d.layout.extents):
                 out += self._fragment(instruction.d.layout, f.level[-1], stride)
             else:
                 raise Limitation(f"{axis} = ... {f} ...: nothing derives a kernel from the level {f.level} yet")
