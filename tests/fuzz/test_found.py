@@ -163,7 +163,7 @@ SCHEDULES = {
     ),
     "an instruction outside the tile of a contraction": (
         "matmul of bfloat16",
-        """a0 = grid(2)
+        """a0 = grid(1) * warp(32)
            a1 = grid(1) * block(64)
            r0 = time(4) * block(16)
            with site("acc0", on="mma.m16n8k16.f32.bf16"):
