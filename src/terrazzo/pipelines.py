@@ -15,7 +15,7 @@ from terrazzo.ir.dialects import tile
 from terrazzo.ir.program import Program
 from terrazzo.ir.schedule import Schedule, parse_schedules
 from terrazzo.ir.show import show
-from terrazzo.ir.verify import verify
+from terrazzo.ir.verify import problem, verify
 from terrazzo.options import Options
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules import torch_to_tensor
@@ -91,7 +91,8 @@ def pinned(options: Options) -> dict[str, Schedule]:
 
 def stages(program: Any, options: Options, log: Log, names: tuple[str, ...] = LOWER) -> list[tuple[Pass, Any, float]]:
     """Run the passes `names` that apply from the program's IR on; each with its result and the seconds it took."""
-    verify(program, "reading")
+    if why := problem(program):
+        raise UserError(f"{program.name} is not valid: {why}")
     names = names if target(options.target).gpu else tuple(n for n in names if n not in GPU_ONLY)
     out: list[tuple[Pass, Any, float]] = []
     for p in PASSES:
