@@ -13,6 +13,7 @@ from typing import Any
 from terrazzo.errors import Limitation, UserError
 from terrazzo.interp import kernel as simulator
 from terrazzo.interp.torch import call_numpy
+from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.program import Program
 from terrazzo.ir.schedule import Schedule, parse_schedules
@@ -26,6 +27,8 @@ from tests.harness import random_inputs
 
 SECONDS = 60
 """How long one example may take; whatever takes longer hangs."""
+STEPS = 50_000
+"""How many statements the simulator may be asked to run for a schedule, all threads of some blocks at once."""
 STAGES = ("tensor", "loop", "tile", "kernel")
 
 
@@ -68,8 +71,8 @@ def schedule(term: Term, s: Schedule) -> str:
             kernels = lowering(term.program, Options(target=s.target, schedules=(str(s),))).at("kernel")
         except (UserError, Limitation) as why:
             return f"refused: {_kind(why)}"
-        if any(getattr(k, "grid", 0) * getattr(k, "threads", 0) > 1 << 18 for k in kernels.steps):
-            return "too many threads to simulate"
+        if sum(map(_steps, kernels.steps)) > STEPS:
+            return "too long to simulate"
         _right(_judge(term).problem(simulator.run(kernels, term.inputs, call=call_numpy)))
         return "right"
 
@@ -124,6 +127,15 @@ def _limit() -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def _steps(step: Any) -> int:
+    """About how many statements of a kernel are simulated, one after the other."""
+
+    def count(body: Any) -> int:
+        return sum((x.axis.extent if isinstance(x, k.For) else 1) * count(x.body) if isinstance(x, k.For | k.If) else 1 for x in body)
+
+    return count(step.body) * (step.grid * step.threads // (1 << 14) + 1) if isinstance(step, k.Kernel) else 1
 
 
 def _right(problem: str) -> None:

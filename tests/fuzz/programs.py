@@ -334,6 +334,7 @@ class Draft:
     def opaque(self) -> Known:
         """What PyTorch runs for us: one result, or two of different types."""
         x = self.pick()
+        x = x if x.dtype in (f64, i64) else self.cast(x, f32) or x
         if x.dtype not in (f32, f64, i64) or not x.exact:
             return x
         if x.dtype is i64 or not x.shape or 0 in x.shape:
@@ -346,7 +347,7 @@ class Draft:
 
 STEPS = (
     *("elementwise",) * 6, *("view",) * 4, *("reduce",) * 4, *("contract",) * 2, *("mapped",) * 2, *("convert",) * 2,
-    *("normalize",) * 2, "select", "scan", "gather", "window", "leaf", "opaque",
+    *("normalize",) * 2, "select", "scan", "gather", "window", "leaf", *("opaque",) * 2,
 )  # fmt: skip
 
 

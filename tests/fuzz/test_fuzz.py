@@ -7,12 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, find, settings
+from hypothesis import HealthCheck, Phase, given, settings
 
 from terrazzo.interp import kernel as simulator
 from terrazzo.ir.dialects import tensor as t
+from terrazzo.ir.dialects.scalar import BY_NAME
+from terrazzo.ir.monoid import MONOIDS
 from terrazzo.ir.node import topological
+from terrazzo.ir.program import Program
 from terrazzo.ir.text import parse
+from terrazzo.ir.types import DTYPES, Type
 from tests.fuzz import checks, run
 from tests.fuzz.judge import Judge
 from tests.fuzz.programs import tensor_programs
@@ -20,7 +24,7 @@ from tests.fuzz.schedules import terms
 from tests.harness import random_inputs
 
 
-@pytest.mark.parametrize(("kind", "count"), [("programs", 60), ("schedules", 40), ("texts", 400)])
+@pytest.mark.parametrize(("kind", "count"), [("programs", 50), ("schedules", 30), ("texts", 300)])
 def test_nothing_is_found(kind: str, count: int) -> None:
     outcomes, found = run.fuzz(kind, count, seed=0)
     assert not found, "\n".join(found)
@@ -70,10 +74,30 @@ def test_the_judge(change: Any, wrong: str) -> None:
 
 
 def test_programs_have_everything() -> None:
-    """Whatever is a primitive of Tensor IR is drawn, and is drawn soon."""
-    for wanted in (t.Literal, t.Iota, t.Elementwise, t.IndexMap, t.Read, t.Reduce, t.Scan, t.Get, t.Opaque):
-        has = lambda p, wanted=wanted: any(type(x) is wanted for x in topological(p.results))  # noqa: E731
-        find(tensor_programs(), has, settings=settings(max_examples=3000, database=None, suppress_health_check=list(HealthCheck)))
+    """Every primitive and every type is drawn, most functions and monoids, and all ranks."""
+    seen: dict[str, set[Any]] = {what: set() for what in ("primitives", "types", "functions", "monoids", "ranks")}
+
+    @settings(
+        max_examples=300, database=None, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=[*HealthCheck]
+    )
+    @given(tensor_programs())
+    def look(program: Program) -> None:
+        for x in topological(program.results):
+            seen["primitives"].add(type(x))
+            kind = getattr(x, "type", None)
+            if isinstance(kind, Type):
+                seen["types"].add(kind.dtype.name)
+                seen["ranks"].add(kind.rank)
+            if isinstance(x, t.Elementwise):
+                seen["functions"].add(x.fn.name)
+            if isinstance(x, t.Reduce | t.Scan):
+                seen["monoids"].add(x.monoid.name)
+
+    look()
+    assert {t.Literal, t.Iota, t.Elementwise, t.IndexMap, t.Read, t.Reduce, t.Scan, t.Get, t.Opaque} <= seen["primitives"]
+    assert {d.name for d in DTYPES.values() if d.kind != "complex"} == seen["types"]
+    assert seen["ranks"] == set(range(7))
+    assert len(seen["functions"]) > len(BY_NAME) // 3 and len(seen["monoids"]) > len(MONOIDS) // 2
 
 
 def test_what_is_found_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
