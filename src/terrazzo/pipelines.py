@@ -17,7 +17,7 @@ from terrazzo.ir.dialects import tile
 from terrazzo.ir.program import Program
 from terrazzo.ir.schedule import Schedule, parse_schedules
 from terrazzo.ir.show import show
-from terrazzo.ir.verify import verify
+from terrazzo.ir.verify import problem, verify
 from terrazzo.options import Options
 from terrazzo.reproduce import failing, reproducible
 from terrazzo.rewrite.rule import Log
@@ -96,7 +96,8 @@ def pinned(options: Options) -> dict[str, Schedule]:
 
 def stages(program: Any, options: Options, log: Log, names: tuple[str, ...] = LOWER) -> list[tuple[Pass, Any, float]]:
     """Run the passes `names` that apply from the program's IR on; each with its result and the seconds it took."""
-    verify(program, "reading")
+    if why := problem(program):
+        raise UserError(f"{program.name} is not valid: {why}")
     if dialect(program) == "kernel":  # the user's own text
         checked(program, target(options.target).gpu or GPUS["sm_90a"], options, UserError)
     names = names if target(options.target).gpu else tuple(n for n in names if n not in GPU_ONLY)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from terrazzo.errors import UserError
+from terrazzo.errors import Limitation, UserError
 from terrazzo.hw.gpu import Gpu
 from terrazzo.hw.mma_sync import PRODUCTS
 from terrazzo.ir import nest as n
@@ -15,8 +15,9 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
 from terrazzo.ir.schedule import Schedule
 from terrazzo.rewrite.rule import Event, Log
-from terrazzo.rules.tile_to_kernel.digits import Bindings
-from terrazzo.rules.tile_to_kernel.walk import Scope, Walker
+from terrazzo.rules.tile_to_kernel.digits import Bindings, factors
+from terrazzo.rules.tile_to_kernel.scope import Scope
+from terrazzo.rules.tile_to_kernel.walk import Walker
 
 SINCE = {"ld": 0, "cp.async": 80, "tma": 90}
 """The first architecture that has a transport."""
@@ -87,6 +88,9 @@ def lower(kernel: l.Kernel, schedule: Schedule, gpu: Gpu) -> k.Kernel:
     """
     tile.fit(schedule, kernel)
     _instructions(schedule, gpu)
+    free = {a.name for a in kernel.axes}
+    if shared := [a for a, b in schedule.axes for f in factors(b) if a not in free and f.level == "grid" and f.size > 1]:
+        raise Limitation(f"{kernel.name}: blocks share the reduction over {shared[0]} in two kernels only, each with a schedule of its own")
     bindings = Bindings(schedule)
     walker = Walker(kernel, bindings)
     walker.statements(n.nest(kernel), Scope())
