@@ -17,8 +17,9 @@ from terrazzo.ir.dialects import tile
 from terrazzo.ir.program import Program
 from terrazzo.ir.schedule import Schedule, parse_schedules
 from terrazzo.ir.show import show
-from terrazzo.ir.verify import verify
+from terrazzo.ir.verify import problem, verify
 from terrazzo.options import Options
+from terrazzo.reproduce import failing, reproducible
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules import torch_to_tensor
 from terrazzo.rules.loop.fuse import fuse
@@ -55,7 +56,7 @@ PASSES = (
     Pass("torch_to_tensor", "torch", "tensor", "each ATen op becomes a composition of primitives, or an opaque call",
          lambda p, log, o: to_tensor(p, torch_to_tensor.RULES, log, _texts(o))),
     Pass("tensor_to_loop", "tensor", "loop", "each primitive becomes a kernel that stores its term",
-         lambda p, log, o: lift(p)),
+         lambda p, log, o: lift(p, log=log)),
     Pass("fuse", "loop", "loop", "terms replace the buffers they were stored in, where that pays",
          lambda p, log, o: fuse(p, log, target(o.target).rates, o.materialize, _texts(o)) if o.fuse else p),
     Pass("store_as_read", "loop", "loop", "buffers that are only read transposed, reshaped or converted are stored so",
@@ -95,7 +96,8 @@ def pinned(options: Options) -> dict[str, Schedule]:
 
 def stages(program: Any, options: Options, log: Log, names: tuple[str, ...] = LOWER) -> list[tuple[Pass, Any, float]]:
     """Run the passes `names` that apply from the program's IR on; each with its result and the seconds it took."""
-    verify(program, "reading")
+    if why := problem(program):
+        raise UserError(f"{program.name} is not valid: {why}")
     if dialect(program) == "kernel":  # the user's own text
         checked(program, target(options.target).gpu or GPUS["sm_90a"], options, UserError)
     names = names if target(options.target).gpu else tuple(n for n in names if n not in GPU_ONLY)
@@ -103,8 +105,10 @@ def stages(program: Any, options: Options, log: Log, names: tuple[str, ...] = LO
     for p in PASSES:
         if p.name in names and p.src == dialect(program):
             start = time.perf_counter()
-            program = p.run(program, log, options)
-            verify(program, p.name)
+            with failing(f"pass {p.name}", program):
+                done = p.run(program, log, options)
+                verify(done, p.name)
+            program = done
             if p.dst == "kernel":
                 checked(program, machine(options), options, CompilerBug)
             out.append((p, program, time.perf_counter() - start))
@@ -155,10 +159,11 @@ class Lowering:
         return {p.name: seconds for p, _, seconds in self.stages}
 
 
-def lowering(program: Any, options: Options) -> Lowering:
-    """Any program down to fused Loop IR, with all that is between."""
-    log = Log()
-    return Lowering(program, stages(program, options, log), log)
+def lowering(program: Any, options: Options, log: Log | None = None) -> Lowering:
+    """Any program down to fused Loop IR, with all that is between. A CompilerBug says how to see it again."""
+    log = log or Log()
+    with reproducible(options):
+        return Lowering(program, stages(program, options, log), log)
 
 
 def lower(program: Any, options: Options, log: Log) -> l.Program:

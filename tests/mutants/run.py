@@ -182,7 +182,8 @@ def report(verdicts: Sequence[Verdict], false: Sequence[str], how: str) -> int:
     for line in (*table("operator", verdicts, "operator"), *table("kernel", verdicts, "kernel")):
         print(line)
     wrong = [v for v in verdicts if v.by not in STAGES and not v.excuse]
-    stale = [e for e in EQUIVALENT if not any(v.excuse is e and not v.by for v in verdicts)]
+    seen = {v.kernel for v in verdicts}
+    stale = [e for e in EQUIVALENT if seen >= {*e.kernels} and not any(v.excuse is e and not v.by for v in verdicts)]
     judged = [v for v in verdicts if not (v.excuse and not v.by)]
     rate = 1 - len(wrong) / max(len(judged), 1)
     for v in wrong:

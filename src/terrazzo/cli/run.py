@@ -33,6 +33,7 @@ def run(
     from terrazzo.cli.lowering import lower, refuse, show_events
     from terrazzo.cli.subject import load
     from terrazzo.pipelines import lowering
+    from terrazzo.reproduce import failing, reproducible
     from terrazzo.run.compiled import compile_program
     from terrazzo.run.interpreted import interpreted
 
@@ -52,7 +53,7 @@ def run(
 
     inputs = list(subject.inputs().values())
     try:
-        with working("running"):
+        with working("running"), reproducible(request.options), failing("running", None if request.file else subject.program):
             results = compiled(inputs)
     except CompilerBug as error:
         if request.file is None:

@@ -29,7 +29,8 @@ def sim(
 
     terrazzo sim kernel.txt --interleave adversarial --seed 7
     """
-    from terrazzo.cli.subject import random_inputs, read
+    from terrazzo.check.inputs import random_inputs
+    from terrazzo.cli.subject import read
     from terrazzo.errors import CompilerBug, UserError
     from terrazzo.interp import kernel as simulator
     from terrazzo.interp.costs import Costs

@@ -30,6 +30,8 @@ class LoopReader(Reader):
                 axes: list[Any] = []
                 stores: list[Any] = []
                 self.block(s.body, scope.inner(), axes, stores, [])
+                if not stores:
+                    self.fail(s, f"the kernel {name} stores nothing")
                 return self.build(s, l.Kernel, name, tuple(axes), tuple(stores), source)
             case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Call(func=ast.Name(id="call"), args=[first, *rest]) as c):
                 types = self.type(self.keyword(c, "_types"), scope)

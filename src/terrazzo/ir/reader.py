@@ -147,7 +147,7 @@ class Reader:
 
     def _read(self, x: ast.AST, scope: Scope) -> Any:
         if isinstance(x, ast.Subscript):  # Tensor IR: at(ids[i0], n)
-            return self.build(x, t.Read, self.lookup(x.value, scope), self.indices(x.slice, scope))
+            return self.build(x, t.Read, self.lookup(x.value, scope), () if empty(x.slice) else self.indices(x.slice, scope))
         return self.term(x, scope)
 
     def term(self, x: ast.AST, scope: Scope) -> Any:

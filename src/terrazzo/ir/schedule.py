@@ -105,8 +105,11 @@ class Schedule:
         """The arguments of a directive; none where it is not given."""
         return next((args for given, args, _ in self.directives if given == name), ())
 
-    def binding(self, site: Site | None, axis: str) -> tuple[Factor, ...]:
-        """All factors of an axis as a site sees it: the kernel's down to its block, which the site divides."""
+    def binding(self, site: Site | None, axis: str, around: tuple[Any, ...] = ()) -> tuple[Factor, ...]:
+        """All factors of an axis as a site sees it: the kernel's down to its block, which the site divides.
+
+        `around` are the sites and axes that are like this one.
+        """
         outer: tuple[Factor, ...] = _of(self.axes, axis)
         inner: Binding = _of(site.axes, axis) if site else ()
         if isinstance(inner, Like):
@@ -114,10 +117,17 @@ class Schedule:
             source = next((s for s in self.sites if any(n.partition(".")[0] == name for n in s.names)), None)
             if source is None or source is site:
                 raise UserError(f"like({inner.site!r}): there is no other site of that name")
-            return self.binding(source, other or axis)
+            if (source, other or axis) in around:
+                raise UserError(f"like({inner.site!r}): that is like this one, and nobody says how {axis} is bound")
+            return self.binding(source, other or axis, (*around, (site, axis)))
         if not inner:
             return outer
         return (*(f for f in outer if f.level != "block"), *inner)
+
+    def lines(self, site: Site | None) -> list[tuple[str, tuple[Factor, ...]]]:
+        """What a site binds: the kernel's lines it leaves alone, then its own."""
+        own = dict(site.axes) if site else {}
+        return [*((a, _factors(b)) for a, b in self.axes if a not in own), *((a, self.binding(site, a)) for a in own)]
 
     def check(self, axes: Mapping[str, int], own: Mapping[str, Mapping[str, int]]) -> None:
         """UserError, with the reason, unless this can be a schedule of a kernel with these axes and sites.
@@ -141,29 +151,34 @@ class Schedule:
                     raise UserError(f"the kernel has no site {name}; it has {', '.join(own)}")
             visible = {**axes, **own[site.names[0].partition(".")[0]]}
             for axis, binding in site.axes:
+                if grid := [f for f in _factors(binding) if f.level == "grid"]:
+                    raise UserError(f"{site.names[0]}: {axis} = {_text(binding)}: {grid[0]} is for the kernel to bind, not for a site")
                 block = [f.size for f in _factors(_of(self.axes, axis)) if f.level == "block"]
                 if block and not isinstance(binding, Like) and math.prod(f.size for f in binding) != block[0]:
                     raise UserError(f"{site.names[0]}: {axis} divides into {_text(binding)}, but its block has {block[0]}")
                 _levels(axis, self.binding(site, axis), _extent(axis, visible))
             warps.add(self._threads(site))
+        self._threads(None)
         if len(warps - {0}) > 1:
             raise UserError(f"the sites disagree on the number of warps: {', '.join(map(str, sorted(warps)))}")
 
-    def _threads(self, site: Site) -> int:
-        """The warps a site uses; 0 where it says nothing of them. Its lanes must be a warp's, or its instruction's."""
-        used = [f for axis, own in site.axes if not isinstance(own, Like) for f in self.binding(site, axis)]
+    def _threads(self, site: Site | None) -> int:
+        """The warps a site, or the kernel by itself, uses; 0 where it binds none. Its lanes must be a warp's, or its instruction's."""
+        used = [f for _, factors in self.lines(site) for f in factors]
+        name, instruction = (site.names[0], site.instruction) if site else (self.kernel, None)
         if not any(f.level in SITE_LEVELS for f in used):
             return 0
         lanes = math.prod(f.size for f in used if f.level == "lane")
-        shape = _shape(site.instruction)
-        for level, size in shape.items():
-            have = math.prod(f.size for f in used if f.level == f"inst.{level}")
-            if have != size:
-                raise UserError(f"{site.names[0]}: {site.instruction} has {level} = {size}, and inst.{level} is bound to {have}")
-        if any(f.level.startswith("inst") for f in used) and not shape:
-            raise UserError(f"{site.names[0]} binds axes of an instruction and names none (on=...)")
-        if lanes not in ((1,) if shape else (1, 32)):
-            raise UserError(f"{site.names[0]}: {lanes} lanes; {'the instruction binds them' if shape else 'a warp has 32'}")
+        if shape := _shape(instruction):
+            for level, size in shape.items():
+                have = math.prod(f.size for f in used if f.level == f"inst.{level}")
+                if have != size:
+                    raise UserError(f"{name}: {instruction} has {level} = {size}, and inst.{level} is bound to {have}")
+        elif site and any(f.level.startswith("inst") for _, b in site.axes for f in _factors(b)):
+            raise UserError(f"{name} binds axes of an instruction and names none (on=...)")
+        bound = any(f.level.startswith("inst") for f in used)
+        if (lanes > 1 and bound) or lanes > 32 or (site and lanes not in (1, 32)):
+            raise UserError(f"{name}: {lanes} lanes; {'the instruction binds them' if bound else 'a warp has 32'}")
         groups = math.prod(f.size for f in used if f.level == "warpgroup")
         alone = math.prod(f.size for f in used if f.level == "warp")
         return alone * (groups * WARPS_IN_A_GROUP if any(f.level == "warpgroup" for f in used) else 1)
@@ -178,6 +193,7 @@ class Schedule:
             lines.append(f"    with site({', '.join([*(_value(n) for n in site.names), *on])}):")
             lines += [f"        {axis} = {_text(b)}" for axis, b in site.axes]
             lines += [f"        {name} = {operand}" for name, operand in site.operands]
+            lines += [] if site.axes or site.operands else ["        pass"]
         return "\n".join(lines if len(lines) > 1 else [*lines, "    pass"])
 
 
@@ -278,7 +294,7 @@ class ScheduleReader(Reader):
                 names, given, inner = self.header(x, "site")
                 if not names or not set(given) <= {"on"}:
                     self.fail(x, 'expected `with site("name", ..., on="instruction")`')
-                sites.append(Site(names, *self.lines(inner), given.get("on")))
+                sites.append(Site(names, *self.lines(y for y in inner if not isinstance(y, ast.Pass)), given.get("on")))
             elif isinstance(x, ast.Expr) and isinstance(x.value, ast.Call):
                 name = self.word(x.value.func)
                 if name not in DIRECTIVES:

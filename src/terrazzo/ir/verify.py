@@ -1,6 +1,7 @@
 """The verifier: what must hold of a program between two passes. Types hold by construction; this checks the rest.
 
-Torch and Tensor IR: only ops of the dialect; every input declared; no value read before it exists (by construction).
+Torch and Tensor IR: only ops of the dialect; every input declared; no value read before it exists (by construction); no index
+leaves its tensor unless it is guarded.
 Loop IR: each buffer is written once, before it is read, by the step that owns it; every variable is bound by an axis of its
 kernel or a reduction; every index is within its buffer wherever ranges can tell; every element is stored exactly once.
 Tile IR: each schedule is one of a kernel, and fits it.
@@ -27,14 +28,17 @@ _ALLOWED: dict[str, tuple[Any, ...]] = {"torch": (aten.Aten, aten.Get, Input), "
 
 def verify(program: Program | l.Program | tile.Program | kernel.Program, after: str = "") -> None:
     """Raise CompilerBug, naming the pass `after` which this was found, if the program breaks a rule of its IR."""
+    if why := problem(program):
+        raise CompilerBug(f"{'after ' + after + ': ' if after else ''}{program.name} is not valid: {why}")
+
+
+def problem(program: Program | l.Program | tile.Program | kernel.Program) -> str:
+    """Which rule of its IR a program breaks; "" if none."""
     if isinstance(program, kernel.Program):
-        problem = next((f"{s.name}: {why}" for s in program.steps if isinstance(s, kernel.Kernel) and (why := kernel_problem(s))), "")
-    elif isinstance(program, tile.Program):
-        problem = _tile(program)
-    else:
-        problem = _loop(program) if isinstance(program, l.Program) else _graph(program)
-    if problem:
-        raise CompilerBug(f"{'after ' + after + ': ' if after else ''}{program.name} is not valid: {problem}")
+        return next((f"{s.name}: {why}" for s in program.steps if isinstance(s, kernel.Kernel) and (why := kernel_problem(s))), "")
+    if isinstance(program, tile.Program):
+        return _tile(program)
+    return _loop(program) if isinstance(program, l.Program) else _graph(program)
 
 
 def _graph(p: Program) -> str:
@@ -43,6 +47,10 @@ def _graph(p: Program) -> str:
             return f"{type(node).__name__} ({node.dialect}.{node.op}) is no part of {p.dialect} IR"
         if isinstance(node, Input) and node not in p.inputs:
             return f"input {node.name} is used but not declared"
+        if isinstance(node, t.IndexMap) and not node.inside and all(bounds(e)[1] != 0 for e in node.shape):
+            for d, (e, extent) in enumerate(zip(node.index, node.x.type.shape, strict=True)):  # type: ignore[attr-defined]
+                if not at_least(e, 0) or not at_least(extent - 1 - e, 0):
+                    return f"the index map {p.names.get(node, '')} may leave dimension {d} of {node.x.type} with {e}"  # type: ignore[attr-defined]
     return ""
 
 

@@ -29,7 +29,8 @@ from terrazzo.options import Options
 from terrazzo.run.cache import Cache, digest
 
 # No flag here lets the compiler reassociate or drop an infinity or a NaN: results must not depend on it.
-_COMMON = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+_COMMON = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC",
+           *(f"-fno-builtin-{f}" for f in ("atan", "atanf", "atanh", "atanhf")))  # GCC makes 1 of sin(atan(NaN))  # fmt: skip
 
 # From best to plainest: (flags, libraries). -lmvec holds the vector forms of exp, sin … of glibc on x86-64; without an
 # OpenMP runtime (the ziglang wheel has none) the simd pragmas still count and kernels run on one thread.

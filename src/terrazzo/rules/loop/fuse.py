@@ -59,19 +59,75 @@ class _Fusion:
     # -- the three kinds of fusion ----------------------------------------------------------------------------------
 
     def views(self) -> None:
-        """A buffer that only moves, converts or names values is read through."""
+        """A buffer that only moves, converts or names values is read through.
+
+        @loop
+        def f(x: f32[3, 3]):
+            with kernel('t', t=f32[3, 3]):
+                for a0 in free(3):
+                    for a1 in free(3):
+                        in0 = x[a1, a0]
+                        t[a0, a1] = in0
+            with kernel('z', z=f32[3, 3]):
+                for a0 in free(3):
+                    for a1 in free(3):
+                        in0 = t[a0, a1]
+                        v0 = exp(in0)
+                        z[a0, a1] = v0
+            return (z,)
+        =>
+        @loop
+        def f(x: f32[3, 3]):
+            with kernel('z', z=f32[3, 3]):
+                for a0 in free(3):
+                    for a1 in free(3):
+                        in0 = x[a1, a0]
+                        v0 = exp(in0)
+                        z[a0, a1] = v0
+            return (z,)
+        """
         for i in list(self.kernels):
             kernel = self.kernels[i]
             store = kernel.stores[0]
             if not _is_view(store.value) or store.buffer.name in self.pinned:
                 continue
             for j in sorted(self.readers.get(store.buffer, ())):
-                self._enter(j, inline(self.kernels[j], kernel))
+                new = inline(self.kernels[j], kernel)
+                self.log.applied(PASS, "view", f"{kernel.name} into {new.name}", [kernel, self.kernels[j]], [new])
+                self._enter(j, new)
             if store.buffer not in self.needed:
                 self._drop(i)
 
     def inlines(self, which: Callable[[l.Kernel, list[int]], bool] = lambda *_: True) -> None:
-        """Inline each buffer (of the kernels with these readers) into all its readers where that is cheaper, producers first."""
+        """Inline each buffer (of the kernels with these readers) into all its readers where that is cheaper, producers first.
+
+        @loop
+        def f(x: f32[3, 3]):
+            with kernel('e', e=f32[3, 3]):
+                for a0 in free(3):
+                    for a1 in free(3):
+                        in0 = x[a0, a1]
+                        v0 = exp(in0)
+                        e[a0, a1] = v0
+            with kernel('z', z=f32[3]):
+                for a0 in free(3):
+                    for r0 in reduce(3):
+                        in0 = e[r0, a0]
+                        acc0 <- max(in0)
+                    z[a0] = acc0
+            return (z,)
+        =>
+        @loop
+        def f(x: f32[3, 3]):
+            with kernel('z', z=f32[3]):
+                for a0 in free(3):
+                    for r0 in reduce(3):
+                        in0 = x[r0, a0]
+                        v0 = exp(in0)
+                        acc0 <- max(v0)
+                    z[a0] = acc0
+            return (z,)
+        """
         for i in list(self.kernels):
             kernel = self.kernels[i]
             readers = sorted({j for b in kernel.writes for j in self.readers.get(b, ())})
@@ -99,7 +155,38 @@ class _Fusion:
             self._drop(i)
 
     def merges(self) -> None:
-        """Let one kernel store what two stored, where they run over the same axes."""
+        """Let one kernel store what two stored, where they run over the same axes.
+
+        @loop
+        def f(x: f32[3, 3]):
+            with kernel('m', m=f32[3]):
+                for a0 in free(3):
+                    for r0 in reduce(3):
+                        in0 = x[a0, r0]
+                        acc0 <- max(in0)
+                    m[a0] = acc0
+            with kernel('z', z=f32[3, 3]):
+                for a0 in free(3):
+                    in0 = m[a0]
+                    for a1 in free(3):
+                        in1 = x[a0, a1]
+                        v0 = sub(in1, in0)
+                        z[a0, a1] = v0
+            return (z,)
+        =>
+        @loop
+        def f(x: f32[3, 3]):
+            with kernel('z', z=f32[3, 3]):
+                for a0 in free(3):
+                    for r0 in reduce(3):
+                        in0 = x[a0, r0]
+                        acc0 <- max(in0)
+                    for a1 in free(3):
+                        in1 = x[a0, a1]
+                        v0 = sub(in1, acc0)
+                        z[a0, a1] = v0
+            return (z,)
+        """
         again = True
         while again:
             again = False
@@ -216,6 +303,7 @@ class _Fusion:
     def _fired(self, rule: str, subject: str, reason: str, before: list[l.Kernel], after: list[l.Kernel]) -> None:
         texts = ["\n".join(map(self.show, ks)) for ks in (before, after)] if self.show else ["", ""]
         self.log.add(Event(PASS, rule, subject, True, reason, *texts))
+        self.log.applied(PASS, rule, subject, before, after)
 
     def program(self) -> l.Program:
         """The steps in an order in which each comes after what it reads; calls that must keep their order do."""

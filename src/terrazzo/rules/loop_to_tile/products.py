@@ -175,7 +175,7 @@ class Plan:
 def plans(p: Product, gpu: Gpu) -> list[Plan]:
     """Every plan that fits, best first."""
     instruction = _instruction(p, gpu)
-    tiles = (_shared(t, len(p.sites)) for t in _tiles(gpu, instruction))
+    tiles = (_ring(_shared(t, len(p.sites)), p, gpu) for t in _tiles(gpu, instruction))
     size = 4 if instruction else p.sites[0].reduce.dtype.size
     found = [
         _plan(p, gpu, t, s, instruction)
@@ -194,6 +194,20 @@ def _shared(t: Tile, count: int) -> Tile | None:
     """The tile for `count` products with one factor in common: so much narrower that loads, registers and rate stay those of one."""
     narrow = t.n >> (count - 1).bit_length()
     return replace(t, n=narrow) if narrow >= t.warps[1] * max(t.lanes[1], 8) else None
+
+
+def _ring(t: Tile | None, p: Product, gpu: Gpu) -> Tile | None:
+    """The tile with no more slabs than a block has shared memory for, padding included; None where there is no room for two."""
+    if t is None:
+        return None
+    step = sum(rows * t.k + 4 * max(rows, t.k) for rows in (t.m, *(t.n for _ in p.sites))) * max(_bytes(x) for x in p.operands)
+    ring = min(t.ring, gpu.shared // step)
+    return replace(t, ring=ring) if ring > 1 else None
+
+
+def _bytes(x: Node) -> int:
+    found: int = x.dtype.size  # type: ignore[attr-defined]
+    return found
 
 
 def _instruction(p: Product, gpu: Gpu) -> str | None:
@@ -245,7 +259,7 @@ IN_FLIGHT = 24 << 10
 def _plan(p: Product, gpu: Gpu, t: Tile, pieces: int, instruction: str | None) -> Plan:
     """Time: the slowest of arithmetic (on the busiest processor), cache, memory and latency; a split pays for its partial sums."""
     batch, depth = math.prod(a.extent for a in p.batch), math.prod(a.extent for a in p.axes)
-    size = max(x.dtype.size for x in p.operands)  # type: ignore[attr-defined]
+    size = max(map(_bytes, p.operands))
     count, last = len(p.sites), p.axes[-1].extent
     blocks = _blocks(p, t) * pieces
     slab = (t.m + t.n * count) * t.k * size

@@ -19,6 +19,37 @@ def split(kernel: l.Kernel, reduces: Sequence[l.Reduce], pieces: int, unit: int 
     """`kernel` as two, its `reduces` (over axes of the same extents) in so many pieces of the last axis, multiples of `unit`.
 
     Where these are more than the axis has, the last piece is short: loads beyond the end are 0, which must add nothing.
+
+    @loop
+    def f(x: f32[3, 4]):
+        with kernel('z', z=f32[3]):
+            for a0 in free(3):
+                for r0 in reduce(4):
+                    in0 = x[a0, r0]
+                    v0 = exp(in0)
+                    acc0 <- sum(v0)
+                v1 = log(acc0)
+                z[a0] = v1
+        return (z,)
+    =>
+    @loop
+    def f(x: f32[3, 4]):
+        with kernel('z_part', z_part=f32[2, 3]):
+            for s in free(2):
+                for a0 in free(3):
+                    for r0 in reduce(2):
+                        in0 = x[a0, r0 + s * 2]
+                        v0 = exp(in0)
+                        acc0 <- sum(v0)
+                    z_part[s, a0] = acc0
+        with kernel('z', z=f32[3]):
+            for a0 in free(3):
+                for r0 in reduce(2):
+                    in0 = z_part[r0, a0]
+                    acc0 <- sum(in0)
+                v0 = log(acc0)
+                z[a0] = v0
+        return (z,)
     """
     axes = tuple(a for a in kernel.axes if any(a in r.free for r in reduces))
     part = Var("s", pieces)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from terrazzo.errors import Limitation
+from terrazzo.errors import Limitation, UserError
 from terrazzo.hw.instruction import MatrixInstruction
 from terrazzo.hw.ldmatrix import loader
 from terrazzo.ir.address import coefficient, flatten
@@ -29,7 +29,8 @@ from terrazzo.rules.tile_to_kernel.digits import WIDEST, Digit, axis_name, divid
 from terrazzo.rules.tile_to_kernel.slabs import Slab, Slabs, Steps, Tiled
 
 if TYPE_CHECKING:
-    from terrazzo.rules.tile_to_kernel.walk import Scope, Walker
+    from terrazzo.rules.tile_to_kernel.scope import Scope
+    from terrazzo.rules.tile_to_kernel.walk import Walker
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Fragment:
 
 def operand(factor: Node) -> Node:
     """A factor without the conversions that only widen it: what lies in memory."""
-    while isinstance(factor, l.Apply) and is_cast(factor.fn) and _size(factor.args[0]) <= _size(factor):
+    while isinstance(factor, l.Apply) and is_cast(factor.fn) and _size(factor.args[0]) < _size(factor):
         factor = factor.args[0]
     return factor
 
@@ -80,7 +81,7 @@ class Contractor:
     # -- what the schedule says ---------------------------------------------------------------------------------------
 
     def factors(self, axis: Any) -> tuple[Factor, ...]:
-        return self.bindings.schedule.binding(self.site, axis_name(axis)) or (Factor("time", axis.extent),)
+        return self.bindings.factors(axis_name(axis), self.site, axis.extent)
 
     def inner(self, axis: Any) -> list[Factor]:
         """The factors of a reduce axis inside a step."""
@@ -93,7 +94,9 @@ class Contractor:
 
     def tiled(self, axis: Any) -> Tiled:
         digits = self.bindings.digits(axis_name(axis), self.site, axis.extent)
-        inside = tuple(d for d in digits if d.level not in ("grid", "time"))
+        if any(d.level == "time" for d in digits):
+            raise Limitation(f"{axis_name(axis)}: only the grid walks the tiles of a contraction yet, and there is no time inside one")
+        inside = tuple(d for d in digits if d.level != "grid")
         base = value([d for d in digits if d.level == "grid"])
         return Tiled(axis, base, math.prod(d.size for d in inside), inside)
 
@@ -185,7 +188,8 @@ class Contractor:
         put(0)
         self.w.out.append(k.Sync())
         if self.steps.count == 1:
-            return step(0)
+            step(0)
+            return self.w.add(*([k.Sync()] if self.w.depth else []))  # before the next tile is put there
         t = self.bindings.loop_variable("t", self.steps.count)
 
         def body() -> None:
@@ -267,6 +271,12 @@ class Contractor:
         m, n = (self.bound_to(x) for x in ("m", "n"))
         if len(self.axes) != 1:
             raise Limitation("a contraction over several axes is on no matrix instruction yet")
+        for c in self.sites:
+            a, b = (operand(f) for f in (c.factors if m in c.factors[0].free else c.factors[::-1]))
+            for x, takes in ((a, instruction.a.dtype), (b, instruction.b.dtype), (c.reduce, instruction.d.dtype)):
+                if x.dtype is not takes:  # type: ignore[attr-defined]
+                    name = slabs[x].place.name.rpartition("_s")[0] if x in slabs else self.site.names[0]
+                    raise UserError(f"{self.w.kernel.name}: {instruction.name} takes {takes}, and {name} is {x.dtype}")  # type: ignore[attr-defined]
         kk = self.bindings.loop_variable("k", math.prod(regs))
 
         def body() -> None:

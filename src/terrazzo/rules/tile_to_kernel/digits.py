@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from terrazzo.errors import Limitation
+from terrazzo.errors import Limitation, UserError
 from terrazzo.hw import mma_sync
 from terrazzo.hw.instruction import MatrixInstruction
 from terrazzo.ir.address import coefficient, flatten
@@ -87,9 +87,16 @@ class Bindings:
         """The first site among those of these names that the schedule describes."""
         return next((s for name in names for s in self.schedule.sites if name in s.names), None)
 
+    def factors(self, axis: str, site: Site | None, default: int) -> tuple[Factor, ...]:
+        """The factors of an axis as a site sees it. What is left of a block is of one element, or nobody walks it."""
+        found = self.schedule.binding(site, axis) or (Factor("time", default),)
+        if left := [f for f in found if f.level == "block" and f.size > 1]:
+            raise UserError(f"{axis}: {left[0]} is divided among threads by no site that needs it")
+        return found
+
     def digits(self, axis: str, site: Site | None, default: int) -> list[Digit]:
         """The digits of an axis, outermost first. One that nothing binds is a serial loop of `default` steps."""
-        factors = list(self.schedule.binding(site, axis)) or [Factor("time", default)]
+        factors = self.factors(axis, site, default)
         instruction = self.instruction(site, axis)
         out: list[Digit] = []
         stride = math.prod(f.size for f in factors)
@@ -105,9 +112,9 @@ class Bindings:
                 inner = self._inner(f, axis, site)
                 number = self.warp if f.level == "warp" else LANE
                 out.append(Digit(f.level, f.size, number // inner % f.size, stride, inner))
-            elif f.level.startswith("inst.") and instruction is not None:
+            elif f.level.startswith("inst.") and instruction is not None and f.level[-1] in dict(instruction.d.layout.extents):
                 out += self._fragment(instruction.d.layout, f.level[-1], stride)
-            elif f.level != "block":
+            else:
                 raise Limitation(f"{axis} = ... {f} ...: nothing derives a kernel from the level {f.level} yet")
         return out
 
@@ -125,19 +132,13 @@ class Bindings:
             for part, first, bit, size in runs(layout, coordinate)
         ]  # fmt: skip
 
-    def _lines(self, site: Site | None) -> list[tuple[str, Sequence[Factor]]]:
-        """What a site binds: the kernel's lines it leaves alone, then its own."""
-        own = dict(site.axes) if site else {}
-        outer = [(a, b) for a, b in self.schedule.axes if a not in own]
-        return [*outer, *((a, self.schedule.binding(site, a)) for a in own)]  # type: ignore[list-item]
-
     def _count(self, level: str, site: Site | None) -> int:
-        return math.prod(f.size for _, b in self._lines(site) for f in b if f.level == level)
+        return math.prod(f.size for _, b in self.schedule.lines(site) for f in b if f.level == level)
 
     def _inner(self, factor: Factor, axis: str, site: Site | None) -> int:
         """The place value of a factor in the number of its level. The axes' innermost factors count fastest, of these the later axes'."""
         ranked = []
-        for n, (a, binding) in enumerate(self._lines(site)):
+        for n, (a, binding) in enumerate(self.schedule.lines(site)):
             same = [f for f in binding if f.level == factor.level]
             ranked += [(rank, -n, a, f) for rank, f in enumerate(reversed(same))]
         ranked.sort(key=lambda x: x[:2])

@@ -19,7 +19,8 @@ from terrazzo.ir.types import Type
 from terrazzo.rules.tile_to_kernel.digits import WIDEST, Digit, axis_name, divides, wide, zero
 
 if TYPE_CHECKING:
-    from terrazzo.rules.tile_to_kernel.walk import Scope, Walker
+    from terrazzo.rules.tile_to_kernel.scope import Scope
+    from terrazzo.rules.tile_to_kernel.walk import Walker
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ class Slabs:
         name = loads[0].buffer.name if loads else "slab"
         held = dict(self.site.operands).get(name)
         options: dict[str, Any] = dict(held.options) if held else {}
+        if not axes:
+            raise Limitation(f"{name}: a step of the tile needs one element of it, which is no slab")
         offset = flatten(loads[0].index, loads[0].buffer.type.element_strides) if loads else 0
         memory = next((t for t in axes if coefficient(offset, t.axis) == 1), axes[-1])
         along = next((t for t in axes if axis_name(t.axis) == options.get("along")), memory)

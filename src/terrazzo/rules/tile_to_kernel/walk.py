@@ -7,7 +7,6 @@ lanes meet by shuffles, those in warps through shared memory; every thread has t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,34 +22,7 @@ from terrazzo.ir.schedule import Site
 from terrazzo.ir.types import DType, Type
 from terrazzo.rules.tile_to_kernel.contract import Contractor, Fragment
 from terrazzo.rules.tile_to_kernel.digits import LOOPED, Bindings, Digit, axis_name, extent, factors, together, value, wide, zero
-
-
-@dataclass
-class Scope:
-    """What is known where statements are written.
-
-    `env` maps axes to expressions and terms to terms of Kernel IR; `digits` has the digits of the axes outside; `places` maps loads, up
-    to the names of loops, to the registers that hold them, and `kept` those that are to fill such registers; `threads` has the bits
-    of lanes and warps that axes outside bind; `pending` are conditions of axes outside under which memory may be touched, where they cannot
-    stand around a barrier.
-    """
-
-    env: dict[Any, Any] = field(default_factory=dict)
-    digits: dict[Any, list[Digit]] = field(default_factory=dict)
-    places: dict[Node, k.Registers] = field(default_factory=dict)
-    kept: dict[Node, tuple[k.Registers, tuple[Any, ...]]] = field(default_factory=dict)
-    threads: frozenset[tuple[str, int]] = frozenset()
-    pending: tuple[IntExpr, ...] = ()
-
-    def inner(self) -> Scope:
-        return Scope(dict(self.env), dict(self.digits), dict(self.places), {}, self.threads, self.pending)
-
-    def __call__(self, x: Any) -> Any:
-        """A term or an index in terms of Kernel IR."""
-        return substitute(x, self.env)
-
-    def all(self, xs: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(map(self, xs))
+from terrazzo.rules.tile_to_kernel.scope import Scope
 
 
 class Walker:
@@ -89,17 +61,16 @@ class Walker:
         if not variables:
             return write()
         (axis, unrolled), *rest = variables
-        self.depth += not unrolled
+        self.depth += 1
         body = self.inside(lambda: self.loops(rest, write))
-        self.depth -= not unrolled
+        self.depth -= 1
         self.out.append(k.For(axis, body, unrolled))
 
     def peeled(self, digits: Sequence[Digit], inside: Sequence[IntExpr], write: Callable[[], None]) -> None:
         """Loops over digits, the first outermost. Only the last steps of the outermost one test `inside`, where the others cannot fail."""
-        serial = sum(d.level == "time" for d in digits)
-        self.depth += serial
+        self.depth += len(digits)
         body = self.inside(write)
-        self.depth -= serial
+        self.depth -= len(digits)
         if len(digits) == 1 and inside and (whole := self.always(digits[0], inside)):
             i = digits[0].variable
             first = Var(i.name, whole)
@@ -165,6 +136,8 @@ class Walker:
             raise Limitation(f"{self.kernel.name}: a block is divided among threads for contractions over the same axes only")
         if any(self.bindings.site([self.names[r]]) is not site for r in reduces):
             raise Limitation(f"{self.kernel.name}: the contractions of a tile are bound alike")
+        if scope.threads:
+            raise Limitation(f"{self.kernel.name}: threads bring in a tile together, and an axis around it is divided among them")
         around = scope.inner()
         for a in self.kernel.axes:
             if a not in around.env and a not in tiles:
@@ -214,12 +187,14 @@ class Walker:
         if mine & scope.threads:
             names = ", ".join(map(axis_name, s.axes))
             raise UserError(f"{self.kernel.name}: {names} is bound to threads that an axis around it is bound to already")
-        inner.threads |= mine if s.kind == "free" else set()
+        inner.threads |= mine
         inside = self.enter(s.axes, digits, inner)
-        if s.kind == "free" and any(mentions(e, v) for e in inside for v in (k.LANE, self.bindings.warp)) and self.meets_warps(s.body):
+        if s.kind == "free" and self.parts(inside, s.body):
             inner.pending, inside = (*inner.pending, *inside), []
         elif s.kind == "reduce":
             inside, inner.pending = [*inside, *inner.pending], ()
+            if self.parts(inside, s.body):
+                raise Limitation(f"{self.kernel.name}: threads not all inside {axis_name(s.axes[0])} meet in a reduction of its steps")
         looped = [d for ds in digits for d in ds if d.level in LOOPED]
         leaf = not any(isinstance(x, n.Loop) for x in self.left(s.body))
         vector = looped[-1] if leaf and looped and digits[-1] and digits[-1][-1] is looped[-1] and looped[-1].level != "time" else None
@@ -237,11 +212,17 @@ class Walker:
         for r in s.carried:
             self.name_result(r, scope.env[r], scope)
 
-    def meets_warps(self, body: Sequence[n.Statement]) -> bool:
-        """Whether warps meet somewhere inside."""
-        loops = [s for s in self.left(body) if isinstance(s, n.Loop)]
+    def parts(self, inside: Sequence[IntExpr], body: Sequence[n.Statement]) -> bool:
+        """Whether conditions keep some threads from where they have to meet others."""
+        lanes, warps = (any(mentions(e, v) for e in inside) for v in (k.LANE, self.bindings.warp))
+        return (lanes or warps) and self.meets({"warp", "lane"} if lanes else {"warp"}, body)
+
+    def meets(self, levels: set[str], body: Sequence[n.Statement]) -> bool:
+        """Whether threads meet somewhere inside."""
         return any(
-            self.meets_warps(s.body) or (s.kind == "reduce" and any(d.level == "warp" for ds in self.digits(s) for d in ds)) for s in loops
+            self.meets(levels, s.body) or (s.kind == "reduce" and any(d.level in levels for ds in self.digits(s) for d in ds))
+            for s in self.left(body)
+            if isinstance(s, n.Loop)
         )
 
     def enter(self, axes: Sequence[Any], digits: Sequence[Sequence[Digit]], scope: Scope) -> list[IntExpr]:
@@ -330,7 +311,9 @@ class Walker:
                 inner.env[x.term] = made[x.term] = l.Load(scope.places[key], variables)
             elif wanted:
                 name = x.term.buffer.name if isinstance(x.term, l.Load) else "term"
-                scope.places[key] = self.registers(name + "_", x.term.dtype, [d.size for d in looped])
+                guarded = isinstance(x.term, l.Load) and x.term.inside  # it is 0 where nothing is loaded
+                init = l.Literal(zero(x.term.dtype), x.term.dtype) if guarded else None
+                scope.places[key] = self.registers(name + "_", x.term.dtype, [d.size for d in looped], init)
                 inner.kept[x.term] = scope.places[key], variables
                 made[x.term] = l.Load(scope.places[key], variables)
 

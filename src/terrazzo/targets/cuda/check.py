@@ -19,7 +19,7 @@ from terrazzo.errors import CompilerBug
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.address import evaluate, flatten
 from terrazzo.ir.dialects import kernel as k
-from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var, at_least, bounds, terms_of
+from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Loaded, Var, at_least, bounds, terms_of
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.show_kernel import statement
 from terrazzo.ir.verify_kernel import declared
@@ -115,7 +115,8 @@ def inside(access: Access, sizes: dict[str, int]) -> tuple[str, bool]:
         low, high = bounds(e)
         if (low is None or low < 0) and not _implied(0, e, 1, access.inside):
             left.append((e, d, e))
-        if (high is None or high >= extent) and not _implied(extent - 1, e, -1, access.inside):
+        whole, most = (e.a, extent * e.b) if isinstance(e, FloorDiv) and isinstance(e.b, int) else (e, extent)
+        if (high is None or high >= extent) and not _implied(most - 1, whole, -1, access.inside):
             left.append((extent - 1 - e, d, e))
     size, wide = k.shared_bytes(place) // place.type.dtype.size, alignment(access)
     if access.count > 1 and (size % access.count or not _divides(access.count, access.index, strides)):

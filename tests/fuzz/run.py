@@ -1,0 +1,111 @@
+"""`make fuzz N=2000 SEED=7 KIND=programs`: so many random programs, schedules and texts, the same ones for the same seed.
+
+What fails is made as small as it gets, and printed with the command that finds it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis
+from hypothesis import HealthCheck, Phase, Verbosity, given, settings
+from hypothesis import strategies as st
+
+from tests.fuzz import checks
+from tests.fuzz.programs import tensor_programs
+from tests.fuzz.schedules import TERMS, schedules, terms
+from tests.fuzz.texts import texts
+from tests.kernels.programs import TARGETS
+
+
+@st.composite
+def _programs(draw: Any) -> tuple[Any, ...]:
+    return draw(tensor_programs()), draw(st.sampled_from(TARGETS)), draw(st.sampled_from((True, True, False)))
+
+
+@st.composite
+def _schedules(draw: Any) -> tuple[Any, ...]:
+    found = terms(draw(st.sampled_from(TERMS)), draw(st.sampled_from(TARGETS)))
+    term = draw(st.sampled_from(found))
+    return term, draw(schedules(term))
+
+
+KINDS: dict[str, tuple[Any, Callable[..., str]]] = {
+    "programs": (_programs(), checks.program),
+    "schedules": (_schedules(), checks.schedule),
+    "texts": (st.tuples(texts()), checks.text),
+}
+
+
+def fuzz(kind: str, count: int, seed: int) -> tuple[Counter[str], list[str]]:
+    """How many of `count` different examples went how, and what was found: for each bug the smallest text that shows it."""
+    strategy, check = KINDS[kind]
+    outcomes: Counter[str] = Counter()
+    found: dict[Any, str] = {}
+    done: set[Any] = set()
+
+    @hypothesis.seed(seed)
+    @settings(max_examples=count, database=None, deadline=None, verbosity=Verbosity.quiet, suppress_health_check=list(HealthCheck),
+              phases=(Phase.generate, Phase.shrink), print_blob=False)  # fmt: skip
+    @given(strategy)
+    def one(example: tuple[Any, ...]) -> None:
+        key = tuple(getattr(x, "results", x) for x in example)
+        if key in done:  # what is drawn again proves nothing; what failed before may fail again
+            hypothesis.reject()
+        try:
+            outcomes[check(*example)] += 1
+        except checks.Found as why:
+            place = _place(why)
+            if place not in found or len(str(why)) < len(found[place]):
+                found[place] = str(why)
+            raise
+        done.add(key)
+
+    try:
+        one()
+    except (checks.Found, BaseExceptionGroup):
+        assert found
+    return outcomes, list(found.values())
+
+
+def _place(why: BaseException) -> tuple[Any, ...]:
+    """Where a bug showed itself, by which bugs are told apart."""
+    cause = why.__cause__ or why
+    at = cause.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    return type(cause), at and (at.tb_frame.f_code.co_filename, at.tb_lineno)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make fuzz", description=__doc__)
+    parser.add_argument("count", type=int, metavar="N", help="examples of each kind")
+    parser.add_argument("--seed", type=int, help="any by default")
+    parser.add_argument("--kind", choices=KINDS, action="append", help="all by default")
+    given = parser.parse_args()
+    seed = random.randrange(1 << 32) if given.seed is None else given.seed
+    bugs = 0
+    for kind in given.kind or KINDS:
+        again = f"make fuzz N={given.count} SEED={seed} KIND={kind}"
+        print(again, flush=True)
+        start = time.perf_counter()
+        outcomes, found = fuzz(kind, given.count, seed)
+        seconds = time.perf_counter() - start
+        total = sum(outcomes.values())
+        print(f"  {total} {kind} in {seconds:.0f} s, {total / seconds:.1f} a second")
+        for outcome, number in outcomes.most_common(12):
+            print(f"  {number:7} {outcome}")
+        for text in found:
+            print(f"\nFOUND {text}\nAgain: {again}\n", flush=True)
+        bugs += len(found)
+    return int(bugs > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

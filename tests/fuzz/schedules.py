@@ -1,0 +1,291 @@
+"""Random schedules for fixed terms: bindings made to fit, and bindings broken on purpose."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from terrazzo.front.capture import capture
+from terrazzo.interp.torch import to_numpy
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.nest import accumulators
+from terrazzo.ir.node import topological
+from terrazzo.ir.program import Program
+from terrazzo.ir.schedule import KERNEL_LEVELS, SITE_LEVELS, Binding, Factor, Like, Operand, Schedule, Site, Word
+from terrazzo.options import Options
+from terrazzo.pipelines import lowering
+from tests.kernels.programs import CASES, b, h, n, r
+
+SMALL: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "matmul": lambda: (r(18, 23), r(23, 35)),
+    "matmul, first transposed": lambda: (r(24, 16), r(24, 32)),
+    "bmm": lambda: (r(3, 9, 16), r(3, 16, 17)),
+    "einsum": lambda: (r(9, 3, 8), r(16, 3, 8)),
+    "product and row sums": lambda: (r(17, 4), r(4, 20)),
+    "swiglu of float": lambda: (r(10, 24), r(20, 24), r(20, 24)),
+    "conv1d": lambda: (r(2, 4, 20), r(8, 4, 3)),
+    "matmul of bfloat16": lambda: (b(32, 64), b(64, 48)),
+    "ragged matmul of bfloat16": lambda: (b(19, 24), b(24, 40)),
+    "transposed matmul of bfloat16": lambda: (b(48, 32), b(48, 40)),
+    "bmm of half": lambda: (h(2, 16, 32), h(2, 32, 24)),
+    "swiglu": lambda: (b(16, 32), b(24, 32), b(24, 32)),
+    "residual": lambda: (b(17, 32), b(32, 32), b(17, 32)),
+    "rms norm of prime width": lambda: (r(3, 131), r(131)),
+    "softmax": lambda: (r(9, 100),),
+    "softmax of the first axis": lambda: (r(40, 36),),
+    "variance": lambda: (r(5, 128),),
+    "argmax of few values": lambda: (r(9, 70).round(),),
+    "sum of the middle axis": lambda: (r(3, 17, 18),),
+    "sum of short rows": lambda: (r(90, 5),),
+    "sum of all": lambda: (r(7, 30),),
+    "sum of the outer axes": lambda: (r(3, 5, 18),),
+    "batch norm": lambda: (r(2, 3, 4, 4),),
+    "logsumexp": lambda: (r(5, 77),),
+    "any": lambda: (r(9, 64),),
+    "gelu": lambda: (r(8, 50),),
+    "permuted": lambda: (r(6, 10, 7),),
+    "two results": lambda: (r(12, 33),),
+    "broadcast": lambda: (r(3, 1, 17), r(6, 1), r(17)),
+    "gather": lambda: (r(5, 20), n(20, 5, 13)),
+    "cat": lambda: (r(5, 7), r(5, 9)),
+    "cumsum": lambda: (r(9, 40),),
+    "cumsum of the first axis": lambda: (r(30, 20),),
+    "scalar": lambda: (torch.tensor(3.0),),
+    "empty sum": lambda: (r(0, 4),),
+}
+"""Arguments, small enough to simulate many schedules, for functions of `tests/kernels/programs.py`."""
+TERMS = tuple(SMALL)
+INSTRUCTIONS = (
+    *("fma.f32", "mma.m16n8k16.f32.bf16", "mma.m16n8k16.f32.f16", "mma.m16n8k8.f32.f16", "wgmma.m64n64k16.f32.bf16", "mma.m1n1k1", None),
+)
+FACTOR_OPTIONS = (
+    *(("ring", n) for n in (2, 3, 1, 0, "many")),
+    *(("order", word) for word in (Word("grouped", (2,)), Word("grouped", (0,)), Word("grouped"), Word("longest_first"))),
+    ("nothing", 1),
+)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Term:
+    """A program with its inputs, what is scheduled by default, and which of its kernels a schedule is drawn for."""
+
+    program: Program
+    inputs: dict[str, Any]
+    kernel: l.Kernel
+    default: Schedule
+
+
+@cache
+def terms(name: str, target: str) -> tuple[Term, ...]:
+    """The kernels of one of `TERMS`, as they are before and as they are after axes were merged for a schedule."""
+    torch.manual_seed(0)
+    args = SMALL[name]()
+    fn = (lambda x, w: torch.nn.functional.rms_norm(x, w.shape, w)) if "rms" in name else CASES[name].fn
+    captured = capture(fn, args, {})
+    found = lowering(captured.program, Options(target=target))
+    program: Program = found.at("tensor")
+    varying = iter([a for a in args if isinstance(a, torch.Tensor)])
+    inputs = {i.name: to_numpy(captured.bound[i.name] if i.name in captured.bound else next(varying)) for i in program.inputs}
+    tiled = found.at("tile")
+    chosen = {tiled.loop.steps[i].name: (tiled.loop.steps[i], s) for i, s in tiled.schedules}
+    out = [Term(program, inputs, kernel, s) for kernel, s in chosen.values()]
+    raw = [s for s in found.stages[-3][1].steps if isinstance(s, l.Kernel) and s.name in chosen and s is not chosen[s.name][0]]
+    return (*out, *(Term(program, inputs, s, chosen[s.name][1]) for s in raw))
+
+
+@st.composite
+def schedules(draw: Any, term: Term) -> Schedule:
+    """A schedule for the kernel of a term."""
+    drawer = _Drawer(draw, term.kernel, term.default)
+    schedule = drawer.divided() if draw(st.booleans()) else term.default
+    for _ in range(draw(st.sampled_from((0, 0, 0, 1, 2))) if schedule is not term.default else draw(st.sampled_from((1, 1, 2, 3)))):
+        schedule = drawer.changed(schedule)
+        schedule = drawer.covering(schedule) if draw(st.sampled_from((True, True, True, False))) else schedule
+    return schedule
+
+
+@dataclass
+class _Drawer:
+    draw: Any
+    kernel: l.Kernel
+    default: Schedule
+
+    def __post_init__(self) -> None:
+        self.free = {a.name: _extent(a) for a in self.kernel.axes}
+        self.own = {
+            name: {f"r{a.label}": _extent(a) for a in r.axes} if isinstance(r, l.Reduce) else {}
+            for name, r in accumulators(self.kernel).items()
+        }
+        self.stores = [b.name for b in self.kernel.writes]
+        self.reads = [x.buffer.name for x in topological([s.value for s in self.kernel.stores]) if isinstance(x, l.Load)]
+
+    def one(self, items: Sequence[Any]) -> Any:
+        return self.draw(st.sampled_from(items))
+
+    # -- what fits ----------------------------------------------------------------------------------------------------
+
+    def divided(self) -> Schedule:
+        """Blocks take parts of the free axes; every site divides its part among the same number of warps, in its own way."""
+        warps = self.one((1, 2, 4, 8))
+        lines: list[tuple[str, Binding]] = []
+        block: dict[str, int] = {}
+        alone = self.draw(st.booleans())  # whether the threads are divided once, for all sites
+        threads = self.shared(list(self.free), warps) if alone else {}
+        for axis in self.free:
+            if alone:
+                inner = threads.get(axis, ())
+                lines.append((axis, (Factor(self.one(("grid", "grid", "time")), 1), *inner)))
+            elif (kind := self.one(("grid", "block", "none"))) != "none":
+                block[axis] = self.one((1, 2, 4, 8, 16, 32)) if kind == "block" else 0
+                lines.append((axis, (Factor("grid", 1), *([Factor("block", block[axis])] if kind == "block" else []))))
+        product = any(s.instruction for s in self.default.sites)
+        sites: list[Site] = []
+        for name, own in [*self.own.items(), *((s, {}) for s in self.stores)]:
+            here = [a for a in self.free if block.get(a, 1)] if not alone else []
+            if sites and self.one((True, False)) and (product or name in self.stores):
+                sites.append(Site((name,), tuple((a, Like(sites[0].names[0])) for a in here)))
+                continue
+            divided = self.shared([*here, *own], 1 if alone else warps, 1 if alone else 32)
+            lead = ("reg",) if product else ("reg", "time")
+            axes = {a: (Factor(self.one(lead if a not in block else ("reg",)), 1), *f) for a, f in divided.items()}
+            operands = tuple({x: self.operand() for x in self.reads}.items()) if product and own else ()
+            sites.append(Site((name,), tuple(axes.items()), operands, "fma.f32" if product and own else None))
+        if product:
+            for axis in {a for own in self.own.values() for a in own}:
+                step = self.one((1, 4, 8, 16, 32))
+                lines.append((axis, (Factor("time", 1, (("ring", self.one((1, 2, 3))),)), Factor("block", step))))
+        return self.covering(Schedule(self.kernel.name, self.default.target, tuple(lines), (), (), tuple(sites)))
+
+    def shared(self, axes: Sequence[str], warps: int, lanes: int = 32) -> dict[str, tuple[Factor, ...]]:
+        """Warps and lanes dealt out to axes in powers of two, with registers between them."""
+        out: dict[str, list[Factor]] = {a: [] for a in axes}
+        for level, count in (("warp", warps), ("lane", lanes)):
+            while count > 1 and axes:
+                part = self.one([p for p in (count, 2, 4, 8) if p <= count and count % p == 0])
+                out[self.one(axes)].append(Factor(level, part))
+                count //= part
+        for a in axes:
+            if self.one((True, False)):
+                out[a].insert(self.draw(st.integers(0, len(out[a]))), Factor("reg", self.one((2, 4, 3, 1))))
+        return {a: tuple(f) for a, f in out.items()}
+
+    def covering(self, s: Schedule) -> Schedule:
+        """The same with blocks as large as what divides them, and with first factors that just cover their axes."""
+        inside: dict[str, int] = {}
+        for site in s.sites:
+            for axis, own in site.axes:
+                if not isinstance(own, Like):
+                    inside.setdefault(axis, math.prod(f.size for f in own))
+
+        def sized(axis: str, b: Binding, extent: int | None, block: int | None) -> Binding:
+            if isinstance(b, Like) or not b:
+                return b
+            out = [replace(f, size=inside.get(axis, f.size)) if f.level == "block" else f for f in b]
+            rest = math.prod(f.size for f in out[1:])
+            if block is not None and rest and block % rest == 0:
+                out[0] = replace(out[0], size=max(block // rest, 1))
+            elif block is None and extent is not None and rest > 0 and out[0].level != "block":
+                out[0] = replace(out[0], size=max(-(-extent // rest), 1))
+            return tuple(out)
+
+        everywhere = {**self.free, **{a: e for own in self.own.values() for a, e in own.items()}}
+        lines = tuple((a, sized(a, b, everywhere.get(a), None)) for a, b in s.axes)
+        blocks = {a: f.size for a, b in lines if not isinstance(b, Like) for f in b if f.level == "block"}
+        sites = tuple(
+            replace(
+                x, axes=tuple((a, sized(a, b, {**everywhere, **self.own.get(x.names[0], {})}.get(a), blocks.get(a))) for a, b in x.axes)
+            )
+            for x in s.sites
+        )
+        return replace(s, axes=lines, sites=sites)
+
+    def operand(self) -> Operand:
+        by = self.one(("ld", "ld", "cp.async", "tma"))
+        options: dict[str, Any] = {"by": by}
+        if self.one((True, False)):
+            options |= self.one(({"swizzle": 128}, {"swizzle": 64}, {"swizzle": 32}, {"pad": 4}, {"pad": 8}, {"pad": 1}))
+        if self.one((True, False, False)):
+            options["along"] = self.one((*self.free, *(a for own in self.own.values() for a in own)))
+        return Operand("smem", tuple(options.items()))
+
+    # -- what may not fit ---------------------------------------------------------------------------------------------
+
+    def changed(self, s: Schedule) -> Schedule:
+        """One thing changed, anywhere."""
+        places = [-1, *range(len(s.sites))]
+        place = self.one(places)
+        match self.one(("binding", "binding", "binding", "operand", "instruction", "site", "directive", "like")):
+            case "binding":
+                lines = s.axes if place < 0 else s.sites[place].axes
+                return _with(s, place, axes=self.rebound(lines))
+            case "operand" if place >= 0:
+                given = dict(s.sites[place].operands)
+                name = self.one((*(given or self.reads), *self.reads, "nothing"))
+                given[name] = self.one(
+                    (self.operand(), Operand("reg"), Operand("smem", (("by", "magic"),)), Operand("smem", (("swizzle", 7),)))
+                )
+                return _with(s, place, operands=tuple(given.items()))
+            case "operand":
+                return replace(
+                    s, operands=(*s.operands[1:], (self.one((*self.reads, *self.own, "nothing")), Operand(self.one(("reg", "smem")))))
+                )
+            case "instruction" if place >= 0:
+                return _with(s, place, instruction=self.one(INSTRUCTIONS))
+            case "site" if s.sites:
+                kept = [x for n, x in enumerate(s.sites) if n != place]
+                return replace(s, sites=tuple(self.draw(st.permutations(kept))))
+            case "directive":
+                return replace(
+                    s, directives=(self.one((("resident", (2,), ()), ("persistent", (), ()), ("resident", (0,), ()), ("roles", (), ()))),)
+                )
+            case "like" if place >= 0:
+                names = [f"{x}{r}" for x in (*self.own, *self.stores) for r in ("", *(f".{a}" for a in self.own.get(x, {})))]
+                lines = dict(s.sites[place].axes)
+                lines[self.one((*lines, *self.free, "nowhere"))] = Like(self.one((*names, "nowhere")))
+                return _with(s, place, axes=tuple(lines.items()))
+        return s
+
+    def rebound(self, lines: tuple[tuple[str, Binding], ...]) -> tuple[tuple[str, Binding], ...]:
+        """The lines with one factor changed, added, dropped or moved."""
+        own = [a for o in self.own.values() for a in o]
+        axis = self.one((*dict(lines), *self.free, *own, "nowhere"))
+        found = dict(lines).get(axis, ())
+        factors = [] if isinstance(found, Like) else list(found)
+        n = self.draw(st.integers(0, max(len(factors) - 1, 0)))
+        size = self.one((2, 4, 1, 3, 8, 16, 32, 0, -1, 1000))
+        level = self.one((*SITE_LEVELS[1:4], *KERNEL_LEVELS, *SITE_LEVELS))
+        match self.one(("add", "size", "level", "drop", "swap", "split", "option")) if factors else "add":
+            case "add":
+                factors.insert(n, Factor(level, size))
+            case "size":
+                factors[n] = replace(factors[n], size=self.one((factors[n].size * 2, factors[n].size // 2, factors[n].size + 1, size)))
+            case "level":
+                factors[n] = replace(factors[n], level=level)
+            case "drop":
+                factors.pop(n)
+            case "swap":
+                factors = list(self.draw(st.permutations(factors)))
+            case "split":
+                by = self.one((2, 4))
+                factors[n : n + 1] = [replace(factors[n], size=max(factors[n].size // by, 1)), Factor(factors[n].level, by)]
+            case "option":
+                factors[n] = replace(factors[n], options=(self.one(FACTOR_OPTIONS),))
+        bindings = {**dict(lines), axis: tuple(factors)}
+        return tuple((a, b) for a, b in bindings.items() if b)
+
+
+def _with(s: Schedule, place: int, **fields: Any) -> Schedule:
+    if place < 0:
+        return replace(s, **fields)
+    return replace(s, sites=(*s.sites[:place], replace(s.sites[place], **fields), *s.sites[place + 1 :]))
+
+
+def _extent(axis: Any) -> int:
+    assert isinstance(axis.extent, int)
+    return axis.extent

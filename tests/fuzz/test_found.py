@@ -1,0 +1,238 @@
+"""What fuzzing found, as small as it gets: each is right now, or refused with its reason."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from terrazzo.errors import Limitation, UserError
+from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.schedule import parse_schedule
+from terrazzo.ir.text import parse
+from terrazzo.options import Options
+from terrazzo.pipelines import lowering
+from tests.fuzz import checks
+from tests.fuzz.schedules import terms
+
+RIGHT = {
+    "an index that is the one element of a tensor": """@tensor
+def f(x: f32[5], i: i64):
+    v0: f32 = index_map(lambda: x[at(i[()], 5)])
+    return (v0,)
+""",
+    "a product of doubles, whose slabs would be more than the shared memory of most machines": """@tensor
+def f(x: f64[16, 32], w: f64[32, 16]):
+    v0: f64[16, 16, 32] = index_map(lambda i0, i1, i2: x[i0, i2])
+    v1: f64[16, 16, 32] = index_map(lambda i0, i1, i2: w[i2, i1])
+    v2: f64[16, 16, 32] = mul(v0, v1)
+    v3: f64[16, 16] = reduce.sum(v2, axes=[2])
+    return (v3,)
+""",
+    "a log-sum-exp that begins with NaN": """@tensor
+def f(special: f32[1, 40]):
+    v0: f32[1, 40] = literal(1.0)
+    v1: (f32[1, 40], f32[1, 40]) = scan.logsumexp(special, v0, axis=0)
+    v2: f32[1, 40] = get(v1, 1)
+    return (v2,)
+""",
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_programs(name: str) -> None:
+    program = parse(RIGHT[name])
+    for target in ("sm_75", "sm_90a", "sm_120"):
+        assert checks.program(program, target, True) == "right"  # type: ignore[arg-type]
+
+
+ROUNDED = """@tensor
+def f(x: f16[32, 64], w: f16[32, 64]):
+    v0: bf16[32, 64] = bf16(x)
+    v1: f32[32, 64] = f32(v0)
+    v2: f32[32, 64] = f32(w)
+    v3: f32[32, 32, 64] = index_map(lambda i0, i1, i2: v1[i0, i2])
+    v4: f32[32, 32, 64] = index_map(lambda i0, i1, i2: v2[i1, i2])
+    v5: f32[32, 32, 64] = mul(v3, v4)
+    v6: f32[32, 32] = reduce.sum(v5, axes=[2])
+    return (v6,)
+"""
+
+
+def test_a_conversion_to_another_type_of_16_bits_is_not_dropped() -> None:
+    """Results would be nearer to float64 without it, so only the kernel shows it: halves that were rounded to bfloat16 are no halves."""
+    (kernel,) = lowering(parse(ROUNDED), Options(target="sm_90a")).at("kernel").steps
+    assert not any(isinstance(s, k.Multiply) for s in k.walk(kernel.body))
+    (kernel,) = lowering(parse(ROUNDED.replace("f32(v0)", "f32(x)")), Options(target="sm_90a")).at("kernel").steps
+    assert any(isinstance(s, k.Multiply) for s in k.walk(kernel.body))
+
+
+SCHEDULES = {
+    "more lanes than a warp has, in no site": (
+        "sum of short rows",
+        "a0 = warp(1) * lane(4) * lane(32)",
+        "sum_1: 128 lanes; a warp has 32",
+    ),
+    "a block that nobody divides": (
+        "matmul",
+        """a0 = grid(5) * block(4)
+           a1 = grid(35)
+           with site("acc0"):
+               r0 = reg(23)""",
+        "a0: block(4) is divided among threads by no site that needs it",
+    ),
+    "steps that nobody takes": (
+        "matmul",
+        "r0 = time(8) * block(3)",
+        "r0: block(3) is divided among threads by no site that needs it",
+    ),
+    "grid in a site": (
+        "softmax",
+        """with site("_softmax"):
+               a1 = grid(100)""",
+        "_softmax: a1 = grid(100): grid(100) is for the kernel to bind",
+    ),
+    "sites like each other": (
+        "matmul",
+        """a0 = grid(5) * block(4)
+           with site("acc0"):
+               a0 = like("mm")
+           with site("mm"):
+               a0 = like("acc0")""",
+        "like('acc0'): that is like this one, and nobody says how a0 is bound",
+    ),
+    "a reduction among lanes inside one among the same lanes": (
+        "product and row sums",
+        """a0 = grid(3) * lane(8)
+           with site("acc0"):
+               r1 = reg(5) * lane(4)
+           with site("acc1"):
+               r0 = reg(1) * lane(4)""",
+        "sum_1: r1 is bound to threads that an axis around it is bound to already",
+    ),
+    "a reduction among lanes of which only some are there": (
+        "product and row sums",
+        """with site("acc0"):
+               r1 = reg(1) * lane(32)
+           with site("acc1"):
+               r0 = reg(1) * lane(32)""",
+        "sum_1: threads not all inside r1 meet in a reduction of its steps",
+    ),
+    "a reduction over blocks": (
+        "sum of short rows",
+        "r0 = grid(5)",
+        "blocks share the reduction over r0 in two kernels only",
+    ),
+    "tiles one after the other": (
+        "matmul",
+        """a0 = time(5) * block(4)
+           a1 = grid(5) * block(8)
+           r0 = time(23) * block(1)
+           with site("acc0", on="fma.f32"):
+               a0 = lane(4)
+               a1 = lane(8)
+               r0 = reg(1)""",
+        "a0: only the grid walks the tiles of a contraction yet",
+    ),
+    "a tile inside an axis of threads": (
+        "bmm",
+        """a1 = grid(2) * block(8)
+           r0 = time(8, ring=1) * block(2)
+           with site("bmm"):
+               a0 = like("acc0")
+               a1 = like("acc0")
+           with site("acc0", on="fma.f32"):
+               a0 = reg(1) * lane(4)
+               a1 = lane(8)
+               r0 = reg(2)""",
+        "bmm: threads bring in a tile together, and an axis around it is divided among them",
+    ),
+    "an instruction for another type": (
+        "matmul of bfloat16",
+        """a0 = grid(2) * block(16)
+           a1 = grid(6) * block(8)
+           r0 = time(4) * block(16)
+           with site("acc0", on="mma.m16n8k16.f32.f16"):
+               a0 = inst.m(16)
+               a1 = inst.n(8)
+               r0 = inst.k(16)
+           with site("mm"):
+               a0 = like("acc0")
+               a1 = like("acc0")""",
+        "mma.m16n8k16.f32.f16 takes f16, and x is bf16",
+    ),
+    "an instruction outside the tile of a contraction": (
+        "matmul of bfloat16",
+        """a0 = grid(1) * warp(32)
+           a1 = grid(1) * block(64)
+           r0 = time(4) * block(16)
+           with site("acc0", on="mma.m16n8k16.f32.bf16"):
+               a0 = inst.m(16)
+               a1 = reg(8) * inst.n(8)
+               r0 = inst.k(16)
+           with site("mm"):
+               a0 = like("acc0")
+               a1 = like("acc0")""",
+        "r0 = ... inst.k(16) ...: nothing derives a kernel from the level inst.k yet",
+    ),
+    "a slab of one element": (
+        "bmm",
+        """a1 = grid(1) * block(32)
+           a2 = grid(17)
+           r0 = time(16) * block(1)
+           with site("acc0", on="fma.f32"):
+               a1 = lane(32)
+               r0 = reg(1)
+           with site("bmm"):
+               a1 = like("acc0")""",
+        "w: a step of the tile needs one element of it, which is no slab",
+    ),
+}
+"""Name: term, lines of its schedule, why it is refused. All were wrong results, races or crashes."""
+
+
+def written(kernel: str, lines: str) -> str:
+    """The text of a schedule with these lines."""
+    return f'with schedule("{kernel}", target="sm_80"):\n    {lines.replace(chr(10) + " " * 11, chr(10) + " " * 4)}\n'
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_that_are_refused(name: str) -> None:
+    subject, lines, reason = SCHEDULES[name]
+    term = terms(subject, "sm_80")[0]
+    with pytest.raises((UserError, Limitation), match=re.escape(reason)):
+        lowering(term.program, Options(target="sm_80", schedules=(written(term.kernel.name, lines),)))
+
+
+MEETING = """a0 = reg(9)
+           with site("acc0"):
+               r0 = warp(2) * lane(32)"""
+NOTHING = """a0 = grid(90)
+           with site("sum_1"):
+               pass"""
+
+
+@pytest.mark.parametrize(
+    ("subject", "lines"),
+    [
+        pytest.param("any", MEETING, id="warps meet in every step of an unrolled loop"),
+        pytest.param("sum of short rows", NOTHING, id="a site of nothing reads back"),
+    ],
+)
+def test_schedules_that_are_right(subject: str, lines: str) -> None:
+    term = terms(subject, "sm_80")[0]
+    assert checks.schedule(term, parse_schedule(written(term.kernel.name, lines))) == "right"
+
+
+def test_a_kernel_stores_something() -> None:
+    text = (
+        "@loop\ndef f(x: f32[4]):\n    with kernel('k', y=f32[4]):\n        for a0 in free(4):\n            in0 = x[a0]\n    return (x,)\n"
+    )
+    with pytest.raises(UserError, match="the kernel k stores nothing"):
+        parse(text)
+
+
+def test_a_program_that_leaves_its_tensor_is_the_users_error() -> None:
+    text = "@tensor\ndef f(x: f32[4]):\n    y: f32[4] = index_map(lambda i0: x[i0 + 1])\n    return (y,)\n"
+    with pytest.raises(UserError, match=re.escape("f is not valid: the index map y may leave dimension 0 of f32[4] with i0 + 1")):
+        lowering(parse(text), Options(target="sm_80"))
