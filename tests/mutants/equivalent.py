@@ -87,12 +87,6 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "tiles beyond the last are left out",
     ),
     Equivalent(("persistent by hand",), PREDICATE, r"^line (32|45) ", "those who stored nothing have nothing to wait for"),
-    Equivalent(
-        ("cluster by hand", "ping_pong by hand", "persistent by hand"),
-        ("wrong barrier",),
-        r"`wait_barrier\(empty\[.* -> `wait_barrier\(empty\[\(\(.*\) \+ [12]\) %",
-        "it waits for what was taken one step ago: later than it need be, but slots are given back in order",
-    ),
     Equivalent(("persistent by hand",), ("moved wait",), r"-> `if -\(warp % 4\)", "it waits for the stores before the products, not after"),
     Equivalent(
         ("split product", "conv1d"),
@@ -124,11 +118,5 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         PREDICATE,
         r"^line 1[147] `if -lane >= 0",
         "all threads of the warp, or of the block, have the same number to write",
-    ),
-    Equivalent(
-        ("cluster by hand", "persistent by hand"),
-        ("wrong barrier",),
-        r"`arrive\(empty",
-        "each slot is given back a step or two late; what is given back early is waited for after those before it",
     ),
 )
