@@ -2,72 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from terrazzo.errors import UserError
 from terrazzo.hw import ldmatrix
-from terrazzo.ir.address import evaluate
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var
-from terrazzo.ir.node import Node, substitute, topological
+from terrazzo.ir.expr import Expr, Var
+from terrazzo.ir.node import substitute
 from terrazzo.ir.show_kernel import show_kernel
 from terrazzo.ir.types import Type
 from terrazzo.ir.verify_kernel import declared
+from tests.mutants.sites import Site, bare, commute, conditions, edges, indices, sites, terms
 
-Body = tuple[Node, ...]
 Kernels = Iterator[k.Kernel]
-
-
-@dataclass(frozen=True)
-class Site:
-    """The statement `s`, number `n` of a body of a kernel; `rebuild` is the kernel with another body there."""
-
-    body: Body
-    n: int
-    rebuild: Callable[[Body], k.Kernel]
-
-    @property
-    def s(self) -> Any:
-        return self.body[self.n]
-
-    @property
-    def after(self) -> Node | None:
-        """The next statement of the body."""
-        return self.body[self.n + 1] if self.n + 1 < len(self.body) else None
-
-    @property
-    def before(self) -> Node | None:
-        """The statement before it in the body."""
-        return self.body[self.n - 1] if self.n else None
-
-    def put(self, *new: Node, first: int = 0, take: int = 1) -> k.Kernel:
-        """The kernel with these in the place of `take` statements, from the one that is `first` after this."""
-        start = self.n + first
-        return self.rebuild((*self.body[:start], *new, *self.body[start + take :]))
-
-    def but(self, **fields: Any) -> k.Kernel:
-        """The kernel with other fields of this statement."""
-        return self.put(replace(self.s, **fields))
-
-
-def sites(kernel: k.Kernel) -> Iterator[Site]:
-    """Every statement of a kernel, also in loops, conditions and roles."""
-
-    def within(body: Body, rebuild: Callable[[Body], k.Kernel]) -> Iterator[Site]:
-        for n, s in enumerate(body):
-            site = Site(body, n, rebuild)
-            yield site
-            if isinstance(s, k.For | k.If | k.Role):
-                yield from within(s.body, lambda inner, site=site: site.but(body=inner))  # type: ignore[misc]
-
-    yield from within(kernel.body, lambda body: replace(kernel, body=body))
-
 
 OPERATORS: dict[str, Callable[[Any], Kernels]] = {}
 """By name. Each takes a site, or a kernel."""
@@ -114,35 +64,6 @@ OPERATORS["no copy"] = drops((k.AsyncCopy, k.TensorLoad, k.TensorStore, k.Move, 
 OPERATORS["no product"] = drops((k.Multiply, k.MultiplyAsync))
 OPERATORS["no store"] = drops((l.Store, k.Atomic))
 OPERATORS["no barriers made"] = drops((k.InitBarriers,))
-
-
-ASYNCHRONOUS = {k.AsyncCopy: "cp.async", k.MultiplyAsync: "wgmma", k.TensorStore: "bulk"}
-
-
-def bare(s: Node) -> Node:
-    """A statement without the condition that is around it alone."""
-    return bare(s.body[0]) if isinstance(s, k.If) and len(s.body) == 1 else s
-
-
-def commute(first: Node, second: Node) -> bool:
-    """Whether two neighbours mean the same in either order."""
-    first, second = bare(first), bare(second)
-    for a, b in ((first, second), (second, first)):
-        inside = list(k.walk((b,)))
-        match a:
-            case k.Commit():  # it is about its own kind
-                if all(getattr(x, "kind", ASYNCHRONOUS.get(type(x))) != a.kind for x in inside):
-                    return True
-            case k.Fence() if isinstance(b, k.Sync | k.ClusterSync | k.WaitBarrier):  # the thread that goes on has fenced, before or after
-                return True
-            case k.Expect() if isinstance(b, k.TensorLoad):  # bytes may come before they are announced
-                return True
-            case k.Arrive() if isinstance(b, k.Arrive):
-                return True
-        plain = all(isinstance(x, k.Declare | k.Let | l.Store | k.Move | k.For | k.If) for x in inside)
-        if plain and getattr(a, "kind", "") != "wgmma" and not any(isinstance(x, k.Shared) for x in topological([b])):
-            return True  # what a thread does by itself
-    return False
 
 
 @operator
@@ -235,26 +156,6 @@ def wrong_block_of_the_cluster(site: Site) -> Kernels:
 # -- places --------------------------------------------------------------------------------------------------------------
 
 
-def indices(site: Site) -> Iterator[tuple[l.Buffer, tuple[IntExpr, ...], Callable[[tuple[IntExpr, ...]], k.Kernel]]]:
-    """The places a statement names, the index into each, and the kernel with another index there."""
-    s = site.s
-    for name, at in (("buffer", "index"), ("target", "to"), ("source", "at"), ("d", "d_at"), ("a", "a_at"), ("b", "b_at")):
-        if name in s._fields and at in s._fields:
-            yield getattr(s, name), getattr(s, at), lambda new, at=at: site.but(**{at: new})  # type: ignore[misc]
-    for x, put in (*terms(site, l.Load), *terms(site, k.Remote)):
-        yield x.buffer, x.index, lambda new, x=x, put=put: put(replace(x, index=new))  # type: ignore[misc]
-
-
-def terms(site: Site, kind: type) -> Iterator[tuple[Any, Callable[[Node], k.Kernel]]]:
-    """The terms of a kind in a statement, and the kernel with another one there."""
-    field = {k.Let: "term", l.Store: "value", k.Atomic: "value"}.get(type(site.s))
-    if field:
-        whole = getattr(site.s, field)
-        for x in topological([whole]):
-            if isinstance(x, kind):
-                yield x, lambda new, x=x: site.but(**{field: substitute(whole, {x: new})})  # type: ignore[misc]
-
-
 @operator
 def off_by_one(site: Site) -> Kernels:
     """An index is one too large or too small; where several elements are moved, by as many."""
@@ -340,16 +241,6 @@ def wrong_reduction(site: Site) -> Kernels:
 # -- who, and how often --------------------------------------------------------------------------------------------------
 
 
-def conditions(site: Site) -> Iterator[tuple[tuple[IntExpr, ...], Callable[[tuple[IntExpr, ...]], k.Kernel]]]:
-    """The conditions of a statement (each an expression >= 0), and the kernel with others there."""
-    if isinstance(site.s, k.If):
-        yield site.s.inside, lambda new: site.but(inside=new) if new else site.put(*site.s.body)
-    if isinstance(site.s, k.AsyncCopy):
-        yield site.s.inside, lambda new: site.but(inside=new)
-    for x, put in terms(site, l.Load):
-        yield x.inside, lambda new, x=x, put=put: put(replace(x, inside=new))  # type: ignore[misc]
-
-
 @operator
 def wrong_predicate(site: Site) -> Kernels:
     """A condition holds once more often, or once less; is the opposite; is missing."""
@@ -358,17 +249,6 @@ def wrong_predicate(site: Site) -> Kernels:
             less, more = edges(e)
             others = [() if e == 0 else (-1 - e,), *([(e - less,)] if less else []), *([(e + more,), ()] if more else [])]
             yield from (put((*inside[:n], *other, *inside[n + 1 :])) for other in others)
-
-
-def edges(e: IntExpr) -> tuple[int, int]:
-    """By how much less a condition e >= 0 begins to fail for more threads and steps, and by how much more it holds for more (0: never)."""
-    variables = sorted(e.free, key=lambda v: v.name) if isinstance(e, Expr) else []
-    if any(isinstance(v, Loaded) for v in topological(variables)) or math.prod(v.extent for v in variables) > 1 << 20:
-        return 1, 1
-    axes = np.meshgrid(*(np.arange(v.extent) for v in variables), indexing="ij")
-    values = np.asarray(evaluate(e, dict(zip(variables, axes, strict=True))))
-    holds, fails = values[values >= 0], values[values < 0]
-    return int(holds.min()) + 1 if holds.size else 0, int(-fails.max()) if fails.size else 0
 
 
 @operator
