@@ -21,7 +21,7 @@ TERRAZZO := $(RUN) -c 'from terrazzo.cli import main; main()'
 DEMO_MODEL := TinyLlama/TinyLlama-1.1B-Chat-v1.0 --layer 0 --seq-len 32 --random-weights
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check opinfo fuzz docs test-gpu sanitize bench-gpu bench-cpu setup clean
+.PHONY: help demo test check mutants opinfo fuzz docs test-gpu sanitize bench-gpu bench-cpu setup clean
 
 help: ## list the tasks
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -36,6 +36,9 @@ test: $(READY) ## all tests that need no GPU
 check: $(READY) ## lint and type-check
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
+
+mutants: $(READY) ## kernels with one thing wrong: nearly all must be found (N mutants, 0 for all; SEED says which)
+	PYTHONPATH=src:. $(RUN) -m tests.mutants.run --count $(or $(N),1000) --seed $(or $(SEED),0) $(ARGS)
 
 opinfo: $(READY) ## PyTorch's whole operator database, interpreted and compiled, and the table in the docs (long)
 	PYTHONPATH=src:. $(RUN) -m tests.opinfo.run --table docs/operators.md $(ARGS)

@@ -99,7 +99,7 @@ BOXES = ("transposed matmul of bfloat16", "bmm of half", "swiglu", "transposed m
         (r"expect\(.*\)", "pass", "waits for ever|phase"),
         (r"expect\((.*), (\d+)\)", r"expect(\1, \g<2>0)", "others were announced"),
         (r"tensor_load\(.*\)", "pass", "others were announced"),
-        (r" and -lane >= 0( and .*\n +expect)", r"\1", "Expect is executed by several threads of a block"),
+        (r" and -lane >= 0( and .*\n +expect)", r"\1", "Expect is executed by several threads of a warp"),
         (r"wait_barrier\(.*\)", "pass", "where a copy is on its way"),
         (r"wait_barrier\((.*\]), (.*)\)", r"wait_barrier(\1, 1 - (\2))", "waits for ever"),
         (r"wait_barrier\((\w+)\[([^\]]*)\]", r"wait_barrier(\1[(\2 + 1) % 4]", "nobody wrote|where a copy is on its way|waits for ever"),

@@ -7,6 +7,7 @@ emitter of CUDA. A new instruction is a new record in a file of its family.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -37,18 +38,19 @@ class Fragment:
         """32-bit registers a lane holds them in."""
         return self.elements // self.packed
 
+    @cached_property
     def _coordinates(self) -> list[Any]:
         reg, lane = np.meshgrid(np.arange(self.elements), np.arange(1 << self.layout.bits("lane")))
         return list(self.layout.coordinates(reg=reg, lane=lane).values())
 
     def distribute(self, matrix: Any) -> Any:
         """What each lane holds of matrices, [..., lanes, elements]. Coordinates come last, in the order of their names."""
-        return matrix[(..., *self._coordinates())]
+        return matrix[(..., *self._coordinates)]
 
     def collect(self, held: Any) -> Any:
         """The matrices that lanes hold, from [..., lanes, elements]."""
         matrix = np.zeros([*held.shape[:-2], *(1 << bits for _, bits in self.layout.extents)], held.dtype)
-        matrix[(..., *self._coordinates())] = held
+        matrix[(..., *self._coordinates)] = held
         return matrix
 
 

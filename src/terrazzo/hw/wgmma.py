@@ -8,6 +8,7 @@ be in registers instead. A descriptor names a slab; the next k slice of an instr
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,7 @@ class WarpgroupInstruction:
         )
 
 
+@cache
 def _coordinates(fragment: Fragment) -> dict[str, Any]:
     reg, thread = np.meshgrid(np.arange(fragment.elements), np.arange(128))
     return fragment.layout.coordinates(reg=reg, lane=thread % 32, warp=thread // 32)

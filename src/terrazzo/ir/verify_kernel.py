@@ -24,9 +24,8 @@ def problem(kernel: k.Kernel) -> str:
             return f"a role of warps {role.first} to {role.first + role.count - 1}, and there are {kernel.warps}"
         if any(isinstance(s, k.Role) or s == k.Sync() for s in k.walk(role.body)):
             return "a role has no roles in it, and does not wait for all threads of the block"
-    taken = {warp: role.registers for role in roles for warp in range(role.first, role.first + role.count)}
-    if k.WARP * sum(taken.values()) * kernel.resident > k.REGISTER_FILE:
-        return f"its roles take {k.WARP * sum(taken.values())} registers, and there are {k.REGISTER_FILE // kernel.resident} for a block"
+    if why := _registers(kernel, roles):
+        return why
     for s in k.walk(kernel.body):
         for place, index in places(s):
             if len(index) != place.type.rank:
@@ -38,6 +37,28 @@ def problem(kernel: k.Kernel) -> str:
             return f"{type(s).__name__} writes {target.name}, which the kernel only reads"
     known: set[Any] = {*kernel.params, *kernel.shared}
     return _problem(kernel.body, known, {"block", "warp", "lane"})
+
+
+def _registers(kernel: k.Kernel, roles: list[k.Role]) -> str:
+    """What is wrong with the registers that roles take. A block has what its threads begin with: multiples of 8."""
+    first = k.REGISTER_FILE // (kernel.threads * kernel.resident) // 8 * 8
+    taken = dict.fromkeys(range(kernel.warps), first)
+    for role in roles:
+        mine = range(role.first, role.first + role.count)
+        if role.registers and any(other is not role and {*mine} & {*range(other.first, other.first + other.count)} for other in roles):
+            return f"warps {mine.start} to {mine.stop - 1} are a role of {role.registers} registers, and some have another role"
+        taken.update(dict.fromkeys(mine, role.registers or first))
+        if role.registers and declared(role.body) > role.registers:
+            return f"a role of {role.registers} registers declares {declared(role.body)}"
+    if sum(taken.values()) > first * kernel.warps:
+        return f"its roles take {k.WARP * sum(taken.values())} registers, and a block has {first * kernel.threads}"
+    return ""
+
+
+def declared(body: tuple[Node, ...]) -> int:
+    """The most 32-bit registers that are declared at once."""
+    mine = sum(-(-k.shared_bytes(s.place) // 4) for s in body if isinstance(s, k.Declare))
+    return mine + max((declared(s.body) for s in body if isinstance(s, k.For | k.If | k.Role)), default=0)
 
 
 def places(s: Node) -> Iterator[tuple[Buffer, tuple[IntExpr, ...]]]:

@@ -70,6 +70,15 @@ class Clocks:
         """The times of warps `w` of blocks `b`."""
         return self.known[b, w, self.agent(b, w)]
 
+    def event(self, b: int, w: int) -> tuple[int, int]:
+        """What a warp does now: the agent that it is, and its time."""
+        agent = int(self.agent(b, w))
+        return agent, int(self.known[b, w, agent])
+
+    def knows(self, b: int, w: int, events: list[tuple[int, int]]) -> bool:
+        """Whether a warp knows that these were done."""
+        return all(self.known[b, w, agent] >= time for agent, time in events)
+
     def release(self, to: Knowledge, b: Any, w: Any, at: Any) -> None:
         """Warps `w` of blocks `b` tell blocks `at` what they know and did; what they do from now on is not part of it."""
         np.maximum.at(to.known, at, self.known[b, w])

@@ -10,15 +10,14 @@ import numpy as np
 
 from terrazzo.hw import tma
 from terrazzo.hw.transfer import CP_ASYNC
-from terrazzo.interp.kernel.barriers import Ring
+from terrazzo.interp.kernel.barriers import Ring, Wait
 from terrazzo.interp.kernel.memory import view
-from terrazzo.ir.address import flatten
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.expr import IntExpr
 from terrazzo.ir.layout import HARDWARE
 
 if TYPE_CHECKING:
-    from terrazzo.interp.kernel.team import Access, Team, Wait
+    from terrazzo.interp.kernel.team import Team
 
 Done = Callable[[Any], None]
 
@@ -98,8 +97,9 @@ def fence(team: Team, s: k.Fence) -> None:
 
 
 def init_barriers(team: Team, s: k.InitBarriers) -> None:
-    for b, w, _ in team.one_thread(s):
-        team.machine.rings[s.barriers].make(b, w)
+    for b, w, where in team.one_thread(s):
+        if why := team.machine.rings[s.barriers].make(b, w):
+            team.fail(s, why, where)
 
 
 def expect(team: Team, s: k.Expect) -> None:
@@ -137,8 +137,6 @@ def ring(team: Team, s: Any, b: int, by: tuple[int, int], n: int) -> Ring:
 
 def wait_barrier(team: Team, s: k.WaitBarrier) -> Iterator[Wait]:
     """All warps of a block that are here wait for one barrier; what came before its phase ended, they know then."""
-    from terrazzo.interp.kernel.team import Wait
-
     slots, phases = (np.broadcast_to(team.number_of(e), team.shape) for e in (s.slot, s.phase))
     waits: list[tuple[int, int, int, int]] = []
     for i, j in np.argwhere(team.active.any(axis=2)):
@@ -163,13 +161,13 @@ def wait_barrier(team: Team, s: k.WaitBarrier) -> Iterator[Wait]:
         b, _, n, phase = late[0]
         yield Wait(line, lambda: not short(), lambda b=b, n=n, phase=phase: f"phase {phase}: {barriers.short(b, n)}")  # type: ignore[misc]
     for b, w, n, _ in waits:
-        barriers.pass_(b, n, w)
+        barriers.waited[b, n] = barriers.phase[b, n] - 1
         team.machine.clocks.acquire(barriers.released[n], np.array([b]), np.array([w]))
 
 
 def box(team: Team, place: k.Shared, to: tuple[IntExpr, ...], size: int, s: Any) -> list[Any]:
     """For every thread that is here, the elements of a box's slab, as many as `size`."""
-    starts = team.chosen(flatten(to, place.type.element_strides))
+    starts = team.start(place, to)[team.active]
     if (starts < 0).any() or (starts + size > team.size(place)).any():
         team.fail(s, f"goes {size} elements on, beyond the end of {place.name}")
     align = 128 if not place.swizzle else 8 * place.swizzle
@@ -194,11 +192,12 @@ def tensor_load(team: Team, s: k.TensorLoad) -> None:
         for to in peers:
             n = int(slots[i])
             barriers = ring(team, s, to, (b, w), n)
-            x = _box_access(team, to, places[i], b, w, where)
+            x = team.whole(to, places[i], w, where)
             place = team.machine.places[s.target]
             team.refuse(place.check_write(x.b, x.a, x.w, asynchronous=True, by=np.full(x.a.size, b)), x, s)
             place.fly(x.b, x.a, team.line)
-            barriers.send(to, n, place, places[i], plain, team.line)
+            if why := barriers.send(to, n, (b, w), place, places[i], plain, team.line):
+                team.fail(s, why, where)
 
 
 def tensor_store(team: Team, s: k.TensorStore) -> None:
@@ -209,16 +208,16 @@ def tensor_store(team: Team, s: k.TensorStore) -> None:
     places = box(team, s.source, s.at, description.bytes // s.source.type.dtype.size, s)
     clocks, memory = team.machine.clocks, team.machine.places[s.source]
     for i, (b, w, where) in enumerate(threads):
-        x = _box_access(team, b, places[i], b, w, where)
+        x = team.whole(b, places[i], w, where)
         team.refuse(memory.check_read(x.b, x.a, x.w, asynchronous=True), x, s)
         time, agent = clocks.send(b, w, "bulk"), clocks.reader(b, w, "bulk")
         memory.note_read(x.b, x.a, np.full(x.a.size, agent), time, team.line)
         inside, to = description.places([int(a[i]) for a in at])
-        values, y = memory.data[x.b, x.a][inside], _box_access(team, b, to, b, w, where)
+        values, y = memory.data[x.b, x.a][inside], team.whole(b, to, w, where)
         if s.reduction:
-            team.combine(s.target, y, values, s.reduction, s)
+            team.combine(s.target, y, values, s.reduction, s, box=True)
         else:
-            team.write_output(s.target, y, values, s, late=True)
+            team.write_output(s.target, y, values, s, box=True)
 
         def done(threads: Any, b: int = b, w: int = w, agent: Any = agent, time: Any = time) -> None:
             clocks.learn(b, w, agent, time)
@@ -227,14 +226,6 @@ def tensor_store(team: Team, s: k.TensorStore) -> None:
         one[where] = True
         team.groups.begin("bulk", one, done)
 
-
-def _box_access(team: Team, b: int, a: Any, by: int, w: int, where: tuple[int, int, int]) -> Access:
-    """A box as one access of the warp that sends it."""
-    from terrazzo.interp.kernel.team import Access
-
-    mask = np.zeros((*team.shape, a.size), bool)
-    mask[where] = True
-    return Access(np.full(a.size, b), a, np.full(a.size, w), mask)
 
 
 MEANING: dict[type, Callable[[Team, Any], None]] = {

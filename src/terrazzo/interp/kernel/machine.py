@@ -11,10 +11,10 @@ import numpy as np
 
 from terrazzo.errors import CompilerBug
 from terrazzo.interp.costs import Costs
-from terrazzo.interp.kernel.barriers import Meeting, Ring
+from terrazzo.interp.kernel.barriers import Meeting, Ring, Wait
 from terrazzo.interp.kernel.clocks import Clocks
 from terrazzo.interp.kernel.memory import NOBODY, Output, Place, flat_memory, view
-from terrazzo.interp.kernel.team import Team, Wait
+from terrazzo.interp.kernel.team import Team
 from terrazzo.interp.loop import run_call
 from terrazzo.interp.tensor import Call
 from terrazzo.ir.dialects import kernel as k
@@ -146,14 +146,16 @@ class Machine:
         raise CompilerBug(f"{self.kernel.name}: waits for ever at {lines}")
 
     def end(self) -> None:
-        """Nothing may come to shared memory once it belongs to another block: somebody must have waited for every copy."""
+        """Shared memory may belong to another block now: somebody must have waited for all that comes there or reads it."""
         late = [place.name for place in self.places.values() if (place.flying > 0).any()]
         for ring in self.rings.values():
             for b, n in ring.state:
-                if ring.time[b, n] > self.clocks.known[b, :, self.clocks.barrier(b, ring.first + n)].max():
+                if ring.sent[b, n] > self.clocks.known[b, :, self.clocks.barrier(b, ring.first + n)].max():
                     late.append(f"{ring.name}[{n}]")
         if any(self.clocks.known[b, :, agent].max() < time for (b, agent), time in self.clocks.visits.items()):
             raise CompilerBug(f"{self.kernel.name}: a block may have ended when another of its cluster uses its shared memory")
+        if any(team.groups.begun["bulk"] for team in self.teams):
+            raise CompilerBug(f"{self.kernel.name}: ends while boxes are read that it stores")
         if late:
             raise CompilerBug(f"{self.kernel.name}: ends while copies are on their way to {late[0]}")
 

@@ -45,6 +45,20 @@ class Conflict:
     site: int = NOBODY
 
 
+@dataclass(frozen=True)
+class Access:
+    """Elements `a` that warps `w` of blocks `b` use, in arrays of one length.
+
+    `mask` [block, warp, lane, element] says which of a team's those are; or one thread uses all of them, `by`.
+    """
+
+    b: Any
+    a: Any
+    w: Any
+    mask: Any = None
+    by: tuple[int, int, int] | None = None
+
+
 class Place:
     """A part of shared memory, of some blocks. `flying` counts the copies that may write an element at any time."""
 
@@ -152,37 +166,45 @@ class Output:
         self.read_at[w, a] = np.maximum(self.read_at[w, a], clocks.now(b, w))
         return None
 
-    def write(self, clocks: Clocks, ids: Any, b: Any, a: Any, w: Any, values: Any, site: int, late: bool = False) -> Conflict | None:
-        """Warps write, or boxes of theirs, which are `late`: nobody knows when. Two that nothing orders may only write the same."""
+    def write(self, clocks: Clocks, ids: Any, b: Any, a: Any, w: Any, values: Any, site: int, box: bool = False) -> Conflict | None:
+        """Warps write, or a box of theirs, of which nobody knows when it has come. Two that nothing orders may only write the same."""
         if self.read_at is not None:
             seen = clocks.known[b[:, None], w[:, None], clocks.agent(b[:, None], np.arange(clocks.warps))]
             late = (seen < self.read_at[:, a].T).any(axis=1) | (self.read_by[a] != ids)
             if (late := late & (self.read_by[a] != NOBODY)).any():
                 return self._conflict(f"writes {self.name} while another thread reads it, with no barrier between", late, a)
-        if (late := self._unknown(clocks, ids, b, a, w) & differ(self.data[a], values)).any():
+        alone = box | (self.written[a] == NEVER)
+        if (late := self._unknown(clocks, ids, b, a, w, box) & (alone | differ(self.data[a], values))).any():
             return self._conflict(f"writes {self.name} where another thread wrote something else, with no barrier between", late, a)
         self.data[a] = values
-        self.block[a], self.warp[a], self.written[a], self.wrote[a], self.combined[a] = ids, w, clocks.now(b, w), site, False
+        self._note(clocks, ids, b, a, w, site, box, combined=False)
         if (other := differ(self.data[a], values)).any():
             return self._conflict(f"writes {self.name}: threads write different values to one element", other, a)
         return None
 
-    def combine(self, clocks: Clocks, ids: Any, b: Any, a: Any, w: Any, values: Any, function: str, site: int) -> Conflict | None:
+    def combine(
+        self, clocks: Clocks, ids: Any, b: Any, a: Any, w: Any, values: Any, function: str, site: int, box: bool = False
+    ) -> Conflict | None:
         """Warps add to elements (or take the minimum, the maximum), one after the other, which nobody else uses in another way."""
         if self.fresh and (none := self.block[a] == NOBODY).any():
             return Conflict(f"combines elements of {self.name} that nobody wrote", int(np.argmax(none)))
-        if (late := self._unknown(clocks, ids, b, a, w) & ~self.combined[a]).any():
+        if (late := self._unknown(clocks, ids, b, a, w, box) & ~self.combined[a]).any():
             return self._conflict(f"combines elements of {self.name} as another thread wrote them, with no barrier between", late, a)
         {"add": np.add, "min": np.minimum, "max": np.maximum}[function].at(self.data, a, values)
-        self.block[a], self.warp[a], self.written[a], self.wrote[a], self.combined[a] = ids, w, clocks.now(b, w), site, True
+        self._note(clocks, ids, b, a, w, site, box, combined=True)
         return None
 
-    def _unknown(self, clocks: Clocks, ids: Any, b: Any, a: Any, w: Any) -> Any:
-        """Whether somebody else wrote these elements, and nothing tells the warps."""
+    def _note(self, clocks: Clocks, ids: Any, b: Any, a: Any, w: Any, site: int, box: bool, combined: bool) -> None:
+        """Who wrote last, and when."""
+        self.block[a], self.warp[a], self.wrote[a], self.combined[a] = ids, w, site, combined
+        self.written[a] = NEVER if box else clocks.now(b, w)
+
+    def _unknown(self, clocks: Clocks, ids: Any, b: Any, a: Any, w: Any, box: bool = False) -> Any:
+        """Whether somebody else wrote these elements, and nothing tells the warps; a box of theirs needs a proxy fence besides."""
         by = self.block[a]
         near = by // clocks.cluster == ids // clocks.cluster
         agent = np.where(near, clocks.agent(by, self.warp[a]), 0)
-        return (by != NOBODY) & (~near | (self.written[a] > clocks.known[b, w, agent]))
+        return (by != NOBODY) & (~near | (self.written[a] > (clocks.fenced if box else clocks.known)[b, w, agent]))
 
     def _conflict(self, what: str, where: Any, a: Any) -> Conflict:
         which = int(np.argmax(where))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from terrazzo.hw import ldmatrix, mma_sync, wgmma
-from terrazzo.ir.address import flatten
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.layout import HARDWARE
 from terrazzo.ir.node import Node
@@ -60,11 +60,17 @@ def rows(team: Team, s: k.LoadMatrix | k.StoreMatrix, place: k.Shared, index: An
     named = team.at(place, index, 1, s)[..., 0]
     if (odd := team.active & (named * place.type.dtype.size % 16 != 0)).any():
         team.fail(s, f"names a row of {place.name} that is not aligned to 16 bytes", np.argwhere(odd)[0])
-    reg, lane = np.meshgrid(np.arange(1 << record.layout.bits("reg")), np.arange(k.WARP))
-    where = record.layout.coordinates(reg=reg, lane=lane)
+    where = _places(record)
     if team.machine.costs is not None:
         team.machine.costs.matrix(s, team.bytes(place, named), team.active)
     return named[..., where.get("j", 0) * 8 + where["r"]] + where["c"]
+
+
+@cache
+def _places(record: ldmatrix.MatrixMove) -> dict[str, Any]:
+    """Of which matrix, row and column a lane's elements are."""
+    reg, lane = np.meshgrid(np.arange(1 << record.layout.bits("reg")), np.arange(k.WARP))
+    return record.layout.coordinates(reg=reg, lane=lane)
 
 
 def load_matrix(team: Team, s: k.LoadMatrix) -> None:
@@ -151,31 +157,27 @@ def _warpgroups(team: Team, s: Node) -> list[tuple[int, int]]:
 
 def _slab(team: Team, s: Any, place: Any, index: Any, record: Any, count: int, i: int, first: int, agent: Any, time: Any) -> Any:
     """An operand of a warpgroup's product in shared memory, [rows, k], as its descriptor says where it is."""
-    offset = np.broadcast_to(team.number_of(flatten(index, place.type.element_strides)), team.shape)[i, first : first + 4]
+    offset = team.start(place, index)[i, first : first + 4]
     if np.unique(offset).size > 1:
         team.fail(s, f"names several slabs of {place.name} in one warpgroup", (i, first, 0))
     size = place.type.dtype.size
     at = team.kernel.offsets[place] + int(offset[0, 0]) * size
+    if at % 16:
+        team.fail(s, f"has a slab in {place.name} that is not aligned to 16 bytes", (i, first, 0))
     addresses = wgmma.addresses(wgmma.descriptor(at, place.swizzle), count, record.shape[2] * size)[:, ::size]
     elements = (HARDWARE[place.swizzle](addresses - team.kernel.offsets[place])) // size
     if (elements < 0).any() or (elements >= team.size(place)).any():
         team.fail(s, f"has a slab that goes beyond the end of {place.name}", (i, first, 0))
     b = int(team.block[i, 0, 0])
     flat = elements.reshape(-1)
-    for j in range(4):  # every warp of the four must know that it may
-        x = team.access(np.broadcast_to(flat, (*team.shape, flat.size)), _only(team, i, first + j))
-        team.refuse(team.machine.places[place].check_read(x.b, x.a, x.w, asynchronous=True), x, s)
     memory = team.machine.places[place]
+    for j in range(first, first + 4):  # every warp of the four must know that it may
+        x = team.whole(b, flat, int(team.warp[0, j, 0]), (i, j, 0))
+        team.refuse(memory.check_read(x.b, x.a, x.w, asynchronous=True), x, s)
     memory.note_read(np.full(flat.size, b), flat, np.full(flat.size, agent), time, team.line)
     if team.machine.costs is not None:
         team.machine.costs.slab(s, addresses.size * size)
     return memory.data[b, elements].astype(np.float64)
-
-
-def _only(team: Team, i: int, j: int) -> Any:
-    one = np.zeros(team.shape, bool)
-    one[i, j, 0] = True
-    return one
 
 
 MEANING: dict[type, Callable[[Team, Any], None]] = {

@@ -7,7 +7,7 @@ apart. What is asynchronous is in `copies`, the instructions of whole warps in `
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -15,7 +15,8 @@ import numpy as np
 from terrazzo.errors import CompilerBug, UserError
 from terrazzo.hw.transfer import SHUFFLE, VOTE
 from terrazzo.interp.kernel import copies, products
-from terrazzo.interp.kernel.memory import Conflict, Output
+from terrazzo.interp.kernel.barriers import Wait
+from terrazzo.interp.kernel.memory import Access, Conflict, Output
 from terrazzo.ir.address import evaluate
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
@@ -28,23 +29,8 @@ if TYPE_CHECKING:
     from terrazzo.interp.kernel.machine import Machine
 
 
-@dataclass(frozen=True)
-class Wait:
-    """Why a team stands still: at a line, until `ready`; `why` says what is missing."""
-
-    line: int
-    ready: Callable[[], bool]
-    why: Callable[[], str]
-
-
-@dataclass(frozen=True)
-class Access:
-    """Elements `a` that warps `w` of blocks `b` use, in arrays of one length; `mask` [block, warp, lane, element] says which those are."""
-
-    b: Any
-    a: Any
-    w: Any
-    mask: Any
+REMEMBERED = 1 << 22
+"""How many numbers a team's threads may remember of index expressions."""
 
 
 class Team:
@@ -66,6 +52,8 @@ class Team:
         self.known: dict[k.Registers, Any] = {}
         self.groups = copies.Groups(self.shape)
         self.fragments = products.InFlight(self.shape, self.kernel.body)
+        self.threads = frozenset(machine.variables)
+        self.remembered: dict[Any, Any] = {}
 
     # -- statements ---------------------------------------------------------------------------------------------------
 
@@ -170,12 +158,12 @@ class Team:
             by = [f"by {found.agent}"] if found.agent else []
             site = [f"line {found.site} `{self.machine.text(found.site)}`"] if found.site >= 0 else []
             other = f"; the other access is {', '.join(by + site)}" if by + site else ""
-            self.fail(s, f"{found.what} (element {x.a[found.which]})", np.argwhere(x.mask)[found.which], other)
+            self.fail(s, f"{found.what} (element {x.a[found.which]})", x.by or np.argwhere(x.mask)[found.which], other)
 
     def one_thread(self, s: Any) -> list[tuple[int, int, tuple[int, int, int]]]:
-        """Who executes a statement that one thread of a block may: (block, warp) of the machine, and where that is in our arrays."""
-        if (self.active.sum(axis=(1, 2)) > 1).any():
-            self.fail(s, "is executed by several threads of a block")
+        """Who executes a statement that one thread of a warp may: (block, warp) of the machine, and where that is in our arrays."""
+        if (self.active.sum(axis=2) > 1).any():
+            self.fail(s, "is executed by several threads of a warp")
         return [(int(self.block[i, 0, 0]), int(self.warp[0, j, 0]), (i, j, n)) for i, j, n in np.argwhere(self.active)]
 
     # -- memory -------------------------------------------------------------------------------------------------------
@@ -183,25 +171,43 @@ class Team:
     def at(self, place: l.Buffer, index: Sequence[IntExpr], count: int, s: Node, active: Any = None) -> Any:
         """Offsets of `count` elements for every thread, an int in registers; those of active threads must lie inside."""
         active = self.active if active is None else active
+        wide = min(count * place.type.dtype.size, 16) if isinstance(s, k.Move | k.AsyncCopy) else 1
+        found, wrong = self.once((place, index, count, wide), index, lambda: self.offsets(place, index, count, wide))
+        for what, where in wrong:
+            if (bad := np.broadcast_to(where, self.shape) & active).any():
+                self.fail(s, what, np.argwhere(bad)[0])
+        return self.constant(found, place, s) if isinstance(place, k.Registers) else found
+
+    def offsets(self, place: l.Buffer, index: Sequence[IntExpr], count: int, wide: int) -> tuple[Any, list[tuple[str, Any]]]:
+        """The offsets that `at` gives, and for each thing that may be wrong with them, with which threads it is."""
         offset: Any = 0
+        wrong = []
         for e, extent, stride in zip(index, place.type.static_shape, place.type.element_strides, strict=True):
             value = self.number_of(e)
-            outside = (value < 0) | (value >= extent)
-            if np.any(outside) and (bad := np.broadcast_to(outside, self.shape) & active).any():
-                self.fail(s, f"at {place.name}[{e}] is outside [0, {extent})", np.argwhere(bad)[0])
+            if np.any(outside := (value < 0) | (value >= extent)):
+                wrong.append((f"at {place.name}[{e}] is outside [0, {extent})", outside))
             offset = offset + value * stride
         size = self.size(place)
-        beyond = offset + count > size
-        if np.any(beyond) and (bad := np.broadcast_to(beyond, self.shape) & active).any():
-            self.fail(s, f"goes {count} elements on, beyond the end of {place.name}", np.argwhere(bad)[0])
-        wide = min(count * place.type.dtype.size, 16)
-        odd = offset * place.type.dtype.size % wide != 0
-        if isinstance(s, k.Move | k.AsyncCopy) and np.any(odd) and (bad := np.broadcast_to(odd, self.shape) & active).any():
-            self.fail(s, f"of {count} elements at {place.name} is not aligned to {wide} bytes", np.argwhere(bad)[0])
+        if np.any(beyond := offset + count > size):
+            wrong.append((f"goes {count} elements on, beyond the end of {place.name}", beyond))
+        if wide > 1 and np.any(odd := offset * place.type.dtype.size % wide != 0):
+            wrong.append((f"of {count} elements at {place.name} is not aligned to {wide} bytes", odd))
         if isinstance(place, k.Registers):
-            return self.constant(offset, place, s)
+            return offset, wrong
         found = np.broadcast_to(offset, self.shape)[..., None] + np.arange(count)
-        return np.clip(found, 0, max(size - 1, 0))
+        return np.clip(found, 0, max(size - 1, 0)), wrong
+
+    def once(self, key: Any, index: Sequence[IntExpr], found: Callable[[], Any]) -> Any:
+        """What follows from index expressions: found once for all steps in which their variables have the same values."""
+        exprs = [e for e in index if isinstance(e, Expr)]
+        if any(map(_loaded, exprs)):
+            return found()
+        key = (key, *(self.env[v] for e in exprs for v in e.free - self.threads))
+        if key not in self.remembered:
+            if len(self.remembered) > REMEMBERED // self.active.size // 4:
+                self.remembered.clear()
+            self.remembered[key] = found()
+        return self.remembered[key]
 
     def constant(self, offset: Any, place: k.Registers, s: Node) -> int:
         """An index into registers, which must not differ between threads."""
@@ -220,6 +226,10 @@ class Team:
         mask = np.broadcast_to(active[..., None], at.shape)
         block, warp = np.broadcast_to(self.block[..., None], at.shape), np.broadcast_to(self.warp[..., None], at.shape)
         return Access(block[mask], at[mask], warp[mask], mask)
+
+    def whole(self, b: int, a: Any, w: int, by: tuple[int, int, int]) -> Access:
+        """Elements `a` of block `b` that one thread of warp `w` uses: `by`, as our arrays count it."""
+        return Access(np.full(a.size, b), a, np.full(a.size, w), by=by)
 
     def bytes(self, place: k.Shared, at: Any) -> Any:
         """Addresses in shared memory of elements of a place."""
@@ -280,14 +290,14 @@ class Team:
             memory.land(x.b, x.a)
         self.refuse(memory.write(x.b, x.a, clocks.agent(x.b, x.w), clocks.now(x.b, x.w), values, self.line), x, s)
 
-    def write_output(self, place: l.Buffer, x: Access, values: Any, s: Node, late: bool = False) -> None:
+    def write_output(self, place: l.Buffer, x: Access, values: Any, s: Node, box: bool = False) -> None:
         """Write to global memory."""
-        found = self.output(place, s).write(self.machine.clocks, self.machine.ids[x.b], x.b, x.a, x.w, values, self.line, late)
+        found = self.output(place, s).write(self.machine.clocks, self.machine.ids[x.b], x.b, x.a, x.w, values, self.line, box)
         self.refuse(found, x, s)
 
-    def combine(self, place: l.Buffer, x: Access, values: Any, function: str, s: Node) -> None:
+    def combine(self, place: l.Buffer, x: Access, values: Any, function: str, s: Node, box: bool = False) -> None:
         """Add to global memory (or take the minimum, the maximum)."""
-        found = self.output(place, s).combine(self.machine.clocks, self.machine.ids[x.b], x.b, x.a, x.w, values, function, self.line)
+        found = self.output(place, s).combine(self.machine.clocks, self.machine.ids[x.b], x.b, x.a, x.w, values, function, self.line, box)
         self.refuse(found, x, s)
 
     def output(self, place: l.Buffer, s: Node) -> Output:
@@ -317,8 +327,9 @@ class Team:
 
     def number_of(self, e: IntExpr) -> Any:
         """The value of an index expression: an int, or an array that broadcasts to [block, warp, lane]."""
-        if isinstance(e, int):
-            return e
+        return e if isinstance(e, int) else self.once(e, (e,), lambda: self.evaluated(e))
+
+    def evaluated(self, e: Expr) -> Any:
         env = self.env
         if gathered := _loaded(e):
             env = dict(env)
@@ -329,6 +340,11 @@ class Team:
                     raise UserError(f"{self.kernel.name}: an index is out of range for its dimension of {extent}")
                 env[x] = np.clip(at, 0, max(extent - 1, 0))
         return evaluate(e, env)
+
+    def start(self, place: l.Buffer, index: Sequence[IntExpr]) -> Any:
+        """For every thread, the offset of an index into a place; where it lies is not asked."""
+        numbers = zip(index, place.type.element_strides, strict=True)
+        return np.broadcast_to(sum((self.number_of(e) * step for e, step in numbers), start=0), self.shape)
 
     def chosen(self, e: IntExpr) -> Any:
         """The value of an index expression for every active thread."""
@@ -365,6 +381,7 @@ class Team:
         raise CompilerBug(f"{self.kernel.name}: no value for {type(x).__name__}")
 
 
+@lru_cache(maxsize=1 << 14)
 def _loaded(e: Expr) -> list[Loaded]:
     return [x for x in topological([e]) if isinstance(x, Loaded)]
 

@@ -22,6 +22,7 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Loaded, Var, at_least, bounds, terms_of
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.show_kernel import statement
+from terrazzo.ir.verify_kernel import declared
 from terrazzo.targets.cuda import order
 from terrazzo.targets.cuda.accesses import Access, Around, accesses, slabs, statements, terms
 
@@ -68,17 +69,10 @@ def budgets(kernel: k.Kernel, gpu: Gpu) -> Iterator[str]:
     for what, needs, has in (
         ("bytes of shared memory", kernel.shared_bytes, gpu.shared),
         ("threads in a block", kernel.threads, 1024),
-        ("registers of a thread", _registers(kernel.body), REGISTERS),
+        ("registers of a thread", declared(kernel.body), REGISTERS),
     ):
         if needs > has:
             yield f"needs {needs} {what}, and {gpu.arch} has {has}"
-
-
-def _registers(body: tuple[Node, ...]) -> int:
-    """The most 32-bit registers that are declared at once."""
-    mine = [s.place.type for s in body if isinstance(s, k.Declare)]
-    inner = max((_registers(s.body) for s in body if isinstance(s, k.For | k.If | k.Role)), default=0)
-    return inner + sum(-(-math.prod(t.static_shape) * t.dtype.size // 4) for t in mine)
 
 
 ONE = (k.TensorLoad, k.TensorStore, k.Expect, k.InitBarriers)

@@ -67,6 +67,9 @@ class _Thread:
         every = list(self.reachable(kernel.body))
         self.waits = {s.barriers for s in every if isinstance(s, k.WaitBarrier)}
         self.elsewhere = {s.barriers for s in every if isinstance(s, k.TensorLoad) and s.ranks}
+        roles = [{w.barriers for w in k.walk(s.body) if isinstance(w, k.WaitBarrier)} for s in k.walk(kernel.body) if isinstance(s, k.Role)]
+        self.turns = {b for b in self.waits if sum(b in waited for waited in roles) > 1}
+        """Where roles may take turns, so that one of them does not wait for every phase."""
         self.sent: set[k.Shared] = set()
         self.full = {s.barriers for s in k.walk(kernel.body) if isinstance(s, k.TensorLoad)}
         self.rings = _rings(kernel)
@@ -156,7 +159,7 @@ class _Thread:
         """Phases alternate, and the first one that boxes complete is 0."""
         key, phase = self.barrier(s), self.number(s.phase)
         last = self.phases.get(key, 1 if s.barriers in self.full else None)
-        if phase is not None and phase == last:
+        if phase is not None and phase == last and s.barriers not in self.turns:
             before = "after another" if key in self.phases else "first"
             raise _Wrong(self.told(s, f"waits for phase {phase} of {key[0].name}[{key[1]}] {before}, which has ended or never does"))
         self.phases[key] = phase

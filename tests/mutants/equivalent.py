@@ -1,0 +1,122 @@
+"""Mutants that survive because they are right: they compute the same, and order the same."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Equivalent:
+    """Mutants of some kernels by some operators, whose change a pattern finds: why those that survive are not wrong."""
+
+    kernels: tuple[str, ...]
+    operators: tuple[str, ...]
+    change: str
+    reason: str
+
+    def covers(self, kernel: str, operator: str, change: str) -> bool:
+        return kernel in self.kernels and operator in self.operators and re.search(self.change, change) is not None
+
+
+SUMS = ("sum of rows", "argmax", "variance", "cross entropy")
+MET = ("sum of columns", "split product", "softmax of columns")
+RINGS = (
+    "linear",
+    "split product",
+    "matmul of bfloat16",
+    "ragged matmul of bfloat16",
+    "bmm of half",
+    "swiglu",
+    "attention",
+    "attention of half",
+    "conv1d",
+    "conv2d",
+    "linear through registers",
+    "matmul of half",
+)
+BOXES = "transposed matmul of bfloat16"
+PREDICATE, BARRIER, MOVED = ("wrong predicate",), ("no barrier",), ("moved barrier",)
+
+EQUIVALENT: tuple[Equivalent, ...] = (
+    Equivalent(SUMS, PREDICATE, r"`if -lane >= 0( and -warp >= 0)?:`", "every thread has the result, so any may store it"),
+    Equivalent(MET, PREDICATE, r"`if -warp >= 0( and .*)?:`", "every warp has the result, so any may store it"),
+    Equivalent(
+        ("argmax", "softmax", "softmax of columns", "cross entropy", "attention", "attention of half"),
+        ("no store",),
+        r"`acc0\w*\[\(\)\] = (f32\(-inf\)|i64\(9223372036854775807\))`",
+        "what a warp has found is among what the warps have found: taken twice, it is still the largest",
+    ),
+    Equivalent(
+        RINGS,
+        ("no wait", "waits for too little", "wrong kind of group", "moved wait", "moved barrier"),
+        r"`wait_groups\(0\)`",
+        "the groups that are left after the last step are empty",
+    ),
+    Equivalent((*RINGS, BOXES), BARRIER, r"`sync\(\)` is gone, before `for [ie]\d+", "nobody uses shared memory after it"),
+    Equivalent(
+        (*RINGS, BOXES), MOVED, r"(`sync\(\)` -> `for i|`for t\d+ in serial\(\d+\):` -> `sync)", "nobody uses shared memory after it"
+    ),
+    Equivalent(RINGS, PREDICATE, r"`if -t\d+( \+ \d+)? >= 0:` (-> `if -t|is gone)", "one slab more is of zeros, and nobody reads it"),
+    Equivalent((BOXES,), PREDICATE, r"`if -warp >= 0 and -lane >= 0:` -> `if warp - 1", "another warp sends them, after the barrier"),
+    Equivalent(
+        (BOXES, "registers by hand", "split by hand"),
+        MOVED,
+        r"`sync\(\)` -> `(for t4|if -warp >= 0 and -lane >= 0:)",
+        "the thread that made the barriers sends the boxes; the others wait for it before they wait for those",
+    ),
+    Equivalent(
+        ("registers by hand", "split by hand"),
+        ("wrong barrier",),
+        r"`expect\(",
+        "one thread announces the same bytes at all barriers: in another order, and before anybody waits",
+    ),
+    Equivalent(
+        ("split by hand",), ("wrong slot",), r"(tensor_store|move)\(", "the warpgroups exchange what they add, after a barrier of both"
+    ),
+    Equivalent(
+        ("ping_pong by hand",),
+        MOVED,
+        r"`for t in serial\(2\):` -> `sync\([12], 8\)`",
+        "they multiply at the same time, but still take turns to store",
+    ),
+    Equivalent(
+        ("persistent by hand",),
+        ("wrong number of steps",),
+        r"`for i in serial\(3\):` -> `for i in serial\(4\)",
+        "tiles beyond the last are left out",
+    ),
+    Equivalent(("persistent by hand",), PREDICATE, r"^line (32|45) ", "those who stored nothing have nothing to wait for"),
+    Equivalent(("persistent by hand",), ("moved wait",), r"-> `if -\(warp % 4\)", "it waits for the stores before the products, not after"),
+    Equivalent(
+        ("split product", "conv1d"),
+        MOVED,
+        r"`sync\(\)` -> `if -t5 >= 0:`",
+        "only the first step fills a slot, which nobody has used: there are four steps and four slots",
+    ),
+    Equivalent(("split product",), PREDICATE, r"`async_copy\(", "the condition around it says the same of the step"),
+    Equivalent((BOXES,), MOVED, r"`wait_barrier\(.* -> `sync", "two waits, one after the other"),
+    Equivalent(("conv2d",), PREDICATE, r"-block \* 32 - lane \+ 35", "pixels beyond the last are not stored"),
+    Equivalent(
+        ("conv1d", "conv2d"), ("wrong number of steps",), r"`for k8 in unrolled\(4\):`", "a fourth column of the filter is of zeros"
+    ),
+    Equivalent(
+        ("softmax", "variance", "split product", "ragged matmul of bfloat16", "swiglu", "conv2d", "attention", "attention of half"),
+        ("wrong number of steps",),
+        r"`for [ei]\d+ in unrolled\(([1248])\):` -> `.*\([2359]\)",
+        "a condition inside leaves out what is beyond the row or the tile",
+    ),
+    Equivalent(("softmax", "attention", "attention of half"), ("off by one",), r"`v\d+ = (sub|mul|f32)\(", "nobody uses that value"),
+    Equivalent(
+        ("attention", "attention of half"),
+        ("wrong beginning",),
+        r"`acc0 = registers",
+        "the same number added to all scores changes no softmax",
+    ),
+    Equivalent(
+        ("cluster_sum by hand",),
+        PREDICATE,
+        r"^line 1[147] `if -lane >= 0",
+        "all threads of the warp, or of the block, have the same number to write",
+    ),
+)
