@@ -36,7 +36,7 @@ class Judge:
 
     def problem(self, ours: list[Any]) -> str:
         """What is wrong with these results; "" if nothing is."""
-        for count in (2, 60):  # few roundings may all go the same way: before anybody is accused, many are looked at
+        for count in (2, 200):  # few roundings may all go the same way: before anybody is accused, many are looked at
             while len(self.others) < count:
                 self.others += self._rounded_otherwise(np.random.default_rng(len(self.others)))
             problems = (self._differs(n, r, x) for n, (r, x) in enumerate(zip(self.results, ours, strict=True)))
@@ -70,7 +70,7 @@ class Judge:
             return None
         last = range(given[0].ndim - len(node.axes), given[0].ndim)
         rows = [np.moveaxis(x, node.axes, last).reshape(*(e for d, e in enumerate(x.shape) if d not in node.axes), -1) for x in given]
-        order = noise.permutation(rows[0].shape[-1])
+        order = np.arange(rows[0].shape[-1])[:: noise.choice((1, -1))] if noise.integers(2) else noise.permutation(rows[0].shape[-1])
         rows = [x[..., order] for x in rows]
         if node.monoid.ufunc is not None:
             with np.errstate(all="ignore"):
