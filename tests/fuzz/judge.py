@@ -16,6 +16,7 @@ from terrazzo.interp import monoid
 from terrazzo.interp.tensor import evaluate, numpy_type
 from terrazzo.interp.torch import call_numpy
 from terrazzo.ir.dialects import tensor as t
+from terrazzo.ir.monoid import numpy_builder
 from terrazzo.ir.node import Node, topological
 from terrazzo.ir.program import Input, Program
 
@@ -75,7 +76,13 @@ class Judge:
         if node.monoid.ufunc is not None:
             with np.errstate(all="ignore"):
                 return node.monoid.ufunc.accumulate(rows[0], axis=-1)[..., -1]
-        return monoid.reduce(node.monoid, rows, (rows[0].ndim - 1,), [a.type.dtype for a in node.args])  # type: ignore[attr-defined]
+        cut = noise.integers(len(order) + 1)  # parts of any lengths
+        dtypes = [a.type.dtype for a in node.args]  # type: ignore[attr-defined]
+        left, right = (
+            monoid.reduce(node.monoid, [x[..., part] for x in rows], (rows[0].ndim - 1,), dtypes)
+            for part in (slice(None, cut), slice(cut, None))
+        )
+        return node.monoid.combine(numpy_builder, left, right)
 
     def _rounded(self, node: t.Value, found: Any, noise: np.random.Generator) -> Any:
         """A result with its last place moved either way, where it was rounded at all."""
