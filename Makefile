@@ -21,7 +21,7 @@ TERRAZZO := $(RUN) -c 'from terrazzo.cli import main; main()'
 DEMO_MODEL := TinyLlama/TinyLlama-1.1B-Chat-v1.0 --layer 0 --seq-len 32 --random-weights
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check opinfo fuzz docs test-gpu bench-gpu bench-cpu setup clean
+.PHONY: help demo test check opinfo fuzz docs test-gpu sanitize bench-gpu bench-cpu setup clean
 
 help: ## list the tasks
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -48,6 +48,9 @@ docs: $(READY) ## write the generated pages of the manual
 
 test-gpu: $(READY) ## the tests that need a GPU
 	$(RUN) -m pytest -m gpu $(ARGS)
+
+sanitize: $(READY) ## compute-sanitizer over every kernel of the tests, on this machine's GPU
+	PYTHONPATH=src:. $(RUN) -m tests.kernels.sanitize $(ARGS)
 
 bench-gpu: $(READY) ## compare with PyTorch on this machine's GPU
 	$(TERRAZZO) bench gpu $(ARGS)

@@ -91,7 +91,9 @@ def scalars() -> str:
 def rules() -> str:
     """Every rule with its docstring, below the file it is in."""
     from terrazzo.rules import tensor_to_loop, torch_to_tensor
-    from terrazzo.rules.loop import fuse, layout
+    from terrazzo.rules.loop import fuse, layout, narrow, relax
+    from terrazzo.rules.loop_to_tile import collapse, split
+    from terrazzo.rules.tile_to_kernel import lower
 
     out = ["# Rules", "", GENERATED, "## Torch IR to Tensor IR", "", *_doc(torch_to_tensor), ""]
     for module in (m for m in vars(torch_to_tensor).values() if inspect.ismodule(m) and hasattr(m, "RULES")):
@@ -102,7 +104,15 @@ def rules() -> str:
     out += ["## Tensor IR to Loop IR", ""]
     for rule in tensor_to_loop.RULES:
         out += [f"### {rule.name}", "", *_example(rule.doc), ""]
-    out += ["## Loop IR", "", "### fuse", "", *_doc(fuse), "", "### store_as_read", "", *_doc(layout)]
+    out += ["## Loop IR", "", "### fuse", "", *_doc(fuse), ""]
+    for name, rewrite in (("view", fuse._Fusion.views), ("inline", fuse._Fusion.inlines), ("merge", fuse._Fusion.merges)):
+        out += [f"#### {name}", "", *_example(inspect.getdoc(rewrite) or ""), ""]
+    for rewrite in (layout.store_as_read, narrow.narrow, relax.relax):
+        out += [f"### {rewrite.__name__}", "", *_doc(inspect.getmodule(rewrite)), "", *_example(inspect.getdoc(rewrite) or ""), ""]
+    out += ["## Loop IR to Tile IR", ""]
+    for rewrite in (collapse.collapse, collapse.merge_product_axes, collapse.flat_reductions, split.split):
+        out += [f"### {rewrite.__name__}", "", *_example(inspect.getdoc(rewrite) or ""), ""]
+    out += ["## Tile IR to Kernel IR", "", "### derive", "", *_example(inspect.getdoc(lower.lower.__wrapped__) or "")]
     return _text(out)
 
 
@@ -150,7 +160,8 @@ def commands() -> str:
     from terrazzo.cli.app import app
 
     out = ["# Commands", "", GENERATED]
-    for words in ((), ("compile",), ("run",), ("explain",), ("opt",), ("targets",), ("cache",), ("doctor",), ("bench", "cpu")):
+    names = ("", "compile", "run", "check", "bisect", "explain", "opt", "targets", "cache", "doctor", "bench cpu")
+    for words in (name.split() for name in names):
         environment = {"COLUMNS": "110", "TERMINAL_WIDTH": "110", "NO_COLOR": "1"}
         shown = CliRunner().invoke(app, [*words, "--help"], prog_name="terrazzo", env=environment).output
         text = "\n".join(line.rstrip() for line in shown.strip("\n").splitlines())

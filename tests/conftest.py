@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import entry_points
+from typing import Any
 
 
 def pytest_configure() -> None:
@@ -13,3 +14,13 @@ def pytest_configure() -> None:
         from terrazzo.front.dynamo import terrazzo
 
         register_backend(terrazzo, name="terrazzo")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """How many rules say `sorry`: they are exempt from the harness of tests/rules, and there should be none."""
+    from terrazzo.rules import tensor_to_loop, torch_to_tensor
+    from terrazzo.rules.torch_to_tensor.lower import opaque
+
+    rules = (*torch_to_tensor.RULES, opaque, *tensor_to_loop.RULES)
+    sorry = [f"{r.name} ({r.sorry})" for r in rules if r.sorry]
+    terminalreporter.write_line(f"rules exempt from the harness: {len(sorry)} of {len(rules)}{': ' if sorry else ''}{', '.join(sorry)}")

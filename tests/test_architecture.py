@@ -17,9 +17,9 @@ FLOORS = (
     {"ir"},
     {"rewrite", "hw"},
     {"rules", "targets", "interp"},
-    {"pipelines"},
+    {"pipelines", "reproduce"},
     {"tune", "run"},
-    {"front", "bench", "view"},
+    {"front", "bench", "view", "check"},
     {"cli"},
 )
 FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts}

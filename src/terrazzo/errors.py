@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class TerrazzoError(Exception):
     """Base of the three; catch this to catch whatever Terrazzo raises on purpose."""
@@ -16,4 +18,9 @@ class Limitation(TerrazzoError):
 
 
 class CompilerBug(TerrazzoError):
-    """A promise between two parts of the compiler was broken. The message names the pass and how to reproduce it."""
+    """A promise between two parts of the compiler was broken. The message names the pass and how to reproduce it.
+
+    `program` is what the failing step was given, until the message says how to see that again.
+    """
+
+    program: Any = None

@@ -48,6 +48,7 @@ class Options:
     compiler     the C++ compiler's command; None looks for one.
     materialize  buffers (by their name in the listing) that are written to memory instead of being fused away.
     fuse         False gives every operation a kernel of its own.
+    check        run some blocks of every kernel for a GPU in the simulator, when it is derived.
     verbose      0 is quiet, 1 prints why rules were skipped, 2 also prints a diff per fired rule.
     dump         a directory that receives every stage and the events; None writes nothing.
     """
@@ -62,6 +63,7 @@ class Options:
     compiler: str | None = None
     materialize: tuple[str, ...] = ()
     fuse: bool = True
+    check: bool = False
     verbose: int = 0
     dump: Path | None = None
 

@@ -1,4 +1,4 @@
-"""Every pipeline, in order, on one screen. The verifier runs after each pass, always."""
+"""Every pipeline, in order, on one screen. The verifier runs after each pass, and kernels for a GPU are checked, always."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from itertools import pairwise
 from typing import Any
 
 from terrazzo.errors import CompilerBug, UserError
-from terrazzo.hw.gpu import Gpu
+from terrazzo.hw.gpu import GPUS, Gpu
+from terrazzo.interp.kernel.sample import check_blocks
+from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
 from terrazzo.ir.program import Program
@@ -17,6 +19,7 @@ from terrazzo.ir.schedule import Schedule, parse_schedules
 from terrazzo.ir.show import show
 from terrazzo.ir.verify import problem, verify
 from terrazzo.options import Options
+from terrazzo.reproduce import failing, reproducible
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules import torch_to_tensor
 from terrazzo.rules.loop.fuse import fuse
@@ -28,6 +31,8 @@ from terrazzo.rules.tensor_to_loop.lift import lift
 from terrazzo.rules.tile_to_kernel.lower import program as derive
 from terrazzo.rules.torch_to_tensor.lower import lower as to_tensor
 from terrazzo.targets import target
+from terrazzo.targets.cuda.check import check
+from terrazzo.targets.cuda.emit import emit
 
 Run = Callable[[Any, Log, Options], Any]
 
@@ -51,7 +56,7 @@ PASSES = (
     Pass("torch_to_tensor", "torch", "tensor", "each ATen op becomes a composition of primitives, or an opaque call",
          lambda p, log, o: to_tensor(p, torch_to_tensor.RULES, log, _texts(o))),
     Pass("tensor_to_loop", "tensor", "loop", "each primitive becomes a kernel that stores its term",
-         lambda p, log, o: lift(p)),
+         lambda p, log, o: lift(p, log=log)),
     Pass("fuse", "loop", "loop", "terms replace the buffers they were stored in, where that pays",
          lambda p, log, o: fuse(p, log, target(o.target).rates, o.materialize, _texts(o)) if o.fuse else p),
     Pass("store_as_read", "loop", "loop", "buffers that are only read transposed, reshaped or converted are stored so",
@@ -93,15 +98,32 @@ def stages(program: Any, options: Options, log: Log, names: tuple[str, ...] = LO
     """Run the passes `names` that apply from the program's IR on; each with its result and the seconds it took."""
     if why := problem(program):
         raise UserError(f"{program.name} is not valid: {why}")
+    if dialect(program) == "kernel":  # the user's own text
+        checked(program, target(options.target).gpu or GPUS["sm_90a"], options, UserError)
     names = names if target(options.target).gpu else tuple(n for n in names if n not in GPU_ONLY)
     out: list[tuple[Pass, Any, float]] = []
     for p in PASSES:
         if p.name in names and p.src == dialect(program):
             start = time.perf_counter()
-            program = p.run(program, log, options)
-            verify(program, p.name)
+            with failing(f"pass {p.name}", program):
+                done = p.run(program, log, options)
+                verify(done, p.name)
+            program = done
+            if p.dst == "kernel":
+                checked(program, machine(options), options, CompilerBug)
             out.append((p, program, time.perf_counter() - start))
     return out
+
+
+def checked(program: k.Program, gpu: Gpu, options: Options, error: type[Exception]) -> None:
+    """Raise an error for a kernel that cannot be right, or, where that was asked for, for one of which a sample of blocks is wrong."""
+    check(program, gpu, error)
+    kernels = [s for s in program.steps if isinstance(s, k.Kernel)] if options.check else []
+    for kernel in {emit(s)[1]: s for s in kernels}.values():  # each once, whatever its buffers are called
+        try:
+            check_blocks(kernel)
+        except CompilerBug as why:
+            raise error(str(why)) from None
 
 
 @dataclass(frozen=True)
@@ -137,10 +159,11 @@ class Lowering:
         return {p.name: seconds for p, _, seconds in self.stages}
 
 
-def lowering(program: Any, options: Options) -> Lowering:
-    """Any program down to fused Loop IR, with all that is between."""
-    log = Log()
-    return Lowering(program, stages(program, options, log), log)
+def lowering(program: Any, options: Options, log: Log | None = None) -> Lowering:
+    """Any program down to fused Loop IR, with all that is between. A CompilerBug says how to see it again."""
+    log = log or Log()
+    with reproducible(options):
+        return Lowering(program, stages(program, options, log), log)
 
 
 def lower(program: Any, options: Options, log: Log) -> l.Program:

@@ -104,3 +104,16 @@ def test_a_summary_has_the_passes_and_the_text(terrazzo: Terrazzo) -> None:
 def test_running_needs_a_gpu(terrazzo: Terrazzo) -> None:
     told = terrazzo("run", "-c", SOFTMAX, *GPU, code=2).stderr
     assert told == "error: the target sm_90a needs a GPU to run, and PyTorch sees none; `terrazzo compile --target sm_90a` needs none\n"
+
+
+def test_what_accesses_cost(terrazzo: Terrazzo) -> None:
+    out = terrazzo("explain", "-c", SOFTMAX, *GPU).stdout
+    assert re.search(r"accesses +\d+\.\d [kM]B in [0-9.]+( thousand| million)? sectors", out)
+
+
+def test_a_text_that_cannot_be_right_is_named_by_its_line(terrazzo: Terrazzo, tmp_path: Path) -> None:
+    terrazzo("compile", "-c", SOFTMAX, "--check", *GPU, "--dump", str(tmp_path))
+    text = terrazzo("opt", str(tmp_path / "04-tile.txt"), "-p", "derive", *GPU).stdout
+    (tmp_path / "wrong.txt").write_text(text.replace("[block", "[block + 1", 1))
+    told = terrazzo("compile", "--from", "kernel", str(tmp_path / "wrong.txt"), "--ir", "cuda", *GPU, code=2).stderr
+    assert re.search(r"_softmax: `.*` at \[block \+ 1\] is outside \[0, \d+\) in dimension 0 of \w+, at block \d+", told)

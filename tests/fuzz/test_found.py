@@ -119,7 +119,7 @@ SCHEDULES = {
            with site("acc0"):
                r1 = reg(5) * lane(4)
            with site("acc1"):
-               r0 = reg(4) * lane(4)""",
+               r0 = reg(1) * lane(4)""",
         "sum_1: r1 is bound to threads that an axis around it is bound to already",
     ),
     "a reduction among lanes of which only some are there": (

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from terrazzo.errors import Limitation
-from terrazzo.hw.tma import BARRIERS, TensorMap, load_function
+from terrazzo.hw.barrier import MBARRIERS
+from terrazzo.hw.tma import TensorMap, load_function
 from terrazzo.ir.layout import HARDWARE
 from terrazzo.ir.types import DTYPES
 from tests.hw.device import assemble, run_block
@@ -71,7 +72,7 @@ def test_a_box_is_a_copy(tensor_map: TensorMap, at: tuple[int, ...]) -> None:
         ((8, 7), (7, 1), (8, 8), 0, "strides of [14] bytes are not all multiples of 16"),
         ((8, 16), (16, 1), (8, 4), 0, "the box is 8 bytes wide"),
         ((8, 16), (16, 1), (8, 8), 48, "there is no swizzle of 48 bytes"),
-        ((8, 64), (64, 1), (8, 64), 64, "the box is 128 bytes wide, more than the swizzle's 64"),
+        ((8, 64), (64, 1), (8, 64), 64, "the box is 128 bytes wide, and the swizzle 64"),
         ((0, 64), (64, 1), (8, 64), 0, "is not in 1 to 2**32"),
     ],
 )
@@ -112,7 +113,7 @@ extern "C" __global__ void one(unsigned char* out, const void* map) {{
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc here")
 def test_hopper_assembles_them(tmp_path: Path) -> None:
     by_rank = {len(at): source(m, at) for m, at in CASES}
-    assemble([("90", (BARRIERS if k == 0 else "") + text) for k, text in enumerate(by_rank.values())], tmp_path)
+    assemble([("90", (MBARRIERS if k == 0 else "") + text) for k, text in enumerate(by_rank.values())], tmp_path)
 
 
 @pytest.mark.gpu
@@ -126,5 +127,5 @@ def test_the_gpu_agrees(tensor_map: TensorMap, at: tuple[int, ...]) -> None:
     memory, view = tensor(tensor_map)
     there = torch.from_numpy(memory.view(np.uint8)).cuda()
     encoded = np.frombuffer(encode(tensor_map, there.data_ptr()), np.uint8)
-    out, _ = run_block(BARRIERS + source(tensor_map, at), np.zeros(tensor_map.bytes, np.uint8), encoded)
+    out, _ = run_block(MBARRIERS + source(tensor_map, at), np.zeros(tensor_map.bytes, np.uint8), encoded)
     assert np.array_equal(out, tensor_map.load(view, at))

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from terrazzo.hw.wgmma import ATOM, DESCRIPTOR, INSTRUCTIONS, ROW, SWIZZLE, WarpgroupInstruction
+from terrazzo.hw.wgmma import DESCRIPTOR, INSTRUCTIONS, WarpgroupInstruction, addresses, descriptor
+from terrazzo.ir.layout import HARDWARE
 from tests.hw.device import assemble, run_block
 
 every = pytest.mark.parametrize("instruction", INSTRUCTIONS, ids=lambda i: i.name)
-K = 64
-"""Four slices of k, which is a row of a slab."""
+K, ROW = 64, 128
+"""Four slices of k, which is a row of a slab, in bytes under the swizzle of 128."""
 
 
 @every
@@ -30,7 +31,7 @@ def slabs(instruction: WarpgroupInstruction) -> tuple[Any, Any, Any, Any]:
     a, b, c = (rng.integers(-8, 9, shape) for shape in ((m, K), (n, K), (m, n)))
     memory = np.zeros((m + n) * ROW, np.uint8)
     plain = np.concatenate([a, b]).astype(instruction.operand.numpy).view(np.uint8).reshape(-1)
-    memory[SWIZZLE(np.arange(plain.size))] = plain
+    memory[HARDWARE[ROW](np.arange(plain.size))] = plain
     return a, b, c, memory
 
 
@@ -38,9 +39,12 @@ def slabs(instruction: WarpgroupInstruction) -> tuple[Any, Any, Any, Any]:
 def test_it_multiplies_slabs(instruction: WarpgroupInstruction) -> None:
     a, b, c, memory = slabs(instruction)
     held, start = instruction.distribute(c.astype(np.float32)), instruction.shape[0] * ROW
-    assert start % ATOM == 0
     for k in range(0, K, 16):
-        held = instruction.run(memory, 2 * k, start + 2 * k, held)
+        left, right = (
+            memory[addresses(descriptor(at + 2 * k, ROW), rows, 32)].view(instruction.operand.numpy)
+            for at, rows in ((0, instruction.shape[0]), (start, instruction.shape[1]))
+        )
+        held = instruction.run(left, right, held)
     assert np.array_equal(held, instruction.distribute((a @ b.T + c).astype(np.float32)))
 
 
@@ -58,8 +62,8 @@ extern "C" __global__ void __launch_bounds__(128, 1) one(float* d, const unsigne
   for (int i = 0; i < {count}; i++) x[i] = d[threadIdx.x * {count} + i];
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   __syncthreads();
-  unsigned long long a = slab_descriptor((unsigned)__cvta_generic_to_shared(shared));
-  unsigned long long b = slab_descriptor((unsigned)__cvta_generic_to_shared(shared) + {m * ROW});
+  unsigned long long a = slab_descriptor<{ROW}>((unsigned)__cvta_generic_to_shared(shared));
+  unsigned long long b = slab_descriptor<{ROW}>((unsigned)__cvta_generic_to_shared(shared) + {m * ROW});
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
   #pragma unroll
   for (int k = 0; k < 4; k++) {instruction.function}(x, a + 2 * k, b + 2 * k);

@@ -99,11 +99,11 @@ BOXES = ("transposed matmul of bfloat16", "bmm of half", "swiglu", "transposed m
         (r"expect\(.*\)", "pass", "waits for ever|phase"),
         (r"expect\((.*), (\d+)\)", r"expect(\1, \g<2>0)", "others were announced"),
         (r"tensor_load\(.*\)", "pass", "others were announced"),
-        (r" and -lane >= 0( and .*\n +expect)", r"\1", "several threads of a block execute Expect"),
-        (r"wait_barrier\(.*\)", "pass", "nobody wrote"),
+        (r" and -lane >= 0( and .*\n +expect)", r"\1", "Expect is executed by several threads of a block"),
+        (r"wait_barrier\(.*\)", "pass", "where a copy is on its way"),
         (r"wait_barrier\((.*\]), (.*)\)", r"wait_barrier(\1, 1 - (\2))", "waits for ever"),
-        (r"wait_barrier\((\w+)\[([^\]]*)\]", r"wait_barrier(\1[(\2 + 1) % 4]", "nobody wrote|waits for ever"),
-        (r"tensor_load\((\w+\[)([^,]+),(.*)", r"tensor_load(\1(\2 + 1) % 4,\3", "nobody wrote|while another warp reads"),
+        (r"wait_barrier\((\w+)\[([^\]]*)\]", r"wait_barrier(\1[(\2 + 1) % 4]", "nobody wrote|where a copy is on its way|waits for ever"),
+        (r"tensor_load\((\w+\[)([^,]+),(.*)", r"tensor_load(\1(\2 + 1) % 4,\3", OTHER_WARP),
     ],
 )
 def test_boxes_that_come_to_a_ring(name: str, pattern: str, replacement: str, told: str) -> None:

@@ -129,6 +129,7 @@ def test_cuda_cores_with_two_slabs_through_registers(target: str) -> None:
         (', along="a0"', ""),
         (", pad=4", ""),
         ("a1 = lane(8) * reg(4)", "a1 = reg(4) * lane(8)"),
+        ("a1 = lane(8) * reg(4)", "a1 = lane(4) * lane(2) * reg(4)"),
         ('by="ld", along="a0"', 'by="cp.async", along="a0"'),
     ],
 )

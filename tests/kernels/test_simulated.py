@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.kernels.programs import attention, budget, case, lowered, programs, swiglu
+from tests.kernels.programs import attention, budget, case, lowered, programs, refuse_others, swiglu
 
 from terrazzo.bench.harness import accuracy
 from terrazzo.interp import loop
+from terrazzo.interp.costs import Costs
 from terrazzo.interp.torch import call_numpy, from_numpy
 from terrazzo.ir.dialects import kernel as k
 
@@ -27,9 +28,10 @@ def exact(x: Any) -> Any:
 
 
 @pytest.mark.parametrize(("name", "target"), programs())
-def test_a_kernel_means_what_its_loops_mean(name: str, target: str) -> None:
-    found = case(name, target)
-    ours = found.simulated()
+def test_a_kernel_means_what_its_loops_mean_and_costs_what_is_predicted(name: str, target: str) -> None:
+    found, costs = case(name, target), Costs()
+    ours = found.simulated(costs=costs)
+    refuse_others(found.kernels, costs)
     for a, b in zip(ours, loop.run(found.lowering.at("loop"), found.inputs, call=call_numpy), strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype
         if not np.issubdtype(a.dtype, np.integer) and a.dtype != bool:

@@ -58,12 +58,12 @@ def test_a_kernel_written_by_hand_runs() -> None:
 @pytest.mark.parametrize(
     ("before", "after", "line", "message"),
     [
-        ("sync()", "synk()", 6, "expected a loop, a condition, an assignment or one of move, async_copy, commit"),
-        ("sync()", "sync(1)", 6, "sync takes other arguments"),
-        ("sync()", "wait_groups()", 6, "wait_groups takes other arguments"),
+        ("sync()", "synk()", 6, "expected a loop, a condition, a role, an assignment or one of move, atomic, async_copy"),
+        ("sync()", "sync(1)", 6, "sync(number, warps) has numbers 1 to 15"),
+        ("sync()", "wait_groups()", 6, "expected wait_groups(number, word?)"),
         ("sync()", "wait_groups(-1)", 6, "expected"),
         ("sync()", "wait_groups(1.5)", 6, "expected a number that is not negative"),
-        ("sync()", "move(s[0], x[0])", 6, "move takes other arguments"),
+        ("sync()", "move(s[0], x[0])", 6, "expected move(place, place, number)"),
         ("sync()", "move(s[0], nothing[0], 4)", 6, "nothing is not defined here"),
         ("sync()", "async_copy(s[0], x[0], 3)", 6, "cp.async moves 4, 8 or 16 bytes, not 12"),
         ("sync()", "move(s, x[0], 4)", 6, "expected a place, such as x[0, lane]"),

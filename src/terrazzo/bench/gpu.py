@@ -39,11 +39,11 @@ def measure(suite: str, options: Options, peers: Sequence[str], only: str = "") 
             cases.append(_case(case, options, peers))
             torch.cuda.empty_cache()
     ratios = {p: _geomean([c["us"][p] / c["us"]["terrazzo"] for c in cases if p in c["us"] and c["ok"]]) for p in peers}
-    return {"suite": suite, "meta": {**surroundings(1), **_machine()}, "geomean": ratios, "cases": cases}
+    return {"suite": suite, "meta": measured_on(), "geomean": ratios, "cases": cases}
 
 
-def _machine() -> dict[str, Any]:
-    """The GPU, its driver and the versions that matter."""
+def measured_on() -> dict[str, Any]:
+    """Commit, date, the GPU, its driver and the versions that matter."""
     import importlib.metadata
 
     import torch
@@ -54,6 +54,7 @@ def _machine() -> dict[str, Any]:
     _, version = driver.cuDriverGetVersion()
     libraries = {"triton": importlib.metadata.version("triton")} if "triton" in _installed() else {}
     return {
+        **surroundings(1),
         "gpu": torch.cuda.get_device_name(),
         "driver": f"CUDA {version // 1000}.{version % 1000 // 10}",
         "nvrtc": nvrtc_version(),

@@ -71,7 +71,7 @@ def page(results: Path) -> str:
     for path in sorted(results.rglob("*.json")):
         record = json.loads(path.read_text())
         if "meta" in record:
-            parts += _gpu_part(record)
+            parts += _counters(record) if "counters" in record["meta"] else _gpu_part(record) if "geomean" in record else []
             continue
         table = rows(record)
         lines = ["| " + " | ".join(row) + " |" for row in table]
@@ -90,13 +90,34 @@ def page(results: Path) -> str:
     return "\n".join(parts)
 
 
+def _counters(record: Mapping[str, Any]) -> list[str]:
+    """What was predicted of kernels beside what the hardware counted."""
+    kinds = list(record["meta"]["counters"])
+    lines = [f"| kernel | {' | '.join(kinds)} |", "|---|" + "---:|" * len(kinds)]
+    for c in record["cases"]:
+        pairs = [(c["predicted"][kind], c["counted"][kind]) for kind in kinds]
+        lines.append(f"| {c['case']}: {c['kernel']} | {' | '.join(str(a) if a == b else f'{a}, **{b}** counted' for a, b in pairs)} |")
+    return ["## GPU: wavefronts of shared memory and sectors of global memory, predicted", "", _where(record), "", *COUNTERS, *lines, ""]
+
+
+COUNTERS = """What `targets/cuda/predict.py` says of a kernel's text, which is what the simulator counts; and what Nsight Compute
+counts on the GPU, where that differs: NVRTC drops reads of shared memory of which only some threads need the result, and copies of 16 bytes
+(`cp.async`) without a condition take more wavefronts where rows are swizzled, padded or partly off, in an order that is not modelled.
+
+""".splitlines()
+
+
+def _where(record: Mapping[str, Any]) -> str:
+    meta = record["meta"]
+    versions = ", ".join(f"{name} {number}" for name, number in meta["versions"].items())
+    return f"{meta['gpu']}, {meta['driver']}, NVRTC {meta['nvrtc']}, {versions}, commit {meta['commit']}, {meta['date']}."
+
+
 def _gpu_part(record: Mapping[str, Any]) -> list[str]:
     table = gpu_rows(record)
     lines = ["| " + " | ".join(row) + " |" for row in table]
     lines.insert(1, "|---|---|" + "---:|" * (len(table[0]) - 2))
-    meta = record["meta"]
-    versions = ", ".join(f"{name} {number}" for name, number in meta["versions"].items())
-    where = f"{meta['gpu']}, {meta['driver']}, NVRTC {meta['nvrtc']}, {versions}, commit {meta['commit']}, {meta['date']}."
+    where = _where(record)
     means = ", ".join(f"**{ratio:.2f}x** of {name}" for name, ratio in record["geomean"].items())
     plots = [line for dtype in dict.fromkeys(c["dtype"] for c in record["cases"]) for line in _plot(record, dtype)]
     return [f"## {GPU_TITLES.get(record['suite'], record['suite'])}", "", where, "", *plots, *lines, "", f"Geometric means: {means}.", ""]

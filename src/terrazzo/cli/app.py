@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from terrazzo.cli import bench, cache, compile_, doctor, explain, opt, run, targets
+from terrazzo.cli import bench, bisect, cache, check, compile_, doctor, explain, opt, run, sim, targets
 from terrazzo.cli.output import complain, say
 from terrazzo.errors import CompilerBug, Limitation, TerrazzoError, UserError
 
@@ -107,8 +107,11 @@ def globally(
 
 app.command("compile")(compile_.compile_)
 app.command("run")(run.run)
+app.command("check")(check.check)
+app.command("bisect")(bisect.bisect)
 app.command("explain")(explain.explain)
 app.command("opt")(opt.opt)
+app.command("sim")(sim.sim)
 app.command("targets")(targets.targets)
 app.command("doctor")(doctor.doctor)
 app.add_typer(cache.app, name="cache")

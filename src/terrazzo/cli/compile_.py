@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,6 +31,7 @@ class Stage(StrEnum):
 def compile_(
     request: Request,
     ir: Annotated[Stage, typer.Option("--ir", help="The stage to print.")] = Stage.loop,
+    check: Annotated[bool, typer.Option("--check", help="Simulate some blocks of every kernel for a GPU.")] = False,
     json: Json = False,
 ) -> None:
     """Lower a model, and print it at any stage.
@@ -39,7 +41,7 @@ def compile_(
     from terrazzo.cli.lowering import lower, show_events
     from terrazzo.cli.subject import load
 
-    done = lower(load(request), request)
+    done = lower(load(request), replace(request, options=replace(request.options, check=check)))
     if json:
         as_json(_summary(done, ir))
         return

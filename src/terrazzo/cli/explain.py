@@ -33,7 +33,7 @@ def explain(request: Request, json: Json = False) -> None:
     for number, s in enumerate(done.loop.steps):
         steps.append(kernel_facts(done.loop, s, events, chosen.rates) if isinstance(s, Kernel) else call_facts(s, events))
         if isinstance(s, Kernel) and chosen.gpu is not None:
-            steps[-1] |= gpu_facts(s, schedules[number], steps[-1], events, chosen.gpu)
+            steps[-1] |= gpu_facts(s, schedules[number], steps[-1], events, chosen.gpu) | access_facts(done.at("kernel").steps[number])
     if json:
         as_json(steps)
         return
@@ -76,6 +76,21 @@ def gpu_facts(kernel: Kernel, schedule: Any, facts: dict[str, Any], events: Sequ
         "bound": expected.bound,
         "schedule": str(schedule),
         "because": [*facts["because"], *(f"{e.rule}: {e.reason}" for e in why)],
+    }
+
+
+def access_facts(kernel: Any) -> dict[str, Any]:
+    """What the accesses of a GPU's kernel cost where that is known from its text: those that depend on data are left out."""
+    from terrazzo.targets.cuda.predict import predict
+
+    costs = predict(kernel).costs
+    memory, shared = ([costs.total(f"{level} {way}") for way in ("read", "write")] for level in ("global", "shared"))
+    return {
+        "global_bytes": sum(c.bytes for c in memory),
+        "global_sectors": sum(c.sectors for c in memory),
+        "box_bytes": costs.box_bytes,
+        "shared_wavefronts": sum(c.wavefronts for c in shared),
+        "shared_conflicts": sum(c.conflicts for c in shared),
     }
 
 
@@ -156,6 +171,11 @@ def _show(number: int, facts: dict[str, Any]) -> None:
         rows["costs"] = f"{duration(facts['price_ns'])} by the model"
         if "roofline_ns" in facts:
             rows["costs"] += f"; at least {duration(facts['roofline_ns'])}, by {facts['bound']}"
+            rows["accesses"] = f"{size(facts['global_bytes'])} in {count(facts['global_sectors'])} sectors"
+            rows["accesses"] += f", {size(facts['box_bytes'])} by TMA" if facts["box_bytes"] else ""
+            if facts["shared_wavefronts"]:
+                conflicts = f"{count(facts['shared_conflicts']) if facts['shared_conflicts'] else 'none'} of them by bank conflicts"
+                rows["accesses"] += f"; shared memory: {count(facts['shared_wavefronts'])} wavefronts, {conflicts}"
     else:
         rows["runs"] = facts["name"]
     for name, text in rows.items():

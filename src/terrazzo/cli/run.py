@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 @with_request
 def run(
     request: Request,
-    check: Annotated[bool, typer.Option("--check", help="Compare with eager, both against float64; exit code 1 if we are worse.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Compare with eager, both against float64; simulate some blocks of kernels for a GPU.")
+    ] = False,
     interpret: Annotated[bool, typer.Option("--interpret", help="Run an interpreter: of Loop IR, or of a GPU's kernels.")] = False,
     timed: Annotated[bool, typer.Option("--time", help="Time it beside eager, in turns.")] = False,
     json: Json = False,
@@ -31,17 +33,19 @@ def run(
     from terrazzo.cli.lowering import lower, refuse, show_events
     from terrazzo.cli.subject import load
     from terrazzo.pipelines import lowering
+    from terrazzo.reproduce import failing, reproducible
     from terrazzo.run.compiled import compile_program
     from terrazzo.run.interpreted import interpreted
 
     subject = load(request)
-    if request.options.verbose or request.options.dump or request.options.materialize:
+    request = replace(request, options=replace(request.options, check=check))
+    if check or request.options.verbose or request.options.dump or request.options.materialize:
         done = lower(subject, request)  # compiling may find everything in the cache and lower nothing
         if not json:
             show_events(done.log.events, request.options.verbose)
     start = time.perf_counter()
     with working("compiling"), told_warnings():
-        options = replace(request.options, verbose=0, dump=None)
+        options = replace(request.options, verbose=0, dump=None, check=False)
         run = interpreted(lowering(subject.program, options), subject.bound) if interpret else None
         compiled: Any = run or compile_program(subject.program, subject.bound, options)
     seconds = time.perf_counter() - start
@@ -49,7 +53,7 @@ def run(
 
     inputs = list(subject.inputs().values())
     try:
-        with working("running"):
+        with working("running"), reproducible(request.options), failing("running", None if request.file else subject.program):
             results = compiled(inputs)
     except CompilerBug as error:
         if request.file is None:

@@ -97,6 +97,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _from_file(kind: str, path: Path) -> Subject:
+    from terrazzo.check.inputs import random_inputs
     from terrazzo.ir.parse import IRS
     from terrazzo.pipelines import dialect
 
@@ -129,26 +130,9 @@ def read(path: Path) -> Any:
         raise UserError(f"{path} is no text: {error.reason} at byte {error.start}") from None
 
 
-def random_inputs(program: Any) -> dict[str, Any]:
-    """Normal floats; integers that are 0 or 1, which are indices into anything that has two elements; random bools."""
-    import torch
-
-    from terrazzo.ir.torch_types import to_torch_dtype
-
-    generator = torch.Generator().manual_seed(SEED)
-    found = {}
-    for i in getattr(program, "loop", program).inputs:
-        shape, dtype = i.type.static_shape, to_torch_dtype(i.type.dtype)
-        try:
-            floats = torch.randn(shape, generator=generator)
-        except (RuntimeError, TypeError):  # which is how PyTorch says that memory or 64 bits do not suffice
-            raise MemoryError(f"input {i.name} is {i.type}") from None
-        found[i.name] = (floats if i.type.dtype.is_float else floats > 0).to(dtype)
-    return found
-
-
 def interpreted(program: Any, precise: bool) -> list[Any]:
     """The results of a program by the interpreter of its IR (PyTorch, for Torch IR), on its random inputs."""
+    from terrazzo.check.inputs import random_inputs
     from terrazzo.interp import kernel, loop, tensor, torch
     from terrazzo.ir.dialects import kernel as k
     from terrazzo.ir.dialects import tile

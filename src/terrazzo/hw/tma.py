@@ -47,7 +47,7 @@ class TensorMap:
             (all(s % 16 == 0 and 0 <= s < 1 << 40 for s in steps), f"strides of {steps} bytes are not all multiples of 16 below 2**40"),
             (inner % 16 == 0, f"the box is {inner} bytes wide, which is no multiple of 16"),
             (self.swizzle in SPANS, f"there is no swizzle of {self.swizzle} bytes; there are {', '.join(map(str, SPANS))}"),
-            (not self.swizzle or inner <= self.swizzle, f"the box is {inner} bytes wide, more than the swizzle's {self.swizzle}"),
+            (not self.swizzle or inner == self.swizzle, f"the box is {inner} bytes wide, and the swizzle {self.swizzle}"),
         ):  # fmt: skip
             if not holds:
                 raise Limitation(f"TMA: {reason}")
@@ -56,6 +56,13 @@ class TensorMap:
     def bytes(self) -> int:
         """What a box counts for at its barrier, wholly inside the tensor or not."""
         return math.prod(self.box) * self.dtype.size
+
+    def places(self, at: Sequence[int]) -> tuple[Any, Any]:
+        """Of the box at these coordinates, what lies inside the tensor: its numbers in the box, and in the tensor's memory."""
+        grid = np.meshgrid(*(np.arange(c, c + n) for c, n in zip(at, self.box, strict=True)), indexing="ij")
+        inside = np.logical_and.reduce([(x >= 0) & (x < n) for x, n in zip(grid, self.shape, strict=True)]).reshape(-1)
+        offsets: Any = sum(x * s for x, s in zip(grid, self.strides, strict=True))
+        return np.nonzero(inside)[0], offsets.reshape(-1)[inside]
 
     def load(self, tensor: Any, at: Sequence[int]) -> Any:
         """The slab as bytes, for the box at these coordinates (outermost first): the meaning of the instruction.
@@ -82,33 +89,46 @@ def tensor_map(kind: Type, box: tuple[int, ...], swizzle: int) -> TensorMap:
     return TensorMap(kind.dtype, kind.static_shape, strides, box, swizzle)
 
 
-def load_function(rank: int) -> str:
-    """CUDA: `void tma_load_{rank}d(slab, map, barrier, c0, ...)`, coordinates innermost first, addresses of shared memory in bytes."""
-    coordinates = ", ".join(f"int c{k}" for k in range(rank))
-    given = ", ".join(f'"r"(c{k})' for k in range(rank))
+def load_function(rank: int, cluster: bool = False) -> str:
+    """CUDA: `void tma_load_{rank}d(slab, map, barrier, c0, ...)`, coordinates innermost first, addresses of shared memory in bytes.
+
+    For a `cluster` there is one that takes a set of ranks, after the barrier.
+    """
+    coordinates, given = _coordinates(rank)
     places = ", ".join(f"%{k + 3}" for k in range(rank))
-    text = f"cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {{{places}}}], [%2];"
+    text = "cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes{to} [%0], [%1, {{{places}}}], [%2]{mask};"
+    kinds = [("", "", "", "", "")]
+    if cluster:
+        kinds.append(("_to", ".multicast::cluster", f", %{rank + 3}", "unsigned short ranks, ", ', "h"(ranks)'))
+    return "".join(
+        f"__device__ __forceinline__ void tma_load{name}_{rank}d(unsigned slab, const void* map, unsigned barrier, {ranks}{coordinates}) "
+        f'{{\n  asm volatile("{text.format(rank=rank, to=to, places=places, mask=mask)}"\n'
+        f'    :: "r"(slab), "l"(map), "r"(barrier), {given}{last} : "memory");\n}}\n'
+        for name, to, mask, ranks, last in kinds
+    )
+
+
+def store_function(rank: int, reduction: str) -> str:
+    """CUDA: `void tma_store_{rank}d(map, slab, c0, ...)`, or tma_add, tma_min, tma_max where the box is combined with what is there."""
+    coordinates, given = _coordinates(rank)
+    places = ", ".join(f"%{k + 2}" for k in range(rank))
+    kind = "cp.reduce.async.bulk" if reduction else "cp.async.bulk"
+    operation = f".{reduction}" if reduction else ""
+    text = f"{kind}.tensor.{rank}d.global.shared::cta{operation}.tile.bulk_group [%1, {{{places}}}], [%0];"
     return (
-        f"__device__ __forceinline__ void tma_load_{rank}d(unsigned slab, const void* map, unsigned barrier, {coordinates}) {{\n"
-        f'  asm volatile("{text}" :: "r"(slab), "l"(map), "r"(barrier), {given} : "memory");\n'
+        f"__device__ __forceinline__ void tma_{reduction or 'store'}_{rank}d(const void* map, unsigned slab, {coordinates}) {{\n"
+        f'  asm volatile("{text}" :: "r"(slab), "l"(map), {given} : "memory");\n'
         "}\n"
     )
 
 
-BARRIERS = """// Barriers in shared memory. A phase ends when all arrivals are in and all bytes that were announced have come.
-__device__ __forceinline__ void barrier_init(unsigned barrier, unsigned arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
-}
-__device__ __forceinline__ void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-__device__ __forceinline__ void barrier_expect(unsigned barrier, unsigned bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(unsigned barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned phase) {
-  asm volatile(
-    "{\\n .reg .pred done;\\n again_%=:\\n mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\\n @!done bra again_%=;\\n}"
-    :: "r"(barrier), "r"(phase) : "memory");
+def _coordinates(rank: int) -> tuple[str, str]:
+    return ", ".join(f"int c{k}" for k in range(rank)), ", ".join(f'"r"(c{k})' for k in range(rank))
+
+
+STORES = """// Boxes on their way to global memory, in groups: waited for until they have been read.
+__device__ __forceinline__ void tma_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+template <int open> __device__ __forceinline__ void tma_wait() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(open) : "memory");
 }
 """

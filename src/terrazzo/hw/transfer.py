@@ -90,3 +90,22 @@ template <int open> TZ void cp_async_wait() { asm volatile("cp.async.wait_group 
 """,
 )  # fmt: skip
 """4, 8 or 16 bytes from global to shared memory, zeros where `inside` is false; they have come when their group was waited for."""
+
+
+def _vote(held: Any, kind: str) -> Any:
+    found = held.any(axis=-1, keepdims=True) if kind == "any" else held.all(axis=-1, keepdims=True)
+    return np.broadcast_to(found, held.shape)
+
+
+VOTE = LaneInstruction("vote", 70, 32, _vote, """TZ bool vote_any(bool x) { return __any_sync(~0u, x); }
+TZ bool vote_all(bool x) { return __all_sync(~0u, x); }
+""")  # fmt: skip
+"""Whether any lane, or all of them, have a bool."""
+
+REMOTE = LaneInstruction("ld.shared::cluster", 90, 32, lambda x: x, """template <class T> TZ T remote(const T* at, u32 rank) {
+  u64 there;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(at), "r"(rank));
+  return *reinterpret_cast<const volatile T*>(there);
+}
+""")  # fmt: skip
+"""An element of shared memory of another block of the cluster."""

@@ -17,9 +17,9 @@ from terrazzo.interp.tensor import Call, numpy_type
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Expr
-from terrazzo.ir.monoid import numpy_builder
+from terrazzo.ir.monoid import Monoid, numpy_builder
 from terrazzo.ir.node import Node
-from terrazzo.ir.types import DTYPES
+from terrazzo.ir.types import DTYPES, f32, f64
 
 PIECE = 1 << 22
 """How many points of a reduction are computed at once."""
@@ -135,10 +135,12 @@ class _Evaluator:
             here[v] = points.reshape([1] * rank + [-1 if k == d else 1 for k in range(n)])
         inner = _Evaluator(self.memory, self.precise, rank + n)
         done: dict[Node, Any] = {}
-        values = [inner.value(a, here, done) for a in args]
+        factors = _factors(term.monoid, args)
+        values = [inner.value(a, here, done) for a in factors or args]
         shape = np.broadcast_shapes(*(np.shape(v) for v in values), (1,) * rank + tuple(sizes))
         full = [np.broadcast_to(v, shape) for v in values]
-        return monoid.reduce(term.monoid, full, tuple(range(rank, rank + n)), dtypes)
+        along = tuple(range(rank, rank + n))
+        return (monoid.sum_of_products(full[0], full[1], along),) if factors else monoid.reduce(term.monoid, full, along, dtypes)
 
     def _scan(self, term: l.Scan, env: Mapping[Expr, Any]) -> Any:
         at = term.at
@@ -164,6 +166,13 @@ def run_call(step: l.Call, memory: dict[l.Buffer, Any], precise: bool, call: Cal
     for buffer, value in zip(step.results, out if isinstance(out, (tuple, list)) else (out,), strict=True):
         if buffer is not None:
             memory[buffer] = np.asarray(value)
+
+
+def _factors(m: Monoid, args: Sequence[Any]) -> tuple[Any, ...] | None:
+    """The factors of a sum of products of floats, whose products need not be written out."""
+    product = args[0]
+    found = m.name == "sum" and isinstance(product, l.Apply) and product.fn.name == "mul" and product.dtype in (f32, f64)
+    return product.args if found else None
 
 
 def _int(extent: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,45 @@ def reduce(m: Monoid, args: Sequence[Any], axes: tuple[int, ...], dtypes: Sequen
         flat = [np.concatenate([a, b], axis=-1) for a, b in zip(merged, rest, strict=True)]
         size = flat[0].shape[-1]
     return tuple(f[..., 0] for f in flat)
+
+
+def sum_of_products(a: Any, b: Any, axes: tuple[int, ...]) -> Any:
+    """The sum of a * b along `axes`, both of one shape and type. What a factor only repeats (a stride of 0) is never written out."""
+    shape = a.shape
+    if 0 in shape:
+        return (a * b).sum(axis=axes, dtype=a.dtype)
+    both, only_a, only_b, summed = _dims(a, b, axes)
+    left = _matrix(a, axes, (both, only_a, summed))
+    right = _matrix(b, axes, (both, summed, only_b))
+    with np.errstate(all="ignore"):
+        out = left @ right
+    order = (*both, *only_a, *only_b)
+    kept = [d for d in range(len(shape)) if d not in axes]
+    out = out.reshape([shape[d] for d in order]).transpose(sorted(range(len(order)), key=order.__getitem__))
+    repeated = math.prod(shape[d] for d in axes if not _varies(a, d) and not _varies(b, d))
+    out = np.expand_dims(out * out.dtype.type(repeated), tuple(k for k, d in enumerate(kept) if d not in order))
+    return np.broadcast_to(out, [shape[d] for d in kept])
+
+
+def _dims(a: Any, b: Any, axes: tuple[int, ...]) -> tuple[list[int], ...]:
+    """The dimensions that are kept and in both factors, in `a` only, in `b` only, and those summed that are in both."""
+    kinds: dict[Any, list[int]] = {}
+    for d in range(a.ndim):
+        kinds.setdefault((_varies(a, d), _varies(b, d), d in axes), []).append(d)
+    return tuple(kinds.get(key, []) for key in ((True, True, False), (True, False, False), (False, True, False), (True, True, True)))
+
+
+def _varies(x: Any, d: int) -> bool:
+    return bool(x.shape[d] != 1 and x.strides[d] != 0)
+
+
+def _matrix(x: Any, axes: tuple[int, ...], groups: Sequence[list[int]]) -> Any:
+    """`x` as a stack of matrices, each group of its dimensions as one; a dimension summed in this factor alone is summed at once."""
+    alone = tuple(d for d in axes if _varies(x, d) and not any(d in g for g in groups))
+    x = x[tuple(slice(None) if _varies(x, d) else slice(0, 1) for d in range(x.ndim))].sum(axis=alone, keepdims=True, dtype=x.dtype)
+    order = [d for g in groups for d in g]
+    rest = [d for d in range(x.ndim) if d not in order]
+    return x.transpose([*order, *rest]).reshape([math.prod(x.shape[d] for d in g) for g in groups])
 
 
 def scan(m: Monoid, args: Sequence[Any], axis: int) -> Arrays:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,8 @@ from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Expr
 from terrazzo.ir.node import Node, topological
-from terrazzo.ir.program import Input, Program
-from terrazzo.ir.types import DTYPES, DType, Type
+from terrazzo.ir.program import Program
+from terrazzo.ir.types import DTYPES, DType, Type, f32, f64
 
 Call = Callable[[str, Any, Any, bool], Any]
 """How an opaque op runs: (name, args, kwargs, precise) -> array or tuple of arrays."""
@@ -28,10 +28,25 @@ def run(program: Program, inputs: Mapping[str, Any], *, precise: bool = False, c
         if given.shape != i.type.static_shape:
             raise UserError(f"input {i.name} has shape {list(given.shape)}, expected {list(i.type.shape)}")
         values[i] = given.astype(numpy_type(i.type.dtype, precise))
-    for node in topological(program.results, stop=lambda n: isinstance(n, Input)):
-        if isinstance(node, t.Value) and not isinstance(node, t.Read):
-            values[node] = evaluate(node, values, precise, call)
+    complete(program.results, values, precise, call)
     return [values[r] for r in program.results]
+
+
+def complete(roots: Sequence[Node], values: dict[Node, Any], precise: bool = False, call: Call | None = None) -> None:
+    """Add the values of `roots`, and of all below them that have none yet. Products that are only summed get none."""
+    below = topological(roots, stop=values.__contains__)
+    spared = {n.args[0] for n in below if _factors(n)} - set(roots)  # type: ignore[attr-defined]
+    spared -= {c for n in below if not _factors(n) for c in n.children}
+    for node in below:
+        if isinstance(node, t.Value) and not isinstance(node, t.Read) and node not in values and node not in spared:
+            values[node] = evaluate(node, values, precise, call)
+
+
+def _factors(node: Node) -> tuple[Node, ...]:
+    """The factors of a sum of products of floats, whose products need not be written out."""
+    product = node.args[0] if isinstance(node, t.Reduce) and node.monoid.name == "sum" else None
+    found = isinstance(product, t.Elementwise) and product.fn.name == "mul" and product.type.dtype in (f32, f64)
+    return product.args if found else ()  # type: ignore[union-attr]
 
 
 def numpy_type(dtype: DType, precise: bool) -> Any:
@@ -54,6 +69,9 @@ def evaluate(node: t.Value, values: Mapping[Node, Any], precise: bool = False, c
             return np.broadcast_to(index.values([node.index], env, _reader(values))[0], shape).astype(np.int64)
         case t.IndexMap():
             return _index_map(node, values)
+        case t.Reduce() if factors := _factors(node):
+            a, b = (values[x] for x in factors)
+            return monoid.sum_of_products(a, b, node.axes)
         case t.Reduce():
             dtypes = [a.type.dtype for a in node.args]  # type: ignore[attr-defined]
             out = monoid.reduce(node.monoid, [values[a] for a in node.args], node.axes, dtypes)
@@ -66,7 +84,7 @@ def evaluate(node: t.Value, values: Mapping[Node, Any], precise: bool = False, c
         case t.Opaque():
             if call is None:
                 raise UserError(f"{node.name} is opaque and this interpreter was given no way to run PyTorch")
-            return call(node.name, _fill(node.args, values), {k: _fill(v, values) for k, v in node.kwargs}, precise)
+            return call(node.name, filled(node.args, values), {k: filled(v, values) for k, v in node.kwargs}, precise)
     raise CompilerBug(f"the Tensor IR interpreter does not know {type(node).__name__}")
 
 
@@ -93,7 +111,7 @@ def _index_map(node: t.IndexMap, values: Mapping[Node, Any]) -> Any:
         if np.min(w) < 0 or np.max(w) >= extent:
             raise CompilerBug(f"index map leaves its operand: indices {np.min(w)}..{np.max(w)} into extent {extent}")
     out = np.broadcast_to(x[tuple(where)], shape)
-    return out.copy() if mask.all() else np.where(mask, out, np.zeros((), x.dtype))
+    return out if mask.all() else np.where(mask, out, np.zeros((), x.dtype))
 
 
 def _reader(values: Mapping[Node, Any]) -> index.Read:
@@ -104,10 +122,11 @@ def _reader(values: Mapping[Node, Any]) -> index.Read:
     return read
 
 
-def _fill(value: Any, values: Mapping[Node, Any]) -> Any:
+def filled(value: Any, values: Mapping[Node, Any]) -> Any:
+    """An argument of an opaque op with values in the place of nodes."""
     if isinstance(value, Node):
         return values[value]
-    return tuple(_fill(v, values) for v in value) if isinstance(value, tuple) else value
+    return tuple(filled(v, values) for v in value) if isinstance(value, tuple) else value
 
 
 __all__ = ["Type", "evaluate", "numpy_type", "run"]

@@ -11,6 +11,7 @@ from terrazzo.ir.expr import Expr, Var
 from terrazzo.ir.parse_loop import LoopReader
 from terrazzo.ir.reader import Scope, elements, empty
 from terrazzo.ir.types import Type, u64
+from terrazzo.ir.verify_kernel import problem
 
 
 class KernelReader(LoopReader):
@@ -28,6 +29,7 @@ class KernelReader(LoopReader):
 
     def launch(self, s: ast.With, head: ast.Call, name: str, scope: Scope) -> k.Kernel:
         grid, warps, resident = (self.natural(self.keyword(head, word)) for word in ("_grid", "_warps", "_resident"))
+        cluster = self.natural(self.keyword(head, "_cluster")) if any(x.arg == "_cluster" for x in head.keywords) else 1
         reads = tuple(self.lookup(x, scope, l.Buffer) for x in elements(self.keyword(head, "_reads")))
         writes = []
         for key in head.keywords:
@@ -46,8 +48,8 @@ class KernelReader(LoopReader):
         body = self.statements(rest, inner)
         source = self.comments.get(s.lineno, "")
         params = (*reads, *writes)
-        kernel: k.Kernel = self.build(s, k.Kernel, name, params, tuple(writes), grid, warps, tuple(shared), body, resident, source)
-        if why := k.problem(kernel):
+        kernel: k.Kernel = self.build(s, k.Kernel, name, params, tuple(writes), grid, warps, tuple(shared), body, resident, source, cluster)
+        if why := problem(kernel):
             self.fail(s, why)
         return kernel
 
@@ -106,54 +108,59 @@ class KernelReader(LoopReader):
                 return self.build(s, k.For, axis, self.statements(s.body, inner), kind == "unrolled")
             case ast.If(test=test, orelse=[]):
                 return self.build(s, k.If, self.conditions(test, scope), self.statements(s.body, scope.inner()))
-            case ast.Expr(value=ast.Call(func=ast.Name(id=op), args=args)) if op in _BARRIERS:
-                return self.barrier(s, op, args, scope)
+            case ast.With(items=[ast.withitem(context_expr=ast.Call(func=ast.Name(id="role"), args=[first, count]) as head)]):
+                registers = self.natural(self.keyword(head, "registers")) if head.keywords else 0
+                body = self.statements(s.body, scope.inner())
+                return self.build(s, k.Role, self.natural(first), self.natural(count), body, registers)
             case ast.Expr(value=ast.Call(func=ast.Name(id=op), args=args)) if op in _CALLS:
-                return self.build(s, _CALLS[op], *self.operands(s.value, op, args, scope))
-        self.fail(s, f"expected a loop, a condition, an assignment or one of {', '.join((*_CALLS, *_BARRIERS))}")
+                return self.call_statement(s, op, args, scope)
+        self.fail(s, f"expected a loop, a condition, a role, an assignment or one of {', '.join(_CALLS)}")
 
-    def barrier(self, s: ast.stmt, op: str, args: list[ast.expr], scope: Scope) -> Any:
-        """A statement about barriers."""
-        if len(args) != _BARRIERS[op]:
-            self.fail(s, f"{op} takes {_BARRIERS[op]} arguments")
-        if op == "init_barriers":
-            return self.build(s, k.InitBarriers, self.lookup(args[0], scope, k.Barriers))
-        place, slot = self.place(args[-1] if op == "tensor_load" else args[0], scope)
-        if not isinstance(place, k.Barriers) or len(slot) != 1:
-            self.fail(s, "expected a barrier, such as full[0]")
-        if op == "expect":
-            return self.build(s, k.Expect, place, slot[0], self.natural(args[1]))
-        if op == "wait_barrier":
-            return self.build(s, k.WaitBarrier, place, slot[0], self.expr(args[1], scope))
-        box = tuple(self.natural(x) for x in elements(args[2]))
-        return self.build(s, k.TensorLoad, *self.place(args[0], scope), *self.place(args[1], scope), box, place, slot[0])
+    def call_statement(self, s: ast.stmt, op: str, args: list[ast.expr], scope: Scope) -> Any:
+        """A statement that is written as a call: its arguments are its fields, a place being two of them."""
+        kind, signature = _CALLS[op]
+        words = signature.split()
+        if not len([w for w in words if not w.endswith("?")]) <= len(args) <= len(words):
+            self.fail(s, f"expected {op}({', '.join(words)})")
+        found: list[Any] = []
+        inside: list[Any] = []
+        for word, x in zip(words, args, strict=False):
+            match word.removesuffix("?"):
+                case "number":
+                    found.append(self.natural(x))
+                case "word":
+                    found.append(self.constant(x))
+                    if not isinstance(found[-1], str):
+                        self.fail(x, "expected a name in quotes")
+                case "term":
+                    found.append(self.term(x, scope))
+                case "expression":
+                    found.append(self.expr(x, scope))
+                case "box":
+                    found.append(tuple(self.natural(e) for e in elements(x)))
+                case "barriers":
+                    found.append(self.lookup(x, scope, k.Barriers))
+                case "barrier":
+                    place, slot = self.place(x, scope, k.Barriers)
+                    if len(slot) != 1:
+                        self.fail(x, "expected a barrier, such as full[0]")
+                    found += [place, slot[0]]
+                case "source":
+                    subscript, conditions = self.guarded(x, scope)
+                    found += self.place(subscript, scope)
+                    inside.append(conditions)
+                case where:
+                    found += self.place(x, scope, _PLACES[where])
+        return self.build(s, kind, *found, *inside)
 
     def conditions(self, test: ast.expr, scope: Scope) -> tuple[Any, ...]:
         zero = ast.Subscript(value=ast.Name(id="_"), slice=ast.Tuple(elts=[]))
         return self.guarded(ast.copy_location(ast.IfExp(test=test, body=zero, orelse=ast.Constant(value=0)), test), scope)[1]
 
-    def place(self, x: ast.AST, scope: Scope) -> tuple[l.Buffer, tuple[Any, ...]]:
+    def place(self, x: ast.AST, scope: Scope, kind: Any = l.Buffer) -> tuple[l.Buffer, tuple[Any, ...]]:
         if not isinstance(x, ast.Subscript):
             self.fail(x, "expected a place, such as x[0, lane]")
-        return self.lookup(x.value, scope, l.Buffer), () if empty(x.slice) else self.indices(x.slice, scope)
-
-    def operands(self, where: ast.AST, op: str, args: list[ast.expr], scope: Scope) -> list[Any]:
-        """The fields of a statement, from its arguments: names of instructions, places (two fields each), numbers."""
-        found: list[Any] = []
-        inside: tuple[Any, ...] = ()
-        for x in args:
-            if isinstance(x, ast.Constant) and isinstance(x.value, str):
-                found.append(x.value)
-            elif isinstance(x, ast.Constant):
-                found.append(self.natural(x))
-            elif isinstance(x, ast.IfExp):
-                target, inside = self.guarded(x, scope)
-                found += self.place(target, scope)
-            else:
-                found += self.place(x, scope)
-        if len(found) != _ARGUMENTS[op]:
-            self.fail(where, f"{op} takes other arguments")
-        return [*found, inside] if op == "async_copy" else found
+        return self.lookup(x.value, scope, kind), () if empty(x.slice) else self.indices(x.slice, scope)
 
     def _read(self, x: ast.AST, scope: Scope) -> Any:
         return self.term(x, scope)  # an index from data may be an element of registers
@@ -162,18 +169,33 @@ class KernelReader(LoopReader):
         match x:
             case ast.Call(func=ast.Name(id="shuffle"), args=[v, mask]):
                 return self.build(x, k.Shuffle, self.term(v, scope), self.natural(mask))
+            case ast.Call(func=ast.Name(id="vote"), args=[ast.Constant(value=str() as kind), v]):
+                return self.build(x, k.Vote, kind, self.term(v, scope))
+            case ast.Call(func=ast.Name(id="remote"), args=[place, rank]):
+                return self.build(x, k.Remote, *self.place(place, scope, k.Shared), self.expr(rank, scope))
         return super().term(x, scope)
 
 
-_SHAPE = ("_grid", "_warps", "_resident", "_reads")
-_CALLS: dict[str, Any] = {
-    "move": k.Move,
-    "async_copy": k.AsyncCopy,
-    "commit": k.Commit,
-    "wait_groups": k.WaitGroups,
-    "sync": k.Sync,
-    "load_matrix": k.LoadMatrix,
-    "multiply": k.Multiply,
+_SHAPE = ("_grid", "_warps", "_resident", "_reads", "_cluster")
+_PLACES = {"place": l.Buffer, "shared": k.Shared, "registers": k.Registers}
+_CALLS: dict[str, tuple[Any, str]] = {
+    "move": (k.Move, "place place number"),
+    "atomic": (k.Atomic, "word place term"),
+    "async_copy": (k.AsyncCopy, "shared source number"),
+    "commit": (k.Commit, "word?"),
+    "wait_groups": (k.WaitGroups, "number word?"),
+    "sync": (k.Sync, "number? number?"),
+    "cluster_sync": (k.ClusterSync, ""),
+    "fence": (k.Fence, "word"),
+    "init_barriers": (k.InitBarriers, "barriers"),
+    "expect": (k.Expect, "barrier number"),
+    "arrive": (k.Arrive, "barrier expression?"),
+    "wait_barrier": (k.WaitBarrier, "barrier expression"),
+    "tensor_load": (k.TensorLoad, "shared place box barrier number?"),
+    "tensor_store": (k.TensorStore, "place shared box word?"),
+    "load_matrix": (k.LoadMatrix, "word registers shared"),
+    "store_matrix": (k.StoreMatrix, "word shared registers"),
+    "multiply": (k.Multiply, "word registers registers registers"),
+    "multiply_async": (k.MultiplyAsync, "word registers place shared"),
 }
-_BARRIERS = {"init_barriers": 1, "expect": 2, "wait_barrier": 2, "tensor_load": 4}
-_ARGUMENTS = {"move": 5, "async_copy": 5, "commit": 0, "wait_groups": 1, "sync": 0, "load_matrix": 5, "multiply": 7}
+"""How statements are written: their arguments, those that may be missing with a question mark."""

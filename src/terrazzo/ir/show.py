@@ -69,9 +69,8 @@ def show_expr(e: IntExpr, name: Namer | None = None) -> str:
         case Mod():
             return f"{_factor(e.a, name)} % {_factor(e.b, name)}"
         case Loaded():
-            value = e.value
-            inner = (name or _node)(value.x if isinstance(value, t.Read) else value)
-            inner += f"[{show_list(value.index, name) or '()'}]" if isinstance(value, t.Read) else ""
+            value, of = e.value, name or _node
+            inner = f"{of(value.x)}[{show_list(value.index, name) or '()'}]" if isinstance(value, t.Read) else of(value)
             return f"at({inner}, {show_expr(e.extent, name)})"
     raise TypeError(f"no text for {type(e).__name__}")
 

@@ -26,6 +26,7 @@ def show_kernel(kernel: k.Kernel) -> list[str]:
     reads = ", ".join(b.name for b in kernel.params if b not in kernel.writes)
     outs = "".join(f", {b.name}={show_type(b.type)}" for b in kernel.writes)
     shape = f"_grid={kernel.grid}, _warps={kernel.warps}, _resident={kernel.resident}, _reads=[{reads}]"
+    shape += f", _cluster={kernel.cluster}" if kernel.cluster > 1 else ""
     lines = [f"with launch({kernel.name!r}, {shape}{outs}):{f'  # {kernel.source}' if kernel.source else ''}"]
     for s in kernel.shared:
         if isinstance(s, k.Barriers):
@@ -35,6 +36,11 @@ def show_kernel(kernel: k.Kernel) -> list[str]:
         lines.append(f"    {s.name} = shared({show_type(s.type)}{swizzle})")
     lines += ["    " + line for line in _statements(kernel.body)]
     return lines if len(lines) > 1 else [*lines, "    pass"]
+
+
+def lines(s: Node) -> int:
+    """How many lines of text a statement takes, one for itself and one for each in its body (one for an empty one)."""
+    return 1 + (sum(map(lines, s.body)) or 1) if isinstance(s, k.For | k.If | k.Role) else 1
 
 
 def _statements(body: Iterable[Node]) -> list[str]:
@@ -52,32 +58,51 @@ def statement(s: Node) -> list[str]:
             return [f"{_at(s.buffer, s.index)} = {_term(s.value)}"]
         case k.Move():
             return [f"move({_at(s.target, s.to)}, {_at(s.source, s.at)}, {s.count})"]
+        case k.Atomic():
+            return [f"atomic({s.function!r}, {_at(s.buffer, s.index)}, {_term(s.value)})"]
         case k.AsyncCopy():
             return [f"async_copy({_at(s.target, s.to)}, {_at(s.source, s.at)}{show_inside(s.inside)}, {s.count})"]
         case k.Commit():
-            return ["commit()"]
+            return [f"commit({_kind(s.kind)})"]
         case k.WaitGroups():
-            return [f"wait_groups({s.open})"]
+            return [f"wait_groups({s.open}{', ' if _kind(s.kind) else ''}{_kind(s.kind)})"]
         case k.Sync():
-            return ["sync()"]
+            return [f"sync({s.number}, {s.warps})" if s.warps else "sync()"]
+        case k.ClusterSync():
+            return ["cluster_sync()"]
+        case k.Fence():
+            return [f"fence({s.kind!r})"]
         case k.InitBarriers():
             return [f"init_barriers({s.barriers.name})"]
         case k.Expect():
             return [f"expect({_at(s.barriers, (s.slot,))}, {s.bytes})"]
+        case k.Arrive():
+            return [f"arrive({_at(s.barriers, (s.slot,))}{'' if s.rank is None else f', {show_expr(s.rank)}'})"]
         case k.WaitBarrier():
             return [f"wait_barrier({_at(s.barriers, (s.slot,))}, {show_expr(s.phase)})"]
         case k.TensorLoad():
-            return [f"tensor_load({_at(s.target, s.to)}, {_at(s.source, s.at)}, {list(s.box)}, {_at(s.barriers, (s.slot,))})"]
-        case k.LoadMatrix():
-            return [f"load_matrix({s.instruction!r}, {_at(s.target, s.to)}, {_at(s.source, s.at)})"]
-        case k.Multiply():
-            return [f"multiply({s.instruction!r}, {_at(s.d, s.d_at)}, {_at(s.a, s.a_at)}, {_at(s.b, s.b_at)})"]
+            ranks = f", {s.ranks}" if s.ranks else ""
+            return [f"tensor_load({_at(s.target, s.to)}, {_at(s.source, s.at)}, {list(s.box)}, {_at(s.barriers, (s.slot,))}{ranks})"]
+        case k.TensorStore():
+            reduction = f", {s.reduction!r}" if s.reduction else ""
+            return [f"tensor_store({_at(s.target, s.to)}, {_at(s.source, s.at)}, {list(s.box)}{reduction})"]
+        case k.LoadMatrix() | k.StoreMatrix():
+            return [f"{s.op}({s.instruction!r}, {_at(s.target, s.to)}, {_at(s.source, s.at)})"]
+        case k.Multiply() | k.MultiplyAsync():
+            return [f"{s.op}({s.instruction!r}, {_at(s.d, s.d_at)}, {_at(s.a, s.a_at)}, {_at(s.b, s.b_at)})"]
+        case k.Role():
+            registers = f", registers={s.registers}" if s.registers else ""
+            return [f"with role({s.first}, {s.count}{registers}):", *_block(s.body)]
         case k.For():
             kind = "unrolled" if s.unrolled else "serial"
             return [f"for {s.axis.name} in {kind}({show_expr(s.axis.extent)}):", *_block(s.body)]
         case k.If():
             return [f"if {' and '.join(f'{show_expr(e, _term)} >= 0' for e in s.inside)}:", *_block(s.body)]
     raise TypeError(f"no text for {type(s).__name__}")
+
+
+def _kind(kind: str) -> str:
+    return "" if kind == "cp.async" else repr(kind)
 
 
 def _block(body: Sequence[Node]) -> list[str]:
@@ -94,4 +119,8 @@ def _term(x: Any) -> str:
             return x.name
         case k.Shuffle():
             return f"shuffle({_term(x.x)}, {x.mask})"
+        case k.Vote():
+            return f"vote({x.kind!r}, {_term(x.x)})"
+        case k.Remote():
+            return f"remote({_at(x.buffer, x.index)}, {show_expr(x.rank)})"
     return show_term(x, _term)

@@ -21,6 +21,7 @@ from terrazzo.ir.dialects import torch as aten
 from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Mod, Var, at_least, bounds
 from terrazzo.ir.node import substitute, topological
 from terrazzo.ir.program import Input, Program
+from terrazzo.ir.verify_kernel import problem as kernel_problem
 
 _ALLOWED: dict[str, tuple[Any, ...]] = {"torch": (aten.Aten, aten.Get, Input), "tensor": (t.Value, Input, Expr)}
 
@@ -34,7 +35,7 @@ def verify(program: Program | l.Program | tile.Program | kernel.Program, after: 
 def problem(program: Program | l.Program | tile.Program | kernel.Program) -> str:
     """Which rule of its IR a program breaks; "" if none."""
     if isinstance(program, kernel.Program):
-        return next((f"{s.name}: {why}" for s in program.steps if isinstance(s, kernel.Kernel) and (why := kernel.problem(s))), "")
+        return next((f"{s.name}: {why}" for s in program.steps if isinstance(s, kernel.Kernel) and (why := kernel_problem(s))), "")
     if isinstance(program, tile.Program):
         return _tile(program)
     return _loop(program) if isinstance(program, l.Program) else _graph(program)

@@ -86,5 +86,6 @@ def _step(node: Node, rules: Sequence[Rule], ctx: Any, log: Log, pass_name: str,
             continue
         texts = (show(node), show(after)) if show else ("", "")
         log.add(Event(pass_name, r.name, subject, True, reason, *texts))
+        log.applied(pass_name, r.name, subject, [node], after if isinstance(after, tuple) else [after])
         return after, r.name
     return None, ""

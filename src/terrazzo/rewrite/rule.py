@@ -13,7 +13,7 @@ The annotation of the first argument says which nodes it looks at. Returning Non
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, overload
 
@@ -78,16 +78,37 @@ class Event:
         return f"{mark} {self.pass_name}:{self.rule} {'at' if self.fired else 'skipped at'} {self.subject}{tail}"
 
 
+@dataclass(frozen=True)
+class Application:
+    """One use of a rule, for a checker to replay: what stood there, and what took its place. Both are nodes, and mean the same."""
+
+    pass_name: str
+    rule: str
+    subject: str
+    before: tuple[Any, ...]
+    after: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        return f"{self.pass_name}:{self.rule} at {self.subject}"
+
+
 @dataclass
 class Log:
-    """The events of one compilation, in order."""
+    """The events of one compilation, in order. `applications` are kept only where a list is given: they keep every node alive."""
 
     events: list[Event] = field(default_factory=list)
+    applications: list[Application] | None = None
 
     def add(self, event: Event) -> None:
         """Record an event; a skip that was already recorded for the same subject and reason is not repeated."""
         if event.fired or event not in self.events[-200:]:
             self.events.append(event)
+
+    def applied(self, pass_name: str, rule: str, subject: str, before: Iterable[Any], after: Iterable[Any]) -> None:
+        """Record that `after` takes the place of `before`, where that is more than nothing and applications are kept."""
+        old, new = tuple(before), tuple(after)
+        if self.applications is not None and old != new:
+            self.applications.append(Application(pass_name, rule, subject, old, new))
 
 
 @overload

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from terrazzo.errors import CompilerBug, UserError
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects import tile
 from terrazzo.ir.program import Program
 from terrazzo.ir.text import show
 from terrazzo.ir.torch_types import operator, to_torch, to_torch_dtype
 from terrazzo.ir.types import DTYPES
 from terrazzo.options import Options
+from terrazzo.reproduce import failing, reproducible
 from terrazzo.rewrite.rule import Log
 from terrazzo.run.cache import Cache, digest
 from terrazzo.run.compiler import find_compiler
@@ -156,7 +158,9 @@ class _Frame:
         return self.arena[start : start + slot.bytes].view(dtype).as_strided(slot.shape, slot.strides)
 
 
-def compile_program(program: Program | l.Program, bound: Mapping[str, Any], options: Options, device: str | None = None) -> Any:
+def compile_program(
+    program: Program | l.Program | tile.Program, bound: Mapping[str, Any], options: Options, device: str | None = None
+) -> Any:
     """`program` (in any IR) for a machine, bound to its weights: from the cache if it was compiled before.
 
     The target "auto" is where the tensors are: `device` ("cpu", "cuda:1") says so, or else the bound tensors do. Where there is no C++
@@ -203,7 +207,7 @@ def _threads() -> int:
 def _load(key: str, cache: Cache, machine: Cpu | Cuda, bound: Mapping[str, Any], options: Options) -> Compiled | None:
     """The program from the cache, if all of it is there and sound."""
     path = cache.get(key, ".plan")
-    if path is None or options.verbose or options.dump:
+    if path is None or options.verbose or options.dump or options.check:
         return None
     try:
         plan = Plan.from_json(path.read_bytes())
@@ -217,7 +221,8 @@ def _load(key: str, cache: Cache, machine: Cpu | Cuda, bound: Mapping[str, Any],
 
 def _build(key: str, cache: Cache, machine: Cpu | Cuda, program: Any, bound: Mapping[str, Any], options: Options) -> Compiled:
     lowering = _lowering(program, options)
-    built = machine.build(lowering, options, cache)
+    with reproducible(options), failing("code generation", lowering.at("tile") or lowering.loop):
+        built = machine.build(lowering, options, cache)
     plan = make(built.program, built.entries)
     cache.put(key, ".plan", plan.to_json())
     done = _bind(plan, built.paths, machine, bound, options)

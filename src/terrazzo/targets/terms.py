@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,6 +97,10 @@ def expression(x: Node, scope: Scope) -> str:
             return apply(x, scope)
         case k.Shuffle():
             return f"shuffle_xor({term(x.x, scope)}, {x.mask})"
+        case k.Vote():
+            return f"vote_{x.kind}({term(x.x, scope)})"
+        case k.Remote():
+            return f"remote({address(x.buffer, x.index, scope)}, {index(x.rank, scope)})"
         case l.Get():
             return component(scope.names[x.x], x.index)
     raise CompilerBug(f"no expression for {type(x).__name__}")
@@ -110,13 +114,31 @@ def component(name: str, k: int) -> str:
 
 def load(x: l.Load, scope: Scope) -> str:
     """An element of a buffer; 0 where a guard does not hold, and then nothing is read."""
-    if isinstance(x.buffer, k.Registers) and not x.index:
-        return x.buffer.name
-    place = index(flatten(x.index, x.buffer.type.element_strides), scope)
-    element = f"{scope.buffers[x.buffer]}[{place}]"
-    if not x.inside:
-        return element
-    return f"({guard(x.inside, scope)} ? {element} : {c_type(x.dtype)}{{}})"
+    found = element(x.buffer, x.index, scope)
+    return f"({guard(x.inside, scope)} ? {found} : {c_type(x.dtype)}{{}})" if x.inside else found
+
+
+def element(place: l.Buffer, at: Sequence[IntExpr], scope: Scope) -> str:
+    """An element of any place."""
+    if isinstance(place, k.Registers) and not place.type.rank:
+        return place.name
+    if isinstance(place, k.Shared) and place.swizzle:
+        return f"*{address(place, at, scope)}"
+    return f"{scope.buffers[place]}[{offset(place, at, scope)}]"
+
+
+def address(place: l.Buffer, at: Sequence[IntExpr], scope: Scope) -> str:
+    """A pointer to an element of a place."""
+    name, elements = scope.buffers[place], offset(place, at, scope)
+    if isinstance(place, k.Shared) and place.swizzle:
+        byte = f"swizzle<{place.swizzle}>({elements} * {place.type.dtype.size})"
+        return f"reinterpret_cast<{c_type(place.type.dtype)}*>(reinterpret_cast<u8*>({name}) + {byte})"
+    return name if elements == "0" else f"{name} + {elements}"
+
+
+def offset(place: l.Buffer, at: Sequence[IntExpr], scope: Scope) -> str:
+    """How many elements of a place come before one."""
+    return index(flatten(tuple(at), place.type.element_strides), scope)
 
 
 def guard(inside: Iterable[IntExpr], scope: Scope) -> str:

@@ -6,7 +6,7 @@ that are touched, once per kernel. It decides fusion only; it does not pretend t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,8 @@ class Rates:
 
     byte: one byte of memory traffic; op: one simple vectorised operation on one element; serial: one combination of a monoid
     that does not vectorise; fma: one multiply-add of a contraction the target blocks; mixed: one in a kernel that also reduces in other
-    ways, so that it is not blocked; load: one element from cache; launch: one kernel.
+    ways, so that it is not blocked; load: one element from cache; step: one step of a reduction that each thread does by itself, since
+    others around it are shared; launch: one kernel.
     """
 
     byte: float = 0.05
@@ -33,6 +34,7 @@ class Rates:
     fma: float = 0.012
     mixed: float = 0.012
     load: float = 0.02
+    step: float = 0.0
     launch: float = 3000.0
 
 
@@ -40,7 +42,7 @@ def cost(kernel: l.Kernel, rates: Rates) -> float:
     """Nanoseconds, by the model."""
     reductions = [x for x in topological(kernel.stores) if isinstance(x, l.Reduce | l.Scan)]
     bill = _Bill(rates, rates.fma if all(map(_contracts, reductions)) else rates.mixed)
-    bill.walk(n.nest(kernel), 1, False)
+    bill.walk(n.nest(kernel), 1)
     traffic = sum(min(count, _count(b.type.numel)) * b.type.dtype.size for b, count in bill.touched.items())
     return rates.launch + bill.work + traffic * rates.byte
 
@@ -54,7 +56,8 @@ class _Bill:
     def touch(self, buffer: l.Buffer, trips: int) -> None:
         self.touched[buffer] = max(self.touched.get(buffer, 0), trips)
 
-    def walk(self, body: Iterable[n.Statement], trips: int, in_reduction: bool) -> None:
+    def walk(self, body: Sequence[n.Statement], trips: int, in_reduction: bool = False, alone: bool = False) -> None:
+        shared = any(isinstance(s, n.Loop) and s.kind == "reduce" for s in body)
         for s in body:
             match s:
                 case n.Let():
@@ -68,15 +71,17 @@ class _Bill:
                     points = trips
                     for a in s.axes:
                         points *= _count(a.extent)
-                    blocked = not in_reduction and s.kind == "reduce" and all(_contracts(r) for r in s.carried)
+                    reduces = s.kind == "reduce"
+                    self.work += points // max(trips, 1) * self.rates.step * (reduces and alone)
+                    blocked = not in_reduction and reduces and all(_contracts(r) for r in s.carried)
                     if blocked:
                         self.work += points * self.fma * len(s.carried)
                         self.operands(s.body, points)
                         self.work -= points * self.rates.op * len(s.carried)  # the products are in the price of an fma
                     else:
-                        self.walk(s.body, points, in_reduction or s.kind == "reduce")
+                        self.walk(s.body, points, in_reduction or reduces, alone or shared or reduces)
 
-    def operands(self, body: Iterable[n.Statement], points: int) -> None:
+    def operands(self, body: Sequence[n.Statement], points: int) -> None:
         """A contraction's products are paid; what its operands need beyond loads and conversions is paid at every point."""
         for s in body:
             match s:
@@ -85,7 +90,7 @@ class _Bill:
                 case n.Let(term=l.Apply() as f) if not is_cast(f.fn):
                     self.work += points * f.fn.cost * self.rates.op
                 case n.Loop():
-                    self.walk([s], points, True)
+                    self.walk([s], points, True, True)
 
     def term(self, term: l.Term, trips: int) -> None:
         if isinstance(term, l.Load):

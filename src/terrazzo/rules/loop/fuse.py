@@ -14,12 +14,12 @@ from typing import Any
 from terrazzo.errors import TerrazzoError
 from terrazzo.ir.contraction import contraction
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Expr
 from terrazzo.ir.node import substitute, topological
 from terrazzo.rewrite.rule import Choice, Event, Log, cheapest
 from terrazzo.rules.loop.cost import Rates, cost
 from terrazzo.rules.loop.inline import inline
+from terrazzo.rules.loop.scale import is_scaled, scale_after, uncast
 
 PASS = "fuse"
 LARGEST = 600
@@ -37,6 +37,8 @@ def fuse(
     """`program` with the fusions that pay. `materialize` names buffers to keep; `show` adds texts to the events."""
     work = _Fusion(program, log, rates, frozenset(materialize), show, decide)
     work.views()
+    work.inlines(work.summed)  # products go into their sums first, so that what they read meets a contraction
+    work.inlines(work.scales)  # and constants leave it, before what they scale is tied to them
     work.inlines()
     work.merges()
     return work.program()
@@ -57,23 +59,79 @@ class _Fusion:
     # -- the three kinds of fusion ----------------------------------------------------------------------------------
 
     def views(self) -> None:
-        """A buffer that only moves, converts or names values is read through."""
+        """A buffer that only moves, converts or names values is read through.
+
+        @loop
+        def f(x: f32[3, 3]):
+            with kernel('t', t=f32[3, 3]):
+                for a0 in free(3):
+                    for a1 in free(3):
+                        in0 = x[a1, a0]
+                        t[a0, a1] = in0
+            with kernel('z', z=f32[3, 3]):
+                for a0 in free(3):
+                    for a1 in free(3):
+                        in0 = t[a0, a1]
+                        v0 = exp(in0)
+                        z[a0, a1] = v0
+            return (z,)
+        =>
+        @loop
+        def f(x: f32[3, 3]):
+            with kernel('z', z=f32[3, 3]):
+                for a0 in free(3):
+                    for a1 in free(3):
+                        in0 = x[a1, a0]
+                        v0 = exp(in0)
+                        z[a0, a1] = v0
+            return (z,)
+        """
         for i in list(self.kernels):
             kernel = self.kernels[i]
             store = kernel.stores[0]
             if not _is_view(store.value) or store.buffer.name in self.pinned:
                 continue
             for j in sorted(self.readers.get(store.buffer, ())):
-                self._enter(j, inline(self.kernels[j], kernel))
+                new = inline(self.kernels[j], kernel)
+                self.log.applied(PASS, "view", f"{kernel.name} into {new.name}", [kernel, self.kernels[j]], [new])
+                self._enter(j, new)
             if store.buffer not in self.needed:
                 self._drop(i)
 
-    def inlines(self) -> None:
-        """Inline each buffer into all its readers where that is cheaper, producers first."""
+    def inlines(self, which: Callable[[l.Kernel, list[int]], bool] = lambda *_: True) -> None:
+        """Inline each buffer (of the kernels with these readers) into all its readers where that is cheaper, producers first.
+
+        @loop
+        def f(x: f32[3, 3]):
+            with kernel('e', e=f32[3, 3]):
+                for a0 in free(3):
+                    for a1 in free(3):
+                        in0 = x[a0, a1]
+                        v0 = exp(in0)
+                        e[a0, a1] = v0
+            with kernel('z', z=f32[3]):
+                for a0 in free(3):
+                    for r0 in reduce(3):
+                        in0 = e[r0, a0]
+                        acc0 <- max(in0)
+                    z[a0] = acc0
+            return (z,)
+        =>
+        @loop
+        def f(x: f32[3, 3]):
+            with kernel('z', z=f32[3]):
+                for a0 in free(3):
+                    for r0 in reduce(3):
+                        in0 = x[r0, a0]
+                        v0 = exp(in0)
+                        acc0 <- max(v0)
+                    z[a0] = acc0
+            return (z,)
+        """
         for i in list(self.kernels):
             kernel = self.kernels[i]
             readers = sorted({j for b in kernel.writes for j in self.readers.get(b, ())})
-            if any(b in self.needed for b in kernel.writes):
+            if any(b in self.needed for b in kernel.writes) or not which(kernel, readers):
                 continue
             if not readers:
                 self._drop(i)
@@ -97,7 +155,38 @@ class _Fusion:
             self._drop(i)
 
     def merges(self) -> None:
-        """Let one kernel store what two stored, where they run over the same axes."""
+        """Let one kernel store what two stored, where they run over the same axes.
+
+        @loop
+        def f(x: f32[3, 3]):
+            with kernel('m', m=f32[3]):
+                for a0 in free(3):
+                    for r0 in reduce(3):
+                        in0 = x[a0, r0]
+                        acc0 <- max(in0)
+                    m[a0] = acc0
+            with kernel('z', z=f32[3, 3]):
+                for a0 in free(3):
+                    in0 = m[a0]
+                    for a1 in free(3):
+                        in1 = x[a0, a1]
+                        v0 = sub(in1, in0)
+                        z[a0, a1] = v0
+            return (z,)
+        =>
+        @loop
+        def f(x: f32[3, 3]):
+            with kernel('z', z=f32[3, 3]):
+                for a0 in free(3):
+                    for r0 in reduce(3):
+                        in0 = x[a0, r0]
+                        acc0 <- max(in0)
+                    for a1 in free(3):
+                        in1 = x[a0, a1]
+                        v0 = sub(in1, acc0)
+                        z[a0, a1] = v0
+            return (z,)
+        """
         again = True
         while again:
             again = False
@@ -146,7 +235,7 @@ class _Fusion:
     def _inlined(self, kernel: l.Kernel, readers: list[int]) -> list[l.Kernel] | str:
         found = []
         for j in readers:
-            new = inline(self.kernels[j], kernel)
+            new = scale_after(inline(self.kernels[j], kernel))
             if not new.scans_in_order:
                 return f"the scan of {kernel.name} must run along the last axis of its kernel"
             if len(topological([s.value for s in new.stores])) > LARGEST:
@@ -156,6 +245,16 @@ class _Fusion:
         if _products([kernel]) and _products(found) > before:
             return f"{kernel.name} is a product, which would be computed more than once"
         return found
+
+    def summed(self, kernel: l.Kernel, readers: list[int]) -> bool:
+        """Whether reductions are all that reads what a kernel stores."""
+        terms = topological([s for j in readers for s in self.kernels[j].stores])
+        uses = [x for x in terms for y in x.children if isinstance(y, l.Load) and y.buffer in kernel.writes]
+        return bool(uses) and all(isinstance(x, l.Reduce) for x in uses)
+
+    def scales(self, kernel: l.Kernel, readers: list[int]) -> bool:
+        """Whether a kernel multiplies what it reads by a constant, and nothing else."""
+        return bool(readers) and is_scaled(kernel.stores[0].value)
 
     def _enter(self, i: int, kernel: l.Kernel) -> None:
         old = self.kernels.get(i)
@@ -204,6 +303,7 @@ class _Fusion:
     def _fired(self, rule: str, subject: str, reason: str, before: list[l.Kernel], after: list[l.Kernel]) -> None:
         texts = ["\n".join(map(self.show, ks)) for ks in (before, after)] if self.show else ["", ""]
         self.log.add(Event(PASS, rule, subject, True, reason, *texts))
+        self.log.applied(PASS, rule, subject, before, after)
 
     def program(self) -> l.Program:
         """The steps in an order in which each comes after what it reads; calls that must keep their order do."""
@@ -236,9 +336,7 @@ def _products(kernels: Iterable[l.Kernel]) -> int:
 
 
 def _is_view(value: Any) -> bool:
-    while isinstance(value, l.Apply) and is_cast(value.fn):
-        value = value.args[0]
-    return isinstance(value, (l.Load, l.Literal, l.Index))
+    return isinstance(uncast(value), (l.Load, l.Literal, l.Index))
 
 
 def _depth(store: l.Store) -> int:

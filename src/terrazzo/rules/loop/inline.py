@@ -33,11 +33,12 @@ def element(store: l.Store, index: tuple[IntExpr, ...], inside: tuple[IntExpr, .
     if not inside:
         return value
     if _keeps_zero(value):
-        return rewrite_loads(value, lambda load: _guarded(load, inside))
-    return select(inside, rewrite_loads(value, lambda load: load if _in_bounds(load) else _guarded(load, inside)))
+        return rewrite_loads(value, lambda load: guarded(load, inside))
+    return select(inside, rewrite_loads(value, lambda load: load if _in_bounds(load) else guarded(load, inside)))
 
 
-def _guarded(load: l.Load, inside: tuple[IntExpr, ...]) -> l.Load:
+def guarded(load: l.Load, inside: tuple[IntExpr, ...]) -> l.Load:
+    """The load, or 0 where a condition does not hold."""
     return l.Load.make(load.buffer, load.index, (*load.inside, *inside))
 
 

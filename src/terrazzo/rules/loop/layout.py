@@ -19,7 +19,42 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def store_as_read(program: l.Program, log: Log) -> l.Program:
-    """`program` with every temporary that all readers read merged, stored merged."""
+    """`program` with every temporary that all readers read merged, stored merged.
+
+    @loop
+    def f(x: f32[2, 3, 2]):
+        with kernel('t', t=f32[2, 3, 2]):
+            for a0 in free(2):
+                for a1 in free(3):
+                    for a2 in free(2):
+                        in0 = x[a0, a1, a2]
+                        v0 = exp(in0)
+                        t[a0, a1, a2] = v0
+        with kernel('z', z=f32[3]):
+            for a0 in free(3):
+                for r0 in reduce(4):
+                    in0 = t[r0 // 2, a0, r0 % 2]
+                    acc0 <- sum(in0)
+                z[a0] = acc0
+        return (z,)
+    =>
+    @loop
+    def f(x: f32[2, 3, 2]):
+        with kernel('t', t=f32[3, 4]):
+            for a0 in free(2):
+                for a1 in free(3):
+                    for a2 in free(2):
+                        in0 = x[a0, a1, a2]
+                        v0 = exp(in0)
+                        t[a1, a0 * 2 + a2] = v0
+        with kernel('z', z=f32[3]):
+            for a0 in free(3):
+                for r0 in reduce(4):
+                    in0 = t[a0, r0]
+                    acc0 <- sum(in0)
+                z[a0] = acc0
+        return (z,)
+    """
     fixed = set(program.inputs) | set(program.results) | {b for s in program.steps if isinstance(s, l.Call) for b in (*s.reads, *s.writes)}
     loads: dict[l.Buffer, list[l.Load]] = {}
     for node in topological([s for s in program.steps if isinstance(s, l.Kernel)]):
@@ -53,6 +88,8 @@ def store_as_read(program: l.Program, log: Log) -> l.Program:
 
     memo: dict[Any, Any] = {}
     steps = tuple(transform(s, visit, memo) if isinstance(s, l.Kernel) else s for s in program.steps)
+    changed = [(old, now) for old, now in zip(program.steps, steps, strict=True) if now is not old]
+    log.applied("store_as_read", "merge_dimensions", ", ".join(b.name for b in moved), *zip(*changed, strict=True))
     return l.Program(program.name, program.inputs, steps, program.results)
 
 

@@ -16,7 +16,36 @@ from terrazzo.rewrite.rule import Event, Log
 
 
 def narrow(program: l.Program, log: Log) -> l.Program:
-    """`program` with every temporary that all readers convert to one narrower type, stored in that type."""
+    """`program` with every temporary that all readers convert to one narrower type, stored in that type.
+
+    @loop
+    def f(x: f32[4]):
+        with kernel('t', t=f32[4]):
+            for a0 in free(4):
+                in0 = x[a0]
+                v0 = exp(in0)
+                t[a0] = v0
+        with kernel('z', z=bf16[2]):
+            for a0 in free(2):
+                in0 = t[a0 + 2]
+                v0 = bf16(in0)
+                z[a0] = v0
+        return (z,)
+    =>
+    @loop
+    def f(x: f32[4]):
+        with kernel('t', t=bf16[4]):
+            for a0 in free(4):
+                in0 = x[a0]
+                v0 = exp(in0)
+                v1 = bf16(v0)
+                t[a0] = v1
+        with kernel('z', z=bf16[2]):
+            for a0 in free(2):
+                in0 = t[a0 + 2]
+                z[a0] = in0
+        return (z,)
+    """
     kernels = [s for s in program.steps if isinstance(s, l.Kernel)]
     fixed = set(program.inputs) | set(program.results) | {b for s in program.steps if isinstance(s, l.Call) for b in (*s.reads, *s.writes)}
     wanted: dict[l.Buffer, set[DType | None]] = {}
@@ -48,4 +77,6 @@ def narrow(program: l.Program, log: Log) -> l.Program:
 
     memo: dict[Node, Any] = {}
     steps = tuple(transform(s, visit, memo) if isinstance(s, l.Kernel) else s for s in program.steps)
+    changed = [(old, now) for old, now in zip(program.steps, steps, strict=True) if now is not old]
+    log.applied("store_as_read", "narrow", ", ".join(b.name for b in new), *zip(*changed, strict=True))
     return l.Program(program.name, program.inputs, steps, program.results)

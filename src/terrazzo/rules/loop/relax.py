@@ -16,12 +16,36 @@ from terrazzo.rewrite.rule import Event, Log
 
 
 def relax(program: l.Program, log: Log) -> l.Program:
-    """`program` with bf16(div(a, b)) and f16(div(a, b)) of 32-bit floats made bf16(approx_div(a, b))."""
+    """`program` with bf16(div(a, b)) and f16(div(a, b)) of 32-bit floats made bf16(approx_div(a, b)).
+
+    @loop
+    def f(x: f32[4], y: f32[4]):
+        with kernel('z', z=f16[4]):
+            for a0 in free(4):
+                in0 = x[a0]
+                in1 = y[a0]
+                v0 = div(in0, in1)
+                v1 = f16(v0)
+                z[a0] = v1
+        return (z,)
+    =>
+    @loop
+    def f(x: f32[4], y: f32[4]):
+        with kernel('z', z=f16[4]):
+            for a0 in free(4):
+                in0 = x[a0]
+                in1 = y[a0]
+                v0 = approx_div(in0, in1)
+                v1 = f16(v0)
+                z[a0] = v1
+        return (z,)
+    """
     memo: dict[Node, Any] = {}
     steps = tuple(transform(s, _rounded, memo) if isinstance(s, l.Kernel) else s for s in program.steps)
     for old, new in zip(program.steps, steps, strict=True):
         if new is not old:
             log.add(Event("relax", "approx_div", old.name, True, "its quotients are rounded to 16 bits"))
+            log.applied("relax", "approx_div", old.name, [old], [new])
     return l.Program(program.name, program.inputs, steps, program.results)
 
 

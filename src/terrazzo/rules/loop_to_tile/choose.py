@@ -32,7 +32,7 @@ def schedule(program: l.Program, gpu: Gpu, log: Log, pinned: Mapping[str, Schedu
         if not isinstance(step, l.Kernel):
             steps.append(step)
             continue
-        for kernel, chosen, rule, reason in _choose(step, gpu, pinned or {}):
+        for kernel, chosen, rule, reason in _choose(step, gpu, pinned or {}, log):
             texts = ("\n".join(map(show, [step])), f"{show(kernel)}\n{chosen}") if show else ("", "")
             log.add(Event(PASS, rule, kernel.name, True, reason, *texts))
             schedules.append((len(steps), chosen))
@@ -47,25 +47,32 @@ Chosen = tuple[l.Kernel, Schedule, str, str]
 """A kernel with its schedule, the rule that made it, and why."""
 
 
-def _choose(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> list[Chosen]:
+def _choose(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], log: Log) -> list[Chosen]:
     """The kernels (one, or two after a split) that take the place of this one."""
+
+    def became(rule: str, old: l.Kernel, *new: l.Kernel) -> l.Kernel:
+        log.applied(PASS, rule, old.name, [old], new)
+        return new[0]
+
     if kernel.name in pinned:
-        return [_pinned(_forms(kernel), pinned, gpu)]
+        done = _pinned(_forms(kernel), pinned, gpu)
+        became("pin", kernel, done[0])
+        return [done]
     if (p := products.product(kernel)) is not None:
-        kernel = merge_product_axes(kernel, p.sites)
+        kernel = became("merge_product_axes", kernel, merge_product_axes(kernel, p.sites))
         p = products.product(kernel)
         assert p is not None
         best = products.plans(p, gpu)[0]
         if best.pieces > 1:
-            return _split(kernel, [c.reduce for c in p.sites], best.pieces, gpu, pinned)
+            return _split(kernel, [c.reduce for c in p.sites], best.pieces, gpu, pinned, became, best.tile.k)
         return [_tiled(p, best, gpu)]
-    kernel = flat_reductions(kernel)
+    kernel = became("flat_reductions", kernel, flat_reductions(kernel))
     reduces = [r for r in n.accumulators(kernel).values() if isinstance(r, l.Reduce)]
     if not reduces or not any(isinstance(a.extent, int) and a.extent > 1 for r in reduces for a in r.axes):
-        flat = collapse(kernel)
+        flat = became("collapse", kernel, collapse(kernel))
         return [(flat, threads.pointwise(flat, gpu), "points", "every thread computes points of its own")]
     if (pieces := _pieces(kernel, reduces, gpu)) > 1:
-        return _split(kernel, reduces, pieces, gpu, pinned)
+        return _split(kernel, reduces, pieces, gpu, pinned, became)
     return [_shared(kernel, gpu)]
 
 
@@ -106,16 +113,26 @@ def _pinned(forms: Sequence[l.Kernel], pinned: Mapping[str, Schedule], gpu: Gpu)
     raise UserError(f"the schedule of {chosen.kernel} does not fit it: {why[0]}")
 
 
-def _split(kernel: l.Kernel, reduces: list[l.Reduce], pieces: int, gpu: Gpu, pinned: Mapping[str, Schedule]) -> list[Chosen]:
+def _split(
+    kernel: l.Kernel,
+    reduces: list[l.Reduce],
+    pieces: int,
+    gpu: Gpu,
+    pinned: Mapping[str, Schedule],
+    became: Callable[..., l.Kernel],
+    unit: int = 1,
+) -> list[Chosen]:
     """A kernel of partial states and one that combines them and does the rest, in that order."""
-    first, second = split(kernel, reduces, pieces)
+    first, second = split(kernel, reduces, pieces, unit)
+    became("split", kernel, first, second)
     if first.name in pinned:
         done = _pinned([first], pinned, gpu)
     elif (p := products.product(first)) is not None:
         done = _tiled(p, min((x for x in products.plans(p, gpu) if x.pieces == 1), key=lambda x: x.time), gpu)
     else:
         done = _shared(first, gpu)
-    second = collapse(second) if all(s.free >= frozenset(second.axes) for s in second.stores) else second
+    if all(s.free >= frozenset(second.axes) for s in second.stores):
+        second = became("collapse", second, collapse(second))
     why = f"{pieces} pieces of a reduction over the grid, since there are few blocks otherwise"
     return [
         (done[0], done[1], "split", f"{why}; {done[3]}"),

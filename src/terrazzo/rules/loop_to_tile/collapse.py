@@ -14,7 +14,29 @@ from terrazzo.ir.node import substitute, topological, transform
 
 
 def collapse(kernel: l.Kernel) -> l.Kernel:
-    """`kernel` over one axis, where every store is at every point of its axes and nothing scans."""
+    """`kernel` over one axis, where every store is at every point of its axes and nothing scans.
+
+    @loop
+    def f(x: f32[3, 3], y: f32[3, 3]):
+        with kernel('z', z=f32[3, 3]):
+            for a0 in free(3):
+                for a1 in free(3):
+                    in0 = x[a1, a0]
+                    in1 = y[a0, a1]
+                    v0 = sub(in0, in1)
+                    z[a0, a1] = v0
+        return (z,)
+    =>
+    @loop
+    def f(x: f32[3, 3], y: f32[3, 3]):
+        with kernel('z', z=f32[3, 3]):
+            for a0 in free(9):
+                in0 = x[a0 % 3, a0 // 3]
+                in1 = y[a0 // 3, a0 % 3]
+                v0 = sub(in0, in1)
+                z[a0 // 3, a0 % 3] = v0
+        return (z,)
+    """
     axes = frozenset(kernel.axes)
     extents = [a.extent for a in kernel.axes]
     if len(extents) < 2 or not all(isinstance(e, int) and e > 0 for e in extents) or any(s.free & axes != axes for s in kernel.stores):
@@ -28,7 +50,35 @@ def collapse(kernel: l.Kernel) -> l.Kernel:
 
 
 def merge_product_axes(kernel: l.Kernel, products: Sequence[Contraction]) -> l.Kernel:
-    """`kernel` with the axes that the same factors of its products know as one: rows of a batch, pixels of an image."""
+    """`kernel` with the axes that the same factors of its products know as one: rows of a batch, pixels of an image.
+
+    @loop
+    def f(x: f32[2, 3, 4], w: f32[5, 4]):
+        with kernel('z', z=f32[2, 3, 5]):
+            for a0 in free(2):
+                for a1 in free(3):
+                    for a2 in free(5):
+                        for r0 in reduce(4):
+                            in0 = x[a0, a1, r0]
+                            in1 = w[a2, r0]
+                            v0 = mul(in0, in1)
+                            acc0 <- sum(v0)
+                        z[a0, a1, a2] = acc0
+        return (z,)
+    =>
+    @loop
+    def f(x: f32[2, 3, 4], w: f32[5, 4]):
+        with kernel('z', z=f32[2, 3, 5]):
+            for a0 in free(6):
+                for a2 in free(5):
+                    for r0 in reduce(4):
+                        in0 = x[a0 // 3, a0 % 3, r0]
+                        in1 = w[a2, r0]
+                        v0 = mul(in0, in1)
+                        acc0 <- sum(v0)
+                    z[a0 // 3, a0 % 3, a2] = acc0
+        return (z,)
+    """
     axes = frozenset(kernel.axes)
     if any(s.free & axes != axes for s in kernel.stores):
         return kernel
@@ -49,7 +99,28 @@ def merge_product_axes(kernel: l.Kernel, products: Sequence[Contraction]) -> l.K
 
 
 def flat_reductions(kernel: l.Kernel) -> l.Kernel:
-    """`kernel` with every reduction over one axis, so that threads and pieces divide all of it; contractions stay as they are."""
+    """`kernel` with every reduction over one axis, so that threads and pieces divide all of it; contractions stay as they are.
+
+    @loop
+    def f(x: f32[3, 3, 3]):
+        with kernel('z', z=f32[3]):
+            for a0 in free(3):
+                for r0, r1 in reduce(3, 3):
+                    in0 = x[r0, a0, r1]
+                    acc0 <- max(in0)
+                z[a0] = acc0
+        return (z,)
+    =>
+    @loop
+    def f(x: f32[3, 3, 3]):
+        with kernel('z', z=f32[3]):
+            for a0 in free(3):
+                for r0 in reduce(9):
+                    in0 = x[r0 // 3, a0, r0 % 3]
+                    acc0 <- max(in0)
+                z[a0] = acc0
+        return (z,)
+    """
 
     def visit(node: Any) -> Any:
         if not isinstance(node, l.Reduce) or len(node.axes) < 2 or contraction(node) is not None:

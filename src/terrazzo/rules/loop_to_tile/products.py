@@ -15,10 +15,11 @@ from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.contraction import Contraction, contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Loaded
-from terrazzo.ir.node import Node, topological
+from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
 from terrazzo.rules.loop_to_tile.threads import ceil, grid
 from terrazzo.rules.tile_to_kernel.contract import operand
+from terrazzo.rules.tile_to_kernel.digits import divides
 from terrazzo.rules.tile_to_kernel.lower import lower
 
 
@@ -79,15 +80,16 @@ class Tile:
 
 
 CUDA_CORES = (
-    Tile(128, 128, 16, (4, 2), 0.74, (4, 8), 3, 2),
-    Tile(64, 128, 16, (2, 2), 0.72, (4, 8), 3, 4),
-    Tile(128, 64, 16, (2, 2), 0.72, (8, 4), 3, 4),
-    Tile(64, 64, 16, (2, 2), 0.62, (4, 8), 4, 4),
-    Tile(32, 128, 32, (1, 4), 0.52, (4, 8), 3, 2, 4),
-    Tile(32, 64, 32, (1, 4), 0.43, (4, 8), 4, 3, 4),
-    Tile(32, 32, 32, (1, 2), 0.43, (4, 8), 4, 6, 4),
-    Tile(16, 64, 32, (1, 4), 0.36, (4, 8), 4, 3, 4),
-    Tile(16, 32, 32, (1, 2), 0.30, (4, 8), 4, 6, 4),
+    Tile(128, 128, 8, (4, 2), 0.765, (4, 8), 4, 2),
+    Tile(128, 128, 16, (4, 2), 0.76, (4, 8), 3, 2),
+    Tile(64, 128, 16, (2, 2), 0.75, (4, 8), 3, 4),
+    Tile(128, 64, 16, (2, 2), 0.745, (8, 4), 3, 4),
+    Tile(64, 64, 16, (2, 2), 0.645, (4, 8), 4, 4),
+    Tile(32, 128, 32, (1, 4), 0.59, (4, 8), 3, 2, 4),
+    Tile(32, 64, 32, (1, 4), 0.53, (4, 8), 4, 3, 4),
+    Tile(32, 32, 32, (1, 2), 0.50, (4, 8), 4, 6, 4),
+    Tile(16, 64, 32, (1, 4), 0.42, (4, 8), 4, 3, 4),
+    Tile(16, 32, 32, (1, 2), 0.35, (4, 8), 4, 6, 4),
 )
 TENSOR_CORES = (
     Tile(128, 128, 32, (2, 4), 0.77, resident=2),
@@ -179,7 +181,7 @@ def plans(p: Product, gpu: Gpu) -> list[Plan]:
         _plan(p, gpu, t, s, instruction)
         for t in tiles
         if t and (instruction or t.registers(len(p.sites), size) < 65536 // max(t.threads, 256))
-        for s in _pieces(p, t, gpu)
+        for s in _pieces(p, t, gpu, instruction)
     ]
     return sorted(found, key=lambda x: x.time)
 
@@ -226,17 +228,18 @@ def _aligned(x: Node, p: Product) -> bool:
         return False
     offset = flatten(x.index, x.buffer.type.element_strides)
     inner = [a for a in (*p.axes, p.m, p.n) if a in x.free and coefficient(offset, a) == 1]
-    others = [a for a in (*p.kernel.axes, *p.axes) if a in x.free and a not in inner[:1]]
-    strides = [coefficient(offset, a) for a in others]
-    return bool(inner) and inner[0].extent % 8 == 0 and all(isinstance(s, int) and s % 8 == 0 for s in strides)
+    return bool(inner) and inner[0].extent % 8 == 0 and divides(8, substitute(offset, {inner[0]: 0}))
 
 
-def _pieces(p: Product, t: Tile, gpu: Gpu) -> Iterator[int]:
-    """Into how many pieces k may be cut: those that divide its steps, while pieces are long and blocks not too many."""
-    last = p.axes[-1].extent
+def _pieces(p: Product, t: Tile, gpu: Gpu, instruction: str | None) -> Iterator[int]:
+    """Into how many pieces k may be cut, while they are long and blocks not too many. The last is short only where plain loads end in 0."""
+    steps, rest = divmod(p.axes[-1].extent, t.k)
+    plain = instruction is None and all(isinstance(x, l.Load) for x in p.operands)
     blocks = _blocks(p, t)
-    for s in range(1, 33):
-        if s == 1 or (last % (s * t.k) == 0 and last // s >= 4 * t.k and blocks * s <= gpu.processors * 8):
+    yield 1
+    for s in range(2, 33):
+        each = ceil(steps, s)
+        if (s * each == steps or (plain and (s - 1) * each < steps)) and not rest and each >= 4 and blocks * s <= gpu.processors * 8:
             yield s
 
 
@@ -245,8 +248,10 @@ def _blocks(p: Product, t: Tile) -> int:
     return ceil(p.m.extent, t.m) * ceil(p.n.extent, t.n) * batch
 
 
-STEP = 700.0
-"""Nanoseconds from asking for a slab to having it; a ring hides all but its share."""
+STEP = {True: 700.0, False: 250.0}
+"""Nanoseconds from asking for a slab to having it, on matrix instructions or not; a ring hides all but its share."""
+ALONE = {True: 0.25, False: 0.1}
+"""Where only the n-th part of the blocks that fit share a processor, arithmetic is as fast as the n-th part to this power."""
 IN_FLIGHT = 24 << 10
 """Bytes a processor must have on their way to use its share of the memory's rate."""
 
@@ -268,14 +273,16 @@ def _plan(p: Product, gpu: Gpu, t: Tile, pieces: int, instruction: str | None) -
     )
     busiest = ceil(blocks, gpu.processors)
     together = min(busiest, resident)  # blocks that share a processor hide each other's waits
-    rate = (gpu.tensor if instruction else gpu.fma) / gpu.processors * t.rate * (together / resident) ** 0.25
-    steps = depth // last * ceil(last // pieces, t.k)
+    kind = instruction is not None
+    rate = (gpu.tensor if kind else gpu.fma) / gpu.processors * t.rate * (together / resident) ** ALONE[kind]
+    steps = depth // last * ceil(ceil(last, pieces), t.k)
     arithmetic = busiest * 2.0 * t.m * t.n * t.k * steps * count / rate
     flying = min(blocks / gpu.processors, resident) * (t.ring - 1) * slab
     traffic = batch * depth * size * (p.m.extent * ceil(p.n.extent, t.n) + p.n.extent * count * ceil(p.m.extent, t.m))
     least = batch * depth * size * (p.m.extent + p.n.extent * count) / min(1.0, flying / IN_FLIGHT)
-    latency = STEP * (steps / (t.ring - 1) + 2) * ceil(busiest, resident)
-    time = max(arithmetic, traffic / gpu.cache, least / gpu.memory, latency) + gpu.launch
+    latency = STEP[kind] * (steps / (t.ring - 1) + 2) * ceil(busiest, resident)
+    stored = sum(math.prod(b.type.static_shape) * b.type.dtype.size for b in p.kernel.writes)
+    time = max(arithmetic, traffic / gpu.cache, least / gpu.memory, latency) + 0.75 * stored / gpu.memory + gpu.launch
     if pieces > 1:
         time += gpu.launch + 2.5 * pieces * batch * p.m.extent * p.n.extent * count * 4 / gpu.cache
     return Plan(t, pieces, instruction, time)
@@ -337,10 +344,16 @@ def _schedule(p: Product, plan: Plan, gpu: Gpu, transport: str) -> Schedule:
 
 
 def _threads(size: int, lanes: int, inner: int) -> tuple[tuple[str, int], ...]:
-    """A warp's part of an axis between lanes and registers: in vectors of 16 bytes, or lanes innermost where vectors run along k."""
+    """A warp's part of an axis between lanes and registers: lanes innermost where vectors run along k, else in vectors of 16 bytes.
+
+    Then two lanes that differ in the lowest or the second lowest bit read the same of one operand, for the lanes of both axes interleave:
+    shared memory serves a warp that reads so in two turns, and otherwise in four.
+    """
     each = size // lanes
-    vector = min(each, 4) if inner == 1 else 1
-    return (("reg", each // vector), ("lane", lanes), ("reg", vector))
+    if inner > 1:
+        return (("reg", each), ("lane", lanes))
+    vector = min(each, 4)
+    return (("reg", each // vector), ("lane", lanes // 2), ("lane", 2), ("reg", vector))
 
 
 def _row(x: Node, p: Product, t: Tile, step: int) -> int:
@@ -355,7 +368,7 @@ def _row(x: Node, p: Product, t: Tile, step: int) -> int:
 
 def _copies(x: Node, p: Product) -> bool:
     """Whether cp.async can bring an operand in: a load of 4 bytes at least."""
-    return isinstance(x, l.Load) and not x.inside and x.dtype.size >= 4
+    return isinstance(x, l.Load) and x.dtype.size >= 4
 
 
 def _loads(x: Node) -> list[l.Load]:

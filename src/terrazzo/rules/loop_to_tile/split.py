@@ -6,15 +6,51 @@ For every monoid: split-K, split reductions, split-KV are this one rewrite.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Var
+from terrazzo.ir.expr import IntExpr, Var, at_least
 from terrazzo.ir.node import Node, substitute, transform
 from terrazzo.ir.types import Type
+from terrazzo.rules.loop.inline import guarded, rewrite_loads
 
 
-def split(kernel: l.Kernel, reduces: Sequence[l.Reduce], pieces: int) -> tuple[l.Kernel, l.Kernel]:
-    """`kernel` as two, its `reduces` (over axes of the same extents, whose last one `pieces` divides) in so many pieces."""
+def split(kernel: l.Kernel, reduces: Sequence[l.Reduce], pieces: int, unit: int = 1) -> tuple[l.Kernel, l.Kernel]:
+    """`kernel` as two, its `reduces` (over axes of the same extents) in so many pieces of the last axis, multiples of `unit`.
+
+    Where these are more than the axis has, the last piece is short: loads beyond the end are 0, which must add nothing.
+
+    @loop
+    def f(x: f32[3, 4]):
+        with kernel('z', z=f32[3]):
+            for a0 in free(3):
+                for r0 in reduce(4):
+                    in0 = x[a0, r0]
+                    v0 = exp(in0)
+                    acc0 <- sum(v0)
+                v1 = log(acc0)
+                z[a0] = v1
+        return (z,)
+    =>
+    @loop
+    def f(x: f32[3, 4]):
+        with kernel('z_part', z_part=f32[2, 3]):
+            for s in free(2):
+                for a0 in free(3):
+                    for r0 in reduce(2):
+                        in0 = x[a0, r0 + s * 2]
+                        v0 = exp(in0)
+                        acc0 <- sum(v0)
+                    z_part[s, a0] = acc0
+        with kernel('z', z=f32[3]):
+            for a0 in free(3):
+                for r0 in reduce(2):
+                    in0 = z_part[r0, a0]
+                    acc0 <- sum(in0)
+                v0 = log(acc0)
+                z[a0] = v0
+        return (z,)
+    """
     axes = tuple(a for a in kernel.axes if any(a in r.free for r in reduces))
     part = Var("s", pieces)
     stores: list[l.Store] = []
@@ -22,10 +58,10 @@ def split(kernel: l.Kernel, reduces: Sequence[l.Reduce], pieces: int) -> tuple[l
     for number, r in enumerate(reduces):
         inner, args = l.open_binder(r)
         last = inner[-1]
-        step = last.extent // pieces
+        step = -(-last.extent // (pieces * unit)) * unit
         short = Var(l.fresh_name(), step)
         fresh = (*inner[:-1], short)
-        body = tuple(substitute(a, {last: part * step + short}) for a in args)
+        body = tuple(_moved(a, last, part * step + short) for a in args)
         partial = l.Reduce.make(r.monoid, fresh, body)
         types = r.dtype if r.monoid.width > 1 else (r.dtype,)
         own = tuple(a for a in axes if a in r.free)
@@ -42,3 +78,9 @@ def split(kernel: l.Kernel, reduces: Sequence[l.Reduce], pieces: int) -> tuple[l
     first = l.Kernel(f"{kernel.name}_part", (part, *axes), tuple(stores), kernel.source)
     second = l.Kernel(kernel.name, kernel.axes, tuple(transform(s, lambda x: x, dict(whole)) for s in kernel.stores), kernel.source)
     return first, second
+
+
+def _moved(term: Node, axis: Var, to: IntExpr) -> Any:
+    """A term at another place of an axis; what it loads beyond the axis' end is 0."""
+    moved, inside = substitute(term, {axis: to}), (axis.extent - 1 - to,)
+    return moved if at_least(*inside, 0) else rewrite_loads(moved, lambda load: guarded(load, inside))

@@ -16,6 +16,8 @@ from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site
 from terrazzo.rules.tile_to_kernel.digits import WIDEST, axis_name, wide
 
 WARP = 32
+THREADS = 2048
+"""What a processor has room for."""
 DEAR = 6.0
 """The cost of a term (in additions) from which on keeping it beats computing it again."""
 KEPT = 32
@@ -30,14 +32,27 @@ def pointwise(kernel: l.Kernel, gpu: Gpu) -> Schedule:
     if not free:
         return Schedule(kernel.name, gpu.arch, ())
     axis = max(free, key=lambda a: (stride_one([kernel], a), _size(a)))
-    vector = vector_of(kernel.stores, axis)
-    while vector > 1 and _size(axis) // vector < gpu.processors * 2 * WARP:
-        vector //= 2
-    threads = 4 if _size(axis) > 4 * WARP * vector else 1
+    vector = _width(kernel, axis, gpu)
+    points = _size(axis) // vector
+    threads = 8 if points > 8 * WARP * gpu.processors else 4 if points > 4 * WARP else 1
     lines = [(a.name, grid(_size(a))) for a in free if a is not axis]
     size = threads * WARP * vector
     own = (Factor("grid", ceil(_size(axis), size)), *_warps(threads), Factor("lane", WARP), *_vector(vector))
     return Schedule(kernel.name, gpu.arch, (*lines, (axis.name, own)))
+
+
+def _width(kernel: l.Kernel, axis: Any, gpu: Gpu) -> int:
+    """Elements for a thread of a pointwise kernel, the widest vector at most.
+
+    A thread waits once for all that it loads. So more threads with less each, 16 bytes of all operands, are done sooner, until there are
+    many waves of them; and few points go to many processors.
+    """
+    vector = vector_of(kernel.stores, axis)
+    loads = {x for x in topological([s.value for s in kernel.stores]) if isinstance(x, l.Load) and stride_one([x], axis)}
+    size, wave = sum(x.dtype.size for x in loads), gpu.processors * THREADS
+    while vector > 1 and _size(axis) // vector < (4 * wave if vector * size > WIDEST else wave // 12):
+        vector //= 2
+    return vector
 
 
 def reduction(kernel: l.Kernel, gpu: Gpu) -> Schedule:
@@ -66,7 +81,8 @@ def reduction(kernel: l.Kernel, gpu: Gpu) -> Schedule:
     if length <= WARP * vector * 4 and rows and count >= gpu.processors:
         warps, lines = 1, _row_lines(rows, _warps(4), 4)
     else:
-        warps = _block(length, vector, count, gpu)
+        read = {x.buffer for r in top for x in topological(r.args) if isinstance(x, l.Load) and r.axes[-1] in x.free}
+        warps = _block(length, vector, count, sum(b.type.dtype.size for b in read), gpu)
         lines = tuple((a.name, grid(_size(a))) for a in rows)
     used = warps * WARP
     sites: list[Site] = []
@@ -148,11 +164,17 @@ def shared_axis(length: int, threads: int, vector: int) -> tuple[Factor, ...]:
     return (outer, *_warps(threads // WARP), Factor("lane", WARP), *_vector(vector))
 
 
-def _block(length: int, vector: int, rows: int, gpu: Gpu) -> int:
-    """Warps of a block for a row: where rows are many, few enough that a thread has several accesses on their way."""
+def _block(length: int, vector: int, rows: int, size: int, gpu: Gpu) -> int:
+    """Warps of a block for a row, of which a thread reads elements of so many bytes in all.
+
+    Where rows are many, few enough that a thread has several accesses on their way; else fewer than could take part where that leaves no
+    rest, while a thread reads 128 bytes at most.
+    """
     each = max(16, 4 * vector) if rows >= 4 * gpu.processors else vector
     wanted = ceil(length, WARP * each)
-    return min(32, 1 << (wanted - 1).bit_length() if vector == 1 else 1 << wanted.bit_length() - 1)
+    most = min(32, 1 << (wanted - 1).bit_length() if vector == 1 else 1 << wanted.bit_length() - 1)
+    whole = (w for w in (32, 16, 8, 4, 2) if w <= most and length % (w * WARP * vector) == 0 and length // (w * WARP) * size <= 128)
+    return next(whole, most)
 
 
 def _row_lines(rows: Sequence[Any], inner: tuple[Factor, ...], size: int) -> tuple[tuple[str, tuple[Factor, ...]], ...]:

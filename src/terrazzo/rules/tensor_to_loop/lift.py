@@ -12,7 +12,7 @@ from terrazzo.ir.expr import Expr, IntExpr, Var
 from terrazzo.ir.node import Node, topological, transform
 from terrazzo.ir.program import Input, Program
 from terrazzo.rewrite.engine import index
-from terrazzo.rewrite.rule import Rule, rule
+from terrazzo.rewrite.rule import Log, Rule, rule
 from terrazzo.rules.loop.inline import select
 
 Element = Callable[..., Any]
@@ -202,7 +202,7 @@ def get(node: t.Get, ctx: Any) -> Any:
 RULES: tuple[Rule, ...] = (elementwise, index_map, literal, iota, reduce, scan, get)
 
 
-def lift(program: Program, rules: Sequence[Rule] = RULES) -> l.Program:
+def lift(program: Program, rules: Sequence[Rule] = RULES, log: Log | None = None) -> l.Program:
     """`program` as one kernel per value, opaque ops as calls. Constants and iotas are not stored; scans put their axis last."""
     table = index(tuple(rules))
     buffers: dict[Node, l.Buffer] = {i: l.Buffer(i.name, i.type) for i in program.inputs}
@@ -241,6 +241,8 @@ def lift(program: Program, rules: Sequence[Rule] = RULES) -> l.Program:
             source = program.sources.get(program.names.get(node, ""), "")
             args, kwargs = _fill(node.args, buffers), tuple((k, _fill(v, buffers)) for k, v in node.kwargs)
             steps.append(l.Call(node.name, args, kwargs, results, node.order, source))
+            if log is not None:
+                log.applied("tensor_to_loop", "call", node.name, [gets.get(k) for k in range(len(results))], steps[-1:])
             continue
         stored = isinstance(node, t.Value) and not many and node not in buffers and not isinstance(node, t.Read)
         if not stored or (isinstance(node, (t.Literal, t.Iota)) and not _must_exist(node, program)):
@@ -253,6 +255,8 @@ def lift(program: Program, rules: Sequence[Rule] = RULES) -> l.Program:
         store = l.Store(buffer, here, term(node, here, element))
         order = tuple(sorted(axes, key=lambda a: _scanned(store, a)))
         steps.append(l.Kernel(buffer.name, order, (store,), program.sources.get(program.names.get(node, ""), "")))
+        if log is not None:
+            log.applied("tensor_to_loop", table[type(node)][0].name, buffer.name, [node], steps[-1:])
     return l.Program(program.name, tuple(buffers[i] for i in program.inputs), tuple(steps), tuple(buffers[r] for r in program.results))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from terrazzo.errors import Limitation, UserError
 from terrazzo.hw import mma_sync
 from terrazzo.hw.instruction import MatrixInstruction
-from terrazzo.ir.address import coefficient, flatten, mentions
+from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.kernel import BLOCK, LANE
 from terrazzo.ir.expr import IntExpr, Var, terms_of
@@ -136,15 +136,14 @@ class Bindings:
         return math.prod(f.size for _, b in self.schedule.lines(site) for f in b if f.level == level)
 
     def _inner(self, factor: Factor, axis: str, site: Site | None) -> int:
-        """The place value of a factor in the number of its level: those of later factors, and of later axes, count faster."""
-        found, inner = False, 1
-        for a, b in self.schedule.lines(site):
-            for f in b:
-                if f.level == factor.level:
-                    if found:
-                        inner *= f.size
-                    found = found or (f is factor and a == axis)
-        return inner
+        """The place value of a factor in the number of its level. The axes' innermost factors count fastest, of these the later axes'."""
+        ranked = []
+        for n, (a, binding) in enumerate(self.schedule.lines(site)):
+            same = [f for f in binding if f.level == factor.level]
+            ranked += [(rank, -n, a, f) for rank, f in enumerate(reversed(same))]
+        ranked.sort(key=lambda x: x[:2])
+        mine = next(n for n, (_, _, a, f) in enumerate(ranked) if f is factor and a == axis)
+        return math.prod(f.size for *_, f in ranked[:mine])
 
 
 def runs(layout: Layout, coordinate: str) -> list[tuple[str, int, int, int]]:
@@ -226,7 +225,8 @@ def wide(load: l.Load, j: Any, size: int) -> bool:
     """Whether the loads for all j in [0, size) lie one behind the other, aligned, under one condition."""
     offset = flatten(load.index, load.buffer.type.element_strides)
     least = min(size, WIDEST // load.dtype.size)
-    return coefficient(offset, j) == 1 and divides(least, substitute(offset, {j: 0})) and not any(mentions(e, j) for e in load.inside)
+    whole = all(together(e, j, size) for e in load.inside)
+    return coefficient(offset, j) == 1 and divides(least, substitute(offset, {j: 0})) and whole
 
 
 def together(e: IntExpr, j: Var, size: int) -> bool:

@@ -38,6 +38,7 @@ def program(scheduled: tile.Program, gpu: Gpu, log: Log | None = None, show: Cal
             texts = (f"{show(s)}\n{schedules[i]}", show(done)) if show else ("", "")
             what = f"{done.grid} blocks of {done.threads} threads, {done.shared_bytes} bytes of shared memory"
             log.add(Event("derive", "derive", s.name, True, what, *texts))
+            log.applied("derive", "derive", s.name, [s], [done])
     return k.Program(p.name, p.inputs, tuple(steps), p.results)
 
 
@@ -46,6 +47,44 @@ def lower(kernel: l.Kernel, schedule: Schedule, gpu: Gpu) -> k.Kernel:
     """What the schedule means for this kernel. UserError or Limitation, with the reason, where it cannot be.
 
     Kept, because whoever chooses a schedule asks whether it can be derived, and equal layers have equal kernels.
+
+    @tile
+    def f(x: f32[3, 40]):
+        with kernel('z', z=f32[3]):
+            for a0 in free(3):
+                for r0 in reduce(40):
+                    in0 = x[a0, r0]
+                    acc0 <- max(in0)
+                z[a0] = acc0
+        with schedule("z", target="sm_80"):
+            a0 = grid(3)
+            with site("acc0"):
+                r0 = reg(2) * lane(32)
+        return (z,)
+    =>
+    @kernel
+    def f(x: f32[3, 40]):
+        with launch('z', _grid=3, _warps=1, _resident=1, _reads=[x], z=f32[3]):
+            acc0 = registers(f32, f32(-inf))
+            for i0 in unrolled(1):
+                in0 = x[block, i0 * 32 + lane]
+                acc0[()] = max(acc0[()], in0)
+            if -lane + 7 >= 0:
+                in0 = x[block, lane + 32]
+                acc0[()] = max(acc0[()], in0)
+            other0 = shuffle(acc0[()], 1)
+            acc0[()] = max(acc0[()], other0)
+            other1 = shuffle(acc0[()], 2)
+            acc0[()] = max(acc0[()], other1)
+            other2 = shuffle(acc0[()], 4)
+            acc0[()] = max(acc0[()], other2)
+            other3 = shuffle(acc0[()], 8)
+            acc0[()] = max(acc0[()], other3)
+            other4 = shuffle(acc0[()], 16)
+            acc0[()] = max(acc0[()], other4)
+            if -lane >= 0:
+                z[block] = acc0[()]
+        return (z,)
     """
     tile.fit(schedule, kernel)
     _instructions(schedule, gpu)

@@ -288,7 +288,8 @@ class Walker:
         else:
             init = l.Literal(zero(load.dtype), load.dtype) if found.inside else None
             place, index = self.registers("in", load.dtype, (size,), init), (j,)
-        self.where(found.inside, lambda: self.out.append(k.Move(place, (*index[:-1], 0), load.buffer, at, size)))
+        inside = [substitute(e, {j: 0}) for e in found.inside]
+        self.where(inside, lambda: self.out.append(k.Move(place, (*index[:-1], 0), load.buffer, at, size)))
         scope.env[load] = l.Load(place, index)
 
     def keep_terms(self, s: n.Loop, digits: Sequence[Sequence[Digit]], scope: Scope, inner: Scope) -> None:
@@ -310,7 +311,9 @@ class Walker:
                 inner.env[x.term] = made[x.term] = l.Load(scope.places[key], variables)
             elif wanted:
                 name = x.term.buffer.name if isinstance(x.term, l.Load) else "term"
-                scope.places[key] = self.registers(name + "_", x.term.dtype, [d.size for d in looped])
+                guarded = isinstance(x.term, l.Load) and x.term.inside  # it is 0 where nothing is loaded
+                init = l.Literal(zero(x.term.dtype), x.term.dtype) if guarded else None
+                scope.places[key] = self.registers(name + "_", x.term.dtype, [d.size for d in looped], init)
                 inner.kept[x.term] = scope.places[key], variables
                 made[x.term] = l.Load(scope.places[key], variables)
 

@@ -14,9 +14,20 @@ from terrazzo.rewrite.engine import rewrite
 from terrazzo.rewrite.rule import Event, Log, Rule, rule
 
 
-@rule(keys=(Aten,), sorry="the result is the same call by definition")
+@rule(keys=(Aten,))
 def opaque(node: Any) -> Any:
-    """An op no rule lowers stays what it is: a call of PyTorch."""
+    """An op no rule lowers stays what it is: a call of PyTorch.
+
+    @torch
+    def f(x: f32[3, 3]):
+        z: f32[3, 3] = aten.matrix_exp.default(x)
+        return (z,)
+    =>
+    @tensor
+    def f(x: f32[3, 3]):
+        z: f32[3, 3] = opaque('aten.matrix_exp.default', x)
+        return (z,)
+    """
     call = t.Opaque(node.name, node.args, node.kwargs, node.result, node.order)
     if isinstance(node.result, tuple):
         return tuple(None if r is None else t.Get(call, k) for k, r in enumerate(node.result))
@@ -38,6 +49,7 @@ def lower(program: Program, rules: tuple[Rule, ...], log: Log, show: Callable[[A
             reason = "no rule lowers it" if not tried else "its rule declined"
             log.add(Event("torch_to_tensor", "opaque", f"{node.name} {where}".strip(), True, reason))
             memo[node] = opaque.rewrite(found, None)
+            log.applied("torch_to_tensor", opaque.name, name, [found], memo[node] if isinstance(memo[node], tuple) else [memo[node]])
         new = memo[node] if isinstance(memo[node], tuple) else (memo[node],)
         done.update({v: f"{name}.{k}" if k else name for k, v in enumerate(new) if v is not None and v not in done})
     results = rewrite(program.results, rules, log=log, pass_name="torch_to_tensor", memo=memo)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from importlib import resources
 
 from terrazzo.errors import CompilerBug
-from terrazzo.hw import ldmatrix, mma_sync, tma
-from terrazzo.hw.transfer import CP_ASYNC, SHUFFLE, WIDE
+from terrazzo.hw import barrier, ldmatrix, mma_sync, tma, wgmma
+from terrazzo.hw.transfer import CP_ASYNC, REMOTE, SHUFFLE, VOTE, WIDE
 from terrazzo.ir.address import flatten
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Expr, IntExpr, Loaded
+from terrazzo.ir.expr import Expr, IntExpr, Loaded, terms_of
 from terrazzo.ir.node import Node, topological
-from terrazzo.targets.terms import Scope, c_type, expression, guard, identifier, index, literal, term
+from terrazzo.targets.terms import Scope, address, c_type, element, expression, guard, identifier, index, literal, offset, term
 
 
 @lru_cache(maxsize=1)
@@ -39,6 +40,7 @@ class _Writer:
         self.kernel = kernel
         self.scope = Scope()
         self.maps: dict[tuple[l.Buffer, tuple[int, ...], int], str] = {}
+        self.unrolled: set[Node] = set()
         largest = max((k.shared_bytes(b) // b.type.dtype.size for b in kernel.params), default=0)
         self.int = "int" if largest < 1 << 31 else "i64"
 
@@ -62,15 +64,16 @@ class _Writer:
         used = {x for x in topological(kernel.body) if isinstance(x, Expr)}
         lines = [f"// {kernel.source}"] if kernel.source else []
         lines += self.instructions()
-        lines.append(f'extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.resident}) {name}({", ".join(params)}) {{')
+        bounds = f"__launch_bounds__({kernel.threads}, {kernel.resident})"
+        bounds = f"__cluster_dims__({kernel.cluster}, 1, 1) {bounds}" if kernel.cluster > 1 else bounds
+        lines.append(f'extern "C" __global__ void {bounds} {name}({", ".join(params)}) {{')
         if kernel.shared:
             lines.append("  extern __shared__ __align__(1024) u8 shared[];")
-        for value in ("block", "warp", "lane"):
-            text = {"block": "blockIdx.x", "warp": "threadIdx.x / 32", "lane": "threadIdx.x % 32"}[value]
+        for value, text in self.numbers().items():
             variables = [x for x in used if getattr(x, "name", None) == value]
             for v in variables:
                 self.scope.names[v] = value
-            if variables:
+            if variables or (value == "warp" and self.statements_of(k.Role)):
                 lines.append(f"  const {self.int} {value} = {text};")
         for s, at in kernel.offsets.items():
             self.scope.buffers[s] = s.name
@@ -78,19 +81,57 @@ class _Writer:
         lines += self.statements(kernel.body, "  ")
         return name, "\n".join([*lines, "}"]) + "\n"
 
+    def numbers(self) -> dict[str, str]:
+        """The variables of a thread. wgmma wants descriptors that the compiler sees to be the same in all lanes."""
+        warp = "threadIdx.x / 32"
+        return {
+            "block": "blockIdx.x",
+            "warp": f"__shfl_sync(~0u, {warp}, 0)" if self.statements_of(k.MultiplyAsync) else warp,
+            "lane": "threadIdx.x % 32",
+        }
+
+    def statements_of(self, *kinds: type) -> list[Node]:
+        """The statements of these kinds, in order."""
+        return [s for s in k.walk(self.kernel.body) if isinstance(s, kinds)]
+
     def instructions(self) -> list[str]:
         """The functions of the instructions the kernel uses."""
-        names = {s.instruction: None for s in k.walk(self.kernel.body) if isinstance(s, k.LoadMatrix | k.Multiply)}
-        products = {s.instruction for s in k.walk(self.kernel.body) if isinstance(s, k.Multiply)}
+        every = list(dict.fromkeys(k.walk(self.kernel.body)))
         kinds = {type(x) for x in topological(self.kernel.body)}
-        lanes = [r.cuda for kind, r in ((k.Move, WIDE), (k.Shuffle, SHUFFLE), (k.AsyncCopy, CP_ASYNC)) if kind in kinds]
-        ranks = sorted({len(box) for _, box, _ in self.kernel.maps})
-        tensors = [*([tma.BARRIERS] if ranks else []), *map(tma.load_function, ranks)]
-        texts = lanes + tensors + [mma_sync.product(name).cuda() if name in products else ldmatrix.move(name).cuda() for name in names]
+        groups = {s.kind for s in every if isinstance(s, k.Commit | k.WaitGroups)}
+        lanes = ((k.Move, WIDE), (k.Shuffle, SHUFFLE), (k.Vote, VOTE), (k.Remote, REMOTE))
+        texts = [r.cuda for kind, r in lanes if kind in kinds]
+        for holds, text in (
+            (k.AsyncCopy in kinds or "cp.async" in groups, CP_ASYNC.cuda),
+            (any(isinstance(s, k.Barriers) for s in self.kernel.shared), barrier.MBARRIERS),
+            (k.ClusterSync in kinds or any(isinstance(s, k.Arrive) and s.rank is not None for s in every), barrier.CLUSTER),
+            (any(isinstance(s, k.Sync) and s.warps for s in every), barrier.NAMED),
+            (k.Fence("proxy") in every, barrier.PROXY),
+            (any(isinstance(s, k.Role) and s.registers for s in every), barrier.REGISTERS),
+            (k.TensorStore in kinds or "bulk" in groups, tma.STORES),
+            (k.MultiplyAsync in kinds or "wgmma" in groups or k.Fence("wgmma") in every, wgmma.DESCRIPTOR + wgmma.GROUPS),
+        ):
+            texts += [text] if holds else []
+        loads = sorted({len(s.box) for s in every if isinstance(s, k.TensorLoad)})
+        texts += [tma.load_function(rank, self.kernel.cluster > 1) for rank in loads]
+        texts += [tma.store_function(*x) for x in sorted({(len(s.box), s.reduction) for s in every if isinstance(s, k.TensorStore)})]
+        for s in every:
+            match s:
+                case k.LoadMatrix() | k.StoreMatrix():
+                    texts.append(ldmatrix.move(s.instruction).cuda())
+                case k.Multiply():
+                    texts.append(mma_sync.product(s.instruction).cuda())
+                case k.MultiplyAsync():
+                    texts.append(wgmma.product(s.instruction).cuda(registers=isinstance(s.a, k.Registers)))
+        texts = list(dict.fromkeys(texts))
         return [line for text in texts for line in text.rstrip().splitlines()]
 
     def statements(self, body: Iterable[Node], indent: str) -> list[str]:
-        return [indent + line for s in body for line in self.statement(s)]
+        lines = [indent + line for s in body for line in self.statement(s)]
+        for s in body:
+            if isinstance(s, k.Declare):
+                del self.scope.buffers[s.place]  # it ends with the braces around it
+        return lines
 
     def statement(self, s: Node) -> list[str]:
         match s:
@@ -104,45 +145,85 @@ class _Writer:
                 return [f"{self.element(s.buffer, s.index)} = {term(s.value, self.scope)};"]
             case k.Move():
                 return [f"move<{s.count}>({self.address(s.target, s.to)}, {self.address(s.source, s.at)});"]
+            case k.Atomic():
+                at = f"&{self.scope.buffers[s.buffer]}[{offset(s.buffer, s.index, self.scope)}]"
+                return [f"atomic{s.function.capitalize()}({at}, {term(s.value, self.scope)});"]
             case k.AsyncCopy():
                 size = s.count * s.source.type.dtype.size
                 inside = f", {guard(s.inside, self.scope)}" if s.inside else ""
                 return [f"cp_async<{size}>({self.address(s.target, s.to)}, {self.address(s.source, s.at)}{inside});"]
             case k.Commit():
-                return ["cp_async_commit();"]
+                return [f"{_GROUPS[s.kind]}_commit();"]
             case k.WaitGroups():
-                return [f"cp_async_wait<{s.open}>();"]
+                settled = [f"wgmma_settled({name});" for name in self.accumulators()] if s.kind == "wgmma" and not s.open else []
+                return [f"{_GROUPS[s.kind]}_wait<{s.open}>();", *settled]
             case k.Sync():
-                return ["__syncthreads();"]
+                return [f"sync<{s.number}, {s.warps * k.WARP}>();" if s.warps else "__syncthreads();"]
+            case k.ClusterSync():
+                return ["cluster_sync();"]
+            case k.Fence():
+                return [f"{s.kind}_fence();"]
             case k.InitBarriers():
                 n = s.barriers.type.static_shape[0]
                 one = f"barrier_init(shared_address({s.barriers.name} + z), {s.barriers.arrivals});"
                 return [f"for (int z = 0; z < {n}; z++) {one}", "barrier_init_fence();"]
             case k.Expect():
                 return [f"barrier_expect(shared_address({self.address(s.barriers, (s.slot,))}), {s.bytes});"]
+            case k.Arrive():
+                at = f"shared_address({self.address(s.barriers, (s.slot,))})"
+                return [f"barrier_arrive({at});" if s.rank is None else f"barrier_arrive_at({at}, {index(s.rank, self.scope)});"]
             case k.WaitBarrier():
                 return [f"barrier_wait(shared_address({self.address(s.barriers, (s.slot,))}), {index(s.phase, self.scope)});"]
             case k.TensorLoad():
                 at = ", ".join(index(e, self.scope) for e in reversed(s.at))
-                barrier = f"shared_address({self.address(s.barriers, (s.slot,))})"
-                target = (
-                    f"shared_address({self.scope.buffers[s.target]} + {self.offset(s.target, s.to)})"  # a slab: its start is not swizzled
-                )
-                return [f"tma_load_{len(s.at)}d({target}, &{self.maps[s.source, s.box, s.target.swizzle]}, {barrier}, {at});"]
+                place = f"shared_address({self.address(s.barriers, (s.slot,))})"
+                function, ranks = ("tma_load_to", f" {s.ranks},") if s.ranks else ("tma_load", "")
+                return [f"{function}_{len(s.at)}d({self.slab(s.target, s.to)}, &{self.maps[k.map_of(s)]}, {place},{ranks} {at});"]
+            case k.TensorStore():
+                at = ", ".join(index(e, self.scope) for e in reversed(s.to))
+                return [f"tma_{s.reduction or 'store'}_{len(s.to)}d(&{self.maps[k.map_of(s)]}, {self.slab(s.source, s.at)}, {at});"]
             case k.LoadMatrix():
                 move = ldmatrix.move(s.instruction)
                 return [f"{move.function}({self.group(s.target, s.to, move.count)}, shared_address({self.address(s.source, s.at)}));"]
+            case k.StoreMatrix():
+                move = ldmatrix.move(s.instruction)
+                held = f"reinterpret_cast<const u32 (&)[{move.count}]>({self.element(s.source, s.at)})"
+                return [f"{move.function}({held}, shared_address({self.address(s.target, s.to)}));"]
             case k.Multiply():
                 record = mma_sync.product(s.instruction)
                 a, b = self.group(s.a, s.a_at, record.a.registers), self.group(s.b, s.b_at, record.b.registers)
                 return [f"{record.function}({self.group(s.d, s.d_at, record.d.registers)}, {a}, {b});"]
+            case k.MultiplyAsync():
+                product = wgmma.product(s.instruction)
+                d, b = self.group(s.d, s.d_at, product.d.registers), self.descriptor(s.b, s.b_at)
+                a = self.group(s.a, s.a_at, product.a.registers) if isinstance(s.a, k.Registers) else self.descriptor(s.a, s.a_at)
+                return [f"{product.function}({d}, {a}, {b});"]
+            case k.Role():
+                last = s.first + s.count
+                change = "take" if s.registers > k.REGISTER_FILE // (self.kernel.threads * self.kernel.resident) else "give"
+                registers = [f"  {change}_registers<{s.registers}>();"] if s.registers else []
+                return [f"if (warp >= {s.first} && warp < {last}) {{", *registers, *self.statements(s.body, "  "), "}"]
             case k.For():
                 self.scope.names[s.axis] = i = s.axis.name
+                self.unrolled |= {s.axis} if s.unrolled else set()
                 head = f"for ({self.int} {i} = 0; {i} < {s.axis.extent}; {i}++) {{"
                 return ["#pragma unroll" if s.unrolled else "#pragma unroll 1", head, *self.statements(s.body, "  "), "}"]
             case k.If():
                 return [f"if ({guard(s.inside, self.scope)}) {{", *self.statements(s.body, "  "), "}"]
         raise CompilerBug(f"no CUDA for {type(s).__name__}")
+
+    def accumulators(self) -> list[str]:
+        """The registers that products of warpgroups add to, and that exist here."""
+        places = dict.fromkeys(s.d for s in k.walk(self.kernel.body) if isinstance(s, k.MultiplyAsync))
+        return [self.scope.buffers[d] for d in places if d in self.scope.buffers]
+
+    def slab(self, place: k.Shared, at: Sequence[IntExpr]) -> str:
+        """The address of a slab in shared memory: its start is not swizzled."""
+        return f"shared_address({self.scope.buffers[place]} + {offset(place, at, self.scope)})"
+
+    def descriptor(self, place: l.Buffer, at: Sequence[IntExpr]) -> str:
+        assert isinstance(place, k.Shared)
+        return f"slab_descriptor<{place.swizzle}>({self.slab(place, at)})"
 
     def declare(self, s: k.Declare) -> list[str]:
         kind, name = c_type(s.place.type.dtype), s.place.name
@@ -157,27 +238,24 @@ class _Writer:
             lines += ["#pragma unroll", f"for (int z = 0; z < {count}; z++) {name}[z] = {literal(s.init.value, s.init.type)};"]
         return lines
 
-    def offset(self, place: l.Buffer, at: Sequence[IntExpr]) -> str:
-        return index(flatten(tuple(at), place.type.element_strides), self.scope)
-
     def element(self, place: l.Buffer, at: Sequence[IntExpr]) -> str:
-        """An element of any place."""
-        if isinstance(place, k.Registers) and not place.type.rank:
-            return place.name
-        if isinstance(place, k.Shared) and place.swizzle:
-            return f"*{self.address(place, at)}"
-        return f"{self.scope.buffers[place]}[{self.offset(place, at)}]"
+        return element(place, at, self.scope)
 
     def address(self, place: l.Buffer, at: Sequence[IntExpr]) -> str:
-        name, offset = self.scope.buffers[place], self.offset(place, at)
-        if isinstance(place, k.Shared) and place.swizzle:
-            kind = c_type(place.type.dtype)
-            return (
-                f"reinterpret_cast<{kind}*>(reinterpret_cast<u8*>({name}) + swizzle<{place.swizzle}>({offset} * {place.type.dtype.size}))"
-            )
-        return name if offset == "0" else f"{name} + {offset}"
+        fixed, moving = self.apart(flatten(tuple(at), place.type.element_strides))
+        if place in self.kernel.params and fixed and moving:
+            return f"{self.scope.buffers[place]} + {index(moving, self.scope)} + {index(fixed, self.scope)}"
+        return address(place, at, self.scope)
+
+    def apart(self, offset: IntExpr) -> tuple[IntExpr, IntExpr]:
+        """What is constant once loops are unrolled, which an access has room for itself, and the rest, which is then computed once."""
+        terms = [(math.prod(fs, start=c), all(f.free <= self.unrolled for f in fs)) for fs, c in terms_of(offset).items()]
+        return sum(x for x, unrolled in terms if unrolled), sum(x for x, unrolled in terms if not unrolled)
 
     def group(self, place: k.Registers, at: Sequence[IntExpr], count: int) -> str:
         """`count` registers as an array."""
         kind = c_type(place.type.dtype)
         return f"reinterpret_cast<{kind} (&)[{count}]>({self.element(place, at)})"
+
+
+_GROUPS = {"cp.async": "cp_async", "wgmma": "wgmma", "bulk": "tma"}

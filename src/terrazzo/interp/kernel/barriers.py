@@ -1,0 +1,150 @@
+"""Barriers: those where warps meet, and `mbarrier`s with the boxes that arrive at them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from terrazzo.interp.kernel.clocks import Clocks
+from terrazzo.interp.kernel.memory import Place
+
+
+class Meeting:
+    """`sync()`: some number of warps of a block, or all of a cluster, wait until that many are here."""
+
+    def __init__(self, clocks: Clocks, warps: int, together: int = 1) -> None:
+        self.clocks, self.needed, self.together = clocks, warps * together, together
+        self.here: list[list[tuple[int, int, int]]] = [[] for _ in range(clocks.blocks // together)]
+        self.rounds = np.zeros(clocks.blocks, np.int64)
+
+    def arrive(self, b: int, w: int, site: int) -> str:
+        """A warp is here; what is wrong with that, if anything."""
+        here = self.here[b // self.together]
+        if here and here[0][2] != site:
+            return "only some threads of a block reach a barrier, others wait at another"
+        here.append((b, w, site))
+        if len(here) == self.needed:
+            blocks, warps, _ = (np.array(x) for x in zip(*here, strict=True))
+            told = self.clocks.nothing()
+            for at in np.unique(blocks):
+                self.clocks.release(told, blocks, warps, np.full(blocks.size, at))
+            self.clocks.acquire(told, blocks, warps)
+            self.rounds[np.unique(blocks)] += 1
+            here.clear()
+        return ""
+
+    def why(self) -> str:
+        """What those who are here wait for."""
+        return "; ".join(f"{len(here)} of {self.needed} warps are there" for here in self.here[:1])
+
+
+@dataclass
+class Box:
+    """A box on its way to shared memory of one block: where, what, the warp that sent it, and the time of the barrier's agent."""
+
+    place: Place
+    at: Any
+    data: Any
+    time: int
+    site: int
+
+
+@dataclass
+class Phase:
+    """What has come to a barrier of one block since its last phase ended."""
+
+    arrived: int = 0
+    announced: int = 0
+    boxes: list[Box] = field(default_factory=list)
+
+    @property
+    def coming(self) -> int:
+        """Bytes of its boxes."""
+        return sum(x.data.nbytes for x in self.boxes)
+
+
+class Ring:
+    """The `mbarrier`s of one name, of every block; the agent of number n is barrier `first + n`.
+
+    Boxes come as late as they may: when the phase ends that they count for.
+    """
+
+    def __init__(self, name: str, count: int, arrivals: int, clocks: Clocks, first: int) -> None:
+        self.name, self.arrivals, self.clocks, self.first = name, arrivals, clocks, first
+        self.phase = np.zeros((clocks.blocks, count), np.int64)
+        self.state = {(b, n): Phase() for b in range(clocks.blocks) for n in range(count)}
+        self.gathered = [clocks.nothing() for _ in range(count)]
+        self.released = [clocks.nothing() for _ in range(count)]
+        self.time = np.zeros((clocks.blocks, count), np.int32)
+        self.seen = np.full((clocks.blocks, clocks.warps, count), -1, np.int64)
+        self.maker: dict[int, tuple[int, int]] = {}
+
+    def make(self, b: int, w: int) -> None:
+        """A warp brings the barriers of its block into being."""
+        agent = int(self.clocks.agent(b, w))
+        self.maker[b] = agent, int(self.clocks.known[b, w, agent])
+
+    def unusable(self, b: int, by: tuple[int, int]) -> str:
+        """Why a warp (block, warp) may not use the barriers of block `b`, if it may not."""
+        if b not in self.maker:
+            return f"at {self.name}, which nobody made"
+        agent, time = self.maker[b]
+        if agent != self.clocks.agent(*by) and self.clocks.known[(*by, agent)] < time:
+            return f"at {self.name} as one thread makes it, with no barrier of the block between"
+        return ""
+
+    def arrive(self, b: int, n: int, by: tuple[int, int], announced: int = 0) -> str:
+        """A thread of a warp (block, warp) arrives, and announces bytes; what is wrong with that, if anything."""
+        self.settle(b, n)
+        state = self.state[b, n]
+        state.arrived += 1
+        state.announced += announced
+        self.clocks.visit(b, by)
+        self.clocks.release(self.gathered[n], np.array([by[0]]), np.array([by[1]]), np.array([b]))
+        if state.arrived > self.arrivals:
+            return f"more than {self.arrivals} arrive at {self.name}[{n}] in one phase: {self.short(b, n)}"
+        return ""
+
+    def send(self, b: int, n: int, place: Place, at: Any, data: Any, site: int) -> None:
+        """A box sets out that will arrive here."""
+        self.time[b, n] += 1
+        self.state[b, n].boxes.append(Box(place, at, data, int(self.time[b, n]), site))
+
+    def settle(self, b: int, n: int) -> None:
+        """End the phase if all have arrived and all bytes can come."""
+        state = self.state[b, n]
+        if state.arrived != self.arrivals or state.announced != state.coming:
+            return
+        agent = int(self.clocks.barrier(b, self.first + n))
+        for x in state.boxes:
+            where = np.full(x.at.size, b)
+            x.place.land(where, x.at)
+            x.place.write(where, x.at, np.full(x.at.size, agent), x.time, x.data, x.site)
+        gathered, released = self.gathered[n], self.released[n]
+        gathered.known[b, agent] = gathered.fenced[b, agent] = self.time[b, n]
+        released.known[b], released.fenced[b] = gathered.known[b], gathered.fenced[b]
+        self.state[b, n] = Phase()
+        self.phase[b, n] += 1
+
+    def passed(self, b: int, n: int, parity: int) -> bool:
+        """Whether the phase of this parity has ended."""
+        self.settle(b, n)
+        return bool(self.phase[b, n] % 2 != parity)
+
+    def lapped(self, b: int, n: int, w: int, parity: int) -> bool:
+        """Whether the phase that a warp waits for ended, and so did the next: it will wait for one that it does not mean."""
+        meant = self.seen[b, w, n] + 1
+        return bool(self.phase[b, n] > meant + (meant % 2 != parity) + 1)
+
+    def pass_(self, b: int, n: int, w: int) -> None:
+        """A warp has waited for the phase before this one."""
+        self.seen[b, w, n] = self.phase[b, n] - 1
+
+    def short(self, b: int, n: int) -> str:
+        """What a phase lacks."""
+        state = self.state[b, n]
+        if state.announced != state.coming:
+            return f"{state.coming} bytes come to {self.name}[{n}], and others were announced: {state.announced}"
+        return f"{state.arrived} of {self.arrivals} have arrived at {self.name}[{n}]"

@@ -1,0 +1,186 @@
+"""What Kernel IR means by the instructions of whole warps: ldmatrix, stmatrix, mma.sync, and wgmma with accumulators in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from terrazzo.hw import ldmatrix, mma_sync, wgmma
+from terrazzo.ir.address import flatten
+from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.layout import HARDWARE
+from terrazzo.ir.node import Node
+
+if TYPE_CHECKING:
+    from terrazzo.interp.kernel.team import Team
+
+
+class InFlight:
+    """Registers that products of a warpgroup use until they were waited for, and those that wgmma may not use before a fence."""
+
+    def __init__(self, shape: tuple[int, ...], body: tuple[Node, ...]) -> None:
+        used = [place for s in k.walk(body) if isinstance(s, k.MultiplyAsync) for place in (s.d, s.a) if isinstance(place, k.Registers)]
+        self.users: dict[k.Registers, Any] = {}
+        self.touched: dict[k.Registers, Any] = {place: np.zeros(shape, bool) for place in used}
+
+    def take(self, team: Team, place: k.Registers, at: int, count: int, step: int) -> None:
+        """One product more (step 1) or less (-1) uses registers of the threads of a team that are here."""
+        if place not in self.users:
+            self.users[place] = np.zeros(team.registers[place].shape, np.int16)
+        self.users[place][..., at : at + count] += step * team.active[..., None]
+
+    def refuse(self, team: Team, place: k.Registers, at: int, count: int, s: Node) -> None:
+        """CompilerBug where threads use registers that a product uses."""
+        if (users := self.users.get(place)) is not None and (late := users[..., at : at + count].any(axis=-1) & team.active).any():
+            team.fail(s, f"uses registers of {place.name} that wgmma is using, before it was waited for", np.argwhere(late)[0])
+
+    def touch(self, place: k.Registers, threads: Any) -> None:
+        """Threads use registers plainly."""
+        if place in self.touched:
+            self.touched[place] = self.touched[place] | threads
+
+    def fence(self, threads: Any) -> None:
+        """From here on wgmma may use what these threads touched."""
+        self.touched = {place: touched & ~threads for place, touched in self.touched.items()}
+
+
+def whole_warps(team: Team, s: Node) -> None:
+    """CompilerBug unless whole warps execute an instruction."""
+    some = team.active.any(axis=2)
+    if (team.active.all(axis=2) != some).any():
+        team.fail(s, "is executed by some lanes of a warp only", np.argwhere(team.active)[0])
+
+
+def rows(team: Team, s: k.LoadMatrix | k.StoreMatrix, place: k.Shared, index: Any) -> Any:
+    """The elements of shared memory that each lane gets or gives, from the rows that lanes name."""
+    whole_warps(team, s)
+    record = ldmatrix.move(s.instruction)
+    named = team.at(place, index, 1, s)[..., 0]
+    if (odd := team.active & (named * place.type.dtype.size % 16 != 0)).any():
+        team.fail(s, f"names a row of {place.name} that is not aligned to 16 bytes", np.argwhere(odd)[0])
+    reg, lane = np.meshgrid(np.arange(1 << record.layout.bits("reg")), np.arange(k.WARP))
+    where = record.layout.coordinates(reg=reg, lane=lane)
+    if team.machine.costs is not None:
+        team.machine.costs.matrix(s, team.bytes(place, named), team.active)
+    return named[..., where.get("j", 0) * 8 + where["r"]] + where["c"]
+
+
+def load_matrix(team: Team, s: k.LoadMatrix) -> None:
+    data = np.ascontiguousarray(team.get(s.source, rows(team, s, s.source, s.at), s))
+    held = data.view(np.uint32)
+    team.put(s.target, team.at(s.target, s.to, held.shape[-1], s), held, s)
+
+
+def store_matrix(team: Team, s: k.StoreMatrix) -> None:
+    at = rows(team, s, s.target, s.to)
+    count = at.shape[-1] * s.target.type.dtype.size // s.source.type.dtype.size
+    held = np.ascontiguousarray(team.get(s.source, team.at(s.source, s.at, count, s), s, count))
+    team.put(s.target, at, held.view(s.target.type.dtype.numpy), s)
+
+
+def multiply(team: Team, s: k.Multiply) -> None:
+    whole_warps(team, s)
+    record = mma_sync.product(s.instruction)
+    operands = []
+    for place, at, fragment in ((s.a, s.a_at, record.a), (s.b, s.b_at, record.b), (s.d, s.d_at, record.d)):
+        count = fragment.registers if place is not s.d else fragment.elements
+        data = np.ascontiguousarray(team.get(place, team.at(place, at, count, s), s, count))
+        operands.append(data.view(fragment.dtype.numpy))
+    team.put(s.d, team.at(s.d, s.d_at, record.d.elements, s), record.run(*operands), s)
+
+
+def multiply_async(team: Team, s: k.MultiplyAsync) -> None:
+    """The product is computed now, and until it was waited for nobody may use its registers, nor write what it reads."""
+    record = wgmma.product(s.instruction)
+    groups = _warpgroups(team, s)
+    d, count = team.at(s.d, s.d_at, record.d.registers, s), record.d.registers
+    used = [(s.d, d, count)]
+    if isinstance(s.a, k.Registers):
+        used.append((s.a, team.at(s.a, s.a_at, record.a.registers, s), record.a.registers))
+    for place, at, n in used:
+        if (unfenced := team.fragments.touched[place] & team.active).any():
+            team.fail(s, f"uses registers of {place.name} with no wgmma fence since they were used plainly", np.argwhere(unfenced)[0])
+        if not (team.known[place][..., at : at + n].all(axis=-1) | ~team.active).all():
+            team.fail(s, f"reads registers of {place.name} that nobody wrote")
+    held = team.registers[s.d][..., d : d + count]
+    clocks, learned = team.machine.clocks, []
+    for i, first in groups:
+        four = slice(first, first + 4)
+        b, w = int(team.block[i, 0, 0]), int(team.warp[0, first, 0])
+        time, agent = clocks.send(b, w, "wgmma"), clocks.reader(b, w, "wgmma")
+        if isinstance(s.a, k.Registers):
+            place, at, n = used[1]
+            packed = np.ascontiguousarray(team.registers[place][i, four, :, at : at + n])
+            left = record.collect(packed.view(record.operand.numpy).reshape(128, -1))
+        else:
+            left = _slab(team, s, s.a, s.a_at, record, record.shape[0], i, first, agent, time)
+        right = _slab(team, s, s.b, s.b_at, record, record.shape[1], i, first, agent, time)
+        held[i, four] = record.run(left, right, held[i, four].reshape(128, count)).reshape(4, k.WARP, count)
+        learned.append((i, first, b, agent, time))
+    for place, at, n in used:
+        team.fragments.take(team, place, at, n, 1)
+
+    def done(threads: Any) -> None:
+        here, team.active = team.active, threads
+        for place, at, n in used:
+            team.fragments.take(team, place, at, n, -1)
+        team.active = here
+        for i, first, b, agent, time in learned:
+            for j in range(first, first + 4):
+                if threads[i, j].any():
+                    clocks.learn(b, int(team.warp[0, j, 0]), agent, time)
+
+    team.groups.begin("wgmma", team.active, done)
+
+
+def _warpgroups(team: Team, s: Node) -> list[tuple[int, int]]:
+    """The warpgroups that execute an instruction whole: block and first warp, as the team counts them."""
+    whole: Any = team.active.all(axis=2)
+    some: Any = team.active.any(axis=2)
+    found = []
+    for i in range(team.shape[0]):
+        for j in np.nonzero(some[i])[0]:
+            first = j - team.warp[0, j, 0] % 4
+            if first < 0 or not whole[i, first : first + 4].all() or whole[i, first : first + 4].size < 4:
+                team.fail(s, "is executed by a part of a warpgroup only", (i, j, 0))
+            found.append((i, int(first)))
+    return list(dict.fromkeys(found))
+
+
+def _slab(team: Team, s: Any, place: Any, index: Any, record: Any, count: int, i: int, first: int, agent: Any, time: Any) -> Any:
+    """An operand of a warpgroup's product in shared memory, [rows, k], as its descriptor says where it is."""
+    offset = np.broadcast_to(team.number_of(flatten(index, place.type.element_strides)), team.shape)[i, first : first + 4]
+    if np.unique(offset).size > 1:
+        team.fail(s, f"names several slabs of {place.name} in one warpgroup", (i, first, 0))
+    size = place.type.dtype.size
+    at = team.kernel.offsets[place] + int(offset[0, 0]) * size
+    addresses = wgmma.addresses(wgmma.descriptor(at, place.swizzle), count, record.shape[2] * size)[:, ::size]
+    elements = (HARDWARE[place.swizzle](addresses - team.kernel.offsets[place])) // size
+    if (elements < 0).any() or (elements >= team.size(place)).any():
+        team.fail(s, f"has a slab that goes beyond the end of {place.name}", (i, first, 0))
+    b = int(team.block[i, 0, 0])
+    flat = elements.reshape(-1)
+    for j in range(4):  # every warp of the four must know that it may
+        x = team.access(np.broadcast_to(flat, (*team.shape, flat.size)), _only(team, i, first + j))
+        team.refuse(team.machine.places[place].check_read(x.b, x.a, x.w, asynchronous=True), x, s)
+    memory = team.machine.places[place]
+    memory.note_read(np.full(flat.size, b), flat, np.full(flat.size, agent), time, team.line)
+    if team.machine.costs is not None:
+        team.machine.costs.slab(s, addresses.size * size)
+    return memory.data[b, elements].astype(np.float64)
+
+
+def _only(team: Team, i: int, j: int) -> Any:
+    one = np.zeros(team.shape, bool)
+    one[i, j, 0] = True
+    return one
+
+
+MEANING: dict[type, Callable[[Team, Any], None]] = {
+    k.LoadMatrix: load_matrix,
+    k.StoreMatrix: store_matrix,
+    k.Multiply: multiply,
+    k.MultiplyAsync: multiply_async,
+}

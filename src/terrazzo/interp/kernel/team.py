@@ -1,0 +1,372 @@
+"""Warps that go step by step together: their registers, their values, and the statements they execute.
+
+Every value is an array over [block, warp, lane]; `active` are the threads that execute the statement. The lanes of a warp never run
+apart. What is asynchronous is in `copies`, the instructions of whole warps in `products`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from terrazzo.errors import CompilerBug, UserError
+from terrazzo.hw.transfer import SHUFFLE, VOTE
+from terrazzo.interp.kernel import copies, products
+from terrazzo.interp.kernel.memory import Conflict, Output
+from terrazzo.ir.address import evaluate
+from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import Expr, IntExpr, Loaded
+from terrazzo.ir.layout import HARDWARE
+from terrazzo.ir.node import Node, topological
+from terrazzo.ir.show_kernel import lines
+
+if TYPE_CHECKING:
+    from terrazzo.interp.kernel.machine import Machine
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Why a team stands still: at a line, until `ready`; `why` says what is missing."""
+
+    line: int
+    ready: Callable[[], bool]
+    why: Callable[[], str]
+
+
+@dataclass(frozen=True)
+class Access:
+    """Elements `a` that warps `w` of blocks `b` use, in arrays of one length; `mask` [block, warp, lane, element] says which those are."""
+
+    b: Any
+    a: Any
+    w: Any
+    mask: Any
+
+
+class Team:
+    """Some warps of some blocks of a machine, both numbered as there."""
+
+    def __init__(self, machine: Machine, blocks: Any, warps: Any) -> None:
+        self.machine, self.kernel = machine, machine.kernel
+        self.shape = (len(blocks), len(warps), k.WARP)
+        self.block = blocks[:, None, None]
+        self.warp = warps[None, :, None]
+        self.active = np.ones(self.shape, bool)
+        self.line = 0
+        self.doing: Node = self.kernel
+        self.loaded: dict[Node, Any] = {}
+        numbers = {"block": machine.ids[blocks][:, None, None], "warp": self.warp, "lane": np.arange(k.WARP)[None, None, :]}
+        self.env: dict[Any, Any] = {e: numbers[e.name] for e in machine.variables}
+        self.values: dict[Node, Any] = {}
+        self.registers: dict[k.Registers, Any] = {}
+        self.known: dict[k.Registers, Any] = {}
+        self.groups = copies.Groups(self.shape)
+        self.fragments = products.InFlight(self.shape, self.kernel.body)
+
+    # -- statements ---------------------------------------------------------------------------------------------------
+
+    def statements(self, body: Sequence[Node], line: int) -> Iterator[Wait]:
+        """Execute statements, of which the first is on this line of the kernel's text; yields where it has to wait."""
+        for s in body:
+            self.line, self.doing, self.loaded = line, s, {}
+            match s:
+                case k.For():
+                    assert isinstance(s.axis.extent, int)
+                    for i in range(s.axis.extent):
+                        self.env[s.axis] = i
+                        yield from self.statements(s.body, line + 1)
+                case k.If() | k.Role():
+                    outer = self.active
+                    self.active = outer & (self.holds(s.inside) if isinstance(s, k.If) else self.plays(s))
+                    if self.active.any():
+                        yield from self.statements(s.body, line + 1)
+                    self.active = outer
+                case k.Sync() | k.ClusterSync():
+                    yield from self.meet(s)
+                case k.WaitBarrier():
+                    yield from copies.wait_barrier(self, s)
+                case _:
+                    self.statement(s)
+            if self.machine.costs is not None and not isinstance(s, k.For | k.If | k.Role):
+                self.machine.costs.issue(s, self.active)
+            line += lines(s)
+
+    def statement(self, s: Node) -> None:
+        match s:
+            case k.Let():
+                self.values[s.value] = self.term(s.term)
+            case k.Declare():
+                count = int(np.prod(s.place.type.static_shape, dtype=np.int64))
+                fill = s.init.value if s.init else 0
+                self.registers[s.place] = np.full((*self.shape, count), fill, s.place.type.dtype.numpy)
+                self.known[s.place] = np.full((*self.shape, count), s.init is not None)
+                self.fragments.touch(s.place, self.active)
+            case l.Store():
+                self.put(s.buffer, self.at(s.buffer, s.index, 1, s), self.term(s.value)[..., None], s)
+            case k.Atomic():
+                x = self.access(at := self.at(s.buffer, s.index, 1, s), self.active)
+                if self.machine.costs is not None:
+                    size = s.buffer.type.dtype.size
+                    self.machine.costs.memory(s, at[..., 0] * size, self.active, size, write=True)
+                self.combine(s.buffer, x, np.broadcast_to(self.term(s.value)[..., None], x.mask.shape)[x.mask], s.function, s)
+            case k.Move():
+                data = self.get(s.source, self.at(s.source, s.at, s.count, s), s, s.count)
+                self.put(s.target, self.at(s.target, s.to, s.count, s), data, s)
+            case _ if meaning := _MEANING.get(type(s)):
+                meaning(self, s)
+            case _:
+                raise CompilerBug(f"{self.kernel.name}: no meaning for {type(s).__name__}")
+
+    def meet(self, s: k.Sync | k.ClusterSync) -> Iterator[Wait]:
+        """Warps that are here whole arrive; none or all of them are, at a barrier of all."""
+        whole: Any = self.active.all(axis=2)
+        some: Any = self.active.any(axis=2)
+        everybody = isinstance(s, k.ClusterSync) or not s.warps
+        uneven = some.any(axis=1) != some.all(axis=1) if everybody else np.zeros(1, bool)
+        if (whole != some).any() or uneven.any():
+            self.fail(s, "only some threads of a block reach a barrier")
+        at = self.machine.cluster_meeting() if isinstance(s, k.ClusterSync) else self.machine.meeting(s.number, s.warps)
+        blocks = self.block[some.any(axis=1), 0, 0]
+        before, line = at.rounds[blocks].copy(), self.line
+        for i, j in np.argwhere(some):
+            if why := at.arrive(int(self.block[i, 0, 0]), int(self.warp[0, j, 0]), line if everybody else 0):
+                self.fail(s, why)
+
+        def ready() -> bool:
+            return bool((at.rounds[blocks] > before).all())
+
+        if not ready():
+            yield Wait(line, ready, at.why)
+
+    def holds(self, inside: Sequence[IntExpr]) -> Any:
+        """The threads for which expressions are not negative."""
+        found = np.ones(self.shape, bool)
+        for e in inside:
+            found = found & (self.number_of(e) >= 0)
+        return found
+
+    def plays(self, role: k.Role) -> Any:
+        """The threads of a role: all or none of a team."""
+        return np.broadcast_to((self.warp >= role.first) & (self.warp < role.first + role.count), self.shape)
+
+    # -- what is wrong ------------------------------------------------------------------------------------------------
+
+    def fail(self, s: Node, what: str, where: Any = None, other: str = "") -> NoReturn:
+        """CompilerBug, with the statement and its line; `where` is (block, warp, lane[, element]) of the team, the first that fails."""
+        who = ""
+        if where is not None:
+            block, warp = self.machine.ids[self.block[where[0], 0, 0]], self.warp[0, where[1], 0]
+            who = f", block {block}, warp {warp}, lane {where[2]}"
+        text = self.machine.text(self.line)
+        raise CompilerBug(f"{self.kernel.name}: {type(s).__name__} {what}: line {self.line} of the kernel, `{text}`{who}{other}")
+
+    def refuse(self, found: Conflict | None, x: Access, s: Node) -> None:
+        """CompilerBug for an access that conflicts with another, with both of them."""
+        if found is not None:
+            by = [f"by {found.agent}"] if found.agent else []
+            site = [f"line {found.site} `{self.machine.text(found.site)}`"] if found.site >= 0 else []
+            other = f"; the other access is {', '.join(by + site)}" if by + site else ""
+            self.fail(s, f"{found.what} (element {x.a[found.which]})", np.argwhere(x.mask)[found.which], other)
+
+    def one_thread(self, s: Any) -> list[tuple[int, int, tuple[int, int, int]]]:
+        """Who executes a statement that one thread of a block may: (block, warp) of the machine, and where that is in our arrays."""
+        if (self.active.sum(axis=(1, 2)) > 1).any():
+            self.fail(s, "is executed by several threads of a block")
+        return [(int(self.block[i, 0, 0]), int(self.warp[0, j, 0]), (i, j, n)) for i, j, n in np.argwhere(self.active)]
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def at(self, place: l.Buffer, index: Sequence[IntExpr], count: int, s: Node, active: Any = None) -> Any:
+        """Offsets of `count` elements for every thread, an int in registers; those of active threads must lie inside."""
+        active = self.active if active is None else active
+        offset: Any = 0
+        for e, extent, stride in zip(index, place.type.static_shape, place.type.element_strides, strict=True):
+            value = self.number_of(e)
+            outside = (value < 0) | (value >= extent)
+            if np.any(outside) and (bad := np.broadcast_to(outside, self.shape) & active).any():
+                self.fail(s, f"at {place.name}[{e}] is outside [0, {extent})", np.argwhere(bad)[0])
+            offset = offset + value * stride
+        size = self.size(place)
+        beyond = offset + count > size
+        if np.any(beyond) and (bad := np.broadcast_to(beyond, self.shape) & active).any():
+            self.fail(s, f"goes {count} elements on, beyond the end of {place.name}", np.argwhere(bad)[0])
+        wide = min(count * place.type.dtype.size, 16)
+        odd = offset * place.type.dtype.size % wide != 0
+        if isinstance(s, k.Move | k.AsyncCopy) and np.any(odd) and (bad := np.broadcast_to(odd, self.shape) & active).any():
+            self.fail(s, f"of {count} elements at {place.name} is not aligned to {wide} bytes", np.argwhere(bad)[0])
+        if isinstance(place, k.Registers):
+            return self.constant(offset, place, s)
+        found = np.broadcast_to(offset, self.shape)[..., None] + np.arange(count)
+        return np.clip(found, 0, max(size - 1, 0))
+
+    def constant(self, offset: Any, place: k.Registers, s: Node) -> int:
+        """An index into registers, which must not differ between threads."""
+        if isinstance(offset, int):
+            return offset
+        values = np.unique(np.broadcast_to(offset, self.shape)[self.active])
+        if values.size != 1:
+            self.fail(s, f"indexes the registers {place.name} by a number that threads differ in")
+        return int(values[0])
+
+    def size(self, place: l.Buffer) -> int:
+        return max(k.shared_bytes(place) // place.type.dtype.size, 1)
+
+    def access(self, at: Any, active: Any) -> Access:
+        """The elements of active threads."""
+        mask = np.broadcast_to(active[..., None], at.shape)
+        block, warp = np.broadcast_to(self.block[..., None], at.shape), np.broadcast_to(self.warp[..., None], at.shape)
+        return Access(block[mask], at[mask], warp[mask], mask)
+
+    def bytes(self, place: k.Shared, at: Any) -> Any:
+        """Addresses in shared memory of elements of a place."""
+        return self.kernel.offsets[place] + HARDWARE[place.swizzle](at * place.type.dtype.size)
+
+    def get(self, place: l.Buffer, at: Any, s: Node, count: int = 1, active: Any = None) -> Any:
+        """Elements [block, warp, lane, element] that threads read: at offsets, or `count` of them from one on in registers."""
+        active = self.active if active is None else active
+        if isinstance(place, k.Registers):
+            if not (known := self.known[place][..., at : at + count].all(axis=-1) | ~active).all():
+                self.fail(s, f"reads registers of {place.name} that nobody wrote", np.argwhere(~known)[0])
+            self.fragments.refuse(self, place, at, count, s)
+            self.fragments.touch(place, active)
+            return self.registers[place][..., at : at + count]
+        x = self.access(at, active)
+        costs = self.machine.costs
+        if isinstance(place, k.Shared):
+            self.refuse((memory := self.machine.places[place]).check_read(x.b, x.a, x.w), x, s)
+            clocks = self.machine.clocks
+            memory.note_read(x.b, x.a, clocks.agent(x.b, x.w), clocks.now(x.b, x.w), self.line)
+            if costs is not None and not isinstance(s, k.LoadMatrix):
+                costs.shared(self.doing, self.bytes(place, at[..., 0]), active, place.type.dtype.size * at.shape[-1])
+            return memory.data[np.broadcast_to(self.block[..., None], at.shape), at]
+        if costs is not None and not isinstance(s, k.AsyncCopy):
+            costs.memory(self.doing, at[..., 0] * place.type.dtype.size, active, place.type.dtype.size * at.shape[-1])
+        if (output := self.machine.outputs.get(place)) is not None:
+            self.refuse(output.read(self.machine.clocks, self.machine.ids[x.b], x.b, x.a, x.w), x, s)
+            return output.data[at]
+        return self.machine.memory[place][at]
+
+    def put(self, place: l.Buffer, at: Any, data: Any, s: Node) -> None:
+        """Active threads write [block, warp, lane, element]."""
+        if isinstance(place, k.Registers):
+            count = data.shape[-1]
+            self.fragments.refuse(self, place, at, count, s)
+            self.fragments.touch(place, self.active)
+            held = self.registers[place][..., at : at + count]
+            np.copyto(held, data.astype(held.dtype, copy=False), where=self.active[..., None])
+            self.known[place][..., at : at + count] |= self.active[..., None]
+            return
+        x = self.access(at, self.active)
+        values = np.broadcast_to(data, at.shape)[x.mask]
+        costs = self.machine.costs
+        if isinstance(place, k.Shared):
+            if costs is not None and not isinstance(s, k.StoreMatrix):
+                costs.shared(self.doing, self.bytes(place, at[..., 0]), self.active, place.type.dtype.size * at.shape[-1], write=True)
+            self.write(place, x, values, s)
+        else:
+            if costs is not None:
+                costs.memory(self.doing, at[..., 0] * place.type.dtype.size, self.active, place.type.dtype.size * at.shape[-1], write=True)
+            self.write_output(place, x, values, s)
+
+    def write(self, place: k.Shared, x: Access, values: Any, s: Node, landing: bool = False) -> None:
+        """Write to shared memory; `landing` where a copy of the warps' own arrives."""
+        memory, clocks = self.machine.places[place], self.machine.clocks
+        self.refuse(memory.check_write(x.b, x.a, x.w, landing), x, s)
+        if landing:
+            memory.land(x.b, x.a)
+        self.refuse(memory.write(x.b, x.a, clocks.agent(x.b, x.w), clocks.now(x.b, x.w), values, self.line), x, s)
+
+    def write_output(self, place: l.Buffer, x: Access, values: Any, s: Node, late: bool = False) -> None:
+        """Write to global memory."""
+        found = self.output(place, s).write(self.machine.clocks, self.machine.ids[x.b], x.b, x.a, x.w, values, self.line, late)
+        self.refuse(found, x, s)
+
+    def combine(self, place: l.Buffer, x: Access, values: Any, function: str, s: Node) -> None:
+        """Add to global memory (or take the minimum, the maximum)."""
+        found = self.output(place, s).combine(self.machine.clocks, self.machine.ids[x.b], x.b, x.a, x.w, values, function, self.line)
+        self.refuse(found, x, s)
+
+    def output(self, place: l.Buffer, s: Node) -> Output:
+        """A buffer that the kernel writes."""
+        if (found := self.machine.outputs.get(place)) is None:
+            self.fail(s, f"writes {place.name}, which the kernel only reads")
+        return found
+
+    def remote(self, x: k.Remote) -> Any:
+        """An element of shared memory of another block of the cluster."""
+        at = self.at(x.buffer, x.index, 1, x)
+        here, clocks, place = self.access(at, self.active), self.machine.clocks, self.machine.places[x.buffer]
+        ranks = np.broadcast_to(self.number_of(x.rank), self.shape)
+        if (bad := ((ranks < 0) | (ranks >= self.kernel.cluster)) & self.active).any():
+            self.fail(x, f"names a block that a cluster of {self.kernel.cluster} has not", np.argwhere(bad)[0])
+        peers = np.clip(self.block - self.block % self.kernel.cluster + ranks, 0, clocks.blocks - 1)
+        there = Access(np.broadcast_to(peers[..., None], at.shape)[here.mask], here.a, here.w, here.mask)
+        self.refuse(place.check_read(there.b, there.a, there.w, by=here.b), there, x)
+        place.note_read(there.b, there.a, clocks.agent(here.b, here.w), clocks.now(here.b, here.w), self.line)
+        if self.machine.costs is not None:
+            self.machine.costs.shared(self.doing, self.bytes(x.buffer, at[..., 0]), self.active, x.dtype.size)
+        for b, by, w in {*zip(there.b.tolist(), here.b.tolist(), here.w.tolist(), strict=True)}:
+            clocks.visit(b, (by, w))
+        return place.data[peers[..., None], at][..., 0]
+
+    # -- terms --------------------------------------------------------------------------------------------------------
+
+    def number_of(self, e: IntExpr) -> Any:
+        """The value of an index expression: an int, or an array that broadcasts to [block, warp, lane]."""
+        if isinstance(e, int):
+            return e
+        env = self.env
+        if gathered := _loaded(e):
+            env = dict(env)
+            for x in gathered:
+                at = self.term(x.value).astype(np.int64)
+                extent = self.number_of(x.extent)
+                if ((at < 0) | (at >= extent))[self.active].any():
+                    raise UserError(f"{self.kernel.name}: an index is out of range for its dimension of {extent}")
+                env[x] = np.clip(at, 0, max(extent - 1, 0))
+        return evaluate(e, env)
+
+    def chosen(self, e: IntExpr) -> Any:
+        """The value of an index expression for every active thread."""
+        return np.broadcast_to(self.number_of(e), self.shape)[self.active]
+
+    def term(self, x: Node) -> Any:
+        """The value of a term for every thread."""
+        match x:
+            case l.Literal():
+                return np.full(self.shape, x.value, x.type.numpy)
+            case l.Index():
+                return np.broadcast_to(np.asarray(self.number_of(x.value), np.int64), self.shape)
+            case k.Value():
+                return self.values[x]
+            case k.Shuffle():
+                if (self.active & ~self.active[..., np.arange(k.WARP) ^ x.mask]).any():
+                    self.fail(x, "is a shuffle that reads from lanes that do not take part")
+                return SHUFFLE.run(self.term(x.x), x.mask)
+            case k.Vote():
+                if (self.active.any(axis=2) & ~self.active.all(axis=2)).any():
+                    self.fail(x, "is a vote of some lanes of a warp only")
+                return VOTE.run(self.term(x.x), x.kind)
+            case k.Remote():
+                return self.remote(x)
+            case l.Load():
+                if x not in self.loaded:  # equal loads in a statement are one
+                    active = self.active & self.holds(x.inside) if x.inside else self.active
+                    data = self.get(x.buffer, self.at(x.buffer, x.index, 1, x, active), x, active=active)[..., 0]
+                    self.loaded[x] = np.where(active, data, np.zeros((), data.dtype)) if x.inside else data
+                return self.loaded[x]
+            case l.Apply():
+                found = x.fn.numpy(*(self.term(a) for a in x.args))
+                return np.broadcast_to(np.asarray(found, x.dtype.numpy), self.shape)
+        raise CompilerBug(f"{self.kernel.name}: no value for {type(x).__name__}")
+
+
+def _loaded(e: Expr) -> list[Loaded]:
+    return [x for x in topological([e]) if isinstance(x, Loaded)]
+
+
+_MEANING: dict[type, Callable[[Team, Any], None]] = {**copies.MEANING, **products.MEANING}

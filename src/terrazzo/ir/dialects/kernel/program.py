@@ -1,0 +1,78 @@
+"""Kernels, and programs of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects.kernel.statements import TensorLoad, TensorStore, map_of, walk
+from terrazzo.ir.dialects.kernel.values import WARP, Shared, shared_bytes
+from terrazzo.ir.dialects.loop import Buffer
+from terrazzo.ir.node import Node
+
+REGISTER_FILE = 65536
+"""32-bit registers of a processor."""
+
+
+class Kernel(Node, dialect="kernel", op="kernel"):
+    """One launch of `grid` blocks of `warps` warps. `params` are the buffers in global memory, those read first.
+
+    A thread may use as many registers as leave room for `resident` blocks on a processor; `cluster` blocks share their memory.
+    """
+
+    name: str
+    params: tuple[Buffer, ...]
+    writes: tuple[Buffer, ...]
+    grid: int
+    warps: int
+    shared: tuple[Shared, ...]
+    body: tuple[Node, ...]
+    resident: int = 1
+    source: str = ""
+    cluster: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.warps * WARP
+
+    @property
+    def reads(self) -> tuple[Buffer, ...]:
+        """The buffers in global memory that are not written."""
+        return tuple(b for b in self.params if b not in self.writes)
+
+    @cached_property
+    def maps(self) -> tuple[tuple[Buffer, tuple[int, ...], int], ...]:
+        """The tensor maps it takes, each once: of which buffer, with which box and swizzle."""
+        boxes = [s for s in walk(self.body) if isinstance(s, TensorLoad | TensorStore)]
+        return tuple(dict.fromkeys(map_of(s) for s in boxes))
+
+    @cached_property
+    def offsets(self) -> dict[Shared, int]:
+        """Where each part of shared memory begins, in bytes."""
+        found, at = {}, 0
+        for s in self.shared:
+            at = -(-at // 1024) * 1024 if s.swizzle else -(-at // 16) * 16
+            found[s] = at
+            at += shared_bytes(s)
+        return found
+
+    @cached_property
+    def shared_bytes(self) -> int:
+        """How much shared memory a block takes."""
+        return max((at + shared_bytes(s) for s, at in self.offsets.items()), default=0)
+
+
+@dataclass(frozen=True)
+class Program:
+    """Kernels and calls in the order they run, as in Loop IR."""
+
+    name: str
+    inputs: tuple[Buffer, ...]
+    steps: tuple[Kernel | l.Call, ...]
+    results: tuple[Buffer, ...]
+
+    @property
+    def dialect(self) -> str:
+        return "kernel"

@@ -1,0 +1,287 @@
+"""The statements of Kernel IR, one for each of CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from terrazzo.errors import UserError
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects.kernel.values import Barriers, Registers, Shared, Value
+from terrazzo.ir.dialects.loop import Buffer
+from terrazzo.ir.expr import IntExpr, Var
+from terrazzo.ir.node import Node
+
+
+class Let(Node, dialect="kernel", op="let"):
+    """Compute a term into a register that nothing changes."""
+
+    value: Value
+    term: Node
+
+
+class Declare(Node, dialect="kernel", op="declare"):
+    """Registers come into being, all at `init` where there is one."""
+
+    place: Registers
+    init: l.Literal | None = None
+
+
+class Move(Node, dialect="kernel", op="move"):
+    """`count` elements that lie one behind the other in both places, in as few accesses as their size allows (16 bytes each)."""
+
+    target: Buffer
+    to: tuple[IntExpr, ...]
+    source: Buffer
+    at: tuple[IntExpr, ...]
+    count: int
+
+    def check(self) -> None:
+        if self.count < 1 or self.count & self.count - 1:
+            raise UserError(f"move takes a power of two of elements, not {self.count}")
+        if self.target.type.dtype is not self.source.type.dtype:
+            raise UserError(f"move: {self.source.type.dtype} into {self.target.name}, which holds {self.target.type.dtype}")
+
+
+class Atomic(Node, dialect="kernel", op="atomic"):
+    """An element of global memory becomes its "add", "min" or "max" with a value, as if no thread came between. f32 and i32."""
+
+    function: str
+    buffer: Buffer
+    index: tuple[IntExpr, ...]
+    value: Node
+
+    def check(self) -> None:
+        _one_of("atomic", self.function, ("add", "min", "max"))
+        kind = self.buffer.type.dtype
+        if kind.name not in ("f32", "i32") or (kind.is_float and self.function != "add"):
+            raise UserError(f"there is no atomic {self.function} of {kind}")
+        if self.value.dtype is not kind:  # type: ignore[attr-defined]
+            raise UserError(f"atomic: {self.value.dtype} into {self.buffer.name}, which holds {kind}")  # type: ignore[attr-defined]
+
+
+class AsyncCopy(Node, dialect="kernel", op="async_copy"):
+    """cp.async: `count` elements from global into shared memory, zeros where an expression of `inside` is negative."""
+
+    target: Shared
+    to: tuple[IntExpr, ...]
+    source: Buffer
+    at: tuple[IntExpr, ...]
+    count: int
+    inside: tuple[IntExpr, ...] = ()
+
+    def check(self) -> None:
+        if self.count * self.source.type.dtype.size not in (4, 8, 16):
+            raise UserError(f"cp.async moves 4, 8 or 16 bytes, not {self.count * self.source.type.dtype.size}")
+
+
+KINDS = ("cp.async", "wgmma", "bulk")
+"""What is grouped, each kind by itself: copies into shared memory, products of warpgroups, boxes on their way to global memory."""
+
+
+class Commit(Node, dialect="kernel", op="commit"):
+    """What this thread began asynchronously since the last commit, of one of the KINDS, becomes a group."""
+
+    kind: str = "cp.async"
+
+    def check(self) -> None:
+        _one_of("commit", self.kind, KINDS)
+
+
+class WaitGroups(Node, dialect="kernel", op="wait_groups"):
+    """Until at most `open` groups of this thread, of a kind, are on their way. Boxes ("bulk") have then been read, not yet written."""
+
+    open: int
+    kind: str = "cp.async"
+
+    def check(self) -> None:
+        _one_of("wait_groups", self.kind, KINDS)
+
+
+class Sync(Node, dialect="kernel", op="sync"):
+    """Until `warps` warps are here (0: all of the block), at barrier `number`; what they wrote to shared memory is then seen by all."""
+
+    number: int = 0
+    warps: int = 0
+
+    def check(self) -> None:
+        if not (self.number == self.warps == 0 or (1 <= self.number <= 15 and 1 <= self.warps <= 32)):
+            raise UserError(f"sync(number, warps) has numbers 1 to 15 and 1 to 32 warps, not {self.number} and {self.warps}")
+
+
+class ClusterSync(Node, dialect="kernel", op="cluster_sync"):
+    """Until all threads of the cluster are here."""
+
+
+FENCES = ("proxy", "wgmma")
+
+
+class Fence(Node, dialect="kernel", op="fence"):
+    """An order between this thread's plain accesses and asynchronous ones that come after.
+
+    "proxy": what was written to shared memory is seen by TMA and wgmma; "wgmma": what was written to registers is seen by wgmma.
+    """
+
+    kind: str
+
+    def check(self) -> None:
+        _one_of("fence", self.kind, FENCES)
+
+
+class InitBarriers(Node, dialect="kernel", op="init_barriers"):
+    """Barriers come into being, and are seen by asynchronous copies. One thread does this, before a barrier of the block."""
+
+    barriers: Barriers
+
+
+class Expect(Node, dialect="kernel", op="expect"):
+    """Arrive at a barrier, and announce bytes that will come."""
+
+    barriers: Barriers
+    slot: IntExpr
+    bytes: int
+
+
+class WaitBarrier(Node, dialect="kernel", op="wait_barrier"):
+    """Until the phase of this parity of a barrier has ended."""
+
+    barriers: Barriers
+    slot: IntExpr
+    phase: IntExpr
+
+
+class Arrive(Node, dialect="kernel", op="arrive"):
+    """Arrive at a barrier: of this block, or of block `rank` of the cluster."""
+
+    barriers: Barriers
+    slot: IntExpr
+    rank: IntExpr | None = None
+
+
+class TensorLoad(Node, dialect="kernel", op="tensor_load"):
+    """TMA, by one thread: the box of the source that begins at `at` into shared memory, zeros outside the tensor.
+
+    Its bytes count at a barrier. With `ranks`, a set of bits, it goes to that place and counts at that barrier of each such block of
+    the cluster.
+    """
+
+    target: Shared
+    to: tuple[IntExpr, ...]
+    source: Buffer
+    at: tuple[IntExpr, ...]
+    box: tuple[int, ...]
+    barriers: Barriers
+    slot: IntExpr
+    ranks: int = 0
+
+
+REDUCTIONS = ("", "add", "min", "max")
+
+
+class TensorStore(Node, dialect="kernel", op="tensor_store"):
+    """TMA, by one thread: a box of shared memory to where it begins at `to` in the target, nothing outside the tensor; kind "bulk".
+
+    With a reduction, each element of the target becomes its sum with (its minimum, maximum with) that of the box.
+    """
+
+    target: Buffer
+    to: tuple[IntExpr, ...]
+    source: Shared
+    at: tuple[IntExpr, ...]
+    box: tuple[int, ...]
+    reduction: str = ""
+
+    def check(self) -> None:
+        _one_of("tensor_store", self.reduction, REDUCTIONS)
+
+
+class LoadMatrix(Node, dialect="kernel", op="load_matrix"):
+    """ldmatrix: `instruction` names a record of hw.ldmatrix; every lane names a row. Registers are 32 bits wide."""
+
+    instruction: str
+    target: Registers
+    to: tuple[IntExpr, ...]
+    source: Shared
+    at: tuple[IntExpr, ...]
+
+
+class StoreMatrix(Node, dialect="kernel", op="store_matrix"):
+    """stmatrix: the reverse of ldmatrix. Registers are 32 bits wide, or hold elements of the target's type."""
+
+    instruction: str
+    target: Shared
+    to: tuple[IntExpr, ...]
+    source: Registers
+    at: tuple[IntExpr, ...]
+
+
+class Multiply(Node, dialect="kernel", op="multiply"):
+    """d += a * b by a matrix instruction, a record of hw.mma_sync. a and b are in 32-bit registers."""
+
+    instruction: str
+    d: Registers
+    d_at: tuple[IntExpr, ...]
+    a: Registers
+    a_at: tuple[IntExpr, ...]
+    b: Registers
+    b_at: tuple[IntExpr, ...]
+
+
+class MultiplyAsync(Node, dialect="kernel", op="multiply_async"):
+    """d += a * b by the four warps of a warpgroup, a record of hw.wgmma; d may be used again once its group was waited for.
+
+    b is a slab of shared memory, swizzled, whose rows are as wide as the swizzle; a too, or it is in 32-bit registers.
+    """
+
+    instruction: str
+    d: Registers
+    d_at: tuple[IntExpr, ...]
+    a: Buffer
+    a_at: tuple[IntExpr, ...]
+    b: Shared
+    b_at: tuple[IntExpr, ...]
+
+
+class For(Node, dialect="kernel", op="for"):
+    """`body` for every value of `axis`, in order. Unrolled loops leave no loop behind."""
+
+    axis: Var
+    body: tuple[Node, ...]
+    unrolled: bool = False
+
+
+class If(Node, dialect="kernel", op="if"):
+    """`body` where every expression of `inside` is >= 0."""
+
+    inside: tuple[IntExpr, ...]
+    body: tuple[Node, ...]
+
+
+class Role(Node, dialect="kernel", op="role"):
+    """`body` for warps `first` to `first + count - 1`, each thread of which takes `registers` registers from here on (0: as it has)."""
+
+    first: int
+    count: int
+    body: tuple[Node, ...]
+    registers: int = 0
+
+    def check(self) -> None:
+        if self.registers and (self.first % 4 or self.count % 4 or self.registers not in range(24, 241, 8)):
+            raise UserError("a role with registers is of whole warpgroups, and takes a multiple of 8 from 24 to 240")
+
+
+def map_of(s: TensorLoad | TensorStore) -> tuple[Buffer, tuple[int, ...], int]:
+    """The tensor map of a box: of which buffer in global memory, with which box and swizzle."""
+    return (s.source, s.box, s.target.swizzle) if isinstance(s, TensorLoad) else (s.target, s.box, s.source.swizzle)
+
+
+def walk(body: tuple[Node, ...]) -> Iterator[Node]:
+    """Every statement, also inside loops, conditions and roles, in order."""
+    for s in body:
+        yield s
+        if isinstance(s, For | If | Role):
+            yield from walk(s.body)
+
+
+def _one_of(what: str, word: str, words: tuple[str, ...]) -> None:
+    if word not in words:
+        raise UserError(f"{what}: {word!r} is none of {', '.join(map(repr, words))}")

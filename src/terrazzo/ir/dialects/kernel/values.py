@@ -1,0 +1,92 @@
+"""Places and values of Kernel IR: memory of a block and of a thread, and terms that only a kernel has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from terrazzo.errors import UserError
+from terrazzo.ir.dialects.loop import Buffer, Term
+from terrazzo.ir.expr import IntExpr, Var
+from terrazzo.ir.node import Node
+from terrazzo.ir.types import DType, bool_
+
+WARP = 32
+"""Threads in a warp."""
+BLOCK = "block"
+THREADS = ("block", "warp", "lane")
+LANE = Var("lane", WARP)
+
+
+class Shared(Buffer, dialect="kernel", op="shared"):
+    """Memory of the block. Bits of the byte offset are exchanged with a span of `swizzle` bytes (0, 32, 64 or 128; see ir.layout)."""
+
+    swizzle: int = 0
+
+
+class Barriers(Shared, dialect="kernel", op="barriers"):
+    """`mbarrier`s, one for each slot of a ring. A phase ends when `arrivals` threads arrived and all announced bytes have come."""
+
+    arrivals: int = 1
+
+
+class Registers(Buffer, dialect="kernel", op="registers"):
+    """Memory of the thread: indices must be constants once loops are unrolled."""
+
+
+class Value(Term, dialect="kernel", op="value"):
+    """What a `Let` named."""
+
+    name: str
+    type: DType
+
+    def infer(self) -> DType:
+        return self.type
+
+
+class Shuffle(Term, dialect="kernel", op="shuffle"):
+    """x as the lane has it whose number differs in the bits of `mask`."""
+
+    x: Node
+    mask: int
+
+    def check(self) -> None:
+        super().check()
+        if not 0 < self.mask < WARP:
+            raise UserError(f"shuffle: a mask is in 1 to {WARP - 1}, not {self.mask}")
+
+    def infer(self) -> Any:
+        return self.x.dtype  # type: ignore[attr-defined]
+
+
+class Vote(Term, dialect="kernel", op="vote"):
+    """Whether "any" or "all" lanes of the warp have x, a bool."""
+
+    kind: str
+    x: Node
+
+    def check(self) -> None:
+        super().check()
+        if self.kind not in ("any", "all") or self.x.dtype is not bool_:  # type: ignore[attr-defined]
+            raise UserError("vote('any', x) or vote('all', x), of a bool")
+
+    def infer(self) -> Any:
+        return bool_
+
+
+class Remote(Term, dialect="kernel", op="remote"):
+    """An element of shared memory as block `rank` of the cluster has it."""
+
+    buffer: Shared
+    index: tuple[IntExpr, ...]
+    rank: IntExpr
+
+    def infer(self) -> Any:
+        return self.buffer.type.dtype
+
+
+def shared_bytes(place: Buffer) -> int:
+    """The bytes from the first element to the end of the last."""
+    shape, strides = place.type.static_shape, place.type.element_strides
+    if 0 in shape:
+        return 0
+    return (1 + sum((e - 1) * s for e, s in zip(shape, strides, strict=True) if isinstance(s, int))) * place.type.dtype.size

@@ -1,0 +1,83 @@
+"""What must hold of a kernel for its text to mean something."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects.loop import Buffer
+from terrazzo.ir.expr import IntExpr, Var
+from terrazzo.ir.node import Node, topological
+
+
+def problem(kernel: k.Kernel) -> str:
+    """What is wrong with a kernel, or nothing: a name used where it does not exist, a variable no loop binds, an index too many."""
+    if not 1 <= kernel.warps <= 32:
+        return f"a block has 1 to 32 warps, not {kernel.warps}"
+    if not 1 <= kernel.cluster <= 8 or kernel.grid % kernel.cluster:
+        return f"a cluster has 1 to 8 blocks, and the grid a multiple of them, not {kernel.cluster} of {kernel.grid}"
+    roles = [s for s in k.walk(kernel.body) if isinstance(s, k.Role)]
+    for role in roles:
+        if not 0 <= role.first < role.first + role.count <= kernel.warps:
+            return f"a role of warps {role.first} to {role.first + role.count - 1}, and there are {kernel.warps}"
+        if any(isinstance(s, k.Role) or s == k.Sync() for s in k.walk(role.body)):
+            return "a role has no roles in it, and does not wait for all threads of the block"
+    taken = {warp: role.registers for role in roles for warp in range(role.first, role.first + role.count)}
+    if k.WARP * sum(taken.values()) * kernel.resident > k.REGISTER_FILE:
+        return f"its roles take {k.WARP * sum(taken.values())} registers, and there are {k.REGISTER_FILE // kernel.resident} for a block"
+    for s in k.walk(kernel.body):
+        for place, index in places(s):
+            if len(index) != place.type.rank:
+                return f"{type(s).__name__} has {len(index)} indices into {place.name}: {place.type}"
+            if isinstance(place, k.Registers) and any(getattr(x, "name", "") in k.THREADS for x in topological(list(_flat(index)))):
+                return f"{type(s).__name__} indexes the registers {place.name} by the number of a thread, which they cannot be"
+        target = s.target if isinstance(s, k.Move | k.TensorStore) else s.buffer if isinstance(s, l.Store | k.Atomic) else None
+        if target in kernel.reads:
+            return f"{type(s).__name__} writes {target.name}, which the kernel only reads"
+    known: set[Any] = {*kernel.params, *kernel.shared}
+    return _problem(kernel.body, known, {"block", "warp", "lane"})
+
+
+def places(s: Node) -> Iterator[tuple[Buffer, tuple[IntExpr, ...]]]:
+    """The places that a statement names, itself or in a term, with the indices."""
+    terms = [s.term] if isinstance(s, k.Let) else [s.value] if isinstance(s, l.Store | k.Atomic) else []
+    yield from ((x.buffer, x.index) for x in topological(terms) if isinstance(x, l.Load | k.Remote))
+    match s:
+        case l.Store() | k.Atomic():
+            yield s.buffer, s.index
+        case k.Move() | k.AsyncCopy() | k.TensorLoad() | k.TensorStore() | k.LoadMatrix() | k.StoreMatrix():
+            yield s.target, s.to
+            yield s.source, s.at
+        case k.Multiply() | k.MultiplyAsync():
+            yield from ((s.d, s.d_at), (s.a, s.a_at), (s.b, s.b_at))
+
+
+def _problem(body: tuple[Node, ...], known: set[Any], variables: set[str]) -> str:
+    known = set(known)
+    for s in body:
+        mine = [c for f, c in zip(s._fields, s.values, strict=True) if f not in ("body", "axis", "value" if isinstance(s, k.Let) else "")]
+        mine = mine if not isinstance(s, k.Declare) else []
+        for x in topological(list(_flat(mine))):
+            if isinstance(x, Buffer | k.Value) and x not in known:
+                return f"{type(s).__name__} uses {x.name}, which does not exist there"
+            if isinstance(x, Var) and x.name not in variables:
+                return f"{type(s).__name__} uses the variable {x.name}, which no loop around it binds"
+        if isinstance(s, k.Let):
+            known.add(s.value)
+        elif isinstance(s, k.Declare):
+            known.add(s.place)
+        elif isinstance(s, k.For | k.If | k.Role):
+            inner = variables | {s.axis.name} if isinstance(s, k.For) else variables
+            if why := _problem(s.body, known, inner):
+                return why
+    return ""
+
+
+def _flat(value: Any) -> Iterator[Node]:
+    if isinstance(value, Node):
+        yield value
+    elif isinstance(value, tuple | list):
+        for v in value:
+            yield from _flat(v)

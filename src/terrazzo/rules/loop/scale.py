@@ -1,0 +1,52 @@
+"""Constant factors leave a contraction: sum(c x y) is c sum(x y).
+
+Attention scales its queries and keys before it multiplies them. Taken out, the constant is applied once to each result and not to each
+product, the operands are plain loads, which copies can bring in, and nobody stores scaled ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from terrazzo.ir.contraction import contraction
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects.scalar import is_cast
+from terrazzo.ir.node import transform
+
+
+def scale_after(kernel: l.Kernel) -> l.Kernel:
+    """`kernel` with the constants of its contractions' factors multiplied into their results."""
+    return l.Kernel(kernel.name, kernel.axes, tuple(transform(s, _scaled) for s in kernel.stores), kernel.source)
+
+
+def is_scaled(value: Any) -> bool:
+    """Whether a term is a load, or a conversion of one, times a constant."""
+    rest, c = _apart(value)
+    return rest is not value and c != 0 and isinstance(uncast(rest), l.Load)
+
+
+def uncast(value: Any) -> Any:
+    """What a term converts."""
+    while isinstance(value, l.Apply) and is_cast(value.fn):
+        (value,) = value.args
+    return value
+
+
+def _scaled(node: Any) -> Any:
+    if not isinstance(node, l.Reduce) or contraction(node) is None:
+        return node
+    axes, (product,) = l.open_binder(node)
+    (a, p), (b, q) = map(_apart, product.children)
+    if p * q == 1.0 or node.dtype.size < 4 or not 2.0**-64 < abs(p * q) < 2.0**64:  # the product of constants must be one, too
+        return node
+    return l.apply("mul", l.Reduce.make(node.monoid, axes, (l.apply("mul", a, b),)), l.Literal(p * q, node.dtype))
+
+
+def _apart(x: Any) -> tuple[Any, float]:
+    """A factor without the constants it is multiplied by, and their product."""
+    if isinstance(x, l.Apply) and x.fn.name == "mul" and x.dtype.is_float:
+        for one, other in (x.args, x.args[::-1]):
+            if isinstance(other, l.Literal):
+                rest, c = _apart(one)
+                return rest, c * other.value
+    return x, 1.0

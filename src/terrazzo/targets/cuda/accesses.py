@@ -1,0 +1,106 @@
+"""The accesses of a kernel of Kernel IR to its places, with the loops and conditions around each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from terrazzo.hw import ldmatrix, mma_sync, wgmma
+from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects.loop import Buffer
+from terrazzo.ir.expr import IntExpr, Var
+from terrazzo.ir.node import Node, topological
+
+
+@dataclass(frozen=True)
+class Around:
+    """What is around a statement: loops, from the outside, and conditions (expressions that are >= 0)."""
+
+    loops: tuple[Var, ...] = ()
+    inside: tuple[IntExpr, ...] = ()
+
+
+@dataclass(frozen=True)
+class Access:
+    """A thread reads or writes `count` elements of a place from `index` on, where the expressions of `inside` are >= 0."""
+
+    statement: Node
+    place: Buffer
+    index: tuple[IntExpr, ...]
+    count: int
+    write: bool
+    around: Around
+    inside: tuple[IntExpr, ...]
+
+
+def statements(kernel: k.Kernel) -> Iterator[tuple[Node, Around]]:
+    """Every statement with what is around it, in order; those of loops without iterations are none."""
+    yield from _statements(kernel.body, Around(), Var("warp", kernel.warps))
+
+
+def _statements(body: tuple[Node, ...], around: Around, warp: Var) -> Iterator[tuple[Node, Around]]:
+    for s in body:
+        yield s, around
+        if isinstance(s, k.For) and s.axis.extent != 0:
+            yield from _statements(s.body, Around((*around.loops, s.axis), around.inside), warp)
+        elif isinstance(s, k.If | k.Role):
+            inside = s.inside if isinstance(s, k.If) else (warp - s.first, s.first + s.count - 1 - warp)
+            yield from _statements(s.body, Around(around.loops, (*around.inside, *inside)), warp)
+
+
+def accesses(s: Node, around: Around) -> Iterator[Access]:
+    """The accesses of a statement, but for those that name a slab of shared memory (`slabs`)."""
+
+    def access(place: Buffer, index: tuple[IntExpr, ...], count: int, write: bool, inside: tuple[IntExpr, ...] = ()) -> Access:
+        return Access(s, place, index, count, write, around, (*around.inside, *inside))
+
+    for x in terms(s):
+        if isinstance(x, l.Load | k.Remote):
+            yield access(x.buffer, x.index, 1, False, x.inside if isinstance(x, l.Load) else ())
+    match s:
+        case l.Store() | k.Atomic():
+            yield access(s.buffer, s.index, 1, True)
+        case k.Move():
+            yield access(s.source, s.at, s.count, False)
+            yield access(s.target, s.to, s.count, True)
+        case k.AsyncCopy():
+            yield access(s.source, s.at, s.count, False, s.inside)
+            yield access(s.target, s.to, s.count, True)
+        case k.LoadMatrix() | k.StoreMatrix():
+            record = ldmatrix.move(s.instruction)
+            shared, held = (s.target, s.source) if record.store else (s.source, s.target)
+            row, registers = 16 // shared.type.dtype.size, 4 * record.count // held.type.dtype.size
+            yield access(s.source, s.at, registers if record.store else row, False)
+            yield access(s.target, s.to, row if record.store else registers, True)
+        case k.Multiply():
+            product = mma_sync.product(s.instruction)
+            yield access(s.a, s.a_at, product.a.registers, False)
+            yield access(s.b, s.b_at, product.b.registers, False)
+            yield access(s.d, s.d_at, product.d.elements, True)
+        case k.MultiplyAsync():
+            group = wgmma.product(s.instruction)
+            if isinstance(s.a, k.Registers):
+                yield access(s.a, s.a_at, group.a.registers, False)
+            yield access(s.d, s.d_at, group.d.registers, True)
+
+
+def slabs(s: Node, around: Around) -> Iterator[Access]:
+    """The slabs of shared memory that a box of TMA fills or a product of a warpgroup reads: from their first element to their last."""
+    match s:
+        case k.TensorLoad():
+            yield Access(s, s.target, s.to, math.prod(s.box), True, around, around.inside)
+        case k.TensorStore():
+            yield Access(s, s.source, s.at, math.prod(s.box), False, around, around.inside)
+        case k.MultiplyAsync():
+            m, n, depth = wgmma.product(s.instruction).shape
+            for place, at, rows in ((s.a, s.a_at, m), (s.b, s.b_at, n)):
+                if isinstance(place, k.Shared):
+                    count = (rows - 1) * place.swizzle // place.type.dtype.size + depth
+                    yield Access(s, place, at, count, False, around, around.inside)
+
+
+def terms(s: Node) -> list[Node]:
+    """The parts of the term of a statement, each once, as CUDA computes equal ones once."""
+    return topological([s.term] if isinstance(s, k.Let) else [s.value] if isinstance(s, l.Store | k.Atomic) else [])

@@ -1,0 +1,241 @@
+"""Static checks of kernels: bounds, alignment, who meets at barriers, budgets, and the order of copies and waits (`order`).
+
+They are made of every kernel before CUDA is written. What ranges prove holds; what they do not is tried: on all threads and steps where
+these are few, else on the first and last ones. A thread that goes wrong is a finding. What is neither proved nor refuted is left to the
+simulator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from terrazzo.errors import CompilerBug
+from terrazzo.hw.gpu import Gpu
+from terrazzo.ir.address import evaluate, flatten
+from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Loaded, Var, at_least, bounds, terms_of
+from terrazzo.ir.node import Node, substitute, topological
+from terrazzo.ir.show_kernel import statement
+from terrazzo.targets.cuda import order
+from terrazzo.targets.cuda.accesses import Access, Around, accesses, slabs, statements, terms
+
+MOST = 1 << 15
+"""Threads and steps that are tried for one question, at most."""
+REGISTERS = 255
+"""32-bit registers a thread can have."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is wrong with a kernel, and of how many of its accesses it is proved that they stay inside and are aligned."""
+
+    problems: tuple[str, ...]
+    proved: int
+    accesses: int
+
+
+def check(program: k.Program, gpu: Gpu, error: type[Exception] = CompilerBug) -> None:
+    """Raise an error that names the kernel and the line of Kernel IR if a kernel cannot be right on this GPU."""
+    for step in program.steps:
+        if isinstance(step, k.Kernel) and (found := report(step, gpu).problems):
+            raise error(f"{step.name}: {found[0]}")
+
+
+@lru_cache(maxsize=512)
+def report(kernel: k.Kernel, gpu: Gpu) -> Report:
+    """All that can be said of a kernel without running it."""
+    problems, open_, count = list(budgets(kernel, gpu)), 0, 0
+    for s, around in statements(kernel):
+        sizes: dict[str, Any] = {k.BLOCK: kernel.grid, "warp": kernel.warps, "lane": k.WARP} | {v.name: v.extent for v in around.loops}
+        problems += [f"`{statement(s)[0]}` {why}" for why in together(s, around, sizes)]
+        for access in (*accesses(s, around), *slabs(s, around)):
+            why, proved = inside(access, sizes)
+            problems += [f"`{statement(s)[0]}` {why}"] if why else []
+            count, open_ = count + 1, open_ + (not proved and not why)
+    if not problems:
+        problems += order.problems(kernel)
+    return Report(tuple(problems), count - open_, count)
+
+
+def budgets(kernel: k.Kernel, gpu: Gpu) -> Iterator[str]:
+    """What a block needs more of than there is."""
+    for what, needs, has in (
+        ("bytes of shared memory", kernel.shared_bytes, gpu.shared),
+        ("threads in a block", kernel.threads, 1024),
+        ("registers of a thread", _registers(kernel.body), REGISTERS),
+    ):
+        if needs > has:
+            yield f"needs {needs} {what}, and {gpu.arch} has {has}"
+
+
+def _registers(body: tuple[Node, ...]) -> int:
+    """The most 32-bit registers that are declared at once."""
+    mine = [s.place.type for s in body if isinstance(s, k.Declare)]
+    inner = max((_registers(s.body) for s in body if isinstance(s, k.For | k.If | k.Role)), default=0)
+    return inner + sum(-(-math.prod(t.static_shape) * t.dtype.size // 4) for t in mine)
+
+
+ONE = (k.TensorLoad, k.TensorStore, k.Expect, k.InitBarriers)
+"""What one lane of a warp does for all."""
+
+
+def together(s: Node, around: Around, sizes: dict[str, Any]) -> Iterator[str]:
+    """What only some threads reach of those that must reach it together (of a block, a warpgroup, a warp), or several, and is for one."""
+    whole = (
+        sizes["warp"] if isinstance(s, k.ClusterSync) or s == k.Sync()
+        else 4 if isinstance(s, k.MultiplyAsync)
+        else 1 if isinstance(s, k.Sync | k.LoadMatrix | k.StoreMatrix | k.Multiply)
+        else int(any(isinstance(x, k.Shuffle | k.Vote) for x in terms(s)))
+    )  # fmt: skip
+    conditions = [g for g in around.inside if not at_least(g, 0)] if whole or isinstance(s, ONE) else []
+    divided = ("lane",) if whole == 1 else ("lane", "warp")
+    if not (isinstance(s, ONE) or any(v.name in divided for v in _variables(conditions))) or (tried := _tried(conditions, sizes)) is None:
+        return
+    env, _ = tried
+    here = np.ones([axis.size for axis in env.values()], bool)
+    for g in conditions:
+        here = here & (_value(g, env) >= 0)
+    if isinstance(s, ONE):
+        if (here.sum(-1) > 1).any():
+            yield "is executed by several threads of a warp, and is for one"
+    elif sizes["warp"] % whole:
+        yield f"needs groups of {whole} warps, and a block has {sizes['warp']}"
+    elif ((group := here.reshape(-1, whole * k.WARP)).any(-1) != group.all(-1)).any():
+        who = "block" if isinstance(s, k.ClusterSync) or s == k.Sync() else "warp" if whole == 1 else "warpgroup"
+        yield f"is reached by only some threads of a {who}"
+
+
+def inside(access: Access, sizes: dict[str, int]) -> tuple[str, bool]:
+    """(what is wrong with an access, or nothing; whether it is proved to be right)."""
+    place, shape, strides = access.place, access.place.type.static_shape, access.place.type.element_strides
+    if 0 in shape:
+        return "", True
+    left: list[tuple[IntExpr, int, IntExpr]] = []  # what must not be negative, by which dimension (-1: the end), and why
+    for d, (e, extent) in enumerate(zip(access.index, shape, strict=True)):
+        low, high = bounds(e)
+        if (low is None or low < 0) and not _implied(0, e, 1, access.inside):
+            left.append((e, d, e))
+        whole, most = (e.a, extent * e.b) if isinstance(e, FloorDiv) and isinstance(e.b, int) else (e, extent)
+        if (high is None or high >= extent) and not _implied(most - 1, whole, -1, access.inside):
+            left.append((extent - 1 - e, d, e))
+    size, wide = k.shared_bytes(place) // place.type.dtype.size, alignment(access)
+    if access.count > 1 and (size % access.count or not _divides(access.count, access.index, strides)):
+        offset = flatten(access.index, strides)
+        left += [] if _implied(size - access.count, offset, -1, access.inside) else [(size - access.count - offset, -1, 0)]
+    aligned = _divides(wide // math.gcd(wide, place.type.dtype.size), access.index, strides)
+    if left and (narrow := _narrowed(access.inside)):
+        left = [x for x in left if not at_least(substitute(x[0], narrow), 0)]
+    if not left and aligned:
+        return "", True
+    offset = 0 if aligned else flatten(access.index, strides) * place.type.dtype.size
+    tried = _tried([*(e for e, _, _ in left), offset, *access.inside], sizes)
+    if tried is None:
+        return "", False
+    env, complete = tried
+    active: Any = np.ones(1, bool)
+    for g in access.inside:
+        active = active & (_value(g, env) >= 0)
+    for e, d, index in left:
+        if (where := _first(active & (_value(e, env) < 0))) is not None:
+            outside = f"at [{index}] is outside [0, {shape[d]}) in dimension {d} of"
+            what = outside if d >= 0 else f"goes {access.count} elements on, beyond the end of"
+            return f"{what} {place.name}, at {_point(env, where)}", False
+    if not aligned and (where := _first(active & (_value(offset, env) % wide != 0))) is not None:
+        return f"is not aligned to {wide} bytes in {place.name}, at {_point(env, where)}", False
+    return "", complete
+
+
+def alignment(access: Access) -> int:
+    """To how many bytes an access must be aligned."""
+    match access.statement:
+        case k.Move() | k.AsyncCopy():
+            return min(access.count * access.place.type.dtype.size, 16)
+        case k.TensorLoad() | k.TensorStore() if isinstance(access.place, k.Shared):
+            return max(128, access.place.swizzle * 8)
+        case k.LoadMatrix() | k.StoreMatrix() | k.MultiplyAsync() if isinstance(access.place, k.Shared):
+            return 16
+    return 1
+
+
+def _implied(constant: int, e: IntExpr, sign: int, conditions: Sequence[IntExpr]) -> bool:
+    """Whether ranges prove constant + sign * e >= 0, perhaps given one of the conditions, each of which is an expression >= 0."""
+    wanted = {factors: sign * c for factors, c in terms_of(e).items()}
+    wanted[()] = wanted.get((), 0) + constant
+    return any(_least(wanted, g) >= 0 for g in (0, *conditions))
+
+
+def _narrowed(conditions: Sequence[IntExpr]) -> dict[Any, IntExpr]:
+    """The variables of which a condition says that they end earlier, with the range that is left."""
+    found: dict[Any, IntExpr] = {}
+    for g in conditions:
+        (_, last), *others = sorted(terms_of(g).items(), key=lambda x: len(x[0])) if not isinstance(g, int) else [((), 0)]
+        if len(others) == 1 and others[0][1] == -1 and isinstance(v := others[0][0][0], Var) and 0 <= last < (bounds(v)[1] or 0):
+            found[v] = Var(v.name, last + 1)
+    return found
+
+
+def _least(terms: Mapping[tuple[Expr, ...], int], less: IntExpr) -> float:
+    """A lower bound of a sum of products of atoms, less an expression."""
+    total = dict(terms)
+    for factors, c in terms_of(less).items():
+        total[factors] = total.get(factors, 0) - c
+    least: float = 0
+    for factors, c in total.items():
+        low, high = bounds(factors[0]) if len(factors) == 1 else (None, None) if factors else (1, 1)
+        end = low if c > 0 else high
+        least += 0 if not c else -math.inf if end is None else c * end
+    return least
+
+
+def _divides(count: int, index: Sequence[IntExpr], strides: Sequence[IntExpr]) -> bool:
+    """Whether the offset of an index is visibly a multiple of `count` elements."""
+    return count == 1 or all(
+        isinstance(step, int) and c * step % count == 0 for e, step in zip(index, strides, strict=True) for c in terms_of(e).values()
+    )
+
+
+def _variables(exprs: Sequence[IntExpr]) -> list[Var]:
+    return [x for x in topological([e for e in exprs if isinstance(e, Expr)], stop=lambda n: isinstance(n, Loaded)) if isinstance(x, Var)]
+
+
+def _tried(exprs: Sequence[IntExpr], sizes: dict[str, int]) -> tuple[dict[str, Any], bool] | None:
+    """Values of the variables to try, each along an axis of its own (warp and lane last), and whether these are all; None for data."""
+    if any(isinstance(x, Loaded) for x in topological([e for e in exprs if isinstance(e, Expr)])):
+        return None
+    names = {v.name for v in _variables(exprs)} | {"warp", "lane"}
+    ordered = [n for n in sizes if n in names and n not in ("warp", "lane")] + ["warp", "lane"]
+    values = [np.arange(sizes[n]) for n in ordered]
+    complete = math.prod(map(len, values)) <= MOST
+    for few in (3, 1, 0):
+        if math.prod(map(len, values)) > MOST:
+            values = [_ends(v, few) if n not in ("warp", "lane") else v for n, v in zip(ordered, values, strict=True)]
+    if math.prod(map(len, values)) > MOST:
+        return None
+    axes = [v.reshape([-1 if d == n else 1 for d in range(len(ordered))]) for n, v in enumerate(values)]
+    return dict(zip(ordered, axes, strict=True)), complete
+
+
+def _ends(values: Any, few: int) -> Any:
+    """The first and last values, and `few` next to each."""
+    return values if len(values) <= 2 * few + 2 else np.concatenate([values[: few + 1], values[-few - 1 :]])
+
+
+def _value(e: IntExpr, env: dict[str, Any]) -> Any:
+    known: dict[Expr, Any] = {v: env[v.name] for v in _variables((e,))}
+    return np.asarray(evaluate(e, known))
+
+
+def _first(where: Any) -> Any:
+    return np.argwhere(where)[0] if where.any() else None
+
+
+def _point(env: dict[str, Any], where: Any) -> str:
+    """A thread and the step of its loops; a variable on which nothing depends is at its first value."""
+    found = ((name, axis.reshape(-1)[where[n] if n < len(where) else 0]) for n, (name, axis) in enumerate(env.items()))
+    return ", ".join(f"{name} {value}" for name, value in found)

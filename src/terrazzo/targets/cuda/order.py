@@ -1,0 +1,223 @@
+"""The order of copies and waits along the path of one thread: what it copied is waited for before it is read or overwritten.
+
+Followed are the first lanes of some warps of block 0 (the first, the last, the first of every role), through the slots of the rings,
+which are all that matters of an address here. Long loops are shortened by whole rounds of their rings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+from terrazzo.errors import CompilerBug
+from terrazzo.ir.address import evaluate
+from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var
+from terrazzo.ir.node import Node, topological
+from terrazzo.ir.show_kernel import statement
+from terrazzo.targets.cuda.accesses import Access, Around, accesses, slabs
+
+COPIES = (k.AsyncCopy, k.TensorLoad)
+EVENTS = (*COPIES, k.TensorStore, k.MultiplyAsync, k.Commit, k.WaitGroups, k.Expect, k.WaitBarrier)
+
+
+def problems(kernel: k.Kernel) -> list[str]:
+    """What is wrong, a line for each finding; one is enough for a thread."""
+    if not any(isinstance(s, EVENTS) for s in k.walk(kernel.body)):
+        return []
+    waited = {s.barriers for s in k.walk(kernel.body) if isinstance(s, k.WaitBarrier)}
+    found = [
+        f"`{statement(s)[0]}` sends a box to {s.barriers.name}, where nobody waits"
+        for s in k.walk(kernel.body)
+        if isinstance(s, k.TensorLoad) and s.barriers not in waited
+    ]
+    for warp in sorted({0, kernel.warps - 1, *(s.first for s in k.walk(kernel.body) if isinstance(s, k.Role))}):
+        try:
+            _Thread(kernel, warp).run()
+        except _Wrong as why:
+            found.append(str(why))
+    return list(dict.fromkeys(found))
+
+
+class _Wrong(Exception):
+    """What a thread does and may not."""
+
+
+Slot = tuple[k.Shared, int]
+
+
+class _Thread:
+    """The first lane of a warp of block 0.
+
+    Of each kind of asynchronous work it has what it began and its groups, with the slots that copies write; by barrier, the boxes it
+    sent and the bytes it announced since it last waited there, or in all if it never does.
+    """
+
+    def __init__(self, kernel: k.Kernel, warp: int) -> None:
+        self.kernel, self.warp = kernel, warp
+        self.env = {k.BLOCK: 0, "warp": warp, "lane": 0}
+        self.begun: dict[str, list[Slot | None]] = {kind: [] for kind in k.KINDS}
+        self.groups: dict[str, list[list[Slot | None]]] = {kind: [] for kind in k.KINDS}
+        self.boxes: dict[Slot, list[tuple[Slot | None, int]]] = {}
+        self.announced: dict[Slot, int] = {}
+        self.phases: dict[Slot, int | None] = {}
+        self.filled: set[Slot] = set()
+        every = list(self.reachable(kernel.body))
+        self.waits = {s.barriers for s in every if isinstance(s, k.WaitBarrier)}
+        self.elsewhere = {s.barriers for s in every if isinstance(s, k.TensorLoad) and s.ranks}
+        self.sent: set[k.Shared] = set()
+        self.full = {s.barriers for s in k.walk(kernel.body) if isinstance(s, k.TensorLoad)}
+        self.rings = _rings(kernel)
+        extents = [s.type.static_shape[0] for s in kernel.shared if s in self.rings or isinstance(s, k.Barriers)]
+        self.round = 2 * math.lcm(1, *extents)
+        self.uses = cache(lambda s: [a for a in _touched(s) if a.place in self.rings])
+        self.relevant = cache(lambda body: tuple(s for s in body if self.matters(s)))
+        self.steps = cache(self.iterations)
+
+    def run(self) -> None:
+        """Follow the thread; _Wrong where it does what it may not."""
+        self.body(self.kernel.body)
+        for kind in k.KINDS:
+            if self.begun[kind] or any(self.groups[kind]):
+                raise _Wrong(f"ends while work of {kind} is on its way that no wait_groups waits for")
+        for key in {*self.announced, *self.boxes}:
+            self.balance(key, "the end of the kernel")
+
+    def reachable(self, body: tuple[Node, ...]) -> Iterator[Node]:
+        for s in body:
+            yield s
+            if isinstance(s, k.For | k.If) or (isinstance(s, k.Role) and self.plays(s)):
+                yield from self.reachable(s.body)
+
+    def plays(self, role: k.Role) -> bool:
+        return role.first <= self.warp < role.first + role.count
+
+    def body(self, body: tuple[Node, ...]) -> None:
+        for s in self.relevant(body):
+            if isinstance(s, k.If | k.Role):
+                if self.holds(s.inside) if isinstance(s, k.If) else self.plays(s):
+                    self.body(s.body)
+            elif isinstance(s, k.For):
+                for i in self.steps(s):
+                    self.env[s.axis.name] = i
+                    self.body(s.body)
+            else:
+                self.statement(s)
+
+    def matters(self, s: Node) -> bool:
+        if isinstance(s, k.For | k.If | k.Role):
+            return bool(self.relevant(s.body))
+        return isinstance(s, EVENTS) or bool(self.uses(s))
+
+    def iterations(self, loop: k.For) -> Sequence[int]:
+        """The iterations to follow: one where all are alike, else the first and the last rounds of the rings."""
+        count: Any = loop.axis.extent
+        inner = list(k.walk(self.relevant(loop.body)))
+        state = any(isinstance(s, EVENTS) and not isinstance(s, k.AsyncCopy) for s in inner)
+        slots = [e for s in inner for e in (s.inside if isinstance(s, k.If) else [a.index[0] for a in self.uses(s)])]
+        if not state and loop.axis not in _variables(slots):
+            return range(min(count, 1))
+        skipped = max(count // self.round - 2, 0) * self.round
+        return [*range(self.round), *range(self.round + skipped, count)] if skipped else range(count)
+
+    def statement(self, s: Node) -> None:
+        for a in self.uses(s):
+            if self.holds(a.inside) and not (isinstance(s, k.AsyncCopy) and a.write):
+                self.free(s, slot := self.slot(a.place, a.index), "writes" if a.write else "reads")
+                if a.place in self.sent and slot is not None and slot not in self.filled:
+                    raise _Wrong(self.told(s, f"reads {slot[0].name}[{slot[1]}], which no box has filled"))
+        match s:
+            case k.AsyncCopy():
+                if (to := self.slot(s.target, s.to)) is not None and any(to in group for group in self.groups["cp.async"]):
+                    raise _Wrong(self.told(s, f"writes {to[0].name}[{to[1]}], where a copy is on its way"))
+                self.begun["cp.async"].append(to)
+            case k.TensorStore() | k.MultiplyAsync():
+                self.begun["bulk" if isinstance(s, k.TensorStore) else "wgmma"].append(None)
+            case k.Commit():
+                self.groups[s.kind].append(self.begun[s.kind])
+                self.begun[s.kind] = []
+            case k.WaitGroups():
+                self.groups[s.kind] = self.groups[s.kind][max(len(self.groups[s.kind]) - s.open, 0) :]
+            case k.Expect():
+                key = self.barrier(s)
+                self.announced[key] = self.announced.get(key, 0) + s.bytes
+            case k.TensorLoad():
+                to = self.slot(s.target, s.to) if s.barriers in self.waits else None
+                self.free(s, to, "writes")
+                self.sent |= {s.target} if to is not None else set()
+                size = math.prod(s.box) * s.target.type.dtype.size
+                self.boxes.setdefault(self.barrier(s), []).append((to, size))
+            case k.WaitBarrier():
+                self.wait(s)
+
+    def wait(self, s: k.WaitBarrier) -> None:
+        """Phases alternate, and the first one that boxes complete is 0."""
+        key, phase = self.barrier(s), self.number(s.phase)
+        last = self.phases.get(key, 1 if s.barriers in self.full else None)
+        if phase is not None and phase == last:
+            before = "after another" if key in self.phases else "first"
+            raise _Wrong(self.told(s, f"waits for phase {phase} of {key[0].name}[{key[1]}] {before}, which has ended or never does"))
+        self.phases[key] = phase
+        self.balance(key, f"`{statement(s)[0]}`")
+        self.announced.pop(key, None)
+        self.filled |= {to for to, _ in self.boxes.pop(key, []) if to is not None}
+
+    def balance(self, key: Slot, where: str) -> None:
+        """The bytes of the boxes sent are those announced, where no other block sends some."""
+        announced, come = self.announced.get(key, 0), sum(size for _, size in self.boxes.get(key, []))
+        if come != announced and key[0] not in self.elsewhere:
+            raise _Wrong(f"announces {announced} bytes at {key[0].name}[{key[1]}], and {come} come, at {where}")
+
+    def free(self, s: Node, slot: Slot | None, what: str) -> None:
+        """_Wrong where a copy of this thread's is on its way to a slot."""
+        copies, sent = [self.begun["cp.async"], *self.groups["cp.async"]], self.boxes.values()
+        if slot is not None and (any(slot in group for group in copies) or any(slot == to for boxes in sent for to, _ in boxes)):
+            raise _Wrong(self.told(s, f"{what} {slot[0].name}[{slot[1]}], where a copy is on its way that this thread did not wait for"))
+
+    def told(self, s: Node, what: str) -> str:
+        steps = ", ".join(f"{name} {value}" for name, value in self.env.items() if name not in (k.BLOCK, "lane"))
+        return f"`{statement(s)[0]}` {what} ({steps})"
+
+    def slot(self, place: Any, index: tuple[IntExpr, ...]) -> Slot | None:
+        n = self.number(index[0]) if place in self.rings else None
+        return None if n is None else (place, n)
+
+    def barrier(self, s: Any) -> Slot:
+        n = self.number(s.slot)
+        if n is None:
+            raise CompilerBug(f"{self.kernel.name}: `{statement(s)[0]}` has a slot that depends on data")
+        return s.barriers, n
+
+    def holds(self, inside: Sequence[IntExpr]) -> bool:
+        return all(n is None or n >= 0 for n in map(self.number, inside))
+
+    def number(self, e: IntExpr) -> int | None:
+        """The value of an expression for this thread; None where it depends on data."""
+        if isinstance(e, int):
+            return e
+        known: dict[Expr, Any] = {}
+        for x in topological([e]):
+            if isinstance(x, Loaded):
+                return None
+            if isinstance(x, Var):
+                known[x] = self.env[x.name]
+        return int(evaluate(e, known))
+
+
+def _rings(kernel: k.Kernel) -> set[Any]:
+    """The places that copies write whose first index is the same for all threads wherever they are used: a slot."""
+    written = {s.target for s in k.walk(kernel.body) if isinstance(s, COPIES)}
+    used = [(a.place, a.index) for s in k.walk(kernel.body) for a in (*accesses(s, Around()), *slabs(s, Around()))]
+    apart = {place for place, index in used if len(index) < 2 or set(k.THREADS) & {v.name for v in _variables(index[:1])}}
+    return written - apart
+
+
+def _touched(s: Node) -> list[Access]:
+    """The accesses of a statement by this thread; where a box goes to is looked at apart."""
+    return [*accesses(s, Around()), *(slabs(s, Around()) if not isinstance(s, k.TensorLoad) else [])]
+
+
+def _variables(exprs: Sequence[IntExpr]) -> list[Var]:
+    return [x for x in topological([e for e in exprs if isinstance(e, Expr)]) if isinstance(x, Var)]

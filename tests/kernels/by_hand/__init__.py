@@ -1,0 +1,39 @@
+"""Kernels in the text of Kernel IR that no schedule becomes yet: what they compute, and inputs for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.text import parse
+
+FOLDER = Path(__file__).parent
+
+MEANING: dict[str, Callable[..., Any]] = {
+    "ring": lambda x, w: x @ w.T,
+    "cluster": lambda x, w: x @ w.T,
+    "cluster_sum": lambda x: x.sum(1),
+    "histogram": lambda x: np.bincount(x.astype(int) + 8, minlength=17) + np.arange(17) // 16 * (x.reshape(8, 4, 32) > 2).any(2).sum(),
+}
+"""What each computes, in float64."""
+
+
+def program(name: str) -> k.Program:
+    """A program of one kernel."""
+    found: k.Program = parse((FOLDER / f"{name}.kernel").read_text(), f"{name}.kernel")
+    return found
+
+
+def inputs(of: k.Program, seed: int = 0) -> dict[str, Any]:
+    """Normal numbers."""
+    rng = np.random.default_rng(seed)
+    return {b.name: rng.standard_normal(b.type.static_shape).astype(b.type.dtype.numpy) for b in of.inputs}
+
+
+def exact(name: str, given: dict[str, Any]) -> Any:
+    """The result in float64."""
+    return MEANING[name](*(x.astype(np.float64) for x in given.values()))

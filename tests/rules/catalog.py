@@ -1,0 +1,104 @@
+"""Every rewrite below Torch IR by the name its applications are recorded under: its example, and how to apply it alone.
+
+A rewrite that is recorded under a name that is not here fails `test_catalog`, so nobody can forget to have one tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from terrazzo.hw.gpu import gpu
+from terrazzo.ir.contraction import contraction
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects import tile
+from terrazzo.ir.node import topological
+from terrazzo.rewrite.rule import Choice, Log
+from terrazzo.rules import tensor_to_loop
+from terrazzo.rules.loop import fuse, layout, narrow, relax
+from terrazzo.rules.loop.cost import Rates
+from terrazzo.rules.loop_to_tile import choose, collapse
+from terrazzo.rules.loop_to_tile import split as splitting
+from terrazzo.rules.tensor_to_loop.lift import lift
+from terrazzo.rules.tile_to_kernel import lower as deriving
+from terrazzo.rules.torch_to_tensor import RULES as LOWERINGS
+from terrazzo.rules.torch_to_tensor import lower as lowering
+
+GPU = gpu("sm_80")
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """A rewrite: the docstring that holds its example, and what it makes of a program by itself."""
+
+    doc: str
+    apply: Callable[[Any], Any]
+
+
+def of(function: Callable[..., Any], apply: Callable[[Any], Any]) -> Rewrite:
+    """A rewrite whose example is in the docstring of a function."""
+    import inspect
+
+    return Rewrite(inspect.getdoc(function) or "", apply)
+
+
+def fusion(step: str) -> Callable[[l.Program], l.Program]:
+    """One of the three kinds of fusion, wherever it is legal."""
+
+    def fused(choice: Choice) -> str:
+        return next(name for name in choice.options if name != "apart")
+
+    def apply(program: l.Program) -> l.Program:
+        work = fuse._Fusion(program, Log(), Rates(), frozenset(), None, fused)
+        getattr(work, step)()
+        return work.program()
+
+    return apply
+
+
+def kernels(rewrite: Callable[[l.Kernel], tuple[l.Kernel, ...]]) -> Callable[[l.Program], l.Program]:
+    """A rewrite of every kernel."""
+
+    def apply(program: l.Program) -> l.Program:
+        steps = [x for s in program.steps for x in (rewrite(s) if isinstance(s, l.Kernel) else (s,))]
+        return l.Program(program.name, program.inputs, tuple(steps), program.results)
+
+    return apply
+
+
+def product_axes(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
+    sites = [contraction(x) for x in topological(kernel.stores) if isinstance(x, l.Reduce)]
+    return (collapse.merge_product_axes(kernel, [s for s in sites if s]),) if sites and all(sites) else (kernel,)
+
+
+def split(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
+    """Split a kernel's one reduction into the fewest pieces there can be."""
+    found = list(dict.fromkeys(x for x in topological(kernel.stores) if isinstance(x, l.Reduce)))
+    if len(found) != 1 or not found[0].free <= frozenset(kernel.axes):
+        return (kernel,)
+    last = found[0].axes[-1].extent
+    pieces = next((n for n in range(2, last + 1) if last % n == 0), 1)
+    return splitting.split(kernel, found, pieces) if pieces > 1 else (kernel,)
+
+
+def derive(program: Any) -> Any:
+    """Kernels for a GPU; of loops, with the schedules that are chosen for it."""
+    return deriving.program(program if isinstance(program, tile.Program) else choose.schedule(program, GPU, Log()), GPU)
+
+
+CATALOG: dict[str, Rewrite] = {
+    "torch_to_tensor:opaque": Rewrite(lowering.opaque.doc, lambda p: lowering.lower(p, LOWERINGS, Log())),
+    **{f"tensor_to_loop:{r.name}": Rewrite(r.doc, lift) for r in tensor_to_loop.RULES},
+    "fuse:view": of(fuse._Fusion.views, fusion("views")),
+    "fuse:inline": of(fuse._Fusion.inlines, fusion("inlines")),
+    "fuse:merge": of(fuse._Fusion.merges, fusion("merges")),
+    "store_as_read:narrow": of(narrow.narrow, lambda p: narrow.narrow(p, Log())),
+    "store_as_read:merge_dimensions": of(layout.store_as_read, lambda p: layout.store_as_read(p, Log())),
+    "relax:approx_div": of(relax.relax, lambda p: relax.relax(p, Log())),
+    "schedule:collapse": of(collapse.collapse, kernels(lambda k: (collapse.collapse(k),))),
+    "schedule:merge_product_axes": of(collapse.merge_product_axes, kernels(product_axes)),
+    "schedule:flat_reductions": of(collapse.flat_reductions, kernels(lambda k: (collapse.flat_reductions(k),))),
+    "schedule:split": of(splitting.split, kernels(split)),
+    "derive:derive": of(deriving.lower, derive),
+}

@@ -1,0 +1,158 @@
+"""Every rewrite below Torch IR is tested by what it says of itself, and alone, on random programs: nobody writes a test for a rule.
+
+The example in its docstring: text before and after, and the same meaning on random inputs. Alone: over random programs it must fire
+somewhere, and whatever it makes of them means the same. Whatever passes record must be one of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from tests.fuzz.programs import tensor_programs
+from tests.harness import assert_round_trip, random_inputs, run
+from tests.rules.catalog import CATALOG
+
+from terrazzo.check.judge import difference
+from terrazzo.check.replay import silent, steps_of
+from terrazzo.errors import Limitation, UserError
+from terrazzo.interp import kernel as simulator
+from terrazzo.interp import torch as aten
+from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.dialects import tensor as t
+from terrazzo.ir.dialects import tile
+from terrazzo.ir.program import Program
+from terrazzo.ir.text import parse, show
+from terrazzo.ir.types import bf16, f32
+from terrazzo.ir.verify import verify
+from terrazzo.options import Options
+from terrazzo.pipelines import lowering
+from terrazzo.rewrite.rule import Log
+from terrazzo.rules.loop.cost import Rates
+from terrazzo.rules.loop.fuse import fuse
+from terrazzo.rules.tensor_to_loop.lift import lift
+
+often = settings(max_examples=40, phases=(Phase.generate,), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+def example(doc: str, name: str) -> tuple[str, str]:
+    """The texts before and after the `=>` of a docstring."""
+    assert "=>" in doc, f"{name} has no example: write `before => after` in its docstring"
+    before, after = doc.split("\n=>\n")
+    return before[before.index("@") :].strip() + "\n", after.strip() + "\n"
+
+
+def results(program: Any, inputs: dict[str, Any], precise: bool) -> list[Any]:
+    """What a program of any IR gives."""
+    if isinstance(program, tile.Program):
+        program = program.loop
+    if isinstance(program, k.Program):
+        return simulator.run(program, inputs, call=aten.call_numpy)
+    if isinstance(program, Program) and program.dialect == "torch":
+        return [aten.to_numpy(x) for x in aten.run(program, {n: aten.from_numpy(x) for n, x in inputs.items()}, precise=precise)]
+    return run(program, inputs, precise=precise, call=aten.call_numpy)
+
+
+def assert_same(before: Any, after: Any, seed: int = 0) -> None:
+    """Both programs mean the same on random inputs, up to rounding; in float64, wherever that can be computed, too."""
+    source = before.loop if isinstance(before, tile.Program) else before
+    inputs = random_inputs(source.inputs, seed)
+    old, new, exact = results(source, inputs, False), results(after, inputs, False), results(source, inputs, True)
+    again = [None] * len(new) if isinstance(after, k.Program) else results(after, inputs, True)
+    kinds = [b.type.dtype for b in source.results]
+    for values in zip(kinds, old, new, exact, again, strict=True):
+        assert difference(*values) == "", f"{show(before)}\n=>\n{show(after)}"
+
+
+@pytest.mark.parametrize("name", CATALOG)
+def test_example(name: str) -> None:
+    before, after = example(CATALOG[name].doc, name)
+    program = parse(before)
+    found = CATALOG[name].apply(program)
+    assert show(found) == after
+    verify(found, name)
+    for p in (program, found):
+        assert_round_trip(p) if not isinstance(p, k.Program | tile.Program) else None
+    for seed in range(3):
+        assert_same(program, found, seed)
+
+
+def seasoned(program: Program) -> Program:
+    """A random program with what random programs seldom have: patterns that only few rules look for."""
+    some = [r for r in (*program.results[::-1], *program.inputs) if r.type.dtype is f32]  # type: ignore[attr-defined]
+    x = some[0] if some else t.cast(program.inputs[0], f32)
+    row = t.reshape(x, (x.type.numel,))  # type: ignore[attr-defined]
+    n = row.type.shape[0]
+    positive = t.apply("add", t.apply("abs", row), t.literal(1.0, f32, (n,)))
+    quotient = t.cast(t.apply("div", row, positive), bf16)  # rounded at once
+    narrow = t.apply("neg", t.cast(t.broadcast(t.cast(t.apply("exp", row), bf16), (2, n)), f32))  # rounded by every reader
+    deep = t.apply("tanh", t.broadcast(row, (2, 3, n)))
+    heads = t.apply("floor", t.broadcast(row, (2, 3, n)))
+    merged = t.reduce("sum", t.reshape(t.permute(heads, (1, 0, 2)), (3, 2 * n)), [1])  # read as one dimension
+    largest = t.reduce("max", deep, [0, 2])
+    i = t.coordinates((2, 3, 5, n))
+    factors = t.index_map(deep, (2, 3, 5, n), (i[0], i[1], i[3])), t.index_map(narrow, (2, 3, 5, n), (i[2] % 2, i[3]))
+    batched = t.reduce("sum", t.apply("mul", *factors), [3])  # a product with two axes of rows
+    numbers = t.iota((n, 2), t.coordinates((n, 2))[0])
+    more = (quotient, narrow, merged, largest, batched, numbers, t.literal(2.0, f32, (3,)))
+    return Program("tensor", program.name, program.inputs, (*program.results, *more))
+
+
+def alone(name: str, program: Program) -> tuple[Any, Any]:
+    """What a rewrite is given of a random program, and what it makes of that; the same twice where it does not fire."""
+    program = seasoned(program)
+    if name.startswith("tensor_to_loop"):
+        log = Log(applications=[])
+        lifted = lift(program, log=log)
+        return program, lifted if any(f"{a.pass_name}:{a.rule}" == name for a in log.applications or []) else program
+    before = lift(program)
+    if name.startswith("store_as_read"):  # these look at what is left when views are gone
+        before = CATALOG["fuse:view"].apply(before)
+    elif not name.startswith("fuse"):
+        before = fuse(before, Log(), Rates())
+    return before, CATALOG[name].apply(before)
+
+
+@pytest.mark.parametrize("name", [n for n in CATALOG if not n.startswith("torch_to_tensor")])
+def test_alone_on_random_programs(name: str) -> None:
+    fired = []
+
+    @often
+    @given(tensor_programs(steps=3, opaque=False))
+    def check(program: Program) -> None:
+        try:
+            before, after = alone(name, program)
+        except (Limitation, UserError):  # such as a scan along an axis that no schedule binds
+            return
+        if after != before:
+            fired.append(name)
+            verify(after, name)
+            assert_same(before, after)
+
+    check()
+    assert fired, f"{name} fires in no random program"
+
+
+@pytest.mark.parametrize("target", ["interpreter", "sm_90a"])
+def test_passes_record_what_they_do_under_names_of_the_catalog(target: str) -> None:
+    seen = set()
+
+    @often
+    @given(tensor_programs(steps=5, opaque=False))
+    def check(program: Program) -> None:
+        log = Log(applications=[])
+        try:
+            done = lowering(seasoned(program), Options(target=target), log)
+        except (Limitation, UserError):
+            return
+        names = {f"{a.pass_name}:{a.rule}" for a in log.applications or []}
+        assert not (unknown := names - CATALOG.keys()), f"{unknown}: add these to tests/rules/catalog.py"
+        seen.update(names)
+        before, known = steps_of(done.source), {x for a in log.applications or [] for x in a.after}
+        for p, after, _ in done.stages:
+            assert not silent(p.name, before, steps_of(after), known | {*before}), f"{p.name} does not record what it does (`log.applied`)"
+            before = steps_of(after)
+
+    check()
+    assert {"fuse:view", "fuse:inline"} <= seen

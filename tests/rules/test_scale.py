@@ -1,0 +1,57 @@
+"""Constants leave contractions, and nothing else moves."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from terrazzo.interp import loop
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.text import parse, show
+from terrazzo.rules.loop.scale import scale_after
+
+TEXT = """@loop
+def f(x: f32[3, 5], y: f32[5, 4]):
+    with kernel('z', z=f32[3, 4]):
+        for a0 in free(3):
+            for a1 in free(4):
+                for r0 in reduce(5):
+                    in0 = x[a0, r0]
+                    v0 = mul(in0, f32(0.375))
+                    in1 = y[r0, a1]
+                    v1 = mul(v0, in1)
+                    acc0 <- sum(v1)
+                z[a0, a1] = acc0
+    return (z,)
+"""
+
+
+def scaled(text: str) -> tuple[l.Program, l.Program]:
+    program = parse(text)
+    (kernel,) = program.steps
+    return program, l.Program(program.name, program.inputs, (scale_after(kernel),), program.results)
+
+
+def test_a_constant_leaves_a_contraction() -> None:
+    before, after = scaled(TEXT)
+    text = show(after)
+    assert text.index("acc0 <- sum") < text.index("f32(0.375)")
+    rng = np.random.default_rng(0)
+    inputs = {b.name: rng.standard_normal(b.type.static_shape).astype(np.float32) for b in before.inputs}
+    for a, b in zip(loop.run(before, inputs, precise=True), loop.run(after, inputs, precise=True), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("f32(0.375)", "f32(0.0)"),  # infinities would become NaN in other places
+        ("f32(0.375)", "f32(1e30)"),  # what is large overflows
+        ("acc0 <- sum", "acc0 <- max"),
+        ("mul(in0, f32(0.375))", "add(in0, f32(0.375))"),
+    ],
+)
+def test_what_stays(old: str, new: str) -> None:
+    assert old in TEXT
+    before, after = scaled(TEXT.replace(old, new))
+    assert after == before
