@@ -142,7 +142,7 @@ class Lowering:
                 return program.loop
             if isinstance(program, l.Program):
                 return program
-        raise CompilerBug("a program was not lowered to Loop IR")
+        raise UserError("kernel IR runs on a GPU (--target sm_90a, say), or in the simulator: terrazzo sim, or --interpret")
 
     def at(self, ir: str) -> Any:
         """The last program that is in this IR, or None."""

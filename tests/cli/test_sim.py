@@ -19,8 +19,8 @@ def written(tmp_path: Path, text: str) -> str:
 
 def test_what_is_right(terrazzo: Terrazzo) -> None:
     out = terrazzo("sim", str(FOLDER / "ring.kernel"), "--interleave", "adversarial", "--runs", "2", "--costs").stdout
-    assert "y: f32[256, 256]" in out and "nothing wrong found, in 2 adversarial orders" in out
-    assert "320 multiply_async" in out
+    assert "y: f32[128, 256]" in out and "nothing wrong found, in 2 adversarial orders" in out
+    assert "256 multiply_async" in out
 
 
 @pytest.mark.parametrize(
@@ -37,3 +37,8 @@ def test_what_is_wrong(terrazzo: Terrazzo, tmp_path: Path, before: str, after: s
     assert before in RING
     found = terrazzo("sim", written(tmp_path, RING.replace(before, after)), code=1).stdout
     assert told in found and "line " in found
+
+
+def test_a_kernel_is_not_for_a_processor(terrazzo: Terrazzo) -> None:
+    found = terrazzo("run", "--from", "kernel", str(FOLDER / "ring.kernel"), "--target", "cpu", code=2)
+    assert "kernel IR runs on a GPU" in found.stderr

@@ -141,3 +141,9 @@ def test_what_is_too_much_is_refused_quickly(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         parse(text)
     assert time.monotonic() - start < 5
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_python_would_warn_of_is_refused_quietly() -> None:
+    with pytest.raises(UserError):
+        parse(LOOP.format("v0 = 5or x[a0]"))

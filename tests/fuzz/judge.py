@@ -16,6 +16,7 @@ from terrazzo.interp import monoid
 from terrazzo.interp.tensor import evaluate, numpy_type
 from terrazzo.interp.torch import call_numpy
 from terrazzo.ir.dialects import tensor as t
+from terrazzo.ir.monoid import numpy_builder
 from terrazzo.ir.node import Node, topological
 from terrazzo.ir.program import Input, Program
 
@@ -36,7 +37,7 @@ class Judge:
 
     def problem(self, ours: list[Any]) -> str:
         """What is wrong with these results; "" if nothing is."""
-        for count in (2, 60):  # few roundings may all go the same way: before anybody is accused, many are looked at
+        for count in (2, 200):  # few roundings may all go the same way: before anybody is accused, many are looked at
             while len(self.others) < count:
                 self.others += self._rounded_otherwise(np.random.default_rng(len(self.others)))
             problems = (self._differs(n, r, x) for n, (r, x) in enumerate(zip(self.results, ours, strict=True)))
@@ -70,12 +71,18 @@ class Judge:
             return None
         last = range(given[0].ndim - len(node.axes), given[0].ndim)
         rows = [np.moveaxis(x, node.axes, last).reshape(*(e for d, e in enumerate(x.shape) if d not in node.axes), -1) for x in given]
-        order = noise.permutation(rows[0].shape[-1])
+        order = np.arange(rows[0].shape[-1])[:: noise.choice((1, -1))] if noise.integers(2) else noise.permutation(rows[0].shape[-1])
         rows = [x[..., order] for x in rows]
         if node.monoid.ufunc is not None:
             with np.errstate(all="ignore"):
                 return node.monoid.ufunc.accumulate(rows[0], axis=-1)[..., -1]
-        return monoid.reduce(node.monoid, rows, (rows[0].ndim - 1,), [a.type.dtype for a in node.args])  # type: ignore[attr-defined]
+        cut = noise.integers(len(order) + 1)  # parts of any lengths
+        dtypes = [a.type.dtype for a in node.args]  # type: ignore[attr-defined]
+        left, right = (
+            monoid.reduce(node.monoid, [x[..., part] for x in rows], (rows[0].ndim - 1,), dtypes)
+            for part in (slice(None, cut), slice(cut, None))
+        )
+        return node.monoid.combine(numpy_builder, left, right)
 
     def _rounded(self, node: t.Value, found: Any, noise: np.random.Generator) -> Any:
         """A result with its last place moved either way, where it was rounded at all."""

@@ -43,6 +43,15 @@ KINDS: dict[str, tuple[Any, Callable[..., str]]] = {
 }
 
 
+TURNS = 5
+"""How often as many are drawn as are wanted, since some are drawn twice."""
+
+
+def _settings(count: int) -> settings:
+    return settings(max_examples=count, database=None, deadline=None, verbosity=Verbosity.quiet, print_blob=False,
+                    phases=(Phase.generate, Phase.shrink), suppress_health_check=list(HealthCheck))  # fmt: skip
+
+
 def fuzz(kind: str, count: int, seed: int) -> tuple[Counter[str], list[str]]:
     """How many of `count` different examples went how, and what was found: for each bug the smallest text that shows it."""
     strategy, check = KINDS[kind]
@@ -50,14 +59,10 @@ def fuzz(kind: str, count: int, seed: int) -> tuple[Counter[str], list[str]]:
     found: dict[Any, str] = {}
     done: set[Any] = set()
 
-    @hypothesis.seed(seed)
-    @settings(max_examples=count, database=None, deadline=None, verbosity=Verbosity.quiet, suppress_health_check=list(HealthCheck),
-              phases=(Phase.generate, Phase.shrink), print_blob=False)  # fmt: skip
-    @given(strategy)
     def one(example: tuple[Any, ...]) -> None:
         key = tuple(getattr(x, "results", x) for x in example)
-        if key in done:  # what is drawn again proves nothing; what failed before may fail again
-            hypothesis.reject()
+        if key in done or len(done) >= count:  # what is drawn again proves nothing
+            return
         try:
             outcomes[check(*example)] += 1
         except checks.Found as why:
@@ -67,10 +72,15 @@ def fuzz(kind: str, count: int, seed: int) -> tuple[Counter[str], list[str]]:
             raise
         done.add(key)
 
-    try:
-        one()
-    except (checks.Found, BaseExceptionGroup):
-        assert found
+    for turn in range(TURNS):
+        if found or len(done) >= count:
+            break
+        run = hypothesis.seed(f"{seed}, {turn}")(_settings(count)(given(strategy)(one)))
+        try:
+            run()
+        except (checks.Found, BaseExceptionGroup):
+            if not found:
+                raise
     return outcomes, list(found.values())
 
 

@@ -232,9 +232,8 @@ class _Drawer:
                 )
                 return _with(s, place, operands=tuple(given.items()))
             case "operand":
-                return replace(
-                    s, operands=(*s.operands[1:], (self.one((*self.reads, *self.own, "nothing")), Operand(self.one(("reg", "smem")))))
-                )
+                name = self.one((*self.reads, *self.own, "nothing"))
+                return replace(s, operands=tuple({**dict(s.operands), name: Operand(self.one(("reg", "smem")))}.items()))
             case "instruction" if place >= 0:
                 return _with(s, place, instruction=self.one(INSTRUCTIONS))
             case "site" if s.sites:

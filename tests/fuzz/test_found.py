@@ -29,6 +29,18 @@ def f(x: f64[16, 32], w: f64[32, 16]):
     v3: f64[16, 16] = reduce.sum(v2, axes=[2])
     return (v3,)
 """,
+    "a product of which two parts are added: an operand that is loaded twice": """@tensor
+def f(x: f16[24, 24], w: f16[16, 24]):
+    v0: f32[24, 24] = f32(x)
+    v1: f32[16, 24, 24] = index_map(lambda i0, i1, i2: v0[i1, i2])
+    v2: f32[16, 24] = f32(w)
+    v3: f32[16, 24, 24] = index_map(lambda i0, i1, i2: v2[i0, i2])
+    v4: f32[16, 24, 24] = mul(v1, v3)
+    v5: f32[16, 24] = reduce.sum(v4, axes=[2])
+    v6: f32[16, 24] = index_map(lambda i0, i1: v5[-i0 + 15, i1])
+    v7: f32[16, 24] = add(v5, v6)
+    return (v7,)
+""",
     "a log-sum-exp that begins with NaN": """@tensor
 def f(special: f32[1, 40]):
     v0: f32[1, 40] = literal(1.0)

@@ -40,9 +40,9 @@ def sanitized(tool: str) -> dict[str, Any]:
     done = subprocess.run([*command, "--corpus"], capture_output=True, text=True)
     told = done.stdout + done.stderr
     errors, ran = re.search(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (\d+)", told), re.search(r"ran (\d+) kernels", told)
-    lines = [line for line in told.splitlines() if line.startswith("=========")]
+    lines = [line for line in told.splitlines() if line.startswith("=========")] if ran else told.splitlines()[-40:]
     found = {"tool": tool, "kernels": int(ran[1]) if ran else 0, "errors": int(errors[1]) if errors else None}
-    return found if errors and ran and errors[1] == "0" else {**found, "report": (lines or told.splitlines())[:40]}
+    return found if errors and ran and errors[1] == "0" else {**found, "report": lines[:40]}
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from terrazzo.ir.node import Node
 from terrazzo.ir.parse_kernel import KernelReader
 from terrazzo.ir.parse_loop import LoopReader
 from terrazzo.ir.program import Input, Program
-from terrazzo.ir.reader import Reader, Scope, dotted, elements, empty, located
+from terrazzo.ir.reader import Reader, Scope, dotted, elements, empty, located, python_tree
 from terrazzo.ir.schedule import ScheduleReader
 from terrazzo.ir.types import Type
 
@@ -35,7 +35,7 @@ def parse(text: str, filename: str = "<text>") -> Program | l.Program | tile.Pro
     if len(text) > LONGEST:
         raise UserError(f"{filename}: the text is longer than {LONGEST} characters")
     try:
-        tree = ast.parse(text, filename)
+        tree = python_tree(text, filename)
         comments = _comments(text)
     except SyntaxError as e:
         raise UserError(located(filename, text, e.lineno or 1, e.offset or 1, e.msg)) from None

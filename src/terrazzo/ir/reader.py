@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -204,6 +205,13 @@ class Reader:
             if k.arg == name:
                 return k.value
         self.fail(x, f"missing {name}=")
+
+
+def python_tree(text: str, filename: str) -> ast.Module:
+    """Python's tree of a text, which is not run. What Python would warn of, such as `5or`, is left to who reads it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        return ast.parse(text, filename)
 
 
 def dotted(x: ast.AST) -> str:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from terrazzo.errors import UserError
-from terrazzo.ir.reader import Reader
+from terrazzo.ir.reader import Reader, python_tree
 
 KERNEL_LEVELS = ("grid", "cluster", "time", "block")
 SITE_LEVELS = ("warpgroup", "warp", "lane", "reg", "inst.m", "inst.n", "inst.k")
@@ -264,7 +264,7 @@ def parse_schedule(text: str, filename: str = "<schedule>") -> Schedule:
 def parse_schedules(text: str, filename: str = "<schedule>") -> list[Schedule]:
     """The schedules a text means, one after the other."""
     try:
-        tree = ast.parse(text, filename)
+        tree = python_tree(text, filename)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
         raise UserError(f"{filename}: not readable as a schedule: {e}") from None
     reader = ScheduleReader(text, filename, {})

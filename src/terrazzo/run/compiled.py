@@ -221,7 +221,7 @@ def _load(key: str, cache: Cache, machine: Cpu | Cuda, bound: Mapping[str, Any],
 
 def _build(key: str, cache: Cache, machine: Cpu | Cuda, program: Any, bound: Mapping[str, Any], options: Options) -> Compiled:
     lowering = _lowering(program, options)
-    with reproducible(options), failing("code generation", lowering.at("tile") or lowering.loop):
+    with reproducible(options), failing("code generation", lowering.at("tile") or lowering.at("loop") or lowering.source):
         built = machine.build(lowering, options, cache)
     plan = make(built.program, built.entries)
     cache.put(key, ".plan", plan.to_json())

@@ -319,9 +319,9 @@ def _schedule(p: Product, plan: Plan, gpu: Gpu, transport: str) -> Schedule:
             (p.n.name, _factors(("warp", t.warps[1]), ("reg", t.n // t.warps[1] // nn), ("inst.n", nn))),
             (f"r{last.label}", _factors(("reg", step // k), ("inst.k", k))),
         ]
-        operands = tuple(
-            (_name(x), Operand("smem", (("by", transport), ("swizzle", 64 if _row(x, p, t, step) == 32 else 128)))) for x in p.operands
-        )
+        rows = [(_name(x), 64 if _row(x, p, t, step) == 32 else 128) for x in p.operands]
+        swizzles = {name: min(s for other, s in rows if other == name) for name, _ in rows}  # two loads of one buffer are held alike
+        operands = tuple((name, Operand("smem", (("by", transport), ("swizzle", s)))) for name, s in swizzles.items())
     else:
         site = [
             (p.m.name, _factors(("warp", t.warps[0]), *_threads(t.m // t.warps[0], t.lanes[0], t.inner))),
