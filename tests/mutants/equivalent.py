@@ -76,9 +76,9 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     ),
     Equivalent(
         ("ping_pong by hand",),
-        MOVED,
-        r"`for t in serial\(2\):` -> `sync\([12], 8\)`",
-        "they multiply at the same time, but still take turns to store",
+        ("moved wait",),
+        r"-> `wait_barrier\(turn\[[12]\]",
+        "they wait for their turn to store before they multiply, or before they let the other multiply: sooner than they need",
     ),
     Equivalent(
         ("persistent by hand",),
