@@ -187,6 +187,21 @@ SCHEDULES = {
                a1 = like("acc0")""",
         "r0 = ... inst.k(16) ...: nothing derives a kernel from the level inst.k yet",
     ),
+    "groups of no rows": (
+        "cat",
+        """a0 = grid(5, order=grouped(0))
+           a1 = grid(16)""",
+        "grid(5, order=grouped(0)): grouped takes the number of rows of a group",
+    ),
+    "more registers than a thread has": (
+        "variance",
+        """a0 = grid(1) * reg(4) * lane(32)
+           with site("acc0"):
+               r0 = reg(128)
+           with site("acc1"):
+               r1 = reg(128)""",
+        "registers of a thread, and sm_80 has 255",
+    ),
     "a slab of one element": (
         "bmm",
         """a1 = grid(1) * block(32)

@@ -55,6 +55,10 @@ def _registers(kernel: k.Kernel, roles: list[k.Role]) -> str:
     return ""
 
 
+REGISTERS = 255
+"""32-bit registers a thread can have."""
+
+
 def declared(body: tuple[Node, ...]) -> int:
     """The most 32-bit registers that are declared at once."""
     mine = sum(-(-k.shared_bytes(s.place) // 4) for s in body if isinstance(s, k.Declare))

@@ -176,6 +176,8 @@ def factors(binding: Binding) -> tuple[Factor, ...]:
 
 def _order(f: Factor) -> Word | None:
     found = dict(f.options).get("order")
+    if isinstance(found, Word) and found.name == "grouped" and (len(found.args) != 1 or found.args[0] < 1):
+        raise UserError(f"{f}: grouped takes the number of rows of a group")
     return found if isinstance(found, Word) else None
 
 

@@ -14,6 +14,7 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
 from terrazzo.ir.schedule import Schedule
+from terrazzo.ir.verify_kernel import REGISTERS, declared
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.tile_to_kernel.digits import Bindings, factors
 from terrazzo.rules.tile_to_kernel.scope import Scope
@@ -129,6 +130,7 @@ def _budget(kernel: k.Kernel, gpu: Gpu) -> None:
     for what, needs, has in (
         ("bytes of shared memory", kernel.shared_bytes, gpu.shared),
         ("threads in a block", kernel.threads, 1024),
+        ("registers of a thread", declared(kernel.body), REGISTERS),
         ("blocks", kernel.grid, (1 << 31) - 1),
     ):
         if needs > has:

@@ -22,14 +22,12 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Loaded, Var, at_least, bounds, terms_of
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.show_kernel import statement
-from terrazzo.ir.verify_kernel import declared
+from terrazzo.ir.verify_kernel import REGISTERS, declared
 from terrazzo.targets.cuda import order
 from terrazzo.targets.cuda.accesses import Access, Around, accesses, slabs, statements, terms
 
 MOST = 1 << 15
 """Threads and steps that are tried for one question, at most."""
-REGISTERS = 255
-"""32-bit registers a thread can have."""
 
 
 @dataclass(frozen=True)
