@@ -41,6 +41,21 @@ def f(x: f16[24, 24], w: f16[16, 24]):
     v7: f32[16, 24] = add(v5, v6)
     return (v7,)
 """,
+    "registers called as a tensor is": """@tensor
+def f(x: f32[1, 128]):
+    v0: (f32[128], i64[128]) = opaque('aten.max.dim', x, 0)
+    t: f32[128] = get(v0, 0)
+    v2: f32[128] = mul(t, t)
+    v3: f32 = reduce.sum(v2, axes=[0])
+    u: f32[128] = index_map(lambda i0: v3[()])
+    v4: f32[128] = mul(t, u)
+    t_1: i64[128] = get(v0, 1)
+    v5: i64[128] = literal(128)
+    v6: i64[128] = mod(t_1, v5)
+    v7: f32[128] = index_map(lambda i0: v4[at(v6[i0], 128)])
+    v8: f32[128] = add(v7, t)
+    return (v8,)
+""",
     "a log-sum-exp that begins with NaN": """@tensor
 def f(special: f32[1, 40]):
     v0: f32[1, 40] = literal(1.0)
@@ -77,6 +92,19 @@ def test_a_conversion_to_another_type_of_16_bits_is_not_dropped() -> None:
     assert not any(isinstance(s, k.Multiply) for s in k.walk(kernel.body))
     (kernel,) = lowering(parse(ROUNDED.replace("f32(v0)", "f32(x)")), Options(target="sm_90a")).at("kernel").steps
     assert any(isinstance(s, k.Multiply) for s in k.walk(kernel.body))
+
+
+@pytest.mark.parametrize("name", ["a0", "r0", "i0", "in0", "v0", "acc0", "other0", "lane", "warp", "block"])
+def test_a_tensor_may_be_called_as_an_axis_or_a_value(name: str) -> None:
+    text = f"""@tensor
+def f({name}: f32[40, 128]):
+    q: f32[40] = reduce.sum({name}, axes=[1])
+    w: f32[40, 128] = index_map(lambda i0, i1: q[i0])
+    y: f32[40, 128] = mul({name}, w)
+    z: f32[128, 40] = index_map(lambda i0, i1: {name}[i1, i0])
+    return (y, z, q)
+"""
+    assert checks.program(parse(text), "sm_80", True) == "right"  # type: ignore[arg-type]
 
 
 SCHEDULES = {
@@ -186,6 +214,21 @@ SCHEDULES = {
                a0 = like("acc0")
                a1 = like("acc0")""",
         "r0 = ... inst.k(16) ...: nothing derives a kernel from the level inst.k yet",
+    ),
+    "rows that ldmatrix cannot read": (
+        "matmul of bfloat16",
+        """a0 = grid(2) * block(16)
+           a1 = grid(6) * block(8)
+           r0 = time(4) * block(16)
+           with site("acc0", on="mma.m16n8k16.f32.bf16"):
+               a0 = inst.m(16)
+               a1 = inst.n(8)
+               r0 = inst.k(16)
+               x = smem(by="ld", pad=4)
+           with site("mm"):
+               a0 = like("acc0")
+               a1 = like("acc0")""",
+        "x_s0: its rows lie 20 elements apart, and ldmatrix reads pieces of 16 bytes",
     ),
     "groups of no rows": (
         "cat",

@@ -76,7 +76,7 @@ class KernelReader(LoopReader):
         return None
 
     def define(self, s: ast.AST, name: str, value: Any, scope: Scope) -> None:
-        if isinstance(scope.values.get(name), Expr | l.Buffer):
+        if isinstance(found := scope.values.get(name), Expr | l.Buffer) and found is not scope.outside.get(name):
             self.fail(s, f"{name} is defined twice")
         scope.values[name] = value
 

@@ -73,8 +73,8 @@ class LoopReader(Reader):
                     if not reduce_axes:  # a scan: its value is there at once, in order
                         scope.values[acc] = self.scan(c, accumulated.pop(acc), axes)
                 case ast.Assign(targets=[ast.Name(id=name)], value=v):
-                    if isinstance(scope.values.get(name), (l.Buffer, Expr)):
-                        self.fail(s, f"{name} is already a buffer or a variable")
+                    if isinstance(scope.values.get(name), Expr):
+                        self.fail(s, f"{name} is already a variable")
                     scope.values[name] = self.term(v, scope)
                 case ast.Assign(targets=[ast.Subscript(value=target, slice=where)], value=v):
                     index = () if empty(where) else self.indices(where, scope)

@@ -25,12 +25,17 @@ def located(filename: str, text: str, line: int, column: int, message: str) -> s
 
 @dataclass
 class Scope:
-    """What names mean: values, buffers, terms, variables."""
+    """What names mean: values, buffers, terms, variables.
+
+    Inside of a kernel its own names come first, but not in front of an index, where only a tensor can stand: those `outside` may be
+    called as an axis or a value is.
+    """
 
     values: dict[str, Any] = field(default_factory=dict)
+    outside: dict[str, Any] = field(default_factory=dict)
 
     def inner(self) -> Scope:
-        return Scope(dict(self.values))
+        return Scope(dict(self.values), self.outside or self.values)
 
 
 class Reader:
@@ -73,6 +78,8 @@ class Reader:
         if not isinstance(where, ast.Name):
             self.fail(where, "expected a name")
         found = scope.values.get(where.id)
+        if not isinstance(found, kind):
+            found = scope.outside.get(where.id, found)
         if found is None:
             self.fail(where, f"{where.id} is not defined here")
         if not isinstance(found, kind):
@@ -148,7 +155,7 @@ class Reader:
 
     def _read(self, x: ast.AST, scope: Scope) -> Any:
         if isinstance(x, ast.Subscript):  # Tensor IR: at(ids[i0], n)
-            return self.build(x, t.Read, self.lookup(x.value, scope), () if empty(x.slice) else self.indices(x.slice, scope))
+            return self.build(x, t.Read, self.lookup(x.value, Scope(scope.outside)), () if empty(x.slice) else self.indices(x.slice, scope))
         return self.term(x, scope)
 
     def term(self, x: ast.AST, scope: Scope) -> Any:

@@ -324,9 +324,10 @@ class ScheduleReader(Reader):
             if not isinstance(s, ast.Assign) or len(s.targets) != 1 or not isinstance(s.targets[0], ast.Name):
                 self.fail(s, "expected `axis = factors` or `operand = place(...)`")
             name, value = s.targets[0].id, s.value
-            if name in axes or name in operands:
+            place = self.word(value.func) if isinstance(value, ast.Call) and not value.args else ""
+            if name in (operands if place in ("smem", "reg") else axes):  # a tensor may be called as an axis is
                 self.fail(s, f"{name} is bound twice")
-            if isinstance(value, ast.Call) and (place := self.word(value.func)) in ("smem", "reg") and not value.args:
+            if isinstance(value, ast.Call) and place in ("smem", "reg"):
                 operands[name] = Operand(place, self.keywords(value))
             elif isinstance(value, ast.Call) and self.word(value.func) == "like" and len(value.args) == 1:
                 axes[name] = Like(self.text_constant(value.args[0]))

@@ -320,6 +320,8 @@ class Contractor:
         found = loader(layout, 90, along)
         if found is None:
             raise Limitation(f"{slab.place.name}: no load brings it into the fragments of {self.site.instruction}")
+        if left := [x for x in slab.place.type.element_strides[:-1] if not isinstance(x, int) or x * slab.place.type.dtype.size % WIDEST]:
+            raise UserError(f"{slab.place.name}: its rows lie {left[0]} elements apart, and ldmatrix reads pieces of {WIDEST} bytes")
         move, rows = found
         count = move.count // pair
         place = self.w.registers(slab.place.name.rstrip("0123456789") + "f", u32, [*(d.size for d in regs), count])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from terrazzo.errors import Limitation
+from terrazzo.errors import Limitation, UserError
 from terrazzo.hw.tma import tensor_map
 from terrazzo.ir.address import coefficient, flatten, mentions, unflatten
 from terrazzo.ir.dialects import kernel as k
@@ -15,7 +15,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, Var, at_least
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.schedule import Site
-from terrazzo.ir.types import Type
+from terrazzo.ir.types import Type, contiguous_strides
 from terrazzo.rules.tile_to_kernel.digits import WIDEST, Digit, axis_name, divides, wide, zero
 
 if TYPE_CHECKING:
@@ -169,6 +169,8 @@ class Slabs:
                 raise Limitation(f"{name}: what lies beyond {axis_name(mine[0].axis)} is not beyond the tensor, and TMA would read it")
         if order != list(slab.axes):
             raise Limitation(f"{name}: the slab's dimensions are not in the order of the tensor's, which TMA keeps")
+        if slab.place.type.element_strides[1:] != contiguous_strides(slab.place.type.static_shape)[1:]:
+            raise UserError(f"{name}: TMA leaves no room between rows: a slab has a pad or comes by TMA")
         tensor_map(slab.term.buffer.type, tuple(found), slab.place.swizzle)  # which refuses what the hardware does
         size = math.prod(found) * slab.place.type.dtype.size
         if size % max(slab.place.swizzle * 8, 128):

@@ -35,6 +35,7 @@ class Walker:
         self.out: list[Node] = []
         self.shared: list[k.Shared] = []
         self.counts: dict[str, int] = {}
+        self.tensors = {b.name for b in (*kernel.reads, *kernel.writes)}
         self.depth = 0
         self.tiled = {a for a, b in bindings.schedule.axes for f in factors(b) if f.level == "block"}
         self.fragments: dict[l.Reduce, Fragment] = {}
@@ -42,8 +43,10 @@ class Walker:
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def fresh(self, prefix: str) -> str:
+        """A name that no other place or value has, nor a tensor of the kernel."""
         self.counts[prefix] = self.counts.get(prefix, -1) + 1
-        return f"{prefix}{self.counts[prefix]}"
+        name = f"{prefix}{self.counts[prefix]}"
+        return self.fresh(prefix) if name in self.tensors else name
 
     def add(self, *statements: Node) -> None:
         """Write statements where writing is."""
