@@ -277,6 +277,15 @@ def test_schedules_that_are_refused(name: str) -> None:
 MEETING = """a0 = reg(9)
            with site("acc0"):
                r0 = warp(2) * lane(32)"""
+OUTSIDE = """with site("acc0"):
+               a0 = reg(1) * lane(32)
+               r0 = reg(100)
+           with site("acc1"):
+               a0 = reg(1) * lane(16)
+               r1 = reg(25) * reg(2) * lane(2)
+           with site("_softmax"):
+               a0 = reg(1) * lane(16)
+               a1 = reg(25) * lane(2) * reg(2)"""
 NOTHING = """a0 = grid(90)
            with site("sum_1"):
                pass"""
@@ -286,6 +295,7 @@ NOTHING = """a0 = grid(90)
     ("subject", "lines"),
     [
         pytest.param("any", MEETING, id="warps meet in every step of an unrolled loop"),
+        pytest.param("softmax", OUTSIDE, id="lanes beyond the last row meet others, and load nothing in vectors"),
         pytest.param("sum of short rows", NOTHING, id="a site of nothing reads back"),
     ],
 )

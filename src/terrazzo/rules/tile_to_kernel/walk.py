@@ -192,12 +192,11 @@ class Walker:
             raise UserError(f"{self.kernel.name}: {names} is bound to threads that an axis around it is bound to already")
         inner.threads |= mine
         inside = self.enter(s.axes, digits, inner)
-        if s.kind == "free" and self.parts(inside, s.body):
-            inner.pending, inside = (*inner.pending, *inside), []
-        elif s.kind == "reduce":
-            inside, inner.pending = [*inside, *inner.pending], ()
-            if self.parts(inside, s.body):
+        inside, inner.pending = [*inside, *inner.pending], ()
+        if self.parts(inside, s.body):
+            if s.kind == "reduce":
                 raise Limitation(f"{self.kernel.name}: threads not all inside {axis_name(s.axes[0])} meet in a reduction of its steps")
+            inside, inner.pending = [], tuple(inside)
         looped = [d for ds in digits for d in ds if d.level in LOOPED]
         leaf = not any(isinstance(x, n.Loop) for x in self.left(s.body))
         vector = looped[-1] if leaf and looped and digits[-1] and digits[-1][-1] is looped[-1] and looped[-1].level != "time" else None
