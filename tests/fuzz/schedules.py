@@ -211,7 +211,7 @@ class _Drawer:
         if self.one((True, False)):
             options |= self.one(({"swizzle": 128}, {"swizzle": 64}, {"swizzle": 32}, {"pad": 4}, {"pad": 8}, {"pad": 1}))
         if self.one((True, False, False)):
-            options["along"] = self.one((*self.free, *(a for own in self.own.values() for a in own)))
+            options["along"] = self.one((*self.free, *(a for own in self.own.values() for a in own), "nowhere"))
         return Operand("smem", tuple(options.items()))
 
     # -- what may not fit ---------------------------------------------------------------------------------------------

@@ -230,6 +230,18 @@ SCHEDULES = {
                a1 = like("acc0")""",
         "x_s0: its rows lie 20 elements apart, and ldmatrix reads pieces of 16 bytes",
     ),
+    "a store that divides a tile otherwise than the product": (
+        "matmul",
+        """a0 = grid(18)
+           a1 = grid(1) * block(128)
+           r0 = time(12, ring=1) * block(2)
+           with site("acc0", on="fma.f32"):
+               a1 = reg(2) * warp(2) * lane(32)
+               r0 = reg(2)
+           with site("mm"):
+               a1 = warp(2) * reg(2) * lane(32)""",
+        "a1 is divided otherwise than its accumulators are: like(...) divides both alike",
+    ),
     "groups of no rows": (
         "cat",
         """a0 = grid(5, order=grouped(0))

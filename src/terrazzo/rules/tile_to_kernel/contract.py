@@ -35,14 +35,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fragment:
-    """Where a reduction's accumulators lie: indexed by the register digits of `axes`, then by the instruction's registers."""
+    """Where a reduction's accumulators lie: indexed by the register digits of `tiles`, then by the instruction's registers."""
 
     place: k.Registers
-    axes: tuple[Any, ...]
+    tiles: tuple[Tiled, ...]
     instruction: MatrixInstruction | None
 
+    @property
+    def axes(self) -> tuple[Any, ...]:
+        return tuple(t.axis for t in self.tiles)
+
     def index(self, digits: dict[Any, list[Digit]]) -> tuple[IntExpr, ...]:
-        """The place of the element that digits of the axes name."""
+        """The place of the element that digits of the axes name, which divide them as the accumulators are divided."""
+        for t in self.tiles:
+            if [d.role for d in digits[t.axis] if d.level != "grid"] != [d.role for d in t.digits]:
+                raise Limitation(f"{axis_name(t.axis)} is divided otherwise than its accumulators are: like(...) divides both alike")
         own = tuple(d.value for a in self.axes for d in digits[a] if d.level == "reg")
         if self.instruction is None:
             return own
@@ -112,7 +119,7 @@ class Contractor:
             extra = [self.instruction.d.elements] if self.instruction else []
             dtype = c.reduce.dtype
             place = self.w.registers("acc", dtype, [*shape, *extra], l.Literal(zero(dtype), dtype))
-            self.w.fragments[c.reduce] = Fragment(place, tuple(self.tiles), self.instruction)
+            self.w.fragments[c.reduce] = Fragment(place, tuple(self.tiles.values()), self.instruction)
         kinds = {s.by for s in slabs.values()}
         if kinds == {"tma"} and self.steps.ring > 1:
             self.ring_of_boxes(list(slabs.values()), lambda slot: self.step(slabs, slot))

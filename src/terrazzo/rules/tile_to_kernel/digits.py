@@ -55,6 +55,11 @@ class Digit:
         return {(self.level, first + n) for n in range(self.size.bit_length() - 1)} if self.level in ("lane", "warp") else set()
 
     @property
+    def role(self) -> tuple[str, int, int, int, int]:
+        """All but the name of its loop's variable."""
+        return self.level, self.size, self.stride, self.inner, self.place
+
+    @property
     def unrolled(self) -> bool:
         """Whether its loop leaves no loop behind."""
         return self.level != "time"
