@@ -313,7 +313,7 @@ def test_logsumexp_is_pytorchs(row: list[float]) -> None:
     top, total = combining.reduce(MONOIDS["logsumexp"], [x, np.ones_like(x)], (0,), [f64] * 2)
     with np.errstate(all="ignore"):
         ours = top + np.log(total)
-        running = [a + np.log(b) for a, b in zip(*combining.scan(MONOIDS["logsumexp"], [x, np.ones_like(x)], 0), strict=True)]
+        running = [a + np.log(b) for a, b in zip(*combining.scan(MONOIDS["logsumexp"], [x, np.ones_like(x)], 0, [f64] * 2), strict=True)]
     np.testing.assert_allclose(ours, torch.logsumexp(torch.from_numpy(x), 0).numpy(), rtol=1e-12)
     np.testing.assert_allclose(running, torch.logcumsumexp(torch.from_numpy(x), 0).numpy(), rtol=1e-12)
 

@@ -149,7 +149,8 @@ class _Evaluator:
         values = [np.asarray(self.value(a, env, done)) for a in term.step]
         position = int(np.argmax(np.shape(env[at]))) if np.size(env[at]) > 1 else self.rank - 1
         shape = np.broadcast_shapes(*(v.shape for v in values), np.shape(env[at]))
-        out = monoid.scan(term.monoid, [np.ascontiguousarray(np.broadcast_to(v, shape)) for v in values], position)
+        dtypes = [a.dtype for a in term.args]  # type: ignore[attr-defined]
+        out = monoid.scan(term.monoid, [np.ascontiguousarray(np.broadcast_to(v, shape)) for v in values], position, dtypes)
         return out if term.monoid.width > 1 else out[0]
 
 

@@ -22,15 +22,16 @@ def reduce(m: Monoid, args: Sequence[Any], axes: tuple[int, ...], dtypes: Sequen
             return (np.asarray(m.ufunc.reduce(x, axis=axes, dtype=x.dtype, initial=_identity(m, args, dtypes)[0])),)
     flat = [_rows(a, axes) for a in args]
     size = flat[0].shape[-1]
+    first = [np.broadcast_to(i, f.shape[:-1]).copy() for i, f in zip(_identity(m, args, dtypes), flat, strict=True)]
     if size == 0:
-        return tuple(np.broadcast_to(i, f.shape[:-1]).copy() for i, f in zip(_identity(m, args, dtypes), flat, strict=True))
+        return tuple(first)
     while size > 1:  # neighbours first, so that the order of elements is kept
         even, odd = [f[..., 0 : size - 1 : 2] for f in flat], [f[..., 1:size:2] for f in flat]
         merged = m.combine(numpy_builder, even, odd)
         rest = [f[..., size - 1 :] for f in flat] if size % 2 else [f[..., :0] for f in flat]
         flat = [np.concatenate([a, b], axis=-1) for a, b in zip(merged, rest, strict=True)]
         size = flat[0].shape[-1]
-    return tuple(f[..., 0] for f in flat)
+    return m.combine(numpy_builder, first, [f[..., 0] for f in flat])  # as accumulators begin: of one element that is NaN, NaN
 
 
 def sum_of_products(a: Any, b: Any, axes: tuple[int, ...]) -> Any:
@@ -72,16 +73,16 @@ def _matrix(x: Any, axes: tuple[int, ...], groups: Sequence[list[int]]) -> Any:
     return x.transpose([*order, *rest]).reshape([math.prod(x.shape[d] for d in g) for g in groups])
 
 
-def scan(m: Monoid, args: Sequence[Any], axis: int) -> Arrays:
+def scan(m: Monoid, args: Sequence[Any], axis: int, dtypes: Sequence[DType]) -> Arrays:
     """The running combination along `axis`."""
     if m.ufunc is not None:
         with np.errstate(all="ignore"):
             return (m.ufunc.accumulate(args[0], axis=axis, dtype=args[0].dtype),)
     moved = [np.moveaxis(a, axis, 0) for a in args]
     outs = [np.empty_like(a) for a in moved]
-    running: Sequence[Any] = [a[0] for a in moved] if len(moved[0]) else []
+    running: Sequence[Any] = _identity(m, args, dtypes)
     for i in range(len(moved[0])):
-        running = m.combine(numpy_builder, running, [a[i] for a in moved]) if i else running
+        running = m.combine(numpy_builder, running, [a[i] for a in moved])
         for out, value in zip(outs, running, strict=True):
             out[i] = value
     return tuple(np.moveaxis(o, 0, axis) for o in outs)

@@ -74,8 +74,8 @@ def _logsumexp(f: Builder, a: Values, b: Values) -> tuple[Any, ...]:
     """(maximum, sum of exp(x - maximum)): the pair behind a stable log-sum-exp and online softmax."""
     top = f("max", a[0], b[0])
 
-    def rescaled(x: Values) -> Any:  # inf - inf is NaN; equal maxima need no rescaling, and with a NaN the identity changes nothing
-        return f("where", f("lt", x[0], top), f("mul", x[1], f("exp", f("sub", x[0], top))), x[1])
+    def rescaled(x: Values) -> Any:  # inf - inf is NaN; equal maxima need no rescaling
+        return f("where", f("eq", x[0], top), x[1], f("mul", x[1], f("exp", f("sub", x[0], top))))
 
     return top, f("add", rescaled(a), rescaled(b))
 

@@ -227,7 +227,6 @@ def tensor_store(team: Team, s: k.TensorStore) -> None:
         team.groups.begin("bulk", one, done)
 
 
-
 MEANING: dict[type, Callable[[Team, Any], None]] = {
     k.AsyncCopy: async_copy,
     k.Commit: commit,
