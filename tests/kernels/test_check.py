@@ -119,6 +119,20 @@ def test_one_line_of_a_ring_between_roles_changed(pattern: str, replacement: str
     assert re.search(told, planted(show(by_hand.program("ring")), pattern, replacement, "sm_90a"))
 
 
+@pytest.mark.parametrize(
+    ("name", "pattern", "replacement", "told"),
+    [
+        ("ring", r"fence\('wgmma'\)", "pass", "acc with no wgmma fence"),
+        ("cluster", r"fence\('proxy'\)", "pass", "y_s with no proxy fence"),
+        ("copied", r"fence\('proxy'\)", "pass", "with no proxy fence"),
+        ("copied", r"(wait_groups\(\d+\))(\s+)fence\('proxy'\)", r"fence('proxy')\2\1", "with no proxy fence"),
+        ("registers", r"fence\('wgmma'\)", "pass", "with no wgmma fence"),
+    ],
+)
+def test_a_fence_less(name: str, pattern: str, replacement: str, told: str) -> None:
+    assert re.search(told, planted(show(by_hand.program(name)), pattern, replacement, "sm_90a"))
+
+
 def test_a_users_text_is_the_users_error() -> None:
     text = show(case("softmax", "sm_90a").program).replace("x[block,", "x[block + 1,")
     with pytest.raises(UserError, match=r"_softmax: `.*` at \[block \+ 1\] is outside"):

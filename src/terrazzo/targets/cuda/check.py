@@ -1,4 +1,4 @@
-"""Static checks of kernels: bounds, alignment, who meets at barriers, budgets, and the order of copies and waits (`order`).
+"""Static checks of kernels: bounds, alignment, who meets at barriers, budgets, the order of copies and waits (`order`), fences.
 
 They are made of every kernel before CUDA is written. What ranges prove holds; what they do not is tried: on all threads and steps where
 these are few, else on the first and last ones. A thread that goes wrong is a finding. What is neither proved nor refuted is left to the
@@ -23,7 +23,7 @@ from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Loaded, Var, at_least, bou
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.show_kernel import statement
 from terrazzo.ir.verify_kernel import REGISTERS, declared
-from terrazzo.targets.cuda import order
+from terrazzo.targets.cuda import fences, order
 from terrazzo.targets.cuda.accesses import Access, Around, accesses, slabs, statements, terms
 
 MOST = 1 << 15
@@ -58,7 +58,7 @@ def report(kernel: k.Kernel, gpu: Gpu) -> Report:
             problems += [f"`{statement(s)[0]}` {why}"] if why else []
             count, open_ = count + 1, open_ + (not proved and not why)
     if not problems:
-        problems += order.problems(kernel)
+        problems += order.problems(kernel) + fences.problems(kernel)
     return Report(tuple(problems), count - open_, count)
 
 
