@@ -293,6 +293,27 @@ def test_schedules_that_are_refused(name: str) -> None:
         lowering(term.program, Options(target="sm_80", schedules=(written(term.kernel.name, lines),)))
 
 
+RING_IN_A_LOOP = """a1 = grid(1) * block(32)
+           a2 = grid(1) * block(64)
+           r0 = time(1, ring=4) * block(32)
+           with site("acc0", on="mma.m16n8k16.f32.f16"):
+               a1 = reg(2) * inst.m(16)
+               a2 = warp(2) * reg(4) * inst.n(8)
+               r0 = reg(2) * inst.k(16)
+               x = smem(by="tma", swizzle=64)
+               w = smem(by="tma", swizzle=128)
+           with site("bmm"):
+               a1 = like("acc0")
+               a2 = like("acc0")"""
+
+
+def test_a_ring_of_boxes_inside_a_loop_is_refused() -> None:
+    """Its phases began anew with every tile: the second would wait for what was over."""
+    term = terms("bmm of half", "sm_90a")[0]
+    with pytest.raises(Limitation, match="a ring of boxes inside a loop"):
+        lowering(term.program, Options(target="sm_90a", schedules=(written(term.kernel.name, RING_IN_A_LOOP).replace("sm_80", "sm_90a"),)))
+
+
 MEETING = """a0 = reg(9)
            with site("acc0"):
                r0 = warp(2) * lane(32)"""

@@ -121,6 +121,8 @@ class Contractor:
             place = self.w.registers("acc", dtype, [*shape, *extra], l.Literal(zero(dtype), dtype))
             self.w.fragments[c.reduce] = Fragment(place, tuple(self.tiles.values()), self.instruction)
         kinds = {s.by for s in slabs.values()}
+        if "tma" in kinds and self.w.depth:
+            raise Limitation(f"{self.w.kernel.name}: a ring of boxes inside a loop: its phases do not go on from one tile to the next yet")
         if kinds == {"tma"} and self.steps.ring > 1:
             self.ring_of_boxes(list(slabs.values()), lambda slot: self.step(slabs, slot))
         elif "tma" in kinds:
