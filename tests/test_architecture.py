@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import pkgutil
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -119,4 +121,16 @@ def test_no_text_and_no_file_is_executed() -> None:
                 wrong.append(f"{place(file)}:{node.value.lineno}: allow_pickle")
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "builtins.exec", "builtins.eval"):
                 wrong.append(f"{place(file)}:{node.lineno}: {ast.unparse(node.func)}")
+    assert wrong == []
+
+
+def test_what_is_imported_is_there() -> None:
+    """Also inside functions, and in scripts that no test runs: those for a machine with a GPU."""
+    wrong = []
+    for file in sorted([*FILES, *Path(__file__).parent.rglob("*.py")]):
+        for node in ast.walk(tree(file)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "terrazzo":
+                module = importlib.import_module(str(node.module))
+                parts = {part.name for part in pkgutil.iter_modules(getattr(module, "__path__", []))}
+                wrong += [f"{file.name}:{node.lineno}: {n.name}" for n in node.names if n.name not in parts and not hasattr(module, n.name)]
     assert wrong == []

@@ -83,8 +83,7 @@ def predicted() -> list[tuple[str, str, dict[str, int]]]:
 
 
 def main(record: Path) -> int:
-    from terrazzo.bench.gpu import _machine
-    from terrazzo.bench.harness import surroundings
+    from terrazzo.bench.gpu import measured_on
 
     cases: list[dict[str, Any]] = []
     for (name, function, ours), (theirs_name, theirs) in zip(predicted(), counted(), strict=True):
@@ -93,7 +92,7 @@ def main(record: Path) -> int:
         print(f"{'=' if ours == theirs else '!'} {name} ({function}): {ours} {'' if ours == theirs else theirs}")
     equal = sum(c["equal"] for c in cases)
     print(f"{equal} of {len(cases)} kernels are as predicted")
-    meta = {**surroundings(1), **_machine(), "counters": METRICS}
+    meta = {**measured_on(), "counters": METRICS}
     record.write_text(json.dumps({"suite": "counters", "meta": meta, "cases": cases}, indent=1) + "\n")
     return int(equal < 6)
 

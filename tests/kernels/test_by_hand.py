@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,6 @@ from tests.kernels.by_hand import FOLDER, MEANING, exact, inputs, program
 
 from terrazzo.interp import kernel as simulator
 from terrazzo.ir.text import parse, show
-from terrazzo.targets.cuda.emit import emit
 
 every = pytest.mark.parametrize("name", MEANING)
 
@@ -41,17 +39,3 @@ def test_it_reads_back(name: str) -> None:
     text = (FOLDER / f"{name}.kernel").read_text()
     assert show(program(name)) == text
     assert show(parse(text)) == text
-
-
-@every
-def test_it_compiles(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("cuda.bindings")
-    from terrazzo.errors import Limitation
-    from terrazzo.run.cache import Cache
-    from terrazzo.run.cuda import compile_all, nvrtc_version
-
-    try:
-        nvrtc_version()
-    except Limitation as why:
-        pytest.skip(str(why))
-    compile_all([emit(kernel)[1] for kernel in program(name).steps], "sm_90a", Cache(tmp_path, 1 << 30))

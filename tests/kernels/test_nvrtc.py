@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.kernels import by_hand
 from tests.kernels.programs import CASES, TARGETS, case, lowered, swiglu
 
 import terrazzo
@@ -40,6 +41,11 @@ def test_all_kernels_compile(arch: str, cache: Cache) -> None:
     found = compile_all(list(sources), arch, cache)
     assert len({path.name for path in found}) == len(sources)
     assert all(path.read_bytes().startswith(ELF) for path in found)
+
+
+@pytest.mark.parametrize("name", by_hand.MEANING)
+def test_kernels_by_hand_compile(name: str, cache: Cache) -> None:
+    compile_all([emit(kernel)[1] for kernel in by_hand.program(name).steps], "sm_90a", cache)
 
 
 def e(dtype: torch.dtype, *shape: int) -> torch.Tensor:

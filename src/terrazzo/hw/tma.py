@@ -1,4 +1,4 @@
-"""TMA: copies of boxes between tensors in global memory and slabs in shared memory, by one thread, and the barriers they arrive at.
+"""TMA: copies of boxes between tensors in global memory and slabs in shared memory, by one thread.
 
 A tensor map describes the tensor and the box once, on the host; an instruction names the map and the coordinates of the box's first
 element. What lies outside the tensor reads as zeros, and counts for the barrier. See the PTX ISA, "Tensor Map", and the CUDA driver API,

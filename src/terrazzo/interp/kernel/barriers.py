@@ -58,7 +58,7 @@ class Meeting:
 
 @dataclass
 class Box:
-    """A box on its way to shared memory of one block: where, what, the warp that sent it, and the time of the barrier's agent."""
+    """A box on its way to shared memory of one block: where, what, when in the time of the barrier's agent, and the line that sent it."""
 
     place: Place
     at: Any
