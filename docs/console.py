@@ -5,9 +5,9 @@
     cpu ...
     ```
 
-The commands of a page run in order, in one empty directory. `terrazzo` runs in this process, so that torch is imported once;
-what its output is piped into, and any other command, runs in a shell. In the written output `...` stands for anything, for
-times and the like; a block that agrees is left as it is.
+The commands of a page run in order, in one empty directory. `terrazzo` runs in this process, so that torch is imported
+once; what its output is piped into, and any other command, runs in a shell. In the written output `...` stands for
+anything, for times and the like; a block that agrees is left as it is.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class Command:
 
     @property
     def line(self) -> str:
-        """The command: lines that begin with `> ` go on with it; a backslash before them joins the lines, as in a shell."""
+        """The command: lines that begin with `> ` go on with it; a backslash before them joins the lines, as in a
+        shell.
+        """
         return self.written.removeprefix("$ ").replace("\\\n> ", "").replace("\n> ", "\n")
 
     def agrees(self, found: str) -> bool:

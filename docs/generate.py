@@ -1,4 +1,5 @@
-"""Writes what is generated in the docs: the output in the tour, the manual, the tables of performance.md. `make docs` runs it.
+"""Writes what is generated in the docs: the output in the tour, the manual, the tables of performance.md. `make docs`
+runs it.
 
 With --check nothing is written, and the exit code says whether anything would change.
 """
@@ -77,7 +78,10 @@ def scalars() -> str:
         return _first(getattr(monoid, maker).__doc__)
 
     out = ["# Scalar functions, monoids and element types", "", GENERATED, "## Scalar functions", "", *_doc(scalar), ""]
-    out += _table(("name", "arguments", "in C++", "cost"), ((s.name, s.arity, f"`{s.c}`", s.cost) for s in scalar.BY_NAME.values()))
+    out += _table(
+        ("name", "arguments", "in C++", "cost"),
+        ((s.name, s.arity, f"`{s.c}`", s.cost) for s in scalar.BY_NAME.values()),
+    )
     out += ["", "## Monoids", "", *_doc(monoid), ""]
     out += _table(
         ("name", "values", "combination"),
@@ -105,10 +109,21 @@ def rules() -> str:
     for rule in tensor_to_loop.RULES:
         out += [f"### {rule.name}", "", *_example(rule.doc), ""]
     out += ["## Loop IR", "", "### fuse", "", *_doc(fuse), ""]
-    for name, rewrite in (("view", fuse._Fusion.views), ("inline", fuse._Fusion.inlines), ("merge", fuse._Fusion.merges)):
+    for name, rewrite in (
+        ("view", fuse._Fusion.views),
+        ("inline", fuse._Fusion.inlines),
+        ("merge", fuse._Fusion.merges),
+    ):
         out += [f"#### {name}", "", *_example(inspect.getdoc(rewrite) or ""), ""]
     for rewrite in (layout.store_as_read, narrow.narrow, relax.relax):
-        out += [f"### {rewrite.__name__}", "", *_doc(inspect.getmodule(rewrite)), "", *_example(inspect.getdoc(rewrite) or ""), ""]
+        out += [
+            f"### {rewrite.__name__}",
+            "",
+            *_doc(inspect.getmodule(rewrite)),
+            "",
+            *_example(inspect.getdoc(rewrite) or ""),
+            "",
+        ]
     out += ["## Loop IR to Tile IR", ""]
     for rewrite in (collapse.collapse, collapse.merge_product_axes, collapse.flat_reductions, split.split):
         out += [f"### {rewrite.__name__}", "", *_example(inspect.getdoc(rewrite) or ""), ""]

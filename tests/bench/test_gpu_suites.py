@@ -34,7 +34,14 @@ def test_a_case_moves_the_bytes_it_says(suite: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_table_shows_what_others_published() -> None:
-    case = {"case": "a", "dtype": "f32", "us": {"terrazzo": 1.0, "eager": 2.0}, "error": 0.0, "error_eager": 0.0, "problem": ""}
+    case = {
+        "case": "a",
+        "dtype": "f32",
+        "us": {"terrazzo": 1.0, "eager": 2.0},
+        "error": 0.0,
+        "error_eager": 0.0,
+        "problem": "",
+    }
     case |= {"bytes": 4000, "operations": 0.0}
     head, row = report.gpu_rows({"geomean": {"eager": 2.0}, "cases": [case]})
     assert "the article's / eager" not in head

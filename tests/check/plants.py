@@ -30,7 +30,9 @@ Patch = pytest.MonkeyPatch
 
 @dataclass(frozen=True)
 class Plant:
-    """A wrong rule: how it is planted, where it shows, and the rule, its subject and the kernel that a checker must name."""
+    """A wrong rule: how it is planted, where it shows, and the rule, its subject and the kernel that a checker must
+    name.
+    """
 
     plant: Callable[[Patch], None]
     fn: Callable[..., Any]
@@ -87,7 +89,11 @@ def mask_moved(root: Any) -> Any:
     """Every mask one tighter."""
 
     def visit(node: Node) -> Any:
-        return t.IndexMap(node.x, node.shape, node.index, tuple(e - 1 for e in node.inside)) if isinstance(node, t.IndexMap) else node
+        return (
+            t.IndexMap(node.x, node.shape, node.index, tuple(e - 1 for e in node.inside))
+            if isinstance(node, t.IndexMap)
+            else node
+        )
 
     return transform(root, visit)
 
@@ -108,7 +114,9 @@ def inlined_where_it_is_added(right: Any, consumer: l.Kernel, producer: l.Kernel
 
 
 def read_turned(right: Any, index: Any, group: Any, shape: Any) -> Any:
-    """Dimensions merged the other way round where they are read in a reduction, and as they should be where they are written."""
+    """Dimensions merged the other way round where they are read in a reduction, and as they should be where they are
+    written.
+    """
     read = any(isinstance(v, Bound) for e in index if isinstance(e, Expr) for v in e.free)
     return right(index, group[::-1] if read else group, shape)
 
@@ -117,7 +125,10 @@ def merged_twice(right: Any, first: Any, second: Any, dead: Any) -> Any:
     new = right(first, second, dead)
     if new is None:
         return None
-    twice = [l.Store(s.buffer, s.index, l.apply("add", s.value, s.value)) if s.buffer in first.writes else s for s in new.stores]
+    twice = [
+        l.Store(s.buffer, s.index, l.apply("add", s.value, s.value)) if s.buffer in first.writes else s
+        for s in new.stores
+    ]
     return l.Kernel(new.name, new.axes, tuple(twice), new.source)
 
 
@@ -137,7 +148,11 @@ def last_left_out(right: Any, kernel: l.Kernel, schedule: Any, gpu: Any) -> k.Ke
     new: k.Kernel = right(kernel, schedule, gpu)
 
     def visit(node: Node) -> Any:
-        return k.If(tuple(e - 1 if isinstance(e, Expr) else e for e in node.inside), node.body) if isinstance(node, k.If) else node
+        return (
+            k.If(tuple(e - 1 if isinstance(e, Expr) else e for e in node.inside), node.body)
+            if isinstance(node, k.If)
+            else node
+        )
 
     fields = dict(zip(new._fields, new.values, strict=True))
     return k.Kernel(**{**fields, "body": tuple(transform(s, visit) for s in new.body)})

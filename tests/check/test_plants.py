@@ -1,4 +1,6 @@
-"""A wrong rule is found wherever it is planted: `check` and `bisect` name it, the place where it fired, and the kernel."""
+"""A wrong rule is found wherever it is planted: `check` and `bisect` name it, the place where it fired, and the
+kernel.
+"""
 
 from __future__ import annotations
 
@@ -46,13 +48,19 @@ def test_check_names_a_planted_rule(name: str, tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("name", PLANTS)
-def test_bisect_names_the_kernel_and_the_planted_rule(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bisect_names_the_kernel_and_the_planted_rule(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plant = PLANTS[name]
     program, inputs, options = prepared(plant, tmp_path)
     plant.plant(monkeypatch)
     found = bisect(program, inputs, options)
     assert found is not None
-    assert (found.kernel, found.wrong.rule, found.wrong.application.subject) == (plant.kernel, plant.rule, plant.subject), str(found)
+    assert (found.kernel, found.wrong.rule, found.wrong.application.subject) == (
+        plant.kernel,
+        plant.rule,
+        plant.subject,
+    ), str(found)
 
 
 @pytest.mark.parametrize("name", PLANTS)

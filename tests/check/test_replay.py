@@ -1,4 +1,6 @@
-"""What a checker must not take for wrong: operators of every kind from PyTorch's database, and what it can only find later."""
+"""What a checker must not take for wrong: operators of every kind from PyTorch's database, and what it can only find
+later.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ ODD = ("fft.rfft", "svd", "empty_like", "nn.functional.multi_head_attention_forw
 @pytest.mark.parametrize("op", [*SAMPLE, *(op for op in operators() if op.name in ODD)], ids=name_of)
 def test_right_operators_are_not_blamed(op: Any) -> None:
     torch.manual_seed(0)
-    for sample in list(op.sample_inputs("cpu", torch.float32 if torch.float32 in op.supported_dtypes("cpu") else torch.int64))[:2]:
+    for sample in list(
+        op.sample_inputs("cpu", torch.float32 if torch.float32 in op.supported_dtypes("cpu") else torch.int64)
+    )[:2]:
         args, kwargs = (sample.input, *sample.args), sample.kwargs
         try:
             captured = capture(lambda *a, op=op, **k: op.op(*a, **k), args, kwargs)
@@ -52,9 +56,13 @@ def test_large_products_are_replayed_only_where_they_must_be(monkeypatch: pytest
     assert wrong is not None and str(wrong.application) == "tensor_to_loop:elementwise at sub"
     monkeypatch.undo()
     monkeypatch.setattr(replay, "LARGE", 200)
-    result_of(lift.elementwise, lambda term: type(term)(term.fn, (term.args[0],) * 2) if term.fn.name == "mul" else term)(monkeypatch)
+    result_of(
+        lift.elementwise, lambda term: type(term)(term.fn, (term.args[0],) * 2) if term.fn.name == "mul" else term
+    )(monkeypatch)
     wrong = check(captured.program, inputs, Options(target="interpreter")).wrong
-    assert wrong is not None and wrong.rule == "tensor_to_loop:elementwise" and wrong.application.subject.startswith("mm")
+    assert (
+        wrong is not None and wrong.rule == "tensor_to_loop:elementwise" and wrong.application.subject.startswith("mm")
+    )
 
 
 def test_the_judge() -> None:
@@ -63,14 +71,24 @@ def test_the_judge() -> None:
     exact = rng.standard_normal(4096)
     for dtype in (f32, bf16):
         rounded = exact.astype(dtype.numpy)
-        assert difference(dtype, rounded, np.nextafter(rounded, rounded + 1, dtype=dtype.numpy) if dtype is f32 else rounded, exact) == ""
+        assert (
+            difference(
+                dtype,
+                rounded,
+                np.nextafter(rounded, rounded + 1, dtype=dtype.numpy) if dtype is f32 else rounded,
+                exact,
+            )
+            == ""
+        )
         lost = rounded.copy()
         lost[np.argmax(np.abs(exact))] = 0
         assert "has an error of" in difference(dtype, rounded, lost, exact)
         assert "is off by" in difference(dtype, rounded, lost, exact, lost.astype(np.float64))
     special = np.array([1.0, np.nan, np.inf], np.float32)
     assert difference(f32, special, special.copy(), special.astype(np.float64)) == ""
-    assert "has 0.0 where nan belongs" in difference(f32, special, np.nan_to_num(special, posinf=np.inf), special.astype(np.float64))
+    assert "has 0.0 where nan belongs" in difference(
+        f32, special, np.nan_to_num(special, posinf=np.inf), special.astype(np.float64)
+    )
     assert difference(f32, special, special.astype(np.float64)) == "is float64[3], not float32[3]"
     numbers = np.arange(5)
     assert difference(i64, numbers, numbers + (numbers == 3), numbers) == "differs in 1 of 5 elements"

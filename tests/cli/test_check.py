@@ -39,10 +39,15 @@ def test_a_kernel_that_is_never_right(terrazzo: Terrazzo, tmp_path: Path) -> Non
     file = tmp_path / "broken.txt"
     file.write_text(re.sub(r"\n *sync\(\)", "", (tmp_path / "05-kernel.txt").read_text()))
     out = terrazzo("check", "--from", "kernel", str(file), "--target", "sm_80", code=1).stdout
-    assert out.startswith("wrong: kernel:simulation at forward\n    forward cannot run: sum_1: ") and "no barrier between" in out
+    assert (
+        out.startswith("wrong: kernel:simulation at forward\n    forward cannot run: sum_1: ")
+        and "no barrier between" in out
+    )
 
 
-def test_a_wrong_rule_is_named_with_a_program_that_shows_it(terrazzo: Terrazzo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_rule_is_named_with_a_program_that_shows_it(
+    terrazzo: Terrazzo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     PLANTS["inlined with axes swapped"].plant(monkeypatch)
     out = terrazzo("check", "-c", INLINED, "--target", "interpreter", "--dump", str(tmp_path), "-v", code=1).stdout
     assert "wrong: fuse:inline at exp into add\n    add (f32[8, 8]) is off by up to " in out
@@ -66,8 +71,12 @@ def test_json(terrazzo: Terrazzo, monkeypatch: pytest.MonkeyPatch) -> None:
     assert right["kernels"][0]["blocks"] == right["kernels"][0]["grid"]
     PLANTS["inlined with axes swapped"].plant(monkeypatch)
     wrong = json.loads(terrazzo("check", "-c", INLINED, "--target", "interpreter", "--json", code=1).stdout)["wrong"]
-    assert (wrong["pass"], wrong["rule"], wrong["subject"]) == ("fuse", "inline", "exp into add") and Path(wrong["file"]).exists()
-    found = json.loads(terrazzo("bisect", "-c", INLINED, "--target", "interpreter", "--json", "--no-shrink", code=1).stdout)
+    assert (wrong["pass"], wrong["rule"], wrong["subject"]) == ("fuse", "inline", "exp into add") and Path(
+        wrong["file"]
+    ).exists()
+    found = json.loads(
+        terrazzo("bisect", "-c", INLINED, "--target", "interpreter", "--json", "--no-shrink", code=1).stdout
+    )
     assert (found["number"], found["kernel"], found["rule"], found["file"]) == (0, "add", "inline", None)
 
 

@@ -85,7 +85,9 @@ def test_dumps_from_python(tmp_path: Path) -> None:
 
     terrazzo.compile(torch.exp, torch.randn(4), options={"dump": tmp_path / "one", "cache_dir": tmp_path / "cache"})
     assert parse((tmp_path / "one" / "03-fused.txt").read_text()).steps
-    several = torch.compile(torch.exp, backend="terrazzo", options={"dump": tmp_path / "all", "cache_dir": tmp_path / "cache"})
+    several = torch.compile(
+        torch.exp, backend="terrazzo", options={"dump": tmp_path / "all", "cache_dir": tmp_path / "cache"}
+    )
     several(torch.randn(5))
     several(torch.randn(5, 6))
     sizes = [parse((d / "03-fused.txt").read_text()).inputs[0].type.shape for d in sorted((tmp_path / "all").iterdir())]
@@ -96,7 +98,13 @@ def test_a_dump_replaces_an_earlier_one(terrazzo: Terrazzo, tmp_path: Path) -> N
     terrazzo("compile", "-c", GELU, "--no-fuse", "--dump", str(tmp_path))
     (tmp_path / "mine.txt").write_text("kept")
     terrazzo("compile", "--from", "loop", str(tmp_path / "03-fused.txt"), "--dump", str(tmp_path))
-    assert {p.name for p in tmp_path.iterdir()} == {"03-fused.txt", "kernels", "events.jsonl", "options.json", "mine.txt"}
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "03-fused.txt",
+        "kernels",
+        "events.jsonl",
+        "options.json",
+        "mine.txt",
+    }
     assert len(list((tmp_path / "kernels").iterdir())) == 1
 
 
@@ -119,7 +127,9 @@ def test_explain_gives_a_reason_for_each_boundary(terrazzo: Terrazzo) -> None:
 
 
 def test_explain_names_what_pytorch_runs(terrazzo: Terrazzo) -> None:
-    facts = json.loads(terrazzo("explain", "-c", "torch.sort(torch.randn(4,4))[0]+1", "--allow-fallback", "--json").stdout)
+    facts = json.loads(
+        terrazzo("explain", "-c", "torch.sort(torch.randn(4,4))[0]+1", "--allow-fallback", "--json").stdout
+    )
     assert [f["kind"] for f in facts] == ["call", "kernel"]
     assert facts[0]["because"] == ["PyTorch runs it: no rule lowers it"]
     assert facts[0]["source"] == "<code>:1"
@@ -131,7 +141,8 @@ def test_explain_names_what_pytorch_runs(terrazzo: Terrazzo) -> None:
 def test_run_checks_against_eager(terrazzo: Terrazzo, code: str) -> None:
     out = terrazzo("run", "-c", code, "--check").stdout
     assert re.search(
-        r"error against float64 \(rmse\): ours \S+e-\d+, eager's \S+e-\d+\nlargest difference from eager: \S+\ncheck: ok\n", out
+        r"error against float64 \(rmse\): ours \S+e-\d+, eager's \S+e-\d+\nlargest difference from eager: \S+\ncheck: ok\n",
+        out,
     )
 
 
@@ -142,7 +153,9 @@ def test_run_interprets(terrazzo: Terrazzo) -> None:
 
 def test_run_times_both(terrazzo: Terrazzo) -> None:
     out = terrazzo("run", "-c", SOFTMAX, "--time").stdout
-    assert re.search(r"^terrazzo: .* \(median of \d+; .* to .*\)\neager: .*\nspeed: +[0-9.]+x of eager$", out, re.MULTILINE)
+    assert re.search(
+        r"^terrazzo: .* \(median of \d+; .* to .*\)\neager: .*\nspeed: +[0-9.]+x of eager$", out, re.MULTILINE
+    )
 
 
 def test_run_takes_any_stage(terrazzo: Terrazzo, tmp_path: Path) -> None:

@@ -45,9 +45,9 @@ def test_a_dump_goes_on_from_every_stage(terrazzo: Terrazzo, tmp_path: Path) -> 
     for ir, name in stages.items():
         text = (tmp_path / name).read_text()
         assert dialect(parse(text)) == ir and show(parse(text)) == text
-        assert re.sub("// .*\n", "", terrazzo("compile", "--from", ir, str(tmp_path / name), "--ir", "cuda", *GPU).stdout) == re.sub(
-            "// .*\n", "", expected
-        )
+        assert re.sub(
+            "// .*\n", "", terrazzo("compile", "--from", ir, str(tmp_path / name), "--ir", "cuda", *GPU).stdout
+        ) == re.sub("// .*\n", "", expected)
     kernel = terrazzo("opt", str(tmp_path / "04-tile.txt"), "-p", "derive", *GPU).stdout
     assert dialect(parse(kernel)) == "kernel"
     (tmp_path / "kernel.txt").write_text(kernel)
@@ -103,7 +103,10 @@ def test_a_summary_has_the_passes_and_the_text(terrazzo: Terrazzo) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_running_needs_a_gpu(terrazzo: Terrazzo) -> None:
     told = terrazzo("run", "-c", SOFTMAX, *GPU, code=2).stderr
-    assert told == "error: the target sm_90a needs a GPU to run, and PyTorch sees none; `terrazzo compile --target sm_90a` needs none\n"
+    assert (
+        told
+        == "error: the target sm_90a needs a GPU to run, and PyTorch sees none; `terrazzo compile --target sm_90a` needs none\n"
+    )
 
 
 def test_what_accesses_cost(terrazzo: Terrazzo) -> None:
@@ -116,4 +119,6 @@ def test_a_text_that_cannot_be_right_is_named_by_its_line(terrazzo: Terrazzo, tm
     text = terrazzo("opt", str(tmp_path / "04-tile.txt"), "-p", "derive", *GPU).stdout
     (tmp_path / "wrong.txt").write_text(text.replace("[block", "[block + 1", 1))
     told = terrazzo("compile", "--from", "kernel", str(tmp_path / "wrong.txt"), "--ir", "cuda", *GPU, code=2).stderr
-    assert re.search(r"_softmax: `.*` at \[block \+ 1\] is outside \[0, \d+\) in dimension 0 of \w+, at block \d+", told)
+    assert re.search(
+        r"_softmax: `.*` at \[block \+ 1\] is outside \[0, \d+\) in dimension 0 of \w+, at block \d+", told
+    )

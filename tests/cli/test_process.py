@@ -55,7 +55,9 @@ def test_a_bug_says_what_to_report(tmp_path: Path) -> None:
     words = [sys.executable, "-c", code, "opt", __file__]
     result = subprocess.run(words, env=surroundings(), capture_output=True, text=True)
     assert result.returncode == 70
-    assert result.stderr.startswith("compiler bug: ZeroDivisionError: division by zero\nPlease report this with the output of:\n")
+    assert result.stderr.startswith(
+        "compiler bug: ZeroDivisionError: division by zero\nPlease report this with the output of:\n"
+    )
     assert f"    terrazzo --debug opt {__file__}\n(terrazzo " in result.stderr
 
 
@@ -127,7 +129,9 @@ def test_ctrl_c_leaves_no_half_written_file(tmp_path: Path) -> None:
 def test_ctrl_c_is_exit_code_130() -> None:
     interrupt = "lambda *a: os.kill(os.getpid(), signal.SIGINT)"
     code = f"import os, signal, terrazzo.ir.text as t; t.parse = {interrupt}; import terrazzo.cli as c; c.main()"
-    result = subprocess.run([sys.executable, "-c", code, "opt", __file__], env=surroundings(), capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code, "opt", __file__], env=surroundings(), capture_output=True, text=True
+    )
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
 
 

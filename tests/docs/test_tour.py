@@ -1,4 +1,6 @@
-"""The pages under docs/ say what is: the tour's commands print what it shows, and the generated pages can be generated."""
+"""The pages under docs/ say what is: the tour's commands print what it shows, and the generated pages can be
+generated.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def test_the_tour_shows_what_is_printed(tmp_path: Path, monkeypatch: pytest.Monk
     work.mkdir()
     now = rewritten(page, work)
     if torch.__version__.startswith(written[1] + "."):  # others take some operations apart in another way
-        changes = difflib.unified_diff(page.splitlines(), now.splitlines(), "docs/tour.md", "what is printed now", lineterm="")
+        changes = difflib.unified_diff(
+            page.splitlines(), now.splitlines(), "docs/tour.md", "what is printed now", lineterm=""
+        )
         assert now == page, "`make docs` writes the tour anew:\n" + "\n".join(changes)
     assert "compiler bug" not in now
 

@@ -18,7 +18,9 @@ class Block(nn.Module):
         self.conv1, self.bn1 = nn.Conv2d(cin, cout, 3, stride, 1, bias=False), nn.BatchNorm2d(cout)
         self.conv2, self.bn2 = nn.Conv2d(cout, cout, 3, 1, 1, bias=False), nn.BatchNorm2d(cout)
         same = stride == 1 and cin == cout
-        self.short = nn.Identity() if same else nn.Sequential(nn.Conv2d(cin, cout, 1, stride, bias=False), nn.BatchNorm2d(cout))
+        self.short = (
+            nn.Identity() if same else nn.Sequential(nn.Conv2d(cin, cout, 1, stride, bias=False), nn.BatchNorm2d(cout))
+        )
 
     def forward(self, x: Any) -> Any:
         y = F.relu(self.bn1(self.conv1(x)))
@@ -27,7 +29,12 @@ class Block(nn.Module):
 
 def resnet18() -> nn.Module:
     """The shape of ResNet-18, at an eighth of its width."""
-    layers: list[nn.Module] = [nn.Conv2d(3, 8, 7, 2, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, 8, 7, 2, 3, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2, 1),
+    ]
     width = 8
     for k, out in enumerate((8, 16, 32, 64)):
         layers += [Block(width, out, 1 if k == 0 else 2), Block(out, out, 1)]
@@ -40,7 +47,11 @@ class UNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.c = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 16, 3, padding=1), nn.Conv2d(16, 32, 3, padding=1)
+        self.a, self.b, self.c = (
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.Conv2d(8, 16, 3, padding=1),
+            nn.Conv2d(16, 32, 3, padding=1),
+        )
         self.norms = nn.ModuleList(nn.GroupNorm(4, n) for n in (8, 16, 32))
         self.up1 = nn.ConvTranspose2d(32, 16, 2, 2)
         self.d, self.e, self.out = nn.Conv2d(32, 16, 3, padding=1), nn.Conv2d(24, 8, 3, padding=1), nn.Conv2d(8, 1, 1)

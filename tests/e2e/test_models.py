@@ -23,7 +23,9 @@ def rms(a: Any, b: Any) -> float:
 
 def exact(module: Any, args: Any, kwargs: Any) -> list[Any]:
     """The results in float64."""
-    wide = pytree.tree_map(lambda x: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x, (args, kwargs))
+    wide = pytree.tree_map(
+        lambda x: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x, (args, kwargs)
+    )
     return list(pytree.tree_leaves(copy.deepcopy(module).double()(*wide[0], **wide[1])))
 
 
@@ -103,7 +105,9 @@ def test_torch_compile_constants_expanded_results_and_sizes_from_data() -> None:
 
     x = torch.randn(4, 5)
     assert torch.equal(torch.compile(constant, backend="terrazzo", fullgraph=True)(x), constant(x))
-    for ours, eager in zip(torch.compile(overlapping, backend="terrazzo", fullgraph=True)(x), overlapping(x), strict=True):
+    for ours, eager in zip(
+        torch.compile(overlapping, backend="terrazzo", fullgraph=True)(x), overlapping(x), strict=True
+    ):
         assert torch.equal(ours, eager) and ours.stride() == eager.stride()
 
     def split(x: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, ...]:

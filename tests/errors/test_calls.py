@@ -32,7 +32,10 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         (lambda: (torch.ones(2, 3), torch.ones(1, 3)), "input y: compiled for shape [3], got [1, 3]"),
         (lambda: (torch.ones(2, 3), torch.tensor(1.0)), "input y: compiled for shape [3], got []"),
         (lambda: (torch.ones(2, 3).double(), torch.ones(3)), "input x: compiled for torch.float32, got torch.float64"),
-        (lambda: (torch.ones(2, 3), torch.ones(3).bfloat16()), "input y: compiled for torch.float32, got torch.bfloat16"),
+        (
+            lambda: (torch.ones(2, 3), torch.ones(3).bfloat16()),
+            "input y: compiled for torch.float32, got torch.bfloat16",
+        ),
         (lambda: (torch.ones(2, 3, device="meta"), torch.ones(3)), "input x: compiled for cpu, got a tensor on meta"),
         (
             lambda: (torch.ones(3, 2).T, torch.ones(3)),
@@ -77,7 +80,10 @@ def test_an_index_out_of_range(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"target": "gpu"}, "there is no target 'gpu'; did you mean 'cpu'? The known ones are auto, cpu, interpreter, sm_75, sm_80,"),
+        (
+            {"target": "gpu"},
+            "there is no target 'gpu'; did you mean 'cpu'? The known ones are auto, cpu, interpreter, sm_75, sm_80,",
+        ),
         ({"fused": True}, "there is no option 'fused'; did you mean 'fuse'?"),
         ({"threads": "two"}, "option threads: expected a whole number, got 'two' of type str"),
     ],

@@ -1,4 +1,6 @@
-"""Broken IR text: the message has the line, the column and a caret. Hostile text is read and refused, never executed."""
+"""Broken IR text: the message has the line, the column and a caret. Hostile text is read and refused, never
+executed.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,18 @@ TORCH = "@torch\ndef f(x: f32[4]):\n    {}\n    return (y,)\n"
         # not a program
         ("", 1, 1, "expected one function: @torch, @tensor, @loop, @tile or @kernel, then def"),
         ("x = 1", 1, 1, "expected one function: @torch, @tensor, @loop, @tile or @kernel, then def"),
-        ("def f(x: f32[4]):\n    return (x,)", 1, 1, "expected the name of the IR above: @torch, @tensor, @loop, @tile or @kernel"),
-        ("@tiles\ndef f(x: f32[4]):\n    return (x,)", 1, 2, "unknown IR 'tiles'; known: torch, tensor, loop, tile, kernel"),
+        (
+            "def f(x: f32[4]):\n    return (x,)",
+            1,
+            1,
+            "expected the name of the IR above: @torch, @tensor, @loop, @tile or @kernel",
+        ),
+        (
+            "@tiles\ndef f(x: f32[4]):\n    return (x,)",
+            1,
+            2,
+            "unknown IR 'tiles'; known: torch, tensor, loop, tile, kernel",
+        ),
         ("@loop\ndef f(x: f32[4]:\n    return (x,)", 2, 16, "invalid syntax"),
         ("@loop\ndef f(x: f32[4]):\n    y = (x\n    return (x,)", 3, 9, "'(' was never closed"),
         ("@loop\ndef f(x: f32[4]):\n    pass", 2, 1, "the function must end with return"),
@@ -49,14 +61,24 @@ TORCH = "@torch\ndef f(x: f32[4]):\n    {}\n    return (y,)\n"
         ("@torch\ndef f(x: f32[4], y: f32[4], x: i64):\n    return (x,)", 2, 29, "x is defined twice"),
         ("@loop\ndef f(x: f32[4], y: f32[4], x: f32[5]):\n    return (x,)", 2, 29, "x is defined twice"),
         ("@tensor\ndef f(x: f32[4], S: f32[S]):\n    S = size(1, 9)\n    return (x,)", 2, 18, "S is defined twice"),
-        ("@tensor\ndef f(x: f32[S]):\n    S = size(1, 9)\n    S = size(1, 8)\n    return (x,)", 4, 5, "S is defined twice"),
+        (
+            "@tensor\ndef f(x: f32[S]):\n    S = size(1, 9)\n    S = size(1, 8)\n    return (x,)",
+            4,
+            5,
+            "S is defined twice",
+        ),
         (LOOP.replace("y=f32", "x=f32").format("x[a0] = x[a0]"), 3, 10, "x is defined twice"),
         (CALL.format("x"), 3, 5, "x is defined twice"),
         (CALL.format("y, y").replace("f32[4],))", "f32[4], f32[4]))"), 3, 8, "y is defined twice"),
         # operations
         (TENSOR.format("y: f32[4] = frob(x)"), 3, 17, "unknown Tensor IR op 'frob'"),
         (TENSOR.format("y: f32 = reduce.med(x, axes=[0])"), 3, 14, "unknown monoid 'med'; known: sum, prod"),
-        (TENSOR.format("y: f32[4] = reduce.sum(x, axes=[3])"), 3, 17, "reduce: axes (3,) are no increasing axes of f32[4]"),
+        (
+            TENSOR.format("y: f32[4] = reduce.sum(x, axes=[3])"),
+            3,
+            17,
+            "reduce: axes (3,) are no increasing axes of f32[4]",
+        ),
         (TENSOR.format("y = exp(x)"), 3, 5, "expected `name: type = value`"),
         (
             TENSOR.format("y: f32[4] = index_map(lambda i1: x[i1])"),
@@ -64,7 +86,10 @@ TORCH = "@torch\ndef f(x: f32[4]):\n    {}\n    return (y,)\n"
             27,
             "expected `lambda i0: …`, one coordinate per dimension",
         ),
-        *((TENSOR.format(f"y: f32[4] = index_map(lambda {given}: x[i0])"), 3, 27, "expected `lambda i0: …`") for given in NOT_PLAIN),
+        *(
+            (TENSOR.format(f"y: f32[4] = index_map(lambda {given}: x[i0])"), 3, 27, "expected `lambda i0: …`")
+            for given in NOT_PLAIN
+        ),
         ("@tensor\ndef f(x: f32[4] = 3):\n    return (x,)", 2, 1, "inputs are plain `name: type`"),
         (TORCH.format("y: f32[4] = relu(x)"), 3, 17, "expected an op, such as aten.add.Tensor(x, y)"),
         (LOOP.format("y[a0] = frob(x[a0])"), 5, 21, "expected a term"),
@@ -124,10 +149,19 @@ DEEP = "\n".join(" " * (8 + k) + f"for b{k} in free(2):" for k in range(200)) + 
     ("text", "message"),
     [
         (TENSOR.format("y: f32[4] = " + "exp(" * 10_000 + "x" + ")" * 10_000), "too many nested parentheses"),
-        (TENSOR.format("y: f32[4] = index_map(lambda i0: x[" + "-" * 50_000 + "i0])"), "expressions are nested too deeply"),
-        (TENSOR.format("y: f32[4] = index_map(lambda i0: x[" + "-" * 5_000 + "i0])"), "expressions are nested too deeply"),
+        (
+            TENSOR.format("y: f32[4] = index_map(lambda i0: x[" + "-" * 50_000 + "i0])"),
+            "expressions are nested too deeply",
+        ),
+        (
+            TENSOR.format("y: f32[4] = index_map(lambda i0: x[" + "-" * 5_000 + "i0])"),
+            "expressions are nested too deeply",
+        ),
         (TENSOR.format("y: f32[4] = literal(" + "-" * 2_000 + "1)"), "expressions are nested too deeply"),
-        (TENSOR.format("y: f32[4] = index_map(lambda i0: x[" + "+".join(["i0"] * 20_000) + "])"), "expressions are nested too deeply"),
+        (
+            TENSOR.format("y: f32[4] = index_map(lambda i0: x[" + "+".join(["i0"] * 20_000) + "])"),
+            "expressions are nested too deeply",
+        ),
         (TENSOR.format("y: f32[4] = literal(9**9**9**9)"), "expected a constant"),
         (TENSOR.format("y: f32[4] = literal(1" + "0" * 10_000 + ")"), "Exceeds the limit"),
         (LOOP.replace("        for a0", DEEP + "        for a0"), "too many levels of indentation"),

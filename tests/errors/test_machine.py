@@ -1,4 +1,6 @@
-"""What the machine lacks or broke: no compiler, a full disk, a damaged cache. Results stay right or an error says why not."""
+"""What the machine lacks or broke: no compiler, a full disk, a damaged cache. Results stay right or an error says why
+not.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def entries(cache: Path) -> list[Path]:
     return sorted(p for p in cache.rglob("*") if p.is_file())
 
 
-def test_without_a_compiler_the_interpreter_runs_and_says_so(terrazzo: Terrazzo, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_the_interpreter_runs_and_says_so(
+    terrazzo: Terrazzo, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("terrazzo.run.compiler._candidates", lambda: iter(()))
     monkeypatch.setattr("terrazzo.run.compiled._said", set())
     result = terrazzo("run", "-c", ADD, "--check")
@@ -37,7 +41,9 @@ def test_without_a_compiler_the_interpreter_runs_and_says_so(terrazzo: Terrazzo,
     )
 
 
-@pytest.mark.parametrize("damage", [b"", b"not what was written", b"\x7fELF" + bytes(60)], ids=["empty", "text", "header"])
+@pytest.mark.parametrize(
+    "damage", [b"", b"not what was written", b"\x7fELF" + bytes(60)], ids=["empty", "text", "header"]
+)
 def test_damaged_entries_are_ignored_and_rebuilt(terrazzo: Terrazzo, cache: Path, damage: bytes) -> None:
     terrazzo("run", "-c", ADD)
     sound = {p: p.read_bytes() for p in entries(cache)}
@@ -46,7 +52,9 @@ def test_damaged_entries_are_ignored_and_rebuilt(terrazzo: Terrazzo, cache: Path
         path.write_bytes(damage)
     result = terrazzo("run", "-c", ADD, "--check")
     assert "check: ok" in result.stdout and result.stderr == ""
-    assert {p: p.read_bytes() for p in entries(cache) if p.suffix == ".plan"} == {p: b for p, b in sound.items() if p.suffix == ".plan"}
+    assert {p: p.read_bytes() for p in entries(cache) if p.suffix == ".plan"} == {
+        p: b for p, b in sound.items() if p.suffix == ".plan"
+    }
 
 
 def test_foreign_files_are_left_alone(terrazzo: Terrazzo, cache: Path) -> None:
@@ -63,7 +71,9 @@ def test_foreign_files_are_left_alone(terrazzo: Terrazzo, cache: Path) -> None:
 def test_a_cache_that_others_can_write_is_refused(terrazzo: Terrazzo, cache: Path) -> None:
     cache.mkdir()
     cache.chmod(0o777)
-    assert terrazzo("run", "-c", ADD, code=2).stderr.startswith(f"error: other users can write in the cache {cache}, and compiled code")
+    assert terrazzo("run", "-c", ADD, code=2).stderr.startswith(
+        f"error: other users can write in the cache {cache}, and compiled code"
+    )
 
 
 def test_a_full_disk_under_the_cache(terrazzo: Terrazzo, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +81,9 @@ def test_a_full_disk_under_the_cache(terrazzo: Terrazzo, cache: Path, monkeypatc
     full_disk(monkeypatch, lambda path: str(path).startswith(str(cache)))
     result = terrazzo("run", "-c", ADD, "--check")
     assert "check: ok" in result.stdout
-    assert result.stderr.startswith(f"warning: the cache {cache} cannot be written (No space left on device); what is compiled now is lost")
+    assert result.stderr.startswith(
+        f"warning: the cache {cache} cannot be written (No space left on device); what is compiled now is lost"
+    )
     assert result.stderr.count("\n") == 1
 
 

@@ -22,7 +22,14 @@ def test_defaults_are_valid_and_frozen() -> None:
 
 def test_a_mapping_is_converted_field_by_field() -> None:
     options = Options.from_mapping(
-        {"target": "interpreter", "threads": 2, "cache_dir": "/x", "dump": Path("d"), "materialize": ["a", "b"], "fuse": False}
+        {
+            "target": "interpreter",
+            "threads": 2,
+            "cache_dir": "/x",
+            "dump": Path("d"),
+            "materialize": ["a", "b"],
+            "fuse": False,
+        }
     )
     assert (options.target, options.threads, options.fuse) == ("interpreter", 2, False)
     assert (options.cache_dir, options.dump, options.materialize) == (Path("/x"), Path("d"), ("a", "b"))
@@ -38,7 +45,10 @@ def test_every_option_names_itself_when_its_type_is_wrong(name: str) -> None:
 @pytest.mark.parametrize(
     ("mapping", "message"),
     [
-        ({"treads": 2}, r"no option 'treads'; did you mean 'threads'\? The known ones are target, graph, schedules, spills, threads,"),
+        (
+            {"treads": 2},
+            r"no option 'treads'; did you mean 'threads'\? The known ones are target, graph, schedules, spills, threads,",
+        ),
         ({"zzz": 2}, r"no option 'zzz'\. The known ones are target"),
         ({"target": "cpy"}, r"no target 'cpy'; did you mean 'cpu'\? The known ones are auto, cpu, interpreter, sm_75"),
         ({"threads": True}, "option threads: expected a whole number, got True of type bool"),
@@ -59,11 +69,15 @@ def test_messages(mapping: dict[str, object], message: str) -> None:
 def test_every_mode_of_torch_compile_is_accepted(mode: str) -> None:
     options = Options.from_mode(mode)
     assert options.target == "auto"
-    assert options.graph == (mode in ("reduce-overhead", "max-autotune"))  # as PyTorch's own: the launches of a call at once
+    assert options.graph == (
+        mode in ("reduce-overhead", "max-autotune")
+    )  # as PyTorch's own: the launches of a call at once
 
 
 def test_an_unknown_mode_lists_the_known_ones() -> None:
-    with pytest.raises(UserError, match=r"no mode 'max_autotune'; did you mean 'max-autotune'\?.* default, reduce-overhead"):
+    with pytest.raises(
+        UserError, match=r"no mode 'max_autotune'; did you mean 'max-autotune'\?.* default, reduce-overhead"
+    ):
         Options.from_mode("max_autotune")
 
 

@@ -27,7 +27,10 @@ KERNEL = '@loop\ndef f(x: f32[4]):\n    with kernel("y", y=f32[4]):\n        for
             "there is no buffer 'rely'; did you mean 'relu'? The known ones are relu.",
         ),
         # code
-        (["compile", "-c", "torch.relu("], "the code does not parse: '(' was never closed\n    torch.relu(\n              ^\n"),
+        (
+            ["compile", "-c", "torch.relu("],
+            "the code does not parse: '(' was never closed\n    torch.relu(\n              ^\n",
+        ),
         (["compile", "-c", "x = 1"], "the code must end with an expression, which is what gets compiled\n"),
         (
             ["compile", "-c", "torch.rand(two)"],
@@ -35,8 +38,14 @@ KERNEL = '@loop\ndef f(x: f32[4]):\n    with kernel("y", y=f32[4]):\n        for
         ),
         (["compile", "-c", "1 + 1"], "the results must be tensors; found int"),
         # targets, options
-        (["compile", "-c", RELU, "--target", "cpy"], "there is no target 'cpy'; did you mean 'cpu'? The known ones are auto, cpu,"),
-        (["compile", "-c", RELU, "--threads", "0"], "option threads: 0 is not a number of threads; it must be at least 1\n"),
+        (
+            ["compile", "-c", RELU, "--target", "cpy"],
+            "there is no target 'cpy'; did you mean 'cpu'? The known ones are auto, cpu,",
+        ),
+        (
+            ["compile", "-c", RELU, "--threads", "0"],
+            "option threads: 0 is not a number of threads; it must be at least 1\n",
+        ),
         (
             ["run", "-c", RELU, "--compiler", "/none"],
             "option compiler: '/none' is not a C++ compiler that can build a shared object",
@@ -65,7 +74,9 @@ def test_shapes_that_do_not_match(terrazzo: Terrazzo, code: str) -> None:
     assert "3" in told and "5" in told
 
 
-@pytest.mark.parametrize("words", [("compile", "--ir", "ptx", "-c", RELU), ("frob",), ("compile", "--frob"), ("cache", "frob")])
+@pytest.mark.parametrize(
+    "words", [("compile", "--ir", "ptx", "-c", RELU), ("frob",), ("compile", "--frob"), ("cache", "frob")]
+)
 def test_what_no_command_takes(terrazzo: Terrazzo, words: tuple[str, ...]) -> None:
     told = terrazzo(*words, code=2).stderr
     assert "Usage: terrazzo" in told and ("ptx" in told or "frob" in told)
@@ -75,8 +86,13 @@ def test_models(terrazzo: Terrazzo) -> None:
     pytest.importorskip("transformers")
     words = ("compile", "gpt2", "--random-weights", "--layer")
     assert terrazzo(*words, "12", code=2).stderr == "error: --layer 12: the model has layers 0 to 11\n"
-    assert terrazzo(*words, "0", "--dtype", "q8", code=2).stderr.startswith("error: unknown dtype 'q8'; known: bool, u8,")
-    assert "--seq-len 2000: the model has positions for 1024 tokens" in terrazzo(*words, "0", "--seq-len", "2000", code=2).stderr
+    assert terrazzo(*words, "0", "--dtype", "q8", code=2).stderr.startswith(
+        "error: unknown dtype 'q8'; known: bool, u8,"
+    )
+    assert (
+        "--seq-len 2000: the model has positions for 1024 tokens"
+        in terrazzo(*words, "0", "--seq-len", "2000", code=2).stderr
+    )
 
 
 def test_all_unsupported_operations_are_named_at_once(terrazzo: Terrazzo) -> None:
@@ -106,7 +122,10 @@ def test_all_operations_that_no_program_can_hold_are_named_at_once(terrazzo: Ter
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("torch.linalg.inv(torch.randn(3, 3))", "aten._linalg_check_errors.default checks its data and returns nothing"),
+        (
+            "torch.linalg.inv(torch.randn(3, 3))",
+            "aten._linalg_check_errors.default checks its data and returns nothing",
+        ),
         ("x = torch.randn(3)\nx + 1 if torch.equal(x, x) else x", "aten.equal.default gives what depends on the data"),
         ("x = torch.randn(3)\nif x.sum() > 0: x = x + 1\nx * 2", "the call branches on its data"),
     ],
@@ -138,7 +157,9 @@ def test_a_model_that_cannot_be_fetched(terrazzo: Terrazzo, monkeypatch: pytest.
         ("y[0] = x[a0]", "kernel y: the store to y does not cover dimension 0"),
     ],
 )
-def test_a_program_that_reads_but_is_not_valid(terrazzo: Terrazzo, tmp_path: Path, statement: str, problem: str) -> None:
+def test_a_program_that_reads_but_is_not_valid(
+    terrazzo: Terrazzo, tmp_path: Path, statement: str, problem: str
+) -> None:
     file = tmp_path / "loop.txt"
     file.write_text(KERNEL.format(statement))
     for words in (("opt", str(file)), ("compile", "--from", "loop", str(file)), ("run", "--from", "loop", str(file))):
@@ -148,7 +169,10 @@ def test_a_program_that_reads_but_is_not_valid(terrazzo: Terrazzo, tmp_path: Pat
 def test_files_that_are_something_else(terrazzo: Terrazzo, tmp_path: Path) -> None:
     file = tmp_path / "loop.txt"
     file.write_text(KERNEL.format("y[a0] = exp(x[a0])"))
-    assert terrazzo("compile", "--from", "torch", str(file), code=2).stderr == f"error: {file} holds loop IR, not torch IR\n"
+    assert (
+        terrazzo("compile", "--from", "torch", str(file), code=2).stderr
+        == f"error: {file} holds loop IR, not torch IR\n"
+    )
     assert terrazzo("compile", "--from", "loop", str(file), "--ir", "torch", code=2).stderr == (
         "error: --ir torch: the input is loop IR, which is further down\n"
     )
@@ -163,7 +187,10 @@ def test_files_that_are_something_else(terrazzo: Terrazzo, tmp_path: Path) -> No
 def test_what_does_not_fit_memory(terrazzo: Terrazzo, tmp_path: Path) -> None:
     file = tmp_path / "loop.txt"
     file.write_text("@loop\ndef f(x: f32[99999999, 99999999]):\n    return (x,)\n")
-    assert terrazzo("run", "--from", "loop", str(file), code=2).stderr == "error: not enough memory: input x is f32[99999999, 99999999]\n"
+    assert (
+        terrazzo("run", "--from", "loop", str(file), code=2).stderr
+        == "error: not enough memory: input x is f32[99999999, 99999999]\n"
+    )
 
 
 def test_an_operator_that_pytorch_does_not_have(terrazzo: Terrazzo, tmp_path: Path) -> None:

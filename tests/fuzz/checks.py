@@ -1,4 +1,6 @@
-"""What must hold of a random program, schedule or text. Each check says how it went in a word or two, or raises `Found`."""
+"""What must hold of a random program, schedule or text. Each check says how it went in a word or two, or raises
+`Found`.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +135,10 @@ def _steps(step: Any) -> int:
     """About how many statements of a kernel are simulated, one after the other."""
 
     def count(body: Any) -> int:
-        return sum((x.axis.extent if isinstance(x, k.For) else 1) * count(x.body) if isinstance(x, k.For | k.If) else 1 for x in body)
+        return sum(
+            (x.axis.extent if isinstance(x, k.For) else 1) * count(x.body) if isinstance(x, k.For | k.If) else 1
+            for x in body
+        )
 
     return count(step.body) * (step.grid * step.threads // (1 << 14) + 1) if isinstance(step, k.Kernel) else 1
 

@@ -1,6 +1,7 @@
 """Is a result right? It may be as far from float64 as the program's own types are, wherever they happen to round.
 
-What is read twice may be computed twice, in two orders of additions: so every value has two versions, which round differently.
+What is read twice may be computed twice, in two orders of additions: so every value has two versions, which round
+differently.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ KEEPS = ("neg", "abs", "min", "max", "fmin", "fmax", "where", "copysign", "sign"
 
 
 class Judge:
-    """The results of a Tensor IR program: in float64, in its own types, and in its own types where every rounding goes another way."""
+    """The results of a Tensor IR program: in float64, in its own types, and in its own types where every rounding goes
+    another way.
+    """
 
     def __init__(self, program: Program, inputs: Mapping[str, Any]) -> None:
         self.inputs = {i: np.asarray(inputs[i.name]) for i in program.inputs}
@@ -61,7 +64,9 @@ class Judge:
             for own in versions:
                 seen = ChainMap({c: versions[noise.integers(2)][c] for c in node.children if c in own}, own)
                 found = self._in_another_order(node, seen, noise) if isinstance(node, t.Reduce) else None
-                own[node] = self._rounded(node, evaluate(node, seen, False, call_numpy) if found is None else found, noise)
+                own[node] = self._rounded(
+                    node, evaluate(node, seen, False, call_numpy) if found is None else found, noise
+                )
         return versions
 
     def _in_another_order(self, node: t.Reduce, values: Mapping[Node, Any], noise: np.random.Generator) -> Any:
@@ -70,8 +75,15 @@ class Judge:
         if not node.args[0].type.dtype.is_float or not node.axes or 0 in given[0].shape:  # type: ignore[attr-defined]
             return None
         last = range(given[0].ndim - len(node.axes), given[0].ndim)
-        rows = [np.moveaxis(x, node.axes, last).reshape(*(e for d, e in enumerate(x.shape) if d not in node.axes), -1) for x in given]
-        order = np.arange(rows[0].shape[-1])[:: noise.choice((1, -1))] if noise.integers(2) else noise.permutation(rows[0].shape[-1])
+        rows = [
+            np.moveaxis(x, node.axes, last).reshape(*(e for d, e in enumerate(x.shape) if d not in node.axes), -1)
+            for x in given
+        ]
+        order = (
+            np.arange(rows[0].shape[-1])[:: noise.choice((1, -1))]
+            if noise.integers(2)
+            else noise.permutation(rows[0].shape[-1])
+        )
         rows = [x[..., order] for x in rows]
         if node.monoid.ufunc is not None:
             with np.errstate(all="ignore"):
@@ -87,7 +99,9 @@ class Judge:
     def _rounded(self, node: t.Value, found: Any, noise: np.random.Generator) -> Any:
         """A result with its last place moved either way, where it was rounded at all."""
         if isinstance(found, tuple):
-            return tuple(self._moved(x, p, e, noise) for x, p, e in zip(found, self.plain[node], self.exact[node], strict=True))
+            return tuple(
+                self._moved(x, p, e, noise) for x, p, e in zip(found, self.plain[node], self.exact[node], strict=True)
+            )
         match node:
             case t.Elementwise() if node.fn.name not in KEEPS:
                 return self._moved(found, self.plain[node], self.exact[node], noise)
@@ -113,7 +127,9 @@ class Judge:
             return _first(number, wrong, ours, plain)
         mine, best = ours.astype(np.float64), exact.astype(np.float64)
         wide = [x.astype(np.float64) for x in theirs]
-        settled = np.logical_and.reduce([_class(x) == _class(best) for x in wide])  # not near an overflow, a zero below a root, ...
+        settled = np.logical_and.reduce(
+            [_class(x) == _class(best) for x in wide]
+        )  # not near an overflow, a zero below a root, ...
         finite = np.isfinite(best)
         about = ml_dtypes.finfo(plain.dtype)
         with np.errstate(all="ignore"):
@@ -135,4 +151,6 @@ def _first(number: int, wrong: Any, ours: Any, right: Any) -> str:
     if not wrong.any():
         return ""
     at = tuple(int(i) for i in np.argwhere(wrong)[0])
-    return f"result {number}{list(at)} is {ours[at]!r}, not {right[at]!r} ({int(wrong.sum())} of {wrong.size} are wrong)"
+    return (
+        f"result {number}{list(at)} is {ours[at]!r}, not {right[at]!r} ({int(wrong.sum())} of {wrong.size} are wrong)"
+    )

@@ -1,8 +1,8 @@
 """What is known of a value while a random program is drawn.
 
-It is *exact* if it is the same at every precision and in every order of additions: what jumps (comparisons, floor, argmax, conversions
-to integers) is only applied to such values, so that a wrong result is a bug and not a rounding that went the other way. And it may be
-*whole*: integers of at most some magnitude, whose sums are exact.
+It is *exact* if it is the same at every precision and in every order of additions: what jumps (comparisons, floor,
+argmax, conversions to integers) is only applied to such values, so that a wrong result is a bug and not a rounding that
+went the other way. And it may be *whole*: integers of at most some magnitude, whose sums are exact.
 """
 
 from __future__ import annotations

@@ -105,7 +105,11 @@ class Draft:
                 return None
             x = x if to.kind != "uint" else self.apply("abs", self.cast(x, x.dtype.compute) or x)
             x = Known(t.cast(x.node, x.dtype.compute), x.exact, x.whole)
-        exact = not to.is_float or x.whole is not None or (x.exact and x.dtype.is_float and DIGITS[x.dtype.name] <= DIGITS[to.name])
+        exact = (
+            not to.is_float
+            or x.whole is not None
+            or (x.exact and x.dtype.is_float and DIGITS[x.dtype.name] <= DIGITS[to.name])
+        )
         wrapped = to.kind == "uint" and x.dtype.kind == "int"
         return known(t.cast(x.node, to), exact and x.exact, None if wrapped else 1 if to is bool_ else x.whole)
 
@@ -119,7 +123,9 @@ class Draft:
         whole = None
         if all(b is not None for b in bounds):
             whole = {"add": sum, "sub": sum, "mul": math.prod}.get(fn, max if fn in SELECTS else lambda _: None)(bounds)
-        kept = fn in SELECTS or (fn in ("add", "sub", "mul") and whole is not None and whole <= 1 << DIGITS.get(node.type.dtype.name, 64))
+        kept = fn in SELECTS or (
+            fn in ("add", "sub", "mul") and whole is not None and whole <= 1 << DIGITS.get(node.type.dtype.name, 64)
+        )
         return known(node, exact and kept, whole)
 
     def like(self, x: Known, dtype: DType) -> Known:
@@ -140,7 +146,10 @@ class Draft:
             return known(t.literal(value, dtype, x.shape), True, abs(value))
         if made is None:
             made = self.fresh(
-                dtype, tuple(1 if self.chance(5) else e for e in x.shape[self.number(0, len(x.shape)) if self.chance(4) else 0 :])
+                dtype,
+                tuple(
+                    1 if self.chance(5) else e for e in x.shape[self.number(0, len(x.shape)) if self.chance(4) else 0 :]
+                ),
             )
         return Known(t.broadcast(made.node, x.shape), made.exact, made.whole)
 
@@ -158,7 +167,11 @@ class Draft:
         """Any scalar function on operands it takes."""
         x = self.pick() if self.chance(4) else self.computed(self.pick())  # numbers of 16 bits are only compared
         dtype = x.dtype
-        rows = [r for r in sc.SCALARS.values() if r.name != "where" and (x.exact or r.name not in JUMPS) and _takes(r, dtype)]
+        rows = [
+            r
+            for r in sc.SCALARS.values()
+            if r.name != "where" and (x.exact or r.name not in JUMPS) and _takes(r, dtype)
+        ]
         if not rows:
             return x
         fn = self.one(rows)
@@ -244,7 +257,12 @@ class Draft:
     def arguments(self, m: str, x: Known, axes: Sequence[int]) -> list[Known]:
         """What a monoid of several values combines, beside x."""
         if m.startswith("arg"):
-            return [x, Known(t.iota(x.shape, t.coordinates(x.shape)[axes[0]])) if self.draw(st.booleans()) else self.like(x, i64)]
+            return [
+                x,
+                Known(t.iota(x.shape, t.coordinates(x.shape)[axes[0]]))
+                if self.draw(st.booleans())
+                else self.like(x, i64),
+            ]
         if m == "welford":
             return [x, Known(t.literal(0.0, x.dtype, x.shape)), Known(t.literal(1.0, x.dtype, x.shape))]
         if m == "logsumexp":
@@ -264,7 +282,9 @@ class Draft:
         return [self.add(known(values[k], exact, whole)) for k in order][-1]
 
     def contract(self) -> Known:
-        """A product of matrices, of a value and a new one or of two new ones: batched, transposed, in types of 16 bits."""
+        """A product of matrices, of a value and a new one or of two new ones: batched, transposed, in types of 16
+        bits.
+        """
         x = self.pick()
         if len(x.shape) >= 2 and 0 < math.prod(x.shape) <= self.work // 8 and self.draw(st.booleans()):
             batch, m, k = (), math.prod(x.shape[:-1]), x.shape[-1]
@@ -352,12 +372,18 @@ STEPS = (
 
 
 @st.composite
-def tensor_programs(draw: Any, steps: int = 8, sizes: Sequence[int] = (40, 40, 600, 3000), opaque: bool = True) -> Program:
-    """A random program. `sizes` are what a tensor may have of elements; `opaque` says whether PyTorch may run parts of it."""
+def tensor_programs(
+    draw: Any, steps: int = 8, sizes: Sequence[int] = (40, 40, 600, 3000), opaque: bool = True
+) -> Program:
+    """A random program. `sizes` are what a tensor may have of elements; `opaque` says whether PyTorch may run parts of
+    it.
+    """
     cap = draw(st.sampled_from(sizes))
     draft = Draft(draw, cap, draw(st.sampled_from((500, 20_000, 60_000))))
     kinds = [s for s in STEPS if opaque or s != "opaque"]
-    draft.fresh() if (first := draw(st.sampled_from(("fresh", "fresh", "rows", "contract")))) != "rows" else draft.rows()
+    draft.fresh() if (
+        first := draw(st.sampled_from(("fresh", "fresh", "rows", "contract")))
+    ) != "rows" else draft.rows()
     if first == "contract":
         draft.add(draft.contract())
     for _ in range(draw(st.integers(1, steps))):

@@ -1,4 +1,5 @@
-"""`make fuzz N=2000 SEED=7 KIND=programs`: so many random programs, schedules and texts, the same ones for the same seed.
+"""`make fuzz N=2000 SEED=7 KIND=programs`: so many random programs, schedules and texts, the same ones for the same
+seed.
 
 What fails is made as small as it gets, and printed with the command that finds it again.
 """
@@ -53,7 +54,9 @@ def _settings(count: int) -> settings:
 
 
 def fuzz(kind: str, count: int, seed: int) -> tuple[Counter[str], list[str]]:
-    """How many of `count` different examples went how, and what was found: for each bug the smallest text that shows it."""
+    """How many of `count` different examples went how, and what was found: for each bug the smallest text that shows
+    it.
+    """
     strategy, check = KINDS[kind]
     outcomes: Counter[str] = Counter()
     found: dict[Any, str] = {}

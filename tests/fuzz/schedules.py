@@ -62,11 +62,22 @@ SMALL: dict[str, Callable[[], tuple[Any, ...]]] = {
 """Arguments, small enough to simulate many schedules, for functions of `tests/kernels/programs.py`."""
 TERMS = tuple(SMALL)
 INSTRUCTIONS = (
-    *("fma.f32", "mma.m16n8k16.f32.bf16", "mma.m16n8k16.f32.f16", "mma.m16n8k8.f32.f16", "wgmma.m64n64k16.f32.bf16", "mma.m1n1k1", None),
+    *(
+        "fma.f32",
+        "mma.m16n8k16.f32.bf16",
+        "mma.m16n8k16.f32.f16",
+        "mma.m16n8k8.f32.f16",
+        "wgmma.m64n64k16.f32.bf16",
+        "mma.m1n1k1",
+        None,
+    ),
 )
 FACTOR_OPTIONS = (
     *(("ring", n) for n in (2, 3, 1, 0, "many")),
-    *(("order", word) for word in (Word("grouped", (2,)), Word("grouped", (0,)), Word("grouped"), Word("longest_first"))),
+    *(
+        ("order", word)
+        for word in (Word("grouped", (2,)), Word("grouped", (0,)), Word("grouped"), Word("longest_first"))
+    ),
     ("nothing", 1),
 )
 
@@ -91,11 +102,17 @@ def terms(name: str, target: str) -> tuple[Term, ...]:
     found = lowering(captured.program, Options(target=target))
     program: Program = found.at("tensor")
     varying = iter([a for a in args if isinstance(a, torch.Tensor)])
-    inputs = {i.name: to_numpy(captured.bound[i.name] if i.name in captured.bound else next(varying)) for i in program.inputs}
+    inputs = {
+        i.name: to_numpy(captured.bound[i.name] if i.name in captured.bound else next(varying)) for i in program.inputs
+    }
     tiled = found.at("tile")
     chosen = {tiled.loop.steps[i].name: (tiled.loop.steps[i], s) for i, s in tiled.schedules}
     out = [Term(program, inputs, kernel, s) for kernel, s in chosen.values()]
-    raw = [s for s in found.stages[-3][1].steps if isinstance(s, l.Kernel) and s.name in chosen and s is not chosen[s.name][0]]
+    raw = [
+        s
+        for s in found.stages[-3][1].steps
+        if isinstance(s, l.Kernel) and s.name in chosen and s is not chosen[s.name][0]
+    ]
     return (*out, *(Term(program, inputs, s, chosen[s.name][1]) for s in raw))
 
 
@@ -104,7 +121,9 @@ def schedules(draw: Any, term: Term) -> Schedule:
     """A schedule for the kernel of a term."""
     drawer = _Drawer(draw, term.kernel, term.default)
     schedule = drawer.divided() if draw(st.booleans()) else term.default
-    for _ in range(draw(st.sampled_from((0, 0, 0, 1, 2))) if schedule is not term.default else draw(st.sampled_from((1, 1, 2, 3)))):
+    for _ in range(
+        draw(st.sampled_from((0, 0, 0, 1, 2))) if schedule is not term.default else draw(st.sampled_from((1, 1, 2, 3)))
+    ):
         schedule = drawer.changed(schedule)
         schedule = drawer.covering(schedule) if draw(st.sampled_from((True, True, True, False))) else schedule
     return schedule
@@ -123,7 +142,9 @@ class _Drawer:
             for name, r in accumulators(self.kernel).items()
         }
         self.stores = [b.name for b in self.kernel.writes]
-        self.reads = [x.buffer.name for x in topological([s.value for s in self.kernel.stores]) if isinstance(x, l.Load)]
+        self.reads = [
+            x.buffer.name for x in topological([s.value for s in self.kernel.stores]) if isinstance(x, l.Load)
+        ]
 
     def one(self, items: Sequence[Any]) -> Any:
         return self.draw(st.sampled_from(items))
@@ -131,7 +152,9 @@ class _Drawer:
     # -- what fits ----------------------------------------------------------------------------------------------------
 
     def divided(self) -> Schedule:
-        """Blocks take parts of the free axes; every site divides its part among the same number of warps, in its own way."""
+        """Blocks take parts of the free axes; every site divides its part among the same number of warps, in its own
+        way.
+        """
         warps = self.one((1, 2, 4, 8))
         lines: list[tuple[str, Binding]] = []
         block: dict[str, int] = {}
@@ -199,7 +222,11 @@ class _Drawer:
         blocks = {a: f.size for a, b in lines if not isinstance(b, Like) for f in b if f.level == "block"}
         sites = tuple(
             replace(
-                x, axes=tuple((a, sized(a, b, {**everywhere, **self.own.get(x.names[0], {})}.get(a), blocks.get(a))) for a, b in x.axes)
+                x,
+                axes=tuple(
+                    (a, sized(a, b, {**everywhere, **self.own.get(x.names[0], {})}.get(a), blocks.get(a)))
+                    for a, b in x.axes
+                ),
             )
             for x in s.sites
         )
@@ -209,7 +236,9 @@ class _Drawer:
         by = self.one(("ld", "ld", "cp.async", "tma"))
         options: dict[str, Any] = {"by": by}
         if self.one((True, False)):
-            options |= self.one(({"swizzle": 128}, {"swizzle": 64}, {"swizzle": 32}, {"pad": 4}, {"pad": 8}, {"pad": 1}))
+            options |= self.one(
+                ({"swizzle": 128}, {"swizzle": 64}, {"swizzle": 32}, {"pad": 4}, {"pad": 8}, {"pad": 1})
+            )
         if self.one((True, False, False)):
             options["along"] = self.one((*self.free, *(a for own in self.own.values() for a in own), "nowhere"))
         return Operand("smem", tuple(options.items()))
@@ -228,12 +257,19 @@ class _Drawer:
                 given = dict(s.sites[place].operands)
                 name = self.one((*(given or self.reads), *self.reads, "nothing"))
                 given[name] = self.one(
-                    (self.operand(), Operand("reg"), Operand("smem", (("by", "magic"),)), Operand("smem", (("swizzle", 7),)))
+                    (
+                        self.operand(),
+                        Operand("reg"),
+                        Operand("smem", (("by", "magic"),)),
+                        Operand("smem", (("swizzle", 7),)),
+                    )
                 )
                 return _with(s, place, operands=tuple(given.items()))
             case "operand":
                 name = self.one((*self.reads, *self.own, "nothing"))
-                return replace(s, operands=tuple({**dict(s.operands), name: Operand(self.one(("reg", "smem")))}.items()))
+                return replace(
+                    s, operands=tuple({**dict(s.operands), name: Operand(self.one(("reg", "smem")))}.items())
+                )
             case "instruction" if place >= 0:
                 return _with(s, place, instruction=self.one(INSTRUCTIONS))
             case "site" if s.sites:
@@ -241,10 +277,17 @@ class _Drawer:
                 return replace(s, sites=tuple(self.draw(st.permutations(kept))))
             case "directive":
                 return replace(
-                    s, directives=(self.one((("resident", (2,), ()), ("persistent", (), ()), ("resident", (0,), ()), ("roles", (), ()))),)
+                    s,
+                    directives=(
+                        self.one(
+                            (("resident", (2,), ()), ("persistent", (), ()), ("resident", (0,), ()), ("roles", (), ()))
+                        ),
+                    ),
                 )
             case "like" if place >= 0:
-                names = [f"{x}{r}" for x in (*self.own, *self.stores) for r in ("", *(f".{a}" for a in self.own.get(x, {})))]
+                names = [
+                    f"{x}{r}" for x in (*self.own, *self.stores) for r in ("", *(f".{a}" for a in self.own.get(x, {})))
+                ]
                 lines = dict(s.sites[place].axes)
                 lines[self.one((*lines, *self.free, "nowhere"))] = Like(self.one((*names, "nowhere")))
                 return _with(s, place, axes=tuple(lines.items()))
@@ -263,7 +306,9 @@ class _Drawer:
             case "add":
                 factors.insert(n, Factor(level, size))
             case "size":
-                factors[n] = replace(factors[n], size=self.one((factors[n].size * 2, factors[n].size // 2, factors[n].size + 1, size)))
+                factors[n] = replace(
+                    factors[n], size=self.one((factors[n].size * 2, factors[n].size // 2, factors[n].size + 1, size))
+                )
             case "level":
                 factors[n] = replace(factors[n], level=level)
             case "drop":
@@ -272,7 +317,10 @@ class _Drawer:
                 factors = list(self.draw(st.permutations(factors)))
             case "split":
                 by = self.one((2, 4))
-                factors[n : n + 1] = [replace(factors[n], size=max(factors[n].size // by, 1)), Factor(factors[n].level, by)]
+                factors[n : n + 1] = [
+                    replace(factors[n], size=max(factors[n].size // by, 1)),
+                    Factor(factors[n].level, by),
+                ]
             case "option":
                 factors[n] = replace(factors[n], options=(self.one(FACTOR_OPTIONS),))
         bindings = {**dict(lines), axis: tuple(factors)}

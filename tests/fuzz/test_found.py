@@ -94,7 +94,9 @@ def f(x: f16[32, 64], w: f16[32, 64]):
 
 
 def test_a_conversion_to_another_type_of_16_bits_is_not_dropped() -> None:
-    """Results would be nearer to float64 without it, so only the kernel shows it: halves that were rounded to bfloat16 are no halves."""
+    """Results would be nearer to float64 without it, so only the kernel shows it: halves that were rounded to bfloat16
+    are no halves.
+    """
     (kernel,) = lowering(parse(ROUNDED), Options(target="sm_90a")).at("kernel").steps
     assert not any(isinstance(s, k.Multiply) for s in k.walk(kernel.body))
     (kernel,) = lowering(parse(ROUNDED.replace("f32(v0)", "f32(x)")), Options(target="sm_90a")).at("kernel").steps
@@ -311,7 +313,10 @@ def test_a_ring_of_boxes_inside_a_loop_is_refused() -> None:
     """Its phases began anew with every tile: the second would wait for what was over."""
     term = terms("bmm of half", "sm_90a")[0]
     with pytest.raises(Limitation, match="a ring of boxes inside a loop"):
-        lowering(term.program, Options(target="sm_90a", schedules=(written(term.kernel.name, RING_IN_A_LOOP).replace("sm_80", "sm_90a"),)))
+        lowering(
+            term.program,
+            Options(target="sm_90a", schedules=(written(term.kernel.name, RING_IN_A_LOOP).replace("sm_80", "sm_90a"),)),
+        )
 
 
 MEETING = """a0 = reg(9)
@@ -345,14 +350,14 @@ def test_schedules_that_are_right(subject: str, lines: str) -> None:
 
 
 def test_a_kernel_stores_something() -> None:
-    text = (
-        "@loop\ndef f(x: f32[4]):\n    with kernel('k', y=f32[4]):\n        for a0 in free(4):\n            in0 = x[a0]\n    return (x,)\n"
-    )
+    text = "@loop\ndef f(x: f32[4]):\n    with kernel('k', y=f32[4]):\n        for a0 in free(4):\n            in0 = x[a0]\n    return (x,)\n"
     with pytest.raises(UserError, match="the kernel k stores nothing"):
         parse(text)
 
 
 def test_a_program_that_leaves_its_tensor_is_the_users_error() -> None:
     text = "@tensor\ndef f(x: f32[4]):\n    y: f32[4] = index_map(lambda i0: x[i0 + 1])\n    return (y,)\n"
-    with pytest.raises(UserError, match=re.escape("f is not valid: the index map y may leave dimension 0 of f32[4] with i0 + 1")):
+    with pytest.raises(
+        UserError, match=re.escape("f is not valid: the index map y may leave dimension 0 of f32[4] with i0 + 1")
+    ):
         lowering(parse(text), Options(target="sm_80"))

@@ -1,4 +1,6 @@
-"""A little of `make fuzz` in every run of the tests; and that it would find something, and says how to find it again."""
+"""A little of `make fuzz` in every run of the tests; and that it would find something, and says how to find it
+again.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,12 @@ def test_programs_have_everything() -> None:
     seen: dict[str, set[Any]] = {what: set() for what in ("primitives", "types", "functions", "monoids", "ranks")}
 
     @settings(
-        max_examples=300, database=None, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=[*HealthCheck]
+        max_examples=300,
+        database=None,
+        deadline=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        suppress_health_check=[*HealthCheck],
     )
     @given(tensor_programs())
     def look(program: Program) -> None:
@@ -94,17 +101,23 @@ def test_programs_have_everything() -> None:
                 seen["monoids"].add(x.monoid.name)
 
     look()
-    assert {t.Literal, t.Iota, t.Elementwise, t.IndexMap, t.Read, t.Reduce, t.Scan, t.Get, t.Opaque} <= seen["primitives"]
+    assert {t.Literal, t.Iota, t.Elementwise, t.IndexMap, t.Read, t.Reduce, t.Scan, t.Get, t.Opaque} <= seen[
+        "primitives"
+    ]
     assert {d.name for d in DTYPES.values() if d.kind != "complex"} == seen["types"]
     assert seen["ranks"] == set(range(7))
     assert len(seen["functions"]) > len(BY_NAME) // 3 and len(seen["monoids"]) > len(MONOIDS) // 2
 
 
 def test_what_is_found_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """With a simulator that is wrong about large sums, a small program is printed, and the command that finds it again."""
+    """With a simulator that is wrong about large sums, a small program is printed, and the command that finds it
+    again.
+    """
 
     def wrong(*args: Any, **options: Any) -> list[Any]:
-        return [x + np.ones((), x.dtype) if x.size > 4 and x.dtype == np.float32 else x for x in right(*args, **options)]
+        return [
+            x + np.ones((), x.dtype) if x.size > 4 and x.dtype == np.float32 else x for x in right(*args, **options)
+        ]
 
     right = simulator.run
     monkeypatch.setattr(simulator, "run", wrong)

@@ -20,7 +20,18 @@ def affine(draft: Draft, here: Sequence[Any], extent: int) -> Any:
     v = draft.one((*here, 0)) if here else 0
     w = draft.one((*here, 0)) if here else 0
     c = draft.number(0, 3)
-    forms = (v, extent - 1 - v, v + w, v * 2 + c, (v + c) % max(extent, 1), v // (c + 1), v - c, v * w, v // 2 * 2 + w % 2, c)
+    forms = (
+        v,
+        extent - 1 - v,
+        v + w,
+        v * 2 + c,
+        (v + c) % max(extent, 1),
+        v // (c + 1),
+        v - c,
+        v * w,
+        v // 2 * 2 + w % 2,
+        c,
+    )
     return draft.one(forms)
 
 
@@ -66,8 +77,14 @@ def view(draft: Draft, x: Any, shape: tuple[int, ...]) -> Any:
         case "roll" if extent:
             by = draft.number(0, extent)
             return along(extent, lambda i: (i + by) % extent)
-        case "cat" if x.type.dtype.compute is x.type.dtype and x.type.dtype is not bool_ and 2 * math.prod(shape) <= draft.cap:
-            return t.apply("add", along(2 * extent, lambda i: i, guarded=True), along(2 * extent, lambda i: i - extent, guarded=True))
+        case "cat" if (
+            x.type.dtype.compute is x.type.dtype and x.type.dtype is not bool_ and 2 * math.prod(shape) <= draft.cap
+        ):
+            return t.apply(
+                "add",
+                along(2 * extent, lambda i: i, guarded=True),
+                along(2 * extent, lambda i: i - extent, guarded=True),
+            )
     return x
 
 

@@ -1,6 +1,7 @@
 """Predicted wavefronts and sectors beside those that Nsight Compute counts on this machine's GPU, kernel by kernel.
 
-python -m tests.hw.counters RECORD.json      prints a line for every kernel and writes the record; fails where fewer than 6 agree
+python -m tests.hw.counters RECORD.json      prints a line for every kernel and writes the record; fails where fewer
+than 6 agree
 """
 
 from __future__ import annotations
@@ -53,12 +54,30 @@ def arguments(name: str) -> tuple[Any, ...]:
 def counted() -> list[tuple[str, dict[str, int]]]:
     """The name of every launched kernel and its counters, in order."""
     metrics = ",".join(f"{m}.sum" for ms in METRICS.values() for m in ms)
-    command = ["ncu", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base", "-k", "regex:^k_", "--metrics", metrics]
-    done = subprocess.run([*command, sys.executable, "-m", "tests.hw.counters", "launch"], capture_output=True, text=True, check=True)
+    command = [
+        "ncu",
+        "--clock-control",
+        "none",
+        "--csv",
+        "--page",
+        "raw",
+        "--print-units",
+        "base",
+        "-k",
+        "regex:^k_",
+        "--metrics",
+        metrics,
+    ]
+    done = subprocess.run(
+        [*command, sys.executable, "-m", "tests.hw.counters", "launch"], capture_output=True, text=True, check=True
+    )
     lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
     rows = [r for r in csv.DictReader(io.StringIO("\n".join(lines))) if r["ID"]]
     value = lambda r, m: int(float(r[f"{m}.sum"].replace(",", "") or 0))  # noqa: E731
-    return [(r["Kernel Name"].split("(")[0], {kind: sum(value(r, m) for m in ms) for kind, ms in METRICS.items()}) for r in rows]
+    return [
+        (r["Kernel Name"].split("(")[0], {kind: sum(value(r, m) for m in ms) for kind, ms in METRICS.items()})
+        for r in rows
+    ]
 
 
 def predicted() -> list[tuple[str, str, dict[str, int]]]:

@@ -19,7 +19,9 @@ def run_block(source: str, *arrays: Any, threads: int = 32, arch: str = "") -> l
     device.set_current()
     stream = device.create_stream()
     compiled = Program(
-        source, code_type="c++", options=ProgramOptions(arch=arch or f"sm_{device.arch}", device_as_default_execution_space=True)
+        source,
+        code_type="c++",
+        options=ProgramOptions(arch=arch or f"sm_{device.arch}", device_as_default_execution_space=True),
     ).compile("cubin")
     there = [torch.from_numpy(a.copy()).cuda() for a in arrays]
     torch.cuda.synchronize()
@@ -32,7 +34,13 @@ def assemble(instructions: Iterable[tuple[int | str, str]], directory: Path) -> 
     """Compile the kernels `one` of (first architecture, source) for each of these architectures that has them."""
     given = list(instructions)
     for arch in dict.fromkeys(since for since, _ in given):
-        has = [source for since, source in given if since == arch or (isinstance(since, int) and isinstance(arch, int) and since < arch)]
+        has = [
+            source
+            for since, source in given
+            if since == arch or (isinstance(since, int) and isinstance(arch, int) and since < arch)
+        ]
         mine = [source.replace("one(", f"one{k}(") for k, source in enumerate(has)]
         (directory / "all.cu").write_text("\n".join(mine))
-        subprocess.run(["nvcc", f"-arch=sm_{arch}", "-cubin", "-o", directory / "all.cubin", directory / "all.cu"], check=True)
+        subprocess.run(
+            ["nvcc", f"-arch=sm_{arch}", "-cubin", "-o", directory / "all.cubin", directory / "all.cu"], check=True
+        )

@@ -1,4 +1,6 @@
-"""Every instruction record, by itself: layouts are bijections, the meaning is a matrix product, the PTX assembles and, on a GPU, agrees."""
+"""Every instruction record, by itself: layouts are bijections, the meaning is a matrix product, the PTX assembles and,
+on a GPU, agrees.
+"""
 
 from __future__ import annotations
 
@@ -76,6 +78,11 @@ def _registers(fragment: Fragment, held: Any) -> Any:
 def test_the_gpu_agrees(instruction: MatrixInstruction) -> None:
     fragments = (instruction.d, instruction.a, instruction.b)
     for seed in range(5):
-        a, b, c = (f.distribute(x) for f, x in zip((instruction.a, instruction.b, instruction.d), operands(instruction, seed), strict=True))
-        d, *_ = run_block(source(instruction), *(_registers(f, held) for f, held in zip(fragments, (c, a, b), strict=True)))
+        a, b, c = (
+            f.distribute(x)
+            for f, x in zip((instruction.a, instruction.b, instruction.d), operands(instruction, seed), strict=True)
+        )
+        d, *_ = run_block(
+            source(instruction), *(_registers(f, held) for f, held in zip(fragments, (c, a, b), strict=True))
+        )
         assert np.array_equal(d.view(instruction.d.dtype.numpy).reshape(c.shape), instruction.run(a, b, c))

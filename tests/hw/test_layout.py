@@ -59,7 +59,9 @@ def test_text_reads_back() -> None:
 def test_coordinates() -> None:
     layout = Layout.parse(A)
     for lane, reg in np.ndindex(32, 8):
-        row = lane // 4 + 8 * (reg // 2 % 2)  # PTX ISA, m16n8k16: a0 a1 at (g, 2t), a2 a3 at (g + 8, 2t), a4 .. at k + 8
+        row = lane // 4 + 8 * (
+            reg // 2 % 2
+        )  # PTX ISA, m16n8k16: a0 a1 at (g, 2t), a2 a3 at (g + 8, 2t), a4 .. at k + 8
         column = 2 * (lane % 4) + reg % 2 + 8 * (reg // 4)
         assert layout.coordinates(lane=lane, reg=reg) == {"m": row, "k": column}
     with pytest.raises(UserError, match="has no warp"):

@@ -77,7 +77,9 @@ def test_copies_take_half_sectors_where_the_halves_part() -> None:
 def test_the_layout_engine_proves_what_is_counted(access: int, seed: int) -> None:
     """Where the bits of the lane choose bits of the offset; several lanes at one address are left to the rule above."""
     rng = np.random.default_rng(seed)
-    offsets = [int(x) << access for x in rng.permutation([1 << n for n in range(9)])[:5] ^ rng.integers(0, 32, 5) * (seed % 2)]
+    offsets = [
+        int(x) << access for x in rng.permutation([1 << n for n in range(9)])[:5] ^ rng.integers(0, 32, 5) * (seed % 2)
+    ]
     address = np.zeros(32, np.int64)
     for bit, offset in enumerate(offsets):
         address ^= (LANE >> bit & 1) * offset

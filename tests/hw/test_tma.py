@@ -1,4 +1,6 @@
-"""TMA: what cannot be described is refused, a box is a copy, and the GPU agrees: swizzles, 1 to 5 dimensions, boxes that stick out."""
+"""TMA: what cannot be described is refused, a box is a copy, and the GPU agrees: swizzles, 1 to 5 dimensions, boxes
+that stick out.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def test_a_box_is_a_copy(tensor_map: TensorMap, at: tuple[int, ...]) -> None:
     _, view = tensor(tensor_map)
     slab = tensor_map.load(view, at)
     assert slab.size == tensor_map.bytes
-    straight = slab[HARDWARE[tensor_map.swizzle](np.arange(slab.size))].view(tensor_map.dtype.numpy).reshape(tensor_map.box)
+    straight = (
+        slab[HARDWARE[tensor_map.swizzle](np.arange(slab.size))].view(tensor_map.dtype.numpy).reshape(tensor_map.box)
+    )
     for place in np.ndindex(*tensor_map.box):
         source = tuple(p + c for p, c in zip(place, at, strict=True))
         inside = all(0 <= c < n for c, n in zip(source, tensor_map.shape, strict=True))

@@ -39,7 +39,9 @@ def test_shuffles_are_their_own_inverse(mask: int) -> None:
 @pytest.mark.gpu
 def test_the_gpu_multiplies_and_adds() -> None:
     a, b, c, d = (values("f32", 32) for _ in range(4))
-    source = kernel("  d[lane] = a[lane] * b[lane] + c[lane];", "const f32* a", "const f32* b", "const f32* c", "f32* d")
+    source = kernel(
+        "  d[lane] = a[lane] * b[lane] + c[lane];", "const f32* a", "const f32* b", "const f32* c", "f32* d"
+    )
     assert (run_block(source, a, b, c, d)[3] == FMA.run(a, b, c)).all()
 
 
@@ -48,7 +50,9 @@ def test_the_gpu_multiplies_and_adds() -> None:
 @pytest.mark.parametrize("name", TYPES)
 def test_the_gpu_shuffles(name: str, mask: int) -> None:
     x = values(name, 32)
-    source = kernel(f"  y[lane] = shuffle_xor(x[lane], {mask});", f"const {name}* x", f"{name}* y", functions=SHUFFLE.cuda)
+    source = kernel(
+        f"  y[lane] = shuffle_xor(x[lane], {mask});", f"const {name}* x", f"{name}* y", functions=SHUFFLE.cuda
+    )
     assert (run_block(source, x, np.zeros_like(x))[1] == SHUFFLE.run(x, mask)).all()
 
 

@@ -69,7 +69,9 @@ def held_in_registers(instruction: WarpgroupInstruction, a: Any) -> Any:
 
 
 def source(instruction: WarpgroupInstruction, registers: bool = False) -> str:
-    """A kernel of one warpgroup that multiplies two slabs, given as bytes, or one that it has in `registers` by a slab."""
+    """A kernel of one warpgroup that multiplies two slabs, given as bytes, or one that it has in `registers` by a
+    slab.
+    """
     m, n, _ = instruction.shape
     count, size = instruction.d.registers, (m + n) * ROW
     return (
@@ -98,7 +100,9 @@ extern "C" __global__ void __launch_bounds__(128, 1) one(float* d, const unsigne
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc here")
 def test_hopper_assembles_them(tmp_path: Path) -> None:
-    kernels = [("90a", source(i, registers)) for i in INSTRUCTIONS if i.shape[1] in (8, 256) for registers in (False, True)]
+    kernels = [
+        ("90a", source(i, registers)) for i in INSTRUCTIONS if i.shape[1] in (8, 256) for registers in (False, True)
+    ]
     assemble([(arch, (DESCRIPTOR if k == 0 else "") + text) for k, (arch, text) in enumerate(kernels)], tmp_path)
 
 

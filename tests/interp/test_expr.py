@@ -138,7 +138,11 @@ def test_normal_forms(ours: IntExpr, normal: IntExpr) -> None:
 @pytest.mark.parametrize("shape", [(4, 6, 5), (4, 1, 6), (7,), ()])
 def test_flat_places_come_apart_again(shape: tuple[int, ...]) -> None:
     index = tuple(Var(f"a{d}", n) if n > 1 else 0 for d, n in enumerate(shape))
-    strides = tuple(int(s) for s in itertools.accumulate(reversed((*shape[1:], 1)), lambda a, b: a * b))[::-1] if shape else ()
+    strides = (
+        tuple(int(s) for s in itertools.accumulate(reversed((*shape[1:], 1)), lambda a, b: a * b))[::-1]
+        if shape
+        else ()
+    )
     assert tuple(unflatten(flatten(index, strides), shape)) == index
 
 
@@ -157,7 +161,9 @@ def test_what_stays_is_what_no_rule_can_remove() -> None:
     assert isinstance(J // 4, FloorDiv) and isinstance(J % 4, Mod)
 
 
-@pytest.mark.parametrize("divide", [lambda: I // 0, lambda: I % 0, lambda: I // -2, lambda: I % -2, lambda: floordiv(3, -1)])
+@pytest.mark.parametrize(
+    "divide", [lambda: I // 0, lambda: I % 0, lambda: I // -2, lambda: I % -2, lambda: floordiv(3, -1)]
+)
 def test_by_what_is_not_positive(divide: Callable[[], object]) -> None:
     with pytest.raises(UserError, match="a divisor must be positive"):
         divide()

@@ -53,17 +53,23 @@ def test_literal(dtype: DType) -> None:
 
 def test_a_literal_wraps_and_rounds_as_its_type_does() -> None:
     assert t.literal(300, u8).value == 44 and t.literal(200, i8).value == -56
-    assert t.literal(0.1, f32).value == float(np.float32(0.1)) and t.literal(0.1, bf16).value == float(np.array(0.1).astype(bf16.numpy))
+    assert t.literal(0.1, f32).value == float(np.float32(0.1)) and t.literal(0.1, bf16).value == float(
+        np.array(0.1).astype(bf16.numpy)
+    )
 
 
 def test_iota() -> None:
     i, j = t.coordinates((3, 4))
-    np.testing.assert_array_equal(value(t.iota((3, 4), i * 10 - j % 2)), np.fromfunction(lambda a, b: a * 10 - b % 2, (3, 4)).astype(int))
+    np.testing.assert_array_equal(
+        value(t.iota((3, 4), i * 10 - j % 2)), np.fromfunction(lambda a, b: a * 10 - b % 2, (3, 4)).astype(int)
+    )
 
 
 def test_elementwise() -> None:
     x = given("x", X)
-    np.testing.assert_array_equal(value(t.where(t.apply("lt", x, t.literal(0, f32, X.shape)), x, t.apply("neg", x)), x=X), -np.abs(X))
+    np.testing.assert_array_equal(
+        value(t.where(t.apply("lt", x, t.literal(0, f32, X.shape)), x, t.apply("neg", x)), x=X), -np.abs(X)
+    )
 
 
 def test_a_precise_run_computes_every_float_in_float64() -> None:
@@ -109,7 +115,9 @@ def test_outside_its_guard_an_index_map_is_zero() -> None:
 def test_a_guarded_map_of_nothing_is_zero() -> None:
     empty = np.zeros((0,), np.float32)
     (i,) = t.coordinates((4,))
-    np.testing.assert_array_equal(value(t.index_map(given("x", empty), (4,), (i - 2,), (i - 2, 1 - i)), x=empty), np.zeros(4))
+    np.testing.assert_array_equal(
+        value(t.index_map(given("x", empty), (4,), (i - 2,), (i - 2, 1 - i)), x=empty), np.zeros(4)
+    )
 
 
 def test_an_index_may_come_from_data() -> None:
@@ -200,7 +208,9 @@ def test_inputs_must_have_their_shape() -> None:
 
 # scalars: what PyTorch has under the same name it means the same by
 
-SAME_NAME = [n for n, fn in SCALARS.items() if hasattr(torch, n) and fn.result([f64] * fn.arity) and n not in ("max", "min")]
+SAME_NAME = [
+    n for n, fn in SCALARS.items() if hasattr(torch, n) and fn.result([f64] * fn.arity) and n not in ("max", "min")
+]
 
 
 @pytest.mark.parametrize("name", SAME_NAME)
@@ -267,7 +277,12 @@ def test_the_identity_changes_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", MONOIDS)
 def test_brackets_do_not_matter(name: str) -> None:
     m = MONOIDS[name]
-    rounded = name in ("sum", "prod", "welford", "logsumexp")  # for these, up to rounding: (1e30 - 1e30) + 1 is not 1e30 + (1 - 1e30)
+    rounded = name in (
+        "sum",
+        "prod",
+        "welford",
+        "logsumexp",
+    )  # for these, up to rounding: (1e30 - 1e30) + 1 is not 1e30 + (1 - 1e30)
     elements = _elements(m, special=not rounded)
     chosen = np.array(list(itertools.product(range(len(elements[0])), repeat=3)))
     a, b, c = ([x[k] for x in elements] for k in chosen.T)
@@ -286,7 +301,9 @@ def test_the_identities_of_every_type(name: str, dtype: DType) -> None:
     assert worst[0] == e[0]
     a = (worst, np.array([5]))[: m.width]
     both = m.combine(numpy_builder, [worst, np.array(e[1:])][: m.width], a)
-    np.testing.assert_array_equal(np.stack([x.astype(np.float64) for x in both]), np.stack([x.astype(np.float64) for x in a]))
+    np.testing.assert_array_equal(
+        np.stack([x.astype(np.float64) for x in both]), np.stack([x.astype(np.float64) for x in a])
+    )
 
 
 @pytest.mark.parametrize("dtype", [bool_, u8, i8, i64], ids=repr)
@@ -307,13 +324,18 @@ def test_welford_is_the_variance(size: int, offset: float) -> None:
     np.testing.assert_array_equal(count, size)
 
 
-@pytest.mark.parametrize("row", [[-np.inf] * 3, [np.inf, 1.0], [1e3, 1e3, -1e3], [np.nan, 1.0], [-np.inf, 2.0], [5.0]], ids=str)
+@pytest.mark.parametrize(
+    "row", [[-np.inf] * 3, [np.inf, 1.0], [1e3, 1e3, -1e3], [np.nan, 1.0], [-np.inf, 2.0], [5.0]], ids=str
+)
 def test_logsumexp_is_pytorchs(row: list[float]) -> None:
     x = np.array(row)
     top, total = combining.reduce(MONOIDS["logsumexp"], [x, np.ones_like(x)], (0,), [f64] * 2)
     with np.errstate(all="ignore"):
         ours = top + np.log(total)
-        running = [a + np.log(b) for a, b in zip(*combining.scan(MONOIDS["logsumexp"], [x, np.ones_like(x)], 0, [f64] * 2), strict=True)]
+        running = [
+            a + np.log(b)
+            for a, b in zip(*combining.scan(MONOIDS["logsumexp"], [x, np.ones_like(x)], 0, [f64] * 2), strict=True)
+        ]
     np.testing.assert_allclose(ours, torch.logsumexp(torch.from_numpy(x), 0).numpy(), rtol=1e-12)
     np.testing.assert_allclose(running, torch.logcumsumexp(torch.from_numpy(x), 0).numpy(), rtol=1e-12)
 

@@ -17,7 +17,10 @@ ADR = (Path(__file__).parents[2] / "docs" / "adr" / "004-a-schedule-is-a-binding
 def sections() -> list[tuple[str, str]]:
     """(title, first listing) of the ten."""
     parts = re.split(r"^## (\d+\. .*)$", ADR, flags=re.MULTILINE)[1:]
-    return [(title, re.search(r"```python\n(.*?)```", body, re.DOTALL)[1]) for title, body in zip(parts[::2], parts[1::2], strict=True)]  # type: ignore[index]
+    return [
+        (title, re.search(r"```python\n(.*?)```", body, re.DOTALL)[1])
+        for title, body in zip(parts[::2], parts[1::2], strict=True)
+    ]  # type: ignore[index]
 
 
 def axes(listing: str) -> dict[str, int]:
@@ -58,11 +61,31 @@ EXTENTS = axes(SECTIONS[4][1])
     ("before", "after", "reason"),
     [
         ("grid(32) * block(128)", "grid(31) * block(128)", "a1 = grid(31) * block(128): grid must be 32 to cover 4096"),
-        ("grid(32) * block(128)", "block(128) * grid(32)", "grid, cluster, time, block come first, in this order, each once"),
-        ("a1 = warp(4) * reg(4) * inst.n(8)", "a1 = warp(4) * reg(2) * inst.n(8)", "acc0: a1 divides into warp(4) * reg(2) * inst.n(8)"),
-        ("a0 = warp(2) * reg(4) * inst.m(16)", "a0 = warp(2) * reg(8) * inst.m(8)", "has m = 16, and inst.m is bound to 8"),
-        ("a0 = warp(2) * reg(4) * inst.m(16)", "a0 = warp(3) * reg(4) * inst.m(16)", "a0: warp(3) must be a power of two"),
-        ("a1 = warp(4) * reg(4) * inst.n(8)", "a1 = lane(4) * reg(4) * inst.n(8)", "4 lanes; the instruction binds them"),
+        (
+            "grid(32) * block(128)",
+            "block(128) * grid(32)",
+            "grid, cluster, time, block come first, in this order, each once",
+        ),
+        (
+            "a1 = warp(4) * reg(4) * inst.n(8)",
+            "a1 = warp(4) * reg(2) * inst.n(8)",
+            "acc0: a1 divides into warp(4) * reg(2) * inst.n(8)",
+        ),
+        (
+            "a0 = warp(2) * reg(4) * inst.m(16)",
+            "a0 = warp(2) * reg(8) * inst.m(8)",
+            "has m = 16, and inst.m is bound to 8",
+        ),
+        (
+            "a0 = warp(2) * reg(4) * inst.m(16)",
+            "a0 = warp(3) * reg(4) * inst.m(16)",
+            "a0: warp(3) must be a power of two",
+        ),
+        (
+            "a1 = warp(4) * reg(4) * inst.n(8)",
+            "a1 = lane(4) * reg(4) * inst.n(8)",
+            "4 lanes; the instruction binds them",
+        ),
         (', on="mma.m16n8k16.f32.bf16"', "", "acc0 binds axes of an instruction and names none"),
         ("    a1 = grid", "    a7 = grid", "there is no axis a7 here; there are a0, a1, r0"),
         ('site("linear")', 'site("linaer")', "the kernel has no site linaer; it has acc0, linear"),

@@ -1,4 +1,6 @@
-"""Small torch functions that between them need every way a kernel for a GPU is derived; and what they are lowered to."""
+"""Small torch functions that between them need every way a kernel for a GPU is derived; and what they are lowered
+to.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,10 @@ def lowered(fn: Callable[..., Any], args: tuple[Any, ...], target: str, **option
     captured = capture(fn, args, {})
     done = lowering(captured.program, Options(target=target, **options))
     varying = iter([a for a in args if isinstance(a, torch.Tensor)])
-    inputs = {b.name: to_numpy(captured.bound[b.name] if b.name in captured.bound else next(varying)) for b in done.loop.inputs}
+    inputs = {
+        b.name: to_numpy(captured.bound[b.name] if b.name in captured.bound else next(varying))
+        for b in done.loop.inputs
+    }
     return Lowered(fn, args, inputs, done)
 
 
@@ -214,7 +219,9 @@ CASES: dict[str, Case] = {
 
 
 def refuse_others(kernels: list[k.Kernel], counted: Costs) -> None:
-    """AssertionError unless the simulator counted what was predicted of kernels, for every statement that does not depend on data."""
+    """AssertionError unless the simulator counted what was predicted of kernels, for every statement that does not
+    depend on data.
+    """
     accesses: dict[Any, Count] = {}
     issues: dict[Any, tuple[int, int]] = {}
     unknown: set[Any] = set()
@@ -227,7 +234,9 @@ def refuse_others(kernels: list[k.Kernel], counted: Costs) -> None:
     for s, number in counted.issues.items():
         assert s in unknown or issues[s] == number, f"{s}: {issues[s]} predicted, {number} counted"
     for (s, kind), found in counted.accesses.items():
-        assert s in unknown or accesses[s, kind] == found, f"{s}, {kind}: {accesses[s, kind]} predicted, {found} counted"
+        assert s in unknown or accesses[s, kind] == found, (
+            f"{s}, {kind}: {accesses[s, kind]} predicted, {found} counted"
+        )
     assert {key for key, c in accesses.items() if c != Count()} <= counted.accesses.keys()
 
 

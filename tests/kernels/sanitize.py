@@ -33,7 +33,9 @@ def run_corpus() -> None:
 
 
 def sanitized(tool: str) -> dict[str, Any]:
-    """What a tool says of all our kernels (others, PyTorch's, are not looked at): kernels, errors, the first lines of a report."""
+    """What a tool says of all our kernels (others, PyTorch's, are not looked at): kernels, errors, the first lines of a
+    report.
+    """
     only = ["--report-api-errors", "no", "--kernel-name", "kernel_substring=k_"]
     only += ["--check-api-memory-access", "no"] if tool == "initcheck" else []  # it does not see what TMA writes
     command = ["compute-sanitizer", "--tool", tool, *only, sys.executable, "-m", "tests.kernels.sanitize"]

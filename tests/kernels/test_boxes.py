@@ -1,4 +1,6 @@
-"""Boxes of TMA in every mode, there and back: dimensions, swizzles, what lies outside the tensor, reductions. Simulated, and on a GPU."""
+"""Boxes of TMA in every mode, there and back: dimensions, swizzles, what lies outside the tensor, reductions.
+Simulated, and on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,18 @@ from terrazzo.ir.text import parse
 SHAPES = {1: (100,), 2: (7, 40), 3: (3, 5, 40), 4: (2, 3, 3, 40), 5: (2, 1, 3, 2, 40)}
 BOXES = {1: (64,), 2: (4, 32), 3: (2, 4, 16), 4: (2, 2, 2, 8), 5: (1, 2, 2, 2, 16)}
 MODES = [
-    *[(rank, swizzle, "f32", "") for rank in SHAPES for swizzle in (0, 32, 64, 128) if swizzle in (0, 4 * BOXES[rank][-1])],
-    *[(2, 0, kind, reduction) for kind in ("f32", "i32") for reduction in ("add", "min", "max") if kind == "i32" or reduction == "add"],
+    *[
+        (rank, swizzle, "f32", "")
+        for rank in SHAPES
+        for swizzle in (0, 32, 64, 128)
+        if swizzle in (0, 4 * BOXES[rank][-1])
+    ],
+    *[
+        (2, 0, kind, reduction)
+        for kind in ("f32", "i32")
+        for reduction in ("add", "min", "max")
+        if kind == "i32" or reduction == "add"
+    ],
 ]
 mode = pytest.mark.parametrize(("rank", "swizzle", "kind", "reduction"), MODES)
 
@@ -63,8 +75,15 @@ def boxes(x: {kind}{number}):
 
 def case(rank: int, swizzle: int, kind: str, reduction: str) -> tuple[Any, dict[str, Any], Any]:
     """The program, its input and its result."""
-    x = (np.random.default_rng(rank).standard_normal(SHAPES[rank]) * 9).astype({"f32": np.float32, "i32": np.int32}[kind])
-    combine = {"": lambda a: a, "add": lambda a: a + 1, "min": lambda a: np.minimum(a, 1), "max": lambda a: np.maximum(a, 1)}[reduction]
+    x = (np.random.default_rng(rank).standard_normal(SHAPES[rank]) * 9).astype(
+        {"f32": np.float32, "i32": np.int32}[kind]
+    )
+    combine = {
+        "": lambda a: a,
+        "add": lambda a: a + 1,
+        "min": lambda a: np.minimum(a, 1),
+        "max": lambda a: np.maximum(a, 1),
+    }[reduction]
     return parse(text(rank, swizzle, kind, reduction)), {"x": x}, combine(x).astype(x.dtype)
 
 

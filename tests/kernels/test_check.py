@@ -106,7 +106,11 @@ def test_one_line_changed(name: str, target: str, pattern: str, replacement: str
 @pytest.mark.parametrize(
     ("pattern", "replacement", "told"),
     [
-        (r"multiply_async\(.*\)", "if lane - 1 >= 0:\n                        \\g<0>", "only some threads of a warpgroup"),
+        (
+            r"multiply_async\(.*\)",
+            "if lane - 1 >= 0:\n                        \\g<0>",
+            "only some threads of a warpgroup",
+        ),
         (r"(x_s\[t % 4), \(warp // 4\) \* 64 - 64", r"\1, (warp // 4) * 64", "is outside|beyond the end"),
         (r"wait_groups\(0, 'wgmma'\)", "pass", "ends while work of wgmma"),
         (r"expect\(full\[t % 4\], 49152\)", "expect(full[t % 4], 32768)", "announces .* 49152|announces"),

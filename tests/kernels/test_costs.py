@@ -1,4 +1,6 @@
-"""Costs that are predicted from a kernel's text, where the simulator is too slow to say the same; and what is made of them."""
+"""Costs that are predicted from a kernel's text, where the simulator is too slow to say the same; and what is made of
+them.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def test_products_of_warpgroups_are_counted() -> None:
     assert costs.total("shared read").bytes == 2 * 8 * 4 * (64 + 256) * 16 * 2
 
 
-@pytest.mark.parametrize("name", ["ragged matmul of bfloat16", "matmul", "gelu", "conv2d", "softmax of the first axis", "attention"])
+@pytest.mark.parametrize(
+    "name", ["ragged matmul of bfloat16", "matmul", "gelu", "conv2d", "softmax of the first axis", "attention"]
+)
 def test_warps_that_cost_alike_are_counted_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However the blocks without tails are told from those with."""
     whole = [predict.__wrapped__(kernel).costs for kernel in case(name, "sm_80").kernels]
@@ -41,18 +45,24 @@ def test_warps_that_cost_alike_are_counted_together(name: str, monkeypatch: pyte
     parts = [predict.__wrapped__(kernel).costs for kernel in case(name, "sm_80").kernels]
     assert [c.issues for c in parts] == [c.issues for c in whole]
     for a, b in zip(parts, whole, strict=True):
-        assert {key: c for key, c in a.accesses.items() if c.requests} == {key: c for key, c in b.accesses.items() if c.requests}
+        assert {key: c for key, c in a.accesses.items() if c.requests} == {
+            key: c for key, c in b.accesses.items() if c.requests
+        }
 
 
 def linear(size: int, dtype: torch.dtype, target: str) -> Any:
-    (kernel,) = lowered(F.linear, (torch.empty(size, size, dtype=dtype), torch.empty(size, size, dtype=dtype)), target).kernels
+    (kernel,) = lowered(
+        F.linear, (torch.empty(size, size, dtype=dtype), torch.empty(size, size, dtype=dtype)), target
+    ).kernels
     found = predict(kernel)
     assert not found.unknown
     return found.costs, kernel
 
 
 def test_a_large_product_moves_what_the_model_says() -> None:
-    """The traffic of `products`: every block reads its rows and columns once; and no access to shared memory conflicts."""
+    """The traffic of `products`: every block reads its rows and columns once; and no access to shared memory
+    conflicts.
+    """
     costs, kernel = linear(4096, torch.bfloat16, "sm_80")
     (m, n), size = (128, 128), 4096
     assert kernel.grid == (size // m) * (size // n)
@@ -87,12 +97,25 @@ def costs_of(*lines: str) -> Costs:
 @pytest.mark.parametrize(("step", "conflicts"), [(1, 0), (2, 1), (4, 3), (8, 7), (16, 15), (32, 31), (3, 0), (33, 0)])
 def test_conflicts_of_strides(step: int, conflicts: int) -> None:
     found = costs_of(f"s[lane * {step}] = f32(0.0)").total("shared write")
-    assert (found.requests, found.bytes, found.conflicts, found.wavefronts) == (2, 256, 2 * conflicts, 2 * conflicts + 2)
+    assert (found.requests, found.bytes, found.conflicts, found.wavefronts) == (
+        2,
+        256,
+        2 * conflicts,
+        2 * conflicts + 2,
+    )
 
 
 def test_sectors_of_strides_and_tails() -> None:
     assert costs_of("v0 = x[lane + warp * 32]").total("global read").sectors == 8
     assert costs_of("v0 = x[lane * 8 + warp * 256]").total("global read").sectors == 64
-    assert costs_of("v0 = x[lane * 8 + warp * 256] if 35 - lane - warp * 32 >= 0 else 0").total("global read").sectors == 36
-    assert costs_of("for i in serial(10):", "    if i - 3 >= 0:", "        v0 = x[lane + i * 32]").total("global read").sectors == 56
+    assert (
+        costs_of("v0 = x[lane * 8 + warp * 256] if 35 - lane - warp * 32 >= 0 else 0").total("global read").sectors
+        == 36
+    )
+    assert (
+        costs_of("for i in serial(10):", "    if i - 3 >= 0:", "        v0 = x[lane + i * 32]")
+        .total("global read")
+        .sectors
+        == 56
+    )
     assert costs_of("for i in serial(10):", "    if i - 3 >= 0:", "        v0 = x[lane]").kinds == {"let": 14}

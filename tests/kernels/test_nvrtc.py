@@ -141,7 +141,10 @@ def test_an_architecture_that_nvrtc_does_not_know(cache: Cache) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_nothing_runs_and_a_message_says_so(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="the target sm_90a needs a GPU to run, and PyTorch sees none; `terrazzo compile --target sm_90a`"):
+    with pytest.raises(
+        UserError,
+        match="the target sm_90a needs a GPU to run, and PyTorch sees none; `terrazzo compile --target sm_90a`",
+    ):
         Cuda("cuda:0", "sm_90a")
     with pytest.raises(UserError, match="the target sm_80 needs a GPU to run"):
         terrazzo.compile(torch.relu, torch.ones(3), options={"target": "sm_80", "cache_dir": tmp_path})

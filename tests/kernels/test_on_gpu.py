@@ -31,7 +31,9 @@ def on_gpu(program: k.Program, inputs: dict[str, Any]) -> list[Any]:
 
 
 def agree(ours: Any, simulated: Any) -> None:
-    """Equal bit for bit, but for sums and products in one rounding instead of two, and functions that the hardware approximates."""
+    """Equal bit for bit, but for sums and products in one rounding instead of two, and functions that the hardware
+    approximates.
+    """
     assert ours.shape == simulated.shape and ours.dtype == simulated.dtype
     if ours.dtype.kind in "iub" and ours.dtype.name not in ("bfloat16", "float16"):
         np.testing.assert_array_equal(ours, simulated)

@@ -39,7 +39,9 @@ from terrazzo.pipelines import lowering
             ),
             id="outer product of sums",
         ),
-        pytest.param(lambda x: (x.expand(2, 33).contiguous(), x.expand(2, 33).sum(1)), (r(33),), id="rows and their sums"),
+        pytest.param(
+            lambda x: (x.expand(2, 33).contiguous(), x.expand(2, 33).sum(1)), (r(33),), id="rows and their sums"
+        ),
         pytest.param(lambda x: (x @ x.t(), (x @ x.t()) @ (x @ x.t()).t()), (r(40, 40),), id="a product and its square"),
         pytest.param(lambda x: x.sum(0) + x.sum(1)[:, None], (r(33, 47),), id="sums of rows and of columns"),
         pytest.param(lambda x: x.sum(-1).cumsum(0), (r(30, 300),), id="a scan of sums"),

@@ -1,4 +1,6 @@
-"""The simulator notices what a GPU would punish: derived kernels with one line changed, and small ones with each mistake alone."""
+"""The simulator notices what a GPU would punish: derived kernels with one line changed, and small ones with each
+mistake alone.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,14 @@ def caught(found: Lowered, text: str) -> str:
 
 
 RING = ("matmul of bfloat16", "matmul of half", "matmul", "bmm", "einsum", "long product", "conv1d")
-SHARED = ("softmax of long rows", "rms norm of prime width", "variance of all", "argmax", "sum of very many", "logsumexp")
+SHARED = (
+    "softmax of long rows",
+    "rms norm of prime width",
+    "variance of all",
+    "argmax",
+    "sum of very many",
+    "logsumexp",
+)
 SLABS = ("linear", "matmul, both transposed", "bmm", "conv2d")
 OTHER_WARP = "|".join(
     (
@@ -70,7 +79,11 @@ def test_a_ring_without_its_first_groups(name: str) -> None:
 def test_a_slot_that_is_not_filled_yet(name: str) -> None:
     found = case(name, "sm_80")
     (ring,) = {int(n) for n in re.findall(r"_s\d = shared\(\w+\[(\d+),", show(found.program))}
-    text = changed(found, r"(load_matrix\('ldmatrix.x\d(?:.trans)?', \w+\[[^\]]*\], \w+\[)([^,]+),", rf"\1(\2 + {ring - 1}) % {ring},")
+    text = changed(
+        found,
+        r"(load_matrix\('ldmatrix.x\d(?:.trans)?', \w+\[[^\]]*\], \w+\[)([^,]+),",
+        rf"\1(\2 + {ring - 1}) % {ring},",
+    )
     assert "nobody wrote" in caught(found, text)
 
 
@@ -102,7 +115,11 @@ BOXES = ("transposed matmul of bfloat16", "bmm of half", "swiglu", "transposed m
         (r" and -lane >= 0( and .*\n +expect)", r"\1", "Expect is executed by several threads of a warp"),
         (r"wait_barrier\(.*\)", "pass", "where a copy is on its way"),
         (r"wait_barrier\((.*\]), (.*)\)", r"wait_barrier(\1, 1 - (\2))", "waits for ever"),
-        (r"wait_barrier\((\w+)\[([^\]]*)\]", r"wait_barrier(\1[(\2 + 1) % 4]", "nobody wrote|where a copy is on its way|waits for ever"),
+        (
+            r"wait_barrier\((\w+)\[([^\]]*)\]",
+            r"wait_barrier(\1[(\2 + 1) % 4]",
+            "nobody wrote|where a copy is on its way|waits for ever",
+        ),
         (r"tensor_load\((\w+\[)([^,]+),(.*)", r"tensor_load(\1(\2 + 1) % 4,\3", OTHER_WARP),
     ],
 )
@@ -188,7 +205,15 @@ def small(lines: list[str]) -> np.ndarray:
     [
         [WRITE, "sync()", READ],
         [COPY, "commit()", "wait_groups(0)", "sync()", READ],
-        ["for i in serial(2):", f"    {COPY}", "    commit()", "    wait_groups(0)", "    sync()", f"    {READ}", "    sync()"],
+        [
+            "for i in serial(2):",
+            f"    {COPY}",
+            "    commit()",
+            "    wait_groups(0)",
+            "    sync()",
+            f"    {READ}",
+            "    sync()",
+        ],
         [WRITE, "sync()", "if 0 - warp >= 0:", "    s[lane + 64] = s[lane]", "sync()", READ],
     ],
 )

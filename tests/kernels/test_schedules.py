@@ -1,4 +1,6 @@
-"""Pinned schedules: many ways to run one product or one norm, each right; what does not fit is refused, with the reason."""
+"""Pinned schedules: many ways to run one product or one norm, each right; what does not fit is refused, with the
+reason.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ def test_tensor_cores_with_a_ring_of_four() -> None:
     found = pinned(matmul, tensors(*HALVES, dtype=torch.bfloat16), TENSOR_CORES)
     (kernel,) = found.kernels
     assert (kernel.grid, kernel.warps) == (6, 4)
-    assert [s.type.shape for s in kernel.shared] == [(4, 64, 32), (4, 32, 32)] and {s.swizzle for s in kernel.shared} == {64}
+    assert [s.type.shape for s in kernel.shared] == [(4, 64, 32), (4, 32, 32)] and {
+        s.swizzle for s in kernel.shared
+    } == {64}
     assert {s.open for s in statements(found, k.WaitGroups)} == {0, 2}
     assert {s.instruction for s in statements(found, k.Multiply)} == {"mma.m16n8k16.f32.bf16"}
 
@@ -240,14 +244,22 @@ def test_a_machine_has_not_everything(target: str, changes: list[tuple[str, str]
 
 def test_turing_has_no_asynchronous_copies() -> None:
     text = CUDA_CORES.format(target="sm_75").replace('by="ld", pad', 'by="cp.async", pad')
-    with pytest.raises(UserError, match=re.escape("mm: w is brought in by cp.async, which needs sm_80, and the target is sm_75")):
+    with pytest.raises(
+        UserError, match=re.escape("mm: w is brought in by cp.async, which needs sm_80, and the target is sm_75")
+    ):
         lowered(matmul, tensors((50, 53), (53, 90)), "sm_75", schedules=(text,))
 
 
 def test_more_threads_than_a_block_has() -> None:
-    text = ROWS.replace("time(4) * warp(4)", "warp(64)").replace("lane(32) * reg(2)", "lane(32)").replace("reg(4) * warp(4)", "warp(64)")
+    text = (
+        ROWS.replace("time(4) * warp(4)", "warp(64)")
+        .replace("lane(32) * reg(2)", "lane(32)")
+        .replace("reg(4) * warp(4)", "warp(64)")
+    )
     text = text.replace("warp(64)", "reg(1) * warp(64)")
-    with pytest.raises(UserError, match=re.escape("mul: the schedule needs 2048 threads in a block, and sm_90a has 1024")):
+    with pytest.raises(
+        UserError, match=re.escape("mul: the schedule needs 2048 threads in a block, and sm_90a has 1024")
+    ):
         lowered(norm, tensors((5, 1024)), "sm_90a", schedules=(text,))
 
 

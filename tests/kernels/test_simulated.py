@@ -36,7 +36,9 @@ def test_a_kernel_means_what_its_loops_mean_and_costs_what_is_predicted(name: st
         assert a.shape == b.shape and a.dtype == b.dtype
         if not np.issubdtype(a.dtype, np.integer) and a.dtype != bool:
             a, b = (np.asarray(x, np.float64) for x in (a, b))
-            assert (np.isfinite(a) == np.isfinite(b)).all() and np.array_equal(a[~np.isfinite(a)], b[~np.isfinite(b)], equal_nan=True)
+            assert (np.isfinite(a) == np.isfinite(b)).all() and np.array_equal(
+                a[~np.isfinite(a)], b[~np.isfinite(b)], equal_nan=True
+            )
             a, b = a[np.isfinite(a)], b[np.isfinite(b)]
             scale = np.abs(b).max(initial=0.0)
             digits = {"bfloat16": 7, "float16": 10, "float64": 50}.get(ours[0].dtype.name, 18)
@@ -62,14 +64,24 @@ def test_a_kernel_fits_its_machine(name: str, target: str) -> None:
             assert used <= {"mma.m16n8k8.f32.f16"} and not copies
 
 
-HALVES = ("linear of bfloat16", "matmul of bfloat16", "ragged matmul of bfloat16", "transposed matmul of bfloat16", "swiglu", "residual")
+HALVES = (
+    "linear of bfloat16",
+    "matmul of bfloat16",
+    "ragged matmul of bfloat16",
+    "transposed matmul of bfloat16",
+    "swiglu",
+    "residual",
+)
 
 
 @pytest.mark.parametrize(
-    ("name", "target"), [p for p in programs() if p.values[0] in (*HALVES, "matmul of half", "gelu of linear of half", "bmm of half")]
+    ("name", "target"),
+    [p for p in programs() if p.values[0] in (*HALVES, "matmul of half", "gelu of linear of half", "bmm of half")],
 )
 def test_aligned_products_of_16_bits_run_on_tensor_cores(name: str, target: str) -> None:
-    used = {s.instruction for kernel in case(name, target).kernels for s in k.walk(kernel.body) if isinstance(s, k.Multiply)}
+    used = {
+        s.instruction for kernel in case(name, target).kernels for s in k.walk(kernel.body) if isinstance(s, k.Multiply)
+    }
     if target == "sm_75":
         assert used == (set() if name in HALVES else {"mma.m16n8k8.f32.f16"})
     else:

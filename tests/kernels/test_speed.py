@@ -1,4 +1,6 @@
-"""The simulator is fast enough to be asked: a step of a large tile, and a whole block. Times are this process's alone."""
+"""The simulator is fast enough to be asked: a step of a large tile, and a whole block. Times are this process's
+alone.
+"""
 
 from __future__ import annotations
 

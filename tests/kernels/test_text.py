@@ -1,4 +1,6 @@
-"""Tile IR and Kernel IR print and read back as the same objects; broken text is refused where it is broken, and never runs."""
+"""Tile IR and Kernel IR print and read back as the same objects; broken text is refused where it is broken, and never
+runs.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,12 @@ def test_a_kernel_written_by_hand_runs() -> None:
 @pytest.mark.parametrize(
     ("before", "after", "line", "message"),
     [
-        ("sync()", "synk()", 6, "expected a loop, a condition, a role, an assignment or one of move, atomic, async_copy"),
+        (
+            "sync()",
+            "synk()",
+            6,
+            "expected a loop, a condition, a role, an assignment or one of move, atomic, async_copy",
+        ),
         ("sync()", "sync(1)", 6, "sync(number, warps) has numbers 1 to 15"),
         ("sync()", "wait_groups()", 6, "expected wait_groups(number, word?)"),
         ("sync()", "wait_groups(-1)", 6, "expected"),
@@ -76,7 +83,12 @@ def test_a_kernel_written_by_hand_runs() -> None:
         ("sync()", "for j in range(2):\n            sync()", 6, "expected a loop, a condition"),
         ("sync()", "for j in serial(lane):\n            sync()", 6, "expected"),
         ("sync()", "if lane:\n            sync()", 6, "a guard is `expression >= 0`"),
-        ("sync()", "if 5 - lane >= 0:\n            sync()\n        else:\n            sync()", 6, "expected a loop, a condition"),
+        (
+            "sync()",
+            "if 5 - lane >= 0:\n            sync()\n        else:\n            sync()",
+            6,
+            "expected a loop, a condition",
+        ),
         ("shared(f32[64])", "shared(f32[64], swizzle=48)", 4, "a swizzle spans 0, 32, 64 or 128 bytes"),
         ("shared(f32[64])", "shared(f99[64])", 4, "unknown dtype 'f99'"),
         ("f32(0.0)", "v0", 8, "registers start at a constant, such as f32(0.0)"),

@@ -39,7 +39,9 @@ BOXES = "transposed matmul of bfloat16"
 PREDICATE, BARRIER, MOVED = ("wrong predicate",), ("no barrier",), ("moved barrier",)
 
 EQUIVALENT: tuple[Equivalent, ...] = (
-    Equivalent(SUMS, PREDICATE, r"`if -lane >= 0( and -warp >= 0)?:`", "every thread has the result, so any may store it"),
+    Equivalent(
+        SUMS, PREDICATE, r"`if -lane >= 0( and -warp >= 0)?:`", "every thread has the result, so any may store it"
+    ),
     Equivalent(MET, PREDICATE, r"`if -warp >= 0( and .*)?:`", "every warp has the result, so any may store it"),
     Equivalent(
         ("argmax", "softmax", "softmax of columns", "cross entropy", "attention", "attention of half"),
@@ -53,12 +55,27 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         r"`wait_groups\(0\)`",
         "the groups that are left after the last step are empty",
     ),
-    Equivalent((*RINGS, BOXES), BARRIER, r"`sync\(\)` is gone, before `for [ie]\d+", "nobody uses shared memory after it"),
     Equivalent(
-        (*RINGS, BOXES), MOVED, r"(`sync\(\)` -> `for i|`for t\d+ in serial\(\d+\):` -> `sync)", "nobody uses shared memory after it"
+        (*RINGS, BOXES), BARRIER, r"`sync\(\)` is gone, before `for [ie]\d+", "nobody uses shared memory after it"
     ),
-    Equivalent(RINGS, PREDICATE, r"`if -t\d+( \+ \d+)? >= 0:` (-> `if -t|is gone)", "one slab more is of zeros, and nobody reads it"),
-    Equivalent((BOXES,), PREDICATE, r"`if -warp >= 0 and -lane >= 0:` -> `if warp - 1", "another warp sends them, after the barrier"),
+    Equivalent(
+        (*RINGS, BOXES),
+        MOVED,
+        r"(`sync\(\)` -> `for i|`for t\d+ in serial\(\d+\):` -> `sync)",
+        "nobody uses shared memory after it",
+    ),
+    Equivalent(
+        RINGS,
+        PREDICATE,
+        r"`if -t\d+( \+ \d+)? >= 0:` (-> `if -t|is gone)",
+        "one slab more is of zeros, and nobody reads it",
+    ),
+    Equivalent(
+        (BOXES,),
+        PREDICATE,
+        r"`if -warp >= 0 and -lane >= 0:` -> `if warp - 1",
+        "another warp sends them, after the barrier",
+    ),
     Equivalent(
         (BOXES, "registers by hand", "split by hand"),
         MOVED,
@@ -72,7 +89,10 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "one thread announces the same bytes at all barriers: in another order, and before anybody waits",
     ),
     Equivalent(
-        ("split by hand",), ("wrong slot",), r"(tensor_store|move)\(", "the warpgroups exchange what they add, after a barrier of both"
+        ("split by hand",),
+        ("wrong slot",),
+        r"(tensor_store|move)\(",
+        "the warpgroups exchange what they add, after a barrier of both",
     ),
     Equivalent(
         ("ping_pong by hand",),
@@ -86,8 +106,15 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         r"`for i in serial\(3\):` -> `for i in serial\(4\)",
         "tiles beyond the last are left out",
     ),
-    Equivalent(("persistent by hand",), PREDICATE, r"^line (32|45) ", "those who stored nothing have nothing to wait for"),
-    Equivalent(("persistent by hand",), ("moved wait",), r"-> `if -\(warp % 4\)", "it waits for the stores before the products, not after"),
+    Equivalent(
+        ("persistent by hand",), PREDICATE, r"^line (32|45) ", "those who stored nothing have nothing to wait for"
+    ),
+    Equivalent(
+        ("persistent by hand",),
+        ("moved wait",),
+        r"-> `if -\(warp % 4\)",
+        "it waits for the stores before the products, not after",
+    ),
     Equivalent(
         ("split product", "conv1d"),
         MOVED,
@@ -98,15 +125,32 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     Equivalent((BOXES,), MOVED, r"`wait_barrier\(.* -> `sync", "two waits, one after the other"),
     Equivalent(("conv2d",), PREDICATE, r"-block \* 32 - lane \+ 35", "pixels beyond the last are not stored"),
     Equivalent(
-        ("conv1d", "conv2d"), ("wrong number of steps",), r"`for k8 in unrolled\(4\):`", "a fourth column of the filter is of zeros"
+        ("conv1d", "conv2d"),
+        ("wrong number of steps",),
+        r"`for k8 in unrolled\(4\):`",
+        "a fourth column of the filter is of zeros",
     ),
     Equivalent(
-        ("softmax", "variance", "split product", "ragged matmul of bfloat16", "swiglu", "conv2d", "attention", "attention of half"),
+        (
+            "softmax",
+            "variance",
+            "split product",
+            "ragged matmul of bfloat16",
+            "swiglu",
+            "conv2d",
+            "attention",
+            "attention of half",
+        ),
         ("wrong number of steps",),
         r"`for [ei]\d+ in unrolled\(([1248])\):` -> `.*\([2359]\)",
         "a condition inside leaves out what is beyond the row or the tile",
     ),
-    Equivalent(("softmax", "attention", "attention of half"), ("off by one",), r"`v\d+ = (sub|mul|f32)\(", "nobody uses that value"),
+    Equivalent(
+        ("softmax", "attention", "attention of half"),
+        ("off by one",),
+        r"`v\d+ = (sub|mul|f32)\(",
+        "nobody uses that value",
+    ),
     Equivalent(
         ("attention", "attention of half"),
         ("wrong beginning",),

@@ -27,7 +27,9 @@ class Subject:
 
 
 def spread(rows: int, columns: int) -> torch.Tensor:
-    """Normal numbers, one of which is far above the others in every second row: exp() of a sum without it does not fit."""
+    """Normal numbers, one of which is far above the others in every second row: exp() of a sum without it does not
+    fit.
+    """
     x = r(rows, columns)
     for i in range(0, rows, 2):
         x[i, i * (columns - 1) // ((rows - 1) // 2 * 2)] += 200
@@ -68,7 +70,11 @@ DERIVED: dict[str, tuple[str, Callable[..., Any], Callable[[], tuple[Any, ...]]]
     ),
     "split product": ("sm_80", lambda x, w: x @ w, lambda: (r(16, 1536), r(1536, 16))),
     "matmul of bfloat16": ("sm_80", lambda x, w: x @ w, lambda: (b(32, 616), b(616, 32))),
-    "matmul of half": ("sm_75", lambda x, w: x @ w, lambda: (infinite(h(320, 32), 200).t().contiguous(), infinite(h(320, 32), 200))),
+    "matmul of half": (
+        "sm_75",
+        lambda x, w: x @ w,
+        lambda: (infinite(h(320, 32), 200).t().contiguous(), infinite(h(320, 32), 200)),
+    ),
     "transposed matmul of bfloat16": ("sm_90a", lambda x, w: x.t() @ w, lambda: (b(640, 32), b(640, 40))),
     "ragged matmul of bfloat16": ("sm_80", lambda x, w: x @ w, lambda: (b(23, 584), b(584, 40))),
     "bmm of half": ("sm_90a", lambda x, w: torch.bmm(x, w), lambda: (h(2, 32, 616), h(2, 616, 32))),

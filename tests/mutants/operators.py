@@ -1,4 +1,6 @@
-"""Ways to make a kernel wrong: each operator takes a statement, with what is around it, and yields kernels with something else there."""
+"""Ways to make a kernel wrong: each operator takes a statement, with what is around it, and yields kernels with
+something else there.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,8 @@ def barrier_of_others(site: Site) -> Kernels:
         yield from (site.but(warps=site.s.warps + step) for step in (1, -1, 4, -4) if site.s.warps + step > 0)
 
 
-# -- rings ---------------------------------------------------------------------------------------------------------------
+# -- rings
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @operator
@@ -140,7 +143,9 @@ def one_slot_less(kernel: k.Kernel) -> Kernels:
     """A ring has room for one slab less, or one barrier less."""
     for s in kernel.shared:
         if (n := s.type.static_shape[0]) > 1:
-            yield substitute(kernel, {s: replace(s, type=Type(s.type.dtype, (n - 1, *s.type.shape[1:]), s.type.strides))})
+            yield substitute(
+                kernel, {s: replace(s, type=Type(s.type.dtype, (n - 1, *s.type.shape[1:]), s.type.strides))}
+            )
 
 
 @operator
@@ -153,7 +158,8 @@ def wrong_block_of_the_cluster(site: Site) -> Kernels:
         yield from (site.but(ranks=ranks) for ranks in (0, 1, 2))
 
 
-# -- places --------------------------------------------------------------------------------------------------------------
+# -- places
+# --------------------------------------------------------------------------------------------------------------
 
 
 @operator
@@ -170,11 +176,21 @@ def off_by_one(site: Site) -> Kernels:
 
 @operator
 def of_another_warp(site: Site) -> Kernels:
-    """A copy from or to shared memory is where another warp's, or another lane's, should be; all write where the first should."""
+    """A copy from or to shared memory is where another warp's, or another lane's, should be; all write where the first
+    should.
+    """
     for place, index, put in indices(site):
-        variables = {e.name: e for x in index if isinstance(x, Expr) for e in x.free if e.name in ("warp", "lane") and e.extent > 1}
+        variables = {
+            e.name: e
+            for x in index
+            if isinstance(x, Expr)
+            for e in x.free
+            if e.name in ("warp", "lane") and e.extent > 1
+        }
         store = isinstance(site.s, l.Store) and place is site.s.buffer
-        if isinstance(place, k.Shared) and (store or isinstance(site.s, k.AsyncCopy | k.Move | k.LoadMatrix | k.StoreMatrix)):
+        if isinstance(place, k.Shared) and (
+            store or isinstance(site.s, k.AsyncCopy | k.Move | k.LoadMatrix | k.StoreMatrix)
+        ):
             for _, v in sorted(variables.items()):
                 other = 0 if store else (v + 1) % v.extent
                 yield put(tuple(substitute(e, {v: other}) for e in index))
@@ -190,7 +206,9 @@ def wrong_fragment_row(site: Site) -> Kernels:
         name = site.s.instruction
         yield site.but(instruction=name.removesuffix(".trans") if name.endswith(".trans") else f"{name}.trans")
         if ldmatrix.move(name).count > 1:
-            yield site.but(instruction=name.replace(f"x{ldmatrix.move(name).count}", f"x{ldmatrix.move(name).count // 2}"))
+            yield site.but(
+                instruction=name.replace(f"x{ldmatrix.move(name).count}", f"x{ldmatrix.move(name).count // 2}")
+            )
 
 
 @operator
@@ -208,7 +226,9 @@ def wrong_swizzle(kernel: k.Kernel) -> Kernels:
     used = {p for s in k.walk(kernel.body) if isinstance(s, k.MultiplyAsync) for p in (s.a, s.b)}
     for s in kernel.shared:
         if s in used:
-            yield from (substitute(kernel, {s: replace(s, swizzle=span)}) for span in (0, 32, 64, 128) if span != s.swizzle)
+            yield from (
+                substitute(kernel, {s: replace(s, swizzle=span)}) for span in (0, 32, 64, 128) if span != s.swizzle
+            )
 
 
 @operator
@@ -238,7 +258,8 @@ def wrong_reduction(site: Site) -> Kernels:
         yield from (site.but(reduction=word) for word in ("", "add", "max") if word != site.s.reduction)
 
 
-# -- who, and how often --------------------------------------------------------------------------------------------------
+# -- who, and how often
+# --------------------------------------------------------------------------------------------------
 
 
 @operator
@@ -247,7 +268,11 @@ def wrong_predicate(site: Site) -> Kernels:
     for inside, put in conditions(site):
         for n, e in enumerate(inside):
             less, more = edges(e)
-            others = [() if e == 0 else (-1 - e,), *([(e - less,)] if less else []), *([(e + more,), ()] if more else [])]
+            others = [
+                () if e == 0 else (-1 - e,),
+                *([(e - less,)] if less else []),
+                *([(e + more,), ()] if more else []),
+            ]
             yield from (put((*inside[:n], *other, *inside[n + 1 :])) for other in others)
 
 
@@ -303,14 +328,17 @@ def wrong_beginning(site: Site) -> Kernels:
             yield site.but(init=replace(site.s.init, value=site.s.init.value + 1))
 
 
-# -- all of them ---------------------------------------------------------------------------------------------------------
+# -- all of them
+# ---------------------------------------------------------------------------------------------------------
 
 ON_KERNELS = ("wrong arrivals", "one slot less", "wrong swizzle", "too many blocks")
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A kernel with one change, by an operator. `change` says where; there is no kernel where such a node cannot exist."""
+    """A kernel with one change, by an operator. `change` says where; there is no kernel where such a node cannot
+    exist.
+    """
 
     operator: str
     change: str

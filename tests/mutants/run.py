@@ -2,8 +2,9 @@
 
     make mutants [N=1000] [SEED=0]
 
-A mutant is killed where one of them refuses it, or where its result is not the original's. Those that survive are bugs of the
-simulator, unless `equivalent.py` says why they are right. Originals must get through under many seeds of the adverse scheduler.
+A mutant is killed where one of them refuses it, or where its result is not the original's. Those that survive are bugs
+of the simulator, unless `equivalent.py` says why they are right. Originals must get through under many seeds of the
+adverse scheduler.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ DIGITS = {"bfloat16": 8, "float16": 11, "float32": 20, "float64": 48}
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a mutant: the stage that killed it ("" for none, "crash" for an error that is none of ours), and what it said."""
+    """What became of a mutant: the stage that killed it ("" for none, "crash" for an error that is none of ours), and
+    what it said.
+    """
 
     kernel: str
     number: int
@@ -178,10 +181,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen.sort(key=lambda x: names.index(x[0]))
     start = time.perf_counter()
     with ProcessPoolExecutor(options.processes) as pool:
-        original = [pool.submit(alarms, name, range(s, min(s + 10, options.seeds))) for name in names for s in range(0, options.seeds, 10)]
+        original = [
+            pool.submit(alarms, name, range(s, min(s + 10, options.seeds)))
+            for name in names
+            for s in range(0, options.seeds, 10)
+        ]
         verdicts = list(pool.map(judge, *zip(*chosen, strict=True), chunksize=20))
         false = [x for found in original for x in found.result()]
-    return report(verdicts, false, f"{time.perf_counter() - start:.0f} s, seed {options.seed}, {options.seeds} orders for originals")
+    return report(
+        verdicts,
+        false,
+        f"{time.perf_counter() - start:.0f} s, seed {options.seed}, {options.seeds} orders for originals",
+    )
 
 
 def report(verdicts: Sequence[Verdict], false: Sequence[str], how: str) -> int:
@@ -200,7 +211,9 @@ def report(verdicts: Sequence[Verdict], false: Sequence[str], how: str) -> int:
     for x in false:
         print(f"\nfalse alarm: {x}")
     slow = max(verdicts, key=lambda v: v.seconds)
-    print(f"\n{len(judged)} mutants, {rate:.2%} killed (goal {GOAL:.0%}), {len(verdicts) - len(judged)} equivalent; {how}.")
+    print(
+        f"\n{len(judged)} mutants, {rate:.2%} killed (goal {GOAL:.0%}), {len(verdicts) - len(judged)} equivalent; {how}."
+    )
     print(f"The slowest took {slow.seconds:.1f} s: {slow.kernel}: {slow.operator}")
     return int(rate < GOAL or bool(stale) or bool(false))
 

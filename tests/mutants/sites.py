@@ -1,4 +1,6 @@
-"""Where a kernel can be changed: its statements, and their indices, terms and conditions; and what two neighbours may exchange."""
+"""Where a kernel can be changed: its statements, and their indices, terms and conditions; and what two neighbours may
+exchange.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,14 @@ def sites(kernel: k.Kernel) -> Iterator[Site]:
 def indices(site: Site) -> Iterator[tuple[l.Buffer, tuple[IntExpr, ...], Callable[[tuple[IntExpr, ...]], k.Kernel]]]:
     """The places a statement names, the index into each, and the kernel with another index there."""
     s = site.s
-    for name, at in (("buffer", "index"), ("target", "to"), ("source", "at"), ("d", "d_at"), ("a", "a_at"), ("b", "b_at")):
+    for name, at in (
+        ("buffer", "index"),
+        ("target", "to"),
+        ("source", "at"),
+        ("d", "d_at"),
+        ("a", "a_at"),
+        ("b", "b_at"),
+    ):
         if name in s._fields and at in s._fields:
             yield getattr(s, name), getattr(s, at), lambda new, at=at: site.but(**{at: new})  # type: ignore[misc]
     for x, put in (*terms(site, l.Load), *terms(site, k.Remote)):
@@ -94,7 +103,9 @@ def conditions(site: Site) -> Iterator[tuple[tuple[IntExpr, ...], Callable[[tupl
 
 
 def edges(e: IntExpr) -> tuple[int, int]:
-    """By how much less a condition e >= 0 begins to fail for more threads and steps, and by how much more it holds for more (0: never)."""
+    """By how much less a condition e >= 0 begins to fail for more threads and steps, and by how much more it holds for
+    more (0: never).
+    """
     variables = sorted(e.free, key=lambda v: v.name) if isinstance(e, Expr) else []
     if any(isinstance(v, Loaded) for v in topological(variables)) or math.prod(v.extent for v in variables) > 1 << 20:
         return 1, 1
@@ -121,7 +132,9 @@ def commute(first: Node, second: Node) -> bool:
             case k.Commit():  # it is about its own kind
                 if all(getattr(x, "kind", ASYNCHRONOUS.get(type(x))) != a.kind for x in inside):
                     return True
-            case k.Fence() if isinstance(b, k.Sync | k.ClusterSync | k.WaitBarrier):  # the thread that goes on has fenced, before or after
+            case k.Fence() if isinstance(
+                b, k.Sync | k.ClusterSync | k.WaitBarrier
+            ):  # the thread that goes on has fenced, before or after
                 return True
             case k.Expect() if isinstance(b, k.TensorLoad):  # bytes may come before they are announced
                 return True

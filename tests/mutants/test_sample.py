@@ -9,7 +9,14 @@ from tests.mutants.kernels import NAMES
 from tests.mutants.operators import OPERATORS
 from tests.mutants.run import GOAL, Verdict, alarms, every, judge, report, same, sample
 
-QUICK = ("sum of rows", "softmax", "linear through registers", "registers by hand", "split by hand", "ping_pong by hand")
+QUICK = (
+    "sum of rows",
+    "softmax",
+    "linear through registers",
+    "registers by hand",
+    "split by hand",
+    "ping_pong by hand",
+)
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -31,9 +38,13 @@ def test_there_are_many_of_many_kinds() -> None:
     assert len(found) == sum(len(every(name)) for name in QUICK)
 
 
-def test_a_survivor_fails_and_so_does_a_false_alarm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_survivor_fails_and_so_does_a_false_alarm(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tests.mutants.run.EQUIVALENT", ())
-    dead, alive = (Verdict("softmax", n, "no barrier", "line 3 `sync()`", by, "", 0.1) for n, by in enumerate(("simulator", "")))
+    dead, alive = (
+        Verdict("softmax", n, "no barrier", "line 3 `sync()`", by, "", 0.1) for n, by in enumerate(("simulator", ""))
+    )
     assert report([dead], [], "") == 0
     assert report([dead, alive], [], "") == 1
     assert report([dead], ["softmax, seed 1: a race"], "") == 1

@@ -1,9 +1,9 @@
 """PyTorch's operator database through Terrazzo: every operator, dtype and sample, judged by float64.
 
-A *level* runs one call and returns its results: "tensor", "loop" and "kernel" by the interpreters of these IRs, "cpu" compiled, and
-"torch.compile" compiled, as users get it. An operator's verdict for a dtype is the worst of its samples.
-A result is right by `torch._dynamo.utils.same`, or where it is bit for bit what exact arithmetic gives when it is rounded wherever
-eager rounds (eager's own error is then smaller by luck):
+A *level* runs one call and returns its results: "tensor", "loop" and "kernel" by the interpreters of these IRs, "cpu"
+compiled, and "torch.compile" compiled, as users get it. An operator's verdict for a dtype is the worst of its samples.
+A result is right by `torch._dynamo.utils.same`, or where it is bit for bit what exact arithmetic gives when it is
+rounded wherever eager rounds (eager's own error is then smaller by luck):
 
 own        all samples right, all of it compiled by our own rules
 fallback   right, but PyTorch ran some ops (they are named)
@@ -150,7 +150,9 @@ def _one(op: Any, sample: Any, level: str, verdict: Verdict) -> None:
 
 
 def difference(expected: list[Any], results: list[Any], exact: list[Any] | None) -> str:
-    """Why our results are not as good as eager's, or nothing. Integers and bools must be equal, floats no further from float64."""
+    """Why our results are not as good as eager's, or nothing. Integers and bools must be equal, floats no further from
+    float64.
+    """
     if len(expected) != len(results):
         return f"{len(results)} results instead of {len(expected)}"
     for k, (a, b) in enumerate(zip(expected, results, strict=True)):
@@ -160,7 +162,9 @@ def difference(expected: list[Any], results: list[Any], exact: list[Any] | None)
             if not torch.equal(a, b):
                 return f"result {k} differs in {(a != b).sum().item()} of {a.numel()} elements"
             continue
-        reference = exact[k] if exact is not None and exact[k].shape == a.shape and exact[k].is_floating_point() else a.double()
+        reference = (
+            exact[k] if exact is not None and exact[k].shape == a.shape and exact[k].is_floating_point() else a.double()
+        )
         finite = a.isfinite() & b.isfinite()
         special = ~finite & ~_alike(a, b) & ~_alike(reference.to(a.dtype), b)
         if special.any():
@@ -199,11 +203,15 @@ class _EveryOpExact(TorchDispatchMode):
         if torch.Tag.inplace_view in func.tags or func._schema.is_mutable or func.is_view:
             return out
         given, named = pytree.tree_map(_raised, (args, kwargs or {}))
-        return pytree.tree_map(lambda o, w: w.to(o.dtype) if isinstance(o, torch.Tensor) else o, out, func(*given, **named))
+        return pytree.tree_map(
+            lambda o, w: w.to(o.dtype) if isinstance(o, torch.Tensor) else o, out, func(*given, **named)
+        )
 
 
 def _ideal(results: list[Any], call: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-    """Whether these are, bit for bit, the results of exact arithmetic rounded where eager rounds: then eager was only luckier."""
+    """Whether these are, bit for bit, the results of exact arithmetic rounded where eager rounds: then eager was only
+    luckier.
+    """
     try:
         given, named = pytree.tree_map(_copy, (args, kwargs))
         with _EveryOpExact():
@@ -248,7 +256,9 @@ def _tensor(call: Callable[..., Any], args: Any, kwargs: Any) -> Outcome:
     captured, tensors, random = _captured(call, args, kwargs)
     program: Any = stages(captured.program, Options(), Log(), ("torch_to_tensor",))[0][1]
     out = tensor_interp.run(program, {k: to_numpy(v) for k, v in tensors.items()}, call=call_numpy)
-    return Outcome([from_numpy(x) for x in out], [n.name for n in topological(program.results) if isinstance(n, t.Opaque)], random)
+    return Outcome(
+        [from_numpy(x) for x in out], [n.name for n in topological(program.results) if isinstance(n, t.Opaque)], random
+    )
 
 
 def _loop(call: Callable[..., Any], args: Any, kwargs: Any) -> Outcome:
@@ -298,7 +308,9 @@ def _torch_compile(call: Callable[..., Any], args: Any, kwargs: Any) -> Outcome:
         backend = partial(dynamo.terrazzo, options={"cache_dir": directory})
         try:
             given, named = pytree.tree_map(_copy, (args, kwargs))
-            results = pytree.tree_leaves(torch.compile(call, backend=backend, fullgraph=True, dynamic=False)(*given, **named))
+            results = pytree.tree_leaves(
+                torch.compile(call, backend=backend, fullgraph=True, dynamic=False)(*given, **named)
+            )
         except torch._dynamo.exc.BackendCompilerFailed as e:
             raise e.inner_exception from e
         except torch._dynamo.exc.TorchDynamoException as e:

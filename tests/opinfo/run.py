@@ -35,13 +35,19 @@ def work(job: tuple[str, int, str, int | None]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Run, print what is wrong and the counts, write what was asked for. The exit status says whether anything was wrong."""
+    """Run, print what is wrong and the counts, write what was asked for. The exit status says whether anything was
+    wrong.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--level", choices=("tensor", "loop", "kernel", "cpu", "cuda", "torch.compile"), help="only this one")
+    parser.add_argument(
+        "--level", choices=("tensor", "loop", "kernel", "cpu", "cuda", "torch.compile"), help="only this one"
+    )
     parser.add_argument("-k", default="", metavar="NAME")
     parser.add_argument("--most", type=int, default=None, help="samples per operator and dtype, with --level")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--shard", type=_shard, default=(0, 1), metavar="K/N", help="every Nth operator, from the Kth (1 to N)")
+    parser.add_argument(
+        "--shard", type=_shard, default=(0, 1), metavar="K/N", help="every Nth operator, from the Kth (1 to N)"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--table", type=Path)
     parser.add_argument("--join", type=Path, nargs="+", metavar="FILE", help="run nothing; read what --json wrote")
@@ -50,7 +56,9 @@ def main() -> int:
     verdicts: list[dict[str, Any]] = []
     if options.join:
         found = [v for path in options.join for v in json.loads(path.read_text())]
-        verdicts = list({(v["level"], v["op"], v["dtype"]): v for v in found}.values())  # what was judged again counts as it was last
+        verdicts = list(
+            {(v["level"], v["op"], v["dtype"]): v for v in found}.values()
+        )  # what was judged again counts as it was last
     else:
         for level, most in levels:
             verdicts += judge_all(level, most, options)
@@ -63,7 +71,9 @@ def main() -> int:
         mine = [v for v in verdicts if v["level"] == level]
         counts = Counter(v["verdict"] for v in mine)
         names = {v["op"] for v in mine}
-        print(f"{level}: {len(own_operators(mine))} of {len(names)} operators wholly by own code; by operator and dtype: {dict(counts)}")
+        print(
+            f"{level}: {len(own_operators(mine))} of {len(names)} operators wholly by own code; by operator and dtype: {dict(counts)}"
+        )
         bad += counts["wrong"] + counts["crash"]
     return 1 if bad else 0
 
@@ -108,10 +118,20 @@ def own_operators(verdicts: list[dict[str, Any]]) -> list[str]:
 
 def table(verdicts: list[dict[str, Any]]) -> str:
     """The page of the docs."""
-    levels = {level: [v for v in verdicts if v["level"] == level] for level in dict.fromkeys(v["level"] for v in verdicts)}
+    levels = {
+        level: [v for v in verdicts if v["level"] == level] for level in dict.fromkeys(v["level"] for v in verdicts)
+    }
     samples = {level: sum(v["samples"] for v in mine) for level, mine in levels.items()}
-    lines = ["# Operators", "", "PyTorch's operator database, in fp32, fp16, bf16, int64 and bool where defined. Written by `make opinfo`."]
-    lines += ["", "| run by | samples | operators wholly by own code | own | fallback | random | not supported | wrong |", "|" + "---|" * 8]
+    lines = [
+        "# Operators",
+        "",
+        "PyTorch's operator database, in fp32, fp16, bf16, int64 and bool where defined. Written by `make opinfo`.",
+    ]
+    lines += [
+        "",
+        "| run by | samples | operators wholly by own code | own | fallback | random | not supported | wrong |",
+        "|" + "---|" * 8,
+    ]
     for level, mine in levels.items():
         n = Counter(v["verdict"] for v in mine)
         name = {"loop": "the Loop IR interpreter", "torch.compile": "`torch.compile`, compiled"}.get(level, level)

@@ -25,7 +25,9 @@ def test_operator(op: Any) -> None:
             assert verdict.verdict not in ("wrong", "crash"), verdict
 
 
-@pytest.mark.parametrize("name", ("add", "softmax", "argmax", "cumsum", "gather", "nn.functional.conv2d", "var", "where", "scatter"))
+@pytest.mark.parametrize(
+    "name", ("add", "softmax", "argmax", "cumsum", "gather", "nn.functional.conv2d", "var", "where", "scatter")
+)
 def test_compiled_operator(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERRAZZO_CACHE_DIR", str(tmp_path))
     op = next(op for op in operators(name) if op.name == name)

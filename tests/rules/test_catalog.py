@@ -1,7 +1,8 @@
-"""Every rewrite below Torch IR is tested by what it says of itself, and alone, on random programs: nobody writes a test for a rule.
+"""Every rewrite below Torch IR is tested by what it says of itself, and alone, on random programs: nobody writes a test
+for a rule.
 
-The example in its docstring: text before and after, and the same meaning on random inputs. Alone: over random programs it must fire
-somewhere, and whatever it makes of them means the same. Whatever passes record must be one of them.
+The example in its docstring: text before and after, and the same meaning on random inputs. Alone: over random programs
+it must fire somewhere, and whatever it makes of them means the same. Whatever passes record must be one of them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from terrazzo.rules.loop.cost import Rates
 from terrazzo.rules.loop.fuse import fuse
 from terrazzo.rules.tensor_to_loop.lift import lift
 
-often = settings(max_examples=40, phases=(Phase.generate,), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+often = settings(
+    max_examples=40, phases=(Phase.generate,), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 
 
 def example(doc: str, name: str) -> tuple[str, str]:
@@ -50,7 +53,10 @@ def results(program: Any, inputs: dict[str, Any], precise: bool) -> list[Any]:
     if isinstance(program, k.Program):
         return simulator.run(program, inputs, call=aten.call_numpy)
     if isinstance(program, Program) and program.dialect == "torch":
-        return [aten.to_numpy(x) for x in aten.run(program, {n: aten.from_numpy(x) for n, x in inputs.items()}, precise=precise)]
+        return [
+            aten.to_numpy(x)
+            for x in aten.run(program, {n: aten.from_numpy(x) for n, x in inputs.items()}, precise=precise)
+        ]
     return run(program, inputs, precise=precise, call=aten.call_numpy)
 
 
@@ -86,7 +92,9 @@ def seasoned(program: Program) -> Program:
     n = row.type.shape[0]
     positive = t.apply("add", t.apply("abs", row), t.literal(1.0, f32, (n,)))
     quotient = t.cast(t.apply("div", row, positive), bf16)  # rounded at once
-    narrow = t.apply("neg", t.cast(t.broadcast(t.cast(t.apply("exp", row), bf16), (2, n)), f32))  # rounded by every reader
+    narrow = t.apply(
+        "neg", t.cast(t.broadcast(t.cast(t.apply("exp", row), bf16), (2, n)), f32)
+    )  # rounded by every reader
     deep = t.apply("tanh", t.broadcast(row, (2, 3, n)))
     heads = t.apply("floor", t.broadcast(row, (2, 3, n)))
     merged = t.reduce("sum", t.reshape(t.permute(heads, (1, 0, 2)), (3, 2 * n)), [1])  # read as one dimension
@@ -151,7 +159,9 @@ def test_passes_record_what_they_do_under_names_of_the_catalog(target: str) -> N
         seen.update(names)
         before, known = steps_of(done.source), {x for a in log.applications or [] for x in a.after}
         for p, after, _ in done.stages:
-            assert not silent(p.name, before, steps_of(after), known | {*before}), f"{p.name} does not record what it does (`log.applied`)"
+            assert not silent(p.name, before, steps_of(after), known | {*before}), (
+                f"{p.name} does not record what it does (`log.applied`)"
+            )
             before = steps_of(after)
 
     check()

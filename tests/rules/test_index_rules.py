@@ -1,7 +1,8 @@
 """The rules of integer arithmetic in index expressions, proved by trying everything small.
 
-Every form that index expressions take is built from small numbers, and has, for every value of its variables, the value and the range
-that Python's own arithmetic gives it. Every line of every rule must be reached by one of them: a rule that never fires is not proved.
+Every form that index expressions take is built from small numbers, and has, for every value of its variables, the value
+and the range that Python's own arithmetic gives it. Every line of every rule must be reached by one of them: a rule
+that never fires is not proved.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def sums() -> Iterator[Form]:
 
 
 def forms() -> Iterator[Form]:
-    """Sums, their quotients and remainders, those of those, and what comes of putting parts together again; also by sizes."""
+    """Sums, their quotients and remainders, those of those, and what comes of putting parts together again; also by
+    sizes.
+    """
     yield from ((expr.floordiv(a, b), a // b) for a in range(-9, 10) for b in range(1, 5))
     yield from ((expr.mod(a, b), a % b) for a in range(-9, 10) for b in range(1, 5))
     for s in sums():
@@ -75,7 +78,10 @@ def forms() -> Iterator[Form]:
             yield from (q, r, add(times(q, b), r))
             for c in (2, 3, 4):
                 yield from (div(q, number(c)), rem(q, number(c)), div(r, number(c)), rem(r, number(c)))
-                yield from (div(add(times(var(Y), c), q), number(b)), rem(add(times(q, c), rem(var(Y), number(c))), number(b * c)))
+                yield from (
+                    div(add(times(var(Y), c), q), number(b)),
+                    rem(add(times(q, c), rem(var(Y), number(c))), number(b * c)),
+                )
     n = var(N)
     for c, d, e in itertools.product((0, 1, 2, -1), (0, 1, 3), (-2, 0, 1, 7)):
         s = add(add(op(lambda a, b: a * b, n, times(var(X), c)), times(var(Y), d)), number(e))
@@ -117,10 +123,15 @@ def test_every_rule_of_index_expressions_holds_and_fires() -> None:
     with lines_run(RULES) as seen:
         for form in forms():
             right(form)
-    # What is refused (a divisor that is not positive) has its own tests among the errors; a `continue` guards what nothing small reaches.
+    # What is refused (a divisor that is not positive) has its own tests among the errors; a `continue` guards what
+    # nothing small reaches.
     source = Path(expr.__file__).read_text().splitlines()
-    lines = {(f.__name__, n) for f in RULES for _, n in dis.findlinestarts(f.__code__) if n and n > f.__code__.co_firstlineno}
-    missed = sorted(n for name, n in lines - seen if not source[n - 1].strip().startswith(("raise UserError", "continue")))
+    lines = {
+        (f.__name__, n) for f in RULES for _, n in dis.findlinestarts(f.__code__) if n and n > f.__code__.co_firstlineno
+    }
+    missed = sorted(
+        n for name, n in lines - seen if not source[n - 1].strip().startswith(("raise UserError", "continue"))
+    )
     assert not missed, [f"{n}: {source[n - 1].strip()}" for n in missed]
 
 

@@ -46,7 +46,9 @@ def f(x: f32[4]):
 """
 
 
-@pytest.mark.parametrize(("x", "z", "fires"), [("f32", "bf16", True), ("f32", "f16", True), ("f64", "f16", False), ("f32", "f64", False)])
+@pytest.mark.parametrize(
+    ("x", "z", "fires"), [("f32", "bf16", True), ("f32", "f16", True), ("f64", "f16", False), ("f32", "f64", False)]
+)
 def test_a_quotient_rounded_at_once_is_relaxed(x: str, z: str, fires: bool) -> None:
     program = parse(QUOTIENT.format(x=x, z=z))
     log = Log()

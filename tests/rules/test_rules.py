@@ -1,4 +1,6 @@
-"""What holds of the lowerings as a whole, and which fusions pay: `test_catalog` and `test_lowerings` test the rules themselves."""
+"""What holds of the lowerings as a whole, and which fusions pay: `test_catalog` and `test_lowerings` test the rules
+themselves.
+"""
 
 from __future__ import annotations
 

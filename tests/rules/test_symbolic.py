@@ -23,7 +23,9 @@ S = Size("S", 1, 4096)
 def softmax_of_matmul() -> Program:
     x, w = Input("x", Type(f32, (S, 64))), Input("w", Type(f32, (S, 64)))
     i = t.coordinates((S, S, 64))
-    scores = t.reduce("sum", t.apply("mul", t.index_map(x, (S, S, 64), (i[0], i[2])), t.index_map(w, (S, S, 64), (i[1], i[2]))), [2])
+    scores = t.reduce(
+        "sum", t.apply("mul", t.index_map(x, (S, S, 64), (i[0], i[2])), t.index_map(w, (S, S, 64), (i[1], i[2]))), [2]
+    )
     top = t.broadcast(t.reduce("max", scores, [1], keepdim=True), (S, S))
     weights = t.apply("exp", t.apply("sub", scores, top))
     heads = t.reshape(t.permute(t.reshape(x, (S, 4, 16)), (1, 0, 2)), (4 * S, 16))

@@ -123,7 +123,9 @@ def test_what_a_killed_process_left_is_swept(cache: Cache) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError()])
-def test_an_interrupted_write_leaves_nothing(cache: Cache, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+def test_an_interrupted_write_leaves_nothing(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
     def interrupted(source: object, target: object) -> None:
         raise error
 

@@ -1,4 +1,6 @@
-"""Calling what was compiled: from several threads, in a second process, with a damaged cache, with weights that change."""
+"""Calling what was compiled: from several threads, in a second process, with a damaged cache, with weights that
+change.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +123,11 @@ def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
     def process() -> subprocess.CompletedProcess[str]:
         words = [sys.executable, "-c", SECOND, str(tmp_path / "cache"), str(stand_in)]
         return subprocess.run(
-            words, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True, text=True, timeout=100
+            words,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            timeout=100,
         )
 
     first = process()
@@ -160,7 +166,9 @@ def without(*keys: str) -> Callable[[Any], bytes]:
     ],
     ids=["empty", "truncated", "another version", "no slots", "no memory", "no such result", "a kernel that is gone"],
 )
-def test_a_plan_that_is_none_is_made_again(tmp_path: Path, damage: Callable[[Any], bytes], no_compiling: None, warm: Path) -> None:
+def test_a_plan_that_is_none_is_made_again(
+    tmp_path: Path, damage: Callable[[Any], bytes], no_compiling: None, warm: Path
+) -> None:
     """A file whose name and content agree, so the cache hands it out, but whose content is no use."""
     shutil.copytree(warm, tmp_path / "cache")
     (path,) = (tmp_path / "cache").rglob("*.plan")
@@ -175,7 +183,9 @@ def test_a_plan_that_is_none_is_made_again(tmp_path: Path, damage: Callable[[Any
 
 def chain(cache: Path) -> Any:
     """Three kernels and two temporaries."""
-    return terrazzo.compile(lambda x: (x + 1).cumsum(1).cumsum(0) * 2, torch.zeros(5, 6), options={"cache_dir": cache, "fuse": False})
+    return terrazzo.compile(
+        lambda x: (x + 1).cumsum(1).cumsum(0) * 2, torch.zeros(5, 6), options={"cache_dir": cache, "fuse": False}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +225,9 @@ def test_a_plan_is_found_again_only_for_the_same_choices(tmp_path: Path, warm: P
 # no compiler
 
 
-def test_without_a_compiler_the_interpreter_runs_and_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_the_interpreter_runs_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(compiler_module, "_candidates", lambda: iter(()))
     monkeypatch.setattr(compiled_module, "_said", set())
     x = torch.randn(3, 5)
@@ -294,14 +306,22 @@ def test_every_layout_it_was_compiled_for(cache: Path, target: str) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: torch.eye(3).to_sparse(), r"input \w+: compiled for a dense tensor, got one of layout torch\.sparse_coo"),
-        (lambda: torch.eye(3).to_sparse_csr(), r"input \w+: compiled for a dense tensor, got one of layout torch\.sparse_csr"),
+        (
+            lambda: torch.eye(3).to_sparse(),
+            r"input \w+: compiled for a dense tensor, got one of layout torch\.sparse_coo",
+        ),
+        (
+            lambda: torch.eye(3).to_sparse_csr(),
+            r"input \w+: compiled for a dense tensor, got one of layout torch\.sparse_csr",
+        ),
         (lambda: fake(3, 3), r"input \w+: a FakeTensor without memory"),
     ],
     ids=["coo", "csr", "fake"],
 )
 @pytest.mark.filterwarnings("ignore:Sparse", "ignore:Accessing the data pointer of FakeTensor")
-def test_tensors_that_do_not_lie_in_memory_are_refused(cache: Path, target: str, make: Callable[[], Any], message: str) -> None:
+def test_tensors_that_do_not_lie_in_memory_are_refused(
+    cache: Path, target: str, make: Callable[[], Any], message: str
+) -> None:
     run = terrazzo.compile(torch.relu, torch.eye(3), options={"cache_dir": cache, "target": target})
     with pytest.raises(UserError, match=message):
         run(make())

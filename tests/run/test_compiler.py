@@ -65,7 +65,9 @@ def test_a_damaged_shared_object_is_rebuilt(cache: Cache) -> None:
 
 
 @needs_compiler
-def test_an_answer_to_the_probe_that_makes_no_sense_is_asked_again(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_to_the_probe_that_makes_no_sense_is_asked_again(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = find_compiler(None, cache)
     monkeypatch.setattr(Path, "read_text", lambda path: "999")
     assert find_compiler(None, cache) == before
@@ -95,7 +97,9 @@ def test_a_source_that_does_not_compile_is_our_bug_and_can_be_reproduced(cache: 
 
 def test_without_a_compiler_the_interpreter_is_named(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler_module, "_candidates", lambda: iter(()))
-    with pytest.raises(Limitation, match=r"no C\+\+ compiler was found .* the interpreter runs instead.*`apt install g\+\+`"):
+    with pytest.raises(
+        Limitation, match=r"no C\+\+ compiler was found .* the interpreter runs instead.*`apt install g\+\+`"
+    ):
         compile_all([returning(6)], Options(), cache)
 
 

@@ -22,7 +22,9 @@ SPECIAL = (0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 2.5, 3.0, -3.5, 1e-30, 10
 
 
 def values_of(d: DType) -> Any:
-    """Values of a type where functions have corners: zeros of both signs, extremes, infinities, NaN, and some ordinary ones."""
+    """Values of a type where functions have corners: zeros of both signs, extremes, infinities, NaN, and some ordinary
+    ones.
+    """
     rng = np.random.default_rng(0)
     if d.kind == "bool":
         return np.array([False, True])
@@ -32,7 +34,11 @@ def values_of(d: DType) -> Any:
             return np.array([*SPECIAL, *ordinary]).astype(d.numpy)
     info = np.iinfo(d.numpy)
     some = [0, 1, 2, 3, 5, 7, 8, 31, 63, 64]
-    some += [info.max, info.max - 1, info.min, info.min + 1, -1, -2, -3, -7, -8] if d.kind == "int" else [info.max, info.max - 1]
+    some += (
+        [info.max, info.max - 1, info.min, info.min + 1, -1, -2, -3, -7, -8]
+        if d.kind == "int"
+        else [info.max, info.max - 1]
+    )
     return np.concatenate([np.array(some, d.numpy), rng.integers(info.min, info.max, 10, dtype=d.numpy)])
 
 
@@ -82,7 +88,24 @@ def scalars(tmp_path_factory: pytest.TempPathFactory) -> Suite:
 # Units in the last place by which a C library and numpy may differ; vector forms promise 4.
 ULPS = {"lgamma": 1024, "erfc": 16, "erf": 8, "pow": 16, "exp2": 8, "sinh": 8, "cosh": 8, "tan": 8, "approx_div": 2}
 ABSOLUTE = {"ndtr": 2.0**-23}  # what is promised of the value, not of its last bits
-EXACT = {"add", "sub", "mul", "div", "neg", "abs", "sign", "min", "max", "floor", "ceil", "trunc", "round", "sqrt", "fmin", "fmax"}
+EXACT = {
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "neg",
+    "abs",
+    "sign",
+    "min",
+    "max",
+    "floor",
+    "ceil",
+    "trunc",
+    "round",
+    "sqrt",
+    "fmin",
+    "fmax",
+}
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -105,9 +128,13 @@ def test_scalar_functions(name: str, scalars: Suite) -> None:
         apart[np.abs(ours - theirs) <= ABSOLUTE[fn.name]] = 0
     zeros = (ours == 0) & (theirs == 0)  # 0.0 and -0.0 are far apart: their signs must agree as well
     wrong = (
-        ~nan & (apart > allowed) if allowed == 0 else ~nan & ((apart > allowed) & ~zeros | zeros & (np.signbit(ours) != np.signbit(theirs)))
+        ~nan & (apart > allowed)
+        if allowed == 0
+        else ~nan & ((apart > allowed) & ~zeros | zeros & (np.signbit(ours) != np.signbit(theirs)))
     )
-    examples = [(*(g[i] for g in given.values()), "gives", ours[i], "not", theirs[i]) for i in np.flatnonzero(wrong)[:5]]
+    examples = [
+        (*(g[i] for g in given.values()), "gives", ours[i], "not", theirs[i]) for i in np.flatnonzero(wrong)[:5]
+    ]
     assert not wrong.any(), f"{name}: {examples}"
 
 
@@ -119,7 +146,9 @@ def _ordered(bits: Any) -> Any:
 
 
 def _undefined(fn: sc.Scalar, d: DType, given: dict[str, Any]) -> Any:
-    """Where neither numpy nor PyTorch promises anything: floats beyond the range of the integer they are converted to."""
+    """Where neither numpy nor PyTorch promises anything: floats beyond the range of the integer they are converted
+    to.
+    """
     x = given["x"]
     out = DTYPES.get(fn.name)
     if out is None or not out.is_integer or not d.is_float:

@@ -37,14 +37,26 @@ def case(name: str, *results: Any, tolerance: float = 2e-6, **inputs: Any) -> No
     CASES[name] = results, inputs, tolerance
 
 
-SIMPLE = {"sum": (f32, f64, i32, i64, u8), "prod": (f32, i32), "max": (f32, f64, i64, i8, bool_), "min": (f32, u8, bool_)}
+SIMPLE = {
+    "sum": (f32, f64, i32, i64, u8),
+    "prod": (f32, i32),
+    "max": (f32, f64, i64, i8, bool_),
+    "min": (f32, u8, bool_),
+}
 SIMPLE |= {"any": (bool_, i32), "all": (bool_, i64), "xor": (i32,)}
 
 
 def _reductions() -> None:
     for m, types in SIMPLE.items():
         for d in types:
-            for shape, axes in ((5, 67), [1]), ((67, 5), [0]), ((3, 4, 9), [0, 2]), ((300, 401), [0, 1]), ((3, 0), [1]), ((0, 3), [0]):
+            for shape, axes in (
+                ((5, 67), [1]),
+                ((67, 5), [0]),
+                ((3, 4, 9), [0, 2]),
+                ((300, 401), [0, 1]),
+                ((3, 0), [1]),
+                ((0, 3), [0]),
+            ):
                 x = given("x", d, *shape)
                 values = numbers(d, *shape)
                 if m == "prod" and d.is_float:
@@ -65,7 +77,9 @@ def _tuples() -> None:
             case(f"{m} {shape}", *t.reduce(m, (x, position), [axis]), x=floats)
             case(f"{m} of integers {shape}", *t.reduce(m, (y, position), [axis]), y=numbers(i64, *shape))
         zero, one = t.literal(0.0, f32, shape), t.literal(1.0, f32, shape)
-        case(f"welford {shape}", *t.reduce("welford", (x, zero, one), [axis]), x=numbers(f32, *shape) + 3, tolerance=3e-5)
+        case(
+            f"welford {shape}", *t.reduce("welford", (x, zero, one), [axis]), x=numbers(f32, *shape) + 3, tolerance=3e-5
+        )
         floats = numbers(f32, *shape) * 10
         floats[0] = -np.inf  # a row of nothing else, or one element
         case(f"logsumexp {shape}", *t.reduce("logsumexp", (x, one), [axis]), x=floats, tolerance=1e-5)
@@ -78,7 +92,11 @@ def _scans() -> None:
             for m in ("sum", "max", "prod"):
                 case(f"scan {m} {shape} along {axis}", t.scan(m, x, axis), x=numbers(f32, *shape), tolerance=1e-5)
             position = t.iota(shape, t.coordinates(shape)[axis])
-            case(f"scan argmax {shape} along {axis}", *t.scan("argmax", (x, position), axis), x=np.round(numbers(f32, *shape)))
+            case(
+                f"scan argmax {shape} along {axis}",
+                *t.scan("argmax", (x, position), axis),
+                x=np.round(numbers(f32, *shape)),
+            )
             pair = t.scan("logsumexp", (x, t.literal(1.0, f32, shape)), axis)
             case(f"scan logsumexp {shape} along {axis}", *pair, x=numbers(f32, *shape), tolerance=1e-5)
     x = given("x", i64, 6, 40)
@@ -93,7 +111,11 @@ def _views() -> None:
     case("pad", pad, x=values)
     case("what follows a pad", t.reduce("sum", t.apply("exp", pad), [1]), x=values, tolerance=1e-5)
     case("floor of negative indices", t.index_map(x, (12, 15), ((i - 12) // 2 + 6, (j - 4) % 11)), x=values)
-    case("an upsampling of a padding", t.index_map(pad, (12, 30), (t.coordinates((12, 30))[0], t.coordinates((12, 30))[1] // 2)), x=values)
+    case(
+        "an upsampling of a padding",
+        t.index_map(pad, (12, 30), (t.coordinates((12, 30))[0], t.coordinates((12, 30))[1] // 2)),
+        x=values,
+    )
     case("iota", t.iota((12, 15), (i - 5) // 3 * j))
     case("flip", t.index_map(x, (6, 11), [5 - t.coordinates((6, 11))[0], 10 - t.coordinates((6, 11))[1]]), x=values)
     case("diagonal", t.index_map(x, (6,), [t.coordinates((6,))[0]] * 2), x=values)
@@ -105,7 +127,9 @@ def _views() -> None:
         case(f"strides {strides}", t.apply("neg", y), t.reduce("max", y, [1]), t.reduce("sum", y, [0]), y=row)
     for d in (f16, bf16, bool_, u8, i8):
         y, z = given("y", d, 4, 33), given("z", f32, 4, 33)
-        case(f"what {d} stores", t.cast(t.apply("add", t.cast(y, f32), z), d), y=numbers(d, 4, 33), z=numbers(i32, 4, 33))
+        case(
+            f"what {d} stores", t.cast(t.apply("add", t.cast(y, f32), z), d), y=numbers(d, 4, 33), z=numbers(i32, 4, 33)
+        )
 
 
 def _gathers() -> None:
@@ -118,10 +142,17 @@ def _gathers() -> None:
     case("sum over embeddings", t.reduce("sum", rows, [0]), t.reduce("max", rows, [1]), **values, tolerance=1e-5)
     case("one of each row", t.index_map(table, (5,), (i, t.loaded(ids, [t.coordinates((5,))[0]], 37))), **values)
     wide = given("wide", i64, 5, 37)
-    case("element by element", t.index_map(table, (5, 37), (t.loaded(wide, [i, j], 10), j)), wide=numbers(i64, 5, 37), **values)
+    case(
+        "element by element",
+        t.index_map(table, (5, 37), (t.loaded(wide, [i, j], 10), j)),
+        wide=numbers(i64, 5, 37),
+        **values,
+    )
     first = t.loaded(ids, [t.coordinates((5,))[0]], 5)
     again = t.loaded(t.index_map(ids, (5,), (first,)), [i], 10)
-    case("twice indirect", t.index_map(table, (5, 37), (again, j)), table=values["table"], ids=np.array([0, 4, 3, 3, 1]))
+    case(
+        "twice indirect", t.index_map(table, (5, 37), (again, j)), table=values["table"], ids=np.array([0, 4, 3, 3, 1])
+    )
 
 
 def product(x: Any, w: Any, d: DType | None = None) -> Any:
@@ -137,7 +168,17 @@ def product(x: Any, w: Any, d: DType | None = None) -> Any:
 
 
 def _products() -> None:
-    for m, n, k in (1, 1, 1), (2, 4, 1), (5, 33, 129), (13, 64, 300), (3, 7, 0), (1, 50, 70), (50, 1, 70), (200, 35, 31), (25, 65, 257):
+    for m, n, k in (
+        (1, 1, 1),
+        (2, 4, 1),
+        (5, 33, 129),
+        (13, 64, 300),
+        (3, 7, 0),
+        (1, 50, 70),
+        (50, 1, 70),
+        (200, 35, 31),
+        (25, 65, 257),
+    ):
         x, w, wt, xt = given("x", f32, m, k), given("w", f32, n, k), given("wt", f32, k, n), given("xt", f32, k, m)
         values = {"x": numbers(f32, m, k), "w": numbers(f32, n, k)}
         values |= {"wt": values["w"].T, "xt": values["x"].T}
@@ -164,7 +205,9 @@ def _nested_products() -> None:
     a, b = product(x, w), product(x, v)
     case("two products", t.apply("mul", t.apply("tanh", a), b), tolerance=1e-4, **values)
     after = t.apply("add", t.apply("tanh", t.apply("add", a, t.broadcast(bias, (21, 45)))), residual)
-    case("what follows a product", after, tolerance=1e-4, bias=numbers(f32, 45), residual=numbers(f32, 21, 45), **values)
+    case(
+        "what follows a product", after, tolerance=1e-4, bias=numbers(f32, 45), residual=numbers(f32, 21, 45), **values
+    )
     case("what goes before", product(t.apply("exp", x), t.apply("neg", w)), tolerance=1e-3, **values)
     case("a product and its row sums", a, t.reduce("sum", a, [1]), tolerance=1e-3, **values)
     q, k, p = given("q", f32, 3, 21, 16), given("k", f32, 3, 33, 16), given("p", f32, 3, 33, 16)

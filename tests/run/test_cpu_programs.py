@@ -1,4 +1,6 @@
-"""Compiled programs against the Loop IR interpreter: random ones, matrix products, gathers, long reductions, strides."""
+"""Compiled programs against the Loop IR interpreter: random ones, matrix products, gathers, long reductions,
+strides.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ from terrazzo.run.compiled import compile_program
 def both(program: Program, inputs: dict[str, Any], cache: Path) -> list[tuple[Any, Any]]:
     """(compiled, interpreted) results."""
     options = Options(cache_dir=cache)
-    compiled = compile_program(program, {}, options)([laid_out(i.type, from_numpy(inputs[i.name])) for i in program.inputs])
+    compiled = compile_program(program, {}, options)(
+        [laid_out(i.type, from_numpy(inputs[i.name])) for i in program.inputs]
+    )
     return list(zip(map(to_numpy, compiled), interp.run(lower(program, options, Log()), inputs), strict=True))
 
 

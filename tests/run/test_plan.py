@@ -75,7 +75,10 @@ def test_what_is_alive_together_does_not_overlap(program: l.Program) -> None:
 def test_a_slot_spans_its_last_element(t: Type) -> None:
     program = l.Program("f", (l.Buffer("x", t),), (), ())
     (slot,) = make(program, {}).slots
-    places = [sum(i * s for i, s in zip(index, slot.strides, strict=True)) for index in itertools.product(*map(range, slot.shape))]
+    places = [
+        sum(i * s for i, s in zip(index, slot.strides, strict=True))
+        for index in itertools.product(*map(range, slot.shape))
+    ]
     assert slot.bytes == (1 + max(places)) * t.dtype.size if places else slot.bytes == 0
     assert t.strides is not None or slot.bytes == math.prod(slot.shape) * t.dtype.size
 
@@ -97,7 +100,12 @@ def test_a_plan_reads_back(program: l.Program) -> None:
 
 X = l.Buffer("x", Type(f32, (2,)))
 ARGUMENTS = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from([*DTYPES.values(), TorchName("float32"), X]),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.sampled_from([*DTYPES.values(), TorchName("float32"), X]),
     lambda inner: st.lists(inner, max_size=4).map(tuple),
     max_leaves=8,
 )
@@ -164,7 +172,9 @@ def test_a_plan_with_anything_odd_in_it_is_no_plan() -> None:
     assert refused > 300
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null", b"3", b'"x"', b"\xff\xfe", b'{"version": 0}', b"[" * 100_000], ids=range(9))
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"[]", b"null", b"3", b'"x"', b"\xff\xfe", b'{"version": 0}', b"[" * 100_000], ids=range(9)
+)
 def test_what_is_no_json_of_a_plan(data: bytes) -> None:
     with pytest.raises(ValueError):
         Plan.from_json(data)

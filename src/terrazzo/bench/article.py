@@ -1,6 +1,8 @@
-"""The kernels measured in "A Principled ML Compiler Stack in 5,000 Lines of Python", the article this stack follows, at its shapes.
+"""The kernels measured in "A Principled ML Compiler Stack in 5,000 Lines of Python", the article this stack follows, at
+its shapes.
 
-Its own ratios to eager (float32, an RTX 5090, PyTorch 2.11) stand beside ours; for single kernels it gives them in words and ranges.
+Its own ratios to eager (float32, an RTX 5090, PyTorch 2.11) stand beside ours; for single kernels it gives them in
+words and ranges.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ def _layer(model: str, z: Sizes, s: int) -> list[Case]:
     def silu_mul_linear(gate: Any, up: Any, w: Any) -> Any:
         return f.linear(f.silu(gate) * up, w)
 
-    def case(kernel: str, fn: Callable[..., Any], shapes: tuple[tuple[int, ...], ...], out: int, operations: float, said: str) -> Case:
+    def case(
+        kernel: str, fn: Callable[..., Any], shapes: tuple[tuple[int, ...], ...], out: int, operations: float, said: str
+    ) -> Case:
         def make() -> Made:
             return fn, lambda: tuple(normal(shape, "f32") for shape in shapes), lambda *a: fn(*(x.double() for x in a))
 

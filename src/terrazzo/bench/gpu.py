@@ -1,4 +1,6 @@
-"""Measuring on a GPU, honestly: correctness first, CUDA graphs over inputs that no cache holds, peers in turns, medians, a roofline."""
+"""Measuring on a GPU, honestly: correctness first, CUDA graphs over inputs that no cache holds, peers in turns,
+medians, a roofline.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What is measured on a GPU. A case makes a function, sets of random normal inputs for it, and the same function in float64."""
+"""What is measured on a GPU. A case makes a function, sets of random normal inputs for it, and the same function in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +114,11 @@ def gemm() -> tuple[Case, ...]:
 
     def case(name: str, m: int, k: int, n: int, dtype: str) -> Case:
         def make() -> Made:
-            return f.linear, lambda: (normal((m, k), dtype), normal((n, k), dtype)), lambda x, w: f.linear(x.double(), w.double())
+            return (
+                f.linear,
+                lambda: (normal((m, k), dtype), normal((n, k), dtype)),
+                lambda x, w: f.linear(x.double(), w.double()),
+            )
 
         size = 4 if dtype == "f32" else 2
         return Case(name, dtype, make, size * (m * k + n * k + m * n), 2.0 * m * n * k)
@@ -132,7 +138,9 @@ def _block(model: str, length: int, dtype: str) -> Case:
 
         from terrazzo.front import huggingface
 
-        module, args, kwargs = huggingface.load(MODELS[model], layer=0, seq_len=length, dtype=dtype, random_weights=True)
+        module, args, kwargs = huggingface.load(
+            MODELS[model], layer=0, seq_len=length, dtype=dtype, random_weights=True
+        )
         module = module.cuda().eval()
         (hidden, *rest), named = pytree.tree_map_only(torch.Tensor, lambda t: t.cuda(), (args, kwargs))
 
@@ -154,7 +162,9 @@ def _block(model: str, length: int, dtype: str) -> Case:
                 return self.layer(x, *rest, **named)
 
         def exact(x: Any) -> Any:
-            wide = pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, (rest, named))
+            wide = pytree.tree_map_only(
+                torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, (rest, named)
+            )
             return Layer(copy.deepcopy(module).double(), wide)(x.double())
 
         return Layer(module, (rest, named)), lambda: (torch.randn_like(hidden),), exact

@@ -1,4 +1,6 @@
-"""Measuring against PyTorch, honestly: correctness first, both in one process and in turns, medians with their spread."""
+"""Measuring against PyTorch, honestly: correctness first, both in one process and in turns, medians with their
+spread.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ BREATH = 2
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How far results are from float64: root mean square errors, the worst result counting. `problem` is empty if all is well.
+    """How far results are from float64: root mean square errors, the worst result counting. `problem` is empty if all
+    is well.
 
     The rule: our error is at most twice eager's own, or at most what rounding the exact result to its type can cost.
     """
@@ -40,7 +43,9 @@ class Accuracy:
 
 
 def accuracy(ours: Sequence[Any], eager: Sequence[Any], exact: Sequence[Any]) -> Accuracy:
-    """Compare results; `difference` is the largest from eager. Integers and bools must be equal, NaNs at the same places."""
+    """Compare results; `difference` is the largest from eager. Integers and bools must be equal, NaNs at the same
+    places.
+    """
     found = [_compare(*triple) for triple in zip(ours, eager, exact, strict=True)]
     problems = "; ".join(f"result {k}: {a.problem}" for k, a in enumerate(found) if a.problem)
     worst = max(found, key=lambda a: (bool(a.problem), a.ours), default=Accuracy(0.0, 0.0, 0.0, ""))
@@ -51,7 +56,9 @@ def _compare(ours: Any, eager: Any, exact: Any) -> Accuracy:
     import torch
 
     if ours.shape != eager.shape or ours.dtype != eager.dtype:
-        return Accuracy(math.inf, 0.0, math.inf, f"{ours.dtype}{list(ours.shape)}, not {eager.dtype}{list(eager.shape)}")
+        return Accuracy(
+            math.inf, 0.0, math.inf, f"{ours.dtype}{list(ours.shape)}, not {eager.dtype}{list(eager.shape)}"
+        )
     if not (eager.is_floating_point() or eager.is_complex()):
         wrong = int((ours != eager).sum())
         return Accuracy(0.0, 0.0, float(wrong > 0), f"{wrong} of {eager.numel()} elements differ" if wrong else "")
@@ -79,7 +86,9 @@ class Timing:
 
 
 def interleaved(calls: Mapping[str, Callable[[], object]], seconds: float = 1.0, least: int = 7) -> dict[str, Timing]:
-    """Time the calls in turns for about `seconds` in all, so that whatever else the machine does falls on all of them."""
+    """Time the calls in turns for about `seconds` in all, so that whatever else the machine does falls on all of
+    them.
+    """
     repeats: dict[str, int] = {}
     for name, call in calls.items():
         for _ in range(BREATH):
@@ -102,7 +111,9 @@ def interleaved(calls: Mapping[str, Callable[[], object]], seconds: float = 1.0,
 
 
 def confirmed(calls: Mapping[str, Callable[[], object]], seconds: float, attempts: int = 4) -> dict[str, Timing]:
-    """`interleaved`, measured anew while something else disturbs it; of all attempts the steadiest counts, whoever it favours."""
+    """`interleaved`, measured anew while something else disturbs it; of all attempts the steadiest counts, whoever it
+    favours.
+    """
     best: dict[str, Timing] = {}
     for _ in range(attempts):
         found = interleaved(calls, seconds)
@@ -124,7 +135,9 @@ def _timing(values: Sequence[float]) -> Timing:
 
 
 def surroundings(threads: int) -> dict[str, Any]:
-    """What a number means nothing without: the commit, the date, the versions, the processor, and what else it had to do."""
+    """What a number means nothing without: the commit, the date, the versions, the processor, and what else it had to
+    do.
+    """
     import numpy
     import torch
 

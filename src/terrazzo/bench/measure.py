@@ -71,7 +71,9 @@ def _exact(compiled: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
 
     captured = compiled.captured
     tensors = [x for x in pytree.tree_leaves((tuple(args), dict(kwargs))) if isinstance(x, torch.Tensor)]
-    return interpreter.run(captured.program, {**captured.bound, **dict(zip(captured.inputs, tensors, strict=True))}, precise=True)
+    return interpreter.run(
+        captured.program, {**captured.bound, **dict(zip(captured.inputs, tensors, strict=True))}, precise=True
+    )
 
 
 def _turns(fn: Callable[..., Any], sets: Sequence[tuple[Any, ...]], kwargs: Mapping[str, Any]) -> Callable[[], object]:

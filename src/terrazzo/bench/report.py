@@ -40,20 +40,34 @@ def _time(seconds: float) -> str:
 
 
 def gpu_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """A header and a row per case of a GPU's record: microseconds, what part of the data sheet's rate that is, and ratios."""
+    """A header and a row per case of a GPU's record: microseconds, what part of the data sheet's rate that is, and
+    ratios.
+    """
     peers = list(record["geomean"])
     said = ["the article's / eager"] if any(c.get("said") for c in record["cases"]) else []
     found = [("case", "dtype", "terrazzo", *peers, "rate", *(f"/ {p}" for p in peers), *said, "error / eager's")]
     for c in record["cases"]:
         us = c["us"]
         rate = (
-            f"{c['operations'] / us['terrazzo'] / 1e6:.1f} TFLOP/s" if c["operations"] else f"{c['bytes'] / us['terrazzo'] / 1e3:.0f} GB/s"
+            f"{c['operations'] / us['terrazzo'] / 1e6:.1f} TFLOP/s"
+            if c["operations"]
+            else f"{c['bytes'] / us['terrazzo'] / 1e3:.0f} GB/s"
         )
         error = c["error"] / c["error_eager"] if c["error_eager"] else 0.0
         ratios = [f"{us[p] / us['terrazzo']:.2f}x" for p in peers]
         others = [c["said"]] if said else []
         times = [f"{us[name]:.1f} us" for name in ("terrazzo", *peers)]
-        found.append((c["case"], c["dtype"], *times, rate if c["bytes"] else "", *ratios, *others, c["problem"] or f"{error:.2f}"))
+        found.append(
+            (
+                c["case"],
+                c["dtype"],
+                *times,
+                rate if c["bytes"] else "",
+                *ratios,
+                *others,
+                c["problem"] or f"{error:.2f}",
+            )
+        )
     return found
 
 
@@ -71,7 +85,9 @@ def page(results: Path) -> str:
     for path in sorted(results.rglob("*.json")):
         record = json.loads(path.read_text())
         if "meta" in record:
-            parts += _counters(record) if "counters" in record["meta"] else _gpu_part(record) if "geomean" in record else []
+            parts += (
+                _counters(record) if "counters" in record["meta"] else _gpu_part(record) if "geomean" in record else []
+            )
             continue
         table = rows(record)
         lines = ["| " + " | ".join(row) + " |" for row in table]
@@ -96,8 +112,18 @@ def _counters(record: Mapping[str, Any]) -> list[str]:
     lines = [f"| kernel | {' | '.join(kinds)} |", "|---|" + "---:|" * len(kinds)]
     for c in record["cases"]:
         pairs = [(c["predicted"][kind], c["counted"][kind]) for kind in kinds]
-        lines.append(f"| {c['case']}: {c['kernel']} | {' | '.join(str(a) if a == b else f'{a}, **{b}** counted' for a, b in pairs)} |")
-    return ["## GPU: wavefronts of shared memory and sectors of global memory, predicted", "", _where(record), "", *COUNTERS, *lines, ""]
+        lines.append(
+            f"| {c['case']}: {c['kernel']} | {' | '.join(str(a) if a == b else f'{a}, **{b}** counted' for a, b in pairs)} |"
+        )
+    return [
+        "## GPU: wavefronts of shared memory and sectors of global memory, predicted",
+        "",
+        _where(record),
+        "",
+        *COUNTERS,
+        *lines,
+        "",
+    ]
 
 
 COUNTERS = """What `targets/cuda/predict.py` says of a kernel's text, which is what the simulator counts; and what Nsight Compute
@@ -110,7 +136,9 @@ counts on the GPU, where that differs: NVRTC drops reads of shared memory of whi
 def _where(record: Mapping[str, Any]) -> str:
     meta = record["meta"]
     versions = ", ".join(f"{name} {number}" for name, number in meta["versions"].items())
-    return f"{meta['gpu']}, {meta['driver']}, NVRTC {meta['nvrtc']}, {versions}, commit {meta['commit']}, {meta['date']}."
+    return (
+        f"{meta['gpu']}, {meta['driver']}, NVRTC {meta['nvrtc']}, {versions}, commit {meta['commit']}, {meta['date']}."
+    )
 
 
 def _gpu_part(record: Mapping[str, Any]) -> list[str]:
@@ -120,16 +148,32 @@ def _gpu_part(record: Mapping[str, Any]) -> list[str]:
     where = _where(record)
     means = ", ".join(f"**{ratio:.2f}x** of {name}" for name, ratio in record["geomean"].items())
     plots = [line for dtype in dict.fromkeys(c["dtype"] for c in record["cases"]) for line in _plot(record, dtype)]
-    return [f"## {GPU_TITLES.get(record['suite'], record['suite'])}", "", where, "", *plots, *lines, "", f"Geometric means: {means}.", ""]
+    return [
+        f"## {GPU_TITLES.get(record['suite'], record['suite'])}",
+        "",
+        where,
+        "",
+        *plots,
+        *lines,
+        "",
+        f"Geometric means: {means}.",
+        "",
+    ]
 
 
 def _plot(record: Mapping[str, Any], dtype: str) -> list[str]:
-    """How many times as fast as every peer, as a chart that renders where Markdown does. A bar per case, a line per further peer."""
+    """How many times as fast as every peer, as a chart that renders where Markdown does. A bar per case, a line per
+    further peer.
+    """
     cases = [c for c in record["cases"] if c["dtype"] == dtype]
     first, *others = list(record["geomean"])
     series = {p: [round(c["us"][p] / c["us"]["terrazzo"], 2) for c in cases] for p in (first, *others)}
     most = max(x for values in series.values() for x in values)
-    lines = ["```mermaid", "xychart-beta", f'  title "{dtype}: times as fast as {first} (bars), {", ".join(others)} (line)"']
+    lines = [
+        "```mermaid",
+        "xychart-beta",
+        f'  title "{dtype}: times as fast as {first} (bars), {", ".join(others)} (line)"',
+    ]
     lines.append(f"  x-axis [{', '.join(str(k + 1) for k in range(len(cases)))}]")
     lines.append(f'  y-axis "in the order of the table" 0 --> {most + 0.1:.1f}')
     lines.append(f"  bar {series[first]}")

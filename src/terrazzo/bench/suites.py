@@ -80,7 +80,9 @@ def layer() -> tuple[Case, ...]:
         def made() -> Made:
             from terrazzo.front import huggingface
 
-            module, args, kwargs = huggingface.load("TinyLlama/TinyLlama-1.1B-Chat-v1.0", layer=0, seq_len=length, random_weights=True)
+            module, args, kwargs = huggingface.load(
+                "TinyLlama/TinyLlama-1.1B-Chat-v1.0", layer=0, seq_len=length, random_weights=True
+            )
             hidden, *rest = args
             return module, [(torch.randn_like(hidden), *rest) for _ in range(SETS)], kwargs
 
@@ -103,7 +105,14 @@ def gemm() -> tuple[Case, ...]:
     def batched(a: Any, b: Any) -> Any:
         return torch.matmul(a, b.transpose(-1, -2))
 
-    sizes = ((1, 2048, 2048), (32, 2048, 2048), (128, 2048, 5632), (128, 5632, 2048), (512, 768, 3072), (512, 1024, 1024))
+    sizes = (
+        (1, 2048, 2048),
+        (32, 2048, 2048),
+        (128, 2048, 5632),
+        (128, 5632, 2048),
+        (512, 768, 3072),
+        (512, 1024, 1024),
+    )
     return (
         *(_case(f"linear {m} x {k} x {n}", linear, (m, k), (n, k)) for m, k, n in sizes),
         _case("gelu(linear) 512 x 768 x 3072", linear_gelu, (512, 768), (3072, 768), (3072,)),

@@ -1,7 +1,7 @@
 """Which kernel of a wrong program is wrong, and which rule application made it so.
 
-From behind: the kernels are run as they are deployed (as machine code, else simulated) on the right operands, in order. Then only the
-applications that led to the first wrong one are replayed.
+From behind: the kernels are run as they are deployed (as machine code, else simulated) on the right operands, in order.
+Then only the applications that led to the first wrong one are replayed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from terrazzo.rewrite.rule import Application, Log
 
 @dataclass(frozen=True)
 class Culprit:
-    """The first wrong kernel, by its number and name, how it is wrong, and the first application that is: `EMIT` if all are right."""
+    """The first wrong kernel, by its number and name, how it is wrong, and the first application that is: `EMIT` if all
+    are right.
+    """
 
     number: int
     kernel: str

@@ -1,4 +1,6 @@
-"""Running a kernel of a GPU in the simulator: all of its blocks where they are few, else the first, the last, tails and some others."""
+"""Running a kernel of a GPU in the simulator: all of its blocks where they are few, else the first, the last, tails and
+some others.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Whether a result is beyond rounding, with float64 as the judge.
 
-Three values of one thing are compared: what a program gives before a rewrite and after it, both in the program's own types, and the
-exact value, in float64. Rounding may differ, so the new error may be larger than the old one, but not in kind. Where the rewritten
-program was computed in float64 as well, that must agree with the exact value far below any rounding to 32 bits.
+Three values of one thing are compared: what a program gives before a rewrite and after it, both in the program's own
+types, and the exact value, in float64. Rounding may differ, so the new error may be larger than the old one, but not in
+kind. Where the rewritten program was computed in float64 as well, that must agree with the exact value far below any
+rounding to 32 bits.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ STEPS = 64
 def difference(dtype: DType, before: Any, after: Any, exact: Any = None, again: Any = None) -> str:
     """What is wrong with `after`, an array that should be `before`; nothing if that may be rounding.
 
-    `exact` is the value in float64, `again` what the rewritten program gives in float64; without them, the bits must be the same.
+    `exact` is the value in float64, `again` what the rewritten program gives in float64; without them, the bits must be
+    the same.
     """
     if before.shape != after.shape or before.dtype != after.dtype:
         return f"is {after.dtype}{list(after.shape)}, not {before.dtype}{list(before.shape)}"
@@ -48,7 +50,9 @@ def difference(dtype: DType, before: Any, after: Any, exact: Any = None, again: 
     a, b, c = a[ordinary], b[ordinary], c[ordinary]
     unit = {8: 2.0**-52, 4: 2.0**-23}.get(dtype.size, 2.0**-10 if dtype.name == "f16" else 2.0**-7)
     step = STEPS * min(unit, 2.0**-23)
-    slack = 4 if dtype.size == 8 else 1  # what is computed in 32 bits by two libraries and then widened has no other allowance
+    slack = (
+        4 if dtype.size == 8 else 1
+    )  # what is computed in 32 bits by two libraries and then widened has no other allowance
     for norm, more in ((_rms, 4 * slack), (_largest, 8 * slack)):
         mine, theirs, scale = norm(a - c), norm(b - c), norm(c)
         if mine > (allowed := max(more * theirs, unit * scale) + step * scale + NOTHING):

@@ -17,7 +17,9 @@ Native = Callable[[l.Kernel, Schedule | None, Mapping[l.Buffer, Any]], dict[l.Bu
 
 
 def native(options: Options) -> Native | None:
-    """How kernels for `options.target` run on this machine, or None where they cannot: there is no such GPU, or no compiler."""
+    """How kernels for `options.target` run on this machine, or None where they cannot: there is no such GPU, or no
+    compiler.
+    """
     from terrazzo.run.cache import Cache
     from terrazzo.run.compiled import compile_program
     from terrazzo.run.compiler import find_compiler
@@ -27,7 +29,10 @@ def native(options: Options) -> Native | None:
 
     device = "cuda:0" if target(options.target).gpu else "cpu"
     if device == "cpu":
-        if options.target != "cpu" or find_compiler(options.compiler, Cache(options.cache_dir, options.cache_limit)) is None:
+        if (
+            options.target != "cpu"
+            or find_compiler(options.compiler, Cache(options.cache_dir, options.cache_limit)) is None
+        ):
             return None
     elif not devices() or architecture() != options.target:
         return None

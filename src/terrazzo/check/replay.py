@@ -1,10 +1,12 @@
 """Checking a compilation: every rule application of every pass is replayed on inputs, and the first wrong one is named.
 
-Before a rule fires something is worth a value, and after it the same thing must be worth the same, up to rounding; `judge` says what
-rounding explains. Each application is given the right operands, so errors do not add up, and the first wrong one is the culprit.
+Before a rule fires something is worth a value, and after it the same thing must be worth the same, up to rounding;
+`judge` says what rounding explains. Each application is given the right operands, so errors do not add up, and the
+first wrong one is the culprit.
 
-Products that are written out only until a later rewrite removes them (every matrix product is, before it is fused) can be too large
-to compute. Such applications are replayed only where the rewrite that removes the product turns out wrong, or where none does.
+Products that are written out only until a later rewrite removes them (every matrix product is, before it is fused) can
+be too large to compute. Such applications are replayed only where the rewrite that removes the product turns out wrong,
+or where none does.
 """
 
 from __future__ import annotations
@@ -72,8 +74,8 @@ class Report:
 def check(program: Any, inputs: Mapping[str, Any], options: Options) -> Report:
     """Lower `program` and check every step. `inputs` are torch tensors, by name.
 
-    The loops of a program of Tile IR are the truth about its kernels. Of a program of Kernel IR nothing else is known: the simulator
-    looks for what is never right.
+    The loops of a program of Tile IR are the truth about its kernels. Of a program of Kernel IR nothing else is known:
+    the simulator looks for what is never right.
     """
     report = Report()
     if isinstance(program, k.Program):
@@ -81,7 +83,9 @@ def check(program: Any, inputs: Mapping[str, Any], options: Options) -> Report:
         try:
             simulator.run(program, arrays, call=call_numpy)
         except CompilerBug as why:
-            report.wrong = Wrong(Application("kernel", "simulation", program.name, (), ()), program.name, f"cannot run: {why}")
+            report.wrong = Wrong(
+                Application("kernel", "simulation", program.name, (), ()), program.name, f"cannot run: {why}"
+            )
         return report
     replay = Replay(program, inputs, report)
     for p in PASSES:
@@ -94,7 +98,9 @@ def check(program: Any, inputs: Mapping[str, Any], options: Options) -> Report:
             continue
         report.wrong = replay.applications(log.applications or [])
         if bug and not report.wrong:
-            report.wrong = Wrong(Application(p.name, p.name, program.name, (), ()), program.name, f"cannot be made: {bug}")
+            report.wrong = Wrong(
+                Application(p.name, p.name, program.name, (), ()), program.name, f"cannot be made: {bug}"
+            )
         if done and not report.wrong:
             program = done[0][1]
             report.wrong = replay.program(p, program)
@@ -132,7 +138,9 @@ class Replay:
         return next((wrong for a in found if (wrong := self.application(a))), None)
 
     def program(self, p: Pass, program: Any) -> Wrong | None:
-        """Check what a pass made: kernels whose making it did not record, what was put off, and that the results are the same."""
+        """Check what a pass made: kernels whose making it did not record, what was put off, and that the results are
+        the same.
+        """
         self.schedules |= _schedules(program)
         steps = steps_of(program)
         if wrong := self.applications(silent(p.name, self.steps, steps, self.checked)):
@@ -187,7 +195,9 @@ class Replay:
     def settle(self, a: Application) -> list[tuple[Any, Any, Any]]:
         """What the results of an ATen op's rule must be: (node, value, value in float64)."""
         before = a.before[0]
-        if "empty" in before.name:  # memory that nobody wrote holds anything: it may as well hold what the rule puts there
+        if (
+            "empty" in before.name
+        ):  # memory that nobody wrote holds anything: it may as well hold what the rule puts there
             for values in self.both:
                 values.known[before] = values.of(a.after[0])
         truths = [x if isinstance(before.type, tuple) else (x,) for x in (values.of(before) for values in self.both)]
@@ -206,7 +216,11 @@ class Replay:
         """An ATen op and what its rule made of it. What the op gives is right, by definition."""
         found = _attempt(lambda: [self.made(values, a) for values in self.both]) if a.rule != opaque.name else None
         for number, (new, old, exact) in enumerate(self.settle(a)):
-            why = difference(new.type.dtype, old, found[0][new], exact, found[1][new]) if isinstance(found, list) else found
+            why = (
+                difference(new.type.dtype, old, found[0][new], exact, found[1][new])
+                if isinstance(found, list)
+                else found
+            )
             if why:
                 return Wrong(a, f"{a.subject}.{number}" if number else a.subject, why)
         return None
@@ -270,7 +284,11 @@ class Replay:
         random = any(getattr(n, "order", 0) for n in topological(self.results))
         for number, (old, new) in enumerate(zip(self.results, results, strict=True)):
             a, b = self.own.of(old), self.own.of(new)
-            if not random and a is not b and (why := difference(new.type.dtype, a, b, self.exact.of(old), self.exact.of(new))):
+            if (
+                not random
+                and a is not b
+                and (why := difference(new.type.dtype, a, b, self.exact.of(old), self.exact.of(new)))
+            ):
                 return Wrong(Application(name, "results", str(number), (old,), (new,)), f"result {number}", why)
         self.results = results
         return None
@@ -287,7 +305,9 @@ def led_to(a: Application, earlier: Iterable[Application]) -> list[Application]:
 
 
 def silent(name: str, before: Iterable[Any], after: Iterable[Any], known: Container[Any]) -> list[Application]:
-    """What a pass did without recording it: a kernel that is not `known` takes the place of those that wrote the same buffers."""
+    """What a pass did without recording it: a kernel that is not `known` takes the place of those that wrote the same
+    buffers.
+    """
     new = [s for s in after if not isinstance(s, l.Call) and s not in known]
     return [Application(name, name, s.name, tuple(x for x in before if {*x.writes} & {*s.writes}), (s,)) for s in new]
 

@@ -77,7 +77,9 @@ def alone(wrong: Wrong) -> list[Any]:
         return []
     node = before[0]
     get: Any = Get if isinstance(node, Aten) else t.Get
-    results: list[Any] = [get(node, k) for k, r in enumerate(node.type) if r is not None] if isinstance(node.type, tuple) else [node]
+    results: list[Any] = (
+        [get(node, k) for k, r in enumerate(node.type) if r is not None] if isinstance(node.type, tuple) else [node]
+    )
 
     def given(x: Any) -> bool:
         return isinstance(x, t.Value | Input) and not isinstance(x, t.Read) and x is not node and x not in results
@@ -115,7 +117,11 @@ def _fewer_values(program: Program) -> Iterator[Program]:
     values = [x for x in reversed(topological(program.results)) if isinstance(x, t.Value) and isinstance(x.type, Type)]
     for number, x in enumerate(values):
         if not isinstance(x, t.Read):
-            same = [c for c in topological([x]) if c is not x and getattr(c, "type", None) == x.type and not isinstance(c, t.Read)]
+            same = [
+                c
+                for c in topological([x])
+                if c is not x and getattr(c, "type", None) == x.type and not isinstance(c, t.Read)
+            ]
             for new in (Input(f"cut{number}", x.type), *same[::-1]):
                 if (replaced := _put(new, x, program.results)) is not None:
                     yield _graph("tensor", replaced)

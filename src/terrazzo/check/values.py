@@ -17,7 +17,8 @@ from terrazzo.ir.program import Program
 
 
 class Values:
-    """The values of a program in its own types, or with `precise` in float64, on the inputs given (torch tensors, by name).
+    """The values of a program in its own types, or with `precise` in float64, on the inputs given (torch tensors, by
+    name).
 
     `source` says what a buffer holds: the Tensor IR value it stands for, or the step that writes it.
     """
@@ -64,7 +65,9 @@ class Values:
         """The value of a node of Torch or Tensor IR, or of both mixed, as they are half-way down."""
         for node in topological([root], stop=self.known.__contains__):
             if isinstance(node, Aten) and node not in self.known:
-                tensor.complete([c for c in node.children if not isinstance(c, Aten | Get)], self.known, self.precise, call_numpy)
+                tensor.complete(
+                    [c for c in node.children if not isinstance(c, Aten | Get)], self.known, self.precise, call_numpy
+                )
                 args = tensor.filled(node.args, self.known), {k: tensor.filled(v, self.known) for k, v in node.kwargs}
                 self.known[node] = call_numpy(node.name, *args, self.precise)
             elif isinstance(node, Get) and node not in self.known:

@@ -39,7 +39,9 @@ def bench() -> None:
 @app.command()
 def cpu(
     suite: Annotated[list[Suite] | None, typer.Option(help="Only this suite. Repeatable.", show_default=False)] = None,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Where the record of the one suite goes.", show_default=False)] = None,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where the record of the one suite goes.", show_default=False)
+    ] = None,
     seconds: Annotated[float, typer.Option(help="Time to spend on each case.")] = 1.0,
     threads: Annotated[int, typer.Option(envvar="TERRAZZO_THREADS", help="Threads, for both sides.")] = 2,
 ) -> None:
@@ -72,14 +74,19 @@ def cpu(
 
 @app.command()
 def gpu(
-    suite: Annotated[list[GpuSuite] | None, typer.Option(help="Only this suite. Repeatable.", show_default=False)] = None,
-    peer: Annotated[list[str] | None, typer.Option(help="eager, compile or max-autotune. Repeatable.", show_default=False)] = None,
+    suite: Annotated[
+        list[GpuSuite] | None, typer.Option(help="Only this suite. Repeatable.", show_default=False)
+    ] = None,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="eager, compile or max-autotune. Repeatable.", show_default=False)
+    ] = None,
     only: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the records go.", show_default=False)] = None,
 ) -> None:
     """Compare with PyTorch on this GPU; records go to benchmarks/results/<gpu> of the checkout.
 
-    Every case is checked against float64 first; then CUDA graphs over inputs larger than the caches are replayed in turns.
+    Every case is checked against float64 first; then CUDA graphs over inputs larger than the caches are replayed in
+    turns.
     """
     from terrazzo.bench.gpu import PEERS, measure
     from terrazzo.bench.measure import save
@@ -94,14 +101,20 @@ def gpu(
         if name not in PEERS:
             raise UserError(unknown("peer", name, PEERS))
     if not devices():
-        raise UserError("`terrazzo bench gpu` needs a GPU, and PyTorch sees none; `terrazzo bench cpu` measures on the processor")
+        raise UserError(
+            "`terrazzo bench gpu` needs a GPU, and PyTorch sees none; `terrazzo bench cpu` measures on the processor"
+        )
     wrong = []
     for chosen in suite or list(GpuSuite):
         with working(f"measuring {chosen.value}"):
             record = measure(chosen.value, Options(), peers, only)
         for k, line in enumerate(columns(gpu_rows(record), right=(2, 3, 4, 5, 6))):
             say(line, "bold" if k == 0 else None)
-        say(f"{chosen.value}: " + ", ".join(f"{ratio:.2f}x of {name}" for name, ratio in record["geomean"].items()) + ", geometric means")
+        say(
+            f"{chosen.value}: "
+            + ", ".join(f"{ratio:.2f}x of {name}" for name, ratio in record["geomean"].items())
+            + ", geometric means"
+        )
         name = record["meta"]["gpu"].split()[-1].lower()
         save(record, (out or _folder(name)) / f"{chosen.value}.json")
         wrong += [f"{c['case']} {c['dtype']}: {c['problem']}" for c in record["cases"] if not c["ok"]]

@@ -14,14 +14,19 @@ from terrazzo.cli.request import Json, Request, with_request
 if TYPE_CHECKING:
     from terrazzo.check.replay import Report, Wrong
 
-Shrink = Annotated[bool, typer.Option("--shrink/--no-shrink", help="Look for a small program that shows what is wrong, for a bug report.")]
+Shrink = Annotated[
+    bool,
+    typer.Option("--shrink/--no-shrink", help="Look for a small program that shows what is wrong, for a bug report."),
+]
 
 
 @with_request
 def check(request: Request, shrink: Shrink = True, json: Json = False) -> None:
-    """Run every stage of a compilation on random inputs, and name the first rule application that is wrong; exit code 1 if one is.
+    """Run every stage of a compilation on random inputs, and name the first rule application that is wrong; exit code 1
+    if one is.
 
-    Results may differ by rounding only, with float64 as the judge. Kernels of a GPU are simulated, some of their blocks.
+    Results may differ by rounding only, with float64 as the judge. Kernels of a GPU are simulated, some of their
+    blocks.
 
     terrazzo check -c "torch.softmax(torch.randn(8, 128), -1)" --target sm_90a
     """
@@ -43,7 +48,9 @@ def check(request: Request, shrink: Shrink = True, json: Json = False) -> None:
 
 
 def saved(wrong: Wrong, program: Any, request: Request) -> tuple[Path, str] | None:
-    """A small program that shows what is wrong: its file (where stages are dumped, else in the cache) and the command that checks it."""
+    """A small program that shows what is wrong: its file (where stages are dumped, else in the cache) and the command
+    that checks it.
+    """
     from terrazzo.check.shrink import smallest
     from terrazzo.reproduce import save
 
@@ -75,7 +82,11 @@ def tell_wrong(wrong: Wrong, verbose: int) -> None:
 
 def _tell(report: Report, verbose: int) -> None:
     rows = [
-        [name, f"{count} {'kernel' if name == 'emit' else 'application'}{'' if count == 1 else 's'}", duration(report.seconds[name] * 1e9)]
+        [
+            name,
+            f"{count} {'kernel' if name == 'emit' else 'application'}{'' if count == 1 else 's'}",
+            duration(report.seconds[name] * 1e9),
+        ]
         for name, count in report.applications.items()
     ]
     for line in columns(rows, right=(1, 2)):
@@ -92,7 +103,9 @@ def _tell(report: Report, verbose: int) -> None:
 def _summary(report: Report, file: tuple[Path, str] | None) -> dict[str, Any]:
     wrong = report.wrong
     return {
-        "passes": [{"name": n, "applications": c, "seconds": report.seconds[n]} for n, c in report.applications.items()],
+        "passes": [
+            {"name": n, "applications": c, "seconds": report.seconds[n]} for n, c in report.applications.items()
+        ],
         "kernels": [{"name": n, "blocks": ran, "grid": grid} for n, ran, grid in report.blocks],
         "wrong": None if wrong is None else facts(wrong, file),
     }

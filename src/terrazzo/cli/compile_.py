@@ -73,7 +73,8 @@ def _texts(done: Lowering, ir: Stage) -> list[tuple[str, str, str]]:
         program = at(done, "tile")
         schedules = {n: str(s) for n, s in program.schedules}
         return [
-            (head, text + ("\n" + schedules[n] if n in schedules else ""), "python") for n, (head, text) in enumerate(listing(program.loop))
+            (head, text + ("\n" + schedules[n] if n in schedules else ""), "python")
+            for n, (head, text) in enumerate(listing(program.loop))
         ]
     if ir in (Stage.kernel, Stage.cuda):
         launches = [(n, s) for n, s in enumerate(at(done, "kernel").steps) if isinstance(s, k.Kernel)]
@@ -91,7 +92,9 @@ def _summary(done: Lowering, ir: Stage) -> dict[str, object]:
     return {
         "ir": ir.value,
         "text": [{"heading": head, "text": text} for head, text, _ in _texts(done, ir)],
-        "kernels": [{"name": s.name, "reads": [b.name for b in s.reads], "writes": [b.name for b in s.writes]} for s in steps],
+        "kernels": [
+            {"name": s.name, "reads": [b.name for b in s.reads], "writes": [b.name for b in s.writes]} for s in steps
+        ],
         "fallbacks": [{"op": s.name, "source": s.source} for s in steps if isinstance(s, Call)],
         "passes": [{"name": p.name, "seconds": seconds} for p, _, seconds in done.stages],
         "events": [event_json(e) for e in done.log.events],

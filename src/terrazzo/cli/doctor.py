@@ -20,7 +20,9 @@ from terrazzo.errors import TerrazzoError
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: `ok`, or what is lost without it and how to get it in `advice`. `needed` makes its absence a failure."""
+    """One line: `ok`, or what is lost without it and how to get it in `advice`. `needed` makes its absence a
+    failure.
+    """
 
     name: str
     ok: bool
@@ -44,7 +46,9 @@ def doctor(json: Json = False) -> None:
 
 def examine() -> Iterator[Finding]:
     """Everything worth looking at, from what is needed to what is nice to have."""
-    yield Finding("python", sys.version_info >= (3, 11), platform.python_version(), "install Python 3.11 or newer", needed=True)
+    yield Finding(
+        "python", sys.version_info >= (3, 11), platform.python_version(), "install Python 3.11 or newer", needed=True
+    )
     yield _package("torch", "`pip install torch`: without it nothing is captured", needed=True)
     yield _package("transformers", "`pip install 'terrazzo[hf]'`: without it no model of Hugging Face is loaded")
     yield from _compiler()
@@ -74,7 +78,12 @@ def _compiler() -> Iterator[Finding]:
         compiler, advice = None, str(error)
     yield Finding("compiler", compiler is not None, compiler.version if compiler else "", advice)
     if compiler is not None:
-        yield Finding("openmp", compiler.parallel, "kernels use several threads", "this compiler has no OpenMP: kernels use one thread")
+        yield Finding(
+            "openmp",
+            compiler.parallel,
+            "kernels use several threads",
+            "this compiler has no OpenMP: kernels use one thread",
+        )
         vector = "-lmvec" in compiler.libraries
         yield Finding("vector math", vector, "libmvec", "no libmvec: exp, tanh and the like are computed one at a time")
     writable, why = _writable(cache)
@@ -84,7 +93,9 @@ def _compiler() -> Iterator[Finding]:
 def _gpu() -> Iterator[Finding]:
     """The driver, a GPU that PyTorch sees and that has a record, and NVRTC."""
     driver = shutil.which("nvidia-smi") is not None
-    yield Finding("driver", driver, "an NVIDIA driver", "no NVIDIA driver: kernels for GPUs are printed, and run on the processor")
+    yield Finding(
+        "driver", driver, "an NVIDIA driver", "no NVIDIA driver: kernels for GPUs are printed, and run on the processor"
+    )
     if driver:
         from terrazzo.run.cuda import architecture, devices
 

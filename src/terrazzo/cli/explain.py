@@ -31,9 +31,13 @@ def explain(request: Request, json: Json = False) -> None:
     schedules = dict(tiles.schedules) if tiles else {}
     steps = []
     for number, s in enumerate(done.loop.steps):
-        steps.append(kernel_facts(done.loop, s, events, chosen.rates) if isinstance(s, Kernel) else call_facts(s, events))
+        steps.append(
+            kernel_facts(done.loop, s, events, chosen.rates) if isinstance(s, Kernel) else call_facts(s, events)
+        )
         if isinstance(s, Kernel) and chosen.gpu is not None:
-            steps[-1] |= gpu_facts(s, schedules[number], steps[-1], events, chosen.gpu) | access_facts(done.at("kernel").steps[number])
+            steps[-1] |= gpu_facts(s, schedules[number], steps[-1], events, chosen.gpu) | access_facts(
+                done.at("kernel").steps[number]
+            )
     if json:
         as_json(steps)
         return
@@ -64,7 +68,9 @@ def kernel_facts(program: Program, kernel: Kernel, events: Sequence[Event], rate
     }
 
 
-def gpu_facts(kernel: Kernel, schedule: Any, facts: dict[str, Any], events: Sequence[Event], gpu: Any) -> dict[str, Any]:
+def gpu_facts(
+    kernel: Kernel, schedule: Any, facts: dict[str, Any], events: Sequence[Event], gpu: Any
+) -> dict[str, Any]:
     """What there is to say about a kernel on a GPU: its schedule and why, what the model expects, and the roofline."""
     from terrazzo.rules.loop_to_tile.estimate import estimate
 
@@ -80,7 +86,9 @@ def gpu_facts(kernel: Kernel, schedule: Any, facts: dict[str, Any], events: Sequ
 
 
 def access_facts(kernel: Any) -> dict[str, Any]:
-    """What the accesses of a GPU's kernel cost where that is known from its text: those that depend on data are left out."""
+    """What the accesses of a GPU's kernel cost where that is known from its text: those that depend on data are left
+    out.
+    """
     from terrazzo.targets.cuda.predict import predict
 
     costs = predict(kernel).costs
@@ -118,7 +126,11 @@ def boundary(program: Program, kernel: Kernel, events: Sequence[Event]) -> list[
     for b in dict.fromkeys(kernel.writes):
         if b in program.results:
             reasons.append(f"{b.name} is a result")
-        reasons += [f"{b.name} is read by {s.name}, which PyTorch runs" for s in program.steps if isinstance(s, Call) and b in s.reads]
+        reasons += [
+            f"{b.name} is read by {s.name}, which PyTorch runs"
+            for s in program.steps
+            if isinstance(s, Call) and b in s.reads
+        ]
     about = {kernel.name, *(b.name for b in kernel.writes)}
     declined = [e for e in events if not e.fired and e.pass_name == "fuse" and about & set(e.subject.split(" with "))]
     latest = {(e.rule, e.subject): e for e in declined}  # prices change as kernels grow; the last ones decided

@@ -17,7 +17,9 @@ from terrazzo.rewrite.rule import Event
 
 
 def at(done: Lowering, ir: str) -> Any:
-    """The last program that is in this IR; UserError where the input is further down already, or the target never gets there."""
+    """The last program that is in this IR; UserError where the input is further down already, or the target never gets
+    there.
+    """
     if (found := done.at(ir)) is not None:
         return found
     if ir in ("tile", "kernel") and dialect(done.source) in ("torch", "tensor", "loop"):

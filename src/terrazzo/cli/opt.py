@@ -16,12 +16,15 @@ def opt(
         str, typer.Option("-p", "--passes", metavar="PASS,PASS", help="What to run, in order; a wrong name lists them.")
     ] = "",
     target: Annotated[str, typer.Option(envvar="TERRAZZO_TARGET", help="Whose prices decide.")] = "cpu",
-    materialize: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Buffers that are not fused away. Repeatable.")] = None,
+    materialize: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Buffers that are not fused away. Repeatable.")
+    ] = None,
     verbose: Annotated[
         int, typer.Option("-v", "--verbose", count=True, help="-v: every rule, -vv: with its diff.", show_default=False)
     ] = 0,
 ) -> None:
-    """Run passes over IR text and print the result, which can be read back. Without passes: check it and print it tidily.
+    """Run passes over IR text and print the result, which can be read back. Without passes: check it and print it
+    tidily.
 
     terrazzo opt 02-loop.txt -p fuse,store_as_read
     """

@@ -1,4 +1,6 @@
-"""What the commands print: plain where it is piped, coloured on a terminal. Progress goes to stderr, on a terminal only."""
+"""What the commands print: plain where it is piped, coloured on a terminal. Progress goes to stderr, on a terminal
+only.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def code(text: str, language: str = "python") -> None:
     if _coloured():
         from rich.syntax import Syntax
 
-        highlighted = Syntax(text.rstrip("\n"), language, theme=THEME, background_color="default").highlight(text.rstrip("\n"))
+        highlighted = Syntax(text.rstrip("\n"), language, theme=THEME, background_color="default").highlight(
+            text.rstrip("\n")
+        )
         highlighted.rstrip()
         _console(False).print(highlighted)
     else:
@@ -58,7 +62,9 @@ def complain(label: str, text: str) -> None:
 
 @contextmanager
 def told_warnings() -> Iterator[None]:
-    """Tells warnings in a line each, on stderr; those about ops that PyTorch runs are left out, as commands list them."""
+    """Tells warnings in a line each, on stderr; those about ops that PyTorch runs are left out, as commands list
+    them.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("ignore")  # what libraries say to their developers
         for category in (RuntimeWarning, UserWarning):
@@ -81,7 +87,9 @@ def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[st
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))] if rows else []
     lines = []
     for row in rows:
-        cells = [cell.rjust(w) if k in right else cell.ljust(w) for k, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        cells = [
+            cell.rjust(w) if k in right else cell.ljust(w) for k, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
         lines.append("  ".join(cells).rstrip())
     return lines
 

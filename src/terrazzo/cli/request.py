@@ -33,10 +33,18 @@ class Request:
 
 
 def request(
-    model: Annotated[str | None, typer.Argument(help="A Hugging Face id, such as openai-community/gpt2.", show_default=False)] = None,
+    model: Annotated[
+        str | None, typer.Argument(help="A Hugging Face id, such as openai-community/gpt2.", show_default=False)
+    ] = None,
     code: Annotated[
         str | None,
-        typer.Option("-c", "--code", help="Torch code; its last expression is compiled.", rich_help_panel=_WHAT, show_default=False),
+        typer.Option(
+            "-c",
+            "--code",
+            help="Torch code; its last expression is compiled.",
+            rich_help_panel=_WHAT,
+            show_default=False,
+        ),
     ] = None,
     source: Annotated[
         tuple[str, Path] | None,
@@ -48,41 +56,73 @@ def request(
             show_default=False,
         ),
     ] = None,
-    layer: Annotated[int | None, typer.Option(help="Only this layer of the model.", rich_help_panel=_MODEL, show_default=False)] = None,
-    seq_len: Annotated[int | None, typer.Option(help="Tokens in a sequence.", rich_help_panel=_MODEL, show_default=False)] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences in a batch.", rich_help_panel=_MODEL, show_default=False)] = None,
-    dtype: Annotated[str | None, typer.Option(help="f32, bf16, f16 or f64.", rich_help_panel=_MODEL, show_default=False)] = None,
+    layer: Annotated[
+        int | None, typer.Option(help="Only this layer of the model.", rich_help_panel=_MODEL, show_default=False)
+    ] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(help="Tokens in a sequence.", rich_help_panel=_MODEL, show_default=False)
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Sequences in a batch.", rich_help_panel=_MODEL, show_default=False)
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="f32, bf16, f16 or f64.", rich_help_panel=_MODEL, show_default=False)
+    ] = None,
     random_weights: Annotated[
         bool,
-        typer.Option("--random-weights", help="Random weights of the model's shapes: nothing is fetched.", rich_help_panel=_MODEL),
+        typer.Option(
+            "--random-weights", help="Random weights of the model's shapes: nothing is fetched.", rich_help_panel=_MODEL
+        ),
     ] = False,
-    target: Annotated[str, typer.Option(envvar="TERRAZZO_TARGET", help="See `terrazzo targets`.", rich_help_panel=_HOW)] = "auto",
+    target: Annotated[
+        str, typer.Option(envvar="TERRAZZO_TARGET", help="See `terrazzo targets`.", rich_help_panel=_HOW)
+    ] = "auto",
     threads: Annotated[
         int | None,
-        typer.Option(envvar="TERRAZZO_THREADS", help="Threads a kernel may use.", rich_help_panel=_HOW, show_default=False),
+        typer.Option(
+            envvar="TERRAZZO_THREADS", help="Threads a kernel may use.", rich_help_panel=_HOW, show_default=False
+        ),
     ] = None,
     compiler: Annotated[
-        str | None, typer.Option(envvar="TERRAZZO_COMPILER", help="The C++ compiler.", rich_help_panel=_HOW, show_default=False)
+        str | None,
+        typer.Option(envvar="TERRAZZO_COMPILER", help="The C++ compiler.", rich_help_panel=_HOW, show_default=False),
     ] = None,
     materialize: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Write this buffer to memory: undo its fusion. Repeatable.", rich_help_panel=_HOW),
+        typer.Option(
+            metavar="NAME", help="Write this buffer to memory: undo its fusion. Repeatable.", rich_help_panel=_HOW
+        ),
     ] = None,
     schedule: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE", help="Schedules that take the place of chosen ones. Repeatable.", rich_help_panel=_HOW),
+        typer.Option(
+            metavar="FILE", help="Schedules that take the place of chosen ones. Repeatable.", rich_help_panel=_HOW
+        ),
     ] = None,
-    graph: Annotated[bool, typer.Option("--graph", help="On a GPU, launch all kernels as one CUDA graph.", rich_help_panel=_HOW)] = False,
-    spills: Annotated[bool, typer.Option("--spills", help="Accept kernels that spill registers.", rich_help_panel=_HOW)] = False,
+    graph: Annotated[
+        bool, typer.Option("--graph", help="On a GPU, launch all kernels as one CUDA graph.", rich_help_panel=_HOW)
+    ] = False,
+    spills: Annotated[
+        bool, typer.Option("--spills", help="Accept kernels that spill registers.", rich_help_panel=_HOW)
+    ] = False,
     fuse: Annotated[
-        bool, typer.Option("--fuse/--no-fuse", help="Without fusion, every operation is a kernel.", rich_help_panel=_HOW)
+        bool,
+        typer.Option("--fuse/--no-fuse", help="Without fusion, every operation is a kernel.", rich_help_panel=_HOW),
     ] = True,
     allow_fallback: Annotated[
-        bool, typer.Option("--allow-fallback", help="Let PyTorch run the ops that are not supported.", rich_help_panel=_HOW)
+        bool,
+        typer.Option("--allow-fallback", help="Let PyTorch run the ops that are not supported.", rich_help_panel=_HOW),
     ] = False,
     verbose: Annotated[
         int,
-        typer.Option("-v", "--verbose", count=True, help="-v: every rule, -vv: with its diff.", rich_help_panel=_HOW, show_default=False),
+        typer.Option(
+            "-v",
+            "--verbose",
+            count=True,
+            help="-v: every rule, -vv: with its diff.",
+            rich_help_panel=_HOW,
+            show_default=False,
+        ),
     ] = 0,
     dump: Annotated[
         Path | None,
@@ -106,7 +146,9 @@ def request(
     }
     sizes = {name: value for name, value in sizes.items() if value is not None}
     if sizes and model is None:
-        raise UserError(f"--{next(iter(sizes)).replace('_', '-')} concerns models; {given[0]} says by itself what is compiled")
+        raise UserError(
+            f"--{next(iter(sizes)).replace('_', '-')} concerns models; {given[0]} says by itself what is compiled"
+        )
     chosen = {
         "target": here() if target == "auto" else target,
         "threads": threads,
@@ -116,7 +158,9 @@ def request(
         "dump": dump,
     }
     texts = tuple(map(_read, schedule or ()))
-    options = Options.from_mapping({**chosen, "materialize": materialize or (), "schedules": texts, "graph": graph, "spills": spills})
+    options = Options.from_mapping(
+        {**chosen, "materialize": materialize or (), "schedules": texts, "graph": graph, "spills": spills}
+    )
     return Request(model, code, source, sizes, allow_fallback, options)
 
 

@@ -20,9 +20,14 @@ if TYPE_CHECKING:
 def run(
     request: Request,
     check: Annotated[
-        bool, typer.Option("--check", help="Compare with eager, both against float64; simulate some blocks of kernels for a GPU.")
+        bool,
+        typer.Option(
+            "--check", help="Compare with eager, both against float64; simulate some blocks of kernels for a GPU."
+        ),
     ] = False,
-    interpret: Annotated[bool, typer.Option("--interpret", help="Run an interpreter: of Loop IR, or of a GPU's kernels.")] = False,
+    interpret: Annotated[
+        bool, typer.Option("--interpret", help="Run an interpreter: of Loop IR, or of a GPU's kernels.")
+    ] = False,
     timed: Annotated[bool, typer.Option("--time", help="Time it beside eager, in turns.")] = False,
     json: Json = False,
 ) -> None:
@@ -53,12 +58,18 @@ def run(
 
     inputs = list(subject.inputs().values())
     try:
-        with working("running"), reproducible(request.options), failing("running", None if request.file else subject.program):
+        with (
+            working("running"),
+            reproducible(request.options),
+            failing("running", None if request.file else subject.program),
+        ):
             results = compiled(inputs)
     except CompilerBug as error:
         if request.file is None:
             raise
-        raise UserError(f"{request.file[1]}: {error}") from None  # it would be a bug, had the compiler made this program
+        raise UserError(
+            f"{request.file[1]}: {error}"
+        ) from None  # it would be a bug, had the compiler made this program
     compared = times = None
     if check:
         with working("checking against float64"):
@@ -101,7 +112,9 @@ def _time(ours: Any, eager: Any, threads: int | None) -> dict[str, Timing]:
     return interleaved({"terrazzo": finished(ours), "eager": finished(eager)})
 
 
-def _tell(compiled: Any, results: list[Any], seconds: float, compared: Accuracy | None, times: dict[str, Timing] | None) -> None:
+def _tell(
+    compiled: Any, results: list[Any], seconds: float, compared: Accuracy | None, times: dict[str, Timing] | None
+) -> None:
     for k, r in enumerate(results):
         say(f"result {k}: {_type(r)}")
     say(f"compiled in {duration(seconds * 1e9)}")

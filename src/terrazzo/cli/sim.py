@@ -20,12 +20,19 @@ class Interleave(StrEnum):
 
 def sim(
     file: Annotated[Path, typer.Argument(help="Kernel IR: what `compile --ir kernel` prints, or written by hand.")],
-    interleave: Annotated[Interleave, typer.Option(help="fair: warps go step by step. adversarial: some run far ahead.")] = Interleave.fair,
-    seed: Annotated[int, typer.Option(help="Of the adversarial order; the first of them, where there are several runs.")] = 0,
+    interleave: Annotated[
+        Interleave, typer.Option(help="fair: warps go step by step. adversarial: some run far ahead.")
+    ] = Interleave.fair,
+    seed: Annotated[
+        int, typer.Option(help="Of the adversarial order; the first of them, where there are several runs.")
+    ] = 0,
     runs: Annotated[int, typer.Option(min=1, help="How many adversarial orders to try.")] = 1,
-    costs: Annotated[bool, typer.Option(help="Count what costs time: bank conflicts, sectors, bytes, instructions.")] = False,
+    costs: Annotated[
+        bool, typer.Option(help="Count what costs time: bank conflicts, sectors, bytes, instructions.")
+    ] = False,
 ) -> None:
-    """Run Kernel IR without a GPU, on random inputs, and say what is wrong with it: races, missing barriers and fences, deadlocks.
+    """Run Kernel IR without a GPU, on random inputs, and say what is wrong with it: races, missing barriers and fences,
+    deadlocks.
 
     terrazzo sim kernel.txt --interleave adversarial --seed 7
     """
@@ -59,7 +66,9 @@ def sim(
     orders = f"{runs} adversarial order{'s' * (runs > 1)}" if interleave is Interleave.adversarial else "the fair order"
     say(f"nothing wrong found, in {orders}", "green")
     if counted is not None:
-        rows: list[tuple[str, ...]] = [("statement", "access", "requests", "bytes", "wavefronts", "conflicts", "sectors")]
+        rows: list[tuple[str, ...]] = [
+            ("statement", "access", "requests", "bytes", "wavefronts", "conflicts", "sectors")
+        ]
         for (s, kind), c in counted.accesses.items():
             numbers = (c.requests, c.bytes, c.wavefronts, c.conflicts, c.sectors)
             text = statement(s)[0] if not isinstance(s, l.Load) else f"... {s.buffer.name}[{show_list(s.index)}]"

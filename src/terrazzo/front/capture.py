@@ -1,7 +1,7 @@
 """Capture: a module or a function, with example inputs, to Torch IR.
 
-The call is traced once with fake tensors: in-place ops become functional, ops outside our set are taken apart by PyTorch's own
-decompositions, attention by its mathematical definition.
+The call is traced once with fake tensors: in-place ops become functional, ops outside our set are taken apart by
+PyTorch's own decompositions, attention by its mathematical definition.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def attention_by_definition() -> Iterator[None]:
         yield
 
 
-def capture(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, name: str = "forward") -> Captured:
+def capture(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, name: str = "forward"
+) -> Captured:
     """Trace `fn(*args, **kwargs)`. Parameters and buffers of a module become bound inputs."""
     import torch
     from torch.utils import _pytree as pytree
@@ -66,7 +68,9 @@ def capture(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         leaves, tree = pytree.tree_flatten(out)
         if any(not isinstance(x, torch.Tensor) for x in leaves):
             kinds = sorted({type(x).__name__ for x in leaves if not isinstance(x, torch.Tensor)})
-            raise UserError(f"the results must be tensors; found {', '.join(kinds)}. Wrap the call in a function that returns tensors")
+            raise UserError(
+                f"the results must be tensors; found {', '.join(kinds)}. Wrap the call in a function that returns tensors"
+            )
         results.append(tree)
         return leaves
 
@@ -74,7 +78,9 @@ def capture(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     try:
         program, constants = from_graph(gm, name)
     except Limitation as why:
-        raise Limitation(f'{why}\nUnder torch.compile(..., backend="terrazzo") PyTorch runs a graph that has them.') from None
+        raise Limitation(
+            f'{why}\nUnder torch.compile(..., backend="terrazzo") PyTorch runs a graph that has them.'
+        ) from None
     names = program.input_names
     labels = _labels(list(state), _argument_names(fn, args, kwargs or {}, flat, varying))
     program, rename = _renamed(program, labels)
@@ -129,7 +135,9 @@ def trace(fn: Callable[..., Any], *args: Any) -> Any:
         raise Limitation(f"the call branches on its data ({str(e).splitlines()[0]})") from None
     except Exception as e:
         if effect := re.search(r"token for effect .* the function (\S+)", str(e)):
-            raise Limitation(f"{effect[1].rstrip('.')} checks its data and returns nothing, which no program can hold") from None
+            raise Limitation(
+                f"{effect[1].rstrip('.')} checks its data and returns nothing, which no program can hold"
+            ) from None
         raise UserError(f"capture failed: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}") from e
     for node in gm.graph.nodes:
         if node.op == "call_function" and str(node.target).startswith("aten.copy_."):
@@ -143,7 +151,9 @@ def _mutates(node: Any) -> bool:
     return node.op == "call_function" and getattr(getattr(node.target, "_schema", None), "is_mutable", False)
 
 
-def _argument_names(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], flat: list[Any], varying: list[int]) -> list[str]:
+def _argument_names(
+    fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], flat: list[Any], varying: list[int]
+) -> list[str]:
     """What the tensors among the arguments are called: the parameter's name, numbered where it holds several."""
     import inspect
 
@@ -164,7 +174,8 @@ def _labels(state: list[str], arguments: list[str]) -> list[str]:
     """Short names where they are unique: the last part of a parameter's path, else all of it."""
     last = [s.rsplit(".", 1)[-1] for s in state]
     return [
-        short if last.count(short) == 1 and short not in arguments else full for short, full in zip(last, state, strict=True)
+        short if last.count(short) == 1 and short not in arguments else full
+        for short, full in zip(last, state, strict=True)
     ] + arguments
 
 
@@ -180,5 +191,7 @@ def _renamed(program: Program, labels: list[str]) -> tuple[Program, dict[str, st
     memo: dict[Node, Any] = {i: Input(rename[i.name], i.type) for i in program.inputs}
     inputs = tuple(memo[i] for i in program.inputs)
     results = tuple(transform(r, lambda n: n, memo) for r in program.results)
-    names = {memo[n]: memo[n].name if isinstance(n, Input) else label for n, label in program.names.items() if n in memo}
+    names = {
+        memo[n]: memo[n].name if isinstance(n, Input) else label for n, label in program.names.items() if n in memo
+    }
     return Program("torch", program.name, inputs, results, names, program.sources), rename

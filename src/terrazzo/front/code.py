@@ -1,8 +1,8 @@
 """`-c CODE`: a few lines of torch, whose last expression is compiled.
 
-Calls that make tensors or modules out of no tensors (`torch.randn(...)`, `torch.nn.Linear(...)`) run now, once: their results are
-the inputs and the parameters. Everything that consumes them is what gets compiled. The code is the user's own, from his command
-line, and is run as Python; nothing else in Terrazzo is.
+Calls that make tensors or modules out of no tensors (`torch.randn(...)`, `torch.nn.Linear(...)`) run now, once: their
+results are the inputs and the parameters. Everything that consumes them is what gets compiled. The code is the user's
+own, from his command line, and is run as Python; nothing else in Terrazzo is.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def load(code: str) -> tuple[Any, tuple[Any, ...]]:
         body=kept,
         decorator_list=[],
     )
-    making.run(ast.fix_missing_locations(ast.Module([ast.copy_location(function, tree.body[0])], [])), "exec", tree.body[-1])
+    making.run(
+        ast.fix_missing_locations(ast.Module([ast.copy_location(function, tree.body[0])], [])), "exec", tree.body[-1]
+    )
 
     class Code(torch.nn.Module):  # type: ignore[misc]
         """The code as a module, so that what it constructs has parameters."""
@@ -79,7 +81,12 @@ class _Making(ast.NodeTransformer):
         if isinstance(new, ast.Assign) and not self._depends(new.value):
             self.run(ast.fix_missing_locations(ast.Module([new], [])), "exec", s)  # plain numbers and the like
             return None
-        if isinstance(new, ast.Assign) and isinstance(new.value, ast.Name) and isinstance(target, ast.Name) and new.value.id == target.id:
+        if (
+            isinstance(new, ast.Assign)
+            and isinstance(new.value, ast.Name)
+            and isinstance(target, ast.Name)
+            and new.value.id == target.id
+        ):
             return None  # the input has the name of the variable
         self.live |= {n.id for n in ast.walk(new) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         return new
@@ -106,9 +113,13 @@ class _Making(ast.NodeTransformer):
         return new
 
     def _changed_module(self, call: ast.Call) -> ast.Name | None:
-        """The module's name, where a call such as `.bfloat16()` or `.to(...)` changes a module in place: that happens now, once."""
+        """The module's name, where a call such as `.bfloat16()` or `.to(...)` changes a module in place: that happens
+        now, once.
+        """
         match call.func:
-            case ast.Attribute(value=ast.Name(id=name) as where, attr=attr) if name in self.modules and attr in _CHANGES:
+            case ast.Attribute(value=ast.Name(id=name) as where, attr=attr) if (
+                name in self.modules and attr in _CHANGES
+            ):
                 if not any(self._depends(x) for x in (*call.args, *call.keywords)):
                     self.run(ast.fix_missing_locations(ast.Expression(call)), "eval", call)
                     return where

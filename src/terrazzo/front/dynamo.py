@@ -17,7 +17,9 @@ _graphs = count()
 """Numbers the graphs of this process, so that each is dumped beside the others."""
 
 
-def terrazzo(gm: Any, example_inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, object] | None = None) -> Any:
+def terrazzo(
+    gm: Any, example_inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, object] | None = None
+) -> Any:
     """The backend. PyTorch's graph goes through AOTAutograd, so training graphs come apart into forward and backward.
 
     An option we do not know is an error. Shapes that PyTorch holds open are compiled one by one, as they come.
@@ -42,7 +44,12 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options) -> Any:
     try:
         with attention_by_definition():
             return aot_module_simplified(
-                gm, example_inputs, fw_compiler=compiler, bw_compiler=compiler, inference_compiler=compiler, decompositions=table()
+                gm,
+                example_inputs,
+                fw_compiler=compiler,
+                bw_compiler=compiler,
+                inference_compiler=compiler,
+                decompositions=table(),
             )
     except GuardOnDataDependentSymNode as why:
         _say(f"a shape depends on data ({str(why).splitlines()[0]})")
@@ -125,7 +132,9 @@ def _by_shape(gm: Any, options: Options) -> Any:
     compiled: dict[Any, Any] = {}
 
     def call(*args: Any) -> Any:
-        key = tuple((tuple(a.shape), a.stride(), a.dtype, a.requires_grad) if isinstance(a, torch.Tensor) else a for a in args)
+        key = tuple(
+            (tuple(a.shape), a.stride(), a.dtype, a.requires_grad) if isinstance(a, torch.Tensor) else a for a in args
+        )
         if key not in compiled:
             with torch._guards.tracing(None):
                 compiled[key] = _specialised(gm, args, options)

@@ -22,7 +22,11 @@ def from_graph(gm: Any, name: str) -> tuple[Program, dict[str, Any]]:
     for node in gm.graph.nodes:
         reader.read(node)
     if reader.refused:
-        raise Limitation("\n".join(["a program cannot hold these operations:", *(f"    {line}" for line in dict.fromkeys(reader.refused))]))
+        raise Limitation(
+            "\n".join(
+                ["a program cannot hold these operations:", *(f"    {line}" for line in dict.fromkeys(reader.refused))]
+            )
+        )
     program = Program("torch", name, tuple(reader.inputs), reader.results, reader.names, reader.sources)
     return program, reader.constants
 
@@ -99,11 +103,15 @@ def _argument(value: Any, values: dict[Any, Any]) -> Any:
 
 
 def _reads_its_operand(node: Any) -> None:
-    """as_strided looks past its operand at the storage behind it. Values here have none: the two must be the same elements."""
+    """as_strided looks past its operand at the storage behind it. Values here have none: the two must be the same
+    elements.
+    """
     if not str(node.target).startswith("aten.as_strided"):
         return
     base = node.args[0].meta["val"]
-    rest = dict(zip(("size", "stride", "storage_offset"), node.args[2 if "scatter" in str(node.target) else 1 :], strict=False))
+    rest = dict(
+        zip(("size", "stride", "storage_offset"), node.args[2 if "scatter" in str(node.target) else 1 :], strict=False)
+    )
     rest.update({k: v for k, v in node.kwargs.items() if k in ("size", "stride", "storage_offset")})
     offset = rest.get("storage_offset")
     last = (offset or 0) + sum((n - 1) * s for n, s in zip(rest["size"], rest["stride"], strict=True))
@@ -142,7 +150,9 @@ def _identifier(name: str) -> str:
     return name if name and not name[0].isdigit() else f"v_{name}"
 
 
-RESERVED = frozenset({"inf", "nan", "get", "at", "torch", "index", "call", "kernel", "size", "None", "True", "False", "_"})
+RESERVED = frozenset(
+    {"inf", "nan", "get", "at", "torch", "index", "call", "kernel", "size", "None", "True", "False", "_"}
+)
 
 
 def _unique(name: str, taken: set[str]) -> str:

@@ -25,9 +25,9 @@ def load(
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """(module, args, kwargs) for a model, in eval mode: the first tensor of its output, or of one layer's.
 
-    `layer` takes only that decoder or encoder layer, with the hidden states, rotary tables and mask it gets in a forward pass of
-    `seq_len` tokens. Without `random_weights` the weights come from the hub's cache or from the folder `model_id`; of a layer, only
-    its own tensors are read. Weights and inputs are drawn with `seed`.
+    `layer` takes only that decoder or encoder layer, with the hidden states, rotary tables and mask it gets in a
+    forward pass of `seq_len` tokens. Without `random_weights` the weights come from the hub's cache or from the folder
+    `model_id`; of a layer, only its own tensors are read. Weights and inputs are drawn with `seed`.
     """
     torch, transformers = _libraries()
     torch.manual_seed(seed)
@@ -142,7 +142,9 @@ def _layers(model: Any, torch: Any) -> tuple[str, Any]:
 
 
 def _layer(config: Any, layer: int, transformers: Any, torch: Any) -> tuple[Any, str]:
-    """Layer number `layer` with random weights (its projections of norm 0.02, its norms near one), and its path in the model."""
+    """Layer number `layer` with random weights (its projections of norm 0.02, its norms near one), and its path in the
+    model.
+    """
     count = config.num_hidden_layers
     if not 0 <= layer < count:
         raise UserError(f"--layer {layer}: the model has layers 0 to {count - 1}")
@@ -177,7 +179,9 @@ def _layer_inputs(config: Any, batch: int, seq_len: int, wanted: Any, transforme
     handle.remove()
     given, named = seen[0]
     hidden = torch.randn_like(given[0] if given else named["hidden_states"])
-    named = {k: v for k, v in named.items() if k != "hidden_states" and v is not None and v is not False and not _is_cache(v)}
+    named = {
+        k: v for k, v in named.items() if k != "hidden_states" and v is not None and v is not False and not _is_cache(v)
+    }
     return (hidden, *given[1:]), named
 
 

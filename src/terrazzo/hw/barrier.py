@@ -1,4 +1,6 @@
-"""What warps wait at and order their accesses with, as functions in CUDA. Addresses are those of shared memory, in bytes."""
+"""What warps wait at and order their accesses with, as functions in CUDA. Addresses are those of shared memory, in
+bytes.
+"""
 
 MBARRIERS = """// Barriers in shared memory. A phase ends when all arrivals are in and all bytes that were announced have come.
 __device__ __forceinline__ void barrier_init(unsigned barrier, unsigned arrivals) {

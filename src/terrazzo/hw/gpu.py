@@ -1,4 +1,6 @@
-"""The machines: what a block may use, how fast memory and arithmetic are. One record each; the chooser of schedules reads nothing else."""
+"""The machines: what a block may use, how fast memory and arithmetic are. One record each; the chooser of schedules
+reads nothing else.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,9 @@ from terrazzo.errors import UserError
 class Gpu:
     """`arch` is what NVRTC calls the target. Rates are of the whole machine: bytes and operations per nanosecond.
 
-    `shared` is what a block may have, in bytes; `memory`, `cache`, `fma` (two operations per multiply-add, in f32) and `tensor` (those of
-    `mma.sync` on 16-bit operands) are what good kernels reach; `roof` has the data sheet's memory, f32 and 16-bit tensor rates, which
-    nothing beats; `launch` is in nanoseconds.
+    `shared` is what a block may have, in bytes; `memory`, `cache`, `fma` (two operations per multiply-add, in f32) and
+    `tensor` (those of `mma.sync` on 16-bit operands) are what good kernels reach; `roof` has the data sheet's memory,
+    f32 and 16-bit tensor rates, which nothing beats; `launch` is in nanoseconds.
     """
 
     arch: str

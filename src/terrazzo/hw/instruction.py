@@ -1,7 +1,8 @@
-"""The record of a matrix instruction: what it computes, which lane and register holds which element, and how it is written.
+"""The record of a matrix instruction: what it computes, which lane and register holds which element, and how it is
+written.
 
-Everything that needs to know an instruction reads its record: the chooser of schedules, the layout engine, the simulator, the
-emitter of CUDA. A new instruction is a new record in a file of its family.
+Everything that needs to know an instruction reads its record: the chooser of schedules, the layout engine, the
+simulator, the emitter of CUDA. A new instruction is a new record in a file of its family.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from terrazzo.ir.types import DType
 
 @dataclass(frozen=True)
 class Fragment:
-    """An operand as the lanes of a warp hold it: `reg` counts a lane's elements, of which `packed` share a 32-bit register."""
+    """An operand as the lanes of a warp hold it: `reg` counts a lane's elements, of which `packed` share a 32-bit
+    register.
+    """
 
     dtype: DType
     layout: Layout
@@ -44,7 +47,9 @@ class Fragment:
         return list(self.layout.coordinates(reg=reg, lane=lane).values())
 
     def distribute(self, matrix: Any) -> Any:
-        """What each lane holds of matrices, [..., lanes, elements]. Coordinates come last, in the order of their names."""
+        """What each lane holds of matrices, [..., lanes, elements]. Coordinates come last, in the order of their
+        names.
+        """
         return matrix[(..., *self._coordinates)]
 
     def collect(self, held: Any) -> Any:
@@ -58,7 +63,8 @@ class Fragment:
 class MatrixInstruction:
     """d[m, n] = c[m, n] + sum over k of a[m, k] * b[k, n], products exact, the sum in the type of d, by one warp.
 
-    `mnemonic` is PTX; `since` the first architecture that has it (80 for sm_80). Coordinates of fragments are k, m and n.
+    `mnemonic` is PTX; `since` the first architecture that has it (80 for sm_80). Coordinates of fragments are k, m and
+    n.
     """
 
     name: str

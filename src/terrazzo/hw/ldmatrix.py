@@ -1,7 +1,7 @@
 """`ldmatrix` and `stmatrix`: 8 x 8 matrices of 16-bit elements between shared memory and the lanes of a warp.
 
-Lane 8 j + i names the address of row i of matrix j, 16 bytes; every lane gets two neighbours of every matrix. Whether an
-instruction can load a fragment, and which rows its lanes must name then, follows from the two layouts.
+Lane 8 j + i names the address of row i of matrix j, 16 bytes; every lane gets two neighbours of every matrix. Whether
+an instruction can load a fragment, and which rows its lanes must name then, follows from the two layouts.
 """
 
 from __future__ import annotations
@@ -33,16 +33,19 @@ class MatrixMove:
     since: int
 
     def rows(self, fragment: Layout, along: str | None = None) -> tuple[Vector, ...] | None:
-        """For each bit of a lane's number, the coordinates (as `fragment` packs them) it adds to the row the lane names.
+        """For each bit of a lane's number, the coordinates (as `fragment` packs them) it adds to the row the lane
+        names.
 
-        None where this instruction does not move such a fragment: its elements are not spread over the lanes in this way, or the
-        columns of its matrices are not the neighbours along one coordinate (`along`, where it is given).
+        None where this instruction does not move such a fragment: its elements are not spread over the lanes in this
+        way, or the columns of its matrices are not the neighbours along one coordinate (`along`, where it is given).
         """
         mine = dict(self.layout.places)
         theirs = dict(fragment.places)
         if [len(mine[p]) for p in ("reg", "lane")] != [len(theirs.get(p, ())) for p in ("reg", "lane")]:
             return None
-        meaning = dict(zip((*mine["reg"], *mine["lane"]), (*theirs["reg"], *theirs["lane"]), strict=True))  # a bit of (c, j, r) -> theirs
+        meaning = dict(
+            zip((*mine["reg"], *mine["lane"]), (*theirs["reg"], *theirs["lane"]), strict=True)
+        )  # a bit of (c, j, r) -> theirs
         column, matrix, row = self._bits()
         columns = [meaning[1 << b] for b in column]
         if columns != [columns[0] << k for k in range(COLUMNS)] or columns[0] not in _units(fragment, along):
@@ -58,7 +61,9 @@ class MatrixMove:
         return (found[0], found[1], found[2]) if len(found) == 3 else (found[0], range(0), found[1])
 
     def load(self, memory: Any, addresses: Any) -> Any:
-        """What each lane holds, [32, elements]: `memory` is flat, `addresses` has the first element of the row each lane names."""
+        """What each lane holds, [32, elements]: `memory` is flat, `addresses` has the first element of the row each
+        lane names.
+        """
         at = self._places(addresses)
         return memory[at]
 
@@ -77,7 +82,9 @@ class MatrixMove:
         return self.name.replace(".", "_")
 
     def cuda(self) -> str:
-        """A function `void name(unsigned (&x)[count], unsigned address)`; the address is one of shared memory, in bytes."""
+        """A function `void name(unsigned (&x)[count], unsigned address)`; the address is one of shared memory, in
+        bytes.
+        """
         registers = "{" + ", ".join(f"%{k + self.store}" for k in range(self.count)) + "}"
         each = ", ".join(f'"{"" if self.store else "="}r"(x[{k}])' for k in range(self.count))
         if self.store:
@@ -101,7 +108,9 @@ def _units(layout: Layout, along: str | None) -> set[Vector]:
 def _record(count: int, transposed: bool, store: bool) -> MatrixMove:
     matrices = [f"j{1 << k}" for k in range(count.bit_length() - 1)]
     across, along = ("r", "c") if transposed else ("c", "r")
-    layout = Layout.parse(f"reg: {' '.join([f'{across}1', *matrices])}; lane: {across}2 {across}4 {along}1 {along}2 {along}4")
+    layout = Layout.parse(
+        f"reg: {' '.join([f'{across}1', *matrices])}; lane: {across}2 {across}4 {along}1 {along}2 {along}4"
+    )
     what, trans = "stmatrix" if store else "ldmatrix", ".trans" if transposed else ""
     mnemonic = f"{what}.sync.aligned.m8n8.x{count}{trans}.shared.b16"
     return MatrixMove(f"{what}.x{count}{trans}", mnemonic, count, layout, store, 90 if store else 75)
@@ -123,11 +132,16 @@ def move(name: str) -> MatrixMove:
 
 
 def loader(fragment: Layout, arch: int, along: str | None = None) -> tuple[MatrixMove, tuple[Vector, ...]] | None:
-    """The load that brings in this fragment whole, on this architecture, with the rows its lanes name; None where there is none.
+    """The load that brings in this fragment whole, on this architecture, with the rows its lanes name; None where there
+    is none.
 
     `along` is the coordinate that is contiguous in memory, where that is settled.
     """
     for instruction in INSTRUCTIONS:
-        if not instruction.store and instruction.since <= arch and (rows := instruction.rows(fragment, along)) is not None:
+        if (
+            not instruction.store
+            and instruction.since <= arch
+            and (rows := instruction.rows(fragment, along)) is not None
+        ):
             return instruction, rows
     return None

@@ -1,8 +1,9 @@
 """How many steps a warp's access to memory takes: wavefronts of shared memory, sectors of global memory.
 
-Functions take byte addresses [..., lane] and the mask of lanes that take part, and give a number for every warp. The rules are those of
-the CUDA programming guide (banks, 32-byte sectors) and of NVIDIA's engineers (lanes that read the same); 1002 patterns of
-addresses were held against the counters of an H200, and all agree but two of loads of 16 bytes by some of the lanes.
+Functions take byte addresses [..., lane] and the mask of lanes that take part, and give a number for every warp. The
+rules are those of the CUDA programming guide (banks, 32-byte sectors) and of NVIDIA's engineers (lanes that read the
+same); 1002 patterns of addresses were held against the counters of an H200, and all agree but two of loads of 16 bytes
+by some of the lanes.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ LINE = BANKS * BANK
 def wavefronts(addresses: Any, active: Any, size: int, write: bool = False) -> tuple[Any, Any]:
     """(wavefronts, those of them that are bank conflicts) of an access to shared memory of `size` bytes a lane.
 
-    Lanes go in phases of 128 bytes: 32, 16 or 8 lanes for accesses of up to 4, 8 or 16 bytes. A phase takes as many wavefronts as the
-    busiest bank has different words. Two phases of a load are one where lanes that differ in bit 0 (or all those that do in bit 1) read
-    the same. What ncu calls smsp__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared.
+    Lanes go in phases of 128 bytes: 32, 16 or 8 lanes for accesses of up to 4, 8 or 16 bytes. A phase takes as many
+    wavefronts as the busiest bank has different words. Two phases of a load are one where lanes that differ in bit 0
+    (or all those that do in bit 1) read the same. What ncu calls smsp__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared.
     """
     lanes = min(LINE // max(size, BANK), 32)
     each = _phases(addresses, active, size, lanes)
@@ -49,7 +50,8 @@ def sectors(addresses: Any, active: Any) -> Any:
 
 
 def copied_sectors(source: Any, target: Any, active: Any, size: int) -> Any:
-    """Sectors that cp.async asks for. Copies of 16 bytes bypass the first-level cache, and one takes both halves of a sector only where
+    """Sectors that cp.async asks for. Copies of 16 bytes bypass the first-level cache, and one takes both halves of a
+    sector only where
     they go to one sector of shared memory. smsp__sass_l1tex_t_sectors_pipe_lsu_mem_global_op_ldgsts."""
     if size < 16:
         return sectors(source, active)
@@ -60,7 +62,9 @@ def copied_sectors(source: Any, target: Any, active: Any, size: int) -> Any:
 
 def _phases(addresses: Any, active: Any, size: int, lanes: int) -> Any:
     """Wavefronts of every phase of so many lanes, [..., phase]."""
-    words = np.where(active, addresses // BANK, -1)[..., None] + np.where(active[..., None], np.arange(max(size // BANK, 1)), 0)
+    words = np.where(active, addresses // BANK, -1)[..., None] + np.where(
+        active[..., None], np.arange(max(size // BANK, 1)), 0
+    )
     words = np.sort(words.reshape(-1, lanes * words.shape[-1]), axis=-1)
     phase, at = np.nonzero(_different(words))
     busy = np.bincount(phase * BANKS + words[phase, at] % BANKS, minlength=len(words) * BANKS)
@@ -76,7 +80,9 @@ def _different(values: Any) -> Any:
 
 
 def _alike(addresses: Any, active: Any, bit: int, lanes: int) -> Any:
-    """Whether, within groups of so many lanes, those whose number differs in one bit read the same where both take part."""
+    """Whether, within groups of so many lanes, those whose number differs in one bit read the same where both take
+    part.
+    """
     other = np.arange(32) ^ bit
     same = (addresses == addresses[..., other]) | ~active | ~active[..., other]
     return same.reshape(*same.shape[:-1], 32 // lanes, lanes).all(-1)

@@ -1,4 +1,6 @@
-"""`mma.sync`: the matrix instructions of a warp. The fragments are those of the PTX ISA, section "Matrix Fragments for mma"."""
+"""`mma.sync`: the matrix instructions of a warp. The fragments are those of the PTX ISA, section "Matrix Fragments for
+mma".
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,9 @@ from terrazzo.hw.instruction import Fragment, MatrixInstruction
 from terrazzo.ir.layout import Layout
 from terrazzo.ir.types import DType, bf16, f16, f32, i8, i32
 
-# What the bits of an element's number within a lane, and of the lane, add to the coordinates. All of them pack neighbours
-# along k into a register, give each group of four lanes a row (or a column of b), and each lane two neighbours of d.
+# What the bits of an element's number within a lane, and of the lane, add to the coordinates. All of them pack
+# neighbours along k into a register, give each group of four lanes a row (or a column of b), and each lane two
+# neighbours of d.
 _SHORT = {  # 16-bit operands, k = 8
     "a": "reg: k1 m8; lane: k2 k4 m1 m2 m4",
     "b": "reg: k1; lane: k2 k4 n1 n2 n4",

@@ -1,8 +1,8 @@
 """TMA: copies of boxes between tensors in global memory and slabs in shared memory, by one thread.
 
-A tensor map describes the tensor and the box once, on the host; an instruction names the map and the coordinates of the box's first
-element. What lies outside the tensor reads as zeros, and counts for the barrier. See the PTX ISA, "Tensor Map", and the CUDA driver API,
-cuTensorMapEncodeTiled, for the limits.
+A tensor map describes the tensor and the box once, on the host; an instruction names the map and the coordinates of the
+box's first element. What lies outside the tensor reads as zeros, and counts for the barrier. See the PTX ISA, "Tensor
+Map", and the CUDA driver API, cuTensorMapEncodeTiled, for the limits.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ SPANS = tuple(HARDWARE)
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A tensor in global memory and a box of it. Shapes are outermost first; `strides` are in elements, the last one is 1.
+    """A tensor in global memory and a box of it. Shapes are outermost first; `strides` are in elements, the last one is
+    1.
 
-    `swizzle` is the span in bytes (0, 32, 64 or 128) by which the slab is swizzled. Limitation, with the reason, where TMA cannot.
+    `swizzle` is the span in bytes (0, 32, 64 or 128) by which the slab is swizzled. Limitation, with the reason, where
+    TMA cannot.
     """
 
     dtype: DType
@@ -58,7 +60,9 @@ class TensorMap:
         return math.prod(self.box) * self.dtype.size
 
     def places(self, at: Sequence[int]) -> tuple[Any, Any]:
-        """Of the box at these coordinates, what lies inside the tensor: its numbers in the box, and in the tensor's memory."""
+        """Of the box at these coordinates, what lies inside the tensor: its numbers in the box, and in the tensor's
+        memory.
+        """
         grid = np.meshgrid(*(np.arange(c, c + n) for c, n in zip(at, self.box, strict=True)), indexing="ij")
         inside = np.logical_and.reduce([(x >= 0) & (x < n) for x, n in zip(grid, self.shape, strict=True)]).reshape(-1)
         offsets: Any = sum(x * s for x, s in zip(grid, self.strides, strict=True))
@@ -67,10 +71,13 @@ class TensorMap:
     def load(self, tensor: Any, at: Sequence[int]) -> Any:
         """The slab as bytes, for the box at these coordinates (outermost first): the meaning of the instruction.
 
-        The last coordinate must be a multiple of 16 bytes: an H200 takes no other, and the driver's manual does not say so.
+        The last coordinate must be a multiple of 16 bytes: an H200 takes no other, and the driver's manual does not say
+        so.
         """
         if at[-1] * self.dtype.size % 16:
-            raise Limitation(f"TMA: the box starts {at[-1] * self.dtype.size} bytes into a row, which is no multiple of 16")
+            raise Limitation(
+                f"TMA: the box starts {at[-1] * self.dtype.size} bytes into a row, which is no multiple of 16"
+            )
         slab = np.zeros(self.box, self.dtype.numpy)
         inside = [slice(max(c, 0), max(min(c + b, n), 0)) for c, b, n in zip(at, self.box, self.shape, strict=True)]
         given = tensor[tuple(inside)]
@@ -90,7 +97,8 @@ def tensor_map(kind: Type, box: tuple[int, ...], swizzle: int) -> TensorMap:
 
 
 def load_function(rank: int, cluster: bool = False) -> str:
-    """CUDA: `void tma_load_{rank}d(slab, map, barrier, c0, ...)`, coordinates innermost first, addresses of shared memory in bytes.
+    """CUDA: `void tma_load_{rank}d(slab, map, barrier, c0, ...)`, coordinates innermost first, addresses of shared
+    memory in bytes.
 
     For a `cluster` there is one that takes a set of ranks, after the barrier.
     """
@@ -109,7 +117,9 @@ def load_function(rank: int, cluster: bool = False) -> str:
 
 
 def store_function(rank: int, reduction: str) -> str:
-    """CUDA: `void tma_store_{rank}d(map, slab, c0, ...)`, or tma_add, tma_min, tma_max where the box is combined with what is there."""
+    """CUDA: `void tma_store_{rank}d(map, slab, c0, ...)`, or tma_add, tma_min, tma_max where the box is combined with
+    what is there.
+    """
     coordinates, given = _coordinates(rank)
     places = ", ".join(f"%{k + 2}" for k in range(rank))
     kind = "cp.reduce.async.bulk" if reduction else "cp.async.bulk"

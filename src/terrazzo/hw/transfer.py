@@ -1,7 +1,8 @@
-"""What single lanes do: multiply and add, load and store in wide pieces, copy asynchronously, read each other's registers.
+"""What single lanes do: multiply and add, load and store in wide pieces, copy asynchronously, read each other's
+registers.
 
-As for matrix instructions, a record says what an instruction computes and how it is written in CUDA; the simulator runs the one, the
-emitter writes the other, and the tests compare them on a GPU.
+As for matrix instructions, a record says what an instruction computes and how it is written in CUDA; the simulator runs
+the one, the emitter writes the other, and the tests compare them on a GPU.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import numpy as np
 
 @dataclass(frozen=True)
 class LaneInstruction:
-    """`run` is the meaning, on arrays whose last axis (but for elements of one access) is the lane; `cuda` defines its function.
+    """`run` is the meaning, on arrays whose last axis (but for elements of one access) is the lane; `cuda` defines its
+    function.
 
-    `since` is the first architecture that has it (80 for sm_80); `rate` how many lanes of a processor do it in a clock, at best, for
-    4 bytes each.
+    `since` is the first architecture that has it (80 for sm_80); `rate` how many lanes of a processor do it in a clock,
+    at best, for 4 bytes each.
     """
 
     name: str

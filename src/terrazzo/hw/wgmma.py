@@ -1,8 +1,9 @@
 """`wgmma.mma_async`: the matrix instructions of four warps on Hopper (sm_90a), whose operands lie in shared memory.
 
-Both operands are K-major slabs: rows as wide as their swizzle (32, 64 or 128 bytes), eight of which are an atom; the first operand may
-be in registers instead. A descriptor names a slab; the next k slice of an instruction is 32 bytes further. See the PTX ISA,
-"Asynchronous warpgroup level matrix instructions", for the fragments and the descriptor's bits.
+Both operands are K-major slabs: rows as wide as their swizzle (32, 64 or 128 bytes), eight of which are an atom; the
+first operand may be in registers instead. A descriptor names a slab; the next k slice of an instruction is 32 bytes
+further. See the PTX ISA, "Asynchronous warpgroup level matrix instructions", for the fragments and the descriptor's
+bits.
 """
 
 from __future__ import annotations
@@ -23,26 +24,32 @@ MODES = {128: 1, 64: 2, 32: 3}
 
 
 def descriptor(address: int, span: int) -> int:
-    """Names a K-major slab: its first byte in shared memory, and its swizzle. Atoms of eight rows lie one behind the other."""
+    """Names a K-major slab: its first byte in shared memory, and its swizzle. Atoms of eight rows lie one behind the
+    other.
+    """
     if span not in MODES:
         raise UserError(f"wgmma: a slab is swizzled by 32, 64 or 128 bytes, not {span}")
     return (address & 0x3FFFF) >> 4 | 1 << 16 | 8 * span >> 4 << 32 | MODES[span] << 62
 
 
 def addresses(descriptor: int, rows: int, width: int) -> Any:
-    """The addresses of the bytes that a descriptor names, [rows, width]: its bits are decoded, nothing else is known."""
+    """The addresses of the bytes that a descriptor names, [rows, width]: its bits are decoded, nothing else is
+    known.
+    """
     start, atom = (descriptor & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
     span = {mode: span for span, mode in MODES.items()}[descriptor >> 62]
     row, byte = np.meshgrid(np.arange(rows), np.arange(width), indexing="ij")
-    return HARDWARE[span](start + row // 8 * atom + row % 8 * span + byte)  # the XOR is of address bits: a slice may start inside an atom
+    return HARDWARE[span](
+        start + row // 8 * atom + row % 8 * span + byte
+    )  # the XOR is of address bits: a slice may start inside an atom
 
 
 @dataclass(frozen=True)
 class WarpgroupInstruction:
     """d[m, n] += sum over k of a[m, k] * b[n, k], products exact, by the 128 threads of a warpgroup, asynchronously.
 
-    `a` is how they hold the first operand where it is in registers. Fragments have parts reg, lane and warp. Between `wgmma.fence` and
-    `wait_group` no other instruction may touch the registers of d, nor those of a.
+    `a` is how they hold the first operand where it is in registers. Fragments have parts reg, lane and warp. Between
+    `wgmma.fence` and `wait_group` no other instruction may touch the registers of d, nor those of a.
     """
 
     name: str
@@ -54,7 +61,9 @@ class WarpgroupInstruction:
     since: int = 90
 
     def run(self, a: Any, b: Any, c: Any) -> Any:
-        """What the threads hold of d, [128, elements], given matrices a [m, k] and b [n, k], and what they hold of c."""
+        """What the threads hold of d, [128, elements], given matrices a [m, k] and b [n, k], and what they hold of
+        c.
+        """
         at = _coordinates(self.d)
         total = (a.astype(np.float64) @ b.astype(np.float64).T)[at["m"], at["n"]] + c.astype(np.float64)
         return total.astype(self.d.dtype.numpy)
@@ -76,7 +85,9 @@ class WarpgroupInstruction:
         return self.name.replace(".", "_")
 
     def cuda(self, registers: bool = False) -> str:
-        """A function `void name(float (&d)[n / 2], a, descriptor b)` that accumulates; a is a descriptor, or its registers."""
+        """A function `void name(float (&d)[n / 2], a, descriptor b)` that accumulates; a is a descriptor, or its
+        registers.
+        """
         count, held = self.d.registers, self.a.registers
         d = "{" + ", ".join(f"%{i}" for i in range(count)) + "}"
         outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
@@ -124,10 +135,14 @@ def _record(n: int, operand: DType) -> WarpgroupInstruction:
     d = Layout.parse(f"reg: {' '.join(registers)}; lane: n2 n4 m1 m2 m4; warp: m16 m32")
     a = Layout.parse("reg: k1 m8 k8; lane: k2 k4 m1 m2 m4; warp: m16 m32")
     name, ptx = operand.name, f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{operand.name}.{operand.name}"
-    return WarpgroupInstruction(f"wgmma.m64n{n}k16.f32.{name}", ptx, (64, n, 16), operand, Fragment(operand, a), Fragment(f32, d))
+    return WarpgroupInstruction(
+        f"wgmma.m64n{n}k16.f32.{name}", ptx, (64, n, 16), operand, Fragment(operand, a), Fragment(f32, d)
+    )
 
 
-INSTRUCTIONS: tuple[WarpgroupInstruction, ...] = tuple(_record(n, operand) for operand in (f16, bf16) for n in (8, 16, 32, 64, 128, 256))
+INSTRUCTIONS: tuple[WarpgroupInstruction, ...] = tuple(
+    _record(n, operand) for operand in (f16, bf16) for n in (8, 16, 32, 64, 128, 256)
+)
 
 
 PRODUCTS = {i.name: i for i in INSTRUCTIONS}

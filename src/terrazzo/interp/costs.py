@@ -1,6 +1,8 @@
-"""What a kernel's statements cost where time goes: wavefronts of shared memory, sectors of global memory, bytes, issues.
+"""What a kernel's statements cost where time goes: wavefronts of shared memory, sectors of global memory, bytes,
+issues.
 
-The simulator counts what happens; `targets.cuda.predict` counts what the text says will. Both count here, so the rules are one.
+The simulator counts what happens; `targets.cuda.predict` counts what the text says will. Both count here, so the rules
+are one.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from terrazzo.ir.node import Node, topological
 class Count:
     """Accesses of one kind by one statement: `requests` are those of warps, `bytes` those of all lanes.
 
-    Of shared memory `wavefronts` counts its rounds and `conflicts` those of them that bank conflicts cost; of global memory `sectors`
-    counts 32-byte sectors.
+    Of shared memory `wavefronts` counts its rounds and `conflicts` those of them that bank conflicts cost; of global
+    memory `sectors` counts 32-byte sectors.
     """
 
     requests: int = 0
@@ -41,10 +43,12 @@ class Count:
 
 @dataclass
 class Costs:
-    """Counts by statement and kind of access: "shared read", "shared write", "global read", "global write"; and issues by statement.
+    """Counts by statement and kind of access: "shared read", "shared write", "global read", "global write"; and issues
+    by statement.
 
-    Addresses are in bytes, [..., lane], of lanes that take part where `active` has True; one access in the text stands for `times` of
-    them (a number, or one for every warp). A lane moves `size` bytes, in accesses of 16 where it is more.
+    Addresses are in bytes, [..., lane], of lanes that take part where `active` has True; one access in the text stands
+    for `times` of them (a number, or one for every warp). A lane moves `size` bytes, in accesses of 16 where it is
+    more.
     """
 
     accesses: dict[tuple[Node, str], Count] = field(default_factory=dict)
@@ -55,7 +59,9 @@ class Costs:
         warps, lanes = self.issues.get(statement, (0, 0))
         self.issues[statement] = warps + _total(active.any(-1), times), lanes + _total(active.sum(-1), times)
 
-    def shared(self, statement: Node, addresses: Any, active: Any, size: int, write: bool = False, times: Any = 1) -> None:
+    def shared(
+        self, statement: Node, addresses: Any, active: Any, size: int, write: bool = False, times: Any = 1
+    ) -> None:
         """An access to shared memory."""
         for at, wide in _pieces(addresses, size):
             self._shared(statement, wavefronts(at, active, wide, write), active, wide, write, times)
@@ -63,13 +69,19 @@ class Costs:
     def matrix(self, statement: Any, rows: Any, active: Any, times: Any = 1) -> None:
         """An `ldmatrix` or `stmatrix`, given the address of the row that each lane names."""
         record = ldmatrix.move(statement.instruction)
-        self._shared(statement, matrix_wavefronts(rows, active, record.count), active, 4 * record.count, record.store, times)
+        self._shared(
+            statement, matrix_wavefronts(rows, active, record.count), active, 4 * record.count, record.store, times
+        )
 
     def slab(self, statement: Node, size: int, times: int = 1) -> None:
-        """An operand of a warpgroup's product in shared memory, of so many bytes; whether its swizzle conflicts is not asked."""
+        """An operand of a warpgroup's product in shared memory, of so many bytes; whether its swizzle conflicts is not
+        asked.
+        """
         self.accesses.setdefault((statement, "shared read"), Count()).add(Count(times, size * times))
 
-    def memory(self, statement: Node, addresses: Any, active: Any, size: int, write: bool = False, times: Any = 1) -> None:
+    def memory(
+        self, statement: Node, addresses: Any, active: Any, size: int, write: bool = False, times: Any = 1
+    ) -> None:
         """An access to global memory, counted as if every buffer began at a multiple of 128 bytes."""
         for at, wide in _pieces(addresses, size):
             self._global(statement, sectors(at, active), active, wide, write, times)
@@ -116,14 +128,22 @@ class Costs:
 
     @property
     def operations(self) -> dict[str, int]:
-        """Operations on scalars of lanes, by function ("add", "exp", ...), and those of matrix instructions, a multiply-add being two."""
+        """Operations on scalars of lanes, by function ("add", "exp", ...), and those of matrix instructions, a
+        multiply-add being two.
+        """
         found: dict[str, int] = {}
         for s, (warps, lanes) in self.issues.items():
             if isinstance(s, k.Multiply | k.MultiplyAsync):
-                one = mma_sync.product(s.instruction).shape if isinstance(s, k.Multiply) else wgmma.product(s.instruction).shape
+                one = (
+                    mma_sync.product(s.instruction).shape
+                    if isinstance(s, k.Multiply)
+                    else wgmma.product(s.instruction).shape
+                )
                 times = warps if isinstance(s, k.Multiply) else warps // 4
                 found[s.instruction] = found.get(s.instruction, 0) + 2 * times * math.prod(one)
-            for x in topological([s.term if isinstance(s, k.Let) else s.value] if isinstance(s, k.Let | l.Store | k.Atomic) else []):
+            for x in topological(
+                [s.term if isinstance(s, k.Let) else s.value] if isinstance(s, k.Let | l.Store | k.Atomic) else []
+            ):
                 if isinstance(x, l.Apply):
                     found[x.fn.name] = found.get(x.fn.name, 0) + lanes
         return found

@@ -37,5 +37,6 @@ def grid(variables: Sequence[Expr], extents: Sequence[int]) -> dict[Expr, Any]:
     """One array per variable, shaped so that they broadcast against each other."""
     rank = len(extents)
     return {
-        v: np.arange(n).reshape([-1 if d == k else 1 for k in range(rank)]) for d, (v, n) in enumerate(zip(variables, extents, strict=True))
+        v: np.arange(n).reshape([-1 if d == k else 1 for k in range(rank)])
+        for d, (v, n) in enumerate(zip(variables, extents, strict=True))
     }

@@ -1,7 +1,7 @@
 """The meaning of Loop IR, on numpy: every term at every point of its axes at once.
 
-A term is computed as an array with one dimension per axis it depends on. Large reductions are computed in pieces, so that the
-interpreter needs little more memory than the program.
+A term is computed as an array with one dimension per axis it depends on. Large reductions are computed in pieces, so
+that the interpreter needs little more memory than the program.
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ class _Evaluator:
             where = [np.where(mask, w, 0) for w in where]
         for w, extent in zip(where, data.shape, strict=True):
             if np.size(w) and (np.min(w) < 0 or np.max(w) >= extent):
-                raise CompilerBug(f"load leaves {term.buffer.name}: indices {np.min(w)}..{np.max(w)} into extent {extent}")
+                raise CompilerBug(
+                    f"load leaves {term.buffer.name}: indices {np.min(w)}..{np.max(w)} into extent {extent}"
+                )
         out = data[tuple(where)]
         return out if mask.all() else np.where(mask, out, np.zeros((), data.dtype))
 
@@ -125,7 +127,14 @@ class _Evaluator:
         return total if term.monoid.width > 1 else total[0]
 
     def _piece(
-        self, term: l.Reduce, axes: Any, args: Any, dtypes: Any, env: Mapping[Expr, Any], extents: list[int], first: range
+        self,
+        term: l.Reduce,
+        axes: Any,
+        args: Any,
+        dtypes: Any,
+        env: Mapping[Expr, Any],
+        extents: list[int],
+        first: range,
     ) -> tuple[Any, ...]:
         n, rank = len(axes), self.rank
         here: dict[Expr, Any] = {v: np.reshape(a, np.shape(a) + (1,) * n) for v, a in env.items()}
@@ -140,7 +149,11 @@ class _Evaluator:
         shape = np.broadcast_shapes(*(np.shape(v) for v in values), (1,) * rank + tuple(sizes))
         full = [np.broadcast_to(v, shape) for v in values]
         along = tuple(range(rank, rank + n))
-        return (monoid.sum_of_products(full[0], full[1], along),) if factors else monoid.reduce(term.monoid, full, along, dtypes)
+        return (
+            (monoid.sum_of_products(full[0], full[1], along),)
+            if factors
+            else monoid.reduce(term.monoid, full, along, dtypes)
+        )
 
     def _scan(self, term: l.Scan, env: Mapping[Expr, Any]) -> Any:
         at = term.at
@@ -150,7 +163,9 @@ class _Evaluator:
         position = int(np.argmax(np.shape(env[at]))) if np.size(env[at]) > 1 else self.rank - 1
         shape = np.broadcast_shapes(*(v.shape for v in values), np.shape(env[at]))
         dtypes = [a.dtype for a in term.args]  # type: ignore[attr-defined]
-        out = monoid.scan(term.monoid, [np.ascontiguousarray(np.broadcast_to(v, shape)) for v in values], position, dtypes)
+        out = monoid.scan(
+            term.monoid, [np.ascontiguousarray(np.broadcast_to(v, shape)) for v in values], position, dtypes
+        )
         return out if term.monoid.width > 1 else out[0]
 
 
@@ -172,7 +187,9 @@ def run_call(step: l.Call, memory: dict[l.Buffer, Any], precise: bool, call: Cal
 def _factors(m: Monoid, args: Sequence[Any]) -> tuple[Any, ...] | None:
     """The factors of a sum of products of floats, whose products need not be written out."""
     product = args[0]
-    found = m.name == "sum" and isinstance(product, l.Apply) and product.fn.name == "mul" and product.dtype in (f32, f64)
+    found = (
+        m.name == "sum" and isinstance(product, l.Apply) and product.fn.name == "mul" and product.dtype in (f32, f64)
+    )
     return product.args if found else None
 
 

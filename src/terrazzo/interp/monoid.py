@@ -31,11 +31,15 @@ def reduce(m: Monoid, args: Sequence[Any], axes: tuple[int, ...], dtypes: Sequen
         rest = [f[..., size - 1 :] for f in flat] if size % 2 else [f[..., :0] for f in flat]
         flat = [np.concatenate([a, b], axis=-1) for a, b in zip(merged, rest, strict=True)]
         size = flat[0].shape[-1]
-    return m.combine(numpy_builder, first, [f[..., 0] for f in flat])  # as accumulators begin: of one element that is NaN, NaN
+    return m.combine(
+        numpy_builder, first, [f[..., 0] for f in flat]
+    )  # as accumulators begin: of one element that is NaN, NaN
 
 
 def sum_of_products(a: Any, b: Any, axes: tuple[int, ...]) -> Any:
-    """The sum of a * b along `axes`, both of one shape and type. What a factor only repeats (a stride of 0) is never written out."""
+    """The sum of a * b along `axes`, both of one shape and type. What a factor only repeats (a stride of 0) is never
+    written out.
+    """
     shape = a.shape
     if 0 in shape:
         return (a * b).sum(axis=axes, dtype=a.dtype)
@@ -57,7 +61,10 @@ def _dims(a: Any, b: Any, axes: tuple[int, ...]) -> tuple[list[int], ...]:
     kinds: dict[Any, list[int]] = {}
     for d in range(a.ndim):
         kinds.setdefault((_varies(a, d), _varies(b, d), d in axes), []).append(d)
-    return tuple(kinds.get(key, []) for key in ((True, True, False), (True, False, False), (False, True, False), (True, True, True)))
+    return tuple(
+        kinds.get(key, [])
+        for key in ((True, True, False), (True, False, False), (False, True, False), (True, True, True))
+    )
 
 
 def _varies(x: Any, d: int) -> bool:
@@ -65,9 +72,13 @@ def _varies(x: Any, d: int) -> bool:
 
 
 def _matrix(x: Any, axes: tuple[int, ...], groups: Sequence[list[int]]) -> Any:
-    """`x` as a stack of matrices, each group of its dimensions as one; a dimension summed in this factor alone is summed at once."""
+    """`x` as a stack of matrices, each group of its dimensions as one; a dimension summed in this factor alone is
+    summed at once.
+    """
     alone = tuple(d for d in axes if _varies(x, d) and not any(d in g for g in groups))
-    x = x[tuple(slice(None) if _varies(x, d) else slice(0, 1) for d in range(x.ndim))].sum(axis=alone, keepdims=True, dtype=x.dtype)
+    x = x[tuple(slice(None) if _varies(x, d) else slice(0, 1) for d in range(x.ndim))].sum(
+        axis=alone, keepdims=True, dtype=x.dtype
+    )
     order = [d for g in groups for d in g]
     rest = [d for d in range(x.ndim) if d not in order]
     return x.transpose([*order, *rest]).reshape([math.prod(x.shape[d] for d in g) for g in groups])

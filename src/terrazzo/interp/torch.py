@@ -22,7 +22,9 @@ def run(program: Program, inputs: Mapping[str, Any], *, precise: bool = False) -
     with torch.no_grad():
         for node in topological(program.results, stop=lambda n: isinstance(n, Input)):
             if isinstance(node, Aten):
-                values[node] = call(node.name, _fill(node.args, values), {k: _fill(v, values) for k, v in node.kwargs}, precise)
+                values[node] = call(
+                    node.name, _fill(node.args, values), {k: _fill(v, values) for k, v in node.kwargs}, precise
+                )
             elif isinstance(node, Get):
                 values[node] = values[node.x][node.index]
     return [values[r] for r in program.results]

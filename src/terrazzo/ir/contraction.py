@@ -1,7 +1,7 @@
 """Contractions, recognised from the loops: sums of products in which each factor misses a variable of the other.
 
-Matrix products, batched ones, matrix times vector and convolutions are all of this form; which torch op they came from is never
-asked.
+Matrix products, batched ones, matrix times vector and convolutions are all of this form; which torch op they came from
+is never asked.
 """
 
 from __future__ import annotations

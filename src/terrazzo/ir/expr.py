@@ -1,8 +1,8 @@
 """Index expressions: integers built from loop variables, sizes and loaded indices, normalised at construction.
 
-`a + b`, `a * b`, `a // b`, `a % b` on expressions give the normal form at once: a sum of integer multiples of products of
-atoms, where an atom is a variable, a size, a loaded index, a floor division or a remainder. Equal normal forms are the same
-object. Every expression knows its range, and `//` and `%` use it, so views of views of views cost nothing.
+`a + b`, `a * b`, `a // b`, `a % b` on expressions give the normal form at once: a sum of integer multiples of products
+of atoms, where an atom is a variable, a size, a loaded index, a floor division or a remainder. Equal normal forms are
+the same object. Every expression knows its range, and `//` and `%` use it, so views of views of views cost nothing.
 
 Python ints stand for themselves: `IntExpr = int | Expr`. Division and remainder round towards minus infinity.
 """
@@ -351,7 +351,11 @@ def _split(a: IntExpr, b: IntExpr) -> tuple[IntExpr, IntExpr]:
     q: dict[tuple[Expr, ...], int] = {}
     r: dict[tuple[Expr, ...], int] = {}
     divisor = terms_of(b)
-    single = next(iter((f, c) for f, c in divisor.items() if c), None) if sum(c != 0 for c in divisor.values()) == 1 else None
+    single = (
+        next(iter((f, c) for f, c in divisor.items() if c), None)
+        if sum(c != 0 for c in divisor.values()) == 1
+        else None
+    )
     for factors, c in terms_of(a).items():
         quotient = _quotient(factors, c, single) if single else None
         if quotient is not None:
@@ -364,7 +368,9 @@ def _split(a: IntExpr, b: IntExpr) -> tuple[IntExpr, IntExpr]:
     return _polynomial(q), _polynomial(r)
 
 
-def _quotient(factors: tuple[Expr, ...], c: int, single: tuple[tuple[Expr, ...], int]) -> tuple[tuple[Expr, ...], int] | None:
+def _quotient(
+    factors: tuple[Expr, ...], c: int, single: tuple[tuple[Expr, ...], int]
+) -> tuple[tuple[Expr, ...], int] | None:
     left = list(factors)
     for f in single[0]:
         if f not in left:

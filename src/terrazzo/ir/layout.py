@@ -1,9 +1,11 @@
-"""Layouts: which bits of a place (register, lane, warp, offset in shared memory) choose which bits of an element's coordinates.
+"""Layouts: which bits of a place (register, lane, warp, offset in shared memory) choose which bits of an element's
+coordinates.
 
-A layout is a linear map over F2, given by the image of every bit of the place; the image of several bits is the XOR of theirs.
-Fragments of matrix instructions, tiles of registers and swizzled shared memory are all of this kind, and what one wants to know of
-them is linear algebra on small matrices: whether an element has one place, where an element of one layout lies in another, how
-many lanes meet in a bank. Extents are powers of two; whatever else there is lies in loops around a layout.
+A layout is a linear map over F2, given by the image of every bit of the place; the image of several bits is the XOR of
+theirs. Fragments of matrix instructions, tiles of registers and swizzled shared memory are all of this kind, and what
+one wants to know of them is linear algebra on small matrices: whether an element has one place, where an element of one
+layout lies in another, how many lanes meet in a bank. Extents are powers of two; whatever else there is lies in loops
+around a layout.
 
 The idea is that of Linear Layouts (arXiv 2505.23819).
 """
@@ -23,7 +25,9 @@ Vector = int
 
 
 def echelon(columns: Sequence[Vector]) -> dict[int, tuple[Vector, int]]:
-    """Independent combinations of `columns` by their highest bit; with each, the set (as bits) of the columns it is the sum of."""
+    """Independent combinations of `columns` by their highest bit; with each, the set (as bits) of the columns it is the
+    sum of.
+    """
     found: dict[int, tuple[Vector, int]] = {}
     for k, column in enumerate(columns):
         v, used = column, 1 << k
@@ -54,8 +58,8 @@ def solve(columns: Sequence[Vector], wanted: Vector) -> int | None:
 class Layout:
     """A linear map from places to coordinates.
 
-    `places` lists the parts of a place with the images of their bits, lowest bit first; `extents` the coordinates, each with the
-    number of its bits. An image holds the bits of all coordinates, the first one lowest.
+    `places` lists the parts of a place with the images of their bits, lowest bit first; `extents` the coordinates, each
+    with the number of its bits. An image holds the bits of all coordinates, the first one lowest.
     """
 
     places: tuple[tuple[str, tuple[Vector, ...]], ...]
@@ -63,7 +67,9 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """Read `reg: n1 m8; lane: n2 n4 m1 m2 m4`: the images of a part's bits, lowest first; m8+n1 is a sum, 0 a replica."""
+        """Read `reg: n1 m8; lane: n2 n4 m1 m2 m4`: the images of a part's bits, lowest first; m8+n1 is a sum, 0 a
+        replica.
+        """
         parts = []
         for part in text.split(";"):
             name, _, images = part.partition(":")
@@ -75,7 +81,10 @@ class Layout:
                     sizes[coordinate] = max(sizes.get(coordinate, 0), value.bit_length())
         extents = tuple(sorted(sizes.items()))
         shift = _shifts(extents)
-        return cls(tuple((name, tuple(_xor(v << shift[c] for c, v in terms) for terms in images)) for name, images in parts), extents)
+        return cls(
+            tuple((name, tuple(_xor(v << shift[c] for c, v in terms) for terms in images)) for name, images in parts),
+            extents,
+        )
 
     def __str__(self) -> str:
         shift = _shifts(self.extents)
@@ -152,7 +161,8 @@ def _shifts(extents: Sequence[tuple[str, int]]) -> dict[str, int]:
 
 
 def conversion(source: Layout, target: Layout) -> tuple[int, ...] | None:
-    """For each bit of a place in `target`, the bits of the place in `source` that hold the same element; None where some has none.
+    """For each bit of a place in `target`, the bits of the place in `source` that hold the same element; None where
+    some has none.
 
     Bits are numbered through the parts in order.
     """
@@ -190,10 +200,11 @@ BANKS, BANK = 5, 2
 
 
 def conflicts(offsets: Sequence[Vector], access: int) -> int:
-    """How many rounds a warp's access to shared memory takes, where one would do with all lanes on banks of their own (1 is best).
+    """How many rounds a warp's access to shared memory takes, where one would do with all lanes on banks of their own
+    (1 is best).
 
-    `offsets` are the byte offsets of the five bits of the lane, `access` is log2 of the bytes each lane moves (2 to 4). Wide accesses
-    run in groups of 16 or 8 lanes, one after the other. Lanes at the same address do not conflict.
+    `offsets` are the byte offsets of the five bits of the lane, `access` is log2 of the bytes each lane moves (2 to 4).
+    Wide accesses run in groups of 16 or 8 lanes, one after the other. Lanes at the same address do not conflict.
     """
     together = offsets[: len(offsets) - max(access - BANK, 0)]
     lines = [v >> access for v in together]  # which aligned piece of `access` bytes
@@ -203,7 +214,9 @@ def conflicts(offsets: Sequence[Vector], access: int) -> int:
 
 @dataclass(frozen=True)
 class Swizzle:
-    """An XOR on byte offsets: `bits` bits from `base` on are changed by those `shift` above them. swizzle128 is Swizzle(3, 4, 3)."""
+    """An XOR on byte offsets: `bits` bits from `base` on are changed by those `shift` above them. swizzle128 is
+    Swizzle(3, 4, 3).
+    """
 
     bits: int
     base: int
@@ -242,7 +255,9 @@ def addresses(layout: Layout, part: str, slab: Mapping[str, Sequence[Vector]]) -
     return tuple(out)
 
 
-def swizzle_for(accesses: Sequence[tuple[Layout, int]], extents: Sequence[tuple[str, int]], size: int) -> Swizzle | None:
+def swizzle_for(
+    accesses: Sequence[tuple[Layout, int]], extents: Sequence[tuple[str, int]], size: int
+) -> Swizzle | None:
     """The smallest swizzle of 16-byte pieces under which no access conflicts; None where there is none.
 
     `accesses` are layouts of a warp (parts reg and lane) with log2 of the bytes each lane moves at once.

@@ -1,7 +1,7 @@
 """Monoids: what a reduction or a scan combines with. One value or a tuple; an identity; an associative combination.
 
-`combine` is written once, with the scalar functions, against a builder `f(name, *args)`: called with numpy values it computes,
-called with terms it builds them, so the interpreter and every code generator share one definition.
+`combine` is written once, with the scalar functions, against a builder `f(name, *args)`: called with numpy values it
+computes, called with terms it builds them, so the interpreter and every code generator share one definition.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def _arg_identity(worst: str, last: bool) -> Callable[[Sequence[DType]], tuple[A
 
 
 def _welford(f: Builder, a: Values, b: Values) -> tuple[Any, ...]:
-    """(mean, sum of squared deviations, count), combined as Chan, Golub and LeVeque (1979) do; an empty side changes nothing."""
+    """(mean, sum of squared deviations, count), combined as Chan, Golub and LeVeque (1979) do; an empty side changes
+    nothing.
+    """
     n = f("add", a[2], b[2])
     zero = f("sub", n, n)
     left, right = f("eq", b[2], zero), f("eq", a[2], zero)  # only that side has elements

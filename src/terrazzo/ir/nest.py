@@ -1,8 +1,8 @@
 """The loop nest a kernel means: where each of its terms is computed.
 
-A term is computed in the outermost scope that binds its free variables. Reductions that are ready at the same time and run
-over the same axes share one loop. The printed form of a kernel and every code generator walk this nest: what is shown is what
-runs.
+A term is computed in the outermost scope that binds its free variables. Reductions that are ready at the same time and
+run over the same axes share one loop. The printed form of a kernel and every code generator walk this nest: what is
+shown is what runs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Accumulate:
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop over `axes` (several for one reduction over several). `carried` start at their monoid's identity before it.
+    """A loop over `axes` (several for one reduction over several). `carried` start at their monoid's identity before
+    it.
 
     kind: "free" (iterations are independent), "reduce", or "scan" (in order).
     """
@@ -61,7 +62,9 @@ def nest(kernel: Kernel) -> tuple[Statement, ...]:
     sinks = []
     for store in kernel.stores:
         index = frozenset().union(*(e.free for e in store.index if isinstance(e, Expr)))
-        sinks.append(_Sink(index | store.value.free, (store.value, *(e for e in store.index if isinstance(e, Expr))), store))
+        sinks.append(
+            _Sink(index | store.value.free, (store.value, *(e for e in store.index if isinstance(e, Expr))), store)
+        )
     return tuple(_level(frozenset(), kernel.axes, sinks, set()))
 
 
@@ -90,7 +93,9 @@ def _level(bound: frozenset[Any], rest: Sequence[Any], sinks: list[_Sink], done:
     later = [s for s in sinks if not s.vars <= bound]
     if later and rest:
         axis = rest[0]
-        scans = tuple(n for n in _reachable([u for s in later for u in s.uses], done) if isinstance(n, Scan) and n.at is axis)
+        scans = tuple(
+            n for n in _reachable([u for s in later for u in s.uses], done) if isinstance(n, Scan) and n.at is axis
+        )
         body = _level(bound | {axis}, rest[1:], later, set(done))
         out.append(Loop("scan" if scans else "free", (axis,), tuple(body), scans))
     return out
@@ -141,7 +146,9 @@ def _inner(node: Node, done: set[Node]) -> list[Node]:
 
 
 def _reachable(roots: Sequence[Node], done: set[Node]) -> list[Node]:
-    """Everything below `roots` that is not done, children first, also inside reductions: what is invariant moves out."""
+    """Everything below `roots` that is not done, children first, also inside reductions: what is invariant moves
+    out.
+    """
     order: list[Node] = []
     seen: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(r, False) for r in reversed(roots)]

@@ -9,9 +9,9 @@ A subclass lists its fields; construction, traversal, rebuilding, hashing, print
 Nodes are *interned*: building the same node twice gives the same object, so equality is `is` and common sub-expressions
 are shared by construction. Five laws keep that sound:
 
-1. The key of a scalar includes its Python type and its sign: 1, 1.0 and True differ, 0.0 and -0.0 differ, NaN equals itself.
-2. A binder canonicalises the names it binds (see `expr.Bound`), so two loops over the same thing *are* the same term.
-3. A node caches only what follows from its fields, never what holds in one context.
+1. The key of a scalar includes its Python type and its sign: 1, 1.0 and True differ, 0.0 and -0.0 differ, NaN equals
+itself. 2. A binder canonicalises the names it binds (see `expr.Bound`), so two loops over the same thing *are* the same
+term. 3. A node caches only what follows from its fields, never what holds in one context.
 4. What has an effect or is random carries an order number, so two of them are two nodes.
 5. Only constructors make nodes; nothing ever mutates one.
 """
@@ -75,7 +75,9 @@ class Node(metaclass=_Interned):
     def _bind(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         given = dict(zip(cls._fields, args, strict=False))
         if len(args) > len(cls._fields) or given.keys() & kwargs.keys() or kwargs.keys() - set(cls._fields):
-            raise TypeError(f"{cls.__name__} takes the fields {', '.join(cls._fields)}; got {len(args)} and {list(kwargs)}")
+            raise TypeError(
+                f"{cls.__name__} takes the fields {', '.join(cls._fields)}; got {len(args)} and {list(kwargs)}"
+            )
         given = {**cls._defaults, **given, **kwargs}
         missing = [f for f in cls._fields if f not in given]
         if missing:
@@ -177,7 +179,9 @@ def transform(root: Node, visit: Callable[[Node], Any], memo: dict[Node, Any] | 
 
 
 def substitute(root: Any, mapping: Mapping[Any, Any]) -> Any:
-    """Replace nodes by nodes (or ints), everywhere below `root`. The images must not mention `Bound` variables of `root`."""
+    """Replace nodes by nodes (or ints), everywhere below `root`. The images must not mention `Bound` variables of
+    `root`.
+    """
     if not isinstance(root, Node) or not mapping:
         return root
     return transform(root, lambda n: n, dict(mapping))

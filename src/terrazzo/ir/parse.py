@@ -57,7 +57,9 @@ def _comments(text: str) -> dict[int, str]:
     return found
 
 
-def _module(text: str, filename: str, tree: ast.Module, comments: Mapping[int, str]) -> Program | l.Program | tile.Program | kernel.Program:
+def _module(
+    text: str, filename: str, tree: ast.Module, comments: Mapping[int, str]
+) -> Program | l.Program | tile.Program | kernel.Program:
     reader = Reader(text, filename, comments)
     if len(tree.body) != 1 or not isinstance(tree.body[0], ast.FunctionDef):
         reader.fail(tree.body[0] if tree.body else tree, f"expected one function: {_IRS}, then def")
@@ -117,7 +119,9 @@ def _plain(args: ast.arguments) -> bool:
 class GraphReader(Reader):
     """Reads the statements of Torch and Tensor IR."""
 
-    def value_statement(self, s: ast.stmt, kind: str, scope: Scope, names: dict[Node, str], sources: dict[str, str]) -> None:
+    def value_statement(
+        self, s: ast.stmt, kind: str, scope: Scope, names: dict[Node, str], sources: dict[str, str]
+    ) -> None:
         if not isinstance(s, ast.AnnAssign) or not isinstance(s.target, ast.Name) or s.value is None:
             self.fail(s, "expected `name: type = value`")
         name, declared = s.target.id, self.type(s.annotation, scope)
@@ -163,9 +167,17 @@ class GraphReader(Reader):
                 return self.build(x, t.IndexMap, self.lookup(source.value, scope), declared.shape, index, inside)
             case ["reduce", m]:
                 axes = self.keyword(x, "axes")
-                return self.build(x, t.Reduce, self.build(x, monoid, m), self.operands(x, scope), tuple(map(self.constant, elements(axes))))
+                return self.build(
+                    x,
+                    t.Reduce,
+                    self.build(x, monoid, m),
+                    self.operands(x, scope),
+                    tuple(map(self.constant, elements(axes))),
+                )
             case ["scan", m]:
-                return self.build(x, t.Scan, self.build(x, monoid, m), self.operands(x, scope), self.constant(self.keyword(x, "axis")))
+                return self.build(
+                    x, t.Scan, self.build(x, monoid, m), self.operands(x, scope), self.constant(self.keyword(x, "axis"))
+                )
             case [fn] if fn in BY_NAME:
                 return self.build(x, t.Elementwise, scalar(fn), self.operands(x, scope))
         self.fail(x, f"unknown Tensor IR op {path!r}")

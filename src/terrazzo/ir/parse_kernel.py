@@ -20,11 +20,20 @@ class KernelReader(LoopReader):
     def step(self, s: ast.stmt, scope: Scope) -> Any:
         match s:
             case ast.With(
-                items=[ast.withitem(context_expr=ast.Call(func=ast.Name(id="launch"), args=[ast.Constant(value=str() as name)]) as head)]
+                items=[
+                    ast.withitem(
+                        context_expr=ast.Call(
+                            func=ast.Name(id="launch"), args=[ast.Constant(value=str() as name)]
+                        ) as head
+                    )
+                ]
             ):
                 return self.launch(s, head, name, scope)
             case ast.With():
-                self.fail(s, 'expected `with launch("name", _grid=..., _warps=..., _resident=..., _reads=[...], result=type):`')
+                self.fail(
+                    s,
+                    'expected `with launch("name", _grid=..., _warps=..., _resident=..., _reads=[...], result=type):`',
+                )
         return super().step(s, scope)
 
     def launch(self, s: ast.With, head: ast.Call, name: str, scope: Scope) -> k.Kernel:
@@ -48,7 +57,9 @@ class KernelReader(LoopReader):
         body = self.statements(rest, inner)
         source = self.comments.get(s.lineno, "")
         params = (*reads, *writes)
-        kernel: k.Kernel = self.build(s, k.Kernel, name, params, tuple(writes), grid, warps, tuple(shared), body, resident, source, cluster)
+        kernel: k.Kernel = self.build(
+            s, k.Kernel, name, params, tuple(writes), grid, warps, tuple(shared), body, resident, source, cluster
+        )
         if why := problem(kernel):
             self.fail(s, why)
         return kernel
@@ -61,14 +72,18 @@ class KernelReader(LoopReader):
 
     def shared(self, s: ast.stmt, scope: Scope) -> k.Shared | None:
         match s:
-            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(func=ast.Name(id="shared"), args=[kind]) as call):
+            case ast.Assign(
+                targets=[ast.Name(id=name)], value=ast.Call(func=ast.Name(id="shared"), args=[kind]) as call
+            ):
                 swizzle = self.natural(self.keyword(call, "swizzle")) if call.keywords else 0
                 if swizzle not in (0, 32, 64, 128):
                     self.fail(s, "a swizzle spans 0, 32, 64 or 128 bytes")
                 place: k.Shared = self.build(s, k.Shared, name, self.type(kind, scope), swizzle)
                 self.define(s, name, place, scope)
                 return place
-            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(func=ast.Name(id="barriers"), args=[count, arrivals])):
+            case ast.Assign(
+                targets=[ast.Name(id=name)], value=ast.Call(func=ast.Name(id="barriers"), args=[count, arrivals])
+            ):
                 ring = Type(u64, (self.natural(count),))
                 barriers: k.Barriers = self.build(s, k.Barriers, name, ring, 0, self.natural(arrivals))
                 self.define(s, name, barriers, scope)
@@ -85,7 +100,9 @@ class KernelReader(LoopReader):
 
     def statement(self, s: ast.stmt, scope: Scope) -> Any:
         match s:
-            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(func=ast.Name(id="registers"), args=[kind, *init])):
+            case ast.Assign(
+                targets=[ast.Name(id=name)], value=ast.Call(func=ast.Name(id="registers"), args=[kind, *init])
+            ):
                 if len(init) > 1:
                     self.fail(s, "registers(type) or registers(type, constant)")
                 place = self.build(s, k.Registers, name, self.type(kind, scope))
@@ -101,14 +118,18 @@ class KernelReader(LoopReader):
                 return self.build(s, k.Let, value, term)
             case ast.Assign(targets=[ast.Subscript() as target], value=v):
                 return self.build(s, l.Store, *self.place(target, scope), self.term(v, scope))
-            case ast.For(target=ast.Name(id=name), iter=ast.Call(func=ast.Name(id="serial" | "unrolled" as kind), args=[extent])):
+            case ast.For(
+                target=ast.Name(id=name), iter=ast.Call(func=ast.Name(id="serial" | "unrolled" as kind), args=[extent])
+            ):
                 axis = Var(name, self.natural(extent))
                 inner = scope.inner()
                 inner.values[name] = axis
                 return self.build(s, k.For, axis, self.statements(s.body, inner), kind == "unrolled")
             case ast.If(test=test, orelse=[]):
                 return self.build(s, k.If, self.conditions(test, scope), self.statements(s.body, scope.inner()))
-            case ast.With(items=[ast.withitem(context_expr=ast.Call(func=ast.Name(id="role"), args=[first, count]) as head)]):
+            case ast.With(
+                items=[ast.withitem(context_expr=ast.Call(func=ast.Name(id="role"), args=[first, count]) as head)]
+            ):
                 registers = self.natural(self.keyword(head, "registers")) if head.keywords else 0
                 body = self.statements(s.body, scope.inner())
                 return self.build(s, k.Role, self.natural(first), self.natural(count), body, registers)
@@ -155,7 +176,9 @@ class KernelReader(LoopReader):
 
     def conditions(self, test: ast.expr, scope: Scope) -> tuple[Any, ...]:
         zero = ast.Subscript(value=ast.Name(id="_"), slice=ast.Tuple(elts=[]))
-        return self.guarded(ast.copy_location(ast.IfExp(test=test, body=zero, orelse=ast.Constant(value=0)), test), scope)[1]
+        return self.guarded(
+            ast.copy_location(ast.IfExp(test=test, body=zero, orelse=ast.Constant(value=0)), test), scope
+        )[1]
 
     def place(self, x: ast.AST, scope: Scope, kind: Any = l.Buffer) -> tuple[l.Buffer, tuple[Any, ...]]:
         if not isinstance(x, ast.Subscript):

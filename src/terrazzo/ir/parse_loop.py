@@ -21,7 +21,13 @@ class LoopReader(Reader):
         source = self.comments.get(s.lineno, "")
         match s:
             case ast.With(
-                items=[ast.withitem(context_expr=ast.Call(func=ast.Name(id="kernel"), args=[ast.Constant(value=str() as name)]) as head)]
+                items=[
+                    ast.withitem(
+                        context_expr=ast.Call(
+                            func=ast.Name(id="kernel"), args=[ast.Constant(value=str() as name)]
+                        ) as head
+                    )
+                ]
             ):
                 for k in head.keywords:
                     if k.arg is None or k.arg in scope.values:
@@ -33,7 +39,9 @@ class LoopReader(Reader):
                 if not stores:
                     self.fail(s, f"the kernel {name} stores nothing")
                 return self.build(s, l.Kernel, name, tuple(axes), tuple(stores), source)
-            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Call(func=ast.Name(id="call"), args=[first, *rest]) as c):
+            case ast.Assign(
+                targets=[ast.Tuple(elts=targets)], value=ast.Call(func=ast.Name(id="call"), args=[first, *rest]) as c
+            ):
                 types = self.type(self.keyword(c, "_types"), scope)
                 args, kwargs, order = self.call(c, rest, scope)
                 if not isinstance(types, tuple) or len(types) != len(targets):
@@ -50,7 +58,9 @@ class LoopReader(Reader):
                 return self.build(s, l.Call, self.constant(first), args, kwargs, tuple(buffers), order, source)
         self.fail(s, 'expected `with kernel("name", result=type):` or `result, = call("aten.…", …, _types=(…,))`')
 
-    def block(self, body: list[ast.stmt], scope: Scope, axes: list[Any], stores: list[Any], reduce_axes: list[Any]) -> dict[str, Any]:
+    def block(
+        self, body: list[ast.stmt], scope: Scope, axes: list[Any], stores: list[Any], reduce_axes: list[Any]
+    ) -> dict[str, Any]:
         """Read statements; returns what was accumulated here: name → (monoid, arguments)."""
         accumulated: dict[str, Any] = {}
         for s in body:
@@ -78,9 +88,13 @@ class LoopReader(Reader):
                     scope.values[name] = self.term(v, scope)
                 case ast.Assign(targets=[ast.Subscript(value=target, slice=where)], value=v):
                     index = () if empty(where) else self.indices(where, scope)
-                    stores.append(self.build(s, l.Store, self.lookup(target, scope, l.Buffer), index, self.term(v, scope)))
+                    stores.append(
+                        self.build(s, l.Store, self.lookup(target, scope, l.Buffer), index, self.term(v, scope))
+                    )
                 case _:
-                    self.fail(s, "expected a loop, `name = term`, `accumulator <- monoid(term)` or `buffer[index] = term`")
+                    self.fail(
+                        s, "expected a loop, `name = term`, `accumulator <- monoid(term)` or `buffer[index] = term`"
+                    )
         return accumulated
 
     def loop(

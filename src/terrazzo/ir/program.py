@@ -1,7 +1,7 @@
 """A program of Torch or Tensor IR: named inputs, named values, results.
 
-The values form a graph of interned nodes; the names (and source lines) beside it are what the text shows and what kernels
-are called after. They carry no meaning.
+The values form a graph of interned nodes; the names (and source lines) beside it are what the text shows and what
+kernels are called after. They carry no meaning.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ class Input(Node, dialect="program", op="input"):
 
 @dataclass(frozen=True)
 class Program:
-    """`dialect` is "torch" or "tensor". `names` says what nodes are called, `sources` which source line a name came from."""
+    """`dialect` is "torch" or "tensor". `names` says what nodes are called, `sources` which source line a name came
+    from.
+    """
 
     dialect: str
     name: str

@@ -27,8 +27,8 @@ def located(filename: str, text: str, line: int, column: int, message: str) -> s
 class Scope:
     """What names mean: values, buffers, terms, variables.
 
-    Inside of a kernel its own names come first, but not in front of an index, where only a tensor can stand: those `outside` may be
-    called as an axis or a value is.
+    Inside of a kernel its own names come first, but not in front of an index, where only a tensor can stand: those
+    `outside` may be called as an axis or a value is.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -155,7 +155,12 @@ class Reader:
 
     def _read(self, x: ast.AST, scope: Scope) -> Any:
         if isinstance(x, ast.Subscript):  # Tensor IR: at(ids[i0], n)
-            return self.build(x, t.Read, self.lookup(x.value, Scope(scope.outside)), () if empty(x.slice) else self.indices(x.slice, scope))
+            return self.build(
+                x,
+                t.Read,
+                self.lookup(x.value, Scope(scope.outside)),
+                () if empty(x.slice) else self.indices(x.slice, scope),
+            )
         return self.term(x, scope)
 
     def term(self, x: ast.AST, scope: Scope) -> Any:

@@ -132,7 +132,8 @@ class Schedule:
     def check(self, axes: Mapping[str, int], own: Mapping[str, Mapping[str, int]]) -> None:
         """UserError, with the reason, unless this can be a schedule of a kernel with these axes and sites.
 
-        `axes` has the extents of the kernel's axes, `own` for each site (reduction or store) those of the axes that are its alone.
+        `axes` has the extents of the kernel's axes, `own` for each site (reduction or store) those of the axes that are
+        its alone.
         """
         for lines in (self.axes, *(s.axes for s in self.sites)):
             for axis, binding in lines:
@@ -141,7 +142,9 @@ class Schedule:
         for name, extents in own.items():
             for axis, extent in extents.items():
                 if everywhere.setdefault(axis, extent) != extent and axis in dict(self.axes):
-                    raise UserError(f"{axis} has extent {everywhere[axis]} elsewhere and {extent} in {name}: bind it in the sites")
+                    raise UserError(
+                        f"{axis} has extent {everywhere[axis]} elsewhere and {extent} in {name}: bind it in the sites"
+                    )
         for axis, outer in self.axes:
             _levels(axis, outer, _extent(axis, everywhere))
         warps = set()
@@ -152,10 +155,14 @@ class Schedule:
             visible = {**axes, **own[site.names[0].partition(".")[0]]}
             for axis, binding in site.axes:
                 if grid := [f for f in _factors(binding) if f.level == "grid"]:
-                    raise UserError(f"{site.names[0]}: {axis} = {_text(binding)}: {grid[0]} is for the kernel to bind, not for a site")
+                    raise UserError(
+                        f"{site.names[0]}: {axis} = {_text(binding)}: {grid[0]} is for the kernel to bind, not for a site"
+                    )
                 block = [f.size for f in _factors(_of(self.axes, axis)) if f.level == "block"]
                 if block and not isinstance(binding, Like) and math.prod(f.size for f in binding) != block[0]:
-                    raise UserError(f"{site.names[0]}: {axis} divides into {_text(binding)}, but its block has {block[0]}")
+                    raise UserError(
+                        f"{site.names[0]}: {axis} divides into {_text(binding)}, but its block has {block[0]}"
+                    )
                 _levels(axis, self.binding(site, axis), _extent(axis, visible))
             warps.add(self._threads(site))
         self._threads(None)
@@ -163,7 +170,9 @@ class Schedule:
             raise UserError(f"the sites disagree on the number of warps: {', '.join(map(str, sorted(warps)))}")
 
     def _threads(self, site: Site | None) -> int:
-        """The warps a site, or the kernel by itself, uses; 0 where it binds none. Its lanes must be a warp's, or its instruction's."""
+        """The warps a site, or the kernel by itself, uses; 0 where it binds none. Its lanes must be a warp's, or its
+        instruction's.
+        """
         used = [f for _, factors in self.lines(site) for f in factors]
         name, instruction = (site.names[0], site.instruction) if site else (self.kernel, None)
         if not any(f.level in SITE_LEVELS for f in used):
@@ -187,7 +196,10 @@ class Schedule:
         lines = [f'with schedule("{self.kernel}", target="{self.target}"):']
         lines += [f"    {axis} = {_text(b)}" for axis, b in self.axes]
         lines += [f"    {name} = {operand}" for name, operand in self.operands]
-        lines += [f"    {name}({', '.join([*map(_value, args), *_options(options)])})" for name, args, options in self.directives]
+        lines += [
+            f"    {name}({', '.join([*map(_value, args), *_options(options)])})"
+            for name, args, options in self.directives
+        ]
         for site in self.sites:
             on = [f'on="{site.instruction}"'] if site.instruction else []
             lines.append(f"    with site({', '.join([*(_value(n) for n in site.names), *on])}):")
@@ -306,7 +318,9 @@ class ScheduleReader(Reader):
 
     def header(self, s: ast.stmt, word: str) -> tuple[tuple[str, ...], dict[str, str], list[ast.stmt]]:
         match s:
-            case ast.With(items=[ast.withitem(context_expr=ast.Call(func=ast.Name(id=name), args=args) as call)]) if name == word:
+            case ast.With(items=[ast.withitem(context_expr=ast.Call(func=ast.Name(id=name), args=args) as call)]) if (
+                name == word
+            ):
                 texts = tuple(map(self.text_constant, args))
                 return texts, {k.arg or "": self.text_constant(k.value) for k in call.keywords}, s.body
         self.fail(s, f"expected `with {word}(...):`")

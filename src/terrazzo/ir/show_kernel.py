@@ -82,7 +82,9 @@ def statement(s: Node) -> list[str]:
             return [f"wait_barrier({_at(s.barriers, (s.slot,))}, {show_expr(s.phase)})"]
         case k.TensorLoad():
             ranks = f", {s.ranks}" if s.ranks else ""
-            return [f"tensor_load({_at(s.target, s.to)}, {_at(s.source, s.at)}, {list(s.box)}, {_at(s.barriers, (s.slot,))}{ranks})"]
+            return [
+                f"tensor_load({_at(s.target, s.to)}, {_at(s.source, s.at)}, {list(s.box)}, {_at(s.barriers, (s.slot,))}{ranks})"
+            ]
         case k.TensorStore():
             reduction = f", {s.reduction!r}" if s.reduction else ""
             return [f"tensor_store({_at(s.target, s.to)}, {_at(s.source, s.at)}, {list(s.box)}{reduction})"]

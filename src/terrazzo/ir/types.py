@@ -38,7 +38,9 @@ class DType:
 
     @property
     def compute(self) -> DType:
-        """The type arithmetic on this one happens in: 16-bit floats are for storage and compute in f32, as in PyTorch."""
+        """The type arithmetic on this one happens in: 16-bit floats are for storage and compute in f32, as in
+        PyTorch.
+        """
         return f32 if self in (f16, bf16) else self
 
     @property

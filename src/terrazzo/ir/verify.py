@@ -1,11 +1,12 @@
 """The verifier: what must hold of a program between two passes. Types hold by construction; this checks the rest.
 
-Torch and Tensor IR: only ops of the dialect; every input declared; no value read before it exists (by construction); no index
-leaves its tensor unless it is guarded.
-Loop IR: each buffer is written once, before it is read, by the step that owns it; every variable is bound by an axis of its
-kernel or a reduction; every index is within its buffer wherever ranges can tell; every element is stored exactly once.
-Tile IR: each schedule is one of a kernel, and fits it.
-Kernel IR: every value and register exists where it is used, every loop's variable is bound, and no index leaves its place.
+Torch and Tensor IR: only ops of the dialect; every input declared; no value read before it exists (by construction); no
+index leaves its tensor unless it is guarded.
+Loop IR: each buffer is written once, before it is read, by the step that owns it; every variable is bound by an axis of
+its kernel or a reduction; every index is within its buffer wherever ranges can tell; every element is stored exactly
+once. Tile IR: each schedule is one of a kernel, and fits it.
+Kernel IR: every value and register exists where it is used, every loop's variable is bound, and no index leaves its
+place.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ def verify(program: Program | l.Program | tile.Program | kernel.Program, after: 
 def problem(program: Program | l.Program | tile.Program | kernel.Program) -> str:
     """Which rule of its IR a program breaks; "" if none."""
     if isinstance(program, kernel.Program):
-        return next((f"{s.name}: {why}" for s in program.steps if isinstance(s, kernel.Kernel) and (why := kernel_problem(s))), "")
+        return next(
+            (f"{s.name}: {why}" for s in program.steps if isinstance(s, kernel.Kernel) and (why := kernel_problem(s))),
+            "",
+        )
     if isinstance(program, tile.Program):
         return _tile(program)
     return _loop(program) if isinstance(program, l.Program) else _graph(program)
@@ -121,7 +125,9 @@ def _stores_all(store: l.Store) -> str:
             return f"the store to {store.buffer.name} does not cover dimension {d}"
     for axis in {e.free for e in digits}:
         (v,) = axis
-        mine = sorted((int(d.name.rpartition("/")[2]), d.extent) for e, d in digits.items() if v in e.free and d in used)
+        mine = sorted(
+            (int(d.name.rpartition("/")[2]), d.extent) for e, d in digits.items() if v in e.free and d in used
+        )
         radix = 1
         for place, size in mine:
             radix = radix * size if place == radix else -1

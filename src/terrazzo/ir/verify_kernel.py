@@ -13,7 +13,9 @@ from terrazzo.ir.node import Node, topological
 
 
 def problem(kernel: k.Kernel) -> str:
-    """What is wrong with a kernel, or nothing: a name used where it does not exist, a variable no loop binds, an index too many."""
+    """What is wrong with a kernel, or nothing: a name used where it does not exist, a variable no loop binds, an index
+    too many.
+    """
     if not 1 <= kernel.warps <= 32:
         return f"a block has 1 to 32 warps, not {kernel.warps}"
     if not 1 <= kernel.cluster <= 8 or kernel.grid % kernel.cluster:
@@ -30,9 +32,17 @@ def problem(kernel: k.Kernel) -> str:
         for place, index in places(s):
             if len(index) != place.type.rank:
                 return f"{type(s).__name__} has {len(index)} indices into {place.name}: {place.type}"
-            if isinstance(place, k.Registers) and any(getattr(x, "name", "") in k.THREADS for x in topological(list(_flat(index)))):
+            if isinstance(place, k.Registers) and any(
+                getattr(x, "name", "") in k.THREADS for x in topological(list(_flat(index)))
+            ):
                 return f"{type(s).__name__} indexes the registers {place.name} by the number of a thread, which they cannot be"
-        target = s.target if isinstance(s, k.Move | k.TensorStore) else s.buffer if isinstance(s, l.Store | k.Atomic) else None
+        target = (
+            s.target
+            if isinstance(s, k.Move | k.TensorStore)
+            else s.buffer
+            if isinstance(s, l.Store | k.Atomic)
+            else None
+        )
         if target in kernel.reads:
             return f"{type(s).__name__} writes {target.name}, which the kernel only reads"
     known: set[Any] = {*kernel.params, *kernel.shared}
@@ -45,7 +55,9 @@ def _registers(kernel: k.Kernel, roles: list[k.Role]) -> str:
     taken = dict.fromkeys(range(kernel.warps), first)
     for role in roles:
         mine = range(role.first, role.first + role.count)
-        if role.registers and any(other is not role and {*mine} & {*range(other.first, other.first + other.count)} for other in roles):
+        if role.registers and any(
+            other is not role and {*mine} & {*range(other.first, other.first + other.count)} for other in roles
+        ):
             return f"warps {mine.start} to {mine.stop - 1} are a role of {role.registers} registers, and some have another role"
         taken.update(dict.fromkeys(mine, role.registers or first))
         if role.registers and declared(role.body) > role.registers:
@@ -82,7 +94,11 @@ def places(s: Node) -> Iterator[tuple[Buffer, tuple[IntExpr, ...]]]:
 def _problem(body: tuple[Node, ...], known: set[Any], variables: set[str]) -> str:
     known = set(known)
     for s in body:
-        mine = [c for f, c in zip(s._fields, s.values, strict=True) if f not in ("body", "axis", "value" if isinstance(s, k.Let) else "")]
+        mine = [
+            c
+            for f, c in zip(s._fields, s.values, strict=True)
+            if f not in ("body", "axis", "value" if isinstance(s, k.Let) else "")
+        ]
         mine = mine if not isinstance(s, k.Declare) else []
         for x in topological(list(_flat(mine))):
             if isinstance(x, Buffer | k.Value) and x not in known:

@@ -41,7 +41,9 @@ def rewrite(
     show: Callable[[Any], str] | None = None,
     memo: dict[Node, Any] | None = None,
 ) -> list[Any]:
-    """What `roots` become. `memo` afterwards holds what every node below them became; `show` adds texts to the events."""
+    """What `roots` become. `memo` afterwards holds what every node below them became; `show` adds texts to the
+    events.
+    """
     table = index(tuple(rules))
     memo = {} if memo is None else memo
     log = log or Log()
@@ -54,7 +56,9 @@ def rewrite(
             new = node.with_children(children)
         fuel = FUEL
         while isinstance(new, Node):
-            after, name = _step(new, table.get(rule_key(new), ()), ctx, log, pass_name, (names or {}).get(node, ""), decide, show)
+            after, name = _step(
+                new, table.get(rule_key(new), ()), ctx, log, pass_name, (names or {}).get(node, ""), decide, show
+            )
             if after is None:
                 break
             fuel -= 1
@@ -68,7 +72,9 @@ def rewrite(
     return [memo[r] for r in roots]
 
 
-def _step(node: Node, rules: Sequence[Rule], ctx: Any, log: Log, pass_name: str, subject: str, decide: Any, show: Any) -> tuple[Any, str]:
+def _step(
+    node: Node, rules: Sequence[Rule], ctx: Any, log: Log, pass_name: str, subject: str, decide: Any, show: Any
+) -> tuple[Any, str]:
     for r in rules:
         subject = subject or getattr(node, "op", "")
         try:

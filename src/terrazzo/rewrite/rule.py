@@ -6,8 +6,8 @@
         need(x.type.dtype.is_integer, "floats have no shift")
         return Shl(x.a, 1)
 
-The annotation of the first argument says which nodes it looks at. Returning None means "not my pattern" and leaves no trace;
-`need(condition, reason)` declines with a reason, which is recorded. A rule with alternatives returns a `Choice`.
+The annotation of the first argument says which nodes it looks at. Returning None means "not my pattern" and leaves no
+trace; `need(condition, reason)` declines with a reason, which is recorded. A rule with alternatives returns a `Choice`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def need(condition: Any, reason: str) -> None:
 
 @dataclass(frozen=True)
 class Choice:
-    """Alternatives that are all legal. `cost` is the model's estimate for each; what is pinned or measured goes before it."""
+    """Alternatives that are all legal. `cost` is the model's estimate for each; what is pinned or measured goes before
+    it.
+    """
 
     subject: str
     options: Mapping[str, Any]
@@ -50,7 +52,9 @@ def cheapest(choice: Choice) -> str:
 
 @dataclass(frozen=True)
 class Rule:
-    """A named rewrite. `keys` are the node classes (or ATen names) it is tried on; `sorry` exempts it from the harness."""
+    """A named rewrite. `keys` are the node classes (or ATen names) it is tried on; `sorry` exempts it from the
+    harness.
+    """
 
     name: str
     keys: tuple[Any, ...]
@@ -80,7 +84,9 @@ class Event:
 
 @dataclass(frozen=True)
 class Application:
-    """One use of a rule, for a checker to replay: what stood there, and what took its place. Both are nodes, and mean the same."""
+    """One use of a rule, for a checker to replay: what stood there, and what took its place. Both are nodes, and mean
+    the same.
+    """
 
     pass_name: str
     rule: str
@@ -94,7 +100,9 @@ class Application:
 
 @dataclass
 class Log:
-    """The events of one compilation, in order. `applications` are kept only where a list is given: they keep every node alive."""
+    """The events of one compilation, in order. `applications` are kept only where a list is given: they keep every node
+    alive.
+    """
 
     events: list[Event] = field(default_factory=list)
     applications: list[Application] | None = None
@@ -105,7 +113,9 @@ class Log:
             self.events.append(event)
 
     def applied(self, pass_name: str, rule: str, subject: str, before: Iterable[Any], after: Iterable[Any]) -> None:
-        """Record that `after` takes the place of `before`, where that is more than nothing and applications are kept."""
+        """Record that `after` takes the place of `before`, where that is more than nothing and applications are
+        kept.
+        """
         old, new = tuple(before), tuple(after)
         if self.applications is not None and old != new:
             self.applications.append(Application(pass_name, rule, subject, old, new))

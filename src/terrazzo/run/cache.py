@@ -1,8 +1,8 @@
 """A directory of compiled kernels, shared by all processes of one user.
 
 One entry is one file, and its name says everything: `<key[:2]>/<key>.<sha256 of the content><suffix>`.
-The key is a digest of what the entry was made from, the second digest is checked before an entry is handed out. So an entry
-that was damaged, truncated or put there by something else is never loaded, two processes that build the same key
+The key is a digest of what the entry was made from, the second digest is checked before an entry is handed out. So an
+entry that was damaged, truncated or put there by something else is never loaded, two processes that build the same key
 differently do not disturb each other, and there is no index that could disagree with the files.
 
 A file appears under its name only when it is complete (a temporary file, renamed). There are no locks: at worst two

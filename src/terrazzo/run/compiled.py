@@ -37,8 +37,9 @@ if TYPE_CHECKING:
 class Compiled:
     """A program bound to its weights, ready to be called with its varying inputs, in order.
 
-    Calls are re-entrant: each takes a frame (temporaries and prepared arguments) from the pool of its queue of work (PyTorch's
-    stream). `program`, `log` and `sources` are there when this process compiled the program, and empty when it came from the cache.
+    Calls are re-entrant: each takes a frame (temporaries and prepared arguments) from the pool of its queue of work
+    (PyTorch's stream). `program`, `log` and `sources` are there when this process compiled the program, and empty when
+    it came from the cache.
     """
 
     plan: Plan
@@ -67,7 +68,9 @@ class Compiled:
         return self.sources
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
-        """The results for these tensors. A tensor of another shape, type, layout or device is a UserError that names it."""
+        """The results for these tensors. A tensor of another shape, type, layout or device is a UserError that names
+        it.
+        """
         if len(inputs) != len(self.varying):
             raise UserError(f"the program takes {len(self.varying)} tensors, got {len(inputs)}")
         tensors = dict(self.bound)
@@ -163,8 +166,8 @@ def compile_program(
 ) -> Any:
     """`program` (in any IR) for a machine, bound to its weights: from the cache if it was compiled before.
 
-    The target "auto" is where the tensors are: `device` ("cpu", "cuda:1") says so, or else the bound tensors do. Where there is no C++
-    compiler the interpreter runs, and says so once.
+    The target "auto" is where the tensors are: `device` ("cpu", "cuda:1") says so, or else the bound tensors do. Where
+    there is no C++ compiler the interpreter runs, and says so once.
     """
     where = device or next((str(t.device) for t in bound.values()), "cpu")
     options = resolved(options, where)
@@ -219,9 +222,14 @@ def _load(key: str, cache: Cache, machine: Cpu | Cuda, bound: Mapping[str, Any],
     return _bind(plan, {k: p for k, p in found.items() if p}, machine, bound, options)
 
 
-def _build(key: str, cache: Cache, machine: Cpu | Cuda, program: Any, bound: Mapping[str, Any], options: Options) -> Compiled:
+def _build(
+    key: str, cache: Cache, machine: Cpu | Cuda, program: Any, bound: Mapping[str, Any], options: Options
+) -> Compiled:
     lowering = _lowering(program, options)
-    with reproducible(options), failing("code generation", lowering.at("tile") or lowering.at("loop") or lowering.source):
+    with (
+        reproducible(options),
+        failing("code generation", lowering.at("tile") or lowering.at("loop") or lowering.source),
+    ):
         built = machine.build(lowering, options, cache)
     plan = make(built.program, built.entries)
     cache.put(key, ".plan", plan.to_json())
@@ -231,17 +239,23 @@ def _build(key: str, cache: Cache, machine: Cpu | Cuda, program: Any, bound: Map
     return done
 
 
-def _bind(plan: Plan, paths: dict[str, Path], machine: Cpu | Cuda, bound: Mapping[str, Any], options: Options) -> Compiled:
+def _bind(
+    plan: Plan, paths: dict[str, Path], machine: Cpu | Cuda, bound: Mapping[str, Any], options: Options
+) -> Compiled:
     names = {plan.slots[k].name: k for k in plan.inputs}
     weights: dict[int, Any] = {}
     for name, tensor in bound.items():
         if name not in names:
             raise CompilerBug(f"{name} is bound but the program has no such input")
-        weights[names[name]] = Expected(plan.slots[names[name]], machine.device).check(tensor.detach().to(machine.device))
+        weights[names[name]] = Expected(plan.slots[names[name]], machine.device).check(
+            tensor.detach().to(machine.device)
+        )
     for step in plan.steps:
         if not step.key:
             _report(step.name, step.source)
-    return Compiled(plan, machine, machine.load(plan.steps, paths), weights, options.graph and all(s.key for s in plan.steps))
+    return Compiled(
+        plan, machine, machine.load(plan.steps, paths), weights, options.graph and all(s.key for s in plan.steps)
+    )
 
 
 def _lowering(program: Any, options: Options) -> Lowering:

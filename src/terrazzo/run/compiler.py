@@ -58,7 +58,13 @@ extern "C" void probe(float* x, std::int64_t n) {
 """
 
 # What a compiler says when the machine, and neither the source nor our flags, is at fault.
-_TROUBLE = ("No space left on device", "Disk quota exceeded", "Killed signal", "out of memory", "Cannot allocate memory")
+_TROUBLE = (
+    "No space left on device",
+    "Disk quota exceeded",
+    "Killed signal",
+    "out of memory",
+    "Cannot allocate memory",
+)
 
 
 @dataclass(frozen=True)
@@ -233,7 +239,9 @@ def _failure(compiler: Compiler, source: str, errors: str, cache: Cache) -> Exce
         return UserError(f"the C++ compiler ran out of disk space or memory: {told[0]}")
     saved = cache.put(digest("source that failed", source), ".cpp", source.encode())
     again = shlex.join(compiler.build(str(saved), "kernel.so"))
-    return CompilerBug("\n".join(["generated C++ does not compile:", *told[:5], f"The source is {saved}. To reproduce:", again]))
+    return CompilerBug(
+        "\n".join(["generated C++ does not compile:", *told[:5], f"The source is {saved}. To reproduce:", again])
+    )
 
 
 def _candidates() -> Iterator[tuple[str, ...]]:

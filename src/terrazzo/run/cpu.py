@@ -26,7 +26,9 @@ _NOTHING = nullcontext()
 
 @dataclass(frozen=True)
 class Built:
-    """The machine code of a program's kernels: entries, the files by key, the sources by function, and seconds by phase."""
+    """The machine code of a program's kernels: entries, the files by key, the sources by function, and seconds by
+    phase.
+    """
 
     program: Any
     entries: dict[Any, Entry]
@@ -60,7 +62,13 @@ class Cpu:
         seconds = {"emit": emitted - start, "compile": time.perf_counter() - emitted}
         keys = {source: self.compiler.key(source) for source in sources}
         entries = {k: Entry(keys[source], name, arguments(k)) for k, (name, source) in kernels.items()}
-        return Built(lowering.loop, entries, {keys[s]: p for s, p in zip(sources, paths, strict=True)}, list(kernels.values()), seconds)
+        return Built(
+            lowering.loop,
+            entries,
+            {keys[s]: p for s, p in zip(sources, paths, strict=True)},
+            list(kernels.values()),
+            seconds,
+        )
 
     def load(self, steps: Sequence[Step], paths: dict[str, Path]) -> list[Any]:
         """For every step its function, which takes an array of addresses; None for calls of PyTorch."""

@@ -37,14 +37,17 @@ STATIC_SHARED = 48 << 10
 def compile_all(sources: Sequence[str], arch: str, cache: Cache, spills: bool = False) -> list[Path]:
     """A cubin for each source (without the prelude), in order; those the cache lacks are compiled in parallel.
 
-    Raises Limitation where NVRTC is missing, and CompilerBug where a source does not compile or spills registers to memory.
+    Raises Limitation where NVRTC is missing, and CompilerBug where a source does not compile or spills registers to
+    memory.
     """
     keys = [cubin_key(source, arch) for source in sources]
     found = {key: cache.get(key, ".cubin") for key in dict.fromkeys(keys)}
     missing = {key: source for key, source in zip(keys, sources, strict=True) if found[key] is None}
     if missing:
         with ThreadPoolExecutor(os.cpu_count() or 1, "terrazzo-nvrtc") as pool:
-            for key, cubin in zip(missing, pool.map(lambda s: _compile(s, arch, cache, spills), missing.values()), strict=True):
+            for key, cubin in zip(
+                missing, pool.map(lambda s: _compile(s, arch, cache, spills), missing.values()), strict=True
+            ):
                 found[key] = cache.put(key, ".cubin", cubin)
     return [path for key in keys if (path := found[key]) is not None]
 
@@ -67,7 +70,9 @@ def nvrtc_version() -> str:
 
         _, major, minor = nvrtc.nvrtcVersion()
     except Exception as why:  # the package or the library it loads
-        raise Limitation(f"CUDA kernels are compiled by NVRTC, and it is not here ({why}); `pip install 'terrazzo[cuda]'`") from None
+        raise Limitation(
+            f"CUDA kernels are compiled by NVRTC, and it is not here ({why}); `pip install 'terrazzo[cuda]'`"
+        ) from None
     return f"{major}.{minor}"
 
 
@@ -94,7 +99,9 @@ def _compile(source: str, arch: str, cache: Cache, spills: bool) -> bytes:
     nvrtc.nvrtcDestroyProgram(program)
     spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", told)]
     if any(spilled) and not spills:
-        raise CompilerBug(_failure(f"a kernel spills {max(spilled)} bytes of registers to memory", source, arch, told, cache))
+        raise CompilerBug(
+            _failure(f"a kernel spills {max(spilled)} bytes of registers to memory", source, arch, told, cache)
+        )
     if "C75" in told and not spills:
         raise CompilerBug(_failure("ptxas serialises wgmma in a kernel", source, arch, told, cache))
     return cubin
@@ -105,7 +112,9 @@ def _failure(what: str, source: str, arch: str, told: str, cache: Cache) -> str:
 
     saved = cache.put(digest("CUDA that failed", source), ".cu", (prelude() + source).encode())
     lines = [x for x in told.splitlines() if "error" in x.lower() or "spill" in x or "C75" in x][:5]
-    return "\n".join([f"{what}:", *lines, f"The source is {saved}. To reproduce:", f"nvcc -cubin -arch={arch} -Xptxas -v {saved}"])
+    return "\n".join(
+        [f"{what}:", *lines, f"The source is {saved}. To reproduce:", f"nvcc -cubin -arch={arch} -Xptxas -v {saved}"]
+    )
 
 
 def devices() -> int:
@@ -123,7 +132,9 @@ def architecture(index: int = 0) -> str:
     names = [f"sm_{major}{minor}a", f"sm_{major}{minor}"]
     if found := next((n for n in names if n in GPUS), None):
         return found
-    raise Limitation(f"{torch.cuda.get_device_name(index)} is sm_{major}{minor}, and there is no record of it; there are {', '.join(GPUS)}")
+    raise Limitation(
+        f"{torch.cuda.get_device_name(index)} is sm_{major}{minor}, and there is no record of it; there are {', '.join(GPUS)}"
+    )
 
 
 class Cuda:
@@ -132,16 +143,22 @@ class Cuda:
     suffix = ".cubin"
 
     def __init__(self, device: str, arch: str) -> None:
-        """UserError where PyTorch sees no GPU, where the driver is too old, or where this GPU is of another architecture."""
+        """UserError where PyTorch sees no GPU, where the driver is too old, or where this GPU is of another
+        architecture.
+        """
         import torch
 
         if not torch.cuda.is_available():
-            raise UserError(f"the target {arch} needs a GPU to run, and PyTorch sees none; `terrazzo compile --target {arch}` needs none")
+            raise UserError(
+                f"the target {arch} needs a GPU to run, and PyTorch sees none; `terrazzo compile --target {arch}` needs none"
+            )
         from cuda.bindings import driver
 
         _, version = driver.cuDriverGetVersion()
         if version < LEAST_DRIVER:
-            raise UserError(f"the NVIDIA driver is for CUDA {version // 1000}.{version % 1000 // 10}; at least 12.0 is needed")
+            raise UserError(
+                f"the NVIDIA driver is for CUDA {version // 1000}.{version % 1000 // 10}; at least 12.0 is needed"
+            )
         self.index = torch.device(device).index or 0
         if architecture(self.index) != arch:
             raise UserError(f"the target is {arch}, and {device} is {architecture(self.index)}")
@@ -162,7 +179,13 @@ class Cuda:
         emitted = time.perf_counter()
         paths = compile_all(compiled, self.arch, cache, options.spills)
         seconds = {"emit": emitted - start, "compile": time.perf_counter() - emitted}
-        return Built(program, entries, {cubin_key(s, self.arch): p for s, p in zip(compiled, paths, strict=True)}, sources, seconds)
+        return Built(
+            program,
+            entries,
+            {cubin_key(s, self.arch): p for s, p in zip(compiled, paths, strict=True)},
+            sources,
+            seconds,
+        )
 
     def load(self, steps: Sequence[Step], paths: dict[str, Path]) -> list[Any]:
         """For every step its function on this GPU; None for calls of PyTorch."""
@@ -219,7 +242,9 @@ class Cuda:
         if self.flags is not None and (found := self.flags.nonzero()).numel():
             step = self.steps[int(found[0])]
             self.flags.zero_()
-            raise UserError(f"kernel {step.label} ({step.source}), in an earlier call: an index is out of range for its dimension")
+            raise UserError(
+                f"kernel {step.label} ({step.source}), in an earlier call: an index is out of range for its dimension"
+            )
 
     def graph(self, launches: Sequence[Launch]) -> Graph:
         """The launches, one after the other, as one CUDA graph."""
@@ -229,7 +254,9 @@ class Cuda:
 class Launch:
     """A kernel with its arguments in place; called with a stream."""
 
-    def __init__(self, machine: Cuda, step: Step, function: Any, addresses: Any, maps: Sequence[tuple[int, TensorMap]]) -> None:
+    def __init__(
+        self, machine: Cuda, step: Step, function: Any, addresses: Any, maps: Sequence[tuple[int, TensorMap]]
+    ) -> None:
         self.machine, self.step, self.function, self.addresses = machine, step, function, addresses
         blocks, threads, shared, notes = step.launch
         count = len(addresses)
@@ -307,7 +334,9 @@ class Graph:
             now = bytes(launch.addresses)
             if now != self.known[n]:
                 launch.ready()
-                self.machine.call("cuGraphExecKernelNodeSetParams", self.executable, self.nodes[n], self._parameters(launch))
+                self.machine.call(
+                    "cuGraphExecKernelNodeSetParams", self.executable, self.nodes[n], self._parameters(launch)
+                )
                 self.known[n] = now
         self.machine.call("cuGraphLaunch", self.executable, stream)
 

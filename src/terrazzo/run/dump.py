@@ -1,4 +1,6 @@
-"""`Options.dump`, `--dump DIR`: every stage as a file that can be read back, the kernels' C++, the events and the options."""
+"""`Options.dump`, `--dump DIR`: every stage as a file that can be read back, the kernels' C++, the events and the
+options.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def write(directory: Path, done: Lowering, options: Options) -> None:
         for name, text in files.items():
             write_file(directory / name, text)
     except OSError as error:
-        raise UserError(f"dump {directory}: {error.filename or ''} cannot be written: {error.strerror or error}") from None
+        raise UserError(
+            f"dump {directory}: {error.filename or ''} cannot be written: {error.strerror or error}"
+        ) from None
 
 
 def write_file(path: Path, text: str) -> None:

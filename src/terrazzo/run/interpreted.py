@@ -1,4 +1,6 @@
-"""Programs that an interpreter runs, that of Loop IR or of Kernel IR: where there is no compiler, or where that is asked for."""
+"""Programs that an interpreter runs, that of Loop IR or of Kernel IR: where there is no compiler, or where that is
+asked for.
+"""
 
 from __future__ import annotations
 
@@ -54,4 +56,6 @@ class Interpreted:
 
 def interpreted(done: Lowering, bound: Mapping[str, Any]) -> Interpreted:
     """A program that was lowered to Loop IR or, for a GPU, to Kernel IR, for its interpreter."""
-    return Interpreted(done.at("kernel") or done.loop, {k: v.detach() for k, v in bound.items()}, done.log, done.seconds)
+    return Interpreted(
+        done.at("kernel") or done.loop, {k: v.detach() for k, v in bound.items()}, done.log, done.seconds
+    )

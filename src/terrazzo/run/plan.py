@@ -1,7 +1,7 @@
 """A compiled program as plain data: what to call, in which order, on which memory.
 
-A plan holds numbers, names and nothing else. It is kept in the cache as JSON, so that a second process needs neither the rules nor
-the compiler; what is read back is checked field by field, and anything odd means the plan is made again.
+A plan holds numbers, names and nothing else. It is kept in the cache as JSON, so that a second process needs neither
+the rules nor the compiler; what is read back is checked field by field, and anything odd means the plan is made again.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Slot:
 class Step:
     """A kernel (`key` finds its machine code, `name` is the function) or, with no key, a call of the PyTorch op `name`.
 
-    `args` of a kernel are slots; of a call they are encoded values (see `encode`). `launch` is for a GPU: blocks, threads of a block,
-    bytes of shared memory, and whether the kernel notes indices that are out of range (1 or 0). `maps` are the tensor maps it takes:
-    which of `args`, the box, the swizzle.
+    `args` of a kernel are slots; of a call they are encoded values (see `encode`). `launch` is for a GPU: blocks,
+    threads of a block, bytes of shared memory, and whether the kernel notes indices that are out of range (1 or 0).
+    `maps` are the tensor maps it takes: which of `args`, the box, the swizzle.
     """
 
     key: str
@@ -69,7 +69,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Entry:
-    """The machine code of a kernel: its key in the cache, its function, the buffers that takes, and how it is launched."""
+    """The machine code of a kernel: its key in the cache, its function, the buffers that takes, and how it is
+    launched.
+    """
 
     key: str
     name: str
@@ -80,7 +82,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Plan:
-    """`inputs` and `results` are slots, in order; a result may be an input. `arena` is the size of the temporaries in bytes."""
+    """`inputs` and `results` are slots, in order; a result may be an input. `arena` is the size of the temporaries in
+    bytes.
+    """
 
     inputs: tuple[int, ...]
     results: tuple[int, ...]
@@ -124,16 +128,26 @@ def make(program: l.Program | kernel.Program, entries: Mapping[Any, Entry]) -> P
     for s in program.steps:
         if not isinstance(s, l.Call):
             e = entries[s]
-            steps.append(Step(e.key, e.name, tuple(number[b] for b in e.buffers), {}, (), s.source, s.name, e.launch, e.maps))
+            steps.append(
+                Step(e.key, e.name, tuple(number[b] for b in e.buffers), {}, (), s.source, s.name, e.launch, e.maps)
+            )
         else:
             kwargs = {k: encode(v, number) for k, v in s.kwargs}
             results = tuple(None if b is None else number[b] for b in s.results)
             steps.append(Step("", s.name, encode(s.args, number), kwargs, results, s.source, s.name))
-    return Plan(tuple(number[b] for b in program.inputs), tuple(number[b] for b in program.results), tuple(slots), tuple(steps), arena)
+    return Plan(
+        tuple(number[b] for b in program.inputs),
+        tuple(number[b] for b in program.results),
+        tuple(slots),
+        tuple(steps),
+        arena,
+    )
 
 
 def allocate(program: l.Program | kernel.Program, buffers: Sequence[l.Buffer]) -> tuple[dict[l.Buffer, int], int]:
-    """Offsets for temporaries, first fit, such that buffers that live at the same time do not overlap; and the total."""
+    """Offsets for temporaries, first fit, such that buffers that live at the same time do not overlap; and the
+    total.
+    """
     last: dict[l.Buffer, int] = {}
     for k, step in enumerate(program.steps):
         for b in (*step.reads, *step.writes):
@@ -202,7 +216,11 @@ def slots_in(value: Any) -> list[int]:
         return [s for v in value for s in slots_in(v)]
     if isinstance(value, dict):
         return (
-            [value["slot"]] if set(value) == {"slot"} else [s for v in value.values() for s in slots_in(v)] if "float" not in value else []
+            [value["slot"]]
+            if set(value) == {"slot"}
+            else [s for v in value.values() for s in slots_in(v)]
+            if "float" not in value
+            else []
         )
     return []
 
@@ -212,7 +230,9 @@ def _strides(b: l.Buffer) -> tuple[int, ...]:
 
 
 def _span(shape: Sequence[int], strides: Sequence[int], dtype: DType) -> int:
-    """How many bytes lie between the first element and the end of the last: more than they fill, where there are gaps."""
+    """How many bytes lie between the first element and the end of the last: more than they fill, where there are
+    gaps.
+    """
     return 0 if 0 in shape else (1 + sum((e - 1) * s for e, s in zip(shape, strides, strict=True))) * dtype.size
 
 
@@ -234,8 +254,13 @@ def _step(s: Any, count: int) -> Step:
     launch = tuple(_natural(x) for x in s["launch"])
     if len(launch) not in (0, 4):
         raise ValueError("not a launch")
-    maps = tuple((_index(p, max(len(args), 1)), tuple(_natural(x) for x in box), _natural(swizzle)) for p, box, swizzle in s["maps"])
-    return Step(_text(s["key"]), _text(s["name"]), args, kwargs, results, _text(s["source"]), _text(s["label"]), launch, maps)
+    maps = tuple(
+        (_index(p, max(len(args), 1)), tuple(_natural(x) for x in box), _natural(swizzle))
+        for p, box, swizzle in s["maps"]
+    )
+    return Step(
+        _text(s["key"]), _text(s["name"]), args, kwargs, results, _text(s["source"]), _text(s["label"]), launch, maps
+    )
 
 
 def _natural(x: Any) -> int:

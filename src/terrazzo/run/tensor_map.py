@@ -15,7 +15,9 @@ _TYPES = {
 
 
 def encode(tensor_map: TensorMap, address: int) -> bytes:
-    """The map of the tensor that starts at `address` in global memory, which must be a multiple of 16. UserError without a driver."""
+    """The map of the tensor that starts at `address` in global memory, which must be a multiple of 16. UserError
+    without a driver.
+    """
     try:
         from cuda.bindings import driver
     except ImportError as e:
@@ -29,14 +31,20 @@ def encode(tensor_map: TensorMap, address: int) -> bytes:
         rank,
         address,
         [driver.cuuint64_t(n) for n in reversed(tensor_map.shape)],
-        [driver.cuuint64_t(s * size) for s in reversed(tensor_map.strides[:-1])] or [driver.cuuint64_t(16)],  # it wants one, even unread
+        [driver.cuuint64_t(s * size) for s in reversed(tensor_map.strides[:-1])]
+        or [driver.cuuint64_t(16)],  # it wants one, even unread
         [driver.cuuint32_t(n) for n in reversed(tensor_map.box)],
         [driver.cuuint32_t(1)] * rank,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{f'{tensor_map.swizzle}B' if tensor_map.swizzle else 'NONE'}"),
+        getattr(
+            driver.CUtensorMapSwizzle,
+            f"CU_TENSOR_MAP_SWIZZLE_{f'{tensor_map.swizzle}B' if tensor_map.swizzle else 'NONE'}",
+        ),
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     if error != driver.CUresult.CUDA_SUCCESS:
-        raise CompilerBug(f"the driver refuses a tensor map it should take ({error.name}): {tensor_map} at {address:#x}")
+        raise CompilerBug(
+            f"the driver refuses a tensor map it should take ({error.name}): {tensor_map} at {address:#x}"
+        )
     return ctypes.string_at(int(encoded.getPtr()), 128)

@@ -30,7 +30,9 @@ class Expected:
         return torch.empty_strided(self.slot.shape, self.slot.strides, dtype=self.dtype, device=self.device)
 
     def check(self, t: Any) -> Any:
-        """The tensor, or a copy where its memory is not its value or badly aligned. UserError where it is another one than was promised."""
+        """The tensor, or a copy where its memory is not its value or badly aligned. UserError where it is another one
+        than was promised.
+        """
         slot = self.slot
         kind = getattr(t, "dtype", None) is self.dtype and t.device == self.device and t.layout is self.layout
         if kind and t.shape == slot.shape and _strides_fit(t, slot):
@@ -64,7 +66,9 @@ def _strides_fit(t: Any, slot: Slot) -> bool:
     """Strides matter only along dimensions with more than one element."""
     given = t.stride()
     return (
-        given == slot.strides or all(e <= 1 or a == b for e, a, b in zip(slot.shape, given, slot.strides, strict=True)) or 0 in slot.shape
+        given == slot.strides
+        or all(e <= 1 or a == b for e, a, b in zip(slot.shape, given, slot.strides, strict=True))
+        or 0 in slot.shape
     )
 
 

@@ -21,7 +21,9 @@ class Target:
 
 def _cuda(gpu: Gpu) -> Target:
     op = 2 / gpu.fma
-    rates = Rates(1 / gpu.memory, op, serial=10 * op, fma=op, mixed=64 * op, load=4 / gpu.cache, step=200, launch=gpu.launch)
+    rates = Rates(
+        1 / gpu.memory, op, serial=10 * op, fma=op, mixed=64 * op, load=4 / gpu.cache, step=200, launch=gpu.launch
+    )
     return Target(gpu.arch, f"CUDA on {gpu.name}, compiled by NVRTC", rates, gpu)
 
 

@@ -158,6 +158,8 @@ def apply(x: l.Apply, scope: Scope) -> str:
 
 
 def identifier(name: str) -> str:
-    """A name for generated code that does not change with the numbers in the program's names, so that equal layers are equal text."""
+    """A name for generated code that does not change with the numbers in the program's names, so that equal layers are
+    equal text.
+    """
     plain = re.sub(r"_*\d+", "", re.sub(r"\W", "_", name)).strip("_")
     return plain or "t"

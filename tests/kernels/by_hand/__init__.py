@@ -16,13 +16,19 @@ FOLDER = Path(__file__).parent
 MEANING: dict[str, Callable[..., Any]] = {
     "ring": lambda x, w: x @ w.T,
     "cluster": lambda x, w: x @ w.T,
-    "ping_pong": lambda x, w: x @ w.T,  # two warpgroups take turns by named barriers: one multiplies while the other stores
+    "ping_pong": lambda x, w: (
+        x @ w.T
+    ),  # two warpgroups take turns by named barriers: one multiplies while the other stores
     "registers": lambda x, w: x @ w.T,  # the first operand comes from registers, two of its fragments in turn
     "copied": lambda x, w: x @ w.T,  # cp.async feeds wgmma
     "split": lambda x, w: x @ w.T,  # two warpgroups take half of k each, and their boxes are added
-    "persistent": lambda x, w: x @ w.T,  # slots and phases go on from tile to tile, and stores overlap with the next tile
+    "persistent": lambda x, w: (
+        x @ w.T
+    ),  # slots and phases go on from tile to tile, and stores overlap with the next tile
     "cluster_sum": lambda x: x.sum(1),
-    "histogram": lambda x: np.bincount(x.astype(int) + 8, minlength=17) + np.arange(17) // 16 * (x.reshape(8, 4, 32) > 2).any(2).sum(),
+    "histogram": lambda x: (
+        np.bincount(x.astype(int) + 8, minlength=17) + np.arange(17) // 16 * (x.reshape(8, 4, 32) > 2).any(2).sum()
+    ),
 }
 """What each computes, in float64."""
 

@@ -1,7 +1,9 @@
-"""An example for every lowering of an ATen op: the op, and what its rule makes of it, as text. A file per topic lies beside this one.
+"""An example for every lowering of an ATen op: the op, and what its rule makes of it, as text. A file per topic lies
+beside this one.
 
-Nobody writes them: `python -m tests.rules.lowerings` (with src and . on the path) finds the plainest call of each op in PyTorch's operator
-database, for rules that have no example yet, and writes down what all rules make of their examples now. Read the difference.
+Nobody writes them: `python -m tests.rules.lowerings` (with src and . on the path) finds the plainest call of each op in
+PyTorch's operator database, for rules that have no example yet, and writes down what all rules make of their examples
+now. Read the difference.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from terrazzo.rules import torch_to_tensor
 from terrazzo.rules.torch_to_tensor.lower import lower
 
 HERE = Path(__file__).parent
-TOPICS = {r.name: m.__name__.rsplit(".", 1)[-1] for m in vars(torch_to_tensor).values() for r in getattr(m, "RULES", ())}
+TOPICS = {
+    r.name: m.__name__.rsplit(".", 1)[-1] for m in vars(torch_to_tensor).values() for r in getattr(m, "RULES", ())
+}
 """The file each rule is in, by the rule's name."""
 
 
@@ -40,5 +44,9 @@ def lowered(before: str) -> tuple[Any, Any, set[str]]:
 def write(befores: dict[str, str]) -> None:
     """Write the files anew, with what the rules make of these texts."""
     for topic in dict.fromkeys(TOPICS.values()):
-        blocks = [f"# {n}\n{befores[n]}=>\n{show(lowered(befores[n])[1])}" for n, t in TOPICS.items() if t == topic and n in befores]
+        blocks = [
+            f"# {n}\n{befores[n]}=>\n{show(lowered(befores[n])[1])}"
+            for n, t in TOPICS.items()
+            if t == topic and n in befores
+        ]
         (HERE / f"{topic}.txt").write_text("\n".join(blocks))

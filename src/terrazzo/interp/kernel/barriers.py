@@ -58,7 +58,9 @@ class Meeting:
 
 @dataclass
 class Box:
-    """A box on its way to shared memory of one block: where, what, when in the time of the barrier's agent, and the line that sent it."""
+    """A box on its way to shared memory of one block: where, what, when in the time of the barrier's agent, and the
+    line that sent it.
+    """
 
     place: Place
     at: Any
@@ -151,7 +153,9 @@ class Ring:
         self.settle(b, n)
         if why := self.early(b, n, by):
             return why
-        self.clocks.release(self.gathered[n], np.array([by[0]]), np.array([by[1]]), np.array([b]))  # it comes after what its sender knew
+        self.clocks.release(
+            self.gathered[n], np.array([by[0]]), np.array([by[1]]), np.array([b])
+        )  # it comes after what its sender knew
         self.time[b, n] += 1
         self.sent[b, n] = self.time[b, n]
         self.state[b, n].boxes.append(Box(place, at, data, int(self.time[b, n]), site))
@@ -182,7 +186,9 @@ class Ring:
         return bool(self.phase[b, n] % 2 != parity)
 
     def lapped(self, b: int, n: int, w: int, parity: int) -> bool:
-        """Whether the phase that a warp waits for ended, and so did the next: it will wait for one that it does not mean."""
+        """Whether the phase that a warp waits for ended, and so did the next: it will wait for one that it does not
+        mean.
+        """
         meant = bisect_right(self.ends[b, n], self.clocks.known[b, w, self.clocks.barrier(b, self.first + n)])
         return bool(self.phase[b, n] > meant + (meant % 2 != parity) + 1)
 

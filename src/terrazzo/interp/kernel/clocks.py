@@ -1,9 +1,9 @@
 """Happens-before between the warps of a block or a cluster, by vector clocks.
 
-Every warp has a time of its own, and knows up to which time it has seen everybody's work. What an agent did at its time t comes before
-what a warp does now if the warp knows the agent up to t. Agents are the warps; for each warp, what it makes read asynchronously, one
-for each kind; and the barriers, whose boxes write. The asynchronous proxy needs a fence besides: `fenced` is what is known and lies
-behind one.
+Every warp has a time of its own, and knows up to which time it has seen everybody's work. What an agent did at its time
+t comes before what a warp does now if the warp knows the agent up to t. Agents are the warps; for each warp, what it
+makes read asynchronously, one for each kind; and the barriers, whose boxes write. The asynchronous proxy needs a fence
+besides: `fenced` is what is known and lies behind one.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ ASYNCHRONOUS = ("wgmma", "bulk")
 
 @dataclass
 class Knowledge:
-    """What somebody knows of each block's agents, [block, agent] times; `fenced` is the part asynchronous operations may rely on."""
+    """What somebody knows of each block's agents, [block, agent] times; `fenced` is the part asynchronous operations
+    may rely on.
+    """
 
     known: Any
     fenced: Any
 
 
 class Clocks:
-    """The clocks of the warps of some blocks, known[block, warp, agent]; agents are those of the block's whole cluster."""
+    """The clocks of the warps of some blocks, known[block, warp, agent]; agents are those of the block's whole
+    cluster.
+    """
 
     def __init__(self, blocks: int, warps: int, barriers: int, cluster: int = 1) -> None:
         self.blocks, self.warps, self.barriers, self.cluster = blocks, warps, barriers, cluster
@@ -58,7 +62,9 @@ class Clocks:
         if agent >= self.readers:
             return "TMA"
         kind, warp = divmod(agent, self.warps * self.cluster)
-        who = f"warp {warp % self.warps}" + (f" of block {warp // self.warps} of the cluster" if self.cluster > 1 else "")
+        who = f"warp {warp % self.warps}" + (
+            f" of block {warp // self.warps} of the cluster" if self.cluster > 1 else ""
+        )
         return f"{ASYNCHRONOUS[kind - 1]} of {who}" if kind else who
 
     def nothing(self) -> Knowledge:
@@ -80,7 +86,9 @@ class Clocks:
         return all(self.known[b, w, agent] >= time for agent, time in events)
 
     def release(self, to: Knowledge, b: Any, w: Any, at: Any) -> None:
-        """Warps `w` of blocks `b` tell blocks `at` what they know and did; what they do from now on is not part of it."""
+        """Warps `w` of blocks `b` tell blocks `at` what they know and did; what they do from now on is not part of
+        it.
+        """
         np.maximum.at(to.known, at, self.known[b, w])
         np.maximum.at(to.fenced, at, self.fenced[b, w])
         self.known[b, w, self.agent(b, w)] += 1

@@ -1,4 +1,6 @@
-"""What Kernel IR means by copies that arrive later: cp.async, boxes of TMA, and the barriers and groups they are waited for by."""
+"""What Kernel IR means by copies that arrive later: cp.async, boxes of TMA, and the barriers and groups they are waited
+for by.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ Done = Callable[[Any], None]
 
 @dataclass
 class Operation:
-    """Something that some threads began: the group it is of, for each, and what happens when they have waited for it."""
+    """Something that some threads began: the group it is of, for each, and what happens when they have waited for
+    it.
+    """
 
     group: Any
     mask: Any
@@ -143,7 +147,9 @@ def wait_barrier(team: Team, s: k.WaitBarrier) -> Iterator[Wait]:
         here = team.active[i, j]
         if any(np.unique(x[i, j][here]).size > 1 for x in (slots, phases)):
             team.fail(s, "waits for several barriers in one warp", (i, j, 0))
-        b, w, n, phase = (int(x) for x in (team.block[i, 0, 0], team.warp[0, j, 0], slots[i, j][here][0], phases[i, j][here][0]))
+        b, w, n, phase = (
+            int(x) for x in (team.block[i, 0, 0], team.warp[0, j, 0], slots[i, j][here][0], phases[i, j][here][0])
+        )
         if phase not in (0, 1):
             team.fail(s, f"waits for phase {phase}, which is neither 0 nor 1", (i, j, 0))
         ring(team, s, b, (b, w), n)
@@ -177,7 +183,9 @@ def box(team: Team, place: k.Shared, to: tuple[IntExpr, ...], size: int, s: Any)
 
 
 def tensor_load(team: Team, s: k.TensorLoad) -> None:
-    """Boxes set out now; where they go, nobody may still be reading. They have come when the phase of their barrier ends."""
+    """Boxes set out now; where they go, nobody may still be reading. They have come when the phase of their barrier
+    ends.
+    """
     threads = team.one_thread(s)
     slots, at = team.chosen(s.slot), [team.chosen(e) for e in s.at]
     description = tma.tensor_map(s.source.type, s.box, s.target.swizzle)

@@ -30,7 +30,12 @@ SHADOW = 1 << 24
 
 
 def run(
-    program: k.Program, inputs: Mapping[str, Any], *, call: Call | None = None, seed: int | None = None, costs: Costs | None = None
+    program: k.Program,
+    inputs: Mapping[str, Any],
+    *,
+    call: Call | None = None,
+    seed: int | None = None,
+    costs: Costs | None = None,
 ) -> list[Any]:
     """The results of `program`. See run_kernel for `seed` and `costs`."""
     memory: dict[l.Buffer, Any] = {b: np.asarray(inputs[b.name]).astype(b.type.dtype.numpy) for b in program.inputs}
@@ -52,12 +57,15 @@ def run_kernel(
 ) -> None:
     """Run a kernel on `memory`, arrays in the shape of their buffers; adds those it writes.
 
-    With a `seed` every warp goes its own way, in an order that a scheduler with that seed finds adverse. `blocks` are those to run
-    (with the others of their clusters), else all; `costs` counts what is used. CompilerBug where the kernel is wrong.
+    With a `seed` every warp goes its own way, in an order that a scheduler with that seed finds adverse. `blocks` are
+    those to run (with the others of their clusters), else all; `costs` counts what is used. CompilerBug where the
+    kernel is wrong.
     """
     flat = {b: flat_memory(b, memory[b]) for b in kernel.params if b not in kernel.writes}
     outputs = {b: Output(b, memory.get(b)) for b in kernel.writes}
-    clusters = list(range(kernel.grid // kernel.cluster)) if blocks is None else sorted({b // kernel.cluster for b in blocks})
+    clusters = (
+        list(range(kernel.grid // kernel.cluster)) if blocks is None else sorted({b // kernel.cluster for b in blocks})
+    )
     cells = sum(k.shared_bytes(s) // s.type.dtype.size for s in kernel.shared) * kernel.warps * kernel.cluster
     step = max(min(TOGETHER // kernel.threads, SHADOW // max(cells, 1)) // kernel.cluster, 1)
     for first in range(0, len(clusters), step):
@@ -65,12 +73,16 @@ def run_kernel(
         Machine(kernel, flat, outputs, np.array(ids), seed, costs).run()
     for b in kernel.writes:
         if blocks is None and outputs[b].fresh and (left := np.argwhere(view(b, outputs[b].block) == NOBODY)).size:
-            raise CompilerBug(f"{kernel.name}: nobody writes {b.name}{left[0].tolist()}, and {len(left)} elements in all")
+            raise CompilerBug(
+                f"{kernel.name}: nobody writes {b.name}{left[0].tolist()}, and {len(left)} elements in all"
+            )
         memory[b] = view(b, outputs[b].data).copy()
 
 
 class Machine:
-    """The blocks numbered `ids`, whole clusters, step by step. `b` is a block's place in `ids` wherever arrays have a block axis."""
+    """The blocks numbered `ids`, whole clusters, step by step. `b` is a block's place in `ids` wherever arrays have a
+    block axis.
+    """
 
     def __init__(
         self,
@@ -132,7 +144,9 @@ class Machine:
         return (list(range(a, b)) for a, b in pairwise(ordered))
 
     def order(self, able: list[tuple[Team, Iterator[Wait]]]) -> list[tuple[Team, Iterator[Wait]]]:
-        """Who goes next: all in turn; or the first of a ranking which changes now and then, so that some run far ahead."""
+        """Who goes next: all in turn; or the first of a ranking which changes now and then, so that some run far
+        ahead.
+        """
         if self.random is None:
             return able
         if not self.rank or self.random.random() < 0.1:
@@ -146,14 +160,18 @@ class Machine:
         raise CompilerBug(f"{self.kernel.name}: waits for ever at {lines}")
 
     def end(self) -> None:
-        """Shared memory may belong to another block now: somebody must have waited for all that comes there or reads it."""
+        """Shared memory may belong to another block now: somebody must have waited for all that comes there or reads
+        it.
+        """
         late = [place.name for place in self.places.values() if (place.flying > 0).any()]
         for ring in self.rings.values():
             for b, n in ring.state:
                 if ring.sent[b, n] > self.clocks.known[b, :, self.clocks.barrier(b, ring.first + n)].max():
                     late.append(f"{ring.name}[{n}]")
         if any(self.clocks.known[b, :, agent].max() < time for (b, agent), time in self.clocks.visits.items()):
-            raise CompilerBug(f"{self.kernel.name}: a block may have ended when another of its cluster uses its shared memory")
+            raise CompilerBug(
+                f"{self.kernel.name}: a block may have ended when another of its cluster uses its shared memory"
+            )
         if any(team.groups.begun["bulk"] for team in self.teams):
             raise CompilerBug(f"{self.kernel.name}: ends while boxes are read that it stores")
         if late:
@@ -176,4 +194,8 @@ def _waits_apart(body: list[Any]) -> bool:
     """Whether some warps of a block wait where others do not: they cannot go step by step then."""
     waits = k.WaitBarrier | k.Sync | k.ClusterSync
     found = [s for s in body if isinstance(s, k.If) and any(isinstance(x, waits) for x in k.walk(s.body))]
-    return any(getattr(e, "name", "") == "warp" for s in found for e in topological([x for x in s.inside if isinstance(x, Expr)]))
+    return any(
+        getattr(e, "name", "") == "warp"
+        for s in found
+        for e in topological([x for x in s.inside if isinstance(x, Expr)])
+    )

@@ -1,6 +1,7 @@
 """Memory as the simulator of Kernel IR sees it: the elements, and who used them when.
 
-Accesses are given as arrays of blocks `b`, elements `a` and warps `w` of one length. What is wrong with one is a Conflict.
+Accesses are given as arrays of blocks `b`, elements `a` and warps `w` of one length. What is wrong with one is a
+Conflict.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def view(b: l.Buffer, flat: Any) -> Any:
 
 @dataclass(frozen=True)
 class Conflict:
-    """What is wrong, with which of the accesses given (their first), and of the other access the agent and the statement."""
+    """What is wrong, with which of the accesses given (their first), and of the other access the agent and the
+    statement.
+    """
 
     what: str
     which: int
@@ -93,8 +96,12 @@ class Place:
         self.read_at[agent, b, a] = np.maximum(self.read_at[agent, b, a], time)
         self.reader[b, a] = site
 
-    def check_write(self, b: Any, a: Any, w: Any, landing: bool = False, asynchronous: bool = False, by: Any = None) -> Conflict | None:
-        """Whether these warps, of blocks `by` or the same, may write now, or let a copy write; `landing` where their own copy arrives."""
+    def check_write(
+        self, b: Any, a: Any, w: Any, landing: bool = False, asynchronous: bool = False, by: Any = None
+    ) -> Conflict | None:
+        """Whether these warps, of blocks `by` or the same, may write now, or let a copy write; `landing` where their
+        own copy arrives.
+        """
         clocks, by = self.clocks, b if by is None else by
         early = self.read_at[:, b, a] > clocks.known[by, w, : clocks.readers].T
         if early.any():
@@ -117,9 +124,13 @@ class Place:
         self.data[b, a] = values
         self.writer[b, a], self.written[b, a], self.wrote[b, a] = agent, time, site
         if (twice := self.writer[b, a] != agent).any():
-            return self._conflict(f"writes {self.name}: several warps write one element", twice, self.writer[b, a], self.wrote[b, a])
+            return self._conflict(
+                f"writes {self.name}: several warps write one element", twice, self.writer[b, a], self.wrote[b, a]
+            )
         if (other := differ(self.data[b, a], values)).any():
-            return self._conflict(f"writes {self.name}: threads write different values to one element", other, None, self.wrote[b, a])
+            return self._conflict(
+                f"writes {self.name}: threads write different values to one element", other, None, self.wrote[b, a]
+            )
         return None
 
     def fly(self, b: Any, a: Any, site: int) -> None:
@@ -141,7 +152,9 @@ class Place:
 
 
 class Output:
-    """A buffer in global memory that a kernel writes. Here `b` is of the clocks, and `ids` are the blocks' numbers in the grid."""
+    """A buffer in global memory that a kernel writes. Here `b` is of the clocks, and `ids` are the blocks' numbers in
+    the grid.
+    """
 
     def __init__(self, buffer: l.Buffer, before: Any) -> None:
         self.name, self.data, self.fresh = buffer.name, flat_memory(buffer, before), before is None
@@ -160,22 +173,33 @@ class Output:
         if (late := self._unknown(clocks, ids, b, a, w)).any():
             return self._conflict(f"reads {self.name} as another thread wrote it, with no barrier between", late, a)
         if self.read_at is None:
-            self.read_by, self.read_at = np.full(self.data.size, NOBODY, np.int32), np.zeros((clocks.warps, self.data.size), np.int32)
+            self.read_by, self.read_at = (
+                np.full(self.data.size, NOBODY, np.int32),
+                np.zeros((clocks.warps, self.data.size), np.int32),
+            )
         for _ in range(2):  # once more, for those of several blocks that now read one element
             self.read_by[a] = np.where((self.read_by[a] == NOBODY) | (self.read_by[a] == ids), ids, SEVERAL)
         self.read_at[w, a] = np.maximum(self.read_at[w, a], clocks.now(b, w))
         return None
 
-    def write(self, clocks: Clocks, ids: Any, b: Any, a: Any, w: Any, values: Any, site: int, box: bool = False) -> Conflict | None:
-        """Warps write, or a box of theirs, of which nobody knows when it has come. Two that nothing orders may only write the same."""
+    def write(
+        self, clocks: Clocks, ids: Any, b: Any, a: Any, w: Any, values: Any, site: int, box: bool = False
+    ) -> Conflict | None:
+        """Warps write, or a box of theirs, of which nobody knows when it has come. Two that nothing orders may only
+        write the same.
+        """
         if self.read_at is not None:
             seen = clocks.known[b[:, None], w[:, None], clocks.agent(b[:, None], np.arange(clocks.warps))]
             late = (seen < self.read_at[:, a].T).any(axis=1) | (self.read_by[a] != ids)
             if (late := late & (self.read_by[a] != NOBODY)).any():
-                return self._conflict(f"writes {self.name} while another thread reads it, with no barrier between", late, a)
+                return self._conflict(
+                    f"writes {self.name} while another thread reads it, with no barrier between", late, a
+                )
         alone = box | (self.written[a] == NEVER)
         if (late := self._unknown(clocks, ids, b, a, w, box) & (alone | differ(self.data[a], values))).any():
-            return self._conflict(f"writes {self.name} where another thread wrote something else, with no barrier between", late, a)
+            return self._conflict(
+                f"writes {self.name} where another thread wrote something else, with no barrier between", late, a
+            )
         self.data[a] = values
         self._note(clocks, ids, b, a, w, site, box, combined=False)
         if (other := differ(self.data[a], values)).any():
@@ -185,11 +209,15 @@ class Output:
     def combine(
         self, clocks: Clocks, ids: Any, b: Any, a: Any, w: Any, values: Any, function: str, site: int, box: bool = False
     ) -> Conflict | None:
-        """Warps add to elements (or take the minimum, the maximum), one after the other, which nobody else uses in another way."""
+        """Warps add to elements (or take the minimum, the maximum), one after the other, which nobody else uses in
+        another way.
+        """
         if self.fresh and (none := self.block[a] == NOBODY).any():
             return Conflict(f"combines elements of {self.name} that nobody wrote", int(np.argmax(none)))
         if (late := self._unknown(clocks, ids, b, a, w, box) & ~self.combined[a]).any():
-            return self._conflict(f"combines elements of {self.name} as another thread wrote them, with no barrier between", late, a)
+            return self._conflict(
+                f"combines elements of {self.name} as another thread wrote them, with no barrier between", late, a
+            )
         {"add": np.add, "min": np.minimum, "max": np.maximum}[function].at(self.data, a, values)
         self._note(clocks, ids, b, a, w, site, box, combined=True)
         return None
@@ -200,7 +228,9 @@ class Output:
         self.written[a] = NEVER if box else clocks.now(b, w)
 
     def _unknown(self, clocks: Clocks, ids: Any, b: Any, a: Any, w: Any, box: bool = False) -> Any:
-        """Whether somebody else wrote these elements, and nothing tells the warps; a box of theirs needs a proxy fence besides."""
+        """Whether somebody else wrote these elements, and nothing tells the warps; a box of theirs needs a proxy fence
+        besides.
+        """
         by = self.block[a]
         near = by // clocks.cluster == ids // clocks.cluster
         agent = np.where(near, clocks.agent(by, self.warp[a]), 0)

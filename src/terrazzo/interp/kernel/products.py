@@ -1,4 +1,6 @@
-"""What Kernel IR means by the instructions of whole warps: ldmatrix, stmatrix, mma.sync, and wgmma with accumulators in flight."""
+"""What Kernel IR means by the instructions of whole warps: ldmatrix, stmatrix, mma.sync, and wgmma with accumulators in
+flight.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,18 @@ if TYPE_CHECKING:
 
 
 class InFlight:
-    """Registers that products of a warpgroup use until they were waited for, and those that wgmma may not use before a fence."""
+    """Registers that products of a warpgroup use until they were waited for, and those that wgmma may not use before a
+    fence.
+    """
 
     def __init__(self, shape: tuple[int, ...], body: tuple[Node, ...]) -> None:
-        used = [place for s in k.walk(body) if isinstance(s, k.MultiplyAsync) for place in (s.d, s.a) if isinstance(place, k.Registers)]
+        used = [
+            place
+            for s in k.walk(body)
+            if isinstance(s, k.MultiplyAsync)
+            for place in (s.d, s.a)
+            if isinstance(place, k.Registers)
+        ]
         self.users: dict[k.Registers, Any] = {}
         self.touched: dict[k.Registers, Any] = {place: np.zeros(shape, bool) for place in used}
 
@@ -33,8 +43,12 @@ class InFlight:
 
     def refuse(self, team: Team, place: k.Registers, at: int, count: int, s: Node) -> None:
         """CompilerBug where threads use registers that a product uses."""
-        if (users := self.users.get(place)) is not None and (late := users[..., at : at + count].any(axis=-1) & team.active).any():
-            team.fail(s, f"uses registers of {place.name} that wgmma is using, before it was waited for", np.argwhere(late)[0])
+        if (users := self.users.get(place)) is not None and (
+            late := users[..., at : at + count].any(axis=-1) & team.active
+        ).any():
+            team.fail(
+                s, f"uses registers of {place.name} that wgmma is using, before it was waited for", np.argwhere(late)[0]
+            )
 
     def touch(self, place: k.Registers, threads: Any) -> None:
         """Threads use registers plainly."""
@@ -98,7 +112,9 @@ def multiply(team: Team, s: k.Multiply) -> None:
 
 
 def multiply_async(team: Team, s: k.MultiplyAsync) -> None:
-    """The product is computed now, and until it was waited for nobody may use its registers, nor write what it reads."""
+    """The product is computed now, and until it was waited for nobody may use its registers, nor write what it
+    reads.
+    """
     record = wgmma.product(s.instruction)
     groups = _warpgroups(team, s)
     d, count = team.at(s.d, s.d_at, record.d.registers, s), record.d.registers
@@ -107,7 +123,11 @@ def multiply_async(team: Team, s: k.MultiplyAsync) -> None:
         used.append((s.a, team.at(s.a, s.a_at, record.a.registers, s), record.a.registers))
     for place, at, n in used:
         if (unfenced := team.fragments.touched[place] & team.active).any():
-            team.fail(s, f"uses registers of {place.name} with no wgmma fence since they were used plainly", np.argwhere(unfenced)[0])
+            team.fail(
+                s,
+                f"uses registers of {place.name} with no wgmma fence since they were used plainly",
+                np.argwhere(unfenced)[0],
+            )
         if not (team.known[place][..., at : at + n].all(axis=-1) | ~team.active).all():
             team.fail(s, f"reads registers of {place.name} that nobody wrote")
     held = team.registers[s.d][..., d : d + count]
@@ -155,7 +175,9 @@ def _warpgroups(team: Team, s: Node) -> list[tuple[int, int]]:
     return list(dict.fromkeys(found))
 
 
-def _slab(team: Team, s: Any, place: Any, index: Any, record: Any, count: int, i: int, first: int, agent: Any, time: Any) -> Any:
+def _slab(
+    team: Team, s: Any, place: Any, index: Any, record: Any, count: int, i: int, first: int, agent: Any, time: Any
+) -> Any:
     """An operand of a warpgroup's product in shared memory, [rows, k], as its descriptor says where it is."""
     offset = team.start(place, index)[i, first : first + 4]
     if np.unique(offset).size > 1:

@@ -1,4 +1,5 @@
-"""Some blocks of a kernel, run on random numbers for what the simulator notices: races, memory nobody wrote, accesses out of bounds.
+"""Some blocks of a kernel, run on random numbers for what the simulator notices: races, memory nobody wrote, accesses
+out of bounds.
 
 They are the first and last of the grid, and of every axis of it that the kernel counts blocks by, and some at random.
 """
@@ -41,4 +42,8 @@ def blocks(kernel: k.Kernel, seed: int = 0) -> list[int]:
 def _numbers(b: l.Buffer, rng: Any) -> Any:
     """Normal floats; integers that are 0 or 1, which are indices into anything that has two elements."""
     shape, kind = b.type.static_shape, b.type.dtype.numpy
-    return rng.standard_normal(shape, np.float32).astype(kind) if b.type.dtype.is_float else rng.integers(0, 2, shape).astype(kind)
+    return (
+        rng.standard_normal(shape, np.float32).astype(kind)
+        if b.type.dtype.is_float
+        else rng.integers(0, 2, shape).astype(kind)
+    )

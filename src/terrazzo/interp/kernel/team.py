@@ -1,7 +1,7 @@
 """Warps that go step by step together: their registers, their values, and the statements they execute.
 
-Every value is an array over [block, warp, lane]; `active` are the threads that execute the statement. The lanes of a warp never run
-apart. What is asynchronous is in `copies`, the instructions of whole warps in `products`.
+Every value is an array over [block, warp, lane]; `active` are the threads that execute the statement. The lanes of a
+warp never run apart. What is asynchronous is in `copies`, the instructions of whole warps in `products`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ class Team:
         self.line = 0
         self.doing: Node = self.kernel
         self.loaded: dict[Node, Any] = {}
-        numbers = {"block": machine.ids[blocks][:, None, None], "warp": self.warp, "lane": np.arange(k.WARP)[None, None, :]}
+        numbers = {
+            "block": machine.ids[blocks][:, None, None],
+            "warp": self.warp,
+            "lane": np.arange(k.WARP)[None, None, :],
+        }
         self.env: dict[Any, Any] = {e: numbers[e.name] for e in machine.variables}
         self.values: dict[Node, Any] = {}
         self.registers: dict[k.Registers, Any] = {}
@@ -100,7 +104,9 @@ class Team:
                 if self.machine.costs is not None:
                     size = s.buffer.type.dtype.size
                     self.machine.costs.memory(s, at[..., 0] * size, self.active, size, write=True)
-                self.combine(s.buffer, x, np.broadcast_to(self.term(s.value)[..., None], x.mask.shape)[x.mask], s.function, s)
+                self.combine(
+                    s.buffer, x, np.broadcast_to(self.term(s.value)[..., None], x.mask.shape)[x.mask], s.function, s
+                )
             case k.Move():
                 data = self.get(s.source, self.at(s.source, s.at, s.count, s), s, s.count)
                 self.put(s.target, self.at(s.target, s.to, s.count, s), data, s)
@@ -144,13 +150,17 @@ class Team:
     # -- what is wrong ------------------------------------------------------------------------------------------------
 
     def fail(self, s: Node, what: str, where: Any = None, other: str = "") -> NoReturn:
-        """CompilerBug, with the statement and its line; `where` is (block, warp, lane[, element]) of the team, the first that fails."""
+        """CompilerBug, with the statement and its line; `where` is (block, warp, lane[, element]) of the team, the
+        first that fails.
+        """
         who = ""
         if where is not None:
             block, warp = self.machine.ids[self.block[where[0], 0, 0]], self.warp[0, where[1], 0]
             who = f", block {block}, warp {warp}, lane {where[2]}"
         text = self.machine.text(self.line)
-        raise CompilerBug(f"{self.kernel.name}: {type(s).__name__} {what}: line {self.line} of the kernel, `{text}`{who}{other}")
+        raise CompilerBug(
+            f"{self.kernel.name}: {type(s).__name__} {what}: line {self.line} of the kernel, `{text}`{who}{other}"
+        )
 
     def refuse(self, found: Conflict | None, x: Access, s: Node) -> None:
         """CompilerBug for an access that conflicts with another, with both of them."""
@@ -161,7 +171,9 @@ class Team:
             self.fail(s, f"{found.what} (element {x.a[found.which]})", x.by or np.argwhere(x.mask)[found.which], other)
 
     def one_thread(self, s: Any) -> list[tuple[int, int, tuple[int, int, int]]]:
-        """Who executes a statement that one thread of a warp may: (block, warp) of the machine, and where that is in our arrays."""
+        """Who executes a statement that one thread of a warp may: (block, warp) of the machine, and where that is in
+        our arrays.
+        """
         if (self.active.sum(axis=2) > 1).any():
             self.fail(s, "is executed by several threads of a warp")
         return [(int(self.block[i, 0, 0]), int(self.warp[0, j, 0]), (i, j, n)) for i, j, n in np.argwhere(self.active)]
@@ -169,7 +181,9 @@ class Team:
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def at(self, place: l.Buffer, index: Sequence[IntExpr], count: int, s: Node, active: Any = None) -> Any:
-        """Offsets of `count` elements for every thread, an int in registers; those of active threads must lie inside."""
+        """Offsets of `count` elements for every thread, an int in registers; those of active threads must lie
+        inside.
+        """
         active = self.active if active is None else active
         wide = min(count * place.type.dtype.size, 16) if isinstance(s, k.Move | k.AsyncCopy) else 1
         found, wrong = self.once((place, index, count, wide), index, lambda: self.offsets(place, index, count, wide))
@@ -178,7 +192,9 @@ class Team:
                 self.fail(s, what, np.argwhere(bad)[0])
         return self.constant(found, place, s) if isinstance(place, k.Registers) else found
 
-    def offsets(self, place: l.Buffer, index: Sequence[IntExpr], count: int, wide: int) -> tuple[Any, list[tuple[str, Any]]]:
+    def offsets(
+        self, place: l.Buffer, index: Sequence[IntExpr], count: int, wide: int
+    ) -> tuple[Any, list[tuple[str, Any]]]:
         """The offsets that `at` gives, and for each thing that may be wrong with them, with which threads it is."""
         offset: Any = 0
         wrong = []
@@ -198,7 +214,9 @@ class Team:
         return np.clip(found, 0, max(size - 1, 0)), wrong
 
     def once(self, key: Any, index: Sequence[IntExpr], found: Callable[[], Any]) -> Any:
-        """What follows from index expressions: found once for all steps in which their variables have the same values."""
+        """What follows from index expressions: found once for all steps in which their variables have the same
+        values.
+        """
         exprs = [e for e in index if isinstance(e, Expr)]
         if any(map(_loaded, exprs)):
             return found()
@@ -236,7 +254,9 @@ class Team:
         return self.kernel.offsets[place] + HARDWARE[place.swizzle](at * place.type.dtype.size)
 
     def get(self, place: l.Buffer, at: Any, s: Node, count: int = 1, active: Any = None) -> Any:
-        """Elements [block, warp, lane, element] that threads read: at offsets, or `count` of them from one on in registers."""
+        """Elements [block, warp, lane, element] that threads read: at offsets, or `count` of them from one on in
+        registers.
+        """
         active = self.active if active is None else active
         if isinstance(place, k.Registers):
             if not (known := self.known[place][..., at : at + count].all(axis=-1) | ~active).all():
@@ -275,11 +295,23 @@ class Team:
         costs = self.machine.costs
         if isinstance(place, k.Shared):
             if costs is not None and not isinstance(s, k.StoreMatrix):
-                costs.shared(self.doing, self.bytes(place, at[..., 0]), self.active, place.type.dtype.size * at.shape[-1], write=True)
+                costs.shared(
+                    self.doing,
+                    self.bytes(place, at[..., 0]),
+                    self.active,
+                    place.type.dtype.size * at.shape[-1],
+                    write=True,
+                )
             self.write(place, x, values, s)
         else:
             if costs is not None:
-                costs.memory(self.doing, at[..., 0] * place.type.dtype.size, self.active, place.type.dtype.size * at.shape[-1], write=True)
+                costs.memory(
+                    self.doing,
+                    at[..., 0] * place.type.dtype.size,
+                    self.active,
+                    place.type.dtype.size * at.shape[-1],
+                    write=True,
+                )
             self.write_output(place, x, values, s)
 
     def write(self, place: k.Shared, x: Access, values: Any, s: Node, landing: bool = False) -> None:
@@ -292,12 +324,16 @@ class Team:
 
     def write_output(self, place: l.Buffer, x: Access, values: Any, s: Node, box: bool = False) -> None:
         """Write to global memory."""
-        found = self.output(place, s).write(self.machine.clocks, self.machine.ids[x.b], x.b, x.a, x.w, values, self.line, box)
+        found = self.output(place, s).write(
+            self.machine.clocks, self.machine.ids[x.b], x.b, x.a, x.w, values, self.line, box
+        )
         self.refuse(found, x, s)
 
     def combine(self, place: l.Buffer, x: Access, values: Any, function: str, s: Node, box: bool = False) -> None:
         """Add to global memory (or take the minimum, the maximum)."""
-        found = self.output(place, s).combine(self.machine.clocks, self.machine.ids[x.b], x.b, x.a, x.w, values, function, self.line, box)
+        found = self.output(place, s).combine(
+            self.machine.clocks, self.machine.ids[x.b], x.b, x.a, x.w, values, function, self.line, box
+        )
         self.refuse(found, x, s)
 
     def output(self, place: l.Buffer, s: Node) -> Output:

@@ -1,9 +1,9 @@
 """Loop IR: kernels as algebra.
 
-A kernel stores terms into buffers, for every point of its axes. A term is a scalar: a load, a scalar function of terms, or a
-reduction of a term over axes of its own. Loops are not written down: a term lives in the outermost loop that binds its free
-variables (see `nest.py`), and the printed form shows that nest. So fusion is substitution, and common sub-expressions, hoisting
-and sibling reductions that share a loop need no pass at all.
+A kernel stores terms into buffers, for every point of its axes. A term is a scalar: a load, a scalar function of terms,
+or a reduction of a term over axes of its own. Loops are not written down: a term lives in the outermost loop that binds
+its free variables (see `nest.py`), and the printed form shows that nest. So fusion is substitution, and common
+sub-expressions, hoisting and sibling reductions that share a loop need no pass at all.
 """
 
 from __future__ import annotations
@@ -161,7 +161,9 @@ class Store(Node, dialect="loop", op="store"):
 
     def check(self) -> None:
         if len(self.index) != self.buffer.type.rank or _dtype(self.value) is not self.buffer.type.dtype:
-            raise UserError(f"store: a {_dtype(self.value)} at {len(self.index)} indices into {self.buffer.name}: {self.buffer.type}")
+            raise UserError(
+                f"store: a {_dtype(self.value)} at {len(self.index)} indices into {self.buffer.name}: {self.buffer.type}"
+            )
 
 
 class Kernel(Node, dialect="loop", op="kernel"):
@@ -175,7 +177,9 @@ class Kernel(Node, dialect="loop", op="kernel"):
     @cached_property
     def reads(self) -> tuple[Buffer, ...]:
         """The buffers loaded from, each once, in order of first use."""
-        return tuple(dict.fromkeys(n.buffer for n in topological([s.value for s in self.stores]) if isinstance(n, Load)))
+        return tuple(
+            dict.fromkeys(n.buffer for n in topological([s.value for s in self.stores]) if isinstance(n, Load))
+        )
 
     @cached_property
     def writes(self) -> tuple[Buffer, ...]:
@@ -183,7 +187,9 @@ class Kernel(Node, dialect="loop", op="kernel"):
 
     @cached_property
     def scans_in_order(self) -> bool:
-        """True if every scan runs along the whole of the last axis, outside reductions, so that the innermost loop carries it."""
+        """True if every scan runs along the whole of the last axis, outside reductions, so that the innermost loop
+        carries it.
+        """
         last = self.axes[-1] if self.axes else None
         axes = frozenset(self.axes)
         return all(
@@ -194,7 +200,9 @@ class Kernel(Node, dialect="loop", op="kernel"):
 
 
 class Call(Node, dialect="loop", op="call"):
-    """An opaque op: PyTorch runs it. Arguments are as in Torch IR with buffers for tensors; an absent result has no buffer."""
+    """An opaque op: PyTorch runs it. Arguments are as in Torch IR with buffers for tensors; an absent result has no
+    buffer.
+    """
 
     name: str
     args: tuple[Any, ...]

@@ -2,8 +2,8 @@
 
 A row says: how many arguments, what type comes out, what it means (numpy), how C and CUDA spell it, and what it costs.
 
-In a spelling, {0} {1} {2} are the arguments, {f} is the suffix of the float type (`expf` / `exp`) and {t} the C type of the
-first argument. C and CUDA share one math library interface, so one spelling serves both.
+In a spelling, {0} {1} {2} are the arguments, {f} is the suffix of the float type (`expf` / `exp`) and {t} the C type of
+the first argument. C and CUDA share one math library interface, so one spelling serves both.
 """
 
 from __future__ import annotations
@@ -128,7 +128,9 @@ SCALARS = _table(
     Scalar("round", 1, _same(*_FLOAT), np.rint, "nearbyint{f}({0})"),
     # powers, exponentials, logarithms
     Scalar("sqrt", 1, _same(*_FLOAT), np.sqrt, "sqrt{f}({0})", 4),
-    Scalar("rsqrt", 1, _same(*_FLOAT), lambda x: (1 / np.sqrt(x)).astype(np.result_type(x)), "(({t})1 / sqrt{f}({0}))", 8),
+    Scalar(
+        "rsqrt", 1, _same(*_FLOAT), lambda x: (1 / np.sqrt(x)).astype(np.result_type(x)), "(({t})1 / sqrt{f}({0}))", 8
+    ),
     Scalar("pow", 2, _same(*_FLOAT), np.power, "pow{f}({0}, {1})", 30),
     Scalar("exp", 1, _same(*_FLOAT), np.exp, "exp{f}({0})", 10),
     Scalar("exp2", 1, _same(*_FLOAT), np.exp2, "exp2{f}({0})", 10),

@@ -209,7 +209,9 @@ def _check_scope(op: str, exprs: Sequence[IntExpr], shape: Sequence[IntExpr]) ->
 
 def tensors_read(e: Any) -> dict[Node, Node]:
     """The tensors an index reads from, each mapped to itself: what a substitution of coordinates must not look into."""
-    inside = topological([e], stop=lambda n: isinstance(n, Value) and not isinstance(n, Read)) if isinstance(e, Node) else []
+    inside = (
+        topological([e], stop=lambda n: isinstance(n, Value) and not isinstance(n, Read)) if isinstance(e, Node) else []
+    )
     return {n.x: n.x for n in inside if isinstance(n, Read)}
 
 
@@ -262,7 +264,9 @@ def index_map(x: Any, shape: Sequence[IntExpr], index: Sequence[IntExpr], inside
     gathers = isinstance(x, IndexMap) and any(
         isinstance(n, Loaded) for n in topological(x.index_nodes, stop=lambda n: isinstance(n, Loaded))
     )
-    if isinstance(x, (IndexMap, Iota)) and not (inside and (gathers or isinstance(x, Iota))):  # no read outside the operand
+    if isinstance(x, (IndexMap, Iota)) and not (
+        inside and (gathers or isinstance(x, Iota))
+    ):  # no read outside the operand
         move = dict(zip(coordinates(x.shape), index, strict=True))
         if isinstance(x, Iota):
             return Iota(moved(x.index, move), shape)
@@ -312,7 +316,9 @@ def reduce(m: str, args: Node | Sequence[Node], axes: Sequence[int], keepdim: bo
     results: list[Any] = [node] if node.monoid.width == 1 else [Get(node, k) for k in range(node.monoid.width)]
     if any(shape[a] == 0 for a in axes):
         dtypes = [r.type.dtype for r in results]
-        results = [literal(v, r.type.dtype, r.type.shape) for v, r in zip(node.monoid.identity(dtypes), results, strict=True)]
+        results = [
+            literal(v, r.type.dtype, r.type.shape) for v, r in zip(node.monoid.identity(dtypes), results, strict=True)
+        ]
     if keepdim:
         kept = [1 if d in axes else e for d, e in enumerate(shape)]
         results = [reshape(r, kept) for r in results]

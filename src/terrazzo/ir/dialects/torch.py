@@ -18,7 +18,9 @@ from terrazzo.ir.types import Type
 
 @dataclass(frozen=True)
 class TorchName:
-    """A constant of the torch module that is no number: `torch.strided`, `torch.channels_last`, `torch.device('cpu')`."""
+    """A constant of the torch module that is no number: `torch.strided`, `torch.channels_last`,
+    `torch.device('cpu')`.
+    """
 
     name: str
 
@@ -26,9 +28,9 @@ class TorchName:
 class Aten(Node, dialect="torch", op="aten"):
     """One call of an ATen overload.
 
-    `name` is spelled as in PyTorch: `aten.add.Tensor`. `args` and `kwargs` hold nodes, ints, floats, bools, strings, None,
-    DType, TorchName and tuples of these. `result` is the type of the result as PyTorch gives it, or a
-    tuple of types (None where an optional result is absent). `order` is 0 for pure ops and numbers the others, so that two
+    `name` is spelled as in PyTorch: `aten.add.Tensor`. `args` and `kwargs` hold nodes, ints, floats, bools, strings,
+    None, DType, TorchName and tuples of these. `result` is the type of the result as PyTorch gives it, or a tuple of
+    types (None where an optional result is absent). `order` is 0 for pure ops and numbers the others, so that two
     random calls stay two.
     """
 

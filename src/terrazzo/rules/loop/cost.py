@@ -1,7 +1,8 @@
-"""What a kernel costs, by a model simple enough to argue with: memory traffic + arithmetic + one launch, in nanoseconds.
+"""What a kernel costs, by a model simple enough to argue with: memory traffic + arithmetic + one launch, in
+nanoseconds.
 
-The model reads the loop nest: a term costs its price times the trips of the loops around it; a buffer costs the bytes of it
-that are touched, once per kernel. It decides fusion only; it does not pretend to predict a time.
+The model reads the loop nest: a term costs its price times the trips of the loops around it; a buffer costs the bytes
+of it that are touched, once per kernel. It decides fusion only; it does not pretend to predict a time.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from terrazzo.ir.node import topological
 class Rates:
     """Nanoseconds per unit of work, for a whole machine that is kept busy.
 
-    byte: one byte of memory traffic; op: one simple vectorised operation on one element; serial: one combination of a monoid
-    that does not vectorise; fma: one multiply-add of a contraction the target blocks; mixed: one in a kernel that also reduces in other
-    ways, so that it is not blocked; load: one element from cache; step: one step of a reduction that each thread does by itself, since
-    others around it are shared; launch: one kernel.
+    byte: one byte of memory traffic; op: one simple vectorised operation on one element; serial: one combination of a
+    monoid that does not vectorise; fma: one multiply-add of a contraction the target blocks; mixed: one in a kernel
+    that also reduces in other ways, so that it is not blocked; load: one element from cache; step: one step of a
+    reduction that each thread does by itself, since others around it are shared; launch: one kernel.
     """
 
     byte: float = 0.05
@@ -82,7 +83,9 @@ class _Bill:
                         self.walk(s.body, points, in_reduction or reduces, alone or shared or reduces)
 
     def operands(self, body: Sequence[n.Statement], points: int) -> None:
-        """A contraction's products are paid; what its operands need beyond loads and conversions is paid at every point."""
+        """A contraction's products are paid; what its operands need beyond loads and conversions is paid at every
+        point.
+        """
         for s in body:
             match s:
                 case n.Let(term=l.Load() as load):

@@ -1,9 +1,9 @@
 """Fusion: into as few kernels as pay.
 
-Views always disappear into their readers. Beyond that, every fusion is a choice between two programs that mean the same, priced
-by the cost model: *inline* a buffer into all its readers (its term is recomputed there and the buffer vanishes), or *merge* two
-kernels over the same axes into one that stores both results. Each choice is recorded with both prices, and `materialize` pins a
-buffer as one that must exist.
+Views always disappear into their readers. Beyond that, every fusion is a choice between two programs that mean the
+same, priced by the cost model: *inline* a buffer into all its readers (its term is recomputed there and the buffer
+vanishes), or *merge* two kernels over the same axes into one that stores both results. Each choice is recorded with
+both prices, and `materialize` pins a buffer as one that must exist.
 """
 
 from __future__ import annotations
@@ -45,8 +45,17 @@ def fuse(
 
 
 class _Fusion:
-    def __init__(self, program: l.Program, log: Log, rates: Rates, pinned: frozenset[str], show: Any, decide: Any) -> None:
-        self.source, self.log, self.rates, self.pinned, self.show, self.decide = program, log, rates, pinned, show, decide
+    def __init__(
+        self, program: l.Program, log: Log, rates: Rates, pinned: frozenset[str], show: Any, decide: Any
+    ) -> None:
+        self.source, self.log, self.rates, self.pinned, self.show, self.decide = (
+            program,
+            log,
+            rates,
+            pinned,
+            show,
+            decide,
+        )
         self.kernels: dict[int, l.Kernel] = {i: s for i, s in enumerate(program.steps) if isinstance(s, l.Kernel)}
         self.calls: dict[int, l.Call] = {i: s for i, s in enumerate(program.steps) if isinstance(s, l.Call)}
         self.prices: dict[l.Kernel, float] = {}
@@ -99,7 +108,8 @@ class _Fusion:
                 self._drop(i)
 
     def inlines(self, which: Callable[[l.Kernel, list[int]], bool] = lambda *_: True) -> None:
-        """Inline each buffer (of the kernels with these readers) into all its readers where that is cheaper, producers first.
+        """Inline each buffer (of the kernels with these readers) into all its readers where that is cheaper, producers
+        first.
 
         @loop
         def f(x: f32[3, 3]):
@@ -321,7 +331,9 @@ class _Fusion:
                 elif i not in seen:
                     seen.add(i)
                     stack.append((i, True))
-                    stack.extend((writer[b], False) for b in reversed(steps[i].reads) if b in writer and writer[b] not in seen)
+                    stack.extend(
+                        (writer[b], False) for b in reversed(steps[i].reads) if b in writer and writer[b] not in seen
+                    )
 
         for i in sorted(i for i, c in self.calls.items() if c.order):
             visit(i)
@@ -344,7 +356,9 @@ def _depth(store: l.Store) -> int:
 
 
 def _merged(first: l.Kernel, second: l.Kernel, dead: set[l.Buffer]) -> l.Kernel | None:
-    """One kernel that stores what both store, but for `dead`: `second` may read what `first` stores, through its term."""
+    """One kernel that stores what both store, but for `dead`: `second` may read what `first` stores, through its
+    term.
+    """
     long, short = (first, second) if len(first.axes) > len(second.axes) else (second, first)
     if [a.extent for a in long.axes[: len(short.axes)]] != [a.extent for a in short.axes] or not short.axes:
         return None

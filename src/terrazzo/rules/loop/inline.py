@@ -22,7 +22,12 @@ def inline(consumer: l.Kernel, producer: l.Kernel) -> l.Kernel:
         store = stored.get(load.buffer)
         return load if store is None else element(store, load.index, load.inside)
 
-    return l.Kernel(consumer.name, consumer.axes, tuple(_in_store(s, replace, set(stored)) for s in consumer.stores), consumer.source)
+    return l.Kernel(
+        consumer.name,
+        consumer.axes,
+        tuple(_in_store(s, replace, set(stored)) for s in consumer.stores),
+        consumer.source,
+    )
 
 
 def element(store: l.Store, index: tuple[IntExpr, ...], inside: tuple[IntExpr, ...] = ()) -> Any:
@@ -44,7 +49,9 @@ def guarded(load: l.Load, inside: tuple[IntExpr, ...]) -> l.Load:
 
 def _in_bounds(load: l.Load) -> bool:
     """Whether a load may be made whatever the values of its variables are."""
-    return all(at_least(e, 0) and at_least(n - 1 - e, 0) for e, n in zip(load.index, load.buffer.type.shape, strict=True))
+    return all(
+        at_least(e, 0) and at_least(n - 1 - e, 0) for e, n in zip(load.index, load.buffer.type.shape, strict=True)
+    )
 
 
 def select(inside: Sequence[IntExpr], value: Any) -> Any:
@@ -59,14 +66,18 @@ def select(inside: Sequence[IntExpr], value: Any) -> Any:
 
 
 def rewrite_loads(root: Node, replace: Replace, only: set[l.Buffer] | None = None) -> Any:
-    """`root` with `replace` applied to its loads (of the buffers `only`), inside reductions too, with their axes kept apart."""
+    """`root` with `replace` applied to its loads (of the buffers `only`), inside reductions too, with their axes kept
+    apart.
+    """
     memo: dict[Node, Any] = {}
     for node in topological([root], stop=lambda n: isinstance(n, (l.Reduce, l.Scan))):
         if isinstance(node, (l.Reduce, l.Scan)):
             memo[node] = _in_binder(node, replace, only)
             continue
         children = [memo[c] for c in node.children]
-        new = node if all(a is b for a, b in zip(children, node.children, strict=True)) else node.with_children(children)
+        new = (
+            node if all(a is b for a, b in zip(children, node.children, strict=True)) else node.with_children(children)
+        )
         memo[node] = replace(new) if isinstance(new, l.Load) else new
     return memo[root]
 

@@ -1,7 +1,8 @@
 """Store a buffer the way it is read.
 
-Where every reader of a buffer takes several of its dimensions apart from one variable (after a `transpose(...).reshape(...)`:
-t[r // 64, a, r % 64]), the writer stores those dimensions merged: t[a, r] is contiguous along r.
+Where every reader of a buffer takes several of its dimensions apart from one variable (after a
+`transpose(...).reshape(...)`: t[r // 64, a, r % 64]), the writer stores those dimensions merged: t[a, r] is contiguous
+along r.
 """
 
 from __future__ import annotations
@@ -55,7 +56,11 @@ def store_as_read(program: l.Program, log: Log) -> l.Program:
                 z[a0] = acc0
         return (z,)
     """
-    fixed = set(program.inputs) | set(program.results) | {b for s in program.steps if isinstance(s, l.Call) for b in (*s.reads, *s.writes)}
+    fixed = (
+        set(program.inputs)
+        | set(program.results)
+        | {b for s in program.steps if isinstance(s, l.Call) for b in (*s.reads, *s.writes)}
+    )
     loads: dict[l.Buffer, list[l.Load]] = {}
     for node in topological([s for s in program.steps if isinstance(s, l.Kernel)]):
         if isinstance(node, l.Load) and node.buffer not in fixed:
@@ -83,7 +88,11 @@ def store_as_read(program: l.Program, log: Log) -> l.Program:
         if isinstance(node, (l.Load, l.Store)) and node.buffer in moved:
             buffer, groups = moved[node.buffer]
             index = tuple(_merge(node.index, g, node.buffer.type.shape) for g in groups)
-            return l.Load.make(buffer, index, node.inside) if isinstance(node, l.Load) else l.Store(buffer, index, node.value)
+            return (
+                l.Load.make(buffer, index, node.inside)
+                if isinstance(node, l.Load)
+                else l.Store(buffer, index, node.value)
+            )
         return node
 
     memo: dict[Any, Any] = {}

@@ -1,7 +1,7 @@
 """Store a buffer in the type its readers convert it to.
 
-Conversions are read through when kernels fuse, so a value that PyTorch rounds to 16 bits may be stored in 32 and rounded by every
-reader. Where all of them do, the writer rounds once, and half the bytes move.
+Conversions are read through when kernels fuse, so a value that PyTorch rounds to 16 bits may be stored in 32 and
+rounded by every reader. Where all of them do, the writer rounds once, and half the bytes move.
 """
 
 from __future__ import annotations
@@ -47,7 +47,11 @@ def narrow(program: l.Program, log: Log) -> l.Program:
         return (z,)
     """
     kernels = [s for s in program.steps if isinstance(s, l.Kernel)]
-    fixed = set(program.inputs) | set(program.results) | {b for s in program.steps if isinstance(s, l.Call) for b in (*s.reads, *s.writes)}
+    fixed = (
+        set(program.inputs)
+        | set(program.results)
+        | {b for s in program.steps if isinstance(s, l.Call) for b in (*s.reads, *s.writes)}
+    )
     wanted: dict[l.Buffer, set[DType | None]] = {}
     for node in topological(kernels):
         cast = DTYPES[node.fn.name] if isinstance(node, l.Apply) and is_cast(node.fn) else None
@@ -59,7 +63,9 @@ def narrow(program: l.Program, log: Log) -> l.Program:
         to = types.pop() if len(types) == 1 else None
         if to is not None and to.size < buffer.type.dtype.size and to.is_float and buffer.type.dtype.is_float:
             new[buffer] = l.Buffer(buffer.name, Type(to, buffer.type.shape, buffer.type.strides))
-            log.add(Event("store_as_read", "narrow", buffer.name, True, f"{buffer.type} is stored as {new[buffer].type}"))
+            log.add(
+                Event("store_as_read", "narrow", buffer.name, True, f"{buffer.type} is stored as {new[buffer].type}")
+            )
     if not new:
         return program
 

@@ -1,7 +1,8 @@
 """Compute no more exactly than the reader rounds.
 
-A quotient that is rounded to 16 bits at once needs no correctly rounded division: two units in the last of its 24 bits are a
-thousandth of what f16 rounds away, and an IEEE division costs a GPU fifteen instructions where this one costs two.
+A quotient that is rounded to 16 bits at once needs no correctly rounded division: two units in the last of its 24 bits
+are a thousandth of what f16 rounds away, and an IEEE division costs a GPU fifteen instructions where this one costs
+two.
 """
 
 from __future__ import annotations

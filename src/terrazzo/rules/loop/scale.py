@@ -1,7 +1,7 @@
 """Constant factors leave a contraction: sum(c x y) is c sum(x y).
 
-Attention scales its queries and keys before it multiplies them. Taken out, the constant is applied once to each result and not to each
-product, the operands are plain loads, which copies can bring in, and nobody stores scaled ones.
+Attention scales its queries and keys before it multiplies them. Taken out, the constant is applied once to each result
+and not to each product, the operands are plain loads, which copies can bring in, and nobody stores scaled ones.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def _scaled(node: Any) -> Any:
         return node
     axes, (product,) = l.open_binder(node)
     (a, p), (b, q) = map(_apart, product.children)
-    if p * q == 1.0 or node.dtype.size < 4 or not 2.0**-64 < abs(p * q) < 2.0**64:  # the product of constants must be one, too
+    if (
+        p * q == 1.0 or node.dtype.size < 4 or not 2.0**-64 < abs(p * q) < 2.0**64
+    ):  # the product of constants must be one, too
         return node
     return l.apply("mul", l.Reduce.make(node.monoid, axes, (l.apply("mul", a, b),)), l.Literal(p * q, node.dtype))
 

@@ -24,8 +24,12 @@ PASS = "schedule"
 Show = Callable[[Any], str] | None
 
 
-def schedule(program: l.Program, gpu: Gpu, log: Log, pinned: Mapping[str, Schedule] | None = None, show: Show = None) -> tile.Program:
-    """Every kernel with a schedule. Kernels may be collapsed to one axis or split over the grid first; both mean the same."""
+def schedule(
+    program: l.Program, gpu: Gpu, log: Log, pinned: Mapping[str, Schedule] | None = None, show: Show = None
+) -> tile.Program:
+    """Every kernel with a schedule. Kernels may be collapsed to one axis or split over the grid first; both mean the
+    same.
+    """
     steps: list[l.Kernel | l.Call] = []
     schedules: list[tuple[int, Schedule]] = []
     for step in program.steps:
@@ -141,7 +145,9 @@ def _split(
 
 
 def _pieces(kernel: l.Kernel, reduces: list[l.Reduce], gpu: Gpu) -> int:
-    """Into how many pieces long reductions are cut where there are too few rows: all alike, over the same axes, in no other one."""
+    """Into how many pieces long reductions are cut where there are too few rows: all alike, over the same axes, in no
+    other one.
+    """
     first = reduces[0]
     rows = math.prod(a.extent for a in kernel.axes if a in first.free and isinstance(a.extent, int))
     length = math.prod(a.extent for a in first.axes)

@@ -39,7 +39,11 @@ def collapse(kernel: l.Kernel) -> l.Kernel:
     """
     axes = frozenset(kernel.axes)
     extents = [a.extent for a in kernel.axes]
-    if len(extents) < 2 or not all(isinstance(e, int) and e > 0 for e in extents) or any(s.free & axes != axes for s in kernel.stores):
+    if (
+        len(extents) < 2
+        or not all(isinstance(e, int) and e > 0 for e in extents)
+        or any(s.free & axes != axes for s in kernel.stores)
+    ):
         return kernel
     if any(isinstance(x, l.Scan) for x in topological([s.value for s in kernel.stores])):
         return kernel
@@ -99,7 +103,8 @@ def merge_product_axes(kernel: l.Kernel, products: Sequence[Contraction]) -> l.K
 
 
 def flat_reductions(kernel: l.Kernel) -> l.Kernel:
-    """`kernel` with every reduction over one axis, so that threads and pieces divide all of it; contractions stay as they are.
+    """`kernel` with every reduction over one axis, so that threads and pieces divide all of it; contractions stay as
+    they are.
 
     @loop
     def f(x: f32[3, 3, 3]):

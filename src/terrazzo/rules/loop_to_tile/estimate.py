@@ -11,7 +11,9 @@ from terrazzo.rules.loop_to_tile import products
 
 @dataclass(frozen=True)
 class Estimate:
-    """Nanoseconds: by the model, and by the data sheet's rates; `bound` says which of them it is, memory or arithmetic."""
+    """Nanoseconds: by the model, and by the data sheet's rates; `bound` says which of them it is, memory or
+    arithmetic.
+    """
 
     time: float
     least: float

@@ -25,7 +25,9 @@ from terrazzo.rules.tile_to_kernel.lower import lower
 
 @dataclass(frozen=True)
 class Product:
-    """A kernel that is one tile of contractions and what follows them. `m` only the first factors know, `n` only the second."""
+    """A kernel that is one tile of contractions and what follows them. `m` only the first factors know, `n` only the
+    second.
+    """
 
     kernel: l.Kernel
     names: tuple[str, ...]
@@ -53,10 +55,12 @@ class Product:
 
 @dataclass(frozen=True)
 class Tile:
-    """A block's part of m and n, a step of k, and how warps and threads divide them: m, n of warps, then of lanes on CUDA cores.
+    """A block's part of m and n, a step of k, and how warps and threads divide them: m, n of warps, then of lanes on
+    CUDA cores.
 
-    `rate` is the part of the machine's arithmetic that a full machine reached with this tile (on an H200). `resident` blocks are to fit on
-    a processor. On CUDA cores `inner` products along k come from one load of either operand; 1 lays slabs out along m and n instead.
+    `rate` is the part of the machine's arithmetic that a full machine reached with this tile (on an H200). `resident`
+    blocks are to fit on a processor. On CUDA cores `inner` products along k come from one load of either operand; 1
+    lays slabs out along m and n instead.
     """
 
     m: int
@@ -74,7 +78,9 @@ class Tile:
         return math.prod(self.warps) * 32
 
     def registers(self, count: int, size: int) -> int:
-        """What a thread needs on CUDA cores for `count` products of `size` bytes with one factor in common, addresses included."""
+        """What a thread needs on CUDA cores for `count` products of `size` bytes with one factor in common, addresses
+        included.
+        """
         m, n = self.m // self.warps[0] // self.lanes[0], self.n // self.warps[1] // self.lanes[1]
         return (count * m * n + (m + count * n) * max(self.inner, 2)) * max(size // 4, 1) + (32 if size <= 4 else 96)
 
@@ -117,7 +123,9 @@ WITH_TMA = (
 
 
 def product(kernel: l.Kernel) -> Product | None:
-    """The kernel as a product, or None: all its reductions are contractions over the same axes, in the innermost of its loops."""
+    """The kernel as a product, or None: all its reductions are contractions over the same axes, in the innermost of its
+    loops.
+    """
     found = n.accumulators(kernel)
     sites = [contraction(r) if isinstance(r, l.Reduce) else None for r in found.values()]
     reduces = list(found.values())
@@ -139,11 +147,17 @@ def product(kernel: l.Kernel) -> Product | None:
             if row is not column and all(
                 row in a.free and row not in b.free and column in b.free and column not in a.free for a, b in pairs
             ):
-                along = all(coefficient(flatten(s.index, s.buffer.type.element_strides), column) == 1 for s in kernel.stores)
+                along = all(
+                    coefficient(flatten(s.index, s.buffer.type.element_strides), column) == 1 for s in kernel.stores
+                )
                 score = (row.extent * column.extent, along)
                 if best is None or score > (best.m.extent * best.n.extent, _along(best)):
                     best = Product(kernel, tuple(found), products, row, column)
-    return best if best and best.m.extent > 1 and best.n.extent > 1 and math.prod(a.extent for a in best.axes) >= 8 else None
+    return (
+        best
+        if best and best.m.extent > 1 and best.n.extent > 1 and math.prod(a.extent for a in best.axes) >= 8
+        else None
+    )
 
 
 def _along(p: Product) -> bool:
@@ -164,7 +178,9 @@ def _chain(body: Sequence[n.Statement]) -> bool:
 
 @dataclass(frozen=True)
 class Plan:
-    """A tile of a product, in so many pieces of k, on an instruction (None: CUDA cores), and the nanoseconds the model gives it."""
+    """A tile of a product, in so many pieces of k, on an instruction (None: CUDA cores), and the nanoseconds the model
+    gives it.
+    """
 
     tile: Tile
     pieces: int
@@ -191,16 +207,22 @@ def _tiles(gpu: Gpu, instruction: str | None) -> tuple[Tile, ...]:
 
 
 def _shared(t: Tile, count: int) -> Tile | None:
-    """The tile for `count` products with one factor in common: so much narrower that loads, registers and rate stay those of one."""
+    """The tile for `count` products with one factor in common: so much narrower that loads, registers and rate stay
+    those of one.
+    """
     narrow = t.n >> (count - 1).bit_length()
     return replace(t, n=narrow) if narrow >= t.warps[1] * max(t.lanes[1], 8) else None
 
 
 def _ring(t: Tile | None, p: Product, gpu: Gpu) -> Tile | None:
-    """The tile with no more slabs than a block has shared memory for, padding included; None where there is no room for two."""
+    """The tile with no more slabs than a block has shared memory for, padding included; None where there is no room for
+    two.
+    """
     if t is None:
         return None
-    step = sum(rows * t.k + 4 * max(rows, t.k) for rows in (t.m, *(t.n for _ in p.sites))) * max(_bytes(x) for x in p.operands)
+    step = sum(rows * t.k + 4 * max(rows, t.k) for rows in (t.m, *(t.n for _ in p.sites))) * max(
+        _bytes(x) for x in p.operands
+    )
     ring = min(t.ring, gpu.shared // step)
     return replace(t, ring=ring) if ring > 1 else None
 
@@ -217,13 +239,20 @@ def _instruction(p: Product, gpu: Gpu) -> str | None:
         return None
     kind = types.pop()
     for i in sorted(mma_sync.INSTRUCTIONS, key=lambda i: -i.shape[2]):
-        if i.a.dtype is kind and i.since <= gpu.number and i.d.dtype.name == "f32" and all(_aligned(x, p) for x in p.operands):
+        if (
+            i.a.dtype is kind
+            and i.since <= gpu.number
+            and i.d.dtype.name == "f32"
+            and all(_aligned(x, p) for x in p.operands)
+        ):
             return i.name
     return None
 
 
 def _aligned(x: Node, p: Product) -> bool:
-    """A load whose rows are 16 bytes aligned: along k, m or n it is contiguous, and everything else is a multiple of 8 elements."""
+    """A load whose rows are 16 bytes aligned: along k, m or n it is contiguous, and everything else is a multiple of 8
+    elements.
+    """
     if not isinstance(x, l.Load) or x.inside:
         return False
     offset = flatten(x.index, x.buffer.type.element_strides)
@@ -232,14 +261,21 @@ def _aligned(x: Node, p: Product) -> bool:
 
 
 def _pieces(p: Product, t: Tile, gpu: Gpu, instruction: str | None) -> Iterator[int]:
-    """Into how many pieces k may be cut, while they are long and blocks not too many. The last is short only where plain loads end in 0."""
+    """Into how many pieces k may be cut, while they are long and blocks not too many. The last is short only where
+    plain loads end in 0.
+    """
     steps, rest = divmod(p.axes[-1].extent, t.k)
     plain = instruction is None and all(isinstance(x, l.Load) for x in p.operands)
     blocks = _blocks(p, t)
     yield 1
     for s in range(2, 33):
         each = ceil(steps, s)
-        if (s * each == steps or (plain and (s - 1) * each < steps)) and not rest and each >= 4 and blocks * s <= gpu.processors * 8:
+        if (
+            (s * each == steps or (plain and (s - 1) * each < steps))
+            and not rest
+            and each >= 4
+            and blocks * s <= gpu.processors * 8
+        ):
             yield s
 
 
@@ -257,7 +293,9 @@ IN_FLIGHT = 24 << 10
 
 
 def _plan(p: Product, gpu: Gpu, t: Tile, pieces: int, instruction: str | None) -> Plan:
-    """Time: the slowest of arithmetic (on the busiest processor), cache, memory and latency; a split pays for its partial sums."""
+    """Time: the slowest of arithmetic (on the busiest processor), cache, memory and latency; a split pays for its
+    partial sums.
+    """
     batch, depth = math.prod(a.extent for a in p.batch), math.prod(a.extent for a in p.axes)
     size = max(map(_bytes, p.operands))
     count, last = len(p.sites), p.axes[-1].extent
@@ -289,7 +327,9 @@ def _plan(p: Product, gpu: Gpu, t: Tile, pieces: int, instruction: str | None) -
 
 
 def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
-    """The bindings of a plan that is in one piece; operands come by TMA where the machine has it and their shape allows it."""
+    """The bindings of a plan that is in one piece; operands come by TMA where the machine has it and their shape allows
+    it.
+    """
     if plan.instruction and gpu.number >= 90:
         try:
             boxes = _schedule(p, plan, gpu, "tma")
@@ -320,7 +360,9 @@ def _schedule(p: Product, plan: Plan, gpu: Gpu, transport: str) -> Schedule:
             (f"r{last.label}", _factors(("reg", step // k), ("inst.k", k))),
         ]
         rows = [(_name(x), 64 if _row(x, p, t, step) == 32 else 128) for x in p.operands]
-        swizzles = {name: min(s for other, s in rows if other == name) for name, _ in rows}  # two loads of one buffer are held alike
+        swizzles = {
+            name: min(s for other, s in rows if other == name) for name, _ in rows
+        }  # two loads of one buffer are held alike
         operands = tuple((name, Operand("smem", (("by", transport), ("swizzle", s)))) for name, s in swizzles.items())
     else:
         site = [
@@ -332,9 +374,13 @@ def _schedule(p: Product, plan: Plan, gpu: Gpu, transport: str) -> Schedule:
         along = {x: (("along", (p.m if p.m in x.free else p.n).name),) if t.inner == 1 else () for x in p.operands}
         operands = tuple({_name(x): Operand("smem", (("by", by), *along[x], ("pad", 4))) for x in p.operands}.items())
     alone = plan.instruction or by == "ld"  # what is fetched ahead needs registers too
-    resident = 1 if alone else min(t.resident, 65536 // (t.threads * t.registers(len(p.sites), p.sites[0].reduce.dtype.size)))
+    resident = (
+        1 if alone else min(t.resident, 65536 // (t.threads * t.registers(len(p.sites), p.sites[0].reduce.dtype.size)))
+    )
     ring = t.ring if (transport if plan.instruction else by) != "ld" else 2
-    lines.append((f"r{last.label}", (Factor("time", ceil(last.extent, step), (("ring", ring),)), Factor("block", step))))
+    lines.append(
+        (f"r{last.label}", (Factor("time", ceil(last.extent, step), (("ring", ring),)), Factor("block", step)))
+    )
     stores = tuple(dict.fromkeys(b.name for b in kernel.writes))
     like = Site(stores, ((p.m.name, Like(p.names[0])), (p.n.name, Like(p.names[0]))))
     return Schedule(
@@ -344,10 +390,11 @@ def _schedule(p: Product, plan: Plan, gpu: Gpu, transport: str) -> Schedule:
 
 
 def _threads(size: int, lanes: int, inner: int) -> tuple[tuple[str, int], ...]:
-    """A warp's part of an axis between lanes and registers: lanes innermost where vectors run along k, else in vectors of 16 bytes.
+    """A warp's part of an axis between lanes and registers: lanes innermost where vectors run along k, else in vectors
+    of 16 bytes.
 
-    Then two lanes that differ in the lowest or the second lowest bit read the same of one operand, for the lanes of both axes interleave:
-    shared memory serves a warp that reads so in two turns, and otherwise in four.
+    Then two lanes that differ in the lowest or the second lowest bit read the same of one operand, for the lanes of
+    both axes interleave: shared memory serves a warp that reads so in two turns, and otherwise in four.
     """
     each = size // lanes
     if inner > 1:

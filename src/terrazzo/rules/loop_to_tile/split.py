@@ -1,4 +1,5 @@
-"""A reduction split over the grid: one kernel for partial states, and one that combines them in order and does all the rest.
+"""A reduction split over the grid: one kernel for partial states, and one that combines them in order and does all the
+rest.
 
 For every monoid: split-K, split reductions, split-KV are this one rewrite.
 """
@@ -16,7 +17,8 @@ from terrazzo.rules.loop.inline import guarded, rewrite_loads
 
 
 def split(kernel: l.Kernel, reduces: Sequence[l.Reduce], pieces: int, unit: int = 1) -> tuple[l.Kernel, l.Kernel]:
-    """`kernel` as two, its `reduces` (over axes of the same extents) in so many pieces of the last axis, multiples of `unit`.
+    """`kernel` as two, its `reduces` (over axes of the same extents) in so many pieces of the last axis, multiples of
+    `unit`.
 
     Where these are more than the axis has, the last piece is short: loads beyond the end are 0, which must add nothing.
 
@@ -76,7 +78,9 @@ def split(kernel: l.Kernel, reduces: Sequence[l.Reduce], pieces: int, unit: int 
         again = [substitute(x, {s: one}) for s, x in loads]
         whole[r] = l.Reduce.make(r.monoid, (one,), tuple(again))
     first = l.Kernel(f"{kernel.name}_part", (part, *axes), tuple(stores), kernel.source)
-    second = l.Kernel(kernel.name, kernel.axes, tuple(transform(s, lambda x: x, dict(whole)) for s in kernel.stores), kernel.source)
+    second = l.Kernel(
+        kernel.name, kernel.axes, tuple(transform(s, lambda x: x, dict(whole)) for s in kernel.stores), kernel.source
+    )
     return first, second
 
 

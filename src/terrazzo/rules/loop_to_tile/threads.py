@@ -44,11 +44,13 @@ def pointwise(kernel: l.Kernel, gpu: Gpu) -> Schedule:
 def _width(kernel: l.Kernel, axis: Any, gpu: Gpu) -> int:
     """Elements for a thread of a pointwise kernel, the widest vector at most.
 
-    A thread waits once for all that it loads. So more threads with less each, 16 bytes of all operands, are done sooner, until there are
-    many waves of them; and few points go to many processors.
+    A thread waits once for all that it loads. So more threads with less each, 16 bytes of all operands, are done
+    sooner, until there are many waves of them; and few points go to many processors.
     """
     vector = vector_of(kernel.stores, axis)
-    loads = {x for x in topological([s.value for s in kernel.stores]) if isinstance(x, l.Load) and stride_one([x], axis)}
+    loads = {
+        x for x in topological([s.value for s in kernel.stores]) if isinstance(x, l.Load) and stride_one([x], axis)
+    }
     size, wave = sum(x.dtype.size for x in loads), gpu.processors * THREADS
     while vector > 1 and _size(axis) // vector < (4 * wave if vector * size > WIDEST else wave // 12):
         vector //= 2
@@ -56,24 +58,30 @@ def _width(kernel: l.Kernel, axis: Any, gpu: Gpu) -> int:
 
 
 def reduction(kernel: l.Kernel, gpu: Gpu) -> Schedule:
-    """Rows over the grid; the threads of a block (or of a warp, for short rows) share each reduction of a row and what is stored of it.
+    """Rows over the grid; the threads of a block (or of a warp, for short rows) share each reduction of a row and what
+    is stored of it.
 
     Where memory runs along a free axis instead, lanes take its columns and warps share the reduction.
     """
     top = _outermost(kernel)
     ordered = _ordered(kernel)
     rows = _rows(kernel, top)
-    top = [r for r in top if r.free <= frozenset(rows)]  # others lie in loops that threads share, so each thread computes its own
+    top = [
+        r for r in top if r.free <= frozenset(rows)
+    ]  # others lie in loops that threads share, so each thread computes its own
     if not top:
         return pointwise(kernel, gpu)
     rows = [a for a in rows if a not in ordered]
     longest = max((r.axes[-1] for r in top), key=_size)
-    columns = [a for a in rows if stride_one(_leaves(top), a) and not any(stride_one(_leaves([r]), r.axes[-1]) for r in top)]
+    columns = [
+        a for a in rows if stride_one(_leaves(top), a) and not any(stride_one(_leaves([r]), r.axes[-1]) for r in top)
+    ]
     if columns:
         return _columns(kernel, gpu, rows, columns[-1], top)
     inner = [a for a in kernel.axes if a not in rows and a not in ordered]
     vector = min(
-        [vector_of(_leaves([r]), r.axes[-1]) for r in top] + [vector_of(kernel.stores, a) for a in inner if _size(a) == _size(longest)]
+        [vector_of(_leaves([r]), r.axes[-1]) for r in top]
+        + [vector_of(kernel.stores, a) for a in inner if _size(a) == _size(longest)]
     )
     length, count = _size(longest), math.prod(map(_size, rows))
     if length <= 16 and not inner and rows:
@@ -91,7 +99,11 @@ def reduction(kernel: l.Kernel, gpu: Gpu) -> Schedule:
         if r in top:
             axis = r.axes[-1]
             key = (axis_name(axis), _size(axis))
-            own = Like(bound[key]) if key in bound else shared_axis(_size(axis), used, vector if _size(axis) % vector == 0 else 1)
+            own = (
+                Like(bound[key])
+                if key in bound
+                else shared_axis(_size(axis), used, vector if _size(axis) % vector == 0 else 1)
+            )
             sites.append(Site((name,), ((axis_name(axis), own),)))
             bound.setdefault(key, name)
     same = {size: f"{name}.{axis}" for (axis, size), name in reversed(bound.items())}
@@ -99,7 +111,11 @@ def reduction(kernel: l.Kernel, gpu: Gpu) -> Schedule:
         mine = [a for a in inner if a in store.free]
         if mine:
             axis = max(mine, key=lambda a: (stride_one([store], a), _size(a)))
-            own = Like(same[_size(axis)]) if _size(axis) in same else shared_axis(_size(axis), used, vector_of([store], axis))
+            own = (
+                Like(same[_size(axis)])
+                if _size(axis) in same
+                else shared_axis(_size(axis), used, vector_of([store], axis))
+            )
             if not any(dict(s.axes).keys() == {axis.name} and s.names[0] not in n.accumulators(kernel) for s in sites):
                 sites.append(Site((store.buffer.name,), ((axis.name, own),)))
             else:
@@ -115,7 +131,9 @@ def reduction(kernel: l.Kernel, gpu: Gpu) -> Schedule:
 
 
 def _again(kernel: l.Kernel, top: Sequence[l.Reduce], inner: Sequence[Any]) -> Iterator[str]:
-    """The reductions whose summand, dear to compute, is wanted again at the same places of a row, as softmax's exponentials are."""
+    """The reductions whose summand, dear to compute, is wanted again at the same places of a row, as softmax's
+    exponentials are.
+    """
     stored = set(topological([s.value for s in kernel.stores]))
     for name, r in n.accumulators(kernel).items():
         if isinstance(r, l.Reduce) and r in top and len(r.args) == 1 and len(r.axes) == 1:
@@ -137,7 +155,10 @@ def finish(kernel: l.Kernel, gpu: Gpu) -> Schedule:
         (last.name, grid(ceil(_size(last), warps * WARP), *([("warp", warps)] if warps > 1 else []), ("lane", WARP))),
     )
     sites = tuple(
-        Site((name,), ((axis_name(r.axes[0]), (Factor("reg" if _size(r.axes[0]) <= KEPT else "time", _size(r.axes[0])),)),))
+        Site(
+            (name,),
+            ((axis_name(r.axes[0]), (Factor("reg" if _size(r.axes[0]) <= KEPT else "time", _size(r.axes[0])),)),),
+        )
         for name, r in found.items()
         if isinstance(r, l.Reduce)
     )
@@ -151,7 +172,9 @@ def _columns(kernel: l.Kernel, gpu: Gpu, rows: Sequence[Any], column: Any, top: 
         if isinstance(r, l.Reduce) and r in top:
             axis = max(r.axes, key=_size)
             warps = 8
-            sites.append(Site((name,), ((axis_name(axis), (Factor("time", ceil(_size(axis), warps)), Factor("warp", warps))),)))
+            sites.append(
+                Site((name,), ((axis_name(axis), (Factor("time", ceil(_size(axis), warps)), Factor("warp", warps))),))
+            )
     return Schedule(kernel.name, gpu.arch, lines, (), (), tuple(sites))
 
 
@@ -167,20 +190,27 @@ def shared_axis(length: int, threads: int, vector: int) -> tuple[Factor, ...]:
 def _block(length: int, vector: int, rows: int, size: int, gpu: Gpu) -> int:
     """Warps of a block for a row, of which a thread reads elements of so many bytes in all.
 
-    Where rows are many, few enough that a thread has several accesses on their way; else fewer than could take part where that leaves no
-    rest, while a thread reads 128 bytes at most.
+    Where rows are many, few enough that a thread has several accesses on their way; else fewer than could take part
+    where that leaves no rest, while a thread reads 128 bytes at most.
     """
     each = max(16, 4 * vector) if rows >= 4 * gpu.processors else vector
     wanted = ceil(length, WARP * each)
     most = min(32, 1 << (wanted - 1).bit_length() if vector == 1 else 1 << wanted.bit_length() - 1)
-    whole = (w for w in (32, 16, 8, 4, 2) if w <= most and length % (w * WARP * vector) == 0 and length // (w * WARP) * size <= 128)
+    whole = (
+        w
+        for w in (32, 16, 8, 4, 2)
+        if w <= most and length % (w * WARP * vector) == 0 and length // (w * WARP) * size <= 128
+    )
     return next(whole, most)
 
 
 def _row_lines(rows: Sequence[Any], inner: tuple[Factor, ...], size: int) -> tuple[tuple[str, tuple[Factor, ...]], ...]:
     """The last row axis shared by warps or lanes too."""
     *outer, last = rows
-    return (*((a.name, grid(_size(a))) for a in outer), (last.name, (Factor("grid", max(ceil(_size(last), size), 1)), *inner)))
+    return (
+        *((a.name, grid(_size(a))) for a in outer),
+        (last.name, (Factor("grid", max(ceil(_size(last), size), 1)), *inner)),
+    )
 
 
 def grid(size: int, *inner: tuple[str, int]) -> tuple[Factor, ...]:
@@ -236,7 +266,9 @@ def stride_one(terms: Sequence[Any], axis: Any) -> bool:
 
 
 def vector_of(terms: Sequence[Any], axis: Any) -> int:
-    """The widest vector along an axis for which some access is one: 16 bytes of the narrowest type, at most 8 elements."""
+    """The widest vector along an axis for which some access is one: 16 bytes of the narrowest type, at most 8
+    elements.
+    """
     accesses = [x for x in topological(terms) if isinstance(x, l.Load | l.Store) and axis in x.free]
     if not accesses:
         return 1
@@ -244,7 +276,9 @@ def vector_of(terms: Sequence[Any], axis: Any) -> int:
     for size in (8, 4, 2):
         if size * narrowest <= WIDEST and _size(axis) % size == 0:
             q, j = Var("$q", max(_size(axis) // size, 1)), Var("$j", size)
-            moved = [substitute(l.Load(x.buffer, x.index, getattr(x, "inside", ())), {axis: q * size + j}) for x in accesses]
+            moved = [
+                substitute(l.Load(x.buffer, x.index, getattr(x, "inside", ())), {axis: q * size + j}) for x in accesses
+            ]
             if any(wide(x, j, size) for x in moved):
                 return size
     return 1

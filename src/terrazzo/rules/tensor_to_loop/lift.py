@@ -203,7 +203,9 @@ RULES: tuple[Rule, ...] = (elementwise, index_map, literal, iota, reduce, scan, 
 
 
 def lift(program: Program, rules: Sequence[Rule] = RULES, log: Log | None = None) -> l.Program:
-    """`program` as one kernel per value, opaque ops as calls. Constants and iotas are not stored; scans put their axis last."""
+    """`program` as one kernel per value, opaque ops as calls. Constants and iotas are not stored; scans put their axis
+    last.
+    """
     table = index(tuple(rules))
     buffers: dict[Node, l.Buffer] = {i: l.Buffer(i.name, i.type) for i in program.inputs}
     steps: list[l.Kernel | l.Call] = []
@@ -235,8 +237,14 @@ def lift(program: Program, rules: Sequence[Rule] = RULES, log: Log | None = None
         many = isinstance(getattr(node, "type", None), tuple)
         if isinstance(node, t.Opaque):
             types = node.result if isinstance(node.result, tuple) else (node.result,)
-            gets = {n.index: n for n in topological(program.results) if isinstance(n, t.Get) and n.x is node} if many else {0: node}
-            results = tuple(None if r is None or k not in gets else l.Buffer(named(gets[k]), r) for k, r in enumerate(types))
+            gets = (
+                {n.index: n for n in topological(program.results) if isinstance(n, t.Get) and n.x is node}
+                if many
+                else {0: node}
+            )
+            results = tuple(
+                None if r is None or k not in gets else l.Buffer(named(gets[k]), r) for k, r in enumerate(types)
+            )
             buffers.update({n: b for k, n in gets.items() if (b := results[k]) is not None})
             source = program.sources.get(program.names.get(node, ""), "")
             args, kwargs = _fill(node.args, buffers), tuple((k, _fill(v, buffers)) for k, v in node.kwargs)
@@ -257,7 +265,12 @@ def lift(program: Program, rules: Sequence[Rule] = RULES, log: Log | None = None
         steps.append(l.Kernel(buffer.name, order, (store,), program.sources.get(program.names.get(node, ""), "")))
         if log is not None:
             log.applied("tensor_to_loop", table[type(node)][0].name, buffer.name, [node], steps[-1:])
-    return l.Program(program.name, tuple(buffers[i] for i in program.inputs), tuple(steps), tuple(buffers[r] for r in program.results))
+    return l.Program(
+        program.name,
+        tuple(buffers[i] for i in program.inputs),
+        tuple(steps),
+        tuple(buffers[r] for r in program.results),
+    )
 
 
 def _loops(shape: Sequence[IntExpr]) -> list[IntExpr]:

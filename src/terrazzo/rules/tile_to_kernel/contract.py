@@ -1,7 +1,8 @@
-"""Contractions of a tile: slabs of the operands in shared memory, fragments of them in registers, products into accumulators.
+"""Contractions of a tile: slabs of the operands in shared memory, fragments of them in registers, products into
+accumulators.
 
-One derivation for every instruction: on CUDA cores a fragment is a piece of the register tile and the product is a multiply-add per
-element; a matrix instruction brings the layout of its fragments.
+One derivation for every instruction: on CUDA cores a fragment is a piece of the register tile and the product is a
+multiply-add per element; a matrix instruction brings the layout of its fragments.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fragment:
-    """Where a reduction's accumulators lie: indexed by the register digits of `tiles`, then by the instruction's registers."""
+    """Where a reduction's accumulators lie: indexed by the register digits of `tiles`, then by the instruction's
+    registers.
+    """
 
     place: k.Registers
     tiles: tuple[Tiled, ...]
@@ -49,7 +52,9 @@ class Fragment:
         """The place of the element that digits of the axes name, which divide them as the accumulators are divided."""
         for t in self.tiles:
             if [d.role for d in digits[t.axis] if d.level != "grid"] != [d.role for d in t.digits]:
-                raise Limitation(f"{axis_name(t.axis)} is divided otherwise than its accumulators are: like(...) divides both alike")
+                raise Limitation(
+                    f"{axis_name(t.axis)} is divided otherwise than its accumulators are: like(...) divides both alike"
+                )
         own = tuple(d.value for a in self.axes for d in digits[a] if d.level == "reg")
         if self.instruction is None:
             return own
@@ -71,7 +76,9 @@ def operand(factor: Node) -> Node:
 class Contractor:
     """Writes the products of a tile, before what follows them. `reduces` are contractions over the same axes."""
 
-    def __init__(self, walker: Walker, site: Site, reduces: Sequence[l.Reduce], tiles: Sequence[Any], scope: Scope) -> None:
+    def __init__(
+        self, walker: Walker, site: Site, reduces: Sequence[l.Reduce], tiles: Sequence[Any], scope: Scope
+    ) -> None:
         self.w, self.bindings, self.site, self.scope = walker, walker.bindings, site, scope
         found = [contraction(r) for r in reduces]
         assert all(found)
@@ -81,7 +88,9 @@ class Contractor:
         times = [(a, f) for a in self.axes for f in self.factors(a) if f.level == "time"]
         rings = [v for _, f in times for name, v in f.options if name == "ring"]
         depth = {a: math.prod(f.size for f in self.inner(a)) for a in self.axes}
-        self.steps = Steps(tuple((a, f.size) for a, f in times), depth, next((v for v in rings if isinstance(v, int)), 1))
+        self.steps = Steps(
+            tuple((a, f.size) for a, f in times), depth, next((v for v in rings if isinstance(v, int)), 1)
+        )
         self.slabs = Slabs(walker, site, self.tiles, self.steps, scope)
         self.instruction = self.bindings.instruction(site, axis_name(next(iter(tiles))))
 
@@ -102,7 +111,9 @@ class Contractor:
     def tiled(self, axis: Any) -> Tiled:
         digits = self.bindings.digits(axis_name(axis), self.site, axis.extent)
         if any(d.level == "time" for d in digits):
-            raise Limitation(f"{axis_name(axis)}: only the grid walks the tiles of a contraction yet, and there is no time inside one")
+            raise Limitation(
+                f"{axis_name(axis)}: only the grid walks the tiles of a contraction yet, and there is no time inside one"
+            )
         inside = tuple(d for d in digits if d.level != "grid")
         base = value([d for d in digits if d.level == "grid"])
         return Tiled(axis, base, math.prod(d.size for d in inside), inside)
@@ -122,18 +133,24 @@ class Contractor:
             self.w.fragments[c.reduce] = Fragment(place, tuple(self.tiles.values()), self.instruction)
         kinds = {s.by for s in slabs.values()}
         if "tma" in kinds and self.w.depth:
-            raise Limitation(f"{self.w.kernel.name}: a ring of boxes inside a loop: its phases do not go on from one tile to the next yet")
+            raise Limitation(
+                f"{self.w.kernel.name}: a ring of boxes inside a loop: its phases do not go on from one tile to the next yet"
+            )
         if kinds == {"tma"} and self.steps.ring > 1:
             self.ring_of_boxes(list(slabs.values()), lambda slot: self.step(slabs, slot))
         elif "tma" in kinds:
-            raise Limitation(f"{self.w.kernel.name}: TMA brings in all operands of a contraction or none, in a ring of two at least")
+            raise Limitation(
+                f"{self.w.kernel.name}: TMA brings in all operands of a contraction or none, in a ring of two at least"
+            )
         elif kinds == {"cp.async"} and self.steps.ring > 1:
             self.pipeline(list(slabs.values()), lambda slot: self.step(slabs, slot))
         else:
             self.alternate(list(slabs.values()), lambda slot: self.step(slabs, slot))
 
     def pipeline(self, slabs: Sequence[Slab], step: Callable[[IntExpr], None]) -> None:
-        """A ring filled by cp.async, `ring - 1` steps ahead. The slab that a step fills is the one read before its barrier."""
+        """A ring filled by cp.async, `ring - 1` steps ahead. The slab that a step fills is the one read before its
+        barrier.
+        """
         ahead = self.steps.ring - 1
         first = self.bindings.loop_variable("t", ahead)
 
@@ -146,7 +163,10 @@ class Contractor:
 
         def body() -> None:
             self.w.out += [k.WaitGroups(ahead - 1), k.Sync()]
-            self.w.where([self.steps.count - 1 - ahead - t], lambda: self.slabs.copy(slabs, t + ahead, (t + ahead) % self.steps.ring))
+            self.w.where(
+                [self.steps.count - 1 - ahead - t],
+                lambda: self.slabs.copy(slabs, t + ahead, (t + ahead) % self.steps.ring),
+            )
             self.w.out.append(k.Commit())
             step(t % self.steps.ring)
 
@@ -154,7 +174,9 @@ class Contractor:
         self.w.out += [k.WaitGroups(0), k.Sync()]
 
     def ring_of_boxes(self, slabs: Sequence[Slab], step: Callable[[IntExpr], None]) -> None:
-        """A ring filled by TMA, `ring - 1` steps ahead: one thread asks for boxes, all wait for the barrier of the slot they come to."""
+        """A ring filled by TMA, `ring - 1` steps ahead: one thread asks for boxes, all wait for the barrier of the slot
+        they come to.
+        """
         ring, ahead, count = self.steps.ring, self.steps.ring - 1, self.steps.count
         full = k.Barriers(self.w.fresh("full"), Type(u64, (ring,)), 0, 1)
         self.w.shared.append(full)
@@ -228,16 +250,23 @@ class Contractor:
             slab.axes[-1].axis in self.steps.depth for slab in slabs.values()
         )  # then a fragment has several steps of k, side by side
         outer, last = (whole[:-1], whole[-1:]) if along else (whole, [])
-        depth = {a: sum((d.value * d.stride for (x, _), d in zip(regs, whole, strict=True) if x is a), start=0) for a in self.axes}
+        depth = {
+            a: sum((d.value * d.stride for (x, _), d in zip(regs, whole, strict=True) if x is a), start=0)
+            for a in self.axes
+        }
         self.w.loops([(d.variable, True) for d in outer], lambda: self.outer_product(slabs, slot, depth, last))
 
-    def outer_product(self, slabs: dict[Node, Slab], slot: IntExpr, depth: dict[Any, IntExpr], last: list[Digit]) -> None:
+    def outer_product(
+        self, slabs: dict[Node, Slab], slot: IntExpr, depth: dict[Any, IntExpr], last: list[Digit]
+    ) -> None:
         """Fragments of both operands into registers, and every product of theirs."""
         held: dict[Node, Node] = {}
         for term, slab in slabs.items():
             digits = {t.axis: [d for d in t.digits if d.level == "reg"] for t in slab.axes}
             at = (slot, *(value(t.digits) if t.axis in self.tiles else depth[t.axis] for t in slab.axes))
-            own = [d for ds in digits.values() for d in ds] + ([d for d in last if any(t.axis in self.steps.depth for t in slab.axes)])
+            own = [d for ds in digits.values() for d in ds] + (
+                [d for d in last if any(t.axis in self.steps.depth for t in slab.axes)]
+            )
             held[term] = self.fragment(slab, at, own)
         loops = last + [d for t in self.tiles.values() for d in t.digits if d.level == "reg"]
         digits_of = {a: list(t.digits) for a, t in self.tiles.items()}
@@ -252,7 +281,9 @@ class Contractor:
         self.w.loops([(d.variable, True) for d in loops], product)
 
     def fragment(self, slab: Slab, at: tuple[IntExpr, ...], digits: list[Digit]) -> l.Load:
-        """A piece of a slab in registers, indexed by digits, read in wide accesses where one of them runs along the slab."""
+        """A piece of a slab in registers, indexed by digits, read in wide accesses where one of them runs along the
+        slab.
+        """
         offset = flatten(at, slab.place.type.element_strides)
         j = next((d for d in digits if coefficient(offset, d.value) == 1), None)  # type: ignore[arg-type]
         width = 1
@@ -264,10 +295,15 @@ class Contractor:
                 if v * slab.place.type.dtype.size <= WIDEST and j.size % v == 0 and (v == 1 or divides(v, start))
             )
         order = [d for d in digits if d is not j] + ([j] if j else [])
-        place = self.w.registers(slab.place.name.rstrip("0123456789") + "f", slab.place.type.dtype, [d.size for d in order])
+        place = self.w.registers(
+            slab.place.name.rstrip("0123456789") + "f", slab.place.type.dtype, [d.size for d in order]
+        )
         index = tuple(d.value for d in order)
         if j is None or width == 1:
-            self.w.loops([(d.variable, True) for d in order], lambda: self.w.out.append(l.Store(place, index, l.Load(slab.place, at))))
+            self.w.loops(
+                [(d.variable, True) for d in order],
+                lambda: self.w.out.append(l.Store(place, index, l.Load(slab.place, at))),
+            )
             return l.Load(place, index)
         v = self.bindings.loop_variable("v", j.size // width)
         there = tuple(substitute(x, {j.value: v * width}) for x in at)
@@ -292,7 +328,10 @@ class Contractor:
             loaded: dict[Node, tuple[k.Registers, tuple[Var, ...]]] = {}
             for c in self.sites:
                 a, b = c.factors if m in c.factors[0].free else c.factors[::-1]
-                for factor, axis, layout, name in ((a, m, instruction.a.layout, "m"), (b, n, instruction.b.layout, "n")):
+                for factor, axis, layout, name in (
+                    (a, m, instruction.a.layout, "m"),
+                    (b, n, instruction.b.layout, "n"),
+                ):
                     if operand(factor) not in loaded:
                         loaded[operand(factor)] = self.load_fragments(
                             slabs[operand(factor)], slot, axis, kk * instruction.shape[2], layout, name
@@ -329,8 +368,14 @@ class Contractor:
         found = loader(layout, 90, along)
         if found is None:
             raise Limitation(f"{slab.place.name}: no load brings it into the fragments of {self.site.instruction}")
-        if left := [x for x in slab.place.type.element_strides[:-1] if not isinstance(x, int) or x * slab.place.type.dtype.size % WIDEST]:
-            raise UserError(f"{slab.place.name}: its rows lie {left[0]} elements apart, and ldmatrix reads pieces of {WIDEST} bytes")
+        if left := [
+            x
+            for x in slab.place.type.element_strides[:-1]
+            if not isinstance(x, int) or x * slab.place.type.dtype.size % WIDEST
+        ]:
+            raise UserError(
+                f"{slab.place.name}: its rows lie {left[0]} elements apart, and ldmatrix reads pieces of {WIDEST} bytes"
+            )
         move, rows = found
         count = move.count // pair
         place = self.w.registers(slab.place.name.rstrip("0123456789") + "f", u32, [*(d.size for d in regs), count])

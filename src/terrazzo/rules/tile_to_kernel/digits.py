@@ -1,4 +1,6 @@
-"""Bindings as digits: what every factor of an axis is at run time, as an expression of block, warp and lane or as a loop's variable."""
+"""Bindings as digits: what every factor of an axis is at run time, as an expression of block, warp and lane or as a
+loop's variable.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,8 @@ WIDEST = 16
 class Digit:
     """One factor of an axis. `value` is in [0, size) and counts `stride` elements.
 
-    `inner` is the place value of a warp's or lane's digit in their number. A digit of level "frag" adds value << `place` to the
-    number of the fragment's register.
+    `inner` is the place value of a warp's or lane's digit in their number. A digit of level "frag" adds value <<
+    `place` to the number of the fragment's register.
     """
 
     level: str
@@ -52,7 +54,11 @@ class Digit:
     def bits(self) -> set[tuple[str, int]]:
         """The bits of a lane's or warp's number that this is."""
         first = self.inner.bit_length() - 1
-        return {(self.level, first + n) for n in range(self.size.bit_length() - 1)} if self.level in ("lane", "warp") else set()
+        return (
+            {(self.level, first + n) for n in range(self.size.bit_length() - 1)}
+            if self.level in ("lane", "warp")
+            else set()
+        )
 
     @property
     def role(self) -> tuple[str, int, int, int, int]:
@@ -112,12 +118,18 @@ class Bindings:
             if f.level == "grid":
                 out.append(Digit("grid", f.size, self.grid[axis], stride))
             elif f.level in ("time", "reg"):
-                out.append(Digit(f.level, f.size, self.loop_variable("t" if f.level == "time" else "i", f.size), stride))
+                out.append(
+                    Digit(f.level, f.size, self.loop_variable("t" if f.level == "time" else "i", f.size), stride)
+                )
             elif f.level in ("warp", "lane"):
                 inner = self._inner(f, axis, site)
                 number = self.warp if f.level == "warp" else LANE
                 out.append(Digit(f.level, f.size, number // inner % f.size, stride, inner))
-            elif f.level.startswith("inst.") and instruction is not None and f.level[-1] in dict(instruction.d.layout.extents):
+            elif (
+                f.level.startswith("inst.")
+                and instruction is not None
+                and f.level[-1] in dict(instruction.d.layout.extents)
+            ):
                 out += self._fragment(instruction.d.layout, f.level[-1], stride)
             else:
                 raise Limitation(f"{axis} = ... {f} ...: nothing derives a kernel from the level {f.level} yet")
@@ -141,7 +153,9 @@ class Bindings:
         return math.prod(f.size for _, b in self.schedule.lines(site) for f in b if f.level == level)
 
     def _inner(self, factor: Factor, axis: str, site: Site | None) -> int:
-        """The place value of a factor in the number of its level. The axes' innermost factors count fastest, of these the later axes'."""
+        """The place value of a factor in the number of its level. The axes' innermost factors count fastest, of these
+        the later axes'.
+        """
         ranked = []
         for n, (a, binding) in enumerate(self.schedule.lines(site)):
             same = [f for f in binding if f.level == factor.level]
@@ -152,7 +166,9 @@ class Bindings:
 
 
 def runs(layout: Layout, coordinate: str) -> list[tuple[str, int, int, int]]:
-    """(part, first bit there, first bit of the coordinate, size) for stretches of bits of one coordinate, highest first."""
+    """(part, first bit there, first bit of the coordinate, size) for stretches of bits of one coordinate, highest
+    first.
+    """
     shift, at = {}, 0
     for name, bits in layout.extents:
         shift[name] = at
@@ -193,7 +209,12 @@ def _grid_digits(grids: Sequence[_Grid], block: Var) -> dict[str, IntExpr]:
     todo = list(grids)
     while todo:
         g = todo.pop()
-        if todo and (order := todo[-1].order) is not None and order.name == "grouped" and todo[-1].size % order.args[0] == 0:
+        if (
+            todo
+            and (order := todo[-1].order) is not None
+            and order.name == "grouped"
+            and todo[-1].size % order.args[0] == 0
+        ):
             rows, height = todo.pop(), order.args[0]
             group = height * g.size
             out[rows.axis] = rest // group % (rows.size // height) * height + rest % height
@@ -237,7 +258,9 @@ def wide(load: l.Load, j: Any, size: int) -> bool:
 
 
 def together(e: IntExpr, j: Var, size: int) -> bool:
-    """Whether e >= 0 holds for all j in [0, size) or for none: e = -j + multiples of size + (size - 1), or free of j."""
+    """Whether e >= 0 holds for all j in [0, size) or for none: e = -j + multiples of size + (size - 1), or free of
+    j.
+    """
     c = coefficient(e, j)
     return c == 0 or (c == -1 and divides(size, e + j - (size - 1)))
 

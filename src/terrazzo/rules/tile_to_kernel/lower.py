@@ -24,7 +24,9 @@ SINCE = {"ld": 0, "cp.async": 80, "tma": 90}
 """The first architecture that has a transport."""
 
 
-def program(scheduled: tile.Program, gpu: Gpu, log: Log | None = None, show: Callable[[Any], str] | None = None) -> k.Program:
+def program(
+    scheduled: tile.Program, gpu: Gpu, log: Log | None = None, show: Callable[[Any], str] | None = None
+) -> k.Program:
     """Every kernel by its schedule. UserError where one asks for more than the machine has."""
     schedules = dict(scheduled.schedules)
     p = scheduled.loop
@@ -90,8 +92,12 @@ def lower(kernel: l.Kernel, schedule: Schedule, gpu: Gpu) -> k.Kernel:
     tile.fit(schedule, kernel)
     _instructions(schedule, gpu)
     free = {a.name for a in kernel.axes}
-    if shared := [a for a, b in schedule.axes for f in factors(b) if a not in free and f.level == "grid" and f.size > 1]:
-        raise Limitation(f"{kernel.name}: blocks share the reduction over {shared[0]} in two kernels only, each with a schedule of its own")
+    if shared := [
+        a for a, b in schedule.axes for f in factors(b) if a not in free and f.level == "grid" and f.size > 1
+    ]:
+        raise Limitation(
+            f"{kernel.name}: blocks share the reduction over {shared[0]} in two kernels only, each with a schedule of its own"
+        )
     bindings = Bindings(schedule)
     walker = Walker(kernel, bindings)
     walker.statements(n.nest(kernel), Scope())
@@ -112,9 +118,13 @@ def _instructions(schedule: Schedule, gpu: Gpu) -> None:
         if site.instruction not in (None, "fma.f32"):
             record = PRODUCTS.get(site.instruction or "")
             if record is None:
-                raise UserError(f"{schedule.kernel}: unknown instruction {site.instruction}; known: fma.f32, {', '.join(PRODUCTS)}")
+                raise UserError(
+                    f"{schedule.kernel}: unknown instruction {site.instruction}; known: fma.f32, {', '.join(PRODUCTS)}"
+                )
             if record.since > gpu.number:
-                raise UserError(f"{schedule.kernel}: {site.instruction} needs sm_{record.since}, and the target is {gpu.arch}")
+                raise UserError(
+                    f"{schedule.kernel}: {site.instruction} needs sm_{record.since}, and the target is {gpu.arch}"
+                )
         for name, operand in site.operands:
             by = str(dict(operand.options).get("by", "ld"))
             if by not in SINCE:

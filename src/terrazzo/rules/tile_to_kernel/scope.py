@@ -16,10 +16,10 @@ from terrazzo.rules.tile_to_kernel.digits import Digit
 class Scope:
     """What is known where statements are written.
 
-    `env` maps axes to expressions and terms to terms of Kernel IR; `digits` has the digits of the axes outside; `places` maps loads, up
-    to the names of loops, to the registers that hold them, and `kept` those that are to fill such registers; `threads` has the bits
-    of lanes and warps that axes outside bind; `pending` are conditions of axes outside under which memory may be touched, where they cannot
-    stand around a barrier.
+    `env` maps axes to expressions and terms to terms of Kernel IR; `digits` has the digits of the axes outside;
+    `places` maps loads, up to the names of loops, to the registers that hold them, and `kept` those that are to fill
+    such registers; `threads` has the bits of lanes and warps that axes outside bind; `pending` are conditions of axes
+    outside under which memory may be touched, where they cannot stand around a barrier.
     """
 
     env: dict[Any, Any] = field(default_factory=dict)

@@ -35,7 +35,8 @@ class Tiled:
 
 @dataclass(frozen=True)
 class Slab:
-    """A piece of an operand in shared memory: `place` is indexed by the slot of the ring and by `axes`, the last one contiguous.
+    """A piece of an operand in shared memory: `place` is indexed by the slot of the ring and by `axes`, the last one
+    contiguous.
 
     In global memory it is contiguous along number `memory` of its axes; `vector` elements are brought in at once, by
     ordinary loads ("ld"), asynchronous copies ("cp.async") or TMA ("tma").
@@ -51,7 +52,9 @@ class Slab:
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps of a contraction: `times` has the axes whose loops make them, `depth` what a step covers of every reduce axis."""
+    """The steps of a contraction: `times` has the axes whose loops make them, `depth` what a step covers of every
+    reduce axis.
+    """
 
     times: tuple[tuple[Any, int], ...]
     depth: Mapping[Any, int]
@@ -72,7 +75,9 @@ class Slabs:
     def slab(self, term: Node) -> Slab:
         """How an operand lies in shared memory, and how wide the accesses are that bring it there."""
         axes = [t for a, t in self.tiles.items() if a in term.free]
-        axes += [Tiled(a, 0, self.steps.depth[a], ()) for a in self.steps.depth if a in term.free and self.steps.depth[a] > 1]
+        axes += [
+            Tiled(a, 0, self.steps.depth[a], ()) for a in self.steps.depth if a in term.free and self.steps.depth[a] > 1
+        ]
         loads = [x for x in topological([term]) if isinstance(x, l.Load)]
         name = loads[0].buffer.name if loads else "slab"
         held = dict(self.site.operands).get(name)
@@ -115,10 +120,14 @@ class Slabs:
             return False
         q, j = Var("$q", max(last.size // width, 1)), Var("$j", width)
         env = self.coordinates(
-            slab, [*(Var(f"${n}", t.size) for n, t in enumerate(slab.axes[:-1])), q * width + j], Var("$t", self.steps.count)
+            slab,
+            [*(Var(f"${n}", t.size) for n, t in enumerate(slab.axes[:-1])), q * width + j],
+            Var("$t", self.steps.count),
         )
         found: l.Load = substitute(slab.term, env)
-        uniform = all(divides(width, t.axis.extent) for t in slab.axes[-1:] if not at_least(t.axis.extent - 1 - env[t.axis], 0))
+        uniform = all(
+            divides(width, t.axis.extent) for t in slab.axes[-1:] if not at_least(t.axis.extent - 1 - env[t.axis], 0)
+        )
         return uniform and wide(found, j, width)
 
     def coordinates(self, slab: Slab, at: Sequence[IntExpr], t: IntExpr) -> dict[Any, Any]:
@@ -136,7 +145,9 @@ class Slabs:
         return env
 
     def pieces(self, slab: Slab, write: Callable[[IntExpr, tuple[IntExpr, ...]], None]) -> None:
-        """write(number of the piece, coordinates in the slab) for this thread's pieces. Lanes go along what is contiguous in memory."""
+        """write(number of the piece, coordinates in the slab) for this thread's pieces. Lanes go along what is
+        contiguous in memory.
+        """
         order = [*(n for n in range(len(slab.axes)) if n != slab.memory), slab.memory]
         shape = [slab.axes[n].size for n in order]
         shape[-1] //= slab.vector
@@ -165,8 +176,14 @@ class Slabs:
                 raise Limitation(f"{name}: TMA takes one axis with a stride of one along each dimension, not {e}")
             found.append(mine[0].size if mine else 1)
             order += mine
-            if mine and mine[0].axis.extent % mine[0].size and not (e is mine[0].axis and mine[0].axis.extent == extent):  # type: ignore[union-attr]
-                raise Limitation(f"{name}: what lies beyond {axis_name(mine[0].axis)} is not beyond the tensor, and TMA would read it")
+            if (
+                mine
+                and mine[0].axis.extent % mine[0].size
+                and not (e is mine[0].axis and mine[0].axis.extent == extent)
+            ):  # type: ignore[union-attr]
+                raise Limitation(
+                    f"{name}: what lies beyond {axis_name(mine[0].axis)} is not beyond the tensor, and TMA would read it"
+                )
         if order != list(slab.axes):
             raise Limitation(f"{name}: the slab's dimensions are not in the order of the tensor's, which TMA keeps")
         if slab.place.type.element_strides[1:] != contiguous_strides(slab.place.type.static_shape)[1:]:
@@ -174,7 +191,9 @@ class Slabs:
         tensor_map(slab.term.buffer.type, tuple(found), slab.place.swizzle)  # which refuses what the hardware does
         size = math.prod(found) * slab.place.type.dtype.size
         if size % max(slab.place.swizzle * 8, 128):
-            raise Limitation(f"{name}: a slab of {size} bytes does not end where the swizzle of {slab.place.swizzle} bytes repeats")
+            raise Limitation(
+                f"{name}: a slab of {size} bytes does not end where the swizzle of {slab.place.swizzle} bytes repeats"
+            )
         return tuple(found)
 
     def tensor_load(self, slab: Slab, t: IntExpr, slot: IntExpr, barriers: k.Barriers) -> None:

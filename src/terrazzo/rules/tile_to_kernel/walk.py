@@ -1,7 +1,7 @@
 """The loop nest of a kernel as statements of Kernel IR, each loop cut into the digits of its axis.
 
-What a binding means for a reduction is derived here, once, for every monoid: digits in time and registers accumulate, those in
-lanes meet by shuffles, those in warps through shared memory; every thread has the result then.
+What a binding means for a reduction is derived here, once, for every monoid: digits in time and registers accumulate,
+those in lanes meet by shuffles, those in warps through shared memory; every thread has the result then.
 """
 
 from __future__ import annotations
@@ -21,7 +21,18 @@ from terrazzo.ir.node import Node, substitute
 from terrazzo.ir.schedule import Site
 from terrazzo.ir.types import DType, Type
 from terrazzo.rules.tile_to_kernel.contract import Contractor, Fragment
-from terrazzo.rules.tile_to_kernel.digits import LOOPED, Bindings, Digit, axis_name, extent, factors, together, value, wide, zero
+from terrazzo.rules.tile_to_kernel.digits import (
+    LOOPED,
+    Bindings,
+    Digit,
+    axis_name,
+    extent,
+    factors,
+    together,
+    value,
+    wide,
+    zero,
+)
 from terrazzo.rules.tile_to_kernel.scope import Scope
 
 
@@ -70,7 +81,9 @@ class Walker:
         self.out.append(k.For(axis, body, unrolled))
 
     def peeled(self, digits: Sequence[Digit], inside: Sequence[IntExpr], write: Callable[[], None]) -> None:
-        """Loops over digits, the first outermost. Only the last steps of the outermost one test `inside`, where the others cannot fail."""
+        """Loops over digits, the first outermost. Only the last steps of the outermost one test `inside`, where the
+        others cannot fail.
+        """
         self.depth += len(digits)
         body = self.inside(write)
         self.depth -= len(digits)
@@ -85,7 +98,9 @@ class Walker:
         self.loops([(d.variable, d.unrolled) for d in digits], lambda: self.where(inside, partial(self.add, *body)))
 
     def always(self, digit: Digit, inside: Sequence[IntExpr]) -> int:
-        """How many first values of a digit make conditions hold whatever the other variables are; 0 where that leaves too many, or all."""
+        """How many first values of a digit make conditions hold whatever the other variables are; 0 where that leaves
+        too many, or all.
+        """
         whole = 0
         while whole < digit.size and all(at_least(substitute(e, {digit.value: whole}), 0) for e in inside):
             whole += 1
@@ -128,7 +143,9 @@ class Walker:
 
     def left(self, body: Sequence[n.Statement]) -> list[n.Statement]:
         """Statements without the contractions that were written already."""
-        return [s for s in body if not (isinstance(s, n.Loop) and s.carried and all(r in self.fragments for r in s.carried))]
+        return [
+            s for s in body if not (isinstance(s, n.Loop) and s.carried and all(r in self.fragments for r in s.carried))
+        ]
 
     def contract(self, s: n.Loop, scope: Scope) -> None:
         """The contractions inside the loops over a tile, before what follows them."""
@@ -136,17 +153,23 @@ class Walker:
         reduces = [r for r in self.names if isinstance(r, l.Reduce) and self.bindings.site([self.names[r]]) is not None]
         site = self.bindings.site([self.names[r] for r in reduces])
         if site is None or any(r.axes != reduces[0].axes or contraction(r) is None for r in reduces):
-            raise Limitation(f"{self.kernel.name}: a block is divided among threads for contractions over the same axes only")
+            raise Limitation(
+                f"{self.kernel.name}: a block is divided among threads for contractions over the same axes only"
+            )
         if any(self.bindings.site([self.names[r]]) is not site for r in reduces):
             raise Limitation(f"{self.kernel.name}: the contractions of a tile are bound alike")
         if scope.threads:
-            raise Limitation(f"{self.kernel.name}: threads bring in a tile together, and an axis around it is divided among them")
+            raise Limitation(
+                f"{self.kernel.name}: threads bring in a tile together, and an axis around it is divided among them"
+            )
         around = scope.inner()
         for a in self.kernel.axes:
             if a not in around.env and a not in tiles:
                 digits = self.bindings.digits(a.name, None, extent(a))
                 if any(d.level != "grid" for d in digits):
-                    raise Limitation(f"{a.name} lies inside a tile of {', '.join(sorted(self.tiled))}, so only the grid can walk it")
+                    raise Limitation(
+                        f"{a.name} lies inside a tile of {', '.join(sorted(self.tiled))}, so only the grid can walk it"
+                    )
                 self.enter([a], [digits], around)
         Contractor(self, site, reduces, tiles, around).write()
 
@@ -164,9 +187,13 @@ class Walker:
     def store(self, s: l.Store, scope: Scope) -> None:
         """Where no axis is bound to lanes (or warps), all of them have the same value and the first stores it."""
         first = [
-            -number for level, number in (("lane", k.LANE), ("warp", self.bindings.warp)) if not any(x == level for x, _ in scope.threads)
+            -number
+            for level, number in (("lane", k.LANE), ("warp", self.bindings.warp))
+            if not any(x == level for x, _ in scope.threads)
         ]
-        self.where([*first, *scope.pending], lambda: self.out.append(l.Store(s.buffer, scope.all(s.index), scope(s.value))))
+        self.where(
+            [*first, *scope.pending], lambda: self.out.append(l.Store(s.buffer, scope.all(s.index), scope(s.value)))
+        )
 
     def site(self, s: n.Loop) -> Site | None:
         """What the schedule says of the sites in a loop: of the accumulators it carries, else of what it stores."""
@@ -189,17 +216,25 @@ class Walker:
         mine = {bit for ds in digits for d in ds for bit in d.bits}
         if mine & scope.threads:
             names = ", ".join(map(axis_name, s.axes))
-            raise UserError(f"{self.kernel.name}: {names} is bound to threads that an axis around it is bound to already")
+            raise UserError(
+                f"{self.kernel.name}: {names} is bound to threads that an axis around it is bound to already"
+            )
         inner.threads |= mine
         inside = self.enter(s.axes, digits, inner)
         inside, inner.pending = [*inside, *inner.pending], ()
         if self.parts(inside, s.body):
             if s.kind == "reduce":
-                raise Limitation(f"{self.kernel.name}: threads not all inside {axis_name(s.axes[0])} meet in a reduction of its steps")
+                raise Limitation(
+                    f"{self.kernel.name}: threads not all inside {axis_name(s.axes[0])} meet in a reduction of its steps"
+                )
             inside, inner.pending = [], tuple(inside)
         looped = [d for ds in digits for d in ds if d.level in LOOPED]
         leaf = not any(isinstance(x, n.Loop) for x in self.left(s.body))
-        vector = looped[-1] if leaf and looped and digits[-1] and digits[-1][-1] is looped[-1] and looped[-1].level != "time" else None
+        vector = (
+            looped[-1]
+            if leaf and looped and digits[-1] and digits[-1][-1] is looped[-1] and looped[-1].level != "time"
+            else None
+        )
         if leaf:
             self.keep_terms(s, digits, scope, inner)
         step = self.vector(s, vector, inside, inner) if vector is not None else None
@@ -222,7 +257,8 @@ class Walker:
     def meets(self, levels: set[str], body: Sequence[n.Statement]) -> bool:
         """Whether threads meet somewhere inside."""
         return any(
-            self.meets(levels, s.body) or (s.kind == "reduce" and any(d.level in levels for ds in self.digits(s) for d in ds))
+            self.meets(levels, s.body)
+            or (s.kind == "reduce" and any(d.level in levels for ds in self.digits(s) for d in ds))
             for s in self.left(body)
             if isinstance(s, n.Loop)
         )
@@ -242,7 +278,8 @@ class Walker:
     # -- vectors and kept loads --------------------------------------------------------------------------------------
 
     def vector(self, s: n.Loop, digit: Digit, inside: Sequence[IntExpr], scope: Scope) -> Callable[[], None] | None:
-        """The body of a leaf for all values of its innermost digit at once, with wide loads and stores; None where none is wide.
+        """The body of a leaf for all values of its innermost digit at once, with wide loads and stores; None where none
+        is wide.
 
         The conditions `inside` must hold for all of them or for none.
         """
@@ -253,7 +290,10 @@ class Walker:
         loads = [
             x.term
             for x in s.body
-            if isinstance(x, n.Let) and isinstance(x.term, l.Load) and x.term not in scope.env and wide(scope(x.term), j, size)
+            if isinstance(x, n.Let)
+            and isinstance(x.term, l.Load)
+            and x.term not in scope.env
+            and wide(scope(x.term), j, size)
         ]
         stores = [x for x in s.body if isinstance(x, l.Store) and wide(l.Load(x.buffer, scope.all(x.index)), j, size)]
         if not loads and not stores:
@@ -295,7 +335,9 @@ class Walker:
         scope.env[load] = l.Load(place, index)
 
     def keep_terms(self, s: n.Loop, digits: Sequence[Sequence[Digit]], scope: Scope, inner: Scope) -> None:
-        """Terms of a leaf that registers keep, as the schedule says: found in those an earlier leaf filled, or to fill new ones."""
+        """Terms of a leaf that registers keep, as the schedule says: found in those an earlier leaf filled, or to fill
+        new ones.
+        """
         looped = [d for ds in digits for d in ds if d.level in LOOPED]
         if not self.keep or any(d.level == "time" for d in looped):
             return
@@ -372,7 +414,9 @@ class Walker:
         at: IntExpr = warp
         for d, v in zip(warps, variables, strict=True):
             at = at + (v - d.value) * d.inner
-        self.loops([(v, True) for v in variables], lambda: self.combine(places, [l.Load(m, (at, k.LANE)) for m in meeting], r))
+        self.loops(
+            [(v, True) for v in variables], lambda: self.combine(places, [l.Load(m, (at, k.LANE)) for m in meeting], r)
+        )
         if self.depth:
             self.out.append(k.Sync())  # before the next step of a loop writes there again
 

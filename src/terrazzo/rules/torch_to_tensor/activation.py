@@ -13,7 +13,9 @@ from terrazzo.rules.torch_to_tensor.pointwise import Build, c, clamp_to
 
 
 def _unary(name: str, fn: str | Build) -> Rule:
-    """A function of one element, computed in the result's type (integers are promoted to float by PyTorch's own answer)."""
+    """A function of one element, computed in the result's type (integers are promoted to float by PyTorch's own
+    answer).
+    """
     rule = aten(f"{name}.default")(lambda node, x: pointwise(node, result(node).dtype.compute, x, fn=fn))
     return Rule(name, rule.keys, rule.rewrite, f"{name}(x), element by element.")
 
@@ -125,7 +127,9 @@ def gelu(node: Aten, x: Any, approximate: str = "none") -> Any:
         if approximate == "tanh":
             half = t.apply("mul", a, c(0.5, a))
             cube = t.apply("mul", t.apply("mul", a, a), a)
-            inner = t.apply("mul", c(math.sqrt(2 / math.pi), a), t.apply("add", a, t.apply("mul", c(0.044715, a), cube)))
+            inner = t.apply(
+                "mul", c(math.sqrt(2 / math.pi), a), t.apply("add", a, t.apply("mul", c(0.044715, a), cube))
+            )
             return t.apply("mul", half, t.apply("add", c(1.0, a), t.apply("tanh", inner)))
         return t.apply("mul", a, t.apply("ndtr", a))
 
@@ -175,13 +179,17 @@ def softplus(node: Aten, x: Any, beta: float = 1.0, threshold: float = 20.0) -> 
 @aten("threshold.default")
 def threshold(node: Aten, x: Any, limit: Any, value: Any) -> Any:
     """value where x <= limit, else x."""
-    return pointwise(node, result(node).dtype.compute, x, fn=lambda a: t.where(t.apply("le", a, c(limit, a)), c(value, a), a))
+    return pointwise(
+        node, result(node).dtype.compute, x, fn=lambda a: t.where(t.apply("le", a, c(limit, a)), c(value, a), a)
+    )
 
 
 @aten("threshold_backward.default")
 def threshold_backward(node: Aten, grad: Any, x: Any, limit: Any) -> Any:
     """0 where x <= limit, else grad."""
-    return pointwise(node, result(node).dtype.compute, grad, x, fn=lambda g, a: t.where(t.apply("le", a, c(limit, a)), c(0, g), g))
+    return pointwise(
+        node, result(node).dtype.compute, grad, x, fn=lambda g, a: t.where(t.apply("le", a, c(limit, a)), c(0, g), g)
+    )
 
 
 @aten("logit.default")

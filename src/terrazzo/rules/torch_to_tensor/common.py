@@ -16,8 +16,9 @@ from terrazzo.rewrite.rule import Rule, need
 def aten(*names: str) -> Callable[[Callable[..., Any]], Rule]:
     """Make a lowering of the ATen overloads `names` (given without the leading `aten.`; `prims.` stays).
 
-    The function gets the node, whose `type` is PyTorch's own answer for shape and dtype of the result, and then the arguments
-    as PyTorch's schema has them, tensors already lowered. It returns a Tensor IR value, or a tuple for several results.
+    The function gets the node, whose `type` is PyTorch's own answer for shape and dtype of the result, and then the
+    arguments as PyTorch's schema has them, tensors already lowered. It returns a Tensor IR value, or a tuple for
+    several results.
     """
 
     def make(fn: Callable[..., Any]) -> Rule:
@@ -30,7 +31,12 @@ def aten(*names: str) -> Callable[[Callable[..., Any]], Rule]:
                 return empty if isinstance(node.type, tuple) else empty[0]
             return fn(node, *node.args, **dict(node.kwargs))
 
-        return Rule(fn.__name__, tuple(n if n.startswith("prims.") else f"aten.{n}" for n in names), lower, inspect.getdoc(fn) or "")
+        return Rule(
+            fn.__name__,
+            tuple(n if n.startswith("prims.") else f"aten.{n}" for n in names),
+            lower,
+            inspect.getdoc(fn) or "",
+        )
 
     return make
 
@@ -57,11 +63,15 @@ def operand(x: Any, dtype: DType, shape: Sequence[Any]) -> Any:
 def pointwise(node: Aten, compute: DType, *args: Any, fn: Callable[..., Any] | str) -> Any:
     """Broadcast `args` to the result's shape, convert them to `compute`, apply `fn`, convert to the result's dtype.
 
-    A tensor meets a 16-bit result as PyTorch's promotion has it: rounded to that type, then widened. 0-d tensors and numbers stay.
+    A tensor meets a 16-bit result as PyTorch's promotion has it: rounded to that type, then widened. 0-d tensors and
+    numbers stay.
     """
     out = result(node)
     rounds = out.dtype.compute is compute is not out.dtype
-    given = [operand(t.cast(a, out.dtype) if rounds and getattr(a, "type", Type(out.dtype)).rank else a, compute, out.shape) for a in args]
+    given = [
+        operand(t.cast(a, out.dtype) if rounds and getattr(a, "type", Type(out.dtype)).rank else a, compute, out.shape)
+        for a in args
+    ]
     value = t.apply(fn, *given) if isinstance(fn, str) else fn(*given)
     return t.cast(value, out.dtype)
 
@@ -69,15 +79,17 @@ def pointwise(node: Aten, compute: DType, *args: Any, fn: Callable[..., Any] | s
 def promoted(*xs: Any) -> DType:
     """The type PyTorch compares or combines these in, where the result's type does not say (as for comparisons).
 
-    Tensors with dimensions come before 0-d tensors, and those before Python numbers; a weaker one counts only where it is of a
-    higher kind (bool < integer < float).
+    Tensors with dimensions come before 0-d tensors, and those before Python numbers; a weaker one counts only where it
+    is of a higher kind (bool < integer < float).
     """
     import torch
 
     from terrazzo.ir.torch_types import from_torch_dtype, to_torch_dtype
 
     def example(x: Any) -> Any:
-        return torch.empty([1] * _types(x)[0].rank, dtype=to_torch_dtype(_types(x)[0].dtype)) if isinstance(x, Node) else x
+        return (
+            torch.empty([1] * _types(x)[0].rank, dtype=to_torch_dtype(_types(x)[0].dtype)) if isinstance(x, Node) else x
+        )
 
     found = example(xs[0])
     if len(xs) == 1:

@@ -19,7 +19,9 @@ def _compute(dtype: DType) -> DType:
     return i64 if dtype is bool_ else dtype.compute
 
 
-def product(x: Any, y: Any, space: Sequence[Any], xi: Sequence[IntExpr], yi: Sequence[IntExpr], over: int, dtype: DType) -> Any:
+def product(
+    x: Any, y: Any, space: Sequence[Any], xi: Sequence[IntExpr], yi: Sequence[IntExpr], over: int, dtype: DType
+) -> Any:
     """sum over the last `over` dimensions of `space` of x[xi] * y[yi], accumulated in the compute type of `dtype`."""
     wide = _compute(dtype)
     left, right = (t.index_map(t.cast(v, wide), space, i) for v, i in ((x, xi), (y, yi)))
@@ -115,7 +117,9 @@ def convolution(
     output_padding: Any,
     groups: int,
 ) -> Any:
-    """The sum over channels and kernel positions of x at the shifted place times w, in 1 to 3 dimensions, with every option."""
+    """The sum over channels and kernel positions of x at the shifted place times w, in 1 to 3 dimensions, with every
+    option.
+    """
     out = result(node)
     dtype, spatial = out.dtype, w.type.rank - 2
     stride, padding, dilation = (tuple(p) * spatial if len(p) == 1 else tuple(p) for p in (stride, padding, dilation))
@@ -146,8 +150,12 @@ def _convolved(x: Any, w: Any, shape: Any, stride: Any, padding: Any, dilation: 
     return t.reduce("sum", t.apply("mul", left, right), range(len(shape), len(space)))
 
 
-def spread(o: Any, k: Any, extents: Any, kernel: Any, stride: Any, padding: Any, dilation: Any) -> tuple[list[IntExpr], list[IntExpr]]:
-    """The places i with o = i * stride + k * dilation - padding in each dimension, and what must be >= 0 for one to exist."""
+def spread(
+    o: Any, k: Any, extents: Any, kernel: Any, stride: Any, padding: Any, dilation: Any
+) -> tuple[list[IntExpr], list[IntExpr]]:
+    """The places i with o = i * stride + k * dilation - padding in each dimension, and what must be >= 0 for one to
+    exist.
+    """
     place: list[IntExpr] = []
     inside: list[IntExpr] = []
     for d, extent in enumerate(extents):
@@ -175,7 +183,17 @@ def _transposed(x: Any, w: Any, shape: Any, stride: Any, padding: Any, dilation:
 
 
 @aten("_trilinear.default")
-def trilinear(node: Aten, a: Any, b: Any, w: Any, expand_a: Any, expand_b: Any, expand_w: Any, over: Sequence[int], unroll: int = 1) -> Any:
+def trilinear(
+    node: Aten,
+    a: Any,
+    b: Any,
+    w: Any,
+    expand_a: Any,
+    expand_b: Any,
+    expand_w: Any,
+    over: Sequence[int],
+    unroll: int = 1,
+) -> Any:
     """The sum over the dimensions `over` of a * b * w, each with dimensions of extent 1 put in at its `expand`."""
     out = result(node)
     wide, rank = _compute(out.dtype), a.type.rank + len(expand_a)

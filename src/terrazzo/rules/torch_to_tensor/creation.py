@@ -42,7 +42,9 @@ def arange(node: Aten, *args: Any, **kwargs: Any) -> Any:
         return t.cast(t.iota(out.shape, here * step + start), out.dtype)
     compute = out.dtype.compute
     index = t.cast(t.iota(out.shape, here), compute)
-    value = t.apply("add", t.literal(start, compute, out.shape), t.apply("mul", index, t.literal(step, compute, out.shape)))
+    value = t.apply(
+        "add", t.literal(start, compute, out.shape), t.apply("mul", index, t.literal(step, compute, out.shape))
+    )
     return t.cast(value, out.dtype)
 
 
@@ -89,7 +91,9 @@ def _triangle_indices(name: str, lower: bool) -> Rule:
     def places(node: Aten, rows: int, columns: int, offset: int = 0, **kwargs: Any) -> Any:
         out = result(node)
         numbers = t.iota((rows,), t.coordinates((rows,))[0])
-        bound = t.apply("add", numbers, t.literal(offset + lower, i64, (rows,)))  # where row r leaves, or enters, the triangle
+        bound = t.apply(
+            "add", numbers, t.literal(offset + lower, i64, (rows,))
+        )  # where row r leaves, or enters, the triangle
         bound = t.apply("min", t.apply("max", bound, t.literal(0, i64, (rows,))), t.literal(columns, i64, (rows,)))
         count = bound if lower else t.apply("sub", t.literal(columns, i64, (rows,)), bound)
         end = t.scan("sum", count, 0)
@@ -98,13 +102,20 @@ def _triangle_indices(name: str, lower: bool) -> Rule:
         past = t.apply("le", t.index_map(end, (out.shape[1], rows), [r]), t.iota((out.shape[1], rows), k))
         row = t.reduce("sum", t.cast(past, i64), [1])
         here = t.coordinates(row.type.shape)
-        column = t.apply("add", t.iota(row.type.shape, here[0]), t.index_map(first, row.type.shape, [t.loaded(row, here, rows)]))
+        column = t.apply(
+            "add", t.iota(row.type.shape, here[0]), t.index_map(first, row.type.shape, [t.loaded(row, here, rows)])
+        )
         i, j = t.coordinates(out.shape)
         both = [t.index_map(v, out.shape, [j]) for v in (row, column)]
         return t.cast(t.where(t.apply("eq", t.iota(out.shape, i), t.literal(0, i64, out.shape)), *both), out.dtype)
 
     rule = aten(f"{name}_indices.default")(places)
-    return Rule(f"{name}_indices", rule.keys, rule.rewrite, "Place k lies in the row before whose end k is, counted along the rows.")
+    return Rule(
+        f"{name}_indices",
+        rule.keys,
+        rule.rewrite,
+        "Place k lies in the row before whose end k is, counted along the rows.",
+    )
 
 
 TRIANGLE_INDICES = (_triangle_indices("tril", True), _triangle_indices("triu", False))
@@ -150,4 +161,18 @@ def one_hot(node: Aten, x: Any, classes: int = -1) -> Any:
     return t.cast(t.apply("eq", t.cast(wide, i64), klass), out.dtype)
 
 
-RULES: tuple[Rule, ...] = (full, zeros, ones, arange, linspace, eye, *TRIANGLES, *TRIANGLE_INDICES, to_copy, clone, copy, fill, one_hot)
+RULES: tuple[Rule, ...] = (
+    full,
+    zeros,
+    ones,
+    arange,
+    linspace,
+    eye,
+    *TRIANGLES,
+    *TRIANGLE_INDICES,
+    to_copy,
+    clone,
+    copy,
+    fill,
+    one_hot,
+)

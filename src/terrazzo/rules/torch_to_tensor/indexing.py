@@ -17,7 +17,9 @@ def wrapped(index: Any, extent: Any) -> Any:
     """An integer tensor with negative entries counted from the end."""
     index = t.cast(index, i64)
     shape = index.type.shape
-    return t.where(t.apply("lt", index, t.literal(0, i64, shape)), t.apply("add", index, t.literal(extent, i64, shape)), index)
+    return t.where(
+        t.apply("lt", index, t.literal(0, i64, shape)), t.apply("add", index, t.literal(extent, i64, shape)), index
+    )
 
 
 @aten("embedding.default")
@@ -61,7 +63,9 @@ def _first(x: Any, index: Any, shape: Any) -> Any:
 
 @aten("index.Tensor", "_unsafe_index.Tensor")
 def index(node: Aten, x: Any, indices: Sequence[Any]) -> Any:
-    """Advanced indexing: index tensors are broadcast against each other and stand where the first (or all) of them stood."""
+    """Advanced indexing: index tensors are broadcast against each other and stand where the first (or all) of them
+    stood.
+    """
     need(
         all(i is None or i.type.dtype.is_integer for i in indices),
         "a mask selects a number of elements that depends on the data",

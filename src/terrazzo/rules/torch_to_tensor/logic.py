@@ -38,7 +38,9 @@ def _logical(name: str, fn: str) -> Rule:
     return Rule(name, rule.keys, rule.rewrite, f"{name} of the truth of the arguments.")
 
 
-LOGIC = tuple(_logical(f"logical_{n}", fn) for n, fn in (("and", "and_"), ("or", "or_"), ("xor", "xor"), ("not", "not_")))
+LOGIC = tuple(
+    _logical(f"logical_{n}", fn) for n, fn in (("and", "and_"), ("or", "or_"), ("xor", "xor"), ("not", "not_"))
+)
 
 
 @aten("bitwise_not.default")

@@ -15,13 +15,19 @@ from terrazzo.rules.torch_to_tensor.view import reshaped
 
 
 @aten("binary_cross_entropy_with_logits.default")
-def bce_with_logits(node: Aten, x: Any, target: Any, weight: Any = None, pos_weight: Any = None, reduction: int = 1) -> Any:
+def bce_with_logits(
+    node: Aten, x: Any, target: Any, weight: Any = None, pos_weight: Any = None, reduction: int = 1
+) -> Any:
     """(1 - target) * x + w * log(1 + exp(-x)), w = 1 + (pos_weight - 1) * target; then the mean (1) or the sum (2)."""
     shape, dtype = x.type.shape, x.type.dtype
     wide = dtype.compute
     a, y = t.cast(x, wide), t.broadcast(t.cast(target, wide), shape)
     zero, one = c(0.0, a), c(1.0, a)
-    soft = t.apply("add", t.apply("max", t.apply("neg", a), zero), t.apply("log1p", t.apply("exp", t.apply("neg", t.apply("abs", a)))))
+    soft = t.apply(
+        "add",
+        t.apply("max", t.apply("neg", a), zero),
+        t.apply("log1p", t.apply("exp", t.apply("neg", t.apply("abs", a)))),
+    )
     if pos_weight is not None:
         extra = t.apply("mul", t.apply("sub", t.broadcast(t.cast(pos_weight, wide), shape), one), y)
         soft = t.apply("mul", t.apply("add", extra, one), soft)
@@ -37,7 +43,8 @@ def bce_with_logits(node: Aten, x: Any, target: Any, weight: Any = None, pos_wei
 
 @aten("nll_loss_forward.default", "nll_loss2d_forward.default")
 def nll_loss(node: Aten, x: Any, target: Any, weight: Any, reduction: int, ignored: int) -> tuple[Any, Any]:
-    """-weight[target] * x[n, target, ...], 0 where the target is ignored; the mean by weight (1) or the sum (2); the sum of the weights.
+    """-weight[target] * x[n, target, ...], 0 where the target is ignored; the mean by weight (1) or the sum (2); the
+    sum of the weights.
 
     The sums are rounded once, at the end.
     """

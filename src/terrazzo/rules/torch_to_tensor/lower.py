@@ -42,14 +42,22 @@ def lower(program: Program, rules: tuple[Rule, ...], log: Log, show: Callable[[A
     for node in roots:
         name = program.names.get(node, "")
         text = _texts(show, name, done) if show else None
-        found = rewrite([node], rules, log=log, pass_name="torch_to_tensor", names=program.names, memo=memo, show=text)[0]
+        found = rewrite([node], rules, log=log, pass_name="torch_to_tensor", names=program.names, memo=memo, show=text)[
+            0
+        ]
         if isinstance(found, Aten):
             where = program.sources.get(program.names.get(node, ""), "")
             tried = any(node.name in r.keys for r in rules)
             reason = "no rule lowers it" if not tried else "its rule declined"
             log.add(Event("torch_to_tensor", "opaque", f"{node.name} {where}".strip(), True, reason))
             memo[node] = opaque.rewrite(found, None)
-            log.applied("torch_to_tensor", opaque.name, name, [found], memo[node] if isinstance(memo[node], tuple) else [memo[node]])
+            log.applied(
+                "torch_to_tensor",
+                opaque.name,
+                name,
+                [found],
+                memo[node] if isinstance(memo[node], tuple) else [memo[node]],
+            )
         new = memo[node] if isinstance(memo[node], tuple) else (memo[node],)
         done.update({v: f"{name}.{k}" if k else name for k, v in enumerate(new) if v is not None and v not in done})
     results = rewrite(program.results, rules, log=log, pass_name="torch_to_tensor", memo=memo)
@@ -58,7 +66,9 @@ def lower(program: Program, rules: tuple[Rule, ...], log: Log, show: Callable[[A
 
 
 def _texts(show: Callable[[Any], str], name: str, done: Mapping[Node, str]) -> Callable[[Any], str]:
-    """Shows what stands for the op `name` before or after a rule, with what was lowered earlier as inputs of that name."""
+    """Shows what stands for the op `name` before or after a rule, with what was lowered earlier as inputs of that
+    name.
+    """
 
     def text(x: Any) -> str:
         results = [r for r in (x if isinstance(x, tuple) else (x,)) if r is not None]
@@ -67,7 +77,9 @@ def _texts(show: Callable[[Any], str], name: str, done: Mapping[Node, str]) -> C
         shown = tuple(substitute(r, inputs) for r in results)
         leaves = tuple(n for n in topological(shown) if isinstance(n, Input))
         names = {r: f"{name}.{k}" if k else name for k, r in enumerate(shown) if r not in leaves}
-        lines = show(Program("torch" if isinstance(shown[0], Aten) else "tensor", "op", leaves, shown, names)).splitlines()
+        lines = show(
+            Program("torch" if isinstance(shown[0], Aten) else "tensor", "op", leaves, shown, names)
+        ).splitlines()
         return dedent("\n".join(lines[2:-1]))  # without the head and the return
 
     return text
@@ -86,7 +98,9 @@ def _names(program: Program, memo: dict[Node, Any]) -> tuple[dict[Node, str], di
         for k, top in enumerate(new if isinstance(new, tuple) else (new,)):
             if not isinstance(top, t.Value):
                 continue
-            inner = [n for n in topological([top], stop=names.__contains__) if isinstance(n, t.Value) and n not in names]
+            inner = [
+                n for n in topological([top], stop=names.__contains__) if isinstance(n, t.Value) and n not in names
+            ]
             count = 0
             for n in inner:
                 label = base if n is top and k == 0 else ""

@@ -81,7 +81,9 @@ def layer_norm(node: Aten, x: Any, shape: Sequence[int], weight: Any, bias: Any,
 
 
 @aten("native_group_norm.default")
-def group_norm(node: Aten, x: Any, weight: Any, bias: Any, n: int, channels: int, size: int, groups: int, eps: float) -> Any:
+def group_norm(
+    node: Aten, x: Any, weight: Any, bias: Any, n: int, channels: int, size: int, groups: int, eps: float
+) -> Any:
     """Each group of channels of each sample normalised; also mean and 1 / sqrt(var + eps)."""
     grouped = t.reshape(t.cast(x, x.type.dtype.compute), (n, groups, channels // groups * size))
     value, mean, rstd = _normalised(grouped, [2], eps)
@@ -97,7 +99,9 @@ def along(v: Any, shape: Sequence[Any], dim: int) -> Any:
 
 
 @aten("_native_batch_norm_legit_no_training.default")
-def batch_norm(node: Aten, x: Any, weight: Any, bias: Any, mean: Any, variance: Any, momentum: float, eps: float) -> Any:
+def batch_norm(
+    node: Aten, x: Any, weight: Any, bias: Any, mean: Any, variance: Any, momentum: float, eps: float
+) -> Any:
     """(x - running mean) / sqrt(running var + eps) * weight + bias, by channel."""
     wide = t.cast(x, x.type.dtype.compute)
     shape = x.type.shape
@@ -141,7 +145,9 @@ def log_softmax_backward(node: Aten, grad: Any, y: Any, dim: int, dtype: Any) ->
     wide = y.type.dtype.compute
     g, y = operand(grad, wide, y.type.shape), t.cast(y, wide)
     total = t.reduce("sum", g, [normalize(dim, y.type.rank)], keepdim=True) if y.type.rank else g
-    return t.cast(t.apply("sub", g, t.apply("mul", t.apply("exp", y), t.broadcast(total, y.type.shape))), result(node).dtype)
+    return t.cast(
+        t.apply("sub", g, t.apply("mul", t.apply("exp", y), t.broadcast(total, y.type.shape))), result(node).dtype
+    )
 
 
 RULES: tuple[Rule, ...] = (

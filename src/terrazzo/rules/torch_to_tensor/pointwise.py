@@ -83,7 +83,9 @@ def floor_divide_floats(a: Any, b: Any) -> Any:
     rest = t.apply("fmod", a, b)
     quotient = t.apply("div", t.apply("sub", a, rest), b)
     zero, one = c(0.0, a), c(1.0, a)
-    differs = t.apply("and_", t.apply("ne", rest, zero), t.apply("xor", t.apply("lt", b, zero), t.apply("lt", rest, zero)))
+    differs = t.apply(
+        "and_", t.apply("ne", rest, zero), t.apply("xor", t.apply("lt", b, zero), t.apply("lt", rest, zero))
+    )
     quotient = t.where(differs, t.apply("sub", quotient, one), quotient)
     floor = t.apply("floor", quotient)
     up = t.apply("gt", t.apply("sub", quotient, floor), c(0.5, a))
@@ -221,8 +223,16 @@ def _heaviside(a: Any, b: Any) -> Any:
 BINARIES = (
     _binary(("maximum.default",), "max", "max(x, y); NaN wins."),
     _binary(("minimum.default",), "min", "min(x, y); NaN wins."),
-    _binary(("fmax.default",), lambda a, b: t.apply("fmax" if a.type.dtype.is_float else "max", a, b), "max(x, y); a number wins."),
-    _binary(("fmin.default",), lambda a, b: t.apply("fmin" if a.type.dtype.is_float else "min", a, b), "min(x, y); a number wins."),
+    _binary(
+        ("fmax.default",),
+        lambda a, b: t.apply("fmax" if a.type.dtype.is_float else "max", a, b),
+        "max(x, y); a number wins.",
+    ),
+    _binary(
+        ("fmin.default",),
+        lambda a, b: t.apply("fmin" if a.type.dtype.is_float else "min", a, b),
+        "min(x, y); a number wins.",
+    ),
     _binary(("atan2.default",), "atan2", "The angle of the point (y, x)."),
     _binary(("hypot.default",), "hypot", "sqrt(x² + y²)."),
     _binary(("copysign.Tensor", "copysign.Scalar"), "copysign", "|x| with the sign of y."),
@@ -240,7 +250,9 @@ BINARIES = (
     ),
     _binary(("heaviside.default",), _heaviside, "0 below 0, 1 above, y at 0."),
     *(
-        _binary(tuple(f"bitwise_{name}.{o}" for o in overloads) + (f"__{short}__.Tensor", f"__{short}__.Scalar"), fn, doc)
+        _binary(
+            tuple(f"bitwise_{name}.{o}" for o in overloads) + (f"__{short}__.Tensor", f"__{short}__.Scalar"), fn, doc
+        )
         for name, short, fn, doc, overloads in (
             ("and", "and", "and_", "x & y.", ("Tensor", "Scalar", "Scalar_Tensor")),
             ("or", "or", "or_", "x | y.", ("Tensor", "Scalar", "Scalar_Tensor")),

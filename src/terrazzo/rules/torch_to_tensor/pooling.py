@@ -27,9 +27,13 @@ def _spatial(node: Aten) -> int:
 
 
 class _Windows:
-    """What output positions read: the space [.., output positions.., positions in the window..], and the place in x of each."""
+    """What output positions read: the space [.., output positions.., positions in the window..], and the place in x of
+    each.
+    """
 
-    def __init__(self, x: Type, out: Sequence[Any], longest: Sequence[int], place: list[IntExpr], inside: list[IntExpr]) -> None:
+    def __init__(
+        self, x: Type, out: Sequence[Any], longest: Sequence[int], place: list[IntExpr], inside: list[IntExpr]
+    ) -> None:
         self.lead = len(out) - len(longest)
         self.space = (*out, *longest)
         self.axes = range(len(out), len(self.space))
@@ -47,7 +51,9 @@ class _Windows:
         flat: IntExpr = 0
         for p, extent in zip(self.place, self.extents, strict=True):
             flat = flat * extent + p
-        return t.where(holds(self.space, self.inside), t.iota(self.space, flat), t.literal(i64.highest, i64, self.space))
+        return t.where(
+            holds(self.space, self.inside), t.iota(self.space, flat), t.literal(i64.highest, i64, self.space)
+        )
 
 
 def _fixed(x: Type, out: Sequence[Any], kernel: Any, stride: Any, padding: Any, dilation: Any) -> _Windows:
@@ -107,7 +113,9 @@ def avg_pool(
     stride = _per_dim(stride, spatial) if stride not in ((), None) else kernel
     windows = _fixed(x.type, out.shape, kernel, stride, padding, (1,) * spatial)
     total = t.reduce("sum", windows.of(t.cast(x, out.dtype.compute), 0), windows.axes)
-    count = c(divisor, total) if divisor is not None else _counts(windows, out.shape, kernel, stride, padding, count_pad)
+    count = (
+        c(divisor, total) if divisor is not None else _counts(windows, out.shape, kernel, stride, padding, count_pad)
+    )
     return _divided(total, count, out)
 
 
@@ -128,7 +136,10 @@ def adaptive_avg_pool(node: Aten, x: Any, size: Any) -> Any:
     out = result(node)
     windows = _adaptive(x.type, out.shape, len(size))
     total = t.reduce("sum", windows.of(t.cast(x, out.dtype.compute), 0), windows.axes)
-    bounds = [_adaptive_bounds(i, n, m) for i, n, m in zip(t.coordinates(out.shape)[windows.lead :], windows.extents, size, strict=True)]
+    bounds = [
+        _adaptive_bounds(i, n, m)
+        for i, n, m in zip(t.coordinates(out.shape)[windows.lead :], windows.extents, size, strict=True)
+    ]
     return _divided(total, _product([t.iota(out.shape, end - begin) for begin, end in bounds]), out)
 
 
@@ -143,7 +154,9 @@ def _largest(x: Any, windows: _Windows) -> tuple[Any, Any]:
 
 
 @aten("max_pool2d_with_indices.default", "max_pool3d_with_indices.default")
-def max_pool(node: Aten, x: Any, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False) -> Any:
+def max_pool(
+    node: Aten, x: Any, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
+) -> Any:
     """The largest element of the window, and its place in the flattened image."""
     out, spatial = result(node, 0).shape, _spatial(node)
     kernel, padding, dilation = (_per_dim(v, spatial) for v in (kernel, padding, dilation))
@@ -168,7 +181,9 @@ def max_pool_backward(
     stride = _per_dim(stride, spatial) if stride not in ((), None) else kernel
     lead, space = out.rank - spatial, (*out.shape, *kernel)
     here = t.coordinates(space)
-    place, inside = spread(here[lead : out.rank], here[out.rank :], grad.type.shape[lead:], kernel, stride, padding, dilation)
+    place, inside = spread(
+        here[lead : out.rank], here[out.rank :], grad.type.shape[lead:], kernel, stride, padding, dilation
+    )
     flat: IntExpr = 0
     for d in range(lead, out.rank):
         flat = flat * out.shape[d] + here[d]

@@ -74,7 +74,9 @@ def aminmax(node: Aten, x: Any, *, dim: int | None = None, keepdim: bool = False
 
 
 def with_index(name: str, x: Any, axis: int) -> tuple[Any, Any]:
-    """The max or min along `axis` and where it stands first. Each is a reduction of its own: who wants one pays for one."""
+    """The max or min along `axis` and where it stands first. Each is a reduction of its own: who wants one pays for
+    one.
+    """
     wide = t.cast(x, x.type.dtype.compute)
     numbers = t.cast(x, i64) if x.type.dtype is bool_ else wide  # bools are told apart as integers
     _, index = t.reduce(f"arg{name}", (numbers, t.iota(x.type.shape, t.coordinates(x.type.shape)[axis])), [axis])

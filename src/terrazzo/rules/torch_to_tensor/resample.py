@@ -1,4 +1,6 @@
-"""Images read between their points: a sum over taps of the elements around a place, weighted by their distance to it."""
+"""Images read between their points: a sum over taps of the elements around a place, weighted by their distance to
+it.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ _keys = _cubic(-0.5)  # what PyTorch takes where it antialiases
 
 @dataclass(frozen=True)
 class Taps:
-    """Along one dimension: which element each tap reads (i64) and its weight. The last dimension of both counts the taps.
+    """Along one dimension: which element each tap reads (i64) and its weight. The last dimension of both counts the
+    taps.
 
     `axes` says which dimensions of the result the others are; `inside` is where a tap hits the image, if that may fail.
     """
@@ -127,7 +130,9 @@ def _interpolated(count: int, kernel: Kernel, extend: bool) -> Callable[..., Any
 
 
 def _antialiased(radius: int, kernel: Kernel) -> Callable[..., Any]:
-    """Interpolation whose kernel is stretched by the scale when the image shrinks; the weights are divided by their sum."""
+    """Interpolation whose kernel is stretched by the scale when the image shrinks; the weights are divided by their
+    sum.
+    """
 
     def lower(node: Aten, x: Any, size: Sequence[int], align: bool, *scales: float | None) -> Any:
         out = result(node)
@@ -167,7 +172,9 @@ UPSAMPLINGS = (
     _rule("upsample_bilinear2d", _LINEAR, "Linear interpolation in two dimensions."),
     _rule("upsample_trilinear3d", _LINEAR, "Linear interpolation in three dimensions."),
     _rule("upsample_bicubic2d", _interpolated(4, cubic, True), "Cubic interpolation in two dimensions."),
-    _rule("_upsample_bilinear2d_aa", _antialiased(1, linear), "Linear interpolation, averaged where the image shrinks."),
+    _rule(
+        "_upsample_bilinear2d_aa", _antialiased(1, linear), "Linear interpolation, averaged where the image shrinks."
+    ),
     _rule("_upsample_bicubic2d_aa", _antialiased(2, _keys), "Cubic interpolation, averaged where the image shrinks."),
 )
 
@@ -200,7 +207,9 @@ def _padded(real: Any, n: int, padding: int, align: bool) -> Any:
 
 @aten("grid_sampler_2d.default", "grid_sampler_3d.default")
 def grid_sampler(node: Aten, x: Any, grid: Any, mode: int, padding: int, align: bool) -> Any:
-    """x read at the places the grid says: by linear interpolation (mode 0), at the nearest element (1), cubic (2); 0 outside."""
+    """x read at the places the grid says: by linear interpolation (mode 0), at the nearest element (1), cubic (2); 0
+    outside.
+    """
     out = result(node)
     dtype = out.dtype.compute
     sites = tuple(grid.type.shape[:-1])

@@ -1,7 +1,8 @@
 """Writing to places that come from data: scatter, index_put and their kin, turned round into a choice at every place.
 
-A place of the result looks for the sources that write to it. Which of them hits is a comparison of indices; then the last one
-wins, or a reduction combines them all. That is many comparisons: a rule declines where PyTorch's loop over the sources is cheaper.
+A place of the result looks for the sources that write to it. Which of them hits is a comparison of indices; then the
+last one wins, or a reduction combines them all. That is many comparisons: a rule declines where PyTorch's loop over the
+sources is cheaper.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ def _won(x: Any, winner: Any, source: Any) -> Any:
 
 
 def combined(x: Any, sources: Any, hit: Any, reduction: str, include: bool) -> Any:
-    """At every place, the combination of the sources of the last axis that hit it, with x or, where any hits, instead of it."""
+    """At every place, the combination of the sources of the last axis that hit it, with x or, where any hits, instead
+    of it.
+    """
     wide, axis = x.type.dtype.compute, [hit.type.rank - 1]
     base, given = t.cast(x, wide), t.cast(sources, wide)
     m, fn = REDUCTIONS[reduction]
@@ -73,9 +76,13 @@ def combined(x: Any, sources: Any, hit: Any, reduction: str, include: bool) -> A
 
 
 def scattered(x: Any, dim: int, index: Any, source: Any, reduction: str = "", include: bool = True) -> Any:
-    """x with source[.., k, ..] at [.., index[.., k, ..], ..]: the last of them, or their combination. `source` may be a number."""
+    """x with source[.., k, ..] at [.., index[.., k, ..], ..]: the last of them, or their combination. `source` may be a
+    number.
+    """
     if not x.type.rank:
-        x, index, source = (v if isinstance(v, (int, float)) else t.reshape(v, (v.type.numel,)) for v in (x, index, source))
+        x, index, source = (
+            v if isinstance(v, (int, float)) else t.reshape(v, (v.type.numel,)) for v in (x, index, source)
+        )
         return t.reshape(scattered(x, 0, index, source, reduction, include), ())
     index = t.cast(t.reshape(index, index.type.shape or (1,)), i64)
     if isinstance(source, (int, float)) or not source.type.rank:
@@ -119,13 +126,17 @@ def scatter_add(node: Aten, x: Any, dim: int, index: Any, source: Any) -> Any:
 
 
 @aten("scatter_reduce.two")
-def scatter_reduce(node: Aten, x: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True) -> Any:
+def scatter_reduce(
+    node: Aten, x: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True
+) -> Any:
     """The sources at each place combined, with or without what is there."""
     return scattered(x, dim, index, source, reduce, include_self)
 
 
 @aten("index_reduce.default")
-def index_reduce(node: Aten, x: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True) -> Any:
+def index_reduce(
+    node: Aten, x: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True
+) -> Any:
     """The slices source[.., k, ..] combined at [.., index[k], ..], with or without what is there."""
     if not x.type.rank or not source.type.rank:
         return scattered(x, 0, index, source, reduce, include_self)
@@ -163,7 +174,9 @@ def put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool) -> Any:
     if not count or 0 in shape:
         return x
     free = [d for d in range(len(shape)) if d not in used]
-    first = used[0] if used == list(range(used[0], used[-1] + 1)) else 0  # where the entries' dimensions stand in the values
+    first = (
+        used[0] if used == list(range(used[0], used[-1] + 1)) else 0
+    )  # where the entries' dimensions stand in the values
     source = t.broadcast(values, [*(shape[d] for d in free[:first]), *shared, *(shape[d] for d in free[first:])])
 
     def entry(k: IntExpr, at: Sequence[IntExpr]) -> list[IntExpr]:
@@ -235,7 +248,9 @@ def diagonal_scatter(node: Aten, x: Any, source: Any, offset: int = 0, dim1: int
 
 
 @aten("as_strided_scatter.default")
-def as_strided_scatter(node: Aten, x: Any, source: Any, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
+def as_strided_scatter(
+    node: Aten, x: Any, source: Any, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> Any:
     """x with the elements at offset + i * stride replaced; x must be contiguous."""
     need(x.type.strides is None, "its operand is not contiguous")
     total, count = x.type.numel, math.prod(size)

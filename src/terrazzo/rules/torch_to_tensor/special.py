@@ -49,7 +49,8 @@ STEPS = 10
 
 
 def _polygamma_positive(n: int, x: Any) -> Any:
-    """The n-th derivative of digamma for x > 0: the sum of -(-1)^n n! / (x + k)^(n + 1), for n = 0 less its divergent part.
+    """The n-th derivative of digamma for x > 0: the sum of -(-1)^n n! / (x + k)^(n + 1), for n = 0 less its divergent
+    part.
 
     https://dlmf.nist.gov/5.15, with the tail by https://dlmf.nist.gov/5.11 and its derivatives.
     """
@@ -87,13 +88,17 @@ def _cotangent_derivative(n: int) -> list[float]:
 
 
 def polygamma_of(n: int, x: Any) -> Any:
-    """The n-th derivative of digamma; x <= 0 by reflection. At the poles: eager's infinities, and NaN for digamma below 0."""
+    """The n-th derivative of digamma; x <= 0 by reflection. At the poles: eager's infinities, and NaN for digamma below
+    0.
+    """
     zero = c(0.0, x)
     left = t.apply("le", x, zero)
     right = _polygamma_positive(n, t.where(left, t.apply("sub", c(1.0, x), x), x))
     phase = t.apply("sub", x, t.apply("round", x))
     cot = t.apply("div", c(1.0, x), t.apply("tan", _k("mul", phase, math.pi)))
-    mirrored = t.apply("sub", _k("mul", right, (-1) ** n), _k("mul", _polynomial(cot, _cotangent_derivative(n)), math.pi**2))
+    mirrored = t.apply(
+        "sub", _k("mul", right, (-1) ** n), _k("mul", _polynomial(cot, _cotangent_derivative(n)), math.pi**2)
+    )
     value = t.where(left, mirrored, right)
     pole = t.apply("and_", left, t.apply("eq", x, t.apply("floor", x)))
     if n:
@@ -131,7 +136,9 @@ def _ndtri(p: Any) -> Any:
     """Abramowitz and Stegun 26.2.23, then three steps of Halley's method on the smaller tail."""
     tail = t.apply("min", p, t.apply("sub", c(1.0, p), p))
     w = t.apply("sqrt", _k("mul", t.apply("log", tail), -2.0))
-    ratio = t.apply("div", _polynomial(w, (2.515517, 0.802853, 0.010328)), _polynomial(w, (1.0, 1.432788, 0.189269, 0.001308)))
+    ratio = t.apply(
+        "div", _polynomial(w, (2.515517, 0.802853, 0.010328)), _polynomial(w, (1.0, 1.432788, 0.189269, 0.001308))
+    )
     y = t.apply("sub", ratio, w)
     for _ in range(3):
         off = t.apply("sub", _k("mul", t.apply("erfc", _k("mul", y, -math.sqrt(0.5))), 0.5), tail)
@@ -226,7 +233,9 @@ def angle(node: Aten, x: Any) -> Any:
 
 
 def _search(values: Any, rows: Any, row: Sequence[Any], right: bool) -> Any:
-    """How many of the sorted numbers rows[*row, :] come before each value: a binary search, step by step as eager does it."""
+    """How many of the sorted numbers rows[*row, :] come before each value: a binary search, step by step as eager does
+    it.
+    """
     shape, count = values.type.shape, rows.type.shape[-1]
     low: Any = t.literal(0, i64, shape)
     high: Any = t.literal(count, i64, shape)
@@ -243,7 +252,14 @@ def _search(values: Any, rows: Any, row: Sequence[Any], right: bool) -> Any:
 
 @aten("searchsorted.Tensor", "searchsorted.Scalar")
 def searchsorted(
-    node: Aten, rows: Any, values: Any, *, out_int32: bool = False, right: bool = False, side: str | None = None, sorter: Any = None
+    node: Aten,
+    rows: Any,
+    values: Any,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: Any = None,
 ) -> Any:
     """Where each value would be inserted into its sorted row."""
     out = result(node)
@@ -254,7 +270,9 @@ def searchsorted(
         rows = t.index_map(rows, rows.type.shape, [*here[:-1], t.loaded(t.cast(sorter, i64), here, count)])
     compute = promoted(rows, values).compute
     row = t.coordinates(out.shape)[:-1] if rows.type.rank > 1 else ()
-    return t.cast(_search(operand(values, compute, out.shape), t.cast(rows, compute), row, right or side == "right"), out.dtype)
+    return t.cast(
+        _search(operand(values, compute, out.shape), t.cast(rows, compute), row, right or side == "right"), out.dtype
+    )
 
 
 @aten("bucketize.Tensor", "bucketize.Scalar")

@@ -26,7 +26,9 @@ def reshaped(x: Any, shape: Sequence[Any]) -> Any:
     return t.reshape(x, shape)
 
 
-@aten("squeeze.default", "squeeze.dim", "squeeze.dims", "unsqueeze.default", "squeeze_copy.dim", "unsqueeze_copy.default")
+@aten(
+    "squeeze.default", "squeeze.dim", "squeeze.dims", "unsqueeze.default", "squeeze_copy.dim", "unsqueeze_copy.default"
+)
 def squeeze(node: Aten, x: Any, *args: Any) -> Any:
     """Dimensions of extent 1 removed or added."""
     return reshaped(x, result(node).shape)
@@ -285,7 +287,9 @@ def holds(shape: Sequence[Any], inside: Sequence[IntExpr]) -> Any:
 
 
 @aten("slice_scatter.default")
-def slice_scatter(node: Aten, x: Any, source: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+def slice_scatter(
+    node: Aten, x: Any, source: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Any:
     """x with a slice replaced."""
     shape = x.type.shape
     dim = normalize(dim, x.type.rank)

@@ -1,9 +1,10 @@
 """Blocked matrix products: kernels whose reductions are all contractions.
 
-One axis `n` that only the second factor of every contraction knows, and one axis `m` that only the first one knows, are cut into
-tiles. For a block of n, the second factor is written into a panel [k][n], whatever it is: a load, a transposed load, a guarded
-or converted one, a product. A tile of rows of the first factor times the panel stays in vector registers; then the rest of the
-kernel (bias, activation, residual) runs over the tile. All other axes are loops around this.
+One axis `n` that only the second factor of every contraction knows, and one axis `m` that only the first one knows, are
+cut into tiles. For a block of n, the second factor is written into a panel [k][n], whatever it is: a load, a transposed
+load, a guarded or converted one, a product. A tile of rows of the first factor times the panel stays in vector
+registers; then the rest of the kernel (bias, activation, residual) runs over the tile. All other axes are loops around
+this.
 """
 
 from __future__ import annotations
@@ -67,9 +68,16 @@ def _sites(kernel: l.Kernel) -> tuple[list[Site], list[l.Term], list[l.Store], V
         body = inner
     products = [contraction(r) for r in reductions]
     axes = [a for a in kernel.axes if isinstance(a.extent, int)]
-    if not products or None in products or len(axes) != len(kernel.axes) or reductions[0].dtype.name not in ("f32", "f64"):
+    if (
+        not products
+        or None in products
+        or len(axes) != len(kernel.axes)
+        or reductions[0].dtype.name not in ("f32", "f64")
+    ):
         return None
-    if any(r.dtype is not reductions[0].dtype or not all(isinstance(a.extent, int) for a in r.axes) for r in reductions):
+    if any(
+        r.dtype is not reductions[0].dtype or not all(isinstance(a.extent, int) for a in r.axes) for r in reductions
+    ):
         return None
     if any(isinstance(x, (l.Index, Loaded)) for p in products if p for x in topological(p.factors)):
         return None
@@ -98,7 +106,14 @@ def _stride(stores: Sequence[l.Store], axis: Var) -> int:
 
 class _Blocked:
     def __init__(
-        self, kernel: l.Kernel, scope: Scope, sites: list[Site], lets: list[l.Term], stores: list[l.Store], m: Var, column: Var
+        self,
+        kernel: l.Kernel,
+        scope: Scope,
+        sites: list[Site],
+        lets: list[l.Term],
+        stores: list[l.Store],
+        m: Var,
+        column: Var,
     ) -> None:
         self.kernel, self.scope, self.sites, self.lets, self.stores = kernel, scope, sites, lets, stores
         self.m, self.column = m, column
@@ -134,7 +149,10 @@ class _Blocked:
     def product(self, k: int, site: Site, left: str | None) -> list[str]:
         """tile[k] = the product, one panel of depth K after the other."""
         depth = _numel([a.extent for a in site.reduce.axes])
-        out = [f"for (int64_t k0 = 0; k0 < {depth}; k0 += K) {{", f"  const int64_t kc = std::min<int64_t>(K, {depth} - k0);"]
+        out = [
+            f"for (int64_t k0 = 0; k0 < {depth}; k0 += K) {{",
+            f"  const int64_t kc = std::min<int64_t>(K, {depth} - k0);",
+        ]
         out += ["  " + x for x in self.panel(site)]
         if left is None:
             direct = _direct(site, self.m)
@@ -172,7 +190,12 @@ class _Blocked:
         out = ["for (int64_t k = 0; k < kc; k++) {", *("  " + x for x in _digits("k0 + k", site.reduce.axes, inner))]
         inner.names[self.column] = "(n0 + j)"
         body = _computed(site.right, inner)
-        out += ["  for (int64_t j = 0; j < nc; j++) {", *("    " + x for x in body[:-1]), f"    panel[k * N + j] = {body[-1]};", "  }"]
+        out += [
+            "  for (int64_t j = 0; j < nc; j++) {",
+            *("    " + x for x in body[:-1]),
+            f"    panel[k * N + j] = {body[-1]};",
+            "  }",
+        ]
         return [*out, "  for (int64_t j = nc; j < N; j++) panel[k * N + j] = 0;", "}"]
 
     def row(self, site: Site, m: str) -> str:
@@ -193,10 +216,15 @@ class _Blocked:
         depth = _numel([a.extent for a in site.reduce.axes])
         rows = _numel([a.extent for a in axes])
         inner = self.scope.inner()
-        out = [f"{self.type}* {name} = ({self.type}*)aligned_alloc(64, (sizeof({self.type}) * {rows * depth} + 127) / 64 * 64);"]
+        out = [
+            f"{self.type}* {name} = ({self.type}*)aligned_alloc(64, (sizeof({self.type}) * {rows * depth} + 127) / 64 * 64);"
+        ]
         out += ["#pragma omp parallel for num_threads(threads)", f"for (int64_t row = 0; row < {rows}; row++) {{"]
         out += ["  " + x for x in _digits("row", axes, inner)]
-        out += [f"  for (int64_t k = 0; k < {depth}; k++) {{", *("    " + x for x in _digits("k", site.reduce.axes, inner))]
+        out += [
+            f"  for (int64_t k = 0; k < {depth}; k++) {{",
+            *("    " + x for x in _digits("k", site.reduce.axes, inner)),
+        ]
         body = _computed(site.left, inner)
         return [*out, *("    " + x for x in body[:-1]), f"    {name}[row * {depth} + k] = {body[-1]};", "  }", "}"]
 
@@ -206,7 +234,13 @@ class _Blocked:
         inner.names[self.m], inner.names[self.column] = "m", "j_"
         for k, site in enumerate(self.sites):
             inner.names[site.reduce] = f"tile[{k}][(m - m0) * N + j_ - n0]"
-        simd = not any(isinstance(x, Loaded) for t in self.lets for c in t.children if isinstance(c, Expr) for x in topological([c]))
+        simd = not any(
+            isinstance(x, Loaded)
+            for t in self.lets
+            for c in t.children
+            if isinstance(c, Expr)
+            for x in topological([c])
+        )
         out = ["for (int64_t m = m0; m < m0 + mc; m++) {", *(["  #pragma omp simd"] if simd else [])]
         out.append("  for (int64_t j_ = n0; j_ < n0 + nc; j_++) {")
         for x in self.lets:

@@ -44,7 +44,11 @@ def declare_lanes(s: n.Loop, lanes: int, scope: Scope) -> list[str]:
 
 def meet(s: n.Loop, lanes: int, scope: Scope) -> list[str]:
     """Combine the lanes, halves with halves: an order of its own, whatever the width of the machine's vectors."""
-    lines = [f"for (int64_t h = {lanes // 2}; h; h /= 2) {{", "  #pragma omp simd", "  for (int64_t l = 0; l < h; l++) {"]
+    lines = [
+        f"for (int64_t h = {lanes // 2}; h; h /= 2) {{",
+        "  #pragma omp simd",
+        "  for (int64_t l = 0; l < h; l++) {",
+    ]
     ends = []
     for r in s.carried:
         names = accumulators(r, scope)
@@ -84,7 +88,12 @@ def accumulate(into: Sequence[str], r: Carried, args: Sequence[str], scope: Scop
             text = expression(node, here)
             here.names[node] = scope.fresh("c")
             lines.append(f"const {c_type(node.dtype)} {here.names[node]} = {text};")
-    return ["{", *("  " + x for x in lines), *(f"  {a} = {term(x, here)};" for a, x in zip(into, combined, strict=True)), "}"]
+    return [
+        "{",
+        *("  " + x for x in lines),
+        *(f"  {a} = {term(x, here)};" for a, x in zip(into, combined, strict=True)),
+        "}",
+    ]
 
 
 class _Value(l.Term, op="value"):

@@ -2,8 +2,8 @@
 
     extern "C" int NAME(void** buffers, int threads)
 
-`buffers` are the data pointers of `kernel.reads`, then of `kernel.writes`. The function returns 0, or 1 if an index that came from
-data was outside its dimension. The text follows the loop nest; products are blocked (see blocked.py).
+`buffers` are the data pointers of `kernel.reads`, then of `kernel.writes`. The function returns 0, or 1 if an index
+that came from data was outside its dimension. The text follows the loop nest; products are blocked (see blocked.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,17 @@ from terrazzo.ir.expr import Expr, IntExpr, Loaded
 from terrazzo.ir.node import Node, topological
 from terrazzo.targets.cpu import blocked
 from terrazzo.targets.cpu.combine import accumulate, accumulators, declare, declare_lanes, meet, types
-from terrazzo.targets.cpu.rows import in_columns, is_leaf, needed, only_loop, points, repeated, transposes, trips, vectorises
+from terrazzo.targets.cpu.rows import (
+    in_columns,
+    is_leaf,
+    needed,
+    only_loop,
+    points,
+    repeated,
+    transposes,
+    trips,
+    vectorises,
+)
 from terrazzo.targets.terms import Scope, c_type, component, expression, identifier, index, term
 
 PARALLEL = 20_000
@@ -35,11 +45,15 @@ TILE = 32
 def prelude() -> str:
     """The text every source begins with."""
     folder = resources.files("terrazzo.targets")
-    return (folder / "cpu" / "prelude.h").read_text().replace('#include "scalars.h"\n', (folder / "scalars.h").read_text())
+    return (
+        (folder / "cpu" / "prelude.h").read_text().replace('#include "scalars.h"\n', (folder / "scalars.h").read_text())
+    )
 
 
 def emit(kernel: l.Kernel) -> tuple[str, str]:
-    """(function name, C++ source) of a kernel. Kernels that differ only in the names of buffers have the same source."""
+    """(function name, C++ source) of a kernel. Kernels that differ only in the names of buffers have the same
+    source.
+    """
     scope = Scope()
     name = "k_" + identifier(kernel.name)
     lines = [f'extern "C" int {name}(void** buffers, int threads) {{', "  int bad = 0;"]
@@ -51,7 +65,9 @@ def emit(kernel: l.Kernel) -> tuple[str, str]:
         formal = _unique(identifier(b.name), taken)
         scope.buffers[b] = formal
         const = "const " if b in reads else ""
-        lines.append(f"  {const}{c_type(b.type.dtype)}* __restrict {formal} = ({const}{c_type(b.type.dtype)}*)buffers[{k}];")
+        lines.append(
+            f"  {const}{c_type(b.type.dtype)}* __restrict {formal} = ({const}{c_type(b.type.dtype)}*)buffers[{k}];"
+        )
     body = blocked.emit(kernel, scope) or _Writer(kernel, scope).lines()
     lines += ["  " + line for line in body]
     lines += ["  return bad;", "}"]
@@ -73,7 +89,9 @@ def _unique(name: str, taken: set[str]) -> str:
 
 
 class _Writer:
-    """Writes a nest. `parallel` is True inside a parallel loop; `rows` names the arrays in which a loop keeps terms, or finds them."""
+    """Writes a nest. `parallel` is True inside a parallel loop; `rows` names the arrays in which a loop keeps terms, or
+    finds them.
+    """
 
     def __init__(self, kernel: l.Kernel, scope: Scope) -> None:
         self.kernel, self.scope = kernel, scope
@@ -86,7 +104,9 @@ class _Writer:
         """The body of the function."""
         return self.statements(n.nest(self.kernel), self.scope)
 
-    def statements(self, body: Sequence[n.Statement], scope: Scope, keep: Mapping[Node, str] | None = None) -> list[str]:
+    def statements(
+        self, body: Sequence[n.Statement], scope: Scope, keep: Mapping[Node, str] | None = None
+    ) -> list[str]:
         lines = self.kept_rows(body, scope)
         for s in body:
             lines += self.checked(scope)
@@ -149,7 +169,12 @@ class _Writer:
             return self.columns(s, scope)
         nested, parallel = [s], False
         if not self.parallel and s.kind == "free" and trips([s]) >= PARALLEL:
-            while (child := only_loop(nested[-1])) and points(nested) < 64 and not is_leaf(child) and not in_columns(child):
+            while (
+                (child := only_loop(nested[-1]))
+                and points(nested) < 64
+                and not is_leaf(child)
+                and not in_columns(child)
+            ):
                 nested.append(child)  # but for the innermost loop, which vectorises
             parallel = points(nested) >= 4 or (points(nested) >= 2 and not only_loop(nested[-1]))
             nested = nested if parallel else [s]
@@ -159,7 +184,9 @@ class _Writer:
         lines = []
         if parallel:
             collapse = f" collapse({len(nested) + tiled})" if len(nested) + tiled > 1 else ""
-            lines = [f"#pragma omp parallel for{' simd' if simd else ''}{collapse} num_threads(threads) schedule(static)"]
+            lines = [
+                f"#pragma omp parallel for{' simd' if simd else ''}{collapse} num_threads(threads) schedule(static)"
+            ]
         elif simd:
             lines = ["#pragma omp simd"]
         outer, self.parallel = self.parallel, self.parallel or parallel
@@ -167,26 +194,34 @@ class _Writer:
         for k, x in enumerate(nested[: len(nested) - tiled]):
             lines += ["  " * k + y for y in (*declare(x, inner), _header(x.axes[0], inner, x.kind))]
         depth = "  " * (len(nested) - tiled)
-        lines += [depth + x for x in (self.tile(nested[-1], leaf, inner) if tiled and leaf else self.body(nested[-1], inner))]
+        lines += [
+            depth + x for x in (self.tile(nested[-1], leaf, inner) if tiled and leaf else self.body(nested[-1], inner))
+        ]
         lines += ["  " * k + "}" for k in reversed(range(len(nested) - tiled))]
         self.parallel = outer
         return lines
 
     def tile(self, outer: n.Loop, leaf: n.Loop, scope: Scope) -> list[str]:
-        """Two free loops in squares, so that what is read across stays in the first-level cache until all of it is used."""
+        """Two free loops in squares, so that what is read across stays in the first-level cache until all of it is
+        used.
+        """
         lines, heads = [], []
         for s in (outer, leaf):
             block = scope.fresh("b")
             scope.names[s.axes[0]] = name = scope.fresh("i")
             extent = s.axes[0].extent
             lines.append(f"for (int64_t {block} = 0; {block} < {extent}; {block} += {TILE})")
-            heads.append(f"for (int64_t {name} = {block}; {name} < std::min<int64_t>({block} + {TILE}, {extent}); {name}++) {{  // free")
+            heads.append(
+                f"for (int64_t {name} = {block}; {name} < std::min<int64_t>({block} + {TILE}, {extent}); {name}++) {{  // free"
+            )
         lines[-1] += " {"
         lines += [f"  {heads[0]}", "    #pragma omp simd", f"    {heads[1]}"]
         return [*lines, *("      " + x for x in self.body(leaf, scope)), "    }", "  }", "}"]
 
     def columns(self, s: n.Loop, scope: Scope) -> list[str]:
-        """A free loop in blocks of lanes: what is inside runs over a block at a time, so that memory is read along the lanes."""
+        """A free loop in blocks of lanes: what is inside runs over a block at a time, so that memory is read along the
+        lanes.
+        """
         (axis,) = s.axes
         extent = int(axis.extent)
         parallel = not self.parallel and trips([s]) >= PARALLEL
@@ -194,8 +229,14 @@ class _Writer:
         inner = scope.inner()
         inner.names[axis], step, start = inner.fresh("i"), inner.fresh("columns"), inner.fresh("b")
         outer, self.parallel = self.parallel, True
-        lines = [f"const auto {step} = [&](int64_t {start}, int64_t lanes) __attribute__((always_inline)) {{  // free, side by side"]
-        head = ["#pragma omp simd", "for (int64_t l = 0; l < lanes; l++) {", f"  const int64_t {inner.names[axis]} = {start} + l;"]
+        lines = [
+            f"const auto {step} = [&](int64_t {start}, int64_t lanes) __attribute__((always_inline)) {{  // free, side by side"
+        ]
+        head = [
+            "#pragma omp simd",
+            "for (int64_t l = 0; l < lanes; l++) {",
+            f"  const int64_t {inner.names[axis]} = {start} + l;",
+        ]
         groups = _groups(s.body)
         for k, group in enumerate(groups):
             if isinstance(group[0], n.Loop):
@@ -208,7 +249,9 @@ class _Writer:
             text = self.statements(group, here, {x: f"{name}[l]" for x, name in arrays.items()})
             lines += ["  " + x for x in (*head, *("  " + x for x in text), "}")]
             inner.names.update({x: f"{name}[l]" for x, name in arrays.items()})
-            inner.names.update({x.term: here.names[x.term] for x in group if isinstance(x, n.Let) and isinstance(x.term, l.Get)})
+            inner.names.update(
+                {x.term: here.names[x.term] for x in group if isinstance(x, n.Let) and isinstance(x.term, l.Get)}
+            )
         lines.append("};")
         self.parallel = outer
         if parallel:
@@ -229,7 +272,9 @@ class _Writer:
         return lines + ["  " * k + "}" for k in reversed(range(len(s.axes)))]
 
     def reduction(self, s: n.Loop, scope: Scope) -> list[str]:
-        """Accumulators at their identity, then the loops. A long one that nothing around makes parallel is cut into chunks."""
+        """Accumulators at their identity, then the loops. A long one that nothing around makes parallel is cut into
+        chunks.
+        """
         first = s.axes[0].extent
         if not self.parallel and trips([s]) >= 4 * PARALLEL and isinstance(first, int) and first >= CHUNKS:
             return self.chunked(s, scope)
@@ -243,17 +288,22 @@ class _Writer:
         lines = declare(s, scope)
         inner = scope.inner()
         bounds = [(start, end), *(("0", index(a.extent, scope)) for a in s.axes[1:])]
-        lines += ["  " * k + _header(a, inner, "reduce", *b) for k, (a, b) in enumerate(zip(s.axes, bounds, strict=True))]
+        lines += [
+            "  " * k + _header(a, inner, "reduce", *b) for k, (a, b) in enumerate(zip(s.axes, bounds, strict=True))
+        ]
         lines += ["  " * len(s.axes) + x for x in self.body(s, inner)]
         return lines + ["  " * k + "}" for k in reversed(range(len(s.axes)))]
 
     def in_lanes(self, s: n.Loop, scope: Scope, start: str, end: str, lanes: int) -> list[str]:
-        """A reduction in so many lanes, each with accumulators of its own: it vectorises, and no sum waits for the last one."""
+        """A reduction in so many lanes, each with accumulators of its own: it vectorises, and no sum waits for the last
+        one.
+        """
         lines = declare_lanes(s, lanes, scope)
         inner = scope.inner()
         last = s.axes[-1]
         heads = [
-            _header(a, inner, "reduce", *((start, end) if k == 0 else ("0", index(a.extent, scope)))) for k, a in enumerate(s.axes[:-1])
+            _header(a, inner, "reduce", *((start, end) if k == 0 else ("0", index(a.extent, scope))))
+            for k, a in enumerate(s.axes[:-1])
         ]
         lines += ["  " * k + h for k, h in enumerate(heads)]
         if len(s.axes) > 1:
@@ -289,7 +339,9 @@ class _Writer:
         body = self.reduce_loops(s, inner, f"{extent}LL * {chunk} / {CHUNKS}", f"{extent}LL * ({chunk} + 1) / {CHUNKS}")
         self.parallel = False
         for r, names in outside.items():
-            body += [f"{name}_part[{chunk}] = {mine};" for name, mine in zip(names, accumulators(r, inner), strict=True)]
+            body += [
+                f"{name}_part[{chunk}] = {mine};" for name, mine in zip(names, accumulators(r, inner), strict=True)
+            ]
         lines += [
             "#pragma omp parallel for num_threads(threads) schedule(static)",
             f"for (int64_t {chunk} = 0; {chunk} < {CHUNKS}; {chunk}++) {{",

@@ -27,8 +27,14 @@ class Kept:
 
 
 def repeated(body: Sequence[n.Statement]) -> list[Kept]:
-    """The terms worth keeping from one loop of a scope to later ones over the same extent, as softmax's exponentials."""
-    leaves = [s for s in body if isinstance(s, n.Loop) and is_leaf(s) and len(s.axes) == 1 and isinstance(s.axes[0].extent, int)]
+    """The terms worth keeping from one loop of a scope to later ones over the same extent, as softmax's
+    exponentials.
+    """
+    leaves = [
+        s
+        for s in body
+        if isinstance(s, n.Loop) and is_leaf(s) and len(s.axes) == 1 and isinstance(s.axes[0].extent, int)
+    ]
     found: list[Kept] = []
     covered: set[tuple[int, Node]] = set()  # what is read back already
     space = LARGEST_ROWS
@@ -57,7 +63,11 @@ def repeated(body: Sequence[n.Statement]) -> list[Kept]:
 
 def price(x: Node, axis: Expr) -> float:
     """What computing a term costs at each point of `axis`, besides its loads."""
-    return sum(y.fn.cost for y in topological([x], stop=lambda y: axis not in y.free) if isinstance(y, l.Apply) and axis in y.free)
+    return sum(
+        y.fn.cost
+        for y in topological([x], stop=lambda y: axis not in y.free)
+        if isinstance(y, l.Apply) and axis in y.free
+    )
 
 
 def needed(body: Sequence[n.Statement], names: Mapping[Node, str]) -> list[n.Statement]:
@@ -99,7 +109,9 @@ def points(loops: Sequence[n.Loop]) -> int:
 
 
 def vectorises(body: Sequence[n.Statement]) -> bool:
-    """False where the statements of a leaf must run in order: a scan's accumulation, an index from data that is checked there."""
+    """False where the statements of a leaf must run in order: a scan's accumulation, an index from data that is checked
+    there.
+    """
     if any(isinstance(s, n.Accumulate) and isinstance(s.into, l.Scan) for s in body):
         return False
     lets = {s.term for s in body if isinstance(s, n.Let)}
@@ -107,7 +119,9 @@ def vectorises(body: Sequence[n.Statement]) -> bool:
 
 
 def in_columns(s: n.Loop) -> bool:
-    """True for a free loop whose reductions and scans read memory along it, so that lanes of it should run side by side."""
+    """True for a free loop whose reductions and scans read memory along it, so that lanes of it should run side by
+    side.
+    """
     inner = [x for x in s.body if isinstance(x, n.Loop)]
     if s.kind != "free" or not inner or not all(is_leaf(x) and x.kind != "free" for x in inner):
         return False
@@ -125,7 +139,9 @@ def in_columns(s: n.Loop) -> bool:
 
 
 def transposes(outer: n.Loop, leaf: n.Loop) -> bool:
-    """True for two free loops, one in the other, where something is read across the inner one and along the outer one."""
+    """True for two free loops, one in the other, where something is read across the inner one and along the outer
+    one.
+    """
     if outer.kind != "free" or leaf.kind != "free" or not is_leaf(leaf) or not vectorises(leaf.body):
         return False
     for load in _loads(leaf.body):

@@ -24,7 +24,9 @@ class Around:
 
 @dataclass(frozen=True)
 class Access:
-    """A thread reads or writes `count` elements of a place from `index` on, where the expressions of `inside` are >= 0."""
+    """A thread reads or writes `count` elements of a place from `index` on, where the expressions of `inside` are >=
+    0.
+    """
 
     statement: Node
     place: Buffer
@@ -53,7 +55,9 @@ def _statements(body: tuple[Node, ...], around: Around, warp: Var) -> Iterator[t
 def accesses(s: Node, around: Around) -> Iterator[Access]:
     """The accesses of a statement, but for those that name a slab of shared memory (`slabs`)."""
 
-    def access(place: Buffer, index: tuple[IntExpr, ...], count: int, write: bool, inside: tuple[IntExpr, ...] = ()) -> Access:
+    def access(
+        place: Buffer, index: tuple[IntExpr, ...], count: int, write: bool, inside: tuple[IntExpr, ...] = ()
+    ) -> Access:
         return Access(s, place, index, count, write, around, (*around.inside, *inside))
 
     for x in terms(s):
@@ -87,7 +91,9 @@ def accesses(s: Node, around: Around) -> Iterator[Access]:
 
 
 def slabs(s: Node, around: Around) -> Iterator[Access]:
-    """The slabs of shared memory that a box of TMA fills or a product of a warpgroup reads: from their first element to their last."""
+    """The slabs of shared memory that a box of TMA fills or a product of a warpgroup reads: from their first element to
+    their last.
+    """
     match s:
         case k.TensorLoad():
             yield Access(s, s.target, s.to, math.prod(s.box), True, around, around.inside)

@@ -1,8 +1,9 @@
-"""Static checks of kernels: bounds, alignment, who meets at barriers, budgets, the order of copies and waits (`order`), fences.
+"""Static checks of kernels: bounds, alignment, who meets at barriers, budgets, the order of copies and waits (`order`),
+fences.
 
-They are made of every kernel before CUDA is written. What ranges prove holds; what they do not is tried: on all threads and steps where
-these are few, else on the first and last ones. A thread that goes wrong is a finding. What is neither proved nor refuted is left to the
-simulator.
+They are made of every kernel before CUDA is written. What ranges prove holds; what they do not is tried: on all threads
+and steps where these are few, else on the first and last ones. A thread that goes wrong is a finding. What is neither
+proved nor refuted is left to the simulator.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ MOST = 1 << 15
 
 @dataclass(frozen=True)
 class Report:
-    """What is wrong with a kernel, and of how many of its accesses it is proved that they stay inside and are aligned."""
+    """What is wrong with a kernel, and of how many of its accesses it is proved that they stay inside and are
+    aligned.
+    """
 
     problems: tuple[str, ...]
     proved: int
@@ -51,7 +54,9 @@ def report(kernel: k.Kernel, gpu: Gpu) -> Report:
     """All that can be said of a kernel without running it."""
     problems, open_, count = list(budgets(kernel, gpu)), 0, 0
     for s, around in statements(kernel):
-        sizes: dict[str, Any] = {k.BLOCK: kernel.grid, "warp": kernel.warps, "lane": k.WARP} | {v.name: v.extent for v in around.loops}
+        sizes: dict[str, Any] = {k.BLOCK: kernel.grid, "warp": kernel.warps, "lane": k.WARP} | {
+            v.name: v.extent for v in around.loops
+        }
         problems += [f"`{statement(s)[0]}` {why}" for why in together(s, around, sizes)]
         for access in (*accesses(s, around), *slabs(s, around)):
             why, proved = inside(access, sizes)
@@ -78,7 +83,9 @@ ONE = (k.TensorLoad, k.TensorStore, k.Expect, k.InitBarriers)
 
 
 def together(s: Node, around: Around, sizes: dict[str, Any]) -> Iterator[str]:
-    """What only some threads reach of those that must reach it together (of a block, a warpgroup, a warp), or several, and is for one."""
+    """What only some threads reach of those that must reach it together (of a block, a warpgroup, a warp), or several,
+    and is for one.
+    """
     whole = (
         sizes["warp"] if isinstance(s, k.ClusterSync) or s == k.Sync()
         else 4 if isinstance(s, k.MultiplyAsync)
@@ -87,7 +94,10 @@ def together(s: Node, around: Around, sizes: dict[str, Any]) -> Iterator[str]:
     )  # fmt: skip
     conditions = [g for g in around.inside if not at_least(g, 0)] if whole or isinstance(s, ONE) else []
     divided = ("lane",) if whole == 1 else ("lane", "warp")
-    if not (isinstance(s, ONE) or any(v.name in divided for v in _variables(conditions))) or (tried := _tried(conditions, sizes)) is None:
+    if (
+        not (isinstance(s, ONE) or any(v.name in divided for v in _variables(conditions)))
+        or (tried := _tried(conditions, sizes)) is None
+    ):
         return
     env, _ = tried
     here = np.ones([axis.size for axis in env.values()], bool)
@@ -108,7 +118,9 @@ def inside(access: Access, sizes: dict[str, int]) -> tuple[str, bool]:
     place, shape, strides = access.place, access.place.type.static_shape, access.place.type.element_strides
     if 0 in shape:
         return "", True
-    left: list[tuple[IntExpr, int, IntExpr]] = []  # what must not be negative, by which dimension (-1: the end), and why
+    left: list[
+        tuple[IntExpr, int, IntExpr]
+    ] = []  # what must not be negative, by which dimension (-1: the end), and why
     for d, (e, extent) in enumerate(zip(access.index, shape, strict=True)):
         low, high = bounds(e)
         if (low is None or low < 0) and not _implied(0, e, 1, access.inside):
@@ -119,7 +131,9 @@ def inside(access: Access, sizes: dict[str, int]) -> tuple[str, bool]:
     size, wide = k.shared_bytes(place) // place.type.dtype.size, alignment(access)
     if access.count > 1 and (size % access.count or not _divides(access.count, access.index, strides)):
         offset = flatten(access.index, strides)
-        left += [] if _implied(size - access.count, offset, -1, access.inside) else [(size - access.count - offset, -1, 0)]
+        left += (
+            [] if _implied(size - access.count, offset, -1, access.inside) else [(size - access.count - offset, -1, 0)]
+        )
     aligned = _divides(wide // math.gcd(wide, place.type.dtype.size), access.index, strides)
     if left and (narrow := _narrowed(access.inside)):
         left = [x for x in left if not at_least(substitute(x[0], narrow), 0)]
@@ -156,7 +170,9 @@ def alignment(access: Access) -> int:
 
 
 def _implied(constant: int, e: IntExpr, sign: int, conditions: Sequence[IntExpr]) -> bool:
-    """Whether ranges prove constant + sign * e >= 0, perhaps given one of the conditions, each of which is an expression >= 0."""
+    """Whether ranges prove constant + sign * e >= 0, perhaps given one of the conditions, each of which is an
+    expression >= 0.
+    """
     wanted = {factors: sign * c for factors, c in terms_of(e).items()}
     wanted[()] = wanted.get((), 0) + constant
     return any(_least(wanted, g) >= 0 for g in (0, *conditions))
@@ -166,8 +182,15 @@ def _narrowed(conditions: Sequence[IntExpr]) -> dict[Any, IntExpr]:
     """The variables of which a condition says that they end earlier, with the range that is left."""
     found: dict[Any, IntExpr] = {}
     for g in conditions:
-        (_, last), *others = sorted(terms_of(g).items(), key=lambda x: len(x[0])) if not isinstance(g, int) else [((), 0)]
-        if len(others) == 1 and others[0][1] == -1 and isinstance(v := others[0][0][0], Var) and 0 <= last < (bounds(v)[1] or 0):
+        (_, last), *others = (
+            sorted(terms_of(g).items(), key=lambda x: len(x[0])) if not isinstance(g, int) else [((), 0)]
+        )
+        if (
+            len(others) == 1
+            and others[0][1] == -1
+            and isinstance(v := others[0][0][0], Var)
+            and 0 <= last < (bounds(v)[1] or 0)
+        ):
             found[v] = Var(v.name, last + 1)
     return found
 
@@ -188,16 +211,24 @@ def _least(terms: Mapping[tuple[Expr, ...], int], less: IntExpr) -> float:
 def _divides(count: int, index: Sequence[IntExpr], strides: Sequence[IntExpr]) -> bool:
     """Whether the offset of an index is visibly a multiple of `count` elements."""
     return count == 1 or all(
-        isinstance(step, int) and c * step % count == 0 for e, step in zip(index, strides, strict=True) for c in terms_of(e).values()
+        isinstance(step, int) and c * step % count == 0
+        for e, step in zip(index, strides, strict=True)
+        for c in terms_of(e).values()
     )
 
 
 def _variables(exprs: Sequence[IntExpr]) -> list[Var]:
-    return [x for x in topological([e for e in exprs if isinstance(e, Expr)], stop=lambda n: isinstance(n, Loaded)) if isinstance(x, Var)]
+    return [
+        x
+        for x in topological([e for e in exprs if isinstance(e, Expr)], stop=lambda n: isinstance(n, Loaded))
+        if isinstance(x, Var)
+    ]
 
 
 def _tried(exprs: Sequence[IntExpr], sizes: dict[str, int]) -> tuple[dict[str, Any], bool] | None:
-    """Values of the variables to try, each along an axis of its own (warp and lane last), and whether these are all; None for data."""
+    """Values of the variables to try, each along an axis of its own (warp and lane last), and whether these are all;
+    None for data.
+    """
     if any(isinstance(x, Loaded) for x in topological([e for e in exprs if isinstance(e, Expr)])):
         return None
     names = {v.name for v in _variables(exprs)} | {"warp", "lane"}

@@ -15,18 +15,36 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr, Loaded, terms_of
 from terrazzo.ir.node import Node, topological
-from terrazzo.targets.terms import Scope, address, c_type, element, expression, guard, identifier, index, literal, offset, term
+from terrazzo.targets.terms import (
+    Scope,
+    address,
+    c_type,
+    element,
+    expression,
+    guard,
+    identifier,
+    index,
+    literal,
+    offset,
+    term,
+)
 
 
 @lru_cache(maxsize=1)
 def prelude() -> str:
     """The text every source begins with."""
     folder = resources.files("terrazzo.targets")
-    return (folder / "cuda" / "prelude.cuh").read_text().replace('#include "scalars.h"\n', (folder / "scalars.h").read_text())
+    return (
+        (folder / "cuda" / "prelude.cuh")
+        .read_text()
+        .replace('#include "scalars.h"\n', (folder / "scalars.h").read_text())
+    )
 
 
 def emit(kernel: k.Kernel) -> tuple[str, str]:
-    """(function name, CUDA source without the prelude) of a kernel. Kernels that differ only in names of buffers have the same source."""
+    """(function name, CUDA source without the prelude) of a kernel. Kernels that differ only in names of buffers have
+    the same source.
+    """
     return _Writer(kernel).source()
 
 
@@ -77,7 +95,9 @@ class _Writer:
                 lines.append(f"  const {self.int} {value} = {text};")
         for s, at in kernel.offsets.items():
             self.scope.buffers[s] = s.name
-            lines.append(f"  {c_type(s.type.dtype)}* const {s.name} = reinterpret_cast<{c_type(s.type.dtype)}*>(shared + {at});")
+            lines.append(
+                f"  {c_type(s.type.dtype)}* const {s.name} = reinterpret_cast<{c_type(s.type.dtype)}*>(shared + {at});"
+            )
         lines += self.statements(kernel.body, "  ")
         return name, "\n".join([*lines, "}"]) + "\n"
 
@@ -104,17 +124,26 @@ class _Writer:
         for holds, text in (
             (k.AsyncCopy in kinds or "cp.async" in groups, CP_ASYNC.cuda),
             (any(isinstance(s, k.Barriers) for s in self.kernel.shared), barrier.MBARRIERS),
-            (k.ClusterSync in kinds or any(isinstance(s, k.Arrive) and s.rank is not None for s in every), barrier.CLUSTER),
+            (
+                k.ClusterSync in kinds or any(isinstance(s, k.Arrive) and s.rank is not None for s in every),
+                barrier.CLUSTER,
+            ),
             (any(isinstance(s, k.Sync) and s.warps for s in every), barrier.NAMED),
             (k.Fence("proxy") in every, barrier.PROXY),
             (any(isinstance(s, k.Role) and s.registers for s in every), barrier.REGISTERS),
             (k.TensorStore in kinds or "bulk" in groups, tma.STORES),
-            (k.MultiplyAsync in kinds or "wgmma" in groups or k.Fence("wgmma") in every, wgmma.DESCRIPTOR + wgmma.GROUPS),
+            (
+                k.MultiplyAsync in kinds or "wgmma" in groups or k.Fence("wgmma") in every,
+                wgmma.DESCRIPTOR + wgmma.GROUPS,
+            ),
         ):
             texts += [text] if holds else []
         loads = sorted({len(s.box) for s in every if isinstance(s, k.TensorLoad)})
         texts += [tma.load_function(rank, self.kernel.cluster > 1) for rank in loads]
-        texts += [tma.store_function(*x) for x in sorted({(len(s.box), s.reduction) for s in every if isinstance(s, k.TensorStore)})]
+        texts += [
+            tma.store_function(*x)
+            for x in sorted({(len(s.box), s.reduction) for s in every if isinstance(s, k.TensorStore)})
+        ]
         for s in every:
             match s:
                 case k.LoadMatrix() | k.StoreMatrix():
@@ -155,7 +184,11 @@ class _Writer:
             case k.Commit():
                 return [f"{_GROUPS[s.kind]}_commit();"]
             case k.WaitGroups():
-                settled = [f"wgmma_settled({name});" for name in self.accumulators()] if s.kind == "wgmma" and not s.open else []
+                settled = (
+                    [f"wgmma_settled({name});" for name in self.accumulators()]
+                    if s.kind == "wgmma" and not s.open
+                    else []
+                )
                 return [f"{_GROUPS[s.kind]}_wait<{s.open}>();", *settled]
             case k.Sync():
                 return [f"sync<{s.number}, {s.warps * k.WARP}>();" if s.warps else "__syncthreads();"]
@@ -171,20 +204,32 @@ class _Writer:
                 return [f"barrier_expect(shared_address({self.address(s.barriers, (s.slot,))}), {s.bytes});"]
             case k.Arrive():
                 at = f"shared_address({self.address(s.barriers, (s.slot,))})"
-                return [f"barrier_arrive({at});" if s.rank is None else f"barrier_arrive_at({at}, {index(s.rank, self.scope)});"]
+                return [
+                    f"barrier_arrive({at});"
+                    if s.rank is None
+                    else f"barrier_arrive_at({at}, {index(s.rank, self.scope)});"
+                ]
             case k.WaitBarrier():
-                return [f"barrier_wait(shared_address({self.address(s.barriers, (s.slot,))}), {index(s.phase, self.scope)});"]
+                return [
+                    f"barrier_wait(shared_address({self.address(s.barriers, (s.slot,))}), {index(s.phase, self.scope)});"
+                ]
             case k.TensorLoad():
                 at = ", ".join(index(e, self.scope) for e in reversed(s.at))
                 place = f"shared_address({self.address(s.barriers, (s.slot,))})"
                 function, ranks = ("tma_load_to", f" {s.ranks},") if s.ranks else ("tma_load", "")
-                return [f"{function}_{len(s.at)}d({self.slab(s.target, s.to)}, &{self.maps[k.map_of(s)]}, {place},{ranks} {at});"]
+                return [
+                    f"{function}_{len(s.at)}d({self.slab(s.target, s.to)}, &{self.maps[k.map_of(s)]}, {place},{ranks} {at});"
+                ]
             case k.TensorStore():
                 at = ", ".join(index(e, self.scope) for e in reversed(s.to))
-                return [f"tma_{s.reduction or 'store'}_{len(s.to)}d(&{self.maps[k.map_of(s)]}, {self.slab(s.source, s.at)}, {at});"]
+                return [
+                    f"tma_{s.reduction or 'store'}_{len(s.to)}d(&{self.maps[k.map_of(s)]}, {self.slab(s.source, s.at)}, {at});"
+                ]
             case k.LoadMatrix():
                 move = ldmatrix.move(s.instruction)
-                return [f"{move.function}({self.group(s.target, s.to, move.count)}, shared_address({self.address(s.source, s.at)}));"]
+                return [
+                    f"{move.function}({self.group(s.target, s.to, move.count)}, shared_address({self.address(s.source, s.at)}));"
+                ]
             case k.StoreMatrix():
                 move = ldmatrix.move(s.instruction)
                 held = f"reinterpret_cast<const u32 (&)[{move.count}]>({self.element(s.source, s.at)})"
@@ -196,18 +241,29 @@ class _Writer:
             case k.MultiplyAsync():
                 product = wgmma.product(s.instruction)
                 d, b = self.group(s.d, s.d_at, product.d.registers), self.descriptor(s.b, s.b_at)
-                a = self.group(s.a, s.a_at, product.a.registers) if isinstance(s.a, k.Registers) else self.descriptor(s.a, s.a_at)
+                a = (
+                    self.group(s.a, s.a_at, product.a.registers)
+                    if isinstance(s.a, k.Registers)
+                    else self.descriptor(s.a, s.a_at)
+                )
                 return [f"{product.function}({d}, {a}, {b});"]
             case k.Role():
                 last = s.first + s.count
-                change = "take" if s.registers > k.REGISTER_FILE // (self.kernel.threads * self.kernel.resident) else "give"
+                change = (
+                    "take" if s.registers > k.REGISTER_FILE // (self.kernel.threads * self.kernel.resident) else "give"
+                )
                 registers = [f"  {change}_registers<{s.registers}>();"] if s.registers else []
                 return [f"if (warp >= {s.first} && warp < {last}) {{", *registers, *self.statements(s.body, "  "), "}"]
             case k.For():
                 self.scope.names[s.axis] = i = s.axis.name
                 self.unrolled |= {s.axis} if s.unrolled else set()
                 head = f"for ({self.int} {i} = 0; {i} < {s.axis.extent}; {i}++) {{"
-                return ["#pragma unroll" if s.unrolled else "#pragma unroll 1", head, *self.statements(s.body, "  "), "}"]
+                return [
+                    "#pragma unroll" if s.unrolled else "#pragma unroll 1",
+                    head,
+                    *self.statements(s.body, "  "),
+                    "}",
+                ]
             case k.If():
                 return [f"if ({guard(s.inside, self.scope)}) {{", *self.statements(s.body, "  "), "}"]
         raise CompilerBug(f"no CUDA for {type(s).__name__}")
@@ -235,7 +291,10 @@ class _Writer:
             return [f"{kind} {name}{f' = {literal(s.init.value, s.init.type)}' if s.init else ''};"]
         lines = [f"alignas(16) {kind} {name}[{count}];"]
         if s.init:
-            lines += ["#pragma unroll", f"for (int z = 0; z < {count}; z++) {name}[z] = {literal(s.init.value, s.init.type)};"]
+            lines += [
+                "#pragma unroll",
+                f"for (int z = 0; z < {count}; z++) {name}[z] = {literal(s.init.value, s.init.type)};",
+            ]
         return lines
 
     def element(self, place: l.Buffer, at: Sequence[IntExpr]) -> str:
@@ -248,8 +307,12 @@ class _Writer:
         return address(place, at, self.scope)
 
     def apart(self, offset: IntExpr) -> tuple[IntExpr, IntExpr]:
-        """What is constant once loops are unrolled, which an access has room for itself, and the rest, which is then computed once."""
-        terms = [(math.prod(fs, start=c), all(f.free <= self.unrolled for f in fs)) for fs, c in terms_of(offset).items()]
+        """What is constant once loops are unrolled, which an access has room for itself, and the rest, which is then
+        computed once.
+        """
+        terms = [
+            (math.prod(fs, start=c), all(f.free <= self.unrolled for f in fs)) for fs, c in terms_of(offset).items()
+        ]
         return sum(x for x, unrolled in terms if unrolled), sum(x for x, unrolled in terms if not unrolled)
 
     def group(self, place: k.Registers, at: Sequence[IntExpr], count: int) -> str:

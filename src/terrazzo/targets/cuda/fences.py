@@ -1,4 +1,6 @@
-"""Fences: what threads use plainly, TMA and wgmma may use only behind one. Followed in the order of the text, loops twice."""
+"""Fences: what threads use plainly, TMA and wgmma may use only behind one. Followed in the order of the text, loops
+twice.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ def problems(kernel: k.Kernel) -> list[str]:
 
 
 class _Path:
-    """`plain` are the places in shared memory written since the last proxy fence, `late` those that a cp.async writes, which is plain
+    """`plain` are the places in shared memory written since the last proxy fence, `late` those that a cp.async writes,
+    which is plain
     once it was waited for; `touched` the registers used since the last wgmma fence."""
 
     def __init__(self) -> None:
@@ -57,7 +60,9 @@ class _Path:
                     self.use(s)
 
     def need(self, s: Node, kind: str, used: set[Buffer]) -> None:
-        self.found += [f"`{statement(s)[0]}` uses {place.name} with no {kind} fence since it was used plainly" for place in used]
+        self.found += [
+            f"`{statement(s)[0]}` uses {place.name} with no {kind} fence since it was used plainly" for place in used
+        ]
 
     def use(self, s: Node) -> None:
         """A plain statement, or a cp.async."""

@@ -1,7 +1,8 @@
-"""The order of copies and waits along the path of one thread: what it copied is waited for before it is read or overwritten.
+"""The order of copies and waits along the path of one thread: what it copied is waited for before it is read or
+overwritten.
 
-Followed are the first lanes of some warps of block 0 (the first, the last, the first of every role), through the slots of the rings,
-which are all that matters of an address here. Long loops are shortened by whole rounds of their rings.
+Followed are the first lanes of some warps of block 0 (the first, the last, the first of every role), through the slots
+of the rings, which are all that matters of an address here. Long loops are shortened by whole rounds of their rings.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ Slot = tuple[k.Shared, int]
 class _Thread:
     """The first lane of a warp of block 0.
 
-    Of each kind of asynchronous work it has what it began and its groups, with the slots that copies write; by barrier, the boxes it
-    sent and the bytes it announced since it last waited there, or in all if it never does.
+    Of each kind of asynchronous work it has what it began and its groups, with the slots that copies write; by barrier,
+    the boxes it sent and the bytes it announced since it last waited there, or in all if it never does.
     """
 
     def __init__(self, kernel: k.Kernel, warp: int) -> None:
@@ -67,7 +68,11 @@ class _Thread:
         every = list(self.reachable(kernel.body))
         self.waits = {s.barriers for s in every if isinstance(s, k.WaitBarrier)}
         self.elsewhere = {s.barriers for s in every if isinstance(s, k.TensorLoad) and s.ranks}
-        roles = [{w.barriers for w in k.walk(s.body) if isinstance(w, k.WaitBarrier)} for s in k.walk(kernel.body) if isinstance(s, k.Role)]
+        roles = [
+            {w.barriers for w in k.walk(s.body) if isinstance(w, k.WaitBarrier)}
+            for s in k.walk(kernel.body)
+            if isinstance(s, k.Role)
+        ]
         self.turns = {b for b in self.waits if sum(b in waited for waited in roles) > 1}
         """Where roles may take turns, so that one of them does not wait for every phase."""
         self.sent: set[k.Shared] = set()
@@ -133,7 +138,9 @@ class _Thread:
                     raise _Wrong(self.told(s, f"reads {slot[0].name}[{slot[1]}], which no box has filled"))
         match s:
             case k.AsyncCopy():
-                if (to := self.slot(s.target, s.to)) is not None and any(to in group for group in self.groups["cp.async"]):
+                if (to := self.slot(s.target, s.to)) is not None and any(
+                    to in group for group in self.groups["cp.async"]
+                ):
                     raise _Wrong(self.told(s, f"writes {to[0].name}[{to[1]}], where a copy is on its way"))
                 self.begun["cp.async"].append(to)
             case k.TensorStore() | k.MultiplyAsync():
@@ -161,7 +168,11 @@ class _Thread:
         last = self.phases.get(key, 1 if s.barriers in self.full else None)
         if phase is not None and phase == last and s.barriers not in self.turns:
             before = "after another" if key in self.phases else "first"
-            raise _Wrong(self.told(s, f"waits for phase {phase} of {key[0].name}[{key[1]}] {before}, which has ended or never does"))
+            raise _Wrong(
+                self.told(
+                    s, f"waits for phase {phase} of {key[0].name}[{key[1]}] {before}, which has ended or never does"
+                )
+            )
         self.phases[key] = phase
         self.balance(key, f"`{statement(s)[0]}`")
         self.announced.pop(key, None)
@@ -176,8 +187,14 @@ class _Thread:
     def free(self, s: Node, slot: Slot | None, what: str) -> None:
         """_Wrong where a copy of this thread's is on its way to a slot."""
         copies, sent = [self.begun["cp.async"], *self.groups["cp.async"]], self.boxes.values()
-        if slot is not None and (any(slot in group for group in copies) or any(slot == to for boxes in sent for to, _ in boxes)):
-            raise _Wrong(self.told(s, f"{what} {slot[0].name}[{slot[1]}], where a copy is on its way that this thread did not wait for"))
+        if slot is not None and (
+            any(slot in group for group in copies) or any(slot == to for boxes in sent for to, _ in boxes)
+        ):
+            raise _Wrong(
+                self.told(
+                    s, f"{what} {slot[0].name}[{slot[1]}], where a copy is on its way that this thread did not wait for"
+                )
+            )
 
     def told(self, s: Node, what: str) -> str:
         steps = ", ".join(f"{name} {value}" for name, value in self.env.items() if name not in (k.BLOCK, "lane"))
@@ -213,7 +230,9 @@ def _rings(kernel: k.Kernel) -> set[Any]:
     """The places that copies write whose first index is the same for all threads wherever they are used: a slot."""
     written = {s.target for s in k.walk(kernel.body) if isinstance(s, COPIES)}
     used = [(a.place, a.index) for s in k.walk(kernel.body) for a in (*accesses(s, Around()), *slabs(s, Around()))]
-    apart = {place for place, index in used if len(index) < 2 or set(k.THREADS) & {v.name for v in _variables(index[:1])}}
+    apart = {
+        place for place, index in used if len(index) < 2 or set(k.THREADS) & {v.name for v in _variables(index[:1])}
+    }
     return written - apart
 
 

@@ -1,7 +1,8 @@
 """What a kernel will cost, from its text alone: the simulator's counts without running it.
 
-How a warp's access falls on banks and sectors depends on few of the variables around it: a loop that moves all lanes on by whole lines
-changes nothing. So an access is evaluated on the lanes of the warps that can differ, and counted as often as there are others like them.
+How a warp's access falls on banks and sectors depends on few of the variables around it: a loop that moves all lanes on
+by whole lines changes nothing. So an access is evaluated on the lanes of the warps that can differ, and counted as
+often as there are others like them.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ SPLIT = 64
 
 @dataclass(frozen=True)
 class Prediction:
-    """The costs of a kernel; `unknown` are statements whose accesses depend on data, or on too much, and are not among them."""
+    """The costs of a kernel; `unknown` are statements whose accesses depend on data, or on too much, and are not among
+    them.
+    """
 
     costs: Costs
     unknown: tuple[Node, ...]
@@ -109,7 +112,9 @@ class _Predictor:
         period = max(LINE, swizzle * 8) if isinstance(place, k.Shared) else SECTOR
         total: IntExpr = self.kernel.offsets[place] if isinstance(place, k.Shared) else 0
         for factors, c in terms_of(at).items():
-            alike = not any(x is k.LANE or (isinstance(x, Loaded) and x.value not in self.uniform) for x in topological(factors))
+            alike = not any(
+                x is k.LANE or (isinstance(x, Loaded) and x.value not in self.uniform) for x in topological(factors)
+            )
             rest: IntExpr = c % period if alike else c
             for f in factors:
                 rest = rest * f
@@ -123,7 +128,11 @@ def _uniform(kernel: k.Kernel) -> frozenset[Node]:
     for s in k.walk(kernel.body):
         if isinstance(s, k.Let):
             parts = topological([s.term], stop=lambda x: isinstance(x, k.Registers))
-            varies = (x for x in parts if isinstance(x, k.Registers) or x is k.LANE or (isinstance(x, k.Value) and x not in found))
+            varies = (
+                x
+                for x in parts
+                if isinstance(x, k.Registers) or x is k.LANE or (isinstance(x, k.Value) and x not in found)
+            )
             found |= set() if any(varies) else {s.value}
     return frozenset(found)
 
@@ -216,7 +225,9 @@ def _regular(v: Var, inside: Sequence[IntExpr], extent: int) -> int:
 
 
 def _digits(v: Var, exprs: Sequence[IntExpr], extent: int) -> list[tuple[Var, int]]:
-    """Variables for the digits of v that the expressions ask for by // and %, each with its place value; none where they are none."""
+    """Variables for the digits of v that the expressions ask for by // and %, each with its place value; none where
+    they are none.
+    """
     cuts = set()
     for x in topological([e for e in exprs if isinstance(e, Expr)]):
         if isinstance(x, FloorDiv | Mod) and isinstance(x.b, int):
@@ -232,7 +243,9 @@ def _digits(v: Var, exprs: Sequence[IntExpr], extent: int) -> list[tuple[Var, in
 
 
 def _period(e: IntExpr, period: int, name: str) -> int:
-    """After how many values of a variable an expression is shifted by a multiple of its period; 0 where that cannot be said."""
+    """After how many values of a variable an expression is shifted by a multiple of its period; 0 where that cannot be
+    said.
+    """
     mine = [v for v in _variables((e,)) if v.name == name]
     if not mine:
         return 1

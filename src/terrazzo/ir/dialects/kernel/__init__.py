@@ -1,7 +1,8 @@
 """Kernel IR: a program for one block, written for one thread of it (ADR 005). One statement per CUDA statement.
 
-Index expressions are those of Loop IR over the variables `block`, `warp` and `lane` and those of loops; terms are those of Loop IR
-without reductions, over `Value`s and loads from any place. Nothing is implied: a barrier that is not in the text is not in the kernel.
+Index expressions are those of Loop IR over the variables `block`, `warp` and `lane` and those of loops; terms are those
+of Loop IR without reductions, over `Value`s and loads from any place. Nothing is implied: a barrier that is not in the
+text is not in the kernel.
 """
 
 from terrazzo.ir.dialects.kernel.program import REGISTER_FILE, Kernel, Program

@@ -18,7 +18,8 @@ REGISTER_FILE = 65536
 class Kernel(Node, dialect="kernel", op="kernel"):
     """One launch of `grid` blocks of `warps` warps. `params` are the buffers in global memory, those read first.
 
-    A thread may use as many registers as leave room for `resident` blocks on a processor; `cluster` blocks share their memory.
+    A thread may use as many registers as leave room for `resident` blocks on a processor; `cluster` blocks share their
+    memory.
     """
 
     name: str

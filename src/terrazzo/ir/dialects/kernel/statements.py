@@ -27,7 +27,9 @@ class Declare(Node, dialect="kernel", op="declare"):
 
 
 class Move(Node, dialect="kernel", op="move"):
-    """`count` elements that lie one behind the other in both places, in as few accesses as their size allows (16 bytes each)."""
+    """`count` elements that lie one behind the other in both places, in as few accesses as their size allows (16 bytes
+    each).
+    """
 
     target: Buffer
     to: tuple[IntExpr, ...]
@@ -39,11 +41,15 @@ class Move(Node, dialect="kernel", op="move"):
         if self.count < 1 or self.count & self.count - 1:
             raise UserError(f"move takes a power of two of elements, not {self.count}")
         if self.target.type.dtype is not self.source.type.dtype:
-            raise UserError(f"move: {self.source.type.dtype} into {self.target.name}, which holds {self.target.type.dtype}")
+            raise UserError(
+                f"move: {self.source.type.dtype} into {self.target.name}, which holds {self.target.type.dtype}"
+            )
 
 
 class Atomic(Node, dialect="kernel", op="atomic"):
-    """An element of global memory becomes its "add", "min" or "max" with a value, as if no thread came between. f32 and i32."""
+    """An element of global memory becomes its "add", "min" or "max" with a value, as if no thread came between. f32 and
+    i32.
+    """
 
     function: str
     buffer: Buffer
@@ -88,7 +94,9 @@ class Commit(Node, dialect="kernel", op="commit"):
 
 
 class WaitGroups(Node, dialect="kernel", op="wait_groups"):
-    """Until at most `open` groups of this thread, of a kind, are on their way. Boxes ("bulk") have then been read, not yet written."""
+    """Until at most `open` groups of this thread, of a kind, are on their way. Boxes ("bulk") have then been read, not
+    yet written.
+    """
 
     open: int
     kind: str = "cp.async"
@@ -98,14 +106,18 @@ class WaitGroups(Node, dialect="kernel", op="wait_groups"):
 
 
 class Sync(Node, dialect="kernel", op="sync"):
-    """Until `warps` warps are here (0: all of the block), at barrier `number`; what they wrote to shared memory is then seen by all."""
+    """Until `warps` warps are here (0: all of the block), at barrier `number`; what they wrote to shared memory is then
+    seen by all.
+    """
 
     number: int = 0
     warps: int = 0
 
     def check(self) -> None:
         if not (self.number == self.warps == 0 or (1 <= self.number <= 15 and 1 <= self.warps <= 32)):
-            raise UserError(f"sync(number, warps) has numbers 1 to 15 and 1 to 32 warps, not {self.number} and {self.warps}")
+            raise UserError(
+                f"sync(number, warps) has numbers 1 to 15 and 1 to 32 warps, not {self.number} and {self.warps}"
+            )
 
 
 class ClusterSync(Node, dialect="kernel", op="cluster_sync"):
@@ -118,7 +130,8 @@ FENCES = ("proxy", "wgmma")
 class Fence(Node, dialect="kernel", op="fence"):
     """An order between this thread's plain accesses and asynchronous ones that come after.
 
-    "proxy": what was written to shared memory is seen by TMA and wgmma; "wgmma": what was written to registers is seen by wgmma.
+    "proxy": what was written to shared memory is seen by TMA and wgmma; "wgmma": what was written to registers is seen
+    by wgmma.
     """
 
     kind: str
@@ -128,7 +141,9 @@ class Fence(Node, dialect="kernel", op="fence"):
 
 
 class InitBarriers(Node, dialect="kernel", op="init_barriers"):
-    """Barriers come into being, and are seen by asynchronous copies. One thread does this, before a barrier of the block."""
+    """Barriers come into being, and are seen by asynchronous copies. One thread does this, before a barrier of the
+    block.
+    """
 
     barriers: Barriers
 
@@ -160,8 +175,8 @@ class Arrive(Node, dialect="kernel", op="arrive"):
 class TensorLoad(Node, dialect="kernel", op="tensor_load"):
     """TMA, by one thread: the box of the source that begins at `at` into shared memory, zeros outside the tensor.
 
-    Its bytes count at a barrier. With `ranks`, a set of bits, it goes to that place and counts at that barrier of each such block of
-    the cluster.
+    Its bytes count at a barrier. With `ranks`, a set of bits, it goes to that place and counts at that barrier of each
+    such block of the cluster.
     """
 
     target: Shared
@@ -178,7 +193,8 @@ REDUCTIONS = ("", "add", "min", "max")
 
 
 class TensorStore(Node, dialect="kernel", op="tensor_store"):
-    """TMA, by one thread: a box of shared memory to where it begins at `to` in the target, nothing outside the tensor; kind "bulk".
+    """TMA, by one thread: a box of shared memory to where it begins at `to` in the target, nothing outside the tensor;
+    kind "bulk".
 
     With a reduction, each element of the target becomes its sum with (its minimum, maximum with) that of the box.
     """
@@ -227,7 +243,8 @@ class Multiply(Node, dialect="kernel", op="multiply"):
 
 
 class MultiplyAsync(Node, dialect="kernel", op="multiply_async"):
-    """d += a * b by the four warps of a warpgroup, a record of hw.wgmma; d may be used again once its group was waited for.
+    """d += a * b by the four warps of a warpgroup, a record of hw.wgmma; d may be used again once its group was waited
+    for.
 
     b is a slab of shared memory, swizzled, whose rows are as wide as the swizzle; a too, or it is in 32-bit registers.
     """
@@ -257,7 +274,9 @@ class If(Node, dialect="kernel", op="if"):
 
 
 class Role(Node, dialect="kernel", op="role"):
-    """`body` for warps `first` to `first + count - 1`, each thread of which takes `registers` registers from here on (0: as it has)."""
+    """`body` for warps `first` to `first + count - 1`, each thread of which takes `registers` registers from here on
+    (0: as it has).
+    """
 
     first: int
     count: int

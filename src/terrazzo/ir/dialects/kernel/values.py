@@ -18,13 +18,17 @@ LANE = Var("lane", WARP)
 
 
 class Shared(Buffer, dialect="kernel", op="shared"):
-    """Memory of the block. Bits of the byte offset are exchanged with a span of `swizzle` bytes (0, 32, 64 or 128; see ir.layout)."""
+    """Memory of the block. Bits of the byte offset are exchanged with a span of `swizzle` bytes (0, 32, 64 or 128; see
+    ir.layout).
+    """
 
     swizzle: int = 0
 
 
 class Barriers(Shared, dialect="kernel", op="barriers"):
-    """`mbarrier`s, one for each slot of a ring. A phase ends when `arrivals` threads arrived and all announced bytes have come."""
+    """`mbarrier`s, one for each slot of a ring. A phase ends when `arrivals` threads arrived and all announced bytes
+    have come.
+    """
 
     arrivals: int = 1
 
@@ -89,4 +93,6 @@ def shared_bytes(place: Buffer) -> int:
     shape, strides = place.type.static_shape, place.type.element_strides
     if 0 in shape:
         return 0
-    return (1 + sum((e - 1) * s for e, s in zip(shape, strides, strict=True) if isinstance(s, int))) * place.type.dtype.size
+    return (
+        1 + sum((e - 1) * s for e, s in zip(shape, strides, strict=True) if isinstance(s, int))
+    ) * place.type.dtype.size
