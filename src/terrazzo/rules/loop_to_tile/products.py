@@ -18,8 +18,8 @@ from terrazzo.ir.expr import Loaded
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
 from terrazzo.rules.loop_to_tile.threads import ceil, grid
-from terrazzo.rules.tile_to_kernel.contract import operand
-from terrazzo.rules.tile_to_kernel.digits import divides
+from terrazzo.rules.tile.draft import operand
+from terrazzo.rules.access import divides
 from terrazzo.rules.tile_to_kernel.lower import lower
 
 

@@ -13,7 +13,8 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Var
 from terrazzo.ir.node import substitute, topological
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site
-from terrazzo.rules.tile_to_kernel.digits import WIDEST, axis_name, wide
+from terrazzo.rules.access import WIDEST, wide
+from terrazzo.rules.tile.draft import axis_name
 
 WARP = 32
 THREADS = 2048
