@@ -213,11 +213,16 @@ def wrong_fragment_row(site: Site) -> Kernels:
 
 @operator
 def wrong_slice(site: Site) -> Kernels:
-    """A product of a warpgroup takes the slice of k after, or one that is not aligned."""
+    """A product of a warpgroup takes the slice of k after, or one that is not aligned; or rows for columns."""
     if isinstance(site.s, k.MultiplyAsync):
-        for at in ("a_at", "b_at") if isinstance(site.s.a, k.Shared) else ("b_at",):
-            index = getattr(site.s, at)
-            yield from (site.but(**{at: (*index[:-1], index[-1] + step)}) for step in (16, 8, 4))
+        for operand in "ab" if isinstance(site.s.a, k.Shared) else "b":
+            index = getattr(site.s, f"{operand}_at")
+            along = -2 if operand in site.s.transposed else -1
+            for step in (16, 8, 4):
+                other = [*index]
+                other[along] = other[along] + step
+                yield site.but(**{f"{operand}_at": tuple(other)})
+        yield from (site.but(transposed=word) for word in ("", "a", "b", "ab") if word != site.s.transposed)
 
 
 @operator
@@ -321,11 +326,16 @@ def wrong_lanes(site: Site) -> Kernels:
 
 @operator
 def wrong_beginning(site: Site) -> Kernels:
-    """Registers begin at nothing, or at another number."""
+    """Registers begin at nothing, or at another number; accumulators once too often, or with what was there."""
     if isinstance(site.s, k.Declare) and site.s.init:
         yield site.but(init=None)
         if not isinstance(site.s.init.value, bool) and site.s.init.value in (0, 1):
             yield site.but(init=replace(site.s.init, value=site.s.init.value + 1))
+    if isinstance(site.s, k.MultiplyAsync):
+        if site.s.fresh == -1:
+            yield site.but(fresh=0)
+        else:
+            yield from (site.but(fresh=e) for e in (-1, 0, site.s.fresh + 1, -1 - site.s.fresh))
 
 
 # -- all of them

@@ -136,7 +136,9 @@ def commute(first: Node, second: Node) -> bool:
                 b, k.Sync | k.ClusterSync | k.WaitBarrier
             ):  # the thread that goes on has fenced, before or after
                 return True
-            case k.Expect() if isinstance(b, k.TensorLoad):  # bytes may come before they are announced
+            case k.Expect() if all(isinstance(x, k.TensorLoad | k.For) for x in inside):
+                return True  # bytes may come before they are announced
+            case k.WaitBarrier() if isinstance(b, k.WaitBarrier):  # two waits, one after the other
                 return True
             case k.Arrive() if isinstance(b, k.Arrive):
                 return True

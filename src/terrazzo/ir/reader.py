@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from terrazzo.errors import TerrazzoError, UserError
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects import torch as aten
-from terrazzo.ir.expr import Expr, IntExpr, Loaded, Size
+from terrazzo.ir.expr import Expr, IntExpr, Loaded, Size, bounds
 from terrazzo.ir.node import Node
 from terrazzo.ir.types import DTYPES, Type
 
@@ -171,20 +171,41 @@ class Reader:
         return tuple(self.expr(e, scope) for e in (s.elts if isinstance(s, ast.Tuple) else [s]))
 
     def guarded(self, x: ast.AST, scope: Scope) -> tuple[ast.Subscript, tuple[IntExpr, ...]]:
-        """`x[...]` or `x[...] if a >= 0 and b >= 0 else 0`: the subscript and the guards."""
+        """`x[...]` or `x[...] if a < b and c == 0 else 0`: the subscript and the conditions, expressions >= 0."""
         inside: tuple[IntExpr, ...] = ()
         if isinstance(x, ast.IfExp):
-            tests = x.test.values if isinstance(x.test, ast.BoolOp) and isinstance(x.test.op, ast.And) else [x.test]
-            for test in tests:
-                match test:
-                    case ast.Compare(left=e, ops=[ast.GtE()], comparators=[ast.Constant(value=0)]):
-                        inside += (self.expr(e, scope),)
-                    case _:
-                        self.fail(test, "a guard is `expression >= 0`")
+            inside = self.conditions(x.test, scope)
             x = x.body
         if not isinstance(x, ast.Subscript):
             self.fail(x, "expected an element, such as x[i0, i1]")
         return x, inside
+
+    def conditions(self, test: ast.expr, scope: Scope) -> tuple[IntExpr, ...]:
+        """Comparisons of index expressions, joined by `and`: expressions that are >= 0 where they hold."""
+        if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+            return tuple(e for x in test.values for e in self.conditions(x, scope))
+        if not isinstance(test, ast.Compare) or len(test.ops) > 1:
+            self.fail(test, "a condition compares index expressions: `lane == 0 and t < 5`")
+        more = self.expr(test.left, scope) - self.expr(test.comparators[0], scope)
+        match test.ops[0]:
+            case ast.GtE():
+                return (more,)
+            case ast.Gt():
+                return (more - 1,)
+            case ast.LtE():
+                return (-more,)
+            case ast.Lt():
+                return (-more - 1,)
+            case ast.Eq():
+                low, high = bounds(more)
+                return (
+                    (-more,)
+                    if low is not None and low >= 0
+                    else (more,)
+                    if high is not None and high <= 0
+                    else (more, -more)
+                )
+        self.fail(test, "a condition is one of == < <= > >=")
 
     def call(self, x: ast.Call, args: list[ast.expr], scope: Scope) -> tuple[Any, Any, int]:
         order, kwargs = 0, []

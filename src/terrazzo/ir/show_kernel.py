@@ -9,7 +9,7 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr
 from terrazzo.ir.node import Node
-from terrazzo.ir.show import header, opaque, show_expr, show_inside, show_list, show_term, show_type
+from terrazzo.ir.show import header, opaque, show_condition, show_expr, show_inside, show_list, show_term, show_type
 
 
 def show_program(p: k.Program) -> str:
@@ -91,7 +91,11 @@ def statement(s: Node) -> list[str]:
         case k.LoadMatrix() | k.StoreMatrix():
             return [f"{s.op}({s.instruction!r}, {_at(s.target, s.to)}, {_at(s.source, s.at)})"]
         case k.Multiply() | k.MultiplyAsync():
-            return [f"{s.op}({s.instruction!r}, {_at(s.d, s.d_at)}, {_at(s.a, s.a_at)}, {_at(s.b, s.b_at)})"]
+            words = ""
+            if isinstance(s, k.MultiplyAsync):
+                words += f", transposed={s.transposed!r}" if s.transposed else ""
+                words += f", fresh={show_condition(s.fresh, _term)}" if s.fresh != -1 else ""
+            return [f"{s.op}({s.instruction!r}, {_at(s.d, s.d_at)}, {_at(s.a, s.a_at)}, {_at(s.b, s.b_at)}{words})"]
         case k.Role():
             registers = f", registers={s.registers}" if s.registers else ""
             return [f"with role({s.first}, {s.count}{registers}):", *_block(s.body)]

@@ -80,13 +80,13 @@ def accesses(s: Node, around: Around) -> Iterator[Access]:
             yield access(s.target, s.to, row if record.store else registers, True)
         case k.Multiply():
             product = mma_sync.product(s.instruction)
-            yield access(s.a, s.a_at, product.a.registers, False)
-            yield access(s.b, s.b_at, product.b.registers, False)
+            yield access(s.a, s.a_at, product.a.held_in(s.a), False)
+            yield access(s.b, s.b_at, product.b.held_in(s.b), False)
             yield access(s.d, s.d_at, product.d.elements, True)
         case k.MultiplyAsync():
             group = wgmma.product(s.instruction)
             if isinstance(s.a, k.Registers):
-                yield access(s.a, s.a_at, group.a.registers, False)
+                yield access(s.a, s.a_at, group.a.held_in(s.a), False)
             yield access(s.d, s.d_at, group.d.registers, True)
 
 
@@ -100,11 +100,12 @@ def slabs(s: Node, around: Around) -> Iterator[Access]:
         case k.TensorStore():
             yield Access(s, s.source, s.at, math.prod(s.box), False, around, around.inside)
         case k.MultiplyAsync():
-            m, n, depth = wgmma.product(s.instruction).shape
-            for place, at, rows in ((s.a, s.a_at, m), (s.b, s.b_at, n)):
+            for operand, place, at in (("a", s.a, s.a_at), ("b", s.b, s.b_at)):
                 if isinstance(place, k.Shared):
-                    count = (rows - 1) * place.swizzle // place.type.dtype.size + depth
-                    yield Access(s, place, at, count, False, around, around.inside)
+                    size = wgmma.slab(place, operand in s.transposed).bytes(
+                        *wgmma.product(s.instruction).extent(operand, operand in s.transposed)
+                    )
+                    yield Access(s, place, at, size // place.type.dtype.size, False, around, around.inside)
 
 
 def terms(s: Node) -> list[Node]:

@@ -17,12 +17,14 @@ from typing import Any
 import numpy as np
 
 from terrazzo.errors import CompilerBug
+from terrazzo.hw import mma_sync, wgmma
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.address import evaluate, flatten
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Loaded, Var, at_least, bounds, terms_of
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.show_kernel import statement
+from terrazzo.ir.types import u32
 from terrazzo.ir.verify_kernel import REGISTERS, declared
 from terrazzo.targets.cuda import fences, order
 from terrazzo.targets.cuda.accesses import Access, Around, accesses, slabs, statements, terms
@@ -57,7 +59,7 @@ def report(kernel: k.Kernel, gpu: Gpu) -> Report:
         sizes: dict[str, Any] = {k.BLOCK: kernel.grid, "warp": kernel.warps, "lane": k.WARP} | {
             v.name: v.extent for v in around.loops
         }
-        problems += [f"`{statement(s)[0]}` {why}" for why in together(s, around, sizes)]
+        problems += [f"`{statement(s)[0]}` {why}" for why in (*operands(s), *together(s, around, sizes))]
         for access in (*accesses(s, around), *slabs(s, around)):
             why, proved = inside(access, sizes)
             problems += [f"`{statement(s)[0]}` {why}"] if why else []
@@ -76,6 +78,18 @@ def budgets(kernel: k.Kernel, gpu: Gpu) -> Iterator[str]:
     ):
         if needs > has:
             yield f"needs {needs} {what}, and {gpu.arch} has {has}"
+
+
+def operands(s: Node) -> Iterator[str]:
+    """The factors and accumulators of a product that are not of the types its instruction takes."""
+    if not isinstance(s, k.Multiply | k.MultiplyAsync):
+        return
+    record: Any = mma_sync.product(s.instruction) if isinstance(s, k.Multiply) else wgmma.product(s.instruction)
+    factor = record.a.dtype
+    for place, wanted in ((s.d, (record.d.dtype,)), (s.a, (factor, u32)), (s.b, (factor, u32))):
+        wanted = (factor,) if isinstance(place, k.Shared) else wanted
+        if place.type.dtype not in wanted:
+            yield f"takes {' or '.join(x.name for x in wanted)}, and {place.name} holds {place.type.dtype}"
 
 
 ONE = (k.TensorLoad, k.TensorStore, k.Expect, k.InitBarriers)
@@ -166,6 +180,8 @@ def alignment(access: Access) -> int:
             return max(128, access.place.swizzle * 8)
         case k.LoadMatrix() | k.StoreMatrix() | k.MultiplyAsync() if isinstance(access.place, k.Shared):
             return 16
+        case k.LoadMatrix() | k.StoreMatrix() | k.MultiplyAsync() | k.Multiply():  # whole 32-bit registers
+            return 4
     return 1
 
 

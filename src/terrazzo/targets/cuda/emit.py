@@ -15,6 +15,7 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr, Loaded, terms_of
 from terrazzo.ir.node import Node, topological
+from terrazzo.targets.cuda.settle import settled
 from terrazzo.targets.terms import (
     Scope,
     address,
@@ -59,6 +60,7 @@ class _Writer:
         self.scope = Scope()
         self.maps: dict[tuple[l.Buffer, tuple[int, ...], int], str] = {}
         self.unrolled: set[Node] = set()
+        self.settled = settled(kernel)
         largest = max((k.shared_bytes(b) // b.type.dtype.size for b in kernel.params), default=0)
         self.int = "int" if largest < 1 << 31 else "i64"
 
@@ -151,7 +153,8 @@ class _Writer:
                 case k.Multiply():
                     texts.append(mma_sync.product(s.instruction).cuda())
                 case k.MultiplyAsync():
-                    texts.append(wgmma.product(s.instruction).cuda(registers=isinstance(s.a, k.Registers)))
+                    product, held = wgmma.product(s.instruction), isinstance(s.a, k.Registers)
+                    texts.append(product.cuda(held, s.fresh != -1, s.transposed))
         texts = list(dict.fromkeys(texts))
         return [line for text in texts for line in text.rstrip().splitlines()]
 
@@ -184,12 +187,9 @@ class _Writer:
             case k.Commit():
                 return [f"{_GROUPS[s.kind]}_commit();"]
             case k.WaitGroups():
-                settled = (
-                    [f"wgmma_settled({name});" for name in self.accumulators()]
-                    if s.kind == "wgmma" and not s.open
-                    else []
-                )
-                return [f"{_GROUPS[s.kind]}_wait<{s.open}>();", *settled]
+                settled = next(self.settled) if s.kind == "wgmma" else ()
+                named = [self.scope.buffers[place] for place in settled if place in self.scope.buffers]
+                return [f"{_GROUPS[s.kind]}_wait<{s.open}>();", *(f"wgmma_settled({name});" for name in named)]
             case k.Sync():
                 return [f"sync<{s.number}, {s.warps * k.WARP}>();" if s.warps else "__syncthreads();"]
             case k.ClusterSync():
@@ -232,21 +232,22 @@ class _Writer:
                 ]
             case k.StoreMatrix():
                 move = ldmatrix.move(s.instruction)
-                held = f"reinterpret_cast<const u32 (&)[{move.count}]>({self.element(s.source, s.at)})"
+                held = self.packed(s.source, s.at, move.count)
                 return [f"{move.function}({held}, shared_address({self.address(s.target, s.to)}));"]
             case k.Multiply():
                 record = mma_sync.product(s.instruction)
-                a, b = self.group(s.a, s.a_at, record.a.registers), self.group(s.b, s.b_at, record.b.registers)
+                a, b = self.packed(s.a, s.a_at, record.a.registers), self.packed(s.b, s.b_at, record.b.registers)
                 return [f"{record.function}({self.group(s.d, s.d_at, record.d.registers)}, {a}, {b});"]
             case k.MultiplyAsync():
                 product = wgmma.product(s.instruction)
-                d, b = self.group(s.d, s.d_at, product.d.registers), self.descriptor(s.b, s.b_at)
+                d, b = self.group(s.d, s.d_at, product.d.registers), self.descriptor(s.b, s.b_at, "b" in s.transposed)
                 a = (
-                    self.group(s.a, s.a_at, product.a.registers)
+                    self.packed(s.a, s.a_at, product.a.registers)
                     if isinstance(s.a, k.Registers)
-                    else self.descriptor(s.a, s.a_at)
+                    else self.descriptor(s.a, s.a_at, "a" in s.transposed)
                 )
-                return [f"{product.function}({d}, {a}, {b});"]
+                adds = f", !({guard((s.fresh,), self.scope)})" if s.fresh != -1 else ""
+                return [f"{product.function(s.transposed)}({d}, {a}, {b}{adds});"]
             case k.Role():
                 last = s.first + s.count
                 change = (
@@ -268,18 +269,13 @@ class _Writer:
                 return [f"if ({guard(s.inside, self.scope)}) {{", *self.statements(s.body, "  "), "}"]
         raise CompilerBug(f"no CUDA for {type(s).__name__}")
 
-    def accumulators(self) -> list[str]:
-        """The registers that products of warpgroups add to, and that exist here."""
-        places = dict.fromkeys(s.d for s in k.walk(self.kernel.body) if isinstance(s, k.MultiplyAsync))
-        return [self.scope.buffers[d] for d in places if d in self.scope.buffers]
-
     def slab(self, place: k.Shared, at: Sequence[IntExpr]) -> str:
         """The address of a slab in shared memory: its start is not swizzled."""
         return f"shared_address({self.scope.buffers[place]} + {offset(place, at, self.scope)})"
 
-    def descriptor(self, place: l.Buffer, at: Sequence[IntExpr]) -> str:
+    def descriptor(self, place: l.Buffer, at: Sequence[IntExpr], transposed: bool) -> str:
         assert isinstance(place, k.Shared)
-        return f"slab_descriptor<{place.swizzle}>({self.slab(place, at)})"
+        return f"slab_descriptor<{wgmma.slab(place, transposed).bits:#x}ull>({self.slab(place, at)})"
 
     def declare(self, s: k.Declare) -> list[str]:
         kind, name = c_type(s.place.type.dtype), s.place.name
@@ -319,6 +315,10 @@ class _Writer:
         """`count` registers as an array."""
         kind = c_type(place.type.dtype)
         return f"reinterpret_cast<{kind} (&)[{count}]>({self.element(place, at)})"
+
+    def packed(self, place: l.Buffer, at: Sequence[IntExpr], count: int) -> str:
+        """`count` 32-bit registers as an array, perhaps of several elements each."""
+        return f"reinterpret_cast<const u32 (&)[{count}]>({self.element(place, at)})"
 
 
 _GROUPS = {"cp.async": "cp_async", "wgmma": "wgmma", "bulk": "tma"}

@@ -1,5 +1,5 @@
-"""The order of copies and waits along the path of one thread: what it copied is waited for before it is read or
-overwritten.
+"""The order of copies, products and waits along the path of one thread: what it copied is waited for before it is read
+or overwritten, and so are the registers of a product of its warpgroup before it uses them.
 
 Followed are the first lanes of some warps of block 0 (the first, the last, the first of every role), through the slots
 of the rings, which are all that matters of an address here. Long loops are shortened by whole rounds of their rings.
@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from terrazzo.errors import CompilerBug
-from terrazzo.ir.address import evaluate
+from terrazzo.ir.address import evaluate, flatten
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var
 from terrazzo.ir.node import Node, topological
@@ -47,20 +47,23 @@ class _Wrong(Exception):
 
 
 Slot = tuple[k.Shared, int]
+Held = tuple[k.Registers, int, int]
+"""Registers that a product uses: of which place, from which element to before which."""
 
 
 class _Thread:
     """The first lane of a warp of block 0.
 
-    Of each kind of asynchronous work it has what it began and its groups, with the slots that copies write; by barrier,
-    the boxes it sent and the bytes it announced since it last waited there, or in all if it never does.
+    Of each kind of asynchronous work it has what it began and its groups, with the slots that copies write and the
+    registers that products use; by barrier, the boxes it sent and the bytes it announced since it last waited there, or
+    in all if it never does.
     """
 
     def __init__(self, kernel: k.Kernel, warp: int) -> None:
         self.kernel, self.warp = kernel, warp
         self.env = {k.BLOCK: 0, "warp": warp, "lane": 0}
-        self.begun: dict[str, list[Slot | None]] = {kind: [] for kind in k.KINDS}
-        self.groups: dict[str, list[list[Slot | None]]] = {kind: [] for kind in k.KINDS}
+        self.begun: dict[str, list[Any]] = {kind: [] for kind in k.KINDS}
+        self.groups: dict[str, list[list[Any]]] = {kind: [] for kind in k.KINDS}
         self.boxes: dict[Slot, list[tuple[Slot | None, int]]] = {}
         self.announced: dict[Slot, int] = {}
         self.phases: dict[Slot, int | None] = {}
@@ -76,11 +79,15 @@ class _Thread:
         self.turns = {b for b in self.waits if sum(b in waited for waited in roles) > 1}
         """Where roles may take turns, so that one of them does not wait for every phase."""
         self.sent: set[k.Shared] = set()
+        self.multiplied = {
+            p for s in every if isinstance(s, k.MultiplyAsync) for p in (s.d, s.a) if isinstance(p, k.Registers)
+        }
         self.full = {s.barriers for s in k.walk(kernel.body) if isinstance(s, k.TensorLoad)}
         self.rings = _rings(kernel)
         extents = [s.type.static_shape[0] for s in kernel.shared if s in self.rings or isinstance(s, k.Barriers)]
         self.round = 2 * math.lcm(1, *extents)
         self.uses = cache(lambda s: [a for a in _touched(s) if a.place in self.rings])
+        self.holds_registers = cache(lambda s: [a for a in accesses(s, Around()) if a.place in self.multiplied])
         self.relevant = cache(lambda body: tuple(s for s in body if self.matters(s)))
         self.steps = cache(self.iterations)
 
@@ -117,7 +124,7 @@ class _Thread:
     def matters(self, s: Node) -> bool:
         if isinstance(s, k.For | k.If | k.Role):
             return bool(self.relevant(s.body))
-        return isinstance(s, EVENTS) or bool(self.uses(s))
+        return isinstance(s, EVENTS) or bool(self.uses(s) or self.holds_registers(s))
 
     def iterations(self, loop: k.For) -> Sequence[int]:
         """The iterations to follow: one where all are alike, else the first and the last rounds of the rings."""
@@ -125,6 +132,7 @@ class _Thread:
         inner = list(k.walk(self.relevant(loop.body)))
         state = any(isinstance(s, EVENTS) and not isinstance(s, k.AsyncCopy) for s in inner)
         slots = [e for s in inner for e in (s.inside if isinstance(s, k.If) else [a.index[0] for a in self.uses(s)])]
+        slots += [e for s in inner for a in self.holds_registers(s) for e in a.index]
         if not state and loop.axis not in _variables(slots):
             return range(min(count, 1))
         skipped = max(count // self.round - 2, 0) * self.round
@@ -136,6 +144,9 @@ class _Thread:
                 self.free(s, slot := self.slot(a.place, a.index), "writes" if a.write else "reads")
                 if a.place in self.sent and slot is not None and slot not in self.filled:
                     raise _Wrong(self.told(s, f"reads {slot[0].name}[{slot[1]}], which no box has filled"))
+        held = [x for a in self.holds_registers(s) if (x := self.held(a)) is not None]
+        if not isinstance(s, k.MultiplyAsync):
+            self.settled(s, held)
         match s:
             case k.AsyncCopy():
                 if (to := self.slot(s.target, s.to)) is not None and any(
@@ -143,8 +154,10 @@ class _Thread:
                 ):
                     raise _Wrong(self.told(s, f"writes {to[0].name}[{to[1]}], where a copy is on its way"))
                 self.begun["cp.async"].append(to)
-            case k.TensorStore() | k.MultiplyAsync():
-                self.begun["bulk" if isinstance(s, k.TensorStore) else "wgmma"].append(None)
+            case k.TensorStore():
+                self.begun["bulk"].append(None)
+            case k.MultiplyAsync():
+                self.begun["wgmma"].append(held)
             case k.Commit():
                 self.groups[s.kind].append(self.begun[s.kind])
                 self.begun[s.kind] = []
@@ -161,6 +174,20 @@ class _Thread:
                 self.boxes.setdefault(self.barrier(s), []).append((to, size))
             case k.WaitBarrier():
                 self.wait(s)
+
+    def held(self, a: Access) -> Held | None:
+        """The registers of an access; None where they depend on data."""
+        first = self.number(flatten(a.index, a.place.type.element_strides))
+        return None if first is None else (a.place, first, first + a.count)  # type: ignore[return-value]
+
+    def settled(self, s: Node, held: Sequence[Held]) -> None:
+        """_Wrong where a product that was not waited for uses registers that a statement uses."""
+        late = [x for group in (self.begun["wgmma"], *self.groups["wgmma"]) for product in group for x in product]
+        for place, first, end in held:
+            if any(place is other and first < last and start < end for other, start, last in late):
+                raise _Wrong(
+                    self.told(s, f"uses registers of {place.name} that wgmma is using, before it was waited for")
+                )
 
     def wait(self, s: k.WaitBarrier) -> None:
         """Phases alternate, and the first one that boxes complete is 0."""

@@ -231,7 +231,7 @@ class StoreMatrix(Node, dialect="kernel", op="store_matrix"):
 
 
 class Multiply(Node, dialect="kernel", op="multiply"):
-    """d += a * b by a matrix instruction, a record of hw.mma_sync. a and b are in 32-bit registers."""
+    """d += a * b by a matrix instruction, a record of hw.mma_sync. Registers of a and b are 32 bits wide, or elements."""
 
     instruction: str
     d: Registers
@@ -244,9 +244,10 @@ class Multiply(Node, dialect="kernel", op="multiply"):
 
 class MultiplyAsync(Node, dialect="kernel", op="multiply_async"):
     """d += a * b by the four warps of a warpgroup, a record of hw.wgmma; d may be used again once its group was waited
-    for.
+    for. Where `fresh` is >= 0, d becomes a * b, whatever it was.
 
-    b is a slab of shared memory, swizzled, whose rows are as wide as the swizzle; a too, or it is in 32-bit registers.
+    b is a slab of shared memory, swizzled, whose rows are as wide as the swizzle; a too, or it is in registers, 32 bits
+    wide or elements. Rows go along k; of operands that are `transposed` ("a", "b" or "ab"), along m or n.
     """
 
     instruction: str
@@ -256,6 +257,21 @@ class MultiplyAsync(Node, dialect="kernel", op="multiply_async"):
     a_at: tuple[IntExpr, ...]
     b: Shared
     b_at: tuple[IntExpr, ...]
+    fresh: IntExpr = -1
+    transposed: str = ""
+
+    def check(self) -> None:
+        _one_of("transposed", self.transposed, ("", "a", "b", "ab"))
+        if "a" in self.transposed and isinstance(self.a, Registers):
+            raise UserError("multiply_async: an operand in registers is not transposed")
+        for place in (self.a, self.b):
+            if isinstance(place, Shared) and place.swizzle:
+                kind = place.type
+                wide = kind.static_shape[-1] * kind.dtype.size if kind.rank > 1 else 0
+                if (wide, *kind.element_strides[-2:]) != (place.swizzle, *kind.static_shape[-1:], 1):
+                    raise UserError(
+                        f"multiply_async: rows of {place.name} are {wide} bytes wide, its swizzle spans {place.swizzle}"
+                    )
 
 
 class For(Node, dialect="kernel", op="for"):
