@@ -14,7 +14,8 @@ import terrazzo
 from terrazzo.errors import CompilerBug, Limitation, UserError
 from terrazzo.ir.text import parse, show
 from terrazzo.run.cache import Cache
-from terrazzo.run.cuda import Cuda, compile_all, cubin_key, nvrtc_version
+from terrazzo.run.cuda import Cuda
+from terrazzo.run.nvrtc import compile_all, cubin_key, nvrtc_version
 from terrazzo.targets.cuda.emit import emit
 
 pytest.importorskip("cuda.bindings")
@@ -86,7 +87,7 @@ def test_products_for_turing_do_not_spill(m: int, n: int, depth: int, cache: Cac
 def test_what_is_compiled_is_kept_and_looked_up(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     source = emit(case("gelu", "sm_90a").kernels[0])[1]
     (first,) = compile_all([source], "sm_90a", cache)
-    monkeypatch.setattr("terrazzo.run.cuda._compile", lambda *a: pytest.fail("compiled again"))
+    monkeypatch.setattr("terrazzo.run.nvrtc._compile", lambda *a: pytest.fail("compiled again"))
     assert compile_all([source, source], "sm_90a", cache) == [first, first]
     assert cubin_key(source, "sm_90a") != cubin_key(source, "sm_80") != cubin_key(source + " ", "sm_80")
 

@@ -42,6 +42,16 @@ def pointwise(kernel: l.Kernel, gpu: Gpu) -> Schedule:
     return Schedule(kernel.name, gpu.arch, (*lines, (axis.name, own)))
 
 
+def plain(kernel: l.Kernel, gpu: Gpu) -> Schedule:
+    """A thread computes a point at a time, reductions and all. Nothing is shared or kept, so nothing can run out."""
+    free = [a for a in kernel.axes if a not in _ordered(kernel)]
+    if not free:
+        return Schedule(kernel.name, gpu.arch, ())
+    axis = max(free, key=lambda a: (stride_one([kernel], a), _size(a)))
+    lines = [(a.name, grid(_size(a))) for a in free if a is not axis]
+    return Schedule(kernel.name, gpu.arch, (*lines, (axis.name, grid(ceil(_size(axis), WARP), ("lane", WARP)))))
+
+
 def _width(kernel: l.Kernel, axis: Any, gpu: Gpu) -> int:
     """Elements for a thread of a pointwise kernel, the widest vector at most.
 
