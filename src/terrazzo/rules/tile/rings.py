@@ -199,8 +199,7 @@ class Slab:
         return Stream(*line.values[:5], vector, *line.values[6:])
 
     def _panel(self, axes: list[Any], sizes: dict[Any, int], swizzle: int) -> int:
-        """How wide the panels of a slab are that a warpgroup multiplies: as wide as its swizzle, along k."""
-        need(axes[-1] in self.reduced, f"{self.name}: wgmma reads slabs whose rows run along k, and these do not")
+        """How wide the panels of a slab are that a warpgroup multiplies: as wide as its swizzle, along k, m or n."""
         need(swizzle in (32, 64, 128), f"{self.name}: wgmma reads slabs swizzled by 32, 64 or 128 bytes")
         width: int = swizzle // self.term.dtype.size  # type: ignore[attr-defined]
         need(sizes[axes[-1]] % width == 0, f"{self.name}: rows of {sizes[axes[-1]]} are no panels of {swizzle} bytes")

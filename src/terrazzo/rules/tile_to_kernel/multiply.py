@@ -66,7 +66,8 @@ class Group:
     """Contractions over the same axes, bound alike, whose accumulators lie in `fragments`.
 
     `inner` has the factors of every reduce axis inside a step; `m` and `n` are the axes of an instruction's rows and
-    columns; `values` has the factors that lie in registers already, in place of slabs.
+    columns; `values` has the factors that lie in registers already, in place of slabs. A warpgroup's sums begin with
+    the first product where `step` is 0.
     """
 
     sites: tuple[Contraction, ...]
@@ -78,6 +79,7 @@ class Group:
     slabs: Mapping[Node, Slab]
     slots: Mapping[str, IntExpr]
     values: Mapping[Node, k.Registers]
+    step: IntExpr
 
     @property
     def axes(self) -> tuple[Any, ...]:
@@ -252,7 +254,13 @@ class Multiply:
                 else:
                     left, at_a = self._operand(group, operand(a), rows, axis, depth)
                 assert isinstance(right, k.Shared)
-                product = k.MultiplyAsync(instruction.name, fragment.place, (*own, 0), left, at_a, right, at_b)
+                turned = "".join(
+                    x for x, place in (("a", a), ("b", b)) if operand(place) in group.slabs
+                    and group.slabs[operand(place)].parts[-1].axis is not axis
+                )  # fmt: skip
+                product = k.MultiplyAsync(
+                    instruction.name, fragment.place, (*own, 0), left, at_a, right, at_b, -group.step - kk, turned
+                )
                 self.builder.loops([(d.variable, True) for d in regs], partial(self.builder.add, product))
 
         self.builder.loops([(kk, True)], body)

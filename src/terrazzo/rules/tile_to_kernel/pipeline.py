@@ -354,7 +354,9 @@ class Pipeline:
             shape = [d.size for part in parts for d in part.digits if d.level == "reg"]
             extra = [instruction.d.elements] if instruction else []
             dtype = reduce.dtype
-            place = self.builder.registers("acc", dtype, [*shape, *extra], l.Literal(zero(dtype), dtype))
+            own = isinstance(instruction, WarpgroupInstruction)  # which begins with its first product
+            init = None if own else l.Literal(zero(dtype), dtype)
+            place = self.builder.registers("acc", dtype, [*shape, *extra], init)
             self.fragments[reduce] = Fragment(place, parts, instruction)
 
     def product(self, p: Product, t: IntExpr, slots: dict[str, IntExpr] | None = None) -> None:
@@ -370,7 +372,8 @@ class Pipeline:
         fragments = tuple(self.fragments[c.reduce] for c in sites)
         used = {operand(f) for c in sites for f in c.factors}
         slabs = {x: s for x, s in self.slabs.items() if x in used}
-        self.multiply.write(Group(sites, fragments, matrix(p.on), inner, m, n, slabs, given, values))
+        step = t if self.outermost(p) else 0
+        self.multiply.write(Group(sites, fragments, matrix(p.on), inner, m, n, slabs, given, values, step))
 
     def inner(self, axis: Any, site: Any) -> tuple[Digit, ...]:
         """The digits of a reduce axis inside a step."""
