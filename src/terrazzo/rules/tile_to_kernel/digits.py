@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.errors import Limitation, UserError
+from terrazzo.hw.instruction import Fragment
 from terrazzo.hw.products import Matrix, matrix, warps
 from terrazzo.ir.dialects.kernel import BLOCK, LANE, Sync
 from terrazzo.ir.expr import IntExpr, Var
@@ -52,7 +53,7 @@ class Digit:
         """The bits of a lane's or warp's number that this is."""
         first = self.inner.bit_length() - 1
         return (
-            {(self.level, first + n) for n in range(self.size.bit_length() - 1)}
+            {(self.level, first + n) for n in range((self.size - 1).bit_length())}
             if self.level in ("lane", "warp", "warpgroup", "cluster")
             else set()
         )
@@ -151,7 +152,7 @@ class Bindings:
                 and instruction is not None
                 and f.level[-1] in dict(instruction.d.layout.extents)
             ):
-                out += self._fragment(instruction.d.layout, f.level[-1], stride)
+                out += self._fragment(instruction.d, f.level[-1], stride)
             else:
                 raise Limitation(f"{axis} = ... {f} ...: nothing derives a kernel from the level {f.level} there")
         return out
@@ -180,9 +181,13 @@ class Bindings:
             site, axis = self.site([name]), other or axis
         return matrix(site.instruction) if site else None
 
-    def _fragment(self, layout: Layout, coordinate: str, stride: int) -> list[Digit]:
+    def _fragment(self, d: Fragment, coordinate: str, stride: int) -> list[Digit]:
+        layout = d.layout
         numbers: dict[str, IntExpr] = {"lane": LANE, "warp": self.warp % WARPS_IN_A_GROUP if self.groups > 1 else self.warp}
         out = []
+        if coordinate == "n" and d.repeats > 1:
+            variable, place = self.loop_variable("e", d.repeats), layout.bits("reg")
+            out.append(Digit("frag", d.repeats, variable, stride << dict(layout.extents)["n"], 1 << place, place))
         for part, first, bit, size in runs(layout, coordinate):
             if part in numbers:
                 out.append(Digit(part, size, numbers[part] // (1 << first) % size, stride << bit, 1 << first, first))
