@@ -242,13 +242,14 @@ class Pipeline:
             self.wait(ring, 0)
         elif ring.by == "cp.async":
             self.copies.copy(slabs, 0, 0)
-            self.builder.add(k.Commit(), k.WaitGroups(0), k.Sync())
+            self.builder.add(k.Commit(), k.WaitGroups(0))
+            self.publish()
         else:
             for s in slabs:
                 place = self.copies.fetched(s)
                 self.copies.fetch(s, place, 0)
                 self.copies.put(s, place, 0)
-            self.builder.add(k.Sync())
+            self.publish()
 
     @property
     def one(self) -> list[IntExpr]:
@@ -268,13 +269,15 @@ class Pipeline:
         t = self.bindings.loop_variable("t", count)
 
         def body() -> None:
-            builder.add(k.WaitGroups(ahead - 1), k.Sync())
+            builder.add(k.WaitGroups(ahead - 1))
+            self.publish()
             later = (t + ahead) % ring.slots
             builder.where([count - 1 - ahead - t], lambda: self.copies.copy(slabs, t + ahead, later))
             builder.add(k.Commit())
-            self.every_product(t, {ring.name: t % ring.slots})
+            self.every_product(t, {ring.name: t % ring.slots}, ring.late)
 
         builder.loops([(t, False)], body)
+        self.finish(ring)
         builder.add(k.WaitGroups(0), k.Sync())
 
     def boxes(self, ring: Ring) -> None:
@@ -293,9 +296,10 @@ class Pipeline:
             self.wait(ring, t)
             builder.add(k.Sync())
             builder.where([*self.one, count - 1 - ahead - t], lambda: load(t + ahead))
-            self.every_product(t, {ring.name: self.slot(ring, t)[0]})
+            self.every_product(t, {ring.name: self.slot(ring, t)[0]}, ring.late)
 
         builder.loops([(t, False)], body)
+        self.finish(ring)
         builder.add(k.Sync())
 
     def alternate(self, ring: Ring) -> None:
@@ -314,7 +318,7 @@ class Pipeline:
 
         fetch(0)
         put(0)
-        builder.add(k.Sync())
+        self.publish()
         if count == 1:
             self.every_product(0, {ring.name: 0})
             return builder.add(*([k.Sync()] if builder.depth else []))  # before the next tile is put there
@@ -326,15 +330,28 @@ class Pipeline:
             if slots == 1:
                 builder.add(k.Sync())
             builder.where([count - 2 - t], lambda: put((t + 1) % slots))
-            builder.add(k.Sync())
+            self.publish()
 
         builder.loops([(t, False)], body)
 
-    def every_product(self, t: IntExpr, slots: dict[str, IntExpr]) -> None:
+    def publish(self) -> None:
+        """What threads put into shared memory may be used: by a warpgroup's products, which are asynchronous, behind a
+        fence.
+        """
+        if any(warps(matrix(p.on)) > 1 for p in self.plan.all(Product)):
+            self.builder.add(k.Fence("proxy"))
+        self.builder.add(k.Sync())
+
+    def every_product(self, t: IntExpr, slots: dict[str, IntExpr], late: bool = False) -> None:
         """The products of step t, one after the other."""
         for p in self.plan.all(Product):
             self.product(p, t, slots)
-            self.settle(p, 0)
+            self.settle(p, int(late))
+
+    def finish(self, ring: Ring) -> None:
+        """Wait for products that are still on their way after the last step."""
+        if ring.late:
+            self.builder.add(k.WaitGroups(0, "wgmma"))
 
     # -- products -------------------------------------------------------------------------------------------------------
 
