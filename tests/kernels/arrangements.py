@@ -11,7 +11,7 @@ class Product:
 
     The operands are stored as `x_axes` and `w_axes` say ("mk" or "km", "nk" or "kn"). `tile` has a block's part of m, n
     and a step's part of k. On `wgmma`, `groups` warpgroups divide m, on `mma` warps divide m and n as `warps` says, on
-    `fma` these and 32 lanes. `cluster` is the axis that so many blocks divide, with what misses it multicast.
+    `fma` these and 32 lanes; `depth` is how they divide a step's k. `cluster` is the axis that so many blocks divide, with what misses it multicast.
     """
 
     shape: tuple[int, int, int] = (128, 128, 192)
@@ -37,6 +37,7 @@ class Product:
     multicast: bool = True
     staged: str = ""
     width: int = 0
+    depth: str = ""
     epilogue: str = "y[{at}] = {out}(acc0)"
     extra: str = ""
 
@@ -92,7 +93,8 @@ class Product:
             order = f", order=grouped({self.grouped})" if self.grouped else ""
             lines.append(f"    persistent({self.persistent}{order})")
         if self.roles:
-            math = f"warpgroup({self.groups})" if self.on == "wgmma" else f"warp({self.warps[0] * self.warps[1]})"
+            shared = int(self.depth[5:6]) if self.depth.startswith("warp(") else 1
+            math = f"warpgroup({self.groups})" if self.on == "wgmma" else f"warp({self.warps[0] * self.warps[1] * shared})"
             registers = ", registers=(40, 232)" if self.on == "wgmma" and self.groups < 3 else ""
             lines.append(f"    roles(load=warp(1), math={math}{registers})")
         sites, instruction = self.divided(m, n)
@@ -118,6 +120,12 @@ class Product:
 
     def divided(self, m: str, n: str) -> tuple[list[str], str]:
         """How the threads divide a block's part, and the instruction."""
+        lines, instruction = self._divided(m, n)
+        if self.depth:
+            lines[-1] = f"r0 = {self.depth}"
+        return lines, instruction
+
+    def _divided(self, m: str, n: str) -> tuple[list[str], str]:
         tm, tn, tk = self.tile
         a, b = self.warps
         if self.on == "wgmma":
@@ -128,7 +136,8 @@ class Product:
         if self.on == "mma":
             lines = [f"{m} = warp({a}) * reg({tm // (16 * a)}) * inst.m(16)", f"{n} = warp({b}) * reg({tn // (8 * b)}) * inst.n(8)"]
             return [*lines, f"r0 = reg({tk // 16}) * inst.k(16)"], f"mma.m16n8k16.f32.{self.dtype}"
-        lines = [f"{m} = warp({a}) * lane(4) * reg({tm // (4 * a)})", f"{n} = warp({b}) * lane(8) * reg({tn // (8 * b)})"]
+        lanes = (4, 4) if "lane" in self.depth else (4, 8)
+        lines = [f"{x} = warp({w}) * lane({c}) * reg({t // (c * w)})" for x, w, c, t in zip((m, n), self.warps, lanes, (tm, tn), strict=True)]
         return [*lines, f"r0 = reg({tk})"], "fma.f32"
 
 
@@ -266,6 +275,17 @@ ELEMENTS: dict[str, Product] = {
     "fma, roles, persistent": Product(**F90 | {"roles": True, "persistent": 2}),
     "fma, cluster": Product(**F90 | {"cluster": "m", "multicast": False}),
 }
+SHARED: dict[str, Product] = {
+    "warps share k": Product(**M | {"depth": "warp(2) * reg(1) * inst.k(16)"}),
+    "warps share k in turns": Product(**M | {"tile": (32, 32, 64), "depth": "reg(2) * warp(2) * inst.k(16)"}),
+    "warps share k, persistent": Product(**M | {"depth": "warp(2) * reg(1) * inst.k(16)", "persistent": 2}),
+    "warps share k, roles": Product(**M90 | {"depth": "warp(2) * reg(1) * inst.k(16)", "roles": True, "warps": (2, 1)}),
+    "warpgroups share k": Product(depth="warpgroup(2) * reg(2) * inst.k(16)"),
+    "warpgroups share k, persistent": Product(depth="warpgroup(2) * reg(2) * inst.k(16)", persistent=2),
+    "warpgroups share k and m": Product(groups=2, tile=(128, 64, 64), depth="warpgroup(2) * reg(2) * inst.k(16)"),
+    "lanes share k": Product(**F | {"depth": "lane(2) * reg(8)"}),
+    "lanes and warps share k": Product(**F | {"warps": (2, 1), "depth": "warp(2) * lane(2) * reg(4)"}),
+}
 WAYS = {"": "", ", staged": "swizzle=128", ", staged by tma": TMA}
 ENDS: dict[str, Product] = {
     f"{name}{way}": Product(roles=True, persistent=2, staged=staged, **end)
@@ -273,4 +293,4 @@ ENDS: dict[str, Product] = {
     for way, staged in WAYS.items()
 } | {f"mma, {name}": Product(**M | end | {"staged": PADDED}) for name, end in {"bias": BIAS, "two results": TWO}.items()}
 
-EVERY = WARPGROUPS | WARPS | ELEMENTS | ENDS
+EVERY = WARPGROUPS | WARPS | ELEMENTS | SHARED | ENDS

@@ -85,6 +85,11 @@ class Group:
     def axes(self) -> tuple[Any, ...]:
         return self.sites[0].reduce.axes
 
+    def depth(self, axis: Any) -> tuple[list[Digit], IntExpr]:
+        """The loops over an instruction's parts of a step's k, and where such a part begins."""
+        digits = self.inner[axis]
+        return [d for d in digits if d.level == "reg"], value(digits)
+
     def factors(self, c: Contraction) -> tuple[Node, Node]:
         """The factor of m, that of n."""
         return c.factors if self.m in c.factors[0].free else (c.factors[1], c.factors[0])
@@ -173,8 +178,7 @@ class Multiply:
     def _warps(self, group: Group, instruction: MatrixInstruction) -> None:
         """Fragments by ldmatrix, products by a matrix instruction."""
         (axis,) = group.axes
-        kk = self.bindings.loop_variable("k", math.prod(d.size for d in group.inner[axis] if d.level == "reg"))
-        depth = kk * instruction.shape[2]
+        regs, depth = group.depth(axis)
 
         def body() -> None:
             loaded: dict[Node, tuple[k.Registers, tuple[Var, ...]]] = {}
@@ -197,7 +201,7 @@ class Multiply:
                 )
                 self.builder.loops([(v, True) for v in (*j, *i)], partial(self.builder.add, product))
 
-        self.builder.loops([(kk, True)], body)
+        self.builder.loops([(d.variable, True) for d in regs], body)
 
     def _load(
         self, group: Group, slab: Slab, part: Part, depth: IntExpr, layout: Layout, name: str
@@ -237,8 +241,8 @@ class Multiply:
     def _warpgroups(self, group: Group, instruction: WarpgroupInstruction) -> None:
         """Products straight from the slabs, or with values in registers as the first factor; they are on their way."""
         (axis,) = group.axes
-        kk = self.bindings.loop_variable("k", math.prod(d.size for d in group.inner[axis] if d.level == "reg"))
-        depth = kk * instruction.shape[2]
+        steps, depth = group.depth(axis)
+        first = sum((d.value for d in steps), start=group.step)  # 0 at the first product
         self.builder.add(k.Fence("wgmma"))
 
         def body() -> None:
@@ -250,7 +254,7 @@ class Multiply:
                 right, at_b = self._operand(group, operand(b), columns, axis, depth)
                 if operand(a) in group.values:
                     left: l.Buffer = group.values[operand(a)]
-                    at_a: tuple[IntExpr, ...] = (kk * instruction.a.elements,)
+                    at_a: tuple[IntExpr, ...] = (value(steps) // instruction.shape[2] * instruction.a.elements,)
                 else:
                     left, at_a = self._operand(group, operand(a), rows, axis, depth)
                 assert isinstance(right, k.Shared)
@@ -259,11 +263,11 @@ class Multiply:
                     and group.slabs[operand(place)].parts[-1].axis is not axis
                 )  # fmt: skip
                 product = k.MultiplyAsync(
-                    instruction.name, fragment.place, (*own, 0), left, at_a, right, at_b, -group.step - kk, turned
+                    instruction.name, fragment.place, (*own, 0), left, at_a, right, at_b, -first, turned
                 )
                 self.builder.loops([(d.variable, True) for d in regs], partial(self.builder.add, product))
 
-        self.builder.loops([(kk, True)], body)
+        self.builder.loops([(d.variable, True) for d in steps], body)
         self.builder.add(k.Commit("wgmma"))
 
     def _operand(

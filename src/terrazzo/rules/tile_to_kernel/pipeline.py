@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from terrazzo.hw.products import matrix, warps
 from terrazzo.hw.wgmma import WarpgroupInstruction
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import IntExpr
+from terrazzo.ir.expr import IntExpr, Var
 from terrazzo.ir.node import Node, topological
 from terrazzo.ir.plan import Plan, Product, Ring, Stream
+from terrazzo.ir.schedule import WARPS_IN_A_GROUP
+from terrazzo.ir.types import Type
 from terrazzo.rules.tile.agents import LOAD
 from terrazzo.rules.tile.draft import Draft, axis_name, operand
 from terrazzo.rules.tile.rings import axis_called, brought, operand_text, slab_type, steps
@@ -185,6 +188,7 @@ class Pipeline:
             self.free(ring, self.steps.count - 1)
         for ring in held:
             self.free(ring, 0)
+        self.meet(self.plan.all(Product)[-1])
 
     def everyone(self) -> None:
         """What warps do that do everything."""
@@ -197,6 +201,7 @@ class Pipeline:
         for ring in self.rings:
             if ring.over:
                 {"ld": self.alternate, "cp.async": self.groups, "tma": self.boxes}[ring.by](ring)
+        self.meet(self.plan.all(Product)[-1])
 
     # -- slots ----------------------------------------------------------------------------------------------------------
 
@@ -399,12 +404,57 @@ class Pipeline:
         for f in reversed(self.draft.binding(axis, site)):
             if f.level == "reg":
                 found.append(Digit("reg", f.size, self.bindings.loop_variable("k", f.size), stride))
-            elif f.level == "warp":
-                number = self.bindings.warp // self.bindings.inner(f, axis_name(axis), site) % f.size
-                found.append(Digit("warp", f.size, number, stride))
+            elif f.level in ("lane", "warp", "warpgroup") and f.size > 1:
+                inner = self.bindings.inner(f, axis_name(axis), site)
+                number = {"lane": k.LANE, "warp": self.bindings.warp, "warpgroup": self.bindings.group}[f.level]
+                found.append(Digit(f.level, f.size, number // inner % f.size, stride, inner))
             if f.level not in ("grid", "cluster", "time", "block"):
                 stride *= f.size
         return tuple(reversed(found))
+
+    def meet(self, p: Product) -> None:
+        """Partial sums of threads that share the steps' k: of lanes by shuffles, of warps through shared memory. Then
+        all of them have the whole sums.
+        """
+        site, (first, *_) = self.draft.site(p.sites[0]), p.sites
+        digits = [d for a in self.draft.products[first].reduce.axes for d in self.inner(a, site) if d.level != "reg"]
+        for name in p.sites if digits else ():
+            place = self.fragments[self.draft.products[name].reduce].place
+            shape = place.type.static_shape
+            at = tuple(self.bindings.loop_variable("i", n) for n in shape)
+            every = [(v, True) for v in at]
+            mine = l.Load(place, at)
+            for d in digits:
+                for bit in range(d.size.bit_length() - 1 if d.level == "lane" else 0):
+                    total = l.apply("add", mine, k.Shuffle(mine, d.inner << bit))
+                    self.builder.loops(every, partial(self.builder.add, l.Store(place, at, total)))
+            if others := [d for d in digits if d.level != "lane"]:
+                self.through_memory(place, at, others)
+
+    def through_memory(self, place: k.Registers, at: tuple[Var, ...], digits: Sequence[Digit]) -> None:
+        """Registers of warps that these digits tell apart become their sums."""
+        own, every = self.bindings.warp, [(v, True) for v in at]
+        kind = Type(place.type.dtype, (self.bindings.warps, *place.type.static_shape, k.WARP))
+        meeting = self.builder.memory("meet", kind)
+        put = l.Store(meeting, (own, *at, k.LANE), l.Load(place, at))
+        self.builder.loops(every, partial(self.builder.add, put))
+        self.builder.add(self.bindings.sync)
+        there = own
+        variables = []
+        for d in digits:
+            each = d.inner * (WARPS_IN_A_GROUP if d.level == "warpgroup" else 1)
+            variables.append(self.bindings.loop_variable("w", d.size))
+            there = there + (variables[-1] - d.value) * each
+        nothing = l.Store(place, at, l.Literal(zero(place.type.dtype), place.type.dtype))
+        total = l.apply("add", l.Load(place, at), l.Load(meeting, (there, *at, k.LANE)))
+
+        def sum_up() -> None:
+            self.builder.add(nothing)
+            self.builder.loops([(v, True) for v in variables], partial(self.builder.add, l.Store(place, at, total)))
+
+        self.builder.loops(every, sum_up)
+        if self.builder.depth:
+            self.builder.add(self.bindings.sync)  # before the next tile is put there
 
     def settle(self, p: Product, left: int) -> None:
         """Until a warpgroup's products are done, but for the last `left` groups of them."""
