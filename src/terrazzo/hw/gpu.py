@@ -16,7 +16,8 @@ class Gpu:
     `shared` is what a block may have, in bytes; `memory`, `cache`, `fma` (two operations per multiply-add, in f32) and
     `tensor` (those of `mma.sync` on 16-bit operands) are what good kernels reach; `roof` has the data sheet's memory,
     f32 and 16-bit tensor rates, which nothing beats; `launch` is in nanoseconds. `features` are what an architecture has
-    whatever its number: sm_120 has no wgmma.
+    whatever its number: sm_120 has no wgmma. `warpgroups` is the rate of wgmma on 16-bit operands, `boxes` that of TMA from
+    the cache.
     """
 
     arch: str
@@ -30,6 +31,8 @@ class Gpu:
     roof: tuple[float, float, float]
     launch: float = 2000.0
     features: tuple[str, ...] = ()
+    warpgroups: float = 0.0
+    boxes: float = 0.0
 
     @property
     def number(self) -> int:
@@ -45,7 +48,7 @@ GPUS = {
         Gpu("sm_80", "A100", 108, 166912, 1400, 4000, 17000, 230000, (2039, 19500, 312000)),
         Gpu("sm_86", "A10, RTX 30", 72, 101376, 540, 2500, 24000, 90000, (936, 35600, 142000)),
         Gpu("sm_89", "L4, RTX 40", 128, 101376, 900, 4500, 60000, 250000, (1008, 82600, 330000)),
-        Gpu("sm_90a", "H100, H200", 132, 232448, 4200, 7000, 60000, 480000, (4800, 67000, 989000), features=("wgmma",)),
+        Gpu("sm_90a", "H100, H200", 132, 232448, 4200, 7000, 60000, 480000, (4800, 67000, 989000), features=("wgmma",), warpgroups=830000, boxes=10000),
         Gpu("sm_120", "RTX 50", 170, 101376, 1600, 6000, 80000, 320000, (1792, 104800, 419000)),
     )
 }

@@ -8,7 +8,7 @@ from typing import Any
 from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.plan import EVERYONE, Agent, Combine, Keep, Plan, Product, Result, Stream
-from terrazzo.ir.schedule import Site
+from terrazzo.ir.schedule import Named, Site
 from terrazzo.rewrite.rule import need, rule
 from terrazzo.rules.tile.agents import MATH
 from terrazzo.rules.tile.draft import Draft, axis_name
@@ -20,7 +20,8 @@ def stage_results(plan: Plan, draft: Draft) -> Plan | None:
     if plan.all(Result) or not plan.all(Agent) or (draft.products and not plan.all(Stream)):
         return None
     agent = next(a.name for a in plan.all(Agent) if a.name in (EVERYONE, MATH))
-    lines, read = [], []
+    lines: list[Result] = []
+    read: list[Named] = []
     for s in draft.kernel.stores:
         name = s.buffer.name
         site = draft.site(name)

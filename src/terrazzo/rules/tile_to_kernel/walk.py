@@ -7,7 +7,6 @@ those in lanes meet by shuffles, those in warps through shared memory; every thr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from terrazzo.errors import Limitation, UserError
@@ -158,7 +157,7 @@ class Walker:
 
     def parts(self, inside: Sequence[IntExpr], body: Sequence[n.Statement]) -> bool:
         """Whether conditions keep some threads from where they have to meet others."""
-        lanes, warps = (any(mentions(e, v) for e in inside) for v in (k.LANE, self.bindings.warp))
+        lanes, warps = (any(mentions(e, v) for e in inside) for v in (k.LANE, self.bindings.everyone))
         return (lanes or warps) and self.meets({"warp", "lane"} if lanes else {"warp"}, body)
 
     def meets(self, levels: set[str], body: Sequence[n.Statement]) -> bool:
