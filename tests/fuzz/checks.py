@@ -136,8 +136,7 @@ def _steps(step: Any) -> int:
 
     def count(body: Any) -> int:
         return sum(
-            (x.axis.extent if isinstance(x, k.For) else 1) * count(x.body) if isinstance(x, k.For | k.If) else 1
-            for x in body
+            (x.most if isinstance(x, k.For) else 1) * count(x.body) if isinstance(x, k.For | k.If) else 1 for x in body
         )
 
     return count(step.body) * (step.grid * step.threads // (1 << 14) + 1) if isinstance(step, k.Kernel) else 1

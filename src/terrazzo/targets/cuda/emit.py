@@ -173,6 +173,10 @@ class _Writer:
                 return [f"const {c_type(s.value.type)} {s.value.name} = {text};"]
             case k.Declare():
                 return self.declare(s)
+            case k.DeclareInteger() | k.SetInteger():
+                self.scope.names[s.variable] = name = s.variable.name
+                kind = f"{self.int} " if isinstance(s, k.DeclareInteger) else ""
+                return [f"{kind}{name} = {index(s.value, self.scope)};"]
             case l.Store():
                 return [f"{self.element(s.buffer, s.index)} = {term(s.value, self.scope)};"]
             case k.Move():
@@ -258,7 +262,10 @@ class _Writer:
             case k.For():
                 self.scope.names[s.axis] = i = s.axis.name
                 self.unrolled |= {s.axis} if s.unrolled else set()
-                head = f"for ({self.int} {i} = 0; {i} < {s.axis.extent}; {i}++) {{"
+                steps, first = index(s.axis.extent, self.scope), f"{self.int} {i} = 0"
+                if not isinstance(s.axis.extent, int):  # what it is before the first step
+                    steps, first = f"{i}_end", f"{first}, {i}_end = {steps}"
+                head = f"for ({first}; {i} < {steps}; {i}++) {{"
                 return [
                     "#pragma unroll" if s.unrolled else "#pragma unroll 1",
                     head,

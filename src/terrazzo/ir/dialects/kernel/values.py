@@ -37,6 +37,12 @@ class Registers(Buffer, dialect="kernel", op="registers"):
     """Memory of the thread: indices must be constants once loops are unrolled."""
 
 
+class Integer(Var, dialect="kernel", op="integer"):
+    """An integer in [0, extent) that each thread carries and may change. Index expressions mean what it is at that
+    time.
+    """
+
+
 class Value(Term, dialect="kernel", op="value"):
     """What a `Let` named."""
 
