@@ -25,7 +25,7 @@ from terrazzo.ir.reader import Reader, python_tree
 
 KERNEL_LEVELS = ("grid", "cluster", "time", "block")
 SITE_LEVELS = ("warpgroup", "warp", "lane", "reg", "inst.m", "inst.n", "inst.k")
-POWERS_OF_TWO = ("warpgroup", "warp", "lane", "inst.m", "inst.n", "inst.k")
+POWERS_OF_TWO = ("warp", "lane", "inst.m", "inst.k")
 DIRECTIVES = ("persistent", "resident", "roles")
 WARPS_IN_A_GROUP = 4
 

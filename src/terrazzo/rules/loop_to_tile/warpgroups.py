@@ -22,6 +22,8 @@ STEP = 64
 """Elements of k in a step: 128 bytes, the widest swizzle."""
 ROWS = 64
 """Rows of an instruction."""
+COLUMNS = (8, 16, 32, 64, 96, 128, 160, 192, 256)
+"""Columns of the instructions that are tried."""
 SLOTS = 8
 """Of a ring, at most."""
 RESULTS = 2
@@ -88,7 +90,7 @@ def plans(p: Product, gpu: Gpu) -> list[Plan]:
     (kind,) = types
     found = []
     for i in INSTRUCTIONS:
-        if i.operand is kind and p.sites[0].reduce.dtype is i.d.dtype and not missing(i, gpu):
+        if i.operand is kind and i.shape[1] in COLUMNS and p.sites[0].reduce.dtype is i.d.dtype and not missing(i, gpu):
             for tile in _tiles(p, i.shape[1]):
                 found += [Plan(tile, s, i, _time(p, tile, s, gpu)) for s in _pieces(p, tile, gpu)]
     return sorted(found, key=lambda x: x.time)
@@ -100,7 +102,7 @@ def _tiles(p: Product, n: int) -> Iterator[Tile]:
     for rows, columns in ((p.m, p.n), (p.n, p.m)):
         for groups, each in ((1, 1), (2, 1), (2, 2)):
             tile = Tile(rows, columns, groups, each, n)
-            if count * each * n // 2 > 128 or n & n - 1:
+            if count * each * n // 2 > 128:
                 continue
             if tile.m >= 2 * max(rows.extent, ROWS) or n >= 2 * max(columns.extent, 8):
                 continue
@@ -136,7 +138,7 @@ def _bytes(p: Product, tile: Tile) -> int:
 
 
 def _slots(p: Product, tile: Tile, gpu: Gpu) -> int:
-    results = RESULTS * tile.m * min(tile.n, 64) * 2
+    results = RESULTS * tile.m * _width(tile) * 2
     return min(SLOTS, (gpu.shared - 2048 - results) // _bytes(p, tile))
 
 
@@ -221,12 +223,17 @@ def _operand(x: Any, t: Tile) -> Operand:
     return Operand("smem", (("by", "tma"), ("swizzle", min(2 * along, 128)), *shared))
 
 
+def _width(t: Tile) -> int:
+    """Columns of a subtile of results: a power of two, as swizzles are."""
+    return min(t.n & -t.n, 64)
+
+
 def _results(p: Product, t: Tile, gathered: bool) -> Sequence[Site]:
     """How stores see the tile."""
     if not gathered:
         stores = tuple(dict.fromkeys(b.name for b in p.kernel.writes))
         return (Site(stores, tuple((a.name, Like(p.names[0])) for a in (p.m, p.n))),)
-    width = min(t.n, 64)
+    width = _width(t)
     time = Factor("time", t.n // width, (("ring", RESULTS),))
     return [
         Site(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.errors import Limitation, UserError
+from terrazzo.hw.instruction import Fragment
 from terrazzo.hw.products import Matrix, matrix, warps
 from terrazzo.ir.dialects.kernel import BLOCK, LANE, Sync
 from terrazzo.ir.expr import IntExpr, Var
@@ -151,7 +152,7 @@ class Bindings:
                 and instruction is not None
                 and f.level[-1] in dict(instruction.d.layout.extents)
             ):
-                out += self._fragment(instruction.d.layout, f.level[-1], stride)
+                out += self._fragment(instruction.d, f.level[-1], stride)
             else:
                 raise Limitation(f"{axis} = ... {f} ...: nothing derives a kernel from the level {f.level} there")
         return out
@@ -180,9 +181,14 @@ class Bindings:
             site, axis = self.site([name]), other or axis
         return matrix(site.instruction) if site else None
 
-    def _fragment(self, layout: Layout, coordinate: str, stride: int) -> list[Digit]:
+    def _fragment(self, fragment: Fragment, coordinate: str, stride: int) -> list[Digit]:
+        layout = fragment.layout
         numbers: dict[str, IntExpr] = {"lane": LANE, "warp": self.warp % WARPS_IN_A_GROUP if self.groups > 1 else self.warp}
         out = []
+        if coordinate == "n" and fragment.repeats > 1:
+            far, bits = dict(layout.extents)["n"], layout.bits("reg")
+            repeat = self.loop_variable("e", fragment.repeats)
+            out.append(Digit("frag", fragment.repeats, repeat, stride << far, 1 << bits, bits))
         for part, first, bit, size in runs(layout, coordinate):
             if part in numbers:
                 out.append(Digit(part, size, numbers[part] // (1 << first) % size, stride << bit, 1 << first, first))
