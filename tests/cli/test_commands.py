@@ -141,7 +141,8 @@ def test_explain_names_what_pytorch_runs(terrazzo: Terrazzo) -> None:
 def test_run_checks_against_eager(terrazzo: Terrazzo, code: str) -> None:
     out = terrazzo("run", "-c", code, "--check").stdout
     assert re.search(
-        r"error against float64 \(rmse\): ours \S+e-\d+, eager's \S+e-\d+\nlargest difference from eager: \S+\ncheck: ok\n",
+        r"error against float64 \(rmse\): ours \S+e-\d+, eager's \S+e-\d+\n"
+        r"largest difference from eager: \S+\ncheck: ok\n",
         out,
     )
 

@@ -10,7 +10,13 @@ import pytest
 from tests.cli.conftest import Terrazzo
 
 RELU = "torch.relu(torch.randn(2, 2))"
-KERNEL = '@loop\ndef f(x: f32[4]):\n    with kernel("y", y=f32[4]):\n        for a0 in free(4):\n            {}\n    return (y,)\n'
+KERNEL = """@loop
+def f(x: f32[4]):
+    with kernel("y", y=f32[4]):
+        for a0 in free(4):
+            {}
+    return (y,)
+"""
 
 
 @pytest.mark.parametrize(

@@ -210,10 +210,13 @@ CASES: dict[str, Case] = {
     "attention": Case(attention, lambda: (r(2, 17, 32), r(2, 40, 32), r(2, 40, 32))),
     "attention of half": Case(attention, lambda: (h(1, 16, 32), h(1, 40, 32), h(1, 40, 32))),
     "causal attention": Case(
-        lambda q, c, v: F.scaled_dot_product_attention(q, c, v, is_causal=True), lambda: (r(1, 2, 24, 16), r(1, 2, 24, 16), r(1, 2, 24, 16))
+        lambda q, c, v: F.scaled_dot_product_attention(q, c, v, is_causal=True),
+        lambda: (r(1, 2, 24, 16), r(1, 2, 24, 16), r(1, 2, 24, 16)),
     ),
     "conv2d": Case(lambda x, w, c: F.conv2d(x, w, c, padding=1), lambda: (r(2, 5, 9, 10), r(7, 5, 3, 3), r(7))),
-    "strided conv2d in groups": Case(lambda x, w: F.conv2d(x, w, stride=2, groups=2), lambda: (r(1, 4, 11, 11), r(6, 2, 3, 3))),
+    "strided conv2d in groups": Case(
+        lambda x, w: F.conv2d(x, w, stride=2, groups=2), lambda: (r(1, 4, 11, 11), r(6, 2, 3, 3))
+    ),
     "conv1d": Case(lambda x, w: F.conv1d(x, w, dilation=2), lambda: (r(2, 4, 30), r(8, 4, 3))),
 }  # fmt: skip
 

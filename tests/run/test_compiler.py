@@ -171,7 +171,8 @@ def test_ctrl_c_ends_the_compilers_and_leaves_nothing(tmp_path: Path) -> None:
     # The stand-in builds the probe and then, asked for a kernel, says who it is and hangs in a child.
     slow = script(
         tmp_path / "slow",
-        f'[ "$1" = --version ] || grep -q probe kernel.cpp && exec c++ "$@"\nsleep 100 & echo $! > {tmp_path}/child.$$; wait',
+        '[ "$1" = --version ] || grep -q probe kernel.cpp && exec c++ "$@"\n'
+        f"sleep 100 & echo $! > {tmp_path}/child.$$; wait",
     )
     scratch = tmp_path / "scratch"
     scratch.mkdir()

@@ -186,8 +186,9 @@ def _show(number: int, facts: dict[str, Any]) -> None:
             rows["accesses"] = f"{size(facts['global_bytes'])} in {count(facts['global_sectors'])} sectors"
             rows["accesses"] += f", {size(facts['box_bytes'])} by TMA" if facts["box_bytes"] else ""
             if facts["shared_wavefronts"]:
-                conflicts = f"{count(facts['shared_conflicts']) if facts['shared_conflicts'] else 'none'} of them by bank conflicts"
-                rows["accesses"] += f"; shared memory: {count(facts['shared_wavefronts'])} wavefronts, {conflicts}"
+                lost = count(facts["shared_conflicts"]) if facts["shared_conflicts"] else "none"
+                rows["accesses"] += f"; shared memory: {count(facts['shared_wavefronts'])} wavefronts"
+                rows["accesses"] += f", {lost} of them by bank conflicts"
     else:
         rows["runs"] = facts["name"]
     for name, text in rows.items():

@@ -84,8 +84,8 @@ def _require_local(name: str, transformers: Any) -> None:
     except Exception as e:
         reason = str(e).splitlines()[0] if str(e) else type(e).__name__
         raise UserError(
-            f"{name} cannot be fetched ({reason}). Give a folder with config.json and *.safetensors, or use --random-weights with one "
-            f"of the bundled models: {', '.join(ALIASES)}"
+            f"{name} cannot be fetched ({reason}). Give a folder with config.json and *.safetensors, "
+            f"or use --random-weights with one of the bundled models: {', '.join(ALIASES)}"
         ) from None
 
 

@@ -29,8 +29,10 @@ from terrazzo.options import Options
 from terrazzo.run.cache import Cache, digest
 
 # No flag here lets the compiler reassociate or drop an infinity or a NaN: results must not depend on it.
-_COMMON = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC",
-           *(f"-fno-builtin-{f}" for f in ("atan", "atanf", "atanh", "atanhf")))  # GCC makes 1 of sin(atan(NaN))  # fmt: skip
+_COMMON = (
+    "-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC",
+    *(f"-fno-builtin-{f}" for f in ("atan", "atanf", "atanh", "atanhf")),  # GCC makes 1 of sin(atan(NaN))
+)  # fmt: skip
 
 # From best to plainest: (flags, libraries). -lmvec holds the vector forms of exp, sin … of glibc on x86-64; without an
 # OpenMP runtime (the ziglang wheel has none) the simd pragmas still count and kernels run on one thread.
@@ -113,8 +115,9 @@ def compile_all(sources: Sequence[str], options: Options, cache: Cache) -> list[
     compiler = find_compiler(options.compiler, cache)
     if compiler is None:
         raise Limitation(
-            "no C++ compiler was found (looked for c++, g++, clang++ and the Python package ziglang), so the interpreter "
-            "runs instead, which is slow. Install one, for example with `apt install g++` or `pip install ziglang`."
+            "no C++ compiler was found (looked for c++, g++, clang++ and the Python package ziglang), "
+            "so the interpreter runs instead, which is slow. "
+            "Install one, for example with `apt install g++` or `pip install ziglang`."
         )
     keys = [compiler.key(source) for source in sources]
     built = {key: cache.get(key, ".so") for key in dict.fromkeys(keys)}

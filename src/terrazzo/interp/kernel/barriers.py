@@ -109,7 +109,8 @@ class Ring:
         """When the last box set out."""
         self.maker: dict[int, tuple[int, int]] = {}
         self.last: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        """What ended the phase before: arrivals, and boxes that came. Who uses the next must know of them, or it may be this one still."""
+        """What ended the phase before: arrivals, and boxes that came. Who uses the next must know of them, or it may be
+        this one still."""
 
     def make(self, b: int, w: int) -> str:
         """A warp brings the barriers of its block into being; what is wrong with that, if anything."""
