@@ -173,6 +173,13 @@ def r(*shape: int) -> torch.Tensor:
     return torch.randn(*shape)
 
 
+def odd(*shape: int) -> torch.Tensor:
+    """Odd whole numbers of 24 bits. The sum of an odd number of them is odd and wider than that: exact in float64 and
+    wrong in float32, in whatever order it is formed.
+    """
+    return 2.0**24 - torch.randint(1 << 20, shape) * 2.0 - 1
+
+
 def sub_and_norm(x: Any, y: Any) -> Any:
     z = torch.tanh(x) - y
     return torch.softmax(z, -1) * 2
@@ -189,8 +196,8 @@ PLANTS: dict[str, Plant] = {
         "torch_to_tensor:sub", "sub", "mul",
     ),
     "a cast dropped": Plant(
-        result_of(reduction.sum_, summed_as_it_is), lambda x: x.exp().sum(-1, dtype=torch.float64),
-        lambda: (r(4, 900),), "torch_to_tensor:sum_", "sum_1", "sum_1",
+        result_of(reduction.sum_, summed_as_it_is), lambda x: x.neg().sum(-1, dtype=torch.float64),
+        lambda: (odd(4, 901),), "torch_to_tensor:sum_", "sum_1", "sum_1",
     ),
     "a permutation inverted": Plant(
         result_of(view.permute, lambda x: t.permute(x, (2, 0, 1))), lambda x: x.permute(2, 0, 1) + x,
