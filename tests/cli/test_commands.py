@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -201,6 +202,37 @@ def test_doctor(terrazzo: Terrazzo, cache_dir: Path) -> None:
 def test_doctor_says_what_to_do_without_a_compiler(terrazzo: Terrazzo, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("terrazzo.run.compiler._candidates", lambda: iter(()))
     assert re.search(r"^compiler +missing +`apt install g\+\+` or", terrazzo("doctor").stdout, re.MULTILINE)
+    found = {f["name"]: f for f in json.loads(terrazzo("doctor", "--json").stdout)}
+    assert (found["compiler"]["ok"], found["compiler"]["found"]) == (False, "")
+
+
+def test_doctor_finds_only_what_is_there(terrazzo: Terrazzo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found = json.loads(terrazzo("doctor", "--json", code=1).stdout)
+    assert {"torch", "transformers", "compiler", "driver"} <= {f["name"] for f in found if not f["ok"]}
+    assert all(bool(f["found"]) == f["ok"] and bool(f["advice"]) != f["ok"] for f in found)
+
+
+@pytest.mark.parametrize("kind", ["shared", "file", "read-only"])
+def test_doctor_and_run_agree_on_the_cache(
+    kind: str, terrazzo: Terrazzo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "cache"
+    monkeypatch.setenv("TERRAZZO_CACHE_DIR", str(place))
+    if kind == "file":
+        place.write_text("")
+    else:
+        place.mkdir()
+        place.chmod(0o777 if kind == "shared" else 0o500)
+    may = os.access  # which lets root write anywhere
+    monkeypatch.setattr("os.access", lambda path, mode: (kind != "read-only" or path != place) and may(path, mode))
+    lines = {line.split()[0]: line for line in terrazzo("doctor").stdout.splitlines()}
+    assert lines["compiler"].split()[1] == "ok"
+    why = {"shared": "other users can write in the cache", "file": "is no directory", "read-only": "cannot be written"}
+    assert lines["cache"].split()[1] == "missing" and why[kind] in lines["cache"]
+    if kind == "shared":
+        assert lines["cache"].split(None, 2)[2] in terrazzo("run", "-c", "torch.relu(torch.randn(3))", code=2).stderr
 
 
 def test_cache_is_counted_and_cleared(terrazzo: Terrazzo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
