@@ -127,6 +127,38 @@ def test_explain_gives_a_reason_for_each_boundary(terrazzo: Terrazzo) -> None:
     assert re.search(r"^2 kernels, 0 calls of PyTorch; 12\.1 MB moved", out, re.MULTILINE)
 
 
+LAYERS = """
+from torch.nn import GELU, Linear, RMSNorm, Sequential
+Sequential(*(Sequential(RMSNorm(96), Linear(96, 200), GELU(), Linear(200, 96)) for _ in range(6)))(torch.randn(8, 96))
+"""
+
+
+@pytest.mark.parametrize("target", ["cpu", "sm_80"])
+def test_explain_tells_equal_layers_once(target: str, terrazzo: Terrazzo) -> None:
+    facts = json.loads(terrazzo("explain", "-c", LAYERS, "--target", target, "--json").stdout)
+    out = terrazzo("explain", "-c", LAYERS, "--target", target).stdout
+    heads = [int(n) for n in re.findall(r"^=== (\d+): ", out, re.MULTILINE)]
+    groups = {n: [k for k, f in enumerate(facts) if f["alike"] == n] for n in heads}
+    assert sorted(n for group in groups.values() for n in group) == list(range(len(facts)))
+    assert any(len(group) >= 5 for group in groups.values()) and len(facts) >= 2.5 * len(heads)
+    for group in groups.values():
+        assert all(facts[n][k] == facts[group[0]][k] for n in group for k in ("bytes", "operations", "work"))
+    costs = [sum(facts[n]["price_ns"] for n in groups[head]) for head in heads]
+    assert costs == sorted(costs, reverse=True)
+    largest = max(groups.values(), key=len)
+    assert f"{len(largest)} of them, " in out and f" together: also {', '.join(map(str, largest[1:]))}\n" in out
+    totals = re.findall(r"^(products|reductions|pointwise) +(\d+) kernels? .* (\d+)%$", out, re.MULTILINE)
+    assert sum(int(n) for _, n, _ in totals) == len(facts) and 99 <= sum(int(p) for *_, p in totals) <= 101
+
+
+def test_explain_does_not_take_different_kernels_for_equal(terrazzo: Terrazzo) -> None:
+    """The same shapes and the same work, but other functions or another order of the operands."""
+    code = "x, y = torch.randn(64, 64), torch.randn(64, 64)\n(x.sum(0) - 1, y.sum(1) - 1, x.amax(0) - 1, x.sum(1) - 2)"
+    facts = json.loads(terrazzo("explain", "-c", code, "--no-fuse", "--target", "cpu", "--json").stdout)
+    reductions = [f["alike"] for f in facts if f["work"] == "reductions"]
+    assert len(reductions) == 4 and len(set(reductions)) == 3
+
+
 def test_explain_names_what_pytorch_runs(terrazzo: Terrazzo) -> None:
     facts = json.loads(
         terrazzo("explain", "-c", "torch.sort(torch.randn(4,4))[0]+1", "--allow-fallback", "--json").stdout
