@@ -86,8 +86,8 @@ def programs() -> list[Any]:
 
 
 def r(*shape: int) -> torch.Tensor:
-    """Normal numbers, the same bits on every machine: `torch.randn` computes them with the vectors of the processor, and
-    how far a simulated sum is from float64 would depend on that.
+    """Normal numbers, the same bits on every machine. Those of `torch.randn` differ with the width of a processor's
+    vectors, and how far a simulated sum is from float64 would depend on that.
     """
     seed = int(torch.randint(1 << 31, ()))
     return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
