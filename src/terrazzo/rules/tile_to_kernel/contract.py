@@ -104,8 +104,7 @@ class Contractor:
         found = [f for f in self.factors(axis) if f.level not in ("time", "grid", "block")]
         if any(f.level not in ("reg", "inst.k") for f in found):
             raise Limitation(
-                f"{axis_name(axis)} = {' * '.join(map(str, found))}: "
-                "only registers and inst.k divide a step of a contraction yet"
+                f"{axis_name(axis)} = {' * '.join(map(str, found))}: only registers and inst.k divide a step of a contraction yet"
             )
         return found
 
@@ -113,8 +112,7 @@ class Contractor:
         digits = self.bindings.digits(axis_name(axis), self.site, axis.extent)
         if any(d.level == "time" for d in digits):
             raise Limitation(
-                f"{axis_name(axis)}: only the grid walks the tiles of a contraction yet, "
-                "and there is no time inside one"
+                f"{axis_name(axis)}: only the grid walks the tiles of a contraction yet, and there is no time inside one"
             )
         inside = tuple(d for d in digits if d.level != "grid")
         base = value([d for d in digits if d.level == "grid"])
@@ -136,8 +134,7 @@ class Contractor:
         kinds = {s.by for s in slabs.values()}
         if "tma" in kinds and self.w.depth:
             raise Limitation(
-                f"{self.w.kernel.name}: a ring of boxes inside a loop: "
-                "its phases do not go on from one tile to the next yet"
+                f"{self.w.kernel.name}: a ring of boxes inside a loop: its phases do not go on from one tile to the next yet"
             )
         if kinds == {"tma"} and self.steps.ring > 1:
             self.ring_of_boxes(list(slabs.values()), lambda slot: self.step(slabs, slot))

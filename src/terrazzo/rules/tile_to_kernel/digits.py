@@ -23,8 +23,7 @@ from terrazzo.ir.schedule import Binding, Factor, Like, Schedule, Site, Word
 from terrazzo.ir.types import DType
 
 LOOPED = ("time", "reg", "frag")
-"""The levels whose digit is a loop's variable. "frag" is the part of an instruction's axis that lies in a lane's own
-registers."""
+"""The levels whose digit is a loop's variable. "frag" is the part of an instruction's axis that lies in a lane's own registers."""
 
 WIDEST = 16
 """Bytes one access of a thread moves at most."""
@@ -146,8 +145,7 @@ class Bindings:
     def _fragment(self, layout: Layout, coordinate: str, stride: int) -> list[Digit]:
         return [
             Digit("lane" if part == "lane" else "frag", size,
-                  LANE // (1 << first) % size if part == "lane" else self.loop_variable("e", size),
-                  stride << bit, 1 << first, first)
+                  LANE // (1 << first) % size if part == "lane" else self.loop_variable("e", size), stride << bit, 1 << first, first)
             for part, first, bit, size in runs(layout, coordinate)
         ]  # fmt: skip
 

@@ -96,8 +96,7 @@ def lower(kernel: l.Kernel, schedule: Schedule, gpu: Gpu) -> k.Kernel:
         a for a, b in schedule.axes for f in factors(b) if a not in free and f.level == "grid" and f.size > 1
     ]:
         raise Limitation(
-            f"{kernel.name}: blocks share the reduction over {shared[0]} in two kernels only, "
-            "each with a schedule of its own"
+            f"{kernel.name}: blocks share the reduction over {shared[0]} in two kernels only, each with a schedule of its own"
         )
     bindings = Bindings(schedule)
     walker = Walker(kernel, bindings)
@@ -132,8 +131,7 @@ def _instructions(schedule: Schedule, gpu: Gpu) -> None:
                 raise UserError(f"{schedule.kernel}: {name} is brought in by {by!r}; known: {', '.join(SINCE)}")
             if gpu.number < SINCE[by]:
                 raise UserError(
-                    f"{schedule.kernel}: {name} is brought in by {by}, which needs sm_{SINCE[by]}, "
-                    f"and the target is {gpu.arch}"
+                    f"{schedule.kernel}: {name} is brought in by {by}, which needs sm_{SINCE[by]}, and the target is {gpu.arch}"
                 )
 
 

@@ -179,11 +179,10 @@ class Slabs:
             if (
                 mine
                 and mine[0].axis.extent % mine[0].size
-                and not (e is mine[0].axis and mine[0].axis.extent == extent)  # type: ignore[union-attr]
-            ):
+                and not (e is mine[0].axis and mine[0].axis.extent == extent)
+            ):  # type: ignore[union-attr]
                 raise Limitation(
-                    f"{name}: what lies beyond {axis_name(mine[0].axis)} is not beyond the tensor, "
-                    "and TMA would read it"
+                    f"{name}: what lies beyond {axis_name(mine[0].axis)} is not beyond the tensor, and TMA would read it"
                 )
         if order != list(slab.axes):
             raise Limitation(f"{name}: the slab's dimensions are not in the order of the tensor's, which TMA keeps")

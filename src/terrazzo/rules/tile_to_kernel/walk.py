@@ -225,8 +225,7 @@ class Walker:
         if self.parts(inside, s.body):
             if s.kind == "reduce":
                 raise Limitation(
-                    f"{self.kernel.name}: threads not all inside {axis_name(s.axes[0])} "
-                    "meet in a reduction of its steps"
+                    f"{self.kernel.name}: threads not all inside {axis_name(s.axes[0])} meet in a reduction of its steps"
                 )
             inside, inner.pending = [], tuple(inside)
         looped = [d for ds in digits for d in ds if d.level in LOOPED]
