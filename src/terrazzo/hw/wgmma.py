@@ -109,8 +109,7 @@ def _coordinates(fragment: Fragment) -> dict[str, Any]:
     return fragment.layout.coordinates(reg=reg, lane=thread % 32, warp=thread // 32)
 
 
-DESCRIPTOR = """// A K-major slab in shared memory under a swizzle of `span` bytes. The next 32 bytes of k are 2 more in
-// the low word.
+DESCRIPTOR = """// A K-major slab in shared memory under a swizzle of `span` bytes; 2 more in the low word is the next 32 bytes of k.
 template <int span> __device__ __forceinline__ unsigned long long slab_descriptor(unsigned address) {
   constexpr unsigned long long mode = span == 128 ? 1 : span == 64 ? 2 : 3;
   return (address & 0x3ffffu) >> 4 | 1ull << 16 | (8ull * span >> 4) << 32 | mode << 62;

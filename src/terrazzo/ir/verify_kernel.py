@@ -35,10 +35,7 @@ def problem(kernel: k.Kernel) -> str:
             if isinstance(place, k.Registers) and any(
                 getattr(x, "name", "") in k.THREADS for x in topological(list(_flat(index)))
             ):
-                return (
-                    f"{type(s).__name__} indexes the registers {place.name} by the number of a thread, "
-                    "which they cannot be"
-                )
+                return f"{type(s).__name__} indexes the registers {place.name} by the number of a thread, which they cannot be"
         target = (
             s.target
             if isinstance(s, k.Move | k.TensorStore)
@@ -61,10 +58,7 @@ def _registers(kernel: k.Kernel, roles: list[k.Role]) -> str:
         if role.registers and any(
             other is not role and {*mine} & {*range(other.first, other.first + other.count)} for other in roles
         ):
-            return (
-                f"warps {mine.start} to {mine.stop - 1} are a role of {role.registers} registers, "
-                "and some have another role"
-            )
+            return f"warps {mine.start} to {mine.stop - 1} are a role of {role.registers} registers, and some have another role"
         taken.update(dict.fromkeys(mine, role.registers or first))
         if role.registers and declared(role.body) > role.registers:
             return f"a role of {role.registers} registers declares {declared(role.body)}"
