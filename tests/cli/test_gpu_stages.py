@@ -103,9 +103,9 @@ def test_a_summary_has_the_passes_and_the_text(terrazzo: Terrazzo) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_running_needs_a_gpu(terrazzo: Terrazzo) -> None:
     told = terrazzo("run", "-c", SOFTMAX, *GPU, code=2).stderr
-    assert (
-        told
-        == "error: the target sm_90a needs a GPU to run, and PyTorch sees none; `terrazzo compile --target sm_90a` needs none\n"
+    assert told == (
+        "error: the target sm_90a needs a GPU to run, and PyTorch sees none; "
+        "`terrazzo compile --target sm_90a` needs none\n"
     )
 
 

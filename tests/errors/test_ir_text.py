@@ -14,7 +14,13 @@ import pytest
 from terrazzo.errors import UserError
 from terrazzo.ir.text import parse
 
-LOOP = '@loop\ndef f(x: f32[4]):\n    with kernel("y", y=f32[4]):\n        for a0 in free(4):\n            {}\n    return (y,)\n'
+LOOP = """@loop
+def f(x: f32[4]):
+    with kernel("y", y=f32[4]):
+        for a0 in free(4):
+            {}
+    return (y,)
+"""
 TENSOR = "@tensor\ndef f(x: f32[4]):\n    {}\n    return (y,)\n"
 CALL = '@loop\ndef f(x: f32[4]):\n    {}, = call("aten.relu.default", x, _types=(f32[4],))\n    return (y,)\n'
 NOT_PLAIN = ("i0=3", "i0, /", "i0, *i1", "i0, *, i1", "i0, *, i1=3", "i0, **i1")

@@ -10,7 +10,13 @@ import pytest
 from tests.cli.conftest import Terrazzo
 
 RELU = "torch.relu(torch.randn(2, 2))"
-KERNEL = '@loop\ndef f(x: f32[4]):\n    with kernel("y", y=f32[4]):\n        for a0 in free(4):\n            {}\n    return (y,)\n'
+KERNEL = """@loop
+def f(x: f32[4]):
+    with kernel("y", y=f32[4]):
+        for a0 in free(4):
+            {}
+    return (y,)
+"""
 
 
 @pytest.mark.parametrize(
@@ -59,6 +65,15 @@ KERNEL = '@loop\ndef f(x: f32[4]):\n    with kernel("y", y=f32[4]):\n        for
             "there is no pass 'fues'; did you mean 'fuse'? The known ones are torch_to_tensor,",
         ),
         (["bench", "cpu", "--json", "x.json"], "--json FILE takes the record of one suite: name it with --suite\n"),
+        (["bench", "cpu", "--seconds", "0"], "--seconds 0: it must be a number above 0\n"),
+        (["bench", "cpu", "--seconds", "-1"], "--seconds -1: it must be a number above 0\n"),
+        (["bench", "cpu", "--seconds", "nan"], "--seconds nan: it must be a number above 0\n"),
+        (["bench", "cpu", "--threads", "0"], "option threads: 0 is not a number of threads; it must be at least 1\n"),
+        (["run", "-c", RELU, "--compiler", "g++ 'x"], 'option compiler: "g++ \'x" cannot be read as a command: No'),
+        (
+            ["compile", "-c", RELU, "--target", "sm_90a", "--ir", "cpp"],
+            "--ir cpp: C++ is what kernels become for a processor, and the target is sm_90a; write --ir cuda, or",
+        ),
     ],
 )
 def test_user_errors(terrazzo: Terrazzo, words: list[str], message: str) -> None:

@@ -350,7 +350,13 @@ def test_schedules_that_are_right(subject: str, lines: str) -> None:
 
 
 def test_a_kernel_stores_something() -> None:
-    text = "@loop\ndef f(x: f32[4]):\n    with kernel('k', y=f32[4]):\n        for a0 in free(4):\n            in0 = x[a0]\n    return (x,)\n"
+    text = """@loop
+def f(x: f32[4]):
+    with kernel('k', y=f32[4]):
+        for a0 in free(4):
+            in0 = x[a0]
+    return (x,)
+"""
     with pytest.raises(UserError, match="the kernel k stores nothing"):
         parse(text)
 

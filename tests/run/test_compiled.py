@@ -107,7 +107,8 @@ def test_after_a_call_that_failed_the_next_is_right(cache: Path) -> None:
 SECOND = """
 import sys, torch, terrazzo
 x = torch.arange(12.0).reshape(3, 4)
-run = terrazzo.compile(lambda x: (torch.softmax(x, -1), x.sum(0)), x, options={"cache_dir": sys.argv[1], "compiler": sys.argv[2]})
+options = {"cache_dir": sys.argv[1], "compiler": sys.argv[2]}
+run = terrazzo.compile(lambda x: (torch.softmax(x, -1), x.sum(0)), x, options=options)
 print([r.tolist() for r in run(x)], bool(run.compiled.sources))
 """
 

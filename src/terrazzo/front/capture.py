@@ -69,7 +69,8 @@ def capture(
         if any(not isinstance(x, torch.Tensor) for x in leaves):
             kinds = sorted({type(x).__name__ for x in leaves if not isinstance(x, torch.Tensor)})
             raise UserError(
-                f"the results must be tensors; found {', '.join(kinds)}. Wrap the call in a function that returns tensors"
+                f"the results must be tensors; found {', '.join(kinds)}. "
+                "Wrap the call in a function that returns tensors"
             )
         results.append(tree)
         return leaves

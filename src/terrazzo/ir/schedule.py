@@ -201,7 +201,8 @@ class Schedule:
             for axis, binding in site.axes:
                 if grid := [f for f in _factors(binding) if f.level == "grid"]:
                     raise UserError(
-                        f"{site.names[0]}: {axis} = {_text(binding)}: {grid[0]} is for the kernel to bind, not for a site"
+                        f"{site.names[0]}: {axis} = {_text(binding)}: {grid[0]} is for the kernel to bind, "
+                        "not for a site"
                     )
                 block = [f.size for f in _factors(_of(self.axes, axis)) if f.level == "block"]
                 if block and not isinstance(binding, Like) and math.prod(f.size for f in binding) != block[0]:

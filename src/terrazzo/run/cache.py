@@ -103,6 +103,10 @@ class Cache:
             self._written(len(data))
         return path
 
+    def refuse_shared(self) -> None:
+        """Raise a UserError unless only this user (or root) can put files into the directory."""
+        _refuse_shared(self.directory)
+
     def status(self) -> Status:
         """How many entries there are and how large they are together."""
         entries = list(self._all_entries())

@@ -47,7 +47,8 @@ def architecture(index: int = 0) -> str:
     if found := next((n for n in names if n in GPUS), None):
         return found
     raise Limitation(
-        f"{torch.cuda.get_device_name(index)} is sm_{major}{minor}, and there is no record of it; there are {', '.join(GPUS)}"
+        f"{torch.cuda.get_device_name(index)} is sm_{major}{minor}, and there is no record of it; "
+        f"there are {', '.join(GPUS)}"
     )
 
 
@@ -64,7 +65,8 @@ class Cuda:
 
         if not torch.cuda.is_available():
             raise UserError(
-                f"the target {arch} needs a GPU to run, and PyTorch sees none; `terrazzo compile --target {arch}` needs none"
+                f"the target {arch} needs a GPU to run, and PyTorch sees none; "
+                f"`terrazzo compile --target {arch}` needs none"
             )
         from cuda.bindings import driver
 
@@ -204,8 +206,9 @@ class Launch:
         (status,) = self.launch(self.function, self.blocks, 1, 1, self.threads, 1, 1, self.shared, stream, self.at, 0)
         if status != self.success:
             raise UserError(
-                f"kernel {self.step.label} ({self.step.source}) failed to launch: {status.name}; {self.blocks} blocks of {self.threads} "
-                f"threads with {self.shared} bytes of shared memory. An earlier kernel may be at fault: set CUDA_LAUNCH_BLOCKING=1."
+                f"kernel {self.step.label} ({self.step.source}) failed to launch: {status.name}; "
+                f"{self.blocks} blocks of {self.threads} threads with {self.shared} bytes of shared memory. "
+                "An earlier kernel may be at fault: set CUDA_LAUNCH_BLOCKING=1."
             )
 
 

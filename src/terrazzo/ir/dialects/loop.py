@@ -162,7 +162,8 @@ class Store(Node, dialect="loop", op="store"):
     def check(self) -> None:
         if len(self.index) != self.buffer.type.rank or _dtype(self.value) is not self.buffer.type.dtype:
             raise UserError(
-                f"store: a {_dtype(self.value)} at {len(self.index)} indices into {self.buffer.name}: {self.buffer.type}"
+                f"store: a {_dtype(self.value)} at {len(self.index)} indices into "
+                f"{self.buffer.name}: {self.buffer.type}"
             )
 
 

@@ -190,7 +190,8 @@ def _cast(to: DType) -> Scalar:
 
 
 CASTS = {t: _cast(t) for t in DTYPES.values() if t.kind != "complex"}
-"""The conversion to each type, called by the type's name, as PyTorch converts (to float: nearest even; to bool: != 0)."""
+"""The conversion to each type, called by the type's name, as PyTorch converts (to float: nearest even; to bool:
+!= 0)."""
 
 BY_NAME: dict[str, Scalar] = {**SCALARS, **{c.name: c for c in CASTS.values()}}
 

@@ -35,7 +35,8 @@ from terrazzo.targets.terms import Scope, c_type, component, expression, identif
 PARALLEL = 20_000
 """Points of a loop nest from which on a second thread pays."""
 CHUNKS = 64
-"""Pieces a reduction without enough loops around it is cut into: fixed, so that the result does not depend on the threads."""
+"""Pieces a reduction without enough loops around it is cut into: fixed, so that the result does not depend on the
+threads."""
 
 TILE = 32
 """Side of the squares in which two loops are walked when memory is read across the inner one."""
@@ -211,9 +212,8 @@ class _Writer:
             scope.names[s.axes[0]] = name = scope.fresh("i")
             extent = s.axes[0].extent
             lines.append(f"for (int64_t {block} = 0; {block} < {extent}; {block} += {TILE})")
-            heads.append(
-                f"for (int64_t {name} = {block}; {name} < std::min<int64_t>({block} + {TILE}, {extent}); {name}++) {{  // free"
-            )
+            end = f"std::min<int64_t>({block} + {TILE}, {extent})"
+            heads.append(f"for (int64_t {name} = {block}; {name} < {end}; {name}++) {{  // free")
         lines[-1] += " {"
         lines += [f"  {heads[0]}", "    #pragma omp simd", f"    {heads[1]}"]
         return [*lines, *("      " + x for x in self.body(leaf, scope)), "    }", "  }", "}"]
@@ -230,7 +230,8 @@ class _Writer:
         inner.names[axis], step, start = inner.fresh("i"), inner.fresh("columns"), inner.fresh("b")
         outer, self.parallel = self.parallel, True
         lines = [
-            f"const auto {step} = [&](int64_t {start}, int64_t lanes) __attribute__((always_inline)) {{  // free, side by side"
+            f"const auto {step} = [&](int64_t {start}, int64_t lanes) __attribute__((always_inline)) "
+            "{  // free, side by side"
         ]
         head = [
             "#pragma omp simd",
@@ -312,7 +313,8 @@ class _Writer:
         inner.names[last], block, step = inner.fresh("i"), inner.fresh("b"), inner.fresh("step")
         body = [f"const int64_t {inner.names[last]} = {block} + l;", *self.body(s, inner)]
         text = [
-            f"const auto {step} = [&](int64_t {block}, int64_t lanes) __attribute__((always_inline)) {{  // reduce, {lanes} at a time",
+            f"const auto {step} = [&](int64_t {block}, int64_t lanes) __attribute__((always_inline)) "
+            f"{{  // reduce, {lanes} at a time",
             "  #pragma omp simd",
             "  for (int64_t l = 0; l < lanes; l++) {",
             *("    " + x for x in body),

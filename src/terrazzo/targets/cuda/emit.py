@@ -214,26 +214,22 @@ class _Writer:
                     else f"barrier_arrive_at({at}, {index(s.rank, self.scope)});"
                 ]
             case k.WaitBarrier():
-                return [
-                    f"barrier_wait(shared_address({self.address(s.barriers, (s.slot,))}), {index(s.phase, self.scope)});"
-                ]
+                place = f"shared_address({self.address(s.barriers, (s.slot,))})"
+                return [f"barrier_wait({place}, {index(s.phase, self.scope)});"]
             case k.TensorLoad():
                 at = ", ".join(index(e, self.scope) for e in reversed(s.at))
                 place = f"shared_address({self.address(s.barriers, (s.slot,))})"
                 function, ranks = ("tma_load_to", f" {s.ranks},") if s.ranks else ("tma_load", "")
-                return [
-                    f"{function}_{len(s.at)}d({self.slab(s.target, s.to)}, &{self.maps[k.map_of(s)]}, {place},{ranks} {at});"
-                ]
+                slab, box = self.slab(s.target, s.to), f"&{self.maps[k.map_of(s)]}"
+                return [f"{function}_{len(s.at)}d({slab}, {box}, {place},{ranks} {at});"]
             case k.TensorStore():
                 at = ", ".join(index(e, self.scope) for e in reversed(s.to))
-                return [
-                    f"tma_{s.reduction or 'store'}_{len(s.to)}d(&{self.maps[k.map_of(s)]}, {self.slab(s.source, s.at)}, {at});"
-                ]
+                slab, box = self.slab(s.source, s.at), f"&{self.maps[k.map_of(s)]}"
+                return [f"tma_{s.reduction or 'store'}_{len(s.to)}d({box}, {slab}, {at});"]
             case k.LoadMatrix():
                 move = ldmatrix.move(s.instruction)
-                return [
-                    f"{move.function}({self.group(s.target, s.to, move.count)}, shared_address({self.address(s.source, s.at)}));"
-                ]
+                place = f"shared_address({self.address(s.source, s.at)})"
+                return [f"{move.function}({self.group(s.target, s.to, move.count)}, {place});"]
             case k.StoreMatrix():
                 move = ldmatrix.move(s.instruction)
                 held = self.packed(s.source, s.at, move.count)
