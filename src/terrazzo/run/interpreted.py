@@ -5,7 +5,7 @@ asked for.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from terrazzo.errors import UserError
@@ -31,6 +31,10 @@ class Interpreted:
     def __post_init__(self) -> None:
         self.expected = [Expected(slot_of(b)) for b in self.program.inputs if b.name not in self.bound]
         self.kernels: list[tuple[str, str]] = []
+
+    def rebound(self, bound: Mapping[str, Any]) -> Interpreted:
+        """The program with other weights."""
+        return replace(self, bound={k: v.detach() for k, v in bound.items()})
 
     @property
     def fallbacks(self) -> list[Fallback]:
