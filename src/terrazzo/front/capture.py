@@ -45,6 +45,14 @@ class Captured:
     results: Results | None
     structure: Any
 
+    def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The tensors of a call, by the names of `inputs`."""
+        import torch
+        from torch.utils import _pytree as pytree
+
+        tensors = [x for x in pytree.tree_leaves((tuple(args), dict(kwargs))) if isinstance(x, torch.Tensor)]
+        return dict(zip(self.inputs, (*self.state, *tensors), strict=True))
+
 
 @contextmanager
 def attention_by_definition() -> Iterator[None]:

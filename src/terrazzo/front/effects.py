@@ -12,7 +12,7 @@ from typing import Any
 
 from terrazzo.errors import UserError
 
-_NO_STATE = ("_parameters", "_buffers", "_modules", "training")
+_NO_STATE = ("_parameters", "_buffers", "_modules")
 
 
 def shares_memory(a: Any, b: Any) -> bool:
