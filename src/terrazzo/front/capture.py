@@ -14,9 +14,14 @@ from typing import Any
 
 from terrazzo.errors import Limitation, TerrazzoError, UserError
 from terrazzo.front.decompositions import table
-from terrazzo.front.effects import functional, nothing_else_changes, shares_memory
+from terrazzo.front.effects import (
+    functional,
+    nothing_else_changes,
+    shares_memory,
+    writes_where_elements_share_places_refused,
+)
 from terrazzo.front.fx import from_graph
-from terrazzo.front.results import Results, arrange
+from terrazzo.front.results import Result, Results, arrange, storage, view
 from terrazzo.ir.program import Program
 
 
@@ -86,6 +91,7 @@ def capture(
     flat, arguments = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
     varying = [k for k, v in enumerate(flat) if isinstance(v, torch.Tensor)]
     structure: list[Any] = []
+    known: list[Result | None] = []
 
     def call(tensors: list[Any]) -> list[Any]:
         weights = dict(zip(state, tensors, strict=False))
@@ -102,6 +108,7 @@ def capture(
                 f"the results must be tensors; found {', '.join(kinds)}. Wrap the call in a function that returns tensors"
             )
         structure.append(tree)
+        known[:] = [_known(k, found, tensors) for k in range(len(found))] if views else []
         return found
 
     tensors = [*state.values(), *(flat[k] for k in varying)]
@@ -117,7 +124,7 @@ def capture(
     wanted, new = output.args[0][:count], output.args[0][count:]
     results = None
     if views:
-        wanted, results = arrange(gm, wanted, changed=dict(zip(new, changed, strict=True)))
+        wanted, results = arrange(gm, wanted, known=known)
     output.args = ((*wanted, *new),)
     gm.graph.eliminate_dead_code()
     try:
@@ -143,6 +150,18 @@ def capture(
         results,
         structure[-1],
     )
+
+
+def _known(number: int, results: Sequence[Any], inputs: Sequence[Any]) -> Result | None:
+    """A result of a traced call as an earlier one, as an input, or as a view of one; None where it is none of them."""
+    result = results[number]
+    for k, r in enumerate(results[:number]):
+        if result is r:
+            return Result("result", k)
+    for k, t in enumerate(inputs):
+        if storage(result) == storage(t):
+            return Result("input", k, None if result is t else view(result, t))
+    return None
 
 
 def _refuse_aliases(changed: Sequence[int], tensors: Sequence[Any], labels: Sequence[str]) -> None:
@@ -186,7 +205,8 @@ def trace(fn: Callable[[list[Any]], list[Any]], tensors: Sequence[Any]) -> tuple
     changed: list[int] = []
 
     def functional(*given: Any) -> Any:
-        results = fn(list(given))
+        with writes_where_elements_share_places_refused():
+            results = fn(list(given))
         changed[:] = _changed(given, tensors)
         return [*results, *(given[k] for k in changed)]
 
@@ -220,14 +240,21 @@ def _changed(given: Sequence[Any], tensors: Sequence[Any]) -> list[int]:
     changed = []
     for k, (t, before) in enumerate(zip(given, tensors, strict=True)):
         torch._sync(t)
-        same = t.shape == before.shape and t.stride() == before.stride() and t.storage_offset() == before.storage_offset()
-        if not same or torch._functionalize_was_storage_changed(t.elem):
+        value = torch._from_functional_tensor(t.elem)
+        moved = torch._functionalize_has_metadata_mutation(t.elem) or torch._functionalize_was_storage_changed(t.elem)
+        if moved or t.shape != before.shape or value.shape != before.shape:
             raise UserError(
                 f"the call gives one of its inputs, of shape {list(before.shape)}, another shape or other memory in place "
                 '(t_(), resize_(), .data = ...); return the new tensor instead, or use torch.compile(..., backend="terrazzo")'
             )
-        if torch._functionalize_has_data_mutation(t.elem):
-            changed.append(k)
+        if not torch._functionalize_has_data_mutation(t.elem):
+            continue
+        if value.stride() != before.stride():  # the trace went on with a tensor that has no gaps
+            raise UserError(
+                f"the call changes an input of shape {list(before.shape)} and strides {list(before.stride())} in place, which "
+                'works for one without gaps; give a contiguous one, or use torch.compile(..., backend="terrazzo")'
+            )
+        changed.append(k)
     return changed
 
 

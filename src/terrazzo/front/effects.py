@@ -62,6 +62,35 @@ def _tensors(module: Any) -> dict[str, Any]:
     }
 
 
+def writes_where_elements_share_places_refused() -> Any:
+    """Within this, writing to a tensor that has one element at several places (as after expand) is a UserError:
+    PyTorch makes a functional write of it that is wrong.
+    """
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    def shared(t: Any) -> bool:
+        return isinstance(t, torch.Tensor) and any(n > 1 and s == 0 for n, s in zip(t.shape, t.stride(), strict=True))
+
+    class Watch(TorchDispatchMode):  # type: ignore[misc]
+        """Looks at what ops write to."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            if func._schema.is_mutable:
+                given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+                written = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+                if func.overloadpacket is torch.ops.aten.set_:
+                    raise UserError(f"{func} gives a tensor other memory; use the other tensor instead")
+                if any(shared(given.get(name)) for name in written):
+                    raise UserError(
+                        f"{func} writes to a tensor that has one element at several places, as after expand; clone it first"
+                    )
+            return func(*args, **kwargs)
+
+    return Watch()
+
+
 @contextmanager
 def nothing_else_changes(module: Any, arguments: Any) -> Iterator[None]:
     """UserError where a call within this changes attributes of the module or of an argument, or what lists and

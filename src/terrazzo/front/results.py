@@ -49,7 +49,8 @@ class View:
 class Result:
     """One result: what `of` says, or a view of that.
 
-    `of` is "value" or "input", with its number `k`, or "constant", with the constant itself.
+    `of` is "value", "input" or, for one tensor that is returned twice, "result", with its number `k`; or it is
+    "constant", with the constant itself.
     """
 
     of: str
@@ -67,64 +68,62 @@ class Results:
     def make(self, inputs: Sequence[Any], values: Sequence[Any]) -> list[Any]:
         """The results, from the inputs of the call and the values of the program."""
         values = [laid_out(v, *layout) for v, layout in zip(values, self.layouts, strict=True)]
-        out = []
+        out: list[Any] = []
+        sources = {"value": values, "input": inputs, "result": out}
         for r in self.each:
-            base = values[r.k] if r.of == "value" else inputs[r.k] if r.of == "input" else r.k
+            base = sources[r.of][r.k] if r.of in sources else r.k
             out.append(base if r.view is None else r.view.of(base))
         return out
 
 
 def arrange(
-    graph: Any, wanted: Sequence[Any], *, views: bool = True, changed: Mapping[Any, int] | None = None
+    graph: Any, wanted: Sequence[Any], *, views: bool = True, known: Sequence[Result | None] = ()
 ) -> tuple[list[Any], Results]:
     """The nodes whose values a program must compute for the `wanted` ones of a traced graph, and what becomes of them.
 
-    `changed` gives, for the new value of an input that is changed in place, that input's number. Without `views` every
-    wanted value is computed by itself, where it is no input.
+    `known` says where results come from, as far as that is known already. Without `views` every other wanted value is
+    computed by itself, where it is no input.
     """
     import torch
 
     places = {n: k for k, n in enumerate(n for n in graph.graph.nodes if n.op == "placeholder")}
-    places.update(changed or {})
-    roots, hidden = _roots(graph, changed or {})
-    shared = Counter(_root(w, roots) for w in dict.fromkeys(w for w in wanted if isinstance(w, torch.fx.Node)))
+    roots, hidden = _roots(graph)
     computed: dict[Any, int] = {}
-    each = []
-    for w in wanted:
+    each: list[Result] = []
+    rest = [w for k, w in enumerate(wanted) if not (known and known[k])]
+    shared = Counter(_root(w, roots) for w in dict.fromkeys(rest) if isinstance(w, torch.fx.Node))
+    for k, w in enumerate(wanted):
         root = _root(w, roots) if isinstance(w, torch.fx.Node) else None
-        if root is None:
+        if known and (found := known[k]):
+            each.append(found)
+        elif root is None:
             each.append(Result("constant", w))
         elif w in places:
             each.append(Result("input", places[w]))
+        elif w in wanted[:k]:
+            each.append(Result("result", wanted.index(w)))
         elif views and root in places:
-            each.append(Result("input", places[root], _view(w, root, w not in hidden)))
+            each.append(Result("input", places[root], _between(w, root, hidden)))
         elif views and w is not root and (shared[root] > 1 or root.meta["val"].numel() <= w.meta["val"].numel()):
-            each.append(Result("value", computed.setdefault(root, len(computed)), _view(w, root, w not in hidden)))
+            each.append(Result("value", computed.setdefault(root, len(computed)), _between(w, root, hidden)))
         else:
             each.append(Result("value", computed.setdefault(w, len(computed))))
     layouts = tuple((tuple(n.meta["val"].shape), tuple(n.meta["val"].stride())) for n in computed)
     return list(computed), Results(tuple(each), layouts)
 
 
-def _roots(graph: Any, changed: Mapping[Any, int]) -> tuple[dict[Any, Any], set[Any]]:
-    """For every storage of a graph the node that made it; and the nodes that hide from autograd that they are views.
-
-    The new value of an input lies where the input lies.
-    """
+def _roots(graph: Any) -> tuple[dict[Any, Any], set[Any]]:
+    """For every storage of a graph the node that made it; and the nodes that hide from autograd that they are views."""
     import torch
 
-    roots: dict[Any, Any] = {_storage(n.meta["val"]): n for n in changed}
-    if len(roots) < len(changed):
-        raise Limitation("two inputs are changed in place and share memory afterwards")
+    roots: dict[Any, Any] = {}
     hidden = set()
     for n in graph.graph.nodes:
         if n.op == "get_attr" and "val" not in n.meta:
             n.meta["val"] = _attribute(graph, n.target)
         if not isinstance(n.meta.get("val"), torch.Tensor):
             continue
-        root = roots.setdefault(_storage(n.meta["val"]), n)
-        if root in changed and n.op == "placeholder":
-            raise Limitation("an input that is changed in place and another one share memory afterwards")
+        root = roots.setdefault(storage(n.meta["val"]), n)
         if n.target is torch.ops.aten._unsafe_view.default or any(
             a in hidden and _root(a, roots) is root for a in n.all_input_nodes
         ):
@@ -136,24 +135,27 @@ def _root(node: Any, roots: Mapping[Any, Any]) -> Any:
     import torch
 
     value = node.meta.get("val")
-    return roots.get(_storage(value), node) if isinstance(value, torch.Tensor) else node
+    return roots.get(storage(value), node) if isinstance(value, torch.Tensor) else node
 
 
-def _storage(tensor: Any) -> Any:
+def storage(tensor: Any) -> int:
     """What says whose memory a tensor lies in; a tensor without a storage has memory of its own."""
     import torch
 
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
 
 
-def _view(node: Any, root: Any, tracked: bool) -> View:
-    """How a value looks at the memory of the value that made the memory."""
-    value, base = node.meta["val"], root.meta["val"]
+def _between(node: Any, root: Any, hidden: set[Any]) -> View:
+    return view(node.meta["val"], root.meta["val"], tracked=node not in hidden)
+
+
+def view(value: Any, base: Any, *, tracked: bool = True) -> View:
+    """How a tensor looks at the memory of another; Limitation where that cannot be said."""
     start = value.storage_offset() * value.itemsize - base.storage_offset() * base.itemsize
     end = start + value.itemsize * _span(value.shape, value.stride())
     inside = 0 <= start and end <= base.itemsize * _span(base.shape, base.stride()) or not value.numel()
     if not inside or start % value.itemsize or base.is_conj() or base.is_neg():
-        raise Limitation(f"{node.target}: a result lies in the memory of another in a way that cannot be followed")
+        raise Limitation("a result lies in the memory of another tensor, and not within what the program knows of it")
     return View(
         tuple(value.shape),
         tuple(value.stride()),
