@@ -159,9 +159,19 @@ def _known(number: int, results: Sequence[Any], inputs: Sequence[Any]) -> Result
         if result is r:
             return Result("result", k)
     for k, t in enumerate(inputs):
+        if result is t:
+            return Result("input", k)
         if storage(result) == storage(t):
-            return Result("input", k, None if result is t else view(result, t))
+            return Result("input", k, view(_value(result), _value(t)))
     return None
+
+
+def _value(traced: Any) -> Any:
+    """What a tensor of the trace holds now, after all writes to what it is a view of."""
+    import torch
+
+    torch._sync(traced)
+    return torch._from_functional_tensor(traced.elem)
 
 
 def _refuse_aliases(changed: Sequence[int], tensors: Sequence[Any], labels: Sequence[str]) -> None:
@@ -239,8 +249,7 @@ def _changed(given: Sequence[Any], tensors: Sequence[Any]) -> list[int]:
 
     changed = []
     for k, (t, before) in enumerate(zip(given, tensors, strict=True)):
-        torch._sync(t)
-        value = torch._from_functional_tensor(t.elem)
+        value = _value(t)
         moved = torch._functionalize_has_metadata_mutation(t.elem) or torch._functionalize_was_storage_changed(t.elem)
         if moved or t.shape != before.shape or value.shape != before.shape:
             raise UserError(

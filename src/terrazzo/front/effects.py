@@ -69,6 +69,8 @@ def writes_where_elements_share_places_refused() -> Any:
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
+    aten = torch.ops.aten
+
     def shared(t: Any) -> bool:
         return isinstance(t, torch.Tensor) and any(n > 1 and s == 0 for n, s in zip(t.shape, t.stride(), strict=True))
 
@@ -80,12 +82,14 @@ def writes_where_elements_share_places_refused() -> Any:
             if func._schema.is_mutable:
                 given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
                 written = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
-                if func.overloadpacket is torch.ops.aten.set_:
-                    raise UserError(f"{func} gives a tensor other memory; use the other tensor instead")
+                if func.overloadpacket in (aten.set_, aten.resize_, aten.resize_as_):
+                    raise UserError(f"{func} gives a tensor other memory; use another tensor instead")
                 if any(shared(given.get(name)) for name in written):
                     raise UserError(
                         f"{func} writes to a tensor that has one element at several places, as after expand; clone it first"
                     )
+                if any(a.kwarg_only for a in func._schema.arguments if a.name in written):  # it might be resized
+                    raise UserError(f"{func}: results are not written to `out`; use out.copy_(...)")
             return func(*args, **kwargs)
 
     return Watch()
