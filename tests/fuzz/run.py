@@ -18,7 +18,7 @@ import hypothesis
 from hypothesis import HealthCheck, Phase, Verbosity, given, settings
 from hypothesis import strategies as st
 
-from tests.fuzz import checks
+from tests.fuzz import aliases, checks
 from tests.fuzz.programs import tensor_programs
 from tests.fuzz.schedules import TERMS, schedules, terms
 from tests.fuzz.texts import texts
@@ -41,6 +41,8 @@ KINDS: dict[str, tuple[Any, Callable[..., str]]] = {
     "programs": (_programs(), checks.program),
     "schedules": (_schedules(), checks.schedule),
     "texts": (st.tuples(texts()), checks.text),
+    "aliases": (st.tuples(aliases.cases()), aliases.under_torch_compile),
+    "effects": (st.tuples(aliases.cases(breaks=False, grad=False)), aliases.under_terrazzo_compile),
 }
 
 

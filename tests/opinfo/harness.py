@@ -136,6 +136,7 @@ def _one(op: Any, sample: Any, level: str, verdict: Verdict) -> None:
     except Exception as e:
         verdict.worsen("crash", f"{type(e).__name__}: {str(e)[:300]}")
         return
+    del outcome.results[len(expected) :]  # new values of what the call changes in place
     verdict.fallbacks = sorted({*verdict.fallbacks, *outcome.fallbacks})
     if outcome.fallbacks:
         verdict.worsen("fallback", ", ".join(verdict.fallbacks))

@@ -57,19 +57,24 @@ def _captured(fn: Any, args: Any, kwargs: Mapping[str, Any] | None = None, *, re
     from terrazzo.front.capture import capture
     from terrazzo.interp import torch as interpreter
 
-    if isinstance(fn, torch.nn.Module):
-        fn = fn.eval()
     if (device := _device(request)) != "cpu":
         fn = fn.to(device) if isinstance(fn, torch.nn.Module) else fn
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), (tuple(args), dict(kwargs or {})))
     with working("capturing"), _quiet():
         captured = capture(fn, args, kwargs)
-    tensors = [leaf for leaf in pytree.tree_leaves((tuple(args), dict(kwargs or {}))) if isinstance(leaf, torch.Tensor)]
-    inputs = dict(zip(captured.inputs, tensors, strict=True))
+    inputs = captured.given(args, kwargs or {})
+    changed = [list(inputs.values())[k] for k in captured.changed]
 
     def eager() -> list[Any]:
+        """The results, and the new values of what the call changes, which is put back."""
+        before = [t.clone() for t in changed]
         with torch.no_grad():
-            return list(pytree.tree_leaves(fn(*args, **(kwargs or {}))))
+            results = list(pytree.tree_leaves(fn(*args, **(kwargs or {}))))
+            if changed:
+                results = [t.clone() for t in (*results, *changed)]
+            for t, value in zip(changed, before, strict=True):
+                t.copy_(value)
+        return results
 
     def exact() -> list[Any]:
         return interpreter.run(captured.program, {**captured.bound, **inputs}, precise=True)

@@ -57,6 +57,10 @@ class Compiled:
         self.varying = [k for k in self.plan.inputs if k not in self.bound]
         self.expected = [Expected(self.plan.slots[k], self.machine.device) for k in self.varying]
 
+    def rebound(self, bound: Mapping[str, Any]) -> Compiled:
+        """The program with other weights; machine code and log are shared."""
+        return replace(self, bound=_weights(self.plan, self.machine, bound), frames={})
+
     @property
     def fallbacks(self) -> list[Fallback]:
         """The ops PyTorch runs, each once."""
@@ -246,6 +250,17 @@ def _build(
 def _bind(
     plan: Plan, paths: dict[str, Path], machine: Cpu | Cuda, bound: Mapping[str, Any], options: Options
 ) -> Compiled:
+    weights = _weights(plan, machine, bound)
+    for step in plan.steps:
+        if not step.key:
+            _report(step.name, step.source)
+    return Compiled(
+        plan, machine, machine.load(plan.steps, paths), weights, options.graph and all(s.key for s in plan.steps)
+    )
+
+
+def _weights(plan: Plan, machine: Cpu | Cuda, bound: Mapping[str, Any]) -> dict[int, Any]:
+    """The bound tensors by their slots."""
     names = {plan.slots[k].name: k for k in plan.inputs}
     weights: dict[int, Any] = {}
     for name, tensor in bound.items():
@@ -254,12 +269,7 @@ def _bind(
         weights[names[name]] = Expected(plan.slots[names[name]], machine.device).check(
             tensor.detach().to(machine.device)
         )
-    for step in plan.steps:
-        if not step.key:
-            _report(step.name, step.source)
-    return Compiled(
-        plan, machine, machine.load(plan.steps, paths), weights, options.graph and all(s.key for s in plan.steps)
-    )
+    return weights
 
 
 def _lowering(program: Any, options: Options, lost: Callable[[Any], str] | None = None) -> Lowering:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from terrazzo.errors import UserError
+from terrazzo.errors import DivisionByZero, IndexOutOfRange
 from terrazzo.ir.dialects import loop as l
 from terrazzo.options import Options
 from terrazzo.run.cache import Cache
@@ -92,8 +92,11 @@ class Cpu:
         """What runs a step, given the array that will hold its addresses."""
 
         def run(_: int) -> None:
-            if function(addresses, self.threads):
-                raise UserError(f"kernel {step.label} ({step.source}): an index is out of range for its dimension")
+            problems = function(addresses, self.threads)
+            if problems & 1:
+                raise IndexOutOfRange(f"kernel {step.label} ({step.source}): an index is out of range for its dimension")
+            if problems:
+                raise DivisionByZero(f"kernel {step.label} ({step.source}): a whole number is divided by zero")
 
         return run
 

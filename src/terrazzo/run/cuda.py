@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from terrazzo.errors import CompilerBug, Limitation, UserError
+from terrazzo.errors import CompilerBug, IndexOutOfRange, Limitation, UserError
 from terrazzo.hw.gpu import GPUS
 from terrazzo.hw.tma import TensorMap
 from terrazzo.ir.dialects import kernel as k
@@ -164,7 +164,7 @@ class Cuda:
         if self.flags is not None and (found := self.flags.nonzero()).numel():
             step = self.steps[int(found[0])]
             self.flags.zero_()
-            raise UserError(
+            raise IndexOutOfRange(
                 f"kernel {step.label} ({step.source}), in an earlier call: an index is out of range for its dimension"
             )
 

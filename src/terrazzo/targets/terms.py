@@ -24,14 +24,18 @@ def c_type(dtype: DType) -> str:
 
 @dataclass
 class Scope:
-    """What terms and variables are called where code is being written. Inner scopes see outer names."""
+    """What terms and variables are called where code is being written. Inner scopes see outer names.
+
+    `notes_zero` says whether the code notes divisions of whole numbers by zero.
+    """
 
     names: dict[Node, str] = field(default_factory=dict)
     buffers: dict[l.Buffer, str] = field(default_factory=dict)
     counter: list[int] = field(default_factory=lambda: [0])
+    notes_zero: bool = False
 
     def inner(self) -> Scope:
-        return Scope(dict(self.names), self.buffers, self.counter)
+        return Scope(dict(self.names), self.buffers, self.counter, self.notes_zero)
 
     def fresh(self, prefix: str) -> str:
         self.counter[0] += 1
@@ -154,6 +158,8 @@ def apply(x: l.Apply, scope: Scope) -> str:
     first = x.args[0].dtype  # type: ignore[attr-defined]
     if first.is_integer and x.fn.name in _WRAPPING:
         return f"tz_{x.fn.name}({', '.join(args)})"
+    if scope.notes_zero and l.may_divide_by_zero(x):
+        args[1] = f"tz_divisor({args[1]}, bad)"
     return x.fn.c.format(*args, f="f" if first.name == "f32" else "", t=c_type(first))
 
 

@@ -2,8 +2,8 @@
 
     extern "C" int NAME(void** buffers, int threads)
 
-`buffers` are the data pointers of `kernel.reads`, then of `kernel.writes`. The function returns 0, or 1 if an index
-that came from data was outside its dimension. The text follows the loop nest; products are blocked (see blocked.py).
+`buffers` are the data pointers of `kernel.reads`, then of `kernel.writes`. The function returns 0, or has bit 0 set if
+an index that came from data was outside its dimension, and bit 1 if a whole number was divided by zero. The text follows the loop nest; products are blocked (see blocked.py).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def emit(kernel: l.Kernel) -> tuple[str, str]:
     """(function name, C++ source) of a kernel. Kernels that differ only in the names of buffers have the same
     source.
     """
-    scope = Scope()
+    scope = Scope(notes_zero=True)
     name = "k_" + identifier(kernel.name)
     lines = [f'extern "C" int {name}(void** buffers, int threads) {{', "  int bad = 0;"]
     if kernel.source:
