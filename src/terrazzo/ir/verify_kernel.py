@@ -8,8 +8,9 @@ from typing import Any
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.loop import Buffer
-from terrazzo.ir.expr import IntExpr, Var
+from terrazzo.ir.expr import FloorDiv, IntExpr, Loaded, Mod, Sum, Var
 from terrazzo.ir.node import Node, topological
+from terrazzo.ir.proof import ill
 
 
 def problem(kernel: k.Kernel) -> str:
@@ -100,6 +101,8 @@ def _problem(body: tuple[Node, ...], known: set[Any], variables: set[str]) -> st
             if f not in ("body", "axis", "value" if isinstance(s, k.Let) else "")
         ]
         mine = mine if not isinstance(s, k.Declare) else []
+        if why := ill([x for x in topological(list(_flat(mine))) if isinstance(x, FloorDiv | Mod | Sum | Loaded)]):
+            return f"{type(s).__name__}: {why}"
         for x in topological(list(_flat(mine))):
             if isinstance(x, Buffer | k.Value) and x not in known:
                 return f"{type(s).__name__} uses {x.name}, which does not exist there"
