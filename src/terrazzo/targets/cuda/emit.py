@@ -15,6 +15,7 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr, Loaded, terms_of
 from terrazzo.ir.node import Node, topological
+from terrazzo.targets.names import Names, comment, identifier, words
 from terrazzo.targets.terms import (
     Scope,
     address,
@@ -22,7 +23,6 @@ from terrazzo.targets.terms import (
     element,
     expression,
     guard,
-    identifier,
     index,
     literal,
     offset,
@@ -63,25 +63,21 @@ class _Writer:
         self.int = "int" if largest < 1 << 31 else "i64"
 
     def source(self) -> tuple[str, str]:
-        kernel = self.kernel
+        kernel, instructions = self.kernel, self.instructions()
+        self.names = Names(words(prelude(), *instructions))
         name = "k_" + identifier(kernel.name)
-        taken: set[str] = set()
         params = []
         for b in kernel.params:
-            formal = identifier(b.name) + "_p"
-            while formal in taken:
-                formal += "_"
-            taken.add(formal)
-            self.scope.buffers[b] = formal
+            self.scope.buffers[b] = formal = self.names.formal(b.name)
             params.append(f"{'' if b in kernel.writes else 'const '}{c_type(b.type.dtype)}* __restrict__ {formal}")
         for n, key in enumerate(kernel.maps):
-            self.maps[key] = f"{self.scope.buffers[key[0]].removesuffix('_p')}_map{n}"
+            self.maps[key] = self.names.local(f"{self.scope.buffers[key[0]].removesuffix('_p')}_map{n}")
             params.append(f"const __grid_constant__ TensorMap {self.maps[key]}")
         if gathers(kernel):
             params.append("int* bad")
         used = {x for x in topological(kernel.body) if isinstance(x, Expr)}
-        lines = [f"// {kernel.source}"] if kernel.source else []
-        lines += self.instructions()
+        lines = [comment(kernel.source)] if kernel.source else []
+        lines += instructions
         bounds = f"__launch_bounds__({kernel.threads}, {kernel.resident})"
         bounds = f"__cluster_dims__({kernel.cluster}, 1, 1) {bounds}" if kernel.cluster > 1 else bounds
         lines.append(f'extern "C" __global__ void {bounds} {name}({", ".join(params)}) {{')
@@ -94,10 +90,9 @@ class _Writer:
             if variables or (value == "warp" and self.statements_of(k.Role)):
                 lines.append(f"  const {self.int} {value} = {text};")
         for s, at in kernel.offsets.items():
-            self.scope.buffers[s] = s.name
-            lines.append(
-                f"  {c_type(s.type.dtype)}* const {s.name} = reinterpret_cast<{c_type(s.type.dtype)}*>(shared + {at});"
-            )
+            self.scope.buffers[s] = place = self.names.local(s.name)
+            kind = c_type(s.type.dtype)
+            lines.append(f"  {kind}* const {place} = reinterpret_cast<{kind}*>(shared + {at});")
         lines += self.statements(kernel.body, "  ")
         return name, "\n".join([*lines, "}"]) + "\n"
 
@@ -156,18 +151,18 @@ class _Writer:
         return [line for text in texts for line in text.rstrip().splitlines()]
 
     def statements(self, body: Iterable[Node], indent: str) -> list[str]:
-        lines = [indent + line for s in body for line in self.statement(s)]
-        for s in body:
-            if isinstance(s, k.Declare):
-                del self.scope.buffers[s.place]  # it ends with the braces around it
+        names, buffers = dict(self.scope.names), dict(self.scope.buffers)
+        with self.names.block():
+            lines = [indent + line for s in body for line in self.statement(s)]
+        self.scope.names, self.scope.buffers = names, buffers  # what was declared ends with the braces around it
         return lines
 
     def statement(self, s: Node) -> list[str]:
         match s:
             case k.Let():
                 text = expression(s.term, self.scope) if not isinstance(s.term, k.Value) else self.scope.names[s.term]
-                self.scope.names[s.value] = s.value.name
-                return [f"const {c_type(s.value.type)} {s.value.name} = {text};"]
+                self.scope.names[s.value] = name = self.names.local(s.value.name)
+                return [f"const {c_type(s.value.type)} {name} = {text};"]
             case k.Declare():
                 return self.declare(s)
             case l.Store():
@@ -198,7 +193,7 @@ class _Writer:
                 return [f"{s.kind}_fence();"]
             case k.InitBarriers():
                 n = s.barriers.type.static_shape[0]
-                one = f"barrier_init(shared_address({s.barriers.name} + z), {s.barriers.arrivals});"
+                one = f"barrier_init(shared_address({self.scope.buffers[s.barriers]} + z), {s.barriers.arrivals});"
                 return [f"for (int z = 0; z < {n}; z++) {one}", "barrier_init_fence();"]
             case k.Expect():
                 return [f"barrier_expect(shared_address({self.address(s.barriers, (s.slot,))}), {s.bytes});"]
@@ -255,13 +250,15 @@ class _Writer:
                 registers = [f"  {change}_registers<{s.registers}>();"] if s.registers else []
                 return [f"if (warp >= {s.first} && warp < {last}) {{", *registers, *self.statements(s.body, "  "), "}"]
             case k.For():
-                self.scope.names[s.axis] = i = s.axis.name
                 self.unrolled |= {s.axis} if s.unrolled else set()
+                with self.names.block():
+                    self.scope.names[s.axis] = i = self.names.local(s.axis.name)
+                    body = self.statements(s.body, "  ")
                 head = f"for ({self.int} {i} = 0; {i} < {s.axis.extent}; {i}++) {{"
                 return [
                     "#pragma unroll" if s.unrolled else "#pragma unroll 1",
                     head,
-                    *self.statements(s.body, "  "),
+                    *body,
                     "}",
                 ]
             case k.If():
@@ -282,8 +279,8 @@ class _Writer:
         return f"slab_descriptor<{place.swizzle}>({self.slab(place, at)})"
 
     def declare(self, s: k.Declare) -> list[str]:
-        kind, name = c_type(s.place.type.dtype), s.place.name
-        self.scope.buffers[s.place] = name
+        kind = c_type(s.place.type.dtype)
+        self.scope.buffers[s.place] = name = self.names.local(s.place.name)
         count = 1
         for e in s.place.type.static_shape:
             count *= e
