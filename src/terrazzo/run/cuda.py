@@ -21,7 +21,7 @@ from terrazzo.ir.types import DTYPES
 from terrazzo.options import Options
 from terrazzo.run.cache import Cache, digest
 from terrazzo.run.cpu import Built
-from terrazzo.run.plan import Entry, Slot, Step
+from terrazzo.run.plan import Entry, Plan, Slot, Step
 from terrazzo.run.tensor_map import encode
 
 if TYPE_CHECKING:
@@ -186,6 +186,15 @@ class Cuda:
             sources,
             seconds,
         )
+
+    def misfit(self, plan: Plan, paths: dict[str, Path]) -> str:
+        """Why kernels cannot be launched as a plan says; "" if they can. Cubins do not say what memory they use."""
+        for step in plan.steps:
+            if step.key and len(step.launch) != 4:
+                return f"{step.label} has no launch"
+            if step.key and (step.launch[1] not in range(k.WARP, 1025, k.WARP) or step.launch[2] > GPUS[self.arch].shared):
+                return f"{step.label} has more threads or memory than a block"
+        return ""
 
     def load(self, steps: Sequence[Step], paths: dict[str, Path]) -> list[Any]:
         """For every step its function on this GPU; None for calls of PyTorch."""

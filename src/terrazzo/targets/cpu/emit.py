@@ -2,8 +2,9 @@
 
     extern "C" int NAME(void** buffers, int threads)
 
-`buffers` are the data pointers of `kernel.reads`, then of `kernel.writes`. The function returns 0, or 1 if an index
-that came from data was outside its dimension. The text follows the loop nest; products are blocked (see blocked.py).
+`buffers` are the data pointers of `kernel.reads`, then of `kernel.writes`; NAME_spans says how many they are, and how
+many bytes of each the function may use. The function returns 0, or 1 if an index that came from data was outside its
+dimension. The text follows the loop nest; products are blocked (see blocked.py).
 """
 
 from __future__ import annotations
@@ -71,6 +72,9 @@ def emit(kernel: l.Kernel) -> tuple[str, str]:
     body = blocked.emit(kernel, scope) or _Writer(kernel, scope).lines()
     lines += ["  " + line for line in body]
     lines += ["  return bad;", "}"]
+    spans = [b.type.span for b in arguments(kernel)]
+    lines.append(f'extern "C" int64_t {name}_spans[];')
+    lines.append(f"int64_t {name}_spans[] = {{{', '.join(map(str, (len(spans), *spans)))}}};")
     return name, prelude() + "\n".join(lines) + "\n"
 
 
