@@ -31,13 +31,18 @@ LONGEST = 1 << 26
 """Texts longer than this (characters) are refused."""
 
 
-def parse(text: str, filename: str = "<text>") -> Program | l.Program | tile.Program | kernel.Program:
-    """The valid program a text means. Anything wrong is a UserError with line, column and a caret."""
+def parse(
+    text: str, filename: str = "<text>", places: dict[Node, ast.AST] | None = None
+) -> Program | l.Program | tile.Program | kernel.Program:
+    """The valid program a text means. Anything wrong is a UserError with line, column and a caret.
+
+    `places` is filled with where each node stands, for who finds more that is wrong (`located_at`).
+    """
     if len(text) > LONGEST:
         raise UserError(f"{filename}: the text is longer than {LONGEST} characters")
     text, tree = python_tree(text, filename)
     try:
-        return _module(text, filename, tree, _comments(text))
+        return _module(text, filename, tree, _comments(text), {} if places is None else places)
     except tokenize.TokenError as e:  # a comment that only Python's parser accepts
         message, (line, column) = e.args
         raise UserError(located(filename, text, line, column + 1, message)) from None
@@ -54,7 +59,7 @@ def _comments(text: str) -> dict[int, str]:
 
 
 def _module(
-    text: str, filename: str, tree: ast.Module, comments: Mapping[int, str]
+    text: str, filename: str, tree: ast.Module, comments: Mapping[int, str], places: dict[Node, ast.AST]
 ) -> Program | l.Program | tile.Program | kernel.Program:
     reader = Reader(text, filename, comments)
     if len(tree.body) != 1 or not isinstance(tree.body[0], ast.FunctionDef):
@@ -82,11 +87,11 @@ def _module(
     if not body or not isinstance(body[-1], ast.Return):
         reader.fail(f, "the function must end with return")
     if kind == "kernel":
-        launches = KernelReader(text, filename, comments)
+        launches = KernelReader(text, filename, comments, places)
         found_steps = tuple(launches.step(s, scope) for s in body[:-1])
         return kernel.Program(f.name, tuple(inputs), found_steps, reader.results(body[-1], scope, l.Buffer))
     if kind in ("loop", "tile"):
-        loops, schedules = LoopReader(text, filename, comments), ScheduleReader(text, filename, comments)
+        loops, schedules = LoopReader(text, filename, comments, places), ScheduleReader(text, filename, comments)
         steps: list[Any] = []
         found: dict[int, Any] = {}
         ready: set[l.Buffer] = set(inputs)

@@ -13,7 +13,20 @@ from typing import Any
 import numpy as np
 
 from terrazzo.ir.address import evaluate
-from terrazzo.ir.expr import Bound, Expr, FloorDiv, IntExpr, Loaded, Mod, Size, Var, at_least, bounds, terms_of
+from terrazzo.ir.expr import (
+    Bound,
+    Expr,
+    FloorDiv,
+    IntExpr,
+    Loaded,
+    Mod,
+    Size,
+    Var,
+    at_least,
+    bounds,
+    floordiv,
+    terms_of,
+)
 from terrazzo.ir.node import topological
 
 POINTS = 1 << 20
@@ -28,8 +41,8 @@ def holds(e: IntExpr, given: Sequence[IntExpr] = ()) -> bool:
     """True if e >= 0 is proved for all points at which every expression of `given` is >= 0."""
     if at_least(e, 0) or any(not isinstance(g, Expr) and g < 0 for g in given):
         return True
-    whole = [g for g in map(_undivided, given) if isinstance(g, Expr)]
-    return bool(whole) and (_combined(_undivided(e), whole, GUARDS) or _tried(e, whole))
+    whole = [g for g in (_tight(_undivided(g)) for g in given) if isinstance(g, Expr)]
+    return bool(whole) and (_combined(_tight(_undivided(e)), whole, GUARDS) or _tried(e, whole))
 
 
 def leaves(index: Sequence[IntExpr], shape: Sequence[IntExpr], inside: Sequence[IntExpr] = ()) -> int | None:
@@ -79,6 +92,16 @@ def _undivided(e: IntExpr) -> IntExpr:
             rest = e - c * atom
             return _undivided(atom.a + rest * atom.b if c > 0 else rest * atom.b + (atom.b - 1) - atom.a)
     return e
+
+
+def _tight(e: IntExpr) -> IntExpr:
+    """An expression that is >= 0 exactly where `e` is, with smaller numbers: 7 - 2 * i where 3 - i."""
+    terms = terms_of(e)
+    common = math.gcd(*(c for factors, c in terms.items() if factors))
+    if common < 2:
+        return e
+    rest = terms.get((), 0)
+    return floordiv(e - rest, common) + rest // common
 
 
 def _combined(e: IntExpr, given: Sequence[IntExpr], depth: int) -> bool:

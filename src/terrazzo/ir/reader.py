@@ -28,6 +28,13 @@ def located(filename: str, text: str, line: int, column: int, message: str) -> s
     return f"{filename}, line {line}, column {column}: {message}\n    {shown}\n    {' ' * (column - 1)}^"
 
 
+def located_at(where: ast.AST, filename: str, text: str, message: str) -> str:
+    """The message with the place of a part of Python's tree."""
+    line, offset = getattr(where, "lineno", 1), getattr(where, "col_offset", 0)
+    before = "".join(lines_of(text)[line - 1 : line]).encode()[:offset]  # which Python counts in bytes
+    return located(filename, text, line, len(before.decode(errors="ignore")) + 1, message)
+
+
 @dataclass
 class Scope:
     """What names mean: values, buffers, terms, variables.
@@ -46,18 +53,23 @@ class Scope:
 class Reader:
     """Reads one text. Subclasses read the statements of one family of IRs."""
 
-    def __init__(self, text: str, filename: str, comments: Mapping[int, str]) -> None:
+    def __init__(
+        self, text: str, filename: str, comments: Mapping[int, str], places: dict[Node, ast.AST] | None = None
+    ) -> None:
+        """`places` is filled with where each node was read first."""
         self.text, self.filename, self.comments = text, filename, comments
+        self.places = {} if places is None else places
 
     def fail(self, where: ast.AST, message: str) -> NoReturn:
-        line, offset = getattr(where, "lineno", 1), getattr(where, "col_offset", 0)
-        before = "".join(lines_of(self.text)[line - 1 : line]).encode()[:offset]  # which Python counts in bytes
-        raise UserError(located(self.filename, self.text, line, len(before.decode(errors="ignore")) + 1, message))
+        raise UserError(located_at(where, self.filename, self.text, message))
 
     def build(self, where: ast.AST, make: Callable[..., Any], *args: Any) -> Any:
         """Construct a node; what its constructor has against it is reported here."""
         try:
-            return make(*args)
+            made = make(*args)
+            if isinstance(made, Node):
+                self.places.setdefault(made, where)
+            return made
         except (TerrazzoError, TypeError, AttributeError, ValueError, ZeroDivisionError, OverflowError) as e:
             self.fail(where, str(e))
 

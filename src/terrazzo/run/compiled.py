@@ -222,8 +222,8 @@ def _load(
         return ""
     try:
         plan = Plan.from_json(path.read_bytes())
-    except (ValueError, OSError) as why:
-        return f"the plan in the cache cannot be read ({why})"
+    except (ValueError, OSError) as error:
+        return f"the plan in the cache cannot be read ({error})"
     if why := misfit(plan, program):
         return f"the plan in the cache is of another program: {why}"
     found = {k: cache.get(k, machine.suffix) for k in {s.key for s in plan.steps if s.key}}

@@ -192,7 +192,8 @@ class Cuda:
         for step in plan.steps:
             if step.key and len(step.launch) != 4:
                 return f"{step.label} has no launch"
-            if step.key and (step.launch[1] not in range(k.WARP, 1025, k.WARP) or step.launch[2] > GPUS[self.arch].shared):
+            threads, shared = step.launch[1:3] if step.key else (k.WARP, 0)
+            if threads not in range(k.WARP, 1025, k.WARP) or shared > GPUS[self.arch].shared:
                 return f"{step.label} has more threads or memory than a block"
         return ""
 

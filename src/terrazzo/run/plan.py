@@ -120,13 +120,14 @@ class Plan:
 def misfit(plan: Plan, program: Any) -> str:
     """Why a plan that was read back is none for this program, in any IR; "" if all that can be compared agrees."""
     whole = getattr(program, "loop", program)
-    if [_described(plan.slots[k]) for k in plan.inputs] != [(b.name, *_kind(b.type), _strides(b)) for b in whole.inputs]:
+    wanted = [(b.name, *_kind(b.type), _strides(b)) for b in whole.inputs]
+    if [_described(plan.slots[k]) for k in plan.inputs] != wanted:
         return "its inputs are others"
     if [_described(plan.slots[k])[1:3] for k in plan.results] != [_kind(r.type) for r in whole.results]:
         return "its results are others"
     for k, slot in enumerate(plan.slots):
-        wanted = "input" if k in plan.inputs else "result" if k in plan.results else "arena"
-        if slot.kind != wanted or slot.offset % ALIGN:
+        kind = "input" if k in plan.inputs else "result" if k in plan.results else "arena"
+        if slot.kind != kind or slot.offset % ALIGN:
             return f"{slot.name} lies elsewhere"
     if stray := {s.name for s in plan.steps if not s.key} - _operators(whole):
         return f"it calls {min(stray)}"

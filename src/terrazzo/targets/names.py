@@ -1,8 +1,8 @@
 """What the names and comments of a program become in C++ and CUDA, for all emitters.
 
 A program may call its buffers anything: a word of C++, a macro, a function that the kernel calls, a variable that the
-emitter writes itself, in any alphabet. So a name is kept only where it cannot be one of these: it ends in a digit and is
-no word of the texts around it. Any other gets an underscore at its end, which nothing else here has.
+emitter writes itself, in any alphabet. So a name is kept only where it cannot be one of these: it ends in a digit and
+is no word of the texts around it. Any other gets an underscore at its end, which nothing else here has.
 """
 
 from __future__ import annotations
