@@ -74,7 +74,7 @@ def test_a_pinned_schedule(terrazzo: Terrazzo, tmp_path: Path) -> None:
     ("text", "message"),
     [
         (None, "mine.txt cannot be read: "),
-        ("with schedule(", "mine.txt: not readable as a schedule: "),
+        ("with schedule(", "mine.txt, line 1, column 14: "),
         ("x = 1", "mine.txt, line 1, column 1: expected `with schedule"),
         (
             'with schedule("frob", target="sm_90a"):\n    a0 = grid(8)\n',

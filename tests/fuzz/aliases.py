@@ -238,7 +238,7 @@ def _problem(case: Case, expected: Seen, with_backend: Any) -> str:
     return ""
 
 
-def OURS(gm: Any, inputs: Any) -> Any:  # noqa: N802 - a constant of the module
+def OURS(gm: Any, inputs: Any) -> Any:
     """The backend with the interpreter, which needs no compiler."""
     return backend(gm, inputs, options={"target": "interpreter"})
 

@@ -24,7 +24,6 @@ from terrazzo.front.fx import from_graph
 from terrazzo.front.results import Result, Results, arrange, storage, view
 from terrazzo.ir.program import Program
 
-
 TENSOR = object()
 """Stands for a tensor among the arguments of a call."""
 

@@ -322,10 +322,7 @@ def parse_schedule(text: str, filename: str = "<schedule>") -> Schedule:
 
 def parse_schedules(text: str, filename: str = "<schedule>") -> list[Schedule]:
     """The schedules a text means, one after the other."""
-    try:
-        tree = python_tree(text, filename)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
-        raise UserError(f"{filename}: not readable as a schedule: {e}") from None
+    text, tree = python_tree(text, filename)
     reader = ScheduleReader(text, filename, {})
     return [reader.schedule(s) for s in tree.body]
 

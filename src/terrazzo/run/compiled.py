@@ -20,13 +20,13 @@ from terrazzo.ir.torch_types import operator, to_torch, to_torch_dtype
 from terrazzo.ir.types import DTYPES
 from terrazzo.options import Options
 from terrazzo.reproduce import failing, reproducible
-from terrazzo.rewrite.rule import Log
+from terrazzo.rewrite.rule import Event, Log
 from terrazzo.run.cache import Cache, digest
 from terrazzo.run.compiler import find_compiler
 from terrazzo.run.cpu import Cpu
 from terrazzo.run.cuda import Cuda, architecture
 from terrazzo.run.interpreted import interpreted
-from terrazzo.run.plan import ALIGN, Fallback, Plan, decode, make, slots_in
+from terrazzo.run.plan import ALIGN, Fallback, Plan, decode, make, misfit, slots_in
 from terrazzo.run.tensors import Expected
 
 if TYPE_CHECKING:
@@ -191,7 +191,13 @@ def compile_program(
     else:
         machine = Cuda(where if where.startswith("cuda") else "cuda:0", options.target)
     key = _plan_key(program, options, machine)
-    return _load(key, cache, machine, bound, options) or _build(key, cache, machine, program, bound, options)
+    found = _load(key, cache, machine, program, bound, options)
+    if isinstance(found, Compiled):
+        return found
+    done = _build(key, cache, machine, program, bound, options)
+    if found:
+        done.log.add(Event("cache", "plan", program.name, False, f"{found}; it is made again"))
+    return done
 
 
 def resolved(options: Options, device: str) -> Options:
@@ -211,19 +217,26 @@ def _threads() -> int:
     return int(torch.get_num_threads())
 
 
-def _load(key: str, cache: Cache, machine: Cpu | Cuda, bound: Mapping[str, Any], options: Options) -> Compiled | None:
-    """The program from the cache, if all of it is there and sound."""
+def _load(
+    key: str, cache: Cache, machine: Cpu | Cuda, program: Any, bound: Mapping[str, Any], options: Options
+) -> Compiled | str:
+    """The program from the cache, if all of it is there and sound; else what is wrong with it, or nothing."""
     path = cache.get(key, ".plan")
     if path is None or options.verbose or options.dump or options.check:
-        return None
+        return ""
     try:
         plan = Plan.from_json(path.read_bytes())
-    except (ValueError, OSError):
-        return None
+    except (ValueError, OSError) as error:
+        return f"the plan in the cache cannot be read ({error})"
+    if why := misfit(plan, program):
+        return f"the plan in the cache is of another program: {why}"
     found = {k: cache.get(k, machine.suffix) for k in {s.key for s in plan.steps if s.key}}
-    if any(p is None for p in found.values()):
-        return None
-    return _bind(plan, {k: p for k, p in found.items() if p}, machine, bound, options)
+    paths = {k: p for k, p in found.items() if p}
+    if len(paths) < len(found):
+        return "a kernel of the plan in the cache is missing"
+    if why := machine.misfit(plan, paths):
+        return f"the plan in the cache is of other kernels: {why}"
+    return _bind(plan, paths, machine, bound, options)
 
 
 def _build(

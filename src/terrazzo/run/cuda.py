@@ -18,7 +18,7 @@ from terrazzo.options import Options
 from terrazzo.run.cache import Cache
 from terrazzo.run.cpu import Built
 from terrazzo.run.nvrtc import Made, Tried, compile_each, cubin_key, failure
-from terrazzo.run.plan import Entry, Slot, Step
+from terrazzo.run.plan import Entry, Plan, Slot, Step
 from terrazzo.run.tensor_map import encode
 
 if TYPE_CHECKING:
@@ -107,6 +107,16 @@ class Cuda:
                 if str(why).endswith(_REFUSALS):
                     return str(why)
                 raise
+        return ""
+
+    def misfit(self, plan: Plan, paths: dict[str, Path]) -> str:
+        """Why kernels cannot be launched as a plan says; "" if they can. Cubins do not say what memory they use."""
+        for step in plan.steps:
+            if step.key and len(step.launch) != 4:
+                return f"{step.label} has no launch"
+            threads, shared = step.launch[1:3] if step.key else (k.WARP, 0)
+            if threads not in range(k.WARP, 1025, k.WARP) or shared > GPUS[self.arch].shared:
+                return f"{step.label} has more threads or memory than a block"
         return ""
 
     def load(self, steps: Sequence[Step], paths: dict[str, Path]) -> list[Any]:
