@@ -24,7 +24,7 @@ def estimate(kernel: l.Kernel, gpu: Gpu, moved: int, operations: int) -> Estimat
     """For a kernel that moves so many bytes and computes so many scalar operations (a multiply-add is two)."""
     memory, fma, tensor = gpu.roof
     p = products.product(kernel)
-    plan = min((x for x in products.plans(p, gpu) if x.pieces == 1), key=lambda x: x.time) if p else None
+    plan = min((x for x in products.plans(p, gpu) if x.pieces == 1), key=lambda x: x.time, default=None) if p else None
     arithmetic = operations / (tensor if plan and plan.instruction else fma)
     traffic = moved / memory
     time = plan.time if plan else max(moved / gpu.memory, operations / gpu.fma) + gpu.launch

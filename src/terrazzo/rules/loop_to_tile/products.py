@@ -188,9 +188,11 @@ class Plan:
     time: float
 
 
-def plans(p: Product, gpu: Gpu) -> list[Plan]:
-    """Every plan that fits, best first."""
-    instruction = _instruction(p, gpu)
+def plans(p: Product, gpu: Gpu, cores: bool = False) -> list[Plan]:
+    """Every plan that fits, best first: on matrix instructions where the operands allow it and unless `cores` is asked
+    for. There may be none, as for many products of one factor.
+    """
+    instruction = None if cores else _instruction(p, gpu)
     tiles = (_ring(_shared(t, len(p.sites)), p, gpu) for t in _tiles(gpu, instruction))
     size = 4 if instruction else p.sites[0].reduce.dtype.size
     found = [
