@@ -7,11 +7,12 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from terrazzo.errors import Limitation
+from terrazzo.errors import CompilerBug, Limitation
 from terrazzo.front.capture import attention_by_definition
 from terrazzo.front.decompositions import table
 from terrazzo.front.fx import from_graph
 from terrazzo.options import Options
+from terrazzo.reproduce import failing
 
 _graphs = count()
 """Numbers the graphs of this process, so that each is dumped beside the others."""
@@ -22,7 +23,9 @@ def terrazzo(
 ) -> Any:
     """The backend. PyTorch's graph goes through AOTAutograd, so training graphs come apart into forward and backward.
 
-    An option we do not know is an error. Shapes that PyTorch holds open are compiled one by one, as they come.
+    An option we do not know is an error. What we cannot compile, and a bug of ours unless the option `strict` is set,
+    is told in a warning, and PyTorch runs the graph. Shapes that PyTorch holds open are compiled one by one, as they
+    come.
     """
     import torch
 
@@ -70,12 +73,18 @@ def _graph(graph: Any, options: Options) -> Any:
         return torch.fx.Interpreter(graph).run
     output.args = (tuple(tensors),)
     try:
-        with unset_fake_temporarily():  # constants of the graph are real tensors
+        with unset_fake_temporarily(), failing("compiling a graph", None):  # constants of the graph are real tensors
             program, constants = from_graph(graph, "forward")
             bound = {name: t.detach() for name, t in constants.items()}
             compiled = compile_program(program, bound, options, _device(graph))
     except Limitation as why:
         _say(str(why))
+        output.args = (tuple(wanted),)
+        return torch.fx.Interpreter(graph).run
+    except CompilerBug as bug:
+        if options.strict:
+            raise
+        _say(f"A BUG OF THE COMPILER (an error with options={{'strict': True}}): {bug}\nPlease report it")
         output.args = (tuple(wanted),)
         return torch.fx.Interpreter(graph).run
     finally:
