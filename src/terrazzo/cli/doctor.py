@@ -105,7 +105,7 @@ def _gpu() -> Iterator[Finding]:
         except TerrazzoError as error:
             yield Finding("gpu", False, "", str(error))
     try:
-        from terrazzo.run.cuda import nvrtc_version
+        from terrazzo.run.nvrtc import nvrtc_version
 
         yield Finding("nvrtc", True, nvrtc_version())
     except TerrazzoError as error:

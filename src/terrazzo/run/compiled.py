@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -225,17 +225,21 @@ def _load(key: str, cache: Cache, machine: Cpu | Cuda, bound: Mapping[str, Any],
 def _build(
     key: str, cache: Cache, machine: Cpu | Cuda, program: Any, bound: Mapping[str, Any], options: Options
 ) -> Compiled:
-    lowering = _lowering(program, options)
+    lowering = _lowering(program, options, machine.lost(options, cache))
     with (
         reproducible(options),
         failing("code generation", lowering.at("tile") or lowering.at("loop") or lowering.source),
     ):
         built = machine.build(lowering, options, cache)
+    if options.dump is not None and built.lowering is not lowering:
+        from terrazzo.run import dump
+
+        dump.write(options.dump, built.lowering, options)
     plan = make(built.program, built.entries)
     cache.put(key, ".plan", plan.to_json())
     done = _bind(plan, built.paths, machine, bound, options)
-    done.program, done.log, done.sources = built.program, lowering.log, built.sources
-    done.timings = {**lowering.seconds, **built.seconds}
+    done.program, done.log, done.sources = built.program, built.lowering.log, built.sources
+    done.timings = {**built.lowering.seconds, **built.seconds}
     return done
 
 
@@ -258,12 +262,14 @@ def _bind(
     )
 
 
-def _lowering(program: Any, options: Options) -> Lowering:
-    """`program` down to Loop IR, dumped where that was asked for."""
+def _lowering(program: Any, options: Options, lost: Callable[[Any], str] | None = None) -> Lowering:
+    """`program` as far down as its target takes it, dumped where that was asked for. `lost` says why a kernel for a GPU
+    could not be built when that was tried.
+    """
     from terrazzo.pipelines import lowering
     from terrazzo.run import dump
 
-    done = lowering(program, options)
+    done = lowering(program, options, lost=lost)
     if options.dump is not None:
         dump.write(options.dump, done, options)
     return done

@@ -26,8 +26,8 @@ _NOTHING = nullcontext()
 
 @dataclass(frozen=True)
 class Built:
-    """The machine code of a program's kernels: entries, the files by key, the sources by function, and seconds by
-    phase.
+    """The machine code of a program's kernels: entries, the files by key, the sources by function, seconds by phase,
+    and the lowering that they come from in the end.
     """
 
     program: Any
@@ -35,6 +35,7 @@ class Built:
     paths: dict[str, Path]
     sources: list[tuple[str, str]]
     seconds: dict[str, float]
+    lowering: Lowering
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,9 @@ class Cpu:
     def key(self) -> str:
         """What machine code here depends on."""
         return self.compiler.key("")
+
+    def lost(self, options: Options, cache: Cache) -> None:
+        """There is one way to run a kernel here, so none is known to have lost."""
 
     def build(self, lowering: Lowering, options: Options, cache: Cache) -> Built:
         """The kernels of a program, compiled where the cache lacks them."""
@@ -68,6 +72,7 @@ class Cpu:
             {keys[s]: p for s, p in zip(sources, paths, strict=True)},
             list(kernels.values()),
             seconds,
+            lowering,
         )
 
     def load(self, steps: Sequence[Step], paths: dict[str, Path]) -> list[Any]:
