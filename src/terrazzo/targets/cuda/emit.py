@@ -41,9 +41,10 @@ def prelude() -> str:
     )
 
 
+@lru_cache(maxsize=512)
 def emit(kernel: k.Kernel) -> tuple[str, str]:
     """(function name, CUDA source without the prelude) of a kernel. Kernels that differ only in names of buffers have
-    the same source.
+    the same source. Kept, because whoever chooses schedules asks whether what they become was built before.
     """
     return _Writer(kernel).source()
 
