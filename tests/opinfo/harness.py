@@ -306,7 +306,7 @@ def _torch_compile(call: Callable[..., Any], args: Any, kwargs: Any) -> Outcome:
     compile_program = compiled.compile_program
     with TemporaryDirectory() as directory, patch.object(compiled, "compile_program", spy):
         torch._dynamo.reset()
-        backend = partial(dynamo.terrazzo, options={"cache_dir": directory})
+        backend = partial(dynamo.terrazzo, options={"cache_dir": directory, "strict": True})
         try:
             given, named = pytree.tree_map(_copy, (args, kwargs))
             results = pytree.tree_leaves(

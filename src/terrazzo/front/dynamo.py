@@ -8,12 +8,13 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from terrazzo.errors import Limitation
+from terrazzo.errors import CompilerBug, Limitation
 from terrazzo.front.capture import attention_by_definition
 from terrazzo.front.decompositions import table
 from terrazzo.front.fx import from_graph
 from terrazzo.front.results import arrange
 from terrazzo.options import Options
+from terrazzo.reproduce import failing
 
 _graphs = count()
 """Numbers the graphs of this process, so that each is dumped beside the others."""
@@ -24,7 +25,9 @@ def terrazzo(
 ) -> Any:
     """The backend. PyTorch's graph goes through AOTAutograd, so training graphs come apart into forward and backward.
 
-    An option we do not know is an error. Shapes that PyTorch holds open are compiled one by one, as they come.
+    An option we do not know is an error. What we cannot compile, and a bug of ours unless the option `strict` is set,
+    is told in a warning, and PyTorch runs the graph. Shapes that PyTorch holds open are compiled one by one, as they
+    come.
     """
     import torch
 
@@ -71,7 +74,7 @@ def _graph(graph: Any, options: Options, views: bool) -> Any:
     output = next(n for n in graph.graph.nodes if n.op == "output")
     wanted = list(output.args[0])
     try:
-        with unset_fake_temporarily():  # constants of the graph are real tensors
+        with unset_fake_temporarily(), failing("compiling a graph", None):  # constants of the graph are real tensors
             computed, results = arrange(graph, wanted, views=views)
             if not computed:
                 return lambda *args: results.make(args, ())
@@ -81,6 +84,12 @@ def _graph(graph: Any, options: Options, views: bool) -> Any:
             compiled = compile_program(program, bound, options, _device(graph))
     except Limitation as why:
         _say(str(why))
+        output.args = (tuple(wanted),)
+        return torch.fx.Interpreter(graph).run
+    except CompilerBug as bug:
+        if options.strict:
+            raise
+        _say(f"A BUG OF THE COMPILER (an error with options={{'strict': True}}): {bug}\nPlease report it")
         output.args = (tuple(wanted),)
         return torch.fx.Interpreter(graph).run
     finally:

@@ -42,9 +42,10 @@ def prelude() -> str:
     )
 
 
+@lru_cache(maxsize=512)
 def emit(kernel: k.Kernel) -> tuple[str, str]:
     """(function name, CUDA source without the prelude) of a kernel. Kernels that differ only in names of buffers have
-    the same source.
+    the same source. Kept, because whoever chooses schedules asks whether what they become was built before.
     """
     return _Writer(kernel).source()
 
@@ -258,10 +259,10 @@ class _Writer:
                 steps = index(end, self.scope)
                 with self.names.block():
                     self.scope.names[s.axis] = i = self.names.local(s.axis.name)
-                    last = steps if isinstance(end, int) else self.names.local(f"{s.axis.name}_end")
+                    until = str(steps) if isinstance(end, int) else self.names.local(f"{s.axis.name}_end")
                     body = self.statements(s.body, "  ")
-                first = f"{self.int} {i} = 0" if isinstance(end, int) else f"{self.int} {i} = 0, {last} = {steps}"
-                head = f"for ({first}; {i} < {last}; {i}++) {{"
+                first = f"{self.int} {i} = 0" if isinstance(end, int) else f"{self.int} {i} = 0, {until} = {steps}"
+                head = f"for ({first}; {i} < {until}; {i}++) {{"
                 return [
                     "#pragma unroll" if s.unrolled else "#pragma unroll 1",
                     head,
