@@ -82,7 +82,7 @@ def test_a_kernel_written_by_hand_runs() -> None:
         ("sync()", "s[lane, 0] = f32(1.0)", 6, "store: a f32 at 2 indices into s: f32[64]"),
         ("sync()", "while True:\n            pass", 6, "expected a loop, a condition"),
         ("sync()", "for j in range(2):\n            sync()", 6, "expected a loop, a condition"),
-        ("sync()", "for j in serial(lane):\n            sync()", 6, "expected"),
+        ("sync()", "for j in unrolled(lane):\n            sync()", 6, "an unrolled loop has a constant number"),
         ("sync()", "if lane:\n            sync()", 6, "a condition compares index expressions"),
         (
             "sync()",

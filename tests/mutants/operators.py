@@ -12,7 +12,7 @@ from terrazzo.errors import UserError
 from terrazzo.hw import ldmatrix
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Expr, Var
+from terrazzo.ir.expr import Expr, Var, bounds
 from terrazzo.ir.node import substitute
 from terrazzo.ir.show_kernel import show_kernel
 from terrazzo.ir.types import Type
@@ -38,6 +38,7 @@ KINDS: dict[str, tuple[type, ...]] = {
     "wait": (k.WaitGroups, k.WaitBarrier),
     "commit": (k.Commit,),
     "arrive": (k.Arrive, k.Expect),
+    "integer": (k.SetInteger,),
 }
 
 
@@ -287,8 +288,18 @@ def wrong_number_of_steps(site: Site) -> Kernels:
     if isinstance(site.s, k.For):
         axis = site.s.axis
         for n in (axis.extent - 1, axis.extent + 1):
-            if n > 0:
+            if bounds(n)[1] > 0:
                 yield site.put(substitute(site.s, {axis: Var(axis.name, n)}))
+
+
+@operator
+def wrong_integer(site: Site) -> Kernels:
+    """An integer begins with another number, changes to another one, or does not change."""
+    if isinstance(site.s, k.DeclareInteger | k.SetInteger):
+        yield from (site.but(value=site.s.value + step) for step in (1, -1))
+        yield from (site.but(value=(site.s.value + step) % site.s.variable.extent) for step in (1, 2))
+    if isinstance(site.s, k.SetInteger):
+        yield site.put()
 
 
 @operator

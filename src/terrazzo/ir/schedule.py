@@ -25,7 +25,7 @@ from terrazzo.ir.reader import Reader, python_tree
 
 KERNEL_LEVELS = ("grid", "cluster", "time", "block")
 SITE_LEVELS = ("warpgroup", "warp", "lane", "reg", "inst.m", "inst.n", "inst.k")
-POWERS_OF_TWO = ("warp", "lane")
+POWERS_OF_TWO = ("warp", "lane", "inst.m", "inst.k")
 DIRECTIVES = ("persistent", "resident", "roles")
 WARPS_IN_A_GROUP = 4
 
@@ -209,7 +209,8 @@ class Schedule:
             for axis, binding in site.axes:
                 if grid := [f for f in _factors(binding) if f.level == "grid"]:
                     raise UserError(
-                        f"{site.names[0]}: {axis} = {_text(binding)}: {grid[0]} is for the kernel to bind, not for a site"
+                        f"{site.names[0]}: {axis} = {_text(binding)}: {grid[0]} is for the kernel to bind, "
+                        "not for a site"
                     )
                 block = [f.size for f in _factors(_of(self.axes, axis)) if f.level == "block"]
                 if block and not isinstance(binding, Like) and math.prod(f.size for f in binding) != block[0]:
@@ -330,10 +331,7 @@ def parse_schedule(text: str, filename: str = "<schedule>") -> Schedule:
 
 def parse_schedules(text: str, filename: str = "<schedule>") -> list[Schedule]:
     """The schedules a text means, one after the other."""
-    try:
-        tree = python_tree(text, filename)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
-        raise UserError(f"{filename}: not readable as a schedule: {e}") from None
+    text, tree = python_tree(text, filename)
     reader = ScheduleReader(text, filename, {})
     return [reader.schedule(s) for s in tree.body]
 

@@ -54,6 +54,10 @@ def statement(s: Node) -> list[str]:
             return [f"{s.value.name} = {_term(s.term)}"]
         case k.Declare():
             return [f"{s.place.name} = registers({show_type(s.place.type)}{f', {_term(s.init)}' if s.init else ''})"]
+        case k.DeclareInteger():
+            return [f"{s.variable.name} = integer({show_expr(s.value, _term)}, {s.variable.extent})"]
+        case k.SetInteger():
+            return [f"{s.variable.name} = {show_expr(s.value, _term)}"]
         case l.Store():
             return [f"{_at(s.buffer, s.index)} = {_term(s.value)}"]
         case k.Move():
@@ -83,7 +87,8 @@ def statement(s: Node) -> list[str]:
         case k.TensorLoad():
             ranks = f", {s.ranks}" if s.ranks else ""
             return [
-                f"tensor_load({_at(s.target, s.to)}, {_at(s.source, s.at)}, {list(s.box)}, {_at(s.barriers, (s.slot,))}{ranks})"
+                f"tensor_load({_at(s.target, s.to)}, {_at(s.source, s.at)}, {list(s.box)}, "
+                f"{_at(s.barriers, (s.slot,))}{ranks})"
             ]
         case k.TensorStore():
             reduction = f", {s.reduction!r}" if s.reduction else ""
@@ -101,7 +106,7 @@ def statement(s: Node) -> list[str]:
             return [f"with role({s.first}, {s.count}{registers}):", *_block(s.body)]
         case k.For():
             kind = "unrolled" if s.unrolled else "serial"
-            return [f"for {s.axis.name} in {kind}({show_expr(s.axis.extent)}):", *_block(s.body)]
+            return [f"for {s.axis.name} in {kind}({show_expr(s.axis.extent, _term)}):", *_block(s.body)]
         case k.If():
             return [f"if {' and '.join(f'{show_expr(e, _term)} >= 0' for e in s.inside)}:", *_block(s.body)]
     raise TypeError(f"no text for {type(s).__name__}")

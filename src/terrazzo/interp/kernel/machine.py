@@ -19,7 +19,7 @@ from terrazzo.interp.loop import run_call
 from terrazzo.interp.tensor import Call
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Expr, Var
+from terrazzo.ir.expr import Var
 from terrazzo.ir.node import topological
 from terrazzo.ir.show_kernel import show_kernel
 
@@ -155,6 +155,10 @@ class Machine:
 
     def stuck(self, waits: Iterable[Wait]) -> NoReturn:
         """Nobody can go on."""
+        waits = list(waits)
+        for w in waits:
+            if fault := w.fault():
+                raise CompilerBug(f"{self.kernel.name}: line {w.line} `{self.text(w.line)}`: {fault}")
         told = {(self.text(w.line), w.why()): w.line for w in waits}
         lines = "; ".join(f"line {line} `{text}`{f' ({why})' if why else ''}" for (text, why), line in told.items())
         raise CompilerBug(f"{self.kernel.name}: waits for ever at {lines}")
@@ -193,9 +197,10 @@ class Machine:
 def _waits_apart(body: list[Any]) -> bool:
     """Whether some warps of a block wait where others do not: they cannot go step by step then."""
     waits = k.WaitBarrier | k.Sync | k.ClusterSync
-    found = [s for s in body if isinstance(s, k.If) and any(isinstance(x, waits) for x in k.walk(s.body))]
+    varying = k.varying(tuple(body), ("warp", "lane"))
     return any(
-        getattr(e, "name", "") == "warp"
-        for s in found
-        for e in topological([x for x in s.inside if isinstance(x, Expr)])
+        k.depends(e, ("warp",), varying)
+        for s in body
+        if isinstance(s, k.If | k.For) and any(isinstance(x, waits) for x in k.walk(s.body))
+        for e in (s.inside if isinstance(s, k.If) else (s.axis.extent,))
     )

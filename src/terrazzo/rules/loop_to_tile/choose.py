@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from terrazzo.errors import Limitation, UserError
@@ -14,8 +14,9 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
 from terrazzo.ir.schedule import Schedule
+from terrazzo.ir.sites import Product, product
 from terrazzo.rewrite.rule import Event, Log
-from terrazzo.rules.loop_to_tile import products, threads
+from terrazzo.rules.loop_to_tile import threads, tiles
 from terrazzo.rules.loop_to_tile.collapse import collapse, flat_reductions, merge_product_axes
 from terrazzo.rules.loop_to_tile.split import pinned_split, split
 from terrazzo.rules.tile_to_kernel.lower import lower
@@ -107,14 +108,16 @@ def _choose(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], log: Log
         log.add(Event(PASS, rule, kernel.name, False, f"{reason}; it lost: {why}"))
     if last is None:
         raise Limitation(f"{kernel.name}: no schedule of it fits {gpu.arch}; the plainest does not, for {why}")
-    return last
+    (kernel, chosen, rule, reason), *rest = last.kernels
+    reason = f"{reason}; it runs all the same, for nothing else can be built"
+    return Candidate(((kernel, chosen, rule, reason), *rest), last.rewrites)
 
 
 def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
     """Ways to run a kernel, the best by the model first. The last is the plainest there is: it asks for next to
     nothing, so it can be built whatever the kernel computes.
     """
-    if (p := products.product(kernel)) is not None:
+    if (p := product(kernel)) is not None:
         yield from _tiles(kernel, p, gpu, pinned)
     flat = flat_reductions(kernel)
     flattened: Rewrite = ("flat_reductions", kernel, (flat,))
@@ -129,44 +132,55 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> It
                 yield split.after(flattened)
         for chosen in _shared(flat, gpu):
             yield Candidate(((flat, *chosen),)).after(flattened)
-    yield Candidate(((flat, threads.plain(flat, gpu), "plain", "a thread computes a point at a time"),)).after(flattened)
+    plain = threads.plain(flat, gpu), "plain", "a thread computes a point at a time"
+    yield Candidate(((flat, *plain),)).after(flattened)
 
 
-def _tiles(kernel: l.Kernel, p: products.Product, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
-    """A product in tiles: the best plan of each tile, on matrix instructions where they exist, then on CUDA cores."""
+def _tiles(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
+    """A product in tiles: on the instructions of warpgroups or of warps, by what the model says, then on CUDA cores.
+
+    Axes are merged first, which makes fewer tiles; where that is no tensor TMA knows, they are left apart.
+    """
     merged = merge_product_axes(kernel, p.sites)
-    rewrite: Rewrite = ("merge_product_axes", kernel, (merged,))
-    again = products.product(merged)
-    assert again is not None
-    seen = set()
-    for cores in (False, True):
-        for plan in products.plans(again, gpu, cores):
-            if (plan.tile, plan.instruction) in seen:
-                continue
-            seen.add((plan.tile, plan.instruction))
-            if plan.pieces > 1:
-                reduces = [c.reduce for c in again.sites]
-                for split in _split(merged, reduces, plan.pieces, gpu, pinned, plan.tile.k):
-                    yield split.after(rewrite)
-            else:
-                yield Candidate((_tiled(again, plan, gpu),)).after(rewrite)
+    for form in (merged, *([kernel] if merged is not kernel else [])):
+        again = product(form)
+        assert again is not None
+        rewrite: Rewrite = ("merge_product_axes", kernel, (form,))
+        for cores in (False, True) if form is merged else (False,):
+            for plan in tiles.plans(again, gpu, cores):
+                if plan.pieces > 1:
+                    reduces = [c.reduce for c in again.sites]
+                    for split in _split(form, reduces, plan.pieces, gpu, pinned, plan.unit):
+                        yield split.after(rewrite)
+                else:
+                    yield Candidate((_tiled(again, plan, gpu),)).after(rewrite)
 
 
-def _tiled(p: products.Product, plan: products.Plan, gpu: Gpu) -> Chosen:
-    t = plan.tile
-    what = f"{t.m} x {t.n} x {t.k} on {plan.instruction or 'CUDA cores'}: {plan.time / 1000:.1f} us by the model"
-    return p.kernel, products.schedule(p, plan, gpu), "tile", what
+def _tiled(p: Product, plan: tiles.Plan, gpu: Gpu) -> Chosen:
+    return p.kernel, tiles.schedule(p, plan, gpu), "tile", str(plan)
 
 
 def _shared(kernel: l.Kernel, gpu: Gpu) -> Iterator[tuple[Schedule, str, str]]:
-    together = "threads share the reductions of a row, or take columns where memory runs so"
-    yield threads.reduction(kernel, gpu), "share", together
+    """Reductions by threads together; with fewer registers in use, or more for each thread; then by each for itself."""
+    together = threads.reduction(kernel, gpu)
+    what = "threads share the reductions of a row, or take columns where memory runs so"
+    yield together, "share", what
+    fewer = [(replace(together, operands=()), f"{what}, and read again what they need twice")]
+    fewer += [
+        (replace(threads.reduction(kernel, gpu, warps), operands=()), f"{what}; {warps} warps at most")
+        for warps in (16, 8)
+    ]
+    tried = [together]
+    for other, why in fewer:
+        if other not in tried:
+            yield other, "share", why
+            tried.append(other)
     yield threads.pointwise(kernel, gpu), "alone", "every thread reduces by itself"
 
 
 def _forms(kernel: l.Kernel) -> list[l.Kernel]:
     """A kernel as it is, and as it is when a schedule is chosen for it."""
-    p = products.product(kernel)
+    p = product(kernel)
     return [kernel, *([merge_product_axes(kernel, p.sites)] if p else []), flat_reductions(kernel), collapse(kernel)]
 
 
@@ -215,8 +229,8 @@ def _split(
     parts: Iterable[Chosen]
     if first.name in pinned:
         parts = [_pinned([first], pinned, gpu)]
-    elif (p := products.product(first)) is not None:
-        plans = sorted((x for x in products.plans(p, gpu) if x.pieces == 1), key=lambda x: x.time)
+    elif (p := product(first)) is not None:
+        plans = [x for x in tiles.plans(p, gpu) if x.pieces == 1]
         parts = (_tiled(p, plan, gpu) for plan in plans)
     else:
         parts = ((first, *chosen) for chosen in _shared(first, gpu))

@@ -12,35 +12,16 @@ from terrazzo.errors import UserError
 from terrazzo.hw.gpu import Gpu
 from terrazzo.hw.products import Matrix, matrix, warps
 from terrazzo.ir import nest as n
-from terrazzo.ir.contraction import Contraction
+from terrazzo.ir.contraction import Contraction, nested_contraction
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Var
-from terrazzo.ir.node import Node, topological
+from terrazzo.ir.node import topological
 from terrazzo.ir.schedule import Factor, Like, Named, Operand, Schedule, Site, Value
 
 
 def axis_name(axis: Any) -> str:
     """What schedules call an axis."""
     return axis.name if isinstance(axis, Var) else f"r{axis.label}"
-
-
-def operand(factor: Node) -> Node:
-    """A factor without the conversions that only widen it: what lies in memory."""
-    while isinstance(factor, l.Apply) and is_cast(factor.fn) and _size(factor.args[0]) < _size(factor):
-        factor = factor.args[0]
-    return factor
-
-
-def factors_of(reduce: l.Reduce) -> tuple[Node, Node] | None:
-    """The factors of a sum of products in which each misses a variable of the other; they may hold reductions."""
-    if reduce.monoid.name != "sum" or not isinstance(reduce.args[0], l.Apply) or reduce.args[0].fn.name != "mul":
-        return None
-    a, b = reduce.args[0].args
-    axes = frozenset(reduce.axes)
-    if not (a.free & axes and b.free & axes) or a.free - axes == b.free - axes:
-        return None
-    return a, b
 
 
 @dataclass(frozen=True)
@@ -66,10 +47,10 @@ class Draft:
     def products(self) -> dict[str, Contraction]:
         """The contractions that the tile is divided among threads for, in the order they are computed."""
         found = {}
-        order = topological([r for r in self.names.values()])
+        order = topological(self.names.values())
         for name, r in sorted(self.names.items(), key=lambda x: order.index(x[1])):
-            if self.tiled and isinstance(r, l.Reduce) and self.site(name) and (pair := factors_of(r)):
-                found[name] = Contraction(r, pair)
+            if self.tiled and isinstance(r, l.Reduce) and self.site(name) and (c := nested_contraction(r)):
+                found[name] = c
         return found
 
     def site(self, name: str) -> Site | None:
@@ -121,13 +102,3 @@ class Draft:
     def fail(self, why: str) -> UserError:
         """An error of whoever wrote the schedule."""
         return UserError(f"{self.kernel.name}: {why}")
-
-
-def loads(term: Node) -> list[l.Load]:
-    """What a term reads."""
-    return [x for x in topological([term]) if isinstance(x, l.Load)]
-
-
-def _size(x: Any) -> int:
-    found: int = x.dtype.size
-    return found

@@ -8,14 +8,15 @@ from terrazzo.hw.instruction import MatrixInstruction
 from terrazzo.hw.ldmatrix import loader
 from terrazzo.hw.products import Matrix, missing, operands, warps
 from terrazzo.hw.transfer import FMA
-from terrazzo.ir.contraction import Contraction
+from terrazzo.ir.contraction import Contraction, operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import Node, topological
 from terrazzo.ir.plan import EVERYONE, Agent, Plan, Product
-from terrazzo.ir.schedule import Site
+from terrazzo.ir.schedule import Named, Site
+from terrazzo.ir.sites import loads
 from terrazzo.rewrite.rule import need, rule
 from terrazzo.rules.tile.agents import MATH
-from terrazzo.rules.tile.draft import Draft, axis_name, loads, operand
+from terrazzo.rules.tile.draft import Draft, axis_name
 
 
 @rule(keys=(Plan,))
@@ -23,7 +24,8 @@ def place_products(plan: Plan, draft: Draft) -> Plan | None:
     """The contractions of a site run on its instruction. Those over the same axes, bound alike, share their steps."""
     if plan.all(Product) or not draft.products or not plan.all(Agent):
         return None
-    lines, read = [], []
+    lines: list[Product] = []
+    read: list[Named] = []
     agent = next(a.name for a in plan.all(Agent) if a.name in (EVERYONE, MATH))
     done: set[str] = set()
     for name, c in draft.products.items():

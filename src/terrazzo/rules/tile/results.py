@@ -9,7 +9,7 @@ from terrazzo.errors import Limitation
 from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.plan import EVERYONE, Agent, Combine, Keep, Plan, Product, Result, Stream
-from terrazzo.ir.schedule import Site
+from terrazzo.ir.schedule import Named, Site
 from terrazzo.rewrite.rule import need, rule
 from terrazzo.rules.tile.agents import MATH
 from terrazzo.rules.tile.draft import Draft, axis_name
@@ -21,7 +21,8 @@ def stage_results(plan: Plan, draft: Draft) -> Plan | None:
     if plan.all(Result) or not plan.all(Agent) or (draft.products and not plan.all(Stream)):
         return None
     agent = next(a.name for a in plan.all(Agent) if a.name in (EVERYONE, MATH))
-    lines, read = [], []
+    lines: list[Result] = []
+    read: list[Named] = []
     for s in draft.kernel.stores:
         name = s.buffer.name
         site = draft.site(name)
@@ -43,7 +44,7 @@ def _gathered(plan: Plan, draft: Draft, site: Site, s: l.Store, agent: str) -> R
     assert instruction is not None
     options: dict[str, Any] = dict(dict(site.operands)[name].options)
     size = s.buffer.type.dtype.size
-    shared = [f for x in product.sites for a in draft.names[x].axes for f in draft.binding(a, draft.site(x)) if f.size > 1]
+    shared = [f for x in product.sites for a in draft.products[x].reduce.axes for f in draft.binding(a, draft.site(x)) if f.size > 1]
     need(
         not any(f.level in ("warp", "warpgroup") for f in shared),
         f"{name}: warps share the steps of {product.sites[0]}, whose sums meet: results leave from registers then",

@@ -9,17 +9,19 @@ from typing import Any
 from terrazzo.hw.products import matrix, warps
 from terrazzo.hw.tma import tensor_map
 from terrazzo.ir.address import coefficient, flatten, mentions
+from terrazzo.ir.contraction import operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, Var, at_least
 from terrazzo.ir.node import Node, substitute
 from terrazzo.ir.plan import EVERYONE, Agent, Order, Plan, Product, Ring, Stream
 from terrazzo.ir.schedule import Factor, Named, Site, Word
 from terrazzo.ir.show import show
+from terrazzo.ir.sites import called, loads
 from terrazzo.ir.types import Type
 from terrazzo.rewrite.rule import need, rule
 from terrazzo.rules.access import WIDEST, divides, wide
 from terrazzo.rules.tile.agents import LOAD
-from terrazzo.rules.tile.draft import Draft, axis_name, loads, operand
+from terrazzo.rules.tile.draft import Draft, axis_name
 
 SINCE = {"ld": 0, "cp.async": 80, "tma": 90}
 """The first architecture that has a transport."""
@@ -105,18 +107,13 @@ def _over(draft: Draft, products: Sequence[Product], x: Node) -> tuple[Word, ...
 
 
 def _transport(draft: Draft, site: Site | None, x: Node) -> str:
-    name = _called(x)
+    name = called(x)
     by = str(dict(draft.held(site, name).options).get("by", "ld"))
     if by not in SINCE:
         raise draft.fail(f"{name} is brought in by {by!r}; known: {', '.join(SINCE)}")
     if draft.gpu.number < SINCE[by]:
         raise draft.fail(f"{name} is brought in by {by}, which needs sm_{SINCE[by]}, and the target is {draft.gpu.arch}")
     return by
-
-
-def _called(x: Node) -> str:
-    found = loads(x)
-    return found[0].buffer.name if found else "slab"
 
 
 @rule(keys=(Plan,))
@@ -134,16 +131,16 @@ def lay_out_operands(plan: Plan, draft: Draft) -> Plan | None:
         for x in brought(draft, p):
             over = _over(draft, plan.all(Product), x)
             ring = next(r for r in rings if r.over == over)
-            name = _called(x) + "_s"
+            name = called(x) + "_s"
             taken = [s.name for s in lines.values()]
             name = next(m for m in (name, *(f"{name}{k}" for k in range(1, 99))) if m not in taken)
             if x not in lines:
                 lines[x] = Slab(draft, plan, p, ring, x).stream(name)
-            held = draft.held(site, _called(x))
+            held = draft.held(site, called(x))
             words = ("smem", "by", "swizzle", "pad", "along", *(("multicast",) if lines[x].multicast > 1 else ()))
-            where = site if site and _called(x) in dict(site.operands) else None
+            where = site if site and called(x) in dict(site.operands) else None
             if held.place == "smem":
-                read += draft.read(where, _called(x), *words)
+                read += draft.read(where, called(x), *words)
     return plan.plus(*lines.values(), read=read)
 
 
@@ -153,7 +150,7 @@ class Slab:
     def __init__(self, draft: Draft, plan: Plan, product: Product, ring: Ring, term: Node) -> None:
         self.draft, self.plan, self.product, self.ring, self.term = draft, plan, product, ring, term
         self.site = draft.site(product.sites[0])
-        self.name = _called(term)
+        self.name = called(term)
         self.options: dict[str, Any] = dict(draft.held(self.site, self.name).options)
         reduce = draft.products[product.sites[0]].reduce
         m, n = axis_called(draft, product.m), axis_called(draft, product.n)
@@ -183,20 +180,23 @@ class Slab:
                 raise self.draft.fail(
                     f"{name}: its rows lie {rows} elements apart, and ldmatrix reads pieces of {WIDEST} bytes"
                 )
-        line = Stream(
-            name, operand_text(self.term), self.ring.name, words, axis_name(memory), 0, swizzle, pad, panel, self._cast(axes)
-        )
-        if self.ring.by == "tma":
-            self._box(line, axes, sizes)
-            return line
         dtype = self.term.dtype  # type: ignore[attr-defined]
-        vector = next(v for v in (16, 8, 4, 2, 1) if v * dtype.size <= WIDEST and self._fits(axes, sizes, memory, pad, v))
-        copied = isinstance(self.term, l.Load) and vector * dtype.size in (4, 8, 16)
-        need(
-            self.ring.by != "cp.async" or copied,
-            f"{self.name}: cp.async needs a plain load of which 4 bytes at least lie together",
-        )
-        return Stream(*line.values[:5], vector, *line.values[6:])
+        vector = 0
+        if self.ring.by == "tma":
+            self._box(name, axes, sizes, swizzle, pad, panel)
+        else:
+            vector = next(
+                v for v in (16, 8, 4, 2, 1) if v * dtype.size <= WIDEST and self._fits(axes, sizes, memory, pad, v)
+            )
+            copied = isinstance(self.term, l.Load) and vector * dtype.size in (4, 8, 16)
+            need(
+                self.ring.by != "cp.async" or copied,
+                f"{self.name}: cp.async needs a plain load of which 4 bytes at least lie together",
+            )
+        return Stream(
+            name, operand_text(self.term), self.ring.name, words, axis_name(memory), vector, swizzle, pad, panel,
+            self._cast(axes),
+        )  # fmt: skip
 
     def _panel(self, axes: list[Any], sizes: dict[Any, int], swizzle: int) -> int:
         """How wide the panels of a slab are that a warpgroup multiplies: as wide as its swizzle, along k, m or n."""
@@ -251,36 +251,36 @@ class Slab:
         uniform = at_least(last.extent - 1 - env[last], 0) or divides(width, last.extent)
         return uniform and wide(found, j, width)
 
-    def _box(self, line: Stream, axes: list[Any], sizes: dict[Any, int]) -> None:
+    def _box(self, name: str, axes: list[Any], sizes: dict[Any, int], swizzle: int, pad: int, panel: int) -> None:
         """Declines, with the reason, where the slab is no box of the tensor."""
-        term, name = self.term, line.name
+        term = self.term
         need(isinstance(term, l.Load) and not term.inside, f"{name}: TMA brings in plain loads only")
         assert isinstance(term, l.Load)
         order: list[Any] = []
         box = []
         for e, extent in zip(term.index, term.buffer.type.static_shape, strict=True):
-            mine = [a for a in axes if mentions(e, a)]
+            mine: list[Any] = [a for a in axes if mentions(e, a)]
             need(
                 len(mine) <= 1 and (not mine or coefficient(e, mine[0]) == 1),
                 f"{name}: TMA takes one axis with a stride of one along each dimension, not {e}",
             )
             box.append(sizes[mine[0]] if mine else 1)
             order += mine
-            beyond = mine and mine[0].extent % sizes[mine[0]] and not (e is mine[0] and mine[0].extent == extent)
-            need(not beyond, f"{name}: what lies beyond {mine and axis_name(mine[0])} is not beyond the tensor, and TMA would read it")
+            for a in mine:  # at most one
+                own = a.extent
+                ends = own % sizes[a] == 0 or (a is e and own == extent)
+                need(ends, f"{name}: what lies beyond {axis_name(a)} is not beyond the tensor, and TMA would read it")
         need(order == axes, f"{name}: the slab's dimensions are not in the order of the tensor's, which TMA keeps")
-        if line.pad:
+        if pad:
             raise self.draft.fail(f"{name}: TMA leaves no room between rows: a slab has a pad or comes by TMA")
-        if line.panel:
-            box[-1] = line.panel
-        box[next(k for k, b in enumerate(box) if b > 1)] //= line.multicast
-        tensor_map(term.buffer.type, tuple(box), line.swizzle)  # which refuses what the hardware does
+        box[-1] = panel or box[-1]
+        tensor_map(term.buffer.type, tuple(box), swizzle)  # which refuses what the hardware does
         size = math.prod(sizes.values()) * term.dtype.size
         need(
-            size % max(line.swizzle * 8, 128) == 0,
-            f"{name}: a slab of {size} bytes does not end where the swizzle of {line.swizzle} bytes repeats",
+            size % max(swizzle * 8, 128) == 0,
+            f"{name}: a slab of {size} bytes does not end where the swizzle of {swizzle} bytes repeats",
         )
-        begins = substitute(term.index[-1], self.coordinates(axes, sizes, [0] * len(axes)))
+        begins: IntExpr = substitute(term.index[-1], self.coordinates(axes, sizes, [0] * len(axes)))
         need(divides(WIDEST // term.dtype.size, begins), f"{name}: its boxes do not begin at multiples of 16 bytes")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l

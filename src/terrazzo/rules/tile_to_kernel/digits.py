@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,7 +177,7 @@ class Bindings:
                 total = total + (self.grid[axis] if f.level == "grid" else self.rank) * stride
         return total
 
-    def first(self, threads: set[tuple[str, int]]) -> list[IntExpr]:
+    def first(self, threads: Set[tuple[str, int]]) -> list[IntExpr]:
         """Only the first of those who have the same, where axes are bound to these bits of the threads' numbers."""
         apart = any(level == "warpgroup" for level, _ in threads)
         counts = {
@@ -204,13 +204,14 @@ class Bindings:
             site, axis = self.site([name]), other or axis
         return matrix(site.instruction) if site else None
 
-    def _fragment(self, d: Fragment, coordinate: str, stride: int) -> list[Digit]:
-        layout = d.layout
+    def _fragment(self, fragment: Fragment, coordinate: str, stride: int) -> list[Digit]:
+        layout = fragment.layout
         numbers: dict[str, IntExpr] = {"lane": LANE, "warp": self.warp % WARPS_IN_A_GROUP if self.groups > 1 else self.warp}
         out = []
-        if coordinate == "n" and d.repeats > 1:
-            variable, place = self.loop_variable("e", d.repeats), layout.bits("reg")
-            out.append(Digit("frag", d.repeats, variable, stride << dict(layout.extents)["n"], 1 << place, place))
+        if coordinate == "n" and fragment.repeats > 1:
+            far, bits = dict(layout.extents)["n"], layout.bits("reg")
+            repeat = self.loop_variable("e", fragment.repeats)
+            out.append(Digit("frag", fragment.repeats, repeat, stride << far, 1 << bits, bits))
         for part, first, bit, size in runs(layout, coordinate):
             if part in numbers:
                 out.append(Digit(part, size, numbers[part] // (1 << first) % size, stride << bit, 1 << first, first))

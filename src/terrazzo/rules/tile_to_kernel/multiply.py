@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,16 +13,15 @@ from terrazzo.hw.ldmatrix import loader
 from terrazzo.hw.products import Matrix
 from terrazzo.hw.wgmma import WarpgroupInstruction
 from terrazzo.ir.address import coefficient, flatten
-from terrazzo.ir.contraction import Contraction
+from terrazzo.ir.contraction import Contraction, operand
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, Var
 from terrazzo.ir.layout import Layout
 from terrazzo.ir.node import Node, substitute
-from terrazzo.ir.schedule import Factor
 from terrazzo.ir.types import u32
 from terrazzo.rules.access import WIDEST, divides
-from terrazzo.rules.tile.draft import axis_name, operand
+from terrazzo.rules.tile.draft import axis_name
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.copies import Part, Slab
 from terrazzo.rules.tile_to_kernel.digits import Bindings, Digit, value

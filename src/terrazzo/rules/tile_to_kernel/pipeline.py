@@ -14,6 +14,7 @@ from typing import Any
 
 from terrazzo.hw.products import matrix, warps
 from terrazzo.hw.wgmma import WarpgroupInstruction
+from terrazzo.ir.contraction import operand
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, Var
@@ -22,7 +23,7 @@ from terrazzo.ir.plan import Plan, Product, Ring, Stream
 from terrazzo.ir.schedule import WARPS_IN_A_GROUP
 from terrazzo.ir.types import Type
 from terrazzo.rules.tile.agents import LOAD
-from terrazzo.rules.tile.draft import Draft, axis_name, operand
+from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.rings import axis_called, brought, operand_text, slab_type, steps
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.copies import Copies, Part, Slab, Steps

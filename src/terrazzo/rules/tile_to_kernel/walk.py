@@ -155,7 +155,7 @@ class Walker:
 
     def parts(self, inside: Sequence[IntExpr], body: Sequence[n.Statement]) -> bool:
         """Whether conditions keep some threads from where they have to meet others."""
-        lanes, warps = (any(mentions(e, v) for e in inside) for v in (k.LANE, self.bindings.warp))
+        lanes, warps = (any(mentions(e, v) for e in inside) for v in (k.LANE, self.bindings.everyone))
         return (lanes or warps) and self.meets({"warp", "lane"} if lanes else {"warp"}, body)
 
     def meets(self, levels: set[str], body: Sequence[n.Statement]) -> bool:

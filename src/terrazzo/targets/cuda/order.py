@@ -61,7 +61,7 @@ class _Thread:
 
     def __init__(self, kernel: k.Kernel, warp: int) -> None:
         self.kernel, self.warp = kernel, warp
-        self.env = {k.BLOCK: 0, "warp": warp, "lane": 0}
+        self.env: dict[str, int | None] = {k.BLOCK: 0, "warp": warp, "lane": 0}
         self.begun: dict[str, list[Any]] = {kind: [] for kind in k.KINDS}
         self.groups: dict[str, list[list[Any]]] = {kind: [] for kind in k.KINDS}
         self.boxes: dict[Slot, list[tuple[Slot | None, Any, int]]] = {}
@@ -115,20 +115,38 @@ class _Thread:
                 if self.holds(s.inside) if isinstance(s, k.If) else self.plays(s):
                     self.body(s.body)
             elif isinstance(s, k.For):
-                for i in self.steps(s):
+                for i in self.carrying(s) if k.changed(s.body) else self.steps(s, self.count(s)):
                     self.env[s.axis.name] = i
                     self.body(s.body)
+            elif isinstance(s, k.DeclareInteger | k.SetInteger):
+                self.env[s.variable.name] = self.number(s.value)
             else:
                 self.statement(s)
+
+    def count(self, loop: k.For) -> int:
+        """How many steps a loop has; as many as there may be where that depends on data."""
+        found = self.number(loop.axis.extent)
+        return loop.most if found is None else found
+
+    def carrying(self, loop: k.For) -> Iterator[int]:
+        """The iterations of a loop that changes integers: whole rounds are left out once these come around again."""
+        count, i, before = self.count(loop), 0, None
+        integers = sorted(v.name for v in k.changed(loop.body))
+        while i < count:
+            yield i
+            i += 1
+            if i % self.round == 0:
+                now = [self.env.get(name) for name in integers]
+                i += max((count - i) // self.round - 1, 0) * self.round if now == before else 0
+                before = now
 
     def matters(self, s: Node) -> bool:
         if isinstance(s, k.For | k.If | k.Role):
             return bool(self.relevant(s.body))
-        return isinstance(s, EVENTS) or bool(self.uses(s) or self.holds_registers(s))
+        return isinstance(s, (*EVENTS, k.DeclareInteger, k.SetInteger)) or bool(self.uses(s) or self.holds_registers(s))
 
-    def iterations(self, loop: k.For) -> Sequence[int]:
+    def iterations(self, loop: k.For, count: int) -> Sequence[int]:
         """The iterations to follow: one where all are alike, else the first and the last rounds of the rings."""
-        count: Any = loop.axis.extent
         inner = list(k.walk(self.relevant(loop.body)))
         state = any(isinstance(s, EVENTS) and not isinstance(s, k.AsyncCopy) for s in inner)
         slots = [e for s in inner for e in (s.inside if isinstance(s, k.If) else [a.index[0] for a in self.uses(s)])]
@@ -246,8 +264,8 @@ class _Thread:
         if isinstance(e, int):
             return e
         known: dict[Expr, Any] = {}
-        for x in topological([e]):
-            if isinstance(x, Loaded):
+        for x in topological([e], stop=lambda x: isinstance(x, Var)):
+            if isinstance(x, Loaded) or (isinstance(x, Var) and self.env[x.name] is None):
                 return None
             if isinstance(x, Var):
                 known[x] = self.env[x.name]
@@ -258,9 +276,8 @@ def _rings(kernel: k.Kernel) -> set[Any]:
     """The places that copies write whose first index is the same for all threads wherever they are used: a slot."""
     written = {s.target for s in k.walk(kernel.body) if isinstance(s, COPIES)}
     used = [(a.place, a.index) for s in k.walk(kernel.body) for a in (*accesses(s, Around()), *slabs(s, Around()))]
-    apart = {
-        place for place, index in used if len(index) < 2 or set(k.THREADS) & {v.name for v in _variables(index[:1])}
-    }
+    varying = k.varying(kernel.body, ("warp", "lane"))
+    apart = {place for place, index in used if len(index) < 2 or k.depends(index[0], k.THREADS, varying)}
     return written - apart
 
 
@@ -270,4 +287,5 @@ def _touched(s: Node) -> list[Access]:
 
 
 def _variables(exprs: Sequence[IntExpr]) -> list[Var]:
-    return [x for x in topological([e for e in exprs if isinstance(e, Expr)]) if isinstance(x, Var)]
+    found = topological([e for e in exprs if isinstance(e, Expr)], stop=lambda x: isinstance(x, Var))
+    return [x for x in found if isinstance(x, Var)]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from terrazzo.errors import UserError
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.dialects.kernel.values import Barriers, Registers, Shared, Value
+from terrazzo.ir.dialects.kernel.values import Barriers, Integer, Registers, Shared, Value
 from terrazzo.ir.dialects.loop import Buffer
-from terrazzo.ir.expr import IntExpr, Var
-from terrazzo.ir.node import Node
+from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var, bounds
+from terrazzo.ir.node import Node, topological
 
 
 class Let(Node, dialect="kernel", op="let"):
@@ -24,6 +24,20 @@ class Declare(Node, dialect="kernel", op="declare"):
 
     place: Registers
     init: l.Literal | None = None
+
+
+class DeclareInteger(Node, dialect="kernel", op="declare_integer"):
+    """An integer comes into being."""
+
+    variable: Integer
+    value: IntExpr
+
+
+class SetInteger(Node, dialect="kernel", op="set_integer"):
+    """An integer becomes what an expression is now."""
+
+    variable: Integer
+    value: IntExpr
 
 
 class Move(Node, dialect="kernel", op="move"):
@@ -81,7 +95,8 @@ class AsyncCopy(Node, dialect="kernel", op="async_copy"):
 
 
 KINDS = ("cp.async", "wgmma", "bulk")
-"""What is grouped, each kind by itself: copies into shared memory, products of warpgroups, boxes on their way to global memory."""
+"""What is grouped, each kind by itself: copies into shared memory, products of warpgroups, boxes on their way to global
+memory."""
 
 
 class Commit(Node, dialect="kernel", op="commit"):
@@ -275,11 +290,25 @@ class MultiplyAsync(Node, dialect="kernel", op="multiply_async"):
 
 
 class For(Node, dialect="kernel", op="for"):
-    """`body` for every value of `axis`, in order. Unrolled loops leave no loop behind."""
+    """`body` for every value of `axis`, in order. Unrolled loops leave no loop behind.
+
+    How many there are, the extent of the axis, may be an expression; it is what that is before the first.
+    """
 
     axis: Var
     body: tuple[Node, ...]
     unrolled: bool = False
+
+    def check(self) -> None:
+        if self.unrolled and not isinstance(self.axis.extent, int):
+            raise UserError(f"an unrolled loop has a constant number of steps, not {self.axis.extent}")
+        if bounds(self.axis.extent)[1] is None:
+            raise UserError(f"a loop has at most so many steps, and nothing bounds {self.axis.extent}")
+
+    @property
+    def most(self) -> int:
+        """How many values there are at most."""
+        return max(bounds(self.axis.extent)[1] or 0, 0)
 
 
 class If(Node, dialect="kernel", op="if"):
@@ -315,6 +344,26 @@ def walk(body: tuple[Node, ...]) -> Iterator[Node]:
         yield s
         if isinstance(s, For | If | Role):
             yield from walk(s.body)
+
+
+def changed(body: tuple[Node, ...]) -> frozenset[Integer]:
+    """The integers that statements change, also inside loops, conditions and roles."""
+    return frozenset(s.variable for s in walk(body) if isinstance(s, SetInteger | DeclareInteger))
+
+
+def varying(body: tuple[Node, ...], names: tuple[str, ...]) -> frozenset[Integer]:
+    """The integers whose value may depend on the variables of these names, or on data."""
+    found: set[Integer] = set()
+    given = [s for s in walk(body) if isinstance(s, SetInteger | DeclareInteger)]
+    while more := {s.variable for s in given if s.variable not in found and depends(s.value, names, found)}:
+        found |= more
+    return frozenset(found)
+
+
+def depends(e: IntExpr, names: tuple[str, ...], integers: Collection[Integer] = ()) -> bool:
+    """Whether an expression mentions variables of these names, some integers, or data."""
+    parts = topological([e], stop=lambda x: isinstance(x, Var)) if isinstance(e, Expr) else []
+    return any(isinstance(x, Loaded) or x in integers or getattr(x, "name", "") in names for x in parts)
 
 
 def _one_of(what: str, word: str, words: tuple[str, ...]) -> None:
