@@ -294,3 +294,18 @@ ENDS: dict[str, Product] = {
 } | {f"mma, {name}": Product(**M | end | {"staged": PADDED}) for name, end in {"bias": BIAS, "two results": TWO}.items()}
 
 EVERY = WARPGROUPS | WARPS | ELEMENTS | SHARED | ENDS
+
+BY_HAND: dict[str, Product] = {
+    "ring": Product(shape=(128, 256, 512), tile=(128, 256, 64), groups=2, ring=4, roles=True, out="f32"),
+    "persistent": Product(
+        shape=(320, 32, 192), tile=(64, 32, 64), ring=2, roles=True, persistent=2, width=32, staged='by="tma", swizzle=64'
+    ),
+    "cluster": Product(
+        shape=(512, 256, 320), tile=(128, 256, 64), groups=2, roles=True, cluster="m", staged='by="tma", swizzle=128'
+    ),
+    "copied": Product(shape=(128, 64, 320), tile=(128, 64, 64), groups=2, ring=4, by="cp.async", out="f32"),
+    "split": Product(
+        shape=(128, 32, 256), tile=(64, 32, 128), ring=2, out="f32", depth="warpgroup(2) * reg(4) * inst.k(16)"
+    ),
+}
+"""What the texts under `by_hand` of these names say, as schedules."""

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.kernels.arrangements import EVERY, F90, M90, M, Product
+from tests.kernels import by_hand
+from tests.kernels.arrangements import BY_HAND, EVERY, F90, M90, M, Product
 from tests.kernels.programs import lowered
 
 from terrazzo.errors import Limitation, UserError
@@ -158,3 +159,23 @@ with schedule("_softmax", target="sm_80"):
 """
     with pytest.raises(UserError, match=re.escape("blocks share r0, and can share the last axis")):
         lowered(lambda x: torch.softmax(x, -1), (torch.randn(3, 256),), "sm_80", schedules=(text,))
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_what_was_written_by_hand_follows_from_a_schedule(name: str) -> None:
+    """Of as many threads, by the same statements; only where partial sums meet is another way taken."""
+    program, text = by_hand.program(name), BY_HAND[name].text
+    (hand,), (ours,) = program.steps, derived(text).steps
+    assert isinstance(hand, k.Kernel) and isinstance(ours, k.Kernel)
+    assert (ours.grid, ours.warps, ours.cluster) == (hand.grid, hand.warps, hand.cluster)
+    for kind in (k.Role, k.TensorLoad, k.AsyncCopy, k.MultiplyAsync, k.WaitBarrier, k.Arrive, k.StoreMatrix):
+        assert _has(ours, kind) == _has(hand, kind), kind
+    given = by_hand.inputs(program)
+    best = by_hand.exact(name, given)
+    for seed in SEEDS:
+        (result,) = simulator.run(derived(text), given, seed=seed)
+        assert np.abs(result.astype(np.float64) - best).max() <= ROUNDING[result.dtype.name] * np.abs(best).max()
+
+
+def _has(kernel: k.Kernel, kind: type) -> bool:
+    return any(isinstance(s, kind) for s in k.walk(kernel.body))
