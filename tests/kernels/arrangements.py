@@ -30,6 +30,7 @@ class Product:
     by: str = "tma"
     swizzle: int = 128
     roles: bool = False
+    registers: tuple[int, int] | None = (40, 232)
     persistent: int = 0
     grouped: int = 0
     cluster: str = ""
@@ -95,7 +96,8 @@ class Product:
         if self.roles:
             shared = int(self.depth[5:6]) if self.depth.startswith("warp(") else 1
             math = f"warpgroup({self.groups})" if self.on == "wgmma" else f"warp({self.warps[0] * self.warps[1] * shared})"
-            registers = ", registers=(40, 232)" if self.on == "wgmma" and self.groups < 3 else ""
+            own = self.registers if self.on == "wgmma" and self.groups < 3 else None
+            registers = f", registers={own}" if own else ""
             lines.append(f"    roles(load=warp(1), math={math}{registers})")
         sites, instruction = self.divided(m, n)
         lines.append(f'    with site("acc0", on="{instruction}"):')

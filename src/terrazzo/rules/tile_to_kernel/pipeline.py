@@ -396,7 +396,8 @@ class Pipeline:
         used = {operand(f) for c in sites for f in c.factors}
         slabs = {x: s for x, s in self.slabs.items() if x in used}
         step = t if self.outermost(p) else 0
-        self.multiply.write(Group(sites, fragments, matrix(p.on), inner, m, n, slabs, given, values, step))
+        depth = next((a for a in inner if self.draft.length(a, site) > 1), sites[0].reduce.axes[-1])
+        self.multiply.write(Group(sites, fragments, matrix(p.on), inner, m, n, depth, slabs, given, values, step))
 
     def inner(self, axis: Any, site: Any) -> tuple[Digit, ...]:
         """The digits of a reduce axis inside a step."""
@@ -454,8 +455,8 @@ class Pipeline:
             self.builder.loops([(v, True) for v in variables], partial(self.builder.add, l.Store(place, at, total)))
 
         self.builder.loops(every, sum_up)
-        if self.builder.depth:
-            self.builder.add(self.bindings.sync)  # before the next tile is put there
+        if self.builder.depth and not self.bindings.alone:
+            self.builder.add(self.bindings.sync)  # before the next tile is put there: no step of it syncs
 
     def settle(self, p: Product, left: int) -> None:
         """Until a warpgroup's products are done, but for the last `left` groups of them."""
