@@ -173,6 +173,16 @@ class Product(Line, dialect="plan", op="product"):
     b: str
 
 
+class Frame(Line, dialect="plan", op="frame"):
+    """A product's values are weighted by exp(score - top), where the maximum `top` and the sum of weights `total` are
+    found in the same steps: sums are brought to the new maximum whenever it grows.
+    """
+
+    top: str
+    product: str
+    total: str = ""
+
+
 class Combine(Line, dialect="plan", op="combine"):
     """Where the partial states of a reduction meet: `lanes` by shuffles, `warps` through shared memory, `blocks` of a
     cluster through each other's.
