@@ -128,7 +128,8 @@ HANGS = "sleep 100 & echo $! >> {}/children; wait"
 
 def ended(directory: Path) -> bool:
     """Whether all children of a stopped compiler end; they were told to, which takes a while on a busy machine."""
-    children = [int(child) for child in (directory / "children").read_text().split()]
+    file = directory / "children"
+    children = [int(child) for child in file.read_text().split()] if file.exists() else []  # it may have got nowhere
     deadline = time.monotonic() + 30
     while (running := any(map(is_running, children))) and time.monotonic() < deadline:
         time.sleep(0.05)
