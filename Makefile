@@ -21,7 +21,7 @@ TERRAZZO := $(RUN) -c 'from terrazzo.cli import main; main()'
 DEMO_MODEL := TinyLlama/TinyLlama-1.1B-Chat-v1.0 --layer 0 --seq-len 32 --random-weights
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check mutants opinfo fuzz docs test-gpu sanitize bench-gpu bench-cpu setup clean
+.PHONY: help demo test check mutants opinfo fuzz replay docs test-gpu sanitize bench-gpu bench-cpu setup clean
 
 help: ## list the tasks
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -45,6 +45,9 @@ opinfo: $(READY) ## PyTorch's whole operator database, interpreted and compiled,
 
 fuzz: $(READY) ## random programs, schedules and texts: make fuzz N=2000 (SEED=7 KIND=programs|schedules|texts)
 	PYTHONPATH=src:. OMP_NUM_THREADS=1 $(RUN) -m tests.fuzz.run $(or $(N),200) $(if $(SEED),--seed $(SEED)) $(if $(KIND),--kind $(KIND)) $(ARGS)
+
+replay: $(READY) ## every kernel of the benchmarks and tests, at a commit and now: make replay BASE=main (ARGS=--help)
+	PYTHONPATH=src:. $(RUN) -m tests.replay.run $(or $(BASE),HEAD) $(ARGS)
 
 docs: $(READY) ## write the generated pages of the manual
 	$(RUN) docs/generate.py $(ARGS)

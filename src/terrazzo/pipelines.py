@@ -28,7 +28,7 @@ from terrazzo.rules.loop.fuse import fuse
 from terrazzo.rules.loop.layout import store_as_read
 from terrazzo.rules.loop.narrow import narrow
 from terrazzo.rules.loop.relax import relax
-from terrazzo.rules.loop_to_tile.choose import schedule
+from terrazzo.rules.loop_to_tile.choose import Lost, never, schedule
 from terrazzo.rules.tensor_to_loop.lift import lift
 from terrazzo.rules.tile_to_kernel.lower import program as derive
 from terrazzo.rules.torch_to_tensor.lower import lower as to_tensor
@@ -36,7 +36,7 @@ from terrazzo.targets import target
 from terrazzo.targets.cuda.check import check
 from terrazzo.targets.cuda.emit import emit
 
-Run = Callable[[Any, Log, Options], Any]
+Run = Callable[[Any, Log, Options, Lost], Any]
 
 
 def _texts(options: Options) -> Callable[[Any], str] | None:
@@ -56,19 +56,19 @@ class Pass:
 
 PASSES = (
     Pass("torch_to_tensor", "torch", "tensor", "each ATen op becomes a composition of primitives, or an opaque call",
-         lambda p, log, o: to_tensor(p, torch_to_tensor.RULES, log, _texts(o))),
+         lambda p, log, o, lost: to_tensor(p, torch_to_tensor.RULES, log, _texts(o))),
     Pass("tensor_to_loop", "tensor", "loop", "each primitive becomes a kernel that stores its term",
-         lambda p, log, o: lift(p, log=log)),
+         lambda p, log, o, lost: lift(p, log=log)),
     Pass("fuse", "loop", "loop", "terms replace the buffers they were stored in, where that pays",
-         lambda p, log, o: fuse(p, log, target(o.target).rates, o.materialize, _texts(o)) if o.fuse else p),
+         lambda p, log, o, lost: fuse(p, log, target(o.target).rates, o.materialize, _texts(o)) if o.fuse else p),
     Pass("store_as_read", "loop", "loop", "buffers that are only read transposed, reshaped or converted are stored so",
-         lambda p, log, o: store_as_read(narrow(p, log), log)),
+         lambda p, log, o, lost: store_as_read(narrow(p, log), log)),
     Pass("relax", "loop", "loop", "what is rounded to 16 bits at once is computed no more exactly than that asks for",
-         lambda p, log, o: relax(p, log)),
+         lambda p, log, o, lost: relax(p, log)),
     Pass("schedule", "loop", "tile", "every kernel gets a schedule: the user's, or the best by the model of the machine",
-         lambda p, log, o: schedule(p, machine(o), log, pinned(o), _texts(o))),
+         lambda p, log, o, lost: schedule(p, machine(o), log, pinned(o), _texts(o), lost)),
     Pass("derive", "tile", "kernel", "what follows from a schedule: places, copies, barriers, who does what",
-         lambda p, log, o: derive(p, machine(o), log, _texts(o))),
+         lambda p, log, o, lost: derive(p, machine(o), log, _texts(o))),
 )  # fmt: skip
 
 LOWER = tuple(p.name for p in PASSES)
@@ -96,8 +96,12 @@ def pinned(options: Options) -> dict[str, Schedule]:
     return {s.kernel: s for text in options.schedules for s in parse_schedules(text)}
 
 
-def stages(program: Any, options: Options, log: Log, names: tuple[str, ...] = LOWER) -> list[tuple[Pass, Any, float]]:
-    """Run the passes `names` that apply from the program's IR on; each with its result and the seconds it took."""
+def stages(
+    program: Any, options: Options, log: Log, names: tuple[str, ...] = LOWER, lost: Lost = never
+) -> list[tuple[Pass, Any, float]]:
+    """Run the passes `names` that apply from the program's IR on; each with its result and the seconds it took. No
+    schedule is chosen of which `lost` says why its kernel could not be built.
+    """
     if why := problem(program):
         raise UserError(f"{program.name} is not valid: {why}")
     if dialect(program) == "kernel":  # the user's own text
@@ -108,7 +112,7 @@ def stages(program: Any, options: Options, log: Log, names: tuple[str, ...] = LO
         if p.name in names and p.src == dialect(program):
             start = time.perf_counter()
             with failing(f"pass {p.name}", program):
-                done = p.run(program, log, options)
+                done = p.run(program, log, options, lost)
                 verify(done, p.name)
             program = done
             if p.dst == "kernel":
@@ -165,11 +169,25 @@ class Lowering:
         return {p.name: seconds for p, _, seconds in self.stages}
 
 
-def lowering(program: Any, options: Options, log: Log | None = None) -> Lowering:
+def lowering(program: Any, options: Options, log: Log | None = None, lost: Lost | None = None) -> Lowering:
     """Any program down to fused Loop IR, with all that is between. A CompilerBug says how to see it again."""
     log = log or Log()
     with reproducible(options):
-        return Lowering(program, stages(program, options, log), log)
+        return Lowering(program, stages(program, options, log, lost=lost or never), log)
+
+
+def rescheduled(done: Lowering, options: Options, lost: Lost) -> Lowering:
+    """The same with schedules chosen anew, now that more kernels are known not to be built. What the log said of the
+    old ones is gone.
+    """
+    log = done.log
+    log.events[:] = [e for e in log.events if e.pass_name not in GPU_ONLY]
+    if log.applications is not None:
+        log.applications[:] = [a for a in log.applications if a.pass_name not in GPU_ONLY]
+    upper = [stage for stage in done.stages if stage[0].name not in GPU_ONLY]
+    with reproducible(options):
+        program = upper[-1][1] if upper else done.source
+        return Lowering(done.source, [*upper, *stages(program, options, log, GPU_ONLY, lost)], log)
 
 
 def lower(program: Any, options: Options, log: Log) -> l.Program:

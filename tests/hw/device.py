@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 
-def run_block(source: str, *arrays: Any, threads: int = 32, arch: str = "") -> list[Any]:
-    """Compile the kernel `one` and run one block of it on copies of `arrays`; what they hold then."""
+def run_block(source: str, *arrays: Any, threads: int = 32, arch: str = "", shared: int = 0) -> list[Any]:
+    """Compile the kernel `one` and run one block of it, with so many bytes of `shared` memory, on copies of `arrays`;
+    what they hold then.
+    """
     torch = pytest.importorskip("torch")
     from cuda.core import Device, LaunchConfig, Program, ProgramOptions, launch
 
@@ -25,7 +27,8 @@ def run_block(source: str, *arrays: Any, threads: int = 32, arch: str = "") -> l
     ).compile("cubin")
     there = [torch.from_numpy(a.copy()).cuda() for a in arrays]
     torch.cuda.synchronize()
-    launch(stream, LaunchConfig(grid=1, block=threads), compiled.get_kernel("one"), *(a.data_ptr() for a in there))
+    config = LaunchConfig(grid=1, block=threads, shmem_size=shared)
+    launch(stream, config, compiled.get_kernel("one"), *(a.data_ptr() for a in there))
     stream.sync()
     return [a.cpu().numpy() for a in there]
 

@@ -117,7 +117,7 @@ def test_one_line_changed(name: str, target: str, pattern: str, replacement: str
             "only some threads of a warpgroup",
         ),
         (r"(x_s\[t % 4), \(warp // 4\) \* 64 - 64", r"\1, (warp // 4) * 64", "is outside|beyond the end"),
-        (r"wait_groups\(0, 'wgmma'\)", "pass", "ends while work of wgmma"),
+        (r"wait_groups\(0, 'wgmma'\)", "pass", "uses registers of acc that wgmma is using"),
         (r"expect\(full\[t % 4\], 49152\)", "expect(full[t % 4], 32768)", "announces .* 49152|announces"),
         (r"wait_barrier\(full\[t % 4\], t // 4\)", "wait_barrier(full[t % 4], 1 - t // 4)", "waits for phase 1"),
         (r"w_s = shared\(bf16\[4, 256", "w_s = shared(bf16[8, 256", "needs 327.* bytes of shared memory"),
@@ -136,9 +136,20 @@ def test_one_line_of_a_ring_between_roles_changed(pattern: str, replacement: str
         ("copied", r"fence\('proxy'\)", "pass", "with no proxy fence"),
         ("copied", r"(wait_groups\(\d+\))(\s+)fence\('proxy'\)", r"fence('proxy')\2\1", "with no proxy fence"),
         ("registers", r"fence\('wgmma'\)", "pass", "with no wgmma fence"),
+        ("chain", r"wait_groups\(1, 'wgmma'\)", "wait_groups(2, 'wgmma')", "registers of s that wgmma is using"),
+        ("chain", r"s\[j\] = fmax", "o[j] = fmax", "registers of o that wgmma is using"),
+        ("chain", r"m64n96k16.f32.bf16", "m64n96k16.f32.f16", "takes f16 or u32, and p holds bf16"),
+        ("chain", r"p\[kk \* 8\]", "p[kk * 8 - kk % 2]", "is not aligned to 4 bytes in p"),
+        (
+            "chain",
+            r"(v_s\[t % 2, 0, kk \* 16), 0\], transposed='b'",
+            r"\1 + 16, 0], transposed='b'",
+            "is outside",
+        ),
+        ("chain", r"o = registers\(f32\[48\]\)", "o = registers(f32[40])", "beyond the end of o"),
     ],
 )
-def test_a_fence_less(name: str, pattern: str, replacement: str, told: str) -> None:
+def test_a_fence_or_a_wait_less(name: str, pattern: str, replacement: str, told: str) -> None:
     assert re.search(told, planted(show(by_hand.program(name)), pattern, replacement, "sm_90a"))
 
 

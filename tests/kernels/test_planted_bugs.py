@@ -257,3 +257,29 @@ def test_what_is_right_is_accepted(lines: list[str]) -> None:
 def test_one_mistake_at_a_time(lines: list[str]) -> None:
     with pytest.raises((CompilerBug, UserError)):
         small(lines)
+
+
+def cluster(lines: list[str]) -> np.ndarray:
+    """Two blocks of one warp in a cluster, each of which reads what the other wrote to its shared memory."""
+    body = "".join(f"        {line}\n" for line in lines)
+    text = f"""@kernel
+def forward(x: f32[64]):
+    with launch('f', _grid=2, _warps=1, _resident=1, _reads=[x], _cluster=2, y=f32[64]):
+        s = shared(f32[32])
+        met = barriers(1, 1)
+        if -lane >= 0:
+            init_barriers(met)
+        cluster_sync()
+        s[lane] = x[lane + block * 32]
+{body}        y[lane + block * 32] = remote(s[lane], 1 - block)
+        cluster_sync()
+    return (y,)
+"""
+    return simulator.run(parse(text), {"x": np.arange(64, dtype=np.float32)})[0]  # type: ignore[no-any-return]
+
+
+def test_an_arrival_at_another_block_releases_no_plain_writes() -> None:
+    arrival = ["if -lane >= 0:", "    arrive(met[0], 1 - block)", "wait_barrier(met[0], 0)"]
+    with pytest.raises(CompilerBug, match="reads s as another warp wrote it, with no barrier between"):
+        cluster(arrival)
+    np.testing.assert_array_equal(cluster([*arrival, "cluster_sync()"]), np.roll(np.arange(64), 32))

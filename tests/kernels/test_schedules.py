@@ -268,7 +268,7 @@ def test_more_threads_than_a_block_has() -> None:
         lowered(norm, tensors((5, 1024)), "sm_90a", schedules=(text,))
 
 
-@pytest.mark.parametrize("level", ["cluster(5)", "warpgroup(1) * grid(5)"])
+@pytest.mark.parametrize("level", ["warpgroup(1) * grid(5)"])
 def test_levels_nothing_derives_yet_say_so(level: str) -> None:
     with pytest.raises((UserError, Limitation), match=r"cluster|come first"):
         lowered(norm, tensors((5, 1024)), "sm_90a", schedules=(ROWS.replace("grid(5)", level),))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import builtins
 import os
+import re
 from contextlib import suppress
 
 import numpy as np
@@ -81,8 +82,8 @@ def test_a_kernel_written_by_hand_runs() -> None:
         ("sync()", "s[lane, 0] = f32(1.0)", 6, "store: a f32 at 2 indices into s: f32[64]"),
         ("sync()", "while True:\n            pass", 6, "expected a loop, a condition"),
         ("sync()", "for j in range(2):\n            sync()", 6, "expected a loop, a condition"),
-        ("sync()", "for j in serial(lane):\n            sync()", 6, "expected"),
-        ("sync()", "if lane:\n            sync()", 6, "a guard is `expression >= 0`"),
+        ("sync()", "for j in unrolled(lane):\n            sync()", 6, "an unrolled loop has a constant number"),
+        ("sync()", "if lane:\n            sync()", 6, "a condition compares index expressions"),
         (
             "sync()",
             "if 5 - lane >= 0:\n            sync()\n        else:\n            sync()",
@@ -168,3 +169,46 @@ def test_an_instruction_that_does_not_exist_is_refused(name: str) -> None:
         whole = text[start : text.index("'", start)]
         with pytest.raises(UserError, match="unknown instruction"):
             found.simulated(parse(text.replace(whole, name)))
+
+
+PRODUCT = """@kernel
+def f(x: bf16[64, 64]):
+    with launch('f', _grid=1, _warps=4, _resident=1, _reads=[x], y=f32[64, 64]):
+        s = shared(bf16[64, 64], swizzle=128)
+        a = registers(bf16[8])
+        d = registers(f32[32])
+        multiply_async('wgmma.m64n64k16.f32.bf16', d[0], s[0, 0], s[0, 0])
+    return (y,)
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("s[0, 0])", "s[0, 0], fresh=lane)", "a condition compares index expressions"),
+        ("s[0, 0])", "s[0, 0], fresh=lane == warp)", "expected one comparison"),
+        ("s[0, 0])", "s[0, 0], fresh=0 <= lane < 3)", "a condition compares index expressions"),
+        ("s[0, 0])", "s[0, 0], fresh=lane != 3)", "a condition is one of == < <= > >="),
+        (
+            "s[0, 0])",
+            "s[0, 0], stale=lane == 3)",
+            "expected multiply_async(word, registers, place, shared, transposed=word",
+        ),
+        ("s[0, 0])", "s[0, 0], transposed='ba')", "transposed: 'ba' is none of '', 'a', 'b', 'ab'"),
+        ("s[0, 0], s[0, 0])", "a[0], s[0, 0], transposed='a')", "an operand in registers is not transposed"),
+        ("bf16[64, 64], swizzle", "bf16[64, 32], swizzle", "rows of s are 64 bytes wide, its swizzle spans 128"),
+    ],
+)
+def test_products_that_cannot_be(before: str, after: str, message: str) -> None:
+    assert show(parse(PRODUCT)) == PRODUCT
+    with pytest.raises(UserError, match=re.escape(message)):
+        parse(PRODUCT.replace(before, after))
+
+
+@pytest.mark.parametrize(
+    "condition",
+    ["lane == 0", "lane < 7", "lane >= 7", "lane <= warp + 3", "lane + warp * 2 == 0", "lane + warp < 9", "lane == 31"],
+)
+def test_conditions_read_as_they_print(condition: str) -> None:
+    text = PRODUCT.replace("s[0, 0])", f"s[0, 0], fresh={condition})")
+    assert show(parse(text)) == text

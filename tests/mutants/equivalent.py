@@ -123,6 +123,18 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "only the first step fills a slot, which nobody has used: there are four steps and four slots",
     ),
     Equivalent(("split product",), PREDICATE, r"`async_copy\(", "the condition around it says the same of the step"),
+    Equivalent(
+        ("chain by hand",),
+        ("wrong barrier",),
+        r"`wait_barrier\(empty_k",
+        "it waits until the slot after is free, or was before: no sooner than it needs",
+    ),
+    Equivalent(
+        ("chain by hand",),
+        ("moved wait",),
+        r"`for j in unrolled\(24\):` -> `wait_groups\(0",
+        "it waits for the second product before it is done with the first, not after",
+    ),
     Equivalent((BOXES,), MOVED, r"`wait_barrier\(.* -> `sync", "two waits, one after the other"),
     Equivalent(("conv2d",), PREDICATE, r"-block \* 32 - lane \+ 35", "pixels beyond the last are not stored"),
     Equivalent(

@@ -12,7 +12,7 @@ from terrazzo.errors import UserError
 from terrazzo.hw import ldmatrix
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Expr, Var
+from terrazzo.ir.expr import Expr, Var, bounds
 from terrazzo.ir.node import substitute
 from terrazzo.ir.show_kernel import show_kernel
 from terrazzo.ir.types import Type
@@ -38,6 +38,7 @@ KINDS: dict[str, tuple[type, ...]] = {
     "wait": (k.WaitGroups, k.WaitBarrier),
     "commit": (k.Commit,),
     "arrive": (k.Arrive, k.Expect),
+    "integer": (k.SetInteger,),
 }
 
 
@@ -213,11 +214,16 @@ def wrong_fragment_row(site: Site) -> Kernels:
 
 @operator
 def wrong_slice(site: Site) -> Kernels:
-    """A product of a warpgroup takes the slice of k after, or one that is not aligned."""
+    """A product of a warpgroup takes the slice of k after, or one that is not aligned; or rows for columns."""
     if isinstance(site.s, k.MultiplyAsync):
-        for at in ("a_at", "b_at") if isinstance(site.s.a, k.Shared) else ("b_at",):
-            index = getattr(site.s, at)
-            yield from (site.but(**{at: (*index[:-1], index[-1] + step)}) for step in (16, 8, 4))
+        for operand in "ab" if isinstance(site.s.a, k.Shared) else "b":
+            index = getattr(site.s, f"{operand}_at")
+            along = -2 if operand in site.s.transposed else -1
+            for step in (16, 8, 4):
+                other = [*index]
+                other[along] = other[along] + step
+                yield site.but(**{f"{operand}_at": tuple(other)})
+        yield from (site.but(transposed=word) for word in ("", "a", "b", "ab") if word != site.s.transposed)
 
 
 @operator
@@ -282,8 +288,18 @@ def wrong_number_of_steps(site: Site) -> Kernels:
     if isinstance(site.s, k.For):
         axis = site.s.axis
         for n in (axis.extent - 1, axis.extent + 1):
-            if n > 0:
+            if bounds(n)[1] > 0:
                 yield site.put(substitute(site.s, {axis: Var(axis.name, n)}))
+
+
+@operator
+def wrong_integer(site: Site) -> Kernels:
+    """An integer begins with another number, changes to another one, or does not change."""
+    if isinstance(site.s, k.DeclareInteger | k.SetInteger):
+        yield from (site.but(value=site.s.value + step) for step in (1, -1))
+        yield from (site.but(value=(site.s.value + step) % site.s.variable.extent) for step in (1, 2))
+    if isinstance(site.s, k.SetInteger):
+        yield site.put()
 
 
 @operator
@@ -321,11 +337,16 @@ def wrong_lanes(site: Site) -> Kernels:
 
 @operator
 def wrong_beginning(site: Site) -> Kernels:
-    """Registers begin at nothing, or at another number."""
+    """Registers begin at nothing, or at another number; accumulators once too often, or with what was there."""
     if isinstance(site.s, k.Declare) and site.s.init:
         yield site.but(init=None)
         if not isinstance(site.s.init.value, bool) and site.s.init.value in (0, 1):
             yield site.but(init=replace(site.s.init, value=site.s.init.value + 1))
+    if isinstance(site.s, k.MultiplyAsync):
+        if site.s.fresh == -1:
+            yield site.but(fresh=0)
+        else:
+            yield from (site.but(fresh=e) for e in (-1, 0, site.s.fresh + 1, -1 - site.s.fresh))
 
 
 # -- all of them

@@ -14,7 +14,7 @@ import numpy as np
 from terrazzo.ir.address import evaluate
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Expr, IntExpr, Loaded
+from terrazzo.ir.expr import Expr, IntExpr, Loaded, bounds
 from terrazzo.ir.node import Node, substitute, topological
 
 Body = tuple[Node, ...]
@@ -107,9 +107,10 @@ def edges(e: IntExpr) -> tuple[int, int]:
     more (0: never).
     """
     variables = sorted(e.free, key=lambda v: v.name) if isinstance(e, Expr) else []
-    if any(isinstance(v, Loaded) for v in topological(variables)) or math.prod(v.extent for v in variables) > 1 << 20:
+    extents = [bounds(v)[1] + 1 for v in variables]
+    if any(isinstance(v, Loaded) for v in topological(variables)) or math.prod(extents) > 1 << 20:
         return 1, 1
-    axes = np.meshgrid(*(np.arange(v.extent) for v in variables), indexing="ij")
+    axes = np.meshgrid(*map(np.arange, extents), indexing="ij")
     values = np.asarray(evaluate(e, dict(zip(variables, axes, strict=True))))
     holds, fails = values[values >= 0], values[values < 0]
     return int(holds.min()) + 1 if holds.size else 0, int(-fails.max()) if fails.size else 0
@@ -136,11 +137,18 @@ def commute(first: Node, second: Node) -> bool:
                 b, k.Sync | k.ClusterSync | k.WaitBarrier
             ):  # the thread that goes on has fenced, before or after
                 return True
-            case k.Expect() if isinstance(b, k.TensorLoad):  # bytes may come before they are announced
+            case k.Expect() if all(isinstance(x, k.TensorLoad | k.For) for x in inside):
+                return True  # bytes may come before they are announced
+            case k.WaitBarrier() if isinstance(b, k.WaitBarrier):  # two waits, one after the other
                 return True
             case k.Arrive() if isinstance(b, k.Arrive):
                 return True
+        integers = k.changed(tuple(k.walk((a,))))
         plain = all(isinstance(x, k.Declare | k.Let | l.Store | k.Move | k.For | k.If) for x in inside)
+        if integers and not integers & {*topological([b])}:
+            return True
+        if integers:
+            continue
         if plain and getattr(a, "kind", "") != "wgmma" and not any(isinstance(x, k.Shared) for x in topological([b])):
             return True  # what a thread does by itself
     return False

@@ -89,7 +89,7 @@ class Suite:
                 if k not in where:
                     name, source = emit(k)
                     piece, unique = len(where) % pieces, f"{name}_{len(where)}"
-                    texts[piece].append(source.removeprefix(prelude()).replace(f"int {name}(", f"int {unique}("))
+                    texts[piece].append(_called(unique, name, source.removeprefix(prelude())))
                     where[k] = piece, unique
         cache = Cache(self.directory, 1 << 30)
         options = Options(cache_dir=self.directory, compiler=self.compiler)
@@ -137,3 +137,8 @@ def _stored(x: Any, b: l.Buffer) -> Any:
     view = np.lib.stride_tricks.as_strided(memory, x.shape, [s * x.itemsize for s in strides])
     view[...] = x
     return view
+
+
+def _called(name: str, was: str, source: str) -> str:
+    """The source of a kernel with its function, and the table of its memory, called otherwise."""
+    return source.replace(f"int {was}(", f"int {name}(").replace(f"{was}_spans[]", f"{name}_spans[]")

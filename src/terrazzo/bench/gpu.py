@@ -51,7 +51,7 @@ def measured_on() -> dict[str, Any]:
     import torch
     from cuda.bindings import driver
 
-    from terrazzo.run.cuda import nvrtc_version
+    from terrazzo.run.nvrtc import nvrtc_version
 
     _, version = driver.cuDriverGetVersion()
     libraries = {"triton": importlib.metadata.version("triton")} if "triton" in _installed() else {}

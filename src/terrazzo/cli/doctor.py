@@ -105,7 +105,7 @@ def _gpu() -> Iterator[Finding]:
     if driver:
         yield _device()
     try:
-        from terrazzo.run.cuda import nvrtc_version
+        from terrazzo.run.nvrtc import nvrtc_version
 
         yield Finding("nvrtc", nvrtc_version())
     except TerrazzoError as error:

@@ -131,7 +131,15 @@ def _whole(model_id: str, config: Any, random_weights: bool, transformers: Any) 
     auto = {"causal-lm": transformers.AutoModelForCausalLM}.get(_kind(config), transformers.AutoModel)
     if random_weights:
         return auto.from_config(config, attn_implementation="sdpa")
-    return auto.from_pretrained(ALIASES.get(model_id.lower(), model_id), config=config, attn_implementation="sdpa")
+    model, found = auto.from_pretrained(
+        ALIASES.get(model_id.lower(), model_id), config=config, attn_implementation="sdpa", output_loading_info=True
+    )
+    # What a pooler gives is not looked at, and checkpoints of classifiers have none.
+    missing = sorted(name for name in found["missing_keys"] if "pooler" not in name.split("."))
+    if missing:
+        named = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        raise UserError(f"{model_id}: the checkpoint has no weights for {named}; complete it, or use --random-weights")
+    return model
 
 
 def _inputs(config: Any, batch: int, seq_len: int, torch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

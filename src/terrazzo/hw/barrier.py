@@ -24,13 +24,14 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned phase) {
 """
 
 CLUSTER = """// All threads of a cluster meet; a thread arrives at the barrier of another of its blocks.
+// That says nothing of what threads read and wrote plainly: `release.cluster` would, and is a MEMBAR at every arrival.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.aligned;\\n barrier.cluster.wait.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void barrier_arrive_at(unsigned barrier, unsigned rank) {
   asm volatile(
     "{\\n .reg .b32 there;\\n mapa.shared::cluster.u32 there, %0, %1;\\n"
-    " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\\n}"
+    " mbarrier.arrive.shared::cluster.b64 _, [there];\\n}"
     :: "r"(barrier), "r"(rank) : "memory");
 }
 """
@@ -41,8 +42,8 @@ template <int number, int threads> __device__ __forceinline__ void sync() {
 }
 """
 
-PROXY = """// What was written to shared memory is seen by asynchronous copies and products.
-__device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async;" ::: "memory"); }
+PROXY = """// What was written to shared memory is seen by asynchronous copies and products. For all memory it is a MEMBAR.
+__device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 """
 
 REGISTERS = """// A warpgroup takes more registers, or gives some back.

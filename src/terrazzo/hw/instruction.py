@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from terrazzo.ir.dialects.loop import Buffer
 from terrazzo.ir.layout import Layout
 from terrazzo.ir.types import DType
 
@@ -21,10 +22,14 @@ from terrazzo.ir.types import DType
 class Fragment:
     """An operand as the lanes of a warp hold it: `reg` counts a lane's elements, of which `packed` share a 32-bit
     register.
+
+    Where an extent is no power of two, the layout is of a part of it, and lanes hold `repeats` such parts one behind
+    the other, each further on along `n`.
     """
 
     dtype: DType
     layout: Layout
+    repeats: int = 1
 
     @property
     def packed(self) -> int:
@@ -34,12 +39,24 @@ class Fragment:
     @property
     def elements(self) -> int:
         """Elements a lane holds."""
-        return 1 << self.layout.bits("reg")
+        return self.repeats << self.layout.bits("reg")
 
     @property
     def registers(self) -> int:
         """32-bit registers a lane holds them in."""
         return self.elements // self.packed
+
+    def held_in(self, place: Buffer) -> int:
+        """How many elements of registers hold it: 32-bit ones, or such as it is of."""
+        return self.elements * self.dtype.size // place.type.dtype.size
+
+    def coordinates(self, reg: Any, **places: Any) -> dict[str, Any]:
+        """The coordinates of elements, given which they are in every part of a place."""
+        part, inner = np.divmod(reg, self.elements // self.repeats)
+        found = self.layout.coordinates(reg=inner, **places)
+        if self.repeats > 1:
+            found["n"] = found["n"] + part * (1 << dict(self.layout.extents)["n"])
+        return found
 
     @cached_property
     def _coordinates(self) -> list[Any]:

@@ -111,6 +111,15 @@ class KernelReader(LoopReader):
                     self.fail(init[0], "registers start at a constant, such as f32(0.0)")
                 scope.values[name] = place
                 return self.build(s, k.Declare, place, first)
+            case ast.Assign(
+                targets=[ast.Name(id=name)], value=ast.Call(func=ast.Name(id="integer"), args=[value, below])
+            ):
+                variable = k.Integer(name, self.natural(below))
+                first = self.expr(value, scope)
+                self.define(s, name, variable, scope)
+                return self.build(s, k.DeclareInteger, variable, first)
+            case ast.Assign(targets=[ast.Name(id=name)], value=v) if isinstance(scope.values.get(name), k.Integer):
+                return self.build(s, k.SetInteger, scope.values[name], self.expr(v, scope))
             case ast.Assign(targets=[ast.Name(id=name)], value=v):
                 term = self.term(v, scope)
                 value = self.build(s, k.Value, name, term.dtype)
@@ -121,7 +130,8 @@ class KernelReader(LoopReader):
             case ast.For(
                 target=ast.Name(id=name), iter=ast.Call(func=ast.Name(id="serial" | "unrolled" as kind), args=[extent])
             ):
-                axis = Var(name, self.natural(extent))
+                steps = self.expr(extent, scope)
+                axis = Var(name, self.natural(extent) if isinstance(steps, int) else steps)
                 inner = scope.inner()
                 inner.values[name] = axis
                 return self.build(s, k.For, axis, self.statements(s.body, inner), kind == "unrolled")
@@ -133,60 +143,69 @@ class KernelReader(LoopReader):
                 registers = self.natural(self.keyword(head, "registers")) if head.keywords else 0
                 body = self.statements(s.body, scope.inner())
                 return self.build(s, k.Role, self.natural(first), self.natural(count), body, registers)
-            case ast.Expr(value=ast.Call(func=ast.Name(id=op), args=args)) if op in _CALLS:
-                return self.call_statement(s, op, args, scope)
+            case ast.Expr(value=ast.Call(func=ast.Name(id=op)) as call) if op in _CALLS:
+                return self.call_statement(call, op, scope)
         self.fail(s, f"expected a loop, a condition, a role, an assignment or one of {', '.join(_CALLS)}")
 
-    def call_statement(self, s: ast.stmt, op: str, args: list[ast.expr], scope: Scope) -> Any:
+    def call_statement(self, call: ast.Call, op: str, scope: Scope) -> Any:
         """A statement that is written as a call: its arguments are its fields, a place being two of them."""
         kind, signature = _CALLS[op]
-        words = signature.split()
-        if not len([w for w in words if not w.endswith("?")]) <= len(args) <= len(words):
-            self.fail(s, f"expected {op}({', '.join(words)})")
+        words = [w for w in signature.split() if "=" not in w]
+        named = dict(w.split("=") for w in signature.split() if "=" in w)
+        least = len([w for w in words if not w.endswith("?")])
+        if not least <= len(call.args) <= len(words) or any(x.arg not in named for x in call.keywords):
+            self.fail(call, f"expected {op}({', '.join(signature.split())})")
         found: list[Any] = []
         inside: list[Any] = []
-        for word, x in zip(words, args, strict=False):
-            match word.removesuffix("?"):
-                case "number":
-                    found.append(self.natural(x))
-                case "word":
-                    found.append(self.constant(x))
-                    if not isinstance(found[-1], str):
-                        self.fail(x, "expected a name in quotes")
-                case "term":
-                    found.append(self.term(x, scope))
-                case "expression":
-                    found.append(self.expr(x, scope))
-                case "box":
-                    found.append(tuple(self.natural(e) for e in elements(x)))
-                case "barriers":
-                    found.append(self.lookup(x, scope, k.Barriers))
-                case "barrier":
-                    place, slot = self.place(x, scope, k.Barriers)
-                    if len(slot) != 1:
-                        self.fail(x, "expected a barrier, such as full[0]")
-                    found += [place, slot[0]]
-                case "source":
-                    subscript, conditions = self.guarded(x, scope)
-                    found += self.place(subscript, scope)
-                    inside.append(conditions)
-                case where:
-                    found += self.place(x, scope, _PLACES[where])
-        return self.build(s, kind, *found, *inside)
+        for word, x in zip(words, call.args, strict=False):
+            if word == "source":
+                subscript, conditions = self.guarded(x, scope)
+                found += self.place(subscript, scope)
+                inside.append(conditions)
+            else:
+                found += self.fields(word.removesuffix("?"), x, scope)
+        options = {str(x.arg): self.fields(named[str(x.arg)], x.value, scope)[0] for x in call.keywords}
+        return self.build(call, lambda: kind(*found, *inside, **options))
 
-    def conditions(self, test: ast.expr, scope: Scope) -> tuple[Any, ...]:
-        zero = ast.Subscript(value=ast.Name(id="_"), slice=ast.Tuple(elts=[]))
-        return self.guarded(
-            ast.copy_location(ast.IfExp(test=test, body=zero, orelse=ast.Constant(value=0)), test), scope
-        )[1]
+    def fields(self, word: str, x: ast.expr, scope: Scope) -> tuple[Any, ...]:
+        """The fields of a statement that an argument of this kind gives."""
+        match word:
+            case "number":
+                return (self.natural(x),)
+            case "word":
+                name = self.constant(x)
+                if not isinstance(name, str):
+                    self.fail(x, "expected a name in quotes")
+                return (name,)
+            case "term":
+                return (self.term(x, scope),)
+            case "expression":
+                return (self.expr(x, scope),)
+            case "condition":
+                found = self.conditions(x, scope)
+                if len(found) != 1:
+                    self.fail(
+                        x, "expected one comparison, whose left side is never below its right side, or never above"
+                    )
+                return found
+            case "box":
+                return (tuple(self.natural(e) for e in elements(x)),)
+            case "barriers":
+                return (self.lookup(x, scope, k.Barriers),)
+            case "barrier":
+                place, slot = self.place(x, scope, k.Barriers)
+                if len(slot) != 1:
+                    self.fail(x, "expected a barrier, such as full[0]")
+                return (place, slot[0])
+        return self.place(x, scope, _PLACES[word])
 
     def place(self, x: ast.AST, scope: Scope, kind: Any = l.Buffer) -> tuple[l.Buffer, tuple[Any, ...]]:
         if not isinstance(x, ast.Subscript):
             self.fail(x, "expected a place, such as x[0, lane]")
         return self.lookup(x.value, scope, kind), () if empty(x.slice) else self.indices(x.slice, scope)
 
-    def _read(self, x: ast.AST, scope: Scope) -> Any:
-        return self.term(x, scope)  # an index from data may be an element of registers
+    def proved(self, where: ast.AST, term: Any) -> Any:
+        return term  # the conditions around it say where it is; `targets.cuda.check` looks at all of that
 
     def term(self, x: ast.AST, scope: Scope) -> Any:
         match x:
@@ -219,6 +238,6 @@ _CALLS: dict[str, tuple[Any, str]] = {
     "load_matrix": (k.LoadMatrix, "word registers shared"),
     "store_matrix": (k.StoreMatrix, "word shared registers"),
     "multiply": (k.Multiply, "word registers registers registers"),
-    "multiply_async": (k.MultiplyAsync, "word registers place shared"),
+    "multiply_async": (k.MultiplyAsync, "word registers place shared transposed=word fresh=condition"),
 }
-"""How statements are written: their arguments, those that may be missing with a question mark."""
+"""How statements are written: their arguments, those that may be missing with a question mark or by name."""

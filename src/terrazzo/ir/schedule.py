@@ -17,6 +17,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 from terrazzo.errors import UserError
@@ -24,7 +25,7 @@ from terrazzo.ir.reader import Reader, python_tree
 
 KERNEL_LEVELS = ("grid", "cluster", "time", "block")
 SITE_LEVELS = ("warpgroup", "warp", "lane", "reg", "inst.m", "inst.n", "inst.k")
-POWERS_OF_TWO = ("warpgroup", "warp", "lane", "inst.m", "inst.n", "inst.k")
+POWERS_OF_TWO = ("warp", "lane", "inst.m", "inst.k")
 DIRECTIVES = ("persistent", "resident", "roles")
 WARPS_IN_A_GROUP = 4
 
@@ -91,6 +92,21 @@ class Site:
 
 
 @dataclass(frozen=True)
+class Named:
+    """A word of a schedule, by where it stands: its site ("" for the kernel's lines), the name its line begins with, and
+    its text there.
+    """
+
+    site: str
+    line: str
+    word: str
+
+    def __str__(self) -> str:
+        where = f"{self.site}: " if self.site else ""
+        return f"{where}{self.word}" if self.word.startswith(self.line) else f"{where}{self.line} = ... {self.word} ..."
+
+
+@dataclass(frozen=True)
 class Schedule:
     """The whole of it. `directives` are those of `DIRECTIVES`, with their arguments."""
 
@@ -104,6 +120,35 @@ class Schedule:
     def directive(self, name: str) -> tuple[Value, ...]:
         """The arguments of a directive; none where it is not given."""
         return next((args for given, args, _ in self.directives if given == name), ())
+
+    def options(self, name: str) -> Options:
+        """The options of a directive; none where it is not given."""
+        return next((options for given, _, options in self.directives if given == name), ())
+
+    @cached_property
+    def words(self) -> tuple[Named, ...]:
+        """Every word that somebody must read for the kernel to be what the schedule says: all but the factors of axes."""
+        found = [Named("", name, name) for name, _, _ in self.directives]
+        found += [Named("", name, x) for name, _, options in self.directives for x in _options(options)]
+        for site, axes, operands in (
+            ("", self.axes, self.operands), *((s.names[0], s.axes, s.operands) for s in self.sites)
+        ):  # fmt: skip
+            found += [Named(site, a, x) for a, b in axes for f in _factors(b) for x in _options(f.options)]
+            found += [Named(site, name, operand.place) for name, operand in operands]
+            found += [Named(site, name, x) for name, operand in operands for x in _options(operand.options)]
+        found += [Named(s.names[0], "on", s.instruction) for s in self.sites if s.instruction]
+        return tuple(found)
+
+    def locate(self, word: Named) -> str:
+        """The line of the schedule's text that a word stands in, with its number and a caret."""
+        inside, lines = "", str(self).splitlines()
+        for number, line in enumerate(lines, 1):
+            if line.strip().startswith("with site("):
+                inside = line.split('"')[1]
+            at = line.find(word.word)
+            if inside == word.site and at >= 0 and line.strip().startswith((f"{word.line} ", f"{word.line}(", "with site")):
+                return f"line {number}, column {at + 1}\n    {line}\n    {' ' * at}^"
+        return "line 1"
 
     def binding(self, site: Site | None, axis: str, around: tuple[Any, ...] = ()) -> tuple[Factor, ...]:
         """All factors of an axis as a site sees it: the kernel's down to its block, which the site divides.
@@ -198,12 +243,12 @@ class Schedule:
         lines += [f"    {axis} = {_text(b)}" for axis, b in self.axes]
         lines += [f"    {name} = {operand}" for name, operand in self.operands]
         lines += [
-            f"    {name}({', '.join([*map(_value, args), *_options(options)])})"
+            f"    {name}({', '.join([*map(show_value, args), *_options(options)])})"
             for name, args, options in self.directives
         ]
         for site in self.sites:
             on = [f'on="{site.instruction}"'] if site.instruction else []
-            lines.append(f"    with site({', '.join([*(_value(n) for n in site.names), *on])}):")
+            lines.append(f"    with site({', '.join([*(show_value(n) for n in site.names), *on])}):")
             lines += [f"        {axis} = {_text(b)}" for axis, b in site.axes]
             lines += [f"        {name} = {operand}" for name, operand in site.operands]
             lines += [] if site.axes or site.operands else ["        pass"]
@@ -256,14 +301,15 @@ def _text(binding: Binding) -> str:
     return str(binding) if isinstance(binding, Like) else " * ".join(map(str, binding))
 
 
-def _value(value: Value) -> str:
+def show_value(value: Value) -> str:
+    """An option's value as schedules and plans print it."""
     if isinstance(value, tuple):
-        return f"({', '.join(map(_value, value))}{',' if len(value) == 1 else ''})"
+        return f"({', '.join(map(show_value, value))}{',' if len(value) == 1 else ''})"
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
 def _options(options: Options) -> list[str]:
-    return [f"{name}={_value(value)}" for name, value in options]
+    return [f"{name}={show_value(value)}" for name, value in options]
 
 
 def parse_schedule(text: str, filename: str = "<schedule>") -> Schedule:
@@ -276,10 +322,7 @@ def parse_schedule(text: str, filename: str = "<schedule>") -> Schedule:
 
 def parse_schedules(text: str, filename: str = "<schedule>") -> list[Schedule]:
     """The schedules a text means, one after the other."""
-    try:
-        tree = python_tree(text, filename)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
-        raise UserError(f"{filename}: not readable as a schedule: {e}") from None
+    text, tree = python_tree(text, filename)
     reader = ScheduleReader(text, filename, {})
     return [reader.schedule(s) for s in tree.body]
 

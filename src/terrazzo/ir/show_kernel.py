@@ -9,7 +9,7 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr
 from terrazzo.ir.node import Node
-from terrazzo.ir.show import header, opaque, show_expr, show_inside, show_list, show_term, show_type
+from terrazzo.ir.show import header, opaque, show_condition, show_expr, show_inside, show_list, show_term, show_type
 
 
 def show_program(p: k.Program) -> str:
@@ -54,6 +54,10 @@ def statement(s: Node) -> list[str]:
             return [f"{s.value.name} = {_term(s.term)}"]
         case k.Declare():
             return [f"{s.place.name} = registers({show_type(s.place.type)}{f', {_term(s.init)}' if s.init else ''})"]
+        case k.DeclareInteger():
+            return [f"{s.variable.name} = integer({show_expr(s.value, _term)}, {s.variable.extent})"]
+        case k.SetInteger():
+            return [f"{s.variable.name} = {show_expr(s.value, _term)}"]
         case l.Store():
             return [f"{_at(s.buffer, s.index)} = {_term(s.value)}"]
         case k.Move():
@@ -92,13 +96,17 @@ def statement(s: Node) -> list[str]:
         case k.LoadMatrix() | k.StoreMatrix():
             return [f"{s.op}({s.instruction!r}, {_at(s.target, s.to)}, {_at(s.source, s.at)})"]
         case k.Multiply() | k.MultiplyAsync():
-            return [f"{s.op}({s.instruction!r}, {_at(s.d, s.d_at)}, {_at(s.a, s.a_at)}, {_at(s.b, s.b_at)})"]
+            words = ""
+            if isinstance(s, k.MultiplyAsync):
+                words += f", transposed={s.transposed!r}" if s.transposed else ""
+                words += f", fresh={show_condition(s.fresh, _term)}" if s.fresh != -1 else ""
+            return [f"{s.op}({s.instruction!r}, {_at(s.d, s.d_at)}, {_at(s.a, s.a_at)}, {_at(s.b, s.b_at)}{words})"]
         case k.Role():
             registers = f", registers={s.registers}" if s.registers else ""
             return [f"with role({s.first}, {s.count}{registers}):", *_block(s.body)]
         case k.For():
             kind = "unrolled" if s.unrolled else "serial"
-            return [f"for {s.axis.name} in {kind}({show_expr(s.axis.extent)}):", *_block(s.body)]
+            return [f"for {s.axis.name} in {kind}({show_expr(s.axis.extent, _term)}):", *_block(s.body)]
         case k.If():
             return [f"if {' and '.join(f'{show_expr(e, _term)} >= 0' for e in s.inside)}:", *_block(s.body)]
     raise TypeError(f"no text for {type(s).__name__}")

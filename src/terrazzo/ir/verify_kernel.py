@@ -8,8 +8,9 @@ from typing import Any
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.loop import Buffer
-from terrazzo.ir.expr import IntExpr, Var
+from terrazzo.ir.expr import FloorDiv, IntExpr, Loaded, Mod, Sum, Var
 from terrazzo.ir.node import Node, topological
+from terrazzo.ir.proof import ill
 
 
 def problem(kernel: k.Kernel) -> str:
@@ -33,9 +34,9 @@ def problem(kernel: k.Kernel) -> str:
             if len(index) != place.type.rank:
                 return f"{type(s).__name__} has {len(index)} indices into {place.name}: {place.type}"
             if isinstance(place, k.Registers) and any(
-                getattr(x, "name", "") in k.THREADS for x in topological(list(_flat(index)))
+                isinstance(x, k.Integer) or getattr(x, "name", "") in k.THREADS for x in topological(list(_flat(index)))
             ):
-                return f"{type(s).__name__} indexes the registers {place.name} by the number of a thread, which they cannot be"
+                return f"{type(s).__name__} indexes the registers {place.name} by the number of a thread or an integer"
         target = (
             s.target
             if isinstance(s, k.Move | k.TensorStore)
@@ -98,15 +99,22 @@ def _problem(body: tuple[Node, ...], known: set[Any], variables: set[str]) -> st
             c
             for f, c in zip(s._fields, s.values, strict=True)
             if f not in ("body", "axis", "value" if isinstance(s, k.Let) else "")
+            and not (f == "variable" and isinstance(s, k.DeclareInteger))
         ]
-        mine = mine if not isinstance(s, k.Declare) else []
+        mine = [] if isinstance(s, k.Declare) else [*mine, s.axis.extent] if isinstance(s, k.For) else mine
+        if why := ill([x for x in topological(list(_flat(mine))) if isinstance(x, FloorDiv | Mod | Sum | Loaded)]):
+            return f"{type(s).__name__}: {why}"
         for x in topological(list(_flat(mine))):
             if isinstance(x, Buffer | k.Value) and x not in known:
                 return f"{type(s).__name__} uses {x.name}, which does not exist there"
-            if isinstance(x, Var) and x.name not in variables:
+            if isinstance(x, k.Integer) and x not in known:
+                return f"{type(s).__name__} uses the integer {x.name}, which does not exist there"
+            if isinstance(x, Var) and not isinstance(x, k.Integer) and x.name not in variables:
                 return f"{type(s).__name__} uses the variable {x.name}, which no loop around it binds"
         if isinstance(s, k.Let):
             known.add(s.value)
+        elif isinstance(s, k.DeclareInteger):
+            known.add(s.variable)
         elif isinstance(s, k.Declare):
             known.add(s.place)
         elif isinstance(s, k.For | k.If | k.Role):

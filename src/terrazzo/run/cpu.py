@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from terrazzo.errors import UserError
+from terrazzo.errors import DivisionByZero, IndexOutOfRange
 from terrazzo.ir.dialects import loop as l
 from terrazzo.options import Options
 from terrazzo.run.cache import Cache
 from terrazzo.run.compiler import Compiler, compile_all
-from terrazzo.run.plan import Entry, Step
+from terrazzo.run.plan import Entry, Plan, Step
 
 if TYPE_CHECKING:
     from terrazzo.pipelines import Lowering
@@ -26,8 +26,8 @@ _NOTHING = nullcontext()
 
 @dataclass(frozen=True)
 class Built:
-    """The machine code of a program's kernels: entries, the files by key, the sources by function, and seconds by
-    phase.
+    """The machine code of a program's kernels: entries, the files by key, the sources by function, seconds by phase,
+    and the lowering that they come from in the end.
     """
 
     program: Any
@@ -35,6 +35,7 @@ class Built:
     paths: dict[str, Path]
     sources: list[tuple[str, str]]
     seconds: dict[str, float]
+    lowering: Lowering
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,9 @@ class Cpu:
     def key(self) -> str:
         """What machine code here depends on."""
         return self.compiler.key("")
+
+    def lost(self, options: Options, cache: Cache) -> None:
+        """There is one way to run a kernel here, so none is known to have lost."""
 
     def build(self, lowering: Lowering, options: Options, cache: Cache) -> Built:
         """The kernels of a program, compiled where the cache lacks them."""
@@ -68,11 +72,27 @@ class Cpu:
             {keys[s]: p for s, p in zip(sources, paths, strict=True)},
             list(kernels.values()),
             seconds,
+            lowering,
         )
 
     def load(self, steps: Sequence[Step], paths: dict[str, Path]) -> list[Any]:
         """For every step its function, which takes an array of addresses; None for calls of PyTorch."""
         return [self._function(s, paths) if s.key else None for s in steps]
+
+    def misfit(self, plan: Plan, paths: dict[str, Path]) -> str:
+        """Why the machine code is none for this plan: it would use other memory than it is given; "" if it fits."""
+        for step in plan.steps:
+            if not step.key:
+                continue
+            try:
+                library = ctypes.CDLL(str(paths[step.key]))
+                count = ctypes.c_int64.in_dll(library, f"{step.name}_spans").value
+                spans = (ctypes.c_int64 * (count + 1)).in_dll(library, f"{step.name}_spans")[1:]
+            except (OSError, ValueError) as why:
+                return f"{step.label} cannot be loaded ({why})"
+            if [plan.slots[k].bytes for k in step.args] != spans:
+                return f"{step.label} uses other memory"
+        return ""
 
     def _function(self, step: Step, paths: dict[str, Path]) -> Any:
         function = getattr(ctypes.CDLL(str(paths[step.key])), step.name)
@@ -87,8 +107,11 @@ class Cpu:
         """What runs a step, given the array that will hold its addresses."""
 
         def run(_: int) -> None:
-            if function(addresses, self.threads):
-                raise UserError(f"kernel {step.label} ({step.source}): an index is out of range for its dimension")
+            problems = function(addresses, self.threads)
+            if problems & 1:
+                raise IndexOutOfRange(f"kernel {step.label} ({step.source}): an index is out of range for its dimension")
+            if problems:
+                raise DivisionByZero(f"kernel {step.label} ({step.source}): a whole number is divided by zero")
 
         return run
 

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import re
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext
-from functools import cache as once
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from terrazzo.errors import CompilerBug, Limitation, UserError
+from terrazzo.errors import CompilerBug, IndexOutOfRange, Limitation, UserError
 from terrazzo.hw.gpu import GPUS
 from terrazzo.hw.tma import TensorMap
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.types import DTYPES
 from terrazzo.options import Options
-from terrazzo.run.cache import Cache, digest
+from terrazzo.run.cache import Cache
 from terrazzo.run.cpu import Built
-from terrazzo.run.plan import Entry, Slot, Step
+from terrazzo.run.nvrtc import Made, Tried, compile_each, cubin_key, failure
+from terrazzo.run.plan import Entry, Plan, Slot, Step
 from terrazzo.run.tensor_map import encode
 
 if TYPE_CHECKING:
@@ -32,89 +29,6 @@ LEAST_DRIVER = 12000
 """The oldest driver whose cubins and graphs we use, as CUDA numbers versions."""
 STATIC_SHARED = 48 << 10
 """Bytes of shared memory a kernel may have without asking for more."""
-
-
-def compile_all(sources: Sequence[str], arch: str, cache: Cache, spills: bool = False) -> list[Path]:
-    """A cubin for each source (without the prelude), in order; those the cache lacks are compiled in parallel.
-
-    Raises Limitation where NVRTC is missing, and CompilerBug where a source does not compile or spills registers to
-    memory.
-    """
-    keys = [cubin_key(source, arch) for source in sources]
-    found = {key: cache.get(key, ".cubin") for key in dict.fromkeys(keys)}
-    missing = {key: source for key, source in zip(keys, sources, strict=True) if found[key] is None}
-    if missing:
-        with ThreadPoolExecutor(os.cpu_count() or 1, "terrazzo-nvrtc") as pool:
-            for key, cubin in zip(
-                missing, pool.map(lambda s: _compile(s, arch, cache, spills), missing.values()), strict=True
-            ):
-                found[key] = cache.put(key, ".cubin", cubin)
-    return [path for key in keys if (path := found[key]) is not None]
-
-
-def cubin_key(source: str, arch: str) -> str:
-    """Names what NVRTC makes of a source; everything the result depends on is in it."""
-    from terrazzo.targets.cuda.emit import prelude
-
-    return digest("cubin", nvrtc_version(), arch, *_FLAGS, prelude(), source)
-
-
-_FLAGS = ("--std=c++17", "-default-device")
-
-
-@once
-def nvrtc_version() -> str:
-    """The version of NVRTC; Limitation where there is none."""
-    try:
-        from cuda.bindings import nvrtc
-
-        _, major, minor = nvrtc.nvrtcVersion()
-    except Exception as why:  # the package or the library it loads
-        raise Limitation(
-            f"CUDA kernels are compiled by NVRTC, and it is not here ({why}); `pip install 'terrazzo[cuda]'`"
-        ) from None
-    return f"{major}.{minor}"
-
-
-def _compile(source: str, arch: str, cache: Cache, spills: bool) -> bytes:
-    from cuda.bindings import nvrtc
-
-    from terrazzo.targets.cuda.emit import prelude
-
-    text = (prelude() + source).encode()
-    _, program = nvrtc.nvrtcCreateProgram(text, b"kernel.cu", 0, [], [])
-    flags = [*_FLAGS, f"--gpu-architecture={arch}", "--ptxas-options=-v"]
-    (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), [f.encode() for f in flags])
-    _, size = nvrtc.nvrtcGetProgramLogSize(program)
-    log = b" " * size
-    nvrtc.nvrtcGetProgramLog(program, log)
-    told = log.decode(errors="replace").strip("\0 \n")
-    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        if "INVALID_OPTION" in str(status):
-            raise Limitation(f"NVRTC {nvrtc_version()} does not compile for {arch}")
-        raise CompilerBug(_failure("generated CUDA does not compile", source, arch, told, cache))
-    _, size = nvrtc.nvrtcGetCUBINSize(program)
-    cubin = bytes(size)  # which NVRTC fills
-    nvrtc.nvrtcGetCUBIN(program, cubin)
-    nvrtc.nvrtcDestroyProgram(program)
-    spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", told)]
-    if any(spilled) and not spills:
-        raise CompilerBug(
-            _failure(f"a kernel spills {max(spilled)} bytes of registers to memory", source, arch, told, cache)
-        )
-    if "C75" in told and not spills:
-        raise CompilerBug(_failure("ptxas serialises wgmma in a kernel", source, arch, told, cache))
-    return cubin
-
-
-def _failure(what: str, source: str, arch: str, told: str, cache: Cache) -> str:
-    from terrazzo.targets.cuda.emit import prelude
-
-    saved = cache.put(digest("CUDA that failed", source), ".cu", (prelude() + source).encode())
-    lines = [x for x in told.splitlines() if "error" in x.lower() or "spill" in x or "C75" in x][:5]
-    return "\n".join(
-        [f"{what}:", *lines, f"The source is {saved}. To reproduce:", f"nvcc -cubin -arch={arch} -Xptxas -v {saved}"]
-    )
 
 
 def devices() -> int:
@@ -173,21 +87,37 @@ class Cuda:
         """What machine code here depends on."""
         return cubin_key("", self.arch)
 
+    def lost(self, options: Options, cache: Cache) -> Tried:
+        """What is known of kernels that were tried here."""
+        return Tried(self.arch, cache, options.spills)
+
     def build(self, lowering: Lowering, options: Options, cache: Cache) -> Built:
-        """The kernels of a program, compiled where the cache lacks them."""
-        start = time.perf_counter()
-        program: k.Program = lowering.at("kernel")
-        entries, sources, compiled = emit_all(program, self.arch)
-        emitted = time.perf_counter()
-        paths = compile_all(compiled, self.arch, cache, options.spills)
-        seconds = {"emit": emitted - start, "compile": time.perf_counter() - emitted}
-        return Built(
-            program,
-            entries,
-            {cubin_key(s, self.arch): p for s, p in zip(compiled, paths, strict=True)},
-            sources,
-            seconds,
-        )
+        """The kernels of a program, compiled where the cache lacks them, all of which this GPU's driver loads."""
+        return build(lowering, options, cache, self.arch, self.refuses)
+
+    def refuses(self, entry: Entry, path: Path) -> str:
+        """Why the driver does not take a kernel; nothing where it does, or where something else is wrong."""
+        import torch
+
+        with torch.cuda.device(self.index):
+            torch.cuda.current_stream()  # makes the context
+            try:
+                self._function(entry, {entry.key: path})
+            except UserError as why:
+                if str(why).endswith(_REFUSALS):
+                    return str(why)
+                raise
+        return ""
+
+    def misfit(self, plan: Plan, paths: dict[str, Path]) -> str:
+        """Why kernels cannot be launched as a plan says; "" if they can. Cubins do not say what memory they use."""
+        for step in plan.steps:
+            if step.key and len(step.launch) != 4:
+                return f"{step.label} has no launch"
+            threads, shared = step.launch[1:3] if step.key else (k.WARP, 0)
+            if threads not in range(k.WARP, 1025, k.WARP) or shared > GPUS[self.arch].shared:
+                return f"{step.label} has more threads or memory than a block"
+        return ""
 
     def load(self, steps: Sequence[Step], paths: dict[str, Path]) -> list[Any]:
         """For every step its function on this GPU; None for calls of PyTorch."""
@@ -200,7 +130,7 @@ class Cuda:
             torch.cuda.current_stream()  # makes the context
             return [self._function(s, paths) if s.key else None for s in steps]
 
-    def _function(self, step: Step, paths: dict[str, Path]) -> Any:
+    def _function(self, step: Step | Entry, paths: dict[str, Path]) -> Any:
         if step.key not in self.modules:
             self.modules[step.key] = self.call("cuModuleLoadData", paths[step.key].read_bytes())
         function = self.call("cuModuleGetFunction", self.modules[step.key], step.name.encode())
@@ -244,7 +174,7 @@ class Cuda:
         if self.flags is not None and (found := self.flags.nonzero()).numel():
             step = self.steps[int(found[0])]
             self.flags.zero_()
-            raise UserError(
+            raise IndexOutOfRange(
                 f"kernel {step.label} ({step.source}), in an earlier call: an index is out of range for its dimension"
             )
 
@@ -342,6 +272,71 @@ class Graph:
                 )
                 self.known[n] = now
         self.machine.call("cuGraphLaunch", self.executable, stream)
+
+
+_REFUSALS = ("INVALID_IMAGE", "INVALID_SOURCE", "INVALID_VALUE", "NO_BINARY_FOR_GPU", "OUT_OF_RESOURCES")
+"""What the driver says where the kernel is at fault: with another one it may go on."""
+
+
+def build(
+    lowering: Lowering,
+    options: Options,
+    cache: Cache,
+    arch: str,
+    refuses: Callable[[Entry, Path], str] = lambda entry, path: "",
+) -> Built:
+    """The kernels of a program whose schedules were chosen by what is known of those tried before.
+
+    A kernel that spills, that does not compile or that the driver `refuses` is a candidate that lost: the next one is
+    chosen, which the log tells. Where all lost, the last runs if it can at all. What the user wrote is not replaced: a
+    UserError has the compiler's words. CompilerBug where nothing is left to try.
+    """
+    from terrazzo.pipelines import rescheduled
+
+    tried = Tried(arch, cache, options.spills)
+    seconds = {"emit": 0.0, "compile": 0.0}
+    while True:
+        start = time.perf_counter()
+        entries, sources, compiled = emit_all(lowering.at("kernel"), arch)
+        emitted = time.perf_counter()
+        known = {source for source in compiled if tried.of(source)}
+        made = compile_each(compiled, arch, cache)
+        of = dict(zip(entries, (source for _, source in sources), strict=True))
+        for kernel, source in of.items():
+            if (path := made[source].path) and (why := refuses(entries[kernel], path)):
+                tried.refused[source] = why
+        seconds["emit"] += emitted - start
+        seconds["compile"] += time.perf_counter() - emitted
+        if not _lost(lowering, options, of, known, made, tried):
+            break
+        lowering = rescheduled(lowering, options, tried)
+    paths = {entries[kernel].key: path for kernel, source in of.items() if (path := made[source].path)}
+    return Built(lowering.at("kernel"), entries, paths, sources, seconds, lowering)
+
+
+def _lost(
+    lowering: Lowering,
+    options: Options,
+    sources: Mapping[k.Kernel, str],
+    known: Container[str],
+    made: Mapping[str, Made],
+    tried: Tried,
+) -> bool:
+    """Whether a kernel lost that was not `known` to: the schedule of one that was is the last there is."""
+    from terrazzo.pipelines import dialect, pinned
+
+    theirs = dialect(lowering.source) in ("tile", "kernel")
+    lost = False
+    for kernel, source in sources.items():
+        if not (why := tried.of(source)):
+            continue
+        told = failure(why, source, tried.arch, made[source].facts, tried.cache)
+        if theirs or kernel.name in pinned(options):
+            raise UserError(told)
+        if source in known and (not made[source].facts.runs or source in tried.refused):
+            raise CompilerBug(told)
+        lost |= source not in known
+    return lost
 
 
 def emit_all(program: k.Program, arch: str) -> tuple[dict[k.Kernel, Entry], list[tuple[str, str]], list[str]]:

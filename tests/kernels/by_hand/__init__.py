@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ml_dtypes import bfloat16
 
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.text import parse
@@ -25,6 +26,10 @@ MEANING: dict[str, Callable[..., Any]] = {
     "persistent": lambda x, w: (
         x @ w.T
     ),  # slots and phases go on from tile to tile, and stores overlap with the next tile
+    # relu(q @ k.T) @ v: scores are packed to be a factor, values are MN-major, two accumulators are on their way
+    "chain": lambda q, k, v: np.maximum(q @ k.T, 0).astype(bfloat16).astype(float) @ v,
+    # the lower triangle of a, tile by tile: steps that are left out, slots that go on from tile to tile
+    "causal": lambda a, x: (np.kron(np.tril(np.ones((5, 5))), np.ones((64, 64))) * a) @ x.T,
     "cluster_sum": lambda x: x.sum(1),
     "histogram": lambda x: (
         np.bincount(x.astype(int) + 8, minlength=17) + np.arange(17) // 16 * (x.reshape(8, 4, 32) > 2).any(2).sum()

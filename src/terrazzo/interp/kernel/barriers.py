@@ -142,7 +142,7 @@ class Ring:
         state.arrivals.append((agent, time))
         state.announced += announced
         self.clocks.visit(b, by)
-        self.clocks.release(self.gathered[n], np.array([by[0]]), np.array([by[1]]), np.array([b]))
+        self.tell(b, n, by)
         if state.arrived > self.arrivals:
             return f"more than {self.arrivals} arrive at {self.name}[{n}] in one phase: {self.short(b, n)}"
         if state.arrived == self.arrivals and self.waited[b, n] < self.phase[b, n] - 1:
@@ -159,13 +159,15 @@ class Ring:
         self.settle(b, n)
         if why := self.early(b, n, by):
             return why
-        self.clocks.release(
-            self.gathered[n], np.array([by[0]]), np.array([by[1]]), np.array([b])
-        )  # it comes after what its sender knew
+        self.tell(b, n, by)  # it comes after what its sender knew
         self.time[b, n] += 1
         self.sent[b, n] = self.time[b, n]
         self.state[b, n].boxes.append(Box(place, at, data, int(self.time[b, n]), site))
         return ""
+
+    def tell(self, b: int, n: int, by: tuple[int, int]) -> None:
+        """A warp (block, warp) releases what it knows; to another block, not what was read and written plainly."""
+        self.clocks.release(self.gathered[n], np.array([by[0]]), np.array([by[1]]), np.array([b]), by[0] == b)
 
     def settle(self, b: int, n: int) -> None:
         """End the phase if all have arrived and all bytes can come."""
@@ -180,8 +182,9 @@ class Ring:
         self.time[b, n] += 1
         self.ends[b, n].append(int(self.time[b, n]))
         gathered, released = self.gathered[n], self.released[n]
-        gathered.known[b, agent] = gathered.fenced[b, agent] = self.time[b, n]
-        released.known[b], released.fenced[b] = gathered.known[b], gathered.fenced[b]
+        for theirs, mine in zip(released.parts, gathered.parts, strict=True):
+            mine[b, agent] = self.time[b, n]
+            theirs[b] = mine[b]
         self.last[b, n] = [*state.arrivals, *([(agent, int(self.time[b, n]))] if state.boxes else [])]
         self.state[b, n] = Phase()
         self.phase[b, n] += 1

@@ -19,7 +19,7 @@ from terrazzo.interp.loop import run_call
 from terrazzo.interp.tensor import Call
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Expr, Var
+from terrazzo.ir.expr import Var
 from terrazzo.ir.node import topological
 from terrazzo.ir.show_kernel import show_kernel
 
@@ -197,9 +197,10 @@ class Machine:
 def _waits_apart(body: list[Any]) -> bool:
     """Whether some warps of a block wait where others do not: they cannot go step by step then."""
     waits = k.WaitBarrier | k.Sync | k.ClusterSync
-    found = [s for s in body if isinstance(s, k.If) and any(isinstance(x, waits) for x in k.walk(s.body))]
+    varying = k.varying(tuple(body), ("warp", "lane"))
     return any(
-        getattr(e, "name", "") == "warp"
-        for s in found
-        for e in topological([x for x in s.inside if isinstance(x, Expr)])
+        k.depends(e, ("warp",), varying)
+        for s in body
+        if isinstance(s, k.If | k.For) and any(isinstance(x, waits) for x in k.walk(s.body))
+        for e in (s.inside if isinstance(s, k.If) else (s.axis.extent,))
     )

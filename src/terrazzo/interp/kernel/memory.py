@@ -83,7 +83,7 @@ class Place:
             return self._conflict(f"reads {self.name}, where a copy is on its way", late, None, self.wrote[b, a])
         if (none := writer == NOBODY).any():
             return self._conflict(f"reads elements of {self.name} that nobody wrote", none, None, self.wrote[b, a])
-        if (early := written > clocks.known[by, w, writer]).any():
+        if (early := written > clocks.visible[by, w, writer]).any():
             what = f"reads {self.name} as another warp wrote it, with no barrier between"
             return self._conflict(what, early, writer, self.wrote[b, a])
         if asynchronous and (plain := self._plain(by, w, writer, written)).any():
@@ -103,7 +103,7 @@ class Place:
         own copy arrives.
         """
         clocks, by = self.clocks, b if by is None else by
-        early = self.read_at[:, b, a] > clocks.known[by, w, : clocks.readers].T
+        early = self.read_at[:, b, a] > clocks.visible[by, w, : clocks.readers].T
         if early.any():
             reader = np.argmax(early, axis=0)
             what = f"writes {self.name} while another warp reads it, with no barrier between"
@@ -111,7 +111,7 @@ class Place:
         if (others := self.flying[b, a] > landing).any():
             return self._conflict(f"writes {self.name}, where a copy is on its way", others, None, self.wrote[b, a])
         writer, written = self.writer[b, a], self.written[b, a]
-        if (early := (writer != NOBODY) & (written > clocks.known[by, w, writer])).any():
+        if (early := (writer != NOBODY) & (written > clocks.visible[by, w, writer])).any():
             what = f"writes {self.name} where another warp wrote, with no barrier between"
             return self._conflict(what, early, writer, self.wrote[b, a])
         if asynchronous and (plain := (writer != NOBODY) & self._plain(by, w, writer, written)).any():
@@ -189,7 +189,7 @@ class Output:
         write the same.
         """
         if self.read_at is not None:
-            seen = clocks.known[b[:, None], w[:, None], clocks.agent(b[:, None], np.arange(clocks.warps))]
+            seen = clocks.visible[b[:, None], w[:, None], clocks.agent(b[:, None], np.arange(clocks.warps))]
             late = (seen < self.read_at[:, a].T).any(axis=1) | (self.read_by[a] != ids)
             if (late := late & (self.read_by[a] != NOBODY)).any():
                 return self._conflict(
@@ -234,7 +234,7 @@ class Output:
         by = self.block[a]
         near = by // clocks.cluster == ids // clocks.cluster
         agent = np.where(near, clocks.agent(by, self.warp[a]), 0)
-        return (by != NOBODY) & (~near | (self.written[a] > (clocks.fenced if box else clocks.known)[b, w, agent]))
+        return (by != NOBODY) & (~near | (self.written[a] > (clocks.fenced if box else clocks.visible)[b, w, agent]))
 
     def _conflict(self, what: str, where: Any, a: Any) -> Conflict:
         which = int(np.argmax(where))

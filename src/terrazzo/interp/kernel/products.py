@@ -105,7 +105,7 @@ def multiply(team: Team, s: k.Multiply) -> None:
     record = mma_sync.product(s.instruction)
     operands = []
     for place, at, fragment in ((s.a, s.a_at, record.a), (s.b, s.b_at, record.b), (s.d, s.d_at, record.d)):
-        count = fragment.registers if place is not s.d else fragment.elements
+        count = fragment.held_in(place)
         data = np.ascontiguousarray(team.get(place, team.at(place, at, count, s), s, count))
         operands.append(data.view(fragment.dtype.numpy))
     team.put(s.d, team.at(s.d, s.d_at, record.d.elements, s), record.run(*operands), s)
@@ -116,11 +116,11 @@ def multiply_async(team: Team, s: k.MultiplyAsync) -> None:
     reads.
     """
     record = wgmma.product(s.instruction)
-    groups = _warpgroups(team, s)
+    groups, fresh = _warpgroups(team, s), _fresh(team, s)
     d, count = team.at(s.d, s.d_at, record.d.registers, s), record.d.registers
     used = [(s.d, d, count)]
     if isinstance(s.a, k.Registers):
-        used.append((s.a, team.at(s.a, s.a_at, record.a.registers, s), record.a.registers))
+        used.append((s.a, team.at(s.a, s.a_at, record.a.held_in(s.a), s), record.a.held_in(s.a)))
     for place, at, n in used:
         if (unfenced := team.fragments.touched[place] & team.active).any():
             team.fail(
@@ -128,8 +128,10 @@ def multiply_async(team: Team, s: k.MultiplyAsync) -> None:
                 f"uses registers of {place.name} with no wgmma fence since they were used plainly",
                 np.argwhere(unfenced)[0],
             )
-        if not (team.known[place][..., at : at + n].all(axis=-1) | ~team.active).all():
+        needed = team.active & ~fresh if place is s.d else team.active
+        if not (team.known[place][..., at : at + n].all(axis=-1) | ~needed).all():
             team.fail(s, f"reads registers of {place.name} that nobody wrote")
+    team.known[s.d][..., d : d + count] |= team.active[..., None]
     held = team.registers[s.d][..., d : d + count]
     clocks, learned = team.machine.clocks, []
     for i, first in groups:
@@ -141,9 +143,10 @@ def multiply_async(team: Team, s: k.MultiplyAsync) -> None:
             packed = np.ascontiguousarray(team.registers[place][i, four, :, at : at + n])
             left = record.collect(packed.view(record.operand.numpy).reshape(128, -1))
         else:
-            left = _slab(team, s, s.a, s.a_at, record, record.shape[0], i, first, agent, time)
-        right = _slab(team, s, s.b, s.b_at, record, record.shape[1], i, first, agent, time)
-        held[i, four] = record.run(left, right, held[i, four].reshape(128, count)).reshape(4, k.WARP, count)
+            left = _slab(team, s, "a", s.a, s.a_at, i, first, agent, time)
+        right = _slab(team, s, "b", s.b, s.b_at, i, first, agent, time)
+        before = None if fresh[i, first, 0] else held[i, four].reshape(128, count)
+        held[i, four] = record.run(left, right, before).reshape(4, k.WARP, count)
         learned.append((i, first, b, agent, time))
     for place, at, n in used:
         team.fragments.take(team, place, at, n, 1)
@@ -175,10 +178,20 @@ def _warpgroups(team: Team, s: Node) -> list[tuple[int, int]]:
     return list(dict.fromkeys(found))
 
 
+def _fresh(team: Team, s: k.MultiplyAsync) -> Any:
+    """The threads whose accumulators begin with this product: all or none of a warpgroup."""
+    fresh = np.broadcast_to(team.number_of(s.fresh) >= 0, team.shape)
+    for i, first in _warpgroups(team, s):
+        if len(np.unique(fresh[i, first : first + 4])) > 1:
+            team.fail(s, "adds to its accumulators in some threads of a warpgroup only", (i, first, 0))
+    return fresh
+
+
 def _slab(
-    team: Team, s: Any, place: Any, index: Any, record: Any, count: int, i: int, first: int, agent: Any, time: Any
+    team: Team, s: k.MultiplyAsync, operand: str, place: Any, index: Any, i: int, first: int, agent: Any, time: Any
 ) -> Any:
-    """An operand of a warpgroup's product in shared memory, [rows, k], as its descriptor says where it is."""
+    """An operand of a warpgroup's product in shared memory, [rows of m or n, k], where its descriptor says it is."""
+    record, transposed = wgmma.product(s.instruction), operand in s.transposed
     offset = team.start(place, index)[i, first : first + 4]
     if np.unique(offset).size > 1:
         team.fail(s, f"names several slabs of {place.name} in one warpgroup", (i, first, 0))
@@ -186,7 +199,8 @@ def _slab(
     at = team.kernel.offsets[place] + int(offset[0, 0]) * size
     if at % 16:
         team.fail(s, f"has a slab in {place.name} that is not aligned to 16 bytes", (i, first, 0))
-    addresses = wgmma.addresses(wgmma.descriptor(at, place.swizzle), count, record.shape[2] * size)[:, ::size]
+    described = wgmma.descriptor(at, wgmma.slab(place, transposed))
+    addresses = wgmma.addresses(described, *record.extent(operand, transposed))[:, ::size]
     elements = (HARDWARE[place.swizzle](addresses - team.kernel.offsets[place])) // size
     if (elements < 0).any() or (elements >= team.size(place)).any():
         team.fail(s, f"has a slab that goes beyond the end of {place.name}", (i, first, 0))
@@ -199,7 +213,8 @@ def _slab(
     memory.note_read(np.full(flat.size, b), flat, np.full(flat.size, agent), time, team.line)
     if team.machine.costs is not None:
         team.machine.costs.slab(s, addresses.size * size)
-    return memory.data[b, elements].astype(np.float64)
+    found = memory.data[b, elements].astype(np.float64)
+    return found.T if transposed else found
 
 
 MEANING: dict[type, Callable[[Team, Any], None]] = {

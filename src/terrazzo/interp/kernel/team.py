@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from terrazzo.errors import CompilerBug, UserError
+from terrazzo.errors import CompilerBug, IndexOutOfRange
 from terrazzo.hw.transfer import SHUFFLE, VOTE
 from terrazzo.interp.kernel import copies, products
 from terrazzo.interp.kernel.barriers import Wait
@@ -67,10 +67,7 @@ class Team:
             self.line, self.doing, self.loaded = line, s, {}
             match s:
                 case k.For():
-                    assert isinstance(s.axis.extent, int)
-                    for i in range(s.axis.extent):
-                        self.env[s.axis] = i
-                        yield from self.statements(s.body, line + 1)
+                    yield from self.loop(s, line + 1)
                 case k.If() | k.Role():
                     outer = self.active
                     self.active = outer & (self.holds(s.inside) if isinstance(s, k.If) else self.plays(s))
@@ -87,8 +84,31 @@ class Team:
                 self.machine.costs.issue(s, self.active)
             line += lines(s)
 
+    def loop(self, s: k.For, line: int) -> Iterator[Wait]:
+        """Steps, as many as each thread has."""
+        outer, steps = self.active, self.number_of(s.axis.extent)
+        most = steps if isinstance(steps, int) else int(self.chosen(s.axis.extent).max(initial=0))
+        for i in range(most):
+            self.active = outer if isinstance(steps, int) else outer & (i < steps)
+            self.env[s.axis] = i
+            yield from self.statements(s.body, line)
+        self.active = outer
+
+    def carry(self, s: k.DeclareInteger | k.SetInteger) -> None:
+        """An integer of the threads that are here becomes what an expression is."""
+        value = np.asarray(self.number_of(s.value), np.int64)
+        extent: Any = s.variable.extent
+        if (bad := ((value < 0) | (value >= extent)) & self.active).any():
+            where = np.argwhere(bad)[0]
+            number = np.broadcast_to(value, self.shape)[tuple(where)]
+            self.fail(s, f"makes {s.variable.name} {number}, which is outside [0, {extent})", where)
+        before = self.env.get(s.variable)
+        self.env[s.variable] = value if before is None or self.active.all() else np.where(self.active, value, before)
+
     def statement(self, s: Node) -> None:
         match s:
+            case k.DeclareInteger() | k.SetInteger():
+                self.carry(s)
             case k.Let():
                 self.values[s.value] = self.term(s.term)
             case k.Declare():
@@ -220,7 +240,7 @@ class Team:
         exprs = [e for e in index if isinstance(e, Expr)]
         if any(map(_loaded, exprs)):
             return found()
-        key = (key, *(self.env[v] for e in exprs for v in e.free - self.threads))
+        key = (key, *(_plain(self.env[v]) for e in exprs for v in e.free - self.threads))
         if key not in self.remembered:
             if len(self.remembered) > REMEMBERED // self.active.size // 4:
                 self.remembered.clear()
@@ -373,7 +393,7 @@ class Team:
                 at = self.term(x.value).astype(np.int64)
                 extent = self.number_of(x.extent)
                 if ((at < 0) | (at >= extent))[self.active].any():
-                    raise UserError(f"{self.kernel.name}: an index is out of range for its dimension of {extent}")
+                    raise IndexOutOfRange(f"{self.kernel.name}: an index is out of range for its dimension of {extent}")
                 env[x] = np.clip(at, 0, max(extent - 1, 0))
         return evaluate(e, env)
 
@@ -415,6 +435,11 @@ class Team:
                 found = x.fn.numpy(*(self.term(a) for a in x.args))
                 return np.broadcast_to(np.asarray(found, x.dtype.numpy), self.shape)
         raise CompilerBug(f"{self.kernel.name}: no value for {type(x).__name__}")
+
+
+def _plain(value: Any) -> Any:
+    """The value of a variable, to look something up by."""
+    return value if isinstance(value, int) else (value.shape, value.tobytes())
 
 
 @lru_cache(maxsize=1 << 14)

@@ -257,6 +257,16 @@ def apply(fn: str, *args: Node) -> Apply:
     return Apply(sc.scalar(fn), args)
 
 
+def may_divide_by_zero(x: Node) -> bool:
+    """Whether this divides whole numbers by what is not known to be another number than zero."""
+    return (
+        isinstance(x, Apply)
+        and x.fn.name in sc.DIVISIONS
+        and x.dtype.is_integer
+        and not (isinstance(x.args[1], Literal) and x.args[1].value)
+    )
+
+
 def children_in_scope(node: Node) -> Iterable[Node]:
     """The children of a term, with a scan seen at the point where it is."""
     return (*node.step, *((node.at,) if isinstance(node.at, Expr) else ())) if isinstance(node, Scan) else node.children

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from terrazzo.errors import Limitation, UserError
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir import nest as n
+from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
 from terrazzo.ir.schedule import Schedule
+from terrazzo.ir.sites import Product, product
 from terrazzo.rewrite.rule import Event, Log
-from terrazzo.rules.loop_to_tile import products, threads
+from terrazzo.rules.loop_to_tile import threads, tiles
 from terrazzo.rules.loop_to_tile.collapse import collapse, flat_reductions, merge_product_axes
 from terrazzo.rules.loop_to_tile.split import split
 from terrazzo.rules.tile_to_kernel.lower import lower
@@ -22,13 +25,25 @@ PASS = "schedule"
 
 
 Show = Callable[[Any], str] | None
+Lost = Callable[[k.Kernel], str]
+"""Why a kernel could not be built when that was tried; nothing where it could, or was not tried."""
+
+
+def never(kernel: k.Kernel) -> str:
+    """Where nothing was tried, nothing lost."""
+    return ""
 
 
 def schedule(
-    program: l.Program, gpu: Gpu, log: Log, pinned: Mapping[str, Schedule] | None = None, show: Show = None
+    program: l.Program,
+    gpu: Gpu,
+    log: Log,
+    pinned: Mapping[str, Schedule] | None = None,
+    show: Show = None,
+    lost: Lost = never,
 ) -> tile.Program:
-    """Every kernel with a schedule. Kernels may be collapsed to one axis or split over the grid first; both mean the
-    same.
+    """Every kernel with a schedule: the user's, or the first of its candidates that can be built as far as is known.
+    Kernels may be collapsed to one axis or split over the grid first; both mean the same.
     """
     steps: list[l.Kernel | l.Call] = []
     schedules: list[tuple[int, Schedule]] = []
@@ -36,68 +51,136 @@ def schedule(
         if not isinstance(step, l.Kernel):
             steps.append(step)
             continue
-        for kernel, chosen, rule, reason in _choose(step, gpu, pinned or {}, log):
+        found = _choose(step, gpu, pinned or {}, log, lost)
+        for rewrite, old, new in found.rewrites:
+            log.applied(PASS, rewrite, old.name, [old], new)
+        for kernel, chosen, rule, reason in found.kernels:
             texts = ("\n".join(map(show, [step])), f"{show(kernel)}\n{chosen}") if show else ("", "")
             log.add(Event(PASS, rule, kernel.name, True, reason, *texts))
             schedules.append((len(steps), chosen))
             steps.append(kernel)
-    if strange := set(pinned or {}) - {k.name for k in steps if isinstance(k, l.Kernel)}:
-        names = ", ".join(k.name for k in steps if isinstance(k, l.Kernel))
+    if strange := set(pinned or {}) - {x.name for x in steps if isinstance(x, l.Kernel)}:
+        names = ", ".join(x.name for x in steps if isinstance(x, l.Kernel))
         raise UserError(f"there is no kernel {min(strange)} to pin a schedule to; there are {names}")
     return tile.Program(l.Program(program.name, program.inputs, tuple(steps), program.results), tuple(schedules))
 
 
 Chosen = tuple[l.Kernel, Schedule, str, str]
 """A kernel with its schedule, the rule that made it, and why."""
+Rewrite = tuple[str, l.Kernel, tuple[l.Kernel, ...]]
+"""A rule, the kernel it was applied to, and what took that one's place."""
 
 
-def _choose(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], log: Log) -> list[Chosen]:
-    """The kernels (one, or two after a split) that take the place of this one."""
+@dataclass(frozen=True)
+class Candidate:
+    """What may take the place of a kernel (two kernels after a split), and the rewrites that led there."""
 
-    def became(rule: str, old: l.Kernel, *new: l.Kernel) -> l.Kernel:
-        log.applied(PASS, rule, old.name, [old], new)
-        return new[0]
+    kernels: tuple[Chosen, ...]
+    rewrites: tuple[Rewrite, ...] = ()
 
+    def after(self, *rewrites: Rewrite) -> Candidate:
+        """The same where other rewrites came first; those that changed nothing are left out."""
+        return Candidate(self.kernels, (*(r for r in rewrites if r[2] != (r[1],)), *self.rewrites))
+
+
+def _choose(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], log: Log, lost: Lost) -> Candidate:
+    """What the user pinned, unjudged; else the first candidate that is not lost. Where all are, the last that can be
+    derived: slow is better than nothing. Limitation where none can.
+    """
     if kernel.name in pinned:
         done = _pinned(_forms(kernel), pinned, gpu)
-        became("pin", kernel, done[0])
-        return [done]
-    if (p := products.product(kernel)) is not None:
-        kernel = became("merge_product_axes", kernel, merge_product_axes(kernel, p.sites))
-        p = products.product(kernel)
-        assert p is not None
-        best = products.plans(p, gpu)[0]
-        if best.pieces > 1:
-            return _split(kernel, [c.reduce for c in p.sites], best.pieces, gpu, pinned, became, best.tile.k)
-        return [_tiled(p, best, gpu)]
-    kernel = became("flat_reductions", kernel, flat_reductions(kernel))
-    reduces = [r for r in n.accumulators(kernel).values() if isinstance(r, l.Reduce)]
+        return Candidate((done,)).after(("pin", kernel, (done[0],)))
+    last: Candidate | None = None
+    why = ""
+    for candidate in candidates(kernel, gpu, pinned):
+        if any(x.name in pinned for x, *_ in candidate.kernels):
+            return candidate
+        try:
+            derived = [lower(x, chosen, gpu) for x, chosen, *_ in candidate.kernels]
+        except (UserError, Limitation) as refused:
+            why = str(refused)
+        else:
+            last = candidate
+            why = next(filter(None, map(lost, derived)), "")
+        if not why:
+            return candidate
+        *_, rule, reason = candidate.kernels[0]
+        log.add(Event(PASS, rule, kernel.name, False, f"{reason}; it lost: {why}"))
+    if last is None:
+        raise Limitation(f"{kernel.name}: no schedule of it fits {gpu.arch}; the plainest does not, for {why}")
+    (kernel, chosen, rule, reason), *rest = last.kernels
+    reason = f"{reason}; it runs all the same, for nothing else can be built"
+    return Candidate(((kernel, chosen, rule, reason), *rest), last.rewrites)
+
+
+def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
+    """Ways to run a kernel, the best by the model first. The last is the plainest there is: it asks for next to
+    nothing, so it can be built whatever the kernel computes.
+    """
+    if (p := product(kernel)) is not None:
+        yield from _tiles(kernel, p, gpu, pinned)
+    flat = flat_reductions(kernel)
+    flattened: Rewrite = ("flat_reductions", kernel, (flat,))
+    reduces = [r for r in n.accumulators(flat).values() if isinstance(r, l.Reduce)]
     if not reduces or not any(isinstance(a.extent, int) and a.extent > 1 for r in reduces for a in r.axes):
-        flat = became("collapse", kernel, collapse(kernel))
-        return [(flat, threads.pointwise(flat, gpu), "points", "every thread computes points of its own")]
-    if (pieces := _pieces(kernel, reduces, gpu)) > 1:
-        return _split(kernel, reduces, pieces, gpu, pinned, became)
-    return [_shared(kernel, gpu)]
+        points = collapse(flat)
+        chosen = threads.pointwise(points, gpu), "points", "every thread computes points of its own"
+        yield Candidate(((points, *chosen),)).after(flattened, ("collapse", flat, (points,)))
+    else:
+        if (pieces := _pieces(flat, reduces, gpu)) > 1:
+            for split in _split(flat, reduces, pieces, gpu, pinned):
+                yield split.after(flattened)
+        for chosen in _shared(flat, gpu):
+            yield Candidate(((flat, *chosen),)).after(flattened)
+    plain = threads.plain(flat, gpu), "plain", "a thread computes a point at a time"
+    yield Candidate(((flat, *plain),)).after(flattened)
 
 
-def _tiled(p: products.Product, plan: products.Plan, gpu: Gpu) -> Chosen:
-    t = plan.tile
-    what = f"{t.m} x {t.n} x {t.k} on {plan.instruction or 'CUDA cores'}: {plan.time / 1000:.1f} us by the model"
-    return p.kernel, products.schedule(p, plan, gpu), "tile", what
+def _tiles(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
+    """A product in tiles: on the instructions of warpgroups or of warps, by what the model says, then on CUDA cores.
+
+    Axes are merged first, which makes fewer tiles; where that is no tensor TMA knows, they are left apart.
+    """
+    merged = merge_product_axes(kernel, p.sites)
+    for form in (merged, *([kernel] if merged is not kernel else [])):
+        again = product(form)
+        assert again is not None
+        rewrite: Rewrite = ("merge_product_axes", kernel, (form,))
+        for cores in (False, True) if form is merged else (False,):
+            for plan in tiles.plans(again, gpu, cores):
+                if plan.pieces > 1:
+                    reduces = [c.reduce for c in again.sites]
+                    for split in _split(form, reduces, plan.pieces, gpu, pinned, plan.unit):
+                        yield split.after(rewrite)
+                else:
+                    yield Candidate((_tiled(again, plan, gpu),)).after(rewrite)
 
 
-def _shared(kernel: l.Kernel, gpu: Gpu) -> Chosen:
+def _tiled(p: Product, plan: tiles.Plan, gpu: Gpu) -> Chosen:
+    return p.kernel, tiles.schedule(p, plan, gpu), "tile", str(plan)
+
+
+def _shared(kernel: l.Kernel, gpu: Gpu) -> Iterator[tuple[Schedule, str, str]]:
+    """Reductions by threads together; with fewer registers in use, or more for each thread; then by each for itself."""
     together = threads.reduction(kernel, gpu)
-    try:
-        lower(kernel, together, gpu)
-    except (UserError, Limitation) as why:
-        return kernel, threads.pointwise(kernel, gpu), "alone", f"every thread reduces by itself: {why}"
-    return kernel, together, "share", "threads share the reductions of a row, or take columns where memory runs so"
+    what = "threads share the reductions of a row, or take columns where memory runs so"
+    yield together, "share", what
+    fewer = [(replace(together, operands=()), f"{what}, and read again what they need twice")]
+    fewer += [
+        (replace(threads.reduction(kernel, gpu, warps), operands=()), f"{what}; {warps} warps at most")
+        for warps in (16, 8)
+    ]
+    tried = [together]
+    for other, why in fewer:
+        if other not in tried:
+            yield other, "share", why
+            tried.append(other)
+    yield threads.pointwise(kernel, gpu), "alone", "every thread reduces by itself"
 
 
 def _forms(kernel: l.Kernel) -> list[l.Kernel]:
     """A kernel as it is, and as it is when a schedule is chosen for it."""
-    p = products.product(kernel)
+    p = product(kernel)
     return [kernel, *([merge_product_axes(kernel, p.sites)] if p else []), flat_reductions(kernel), collapse(kernel)]
 
 
@@ -123,25 +206,27 @@ def _split(
     pieces: int,
     gpu: Gpu,
     pinned: Mapping[str, Schedule],
-    became: Callable[..., l.Kernel],
     unit: int = 1,
-) -> list[Chosen]:
-    """A kernel of partial states and one that combines them and does the rest, in that order."""
+) -> Iterator[Candidate]:
+    """A kernel of partial states, in each way it can be run, and one that combines them and does the rest."""
     first, second = split(kernel, reduces, pieces, unit)
-    became("split", kernel, first, second)
-    if first.name in pinned:
-        done = _pinned([first], pinned, gpu)
-    elif (p := products.product(first)) is not None:
-        done = _tiled(p, min((x for x in products.plans(p, gpu) if x.pieces == 1), key=lambda x: x.time), gpu)
-    else:
-        done = _shared(first, gpu)
+    rewrites: list[Rewrite] = [("split", kernel, (first, second))]
     if all(s.free >= frozenset(second.axes) for s in second.stores):
-        second = became("collapse", second, collapse(second))
+        flat = collapse(second)
+        rewrites.append(("collapse", second, (flat,)))
+        second = flat
+    parts: Iterable[Chosen]
+    if first.name in pinned:
+        parts = [_pinned([first], pinned, gpu)]
+    elif (p := product(first)) is not None:
+        plans = [x for x in tiles.plans(p, gpu) if x.pieces == 1]
+        parts = (_tiled(p, plan, gpu) for plan in plans)
+    else:
+        parts = ((first, *chosen) for chosen in _shared(first, gpu))
     why = f"{pieces} pieces of a reduction over the grid, since there are few blocks otherwise"
-    return [
-        (done[0], done[1], "split", f"{why}; {done[3]}"),
-        (second, threads.finish(second, gpu), "finish", "partial states meet, in order"),
-    ]
+    rest = (second, threads.finish(second, gpu), "finish", "partial states meet, in order")
+    for part, chosen, _, reason in parts:
+        yield Candidate(((part, chosen, "split", f"{why}; {reason}"), rest)).after(*rewrites)
 
 
 def _pieces(kernel: l.Kernel, reduces: list[l.Reduce], gpu: Gpu) -> int:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import loop as l
-from terrazzo.rules.loop_to_tile import products
+from terrazzo.ir.sites import product
+from terrazzo.rules.loop_to_tile import tiles
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,8 @@ class Estimate:
 def estimate(kernel: l.Kernel, gpu: Gpu, moved: int, operations: int) -> Estimate:
     """For a kernel that moves so many bytes and computes so many scalar operations (a multiply-add is two)."""
     memory, fma, tensor = gpu.roof
-    p = products.product(kernel)
-    plan = min((x for x in products.plans(p, gpu) if x.pieces == 1), key=lambda x: x.time) if p else None
+    p = product(kernel)
+    plan = min((x for x in tiles.plans(p, gpu) if x.pieces == 1), key=lambda x: x.time, default=None) if p else None
     arithmetic = operations / (tensor if plan and plan.instruction else fma)
     traffic = moved / memory
     time = plan.time if plan else max(moved / gpu.memory, operations / gpu.fma) + gpu.launch

@@ -3,54 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from terrazzo.errors import Limitation
 from terrazzo.hw import mma_sync
 from terrazzo.hw.gpu import Gpu
-from terrazzo.ir import nest as n
 from terrazzo.ir.address import coefficient, flatten
-from terrazzo.ir.contraction import Contraction, contraction
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Loaded
-from terrazzo.ir.node import Node, substitute, topological
+from terrazzo.ir.node import Node, substitute
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
+from terrazzo.ir.sites import Product, called, loads
+from terrazzo.rules.access import divides
 from terrazzo.rules.loop_to_tile.threads import ceil, grid
-from terrazzo.rules.tile_to_kernel.contract import operand
-from terrazzo.rules.tile_to_kernel.digits import divides
-from terrazzo.rules.tile_to_kernel.lower import lower
-
-
-@dataclass(frozen=True)
-class Product:
-    """A kernel that is one tile of contractions and what follows them. `m` only the first factors know, `n` only the
-    second.
-    """
-
-    kernel: l.Kernel
-    names: tuple[str, ...]
-    sites: tuple[Contraction, ...]
-    m: Any
-    n: Any
-
-    @property
-    def batch(self) -> list[Any]:
-        return [a for a in self.kernel.axes if a is not self.m and a is not self.n]
-
-    @property
-    def axes(self) -> tuple[Any, ...]:
-        return self.sites[0].reduce.axes
-
-    @property
-    def operands(self) -> list[Node]:
-        return list(dict.fromkeys(operand(f) for c in self.sites for f in c.factors))
-
-    def factors(self, c: Contraction) -> tuple[Node, Node]:
-        """The factor of m, that of n."""
-        a, b = c.factors
-        return (a, b) if self.m in a.free else (b, a)
+from terrazzo.rules.tile.complete import Refused, complete
 
 
 @dataclass(frozen=True)
@@ -122,60 +88,6 @@ WITH_TMA = (
 """Tiles on tensor cores where operands come by TMA, from sm_90 on."""
 
 
-def product(kernel: l.Kernel) -> Product | None:
-    """The kernel as a product, or None: all its reductions are contractions over the same axes, in the innermost of its
-    loops.
-    """
-    found = n.accumulators(kernel)
-    sites = [contraction(r) if isinstance(r, l.Reduce) else None for r in found.values()]
-    reduces = list(found.values())
-    if not sites or None in sites or any(r.axes != reduces[0].axes for r in reduces) or not _chain(n.nest(kernel)):  # type: ignore[union-attr]
-        return None
-    products = tuple(c for c in sites if c)
-    extents = [a.extent for a in (*kernel.axes, *products[0].reduce.axes)]
-    if not all(isinstance(e, int) and e > 0 for e in extents):
-        return None
-    if any(isinstance(x, Loaded | l.Index) for c in products for x in topological(c.factors)):
-        return None
-    axes = frozenset(kernel.axes)
-    if any(s.free & axes != axes for s in kernel.stores):
-        return None
-    best: Product | None = None
-    for column in kernel.axes:
-        for row in kernel.axes:
-            pairs = [c.factors if row in c.factors[0].free else c.factors[::-1] for c in products]
-            if row is not column and all(
-                row in a.free and row not in b.free and column in b.free and column not in a.free for a, b in pairs
-            ):
-                along = all(
-                    coefficient(flatten(s.index, s.buffer.type.element_strides), column) == 1 for s in kernel.stores
-                )
-                score = (row.extent * column.extent, along)
-                if best is None or score > (best.m.extent * best.n.extent, _along(best)):
-                    best = Product(kernel, tuple(found), products, row, column)
-    return (
-        best
-        if best and best.m.extent > 1 and best.n.extent > 1 and math.prod(a.extent for a in best.axes) >= 8
-        else None
-    )
-
-
-def _along(p: Product) -> bool:
-    return all(coefficient(flatten(s.index, s.buffer.type.element_strides), p.n) == 1 for s in p.kernel.stores)
-
-
-def _chain(body: Sequence[n.Statement]) -> bool:
-    """True for loops in one another, with reductions in the innermost only."""
-    for s in body:
-        if isinstance(s, n.Loop) and s.kind == "free":
-            if any(isinstance(x, n.Loop) for x in body if x is not s):
-                return False
-            return _chain(s.body)
-        if isinstance(s, n.Loop) and (s.kind != "reduce" or any(isinstance(x, n.Loop) for x in s.body)):
-            return False
-    return True
-
-
 @dataclass(frozen=True)
 class Plan:
     """A tile of a product, in so many pieces of k, on an instruction (None: CUDA cores), and the nanoseconds the model
@@ -187,10 +99,21 @@ class Plan:
     instruction: str | None
     time: float
 
+    @property
+    def unit(self) -> int:
+        """What pieces of k are multiples of."""
+        return self.tile.k
 
-def plans(p: Product, gpu: Gpu) -> list[Plan]:
-    """Every plan that fits, best first."""
-    instruction = _instruction(p, gpu)
+    def __str__(self) -> str:
+        t = self.tile
+        return f"{t.m} x {t.n} x {t.k} on {self.instruction or 'CUDA cores'}: {self.time / 1000:.1f} us by the model"
+
+
+def plans(p: Product, gpu: Gpu, cores: bool = False) -> list[Plan]:
+    """Every plan that fits, best first: on matrix instructions where the operands allow it and unless `cores` is asked
+    for. There may be none, as for many products of one factor.
+    """
+    instruction = None if cores else _instruction(p, gpu)
     tiles = (_ring(_shared(t, len(p.sites)), p, gpu) for t in _tiles(gpu, instruction))
     size = 4 if instruction else p.sites[0].reduce.dtype.size
     found = [
@@ -331,12 +254,9 @@ def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
     it.
     """
     if plan.instruction and gpu.number >= 90:
-        try:
-            boxes = _schedule(p, plan, gpu, "tma")
-            lower(p.kernel, boxes, gpu)
+        boxes = _schedule(p, plan, gpu, "tma")
+        if not isinstance(complete(p.kernel, boxes, gpu)[0], Refused):
             return boxes
-        except Limitation:
-            pass
     return _schedule(p, plan, gpu, "cp.async" if gpu.number >= 80 else "ld")
 
 
@@ -359,7 +279,7 @@ def _schedule(p: Product, plan: Plan, gpu: Gpu, transport: str) -> Schedule:
             (p.n.name, _factors(("warp", t.warps[1]), ("reg", t.n // t.warps[1] // nn), ("inst.n", nn))),
             (f"r{last.label}", _factors(("reg", step // k), ("inst.k", k))),
         ]
-        rows = [(_name(x), 64 if _row(x, p, t, step) == 32 else 128) for x in p.operands]
+        rows = [(called(x), 64 if _row(x, p, t, step) == 32 else 128) for x in p.operands]
         swizzles = {
             name: min(s for other, s in rows if other == name) for name, _ in rows
         }  # two loads of one buffer are held alike
@@ -372,7 +292,7 @@ def _schedule(p: Product, plan: Plan, gpu: Gpu, transport: str) -> Schedule:
         ]
         by = "cp.async" if gpu.number >= 80 and all(_copies(x, p) for x in p.operands) else "ld"
         along = {x: (("along", (p.m if p.m in x.free else p.n).name),) if t.inner == 1 else () for x in p.operands}
-        operands = tuple({_name(x): Operand("smem", (("by", by), *along[x], ("pad", 4))) for x in p.operands}.items())
+        operands = tuple({called(x): Operand("smem", (("by", by), *along[x], ("pad", 4))) for x in p.operands}.items())
     alone = plan.instruction or by == "ld"  # what is fetched ahead needs registers too
     resident = (
         1 if alone else min(t.resident, 65536 // (t.threads * t.registers(len(p.sites), p.sites[0].reduce.dtype.size)))
@@ -405,7 +325,7 @@ def _threads(size: int, lanes: int, inner: int) -> tuple[tuple[str, int], ...]:
 
 def _row(x: Node, p: Product, t: Tile, step: int) -> int:
     """Elements in a row of an operand's slab."""
-    (load,) = _loads(x)
+    (load,) = loads(x)
     offset = flatten(load.index, load.buffer.type.element_strides)
     for a, size in ((p.axes[-1], step), (p.m, t.m), (p.n, t.n)):
         if a in x.free and coefficient(offset, a) == 1:
@@ -416,15 +336,6 @@ def _row(x: Node, p: Product, t: Tile, step: int) -> int:
 def _copies(x: Node, p: Product) -> bool:
     """Whether cp.async can bring an operand in: a load of 4 bytes at least."""
     return isinstance(x, l.Load) and x.dtype.size >= 4
-
-
-def _loads(x: Node) -> list[l.Load]:
-    return [y for y in topological([x]) if isinstance(y, l.Load)]
-
-
-def _name(x: Node) -> str:
-    loads = _loads(x)
-    return loads[0].buffer.name if loads else "?"
 
 
 def _factors(*pairs: tuple[str, int]) -> tuple[Factor, ...]:

@@ -13,7 +13,8 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Var
 from terrazzo.ir.node import substitute, topological
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site
-from terrazzo.rules.tile_to_kernel.digits import WIDEST, axis_name, wide
+from terrazzo.rules.access import WIDEST, wide
+from terrazzo.rules.tile.draft import axis_name
 
 WARP = 32
 THREADS = 2048
@@ -41,6 +42,16 @@ def pointwise(kernel: l.Kernel, gpu: Gpu) -> Schedule:
     return Schedule(kernel.name, gpu.arch, (*lines, (axis.name, own)))
 
 
+def plain(kernel: l.Kernel, gpu: Gpu) -> Schedule:
+    """A thread computes a point at a time, reductions and all. Nothing is shared or kept, so nothing can run out."""
+    free = [a for a in kernel.axes if a not in _ordered(kernel)]
+    if not free:
+        return Schedule(kernel.name, gpu.arch, ())
+    axis = max(free, key=lambda a: (stride_one([kernel], a), _size(a)))
+    lines = [(a.name, grid(_size(a))) for a in free if a is not axis]
+    return Schedule(kernel.name, gpu.arch, (*lines, (axis.name, grid(ceil(_size(axis), WARP), ("lane", WARP)))))
+
+
 def _width(kernel: l.Kernel, axis: Any, gpu: Gpu) -> int:
     """Elements for a thread of a pointwise kernel, the widest vector at most.
 
@@ -57,9 +68,9 @@ def _width(kernel: l.Kernel, axis: Any, gpu: Gpu) -> int:
     return vector
 
 
-def reduction(kernel: l.Kernel, gpu: Gpu) -> Schedule:
-    """Rows over the grid; the threads of a block (or of a warp, for short rows) share each reduction of a row and what
-    is stored of it.
+def reduction(kernel: l.Kernel, gpu: Gpu, most: int = 32) -> Schedule:
+    """Rows over the grid; the threads of a block (of `most` warps at most), or of a warp for short rows, share each
+    reduction of a row and what is stored of it.
 
     Where memory runs along a free axis instead, lanes take its columns and warps share the reduction.
     """
@@ -90,7 +101,7 @@ def reduction(kernel: l.Kernel, gpu: Gpu) -> Schedule:
         warps, lines = 1, _row_lines(rows, _warps(4), 4)
     else:
         read = {x.buffer for r in top for x in topological(r.args) if isinstance(x, l.Load) and r.axes[-1] in x.free}
-        warps = _block(length, vector, count, sum(b.type.dtype.size for b in read), gpu)
+        warps = min(most, _block(length, vector, count, sum(b.type.dtype.size for b in read), gpu))
         lines = tuple((a.name, grid(_size(a))) for a in rows)
     used = warps * WARP
     sites: list[Site] = []

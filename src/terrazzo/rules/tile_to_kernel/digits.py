@@ -6,27 +6,25 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.errors import Limitation, UserError
-from terrazzo.hw import mma_sync
-from terrazzo.hw.instruction import MatrixInstruction
-from terrazzo.ir.address import coefficient, flatten
-from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.dialects.kernel import BLOCK, LANE
-from terrazzo.ir.expr import IntExpr, Var, terms_of
+from terrazzo.hw.instruction import Fragment
+from terrazzo.hw.products import Matrix, matrix, warps
+from terrazzo.ir.dialects.kernel import BLOCK, LANE, Sync
+from terrazzo.ir.expr import IntExpr, Var
 from terrazzo.ir.layout import Layout
-from terrazzo.ir.node import substitute
-from terrazzo.ir.schedule import Binding, Factor, Like, Schedule, Site, Word
+from terrazzo.ir.plan import Agent, Order, Plan
+from terrazzo.ir.schedule import WARPS_IN_A_GROUP, Factor, Like, Schedule, Site
 from terrazzo.ir.types import DType
+from terrazzo.rules.tile.draft import axis_name
 
 LOOPED = ("time", "reg", "frag")
-"""The levels whose digit is a loop's variable. "frag" is the part of an instruction's axis that lies in a lane's own registers."""
-
-WIDEST = 16
-"""Bytes one access of a thread moves at most."""
+"""The levels whose digit is a loop's variable. "frag" is the part of an instruction's axis that lies in a lane's own
+registers.
+"""
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class Digit:
         first = self.inner.bit_length() - 1
         return (
             {(self.level, first + n) for n in range(self.size.bit_length() - 1)}
-            if self.level in ("lane", "warp")
+            if self.level in ("lane", "warp", "warpgroup", "cluster")
             else set()
         )
 
@@ -71,24 +69,45 @@ class Digit:
         return self.level != "time"
 
 
-@dataclass(frozen=True)
-class _Grid:
-    axis: str
-    size: int
-    order: Word | None
-
-
 class Bindings:
-    """The digits of every axis of a kernel, as its sites see them."""
+    """The digits of every axis of a kernel, as the sites of one team of one agent see them."""
 
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
-        self.numbers = itertools.count()
-        grids = [_Grid(a, f.size, _order(f)) for a, b in schedule.axes for f in factors(b) if f.level == "grid"]
-        self.blocks = math.prod(g.size for g in grids)
-        self.warps = max([1, *(self._count("warp", s) for s in (None, *schedule.sites))])
-        self.block, self.warp = Var(BLOCK, self.blocks), Var("warp", self.warps)
-        self.grid = _grid_digits(grids, self.block)
+    def __init__(
+        self, schedule: Schedule, plan: Plan, agent: Agent, team: int = 0, numbers: Iterator[int] | None = None
+    ) -> None:
+        self.schedule, self.plan, self.agent, self.team = schedule, plan, agent, team
+        self.numbers = numbers or itertools.count()
+        self.order = plan.one(Order)
+        total = sum(a.warps for a in plan.all(Agent))
+        self.warps = agent.each
+        self.block, self.everyone = Var(BLOCK, self.order.blocks), Var("warp", total)
+        first = agent.first + team * agent.each
+        self.warp: IntExpr = self.everyone
+        if self.warps < total:
+            self.warp = self.everyone % self.warps if first % self.warps == 0 else self.everyone - first
+        self.groups = 1  # warpgroups of the agent, and which of them this is
+        self.group: IntExpr = 0
+        if any(warps(matrix(s.instruction)) > 1 for s in schedule.sites):
+            self.groups = agent.warps // WARPS_IN_A_GROUP
+            self.group = team if agent.teams == self.groups else self.warp // WARPS_IN_A_GROUP
+        size = self.order.cluster_size
+        self.rank: IntExpr = self.block % size if size > 1 else 0
+        self.tile: IntExpr = self.block // size if size > 1 else self.block
+        self.wave: Var | None = None
+        if self.order.persistent:
+            self.wave = self.loop_variable("i", -(-self.order.count // self.order.walkers))
+            self.tile = self.tile + self.wave * self.order.walkers
+        self.grid = _grid_digits(self.order, self.tile)
+
+    @property
+    def alone(self) -> bool:
+        """Whether the warps of this team are all of the block's."""
+        return len(self.plan.all(Agent)) == 1 and self.agent.teams == 1
+
+    @property
+    def sync(self) -> Sync:
+        """Where the threads of this team meet: all of the block's, or those of its own barrier."""
+        return Sync() if self.alone else Sync(1 + self.team, self.warps)
 
     def loop_variable(self, prefix: str, size: int) -> Var:
         """A variable no other loop of this kernel has."""
@@ -117,12 +136,15 @@ class Bindings:
                 continue
             if f.level == "grid":
                 out.append(Digit("grid", f.size, self.grid[axis], stride))
+            elif f.level == "cluster":
+                out.append(Digit("cluster", f.size, self.rank, stride))
             elif f.level in ("time", "reg"):
-                out.append(
-                    Digit(f.level, f.size, self.loop_variable("t" if f.level == "time" else "i", f.size), stride)
-                )
+                out.append(Digit(f.level, f.size, self.loop_variable("t" if f.level == "time" else "i", f.size), stride))
+            elif f.level == "warpgroup" and self.groups > 1:
+                inner = self.inner(f, axis, site)
+                out.append(Digit("warpgroup", f.size, self.group // inner % f.size, stride, inner))
             elif f.level in ("warp", "lane"):
-                inner = self._inner(f, axis, site)
+                inner = self.inner(f, axis, site)
                 number = self.warp if f.level == "warp" else LANE
                 out.append(Digit(f.level, f.size, number // inner % f.size, stride, inner))
             elif (
@@ -130,29 +152,51 @@ class Bindings:
                 and instruction is not None
                 and f.level[-1] in dict(instruction.d.layout.extents)
             ):
-                out += self._fragment(instruction.d.layout, f.level[-1], stride)
+                out += self._fragment(instruction.d, f.level[-1], stride)
             else:
-                raise Limitation(f"{axis} = ... {f} ...: nothing derives a kernel from the level {f.level} yet")
+                raise Limitation(f"{axis} = ... {f} ...: nothing derives a kernel from the level {f.level} there")
         return out
 
-    def instruction(self, site: Site | None, axis: str) -> MatrixInstruction | None:
+    def base(self, axis: str, site: Site | None) -> IntExpr:
+        """Where a block's part of an axis begins."""
+        factors = self.schedule.binding(site, axis)
+        total: IntExpr = 0
+        stride = math.prod(f.size for f in factors)
+        for f in factors:
+            stride //= max(f.size, 1)
+            if f.level in ("grid", "cluster") and f.size > 1:
+                total = total + (self.grid[axis] if f.level == "grid" else self.rank) * stride
+        return total
+
+    @property
+    def leader(self) -> list[IntExpr]:
+        """The first thread of a team (of a warpgroup, where they multiply)."""
+        first = self.warp % WARPS_IN_A_GROUP if self.groups > 1 else self.warp
+        return [-first, -LANE]
+
+    def instruction(self, site: Site | None, axis: str) -> Matrix | None:
         """The matrix instruction that binds parts of an axis."""
         while site is not None and isinstance(like := dict(site.axes).get(axis), Like):
             name, _, other = like.site.partition(".")
             site, axis = self.site([name]), other or axis
-        return mma_sync.PRODUCTS.get(site.instruction or "") if site else None
+        return matrix(site.instruction) if site else None
 
-    def _fragment(self, layout: Layout, coordinate: str, stride: int) -> list[Digit]:
-        return [
-            Digit("lane" if part == "lane" else "frag", size,
-                  LANE // (1 << first) % size if part == "lane" else self.loop_variable("e", size), stride << bit, 1 << first, first)
-            for part, first, bit, size in runs(layout, coordinate)
-        ]  # fmt: skip
+    def _fragment(self, fragment: Fragment, coordinate: str, stride: int) -> list[Digit]:
+        layout = fragment.layout
+        numbers: dict[str, IntExpr] = {"lane": LANE, "warp": self.warp % WARPS_IN_A_GROUP if self.groups > 1 else self.warp}
+        out = []
+        if coordinate == "n" and fragment.repeats > 1:
+            far, bits = dict(layout.extents)["n"], layout.bits("reg")
+            repeat = self.loop_variable("e", fragment.repeats)
+            out.append(Digit("frag", fragment.repeats, repeat, stride << far, 1 << bits, bits))
+        for part, first, bit, size in runs(layout, coordinate):
+            if part in numbers:
+                out.append(Digit(part, size, numbers[part] // (1 << first) % size, stride << bit, 1 << first, first))
+            else:
+                out.append(Digit("frag", size, self.loop_variable("e", size), stride << bit, 1 << first, first))
+        return out
 
-    def _count(self, level: str, site: Site | None) -> int:
-        return math.prod(f.size for _, b in self.schedule.lines(site) for f in b if f.level == level)
-
-    def _inner(self, factor: Factor, axis: str, site: Site | None) -> int:
+    def inner(self, factor: Factor, axis: str, site: Site | None) -> int:
         """The place value of a factor in the number of its level. The axes' innermost factors count fastest, of these
         the later axes'.
         """
@@ -190,39 +234,25 @@ def runs(layout: Layout, coordinate: str) -> list[tuple[str, int, int, int]]:
     return out[::-1]
 
 
-def factors(binding: Binding) -> tuple[Factor, ...]:
-    """The factors of a binding that is not like another one."""
-    return () if isinstance(binding, Like) else binding
-
-
-def _order(f: Factor) -> Word | None:
-    found = dict(f.options).get("order")
-    if isinstance(found, Word) and found.name == "grouped" and (len(found.args) != 1 or found.args[0] < 1):
-        raise UserError(f"{f}: grouped takes the number of rows of a group")
-    return found if isinstance(found, Word) else None
-
-
-def _grid_digits(grids: Sequence[_Grid], block: Var) -> dict[str, IntExpr]:
+def _grid_digits(order: Order, tile: IntExpr) -> dict[str, IntExpr]:
     """The grid digit of every axis: the last axis counts fastest, but for groups, which walk down their rows first."""
     out: dict[str, IntExpr] = {}
-    rest: IntExpr = block
-    todo = list(grids)
+    rest = tile
+    todo = list(order.tiles)
+    heights = {w.name: w.args[0] for w in order.grouped}
     while todo:
-        g = todo.pop()
-        if (
-            todo
-            and (order := todo[-1].order) is not None
-            and order.name == "grouped"
-            and todo[-1].size % order.args[0] == 0
-        ):
-            rows, height = todo.pop(), order.args[0]
-            group = height * g.size
-            out[rows.axis] = rest // group % (rows.size // height) * height + rest % height
-            out[g.axis] = rest % group // height
-            rest = rest // (rows.size * g.size)
+        last = todo.pop()
+        size = last.args[0]
+        height = heights.get(todo[-1].name, 0) if todo else 0
+        if height and todo[-1].args[0] % height == 0:
+            rows = todo.pop()
+            group = height * size
+            out[rows.name] = rest // group % (rows.args[0] // height) * height + rest % height
+            out[last.name] = rest % group // height
+            rest = rest // (rows.args[0] * size)
         else:
-            out[g.axis] = rest % g.size
-            rest = rest // g.size
+            out[last.name] = rest % size
+            rest = rest // size
     return out
 
 
@@ -234,35 +264,9 @@ def value(digits: Sequence[Digit]) -> IntExpr:
     return total
 
 
-def axis_name(axis: Any) -> str:
-    """What schedules call an axis."""
-    return axis.name if isinstance(axis, Var) else f"r{axis.label}"
-
-
 def zero(dtype: DType) -> bool | int | float:
     """0 of a type."""
     return 0.0 if dtype.is_float else False if dtype.kind == "bool" else 0
-
-
-def divides(d: int, e: IntExpr) -> bool:
-    """Whether d divides an expression, visibly."""
-    return all(c % d == 0 for c in terms_of(e).values())
-
-
-def wide(load: l.Load, j: Any, size: int) -> bool:
-    """Whether the loads for all j in [0, size) lie one behind the other, aligned, under one condition."""
-    offset = flatten(load.index, load.buffer.type.element_strides)
-    least = min(size, WIDEST // load.dtype.size)
-    whole = all(together(e, j, size) for e in load.inside)
-    return coefficient(offset, j) == 1 and divides(least, substitute(offset, {j: 0})) and whole
-
-
-def together(e: IntExpr, j: Var, size: int) -> bool:
-    """Whether e >= 0 holds for all j in [0, size) or for none: e = -j + multiples of size + (size - 1), or free of
-    j.
-    """
-    c = coefficient(e, j)
-    return c == 0 or (c == -1 and divides(size, e + j - (size - 1)))
 
 
 def extent(axis: Any) -> int:

@@ -1,32 +1,36 @@
-"""A kernel of Loop IR and its schedule as a kernel of Kernel IR."""
+"""A kernel of Loop IR and its plan as a kernel of Kernel IR, written once for each agent and team. Nothing is decided
+here.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 from terrazzo.errors import Limitation, UserError
 from terrazzo.hw.gpu import Gpu
-from terrazzo.hw.mma_sync import PRODUCTS
 from terrazzo.ir import nest as n
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
+from terrazzo.ir.plan import Agent, Limit, Order, Plan, Result
 from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.verify_kernel import REGISTERS, declared
 from terrazzo.rewrite.rule import Event, Log
-from terrazzo.rules.tile_to_kernel.digits import Bindings, factors
+from terrazzo.rules.tile.agents import LOAD
+from terrazzo.rules.tile.complete import Refused, complete
+from terrazzo.rules.tile.draft import Draft
+from terrazzo.rules.tile_to_kernel.builder import Builder
+from terrazzo.rules.tile_to_kernel.digits import Bindings, extent
+from terrazzo.rules.tile_to_kernel.gather import result_place
+from terrazzo.rules.tile_to_kernel.pipeline import Memory, Pipeline, share
 from terrazzo.rules.tile_to_kernel.scope import Scope
 from terrazzo.rules.tile_to_kernel.walk import Walker
 
-SINCE = {"ld": 0, "cp.async": 80, "tma": 90}
-"""The first architecture that has a transport."""
 
-
-def program(
-    scheduled: tile.Program, gpu: Gpu, log: Log | None = None, show: Callable[[Any], str] | None = None
-) -> k.Program:
+def program(scheduled: tile.Program, gpu: Gpu, log: Log | None = None, show: Callable[[Any], str] | None = None) -> k.Program:
     """Every kernel by its schedule. UserError where one asks for more than the machine has."""
     schedules = dict(scheduled.schedules)
     p = scheduled.loop
@@ -38,7 +42,10 @@ def program(
         done = lower(s, schedules[i], gpu)
         steps.append(done)
         if log is not None:
-            texts = (f"{show(s)}\n{schedules[i]}", show(done)) if show else ("", "")
+            plan, events = complete(s, schedules[i], gpu)
+            for e in events:
+                log.add(e if show else Event(e.pass_name, e.rule, e.subject, e.fired, e.reason))
+            texts = (f"{show(s)}\n{plan}", show(done)) if show else ("", "")
             what = f"{done.grid} blocks of {done.threads} threads, {done.shared_bytes} bytes of shared memory"
             log.add(Event("derive", "derive", s.name, True, what, *texts))
             log.applied("derive", "derive", s.name, [s], [done])
@@ -89,50 +96,104 @@ def lower(kernel: l.Kernel, schedule: Schedule, gpu: Gpu) -> k.Kernel:
                 z[block] = acc0[()]
         return (z,)
     """
-    tile.fit(schedule, kernel)
-    _instructions(schedule, gpu)
-    free = {a.name for a in kernel.axes}
-    if shared := [
-        a for a, b in schedule.axes for f in factors(b) if a not in free and f.level == "grid" and f.size > 1
-    ]:
-        raise Limitation(
-            f"{kernel.name}: blocks share the reduction over {shared[0]} in two kernels only, each with a schedule of its own"
-        )
-    bindings = Bindings(schedule)
-    walker = Walker(kernel, bindings)
-    walker.statements(n.nest(kernel), Scope())
-    reads = tuple(b for b in kernel.reads if b not in kernel.writes)
-    params = (*reads, *kernel.writes)
-    resident = [v for v in schedule.directive("resident") if isinstance(v, int)]
-    done = k.Kernel(
-        kernel.name, params, kernel.writes, bindings.blocks, bindings.warps, tuple(walker.shared), tuple(walker.out),
-        max([1, *resident]), kernel.source,
-    )  # fmt: skip
+    plan, _ = complete(kernel, schedule, gpu)
+    if isinstance(plan, Refused):
+        raise plan.error
+    done = write(Draft(kernel, schedule, gpu), plan)
     _budget(done, gpu)
     return done
 
 
-def _instructions(schedule: Schedule, gpu: Gpu) -> None:
-    """UserError for an instruction or a transport that does not exist on the machine."""
-    for site in schedule.sites:
-        if site.instruction not in (None, "fma.f32"):
-            record = PRODUCTS.get(site.instruction or "")
-            if record is None:
-                raise UserError(
-                    f"{schedule.kernel}: unknown instruction {site.instruction}; known: fma.f32, {', '.join(PRODUCTS)}"
-                )
-            if record.since > gpu.number:
-                raise UserError(
-                    f"{schedule.kernel}: {site.instruction} needs sm_{record.since}, and the target is {gpu.arch}"
-                )
-        for name, operand in site.operands:
-            by = str(dict(operand.options).get("by", "ld"))
-            if by not in SINCE:
-                raise UserError(f"{schedule.kernel}: {name} is brought in by {by!r}; known: {', '.join(SINCE)}")
-            if gpu.number < SINCE[by]:
-                raise UserError(
-                    f"{schedule.kernel}: {name} is brought in by {by}, which needs sm_{SINCE[by]}, and the target is {gpu.arch}"
-                )
+def write(draft: Draft, plan: Plan) -> k.Kernel:
+    """The kernel that a plan means."""
+    kernel = draft.kernel
+    builder = Builder({b.name for b in (*kernel.reads, *kernel.writes)})
+    agents, order, numbers = plan.all(Agent), plan.one(Order), itertools.count()
+    everyone = Bindings(draft.schedule, plan, agents[-1], 0, numbers)
+    memory = share(draft, plan, builder, everyone) if draft.tiled else Memory({}, {}, {})
+    places: dict[str, k.Shared] = {}
+    for agent in agents:
+        for team in range(agent.teams):
+            bindings = Bindings(draft.schedule, plan, agent, team, numbers)
+            body = _Team(draft, plan, builder, bindings, memory, places).write
+            if len(agents) == agent.teams == 1:
+                body()
+            else:
+                first = agent.first + team * agent.each
+                builder.add(k.Role(first, agent.each, builder.inside(body), agent.registers))
+    if order.cluster_size > 1 and memory.empty:
+        builder.add(k.ClusterSync())  # nobody leaves while others still free its slots
+    reads = tuple(b for b in kernel.reads if b not in kernel.writes)
+    limit = max([1, *(x.resident for x in plan.all(Limit))])
+    return k.Kernel(
+        kernel.name, (*reads, *kernel.writes), kernel.writes, order.blocks, sum(a.warps for a in agents),
+        tuple(builder.shared), tuple(builder.out), limit, kernel.source, order.cluster_size,
+    )  # fmt: skip
+
+
+class _Team:
+    """What one team of an agent does."""
+
+    def __init__(
+        self, draft: Draft, plan: Plan, builder: Builder, bindings: Bindings, memory: Memory, places: dict[str, k.Shared]
+    ) -> None:
+        self.draft, self.plan, self.builder, self.bindings = draft, plan, builder, bindings
+        self.memory, self.places = memory, places
+
+    def write(self) -> None:
+        """All tiles of the team, one after the other."""
+        loads = self.bindings.agent.name == LOAD
+        if loads:
+            one = [-self.bindings.warp, -k.LANE]
+            return self.builder.where(one, lambda: self.tiles(self.load))
+        self.tiles(self.compute)
+        sent = [r for r in self.plan.all(Result) if r.by == "tma"]
+        if sent:
+            self.builder.where(self.bindings.leader, lambda: self.builder.add(k.WaitGroups(0, "bulk")))
+
+    def tiles(self, write: Callable[[], None]) -> None:
+        """`write` for every tile."""
+        order, wave = self.bindings.order, self.bindings.wave
+        if wave is None:
+            return write()
+        inside = [order.count - 1 - self.bindings.tile]
+        self.builder.loops([(wave, False)], lambda: self.builder.where(inside, write))
+
+    def pipeline(self) -> tuple[Pipeline | None, Scope]:
+        """The steps of a tile, and what is known around it."""
+        scope = Scope()
+        if not self.draft.tiled:
+            return None, scope
+        for a in self.draft.kernel.axes:
+            if a in self.draft.tiled:
+                continue
+            digits = self.bindings.digits(a.name, None, extent(a))
+            if any(d.level != "grid" for d in digits):
+                names = ", ".join(sorted(x.name for x in self.draft.tiled))
+                raise Limitation(f"{a.name} lies inside a tile of {names}, so only the grid can walk it")
+            scope.env[a] = sum((d.value * d.stride for d in digits), start=0)
+        return Pipeline(self.draft, self.plan, self.builder, self.bindings, scope, self.memory), scope
+
+    def load(self) -> None:
+        """A tile, for who only loads."""
+        steps, _ = self.pipeline()
+        assert steps is not None
+        steps.load()
+
+    def compute(self) -> None:
+        """A tile, for who computes."""
+        steps, _ = self.pipeline()
+        fragments = {}
+        if steps is not None:
+            steps.everyone() if len(self.plan.all(Agent)) == 1 else steps.compute()
+            last = self.draft.products[list(self.draft.products)[-1]].reduce
+            fragments = steps.fragments
+            for line in self.plan.all(Result):
+                if line.slab and line.store not in self.places:
+                    store = next(s for s in self.draft.kernel.stores if s.buffer.name == line.store)
+                    self.places[line.store] = result_place(self.builder, line, store, self.bindings.groups, fragments[last])
+        walker = Walker(self.draft.kernel, self.plan, self.builder, self.bindings, fragments, self.places)
+        walker.statements(n.nest(self.draft.kernel), Scope())
 
 
 def _budget(kernel: k.Kernel, gpu: Gpu) -> None:

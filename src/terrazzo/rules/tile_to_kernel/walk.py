@@ -7,121 +7,42 @@ those in lanes meet by shuffles, those in warps through shared memory; every thr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from terrazzo.errors import Limitation, UserError
 from terrazzo.ir import nest as n
 from terrazzo.ir.address import mentions
-from terrazzo.ir.contraction import contraction
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, Var, at_least
 from terrazzo.ir.node import Node, substitute
+from terrazzo.ir.plan import Keep, Plan, Result
 from terrazzo.ir.schedule import Site
-from terrazzo.ir.types import DType, Type
-from terrazzo.rules.tile_to_kernel.contract import Contractor, Fragment
-from terrazzo.rules.tile_to_kernel.digits import (
-    LOOPED,
-    Bindings,
-    Digit,
-    axis_name,
-    extent,
-    factors,
-    together,
-    value,
-    wide,
-    zero,
-)
+from terrazzo.ir.types import Type
+from terrazzo.rules.access import together, wide
+from terrazzo.rules.tile.draft import axis_name
+from terrazzo.rules.tile_to_kernel.builder import Builder
+from terrazzo.rules.tile_to_kernel.digits import LOOPED, Bindings, Digit, extent, value, zero
+from terrazzo.rules.tile_to_kernel.gather import Gather, leaf
+from terrazzo.rules.tile_to_kernel.multiply import Fragment
 from terrazzo.rules.tile_to_kernel.scope import Scope
 
 
 class Walker:
-    """Writes statements. `names` says what the sites of the kernel are called in schedules."""
+    """Writes what follows the steps of a tile, or all of a kernel that has no tile, for one team. `names` says what the
+    sites of the kernel are called in schedules; `fragments` has the accumulators of products.
+    """
 
-    def __init__(self, kernel: l.Kernel, bindings: Bindings) -> None:
-        self.kernel, self.bindings = kernel, bindings
+    def __init__(
+        self, kernel: l.Kernel, plan: Plan, builder: Builder, bindings: Bindings, fragments: dict[l.Reduce, Fragment],
+        places: dict[str, k.Shared],
+    ) -> None:
+        self.kernel, self.plan, self.builder, self.bindings = kernel, plan, builder, bindings
+        self.fragments, self.places = fragments, places
         self.names: dict[Node, str] = {site: name for name, site in n.accumulators(kernel).items()}
-        self.keep = {name for name, operand in bindings.schedule.operands if operand.place == "reg"}
-        self.out: list[Node] = []
-        self.shared: list[k.Shared] = []
-        self.counts: dict[str, int] = {}
-        self.tensors = {b.name for b in (*kernel.reads, *kernel.writes)}
-        self.depth = 0
-        self.tiled = {a for a, b in bindings.schedule.axes for f in factors(b) if f.level == "block"}
-        self.fragments: dict[l.Reduce, Fragment] = {}
-
-    # -- writing ------------------------------------------------------------------------------------------------------
-
-    def fresh(self, prefix: str) -> str:
-        """A name that no other place or value has, nor a tensor of the kernel."""
-        self.counts[prefix] = self.counts.get(prefix, -1) + 1
-        name = f"{prefix}{self.counts[prefix]}"
-        return self.fresh(prefix) if name in self.tensors else name
-
-    def add(self, *statements: Node) -> None:
-        """Write statements where writing is."""
-        self.out += statements
-
-    def inside(self, write: Callable[[], None]) -> tuple[Node, ...]:
-        """The statements that `write` writes."""
-        outer, self.out = self.out, []
-        write()
-        found, self.out = tuple(self.out), outer
-        return found
-
-    def loops(self, variables: Sequence[tuple[Var, bool]], write: Callable[[], None]) -> None:
-        """Loops over (variable, unrolled), the first outermost."""
-        if not variables:
-            return write()
-        (axis, unrolled), *rest = variables
-        self.depth += 1
-        body = self.inside(lambda: self.loops(rest, write))
-        self.depth -= 1
-        self.out.append(k.For(axis, body, unrolled))
-
-    def peeled(self, digits: Sequence[Digit], inside: Sequence[IntExpr], write: Callable[[], None]) -> None:
-        """Loops over digits, the first outermost. Only the last steps of the outermost one test `inside`, where the
-        others cannot fail.
-        """
-        self.depth += len(digits)
-        body = self.inside(write)
-        self.depth -= len(digits)
-        if len(digits) == 1 and inside and (whole := self.always(digits[0], inside)):
-            i = digits[0].variable
-            first = Var(i.name, whole)
-            self.out.append(k.For(first, tuple(substitute(x, {i: first}) for x in body), digits[0].unrolled))
-            for last in range(whole, digits[0].size):
-                rest = [substitute(x, {i: last}) for x in body]
-                self.where([substitute(e, {i: last}) for e in inside], partial(self.add, *rest))
-            return
-        self.loops([(d.variable, d.unrolled) for d in digits], lambda: self.where(inside, partial(self.add, *body)))
-
-    def always(self, digit: Digit, inside: Sequence[IntExpr]) -> int:
-        """How many first values of a digit make conditions hold whatever the other variables are; 0 where that leaves
-        too many, or all.
-        """
-        whole = 0
-        while whole < digit.size and all(at_least(substitute(e, {digit.value: whole}), 0) for e in inside):
-            whole += 1
-        return whole if whole >= digit.size - 1 and whole < digit.size else 0
-
-    def where(self, inside: Sequence[IntExpr], write: Callable[[], None]) -> None:
-        """`write` under a condition, unless it always holds."""
-        open_ = tuple(dict.fromkeys(e for e in inside if not at_least(e, 0)))
-        if not open_:
-            return write()
-        self.out.append(k.If(open_, self.inside(write)))
-
-    def let(self, term: Node, prefix: str = "v") -> k.Value:
-        name = k.Value(self.fresh(prefix), term.dtype)  # type: ignore[attr-defined]
-        self.out.append(k.Let(name, term))
-        return name
-
-    def registers(self, prefix: str, dtype: DType, shape: Sequence[int], init: l.Literal | None = None) -> k.Registers:
-        place = k.Registers(self.fresh(prefix), Type(dtype, tuple(shape)))
-        self.out.append(k.Declare(place, init))
-        return place
+        self.keep = {x.what for x in plan.all(Keep)}
+        self.gathered = {r.store: r for r in plan.all(Result) if r.slab}
+        self.tiled = {a for f in fragments.values() for a in map(axis_name, f.axes)}
 
     # -- the nest -----------------------------------------------------------------------------------------------------
 
@@ -137,8 +58,6 @@ class Walker:
                 case l.Store():
                     self.store(s, scope)
                 case n.Loop():
-                    if s.kind == "free" and axis_name(s.axes[0]) in self.tiled and not self.fragments:
-                        self.contract(s, scope)
                     self.loop(s, scope)
 
     def left(self, body: Sequence[n.Statement]) -> list[n.Statement]:
@@ -147,52 +66,26 @@ class Walker:
             s for s in body if not (isinstance(s, n.Loop) and s.carried and all(r in self.fragments for r in s.carried))
         ]
 
-    def contract(self, s: n.Loop, scope: Scope) -> None:
-        """The contractions inside the loops over a tile, before what follows them."""
-        tiles = [a for a in self.kernel.axes if a.name in self.tiled]
-        reduces = [r for r in self.names if isinstance(r, l.Reduce) and self.bindings.site([self.names[r]]) is not None]
-        site = self.bindings.site([self.names[r] for r in reduces])
-        if site is None or any(r.axes != reduces[0].axes or contraction(r) is None for r in reduces):
-            raise Limitation(
-                f"{self.kernel.name}: a block is divided among threads for contractions over the same axes only"
-            )
-        if any(self.bindings.site([self.names[r]]) is not site for r in reduces):
-            raise Limitation(f"{self.kernel.name}: the contractions of a tile are bound alike")
-        if scope.threads:
-            raise Limitation(
-                f"{self.kernel.name}: threads bring in a tile together, and an axis around it is divided among them"
-            )
-        around = scope.inner()
-        for a in self.kernel.axes:
-            if a not in around.env and a not in tiles:
-                digits = self.bindings.digits(a.name, None, extent(a))
-                if any(d.level != "grid" for d in digits):
-                    raise Limitation(
-                        f"{a.name} lies inside a tile of {', '.join(sorted(self.tiled))}, so only the grid can walk it"
-                    )
-                self.enter([a], [digits], around)
-        Contractor(self, site, reduces, tiles, around).write()
-
     def compute(self, term: Any, scope: Scope) -> None:
         if term in scope.env or isinstance(term, l.Reduce | l.Scan):
             return
         found = scope(term)
         if isinstance(term, l.Load):
             found = l.Load.make(found.buffer, found.index, (*found.inside, *scope.pending))
-        scope.env[term] = self.let(found, "in" if isinstance(term, l.Load) else "v")
+        scope.env[term] = self.builder.let(found, "in" if isinstance(term, l.Load) else "v")
         if term in scope.kept:
             place, index = scope.kept[term]
-            self.out.append(l.Store(place, index, scope.env[term]))
+            self.builder.add(l.Store(place, index, scope.env[term]))
 
     def store(self, s: l.Store, scope: Scope) -> None:
-        """Where no axis is bound to lanes (or warps), all of them have the same value and the first stores it."""
-        first = [
-            -number
-            for level, number in (("lane", k.LANE), ("warp", self.bindings.warp))
-            if not any(x == level for x, _ in scope.threads)
-        ]
-        self.where(
-            [*first, *scope.pending], lambda: self.out.append(l.Store(s.buffer, scope.all(s.index), scope(s.value)))
+        """Where no axis is bound to lanes (or warps, or the blocks of a cluster), all have the same value and the first
+        stores it.
+        """
+        bindings = self.bindings
+        levels = (("lane", k.LANE), ("warp", bindings.warp), ("warpgroup", bindings.group), ("cluster", bindings.rank))
+        first = [-number for level, number in levels if not any(x == level for x, _ in scope.threads)]
+        self.builder.where(
+            [*first, *scope.pending], lambda: self.builder.add(l.Store(s.buffer, scope.all(s.index), scope(s.value)))
         )
 
     def site(self, s: n.Loop) -> Site | None:
@@ -207,6 +100,9 @@ class Walker:
         return [self.bindings.digits(axis_name(a), site, extent(a)) for a in s.axes]
 
     def loop(self, s: n.Loop, scope: Scope) -> None:
+        stores = _stores(s.body) if self.gathered and axis_name(s.axes[0]) in self.tiled else []
+        if any(x.buffer.name in self.gathered for x in stores):
+            return self.gather(s, scope)
         for r in s.carried:
             self.declare(r, scope)
         digits = self.digits(s)
@@ -240,18 +136,28 @@ class Walker:
         step = self.vector(s, vector, inside, inner) if vector is not None else None
         if step is not None and vector is not None:
             inside = [substitute(e, {vector.value: 0}) for e in inside]
-            self.peeled(looped[:-1], inside, step)
+            self.builder.peeled(looped[:-1], inside, step)
         else:
-            self.peeled(looped, inside, lambda: self.statements(s.body, inner))
+            self.builder.peeled(looped, inside, lambda: self.statements(s.body, inner))
         if s.kind == "reduce":
             for r in s.carried:
                 self.meet(r, scope.env[r], digits)
         for r in s.carried:
             self.name_result(r, scope.env[r], scope)
 
+    def gather(self, s: n.Loop, scope: Scope) -> None:
+        """Stores whose values leave through shared memory."""
+        whole = leaf(s, self.left)
+        if any(x.buffer.name not in self.gathered for x in whole.stores):
+            raise Limitation(f"{self.kernel.name}: all results of a tile gather in shared memory, or none")
+        for x in whole.stores:
+            line = self.gathered[x.buffer.name]
+            one = Gather(self.builder, self.bindings, self.compute)
+            one.write(line, self.places[x.buffer.name], x, whole, self.fragments, scope)
+
     def parts(self, inside: Sequence[IntExpr], body: Sequence[n.Statement]) -> bool:
         """Whether conditions keep some threads from where they have to meet others."""
-        lanes, warps = (any(mentions(e, v) for e in inside) for v in (k.LANE, self.bindings.warp))
+        lanes, warps = (any(mentions(e, v) for e in inside) for v in (k.LANE, self.bindings.everyone))
         return (lanes or warps) and self.meets({"warp", "lane"} if lanes else {"warp"}, body)
 
     def meets(self, levels: set[str], body: Sequence[n.Statement]) -> bool:
@@ -305,20 +211,20 @@ class Walker:
             here.kept = scope.kept
             for load in loads:
                 self.wide_load(load, j, size, here)
-            kept = {x: self.registers("out", x.buffer.type.dtype, (size,)) for x in stores}
+            kept = {x: self.builder.registers("out", x.buffer.type.dtype, (size,)) for x in stores}
             rest = [x for x in self.left(s.body) if not (isinstance(x, n.Let) and x.term in loads)]
 
             def body() -> None:
                 for x in rest:
                     if isinstance(x, l.Store) and x in kept:
-                        self.out.append(l.Store(kept[x], (j,), here(x.value)))
+                        self.builder.add(l.Store(kept[x], (j,), here(x.value)))
                     else:
                         self.statements([x], here)
 
-            self.loops([(j, True)], body)
+            self.builder.loops([(j, True)], body)
             for x, place in kept.items():
                 to = tuple(substitute(i, start) for i in scope.all(x.index))
-                self.out.append(k.Move(x.buffer, to, place, (0,), size))
+                self.builder.add(k.Move(x.buffer, to, place, (0,), size))
 
         return step
 
@@ -329,9 +235,9 @@ class Walker:
             place, index = scope.kept[load]
         else:
             init = l.Literal(zero(load.dtype), load.dtype) if found.inside else None
-            place, index = self.registers("in", load.dtype, (size,), init), (j,)
+            place, index = self.builder.registers("in", load.dtype, (size,), init), (j,)
         inside = [substitute(e, {j: 0}) for e in found.inside]
-        self.where(inside, lambda: self.out.append(k.Move(place, (*index[:-1], 0), load.buffer, at, size)))
+        self.builder.where(inside, lambda: self.builder.add(k.Move(place, (*index[:-1], 0), load.buffer, at, size)))
         scope.env[load] = l.Load(place, index)
 
     def keep_terms(self, s: n.Loop, digits: Sequence[Sequence[Digit]], scope: Scope, inner: Scope) -> None:
@@ -357,7 +263,7 @@ class Walker:
                 name = x.term.buffer.name if isinstance(x.term, l.Load) else "term"
                 guarded = isinstance(x.term, l.Load) and x.term.inside  # it is 0 where nothing is loaded
                 init = l.Literal(zero(x.term.dtype), x.term.dtype) if guarded else None
-                scope.places[key] = self.registers(name + "_", x.term.dtype, [d.size for d in looped], init)
+                scope.places[key] = self.builder.registers(name + "_", x.term.dtype, [d.size for d in looped], init)
                 inner.kept[x.term] = scope.places[key], variables
                 made[x.term] = l.Load(scope.places[key], variables)
 
@@ -366,11 +272,11 @@ class Walker:
     def declare(self, r: Any, scope: Scope) -> None:
         """Accumulators at their identity."""
         types = r.dtype if r.monoid.width > 1 else (r.dtype,)
-        name = self.fresh("acc")
+        name = self.builder.fresh("acc")
         places = []
         for p, (dtype, identity) in enumerate(zip(types, r.monoid.identity(types), strict=True)):
             place = k.Registers(name if r.monoid.width == 1 else f"{name}_{p}", Type(dtype, ()))
-            self.out.append(k.Declare(place, l.Literal(identity, dtype)))
+            self.builder.add(k.Declare(place, l.Literal(identity, dtype)))
             places.append(place)
         scope.env[r] = tuple(places)
 
@@ -388,37 +294,62 @@ class Walker:
             places = (places.buffer,)
         new = r.monoid.combine(l.apply, [l.Load(p, ()) for p in places], list(args))
         if len(places) > 1:
-            new = [self.let(x, "c") for x in new]
+            new = [self.builder.let(x, "c") for x in new]
         for place, x in zip(places, new, strict=True):
-            self.out.append(l.Store(place, (), x))
+            self.builder.add(l.Store(place, (), x))
 
     def meet(self, r: Any, places: Any, digits: Sequence[Sequence[Digit]]) -> None:
         """Combine what the threads have: over lanes, then over warps."""
         for d in (d for ds in digits for d in ds if d.level == "lane"):
             for bit in range(d.size.bit_length() - 1):
-                others = [self.let(k.Shuffle(l.Load(p, ()), d.inner << bit), "other") for p in places]
+                others = [self.builder.let(k.Shuffle(l.Load(p, ()), d.inner << bit), "other") for p in places]
                 self.combine(places, others, r)
         warps = [d for ds in digits for d in ds if d.level == "warp"]
-        if not warps:
-            return
-        warp = self.bindings.warp
-        meeting = [k.Shared(self.fresh("meet"), Type(p.type.dtype, (self.bindings.warps, k.WARP))) for p in places]
-        self.shared += meeting
-        for place, p in zip(meeting, places, strict=True):
-            self.out.append(l.Store(place, (warp, k.LANE), l.Load(p, ())))
-        self.out.append(k.Sync())
+        if warps:
+            meeting = self.meeting(places)
+            self.builder.add(self.bindings.sync)
+            self.reset(r, places)
+            variables = [self.bindings.loop_variable("w", d.size) for d in warps]
+            at: IntExpr = self.bindings.warp
+            for d, v in zip(warps, variables, strict=True):
+                at = at + (v - d.value) * d.inner
+            self.builder.loops(
+                [(v, True) for v in variables],
+                lambda: self.combine(places, [l.Load(m, (at, k.LANE)) for m in meeting], r),
+            )
+            if self.builder.depth:
+                self.builder.add(self.bindings.sync)  # before the next step of a loop writes there again
+        if any(d.level == "cluster" for ds in digits for d in ds):
+            self.meet_blocks(r, places)
+
+    def meet_blocks(self, r: Any, places: Any) -> None:
+        """The blocks of a cluster combine what they have in the order of their ranks, each for itself."""
+        meeting = self.meeting(places)
+        self.builder.add(k.ClusterSync())
+        self.reset(r, places)
+        rank = self.bindings.loop_variable("b", self.bindings.order.cluster_size)
+        mine = (self.bindings.warp, k.LANE)
+
+        def one() -> None:
+            others = [self.builder.let(k.Remote(m, mine, rank), "other") for m in meeting]
+            self.combine(places, others, r)
+
+        self.builder.loops([(rank, True)], one)
+        self.builder.add(k.ClusterSync())  # nobody leaves, or writes there again, while others still read
+
+    def meeting(self, places: Any) -> list[k.Shared]:
+        """Shared memory that has what every thread has in `places`."""
+        shape = (self.bindings.warps, k.WARP)
+        found = [self.builder.memory("meet", Type(p.type.dtype, shape)) for p in places]
+        for m, p in zip(found, places, strict=True):
+            self.builder.add(l.Store(m, (self.bindings.warp, k.LANE), l.Load(p, ())))
+        return found
+
+    def reset(self, r: Any, places: Any) -> None:
+        """Accumulators at their identity again."""
         types = r.dtype if r.monoid.width > 1 else (r.dtype,)
         for p, dtype, identity in zip(places, types, r.monoid.identity(types), strict=True):
-            self.out.append(l.Store(p, (), l.Literal(identity, dtype)))
-        variables = [self.bindings.loop_variable("w", d.size) for d in warps]
-        at: IntExpr = warp
-        for d, v in zip(warps, variables, strict=True):
-            at = at + (v - d.value) * d.inner
-        self.loops(
-            [(v, True) for v in variables], lambda: self.combine(places, [l.Load(m, (at, k.LANE)) for m in meeting], r)
-        )
-        if self.depth:
-            self.out.append(k.Sync())  # before the next step of a loop writes there again
+            self.builder.add(l.Store(p, (), l.Literal(identity, dtype)))
 
 
 def _stores(body: Sequence[n.Statement]) -> list[l.Store]:

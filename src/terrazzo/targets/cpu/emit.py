@@ -2,8 +2,10 @@
 
     extern "C" int NAME(void** buffers, int threads)
 
-`buffers` are the data pointers of `kernel.reads`, then of `kernel.writes`. The function returns 0, or 1 if an index
-that came from data was outside its dimension. The text follows the loop nest; products are blocked (see blocked.py).
+`buffers` are the data pointers of `kernel.reads`, then of `kernel.writes`; NAME_spans says how many they are, and how
+many bytes of each the function may use. The function returns 0, or has bit 0 set if an index that came from data was
+outside its dimension, and bit 1 if a whole number was divided by zero. The text follows the loop nest; products are
+blocked (see blocked.py).
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from terrazzo.targets.cpu.rows import (
     trips,
     vectorises,
 )
-from terrazzo.targets.terms import Scope, c_type, component, expression, identifier, index, term
+from terrazzo.targets.names import Names, comment, identifier
+from terrazzo.targets.terms import Scope, c_type, component, expression, index, term
 
 PARALLEL = 20_000
 """Points of a loop nest from which on a second thread pays."""
@@ -55,16 +58,15 @@ def emit(kernel: l.Kernel) -> tuple[str, str]:
     """(function name, C++ source) of a kernel. Kernels that differ only in the names of buffers have the same
     source.
     """
-    scope = Scope()
+    scope = Scope(notes_zero=True)
     name = "k_" + identifier(kernel.name)
     lines = [f'extern "C" int {name}(void** buffers, int threads) {{', "  int bad = 0;"]
     if kernel.source:
-        lines.insert(0, f"// {kernel.source}")
-    taken: set[str] = set()
+        lines.insert(0, comment(kernel.source))
+    names = Names()
     reads = [b for b in kernel.reads if b not in kernel.writes]
     for k, b in enumerate([*reads, *kernel.writes]):
-        formal = _unique(identifier(b.name), taken)
-        scope.buffers[b] = formal
+        scope.buffers[b] = formal = names.formal(b.name)
         const = "const " if b in reads else ""
         lines.append(
             f"  {const}{c_type(b.type.dtype)}* __restrict {formal} = ({const}{c_type(b.type.dtype)}*)buffers[{k}];"
@@ -72,21 +74,15 @@ def emit(kernel: l.Kernel) -> tuple[str, str]:
     body = blocked.emit(kernel, scope) or _Writer(kernel, scope).lines()
     lines += ["  " + line for line in body]
     lines += ["  return bad;", "}"]
+    spans = [b.type.span for b in arguments(kernel)]
+    lines.append(f'extern "C" int64_t {name}_spans[];')
+    lines.append(f"int64_t {name}_spans[] = {{{', '.join(map(str, (len(spans), *spans)))}}};")
     return name, prelude() + "\n".join(lines) + "\n"
 
 
 def arguments(kernel: l.Kernel) -> tuple[l.Buffer, ...]:
     """The buffers a kernel's function takes, in order."""
     return (*(b for b in kernel.reads if b not in kernel.writes), *kernel.writes)
-
-
-def _unique(name: str, taken: set[str]) -> str:
-    base, k = name + "_p", 2
-    name = base
-    while name in taken:
-        name, k = f"{base}{k}", k + 1
-    taken.add(name)
-    return name
 
 
 class _Writer:

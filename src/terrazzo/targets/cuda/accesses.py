@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from terrazzo.hw import ldmatrix, mma_sync, wgmma
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.loop import Buffer
-from terrazzo.ir.expr import IntExpr, Var
+from terrazzo.ir.expr import Expr, IntExpr, Var, bounds
 from terrazzo.ir.node import Node, topological
 
 
 @dataclass(frozen=True)
 class Around:
-    """What is around a statement: loops, from the outside, and conditions (expressions that are >= 0)."""
+    """What is around a statement: loops, from the outside, and conditions (expressions that are >= 0).
+
+    Of a loop with a computed number of steps, that there is such a step is a condition. One that mentions an integer
+    which changes around the statement is none, for it held before; then they are not the `whole` truth.
+    """
 
     loops: tuple[Var, ...] = ()
     inside: tuple[IntExpr, ...] = ()
+    whole: bool = True
+
+    def inner(self, loops: tuple[Var, ...], inside: tuple[IntExpr, ...], body: tuple[Node, ...]) -> Around:
+        """What is around the statements of `body`, which stands in one more loop or under some more conditions."""
+        changing = k.changed(body)
+        every = (*self.inside, *inside)
+        lasting = tuple(e for e in every if not changing & {*integers((e,))}) if changing else every
+        return Around((*self.loops, *loops), lasting, self.whole and len(lasting) == len(every))
 
 
 @dataclass(frozen=True)
@@ -46,10 +58,22 @@ def _statements(body: tuple[Node, ...], around: Around, warp: Var) -> Iterator[t
     for s in body:
         yield s, around
         if isinstance(s, k.For) and s.axis.extent != 0:
-            yield from _statements(s.body, Around((*around.loops, s.axis), around.inside), warp)
+            steps = (s.axis.extent - 1 - s.axis,) if isinstance(s.axis.extent, Expr) else ()
+            yield from _statements(s.body, around.inner((s.axis,), steps, s.body), warp)
         elif isinstance(s, k.If | k.Role):
             inside = s.inside if isinstance(s, k.If) else (warp - s.first, s.first + s.count - 1 - warp)
-            yield from _statements(s.body, Around(around.loops, (*around.inside, *inside)), warp)
+            yield from _statements(s.body, around.inner((), inside, s.body), warp)
+
+
+def most(extent: IntExpr) -> int:
+    """How many values a variable has at most."""
+    return max(bounds(extent)[1] or 0, 0)
+
+
+def integers(exprs: Iterable[IntExpr]) -> list[k.Integer]:
+    """The integers that expressions mention, each once."""
+    found = topological([e for e in exprs if isinstance(e, Expr)], stop=lambda x: isinstance(x, Var))
+    return [x for x in found if isinstance(x, k.Integer)]
 
 
 def accesses(s: Node, around: Around) -> Iterator[Access]:
@@ -80,13 +104,13 @@ def accesses(s: Node, around: Around) -> Iterator[Access]:
             yield access(s.target, s.to, row if record.store else registers, True)
         case k.Multiply():
             product = mma_sync.product(s.instruction)
-            yield access(s.a, s.a_at, product.a.registers, False)
-            yield access(s.b, s.b_at, product.b.registers, False)
+            yield access(s.a, s.a_at, product.a.held_in(s.a), False)
+            yield access(s.b, s.b_at, product.b.held_in(s.b), False)
             yield access(s.d, s.d_at, product.d.elements, True)
         case k.MultiplyAsync():
             group = wgmma.product(s.instruction)
             if isinstance(s.a, k.Registers):
-                yield access(s.a, s.a_at, group.a.registers, False)
+                yield access(s.a, s.a_at, group.a.held_in(s.a), False)
             yield access(s.d, s.d_at, group.d.registers, True)
 
 
@@ -100,11 +124,12 @@ def slabs(s: Node, around: Around) -> Iterator[Access]:
         case k.TensorStore():
             yield Access(s, s.source, s.at, math.prod(s.box), False, around, around.inside)
         case k.MultiplyAsync():
-            m, n, depth = wgmma.product(s.instruction).shape
-            for place, at, rows in ((s.a, s.a_at, m), (s.b, s.b_at, n)):
+            for operand, place, at in (("a", s.a, s.a_at), ("b", s.b, s.b_at)):
                 if isinstance(place, k.Shared):
-                    count = (rows - 1) * place.swizzle // place.type.dtype.size + depth
-                    yield Access(s, place, at, count, False, around, around.inside)
+                    size = wgmma.slab(place, operand in s.transposed).bytes(
+                        *wgmma.product(s.instruction).extent(operand, operand in s.transposed)
+                    )
+                    yield Access(s, place, at, size // place.type.dtype.size, False, around, around.inside)
 
 
 def terms(s: Node) -> list[Node]:

@@ -2,8 +2,9 @@
 fences.
 
 They are made of every kernel before CUDA is written. What ranges prove holds; what they do not is tried: on all threads
-and steps where these are few, else on the first and last ones. A thread that goes wrong is a finding. What is neither
-proved nor refuted is left to the simulator.
+and steps where these are few, else on the first and last ones. A thread that goes wrong is a finding, but not where an
+integer that threads carry is part of it, which may never be what was tried. What is neither proved nor refuted is left
+to the simulator.
 """
 
 from __future__ import annotations
@@ -16,16 +17,19 @@ from typing import Any
 
 import numpy as np
 
-from terrazzo.errors import CompilerBug
+from terrazzo.errors import CompilerBug, UserError
+from terrazzo.hw import mma_sync, wgmma
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.address import evaluate, flatten
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Loaded, Var, at_least, bounds, terms_of
-from terrazzo.ir.node import Node, substitute, topological
+from terrazzo.ir.node import Node, topological
+from terrazzo.ir.proof import holds
 from terrazzo.ir.show_kernel import statement
+from terrazzo.ir.types import u32
 from terrazzo.ir.verify_kernel import REGISTERS, declared
 from terrazzo.targets.cuda import fences, order
-from terrazzo.targets.cuda.accesses import Access, Around, accesses, slabs, statements, terms
+from terrazzo.targets.cuda.accesses import Access, Around, accesses, integers, most, slabs, statements, terms
 
 MOST = 1 << 15
 """Threads and steps that are tried for one question, at most."""
@@ -34,37 +38,65 @@ MOST = 1 << 15
 @dataclass(frozen=True)
 class Report:
     """What is wrong with a kernel, and of how many of its accesses it is proved that they stay inside and are
-    aligned.
+    aligned. `where` are the statements of the problems (the kernel, where it is none), and `unproved` those of which
+    some access is neither proved nor refuted.
     """
 
     problems: tuple[str, ...]
     proved: int
     accesses: int
+    where: tuple[Node, ...] = ()
+    unproved: tuple[Node, ...] = ()
+
+    def refusal(self) -> tuple[str, Node] | None:
+        """What a kernel that somebody else wrote is refused for, and where: more than a kernel of our own."""
+        if self.problems:
+            return self.problems[0], self.where[0]
+        if self.unproved:
+            s = self.unproved[0]
+            return f"`{statement(s)[0]}`: it cannot be proved that it stays inside of what it reads and writes", s
+        return None
 
 
 def check(program: k.Program, gpu: Gpu, error: type[Exception] = CompilerBug) -> None:
-    """Raise an error that names the kernel and the line of Kernel IR if a kernel cannot be right on this GPU."""
+    """Raise an error that names the kernel and the line of Kernel IR if a kernel cannot be right on this GPU, or, where
+    it is the user's, if not all of its accesses are proved.
+    """
     for step in program.steps:
-        if isinstance(step, k.Kernel) and (found := report(step, gpu).problems):
-            raise error(f"{step.name}: {found[0]}")
+        if not isinstance(step, k.Kernel):
+            continue
+        found = report(step, gpu)
+        if error is UserError and (refused := found.refusal()):
+            raise error(f"{step.name}: {refused[0]}")
+        if found.problems:
+            raise error(f"{step.name}: {found.problems[0]}")
 
 
 @lru_cache(maxsize=512)
 def report(kernel: k.Kernel, gpu: Gpu) -> Report:
     """All that can be said of a kernel without running it."""
-    problems, open_, count = list(budgets(kernel, gpu)), 0, 0
+    problems: list[tuple[str, Node]] = [(why, kernel) for why in budgets(kernel, gpu)]
+    unproved: list[Node] = []
+    count = 0
     for s, around in statements(kernel):
         sizes: dict[str, Any] = {k.BLOCK: kernel.grid, "warp": kernel.warps, "lane": k.WARP} | {
-            v.name: v.extent for v in around.loops
+            v.name: most(v.extent) for v in around.loops
         }
-        problems += [f"`{statement(s)[0]}` {why}" for why in together(s, around, sizes)]
+        problems += [(f"`{statement(s)[0]}` {why}", s) for why in (*operands(s), *together(s, around, sizes))]
         for access in (*accesses(s, around), *slabs(s, around)):
             why, proved = inside(access, sizes)
-            problems += [f"`{statement(s)[0]}` {why}"] if why else []
-            count, open_ = count + 1, open_ + (not proved and not why)
+            problems += [(f"`{statement(s)[0]}` {why}", s)] if why else []
+            unproved += [] if proved or why else [s]
+            count += 1
+        if isinstance(s, k.SetInteger | k.DeclareInteger):
+            why, proved = stays(s, around, sizes)
+            problems += [(f"`{statement(s)[0]}` {why}", s)] if why else []
+            unproved += [] if proved or why else [s]
+            count += 1
     if not problems:
-        problems += order.problems(kernel) + fences.problems(kernel)
-    return Report(tuple(problems), count - open_, count)
+        problems += [(why, kernel) for why in order.problems(kernel) + fences.problems(kernel)]
+    texts, where = tuple(why for why, _ in problems), tuple(s for _, s in problems)
+    return Report(texts, count - len(unproved), count, where, tuple(unproved))
 
 
 def budgets(kernel: k.Kernel, gpu: Gpu) -> Iterator[str]:
@@ -76,6 +108,18 @@ def budgets(kernel: k.Kernel, gpu: Gpu) -> Iterator[str]:
     ):
         if needs > has:
             yield f"needs {needs} {what}, and {gpu.arch} has {has}"
+
+
+def operands(s: Node) -> Iterator[str]:
+    """The factors and accumulators of a product that are not of the types its instruction takes."""
+    if not isinstance(s, k.Multiply | k.MultiplyAsync):
+        return
+    record: Any = mma_sync.product(s.instruction) if isinstance(s, k.Multiply) else wgmma.product(s.instruction)
+    factor = record.a.dtype
+    for place, wanted in ((s.d, (record.d.dtype,)), (s.a, (factor, u32)), (s.b, (factor, u32))):
+        wanted = (factor,) if isinstance(place, k.Shared) else wanted
+        if place.type.dtype not in wanted:
+            yield f"takes {' or '.join(x.name for x in wanted)}, and {place.name} holds {place.type.dtype}"
 
 
 ONE = (k.TensorLoad, k.TensorStore, k.Expect, k.InitBarriers)
@@ -94,15 +138,15 @@ def together(s: Node, around: Around, sizes: dict[str, Any]) -> Iterator[str]:
     )  # fmt: skip
     conditions = [g for g in around.inside if not at_least(g, 0)] if whole or isinstance(s, ONE) else []
     divided = ("lane",) if whole == 1 else ("lane", "warp")
+    if any(v.name in k.THREADS[1:] for g in conditions if integers((g,)) for v in _variables((g,))):
+        return
     if (
         not (isinstance(s, ONE) or any(v.name in divided for v in _variables(conditions)))
         or (tried := _tried(conditions, sizes)) is None
     ):
         return
     env, _ = tried
-    here = np.ones([axis.size for axis in env.values()], bool)
-    for g in conditions:
-        here = here & (_value(g, env) >= 0)
+    here = _holds(conditions, env) & np.ones([axis.size for axis in env.values()], bool)
     if isinstance(s, ONE):
         if (here.sum(-1) > 1).any():
             yield "is executed by several threads of a warp, and is for one"
@@ -111,6 +155,22 @@ def together(s: Node, around: Around, sizes: dict[str, Any]) -> Iterator[str]:
     elif ((group := here.reshape(-1, whole * k.WARP)).any(-1) != group.all(-1)).any():
         who = "block" if isinstance(s, k.ClusterSync) or s == k.Sync() else "warp" if whole == 1 else "warpgroup"
         yield f"is reached by only some threads of a {who}"
+
+
+def stays(s: k.SetInteger | k.DeclareInteger, around: Around, sizes: dict[str, int]) -> tuple[str, bool]:
+    """(where an integer leaves its range, or nothing; whether it is proved that it does not)."""
+    extent = s.variable.extent
+    left = [e for e in (s.value, extent - 1 - s.value) if not _implied(0, e, 1, around.inside)]
+    if not left:
+        return "", True
+    if (tried := _tried([*left, *around.inside], sizes)) is None:
+        return "", False
+    env, complete = tried
+    active = _holds(around.inside, env)
+    wrong = [where for e in left if (where := _first(active & (_value(e, env) < 0))) is not None]
+    if wrong and around.whole and not integers((*left, *around.inside)):
+        return f"is outside [0, {extent}), at {_point(env, wrong[0])}", False
+    return "", complete and not wrong
 
 
 def inside(access: Access, sizes: dict[str, int]) -> tuple[str, bool]:
@@ -135,8 +195,7 @@ def inside(access: Access, sizes: dict[str, int]) -> tuple[str, bool]:
             [] if _implied(size - access.count, offset, -1, access.inside) else [(size - access.count - offset, -1, 0)]
         )
     aligned = _divides(wide // math.gcd(wide, place.type.dtype.size), access.index, strides)
-    if left and (narrow := _narrowed(access.inside)):
-        left = [x for x in left if not at_least(substitute(x[0], narrow), 0)]
+    left = [x for x in left if not holds(x[0], access.inside)]
     if not left and aligned:
         return "", True
     offset = 0 if aligned else flatten(access.index, strides) * place.type.dtype.size
@@ -144,16 +203,15 @@ def inside(access: Access, sizes: dict[str, int]) -> tuple[str, bool]:
     if tried is None:
         return "", False
     env, complete = tried
-    active: Any = np.ones(1, bool)
-    for g in access.inside:
-        active = active & (_value(g, env) >= 0)
+    refutes = access.around.whole and not integers((*(e for e, _, _ in left), offset, *access.inside))
+    active = _holds(access.inside, env)
     for e, d, index in left:
         if (where := _first(active & (_value(e, env) < 0))) is not None:
             outside = f"at [{index}] is outside [0, {shape[d]}) in dimension {d} of"
             what = outside if d >= 0 else f"goes {access.count} elements on, beyond the end of"
-            return f"{what} {place.name}, at {_point(env, where)}", False
+            return f"{what} {place.name}, at {_point(env, where)}" if refutes else "", False
     if not aligned and (where := _first(active & (_value(offset, env) % wide != 0))) is not None:
-        return f"is not aligned to {wide} bytes in {place.name}, at {_point(env, where)}", False
+        return f"is not aligned to {wide} bytes in {place.name}, at {_point(env, where)}" if refutes else "", False
     return "", complete
 
 
@@ -166,6 +224,8 @@ def alignment(access: Access) -> int:
             return max(128, access.place.swizzle * 8)
         case k.LoadMatrix() | k.StoreMatrix() | k.MultiplyAsync() if isinstance(access.place, k.Shared):
             return 16
+        case k.LoadMatrix() | k.StoreMatrix() | k.MultiplyAsync() | k.Multiply():  # whole 32-bit registers
+            return 4
     return 1
 
 
@@ -176,23 +236,6 @@ def _implied(constant: int, e: IntExpr, sign: int, conditions: Sequence[IntExpr]
     wanted = {factors: sign * c for factors, c in terms_of(e).items()}
     wanted[()] = wanted.get((), 0) + constant
     return any(_least(wanted, g) >= 0 for g in (0, *conditions))
-
-
-def _narrowed(conditions: Sequence[IntExpr]) -> dict[Any, IntExpr]:
-    """The variables of which a condition says that they end earlier, with the range that is left."""
-    found: dict[Any, IntExpr] = {}
-    for g in conditions:
-        (_, last), *others = (
-            sorted(terms_of(g).items(), key=lambda x: len(x[0])) if not isinstance(g, int) else [((), 0)]
-        )
-        if (
-            len(others) == 1
-            and others[0][1] == -1
-            and isinstance(v := others[0][0][0], Var)
-            and 0 <= last < (bounds(v)[1] or 0)
-        ):
-            found[v] = Var(v.name, last + 1)
-    return found
 
 
 def _least(terms: Mapping[tuple[Expr, ...], int], less: IntExpr) -> float:
@@ -220,7 +263,7 @@ def _divides(count: int, index: Sequence[IntExpr], strides: Sequence[IntExpr]) -
 def _variables(exprs: Sequence[IntExpr]) -> list[Var]:
     return [
         x
-        for x in topological([e for e in exprs if isinstance(e, Expr)], stop=lambda n: isinstance(n, Loaded))
+        for x in topological([e for e in exprs if isinstance(e, Expr)], stop=lambda n: isinstance(n, Loaded | Var))
         if isinstance(x, Var)
     ]
 
@@ -231,6 +274,7 @@ def _tried(exprs: Sequence[IntExpr], sizes: dict[str, int]) -> tuple[dict[str, A
     """
     if any(isinstance(x, Loaded) for x in topological([e for e in exprs if isinstance(e, Expr)])):
         return None
+    sizes = {v.name: most(v.extent) for v in integers(exprs)} | sizes
     names = {v.name for v in _variables(exprs)} | {"warp", "lane"}
     ordered = [n for n in sizes if n in names and n not in ("warp", "lane")] + ["warp", "lane"]
     values = [np.arange(sizes[n]) for n in ordered]
@@ -252,6 +296,14 @@ def _ends(values: Any, few: int) -> Any:
 def _value(e: IntExpr, env: dict[str, Any]) -> Any:
     known: dict[Expr, Any] = {v: env[v.name] for v in _variables((e,))}
     return np.asarray(evaluate(e, known))
+
+
+def _holds(conditions: Sequence[IntExpr], env: dict[str, Any]) -> Any:
+    """Where all conditions hold."""
+    active: Any = np.ones(1, bool)
+    for g in conditions:
+        active = active & (_value(g, env) >= 0)
+    return active
 
 
 def _first(where: Any) -> Any:

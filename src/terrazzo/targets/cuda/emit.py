@@ -15,6 +15,8 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr, Loaded, terms_of
 from terrazzo.ir.node import Node, topological
+from terrazzo.targets.cuda.settle import settled
+from terrazzo.targets.names import Names, comment, identifier, words
 from terrazzo.targets.terms import (
     Scope,
     address,
@@ -22,7 +24,6 @@ from terrazzo.targets.terms import (
     element,
     expression,
     guard,
-    identifier,
     index,
     literal,
     offset,
@@ -41,9 +42,10 @@ def prelude() -> str:
     )
 
 
+@lru_cache(maxsize=512)
 def emit(kernel: k.Kernel) -> tuple[str, str]:
     """(function name, CUDA source without the prelude) of a kernel. Kernels that differ only in names of buffers have
-    the same source.
+    the same source. Kept, because whoever chooses schedules asks whether what they become was built before.
     """
     return _Writer(kernel).source()
 
@@ -59,29 +61,26 @@ class _Writer:
         self.scope = Scope()
         self.maps: dict[tuple[l.Buffer, tuple[int, ...], int], str] = {}
         self.unrolled: set[Node] = set()
+        self.settled = settled(kernel)
         largest = max((k.shared_bytes(b) // b.type.dtype.size for b in kernel.params), default=0)
         self.int = "int" if largest < 1 << 31 else "i64"
 
     def source(self) -> tuple[str, str]:
-        kernel = self.kernel
+        kernel, instructions = self.kernel, self.instructions()
+        self.names = Names(words(prelude(), *instructions))
         name = "k_" + identifier(kernel.name)
-        taken: set[str] = set()
         params = []
         for b in kernel.params:
-            formal = identifier(b.name) + "_p"
-            while formal in taken:
-                formal += "_"
-            taken.add(formal)
-            self.scope.buffers[b] = formal
+            self.scope.buffers[b] = formal = self.names.formal(b.name)
             params.append(f"{'' if b in kernel.writes else 'const '}{c_type(b.type.dtype)}* __restrict__ {formal}")
         for n, key in enumerate(kernel.maps):
-            self.maps[key] = f"{self.scope.buffers[key[0]].removesuffix('_p')}_map{n}"
+            self.maps[key] = self.names.local(f"{self.scope.buffers[key[0]].removesuffix('_p')}_map{n}")
             params.append(f"const __grid_constant__ TensorMap {self.maps[key]}")
         if gathers(kernel):
             params.append("int* bad")
         used = {x for x in topological(kernel.body) if isinstance(x, Expr)}
-        lines = [f"// {kernel.source}"] if kernel.source else []
-        lines += self.instructions()
+        lines = [comment(kernel.source)] if kernel.source else []
+        lines += instructions
         bounds = f"__launch_bounds__({kernel.threads}, {kernel.resident})"
         bounds = f"__cluster_dims__({kernel.cluster}, 1, 1) {bounds}" if kernel.cluster > 1 else bounds
         lines.append(f'extern "C" __global__ void {bounds} {name}({", ".join(params)}) {{')
@@ -94,10 +93,9 @@ class _Writer:
             if variables or (value == "warp" and self.statements_of(k.Role)):
                 lines.append(f"  const {self.int} {value} = {text};")
         for s, at in kernel.offsets.items():
-            self.scope.buffers[s] = s.name
-            lines.append(
-                f"  {c_type(s.type.dtype)}* const {s.name} = reinterpret_cast<{c_type(s.type.dtype)}*>(shared + {at});"
-            )
+            self.scope.buffers[s] = place = self.names.local(s.name)
+            kind = c_type(s.type.dtype)
+            lines.append(f"  {kind}* const {place} = reinterpret_cast<{kind}*>(shared + {at});")
         lines += self.statements(kernel.body, "  ")
         return name, "\n".join([*lines, "}"]) + "\n"
 
@@ -151,25 +149,32 @@ class _Writer:
                 case k.Multiply():
                     texts.append(mma_sync.product(s.instruction).cuda())
                 case k.MultiplyAsync():
-                    texts.append(wgmma.product(s.instruction).cuda(registers=isinstance(s.a, k.Registers)))
+                    product, held = wgmma.product(s.instruction), isinstance(s.a, k.Registers)
+                    texts.append(product.cuda(held, s.fresh != -1, s.transposed))
         texts = list(dict.fromkeys(texts))
         return [line for text in texts for line in text.rstrip().splitlines()]
 
     def statements(self, body: Iterable[Node], indent: str) -> list[str]:
-        lines = [indent + line for s in body for line in self.statement(s)]
-        for s in body:
-            if isinstance(s, k.Declare):
-                del self.scope.buffers[s.place]  # it ends with the braces around it
+        names, buffers = dict(self.scope.names), dict(self.scope.buffers)
+        with self.names.block():
+            lines = [indent + line for s in body for line in self.statement(s)]
+        self.scope.names, self.scope.buffers = names, buffers  # what was declared ends with the braces around it
         return lines
 
     def statement(self, s: Node) -> list[str]:
         match s:
             case k.Let():
                 text = expression(s.term, self.scope) if not isinstance(s.term, k.Value) else self.scope.names[s.term]
-                self.scope.names[s.value] = s.value.name
-                return [f"const {c_type(s.value.type)} {s.value.name} = {text};"]
+                self.scope.names[s.value] = name = self.names.local(s.value.name)
+                return [f"const {c_type(s.value.type)} {name} = {text};"]
             case k.Declare():
                 return self.declare(s)
+            case k.DeclareInteger():
+                first = index(s.value, self.scope)
+                self.scope.names[s.variable] = name = self.names.local(s.variable.name)
+                return [f"{self.int} {name} = {first};"]
+            case k.SetInteger():
+                return [f"{self.scope.names[s.variable]} = {index(s.value, self.scope)};"]
             case l.Store():
                 return [f"{self.element(s.buffer, s.index)} = {term(s.value, self.scope)};"]
             case k.Move():
@@ -184,12 +189,9 @@ class _Writer:
             case k.Commit():
                 return [f"{_GROUPS[s.kind]}_commit();"]
             case k.WaitGroups():
-                settled = (
-                    [f"wgmma_settled({name});" for name in self.accumulators()]
-                    if s.kind == "wgmma" and not s.open
-                    else []
-                )
-                return [f"{_GROUPS[s.kind]}_wait<{s.open}>();", *settled]
+                settled = next(self.settled) if s.kind == "wgmma" else ()
+                named = [self.scope.buffers[place] for place in settled if place in self.scope.buffers]
+                return [f"{_GROUPS[s.kind]}_wait<{s.open}>();", *(f"wgmma_settled({name});" for name in named)]
             case k.Sync():
                 return [f"sync<{s.number}, {s.warps * k.WARP}>();" if s.warps else "__syncthreads();"]
             case k.ClusterSync():
@@ -198,7 +200,7 @@ class _Writer:
                 return [f"{s.kind}_fence();"]
             case k.InitBarriers():
                 n = s.barriers.type.static_shape[0]
-                one = f"barrier_init(shared_address({s.barriers.name} + z), {s.barriers.arrivals});"
+                one = f"barrier_init(shared_address({self.scope.buffers[s.barriers]} + z), {s.barriers.arrivals});"
                 return [f"for (int z = 0; z < {n}; z++) {one}", "barrier_init_fence();"]
             case k.Expect():
                 return [f"barrier_expect(shared_address({self.address(s.barriers, (s.slot,))}), {s.bytes});"]
@@ -228,21 +230,22 @@ class _Writer:
                 return [f"{move.function}({self.group(s.target, s.to, move.count)}, {place});"]
             case k.StoreMatrix():
                 move = ldmatrix.move(s.instruction)
-                held = f"reinterpret_cast<const u32 (&)[{move.count}]>({self.element(s.source, s.at)})"
+                held = self.packed(s.source, s.at, move.count)
                 return [f"{move.function}({held}, shared_address({self.address(s.target, s.to)}));"]
             case k.Multiply():
                 record = mma_sync.product(s.instruction)
-                a, b = self.group(s.a, s.a_at, record.a.registers), self.group(s.b, s.b_at, record.b.registers)
+                a, b = self.packed(s.a, s.a_at, record.a.registers), self.packed(s.b, s.b_at, record.b.registers)
                 return [f"{record.function}({self.group(s.d, s.d_at, record.d.registers)}, {a}, {b});"]
             case k.MultiplyAsync():
                 product = wgmma.product(s.instruction)
-                d, b = self.group(s.d, s.d_at, product.d.registers), self.descriptor(s.b, s.b_at)
+                d, b = self.group(s.d, s.d_at, product.d.registers), self.descriptor(s.b, s.b_at, "b" in s.transposed)
                 a = (
-                    self.group(s.a, s.a_at, product.a.registers)
+                    self.packed(s.a, s.a_at, product.a.registers)
                     if isinstance(s.a, k.Registers)
-                    else self.descriptor(s.a, s.a_at)
+                    else self.descriptor(s.a, s.a_at, "a" in s.transposed)
                 )
-                return [f"{product.function}({d}, {a}, {b});"]
+                adds = f", !({guard((s.fresh,), self.scope)})" if s.fresh != -1 else ""
+                return [f"{product.function(s.transposed)}({d}, {a}, {b}{adds});"]
             case k.Role():
                 last = s.first + s.count
                 change = (
@@ -251,35 +254,36 @@ class _Writer:
                 registers = [f"  {change}_registers<{s.registers}>();"] if s.registers else []
                 return [f"if (warp >= {s.first} && warp < {last}) {{", *registers, *self.statements(s.body, "  "), "}"]
             case k.For():
-                self.scope.names[s.axis] = i = s.axis.name
                 self.unrolled |= {s.axis} if s.unrolled else set()
-                head = f"for ({self.int} {i} = 0; {i} < {s.axis.extent}; {i}++) {{"
+                end = s.axis.extent
+                steps = index(end, self.scope)
+                with self.names.block():
+                    self.scope.names[s.axis] = i = self.names.local(s.axis.name)
+                    until = str(steps) if isinstance(end, int) else self.names.local(f"{s.axis.name}_end")
+                    body = self.statements(s.body, "  ")
+                first = f"{self.int} {i} = 0" if isinstance(end, int) else f"{self.int} {i} = 0, {until} = {steps}"
+                head = f"for ({first}; {i} < {until}; {i}++) {{"
                 return [
                     "#pragma unroll" if s.unrolled else "#pragma unroll 1",
                     head,
-                    *self.statements(s.body, "  "),
+                    *body,
                     "}",
                 ]
             case k.If():
                 return [f"if ({guard(s.inside, self.scope)}) {{", *self.statements(s.body, "  "), "}"]
         raise CompilerBug(f"no CUDA for {type(s).__name__}")
 
-    def accumulators(self) -> list[str]:
-        """The registers that products of warpgroups add to, and that exist here."""
-        places = dict.fromkeys(s.d for s in k.walk(self.kernel.body) if isinstance(s, k.MultiplyAsync))
-        return [self.scope.buffers[d] for d in places if d in self.scope.buffers]
-
     def slab(self, place: k.Shared, at: Sequence[IntExpr]) -> str:
         """The address of a slab in shared memory: its start is not swizzled."""
         return f"shared_address({self.scope.buffers[place]} + {offset(place, at, self.scope)})"
 
-    def descriptor(self, place: l.Buffer, at: Sequence[IntExpr]) -> str:
+    def descriptor(self, place: l.Buffer, at: Sequence[IntExpr], transposed: bool) -> str:
         assert isinstance(place, k.Shared)
-        return f"slab_descriptor<{place.swizzle}>({self.slab(place, at)})"
+        return f"slab_descriptor<{wgmma.slab(place, transposed).bits:#x}ull>({self.slab(place, at)})"
 
     def declare(self, s: k.Declare) -> list[str]:
-        kind, name = c_type(s.place.type.dtype), s.place.name
-        self.scope.buffers[s.place] = name
+        kind = c_type(s.place.type.dtype)
+        self.scope.buffers[s.place] = name = self.names.local(s.place.name)
         count = 1
         for e in s.place.type.static_shape:
             count *= e
@@ -315,6 +319,10 @@ class _Writer:
         """`count` registers as an array."""
         kind = c_type(place.type.dtype)
         return f"reinterpret_cast<{kind} (&)[{count}]>({self.element(place, at)})"
+
+    def packed(self, place: l.Buffer, at: Sequence[IntExpr], count: int) -> str:
+        """`count` 32-bit registers as an array, perhaps of several elements each."""
+        return f"reinterpret_cast<const u32 (&)[{count}]>({self.element(place, at)})"
 
 
 _GROUPS = {"cp.async": "cp_async", "wgmma": "wgmma", "bulk": "tma"}

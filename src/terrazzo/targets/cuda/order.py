@@ -1,5 +1,5 @@
-"""The order of copies and waits along the path of one thread: what it copied is waited for before it is read or
-overwritten.
+"""The order of copies, products and waits along the path of one thread: what it copied is waited for before it is read
+or overwritten, and so are the registers of a product of its warpgroup before it uses them.
 
 Followed are the first lanes of some warps of block 0 (the first, the last, the first of every role), through the slots
 of the rings, which are all that matters of an address here. Long loops are shortened by whole rounds of their rings.
@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from terrazzo.errors import CompilerBug
-from terrazzo.ir.address import evaluate
+from terrazzo.ir.address import evaluate, flatten
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var
 from terrazzo.ir.node import Node, topological
@@ -47,20 +47,23 @@ class _Wrong(Exception):
 
 
 Slot = tuple[k.Shared, int]
+Held = tuple[k.Registers, int, int]
+"""Registers that a product uses: of which place, from which element to before which."""
 
 
 class _Thread:
     """The first lane of a warp of block 0.
 
-    Of each kind of asynchronous work it has what it began and its groups, with the slots that copies write; by barrier,
-    the boxes it sent and the bytes it announced since it last waited there, or in all if it never does.
+    Of each kind of asynchronous work it has what it began and its groups, with the slots that copies write and the
+    registers that products use; by barrier, the boxes it sent and the bytes it announced since it last waited there, or
+    in all if it never does.
     """
 
     def __init__(self, kernel: k.Kernel, warp: int) -> None:
         self.kernel, self.warp = kernel, warp
-        self.env = {k.BLOCK: 0, "warp": warp, "lane": 0}
-        self.begun: dict[str, list[Slot | None]] = {kind: [] for kind in k.KINDS}
-        self.groups: dict[str, list[list[Slot | None]]] = {kind: [] for kind in k.KINDS}
+        self.env: dict[str, int | None] = {k.BLOCK: 0, "warp": warp, "lane": 0}
+        self.begun: dict[str, list[Any]] = {kind: [] for kind in k.KINDS}
+        self.groups: dict[str, list[list[Any]]] = {kind: [] for kind in k.KINDS}
         self.boxes: dict[Slot, list[tuple[Slot | None, int]]] = {}
         self.announced: dict[Slot, int] = {}
         self.phases: dict[Slot, int | None] = {}
@@ -76,11 +79,15 @@ class _Thread:
         self.turns = {b for b in self.waits if sum(b in waited for waited in roles) > 1}
         """Where roles may take turns, so that one of them does not wait for every phase."""
         self.sent: set[k.Shared] = set()
+        self.multiplied = {
+            p for s in every if isinstance(s, k.MultiplyAsync) for p in (s.d, s.a) if isinstance(p, k.Registers)
+        }
         self.full = {s.barriers for s in k.walk(kernel.body) if isinstance(s, k.TensorLoad)}
         self.rings = _rings(kernel)
         extents = [s.type.static_shape[0] for s in kernel.shared if s in self.rings or isinstance(s, k.Barriers)]
         self.round = 2 * math.lcm(1, *extents)
         self.uses = cache(lambda s: [a for a in _touched(s) if a.place in self.rings])
+        self.holds_registers = cache(lambda s: [a for a in accesses(s, Around()) if a.place in self.multiplied])
         self.relevant = cache(lambda body: tuple(s for s in body if self.matters(s)))
         self.steps = cache(self.iterations)
 
@@ -108,23 +115,42 @@ class _Thread:
                 if self.holds(s.inside) if isinstance(s, k.If) else self.plays(s):
                     self.body(s.body)
             elif isinstance(s, k.For):
-                for i in self.steps(s):
+                for i in self.carrying(s) if k.changed(s.body) else self.steps(s, self.count(s)):
                     self.env[s.axis.name] = i
                     self.body(s.body)
+            elif isinstance(s, k.DeclareInteger | k.SetInteger):
+                self.env[s.variable.name] = self.number(s.value)
             else:
                 self.statement(s)
+
+    def count(self, loop: k.For) -> int:
+        """How many steps a loop has; as many as there may be where that depends on data."""
+        found = self.number(loop.axis.extent)
+        return loop.most if found is None else found
+
+    def carrying(self, loop: k.For) -> Iterator[int]:
+        """The iterations of a loop that changes integers: whole rounds are left out once these come around again."""
+        count, i, before = self.count(loop), 0, None
+        integers = sorted(v.name for v in k.changed(loop.body))
+        while i < count:
+            yield i
+            i += 1
+            if i % self.round == 0:
+                now = [self.env.get(name) for name in integers]
+                i += max((count - i) // self.round - 1, 0) * self.round if now == before else 0
+                before = now
 
     def matters(self, s: Node) -> bool:
         if isinstance(s, k.For | k.If | k.Role):
             return bool(self.relevant(s.body))
-        return isinstance(s, EVENTS) or bool(self.uses(s))
+        return isinstance(s, (*EVENTS, k.DeclareInteger, k.SetInteger)) or bool(self.uses(s) or self.holds_registers(s))
 
-    def iterations(self, loop: k.For) -> Sequence[int]:
+    def iterations(self, loop: k.For, count: int) -> Sequence[int]:
         """The iterations to follow: one where all are alike, else the first and the last rounds of the rings."""
-        count: Any = loop.axis.extent
         inner = list(k.walk(self.relevant(loop.body)))
         state = any(isinstance(s, EVENTS) and not isinstance(s, k.AsyncCopy) for s in inner)
         slots = [e for s in inner for e in (s.inside if isinstance(s, k.If) else [a.index[0] for a in self.uses(s)])]
+        slots += [e for s in inner for a in self.holds_registers(s) for e in a.index]
         if not state and loop.axis not in _variables(slots):
             return range(min(count, 1))
         skipped = max(count // self.round - 2, 0) * self.round
@@ -136,6 +162,9 @@ class _Thread:
                 self.free(s, slot := self.slot(a.place, a.index), "writes" if a.write else "reads")
                 if a.place in self.sent and slot is not None and slot not in self.filled:
                     raise _Wrong(self.told(s, f"reads {slot[0].name}[{slot[1]}], which no box has filled"))
+        held = [x for a in self.holds_registers(s) if (x := self.held(a)) is not None]
+        if not isinstance(s, k.MultiplyAsync):
+            self.settled(s, held)
         match s:
             case k.AsyncCopy():
                 if (to := self.slot(s.target, s.to)) is not None and any(
@@ -143,8 +172,10 @@ class _Thread:
                 ):
                     raise _Wrong(self.told(s, f"writes {to[0].name}[{to[1]}], where a copy is on its way"))
                 self.begun["cp.async"].append(to)
-            case k.TensorStore() | k.MultiplyAsync():
-                self.begun["bulk" if isinstance(s, k.TensorStore) else "wgmma"].append(None)
+            case k.TensorStore():
+                self.begun["bulk"].append(None)
+            case k.MultiplyAsync():
+                self.begun["wgmma"].append(held)
             case k.Commit():
                 self.groups[s.kind].append(self.begun[s.kind])
                 self.begun[s.kind] = []
@@ -161,6 +192,20 @@ class _Thread:
                 self.boxes.setdefault(self.barrier(s), []).append((to, size))
             case k.WaitBarrier():
                 self.wait(s)
+
+    def held(self, a: Access) -> Held | None:
+        """The registers of an access; None where they depend on data."""
+        first = self.number(flatten(a.index, a.place.type.element_strides))
+        return None if first is None else (a.place, first, first + a.count)  # type: ignore[return-value]
+
+    def settled(self, s: Node, held: Sequence[Held]) -> None:
+        """_Wrong where a product that was not waited for uses registers that a statement uses."""
+        late = [x for group in (self.begun["wgmma"], *self.groups["wgmma"]) for product in group for x in product]
+        for place, first, end in held:
+            if any(place is other and first < last and start < end for other, start, last in late):
+                raise _Wrong(
+                    self.told(s, f"uses registers of {place.name} that wgmma is using, before it was waited for")
+                )
 
     def wait(self, s: k.WaitBarrier) -> None:
         """Phases alternate, and the first one that boxes complete is 0."""
@@ -218,8 +263,8 @@ class _Thread:
         if isinstance(e, int):
             return e
         known: dict[Expr, Any] = {}
-        for x in topological([e]):
-            if isinstance(x, Loaded):
+        for x in topological([e], stop=lambda x: isinstance(x, Var)):
+            if isinstance(x, Loaded) or (isinstance(x, Var) and self.env[x.name] is None):
                 return None
             if isinstance(x, Var):
                 known[x] = self.env[x.name]
@@ -230,9 +275,8 @@ def _rings(kernel: k.Kernel) -> set[Any]:
     """The places that copies write whose first index is the same for all threads wherever they are used: a slot."""
     written = {s.target for s in k.walk(kernel.body) if isinstance(s, COPIES)}
     used = [(a.place, a.index) for s in k.walk(kernel.body) for a in (*accesses(s, Around()), *slabs(s, Around()))]
-    apart = {
-        place for place, index in used if len(index) < 2 or set(k.THREADS) & {v.name for v in _variables(index[:1])}
-    }
+    varying = k.varying(kernel.body, ("warp", "lane"))
+    apart = {place for place, index in used if len(index) < 2 or k.depends(index[0], k.THREADS, varying)}
     return written - apart
 
 
@@ -242,4 +286,5 @@ def _touched(s: Node) -> list[Access]:
 
 
 def _variables(exprs: Sequence[IntExpr]) -> list[Var]:
-    return [x for x in topological([e for e in exprs if isinstance(e, Expr)]) if isinstance(x, Var)]
+    found = topological([e for e in exprs if isinstance(e, Expr)], stop=lambda x: isinstance(x, Var))
+    return [x for x in found if isinstance(x, Var)]

@@ -24,7 +24,7 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Loaded, Mod, Var, at_least, bounds, terms_of
 from terrazzo.ir.layout import HARDWARE
 from terrazzo.ir.node import Node, substitute, topological
-from terrazzo.targets.cuda.accesses import Access, Around, accesses, slabs, statements
+from terrazzo.targets.cuda.accesses import Access, Around, accesses, integers, most, slabs, statements
 
 MOST = 1 << 19
 """Warps that are evaluated for one access, at most."""
@@ -71,9 +71,12 @@ swizzle."""
 class _Predictor:
     def __init__(self, kernel: k.Kernel) -> None:
         self.kernel, self.costs, self.uniform = kernel, Costs(), _uniform(kernel)
+        self.varying = k.varying(kernel.body, ("lane",))
 
     def statement(self, s: Node, around: Around) -> None:
-        sizes = {k.BLOCK: self.kernel.grid, "warp": self.kernel.warps} | {v.name: v.extent for v in around.loops}
+        if not around.whole:
+            raise _Unknown
+        sizes = {k.BLOCK: self.kernel.grid, "warp": self.kernel.warps} | {v.name: most(v.extent) for v in around.loops}
         for _, active, times in _warps(sizes, around.inside, ()):
             self.costs.issue(s, active, times)
             if isinstance(s, k.MultiplyAsync):
@@ -114,7 +117,8 @@ class _Predictor:
         total: IntExpr = self.kernel.offsets[place] if isinstance(place, k.Shared) else 0
         for factors, c in terms_of(at).items():
             alike = not any(
-                x is k.LANE or (isinstance(x, Loaded) and x.value not in self.uniform) for x in topological(factors)
+                x is k.LANE or x in self.varying or (isinstance(x, Loaded) and x.value not in self.uniform)
+                for x in topological(factors)
             )
             rest: IntExpr = c % period if alike else c
             for f in factors:
@@ -140,6 +144,8 @@ def _uniform(kernel: k.Kernel) -> frozenset[Node]:
 
 def _warps(sizes: Sizes, inside: Sequence[IntExpr], wanted: Sequence[Address]) -> Iterator[tuple[list[Any], Any, Any]]:
     """(values of `wanted`, active lanes, how often) for warps that differ, [warp, lane]."""
+    if integers((*(e for e, _, _ in wanted), *inside)):
+        raise _Unknown
     for regular, left, extents in _parts(tuple(e for e, _, _ in wanted), tuple(inside), sizes):
         if any(isinstance(x, Loaded) for x in topological([e for e in (*regular, *left) if isinstance(e, Expr)])):
             raise _Unknown
@@ -256,7 +262,7 @@ def _period(e: IntExpr, period: int, name: str) -> int:
 
 def _variables(exprs: Sequence[IntExpr]) -> list[Var]:
     """The variables in expressions, each once."""
-    found = topological([e for e in exprs if isinstance(e, Expr)], stop=lambda n: isinstance(n, Loaded))
+    found = topological([e for e in exprs if isinstance(e, Expr)], stop=lambda n: isinstance(n, Loaded | Var))
     return [x for x in found if isinstance(x, Var)]
 
 

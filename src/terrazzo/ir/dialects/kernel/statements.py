@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from terrazzo.errors import UserError
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.dialects.kernel.values import Barriers, Registers, Shared, Value
+from terrazzo.ir.dialects.kernel.values import Barriers, Integer, Registers, Shared, Value
 from terrazzo.ir.dialects.loop import Buffer
-from terrazzo.ir.expr import IntExpr, Var
-from terrazzo.ir.node import Node
+from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var, bounds
+from terrazzo.ir.node import Node, topological
 
 
 class Let(Node, dialect="kernel", op="let"):
@@ -24,6 +24,20 @@ class Declare(Node, dialect="kernel", op="declare"):
 
     place: Registers
     init: l.Literal | None = None
+
+
+class DeclareInteger(Node, dialect="kernel", op="declare_integer"):
+    """An integer comes into being."""
+
+    variable: Integer
+    value: IntExpr
+
+
+class SetInteger(Node, dialect="kernel", op="set_integer"):
+    """An integer becomes what an expression is now."""
+
+    variable: Integer
+    value: IntExpr
 
 
 class Move(Node, dialect="kernel", op="move"):
@@ -232,7 +246,7 @@ class StoreMatrix(Node, dialect="kernel", op="store_matrix"):
 
 
 class Multiply(Node, dialect="kernel", op="multiply"):
-    """d += a * b by a matrix instruction, a record of hw.mma_sync. a and b are in 32-bit registers."""
+    """d += a * b by a matrix instruction, a record of hw.mma_sync. Registers of a and b are 32 bits wide, or elements."""
 
     instruction: str
     d: Registers
@@ -245,9 +259,10 @@ class Multiply(Node, dialect="kernel", op="multiply"):
 
 class MultiplyAsync(Node, dialect="kernel", op="multiply_async"):
     """d += a * b by the four warps of a warpgroup, a record of hw.wgmma; d may be used again once its group was waited
-    for.
+    for. Where `fresh` is >= 0, d becomes a * b, whatever it was.
 
-    b is a slab of shared memory, swizzled, whose rows are as wide as the swizzle; a too, or it is in 32-bit registers.
+    b is a slab of shared memory, swizzled, whose rows are as wide as the swizzle; a too, or it is in registers, 32 bits
+    wide or elements. Rows go along k; of operands that are `transposed` ("a", "b" or "ab"), along m or n.
     """
 
     instruction: str
@@ -257,14 +272,43 @@ class MultiplyAsync(Node, dialect="kernel", op="multiply_async"):
     a_at: tuple[IntExpr, ...]
     b: Shared
     b_at: tuple[IntExpr, ...]
+    fresh: IntExpr = -1
+    transposed: str = ""
+
+    def check(self) -> None:
+        _one_of("transposed", self.transposed, ("", "a", "b", "ab"))
+        if "a" in self.transposed and isinstance(self.a, Registers):
+            raise UserError("multiply_async: an operand in registers is not transposed")
+        for place in (self.a, self.b):
+            if isinstance(place, Shared) and place.swizzle:
+                kind = place.type
+                wide = kind.static_shape[-1] * kind.dtype.size if kind.rank > 1 else 0
+                if (wide, *kind.element_strides[-2:]) != (place.swizzle, *kind.static_shape[-1:], 1):
+                    raise UserError(
+                        f"multiply_async: rows of {place.name} are {wide} bytes wide, its swizzle spans {place.swizzle}"
+                    )
 
 
 class For(Node, dialect="kernel", op="for"):
-    """`body` for every value of `axis`, in order. Unrolled loops leave no loop behind."""
+    """`body` for every value of `axis`, in order. Unrolled loops leave no loop behind.
+
+    How many there are, the extent of the axis, may be an expression; it is what that is before the first.
+    """
 
     axis: Var
     body: tuple[Node, ...]
     unrolled: bool = False
+
+    def check(self) -> None:
+        if self.unrolled and not isinstance(self.axis.extent, int):
+            raise UserError(f"an unrolled loop has a constant number of steps, not {self.axis.extent}")
+        if bounds(self.axis.extent)[1] is None:
+            raise UserError(f"a loop has at most so many steps, and nothing bounds {self.axis.extent}")
+
+    @property
+    def most(self) -> int:
+        """How many values there are at most."""
+        return max(bounds(self.axis.extent)[1] or 0, 0)
 
 
 class If(Node, dialect="kernel", op="if"):
@@ -300,6 +344,26 @@ def walk(body: tuple[Node, ...]) -> Iterator[Node]:
         yield s
         if isinstance(s, For | If | Role):
             yield from walk(s.body)
+
+
+def changed(body: tuple[Node, ...]) -> frozenset[Integer]:
+    """The integers that statements change, also inside loops, conditions and roles."""
+    return frozenset(s.variable for s in walk(body) if isinstance(s, SetInteger | DeclareInteger))
+
+
+def varying(body: tuple[Node, ...], names: tuple[str, ...]) -> frozenset[Integer]:
+    """The integers whose value may depend on the variables of these names, or on data."""
+    found: set[Integer] = set()
+    given = [s for s in walk(body) if isinstance(s, SetInteger | DeclareInteger)]
+    while more := {s.variable for s in given if s.variable not in found and depends(s.value, names, found)}:
+        found |= more
+    return frozenset(found)
+
+
+def depends(e: IntExpr, names: tuple[str, ...], integers: Collection[Integer] = ()) -> bool:
+    """Whether an expression mentions variables of these names, some integers, or data."""
+    parts = topological([e], stop=lambda x: isinstance(x, Var)) if isinstance(e, Expr) else []
+    return any(isinstance(x, Loaded) or x in integers or getattr(x, "name", "") in names for x in parts)
 
 
 def _one_of(what: str, word: str, words: tuple[str, ...]) -> None:

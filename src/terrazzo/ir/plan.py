@@ -1,0 +1,261 @@
+"""Plans: schedules in which nothing is left open (ADR 008).
+
+A schedule binds axes and names places; a plan says everything else too: who walks which tiles in which order, which warps
+do what, how every operand lies in shared memory and gets there, on which instruction a product runs and where its
+factors come from, where partial states meet, how results leave. Rules complete it, one decision each (`rules/tile`);
+Kernel IR is written from it, and the writer decides nothing.
+
+The text is one line for each decision, in Python's syntax, parsed and never run:
+
+    with plan("linear", target="sm_90a"):
+        order(tiles=(a0(16), a1(16)), blocks=132, cluster=a0(2), grouped=(a0(8),), persistent=True)
+        load = agent(first=0, warps=4, registers=40)
+        math = agent(first=4, warps=8, teams=2, registers=232)
+        ring0 = ring(over=(r0(64),), slots=4, ahead=4, by="tma", producer=load, consumer=math)
+        x_s = stream("x[a0, r0]", ring=ring0, axes=(a0(128), r0(64)), memory=r0, swizzle=128)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, TypeVar
+
+from terrazzo.errors import UserError
+from terrazzo.ir.node import Node
+from terrazzo.ir.schedule import Word, show_value
+
+EVERYONE = "all"
+"""The agent of a kernel whose warps all do the same."""
+
+
+class Line(Node):
+    """One decision of a plan. A line whose first field is `name` prints as an assignment to it."""
+
+    references: ClassVar[tuple[str, ...]] = ()
+    """The fields that name other lines, which print without quotes."""
+
+    def __str__(self) -> str:
+        first, given = ("", self._fields)
+        if self._fields[:1] == ("name",):
+            first, given = f"{self.name} = ", self._fields[1:]  # type: ignore[attr-defined]
+        parts = []
+        for f in given:
+            value = getattr(self, f)
+            if f in self._defaults and value == self._defaults[f]:
+                continue
+            parts.append(f"{f}={_shown(value) if f in self.references else show_value(value)}")
+        return f"{first}{self.op}({', '.join(parts)})"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(str, value))}{',' if len(value) == 1 else ''})"
+    return str(value)
+
+
+class Order(Line, dialect="plan", op="order"):
+    """Which tiles there are, and who walks them.
+
+    The last axis of `tiles` counts fastest, but for an axis of `grouped`, of which so many rows are walked down first.
+    The blocks of a cluster divide `cluster`'s axis. Where the order is `persistent`, every cluster walks all tiles whose
+    numbers are `blocks` (over the cluster's size) apart, from its own number on.
+    """
+
+    tiles: tuple[Word, ...]
+    blocks: int
+    cluster: tuple[Word, ...] = ()
+    grouped: tuple[Word, ...] = ()
+    persistent: bool = False
+
+    @property
+    def count(self) -> int:
+        """How many tiles there are, those of a cluster counted as one."""
+        total = 1
+        for w in self.tiles:
+            total *= w.args[0]
+        return total
+
+    @property
+    def cluster_size(self) -> int:
+        """Blocks in a cluster."""
+        total = 1
+        for w in self.cluster:
+            total *= w.args[0]
+        return total
+
+    @property
+    def walkers(self) -> int:
+        """Clusters that are launched."""
+        return self.blocks // self.cluster_size
+
+
+class Agent(Line, dialect="plan", op="agent"):
+    """Warps `first` to `first + warps - 1`, which do the same. `teams` of them work and wait each by itself.
+
+    With `registers`, a thread has so many; else as many as it began with.
+    """
+
+    name: str
+    first: int
+    warps: int
+    teams: int = 1
+    registers: int = 0
+
+    @property
+    def each(self) -> int:
+        """Warps of a team."""
+        return self.warps // self.teams
+
+
+class Ring(Line, dialect="plan", op="ring"):
+    """Slots that slabs come to, step by step of the loops `over` (none: once for a tile), `ahead` steps early at most.
+
+    `by` is the transport: "ld" (through registers), "cp.async" or "tma". The consumer frees a slot one step late where
+    `late`: its products are still on their way when the next ones start.
+    """
+
+    references = ("producer", "consumer")
+    name: str
+    over: tuple[Word, ...]
+    slots: int
+    ahead: int
+    by: str
+    producer: str
+    consumer: str
+    late: bool = False
+
+    @property
+    def steps(self) -> int:
+        """Steps for a tile."""
+        total = 1
+        for w in self.over:
+            total *= w.args[0]
+        return total
+
+
+class Stream(Line, dialect="plan", op="stream"):
+    """An operand that comes to the slots of a ring, as a slab of these axes, outermost first, with their lengths.
+
+    Global memory is contiguous along `memory`; `vector` elements are moved at once by each thread, or the whole slab is
+    one box (`vector` 0), of which each of `multicast` blocks of a cluster fetches its share for all. In shared memory
+    rows are padded by `pad` elements or swizzled; where they are wider than the swizzle, there are panels, one behind
+    the other, `panel` elements wide.
+    """
+
+    references = ("ring", "memory")
+    name: str
+    operand: str
+    ring: str
+    axes: tuple[Word, ...]
+    memory: str
+    vector: int
+    swizzle: int = 0
+    pad: int = 0
+    panel: int = 0
+    multicast: int = 1
+
+
+class Product(Line, dialect="plan", op="product"):
+    """Contractions on an instruction, by an agent: m and n are the axes of its rows and columns.
+
+    Factors come from "shared" memory or from "registers", to which fragments are brought by an instruction
+    ("ldmatrix"), by plain loads ("ld"), or in which what was computed already lies ("values").
+    """
+
+    references = ("agent", "rings", "m", "n")
+    sites: tuple[str, ...]
+    on: str
+    agent: str
+    rings: tuple[str, ...]
+    m: str
+    n: str
+    a: str
+    b: str
+
+
+class Combine(Line, dialect="plan", op="combine"):
+    """Where the partial states of a reduction meet: `lanes` by shuffles, `warps` through shared memory, `blocks` of a
+    cluster through each other's.
+    """
+
+    site: str
+    lanes: int = 1
+    warps: int = 1
+    blocks: int = 1
+
+
+class Keep(Line, dialect="plan", op="keep"):
+    """A buffer's loads (or a reduction's summands) stay in registers between their uses."""
+
+    what: str
+
+
+class Result(Line, dialect="plan", op="result"):
+    """How a store's values leave: from registers, or through a slab of shared memory, so many columns at a time.
+
+    `put` brings them there ("stmatrix" or "st"), `by` takes them away ("tma", or "ld" for 16 bytes a thread).
+    """
+
+    references = ("agent", "rows", "columns")
+    store: str
+    agent: str
+    slab: str = ""
+    rows: str = ""
+    columns: str = ""
+    width: int = 0
+    slots: int = 1
+    swizzle: int = 0
+    pad: int = 0
+    put: str = ""
+    by: str = ""
+
+
+class Limit(Line, dialect="plan", op="limit"):
+    """A thread may use as many registers as leave room for so many blocks on a processor."""
+
+    resident: int
+
+
+L = TypeVar("L", bound=Line)
+
+
+class Plan(Node, dialect="plan", op="plan"):
+    """The decisions about one kernel, in the order they were made, and the words of the schedule nobody has read yet."""
+
+    kernel: str
+    target: str
+    lines: tuple[Line, ...] = ()
+    open: tuple[Any, ...] = ()
+
+    def all(self, kind: type[L]) -> tuple[L, ...]:
+        """The lines of one kind."""
+        return tuple(x for x in self.lines if isinstance(x, kind))
+
+    def one(self, kind: type[L]) -> L:
+        """The only line of a kind."""
+        (found,) = self.all(kind)
+        return found
+
+    def named(self, name: str) -> Any:
+        """The line that is called so."""
+        for x in self.lines:
+            if getattr(x, "name", None) == name:
+                return x
+        raise UserError(f"the plan of {self.kernel} has no {name}")
+
+    def plus(self, *lines: Line, read: Any = ()) -> Plan:
+        """With more decided, and words of the schedule read."""
+        gone = set(read)
+        return Plan(self.kernel, self.target, (*self.lines, *lines), tuple(w for w in self.open if w not in gone))
+
+    def __str__(self) -> str:
+        return "\n".join(self._text())
+
+    def _text(self) -> Iterator[str]:
+        yield f'with plan("{self.kernel}", target="{self.target}"):'
+        for x in self.lines:
+            yield f"    {x}"
+        for w in self.open:
+            yield f"    # not read yet: {w}"
+        if not self.lines and not self.open:
+            yield "    pass"

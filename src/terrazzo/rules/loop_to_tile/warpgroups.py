@@ -1,0 +1,246 @@
+"""Schedules of products on the instructions of warpgroups: which tile, which cluster, who loads, by a model of what each
+costs. The model's numbers are those of the machine's record.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from terrazzo.hw.gpu import Gpu
+from terrazzo.hw.products import missing
+from terrazzo.hw.wgmma import INSTRUCTIONS, WarpgroupInstruction
+from terrazzo.ir.address import coefficient, flatten, mentions
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
+from terrazzo.ir.sites import Product, called
+from terrazzo.rules.loop_to_tile.threads import ceil, grid
+
+STEP = 64
+"""Elements of k in a step: 128 bytes, the widest swizzle."""
+ROWS = 64
+"""Rows of an instruction."""
+COLUMNS = (8, 16, 32, 64, 96, 128, 160, 192, 256)
+"""Columns of the instructions that are tried."""
+SLOTS = 8
+"""Of a ring, at most."""
+RESULTS = 2
+"""Subtiles of results on their way."""
+REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
+"""Of a thread that loads and of one that multiplies, by the number of warpgroups that multiply."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A block's part of a product: `groups` warpgroups with `each` instructions of 64 rows and `n` columns.
+
+    `rows` and `columns` are the product's axes that the instruction's are; a cluster of two divides the `split` one.
+    """
+
+    rows: Any
+    columns: Any
+    groups: int
+    each: int
+    n: int
+    split: Any = None
+
+    @property
+    def m(self) -> int:
+        """Rows of a block."""
+        return self.groups * self.each * ROWS
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in a cluster."""
+        return 1 if self.split is None else 2
+
+    def covered(self, axis: Any) -> int:
+        """How much of an axis a cluster covers."""
+        size = self.m if axis is self.rows else self.n
+        return size * (self.blocks if axis is self.split else 1)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A tile of a product, in so many pieces of k, and the nanoseconds the model gives it."""
+
+    tile: Tile
+    pieces: int
+    instruction: WarpgroupInstruction
+    time: float
+
+    @property
+    def unit(self) -> int:
+        """What pieces of k are multiples of."""
+        return STEP
+
+    def __str__(self) -> str:
+        t = self.tile
+        cluster = f", clusters of 2 along {t.split.name}" if t.split else ""
+        return f"{t.m} ({t.rows.name}) x {t.n} ({t.columns.name}) x {STEP} on {self.instruction.name}{cluster}: {self.time / 1000:.1f} us by the model"
+
+
+def plans(p: Product, gpu: Gpu) -> list[Plan]:
+    """Every plan that may fit, best first; none where the machine has no such instructions or they take other types."""
+    types = {x.dtype for x in p.operands}  # type: ignore[attr-defined]
+    if len(types) != 1 or len(p.axes) != 1 or any(not isinstance(x, l.Load) for x in p.operands):
+        return []
+    (kind,) = types
+    found = []
+    for i in INSTRUCTIONS:
+        if i.operand is kind and i.shape[1] in COLUMNS and p.sites[0].reduce.dtype is i.d.dtype and not missing(i, gpu):
+            for tile in _tiles(p, i.shape[1]):
+                found += [Plan(tile, s, i, _time(p, tile, s, gpu)) for s in _pieces(p, tile, gpu)]
+    return sorted(found, key=lambda x: x.time)
+
+
+def _tiles(p: Product, n: int) -> Iterator[Tile]:
+    """Tiles whose accumulators have room, and of which no axis fills less than half."""
+    count = len(p.sites)
+    for rows, columns in ((p.m, p.n), (p.n, p.m)):
+        for groups, each in ((1, 1), (2, 1), (2, 2)):
+            tile = Tile(rows, columns, groups, each, n)
+            if count * each * n // 2 > 128:
+                continue
+            if tile.m >= 2 * max(rows.extent, ROWS) or n >= 2 * max(columns.extent, 8):
+                continue
+            yield tile
+            for split in (rows, columns):
+                if ceil(split.extent, tile.covered(split)) % 2 == 0 and _shares(tile, split):
+                    yield replace(tile, split=split)
+
+
+def _shares(tile: Tile, split: Any) -> bool:
+    """Whether what the blocks of a cluster have in common is wide enough to be fetched in halves."""
+    return (tile.n if split is tile.rows else tile.m) >= 16
+
+
+def _pieces(p: Product, tile: Tile, gpu: Gpu) -> Iterator[int]:
+    """Into how many pieces k may be cut while blocks are few: alike, in whole steps, eight at least."""
+    yield 1
+    steps, rest = divmod(p.axes[-1].extent, STEP)
+    for s in range(2, 17):
+        if not rest and steps % s == 0 and steps // s >= 8 and _clusters(p, tile) * tile.blocks * s <= 2 * gpu.processors:
+            yield s
+
+
+def _clusters(p: Product, tile: Tile) -> int:
+    batch: int = math.prod(a.extent for a in p.batch)
+    found: int = batch * math.prod(ceil(a.extent, tile.covered(a)) for a in (tile.rows, tile.columns))
+    return found
+
+
+def _bytes(p: Product, tile: Tile) -> int:
+    """Of a step in shared memory."""
+    return (tile.m + tile.n * len(p.sites)) * STEP * 2
+
+
+def _slots(p: Product, tile: Tile, gpu: Gpu) -> int:
+    results = RESULTS * tile.m * _width(tile) * 2
+    return min(SLOTS, (gpu.shared - 2048 - results) // _bytes(p, tile))
+
+
+def _time(p: Product, tile: Tile, pieces: int, gpu: Gpu) -> float:
+    """Waves of the slowest of arithmetic, cache and latency, or memory; a split pays for its partial sums."""
+    has, count, slots = gpu.warpgroups, len(p.sites), _slots(p, tile, gpu)
+    if has is None or slots < 2:
+        return math.inf
+    clusters, walkers = _clusters(p, tile) * pieces, gpu.processors // tile.blocks
+    active = min(clusters, walkers) * tile.blocks
+    batch, depth = math.prod(a.extent for a in p.batch), p.axes[-1].extent
+    arithmetic = 2.0 * tile.m * tile.n * STEP * count * gpu.processors * (tile.n + has.start) / tile.n / has.rate
+    rows, columns = (2 if tile.split is x else 1 for x in (tile.columns, tile.rows))
+    fetched = (tile.m / rows + tile.n * count / columns) * STEP * 2
+    step = max(arithmetic, fetched * active / has.cache, fetched / has.shared, has.latency / slots) + has.step
+    size = 4 if pieces > 1 else p.kernel.stores[0].buffer.type.dtype.size
+    leaves = tile.m * tile.n * size / (has.gathered if pieces == 1 and gathers(p, tile) else has.direct)
+    busy = ceil(clusters, walkers) * (ceil(ceil(depth, STEP), pieces) * step + leaves)
+    least = 2 * batch * (depth * (p.m.extent + p.n.extent * count) + p.m.extent * p.n.extent)
+    flying = min(1.0, active * slots * _bytes(p, tile) / (gpu.processors * has.flying))
+    time: float = max(busy, least / (gpu.memory * flying)) + has.fill + (has.cluster if tile.split is not None else 0)
+    if pieces > 1:
+        time += has.part + has.states * pieces * batch * p.m.extent * p.n.extent * count * 4 / gpu.cache
+    return time
+
+
+def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
+    """The bindings of a plan in one piece. Results gather in shared memory where they are boxes, else registers are stored."""
+    t = plan.tile
+    tiles = {a: ceil(a.extent, t.covered(a)) for a in (p.m, p.n)}
+    lines: list[tuple[str, Any]] = [(a.name, grid(a.extent)) for a in p.batch]
+    for a in (p.m, p.n):
+        cluster = (Factor("cluster", 2),) if a is t.split else ()
+        lines.append((a.name, (Factor("grid", tiles[a]), *cluster, Factor("block", t.m if a is t.rows else t.n))))
+    (depth,) = p.axes
+    name = f"r{depth.label}"
+    ring = ("ring", _slots(p, t, gpu))
+    lines.append((name, (Factor("time", ceil(depth.extent, STEP), (ring,)), Factor("block", STEP))))
+    group = next(g for g in (8, 4, 2, 1) if tiles[p.m] % g == 0)
+    order = (("order", Word("grouped", (group,))),) if group > 1 else ()
+    blocks = gpu.processors // t.blocks * t.blocks
+    roles = (
+        ("load", Word("warp", (1,))),
+        ("math", Word("warpgroup", (t.groups,))),
+        ("registers", REGISTERS[t.groups]),
+    )
+    each = (Factor("reg", t.each),) if t.each > 1 else ()
+    site = Site(
+        p.names,
+        (
+            (t.rows.name, (Factor("warpgroup", t.groups), *each, Factor("inst.m", ROWS))),
+            (t.columns.name, (Factor("inst.n", t.n),)),
+            (name, (Factor("reg", STEP // 16), Factor("inst.k", 16))),
+        ),
+        tuple({called(x): _operand(x, t) for x in p.operands}.items()),
+        plan.instruction.name,
+    )
+    return Schedule(
+        p.kernel.name, gpu.arch, tuple(lines), (),
+        (("persistent", (blocks,), order), ("roles", (), roles)),
+        (site, *_results(p, t, gathers(p, t))),
+    )  # fmt: skip
+
+
+def _operand(x: Any, t: Tile) -> Operand:
+    """By TMA, for both blocks of a cluster where they need the same."""
+    shared = (("multicast", True),) if t.split is not None and t.split not in x.free else ()
+    offset = flatten(x.index, x.buffer.type.element_strides)
+    along = next((n for a, n in ((t.rows, t.m), (t.columns, t.n)) if a in x.free and coefficient(offset, a) == 1), STEP)
+    return Operand("smem", (("by", "tma"), ("swizzle", min(2 * along, 128)), *shared))
+
+
+def _width(t: Tile) -> int:
+    """Columns of a subtile of results: a power of two, as swizzles are."""
+    return min(t.n & -t.n, 64)
+
+
+def _results(p: Product, t: Tile, gathered: bool) -> Sequence[Site]:
+    """How stores see the tile."""
+    if not gathered:
+        stores = tuple(dict.fromkeys(b.name for b in p.kernel.writes))
+        return (Site(stores, tuple((a.name, Like(p.names[0])) for a in (p.m, p.n))),)
+    width = _width(t)
+    time = Factor("time", t.n // width, (("ring", RESULTS),))
+    return [
+        Site(
+            (b.name,),
+            ((t.columns.name, (time, Factor("block", width))),),
+            ((b.name, Operand("smem", (("by", "tma"), ("swizzle", 2 * width)))),),
+        )
+        for b in dict.fromkeys(p.kernel.writes)
+    ]
+
+
+def gathers(p: Product, t: Tile) -> bool:
+    """Whether results are boxes of 16-bit tensors, as TMA takes them."""
+    for s in p.kernel.stores:
+        at = [[a for a in (p.m, p.n) if mentions(e, a)] for e in s.index]
+        plain = all(len(x) <= 1 and (not x or coefficient(e, x[0]) == 1) for e, x in zip(s.index, at, strict=True))
+        inner = coefficient(flatten(s.index, s.buffer.type.element_strides), t.columns) == 1
+        if not plain or not inner or s.buffer.type.dtype.size != 2 or t.n < 16 or at[-1] != [t.columns]:
+            return False
+    return True
+
+

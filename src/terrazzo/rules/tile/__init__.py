@@ -1,0 +1,1 @@
+"""Schedules completed into plans: small rules, one decision each."""

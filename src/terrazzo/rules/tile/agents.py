@@ -1,0 +1,51 @@
+"""Which warps do what."""
+
+from __future__ import annotations
+
+from terrazzo.hw.products import warps
+from terrazzo.ir.plan import EVERYONE, Agent, Plan
+from terrazzo.ir.schedule import WARPS_IN_A_GROUP, Word
+from terrazzo.rewrite.rule import rule
+from terrazzo.rules.tile.draft import Draft
+
+LOAD, MATH = "load", "math"
+
+
+@rule(keys=(Plan,))
+def assign_warps(plan: Plan, draft: Draft) -> Plan | None:
+    """All warps do everything, or, with `roles`, those that load stand before those that compute.
+
+    A role with registers of its own is of whole warpgroups. Warpgroups that multiply each work and wait by themselves.
+    """
+    if plan.all(Agent):
+        return None
+    schedule = draft.schedule
+    count = max([1, draft.warps(None), *(draft.warps(s) for s in schedule.sites)])
+    groups = any(warps(draft.instruction(s)) > 1 for s in schedule.sites)
+    options = dict(schedule.options("roles"))
+    if not options:
+        return plan.plus(Agent(EVERYONE, 0, count))
+    asked = {name: _warps(draft, name, options.get(name)) for name in (LOAD, MATH)}
+    if asked[MATH] != count:
+        raise draft.fail(f"roles give {asked[MATH]} warps to {MATH}, and its sites bind {count}")
+    registers = options.get("registers", (0, 0))
+    if not isinstance(registers, tuple) or len(registers) != 2 or not all(isinstance(r, int) for r in registers):
+        raise draft.fail("roles: registers are two numbers, those of a thread that loads and of one that computes")
+    whole = WARPS_IN_A_GROUP if groups or any(registers) else 1
+    first = -(-asked[LOAD] // whole) * whole
+    load = Agent(LOAD, 0, first, 1, registers[0])
+    math = Agent(MATH, first, count, count // WARPS_IN_A_GROUP if groups else 1, registers[1])
+    return plan.plus(load, math, read=draft.read(None, "roles", "roles", LOAD, MATH, "registers"))
+
+
+def _warps(draft: Draft, name: str, given: object) -> int:
+    """`warp(1)` or `warpgroup(2)` as a number of warps."""
+    match given:
+        case Word("warp", (count,)) if count > 0:
+            return count
+        case Word("warpgroup", (count,)) if count > 0:
+            return count * WARPS_IN_A_GROUP
+    raise draft.fail(f"roles: {name} is given warp(n) or warpgroup(n), not {given}")
+
+
+RULES = (assign_warps,)

@@ -1,0 +1,66 @@
+"""Schedules completed into plans, rule by rule, until nothing is open."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from terrazzo.errors import Limitation, TerrazzoError, UserError
+from terrazzo.hw.gpu import Gpu
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects import tile
+from terrazzo.ir.plan import Agent, Order, Plan, Product, Ring, Stream
+from terrazzo.ir.schedule import Schedule
+from terrazzo.rewrite.engine import rewrite
+from terrazzo.rewrite.rule import Event, Log
+from terrazzo.rules.tile import agents, order, products, results, rings
+from terrazzo.rules.tile.draft import Draft
+
+PASS = "plan"
+
+RULES = (*order.RULES, *agents.RULES, *products.RULES, *rings.RULES, *results.RULES)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Why there is no plan. `error` is raised where somebody insists on it."""
+
+    error: TerrazzoError
+
+    @property
+    def reason(self) -> str:
+        """In one line."""
+        return str(self.error).splitlines()[0]
+
+
+@lru_cache(maxsize=1024)
+def complete(kernel: l.Kernel, schedule: Schedule, gpu: Gpu) -> tuple[Plan | Refused, tuple[Event, ...]]:
+    """The plan of a kernel under a schedule, or why there is none; with what every rule did.
+
+    Kept, because whoever chooses a schedule asks for its plan, and equal layers have equal kernels.
+    """
+    log = Log()
+    draft = Draft(kernel, schedule, gpu)
+    first = Plan(kernel.name, gpu.arch, (), schedule.words)
+    try:
+        tile.fit(schedule, kernel)
+        (plan,) = rewrite([first], RULES, draft, log=log, pass_name=PASS, names={first: kernel.name}, show=str)
+    except (UserError, Limitation) as why:
+        return Refused(why), tuple(log.events)
+    return _judged(plan, draft, log), tuple(log.events)
+
+
+def _judged(plan: Plan, draft: Draft, log: Log) -> Plan | Refused:
+    """The plan, where nothing is missing and every word of the schedule was read."""
+    needed = (Order, Agent, *((Product, Ring, Stream) if draft.tiled else ()))
+    missing = [kind for kind in needed if not plan.all(kind)]
+    declined = [e.reason for e in log.events if not e.fired]
+    if missing:
+        why = declined[-1] if declined else f"a block's part of {draft.tiled[0].name} is divided by no product"
+        return Refused(Limitation(f"{plan.kernel}: {why}"))
+    if plan.open:
+        word = plan.open[0]
+        where = draft.schedule.locate(word)
+        hint = f"; {declined[-1]}" if declined else ""
+        return Refused(UserError(f"the schedule of {plan.kernel}: nothing reads `{word}`{hint}: {where}"))
+    return plan

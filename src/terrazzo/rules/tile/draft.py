@@ -1,0 +1,104 @@
+"""What the rules that complete a plan look at: a kernel, its schedule, the machine, and what follows from these."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from terrazzo.errors import UserError
+from terrazzo.hw.gpu import Gpu
+from terrazzo.hw.products import Matrix, matrix, warps
+from terrazzo.ir import nest as n
+from terrazzo.ir.contraction import Contraction, nested_contraction
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import Var
+from terrazzo.ir.node import topological
+from terrazzo.ir.schedule import Factor, Like, Named, Operand, Schedule, Site, Value
+
+
+def axis_name(axis: Any) -> str:
+    """What schedules call an axis."""
+    return axis.name if isinstance(axis, Var) else f"r{axis.label}"
+
+
+@dataclass(frozen=True)
+class Draft:
+    """The kernel is the term, the schedule its bindings. Nothing here is decided."""
+
+    kernel: l.Kernel
+    schedule: Schedule
+    gpu: Gpu
+
+    @cached_property
+    def names(self) -> dict[str, l.Reduce | l.Scan]:
+        """The reductions and scans by name."""
+        return n.accumulators(self.kernel)
+
+    @cached_property
+    def tiled(self) -> tuple[Any, ...]:
+        """The axes of which a block has a part that its threads divide: there is a tile."""
+        blocks = {a for a, b in self.schedule.axes if not isinstance(b, Like) for f in b if f.level == "block"}
+        return tuple(a for a in self.kernel.axes if a.name in blocks)
+
+    @cached_property
+    def products(self) -> dict[str, Contraction]:
+        """The contractions that the tile is divided among threads for, in the order they are computed."""
+        found = {}
+        order = topological(self.names.values())
+        for name, r in sorted(self.names.items(), key=lambda x: order.index(x[1])):
+            if self.tiled and isinstance(r, l.Reduce) and self.site(name) and (c := nested_contraction(r)):
+                found[name] = c
+        return found
+
+    def site(self, name: str) -> Site | None:
+        """What the schedule says of a site."""
+        return next((s for s in self.schedule.sites if name in s.names), None)
+
+    def instruction(self, site: Site | None) -> Matrix | None:
+        """The matrix instruction of a site; None on CUDA cores."""
+        return matrix(site.instruction) if site else None
+
+    def binding(self, axis: Any, site: Site | None) -> tuple[Factor, ...]:
+        """The factors of an axis as a site sees it; an axis nobody binds is a serial loop."""
+        return self.schedule.binding(site, axis_name(axis)) or (Factor("time", axis.extent),)
+
+    def length(self, axis: Any, site: Site | None) -> int:
+        """How much of an axis a block has in one step: what its threads, registers and instructions divide."""
+        levels = ("grid", "cluster", "time", "block")
+        return math.prod(f.size for f in self.binding(axis, site) if f.level not in levels)
+
+    def times(self, axis: Any, site: Site | None) -> tuple[Factor, ...]:
+        """The factors of an axis that are loops over steps."""
+        return tuple(f for f in self.binding(axis, site) if f.level == "time")
+
+    def held(self, site: Site | None, name: str) -> Operand:
+        """What the schedule says of an operand: in its site, or for the whole kernel."""
+        for operands in (site.operands if site else (), self.schedule.operands):
+            if name in dict(operands):
+                return dict(operands)[name]
+        return Operand("smem")
+
+    def warps(self, site: Site | None) -> int:
+        """The warps a site binds; 0 where it binds none."""
+        used = [f for _, binding in self.schedule.lines(site) for f in binding]
+        each = math.prod(f.size for f in used if f.level == "warp")
+        groups = math.prod(f.size for f in used if f.level == "warpgroup")
+        return each * groups * warps(self.instruction(site)) if each * groups > 1 or site else 0
+
+    def read(self, site: Site | None, line: str, *words: str) -> Iterator[Named]:
+        """The words of a line that begin so, as the schedule has them."""
+        where = {site.names[0]} if site else {""}
+        for w in self.schedule.words:
+            if w.site in where and w.line == line and (not words or w.word.split("=")[0] in words):
+                yield w
+
+    def option(self, factor: Factor, name: str, default: Value) -> Value:
+        """An option of a factor."""
+        return dict(factor.options).get(name, default)
+
+    def fail(self, why: str) -> UserError:
+        """An error of whoever wrote the schedule."""
+        return UserError(f"{self.kernel.name}: {why}")

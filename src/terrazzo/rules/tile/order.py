@@ -1,0 +1,76 @@
+"""Which tiles there are, and who walks them."""
+
+from __future__ import annotations
+
+import math
+
+from terrazzo.ir.plan import Limit, Order, Plan
+from terrazzo.ir.schedule import Factor, Like, Word
+from terrazzo.rewrite.rule import need, rule
+from terrazzo.rules.tile.draft import Draft
+
+
+@rule(keys=(Plan,))
+def walk_tiles(plan: Plan, draft: Draft) -> Plan | None:
+    """Grid factors count the tiles. Each has a block, or a cluster, of its own, or those that fit walk all of them."""
+    if plan.all(Order):
+        return None
+    schedule = draft.schedule
+    lines = [(a, f) for a, b in schedule.axes if not isinstance(b, Like) for f in b]
+    free = {a.name for a in draft.kernel.axes}
+    shared = [a for a, f in lines if a not in free and f.level == "grid" and f.size > 1]
+    need(
+        not shared,
+        f"blocks share the reduction over {', '.join(shared)} in two kernels only, each with a schedule of its own",
+    )
+    tiles = tuple(Word(a, (f.size,)) for a, f in lines if f.level == "grid")
+    grouped = tuple(Word(a, w.args) for a, f in lines if f.level == "grid" and (w := _rows(draft, f)))
+    cluster = dict.fromkeys(Word(a, (f.size,)) for a, f in lines if f.level == "cluster")
+    inside = [(a, f) for s in schedule.sites for a, _ in s.axes for f in schedule.binding(s, a) if f.level == "cluster"]
+    cluster |= dict.fromkeys(Word(a, (f.size,)) for a, f in inside)
+    size = next(iter(cluster)).args[0] if cluster else 1
+    if len(cluster) > 1 and any(w.args[0] != size for w in cluster):
+        raise draft.fail(f"blocks of a cluster divide one axis: {', '.join(map(str, cluster))}")
+    if size > 8 or (size > 1 and draft.gpu.number < 90):
+        raise draft.fail(f"a cluster has at most 8 blocks, from sm_90 on; not {size} on {draft.gpu.arch}")
+    count = math.prod(w.args[0] for w in tiles)
+    read = [w for a, f in lines if f.level == "grid" for w in draft.read(None, a, "order")]
+    blocks, persistent = count * size, schedule.directive("persistent")
+    if persistent:
+        (most,) = persistent
+        if not isinstance(most, int) or most < size or most % size:
+            raise draft.fail(f"persistent takes a number of blocks, a multiple of the cluster's {size}")
+        blocks = min(most, blocks)
+        order = dict(schedule.options("persistent")).get("order")
+        if isinstance(order, Word) and order.name == "grouped":
+            need(len(tiles) > 1, "tiles in groups of rows have two axes at least")
+            rows = tiles[-2]
+            need(rows.args[0] % order.args[0] == 0, f"groups of {order.args[0]} rows do not divide {rows}")
+            grouped = (Word(rows.name, order.args),)
+            read += draft.read(None, "persistent", "order")
+        read += draft.read(None, "persistent", "persistent")
+    kept = (next(iter(cluster)),) if cluster else ()
+    return plan.plus(Order(tiles, blocks, kept, grouped, bool(persistent)), read=read)
+
+
+def _rows(draft: Draft, f: Factor) -> Word | None:
+    order = dict(f.options).get("order")
+    if not isinstance(order, Word) or order.name != "grouped":
+        return None
+    if len(order.args) != 1 or order.args[0] < 1:
+        raise draft.fail(f"{f}: grouped takes the number of rows of a group")
+    return order
+
+
+@rule(keys=(Plan,))
+def limit_registers(plan: Plan, draft: Draft) -> Plan | None:
+    """`resident(2)`: two blocks are to fit on a processor."""
+    if plan.all(Limit) or not draft.schedule.directive("resident"):
+        return None
+    (blocks,) = draft.schedule.directive("resident")
+    if not isinstance(blocks, int) or blocks < 1:
+        raise draft.fail("resident takes a number of blocks")
+    return plan.plus(Limit(blocks), read=draft.read(None, "resident"))
+
+
+RULES = (walk_tiles, limit_registers)

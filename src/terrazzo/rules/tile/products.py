@@ -1,0 +1,111 @@
+"""On which instruction contractions run, and where their factors come from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from terrazzo.hw.instruction import MatrixInstruction
+from terrazzo.hw.ldmatrix import loader
+from terrazzo.hw.products import Matrix, missing, operands, warps
+from terrazzo.hw.transfer import FMA
+from terrazzo.ir.contraction import Contraction, operand
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.node import Node, topological
+from terrazzo.ir.plan import EVERYONE, Agent, Plan, Product
+from terrazzo.ir.schedule import Named, Site
+from terrazzo.ir.sites import loads
+from terrazzo.rewrite.rule import need, rule
+from terrazzo.rules.tile.agents import MATH
+from terrazzo.rules.tile.draft import Draft, axis_name
+
+
+@rule(keys=(Plan,))
+def place_products(plan: Plan, draft: Draft) -> Plan | None:
+    """The contractions of a site run on its instruction. Those over the same axes, bound alike, share their steps."""
+    if plan.all(Product) or not draft.products or not plan.all(Agent):
+        return None
+    lines: list[Product] = []
+    read: list[Named] = []
+    agent = next(a.name for a in plan.all(Agent) if a.name in (EVERYONE, MATH))
+    done: set[str] = set()
+    for name, c in draft.products.items():
+        if name in done:
+            continue
+        site = draft.site(name)
+        assert site is not None
+        together = [x for x in site.names if x in draft.products and draft.products[x].reduce.axes == c.reduce.axes]
+        need(
+            set(together) == {x for x in site.names if x in draft.names},
+            "a block is divided among threads for contractions over the same axes only",
+        )
+        done.update(together)
+        instruction = draft.instruction(site)
+        m, n = _rows_and_columns(draft, site, [draft.products[x] for x in together], instruction)
+        if instruction is not None:
+            _fits(draft, site, instruction, [draft.products[x] for x in together], m)
+        a, b = _sources(draft, site, instruction, draft.products[together[0]], m)
+        lines.append(Product(tuple(together), site.instruction or FMA.name, agent, (), axis_name(m), axis_name(n), a, b))
+        read += draft.read(site, "on")
+    left = [x for x in draft.names if x not in done and draft.tiled and isinstance(draft.names[x], l.Reduce)]
+    need(not any(draft.site(x) for x in left), "a block is divided among threads for contractions over the same axes only")
+    return plan.plus(*lines, read=read)
+
+
+def _rows_and_columns(draft: Draft, site: Site, products: list[Contraction], instruction: Matrix | None) -> tuple[Any, Any]:
+    """The axes of an instruction's rows and columns; on CUDA cores the first of the tile's axes and the last."""
+    free = [*draft.kernel.axes, *(a for c in draft.products.values() for a in c.reduce.axes)]
+    if instruction is None:
+        return draft.tiled[0], draft.tiled[-1]
+    found = []
+    for name in "mn":
+        bound = [a for a in free if any(f.level == f"inst.{name}" for f in draft.schedule.binding(site, axis_name(a)))]
+        need(len(bound) == 1, f"no axis of {site.names[0]} is bound to inst.{name}")
+        found.append(bound[0])
+    m, n = found
+    for c in products:
+        pairs = [f for f in c.factors if m in f.free]
+        need(len(pairs) == 1 and n not in pairs[0].free, f"{axis_name(m)} and {axis_name(n)} do not belong to one factor each")
+    need(len(products[0].reduce.axes) == 1, "a contraction over several axes is on no matrix instruction yet")
+    return m, n
+
+
+def _fits(draft: Draft, site: Site, instruction: Matrix, products: list[Contraction], m: Any) -> None:
+    """The machine has the instruction, and it takes the operands as they are."""
+    if needs := missing(instruction, draft.gpu):
+        raise draft.fail(f"{instruction.name} needs {needs}, and the target is {draft.gpu.arch}")
+    for c in products:
+        a, b = (operand(f) for f in (c.factors if m in c.factors[0].free else c.factors[::-1]))
+        takes_a, takes_b = operands(instruction)
+        for x, takes in ((a, takes_a), (b, takes_b), (c.reduce, instruction.d.dtype)):
+            if x.dtype is not takes:  # type: ignore[attr-defined]
+                named = loads(x)[0].buffer.name if isinstance(x, l.Load) else site.names[0]
+                raise draft.fail(f"{instruction.name} takes {takes}, and {named} is {x.dtype}")  # type: ignore[attr-defined]
+
+
+def _sources(draft: Draft, site: Site, instruction: Matrix | None, c: Contraction, m: Any) -> tuple[str, str]:
+    if instruction is None:
+        return "ld", "ld"
+    a, b = c.factors if m in c.factors[0].free else c.factors[::-1]
+    if warps(instruction) > 1:
+        need(not _computed(b), "wgmma reads its second factor from shared memory")
+        return "values" if _computed(a) else "shared", "shared"
+    assert isinstance(instruction, MatrixInstruction)
+    sources = []
+    for factor, fragment in ((a, instruction.a), (b, instruction.b)):
+        if _computed(factor):
+            sources.append("values")
+            continue
+        need(
+            any(loader(fragment.layout, draft.gpu.number, x) for x in ("m", "n", "k") if x in dict(fragment.layout.extents)),
+            f"{site.names[0]}: no load brings the fragments of {instruction.name} from shared memory",
+        )
+        sources.append("ldmatrix")
+    return sources[0], sources[1]
+
+
+def _computed(factor: Node) -> bool:
+    """Whether a factor is made of what was reduced before, and so lies in registers."""
+    return any(isinstance(x, l.Reduce | l.Scan) for x in topological([factor]))
+
+
+RULES = (place_products,)

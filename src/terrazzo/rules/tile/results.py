@@ -1,0 +1,92 @@
+"""How results leave, where partial states meet, what stays in registers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from terrazzo.ir.address import coefficient, flatten
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.plan import EVERYONE, Agent, Combine, Keep, Plan, Product, Result, Stream
+from terrazzo.ir.schedule import Named, Site
+from terrazzo.rewrite.rule import need, rule
+from terrazzo.rules.tile.agents import MATH
+from terrazzo.rules.tile.draft import Draft, axis_name
+
+
+@rule(keys=(Plan,))
+def stage_results(plan: Plan, draft: Draft) -> Plan | None:
+    """A store leaves registers directly, or its columns gather in shared memory, a subtile at a time."""
+    if plan.all(Result) or not plan.all(Agent) or (draft.products and not plan.all(Stream)):
+        return None
+    agent = next(a.name for a in plan.all(Agent) if a.name in (EVERYONE, MATH))
+    lines: list[Result] = []
+    read: list[Named] = []
+    for s in draft.kernel.stores:
+        name = s.buffer.name
+        site = draft.site(name)
+        if site is None or name not in dict(site.operands):
+            lines.append(Result(name, agent))
+            continue
+        need(plan.all(Product), f"{name} gathers in shared memory, and there is no tile of it")
+        line = _gathered(plan, draft, site, s, agent)
+        lines.append(line)
+        read += draft.read(site, name, "smem", "by", "swizzle", "pad")
+        read += draft.read(site, line.columns, "ring")
+    return plan.plus(*lines, read=read)
+
+
+def _gathered(plan: Plan, draft: Draft, site: Site, s: l.Store, agent: str) -> Result:
+    name, product = s.buffer.name, plan.all(Product)[-1]
+    instruction = draft.instruction(draft.site(product.sites[0]))
+    need(instruction is not None, f"{name}: only results of matrix instructions gather in shared memory")
+    assert instruction is not None
+    options: dict[str, Any] = dict(dict(site.operands)[name].options)
+    size = s.buffer.type.dtype.size
+    columns = next(a for a in draft.kernel.axes if axis_name(a) == product.n)
+    need(
+        coefficient(flatten(s.index, s.buffer.type.element_strides), columns) == 1,
+        f"{name} is not contiguous along {product.n}, whose values lie side by side in registers",
+    )
+    times = [f for f in draft.schedule.binding(site, product.n) if f.level == "time"]
+    length = draft.length(columns, draft.site(product.sites[0]))
+    swizzle, pad, by = options.get("swizzle", 0), options.get("pad", 0), options.get("by", "ld")
+    width = length // math.prod(f.size for f in times) if times else swizzle // size if swizzle else length
+    need(length % width == 0 and width % 8 == 0, f"{name}: {length} columns are no subtiles of {width}")
+    need(not swizzle or width * size == swizzle, f"{name}: a subtile is {width * size} bytes wide, and the swizzle {swizzle}")
+    need(by in ("ld", "tma"), f"{name} leaves by ld or by tma, not by {by}")
+    need(by == "ld" or draft.gpu.number >= 90, f"{name}: there is no TMA on {draft.gpu.arch}")
+    need(by == "ld" or not pad, f"{name}: TMA leaves no room between rows")
+    slots = max([1, *(v for f in times if isinstance(v := draft.option(f, "ring", 1), int))])
+    put = "stmatrix" if draft.gpu.number >= 90 and size == 2 else "st"
+    return Result(name, agent, f"{name}_s", product.m, product.n, width, slots, swizzle, pad, put, by)
+
+
+@rule(keys=(Plan,))
+def meet(plan: Plan, draft: Draft) -> Plan | None:
+    """A reduction's partial states are where its axes are: lanes, warps, blocks of a cluster. There they meet."""
+    if plan.all(Combine):
+        return None
+    lines = []
+    for name, r in draft.names.items():
+        if not isinstance(r, l.Reduce):
+            continue
+        factors = [f for a in r.axes for f in draft.binding(a, draft.site(name))]
+        lanes, warps, blocks = (math.prod(f.size for f in factors if f.level == x) for x in ("lane", "warp", "cluster"))
+        need(not any(f.level == "warpgroup" for f in factors), f"{name}: warpgroups do not share a reduction yet")
+        if max(lanes, warps, blocks) > 1:
+            lines.append(Combine(name, lanes, warps, blocks))
+    return plan.plus(*lines) if lines else None
+
+
+@rule(keys=(Plan,))
+def keep_in_registers(plan: Plan, draft: Draft) -> Plan | None:
+    """`x = reg()`: what is loaded or computed once stays until it is wanted again."""
+    known = {b.name for b in draft.kernel.reads} | set(draft.names)
+    names = [name for name, operand in draft.schedule.operands if operand.place == "reg" and name in known]
+    if plan.all(Keep) or not names:
+        return None
+    return plan.plus(*map(Keep, names), read=[w for x in names for w in draft.read(None, x, "reg")])
+
+
+RULES = (stage_results, meet, keep_in_registers)

@@ -1,0 +1,295 @@
+"""In how many slots the operands of products come, who brings them, and how they lie in shared memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from terrazzo.hw.products import matrix, warps
+from terrazzo.hw.tma import tensor_map
+from terrazzo.ir.address import coefficient, flatten, mentions
+from terrazzo.ir.contraction import operand
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import IntExpr, Var, at_least
+from terrazzo.ir.node import Node, substitute
+from terrazzo.ir.plan import EVERYONE, Agent, Order, Plan, Product, Ring, Stream
+from terrazzo.ir.schedule import Factor, Named, Site, Word
+from terrazzo.ir.show import show
+from terrazzo.ir.sites import called, loads
+from terrazzo.ir.types import Type
+from terrazzo.rewrite.rule import need, rule
+from terrazzo.rules.access import WIDEST, divides, wide
+from terrazzo.rules.tile.agents import LOAD
+from terrazzo.rules.tile.draft import Draft, axis_name
+
+SINCE = {"ld": 0, "cp.async": 80, "tma": 90}
+"""The first architecture that has a transport."""
+
+
+def operand_text(term: Node) -> str:
+    """What a plan calls an operand: the term as it is written."""
+    return show(term)
+
+
+def brought(draft: Draft, product: Product) -> list[Node]:
+    """The operands of a product that come from memory, each once."""
+    found = []
+    for name in product.sites:
+        c = draft.products[name]
+        a, b = c.factors if axis_called(draft, product.m) in c.factors[0].free else c.factors[::-1]
+        found += [operand(f) for f, source in ((a, product.a), (b, product.b)) if source != "values"]
+    return list(dict.fromkeys(found))
+
+
+def axis_called(draft: Draft, name: str) -> Any:
+    """The axis of this name, of the kernel or of one of its products."""
+    every = [*draft.kernel.axes, *(a for c in draft.products.values() for a in c.reduce.axes)]
+    return next(a for a in every if axis_name(a) == name)
+
+
+def steps(draft: Draft) -> list[tuple[Any, Factor]]:
+    """The loops over a tile's steps: those of the product that all others are part of."""
+    name = list(draft.products)[-1]
+    site = draft.site(name)
+    return [(a, f) for a in draft.products[name].reduce.axes for f in draft.times(a, site)]
+
+
+@rule(keys=(Plan,))
+def pipeline(plan: Plan, draft: Draft) -> Plan | None:
+    """Operands that change in the same steps for the same products share the slots of a ring; one that does not change
+    is held for the tile. Who loads runs ahead by all slots; where all do everything, by all but the one in use.
+    """
+    if plan.all(Ring) or not plan.all(Product):
+        return None
+    loops = steps(draft)
+    products = plan.all(Product)
+    for p in products[:-1]:
+        own = [f for a in draft.products[p.sites[0]].reduce.axes for f in draft.times(a, draft.site(p.sites[0]))]
+        need(not own, f"{p.sites[0]} has steps of its own inside those of {products[-1].sites[0]}")
+    slots = max([1, *(v for _, f in loops if isinstance(v := draft.option(f, "ring", 1), int))])
+    apart = any(a.name == LOAD for a in plan.all(Agent))
+    groups: dict[tuple[Any, ...], dict[str, None]] = {}  # (product, loops) or (nothing, loops): the transports
+    users: dict[tuple[Any, ...], list[int]] = {}
+    for number, p in enumerate(products):
+        for x in brought(draft, p):
+            key = (number if apart else None, _over(draft, products, x))
+            groups.setdefault(key, {})[_transport(draft, draft.site(p.sites[0]), x)] = None
+            users.setdefault(key, []).append(number)
+    rings: dict[tuple[Any, ...], Ring] = {}
+    for key, transports in groups.items():
+        over = key[1]
+        need("tma" not in transports or len(transports) == 1, "TMA brings in all operands of a contraction or none")
+        count = slots if over else 1
+        by = "ld" if len(transports) > 1 or (transports == {"cp.async": None} and over and count == 1) else next(iter(transports))
+        need(by != "tma" or count > 1 or not over, "TMA brings in all operands of a contraction or none, in a ring of two at least")
+        need(by == "tma" or not apart, f"who only loads does so by TMA, not by {by}")
+        count = min(count, 2) if by == "ld" else count
+        late = apart and warps(matrix(products[0].on)) > 1 and len(products) == 1
+        ahead = count if apart else count - 1
+        consumer = products[users[key][0]].agent
+        rings[key] = Ring(f"ring{len(rings)}", over, count, ahead, by, LOAD if apart else EVERYONE, consumer, late)
+    lines = []
+    for number, p in enumerate(products):
+        mine = tuple(r.name for key, r in rings.items() if number in users[key])
+        lines.append(Product(p.sites, p.on, p.agent, mine, p.m, p.n, p.a, p.b))
+    rest = tuple(x for x in plan.lines if not isinstance(x, Product))
+    read = [w for a, _ in loops for w in draft.read(None, axis_name(a), "ring")]
+    return Plan(plan.kernel, plan.target, rest, plan.open).plus(*rings.values(), *lines, read=read)
+
+
+def _over(draft: Draft, products: Sequence[Product], x: Node) -> tuple[Word, ...]:
+    """The loops an operand changes in. Where there is one product, all of them: what does not change is loaded again."""
+    loops = steps(draft)
+    if len(products) > 1 and not any(a in x.free for a, _ in loops):
+        return ()
+    return tuple(Word(axis_name(a), (f.size,)) for a, f in loops)
+
+
+def _transport(draft: Draft, site: Site | None, x: Node) -> str:
+    name = called(x)
+    by = str(dict(draft.held(site, name).options).get("by", "ld"))
+    if by not in SINCE:
+        raise draft.fail(f"{name} is brought in by {by!r}; known: {', '.join(SINCE)}")
+    if draft.gpu.number < SINCE[by]:
+        raise draft.fail(f"{name} is brought in by {by}, which needs sm_{SINCE[by]}, and the target is {draft.gpu.arch}")
+    return by
+
+
+@rule(keys=(Plan,))
+def lay_out_operands(plan: Plan, draft: Draft) -> Plan | None:
+    """A slab has the part of every axis that a step covers, the contiguous one last; how much is moved at once follows
+    from where it lies.
+    """
+    if plan.all(Stream) or not plan.all(Ring):
+        return None
+    lines: dict[Node, Stream] = {}
+    read: list[Named] = []
+    for p in plan.all(Product):
+        site = draft.site(p.sites[0])
+        rings = [plan.named(r) for r in p.rings]
+        for x in brought(draft, p):
+            over = _over(draft, plan.all(Product), x)
+            ring = next(r for r in rings if r.over == over)
+            name = called(x) + "_s"
+            taken = [s.name for s in lines.values()]
+            name = next(m for m in (name, *(f"{name}{k}" for k in range(1, 99))) if m not in taken)
+            if x not in lines:
+                lines[x] = Slab(draft, plan, p, ring, x).stream(name)
+            held = draft.held(site, called(x))
+            words = ("smem", "by", "swizzle", "pad", "along", *(("multicast",) if lines[x].multicast > 1 else ()))
+            where = site if site and called(x) in dict(site.operands) else None
+            if held.place == "smem":
+                read += draft.read(where, called(x), *words)
+    return plan.plus(*lines.values(), read=read)
+
+
+class Slab:
+    """An operand of a product as it may lie in shared memory."""
+
+    def __init__(self, draft: Draft, plan: Plan, product: Product, ring: Ring, term: Node) -> None:
+        self.draft, self.plan, self.product, self.ring, self.term = draft, plan, product, ring, term
+        self.site = draft.site(product.sites[0])
+        self.name = called(term)
+        self.options: dict[str, Any] = dict(draft.held(self.site, self.name).options)
+        reduce = draft.products[product.sites[0]].reduce
+        m, n = axis_called(draft, product.m), axis_called(draft, product.n)
+        inner = [a for a in (m, n) if a not in draft.kernel.axes and a not in reduce.axes]
+        self.free = [a for a in (*draft.tiled, *inner) if a in term.free]
+        self.reduced = [a for a in reduce.axes if a in term.free and draft.length(a, self.site) > 1]
+        self.instruction = matrix(product.on)
+
+    def stream(self, name: str) -> Stream:
+        """How it lies there and is moved. Declines, with the reason, where it cannot be."""
+        sizes = {a: self.draft.length(a, self.site) for a in (*self.free, *self.reduced)}
+        need(sizes, f"{self.name}: a step of the tile needs one element of it, which is no slab")
+        found = loads(self.term)
+        offset = flatten(found[0].index, found[0].buffer.type.element_strides) if found else 0
+        axes = list(sizes)
+        memory = next((a for a in axes if coefficient(offset, a) == 1), axes[-1])
+        along = next((a for a in axes if axis_name(a) == self.options.get("along")), memory)
+        axes.sort(key=lambda a: a is along)
+        words = tuple(Word(axis_name(a), (sizes[a],)) for a in axes)
+        swizzle, pad = self.options.get("swizzle", 0), self.options.get("pad", 0)
+        panel = 0
+        if warps(self.instruction) > 1:
+            panel = self._panel(axes, sizes, swizzle)
+        elif self.instruction is not None:
+            rows = sizes[axes[-1]] + pad
+            if rows * self.term.dtype.size % WIDEST:  # type: ignore[attr-defined]
+                raise self.draft.fail(
+                    f"{name}: its rows lie {rows} elements apart, and ldmatrix reads pieces of {WIDEST} bytes"
+                )
+        dtype = self.term.dtype  # type: ignore[attr-defined]
+        vector = 0
+        if self.ring.by == "tma":
+            self._box(name, axes, sizes, swizzle, pad, panel)
+        else:
+            vector = next(
+                v for v in (16, 8, 4, 2, 1) if v * dtype.size <= WIDEST and self._fits(axes, sizes, memory, pad, v)
+            )
+            copied = isinstance(self.term, l.Load) and vector * dtype.size in (4, 8, 16)
+            need(
+                self.ring.by != "cp.async" or copied,
+                f"{self.name}: cp.async needs a plain load of which 4 bytes at least lie together",
+            )
+        return Stream(
+            name, operand_text(self.term), self.ring.name, words, axis_name(memory), vector, swizzle, pad, panel,
+            self._cast(axes),
+        )  # fmt: skip
+
+    def _panel(self, axes: list[Any], sizes: dict[Any, int], swizzle: int) -> int:
+        """How wide the panels of a slab are that a warpgroup multiplies: as wide as its swizzle, along k, m or n."""
+        need(swizzle in (32, 64, 128), f"{self.name}: wgmma reads slabs swizzled by 32, 64 or 128 bytes")
+        width: int = swizzle // self.term.dtype.size  # type: ignore[attr-defined]
+        need(sizes[axes[-1]] % width == 0, f"{self.name}: rows of {sizes[axes[-1]]} are no panels of {swizzle} bytes")
+        return width if sizes[axes[-1]] > width else 0
+
+    def _cast(self, axes: list[Any]) -> int:
+        """To how many blocks of the cluster a box goes: all, where the operand misses the axis they divide."""
+        if not self.options.get("multicast"):
+            return 1
+        order = self.plan.one(Order)
+        need(order.cluster_size > 1, f"{self.name}: there is no cluster to multicast to")
+        need(
+            not any(a.name == order.cluster[0].name and a in self.term.free for a in self.draft.kernel.axes),
+            f"{self.name}: every block of the cluster has its own part of it",
+        )
+        need(self.ring.by == "tma", f"{self.name}: only TMA multicasts")
+        need(
+            self.draft.length(axes[0], self.site) % (8 * order.cluster_size) == 0,
+            f"{self.name}: {axis_name(axes[0])} does not divide among the blocks of the cluster",
+        )
+        return order.cluster_size
+
+    def coordinates(self, axes: Sequence[Any], sizes: dict[Any, int], at: Sequence[IntExpr]) -> dict[Any, Any]:
+        """The axes' values at an element of the slab, whichever tile and step it is of."""
+        env: dict[Any, Any] = {}
+        for a in {*self.draft.kernel.axes, *(x for x, _ in steps(self.draft)), *axes}:
+            length = self.draft.length(a, self.site)
+            count = -(-a.extent // length)
+            first = Var(f"${axis_name(a)}", count) * length if count > 1 else 0
+            env[a] = first + (at[axes.index(a)] if a in axes else 0)
+        return env
+
+    def _fits(self, axes: list[Any], sizes: dict[Any, int], memory: Any, pad: int, width: int) -> bool:
+        """Whether a thread may bring in `width` elements along the last axis at once."""
+        last = axes[-1]
+        if width == 1:
+            return True
+        if not isinstance(self.term, l.Load) or memory is not last or sizes[last] % width:
+            return False
+        if (sizes[last] + pad) % width:
+            return False
+        q, j = Var("$q", max(sizes[last] // width, 1)), Var("$j", width)
+        env = self.coordinates(axes, sizes, [*(Var(f"$s{k}", sizes[a]) for k, a in enumerate(axes[:-1])), q * width + j])
+        found: l.Load = substitute(self.term, env)
+        uniform = at_least(last.extent - 1 - env[last], 0) or divides(width, last.extent)
+        return uniform and wide(found, j, width)
+
+    def _box(self, name: str, axes: list[Any], sizes: dict[Any, int], swizzle: int, pad: int, panel: int) -> None:
+        """Declines, with the reason, where the slab is no box of the tensor."""
+        term = self.term
+        need(isinstance(term, l.Load) and not term.inside, f"{name}: TMA brings in plain loads only")
+        assert isinstance(term, l.Load)
+        order: list[Any] = []
+        box = []
+        for e, extent in zip(term.index, term.buffer.type.static_shape, strict=True):
+            mine: list[Any] = [a for a in axes if mentions(e, a)]
+            need(
+                len(mine) <= 1 and (not mine or coefficient(e, mine[0]) == 1),
+                f"{name}: TMA takes one axis with a stride of one along each dimension, not {e}",
+            )
+            box.append(sizes[mine[0]] if mine else 1)
+            order += mine
+            for a in mine:  # at most one
+                own = a.extent
+                ends = own % sizes[a] == 0 or (a is e and own == extent)
+                need(ends, f"{name}: what lies beyond {axis_name(a)} is not beyond the tensor, and TMA would read it")
+        need(order == axes, f"{name}: the slab's dimensions are not in the order of the tensor's, which TMA keeps")
+        if pad:
+            raise self.draft.fail(f"{name}: TMA leaves no room between rows: a slab has a pad or comes by TMA")
+        box[-1] = panel or box[-1]
+        tensor_map(term.buffer.type, tuple(box), swizzle)  # which refuses what the hardware does
+        size = math.prod(sizes.values()) * term.dtype.size
+        need(
+            size % max(swizzle * 8, 128) == 0,
+            f"{name}: a slab of {size} bytes does not end where the swizzle of {swizzle} bytes repeats",
+        )
+        begins: IntExpr = substitute(term.index[-1], self.coordinates(axes, sizes, [0] * len(axes)))
+        need(divides(WIDEST // term.dtype.size, begins), f"{name}: its boxes do not begin at multiples of 16 bytes")
+
+
+def slab_type(stream: Stream, dtype: Any, slots: int) -> Type:
+    """The type of a stream's place in shared memory: its slots, its panels, its axes."""
+    sizes = [w.args[0] for w in stream.axes]
+    if stream.panel:
+        return Type(dtype, (slots, sizes[-1] // stream.panel, *sizes[:-1], stream.panel))
+    strides, step = [], 1
+    for size in reversed(sizes):
+        strides.append(step)
+        step = step * size + (stream.pad if len(strides) == 1 else 0)
+    return Type(dtype, (slots, *sizes), (step, *reversed(strides)))
+
+
+RULES = (pipeline, lay_out_operands)

@@ -1,0 +1,272 @@
+"""Results on their way through shared memory: fragments are put there by columns, and leave in whole rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from terrazzo.errors import Limitation
+from terrazzo.hw import ldmatrix
+from terrazzo.hw.products import Matrix
+from terrazzo.ir import nest as n
+from terrazzo.ir.address import mentions
+from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import IntExpr, at_least
+from terrazzo.ir.layout import Layout
+from terrazzo.ir.node import substitute
+from terrazzo.ir.plan import Result
+from terrazzo.ir.schedule import WARPS_IN_A_GROUP
+from terrazzo.ir.types import Type
+from terrazzo.rules.access import WIDEST, divides
+from terrazzo.rules.tile.draft import axis_name
+from terrazzo.rules.tile_to_kernel.builder import Builder
+from terrazzo.rules.tile_to_kernel.copies import Part
+from terrazzo.rules.tile_to_kernel.digits import Bindings
+from terrazzo.rules.tile_to_kernel.multiply import Fragment, component, spread
+from terrazzo.rules.tile_to_kernel.scope import Scope
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """What is computed at every point of a tile, and stored: the terms in order, then the stores."""
+
+    axes: tuple[Any, ...]
+    lets: tuple[n.Let, ...]
+    stores: tuple[l.Store, ...]
+
+
+def leaf(s: n.Loop, left: Callable[[Sequence[n.Statement]], list[n.Statement]]) -> Leaf:
+    """The loops over a tile, one in the other, as one."""
+    axes, lets = list(s.axes), []
+    body = left(s.body)
+    while loops := [x for x in body if isinstance(x, n.Loop)]:
+        rest = [x for x in body if x is not loops[0]]
+        if len(loops) > 1 or loops[0].kind != "free" or any(not isinstance(x, n.Let) for x in rest):
+            raise Limitation("results gather in shared memory where they are stored at every point of a tile")
+        lets += [x for x in rest if isinstance(x, n.Let)]
+        axes += loops[0].axes
+        body = left(loops[0].body)
+    lets += [x for x in body if isinstance(x, n.Let)]
+    return Leaf(tuple(axes), tuple(lets), tuple(x for x in body if isinstance(x, l.Store)))
+
+
+class Gather:
+    """Writes the way of one store's values. `compute` writes a term where it is wanted."""
+
+    def __init__(self, builder: Builder, bindings: Bindings, compute: Callable[[Any, Scope], None]) -> None:
+        self.builder, self.bindings, self.compute = builder, bindings, compute
+
+    def write(
+        self, line: Result, place: k.Shared, store: l.Store, leaf: Leaf, fragments: Mapping[l.Reduce, Fragment], scope: Scope
+    ) -> None:
+        """All subtiles of a store, one after the other."""
+        fragment = next(iter(fragments.values()))
+        assert fragment.instruction is not None
+        rows, columns = (next(p for p in fragment.parts if axis_name(p.axis) == x) for x in (line.rows, line.columns))
+        tile = _Tile(line, place, store, leaf, fragments, scope, fragment.instruction, rows, columns)
+        count = tile.length(columns) // line.width
+        if at_once(columns):
+            self.before(line)
+            self.put(tile, 0)
+            self.after(tile, range(count))
+            return
+        c = self.bindings.loop_variable("c", count)
+
+        def subtile() -> None:
+            self.before(line)
+            self.put(tile, c)
+            self.after(tile, [c])
+
+        self.builder.loops([(c, True)], subtile)
+
+    # -- waiting --------------------------------------------------------------------------------------------------------
+
+    def sync(self) -> None:
+        """The threads of the team meet."""
+        self.builder.add(self.bindings.sync)
+
+    def before(self, line: Result) -> None:
+        """Until the slot that is written next has been read."""
+        if line.by == "tma":
+            self.builder.where(self.bindings.leader, lambda: self.builder.add(k.WaitGroups(line.slots - 1, "bulk")))
+        self.sync()
+
+    def after(self, tile: _Tile, subtiles: Sequence[IntExpr]) -> None:
+        """What was put into shared memory leaves it."""
+        if tile.line.by == "tma":
+            self.builder.add(k.Fence("proxy"))
+            self.sync()
+            self.builder.where(self.bindings.leader, lambda: self.boxes(tile, subtiles))
+            return
+        self.sync()
+        for c in subtiles:
+            self.copy(tile, c)
+
+    # -- into shared memory ---------------------------------------------------------------------------------------------
+
+    def put(self, tile: _Tile, c: IntExpr) -> None:
+        """This thread's values of subtile c (of all subtiles, where they go at once)."""
+        d, whole = tile.instruction.d, at_once(tile.columns)
+        group, move, lanes = _way(tile.line, d.layout)
+        regs = [x for p in (tile.rows, tile.columns) for x in p.digits if x.level == "reg"]
+        each = d.elements if whole else d.elements * tile.line.width // tile.length(tile.columns)
+        q = self.bindings.loop_variable("q", each // group)
+        e = self.bindings.loop_variable("e", group)
+        first = q * group + c * each
+
+        def one() -> None:
+            held = self.builder.registers("h", tile.store.buffer.type.dtype, (group,))
+            self.builder.loops([(e, True)], lambda: self.value(tile, held, e, first + e))
+            row, column = tile.row(first, lanes=move is None), tile.column(first, lanes=move is None)
+            if move is not None:
+                row, column = row + spread(component(lanes, d.layout, "m")), column + spread(component(lanes, d.layout, "n"))
+                self.builder.add(k.StoreMatrix(move.name, tile.place, self.at(tile, c, row, column), held, (0,)))
+            else:
+                self.builder.add(k.Move(tile.place, self.at(tile, c, row, column), held, (0,), group))
+
+        self.builder.loops([*((x.variable, True) for x in regs), (q, True)], one)
+
+    def at(self, tile: _Tile, c: IntExpr, row: IntExpr, column: IntExpr) -> tuple[IntExpr, ...]:
+        """The place of an element of the tile."""
+        if at_once(tile.columns):
+            return (self.bindings.group, column // tile.line.width, row, column % tile.line.width)
+        wave = self.bindings.wave  # slots go on from tile to tile
+        number = c if wave is None else wave * (tile.length(tile.columns) // tile.line.width) + c
+        return (self.bindings.group, number % tile.line.slots, row, column - c * tile.line.width)
+
+    def value(self, tile: _Tile, held: k.Registers, e: IntExpr, number: IntExpr) -> None:
+        """One value of the store, from register `number` of the accumulators, into `held`."""
+        here = tile.scope.inner()
+        inside = []
+        for part, at in ((tile.rows, tile.row(number)), (tile.columns, tile.column(number))):
+            here.env[part.axis] = x = tile.first(part) + at
+            inside.append(part.axis.extent - 1 - x)
+        here.pending = tuple(x for x in inside if not at_least(x, 0))
+        for reduce, fragment in tile.fragments.items():
+            own = tuple(d.value for p in fragment.parts for d in p.digits if d.level == "reg")
+            here.env[reduce] = l.Load(fragment.place, (*own, number))
+        for let in tile.leaf.lets:
+            self.compute(let.term, here)
+        self.builder.add(l.Store(held, (e,), here(tile.store.value)))
+
+    # -- out of it ------------------------------------------------------------------------------------------------------
+
+    def boxes(self, tile: _Tile, subtiles: Sequence[IntExpr]) -> None:
+        """One thread sends subtiles to global memory."""
+        for c in subtiles:
+            to = tile.index(0, c * tile.line.width)
+            place = (*self.at(tile, c, 0, c * tile.line.width)[:2], 0, 0)
+            box = tuple(
+                tile.length(tile.rows) if mentions(e, tile.rows.axis) else tile.line.width if mentions(e, tile.columns.axis) else 1
+                for e in tile.store.index
+            )
+            self.builder.add(k.TensorStore(tile.store.buffer, to, tile.place, place, box))
+        self.builder.add(k.Commit("bulk"))
+
+    def copy(self, tile: _Tile, c: IntExpr) -> None:
+        """The threads of the team move rows of a subtile, 16 bytes at a time."""
+        width, height = tile.line.width, tile.length(tile.rows)
+        vector = WIDEST // tile.store.buffer.type.dtype.size
+        while width % vector or not divides(vector, tile.columns.axis.extent):
+            vector //= 2
+        warps = self.bindings.warps if self.bindings.groups == 1 else WARPS_IN_A_GROUP
+        threads = warps * k.WARP
+        total = height * (width // vector)
+        i = self.bindings.loop_variable("i", -(-total // threads))
+        p = self.bindings.warp % warps * k.WARP + k.LANE + i * threads
+        row, column = p // (width // vector), p % (width // vector) * vector
+        first = c * width
+        held = self.builder.registers("o", tile.store.buffer.type.dtype, (vector,))
+
+        def move() -> None:
+            place = (*self.at(tile, c, 0, first)[:2], row, column)
+            self.builder.add(
+                k.Move(held, (0,), tile.place, place, vector),
+                k.Move(tile.store.buffer, tile.index(row, first + column), held, (0,), vector),
+            )
+
+        ends = [
+            tile.rows.axis.extent - 1 - tile.first(tile.rows) - row,
+            tile.columns.axis.extent - 1 - tile.first(tile.columns) - first - column,
+        ]
+        self.builder.loops([(i, True)], lambda: self.builder.where([total - 1 - p, *ends], move))
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """A team's part of a tile, and where its elements are."""
+
+    line: Result
+    place: k.Shared
+    store: l.Store
+    leaf: Leaf
+    fragments: Mapping[l.Reduce, Fragment]
+    scope: Scope
+    instruction: Matrix
+    rows: Part
+    columns: Part
+
+    def length(self, part: Part) -> int:
+        """What the team has of an axis."""
+        return math.prod(d.size for d in part.digits if d.level != "warpgroup")
+
+    def first(self, part: Part) -> IntExpr:
+        """Where that begins."""
+        return part.base + sum((d.value * d.stride for d in part.digits if d.level == "warpgroup"), start=0)
+
+    def coordinate(self, part: Part, number: IntExpr, lanes: bool = True) -> IntExpr:
+        """Where register `number` of this thread (of lane 0, without `lanes`) lies along an axis."""
+        total: IntExpr = 0
+        for d in part.digits:
+            if d.level == "frag":
+                total = total + number // (1 << d.place) % d.size * d.stride
+            elif d.level != "warpgroup" and (lanes or d.level != "lane"):
+                total = total + d.value * d.stride
+        return total
+
+    def row(self, number: IntExpr, lanes: bool = True) -> IntExpr:
+        return self.coordinate(self.rows, number, lanes)
+
+    def column(self, number: IntExpr, lanes: bool = True) -> IntExpr:
+        return self.coordinate(self.columns, number, lanes)
+
+    def index(self, row: IntExpr, column: IntExpr) -> tuple[IntExpr, ...]:
+        """The place in global memory of an element of the team's part."""
+        env = {
+            **self.scope.env,
+            self.rows.axis: self.first(self.rows) + row,
+            self.columns.axis: self.first(self.columns) + column,
+        }
+        return tuple(substitute(e, env) for e in self.store.index)
+
+
+def _way(line: Result, layout: Layout) -> tuple[int, ldmatrix.MatrixMove | None, tuple[int, ...]]:
+    """How many registers go at once, by which instruction, and what the bits of a lane's number add to the row it
+    names.
+    """
+    if line.put == "stmatrix":
+        for move in sorted(ldmatrix.INSTRUCTIONS, key=lambda x: -x.count):
+            registers = layout.part("reg")[: move.count.bit_length()]
+            some = Layout((("reg", registers), ("lane", layout.part("lane"))), layout.extents)
+            if move.store and (lanes := move.rows(some, "n")) is not None:
+                return 2 * move.count, move, tuple(lanes)
+    return 2, None, ()
+
+
+def at_once(columns: Part) -> bool:
+    """Whether all subtiles go at once: several warps, or registers of several instructions, have parts of them."""
+    return any(d.level in ("warp", "reg") for d in columns.digits)
+
+
+def result_place(builder: Builder, line: Result, store: l.Store, groups: int, fragment: Fragment) -> k.Shared:
+    """Shared memory for the subtiles of a store: for every warpgroup (or all warps), so many slots, or all subtiles."""
+    rows, columns = (next(p for p in fragment.parts if axis_name(p.axis) == x) for x in (line.rows, line.columns))
+    height, width = (math.prod(d.size for d in p.digits if d.level != "warpgroup") for p in (rows, columns))
+    slots = width // line.width if at_once(columns) else line.slots
+    row = line.width + line.pad
+    strides = (slots * height * row, height * row, row, 1)
+    kind = Type(store.buffer.type.dtype, (groups, slots, height, line.width), strides if line.pad else None)
+    return builder.memory(line.slab, kind, line.swizzle)

@@ -1,0 +1,304 @@
+"""The products of one step: fragments of the operands into registers, and what an instruction makes of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from terrazzo.errors import Limitation
+from terrazzo.hw.instruction import MatrixInstruction
+from terrazzo.hw.ldmatrix import loader
+from terrazzo.hw.products import Matrix
+from terrazzo.hw.wgmma import WarpgroupInstruction
+from terrazzo.ir.address import coefficient, flatten
+from terrazzo.ir.contraction import Contraction, operand
+from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import IntExpr, Var
+from terrazzo.ir.layout import Layout
+from terrazzo.ir.node import Node, substitute
+from terrazzo.ir.types import u32
+from terrazzo.rules.access import WIDEST, divides
+from terrazzo.rules.tile.draft import axis_name
+from terrazzo.rules.tile_to_kernel.builder import Builder
+from terrazzo.rules.tile_to_kernel.copies import Part, Slab
+from terrazzo.rules.tile_to_kernel.digits import Bindings, Digit, value
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Where a reduction's accumulators lie: indexed by the register digits of `parts`, then by the instruction's
+    registers.
+    """
+
+    place: k.Registers
+    parts: tuple[Part, ...]
+    instruction: Matrix | None
+
+    @property
+    def axes(self) -> tuple[Any, ...]:
+        return tuple(p.axis for p in self.parts)
+
+    def index(self, digits: Mapping[Any, Sequence[Digit]]) -> tuple[IntExpr, ...]:
+        """The place of the element that digits of the axes name, which divide them as the accumulators are divided."""
+        for p in self.parts:
+            if [d.role for d in digits[p.axis] if d.level not in ("grid", "cluster")] != [d.role for d in p.digits]:
+                raise Limitation(
+                    f"{axis_name(p.axis)} is divided otherwise than its accumulators are: like(...) divides both alike"
+                )
+        own = tuple(d.value for a in self.axes for d in digits[a] if d.level == "reg")
+        if self.instruction is None:
+            return own
+        number: IntExpr = 0
+        for a in self.axes:
+            for d in digits[a]:
+                if d.level == "frag":
+                    number = number + d.value * (1 << d.place)
+        return (*own, number)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Contractions over the same axes, bound alike, whose accumulators lie in `fragments`.
+
+    `inner` has the factors of every reduce axis inside a step; `m` and `n` are the axes of an instruction's rows and
+    columns; `values` has the factors that lie in registers already, in place of slabs. A warpgroup's sums begin with
+    the first product where `step` is 0.
+    """
+
+    sites: tuple[Contraction, ...]
+    fragments: tuple[Fragment, ...]
+    instruction: Matrix | None
+    inner: Mapping[Any, tuple[Digit, ...]]
+    m: Any
+    n: Any
+    slabs: Mapping[Node, Slab]
+    slots: Mapping[str, IntExpr]
+    values: Mapping[Node, k.Registers]
+    step: IntExpr
+
+    @property
+    def axes(self) -> tuple[Any, ...]:
+        return self.sites[0].reduce.axes
+
+    def factors(self, c: Contraction) -> tuple[Node, Node]:
+        """The factor of m, that of n."""
+        return c.factors if self.m in c.factors[0].free else (c.factors[1], c.factors[0])
+
+    def slot(self, slab: Slab) -> IntExpr:
+        """The slot a slab is in."""
+        return self.slots[slab.ring.name]
+
+
+class Multiply:
+    """Writes the products of a group."""
+
+    def __init__(self, builder: Builder, bindings: Bindings) -> None:
+        self.builder, self.bindings = builder, bindings
+
+    def write(self, group: Group) -> None:
+        """All products of one step."""
+        if group.instruction is None:
+            self._elements(group)
+        elif isinstance(group.instruction, WarpgroupInstruction):
+            self._warpgroups(group, group.instruction)
+        else:
+            self._warps(group, group.instruction)
+
+    # -- CUDA cores -----------------------------------------------------------------------------------------------------
+
+    def _elements(self, group: Group) -> None:
+        """Outer products: fragments of both operands, then every product of theirs."""
+        regs = [(a, d) for a in group.axes for d in group.inner[a] if d.level == "reg"]
+        along = any(s.parts[-1].axis in group.inner for s in group.slabs.values())
+        # where slabs run along k, a fragment has several steps of it, side by side
+        digits = [d for _, d in regs]
+        outer, last = (digits[:-1], digits[-1:]) if along else (digits, [])
+        depth = {a: value(group.inner[a]) for a in group.axes}
+        self.builder.loops([(d.variable, True) for d in outer], lambda: self._outer_product(group, depth, last))
+
+    def _outer_product(self, group: Group, depth: Mapping[Any, IntExpr], last: list[Digit]) -> None:
+        held: dict[Node, Node] = {}
+        for term, slab in group.slabs.items():
+            digits = {p.axis: [d for d in p.digits if d.level == "reg"] for p in slab.parts}
+            index = [depth[p.axis] if p.axis in depth else value(p.digits) for p in slab.parts]
+            own = [d for ds in digits.values() for d in ds]
+            own += last if any(p.axis in depth for p in slab.parts) else []
+            held[term] = self._fragment(slab, slab.at(group.slot(slab), index), own)
+        parts = group.fragments[0].parts
+        loops = last + [d for p in parts for d in p.digits if d.level == "reg"]
+        digits_of = {p.axis: p.digits for p in parts}
+
+        def product() -> None:
+            for c, fragment in zip(group.sites, group.fragments, strict=True):
+                at = fragment.index(digits_of)
+                both = l.apply("mul", *(substitute(f, held) for f in c.factors))
+                self.builder.add(l.Store(fragment.place, at, l.apply("add", l.Load(fragment.place, at), both)))
+
+        self.builder.loops([(d.variable, True) for d in loops], product)
+
+    def _fragment(self, slab: Slab, at: tuple[IntExpr, ...], digits: list[Digit]) -> l.Load:
+        """A piece of a slab in registers, indexed by digits, read in wide accesses where one of them runs along the
+        slab.
+        """
+        offset = flatten(at, slab.place.type.element_strides)
+        j = next((d for d in digits if coefficient(offset, d.variable) == 1), None)
+        width = 1
+        if j is not None:
+            start = substitute(offset, {j.value: 0})
+            width = next(
+                v
+                for v in (16, 8, 4, 2, 1)
+                if v * slab.place.type.dtype.size <= WIDEST and j.size % v == 0 and (v == 1 or divides(v, start))
+            )
+        order = [d for d in digits if d is not j] + ([j] if j else [])
+        place = self.builder.registers(_named(slab, "f"), slab.place.type.dtype, [d.size for d in order])
+        index = tuple(d.value for d in order)
+        if j is None or width == 1:
+            copy = l.Store(place, index, l.Load(slab.place, at))
+            self.builder.loops([(d.variable, True) for d in order], partial(self.builder.add, copy))
+            return l.Load(place, index)
+        v = self.bindings.loop_variable("v", j.size // width)
+        there = tuple(substitute(x, {j.value: v * width}) for x in at)
+        move = k.Move(place, (*index[:-1], v * width), slab.place, there, width)
+        self.builder.loops([*((d.variable, True) for d in order[:-1]), (v, True)], partial(self.builder.add, move))
+        return l.Load(place, index)
+
+    # -- instructions of a warp -----------------------------------------------------------------------------------------
+
+    def _warps(self, group: Group, instruction: MatrixInstruction) -> None:
+        """Fragments by ldmatrix, products by a matrix instruction."""
+        (axis,) = group.axes
+        kk = self.bindings.loop_variable("k", math.prod(d.size for d in group.inner[axis] if d.level == "reg"))
+        depth = kk * instruction.shape[2]
+
+        def body() -> None:
+            loaded: dict[Node, tuple[k.Registers, tuple[Var, ...]]] = {}
+            for c in group.sites:
+                a, b = group.factors(c)
+                for factor, x, layout, name in (
+                    (a, group.m, instruction.a.layout, "m"),
+                    (b, group.n, instruction.b.layout, "n"),
+                ):
+                    if operand(factor) not in loaded:
+                        slab = group.slabs[operand(factor)]
+                        part = next(p for p in group.fragments[0].parts if p.axis is x)
+                        loaded[operand(factor)] = self._load(group, slab, part, depth, layout, name)
+            for c, fragment in zip(group.sites, group.fragments, strict=True):
+                a, b = group.factors(c)
+                (left, i), (right, j) = loaded[operand(a)], loaded[operand(b)]
+                order = (*i, *j) if fragment.axes[0] is group.m else (*j, *i)
+                product = k.Multiply(
+                    instruction.name, fragment.place, (*order, 0), left, (*i, 0), right, (*j, 0)
+                )
+                self.builder.loops([(v, True) for v in (*j, *i)], partial(self.builder.add, product))
+
+        self.builder.loops([(kk, True)], body)
+
+    def _load(
+        self, group: Group, slab: Slab, part: Part, depth: IntExpr, layout: Layout, name: str
+    ) -> tuple[k.Registers, tuple[Var, ...]]:
+        """All fragments of an operand along its axis, two at a time where an instruction loads two."""
+        regs = [d for d in part.digits if d.level == "reg"]
+        size = 1 << dict(layout.extents)[name]
+        along = name if slab.parts[-1].axis is part.axis else "k"
+        pair = 1
+        double = Layout.parse(str(layout).replace("; lane", f" {name}{size}; lane"))
+        if regs and regs[-1].stride == size and regs[-1].size % 2 == 0 and loader(double, 90, along):
+            layout, pair = double, 2
+        found = loader(layout, 90, along)
+        if found is None:
+            raise Limitation(f"{slab.place.name}: no load brings it into the fragments of the instruction")
+        move, rows = found
+        count = move.count // pair
+        place = self.builder.registers(_named(slab, "f"), u32, [*(d.size for d in regs), count])
+        row = {c: spread(component(rows, layout, c)) for c, _ in layout.extents}
+        variables = [d.variable for d in regs]
+        pairs: list[IntExpr] = list(variables)
+        loops = list(variables)
+        if pair == 2:
+            half = self.bindings.loop_variable("p", regs[-1].size // 2)
+            pairs, loops = [*variables[:-1], half * 2], [*variables[:-1], half]
+        outer = value([d for d in part.digits if d.level in ("warp", "warpgroup") and d.stride >= size])
+        for d, x in zip(regs, pairs, strict=True):
+            outer = outer + x * d.stride
+        at = {part.axis: outer + row[name], group.axes[0]: depth + row["k"]}
+        where = slab.at(group.slot(slab), [at[p.axis] for p in slab.parts])
+        load = k.LoadMatrix(move.name, place, (*pairs, 0), slab.place, where)
+        self.builder.loops([(v, True) for v in loops], partial(self.builder.add, load))
+        return place, tuple(variables)
+
+    # -- instructions of a warpgroup ------------------------------------------------------------------------------------
+
+    def _warpgroups(self, group: Group, instruction: WarpgroupInstruction) -> None:
+        """Products straight from the slabs, or with values in registers as the first factor; they are on their way."""
+        (axis,) = group.axes
+        kk = self.bindings.loop_variable("k", math.prod(d.size for d in group.inner[axis] if d.level == "reg"))
+        depth = kk * instruction.shape[2]
+        self.builder.add(k.Fence("wgmma"))
+
+        def body() -> None:
+            for c, fragment in zip(group.sites, group.fragments, strict=True):
+                a, b = group.factors(c)
+                rows, columns = (next(p for p in fragment.parts if p.axis is x) for x in (group.m, group.n))
+                regs = [d for p in (rows, columns) for d in p.digits if d.level == "reg"]
+                own = tuple(d.value for p in fragment.parts for d in p.digits if d.level == "reg")
+                right, at_b = self._operand(group, operand(b), columns, axis, depth)
+                if operand(a) in group.values:
+                    left: l.Buffer = group.values[operand(a)]
+                    at_a: tuple[IntExpr, ...] = (kk * instruction.a.elements,)
+                else:
+                    left, at_a = self._operand(group, operand(a), rows, axis, depth)
+                assert isinstance(right, k.Shared)
+                turned = "".join(
+                    x for x, place in (("a", a), ("b", b)) if operand(place) in group.slabs
+                    and group.slabs[operand(place)].parts[-1].axis is not axis
+                )  # fmt: skip
+                product = k.MultiplyAsync(
+                    instruction.name, fragment.place, (*own, 0), left, at_a, right, at_b, -group.step - kk, turned
+                )
+                self.builder.loops([(d.variable, True) for d in regs], partial(self.builder.add, product))
+
+        self.builder.loops([(kk, True)], body)
+        self.builder.add(k.Commit("wgmma"))
+
+    def _operand(
+        self, group: Group, term: Node, part: Part, axis: Any, depth: IntExpr
+    ) -> tuple[k.Shared, tuple[IntExpr, ...]]:
+        """Where an instruction's part of a slab begins."""
+        slab = group.slabs[term]
+        first = value([d for d in part.digits if d.level in ("warpgroup", "reg")])
+        at = {part.axis: first, axis: depth}
+        return slab.place, slab.at(group.slot(slab), [at[p.axis] for p in slab.parts])
+
+
+def _named(slab: Slab, suffix: str) -> str:
+    return slab.place.name.rstrip("0123456789") + suffix
+
+
+def component(rows: Sequence[int], layout: Layout, coordinate: str) -> list[int]:
+    """What each bit of the lane adds to one coordinate."""
+    shift = 0
+    for name, bits in layout.extents:
+        if name == coordinate:
+            return [row >> shift & (1 << bits) - 1 for row in rows]
+        shift += bits
+    return []
+
+
+def spread(images: Sequence[int]) -> IntExpr:
+    """The sum over the lane's bits of what each adds, neighbours that stay neighbours together."""
+    total: IntExpr = 0
+    bit = 0
+    while bit < len(images):
+        end = bit + 1
+        while images[bit] and end < len(images) and images[end] == images[bit] << end - bit:
+            end += 1
+        total = total + k.LANE // (1 << bit) % (1 << end - bit) * images[bit]
+        bit = end
+    return total
+
+

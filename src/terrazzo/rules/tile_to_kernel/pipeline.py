@@ -1,0 +1,418 @@
+"""The steps of a tile: slots of rings are filled and freed, products wait for the one and cause the other.
+
+One skeleton for every arrangement. A ring has slots; step number n of a team (which goes on from tile to tile) is in
+slot n % slots, for the (n // slots)-th time. Where an agent only loads, a slot's two barriers say when it is full and
+when it is empty. Where all warps do everything, they fill a slot ahead, and a barrier of the block says both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from terrazzo.hw.products import matrix, warps
+from terrazzo.hw.wgmma import WarpgroupInstruction
+from terrazzo.ir.contraction import operand
+from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import IntExpr
+from terrazzo.ir.node import Node, topological
+from terrazzo.ir.plan import Plan, Product, Ring, Stream
+from terrazzo.rules.tile.agents import LOAD
+from terrazzo.rules.tile.draft import Draft, axis_name
+from terrazzo.rules.tile.rings import axis_called, brought, operand_text, slab_type, steps
+from terrazzo.rules.tile_to_kernel.builder import Builder
+from terrazzo.rules.tile_to_kernel.copies import Copies, Part, Slab, Steps
+from terrazzo.rules.tile_to_kernel.digits import Bindings, Digit, value, zero
+from terrazzo.rules.tile_to_kernel.multiply import Fragment, Group, Multiply
+from terrazzo.rules.tile_to_kernel.scope import Scope
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What the agents of a block share: a place for every stream, and two sets of barriers for every ring that needs
+    them.
+    """
+
+    places: dict[str, k.Shared]
+    full: dict[str, k.Barriers]
+    empty: dict[str, k.Barriers]
+
+
+def operands(draft: Draft, plan: Plan) -> dict[str, Node]:
+    """The terms that streams bring, by their text."""
+    return {operand_text(x): x for p in plan.all(Product) for x in brought(draft, p)}
+
+
+def share(draft: Draft, plan: Plan, builder: Builder, bindings: Bindings) -> Memory:
+    """Shared memory for streams, and the barriers of rings that come by TMA or from another agent."""
+    terms = operands(draft, plan)
+    places = {}
+    for s in plan.all(Stream):
+        ring: Ring = plan.named(s.ring)
+        kind = slab_type(s, terms[s.operand].dtype, ring.slots)  # type: ignore[attr-defined]
+        places[s.name] = builder.memory(s.name, kind, s.swizzle)
+    memory = Memory(places, {}, {})
+    for ring in plan.all(Ring):
+        if ring.by != "tma":
+            continue
+        memory.full[ring.name] = builder.barriers("full", ring.slots, 1)
+        if ring.producer != ring.consumer:
+            memory.empty[ring.name] = builder.barriers("empty", ring.slots, arrivals(plan, ring, bindings))
+    every = (*memory.full.values(), *memory.empty.values())
+    if every:
+        builder.where([-bindings.everyone, -k.LANE], lambda: builder.add(*map(k.InitBarriers, every)))
+        builder.add(k.ClusterSync() if bindings.order.cluster_size > 1 else k.Sync())
+    return memory
+
+
+def arrivals(plan: Plan, ring: Ring, bindings: Bindings) -> int:
+    """How often a slot is freed: by one thread of every team (of every warp, where warps multiply by themselves), for
+    every block that shares the boxes.
+    """
+    consumer = plan.named(ring.consumer)
+    together = any(warps(matrix(p.on)) > 1 for p in plan.all(Product) if ring.name in p.rings)
+    shared = max([s.multicast for s in plan.all(Stream) if s.ring == ring.name])
+    each: int = consumer.teams if together else consumer.warps
+    return each * shared
+
+
+class Pipeline:
+    """Writes the steps of a tile for one team: loads, products, or both. `scope` has the axes around the tile."""
+
+    def __init__(
+        self, draft: Draft, plan: Plan, builder: Builder, bindings: Bindings, scope: Scope, memory: Memory
+    ) -> None:
+        self.draft, self.plan, self.builder, self.bindings = draft, plan, builder, bindings
+        self.scope, self.memory = scope, memory
+        times = tuple((a, f.size) for a, f in steps(draft))
+        depth: dict[Any, int] = {}
+        for c_name, c in draft.products.items():
+            depth.update({a: draft.length(a, draft.site(c_name)) for a in c.reduce.axes if a not in depth})
+        self.steps = Steps(times, depth)
+        self.copies = Copies(builder, bindings, self.steps, scope)
+        self.multiply = Multiply(builder, bindings)
+        self.rings = plan.all(Ring)
+        self.fragments: dict[l.Reduce, Fragment] = {}
+        terms = operands(draft, plan)
+        self.parts: dict[Any, Part] = {}
+        self.slabs: dict[Node, Slab] = {}
+        for p in plan.all(Product):
+            site = draft.site(p.sites[0])
+            for s in plan.all(Stream):
+                if s.ring in p.rings and terms[s.operand] in brought(draft, p):
+                    parts = tuple(self.part(axis_called(draft, w.name), site) for w in s.axes)
+                    term = terms[s.operand]
+                    self.slabs[term] = Slab(s, plan.named(s.ring), term, memory.places[s.name], parts)
+
+    def part(self, axis: Any, site: Any) -> Part:
+        """The block's part of an axis, as a site divides it. One for each, since its digits are loops' variables."""
+        key = axis, site.names
+        if key not in self.parts:
+            self.parts[key] = self._part(axis, site)
+        return self.parts[key]
+
+    def _part(self, axis: Any, site: Any) -> Part:
+        outer = ("grid", "cluster", "time")
+        if axis in self.steps.depth and axis in self.own_axes(site):
+            return Part(axis, 0, self.draft.length(axis, site), ())
+        base, length = self.bindings.base(axis_name(axis), site), self.draft.length(axis, site)
+        if self.bindings.agent.name == LOAD:
+            return Part(axis, base, length, ())
+        digits = self.bindings.digits(axis_name(axis), site, axis.extent)
+        return Part(axis, base, length, tuple(d for d in digits if d.level not in outer))
+
+    def own_axes(self, site: Any) -> tuple[Any, ...]:
+        """The axes that a site's contractions reduce over."""
+        return next(c.reduce.axes for name, c in self.draft.products.items() if name in site.names)
+
+    # -- who does what --------------------------------------------------------------------------------------------------
+
+    def load(self) -> None:
+        """What an agent does that only loads: one thread asks for boxes as soon as slots are free."""
+        held = [r for r in self.rings if not r.over]
+        moving = [r for r in self.rings if r.over]
+        for ring in held:
+            self.fill(ring, 0)
+        t = self.bindings.loop_variable("t", self.steps.count)
+
+        def body() -> None:
+            for ring in moving:
+                self.fill(ring, t)
+
+        self.builder.loops([(t, False)], body)
+
+    def fill(self, ring: Ring, t: IntExpr) -> None:
+        """Wait for a free slot, and start what step t needs on its way there."""
+        slot, turn = self.slot(ring, t)
+        self.builder.add(k.WaitBarrier(self.memory.empty[ring.name], slot, (turn + 1) % 2))
+        self.copies.boxes(self.of(ring), t, slot, self.memory.full[ring.name])
+
+    def compute(self) -> None:
+        """What an agent does that only computes: wait for full slots, multiply, free them."""
+        for p in self.plan.all(Product):
+            if self.outermost(p):
+                self.declare(p)
+        held = [r for r in self.rings if not r.over]
+        for ring in held:
+            self.wait(ring, 0)
+        t = self.bindings.loop_variable("t", self.steps.count)
+        late = [r for r in self.rings if r.late]
+
+        def body() -> None:
+            waited = {r.name for r in held}
+            todo = list(self.plan.all(Product))
+            while todo:
+                p = todo.pop(0)
+                for name in p.rings:
+                    if name not in waited:
+                        self.wait(self.plan.named(name), t)
+                        waited.add(name)
+                self.product(p, t)
+                self.settle(p, 1 if late else 0)
+                for name in p.rings:
+                    ring = self.plan.named(name)
+                    if ring.over and not any(name in q.rings for q in todo):
+                        if ring.late:
+                            self.builder.where([t - 1], lambda ring=ring: self.free(ring, t - 1))  # type: ignore[misc]
+                        else:
+                            self.free(ring, t)
+
+        self.builder.loops([(t, False)], body)
+        if late:
+            self.builder.add(k.WaitGroups(0, "wgmma"))
+        for ring in late:
+            self.free(ring, self.steps.count - 1)
+        for ring in held:
+            self.free(ring, 0)
+
+    def everyone(self) -> None:
+        """What warps do that do everything."""
+        for p in self.plan.all(Product):
+            if self.outermost(p):
+                self.declare(p)
+        for ring in self.rings:
+            if not ring.over:
+                self.bring(ring)
+        for ring in self.rings:
+            if ring.over:
+                {"ld": self.alternate, "cp.async": self.groups, "tma": self.boxes}[ring.by](ring)
+
+    # -- slots ----------------------------------------------------------------------------------------------------------
+
+    def of(self, ring: Ring) -> list[Slab]:
+        """The slabs of a ring."""
+        return [s for s in self.slabs.values() if s.ring is ring]
+
+    def slot(self, ring: Ring, t: IntExpr) -> tuple[IntExpr, IntExpr]:
+        """The slot that step t of this tile is in, and how often it was used before."""
+        wave = self.bindings.wave
+        n = t if ring.over else 0
+        if wave is not None:
+            n = wave * (self.steps.count if ring.over else 1) + n
+        return n % ring.slots, n // ring.slots
+
+    def wait(self, ring: Ring, t: IntExpr) -> None:
+        """Until step t is in its slot."""
+        slot, turn = self.slot(ring, t)
+        self.builder.add(k.WaitBarrier(self.memory.full[ring.name], slot, turn % 2))
+
+    def free(self, ring: Ring, t: IntExpr) -> None:
+        """The slot of step t may be filled again: said by one thread of each that waits by itself, to every block whose
+        boxes come here.
+        """
+        slot, _ = self.slot(ring, t)
+        together = any(warps(matrix(p.on)) > 1 for p in self.plan.all(Product) if ring.name in p.rings)
+        first = self.bindings.leader if together else [-k.LANE]
+        shared = max(s.stream.multicast for s in self.of(ring))
+        empty = self.memory.empty[ring.name]
+        ranks: Sequence[IntExpr | None] = range(shared) if shared > 1 else (None,)
+        self.builder.where(first, lambda: self.builder.add(*(k.Arrive(empty, slot, rank) for rank in ranks)))
+
+    # -- all warps load -------------------------------------------------------------------------------------------------
+
+    def bring(self, ring: Ring) -> None:
+        """What is held for a tile, before its steps."""
+        slabs = self.of(ring)
+        if self.builder.depth:
+            self.builder.add(k.Sync())  # the tile before may still be read
+        if ring.by == "tma":
+            full = self.memory.full[ring.name]
+            self.builder.where(self.one, lambda: self.copies.boxes(slabs, 0, 0, full))
+            self.wait(ring, 0)
+        elif ring.by == "cp.async":
+            self.copies.copy(slabs, 0, 0)
+            self.builder.add(k.Commit(), k.WaitGroups(0), k.Sync())
+        else:
+            for s in slabs:
+                place = self.copies.fetched(s)
+                self.copies.fetch(s, place, 0)
+                self.copies.put(s, place, 0)
+            self.builder.add(k.Sync())
+
+    @property
+    def one(self) -> list[IntExpr]:
+        """Only the first thread."""
+        return [-self.bindings.warp, -k.LANE]
+
+    def groups(self, ring: Ring) -> None:
+        """A ring filled by cp.async. The slab that a step fills is the one read before its barrier."""
+        slabs, ahead, count, builder = self.of(ring), ring.ahead, self.steps.count, self.builder
+        first = self.bindings.loop_variable("t", ahead)
+
+        def prologue() -> None:
+            builder.where([count - 1 - first], lambda: self.copies.copy(slabs, first, first))
+            builder.add(k.Commit())
+
+        builder.loops([(first, True)], prologue)
+        t = self.bindings.loop_variable("t", count)
+
+        def body() -> None:
+            builder.add(k.WaitGroups(ahead - 1), k.Sync())
+            later = (t + ahead) % ring.slots
+            builder.where([count - 1 - ahead - t], lambda: self.copies.copy(slabs, t + ahead, later))
+            builder.add(k.Commit())
+            self.every_product(t, {ring.name: t % ring.slots})
+
+        builder.loops([(t, False)], body)
+        builder.add(k.WaitGroups(0), k.Sync())
+
+    def boxes(self, ring: Ring) -> None:
+        """A ring filled by TMA: one thread asks for boxes, all wait for the barrier of the slot they come to."""
+        slabs, ahead, count, builder = self.of(ring), ring.ahead, self.steps.count, self.builder
+        full = self.memory.full[ring.name]
+
+        def load(t: IntExpr) -> None:
+            self.copies.boxes(slabs, t, self.slot(ring, t)[0], full)
+
+        first = self.bindings.loop_variable("t", ahead)
+        builder.loops([(first, True)], lambda: builder.where([*self.one, count - 1 - first], lambda: load(first)))
+        t = self.bindings.loop_variable("t", count)
+
+        def body() -> None:
+            self.wait(ring, t)
+            builder.add(k.Sync())
+            builder.where([*self.one, count - 1 - ahead - t], lambda: load(t + ahead))
+            self.every_product(t, {ring.name: self.slot(ring, t)[0]})
+
+        builder.loops([(t, False)], body)
+        builder.add(k.Sync())
+
+    def alternate(self, ring: Ring) -> None:
+        """Two slabs filled through registers: the next one's loads are on their way while this one is used."""
+        slabs, builder, count = self.of(ring), self.builder, self.steps.count
+        fetched = [self.copies.fetched(s) for s in slabs]
+        slots = ring.slots
+
+        def fetch(t: IntExpr) -> None:
+            for s, place in zip(slabs, fetched, strict=True):
+                self.copies.fetch(s, place, t)
+
+        def put(slot: IntExpr) -> None:
+            for s, place in zip(slabs, fetched, strict=True):
+                self.copies.put(s, place, slot)
+
+        fetch(0)
+        put(0)
+        builder.add(k.Sync())
+        if count == 1:
+            self.every_product(0, {ring.name: 0})
+            return builder.add(*([k.Sync()] if builder.depth else []))  # before the next tile is put there
+        t = self.bindings.loop_variable("t", count)
+
+        def body() -> None:
+            builder.where([count - 2 - t], lambda: fetch(t + 1))
+            self.every_product(t, {ring.name: t % slots})
+            if slots == 1:
+                builder.add(k.Sync())
+            builder.where([count - 2 - t], lambda: put((t + 1) % slots))
+            builder.add(k.Sync())
+
+        builder.loops([(t, False)], body)
+
+    def every_product(self, t: IntExpr, slots: dict[str, IntExpr]) -> None:
+        """The products of step t, one after the other."""
+        for p in self.plan.all(Product):
+            self.product(p, t, slots)
+            self.settle(p, 0)
+
+    # -- products -------------------------------------------------------------------------------------------------------
+
+    def outermost(self, p: Product) -> bool:
+        """Whether a product's sums are those of the tile, and not of a step."""
+        return p is self.plan.all(Product)[-1] or len(self.plan.all(Product)) == 1
+
+    def declare(self, p: Product) -> None:
+        """Accumulators at zero."""
+        site, instruction = self.draft.site(p.sites[0]), matrix(p.on)
+        mine = [axis_called(self.draft, x) for x in (p.m, p.n)]
+        axes = [a for a in self.draft.tiled if a in self.draft.products[p.sites[0]].reduce.free]
+        axes += [a for a in mine if a not in axes]
+        parts = tuple(self.part(a, site) for a in axes)
+        for name in p.sites:
+            reduce = self.draft.products[name].reduce
+            shape = [d.size for part in parts for d in part.digits if d.level == "reg"]
+            extra = [instruction.d.elements] if instruction else []
+            dtype = reduce.dtype
+            own = isinstance(instruction, WarpgroupInstruction)  # which begins with its first product
+            init = None if own else l.Literal(zero(dtype), dtype)
+            place = self.builder.registers("acc", dtype, [*shape, *extra], init)
+            self.fragments[reduce] = Fragment(place, parts, instruction)
+
+    def product(self, p: Product, t: IntExpr, slots: dict[str, IntExpr] | None = None) -> None:
+        """The products of step t on their instruction."""
+        if not self.outermost(p):
+            self.declare(p)
+        sites = tuple(self.draft.products[x] for x in p.sites)
+        site = self.draft.site(p.sites[0])
+        inner = {a: self.inner(a, site) for a in sites[0].reduce.axes}
+        given = {r.name: (slots or {}).get(r.name, self.slot(r, t)[0]) for r in self.rings}
+        m, n = (axis_called(self.draft, x) for x in (p.m, p.n))
+        values = self.values(p, t) if "values" in (p.a, p.b) else {}
+        fragments = tuple(self.fragments[c.reduce] for c in sites)
+        used = {operand(f) for c in sites for f in c.factors}
+        slabs = {x: s for x, s in self.slabs.items() if x in used}
+        step = t if self.outermost(p) else 0
+        self.multiply.write(Group(sites, fragments, matrix(p.on), inner, m, n, slabs, given, values, step))
+
+    def inner(self, axis: Any, site: Any) -> tuple[Digit, ...]:
+        """The digits of a reduce axis inside a step."""
+        found = []
+        stride = 1
+        for f in reversed(self.draft.binding(axis, site)):
+            if f.level == "reg":
+                found.append(Digit("reg", f.size, self.bindings.loop_variable("k", f.size), stride))
+            elif f.level == "warp":
+                number = self.bindings.warp // self.bindings.inner(f, axis_name(axis), site) % f.size
+                found.append(Digit("warp", f.size, number, stride))
+            if f.level not in ("grid", "cluster", "time", "block"):
+                stride *= f.size
+        return tuple(reversed(found))
+
+    def settle(self, p: Product, left: int) -> None:
+        """Until a warpgroup's products are done, but for the last `left` groups of them."""
+        if isinstance(matrix(p.on), WarpgroupInstruction):
+            self.builder.add(k.WaitGroups(left, "wgmma"))
+
+    def values(self, p: Product, t: IntExpr) -> dict[Node, k.Registers]:
+        """A factor that is made of what this step has multiplied before: computed where its accumulators lie."""
+        c = self.draft.products[p.sites[0]]
+        m = axis_called(self.draft, p.m)
+        term = operand(c.factors[0] if m in c.factors[0].free else c.factors[1])
+        sources = [x for x in topological([term]) if isinstance(x, l.Reduce)]
+        fragment = self.fragments[sources[0]]
+        place = self.builder.registers("w", term.dtype, fragment.place.type.static_shape)  # type: ignore[attr-defined]
+        digits = {part.axis: part.digits for part in fragment.parts}
+        env = {**self.scope.env, **self.steps.firsts(t)}
+        for part in fragment.parts:
+            env[part.axis] = env.get(part.axis, part.base) + value(part.digits)
+            env[part.axis] = env[part.axis] if part.axis in self.steps.depth else part.base + value(part.digits)
+        for r in sources:
+            env[r] = l.Load(self.fragments[r].place, self.fragments[r].index(digits))
+        loops = [(d.variable, True) for part in fragment.parts for d in part.digits if d.level in ("reg", "frag")]
+        at = fragment.index(digits)
+        self.builder.loops(loops, lambda: self.builder.add(l.Store(place, at, self.copies.computed(term, dict(env)))))
+        return {term: place}
+
+

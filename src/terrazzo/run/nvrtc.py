@@ -1,0 +1,198 @@
+"""NVRTC: CUDA sources as cubins, and what ptxas said of each, both kept in the cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import cache as once
+from pathlib import Path
+
+from terrazzo.errors import Limitation, UserError
+from terrazzo.ir.dialects import kernel as k
+from terrazzo.options import Options
+from terrazzo.run.cache import Cache, digest
+
+_FLAGS = ("--std=c++17", "-default-device")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a source since it was compiled: 32-bit registers of a thread, bytes it spills, what else is
+    wrong, and the lines in which the compiler says so. It may run although it spills, or is slow for another reason.
+    """
+
+    registers: int = 0
+    spilled: int = 0
+    wrong: str = ""
+    runs: bool = True
+    told: tuple[str, ...] = ()
+
+    def problem(self, spills: bool = False) -> str:
+        """Why another schedule is to be tried first; nothing where all is well, or where that it `spills` is
+        accepted and it runs.
+        """
+        if self.runs and (spills or not self.spilled):
+            return "" if spills else self.wrong
+        return self.wrong or f"it spills {self.spilled} bytes of registers to memory ({self.registers} registers)"
+
+    @staticmethod
+    def from_json(data: bytes) -> Facts | None:
+        """None for what is not a record of ours."""
+        try:
+            read = json.loads(data)
+            found = Facts(**{**read, "told": tuple(read["told"])})
+        except (ValueError, TypeError, KeyError):
+            return None
+        return found if all(type(v) is type(getattr(Facts(), f)) for f, v in vars(found).items()) else None
+
+
+@dataclass(frozen=True)
+class Made:
+    """The cubin of a source, None where there is none, and what is known of it."""
+
+    path: Path | None
+    facts: Facts
+
+
+def cubin_key(source: str, arch: str) -> str:
+    """Names what NVRTC makes of a source; everything the result depends on is in it. Comments, which say where in the
+    user's program a kernel comes from, are not.
+    """
+    from terrazzo.targets.cuda.emit import prelude
+
+    bare = re.sub(r"^//.*\n", "", source, flags=re.MULTILINE)
+    return digest("cubin", nvrtc_version(), arch, *_FLAGS, prelude(), bare)
+
+
+@once
+def nvrtc_version() -> str:
+    """The version of NVRTC; Limitation where there is none."""
+    try:
+        from cuda.bindings import nvrtc
+
+        _, major, minor = nvrtc.nvrtcVersion()
+    except Exception as why:  # the package or the library it loads
+        raise Limitation(
+            f"CUDA kernels are compiled by NVRTC, and it is not here ({why}); `pip install 'terrazzo[cuda]'`"
+        ) from None
+    return f"{major}.{minor}"
+
+
+def compile_each(sources: Sequence[str], arch: str, cache: Cache) -> dict[str, Made]:
+    """What becomes of each source (without the prelude); those the cache lacks are compiled in parallel. Limitation
+    where NVRTC is missing or does not know the architecture.
+    """
+    found: dict[str, Made] = {}
+    missing: list[str] = []
+    for source in dict.fromkeys(sources):
+        facts = known(source, arch, cache)
+        path = cache.get(cubin_key(source, arch), ".cubin") if facts and facts.runs else None
+        if facts is None or (facts.runs and path is None):
+            missing.append(source)
+        else:
+            found[source] = Made(path, facts)
+    if missing:
+        with ThreadPoolExecutor(os.cpu_count() or 1, "terrazzo-nvrtc") as pool:
+            for source, (cubin, facts) in zip(missing, pool.map(lambda s: _compile(s, arch), missing), strict=True):
+                path = cache.put(cubin_key(source, arch), ".cubin", cubin) if cubin else None
+                remember(source, arch, cache, facts)
+                found[source] = Made(path, facts)
+    return found
+
+
+def known(source: str, arch: str, cache: Cache) -> Facts | None:
+    """What was learned of a source, in this process or an earlier one."""
+    path = cache.get(cubin_key(source, arch), ".json")
+    try:
+        return Facts.from_json(path.read_bytes()) if path else None
+    except OSError:
+        return None
+
+
+def remember(source: str, arch: str, cache: Cache, facts: Facts) -> None:
+    """Keep what was learned of a source."""
+    cache.put(cubin_key(source, arch), ".json", json.dumps(asdict(facts)).encode())
+
+
+def _compile(source: str, arch: str) -> tuple[bytes | None, Facts]:
+    """The cubin, if there is one, and what was said of it."""
+    from cuda.bindings import nvrtc
+
+    from terrazzo.targets.cuda.emit import prelude
+
+    _, program = nvrtc.nvrtcCreateProgram((prelude() + source).encode(), b"kernel.cu", 0, [], [])
+    flags = [*_FLAGS, f"--gpu-architecture={arch}", "--ptxas-options=-v"]
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), [f.encode() for f in flags])
+    _, size = nvrtc.nvrtcGetProgramLogSize(program)
+    log = b" " * size
+    nvrtc.nvrtcGetProgramLog(program, log)
+    told = log.decode(errors="replace").strip("\0 \n")
+    cubin = None
+    if status == nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        _, size = nvrtc.nvrtcGetCUBINSize(program)
+        cubin = bytes(size)  # which NVRTC fills
+        nvrtc.nvrtcGetCUBIN(program, cubin)
+    elif "INVALID_OPTION" in str(status):
+        raise Limitation(f"NVRTC {nvrtc_version()} does not compile for {arch}")
+    elif "OUT_OF_MEMORY" in str(status):
+        raise UserError("NVRTC ran out of memory")
+    nvrtc.nvrtcDestroyProgram(program)
+    return cubin, _facts(told, cubin is not None)
+
+
+def _facts(told: str, runs: bool) -> Facts:
+    def most(pattern: str) -> int:
+        return max(map(int, re.findall(pattern, told)), default=0)
+
+    wrong = "" if runs else "the CUDA generated for it does not compile"
+    wrong = "ptxas serialises its wgmma" if "C75" in told else wrong
+    lines = [line for line in told.splitlines() if "error" in line.lower() or "spill" in line or "C75" in line]
+    registers, spilled = most(r"Used (\d+) registers"), most(r"(\d+) bytes spill stores")
+    return Facts(registers, spilled, wrong, runs, tuple(lines[:5]))
+
+
+def failure(what: str, source: str, arch: str, facts: Facts, cache: Cache) -> str:
+    """What a compiler complained about, and the command that shows it again."""
+    from terrazzo.targets.cuda.emit import prelude
+
+    saved = cache.put(digest("CUDA that failed", source), ".cu", (prelude() + source).encode())
+    again = f"nvcc -cubin -arch={arch} -Xptxas -v {saved}"
+    name = next(iter(re.findall(r"void .*?\b(k_\w+)\(", source)), "k_?").removeprefix("k_")
+    return "\n".join([f"kernel {name}: {what}:", *facts.told, f"The source is {saved}. To reproduce:", again])
+
+
+@dataclass(frozen=True)
+class Tried:
+    """Called with a kernel for a GPU: why it could not be built or is not to be used, as far as that was ever tried.
+    What a driver `refused` to load, by source, is not kept: it may be the driver's trouble.
+    """
+
+    arch: str
+    cache: Cache
+    spills: bool = False
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def __call__(self, kernel: k.Kernel) -> str:
+        from terrazzo.targets.cuda.emit import emit
+
+        return self.of(emit(kernel)[1])
+
+    def of(self, source: str) -> str:
+        """The same for a kernel's source."""
+        facts = known(source, self.arch, self.cache)
+        return self.refused.get(source) or (facts.problem(self.spills) if facts else "")
+
+
+def tried(options: Options) -> Tried | None:
+    """What was tried for the target of the options; None where that is no GPU, or NVRTC is not here."""
+    if not options.target.startswith("sm_"):
+        return None
+    try:
+        nvrtc_version()
+    except Limitation:
+        return None
+    return Tried(options.target, Cache(options.cache_dir, options.cache_limit), options.spills)
