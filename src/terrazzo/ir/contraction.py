@@ -7,8 +7,10 @@ is never asked.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from terrazzo.ir.dialects.loop import Apply, Reduce, Scan
+from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.node import Node, topological
 
 
@@ -31,3 +33,14 @@ def contraction(reduce: Reduce) -> Contraction | None:
     if any(isinstance(n, (Reduce, Scan)) for n in topological([a, b])):
         return None
     return Contraction(reduce, (a, b))
+
+
+def operand(factor: Node) -> Node:
+    """A factor without the conversions that only widen it: what lies in memory."""
+    while isinstance(factor, Apply) and is_cast(factor.fn) and _size(factor.args[0]) < _size(factor):
+        factor = factor.args[0]
+    return factor
+
+
+def _size(x: Any) -> int:
+    return int(x.dtype.size)

@@ -12,13 +12,12 @@ from terrazzo.hw import mma_sync
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir import nest as n
 from terrazzo.ir.address import coefficient, flatten
-from terrazzo.ir.contraction import Contraction, contraction
+from terrazzo.ir.contraction import Contraction, contraction, operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Loaded
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
 from terrazzo.rules.loop_to_tile.threads import ceil, grid
-from terrazzo.rules.tile_to_kernel.contract import operand
 from terrazzo.rules.tile_to_kernel.digits import divides
 from terrazzo.rules.tile_to_kernel.lower import lower
 

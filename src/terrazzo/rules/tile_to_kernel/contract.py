@@ -17,10 +17,9 @@ from terrazzo.errors import Limitation, UserError
 from terrazzo.hw.instruction import MatrixInstruction
 from terrazzo.hw.ldmatrix import loader
 from terrazzo.ir.address import coefficient, flatten
-from terrazzo.ir.contraction import Contraction, contraction
+from terrazzo.ir.contraction import Contraction, contraction, operand
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import IntExpr, Var
 from terrazzo.ir.layout import Layout
 from terrazzo.ir.node import Node, substitute
@@ -64,13 +63,6 @@ class Fragment:
                 if d.level == "frag":
                     number = number + d.value * (1 << d.place)
         return (*own, number)
-
-
-def operand(factor: Node) -> Node:
-    """A factor without the conversions that only widen it: what lies in memory."""
-    while isinstance(factor, l.Apply) and is_cast(factor.fn) and _size(factor.args[0]) < _size(factor):
-        factor = factor.args[0]
-    return factor
 
 
 class Contractor:
@@ -418,8 +410,3 @@ def _spread(images: Sequence[int]) -> IntExpr:
         total = total + k.LANE // (1 << bit) % (1 << end - bit) * images[bit]
         bit = end
     return total
-
-
-def _size(x: Any) -> int:
-    found: int = x.dtype.size
-    return found
