@@ -159,7 +159,7 @@ def _peeled(x: Any, axis: Var) -> tuple[Any, Callable[[Any], Any]]:
     fixed = [axis not in a.free for a in x.args]
     if x.fn.name in ("div", "approx_div") and fixed == [False, True]:
         core, inner = _peeled(x.args[0], axis)
-        return core, lambda y: l.apply("div", inner(y), x.args[1])
+        return core, lambda y: l.apply("approx_div", inner(y), x.args[1])  # 16 bits are wanted of it
     if x.fn.name == "mul" and sum(fixed) == 1:
         core, inner = _peeled(x.args[fixed.index(False)], axis)
         return core, lambda y: l.apply("mul", inner(y), x.args[fixed.index(True)])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.hw.gpu import Gpu
 from terrazzo.hw.wgmma import PRODUCTS
 from terrazzo.ir.contraction import contraction, nested_contraction, operand
+from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.nest import accumulators
 from terrazzo.ir.node import Node, topological
@@ -17,6 +19,7 @@ from terrazzo.rules.loop_to_tile.threads import ceil, grid
 from terrazzo.rules.loop_to_tile.warpgroups import REGISTERS, ROWS
 from terrazzo.rules.tile.complete import Refused, complete
 from terrazzo.rules.tile.draft import axis_name
+from terrazzo.rules.tile_to_kernel.lower import lower
 
 STEP = 128
 """Columns of the inner product in a step, at most."""
@@ -39,24 +42,25 @@ class Chain:
 
 def chain(kernel: l.Kernel) -> Chain | None:
     """The kernel as a chain of two products, or None."""
-    names = {r: name for name, r in accumulators(kernel).items()}
+    names = {r: name for name, r in accumulators(kernel).items() if isinstance(r, l.Reduce)}
     for r, name in names.items():
-        outer = nested_contraction(r) if isinstance(r, l.Reduce) else None
-        if outer is None or len(outer.reduce.axes) != 1 or contraction(outer.reduce) is not None:
+        outer = nested_contraction(r)
+        if outer is None or len(r.axes) != 1 or contraction(r) is not None:
             continue
+        (steps,) = r.axes
         for f, g in (outer.factors, outer.factors[::-1]):
-            inner = [contraction(x) for x in topological([f]) if isinstance(x, l.Reduce) and contraction(x)]
-            inner = [c for c in inner if c and c.reduce in names and r.axes[0] in c.reduce.free]
-            if len(inner) != 1 or inner[0] is None or len(inner[0].reduce.axes) != 1 or not isinstance(operand(g), l.Load):
+            found = [contraction(x) for x in topological([f]) if isinstance(x, l.Reduce)]
+            inner = [c for c in found if c and c.reduce in names and steps in c.reduce.free and len(c.reduce.axes) == 1]
+            if len(inner) != 1 or not isinstance(operand(g), l.Load):
                 continue
             (c,) = inner
-            a, b = c.factors if r.axes[0] in c.factors[1].free else c.factors[::-1]
+            a, b = c.factors if steps in c.factors[1].free else c.factors[::-1]
             rows = [x for x in kernel.axes if x in a.free and x not in b.free and x not in g.free]
             columns = [x for x in kernel.axes if x in g.free and x not in a.free and x not in b.free]
             if rows and columns:
-                found = operand(a), operand(b), operand(g)
                 (depth,) = c.reduce.axes
-                return Chain(kernel, names[c.reduce], name, rows[-1], columns[-1], r.axes[0], depth, found)
+                of = operand(a), operand(b), operand(g)
+                return Chain(kernel, names[c.reduce], name, rows[-1], columns[-1], steps, depth, of)
     return None
 
 
@@ -70,7 +74,7 @@ def schedule(c: Chain, gpu: Gpu, gathered: bool) -> Schedule | None:
         return None
     groups = 2 if c.rows.extent > ROWS else 1
     rows = groups * ROWS
-    lines: list[tuple[str, Any]] = [(a.name, grid(a.extent)) for a in c.kernel.axes if a not in (c.rows, c.columns)]
+    lines: list[tuple[str, Any]] = [(a.name, grid(_size(a))) for a in c.kernel.axes if a not in (c.rows, c.columns)]
     lines.append((c.rows.name, (Factor("grid", ceil(c.rows.extent, rows)), Factor("block", rows))))
     lines.append((c.columns.name, (Factor("block", width),)))
     name = axis_name(c.steps)
@@ -135,3 +139,14 @@ def best(kernel: l.Kernel, gpu: Gpu) -> tuple[Schedule | None, str]:
             return made, ""
         why = why or plan.reason
     return None, why
+
+
+def refusal(kernel: l.Kernel, gpu: Gpu, lost: Callable[[k.Kernel], str]) -> str:
+    """Why a chain of two products is not worth one kernel, or nothing: it cannot be derived, or was built and lost."""
+    made, why = best(kernel, gpu)
+    return why if made is None else lost(lower(kernel, made, gpu))
+
+
+def _size(axis: Any) -> int:
+    found: int = axis.extent
+    return found
