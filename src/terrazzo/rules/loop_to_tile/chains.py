@@ -13,6 +13,7 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.nest import accumulators
 from terrazzo.ir.node import Node, topological
+from terrazzo.ir.plan import Reach
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
 from terrazzo.ir.sites import called
 from terrazzo.rules.loop_to_tile.threads import ceil, grid
@@ -64,8 +65,9 @@ def chain(kernel: l.Kernel) -> Chain | None:
     return None
 
 
-def schedule(c: Chain, gpu: Gpu, gathered: bool) -> Schedule | None:
+def schedule(c: Chain, gpu: Gpu, gathered: bool, longest_first: bool = False) -> Schedule | None:
     """Its bindings: a producer warp, one or two warpgroups of 64 rows, two slots for each operand of a step."""
+    order = (("order", Word("longest_first")),) if longest_first else ()
     kind = c.operands[0].dtype.name  # type: ignore[attr-defined]
     width, depth = c.columns.extent, c.depth.extent
     step = min(STEP if width <= 128 else STEP // 2, ceil(c.steps.extent, 16) * 16)
@@ -75,7 +77,7 @@ def schedule(c: Chain, gpu: Gpu, gathered: bool) -> Schedule | None:
     groups = 2 if c.rows.extent > ROWS else 1
     rows = groups * ROWS
     lines: list[tuple[str, Any]] = [(a.name, grid(_size(a))) for a in c.kernel.axes if a not in (c.rows, c.columns)]
-    lines.append((c.rows.name, (Factor("grid", ceil(c.rows.extent, rows)), Factor("block", rows))))
+    lines.append((c.rows.name, (Factor("grid", ceil(c.rows.extent, rows), order), Factor("block", rows))))
     lines.append((c.columns.name, (Factor("block", width),)))
     name = axis_name(c.steps)
     lines.append((name, (Factor("time", ceil(c.steps.extent, step), (("ring", SLOTS),)), Factor("block", step))))
@@ -136,7 +138,7 @@ def best(kernel: l.Kernel, gpu: Gpu) -> tuple[Schedule | None, str]:
             return None, f"products of {found.depth.extent} and {found.columns.extent} columns are on no instruction"
         plan, _ = complete(kernel, made, gpu)
         if not isinstance(plan, Refused):
-            return made, ""
+            return (schedule(found, gpu, gathered, True) if plan.all(Reach) else made), ""
         why = why or plan.reason
     return None, why
 

@@ -14,6 +14,7 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, at_least
 from terrazzo.ir.node import Node, substitute
+from terrazzo.ir.types import i64
 from terrazzo.rules.tile.frames import Framed
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.copies import Copies, Part
@@ -50,9 +51,18 @@ class Frame:
         self.total = builder.registers("total", kind, shape, l.Literal(0.0, kind))
 
     def step(
-        self, copies: Copies, env: dict[Any, Any], inside: tuple[IntExpr, ...], scores: Fragment, sums: Fragment
+        self,
+        copies: Copies,
+        env: dict[Any, Any],
+        term: Node,
+        cut: IntExpr,
+        inside: tuple[IntExpr, ...],
+        scores: Fragment,
+        sums: Fragment,
     ) -> k.Registers:
-        """The weights of a step, from the scores that `env` says how to compute; sums are brought to the new frame."""
+        """The weights of a step; sums are brought to the new frame. `env` says how to compute the term that scores are
+        where `inside` holds, which is tested in steps that `cut` says something of.
+        """
         builder, found, kind = self.builder, self.found, self.found.top.dtype
         place = scores.place
         weights = builder.registers("w", found.rounded.dtype, place.type.static_shape)  # type: ignore[attr-defined]
@@ -64,10 +74,20 @@ class Frame:
 
         def score(new: k.Registers) -> None:
             """The score in place of the product, and the frame with it."""
-            x = copies.computed(found.score, dict(env))
-            for e in inside:  # what lies beyond the last column weighs nothing
-                x = builder.let(l.apply("where", l.apply("ge", l.Index(e), l.Literal(0, l.Index(e).dtype)), x, nothing))
-            builder.add(l.Store(place, at, x), l.Store(new, (), l.apply("max", l.Load(new, ()), x)))
+            x = copies.computed(term, dict(env))
+            builder.add(l.Store(place, at, x))
+            if not inside:
+                highest(new)
+
+        def hide() -> None:
+            """What the mask hides, or lies beyond the last column, weighs nothing."""
+            x: Node = l.Load(place, at)
+            for e in inside:
+                x = builder.let(l.apply("where", l.apply("ge", l.Index(e), l.Literal(0, i64)), x, nothing))
+            builder.add(l.Store(place, at, x))
+
+        def highest(new: k.Registers) -> None:
+            builder.add(l.Store(new, (), l.apply("max", l.Load(new, ()), l.Load(place, at))))
 
         def weight(base: Node) -> None:
             e = builder.let(l.Apply(found.weight.fn, (l.apply("sub", l.Load(place, at), base),)))
@@ -81,6 +101,9 @@ class Frame:
             new = builder.registers("new", kind, ())
             builder.add(l.Store(new, (), l.Load(self.top, row)))
             builder.loops(columns, partial(score, new))
+            if inside:
+                builder.where([cut], lambda: builder.loops(columns, hide))
+                builder.loops(columns, partial(highest, new))
             self.meet(new, "max")
             none = l.apply("eq", l.Load(new, ()), nothing)  # no score yet: any frame will do
             base = builder.let(l.apply("where", none, l.Literal(0.0, kind), l.Load(new, ())))

@@ -17,13 +17,14 @@ from terrazzo.hw.wgmma import WarpgroupInstruction
 from terrazzo.ir.contraction import operand
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import IntExpr
-from terrazzo.ir.node import Node, topological
+from terrazzo.ir.expr import IntExpr, Var
+from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.plan import Frame as FrameLine
-from terrazzo.ir.plan import Plan, Product, Ring, Stream
+from terrazzo.ir.plan import Plan, Product, Reach, Ring, Stream
 from terrazzo.rules.tile.agents import LOAD
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.frames import framed, reductions
+from terrazzo.rules.tile.reach import Mask, masked, visited
 from terrazzo.rules.tile.rings import axis_called, brought, operand_text, slab_type, steps
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.copies import Copies, Part, Slab, Steps
@@ -140,7 +141,7 @@ class Pipeline:
         moving = [r for r in self.rings if r.over]
         for ring in held:
             self.fill(ring, 0)
-        t = self.bindings.loop_variable("t", self.steps.count)
+        t = self.step_variable()
 
         def body() -> None:
             for ring in moving:
@@ -163,7 +164,7 @@ class Pipeline:
         held = [r for r in self.rings if not r.over]
         for ring in held:
             self.wait(ring, 0)
-        t = self.bindings.loop_variable("t", self.steps.count)
+        t = self.step_variable()
         late = [r for r in self.rings if r.late]
 
         def body() -> None:
@@ -208,6 +209,18 @@ class Pipeline:
             if ring.over:
                 {"ld": self.alternate, "cp.async": self.groups, "tma": self.boxes}[ring.by](ring)
         self.end_frames()
+
+    def step_variable(self) -> Var:
+        """The number of a step: of all, or of those that a mask leaves anything of."""
+        if not self.plan.all(Reach):
+            return self.bindings.loop_variable("t", self.steps.count)
+        p = self.plan.all(Product)[-1]
+        site, rows = self.draft.site(p.sites[0]), axis_called(self.draft, p.m)
+        base, length = self.bindings.base(rows.name, site), self.draft.length(rows, site)
+        ((axis, count),) = self.steps.times
+        until = visited(self.draft, p, rows, base, length, self.steps.depth[axis], count)
+        assert until is not None
+        return self.bindings.loop_variable("t", substitute(until, self.scope.env))
 
     # -- slots ----------------------------------------------------------------------------------------------------------
 
@@ -447,7 +460,22 @@ class Pipeline:
         env[rows.axis] = rows.base + value(rows.digits)
         env[columns.axis] = first[columns.axis] + value(columns.digits)
         env[source] = l.Load(scores.place, scores.index({x.axis: x.digits for x in scores.parts}))
-        return {found.rounded: self.frame.step(self.copies, env, beyond(columns, first[columns.axis]), scores, sums)}
+        hidden = masked(self.draft, p)
+        assert hidden is not None
+        inside = (*(substitute(e, env) for e in hidden.inside), *beyond(columns, first[columns.axis]))
+        return {found.rounded: self.frame.step(self.copies, env, hidden.bare, self.cut(hidden, inside, t), inside, scores, sums)}
+
+    def cut(self, hidden: Mask, inside: tuple[IntExpr, ...], t: IntExpr) -> IntExpr:
+        """What is >= 0 in the steps that a mask may cut."""
+        p = self.plan.all(Product)[-1]
+        site, rows = self.draft.site(p.sites[0]), axis_called(self.draft, p.m)
+        ((axis, count),) = self.steps.times
+        step, ends = self.steps.depth[axis], axis.extent // self.steps.depth[axis]
+        if hidden.upper is None or len(hidden.inside) != 1 or ends < count:
+            return 0 if hidden.inside else t - ends
+        whole = (substitute(hidden.upper, {rows: self.bindings.base(rows.name, site)}) + 1) // step
+        first: IntExpr = substitute(whole, self.scope.env)
+        return t - first
 
     def begin_frames(self) -> None:
         """The state of frames before the first step."""
