@@ -25,6 +25,8 @@ def walk_tiles(plan: Plan, draft: Draft) -> Plan | None:
     )
     tiles = tuple(Word(a, (f.size,)) for a, f in lines if f.level == "grid")
     grouped = tuple(Word(a, w.args) for a, f in lines if f.level == "grid" and (w := _rows(draft, f)))
+    last = Word("longest_first")
+    backward = tuple(a for a, f in lines if f.level == "grid" and dict(f.options).get("order") == last)
     cluster = dict.fromkeys(Word(a, (f.size,)) for a, f in lines if f.level == "cluster")
     inside = [(a, f) for s in schedule.sites for a, _ in s.axes for f in schedule.binding(s, a) if f.level == "cluster"]
     cluster |= dict.fromkeys(Word(a, (f.size,)) for a, f in inside)
@@ -50,7 +52,7 @@ def walk_tiles(plan: Plan, draft: Draft) -> Plan | None:
             read += draft.read(None, "persistent", "order")
         read += draft.read(None, "persistent", "persistent")
     kept = (next(iter(cluster)),) if cluster else ()
-    return plan.plus(Order(tiles, blocks, kept, grouped, bool(persistent)), read=read)
+    return plan.plus(Order(tiles, blocks, kept, grouped, backward, bool(persistent)), read=read)
 
 
 def _rows(draft: Draft, f: Factor) -> Word | None:

@@ -94,8 +94,8 @@ def _apart(plan: Plan, draft: Draft, name: str, threads: int, groups: int, block
         return "warpgroups share no reduction but a product's" if groups > 1 else ""
     if blocks > 1:
         return "blocks of a cluster share no steps of a tile"
-    if threads > 1 and name not in plan.all(Product)[-1].sites:
-        return "threads share its reduction, and it stands inside another's steps"
+    if threads > 1 and len(plan.all(Product)) > 1:
+        return "threads share no reduction of a chain of products"
     if groups > 1 and any(a.teams > 1 for a in plan.all(Agent)):
         return "warpgroups that wait by themselves share no reduction"
     return ""
