@@ -34,11 +34,43 @@ RINGS = (
     "conv2d",
     "linear through registers",
     "matmul of half",
+    "copies for wgmma",
+    "warps share steps",
+    "warps, staged",
 )
 BOXES = "transposed matmul of bfloat16"
 PREDICATE, BARRIER, MOVED = ("wrong predicate",), ("no barrier",), ("moved barrier",)
 
+FREED = (
+    *("roles", "roles, staged", "cluster of m", "cluster of n", "both turned", "three warpgroups", "warps in roles"),
+    "threads in roles",
+)
+
 EQUIVALENT: tuple[Equivalent, ...] = (
+    Equivalent(
+        FREED,
+        ("moved arrive",),
+        r"`if -(\(warp % 4\)|lane) >= 0.*` -> `(for|if|wait_groups|sync)",
+        "a slot is free later than it could be",
+    ),
+    Equivalent(
+        ("boxes", "boxes in panels", "registers for wgmma"),
+        ("moved fence",),
+        r"`if .*` -> `fence\('wgmma'\)`",
+        "the copies between touch none of the registers",
+    ),
+    Equivalent(
+        ("registers for wgmma",),
+        ("moved wait",),
+        r"`wait_groups\(0, 'wgmma'\)` -> `if -t",
+        "the other slab is filled while the products are on their way",
+    ),
+    Equivalent(
+        ("warps share steps", "warpgroups share steps"),
+        ("wrong slot",),
+        r"`meet0\[.*\] = ",
+        "the warps exchange what they add, before a barrier of both",
+    ),
     Equivalent(
         SUMS, PREDICATE, r"`if -lane >= 0( and -warp >= 0)?:`", "every thread has the result, so any may store it"
     ),

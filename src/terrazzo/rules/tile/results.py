@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from terrazzo.errors import Limitation
 from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.plan import EVERYONE, Agent, Combine, Keep, Plan, Product, Result, Stream
@@ -43,6 +44,11 @@ def _gathered(plan: Plan, draft: Draft, site: Site, s: l.Store, agent: str) -> R
     assert instruction is not None
     options: dict[str, Any] = dict(dict(site.operands)[name].options)
     size = s.buffer.type.dtype.size
+    shared = [f for x in product.sites for a in draft.products[x].reduce.axes for f in draft.binding(a, draft.site(x)) if f.size > 1]
+    need(
+        not any(f.level in ("warp", "warpgroup") for f in shared),
+        f"{name}: warps share the steps of {product.sites[0]}, whose sums meet: results leave from registers then",
+    )
     columns = next(a for a in draft.kernel.axes if axis_name(a) == product.n)
     need(
         coefficient(flatten(s.index, s.buffer.type.element_strides), columns) == 1,
@@ -65,7 +71,7 @@ def _gathered(plan: Plan, draft: Draft, site: Site, s: l.Store, agent: str) -> R
 @rule(keys=(Plan,))
 def meet(plan: Plan, draft: Draft) -> Plan | None:
     """A reduction's partial states are where its axes are: lanes, warps, blocks of a cluster. There they meet."""
-    if plan.all(Combine):
+    if plan.all(Combine) or (draft.products and not plan.all(Product)):
         return None
     lines = []
     for name, r in draft.names.items():
@@ -73,10 +79,26 @@ def meet(plan: Plan, draft: Draft) -> Plan | None:
             continue
         factors = [f for a in r.axes for f in draft.binding(a, draft.site(name))]
         lanes, warps, blocks = (math.prod(f.size for f in factors if f.level == x) for x in ("lane", "warp", "cluster"))
-        need(not any(f.level == "warpgroup" for f in factors), f"{name}: warpgroups do not share a reduction yet")
+        groups = math.prod(f.size for f in factors if f.level == "warpgroup")
+        if why := _apart(plan, draft, name, max(lanes, warps, groups), groups, blocks):
+            raise Limitation(f"{plan.kernel}: {name}: {why}")
+        warps *= groups
         if max(lanes, warps, blocks) > 1:
             lines.append(Combine(name, lanes, warps, blocks))
     return plan.plus(*lines) if lines else None
+
+
+def _apart(plan: Plan, draft: Draft, name: str, threads: int, groups: int, blocks: int) -> str:
+    """Why the partial states of a reduction, in so many of each, cannot meet; or nothing."""
+    if name not in draft.products:
+        return "warpgroups share no reduction but a product's" if groups > 1 else ""
+    if blocks > 1:
+        return "blocks of a cluster share no steps of a tile"
+    if threads > 1 and name not in plan.all(Product)[-1].sites:
+        return "threads share its reduction, and it stands inside another's steps"
+    if groups > 1 and any(a.teams > 1 for a in plan.all(Agent)):
+        return "warpgroups that wait by themselves share no reduction"
+    return ""
 
 
 @rule(keys=(Plan,))
