@@ -9,7 +9,17 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr
 from terrazzo.ir.node import Node
-from terrazzo.ir.show import header, opaque, show_condition, show_expr, show_inside, show_list, show_term, show_type
+from terrazzo.ir.show import (
+    header,
+    opaque,
+    show_condition,
+    show_conditions,
+    show_expr,
+    show_inside,
+    show_list,
+    show_term,
+    show_type,
+)
 
 
 def show_program(p: k.Program) -> str:
@@ -107,7 +117,7 @@ def statement(s: Node) -> list[str]:
             kind = "unrolled" if s.unrolled else "serial"
             return [f"for {s.axis.name} in {kind}({show_expr(s.axis.extent, _term)}):", *_block(s.body)]
         case k.If():
-            return [f"if {' and '.join(f'{show_expr(e, _term)} >= 0' for e in s.inside)}:", *_block(s.body)]
+            return [f"if {show_conditions(s.inside, _term)}:", *_block(s.body)]
     raise TypeError(f"no text for {type(s).__name__}")
 
 
