@@ -79,7 +79,7 @@ def lower(kernel: l.Kernel, schedule: Schedule, gpu: Gpu) -> k.Kernel:
             for i0 in unrolled(1):
                 in0 = x[block, i0 * 32 + lane]
                 acc0[()] = max(acc0[()], in0)
-            if -lane + 7 >= 0:
+            if lane < 8:
                 in0 = x[block, lane + 32]
                 acc0[()] = max(acc0[()], in0)
             other0 = shuffle(acc0[()], 1)
@@ -92,7 +92,7 @@ def lower(kernel: l.Kernel, schedule: Schedule, gpu: Gpu) -> k.Kernel:
             acc0[()] = max(acc0[()], other3)
             other4 = shuffle(acc0[()], 16)
             acc0[()] = max(acc0[()], other4)
-            if -lane >= 0:
+            if lane == 0:
                 z[block] = acc0[()]
         return (z,)
     """
