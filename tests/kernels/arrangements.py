@@ -31,6 +31,7 @@ class Product:
     swizzle: int = 128
     roles: bool = False
     registers: tuple[int, int] | None = (40, 232)
+    turns: int = 0
     persistent: int = 0
     grouped: int = 0
     cluster: str = ""
@@ -95,10 +96,11 @@ class Product:
             lines.append(f"    persistent({self.persistent}{order})")
         if self.roles:
             shared = int(self.depth[5:6]) if self.depth.startswith("warp(") else 1
-            math = f"warpgroup({self.groups})" if self.on == "wgmma" else f"warp({self.warps[0] * self.warps[1] * shared})"
+            math = f"warpgroup({self.turns or self.groups})" if self.on == "wgmma" else f"warp({self.warps[0] * self.warps[1] * shared})"
             own = self.registers if self.on == "wgmma" and self.groups < 3 else None
             registers = f", registers={own}" if own else ""
-            lines.append(f"    roles(load=warp(1), math={math}{registers})")
+            turns = ", turns=True" if self.turns else ""
+            lines.append(f"    roles(load=warp(1), math={math}{registers}{turns})")
         sites, instruction = self.divided(m, n)
         lines.append(f'    with site("acc0", on="{instruction}"):')
         lines += [f"        {line}" for line in sites]
@@ -240,6 +242,13 @@ WARPGROUPS: dict[str, Product] = {
     "cp.async, two warpgroups": Product(by="cp.async", groups=2, tile=(128, 64, 64)),
     "cp.async, both turned": Product(by="cp.async", x_axes="km", w_axes="kn"),
 }
+TURNS: dict[str, Product] = {
+    "turns": Product(shape=(320, 64, 320), roles=True, persistent=1, turns=2),
+    "turns, staged": Product(shape=(300, 128, 192), roles=True, persistent=2, turns=2, staged=TMA),
+    "turns of three": Product(shape=(256, 128, 192), roles=True, persistent=2, turns=3, registers=None),
+    "turns in a cluster": Product(shape=(512, 128, 192), roles=True, persistent=2, turns=2, cluster="m"),
+    "turns, one tile": Product(shape=(64, 64, 192), roles=True, persistent=1, turns=2),
+}
 WARPS: dict[str, Product] = {
     "mma": Product(**M),
     **{f"mma, ring of {n}": Product(**M | {"ring": n}) for n in (1, 2, 6)},
@@ -295,7 +304,7 @@ ENDS: dict[str, Product] = {
     for way, staged in WAYS.items()
 } | {f"mma, {name}": Product(**M | end | {"staged": PADDED}) for name, end in {"bias": BIAS, "two results": TWO}.items()}
 
-EVERY = WARPGROUPS | WARPS | ELEMENTS | SHARED | ENDS
+EVERY = WARPGROUPS | TURNS | WARPS | ELEMENTS | SHARED | ENDS
 
 BY_HAND: dict[str, Product] = {
     "ring": Product(shape=(128, 256, 512), tile=(128, 256, 64), groups=2, ring=4, roles=True, out="f32"),
@@ -306,6 +315,9 @@ BY_HAND: dict[str, Product] = {
         shape=(512, 256, 320), tile=(128, 256, 64), groups=2, roles=True, cluster="m", staged='by="tma", swizzle=128'
     ),
     "copied": Product(shape=(128, 64, 320), tile=(128, 64, 64), groups=2, ring=4, by="cp.async", out="f32"),
+    "ping_pong": Product(
+        shape=(256, 64, 128), roles=True, persistent=1, turns=2, staged=TMA
+    ),
     "split": Product(
         shape=(128, 32, 256), tile=(64, 32, 128), ring=2, out="f32", depth="warpgroup(2) * reg(4) * inst.k(16)"
     ),

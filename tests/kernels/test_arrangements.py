@@ -80,6 +80,8 @@ def test_a_schedule_of_the_adr_is_right(name: str) -> None:
         (Product(**F90 | {"cluster": "m", "roles": True}), "w: who multicasts must know that slots of other blocks are free"),
         (Product(roles=True, depth="warpgroup(2) * reg(2) * inst.k(16)", groups=2, tile=(128, 64, 64)), "roles give 8 warps to math, and its sites bind 16"),
         (Product(**M | {"depth": "warp(2) * reg(1) * inst.k(16)", "staged": "swizzle=128"}), "y: warps share the steps of acc0, whose sums meet"),
+        (Product(roles=True, turns=2), "roles: warpgroups that take turns multiply a tile each"),
+        (Product(roles=True, turns=2, persistent=1, groups=2, tile=(128, 64, 64)), "roles: warpgroups that take turns"),
         (Product(ring=1), "TMA fills a ring of two slots at least where all warps do everything"),
     ],
 )  # fmt: skip

@@ -109,6 +109,7 @@ ARRANGED = {
     "three warpgroups": Product(
         **ROLES | {"tile": (192, 32, 64)}, shape=(360, 32, 192), groups=3, ring=2, staged="pad=8", persistent=1
     ),
+    "turns": Product(**ROLES, shape=(320, 16, 192), ring=2, persistent=1, turns=2),
     "warpgroups share steps": Product(
         tile=(64, 16, 64), shape=(64, 16, 320), depth="warpgroup(2) * reg(2) * inst.k(16)", persistent=1, batch=2
     ),
