@@ -177,7 +177,12 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         r"`sync\(\)` -> `if t5 == 0:`",
         "only the first step fills a slot, which nobody has used: there are four steps and four slots",
     ),
-    Equivalent(("split product", "copies for wgmma", "warps, staged"), PREDICATE, r"`async_copy\(", "the condition around it says the same of the step"),
+    Equivalent(
+        ("split product", "copies for wgmma", "warps, staged"),
+        PREDICATE,
+        r"`async_copy\(",
+        "the condition around it says the same of the step",
+    ),
     Equivalent(
         ("chain by hand",),
         ("wrong barrier",),

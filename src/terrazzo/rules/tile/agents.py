@@ -28,7 +28,8 @@ def assign_warps(plan: Plan, draft: Draft) -> Plan | None:
         return plan.plus(Agent(EVERYONE, 0, count))
     asked = {name: _warps(draft, name, options.get(name)) for name in (LOAD, MATH)}
     turns = options.get("turns", False) is True
-    if turns and (count != WARPS_IN_A_GROUP or not groups or asked[MATH] % count or not schedule.directive("persistent")):
+    alone = groups and count == WARPS_IN_A_GROUP and asked[MATH] % count == 0
+    if turns and not (alone and schedule.directive("persistent")):
         raise draft.fail("roles: warpgroups that take turns multiply a tile each, of those a persistent block walks")
     if asked[MATH] != count and not turns:
         raise draft.fail(f"roles give {asked[MATH]} warps to {MATH}, and its sites bind {count}")

@@ -126,7 +126,7 @@ class Bindings:
         return next((s for name in names for s in self.schedule.sites if name in s.names), None)
 
     def divided(self, axis: str, site: Site | None) -> Site | None:
-        """The site that divides a block's part of an axis: this one, or, where it says nothing, that of the products."""
+        """The site that divides a block's part of an axis: this one, or that of the products where it says nothing."""
         if any(f.level == "block" and f.size > 1 for f in self.schedule.binding(site, axis)):
             for p in reversed(self.plan.all(Product)):
                 if (found := self.site(p.sites)) is not None and axis in dict(found.axes):
