@@ -65,7 +65,7 @@ PASSES = (
          lambda p, log, o, lost: store_as_read(narrow(p, log), log)),
     Pass("relax", "loop", "loop", "what is rounded to 16 bits at once is computed no more exactly than that asks for",
          lambda p, log, o, lost: relax(p, log)),
-    Pass("schedule", "loop", "tile", "every kernel gets a schedule: the user's, or the best by the model of the machine",
+    Pass("schedule", "loop", "tile", "every kernel gets a schedule: the user's, or the best by the machine's model",
          lambda p, log, o, lost: schedule(p, machine(o), log, pinned(o), _texts(o), lost)),
     Pass("derive", "tile", "kernel", "what follows from a schedule: places, copies, barriers, who does what",
          lambda p, log, o, lost: derive(p, machine(o), log, _texts(o))),

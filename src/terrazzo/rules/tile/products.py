@@ -44,14 +44,21 @@ def place_products(plan: Plan, draft: Draft) -> Plan | None:
         if instruction is not None:
             _fits(draft, site, instruction, [draft.products[x] for x in together], m)
         a, b = _sources(draft, site, instruction, draft.products[together[0]], m)
-        lines.append(Product(tuple(together), site.instruction or FMA.name, agent, (), axis_name(m), axis_name(n), a, b))
+        lines.append(
+            Product(tuple(together), site.instruction or FMA.name, agent, (), axis_name(m), axis_name(n), a, b)
+        )
         read += draft.read(site, "on")
     left = [x for x in draft.names if x not in done and draft.tiled and isinstance(draft.names[x], l.Reduce)]
-    need(not any(draft.site(x) for x in left), "a block is divided among threads for contractions over the same axes only")
+    need(
+        not any(draft.site(x) for x in left),
+        "a block is divided among threads for contractions over the same axes only",
+    )
     return plan.plus(*lines, read=read)
 
 
-def _rows_and_columns(draft: Draft, site: Site, products: list[Contraction], instruction: Matrix | None) -> tuple[Any, Any]:
+def _rows_and_columns(
+    draft: Draft, site: Site, products: list[Contraction], instruction: Matrix | None
+) -> tuple[Any, Any]:
     """The axes of an instruction's rows and columns; on CUDA cores the first of the tile's axes and the last."""
     free = [*draft.kernel.axes, *(a for c in draft.products.values() for a in c.reduce.axes)]
     if instruction is None:
@@ -64,7 +71,10 @@ def _rows_and_columns(draft: Draft, site: Site, products: list[Contraction], ins
     m, n = found
     for c in products:
         pairs = [f for f in c.factors if m in f.free]
-        need(len(pairs) == 1 and n not in pairs[0].free, f"{axis_name(m)} and {axis_name(n)} do not belong to one factor each")
+        need(
+            len(pairs) == 1 and n not in pairs[0].free,
+            f"{axis_name(m)} and {axis_name(n)} do not belong to one factor each",
+        )
     need(len(products[0].reduce.axes) == 1, "a contraction over several axes is on no matrix instruction yet")
     return m, n
 
@@ -96,7 +106,11 @@ def _sources(draft: Draft, site: Site, instruction: Matrix | None, c: Contractio
             sources.append("values")
             continue
         need(
-            any(loader(fragment.layout, draft.gpu.number, x) for x in ("m", "n", "k") if x in dict(fragment.layout.extents)),
+            any(
+                loader(fragment.layout, draft.gpu.number, x)
+                for x in ("m", "n", "k")
+                if x in dict(fragment.layout.extents)
+            ),
             f"{site.names[0]}: no load brings the fragments of {instruction.name} from shared memory",
         )
         sources.append("ldmatrix")

@@ -108,7 +108,7 @@ class Multiply:
         else:
             self._warps(group, group.instruction)
 
-    # -- CUDA cores -----------------------------------------------------------------------------------------------------
+    # -- CUDA cores ----------------------------------------------------------------------------------------------------
 
     def _elements(self, group: Group) -> None:
         """Outer products: fragments of both operands, then every product of theirs."""
@@ -167,7 +167,7 @@ class Multiply:
         self.builder.loops([*((d.variable, True) for d in order[:-1]), (v, True)], partial(self.builder.add, move))
         return l.Load(place, index)
 
-    # -- instructions of a warp -----------------------------------------------------------------------------------------
+    # -- instructions of a warp ----------------------------------------------------------------------------------------
 
     def _warps(self, group: Group, instruction: MatrixInstruction) -> None:
         """Fragments by ldmatrix, products by a matrix instruction."""
@@ -191,9 +191,7 @@ class Multiply:
                 a, b = group.factors(c)
                 (left, i), (right, j) = loaded[operand(a)], loaded[operand(b)]
                 order = (*i, *j) if fragment.axes[0] is group.m else (*j, *i)
-                product = k.Multiply(
-                    instruction.name, fragment.place, (*order, 0), left, (*i, 0), right, (*j, 0)
-                )
+                product = k.Multiply(instruction.name, fragment.place, (*order, 0), left, (*i, 0), right, (*j, 0))
                 self.builder.loops([(v, True) for v in (*j, *i)], partial(self.builder.add, product))
 
         self.builder.loops([(kk, True)], body)
@@ -231,7 +229,7 @@ class Multiply:
         self.builder.loops([(v, True) for v in loops], partial(self.builder.add, load))
         return place, tuple(variables)
 
-    # -- instructions of a warpgroup ------------------------------------------------------------------------------------
+    # -- instructions of a warpgroup -----------------------------------------------------------------------------------
 
     def _warpgroups(self, group: Group, instruction: WarpgroupInstruction) -> None:
         """Products straight from the slabs, or with values in registers as the first factor; they are on their way."""
@@ -300,5 +298,3 @@ def spread(images: Sequence[int]) -> IntExpr:
         total = total + k.LANE // (1 << bit) % (1 << end - bit) * images[bit]
         bit = end
     return total
-
-

@@ -127,7 +127,7 @@ class Pipeline:
         """The axes that a site's contractions reduce over."""
         return next(c.reduce.axes for name, c in self.draft.products.items() if name in site.names)
 
-    # -- who does what --------------------------------------------------------------------------------------------------
+    # -- who does what -------------------------------------------------------------------------------------------------
 
     def load(self) -> None:
         """What an agent does that only loads: one thread asks for boxes as soon as slots are free."""
@@ -200,7 +200,7 @@ class Pipeline:
             if ring.over:
                 {"ld": self.alternate, "cp.async": self.groups, "tma": self.boxes}[ring.by](ring)
 
-    # -- slots ----------------------------------------------------------------------------------------------------------
+    # -- slots ---------------------------------------------------------------------------------------------------------
 
     def of(self, ring: Ring) -> list[Slab]:
         """The slabs of a ring."""
@@ -231,7 +231,7 @@ class Pipeline:
         ranks: Sequence[IntExpr | None] = range(shared) if shared > 1 else (None,)
         self.builder.where(first, lambda: self.builder.add(*(k.Arrive(empty, slot, rank) for rank in ranks)))
 
-    # -- all warps load -------------------------------------------------------------------------------------------------
+    # -- all warps load ------------------------------------------------------------------------------------------------
 
     def bring(self, ring: Ring) -> None:
         """What is held for a tile, before its steps."""
@@ -338,7 +338,7 @@ class Pipeline:
             self.product(p, t, self.values(p, t), slots)
             self.settle(p, 0)
 
-    # -- products -------------------------------------------------------------------------------------------------------
+    # -- products ------------------------------------------------------------------------------------------------------
 
     def outermost(self, p: Product) -> bool:
         """Whether a product's sums are those of the tile, and not of a step."""
@@ -420,5 +420,3 @@ class Pipeline:
         at = fragment.index(digits)
         self.builder.loops(loops, lambda: self.builder.add(l.Store(place, at, self.copies.computed(term, dict(env)))))
         return {term: place}
-
-
