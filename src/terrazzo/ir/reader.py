@@ -146,9 +146,7 @@ class Reader:
             self.fail(x, "a dimension cannot be negative")
         return found
 
-    def operator(
-        self, where: ast.AST, name: Any, args: Any, kwargs: Any, declared: Any, strided: bool = False
-    ) -> None:
+    def operator(self, where: ast.AST, name: Any, args: Any, kwargs: Any, declared: Any, strided: bool = False) -> None:
         """Fail unless a text may call this operator of PyTorch, and the call gives what is declared."""
         from terrazzo.ir import operators
 

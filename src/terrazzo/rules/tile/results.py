@@ -59,7 +59,10 @@ def _gathered(plan: Plan, draft: Draft, site: Site, s: l.Store, agent: str) -> R
     swizzle, pad, by = options.get("swizzle", 0), options.get("pad", 0), options.get("by", "ld")
     width = length // math.prod(f.size for f in times) if times else swizzle // size if swizzle else length
     need(length % width == 0 and width % 8 == 0, f"{name}: {length} columns are no subtiles of {width}")
-    need(not swizzle or width * size == swizzle, f"{name}: a subtile is {width * size} bytes wide, and the swizzle {swizzle}")
+    need(
+        not swizzle or width * size == swizzle,
+        f"{name}: a subtile is {width * size} bytes wide, and the swizzle {swizzle}",
+    )
     need(by in ("ld", "tma"), f"{name} leaves by ld or by tma, not by {by}")
     need(by == "ld" or draft.gpu.number >= 90, f"{name}: there is no TMA on {draft.gpu.arch}")
     need(by == "ld" or not pad, f"{name}: TMA leaves no room between rows")

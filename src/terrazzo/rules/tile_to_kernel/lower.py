@@ -30,7 +30,9 @@ from terrazzo.rules.tile_to_kernel.scope import Scope
 from terrazzo.rules.tile_to_kernel.walk import Walker
 
 
-def program(scheduled: tile.Program, gpu: Gpu, log: Log | None = None, show: Callable[[Any], str] | None = None) -> k.Program:
+def program(
+    scheduled: tile.Program, gpu: Gpu, log: Log | None = None, show: Callable[[Any], str] | None = None
+) -> k.Program:
     """Every kernel by its schedule. UserError where one asks for more than the machine has."""
     schedules = dict(scheduled.schedules)
     p = scheduled.loop
@@ -135,7 +137,13 @@ class _Team:
     """What one team of an agent does."""
 
     def __init__(
-        self, draft: Draft, plan: Plan, builder: Builder, bindings: Bindings, memory: Memory, places: dict[str, k.Shared]
+        self,
+        draft: Draft,
+        plan: Plan,
+        builder: Builder,
+        bindings: Bindings,
+        memory: Memory,
+        places: dict[str, k.Shared],
     ) -> None:
         self.draft, self.plan, self.builder, self.bindings = draft, plan, builder, bindings
         self.memory, self.places = memory, places
@@ -191,7 +199,9 @@ class _Team:
             for line in self.plan.all(Result):
                 if line.slab and line.store not in self.places:
                     store = next(s for s in self.draft.kernel.stores if s.buffer.name == line.store)
-                    self.places[line.store] = result_place(self.builder, line, store, self.bindings.groups, fragments[last])
+                    self.places[line.store] = result_place(
+                        self.builder, line, store, self.bindings.groups, fragments[last]
+                    )
         walker = Walker(self.draft.kernel, self.plan, self.builder, self.bindings, fragments, self.places)
         walker.statements(n.nest(self.draft.kernel), Scope())
 
