@@ -40,7 +40,7 @@ VALUES = (
     *("torch.zeros_like({})", "{}.softmax(-1)", "{}.cumsum(0)", "torch.ones(4, 6)", "{}.flip(0)", "{}.mean()", "torch.where({} > 3, {}, 0)"),
 )  # fmt: skip
 WRITES = (
-    *("{}.add_(1)", "{}.mul_(2)", "{}.zero_()", "{}[0] = 3", "{}[..., 0] = 5", "{}.copy_({})", "{} += {}", "{}.fill_(7)", "{}.t_()"),
+    *("{}.add_(1)", "{}.mul_(2)", "{}.zero_()", "{}[0] = 3", "{}[..., 0] = 5", "{}.copy_({}.clone())", "{} += {}", "{}.fill_(7)", "{}.t_()"),
     *("{}[1:].mul_({}[1:])", "{}.clamp_(max=4)", "{}.unsqueeze_(0)", "{}.index_fill_(0, torch.tensor([0]), 2)"),
     *("{}.data.add_(1)", "{}.detach().mul_(3)", "{}.masked_fill_({} > 2, 1)", "{}.set_({})", "{}.squeeze_()"),
 )  # fmt: skip
