@@ -27,7 +27,9 @@ def test_inputs_are_changed(target: str, tmp_path: Path) -> None:
         y.copy_(x)
         return x, x[1], y * 2, y
 
-    made = lambda: (torch.arange(6.0).reshape(2, 3), torch.ones(2, 3))  # noqa: E731
+    def made() -> Any:
+        return torch.arange(6.0).reshape(2, 3), torch.ones(2, 3)
+
     fast = terrazzo.compile(f, *made(), options={"target": target, "cache_dir": tmp_path})
     assert torch.equal(torch.ones(2, 3), made()[1])
     for _ in range(2):
@@ -138,7 +140,11 @@ X = torch.ones(3, 4)
         (expands, (X,), "aten.zero_.default writes to a tensor that has one element at several places"),
         (resized, (X,), "aten.add.out: results are not written to `out`; use out.copy_(...)"),
         (sets, (X,), "aten.set_.source_Tensor gives a tensor other memory; use another tensor instead"),
-        (adds, (X[:, ::2],), "changes an input of shape [3, 2] and strides [4, 2] in place, which works for one without gaps"),
+        (
+            adds,
+            (X[:, ::2],),
+            "changes an input of shape [3, 2] and strides [4, 2] in place, which works for one without gaps",
+        ),
         (adds_both, (X, X[0]), "x is changed in place and shares memory with y; give one of them as a clone"),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
@@ -157,7 +163,9 @@ def test_inputs_that_begin_to_share_memory_are_refused() -> None:
 
 
 def test_what_is_no_tensor_is_compared() -> None:
-    fast = terrazzo.compile(lambda x, n, flag=True: x * n if flag else x, torch.ones(3), 2, flag=True, options=INTERPRETER)
+    fast = terrazzo.compile(
+        lambda x, n, flag=True: x * n if flag else x, torch.ones(3), 2, flag=True, options=INTERPRETER
+    )
     assert fast(torch.ones(3), 2, flag=True).tolist() == [2, 2, 2]
     for args, flag, message in (
         ((torch.ones(3), 3), True, "argument n: compiled for 2, got 3. What is no tensor is fixed when it is compiled"),
@@ -198,11 +206,32 @@ def test_copies(target: str, tmp_path: Path) -> None:
 
 def test_pickling_is_refused() -> None:
     fast = terrazzo.compile(torch.relu, torch.ones(3), options=INTERPRETER)
-    with pytest.raises(UserError, match="a compiled call cannot be pickled.* Pickle the model and compile it where"):
+    with pytest.raises(UserError, match=r"a compiled call cannot be pickled.* Pickle the model and compile it where"):
         pickle.dumps(fast)
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no mkldnn")
 def test_mkldnn_tensors_are_a_limitation() -> None:
-    with pytest.raises(Limitation, match=r"tensors of layout torch._mkldnn are not supported; torch.compile gives them"):
+    with pytest.raises(
+        Limitation, match=r"tensors of layout torch._mkldnn are not supported; torch.compile gives them"
+    ):
         terrazzo.compile(torch.relu, torch.ones(3).to_mkldnn())
+
+
+@pytest.mark.parametrize(
+    ("code", "results"),
+    [
+        ("m = nn.BatchNorm1d(3).train()\nm(torch.randn(4, 3))", 4),
+        ("m = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).train()\nm(torch.randn(4, 3))", 4),
+        ("m = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))\nm[1].train()\nm(torch.randn(4, 3))", 4),
+        ("b = nn.BatchNorm1d(3).train()\nm = nn.Sequential(b, nn.ReLU())\nm(torch.randn(4, 3))", 4),
+        ("m = nn.BatchNorm1d(3)\nm(torch.randn(4, 3))", 1),
+        ("x = torch.ones(3)\nx.add_(1)\nx * 2", 2),
+    ],
+)
+def test_code_keeps_its_mode(code: str, results: int) -> None:
+    """`-c`: modules are in evaluation mode unless the code says otherwise; new values of what changes are results."""
+    from terrazzo.front import code as front
+    from terrazzo.front.capture import capture
+
+    assert len(capture(*front.load(code)).program.results) == results

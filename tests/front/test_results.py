@@ -48,7 +48,14 @@ def conjugate(x: Any) -> Any:
     return y, y.conj(), y.real
 
 
-PROGRAMS = (broken, cache_window, given_window, both, of_inputs, conjugate)
+def turned_in_place(x: Any) -> Any:
+    y = (x * 2)[:, :2].reshape(-1, 4)
+    torch._dynamo.graph_break()
+    y.t_()
+    return y, x
+
+
+PROGRAMS = (turned_in_place, broken, cache_window, given_window, both, of_inputs, conjugate)
 
 
 def outcome(f: Callable[..., Any], leaf: Any) -> Any:
@@ -94,7 +101,11 @@ def test_inputs_that_begin_to_share_memory() -> None:
 
     torch._dynamo.reset()
     fast = torch.compile(f, backend="terrazzo", dynamic=True, options={"target": "interpreter"})
-    for make in (lambda: (torch.ones(6), torch.ones(6)), lambda: (x := torch.ones(6), x[:]), lambda: (torch.ones(6),) * 2):
+    for make in (
+        lambda: (torch.ones(6), torch.ones(6)),
+        lambda: (x := torch.ones(6), x[:]),
+        lambda: (torch.ones(6),) * 2,
+    ):
         torch.testing.assert_close(fast(*make()), f(*make()))
 
 
@@ -102,7 +113,9 @@ def test_gradients_are_tensors_of_their_own() -> None:
     """Two gradients of one value must not be one memory, or a step of an optimizer changes both."""
     torch._dynamo.reset()
     a, b = torch.ones(4, requires_grad=True), torch.ones(2, 2, requires_grad=True)
-    fast = torch.compile(lambda a, b: ((a + b.view(-1)) * 3).sum(), backend="terrazzo", options={"target": "interpreter"})
+    fast = torch.compile(
+        lambda a, b: ((a + b.view(-1)) * 3).sum(), backend="terrazzo", options={"target": "interpreter"}
+    )
     fast(a, b).backward()
     a.grad.zero_()
     assert b.grad.tolist() == [[3, 3], [3, 3]]

@@ -24,7 +24,6 @@ from terrazzo.front.fx import from_graph
 from terrazzo.front.results import Result, Results, arrange, storage, view
 from terrazzo.ir.program import Program
 
-
 TENSOR = object()
 """Stands for a tensor among the arguments of a call."""
 
@@ -36,7 +35,7 @@ class Captured:
     `inputs` are the names of the inputs that vary from call to call, in order: those of `state`, tensors of the module
     that the call changes in place, and then the tensors among the arguments. `changed` says which of the inputs the
     call changes; their new values are the program's last results. `arguments` and `structure` are the trees that the
-    arguments and the results come in, `leaves` the arguments with `TENSOR` for a tensor, and `names` what they are called.
+    arguments and the results come in, `leaves` the arguments with `TENSOR` for a tensor, `names` what they are called.
     """
 
     program: Program
@@ -93,7 +92,7 @@ def capture(
     structure: list[Any] = []
     known: list[Result | None] = []
 
-    def call(tensors: list[Any]) -> list[Any]:
+    def call(tensors: list[Any]) -> Any:
         weights = dict(zip(state, tensors, strict=False))
         leaves = list(flat)
         for k, v in zip(varying, tensors[len(state) :], strict=True):
@@ -105,7 +104,8 @@ def capture(
         if any(not isinstance(x, torch.Tensor) for x in found):
             kinds = sorted({type(x).__name__ for x in found if not isinstance(x, torch.Tensor)})
             raise UserError(
-                f"the results must be tensors; found {', '.join(kinds)}. Wrap the call in a function that returns tensors"
+                f"the results must be tensors; found {', '.join(kinds)}. "
+                "Wrap the call in a function that returns tensors"
             )
         structure.append(tree)
         known[:] = [_known(k, found, tensors) for k in range(len(found))] if views else []
@@ -116,7 +116,9 @@ def capture(
     labels = _labels(list(state), [names[k] for k in varying])
     for label, t in zip(labels, tensors, strict=True):
         if t.layout is not torch.strided:
-            raise Limitation(f"{label}: tensors of layout {t.layout} are not supported; torch.compile gives them to PyTorch")
+            raise Limitation(
+                f"{label}: tensors of layout {t.layout} are not supported; torch.compile gives them to PyTorch"
+            )
     gm, changed = trace(call, [t.detach() for t in tensors])
     _refuse_aliases(changed, tensors, labels)
     output = next(n for n in gm.graph.nodes if n.op == "output")
@@ -180,8 +182,8 @@ def _refuse_aliases(changed: Sequence[int], tensors: Sequence[Any], labels: Sequ
         for other, t in enumerate(tensors):
             if other != k and shares_memory(tensors[k], t):
                 raise UserError(
-                    f"{labels[k]} is changed in place and shares memory with {labels[other]}; give one of them as a clone, "
-                    'or use torch.compile(..., backend="terrazzo")'
+                    f"{labels[k]} is changed in place and shares memory with {labels[other]}; give one of them as a "
+                    'clone, or use torch.compile(..., backend="terrazzo")'
                 )
 
 
@@ -201,7 +203,7 @@ def _said_to_be_traced() -> Iterator[None]:
             setattr(torch.compiler, n, value)
 
 
-def trace(fn: Callable[[list[Any]], list[Any]], tensors: Sequence[Any]) -> tuple[Any, list[int]]:
+def trace(fn: Callable[[list[Any]], Any], tensors: Sequence[Any]) -> tuple[Any, list[int]]:
     """The functional ATen graph of `fn(tensors)`, decomposed, and which of the tensors it changes in place: their new
     values are the graph's last results.
     """
@@ -253,15 +255,16 @@ def _changed(given: Sequence[Any], tensors: Sequence[Any]) -> list[int]:
         moved = torch._functionalize_has_metadata_mutation(t.elem) or torch._functionalize_was_storage_changed(t.elem)
         if moved or t.shape != before.shape or value.shape != before.shape:
             raise UserError(
-                f"the call gives one of its inputs, of shape {list(before.shape)}, another shape or other memory in place "
-                '(t_(), resize_(), .data = ...); return the new tensor instead, or use torch.compile(..., backend="terrazzo")'
+                f"the call gives one of its inputs, of shape {list(before.shape)}, another shape or other memory in "
+                "place (t_(), resize_(), .data = ...); return the new tensor instead, or use torch.compile(..., "
+                'backend="terrazzo")'
             )
         if not torch._functionalize_has_data_mutation(t.elem):
             continue
         if value.stride() != before.stride():  # the trace went on with a tensor that has no gaps
             raise UserError(
-                f"the call changes an input of shape {list(before.shape)} and strides {list(before.stride())} in place, which "
-                'works for one without gaps; give a contiguous one, or use torch.compile(..., backend="terrazzo")'
+                f"the call changes an input of shape {list(before.shape)} and strides {list(before.stride())} in "
+                'place, which works for one without gaps; give a contiguous one, or use torch.compile(..., backend="terrazzo")'
             )
         changed.append(k)
     return changed

@@ -127,9 +127,10 @@ def _overlaps(args: Sequence[Any]) -> tuple[tuple[int, int], ...]:
     first: dict[int, int] = {}
     found = []
     for k, a in enumerate(args):
-        if isinstance(a, torch.Tensor) and (address := a.untyped_storage().data_ptr()):
-            if (earlier := first.setdefault(address, k)) != k:
-                found.append((earlier, a.storage_offset() - args[earlier].storage_offset()))
+        address = a.untyped_storage().data_ptr() if isinstance(a, torch.Tensor) else 0
+        earlier = first.setdefault(address, k) if address else k
+        if earlier != k:
+            found.append((earlier, a.storage_offset() - args[earlier].storage_offset()))
     return tuple(found)
 
 

@@ -154,7 +154,7 @@ def view(value: Any, base: Any, *, tracked: bool = True) -> View:
     """How a tensor looks at the memory of another; Limitation where that cannot be said."""
     start = value.storage_offset() * value.itemsize - base.storage_offset() * base.itemsize
     end = start + value.itemsize * _span(value.shape, value.stride())
-    inside = 0 <= start and end <= base.itemsize * _span(base.shape, base.stride()) or not value.numel()
+    inside = (start >= 0 and end <= base.itemsize * _span(base.shape, base.stride())) or not value.numel()
     if not inside or storage(value) != storage(base) or start % value.itemsize or base.is_conj() or base.is_neg():
         raise Limitation("a result lies in the memory of another tensor, and not within what the program knows of it")
     return View(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from terrazzo.errors import CompilerBug, IndexOutOfRange, UserError
+from terrazzo.errors import CompilerBug, IndexOutOfRange
 from terrazzo.hw.transfer import SHUFFLE, VOTE
 from terrazzo.interp.kernel import copies, products
 from terrazzo.interp.kernel.barriers import Wait
