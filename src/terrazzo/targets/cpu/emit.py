@@ -3,7 +3,8 @@
     extern "C" int NAME(void** buffers, int threads)
 
 `buffers` are the data pointers of `kernel.reads`, then of `kernel.writes`. The function returns 0, or has bit 0 set if
-an index that came from data was outside its dimension, and bit 1 if a whole number was divided by zero. The text follows the loop nest; products are blocked (see blocked.py).
+an index that came from data was outside its dimension, and bit 1 if a whole number was divided by zero. The text
+follows the loop nest; products are blocked (see blocked.py).
 """
 
 from __future__ import annotations
