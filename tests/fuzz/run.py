@@ -1,5 +1,5 @@
-"""`make fuzz N=2000 SEED=7 KIND=programs`: so many random programs, schedules and texts, the same ones for the same
-seed.
+"""`make fuzz N=2000 SEED=7 KIND=programs`: so many random programs, schedules, texts and
+functions that write to views, the same ones for the same seed.
 
 What fails is made as small as it gets, and printed with the command that finds it again.
 """
