@@ -121,6 +121,8 @@ class KernelReader(LoopReader):
             case ast.For(
                 target=ast.Name(id=name), iter=ast.Call(func=ast.Name(id="serial" | "unrolled" as kind), args=[extent])
             ):
+                if isinstance(scope.values.get(name), Expr):
+                    self.fail(s, f"{name} is already a variable")
                 axis = Var(name, self.natural(extent))
                 inner = scope.inner()
                 inner.values[name] = axis
