@@ -379,6 +379,11 @@ HOSTILE = {
         "        for t0 in serial(8):\n            for t0 in serial(8):\n                y[t0] = x[t0]\n    return (y,)\n",
         "line 5, column 13: t0 is already a variable",
     ),
+    "registers with gaps between them": (
+        "@kernel\ndef f(x: f32[8]):\n    with launch('k', _grid=1, _warps=1, _resident=1, _reads=[x], y=f32[8]):\n"
+        "        a = registers(f32[4] @ (8,))\n        a[3] = x[0]\n    return (y,)\n",
+        "line 4, column 23: registers lie one behind the other, without strides",
+    ),
     "a loop called as the number of a thread": (
         "@kernel\ndef f(x: f32[8]):\n    with launch('k', _grid=1, _warps=1, _resident=1, _reads=[x], y=f32[8]):\n"
         "        for block in serial(8):\n            y[block] = x[block]\n    return (y,)\n",
@@ -434,3 +439,4 @@ def test_a_text_with_strides_runs(terrazzo: Terrazzo, tmp_path: Path, strides: s
         "            for a1 in free(8):\n                y[a0, a1] = neg(x[a0, a1])\n    return (y,)\n"
     )
     assert "check: ok" in terrazzo("run", "--check", "--from", "loop", str(file)).stdout
+    assert "ok: no rule" in terrazzo("check", "--from", "loop", str(file)).stdout

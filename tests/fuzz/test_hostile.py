@@ -61,7 +61,7 @@ def test_nothing_is_found() -> None:
 def test_the_sanitizer_finds_what_the_verifier_refuses(trusting: Victim, before: str, after: str) -> None:
     """In inputs, in results and between temporaries; and the text is refused, with its place, where it is looked at."""
     assert before in LOOP
-    with pytest.raises(Crashed, match="heap-buffer-overflow|use-after-poison|SEGV|unknown-crash"):
+    with pytest.raises(Crashed, match=r"heap-buffer-overflow|use-after-poison|SEGV|unknown-crash"):
         trusting.run(LOOP.replace(before, after), run_words("loop"))
 
 

@@ -221,19 +221,19 @@ class Reader:
 
     def guarded(self, x: ast.AST, scope: Scope) -> tuple[ast.Subscript, tuple[IntExpr, ...]]:
         """`x[...]` or `x[...] if a >= 0 and b >= 0 else 0`: the subscript and the guards."""
-        inside: tuple[IntExpr, ...] = ()
+        inside: list[IntExpr] = []
         if isinstance(x, ast.IfExp):
             tests = x.test.values if isinstance(x.test, ast.BoolOp) and isinstance(x.test.op, ast.And) else [x.test]
             for test in tests:
                 match test:
                     case ast.Compare(left=e, ops=[ast.GtE()], comparators=[ast.Constant(value=0)]):
-                        inside += (self.expr(e, scope),)
+                        inside.append(self.expr(e, scope))
                     case _:
                         self.fail(test, "a guard is `expression >= 0`")
             x = x.body
         if not isinstance(x, ast.Subscript):
             self.fail(x, "expected an element, such as x[i0, i1]")
-        return x, inside
+        return x, tuple(inside)
 
     def call(self, x: ast.Call, args: list[ast.expr], scope: Scope) -> tuple[Any, Any, int]:
         order, kwargs = 0, []
