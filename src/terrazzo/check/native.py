@@ -43,7 +43,7 @@ def native(options: Options) -> Native | None:
         written = tuple(dict.fromkeys(kernel.writes))
         alone = l.Program(kernel.name, inputs, (kernel,), written)
         compiled = compile_program(tile.Program(alone, ((0, schedule),)) if schedule else alone, {}, quiet, device)
-        found = compiled([Expected(slot_of(b), device).empty().copy_(from_numpy(memory[b])) for b in inputs])
+        found = compiled([Expected(slot_of(b), device).holding(from_numpy(memory[b])) for b in inputs])
         return {b: to_numpy(x) for b, x in zip(written, found, strict=True)}
 
     return run
