@@ -58,7 +58,7 @@ def test_a_dump_goes_on_from_every_stage(terrazzo: Terrazzo, tmp_path: Path) -> 
 
 def test_a_pinned_schedule(terrazzo: Terrazzo, tmp_path: Path) -> None:
     chosen = terrazzo("compile", "-c", SOFTMAX, "--ir", "tile", *GPU).stdout
-    text = chosen[chosen.index("with schedule") :]
+    text = chosen[chosen.index("with schedule") : chosen.index("with plan")]
     warps = re.search(r"_warps=(\d+)", terrazzo("compile", "-c", SOFTMAX, "--ir", "kernel", *GPU).stdout)
     assert warps and warps[1] != "4"
     file = tmp_path / "mine.txt"
@@ -95,7 +95,7 @@ def test_a_schedule_that_cannot_be(terrazzo: Terrazzo, tmp_path: Path, text: str
 
 def test_a_summary_has_the_passes_and_the_text(terrazzo: Terrazzo) -> None:
     told = json.loads(terrazzo("compile", "-c", SOFTMAX, "--ir", "kernel", "--json", *GPU).stdout)
-    assert [p["name"] for p in told["passes"]][-2:] == ["schedule", "derive"]
+    assert [p["name"] for p in told["passes"]][-3:] == ["schedule", "plan", "derive"]
     assert told["kernels"] == [{"name": "_softmax", "reads": told["kernels"][0]["reads"], "writes": ["_softmax"]}]
     assert told["text"][0]["text"].startswith("with launch('_softmax'")
 

@@ -19,6 +19,7 @@ from terrazzo.ir.monoid import monoid
 from terrazzo.ir.node import Node
 from terrazzo.ir.parse_kernel import KernelReader
 from terrazzo.ir.parse_loop import LoopReader
+from terrazzo.ir.parse_plan import PlanReader
 from terrazzo.ir.program import Input, Program
 from terrazzo.ir.reader import Reader, Scope, dotted, elements, empty, located, python_tree
 from terrazzo.ir.schedule import ScheduleReader
@@ -90,18 +91,24 @@ def _module(
         return kernel.Program(f.name, tuple(inputs), found_steps, reader.results(body[-1], scope, l.Buffer))
     if kind in ("loop", "tile"):
         loops, schedules = LoopReader(text, filename, comments), ScheduleReader(text, filename, comments)
+        completed = PlanReader(text, filename, comments)
         steps: list[Any] = []
         found: dict[int, Any] = {}
+        plans: dict[int, Any] = {}
         for s in body[:-1]:
             if kind == "tile" and schedules.starts(s):
                 if not steps or not isinstance(steps[-1], l.Kernel) or len(steps) - 1 in found:
                     reader.fail(s, "a schedule stands below the kernel it is one of")
                 found[len(steps) - 1] = schedules.schedule(s)
                 reader.build(s, tile.fit, found[len(steps) - 1], steps[-1])
+            elif kind == "tile" and completed.starts(s):
+                if len(steps) - 1 not in found or len(steps) - 1 in plans:
+                    reader.fail(s, "a plan stands below the schedule that it completes")
+                plans[len(steps) - 1] = completed.plan(s, found[len(steps) - 1])
             else:
                 steps.append(loops.step(s, scope))
         program = l.Program(f.name, tuple(inputs), tuple(steps), reader.results(body[-1], scope, l.Buffer))
-        return program if kind == "loop" else tile.Program(program, tuple(found.items()))
+        return program if kind == "loop" else tile.Program(program, tuple(found.items()), tuple(plans.items()))
     names: dict[Node, str] = {i: i.name for i in inputs}
     sources: dict[str, str] = {}
     values = GraphReader(text, filename, comments)

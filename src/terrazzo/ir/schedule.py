@@ -321,12 +321,16 @@ def parse_schedule(text: str, filename: str = "<schedule>") -> Schedule:
 
 def parse_schedules(text: str, filename: str = "<schedule>") -> list[Schedule]:
     """The schedules a text means, one after the other."""
+    reader = ScheduleReader(text, filename, {})
+    return [reader.schedule(s) for s in statements(text, filename)]
+
+
+def statements(text: str, filename: str) -> list[ast.stmt]:
+    """The statements of a text of schedules; UserError where it is no Python."""
     try:
-        tree = python_tree(text, filename)
+        return python_tree(text, filename).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
         raise UserError(f"{filename}: not readable as a schedule: {e}") from None
-    reader = ScheduleReader(text, filename, {})
-    return [reader.schedule(s) for s in tree.body]
 
 
 class ScheduleReader(Reader):

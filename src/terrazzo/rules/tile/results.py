@@ -67,26 +67,34 @@ def meet(plan: Plan, draft: Draft) -> Plan | None:
     """A reduction's partial states are where its axes are: lanes, warps, blocks of a cluster. There they meet."""
     if plan.all(Combine):
         return None
-    lines = []
-    for name, r in draft.names.items():
-        if not isinstance(r, l.Reduce):
-            continue
-        factors = [f for a in r.axes for f in draft.binding(a, draft.site(name))]
-        lanes, warps, blocks = (math.prod(f.size for f in factors if f.level == x) for x in ("lane", "warp", "cluster"))
-        need(not any(f.level == "warpgroup" for f in factors), f"{name}: warpgroups do not share a reduction yet")
-        if max(lanes, warps, blocks) > 1:
-            lines.append(Combine(name, lanes, warps, blocks))
+    lines = [line for name in draft.names if (line := combination(draft, name))]
     return plan.plus(*lines) if lines else None
+
+
+def combination(draft: Draft, name: str) -> Combine | None:
+    """Where the partial states of a reduction are; None where every one is whole."""
+    r = draft.names[name]
+    if not isinstance(r, l.Reduce):
+        return None
+    factors = [f for a in r.axes for f in draft.binding(a, draft.site(name))]
+    lanes, warps, blocks = (math.prod(f.size for f in factors if f.level == x) for x in ("lane", "warp", "cluster"))
+    need(not any(f.level == "warpgroup" for f in factors), f"{name}: warpgroups do not share a reduction yet")
+    return Combine(name, lanes, warps, blocks) if max(lanes, warps, blocks) > 1 else None
 
 
 @rule(keys=(Plan,))
 def keep_in_registers(plan: Plan, draft: Draft) -> Plan | None:
     """`x = reg()`: what is loaded or computed once stays until it is wanted again."""
-    known = {b.name for b in draft.kernel.reads} | set(draft.names)
-    names = [name for name, operand in draft.schedule.operands if operand.place == "reg" and name in known]
+    names = kept(draft)
     if plan.all(Keep) or not names:
         return None
     return plan.plus(*map(Keep, names), read=[w for x in names for w in draft.read(None, x, "reg")])
+
+
+def kept(draft: Draft) -> list[str]:
+    """What the schedule keeps in registers."""
+    known = {b.name for b in draft.kernel.reads} | set(draft.names)
+    return [name for name, operand in draft.schedule.operands if operand.place == "reg" and name in known]
 
 
 RULES = (stage_results, meet, keep_in_registers)
