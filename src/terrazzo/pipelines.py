@@ -69,9 +69,9 @@ PASSES = (
     Pass("relax", "loop", "loop", "what is rounded to 16 bits at once is computed no more exactly than that asks for",
          lambda p, log, o, lost: relax(p, log)),
     Pass("schedule", "loop", "tile", "every kernel gets a schedule: the user's, or the best by the model of the machine",
-         lambda p, log, o, lost: schedule(p, machine(o), log, {n: s for n, (s, _) in pinned(o).items()}, _texts(o), lost)),
+         lambda p, log, o, lost: schedule(p, machine(o), log, pinned(o)[0], _texts(o), lost)),
     Pass("plan", "tile", "tile", "every schedule is completed: who walks which tiles, brings what, multiplies on what",
-         lambda p, log, o, lost: complete(p, machine(o), log, {n: x for n, (_, x) in pinned(o).items() if x}, o.verbose > 1)),
+         lambda p, log, o, lost: complete(p, machine(o), log, pinned(o)[1], o.verbose > 1)),
     Pass("derive", "tile", "kernel", "what a plan says is written down: places, copies, barriers, for each agent",
          lambda p, log, o, lost: derive(p, machine(o), log, _texts(o))),
 )  # fmt: skip
@@ -96,9 +96,10 @@ def machine(options: Options) -> Gpu:
     return found
 
 
-def pinned(options: Options) -> dict[str, tuple[Schedule, Plan | None]]:
-    """The schedules the user pinned, by kernel, each with its plan where that is given too."""
-    return {s.kernel: (s, plan) for text in options.schedules for s, plan in parse_pinned(text)}
+def pinned(options: Options) -> tuple[dict[str, Schedule], dict[str, Plan]]:
+    """The schedules the user pinned, by kernel, and the plans of those that have one."""
+    found = [pair for text in options.schedules for pair in parse_pinned(text)]
+    return {s.kernel: s for s, _ in found}, {plan.kernel: plan for _, plan in found if plan}
 
 
 def stages(

@@ -99,6 +99,8 @@ class PlanReader(Reader):
             self.fail(call.args[0], f"the fields of {op} are named: {', '.join(_own(kind))}")
         given: dict[str, Any] = {"name": name} if name else {}
         for k in call.keywords:
+            if k.arg is None:
+                self.fail(k, "** is not allowed")
             if k.arg not in _own(kind):
                 self.fail(k, f"{op} has no field {k.arg}; it has {', '.join(_own(kind))}")
             if k.arg in given:
@@ -145,7 +147,9 @@ class PlanReader(Reader):
     def part(self, x: ast.expr, field: str) -> Word:
         """A part of an axis: `a0(16)`."""
         match x:
-            case ast.Call(func=ast.Name(id=name), args=[ast.Constant(value=int() as size)], keywords=[]) if size is not True:
+            case ast.Call(func=ast.Name(id=name), args=[ast.Constant(value=int() as size)], keywords=[]) if (
+                size is not True
+            ):
                 if size < 1:
                     self.fail(x, f"{field}: {name} has at least 1")
                 return Word(name, (size,))

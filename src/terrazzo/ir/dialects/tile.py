@@ -1,5 +1,5 @@
-"""Tile IR: the kernels of Loop IR, untouched, each with a schedule that binds its axes to a machine (ADR 004), and, once
-rules have completed it, with a plan that leaves nothing open (ADR 008).
+"""Tile IR: the kernels of Loop IR, untouched, each with a schedule that binds its axes to a machine (ADR 004), and
+with a plan that leaves nothing open once rules have completed it (ADR 008).
 
 A program of Tile IR means what its loops mean; schedules and plans only say where and in which order that happens.
 """
@@ -18,7 +18,9 @@ from terrazzo.ir.schedule import Schedule
 
 @dataclass(frozen=True)
 class Program:
-    """A program of Loop IR with the schedules and plans of some of its kernels, by the kernel's place among the steps."""
+    """A program of Loop IR with the schedules and plans of some of its kernels, by the kernels' places among the
+    steps.
+    """
 
     loop: l.Program
     schedules: tuple[tuple[int, Schedule], ...]

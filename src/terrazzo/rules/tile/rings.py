@@ -170,18 +170,20 @@ class Slab:
         words = tuple(Word(axis_name(a), (sizes[a],)) for a in axes)
         swizzle, pad = self.options.get("swizzle", 0), self.options.get("pad", 0)
         panel, cast = self.panel(axes, sizes, swizzle), self.cast(axes, bool(self.options.get("multicast")))
-        line = Stream(name, operand_text(self.term), self.ring.name, words, axis_name(memory), 0, swizzle, pad, panel, cast)
+        vector = 0
+        if self.ring.by != "tma":
+            most = WIDEST // self.term.dtype.size  # type: ignore[attr-defined]
+            vector = next(v for v in (16, 8, 4, 2, 1) if v <= most and self.fits(axes, sizes, memory, pad, v))
+            need(
+                self.ring.by != "cp.async" or self.copied(vector),
+                f"{self.name}: cp.async needs a plain load of which 4 bytes at least lie together",
+            )
+        text, along = operand_text(self.term), axis_name(memory)
+        line = Stream(name, text, self.ring.name, words, along, vector, swizzle, pad, panel, cast)
         self.aligned(line, axes, sizes)
         if self.ring.by == "tma":
             self.box(line, axes, sizes)
-            return line
-        dtype = self.term.dtype  # type: ignore[attr-defined]
-        vector = next(v for v in (16, 8, 4, 2, 1) if v * dtype.size <= WIDEST and self.fits(axes, sizes, memory, pad, v))
-        need(
-            self.ring.by != "cp.async" or self.copied(vector),
-            f"{self.name}: cp.async needs a plain load of which 4 bytes at least lie together",
-        )
-        return Stream(*line.values[:5], vector, *line.values[6:])
+        return line
 
     def memory(self, axes: Sequence[Any]) -> Any:
         """The axis along which global memory is contiguous, or else the last."""
