@@ -72,8 +72,8 @@ def program(
             log.add(e if show else replace(e, before="", after=""))
         if isinstance(found, Refused):
             raise found.error
-        for line, why in problems(found, Draft(kernel, schedule, gpu)):
-            raise CompilerBug(f"rules made a plan of {kernel.name} that is not in order: {why}: {line}\n{found}")
+        for number, why in problems(found, Draft(kernel, schedule, gpu)):
+            raise CompilerBug(f"rules made a plan that is not in order, line {number}: {why}\n{found}")
         plans[number] = found
     return tile.Program(scheduled.loop, scheduled.schedules, tuple(sorted(plans.items())))
 

@@ -45,14 +45,15 @@ THREADS = 1024
 def verify(kernel: l.Kernel, schedule: Schedule, plan: Plan, gpu: Gpu) -> None:
     """UserError, with the line that is wrong, unless a kernel can be written from the plan."""
     draft = Draft(kernel, schedule, gpu)
-    for line, why in itertools.chain(problems(plan, draft), budget(plan, draft)):
-        number = plan.lines.index(line) + 2 if line else 1
+    for number, why in itertools.chain(problems(plan, draft), budget(plan, draft)):
         text = str(plan).splitlines()[number - 1].strip()
         raise UserError(f"the plan of {plan.kernel}, line {number}: {why}\n    {text}")
 
 
-Problem = tuple[Line | None, str]
-"""What is wrong, and with which line; None where one is missing."""
+Problem = tuple[int, str]
+"""The number of the line that is wrong (of the first, where one is missing), and why."""
+HEAD, FIRST = 1, 2
+"""The numbers of a plan's head, and of the first line below it."""
 
 
 def problems(plan: Plan, draft: Draft) -> Iterator[Problem]:
@@ -60,14 +61,14 @@ def problems(plan: Plan, draft: Draft) -> Iterator[Problem]:
     is the one to tell.
     """
     if (plan.kernel, plan.target) != (draft.kernel.name, draft.gpu.arch):
-        yield None, f"it is not one of {draft.kernel.name} for {draft.gpu.arch}"
+        yield HEAD, f"it is not one of {draft.kernel.name} for {draft.gpu.arch}"
     yield from _said_twice(plan)
     yield from _references(plan, draft)
     for kind, check in CHECKS:
         for line in plan.all(kind):
             if why := _reason(check, line, plan, draft):
-                yield line, why
-        yield from ((None, why) for why in MISSING[kind](plan, draft))
+                yield plan.lines.index(line) + FIRST, why
+        yield from ((HEAD, why) for why in MISSING[kind](plan, draft))
 
 
 def _reason(check: Callable[..., None], line: Line, plan: Plan, draft: Draft) -> str:
@@ -100,10 +101,10 @@ def _subjects(line: Line) -> list[tuple[str, str]]:
 
 def _said_twice(plan: Plan) -> Iterator[Problem]:
     seen = set()
-    for line in plan.lines:
+    for number, line in enumerate(plan.lines, FIRST):
         for subject in _subjects(line):
             if subject in seen:
-                yield line, f"{' '.join(subject).strip()} is decided twice"
+                yield number, f"{' '.join(subject).strip()} is decided twice"
             seen.add(subject)
 
 
@@ -113,14 +114,14 @@ def _references(plan: Plan, draft: Draft) -> Iterator[Problem]:
         axis_name(a) for a in (*draft.kernel.axes, *(a for r in draft.names.values() for a in getattr(r, "axes", ())))
     }
     known: dict[str, str] = {}
-    for line in plan.lines:
+    for number, line in enumerate(plan.lines, FIRST):
         for field, to in line.references.items():
             given = getattr(line, field)
             for name in given if isinstance(given, tuple) else [given] if given else []:
                 if to == AXIS and name not in axes:
-                    yield line, f"there is no axis {name}; there are {', '.join(sorted(axes))}"
+                    yield number, f"there is no axis {name}; there are {', '.join(sorted(axes))}"
                 if to != AXIS and known.get(name) != to:
-                    yield line, f"there is no {to} {name} above"
+                    yield number, f"there is no {to} {name} above"
         if name := getattr(line, "name", ""):
             known[name] = line.op
 
@@ -181,18 +182,27 @@ def budget(plan: Plan, draft: Draft) -> Iterator[Problem]:
         threads += 32 * agent.warps
         registers += 32 * agent.warps * agent.registers
         if threads > THREADS:
-            yield agent, f"{threads} threads in a block, and {arch} has {THREADS}"
+            yield plan.lines.index(agent) + FIRST, f"{threads} threads in a block, and {arch} has {THREADS}"
         whole = agent.first % WARPS_IN_A_GROUP == agent.warps % WARPS_IN_A_GROUP == 0 and draft.gpu.number >= 90
         if agent.registers and not (whole and agent.registers in range(24, 241, 8)):
-            yield agent, "registers are for whole warpgroups from sm_90 on, and a multiple of 8 from 24 to 240"
+            yield (
+                plan.lines.index(agent) + FIRST,
+                "registers are for whole warpgroups from sm_90 on, and a multiple of 8 from 24 to 240",
+            )
         if registers > k.REGISTER_FILE:
-            yield agent, f"{registers} registers with those before it, and a processor has {k.REGISTER_FILE}"
+            yield (
+                plan.lines.index(agent) + FIRST,
+                f"{registers} registers with those before it, and a processor has {k.REGISTER_FILE}",
+            )
     terms: dict[str, Node] = {operand_text(x): x for p in plan.all(Product) for x in brought(draft, p)}
     for line in plan.all(Stream):
         kind = slab_type(line, terms[line.operand].dtype, plan.named(line.ring).slots)  # type: ignore[attr-defined]
         used += k.shared_bytes(k.Shared(line.name, kind))
         if used > draft.gpu.shared:
-            yield line, f"{used} bytes of shared memory with those before it, and {arch} has {draft.gpu.shared}"
+            yield (
+                plan.lines.index(line) + FIRST,
+                f"{used} bytes of shared memory with those before it, and {arch} has {draft.gpu.shared}",
+            )
 
 
 MISSING: dict[type[Line], Callable[[Plan, Draft], Iterator[str]]] = {
