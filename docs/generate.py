@@ -197,7 +197,8 @@ def commands() -> str:
     from terrazzo.cli.app import app
 
     out = ["# Commands", "", GENERATED]
-    names = ("", "compile", "run", "check", "bisect", "explain", "opt", "targets", "cache", "doctor", "bench cpu")
+    names = ("", "compile", "run", "check", "bisect", "explain", "opt", "sim", "targets", "cache", "doctor")
+    names = (*names, "bench cpu", "bench gpu")
     for words in (name.split() for name in names):
         environment = {"COLUMNS": "110", "TERMINAL_WIDTH": "110", "NO_COLOR": "1"}
         shown = CliRunner().invoke(app, [*words, "--help"], prog_name="terrazzo", env=environment).output

@@ -3,31 +3,92 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 from terrazzo.errors import UserError
+from terrazzo.front.capture import TENSOR, Captured, capture
+from terrazzo.front.effects import shares_memory
 from terrazzo.options import Options
 
 
 class CompiledCall:
     """What `terrazzo.compile` returns: called like the module or function it was made from, with tensors like the
-    examples.
+    examples and everything else equal to what the examples had.
     """
 
-    def __init__(self, captured: Any, compiled: Any) -> None:
+    def __init__(self, captured: Captured, compiled: Any) -> None:
         self.captured, self.compiled = captured, compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         import torch
         from torch.utils import _pytree as pytree
 
+        captured = self.captured
         flat, tree = pytree.tree_flatten((args, kwargs))
-        if tree != self.captured.arguments:
+        if tree != captured.arguments:
             raise UserError(
                 "called with other arguments than it was compiled for: their number, names or nesting differ"
             )
-        tensors = [x for x in flat if isinstance(x, torch.Tensor)]
-        return pytree.tree_unflatten(self.compiled(tensors), self.captured.results)
+        inputs = [*captured.state, *self._tensors(flat)]
+        if captured.changed:
+            self._refuse_aliases(inputs)
+        values = self.compiled(inputs)
+        computed = len(captured.results.layouts)
+        with torch.no_grad():
+            for k, new in zip(captured.changed, values[computed:], strict=True):
+                inputs[k].copy_(new)
+            return pytree.tree_unflatten(captured.results.make(inputs, values[:computed]), captured.structure)
+
+    def _tensors(self, flat: list[Any]) -> list[Any]:
+        """The tensors among the arguments; UserError where something else is not what it was compiled for."""
+        import torch
+
+        tensors = []
+        for given, expected, name in zip(flat, self.captured.leaves, self.captured.names, strict=True):
+            if isinstance(given, torch.Tensor) and expected is TENSOR:
+                tensors.append(given)
+            elif expected is TENSOR:
+                raise UserError(f"argument {name}: compiled for a tensor, got {given!r}")
+            elif not _equal(given, expected):
+                raise UserError(
+                    f"argument {name}: compiled for {expected!r}, got {given!r}. What is no tensor is fixed when it is "
+                    'compiled: compile once for each value, give a tensor, or use torch.compile(..., backend="terrazzo")'
+                )
+        return tensors
+
+    def _refuse_aliases(self, inputs: list[Any]) -> None:
+        """UserError where a tensor that is changed in place shares memory with another one."""
+        captured = self.captured
+        for k in captured.changed:
+            others = [t for other, t in enumerate(inputs) if other != k]
+            if any(shares_memory(inputs[k], t) for t in (*others, *captured.bound.values())):
+                raise UserError(
+                    f"input {captured.inputs[k]} is changed in place and shares memory with another input; give a clone of it"
+                )
+
+    def __copy__(self) -> CompiledCall:
+        """A call with the same weights."""
+        return CompiledCall(self.captured, self.compiled)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledCall:
+        """A call with weights of its own; machine code is shared."""
+        own = {name: deepcopy(getattr(self.captured, name), memo) for name in ("bound", "state")}
+        return CompiledCall(replace(self.captured, **own), self.compiled.rebound(own["bound"]))
+
+    def __getstate__(self) -> Any:
+        raise UserError(
+            "a compiled call cannot be pickled: it holds machine code. Pickle the model and compile it where it is loaded; "
+            "what is in the cache is not compiled again"
+        )
+
+
+def _equal(given: Any, expected: Any) -> bool:
+    """Whether an argument that is no tensor is what the call was compiled for; NaN is like NaN."""
+    if given is expected:
+        return True
+    return type(given) is type(expected) and bool(given == expected or (given != given and expected != expected))
 
 
 def compile(
@@ -35,17 +96,18 @@ def compile(
 ) -> CompiledCall:
     """Compile a module or a function for the shapes and types of the example inputs.
 
-    Parameters and buffers of a module are bound: later in-place changes to them are seen, replacing them is not.
-    `options` is an `Options` or a mapping of its fields. Raises UserError where the call cannot be captured.
+    Parameters and buffers of a module are bound: later in-place changes to them are seen, replacing them is not, nor is
+    `.eval()` or `.train()`. Tensors that the call changes in place are changed; a call with other side effects is
+    refused, and so is one whose other arguments are not those of the example. `options` is an `Options` or a mapping of
+    its fields. Raises UserError where the call cannot be captured.
     """
     import torch
     from torch.utils import _pytree as pytree
 
-    from terrazzo.front.capture import capture
     from terrazzo.run.compiled import compile_program
 
     chosen = options if isinstance(options, Options) else Options.from_mapping(options or {})
-    captured = capture(fn, example_inputs, kwargs)
+    captured = capture(fn, example_inputs, kwargs, views=True)
     tensors = [x for x in pytree.tree_leaves((example_inputs, kwargs)) if isinstance(x, torch.Tensor)]
-    device = next((str(t.device) for t in (*captured.bound.values(), *tensors) if t.device.type != "cpu"), "cpu")
+    device = next((str(t.device) for t in (*captured.bound.values(), *captured.state, *tensors) if t.device.type != "cpu"), "cpu")
     return CompiledCall(captured, compile_program(captured.program, captured.bound, chosen, device))

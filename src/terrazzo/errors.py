@@ -13,6 +13,14 @@ class UserError(TerrazzoError):
     """The request is wrong: a shape, a dtype, a name, a file. The message says what to change."""
 
 
+class IndexOutOfRange(UserError, IndexError):
+    """An index that came from data lies outside its dimension. PyTorch raises an IndexError too."""
+
+
+class DivisionByZero(UserError, ZeroDivisionError, RuntimeError):
+    """A whole number was divided by zero. PyTorch raises a RuntimeError on a CPU, Python a ZeroDivisionError."""
+
+
 class Limitation(TerrazzoError):
     """The request is fine and Terrazzo cannot do it (yet). The message says what runs instead, if anything."""
 

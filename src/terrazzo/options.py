@@ -44,7 +44,8 @@ class Options:
     target       one of `TARGETS`; "auto" is where the tensors are.
     graph        on a GPU, launch all kernels of a call as one CUDA graph.
     schedules    schedules (text of Tile IR) that take the place of chosen ones, by the kernel's name.
-    spills       accept kernels that spill registers to memory; otherwise one is a compiler bug.
+    spills       accept kernels that spill registers to memory; otherwise another schedule is tried first.
+    strict       under torch.compile a compiler bug is an error; otherwise it is a warning, and PyTorch runs the graph.
     threads      threads a compiled kernel may use; None leaves it to OpenMP.
     cache_dir    where compiled kernels are kept between runs.
     cache_limit  size in bytes above which the kernels unused for longest are dropped.
@@ -60,6 +61,7 @@ class Options:
     graph: bool = False
     schedules: tuple[str, ...] = ()
     spills: bool = False
+    strict: bool = False
     threads: int | None = None
     cache_dir: Path = field(default_factory=lambda: default_cache_directory(os.environ))
     cache_limit: int = 2 << 30

@@ -7,6 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +18,7 @@ from terrazzo.check.shrink import smallest
 from terrazzo.front.capture import capture
 from terrazzo.ir.text import parse, show
 from terrazzo.options import Options
-from tests.check.plants import PLANTS, Plant
+from tests.check.plants import PLANTS, Plant, odd
 
 
 def prepared(plant: Plant, cache: Path) -> tuple[Any, dict[str, Any], Options]:
@@ -27,6 +28,15 @@ def prepared(plant: Plant, cache: Path) -> tuple[Any, dict[str, Any], Options]:
     captured = capture(plant.fn, args, {})
     inputs = {**captured.bound, **dict(zip(captured.inputs, args, strict=True))}
     return captured.program, inputs, Options(target=plant.target, cache_dir=cache)
+
+
+def test_what_a_dropped_cast_costs_depends_on_no_order_of_summation() -> None:
+    rows = odd(4, 901).numpy()
+    exact = rows.sum(-1, dtype=np.float64)
+    assert (exact == rows[:, ::-1].cumsum(-1, dtype=np.float64)[:, -1]).all()
+    for lanes in (1, 4, 8, 16):  # as many partial sums as a processor may keep
+        partial = np.stack([rows[:, i::lanes].cumsum(-1, dtype=np.float32)[:, -1] for i in range(lanes)], -1)
+        assert (partial.cumsum(-1, dtype=np.float32)[:, -1] != exact).all()
 
 
 @pytest.mark.parametrize("name", PLANTS)

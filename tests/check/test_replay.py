@@ -21,7 +21,8 @@ from tests.opinfo.harness import name_of, operators
 from tests.opinfo.test_sample import SAMPLE
 
 ODD = ("fft.rfft", "svd", "empty_like", "nn.functional.multi_head_attention_forward", "nn.functional.dropout", "sort")
-"""Calls of PyTorch with one result or several, memory that nobody wrote, one tensor as several inputs, what is random."""
+"""Calls of PyTorch with one result or several, memory that nobody wrote, one tensor as several inputs, what is
+random."""
 
 
 @pytest.mark.parametrize("op", [*SAMPLE, *(op for op in operators() if op.name in ODD)], ids=name_of)

@@ -69,6 +69,7 @@ def test_json(terrazzo: Terrazzo, monkeypatch: pytest.MonkeyPatch) -> None:
     right = json.loads(terrazzo("check", "-c", SOFTMAX, "--target", "sm_80", "--json").stdout)
     assert right["wrong"] is None and [p["name"] for p in right["passes"]] == list(pipelines.LOWER)
     assert right["kernels"][0]["blocks"] == right["kernels"][0]["grid"]
+    assert json.loads(terrazzo("bisect", "-c", SOFTMAX, "--target", "sm_80", "--json").stdout) == {"wrong": None}
     PLANTS["inlined with axes swapped"].plant(monkeypatch)
     wrong = json.loads(terrazzo("check", "-c", INLINED, "--target", "interpreter", "--json", code=1).stdout)["wrong"]
     assert (wrong["pass"], wrong["rule"], wrong["subject"]) == ("fuse", "inline", "exp into add") and Path(
@@ -76,7 +77,7 @@ def test_json(terrazzo: Terrazzo, monkeypatch: pytest.MonkeyPatch) -> None:
     ).exists()
     found = json.loads(
         terrazzo("bisect", "-c", INLINED, "--target", "interpreter", "--json", "--no-shrink", code=1).stdout
-    )
+    )["wrong"]
     assert (found["number"], found["kernel"], found["rule"], found["file"]) == (0, "add", "inline", None)
 
 

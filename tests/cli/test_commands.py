@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -126,6 +127,38 @@ def test_explain_gives_a_reason_for_each_boundary(terrazzo: Terrazzo) -> None:
     assert re.search(r"^2 kernels, 0 calls of PyTorch; 12\.1 MB moved", out, re.MULTILINE)
 
 
+LAYERS = """
+from torch.nn import GELU, Linear, RMSNorm, Sequential
+Sequential(*(Sequential(RMSNorm(96), Linear(96, 200), GELU(), Linear(200, 96)) for _ in range(6)))(torch.randn(8, 96))
+"""
+
+
+@pytest.mark.parametrize("target", ["cpu", "sm_80"])
+def test_explain_tells_equal_layers_once(target: str, terrazzo: Terrazzo) -> None:
+    facts = json.loads(terrazzo("explain", "-c", LAYERS, "--target", target, "--json").stdout)
+    out = terrazzo("explain", "-c", LAYERS, "--target", target).stdout
+    heads = [int(n) for n in re.findall(r"^=== (\d+): ", out, re.MULTILINE)]
+    groups = {n: [k for k, f in enumerate(facts) if f["alike"] == n] for n in heads}
+    assert sorted(n for group in groups.values() for n in group) == list(range(len(facts)))
+    assert any(len(group) >= 5 for group in groups.values()) and len(facts) >= 2.5 * len(heads)
+    for group in groups.values():
+        assert all(facts[n][k] == facts[group[0]][k] for n in group for k in ("bytes", "operations", "work"))
+    costs = [sum(facts[n]["price_ns"] for n in groups[head]) for head in heads]
+    assert costs == sorted(costs, reverse=True)
+    largest = max(groups.values(), key=len)
+    assert f"{len(largest)} of them, " in out and f" together: also {', '.join(map(str, largest[1:]))}\n" in out
+    totals = re.findall(r"^(products|reductions|pointwise) +(\d+) kernels? .* (\d+)%$", out, re.MULTILINE)
+    assert sum(int(n) for _, n, _ in totals) == len(facts) and 99 <= sum(int(p) for *_, p in totals) <= 101
+
+
+def test_explain_does_not_take_different_kernels_for_equal(terrazzo: Terrazzo) -> None:
+    """The same shapes and the same work, but other functions or another order of the operands."""
+    code = "x, y = torch.randn(64, 64), torch.randn(64, 64)\n(x.sum(0) - 1, y.sum(1) - 1, x.amax(0) - 1, x.sum(1) - 2)"
+    facts = json.loads(terrazzo("explain", "-c", code, "--no-fuse", "--target", "cpu", "--json").stdout)
+    reductions = [f["alike"] for f in facts if f["work"] == "reductions"]
+    assert len(reductions) == 4 and len(set(reductions)) == 3
+
+
 def test_explain_names_what_pytorch_runs(terrazzo: Terrazzo) -> None:
     facts = json.loads(
         terrazzo("explain", "-c", "torch.sort(torch.randn(4,4))[0]+1", "--allow-fallback", "--json").stdout
@@ -141,7 +174,8 @@ def test_explain_names_what_pytorch_runs(terrazzo: Terrazzo) -> None:
 def test_run_checks_against_eager(terrazzo: Terrazzo, code: str) -> None:
     out = terrazzo("run", "-c", code, "--check").stdout
     assert re.search(
-        r"error against float64 \(rmse\): ours \S+e-\d+, eager's \S+e-\d+\nlargest difference from eager: \S+\ncheck: ok\n",
+        r"error against float64 \(rmse\): ours \S+e-\d+, eager's \S+e-\d+\n"
+        r"largest difference from eager: \S+\ncheck: ok\n",
         out,
     )
 
@@ -200,6 +234,37 @@ def test_doctor(terrazzo: Terrazzo, cache_dir: Path) -> None:
 def test_doctor_says_what_to_do_without_a_compiler(terrazzo: Terrazzo, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("terrazzo.run.compiler._candidates", lambda: iter(()))
     assert re.search(r"^compiler +missing +`apt install g\+\+` or", terrazzo("doctor").stdout, re.MULTILINE)
+    found = {f["name"]: f for f in json.loads(terrazzo("doctor", "--json").stdout)}
+    assert (found["compiler"]["ok"], found["compiler"]["found"]) == (False, "")
+
+
+def test_doctor_finds_only_what_is_there(terrazzo: Terrazzo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found = json.loads(terrazzo("doctor", "--json", code=1).stdout)
+    assert {"torch", "transformers", "compiler", "driver"} <= {f["name"] for f in found if not f["ok"]}
+    assert all(bool(f["found"]) == f["ok"] and bool(f["advice"]) != f["ok"] for f in found)
+
+
+@pytest.mark.parametrize("kind", ["shared", "file", "read-only"])
+def test_doctor_and_run_agree_on_the_cache(
+    kind: str, terrazzo: Terrazzo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "cache"
+    monkeypatch.setenv("TERRAZZO_CACHE_DIR", str(place))
+    if kind == "file":
+        place.write_text("")
+    else:
+        place.mkdir()
+        place.chmod(0o777 if kind == "shared" else 0o500)
+    may = os.access  # which lets root write anywhere
+    monkeypatch.setattr("os.access", lambda path, mode: (kind != "read-only" or path != place) and may(path, mode))
+    lines = {line.split()[0]: line for line in terrazzo("doctor").stdout.splitlines()}
+    assert lines["compiler"].split()[1] == "ok"
+    why = {"shared": "other users can write in the cache", "file": "is no directory", "read-only": "cannot be written"}
+    assert lines["cache"].split()[1] == "missing" and why[kind] in lines["cache"]
+    if kind == "shared":
+        assert lines["cache"].split(None, 2)[2] in terrazzo("run", "-c", "torch.relu(torch.randn(3))", code=2).stderr
 
 
 def test_cache_is_counted_and_cleared(terrazzo: Terrazzo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,12 @@ import torch
 from tests.cli.conftest import Terrazzo
 from tests.cli.examples import SOFTMAX
 
+from terrazzo.front.capture import capture
 from terrazzo.ir.text import parse, show
-from terrazzo.pipelines import dialect
+from terrazzo.options import Options
+from terrazzo.pipelines import dialect, lowering
+from terrazzo.run.cache import Cache
+from terrazzo.run.cuda import build
 
 GPU = ("--target", "sm_90a")
 TWO = "x = torch.randn(8, 128)\ntorch.softmax(x, -1), x.t() + 1"
@@ -74,7 +78,7 @@ def test_a_pinned_schedule(terrazzo: Terrazzo, tmp_path: Path) -> None:
     ("text", "message"),
     [
         (None, "mine.txt cannot be read: "),
-        ("with schedule(", "mine.txt: not readable as a schedule: "),
+        ("with schedule(", "mine.txt, line 1, column 14: "),
         ("x = 1", "mine.txt, line 1, column 1: expected `with schedule"),
         (
             'with schedule("frob", target="sm_90a"):\n    a0 = grid(8)\n',
@@ -103,9 +107,9 @@ def test_a_summary_has_the_passes_and_the_text(terrazzo: Terrazzo) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_running_needs_a_gpu(terrazzo: Terrazzo) -> None:
     told = terrazzo("run", "-c", SOFTMAX, *GPU, code=2).stderr
-    assert (
-        told
-        == "error: the target sm_90a needs a GPU to run, and PyTorch sees none; `terrazzo compile --target sm_90a` needs none\n"
+    assert told == (
+        "error: the target sm_90a needs a GPU to run, and PyTorch sees none; "
+        "`terrazzo compile --target sm_90a` needs none\n"
     )
 
 
@@ -197,3 +201,21 @@ def test_why_no_tensor_cores(terrazzo: Terrazzo, code: str, target: str, answers
 
 def test_what_multiplies_nothing_is_not_asked_for_tensor_cores(terrazzo: Terrazzo) -> None:
     assert "tensor_cores" not in terrazzo("explain", "-c", SOFTMAX, *GPU).stdout
+
+
+def test_what_was_tried_and_why_it_lost(terrazzo: Terrazzo) -> None:
+    """It is known once the kernels were compiled, for which NVRTC must be here."""
+    pytest.importorskip("cuda.bindings")
+    code = "torch.nn.functional.layer_norm(torch.ones(64, 65536), (65536,))"
+    words = ("explain", "-c", code, *GPU)
+    assert "it lost" not in terrazzo(*words).stdout
+    options = Options(target="sm_90a")
+    cache = Cache(options.cache_dir, options.cache_limit)
+    args = (torch.ones(64, 65536),)
+    program = capture(lambda x: torch.nn.functional.layer_norm(x, (65536,)), args, {}).program
+    build(lowering(program, options), options, cache, "sm_90a")
+    told = " ".join(terrazzo(*words).stdout.split())
+    assert re.search(r"share: .*; it lost: it spills \d+ bytes of registers to memory \(64 registers\)", told)
+    shown = terrazzo("compile", "-c", code, *GPU, "--ir", "tile", "-v").stdout
+    assert re.search(r"--- schedule:share skipped at native_layer_norm: .*it\s+lost", shown)
+    assert "it lost" not in terrazzo(*words, "--spills").stdout

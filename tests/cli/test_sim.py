@@ -27,7 +27,11 @@ def test_what_is_right(terrazzo: Terrazzo) -> None:
     ("before", "after", "told"),
     [
         ("wait_groups(1, 'wgmma')", "pass", "TensorLoad writes x_s while another warp reads it"),
-        ("expect(full[t % 4], 49152)", "expect(full[t % 4], 49151)", "others were announced"),
+        (
+            "expect(full[t % 4], 49152)",
+            "expect(full[t % 4], 49151)",
+            "49151 bytes are expected at full[0], and 49152 came",
+        ),
         ("                fence('wgmma')\n", "", "no wgmma fence"),
         ("            wait_groups(0, 'wgmma')\n", "", "before it was waited for"),
         ("arrive(empty[(t + 3) % 4])", "pass", "waits for ever"),

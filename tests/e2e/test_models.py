@@ -117,3 +117,35 @@ def test_torch_compile_constants_expanded_results_and_sizes_from_data() -> None:
     with pytest.warns(RuntimeWarning, match="PyTorch runs this graph"):
         parts = torch.compile(split, backend="terrazzo", fullgraph=True, dynamic=False)(x, at)
     assert all(torch.equal(a, b) for a, b in zip(parts, split(x, at), strict=True))
+
+
+def test_a_compiler_bug_is_a_loud_warning_and_pytorch_runs_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        return [][1]
+
+    monkeypatch.setattr("terrazzo.pipelines.fuse", broken)
+    torch._dynamo.reset()
+    x = torch.randn(5, 7)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x * 3, -1)
+
+    with pytest.warns(RuntimeWarning, match="A BUG OF THE COMPILER .*: pass fuse: IndexError: list index") as said:
+        ours = torch.compile(fn, backend="terrazzo")(x)
+    assert torch.equal(ours, fn(x))
+    (warning,) = [str(w.message) for w in said if "A BUG" in str(w.message)]
+    assert "To see it again:\n    terrazzo check --from loop " in warning and "PyTorch runs this graph" in warning
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="pass fuse: IndexError: list index out of range"):
+        torch.compile(fn, backend="terrazzo", options={"strict": True})(x)
+
+
+def test_what_fails_outside_of_a_pass_is_a_compiler_bug_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise KeyError("slot")
+
+    monkeypatch.setattr("terrazzo.run.compiled.make", broken)
+    torch._dynamo.reset()
+    x = torch.randn(5, 7)
+    with pytest.warns(RuntimeWarning, match="A BUG OF THE COMPILER .*: compiling a graph: KeyError: 'slot'"):
+        assert torch.equal(torch.compile(torch.tanh, backend="terrazzo")(x + 1), torch.tanh(x + 1))

@@ -46,15 +46,11 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
             "input y: compiled for strides [1], got [2]; call .contiguous() on it",
         ),
         (lambda: (torch.ones(2, 3),), "called with other arguments than it was compiled for"),
-        (
-            lambda: (torch.ones(2, 3), 1.0),
-            "called with other arguments than it was compiled for|the program takes 2 tensors, got 1",
-        ),
+        (lambda: (torch.ones(2, 3), 1.0), "argument y: compiled for a tensor, got 1.0"),
     ],
 )
 def test_wrong_tensors(compiled: Any, make: Any, message: str) -> None:
-    pattern = message if "|" in message else re.escape(message)
-    with pytest.raises(UserError, match=pattern):
+    with pytest.raises(UserError, match=re.escape(message)):
         compiled(*make())
 
 

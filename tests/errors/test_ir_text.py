@@ -14,7 +14,13 @@ import pytest
 from terrazzo.errors import UserError
 from terrazzo.ir.text import parse
 
-LOOP = '@loop\ndef f(x: f32[4]):\n    with kernel("y", y=f32[4]):\n        for a0 in free(4):\n            {}\n    return (y,)\n'
+LOOP = """@loop
+def f(x: f32[4]):
+    with kernel("y", y=f32[4]):
+        for a0 in free(4):
+            {}
+    return (y,)
+"""
 TENSOR = "@tensor\ndef f(x: f32[4]):\n    {}\n    return (y,)\n"
 CALL = '@loop\ndef f(x: f32[4]):\n    {}, = call("aten.relu.default", x, _types=(f32[4],))\n    return (y,)\n'
 NOT_PLAIN = ("i0=3", "i0, /", "i0, *i1", "i0, *, i1", "i0, *, i1=3", "i0, **i1")
@@ -45,7 +51,7 @@ TORCH = "@torch\ndef f(x: f32[4]):\n    {}\n    return (y,)\n"
         # types
         ("@loop\ndef f(x):\n    return (x,)", 2, 7, "input x needs a type, such as f32[2, 3]"),
         ("@loop\ndef f(x: q8[4]):\n    return (x,)", 2, 10, "unknown dtype 'q8'; known: bool, u8, u16"),
-        ("@loop\ndef f(x: f32[-4]):\n    return (x,)", 2, 10, "a dimension cannot be negative"),
+        ("@loop\ndef f(x: f32[-4]):\n    return (x,)", 2, 14, "a dimension cannot be negative"),
         (TENSOR.format("y: f32[5] = exp(x)"), 3, 8, "y is declared f32[5] but is f32[4]"),
         (TENSOR.format("y: f32[4] = exp(x, x)"), 3, 17, "exp does not take (f32, f32)"),
         (LOOP.format("y[a0] = f64(1.0)"), 5, 13, "store: a f64 at 1 indices into y: f32[4]"),

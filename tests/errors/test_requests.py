@@ -10,7 +10,13 @@ import pytest
 from tests.cli.conftest import Terrazzo
 
 RELU = "torch.relu(torch.randn(2, 2))"
-KERNEL = '@loop\ndef f(x: f32[4]):\n    with kernel("y", y=f32[4]):\n        for a0 in free(4):\n            {}\n    return (y,)\n'
+KERNEL = """@loop
+def f(x: f32[4]):
+    with kernel("y", y=f32[4]):
+        for a0 in free(4):
+            {}
+    return (y,)
+"""
 
 
 @pytest.mark.parametrize(
@@ -59,6 +65,15 @@ KERNEL = '@loop\ndef f(x: f32[4]):\n    with kernel("y", y=f32[4]):\n        for
             "there is no pass 'fues'; did you mean 'fuse'? The known ones are torch_to_tensor,",
         ),
         (["bench", "cpu", "--json", "x.json"], "--json FILE takes the record of one suite: name it with --suite\n"),
+        (["bench", "cpu", "--seconds", "0"], "--seconds 0: it must be a number above 0\n"),
+        (["bench", "cpu", "--seconds", "-1"], "--seconds -1: it must be a number above 0\n"),
+        (["bench", "cpu", "--seconds", "nan"], "--seconds nan: it must be a number above 0\n"),
+        (["bench", "cpu", "--threads", "0"], "option threads: 0 is not a number of threads; it must be at least 1\n"),
+        (["run", "-c", RELU, "--compiler", "g++ 'x"], 'option compiler: "g++ \'x" cannot be read as a command: No'),
+        (
+            ["compile", "-c", RELU, "--target", "sm_90a", "--ir", "cpp"],
+            "--ir cpp: C++ is what kernels become for a processor, and the target is sm_90a; write --ir cuda, or",
+        ),
     ],
 )
 def test_user_errors(terrazzo: Terrazzo, words: list[str], message: str) -> None:
@@ -150,20 +165,20 @@ def test_a_model_that_cannot_be_fetched(terrazzo: Terrazzo, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("statement", "problem"),
+    ("statement", "column", "problem"),
     [
-        ("y[a0] = x[a0 + 1]", "kernel y: the load x[a0 + 1] may leave dimension 0 of f32[4]"),
-        ("y[a0] = x[a0 - 1]", "kernel y: the load x[a0 - 1] may leave dimension 0 of f32[4]"),
-        ("y[0] = x[a0]", "kernel y: the store to y does not cover dimension 0"),
+        ("y[a0] = x[a0 + 1]", 21, "the load x[a0 + 1] may leave dimension 0 of f32[4]"),
+        ("y[a0] = x[a0 - 1]", 21, "the load x[a0 - 1] may leave dimension 0 of f32[4]"),
+        ("y[0] = x[a0]", 13, "the store to y does not cover dimension 0"),
     ],
 )
 def test_a_program_that_reads_but_is_not_valid(
-    terrazzo: Terrazzo, tmp_path: Path, statement: str, problem: str
+    terrazzo: Terrazzo, tmp_path: Path, statement: str, column: int, problem: str
 ) -> None:
     file = tmp_path / "loop.txt"
     file.write_text(KERNEL.format(statement))
     for words in (("opt", str(file)), ("compile", "--from", "loop", str(file)), ("run", "--from", "loop", str(file))):
-        assert terrazzo(*words, code=2).stderr == f"error: {file}: f is not valid: {problem}\n"
+        assert terrazzo(*words, code=2).stderr.startswith(f"error: {file}, line 5, column {column}: {problem}\n")
 
 
 def test_files_that_are_something_else(terrazzo: Terrazzo, tmp_path: Path) -> None:
@@ -197,5 +212,6 @@ def test_an_operator_that_pytorch_does_not_have(terrazzo: Terrazzo, tmp_path: Pa
     file = tmp_path / "torch.txt"
     file.write_text("@torch\ndef f(x: f32[4]):\n    y: f32[4] = aten.frob.default(x)\n    return (y,)\n")
     words = ("--from", "torch", str(file))
-    assert "    aten.frob.default at " in terrazzo("compile", *words, code=3).stderr
-    assert "PyTorch has no operator aten.frob.default" in terrazzo("run", *words, "--allow-fallback", code=2).stderr
+    for command in ("compile", "run", "check"):
+        told = terrazzo(command, *words, code=2).stderr
+        assert told.startswith(f"error: {file}, line 3, column 17: PyTorch has no operator aten.frob.default\n")

@@ -23,6 +23,7 @@ from terrazzo.ir.text import parse, show
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from terrazzo.targets.cuda.emit import emit
+from tests.fuzz.hostile import Crashed, victim
 from tests.fuzz.judge import Judge
 from tests.fuzz.schedules import Term
 from tests.harness import random_inputs
@@ -102,6 +103,49 @@ def text(source: str) -> str:
         return "read"
 
     return _finding(check, lambda: source)
+
+
+COMMANDS = {
+    "torch": (["run", "--allow-fallback"], ["check"]),
+    "tensor": (["run", "--allow-fallback"], ["check"]),
+    "loop": (["run", "--allow-fallback"], ["check"]),
+    "tile": (["run", "--allow-fallback"], ["check"]),
+    "kernel": (["run", "--interpret", "--target", "sm_90a"], ["check", "--target", "sm_90a"]),
+}
+"""What is tried on a text of an IR, besides `opt` and `sim`."""
+NOWHERE = (
+    "not enough memory",  # of this machine
+    "is out of range for",  # what the data says
+    "PyTorch cannot run ",
+    "holds (torch|tensor|loop|tile|kernel) IR, not",
+    "the simulator runs kernel IR",
+    "schedule",  # of another target, say
+    "the text is longer than",
+    "is symbolic",
+)
+"""What a text may be refused for, and in which no line is at fault."""
+
+
+def hostile(source: str) -> str:
+    """Every command refuses a text, saying where, or runs it: in a process that dies where memory or files of others
+    are touched.
+    """
+    ir = next((ir for ir in COMMANDS if f"@{ir}" in source), "loop")
+    commands = [[*words, "--from", ir, "FILE"] for words in COMMANDS[ir]] + [["opt", "FILE"]]
+    commands += [["sim", "FILE"]] if ir == "kernel" else []
+    try:
+        answers = victim().run(source, commands)
+    except Crashed as why:
+        raise Found(f"{why}\n\n{source}") from why
+    for (code, said), words in zip(answers, commands, strict=False):
+        if code not in (0, 1, 2, 3, 124):
+            raise Found(f"{words[0]} ended with {code}: {said}\n\n{source}")
+        if code == 1 and words[0] != "sim":
+            raise Found(f"{words[0]} says it is wrong: {said}\n\n{source}")
+        if code in (2, 3) and not re.search(r"line \d+, column \d+: ", said) and not re.search("|".join(NOWHERE), said):
+            raise Found(f"{words[0]} does not say where: {said}\n\n{source}")
+    codes = [code for code, _ in answers]
+    return f"{ir}: " + ("too long" if 124 in codes else "refused" if any(c in (2, 3) for c in codes) else "ran")
 
 
 def _finding(check: Callable[[], str], shown: Callable[[], str]) -> str:

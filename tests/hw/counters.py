@@ -17,9 +17,10 @@ from typing import Any
 from tests.kernels.programs import CASES
 
 KERNELS = (
-    "gelu", "transposed", "strided", "half", "embedding", "sum of the first axis", "sum of the last axis", "argmax", "softmax of long rows",
-    "layer norm", "rms norm of prime width", "cumsum", "linear", "matmul", "matmul, first transposed", "matmul of bfloat16",
-    "ragged matmul of bfloat16", "transposed matmul of bfloat16 in many steps", "bmm of half", "swiglu", "attention", "conv2d",
+    "gelu", "transposed", "strided", "half", "embedding", "sum of the first axis", "sum of the last axis", "argmax",
+    "softmax of long rows", "layer norm", "rms norm of prime width", "cumsum", "linear", "matmul",
+    "matmul, first transposed", "matmul of bfloat16", "ragged matmul of bfloat16",
+    "transposed matmul of bfloat16 in many steps", "bmm of half", "swiglu", "attention", "conv2d",
 )  # fmt: skip
 SHARED = "smsp__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_"
 SECTORS = "smsp__sass_l1tex_t_sectors_pipe_lsu_mem_global_op_"

@@ -16,7 +16,8 @@ TYPES = {"u8": np.uint8, "i16": np.int16, "f32": np.float32, "i64": np.int64, "f
 
 
 def kernel(body: str, *params: str, functions: str = "") -> str:
-    return f'{prelude()}{functions}extern "C" __global__ void one({", ".join(params)}) {{\n  const int lane = threadIdx.x;\n{body}\n}}\n'
+    head = f'{prelude()}{functions}extern "C" __global__ void one({", ".join(params)})'
+    return f"{head} {{\n  const int lane = threadIdx.x;\n{body}\n}}\n"
 
 
 def values(name: str, count: int) -> Any:

@@ -114,7 +114,7 @@ def test_sites_must_agree_on_the_threads() -> None:
         ('with schedule("f", target="x"):\n    a0 = grid(2)\n    a0 = grid(2)', "line 3, column 5: a0 is bound twice"),
         ('with schedule("f", target="x"):\n    evil(__import__("os"))', "unknown directive 'evil'"),
         ('with schedule("f", target="x"):\n    roles(load=__import__("os"))', None),
-        ("with schedule(", "not readable as a schedule"),
+        ("with schedule(", "was never closed"),
         ("", "expected one schedule, found 0"),
     ],
 )

@@ -11,11 +11,11 @@ from tests.kernels import by_hand
 from tests.kernels.programs import CASES, TARGETS, case, lowered, swiglu
 
 import terrazzo
-from terrazzo.errors import CompilerBug, Limitation, UserError
+from terrazzo.errors import Limitation, UserError
 from terrazzo.ir.text import parse, show
 from terrazzo.run.cache import Cache
 from terrazzo.run.cuda import Cuda
-from terrazzo.run.nvrtc import compile_all, cubin_key, nvrtc_version
+from terrazzo.run.nvrtc import Facts, compile_each, cubin_key, failure, nvrtc_version
 from terrazzo.targets.cuda.emit import emit
 
 pytest.importorskip("cuda.bindings")
@@ -31,6 +31,13 @@ ELF = b"\x7fELF"
 @pytest.fixture
 def cache(tmp_path: Path) -> Cache:
     return Cache(tmp_path, 1 << 30)
+
+
+def compile_all(sources: list[str], arch: str, cache: Cache) -> list[Path]:
+    """A cubin for each source, with which nothing is wrong."""
+    made = compile_each(sources, arch, cache)
+    assert not {why for m in made.values() if (why := m.facts.problem())}
+    return [path for source in sources if (path := made[source].path)]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -108,11 +115,15 @@ def test_text_compiles_as_the_kernel_it_is_of(cache: Cache) -> None:
         assert [emit(kernel) for kernel in read.steps] == [emit(kernel) for kernel in found.kernels]
 
 
-def test_what_does_not_compile_is_a_bug_with_its_source(cache: Cache) -> None:
-    with pytest.raises(CompilerBug, match="generated CUDA does not compile") as bug:
-        compile_all(['extern "C" __global__ void k_f() { frob(); }\n'], "sm_90a", cache)
-    assert 'identifier "frob" is undefined' in str(bug.value)
-    command = str(bug.value).splitlines()[-1]
+def test_what_does_not_compile_is_told_with_its_source(cache: Cache) -> None:
+    source = 'extern "C" __global__ void k_f() { frob(); }\n'
+    for _ in range(2):  # the second time it is known
+        (made,) = compile_each([source], "sm_90a", cache).values()
+        assert made.path is None and made.facts.problem(spills=True) == "the CUDA generated for it does not compile"
+    told = failure(made.facts.problem(), source, "sm_90a", made.facts, cache)
+    assert told.startswith("kernel f: the CUDA generated for it does not compile:\n")
+    assert 'identifier "frob" is undefined' in told
+    command = told.splitlines()[-1]
     assert command.startswith("nvcc -cubin -arch=sm_90a -Xptxas -v ")
     assert "frob();" in Path(command.split()[-1]).read_text()
 
@@ -128,16 +139,27 @@ SPILLS = """extern "C" __global__ void __launch_bounds__(1024, 1) k_f(const floa
 """
 
 
-def test_a_kernel_that_spills_is_a_bug_unless_that_is_accepted(cache: Cache) -> None:
-    with pytest.raises(CompilerBug, match=r"a kernel spills \d+ bytes of registers to memory"):
-        compile_all([SPILLS], "sm_90a", cache)
-    (path,) = compile_all([SPILLS], "sm_90a", cache, spills=True)
-    assert path.read_bytes().startswith(ELF)
+def test_what_ptxas_says_is_kept(cache: Cache) -> None:
+    for _ in range(2):
+        (made,) = compile_each([SPILLS], "sm_90a", cache).values()
+        assert made.path is not None and made.path.read_bytes().startswith(ELF)
+        assert made.facts.registers == 64 and made.facts.spilled > 0
+        assert made.facts.problem() == f"it spills {made.facts.spilled} bytes of registers to memory (64 registers)"
+        assert made.facts.problem(spills=True) == ""
+
+
+@pytest.mark.parametrize(
+    "data", ["", "[]", "{}", '{"told": 3}', '{"told": [], "registers": "many"}', '{"told": [], "x": 1}']
+)
+def test_what_is_no_record_of_ours_is_compiled_again(data: str, cache: Cache) -> None:
+    assert Facts.from_json(data.encode()) is None
+    cache.put(cubin_key(SPILLS, "sm_90a"), ".json", data.encode())
+    assert compile_each([SPILLS], "sm_90a", cache)[SPILLS].facts.registers == 64
 
 
 def test_an_architecture_that_nvrtc_does_not_know(cache: Cache) -> None:
     with pytest.raises(Limitation, match=r"NVRTC \d+\.\d+ does not compile for sm_12"):
-        compile_all([SPILLS], "sm_12", cache)
+        compile_each([SPILLS], "sm_12", cache)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -205,7 +205,8 @@ with schedule("mul", target="sm_90a"):
         ("time(4) * warp(4) * lane(32)", "time(4) * warp(4) * lane(16)", "time must be 8 to cover 1024"),
         ("time(4) * warp(4) * lane(32)", "time(8) * warp(4) * lane(16)", "acc0: 16 lanes; a warp has 32"),
         ("reg(4) * warp(4)", "reg(2) * warp(8)", "the sites disagree on the number of warps: 4, 8"),
-        ("warp(4) * lane(32) * reg(2)\n    with", "warp(3) * lane(32) * reg(2)\n    with", "warp(3) must be a power of two"),
+        ("warp(4) * lane(32) * reg(2)\n    with", "warp(3) * lane(32) * reg(2)\n    with",
+         "warp(3) must be a power of two"),
         ('schedule("mul"', 'schedule("nul"', "there is no kernel nul to pin a schedule to; there are mul"),
         ('site("acc0")', 'site("acc1")', "the kernel has no site acc1; it has mul, acc0"),
         ("        r0 = ", "        r7 = ", "there is no axis r7 here; there are a0, a1, r0"),
@@ -227,10 +228,14 @@ def test_a_schedule_for_another_machine_is_refused() -> None:
     ("target", "changes", "reason"),
     [
         ("sm_75", [], "mm: mma.m16n8k16.f32.bf16 needs sm_80, and the target is sm_75"),
-        ("sm_80", [("m16n8k16.f32.bf16", "m16n8k32.f32.bf16")], "mma.m16n8k32.f32.bf16 has k = 32, and inst.k is bound to 16"),
-        ("sm_80", [("mma.m16n8k16.f32.bf16", "mmma.m16n8k16.f32.bf16")], "unknown instruction mmma.m16n8k16.f32.bf16; known: fma.f32,"),
-        ("sm_86", [("ring=4", "ring=17")], "mm: the schedule needs 104448 bytes of shared memory, and sm_86 has 101376"),
-        ("sm_90a", [("ring=4", "ring=40")], "mm: the schedule needs 245760 bytes of shared memory, and sm_90a has 232448"),
+        ("sm_80", [("m16n8k16.f32.bf16", "m16n8k32.f32.bf16")],
+         "mma.m16n8k32.f32.bf16 has k = 32, and inst.k is bound to 16"),
+        ("sm_80", [("mma.m16n8k16.f32.bf16", "mmma.m16n8k16.f32.bf16")],
+         "unknown instruction mmma.m16n8k16.f32.bf16; known: fma.f32,"),
+        ("sm_86", [("ring=4", "ring=17")],
+         "mm: the schedule needs 104448 bytes of shared memory, and sm_86 has 101376"),
+        ("sm_90a", [("ring=4", "ring=40")],
+         "mm: the schedule needs 245760 bytes of shared memory, and sm_90a has 232448"),
     ],
 )  # fmt: skip
 def test_a_machine_has_not_everything(target: str, changes: list[tuple[str, str]], reason: str) -> None:

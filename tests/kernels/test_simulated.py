@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,10 @@ from terrazzo.ir.dialects import kernel as k
 
 # Where eager adds in float64 and we do not: how many roundings may go the same way.
 IN_ORDER = {"cumsum": 10, "cumsum of the first axis": 10}
+SIGNED = ("sum of all", "sum of very many")
+"""Sums that are much smaller than what is added up on the way."""
+LONG = ("softmax of long rows",)
+"""Where eager's own error depends on how wide the vectors of its machine are, so that it is no measure."""
 
 
 def flat(out: Any) -> list[torch.Tensor]:
@@ -25,6 +30,20 @@ def flat(out: Any) -> list[torch.Tensor]:
 
 def exact(x: Any) -> Any:
     return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+
+def rounding(name: str, x: torch.Tensor, best: torch.Tensor) -> float:
+    """How far what is made of all of `x`, or of its rows, may be from float64, whatever machine eager runs on.
+
+    In a tree of sums roundings go either way, so that they add up to the square root of its depth; and partial sums of
+    n numbers of either sign are as large as the square root of n.
+    """
+    size, many = float(best.abs().max()), x.numel()
+    if name in SIGNED:
+        size = max(size, float(x.double().norm()))
+    if name in LONG:
+        size, many = float(best.double().square().mean().sqrt()), x.shape[-1]
+    return IN_ORDER.get(name, math.sqrt(math.log2(max(many, 2)))) * 2.0**-24 * size
 
 
 @pytest.mark.parametrize(("name", "target"), programs())
@@ -47,8 +66,8 @@ def test_a_kernel_means_what_its_loops_mean_and_costs_what_is_predicted(name: st
             np.testing.assert_array_equal(a, b)
     eager, best = flat(found.fn(*found.args)), flat(found.fn(*map(exact, found.args)))
     judged = accuracy([from_numpy(x) for x in ours], eager, best)
-    if name in IN_ORDER or eager[0].numel() == 1:
-        assert judged.ours <= IN_ORDER.get(name, 2) * 2.0**-24 * float(best[0].abs().max())
+    if name in (*IN_ORDER, *LONG) or eager[0].numel() == 1:
+        assert judged.ours <= rounding(name, found.args[0], best[0])
     else:
         assert judged.ok, judged.problem
 

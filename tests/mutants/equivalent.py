@@ -98,7 +98,8 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         ("ping_pong by hand",),
         ("moved wait",),
         r"-> `wait_barrier\(turn\[[12]\]",
-        "they wait for their turn to store before they multiply, or before they let the other multiply: sooner than they need",
+        "they wait for their turn to store before they multiply, or before they let the other multiply: "
+        "sooner than they need",
     ),
     Equivalent(
         ("persistent by hand",),

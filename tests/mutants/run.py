@@ -212,7 +212,8 @@ def report(verdicts: Sequence[Verdict], false: Sequence[str], how: str) -> int:
         print(f"\nfalse alarm: {x}")
     slow = max(verdicts, key=lambda v: v.seconds)
     print(
-        f"\n{len(judged)} mutants, {rate:.2%} killed (goal {GOAL:.0%}), {len(verdicts) - len(judged)} equivalent; {how}."
+        f"\n{len(judged)} mutants, {rate:.2%} killed (goal {GOAL:.0%}), "
+        f"{len(verdicts) - len(judged)} equivalent; {how}."
     )
     print(f"The slowest took {slow.seconds:.1f} s: {slow.kernel}: {slow.operator}")
     return int(rate < GOAL or bool(stale) or bool(false))

@@ -136,6 +136,7 @@ def _one(op: Any, sample: Any, level: str, verdict: Verdict) -> None:
     except Exception as e:
         verdict.worsen("crash", f"{type(e).__name__}: {str(e)[:300]}")
         return
+    del outcome.results[len(expected) :]  # new values of what the call changes in place
     verdict.fallbacks = sorted({*verdict.fallbacks, *outcome.fallbacks})
     if outcome.fallbacks:
         verdict.worsen("fallback", ", ".join(verdict.fallbacks))
@@ -305,7 +306,7 @@ def _torch_compile(call: Callable[..., Any], args: Any, kwargs: Any) -> Outcome:
     compile_program = compiled.compile_program
     with TemporaryDirectory() as directory, patch.object(compiled, "compile_program", spy):
         torch._dynamo.reset()
-        backend = partial(dynamo.terrazzo, options={"cache_dir": directory})
+        backend = partial(dynamo.terrazzo, options={"cache_dir": directory, "strict": True})
         try:
             given, named = pytree.tree_map(_copy, (args, kwargs))
             results = pytree.tree_leaves(

@@ -71,9 +71,8 @@ def main() -> int:
         mine = [v for v in verdicts if v["level"] == level]
         counts = Counter(v["verdict"] for v in mine)
         names = {v["op"] for v in mine}
-        print(
-            f"{level}: {len(own_operators(mine))} of {len(names)} operators wholly by own code; by operator and dtype: {dict(counts)}"
-        )
+        own = len(own_operators(mine))
+        print(f"{level}: {own} of {len(names)} operators wholly by own code; by operator and dtype: {dict(counts)}")
         bad += counts["wrong"] + counts["crash"]
     return 1 if bad else 0
 
@@ -144,7 +143,8 @@ def table(verdicts: list[dict[str, Any]]) -> str:
         "- own: all of it is compiled by our own rules",
         "- fallback: right, and PyTorch ran the ops that are named",
         "- random: right in shape and dtype; the values are random",
-        "- not supported: some sample fails in eager too, makes no dense tensor, or cannot be captured, for the reason given",
+        "- not supported: some sample fails in eager too, makes no dense tensor, or cannot be captured, "
+        "for the reason given",
         "", "| operator | dtypes | interpreted | compiled | why |", "|---|---|---|---|---|",
     ]  # fmt: skip
     cells: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from terrazzo.interp import loop as interp
 from terrazzo.ir.dialects import loop as l
@@ -20,8 +23,35 @@ from terrazzo.rules.loop.cost import Rates
 from terrazzo.rules.loop.fuse import fuse
 from terrazzo.rules.tensor_to_loop.lift import lift
 from terrazzo.run.cache import Cache
-from terrazzo.run.compiler import compile_all
+from terrazzo.run.compiler import compile_all, processor
 from terrazzo.targets.cpu.emit import arguments, emit, prelude
+
+COMPILER = next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+
+NEEDS = {
+    "x86-64-v2": "cx16 lahf_lm popcnt ssse3 sse4_1 sse4_2",
+    "x86-64-v3": "abm avx avx2 bmi1 bmi2 f16c fma movbe xsave",
+}
+"""Levels of x86-64 whose vectors have 16 and 32 bytes, with what each adds, as /proc/cpuinfo calls it. Vectors of 64
+bytes are what "native" means on a processor that has them.
+"""
+
+
+def _march(name: str) -> Any:
+    """A processor to compile for, skipped where this machine is none."""
+    levels = list(NEEDS)[: list(NEEDS).index(name) + 1]
+    lacking = {*" ".join(NEEDS[level] for level in levels).split()} - {*processor().split()}
+    if platform.machine() not in ("x86_64", "AMD64"):
+        why = f"this machine is {platform.machine()}"
+    else:
+        why = f"this processor has no {', '.join(sorted(lacking))}" if lacking else ""
+    return pytest.param(f"{COMPILER} -march={name}", id=name, marks=pytest.mark.skipif(bool(why), reason=why))
+
+
+MARCHES = (pytest.param(COMPILER, id="native"), *map(_march, NEEDS))
+"""Commands of the compiler, each for another processor. The width of vectors, the blocks of products and whether there
+is a fused multiply-add differ, and no result may depend on them.
+"""
 
 
 class OutOfRange(Exception):
@@ -39,11 +69,12 @@ def program(*results: Any) -> l.Program:
 class Suite:
     """Programs by name, compiled together: one source for all of their kernels."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, compiler: str | None = None) -> None:
         self.programs: dict[str, l.Program] = {}
         self.sources: dict[str, list[str]] = {}
         self.functions: dict[l.Kernel, Any] = {}
         self.directory = directory
+        self.compiler = compiler
 
     def add(self, name: str, p: l.Program) -> None:
         """Register a program."""
@@ -58,10 +89,11 @@ class Suite:
                 if k not in where:
                     name, source = emit(k)
                     piece, unique = len(where) % pieces, f"{name}_{len(where)}"
-                    texts[piece].append(source.removeprefix(prelude()).replace(f"int {name}(", f"int {unique}("))
+                    texts[piece].append(_called(unique, name, source.removeprefix(prelude())))
                     where[k] = piece, unique
         cache = Cache(self.directory, 1 << 30)
-        paths = compile_all([prelude() + "\n".join(t) for t in texts], Options(cache_dir=self.directory), cache)
+        options = Options(cache_dir=self.directory, compiler=self.compiler)
+        paths = compile_all([prelude() + "\n".join(t) for t in texts], options, cache)
         libraries = [ctypes.CDLL(str(p)) for p in paths]
         for k, (piece, name) in where.items():
             self.functions[k] = getattr(libraries[piece], name)
@@ -105,3 +137,8 @@ def _stored(x: Any, b: l.Buffer) -> Any:
     view = np.lib.stride_tricks.as_strided(memory, x.shape, [s * x.itemsize for s in strides])
     view[...] = x
     return view
+
+
+def _called(name: str, was: str, source: str) -> str:
+    """The source of a kernel with its function, and the table of its memory, called otherwise."""
+    return source.replace(f"int {was}(", f"int {name}(").replace(f"{was}_spans[]", f"{name}_spans[]")

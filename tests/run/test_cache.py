@@ -184,6 +184,16 @@ def test_a_directory_in_which_others_write_is_refused(cache: Cache, mode: int) -
             use()
 
 
+@pytest.mark.parametrize("mode", [0o777, 0o720])
+def test_a_folder_in_which_others_write_is_refused(cache: Cache, mode: int) -> None:
+    path = cache.put(KEY, ".so", b"code")
+    path.parent.chmod(mode)
+    for use in (lambda: cache.get(KEY, ".so"), lambda: cache.put(KEY, ".so", b"code")):
+        with pytest.raises(UserError, match=rf"other users can write in the cache {path.parent}, .*chmod go-w"):
+            use()
+    assert cache.get(digest("a key elsewhere"), ".so") is None
+
+
 def test_the_directory_of_another_user_is_refused(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.put(KEY, ".so", b"code")
     real_stat = Path.stat

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -107,7 +108,8 @@ def test_after_a_call_that_failed_the_next_is_right(cache: Path) -> None:
 SECOND = """
 import sys, torch, terrazzo
 x = torch.arange(12.0).reshape(3, 4)
-run = terrazzo.compile(lambda x: (torch.softmax(x, -1), x.sum(0)), x, options={"cache_dir": sys.argv[1], "compiler": sys.argv[2]})
+options = {"cache_dir": sys.argv[1], "compiler": sys.argv[2]}
+run = terrazzo.compile(lambda x: (torch.softmax(x, -1), x.sum(0)), x, options=options)
 print([r.tolist() for r in run(x)], bool(run.compiled.sources))
 """
 
@@ -145,6 +147,16 @@ def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
     assert third.returncode != 0 and "is not a C++ compiler" in third.stderr
 
 
+def changed(part: str, which: int, **fields: Any) -> Callable[[Any], bytes]:
+    """A plan in which some fields of a slot or a step are others."""
+
+    def damage(plan: Any) -> bytes:
+        items = [{**x, **fields} if k == which else x for k, x in enumerate(plan[part])]
+        return json.dumps({**plan, part: items}).encode()
+
+    return damage
+
+
 def without(*keys: str) -> Callable[[Any], bytes]:
     def damage(plan: Any) -> bytes:
         return json.dumps({k: v for k, v in plan.items() if k not in keys}).encode()
@@ -170,15 +182,55 @@ def test_a_plan_that_is_none_is_made_again(
     tmp_path: Path, damage: Callable[[Any], bytes], no_compiling: None, warm: Path
 ) -> None:
     """A file whose name and content agree, so the cache hands it out, but whose content is no use."""
+    _made_again(tmp_path, damage, warm)
+
+
+def _made_again(tmp_path: Path, damage: Callable[[Any], bytes], warm: Path) -> str:
+    """What the log says of a damaged plan."""
     shutil.copytree(warm, tmp_path / "cache")
     (path,) = (tmp_path / "cache").rglob("*.plan")
     sound = path.read_bytes()
     path.unlink()
-    Cache(tmp_path / "cache", 1 << 30).put(path.name.split(".")[0], ".plan", damage(json.loads(sound)))
+    given = damage(json.loads(sound))
+    assert given != sound
+    Cache(tmp_path / "cache", 1 << 30).put(path.name.split(".")[0], ".plan", given)
     run, x = chain(tmp_path / "cache"), torch.randn(5, 6)
     assert run.compiled.program is not None, "it was read"
     torch.testing.assert_close(run(x), (x + 1).cumsum(1).cumsum(0) * 2)
     assert path.read_bytes() == sound
+    (event,) = [e for e in run.compiled.log.events if e.pass_name == "cache"]
+    assert event.line().startswith("--- cache:plan skipped at ") and event.line().endswith("; it is made again")
+    return event.reason
+
+
+OTHER = {
+    "a larger result": (changed("slots", 4, shape=[50, 60], strides=[60, 1]), "its results are others"),
+    "a smaller result": (changed("slots", 4, shape=[1, 1]), "its results are others"),
+    "a result of another type": (changed("slots", 4, dtype="f64"), "its results are others"),
+    "a result with other strides": (changed("slots", 4, strides=[1, 1]), "uses other memory"),
+    "a smaller input": (changed("slots", 0, shape=[1, 6]), "its inputs are others"),
+    "an input called otherwise": (changed("slots", 0, name="y"), "its inputs are others"),
+    "an input with other strides": (changed("slots", 0, strides=[1, 5]), "its inputs are others"),
+    "a result in the arena": (changed("slots", 4, kind="arena"), "lies elsewhere"),
+    "a temporary of its own": (changed("slots", 1, kind="result"), "lies elsewhere"),
+    "a smaller temporary": (changed("slots", 1, shape=[1, 1]), "uses other memory"),
+    "a temporary at another's place": (changed("slots", 2, offset=0), "share memory"),
+    "a temporary that is not aligned": (changed("slots", 2, offset=4), "lies elsewhere"),
+    "a kernel given less": (changed("steps", 1, args=[1]), "uses other memory"),
+    "a function that is not there": (changed("steps", 1, name="k_x"), "cannot be loaded"),
+    "a call of PyTorch": (
+        changed("steps", 1, key="", name="aten.from_file.default", args=["owned", True, 2], results=[2]),
+        "it calls aten.from_file.default",
+    ),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", OTHER)
+def test_a_plan_of_another_program_is_made_again(tmp_path: Path, name: str, no_compiling: None, warm: Path) -> None:
+    """It would have written beyond a tensor, or computed something else."""
+    damage, why = OTHER[name]
+    assert re.search(why, _made_again(tmp_path, damage, warm))
 
 
 def chain(cache: Path) -> Any:
@@ -275,10 +327,10 @@ def test_two_modules_of_one_class_share_kernels_and_no_weights(cache: Path, targ
 @pytest.mark.parametrize("target", TARGETS)
 def test_results_are_tensors_of_their_own(cache: Path, target: str) -> None:
     x = torch.ones(3)
-    run = terrazzo.compile(lambda x: (x, x, x + 1, x + 1), x, options={"cache_dir": cache, "target": target})
-    results = run(x)
+    run = terrazzo.compile(lambda x: (x + 1, x + 1, x.clone(), x), x, options={"cache_dir": cache, "target": target})
+    *results, same = run(x)
     kept = [r.clone() for r in results]
-    assert len({r.data_ptr() for r in (x, *results)}) == 5
+    assert same is x and len({r.data_ptr() for r in (x, *results)}) == 4
     x.zero_()
     run(x)
     for r, before in zip(results, kept, strict=True):

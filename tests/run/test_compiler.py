@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -103,10 +104,82 @@ def test_without_a_compiler_the_interpreter_is_named(cache: Cache, monkeypatch: 
         compile_all([returning(6)], Options(), cache)
 
 
-@pytest.mark.parametrize("name", ["", "no-such-compiler", "true", "false"])
-def test_a_compiler_that_is_none_is_the_users_error(cache: Cache, name: str) -> None:
-    with pytest.raises(UserError, match=f"option compiler: '{name}' is not a C\\+\\+ compiler"):
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("", "there is no such command"),
+        ("no-such-compiler", "there is no such command"),
+        ("true", "it cannot build ten lines"),
+        ("false", "it does not know `--version`"),
+    ],
+)
+def test_a_compiler_that_is_none_is_the_users_error(cache: Cache, name: str, why: str) -> None:
+    with pytest.raises(UserError, match=f"option compiler: '{name}' is not a C\\+\\+ compiler .*: {why}"):
         compile_all([returning(7)], Options(compiler=name), cache)
+
+
+def test_a_compiler_that_cannot_be_read_as_a_command_is_the_users_error(cache: Cache) -> None:
+    with pytest.raises(UserError, match='"g\\+\\+ \'-O2" cannot be read as a command: No closing quotation'):
+        compile_all([returning(7)], Options(compiler="g++ '-O2"), cache)
+
+
+HANGS = "sleep 100 & echo $! >> {}/children; wait"
+
+
+def ended(directory: Path) -> bool:
+    return not any(is_running(int(child)) for child in (directory / "children").read_text().split())
+
+
+def test_a_compiler_that_never_says_what_it_is(cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module, "_SAYS", 0.5)
+    mute = script(tmp_path / "mute", HANGS.format(tmp_path))
+    with pytest.raises(UserError, match=r"option compiler: .*mute' is not .* does not answer `--version` within 0.5 s"):
+        compile_all([returning(7)], Options(compiler=mute), cache)
+    assert ended(tmp_path)
+
+
+@needs_compiler
+def test_a_compiler_that_hangs_on_the_probe_is_passed_over(
+    cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler_module, "_PROBES", 0.5)
+    stuck = script(tmp_path / "stuck", f'[ "$1" = --version ] && echo stuck 1.0 && exit\n{HANGS.format(tmp_path)}')
+    with pytest.raises(UserError, match=r"stuck' is not .*: ten lines took it more than 0.5 s"):
+        find_compiler(stuck, cache)
+    assert ended(tmp_path)
+    monkeypatch.setattr(compiler_module, "_PROBES", 120.0)
+    working = shutil.which("c++") or ""
+    monkeypatch.setattr(compiler_module, "_candidates", lambda: iter([("false",), (working,)]))
+    found = find_compiler(None, cache)
+    assert found is not None and found.command == (working,)
+
+
+@needs_compiler
+def test_a_compiler_that_hangs_on_a_kernel_is_stopped(
+    cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = script(
+        tmp_path / "slow",
+        f'[ "$1" = --version ] || grep -q probe kernel.cpp && exec c++ "$@"\n{HANGS.format(tmp_path)}',
+    )
+    assert find_compiler(slow, cache) is not None
+    monkeypatch.setattr(compiler_module, "_BUILDS", 0.5)
+    with pytest.raises(UserError, match=r"slow was stopped: .* more than 0.5 s. Name another .*\n.*slow -std=c\+\+17"):
+        compile_all([returning(10)], Options(compiler=slow), cache)
+    assert ended(tmp_path)
+
+
+@needs_compiler
+def test_a_command_may_name_the_processor(cache: Cache) -> None:
+    """It takes the place of the machine's own, which comes later on the line and would win."""
+    if platform.machine() != "x86_64":
+        pytest.skip(f"the levels of x86-64 are not known to {platform.machine()}")
+    source = 'extern "C" int answer() {\n#ifdef __AVX__\nreturn 1;\n#endif\nreturn 0; }\n'
+    plain, native = (find_compiler(f"c++{more}", cache) for more in (" -march=x86-64-v2", ""))
+    assert plain is not None and native is not None
+    assert "-march=native" in native.flags and "-march=native" not in plain.flags
+    (path,) = compile_all([source], Options(compiler="c++ -march=x86-64-v2"), cache)
+    assert ctypes.CDLL(str(path)).answer() == 0
 
 
 @needs_compiler
@@ -171,7 +244,8 @@ def test_ctrl_c_ends_the_compilers_and_leaves_nothing(tmp_path: Path) -> None:
     # The stand-in builds the probe and then, asked for a kernel, says who it is and hangs in a child.
     slow = script(
         tmp_path / "slow",
-        f'[ "$1" = --version ] || grep -q probe kernel.cpp && exec c++ "$@"\nsleep 100 & echo $! > {tmp_path}/child.$$; wait',
+        '[ "$1" = --version ] || grep -q probe kernel.cpp && exec c++ "$@"\n'
+        f"sleep 100 & echo $! > {tmp_path}/child.$$; wait",
     )
     scratch = tmp_path / "scratch"
     scratch.mkdir()

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.run.cpu import Suite, program
+from tests.run.cpu import COMPILER, MARCHES, Suite, program
 
 from terrazzo.ir.dialects import scalar as sc
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.program import Input
 from terrazzo.ir.types import DTYPES, DType, Type, bool_
 
-pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 REAL = tuple(d for d in DTYPES.values() if d.kind != "complex")
 SPECIAL = (0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 2.5, 3.0, -3.5, 1e-30, 100.0, -100.0, np.inf, -np.inf, np.nan)
@@ -76,9 +75,9 @@ def _scalar_program(fn: sc.Scalar, types: tuple[DType, ...]) -> tuple[Any, dict[
     return t.Elementwise(fn, tuple(inputs)), given
 
 
-@pytest.fixture(scope="module")
-def scalars(tmp_path_factory: pytest.TempPathFactory) -> Suite:
-    suite = Suite(tmp_path_factory.mktemp("scalars"))
+@pytest.fixture(scope="module", params=MARCHES)
+def scalars(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Suite:
+    suite = Suite(tmp_path_factory.mktemp("scalars"), request.param)
     for name, (fn, types) in FUNCTIONS.items():
         suite.add(name, program(_scalar_program(fn, types)[0]))
     suite.build(4)

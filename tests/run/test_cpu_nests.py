@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-import shutil
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.run.cpu import OutOfRange, Suite, program
+from tests.run.cpu import COMPILER, MARCHES, OutOfRange, Suite, program
 
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.program import Input
 from terrazzo.ir.types import DType, Type, bf16, bool_, f16, f32, f64, i8, i32, i64, u8
 
-pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 CASES: dict[str, tuple[Any, dict[str, Any], float]] = {}
 """By name: results in Tensor IR, inputs, and how far the results may be from the interpreter's."""
@@ -237,9 +236,9 @@ for _fill in (_reductions, _tuples, _scans, _views, _gathers, _products, _nested
     _fill()
 
 
-@pytest.fixture(scope="module")
-def nests(tmp_path_factory: pytest.TempPathFactory) -> Suite:
-    suite = Suite(tmp_path_factory.mktemp("nests"))
+@pytest.fixture(scope="module", params=MARCHES)
+def nests(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Suite:
+    suite = Suite(tmp_path_factory.mktemp("nests"), request.param)
     for name, (results, _, _) in CASES.items():
         suite.add(name, program(*results))
     suite.build(4)

@@ -78,6 +78,6 @@ def _layer(model: str, z: Sizes, s: int) -> list[Case]:
         linear("gate_proj", z.hidden, z.wide, dense),
         case("silu * up", silu_mul, (wide, wide), s * z.wide, 0, "a win"),
         linear("down_proj", z.wide, z.hidden, dense),
-        case("silu * up, down_proj", silu_mul_linear, (wide, wide, (z.hidden, z.wide)), s * z.hidden, 2.0 * s * z.wide * z.hidden,
-             "0.25x" if (model, s) == ("Qwen2.5-7B", 512) else ""),
+        case("silu * up, down_proj", silu_mul_linear, (wide, wide, (z.hidden, z.wide)), s * z.hidden,
+             2.0 * s * z.wide * z.hidden, "0.25x" if (model, s) == ("Qwen2.5-7B", 512) else ""),
     ]  # fmt: skip

@@ -45,7 +45,7 @@ def _case(case: Case, options: Options, seconds: float) -> dict[str, Any]:
         problems, worst = [], None
         for args in sets:
             ours, eager = (pytree.tree_leaves(f(*args, **kwargs)) for f in (compiled, fn))
-            found = accuracy(ours, eager, _exact(compiled, args, kwargs))
+            found = accuracy(ours, eager, _exact(fn, args, kwargs))
             problems += [found.problem] if found.problem else []
             worst = found if worst is None or found.ours > worst.ours else worst
         times = confirmed({"terrazzo": _turns(compiled, sets, kwargs), "eager": _turns(fn, sets, kwargs)}, seconds)
@@ -62,18 +62,14 @@ def _case(case: Case, options: Options, seconds: float) -> dict[str, Any]:
     }
 
 
-def _exact(compiled: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+def _exact(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The results in float64, by PyTorch."""
-    import torch
-    from torch.utils import _pytree as pytree
-
+    from terrazzo.front.capture import capture
     from terrazzo.interp import torch as interpreter
 
-    captured = compiled.captured
-    tensors = [x for x in pytree.tree_leaves((tuple(args), dict(kwargs))) if isinstance(x, torch.Tensor)]
-    return interpreter.run(
-        captured.program, {**captured.bound, **dict(zip(captured.inputs, tensors, strict=True))}, precise=True
-    )
+    captured = capture(fn, args, kwargs)
+    results = interpreter.run(captured.program, {**captured.bound, **captured.given(args, kwargs)}, precise=True)
+    return results[: captured.structure.num_leaves]
 
 
 def _turns(fn: Callable[..., Any], sets: Sequence[tuple[Any, ...]], kwargs: Mapping[str, Any]) -> Callable[[], object]:

@@ -112,9 +112,8 @@ def _counters(record: Mapping[str, Any]) -> list[str]:
     lines = [f"| kernel | {' | '.join(kinds)} |", "|---|" + "---:|" * len(kinds)]
     for c in record["cases"]:
         pairs = [(c["predicted"][kind], c["counted"][kind]) for kind in kinds]
-        lines.append(
-            f"| {c['case']}: {c['kernel']} | {' | '.join(str(a) if a == b else f'{a}, **{b}** counted' for a, b in pairs)} |"
-        )
+        said = " | ".join(str(a) if a == b else f"{a}, **{b}** counted" for a, b in pairs)
+        lines.append(f"| {c['case']}: {c['kernel']} | {said} |")
     return [
         "## GPU: wavefronts of shared memory and sectors of global memory, predicted",
         "",
@@ -126,9 +125,10 @@ def _counters(record: Mapping[str, Any]) -> list[str]:
     ]
 
 
-COUNTERS = """What `targets/cuda/predict.py` says of a kernel's text, which is what the simulator counts; and what Nsight Compute
-counts on the GPU, where that differs: NVRTC drops reads of shared memory of which only some threads need the result, and copies of 16 bytes
-(`cp.async`) without a condition take more wavefronts where rows are swizzled, padded or partly off, in an order that is not modelled.
+COUNTERS = """What `targets/cuda/predict.py` says of a kernel's text, which is what the simulator counts; and what
+Nsight Compute counts on the GPU, where that differs: NVRTC drops reads of shared memory of which only some threads need
+the result, and copies of 16 bytes (`cp.async`) without a condition take more wavefronts where rows are swizzled, padded
+or partly off, in an order that is not modelled.
 
 """.splitlines()
 
@@ -193,12 +193,13 @@ HEAD = """# Performance
 This page is generated from `benchmarks/results` by `make docs`; `terrazzo bench cpu` measures anew.
 
 How it is measured: every case is first checked on three sets of random normal inputs against float64, where our error
-may be at most twice eager's own. Then both are called in turns, in one process and with the same number of threads, and
-the inputs take turns too. A time is the median of a call; eight of ten measurements lie within the spread. Above 1x we are
-faster than eager. Where other work on the machine disturbs a measurement it is repeated, and the steadiest one counts.
+may be at most twice eager's own. Then both are called in turns, in one process and with the same number of threads,
+and the inputs take turns too. A time is the median of a call; eight of ten measurements lie within the spread. Above
+1x we are faster than eager. Where other work on the machine disturbs a measurement it is repeated, and the steadiest
+one counts.
 
-On a GPU (`terrazzo bench gpu`) every case is checked in the same way; then a CUDA graph of each side calls once with every one of several
-sets of inputs, which are together twice as large as the second-level cache, and the graphs are replayed in turns. A time that beats the
-data sheet's memory or arithmetic is an error. "The article's" are the ratios to eager that "A Principled ML Compiler Stack in 5,000
-Lines of Python" gives for its compiler, in f32 on an RTX 5090.
+On a GPU (`terrazzo bench gpu`) every case is checked in the same way; then a CUDA graph of each side calls once with
+every one of several sets of inputs, which are together twice as large as the second-level cache, and the graphs are
+replayed in turns. A time that beats the data sheet's memory or arithmetic is an error. "The article's" are the ratios
+to eager that "A Principled ML Compiler Stack in 5,000 Lines of Python" gives for its compiler, in f32 on an RTX 5090.
 """

@@ -15,7 +15,8 @@ import numpy as np
 from terrazzo.ir.types import DType
 
 SHARP = 1e-5
-"""How far two ways of computing in float64 may be apart, relative to the largest value. Constants may be rounded to 32 bits."""
+"""How far two ways of computing in float64 may be apart, relative to the largest value. Constants may be rounded to 32
+bits."""
 CONDITION = 1e-3
 """The same, relative to the error that 32 or fewer bits make: where values cancel, float64 rounds too."""
 NOTHING = 1e-12
@@ -78,7 +79,10 @@ def _sharp(dtype: DType, before: Any, exact: Any, again: Any) -> str:
     if error.max(initial=0.0) <= allowed:
         return ""
     wrong = int((error > allowed).sum())
-    return f"is off by up to {error.max():.2e} in float64, where rounding explains {allowed:.2e}: {wrong} of {again.size} elements"
+    return (
+        f"is off by up to {error.max():.2e} in float64, where rounding explains {allowed:.2e}: "
+        f"{wrong} of {again.size} elements"
+    )
 
 
 def _alike(a: Any, b: Any) -> Any:

@@ -47,6 +47,9 @@ class Commands(TyperGroup):
             complain(_LABELS[kind], f"{error}{_report() if kind is CompilerBug else ''}")
             raise typer.Exit(EXIT_CODES[kind]) from error
         except Exception as error:
+            if _is_out_of_memory(error) and not ctx.params["debug"]:
+                complain(_LABELS[UserError], _machine(MemoryError(str(error).splitlines()[0])))
+                raise typer.Exit(EXIT_CODES[UserError]) from error
             # Usage errors and exits of the command line itself have an exit code; anything else is our fault.
             if ctx.params["debug"] or hasattr(error, "exit_code") or isinstance(error, typer.Abort):
                 raise
@@ -62,6 +65,13 @@ def _machine(error: OSError | MemoryError) -> str:
     if isinstance(error, MemoryError):
         return f"not enough memory{f': {error}' if str(error) else ''}"
     return f"{error.filename or 'output'}: {error.strerror or error}"
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether PyTorch asked the processor or a GPU for memory in vain: it says so by a RuntimeError."""
+    return isinstance(error, RuntimeError) and (
+        "can't allocate memory" in str(error) or type(error).__name__ == "OutOfMemoryError"
+    )
 
 
 def _drop_output() -> None:

@@ -57,6 +57,8 @@ def cpu(
     chosen = suite or list(Suite)
     if json is not None and len(chosen) != 1:
         raise UserError("--json FILE takes the record of one suite: name it with --suite")
+    if not 0 < seconds < float("inf"):
+        raise UserError(f"--seconds {seconds:g}: it must be a number above 0")
     wrong = []
     for number, name in enumerate(chosen):
         with working(f"measuring {name.value}"):

@@ -28,7 +28,8 @@ def bisect(request: Request, shrink: Shrink = True, json: Json = False) -> None:
         found = find(subject.program, inputs, replace(request.options, verbose=0, dump=None))
     file = saved(found.wrong, subject.program, request) if found and shrink else None
     if json:
-        as_json(None if found is None else {"kernel": found.kernel, "number": found.number, **facts(found.wrong, file)})
+        wrong = {"kernel": found.kernel, "number": found.number, **facts(found.wrong, file)} if found else None
+        as_json({"wrong": wrong})
     elif found is None:
         say("ok: every kernel computes what it should", "green")
     else:

@@ -22,11 +22,11 @@ Shrink = Annotated[
 
 @with_request
 def check(request: Request, shrink: Shrink = True, json: Json = False) -> None:
-    """Run every stage of a compilation on random inputs, and name the first rule application that is wrong; exit code 1
-    if one is.
+    """Run every stage of a compilation on random inputs, and name the first rule application that is wrong.
 
-    Results may differ by rounding only, with float64 as the judge. Kernels of a GPU are simulated, some of their
-    blocks.
+    The exit code is 1 if one is. Results may differ by rounding only, with float64 as the judge.
+
+    Kernels of a GPU are simulated, some of their blocks.
 
     terrazzo check -c "torch.softmax(torch.randn(8, 128), -1)" --target sm_90a
     """

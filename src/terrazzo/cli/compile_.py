@@ -10,6 +10,7 @@ import typer
 
 from terrazzo.cli.output import as_json, code, say
 from terrazzo.cli.request import Json, Request, with_request
+from terrazzo.errors import UserError
 
 if TYPE_CHECKING:
     from terrazzo.pipelines import Lowering
@@ -40,7 +41,13 @@ def compile_(
     """
     from terrazzo.cli.lowering import lower, show_events
     from terrazzo.cli.subject import load
+    from terrazzo.targets import target
 
+    if ir is Stage.cpp and target(request.options.target).gpu is not None:
+        raise UserError(
+            f"--ir cpp: C++ is what kernels become for a processor, and the target is {request.options.target}; "
+            "write --ir cuda, or --target cpu"
+        )
     done = lower(load(request), replace(request, options=replace(request.options, check=check)))
     if json:
         as_json(_summary(done, ir))

@@ -1,11 +1,14 @@
-"""`terrazzo explain`: every kernel with what it moves, computes and costs, and why it ends where it ends."""
+"""`terrazzo explain`: every kernel with what it moves, computes and costs, and why it ends where it ends. Kernels that
+are alike, such as those of equal layers, are told once; the most costly come first.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from terrazzo.cli.output import as_json, count, duration, say, size
+from terrazzo.cli.output import as_json, columns, count, duration, say, size
 from terrazzo.cli.request import Json, Request, with_request
 
 if TYPE_CHECKING:
@@ -16,6 +19,8 @@ if TYPE_CHECKING:
 @with_request
 def explain(request: Request, json: Json = False) -> None:
     """List the kernels of a model: what each reads, writes, computes and costs, and why it is a kernel of its own.
+
+    What PyTorch runs comes first, then kernels by their cost; those that differ in names only are told once.
 
     terrazzo explain -c "torch.nn.RMSNorm(2048)(torch.randn(1, 32, 2048))"
     """
@@ -39,14 +44,61 @@ def explain(request: Request, json: Json = False) -> None:
             steps[-1] |= gpu_facts(s, *bound, steps[-1], events, chosen.gpu) | access_facts(
                 done.at("kernel").steps[number]
             )
+    groups = alike(done.loop.steps, steps)
+    for group in groups:
+        for number in group:
+            steps[number]["alike"] = group[0]
     if json:
         as_json(steps)
         return
     show_events(events, request.options.verbose)
-    for number, facts in enumerate(steps):
-        _show(number, facts)
+    for group in sorted(groups, key=lambda group: -_price([steps[n] for n in group])):
+        _show(group, steps)
+    _totals(steps)
+
+
+def alike(steps: Sequence[Kernel | Call], facts: Sequence[dict[str, Any]]) -> list[list[int]]:
+    """The numbers of the steps in groups: those of a group are the same but for names, and so are the reasons."""
+    groups: dict[Any, list[int]] = {}
+    for number, (step, told) in enumerate(zip(steps, facts, strict=True)):
+        groups.setdefault(_nameless(step, told), []).append(number)
+    return list(groups.values())
+
+
+def _nameless(step: Kernel | Call, facts: dict[str, Any]) -> Any:
+    """A step and the reasons for it, without numbers and the names of kernels, buffers and axes."""
+    from terrazzo.ir.dialects.loop import Buffer, Kernel
+    from terrazzo.ir.expr import Var
+    from terrazzo.ir.node import substitute
+
+    buffers = tuple(dict.fromkeys((*step.reads, *step.writes)))
+    names = {step.name: "k", **{b.name: f"b{n}" for n, b in enumerate(buffers)}}
+    reasons = tuple(re.sub(r"_\d+\b|\d[\d.]*", "", reason) for reason in facts["because"])
+    schedule = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), facts.get("schedule", ""))
+    if not isinstance(step, Kernel):
+        return step.name, tuple(b.type for b in buffers), reasons
+    new: dict[Any, Any] = {b: Buffer(f"b{n}", b.type) for n, b in enumerate(buffers)}
+    new |= {a: Var(f"a{n}", a.extent) for n, a in enumerate(step.axes)}
+    return tuple(substitute(s, new) for s in step.stores), schedule, reasons
+
+
+def _price(steps: Sequence[dict[str, Any]]) -> float:
+    """What the steps cost together. What PyTorch runs has no price, and comes before all that has one."""
+    return sum(float(f.get("price_ns", "inf")) for f in steps)
+
+
+def _totals(steps: Sequence[dict[str, Any]]) -> None:
+    """A line for each kind of work, the most costly first, and one for all."""
     kernels = [f for f in steps if f["kind"] == "kernel"]
     moved, price = (sum(f[k] for f in kernels) for k in ("bytes", "price_ns"))
+    kinds = {f["work"]: [other for other in kernels if other["work"] == f["work"]] for f in kernels}
+    rows = [
+        (work, _plural(len(mine), "kernel"), size(sum(f["bytes"] for f in mine)), duration(_price(mine)),
+         f"{_price(mine) / price:.0%}")
+        for work, mine in sorted(kinds.items(), key=lambda kind: -_price(kind[1]))
+    ]  # fmt: skip
+    for line in columns(rows, right=(1, 2, 3, 4)) if len(kernels) > 1 else ():
+        say(line)
     counts = f"{_plural(len(kernels), 'kernel')}, {_plural(len(steps) - len(kernels), 'call')} of PyTorch"
     say(f"{counts}; {size(moved)} moved, {duration(price)} by the model")
 
@@ -64,9 +116,24 @@ def kernel_facts(program: Program, kernel: Kernel, events: Sequence[Event], rate
         "writes": _typed(kernel.writes),
         "bytes": sum(count * b.type.dtype.size for b, count in touched.items()),
         "operations": operations,
+        "work": kind_of_work(kernel),
         "price_ns": cost(kernel, rates),
         "because": boundary(program, kernel, events),
     }
+
+
+def kind_of_work(kernel: Kernel) -> str:
+    """What a kernel does, by the most that is in it: products, scans, reductions, or only pointwise functions."""
+    from terrazzo.ir.contraction import contraction
+    from terrazzo.ir.dialects.loop import Reduce, Scan
+    from terrazzo.ir.node import topological
+
+    terms = list(topological(kernel.stores))
+    if any(isinstance(x, Reduce) and contraction(x) is not None for x in terms):
+        return "products"
+    if any(isinstance(x, Scan) for x in terms):
+        return "scans"
+    return "reductions" if any(isinstance(x, Reduce) for x in terms) else "pointwise"
 
 
 def gpu_facts(
@@ -82,7 +149,6 @@ def gpu_facts(
     expected = estimate(kernel, gpu, facts["bytes"], facts["operations"])
     about = [e for e in events if e.pass_name in ("schedule", "plan", "derive") and e.subject == kernel.name and e.reason]
     why = [f"{'' if e.fired else 'not '}{e.rule}: {e.reason}" for e in about]
-    why += [f"{what}: {reason}" for what, reason in reasons(plan, Draft(kernel, schedule, gpu))]
     return {
         "price_ns": expected.time,
         "roofline_ns": expected.least,
@@ -90,6 +156,7 @@ def gpu_facts(
         "schedule": str(schedule),
         "plan": str(plan),
         "because": [*facts["because"], *why],
+        "reasons": [f"{what}: {reason}" for what, reason in reasons(plan, Draft(kernel, schedule, gpu))],
     }
 
 
@@ -180,10 +247,11 @@ def work(kernel: Kernel) -> tuple[int, dict[Buffer, int]]:
     return operations, touched
 
 
-def _show(number: int, facts: dict[str, Any]) -> None:
+def _show(group: Sequence[int], steps: Sequence[dict[str, Any]]) -> None:
+    facts = steps[group[0]]
     head = [entry.split(": ")[0] for entry in (*facts["reads"], *facts["writes"])]
     split = len(facts["reads"])
-    say(f"=== {number}: {', '.join(head[:split])}{' ' if split else ''}-> {', '.join(head[split:])} ===", "bold")
+    say(f"=== {group[0]}: {', '.join(head[:split])}{' ' if split else ''}-> {', '.join(head[split:])} ===", "bold")
     rows = {"from": facts["source"], "reads": ", ".join(facts["reads"]), "writes": ", ".join(facts["writes"])}
     if facts["kind"] == "kernel":
         rows["moves"] = size(facts["bytes"])
@@ -194,17 +262,22 @@ def _show(number: int, facts: dict[str, Any]) -> None:
             rows["accesses"] = f"{size(facts['global_bytes'])} in {count(facts['global_sectors'])} sectors"
             rows["accesses"] += f", {size(facts['box_bytes'])} by TMA" if facts["box_bytes"] else ""
             if facts["shared_wavefronts"]:
-                conflicts = f"{count(facts['shared_conflicts']) if facts['shared_conflicts'] else 'none'} of them by bank conflicts"
-                rows["accesses"] += f"; shared memory: {count(facts['shared_wavefronts'])} wavefronts, {conflicts}"
+                lost = count(facts["shared_conflicts"]) if facts["shared_conflicts"] else "none"
+                rows["accesses"] += f"; shared memory: {count(facts['shared_wavefronts'])} wavefronts"
+                rows["accesses"] += f", {lost} of them by bank conflicts"
     else:
         rows["runs"] = facts["name"]
+    if len(group) > 1:
+        together = f", {duration(_price([steps[n] for n in group]))} together" if facts["kind"] == "kernel" else ""
+        others = ", ".join(map(str, group[1:12])) + (f" and {len(group) - 12} more" if len(group) > 12 else "")
+        rows["alike"] = f"{len(group)} of them{together}: also {others}"
     for name, text in rows.items():
         if text:
             say(f"    {name:<9} {text}")
     for below in ("schedule", "plan"):
         for k, line in enumerate(facts.get(below, "").splitlines()[1:]):
             say(f"    {below if k == 0 else '':<9} {line.removeprefix('    ')}")
-    for k, reason in enumerate(facts["because"]):
+    for k, reason in enumerate((*facts["because"], *facts.get("reasons", ()))):
         say(f"    {'because' if k == 0 else '':<9} {reason}")
 
 

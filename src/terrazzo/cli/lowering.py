@@ -14,6 +14,7 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.pipelines import Lowering, dialect, lowering
 from terrazzo.rewrite.rule import Event
+from terrazzo.run.nvrtc import tried
 
 
 def at(done: Lowering, ir: str) -> Any:
@@ -30,7 +31,7 @@ def at(done: Lowering, ir: str) -> Any:
 def lower(subject: Subject, request: Request) -> Lowering:
     """All stages, dumped where that was asked for. Every op that is not supported is named in one Limitation."""
     with working("lowering"):
-        done = lowering(subject.program, request.options)
+        done = lowering(subject.program, request.options, lost=tried(request.options))
     if request.options.dump is not None:
         from terrazzo.run import dump
 

@@ -23,8 +23,9 @@ def opt(
         int, typer.Option("-v", "--verbose", count=True, help="-v: every rule, -vv: with its diff.", show_default=False)
     ] = 0,
 ) -> None:
-    """Run passes over IR text and print the result, which can be read back. Without passes: check it and print it
-    tidily.
+    """Run passes over IR text and print the result, which can be read back.
+
+    Without passes, the text is checked and printed tidily.
 
     terrazzo opt 02-loop.txt -p fuse,store_as_read
     """

@@ -31,8 +31,9 @@ def sim(
         bool, typer.Option(help="Count what costs time: bank conflicts, sectors, bytes, instructions.")
     ] = False,
 ) -> None:
-    """Run Kernel IR without a GPU, on random inputs, and say what is wrong with it: races, missing barriers and fences,
-    deadlocks.
+    """Run Kernel IR without a GPU, on random inputs, and say what is wrong with it.
+
+    Races, missing barriers and fences, deadlocks, unwritten memory and accesses out of bounds are found.
 
     terrazzo sim kernel.txt --interleave adversarial --seed 7
     """

@@ -11,7 +11,8 @@ from typing import Any
 
 from terrazzo.cli.output import working
 from terrazzo.cli.request import Request
-from terrazzo.errors import CompilerBug, UserError
+from terrazzo.errors import UserError
+from terrazzo.hw.gpu import GPUS, Gpu
 from terrazzo.ir.program import Program
 
 SEED = 0
@@ -34,8 +35,10 @@ class Subject:
 
 def load(request: Request) -> Subject:
     """The subject of a request; UserError where there is no such file or model, or the code is wrong."""
+    from terrazzo.targets import target
+
     if request.file is not None:
-        return _from_file(*request.file)
+        return _from_file(*request.file, target(request.options.target).gpu or GPUS["sm_90a"])
     import torch
 
     torch.manual_seed(SEED)
@@ -57,19 +60,24 @@ def _captured(fn: Any, args: Any, kwargs: Mapping[str, Any] | None = None, *, re
     from terrazzo.front.capture import capture
     from terrazzo.interp import torch as interpreter
 
-    if isinstance(fn, torch.nn.Module):
-        fn = fn.eval()
     if (device := _device(request)) != "cpu":
         fn = fn.to(device) if isinstance(fn, torch.nn.Module) else fn
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), (tuple(args), dict(kwargs or {})))
     with working("capturing"), _quiet():
         captured = capture(fn, args, kwargs)
-    tensors = [leaf for leaf in pytree.tree_leaves((tuple(args), dict(kwargs or {}))) if isinstance(leaf, torch.Tensor)]
-    inputs = dict(zip(captured.inputs, tensors, strict=True))
+    inputs = captured.given(args, kwargs or {})
+    changed = [list(inputs.values())[k] for k in captured.changed]
 
     def eager() -> list[Any]:
+        """The results, and the new values of what the call changes, which is put back."""
+        before = [t.clone() for t in changed]
         with torch.no_grad():
-            return list(pytree.tree_leaves(fn(*args, **(kwargs or {}))))
+            results = list(pytree.tree_leaves(fn(*args, **(kwargs or {}))))
+            if changed:
+                results = [t.clone() for t in (*results, *changed)]
+            for t, value in zip(changed, before, strict=True):
+                t.copy_(value)
+        return results
 
     def exact() -> list[Any]:
         return interpreter.run(captured.program, {**captured.bound, **inputs}, precise=True)
@@ -96,14 +104,14 @@ def _quiet() -> Iterator[None]:
         logger.disabled = before
 
 
-def _from_file(kind: str, path: Path) -> Subject:
+def _from_file(kind: str, path: Path, gpu: Gpu | None) -> Subject:
     from terrazzo.check.inputs import random_inputs
     from terrazzo.ir.parse import IRS
     from terrazzo.pipelines import dialect
 
     if kind not in IRS:
         raise UserError(f"--from {kind}: the IRs that can be read are {', '.join(IRS)}")
-    program = read(path)
+    program = read(path, gpu)
     if dialect(program) != kind:
         raise UserError(f"{path} holds {dialect(program)} IR, not {kind} IR")
 
@@ -113,17 +121,22 @@ def _from_file(kind: str, path: Path) -> Subject:
     return Subject(program, {}, lambda: random_inputs(program), by(precise=False), by(precise=True))
 
 
-def read(path: Path) -> Any:
-    """The valid program in a file of IR text."""
+def read(path: Path, gpu: Gpu | None = None) -> Any:
+    """The valid program in a file of IR text; with a `gpu`, one whose kernels stay inside of what they use there."""
+    from terrazzo.ir.dialects import kernel as k
+    from terrazzo.ir.reader import BYTE_ORDER_MARK, located_at
     from terrazzo.ir.text import parse
-    from terrazzo.ir.verify import verify
+    from terrazzo.targets.cuda.check import report
 
+    places: dict[Any, Any] = {}
     try:
-        program = parse(path.read_text(encoding="utf-8"), str(path))
-        verify(program)
+        text = path.read_text(encoding="utf-8").removeprefix(BYTE_ORDER_MARK)
+        program = parse(text, str(path), places)
+        for step in program.steps if isinstance(program, k.Program) and gpu else ():
+            if isinstance(step, k.Kernel) and (refused := report(step, gpu).refusal()):
+                why, where = refused
+                raise UserError(located_at(places.get(where, places[step]), str(path), text, f"{step.name}: {why}"))
         return program
-    except CompilerBug as error:  # it would be one, had a pass made this program
-        raise UserError(f"{path}: {error}") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:

@@ -14,22 +14,48 @@ from typing import Any
 
 from terrazzo.errors import Limitation, TerrazzoError, UserError
 from terrazzo.front.decompositions import table
+from terrazzo.front.effects import (
+    functional,
+    nothing_else_changes,
+    shares_memory,
+    writes_where_elements_share_places_refused,
+)
 from terrazzo.front.fx import from_graph
+from terrazzo.front.results import Result, Results, arrange, storage, view
 from terrazzo.ir.program import Program
+
+TENSOR = object()
+"""Stands for a tensor among the arguments of a call."""
 
 
 @dataclass(frozen=True)
 class Captured:
-    """A program with the tensors bound to some of its inputs, and the trees its arguments and results come in.
+    """A program with the tensors bound to some of its inputs, and how a call becomes one of the program and back.
 
-    `inputs` are the names of the inputs that vary from call to call, in order.
+    `inputs` are the names of the inputs that vary from call to call, in order: those of `state`, tensors of the module
+    that the call changes in place, and then the tensors among the arguments. `changed` says which of the inputs the
+    call changes; their new values are the program's last results. `arguments` and `structure` are the trees that the
+    arguments and the results come in, `leaves` the arguments with `TENSOR` for a tensor, and `names` what they are called.
     """
 
     program: Program
     bound: Mapping[str, Any]
     inputs: tuple[str, ...]
+    state: tuple[Any, ...]
+    changed: tuple[int, ...]
     arguments: Any
-    results: Any
+    leaves: tuple[Any, ...]
+    names: tuple[str, ...]
+    results: Results | None
+    structure: Any
+
+    def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The tensors of a call, by the names of `inputs`."""
+        import torch
+        from torch.utils import _pytree as pytree
+
+        tensors = [x for x in pytree.tree_leaves((tuple(args), dict(kwargs))) if isinstance(x, torch.Tensor)]
+        return dict(zip(self.inputs, (*self.state, *tensors), strict=True))
 
 
 @contextmanager
@@ -42,9 +68,18 @@ def attention_by_definition() -> Iterator[None]:
 
 
 def capture(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, name: str = "forward"
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    name: str = "forward",
+    *,
+    views: bool = False,
 ) -> Captured:
-    """Trace `fn(*args, **kwargs)`. Parameters and buffers of a module become bound inputs."""
+    """Trace `fn(*args, **kwargs)`. Parameters and buffers of a module become bound inputs.
+
+    The program's results are those of the call and then the new values of what it changes in place. With `views`, the
+    results of the call are made of the program's as `results` says, so that they share memory where PyTorch's do.
+    """
     import torch
     from torch.utils import _pytree as pytree
 
@@ -54,40 +89,100 @@ def capture(
         state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     flat, arguments = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
     varying = [k for k, v in enumerate(flat) if isinstance(v, torch.Tensor)]
-    results: list[Any] = []
+    structure: list[Any] = []
+    known: list[Result | None] = []
 
-    def call(weights: list[Any], tensors: list[Any]) -> Any:
+    def call(tensors: list[Any]) -> list[Any]:
+        weights = dict(zip(state, tensors, strict=False))
         leaves = list(flat)
-        for k, v in zip(varying, tensors, strict=True):
+        for k, v in zip(varying, tensors[len(state) :], strict=True):
             leaves[k] = v
-        given, named = pytree.tree_unflatten(leaves, arguments)
-        if module is None:
-            out = fn(*given, **named)
-        else:
-            out = torch.func.functional_call(module, dict(zip(state, weights, strict=True)), given, named)
-        leaves, tree = pytree.tree_flatten(out)
-        if any(not isinstance(x, torch.Tensor) for x in leaves):
-            kinds = sorted({type(x).__name__ for x in leaves if not isinstance(x, torch.Tensor)})
+        given = pytree.tree_unflatten(leaves, arguments)
+        with nothing_else_changes(module, given):
+            out = fn(*given[0], **given[1]) if module is None else functional(module, weights, *given)
+        found, tree = pytree.tree_flatten(out)
+        if any(not isinstance(x, torch.Tensor) for x in found):
+            kinds = sorted({type(x).__name__ for x in found if not isinstance(x, torch.Tensor)})
             raise UserError(
-                f"the results must be tensors; found {', '.join(kinds)}. Wrap the call in a function that returns tensors"
+                f"the results must be tensors; found {', '.join(kinds)}. "
+                "Wrap the call in a function that returns tensors"
             )
-        results.append(tree)
-        return leaves
+        structure.append(tree)
+        known[:] = [_known(k, found, tensors) for k in range(len(found))] if views else []
+        return found
 
-    gm = trace(call, [v.detach() for v in state.values()], [flat[k].detach() for k in varying])
+    tensors = [*state.values(), *(flat[k] for k in varying)]
+    names = _argument_names(fn, args, kwargs or {}, len(flat))
+    labels = _labels(list(state), [names[k] for k in varying])
+    for label, t in zip(labels, tensors, strict=True):
+        if t.layout is not torch.strided:
+            raise Limitation(f"{label}: tensors of layout {t.layout} are not supported; torch.compile gives them to PyTorch")
+    gm, changed = trace(call, [t.detach() for t in tensors])
+    _refuse_aliases(changed, tensors, labels)
+    output = next(n for n in gm.graph.nodes if n.op == "output")
+    count = len(output.args[0]) - len(changed)
+    wanted, new = output.args[0][:count], output.args[0][count:]
+    results = None
+    if views:
+        wanted, results = arrange(gm, wanted, known=known)
+    output.args = ((*wanted, *new),)
+    gm.graph.eliminate_dead_code()
     try:
         program, constants = from_graph(gm, name)
     except Limitation as why:
         raise Limitation(
             f'{why}\nUnder torch.compile(..., backend="terrazzo") PyTorch runs a graph that has them.'
         ) from None
-    names = program.input_names
-    labels = _labels(list(state), _argument_names(fn, args, kwargs or {}, flat, varying))
+    inputs = program.input_names
     program, rename = _renamed(program, labels)
-    bound = {rename[n]: t for n, t in zip(names, state.values(), strict=False)}
+    bound = {rename[n]: t for k, (n, t) in enumerate(zip(inputs, state.values(), strict=False)) if k not in changed}
     bound.update({rename[n]: t for n, t in constants.items()})
-    inputs = tuple(rename[n] for n in names[len(state) : len(state) + len(varying)])
-    return Captured(program, bound, inputs, arguments, results[-1])
+    given = [k for k in range(len(tensors)) if k >= len(state) or k in changed]
+    return Captured(
+        program,
+        bound,
+        tuple(rename[inputs[k]] for k in given),
+        tuple(tensors[k] for k in given if k < len(state)),
+        tuple(given.index(k) for k in changed),
+        arguments,
+        tuple(TENSOR if isinstance(v, torch.Tensor) else v for v in flat),
+        tuple(names),
+        results,
+        structure[-1],
+    )
+
+
+def _known(number: int, results: Sequence[Any], inputs: Sequence[Any]) -> Result | None:
+    """A result of a traced call as an earlier one, as an input, or as a view of one; None where it is none of them."""
+    result = results[number]
+    for k, r in enumerate(results[:number]):
+        if result is r:
+            return Result("result", k)
+    for k, t in enumerate(inputs):
+        if result is t:
+            return Result("input", k)
+        if storage(result) == storage(t):
+            return Result("input", k, view(_value(result), _value(t)))
+    return None
+
+
+def _value(traced: Any) -> Any:
+    """What a tensor of the trace holds now, after all writes to what it is a view of."""
+    import torch
+
+    torch._sync(traced)
+    return torch._from_functional_tensor(traced.elem)
+
+
+def _refuse_aliases(changed: Sequence[int], tensors: Sequence[Any], labels: Sequence[str]) -> None:
+    """UserError where an input that is changed in place shares memory with another one."""
+    for k in changed:
+        for other, t in enumerate(tensors):
+            if other != k and shares_memory(tensors[k], t):
+                raise UserError(
+                    f"{labels[k]} is changed in place and shares memory with {labels[other]}; give one of them as a clone, "
+                    'or use torch.compile(..., backend="terrazzo")'
+                )
 
 
 @contextmanager
@@ -106,27 +201,31 @@ def _said_to_be_traced() -> Iterator[None]:
             setattr(torch.compiler, n, value)
 
 
-def trace(fn: Callable[..., Any], *args: Any) -> Any:
-    """The functional ATen graph of `fn(*args)`, decomposed, with dead code gone."""
+def trace(fn: Callable[[list[Any]], list[Any]], tensors: Sequence[Any]) -> tuple[Any, list[int]]:
+    """The functional ATen graph of `fn(tensors)`, decomposed, and which of the tensors it changes in place: their new
+    values are the graph's last results.
+    """
     import torch
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
     from torch._subclasses.functional_tensor import dispatch_functionalize
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-    before = [t for group in args for t in group]
-    versions = [t._version for t in before]
+    versions = [t._version for t in tensors]
+    changed: list[int] = []
 
-    def functional(*groups: Any) -> Any:
-        mine = [list(g) for g in groups]
-        return fn(*mine)
+    def functional(*given: Any) -> Any:
+        with writes_where_elements_share_places_refused():
+            results = fn(list(given))
+        changed[:] = _changed(given, tensors)
+        return [*results, *(given[k] for k in changed)]
 
     try:
         with torch.no_grad(), attention_by_definition(), _said_to_be_traced():
             wrapped = dispatch_functionalize(functional)
-            gm = make_fx(wrapped, decomposition_table=table(), tracing_mode="fake", record_stack_traces=True)(*args)
+            gm = make_fx(wrapped, decomposition_table=table(), tracing_mode="fake", record_stack_traces=True)(*tensors)
             if any(_mutates(node) for node in gm.graph.nodes):  # a decomposition worked in place on a value of its own
-                gm = make_fx(dispatch_functionalize(gm), tracing_mode="fake", record_stack_traces=True)(*args)
+                gm = make_fx(dispatch_functionalize(gm), tracing_mode="fake", record_stack_traces=True)(*tensors)
     except TerrazzoError:
         raise
     except (DataDependentOutputException, DynamicOutputShapeException) as e:
@@ -139,22 +238,41 @@ def trace(fn: Callable[..., Any], *args: Any) -> Any:
                 f"{effect[1].rstrip('.')} checks its data and returns nothing, which no program can hold"
             ) from None
         raise UserError(f"capture failed: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}") from e
-    for node in gm.graph.nodes:
-        if node.op == "call_function" and str(node.target).startswith("aten.copy_."):
-            raise Limitation("the call changes one of its inputs in place; return the new value instead")
-    assert [t._version for t in before] == versions, "tracing must not touch the inputs"
+    assert [t._version for t in tensors] == versions, "tracing must not touch the inputs"
     gm.graph.eliminate_dead_code()
-    return gm
+    return gm, changed
+
+
+def _changed(given: Sequence[Any], tensors: Sequence[Any]) -> list[int]:
+    """Which of the tensors a traced call changed in place; UserError where one got another shape or other memory."""
+    import torch
+
+    changed = []
+    for k, (t, before) in enumerate(zip(given, tensors, strict=True)):
+        value = _value(t)
+        moved = torch._functionalize_has_metadata_mutation(t.elem) or torch._functionalize_was_storage_changed(t.elem)
+        if moved or t.shape != before.shape or value.shape != before.shape:
+            raise UserError(
+                f"the call gives one of its inputs, of shape {list(before.shape)}, another shape or other memory in place "
+                '(t_(), resize_(), .data = ...); return the new tensor instead, or use torch.compile(..., backend="terrazzo")'
+            )
+        if not torch._functionalize_has_data_mutation(t.elem):
+            continue
+        if value.stride() != before.stride():  # the trace went on with a tensor that has no gaps
+            raise UserError(
+                f"the call changes an input of shape {list(before.shape)} and strides {list(before.stride())} in place, which "
+                'works for one without gaps; give a contiguous one, or use torch.compile(..., backend="terrazzo")'
+            )
+        changed.append(k)
+    return changed
 
 
 def _mutates(node: Any) -> bool:
     return node.op == "call_function" and getattr(getattr(node.target, "_schema", None), "is_mutable", False)
 
 
-def _argument_names(
-    fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], flat: list[Any], varying: list[int]
-) -> list[str]:
-    """What the tensors among the arguments are called: the parameter's name, numbered where it holds several."""
+def _argument_names(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> list[str]:
+    """What the leaves of the arguments are called: the parameter's name, numbered where it holds several."""
     import inspect
 
     from torch.utils import _pytree as pytree
@@ -163,11 +281,11 @@ def _argument_names(
         bound = inspect.signature(getattr(fn, "forward", fn)).bind(*args, **kwargs)
         named: list[str] = []
         for key, value in bound.arguments.items():
-            count = len(pytree.tree_leaves(value))
-            named += [key if count == 1 else f"{key}_{k}" for k in range(count)]
-        return [named[k] for k in varying] if len(named) == len(flat) else [f"x_{k}" for k in range(len(varying))]
+            leaves = len(pytree.tree_leaves(value))
+            named += [key if leaves == 1 else f"{key}_{k}" for k in range(leaves)]
+        return named if len(named) == count else [f"x_{k}" for k in range(count)]
     except (TypeError, ValueError):
-        return [f"x_{k}" for k in range(len(varying))]
+        return [f"x_{k}" for k in range(count)]
 
 
 def _labels(state: list[str], arguments: list[str]) -> list[str]:

@@ -99,31 +99,53 @@ class _Making(ast.NodeTransformer):
         new = self.generic_visit(node)
         if isinstance(new, ast.Call) and (changed := self._changed_module(new)) is not None:
             return changed
-        if self._depends(new):
+        if self._depends(new) and not self._makes_a_module_of_modules(new):
             return new
         made = self.run(ast.fix_missing_locations(ast.Expression(new)), "eval", node)  # type: ignore[arg-type]
         if isinstance(made, torch.Tensor):
             return self._named(node, hint or "x", made, self.inputs)
         if isinstance(made, torch.nn.Module):
-            made.eval()
+            given = {m for known in self.modules.values() for m in known.modules()}  # these are as the code left them
+            for m in set(made.modules()) - given:
+                m.training = False
             self.scope.setdefault(name := self._free(hint or type(made).__name__.lower(), self.modules), made)
             self.modules[name] = made
             self.live.add(name)
             return ast.copy_location(ast.Name(name, ast.Load()), node)
         return new
 
-    def _changed_module(self, call: ast.Call) -> ast.Name | None:
-        """The module's name, where a call such as `.bfloat16()` or `.to(...)` changes a module in place: that happens
-        now, once.
-        """
+    def _changed_module(self, call: ast.Call) -> ast.expr | None:
+        """The module, where a call such as `.bfloat16()` or `.to(...)` changes it in place: that happens now, once."""
+        import torch
+
         match call.func:
-            case ast.Attribute(value=ast.Name(id=name) as where, attr=attr) if (
-                name in self.modules and attr in _CHANGES
-            ):
-                if not any(self._depends(x) for x in (*call.args, *call.keywords)):
+            case ast.Attribute(value=where, attr=attr) if attr in _CHANGES and self._names_a_module(where):
+                if any(self._depends(x) for x in (*call.args, *call.keywords)):
+                    return None
+                if isinstance(self.run(ast.fix_missing_locations(ast.Expression(where)), "eval", call), torch.nn.Module):
                     self.run(ast.fix_missing_locations(ast.Expression(call)), "eval", call)
                     return where
         return None
+
+    def _makes_a_module_of_modules(self, call: ast.AST) -> bool:
+        """Whether this is a call such as `nn.Sequential(linear, relu)`, of modules that were made."""
+        import torch
+
+        if not isinstance(call, ast.Call) or self._depends(call.func):
+            return False
+        if any(isinstance(n, ast.Name) and n.id in self.live - set(self.modules) for n in ast.walk(call)):
+            return False
+        kind = self.run(ast.fix_missing_locations(ast.Expression(call.func)), "eval", call)
+        return isinstance(kind, type) and issubclass(kind, torch.nn.Module)
+
+    def _names_a_module(self, where: ast.AST) -> bool:
+        """Whether this is a module that was made, or what it has or holds (`model.layers[0]`)."""
+        match where:
+            case ast.Name(id=name):
+                return name in self.modules
+            case ast.Attribute(value=inner) | ast.Subscript(value=inner, slice=ast.Constant()):
+                return self._names_a_module(inner)
+        return False
 
     def _named(self, node: ast.AST, hint: str, made: Any, into: dict[str, Any]) -> ast.AST:
         name = self._free(hint, into)

@@ -9,12 +9,14 @@ from functools import lru_cache
 from typing import Any
 
 WHOLE = (
-    "_softmax", "_log_softmax", "native_layer_norm", "native_group_norm", "_fused_rms_norm", "gelu", "silu", "sigmoid", "addmm", "_to_copy",
-    "embedding", "var", "std", "var_mean", "std_mean", "mean", "cumsum", "cumprod", "logsumexp", "leaky_relu", "elu", "hardtanh",
-    "clamp_min", "clamp_max", "slice_scatter", "select_scatter", "max_pool2d_with_indices", "binary_cross_entropy_with_logits",
+    "_softmax", "_log_softmax", "native_layer_norm", "native_group_norm", "_fused_rms_norm", "gelu", "silu", "sigmoid",
+    "addmm", "_to_copy", "embedding", "var", "std", "var_mean", "std_mean", "mean", "cumsum", "cumprod", "logsumexp",
+    "leaky_relu", "elu", "hardtanh", "clamp_min", "clamp_max", "slice_scatter", "select_scatter",
+    "max_pool2d_with_indices", "binary_cross_entropy_with_logits",
     "max_pool3d_with_indices", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "avg_pool1d", "avg_pool2d",
     "grid_sampler_2d", "native_dropout", "linspace", "nll_loss_forward", "nll_loss2d_forward",
-    "stack", "split_with_sizes", "split", "unbind", "linalg_vector_norm", "all", "any", "full_like", "zeros_like", "ones_like",
+    "stack", "split_with_sizes", "split", "unbind", "linalg_vector_norm", "all", "any", "full_like", "zeros_like",
+    "ones_like",
 )  # fmt: skip
 
 
@@ -39,6 +41,7 @@ EXTRA = (
     "linear", "matmul", "native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm",
     "_native_batch_norm_legit_no_training", "_native_batch_norm_legit_functional", "_unsafe_index", "norm",
     "upsample_bilinear2d", "upsample_nearest2d", "native_batch_norm_backward", "native_layer_norm_backward",
-    "native_group_norm_backward", "threshold_backward", "gelu_backward", "silu_backward", "sigmoid_backward", "tanh_backward",
+    "native_group_norm_backward", "threshold_backward", "gelu_backward", "silu_backward", "sigmoid_backward",
+    "tanh_backward",
     "_softmax_backward_data", "_log_softmax_backward_data", "nll_loss_backward", "embedding_dense_backward",
 )  # fmt: skip

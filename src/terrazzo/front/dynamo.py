@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any
 
-from terrazzo.errors import Limitation
+from terrazzo.errors import CompilerBug, Limitation
 from terrazzo.front.capture import attention_by_definition
 from terrazzo.front.decompositions import table
 from terrazzo.front.fx import from_graph
+from terrazzo.front.results import arrange
 from terrazzo.options import Options
+from terrazzo.reproduce import failing
 
 _graphs = count()
 """Numbers the graphs of this process, so that each is dumped beside the others."""
@@ -22,11 +25,16 @@ def terrazzo(
 ) -> Any:
     """The backend. PyTorch's graph goes through AOTAutograd, so training graphs come apart into forward and backward.
 
-    An option we do not know is an error. Shapes that PyTorch holds open are compiled one by one, as they come.
+    An option we do not know is an error. What we cannot compile, and a bug of ours unless the option `strict` is set,
+    is told in a warning, and PyTorch runs the graph. Shapes that PyTorch holds open are compiled one by one, as they
+    come.
     """
     import torch
 
     chosen = Options.from_mode(mode) if mode is not None else Options.from_mapping(options or {})
+    if opaque := next(filter(None, map(_layout, gm.graph.find_nodes(op="placeholder"))), None):
+        _say(f"tensors of layout {opaque} are not supported")
+        return gm
     if any(isinstance(x, torch.SymInt) or _symbolic(x) for x in example_inputs):
         return _by_shape(gm, chosen)
     return _compile(gm, example_inputs, chosen)
@@ -37,9 +45,9 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options) -> Any:
     from torch._functorch.aot_autograd import aot_module_simplified
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-    def compiler(graph: Any, inputs: Sequence[Any]) -> Any:
+    def compiler(graph: Any, inputs: Sequence[Any], views: bool = True) -> Any:
         dump = options.dump and options.dump / f"graph-{next(_graphs):03}"
-        return make_boxed_func(_graph(graph, replace(options, dump=dump)))
+        return make_boxed_func(_graph(graph, replace(options, dump=dump), views))
 
     try:
         with attention_by_definition():
@@ -47,7 +55,7 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options) -> Any:
                 gm,
                 example_inputs,
                 fw_compiler=compiler,
-                bw_compiler=compiler,
+                bw_compiler=partial(compiler, views=False),  # gradients are tensors of their own
                 inference_compiler=compiler,
                 decompositions=table(),
             )
@@ -56,7 +64,7 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options) -> Any:
         return gm
 
 
-def _graph(graph: Any, options: Options) -> Any:
+def _graph(graph: Any, options: Options, views: bool) -> Any:
     """One ATen graph as a function of its inputs. Results that are no tensors (None, numbers) are passed on."""
     import torch
     from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -65,12 +73,12 @@ def _graph(graph: Any, options: Options) -> Any:
 
     output = next(n for n in graph.graph.nodes if n.op == "output")
     wanted = list(output.args[0])
-    tensors = [w for w in wanted if isinstance(w, torch.fx.Node) and w.op != "placeholder"]
-    if not tensors:
-        return torch.fx.Interpreter(graph).run
-    output.args = (tuple(tensors),)
     try:
-        with unset_fake_temporarily():  # constants of the graph are real tensors
+        with unset_fake_temporarily(), failing("compiling a graph", None):  # constants of the graph are real tensors
+            computed, results = arrange(graph, wanted, views=views)
+            if not computed:
+                return lambda *args: results.make(args, ())
+            output.args = (tuple(computed),)
             program, constants = from_graph(graph, "forward")
             bound = {name: t.detach() for name, t in constants.items()}
             compiled = compile_program(program, bound, options, _device(graph))
@@ -78,25 +86,17 @@ def _graph(graph: Any, options: Options) -> Any:
         _say(str(why))
         output.args = (tuple(wanted),)
         return torch.fx.Interpreter(graph).run
+    except CompilerBug as bug:
+        if options.strict:
+            raise
+        _say(f"A BUG OF THE COMPILER (an error with options={{'strict': True}}): {bug}\nPlease report it")
+        output.args = (tuple(wanted),)
+        return torch.fx.Interpreter(graph).run
     finally:
         output.args = (tuple(wanted),)
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     taken = [k for k, n in enumerate(placeholders) if isinstance(n.meta.get("val"), torch.Tensor)]
-    place = {n: k for k, n in enumerate(placeholders)}
-
-    def call(*args: Any) -> list[Any]:
-        results = iter(compiled([args[k] for k in taken]))
-        out = []
-        for w in wanted:
-            if not isinstance(w, torch.fx.Node):
-                out.append(w)
-            elif w in place:
-                out.append(args[place[w]])
-            else:
-                out.append(_laid_out(next(results), w.meta["val"]))
-        return out
-
-    return call
+    return lambda *args: results.make(args, compiled([args[k] for k in taken]))
 
 
 def _device(graph: Any) -> str:
@@ -108,21 +108,6 @@ def _device(graph: Any) -> str:
     if len(found) > 1:
         raise Limitation(f"a graph on several devices ({', '.join(found)})")
     return found[0]
-
-
-def _laid_out(result: Any, like: Any) -> Any:
-    """The result with the strides PyTorch expects of it, which later graphs may rely on."""
-    import torch
-
-    if result.stride() == like.stride() or result.numel() == 0:
-        return result
-    room = 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))
-    if room >= result.numel():
-        return torch.empty_strided(like.shape, like.stride(), dtype=result.dtype, device=result.device).copy_(result)
-    storage = torch.empty(room, dtype=result.dtype, device=result.device)  # elements share places, as after expand
-    places = torch.arange(room, device=result.device).as_strided(like.shape, like.stride())
-    storage[places.reshape(-1)] = result.reshape(-1)
-    return storage.as_strided(like.shape, like.stride())
 
 
 def _by_shape(gm: Any, options: Options) -> Any:
@@ -165,6 +150,14 @@ def _specialised(gm: Any, args: Sequence[Any], options: Options) -> Any:
     with torch._guards.tracing(torch._guards.TracingContext(mode)):
         inner = _compile(fixed, [mode.from_tensor(t, static_shapes=True) for t in kept], options)
     return lambda *given: inner(*(g for g in given if isinstance(g, torch.Tensor)))
+
+
+def _layout(placeholder: Any) -> str:
+    """The layout of the tensor that a graph is traced for, where it is not dense; its fake one looks as if it were."""
+    import torch
+
+    tensor = getattr(placeholder.meta.get("grapharg"), "example", None)
+    return "" if not isinstance(tensor, torch.Tensor) or tensor.layout is torch.strided else str(tensor.layout)
 
 
 def _symbolic(x: Any) -> bool:

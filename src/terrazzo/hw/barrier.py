@@ -2,11 +2,13 @@
 bytes.
 """
 
-MBARRIERS = """// Barriers in shared memory. A phase ends when all arrivals are in and all bytes that were announced have come.
+MBARRIERS = """// Barriers in shared memory. A phase ends when all arrivals are in and all bytes announced have come.
 __device__ __forceinline__ void barrier_init(unsigned barrier, unsigned arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
 }
-__device__ __forceinline__ void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 __device__ __forceinline__ void barrier_expect(unsigned barrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
@@ -15,7 +17,8 @@ __device__ __forceinline__ void barrier_arrive(unsigned barrier) {
 }
 __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned phase) {
   asm volatile(
-    "{\\n .reg .pred done;\\n again_%=:\\n mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\\n @!done bra again_%=;\\n}"
+    "{\\n .reg .pred done;\\n again_%=:\\n mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\\n"
+    " @!done bra again_%=;\\n}"
     :: "r"(barrier), "r"(phase) : "memory");
 }
 """
@@ -44,6 +47,10 @@ __device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.
 """
 
 REGISTERS = """// A warpgroup takes more registers, or gives some back.
-template <int count> __device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(count)); }
-template <int count> __device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(count)); }
+template <int count> __device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(count));
+}
+template <int count> __device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(count));
+}
 """

@@ -46,10 +46,13 @@ class TensorMap:
             (all(1 <= n <= 1 << 32 for n in self.shape), f"a dimension of {list(self.shape)} is not in 1 to 2**32"),
             (all(1 <= n <= 256 for n in self.box), f"a side of the box {list(self.box)} is not in 1 to 256"),
             (self.strides[-1:] == (1,), "the last dimension is not contiguous"),
-            (all(s % 16 == 0 and 0 <= s < 1 << 40 for s in steps), f"strides of {steps} bytes are not all multiples of 16 below 2**40"),
+            (all(s % 16 == 0 and 0 <= s < 1 << 40 for s in steps),
+             f"strides of {steps} bytes are not all multiples of 16 below 2**40"),
             (inner % 16 == 0, f"the box is {inner} bytes wide, which is no multiple of 16"),
-            (self.swizzle in SPANS, f"there is no swizzle of {self.swizzle} bytes; there are {', '.join(map(str, SPANS))}"),
-            (not self.swizzle or inner == self.swizzle, f"the box is {inner} bytes wide, and the swizzle {self.swizzle}"),
+            (self.swizzle in SPANS,
+             f"there is no swizzle of {self.swizzle} bytes; there are {', '.join(map(str, SPANS))}"),
+            (not self.swizzle or inner == self.swizzle,
+             f"the box is {inner} bytes wide, and the swizzle {self.swizzle}"),
         ):  # fmt: skip
             if not holds:
                 raise Limitation(f"TMA: {reason}")
@@ -104,12 +107,16 @@ def load_function(rank: int, cluster: bool = False) -> str:
     """
     coordinates, given = _coordinates(rank)
     places = ", ".join(f"%{k + 3}" for k in range(rank))
-    text = "cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes{to} [%0], [%1, {{{places}}}], [%2]{mask};"
+    text = (
+        "cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes{to} "
+        "[%0], [%1, {{{places}}}], [%2]{mask};"
+    )
     kinds = [("", "", "", "", "")]
     if cluster:
         kinds.append(("_to", ".multicast::cluster", f", %{rank + 3}", "unsigned short ranks, ", ', "h"(ranks)'))
     return "".join(
-        f"__device__ __forceinline__ void tma_load{name}_{rank}d(unsigned slab, const void* map, unsigned barrier, {ranks}{coordinates}) "
+        f"__device__ __forceinline__ void tma_load{name}_{rank}d"
+        f"(unsigned slab, const void* map, unsigned barrier, {ranks}{coordinates}) "
         f'{{\n  asm volatile("{text.format(rank=rank, to=to, places=places, mask=mask)}"\n'
         f'    :: "r"(slab), "l"(map), "r"(barrier), {given}{last} : "memory");\n}}\n'
         for name, to, mask, ranks, last in kinds
@@ -126,7 +133,8 @@ def store_function(rank: int, reduction: str) -> str:
     operation = f".{reduction}" if reduction else ""
     text = f"{kind}.tensor.{rank}d.global.shared::cta{operation}.tile.bulk_group [%1, {{{places}}}], [%0];"
     return (
-        f"__device__ __forceinline__ void tma_{reduction or 'store'}_{rank}d(const void* map, unsigned slab, {coordinates}) {{\n"
+        f"__device__ __forceinline__ void tma_{reduction or 'store'}_{rank}d"
+        f"(const void* map, unsigned slab, {coordinates}) {{\n"
         f'  asm volatile("{text}" :: "r"(slab), "l"(map), {given} : "memory");\n'
         "}\n"
     )

@@ -85,13 +85,15 @@ CP_ASYNC = LaneInstruction(
   if constexpr (bytes == 16)
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(at), "l"(from), "r"(read) : "memory");
   else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" :: "r"(at), "l"(from), "n"(bytes), "r"(read) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
+                 :: "r"(at), "l"(from), "n"(bytes), "r"(read) : "memory");
 }
 TZ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int open> TZ void cp_async_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(open) : "memory"); }
 """,
 )  # fmt: skip
-"""4, 8 or 16 bytes from global to shared memory, zeros where `inside` is false; they have come when their group was waited for."""
+"""4, 8 or 16 bytes from global to shared memory, zeros where `inside` is false. They have come when their group was
+waited for."""
 
 
 def _vote(held: Any, kind: str) -> Any:
@@ -104,7 +106,8 @@ TZ bool vote_all(bool x) { return __all_sync(~0u, x); }
 """)  # fmt: skip
 """Whether any lane, or all of them, have a bool."""
 
-REMOTE = LaneInstruction("ld.shared::cluster", 90, 32, lambda x: x, """template <class T> TZ T remote(const T* at, u32 rank) {
+REMOTE = LaneInstruction("ld.shared::cluster", 90, 32, lambda x: x, """
+template <class T> TZ T remote(const T* at, u32 rank) {
   u64 there;
   asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(at), "r"(rank));
   return *reinterpret_cast<const volatile T*>(there);

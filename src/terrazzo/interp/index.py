@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from terrazzo.errors import UserError
+from terrazzo.errors import IndexOutOfRange
 from terrazzo.ir.address import evaluate
 from terrazzo.ir.expr import Expr, IntExpr, Loaded
 from terrazzo.ir.node import Node, topological
@@ -28,7 +28,7 @@ def values(exprs: Sequence[IntExpr], env: Mapping[Expr, Any], read: Read) -> lis
             extent = evaluate(node.extent, here)
             if found.size and (found.min() < 0 or found.max() >= extent):
                 bad = found.min() if found.min() < 0 else found.max()
-                raise UserError(f"index {bad} is out of range for a dimension of size {extent}")
+                raise IndexOutOfRange(f"index {bad} is out of range for a dimension of size {extent}")
             here[node] = found
     return [evaluate(e, here) for e in exprs]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from terrazzo.errors import CompilerBug, UserError
+from terrazzo.errors import CompilerBug, DivisionByZero, UserError
 from terrazzo.interp import index, monoid
 from terrazzo.interp.tensor import Call, numpy_type
 from terrazzo.ir.dialects import loop as l
@@ -25,8 +25,17 @@ PIECE = 1 << 22
 """How many points of a reduction are computed at once."""
 
 
-def run(program: l.Program, inputs: Mapping[str, Any], *, precise: bool = False, call: Call | None = None) -> list[Any]:
-    """The results of `program`. With `precise`, every float is computed in float64."""
+def run(
+    program: l.Program,
+    inputs: Mapping[str, Any],
+    *,
+    precise: bool = False,
+    call: Call | None = None,
+    zero_divides: bool = True,
+) -> list[Any]:
+    """The results of `program`. With `precise`, every float is computed in float64. Without `zero_divides`, a whole
+    number divided by zero is a DivisionByZero, as it is on a CPU.
+    """
     memory: dict[l.Buffer, Any] = {}
     for b in program.inputs:
         given = np.asarray(inputs[b.name])
@@ -35,13 +44,15 @@ def run(program: l.Program, inputs: Mapping[str, Any], *, precise: bool = False,
         memory[b] = given.astype(numpy_type(b.type.dtype, precise))
     for step in program.steps:
         if isinstance(step, l.Kernel):
-            run_kernel(step, memory, precise)
+            run_kernel(step, memory, precise, zero_divides)
         else:
             run_call(step, memory, precise, call)
     return [memory[b] for b in program.results]
 
 
-def run_kernel(kernel: l.Kernel, memory: dict[l.Buffer, Any], precise: bool = False) -> None:
+def run_kernel(
+    kernel: l.Kernel, memory: dict[l.Buffer, Any], precise: bool = False, zero_divides: bool = True
+) -> None:
     """Run one kernel on `memory`, adding the buffers it stores."""
     extents = [_int(a.extent) for a in kernel.axes]
     env = index.grid(kernel.axes, extents)
@@ -51,7 +62,7 @@ def run_kernel(kernel: l.Kernel, memory: dict[l.Buffer, Any], precise: bool = Fa
         out = memory.setdefault(store.buffer, np.zeros(shape, dtype))
         if 0 in extents:
             continue
-        value = _Evaluator(memory, precise, len(extents)).value(store.value, env, done)
+        value = _Evaluator(memory, precise, len(extents), zero_divides).value(store.value, env, done)
         axes = frozenset().union(*(e.free for e in store.index if isinstance(e, Expr)))
         where = index.values(store.index, env, _no_read)
         full = np.broadcast_shapes(*(np.shape(w) for w in where), *(np.shape(env[a]) for a in axes)) if where else ()
@@ -61,8 +72,8 @@ def run_kernel(kernel: l.Kernel, memory: dict[l.Buffer, Any], precise: bool = Fa
 class _Evaluator:
     """Computes terms at all points of `env` at once; `rank` is the number of dimensions in use."""
 
-    def __init__(self, memory: Mapping[l.Buffer, Any], precise: bool, rank: int) -> None:
-        self.memory, self.precise, self.rank = memory, precise, rank
+    def __init__(self, memory: Mapping[l.Buffer, Any], precise: bool, rank: int, zero_divides: bool) -> None:
+        self.memory, self.precise, self.rank, self.zero_divides = memory, precise, rank, zero_divides
 
     def value(self, term: Node, env: Mapping[Expr, Any], done: dict[Node, Any]) -> Any:
         if term not in done:
@@ -79,6 +90,8 @@ class _Evaluator:
                 args = [self.value(a, env, done) for a in term.args]
                 if is_cast(term.fn) and self.precise and DTYPES[term.fn.name].is_float:
                     return args[0].astype(np.float64)
+                if not self.zero_divides and l.may_divide_by_zero(term) and not np.all(args[1]):
+                    raise DivisionByZero("a whole number is divided by zero")
                 return np.asarray(term.fn.numpy(*args))
             case l.Load():
                 return self._load(term, env, done)
@@ -142,7 +155,7 @@ class _Evaluator:
         for d, (v, size) in enumerate(zip(axes, sizes, strict=True)):
             points = np.arange(size) + (first.start if d == 0 else 0)
             here[v] = points.reshape([1] * rank + [-1 if k == d else 1 for k in range(n)])
-        inner = _Evaluator(self.memory, self.precise, rank + n)
+        inner = _Evaluator(self.memory, self.precise, rank + n, self.zero_divides)
         done: dict[Node, Any] = {}
         factors = _factors(term.monoid, args)
         values = [inner.value(a, here, done) for a in factors or args]

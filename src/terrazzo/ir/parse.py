@@ -16,14 +16,15 @@ from terrazzo.ir.dialects import torch as aten
 from terrazzo.ir.dialects.scalar import BY_NAME, scalar
 from terrazzo.ir.expr import IntExpr
 from terrazzo.ir.monoid import monoid
-from terrazzo.ir.node import Node
+from terrazzo.ir.node import Node, topological
 from terrazzo.ir.parse_kernel import KernelReader
 from terrazzo.ir.parse_loop import LoopReader
 from terrazzo.ir.parse_plan import PlanReader
 from terrazzo.ir.program import Input, Program
-from terrazzo.ir.reader import Reader, Scope, dotted, elements, empty, located, python_tree
+from terrazzo.ir.reader import Reader, Scope, dotted, elements, empty, located, python_tree, too_deep
 from terrazzo.ir.schedule import ScheduleReader
 from terrazzo.ir.types import Type
+from terrazzo.ir.verify import results_problem, step_problem, value_problem
 
 IRS = ("torch", "tensor", "loop", "tile", "kernel")
 _IRS = "@torch, @tensor, @loop, @tile or @kernel"
@@ -31,23 +32,23 @@ LONGEST = 1 << 26
 """Texts longer than this (characters) are refused."""
 
 
-def parse(text: str, filename: str = "<text>") -> Program | l.Program | tile.Program | kernel.Program:
-    """The program a text means. Anything wrong is a UserError with line, column and a caret."""
+def parse(
+    text: str, filename: str = "<text>", places: dict[Node, ast.AST] | None = None
+) -> Program | l.Program | tile.Program | kernel.Program:
+    """The valid program a text means. Anything wrong is a UserError with line, column and a caret.
+
+    `places` is filled with where each node stands, for who finds more that is wrong (`located_at`).
+    """
     if len(text) > LONGEST:
         raise UserError(f"{filename}: the text is longer than {LONGEST} characters")
+    text, tree = python_tree(text, filename)
     try:
-        tree = python_tree(text, filename)
-        comments = _comments(text)
-    except SyntaxError as e:
-        raise UserError(located(filename, text, e.lineno or 1, e.offset or 1, e.msg)) from None
-    except (ValueError, tokenize.TokenError) as e:
-        raise UserError(f"{filename}: not readable as IR text: {e}") from None
-    except (RecursionError, MemoryError):  # Python's parser says either, and not where
-        raise UserError(f"{filename}: expressions are nested too deeply") from None
-    try:
-        return _module(text, filename, tree, comments)
+        return _module(text, filename, tree, _comments(text), {} if places is None else places)
+    except tokenize.TokenError as e:  # a comment that only Python's parser accepts
+        message, (line, column) = e.args
+        raise UserError(located(filename, text, line, column + 1, message)) from None
     except RecursionError:
-        raise UserError(f"{filename}: expressions are nested too deeply") from None
+        raise UserError(too_deep(filename, text)) from None
 
 
 def _comments(text: str) -> dict[int, str]:
@@ -59,7 +60,7 @@ def _comments(text: str) -> dict[int, str]:
 
 
 def _module(
-    text: str, filename: str, tree: ast.Module, comments: Mapping[int, str]
+    text: str, filename: str, tree: ast.Module, comments: Mapping[int, str], places: dict[Node, ast.AST]
 ) -> Program | l.Program | tile.Program | kernel.Program:
     reader = Reader(text, filename, comments)
     if len(tree.body) != 1 or not isinstance(tree.body[0], ast.FunctionDef):
@@ -80,21 +81,23 @@ def _module(
             reader.fail(a, f"{a.arg} is defined twice")
         if a.annotation is None:
             reader.fail(a, f"input {a.arg} needs a type, such as f32[2, 3]")
-        node = (l.Buffer if kind in ("loop", "tile", "kernel") else Input)(a.arg, reader.type(a.annotation, scope))
+        ty = reader.tensor_type(a.annotation, scope)
+        node = (l.Buffer if kind in ("loop", "tile", "kernel") else Input)(a.arg, ty)
         scope.values[a.arg] = node
         inputs.append(node)
     if not body or not isinstance(body[-1], ast.Return):
         reader.fail(f, "the function must end with return")
     if kind == "kernel":
-        launches = KernelReader(text, filename, comments)
+        launches = KernelReader(text, filename, comments, places)
         found_steps = tuple(launches.step(s, scope) for s in body[:-1])
         return kernel.Program(f.name, tuple(inputs), found_steps, reader.results(body[-1], scope, l.Buffer))
     if kind in ("loop", "tile"):
-        loops, schedules = LoopReader(text, filename, comments), ScheduleReader(text, filename, comments)
+        loops, schedules = LoopReader(text, filename, comments, places), ScheduleReader(text, filename, comments)
         completed = PlanReader(text, filename, comments)
         steps: list[Any] = []
         found: dict[int, Any] = {}
         plans: dict[int, Any] = {}
+        ready: set[l.Buffer] = set(inputs)
         for s in body[:-1]:
             if kind == "tile" and schedules.starts(s):
                 if not steps or not isinstance(steps[-1], l.Kernel) or len(steps) - 1 in found:
@@ -107,15 +110,21 @@ def _module(
                 plans[len(steps) - 1] = completed.plan(s, found[len(steps) - 1])
             else:
                 steps.append(loops.step(s, scope))
-        program = l.Program(f.name, tuple(inputs), tuple(steps), reader.results(body[-1], scope, l.Buffer))
+                if why := step_problem(steps[-1], ready):
+                    reader.fail(s, why)
+                ready.update(steps[-1].writes)
+        results = reader.results(body[-1], scope, l.Buffer)
+        if why := results_problem(results, ready):
+            reader.fail(body[-1], why)
+        program = l.Program(f.name, tuple(inputs), tuple(steps), results)
         return program if kind == "loop" else tile.Program(program, tuple(found.items()), tuple(plans.items()))
     names: dict[Node, str] = {i: i.name for i in inputs}
     sources: dict[str, str] = {}
     values = GraphReader(text, filename, comments)
     for s in body[:-1]:
         values.value_statement(s, kind, scope, names, sources)
-    results = reader.results(body[-1], scope, Node)
-    return reader.build(f, Program, kind, f.name, tuple(inputs), results, names, sources)  # type: ignore[no-any-return]
+    returned = reader.results(body[-1], scope, Node)
+    return reader.build(f, Program, kind, f.name, tuple(inputs), returned, names, sources)  # type: ignore[no-any-return]
 
 
 def _plain(args: ast.arguments) -> bool:
@@ -137,6 +146,9 @@ class GraphReader(Reader):
         node = self.value(s.value, kind, declared, scope)
         if node.type != declared:
             self.fail(s.annotation, f"{name} is declared {_types(declared)} but is {_types(node.type)}")
+        for x in (node, *topological(node.index_nodes)) if isinstance(node, t.IndexMap) else (node,):
+            if kind == "tensor" and (why := value_problem(x, name)):
+                self.fail(s.value, why)
         scope.values[name] = node
         names.setdefault(node, name)
         if comment := self.comments.get(s.end_lineno or s.lineno):
@@ -153,12 +165,15 @@ class GraphReader(Reader):
             if "." not in path:
                 self.fail(x, "expected an op, such as aten.add.Tensor(x, y)")
             args, kwargs, order = self.call(x, x.args, scope)
+            self.operator(x, path, args, kwargs, declared, strided=True)
             return self.build(x, aten.Aten, path, args, kwargs, declared, order)
         if path == "opaque":
             if not x.args:
                 self.fail(x, "opaque needs the name of an op")
+            name = self.constant(x.args[0])
             args, kwargs, order = self.call(x, x.args[1:], scope)
-            return self.build(x, t.Opaque, self.constant(x.args[0]), args, kwargs, declared, order)
+            self.operator(x, name, args, kwargs, declared)
+            return self.build(x, t.Opaque, name, args, kwargs, declared, order)
         if not isinstance(declared, Type) and not path.startswith(("reduce.", "scan.")):
             self.fail(x, f"{path} has one result")
         match path.split("."):

@@ -12,6 +12,7 @@ from terrazzo.ir.monoid import monoid
 from terrazzo.ir.node import substitute
 from terrazzo.ir.reader import Reader, Scope, empty
 from terrazzo.ir.types import DTYPES
+from terrazzo.ir.verify import store_problem, term_problem
 
 
 class LoopReader(Reader):
@@ -32,7 +33,7 @@ class LoopReader(Reader):
                 for k in head.keywords:
                     if k.arg is None or k.arg in scope.values:
                         self.fail(head, f"{k.arg} is defined twice")
-                    scope.values[k.arg] = l.Buffer(k.arg, self.type(k.value, scope))
+                    scope.values[k.arg] = l.Buffer(k.arg, self.tensor_type(k.value, scope))
                 axes: list[Any] = []
                 stores: list[Any] = []
                 self.block(s.body, scope.inner(), axes, stores, [])
@@ -55,7 +56,9 @@ class LoopReader(Reader):
                     buffers.append(None if ty is None else l.Buffer(target.id, ty))
                     if ty is not None:
                         scope.values[target.id] = buffers[-1]
-                return self.build(s, l.Call, self.constant(first), args, kwargs, tuple(buffers), order, source)
+                name = self.constant(first)
+                self.operator(c, name, args, kwargs, list(types))
+                return self.build(s, l.Call, name, args, kwargs, tuple(buffers), order, source)
         self.fail(s, 'expected `with kernel("name", result=type):` or `result, = call("aten.…", …, _types=(…,))`')
 
     def block(
@@ -88,9 +91,10 @@ class LoopReader(Reader):
                     scope.values[name] = self.term(v, scope)
                 case ast.Assign(targets=[ast.Subscript(value=target, slice=where)], value=v):
                     index = () if empty(where) else self.indices(where, scope)
-                    stores.append(
-                        self.build(s, l.Store, self.lookup(target, scope, l.Buffer), index, self.term(v, scope))
-                    )
+                    buffer = self.lookup(target, scope, l.Buffer)
+                    stores.append(self.build(s, l.Store, buffer, index, self.term(v, scope)))
+                    if why := store_problem(stores[-1]):
+                        self.fail(target, why)
                 case _:
                     self.fail(
                         s, "expected a loop, `name = term`, `accumulator <- monoid(term)` or `buffer[index] = term`"
@@ -110,7 +114,9 @@ class LoopReader(Reader):
         targets = target.elts if isinstance(target, ast.Tuple) else [target]
         if len(targets) != len(extents) or not all(isinstance(x, ast.Name) for x in targets):
             self.fail(s, f"expected `for a in {kind}(extent):`, one extent per variable")
-        pairs = [(x.id, self.expr(e, scope)) for x, e in zip(targets, extents, strict=True) if isinstance(x, ast.Name)]
+        pairs = [
+            (x.id, self.extent(e, scope)) for x, e in zip(targets, extents, strict=True) if isinstance(x, ast.Name)
+        ]
         inner = scope.inner()
         if kind != "reduce":
             if len(pairs) != 1:
@@ -138,6 +144,9 @@ class LoopReader(Reader):
         moved = tuple(substitute(a, {axes[-1]: axis}) for a in args)
         return self.build(where, l.Scan.make, m, axis, moved, axes[-1])
 
+    def _read(self, x: ast.AST, scope: Scope) -> Any:
+        return self.term(x, scope)  # an index from data is a term here
+
     def term(self, x: ast.AST, scope: Scope) -> Any:
         match x:
             case ast.Name():
@@ -145,9 +154,9 @@ class LoopReader(Reader):
             case ast.Subscript() | ast.IfExp():
                 source, inside = self.guarded(x, scope)
                 index = () if empty(source.slice) else self.indices(source.slice, scope)
-                return self.build(x, l.Load, self.lookup(source.value, scope, l.Buffer), index, inside)
+                return self.proved(x, self.build(x, l.Load, self.lookup(source.value, scope, l.Buffer), index, inside))
             case ast.Call(func=ast.Name(id="index"), args=[e]):
-                return self.build(x, l.Index, self.expr(e, scope))
+                return self.proved(x, self.build(x, l.Index, self.expr(e, scope)))
             case ast.Call(func=ast.Name(id="get"), args=[v, k]):
                 return self.build(x, l.Get, self.term(v, scope), self.constant(k))
             case ast.Call(func=ast.Name(id=name), args=[c]) if name in DTYPES and _is_number(c):
@@ -155,6 +164,12 @@ class LoopReader(Reader):
             case ast.Call(func=ast.Name(id=name), args=args) if name in BY_NAME:
                 return self.build(x, l.Apply, scalar(name), tuple(self.term(a, scope) for a in args))
         self.fail(x, "expected a term: a name, an element, a constant such as f32(1.0), or a scalar function of terms")
+
+    def proved(self, where: ast.AST, term: Any) -> Any:
+        """A term whose index, if it has one, stays in its buffer."""
+        if why := term_problem(term):
+            self.fail(where, why)
+        return term
 
 
 def _is_number(x: ast.AST) -> bool:

@@ -9,8 +9,8 @@ from typing import Any, get_type_hints
 from terrazzo.errors import UserError
 from terrazzo.ir.node import OPS
 from terrazzo.ir.plan import AXIS, Line, Plan
-from terrazzo.ir.reader import Reader
-from terrazzo.ir.schedule import Schedule, ScheduleReader, Word, statements
+from terrazzo.ir.reader import Reader, python_tree
+from terrazzo.ir.schedule import Schedule, ScheduleReader, Word
 
 KINDS: dict[str, type[Line]] = {op: kind for op, kind in OPS["plan"].items() if issubclass(kind, Line)}
 """The lines of a plan by the word they begin with."""
@@ -20,18 +20,18 @@ _WORDS = {int: "an integer", bool: "True or False", str: "a text"}
 
 def parse_plan(text: str, filename: str = "<plan>") -> Plan:
     """The one plan a text means. Anything wrong is a UserError with line, column and a caret."""
-    reader = PlanReader(text, filename, {})
-    body = statements(text, filename)
-    if len(body) != 1:
-        raise UserError(f"{filename}: expected one plan, found {len(body)}")
-    return reader.plan(body[0])
+    text, tree = python_tree(text, filename)
+    if len(tree.body) != 1:
+        raise UserError(f"{filename}: expected one plan, found {len(tree.body)}")
+    return PlanReader(text, filename, {}).plan(tree.body[0])
 
 
 def parse_pinned(text: str, filename: str = "<schedule>") -> list[tuple[Schedule, Plan | None]]:
     """The schedules a text means, one after the other, each with the plan that stands below it."""
+    text, tree = python_tree(text, filename)
     schedules, plans = ScheduleReader(text, filename, {}), PlanReader(text, filename, {})
     found: list[tuple[Schedule, Plan | None]] = []
-    for s in statements(text, filename):
+    for s in tree.body:
         if not plans.starts(s):
             found.append((schedules.schedule(s), None))
         elif not found or found[-1][1] is not None:

@@ -48,6 +48,9 @@ class Line(Node):
             parts.append(f"{f}={_shown(value) if f in self.references else show_value(value)}")
         return f"{first}{self.op}({', '.join(parts)})"
 
+    def __repr__(self) -> str:
+        return str(self)
+
 
 def _shown(value: Any) -> str:
     if isinstance(value, tuple):
@@ -252,6 +255,9 @@ class Plan(Node, dialect="plan", op="plan"):
 
     def __str__(self) -> str:
         return "\n".join(self._text())
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def _text(self) -> Iterator[str]:
         yield f'with plan("{self.kernel}", target="{self.target}"):'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,16 +12,27 @@ from typing import Any, NoReturn
 from terrazzo.errors import TerrazzoError, UserError
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects import torch as aten
-from terrazzo.ir.expr import Expr, IntExpr, Loaded, Size, bounds
-from terrazzo.ir.node import Node
+from terrazzo.ir.expr import Bound, Expr, IntExpr, Loaded, Size, Var, at_least, bounds
+from terrazzo.ir.node import Node, topological
+from terrazzo.ir.proof import WIDEST
 from terrazzo.ir.types import DTYPES, Type
+
+BYTE_ORDER_MARK = "\ufeff"
+"""What some editors put at the head of a file; it means nothing."""
 
 
 def located(filename: str, text: str, line: int, column: int, message: str) -> str:
     """The message with its place, the line and a caret."""
-    lines = text.splitlines()
+    lines = lines_of(text)
     shown = lines[line - 1] if 0 < line <= len(lines) else ""
     return f"{filename}, line {line}, column {column}: {message}\n    {shown}\n    {' ' * (column - 1)}^"
+
+
+def located_at(where: ast.AST, filename: str, text: str, message: str) -> str:
+    """The message with the place of a part of Python's tree."""
+    line, offset = getattr(where, "lineno", 1), getattr(where, "col_offset", 0)
+    before = "".join(lines_of(text)[line - 1 : line]).encode()[:offset]  # which Python counts in bytes
+    return located(filename, text, line, len(before.decode(errors="ignore")) + 1, message)
 
 
 @dataclass
@@ -41,17 +53,23 @@ class Scope:
 class Reader:
     """Reads one text. Subclasses read the statements of one family of IRs."""
 
-    def __init__(self, text: str, filename: str, comments: Mapping[int, str]) -> None:
+    def __init__(
+        self, text: str, filename: str, comments: Mapping[int, str], places: dict[Node, ast.AST] | None = None
+    ) -> None:
+        """`places` is filled with where each node was read first."""
         self.text, self.filename, self.comments = text, filename, comments
+        self.places = {} if places is None else places
 
     def fail(self, where: ast.AST, message: str) -> NoReturn:
-        line, column = getattr(where, "lineno", 1), getattr(where, "col_offset", 0)
-        raise UserError(located(self.filename, self.text, line, column + 1, message))
+        raise UserError(located_at(where, self.filename, self.text, message))
 
     def build(self, where: ast.AST, make: Callable[..., Any], *args: Any) -> Any:
         """Construct a node; what its constructor has against it is reported here."""
         try:
-            return make(*args)
+            made = make(*args)
+            if isinstance(made, Node):
+                self.places.setdefault(made, where)
+            return made
         except (TerrazzoError, TypeError, AttributeError, ValueError, ZeroDivisionError, OverflowError) as e:
             self.fail(where, str(e))
 
@@ -63,6 +81,8 @@ class Reader:
                     low, high = self.constant(lo), self.constant(hi)
                     if not isinstance(low, int) or not (high is None or isinstance(high, int)):
                         self.fail(s, "size(lowest, highest) takes integers, or None for no highest")
+                    if low < 0:
+                        self.fail(s, "a dimension cannot be negative")
                     if name in scope.values:
                         self.fail(s, f"{name} is defined twice")
                     scope.values[name] = Size(name, low, high)
@@ -94,18 +114,47 @@ class Reader:
                 return tuple(self.type(e, scope) for e in elts)
             case ast.BinOp(left=left, op=ast.MatMult(), right=ast.Tuple(elts=elts)):
                 base = self.type(left, scope)
-                strides = tuple(self.expr(e, scope) for e in elts)
+                strides = tuple(self.extent(e, scope) for e in elts)
                 if not isinstance(base, Type) or len(strides) != base.rank:
                     self.fail(x, "strides need one number per dimension")
                 return Type(base.dtype, base.shape, strides)
             case ast.Name(id=name):
                 return Type(self.dtype(x, name))
             case ast.Subscript(value=ast.Name(id=name), slice=s):
-                shape = tuple(self.expr(e, scope) for e in (s.elts if isinstance(s, ast.Tuple) else [s]))
-                if any(isinstance(e, int) and e < 0 for e in shape):
-                    self.fail(x, "a dimension cannot be negative")
+                shape = tuple(self.extent(e, scope) for e in (s.elts if isinstance(s, ast.Tuple) else [s]))
                 return Type(self.dtype(x, name), shape)
         self.fail(x, "expected a type, such as f32[2, 3]")
+
+    def tensor_type(self, x: ast.AST, scope: Scope) -> Type:
+        """The type of one tensor, whose size in bytes 64 bits can hold."""
+        found = self.type(x, scope)
+        if not isinstance(found, Type):
+            self.fail(x, "expected the type of one tensor, such as f32[2, 3]")
+        spans = [(e, s) for e, s in zip(found.shape, found.element_strides, strict=True)]
+        if all(isinstance(e, int) and isinstance(s, int) for e, s in spans):
+            last = sum((e - 1) * s for e, s in spans)
+            if max(last, *(e for e, _ in spans), 0, 0) * found.dtype.size > WIDEST:  # type: ignore[type-var, operator]
+                self.fail(x, f"{found} does not fit into any memory")
+        return found
+
+    def extent(self, x: ast.AST, scope: Scope) -> IntExpr:
+        """A dimension, a stride or the end of a loop: a number or made of sizes, and not negative."""
+        found = self.expr(x, scope)
+        if isinstance(found, Expr) and any(isinstance(n, Loaded | Var | Bound) for n in topological([found])):
+            self.fail(x, "expected a number, or sizes")
+        if not at_least(found, 0):
+            self.fail(x, "a dimension cannot be negative")
+        return found
+
+    def operator(
+        self, where: ast.AST, name: Any, args: Any, kwargs: Any, declared: Any, strided: bool = False
+    ) -> None:
+        """Fail unless a text may call this operator of PyTorch, and the call gives what is declared."""
+        from terrazzo.ir import operators
+
+        if not isinstance(name, str):
+            self.fail(where, "expected the name of an operator in quotes, such as 'aten.relu.default'")
+        self.build(where, operators.check, name, args, dict(kwargs), declared, strided)
 
     def dtype(self, where: ast.AST, name: str) -> Any:
         if name not in DTYPES:
@@ -240,11 +289,37 @@ class Reader:
         self.fail(x, f"missing {name}=")
 
 
-def python_tree(text: str, filename: str) -> ast.Module:
-    """Python's tree of a text, which is not run. What Python would warn of, such as `5or`, is left to who reads it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)
-        return ast.parse(text, filename)
+def lines_of(text: str) -> list[str]:
+    """The lines of a text as Python counts them: other characters that break lines elsewhere do not here."""
+    return re.split(r"\r\n|\r|\n", text)
+
+
+def python_tree(text: str, filename: str) -> tuple[str, ast.Module]:
+    """A text without a byte-order mark, and Python's tree of it, which is not run. What is no Python is a UserError.
+
+    What Python would warn of, such as `5or`, is left to who reads it.
+    """
+    text = text.removeprefix(BYTE_ORDER_MARK)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)
+            return text, ast.parse(text, filename)
+    except SyntaxError as e:
+        raise UserError(located(filename, text, e.lineno or 1, e.offset or 1, e.msg)) from None
+    except ValueError as e:  # a null, or half of a character
+        strange = re.search("[\0\ud800-\udfff]", text)
+        before = lines_of(text[: strange.start() if strange else 0])
+        message = f"not readable as the text of an IR: {e}"
+        raise UserError(located(filename, text, len(before), len(before[-1]) + 1, message)) from None
+    except (RecursionError, MemoryError):  # Python's parser says either, and not where
+        raise UserError(too_deep(filename, text)) from None
+
+
+def too_deep(filename: str, text: str) -> str:
+    """Nobody knows where that is; what is nested deeply is long."""
+    lines = lines_of(text)
+    line = max(range(len(lines)), key=lambda n: len(lines[n]))
+    return f"{filename}, line {line + 1}, column 1: expressions are nested too deeply"
 
 
 def dotted(x: ast.AST) -> str:

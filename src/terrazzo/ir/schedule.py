@@ -201,7 +201,8 @@ class Schedule:
             for axis, binding in site.axes:
                 if grid := [f for f in _factors(binding) if f.level == "grid"]:
                     raise UserError(
-                        f"{site.names[0]}: {axis} = {_text(binding)}: {grid[0]} is for the kernel to bind, not for a site"
+                        f"{site.names[0]}: {axis} = {_text(binding)}: {grid[0]} is for the kernel to bind, "
+                        "not for a site"
                     )
                 block = [f.size for f in _factors(_of(self.axes, axis)) if f.level == "block"]
                 if block and not isinstance(binding, Like) and math.prod(f.size for f in binding) != block[0]:
@@ -321,16 +322,9 @@ def parse_schedule(text: str, filename: str = "<schedule>") -> Schedule:
 
 def parse_schedules(text: str, filename: str = "<schedule>") -> list[Schedule]:
     """The schedules a text means, one after the other."""
+    text, tree = python_tree(text, filename)
     reader = ScheduleReader(text, filename, {})
-    return [reader.schedule(s) for s in statements(text, filename)]
-
-
-def statements(text: str, filename: str) -> list[ast.stmt]:
-    """The statements of a text of schedules; UserError where it is no Python."""
-    try:
-        return python_tree(text, filename).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
-        raise UserError(f"{filename}: not readable as a schedule: {e}") from None
+    return [reader.schedule(s) for s in tree.body]
 
 
 class ScheduleReader(Reader):

@@ -87,7 +87,8 @@ def statement(s: Node) -> list[str]:
         case k.TensorLoad():
             ranks = f", {s.ranks}" if s.ranks else ""
             return [
-                f"tensor_load({_at(s.target, s.to)}, {_at(s.source, s.at)}, {list(s.box)}, {_at(s.barriers, (s.slot,))}{ranks})"
+                f"tensor_load({_at(s.target, s.to)}, {_at(s.source, s.at)}, {list(s.box)}, "
+                f"{_at(s.barriers, (s.slot,))}{ranks})"
             ]
         case k.TensorStore():
             reduction = f", {s.reduction!r}" if s.reduction else ""

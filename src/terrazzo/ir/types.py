@@ -109,6 +109,14 @@ class Type:
         return n
 
     @property
+    def span(self) -> int:
+        """Bytes from the first element to the end of the last: more than they fill, where there are gaps."""
+        if 0 in self.shape:
+            return 0
+        steps = zip(self.static_shape, self.element_strides, strict=True)
+        return (1 + sum((e - 1) * s for e, s in steps if isinstance(s, int))) * self.dtype.size
+
+    @property
     def static_shape(self) -> tuple[int, ...]:
         """The shape as plain ints; UserError where a dimension is symbolic."""
         for extent in self.shape:

@@ -1,28 +1,32 @@
 """The verifier: what must hold of a program between two passes. Types hold by construction; this checks the rest.
 
-Torch and Tensor IR: only ops of the dialect; every input declared; no value read before it exists (by construction); no
-index leaves its tensor unless it is guarded.
+Torch and Tensor IR: only ops of the dialect; every input declared; no value read before it exists (by construction); it
+is proved that no index leaves its tensor where its guards hold.
 Loop IR: each buffer is written once, before it is read, by the step that owns it; every variable is bound by an axis of
-its kernel or a reduction; every index is within its buffer wherever ranges can tell; every element is stored exactly
-once. Tile IR: each schedule is one of a kernel, and fits it; each plan is one of a schedule.
+its kernel or a reduction; it is proved that no index leaves its buffer where its guards hold; every element is stored
+exactly once, and no two lie at one place. Tile IR: each schedule is one of a kernel, and fits it; each plan is one of a
+schedule.
 Kernel IR: every value and register exists where it is used, every loop's variable is bound, and no index leaves its
 place.
 """
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 from terrazzo.errors import CompilerBug, UserError
+from terrazzo.ir import verify_kernel
 from terrazzo.ir.address import coefficient
 from terrazzo.ir.dialects import kernel, tile
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects import torch as aten
-from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Mod, Var, at_least, bounds
-from terrazzo.ir.node import substitute, topological
+from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Loaded, Mod, Var, at_least, bounds
+from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.program import Input, Program
-from terrazzo.ir.verify_kernel import problem as kernel_problem
+from terrazzo.ir.proof import ill, leaves
+from terrazzo.ir.types import Type
 
 _ALLOWED: dict[str, tuple[Any, ...]] = {"torch": (aten.Aten, aten.Get, Input), "tensor": (t.Value, Input, Expr)}
 
@@ -37,7 +41,11 @@ def problem(program: Program | l.Program | tile.Program | kernel.Program) -> str
     """Which rule of its IR a program breaks; "" if none."""
     if isinstance(program, kernel.Program):
         return next(
-            (f"{s.name}: {why}" for s in program.steps if isinstance(s, kernel.Kernel) and (why := kernel_problem(s))),
+            (
+                f"{s.name}: {why}"
+                for s in program.steps
+                if isinstance(s, kernel.Kernel) and (why := verify_kernel.problem(s))
+            ),
             "",
         )
     if isinstance(program, tile.Program):
@@ -51,10 +59,24 @@ def _graph(p: Program) -> str:
             return f"{type(node).__name__} ({node.dialect}.{node.op}) is no part of {p.dialect} IR"
         if isinstance(node, Input) and node not in p.inputs:
             return f"input {node.name} is used but not declared"
-        if isinstance(node, t.IndexMap) and not node.inside and all(bounds(e)[1] != 0 for e in node.shape):
-            for d, (e, extent) in enumerate(zip(node.index, node.x.type.shape, strict=True)):  # type: ignore[attr-defined]
-                if not at_least(e, 0) or not at_least(extent - 1 - e, 0):
-                    return f"the index map {p.names.get(node, '')} may leave dimension {d} of {node.x.type} with {e}"  # type: ignore[attr-defined]
+        if why := value_problem(node, p.names.get(node, "")):
+            return why
+    return ""
+
+
+def value_problem(node: Node, name: str = "") -> str:
+    """What is wrong with the indices of a value of Tensor IR, itself; "" if nothing."""
+    if isinstance(node, t.Iota):
+        return ill((node.index,))
+    if not isinstance(node, t.IndexMap | t.Read):
+        return ""
+    inside = node.inside if isinstance(node, t.IndexMap) else ()
+    source: Type = node.x.type  # type: ignore[attr-defined]
+    if why := ill((*node.index, *inside)):
+        return why
+    if (d := _leaves(node.index, source, inside)) is not None:
+        what = f"the index map {name}" if isinstance(node, t.IndexMap) else "an index that is read"
+        return f"{what} may leave dimension {d} of {source} with {node.index[d]}"
     return ""
 
 
@@ -77,23 +99,35 @@ def _tile(p: tile.Program) -> str:
 
 def _loop(p: l.Program) -> str:
     ready = set(p.inputs)
-    names = {b.name for b in p.inputs}
     for step in p.steps:
-        if missing := [b.name for b in step.reads if b not in ready]:
-            return f"{step.name} reads {missing[0]} before it is written"
-        for b in dict.fromkeys(step.writes):
-            if b in ready or b.name in names:
-                return f"{b.name} is written twice"
-            names.add(b.name)
+        if why := step_problem(step, ready):
+            return why
         ready.update(step.writes)
-        if isinstance(step, l.Kernel) and (problem := _kernel(step)):
-            return f"kernel {step.name}: {problem}"
-    if missing := [b.name for b in p.results if b not in ready]:
-        return f"result {missing[0]} is never written"
+    return results_problem(p.results, ready)
+
+
+def step_problem(step: l.Kernel | l.Call, ready: Set[l.Buffer]) -> str:
+    """What is wrong with a step of Loop IR where these buffers are written already; "" if nothing."""
+    if missing := [b.name for b in step.reads if b not in ready]:
+        return f"{step.name} reads {missing[0]} before it is written"
+    names = {b.name for b in ready}
+    for b in dict.fromkeys(step.writes):
+        if b.name in names:
+            return f"{b.name} is written twice"
+        names.add(b.name)
+    if isinstance(step, l.Kernel) and (why := kernel_problem(step)):
+        return f"kernel {step.name}: {why}"
     return ""
 
 
-def _kernel(k: l.Kernel) -> str:
+def results_problem(results: tuple[l.Buffer, ...], ready: Set[l.Buffer]) -> str:
+    """What is wrong with the results of a program that has written these buffers; "" if nothing."""
+    missing = [b.name for b in results if b not in ready]
+    return f"result {missing[0]} is never written" if missing else ""
+
+
+def kernel_problem(k: l.Kernel) -> str:
+    """What is wrong with a kernel of Loop IR; "" if nothing."""
     axes = frozenset(k.axes)
     if not k.scans_in_order:
         return "a scan must run along the whole of the last axis"
@@ -102,12 +136,47 @@ def _kernel(k: l.Kernel) -> str:
     for store in k.stores:
         if stray := (store.free - axes):
             return f"{min(v.name if isinstance(v, Var) else f'r{v.label}' for v in stray)} is bound nowhere"
-        if problem := _stores_all(store):
+        if problem := store_problem(store):
             return problem
         for node in topological([store.value]):
-            if isinstance(node, l.Load) and (problem := _in_bounds(node)):
+            if problem := term_problem(node):
                 return problem
     return ""
+
+
+def term_problem(node: Node) -> str:
+    """What is wrong with the indices of a term of Loop IR, itself; "" if nothing."""
+    if isinstance(node, l.Index):
+        return ill((node.value,))
+    if not isinstance(node, l.Load):
+        return ""
+    if why := ill((*node.index, *node.inside, *node.buffer.type.element_strides)):
+        return why
+    if (d := _leaves(node.index, node.buffer.type, node.inside)) is not None:
+        return f"the load {node} may leave dimension {d} of {node.buffer.type}"
+    return ""
+
+
+def store_problem(store: l.Store) -> str:
+    """What is wrong with where a store of Loop IR goes, itself; "" if nothing."""
+    if why := ill((*store.index, *store.buffer.type.element_strides)) or _stores_all(store):
+        return why
+    if _overlaps(store.buffer.type):
+        return f"{store.buffer.name} is stored to, and its strides put several elements at one place"
+    return ""
+
+
+def _overlaps(ty: Type) -> bool:
+    """Whether strides let two elements lie at one place: one must be larger than all that smaller ones span."""
+    if ty.strides is None or 0 in ty.shape:
+        return False
+    span: IntExpr = 0
+    for step, extent in sorted(zip(ty.strides, ty.shape, strict=True), key=lambda x: (bounds(x[0])[0] or 0, str(x[0]))):
+        if extent != 1:
+            if not at_least(step - span, 1):
+                return True
+            span = span + (extent - 1) * step
+    return False
 
 
 def _stores_all(store: l.Store) -> str:
@@ -121,12 +190,14 @@ def _stores_all(store: l.Store) -> str:
         e = substitute(whole, digits)
         axes = sorted(e.free, key=lambda v: bounds(_digit(e, v))[0] or 0) if isinstance(e, Expr) else []
         radix: IntExpr = 1
+        counted: IntExpr = 0
         for v in axes:
             if v in used or _digit(e, v) != radix:
                 return f"the store to {store.buffer.name} does not cover dimension {d}"
             used.add(v)
+            counted = counted + v * radix
             radix = radix * v.extent
-        if radix != extent or (not isinstance(e, Expr) and e != 0):
+        if radix != extent or e != counted:  # so nothing else is in it: no constant, no size, no index from data
             return f"the store to {store.buffer.name} does not cover dimension {d}"
     for axis in {e.free for e in digits}:
         (v,) = axis
@@ -160,18 +231,9 @@ def _digit(e: IntExpr, v: Any) -> IntExpr:
     return coefficient(e, v) or 0
 
 
-def _in_bounds(load: l.Load) -> str:
-    """An unguarded load is provably inside; a guarded one may be outside only where the guard can fail."""
-    if load.inside:
-        return ""
-    for d, (e, extent) in enumerate(zip(load.index, load.buffer.type.shape, strict=True)):
-        if not at_least(e, 0) or not at_least(extent - 1 - e, 0):
-            if isinstance(extent, int) and _empty(load):
-                continue
-            return f"the load {load} may leave dimension {d} of {load.buffer.type}"
-    return ""
-
-
-def _empty(load: l.Load) -> bool:
-    """A loop of no iterations reads nothing, whatever its index says."""
-    return any(v.extent == 0 for v in load.free) or 0 in load.buffer.type.shape
+def _leaves(index: tuple[IntExpr, ...], ty: Type, inside: tuple[IntExpr, ...]) -> int | None:
+    """The dimension of a tensor that an index may leave where its guards hold; None if it is proved to stay."""
+    if any(v.extent == 0 for e in (*index, *inside) if isinstance(e, Expr) for v in e.free):
+        return None  # a loop of no iterations reads nothing, whatever its index says
+    refused = [isinstance(e, Loaded) and e.extent == 0 for e in index]  # no number is one, which is checked
+    return leaves(index, tuple(1 if no else x for no, x in zip(refused, ty.shape, strict=True)), inside)

@@ -8,8 +8,9 @@ from typing import Any
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.loop import Buffer
-from terrazzo.ir.expr import IntExpr, Var
+from terrazzo.ir.expr import FloorDiv, IntExpr, Loaded, Mod, Sum, Var
 from terrazzo.ir.node import Node, topological
+from terrazzo.ir.proof import ill
 
 
 def problem(kernel: k.Kernel) -> str:
@@ -101,6 +102,8 @@ def _problem(body: tuple[Node, ...], known: set[Any], variables: set[str]) -> st
             and not (f == "variable" and isinstance(s, k.DeclareInteger))
         ]
         mine = [] if isinstance(s, k.Declare) else [*mine, s.axis.extent] if isinstance(s, k.For) else mine
+        if why := ill([x for x in topological(list(_flat(mine))) if isinstance(x, FloorDiv | Mod | Sum | Loaded)]):
+            return f"{type(s).__name__}: {why}"
         for x in topological(list(_flat(mine))):
             if isinstance(x, Buffer | k.Value) and x not in known:
                 return f"{type(s).__name__} uses {x.name}, which does not exist there"

@@ -68,8 +68,8 @@ class Status:
 class Cache:
     """The cache under `directory`, kept below `limit_bytes` by dropping what was not used for longest.
 
-    The directory is created by the first `put`. A directory in which other users can write is refused with a
-    `UserError`, since what lies in it is loaded into this process.
+    The directory is created by the first `put`. A directory in which other users can write, or a folder in it, is
+    refused with a `UserError`, since what lies in it is loaded into this process.
     """
 
     directory: Path
@@ -84,6 +84,7 @@ class Cache:
         """The file stored under `key`, its content verified; None when there is none that is sound."""
         for root in self._roots():
             _refuse_shared(root)
+            _refuse_shared(_shard(root, key))
             for entry in _entries(_shard(root, key)):
                 name = _NAME.fullmatch(entry.path.name)
                 if name and (name["key"], name["suffix"]) == (key, suffix) and _is_sound(entry.path, name["content"]):
@@ -102,6 +103,10 @@ class Cache:
         else:
             self._written(len(data))
         return path
+
+    def refuse_shared(self) -> None:
+        """Raise a UserError unless only this user (or root) can put files into the directory."""
+        _refuse_shared(self.directory)
 
     def status(self) -> Status:
         """How many entries there are and how large they are together."""
@@ -217,6 +222,7 @@ def _write(path: Path, data: bytes, root: Path) -> Path:
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     _refuse_shared(root)
     path.parent.mkdir(mode=0o700, exist_ok=True)
+    _refuse_shared(path.parent)
     handle, temporary = tempfile.mkstemp(prefix=_TEMPORARY, dir=path.parent)
     try:
         # Not flushed to the disk: after a power cut the digest in the name tells.

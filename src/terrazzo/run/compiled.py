@@ -20,13 +20,13 @@ from terrazzo.ir.torch_types import operator, to_torch, to_torch_dtype
 from terrazzo.ir.types import DTYPES
 from terrazzo.options import Options
 from terrazzo.reproduce import failing, reproducible
-from terrazzo.rewrite.rule import Log
+from terrazzo.rewrite.rule import Event, Log
 from terrazzo.run.cache import Cache, digest
 from terrazzo.run.compiler import find_compiler
 from terrazzo.run.cpu import Cpu
 from terrazzo.run.cuda import Cuda, architecture
 from terrazzo.run.interpreted import interpreted
-from terrazzo.run.plan import ALIGN, Fallback, Plan, decode, make, slots_in
+from terrazzo.run.plan import ALIGN, Fallback, Plan, decode, make, misfit, slots_in
 from terrazzo.run.tensors import Expected
 
 if TYPE_CHECKING:
@@ -56,6 +56,10 @@ class Compiled:
     def __post_init__(self) -> None:
         self.varying = [k for k in self.plan.inputs if k not in self.bound]
         self.expected = [Expected(self.plan.slots[k], self.machine.device) for k in self.varying]
+
+    def rebound(self, bound: Mapping[str, Any]) -> Compiled:
+        """The program with other weights; machine code and log are shared."""
+        return replace(self, bound=_weights(self.plan, self.machine, bound), frames={})
 
     @property
     def fallbacks(self) -> list[Fallback]:
@@ -187,7 +191,13 @@ def compile_program(
     else:
         machine = Cuda(where if where.startswith("cuda") else "cuda:0", options.target)
     key = _plan_key(program, options, machine)
-    return _load(key, cache, machine, bound, options) or _build(key, cache, machine, program, bound, options)
+    found = _load(key, cache, machine, program, bound, options)
+    if isinstance(found, Compiled):
+        return found
+    done = _build(key, cache, machine, program, bound, options)
+    if found:
+        done.log.add(Event("cache", "plan", program.name, False, f"{found}; it is made again"))
+    return done
 
 
 def resolved(options: Options, device: str) -> Options:
@@ -207,19 +217,26 @@ def _threads() -> int:
     return int(torch.get_num_threads())
 
 
-def _load(key: str, cache: Cache, machine: Cpu | Cuda, bound: Mapping[str, Any], options: Options) -> Compiled | None:
-    """The program from the cache, if all of it is there and sound."""
+def _load(
+    key: str, cache: Cache, machine: Cpu | Cuda, program: Any, bound: Mapping[str, Any], options: Options
+) -> Compiled | str:
+    """The program from the cache, if all of it is there and sound; else what is wrong with it, or nothing."""
     path = cache.get(key, ".plan")
     if path is None or options.verbose or options.dump or options.check:
-        return None
+        return ""
     try:
         plan = Plan.from_json(path.read_bytes())
-    except (ValueError, OSError):
-        return None
+    except (ValueError, OSError) as error:
+        return f"the plan in the cache cannot be read ({error})"
+    if why := misfit(plan, program):
+        return f"the plan in the cache is of another program: {why}"
     found = {k: cache.get(k, machine.suffix) for k in {s.key for s in plan.steps if s.key}}
-    if any(p is None for p in found.values()):
-        return None
-    return _bind(plan, {k: p for k, p in found.items() if p}, machine, bound, options)
+    paths = {k: p for k, p in found.items() if p}
+    if len(paths) < len(found):
+        return "a kernel of the plan in the cache is missing"
+    if why := machine.misfit(plan, paths):
+        return f"the plan in the cache is of other kernels: {why}"
+    return _bind(plan, paths, machine, bound, options)
 
 
 def _build(
@@ -246,6 +263,17 @@ def _build(
 def _bind(
     plan: Plan, paths: dict[str, Path], machine: Cpu | Cuda, bound: Mapping[str, Any], options: Options
 ) -> Compiled:
+    weights = _weights(plan, machine, bound)
+    for step in plan.steps:
+        if not step.key:
+            _report(step.name, step.source)
+    return Compiled(
+        plan, machine, machine.load(plan.steps, paths), weights, options.graph and all(s.key for s in plan.steps)
+    )
+
+
+def _weights(plan: Plan, machine: Cpu | Cuda, bound: Mapping[str, Any]) -> dict[int, Any]:
+    """The bound tensors by their slots."""
     names = {plan.slots[k].name: k for k in plan.inputs}
     weights: dict[int, Any] = {}
     for name, tensor in bound.items():
@@ -254,12 +282,7 @@ def _bind(
         weights[names[name]] = Expected(plan.slots[names[name]], machine.device).check(
             tensor.detach().to(machine.device)
         )
-    for step in plan.steps:
-        if not step.key:
-            _report(step.name, step.source)
-    return Compiled(
-        plan, machine, machine.load(plan.steps, paths), weights, options.graph and all(s.key for s in plan.steps)
-    )
+    return weights
 
 
 def _lowering(program: Any, options: Options, lost: Callable[[Any], str] | None = None) -> Lowering:

@@ -29,8 +29,10 @@ from terrazzo.options import Options
 from terrazzo.run.cache import Cache, digest
 
 # No flag here lets the compiler reassociate or drop an infinity or a NaN: results must not depend on it.
-_COMMON = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC",
-           *(f"-fno-builtin-{f}" for f in ("atan", "atanf", "atanh", "atanhf")))  # GCC makes 1 of sin(atan(NaN))  # fmt: skip
+_COMMON = (
+    "-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC",
+    *(f"-fno-builtin-{f}" for f in ("atan", "atanf", "atanh", "atanhf")),  # GCC makes 1 of sin(atan(NaN))
+)  # fmt: skip
 
 # From best to plainest: (flags, libraries). -lmvec holds the vector forms of exp, sin … of glibc on x86-64; without an
 # OpenMP runtime (the ziglang wheel has none) the simd pragmas still count and kernels run on one thread.
@@ -56,6 +58,9 @@ extern "C" void probe(float* x, std::int64_t n) {
     for (std::int64_t i = 0; i < n; ++i) x[i] = erff(x[i]);
 }
 """
+
+# Seconds that a compiler has: to say what it is, to build the probe, and to build one source of kernels.
+_SAYS, _PROBES, _BUILDS = 20.0, 120.0, 600.0
 
 # What a compiler says when the machine, and neither the source nor our flags, is at fault.
 _TROUBLE = (
@@ -93,16 +98,22 @@ class Compiler:
 def find_compiler(name: str | None, cache: Cache) -> Compiler | None:
     """The compiler called `name`, or else the first of c++, g++, clang++ and the ziglang package that works, or None.
 
-    A `name` may have arguments ("ccache g++"). One that cannot be used is a `UserError`.
+    A `name` may have arguments ("ccache g++", "g++ -march=x86-64-v3"). One that cannot be used is a `UserError`.
     """
     if name is not None:
-        words = shlex.split(name)
+        try:
+            words = shlex.split(name)
+        except ValueError as error:  # a quotation that does not end
+            raise UserError(f"option compiler: {name!r} cannot be read as a command: {error}") from None
         command = _resolve(words[0], *words[1:]) if words else None
-        found = _probe(command, cache) if command else None
-        if found is None:
-            raise UserError(f"option compiler: {name!r} is not a C++ compiler that can build a shared object here")
+        found = _probe(command, cache) if command else "there is no such command"
+        if isinstance(found, str):
+            raise UserError(
+                f"option compiler: {name!r} is not a C++ compiler that can build a shared object here: {found}"
+            )
         return found
-    return next((found for command in _candidates() if (found := _probe(command, cache))), None)
+    tried = (_probe(command, cache) for command in _candidates())
+    return next((found for found in tried if isinstance(found, Compiler)), None)
 
 
 def compile_all(sources: Sequence[str], options: Options, cache: Cache) -> list[Path]:
@@ -113,8 +124,9 @@ def compile_all(sources: Sequence[str], options: Options, cache: Cache) -> list[
     compiler = find_compiler(options.compiler, cache)
     if compiler is None:
         raise Limitation(
-            "no C++ compiler was found (looked for c++, g++, clang++ and the Python package ziglang), so the interpreter "
-            "runs instead, which is slow. Install one, for example with `apt install g++` or `pip install ziglang`."
+            "no C++ compiler was found (looked for c++, g++, clang++ and the Python package ziglang), "
+            "so the interpreter runs instead, which is slow. "
+            "Install one, for example with `apt install g++` or `pip install ziglang`."
         )
     keys = [compiler.key(source) for source in sources]
     built = {key: cache.get(key, ".so") for key in dict.fromkeys(keys)}
@@ -122,7 +134,7 @@ def compile_all(sources: Sequence[str], options: Options, cache: Cache) -> list[
     with closing(_build_all(compiler, missing)) as results:
         for key, result in results:
             if result.data is None:
-                raise _failure(compiler, missing[key], result.errors, cache)
+                raise _failure(compiler, missing[key], result, cache)
             built[key] = cache.put(key, ".so", result.data)
     return [path for key in keys if (path := built[key]) is not None]
 
@@ -143,16 +155,18 @@ def processor() -> str:
 
 @dataclass(frozen=True)
 class _Result:
-    """The shared object, or else what the compiler complained about."""
+    """The shared object, or else what the compiler complained about; `late` where it was stopped at its limit."""
 
     data: bytes | None
     errors: str
+    late: bool = False
 
 
 @dataclass
 class _Builds:
-    """The compilers now running. `stop` ends them, and none is started after it."""
+    """The compilers now running, each for `limit` seconds at most. `stop` ends them, and none is started after it."""
 
+    limit: float
     lock: threading.Lock = field(default_factory=threading.Lock)
     running: set[subprocess.Popen[str]] = field(default_factory=set)
     stopped: bool = False
@@ -164,6 +178,8 @@ class _Builds:
                 (work / "kernel.cpp").write_text(source, encoding="utf-8")
                 # Relative names, so that the result does not tell where it was built.
                 code, errors = self._run(compiler.build("kernel.cpp", "kernel.so"), work)
+                if code is None:
+                    return _Result(None, errors, late=True)
                 return _Result((work / "kernel.so").read_bytes() if code == 0 else None, errors)
         except OSError as error:  # the disk of the temporary directory is full, most likely
             return _Result(None, str(error))
@@ -174,7 +190,8 @@ class _Builds:
             for process in self.running:
                 _signal(process, signal.SIGTERM)
 
-    def _run(self, command: Sequence[str], directory: Path) -> tuple[int, str]:
+    def _run(self, command: Sequence[str], directory: Path) -> tuple[int | None, str]:
+        """The exit status, or None for a command that took too long; and what it complained about."""
         with self.lock:
             if self.stopped:
                 return 1, "stopped"
@@ -191,7 +208,10 @@ class _Builds:
             )
             self.running.add(process)
         try:
-            _, errors = process.communicate()
+            _, errors = process.communicate(timeout=self.limit)
+        except subprocess.TimeoutExpired:
+            _end(process)
+            return None, ""
         except BaseException:  # Ctrl-C
             _end(process)
             raise
@@ -221,7 +241,7 @@ def _build_all(compiler: Compiler, sources: dict[str, str]) -> Generator[tuple[s
 
     When the caller gives up, be it on an error or on Ctrl-C, the compilers that still run are ended.
     """
-    builds = _Builds()
+    builds = _Builds(_BUILDS)
     with ThreadPoolExecutor(os.cpu_count() or 1, "terrazzo-compile") as pool:
         try:
             futures = {pool.submit(builds.build, compiler, source): key for key, source in sources.items()}
@@ -232,13 +252,18 @@ def _build_all(compiler: Compiler, sources: dict[str, str]) -> Generator[tuple[s
             builds.stop()
 
 
-def _failure(compiler: Compiler, source: str, errors: str, cache: Cache) -> Exception:
-    lines = errors.strip().splitlines() or ["(it said nothing)"]
+def _failure(compiler: Compiler, source: str, result: _Result, cache: Cache) -> Exception:
+    lines = result.errors.strip().splitlines() or ["(it said nothing)"]
     told = [line for line in lines if "error" in line.lower()] or lines
-    if any(trouble in errors for trouble in _TROUBLE):
+    if any(trouble in result.errors for trouble in _TROUBLE):
         return UserError(f"the C++ compiler ran out of disk space or memory: {told[0]}")
     saved = cache.put(digest("source that failed", source), ".cpp", source.encode())
     again = shlex.join(compiler.build(str(saved), "kernel.so"))
+    if result.late:
+        return UserError(
+            f"the C++ compiler {compiler.command[0]} was stopped: one source took it more than {_BUILDS:g} s. "
+            f"Name another with --compiler or the option compiler. To see it hang:\n{again}"
+        )
     return CompilerBug(
         "\n".join(["generated C++ does not compile:", *told[:5], f"The source is {saved}. To reproduce:", again])
     )
@@ -258,28 +283,56 @@ def _resolve(program: str, *arguments: str) -> tuple[str, ...] | None:
 
 
 @functools.cache
-def _version(command: tuple[str, ...]) -> str | None:
-    """The first line of what the command says of itself: name, version, and usually the distribution's build."""
+def _version(command: tuple[str, ...]) -> tuple[str, str]:
+    """The first line of what the command says of itself (name, version, and usually the distribution's build), and
+    otherwise why there is none.
+    """
     try:
-        told = subprocess.run([*command, "--version"], capture_output=True, text=True, errors="replace", check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return told.stdout.partition("\n")[0].strip()
+        process = subprocess.Popen(
+            [*command, "--version"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+            process_group=0,
+        )
+    except OSError as error:
+        return "", str(error)
+    try:
+        told, _ = process.communicate(timeout=_SAYS)
+    except subprocess.TimeoutExpired:
+        _end(process)
+        return "", f"it does not answer `--version` within {_SAYS:g} s"
+    except BaseException:  # Ctrl-C
+        _end(process)
+        raise
+    return (told.partition("\n")[0].strip(), "") if process.returncode == 0 else ("", "it does not know `--version`")
 
 
-def _probe(command: tuple[str, ...], cache: Cache) -> Compiler | None:
-    """The compiler with the best flags that work with it, or None if it cannot make a shared object at all."""
-    version = _version(command)
-    if version is None:
-        return None
-    choices = [Compiler(command, version, flags, libraries) for flags, libraries in _CHOICES]
+def _probe(command: tuple[str, ...], cache: Cache) -> Compiler | str:
+    """The compiler with the best flags that work with it, or why it cannot make a shared object."""
+    version, problem = _version(command)
+    if problem:
+        return problem
+    choices = [Compiler(command, version, _for(command, flags), libraries) for flags, libraries in _CHOICES]
     key = digest("probe", version, processor(), _PROBE, *command, *(shlex.join(c.flags + c.libraries) for c in choices))
     known = cache.get(key, ".txt")
     names = [str(number) for number in range(len(choices))]
     if known is not None and (text := known.read_text()) in names:
         return choices[names.index(text)]
     for name, choice in zip(names, choices, strict=True):
-        if _Builds().build(choice, _PROBE).data is not None:
+        result = _Builds(_PROBES).build(choice, _PROBE)
+        if result.data is not None:
             cache.put(key, ".txt", name.encode())
             return choice
-    return None
+        if result.late:
+            return f"ten lines took it more than {_PROBES:g} s"
+    said = next(iter(result.errors.strip().splitlines()), "it made no file")
+    return f"it cannot build ten lines of C++17: {said[:300]}"
+
+
+def _for(command: tuple[str, ...], flags: tuple[str, ...]) -> tuple[str, ...]:
+    """The flags, without a processor of ours where the command names one."""
+    named = any(word.startswith(("-march=", "-mcpu=")) for word in command)
+    return tuple(f for f in flags if not (named and f.startswith("-march=")))

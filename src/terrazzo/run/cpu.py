@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from terrazzo.errors import UserError
+from terrazzo.errors import DivisionByZero, IndexOutOfRange
 from terrazzo.ir.dialects import loop as l
 from terrazzo.options import Options
 from terrazzo.run.cache import Cache
 from terrazzo.run.compiler import Compiler, compile_all
-from terrazzo.run.plan import Entry, Step
+from terrazzo.run.plan import Entry, Plan, Step
 
 if TYPE_CHECKING:
     from terrazzo.pipelines import Lowering
@@ -79,6 +79,21 @@ class Cpu:
         """For every step its function, which takes an array of addresses; None for calls of PyTorch."""
         return [self._function(s, paths) if s.key else None for s in steps]
 
+    def misfit(self, plan: Plan, paths: dict[str, Path]) -> str:
+        """Why the machine code is none for this plan: it would use other memory than it is given; "" if it fits."""
+        for step in plan.steps:
+            if not step.key:
+                continue
+            try:
+                library = ctypes.CDLL(str(paths[step.key]))
+                count = ctypes.c_int64.in_dll(library, f"{step.name}_spans").value
+                spans = (ctypes.c_int64 * (count + 1)).in_dll(library, f"{step.name}_spans")[1:]
+            except (OSError, ValueError) as why:
+                return f"{step.label} cannot be loaded ({why})"
+            if [plan.slots[k].bytes for k in step.args] != spans:
+                return f"{step.label} uses other memory"
+        return ""
+
     def _function(self, step: Step, paths: dict[str, Path]) -> Any:
         function = getattr(ctypes.CDLL(str(paths[step.key])), step.name)
         function.restype, function.argtypes = ctypes.c_int, [ctypes.c_void_p, ctypes.c_int]
@@ -92,8 +107,11 @@ class Cpu:
         """What runs a step, given the array that will hold its addresses."""
 
         def run(_: int) -> None:
-            if function(addresses, self.threads):
-                raise UserError(f"kernel {step.label} ({step.source}): an index is out of range for its dimension")
+            problems = function(addresses, self.threads)
+            if problems & 1:
+                raise IndexOutOfRange(f"kernel {step.label} ({step.source}): an index is out of range for its dimension")
+            if problems:
+                raise DivisionByZero(f"kernel {step.label} ({step.source}): a whole number is divided by zero")
 
         return run
 

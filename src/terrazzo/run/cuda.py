@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from terrazzo.errors import CompilerBug, Limitation, UserError
+from terrazzo.errors import CompilerBug, IndexOutOfRange, Limitation, UserError
 from terrazzo.hw.gpu import GPUS
 from terrazzo.hw.tma import TensorMap
 from terrazzo.ir.dialects import kernel as k
@@ -18,7 +18,7 @@ from terrazzo.options import Options
 from terrazzo.run.cache import Cache
 from terrazzo.run.cpu import Built
 from terrazzo.run.nvrtc import Made, Tried, compile_each, cubin_key, failure
-from terrazzo.run.plan import Entry, Slot, Step
+from terrazzo.run.plan import Entry, Plan, Slot, Step
 from terrazzo.run.tensor_map import encode
 
 if TYPE_CHECKING:
@@ -47,7 +47,8 @@ def architecture(index: int = 0) -> str:
     if found := next((n for n in names if n in GPUS), None):
         return found
     raise Limitation(
-        f"{torch.cuda.get_device_name(index)} is sm_{major}{minor}, and there is no record of it; there are {', '.join(GPUS)}"
+        f"{torch.cuda.get_device_name(index)} is sm_{major}{minor}, and there is no record of it; "
+        f"there are {', '.join(GPUS)}"
     )
 
 
@@ -64,7 +65,8 @@ class Cuda:
 
         if not torch.cuda.is_available():
             raise UserError(
-                f"the target {arch} needs a GPU to run, and PyTorch sees none; `terrazzo compile --target {arch}` needs none"
+                f"the target {arch} needs a GPU to run, and PyTorch sees none; "
+                f"`terrazzo compile --target {arch}` needs none"
             )
         from cuda.bindings import driver
 
@@ -105,6 +107,16 @@ class Cuda:
                 if str(why).endswith(_REFUSALS):
                     return str(why)
                 raise
+        return ""
+
+    def misfit(self, plan: Plan, paths: dict[str, Path]) -> str:
+        """Why kernels cannot be launched as a plan says; "" if they can. Cubins do not say what memory they use."""
+        for step in plan.steps:
+            if step.key and len(step.launch) != 4:
+                return f"{step.label} has no launch"
+            threads, shared = step.launch[1:3] if step.key else (k.WARP, 0)
+            if threads not in range(k.WARP, 1025, k.WARP) or shared > GPUS[self.arch].shared:
+                return f"{step.label} has more threads or memory than a block"
         return ""
 
     def load(self, steps: Sequence[Step], paths: dict[str, Path]) -> list[Any]:
@@ -162,7 +174,7 @@ class Cuda:
         if self.flags is not None and (found := self.flags.nonzero()).numel():
             step = self.steps[int(found[0])]
             self.flags.zero_()
-            raise UserError(
+            raise IndexOutOfRange(
                 f"kernel {step.label} ({step.source}), in an earlier call: an index is out of range for its dimension"
             )
 
@@ -204,8 +216,9 @@ class Launch:
         (status,) = self.launch(self.function, self.blocks, 1, 1, self.threads, 1, 1, self.shared, stream, self.at, 0)
         if status != self.success:
             raise UserError(
-                f"kernel {self.step.label} ({self.step.source}) failed to launch: {status.name}; {self.blocks} blocks of {self.threads} "
-                f"threads with {self.shared} bytes of shared memory. An earlier kernel may be at fault: set CUDA_LAUNCH_BLOCKING=1."
+                f"kernel {self.step.label} ({self.step.source}) failed to launch: {status.name}; "
+                f"{self.blocks} blocks of {self.threads} threads with {self.shared} bytes of shared memory. "
+                "An earlier kernel may be at fault: set CUDA_LAUNCH_BLOCKING=1."
             )
 
 

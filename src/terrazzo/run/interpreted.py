@@ -5,7 +5,7 @@ asked for.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from terrazzo.errors import UserError
@@ -32,6 +32,10 @@ class Interpreted:
         self.expected = [Expected(slot_of(b)) for b in self.program.inputs if b.name not in self.bound]
         self.kernels: list[tuple[str, str]] = []
 
+    def rebound(self, bound: Mapping[str, Any]) -> Interpreted:
+        """The program with other weights."""
+        return replace(self, bound={k: v.detach() for k, v in bound.items()})
+
     @property
     def fallbacks(self) -> list[Fallback]:
         """The ops PyTorch runs, each once."""
@@ -49,7 +53,7 @@ class Interpreted:
         if isinstance(self.program, kernel.Program):
             found = simulator.run(self.program, arrays, call=call_numpy)
         else:
-            found = interpreter.run(self.program, arrays, call=call_numpy)
+            found = interpreter.run(self.program, arrays, call=call_numpy, zero_divides=False)
         out = [from_numpy(r) for r in found]
         return [Expected(slot_of(b)).empty().copy_(value) for b, value in zip(self.program.results, out, strict=True)]
 

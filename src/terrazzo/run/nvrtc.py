@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache as once
 from pathlib import Path
 
-from terrazzo.errors import CompilerBug, Limitation, UserError
+from terrazzo.errors import Limitation, UserError
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.options import Options
 from terrazzo.run.cache import Cache, digest
@@ -59,10 +59,13 @@ class Made:
 
 
 def cubin_key(source: str, arch: str) -> str:
-    """Names what NVRTC makes of a source; everything the result depends on is in it."""
+    """Names what NVRTC makes of a source; everything the result depends on is in it. Comments, which say where in the
+    user's program a kernel comes from, are not.
+    """
     from terrazzo.targets.cuda.emit import prelude
 
-    return digest("cubin", nvrtc_version(), arch, *_FLAGS, prelude(), source)
+    bare = re.sub(r"^//.*\n", "", source, flags=re.MULTILINE)
+    return digest("cubin", nvrtc_version(), arch, *_FLAGS, prelude(), bare)
 
 
 @once
@@ -99,17 +102,6 @@ def compile_each(sources: Sequence[str], arch: str, cache: Cache) -> dict[str, M
                 remember(source, arch, cache, facts)
                 found[source] = Made(path, facts)
     return found
-
-
-def compile_all(sources: Sequence[str], arch: str, cache: Cache, spills: bool = False) -> list[Path]:
-    """A cubin for each source, in order. CompilerBug for one that does not compile, or that spills registers to memory
-    where that is not accepted.
-    """
-    made = compile_each(sources, arch, cache)
-    for source, done in made.items():
-        if why := done.facts.problem(spills):
-            raise CompilerBug(failure(why, source, arch, done.facts, cache))
-    return [path for source in sources if (path := made[source].path) is not None]
 
 
 def known(source: str, arch: str, cache: Cache) -> Facts | None:
@@ -156,7 +148,8 @@ def _facts(told: str, runs: bool) -> Facts:
     def most(pattern: str) -> int:
         return max(map(int, re.findall(pattern, told)), default=0)
 
-    wrong = "ptxas serialises its wgmma" if "C75" in told else "" if runs else "the CUDA generated for it does not compile"
+    wrong = "" if runs else "the CUDA generated for it does not compile"
+    wrong = "ptxas serialises its wgmma" if "C75" in told else wrong
     lines = [line for line in told.splitlines() if "error" in line.lower() or "spill" in line or "C75" in line]
     registers, spilled = most(r"Used (\d+) registers"), most(r"(\d+) bytes spill stores")
     return Facts(registers, spilled, wrong, runs, tuple(lines[:5]))

@@ -1,7 +1,8 @@
 """A compiled program as plain data: what to call, in which order, on which memory.
 
 A plan holds numbers, names and nothing else. It is kept in the cache as JSON, so that a second process needs neither
-the rules nor the compiler; what is read back is checked field by field, and anything odd means the plan is made again.
+the rules nor the compiler; what is read back is checked field by field, then against the program it is for (`misfit`),
+and anything odd means the plan is made again.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from typing import Any
 from terrazzo.errors import UserError
 from terrazzo.ir.dialects import kernel
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.dialects.torch import TorchName
-from terrazzo.ir.types import DTYPES, DType
+from terrazzo.ir.dialects.tensor import Opaque
+from terrazzo.ir.dialects.torch import Aten, TorchName
+from terrazzo.ir.node import topological
+from terrazzo.ir.types import DTYPES, DType, Type
 
 VERSION = 3
 ALIGN = 256
@@ -110,8 +113,58 @@ class Plan:
             if any(s.kind == "arena" and s.offset + s.bytes > arena for s in slots):
                 raise ValueError("a slot lies outside the arena")
             return cls(inputs, results, slots, steps, arena)
-        except (KeyError, TypeError, AttributeError, UnicodeDecodeError, RecursionError) as e:
+        except (KeyError, TypeError, AttributeError, UnicodeDecodeError, RecursionError, MemoryError) as e:
             raise ValueError(f"not a plan: {e}") from None
+
+
+def misfit(plan: Plan, program: Any) -> str:
+    """Why a plan that was read back is none for this program, in any IR; "" if all that can be compared agrees."""
+    whole = getattr(program, "loop", program)
+    wanted = [(b.name, *_kind(b.type), _strides(b)) for b in whole.inputs]
+    if [_described(plan.slots[k]) for k in plan.inputs] != wanted:
+        return "its inputs are others"
+    if [_described(plan.slots[k])[1:3] for k in plan.results] != [_kind(r.type) for r in whole.results]:
+        return "its results are others"
+    for k, slot in enumerate(plan.slots):
+        kind = "input" if k in plan.inputs else "result" if k in plan.results else "arena"
+        if slot.kind != kind or slot.offset % ALIGN:
+            return f"{slot.name} lies elsewhere"
+    if stray := {s.name for s in plan.steps if not s.key} - _operators(whole):
+        return f"it calls {min(stray)}"
+    return _shared(plan)
+
+
+def _described(s: Slot) -> tuple[str, str, tuple[int, ...], tuple[int, ...]]:
+    return s.name, s.dtype, s.shape, s.strides
+
+
+def _kind(ty: Type) -> tuple[str, tuple[int, ...]]:
+    return ty.dtype.name, ty.static_shape
+
+
+def _operators(program: Any) -> set[str]:
+    """The operators of PyTorch that a program names."""
+    if hasattr(program, "steps"):
+        return {s.name for s in program.steps if isinstance(s, l.Call)}
+    return {n.name for n in topological(program.results) if isinstance(n, Aten | Opaque)}
+
+
+def _shared(plan: Plan) -> str:
+    """Which temporaries of a plan share memory while both are in use; "" if none do."""
+    used: dict[int, list[int]] = {}
+    for n, s in enumerate(plan.steps):
+        mentioned = s.args if s.key else [*slots_in([s.args, *s.kwargs.values()]), *s.results]
+        for k in mentioned:
+            if k is not None and plan.slots[k].kind == "arena":
+                used.setdefault(k, []).append(n)
+    live = sorted((plan.slots[k].offset, k) for k in used if plan.slots[k].bytes)
+    for n, (start, a) in enumerate(live):
+        for other, b in live[n + 1 :]:
+            if other >= start + plan.slots[a].bytes:
+                break
+            if used[a][0] <= used[b][-1] and used[b][0] <= used[a][-1]:
+                return f"{plan.slots[a].name} and {plan.slots[b].name} share memory"
+    return ""
 
 
 def make(program: l.Program | kernel.Program, entries: Mapping[Any, Entry]) -> Plan:
@@ -160,7 +213,7 @@ def allocate(program: l.Program | kernel.Program, buffers: Sequence[l.Buffer]) -
         for b in dict.fromkeys(step.writes):
             if b not in wanted:
                 continue
-            size = max(_span(b.type.static_shape, _strides(b), b.type.dtype), 1)
+            size = max(b.type.span, 1)
             size = (size + ALIGN - 1) // ALIGN * ALIGN
             place = 0
             for start, end, _ in live:

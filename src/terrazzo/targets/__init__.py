@@ -1,4 +1,4 @@
-"""The targets, by name. Each is one record; nothing else lists them."""
+"""The targets, by name. Each is one record; `options.TARGETS` lists their names, before anything is imported."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,14 +23,18 @@ def c_type(dtype: DType) -> str:
 
 @dataclass
 class Scope:
-    """What terms and variables are called where code is being written. Inner scopes see outer names."""
+    """What terms and variables are called where code is being written. Inner scopes see outer names.
+
+    `notes_zero` says whether the code notes divisions of whole numbers by zero.
+    """
 
     names: dict[Node, str] = field(default_factory=dict)
     buffers: dict[l.Buffer, str] = field(default_factory=dict)
     counter: list[int] = field(default_factory=lambda: [0])
+    notes_zero: bool = False
 
     def inner(self) -> Scope:
-        return Scope(dict(self.names), self.buffers, self.counter)
+        return Scope(dict(self.names), self.buffers, self.counter, self.notes_zero)
 
     def fresh(self, prefix: str) -> str:
         self.counter[0] += 1
@@ -115,13 +118,15 @@ def component(name: str, k: int) -> str:
 def load(x: l.Load, scope: Scope) -> str:
     """An element of a buffer; 0 where a guard does not hold, and then nothing is read."""
     found = element(x.buffer, x.index, scope)
+    if 0 in x.buffer.type.shape:  # nothing is there; an index from data is looked at all the same
+        found = f"((void)({offset(x.buffer, x.index, scope)}), {c_type(x.dtype)}{{}})"
     return f"({guard(x.inside, scope)} ? {found} : {c_type(x.dtype)}{{}})" if x.inside else found
 
 
 def element(place: l.Buffer, at: Sequence[IntExpr], scope: Scope) -> str:
     """An element of any place."""
     if isinstance(place, k.Registers) and not place.type.rank:
-        return place.name
+        return scope.buffers[place]
     if isinstance(place, k.Shared) and place.swizzle:
         return f"*{address(place, at, scope)}"
     return f"{scope.buffers[place]}[{offset(place, at, scope)}]"
@@ -154,12 +159,6 @@ def apply(x: l.Apply, scope: Scope) -> str:
     first = x.args[0].dtype  # type: ignore[attr-defined]
     if first.is_integer and x.fn.name in _WRAPPING:
         return f"tz_{x.fn.name}({', '.join(args)})"
+    if scope.notes_zero and l.may_divide_by_zero(x):
+        args[1] = f"tz_divisor({args[1]}, bad)"
     return x.fn.c.format(*args, f="f" if first.name == "f32" else "", t=c_type(first))
-
-
-def identifier(name: str) -> str:
-    """A name for generated code that does not change with the numbers in the program's names, so that equal layers are
-    equal text.
-    """
-    plain = re.sub(r"_*\d+", "", re.sub(r"\W", "_", name)).strip("_")
-    return plain or "t"

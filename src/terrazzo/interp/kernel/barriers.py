@@ -15,11 +15,14 @@ from terrazzo.interp.kernel.memory import Place
 
 @dataclass(frozen=True)
 class Wait:
-    """Why a team stands still: at a line, until `ready`; `why` says what is missing."""
+    """Why a team stands still: at a line, until `ready`. `why` says what is missing, and `fault` what is wrong where
+    nothing is.
+    """
 
     line: int
     ready: Callable[[], bool]
     why: Callable[[], str]
+    fault: Callable[[], str] = lambda: ""
 
 
 class Meeting:
@@ -109,7 +112,8 @@ class Ring:
         """When the last box set out."""
         self.maker: dict[int, tuple[int, int]] = {}
         self.last: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        """What ended the phase before: arrivals, and boxes that came. Who uses the next must know of them, or it may be this one still."""
+        """What ended the phase before: arrivals, and boxes that came. Who uses the next must know of them, or it may be
+        this one still."""
 
     def make(self, b: int, w: int) -> str:
         """A warp brings the barriers of its block into being; what is wrong with that, if anything."""
@@ -132,6 +136,8 @@ class Ring:
         state = self.state[b, n]
         if why := self.early(b, n, by):
             return why
+        if why := self.miscounted(b, n):
+            return f"while a phase of {self.name}[{n}] cannot end: {why}"
         agent, time = self.clocks.event(*by)
         state.arrivals.append((agent, time))
         state.announced += announced
@@ -195,9 +201,13 @@ class Ring:
         meant = bisect_right(self.ends[b, n], self.clocks.known[b, w, self.clocks.barrier(b, self.first + n)])
         return bool(self.phase[b, n] > meant + (meant % 2 != parity) + 1)
 
+    def miscounted(self, b: int, n: int) -> str:
+        """What is wrong with a phase that all have arrived for: the bytes that came are not those expected."""
+        state = self.state[b, n]
+        if state.arrived != self.arrivals or state.announced == state.coming:
+            return ""
+        return f"{state.announced} bytes are expected at {self.name}[{n}], and {state.coming} came"
+
     def short(self, b: int, n: int) -> str:
         """What a phase lacks."""
-        state = self.state[b, n]
-        if state.announced != state.coming:
-            return f"{state.coming} bytes come to {self.name}[{n}], and others were announced: {state.announced}"
-        return f"{state.arrived} of {self.arrivals} have arrived at {self.name}[{n}]"
+        return f"{self.state[b, n].arrived} of {self.arrivals} have arrived at {self.name}[{n}]"

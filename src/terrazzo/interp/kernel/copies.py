@@ -165,7 +165,12 @@ def wait_barrier(team: Team, s: k.WaitBarrier) -> Iterator[Wait]:
                 team.line = line
                 team.fail(s, f"waits for a phase of {barriers.name}[{n}] that ended, as did the next")
         b, _, n, phase = late[0]
-        yield Wait(line, lambda: not short(), lambda b=b, n=n, phase=phase: f"phase {phase}: {barriers.short(b, n)}")  # type: ignore[misc]
+        yield Wait(
+            line,
+            lambda: not short(),
+            lambda b=b, n=n, phase=phase: f"phase {phase}: {barriers.short(b, n)}",  # type: ignore[misc]
+            lambda b=b, n=n: barriers.miscounted(b, n),  # type: ignore[misc]
+        )
     for b, w, n, _ in waits:
         barriers.waited[b, n] = barriers.phase[b, n] - 1
         team.machine.clocks.acquire(barriers.released[n], np.array([b]), np.array([w]))

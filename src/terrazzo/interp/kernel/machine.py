@@ -155,6 +155,10 @@ class Machine:
 
     def stuck(self, waits: Iterable[Wait]) -> NoReturn:
         """Nobody can go on."""
+        waits = list(waits)
+        for w in waits:
+            if fault := w.fault():
+                raise CompilerBug(f"{self.kernel.name}: line {w.line} `{self.text(w.line)}`: {fault}")
         told = {(self.text(w.line), w.why()): w.line for w in waits}
         lines = "; ".join(f"line {line} `{text}`{f' ({why})' if why else ''}" for (text, why), line in told.items())
         raise CompilerBug(f"{self.kernel.name}: waits for ever at {lines}")

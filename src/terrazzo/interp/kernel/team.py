@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from terrazzo.errors import CompilerBug, UserError
+from terrazzo.errors import CompilerBug, IndexOutOfRange
 from terrazzo.hw.transfer import SHUFFLE, VOTE
 from terrazzo.interp.kernel import copies, products
 from terrazzo.interp.kernel.barriers import Wait
@@ -393,7 +393,7 @@ class Team:
                 at = self.term(x.value).astype(np.int64)
                 extent = self.number_of(x.extent)
                 if ((at < 0) | (at >= extent))[self.active].any():
-                    raise UserError(f"{self.kernel.name}: an index is out of range for its dimension of {extent}")
+                    raise IndexOutOfRange(f"{self.kernel.name}: an index is out of range for its dimension of {extent}")
                 env[x] = np.clip(at, 0, max(extent - 1, 0))
         return evaluate(e, env)
 

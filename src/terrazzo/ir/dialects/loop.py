@@ -162,7 +162,8 @@ class Store(Node, dialect="loop", op="store"):
     def check(self) -> None:
         if len(self.index) != self.buffer.type.rank or _dtype(self.value) is not self.buffer.type.dtype:
             raise UserError(
-                f"store: a {_dtype(self.value)} at {len(self.index)} indices into {self.buffer.name}: {self.buffer.type}"
+                f"store: a {_dtype(self.value)} at {len(self.index)} indices into "
+                f"{self.buffer.name}: {self.buffer.type}"
             )
 
 
@@ -254,6 +255,16 @@ def open_binder(node: Reduce | Scan) -> tuple[tuple[Var, ...], tuple[Node, ...]]
 def apply(fn: str, *args: Node) -> Apply:
     """The scalar function called `fn`; also the builder with which monoids combine terms."""
     return Apply(sc.scalar(fn), args)
+
+
+def may_divide_by_zero(x: Node) -> bool:
+    """Whether this divides whole numbers by what is not known to be another number than zero."""
+    return (
+        isinstance(x, Apply)
+        and x.fn.name in sc.DIVISIONS
+        and x.dtype.is_integer
+        and not (isinstance(x.args[1], Literal) and x.args[1].value)
+    )
 
 
 def children_in_scope(node: Node) -> Iterable[Node]:

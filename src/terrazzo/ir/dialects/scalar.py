@@ -189,8 +189,12 @@ def _cast(to: DType) -> Scalar:
     return Scalar(to.name, 1, lambda a: to, numpy, f"tz_cast<{to.name}>({{0}})", 1)
 
 
+DIVISIONS = frozenset({"floordiv", "truncdiv", "mod", "fmod"})
+"""Of whole numbers by zero these give 0, or any number, where PyTorch raises on a CPU: so does what runs there."""
+
 CASTS = {t: _cast(t) for t in DTYPES.values() if t.kind != "complex"}
-"""The conversion to each type, called by the type's name, as PyTorch converts (to float: nearest even; to bool: != 0)."""
+"""The conversion to each type, called by the type's name, as PyTorch converts (to float: nearest even; to bool:
+!= 0)."""
 
 BY_NAME: dict[str, Scalar] = {**SCALARS, **{c.name: c for c in CASTS.values()}}
 

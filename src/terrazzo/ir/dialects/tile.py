@@ -11,6 +11,7 @@ from typing import Any
 
 from terrazzo.errors import UserError
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import Bound
 from terrazzo.ir.nest import accumulators
 from terrazzo.ir.plan import Plan
 from terrazzo.ir.schedule import Schedule
@@ -48,7 +49,9 @@ def fit(schedule: Schedule, kernel: l.Kernel) -> None:
 
 
 def _extents(kernel: l.Kernel) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
-    """The extents of the kernel's axes, and, for each site, of the axes that are its alone."""
+    """The extents of the kernel's axes, and, for each site, of those it has besides: its own, and those of reductions it
+    is part of.
+    """
 
     def extent(axis: Any) -> int:
         if not isinstance(axis.extent, int):
@@ -57,5 +60,7 @@ def _extents(kernel: l.Kernel) -> tuple[dict[str, int], dict[str, dict[str, int]
 
     sites: dict[str, dict[str, int]] = {b.name: {} for b in kernel.writes}
     for name, site in accumulators(kernel).items():
-        sites[name] = {f"r{a.label}": extent(a) for a in site.axes} if isinstance(site, l.Reduce) else {}
+        around = [a for a in site.free if isinstance(a, Bound)]
+        own = [*site.axes, *sorted(around, key=lambda a: a.label)] if isinstance(site, l.Reduce) else []
+        sites[name] = {f"r{a.label}": extent(a) for a in own}
     return {a.name: extent(a) for a in kernel.axes}, sites

@@ -8,7 +8,7 @@ from typing import Any
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Expr, IntExpr, at_least
-from terrazzo.ir.node import Node, substitute, topological
+from terrazzo.ir.node import Node, substitute, topological, transform
 from terrazzo.ir.types import i64
 
 Replace = Callable[[l.Load], Any]
@@ -39,7 +39,21 @@ def element(store: l.Store, index: tuple[IntExpr, ...], inside: tuple[IntExpr, .
         return value
     if _keeps_zero(value):
         return rewrite_loads(value, lambda load: guarded(load, inside))
-    return select(inside, rewrite_loads(value, lambda load: load if _in_bounds(load) else guarded(load, inside)))
+    value = rewrite_loads(value, lambda load: load if _in_bounds(load) else guarded(load, inside))
+    return select(inside, _dividing_only(value, inside))
+
+
+def _dividing_only(value: Any, inside: Sequence[IntExpr]) -> Any:
+    """`value` with 1 as the divisor of whole numbers where a guard does not hold: a division by zero is an error."""
+    if not any(l.may_divide_by_zero(n) for n in topological([value])):
+        return value
+
+    def divided(x: Node) -> Node:
+        if not isinstance(x, l.Apply) or not l.may_divide_by_zero(x):
+            return x
+        return l.apply(x.fn.name, x.args[0], select(inside, x.args[1], other=1))
+
+    return transform(value, divided)
 
 
 def guarded(load: l.Load, inside: tuple[IntExpr, ...]) -> l.Load:
@@ -54,14 +68,14 @@ def _in_bounds(load: l.Load) -> bool:
     )
 
 
-def select(inside: Sequence[IntExpr], value: Any) -> Any:
-    """`value` where every expression of `inside` is >= 0, else 0."""
+def select(inside: Sequence[IntExpr], value: Any, other: int = 0) -> Any:
+    """`value` where every expression of `inside` is >= 0, else `other`."""
     zero, condition = l.Literal(0, i64), None
     for e in inside:
         test = l.apply("ge", l.Index(e), zero)
         condition = test if condition is None else l.apply("and_", condition, test)
     dtype = value.dtype
-    none = l.Literal(False if dtype.kind == "bool" else 0.0 if dtype.is_float else 0, dtype)
+    none = l.Literal(bool(other) if dtype.kind == "bool" else float(other) if dtype.is_float else other, dtype)
     return value if condition is None else l.apply("where", condition, value, none)
 
 

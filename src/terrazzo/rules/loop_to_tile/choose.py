@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from terrazzo.errors import Limitation, UserError
@@ -110,7 +110,9 @@ def _choose(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], log: Log
         log.add(Event(PASS, rule, kernel.name, False, f"{reason}; it lost: {why}"))
     if last is None:
         raise Limitation(f"{kernel.name}: no schedule of it fits {gpu.arch}; the plainest does not, for {why}")
-    return last
+    (kernel, chosen, rule, reason), *rest = last.kernels
+    reason = f"{reason}; it runs all the same, for nothing else can be built"
+    return Candidate(((kernel, chosen, rule, reason), *rest), last.rewrites)
 
 
 def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
@@ -132,7 +134,8 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> It
                 yield split.after(flattened)
         for chosen in _shared(flat, gpu):
             yield Candidate(((flat, *chosen),)).after(flattened)
-    yield Candidate(((flat, threads.plain(flat, gpu), "plain", "a thread computes a point at a time"),)).after(flattened)
+    plain = threads.plain(flat, gpu), "plain", "a thread computes a point at a time"
+    yield Candidate(((flat, *plain),)).after(flattened)
 
 
 def _tiles(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
@@ -160,8 +163,20 @@ def _tiled(p: Product, plan: tiles.Plan, gpu: Gpu) -> Chosen:
 
 
 def _shared(kernel: l.Kernel, gpu: Gpu) -> Iterator[tuple[Schedule, str, str]]:
-    together = "threads share the reductions of a row, or take columns where memory runs so"
-    yield threads.reduction(kernel, gpu), "share", together
+    """Reductions by threads together; with fewer registers in use, or more for each thread; then by each for itself."""
+    together = threads.reduction(kernel, gpu)
+    what = "threads share the reductions of a row, or take columns where memory runs so"
+    yield together, "share", what
+    fewer = [(replace(together, operands=()), f"{what}, and read again what they need twice")]
+    fewer += [
+        (replace(threads.reduction(kernel, gpu, warps), operands=()), f"{what}; {warps} warps at most")
+        for warps in (16, 8)
+    ]
+    tried = [together]
+    for other, why in fewer:
+        if other not in tried:
+            yield other, "share", why
+            tried.append(other)
     yield threads.pointwise(kernel, gpu), "alone", "every thread reduces by itself"
 
 

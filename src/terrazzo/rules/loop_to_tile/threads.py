@@ -68,9 +68,9 @@ def _width(kernel: l.Kernel, axis: Any, gpu: Gpu) -> int:
     return vector
 
 
-def reduction(kernel: l.Kernel, gpu: Gpu) -> Schedule:
-    """Rows over the grid; the threads of a block (or of a warp, for short rows) share each reduction of a row and what
-    is stored of it.
+def reduction(kernel: l.Kernel, gpu: Gpu, most: int = 32) -> Schedule:
+    """Rows over the grid; the threads of a block (of `most` warps at most), or of a warp for short rows, share each
+    reduction of a row and what is stored of it.
 
     Where memory runs along a free axis instead, lanes take its columns and warps share the reduction.
     """
@@ -101,7 +101,7 @@ def reduction(kernel: l.Kernel, gpu: Gpu) -> Schedule:
         warps, lines = 1, _row_lines(rows, _warps(4), 4)
     else:
         read = {x.buffer for r in top for x in topological(r.args) if isinstance(x, l.Load) and r.axes[-1] in x.free}
-        warps = _block(length, vector, count, sum(b.type.dtype.size for b in read), gpu)
+        warps = min(most, _block(length, vector, count, sum(b.type.dtype.size for b in read), gpu))
         lines = tuple((a.name, grid(_size(a))) for a in rows)
     used = warps * WARP
     sites: list[Site] = []

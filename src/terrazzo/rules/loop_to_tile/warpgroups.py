@@ -157,38 +157,26 @@ def _slots(p: Product, tile: Tile, gpu: Gpu) -> int:
     return min(SLOTS, (gpu.shared - 2048 - results) // _bytes(p, tile))
 
 
-FILL = 1500.0
-"""Nanoseconds until the first step of a block begins."""
-LATENCY = 1000.0
-"""Nanoseconds from asking for a slab to having it."""
-EPILOGUE = 45.0
-"""Bytes of results that a block gets rid of in a nanosecond."""
-
-
 def _time(p: Product, tile: Tile, pieces: int, gpu: Gpu) -> float:
     """Waves of the slowest of arithmetic, cache and latency, or memory; a split pays for its partial sums."""
-    count = len(p.sites)
-    clusters = _clusters(p, tile) * pieces
-    walkers = gpu.processors // tile.blocks
-    waves = ceil(clusters, walkers)
-    active = min(clusters, walkers) * tile.blocks
-    steps = ceil(ceil(p.axes[-1].extent, STEP), pieces)
-    slots = _slots(p, tile, gpu)
-    if slots < 2:
+    has, count, slots = gpu.warpgroups, len(p.sites), _slots(p, tile, gpu)
+    if has is None or slots < 2:
         return math.inf
-    width = tile.n / (tile.n + 12)  # an instruction's start, which wide ones hide
-    arithmetic = 2.0 * tile.m * tile.n * STEP * count * gpu.processors / (gpu.warpgroups * width * 1.05)
+    clusters, walkers = _clusters(p, tile) * pieces, gpu.processors // tile.blocks
+    active = min(clusters, walkers) * tile.blocks
+    batch, depth = math.prod(a.extent for a in p.batch), p.axes[-1].extent
+    arithmetic = 2.0 * tile.m * tile.n * STEP * count * gpu.processors * (tile.n + has.start) / tile.n / has.rate
     rows, columns = (2 if tile.split is x else 1 for x in (tile.columns, tile.rows))
     fetched = (tile.m / rows + tile.n * count / columns) * STEP * 2
-    rate = min(gpu.boxes / active, 2 * gpu.boxes / gpu.processors)
-    step = max(arithmetic, fetched / rate, LATENCY / slots)
-    stored = tile.m * tile.n * (4 if pieces > 1 else p.kernel.stores[0].buffer.type.dtype.size)
-    batch, depth = math.prod(a.extent for a in p.batch), p.axes[-1].extent
-    least = 2 * batch * depth * (p.m.extent + p.n.extent * count) + batch * p.m.extent * p.n.extent * 2
-    flying = min(1.0, active * slots * _bytes(p, tile) / (gpu.processors * (48 << 10)))
-    time = max(waves * (steps * step + stored / EPILOGUE), least / (gpu.memory * flying)) + FILL + gpu.launch
+    step = max(arithmetic, fetched * active / has.cache, fetched / has.shared, has.latency / slots) + has.step
+    size = 4 if pieces > 1 else p.kernel.stores[0].buffer.type.dtype.size
+    leaves = tile.m * tile.n * size / (has.gathered if pieces == 1 and gathers(p, tile) else has.direct)
+    busy = ceil(clusters, walkers) * (ceil(ceil(depth, STEP), pieces) * step + leaves)
+    least = 2 * batch * (depth * (p.m.extent + p.n.extent * count) + p.m.extent * p.n.extent)
+    flying = min(1.0, active * slots * _bytes(p, tile) / (gpu.processors * has.flying))
+    time: float = max(busy, least / (gpu.memory * flying)) + has.fill + (has.cluster if tile.split is not None else 0)
     if pieces > 1:
-        time += gpu.launch + 2.5 * pieces * batch * p.m.extent * p.n.extent * count * 4 / gpu.cache
+        time += has.part + has.states * pieces * batch * p.m.extent * p.n.extent * count * 4 / gpu.cache
     return time
 
 

@@ -270,8 +270,10 @@ class Slab:
             )
             box.append(sizes[mine[0]] if mine else 1)
             order += mine
-            beyond = mine and mine[0].extent % sizes[mine[0]] and not (e is mine[0] and mine[0].extent == extent)
-            need(not beyond, f"{name}: what lies beyond {mine and axis_name(mine[0])} is not beyond the tensor, and TMA would read it")
+            for a in mine:  # at most one
+                own = a.extent
+                ends = own % sizes[a] == 0 or (a is e and own == extent)
+                need(ends, f"{name}: what lies beyond {axis_name(a)} is not beyond the tensor, and TMA would read it")
         need(order == axes, f"{name}: the slab's dimensions are not in the order of the tensor's, which TMA keeps")
         if line.pad:
             raise self.draft.fail(f"{name}: TMA leaves no room between rows: a slab has a pad or comes by TMA")

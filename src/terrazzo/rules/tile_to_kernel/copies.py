@@ -194,7 +194,7 @@ class Copies:
 
     def computed(self, term: Node, env: dict[Any, Any]) -> Node:
         """An operand that is a term of what is loaded, at one place."""
-        for x in topological([term]):
+        for x in topological([term], stop=lambda x: x in env):
             if isinstance(x, l.Term) and not isinstance(x, l.Literal) and x not in env:
                 env[x] = self.builder.let(substitute(x, env))
         found: Node = env[term]

@@ -165,11 +165,12 @@ class Pipeline:
             todo = list(self.plan.all(Product))
             while todo:
                 p = todo.pop(0)
+                values = self.values(p, t)  # while slabs are still on their way
                 for name in p.rings:
                     if name not in waited:
                         self.wait(self.plan.named(name), t)
                         waited.add(name)
-                self.product(p, t)
+                self.product(p, t, values)
                 self.settle(p, 1 if late else 0)
                 for name in p.rings:
                     ring = self.plan.named(name)
@@ -334,7 +335,7 @@ class Pipeline:
     def every_product(self, t: IntExpr, slots: dict[str, IntExpr]) -> None:
         """The products of step t, one after the other."""
         for p in self.plan.all(Product):
-            self.product(p, t, slots)
+            self.product(p, t, self.values(p, t), slots)
             self.settle(p, 0)
 
     # -- products -------------------------------------------------------------------------------------------------------
@@ -360,7 +361,9 @@ class Pipeline:
             place = self.builder.registers("acc", dtype, [*shape, *extra], init)
             self.fragments[reduce] = Fragment(place, parts, instruction)
 
-    def product(self, p: Product, t: IntExpr, slots: dict[str, IntExpr] | None = None) -> None:
+    def product(
+        self, p: Product, t: IntExpr, values: dict[Node, k.Registers], slots: dict[str, IntExpr] | None = None
+    ) -> None:
         """The products of step t on their instruction."""
         if not self.outermost(p):
             self.declare(p)
@@ -369,7 +372,6 @@ class Pipeline:
         inner = {a: self.inner(a, site) for a in sites[0].reduce.axes}
         given = {r.name: (slots or {}).get(r.name, self.slot(r, t)[0]) for r in self.rings}
         m, n = (axis_called(self.draft, x) for x in (p.m, p.n))
-        values = self.values(p, t) if "values" in (p.a, p.b) else {}
         fragments = tuple(self.fragments[c.reduce] for c in sites)
         used = {operand(f) for c in sites for f in c.factors}
         slabs = {x: s for x, s in self.slabs.items() if x in used}
@@ -396,7 +398,11 @@ class Pipeline:
             self.builder.add(k.WaitGroups(left, "wgmma"))
 
     def values(self, p: Product, t: IntExpr) -> dict[Node, k.Registers]:
-        """A factor that is made of what this step has multiplied before: computed where its accumulators lie."""
+        """A factor that is made of what this step has multiplied before: computed where its accumulators lie. Nothing,
+        where all factors come from memory.
+        """
+        if "values" not in (p.a, p.b):
+            return {}
         c = self.draft.products[p.sites[0]]
         m = axis_called(self.draft, p.m)
         term = operand(c.factors[0] if m in c.factors[0].free else c.factors[1])

@@ -74,10 +74,11 @@ FLOAT_FUNCTIONS = tuple(
     _unary(name, fn)
     for name, fn in {
         **{n: n for n in (
-            "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "sin", "cos", "tan", "asin", "acos", "atan",
-            "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "erf", "erfc", "lgamma",
+            "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "sin", "cos", "tan",
+            "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "erf", "erfc", "lgamma",
         )},
-        "sigmoid": sigmoid_of, "silu": lambda x: t.apply("mul", x, sigmoid_of(x)), "reciprocal": lambda x: t.apply("div", c(1.0, x), x),
+        "sigmoid": sigmoid_of, "silu": lambda x: t.apply("mul", x, sigmoid_of(x)),
+        "reciprocal": lambda x: t.apply("div", c(1.0, x), x),
         "sinc": _sinc, "special_entr": _entr, "frac": _frac, "mish": _mish, "special_ndtr": _ndtr, "relu6": _relu6,
         "deg2rad": _times(math.pi / 180), "rad2deg": _times(180 / math.pi), "log_sigmoid": _log_sigmoid,
         "hardsigmoid": lambda x: t.apply("div", _relu6(t.apply("add", x, c(3.0, x))), c(6.0, x)),
@@ -205,5 +206,6 @@ def logit(node: Aten, x: Any, eps: float | None = None) -> Any:
 
 
 RULES: tuple[Rule, ...] = (
-    *FLOAT_FUNCTIONS, *ROUNDINGS, round_decimals, relu, gelu, leaky_relu, elu, hardtanh, softplus, threshold, threshold_backward, logit,
+    *FLOAT_FUNCTIONS, *ROUNDINGS, round_decimals, relu, gelu, leaky_relu, elu, hardtanh, softplus, threshold,
+    threshold_backward, logit,
 )  # fmt: skip

@@ -18,8 +18,8 @@ def full(node: Aten, *args: Any, **kwargs: Any) -> Any:
 
 
 @aten(
-    "zeros.default", "zeros_like.default", "new_zeros.default", "empty.memory_format", "empty_like.default", "new_empty.default",
-    "empty_strided.default", "new_empty_strided.default", "empty_permuted.default",
+    "zeros.default", "zeros_like.default", "new_zeros.default", "empty.memory_format", "empty_like.default",
+    "new_empty.default", "empty_strided.default", "new_empty_strided.default", "empty_permuted.default",
 )  # fmt: skip
 def zeros(node: Aten, *args: Any, **kwargs: Any) -> Any:
     """0 everywhere; what is in an empty tensor is ours to choose."""
@@ -130,8 +130,9 @@ def to_copy(node: Aten, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @aten(
-    "clone.default", "alias.default", "detach.default", "lift_fresh_copy.default", "contiguous.default", "lift_fresh.default",
-    "_conj.default", "conj_physical.default", "resolve_conj.default", "resolve_neg.default", "positive.default", "real.default",
+    "clone.default", "alias.default", "detach.default", "lift_fresh_copy.default", "contiguous.default",
+    "lift_fresh.default", "_conj.default", "conj_physical.default", "resolve_conj.default", "resolve_neg.default",
+    "positive.default", "real.default",
 )  # fmt: skip
 def clone(node: Aten, x: Any, *args: Any, **kwargs: Any) -> Any:
     """x."""

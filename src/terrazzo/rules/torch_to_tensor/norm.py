@@ -151,5 +151,6 @@ def log_softmax_backward(node: Aten, grad: Any, y: Any, dim: int, dtype: Any) ->
 
 
 RULES: tuple[Rule, ...] = (
-    softmax, safe_softmax, log_softmax, layer_norm, group_norm, batch_norm, rms_norm, softmax_backward, log_softmax_backward,
+    softmax, safe_softmax, log_softmax, layer_norm, group_norm, batch_norm, rms_norm,
+    softmax_backward, log_softmax_backward,
 )  # fmt: skip

@@ -341,6 +341,6 @@ def nan_to_num(node: Aten, x: Any, nan: Any = None, posinf: Any = None, neginf: 
 
 
 RULES: tuple[Rule, ...] = (
-    add, sub, rsub, mul, div, div_mode, floor_divide, remainder, fmod, pow_, neg, abs_, sign, clamp, clamp_max, *BINARIES, gcd, lcm,
-    nextafter, lerp, addcmul, addcdiv, nan_to_num,
+    add, sub, rsub, mul, div, div_mode, floor_divide, remainder, fmod, pow_, neg, abs_, sign, clamp, clamp_max,
+    *BINARIES, gcd, lcm, nextafter, lerp, addcmul, addcdiv, nan_to_num,
 )  # fmt: skip

@@ -220,5 +220,6 @@ def nansum(node: Aten, x: Any, dim: Any = None, keepdim: bool = False, dtype: An
 
 
 RULES: tuple[Rule, ...] = (
-    sum_, mean, prod, *EXTREMES, aminmax, *INDEXED, *LOGIC, var, std, var_mean, std_mean, logsumexp, vector_norm, count_nonzero, nansum,
+    sum_, mean, prod, *EXTREMES, aminmax, *INDEXED, *LOGIC, var, std, var_mean, std_mean, logsumexp, vector_norm,
+    count_nonzero, nansum,
 )  # fmt: skip

@@ -28,7 +28,8 @@ SMALL = 1 << 16
 """And so many in all."""
 
 REDUCTIONS = {
-    "sum": ("sum", "add"), "add": ("sum", "add"), "mean": ("sum", "add"), "prod": ("prod", "mul"), "multiply": ("prod", "mul"),
+    "sum": ("sum", "add"), "add": ("sum", "add"), "mean": ("sum", "add"),
+    "prod": ("prod", "mul"), "multiply": ("prod", "mul"),
     "amax": ("max", "max"), "amin": ("min", "min"),
 }  # fmt: skip
 """PyTorch's names, as our monoid and the scalar function that combines two."""
@@ -265,5 +266,6 @@ def as_strided_scatter(
 
 
 RULES: tuple[Rule, ...] = (
-    scatter, scatter_with, scatter_add, scatter_reduce, index_reduce, index_put, put_, masked_scatter, diagonal_scatter, as_strided_scatter,
+    scatter, scatter_with, scatter_add, scatter_reduce, index_reduce, index_put, put_, masked_scatter,
+    diagonal_scatter, as_strided_scatter,
 )  # fmt: skip

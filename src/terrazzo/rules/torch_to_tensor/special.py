@@ -161,7 +161,8 @@ def _erfcx(x: Any) -> Any:
 
 
 NODES = 24
-"""Points of Chebyshev's quadrature for the modified Bessel functions; enough up to FAR, where their asymptotic series takes over."""
+"""Points of Chebyshev's quadrature for the modified Bessel functions; enough up to FAR, where their asymptotic series
+takes over."""
 FAR = 30.0
 
 
@@ -198,7 +199,11 @@ FUNCTIONS = (
     _in_double("special_ndtri", _ndtri, "The inverse of the normal distribution function."),
     _in_double("special_erfcx", _erfcx, "exp(x²) erfc(x)."),
     *(
-        _in_double(name, _bessel_i(order, scaled), f"The modified Bessel function I{order}{', times exp(-|x|)' if scaled else ''}.")
+        _in_double(
+            name,
+            _bessel_i(order, scaled),
+            f"The modified Bessel function I{order}{', times exp(-|x|)' if scaled else ''}.",
+        )
         for name, order, scaled in (
             ("i0", 0, False), ("special_i0e", 0, True), ("special_i1", 1, False), ("special_i1e", 1, True),
             ("special_modified_bessel_i0", 0, False), ("special_modified_bessel_i1", 1, False),

@@ -338,6 +338,6 @@ def pixel_unshuffle(node: Aten, x: Any, factor: int) -> Any:
 
 
 RULES: tuple[Rule, ...] = (
-    view, squeeze, permute, transpose, t_, expand, repeat, select, slice_, narrow, split, unbind, cat, stack, flip, roll, diagonal, unfold,
-    as_strided, constant_pad, slice_scatter, select_scatter, pixel_shuffle, pixel_unshuffle,
+    view, squeeze, permute, transpose, t_, expand, repeat, select, slice_, narrow, split, unbind, cat, stack, flip,
+    roll, diagonal, unfold, as_strided, constant_pad, slice_scatter, select_scatter, pixel_shuffle, pixel_unshuffle,
 )  # fmt: skip

@@ -22,7 +22,8 @@ from terrazzo.ir.node import Node, topological
 from terrazzo.targets.terms import Scope, c_type, expression, index, term
 
 DEPTH = 128
-"""Extent of k in one panel: it stays in the first-level cache, and sums of 128 products added up round less than one long sum."""
+"""Extent of k in one panel: it stays in the first-level cache, and sums of 128 products added up round less than one
+long sum."""
 ROWS = 192
 """Extent of m in one block: the tile of results stays in the second-level cache."""
 
@@ -216,9 +217,8 @@ class _Blocked:
         depth = _numel([a.extent for a in site.reduce.axes])
         rows = _numel([a.extent for a in axes])
         inner = self.scope.inner()
-        out = [
-            f"{self.type}* {name} = ({self.type}*)aligned_alloc(64, (sizeof({self.type}) * {rows * depth} + 127) / 64 * 64);"
-        ]
+        size = f"(sizeof({self.type}) * {rows * depth} + 127) / 64 * 64"
+        out = [f"{self.type}* {name} = ({self.type}*)aligned_alloc(64, {size});"]
         out += ["#pragma omp parallel for num_threads(threads)", f"for (int64_t row = 0; row < {rows}; row++) {{"]
         out += ["  " + x for x in _digits("row", axes, inner)]
         out += [

@@ -2,8 +2,10 @@
 
     extern "C" int NAME(void** buffers, int threads)
 
-`buffers` are the data pointers of `kernel.reads`, then of `kernel.writes`. The function returns 0, or 1 if an index
-that came from data was outside its dimension. The text follows the loop nest; products are blocked (see blocked.py).
+`buffers` are the data pointers of `kernel.reads`, then of `kernel.writes`; NAME_spans says how many they are, and how
+many bytes of each the function may use. The function returns 0, or has bit 0 set if an index that came from data was
+outside its dimension, and bit 1 if a whole number was divided by zero. The text follows the loop nest; products are
+blocked (see blocked.py).
 """
 
 from __future__ import annotations
@@ -30,12 +32,14 @@ from terrazzo.targets.cpu.rows import (
     trips,
     vectorises,
 )
-from terrazzo.targets.terms import Scope, c_type, component, expression, identifier, index, term
+from terrazzo.targets.names import Names, comment, identifier
+from terrazzo.targets.terms import Scope, c_type, component, expression, index, term
 
 PARALLEL = 20_000
 """Points of a loop nest from which on a second thread pays."""
 CHUNKS = 64
-"""Pieces a reduction without enough loops around it is cut into: fixed, so that the result does not depend on the threads."""
+"""Pieces a reduction without enough loops around it is cut into: fixed, so that the result does not depend on the
+threads."""
 
 TILE = 32
 """Side of the squares in which two loops are walked when memory is read across the inner one."""
@@ -54,16 +58,15 @@ def emit(kernel: l.Kernel) -> tuple[str, str]:
     """(function name, C++ source) of a kernel. Kernels that differ only in the names of buffers have the same
     source.
     """
-    scope = Scope()
+    scope = Scope(notes_zero=True)
     name = "k_" + identifier(kernel.name)
     lines = [f'extern "C" int {name}(void** buffers, int threads) {{', "  int bad = 0;"]
     if kernel.source:
-        lines.insert(0, f"// {kernel.source}")
-    taken: set[str] = set()
+        lines.insert(0, comment(kernel.source))
+    names = Names()
     reads = [b for b in kernel.reads if b not in kernel.writes]
     for k, b in enumerate([*reads, *kernel.writes]):
-        formal = _unique(identifier(b.name), taken)
-        scope.buffers[b] = formal
+        scope.buffers[b] = formal = names.formal(b.name)
         const = "const " if b in reads else ""
         lines.append(
             f"  {const}{c_type(b.type.dtype)}* __restrict {formal} = ({const}{c_type(b.type.dtype)}*)buffers[{k}];"
@@ -71,21 +74,15 @@ def emit(kernel: l.Kernel) -> tuple[str, str]:
     body = blocked.emit(kernel, scope) or _Writer(kernel, scope).lines()
     lines += ["  " + line for line in body]
     lines += ["  return bad;", "}"]
+    spans = [b.type.span for b in arguments(kernel)]
+    lines.append(f'extern "C" int64_t {name}_spans[];')
+    lines.append(f"int64_t {name}_spans[] = {{{', '.join(map(str, (len(spans), *spans)))}}};")
     return name, prelude() + "\n".join(lines) + "\n"
 
 
 def arguments(kernel: l.Kernel) -> tuple[l.Buffer, ...]:
     """The buffers a kernel's function takes, in order."""
     return (*(b for b in kernel.reads if b not in kernel.writes), *kernel.writes)
-
-
-def _unique(name: str, taken: set[str]) -> str:
-    base, k = name + "_p", 2
-    name = base
-    while name in taken:
-        name, k = f"{base}{k}", k + 1
-    taken.add(name)
-    return name
 
 
 class _Writer:
@@ -211,9 +208,8 @@ class _Writer:
             scope.names[s.axes[0]] = name = scope.fresh("i")
             extent = s.axes[0].extent
             lines.append(f"for (int64_t {block} = 0; {block} < {extent}; {block} += {TILE})")
-            heads.append(
-                f"for (int64_t {name} = {block}; {name} < std::min<int64_t>({block} + {TILE}, {extent}); {name}++) {{  // free"
-            )
+            end = f"std::min<int64_t>({block} + {TILE}, {extent})"
+            heads.append(f"for (int64_t {name} = {block}; {name} < {end}; {name}++) {{  // free")
         lines[-1] += " {"
         lines += [f"  {heads[0]}", "    #pragma omp simd", f"    {heads[1]}"]
         return [*lines, *("      " + x for x in self.body(leaf, scope)), "    }", "  }", "}"]
@@ -230,7 +226,8 @@ class _Writer:
         inner.names[axis], step, start = inner.fresh("i"), inner.fresh("columns"), inner.fresh("b")
         outer, self.parallel = self.parallel, True
         lines = [
-            f"const auto {step} = [&](int64_t {start}, int64_t lanes) __attribute__((always_inline)) {{  // free, side by side"
+            f"const auto {step} = [&](int64_t {start}, int64_t lanes) __attribute__((always_inline)) "
+            "{  // free, side by side"
         ]
         head = [
             "#pragma omp simd",
@@ -312,7 +309,8 @@ class _Writer:
         inner.names[last], block, step = inner.fresh("i"), inner.fresh("b"), inner.fresh("step")
         body = [f"const int64_t {inner.names[last]} = {block} + l;", *self.body(s, inner)]
         text = [
-            f"const auto {step} = [&](int64_t {block}, int64_t lanes) __attribute__((always_inline)) {{  // reduce, {lanes} at a time",
+            f"const auto {step} = [&](int64_t {block}, int64_t lanes) __attribute__((always_inline)) "
+            f"{{  // reduce, {lanes} at a time",
             "  #pragma omp simd",
             "  for (int64_t l = 0; l < lanes; l++) {",
             *("    " + x for x in body),

@@ -77,8 +77,13 @@ template <class T> TZ bool tz_signbit(T x) {
 // An index that came from data: out of range is noted, and reads element 0 until the kernel returns.
 TZ int64_t tz_at(int64_t i, int64_t extent, int& bad) {
   bool outside = (uint64_t)i >= (uint64_t)extent;
-  if (outside) bad = 1;
+  if (outside) bad |= 1;
   return outside ? 0 : i;
+}
+// A whole divisor: zero is noted.
+template <class T> TZ T tz_divisor(T b, int& bad) {
+  if (b == 0) bad |= 2;
+  return b;
 }
 TZ int64_t tz_fdiv(int64_t a, int64_t b) { int64_t q = a / b; return q - (a % b < 0); }
 TZ int64_t tz_fmod_index(int64_t a, int64_t b) { int64_t r = a % b; return r < 0 ? r + b : r; }

@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from terrazzo.errors import CompilerBug
+from terrazzo.errors import CompilerBug, UserError
 from terrazzo.hw import mma_sync, wgmma
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.address import evaluate, flatten
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Loaded, Var, at_least, bounds, terms_of
-from terrazzo.ir.node import Node, substitute, topological
+from terrazzo.ir.node import Node, topological
+from terrazzo.ir.proof import holds
 from terrazzo.ir.show_kernel import statement
 from terrazzo.ir.types import u32
 from terrazzo.ir.verify_kernel import REGISTERS, declared
@@ -37,41 +38,65 @@ MOST = 1 << 15
 @dataclass(frozen=True)
 class Report:
     """What is wrong with a kernel, and of how many of its accesses it is proved that they stay inside and are
-    aligned.
+    aligned. `where` are the statements of the problems (the kernel, where it is none), and `unproved` those of which
+    some access is neither proved nor refuted.
     """
 
     problems: tuple[str, ...]
     proved: int
     accesses: int
+    where: tuple[Node, ...] = ()
+    unproved: tuple[Node, ...] = ()
+
+    def refusal(self) -> tuple[str, Node] | None:
+        """What a kernel that somebody else wrote is refused for, and where: more than a kernel of our own."""
+        if self.problems:
+            return self.problems[0], self.where[0]
+        if self.unproved:
+            s = self.unproved[0]
+            return f"`{statement(s)[0]}`: it cannot be proved that it stays inside of what it reads and writes", s
+        return None
 
 
 def check(program: k.Program, gpu: Gpu, error: type[Exception] = CompilerBug) -> None:
-    """Raise an error that names the kernel and the line of Kernel IR if a kernel cannot be right on this GPU."""
+    """Raise an error that names the kernel and the line of Kernel IR if a kernel cannot be right on this GPU, or, where
+    it is the user's, if not all of its accesses are proved.
+    """
     for step in program.steps:
-        if isinstance(step, k.Kernel) and (found := report(step, gpu).problems):
-            raise error(f"{step.name}: {found[0]}")
+        if not isinstance(step, k.Kernel):
+            continue
+        found = report(step, gpu)
+        if error is UserError and (refused := found.refusal()):
+            raise error(f"{step.name}: {refused[0]}")
+        if found.problems:
+            raise error(f"{step.name}: {found.problems[0]}")
 
 
 @lru_cache(maxsize=512)
 def report(kernel: k.Kernel, gpu: Gpu) -> Report:
     """All that can be said of a kernel without running it."""
-    problems, open_, count = list(budgets(kernel, gpu)), 0, 0
+    problems: list[tuple[str, Node]] = [(why, kernel) for why in budgets(kernel, gpu)]
+    unproved: list[Node] = []
+    count = 0
     for s, around in statements(kernel):
         sizes: dict[str, Any] = {k.BLOCK: kernel.grid, "warp": kernel.warps, "lane": k.WARP} | {
             v.name: most(v.extent) for v in around.loops
         }
-        problems += [f"`{statement(s)[0]}` {why}" for why in (*operands(s), *together(s, around, sizes))]
+        problems += [(f"`{statement(s)[0]}` {why}", s) for why in (*operands(s), *together(s, around, sizes))]
         for access in (*accesses(s, around), *slabs(s, around)):
             why, proved = inside(access, sizes)
-            problems += [f"`{statement(s)[0]}` {why}"] if why else []
-            count, open_ = count + 1, open_ + (not proved and not why)
+            problems += [(f"`{statement(s)[0]}` {why}", s)] if why else []
+            unproved += [] if proved or why else [s]
+            count += 1
         if isinstance(s, k.SetInteger | k.DeclareInteger):
             why, proved = stays(s, around, sizes)
-            problems += [f"`{statement(s)[0]}` {why}"] if why else []
-            count, open_ = count + 1, open_ + (not proved and not why)
+            problems += [(f"`{statement(s)[0]}` {why}", s)] if why else []
+            unproved += [] if proved or why else [s]
+            count += 1
     if not problems:
-        problems += order.problems(kernel) + fences.problems(kernel)
-    return Report(tuple(problems), count - open_, count)
+        problems += [(why, kernel) for why in order.problems(kernel) + fences.problems(kernel)]
+    texts, where = tuple(why for why, _ in problems), tuple(s for _, s in problems)
+    return Report(texts, count - len(unproved), count, where, tuple(unproved))
 
 
 def budgets(kernel: k.Kernel, gpu: Gpu) -> Iterator[str]:
@@ -170,8 +195,7 @@ def inside(access: Access, sizes: dict[str, int]) -> tuple[str, bool]:
             [] if _implied(size - access.count, offset, -1, access.inside) else [(size - access.count - offset, -1, 0)]
         )
     aligned = _divides(wide // math.gcd(wide, place.type.dtype.size), access.index, strides)
-    if left and (narrow := _narrowed(access.inside)):
-        left = [x for x in left if not at_least(substitute(x[0], narrow), 0)]
+    left = [x for x in left if not holds(x[0], access.inside)]
     if not left and aligned:
         return "", True
     offset = 0 if aligned else flatten(access.index, strides) * place.type.dtype.size
@@ -212,23 +236,6 @@ def _implied(constant: int, e: IntExpr, sign: int, conditions: Sequence[IntExpr]
     wanted = {factors: sign * c for factors, c in terms_of(e).items()}
     wanted[()] = wanted.get((), 0) + constant
     return any(_least(wanted, g) >= 0 for g in (0, *conditions))
-
-
-def _narrowed(conditions: Sequence[IntExpr]) -> dict[Any, IntExpr]:
-    """The variables of which a condition says that they end earlier, with the range that is left."""
-    found: dict[Any, IntExpr] = {}
-    for g in conditions:
-        (_, last), *others = (
-            sorted(terms_of(g).items(), key=lambda x: len(x[0])) if not isinstance(g, int) else [((), 0)]
-        )
-        if (
-            len(others) == 1
-            and others[0][1] == -1
-            and isinstance(v := others[0][0][0], Var)
-            and 0 <= last < (bounds(v)[1] or 0)
-        ):
-            found[v] = Var(v.name, last + 1)
-    return found
 
 
 def _least(terms: Mapping[tuple[Expr, ...], int], less: IntExpr) -> float:

@@ -16,6 +16,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr, Loaded, terms_of
 from terrazzo.ir.node import Node, topological
 from terrazzo.targets.cuda.settle import settled
+from terrazzo.targets.names import Names, comment, identifier, words
 from terrazzo.targets.terms import (
     Scope,
     address,
@@ -23,7 +24,6 @@ from terrazzo.targets.terms import (
     element,
     expression,
     guard,
-    identifier,
     index,
     literal,
     offset,
@@ -42,9 +42,10 @@ def prelude() -> str:
     )
 
 
+@lru_cache(maxsize=512)
 def emit(kernel: k.Kernel) -> tuple[str, str]:
     """(function name, CUDA source without the prelude) of a kernel. Kernels that differ only in names of buffers have
-    the same source.
+    the same source. Kept, because whoever chooses schedules asks whether what they become was built before.
     """
     return _Writer(kernel).source()
 
@@ -65,25 +66,21 @@ class _Writer:
         self.int = "int" if largest < 1 << 31 else "i64"
 
     def source(self) -> tuple[str, str]:
-        kernel = self.kernel
+        kernel, instructions = self.kernel, self.instructions()
+        self.names = Names(words(prelude(), *instructions))
         name = "k_" + identifier(kernel.name)
-        taken: set[str] = set()
         params = []
         for b in kernel.params:
-            formal = identifier(b.name) + "_p"
-            while formal in taken:
-                formal += "_"
-            taken.add(formal)
-            self.scope.buffers[b] = formal
+            self.scope.buffers[b] = formal = self.names.formal(b.name)
             params.append(f"{'' if b in kernel.writes else 'const '}{c_type(b.type.dtype)}* __restrict__ {formal}")
         for n, key in enumerate(kernel.maps):
-            self.maps[key] = f"{self.scope.buffers[key[0]].removesuffix('_p')}_map{n}"
+            self.maps[key] = self.names.local(f"{self.scope.buffers[key[0]].removesuffix('_p')}_map{n}")
             params.append(f"const __grid_constant__ TensorMap {self.maps[key]}")
         if gathers(kernel):
             params.append("int* bad")
         used = {x for x in topological(kernel.body) if isinstance(x, Expr)}
-        lines = [f"// {kernel.source}"] if kernel.source else []
-        lines += self.instructions()
+        lines = [comment(kernel.source)] if kernel.source else []
+        lines += instructions
         bounds = f"__launch_bounds__({kernel.threads}, {kernel.resident})"
         bounds = f"__cluster_dims__({kernel.cluster}, 1, 1) {bounds}" if kernel.cluster > 1 else bounds
         lines.append(f'extern "C" __global__ void {bounds} {name}({", ".join(params)}) {{')
@@ -96,10 +93,9 @@ class _Writer:
             if variables or (value == "warp" and self.statements_of(k.Role)):
                 lines.append(f"  const {self.int} {value} = {text};")
         for s, at in kernel.offsets.items():
-            self.scope.buffers[s] = s.name
-            lines.append(
-                f"  {c_type(s.type.dtype)}* const {s.name} = reinterpret_cast<{c_type(s.type.dtype)}*>(shared + {at});"
-            )
+            self.scope.buffers[s] = place = self.names.local(s.name)
+            kind = c_type(s.type.dtype)
+            lines.append(f"  {kind}* const {place} = reinterpret_cast<{kind}*>(shared + {at});")
         lines += self.statements(kernel.body, "  ")
         return name, "\n".join([*lines, "}"]) + "\n"
 
@@ -159,24 +155,26 @@ class _Writer:
         return [line for text in texts for line in text.rstrip().splitlines()]
 
     def statements(self, body: Iterable[Node], indent: str) -> list[str]:
-        lines = [indent + line for s in body for line in self.statement(s)]
-        for s in body:
-            if isinstance(s, k.Declare):
-                del self.scope.buffers[s.place]  # it ends with the braces around it
+        names, buffers = dict(self.scope.names), dict(self.scope.buffers)
+        with self.names.block():
+            lines = [indent + line for s in body for line in self.statement(s)]
+        self.scope.names, self.scope.buffers = names, buffers  # what was declared ends with the braces around it
         return lines
 
     def statement(self, s: Node) -> list[str]:
         match s:
             case k.Let():
                 text = expression(s.term, self.scope) if not isinstance(s.term, k.Value) else self.scope.names[s.term]
-                self.scope.names[s.value] = s.value.name
-                return [f"const {c_type(s.value.type)} {s.value.name} = {text};"]
+                self.scope.names[s.value] = name = self.names.local(s.value.name)
+                return [f"const {c_type(s.value.type)} {name} = {text};"]
             case k.Declare():
                 return self.declare(s)
-            case k.DeclareInteger() | k.SetInteger():
-                self.scope.names[s.variable] = name = s.variable.name
-                kind = f"{self.int} " if isinstance(s, k.DeclareInteger) else ""
-                return [f"{kind}{name} = {index(s.value, self.scope)};"]
+            case k.DeclareInteger():
+                first = index(s.value, self.scope)
+                self.scope.names[s.variable] = name = self.names.local(s.variable.name)
+                return [f"{self.int} {name} = {first};"]
+            case k.SetInteger():
+                return [f"{self.scope.names[s.variable]} = {index(s.value, self.scope)};"]
             case l.Store():
                 return [f"{self.element(s.buffer, s.index)} = {term(s.value, self.scope)};"]
             case k.Move():
@@ -202,7 +200,7 @@ class _Writer:
                 return [f"{s.kind}_fence();"]
             case k.InitBarriers():
                 n = s.barriers.type.static_shape[0]
-                one = f"barrier_init(shared_address({s.barriers.name} + z), {s.barriers.arrivals});"
+                one = f"barrier_init(shared_address({self.scope.buffers[s.barriers]} + z), {s.barriers.arrivals});"
                 return [f"for (int z = 0; z < {n}; z++) {one}", "barrier_init_fence();"]
             case k.Expect():
                 return [f"barrier_expect(shared_address({self.address(s.barriers, (s.slot,))}), {s.bytes});"]
@@ -214,26 +212,22 @@ class _Writer:
                     else f"barrier_arrive_at({at}, {index(s.rank, self.scope)});"
                 ]
             case k.WaitBarrier():
-                return [
-                    f"barrier_wait(shared_address({self.address(s.barriers, (s.slot,))}), {index(s.phase, self.scope)});"
-                ]
+                place = f"shared_address({self.address(s.barriers, (s.slot,))})"
+                return [f"barrier_wait({place}, {index(s.phase, self.scope)});"]
             case k.TensorLoad():
                 at = ", ".join(index(e, self.scope) for e in reversed(s.at))
                 place = f"shared_address({self.address(s.barriers, (s.slot,))})"
                 function, ranks = ("tma_load_to", f" {s.ranks},") if s.ranks else ("tma_load", "")
-                return [
-                    f"{function}_{len(s.at)}d({self.slab(s.target, s.to)}, &{self.maps[k.map_of(s)]}, {place},{ranks} {at});"
-                ]
+                slab, box = self.slab(s.target, s.to), f"&{self.maps[k.map_of(s)]}"
+                return [f"{function}_{len(s.at)}d({slab}, {box}, {place},{ranks} {at});"]
             case k.TensorStore():
                 at = ", ".join(index(e, self.scope) for e in reversed(s.to))
-                return [
-                    f"tma_{s.reduction or 'store'}_{len(s.to)}d(&{self.maps[k.map_of(s)]}, {self.slab(s.source, s.at)}, {at});"
-                ]
+                slab, box = self.slab(s.source, s.at), f"&{self.maps[k.map_of(s)]}"
+                return [f"tma_{s.reduction or 'store'}_{len(s.to)}d({box}, {slab}, {at});"]
             case k.LoadMatrix():
                 move = ldmatrix.move(s.instruction)
-                return [
-                    f"{move.function}({self.group(s.target, s.to, move.count)}, shared_address({self.address(s.source, s.at)}));"
-                ]
+                place = f"shared_address({self.address(s.source, s.at)})"
+                return [f"{move.function}({self.group(s.target, s.to, move.count)}, {place});"]
             case k.StoreMatrix():
                 move = ldmatrix.move(s.instruction)
                 held = self.packed(s.source, s.at, move.count)
@@ -260,16 +254,19 @@ class _Writer:
                 registers = [f"  {change}_registers<{s.registers}>();"] if s.registers else []
                 return [f"if (warp >= {s.first} && warp < {last}) {{", *registers, *self.statements(s.body, "  "), "}"]
             case k.For():
-                self.scope.names[s.axis] = i = s.axis.name
                 self.unrolled |= {s.axis} if s.unrolled else set()
-                steps, first = index(s.axis.extent, self.scope), f"{self.int} {i} = 0"
-                if not isinstance(s.axis.extent, int):  # what it is before the first step
-                    steps, first = f"{i}_end", f"{first}, {i}_end = {steps}"
-                head = f"for ({first}; {i} < {steps}; {i}++) {{"
+                end = s.axis.extent
+                steps = index(end, self.scope)
+                with self.names.block():
+                    self.scope.names[s.axis] = i = self.names.local(s.axis.name)
+                    until = str(steps) if isinstance(end, int) else self.names.local(f"{s.axis.name}_end")
+                    body = self.statements(s.body, "  ")
+                first = f"{self.int} {i} = 0" if isinstance(end, int) else f"{self.int} {i} = 0, {until} = {steps}"
+                head = f"for ({first}; {i} < {until}; {i}++) {{"
                 return [
                     "#pragma unroll" if s.unrolled else "#pragma unroll 1",
                     head,
-                    *self.statements(s.body, "  "),
+                    *body,
                     "}",
                 ]
             case k.If():
@@ -285,8 +282,8 @@ class _Writer:
         return f"slab_descriptor<{wgmma.slab(place, transposed).bits:#x}ull>({self.slab(place, at)})"
 
     def declare(self, s: k.Declare) -> list[str]:
-        kind, name = c_type(s.place.type.dtype), s.place.name
-        self.scope.buffers[s.place] = name
+        kind = c_type(s.place.type.dtype)
+        self.scope.buffers[s.place] = name = self.names.local(s.place.name)
         count = 1
         for e in s.place.type.static_shape:
             count *= e

@@ -64,7 +64,8 @@ class _Unknown(Exception):
 Sizes = dict[str, Any]
 """How many values every variable has, by its name."""
 Address = tuple[IntExpr, int, int]
-"""An expression, after what it may be shifted by without a change in costs (0: nothing), and the span of its swizzle."""
+"""An expression, after what it may be shifted by without a change in costs (0: nothing), and the span of its
+swizzle."""
 
 
 class _Predictor:
@@ -160,8 +161,8 @@ def _warps(sizes: Sizes, inside: Sequence[IntExpr], wanted: Sequence[Address]) -
 
 
 def _evaluated(
-    names: Sequence[str], axes: Sequence[tuple[Any, Any]], exprs: Sequence[IntExpr], inside: Sequence[IntExpr], wanted: Sequence[Address],
-    often: int,
+    names: Sequence[str], axes: Sequence[tuple[Any, Any]], exprs: Sequence[IntExpr], inside: Sequence[IntExpr],
+    wanted: Sequence[Address], often: int,
 ) -> Iterator[tuple[list[Any], Any, Any]]:  # fmt: skip
     count = math.prod(len(values) for values, _ in axes)
     if count > MOST:

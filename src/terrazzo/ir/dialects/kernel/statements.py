@@ -95,7 +95,8 @@ class AsyncCopy(Node, dialect="kernel", op="async_copy"):
 
 
 KINDS = ("cp.async", "wgmma", "bulk")
-"""What is grouped, each kind by itself: copies into shared memory, products of warpgroups, boxes on their way to global memory."""
+"""What is grouped, each kind by itself: copies into shared memory, products of warpgroups, boxes on their way to global
+memory."""
 
 
 class Commit(Node, dialect="kernel", op="commit"):

@@ -96,9 +96,4 @@ class Remote(Term, dialect="kernel", op="remote"):
 
 def shared_bytes(place: Buffer) -> int:
     """The bytes from the first element to the end of the last."""
-    shape, strides = place.type.static_shape, place.type.element_strides
-    if 0 in shape:
-        return 0
-    return (
-        1 + sum((e - 1) * s for e, s in zip(shape, strides, strict=True) if isinstance(s, int))
-    ) * place.type.dtype.size
+    return place.type.span

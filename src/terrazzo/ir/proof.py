@@ -1,0 +1,138 @@
+"""Proofs that an index stays in its tensor: that an expression is >= 0 wherever others are (the guards of an access).
+
+Ranges come first; then guards are subtracted, in any multiples that make terms vanish; then, where they are few, all
+points are tried. What none of these shows is not proved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from terrazzo.ir.address import evaluate
+from terrazzo.ir.expr import (
+    Bound,
+    Expr,
+    FloorDiv,
+    IntExpr,
+    Loaded,
+    Mod,
+    Size,
+    Var,
+    at_least,
+    bounds,
+    floordiv,
+    terms_of,
+)
+from terrazzo.ir.node import topological
+
+POINTS = 1 << 20
+"""Points that are tried for one proof, at most."""
+GUARDS = 4
+"""Guards that are combined in one proof, at most."""
+WIDEST = 1 << 62
+"""No part of an index may be larger than this, so that 64 bits hold every sum on the way."""
+
+
+def holds(e: IntExpr, given: Sequence[IntExpr] = ()) -> bool:
+    """True if e >= 0 is proved for all points at which every expression of `given` is >= 0."""
+    if at_least(e, 0) or any(not isinstance(g, Expr) and g < 0 for g in given):
+        return True
+    whole = [g for g in (_tight(_undivided(g)) for g in given) if isinstance(g, Expr)]
+    return bool(whole) and (_combined(_tight(_undivided(e)), whole, GUARDS) or _tried(e, whole))
+
+
+def leaves(index: Sequence[IntExpr], shape: Sequence[IntExpr], inside: Sequence[IntExpr] = ()) -> int | None:
+    """The first dimension of a tensor that an index may leave where the guards hold; None if it is proved to stay."""
+    for d, (e, extent) in enumerate(zip(index, shape, strict=True)):
+        if not holds(e, inside) or not holds(extent - 1 - e, inside):
+            return d
+    return None
+
+
+def ill(exprs: Sequence[IntExpr]) -> str:
+    """What is wrong with expressions in themselves: a divisor that may be 0, a number that 64 bits may not hold."""
+    if any(not isinstance(e, Expr) and abs(e) > WIDEST for e in exprs):
+        return "it has a number beyond 64 bits"
+    for e in topological([e for e in exprs if isinstance(e, Expr)]):
+        if isinstance(e, FloorDiv | Mod) and not at_least(e.b, 1) and not _sizes_only(e.b):
+            return f"the divisor of {e} may be 0"
+        if isinstance(e, Loaded) and not at_least(e.extent, 0):
+            return f"the extent of {e} may be negative"
+        if isinstance(e, Expr) and _largest(e) > WIDEST:
+            return f"{e} may be beyond 64 bits"
+    return ""
+
+
+def _largest(e: Expr) -> int:
+    """The largest number that is met in computing an expression; 0 where only a symbolic size says."""
+    total = 0
+    for factors, c in terms_of(e).items():
+        product = abs(c)
+        for f in factors:
+            low, high = bounds(f)
+            product *= 0 if low is None or high is None else max(abs(low), abs(high), 1)
+        total += product
+    return max(total, *(abs(x) for x in bounds(e) if x is not None), 0, 0)
+
+
+def _sizes_only(e: IntExpr) -> bool:
+    """True for a product of symbolic sizes, whose values are known to be right when a program runs."""
+    return all(c > 0 and all(isinstance(f, Size) for f in factors) for factors, c in terms_of(e).items() if c)
+
+
+def _undivided(e: IntExpr) -> IntExpr:
+    """An expression that is >= 0 exactly where `e` is, with fewer divisions: a // b <= r where a <= r * b + b - 1."""
+    for factors, c in terms_of(e).items():
+        atom = factors[0] if len(factors) == 1 and abs(c) == 1 else None
+        if isinstance(atom, FloorDiv) and isinstance(atom.b, int):
+            rest = e - c * atom
+            return _undivided(atom.a + rest * atom.b if c > 0 else rest * atom.b + (atom.b - 1) - atom.a)
+    return e
+
+
+def _tight(e: IntExpr) -> IntExpr:
+    """An expression that is >= 0 exactly where `e` is, with smaller numbers: 7 - 2 * i where 3 - i."""
+    terms = terms_of(e)
+    common = math.gcd(*(c for factors, c in terms.items() if factors))
+    if common < 2:
+        return e
+    rest = terms.get((), 0)
+    return floordiv(e - rest, common) + rest // common
+
+
+def _combined(e: IntExpr, given: Sequence[IntExpr], depth: int) -> bool:
+    """True if e >= 0 follows from ranges once multiples of the guards, which are >= 0, are subtracted from it."""
+    if at_least(e, 0):
+        return True
+    return depth > 0 and any(_combined(less, given, depth - 1) for g in given for less in _less(e, g))
+
+
+def _less(e: IntExpr, g: IntExpr) -> Iterator[IntExpr]:
+    """`e`, or a multiple of it, less a multiple of `g`, for each way to make a term of both vanish."""
+    mine, others = terms_of(e), terms_of(g)
+    for factors, c in others.items():
+        k = mine.get(factors, 0)
+        if factors and k * c > 0:
+            common = math.gcd(k, c)
+            yield e * (abs(c) // common) - g * (abs(k) // common)
+
+
+def _tried(e: IntExpr, given: Sequence[IntExpr]) -> bool:
+    """True if e >= 0 at all points at which the guards hold, and these are few."""
+    nodes = topological([x for x in (e, *given) if isinstance(x, Expr)])
+    free = [x for x in nodes if isinstance(x, Var | Bound)]
+    sizes = [x.extent for x in free if isinstance(x.extent, int)]
+    if any(isinstance(x, Loaded | Size) for x in nodes) or len(sizes) != len(free) or math.prod(sizes) > POINTS:
+        return False
+    env: dict[Expr, Any] = {
+        v: np.arange(n).reshape([-1 if k == d else 1 for k in range(len(free))])
+        for d, (v, n) in enumerate(zip(free, sizes, strict=True))
+    }
+    where = np.ones([1] * len(free), bool)
+    for g in given:
+        where = where & (np.asarray(evaluate(g, env)) >= 0)
+    return bool((~where | (np.asarray(evaluate(e, env)) >= 0)).all())

@@ -1,0 +1,243 @@
+"""A kernel that cannot be built is a candidate that lost: the next schedule is taken, down to a plain one. No GPU is
+needed for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.kernels.programs import CASES, lowered, programs
+
+from terrazzo.errors import CompilerBug, Limitation, UserError
+from terrazzo.front.capture import capture
+from terrazzo.interp import loop
+from terrazzo.interp.torch import call_numpy
+from terrazzo.ir.text import parse, show
+from terrazzo.options import Options
+from terrazzo.pipelines import lowering
+from terrazzo.rules.loop_to_tile import choose
+from terrazzo.run import nvrtc
+from terrazzo.run.cache import Cache
+from terrazzo.run.cpu import Built
+from terrazzo.run.cuda import build
+from terrazzo.run.nvrtc import Facts, Tried, known
+
+pytest.importorskip("cuda.bindings")
+try:
+    nvrtc.nvrtc_version()
+except Limitation as why:
+    pytest.skip(str(why), allow_module_level=True)
+
+ARCH = "sm_90a"
+BF16 = torch.bfloat16
+
+
+def e(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def wide_norm(x: torch.Tensor) -> torch.Tensor:
+    return F.layer_norm(x, (65536,))
+
+
+def mm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x @ w
+
+
+HALVES = e(256, 256, dtype=BF16), e(256, 256, dtype=BF16)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    return Cache(tmp_path, 1 << 30)
+
+
+def compiled(cache: Cache, fn: Any, *args: torch.Tensor, refuses: Any = None, **options: Any) -> Built:
+    """What is built of a function for a GPU that need not be there."""
+    chosen = Options(target=ARCH, cache_dir=cache.directory, **options)
+    done = lowering(capture(fn, args, {}).program, chosen, lost=Tried(ARCH, cache, chosen.spills))
+    return build(done, chosen, cache, ARCH, **({"refuses": refuses} if refuses else {}))
+
+
+def lost(built: Built) -> list[str]:
+    """Why schedules lost, as the log has it."""
+    return [e.reason.split("it lost: ")[1] for e in built.lowering.log.events if "it lost: " in e.reason]
+
+
+def taken(built: Built) -> list[str]:
+    events = built.lowering.log.events
+    return [f"{e.rule}: {e.reason}" for e in events if e.fired and e.pass_name == "schedule"]
+
+
+def at_most(monkeypatch: pytest.MonkeyPatch, registers: int) -> list[str]:
+    """From here on a thread that wants more registers spills. Gives the list of the sources that are compiled."""
+    real, sources = nvrtc._compile, []
+
+    def limited(source: str, arch: str) -> tuple[bytes | None, Facts]:
+        sources.append(source)
+        cubin, facts = real(source, arch)
+        over = facts.registers - registers
+        said = f"ptxas info : {4 * over} bytes spill stores"
+        return cubin, replace(facts, spilled=4 * over, told=(said,)) if over > 0 else facts
+
+    monkeypatch.setattr(nvrtc, "_compile", limited)
+    return sources
+
+
+def test_a_schedule_that_spills_gives_way_to_the_next(cache: Cache) -> None:
+    built = compiled(cache, wide_norm, e(64, 65536))
+    assert lost(built) and all(
+        "spills" in why and "bytes of registers to memory (64 registers)" in why for why in lost(built)
+    )
+    facts = [known(source, ARCH, cache) for _, source in built.sources]
+    assert all(f and not f.spilled and f.registers for f in facts)
+    assert taken(built)[0].startswith("share: threads share")  # not a thread a row
+    assert len(built.paths) == len(built.sources) == 1
+
+
+def test_where_spills_are_accepted_the_first_schedule_runs(cache: Cache) -> None:
+    built = compiled(cache, wide_norm, e(64, 65536), spills=True)
+    ((_, source),) = built.sources
+    facts = known(source, ARCH, cache)
+    assert not lost(built) and facts is not None and facts.spilled
+    assert lost(compiled(cache, wide_norm, e(64, 65536)))  # what was accepted once is not so ever after
+
+
+def test_what_was_learned_is_kept(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = at_most(monkeypatch, 40)
+    first = compiled(cache, mm, *HALVES)
+    assert len(sources) >= 2 and lost(first)
+    sources.clear()
+    again = compiled(Cache(cache.directory, 1 << 30), mm, *HALVES)
+    assert not sources and again.sources == first.sources and lost(again) == lost(first)
+
+
+def test_after_matrix_instructions_come_cuda_cores_and_then_a_plain_schedule(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_most(monkeypatch, 1)
+    built = compiled(cache, mm, *HALVES)
+    tried = [e.rule + e.reason for e in built.lowering.log.events if "it lost: " in e.reason]
+    kinds = ["mma.m16n8k16" if "mma." in t else "CUDA cores" if "CUDA" in t else t.split("t")[0] for t in tried]
+    assert list(dict.fromkeys(kinds))[:2] == ["mma.m16n8k16", "CUDA cores"] and tried[-1].startswith("plain")
+    assert taken(built) == [
+        "plain: a thread computes a point at a time; it runs all the same, for nothing else can be built"
+    ]
+    assert [p.read_bytes()[:4] for p in built.paths.values()] == [b"\x7fELF"]
+
+
+def test_a_source_that_does_not_compile_lost_too(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = nvrtc._compile
+
+    def broken(source: str, arch: str) -> tuple[bytes | None, Facts]:
+        return real(source.replace("mma.sync", "frob.sync"), arch)
+
+    monkeypatch.setattr(nvrtc, "_compile", broken)
+    built = compiled(cache, mm, *HALVES)
+    assert set(lost(built)) == {"the CUDA generated for it does not compile"}
+    assert "on CUDA cores" in taken(built)[0]
+
+
+def test_what_the_driver_does_not_load_lost_too(cache: Cache) -> None:
+    refused: list[str] = []
+
+    def refuses(entry: Any, path: Path) -> str:
+        refused.extend([entry.key] if not refused else [])
+        return "the CUDA driver refuses cuModuleLoadData: INVALID_IMAGE" if entry.key in refused else ""
+
+    built = compiled(cache, mm, *HALVES, refuses=refuses)
+    assert lost(built) == ["the CUDA driver refuses cuModuleLoadData: INVALID_IMAGE"]
+    assert not {entry.key for entry in built.entries.values()} & {*refused}
+    assert not lost(compiled(cache, mm, *HALVES))  # which may have been the driver's trouble: it is not kept
+
+
+def test_where_nothing_can_be_built_it_is_a_bug(cache: Cache) -> None:
+    with pytest.raises(CompilerBug, match=r"kernel relu: the CUDA driver refuses it:\n") as bug:
+        compiled(cache, torch.relu, e(64), refuses=lambda entry, path: "the CUDA driver refuses it")
+    assert "To reproduce:\nnvcc -cubin" in str(bug.value)
+
+
+SERIAL = """\
+with schedule("mm", target="sm_90a"):
+    a0 = grid(256)
+    a1 = grid(8) * lane(32)
+"""
+
+
+def test_what_the_user_wrote_is_not_replaced(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_most(monkeypatch, 1)
+    with pytest.raises(
+        UserError, match=r"kernel mm: it spills \d+ bytes of registers .*\nptxas info : \d+ bytes spill stores"
+    ):
+        compiled(cache, mm, *HALVES, schedules=(SERIAL,))
+    options = Options(target=ARCH, cache_dir=cache.directory)
+    mine = lowering(capture(mm, HALVES, {}).program, options)
+    for ir in ("tile", "kernel"):
+        text = parse(show(mine.at(ir)))
+        with pytest.raises(UserError, match="kernel mm: it spills"):
+            build(lowering(text, options), options, cache, ARCH)
+
+
+# --- over the machine's limits, which is known before anything is compiled ---
+
+
+def many(count: int) -> Callable[..., torch.Tensor]:
+    """Products of one factor, together one kernel."""
+    return lambda x, w: sum(torch.tanh(x @ w[i]) for i in range(count))
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a"])
+def test_more_products_than_a_tile_has_room_for(arch: str) -> None:
+    found = lowered(many(16), (e(8, 256, dtype=BF16), e(16, 256, 256, dtype=BF16)), arch)
+    reasons = [e.reason for e in found.lowering.log.events if "it lost: " in e.reason]
+    assert all("the schedule needs" in r or "registers" in r for r in reasons)
+    assert len(found.kernels) >= 1
+
+
+def test_an_unrolled_recurrent_net(cache: Cache) -> None:
+    def net(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        h, states = x.new_zeros(8, 256), []
+        for t in range(16):
+            h = torch.tanh(F.linear(torch.cat([x[t], h], -1), w, b))
+            states.append(h)
+        return torch.stack(states)
+
+    built = compiled(cache, net, e(16, 8, 256, dtype=BF16), e(256, 512, dtype=BF16), e(256, dtype=BF16))
+    assert len(built.entries) >= 16
+
+
+def test_a_kernel_that_no_schedule_fits_is_a_limitation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise UserError("the schedule needs 320 registers of a thread, and sm_90a has 255")
+
+    monkeypatch.setattr(choose, "lower", refuse)
+    with pytest.raises(
+        Limitation, match="relu: no schedule of it fits sm_90a; the plainest does not, for the schedule needs 320"
+    ):
+        lowered(torch.relu, (e(64),), ARCH)
+
+
+@pytest.mark.parametrize(("name", "target"), [p for p in programs() if p.values[1] == "sm_80"])
+def test_the_plainest_schedule_always_exists_and_is_right(
+    name: str, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = choose.candidates
+    monkeypatch.setattr(choose, "candidates", lambda *given: [*every(*given)][-1:])
+    torch.manual_seed(0)
+    found = lowered(CASES[name].fn, CASES[name].make(), target)
+    assert all(not kernel.shared for kernel in found.kernels)
+    if name == "sum of very many" or sum(kernel.grid for kernel in found.kernels) > 2000:
+        return  # one thread rounds 300,000 times; so many blocks, of a warp each, take the simulator long
+    for ours, exact in zip(
+        found.simulated(), loop.run(found.lowering.at("loop"), found.inputs, call=call_numpy), strict=True
+    ):
+        a, b = (np.asarray(x, np.float64) for x in (ours, exact))
+        digits = {"bfloat16": 7, "float16": 10, "float64": 50}.get(ours.dtype.name, 18)
+        np.testing.assert_allclose(a, b, rtol=0, atol=2.0**-digits * np.abs(b[np.isfinite(b)]).max(initial=0.0))
