@@ -176,18 +176,22 @@ def test_every_step_of_a_plan_is_a_diff(terrazzo: Terrazzo) -> None:
 @pytest.mark.parametrize(
     ("code", "target", "answers"),
     [
-        (LINEAR.format("torch.float32"), "sm_90a", ["not tensor_cores: no instruction of sm_90a adds up products of f32 in f32"]),
+        (LINEAR.format("torch.float32"), "sm_90a",
+         ["not tensor_cores: no instruction of sm_90a adds up products of f32 in f32"]),
         ("x, w = torch.zeros(256, 128), torch.zeros(192, 128)\nx.bfloat16() @ w.bfloat16().t()", "sm_80",
          ["not tensor_cores: x is computed on its way, and instructions take what lies in memory"]),
         ("x, w = torch.zeros(64, 36).half(), torch.zeros(36, 64).half()\ntorch.cat([x, x], 1)[:, 3:39] @ w", "sm_80",
          ["not tensor_cores: "]),
-        (LINEAR.format("torch.bfloat16"), "sm_75", ["not tensor_cores: no instruction of sm_75 adds up products of bf16 in f32"]),
+        (LINEAR.format("torch.bfloat16"), "sm_75",
+         ["not tensor_cores: no instruction of sm_75 adds up products of bf16 in f32"]),
         (LINEAR.format("torch.bfloat16"), "sm_80",
          ["not wgmma: it needs sm_90a, and the target is sm_80",
           "swizzle: x_s: ldmatrix reads 8 pieces of 16 bytes from rows of 256 bytes: 2 wavefronts swizzled by 128, 8 wavefronts if not"]),
-        ("x, w = torch.zeros(4096, 256, dtype=torch.bfloat16), torch.zeros(4096, 256, dtype=torch.bfloat16)\nx @ w.t()", "sm_90a",
+        ("x, w = torch.zeros(4096, 256, dtype=torch.bfloat16), torch.zeros(4096, 256, dtype=torch.bfloat16)\nx @ w.t()",
+         "sm_90a",
          ["swizzle: x_s: wgmma, which takes swizzled rows only, reads 8 pieces of 16 bytes from rows of 128 bytes: 1 wavefront"]),
-        ("x, w = torch.zeros(1, 128), torch.zeros(192, 128)\nx @ w.t()", "sm_90a", ["not tensor_cores: one of its factors is a vector"]),
+        ("x, w = torch.zeros(1, 128), torch.zeros(192, 128)\nx @ w.t()", "sm_90a",
+         ["not tensor_cores: one of its factors is a vector"]),
     ],
 )  # fmt: skip
 def test_why_no_tensor_cores(terrazzo: Terrazzo, code: str, target: str, answers: list[str]) -> None:

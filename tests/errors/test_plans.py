@@ -72,7 +72,8 @@ AGENTS = re.search(r"    load = .*\n    math = .*\n", HOPPER_PLAN)[0]  # type: i
         ("    order", "    order(tiles=(a0(2), a1(2)), blocks=8)\n    order", "3: order is decided twice"),
         ("slab=\"mm_s\"", "slab=\"x_s\"", "9: x_s is decided twice"),
         # tiles
-        ("tiles=(a0(2), a1(2))", "tiles=(a0(2), a1(4))", "2: tiles are (a0(2), a1(4)), and the schedule has (a0(2), a1(2))"),
+        ("tiles=(a0(2), a1(2))", "tiles=(a0(2), a1(4))",
+         "2: tiles are (a0(2), a1(4)), and the schedule has (a0(2), a1(2))"),
         ("cluster=(a0(2),)", "cluster=(a1(2),)", "2: the schedule's cluster is (a0(2))"),
         ("cluster=(a0(2),), ", "", "2: the schedule's cluster is (a0(2))"),
         ("blocks=4", "blocks=3", "2: 3 blocks: at most 8, a multiple of 2"),
@@ -100,7 +101,8 @@ AGENTS = re.search(r"    load = .*\n    math = .*\n", HOPPER_PLAN)[0]  # type: i
         ("consumer=math", "consumer=load", "5: math multiplies, not load"),
         # products
         ('sites=("acc0",)', 'sites=("acc1",)', "6: a block is divided for no contraction acc1; for acc0"),
-        ("m64n256k16", "m64n128k16", "6: it is on wgmma.m64n128k16.f32.bf16, and the schedule has wgmma.m64n256k16.f32.bf16"),
+        ("m64n256k16", "m64n128k16",
+         "6: it is on wgmma.m64n128k16.f32.bf16, and the schedule has wgmma.m64n256k16.f32.bf16"),
         ("agent=math, rings", "agent=load, rings", "6: math computes, not load"),
         ("m=a0, n=a1", "m=a1, n=a0", "6: m is a1, and the schedule has a0"),
         ("m=a0, n=a1", "m=a0, n=a7", "6: there is no axis a7; there are a0, a1, r0"),
@@ -116,7 +118,8 @@ AGENTS = re.search(r"    load = .*\n    math = .*\n", HOPPER_PLAN)[0]  # type: i
         (", multicast=2", "", "8: multicast is False, and the schedule has True"),
         ("multicast=2", "multicast=4", "8: its boxes go to 4 blocks, and a cluster has 2"),
         ("swizzle=128)", "swizzle=128, multicast=2)", "7: x: every block of the cluster has its own part of it"),
-        ("swizzle=128)", "swizzle=128, pad=8)", "7: x_s: TMA leaves no room between rows: a slab has a pad or comes by TMA"),
+        ("swizzle=128)", "swizzle=128, pad=8)",
+         "7: x_s: TMA leaves no room between rows: a slab has a pad or comes by TMA"),
         ("swizzle=128)", "swizzle=128, panel=32)", "7: panels are 32 wide, and wgmma.m64n256k16.f32.bf16 takes 0"),
         # results
         ('store="mm"', 'store="nn"', "9: the kernel does not store nn; it stores mm"),
@@ -128,7 +131,8 @@ AGENTS = re.search(r"    load = .*\n    math = .*\n", HOPPER_PLAN)[0]  # type: i
         ('put="stmatrix", by="tma"', 'put="stmatrix", by="ld"', "9: by is ld, and the schedule has tma"),
         (RESULT, '\n    result(store="mm", agent=math)', "9: the schedule has it gather in shared memory"),
         # what the kernel does not have
-        (RESULT, f'{RESULT}\n    combine(site="acc0", lanes=32)', "10: by the schedule its partial states are to meet as nowhere: each is whole"),
+        (RESULT, f'{RESULT}\n    combine(site="acc0", lanes=32)',
+         "10: by the schedule its partial states are to meet as nowhere: each is whole"),
         (RESULT, f'{RESULT}\n    combine(site="acc9")', "10: the kernel has no reduction acc9; it has acc0"),
         (RESULT, f'{RESULT}\n    keep(what="z")', "10: nothing is called z; there are x, w, acc0"),
         (RESULT, f"{RESULT}\n    limit(resident=0)", "10: a block at least is to fit on a processor"),
@@ -149,7 +153,8 @@ def test_a_plan_for_warpgroups(before: str, after: str, message: str) -> None:
         ("slots=4, ahead=3", "slots=4, ahead=0", "4: 0 steps ahead, and of 4 slots 3 can be filled early"),
         ('by="cp.async"', 'by="tma"', "4: tma needs sm_90, and the target is sm_80"),
         ('by="cp.async"', 'by="ld"', "4: ld fills two slots at most"),
-        ("consumer=all", "consumer=all, late=True", "4: slots are freed late where one product of warpgroups has loads of its own"),
+        ("consumer=all", "consumer=all, late=True",
+         "4: slots are freed late where one product of warpgroups has loads of its own"),
         ("vector=8", "vector=16", "6: 16 elements of x[a0, r0] do not lie together wherever a thread begins"),
         ("vector=8", "vector=3", "6: 3 elements of x[a0, r0] do not lie together wherever a thread begins"),
         ("vector=8", "vector=1", "6: cp.async needs a plain load of which 4 bytes at least lie together"),
@@ -157,7 +162,8 @@ def test_a_plan_for_warpgroups(before: str, after: str, message: str) -> None:
         ('a="ldmatrix"', 'a="values"', "5: a comes from values: mma.m16n8k16.f32.bf16 takes ldmatrix"),
         ("all = agent(first=0, warps=4)", "all = agent(first=0, warps=4, registers=128)",
          "3: registers are for whole warpgroups from sm_90 on, and a multiple of 8 from 24 to 240"),
-        ("all = agent", "load = agent(first=0, warps=4)\n    all = agent", "3: agents are all, or load and math, not load, all"),
+        ("all = agent", "load = agent(first=0, warps=4)\n    all = agent",
+         "3: agents are all, or load and math, not load, all"),
         ('result(store="mm", agent=all)', 'result(store="mm", agent=all, width=8)',
          "8: only what gathers in shared memory has rows, columns or a way there"),
     ],
@@ -170,7 +176,8 @@ def test_a_plan_for_warps(before: str, after: str, message: str) -> None:
     ("before", "after", "message"),
     [
         ('combine(site="acc0"', 'combine(site="acc1"', r"\d: the combination of acc1 is decided twice"),
-        ("lanes=32", "lanes=16", r'\d: by the schedule its partial states are to meet as combine\(site="acc0", lanes=32'),
+        ("lanes=32", "lanes=16",
+         r'\d: by the schedule its partial states are to meet as combine\(site="acc0", lanes=32'),
         (", agent=all)", ", agent=all, by=\"tma\")", r"\d: only what gathers in shared memory has rows"),
     ],
 )  # fmt: skip
@@ -193,7 +200,8 @@ def test_partial_states_must_meet() -> None:
 @pytest.mark.parametrize(
     ("words", "after", "message"),
     [
-        (("slots=4, ahead=3", "ring=4"), ("slots=40, ahead=39", "ring=40"), "7: 245760 bytes of shared memory with those before it, and sm_80 has 166912"),
+        (("slots=4, ahead=3", "ring=4"), ("slots=40, ahead=39", "ring=40"),
+         "7: 245760 bytes of shared memory with those before it, and sm_80 has 166912"),
     ],
 )  # fmt: skip
 def test_over_budget(words: tuple[str, str], after: tuple[str, str], message: str) -> None:
