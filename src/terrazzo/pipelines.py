@@ -29,7 +29,9 @@ from terrazzo.rules import torch_to_tensor
 from terrazzo.rules.loop.fuse import fuse
 from terrazzo.rules.loop.layout import store_as_read
 from terrazzo.rules.loop.narrow import narrow
+from terrazzo.rules.loop.online import online
 from terrazzo.rules.loop.relax import relax
+from terrazzo.rules.loop_to_tile import chains
 from terrazzo.rules.loop_to_tile.choose import Lost, never, schedule
 from terrazzo.rules.tensor_to_loop.lift import lift
 from terrazzo.rules.tile.complete import program as complete
@@ -68,7 +70,10 @@ PASSES = (
          lambda p, log, o, lost: store_as_read(narrow(p, log), log)),
     Pass("relax", "loop", "loop", "what is rounded to 16 bits at once is computed no more exactly than that asks for",
          lambda p, log, o, lost: relax(p, log)),
-    Pass("schedule", "loop", "tile", "every kernel gets a schedule: the user's, or the best by the model of the machine",
+    Pass("online", "loop", "loop", "softmax between two products becomes part of the second, where a machine has a schedule",
+         lambda p, log, o, lost: online(p, log, lambda x: chains.refusal(x, machine(o), lost)) if o.fuse else p),
+    Pass("schedule", "loop", "tile",
+         "every kernel gets a schedule: the user's, or the best by the model of the machine",
          lambda p, log, o, lost: schedule(p, machine(o), log, pinned(o)[0], _texts(o), lost)),
     Pass("plan", "tile", "tile", "every schedule is completed: who walks which tiles, brings what, multiplies on what",
          lambda p, log, o, lost: complete(p, machine(o), log, pinned(o)[1], o.verbose > 1)),
@@ -77,7 +82,7 @@ PASSES = (
 )  # fmt: skip
 
 LOWER = tuple(p.name for p in PASSES)
-GPU_ONLY = ("schedule", "plan", "derive")
+GPU_ONLY = ("online", "schedule", "plan", "derive")
 
 for _a, _b in pairwise(PASSES):
     assert _a.dst == _b.src, f"pass {_b.name} takes {_b.src} but follows one that gives {_a.dst}"

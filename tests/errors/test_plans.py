@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.cli.conftest import Terrazzo
-from tests.ir.test_plan import HOPPER, HOPPER_PLAN, product
+from tests.ir.test_plan import HOPPER, HOPPER_PLAN, attention, product
 from tests.kernels.programs import Lowered, case, lowered
 from tests.kernels.test_schedules import HALVES, TENSOR_CORES, matmul, tensors
 
@@ -29,7 +29,7 @@ def made(name: str) -> Lowered:
     if name == "ampere":
         text = TENSOR_CORES.replace("sm_90a", "sm_80")
         return lowered(matmul, tensors(*HALVES, dtype=torch.bfloat16), "sm_80", schedules=(text,))
-    return case(name, "sm_80")
+    return attention() if name == "attention" else case(name, "sm_80")
 
 
 def refused(name: str, before: str, after: str) -> str:
@@ -183,6 +183,21 @@ def test_a_plan_for_warps(before: str, after: str, message: str) -> None:
 )  # fmt: skip
 def test_a_plan_for_rows(before: str, after: str, message: str) -> None:
     assert re.match(message, refused("softmax", before, after))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ('backward=("a2",)', 'backward=("a9",)', r"2: backward are \(a9\), and the schedule has \(a2\)"),
+        (', backward=("a2",)', "", r"2: backward are \(\), and the schedule has \(a2\)"),
+        ('until="first + 1"', 'until="first"', r'\d+: from the term follows reach\(axis=r2, rows=a2, until="first \+ 1"\)'),
+        ("    reach(axis=r2, rows=a2, until=\"first + 1\")\n", "", r"1: nothing says what follows from the term: `reach\("),
+        ('product="acc4"', 'product="acc3"', r'\d+: from the term follows frame\(top="acc0", product="acc4"'),
+        ("    reach", '    frame(top="acc0", product="acc4", total="acc2")\n    reach', r"\d+: the frame of acc4 is decided twice"),
+    ],
+)  # fmt: skip
+def test_a_plan_for_attention(before: str, after: str, message: str) -> None:
+    assert re.match(message, refused("attention", before, after))
 
 
 def without(name: str, start: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Any
 
 import pytest
@@ -71,8 +72,22 @@ def test_every_plan_of_the_corpus_reads_back(name: str, target: str) -> None:
     assert parse(show(program)) == program
 
 
+@cache
+def attention() -> Lowered:
+    """Two products with a softmax between them, in one kernel."""
+    q, keys, values = (torch.zeros(2, 4, 1024, 64, dtype=torch.bfloat16) for _ in range(3))
+    return lowered(lambda a, b, c: F.scaled_dot_product_attention(a, b, c, is_causal=True), (q, keys, values), "sm_90a")
+
+
+def test_a_plan_of_attention_reads_back() -> None:
+    program = attention().lowering.at("tile")
+    (plan,) = plans(attention())
+    assert '    frame(top="acc' in str(plan) and '    reach(axis=r2, rows=a2, until="first + 1")' in str(plan)
+    assert parse_plan(str(plan)) == plan and parse(show(program)) == program
+
+
 def test_every_kind_of_line_has_been_read() -> None:
-    seen = {type(line).op for plan in plans(product(HOPPER)) for line in plan.lines}
+    seen = {type(line).op for found in (product(HOPPER), attention()) for plan in plans(found) for line in plan.lines}
     for name in ("softmax", "rms norm of prime width", "layer norm", "matmul"):
         seen |= {type(line).op for plan in plans(case(name, "sm_80")) for line in plan.lines}
     assert seen >= KINDS.keys() - {"keep", "limit"}

@@ -117,7 +117,10 @@ def test_a_barrier_in_a_loop_of_some_warps_is_found() -> None:
         (["n = integer(0, block)"], "expected a constant"),
         (["n = integer(0, 4)", "n = integer(0, 4)"], "n is defined twice"),
         (["n = integer(0, 4)", "n = f32(1.0)"], "expected an index expression"),
-        (["n = integer(0, 4)", "a = registers(f32[4], f32(0.0))", "a[n] = f32(1.0)"], "number of a thread or an integer"),
+        (
+            ["n = integer(0, 4)", "a = registers(f32[4], f32(0.0))", "a[n] = f32(1.0)"],
+            "number of a thread or an integer",
+        ),
         (["if block == 0:", "    n = integer(0, 4)", "y[block, warp, lane, n] = f32(1.0)"], "n is not defined here"),
     ],
 )  # fmt: skip

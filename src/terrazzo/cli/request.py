@@ -147,7 +147,7 @@ def request(
     sizes = {name: value for name, value in sizes.items() if value is not None}
     if sizes and model is None:
         raise UserError(
-            f"--{next(iter(sizes)).replace('_', '-')} concerns models; {given[0]} says by itself what is compiled"
+            f"--{next(iter(sizes)).replace('_', '-')} is for models, and {given[0]} names none"
         )
     chosen = {
         "target": here() if target == "auto" else target,

@@ -62,6 +62,7 @@ class Order(Line, dialect="plan", op="order"):
     """Which tiles there are, and who walks them.
 
     The last axis of `tiles` counts fastest, but for an axis of `grouped`, of which so many rows are walked down first.
+    The tiles of `backward` axes are walked from the last to the first.
     The blocks of a cluster divide `cluster`'s axis. Where the order is `persistent`, every cluster walks all tiles whose
     numbers are `blocks` (over the cluster's size) apart, from its own number on.
     """
@@ -70,6 +71,7 @@ class Order(Line, dialect="plan", op="order"):
     blocks: int
     cluster: tuple[Word, ...] = ()
     grouped: tuple[Word, ...] = ()
+    backward: tuple[str, ...] = ()
     persistent: bool = False
 
     @property
@@ -176,6 +178,27 @@ class Product(Line, dialect="plan", op="product"):
     n: str
     a: str
     b: str
+
+
+class Frame(Line, dialect="plan", op="frame"):
+    """A product's values are weighted by exp(score - top), where the maximum `top` and the sum of weights `total` are
+    found in the same steps: sums are brought to the new maximum whenever it grows.
+    """
+
+    top: str
+    product: str
+    total: str = ""
+
+
+class Reach(Line, dialect="plan", op="reach"):
+    """Only so many steps along an axis are visited, given which tile of `rows` it is (its number is `first`): a mask
+    leaves nothing of the others.
+    """
+
+    references = {"axis": AXIS, "rows": AXIS}
+    axis: str
+    rows: str
+    until: str
 
 
 class Combine(Line, dialect="plan", op="combine"):

@@ -59,7 +59,10 @@ def _registers(kernel: k.Kernel, roles: list[k.Role]) -> str:
         if role.registers and any(
             other is not role and {*mine} & {*range(other.first, other.first + other.count)} for other in roles
         ):
-            return f"warps {mine.start} to {mine.stop - 1} are a role of {role.registers} registers, and some have another role"
+            return (
+                f"warps {mine.start} to {mine.stop - 1} are a role of {role.registers} registers, "
+                "and some have another role"
+            )
         taken.update(dict.fromkeys(mine, role.registers or first))
         if role.registers and declared(role.body) > role.registers:
             return f"a role of {role.registers} registers declares {declared(role.body)}"

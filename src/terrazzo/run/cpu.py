@@ -109,7 +109,9 @@ class Cpu:
         def run(_: int) -> None:
             problems = function(addresses, self.threads)
             if problems & 1:
-                raise IndexOutOfRange(f"kernel {step.label} ({step.source}): an index is out of range for its dimension")
+                raise IndexOutOfRange(
+                    f"kernel {step.label} ({step.source}): an index is out of range for its dimension"
+                )
             if problems:
                 raise DivisionByZero(f"kernel {step.label} ({step.source}): a whole number is divided by zero")
 

@@ -16,7 +16,7 @@ from terrazzo.ir.dialects import tile
 from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.sites import Product, product
 from terrazzo.rewrite.rule import Event, Log
-from terrazzo.rules.loop_to_tile import threads, tiles
+from terrazzo.rules.loop_to_tile import chains, threads, tiles
 from terrazzo.rules.loop_to_tile.collapse import collapse, flat_reductions, merge_product_axes
 from terrazzo.rules.loop_to_tile.split import split
 from terrazzo.rules.tile_to_kernel.lower import lower
@@ -119,6 +119,9 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> It
     """Ways to run a kernel, the best by the model first. The last is the plainest there is: it asks for next to
     nothing, so it can be built whatever the kernel computes.
     """
+    if (together := chains.best(kernel, gpu)[0]) is not None:
+        what = "two products in one loop of steps, with what lies between them in registers"
+        yield Candidate(((kernel, together, "chain", what),))
     if (p := product(kernel)) is not None:
         yield from _tiles(kernel, p, gpu, pinned)
     flat = flat_reductions(kernel)

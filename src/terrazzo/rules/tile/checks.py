@@ -14,25 +14,31 @@ from terrazzo.ir.plan import (
     EVERYONE,
     Agent,
     Combine,
+    Frame,
     Keep,
     Limit,
     Line,
     Order,
     Plan,
     Product,
+    Reach,
     Result,
     Ring,
     Stream,
 )
-from terrazzo.ir.schedule import WARPS_IN_A_GROUP, Word
-from terrazzo.rewrite.rule import need
+from terrazzo.ir.schedule import WARPS_IN_A_GROUP, Like, Word
+from terrazzo.rewrite.rule import Rule, need
 from terrazzo.rules.access import WIDEST
 from terrazzo.rules.tile.agents import LOAD, MATH, bound_warps
 from terrazzo.rules.tile.draft import Draft, axis_name
+from terrazzo.rules.tile.frames import move_frames
 from terrazzo.rules.tile.order import clusters, grid
 from terrazzo.rules.tile.products import place
+from terrazzo.rules.tile.reach import skip_steps
 from terrazzo.rules.tile.results import combination
 from terrazzo.rules.tile.rings import SINCE, Slab, brought, loops_of, operand_text, steps
+
+LONGEST = Word("longest_first")
 
 
 def _same(what: str, given: Any, meant: Any) -> None:
@@ -59,6 +65,13 @@ def _order(line: Order, plan: Plan, draft: Draft) -> None:
         f"the schedule's cluster is {_told(divided)}",
     )
     names = [w.name for w in line.tiles]
+    longest = {
+        a for a, b in draft.schedule.axes if not isinstance(b, Like) for f in b if ("order", LONGEST) in f.options
+    }
+    need(
+        longest <= {*line.backward} <= {*names},
+        f"backward are {_told(line.backward)}, and the schedule has {_told(tuple(longest))}",
+    )
     for w in line.grouped:
         need(w.name in names[:-1], f"rows of {w.name} are grouped, and no axis of tiles is inside of it")
         need(
@@ -197,6 +210,19 @@ def _rings_of(line: Product, plan: Plan, draft: Draft) -> None:
     )
 
 
+def derived(rule: Rule, kind: type[Line], plan: Plan, draft: Draft) -> tuple[Line, ...]:
+    """The lines of a kind that a rule adds where there are none."""
+    bare = Plan(plan.kernel, plan.target, tuple(x for x in plan.lines if not isinstance(x, kind)))
+    found = rule.rewrite(bare, draft)
+    return found.all(kind) if found else ()
+
+
+def _follows(line: Line, plan: Plan, draft: Draft) -> None:
+    """What follows from the term is as it follows."""
+    meant = [x for rule, kind in DERIVED if isinstance(line, kind) for x in derived(rule, kind, plan, draft)]
+    need(line in meant, f"from the term follows {' and '.join(map(str, meant)) or 'no such line'}")
+
+
 def _combine(line: Combine, plan: Plan, draft: Draft) -> None:
     need(
         line.site in draft.names, f"the kernel has no reduction {line.site}; it has {', '.join(draft.names) or 'none'}"
@@ -267,6 +293,9 @@ def _limit(line: Limit, plan: Plan, draft: Draft) -> None:
         _same("blocks are", line.resident, asked[0])
 
 
+DERIVED: tuple[tuple[Rule, type[Line]], ...] = ((move_frames, Frame), (skip_steps, Reach))
+"""Rules whose lines the schedule has no say in."""
+
 CHECKS: tuple[tuple[type[Line], Callable[..., None]], ...] = (
     (Order, _order),
     (Agent, _agent),
@@ -274,6 +303,8 @@ CHECKS: tuple[tuple[type[Line], Callable[..., None]], ...] = (
     (Ring, _ring),
     (Stream, _stream),
     (Product, _rings_of),
+    (Frame, _follows),
+    (Reach, _follows),
     (Combine, _combine),
     (Keep, _keep),
     (Result, _result),

@@ -25,6 +25,8 @@ def walk_tiles(plan: Plan, draft: Draft) -> Plan | None:
     )
     tiles = grid(draft)
     grouped = tuple(Word(a, w.args) for a, f in lines if f.level == "grid" and (w := _rows(draft, f)))
+    last = Word("longest_first")
+    backward = tuple(a for a, f in lines if f.level == "grid" and dict(f.options).get("order") == last)
     cluster = clusters(draft)
     size = cluster[0].args[0] if cluster else 1
     if len(cluster) > 1 and any(w.args[0] != size for w in cluster):
@@ -47,8 +49,7 @@ def walk_tiles(plan: Plan, draft: Draft) -> Plan | None:
             grouped = (Word(rows.name, order.args),)
             read += draft.read(None, "persistent", "order")
         read += draft.read(None, "persistent", "persistent")
-    kept = cluster[:1]
-    return plan.plus(Order(tiles, blocks, kept, grouped, bool(persistent)), read=read)
+    return plan.plus(Order(tiles, blocks, cluster[:1], grouped, backward, bool(persistent)), read=read)
 
 
 def _factors(draft: Draft) -> list[tuple[str, Factor]]:

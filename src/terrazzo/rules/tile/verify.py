@@ -20,19 +20,21 @@ from terrazzo.ir.plan import (
     AXIS,
     Agent,
     Combine,
+    Frame,
     Keep,
     Limit,
     Line,
     Order,
     Plan,
     Product,
+    Reach,
     Result,
     Ring,
     Stream,
 )
 from terrazzo.ir.schedule import WARPS_IN_A_GROUP, Schedule
 from terrazzo.rewrite.rule import Declined
-from terrazzo.rules.tile.checks import CHECKS
+from terrazzo.rules.tile.checks import CHECKS, DERIVED, derived
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.results import combination, kept
 from terrazzo.rules.tile.rings import brought, operand_text, slab_type
@@ -90,6 +92,10 @@ def _subjects(line: Line) -> list[tuple[str, str]]:
             return [("", line.name), ("the stream of", line.operand)]
         case Agent() | Ring():
             return [("", line.name)]
+        case Frame():
+            return [("the frame of", line.product)]
+        case Reach():
+            return [("the steps along", line.axis)]
         case Combine():
             return [("the combination of", line.site)]
         case Keep():
@@ -147,6 +153,14 @@ def _unbrought(plan: Plan, draft: Draft) -> Iterator[str]:
     done = {s.operand for s in plan.all(Stream)}
     terms = dict.fromkeys(operand_text(x) for p in plan.all(Product) for x in brought(draft, p))
     yield from (f"nothing brings {text}: a line `stream` is missing" for text in terms if text not in done)
+
+
+def _unframed(plan: Plan, draft: Draft) -> Iterator[str]:
+    """Frames and masks follow from the term, so a plan has those or is another kernel's."""
+    for rule, kind in DERIVED:
+        for meant in derived(rule, kind, plan, draft):
+            if meant not in plan.lines:
+                yield f"nothing says what follows from the term: `{meant}` is missing"
 
 
 def _uncombined(plan: Plan, draft: Draft) -> Iterator[str]:
@@ -211,6 +225,8 @@ MISSING: dict[type[Line], Callable[[Plan, Draft], Iterator[str]]] = {
     Product: _unmultiplied,
     Ring: _nothing,
     Stream: _unbrought,
+    Frame: _unframed,
+    Reach: _nothing,
     Combine: _uncombined,
     Keep: _unkept,
     Result: _unstored,

@@ -253,7 +253,8 @@ def _grid_digits(order: Order, tile: IntExpr) -> dict[str, IntExpr]:
         else:
             out[last.name] = rest % size
             rest = rest // size
-    return out
+    sizes = {w.name: w.args[0] for w in order.tiles}
+    return {a: sizes[a] - 1 - digit if a in order.backward else digit for a, digit in out.items()}
 
 
 def value(digits: Sequence[Digit]) -> IntExpr:

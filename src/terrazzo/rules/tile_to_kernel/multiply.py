@@ -60,6 +60,11 @@ class Fragment:
         return (*own, number)
 
 
+    def element(self, number: IntExpr) -> tuple[IntExpr, ...]:
+        """The place of register `number` of an instruction's results."""
+        return (*(d.value for p in self.parts for d in p.digits if d.level == "reg"), number)
+
+
 @dataclass(frozen=True)
 class Group:
     """Contractions over the same axes, bound alike, whose accumulators lie in `fragments`.

@@ -11,20 +11,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from terrazzo.errors import CompilerBug
 from terrazzo.hw.products import matrix, warps
 from terrazzo.hw.wgmma import WarpgroupInstruction
 from terrazzo.ir.contraction import operand
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import IntExpr
-from terrazzo.ir.node import Node, topological
-from terrazzo.ir.plan import Plan, Product, Ring, Stream
+from terrazzo.ir.expr import IntExpr, Var
+from terrazzo.ir.node import Node, substitute, topological
+from terrazzo.ir.plan import Frame as FrameLine
+from terrazzo.ir.plan import Plan, Product, Reach, Ring, Stream
 from terrazzo.rules.tile.agents import LOAD
 from terrazzo.rules.tile.draft import Draft, axis_name
+from terrazzo.rules.tile.frames import framed, reductions
+from terrazzo.rules.tile.reach import Mask, masked, visited
 from terrazzo.rules.tile.rings import axis_called, brought, operand_text, slab_type, steps
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.copies import Copies, Part, Slab, Steps
 from terrazzo.rules.tile_to_kernel.digits import Bindings, Digit, value, zero
+from terrazzo.rules.tile_to_kernel.frame import Frame, beyond
 from terrazzo.rules.tile_to_kernel.multiply import Fragment, Group, Multiply
 from terrazzo.rules.tile_to_kernel.scope import Scope
 
@@ -95,6 +100,7 @@ class Pipeline:
         self.multiply = Multiply(builder, bindings)
         self.rings = plan.all(Ring)
         self.fragments: dict[l.Reduce, Fragment] = {}
+        self.frame: Frame | None = None
         terms = operands(draft, plan)
         self.parts: dict[Any, Part] = {}
         self.slabs: dict[Node, Slab] = {}
@@ -135,7 +141,7 @@ class Pipeline:
         moving = [r for r in self.rings if r.over]
         for ring in held:
             self.fill(ring, 0)
-        t = self.bindings.loop_variable("t", self.steps.count)
+        t = self.step_variable()
 
         def body() -> None:
             for ring in moving:
@@ -154,10 +160,11 @@ class Pipeline:
         for p in self.plan.all(Product):
             if self.outermost(p):
                 self.declare(p)
+        self.begin_frames()
         held = [r for r in self.rings if not r.over]
         for ring in held:
             self.wait(ring, 0)
-        t = self.bindings.loop_variable("t", self.steps.count)
+        t = self.step_variable()
         late = [r for r in self.rings if r.late]
 
         def body() -> None:
@@ -187,18 +194,33 @@ class Pipeline:
             self.free(ring, self.steps.count - 1)
         for ring in held:
             self.free(ring, 0)
+        self.end_frames()
 
     def everyone(self) -> None:
         """What warps do that do everything."""
         for p in self.plan.all(Product):
             if self.outermost(p):
                 self.declare(p)
+        self.begin_frames()
         for ring in self.rings:
             if not ring.over:
                 self.bring(ring)
         for ring in self.rings:
             if ring.over:
                 {"ld": self.alternate, "cp.async": self.groups, "tma": self.boxes}[ring.by](ring)
+        self.end_frames()
+
+    def step_variable(self) -> Var:
+        """The number of a step: of all, or of those that a mask leaves anything of."""
+        if not self.plan.all(Reach):
+            return self.bindings.loop_variable("t", self.steps.count)
+        p = self.plan.all(Product)[-1]
+        site, rows = self.draft.site(p.sites[0]), axis_called(self.draft, p.m)
+        base, length = self.bindings.base(rows.name, site), self.draft.length(rows, site)
+        ((axis, count),) = self.steps.times
+        until = visited(self.draft, p, rows, base, length, self.steps.depth[axis], count)
+        assert until is not None
+        return self.bindings.loop_variable("t", substitute(until, self.scope.env))
 
     # -- slots ----------------------------------------------------------------------------------------------------------
 
@@ -357,7 +379,8 @@ class Pipeline:
             extra = [instruction.d.elements] if instruction else []
             dtype = reduce.dtype
             own = isinstance(instruction, WarpgroupInstruction)  # which begins with its first product
-            init = None if own else l.Literal(zero(dtype), dtype)
+            framed = any(f.product == name for f in self.plan.all(FrameLine))  # which is multiplied before it
+            init = l.Literal(zero(dtype), dtype) if framed or not own else None
             place = self.builder.registers("acc", dtype, [*shape, *extra], init)
             self.fragments[reduce] = Fragment(place, parts, instruction)
 
@@ -403,6 +426,8 @@ class Pipeline:
         """
         if "values" not in (p.a, p.b):
             return {}
+        if any(f.product == p.sites[0] for f in self.plan.all(FrameLine)):
+            return self.weights(p, t)
         c = self.draft.products[p.sites[0]]
         m = axis_called(self.draft, p.m)
         term = operand(c.factors[0] if m in c.factors[0].free else c.factors[1])
@@ -421,4 +446,53 @@ class Pipeline:
         self.builder.loops(loops, lambda: self.builder.add(l.Store(place, at, self.copies.computed(term, dict(env)))))
         return {term: place}
 
+    def weights(self, p: Product, t: IntExpr) -> dict[Node, k.Registers]:
+        """The weights of step t, in the frame of the scores so far."""
+        found = framed(self.draft, p)
+        assert found is not None
+        (source,) = [c.reduce for c in self.draft.products.values() if c.reduce in reductions(found.score)]
+        scores, sums = self.fragments[source], self.fragments[self.draft.products[p.sites[0]].reduce]
+        rows, columns = sorted(scores.parts, key=lambda x: x.axis in self.steps.depth)
+        if self.frame is None:
+            raise CompilerBug("a frame that was not begun")
+        first = self.steps.firsts(t)
+        env = {**self.scope.env, **first}
+        env[rows.axis] = rows.base + value(rows.digits)
+        env[columns.axis] = first[columns.axis] + value(columns.digits)
+        env[source] = l.Load(scores.place, scores.index({x.axis: x.digits for x in scores.parts}))
+        hidden = masked(self.draft, p)
+        assert hidden is not None
+        inside = (*(substitute(e, env) for e in hidden.inside), *beyond(columns, first[columns.axis]))
+        return {found.rounded: self.frame.step(self.copies, env, hidden.bare, self.cut(hidden, inside, t), inside, scores, sums)}
 
+    def cut(self, hidden: Mask, inside: tuple[IntExpr, ...], t: IntExpr) -> IntExpr:
+        """What is >= 0 in the steps that a mask may cut."""
+        p = self.plan.all(Product)[-1]
+        site, rows = self.draft.site(p.sites[0]), axis_called(self.draft, p.m)
+        ((axis, count),) = self.steps.times
+        step, ends = self.steps.depth[axis], axis.extent // self.steps.depth[axis]
+        if hidden.upper is None or len(hidden.inside) != 1 or ends < count:
+            return 0 if hidden.inside else t - ends
+        whole = (substitute(hidden.upper, {rows: self.bindings.base(rows.name, site)}) + 1) // step
+        first: IntExpr = substitute(whole, self.scope.env)
+        return t - first
+
+    def begin_frames(self) -> None:
+        """The state of frames before the first step."""
+        for line in self.plan.all(FrameLine):
+            p = next(x for x in self.plan.all(Product) if line.product in x.sites)
+            inner = self.plan.all(Product)[0]
+            site = self.draft.site(inner.sites[0])
+            found = framed(self.draft, p)
+            assert found is not None
+            rows, columns = (self.part(axis_called(self.draft, x), site) for x in (inner.m, inner.n))
+            self.frame = Frame(self.builder, found, rows, columns)
+
+    def end_frames(self) -> None:
+        """Their results are known by name."""
+        for line in self.plan.all(FrameLine):
+            assert self.frame is not None
+            self.frame.finish()
+            total = self.draft.names.get(line.total)
+            assert total is None or isinstance(total, l.Reduce)
+            self.fragments.update(self.frame.fragments(self.frame.found.top, total))

@@ -246,7 +246,9 @@ class StoreMatrix(Node, dialect="kernel", op="store_matrix"):
 
 
 class Multiply(Node, dialect="kernel", op="multiply"):
-    """d += a * b by a matrix instruction, a record of hw.mma_sync. Registers of a and b are 32 bits wide, or elements."""
+    """d += a * b by a matrix instruction, a record of hw.mma_sync. Registers of a and b are 32 bits wide, or
+    elements.
+    """
 
     instruction: str
     d: Registers
