@@ -46,7 +46,7 @@ class KernelReader(LoopReader):
             if key.arg not in _SHAPE:
                 if key.arg is None or key.arg in scope.values:
                     self.fail(head, f"{key.arg} is defined twice")
-                writes.append(l.Buffer(key.arg, self.type(key.value, scope)))
+                writes.append(l.Buffer(key.arg, self.tensor_type(key.value, scope)))
                 scope.values[key.arg] = writes[-1]
         inner = scope.inner()
         inner.values.update({"block": Var(k.BLOCK, grid), "warp": Var("warp", warps), "lane": k.LANE})
@@ -79,7 +79,7 @@ class KernelReader(LoopReader):
                 swizzle = self.natural(self.keyword(call, "swizzle")) if call.keywords else 0
                 if swizzle not in (0, 32, 64, 128):
                     self.fail(s, "a swizzle spans 0, 32, 64 or 128 bytes")
-                place: k.Shared = self.build(s, k.Shared, name, self.type(kind, scope), swizzle)
+                place: k.Shared = self.build(s, k.Shared, name, self.tensor_type(kind, scope), swizzle)
                 self.define(s, name, place, scope)
                 return place
             case ast.Assign(
@@ -106,7 +106,9 @@ class KernelReader(LoopReader):
             ):
                 if len(init) > 1:
                     self.fail(s, "registers(type) or registers(type, constant)")
-                place = self.build(s, k.Registers, name, self.type(kind, scope))
+                place = self.build(s, k.Registers, name, self.tensor_type(kind, scope))
+                if place.type.strides is not None:
+                    self.fail(kind, "registers lie one behind the other, without strides")
                 first = self.term(init[0], scope) if init else None
                 if first is not None and not isinstance(first, l.Literal):
                     self.fail(init[0], "registers start at a constant, such as f32(0.0)")
@@ -131,6 +133,8 @@ class KernelReader(LoopReader):
             case ast.For(
                 target=ast.Name(id=name), iter=ast.Call(func=ast.Name(id="serial" | "unrolled" as kind), args=[extent])
             ):
+                if isinstance(scope.values.get(name), Expr):
+                    self.fail(s, f"{name} is already a variable")
                 steps = self.expr(extent, scope)
                 axis = Var(name, self.natural(extent) if isinstance(steps, int) else steps)
                 inner = scope.inner()

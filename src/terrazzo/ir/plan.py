@@ -17,7 +17,7 @@ The text is one line for each decision, in Python's syntax, parsed and never run
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
 from terrazzo.errors import UserError
@@ -26,13 +26,15 @@ from terrazzo.ir.schedule import Word, show_value
 
 EVERYONE = "all"
 """The agent of a kernel whose warps all do the same."""
+AXIS = "axis"
+"""What a field refers to that names an axis."""
 
 
 class Line(Node):
     """One decision of a plan. A line whose first field is `name` prints as an assignment to it."""
 
-    references: ClassVar[tuple[str, ...]] = ()
-    """The fields that name other lines, which print without quotes."""
+    references: ClassVar[Mapping[str, str]] = {}
+    """The fields that name other lines, with the op of these, or that name an axis ("axis"). They print without quotes."""
 
     def __str__(self) -> str:
         first, given = ("", self._fields)
@@ -45,6 +47,9 @@ class Line(Node):
                 continue
             parts.append(f"{f}={_shown(value) if f in self.references else show_value(value)}")
         return f"{first}{self.op}({', '.join(parts)})"
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def _shown(value: Any) -> str:
@@ -118,7 +123,7 @@ class Ring(Line, dialect="plan", op="ring"):
     `late`: its products are still on their way when the next ones start.
     """
 
-    references = ("producer", "consumer")
+    references = {"producer": "agent", "consumer": "agent"}
     name: str
     over: tuple[Word, ...]
     slots: int
@@ -146,7 +151,7 @@ class Stream(Line, dialect="plan", op="stream"):
     the other, `panel` elements wide.
     """
 
-    references = ("ring", "memory")
+    references = {"ring": "ring", "memory": AXIS}
     name: str
     operand: str
     ring: str
@@ -166,7 +171,7 @@ class Product(Line, dialect="plan", op="product"):
     ("ldmatrix"), by plain loads ("ld"), or in which what was computed already lies ("values").
     """
 
-    references = ("agent", "rings", "m", "n")
+    references = {"agent": "agent", "rings": "ring", "m": AXIS, "n": AXIS}
     sites: tuple[str, ...]
     on: str
     agent: str
@@ -192,7 +197,7 @@ class Reach(Line, dialect="plan", op="reach"):
     leaves nothing of the others.
     """
 
-    references = ("axis", "rows")
+    references = {"axis": AXIS, "rows": AXIS}
     axis: str
     rows: str
     until: str
@@ -221,7 +226,7 @@ class Result(Line, dialect="plan", op="result"):
     `put` brings them there ("stmatrix" or "st"), `by` takes them away ("tma", or "ld" for 16 bytes a thread).
     """
 
-    references = ("agent", "rows", "columns")
+    references = {"agent": "agent", "rows": AXIS, "columns": AXIS}
     store: str
     agent: str
     slab: str = ""
@@ -275,6 +280,9 @@ class Plan(Node, dialect="plan", op="plan"):
 
     def __str__(self) -> str:
         return "\n".join(self._text())
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def _text(self) -> Iterator[str]:
         yield f'with plan("{self.kernel}", target="{self.target}"):'

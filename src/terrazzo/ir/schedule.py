@@ -93,8 +93,8 @@ class Site:
 
 @dataclass(frozen=True)
 class Named:
-    """A word of a schedule, by where it stands: its site ("" for the kernel's lines), the name its line begins with, and
-    its text there.
+    """A word of a schedule, by where it stands: its site ("" for the kernel's lines), the name its line begins with,
+    and its text there.
     """
 
     site: str
@@ -127,7 +127,7 @@ class Schedule:
 
     @cached_property
     def words(self) -> tuple[Named, ...]:
-        """Every word that somebody must read for the kernel to be what the schedule says: all but the factors of axes."""
+        """Every word that must be read for the kernel to be what the schedule says: all but the factors of axes."""
         found = [Named("", name, name) for name, _, _ in self.directives]
         found += [Named("", name, x) for name, _, options in self.directives for x in _options(options)]
         for site, axes, operands in (
@@ -146,7 +146,8 @@ class Schedule:
             if line.strip().startswith("with site("):
                 inside = line.split('"')[1]
             at = line.find(word.word)
-            if inside == word.site and at >= 0 and line.strip().startswith((f"{word.line} ", f"{word.line}(", "with site")):
+            starts = f"{word.line} ", f"{word.line}(", "with site"
+            if inside == word.site and at >= 0 and line.strip().startswith(starts):
                 return f"line {number}, column {at + 1}\n    {line}\n    {' ' * at}^"
         return "line 1"
 

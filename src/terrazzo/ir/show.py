@@ -26,7 +26,7 @@ def show(x: Any) -> str:
     if isinstance(x, l.Program):
         return _loop_program(x)
     if isinstance(x, tile.Program):
-        return _loop_program(x.loop, "tile", {k: str(s) for k, s in x.schedules})
+        return _loop_program(x.loop, "tile", x.beside)
     if isinstance(x, kernel.Program):
         from terrazzo.ir.show_kernel import show_program
 
@@ -229,12 +229,12 @@ def _program(p: Program) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _loop_program(p: l.Program, kind: str = "loop", schedules: Mapping[int, str] | None = None) -> str:
+def _loop_program(p: l.Program, kind: str = "loop", beside: Callable[[int], str] = lambda number: "") -> str:
     buffers = [*p.inputs, *(b for s in p.steps for b in s.writes)]
     lines = header(kind, p.name, p.inputs, _sizes([b.type for b in buffers]))
     for number, step in enumerate(p.steps):
         text = _kernel(step) if isinstance(step, l.Kernel) else opaque(step)
-        lines += ["    " + line for line in [*text, *(schedules or {}).get(number, "").splitlines()]]
+        lines += ["    " + line for line in [*text, *beside(number).splitlines()]]
     results = ", ".join(b.name for b in p.results) + ("," if len(p.results) == 1 else "")
     lines.append(f"    return ({results})")
     return "\n".join(lines) + "\n"

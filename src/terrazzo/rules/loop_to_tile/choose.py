@@ -54,6 +54,8 @@ def schedule(
         found = _choose(step, gpu, pinned or {}, log, lost)
         for rewrite, old, new in found.rewrites:
             log.applied(PASS, rewrite, old.name, [old], new)
+        for what, why in tiles.unused(step, (s for _, s, *_ in found.kernels), gpu):
+            log.add(Event(PASS, what, found.kernels[0][0].name, False, why))
         for kernel, chosen, rule, reason in found.kernels:
             texts = ("\n".join(map(show, [step])), f"{show(kernel)}\n{chosen}") if show else ("", "")
             log.add(Event(PASS, rule, kernel.name, True, reason, *texts))

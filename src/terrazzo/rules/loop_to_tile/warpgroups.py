@@ -1,5 +1,5 @@
-"""Schedules of products on the instructions of warpgroups: which tile, which cluster, who loads, by a model of what each
-costs. The model's numbers are those of the machine's record.
+"""Schedules of products on the instructions of warpgroups: which tile, which cluster, who loads, by a model of what
+each costs. The model's numbers are those of the machine's record.
 """
 
 from __future__ import annotations
@@ -79,21 +79,37 @@ class Plan:
     def __str__(self) -> str:
         t = self.tile
         cluster = f", clusters of 2 along {t.split.name}" if t.split else ""
-        return f"{t.m} ({t.rows.name}) x {t.n} ({t.columns.name}) x {STEP} on {self.instruction.name}{cluster}: {self.time / 1000:.1f} us by the model"
+        tile = f"{t.m} ({t.rows.name}) x {t.n} ({t.columns.name}) x {STEP}"
+        return f"{tile} on {self.instruction.name}{cluster}: {self.time / 1000:.1f} us by the model"
 
 
 def plans(p: Product, gpu: Gpu) -> list[Plan]:
     """Every plan that may fit, best first; none where the machine has no such instructions or they take other types."""
-    types = {x.dtype for x in p.operands}  # type: ignore[attr-defined]
-    if len(types) != 1 or len(p.axes) != 1 or any(not isinstance(x, l.Load) for x in p.operands):
-        return []
-    (kind,) = types
     found = []
-    for i in INSTRUCTIONS:
-        if i.operand is kind and i.shape[1] in COLUMNS and p.sites[0].reduce.dtype is i.d.dtype and not missing(i, gpu):
+    for i in instructions_for(p, gpu)[0]:
+        if i.shape[1] in COLUMNS:
             for tile in _tiles(p, i.shape[1]):
                 found += [Plan(tile, s, i, _time(p, tile, s, gpu)) for s in _pieces(p, tile, gpu)]
     return sorted(found, key=lambda x: x.time)
+
+
+def instructions_for(p: Product, gpu: Gpu) -> tuple[list[WarpgroupInstruction], str]:
+    """The instructions that take a product's operands on this machine, or none and why."""
+    types = {x.dtype for x in p.operands}  # type: ignore[attr-defined]
+    if len(types) != 1:
+        return [], "its factors are of different types"
+    if len(p.axes) != 1:
+        return [], f"it sums over {len(p.axes)} axes, and instructions over one"
+    if computed := [called(x) for x in p.operands if not isinstance(x, l.Load)]:
+        return [], f"{computed[0]} is computed on its way, and TMA brings what lies in memory"
+    (kind,) = types
+    total = p.sites[0].reduce.dtype
+    found = [i for i in INSTRUCTIONS if i.operand is kind and i.d.dtype is total]
+    if not found:
+        return [], f"it adds up no products of {kind} in {total}"
+    if lacks := missing(found[0], gpu):
+        return [], f"it needs {lacks}, and the target is {gpu.arch}"
+    return found, ""
 
 
 def _tiles(p: Product, n: int) -> Iterator[Tile]:
@@ -122,7 +138,12 @@ def _pieces(p: Product, tile: Tile, gpu: Gpu) -> Iterator[int]:
     yield 1
     steps, rest = divmod(p.axes[-1].extent, STEP)
     for s in range(2, 17):
-        if not rest and steps % s == 0 and steps // s >= 8 and _clusters(p, tile) * tile.blocks * s <= 2 * gpu.processors:
+        if (
+            not rest
+            and steps % s == 0
+            and steps // s >= 8
+            and _clusters(p, tile) * tile.blocks * s <= 2 * gpu.processors
+        ):
             yield s
 
 
@@ -166,7 +187,7 @@ def _time(p: Product, tile: Tile, pieces: int, gpu: Gpu) -> float:
 
 
 def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
-    """The bindings of a plan in one piece. Results gather in shared memory where they are boxes, else registers are stored."""
+    """The bindings of a plan in one piece. Results gather in shared memory where they are boxes."""
     t = plan.tile
     tiles = {a: ceil(a.extent, t.covered(a)) for a in (p.m, p.n)}
     lines: list[tuple[str, Any]] = [(a.name, grid(a.extent)) for a in p.batch]
@@ -242,5 +263,3 @@ def gathers(p: Product, t: Tile) -> bool:
         if not plain or not inner or s.buffer.type.dtype.size != 2 or t.n < 16 or at[-1] != [t.columns]:
             return False
     return True
-
-

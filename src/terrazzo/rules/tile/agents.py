@@ -21,7 +21,7 @@ def assign_warps(plan: Plan, draft: Draft) -> Plan | None:
     if plan.all(Agent):
         return None
     schedule = draft.schedule
-    count = max([1, draft.warps(None), *(draft.warps(s) for s in schedule.sites)])
+    count = bound_warps(draft)
     groups = any(warps(draft.instruction(s)) > 1 for s in schedule.sites)
     options = dict(schedule.options("roles"))
     if not options:
@@ -42,6 +42,11 @@ def assign_warps(plan: Plan, draft: Draft) -> Plan | None:
     every = asked[MATH]
     math = Agent(MATH, first, every, every // WARPS_IN_A_GROUP if groups else 1, registers[1], turns)
     return plan.plus(load, math, read=draft.read(None, "roles", "roles", LOAD, MATH, "registers", "turns"))
+
+
+def bound_warps(draft: Draft) -> int:
+    """The warps that compute."""
+    return max([1, draft.warps(None), *(draft.warps(s) for s in draft.schedule.sites)])
 
 
 def _warps(draft: Draft, name: str, given: object) -> int:

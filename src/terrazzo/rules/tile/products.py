@@ -28,27 +28,33 @@ def place_products(plan: Plan, draft: Draft) -> Plan | None:
     read: list[Named] = []
     agent = next(a.name for a in plan.all(Agent) if a.name in (EVERYONE, MATH))
     done: set[str] = set()
-    for name, c in draft.products.items():
+    for name in draft.products:
         if name in done:
             continue
-        site = draft.site(name)
-        assert site is not None
-        together = [x for x in site.names if x in draft.products and draft.products[x].reduce.axes == c.reduce.axes]
-        need(
-            set(together) == {x for x in site.names if x in draft.names},
-            "a block is divided among threads for contractions over the same axes only",
-        )
+        together, instruction, m, n, a, b = place(draft, name)
         done.update(together)
-        instruction = draft.instruction(site)
-        m, n = _rows_and_columns(draft, site, [draft.products[x] for x in together], instruction)
-        if instruction is not None:
-            _fits(draft, site, instruction, [draft.products[x] for x in together], m)
-        a, b = _sources(draft, site, instruction, draft.products[together[0]], m)
-        lines.append(Product(tuple(together), site.instruction or FMA.name, agent, (), axis_name(m), axis_name(n), a, b))
-        read += draft.read(site, "on")
+        on = instruction.name if instruction else FMA.name
+        lines.append(Product(tuple(together), on, agent, (), axis_name(m), axis_name(n), a, b))
+        read += draft.read(draft.site(name), "on")
     left = [x for x in draft.names if x not in done and draft.tiled and isinstance(draft.names[x], l.Reduce)]
     need(not any(draft.site(x) for x in left), "a block is divided among threads for contractions over the same axes only")
     return plan.plus(*lines, read=read)
+
+
+def place(draft: Draft, name: str) -> tuple[list[str], Matrix | None, Any, Any, str, str]:
+    """The contractions that run together with one, on what, its rows, its columns, and where its two factors come from."""
+    c, site = draft.products[name], draft.site(name)
+    assert site is not None
+    together = [x for x in site.names if x in draft.products and draft.products[x].reduce.axes == c.reduce.axes]
+    need(
+        set(together) == {x for x in site.names if x in draft.names},
+        "a block is divided among threads for contractions over the same axes only",
+    )
+    instruction = draft.instruction(site)
+    m, n = _rows_and_columns(draft, site, [draft.products[x] for x in together], instruction)
+    if instruction is not None:
+        _fits(draft, site, instruction, [draft.products[x] for x in together], m)
+    return together, instruction, m, n, *_sources(draft, site, instruction, draft.products[together[0]], m)
 
 
 def _rows_and_columns(draft: Draft, site: Site, products: list[Contraction], instruction: Matrix | None) -> tuple[Any, Any]:

@@ -60,7 +60,10 @@ def _gathered(plan: Plan, draft: Draft, site: Site, s: l.Store, agent: str) -> R
     swizzle, pad, by = options.get("swizzle", 0), options.get("pad", 0), options.get("by", "ld")
     width = length // math.prod(f.size for f in times) if times else swizzle // size if swizzle else length
     need(length % width == 0 and width % 8 == 0, f"{name}: {length} columns are no subtiles of {width}")
-    need(not swizzle or width * size == swizzle, f"{name}: a subtile is {width * size} bytes wide, and the swizzle {swizzle}")
+    need(
+        not swizzle or width * size == swizzle,
+        f"{name}: a subtile is {width * size} bytes wide, and the swizzle {swizzle}",
+    )
     need(by in ("ld", "tma"), f"{name} leaves by ld or by tma, not by {by}")
     need(by == "ld" or draft.gpu.number >= 90, f"{name}: there is no TMA on {draft.gpu.arch}")
     need(by == "ld" or not pad, f"{name}: TMA leaves no room between rows")
@@ -75,27 +78,40 @@ def meet(plan: Plan, draft: Draft) -> Plan | None:
     if plan.all(Combine) or (draft.products and not plan.all(Product)):
         return None
     lines = []
-    for name, r in draft.names.items():
-        if not isinstance(r, l.Reduce):
-            continue
-        factors = [f for a in r.axes for f in draft.binding(a, draft.site(name))]
-        lanes, warps, blocks = (math.prod(f.size for f in factors if f.level == x) for x in ("lane", "warp", "cluster"))
-        groups = math.prod(f.size for f in factors if f.level == "warpgroup")
-        if why := _apart(plan, draft, name, max(lanes, warps, groups), groups, blocks):
+    for name in draft.names:
+        if why := _apart(plan, draft, name):
             raise Limitation(f"{plan.kernel}: {name}: {why}")
-        warps *= groups
-        if max(lanes, warps, blocks) > 1:
-            lines.append(Combine(name, lanes, warps, blocks))
+        if line := combination(draft, name):
+            lines.append(line)
     return plan.plus(*lines) if lines else None
 
 
-def _apart(plan: Plan, draft: Draft, name: str, threads: int, groups: int, blocks: int) -> str:
-    """Why the partial states of a reduction, in so many of each, cannot meet; or nothing."""
+def combination(draft: Draft, name: str) -> Combine | None:
+    """Where the partial states of a reduction are; None where every one is whole."""
+    lanes, warps, groups, blocks = _shares(draft, name)
+    return Combine(name, lanes, warps * groups, blocks) if max(lanes, warps, groups, blocks) > 1 else None
+
+
+def _shares(draft: Draft, name: str) -> tuple[int, int, int, int]:
+    """Among how many lanes, warps, warpgroups and blocks of a cluster a reduction is divided."""
+    r = draft.names[name]
+    if not isinstance(r, l.Reduce):
+        return 1, 1, 1, 1
+    factors = [f for a in r.axes for f in draft.binding(a, draft.site(name))]
+    lanes, warps, groups, blocks = (
+        math.prod(f.size for f in factors if f.level == level) for level in ("lane", "warp", "warpgroup", "cluster")
+    )
+    return lanes, warps, groups, blocks
+
+
+def _apart(plan: Plan, draft: Draft, name: str) -> str:
+    """Why the partial states of a reduction cannot meet, or nothing."""
+    lanes, warps, groups, blocks = _shares(draft, name)
     if name not in draft.products:
         return "warpgroups share no reduction but a product's" if groups > 1 else ""
     if blocks > 1:
         return "blocks of a cluster share no steps of a tile"
-    if threads > 1 and len(plan.all(Product)) > 1:
+    if max(lanes, warps, groups) > 1 and len(plan.all(Product)) > 1:
         return "threads share no reduction of a chain of products"
     if groups > 1 and any(a.teams > 1 for a in plan.all(Agent)):
         return "warpgroups that wait by themselves share no reduction"
@@ -105,11 +121,16 @@ def _apart(plan: Plan, draft: Draft, name: str, threads: int, groups: int, block
 @rule(keys=(Plan,))
 def keep_in_registers(plan: Plan, draft: Draft) -> Plan | None:
     """`x = reg()`: what is loaded or computed once stays until it is wanted again."""
-    known = {b.name for b in draft.kernel.reads} | set(draft.names)
-    names = [name for name, operand in draft.schedule.operands if operand.place == "reg" and name in known]
+    names = kept(draft)
     if plan.all(Keep) or not names:
         return None
     return plan.plus(*map(Keep, names), read=[w for x in names for w in draft.read(None, x, "reg")])
+
+
+def kept(draft: Draft) -> list[str]:
+    """What the schedule keeps in registers."""
+    known = {b.name for b in draft.kernel.reads} | set(draft.names)
+    return [name for name, operand in draft.schedule.operands if operand.place == "reg" and name in known]
 
 
 RULES = (stage_results, meet, keep_in_registers)

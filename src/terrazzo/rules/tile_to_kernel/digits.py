@@ -156,7 +156,9 @@ class Bindings:
             elif f.level == "cluster":
                 out.append(Digit("cluster", f.size, self.rank, stride))
             elif f.level in ("time", "reg"):
-                out.append(Digit(f.level, f.size, self.loop_variable("t" if f.level == "time" else "i", f.size), stride))
+                out.append(
+                    Digit(f.level, f.size, self.loop_variable("t" if f.level == "time" else "i", f.size), stride)
+                )
             elif f.level == "warpgroup" and self.groups > 1:
                 inner = self.inner(f, axis, site)
                 out.append(Digit("warpgroup", f.size, self.group // inner % f.size, stride, inner))
@@ -214,7 +216,10 @@ class Bindings:
 
     def _fragment(self, fragment: Fragment, coordinate: str, stride: int) -> list[Digit]:
         layout = fragment.layout
-        numbers: dict[str, IntExpr] = {"lane": LANE, "warp": self.warp % WARPS_IN_A_GROUP if self.groups > 1 else self.warp}
+        numbers: dict[str, IntExpr] = {
+            "lane": LANE,
+            "warp": self.warp % WARPS_IN_A_GROUP if self.groups > 1 else self.warp,
+        }
         out = []
         if coordinate == "n" and fragment.repeats > 1:
             far, bits = dict(layout.extents)["n"], layout.bits("reg")

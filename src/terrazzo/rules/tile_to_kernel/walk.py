@@ -35,7 +35,12 @@ class Walker:
     """
 
     def __init__(
-        self, kernel: l.Kernel, plan: Plan, builder: Builder, bindings: Bindings, fragments: dict[l.Reduce, Fragment],
+        self,
+        kernel: l.Kernel,
+        plan: Plan,
+        builder: Builder,
+        bindings: Bindings,
+        fragments: dict[l.Reduce, Fragment],
         places: dict[str, k.Shared],
     ) -> None:
         self.kernel, self.plan, self.builder, self.bindings = kernel, plan, builder, bindings
@@ -119,7 +124,8 @@ class Walker:
         if self.parts(inside, s.body):
             if s.kind == "reduce":
                 raise Limitation(
-                    f"{self.kernel.name}: threads not all inside {axis_name(s.axes[0])} meet in a reduction of its steps"
+                    f"{self.kernel.name}: threads not all inside {axis_name(s.axes[0])} "
+                    "meet in a reduction of its steps"
                 )
             inside, inner.pending = [], tuple(inside)
         looped = [d for ds in digits for d in ds if d.level in LOOPED]

@@ -171,8 +171,8 @@ def stays(s: k.SetInteger | k.DeclareInteger, around: Around, sizes: dict[str, i
 def inside(access: Access, sizes: dict[str, int]) -> tuple[str, bool]:
     """(what is wrong with an access, or nothing; whether it is proved to be right)."""
     place, shape, strides = access.place, access.place.type.static_shape, access.place.type.element_strides
-    if 0 in shape:
-        return "", True
+    if 0 in sizes.values():
+        return "", True  # nothing runs
     left: list[
         tuple[IntExpr, int, IntExpr]
     ] = []  # what must not be negative, by which dimension (-1: the end), and why
