@@ -46,6 +46,7 @@ FREED = (
     "threads in roles",
 )
 
+CHOSEN = ("transposed matmul of bfloat16", "bmm of half", "swiglu")
 PANELS = ("boxes", "boxes in panels", "warpgroups share steps")
 WAVES = (
     *FREED, *PANELS, "copies for wgmma", "warps share steps", "warps, staged", "persistent by hand",
@@ -53,10 +54,21 @@ WAVES = (
 
 EQUIVALENT: tuple[Equivalent, ...] = (
     Equivalent(
-        FREED,
+        (*FREED, *CHOSEN),
         ("moved arrive",),
-        r"`if (warp % 4|lane) == 0.*` -> `(for|if|wait_groups|sync)",
+        r"`if (warp % 4 == 0 and )?lane == 0:` -> `(for|if|wait_groups|sync)",
         "a slot is free later than it could be",
+    ),
+    Equivalent(CHOSEN, ("wrong registers",), r"registers=40\):` -> .*=48", "a processor has as many registers"),
+    Equivalent(
+        CHOSEN,
+        ("no wait", "waits for too little", "no barrier", "moved barrier"),
+        r"`(wait_groups\(1, 'bulk'\)|sync\(1, 4\))` (is gone|->)",
+        "a tile has no more subtiles than there are slots, and a block one tile",
+    ),
+    Equivalent(CHOSEN, ("wrong box",), r"tensor_store\(.*\[64, 16\]\)` -> .*\[32, 16\]", "rows beyond the last"),
+    Equivalent(
+        ("warps in roles",), PREDICATE, r"`if warp < 2 and lane == 0:`", "who stored nothing has nothing to wait for"
     ),
     Equivalent(
         (*PANELS, "registers for wgmma"),
@@ -75,12 +87,6 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         ("no store",),
         r"_r0\[i\d+, \d\] = .*\(0.0\)` is gone",
         "what is left there of the step before meets zeros of the other factor, or a row that is not stored",
-    ),
-    Equivalent(
-        ("roles, staged", "warps in roles", "three warpgroups"),
-        ("moved wait",),
-        r"`for t\d+ in serial.* -> `if -\(?warp",
-        "it waits for the stores before the products, not after",
     ),
     Equivalent(
         ("registers for wgmma",),
@@ -124,12 +130,6 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         PREDICATE,
         r"`if t\d+ (< \d+|== 0):` (-> `if t|is gone)",
         "one slab more is of zeros, and nobody reads it",
-    ),
-    Equivalent(
-        (BOXES,),
-        PREDICATE,
-        r"`if warp == 0 and lane == 0:` -> `if warp >= 1",
-        "another warp sends them, after the barrier",
     ),
     Equivalent(
         (BOXES, "registers by hand", "split by hand"),
@@ -201,7 +201,6 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         r"`for j in unrolled\(24\):` -> `wait_groups\(0",
         "it waits for the second product before it is done with the first, not after",
     ),
-    Equivalent((BOXES,), MOVED, r"`wait_barrier\(.* -> `sync", "two waits, one after the other"),
     Equivalent(("conv2d",), PREDICATE, r"block \* 32 \+ lane < 36", "pixels beyond the last are not stored"),
     Equivalent(
         ("conv1d", "conv2d"),
