@@ -111,7 +111,7 @@ def terms(name: str, target: str) -> tuple[Term, ...]:
     out = [Term(program, inputs, kernel, s) for kernel, s in chosen.values()]
     raw = [
         s
-        for s in found.stages[-3][1].steps
+        for s in found.loop.steps
         if isinstance(s, l.Kernel) and s.name in chosen and s is not chosen[s.name][0]
     ]
     return (*out, *(Term(program, inputs, s, chosen[s.name][1]) for s in raw))

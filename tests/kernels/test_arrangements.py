@@ -90,6 +90,10 @@ GROUPS = "warpgroup(2) * reg(2) * inst.k(16)"
             Product(**M | {"depth": "warp(2) * reg(1) * inst.k(16)", "staged": "swizzle=128"}),
             "y: warps share the steps of acc0, whose sums meet",
         ),
+        (
+            Product(roles=True, tile=(64, 48, 64), columns=2, w_axes="kn", swizzle=32),
+            "w: every product takes 24 of a1, which begin inside a panel of 16",
+        ),
         (Product(roles=True, turns=2), "roles: warpgroups that take turns multiply a tile each"),
         (Product(roles=True, turns=2, persistent=1, groups=2, tile=(128, 64, 64)), "roles: warpgroups that take turns"),
         (Product(ring=1), "TMA fills a ring of two slots at least where all warps do everything"),

@@ -210,6 +210,12 @@ class Slab:
             return 0
         need(swizzle in (32, 64, 128), f"{self.name}: wgmma reads slabs swizzled by 32, 64 or 128 bytes")
         width: int = swizzle // self.term.dtype.size  # type: ignore[attr-defined]
+        shape = dict(zip((self.product.m, self.product.n), self.instruction.shape, strict=False))  # type: ignore[union-attr]
+        each = shape.get(axis_name(axes[-1]), width)
+        need(
+            each % width == 0 or each >= sizes[axes[-1]],
+            f"{self.name}: every product takes {each} of {axis_name(axes[-1])}, which begin inside a panel of {width}",
+        )
         need(sizes[axes[-1]] % width == 0, f"{self.name}: rows of {sizes[axes[-1]]} are no panels of {swizzle} bytes")
         return width if sizes[axes[-1]] > width else 0
 
