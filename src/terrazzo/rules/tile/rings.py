@@ -165,7 +165,11 @@ class Slab:
         need(sizes, f"{self.name}: a step of the tile needs one element of it, which is no slab")
         axes = list(sizes)
         memory = self.memory(axes)
-        along = next((a for a in axes if axis_name(a) == self.options.get("along")), memory)
+        asked = self.options.get("along", axis_name(memory))
+        if asked not in map(axis_name, axes):
+            found = ", ".join(map(axis_name, axes))
+            raise self.draft.fail(f"{self.name}: its rows cannot run along {asked}: it has {found} in a step")
+        along = next(a for a in axes if axis_name(a) == asked)
         axes.sort(key=lambda a: a is along)
         words = tuple(Word(axis_name(a), (sizes[a],)) for a in axes)
         swizzle, pad = self.options.get("swizzle", 0), self.options.get("pad", 0)
