@@ -210,16 +210,16 @@ def _rings_of(line: Product, plan: Plan, draft: Draft) -> None:
     )
 
 
-def derived(rule: Rule, kind: type[Line], plan: Plan, draft: Draft) -> tuple[Line, ...]:
-    """The lines of a kind that a rule adds where there are none."""
+def derived(kind: type[Line], plan: Plan, draft: Draft) -> tuple[Line, ...]:
+    """The lines of a kind that its rule adds where there are none."""
     bare = Plan(plan.kernel, plan.target, tuple(x for x in plan.lines if not isinstance(x, kind)))
-    found = rule.rewrite(bare, draft)
+    found = DERIVED[kind].rewrite(bare, draft)
     return found.all(kind) if found else ()
 
 
 def _follows(line: Line, plan: Plan, draft: Draft) -> None:
     """What follows from the term is as it follows."""
-    meant = [x for rule, kind in DERIVED if isinstance(line, kind) for x in derived(rule, kind, plan, draft)]
+    meant = derived(type(line), plan, draft)
     need(line in meant, f"from the term follows {' and '.join(map(str, meant)) or 'no such line'}")
 
 
@@ -293,8 +293,8 @@ def _limit(line: Limit, plan: Plan, draft: Draft) -> None:
         _same("blocks are", line.resident, asked[0])
 
 
-DERIVED: tuple[tuple[Rule, type[Line]], ...] = ((move_frames, Frame), (skip_steps, Reach))
-"""Rules whose lines the schedule has no say in."""
+DERIVED: dict[type[Line], Rule] = {Frame: move_frames, Reach: skip_steps}
+"""The rules whose lines the schedule has no say in."""
 
 CHECKS: tuple[tuple[type[Line], Callable[..., None]], ...] = (
     (Order, _order),
