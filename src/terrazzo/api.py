@@ -35,11 +35,13 @@ class CompiledCall:
         if captured.changed:
             self._refuse_aliases(inputs)
         values = self.compiled(inputs)
-        computed = len(captured.results.layouts)
+        results = captured.results
+        assert results is not None  # it was captured with views
+        computed = len(results.layouts)
         with torch.no_grad():
             for k, new in zip(captured.changed, values[computed:], strict=True):
                 inputs[k].copy_(new)
-            return pytree.tree_unflatten(captured.results.make(inputs, values[:computed]), captured.structure)
+            return pytree.tree_unflatten(results.make(inputs, values[:computed]), captured.structure)
 
     def _tensors(self, flat: list[Any]) -> list[Any]:
         """The tensors among the arguments; UserError where something else is not what it was compiled for."""
@@ -54,7 +56,8 @@ class CompiledCall:
             elif not _equal(given, expected):
                 raise UserError(
                     f"argument {name}: compiled for {expected!r}, got {given!r}. What is no tensor is fixed when it is "
-                    'compiled: compile once for each value, give a tensor, or use torch.compile(..., backend="terrazzo")'
+                    "compiled: compile once for each value, give a tensor, or use "
+                    'torch.compile(..., backend="terrazzo")'
                 )
         return tensors
 
@@ -65,7 +68,8 @@ class CompiledCall:
             others = [t for other, t in enumerate(inputs) if other != k]
             if any(shares_memory(inputs[k], t) for t in (*others, *captured.bound.values())):
                 raise UserError(
-                    f"input {captured.inputs[k]} is changed in place and shares memory with another input; give a clone of it"
+                    f"input {captured.inputs[k]} is changed in place and shares memory with another input; "
+                    "give a clone of it"
                 )
 
     def __copy__(self) -> CompiledCall:
@@ -79,8 +83,8 @@ class CompiledCall:
 
     def __getstate__(self) -> Any:
         raise UserError(
-            "a compiled call cannot be pickled: it holds machine code. Pickle the model and compile it where it is loaded; "
-            "what is in the cache is not compiled again"
+            "a compiled call cannot be pickled: it holds machine code. Pickle the model and compile it where it is "
+            "loaded; what is in the cache is not compiled again"
         )
 
 
@@ -109,5 +113,6 @@ def compile(
     chosen = options if isinstance(options, Options) else Options.from_mapping(options or {})
     captured = capture(fn, example_inputs, kwargs, views=True)
     tensors = [x for x in pytree.tree_leaves((example_inputs, kwargs)) if isinstance(x, torch.Tensor)]
-    device = next((str(t.device) for t in (*captured.bound.values(), *captured.state, *tensors) if t.device.type != "cpu"), "cpu")
+    devices = [t.device for t in (*captured.bound.values(), *captured.state, *tensors) if t.device.type != "cpu"]
+    device = str(devices[0]) if devices else "cpu"
     return CompiledCall(captured, compile_program(captured.program, captured.bound, chosen, device))

@@ -87,7 +87,7 @@ def test_a_comment_of_several_lines_is_one() -> None:
 def test_any_name_is_a_name_in_cuda(tmp_path: Path) -> None:
     """All parts of a kernel called one way, and each part called as another one is."""
     pytest.importorskip("cuda.bindings")
-    from terrazzo.run.cuda import compile_all, nvrtc_version
+    from terrazzo.run.nvrtc import compile_each, nvrtc_version
 
     try:
         nvrtc_version()
@@ -100,7 +100,8 @@ def test_any_name_is_a_name_in_cuda(tmp_path: Path) -> None:
         (step,) = parse(KERNEL.format(name, "x.py:1 \\", *others)).steps
         sources[emit_cuda(step)[1]] = None
     assert len(sources) >= len(names) // 2
-    compile_all(list(sources), "sm_80", Cache(tmp_path, 1 << 30))
+    made = compile_each(list(sources), "sm_80", Cache(tmp_path, 1 << 30))
+    assert not {name: m.facts.problem() for name, m in made.items() if m.facts.problem()}
 
 
 def test_names() -> None:

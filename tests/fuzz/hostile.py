@@ -26,11 +26,12 @@ NAMES = (
     *("__global__", "i8", "exp2", "x_p", "größe", "переменная", "shared", "bad", "NULL"),
 )
 CALLS = (
-    *("aten.from_file.default('CANARY', True, 4)", "aten.add_.Tensor(x, x)", "aten.resize_.default(x, [1000000])"),
+    *("aten.from_file.default('CANARY', True, 40)", "aten.add_.Tensor(x, x)", "aten.resize_.default(x, [1000000])"),
     *("aten._reshape_alias.default(x, [1000000], [1])", "aten.set_.source_Tensor(x, x)", "aten.item.default(x)"),
-    *("aten.as_strided.default(x, [1000000], [1])", "aten.empty.memory_format([1000000000000])", "aten.relu.default(x)"),
-    *("aten.relu_.default(x)", "aten.bernoulli.default(x)", "os.system.default('touch owned')", "aten._print.default('x')"),
-    *("aten.index.Tensor(x, [x])", "aten.view.default(x, [-1, 7])", "aten.to.dtype_layout(x, device=torch('device:meta'))"),
+    *("aten.as_strided.default(x, [1000000], [1])", "aten.empty.memory_format([1000000000000])"),
+    *("aten.relu.default(x)", "aten.relu_.default(x)", "aten.bernoulli.default(x)", "os.system.default('touch owned')"),
+    *("aten._print.default('x')", "aten.index.Tensor(x, [x])", "aten.view.default(x, [-1, 7])"),
+    "aten.to.dtype_layout(x, device=torch('device:meta'))",
 )
 NUMBERS = (-1, 0, 1, 2, 7, 31, 64, 1000, 1_000_000, 1 << 31, 1 << 40, 1 << 63, 10**20)
 
@@ -53,7 +54,8 @@ def _number(draw: Any, text: str) -> str:
     at = draw(st.sampled_from(found))
     n = int(at[0])
     other = int(draw(st.sampled_from(found))[0])
-    new = draw(st.sampled_from((n + 1, n - 1, n + 1, n - 1, 2 * n, -n, n + 1000, other, draw(st.sampled_from(NUMBERS)))))
+    number = draw(st.sampled_from(NUMBERS))
+    new = draw(st.sampled_from((n + 1, n - 1, n + 1, n - 1, 2 * n, -n, n + 1000, other, number)))
     return text[: at.start()] + str(new) + text[at.end() :]
 
 
@@ -87,7 +89,8 @@ def _index(draw: Any, text: str) -> str:
     k = draw(st.sampled_from(NUMBERS))
     forms = (
         *("({v} + {k})", "({v} - 1)", "({v} + 1)", "({k} - {v})", "{v} * {k}", "{v} // {k}", "{v} % {k}"),
-        *("{v} // {o}", "{v} % ({o} + 1)", "{o}", "{v} * {o}", "({v} + {o})", "{k}", "({v} + {k}) % 8", "at(x[{v}], {k})"),
+        *("{v} // {o}", "{v} % ({o} + 1)", "{o}", "{v} * {o}", "({v} + {o})", "{k}", "({v} + {k}) % 8"),
+        "at(x[{v}], {k})",
     )
     new = draw(st.sampled_from(forms)).format(v=at[0], k=k, o=other)
     return text[: at.start()] + new + text[at.end() :]
@@ -105,7 +108,8 @@ def _guard(draw: Any, text: str) -> str:
     at = draw(st.sampled_from(loads))
     inner = re.findall(r"[air]\d+", at[0]) or ["0"]
     v, k = draw(st.sampled_from(inner)), draw(st.sampled_from(NUMBERS))
-    return f"{text[: at.end()]} if {draw(st.sampled_from((f'{v} - {k}', f'{k} - {v}', f'{v} * {v} - {k}')))} >= 0 else 0{text[at.end() :]}"
+    condition = draw(st.sampled_from((f"{v} - {k}", f"{k} - {v}", f"{v} * {v} - {k}")))
+    return f"{text[: at.end()]} if {condition} >= 0 else 0{text[at.end() :]}"
 
 
 def _call(draw: Any, text: str) -> str:
@@ -222,8 +226,8 @@ def _line_within(process: Any, seconds: float) -> str | None:
 
 @cache
 def library() -> str:
-    """What is loaded before all else: the sanitizer, and the library of C++ whose exceptions it looks at; "" where there
-    is none.
+    """What is loaded before all else: the sanitizer, and the library of C++ whose exceptions it looks at; "" where
+    there is none.
     """
     compiler = shutil.which("c++")
     names = ("libasan.so", "libstdc++.so.6") if compiler else ()

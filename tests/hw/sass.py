@@ -12,7 +12,7 @@ import pytest
 
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.run.cache import Cache
-from terrazzo.run.cuda import compile_all, nvrtc_version
+from terrazzo.run.nvrtc import compile_each, nvrtc_version
 from terrazzo.targets.cuda.emit import emit
 
 
@@ -30,6 +30,7 @@ def sass(kernel: k.Kernel, arch: str, folder: Path) -> list[str]:
     if not nvdisasm():
         pytest.skip("there is no nvdisasm here; `pip install nvidia-cuda-nvdisasm`")
     nvrtc_version()
-    (cubin,) = compile_all([emit(kernel)[1]], arch, Cache(folder, 1 << 30))
-    told = subprocess.run([nvdisasm(), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
+    (made,) = compile_each([emit(kernel)[1]], arch, Cache(folder, 1 << 30)).values()
+    assert made.path is not None, made.facts
+    told = subprocess.run([nvdisasm(), "-c", str(made.path)], capture_output=True, text=True, check=True).stdout
     return [line.split("*/", 1)[1].strip().rstrip(" ;") for line in told.splitlines() if line.strip().startswith("/*")]

@@ -48,7 +48,7 @@ def native(options: Options) -> Native | None:
         schedule, plan = bound or (None, None)
         tiled = tile.Program(alone, ((0, schedule),), ((0, plan),) if plan else ()) if schedule else alone
         compiled = compile_program(tiled, {}, quiet, device)
-        found = compiled([Expected(slot_of(b), device).empty().copy_(from_numpy(memory[b])) for b in inputs])
+        found = compiled([Expected(slot_of(b), device).holding(from_numpy(memory[b])) for b in inputs])
         return {b: to_numpy(x) for b, x in zip(written, found, strict=True)}
 
     return run

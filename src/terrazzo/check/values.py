@@ -74,6 +74,7 @@ class Values:
                 self.known[node] = self.known[node.x][node.index]
         tensor.complete([root], self.known, self.precise, call_numpy)
 
+
 def size(buffer: l.Buffer) -> int:
     """How many elements a buffer has."""
     return int(np.prod(buffer.type.static_shape, dtype=np.int64))

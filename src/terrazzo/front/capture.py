@@ -35,7 +35,8 @@ class Captured:
     `inputs` are the names of the inputs that vary from call to call, in order: those of `state`, tensors of the module
     that the call changes in place, and then the tensors among the arguments. `changed` says which of the inputs the
     call changes; their new values are the program's last results. `arguments` and `structure` are the trees that the
-    arguments and the results come in, `leaves` the arguments with `TENSOR` for a tensor, and `names` what they are called.
+    arguments and the results come in, `leaves` the arguments with `TENSOR` for a tensor, and `names` what they are
+    called.
     """
 
     program: Program
@@ -100,6 +101,7 @@ def capture(
         given = pytree.tree_unflatten(leaves, arguments)
         with nothing_else_changes(module, given):
             out = fn(*given[0], **given[1]) if module is None else functional(module, weights, *given)
+        found: list[Any]
         found, tree = pytree.tree_flatten(out)
         if any(not isinstance(x, torch.Tensor) for x in found):
             kinds = sorted({type(x).__name__ for x in found if not isinstance(x, torch.Tensor)})
@@ -116,13 +118,15 @@ def capture(
     labels = _labels(list(state), [names[k] for k in varying])
     for label, t in zip(labels, tensors, strict=True):
         if t.layout is not torch.strided:
-            raise Limitation(f"{label}: tensors of layout {t.layout} are not supported; torch.compile gives them to PyTorch")
+            raise Limitation(
+                f"{label}: tensors of layout {t.layout} are not supported; torch.compile gives them to PyTorch"
+            )
     gm, changed = trace(call, [t.detach() for t in tensors])
     _refuse_aliases(changed, tensors, labels)
     output = next(n for n in gm.graph.nodes if n.op == "output")
     count = len(output.args[0]) - len(changed)
     wanted, new = output.args[0][:count], output.args[0][count:]
-    results = None
+    results: Results | None = None
     if views:
         wanted, results = arrange(gm, wanted, known=known)
     output.args = ((*wanted, *new),)
@@ -180,8 +184,8 @@ def _refuse_aliases(changed: Sequence[int], tensors: Sequence[Any], labels: Sequ
         for other, t in enumerate(tensors):
             if other != k and shares_memory(tensors[k], t):
                 raise UserError(
-                    f"{labels[k]} is changed in place and shares memory with {labels[other]}; give one of them as a clone, "
-                    'or use torch.compile(..., backend="terrazzo")'
+                    f"{labels[k]} is changed in place and shares memory with {labels[other]}; give one of them as a "
+                    'clone, or use torch.compile(..., backend="terrazzo")'
                 )
 
 
@@ -253,15 +257,17 @@ def _changed(given: Sequence[Any], tensors: Sequence[Any]) -> list[int]:
         moved = torch._functionalize_has_metadata_mutation(t.elem) or torch._functionalize_was_storage_changed(t.elem)
         if moved or t.shape != before.shape or value.shape != before.shape:
             raise UserError(
-                f"the call gives one of its inputs, of shape {list(before.shape)}, another shape or other memory in place "
-                '(t_(), resize_(), .data = ...); return the new tensor instead, or use torch.compile(..., backend="terrazzo")'
+                f"the call gives one of its inputs, of shape {list(before.shape)}, another shape or other memory in "
+                "place (t_(), resize_(), .data = ...); return the new tensor instead, or use "
+                'torch.compile(..., backend="terrazzo")'
             )
         if not torch._functionalize_has_data_mutation(t.elem):
             continue
         if value.stride() != before.stride():  # the trace went on with a tensor that has no gaps
             raise UserError(
-                f"the call changes an input of shape {list(before.shape)} and strides {list(before.stride())} in place, which "
-                'works for one without gaps; give a contiguous one, or use torch.compile(..., backend="terrazzo")'
+                f"the call changes an input of shape {list(before.shape)} and strides {list(before.stride())} in "
+                "place, which works for one without gaps; give a contiguous one, or use "
+                'torch.compile(..., backend="terrazzo")'
             )
         changed.append(k)
     return changed

@@ -122,7 +122,8 @@ class _Making(ast.NodeTransformer):
             case ast.Attribute(value=where, attr=attr) if attr in _CHANGES and self._names_a_module(where):
                 if any(self._depends(x) for x in (*call.args, *call.keywords)):
                     return None
-                if isinstance(self.run(ast.fix_missing_locations(ast.Expression(where)), "eval", call), torch.nn.Module):
+                module = self.run(ast.fix_missing_locations(ast.Expression(where)), "eval", call)
+                if isinstance(module, torch.nn.Module):
                     self.run(ast.fix_missing_locations(ast.Expression(call)), "eval", call)
                     return where
         return None

@@ -17,9 +17,7 @@ _NO_STATE = ("_parameters", "_buffers", "_modules")
 
 def shares_memory(a: Any, b: Any) -> bool:
     """Whether two tensors lie in one storage."""
-    return bool(
-        _address(a) and a.untyped_storage().nbytes() and a.device == b.device and _address(a) == _address(b)
-    )
+    return bool(_address(a) and a.untyped_storage().nbytes() and a.device == b.device and _address(a) == _address(b))
 
 
 def _address(t: Any) -> int:
@@ -45,8 +43,8 @@ def functional(module: Any, weights: Mapping[str, Any], args: Any, kwargs: Any) 
             for name, t in _tensors(module).items():
                 if t is not before.get(name):
                     raise UserError(
-                        f"the call gives the module another {name}; write into the one it has ({name}.copy_(...)), or use "
-                        'torch.compile(..., backend="terrazzo")'
+                        f"the call gives the module another {name}; write into the one it has ({name}.copy_(...)), or "
+                        'use torch.compile(..., backend="terrazzo")'
                     )
             return out
 
@@ -86,7 +84,8 @@ def writes_where_elements_share_places_refused() -> Any:
                     raise UserError(f"{func} gives a tensor other memory; use another tensor instead")
                 if any(shared(given.get(name)) for name in written):
                     raise UserError(
-                        f"{func} writes to a tensor that has one element at several places, as after expand; clone it first"
+                        f"{func} writes to a tensor that has one element at several places, as after expand; "
+                        "clone it first"
                     )
                 if any(a.kwarg_only for a in func._schema.arguments if a.name in written):  # it might be resized
                     raise UserError(f"{func}: results are not written to `out`; use out.copy_(...)")

@@ -16,9 +16,9 @@ class Warpgroups:
     `rate` is that of the whole machine on 16-bit operands with the widest instruction; one of n columns has n / (n +
     `start`) of it. A step takes `step` besides, and a slab `latency` until it has come; `shared` is what a processor
     fetches from the cache at most, `cache` all of them together. Results leave a block at `gathered` through shared
-    memory and at `direct` from registers. A kernel takes `fill` until its first step, one of clusters `cluster` more, and
-    one of partial sums `part` more and `states` times as long for these as the cache would need. `flying` bytes must be on their
-    way in a processor for its share of the memory's rate.
+    memory and at `direct` from registers. A kernel takes `fill` until its first step, one of clusters `cluster` more,
+    and one of partial sums `part` more and `states` times as long for these as the cache would need. `flying` bytes
+    must be on their way in a processor for its share of the memory's rate.
     """
 
     rate: float
@@ -42,8 +42,8 @@ class Gpu:
 
     `shared` is what a block may have, in bytes; `memory`, `cache`, `fma` (two operations per multiply-add, in f32) and
     `tensor` (those of `mma.sync` on 16-bit operands) are what good kernels reach; `roof` has the data sheet's memory,
-    f32 and 16-bit tensor rates, which nothing beats; `launch` is in nanoseconds. `features` are what an architecture has
-    whatever its number: sm_120 has no wgmma.
+    f32 and 16-bit tensor rates, which nothing beats; `launch` is in nanoseconds. `features` are what an architecture
+    has whatever its number: sm_120 has no wgmma.
     """
 
     arch: str

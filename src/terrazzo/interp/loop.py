@@ -50,9 +50,7 @@ def run(
     return [memory[b] for b in program.results]
 
 
-def run_kernel(
-    kernel: l.Kernel, memory: dict[l.Buffer, Any], precise: bool = False, zero_divides: bool = True
-) -> None:
+def run_kernel(kernel: l.Kernel, memory: dict[l.Buffer, Any], precise: bool = False, zero_divides: bool = True) -> None:
     """Run one kernel on `memory`, adding the buffers it stores."""
     extents = [_int(a.extent) for a in kernel.axes]
     env = index.grid(kernel.axes, extents)

@@ -146,9 +146,7 @@ class Reader:
             self.fail(x, "a dimension cannot be negative")
         return found
 
-    def operator(
-        self, where: ast.AST, name: Any, args: Any, kwargs: Any, declared: Any, strided: bool = False
-    ) -> None:
+    def operator(self, where: ast.AST, name: Any, args: Any, kwargs: Any, declared: Any, strided: bool = False) -> None:
         """Fail unless a text may call this operator of PyTorch, and the call gives what is declared."""
         from terrazzo.ir import operators
 
@@ -227,7 +225,7 @@ class Reader:
             x = x.body
         if not isinstance(x, ast.Subscript):
             self.fail(x, "expected an element, such as x[i0, i1]")
-        return x, inside
+        return x, tuple(inside)
 
     def conditions(self, test: ast.expr, scope: Scope) -> tuple[IntExpr, ...]:
         """Comparisons of index expressions, joined by `and`: expressions that are >= 0 where they hold."""

@@ -93,8 +93,8 @@ class Site:
 
 @dataclass(frozen=True)
 class Named:
-    """A word of a schedule, by where it stands: its site ("" for the kernel's lines), the name its line begins with, and
-    its text there.
+    """A word of a schedule, by where it stands: its site ("" for the kernel's lines), the name its line begins with,
+    and its text there.
     """
 
     site: str
@@ -127,7 +127,7 @@ class Schedule:
 
     @cached_property
     def words(self) -> tuple[Named, ...]:
-        """Every word that somebody must read for the kernel to be what the schedule says: all but the factors of axes."""
+        """Every word that must be read for the kernel to be what the schedule says: all but the factors of axes."""
         found = [Named("", name, name) for name, _, _ in self.directives]
         found += [Named("", name, x) for name, _, options in self.directives for x in _options(options)]
         for site, axes, operands in (
@@ -146,7 +146,8 @@ class Schedule:
             if line.strip().startswith("with site("):
                 inside = line.split('"')[1]
             at = line.find(word.word)
-            if inside == word.site and at >= 0 and line.strip().startswith((f"{word.line} ", f"{word.line}(", "with site")):
+            starts = f"{word.line} ", f"{word.line}(", "with site"
+            if inside == word.site and at >= 0 and line.strip().startswith(starts):
                 return f"line {number}, column {at + 1}\n    {line}\n    {' ' * at}^"
         return "line 1"
 
@@ -168,6 +169,14 @@ class Schedule:
         if not inner:
             return outer
         return (*(f for f in outer if f.level != "block"), *inner)
+
+    def alike(self, site: Site) -> Site | None:
+        """The site whose threads a site's are, if all its axes are like those of one."""
+        names = {b.site.partition(".")[0] if isinstance(b, Like) else "" for _, b in site.axes}
+        if len(names) != 1 or names == {""}:
+            return None
+        (name,) = names
+        return next((s for s in self.sites if s is not site and any(n.partition(".")[0] == name for n in s.names)), None)
 
     def lines(self, site: Site | None) -> list[tuple[str, tuple[Factor, ...]]]:
         """What a site binds: the kernel's lines it leaves alone, then its own."""
@@ -210,7 +219,8 @@ class Schedule:
                         f"{site.names[0]}: {axis} divides into {_text(binding)}, but its block has {block[0]}"
                     )
                 _levels(axis, self.binding(site, axis), _extent(axis, visible))
-            warps.add(self._threads(site))
+            if self.alike(site) is None:
+                warps.add(self._threads(site))
         self._threads(None)
         if len(warps - {0}) > 1:
             raise UserError(f"the sites disagree on the number of warps: {', '.join(map(str, sorted(warps)))}")

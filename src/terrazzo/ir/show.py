@@ -11,7 +11,7 @@ from terrazzo.ir.dialects import kernel, tile
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects import torch as aten
-from terrazzo.ir.expr import Bound, Expr, FloorDiv, IntExpr, Loaded, Mod, Size, Sum, Var, bounds, terms_of
+from terrazzo.ir.expr import Bound, Expr, FloorDiv, IntExpr, Loaded, Mod, Size, Sum, Var, comparison
 from terrazzo.ir.node import Node, topological
 from terrazzo.ir.program import Input, Program
 from terrazzo.ir.types import DType, Type
@@ -97,23 +97,17 @@ def show_list(items: Iterable[IntExpr], name: Namer | None = None) -> str:
 
 def show_condition(e: IntExpr, name: Namer | None = None) -> str:
     """`e >= 0` as a person would write it: `lane == 0`, `t < 53`, `warp >= 4`, `i <= j + 2`."""
-    sides: tuple[IntExpr, IntExpr] = (0, 0)
-    for factors, c in terms_of(e).items():
-        product = math.prod(factors, start=abs(c))
-        sides = (sides[0] + product, sides[1]) if c > 0 and factors else (sides[0], sides[1] + product * bool(factors))
-    more, less, constant = *sides, terms_of(e).get((), 0)
-    only = not isinstance(e, int) and bounds(e)[1] == 0  # e is never more than 0
-    if isinstance(less, int):
-        return f"{show_expr(more, name)} {'==' if only else '>='} {-constant}"
-    if only:
-        return f"{show_expr(less, name)} == {show_expr(more + constant, name)}"
-    if isinstance(more, int):
-        return f"{show_expr(less, name)} < {constant + 1}"
-    return f"{show_expr(less, name)} <= {show_expr(more + constant, name)}"
+    left, word, right = comparison(e)
+    return f"{show_expr(left, name)} {word} {show_expr(right, name)}"
+
+
+def show_conditions(inside: Iterable[IntExpr], name: Namer | None = None) -> str:
+    """All of them."""
+    return " and ".join(show_condition(e, name) for e in inside)
 
 
 def show_inside(inside: Iterable[IntExpr], name: Namer | None = None) -> str:
-    tests = " and ".join(f"{show_expr(e, name)} >= 0" for e in inside)
+    tests = show_conditions(inside, name)
     return f" if {tests} else 0" if tests else ""
 
 

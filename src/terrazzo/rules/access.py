@@ -27,6 +27,6 @@ def wide(load: l.Load, j: Any, size: int) -> bool:
 
 
 def together(e: IntExpr, j: Var, size: int) -> bool:
-    """Whether e >= 0 holds for all j in [0, size) or for none: e = -j + multiples of size + (size - 1), or free of j."""
+    """Whether e >= 0 for all j in [0, size) or for none: e = -j + multiples of size + (size - 1), or free of j."""
     c = coefficient(e, j)
     return c == 0 or (c == -1 and divides(size, e + j - (size - 1)))

@@ -49,8 +49,8 @@ def fit(schedule: Schedule, kernel: l.Kernel) -> None:
 
 
 def _extents(kernel: l.Kernel) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
-    """The extents of the kernel's axes, and, for each site, of those it has besides: its own, and those of reductions it
-    is part of.
+    """The extents of the kernel's axes, and, for each site, of those it has besides: its own, and those of reductions
+    it is part of.
     """
 
     def extent(axis: Any) -> int:

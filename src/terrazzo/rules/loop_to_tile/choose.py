@@ -18,7 +18,7 @@ from terrazzo.ir.sites import Product, product
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop_to_tile import chains, threads, tiles
 from terrazzo.rules.loop_to_tile.collapse import collapse, flat_reductions, merge_product_axes
-from terrazzo.rules.loop_to_tile.split import split
+from terrazzo.rules.loop_to_tile.split import pinned_split, split
 from terrazzo.rules.tile_to_kernel.lower import lower
 
 PASS = "schedule"
@@ -91,7 +91,7 @@ def _choose(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], log: Log
     """
     if kernel.name in pinned:
         done = _pinned(_forms(kernel), pinned, gpu)
-        return Candidate((done,)).after(("pin", kernel, (done[0],)))
+        return _apart(done, gpu).after(("pin", kernel, (done[0],)))
     last: Candidate | None = None
     why = ""
     for candidate in candidates(kernel, gpu, pinned):
@@ -203,6 +203,17 @@ def _pinned(forms: Sequence[l.Kernel], pinned: Mapping[str, Schedule], gpu: Gpu)
             continue
         return kernel, chosen, "pin", "by the user"
     raise UserError(f"the schedule of {chosen.kernel} does not fit it: {why[0]}")
+
+
+def _apart(done: Chosen, gpu: Gpu) -> Candidate:
+    """A kernel as it was pinned: as two, where the schedule binds an axis that is reduced to the grid."""
+    kernel, chosen, rule, reason = done
+    found = pinned_split(kernel, chosen)
+    if found is None:
+        return Candidate((done,))
+    first, bound, second = found
+    rest = (second, threads.finish(second, gpu), "finish", "partial states meet, in order")
+    return Candidate(((first, bound, rule, reason), rest), (("split", kernel, (first, second)),))
 
 
 def _split(

@@ -218,7 +218,7 @@ def _blocks(p: Product, t: Tile) -> int:
 STEP = {True: 700.0, False: 250.0}
 """Nanoseconds from asking for a slab to having it, on matrix instructions or not; a ring hides all but its share."""
 ALONE = {True: 0.25, False: 0.1}
-"""Where only the n-th part of the blocks that fit share a processor, arithmetic is as fast as the n-th part to this power."""
+"""Where an n-th of the blocks that fit share a processor, arithmetic is as fast as an n-th to this power."""
 IN_FLIGHT = 24 << 10
 """Bytes a processor must have on their way to use its share of the memory's rate."""
 

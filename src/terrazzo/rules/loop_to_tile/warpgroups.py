@@ -1,5 +1,5 @@
-"""Schedules of products on the instructions of warpgroups: which tile, which cluster, who loads, by a model of what each
-costs. The model's numbers are those of the machine's record.
+"""Schedules of products on the instructions of warpgroups: which tile, which cluster, who loads, by a model of what
+each costs. The model's numbers are those of the machine's record.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ class Plan:
     def __str__(self) -> str:
         t = self.tile
         cluster = f", clusters of 2 along {t.split.name}" if t.split else ""
-        return f"{t.m} ({t.rows.name}) x {t.n} ({t.columns.name}) x {STEP} on {self.instruction.name}{cluster}: {self.time / 1000:.1f} us by the model"
+        tile = f"{t.m} ({t.rows.name}) x {t.n} ({t.columns.name}) x {STEP}"
+        return f"{tile} on {self.instruction.name}{cluster}: {self.time / 1000:.1f} us by the model"
 
 
 def plans(p: Product, gpu: Gpu) -> list[Plan]:
@@ -137,7 +138,12 @@ def _pieces(p: Product, tile: Tile, gpu: Gpu) -> Iterator[int]:
     yield 1
     steps, rest = divmod(p.axes[-1].extent, STEP)
     for s in range(2, 17):
-        if not rest and steps % s == 0 and steps // s >= 8 and _clusters(p, tile) * tile.blocks * s <= 2 * gpu.processors:
+        if (
+            not rest
+            and steps % s == 0
+            and steps // s >= 8
+            and _clusters(p, tile) * tile.blocks * s <= 2 * gpu.processors
+        ):
             yield s
 
 
@@ -181,7 +187,7 @@ def _time(p: Product, tile: Tile, pieces: int, gpu: Gpu) -> float:
 
 
 def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
-    """The bindings of a plan in one piece. Results gather in shared memory where they are boxes, else registers are stored."""
+    """The bindings of a plan in one piece. Results gather in shared memory where they are boxes."""
     t = plan.tile
     tiles = {a: ceil(a.extent, t.covered(a)) for a in (p.m, p.n)}
     lines: list[tuple[str, Any]] = [(a.name, grid(a.extent)) for a in p.batch]
@@ -257,5 +263,3 @@ def gathers(p: Product, t: Tile) -> bool:
         if not plain or not inner or s.buffer.type.dtype.size != 2 or t.n < 16 or at[-1] != [t.columns]:
             return False
     return True
-
-

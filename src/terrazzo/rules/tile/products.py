@@ -71,7 +71,12 @@ def _rows_and_columns(draft: Draft, site: Site, products: list[Contraction], ins
     for c in products:
         pairs = [f for f in c.factors if m in f.free]
         need(len(pairs) == 1 and n not in pairs[0].free, f"{axis_name(m)} and {axis_name(n)} do not belong to one factor each")
-    need(len(products[0].reduce.axes) == 1, "a contraction over several axes is on no matrix instruction yet")
+    deep = [a for a in products[0].reduce.axes if draft.length(a, site) > 1]
+    bound = [a for a in deep if any(f.level == "inst.k" for f in draft.binding(a, site))]
+    need(
+        len(bound) == 1 and bound == deep,
+        f"a step of {site.names[0]} goes along one axis, which is bound to inst.k; it sums over the others step by step",
+    )
     return m, n
 
 

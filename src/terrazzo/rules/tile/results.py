@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from terrazzo.errors import Limitation
 from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.plan import EVERYONE, Agent, Combine, Keep, Plan, Product, Result, Stream
@@ -43,6 +44,11 @@ def _gathered(plan: Plan, draft: Draft, site: Site, s: l.Store, agent: str) -> R
     assert instruction is not None
     options: dict[str, Any] = dict(dict(site.operands)[name].options)
     size = s.buffer.type.dtype.size
+    shared = [f for x in product.sites for a in draft.products[x].reduce.axes for f in draft.binding(a, draft.site(x)) if f.size > 1]
+    need(
+        not any(f.level in ("warp", "warpgroup") for f in shared),
+        f"{name}: warps share the steps of {product.sites[0]}, whose sums meet: results leave from registers then",
+    )
     columns = next(a for a in draft.kernel.axes if axis_name(a) == product.n)
     need(
         coefficient(flatten(s.index, s.buffer.type.element_strides), columns) == 1,
@@ -53,7 +59,10 @@ def _gathered(plan: Plan, draft: Draft, site: Site, s: l.Store, agent: str) -> R
     swizzle, pad, by = options.get("swizzle", 0), options.get("pad", 0), options.get("by", "ld")
     width = length // math.prod(f.size for f in times) if times else swizzle // size if swizzle else length
     need(length % width == 0 and width % 8 == 0, f"{name}: {length} columns are no subtiles of {width}")
-    need(not swizzle or width * size == swizzle, f"{name}: a subtile is {width * size} bytes wide, and the swizzle {swizzle}")
+    need(
+        not swizzle or width * size == swizzle,
+        f"{name}: a subtile is {width * size} bytes wide, and the swizzle {swizzle}",
+    )
     need(by in ("ld", "tma"), f"{name} leaves by ld or by tma, not by {by}")
     need(by == "ld" or draft.gpu.number >= 90, f"{name}: there is no TMA on {draft.gpu.arch}")
     need(by == "ld" or not pad, f"{name}: TMA leaves no room between rows")
@@ -65,21 +74,47 @@ def _gathered(plan: Plan, draft: Draft, site: Site, s: l.Store, agent: str) -> R
 @rule(keys=(Plan,))
 def meet(plan: Plan, draft: Draft) -> Plan | None:
     """A reduction's partial states are where its axes are: lanes, warps, blocks of a cluster. There they meet."""
-    if plan.all(Combine):
+    if plan.all(Combine) or (draft.products and not plan.all(Product)):
         return None
-    lines = [line for name in draft.names if (line := combination(draft, name))]
+    lines = []
+    for name in draft.names:
+        if why := _apart(plan, draft, name):
+            raise Limitation(f"{plan.kernel}: {name}: {why}")
+        if line := combination(draft, name):
+            lines.append(line)
     return plan.plus(*lines) if lines else None
 
 
 def combination(draft: Draft, name: str) -> Combine | None:
     """Where the partial states of a reduction are; None where every one is whole."""
+    lanes, warps, groups, blocks = _shares(draft, name)
+    return Combine(name, lanes, warps * groups, blocks) if max(lanes, warps, groups, blocks) > 1 else None
+
+
+def _shares(draft: Draft, name: str) -> tuple[int, int, int, int]:
+    """Among how many lanes, warps, warpgroups and blocks of a cluster a reduction is divided."""
     r = draft.names[name]
     if not isinstance(r, l.Reduce):
-        return None
+        return 1, 1, 1, 1
     factors = [f for a in r.axes for f in draft.binding(a, draft.site(name))]
-    lanes, warps, blocks = (math.prod(f.size for f in factors if f.level == x) for x in ("lane", "warp", "cluster"))
-    need(not any(f.level == "warpgroup" for f in factors), f"{name}: warpgroups do not share a reduction yet")
-    return Combine(name, lanes, warps, blocks) if max(lanes, warps, blocks) > 1 else None
+    lanes, warps, groups, blocks = (
+        math.prod(f.size for f in factors if f.level == level) for level in ("lane", "warp", "warpgroup", "cluster")
+    )
+    return lanes, warps, groups, blocks
+
+
+def _apart(plan: Plan, draft: Draft, name: str) -> str:
+    """Why the partial states of a reduction cannot meet, or nothing."""
+    lanes, warps, groups, blocks = _shares(draft, name)
+    if name not in draft.products:
+        return "warpgroups share no reduction but a product's" if groups > 1 else ""
+    if blocks > 1:
+        return "blocks of a cluster share no steps of a tile"
+    if max(lanes, warps, groups) > 1 and name not in plan.all(Product)[-1].sites:
+        return "threads share its reduction, and it stands inside another's steps"
+    if groups > 1 and any(a.teams > 1 for a in plan.all(Agent)):
+        return "warpgroups that wait by themselves share no reduction"
+    return ""
 
 
 @rule(keys=(Plan,))

@@ -82,11 +82,11 @@ def pipeline(plan: Plan, draft: Draft) -> Plan | None:
         need("tma" not in transports or len(transports) == 1, "TMA brings in all operands of a contraction or none")
         count = slots if over else 1
         by = "ld" if len(transports) > 1 or (transports == {"cp.async": None} and over and count == 1) else next(iter(transports))
-        need(by != "tma" or count > 1 or not over, "TMA brings in all operands of a contraction or none, in a ring of two at least")
+        need(by != "tma" or count > 1 or not over or apart, "TMA fills a ring of two slots at least where all warps do everything")
         need(by == "tma" or not apart, f"who only loads does so by TMA, not by {by}")
         count = min(count, 2) if by == "ld" else count
-        late = apart and warps(matrix(products[0].on)) > 1 and len(products) == 1
-        ahead = count if apart else count - 1
+        late = warps(matrix(products[0].on)) > 1 and len(products) == 1 and by != "ld" and count > (1 if apart else 3)
+        ahead = count if apart else count - 1 - late
         consumer = products[users[key][0]].agent
         rings[key] = Ring(f"ring{len(rings)}", over, count, ahead, by, LOAD if apart else EVERYONE, consumer, late)
     lines = []
@@ -224,6 +224,10 @@ class Slab:
             f"{self.name}: every block of the cluster has its own part of it",
         )
         need(self.ring.by == "tma", f"{self.name}: only TMA multicasts")
+        need(
+            self.ring.producer != self.ring.consumer and warps(self.instruction) > 1,
+            f"{self.name}: who multicasts must know that slots of other blocks are free: roles and wgmma say so",
+        )
         need(
             self.draft.length(axes[0], self.site) % (8 * order.cluster_size) == 0,
             f"{self.name}: {axis_name(axes[0])} does not divide among the blocks of the cluster",

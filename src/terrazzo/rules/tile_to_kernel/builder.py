@@ -107,5 +107,3 @@ def always(digit: Digit, inside: Sequence[IntExpr]) -> int:
     while whole < digit.size and all(at_least(substitute(e, {digit.value: whole}), 0) for e in inside):
         whole += 1
     return whole if whole >= digit.size - 1 and whole < digit.size else 0
-
-

@@ -118,7 +118,7 @@ class Copies:
         """What keeps a piece inside the tensor, where tiles overhang."""
         return tuple(e for p in slab.parts if not at_least(e := p.axis.extent - 1 - env[p.axis], 0))
 
-    # -- boxes ----------------------------------------------------------------------------------------------------------
+    # -- boxes ---------------------------------------------------------------------------------------------------------
 
     def boxes(self, slabs: Sequence[Slab], t: IntExpr, slot: IntExpr, full: k.Barriers) -> None:
         """One thread asks for the slabs of step t, whose bytes count at the barrier of their slot."""
@@ -149,7 +149,7 @@ class Copies:
                     )
                 )  # fmt: skip
 
-    # -- cp.async -------------------------------------------------------------------------------------------------------
+    # -- cp.async ------------------------------------------------------------------------------------------------------
 
     def copy(self, slabs: Sequence[Slab], t: IntExpr, slot: IntExpr) -> None:
         """Start copying the slabs of step t into a slot."""
@@ -163,7 +163,7 @@ class Copies:
 
             self.pieces(s, piece)
 
-    # -- through registers ----------------------------------------------------------------------------------------------
+    # -- through registers ---------------------------------------------------------------------------------------------
 
     def fetched(self, slab: Slab) -> k.Registers:
         """Registers for this thread's pieces of a slab."""

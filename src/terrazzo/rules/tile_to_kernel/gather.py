@@ -60,7 +60,13 @@ class Gather:
         self.builder, self.bindings, self.compute = builder, bindings, compute
 
     def write(
-        self, line: Result, place: k.Shared, store: l.Store, leaf: Leaf, fragments: Mapping[l.Reduce, Fragment], scope: Scope
+        self,
+        line: Result,
+        place: k.Shared,
+        store: l.Store,
+        leaf: Leaf,
+        fragments: Mapping[l.Reduce, Fragment],
+        scope: Scope,
     ) -> None:
         """All subtiles of a store, one after the other."""
         fragments = {r: f for r, f in fragments.items() if set(f.axes) <= set(leaf.axes)}
@@ -83,7 +89,7 @@ class Gather:
 
         self.builder.loops([(c, True)], subtile)
 
-    # -- waiting --------------------------------------------------------------------------------------------------------
+    # -- waiting -------------------------------------------------------------------------------------------------------
 
     def sync(self) -> None:
         """The threads of the team meet."""
@@ -106,7 +112,7 @@ class Gather:
         for c in subtiles:
             self.copy(tile, c)
 
-    # -- into shared memory ---------------------------------------------------------------------------------------------
+    # -- into shared memory --------------------------------------------------------------------------------------------
 
     def put(self, tile: _Tile, c: IntExpr) -> None:
         """This thread's values of subtile c (of all subtiles, where they go at once)."""
@@ -123,7 +129,10 @@ class Gather:
             self.builder.loops([(e, True)], lambda: self.value(tile, held, e, first + e))
             row, column = tile.row(first, lanes=move is None), tile.column(first, lanes=move is None)
             if move is not None:
-                row, column = row + spread(component(lanes, d.layout, "m")), column + spread(component(lanes, d.layout, "n"))
+                row, column = (
+                    row + spread(component(lanes, d.layout, "m")),
+                    column + spread(component(lanes, d.layout, "n")),
+                )
                 self.builder.add(k.StoreMatrix(move.name, tile.place, self.at(tile, c, row, column), held, (0,)))
             else:
                 self.builder.add(k.Move(tile.place, self.at(tile, c, row, column), held, (0,), group))
@@ -152,7 +161,7 @@ class Gather:
             self.compute(let.term, here)
         self.builder.add(l.Store(held, (e,), here(tile.store.value)))
 
-    # -- out of it ------------------------------------------------------------------------------------------------------
+    # -- out of it -----------------------------------------------------------------------------------------------------
 
     def boxes(self, tile: _Tile, subtiles: Sequence[IntExpr]) -> None:
         """One thread sends subtiles to global memory."""
@@ -160,7 +169,11 @@ class Gather:
             to = tile.index(0, c * tile.line.width)
             place = (*self.at(tile, c, 0, c * tile.line.width)[:2], 0, 0)
             box = tuple(
-                tile.length(tile.rows) if mentions(e, tile.rows.axis) else tile.line.width if mentions(e, tile.columns.axis) else 1
+                tile.length(tile.rows)
+                if mentions(e, tile.rows.axis)
+                else tile.line.width
+                if mentions(e, tile.columns.axis)
+                else 1
                 for e in tile.store.index
             )
             self.builder.add(k.TensorStore(tile.store.buffer, to, tile.place, place, box))

@@ -31,7 +31,9 @@ from terrazzo.rules.tile_to_kernel.scope import Scope
 from terrazzo.rules.tile_to_kernel.walk import Walker
 
 
-def program(scheduled: tile.Program, gpu: Gpu, log: Log | None = None, show: Callable[[Any], str] | None = None) -> k.Program:
+def program(
+    scheduled: tile.Program, gpu: Gpu, log: Log | None = None, show: Callable[[Any], str] | None = None
+) -> k.Program:
     """Every kernel by its plan, or by the one that completes its schedule. UserError where one asks for more than the
     machine has.
     """
@@ -80,7 +82,7 @@ def lower(kernel: l.Kernel, schedule: Schedule, gpu: Gpu, plan: Plan | None = No
             for i0 in unrolled(1):
                 in0 = x[block, i0 * 32 + lane]
                 acc0[()] = max(acc0[()], in0)
-            if -lane + 7 >= 0:
+            if lane < 8:
                 in0 = x[block, lane + 32]
                 acc0[()] = max(acc0[()], in0)
             other0 = shuffle(acc0[()], 1)
@@ -93,7 +95,7 @@ def lower(kernel: l.Kernel, schedule: Schedule, gpu: Gpu, plan: Plan | None = No
             acc0[()] = max(acc0[()], other3)
             other4 = shuffle(acc0[()], 16)
             acc0[()] = max(acc0[()], other4)
-            if -lane >= 0:
+            if lane == 0:
                 z[block] = acc0[()]
         return (z,)
     """
@@ -144,7 +146,13 @@ class _Team:
     """What one team of an agent does."""
 
     def __init__(
-        self, draft: Draft, plan: Plan, builder: Builder, bindings: Bindings, memory: Memory, places: dict[str, k.Shared]
+        self,
+        draft: Draft,
+        plan: Plan,
+        builder: Builder,
+        bindings: Bindings,
+        memory: Memory,
+        places: dict[str, k.Shared],
     ) -> None:
         self.draft, self.plan, self.builder, self.bindings = draft, plan, builder, bindings
         self.memory, self.places = memory, places
@@ -200,7 +208,9 @@ class _Team:
             for line in self.plan.all(Result):
                 if line.slab and line.store not in self.places:
                     store = next(s for s in self.draft.kernel.stores if s.buffer.name == line.store)
-                    self.places[line.store] = result_place(self.builder, line, store, self.bindings.groups, fragments[last])
+                    self.places[line.store] = result_place(
+                        self.builder, line, store, self.bindings.groups, fragments[last]
+                    )
         walker = Walker(self.draft.kernel, self.plan, self.builder, self.bindings, fragments, self.places)
         walker.statements(n.nest(self.draft.kernel), Scope())
 

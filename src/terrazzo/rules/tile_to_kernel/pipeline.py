@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from terrazzo.errors import CompilerBug
@@ -21,6 +22,8 @@ from terrazzo.ir.expr import IntExpr, Var
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.plan import Frame as FrameLine
 from terrazzo.ir.plan import Plan, Product, Reach, Ring, Stream
+from terrazzo.ir.schedule import WARPS_IN_A_GROUP
+from terrazzo.ir.types import Type
 from terrazzo.rules.tile.agents import LOAD
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.frames import framed, reductions
@@ -194,6 +197,7 @@ class Pipeline:
             self.free(ring, self.steps.count - 1)
         for ring in held:
             self.free(ring, 0)
+        self.meet(self.plan.all(Product)[-1])
         self.end_frames()
 
     def everyone(self) -> None:
@@ -208,6 +212,7 @@ class Pipeline:
         for ring in self.rings:
             if ring.over:
                 {"ld": self.alternate, "cp.async": self.groups, "tma": self.boxes}[ring.by](ring)
+        self.meet(self.plan.all(Product)[-1])
         self.end_frames()
 
     def step_variable(self) -> Var:
@@ -266,13 +271,14 @@ class Pipeline:
             self.wait(ring, 0)
         elif ring.by == "cp.async":
             self.copies.copy(slabs, 0, 0)
-            self.builder.add(k.Commit(), k.WaitGroups(0), k.Sync())
+            self.builder.add(k.Commit(), k.WaitGroups(0))
+            self.publish()
         else:
             for s in slabs:
                 place = self.copies.fetched(s)
                 self.copies.fetch(s, place, 0)
                 self.copies.put(s, place, 0)
-            self.builder.add(k.Sync())
+            self.publish()
 
     @property
     def one(self) -> list[IntExpr]:
@@ -292,13 +298,15 @@ class Pipeline:
         t = self.bindings.loop_variable("t", count)
 
         def body() -> None:
-            builder.add(k.WaitGroups(ahead - 1), k.Sync())
+            builder.add(k.WaitGroups(ahead - 1))
+            self.publish()
             later = (t + ahead) % ring.slots
             builder.where([count - 1 - ahead - t], lambda: self.copies.copy(slabs, t + ahead, later))
             builder.add(k.Commit())
-            self.every_product(t, {ring.name: t % ring.slots})
+            self.every_product(t, {ring.name: t % ring.slots}, ring.late)
 
         builder.loops([(t, False)], body)
+        self.finish(ring)
         builder.add(k.WaitGroups(0), k.Sync())
 
     def boxes(self, ring: Ring) -> None:
@@ -317,9 +325,10 @@ class Pipeline:
             self.wait(ring, t)
             builder.add(k.Sync())
             builder.where([*self.one, count - 1 - ahead - t], lambda: load(t + ahead))
-            self.every_product(t, {ring.name: self.slot(ring, t)[0]})
+            self.every_product(t, {ring.name: self.slot(ring, t)[0]}, ring.late)
 
         builder.loops([(t, False)], body)
+        self.finish(ring)
         builder.add(k.Sync())
 
     def alternate(self, ring: Ring) -> None:
@@ -338,7 +347,7 @@ class Pipeline:
 
         fetch(0)
         put(0)
-        builder.add(k.Sync())
+        self.publish()
         if count == 1:
             self.every_product(0, {ring.name: 0})
             return builder.add(*([k.Sync()] if builder.depth else []))  # before the next tile is put there
@@ -350,15 +359,28 @@ class Pipeline:
             if slots == 1:
                 builder.add(k.Sync())
             builder.where([count - 2 - t], lambda: put((t + 1) % slots))
-            builder.add(k.Sync())
+            self.publish()
 
         builder.loops([(t, False)], body)
 
-    def every_product(self, t: IntExpr, slots: dict[str, IntExpr]) -> None:
+    def publish(self) -> None:
+        """What threads put into shared memory may be used: by a warpgroup's products, which are asynchronous, behind a
+        fence.
+        """
+        if any(warps(matrix(p.on)) > 1 for p in self.plan.all(Product)):
+            self.builder.add(k.Fence("proxy"))
+        self.builder.add(k.Sync())
+
+    def every_product(self, t: IntExpr, slots: dict[str, IntExpr], late: bool = False) -> None:
         """The products of step t, one after the other."""
         for p in self.plan.all(Product):
             self.product(p, t, self.values(p, t), slots)
-            self.settle(p, 0)
+            self.settle(p, int(late))
+
+    def finish(self, ring: Ring) -> None:
+        """Wait for products that are still on their way after the last step."""
+        if ring.late:
+            self.builder.add(k.WaitGroups(0, "wgmma"))
 
     # -- products -------------------------------------------------------------------------------------------------------
 
@@ -399,7 +421,8 @@ class Pipeline:
         used = {operand(f) for c in sites for f in c.factors}
         slabs = {x: s for x, s in self.slabs.items() if x in used}
         step = t if self.outermost(p) else 0
-        self.multiply.write(Group(sites, fragments, matrix(p.on), inner, m, n, slabs, given, values, step))
+        depth = next((a for a in inner if self.draft.length(a, site) > 1), sites[0].reduce.axes[-1])
+        self.multiply.write(Group(sites, fragments, matrix(p.on), inner, m, n, depth, slabs, given, values, step))
 
     def inner(self, axis: Any, site: Any) -> tuple[Digit, ...]:
         """The digits of a reduce axis inside a step."""
@@ -408,12 +431,57 @@ class Pipeline:
         for f in reversed(self.draft.binding(axis, site)):
             if f.level == "reg":
                 found.append(Digit("reg", f.size, self.bindings.loop_variable("k", f.size), stride))
-            elif f.level == "warp":
-                number = self.bindings.warp // self.bindings.inner(f, axis_name(axis), site) % f.size
-                found.append(Digit("warp", f.size, number, stride))
+            elif f.level in ("lane", "warp", "warpgroup") and f.size > 1:
+                inner = self.bindings.inner(f, axis_name(axis), site)
+                number = {"lane": k.LANE, "warp": self.bindings.warp, "warpgroup": self.bindings.group}[f.level]
+                found.append(Digit(f.level, f.size, number // inner % f.size, stride, inner))
             if f.level not in ("grid", "cluster", "time", "block"):
                 stride *= f.size
         return tuple(reversed(found))
+
+    def meet(self, p: Product) -> None:
+        """Partial sums of threads that share the steps' k: of lanes by shuffles, of warps through shared memory. Then
+        all of them have the whole sums.
+        """
+        site, (first, *_) = self.draft.site(p.sites[0]), p.sites
+        digits = [d for a in self.draft.products[first].reduce.axes for d in self.inner(a, site) if d.level != "reg"]
+        for name in p.sites if digits else ():
+            place = self.fragments[self.draft.products[name].reduce].place
+            shape = place.type.static_shape
+            at = tuple(self.bindings.loop_variable("i", n) for n in shape)
+            every = [(v, True) for v in at]
+            mine = l.Load(place, at)
+            for d in digits:
+                for bit in range(d.size.bit_length() - 1 if d.level == "lane" else 0):
+                    total = l.apply("add", mine, k.Shuffle(mine, d.inner << bit))
+                    self.builder.loops(every, partial(self.builder.add, l.Store(place, at, total)))
+            if others := [d for d in digits if d.level != "lane"]:
+                self.through_memory(place, at, others)
+
+    def through_memory(self, place: k.Registers, at: tuple[Var, ...], digits: Sequence[Digit]) -> None:
+        """Registers of warps that these digits tell apart become their sums."""
+        own, every = self.bindings.warp, [(v, True) for v in at]
+        kind = Type(place.type.dtype, (self.bindings.warps, *place.type.static_shape, k.WARP))
+        meeting = self.builder.memory("meet", kind)
+        put = l.Store(meeting, (own, *at, k.LANE), l.Load(place, at))
+        self.builder.loops(every, partial(self.builder.add, put))
+        self.builder.add(self.bindings.sync)
+        there = own
+        variables = []
+        for d in digits:
+            each = d.inner * (WARPS_IN_A_GROUP if d.level == "warpgroup" else 1)
+            variables.append(self.bindings.loop_variable("w", d.size))
+            there = there + (variables[-1] - d.value) * each
+        nothing = l.Store(place, at, l.Literal(zero(place.type.dtype), place.type.dtype))
+        total = l.apply("add", l.Load(place, at), l.Load(meeting, (there, *at, k.LANE)))
+
+        def sum_up() -> None:
+            self.builder.add(nothing)
+            self.builder.loops([(v, True) for v in variables], partial(self.builder.add, l.Store(place, at, total)))
+
+        self.builder.loops(every, sum_up)
+        if self.builder.depth and not self.bindings.alone:
+            self.builder.add(self.bindings.sync)  # before the next tile is put there: no step of it syncs
 
     def settle(self, p: Product, left: int) -> None:
         """Until a warpgroup's products are done, but for the last `left` groups of them."""
