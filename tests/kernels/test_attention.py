@@ -103,12 +103,12 @@ def test_rows_that_see_nothing_are_as_in_eager() -> None:
     seen = torch.ones(128, 128, dtype=torch.bool)
     seen[5] = False
 
-    def masked(q: Any, k: Any, v: Any) -> Any:
+    def masked(q: Any, k: Any, v: Any, seen: Any) -> Any:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
 
-    found = lowered(masked, (q, k, v), "sm_90a")
+    found = lowered(masked, (q, k, v, seen), "sm_90a")
     (ours,) = found.simulated()
-    eager = masked(q, k, v).float().numpy()
+    eager = masked(q, k, v, seen).float().numpy()
     assert np.array_equal(np.isnan(np.asarray(ours, np.float32)), np.isnan(eager))
     assert np.allclose(np.asarray(ours, np.float32), eager, atol=0.02, equal_nan=True)
 
