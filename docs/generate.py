@@ -32,15 +32,28 @@ def pages() -> Iterator[tuple[str, str]]:
     yield "manual/options.md", options()
     yield "manual/commands.md", commands()
     yield "performance.md", performance()
-    yield "tour.md", tour()
+    yield "tour.md", shown("tour.md")
+    yield "schedules.md", with_lines(shown("schedules.md"))
 
 
-def tour() -> str:
-    """docs/tour.md with the output of its commands as it is now."""
+def shown(name: str) -> str:
+    """A page below docs with the output of its commands as it is now."""
     from docs.console import rewritten
 
     with tempfile.TemporaryDirectory() as directory:
-        return rewritten((DOCS / "tour.md").read_text(), Path(directory))
+        return rewritten((DOCS / name).read_text(), Path(directory))
+
+
+def with_lines(page: str) -> str:
+    """docs/schedules.md with a table of the lines of a plan, from their classes."""
+    from terrazzo.ir.parse_plan import KINDS
+
+    rows = [
+        (f"`{op}`", _first(kind.__doc__), ", ".join(f"`{f}`" for f in kind._fields if f != "name"))
+        for op, kind in KINDS.items()
+    ]
+    table = "\n".join(_table(("line", "what it decides", "fields"), rows))
+    return re.sub(r"(<!-- lines of a plan.*?-->\n).*?(<!-- end -->)", lambda m: f"{m[1]}{table}\n{m[2]}", page, flags=re.DOTALL)
 
 
 def performance() -> str:
@@ -55,14 +68,17 @@ def ir() -> str:
     import importlib
 
     import terrazzo.ir.expr
+    import terrazzo.ir.plan
     import terrazzo.ir.program
     from terrazzo.ir.node import OPS
+    from terrazzo.ir.parse_plan import KINDS
 
     out = ["# The representations", "", GENERATED]
     titles = {"torch": "Torch IR", "tensor": "Tensor IR", "loop": "Loop IR", "kernel": "Kernel IR"}
     for name, title in titles.items():
         module = importlib.import_module(f"terrazzo.ir.dialects.{name}")
         out += [f"## {title}", "", *_doc(module), "", *_classes(OPS[name].values())]
+    out += ["## Plans", "", *_doc(terrazzo.ir.plan), "", *_classes(KINDS.values())]
     out += ["## Index expressions", "", *_doc(terrazzo.ir.expr), "", *_classes(OPS["index"].values())]
     return _text(out)
 
@@ -97,6 +113,7 @@ def rules() -> str:
     from terrazzo.rules import tensor_to_loop, torch_to_tensor
     from terrazzo.rules.loop import fuse, layout, narrow, relax
     from terrazzo.rules.loop_to_tile import collapse, split
+    from terrazzo.rules.tile import complete
     from terrazzo.rules.tile_to_kernel import lower
 
     out = ["# Rules", "", GENERATED, "## Torch IR to Tensor IR", "", *_doc(torch_to_tensor), ""]
@@ -127,7 +144,12 @@ def rules() -> str:
     out += ["## Loop IR to Tile IR", ""]
     for rewrite in (collapse.collapse, collapse.merge_product_axes, collapse.flat_reductions, split.split):
         out += [f"### {rewrite.__name__}", "", *_example(inspect.getdoc(rewrite) or ""), ""]
-    out += ["## Tile IR to Kernel IR", "", "### derive", "", *_example(inspect.getdoc(lower.lower.__wrapped__) or "")]
+    out += ["## Tile IR", "", *_doc(inspect.getmodule(complete.complete)), ""]
+    for module in dict.fromkeys(inspect.getmodule(rule.rewrite) for rule in complete.RULES):
+        out += [f"### {str(module.__name__).rsplit('.', 1)[-1]}", "", *_doc(module), ""]  # type: ignore[union-attr]
+        own = [rule for rule in complete.RULES if inspect.getmodule(rule.rewrite) is module]
+        out += [*(f"- **{rule.name}**: {' '.join(rule.doc.split())}" for rule in own), ""]
+    out += ["## Tile IR to Kernel IR", "", "### derive", "", *_example(inspect.getdoc(lower.lower) or "")]
     return _text(out)
 
 

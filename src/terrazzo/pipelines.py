@@ -16,8 +16,10 @@ from terrazzo.interp.kernel.sample import check_blocks
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
+from terrazzo.ir.parse_plan import parse_pinned
+from terrazzo.ir.plan import Plan
 from terrazzo.ir.program import Program
-from terrazzo.ir.schedule import Schedule, parse_schedules
+from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.show import show
 from terrazzo.ir.verify import problem, verify
 from terrazzo.options import Options
@@ -27,9 +29,12 @@ from terrazzo.rules import torch_to_tensor
 from terrazzo.rules.loop.fuse import fuse
 from terrazzo.rules.loop.layout import store_as_read
 from terrazzo.rules.loop.narrow import narrow
+from terrazzo.rules.loop.online import online
 from terrazzo.rules.loop.relax import relax
+from terrazzo.rules.loop_to_tile import chains
 from terrazzo.rules.loop_to_tile.choose import Lost, never, schedule
 from terrazzo.rules.tensor_to_loop.lift import lift
+from terrazzo.rules.tile.complete import program as complete
 from terrazzo.rules.tile_to_kernel.lower import program as derive
 from terrazzo.rules.torch_to_tensor.lower import lower as to_tensor
 from terrazzo.targets import target
@@ -65,14 +70,19 @@ PASSES = (
          lambda p, log, o, lost: store_as_read(narrow(p, log), log)),
     Pass("relax", "loop", "loop", "what is rounded to 16 bits at once is computed no more exactly than that asks for",
          lambda p, log, o, lost: relax(p, log)),
-    Pass("schedule", "loop", "tile", "every kernel gets a schedule: the user's, or the best by the machine's model",
-         lambda p, log, o, lost: schedule(p, machine(o), log, pinned(o), _texts(o), lost)),
-    Pass("derive", "tile", "kernel", "what follows from a schedule: places, copies, barriers, who does what",
+    Pass("online", "loop", "loop", "softmax between two products becomes part of the second, where a machine has a schedule",
+         lambda p, log, o, lost: online(p, log, lambda x: chains.refusal(x, machine(o), lost)) if o.fuse else p),
+    Pass("schedule", "loop", "tile",
+         "every kernel gets a schedule: the user's, or the best by the model of the machine",
+         lambda p, log, o, lost: schedule(p, machine(o), log, pinned(o)[0], _texts(o), lost)),
+    Pass("plan", "tile", "tile", "every schedule is completed: who walks which tiles, brings what, multiplies on what",
+         lambda p, log, o, lost: complete(p, machine(o), log, pinned(o)[1], o.verbose > 1)),
+    Pass("derive", "tile", "kernel", "what a plan says is written down: places, copies, barriers, for each agent",
          lambda p, log, o, lost: derive(p, machine(o), log, _texts(o))),
 )  # fmt: skip
 
 LOWER = tuple(p.name for p in PASSES)
-GPU_ONLY = ("schedule", "derive")
+GPU_ONLY = ("online", "schedule", "plan", "derive")
 
 for _a, _b in pairwise(PASSES):
     assert _a.dst == _b.src, f"pass {_b.name} takes {_b.src} but follows one that gives {_a.dst}"
@@ -91,9 +101,10 @@ def machine(options: Options) -> Gpu:
     return found
 
 
-def pinned(options: Options) -> dict[str, Schedule]:
-    """The schedules the user pinned, by kernel."""
-    return {s.kernel: s for text in options.schedules for s in parse_schedules(text)}
+def pinned(options: Options) -> tuple[dict[str, Schedule], dict[str, Plan]]:
+    """The schedules the user pinned, by kernel, and the plans of those that have one."""
+    found = [pair for text in options.schedules for pair in parse_pinned(text)]
+    return {s.kernel: s for s, _ in found}, {plan.kernel: plan for _, plan in found if plan}
 
 
 def stages(

@@ -143,9 +143,9 @@ def finished_negative(right: Any, *args: Any) -> Any:
     return first, l.Kernel(second.name, second.axes, stores, second.source)
 
 
-def last_left_out(right: Any, kernel: l.Kernel, schedule: Any, gpu: Any) -> k.Kernel:
+def last_left_out(right: Any, *given: Any) -> k.Kernel:
     """Conditions that leave the last element of a tail out."""
-    new: k.Kernel = right(kernel, schedule, gpu)
+    new: k.Kernel = right(*given)
 
     def visit(node: Node) -> Any:
         return (

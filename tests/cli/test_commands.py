@@ -261,8 +261,8 @@ def test_doctor_and_run_agree_on_the_cache(
     monkeypatch.setattr("os.access", lambda path, mode: (kind != "read-only" or path != place) and may(path, mode))
     lines = {line.split()[0]: line for line in terrazzo("doctor").stdout.splitlines()}
     assert lines["compiler"].split()[1] == "ok"
-    why = {"shared": "other users can write in the cache", "file": "is no directory", "read-only": "cannot be written"}
-    assert lines["cache"].split()[1] == "missing" and why[kind] in lines["cache"]
+    told = {"shared": "other users can write in", "file": "is not a directory", "read-only": "cannot be written"}
+    assert lines["cache"].split()[1] == "missing" and told[kind] in lines["cache"]
     if kind == "shared":
         assert lines["cache"].split(None, 2)[2] in terrazzo("run", "-c", "torch.relu(torch.randn(3))", code=2).stderr
 

@@ -62,7 +62,7 @@ def test_a_dump_goes_on_from_every_stage(terrazzo: Terrazzo, tmp_path: Path) -> 
 
 def test_a_pinned_schedule(terrazzo: Terrazzo, tmp_path: Path) -> None:
     chosen = terrazzo("compile", "-c", SOFTMAX, "--ir", "tile", *GPU).stdout
-    text = chosen[chosen.index("with schedule") :]
+    text = chosen[chosen.index("with schedule") : chosen.index("with plan")]
     warps = re.search(r"_warps=(\d+)", terrazzo("compile", "-c", SOFTMAX, "--ir", "kernel", *GPU).stdout)
     assert warps and warps[1] != "4"
     file = tmp_path / "mine.txt"
@@ -99,7 +99,7 @@ def test_a_schedule_that_cannot_be(terrazzo: Terrazzo, tmp_path: Path, text: str
 
 def test_a_summary_has_the_passes_and_the_text(terrazzo: Terrazzo) -> None:
     told = json.loads(terrazzo("compile", "-c", SOFTMAX, "--ir", "kernel", "--json", *GPU).stdout)
-    assert [p["name"] for p in told["passes"]][-2:] == ["schedule", "derive"]
+    assert [p["name"] for p in told["passes"]][-3:] == ["schedule", "plan", "derive"]
     assert told["kernels"] == [{"name": "_softmax", "reads": told["kernels"][0]["reads"], "writes": ["_softmax"]}]
     assert told["text"][0]["text"].startswith("with launch('_softmax'")
 
@@ -126,6 +126,85 @@ def test_a_text_that_cannot_be_right_is_named_by_its_line(terrazzo: Terrazzo, tm
     assert re.search(
         r"_softmax: `.*` at \[block \+ 1\] is outside \[0, \d+\) in dimension 0 of \w+, at block \d+", told
     )
+
+
+LINEAR = "x, w = torch.zeros(256, 128, dtype={0}), torch.zeros(192, 128, dtype={0})\nx @ w.t()"
+
+
+def test_a_plan_stands_below_its_schedule(terrazzo: Terrazzo) -> None:
+    out = terrazzo("compile", "-c", SOFTMAX, "--ir", "tile", *GPU).stdout
+    kernel, schedule, plan = (out.index(x) for x in ("for a0", "with schedule(", "with plan("))
+    assert kernel < schedule < plan and out[plan:].splitlines()[1].startswith("    order(tiles=(a0(8),), blocks=8)")
+
+
+def test_a_pinned_plan(terrazzo: Terrazzo, tmp_path: Path) -> None:
+    """What `--ir tile` printed below the loops is a file of a schedule with its plan."""
+    code = LINEAR.format("torch.bfloat16")
+    chosen = terrazzo("compile", "-c", code, "--ir", "tile", "--target", "sm_80").stdout
+    text = chosen[chosen.index("with schedule") :]
+    found = re.search(r"slots=(\d), ahead=(\d)", text)
+    assert found and int(found[2]) == int(found[1]) - 1 > 1
+    (tmp_path / "mine.txt").write_text(text.replace(found[0], f"slots={found[1]}, ahead=1"))
+    words = ("compile", "-c", code, "--target", "sm_80", "--schedule", str(tmp_path / "mine.txt"))
+    told = terrazzo(*words, "--ir", "tile", "-v").stdout
+    assert f"slots={found[1]}, ahead=1" in told and ">>> plan:pin at mm: by the user" in told
+    (tmp_path / "mine.txt").write_text(text.replace(found[0], f"slots={found[1]}, ahead={found[1]}"))
+    assert re.match(
+        rf"error: the plan of mm, line \d: {found[1]} steps ahead, and of {found[1]} slots \d can be filled early\n    ring0 = ",
+        terrazzo(*words, code=2).stderr,
+    )
+
+
+def test_every_step_of_a_plan_is_a_diff(terrazzo: Terrazzo) -> None:
+    """Each rule adds the lines it decides and takes away the words of the schedule it has read, and touches no other."""
+    out = terrazzo("compile", "-c", LINEAR.format("torch.bfloat16"), "--ir", "tile", *GPU, "-vv").stdout
+    steps = re.findall(r">>> plan:(\w+) at mm\n(.*?)<<< plan:\1\n", out, re.DOTALL)
+    names = [name for name, _ in steps]
+    assert names[:5] == ["walk_tiles", "assign_warps", "place_products", "pipeline", "lay_out_operands"]
+    added = {name: [x[5:] for x in diff.splitlines() if x.startswith("+    ")] for name, diff in steps}
+    gone = [x for _, diff in steps for x in diff.splitlines() if x.startswith("-")]
+    assert [x.split("(")[0] for x in added["walk_tiles"]] == ["order"]
+    assert all(" = stream(" in x for x in added["lay_out_operands"]) and len(added["lay_out_operands"]) == 2
+    assert gone and all("not read yet" in x or "product(" in x for x in gone)
+    plan = out[out.rindex("with plan(") :].splitlines()[1:]
+    assert all(line.strip() in {y for x in added.values() for y in x} for line in plan)
+    assert out.count(">>> plan:") == len(steps) == len(set(names))
+    quiet = terrazzo("compile", "-c", LINEAR.format("torch.bfloat16"), "--ir", "tile", *GPU, "-v").stdout
+    assert ">>> plan:pipeline at mm\n" in quiet and "<<<" not in quiet
+
+
+@pytest.mark.parametrize(
+    ("code", "target", "answers"),
+    [
+        (LINEAR.format("torch.float32"), "sm_90a",
+         ["not tensor_cores: no instruction of sm_90a adds up products of f32 in f32"]),
+        ("x, w = torch.zeros(256, 128), torch.zeros(192, 128)\nx.bfloat16() @ w.bfloat16().t()", "sm_80",
+         ["not tensor_cores: x is computed on its way, and instructions take what lies in memory"]),
+        ("x, w = torch.zeros(64, 36).half(), torch.zeros(36, 64).half()\ntorch.cat([x, x], 1)[:, 3:39] @ w", "sm_80",
+         ["not tensor_cores: "]),
+        (LINEAR.format("torch.bfloat16"), "sm_75",
+         ["not tensor_cores: no instruction of sm_75 adds up products of bf16 in f32"]),
+        (LINEAR.format("torch.bfloat16"), "sm_80",
+         ["not wgmma: it needs sm_90a, and the target is sm_80",
+          "swizzle: x_s: ldmatrix reads 8 pieces of 16 bytes from rows of 256 bytes: 2 wavefronts swizzled by 128, 8 wavefronts if not"]),
+        ("x, w = torch.zeros(4096, 256, dtype=torch.bfloat16), torch.zeros(4096, 256, dtype=torch.bfloat16)\nx @ w.t()",
+         "sm_90a",
+         ["swizzle: x_s: wgmma, which takes swizzled rows only, reads 8 pieces of 16 bytes from rows of 128 bytes: 1 wavefront"]),
+        ("x, w = torch.zeros(1, 128), torch.zeros(192, 128)\nx @ w.t()", "sm_90a",
+         ["not tensor_cores: one of its factors is a vector"]),
+    ],
+)  # fmt: skip
+def test_why_no_tensor_cores(terrazzo: Terrazzo, code: str, target: str, answers: list[str]) -> None:
+    """Why none, why not those of warpgroups, why this swizzle; what runs on the best there is has nothing to explain."""
+    out = terrazzo("explain", "-c", code, "--target", target).stdout
+    for answer in answers:
+        assert answer in out
+    assert ("wgmma.m64" in out) <= ("not " not in out.split("because")[1])
+    assert "    plan      order(tiles=" in out
+
+
+def test_what_multiplies_nothing_is_not_asked_for_tensor_cores(terrazzo: Terrazzo) -> None:
+    assert "tensor_cores" not in terrazzo("explain", "-c", SOFTMAX, *GPU).stdout
 
 
 def test_what_was_tried_and_why_it_lost(terrazzo: Terrazzo) -> None:

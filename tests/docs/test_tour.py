@@ -14,11 +14,12 @@ from docs.console import BLOCK, Command, commands, rewritten
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_the_tour_shows_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["tour.md", "schedules.md"])
+def test_a_page_shows_what_is_printed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    page = (DOCS / "tour.md").read_text()
-    written = re.search(r"with PyTorch (\d+\.\d+)", page)
+    page = (DOCS / name).read_text()
+    written = re.search(r"with PyTorch (\d+\.\d+)", (DOCS / "tour.md").read_text())
     assert written, "the tour names the version of PyTorch that its output is from"
     monkeypatch.setenv("TERRAZZO_CACHE_DIR", str(tmp_path / "cache"))
     work = tmp_path / "work"
@@ -26,9 +27,9 @@ def test_the_tour_shows_what_is_printed(tmp_path: Path, monkeypatch: pytest.Monk
     now = rewritten(page, work)
     if torch.__version__.startswith(written[1] + "."):  # others take some operations apart in another way
         changes = difflib.unified_diff(
-            page.splitlines(), now.splitlines(), "docs/tour.md", "what is printed now", lineterm=""
+            page.splitlines(), now.splitlines(), f"docs/{name}", "what is printed now", lineterm=""
         )
-        assert now == page, "`make docs` writes the tour anew:\n" + "\n".join(changes)
+        assert now == page, "`make docs` writes the page anew:\n" + "\n".join(changes)
     assert "compiler bug" not in now
 
 
@@ -70,13 +71,19 @@ def test_the_manual_has_every_op_rule_pass_and_option(monkeypatch: pytest.Monkey
 
     from docs import generate
     from terrazzo.ir.node import OPS
+    from terrazzo.ir.parse_plan import KINDS
     from terrazzo.options import Options
     from terrazzo.pipelines import PASSES
     from terrazzo.rules import tensor_to_loop, torch_to_tensor
+    from terrazzo.rules.tile import complete
 
     irs = ("torch", "tensor", "loop", "kernel", "index")
     assert all(f"### {op.__name__}\n" in generate.ir() for name in irs for op in OPS[name].values())
+    assert all(f"### {kind.__name__}\n" in generate.ir() for kind in KINDS.values())
+    page = (DOCS / "schedules.md").read_text()
+    assert generate.with_lines(page) == page and all(f"| `{op}` |" in page for op in KINDS)
     text = generate.rules()
+    assert all(f"**{rule.name}**" in text for rule in complete.RULES)
     assert all(f"**{rule.name}**" in text for rule in torch_to_tensor.RULES)
     assert all(f"### {rule.name}\n" in text for rule in tensor_to_loop.RULES)
     assert all(f"| {p.name} |" in generate.passes() for p in PASSES)

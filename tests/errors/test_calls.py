@@ -64,13 +64,63 @@ def test_what_only_looks_different_is_taken(compiled: Any) -> None:
     assert one(torch.ones(3, 1).T).tolist() == [[2.0, 2.0, 2.0]]
 
 
-def test_an_index_out_of_range(tmp_path: Path) -> None:
-    def pick(table: Any, ids: Any) -> Any:
-        return table[ids]
+TARGETS = ("cpu", "interpreter")
 
-    compiled = terrazzo.compile(pick, torch.randn(4, 2), torch.tensor([0, 1]), options={"cache_dir": tmp_path})
-    with pytest.raises(UserError, match="out of range"):
-        compiled(torch.randn(4, 2), torch.tensor([0, 4]))
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda table, ids: table[ids],
+        lambda table, ids: torch.nn.functional.embedding(ids, table),
+        lambda table, ids: table.gather(0, ids[:, None].expand(2, 2)),
+        lambda table, ids: table.index_select(0, ids),
+    ],
+    ids=("index", "embedding", "gather", "index_select"),
+)
+def test_an_index_out_of_range(pick: Any, target: str, tmp_path: Path) -> None:
+    """It is an IndexError too, which programs written for PyTorch may expect."""
+    options = {"cache_dir": tmp_path, "target": target}
+    compiled = terrazzo.compile(pick, torch.randn(4, 2), torch.tensor([0, 1]), options=options)
+    for kind in (UserError, IndexError):
+        with pytest.raises(kind, match="out of range"):
+            compiled(torch.randn(4, 2), torch.tensor([0, 4]))
+
+
+def floor(a: Any, b: Any) -> Any:
+    return a // b
+
+
+def rest(a: Any, b: Any) -> Any:
+    return a.to(torch.uint8) % b.to(torch.uint8)
+
+
+def truncated(a: Any, b: Any) -> Any:
+    return torch.div(a.int(), b, rounding_mode="trunc").sum()
+
+
+def padded(a: Any, b: Any) -> Any:
+    """Where there is only padding nothing is divided, though a kernel computes a quotient for every element."""
+    return torch.nn.functional.pad((a + 1) // b, (2, 3)) * 2
+
+
+def joined(a: Any, b: Any) -> Any:
+    return torch.cat([torch.fmod(a, b), b % 3]).view(2, -1).sum(0)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("f", [floor, rest, truncated, padded, joined])
+def test_a_whole_number_divided_by_zero(f: Any, target: str, tmp_path: Path) -> None:
+    """As in eager on a CPU, which raises a RuntimeError that speaks of a ZeroDivisionError."""
+    a, b = torch.arange(1, 9), torch.tensor([1, 2, 3, 1, 2, 3, 1, 2])
+    compiled = terrazzo.compile(f, a, b, options={"cache_dir": tmp_path, "target": target})
+    assert torch.equal(compiled(a, b), f(a, b))
+    b[5] = 0
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        f(a, b)
+    for kind in (UserError, ZeroDivisionError, RuntimeError):
+        with pytest.raises(kind, match="a whole number is divided by zero"):
+            compiled(a, b)
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,8 @@ def test_every_option_names_itself_when_its_type_is_wrong(name: str) -> None:
     [
         (
             {"treads": 2},
-            r"no option 'treads'; did you mean 'threads'\? The known ones are target, graph, schedules, spills, "
-            r"strict, threads,",
+            r"no option 'treads'; did you mean 'threads'\? "
+            r"The known ones are target, graph, schedules, spills, strict, threads,",
         ),
         ({"zzz": 2}, r"no option 'zzz'\. The known ones are target"),
         ({"target": "cpy"}, r"no target 'cpy'; did you mean 'cpu'\? The known ones are auto, cpu, interpreter, sm_75"),

@@ -25,7 +25,7 @@ def f(x: f32[4]):
         # what is compiled
         (["compile"], "give one of MODEL, -c CODE and --from IR FILE; got none\n"),
         (["compile", "gpt2", "-c", RELU], "give one of MODEL, -c CODE and --from IR FILE; got MODEL and -c\n"),
-        (["compile", "-c", RELU, "--layer", "0"], "--layer concerns models; -c says by itself what is compiled\n"),
+        (["compile", "-c", RELU, "--layer", "0"], "--layer is for models, and -c names none\n"),
         (["run", "gpt2", "--random-weights", "--layer", "-1"], "--layer -1: it must be at least 0\n"),
         (["run", "gpt2", "--random-weights", "--seq-len", "0"], "--seq-len 0: it must be at least 1\n"),
         (

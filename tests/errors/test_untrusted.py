@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import resource
+import time
 from pathlib import Path
 
 import pytest
@@ -234,3 +236,59 @@ def test_columns_are_of_characters() -> None:
 def test_characters_that_python_does_not_read_have_a_place(text: str) -> None:
     with pytest.raises(UserError, match=r"line \d, column \d+: "):
         parse(text)
+
+
+GIANT = """@loop
+def f(x: f32[8]):
+    with kernel("t", t=f32[8, 1000000000000]):
+        for a0 in free(8):
+            for a1 in free(1000000000000):
+                t[a0, a1] = neg(x[a0])
+    with kernel("y", y=f32[8]):
+        for a0 in free(8):
+            y[a0] = t[a0, 5]
+    return ({},)
+"""
+DEEP = 100_000
+
+
+@pytest.mark.parametrize(
+    ("result", "option", "message"),
+    [
+        ("t", "--no-fuse", "not enough memory: t is f32[8, 1000000000000]"),
+        ("y", "--no-fuse", "not enough memory: temporaries take 32000000000000"),
+        ("t", "--interpret", "not enough memory"),
+    ],
+)
+def test_what_no_memory_holds_is_told(
+    terrazzo: Terrazzo, tmp_path: Path, result: str, option: str, message: str
+) -> None:
+    file = tmp_path / "loop.txt"
+    file.write_text(GIANT.format(result))
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 44, limits[1]))  # where a machine would promise anything
+    try:
+        assert f"error: {message}" in terrazzo("run", option, "--from", "loop", str(file), code=2).stderr
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "y[a0] = x[" + "(" * DEEP + "a0" + ")" * DEEP + "]",
+        "y[a0] = x[" + "-" * DEEP + "a0]",
+        "y[a0] = x[a0" + " // 2" * DEEP + "]",
+        "y[a0] = x[a0" + " * 2" * DEEP + "]",
+        "y[a0] = x[a0 % 8" + " + 1" * DEEP + "]",
+        "y[a0] = " + "neg(" * DEEP + "x[a0]" + ")" * DEEP,
+        "y[a0] = x[a0] if " + " and ".join(["a0 >= 0"] * DEEP) + " and a0 - 1 > 0 else 0",
+        "y[a0] = x[" + "9" * DEEP + "]",
+    ],
+    ids=["brackets", "signs", "quotients", "products", "sums", "functions", "guards", "digits"],
+)
+def test_many_levels_are_refused_soon(statement: str) -> None:
+    start = time.process_time()
+    with pytest.raises(UserError, match=r"line \d+, column \d+: "):
+        parse(LOOP.format(statement))
+    assert time.process_time() - start < 20

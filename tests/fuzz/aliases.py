@@ -27,26 +27,33 @@ INPUTS = (
 )
 ALIASED = ("{}", "{}[1:]", "{}.t()", "{}.view(-1)", "{}[:, ::2]", "{}.detach()")
 """Inputs made of an earlier one."""
-VIEWS = (
-    *("{}[0]", "{}[1:]", "{}[..., -1]", "{}[:, 1:3]", "{}[::2]", "{}.t()", "{}.view(-1)", "{}.reshape(-1)"),
-    *("{}.unsqueeze(0)", "{}.expand(3, *{}.shape)", "{}.permute(1, 0)", "{}.diagonal()", "{}.unfold(0, 2, 1)"),
-    *("{}.split(2)[1]", "{}.chunk(2, -1)[0]", "{}.unbind(0)[1]", "{}.detach()", "{}.narrow(0, 1, 2)", "{}.flatten()"),
-    *("{}.squeeze(0)", "{}.contiguous()", "{}.float()", "{}.view_as({})", "{}.transpose(0, -1)", "{}.movedim(0, -1)"),
-    *("{}.as_strided((2, 2), (2, 1))", "torch.atleast_3d({})", "{}.view(2, -1)", "{}.swapaxes(0, 1)"),
-    *("{}.view(torch.int32)", "{}.real", "{}.select(0, 1)", "{}.unflatten(0, (2, -1))"),
-    *("{}.broadcast_to(2, *{}.shape)", "{}.ravel()", "{}.data", "{}.T", "{}.mT", "{}.to(torch.float32)"),
-)  # fmt: skip
-VALUES = (
-    *("{} * 2", "{} + 1", "torch.relu({})", "{}.clone()", "{}.sum(0, keepdim=True)", "{} @ {}.t()", "{} + {}"),
-    *("torch.cat([{}, {}])", "torch.zeros_like({})", "{}.softmax(-1)", "{}.cumsum(0)", "torch.ones(4, 6)"),
-    *("{}.flip(0)", "{}.mean()", "torch.where({} > 3, {}, 0)"),
-)  # fmt: skip
-WRITES = (
-    *("{}.add_(1)", "{}.mul_(2)", "{}.zero_()", "{}[0] = 3", "{}[..., 0] = 5", "{}.copy_({})", "{} += {}"),
-    *("{}.fill_(7)", "{}.t_()", "{}[1:].mul_({}[1:])", "{}.clamp_(max=4)", "{}.unsqueeze_(0)"),
-    *("{}.index_fill_(0, torch.tensor([0]), 2)", "{}.data.add_(1)", "{}.detach().mul_(3)"),
-    *("{}.masked_fill_({} > 2, 1)", "{}.set_({})", "{}.squeeze_()"),
-)  # fmt: skip
+
+
+def _forms(text: str) -> tuple[str, ...]:
+    """Statements and expressions, with holes for names."""
+    return tuple(form.strip() for form in text.replace("\n", "|").split("|") if form.strip())
+
+
+VIEWS = _forms("""
+    {}[0] | {}[1:] | {}[..., -1] | {}[:, 1:3] | {}[::2] | {}.t() | {}.view(-1) | {}.reshape(-1) | {}.unsqueeze(0)
+    {}.expand(3, *{}.shape) | {}.permute(1, 0) | {}.diagonal() | {}.unfold(0, 2, 1) | {}.split(2)[1]
+    {}.chunk(2, -1)[0] | {}.unbind(0)[1] | {}.detach() | {}.narrow(0, 1, 2) | {}.flatten() | {}.squeeze(0)
+    {}.contiguous() | {}.float() | {}.view_as({}) | {}.transpose(0, -1) | {}.movedim(0, -1)
+    {}.as_strided((2, 2), (2, 1)) | torch.atleast_3d({}) | {}.view(2, -1) | {}.swapaxes(0, 1)
+    {}.view(torch.int32) | {}.real | {}.select(0, 1) | {}.unflatten(0, (2, -1)) | {}.broadcast_to(2, *{}.shape)
+    {}.ravel() | {}.data | {}.T | {}.mT | {}.to(torch.float32)
+""")
+VALUES = _forms("""
+    {} * 2 | {} + 1 | torch.relu({}) | {}.clone() | {}.sum(0, keepdim=True) | {} @ {}.t() | {} + {}
+    torch.cat([{}, {}]) | torch.zeros_like({}) | {}.softmax(-1) | {}.cumsum(0) | torch.ones(4, 6) | {}.flip(0)
+    {}.mean() | torch.where({} > 3, {}, 0)
+""")
+WRITES = _forms("""
+    {}.add_(1) | {}.mul_(2) | {}.zero_() | {}[0] = 3 | {}[..., 0] = 5 | {}.copy_({}.clone()) | {} += {}
+    {}.fill_(7) | {}.t_() | {}[1:].mul_({}[1:]) | {}.clamp_(max=4) | {}.unsqueeze_(0)
+    {}.index_fill_(0, torch.tensor([0]), 2) | {}.data.add_(1) | {}.detach().mul_(3) | {}.masked_fill_({} > 2, 1)
+    {}.set_({}) | {}.squeeze_()
+""")
 BREAK = "torch._dynamo.graph_break()"
 
 
@@ -133,7 +140,7 @@ def _runs(case: Case, body: Sequence[str]) -> bool:
     return True
 
 
-# -- what a run of a program did ---------------------------------------------------------------------------------------
+# -- what a run of a program did ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -199,7 +206,7 @@ def _storage(t: Any) -> int:
     return int(t.untyped_storage().data_ptr())
 
 
-# -- what must hold ----------------------------------------------------------------------------------------------------
+# -- what must hold -------------------------------------------------------------------------------------------------
 
 
 def under_torch_compile(case: Case) -> str:

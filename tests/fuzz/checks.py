@@ -122,6 +122,7 @@ NOWHERE = (
     "schedule",  # of another target, say
     "the text is longer than",
     "is symbolic",
+    r"line \d+ of the kernel, `|nobody writes",  # what the simulator saw happen
 )
 """What a text may be refused for, and in which no line is at fault."""
 

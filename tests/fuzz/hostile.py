@@ -26,7 +26,7 @@ NAMES = (
     *("__global__", "i8", "exp2", "x_p", "größe", "переменная", "shared", "bad", "NULL"),
 )
 CALLS = (
-    *("aten.from_file.default('CANARY', True, 4)", "aten.add_.Tensor(x, x)", "aten.resize_.default(x, [1000000])"),
+    *("aten.from_file.default('CANARY', True, 40)", "aten.add_.Tensor(x, x)", "aten.resize_.default(x, [1000000])"),
     *("aten._reshape_alias.default(x, [1000000], [1])", "aten.set_.source_Tensor(x, x)", "aten.item.default(x)"),
     *("aten.as_strided.default(x, [1000000], [1])", "aten.empty.memory_format([1000000000000])"),
     *("aten.relu.default(x)", "aten.relu_.default(x)", "aten.bernoulli.default(x)", "os.system.default('touch owned')"),

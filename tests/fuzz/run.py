@@ -1,5 +1,5 @@
-"""`make fuzz N=2000 SEED=7 KIND=programs`: so many random programs, schedules and texts, the same ones for the same
-seed.
+"""`make fuzz N=2000 SEED=7 KIND=programs`: so many random programs, schedules, texts and functions that write to views,
+the same ones for the same seed. Hostile texts go through the commands, in a process with the address sanitizer.
 
 What fails is made as small as it gets, and printed with the command that finds it again.
 """
@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, Phase, Verbosity, given, settings
 from hypothesis import strategies as st
 
 from tests.fuzz import aliases, checks
-from tests.fuzz.hostile import hostile
+from tests.fuzz.hostile import hostile, library
 from tests.fuzz.programs import tensor_programs
 from tests.fuzz.schedules import TERMS, schedules, terms
 from tests.fuzz.texts import texts
@@ -114,6 +114,9 @@ def main() -> int:
     seed = random.randrange(1 << 32) if given.seed is None else given.seed
     bugs = 0
     for kind in given.kind or KINDS:
+        if kind == "hostile" and not library():
+            print("hostile texts need a C++ compiler with the address sanitizer")
+            continue
         again = f"make fuzz N={given.count} SEED={seed} KIND={kind}"
         print(again, flush=True)
         start = time.perf_counter()

@@ -18,6 +18,7 @@ from terrazzo.ir.nest import accumulators
 from terrazzo.ir.node import topological
 from terrazzo.ir.program import Program
 from terrazzo.ir.schedule import KERNEL_LEVELS, SITE_LEVELS, Binding, Factor, Like, Operand, Schedule, Site, Word
+from terrazzo.ir.sites import Product, product
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from tests.kernels.programs import CASES, b, h, n, r
@@ -120,10 +121,12 @@ def terms(name: str, target: str) -> tuple[Term, ...]:
 def schedules(draw: Any, term: Term) -> Schedule:
     """A schedule for the kernel of a term."""
     drawer = _Drawer(draw, term.kernel, term.default)
-    schedule = drawer.divided() if draw(st.booleans()) else term.default
-    for _ in range(
-        draw(st.sampled_from((0, 0, 0, 1, 2))) if schedule is not term.default else draw(st.sampled_from((1, 1, 2, 3)))
-    ):
+    found = product(term.kernel)
+    if found is not None and drawer.one((True, True, True, False)):
+        schedule = drawer.arranged(found)
+    else:
+        schedule = drawer.divided() if drawer.one((True, True, True, False)) else term.default
+    for _ in range(drawer.one((0, 0, 0, 0, 0, 1, 2)) if schedule is not term.default else drawer.one((1, 1, 2, 3))):
         schedule = drawer.changed(schedule)
         schedule = drawer.covering(schedule) if draw(st.sampled_from((True, True, True, False))) else schedule
     return schedule
@@ -149,6 +152,105 @@ class _Drawer:
     def one(self, items: Sequence[Any]) -> Any:
         return self.draw(st.sampled_from(items))
 
+    # -- products in every arrangement --------------------------------------------------------------------------------
+
+    def arranged(self, p: Product) -> Schedule:
+        """Who loads and who multiplies, on what, in which order the tiles are walked, how results leave."""
+        number = int(self.default.target.removeprefix("sm_").rstrip("a"))
+        m, n = (p.m, p.n) if self.one((True, True, True, False)) else (p.n, p.m)
+        on = self.instruction_for(p, number)
+        boxes = number >= 90 and on != "fma.f32" and self.one((True, True, False))
+        by = "tma" if boxes else self.one(("ld", "cp.async") if number >= 80 else ("ld",))
+        roles = by == "tma" and self.one((True, False))
+        groups, warps, inside = self.inside(on, roles)
+        cluster = number >= 90 and self.one((True, False, False))
+        cut = self.one((m, n))
+        lines: list[tuple[str, Binding]] = [(a.name, (Factor("grid", 1),)) for a in p.batch]
+        for a, part in ((m, "m"), (n, "n")):
+            shared = (Factor("cluster", self.one((2, 2, 4))),) if cluster and a is cut else ()
+            lines.append((a.name, (Factor("grid", 1), *shared, Factor("block", math.prod(f.size for f in inside[part])))))
+        step = math.prod(f.size for f in inside["k"])
+        ring = self.one((2, 3, 4, 1) if by != "tma" else (2, 3, 4, 5))
+        last = p.axes[-1]
+        lines += [(f"r{a.label}", (Factor("time", a.extent),)) for a in p.axes[:-1]]
+        lines.append((f"r{last.label}", (Factor("time", 1, (("ring", ring),)), Factor("block", step))))
+        lengths = {m: inside["m"], n: inside["n"], last: inside["k"]}
+        operands = {}
+        for x in p.operands:
+            for load in [y for y in topological([x]) if isinstance(y, l.Load)]:
+                multicast = cluster and roles and "wgmma" in on and cut not in x.free
+                operands[load.buffer.name] = self.held(load, lengths, by, on, multicast and self.one((True, False)))
+        own = ((m.name, inside["m"]), (n.name, inside["n"]), (f"r{last.label}", inside["k"]))
+        found = [Site(p.names, own, tuple(operands.items()), on)]
+        staged = on != "fma.f32" and self.one((True, False))
+        for s in self.kernel.stores:
+            size = s.buffer.type.dtype.size
+            width = min(128, math.prod(f.size for f in inside["n"]) * size)
+            by_box = number >= 90 and self.one((True, False))
+            options: dict[str, Any] = {"by": "tma"} if by_box else {}
+            options |= {"swizzle": width} if width in (32, 64, 128) and self.one((True, False)) else {} if by_box else {"pad": 8}
+            like = tuple((a.name, Like(p.names[0])) for a in (m, n))
+            found.append(Site((s.buffer.name,), () if staged else like, ((s.buffer.name, Operand("smem", tuple(options.items()))),) if staged else ()))
+        directives: list[Any] = []
+        if self.one((True, False)):
+            size = next((f.size for _, b in lines if not isinstance(b, Like) for f in b if f.level == "cluster"), 1)
+            directives.append(("persistent", (size * self.one((1, 2, 3)),), ()))
+        if roles:
+            who = Word("warpgroup", (groups,)) if groups else Word("warp", (warps,))
+            more = (("registers", (40, self.one((216, 232)))),) if groups and self.one((True, False)) else ()
+            directives.append(("roles", (), (("load", Word("warp", (1,))), ("math", who), *more)))
+        return self.covering(
+            Schedule(self.kernel.name, self.default.target, tuple(lines), (), tuple(directives), tuple(found))
+        )
+
+    def instruction_for(self, p: Product, number: int) -> str:
+        """One that takes the operands."""
+        name = p.operands[0].dtype.name  # type: ignore[attr-defined]
+        short = {"bf16": "bf16", "f16": "f16", "bfloat16": "bf16", "float16": "f16"}.get(name)
+        if short is None or len(p.axes) > 1:
+            return "fma.f32"
+        found = ["fma.f32"]
+        found += [f"mma.m16n8k16.f32.{short}"] * 2 if number >= 80 else ["mma.m16n8k8.f32.f16"] if short == "f16" else []
+        if self.default.target == "sm_90a":
+            found += [f"wgmma.m64n{self.one((8, 16, 24, 32, 64))}k16.f32.{short}"] * 4
+        return str(self.one(found))
+
+    def inside(self, on: str, roles: bool) -> tuple[int, int, dict[str, tuple[Factor, ...]]]:
+        """How many warpgroups or warps, and how they divide m, n and a step's k."""
+        def some(level: str, *sizes: int) -> tuple[Factor, ...]:
+            size = self.one(sizes)
+            return (Factor(level, size),)
+
+        def inst(letter: str, size: int) -> tuple[Factor, ...]:
+            return (Factor(f"inst.{letter}", size),)
+
+        if on.startswith("wgmma"):
+            groups, n = self.one((1, 1, 2, 3)), int(on.split("n")[1].split("k")[0])
+            down = (Factor("warpgroup", groups), *some("reg", 1, 1, 2), *inst("m", 64))
+            shared = some("warpgroup", 1, 1, 2) if not roles else ()
+            deep = (*shared, *some("reg", 1, 2, 4), *inst("k", 16))
+            return groups, 0, {"m": down, "n": (*some("reg", 1, 1, 2), *inst("n", n)), "k": deep}
+        a, b, c = self.one((1, 2)), self.one((1, 2)), self.one((1, 1, 2))
+        warp = [(Factor("warp", x),) if x > 1 else () for x in (a, b, c)]
+        if on.startswith("mma"):
+            depth = int(on.split("k")[1].split(".")[0])
+            down, across = (*warp[0], *some("reg", 1, 2), *inst("m", 16)), (*warp[1], *some("reg", 1, 2, 4), *inst("n", 8))
+            return 0, a * b * c, {"m": down, "n": across, "k": (*warp[2], *some("reg", 1, 2), *inst("k", depth))}
+        lanes = self.one(((4, 8, 1), (8, 4, 1), (4, 4, 2), (1, 32, 1)))
+        m, n, k = ((*w, *((Factor("lane", x),) if x > 1 else ())) for w, x in zip(warp, lanes, strict=True))
+        return 0, a * b * c, {"m": (*m, *some("reg", 1, 2)), "n": (*n, *some("reg", 1, 2, 4)), "k": (*k, Factor("reg", self.one((4, 8))))}
+
+    def held(self, load: l.Load, lengths: dict[Any, Any], by: str, on: str, multicast: bool) -> Operand:
+        """An operand in shared memory, swizzled as far as its rows are long."""
+        along = next((a for a in lengths if load.index and load.index[-1] is a), None)
+        row = math.prod(f.size for f in lengths[along]) * load.dtype.size if along is not None else 0
+        options: dict[str, Any] = {"by": by}
+        if on != "fma.f32":
+            options |= {"swizzle": next((s for s in (128, 64, 32) if row % s == 0), 32)}
+        elif by != "tma" and self.one((True, False)):
+            options |= {"pad": 4}
+        return Operand("smem", tuple((options | ({"multicast": True} if multicast else {})).items()))
+
     # -- what fits ----------------------------------------------------------------------------------------------------
 
     def divided(self) -> Schedule:
@@ -158,16 +260,16 @@ class _Drawer:
         warps = self.one((1, 2, 4, 8))
         lines: list[tuple[str, Binding]] = []
         block: dict[str, int] = {}
+        product = any(s.instruction for s in self.default.sites)
         alone = self.draw(st.booleans())  # whether the threads are divided once, for all sites
         threads = self.shared(list(self.free), warps) if alone else {}
         for axis in self.free:
             if alone:
                 inner = threads.get(axis, ())
                 lines.append((axis, (Factor(self.one(("grid", "grid", "time")), 1), *inner)))
-            elif (kind := self.one(("grid", "block", "none"))) != "none":
+            elif (kind := self.one(("grid", "block", "none") if product else ("grid", "grid", "none"))) != "none":
                 block[axis] = self.one((1, 2, 4, 8, 16, 32)) if kind == "block" else 0
                 lines.append((axis, (Factor("grid", 1), *([Factor("block", block[axis])] if kind == "block" else []))))
-        product = any(s.instruction for s in self.default.sites)
         sites: list[Site] = []
         for name, own in [*self.own.items(), *((s, {}) for s in self.stores)]:
             here = [a for a in self.free if block.get(a, 1)] if not alone else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from terrazzo.ir.schedule import parse_schedule
 from terrazzo.ir.text import parse
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
+from tests.cli.conftest import Terrazzo
 from tests.fuzz import checks
 from tests.fuzz.schedules import terms
 
@@ -365,3 +367,82 @@ def test_a_program_that_leaves_its_tensor_is_the_users_error() -> None:
     text = "@tensor\ndef f(x: f32[4]):\n    y: f32[4] = index_map(lambda i0: x[i0 + 1])\n    return (y,)\n"
     with pytest.raises(UserError, match=r"line 3, column 17: the index map y may leave dimension 0 of f32\[4\] with"):
         parse(text)
+
+
+HOSTILE = {
+    "a store at a constant beyond its buffer": (
+        "@loop\ndef f(x: f32[8]):\n    with kernel('k', y=f32[8]):\n        for a0 in free(8):\n"
+        "            y[a0 + 1000000] = x[a0]\n    return (y,)\n",
+        "line 5, column 13: the store to y does not cover dimension 0",
+    ),
+    "an index from a tensor that is read beyond its end, in Loop IR": (
+        "@loop\ndef f(x: f32[8], i: i64[8]):\n    with kernel('k', y=f32[8]):\n        for a0 in free(8):\n"
+        "            y[a0] = x[at(i[a0 + 1], 8)]\n    return (y,)\n",
+        r"line 5, column 26: the load i\[a0 \+ 1\] may leave dimension 0",
+    ),
+    "a loop called as another around it": (
+        "@kernel\ndef f(x: f32[8]):\n    with launch('k', _grid=1, _warps=1, _resident=1, _reads=[x], y=f32[8]):\n"
+        "        for t0 in serial(8):\n            for t0 in serial(8):\n                y[t0] = x[t0]\n    return (y,)\n",
+        "line 5, column 13: t0 is already a variable",
+    ),
+    "registers with gaps between them": (
+        "@kernel\ndef f(x: f32[8]):\n    with launch('k', _grid=1, _warps=1, _resident=1, _reads=[x], y=f32[8]):\n"
+        "        a = registers(f32[4] @ (8,))\n        a[3] = x[0]\n    return (y,)\n",
+        "line 4, column 23: registers lie one behind the other, without strides",
+    ),
+    "a loop called as the number of a thread": (
+        "@kernel\ndef f(x: f32[8]):\n    with launch('k', _grid=1, _warps=1, _resident=1, _reads=[x], y=f32[8]):\n"
+        "        for block in serial(8):\n            y[block] = x[block]\n    return (y,)\n",
+        "line 4, column 9: block is already a variable",
+    ),
+}
+"""Texts that were read, and then did harm: each is refused now, where it stands."""
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_texts_are_refused(name: str) -> None:
+    text, message = HOSTILE[name]
+    with pytest.raises(UserError, match=message):
+        parse(text)
+
+
+EMPTY = """@kernel
+def f(x: f32[8]):
+    with launch('k', _grid=1, _warps=1, _resident=1, _reads=[x], y=f32[8, 0]):
+        if 7 - lane >= 0:
+            for t0 in serial(4):
+                y[lane, t0] = x[lane]
+    return (y,)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (EMPTY, r"line 6, column 17: k: `y\[lane, t0\] = x\[lane\]` at \[t0\] is outside \[0, 0\)"),
+        (EMPTY.replace("8, 0", "8, 4").replace("x[lane]", "x[lane + 1]"), r"line 6, column 17: k: .* is outside \[0, 8\)"),
+        (
+            EMPTY.replace("8, 0", "8, 4").replace("serial(4)", "serial(1048576)").replace("t0]", "t0 * t0 * t0 % 5]"),
+            r"line 6, column 17: k: .*(is outside|cannot be proved)",
+        ),
+    ],
+)
+def test_a_kernel_that_leaves_a_buffer_is_refused_where_it_does(
+    terrazzo: Terrazzo, tmp_path: Path, text: str, message: str
+) -> None:
+    file = tmp_path / "kernel.txt"
+    file.write_text(text)
+    told = terrazzo("run", "--interpret", "--target", "sm_90a", "--from", "kernel", str(file), code=2).stderr
+    assert re.search(message, told), told
+
+
+@pytest.mark.parametrize("strides", ["(1, 8)", "(16, 2)", "(0, 1)", "(100, 1)"])
+def test_a_text_with_strides_runs(terrazzo: Terrazzo, tmp_path: Path, strides: str) -> None:
+    """Its random inputs are laid out as it says."""
+    file = tmp_path / "loop.txt"
+    file.write_text(
+        f"@loop\ndef f(x: f32[8, 8] @ {strides}):\n    with kernel('k', y=f32[8, 8]):\n        for a0 in free(8):\n"
+        "            for a1 in free(8):\n                y[a0, a1] = neg(x[a0, a1])\n    return (y,)\n"
+    )
+    assert "check: ok" in terrazzo("run", "--check", "--from", "loop", str(file)).stdout
+    assert "ok: no rule" in terrazzo("check", "--from", "loop", str(file)).stdout

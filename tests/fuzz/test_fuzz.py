@@ -26,7 +26,9 @@ from tests.fuzz.schedules import terms
 from tests.harness import random_inputs
 
 
-@pytest.mark.parametrize(("kind", "count"), [("programs", 50), ("schedules", 30), ("texts", 300)])
+@pytest.mark.parametrize(
+    ("kind", "count"), [("programs", 50), ("schedules", 30), ("texts", 300), ("aliases", 30), ("effects", 100)]
+)
 def test_nothing_is_found(kind: str, count: int) -> None:
     outcomes, found = run.fuzz(kind, count, seed=0)
     assert not found, "\n".join(found)

@@ -58,14 +58,14 @@ def boxes(x: {kind}{number}):
     with launch('boxes', _grid={1 if reduction else below}, _warps=1, _resident=1, _reads=[x], y={kind}{number}):
         s = shared({kind}{str([1, *box]).replace(" ", "")}{f", swizzle={swizzle}" if swizzle else ""})
         full = barriers(1, 1)
-        if -lane >= 0:
+        if lane == 0:
             init_barriers(full)
         sync()
-{fill}{loop}            if -lane >= 0:
+{fill}{loop}            if lane == 0:
                 expect(full[0], {4 * size})
                 tensor_load(s[0, {zero}], x[{where}], {list(box)}, full[0])
             wait_barrier(full[0], t % 2)
-            if -lane >= 0:
+            if lane == 0:
                 tensor_store(y[{where}], s[0, {zero}], {list(box)}{last})
                 commit('bulk')
                 wait_groups(0, 'bulk')

@@ -9,6 +9,7 @@ from tests.hw.sass import sass
 from tests.kernels import by_hand
 
 from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.text import parse
 
 
 @pytest.mark.parametrize("name", ["ring", "cluster", "persistent", "copied"])
@@ -21,3 +22,27 @@ def test_no_wait_for_all_memory(name: str, tmp_path: Path) -> None:
     assert any("HGMMA" in line for line in lines)
     meetings = sum(isinstance(s, k.ClusterSync) for s in k.walk(kernel.body))
     assert len([line for line in lines if "MEMBAR" in line and not line.endswith(".CTA")]) == meetings
+
+
+def test_two_floats_are_rounded_at_once(tmp_path: Path) -> None:
+    """Of 128 accumulators, neighbours are packed: 64 instructions."""
+    (kernel,) = by_hand.program("cluster").steps
+    assert sum("F2FP.BF16.F32.PACK_AB" in line for line in sass(kernel, "sm_90a", tmp_path)) == 64
+
+
+MAXIMUM = """@kernel
+def largest(x: f32[64, 8]):
+    with launch('largest', _grid=1, _warps=2, _resident=1, _reads=[x], y=f32[64]):
+        m = registers(f32, f32(-inf))
+        for i in unrolled(8):
+            m[()] = max(m[()], x[lane + warp * 32, i])
+        y[lane + warp * 32] = m[()]
+    return (y,)
+"""
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_a_maximum_with_nan_is_one_instruction(arch: str, tmp_path: Path) -> None:
+    lines = sass(parse(MAXIMUM).steps[0], arch, tmp_path)
+    assert sum("FMNMX.NAN" in line for line in lines) == 8
+    assert not any("FSETP" in line or "FSEL" in line for line in lines)

@@ -34,15 +34,47 @@ RINGS = (
     "conv2d",
     "linear through registers",
     "matmul of half",
+    "copies for wgmma",
+    "warps share steps",
+    "warps, staged",
 )
 BOXES = "transposed matmul of bfloat16"
 PREDICATE, BARRIER, MOVED = ("wrong predicate",), ("no barrier",), ("moved barrier",)
 
+FREED = (
+    *("roles", "roles, staged", "cluster of m", "cluster of n", "both turned", "three warpgroups", "warps in roles"),
+    "threads in roles",
+)
+
 EQUIVALENT: tuple[Equivalent, ...] = (
     Equivalent(
-        SUMS, PREDICATE, r"`if -lane >= 0( and -warp >= 0)?:`", "every thread has the result, so any may store it"
+        FREED,
+        ("moved arrive",),
+        r"`if (warp % 4|lane) == 0.*` -> `(for|if|wait_groups|sync)",
+        "a slot is free later than it could be",
     ),
-    Equivalent(MET, PREDICATE, r"`if -warp >= 0( and .*)?:`", "every warp has the result, so any may store it"),
+    Equivalent(
+        ("boxes", "boxes in panels", "registers for wgmma"),
+        ("moved fence",),
+        r"`if .*` -> `fence\('wgmma'\)`",
+        "the copies between touch none of the registers",
+    ),
+    Equivalent(
+        ("registers for wgmma",),
+        ("moved wait",),
+        r"`wait_groups\(0, 'wgmma'\)` -> `if t",
+        "the other slab is filled while the products are on their way",
+    ),
+    Equivalent(
+        ("warps share steps", "warpgroups share steps"),
+        ("wrong slot",),
+        r"`meet0\[.*\] = ",
+        "the warps exchange what they add, before a barrier of both",
+    ),
+    Equivalent(
+        SUMS, PREDICATE, r"`if lane == 0( and warp == 0)?:`", "every thread has the result, so any may store it"
+    ),
+    Equivalent(MET, PREDICATE, r"`if warp == 0( and .*)?:`", "every warp has the result, so any may store it"),
     Equivalent(
         ("argmax", "softmax", "softmax of columns", "cross entropy", "attention", "attention of half"),
         ("no store",),
@@ -67,19 +99,19 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     Equivalent(
         RINGS,
         PREDICATE,
-        r"`if -t\d+( \+ \d+)? >= 0:` (-> `if -t|is gone)",
+        r"`if t\d+ (< \d+|== 0):` (-> `if t|is gone)",
         "one slab more is of zeros, and nobody reads it",
     ),
     Equivalent(
         (BOXES,),
         PREDICATE,
-        r"`if -warp >= 0 and -lane >= 0:` -> `if warp - 1",
+        r"`if warp == 0 and lane == 0:` -> `if warp >= 1",
         "another warp sends them, after the barrier",
     ),
     Equivalent(
         (BOXES, "registers by hand", "split by hand"),
         MOVED,
-        r"`sync\(\)` -> `(for t4|if -warp >= 0 and -lane >= 0:)",
+        r"`sync\(\)` -> `(for t4|if warp == 0 and lane == 0:)",
         "the thread that made the barriers sends the boxes; the others wait for it before they wait for those",
     ),
     Equivalent(
@@ -113,13 +145,13 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     Equivalent(
         ("persistent by hand",),
         ("moved wait",),
-        r"-> `if -\(warp % 4\)",
+        r"-> `if warp % 4",
         "it waits for the stores before the products, not after",
     ),
     Equivalent(
         ("split product", "conv1d"),
         MOVED,
-        r"`sync\(\)` -> `if -t5 >= 0:`",
+        r"`sync\(\)` -> `if t5 == 0:`",
         "only the first step fills a slot, which nobody has used: there are four steps and four slots",
     ),
     Equivalent(("split product",), PREDICATE, r"`async_copy\(", "the condition around it says the same of the step"),
@@ -131,12 +163,18 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     ),
     Equivalent(
         ("chain by hand",),
+        ("no fence", "moved fence", "wrong kind of fence"),
+        r"^line 54 ",
+        "the fence before the other product is for both; ptxas wants one in front of a factor in registers",
+    ),
+    Equivalent(
+        ("chain by hand",),
         ("moved wait",),
         r"`for j in unrolled\(24\):` -> `wait_groups\(0",
         "it waits for the second product before it is done with the first, not after",
     ),
     Equivalent((BOXES,), MOVED, r"`wait_barrier\(.* -> `sync", "two waits, one after the other"),
-    Equivalent(("conv2d",), PREDICATE, r"-block \* 32 - lane \+ 35", "pixels beyond the last are not stored"),
+    Equivalent(("conv2d",), PREDICATE, r"block \* 32 \+ lane < 36", "pixels beyond the last are not stored"),
     Equivalent(
         ("conv1d", "conv2d"),
         ("wrong number of steps",),
@@ -173,7 +211,7 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     Equivalent(
         ("cluster_sum by hand",),
         PREDICATE,
-        r"^line 1[147] `if -lane >= 0",
+        r"^line 1[147] `if lane == 0",
         "all threads of the warp, or of the block, have the same number to write",
     ),
 )

@@ -12,7 +12,11 @@ import torch.nn.functional as F
 
 from terrazzo.hw.gpu import Gpu, gpu
 from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.text import parse
+from terrazzo.options import Options
+from terrazzo.pipelines import lowering
 from tests.kernels import by_hand
+from tests.kernels.arrangements import Product
 from tests.kernels.programs import attention, b, h, lowered, n, r, swiglu
 
 
@@ -86,7 +90,52 @@ DERIVED: dict[str, tuple[str, Callable[..., Any], Callable[[], tuple[Any, ...]]]
 }
 """For each: the target, the function, and its arguments (after seeding)."""
 
-NAMES = (*DERIVED, *(f"{name} by hand" for name in by_hand.MEANING))
+ROLES: dict[str, Any] = {"tile": (64, 16, 64), "roles": True, "registers": None}
+BOTH: dict[str, Any] = {"tile": (128, 16, 64), "groups": 2}
+ARRANGED = {
+    "boxes": Product(**BOTH, shape=(256, 16, 320), ring=4, persistent=1),
+    "boxes in panels": Product(tile=(128, 16, 128), groups=2, shape=(200, 20, 600), persistent=2),
+    "roles": Product(**ROLES, shape=(192, 16, 320), persistent=1),
+    "roles, staged": Product(
+        **ROLES | {"tile": (64, 64, 64)}, shape=(180, 56, 192), ring=2, persistent=2, width=32, staged='by="tma", swizzle=64'
+    ),
+    "cluster of m": Product(**ROLES, shape=(256, 32, 320), cluster="m", persistent=2),
+    "cluster of n": Product(**ROLES, shape=(128, 32, 192), ring=2, cluster="n", persistent=2),
+    "both turned": Product(
+        **ROLES | {"tile": (64, 64, 32)}, shape=(64, 128, 160), ring=2, x_axes="km", w_axes="kn", persistent=1
+    ),
+    "copies for wgmma": Product(**BOTH, shape=(128, 16, 320), ring=4, by="cp.async", persistent=1, batch=2),
+    "registers for wgmma": Product(**BOTH, shape=(140, 20, 200), ring=2, by="ld"),
+    "three warpgroups": Product(
+        **ROLES | {"tile": (192, 32, 64)}, shape=(360, 32, 192), groups=3, ring=2, staged="pad=8", persistent=1
+    ),
+    "warpgroups share steps": Product(
+        tile=(64, 16, 64), shape=(64, 16, 320), depth="warpgroup(2) * reg(2) * inst.k(16)", persistent=1, batch=2
+    ),
+    "warps share steps": Product(
+        on="mma", target="sm_80", tile=(32, 16, 32), shape=(40, 24, 160), swizzle=64, by="cp.async", warps=(1, 1),
+        persistent=2, depth="warp(2) * reg(1) * inst.k(16)",
+    ),
+    "lanes share steps": Product(
+        on="fma", target="sm_80", dtype="f32", tile=(16, 16, 16), shape=(20, 20, 60), swizzle=0, by="ld", ring=2,
+        warps=(2, 1), depth="lane(2) * reg(8)",
+    ),
+    "warps in roles": Product(
+        on="mma", tile=(32, 32, 32), shape=(64, 32, 160), swizzle=64, roles=True, persistent=1, width=32, warps=(1, 2),
+        staged='by="tma", swizzle=64',
+    ),
+    "warps, staged": Product(
+        on="mma", target="sm_80", tile=(32, 32, 32), shape=(60, 40, 96), swizzle=64, by="cp.async", persistent=2,
+        staged="swizzle=64", extra="b: bf16[40]", epilogue="y[{at}] = {out}(add(acc0, f32(b[{n}])))",
+    ),
+    "threads in roles": Product(
+        on="fma", dtype="f32", tile=(16, 16, 16), shape=(32, 16, 80), swizzle=0, roles=True, ring=3, persistent=1,
+        warps=(2, 1),
+    ),
+}  # fmt: skip
+"""Products under schedules that nobody chooses yet."""
+
+NAMES = (*DERIVED, *ARRANGED, *(f"{name} by hand" for name in by_hand.MEANING))
 
 
 @cache
@@ -95,6 +144,10 @@ def subject(name: str) -> Subject:
     if name.endswith(" by hand"):
         program = by_hand.program(name.removesuffix(" by hand"))
         return Subject(name, program, by_hand.inputs(program, seed=2), gpu("sm_90a"))
+    if name in ARRANGED:
+        arranged = ARRANGED[name]
+        program = lowering(parse(arranged.text), Options(target=arranged.target)).at("kernel")
+        return Subject(name, program, by_hand.inputs(program, seed=2), gpu(arranged.target))
     target, fn, make = DERIVED[name]
     torch.manual_seed(0)
     found = lowered(fn, make(), target)

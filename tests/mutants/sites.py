@@ -68,16 +68,10 @@ def sites(kernel: k.Kernel) -> Iterator[Site]:
 def indices(site: Site) -> Iterator[tuple[l.Buffer, tuple[IntExpr, ...], Callable[[tuple[IntExpr, ...]], k.Kernel]]]:
     """The places a statement names, the index into each, and the kernel with another index there."""
     s = site.s
-    for name, at in (
-        ("buffer", "index"),
-        ("target", "to"),
-        ("source", "at"),
-        ("d", "d_at"),
-        ("a", "a_at"),
-        ("b", "b_at"),
-    ):
-        if name in s._fields and at in s._fields:
-            yield getattr(s, name), getattr(s, at), lambda new, at=at: site.but(**{at: new})  # type: ignore[misc]
+    named = [(s.buffer, "index", s.index)] if isinstance(s, l.Store) else []
+    named += [(place, at, index) for _, place, at, index in s.places()] if isinstance(s, k.Statement) else []
+    for place, at, index in named:
+        yield place, index, lambda new, at=at: site.but(**{at: new})  # type: ignore[misc]
     for x, put in (*terms(site, l.Load), *terms(site, k.Remote)):
         yield x.buffer, x.index, lambda new, x=x, put=put: put(replace(x, index=new))  # type: ignore[misc]
 

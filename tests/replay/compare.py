@@ -14,6 +14,8 @@ SLOWER = 1.03
 """A case that takes so many times as long as before is called slower."""
 SHORT = 16
 """Lines of a diff that are shown where not all were asked for."""
+FEW = 20
+"""Kernels of a kind that are shown then."""
 KINDS = ("changed", "appeared", "vanished")
 
 
@@ -78,7 +80,7 @@ class Comparison:
 
 
 def compare(before: Dump, after: Dump) -> Comparison:
-    """Kernels of the same name in the same case are compared; equal pairs, in whichever cases, are one."""
+    """Kernels of the same case are matched; equal pairs, in whichever cases, are one."""
     pairs: dict[tuple[str | None, str | None], Pair] = {}
     failures = {}
     both = [name for name in before["cases"] if name in after["cases"]]
@@ -87,7 +89,7 @@ def compare(before: Dump, after: Dump) -> Comparison:
         if old["failed"] or new["failed"]:
             failures[case] = (old["failed"], new["failed"])
             continue
-        for name, keys in _by_name(old["kernels"], new["kernels"]):
+        for name, keys in _matched(old["kernels"], new["kernels"]):
             pair = pairs.get(keys)
             if pair is None:
                 was, now = keys
@@ -102,10 +104,22 @@ def compare(before: Dump, after: Dump) -> Comparison:
     return Comparison(list(pairs.values()), failures, only, before["prelude"] != after["prelude"])
 
 
-def _by_name(old: Sequence[Any], new: Sequence[Any]) -> Iterator[tuple[str, tuple[str | None, str | None]]]:
-    was, now = dict(map(tuple, old)), dict(map(tuple, new))
-    for name in dict.fromkeys([*was, *now]):
-        yield name, (was.get(name), now.get(name))
+def _matched(old: Sequence[Any], new: Sequence[Any]) -> Iterator[tuple[str, tuple[str | None, str | None]]]:
+    """Which kernel of a case became which, as (name, keys): those that are alike first, whatever their names; then
+    those of one name; then, where as many are left on both sides, those at the same place in order.
+    """
+    was, now = [tuple(x) for x in old], [tuple(x) for x in new]
+    for number in (1, 0):
+        for a in list(was):
+            if (b := next((b for b in now if b[number] == a[number]), None)) is not None:
+                was.remove(a)
+                now.remove(b)
+                yield b[0], (a[1], b[1])
+    if len(was) == len(now):
+        yield from ((b[0], (a[1], b[1])) for a, b in zip(was, now, strict=True))
+        return
+    yield from ((name, (key, None)) for name, key in was)
+    yield from ((name, (None, key)) for name, key in now)
 
 
 # --- what is printed ---
@@ -129,10 +143,12 @@ def report(found: Comparison, everything: bool = False) -> Iterator[str]:
     if alike:
         yield f"{alike} cases fail as they did before"
     for kind in KINDS:
-        for pair in found.pairs:
-            if pair.kind == kind:
-                yield ""
-                yield from _pair(pair, everything)
+        pairs = [p for p in found.pairs if p.kind == kind]
+        for pair in pairs if everything else pairs[:FEW]:
+            yield ""
+            yield from _pair(pair, everything)
+        if len(pairs) > FEW and not everything:
+            yield f"\n... {len(pairs) - FEW} more {kind} (-v)"
 
 
 def _pair(pair: Pair, everything: bool) -> Iterator[str]:

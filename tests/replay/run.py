@@ -1,7 +1,7 @@
 """`make replay BASE=COMMIT`: what every kernel of the benchmarks and the tests was at a commit, and what it is now.
 
-Both checkouts lower their own corpus, each in a process of its own; kernels of the same name in the same case are
-compared, and pairs that are alike are shown once. Where there is a GPU, the benchmarks that changed are timed, the two
+Both checkouts lower their own corpus, each in a process of its own; the kernels of a case are matched, and
+pairs that are alike are shown once. Where there is a GPU, the benchmarks that changed are timed, the two
 checkouts in turns. The status is 1 where a case fails that did not, or is more than 3 % slower.
 """
 

@@ -52,20 +52,40 @@ WRONG = {"type": "CompilerBug", "message": "no CUDA for If"}
 
 def test_pairs_that_are_alike_are_one() -> None:
     a, b, c = kernel("a", "x\ny"), kernel("b", "x\nz", blocks=2), kernel("c")
-    before = dump([a, c], one=[["mm", "a"]], two=[["mm_1", "a"], ["sum", "c"]], three=[["mm", "a"], ["t", "c"]])
-    after = dump([b, c], one=[["mm", "b"]], two=[["mm_1", "b"], ["sum", "c"]], three=[["mm", "b"], ["e", "c"]])
+    before = dump([a, c], one=[["mm", "a"]], two=[["mm_1", "a"], ["sum", "c"]], three=[["mm", "a"]], four=[["t", "c"]])
+    after = dump([b, c], one=[["mm", "b"]], two=[["mm_1", "b"], ["sum", "c"]], three=[["mm", "b"], ["e", "c"]], four=[])
     found = compare.compare(before, after)
     assert [(p.kind, p.places) for p in found.pairs] == [
         ("changed", ["one -> mm", "two -> mm_1", "three -> mm"]),
         ("same", ["two -> sum"]),
-        ("vanished", ["three -> t"]),
         ("appeared", ["three -> e"]),
+        ("vanished", ["four -> t"]),
     ]
-    assert found.touched == ["one", "two", "three"] and not found.broken
+    assert found.touched == ["one", "two", "three", "four"] and not found.broken
     said = "\n".join(compare.report(found))
     assert said.startswith("4 different kernels: 1 same, 1 changed, 1 appeared, 1 vanished\n")
     assert "=== changed: one -> mm; two -> mm_1; and 1 more ===" in said
     assert "blocks: 1 before, 2 now" in said and "    -y\n    +z" in said
+
+
+def test_a_kernel_that_is_only_called_otherwise_is_the_same() -> None:
+    a, b, c = kernel("a"), kernel("b"), kernel("c")
+    before = dump([a, b], one=[["x", "a"], ["y", "b"], ["z", "a"]])
+    found = compare.compare(before, dump([a, b, c], one=[["v", "b"], ["y", "a"], ["w", "c"]]))
+    assert [(p.kind, p.places) for p in found.pairs] == [
+        ("same", ["one -> y"]),
+        ("same", ["one -> v"]),
+        ("changed", ["one -> w"]),  # z became w: nothing else is left on either side
+    ]
+
+
+def test_of_many_changes_a_few_are_shown() -> None:
+    before = dump([kernel(f"a{n}") for n in range(30)], **{f"c{n}": [["k", f"a{n}"]] for n in range(30)})
+    after = dump([kernel(f"b{n}") for n in range(30)], **{f"c{n}": [["k", f"b{n}"]] for n in range(30)})
+    found = compare.compare(before, after)
+    few, every = (list(compare.report(found, everything)) for everything in (False, True))
+    assert sum("===" in line for line in few) == 20 and "\n... 10 more changed (-v)" in few
+    assert sum("===" in line for line in every) == 30
 
 
 def test_failures_are_told_and_equal_ones_counted() -> None:

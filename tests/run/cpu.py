@@ -37,7 +37,7 @@ bytes are what "native" means on a processor that has them.
 """
 
 
-def _march(name: str) -> Any:
+def march(name: str) -> Any:
     """A processor to compile for, skipped where this machine is none."""
     levels = list(NEEDS)[: list(NEEDS).index(name) + 1]
     lacking = {*" ".join(NEEDS[level] for level in levels).split()} - {*processor().split()}
@@ -48,7 +48,7 @@ def _march(name: str) -> Any:
     return pytest.param(f"{COMPILER} -march={name}", id=name, marks=pytest.mark.skipif(bool(why), reason=why))
 
 
-MARCHES = (pytest.param(COMPILER, id="native"), *map(_march, NEEDS))
+MARCHES = (pytest.param(COMPILER, id="native"), *map(march, NEEDS))
 """Commands of the compiler, each for another processor. The width of vectors, the blocks of products and whether there
 is a fused multiply-add differ, and no result may depend on them.
 """

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.run import cpu
 from tests.run.cpu import COMPILER, MARCHES, Suite, program
 
 from terrazzo.ir.dialects import scalar as sc
@@ -85,7 +86,7 @@ def scalars(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 # Units in the last place by which a C library and numpy may differ; vector forms promise 4.
-ULPS = {"lgamma": 1024, "erfc": 16, "erf": 8, "pow": 16, "exp2": 8, "sinh": 8, "cosh": 8, "tan": 8, "approx_div": 2}
+ULPS = {"lgamma": 1024, "erfc": 16, "erf": 8, "pow": 16, "exp2": 8, "sinh": 8, "cosh": 8, "tan": 8, "approx_div": 2, "approx_exp2": 8}
 ABSOLUTE = {"ndtr": 2.0**-23}  # what is promised of the value, not of its last bits
 EXACT = {
     "add",
@@ -154,3 +155,13 @@ def _undefined(fn: sc.Scalar, d: DType, given: dict[str, Any]) -> Any:
         return np.zeros(x.shape, bool)
     wide = x.astype(np.float64)
     return ~(np.isfinite(wide) & (wide > float(out.lowest) - 1) & (wide < float(out.highest) + 1))
+
+
+def test_a_processor_that_this_machine_is_not_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(cpu, "processor", lambda: f"an old one\n{cpu.NEEDS['x86-64-v2']}")
+    (v2,), (v3,) = cpu.march("x86-64-v2").marks, cpu.march("x86-64-v3").marks
+    assert (v2.args, v3.args) == ((False,), (True,)) and "avx2" in v3.kwargs["reason"]
+    monkeypatch.setattr(cpu.platform, "machine", lambda: "aarch64")
+    (other,) = cpu.march("x86-64-v2").marks
+    assert other.args == (True,) and other.kwargs["reason"] == "this machine is aarch64"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from terrazzo.bench.article import article
-from terrazzo.bench.gpu_suites import Case, block, gemm, pointwise, reduction
+from terrazzo.bench.gpu_suites import Case, attention, block, gemm, pointwise, reduction
 from terrazzo.bench.harness import accuracy, surroundings
 from terrazzo.options import Options
 
@@ -19,6 +19,7 @@ SUITES: dict[str, Callable[[], tuple[Case, ...]]] = {
     "pointwise": pointwise,
     "reduction": reduction,
     "gemm": gemm,
+    "attention": attention,
     "block": block,
     "article": article,
 }

@@ -28,6 +28,17 @@ LINEAR = {
     "1024 cubed": (1024, 1024, 1024),
     "4096 cubed": (4096, 4096, 4096),
 }
+ATTENTION = (
+    # batch, heads, tokens, head dimension, causal
+    (4, 32, 2048, 128, False),
+    (4, 32, 2048, 128, True),
+    (1, 32, 8192, 128, True),
+    (16, 16, 1024, 128, False),
+    (16, 12, 512, 64, False),
+    (4, 16, 2048, 64, True),
+    (2, 16, 2048, 256, False),
+    (4, 16, 1000, 96, False),
+)
 LAYERS = {
     ("TinyLlama", 32): "1.31x",
     ("TinyLlama", 128): "1.18x",
@@ -124,6 +135,24 @@ def gemm() -> tuple[Case, ...]:
         return Case(name, dtype, make, size * (m * k + n * k + m * n), 2.0 * m * n * k)
 
     return tuple(case(name, *shape, dtype) for dtype in DTYPES for name, shape in LINEAR.items())
+
+
+def attention() -> tuple[Case, ...]:
+    """Attention in bf16; the peer is whichever of its kernels PyTorch takes."""
+    from torch.nn import functional as f
+
+    def case(b: int, h: int, n: int, d: int, causal: bool) -> Case:
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            return f.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+        def make() -> Made:
+            given = lambda: tuple(normal((b, h, n, d), "bf16") for _ in range(3))  # noqa: E731
+            return attend, given, lambda *x: attend(*(y.double() for y in x))
+
+        name = f"{b} x {h} heads, {n} tokens, {d}{', causal' if causal else ''}"
+        return Case(name, "bf16", make, 8 * b * h * n * d, 4.0 * b * h * n * n * d * (0.5 if causal else 1))
+
+    return tuple(case(*shape) for shape in ATTENTION)
 
 
 def block() -> tuple[Case, ...]:

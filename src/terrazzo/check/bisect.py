@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.check.native import native
-from terrazzo.check.replay import EMIT, Replay, Report, Wrong, led_to, silent, steps_of
+from terrazzo.check.replay import EMIT, Replay, Report, Wrong, led_to, schedules_of, silent, steps_of
 from terrazzo.errors import UserError
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
@@ -43,8 +43,7 @@ def bisect(program: Any, inputs: Mapping[str, Any], options: Options) -> Culprit
     applications = _recorded(done, log.applications or [])
     replay = Replay(program, inputs, Report())
     replay.believe(applications)
-    tiles = done.at("tile")
-    replay.schedules |= {tiles.loop.steps[n]: s for n, s in tiles.schedules} if tiles else {}
+    replay.schedules |= schedules_of(done.at("tile"))
     derived = {a.before[0]: a for a in applications if a.after and isinstance(a.after[0], k.Kernel)}
     run = native(options)
     for number, kernel in enumerate(done.loop.steps):

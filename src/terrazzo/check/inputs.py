@@ -14,10 +14,14 @@ def random_inputs(program: Any, seed: int = 0) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     found = {}
     for i in getattr(program, "loop", program).inputs:
-        shape, dtype = i.type.static_shape, to_torch_dtype(i.type.dtype)
+        shape, dtype, strides = i.type.static_shape, to_torch_dtype(i.type.dtype), i.type.strides
         try:
-            floats = torch.randn(shape, generator=generator)
+            if strides is None:
+                floats = torch.randn(shape, generator=generator)
+            else:  # elements that lie at one place are one
+                floats = torch.randn((i.type.span // i.type.dtype.size,), generator=generator)
         except (RuntimeError, TypeError):  # which is how PyTorch says that memory or 64 bits do not suffice
             raise MemoryError(f"input {i.name} is {i.type}") from None
-        found[i.name] = (floats if i.type.dtype.is_float else floats > 0).to(dtype)
+        values = (floats if i.type.dtype.is_float else floats > 0).to(dtype)
+        found[i.name] = values if strides is None else values.as_strided(shape, strides)
     return found

@@ -9,10 +9,13 @@ from typing import Any
 from terrazzo.interp.torch import from_numpy, to_numpy
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
+from terrazzo.ir.plan import Plan
 from terrazzo.ir.schedule import Schedule
 from terrazzo.options import Options
 
-Native = Callable[[l.Kernel, Schedule | None, Mapping[l.Buffer, Any]], dict[l.Buffer, Any]]
+Bound = tuple[Schedule, Plan | None]
+"""A schedule, and the plan that completes it where that is known."""
+Native = Callable[[l.Kernel, Bound | None, Mapping[l.Buffer, Any]], dict[l.Buffer, Any]]
 """What a kernel with its schedule writes, given the values of what it reads."""
 
 
@@ -38,12 +41,14 @@ def native(options: Options) -> Native | None:
         return None
     quiet = replace(options, fuse=False, materialize=(), schedules=(), graph=False, verbose=0, dump=None)
 
-    def run(kernel: l.Kernel, schedule: Schedule | None, memory: Mapping[l.Buffer, Any]) -> dict[l.Buffer, Any]:
+    def run(kernel: l.Kernel, bound: Bound | None, memory: Mapping[l.Buffer, Any]) -> dict[l.Buffer, Any]:
         inputs = tuple(b for b in kernel.reads if b not in kernel.writes)
         written = tuple(dict.fromkeys(kernel.writes))
         alone = l.Program(kernel.name, inputs, (kernel,), written)
-        compiled = compile_program(tile.Program(alone, ((0, schedule),)) if schedule else alone, {}, quiet, device)
-        found = compiled([Expected(slot_of(b), device).empty().copy_(from_numpy(memory[b])) for b in inputs])
+        schedule, plan = bound or (None, None)
+        tiled = tile.Program(alone, ((0, schedule),), ((0, plan),) if plan else ()) if schedule else alone
+        compiled = compile_program(tiled, {}, quiet, device)
+        found = compiled([Expected(slot_of(b), device).holding(from_numpy(memory[b])) for b in inputs])
         return {b: to_numpy(x) for b, x in zip(written, found, strict=True)}
 
     return run

@@ -19,7 +19,7 @@ from typing import Any
 
 from terrazzo.check.blocks import sample, simulate
 from terrazzo.check.judge import difference
-from terrazzo.check.native import Native, native
+from terrazzo.check.native import Bound, Native, native
 from terrazzo.check.values import Values, size
 from terrazzo.errors import CompilerBug, TerrazzoError
 from terrazzo.interp import kernel as simulator
@@ -29,7 +29,6 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
 from terrazzo.ir.node import topological
 from terrazzo.ir.program import Input
-from terrazzo.ir.schedule import Schedule
 from terrazzo.options import Options
 from terrazzo.pipelines import PASSES, Pass, stages
 from terrazzo.rewrite.rule import Application, Log
@@ -129,7 +128,7 @@ class Replay:
         self.results: tuple[Any, ...] = source.results
         self.steps = steps_of(source)
         self.checked: set[Any] = set(self.steps)
-        self.schedules: dict[Any, Schedule] = _schedules(program)
+        self.schedules = schedules_of(program)
         self.late: list[Application] = []
         self.largest: float = LARGE
 
@@ -141,7 +140,7 @@ class Replay:
         """Check what a pass made: kernels whose making it did not record, what was put off, and that the results are
         the same.
         """
-        self.schedules |= _schedules(program)
+        self.schedules |= schedules_of(program)
         steps = steps_of(program)
         if wrong := self.applications(silent(p.name, self.steps, steps, self.checked)):
             return wrong
@@ -317,8 +316,12 @@ def steps_of(program: Any) -> tuple[Any, ...]:
     return getattr(program.loop if isinstance(program, tile.Program) else program, "steps", ())
 
 
-def _schedules(program: Any) -> dict[Any, Schedule]:
-    return {program.loop.steps[n]: s for n, s in program.schedules} if isinstance(program, tile.Program) else {}
+def schedules_of(program: Any) -> dict[Any, Bound]:
+    """The schedules and plans of a program, by kernel."""
+    if not isinstance(program, tile.Program):
+        return {}
+    plans = dict(program.plans)
+    return {program.loop.steps[n]: (s, plans.get(n)) for n, s in program.schedules}
 
 
 def _attempt(run: Callable[[], Any]) -> Any:

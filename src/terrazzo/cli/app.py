@@ -68,7 +68,7 @@ def _machine(error: OSError | MemoryError) -> str:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Whether PyTorch asked the processor or a GPU for memory in vain: it says so by a RuntimeError."""
+    """Whether PyTorch ran out of memory, on the processor or a GPU: it raises a RuntimeError then."""
     return isinstance(error, RuntimeError) and (
         "can't allocate memory" in str(error) or type(error).__name__ == "OutOfMemoryError"
     )

@@ -27,6 +27,7 @@ class GpuSuite(StrEnum):
     pointwise = "pointwise"
     reduction = "reduction"
     gemm = "gemm"
+    attention = "attention"
     block = "block"
     article = "article"
 

@@ -78,9 +78,8 @@ def _texts(done: Lowering, ir: Stage) -> list[tuple[str, str, str]]:
         return [(f"// {head}", cpp.emit(kernel)[1].removeprefix(cpp.prelude()), "cpp") for head, kernel in steps]
     if ir is Stage.tile:
         program = at(done, "tile")
-        schedules = {n: str(s) for n, s in program.schedules}
         return [
-            (head, text + ("\n" + schedules[n] if n in schedules else ""), "python")
+            (head, f"{text}\n{program.beside(n)}".rstrip(), "python")
             for n, (head, text) in enumerate(listing(program.loop))
         ]
     if ir in (Stage.kernel, Stage.cuda):

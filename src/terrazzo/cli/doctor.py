@@ -134,7 +134,7 @@ def _unusable(cache: Cache) -> str:
     except TerrazzoError as error:
         return str(error)
     if not place.is_dir():
-        return f"{place} is no directory; set TERRAZZO_CACHE_DIR to one of your own"
+        return f"{place} is not a directory; set TERRAZZO_CACHE_DIR to one of your own"
     if not os.access(place, os.W_OK):
         return f"{place} cannot be written; set TERRAZZO_CACHE_DIR to a directory of your own"
     full = shutil.disk_usage(place).free <= 1 << 20

@@ -33,14 +33,15 @@ def explain(request: Request, json: Json = False) -> None:
     chosen = target(request.options.target)
     events = done.log.events
     tiles = done.at("tile")
-    schedules = dict(tiles.schedules) if tiles else {}
+    schedules, plans = (dict(tiles.schedules), dict(tiles.plans)) if tiles else ({}, {})
     steps = []
     for number, s in enumerate(done.loop.steps):
         steps.append(
             kernel_facts(done.loop, s, events, chosen.rates) if isinstance(s, Kernel) else call_facts(s, events)
         )
         if isinstance(s, Kernel) and chosen.gpu is not None:
-            steps[-1] |= gpu_facts(s, schedules[number], steps[-1], events, chosen.gpu) | access_facts(
+            bound = schedules[number], plans[number]
+            steps[-1] |= gpu_facts(s, *bound, steps[-1], events, chosen.gpu) | access_facts(
                 done.at("kernel").steps[number]
             )
     groups = alike(done.loop.steps, steps)
@@ -136,19 +137,26 @@ def kind_of_work(kernel: Kernel) -> str:
 
 
 def gpu_facts(
-    kernel: Kernel, schedule: Any, facts: dict[str, Any], events: Sequence[Event], gpu: Any
+    kernel: Kernel, schedule: Any, plan: Any, facts: dict[str, Any], events: Sequence[Event], gpu: Any
 ) -> dict[str, Any]:
-    """What there is to say about a kernel on a GPU: its schedule and why, what the model expects, and the roofline."""
+    """What there is to say about a kernel on a GPU: its schedule, its plan and why, what the model expects, and the
+    roofline.
+    """
     from terrazzo.rules.loop_to_tile.estimate import estimate
+    from terrazzo.rules.tile.draft import Draft
+    from terrazzo.rules.tile.reasons import reasons
 
     expected = estimate(kernel, gpu, facts["bytes"], facts["operations"])
-    why = [e for e in events if e.pass_name in ("schedule", "derive") and e.subject == kernel.name]
+    about = [e for e in events if e.pass_name in ("schedule", "plan", "derive") and e.subject == kernel.name and e.reason]
+    why = [f"{'' if e.fired else 'not '}{e.rule}: {e.reason}" for e in about]
     return {
         "price_ns": expected.time,
         "roofline_ns": expected.least,
         "bound": expected.bound,
         "schedule": str(schedule),
-        "because": [*facts["because"], *(f"{e.rule}: {e.reason}" for e in why)],
+        "plan": str(plan),
+        "because": [*facts["because"], *why],
+        "reasons": [f"{what}: {reason}" for what, reason in reasons(plan, Draft(kernel, schedule, gpu))],
     }
 
 
@@ -266,9 +274,10 @@ def _show(group: Sequence[int], steps: Sequence[dict[str, Any]]) -> None:
     for name, text in rows.items():
         if text:
             say(f"    {name:<9} {text}")
-    for k, line in enumerate(facts.get("schedule", "").splitlines()[1:]):
-        say(f"    {'schedule' if k == 0 else '':<9} {line.removeprefix('    ')}")
-    for k, reason in enumerate(facts["because"]):
+    for below in ("schedule", "plan"):
+        for k, line in enumerate(facts.get(below, "").splitlines()[1:]):
+            say(f"    {below if k == 0 else '':<9} {line.removeprefix('    ')}")
+    for k, reason in enumerate((*facts["because"], *facts.get("reasons", ()))):
         say(f"    {'because' if k == 0 else '':<9} {reason}")
 
 

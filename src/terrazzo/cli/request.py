@@ -147,7 +147,7 @@ def request(
     sizes = {name: value for name, value in sizes.items() if value is not None}
     if sizes and model is None:
         raise UserError(
-            f"--{next(iter(sizes)).replace('_', '-')} concerns models; {given[0]} says by itself what is compiled"
+            f"--{next(iter(sizes)).replace('_', '-')} is for models, and {given[0]} names none"
         )
     chosen = {
         "target": here() if target == "auto" else target,
@@ -165,14 +165,14 @@ def request(
 
 
 def _read(path: Path) -> str:
-    """The text of a file of schedules, which must be readable as such."""
-    from terrazzo.ir.schedule import parse_schedules
+    """The text of a file of schedules (with or without plans), which must be readable as such."""
+    from terrazzo.ir.parse_plan import parse_pinned
 
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
-    parse_schedules(text, str(path))
+    parse_pinned(text, str(path))
     return text
 
 

@@ -12,7 +12,7 @@ from terrazzo.cli.output import columns, say
 
 
 class Interleave(StrEnum):
-    """Who goes next: all warps in turn, or whoever makes trouble."""
+    """Who goes next: all warps in turn, or in an order that lets some run far ahead."""
 
     fair = "fair"
     adversarial = "adversarial"

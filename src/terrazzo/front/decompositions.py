@@ -15,8 +15,8 @@ WHOLE = (
     "max_pool2d_with_indices", "binary_cross_entropy_with_logits",
     "max_pool3d_with_indices", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "avg_pool1d", "avg_pool2d",
     "grid_sampler_2d", "native_dropout", "linspace", "nll_loss_forward", "nll_loss2d_forward",
-    "stack", "split_with_sizes", "split", "unbind", "linalg_vector_norm", "all", "any", "full_like", "zeros_like",
-    "ones_like",
+    "stack", "_unsafe_view", "split_with_sizes", "split", "unbind", "linalg_vector_norm", "all", "any", "full_like",
+    "zeros_like", "ones_like",
 )  # fmt: skip
 
 

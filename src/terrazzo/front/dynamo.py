@@ -120,12 +120,27 @@ def _by_shape(gm: Any, options: Options) -> Any:
         key = tuple(
             (tuple(a.shape), a.stride(), a.dtype, a.requires_grad) if isinstance(a, torch.Tensor) else a for a in args
         )
+        key = (key, _overlaps(args))
         if key not in compiled:
             with torch._guards.tracing(None):
                 compiled[key] = _specialised(gm, args, options)
         return compiled[key](*args)
 
     return call
+
+
+def _overlaps(args: Sequence[Any]) -> tuple[tuple[int, int], ...]:
+    """Of every tensor that shares memory with an earlier one: which that is, and where it begins."""
+    import torch
+
+    first: dict[int, int] = {}
+    found = []
+    for k, a in enumerate(args):
+        address = a.untyped_storage().data_ptr() if isinstance(a, torch.Tensor) else 0
+        earlier = first.setdefault(address, k) if address else k
+        if earlier != k:
+            found.append((earlier, a.storage_offset() - args[earlier].storage_offset()))
+    return tuple(found)
 
 
 def _specialised(gm: Any, args: Sequence[Any], options: Options) -> Any:

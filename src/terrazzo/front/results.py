@@ -105,7 +105,8 @@ def arrange(
         elif views and root in places:
             each.append(Result("input", places[root], _between(w, root, hidden)))
         elif views and w is not root and (shared[root] > 1 or root.meta["val"].numel() <= w.meta["val"].numel()):
-            each.append(Result("value", computed.setdefault(root, len(computed)), _between(w, root, hidden)))
+            alone = {w} if shared[root] == 1 else set()  # nothing else looks at that memory: autograd need not know
+            each.append(Result("value", computed.setdefault(root, len(computed)), _between(w, root, hidden | alone)))
         else:
             each.append(Result("value", computed.setdefault(w, len(computed))))
     layouts = tuple((tuple(n.meta["val"].shape), tuple(n.meta["val"].stride())) for n in computed)

@@ -42,8 +42,8 @@ template <int number, int threads> __device__ __forceinline__ void sync() {
 }
 """
 
-PROXY = """\
-// What was written to shared memory is seen by asynchronous copies and products. For all memory it is a MEMBAR.
+PROXY = """// What was written to shared memory is seen by asynchronous copies and products.
+// For all memory it is a MEMBAR.
 __device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 """
 

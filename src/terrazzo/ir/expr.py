@@ -231,6 +231,19 @@ def _highest(atom: Expr) -> IntExpr:
     return atom
 
 
+def comparison(e: IntExpr) -> tuple[IntExpr, str, IntExpr]:
+    """`e >= 0` as a comparison of two sums without negative terms: (left, "==" or "<" or "<=" or ">=", right)."""
+    constant = terms_of(e).get((), 0)
+    more = _polynomial({factors: c for factors, c in terms_of(e).items() if factors and c > 0})
+    less = _polynomial({factors: -c for factors, c in terms_of(e).items() if factors and c < 0})
+    only = isinstance(e, Expr) and e.range[1] == 0  # e is never more than 0
+    if isinstance(less, int):
+        return more, "==" if only else ">=", -constant
+    if only:
+        return less, "==", more + constant
+    return (less, "<", constant + 1) if isinstance(more, int) else (less, "<=", more + constant)
+
+
 def at_most(e: IntExpr, most: IntExpr) -> bool:
     """True if e <= most is proved by ranges."""
     return at_least(most - e, 0)

@@ -19,6 +19,7 @@ from terrazzo.ir.monoid import monoid
 from terrazzo.ir.node import Node, topological
 from terrazzo.ir.parse_kernel import KernelReader
 from terrazzo.ir.parse_loop import LoopReader
+from terrazzo.ir.parse_plan import PlanReader
 from terrazzo.ir.program import Input, Program
 from terrazzo.ir.reader import Reader, Scope, dotted, elements, empty, located, python_tree, too_deep
 from terrazzo.ir.schedule import ScheduleReader
@@ -92,8 +93,10 @@ def _module(
         return kernel.Program(f.name, tuple(inputs), found_steps, reader.results(body[-1], scope, l.Buffer))
     if kind in ("loop", "tile"):
         loops, schedules = LoopReader(text, filename, comments, places), ScheduleReader(text, filename, comments)
+        completed = PlanReader(text, filename, comments)
         steps: list[Any] = []
         found: dict[int, Any] = {}
+        plans: dict[int, Any] = {}
         ready: set[l.Buffer] = set(inputs)
         for s in body[:-1]:
             if kind == "tile" and schedules.starts(s):
@@ -101,6 +104,10 @@ def _module(
                     reader.fail(s, "a schedule stands below the kernel it is one of")
                 found[len(steps) - 1] = schedules.schedule(s)
                 reader.build(s, tile.fit, found[len(steps) - 1], steps[-1])
+            elif kind == "tile" and completed.starts(s):
+                if len(steps) - 1 not in found or len(steps) - 1 in plans:
+                    reader.fail(s, "a plan stands below the schedule that it completes")
+                plans[len(steps) - 1] = completed.plan(s, found[len(steps) - 1])
             else:
                 steps.append(loops.step(s, scope))
                 if why := step_problem(steps[-1], ready):
@@ -110,7 +117,7 @@ def _module(
         if why := results_problem(results, ready):
             reader.fail(body[-1], why)
         program = l.Program(f.name, tuple(inputs), tuple(steps), results)
-        return program if kind == "loop" else tile.Program(program, tuple(found.items()))
+        return program if kind == "loop" else tile.Program(program, tuple(found.items()), tuple(plans.items()))
     names: dict[Node, str] = {i: i.name for i in inputs}
     sources: dict[str, str] = {}
     values = GraphReader(text, filename, comments)

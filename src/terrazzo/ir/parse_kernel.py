@@ -8,6 +8,7 @@ from typing import Any
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, Var
+from terrazzo.ir.node import OPS
 from terrazzo.ir.parse_loop import LoopReader
 from terrazzo.ir.reader import Scope, elements, empty
 from terrazzo.ir.types import Type, u64
@@ -45,7 +46,7 @@ class KernelReader(LoopReader):
             if key.arg not in _SHAPE:
                 if key.arg is None or key.arg in scope.values:
                     self.fail(head, f"{key.arg} is defined twice")
-                writes.append(l.Buffer(key.arg, self.type(key.value, scope)))
+                writes.append(l.Buffer(key.arg, self.tensor_type(key.value, scope)))
                 scope.values[key.arg] = writes[-1]
         inner = scope.inner()
         inner.values.update({"block": Var(k.BLOCK, grid), "warp": Var("warp", warps), "lane": k.LANE})
@@ -78,7 +79,7 @@ class KernelReader(LoopReader):
                 swizzle = self.natural(self.keyword(call, "swizzle")) if call.keywords else 0
                 if swizzle not in (0, 32, 64, 128):
                     self.fail(s, "a swizzle spans 0, 32, 64 or 128 bytes")
-                place: k.Shared = self.build(s, k.Shared, name, self.type(kind, scope), swizzle)
+                place: k.Shared = self.build(s, k.Shared, name, self.tensor_type(kind, scope), swizzle)
                 self.define(s, name, place, scope)
                 return place
             case ast.Assign(
@@ -105,7 +106,9 @@ class KernelReader(LoopReader):
             ):
                 if len(init) > 1:
                     self.fail(s, "registers(type) or registers(type, constant)")
-                place = self.build(s, k.Registers, name, self.type(kind, scope))
+                place = self.build(s, k.Registers, name, self.tensor_type(kind, scope))
+                if place.type.strides is not None:
+                    self.fail(kind, "registers lie one behind the other, without strides")
                 first = self.term(init[0], scope) if init else None
                 if first is not None and not isinstance(first, l.Literal):
                     self.fail(init[0], "registers start at a constant, such as f32(0.0)")
@@ -130,6 +133,8 @@ class KernelReader(LoopReader):
             case ast.For(
                 target=ast.Name(id=name), iter=ast.Call(func=ast.Name(id="serial" | "unrolled" as kind), args=[extent])
             ):
+                if isinstance(scope.values.get(name), Expr):
+                    self.fail(s, f"{name} is already a variable")
                 steps = self.expr(extent, scope)
                 axis = Var(name, self.natural(extent) if isinstance(steps, int) else steps)
                 inner = scope.inner()
@@ -144,32 +149,26 @@ class KernelReader(LoopReader):
                 body = self.statements(s.body, scope.inner())
                 return self.build(s, k.Role, self.natural(first), self.natural(count), body, registers)
             case ast.Expr(value=ast.Call(func=ast.Name(id=op)) as call) if op in _CALLS:
-                return self.call_statement(call, op, scope)
+                return self.call_statement(call, scope)
         self.fail(s, f"expected a loop, a condition, a role, an assignment or one of {', '.join(_CALLS)}")
 
-    def call_statement(self, call: ast.Call, op: str, scope: Scope) -> Any:
-        """A statement that is written as a call: its arguments are its fields, a place being two of them."""
-        kind, signature = _CALLS[op]
-        words = [w for w in signature.split() if "=" not in w]
-        named = dict(w.split("=") for w in signature.split() if "=" in w)
-        least = len([w for w in words if not w.endswith("?")])
-        if not least <= len(call.args) <= len(words) or any(x.arg not in named for x in call.keywords):
-            self.fail(call, f"expected {op}({', '.join(signature.split())})")
-        found: list[Any] = []
-        inside: list[Any] = []
-        for word, x in zip(words, call.args, strict=False):
-            if word == "source":
-                subscript, conditions = self.guarded(x, scope)
-                found += self.place(subscript, scope)
-                inside.append(conditions)
-            else:
-                found += self.fields(word.removesuffix("?"), x, scope)
-        options = {str(x.arg): self.fields(named[str(x.arg)], x.value, scope)[0] for x in call.keywords}
-        return self.build(call, lambda: kind(*found, *inside, **options))
+    def call_statement(self, call: ast.Call, scope: Scope) -> Any:
+        """A statement that is written as a call."""
+        op = call.func.id  # type: ignore[attr-defined]
+        arguments = _CALLS[op].arguments()
+        positional, named = [x for x in arguments if not x.named], {x.fields[0]: x for x in arguments if x.named}
+        least = sum(not x.optional for x in positional)
+        if not least <= len(call.args) <= len(positional) or any(x.arg not in named for x in call.keywords):
+            self.fail(call, f"expected {op}({', '.join(map(str, arguments))})")
+        given = [*zip(positional, call.args, strict=False), *((named[str(x.arg)], x.value) for x in call.keywords)]
+        fields: dict[str, Any] = {}
+        for argument, x in given:
+            fields |= zip(argument.fields, self.fields(argument.kind, x, scope), strict=True)
+        return self.build(call, lambda: _CALLS[op](**fields))
 
-    def fields(self, word: str, x: ast.expr, scope: Scope) -> tuple[Any, ...]:
+    def fields(self, kind: str, x: ast.expr, scope: Scope) -> tuple[Any, ...]:
         """The fields of a statement that an argument of this kind gives."""
-        match word:
+        match kind:
             case "number":
                 return (self.natural(x),)
             case "word":
@@ -197,7 +196,10 @@ class KernelReader(LoopReader):
                 if len(slot) != 1:
                     self.fail(x, "expected a barrier, such as full[0]")
                 return (place, slot[0])
-        return self.place(x, scope, _PLACES[word])
+            case "source":
+                subscript, conditions = self.guarded(x, scope)
+                return (*self.place(subscript, scope), conditions)
+        return self.place(x, scope, k.PLACES[kind])
 
     def place(self, x: ast.AST, scope: Scope, kind: Any = l.Buffer) -> tuple[l.Buffer, tuple[Any, ...]]:
         if not isinstance(x, ast.Subscript):
@@ -219,25 +221,5 @@ class KernelReader(LoopReader):
 
 
 _SHAPE = ("_grid", "_warps", "_resident", "_reads", "_cluster")
-_PLACES = {"place": l.Buffer, "shared": k.Shared, "registers": k.Registers}
-_CALLS: dict[str, tuple[Any, str]] = {
-    "move": (k.Move, "place place number"),
-    "atomic": (k.Atomic, "word place term"),
-    "async_copy": (k.AsyncCopy, "shared source number"),
-    "commit": (k.Commit, "word?"),
-    "wait_groups": (k.WaitGroups, "number word?"),
-    "sync": (k.Sync, "number? number?"),
-    "cluster_sync": (k.ClusterSync, ""),
-    "fence": (k.Fence, "word"),
-    "init_barriers": (k.InitBarriers, "barriers"),
-    "expect": (k.Expect, "barrier number"),
-    "arrive": (k.Arrive, "barrier expression?"),
-    "wait_barrier": (k.WaitBarrier, "barrier expression"),
-    "tensor_load": (k.TensorLoad, "shared place box barrier number?"),
-    "tensor_store": (k.TensorStore, "place shared box word?"),
-    "load_matrix": (k.LoadMatrix, "word registers shared"),
-    "store_matrix": (k.StoreMatrix, "word shared registers"),
-    "multiply": (k.Multiply, "word registers registers registers"),
-    "multiply_async": (k.MultiplyAsync, "word registers place shared transposed=word fresh=condition"),
-}
-"""How statements are written: their arguments, those that may be missing with a question mark or by name."""
+_CALLS: dict[str, Any] = {op: kind for op, kind in OPS["kernel"].items() if issubclass(kind, k.Statement)}
+"""The statements that are written as calls."""

@@ -1,7 +1,7 @@
 """Plans: schedules in which nothing is left open (ADR 008).
 
-A schedule binds axes and names places; a plan says everything else too: who walks which tiles in which order, which
-warps do what, how every operand lies in shared memory and gets there, on which instruction a product runs and where its
+A schedule binds axes and names places; a plan says everything else too: who walks which tiles in which order, which warps
+do what, how every operand lies in shared memory and gets there, on which instruction a product runs and where its
 factors come from, where partial states meet, how results leave. Rules complete it, one decision each (`rules/tile`);
 Kernel IR is written from it, and the writer decides nothing.
 
@@ -17,7 +17,7 @@ The text is one line for each decision, in Python's syntax, parsed and never run
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
 from terrazzo.errors import UserError
@@ -26,13 +26,15 @@ from terrazzo.ir.schedule import Word, show_value
 
 EVERYONE = "all"
 """The agent of a kernel whose warps all do the same."""
+AXIS = "axis"
+"""What a field refers to that names an axis."""
 
 
 class Line(Node):
     """One decision of a plan. A line whose first field is `name` prints as an assignment to it."""
 
-    references: ClassVar[tuple[str, ...]] = ()
-    """The fields that name other lines, which print without quotes."""
+    references: ClassVar[Mapping[str, str]] = {}
+    """The fields that name other lines, with the op of these, or that name an axis ("axis"). They print without quotes."""
 
     def __str__(self) -> str:
         first, given = ("", self._fields)
@@ -46,6 +48,9 @@ class Line(Node):
             parts.append(f"{f}={_shown(value) if f in self.references else show_value(value)}")
         return f"{first}{self.op}({', '.join(parts)})"
 
+    def __repr__(self) -> str:
+        return str(self)
+
 
 def _shown(value: Any) -> str:
     if isinstance(value, tuple):
@@ -57,14 +62,16 @@ class Order(Line, dialect="plan", op="order"):
     """Which tiles there are, and who walks them.
 
     The last axis of `tiles` counts fastest, but for an axis of `grouped`, of which so many rows are walked down first.
-    The blocks of a cluster divide `cluster`'s axis. Where the order is `persistent`, every cluster walks all tiles
-    whose numbers are `blocks` (over the cluster's size) apart, from its own number on.
+    The tiles of `backward` axes are walked from the last to the first.
+    The blocks of a cluster divide `cluster`'s axis. Where the order is `persistent`, every cluster walks all tiles whose
+    numbers are `blocks` (over the cluster's size) apart, from its own number on.
     """
 
     tiles: tuple[Word, ...]
     blocks: int
     cluster: tuple[Word, ...] = ()
     grouped: tuple[Word, ...] = ()
+    backward: tuple[str, ...] = ()
     persistent: bool = False
 
     @property
@@ -114,7 +121,7 @@ class Ring(Line, dialect="plan", op="ring"):
     `late`: its products are still on their way when the next ones start.
     """
 
-    references = ("producer", "consumer")
+    references = {"producer": "agent", "consumer": "agent"}
     name: str
     over: tuple[Word, ...]
     slots: int
@@ -142,7 +149,7 @@ class Stream(Line, dialect="plan", op="stream"):
     the other, `panel` elements wide.
     """
 
-    references = ("ring", "memory")
+    references = {"ring": "ring", "memory": AXIS}
     name: str
     operand: str
     ring: str
@@ -162,7 +169,7 @@ class Product(Line, dialect="plan", op="product"):
     ("ldmatrix"), by plain loads ("ld"), or in which what was computed already lies ("values").
     """
 
-    references = ("agent", "rings", "m", "n")
+    references = {"agent": "agent", "rings": "ring", "m": AXIS, "n": AXIS}
     sites: tuple[str, ...]
     on: str
     agent: str
@@ -171,6 +178,27 @@ class Product(Line, dialect="plan", op="product"):
     n: str
     a: str
     b: str
+
+
+class Frame(Line, dialect="plan", op="frame"):
+    """A product's values are weighted by exp(score - top), where the maximum `top` and the sum of weights `total` are
+    found in the same steps: sums are brought to the new maximum whenever it grows.
+    """
+
+    top: str
+    product: str
+    total: str = ""
+
+
+class Reach(Line, dialect="plan", op="reach"):
+    """Only so many steps along an axis are visited, given which tile of `rows` it is (its number is `first`): a mask
+    leaves nothing of the others.
+    """
+
+    references = {"axis": AXIS, "rows": AXIS}
+    axis: str
+    rows: str
+    until: str
 
 
 class Combine(Line, dialect="plan", op="combine"):
@@ -196,7 +224,7 @@ class Result(Line, dialect="plan", op="result"):
     `put` brings them there ("stmatrix" or "st"), `by` takes them away ("tma", or "ld" for 16 bytes a thread).
     """
 
-    references = ("agent", "rows", "columns")
+    references = {"agent": "agent", "rows": AXIS, "columns": AXIS}
     store: str
     agent: str
     slab: str = ""
@@ -220,7 +248,7 @@ L = TypeVar("L", bound=Line)
 
 
 class Plan(Node, dialect="plan", op="plan"):
-    """The decisions about one kernel, in the order they were made, and the words of the schedule nobody read yet."""
+    """The decisions about one kernel, in the order they were made, and the words of the schedule nobody has read yet."""
 
     kernel: str
     target: str
@@ -250,6 +278,9 @@ class Plan(Node, dialect="plan", op="plan"):
 
     def __str__(self) -> str:
         return "\n".join(self._text())
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def _text(self) -> Iterator[str]:
         yield f'with plan("{self.kernel}", target="{self.target}"):'

@@ -225,7 +225,7 @@ class Reader:
             x = x.body
         if not isinstance(x, ast.Subscript):
             self.fail(x, "expected an element, such as x[i0, i1]")
-        return x, inside
+        return x, tuple(inside)
 
     def conditions(self, test: ast.expr, scope: Scope) -> tuple[IntExpr, ...]:
         """Comparisons of index expressions, joined by `and`: expressions that are >= 0 where they hold."""

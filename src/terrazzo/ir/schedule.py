@@ -170,6 +170,14 @@ class Schedule:
             return outer
         return (*(f for f in outer if f.level != "block"), *inner)
 
+    def alike(self, site: Site) -> Site | None:
+        """The site whose threads a site's are, if all its axes are like those of one."""
+        names = {b.site.partition(".")[0] if isinstance(b, Like) else "" for _, b in site.axes}
+        if len(names) != 1 or names == {""}:
+            return None
+        (name,) = names
+        return next((s for s in self.sites if s is not site and any(n.partition(".")[0] == name for n in s.names)), None)
+
     def lines(self, site: Site | None) -> list[tuple[str, tuple[Factor, ...]]]:
         """What a site binds: the kernel's lines it leaves alone, then its own."""
         own = dict(site.axes) if site else {}
@@ -211,7 +219,8 @@ class Schedule:
                         f"{site.names[0]}: {axis} divides into {_text(binding)}, but its block has {block[0]}"
                     )
                 _levels(axis, self.binding(site, axis), _extent(axis, visible))
-            warps.add(self._threads(site))
+            if self.alike(site) is None:
+                warps.add(self._threads(site))
         self._threads(None)
         if len(warps - {0}) > 1:
             raise UserError(f"the sites disagree on the number of warps: {', '.join(map(str, sorted(warps)))}")

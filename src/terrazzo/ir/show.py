@@ -11,7 +11,7 @@ from terrazzo.ir.dialects import kernel, tile
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects import torch as aten
-from terrazzo.ir.expr import Bound, Expr, FloorDiv, IntExpr, Loaded, Mod, Size, Sum, Var, bounds, terms_of
+from terrazzo.ir.expr import Bound, Expr, FloorDiv, IntExpr, Loaded, Mod, Size, Sum, Var, comparison
 from terrazzo.ir.node import Node, topological
 from terrazzo.ir.program import Input, Program
 from terrazzo.ir.types import DType, Type
@@ -26,7 +26,7 @@ def show(x: Any) -> str:
     if isinstance(x, l.Program):
         return _loop_program(x)
     if isinstance(x, tile.Program):
-        return _loop_program(x.loop, "tile", {k: str(s) for k, s in x.schedules})
+        return _loop_program(x.loop, "tile", x.beside)
     if isinstance(x, kernel.Program):
         from terrazzo.ir.show_kernel import show_program
 
@@ -97,23 +97,17 @@ def show_list(items: Iterable[IntExpr], name: Namer | None = None) -> str:
 
 def show_condition(e: IntExpr, name: Namer | None = None) -> str:
     """`e >= 0` as a person would write it: `lane == 0`, `t < 53`, `warp >= 4`, `i <= j + 2`."""
-    sides: tuple[IntExpr, IntExpr] = (0, 0)
-    for factors, c in terms_of(e).items():
-        product = math.prod(factors, start=abs(c))
-        sides = (sides[0] + product, sides[1]) if c > 0 and factors else (sides[0], sides[1] + product * bool(factors))
-    more, less, constant = *sides, terms_of(e).get((), 0)
-    only = not isinstance(e, int) and bounds(e)[1] == 0  # e is never more than 0
-    if isinstance(less, int):
-        return f"{show_expr(more, name)} {'==' if only else '>='} {-constant}"
-    if only:
-        return f"{show_expr(less, name)} == {show_expr(more + constant, name)}"
-    if isinstance(more, int):
-        return f"{show_expr(less, name)} < {constant + 1}"
-    return f"{show_expr(less, name)} <= {show_expr(more + constant, name)}"
+    left, word, right = comparison(e)
+    return f"{show_expr(left, name)} {word} {show_expr(right, name)}"
+
+
+def show_conditions(inside: Iterable[IntExpr], name: Namer | None = None) -> str:
+    """All of them."""
+    return " and ".join(show_condition(e, name) for e in inside)
 
 
 def show_inside(inside: Iterable[IntExpr], name: Namer | None = None) -> str:
-    tests = " and ".join(f"{show_expr(e, name)} >= 0" for e in inside)
+    tests = show_conditions(inside, name)
     return f" if {tests} else 0" if tests else ""
 
 
@@ -235,12 +229,12 @@ def _program(p: Program) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _loop_program(p: l.Program, kind: str = "loop", schedules: Mapping[int, str] | None = None) -> str:
+def _loop_program(p: l.Program, kind: str = "loop", beside: Callable[[int], str] = lambda number: "") -> str:
     buffers = [*p.inputs, *(b for s in p.steps for b in s.writes)]
     lines = header(kind, p.name, p.inputs, _sizes([b.type for b in buffers]))
     for number, step in enumerate(p.steps):
         text = _kernel(step) if isinstance(step, l.Kernel) else opaque(step)
-        lines += ["    " + line for line in [*text, *(schedules or {}).get(number, "").splitlines()]]
+        lines += ["    " + line for line in [*text, *beside(number).splitlines()]]
     results = ", ".join(b.name for b in p.results) + ("," if len(p.results) == 1 else "")
     lines.append(f"    return ({results})")
     return "\n".join(lines) + "\n"

@@ -9,7 +9,17 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr
 from terrazzo.ir.node import Node
-from terrazzo.ir.show import header, opaque, show_condition, show_expr, show_inside, show_list, show_term, show_type
+from terrazzo.ir.show import (
+    header,
+    opaque,
+    show_condition,
+    show_conditions,
+    show_expr,
+    show_inside,
+    show_list,
+    show_term,
+    show_type,
+)
 
 
 def show_program(p: k.Program) -> str:
@@ -60,47 +70,8 @@ def statement(s: Node) -> list[str]:
             return [f"{s.variable.name} = {show_expr(s.value, _term)}"]
         case l.Store():
             return [f"{_at(s.buffer, s.index)} = {_term(s.value)}"]
-        case k.Move():
-            return [f"move({_at(s.target, s.to)}, {_at(s.source, s.at)}, {s.count})"]
-        case k.Atomic():
-            return [f"atomic({s.function!r}, {_at(s.buffer, s.index)}, {_term(s.value)})"]
-        case k.AsyncCopy():
-            return [f"async_copy({_at(s.target, s.to)}, {_at(s.source, s.at)}{show_inside(s.inside)}, {s.count})"]
-        case k.Commit():
-            return [f"commit({_kind(s.kind)})"]
-        case k.WaitGroups():
-            return [f"wait_groups({s.open}{', ' if _kind(s.kind) else ''}{_kind(s.kind)})"]
-        case k.Sync():
-            return [f"sync({s.number}, {s.warps})" if s.warps else "sync()"]
-        case k.ClusterSync():
-            return ["cluster_sync()"]
-        case k.Fence():
-            return [f"fence({s.kind!r})"]
-        case k.InitBarriers():
-            return [f"init_barriers({s.barriers.name})"]
-        case k.Expect():
-            return [f"expect({_at(s.barriers, (s.slot,))}, {s.bytes})"]
-        case k.Arrive():
-            return [f"arrive({_at(s.barriers, (s.slot,))}{'' if s.rank is None else f', {show_expr(s.rank)}'})"]
-        case k.WaitBarrier():
-            return [f"wait_barrier({_at(s.barriers, (s.slot,))}, {show_expr(s.phase)})"]
-        case k.TensorLoad():
-            ranks = f", {s.ranks}" if s.ranks else ""
-            return [
-                f"tensor_load({_at(s.target, s.to)}, {_at(s.source, s.at)}, {list(s.box)}, "
-                f"{_at(s.barriers, (s.slot,))}{ranks})"
-            ]
-        case k.TensorStore():
-            reduction = f", {s.reduction!r}" if s.reduction else ""
-            return [f"tensor_store({_at(s.target, s.to)}, {_at(s.source, s.at)}, {list(s.box)}{reduction})"]
-        case k.LoadMatrix() | k.StoreMatrix():
-            return [f"{s.op}({s.instruction!r}, {_at(s.target, s.to)}, {_at(s.source, s.at)})"]
-        case k.Multiply() | k.MultiplyAsync():
-            words = ""
-            if isinstance(s, k.MultiplyAsync):
-                words += f", transposed={s.transposed!r}" if s.transposed else ""
-                words += f", fresh={show_condition(s.fresh, _term)}" if s.fresh != -1 else ""
-            return [f"{s.op}({s.instruction!r}, {_at(s.d, s.d_at)}, {_at(s.a, s.a_at)}, {_at(s.b, s.b_at)}{words})"]
+        case k.Statement():
+            return [f"{s.op}({', '.join(_arguments(s))})"]
         case k.Role():
             registers = f", registers={s.registers}" if s.registers else ""
             return [f"with role({s.first}, {s.count}{registers}):", *_block(s.body)]
@@ -108,12 +79,44 @@ def statement(s: Node) -> list[str]:
             kind = "unrolled" if s.unrolled else "serial"
             return [f"for {s.axis.name} in {kind}({show_expr(s.axis.extent, _term)}):", *_block(s.body)]
         case k.If():
-            return [f"if {' and '.join(f'{show_expr(e, _term)} >= 0' for e in s.inside)}:", *_block(s.body)]
+            return [f"if {show_conditions(s.inside, _term)}:", *_block(s.body)]
     raise TypeError(f"no text for {type(s).__name__}")
 
 
-def _kind(kind: str) -> str:
-    return "" if kind == "cp.async" else repr(kind)
+def _arguments(s: k.Statement) -> list[str]:
+    """What is written in the parentheses; what may be missing and says nothing is left out at the end."""
+    given = list(s.arguments())
+    while given and given[-1].optional and not given[-1].named and _default(s, given[-1]):
+        given.pop()
+    return [_argument(s, x) for x in given if not (x.named and _default(s, x))]
+
+
+def _default(s: k.Statement, x: k.Argument) -> bool:
+    return bool(getattr(s, x.fields[0]) == s._defaults[x.fields[0]])
+
+
+def _argument(s: k.Statement, x: k.Argument) -> str:
+    value, *more = (getattr(s, field) for field in x.fields)
+    match x.kind:
+        case "place" | "shared" | "registers":
+            return _at(value, *more)
+        case "source":
+            return _at(value, more[0]) + show_inside(more[1])
+        case "barrier":
+            return _at(value, (more[0],))
+        case "barriers":
+            text = value.name
+        case "word":
+            text = repr(value)
+        case "term":
+            text = _term(value)
+        case "condition":
+            text = show_condition(value, _term)
+        case "box":
+            text = str(list(value))
+        case _:
+            text = show_expr(value)
+    return f"{x.fields[0]}={text}" if x.named else text
 
 
 def _block(body: Sequence[Node]) -> list[str]:

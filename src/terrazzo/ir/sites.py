@@ -46,25 +46,42 @@ class Product:
         return (a, b) if self.m in a.free else (b, a)
 
 
-@lru_cache(maxsize=1024)
 def product(kernel: l.Kernel) -> Product | None:
     """The kernel as a product, or None: all its reductions are contractions over the same axes, in the innermost of its
     loops.
     """
+    found = _product(kernel)
+    return found if isinstance(found, Product) else None
+
+
+def no_product(kernel: l.Kernel) -> str:
+    """Why a kernel is no product; nothing where it is one, or where nothing in it is a sum of products."""
+    found = _product(kernel)
+    return found if isinstance(found, str) else ""
+
+
+@lru_cache(maxsize=1024)
+def _product(kernel: l.Kernel) -> Product | str:
+    """A kernel as a product, or why it is none."""
     found = nest.accumulators(kernel)
-    sites = [contraction(r) if isinstance(r, l.Reduce) else None for r in found.values()]
-    reduces = list(found.values())
-    if not sites or None in sites or any(r.axes != reduces[0].axes for r in reduces) or not _chain(nest.nest(kernel)):  # type: ignore[union-attr]
-        return None
-    products = tuple(c for c in sites if c)
+    sites = {name: contraction(r) if isinstance(r, l.Reduce) else None for name, r in found.items()}
+    products = tuple(c for c in sites.values() if c)
+    if not products:
+        return ""
+    if other := next((name for name, c in sites.items() if c is None), ""):
+        return f"{other}, beside a sum of products, is none"
+    if any(c.reduce.axes != products[0].reduce.axes for c in products):
+        return "its sums of products are over different axes"
+    if not _chain(nest.nest(kernel)):
+        return "its sums of products are not in the innermost of its loops"
     extents = [a.extent for a in (*kernel.axes, *products[0].reduce.axes)]
     if not all(isinstance(e, int) and e > 0 for e in extents):
-        return None
+        return "an axis is empty, or its extent is not known"
     if any(isinstance(x, Loaded | l.Index) for c in products for x in topological(c.factors)):
-        return None
+        return "where a factor is read depends on data, or a factor on its place"
     axes = frozenset(kernel.axes)
     if any(s.free & axes != axes for s in kernel.stores):
-        return None
+        return "a store is not at every point of its axes"
     best: Product | None = None
     for column in kernel.axes:
         for row in kernel.axes:
@@ -78,11 +95,11 @@ def product(kernel: l.Kernel) -> Product | None:
                 score = (row.extent * column.extent, along)
                 if best is None or score > (best.m.extent * best.n.extent, _along(best)):
                     best = Product(kernel, tuple(found), products, row, column)
-    return (
-        best
-        if best and best.m.extent > 1 and best.n.extent > 1 and math.prod(a.extent for a in best.axes) >= 8
-        else None
-    )
+    if best is None or best.m.extent < 2 or best.n.extent < 2:
+        return "one of its factors is a vector: there are no two axes of which each is in one factor alone"
+    if (depth := math.prod(a.extent for a in best.axes)) < 8:
+        return f"it sums {depth} products only"
+    return best
 
 
 def _along(p: Product) -> bool:

@@ -4,7 +4,8 @@ Torch and Tensor IR: only ops of the dialect; every input declared; no value rea
 is proved that no index leaves its tensor where its guards hold.
 Loop IR: each buffer is written once, before it is read, by the step that owns it; every variable is bound by an axis of
 its kernel or a reduction; it is proved that no index leaves its buffer where its guards hold; every element is stored
-exactly once, and no two lie at one place. Tile IR: each schedule is one of a kernel, and fits it.
+exactly once, and no two lie at one place. Tile IR: each schedule is one of a kernel, and fits it; each plan is one of a
+schedule.
 Kernel IR: every value and register exists where it is used, every loop's variable is bound, and no index leaves its
 place.
 """
@@ -88,6 +89,11 @@ def _tile(p: tile.Program) -> str:
             tile.fit(schedule, step)
         except UserError as why:
             return f"kernel {step.name}: {why}"
+    schedules = dict(p.schedules)
+    for number, plan in p.plans:
+        above = schedules.get(number)
+        if above is None or (above.kernel, above.target) != (plan.kernel, plan.target):
+            return f"there is no schedule that the plan of {plan.kernel} for {plan.target} completes"
     return _loop(p.loop)
 
 

@@ -37,15 +37,9 @@ def problem(kernel: k.Kernel) -> str:
                 isinstance(x, k.Integer) or getattr(x, "name", "") in k.THREADS for x in topological(list(_flat(index)))
             ):
                 return f"{type(s).__name__} indexes the registers {place.name} by the number of a thread or an integer"
-        target = (
-            s.target
-            if isinstance(s, k.Move | k.TensorStore)
-            else s.buffer
-            if isinstance(s, l.Store | k.Atomic)
-            else None
-        )
-        if target in kernel.reads:
-            return f"{type(s).__name__} writes {target.name}, which the kernel only reads"
+        for target in [s.buffer] if isinstance(s, l.Store) else k.written(s):
+            if target in kernel.reads:
+                return f"{type(s).__name__} writes {target.name}, which the kernel only reads"
     known: set[Any] = {*kernel.params, *kernel.shared}
     return _problem(kernel.body, known, {"block", "warp", "lane"})
 
@@ -85,14 +79,10 @@ def places(s: Node) -> Iterator[tuple[Buffer, tuple[IntExpr, ...]]]:
     """The places that a statement names, itself or in a term, with the indices."""
     terms = [s.term] if isinstance(s, k.Let) else [s.value] if isinstance(s, l.Store | k.Atomic) else []
     yield from ((x.buffer, x.index) for x in topological(terms) if isinstance(x, l.Load | k.Remote))
-    match s:
-        case l.Store() | k.Atomic():
-            yield s.buffer, s.index
-        case k.Move() | k.AsyncCopy() | k.TensorLoad() | k.TensorStore() | k.LoadMatrix() | k.StoreMatrix():
-            yield s.target, s.to
-            yield s.source, s.at
-        case k.Multiply() | k.MultiplyAsync():
-            yield from ((s.d, s.d_at), (s.a, s.a_at), (s.b, s.b_at))
+    if isinstance(s, l.Store):
+        yield s.buffer, s.index
+    elif isinstance(s, k.Statement):
+        yield from ((place, index) for _, place, _, index in s.places())
 
 
 def _problem(body: tuple[Node, ...], known: set[Any], variables: set[str]) -> str:

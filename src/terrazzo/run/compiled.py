@@ -131,7 +131,12 @@ class _Frame:
         import torch
 
         self.plan = plan
-        self.arena = torch.empty(plan.arena + ALIGN, dtype=torch.uint8, device=machine.device)
+        try:
+            self.arena = torch.empty(plan.arena + ALIGN, dtype=torch.uint8, device=machine.device)
+        except RuntimeError:  # which is how PyTorch says that the CPU's memory does not suffice
+            if machine.device != "cpu":
+                raise
+            raise MemoryError(f"temporaries take {plan.arena} bytes") from None
         self.base = (self.arena.data_ptr() + ALIGN - 1) // ALIGN * ALIGN
         self.results = [(k, Expected(s, machine.device)) for k, s in enumerate(plan.slots) if s.kind == "result"]
         self.launches: list[Any] = []

@@ -331,7 +331,7 @@ def _lost(
         if not (why := tried.of(source)):
             continue
         told = failure(why, source, tried.arch, made[source].facts, tried.cache)
-        if theirs or kernel.name in pinned(options):
+        if theirs or kernel.name in pinned(options)[0]:
             raise UserError(told)
         if source in known and (not made[source].facts.runs or source in tried.refused):
             raise CompilerBug(told)

@@ -25,9 +25,26 @@ class Expected:
         self.layout, self.plain, self.complex = torch.strided, torch.Tensor, self.dtype.is_complex
 
     def empty(self) -> Any:
+        """A tensor to write to; MemoryError where there is no room for it."""
         import torch
 
-        return torch.empty_strided(self.slot.shape, self.slot.strides, dtype=self.dtype, device=self.device)
+        try:
+            return torch.empty_strided(self.slot.shape, self.slot.strides, dtype=self.dtype, device=self.device)
+        except RuntimeError:  # which is how PyTorch says so of the CPU's memory
+            if self.device.type != "cpu":
+                raise
+            raise MemoryError(f"{self.slot.name} is {self.slot.dtype}{list(self.slot.shape)}") from None
+
+    def holding(self, values: Any) -> Any:
+        """A tensor of these values; of those that strides put at one place, one."""
+        import torch
+
+        found, slot = self.empty(), self.slot
+        if 0 not in slot.strides:
+            return found.copy_(values)
+        one = tuple(slice(None) if step else slice(1) for step in slot.strides)
+        torch.as_strided(found, found[one].shape, slot.strides).copy_(values[one])
+        return found
 
     def check(self, t: Any) -> Any:
         """The tensor, or a copy where its memory is not its value or badly aligned. UserError where it is another one
@@ -37,10 +54,10 @@ class Expected:
         kind = getattr(t, "dtype", None) is self.dtype and t.device == self.device and t.layout is self.layout
         if kind and t.shape == slot.shape and _strides_fit(t, slot):
             if t.is_neg() or (self.complex and t.is_conj()):  # what lies in its memory is not its value
-                return self.empty().copy_(t.detach())
+                return self.holding(t.detach())
             if type(t) is self.plain or t.data_ptr() or not slot.bytes:
                 aligned = self.device.type == "cpu" or not t.data_ptr() % ALIGNED
-                return t if aligned else self.empty().copy_(t.detach())
+                return t if aligned else self.holding(t.detach())
             raise UserError(f"input {slot.name}: a {type(t).__name__} without memory")
         import torch
 

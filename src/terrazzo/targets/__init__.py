@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from terrazzo.errors import UserError
+from terrazzo.hw import mma_sync
 from terrazzo.hw.gpu import GPUS, Gpu
 from terrazzo.rules.loop.cost import Rates
 
@@ -21,9 +22,12 @@ class Target:
 
 def _cuda(gpu: Gpu) -> Target:
     op = 2 / gpu.fma
+    known = (i for i in mma_sync.INSTRUCTIONS if i.since <= gpu.number and i.d.dtype.name == "f32")
+    types = tuple(dict.fromkeys(i.a.dtype.name for i in known))
     rates = Rates(
-        1 / gpu.memory, op, serial=10 * op, fma=op, mixed=64 * op, load=4 / gpu.cache, step=200, launch=gpu.launch
-    )
+        1 / gpu.memory, op, serial=10 * op, fma=op, mixed=64 * op, load=4 / gpu.cache, step=200, launch=gpu.launch,
+        tensor=2 / gpu.tensor, matrix=types,
+    )  # fmt: skip
     return Target(gpu.arch, f"CUDA on {gpu.name}, compiled by NVRTC", rates, gpu)
 
 

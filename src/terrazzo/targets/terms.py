@@ -11,7 +11,7 @@ from terrazzo.errors import CompilerBug
 from terrazzo.ir.address import flatten
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import FloorDiv, IntExpr, Loaded, Mod, Sum, at_least
+from terrazzo.ir.expr import FloorDiv, IntExpr, Loaded, Mod, Sum, at_least, comparison
 from terrazzo.ir.node import Node
 from terrazzo.ir.types import DType
 
@@ -49,8 +49,13 @@ def index(e: IntExpr, scope: Scope) -> str:
         return scope.names[e]
     match e:
         case Sum():
-            parts = [" * ".join([*(index(f, scope) for f in fs), *([f"{k}"] if k != 1 else [])]) for k, fs in e.terms]
-            return "(" + " + ".join([*parts, *([str(e.constant)] if e.constant or not parts else [])]) + ")"
+            text = ""
+            for c, fs in sorted(e.terms, key=lambda x: x[0] < 0):
+                product = " * ".join([*(index(f, scope) for f in fs), *([str(abs(c))] if abs(c) != 1 else [])])
+                text += (" - " if c < 0 else " + ") + product if text else "-" * (c < 0) + product
+            if e.constant or not text:
+                text += f" {'-' if e.constant < 0 else '+'} {abs(e.constant)}" if text else str(e.constant)
+            return f"({text})"
         case FloorDiv():
             a, b = index(e.a, scope), index(e.b, scope)
             return f"({a} / {b})" if at_least(e.a, 0) else f"tz_fdiv({a}, {b})"
@@ -148,7 +153,11 @@ def offset(place: l.Buffer, at: Sequence[IntExpr], scope: Scope) -> str:
 
 def guard(inside: Iterable[IntExpr], scope: Scope) -> str:
     """The conjunction of the guards."""
-    return " && ".join(f"{index(e, scope)} >= 0" for e in inside)
+    found = []
+    for e in inside:
+        left, word, right = comparison(e)
+        found.append(f"{index(left, scope)} {word} {index(right, scope)}")
+    return " && ".join(found)
 
 
 _WRAPPING = ("add", "sub", "mul", "neg")

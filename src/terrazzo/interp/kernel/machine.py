@@ -74,7 +74,7 @@ def run_kernel(
     for b in kernel.writes:
         if blocks is None and outputs[b].fresh and (left := np.argwhere(view(b, outputs[b].block) == NOBODY)).size:
             raise CompilerBug(
-                f"{kernel.name}: nobody writes {b.name}{left[0].tolist()}, and {len(left)} elements in all"
+                f"{kernel.name}: nobody writes {b.name}{left[0].tolist()}; {len(left)} of its elements stay unwritten"
             )
         memory[b] = view(b, outputs[b].data).copy()
 

@@ -368,7 +368,7 @@ class Team:
         here, clocks, place = self.access(at, self.active), self.machine.clocks, self.machine.places[x.buffer]
         ranks = np.broadcast_to(self.number_of(x.rank), self.shape)
         if (bad := ((ranks < 0) | (ranks >= self.kernel.cluster)) & self.active).any():
-            self.fail(x, f"names a block that a cluster of {self.kernel.cluster} has not", np.argwhere(bad)[0])
+            self.fail(x, f"names a block outside its cluster of {self.kernel.cluster}", np.argwhere(bad)[0])
         peers = np.clip(self.block - self.block % self.kernel.cluster + ranks, 0, clocks.blocks - 1)
         there = Access(np.broadcast_to(peers[..., None], at.shape)[here.mask], here.a, here.w, here.mask)
         self.refuse(place.check_read(there.b, there.a, there.w, by=here.b), there, x)

@@ -134,6 +134,7 @@ SCALARS = _table(
     Scalar("pow", 2, _same(*_FLOAT), np.power, "pow{f}({0}, {1})", 30),
     Scalar("exp", 1, _same(*_FLOAT), np.exp, "exp{f}({0})", 10),
     Scalar("exp2", 1, _same(*_FLOAT), np.exp2, "exp2{f}({0})", 10),
+    Scalar("approx_exp2", 1, _same(*_FLOAT), np.exp2, "tz_approx_exp2({0})", 2),  # to two units in the last place
     Scalar("expm1", 1, _same(*_FLOAT), np.expm1, "expm1{f}({0})", 14),
     Scalar("log", 1, _same(*_FLOAT), np.log, "log{f}({0})", 10),
     Scalar("log2", 1, _same(*_FLOAT), np.log2, "log2{f}({0})", 10),

@@ -1,6 +1,7 @@
-"""Tile IR: the kernels of Loop IR, untouched, each with a schedule that binds its axes to a machine (ADR 004).
+"""Tile IR: the kernels of Loop IR, untouched, each with a schedule that binds its axes to a machine (ADR 004), and
+with a plan that leaves nothing open once rules have completed it (ADR 008).
 
-A program of Tile IR means what its loops mean; a schedule only says where and in which order that happens.
+A program of Tile IR means what its loops mean; schedules and plans only say where and in which order that happens.
 """
 
 from __future__ import annotations
@@ -12,15 +13,19 @@ from terrazzo.errors import UserError
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Bound
 from terrazzo.ir.nest import accumulators
+from terrazzo.ir.plan import Plan
 from terrazzo.ir.schedule import Schedule
 
 
 @dataclass(frozen=True)
 class Program:
-    """A program of Loop IR with the schedules of some of its kernels, by the kernel's place among the steps."""
+    """A program of Loop IR with the schedules and plans of some of its kernels, by the kernels' places among the
+    steps.
+    """
 
     loop: l.Program
     schedules: tuple[tuple[int, Schedule], ...]
+    plans: tuple[tuple[int, Plan], ...] = ()
 
     @property
     def dialect(self) -> str:
@@ -29,6 +34,10 @@ class Program:
     @property
     def name(self) -> str:
         return self.loop.name
+
+    def beside(self, number: int) -> str:
+        """What stands below a kernel: its schedule and its plan."""
+        return "\n".join(str(given[number]) for given in (dict(self.schedules), dict(self.plans)) if number in given)
 
 
 def fit(schedule: Schedule, kernel: l.Kernel) -> None:

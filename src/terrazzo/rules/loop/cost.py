@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.ir import nest as n
-from terrazzo.ir.contraction import contraction
+from terrazzo.ir.contraction import contraction, operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import IntExpr, bounds
@@ -26,7 +26,8 @@ class Rates:
     byte: one byte of memory traffic; op: one simple vectorised operation on one element; serial: one combination of a
     monoid that does not vectorise; fma: one multiply-add of a contraction the target blocks; mixed: one in a kernel
     that also reduces in other ways, so that it is not blocked; load: one element from cache; step: one step of a
-    reduction that each thread does by itself, since others around it are shared; launch: one kernel.
+    reduction that each thread does by itself, since others around it are shared; launch: one kernel. Where there are
+    matrix instructions, `matrix` are the types of their operands, and tensor is a multiply-add of theirs.
     """
 
     byte: float = 0.05
@@ -37,6 +38,8 @@ class Rates:
     load: float = 0.02
     step: float = 0.0
     launch: float = 3000.0
+    tensor: float = 0.012
+    matrix: tuple[str, ...] = ()
 
 
 def cost(kernel: l.Kernel, rates: Rates) -> float:
@@ -46,6 +49,19 @@ def cost(kernel: l.Kernel, rates: Rates) -> float:
     bill.walk(n.nest(kernel), 1)
     traffic = sum(min(count, _count(b.type.numel)) * b.type.dtype.size for b, count in bill.touched.items())
     return rates.launch + bill.work + traffic * rates.byte
+
+
+def on_matrix(r: Any, rates: Rates) -> bool:
+    """Whether a reduction is a contraction that matrix instructions can compute: of plain loads of their types, each
+    with a free axis of its own. Who computes an operand, or converts it to such a type, on the way takes that away.
+    """
+    if not isinstance(r, l.Reduce) or (c := contraction(r)) is None or r.dtype.name != "f32":
+        return False
+    a, b = map(operand, c.factors)
+    plain = isinstance(a, l.Load) and isinstance(b, l.Load) and not a.inside and not b.inside
+    one, other = (f.free - frozenset(r.axes) for f in (a, b))
+    wide = all(any(getattr(x, "extent", 2) != 1 for x in own) for own in (one - other, other - one))
+    return plain and wide and a.dtype is b.dtype and a.dtype.name in rates.matrix  # type: ignore[attr-defined]
 
 
 class _Bill:
@@ -76,11 +92,15 @@ class _Bill:
                     self.work += points // max(trips, 1) * self.rates.step * (reduces and alone)
                     blocked = not in_reduction and reduces and all(_contracts(r) for r in s.carried)
                     if blocked:
-                        self.work += points * self.fma * len(s.carried)
+                        self.work += points * sum(map(self.product, s.carried))
                         self.operands(s.body, points)
                         self.work -= points * self.rates.op * len(s.carried)  # the products are in the price of an fma
                     else:
                         self.walk(s.body, points, in_reduction or reduces, alone or shared or reduces)
+
+    def product(self, r: Any) -> float:
+        """A multiply-add of a contraction."""
+        return self.rates.tensor if self.fma == self.rates.fma and on_matrix(r, self.rates) else self.fma
 
     def operands(self, body: Sequence[n.Statement], points: int) -> None:
         """A contraction's products are paid; what its operands need beyond loads and conversions is paid at every

@@ -17,7 +17,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr
 from terrazzo.ir.node import substitute, topological
 from terrazzo.rewrite.rule import Choice, Event, Log, cheapest
-from terrazzo.rules.loop.cost import Rates, cost
+from terrazzo.rules.loop.cost import Rates, cost, on_matrix
 from terrazzo.rules.loop.inline import inline
 from terrazzo.rules.loop.scale import is_scaled, scale_after, uncast
 
@@ -68,7 +68,8 @@ class _Fusion:
     # -- the three kinds of fusion ----------------------------------------------------------------------------------
 
     def views(self) -> None:
-        """A buffer that only moves, converts or names values is read through.
+        """A buffer that only moves, converts or names values is read through, but for one of a type that matrix
+        instructions take: their operands lie in memory, so that conversion is priced with the other fusions.
 
         @loop
         def f(x: f32[3, 3]):
@@ -98,7 +99,7 @@ class _Fusion:
         for i in list(self.kernels):
             kernel = self.kernels[i]
             store = kernel.stores[0]
-            if not _is_view(store.value) or store.buffer.name in self.pinned:
+            if not _is_view(store.value) or self._rounds(store.value) or store.buffer.name in self.pinned:
                 continue
             for j in sorted(self.readers.get(store.buffer, ())):
                 new = inline(self.kernels[j], kernel)
@@ -155,11 +156,12 @@ class _Fusion:
                 continue
             before = [kernel, *(self.kernels[j] for j in readers)]
             choice = self.choice(kernel.name, inlined=found, apart=before)
+            prices = choice.prices() + self._leaves(before, found)
             if self.decide(choice) == "apart":
-                self._skip("inline", kernel.name, choice.prices())
+                self._skip("inline", kernel.name, prices)
                 continue
             into = ", ".join(self.kernels[j].name for j in readers)
-            self._fired("inline", f"{kernel.name} into {into}", choice.prices(), before, found)
+            self._fired("inline", f"{kernel.name} into {into}", prices, before, found)
             for j, new in zip(readers, found, strict=True):
                 self._enter(j, new)
             self._drop(i)
@@ -223,10 +225,11 @@ class _Fusion:
         if merged is None:
             return False
         choice = self.choice(f"{first.name} with {second.name}", apart=[first, second], together=[merged])
+        prices = choice.prices() + self._leaves([first, second], [merged])
         if self.decide(choice) == "apart":
-            self._skip("merge", choice.subject, choice.prices())
+            self._skip("merge", choice.subject, prices)
             return False
-        self._fired("merge", choice.subject, choice.prices(), [first, second], [merged])
+        self._fired("merge", choice.subject, prices, [first, second], [merged])
         self._drop(i)
         self._enter(j, merged)
         return True
@@ -241,6 +244,18 @@ class _Fusion:
         if kernel not in self.prices:
             self.prices[kernel] = cost(kernel, self.rates)
         return self.prices[kernel]
+
+    def _rounds(self, value: Any) -> bool:
+        """Whether a term converts to a type of matrix instructions' operands what is not of such a type."""
+        return value.dtype.name in self.rates.matrix and uncast(value).dtype.name not in self.rates.matrix
+
+    def _leaves(self, before: list[l.Kernel], after: list[l.Kernel]) -> str:
+        """What to say of a fusion that takes products off the matrix instructions."""
+        lost = self._on_matrix(before) - self._on_matrix(after)
+        return f"; fused, {lost} product{'s leave' if lost > 1 else ' leaves'} the tensor cores" if lost > 0 else ""
+
+    def _on_matrix(self, kernels: list[l.Kernel]) -> int:
+        return sum(on_matrix(x, self.rates) for k in kernels for x in topological(k.stores))
 
     def _inlined(self, kernel: l.Kernel, readers: list[int]) -> list[l.Kernel] | str:
         found = []

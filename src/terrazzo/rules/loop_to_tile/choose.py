@@ -16,9 +16,9 @@ from terrazzo.ir.dialects import tile
 from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.sites import Product, product
 from terrazzo.rewrite.rule import Event, Log
-from terrazzo.rules.loop_to_tile import threads, tiles
+from terrazzo.rules.loop_to_tile import chains, threads, tiles
 from terrazzo.rules.loop_to_tile.collapse import collapse, flat_reductions, merge_product_axes
-from terrazzo.rules.loop_to_tile.split import split
+from terrazzo.rules.loop_to_tile.split import pinned_split, split
 from terrazzo.rules.tile_to_kernel.lower import lower
 
 PASS = "schedule"
@@ -54,6 +54,8 @@ def schedule(
         found = _choose(step, gpu, pinned or {}, log, lost)
         for rewrite, old, new in found.rewrites:
             log.applied(PASS, rewrite, old.name, [old], new)
+        for what, why in tiles.unused(step, (s for _, s, *_ in found.kernels), gpu):
+            log.add(Event(PASS, what, found.kernels[0][0].name, False, why))
         for kernel, chosen, rule, reason in found.kernels:
             texts = ("\n".join(map(show, [step])), f"{show(kernel)}\n{chosen}") if show else ("", "")
             log.add(Event(PASS, rule, kernel.name, True, reason, *texts))
@@ -89,7 +91,7 @@ def _choose(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], log: Log
     """
     if kernel.name in pinned:
         done = _pinned(_forms(kernel), pinned, gpu)
-        return Candidate((done,)).after(("pin", kernel, (done[0],)))
+        return _apart(done, gpu).after(("pin", kernel, (done[0],)))
     last: Candidate | None = None
     why = ""
     for candidate in candidates(kernel, gpu, pinned):
@@ -117,6 +119,9 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> It
     """Ways to run a kernel, the best by the model first. The last is the plainest there is: it asks for next to
     nothing, so it can be built whatever the kernel computes.
     """
+    if (together := chains.best(kernel, gpu)[0]) is not None:
+        what = "two products in one loop of steps, with what lies between them in registers"
+        yield Candidate(((kernel, together, "chain", what),))
     if (p := product(kernel)) is not None:
         yield from _tiles(kernel, p, gpu, pinned)
     flat = flat_reductions(kernel)
@@ -198,6 +203,17 @@ def _pinned(forms: Sequence[l.Kernel], pinned: Mapping[str, Schedule], gpu: Gpu)
             continue
         return kernel, chosen, "pin", "by the user"
     raise UserError(f"the schedule of {chosen.kernel} does not fit it: {why[0]}")
+
+
+def _apart(done: Chosen, gpu: Gpu) -> Candidate:
+    """A kernel as it was pinned: as two, where the schedule binds an axis that is reduced to the grid."""
+    kernel, chosen, rule, reason = done
+    found = pinned_split(kernel, chosen)
+    if found is None:
+        return Candidate((done,))
+    first, bound, second = found
+    rest = (second, threads.finish(second, gpu), "finish", "partial states meet, in order")
+    return Candidate(((first, bound, rule, reason), rest), (("split", kernel, (first, second)),))
 
 
 def _split(

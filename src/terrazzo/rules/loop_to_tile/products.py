@@ -113,7 +113,7 @@ def plans(p: Product, gpu: Gpu, cores: bool = False) -> list[Plan]:
     """Every plan that fits, best first: on matrix instructions where the operands allow it and unless `cores` is asked
     for. There may be none, as for many products of one factor.
     """
-    instruction = None if cores else _instruction(p, gpu)
+    instruction = None if cores else instruction_for(p, gpu)[0]
     tiles = (_ring(_shared(t, len(p.sites)), p, gpu) for t in _tiles(gpu, instruction))
     size = 4 if instruction else p.sites[0].reduce.dtype.size
     found = [
@@ -155,32 +155,40 @@ def _bytes(x: Node) -> int:
     return found
 
 
-def _instruction(p: Product, gpu: Gpu) -> str | None:
-    """A matrix instruction for all of the operands: plain loads, contiguous and 16 bytes aligned, of its type."""
-    types = {x.dtype for x in p.operands}  # type: ignore[attr-defined]
-    if len(types) != 1 or len(p.axes) != 1 or p.sites[0].reduce.dtype.name != "f32":
-        return None
-    kind = types.pop()
-    for i in sorted(mma_sync.INSTRUCTIONS, key=lambda i: -i.shape[2]):
-        if (
-            i.a.dtype is kind
-            and i.since <= gpu.number
-            and i.d.dtype.name == "f32"
-            and all(_aligned(x, p) for x in p.operands)
-        ):
-            return i.name
-    return None
-
-
-def _aligned(x: Node, p: Product) -> bool:
-    """A load whose rows are 16 bytes aligned: along k, m or n it is contiguous, and everything else is a multiple of 8
-    elements.
+def instruction_for(p: Product, gpu: Gpu) -> tuple[str | None, str]:
+    """A matrix instruction for all of the operands (plain loads, contiguous and 16 bytes aligned, of its type), or None
+    and why there is none.
     """
-    if not isinstance(x, l.Load) or x.inside:
-        return False
+    types = {x.dtype: called(x) for x in p.operands}  # type: ignore[attr-defined]
+    total = p.sites[0].reduce.dtype
+    if len(types) != 1:
+        return None, f"factors are of different types: {', '.join(f'{name} is {kind}' for kind, name in types.items())}"
+    (kind,) = types
+    found = [i for i in mma_sync.INSTRUCTIONS if i.a.dtype is kind and i.since <= gpu.number and i.d.dtype.name == "f32"]
+    if not found or total.name != "f32":
+        return None, f"no instruction of {gpu.arch} adds up products of {kind} in {total}"
+    if len(p.axes) != 1:
+        return None, f"it sums over {len(p.axes)} axes, and instructions over one"
+    if why := next(filter(None, (_unaligned(x, p) for x in p.operands)), ""):
+        return None, why
+    return max(found, key=lambda i: i.shape[2]).name, ""
+
+
+def _unaligned(x: Node, p: Product) -> str:
+    """Why an operand is no load whose rows are 16 bytes aligned: along k, m or n it is contiguous, and everything else is
+    a multiple of 8 elements.
+    """
+    if not isinstance(x, l.Load):
+        return f"{called(x)} is computed on its way, and instructions take what lies in memory"
+    if x.inside:
+        return f"{x.buffer.name} is padded on its way, and instructions take what lies in memory"
     offset = flatten(x.index, x.buffer.type.element_strides)
     inner = [a for a in (*p.axes, p.m, p.n) if a in x.free and coefficient(offset, a) == 1]
-    return bool(inner) and inner[0].extent % 8 == 0 and divides(8, substitute(offset, {inner[0]: 0}))
+    if not inner:
+        return f"{x.buffer.name} is contiguous along no axis of the product"
+    if inner[0].extent % 8 or not divides(8, substitute(offset, {inner[0]: 0})):
+        return f"rows of {x.buffer.name} do not begin at multiples of 16 bytes"
+    return ""
 
 
 def _pieces(p: Product, t: Tile, gpu: Gpu, instruction: str | None) -> Iterator[int]:

@@ -6,12 +6,17 @@ For every monoid: split-K, split reductions, split-KV are this one rewrite.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from terrazzo.errors import UserError
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, Var, at_least
-from terrazzo.ir.node import Node, substitute, transform
+from terrazzo.ir.nest import accumulators
+from terrazzo.ir.node import Node, substitute, topological, transform
+from terrazzo.ir.schedule import Like, Schedule
 from terrazzo.ir.types import Type
 from terrazzo.rules.loop.inline import guarded, rewrite_loads
 
@@ -82,6 +87,37 @@ def split(kernel: l.Kernel, reduces: Sequence[l.Reduce], pieces: int, unit: int 
         kernel.name, kernel.axes, tuple(transform(s, lambda x: x, dict(whole)) for s in kernel.stores), kernel.source
     )
     return first, second
+
+
+def pinned_split(kernel: l.Kernel, schedule: Schedule) -> tuple[l.Kernel, Schedule, l.Kernel] | None:
+    """A kernel as two, where its schedule binds an axis that is reduced to the grid: the one for partial states, with
+    the rest of the schedule, and the one that combines them. None where it binds none.
+
+    UserError where the schedule splits other than the last axis of reductions that are over the same ones.
+    """
+    lines = {a: b for a, b in schedule.axes if not isinstance(b, Like)}
+    reduces = [r for r in accumulators(kernel).values() if isinstance(r, l.Reduce)]
+    over = {f"r{a.label}": r for r in reduces for a in r.axes}
+    cut = [a for a, b in lines.items() if a in over and any(f.level == "grid" and f.size > 1 for f in b)]
+    if not cut:
+        return None
+    last = {f"r{r.axes[-1].label}" for r in reduces}
+    if len(cut) > 1 or last != set(cut) or any(isinstance(x, l.Reduce) for r in reduces for x in topological(r.args)):
+        raise UserError(
+            f"the schedule of {kernel.name}: blocks share {', '.join(cut)}, and can share the last axis that all of its"
+            f" reductions are over, which is {' and '.join(sorted(last))}"
+        )
+    (axis,) = cut
+    grid, *rest = lines[axis]
+    first, second = split(kernel, reduces, grid.size, math.prod(f.size for f in rest))
+    part = first.axes[0].name
+    names = {s.buffer.name: p.buffer.name for s, p in zip(kernel.stores, first.stores, strict=False)}
+    sites = tuple(replace(s, names=tuple(names.get(x, x) for x in s.names)) for s in schedule.sites)
+    axes = tuple((a, tuple(rest) if a == axis else b) for a, b in schedule.axes)
+    bound = replace(
+        schedule, kernel=first.name, axes=((part, (grid,)), *(x for x in axes if x[1])), sites=sites
+    )
+    return first, bound, second
 
 
 def _moved(term: Node, axis: Var, to: IntExpr) -> Any:

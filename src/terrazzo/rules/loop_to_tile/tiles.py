@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from terrazzo.hw.gpu import Gpu
+from terrazzo.hw.products import matrix, warps
+from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.schedule import Schedule
-from terrazzo.ir.sites import Product
+from terrazzo.ir.sites import Product, no_product, product
 from terrazzo.rules.loop_to_tile import products, warpgroups
+from terrazzo.rules.loop_to_tile.collapse import merge_product_axes
 
 Plan = products.Plan | warpgroups.Plan
 
@@ -26,3 +30,21 @@ def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
     if isinstance(plan, warpgroups.Plan):
         return warpgroups.schedule(p, plan, gpu)
     return products.schedule(p, plan, gpu)
+
+
+def unused(kernel: l.Kernel, chosen: Iterable[Schedule], gpu: Gpu) -> Iterator[tuple[str, str]]:
+    """Why sums of products do not run on tensor cores, or not on the instructions of warpgroups: (which, why)."""
+    issued = [warps(found) for s in chosen for site in s.sites if (found := matrix(site.instruction))]
+    p = product(kernel)
+    if p is None:
+        if why := no_product(kernel):
+            yield "tensor_cores", why
+        return
+    p = product(merge_product_axes(kernel, p.sites)) or p
+    if not issued:
+        name, why = products.instruction_for(p, gpu)
+        yield "tensor_cores", why or f"{name} takes it, and no tile of it that can be built is faster by the model"
+    elif max(issued) == 1:
+        _, why = warpgroups.instructions_for(p, gpu)
+        best = next(iter(warpgroups.plans(p, gpu)), None)
+        yield "wgmma", why or (f"at best {best}, which is no better than what runs" if best else "no tile of it is filled by half")

@@ -85,16 +85,31 @@ class Plan:
 
 def plans(p: Product, gpu: Gpu) -> list[Plan]:
     """Every plan that may fit, best first; none where the machine has no such instructions or they take other types."""
-    types = {x.dtype for x in p.operands}  # type: ignore[attr-defined]
-    if len(types) != 1 or len(p.axes) != 1 or any(not isinstance(x, l.Load) for x in p.operands):
-        return []
-    (kind,) = types
     found = []
-    for i in INSTRUCTIONS:
-        if i.operand is kind and i.shape[1] in COLUMNS and p.sites[0].reduce.dtype is i.d.dtype and not missing(i, gpu):
+    for i in instructions_for(p, gpu)[0]:
+        if i.shape[1] in COLUMNS:
             for tile in _tiles(p, i.shape[1]):
                 found += [Plan(tile, s, i, _time(p, tile, s, gpu)) for s in _pieces(p, tile, gpu)]
     return sorted(found, key=lambda x: x.time)
+
+
+def instructions_for(p: Product, gpu: Gpu) -> tuple[list[WarpgroupInstruction], str]:
+    """The instructions that take a product's operands on this machine, or none and why."""
+    types = {x.dtype for x in p.operands}  # type: ignore[attr-defined]
+    if len(types) != 1:
+        return [], "its factors are of different types"
+    if len(p.axes) != 1:
+        return [], f"it sums over {len(p.axes)} axes, and instructions over one"
+    if computed := [called(x) for x in p.operands if not isinstance(x, l.Load)]:
+        return [], f"{computed[0]} is computed on its way, and TMA brings what lies in memory"
+    (kind,) = types
+    total = p.sites[0].reduce.dtype
+    found = [i for i in INSTRUCTIONS if i.operand is kind and i.d.dtype is total]
+    if not found:
+        return [], f"it adds up no products of {kind} in {total}"
+    if lacks := missing(found[0], gpu):
+        return [], f"it needs {lacks}, and the target is {gpu.arch}"
+    return found, ""
 
 
 def _tiles(p: Product, n: int) -> Iterator[Tile]:

@@ -51,7 +51,7 @@ def index_map(node: t.IndexMap, ctx: Any) -> Any:
 
     @tensor
     def f(x: f32[3, 3]):
-        z: f32[3, 3] = index_map(lambda i0, i1: x[i1, i0 - 1] if i0 - 1 >= 0 else 0)
+        z: f32[3, 3] = index_map(lambda i0, i1: x[i1, i0 - 1] if i0 >= 1 else 0)
         return (z,)
     =>
     @loop
@@ -59,7 +59,7 @@ def index_map(node: t.IndexMap, ctx: Any) -> Any:
         with kernel('z', z=f32[3, 3]):
             for a0 in free(3):
                 for a1 in free(3):
-                    in0 = x[a1, a0 - 1] if a0 - 1 >= 0 else 0
+                    in0 = x[a1, a0 - 1] if a0 >= 1 else 0
                     z[a0, a1] = in0
         return (z,)
     """

@@ -20,7 +20,7 @@ def assign_warps(plan: Plan, draft: Draft) -> Plan | None:
     if plan.all(Agent):
         return None
     schedule = draft.schedule
-    count = max([1, draft.warps(None), *(draft.warps(s) for s in schedule.sites)])
+    count = bound_warps(draft)
     groups = any(warps(draft.instruction(s)) > 1 for s in schedule.sites)
     options = dict(schedule.options("roles"))
     if not options:
@@ -36,6 +36,11 @@ def assign_warps(plan: Plan, draft: Draft) -> Plan | None:
     load = Agent(LOAD, 0, first, 1, registers[0])
     math = Agent(MATH, first, count, count // WARPS_IN_A_GROUP if groups else 1, registers[1])
     return plan.plus(load, math, read=draft.read(None, "roles", "roles", LOAD, MATH, "registers"))
+
+
+def bound_warps(draft: Draft) -> int:
+    """The warps that compute."""
+    return max([1, draft.warps(None), *(draft.warps(s) for s in draft.schedule.sites)])
 
 
 def _warps(draft: Draft, name: str, given: object) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from terrazzo.errors import Limitation, TerrazzoError, UserError
+from terrazzo.errors import CompilerBug, Limitation, TerrazzoError, UserError
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
@@ -13,12 +14,13 @@ from terrazzo.ir.plan import Agent, Order, Plan, Product, Ring, Stream
 from terrazzo.ir.schedule import Schedule
 from terrazzo.rewrite.engine import rewrite
 from terrazzo.rewrite.rule import Event, Log
-from terrazzo.rules.tile import agents, order, products, results, rings
+from terrazzo.rules.tile import agents, frames, order, products, reach, results, rings
 from terrazzo.rules.tile.draft import Draft
+from terrazzo.rules.tile.verify import problems, verify
 
 PASS = "plan"
 
-RULES = (*order.RULES, *agents.RULES, *products.RULES, *rings.RULES, *results.RULES)
+RULES = (*order.RULES, *agents.RULES, *products.RULES, *frames.RULES, *reach.RULES, *rings.RULES, *results.RULES)
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,32 @@ def complete(kernel: l.Kernel, schedule: Schedule, gpu: Gpu) -> tuple[Plan | Ref
     except (UserError, Limitation) as why:
         return Refused(why), tuple(log.events)
     return _judged(plan, draft, log), tuple(log.events)
+
+
+def program(
+    scheduled: tile.Program, gpu: Gpu, log: Log, pinned: Mapping[str, Plan] | None = None, show: bool = False
+) -> tile.Program:
+    """Every schedule with a plan: the one that stands below it or was pinned, as it is, or else the one that rules
+    complete. UserError where the former is not in order.
+    """
+    plans = dict(scheduled.plans)
+    for number, schedule in scheduled.schedules:
+        kernel = scheduled.loop.steps[number]
+        assert isinstance(kernel, l.Kernel)
+        if (given := plans.get(number, (pinned or {}).get(kernel.name))) is not None:
+            verify(kernel, schedule, given, gpu)
+            plans[number] = given
+            log.add(Event(PASS, "pin", kernel.name, True, "by the user"))
+            continue
+        found, events = complete(kernel, schedule, gpu)
+        for e in events:
+            log.add(e if show else replace(e, before="", after=""))
+        if isinstance(found, Refused):
+            raise found.error
+        for number, why in problems(found, Draft(kernel, schedule, gpu)):
+            raise CompilerBug(f"rules made a plan that is not in order, line {number}: {why}\n{found}")
+        plans[number] = found
+    return tile.Program(scheduled.loop, scheduled.schedules, tuple(sorted(plans.items())))
 
 
 def _judged(plan: Plan, draft: Draft, log: Log) -> Plan | Refused:

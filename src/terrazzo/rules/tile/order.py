@@ -16,19 +16,19 @@ def walk_tiles(plan: Plan, draft: Draft) -> Plan | None:
     if plan.all(Order):
         return None
     schedule = draft.schedule
-    lines = [(a, f) for a, b in schedule.axes if not isinstance(b, Like) for f in b]
+    lines = _factors(draft)
     free = {a.name for a in draft.kernel.axes}
     shared = [a for a, f in lines if a not in free and f.level == "grid" and f.size > 1]
     need(
         not shared,
         f"blocks share the reduction over {', '.join(shared)} in two kernels only, each with a schedule of its own",
     )
-    tiles = tuple(Word(a, (f.size,)) for a, f in lines if f.level == "grid")
+    tiles = grid(draft)
     grouped = tuple(Word(a, w.args) for a, f in lines if f.level == "grid" and (w := _rows(draft, f)))
-    cluster = dict.fromkeys(Word(a, (f.size,)) for a, f in lines if f.level == "cluster")
-    inside = [(a, f) for s in schedule.sites for a, _ in s.axes for f in schedule.binding(s, a) if f.level == "cluster"]
-    cluster |= dict.fromkeys(Word(a, (f.size,)) for a, f in inside)
-    size = next(iter(cluster)).args[0] if cluster else 1
+    last = Word("longest_first")
+    backward = tuple(a for a, f in lines if f.level == "grid" and dict(f.options).get("order") == last)
+    cluster = clusters(draft)
+    size = cluster[0].args[0] if cluster else 1
     if len(cluster) > 1 and any(w.args[0] != size for w in cluster):
         raise draft.fail(f"blocks of a cluster divide one axis: {', '.join(map(str, cluster))}")
     if size > 8 or (size > 1 and draft.gpu.number < 90):
@@ -49,8 +49,24 @@ def walk_tiles(plan: Plan, draft: Draft) -> Plan | None:
             grouped = (Word(rows.name, order.args),)
             read += draft.read(None, "persistent", "order")
         read += draft.read(None, "persistent", "persistent")
-    kept = (next(iter(cluster)),) if cluster else ()
-    return plan.plus(Order(tiles, blocks, kept, grouped, bool(persistent)), read=read)
+    return plan.plus(Order(tiles, blocks, cluster[:1], grouped, backward, bool(persistent)), read=read)
+
+
+def _factors(draft: Draft) -> list[tuple[str, Factor]]:
+    return [(a, f) for a, b in draft.schedule.axes if not isinstance(b, Like) for f in b]
+
+
+def grid(draft: Draft) -> tuple[Word, ...]:
+    """How often every axis has a tile."""
+    return tuple(Word(a, (f.size,)) for a, f in _factors(draft) if f.level == "grid")
+
+
+def clusters(draft: Draft) -> tuple[Word, ...]:
+    """The axes that blocks of a cluster divide, for the kernel or in its sites."""
+    schedule = draft.schedule
+    inside = ((a, f) for s in schedule.sites for a, _ in s.axes for f in schedule.binding(s, a))
+    found = (Word(a, (f.size,)) for a, f in (*_factors(draft), *inside) if f.level == "cluster")
+    return tuple(dict.fromkeys(found))
 
 
 def _rows(draft: Draft, f: Factor) -> Word | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from terrazzo.errors import Limitation
 from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.plan import EVERYONE, Agent, Combine, Keep, Plan, Product, Result, Stream
@@ -43,6 +44,11 @@ def _gathered(plan: Plan, draft: Draft, site: Site, s: l.Store, agent: str) -> R
     assert instruction is not None
     options: dict[str, Any] = dict(dict(site.operands)[name].options)
     size = s.buffer.type.dtype.size
+    shared = [f for x in product.sites for a in draft.products[x].reduce.axes for f in draft.binding(a, draft.site(x)) if f.size > 1]
+    need(
+        not any(f.level in ("warp", "warpgroup") for f in shared),
+        f"{name}: warps share the steps of {product.sites[0]}, whose sums meet: results leave from registers then",
+    )
     columns = next(a for a in draft.kernel.axes if axis_name(a) == product.n)
     need(
         coefficient(flatten(s.index, s.buffer.type.element_strides), columns) == 1,
@@ -68,28 +74,62 @@ def _gathered(plan: Plan, draft: Draft, site: Site, s: l.Store, agent: str) -> R
 @rule(keys=(Plan,))
 def meet(plan: Plan, draft: Draft) -> Plan | None:
     """A reduction's partial states are where its axes are: lanes, warps, blocks of a cluster. There they meet."""
-    if plan.all(Combine):
+    if plan.all(Combine) or (draft.products and not plan.all(Product)):
         return None
     lines = []
-    for name, r in draft.names.items():
-        if not isinstance(r, l.Reduce):
-            continue
-        factors = [f for a in r.axes for f in draft.binding(a, draft.site(name))]
-        lanes, warps, blocks = (math.prod(f.size for f in factors if f.level == x) for x in ("lane", "warp", "cluster"))
-        need(not any(f.level == "warpgroup" for f in factors), f"{name}: warpgroups do not share a reduction yet")
-        if max(lanes, warps, blocks) > 1:
-            lines.append(Combine(name, lanes, warps, blocks))
+    for name in draft.names:
+        if why := _apart(plan, draft, name):
+            raise Limitation(f"{plan.kernel}: {name}: {why}")
+        if line := combination(draft, name):
+            lines.append(line)
     return plan.plus(*lines) if lines else None
+
+
+def combination(draft: Draft, name: str) -> Combine | None:
+    """Where the partial states of a reduction are; None where every one is whole."""
+    lanes, warps, groups, blocks = _shares(draft, name)
+    return Combine(name, lanes, warps * groups, blocks) if max(lanes, warps, groups, blocks) > 1 else None
+
+
+def _shares(draft: Draft, name: str) -> tuple[int, int, int, int]:
+    """Among how many lanes, warps, warpgroups and blocks of a cluster a reduction is divided."""
+    r = draft.names[name]
+    if not isinstance(r, l.Reduce):
+        return 1, 1, 1, 1
+    factors = [f for a in r.axes for f in draft.binding(a, draft.site(name))]
+    lanes, warps, groups, blocks = (
+        math.prod(f.size for f in factors if f.level == level) for level in ("lane", "warp", "warpgroup", "cluster")
+    )
+    return lanes, warps, groups, blocks
+
+
+def _apart(plan: Plan, draft: Draft, name: str) -> str:
+    """Why the partial states of a reduction cannot meet, or nothing."""
+    lanes, warps, groups, blocks = _shares(draft, name)
+    if name not in draft.products:
+        return "warpgroups share no reduction but a product's" if groups > 1 else ""
+    if blocks > 1:
+        return "blocks of a cluster share no steps of a tile"
+    if max(lanes, warps, groups) > 1 and name not in plan.all(Product)[-1].sites:
+        return "threads share its reduction, and it stands inside another's steps"
+    if groups > 1 and any(a.teams > 1 for a in plan.all(Agent)):
+        return "warpgroups that wait by themselves share no reduction"
+    return ""
 
 
 @rule(keys=(Plan,))
 def keep_in_registers(plan: Plan, draft: Draft) -> Plan | None:
     """`x = reg()`: what is loaded or computed once stays until it is wanted again."""
-    known = {b.name for b in draft.kernel.reads} | set(draft.names)
-    names = [name for name, operand in draft.schedule.operands if operand.place == "reg" and name in known]
+    names = kept(draft)
     if plan.all(Keep) or not names:
         return None
     return plan.plus(*map(Keep, names), read=[w for x in names for w in draft.read(None, x, "reg")])
+
+
+def kept(draft: Draft) -> list[str]:
+    """What the schedule keeps in registers."""
+    known = {b.name for b in draft.kernel.reads} | set(draft.names)
+    return [name for name, operand in draft.schedule.operands if operand.place == "reg" and name in known]
 
 
 RULES = (stage_results, meet, keep_in_registers)

@@ -73,7 +73,7 @@ def pipeline(plan: Plan, draft: Draft) -> Plan | None:
     users: dict[tuple[Any, ...], list[int]] = {}
     for number, p in enumerate(products):
         for x in brought(draft, p):
-            key = (number if apart else None, _over(draft, products, x))
+            key = (number if apart else None, loops_of(draft, products, x))
             groups.setdefault(key, {})[_transport(draft, draft.site(p.sites[0]), x)] = None
             users.setdefault(key, []).append(number)
     rings: dict[tuple[Any, ...], Ring] = {}
@@ -81,19 +81,12 @@ def pipeline(plan: Plan, draft: Draft) -> Plan | None:
         over = key[1]
         need("tma" not in transports or len(transports) == 1, "TMA brings in all operands of a contraction or none")
         count = slots if over else 1
-        by = (
-            "ld"
-            if len(transports) > 1 or (transports == {"cp.async": None} and over and count == 1)
-            else next(iter(transports))
-        )
-        need(
-            by != "tma" or count > 1 or not over,
-            "TMA brings in all operands of a contraction or none, in a ring of two at least",
-        )
+        by = "ld" if len(transports) > 1 or (transports == {"cp.async": None} and over and count == 1) else next(iter(transports))
+        need(by != "tma" or count > 1 or not over or apart, "TMA fills a ring of two slots at least where all warps do everything")
         need(by == "tma" or not apart, f"who only loads does so by TMA, not by {by}")
         count = min(count, 2) if by == "ld" else count
-        late = apart and warps(matrix(products[0].on)) > 1 and len(products) == 1
-        ahead = count if apart else count - 1
+        late = warps(matrix(products[0].on)) > 1 and len(products) == 1 and by != "ld" and count > (1 if apart else 3)
+        ahead = count if apart else count - 1 - late
         consumer = products[users[key][0]].agent
         rings[key] = Ring(f"ring{len(rings)}", over, count, ahead, by, LOAD if apart else EVERYONE, consumer, late)
     lines = []
@@ -105,8 +98,8 @@ def pipeline(plan: Plan, draft: Draft) -> Plan | None:
     return Plan(plan.kernel, plan.target, rest, plan.open).plus(*rings.values(), *lines, read=read)
 
 
-def _over(draft: Draft, products: Sequence[Product], x: Node) -> tuple[Word, ...]:
-    """The loops an operand changes in. For one product, all of them: what does not change is loaded again."""
+def loops_of(draft: Draft, products: Sequence[Product], x: Node) -> tuple[Word, ...]:
+    """The loops an operand changes in. Where there is one product, all of them: what does not change is loaded again."""
     loops = steps(draft)
     if len(products) > 1 and not any(a in x.free for a, _ in loops):
         return ()
@@ -119,9 +112,7 @@ def _transport(draft: Draft, site: Site | None, x: Node) -> str:
     if by not in SINCE:
         raise draft.fail(f"{name} is brought in by {by!r}; known: {', '.join(SINCE)}")
     if draft.gpu.number < SINCE[by]:
-        raise draft.fail(
-            f"{name} is brought in by {by}, which needs sm_{SINCE[by]}, and the target is {draft.gpu.arch}"
-        )
+        raise draft.fail(f"{name} is brought in by {by}, which needs sm_{SINCE[by]}, and the target is {draft.gpu.arch}")
     return by
 
 
@@ -138,7 +129,7 @@ def lay_out_operands(plan: Plan, draft: Draft) -> Plan | None:
         site = draft.site(p.sites[0])
         rings = [plan.named(r) for r in p.rings]
         for x in brought(draft, p):
-            over = _over(draft, plan.all(Product), x)
+            over = loops_of(draft, plan.all(Product), x)
             ring = next(r for r in rings if r.over == over)
             name = called(x) + "_s"
             taken = [s.name for s in lines.values()]
@@ -172,51 +163,59 @@ class Slab:
         """How it lies there and is moved. Declines, with the reason, where it cannot be."""
         sizes = {a: self.draft.length(a, self.site) for a in (*self.free, *self.reduced)}
         need(sizes, f"{self.name}: a step of the tile needs one element of it, which is no slab")
-        found = loads(self.term)
-        offset = flatten(found[0].index, found[0].buffer.type.element_strides) if found else 0
         axes = list(sizes)
-        memory = next((a for a in axes if coefficient(offset, a) == 1), axes[-1])
+        memory = self.memory(axes)
         along = next((a for a in axes if axis_name(a) == self.options.get("along")), memory)
         axes.sort(key=lambda a: a is along)
         words = tuple(Word(axis_name(a), (sizes[a],)) for a in axes)
         swizzle, pad = self.options.get("swizzle", 0), self.options.get("pad", 0)
-        panel = 0
-        if warps(self.instruction) > 1:
-            panel = self._panel(axes, sizes, swizzle)
-        elif self.instruction is not None:
-            rows = sizes[axes[-1]] + pad
-            if rows * self.term.dtype.size % WIDEST:  # type: ignore[attr-defined]
-                raise self.draft.fail(
-                    f"{name}: its rows lie {rows} elements apart, and ldmatrix reads pieces of {WIDEST} bytes"
-                )
-        dtype = self.term.dtype  # type: ignore[attr-defined]
+        panel, cast = self.panel(axes, sizes, swizzle), self.cast(axes, bool(self.options.get("multicast")))
         vector = 0
-        if self.ring.by == "tma":
-            self._box(name, axes, sizes, swizzle, pad, panel)
-        else:
-            vector = next(
-                v for v in (16, 8, 4, 2, 1) if v * dtype.size <= WIDEST and self._fits(axes, sizes, memory, pad, v)
-            )
-            copied = isinstance(self.term, l.Load) and vector * dtype.size in (4, 8, 16)
+        if self.ring.by != "tma":
+            most = WIDEST // self.term.dtype.size  # type: ignore[attr-defined]
+            vector = next(v for v in (16, 8, 4, 2, 1) if v <= most and self.fits(axes, sizes, memory, pad, v))
             need(
-                self.ring.by != "cp.async" or copied,
+                self.ring.by != "cp.async" or self.copied(vector),
                 f"{self.name}: cp.async needs a plain load of which 4 bytes at least lie together",
             )
-        return Stream(
-            name, operand_text(self.term), self.ring.name, words, axis_name(memory), vector, swizzle, pad, panel,
-            self._cast(axes),
-        )  # fmt: skip
+        text, along = operand_text(self.term), axis_name(memory)
+        line = Stream(name, text, self.ring.name, words, along, vector, swizzle, pad, panel, cast)
+        self.aligned(line, axes, sizes)
+        if self.ring.by == "tma":
+            self.box(line, axes, sizes)
+        return line
 
-    def _panel(self, axes: list[Any], sizes: dict[Any, int], swizzle: int) -> int:
+    def memory(self, axes: Sequence[Any]) -> Any:
+        """The axis along which global memory is contiguous, or else the last."""
+        found = loads(self.term)
+        offset = flatten(found[0].index, found[0].buffer.type.element_strides) if found else 0
+        return next((a for a in axes if coefficient(offset, a) == 1), axes[-1])
+
+    def aligned(self, line: Stream, axes: Sequence[Any], sizes: dict[Any, int]) -> None:
+        """UserError where ldmatrix cannot read the slab's rows."""
+        rows = sizes[axes[-1]] + line.pad
+        apart = rows * self.term.dtype.size % WIDEST  # type: ignore[attr-defined]
+        if self.instruction is not None and warps(self.instruction) == 1 and apart:
+            raise self.draft.fail(
+                f"{line.name}: its rows lie {rows} elements apart, and ldmatrix reads pieces of {WIDEST} bytes"
+            )
+
+    def copied(self, vector: int) -> bool:
+        """Whether cp.async can bring in so many elements at once."""
+        return isinstance(self.term, l.Load) and vector * self.term.dtype.size in (4, 8, 16)
+
+    def panel(self, axes: Sequence[Any], sizes: dict[Any, int], swizzle: int) -> int:
         """How wide the panels of a slab are that a warpgroup multiplies: as wide as its swizzle, along k, m or n."""
+        if warps(self.instruction) == 1:
+            return 0
         need(swizzle in (32, 64, 128), f"{self.name}: wgmma reads slabs swizzled by 32, 64 or 128 bytes")
         width: int = swizzle // self.term.dtype.size  # type: ignore[attr-defined]
         need(sizes[axes[-1]] % width == 0, f"{self.name}: rows of {sizes[axes[-1]]} are no panels of {swizzle} bytes")
         return width if sizes[axes[-1]] > width else 0
 
-    def _cast(self, axes: list[Any]) -> int:
+    def cast(self, axes: Sequence[Any], wanted: bool) -> int:
         """To how many blocks of the cluster a box goes: all, where the operand misses the axis they divide."""
-        if not self.options.get("multicast"):
+        if not wanted:
             return 1
         order = self.plan.one(Order)
         need(order.cluster_size > 1, f"{self.name}: there is no cluster to multicast to")
@@ -225,6 +224,10 @@ class Slab:
             f"{self.name}: every block of the cluster has its own part of it",
         )
         need(self.ring.by == "tma", f"{self.name}: only TMA multicasts")
+        need(
+            self.ring.producer != self.ring.consumer and warps(self.instruction) > 1,
+            f"{self.name}: who multicasts must know that slots of other blocks are free: roles and wgmma say so",
+        )
         need(
             self.draft.length(axes[0], self.site) % (8 * order.cluster_size) == 0,
             f"{self.name}: {axis_name(axes[0])} does not divide among the blocks of the cluster",
@@ -241,7 +244,7 @@ class Slab:
             env[a] = first + (at[axes.index(a)] if a in axes else 0)
         return env
 
-    def _fits(self, axes: list[Any], sizes: dict[Any, int], memory: Any, pad: int, width: int) -> bool:
+    def fits(self, axes: list[Any], sizes: dict[Any, int], memory: Any, pad: int, width: int) -> bool:
         """Whether a thread may bring in `width` elements along the last axis at once."""
         last = axes[-1]
         if width == 1:
@@ -251,16 +254,14 @@ class Slab:
         if (sizes[last] + pad) % width:
             return False
         q, j = Var("$q", max(sizes[last] // width, 1)), Var("$j", width)
-        env = self.coordinates(
-            axes, sizes, [*(Var(f"$s{k}", sizes[a]) for k, a in enumerate(axes[:-1])), q * width + j]
-        )
+        env = self.coordinates(axes, sizes, [*(Var(f"$s{k}", sizes[a]) for k, a in enumerate(axes[:-1])), q * width + j])
         found: l.Load = substitute(self.term, env)
         uniform = at_least(last.extent - 1 - env[last], 0) or divides(width, last.extent)
         return uniform and wide(found, j, width)
 
-    def _box(self, name: str, axes: list[Any], sizes: dict[Any, int], swizzle: int, pad: int, panel: int) -> None:
+    def box(self, line: Stream, axes: list[Any], sizes: dict[Any, int]) -> None:
         """Declines, with the reason, where the slab is no box of the tensor."""
-        term = self.term
+        term, name = self.term, line.name
         need(isinstance(term, l.Load) and not term.inside, f"{name}: TMA brings in plain loads only")
         assert isinstance(term, l.Load)
         order: list[Any] = []
@@ -278,14 +279,14 @@ class Slab:
                 ends = own % sizes[a] == 0 or (a is e and own == extent)
                 need(ends, f"{name}: what lies beyond {axis_name(a)} is not beyond the tensor, and TMA would read it")
         need(order == axes, f"{name}: the slab's dimensions are not in the order of the tensor's, which TMA keeps")
-        if pad:
+        if line.pad:
             raise self.draft.fail(f"{name}: TMA leaves no room between rows: a slab has a pad or comes by TMA")
-        box[-1] = panel or box[-1]
-        tensor_map(term.buffer.type, tuple(box), swizzle)  # which refuses what the hardware does
+        box[-1] = line.panel or box[-1]
+        tensor_map(term.buffer.type, tuple(box), line.swizzle)  # which refuses what the hardware does
         size = math.prod(sizes.values()) * term.dtype.size
         need(
-            size % max(swizzle * 8, 128) == 0,
-            f"{name}: a slab of {size} bytes does not end where the swizzle of {swizzle} bytes repeats",
+            size % max(line.swizzle * 8, 128) == 0,
+            f"{name}: a slab of {size} bytes does not end where the swizzle of {line.swizzle} bytes repeats",
         )
         begins: IntExpr = substitute(term.index[-1], self.coordinates(axes, sizes, [0] * len(axes)))
         need(divides(WIDEST // term.dtype.size, begins), f"{name}: its boxes do not begin at multiples of 16 bytes")

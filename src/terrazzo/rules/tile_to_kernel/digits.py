@@ -6,17 +6,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.errors import Limitation, UserError
 from terrazzo.hw.instruction import Fragment
 from terrazzo.hw.products import Matrix, matrix, warps
-from terrazzo.ir.dialects.kernel import BLOCK, LANE, Sync
+from terrazzo.ir.dialects.kernel import BLOCK, LANE, WARP, Sync
 from terrazzo.ir.expr import IntExpr, Var
 from terrazzo.ir.layout import Layout
-from terrazzo.ir.plan import Agent, Order, Plan
+from terrazzo.ir.plan import Agent, Order, Plan, Product
 from terrazzo.ir.schedule import WARPS_IN_A_GROUP, Factor, Like, Schedule, Site
 from terrazzo.ir.types import DType
 from terrazzo.rules.tile.draft import axis_name
@@ -53,7 +53,7 @@ class Digit:
         """The bits of a lane's or warp's number that this is."""
         first = self.inner.bit_length() - 1
         return (
-            {(self.level, first + n) for n in range(self.size.bit_length() - 1)}
+            {(self.level, first + n) for n in range((self.size - 1).bit_length())}
             if self.level in ("lane", "warp", "warpgroup", "cluster")
             else set()
         )
@@ -117,6 +117,14 @@ class Bindings:
         """The first site among those of these names that the schedule describes."""
         return next((s for name in names for s in self.schedule.sites if name in s.names), None)
 
+    def divided(self, axis: str, site: Site | None) -> Site | None:
+        """The site that divides a block's part of an axis: this one, or, where it says nothing, that of the products."""
+        if any(f.level == "block" and f.size > 1 for f in self.schedule.binding(site, axis)):
+            for p in reversed(self.plan.all(Product)):
+                if (found := self.site(p.sites)) is not None and axis in dict(found.axes):
+                    return found
+        return site
+
     def factors(self, axis: str, site: Site | None, default: int) -> tuple[Factor, ...]:
         """The factors of an axis as a site sees it. What is left of a block is of one element, or nobody walks it."""
         found = self.schedule.binding(site, axis) or (Factor("time", default),)
@@ -126,6 +134,7 @@ class Bindings:
 
     def digits(self, axis: str, site: Site | None, default: int) -> list[Digit]:
         """The digits of an axis, outermost first. One that nothing binds is a serial loop of `default` steps."""
+        site = self.divided(axis, site)
         factors = self.factors(axis, site, default)
         instruction = self.instruction(site, axis)
         out: list[Digit] = []
@@ -170,6 +179,20 @@ class Bindings:
                 total = total + (self.grid[axis] if f.level == "grid" else self.rank) * stride
         return total
 
+    def first(self, threads: Set[tuple[str, int]]) -> list[IntExpr]:
+        """Only the first of those who have the same, where axes are bound to these bits of the threads' numbers."""
+        apart = any(level == "warpgroup" for level, _ in threads)
+        counts = {
+            "lane": (LANE, WARP), "warp": (self.warp, WARPS_IN_A_GROUP if apart else self.warps),
+            "warpgroup": (self.group, self.groups), "cluster": (self.rank, self.order.cluster_size),
+        }  # fmt: skip
+        found: list[IntExpr] = []
+        for level, (number, count) in counts.items():
+            bits = range((count - 1).bit_length())
+            missing = [n for n in bits if (level, n) not in threads]
+            found += [-number] if len(missing) == len(bits) else [-(number // (1 << n) % 2) for n in missing]
+        return found
+
     @property
     def leader(self) -> list[IntExpr]:
         """The first thread of a team (of a warpgroup, where they multiply)."""
@@ -203,8 +226,11 @@ class Bindings:
 
     def inner(self, factor: Factor, axis: str, site: Site | None) -> int:
         """The place value of a factor in the number of its level. The axes' innermost factors count fastest, of these
-        the later axes'.
+        the later axes'. Where all axes are like another site's, threads are numbered as there.
         """
+        if site is not None and (other := self.schedule.alike(site)) is not None:
+            name = dict(site.axes)[axis].site.partition(".")[2] if axis in dict(site.axes) else ""  # type: ignore[union-attr]
+            return self.inner(factor, name or axis, other)
         ranked = []
         for n, (a, binding) in enumerate(self.schedule.lines(site)):
             same = [f for f in binding if f.level == factor.level]
@@ -258,7 +284,8 @@ def _grid_digits(order: Order, tile: IntExpr) -> dict[str, IntExpr]:
         else:
             out[last.name] = rest % size
             rest = rest // size
-    return out
+    sizes = {w.name: w.args[0] for w in order.tiles}
+    return {a: sizes[a] - 1 - digit if a in order.backward else digit for a, digit in out.items()}
 
 
 def value(digits: Sequence[Digit]) -> IntExpr:

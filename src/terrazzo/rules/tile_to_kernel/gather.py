@@ -69,7 +69,8 @@ class Gather:
         scope: Scope,
     ) -> None:
         """All subtiles of a store, one after the other."""
-        fragment = next(iter(fragments.values()))
+        fragments = {r: f for r, f in fragments.items() if set(f.axes) <= set(leaf.axes)}
+        fragment = next(f for f in fragments.values() if f.instruction is not None)
         assert fragment.instruction is not None
         rows, columns = (next(p for p in fragment.parts if axis_name(p.axis) == x) for x in (line.rows, line.columns))
         tile = _Tile(line, place, store, leaf, fragments, scope, fragment.instruction, rows, columns)
@@ -155,8 +156,7 @@ class Gather:
             inside.append(part.axis.extent - 1 - x)
         here.pending = tuple(x for x in inside if not at_least(x, 0))
         for reduce, fragment in tile.fragments.items():
-            own = tuple(d.value for p in fragment.parts for d in p.digits if d.level == "reg")
-            here.env[reduce] = l.Load(fragment.place, (*own, number))
+            here.env[reduce] = l.Load(fragment.place, fragment.element(number))
         for let in tile.leaf.lets:
             self.compute(let.term, here)
         self.builder.add(l.Store(held, (e,), here(tile.store.value)))

@@ -22,6 +22,7 @@ from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.tile.agents import LOAD
 from terrazzo.rules.tile.complete import Refused, complete
 from terrazzo.rules.tile.draft import Draft
+from terrazzo.rules.tile.verify import verify
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.digits import Bindings, extent
 from terrazzo.rules.tile_to_kernel.gather import result_place
@@ -33,20 +34,22 @@ from terrazzo.rules.tile_to_kernel.walk import Walker
 def program(
     scheduled: tile.Program, gpu: Gpu, log: Log | None = None, show: Callable[[Any], str] | None = None
 ) -> k.Program:
-    """Every kernel by its schedule. UserError where one asks for more than the machine has."""
-    schedules = dict(scheduled.schedules)
+    """Every kernel by its plan, or by the one that completes its schedule. UserError where one asks for more than the
+    machine has.
+    """
+    schedules, plans = dict(scheduled.schedules), dict(scheduled.plans)
     p = scheduled.loop
     steps: list[k.Kernel | l.Call] = []
     for i, s in enumerate(p.steps):
         if not isinstance(s, l.Kernel):
             steps.append(s)
             continue
-        done = lower(s, schedules[i], gpu)
+        plan = plans.get(i)
+        if plan is not None and plan is not complete(s, schedules[i], gpu)[0]:
+            verify(s, schedules[i], plan, gpu)
+        done = lower(s, schedules[i], gpu, plan)
         steps.append(done)
         if log is not None:
-            plan, events = complete(s, schedules[i], gpu)
-            for e in events:
-                log.add(e if show else Event(e.pass_name, e.rule, e.subject, e.fired, e.reason))
             texts = (f"{show(s)}\n{plan}", show(done)) if show else ("", "")
             what = f"{done.grid} blocks of {done.threads} threads, {done.shared_bytes} bytes of shared memory"
             log.add(Event("derive", "derive", s.name, True, what, *texts))
@@ -54,11 +57,9 @@ def program(
     return k.Program(p.name, p.inputs, tuple(steps), p.results)
 
 
-@lru_cache(maxsize=512)
-def lower(kernel: l.Kernel, schedule: Schedule, gpu: Gpu) -> k.Kernel:
-    """What the schedule means for this kernel. UserError or Limitation, with the reason, where it cannot be.
-
-    Kept, because whoever chooses a schedule asks whether it can be derived, and equal layers have equal kernels.
+def lower(kernel: l.Kernel, schedule: Schedule, gpu: Gpu, plan: Plan | None = None) -> k.Kernel:
+    """What the schedule means for this kernel, by the plan or by the one that completes it. UserError or Limitation, with
+    the reason, where it cannot be.
 
     @tile
     def f(x: f32[3, 40]):
@@ -81,7 +82,7 @@ def lower(kernel: l.Kernel, schedule: Schedule, gpu: Gpu) -> k.Kernel:
             for i0 in unrolled(1):
                 in0 = x[block, i0 * 32 + lane]
                 acc0[()] = max(acc0[()], in0)
-            if -lane + 7 >= 0:
+            if lane < 8:
                 in0 = x[block, lane + 32]
                 acc0[()] = max(acc0[()], in0)
             other0 = shuffle(acc0[()], 1)
@@ -94,13 +95,21 @@ def lower(kernel: l.Kernel, schedule: Schedule, gpu: Gpu) -> k.Kernel:
             acc0[()] = max(acc0[()], other3)
             other4 = shuffle(acc0[()], 16)
             acc0[()] = max(acc0[()], other4)
-            if -lane >= 0:
+            if lane == 0:
                 z[block] = acc0[()]
         return (z,)
     """
-    plan, _ = complete(kernel, schedule, gpu)
-    if isinstance(plan, Refused):
-        raise plan.error
+    if plan is None:
+        found, _ = complete(kernel, schedule, gpu)
+        if isinstance(found, Refused):
+            raise found.error
+        plan = found
+    return _written(kernel, schedule, gpu, plan)
+
+
+@lru_cache(maxsize=512)
+def _written(kernel: l.Kernel, schedule: Schedule, gpu: Gpu, plan: Plan) -> k.Kernel:
+    """Kept, because whoever chooses a schedule asks whether it can be derived, and equal layers have equal kernels."""
     done = write(Draft(kernel, schedule, gpu), plan)
     _budget(done, gpu)
     return done

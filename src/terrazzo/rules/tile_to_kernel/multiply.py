@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -60,12 +59,17 @@ class Fragment:
         return (*own, number)
 
 
+    def element(self, number: IntExpr) -> tuple[IntExpr, ...]:
+        """The place of register `number` of an instruction's results."""
+        return (*(d.value for p in self.parts for d in p.digits if d.level == "reg"), number)
+
+
 @dataclass(frozen=True)
 class Group:
     """Contractions over the same axes, bound alike, whose accumulators lie in `fragments`.
 
     `inner` has the factors of every reduce axis inside a step; `m` and `n` are the axes of an instruction's rows and
-    columns; `values` has the factors that lie in registers already, in place of slabs. A warpgroup's sums begin with
+    columns, `k` is what a step goes along; `values` has the factors that lie in registers already, in place of slabs. A warpgroup's sums begin with
     the first product where `step` is 0.
     """
 
@@ -75,6 +79,7 @@ class Group:
     inner: Mapping[Any, tuple[Digit, ...]]
     m: Any
     n: Any
+    k: Any
     slabs: Mapping[Node, Slab]
     slots: Mapping[str, IntExpr]
     values: Mapping[Node, k.Registers]
@@ -83,6 +88,11 @@ class Group:
     @property
     def axes(self) -> tuple[Any, ...]:
         return self.sites[0].reduce.axes
+
+    def depth(self, axis: Any) -> tuple[list[Digit], IntExpr]:
+        """The loops over an instruction's parts of a step's k, and where such a part begins."""
+        digits = self.inner[axis]
+        return [d for d in digits if d.level == "reg"], value(digits)
 
     def factors(self, c: Contraction) -> tuple[Node, Node]:
         """The factor of m, that of n."""
@@ -108,7 +118,7 @@ class Multiply:
         else:
             self._warps(group, group.instruction)
 
-    # -- CUDA cores ----------------------------------------------------------------------------------------------------
+    # -- CUDA cores -----------------------------------------------------------------------------------------------------
 
     def _elements(self, group: Group) -> None:
         """Outer products: fragments of both operands, then every product of theirs."""
@@ -167,16 +177,15 @@ class Multiply:
         self.builder.loops([*((d.variable, True) for d in order[:-1]), (v, True)], partial(self.builder.add, move))
         return l.Load(place, index)
 
-    # -- instructions of a warp ----------------------------------------------------------------------------------------
+    # -- instructions of a warp -----------------------------------------------------------------------------------------
 
     def _warps(self, group: Group, instruction: MatrixInstruction) -> None:
         """Fragments by ldmatrix, products by a matrix instruction."""
-        (axis,) = group.axes
-        kk = self.bindings.loop_variable("k", math.prod(d.size for d in group.inner[axis] if d.level == "reg"))
-        depth = kk * instruction.shape[2]
+        regs, depth = group.depth(group.k)
 
         def body() -> None:
             loaded: dict[Node, tuple[k.Registers, tuple[Var, ...]]] = {}
+            parts = group.fragments[0].parts
             for c in group.sites:
                 a, b = group.factors(c)
                 for factor, x, layout, name in (
@@ -185,21 +194,28 @@ class Multiply:
                 ):
                     if operand(factor) not in loaded:
                         slab = group.slabs[operand(factor)]
-                        part = next(p for p in group.fragments[0].parts if p.axis is x)
+                        part = next(p for p in parts if p.axis is x)
                         loaded[operand(factor)] = self._load(group, slab, part, depth, layout, name)
+            order = [p for p in parts if p.axis not in (group.n, group.m)]  # those of neither first, then m fastest
+            order += [next(p for p in parts if p.axis is x) for x in (group.n, group.m)]
+            loops = [(d.variable, True) for p in order for d in p.digits if d.level == "reg"]
             for c, fragment in zip(group.sites, group.fragments, strict=True):
                 a, b = group.factors(c)
                 (left, i), (right, j) = loaded[operand(a)], loaded[operand(b)]
-                order = (*i, *j) if fragment.axes[0] is group.m else (*j, *i)
-                product = k.Multiply(instruction.name, fragment.place, (*order, 0), left, (*i, 0), right, (*j, 0))
-                self.builder.loops([(v, True) for v in (*j, *i)], partial(self.builder.add, product))
+                own = tuple(d.variable for p in fragment.parts for d in p.digits if d.level == "reg")
+                product = k.Multiply(instruction.name, fragment.place, (*own, 0), left, (*i, 0), right, (*j, 0))
+                self.builder.loops(loops, partial(self.builder.add, product))
 
-        self.builder.loops([(kk, True)], body)
+        self.builder.loops([(d.variable, True) for d in regs], body)
 
     def _load(
         self, group: Group, slab: Slab, part: Part, depth: IntExpr, layout: Layout, name: str
     ) -> tuple[k.Registers, tuple[Var, ...]]:
-        """All fragments of an operand along its axis, two at a time where an instruction loads two."""
+        """All fragments of an operand along its axis, two at a time where an instruction loads two; for every value of
+        the axes that are no instruction's.
+        """
+        others = [p for p in slab.parts if p.axis not in (part.axis, group.k)]
+        more = [d for p in others for d in p.digits if d.level == "reg"]
         regs = [d for d in part.digits if d.level == "reg"]
         size = 1 << dict(layout.extents)[name]
         along = name if slab.parts[-1].axis is part.axis else "k"
@@ -212,7 +228,7 @@ class Multiply:
             raise Limitation(f"{slab.place.name}: no load brings it into the fragments of the instruction")
         move, rows = found
         count = move.count // pair
-        place = self.builder.registers(_named(slab, "f"), u32, [*(d.size for d in regs), count])
+        place = self.builder.registers(_named(slab, "f"), u32, [*(d.size for d in (*more, *regs)), count])
         row = {c: spread(component(rows, layout, c)) for c, _ in layout.extents}
         variables = [d.variable for d in regs]
         pairs: list[IntExpr] = list(variables)
@@ -223,19 +239,20 @@ class Multiply:
         outer = value([d for d in part.digits if d.level in ("warp", "warpgroup") and d.stride >= size])
         for d, x in zip(regs, pairs, strict=True):
             outer = outer + x * d.stride
-        at = {part.axis: outer + row[name], group.axes[0]: depth + row["k"]}
+        at = {part.axis: outer + row[name], group.k: depth + row["k"], **{p.axis: value(p.digits) for p in others}}
         where = slab.at(group.slot(slab), [at[p.axis] for p in slab.parts])
-        load = k.LoadMatrix(move.name, place, (*pairs, 0), slab.place, where)
-        self.builder.loops([(v, True) for v in loops], partial(self.builder.add, load))
-        return place, tuple(variables)
+        first = tuple(d.variable for d in more)
+        load = k.LoadMatrix(move.name, place, (*first, *pairs, 0), slab.place, where)
+        self.builder.loops([(v, True) for v in (*first, *loops)], partial(self.builder.add, load))
+        return place, (*first, *variables)
 
-    # -- instructions of a warpgroup -----------------------------------------------------------------------------------
+    # -- instructions of a warpgroup ------------------------------------------------------------------------------------
 
     def _warpgroups(self, group: Group, instruction: WarpgroupInstruction) -> None:
         """Products straight from the slabs, or with values in registers as the first factor; they are on their way."""
-        (axis,) = group.axes
-        kk = self.bindings.loop_variable("k", math.prod(d.size for d in group.inner[axis] if d.level == "reg"))
-        depth = kk * instruction.shape[2]
+        axis = group.k
+        steps, depth = group.depth(axis)
+        first = sum((d.value for d in steps), start=group.step)  # 0 at the first product
         self.builder.add(k.Fence("wgmma"))
 
         def body() -> None:
@@ -247,7 +264,7 @@ class Multiply:
                 right, at_b = self._operand(group, operand(b), columns, axis, depth)
                 if operand(a) in group.values:
                     left: l.Buffer = group.values[operand(a)]
-                    at_a: tuple[IntExpr, ...] = (kk * instruction.a.elements,)
+                    at_a: tuple[IntExpr, ...] = (value(steps) // instruction.shape[2] * instruction.a.elements,)
                 else:
                     left, at_a = self._operand(group, operand(a), rows, axis, depth)
                 assert isinstance(right, k.Shared)
@@ -256,11 +273,11 @@ class Multiply:
                     and group.slabs[operand(place)].parts[-1].axis is not axis
                 )  # fmt: skip
                 product = k.MultiplyAsync(
-                    instruction.name, fragment.place, (*own, 0), left, at_a, right, at_b, -group.step - kk, turned
+                    instruction.name, fragment.place, (*own, 0), left, at_a, right, at_b, -first, turned
                 )
                 self.builder.loops([(d.variable, True) for d in regs], partial(self.builder.add, product))
 
-        self.builder.loops([(kk, True)], body)
+        self.builder.loops([(d.variable, True) for d in steps], body)
         self.builder.add(k.Commit("wgmma"))
 
     def _operand(
@@ -298,3 +315,5 @@ def spread(images: Sequence[int]) -> IntExpr:
         total = total + k.LANE // (1 << bit) % (1 << end - bit) * images[bit]
         bit = end
     return total
+
+

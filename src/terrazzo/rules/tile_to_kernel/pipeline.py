@@ -9,22 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from terrazzo.errors import CompilerBug
 from terrazzo.hw.products import matrix, warps
 from terrazzo.hw.wgmma import WarpgroupInstruction
 from terrazzo.ir.contraction import operand
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import IntExpr
-from terrazzo.ir.node import Node, topological
-from terrazzo.ir.plan import Plan, Product, Ring, Stream
+from terrazzo.ir.expr import IntExpr, Var
+from terrazzo.ir.node import Node, substitute, topological
+from terrazzo.ir.plan import Frame as FrameLine
+from terrazzo.ir.plan import Plan, Product, Reach, Ring, Stream
+from terrazzo.ir.schedule import WARPS_IN_A_GROUP
+from terrazzo.ir.types import Type
 from terrazzo.rules.tile.agents import LOAD
 from terrazzo.rules.tile.draft import Draft, axis_name
+from terrazzo.rules.tile.frames import framed, reductions
+from terrazzo.rules.tile.reach import Mask, masked, visited
 from terrazzo.rules.tile.rings import axis_called, brought, operand_text, slab_type, steps
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.copies import Copies, Part, Slab, Steps
 from terrazzo.rules.tile_to_kernel.digits import Bindings, Digit, value, zero
+from terrazzo.rules.tile_to_kernel.frame import Frame, beyond
 from terrazzo.rules.tile_to_kernel.multiply import Fragment, Group, Multiply
 from terrazzo.rules.tile_to_kernel.scope import Scope
 
@@ -95,6 +103,7 @@ class Pipeline:
         self.multiply = Multiply(builder, bindings)
         self.rings = plan.all(Ring)
         self.fragments: dict[l.Reduce, Fragment] = {}
+        self.frame: Frame | None = None
         terms = operands(draft, plan)
         self.parts: dict[Any, Part] = {}
         self.slabs: dict[Node, Slab] = {}
@@ -127,7 +136,7 @@ class Pipeline:
         """The axes that a site's contractions reduce over."""
         return next(c.reduce.axes for name, c in self.draft.products.items() if name in site.names)
 
-    # -- who does what -------------------------------------------------------------------------------------------------
+    # -- who does what --------------------------------------------------------------------------------------------------
 
     def load(self) -> None:
         """What an agent does that only loads: one thread asks for boxes as soon as slots are free."""
@@ -135,7 +144,7 @@ class Pipeline:
         moving = [r for r in self.rings if r.over]
         for ring in held:
             self.fill(ring, 0)
-        t = self.bindings.loop_variable("t", self.steps.count)
+        t = self.step_variable()
 
         def body() -> None:
             for ring in moving:
@@ -154,10 +163,11 @@ class Pipeline:
         for p in self.plan.all(Product):
             if self.outermost(p):
                 self.declare(p)
+        self.begin_frames()
         held = [r for r in self.rings if not r.over]
         for ring in held:
             self.wait(ring, 0)
-        t = self.bindings.loop_variable("t", self.steps.count)
+        t = self.step_variable()
         late = [r for r in self.rings if r.late]
 
         def body() -> None:
@@ -187,20 +197,37 @@ class Pipeline:
             self.free(ring, self.steps.count - 1)
         for ring in held:
             self.free(ring, 0)
+        self.meet(self.plan.all(Product)[-1])
+        self.end_frames()
 
     def everyone(self) -> None:
         """What warps do that do everything."""
         for p in self.plan.all(Product):
             if self.outermost(p):
                 self.declare(p)
+        self.begin_frames()
         for ring in self.rings:
             if not ring.over:
                 self.bring(ring)
         for ring in self.rings:
             if ring.over:
                 {"ld": self.alternate, "cp.async": self.groups, "tma": self.boxes}[ring.by](ring)
+        self.meet(self.plan.all(Product)[-1])
+        self.end_frames()
 
-    # -- slots ---------------------------------------------------------------------------------------------------------
+    def step_variable(self) -> Var:
+        """The number of a step: of all, or of those that a mask leaves anything of."""
+        if not self.plan.all(Reach):
+            return self.bindings.loop_variable("t", self.steps.count)
+        p = self.plan.all(Product)[-1]
+        site, rows = self.draft.site(p.sites[0]), axis_called(self.draft, p.m)
+        base, length = self.bindings.base(rows.name, site), self.draft.length(rows, site)
+        ((axis, count),) = self.steps.times
+        until = visited(self.draft, p, rows, base, length, self.steps.depth[axis], count)
+        assert until is not None
+        return self.bindings.loop_variable("t", substitute(until, self.scope.env))
+
+    # -- slots ----------------------------------------------------------------------------------------------------------
 
     def of(self, ring: Ring) -> list[Slab]:
         """The slabs of a ring."""
@@ -231,7 +258,7 @@ class Pipeline:
         ranks: Sequence[IntExpr | None] = range(shared) if shared > 1 else (None,)
         self.builder.where(first, lambda: self.builder.add(*(k.Arrive(empty, slot, rank) for rank in ranks)))
 
-    # -- all warps load ------------------------------------------------------------------------------------------------
+    # -- all warps load -------------------------------------------------------------------------------------------------
 
     def bring(self, ring: Ring) -> None:
         """What is held for a tile, before its steps."""
@@ -244,13 +271,14 @@ class Pipeline:
             self.wait(ring, 0)
         elif ring.by == "cp.async":
             self.copies.copy(slabs, 0, 0)
-            self.builder.add(k.Commit(), k.WaitGroups(0), k.Sync())
+            self.builder.add(k.Commit(), k.WaitGroups(0))
+            self.publish()
         else:
             for s in slabs:
                 place = self.copies.fetched(s)
                 self.copies.fetch(s, place, 0)
                 self.copies.put(s, place, 0)
-            self.builder.add(k.Sync())
+            self.publish()
 
     @property
     def one(self) -> list[IntExpr]:
@@ -270,13 +298,15 @@ class Pipeline:
         t = self.bindings.loop_variable("t", count)
 
         def body() -> None:
-            builder.add(k.WaitGroups(ahead - 1), k.Sync())
+            builder.add(k.WaitGroups(ahead - 1))
+            self.publish()
             later = (t + ahead) % ring.slots
             builder.where([count - 1 - ahead - t], lambda: self.copies.copy(slabs, t + ahead, later))
             builder.add(k.Commit())
-            self.every_product(t, {ring.name: t % ring.slots})
+            self.every_product(t, {ring.name: t % ring.slots}, ring.late)
 
         builder.loops([(t, False)], body)
+        self.finish(ring)
         builder.add(k.WaitGroups(0), k.Sync())
 
     def boxes(self, ring: Ring) -> None:
@@ -295,9 +325,10 @@ class Pipeline:
             self.wait(ring, t)
             builder.add(k.Sync())
             builder.where([*self.one, count - 1 - ahead - t], lambda: load(t + ahead))
-            self.every_product(t, {ring.name: self.slot(ring, t)[0]})
+            self.every_product(t, {ring.name: self.slot(ring, t)[0]}, ring.late)
 
         builder.loops([(t, False)], body)
+        self.finish(ring)
         builder.add(k.Sync())
 
     def alternate(self, ring: Ring) -> None:
@@ -316,7 +347,7 @@ class Pipeline:
 
         fetch(0)
         put(0)
-        builder.add(k.Sync())
+        self.publish()
         if count == 1:
             self.every_product(0, {ring.name: 0})
             return builder.add(*([k.Sync()] if builder.depth else []))  # before the next tile is put there
@@ -328,17 +359,30 @@ class Pipeline:
             if slots == 1:
                 builder.add(k.Sync())
             builder.where([count - 2 - t], lambda: put((t + 1) % slots))
-            builder.add(k.Sync())
+            self.publish()
 
         builder.loops([(t, False)], body)
 
-    def every_product(self, t: IntExpr, slots: dict[str, IntExpr]) -> None:
+    def publish(self) -> None:
+        """What threads put into shared memory may be used: by a warpgroup's products, which are asynchronous, behind a
+        fence.
+        """
+        if any(warps(matrix(p.on)) > 1 for p in self.plan.all(Product)):
+            self.builder.add(k.Fence("proxy"))
+        self.builder.add(k.Sync())
+
+    def every_product(self, t: IntExpr, slots: dict[str, IntExpr], late: bool = False) -> None:
         """The products of step t, one after the other."""
         for p in self.plan.all(Product):
             self.product(p, t, self.values(p, t), slots)
-            self.settle(p, 0)
+            self.settle(p, int(late))
 
-    # -- products ------------------------------------------------------------------------------------------------------
+    def finish(self, ring: Ring) -> None:
+        """Wait for products that are still on their way after the last step."""
+        if ring.late:
+            self.builder.add(k.WaitGroups(0, "wgmma"))
+
+    # -- products -------------------------------------------------------------------------------------------------------
 
     def outermost(self, p: Product) -> bool:
         """Whether a product's sums are those of the tile, and not of a step."""
@@ -357,7 +401,8 @@ class Pipeline:
             extra = [instruction.d.elements] if instruction else []
             dtype = reduce.dtype
             own = isinstance(instruction, WarpgroupInstruction)  # which begins with its first product
-            init = None if own else l.Literal(zero(dtype), dtype)
+            framed = any(f.product == name for f in self.plan.all(FrameLine))  # which is multiplied before it
+            init = l.Literal(zero(dtype), dtype) if framed or not own else None
             place = self.builder.registers("acc", dtype, [*shape, *extra], init)
             self.fragments[reduce] = Fragment(place, parts, instruction)
 
@@ -376,7 +421,8 @@ class Pipeline:
         used = {operand(f) for c in sites for f in c.factors}
         slabs = {x: s for x, s in self.slabs.items() if x in used}
         step = t if self.outermost(p) else 0
-        self.multiply.write(Group(sites, fragments, matrix(p.on), inner, m, n, slabs, given, values, step))
+        depth = next((a for a in inner if self.draft.length(a, site) > 1), sites[0].reduce.axes[-1])
+        self.multiply.write(Group(sites, fragments, matrix(p.on), inner, m, n, depth, slabs, given, values, step))
 
     def inner(self, axis: Any, site: Any) -> tuple[Digit, ...]:
         """The digits of a reduce axis inside a step."""
@@ -385,12 +431,57 @@ class Pipeline:
         for f in reversed(self.draft.binding(axis, site)):
             if f.level == "reg":
                 found.append(Digit("reg", f.size, self.bindings.loop_variable("k", f.size), stride))
-            elif f.level == "warp":
-                number = self.bindings.warp // self.bindings.inner(f, axis_name(axis), site) % f.size
-                found.append(Digit("warp", f.size, number, stride))
+            elif f.level in ("lane", "warp", "warpgroup") and f.size > 1:
+                inner = self.bindings.inner(f, axis_name(axis), site)
+                number = {"lane": k.LANE, "warp": self.bindings.warp, "warpgroup": self.bindings.group}[f.level]
+                found.append(Digit(f.level, f.size, number // inner % f.size, stride, inner))
             if f.level not in ("grid", "cluster", "time", "block"):
                 stride *= f.size
         return tuple(reversed(found))
+
+    def meet(self, p: Product) -> None:
+        """Partial sums of threads that share the steps' k: of lanes by shuffles, of warps through shared memory. Then
+        all of them have the whole sums.
+        """
+        site, (first, *_) = self.draft.site(p.sites[0]), p.sites
+        digits = [d for a in self.draft.products[first].reduce.axes for d in self.inner(a, site) if d.level != "reg"]
+        for name in p.sites if digits else ():
+            place = self.fragments[self.draft.products[name].reduce].place
+            shape = place.type.static_shape
+            at = tuple(self.bindings.loop_variable("i", n) for n in shape)
+            every = [(v, True) for v in at]
+            mine = l.Load(place, at)
+            for d in digits:
+                for bit in range(d.size.bit_length() - 1 if d.level == "lane" else 0):
+                    total = l.apply("add", mine, k.Shuffle(mine, d.inner << bit))
+                    self.builder.loops(every, partial(self.builder.add, l.Store(place, at, total)))
+            if others := [d for d in digits if d.level != "lane"]:
+                self.through_memory(place, at, others)
+
+    def through_memory(self, place: k.Registers, at: tuple[Var, ...], digits: Sequence[Digit]) -> None:
+        """Registers of warps that these digits tell apart become their sums."""
+        own, every = self.bindings.warp, [(v, True) for v in at]
+        kind = Type(place.type.dtype, (self.bindings.warps, *place.type.static_shape, k.WARP))
+        meeting = self.builder.memory("meet", kind)
+        put = l.Store(meeting, (own, *at, k.LANE), l.Load(place, at))
+        self.builder.loops(every, partial(self.builder.add, put))
+        self.builder.add(self.bindings.sync)
+        there = own
+        variables = []
+        for d in digits:
+            each = d.inner * (WARPS_IN_A_GROUP if d.level == "warpgroup" else 1)
+            variables.append(self.bindings.loop_variable("w", d.size))
+            there = there + (variables[-1] - d.value) * each
+        nothing = l.Store(place, at, l.Literal(zero(place.type.dtype), place.type.dtype))
+        total = l.apply("add", l.Load(place, at), l.Load(meeting, (there, *at, k.LANE)))
+
+        def sum_up() -> None:
+            self.builder.add(nothing)
+            self.builder.loops([(v, True) for v in variables], partial(self.builder.add, l.Store(place, at, total)))
+
+        self.builder.loops(every, sum_up)
+        if self.builder.depth and not self.bindings.alone:
+            self.builder.add(self.bindings.sync)  # before the next tile is put there: no step of it syncs
 
     def settle(self, p: Product, left: int) -> None:
         """Until a warpgroup's products are done, but for the last `left` groups of them."""
@@ -403,6 +494,8 @@ class Pipeline:
         """
         if "values" not in (p.a, p.b):
             return {}
+        if any(f.product == p.sites[0] for f in self.plan.all(FrameLine)):
+            return self.weights(p, t)
         c = self.draft.products[p.sites[0]]
         m = axis_called(self.draft, p.m)
         term = operand(c.factors[0] if m in c.factors[0].free else c.factors[1])
@@ -420,3 +513,54 @@ class Pipeline:
         at = fragment.index(digits)
         self.builder.loops(loops, lambda: self.builder.add(l.Store(place, at, self.copies.computed(term, dict(env)))))
         return {term: place}
+
+    def weights(self, p: Product, t: IntExpr) -> dict[Node, k.Registers]:
+        """The weights of step t, in the frame of the scores so far."""
+        found = framed(self.draft, p)
+        assert found is not None
+        (source,) = [c.reduce for c in self.draft.products.values() if c.reduce in reductions(found.score)]
+        scores, sums = self.fragments[source], self.fragments[self.draft.products[p.sites[0]].reduce]
+        rows, columns = sorted(scores.parts, key=lambda x: x.axis in self.steps.depth)
+        if self.frame is None:
+            raise CompilerBug("a frame that was not begun")
+        first = self.steps.firsts(t)
+        env = {**self.scope.env, **first}
+        env[rows.axis] = rows.base + value(rows.digits)
+        env[columns.axis] = first[columns.axis] + value(columns.digits)
+        env[source] = l.Load(scores.place, scores.index({x.axis: x.digits for x in scores.parts}))
+        hidden = masked(self.draft, p)
+        assert hidden is not None
+        inside = (*(substitute(e, env) for e in hidden.inside), *beyond(columns, first[columns.axis]))
+        return {found.rounded: self.frame.step(self.copies, env, hidden.bare, self.cut(hidden, inside, t), inside, scores, sums)}
+
+    def cut(self, hidden: Mask, inside: tuple[IntExpr, ...], t: IntExpr) -> IntExpr:
+        """What is >= 0 in the steps that a mask may cut."""
+        p = self.plan.all(Product)[-1]
+        site, rows = self.draft.site(p.sites[0]), axis_called(self.draft, p.m)
+        ((axis, count),) = self.steps.times
+        step, ends = self.steps.depth[axis], axis.extent // self.steps.depth[axis]
+        if hidden.upper is None or len(hidden.inside) != 1 or ends < count:
+            return 0 if hidden.inside else t - ends
+        whole = (substitute(hidden.upper, {rows: self.bindings.base(rows.name, site)}) + 1) // step
+        first: IntExpr = substitute(whole, self.scope.env)
+        return t - first
+
+    def begin_frames(self) -> None:
+        """The state of frames before the first step."""
+        for line in self.plan.all(FrameLine):
+            p = next(x for x in self.plan.all(Product) if line.product in x.sites)
+            inner = self.plan.all(Product)[0]
+            site = self.draft.site(inner.sites[0])
+            found = framed(self.draft, p)
+            assert found is not None
+            rows, columns = (self.part(axis_called(self.draft, x), site) for x in (inner.m, inner.n))
+            self.frame = Frame(self.builder, found, rows, columns)
+
+    def end_frames(self) -> None:
+        """Their results are known by name."""
+        for line in self.plan.all(FrameLine):
+            assert self.frame is not None
+            self.frame.finish()
+            total = self.draft.names.get(line.total)
+            assert total is None or isinstance(total, l.Reduce)
+            self.fragments.update(self.frame.fragments(self.frame.found.top, total))

@@ -7,6 +7,7 @@ those in lanes meet by shuffles, those in warps through shared memory; every thr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from terrazzo.errors import Limitation, UserError
@@ -83,14 +84,11 @@ class Walker:
             self.builder.add(l.Store(place, index, scope.env[term]))
 
     def store(self, s: l.Store, scope: Scope) -> None:
-        """Where no axis is bound to lanes (or warps, or the blocks of a cluster), all have the same value and the first
+        """Of lanes (or warps, or the blocks of a cluster) that no axis is bound to, and so have the same value, the first
         stores it.
         """
-        bindings = self.bindings
-        levels = (("lane", k.LANE), ("warp", bindings.warp), ("warpgroup", bindings.group), ("cluster", bindings.rank))
-        first = [-number for level, number in levels if not any(x == level for x, _ in scope.threads)]
         self.builder.where(
-            [*first, *scope.pending], lambda: self.builder.add(l.Store(s.buffer, scope.all(s.index), scope(s.value)))
+            [*self.bindings.first(scope.threads), *scope.pending], lambda: self.builder.add(l.Store(s.buffer, scope.all(s.index), scope(s.value)))
         )
 
     def site(self, s: n.Loop) -> Site | None:
@@ -230,7 +228,8 @@ class Walker:
             self.builder.loops([(j, True)], body)
             for x, place in kept.items():
                 to = tuple(substitute(i, start) for i in scope.all(x.index))
-                self.builder.add(k.Move(x.buffer, to, place, (0,), size))
+                move = k.Move(x.buffer, to, place, (0,), size)
+                self.builder.where(self.bindings.first(scope.threads), partial(self.builder.add, move))
 
         return step
 

@@ -122,39 +122,34 @@ def operands(s: Node) -> Iterator[str]:
             yield f"takes {' or '.join(x.name for x in wanted)}, and {place.name} holds {place.type.dtype}"
 
 
-ONE = (k.TensorLoad, k.TensorStore, k.Expect, k.InitBarriers)
-"""What one lane of a warp does for all."""
-
-
 def together(s: Node, around: Around, sizes: dict[str, Any]) -> Iterator[str]:
     """What only some threads reach of those that must reach it together (of a block, a warpgroup, a warp), or several,
     and is for one.
     """
-    whole = (
-        sizes["warp"] if isinstance(s, k.ClusterSync) or s == k.Sync()
-        else 4 if isinstance(s, k.MultiplyAsync)
-        else 1 if isinstance(s, k.Sync | k.LoadMatrix | k.StoreMatrix | k.Multiply)
-        else int(any(isinstance(x, k.Shuffle | k.Vote) for x in terms(s)))
-    )  # fmt: skip
-    conditions = [g for g in around.inside if not at_least(g, 0)] if whole or isinstance(s, ONE) else []
-    divided = ("lane",) if whole == 1 else ("lane", "warp")
+    who = s.together if isinstance(s, k.Statement) else ""
+    if not who and any(isinstance(x, k.Shuffle | k.Vote) for x in terms(s)):
+        who = "warp"
+    if not who:
+        return
+    one, whole = who == "lane", {"lane": 1, "warp": 1, "warpgroup": 4}.get(who, sizes["warp"])
+    conditions = [g for g in around.inside if not at_least(g, 0)]
+    divided = ("lane",) if who == "warp" else ("lane", "warp")
     if any(v.name in k.THREADS[1:] for g in conditions if integers((g,)) for v in _variables((g,))):
         return
     if (
-        not (isinstance(s, ONE) or any(v.name in divided for v in _variables(conditions)))
+        not (one or any(v.name in divided for v in _variables(conditions)))
         or (tried := _tried(conditions, sizes)) is None
     ):
         return
     env, _ = tried
     here = _holds(conditions, env) & np.ones([axis.size for axis in env.values()], bool)
-    if isinstance(s, ONE):
+    if one:
         if (here.sum(-1) > 1).any():
             yield "is executed by several threads of a warp, and is for one"
     elif sizes["warp"] % whole:
         yield f"needs groups of {whole} warps, and a block has {sizes['warp']}"
     elif ((group := here.reshape(-1, whole * k.WARP)).any(-1) != group.all(-1)).any():
-        who = "block" if isinstance(s, k.ClusterSync) or s == k.Sync() else "warp" if whole == 1 else "warpgroup"
-        yield f"is reached by only some threads of a {who}"
+        yield f"is reached by only some threads of a {'block' if who == 'cluster' else who}"
 
 
 def stays(s: k.SetInteger | k.DeclareInteger, around: Around, sizes: dict[str, int]) -> tuple[str, bool]:
@@ -176,8 +171,8 @@ def stays(s: k.SetInteger | k.DeclareInteger, around: Around, sizes: dict[str, i
 def inside(access: Access, sizes: dict[str, int]) -> tuple[str, bool]:
     """(what is wrong with an access, or nothing; whether it is proved to be right)."""
     place, shape, strides = access.place, access.place.type.static_shape, access.place.type.element_strides
-    if 0 in shape:
-        return "", True
+    if 0 in sizes.values():
+        return "", True  # nothing runs
     left: list[
         tuple[IntExpr, int, IntExpr]
     ] = []  # what must not be negative, by which dimension (-1: the end), and why

@@ -72,5 +72,5 @@ class _Path:
             self.late.add(s.target)
         elif isinstance(s, l.Store) and isinstance(s.buffer, k.Shared):
             self.plain.add(s.buffer)
-        elif isinstance(s, k.Move | k.StoreMatrix) and isinstance(s.target, k.Shared):
-            self.plain.add(s.target)
+        else:
+            self.plain |= {place for place in k.written(s) if isinstance(place, k.Shared)}

@@ -64,7 +64,7 @@ class _Thread:
         self.env: dict[str, int | None] = {k.BLOCK: 0, "warp": warp, "lane": 0}
         self.begun: dict[str, list[Any]] = {kind: [] for kind in k.KINDS}
         self.groups: dict[str, list[list[Any]]] = {kind: [] for kind in k.KINDS}
-        self.boxes: dict[Slot, list[tuple[Slot | None, int]]] = {}
+        self.boxes: dict[Slot, list[tuple[Slot | None, Any, int]]] = {}
         self.announced: dict[Slot, int] = {}
         self.phases: dict[Slot, int | None] = {}
         self.filled: set[Slot] = set()
@@ -186,10 +186,11 @@ class _Thread:
                 self.announced[key] = self.announced.get(key, 0) + s.bytes
             case k.TensorLoad():
                 to = self.slot(s.target, s.to) if s.barriers in self.waits else None
-                self.free(s, to, "writes")
+                at = tuple(map(self.number, s.to))
+                self.free(s, to, "writes", at)
                 self.sent |= {s.target} if to is not None else set()
                 size = math.prod(s.box) * s.target.type.dtype.size
-                self.boxes.setdefault(self.barrier(s), []).append((to, size))
+                self.boxes.setdefault(self.barrier(s), []).append((to, at, size))
             case k.WaitBarrier():
                 self.wait(s)
 
@@ -221,19 +222,19 @@ class _Thread:
         self.phases[key] = phase
         self.balance(key, f"`{statement(s)[0]}`")
         self.announced.pop(key, None)
-        self.filled |= {to for to, _ in self.boxes.pop(key, []) if to is not None}
+        self.filled |= {to for to, *_ in self.boxes.pop(key, []) if to is not None}
 
     def balance(self, key: Slot, where: str) -> None:
         """The bytes of the boxes sent are those announced, where no other block sends some."""
-        announced, come = self.announced.get(key, 0), sum(size for _, size in self.boxes.get(key, []))
+        announced, come = self.announced.get(key, 0), sum(size for *_, size in self.boxes.get(key, []))
         if come != announced and key[0] not in self.elsewhere:
             raise _Wrong(f"announces {announced} bytes at {key[0].name}[{key[1]}], and {come} come, at {where}")
 
-    def free(self, s: Node, slot: Slot | None, what: str) -> None:
-        """_Wrong where a copy of this thread's is on its way to a slot."""
+    def free(self, s: Node, slot: Slot | None, what: str, at: Any = None) -> None:
+        """_Wrong where a copy of this thread's is on its way to a slot; to another part of it, where a box comes `at`."""
         copies, sent = [self.begun["cp.async"], *self.groups["cp.async"]], self.boxes.values()
         if slot is not None and (
-            any(slot in group for group in copies) or any(slot == to for boxes in sent for to, _ in boxes)
+            any(slot in group for group in copies) or any(slot == to and at in (None, place) for boxes in sent for to, place, _ in boxes)
         ):
             raise _Wrong(
                 self.told(

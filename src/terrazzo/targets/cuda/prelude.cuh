@@ -80,6 +80,8 @@ TZ float tz_max(float a, float b) { float y; asm("max.NaN.f32 %0, %1, %2;" : "=f
 TZ float tz_exp2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 TZ float tz_approx_div(float a, float b) { float y; asm("div.full.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b)); return y; }
 TZ double tz_approx_div(double a, double b) { return a / b; }
+TZ float tz_approx_exp2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+TZ double tz_approx_exp2(double x) { return exp2(x); }
 template <class To, class From> TZ To tz_from_float(From x) {
   if constexpr (sizeof(To) <= 2) return (To)(i32)x;
   else return (To)x;

@@ -1,7 +1,7 @@
-"""Which accumulators of wgmma each wait settles: those of groups that it waits for, and of no group that may be open.
+"""Which accumulators of wgmma each wait settles: those of groups it waits for, and of none that may be open.
 
-CUDA's compiler does not know that a wait changes registers; it is told for those that the text may use from there on,
-and may not be told for others, for it would wait for them. Followed are all paths of the text together: what may be
+CUDA's compiler does not know that a wait changes registers. It is told for those that the text may use from there on,
+and may not be told for others, since it would wait for them. All paths of the text are followed together: what may be
 in the last group, in the one before, and so on.
 """
 

@@ -6,6 +6,7 @@ text is not in the kernel.
 """
 
 from terrazzo.ir.dialects.kernel.program import REGISTER_FILE, Kernel, Program
+from terrazzo.ir.dialects.kernel.statement import PLACES, Argument, Statement, written
 from terrazzo.ir.dialects.kernel.statements import (
     FENCES,
     KINDS,
@@ -62,10 +63,12 @@ __all__ = [
     "FENCES",
     "KINDS",
     "LANE",
+    "PLACES",
     "REDUCTIONS",
     "REGISTER_FILE",
     "THREADS",
     "WARP",
+    "Argument",
     "Arrive",
     "AsyncCopy",
     "Atomic",
@@ -93,6 +96,7 @@ __all__ = [
     "SetInteger",
     "Shared",
     "Shuffle",
+    "Statement",
     "StoreMatrix",
     "Sync",
     "TensorLoad",
@@ -107,4 +111,5 @@ __all__ = [
     "shared_bytes",
     "varying",
     "walk",
+    "written",
 ]

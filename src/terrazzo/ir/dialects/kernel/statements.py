@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 
 from terrazzo.errors import UserError
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects.kernel.statement import Statement
 from terrazzo.ir.dialects.kernel.values import Barriers, Integer, Registers, Shared, Value
 from terrazzo.ir.dialects.loop import Buffer
 from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var, bounds
@@ -40,10 +41,12 @@ class SetInteger(Node, dialect="kernel", op="set_integer"):
     value: IntExpr
 
 
-class Move(Node, dialect="kernel", op="move"):
+class Move(Statement, dialect="kernel", op="move"):
     """`count` elements that lie one behind the other in both places, in as few accesses as their size allows (16 bytes
     each).
     """
+
+    writes = ("target",)
 
     target: Buffer
     to: tuple[IntExpr, ...]
@@ -60,10 +63,12 @@ class Move(Node, dialect="kernel", op="move"):
             )
 
 
-class Atomic(Node, dialect="kernel", op="atomic"):
+class Atomic(Statement, dialect="kernel", op="atomic"):
     """An element of global memory becomes its "add", "min" or "max" with a value, as if no thread came between. f32 and
     i32.
     """
+
+    writes = ("buffer",)
 
     function: str
     buffer: Buffer
@@ -79,8 +84,10 @@ class Atomic(Node, dialect="kernel", op="atomic"):
             raise UserError(f"atomic: {self.value.dtype} into {self.buffer.name}, which holds {kind}")  # type: ignore[attr-defined]
 
 
-class AsyncCopy(Node, dialect="kernel", op="async_copy"):
+class AsyncCopy(Statement, dialect="kernel", op="async_copy"):
     """cp.async: `count` elements from global into shared memory, zeros where an expression of `inside` is negative."""
+
+    writes = ("target",)
 
     target: Shared
     to: tuple[IntExpr, ...]
@@ -99,7 +106,7 @@ KINDS = ("cp.async", "wgmma", "bulk")
 memory."""
 
 
-class Commit(Node, dialect="kernel", op="commit"):
+class Commit(Statement, dialect="kernel", op="commit"):
     """What this thread began asynchronously since the last commit, of one of the KINDS, becomes a group."""
 
     kind: str = "cp.async"
@@ -108,7 +115,7 @@ class Commit(Node, dialect="kernel", op="commit"):
         _one_of("commit", self.kind, KINDS)
 
 
-class WaitGroups(Node, dialect="kernel", op="wait_groups"):
+class WaitGroups(Statement, dialect="kernel", op="wait_groups"):
     """Until at most `open` groups of this thread, of a kind, are on their way. Boxes ("bulk") have then been read, not
     yet written.
     """
@@ -120,13 +127,18 @@ class WaitGroups(Node, dialect="kernel", op="wait_groups"):
         _one_of("wait_groups", self.kind, KINDS)
 
 
-class Sync(Node, dialect="kernel", op="sync"):
+class Sync(Statement, dialect="kernel", op="sync"):
     """Until `warps` warps are here (0: all of the block), at barrier `number`; what they wrote to shared memory is then
     seen by all.
     """
 
     number: int = 0
     warps: int = 0
+
+    @property
+    def together(self) -> str:  # type: ignore[override]
+        """All of the block, or the warps that it names."""
+        return "warp" if self.warps else "block"
 
     def check(self) -> None:
         if not (self.number == self.warps == 0 or (1 <= self.number <= 15 and 1 <= self.warps <= 32)):
@@ -135,14 +147,16 @@ class Sync(Node, dialect="kernel", op="sync"):
             )
 
 
-class ClusterSync(Node, dialect="kernel", op="cluster_sync"):
+class ClusterSync(Statement, dialect="kernel", op="cluster_sync"):
     """Until all threads of the cluster are here."""
+
+    together = "cluster"
 
 
 FENCES = ("proxy", "wgmma")
 
 
-class Fence(Node, dialect="kernel", op="fence"):
+class Fence(Statement, dialect="kernel", op="fence"):
     """An order between this thread's plain accesses and asynchronous ones that come after.
 
     "proxy": what was written to shared memory is seen by TMA and wgmma; "wgmma": what was written to registers is seen
@@ -155,23 +169,27 @@ class Fence(Node, dialect="kernel", op="fence"):
         _one_of("fence", self.kind, FENCES)
 
 
-class InitBarriers(Node, dialect="kernel", op="init_barriers"):
+class InitBarriers(Statement, dialect="kernel", op="init_barriers"):
     """Barriers come into being, and are seen by asynchronous copies. One thread does this, before a barrier of the
     block.
     """
 
+    together = "lane"
+
     barriers: Barriers
 
 
-class Expect(Node, dialect="kernel", op="expect"):
+class Expect(Statement, dialect="kernel", op="expect"):
     """Arrive at a barrier, and announce bytes that will come."""
+
+    together = "lane"
 
     barriers: Barriers
     slot: IntExpr
     bytes: int
 
 
-class WaitBarrier(Node, dialect="kernel", op="wait_barrier"):
+class WaitBarrier(Statement, dialect="kernel", op="wait_barrier"):
     """Until the phase of this parity of a barrier has ended."""
 
     barriers: Barriers
@@ -179,7 +197,7 @@ class WaitBarrier(Node, dialect="kernel", op="wait_barrier"):
     phase: IntExpr
 
 
-class Arrive(Node, dialect="kernel", op="arrive"):
+class Arrive(Statement, dialect="kernel", op="arrive"):
     """Arrive at a barrier: of this block, or of block `rank` of the cluster."""
 
     barriers: Barriers
@@ -187,12 +205,14 @@ class Arrive(Node, dialect="kernel", op="arrive"):
     rank: IntExpr | None = None
 
 
-class TensorLoad(Node, dialect="kernel", op="tensor_load"):
+class TensorLoad(Statement, dialect="kernel", op="tensor_load"):
     """TMA, by one thread: the box of the source that begins at `at` into shared memory, zeros outside the tensor.
 
     Its bytes count at a barrier. With `ranks`, a set of bits, it goes to that place and counts at that barrier of each
     such block of the cluster.
     """
+
+    writes, together = ("target",), "lane"
 
     target: Shared
     to: tuple[IntExpr, ...]
@@ -207,12 +227,14 @@ class TensorLoad(Node, dialect="kernel", op="tensor_load"):
 REDUCTIONS = ("", "add", "min", "max")
 
 
-class TensorStore(Node, dialect="kernel", op="tensor_store"):
+class TensorStore(Statement, dialect="kernel", op="tensor_store"):
     """TMA, by one thread: a box of shared memory to where it begins at `to` in the target, nothing outside the tensor;
     kind "bulk".
 
     With a reduction, each element of the target becomes its sum with (its minimum, maximum with) that of the box.
     """
+
+    writes, together = ("target",), "lane"
 
     target: Buffer
     to: tuple[IntExpr, ...]
@@ -225,8 +247,10 @@ class TensorStore(Node, dialect="kernel", op="tensor_store"):
         _one_of("tensor_store", self.reduction, REDUCTIONS)
 
 
-class LoadMatrix(Node, dialect="kernel", op="load_matrix"):
+class LoadMatrix(Statement, dialect="kernel", op="load_matrix"):
     """ldmatrix: `instruction` names a record of hw.ldmatrix; every lane names a row. Registers are 32 bits wide."""
+
+    writes, together = ("target",), "warp"
 
     instruction: str
     target: Registers
@@ -235,8 +259,10 @@ class LoadMatrix(Node, dialect="kernel", op="load_matrix"):
     at: tuple[IntExpr, ...]
 
 
-class StoreMatrix(Node, dialect="kernel", op="store_matrix"):
+class StoreMatrix(Statement, dialect="kernel", op="store_matrix"):
     """stmatrix: the reverse of ldmatrix. Registers are 32 bits wide, or hold elements of the target's type."""
+
+    writes, together = ("target",), "warp"
 
     instruction: str
     target: Shared
@@ -245,8 +271,12 @@ class StoreMatrix(Node, dialect="kernel", op="store_matrix"):
     at: tuple[IntExpr, ...]
 
 
-class Multiply(Node, dialect="kernel", op="multiply"):
-    """d += a * b by a matrix instruction of hw.mma_sync. Registers of a and b are 32 bits wide, or elements."""
+class Multiply(Statement, dialect="kernel", op="multiply"):
+    """d += a * b by a matrix instruction, a record of hw.mma_sync. Registers of a and b are 32 bits wide, or
+    elements.
+    """
+
+    writes, together = ("d",), "warp"
 
     instruction: str
     d: Registers
@@ -257,13 +287,16 @@ class Multiply(Node, dialect="kernel", op="multiply"):
     b_at: tuple[IntExpr, ...]
 
 
-class MultiplyAsync(Node, dialect="kernel", op="multiply_async"):
+class MultiplyAsync(Statement, dialect="kernel", op="multiply_async"):
     """d += a * b by the four warps of a warpgroup, a record of hw.wgmma; d may be used again once its group was waited
     for. Where `fresh` is >= 0, d becomes a * b, whatever it was.
 
     b is a slab of shared memory, swizzled, whose rows are as wide as the swizzle; a too, or it is in registers, 32 bits
     wide or elements. Rows go along k; of operands that are `transposed` ("a", "b" or "ab"), along m or n.
     """
+
+    writes, together = ("d",), "warpgroup"
+    named = {"transposed": "word", "fresh": "condition"}
 
     instruction: str
     d: Registers

@@ -1,0 +1,91 @@
+"""What a statement of Kernel IR says of itself: how it is written, what it names and writes, who executes it together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar
+
+from terrazzo.ir.dialects.kernel.values import Registers, Shared
+from terrazzo.ir.dialects.loop import Buffer
+from terrazzo.ir.expr import IntExpr
+from terrazzo.ir.node import Node
+
+PLACES: dict[str, type[Buffer]] = {"place": Buffer, "shared": Shared, "registers": Registers}
+"""What kind of place an argument names."""
+_KINDS = {
+    "Buffer": "place",
+    "Shared": "shared",
+    "Registers": "registers",
+    "int": "number",
+    "str": "word",
+    "Node": "term",
+    "IntExpr": "expression",
+    "IntExpr | None": "expression",
+    "tuple[int, ...]": "box",
+}
+INDEX = "tuple[IntExpr, ...]"
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An argument in the text of a statement: its kind, and the fields that it gives. One that is `named` follows its
+    name; one that is `optional` may be missing.
+    """
+
+    kind: str
+    fields: tuple[str, ...]
+    named: bool = False
+    optional: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.fields[0]}={self.kind}" if self.named else self.kind + "?" * self.optional
+
+
+class Statement(Node):
+    """A statement that is written as a call. Its arguments are its fields, in order: a place and its index are one, a
+    barrier and its slot; conditions `inside` belong to the place that is read.
+    """
+
+    writes: ClassVar[tuple[str, ...]] = ()
+    """The fields that are places it writes; it reads the others."""
+    together: ClassVar[str] = ""
+    """Who must come together to it: "warp", "warpgroup", "block", "cluster"; or it is for a single "lane" of a warp."""
+    named: ClassVar[dict[str, str]] = {}
+    """The fields that are written with their name, and their kinds."""
+
+    @classmethod
+    @cache
+    def arguments(cls) -> tuple[Argument, ...]:
+        """How it is written."""
+        kinds = {f: str(cls.__annotations__[f]) for f in cls._fields}
+        found: list[Argument] = []
+        rest = [f for f in cls._fields if f not in cls.named]
+        while rest:
+            field = rest.pop(0)
+            kind, after = kinds[field], kinds[rest[0]] if rest else ""
+            optional = field in cls._defaults
+            if kind == "Barriers":
+                found.append(
+                    Argument("barrier", (field, rest.pop(0))) if after == "IntExpr" else Argument("barriers", (field,))
+                )
+            elif kind in ("Buffer", "Shared", "Registers") and after == INDEX:
+                fields = (field, rest.pop(0))
+                guarded = field == "source" and "inside" in kinds
+                found.append(Argument("source", (*fields, "inside")) if guarded else Argument(_KINDS[kind], fields))
+            elif field != "inside":
+                found.append(Argument(_KINDS[kind], (field,), optional=optional))
+        return (*found, *(Argument(kind, (f,), named=True, optional=True) for f, kind in cls.named.items()))
+
+    def places(self) -> Iterator[tuple[str, Buffer, str, tuple[IntExpr, ...]]]:
+        """The places it names and the indices into them, each with its field."""
+        for argument in self.arguments():
+            if argument.kind in PLACES or argument.kind == "source":
+                place, index = argument.fields[:2]
+                yield place, getattr(self, place), index, getattr(self, index)
+
+
+def written(s: Node) -> list[Any]:
+    """The places that a statement written as a call writes."""
+    return [getattr(s, field) for field in s.writes] if isinstance(s, Statement) else []

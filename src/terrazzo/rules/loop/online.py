@@ -1,0 +1,189 @@
+"""A softmax between two products becomes part of the second: one kernel, and no matrix of scores in memory.
+
+    out[r] = sum over k of softmax(score)[k] * value[k]     =     sum(2^(s - m) * value) / sum(2^(s - m)),   m = max(s)
+
+where s is the score times log2(e). Both sums are over the same k, and m is their *frame*: when it grows from m to n,
+what was summed so far is worth 2^(m - n) as much. So all three can go along in one pass (ADR 004 §8). Found in the
+terms, whatever they came from; weights, which are in [0, 1], are rounded to the type of the values, as PyTorch's own
+kernels do it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from terrazzo.ir.contraction import contraction, operand
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects.scalar import is_cast
+from terrazzo.ir.expr import Var
+from terrazzo.ir.node import Node, substitute, topological
+from terrazzo.ir.types import DType
+from terrazzo.rewrite.rule import Event, Log
+from terrazzo.rules.loop.inline import inline
+
+PASS = "online"
+LOG2E = math.log2(math.e)
+
+Refusal = Callable[[l.Kernel], str]
+"""Why a kernel is not worth having, or nothing."""
+
+
+def online(program: l.Program, log: Log, refusal: Refusal) -> l.Program:
+    """`program` with scores, softmax and the product with values in one kernel, where nobody else reads what lies
+    between them and `refusal` has nothing against it.
+    """
+    steps = list(program.steps)
+    for last in [s for s in steps if isinstance(s, l.Kernel)]:
+        found = _three(program, steps, last)
+        if found is None:
+            continue
+        first, middle = found
+        made = softmax_into_product(inline(inline(last, middle), first))
+        if made is None:
+            log.add(Event(PASS, "softmax_into_product", last.name, False, "what lies between the products is no softmax"))
+            continue
+        if why := refusal(made):
+            log.add(Event(PASS, "softmax_into_product", last.name, False, why))
+            continue
+        steps[steps.index(last)] = made
+        steps.remove(first)
+        steps.remove(middle)
+        log.add(Event(PASS, "softmax_into_product", last.name, True, f"{first.name} and {middle.name} are part of it"))
+        log.applied(PASS, "softmax_into_product", last.name, [first, middle, last], [made])
+    return l.Program(program.name, program.inputs, tuple(steps), program.results)
+
+
+def _three(program: l.Program, steps: list[Any], last: l.Kernel) -> tuple[l.Kernel, l.Kernel] | None:
+    """The kernel of scores and that of weights, which only the next one reads, before a product with values."""
+    for r in topological([s.value for s in last.stores]):
+        if not isinstance(r, l.Reduce) or (c := contraction(r)) is None:
+            continue
+        for factor in map(operand, c.factors):
+            middle = _producer(program, steps, factor, last)
+            if middle is None or not any(isinstance(x, l.Reduce) for x in topological([middle.stores[0].value])):
+                continue
+            scores = {x for x in topological([middle.stores[0].value]) if isinstance(x, l.Load)}
+            for x in scores:
+                first = _producer(program, steps, x, middle)
+                if first is not None and any(
+                    isinstance(y, l.Reduce) and contraction(y) for y in topological([first.stores[0].value])
+                ):
+                    return first, middle
+    return None
+
+
+def _producer(program: l.Program, steps: list[Any], load: Node, reader: l.Kernel) -> l.Kernel | None:
+    """The kernel that stores what a load reads, and nothing else, for `reader` alone."""
+    if not isinstance(load, l.Load) or load.buffer in (*program.results, *program.inputs):
+        return None
+    readers = [s for s in steps if load.buffer in s.reads]
+    writers = [s for s in steps if load.buffer in s.writes]
+    if readers != [reader] or len(writers) != 1 or not isinstance(writers[0], l.Kernel) or len(writers[0].stores) != 1:
+        return None
+    return writers[0]
+
+
+def softmax_into_product(kernel: l.Kernel) -> l.Kernel | None:
+    """`kernel` with its sum over weights times values framed: no weight is divided, the sum is. None where its weights
+    are no softmax.
+    """
+    for r in topological([s.value for s in kernel.stores]):
+        if isinstance(r, l.Reduce) and r.monoid.name == "sum" and len(r.axes) == 1 and (new := _framed(r)) is not None:
+            stores = tuple(l.Store(s.buffer, s.index, substitute(s.value, {r: new})) for s in kernel.stores)
+            return l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
+    return None
+
+
+def _framed(r: l.Reduce) -> Node | None:
+    """sum(w * v), where w = exp(s - m) in places where only multiples of it are wanted."""
+    (axis,), (product,) = l.open_binder(r)
+    if not isinstance(product, l.Apply) or product.fn.name != "mul":
+        return None
+    for weight, value in (product.args, product.args[::-1]):
+        v = operand(value)
+        kind: DType = v.dtype  # type: ignore[attr-defined]
+        if not any(isinstance(x, l.Reduce) for x in topological([weight])) or kind.size != 2 or not kind.is_float:
+            continue
+        core, rebuild = _peeled(weight, axis)
+        match core:
+            case l.Apply(fn=fn, args=(l.Apply(fn=minus, args=(score, top)),)) if fn.name == "exp" and minus.name == "sub":
+                pass
+            case _:
+                continue
+        if not isinstance(top, l.Reduce) or top is not _over(top, axis, score):
+            continue
+        s = scaled(score, LOG2E)
+        m = l.Reduce.make(top.monoid, (axis,), (s,))
+        e = l.apply("approx_exp2", l.apply("sub", s, m))
+        rounded = _cast(_cast(e, kind), r.dtype)
+        total: l.Reduce = l.Reduce.make(r.monoid, (axis,), (l.apply("mul", rounded, value),))
+        new = rebuild(total)
+        nothing = l.apply("eq", m, l.Literal(-math.inf, s.dtype))
+        again = {
+            x: l.Reduce.make(x.monoid, (axis,), (e,)) if x.monoid.name == "sum" else nothing
+            for x in topological([new], stop={total}.__contains__)
+            if isinstance(x, l.Reduce) and x is not total and _known(x, axis, score, core)
+        }
+        new = substitute(new, again)
+        kept = {total, m, *(x for x in again.values() if isinstance(x, l.Reduce))}
+        if all(x in kept for x in topological([new], stop=kept.__contains__) if isinstance(x, l.Reduce)):
+            return new  # type: ignore[no-any-return]
+    return None
+
+
+def _over(top: l.Reduce, axis: Var, score: Node) -> Node | None:
+    """The maximum of the score over all of its axis."""
+    return l.Reduce.make(top.monoid, (axis,), (score,)) if top.monoid.name == "max" else None
+
+
+def _known(x: l.Reduce, axis: Var, score: Node, core: Node) -> bool:
+    """A sum of the weights, or whether all scores are -inf."""
+    if x.monoid.name == "sum":
+        return x is l.Reduce.make(x.monoid, (axis,), (core,))
+    if x.monoid.name == "all":
+        same = l.apply("eq", score, l.Literal(-math.inf, score.dtype))  # type: ignore[attr-defined]
+        return x is l.Reduce.make(x.monoid, (axis,), (same,))
+    return False
+
+
+def _peeled(x: Any, axis: Var) -> tuple[Any, Callable[[Any], Any]]:
+    """What of a weight depends on the axis, and how the rest is made of a multiple of it: quotients, products, 0 under
+    a condition, and conversions, which are left out.
+    """
+    if not isinstance(x, l.Apply):
+        return x, lambda y: y
+    if is_cast(x.fn):
+        return _peeled(x.args[0], axis)
+    fixed = [axis not in a.free for a in x.args]
+    if x.fn.name in ("div", "approx_div") and fixed == [False, True]:
+        core, inner = _peeled(x.args[0], axis)
+        return core, lambda y: l.apply("approx_div", inner(y), x.args[1])  # 16 bits are wanted of it
+    if x.fn.name == "mul" and sum(fixed) == 1:
+        core, inner = _peeled(x.args[fixed.index(False)], axis)
+        return core, lambda y: l.apply("mul", inner(y), x.args[fixed.index(True)])
+    zero = isinstance(x.args[1], l.Literal) and x.args[1].value == 0 if x.fn.name == "where" else False
+    if zero and fixed == [True, True, False]:
+        core, inner = _peeled(x.args[2], axis)
+        return core, lambda y: l.apply("where", x.args[0], x.args[1], inner(y))
+    return x, lambda y: y
+
+
+def scaled(x: Any, by: float) -> Any:
+    """x times a positive constant, which constants of x take in."""
+    if isinstance(x, l.Literal):
+        return l.Literal(x.value * by, x.type)
+    if isinstance(x, l.Apply) and x.fn.name == "mul":
+        for one, other in (x.args, x.args[::-1]):
+            if isinstance(other, l.Literal):
+                return scaled(one, by * other.value) if other.value > 0 else l.apply("mul", one, scaled(other, by))
+    if isinstance(x, l.Apply) and x.fn.name in ("add", "sub"):
+        return l.apply(x.fn.name, *(scaled(a, by) for a in x.args))
+    if isinstance(x, l.Apply) and x.fn.name == "where":
+        return l.apply("where", x.args[0], *(scaled(a, by) for a in x.args[1:]))
+    return l.apply("mul", x, l.Literal(by, x.dtype))
+
+
+def _cast(x: Any, to: DType) -> Any:
+    return x if x.dtype is to else l.apply(to.name, x)

@@ -1,0 +1,139 @@
+"""Which steps a mask leaves anything of: those that no point of a tile can reach are not visited, and only those that a
+mask cuts test it. From index ranges; nobody says "causal".
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from terrazzo.ir.address import coefficient
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects.scalar import is_cast
+from terrazzo.ir.expr import IntExpr, at_least
+from terrazzo.ir.node import Node, substitute
+from terrazzo.ir.plan import Order, Plan, Product, Reach
+from terrazzo.ir.show import show_expr
+from terrazzo.rewrite.rule import rule
+from terrazzo.rules.tile.draft import Draft, axis_name
+from terrazzo.rules.tile.frames import framed
+from terrazzo.rules.tile.rings import axis_called
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A term that is `bare` where every one of `inside` is >= 0, and `nothing` elsewhere.
+
+    `upper` is the last value of the steps' axis that is inside, as far as it is an expression of the other axes.
+    """
+
+    bare: Node
+    inside: tuple[IntExpr, ...]
+    nothing: float
+    upper: IntExpr | None
+
+
+def mask(term: Node, nothing: float, axis: Any) -> Mask:
+    """A term apart from the predicates on indices that make it nothing (-inf of a score, 0 of a factor)."""
+    bare, inside = _apart(term, nothing)
+    uppers = [e + axis for e in inside if coefficient(e, axis) == -1]
+    return Mask(bare, inside, nothing, uppers[0] if len(uppers) == 1 else None)
+
+
+def _apart(x: Any, nothing: float) -> tuple[Any, tuple[IntExpr, ...]]:
+    if not isinstance(x, l.Apply):
+        return x, ()
+    if x.fn.name == "where" and _is(x.args[2], nothing) and (found := conditions(x.args[0])) is not None:
+        bare, inside = _apart(x.args[1], nothing)
+        return bare, (*found, *inside)
+    if x.fn.name == "add" and nothing:
+        for one, other in (x.args, x.args[::-1]):
+            if not isinstance(other, l.Apply) or other.fn.name != "where" or not _is(other.args[1], 0.0):
+                continue
+            if _is(other.args[2], nothing) and (found := conditions(other.args[0])) is not None:
+                bare, inside = _apart(one, nothing)
+                return bare, (*found, *inside)
+    if is_cast(x.fn) and not nothing:
+        bare, inside = _apart(x.args[0], nothing)
+        return (l.Apply(x.fn, (bare,)) if inside else x), inside
+    return x, ()
+
+
+def _is(x: Any, value: float) -> bool:
+    return isinstance(x, l.Literal) and not isinstance(x.value, bool) and x.value == value
+
+
+def conditions(x: Any) -> tuple[IntExpr, ...] | None:
+    """A predicate as expressions that are all >= 0; None where it is no such thing."""
+    if isinstance(x, l.Literal):
+        return () if x.value is True else None
+    if not isinstance(x, l.Apply):
+        return None
+    if x.fn.name == "and_":
+        a, b = map(conditions, x.args)
+        return None if a is None or b is None else (*a, *b)
+    if x.fn.name in ("le", "lt", "ge", "gt"):
+        less, more = map(_index, x.args if x.fn.name in ("le", "lt") else x.args[::-1])
+        if less is None or more is None:
+            return None
+        return (more - less - (1 if x.fn.name in ("lt", "gt") else 0),)
+    return None
+
+
+def _index(x: Any) -> IntExpr | None:
+    """A term of whole numbers as an index expression."""
+    if isinstance(x, l.Index):
+        return x.value
+    if isinstance(x, l.Literal) and isinstance(x.value, int) and not isinstance(x.value, bool):
+        return x.value
+    if isinstance(x, l.Apply) and x.fn.name in ("add", "sub") and not x.dtype.is_float:
+        a, b = map(_index, x.args)
+        if a is not None and b is not None:
+            return a + b if x.fn.name == "add" else a - b
+    return None
+
+
+def masked(draft: Draft, product: Product) -> Mask | None:
+    """What hides parts of a product's computed factor: of its scores, where it is weighted by them."""
+    c = draft.products[product.sites[0]]
+    (axis,) = c.reduce.axes
+    if (found := framed(draft, product)) is not None:
+        return mask(found.score, -math.inf, axis)
+    return None
+
+
+def visited(draft: Draft, product: Product, rows: Any, first: IntExpr, length: int, step: int, count: int) -> IntExpr | None:
+    """How many steps a tile visits whose rows begin at `first`: None where that may be all of them."""
+    found = masked(draft, product)
+    if found is None or found.upper is None:
+        return None
+    c = coefficient(found.upper, rows)
+    if not isinstance(c, int) or c < 0:
+        return None
+    until = substitute(found.upper, {rows: first + (length - 1)}) // step + 1
+    return until if at_least(count - until, 0) and at_least(until, 0) else None
+
+
+@rule(keys=(Plan,))
+def skip_steps(plan: Plan, draft: Draft) -> Plan | None:
+    """A step all of whose points are masked adds nothing, and is not visited."""
+    chained = [p for p in plan.all(Product) if "values" in (p.a, p.b)]
+    if plan.all(Reach) or not chained or not plan.all(Order) or plan.one(Order).persistent:
+        return None
+    (product,) = chained
+    if masked(draft, product) is None:
+        return None
+    rows = axis_called(draft, product.m)
+    site = draft.site(product.sites[0])
+    (axis,) = draft.products[product.sites[0]].reduce.axes
+    length, step = draft.length(rows, site), draft.length(axis, site)
+    count = -(-axis.extent // step)
+    tiles = -(-rows.extent // length)
+    until = visited(draft, product, rows, type(rows)("first", tiles) * length, length, step, count)
+    if until is None:
+        return None
+    return plan.plus(Reach(axis_name(axis), rows.name, show_expr(until)))
+
+
+RULES = (skip_steps,)

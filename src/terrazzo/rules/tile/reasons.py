@@ -1,0 +1,49 @@
+"""Why a plan is as it is, where that follows from what the machine does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from terrazzo.hw.memory import matrix_wavefronts
+from terrazzo.hw.products import matrix, warps
+from terrazzo.ir.layout import HARDWARE
+from terrazzo.ir.plan import Plan, Product, Result, Stream
+from terrazzo.rules.tile.draft import Draft
+from terrazzo.rules.tile.rings import brought, operand_text
+
+
+def reasons(plan: Plan, draft: Draft) -> Iterator[tuple[str, str]]:
+    """(which decision, why)."""
+    for p in plan.all(Product):
+        instruction = matrix(p.on)
+        sizes = {operand_text(x): x.dtype.size for x in brought(draft, p)}  # type: ignore[attr-defined]
+        for s in plan.all(Stream):
+            size = sizes.get(s.operand, 0)
+            if size and instruction is not None:
+                who = "wgmma, which takes swizzled rows only," if warps(instruction) > 1 else "ldmatrix"
+                row = (s.panel or s.axes[-1].args[0]) * size
+                yield "swizzle", f"{s.name}: {who} reads {_pieces(row, s.pad * size, s.swizzle)}"
+            if size and s.multicast > 1:
+                yield "multicast", f"{s.name}: the {s.multicast} blocks of a cluster need the same of it; each fetches a part"
+    for r in plan.all(Result):
+        if r.slab:
+            size = next(x.buffer.type.dtype.size for x in draft.kernel.stores if x.buffer.name == r.store)
+            yield "swizzle", f"{r.slab}: {r.put} writes {_pieces(r.width * size, r.pad * size, r.swizzle)}"
+
+
+def _pieces(row: int, pad: int, swizzle: int) -> str:
+    """What eight pieces of 16 bytes cost, one below the other: so matrices are read and written."""
+    told = f"8 pieces of 16 bytes from rows of {row} bytes"
+    plain, done = (f"{n} wavefront{'s' if n > 1 else ''}" for n in (_wavefronts(row + pad, x) for x in (0, swizzle)))
+    if pad:
+        told += f" and {pad} more"
+    return f"{told}: {done} swizzled by {swizzle}, {plain} if not" if swizzle else f"{told}, not swizzled: {plain}"
+
+
+def _wavefronts(row: int, swizzle: int) -> int:
+    lanes = np.arange(32)
+    at = HARDWARE[swizzle](lanes % 8 * row)
+    found, _ = matrix_wavefronts(at[None], np.ones((1, 32), bool), 1)
+    return int(found[0])

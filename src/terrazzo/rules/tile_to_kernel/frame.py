@@ -1,0 +1,155 @@
+"""Sums in a moving frame, in registers: the maximum of the scores so far, the sum of weights, and what the product has
+summed are brought to the new frame in every step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import IntExpr, at_least
+from terrazzo.ir.node import Node, substitute
+from terrazzo.ir.types import i64
+from terrazzo.rules.tile.frames import Framed
+from terrazzo.rules.tile_to_kernel.builder import Builder
+from terrazzo.rules.tile_to_kernel.copies import Copies, Part
+from terrazzo.rules.tile_to_kernel.digits import Digit, value
+from terrazzo.rules.tile_to_kernel.multiply import Fragment
+
+
+@dataclass(frozen=True)
+class Rows(Fragment):
+    """A value for every row of a thread's fragment."""
+
+    def index(self, digits: Mapping[Any, Any]) -> tuple[IntExpr, ...]:
+        return tuple(d.value for p in self.parts for d in digits[p.axis] if d.level in ("reg", "frag"))
+
+    def element(self, number: IntExpr) -> tuple[IntExpr, ...]:
+        found = []
+        for d in held(self.parts[0]):
+            found.append(number // (1 << d.place) % d.size if d.level == "frag" else d.value)
+        return tuple(found)
+
+
+def held(part: Part) -> list[Digit]:
+    """The digits of a part that lie in a thread's own registers."""
+    return [d for d in part.digits if d.level in ("reg", "frag")]
+
+
+class Frame:
+    """The state of one team's rows: `top` is the frame, `total` the sum of weights (of this thread's columns)."""
+
+    def __init__(self, builder: Builder, found: Framed, rows: Part, columns: Part) -> None:
+        self.builder, self.found, self.rows, self.columns = builder, found, rows, columns
+        shape, kind = [d.size for d in held(rows)], found.top.dtype
+        self.top = builder.registers("top", kind, shape, l.Literal(-math.inf, kind))
+        self.total = builder.registers("total", kind, shape, l.Literal(0.0, kind))
+
+    def step(
+        self,
+        copies: Copies,
+        env: dict[Any, Any],
+        term: Node,
+        cut: IntExpr,
+        inside: tuple[IntExpr, ...],
+        scores: Fragment,
+        sums: Fragment,
+    ) -> k.Registers:
+        """The weights of a step; sums are brought to the new frame. `env` says how to compute the term that scores are
+        where `inside` holds, which is tested in steps that `cut` says something of.
+        """
+        builder, found, kind = self.builder, self.found, self.found.top.dtype
+        place = scores.place
+        weights = builder.registers("w", found.rounded.dtype, place.type.static_shape)  # type: ignore[attr-defined]
+        row = tuple(d.value for d in held(self.rows))
+        mine = {p.axis: p.digits for p in scores.parts}
+        at = scores.index(mine)
+        columns = [(d.variable, True) for d in held(self.columns)]
+        nothing = l.Literal(-math.inf, kind)
+
+        def score(new: k.Registers) -> None:
+            """The score in place of the product, and the frame with it."""
+            x = copies.computed(term, dict(env))
+            builder.add(l.Store(place, at, x))
+            if not inside:
+                highest(new)
+
+        def hide() -> None:
+            """What the mask hides, or lies beyond the last column, weighs nothing."""
+            x: Node = l.Load(place, at)
+            for e in inside:
+                x = builder.let(l.apply("where", l.apply("ge", l.Index(e), l.Literal(0, i64)), x, nothing))
+            builder.add(l.Store(place, at, x))
+
+        def highest(new: k.Registers) -> None:
+            builder.add(l.Store(new, (), l.apply("max", l.Load(new, ()), l.Load(place, at))))
+
+        def weight(base: Node) -> None:
+            e = builder.let(l.Apply(found.weight.fn, (l.apply("sub", l.Load(place, at), base),)))
+            builder.add(l.Store(self.total, row, l.apply("add", l.Load(self.total, row), e)))
+            builder.add(l.Store(weights, at, substitute(found.rounded, {found.weight: e})))
+
+        def bring(target: k.Registers, index: tuple[IntExpr, ...], by: Node) -> None:
+            builder.add(l.Store(target, index, l.apply("mul", l.Load(target, index), by)))
+
+        def one() -> None:
+            new = builder.registers("new", kind, ())
+            builder.add(l.Store(new, (), l.Load(self.top, row)))
+            builder.loops(columns, partial(score, new))
+            if inside:
+                builder.where([cut], lambda: builder.loops(columns, hide))
+                builder.loops(columns, partial(highest, new))
+            self.meet(new, "max")
+            none = l.apply("eq", l.Load(new, ()), nothing)  # no score yet: any frame will do
+            base = builder.let(l.apply("where", none, l.Literal(0.0, kind), l.Load(new, ())))
+            worth = builder.let(l.Apply(found.weight.fn, (l.apply("sub", l.Load(self.top, row), base),)))
+            builder.add(l.Store(self.top, row, l.Load(new, ())))
+            bring(self.total, row, worth)
+            builder.loops(columns, partial(weight, base))
+            far = {p.axis: p.digits for p in sums.parts}
+            own = {d.variable: r for d, r in zip(held(sums.parts[0]), row, strict=True)}
+            there = tuple(substitute(e, own) for e in sums.index(far))
+            rest = [(d.variable, True) for p in sums.parts[1:] for d in held(p)]
+            builder.loops(rest, partial(bring, sums.place, there, worth))
+
+        builder.loops([(d.variable, True) for d in held(self.rows)], one)
+        return weights
+
+    def finish(self) -> None:
+        """The sums of weights of all columns meet; the frame already has."""
+        row = tuple(d.value for d in held(self.rows))
+        builder = self.builder
+
+        def one() -> None:
+            whole = builder.registers("sum", self.found.top.dtype, ())
+            builder.add(l.Store(whole, (), l.Load(self.total, row)))
+            self.meet(whole, "add")
+            builder.add(l.Store(self.total, row, l.Load(whole, ())))
+
+        builder.loops([(d.variable, True) for d in held(self.rows)], one)
+
+    def meet(self, place: k.Registers, function: str) -> None:
+        """The lanes that have columns of the same row combine what they have."""
+        for d in (d for d in self.columns.digits if d.level == "lane"):
+            for bit in range(d.size.bit_length() - 1):
+                other = self.builder.let(k.Shuffle(l.Load(place, ()), d.inner << bit), "other")
+                self.builder.add(l.Store(place, (), l.apply(function, l.Load(place, ()), other)))
+
+    def fragments(self, top: l.Reduce, total: l.Reduce | None) -> dict[l.Reduce, Fragment]:
+        """Where what follows finds the frame and the sum."""
+        found: dict[l.Reduce, Fragment] = {top: Rows(self.top, (self.rows,), None)}
+        if total is not None:
+            found[total] = Rows(self.total, (self.rows,), None)
+        return found
+
+
+def beyond(part: Part, first: IntExpr) -> tuple[IntExpr, ...]:
+    """What is negative for columns beyond the last one, where a step may have such."""
+    e = part.axis.extent - 1 - first - value(part.digits)
+    return () if at_least(e, 0) else (e,)
+

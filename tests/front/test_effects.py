@@ -1,0 +1,237 @@
+"""`terrazzo.compile`: side effects happen, or are refused; what is no tensor is compared at every call."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import terrazzo
+from terrazzo import Limitation, UserError
+
+torch = pytest.importorskip("torch")
+
+INTERPRETER = {"target": "interpreter"}
+
+
+@pytest.mark.parametrize("target", ["cpu", "interpreter"])
+def test_inputs_are_changed(target: str, tmp_path: Path) -> None:
+    def f(x: Any, y: Any) -> Any:
+        x.add_(1)
+        x[0].mul_(y[0])
+        y.copy_(x)
+        return x, x[1], y * 2, y
+
+    def made() -> Any:
+        return torch.arange(6.0).reshape(2, 3), torch.ones(2, 3)
+
+    fast = terrazzo.compile(f, *made(), options={"target": target, "cache_dir": tmp_path})
+    assert torch.equal(torch.ones(2, 3), made()[1])
+    for _ in range(2):
+        mine, theirs = made(), made()
+        ours, eager = fast(*mine), f(*theirs)
+        for a, b in zip((*ours, *mine), (*eager, *theirs), strict=True):
+            assert torch.equal(a, b)
+        assert ours[0] is mine[0] and ours[3] is mine[1]
+        ours[1].zero_()
+        assert mine[0][1].tolist() == [0, 0, 0]
+
+
+def test_running_statistics() -> None:
+    ours = torch.nn.BatchNorm1d(3)
+    eager = copy.deepcopy(ours)
+    fast = terrazzo.compile(ours, torch.randn(5, 3), options=INTERPRETER)
+    assert ours.num_batches_tracked == 0, "capturing changes nothing"
+    for _ in range(3):
+        x = torch.randn(5, 3)
+        torch.testing.assert_close(fast(x), eager(x))
+    for a, b in zip(ours.buffers(), eager.buffers(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+class Counting(torch.nn.Module):  # type: ignore[misc]
+    """Has every side effect a module may have; `how` says which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(3))
+        self.calls, self.seen = 0, []
+
+    def forward(self, x: Any, how: str) -> Any:
+        match how:
+            case "buffer":
+                self.total = self.total + x
+            case "number":
+                self.calls += 1
+            case "list":
+                self.seen.append(x)
+            case "attribute":
+                self.last = x
+            case "mode":
+                self.eval()
+        return self.total + x
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("buffer", "the call gives the module another total; write into the one it has (total.copy_(...))"),
+        ("number", "the call sets calls, which a compiled one would not do"),
+        ("list", "the call sets seen, which a compiled one would not do"),
+        ("attribute", "the call sets last, which a compiled one would not do"),
+        ("mode", "the call sets training, which a compiled one would not do"),
+    ],
+)
+def test_other_changes_of_a_module_are_refused(how: str, message: str) -> None:
+    module = Counting()
+    with pytest.raises(UserError, match=re.escape(message)):
+        terrazzo.compile(module, torch.ones(3), how)
+    assert module.calls == 0 and module.seen == [] and not hasattr(module, "last") and module.training
+    assert module.total.tolist() == [0, 0, 0]
+
+
+def appends(xs: Any) -> Any:
+    xs.append(xs[0])
+    return xs[0] * 2
+
+
+def transposes(x: Any) -> Any:
+    return x.t_() * 2
+
+
+def expands(x: Any) -> Any:
+    x[0].expand(3, 4).zero_()
+    return x * 2
+
+
+def resized(x: Any) -> Any:
+    y = torch.empty(0)
+    torch.add(x, 1, out=y)
+    return y
+
+
+def sets(x: Any) -> Any:
+    y = torch.empty(0)
+    y.set_(x)
+    return y * 2
+
+
+def adds(x: Any) -> Any:
+    return x.add_(1)
+
+
+def adds_both(x: Any, y: Any) -> Any:
+    return x.add_(1), y * 2
+
+
+X = torch.ones(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("f", "args", "message"),
+    [
+        (appends, ([X],), "the call changes a list or a dictionary among its arguments; return the new value instead"),
+        (transposes, (X,), "the call gives one of its inputs, of shape [3, 4], another shape or other memory in place"),
+        (expands, (X,), "aten.zero_.default writes to a tensor that has one element at several places"),
+        (resized, (X,), "aten.add.out: results are not written to `out`; use out.copy_(...)"),
+        (sets, (X,), "aten.set_.source_Tensor gives a tensor other memory; use another tensor instead"),
+        (
+            adds,
+            (X[:, ::2],),
+            "changes an input of shape [3, 2] and strides [4, 2] in place, which works for one without gaps",
+        ),
+        (adds_both, (X, X[0]), "x is changed in place and shares memory with y; give one of them as a clone"),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_what_is_refused(f: Callable[..., Any], args: Any, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        terrazzo.compile(f, *args, options=INTERPRETER)
+    assert X.shape == (3, 4) and bool((X == 1).all())
+
+
+def test_inputs_that_begin_to_share_memory_are_refused() -> None:
+    fast = terrazzo.compile(adds_both, torch.ones(4), torch.ones(4), options=INTERPRETER)
+    x = torch.ones(8)
+    with pytest.raises(UserError, match="input x is changed in place and shares memory with another input"):
+        fast(x[:4], x[4:])
+
+
+def test_what_is_no_tensor_is_compared() -> None:
+    fast = terrazzo.compile(
+        lambda x, n, flag=True: x * n if flag else x, torch.ones(3), 2, flag=True, options=INTERPRETER
+    )
+    assert fast(torch.ones(3), 2, flag=True).tolist() == [2, 2, 2]
+    for args, flag, message in (
+        ((torch.ones(3), 3), True, "argument n: compiled for 2, got 3. What is no tensor is fixed when it is compiled"),
+        ((torch.ones(3), 2.0), True, "argument n: compiled for 2, got 2.0"),
+        ((torch.ones(3), 2), False, "argument flag: compiled for True, got False"),
+        ((2, torch.ones(3)), True, "argument x: compiled for a tensor, got 2"),
+        ((torch.ones(3), torch.ones(3)), True, "argument n: compiled for 2, got tensor("),
+    ):
+        with pytest.raises(UserError, match=re.escape(message)):
+            fast(*args, flag=flag)
+    nan = terrazzo.compile(lambda x, n: x * n, torch.ones(1), float("nan"), options=INTERPRETER)
+    assert nan(torch.ones(1), float("nan")).isnan().all()
+
+
+def test_views_among_results() -> None:
+    fast = terrazzo.compile(lambda x: ((y := x * 2), y[0], x.t()), torch.ones(2, 2), options=INTERPRETER)
+    x = torch.ones(2, 2)
+    y, first, turned = fast(x)
+    first.zero_()
+    turned.zero_()
+    assert y.tolist() == [[0, 0], [2, 2]] and not x.any()
+
+
+@pytest.mark.parametrize("target", ["cpu", "interpreter"])
+def test_copies(target: str, tmp_path: Path) -> None:
+    """A deep copy has weights of its own, and they are those of a model that is copied with it."""
+    model = torch.nn.Linear(3, 3)
+    model.fast = terrazzo.compile(model, torch.ones(1, 3), options={"target": target, "cache_dir": tmp_path})
+    x = torch.ones(1, 3)
+    same, other = copy.copy(model.fast), copy.deepcopy(model)
+    before = model(x)
+    with torch.no_grad():
+        model.weight.add_(1)
+        other.bias.sub_(2)
+    torch.testing.assert_close(same(x), before + 3)
+    torch.testing.assert_close(other.fast(x), before - 2)
+
+
+def test_pickling_is_refused() -> None:
+    fast = terrazzo.compile(torch.relu, torch.ones(3), options=INTERPRETER)
+    with pytest.raises(UserError, match=r"a compiled call cannot be pickled.* Pickle the model and compile it where"):
+        pickle.dumps(fast)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no mkldnn")
+def test_mkldnn_tensors_are_a_limitation() -> None:
+    with pytest.raises(
+        Limitation, match=r"tensors of layout torch._mkldnn are not supported; torch.compile gives them"
+    ):
+        terrazzo.compile(torch.relu, torch.ones(3).to_mkldnn())
+
+
+@pytest.mark.parametrize(
+    ("code", "results"),
+    [
+        ("m = nn.BatchNorm1d(3).train()\nm(torch.randn(4, 3))", 4),
+        ("m = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).train()\nm(torch.randn(4, 3))", 4),
+        ("m = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))\nm[1].train()\nm(torch.randn(4, 3))", 4),
+        ("b = nn.BatchNorm1d(3).train()\nm = nn.Sequential(b, nn.ReLU())\nm(torch.randn(4, 3))", 4),
+        ("m = nn.BatchNorm1d(3)\nm(torch.randn(4, 3))", 1),
+        ("x = torch.ones(3)\nx.add_(1)\nx * 2", 2),
+    ],
+)
+def test_code_keeps_its_mode(code: str, results: int) -> None:
+    """`-c`: modules are in evaluation mode unless the code says otherwise; new values of what changes are results."""
+    from terrazzo.front import code as front
+    from terrazzo.front.capture import capture
+
+    assert len(capture(*front.load(code)).program.results) == results

@@ -1,0 +1,130 @@
+"""`torch.compile`: results that share memory in eager share it when compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+
+def broken(x: Any) -> Any:
+    y = x * 2
+    first = y[0]
+    torch._dynamo.graph_break()
+    first.zero_()
+    return y
+
+
+def cache_window(x: Any) -> Any:
+    cache = torch.zeros(2, 8) + x[0, 0]
+    window = cache[:, 2:6]
+    torch._dynamo.graph_break()
+    window.copy_(x[:2])
+    return cache, window
+
+
+def given_window(x: Any) -> Any:
+    window = x[:, 1:3]
+    y = x.sum() + 1
+    torch._dynamo.graph_break()
+    window.mul_(y)
+    return window
+
+
+def both(x: Any) -> Any:
+    y = x * 2
+    return y, y[0], y.t(), y.detach(), y.view(-1)[3:]
+
+
+def of_inputs(x: Any) -> Any:
+    return x[0], x.t(), x * 1, x.expand(2, 4, 4)
+
+
+def conjugate(x: Any) -> Any:
+    y = torch.complex(x, x)
+    return y, y.conj(), y.real
+
+
+def turned_in_place(x: Any) -> Any:
+    y = (x * 2)[:, :2].reshape(-1, 4)
+    torch._dynamo.graph_break()
+    y.t_()
+    return y, x
+
+
+PROGRAMS = (turned_in_place, broken, cache_window, given_window, both, of_inputs, conjugate)
+
+
+def outcome(f: Callable[..., Any], leaf: Any) -> Any:
+    """Who shares storage with whom, and all values after a write to every result."""
+    x = leaf * 1
+    found = f(x)
+    tensors = [*(found if isinstance(found, tuple) else (found,)), x]
+    storages = [t.untyped_storage().data_ptr() for t in tensors]
+    shared = [[a == b for b in storages] for a in storages]
+    facts = [(t.shape, t.stride(), t.storage_offset(), t.requires_grad) for t in tensors]
+    values = []
+    for k, t in enumerate(tensors):
+        if 0 not in t.stride():
+            t.detach().add_(k + 1)
+        values += [u.detach().resolve_conj().clone() for u in tensors]
+    return shared, facts, values
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
+@pytest.mark.filterwarnings("ignore:terrazzo")
+def test_who_shares_memory(program: Callable[..., Any], grad: bool, dynamic: bool) -> None:
+    if grad and program is conjugate:
+        pytest.skip("no gradients of complex numbers")
+    torch._dynamo.reset()
+    fast = torch.compile(program, backend="terrazzo", dynamic=dynamic, options={"target": "interpreter"})
+    x = torch.arange(16.0).reshape(4, 4).requires_grad_(grad)
+    shared, facts, values = outcome(program, x)
+    for _ in range(2):
+        ours = outcome(fast, x)
+        assert ours[:2] == (shared, facts)
+        for a, b in zip(ours[2], values, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_inputs_that_begin_to_share_memory() -> None:
+    """Sizes are open: what is compiled for inputs apart is not run for inputs that alias."""
+
+    def f(x: Any, y: Any) -> Any:
+        x.add_(1)
+        return y * 2
+
+    torch._dynamo.reset()
+    fast = torch.compile(f, backend="terrazzo", dynamic=True, options={"target": "interpreter"})
+    for make in (
+        lambda: (torch.ones(6), torch.ones(6)),
+        lambda: (x := torch.ones(6), x[:]),
+        lambda: (torch.ones(6),) * 2,
+    ):
+        torch.testing.assert_close(fast(*make()), f(*make()))
+
+
+def test_gradients_are_tensors_of_their_own() -> None:
+    """Two gradients of one value must not be one memory, or a step of an optimizer changes both."""
+    torch._dynamo.reset()
+    a, b = torch.ones(4, requires_grad=True), torch.ones(2, 2, requires_grad=True)
+    fast = torch.compile(
+        lambda a, b: ((a + b.view(-1)) * 3).sum(), backend="terrazzo", options={"target": "interpreter"}
+    )
+    fast(a, b).backward()
+    a.grad.zero_()
+    assert b.grad.tolist() == [[3, 3], [3, 3]]
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no mkldnn")
+def test_mkldnn_tensors_go_to_pytorch() -> None:
+    torch._dynamo.reset()
+    x = torch.randn(3, 3)
+    fast = torch.compile(lambda x, y: (x.to_dense() + y) * 2, backend="terrazzo")
+    with pytest.warns(RuntimeWarning, match="layout torch._mkldnn are not supported; PyTorch runs this graph"):
+        assert torch.equal(fast(x.to_mkldnn(), x), x * 4)

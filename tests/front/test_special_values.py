@@ -1,0 +1,57 @@
+"""Functions of one element at infinities, NaN, zeros, the largest and the smallest numbers: what PyTorch gives in
+float64, rounded.
+
+Eager itself is no judge there: on a CPU its gelu of an infinity in float32 is NaN for a contiguous tensor and an
+infinity for one with strides, as on a GPU and in float64. The sign of a zero that `max` gives is not looked at:
+relu(-0.0) is -0.0 for eager on a CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+import terrazzo
+
+torch = pytest.importorskip("torch")
+F = torch.nn.functional
+
+PLAIN = """exp expm1 log log1p sqrt rsqrt sin tan atan sinh tanh asinh atanh erf erfc sigmoid reciprocal floor round
+    sign square"""
+ACTIVATIONS = """gelu silu mish softplus logsigmoid relu relu6 hardsigmoid hardswish leaky_relu elu selu celu softsign
+    tanhshrink hardtanh"""
+FUNCTIONS = {
+    **{name: getattr(torch, name) for name in PLAIN.split()},
+    **{name: getattr(F, name) for name in ACTIVATIONS.split()},
+    "gelu by tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "softmax": lambda x: x[:, None].softmax(1),
+}
+UP_TO_SIGN = ("relu", "relu6", "hardtanh", "hardsigmoid", "hardswish")
+
+
+def kind(x: float) -> object:
+    """NaN, which infinity, which zero, or a number."""
+    return "nan" if math.isnan(x) else x if math.isinf(x) else math.copysign(1, x) * 0.5 if x == 0 else "finite"
+
+
+@pytest.mark.parametrize("target", ["cpu", "interpreter"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+def test_special_values(dtype: str, target: str, tmp_path: Path) -> None:
+    chosen = getattr(torch, dtype)
+    about = torch.finfo(chosen)
+    numbers = [math.inf, -math.inf, math.nan, 0.0, -0.0, 1.0, -1.0, 5.0, -5.0]
+    x = torch.tensor([*numbers, about.max if dtype == "float64" else 4e4, -4e4], dtype=torch.float64).to(chosen)
+    fast = terrazzo.compile(
+        lambda x: [f(x) for f in FUNCTIONS.values()], x, options={"target": target, "cache_dir": tmp_path}
+    )
+    wrong = []
+    for (name, f), found in zip(FUNCTIONS.items(), fast(x), strict=True):
+        for at, mine, right in zip(
+            x.tolist(), found.flatten().tolist(), f(x.double()).to(chosen).flatten().tolist(), strict=True
+        ):
+            zero = mine == right == 0 and name in UP_TO_SIGN
+            if not zero and kind(mine) != kind(right):
+                wrong.append((name, at, mine, right))
+    assert not wrong

@@ -1,0 +1,181 @@
+"""One product in every arrangement a schedule can ask for, and the schedules of ADR 004: derived, checked, simulated by
+a fair and by adverse schedulers, and compared with float64.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.kernels import by_hand
+from tests.kernels.arrangements import BY_HAND, EVERY, F90, M90, M, Product
+from tests.kernels.programs import lowered
+
+from terrazzo.errors import Limitation, UserError
+from terrazzo.hw.gpu import gpu
+from terrazzo.interp import kernel as simulator
+from terrazzo.interp import loop
+from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.dialects import tile
+from terrazzo.ir.text import parse
+from terrazzo.options import Options
+from terrazzo.pipelines import lowering
+from terrazzo.targets.cuda.check import check
+
+ADR = {path.stem: path for path in sorted((Path(__file__).parent / "adr_004").glob("*.tile"))}
+ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-20}
+SEEDS = (None, *range(int(os.environ.get("SIMULATED_SEEDS", "2"))))
+"""The orders every kernel runs in: the fair one, and so many adverse ones."""
+
+
+def target(program: tile.Program) -> str:
+    return program.schedules[0][1].target
+
+
+def inputs(program: tile.Program) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    return {b.name: rng.standard_normal(b.type.static_shape).astype(b.type.dtype.numpy) for b in program.loop.inputs}
+
+
+@cache
+def derived(text: str) -> k.Program:
+    """The kernels of a text of Tile IR."""
+    program = parse(text)
+    return lowering(program, Options(target=target(program))).at("kernel")
+
+
+def right(text: str) -> None:
+    """What is derived from a text passes the checks, and gives what the loops give in float64."""
+    program, kernels = parse(text), derived(text)
+    check(kernels, gpu(target(program)))
+    given = inputs(program)
+    best = loop.run(program.loop, given, precise=True)
+    for seed in SEEDS:
+        for ours, exact in zip(simulator.run(kernels, given, seed=seed), best, strict=True):
+            assert np.abs(ours.astype(np.float64) - exact).max() <= 2 * ROUNDING[ours.dtype.name] * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_an_arrangement_is_right(name: str) -> None:
+    right(EVERY[name].text)
+
+
+@pytest.mark.parametrize("name", ADR)
+def test_a_schedule_of_the_adr_is_right(name: str) -> None:
+    right(ADR[name].read_text())
+
+
+@pytest.mark.parametrize(
+    ("product", "reason"),
+    [
+        (Product(cluster="m"), "w: who multicasts must know that slots of other blocks are free"),
+        (Product(**M90 | {"cluster": "m", "roles": True}), "w: who multicasts must know that slots of other blocks are free"),
+        (Product(**F90 | {"cluster": "m", "roles": True}), "w: who multicasts must know that slots of other blocks are free"),
+        (Product(roles=True, depth="warpgroup(2) * reg(2) * inst.k(16)", groups=2, tile=(128, 64, 64)), "roles give 8 warps to math, and its sites bind 16"),
+        (Product(**M | {"depth": "warp(2) * reg(1) * inst.k(16)", "staged": "swizzle=128"}), "y: warps share the steps of acc0, whose sums meet"),
+        (Product(ring=1), "TMA fills a ring of two slots at least where all warps do everything"),
+    ],
+)  # fmt: skip
+def test_what_would_race_or_wait_for_ever_is_refused(product: Product, reason: str) -> None:
+    with pytest.raises((Limitation, UserError), match=re.escape(reason)):
+        derived(product.text)
+
+
+@pytest.mark.parametrize(
+    ("product", "before", "after", "reason"),
+    [
+        (
+            Product(shape=(64, 64, 256)), "r0 = time(4", "r0 = cluster(2) * time(2",
+            "acc0: blocks of a cluster share no steps of a tile",
+        ),
+        (
+            Product(roles=True, depth="warpgroup(2) * reg(2) * inst.k(16)"), "math=warpgroup(1)", "math=warpgroup(2)",
+            "acc0: warpgroups that wait by themselves share no reduction",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_not_derived_is_refused(product: Product, before: str, after: str, reason: str) -> None:
+    assert before in product.text
+    with pytest.raises(Limitation, match=re.escape(reason)):
+        derived(product.text.replace(before, after))
+
+
+SPLIT = """\
+with schedule("{name}", target="sm_90a"):
+    a0 = block(32)
+    a1 = grid(2) * block(64)
+    r0 = grid(4) * time(2, ring=3) * block(32)
+    with site("acc0", on="fma.f32"):
+        a0 = lane(8) * reg(4)
+        a1 = warp(2) * lane(4) * reg(8)
+        r0 = warp(2) * reg(16)
+        x = smem(by="cp.async", pad=4)
+        w = smem(by="cp.async", pad=4)
+"""
+
+
+@pytest.mark.parametrize("depth", [256, 200])
+def test_a_pinned_split_over_the_grid_is_two_kernels(depth: int) -> None:
+    """Schedule 4 of the ADR, which splits twice: over the grid, and over the warps of a block."""
+    torch.manual_seed(0)
+    x, w, b = torch.randn(32, depth), torch.randn(128, depth), torch.randn(128)
+    plain = lowered(lambda x, w, b: F.gelu(F.linear(x, w, b)), (x, w, b), "sm_90a")
+    name = plain.kernels[-1].name
+    text = SPLIT.format(name=name)
+    found = lowered(lambda x, w, b: F.gelu(F.linear(x, w, b)), (x, w, b), "sm_90a", schedules=(text,))
+    part, whole = found.kernels
+    assert (part.name, part.grid, part.warps, whole.name) == (f"{name}_part", 8, 4, name)
+    exact = F.gelu(F.linear(x.double(), w.double(), b.double())).numpy()
+    for seed in SEEDS:
+        (ours,) = simulator.run(found.program, found.inputs, seed=seed)
+        assert np.abs(ours - exact).max() <= 2.0**-20 * np.abs(exact).max()
+
+
+def test_a_sum_split_over_the_grid() -> None:
+    """Any reduction, not only of products."""
+    text = """\
+with schedule("sum_1", target="sm_80"):
+    a0 = grid(3)
+    r0 = grid(4) * reg(2) * lane(32)
+"""
+    x = torch.randn(3, 256)
+    found = lowered(lambda x: x.sum(-1), (x,), "sm_80", schedules=(text,))
+    assert [kernel.grid for kernel in found.kernels][0] == 12
+    np.testing.assert_allclose(found.simulated()[0], x.double().sum(-1), rtol=1e-5)
+
+
+def test_only_the_last_axis_of_all_reductions_is_split() -> None:
+    text = """\
+with schedule("_softmax", target="sm_80"):
+    a0 = grid(3)
+    r0 = grid(4) * reg(2) * lane(32)
+"""
+    with pytest.raises(UserError, match=re.escape("blocks share r0, and can share the last axis")):
+        lowered(lambda x: torch.softmax(x, -1), (torch.randn(3, 256),), "sm_80", schedules=(text,))
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_what_was_written_by_hand_follows_from_a_schedule(name: str) -> None:
+    """Of as many threads, by the same statements; only where partial sums meet is another way taken."""
+    program, text = by_hand.program(name), BY_HAND[name].text
+    (hand,), (ours,) = program.steps, derived(text).steps
+    assert isinstance(hand, k.Kernel) and isinstance(ours, k.Kernel)
+    assert (ours.grid, ours.warps, ours.cluster) == (hand.grid, hand.warps, hand.cluster)
+    for kind in (k.Role, k.TensorLoad, k.AsyncCopy, k.MultiplyAsync, k.WaitBarrier, k.Arrive, k.StoreMatrix):
+        assert _has(ours, kind) == _has(hand, kind), kind
+    given = by_hand.inputs(program)
+    best = by_hand.exact(name, given)
+    for seed in SEEDS:
+        (result,) = simulator.run(derived(text), given, seed=seed)
+        assert np.abs(result.astype(np.float64) - best).max() <= ROUNDING[result.dtype.name] * np.abs(best).max()
+
+
+def _has(kernel: k.Kernel, kind: type) -> bool:
+    return any(isinstance(s, kind) for s in k.walk(kernel.body))
