@@ -1,4 +1,4 @@
-"""Products under pinned schedules, as text of Tile IR: one term, and the ways a kernel can be arranged to compute it."""
+"""Products under pinned schedules, as text of Tile IR: one term, and the ways to arrange a kernel that computes it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ class Product:
 
     The operands are stored as `x_axes` and `w_axes` say ("mk" or "km", "nk" or "kn"). `tile` has a block's part of m, n
     and a step's part of k. On `wgmma`, `groups` warpgroups divide m, on `mma` warps divide m and n as `warps` says, on
-    `fma` these and 32 lanes; `depth` is how they divide a step's k. `cluster` is the axis that so many blocks divide, with what misses it multicast.
+    `fma` these and 32 lanes; `depth` is how they divide a step's k. `cluster` is the axis that so many blocks divide,
+    with what misses it multicast. With `turns`, so many warpgroups have a tile each, one after the other.
     """
 
     shape: tuple[int, int, int] = (128, 128, 192)
@@ -31,6 +32,7 @@ class Product:
     swizzle: int = 128
     roles: bool = False
     registers: tuple[int, int] | None = (40, 232)
+    turns: int = 0
     persistent: int = 0
     grouped: int = 0
     cluster: str = ""
@@ -65,7 +67,11 @@ class Product:
         ends = self.epilogue.format(at=at, out=out, m=rows, n=columns).splitlines()
         results = [line.split("[")[0] for line in ends if "[" in line.split("=")[0]]
         types = ", ".join(f"{name}={out}[{lead}{m}, {n}]" for name in results)
-        loops = [*([f"for a0 in free({self.batch}):"] if self.batch else []), f"for {rows} in free({m}):", f"for {columns} in free({n}):"]
+        loops = [
+            *([f"for a0 in free({self.batch}):"] if self.batch else []),
+            f"for {rows} in free({m}):",
+            f"for {columns} in free({n}):",
+        ]
         lines = ["@tile", f"def f(x: {kinds['x']}, w: {kinds['w']}{extra}):", f"    with kernel('y', {types}):"]
         lines += ["    " * (2 + d) + loop for d, loop in enumerate(loops)]
         deep = "    " * (2 + len(loops))
@@ -85,24 +91,37 @@ class Product:
         for axis, size, tile, letter in zip((m, n), self.shape, self.tile, "mn", strict=False):
             shared = self.blocks if self.cluster == letter else 1
             count[letter] = -(-size // (tile * shared))
-            cuts[letter] = f"{axis} = grid({count[letter]}) * " + (f"cluster({shared}) * " if shared > 1 else "") + f"block({tile})"
+            cuts[letter] = (
+                f"{axis} = grid({count[letter]}) * "
+                + (f"cluster({shared}) * " if shared > 1 else "")
+                + f"block({tile})"
+            )
         steps = -(-self.shape[2] // self.tile[2])
         lines = [f'with schedule("y", target="{self.target}"):']
         lines += [f"    a0 = grid({self.batch})"] if self.batch else []
-        lines += [f"    {cuts['m']}", f"    {cuts['n']}", f"    r0 = time({steps}, ring={self.ring}) * block({self.tile[2]})"]
+        lines += [
+            f"    {cuts['m']}",
+            f"    {cuts['n']}",
+            f"    r0 = time({steps}, ring={self.ring}) * block({self.tile[2]})",
+        ]
         if self.persistent:
             order = f", order=grouped({self.grouped})" if self.grouped else ""
             lines.append(f"    persistent({self.persistent}{order})")
         if self.roles:
             shared = int(self.depth[5:6]) if self.depth.startswith("warp(") else 1
-            math = f"warpgroup({self.groups})" if self.on == "wgmma" else f"warp({self.warps[0] * self.warps[1] * shared})"
+            math = (
+                f"warpgroup({self.turns or self.groups})"
+                if self.on == "wgmma"
+                else f"warp({self.warps[0] * self.warps[1] * shared})"
+            )
             own = self.registers if self.on == "wgmma" and self.groups < 3 else None
             registers = f", registers={own}" if own else ""
-            lines.append(f"    roles(load=warp(1), math={math}{registers})")
+            turns = ", turns=True" if self.turns else ""
+            lines.append(f"    roles(load=warp(1), math={math}{registers}{turns})")
         sites, instruction = self.divided(m, n)
         lines.append(f'    with site("acc0", on="{instruction}"):')
         lines += [f"        {line}" for line in sites]
-        for (name, axes), misses in zip(self.operands, ("n", "m"), strict=True):
+        for (name, _), misses in zip(self.operands, ("n", "m"), strict=True):
             options = [f'by="{self.by}"']
             if self.swizzle:
                 options.append(f"swizzle={self.swizzle}")
@@ -132,14 +151,23 @@ class Product:
         a, b = self.warps
         if self.on == "wgmma":
             each = tm // (64 * self.groups)
-            lines = [f"{m} = warpgroup({self.groups}) * reg({each}) * inst.m(64)", f"{n} = reg({self.columns}) * inst.n({tn // self.columns})"]
+            lines = [
+                f"{m} = warpgroup({self.groups}) * reg({each}) * inst.m(64)",
+                f"{n} = reg({self.columns}) * inst.n({tn // self.columns})",
+            ]
             lines += [f"r0 = reg({tk // 16}) * inst.k(16)"]
             return [x.replace("reg(1) * ", "") for x in lines], f"wgmma.m64n{tn // self.columns}k16.f32.{self.dtype}"
         if self.on == "mma":
-            lines = [f"{m} = warp({a}) * reg({tm // (16 * a)}) * inst.m(16)", f"{n} = warp({b}) * reg({tn // (8 * b)}) * inst.n(8)"]
+            lines = [
+                f"{m} = warp({a}) * reg({tm // (16 * a)}) * inst.m(16)",
+                f"{n} = warp({b}) * reg({tn // (8 * b)}) * inst.n(8)",
+            ]
             return [*lines, f"r0 = reg({tk // 16}) * inst.k(16)"], f"mma.m16n8k16.f32.{self.dtype}"
         lanes = (4, 4) if "lane" in self.depth else (4, 8)
-        lines = [f"{x} = warp({w}) * lane({c}) * reg({t // (c * w)})" for x, w, c, t in zip((m, n), self.warps, lanes, (tm, tn), strict=True)]
+        lines = [
+            f"{x} = warp({w}) * lane({c}) * reg({t // (c * w)})"
+            for x, w, c, t in zip((m, n), self.warps, lanes, (tm, tn), strict=True)
+        ]
         return [*lines, f"r0 = reg({tk})"], "fma.f32"
 
 
@@ -173,7 +201,14 @@ WARPGROUPS: dict[str, Product] = {
     "cluster of four": Product(shape=(256, 64, 192), cluster="m", blocks=4, roles=True),
     "cluster, persistent": Product(shape=(256, 192, 192), cluster="m", roles=True, persistent=4),
     "cluster, persistent, in groups, staged": Product(
-        shape=(512, 256, 192), tile=(128, 128, 64), cluster="m", roles=True, persistent=4, groups=2, grouped=2, staged=TMA
+        shape=(512, 256, 192),
+        tile=(128, 128, 64),
+        cluster="m",
+        roles=True,
+        persistent=4,
+        groups=2,
+        grouped=2,
+        staged=TMA,
     ),
     "staged by tma, all warps load": Product(staged=TMA),
     "staged by tma": Product(staged=TMA, roles=True),
@@ -225,10 +260,20 @@ WARPGROUPS: dict[str, Product] = {
     "steps in panels": Product(tile=(64, 64, 128), shape=(128, 128, 320), roles=True),
     "steps in panels, all warps load": Product(tile=(64, 64, 128), shape=(128, 128, 320)),
     "narrow steps": Product(tile=(64, 64, 32), swizzle=64, roles=True),
-    **{f"{n} columns": Product(tile=(64, n, 64), shape=(64, n + 8, 128), roles=True) for n in (8, 16, 32, 256, 24, 96, 192)},
     **{
-        f"{n} columns, staged": Product(tile=(64, n, 64), shape=(64, n + 8, 128), roles=True, width=w, staged=f"{by}swizzle={s}")
-        for n, w, s, by in ((16, 16, 32, 'by="tma", '), (256, 64, 128, 'by="tma", '), (24, 24, 0, ""), (96, 32, 64, 'by="tma", '))
+        f"{n} columns": Product(tile=(64, n, 64), shape=(64, n + 8, 128), roles=True)
+        for n in (8, 16, 32, 256, 24, 96, 192)
+    },
+    **{
+        f"{n} columns, staged": Product(
+            tile=(64, n, 64), shape=(64, n + 8, 128), roles=True, width=w, staged=f"{by}swizzle={s}"
+        )
+        for n, w, s, by in (
+            (16, 16, 32, 'by="tma", '),
+            (256, 64, 128, 'by="tma", '),
+            (24, 24, 0, ""),
+            (96, 32, 64, 'by="tma", '),
+        )
     },
     "cp.async": Product(by="cp.async"),
     "cp.async, four slots": Product(by="cp.async", ring=4, shape=(128, 64, 448)),
@@ -239,6 +284,13 @@ WARPGROUPS: dict[str, Product] = {
     "cp.async, ragged": Product(by="cp.async", shape=RAGGED),
     "cp.async, two warpgroups": Product(by="cp.async", groups=2, tile=(128, 64, 64)),
     "cp.async, both turned": Product(by="cp.async", x_axes="km", w_axes="kn"),
+}
+TURNS: dict[str, Product] = {
+    "turns": Product(shape=(320, 64, 320), roles=True, persistent=1, turns=2),
+    "turns, staged": Product(shape=(300, 128, 192), roles=True, persistent=2, turns=2, staged=TMA),
+    "turns of three": Product(shape=(256, 128, 192), roles=True, persistent=2, turns=3, registers=None),
+    "turns in a cluster": Product(shape=(512, 128, 192), roles=True, persistent=2, turns=2, cluster="m"),
+    "turns, one tile": Product(shape=(64, 64, 192), roles=True, persistent=1, turns=2),
 }
 WARPS: dict[str, Product] = {
     "mma": Product(**M),
@@ -293,19 +345,28 @@ ENDS: dict[str, Product] = {
     f"{name}{way}": Product(roles=True, persistent=2, staged=staged, **end)
     for name, end in {"bias": BIAS, "rows": ROWS, "residual": RESIDUAL, "gated": GATED, "two results": TWO}.items()
     for way, staged in WAYS.items()
-} | {f"mma, {name}": Product(**M | end | {"staged": PADDED}) for name, end in {"bias": BIAS, "two results": TWO}.items()}
+} | {
+    f"mma, {name}": Product(**M | end | {"staged": PADDED}) for name, end in {"bias": BIAS, "two results": TWO}.items()
+}
 
-EVERY = WARPGROUPS | WARPS | ELEMENTS | SHARED | ENDS
+EVERY = WARPGROUPS | TURNS | WARPS | ELEMENTS | SHARED | ENDS
 
 BY_HAND: dict[str, Product] = {
     "ring": Product(shape=(128, 256, 512), tile=(128, 256, 64), groups=2, ring=4, roles=True, out="f32"),
     "persistent": Product(
-        shape=(320, 32, 192), tile=(64, 32, 64), ring=2, roles=True, persistent=2, width=32, staged='by="tma", swizzle=64'
+        shape=(320, 32, 192),
+        tile=(64, 32, 64),
+        ring=2,
+        roles=True,
+        persistent=2,
+        width=32,
+        staged='by="tma", swizzle=64',
     ),
     "cluster": Product(
         shape=(512, 256, 320), tile=(128, 256, 64), groups=2, roles=True, cluster="m", staged='by="tma", swizzle=128'
     ),
     "copied": Product(shape=(128, 64, 320), tile=(128, 64, 64), groups=2, ring=4, by="cp.async", out="f32"),
+    "ping_pong": Product(shape=(256, 64, 128), roles=True, persistent=1, turns=2, staged=TMA),
     "split": Product(
         shape=(128, 32, 256), tile=(64, 32, 128), ring=2, out="f32", depth="warpgroup(2) * reg(4) * inst.k(16)"
     ),
