@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.kernels import by_hand
-from tests.kernels.arrangements import BY_HAND, EVERY, F90, M90, F, M, Product
+from tests.kernels.arrangements import BY_HAND, EVERY, F90, M90, M, Product
 from tests.kernels.programs import lowered
 
 from terrazzo.errors import Limitation, UserError
@@ -198,6 +198,6 @@ def _has(kernel: k.Kernel, kind: type) -> bool:
 
 
 def test_rows_run_along_an_axis_of_the_operand() -> None:
-    text = Product(**F).text.replace('x = smem(by="cp.async")', 'x = smem(by="cp.async", along="a1")')
+    text = EVERY["fma"].text.replace('x = smem(by="cp.async")', 'x = smem(by="cp.async", along="a1")')
     with pytest.raises(UserError, match=re.escape("x: its rows cannot run along a1: it has a0, r0 in a step")):
         derived(text)
