@@ -168,7 +168,9 @@ class _Drawer:
         lines: list[tuple[str, Binding]] = [(a.name, (Factor("grid", 1),)) for a in p.batch]
         for a, part in ((m, "m"), (n, "n")):
             shared = (Factor("cluster", self.one((2, 2, 4))),) if cluster and a is cut else ()
-            lines.append((a.name, (Factor("grid", 1), *shared, Factor("block", math.prod(f.size for f in inside[part])))))
+            lines.append(
+                (a.name, (Factor("grid", 1), *shared, Factor("block", math.prod(f.size for f in inside[part]))))
+            )
         step = math.prod(f.size for f in inside["k"])
         ring = self.one((2, 3, 4, 1) if by != "tma" else (2, 3, 4, 5))
         last = p.axes[-1]
@@ -188,9 +190,21 @@ class _Drawer:
             width = min(128, math.prod(f.size for f in inside["n"]) * size)
             by_box = number >= 90 and self.one((True, False))
             options: dict[str, Any] = {"by": "tma"} if by_box else {}
-            options |= {"swizzle": width} if width in (32, 64, 128) and self.one((True, False)) else {} if by_box else {"pad": 8}
+            options |= (
+                {"swizzle": width}
+                if width in (32, 64, 128) and self.one((True, False))
+                else {}
+                if by_box
+                else {"pad": 8}
+            )
             like = tuple((a.name, Like(p.names[0])) for a in (m, n))
-            found.append(Site((s.buffer.name,), () if staged else like, ((s.buffer.name, Operand("smem", tuple(options.items()))),) if staged else ()))
+            found.append(
+                Site(
+                    (s.buffer.name,),
+                    () if staged else like,
+                    ((s.buffer.name, Operand("smem", tuple(options.items()))),) if staged else (),
+                )
+            )
         directives: list[Any] = []
         if self.one((True, False)):
             size = next((f.size for _, b in lines if not isinstance(b, Like) for f in b if f.level == "cluster"), 1)
@@ -210,13 +224,16 @@ class _Drawer:
         if short is None or len(p.axes) > 1:
             return "fma.f32"
         found = ["fma.f32"]
-        found += [f"mma.m16n8k16.f32.{short}"] * 2 if number >= 80 else ["mma.m16n8k8.f32.f16"] if short == "f16" else []
+        found += (
+            [f"mma.m16n8k16.f32.{short}"] * 2 if number >= 80 else ["mma.m16n8k8.f32.f16"] if short == "f16" else []
+        )
         if self.default.target == "sm_90a":
             found += [f"wgmma.m64n{self.one((8, 16, 24, 32, 64))}k16.f32.{short}"] * 4
         return str(self.one(found))
 
     def inside(self, on: str, roles: bool) -> tuple[int, int, dict[str, tuple[Factor, ...]]]:
         """How many warpgroups or warps, and how they divide m, n and a step's k."""
+
         def some(level: str, *sizes: int) -> tuple[Factor, ...]:
             size = self.one(sizes)
             return (Factor(level, size),)
@@ -234,11 +251,22 @@ class _Drawer:
         warp = [(Factor("warp", x),) if x > 1 else () for x in (a, b, c)]
         if on.startswith("mma"):
             depth = int(on.split("k")[1].split(".")[0])
-            down, across = (*warp[0], *some("reg", 1, 2), *inst("m", 16)), (*warp[1], *some("reg", 1, 2, 4), *inst("n", 8))
+            down, across = (
+                (*warp[0], *some("reg", 1, 2), *inst("m", 16)),
+                (*warp[1], *some("reg", 1, 2, 4), *inst("n", 8)),
+            )
             return 0, a * b * c, {"m": down, "n": across, "k": (*warp[2], *some("reg", 1, 2), *inst("k", depth))}
         lanes = self.one(((4, 8, 1), (8, 4, 1), (4, 4, 2), (1, 32, 1)))
         m, n, k = ((*w, *((Factor("lane", x),) if x > 1 else ())) for w, x in zip(warp, lanes, strict=True))
-        return 0, a * b * c, {"m": (*m, *some("reg", 1, 2)), "n": (*n, *some("reg", 1, 2, 4)), "k": (*k, Factor("reg", self.one((4, 8))))}
+        return (
+            0,
+            a * b * c,
+            {
+                "m": (*m, *some("reg", 1, 2)),
+                "n": (*n, *some("reg", 1, 2, 4)),
+                "k": (*k, Factor("reg", self.one((4, 8)))),
+            },
+        )
 
     def held(self, load: l.Load, lengths: dict[Any, Any], by: str, on: str, multicast: bool) -> Operand:
         """An operand in shared memory, swizzled as far as its rows are long."""

@@ -420,7 +420,10 @@ def f(x: f32[8]):
     ("text", "message"),
     [
         (EMPTY, r"line 6, column 17: k: `y\[lane, t0\] = x\[lane\]` at \[t0\] is outside \[0, 0\)"),
-        (EMPTY.replace("8, 0", "8, 4").replace("x[lane]", "x[lane + 1]"), r"line 6, column 17: k: .* is outside \[0, 8\)"),
+        (
+            EMPTY.replace("8, 0", "8, 4").replace("x[lane]", "x[lane + 1]"),
+            r"line 6, column 17: k: .* is outside \[0, 8\)",
+        ),
         (
             EMPTY.replace("8, 0", "8, 4").replace("serial(4)", "serial(1048576)").replace("t0]", "t0 * t0 * t0 % 5]"),
             r"line 6, column 17: k: .*(is outside|cannot be proved)",

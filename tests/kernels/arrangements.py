@@ -65,7 +65,11 @@ class Product:
         ends = self.epilogue.format(at=at, out=out, m=rows, n=columns).splitlines()
         results = [line.split("[")[0] for line in ends if "[" in line.split("=")[0]]
         types = ", ".join(f"{name}={out}[{lead}{m}, {n}]" for name in results)
-        loops = [*([f"for a0 in free({self.batch}):"] if self.batch else []), f"for {rows} in free({m}):", f"for {columns} in free({n}):"]
+        loops = [
+            *([f"for a0 in free({self.batch}):"] if self.batch else []),
+            f"for {rows} in free({m}):",
+            f"for {columns} in free({n}):",
+        ]
         lines = ["@tile", f"def f(x: {kinds['x']}, w: {kinds['w']}{extra}):", f"    with kernel('y', {types}):"]
         lines += ["    " * (2 + d) + loop for d, loop in enumerate(loops)]
         deep = "    " * (2 + len(loops))
@@ -85,17 +89,27 @@ class Product:
         for axis, size, tile, letter in zip((m, n), self.shape, self.tile, "mn", strict=False):
             shared = self.blocks if self.cluster == letter else 1
             count[letter] = -(-size // (tile * shared))
-            cuts[letter] = f"{axis} = grid({count[letter]}) * " + (f"cluster({shared}) * " if shared > 1 else "") + f"block({tile})"
+            cuts[letter] = (
+                f"{axis} = grid({count[letter]}) * "
+                + (f"cluster({shared}) * " if shared > 1 else "")
+                + f"block({tile})"
+            )
         steps = -(-self.shape[2] // self.tile[2])
         lines = [f'with schedule("y", target="{self.target}"):']
         lines += [f"    a0 = grid({self.batch})"] if self.batch else []
-        lines += [f"    {cuts['m']}", f"    {cuts['n']}", f"    r0 = time({steps}, ring={self.ring}) * block({self.tile[2]})"]
+        lines += [
+            f"    {cuts['m']}",
+            f"    {cuts['n']}",
+            f"    r0 = time({steps}, ring={self.ring}) * block({self.tile[2]})",
+        ]
         if self.persistent:
             order = f", order=grouped({self.grouped})" if self.grouped else ""
             lines.append(f"    persistent({self.persistent}{order})")
         if self.roles:
             shared = int(self.depth[5:6]) if self.depth.startswith("warp(") else 1
-            math = f"warpgroup({self.groups})" if self.on == "wgmma" else f"warp({self.warps[0] * self.warps[1] * shared})"
+            math = (
+                f"warpgroup({self.groups})" if self.on == "wgmma" else f"warp({self.warps[0] * self.warps[1] * shared})"
+            )
             own = self.registers if self.on == "wgmma" and self.groups < 3 else None
             registers = f", registers={own}" if own else ""
             lines.append(f"    roles(load=warp(1), math={math}{registers})")
@@ -132,14 +146,23 @@ class Product:
         a, b = self.warps
         if self.on == "wgmma":
             each = tm // (64 * self.groups)
-            lines = [f"{m} = warpgroup({self.groups}) * reg({each}) * inst.m(64)", f"{n} = reg({self.columns}) * inst.n({tn // self.columns})"]
+            lines = [
+                f"{m} = warpgroup({self.groups}) * reg({each}) * inst.m(64)",
+                f"{n} = reg({self.columns}) * inst.n({tn // self.columns})",
+            ]
             lines += [f"r0 = reg({tk // 16}) * inst.k(16)"]
             return [x.replace("reg(1) * ", "") for x in lines], f"wgmma.m64n{tn // self.columns}k16.f32.{self.dtype}"
         if self.on == "mma":
-            lines = [f"{m} = warp({a}) * reg({tm // (16 * a)}) * inst.m(16)", f"{n} = warp({b}) * reg({tn // (8 * b)}) * inst.n(8)"]
+            lines = [
+                f"{m} = warp({a}) * reg({tm // (16 * a)}) * inst.m(16)",
+                f"{n} = warp({b}) * reg({tn // (8 * b)}) * inst.n(8)",
+            ]
             return [*lines, f"r0 = reg({tk // 16}) * inst.k(16)"], f"mma.m16n8k16.f32.{self.dtype}"
         lanes = (4, 4) if "lane" in self.depth else (4, 8)
-        lines = [f"{x} = warp({w}) * lane({c}) * reg({t // (c * w)})" for x, w, c, t in zip((m, n), self.warps, lanes, (tm, tn), strict=True)]
+        lines = [
+            f"{x} = warp({w}) * lane({c}) * reg({t // (c * w)})"
+            for x, w, c, t in zip((m, n), self.warps, lanes, (tm, tn), strict=True)
+        ]
         return [*lines, f"r0 = reg({tk})"], "fma.f32"
 
 
@@ -173,7 +196,14 @@ WARPGROUPS: dict[str, Product] = {
     "cluster of four": Product(shape=(256, 64, 192), cluster="m", blocks=4, roles=True),
     "cluster, persistent": Product(shape=(256, 192, 192), cluster="m", roles=True, persistent=4),
     "cluster, persistent, in groups, staged": Product(
-        shape=(512, 256, 192), tile=(128, 128, 64), cluster="m", roles=True, persistent=4, groups=2, grouped=2, staged=TMA
+        shape=(512, 256, 192),
+        tile=(128, 128, 64),
+        cluster="m",
+        roles=True,
+        persistent=4,
+        groups=2,
+        grouped=2,
+        staged=TMA,
     ),
     "staged by tma, all warps load": Product(staged=TMA),
     "staged by tma": Product(staged=TMA, roles=True),
@@ -225,10 +255,20 @@ WARPGROUPS: dict[str, Product] = {
     "steps in panels": Product(tile=(64, 64, 128), shape=(128, 128, 320), roles=True),
     "steps in panels, all warps load": Product(tile=(64, 64, 128), shape=(128, 128, 320)),
     "narrow steps": Product(tile=(64, 64, 32), swizzle=64, roles=True),
-    **{f"{n} columns": Product(tile=(64, n, 64), shape=(64, n + 8, 128), roles=True) for n in (8, 16, 32, 256, 24, 96, 192)},
     **{
-        f"{n} columns, staged": Product(tile=(64, n, 64), shape=(64, n + 8, 128), roles=True, width=w, staged=f"{by}swizzle={s}")
-        for n, w, s, by in ((16, 16, 32, 'by="tma", '), (256, 64, 128, 'by="tma", '), (24, 24, 0, ""), (96, 32, 64, 'by="tma", '))
+        f"{n} columns": Product(tile=(64, n, 64), shape=(64, n + 8, 128), roles=True)
+        for n in (8, 16, 32, 256, 24, 96, 192)
+    },
+    **{
+        f"{n} columns, staged": Product(
+            tile=(64, n, 64), shape=(64, n + 8, 128), roles=True, width=w, staged=f"{by}swizzle={s}"
+        )
+        for n, w, s, by in (
+            (16, 16, 32, 'by="tma", '),
+            (256, 64, 128, 'by="tma", '),
+            (24, 24, 0, ""),
+            (96, 32, 64, 'by="tma", '),
+        )
     },
     "cp.async": Product(by="cp.async"),
     "cp.async, four slots": Product(by="cp.async", ring=4, shape=(128, 64, 448)),
@@ -293,14 +333,22 @@ ENDS: dict[str, Product] = {
     f"{name}{way}": Product(roles=True, persistent=2, staged=staged, **end)
     for name, end in {"bias": BIAS, "rows": ROWS, "residual": RESIDUAL, "gated": GATED, "two results": TWO}.items()
     for way, staged in WAYS.items()
-} | {f"mma, {name}": Product(**M | end | {"staged": PADDED}) for name, end in {"bias": BIAS, "two results": TWO}.items()}
+} | {
+    f"mma, {name}": Product(**M | end | {"staged": PADDED}) for name, end in {"bias": BIAS, "two results": TWO}.items()
+}
 
 EVERY = WARPGROUPS | WARPS | ELEMENTS | SHARED | ENDS
 
 BY_HAND: dict[str, Product] = {
     "ring": Product(shape=(128, 256, 512), tile=(128, 256, 64), groups=2, ring=4, roles=True, out="f32"),
     "persistent": Product(
-        shape=(320, 32, 192), tile=(64, 32, 64), ring=2, roles=True, persistent=2, width=32, staged='by="tma", swizzle=64'
+        shape=(320, 32, 192),
+        tile=(64, 32, 64),
+        ring=2,
+        roles=True,
+        persistent=2,
+        width=32,
+        staged='by="tma", swizzle=64',
     ),
     "cluster": Product(
         shape=(512, 256, 320), tile=(128, 256, 64), groups=2, roles=True, cluster="m", staged='by="tma", swizzle=128'
