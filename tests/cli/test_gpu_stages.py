@@ -149,10 +149,8 @@ def test_a_pinned_plan(terrazzo: Terrazzo, tmp_path: Path) -> None:
     told = terrazzo(*words, "--ir", "tile", "-v").stdout
     assert f"slots={found[1]}, ahead=1" in told and ">>> plan:pin at mm: by the user" in told
     (tmp_path / "mine.txt").write_text(text.replace(found[0], f"slots={found[1]}, ahead={found[1]}"))
-    assert re.match(
-        rf"error: the plan of mm, line \d: {found[1]} steps ahead, and of {found[1]} slots \d can be filled early\n    ring0 = ",
-        terrazzo(*words, code=2).stderr,
-    )
+    why = rf"{found[1]} steps ahead, and of {found[1]} slots \d can be filled early\n    ring0 = "
+    assert re.match(rf"error: the plan of mm, line \d: {why}", terrazzo(*words, code=2).stderr)
 
 
 def test_every_step_of_a_plan_is_a_diff(terrazzo: Terrazzo) -> None:
@@ -186,10 +184,12 @@ def test_every_step_of_a_plan_is_a_diff(terrazzo: Terrazzo) -> None:
          ["not tensor_cores: no instruction of sm_75 adds up products of bf16 in f32"]),
         (LINEAR.format("torch.bfloat16"), "sm_80",
          ["not wgmma: it needs sm_90a, and the target is sm_80",
-          "swizzle: x_s: ldmatrix reads 8 pieces of 16 bytes from rows of 256 bytes: 2 wavefronts swizzled by 128, 8 wavefronts if not"]),
+          "swizzle: x_s: ldmatrix reads 8 pieces of 16 bytes from rows of 256 bytes: 2 wavefronts swizzled by 128, "
+          "8 wavefronts if not"]),
         ("x, w = torch.zeros(4096, 256, dtype=torch.bfloat16), torch.zeros(4096, 256, dtype=torch.bfloat16)\nx @ w.t()",
          "sm_90a",
-         ["swizzle: x_s: wgmma, which takes swizzled rows only, reads 8 pieces of 16 bytes from rows of 128 bytes: 1 wavefront"]),
+         ["swizzle: x_s: wgmma, which takes swizzled rows only, reads 8 pieces of 16 bytes from rows of 128 bytes: "
+          "1 wavefront"]),
         ("x, w = torch.zeros(1, 128), torch.zeros(192, 128)\nx @ w.t()", "sm_90a",
          ["not tensor_cores: one of its factors is a vector"]),
     ],

@@ -94,7 +94,7 @@ AGENTS = re.search(r"    load = .*\n    math = .*\n", HOPPER_PLAN)[0]  # type: i
         ("slots=3, ahead=3", "slots=3, ahead=2", "5: 2 steps ahead, and of 3 slots 3 can be filled early"),
         ("slots=3, ahead=3", "slots=4, ahead=4", "5: slots are 4, and the schedule has 3"),
         ("slots=3, ahead=3", "slots=0, ahead=0", "5: slots are 0, and 1 is held for a tile"),
-        ("slots=3, ahead=3", "slots=1, ahead=1", "5: tma fills one slot while another is read: two at least"),
+        ("slots=3, ahead=3", "slots=1, ahead=1", "5: the only slot is freed late, and the next step waits for it"),
         ('by="tma", producer', 'by="ld", producer', "5: load loads by tma, not by ld"),
         ('by="tma", producer', 'by="pigeon", producer', "5: 'pigeon' is no transport; known: ld, cp.async, tma"),
         ("producer=load", "producer=math", "5: load loads, not math"),
@@ -151,10 +151,11 @@ def test_a_plan_for_warpgroups(before: str, after: str, message: str) -> None:
     [
         ("slots=4, ahead=3", "slots=4, ahead=4", "4: 4 steps ahead, and of 4 slots 3 can be filled early"),
         ("slots=4, ahead=3", "slots=4, ahead=0", "4: 0 steps ahead, and of 4 slots 3 can be filled early"),
+        ("slots=4, ahead=3", "slots=1, ahead=0", "4: cp.async fills one slot while another is read: two at least"),
         ('by="cp.async"', 'by="tma"', "4: tma needs sm_90, and the target is sm_80"),
         ('by="cp.async"', 'by="ld"', "4: ld fills two slots at most"),
         ("consumer=all", "consumer=all, late=True",
-         "4: slots are freed late where one product of warpgroups has loads of its own"),
+         "4: slots are freed late by one product of warpgroups only"),
         ("vector=8", "vector=16", "6: 16 elements of x[a0, r0] do not lie together wherever a thread begins"),
         ("vector=8", "vector=3", "6: 3 elements of x[a0, r0] do not lie together wherever a thread begins"),
         ("vector=8", "vector=1", "6: cp.async needs a plain load of which 4 bytes at least lie together"),
@@ -190,10 +191,13 @@ def test_a_plan_for_rows(before: str, after: str, message: str) -> None:
     [
         ('backward=("a2",)', 'backward=("a9",)', r"2: backward are \(a9\), and the schedule has \(a2\)"),
         (', backward=("a2",)', "", r"2: backward are \(\), and the schedule has \(a2\)"),
-        ('until="first + 1"', 'until="first"', r'\d+: from the term follows reach\(axis=r2, rows=a2, until="first \+ 1"\)'),
-        ("    reach(axis=r2, rows=a2, until=\"first + 1\")\n", "", r"1: nothing says what follows from the term: `reach\("),
+        ('until="first + 1"', 'until="first"',
+         r'\d+: from the term follows reach\(axis=r2, rows=a2, until="first \+ 1"\)'),
+        ("    reach(axis=r2, rows=a2, until=\"first + 1\")\n", "",
+         r"1: nothing says what follows from the term: `reach\("),
         ('product="acc4"', 'product="acc3"', r'\d+: from the term follows frame\(top="acc0", product="acc4"'),
-        ("    reach", '    frame(top="acc0", product="acc4", total="acc2")\n    reach', r"\d+: the frame of acc4 is decided twice"),
+        ("    reach", '    frame(top="acc0", product="acc4", total="acc2")\n    reach',
+         r"\d+: the frame of acc4 is decided twice"),
     ],
 )  # fmt: skip
 def test_a_plan_for_attention(before: str, after: str, message: str) -> None:

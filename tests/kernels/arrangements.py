@@ -1,4 +1,4 @@
-"""Products under pinned schedules, as text of Tile IR: one term, and the ways a kernel can be arranged to compute it."""
+"""Products under pinned schedules, as text of Tile IR: one term, and the ways to arrange a kernel that computes it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ class Product:
 
     The operands are stored as `x_axes` and `w_axes` say ("mk" or "km", "nk" or "kn"). `tile` has a block's part of m, n
     and a step's part of k. On `wgmma`, `groups` warpgroups divide m, on `mma` warps divide m and n as `warps` says, on
-    `fma` these and 32 lanes; `depth` is how they divide a step's k. `cluster` is the axis that so many blocks divide, with what misses it multicast.
+    `fma` these and 32 lanes; `depth` is how they divide a step's k. `cluster` is the axis that so many blocks divide,
+    with what misses it multicast. With `turns`, so many warpgroups have a tile each, one after the other.
     """
 
     shape: tuple[int, int, int] = (128, 128, 192)
@@ -31,6 +32,7 @@ class Product:
     swizzle: int = 128
     roles: bool = False
     registers: tuple[int, int] | None = (40, 232)
+    turns: int = 0
     persistent: int = 0
     grouped: int = 0
     cluster: str = ""
@@ -108,15 +110,18 @@ class Product:
         if self.roles:
             shared = int(self.depth[5:6]) if self.depth.startswith("warp(") else 1
             math = (
-                f"warpgroup({self.groups})" if self.on == "wgmma" else f"warp({self.warps[0] * self.warps[1] * shared})"
+                f"warpgroup({self.turns or self.groups})"
+                if self.on == "wgmma"
+                else f"warp({self.warps[0] * self.warps[1] * shared})"
             )
             own = self.registers if self.on == "wgmma" and self.groups < 3 else None
             registers = f", registers={own}" if own else ""
-            lines.append(f"    roles(load=warp(1), math={math}{registers})")
+            turns = ", turns=True" if self.turns else ""
+            lines.append(f"    roles(load=warp(1), math={math}{registers}{turns})")
         sites, instruction = self.divided(m, n)
         lines.append(f'    with site("acc0", on="{instruction}"):')
         lines += [f"        {line}" for line in sites]
-        for (name, axes), misses in zip(self.operands, ("n", "m"), strict=True):
+        for (name, _), misses in zip(self.operands, ("n", "m"), strict=True):
             options = [f'by="{self.by}"']
             if self.swizzle:
                 options.append(f"swizzle={self.swizzle}")
@@ -280,6 +285,13 @@ WARPGROUPS: dict[str, Product] = {
     "cp.async, two warpgroups": Product(by="cp.async", groups=2, tile=(128, 64, 64)),
     "cp.async, both turned": Product(by="cp.async", x_axes="km", w_axes="kn"),
 }
+TURNS: dict[str, Product] = {
+    "turns": Product(shape=(320, 64, 320), roles=True, persistent=1, turns=2),
+    "turns, staged": Product(shape=(300, 128, 192), roles=True, persistent=2, turns=2, staged=TMA),
+    "turns of three": Product(shape=(256, 128, 192), roles=True, persistent=2, turns=3, registers=None),
+    "turns in a cluster": Product(shape=(512, 128, 192), roles=True, persistent=2, turns=2, cluster="m"),
+    "turns, one tile": Product(shape=(64, 64, 192), roles=True, persistent=1, turns=2),
+}
 WARPS: dict[str, Product] = {
     "mma": Product(**M),
     **{f"mma, ring of {n}": Product(**M | {"ring": n}) for n in (1, 2, 6)},
@@ -337,7 +349,7 @@ ENDS: dict[str, Product] = {
     f"mma, {name}": Product(**M | end | {"staged": PADDED}) for name, end in {"bias": BIAS, "two results": TWO}.items()
 }
 
-EVERY = WARPGROUPS | WARPS | ELEMENTS | SHARED | ENDS
+EVERY = WARPGROUPS | TURNS | WARPS | ELEMENTS | SHARED | ENDS
 
 BY_HAND: dict[str, Product] = {
     "ring": Product(shape=(128, 256, 512), tile=(128, 256, 64), groups=2, ring=4, roles=True, out="f32"),
@@ -354,6 +366,7 @@ BY_HAND: dict[str, Product] = {
         shape=(512, 256, 320), tile=(128, 256, 64), groups=2, roles=True, cluster="m", staged='by="tma", swizzle=128'
     ),
     "copied": Product(shape=(128, 64, 320), tile=(128, 64, 64), groups=2, ring=4, by="cp.async", out="f32"),
+    "ping_pong": Product(shape=(256, 64, 128), roles=True, persistent=1, turns=2, staged=TMA),
     "split": Product(
         shape=(128, 32, 256), tile=(64, 32, 128), ring=2, out="f32", depth="warpgroup(2) * reg(4) * inst.k(16)"
     ),

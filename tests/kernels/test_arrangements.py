@@ -72,14 +72,26 @@ def test_a_schedule_of_the_adr_is_right(name: str) -> None:
     right(ADR[name].read_text())
 
 
+MULTICAST = "w: who multicasts must know that slots of other blocks are free"
+GROUPS = "warpgroup(2) * reg(2) * inst.k(16)"
+
+
 @pytest.mark.parametrize(
     ("product", "reason"),
     [
-        (Product(cluster="m"), "w: who multicasts must know that slots of other blocks are free"),
-        (Product(**M90 | {"cluster": "m", "roles": True}), "w: who multicasts must know that slots of other blocks are free"),
-        (Product(**F90 | {"cluster": "m", "roles": True}), "w: who multicasts must know that slots of other blocks are free"),
-        (Product(roles=True, depth="warpgroup(2) * reg(2) * inst.k(16)", groups=2, tile=(128, 64, 64)), "roles give 8 warps to math, and its sites bind 16"),
-        (Product(**M | {"depth": "warp(2) * reg(1) * inst.k(16)", "staged": "swizzle=128"}), "y: warps share the steps of acc0, whose sums meet"),
+        (Product(cluster="m"), MULTICAST),
+        (Product(**M90 | {"cluster": "m", "roles": True}), MULTICAST),
+        (Product(**F90 | {"cluster": "m", "roles": True}), MULTICAST),
+        (
+            Product(roles=True, depth=GROUPS, groups=2, tile=(128, 64, 64)),
+            "roles give 8 warps to math, and its sites bind 16",
+        ),
+        (
+            Product(**M | {"depth": "warp(2) * reg(1) * inst.k(16)", "staged": "swizzle=128"}),
+            "y: warps share the steps of acc0, whose sums meet",
+        ),
+        (Product(roles=True, turns=2), "roles: warpgroups that take turns multiply a tile each"),
+        (Product(roles=True, turns=2, persistent=1, groups=2, tile=(128, 64, 64)), "roles: warpgroups that take turns"),
         (Product(ring=1), "TMA fills a ring of two slots at least where all warps do everything"),
     ],
 )  # fmt: skip
@@ -147,7 +159,7 @@ with schedule("sum_1", target="sm_80"):
 """
     x = torch.randn(3, 256)
     found = lowered(lambda x: x.sum(-1), (x,), "sm_80", schedules=(text,))
-    assert [kernel.grid for kernel in found.kernels][0] == 12
+    assert found.kernels[0].grid == 12
     np.testing.assert_allclose(found.simulated()[0], x.double().sum(-1), rtol=1e-5)
 
 

@@ -20,7 +20,7 @@ class Equivalent:
 
 
 SUMS = ("sum of rows", "argmax", "variance", "cross entropy")
-MET = ("sum of columns", "split product", "softmax of columns")
+MET = ("sum of columns", "split product", "softmax of columns", "warps share steps")
 RINGS = (
     "linear",
     "split product",
@@ -46,6 +46,11 @@ FREED = (
     "threads in roles",
 )
 
+PANELS = ("boxes", "boxes in panels", "warpgroups share steps")
+WAVES = (
+    *FREED, *PANELS, "copies for wgmma", "warps share steps", "warps, staged", "persistent by hand",
+)  # fmt: skip
+
 EQUIVALENT: tuple[Equivalent, ...] = (
     Equivalent(
         FREED,
@@ -54,10 +59,28 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "a slot is free later than it could be",
     ),
     Equivalent(
-        ("boxes", "boxes in panels", "registers for wgmma"),
+        (*PANELS, "registers for wgmma"),
         ("moved fence",),
         r"`if .*` -> `fence\('wgmma'\)`",
         "the copies between touch none of the registers",
+    ),
+    Equivalent(
+        PANELS,
+        (*BARRIER, *MOVED),
+        r"(`sync\(\)` is gone, before `for [ei]|`(wait_groups\(0, 'wgmma'\)|for t\d+ in serial\(\d+\):)` -> `sync)",
+        "every step has a barrier, and the next tile's first boxes come to other slots than the last step's",
+    ),
+    Equivalent(
+        ("registers for wgmma", "lanes share steps"),
+        ("no store",),
+        r"_r0\[i\d+, \d\] = .*\(0.0\)` is gone",
+        "what is left there of the step before meets zeros of the other factor, or a row that is not stored",
+    ),
+    Equivalent(
+        ("roles, staged", "warps in roles", "three warpgroups"),
+        ("moved wait",),
+        r"`for t\d+ in serial.* -> `if -\(?warp",
+        "it waits for the stores before the products, not after",
     ),
     Equivalent(
         ("registers for wgmma",),
@@ -134,9 +157,9 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "sooner than they need",
     ),
     Equivalent(
-        ("persistent by hand",),
+        WAVES,
         ("wrong number of steps",),
-        r"`for i in serial\(3\):` -> `for i in serial\(4\)",
+        r"`for i\d* in serial\((\d)\):` -> `for i\d* in serial\([2-9]\)",
         "tiles beyond the last are left out",
     ),
     Equivalent(
@@ -154,7 +177,12 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         r"`sync\(\)` -> `if t5 == 0:`",
         "only the first step fills a slot, which nobody has used: there are four steps and four slots",
     ),
-    Equivalent(("split product",), PREDICATE, r"`async_copy\(", "the condition around it says the same of the step"),
+    Equivalent(
+        ("split product", "copies for wgmma", "warps, staged"),
+        PREDICATE,
+        r"`async_copy\(",
+        "the condition around it says the same of the step",
+    ),
     Equivalent(
         ("chain by hand",),
         ("wrong barrier",),
@@ -191,6 +219,8 @@ EQUIVALENT: tuple[Equivalent, ...] = (
             "conv2d",
             "attention",
             "attention of half",
+            *("copies for wgmma", "registers for wgmma", "warps share steps", "warps, staged", "lanes share steps"),
+            *("roles, staged", "three warpgroups"),
         ),
         ("wrong number of steps",),
         r"`for [ei]\d+ in unrolled\(([1248])\):` -> `.*\([2359]\)",

@@ -97,7 +97,8 @@ ARRANGED = {
     "boxes in panels": Product(tile=(128, 16, 128), groups=2, shape=(200, 20, 600), persistent=2),
     "roles": Product(**ROLES, shape=(192, 16, 320), persistent=1),
     "roles, staged": Product(
-        **ROLES | {"tile": (64, 64, 64)}, shape=(180, 56, 192), ring=2, persistent=2, width=32, staged='by="tma", swizzle=64'
+        **ROLES | {"tile": (64, 64, 64)}, shape=(180, 56, 192), ring=2, persistent=2, width=32,
+        staged='by="tma", swizzle=64',
     ),
     "cluster of m": Product(**ROLES, shape=(256, 32, 320), cluster="m", persistent=2),
     "cluster of n": Product(**ROLES, shape=(128, 32, 192), ring=2, cluster="n", persistent=2),
@@ -109,6 +110,7 @@ ARRANGED = {
     "three warpgroups": Product(
         **ROLES | {"tile": (192, 32, 64)}, shape=(360, 32, 192), groups=3, ring=2, staged="pad=8", persistent=1
     ),
+    "turns": Product(**ROLES, shape=(320, 16, 192), ring=2, persistent=1, turns=2),
     "warpgroups share steps": Product(
         tile=(64, 16, 64), shape=(64, 16, 320), depth="warpgroup(2) * reg(2) * inst.k(16)", persistent=1, batch=2
     ),

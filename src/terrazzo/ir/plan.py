@@ -97,7 +97,8 @@ class Order(Line, dialect="plan", op="order"):
 
 
 class Agent(Line, dialect="plan", op="agent"):
-    """Warps `first` to `first + warps - 1`, which do the same. `teams` of them work and wait each by itself.
+    """Warps `first` to `first + warps - 1`, which do the same. `teams` of them work and wait each by itself: on their
+    parts of a tile, or, with `turns`, on one tile after the other, in which one multiplies while others store.
 
     With `registers`, a thread has so many; else as many as it began with.
     """
@@ -107,6 +108,7 @@ class Agent(Line, dialect="plan", op="agent"):
     warps: int
     teams: int = 1
     registers: int = 0
+    turns: bool = False
 
     @property
     def each(self) -> int:

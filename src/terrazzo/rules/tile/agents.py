@@ -15,7 +15,8 @@ LOAD, MATH = "load", "math"
 def assign_warps(plan: Plan, draft: Draft) -> Plan | None:
     """All warps do everything, or, with `roles`, those that load stand before those that compute.
 
-    A role with registers of its own is of whole warpgroups. Warpgroups that multiply each work and wait by themselves.
+    A role with registers of its own is of whole warpgroups. Warpgroups that multiply each work and wait by themselves;
+    with `turns=True` each has a tile of its own.
     """
     if plan.all(Agent):
         return None
@@ -26,7 +27,11 @@ def assign_warps(plan: Plan, draft: Draft) -> Plan | None:
     if not options:
         return plan.plus(Agent(EVERYONE, 0, count))
     asked = {name: _warps(draft, name, options.get(name)) for name in (LOAD, MATH)}
-    if asked[MATH] != count:
+    turns = options.get("turns", False) is True
+    alone = groups and count == WARPS_IN_A_GROUP and asked[MATH] % count == 0
+    if turns and not (alone and schedule.directive("persistent")):
+        raise draft.fail("roles: warpgroups that take turns multiply a tile each, of those a persistent block walks")
+    if asked[MATH] != count and not turns:
         raise draft.fail(f"roles give {asked[MATH]} warps to {MATH}, and its sites bind {count}")
     registers = options.get("registers", (0, 0))
     if not isinstance(registers, tuple) or len(registers) != 2 or not all(isinstance(r, int) for r in registers):
@@ -34,8 +39,9 @@ def assign_warps(plan: Plan, draft: Draft) -> Plan | None:
     whole = WARPS_IN_A_GROUP if groups or any(registers) else 1
     first = -(-asked[LOAD] // whole) * whole
     load = Agent(LOAD, 0, first, 1, registers[0])
-    math = Agent(MATH, first, count, count // WARPS_IN_A_GROUP if groups else 1, registers[1])
-    return plan.plus(load, math, read=draft.read(None, "roles", "roles", LOAD, MATH, "registers"))
+    every = asked[MATH]
+    math = Agent(MATH, first, every, every // WARPS_IN_A_GROUP if groups else 1, registers[1], turns)
+    return plan.plus(load, math, read=draft.read(None, "roles", "roles", LOAD, MATH, "registers", "turns"))
 
 
 def bound_warps(draft: Draft) -> int:

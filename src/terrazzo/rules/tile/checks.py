@@ -141,18 +141,15 @@ def _ring(line: Ring, plan: Plan, draft: Draft) -> None:
     need(draft.gpu.number >= SINCE[line.by], f"{line.by} needs sm_{SINCE[line.by]}, and the target is {draft.gpu.arch}")
     need(line.by == "tma" or not apart, f"{LOAD} loads by tma, not by {line.by}")
     need(line.slots >= 1 and (line.slots == 1 or line.over), f"slots are {line.slots}, and 1 is held for a tile")
-    least, most = (line.slots, line.slots) if apart else (min(line.slots - 1, 1), line.slots - 1)
-    if line.by == "ld":
-        need(line.slots <= 2, "ld fills two slots at most")
-        least = most
-    elif line.over:
+    one = len(plan.all(Product)) == 1 and warps(draft.instruction(draft.site(users[0].sites[0]))) > 1
+    need(not line.late or (one and line.over and line.by != "ld"), "slots are freed late by one product of warpgroups only")
+    need(not (line.late and apart) or line.slots > 1, "the only slot is freed late, and the next step waits for it")
+    most = line.slots if apart else line.slots - 1 - line.late
+    least = most if apart or line.by == "ld" else min(line.slots - 1, 1)
+    need(line.by != "ld" or line.slots <= 2, "ld fills two slots at most")
+    if line.over and line.by != "ld" and not apart:
         need(line.slots > 1, f"{line.by} fills one slot while another is read: two at least")
     need(least <= line.ahead <= most, f"{line.ahead} steps ahead, and of {line.slots} slots {most} can be filled early")
-    one = len(plan.all(Product)) == 1 and warps(draft.instruction(draft.site(users[0].sites[0]))) > 1
-    need(
-        not line.late or (apart and one and line.over),
-        "slots are freed late where one product of warpgroups has loads of its own",
-    )
     asked = [v for _, f in steps(draft) if isinstance(v := draft.option(f, "ring", 0), int) and v]
     if asked and line.over and line.by != "ld":
         _same("slots are", line.slots, max(asked))
@@ -210,16 +207,16 @@ def _rings_of(line: Product, plan: Plan, draft: Draft) -> None:
     )
 
 
-def derived(rule: Rule, kind: type[Line], plan: Plan, draft: Draft) -> tuple[Line, ...]:
-    """The lines of a kind that a rule adds where there are none."""
+def derived(kind: type[Line], plan: Plan, draft: Draft) -> tuple[Line, ...]:
+    """The lines of a kind that its rule adds where there are none."""
     bare = Plan(plan.kernel, plan.target, tuple(x for x in plan.lines if not isinstance(x, kind)))
-    found = rule.rewrite(bare, draft)
+    found = DERIVED[kind].rewrite(bare, draft)
     return found.all(kind) if found else ()
 
 
 def _follows(line: Line, plan: Plan, draft: Draft) -> None:
     """What follows from the term is as it follows."""
-    meant = [x for rule, kind in DERIVED if isinstance(line, kind) for x in derived(rule, kind, plan, draft)]
+    meant = derived(type(line), plan, draft)
     need(line in meant, f"from the term follows {' and '.join(map(str, meant)) or 'no such line'}")
 
 
@@ -293,8 +290,8 @@ def _limit(line: Limit, plan: Plan, draft: Draft) -> None:
         _same("blocks are", line.resident, asked[0])
 
 
-DERIVED: tuple[tuple[Rule, type[Line]], ...] = ((move_frames, Frame), (skip_steps, Reach))
-"""Rules whose lines the schedule has no say in."""
+DERIVED: dict[type[Line], Rule] = {Frame: move_frames, Reach: skip_steps}
+"""The rules whose lines the schedule has no say in."""
 
 CHECKS: tuple[tuple[type[Line], Callable[..., None]], ...] = (
     (Order, _order),

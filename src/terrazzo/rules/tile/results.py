@@ -44,9 +44,10 @@ def _gathered(plan: Plan, draft: Draft, site: Site, s: l.Store, agent: str) -> R
     assert instruction is not None
     options: dict[str, Any] = dict(dict(site.operands)[name].options)
     size = s.buffer.type.dtype.size
-    shared = [f for x in product.sites for a in draft.products[x].reduce.axes for f in draft.binding(a, draft.site(x)) if f.size > 1]
+    over = draft.products[product.sites[0]].reduce.axes
+    shared = [f.level for a in over for f in draft.binding(a, draft.site(product.sites[0])) if f.size > 1]
     need(
-        not any(f.level in ("warp", "warpgroup") for f in shared),
+        not {"warp", "warpgroup"} & set(shared),
         f"{name}: warps share the steps of {product.sites[0]}, whose sums meet: results leave from registers then",
     )
     columns = next(a for a in draft.kernel.axes if axis_name(a) == product.n)
@@ -110,8 +111,8 @@ def _apart(plan: Plan, draft: Draft, name: str) -> str:
         return "warpgroups share no reduction but a product's" if groups > 1 else ""
     if blocks > 1:
         return "blocks of a cluster share no steps of a tile"
-    if max(lanes, warps, groups) > 1 and name not in plan.all(Product)[-1].sites:
-        return "threads share its reduction, and it stands inside another's steps"
+    if max(lanes, warps, groups) > 1 and len(plan.all(Product)) > 1:
+        return "threads share no reduction of a chain of products"
     if groups > 1 and any(a.teams > 1 for a in plan.all(Agent)):
         return "warpgroups that wait by themselves share no reduction"
     return ""

@@ -34,7 +34,7 @@ from terrazzo.ir.plan import (
 )
 from terrazzo.ir.schedule import WARPS_IN_A_GROUP, Schedule
 from terrazzo.rewrite.rule import Declined
-from terrazzo.rules.tile.checks import CHECKS, DERIVED, derived
+from terrazzo.rules.tile.checks import CHECKS, derived
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.results import combination, kept
 from terrazzo.rules.tile.rings import brought, operand_text, slab_type
@@ -155,12 +155,15 @@ def _unbrought(plan: Plan, draft: Draft) -> Iterator[str]:
     yield from (f"nothing brings {text}: a line `stream` is missing" for text in terms if text not in done)
 
 
-def _unframed(plan: Plan, draft: Draft) -> Iterator[str]:
-    """Frames and masks follow from the term, so a plan has those or is another kernel's."""
-    for rule, kind in DERIVED:
-        for meant in derived(rule, kind, plan, draft):
+def _underived(kind: type[Line]) -> Callable[[Plan, Draft], Iterator[str]]:
+    """For kinds of lines that follow from the term."""
+
+    def missing(plan: Plan, draft: Draft) -> Iterator[str]:
+        for meant in derived(kind, plan, draft):
             if meant not in plan.lines:
                 yield f"nothing says what follows from the term: `{meant}` is missing"
+
+    return missing
 
 
 def _uncombined(plan: Plan, draft: Draft) -> Iterator[str]:
@@ -225,8 +228,8 @@ MISSING: dict[type[Line], Callable[[Plan, Draft], Iterator[str]]] = {
     Product: _unmultiplied,
     Ring: _nothing,
     Stream: _unbrought,
-    Frame: _unframed,
-    Reach: _nothing,
+    Frame: _underived(Frame),
+    Reach: _underived(Reach),
     Combine: _uncombined,
     Keep: _unkept,
     Result: _unstored,

@@ -87,16 +87,24 @@ class Bindings:
             self.warp = self.everyone % self.warps if first % self.warps == 0 else self.everyone - first
         self.groups = 1  # warpgroups of the agent, and which of them this is
         self.group: IntExpr = 0
-        if any(warps(matrix(s.instruction)) > 1 for s in schedule.sites):
+        self.place: IntExpr = 0  # where results of this team gather, and how many such places there are
+        self.places = 1
+        if agent.turns:
+            self.place, self.places = team, agent.teams
+        elif any(warps(matrix(s.instruction)) > 1 for s in schedule.sites):
             self.groups = agent.warps // WARPS_IN_A_GROUP
             self.group = team if agent.teams == self.groups else self.warp // WARPS_IN_A_GROUP
+            self.place, self.places = self.group, self.groups
         size = self.order.cluster_size
         self.rank: IntExpr = self.block % size if size > 1 else 0
         self.tile: IntExpr = self.block // size if size > 1 else self.block
         self.wave: Var | None = None
+        self.turn: IntExpr = 0  # the number of the tile among those of the block
         if self.order.persistent:
-            self.wave = self.loop_variable("i", -(-self.order.count // self.order.walkers))
-            self.tile = self.tile + self.wave * self.order.walkers
+            each = self.order.walkers * (agent.teams if agent.turns else 1)
+            self.wave = self.loop_variable("i", -(-self.order.count // each))
+            self.turn = self.wave * agent.teams + team if agent.turns else self.wave
+            self.tile = self.tile + self.turn * self.order.walkers
         self.grid = _grid_digits(self.order, self.tile)
 
     @property
@@ -118,7 +126,7 @@ class Bindings:
         return next((s for name in names for s in self.schedule.sites if name in s.names), None)
 
     def divided(self, axis: str, site: Site | None) -> Site | None:
-        """The site that divides a block's part of an axis: this one, or, where it says nothing, that of the products."""
+        """The site that divides a block's part of an axis: this one, or that of the products where it says nothing."""
         if any(f.level == "block" and f.size > 1 for f in self.schedule.binding(site, axis)):
             for p in reversed(self.plan.all(Product)):
                 if (found := self.site(p.sites)) is not None and axis in dict(found.axes):

@@ -142,10 +142,10 @@ class Gather:
     def at(self, tile: _Tile, c: IntExpr, row: IntExpr, column: IntExpr) -> tuple[IntExpr, ...]:
         """The place of an element of the tile."""
         if at_once(tile.columns):
-            return (self.bindings.group, column // tile.line.width, row, column % tile.line.width)
+            return (self.bindings.place, column // tile.line.width, row, column % tile.line.width)
         wave = self.bindings.wave  # slots go on from tile to tile
         number = c if wave is None else wave * (tile.length(tile.columns) // tile.line.width) + c
-        return (self.bindings.group, number % tile.line.slots, row, column - c * tile.line.width)
+        return (self.bindings.place, number % tile.line.slots, row, column - c * tile.line.width)
 
     def value(self, tile: _Tile, held: k.Registers, e: IntExpr, number: IntExpr) -> None:
         """One value of the store, from register `number` of the accumulators, into `held`."""

@@ -209,7 +209,7 @@ class _Team:
                 if line.slab and line.store not in self.places:
                     store = next(s for s in self.draft.kernel.stores if s.buffer.name == line.store)
                     self.places[line.store] = result_place(
-                        self.builder, line, store, self.bindings.groups, fragments[last]
+                        self.builder, line, store, self.bindings.places, fragments[last]
                     )
         walker = Walker(self.draft.kernel, self.plan, self.builder, self.bindings, fragments, self.places)
         walker.statements(n.nest(self.draft.kernel), Scope())

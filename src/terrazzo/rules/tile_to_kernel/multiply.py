@@ -69,8 +69,8 @@ class Group:
     """Contractions over the same axes, bound alike, whose accumulators lie in `fragments`.
 
     `inner` has the factors of every reduce axis inside a step; `m` and `n` are the axes of an instruction's rows and
-    columns, `k` is what a step goes along; `values` has the factors that lie in registers already, in place of slabs. A warpgroup's sums begin with
-    the first product where `step` is 0.
+    columns, `k` is what a step goes along; `values` has the factors that lie in registers already, in place of slabs. A
+    warpgroup's sums begin with the first product where `step` is 0.
     """
 
     sites: tuple[Contraction, ...]

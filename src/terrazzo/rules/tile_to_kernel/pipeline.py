@@ -39,13 +39,14 @@ from terrazzo.rules.tile_to_kernel.scope import Scope
 
 @dataclass(frozen=True)
 class Memory:
-    """What the agents of a block share: a place for every stream, and two sets of barriers for every ring that needs
-    them.
+    """What the agents of a block share: a place for every stream, two sets of barriers for every ring that needs them,
+    and one that says whose turn it is to multiply.
     """
 
     places: dict[str, k.Shared]
     full: dict[str, k.Barriers]
     empty: dict[str, k.Barriers]
+    turn: k.Barriers | None = None
 
 
 def operands(draft: Draft, plan: Plan) -> dict[str, Node]:
@@ -68,7 +69,9 @@ def share(draft: Draft, plan: Plan, builder: Builder, bindings: Bindings) -> Mem
         memory.full[ring.name] = builder.barriers("full", ring.slots, 1)
         if ring.producer != ring.consumer:
             memory.empty[ring.name] = builder.barriers("empty", ring.slots, arrivals(plan, ring, bindings))
-    every = (*memory.full.values(), *memory.empty.values())
+    if bindings.agent.turns:
+        memory = Memory(places, memory.full, memory.empty, builder.barriers("turn", bindings.agent.teams, 1))
+    every = (*memory.full.values(), *memory.empty.values(), *([memory.turn] if memory.turn else []))
     if every:
         builder.where([-bindings.everyone, -k.LANE], lambda: builder.add(*map(k.InitBarriers, every)))
         builder.add(k.ClusterSync() if bindings.order.cluster_size > 1 else k.Sync())
@@ -82,7 +85,7 @@ def arrivals(plan: Plan, ring: Ring, bindings: Bindings) -> int:
     consumer = plan.named(ring.consumer)
     together = any(warps(matrix(p.on)) > 1 for p in plan.all(Product) if ring.name in p.rings)
     shared = max([s.multicast for s in plan.all(Stream) if s.ring == ring.name])
-    each: int = consumer.teams if together else consumer.warps
+    each: int = 1 if consumer.turns else consumer.teams if together else consumer.warps
     return each * shared
 
 
@@ -159,7 +162,8 @@ class Pipeline:
         self.copies.boxes(self.of(ring), t, slot, self.memory.full[ring.name])
 
     def compute(self) -> None:
-        """What an agent does that only computes: wait for full slots, multiply, free them."""
+        """What an agent does that only computes: wait for full slots, multiply, free them; in turn, where teams do."""
+        self.take_turn()
         for p in self.plan.all(Product):
             if self.outermost(p):
                 self.declare(p)
@@ -197,8 +201,21 @@ class Pipeline:
             self.free(ring, self.steps.count - 1)
         for ring in held:
             self.free(ring, 0)
+        self.pass_turn()
         self.meet(self.plan.all(Product)[-1])
         self.end_frames()
+
+    def take_turn(self) -> None:
+        """Wait until the team before has multiplied. The first team begins."""
+        wave, team = self.bindings.wave, self.bindings.team
+        if self.memory.turn is not None and wave is not None:
+            self.builder.add(k.WaitBarrier(self.memory.turn, team, (wave + (team == 0)) % 2))
+
+    def pass_turn(self) -> None:
+        """The next team may multiply."""
+        if (turn := self.memory.turn) is not None:
+            then = (self.bindings.team + 1) % self.bindings.agent.teams
+            self.builder.where(self.bindings.leader, lambda: self.builder.add(k.Arrive(turn, then)))
 
     def everyone(self) -> None:
         """What warps do that do everything."""
@@ -235,10 +252,9 @@ class Pipeline:
 
     def slot(self, ring: Ring, t: IntExpr) -> tuple[IntExpr, IntExpr]:
         """The slot that step t of this tile is in, and how often it was used before."""
-        wave = self.bindings.wave
         n = t if ring.over else 0
-        if wave is not None:
-            n = wave * (self.steps.count if ring.over else 1) + n
+        if self.bindings.wave is not None:
+            n = self.bindings.turn * (self.steps.count if ring.over else 1) + n
         return n % ring.slots, n // ring.slots
 
     def wait(self, ring: Ring, t: IntExpr) -> None:

@@ -152,6 +152,10 @@ class Walker:
     def gather(self, s: n.Loop, scope: Scope) -> None:
         """Stores whose values leave through shared memory."""
         whole = leaf(s, self.left)
+        scope = scope.inner()
+        for a in whole.axes:
+            if axis_name(a) not in self.tiled:  # only the grid walks it
+                scope.env[a] = self.bindings.base(axis_name(a), None)
         if any(x.buffer.name not in self.gathered for x in whole.stores):
             raise Limitation(f"{self.kernel.name}: all results of a tile gather in shared memory, or none")
         for x in whole.stores:

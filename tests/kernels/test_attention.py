@@ -1,0 +1,133 @@
+"""Attention, found in the terms: one kernel, right in the simulator for every shape and mask, as exact as eager."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.kernels.programs import Lowered, lowered
+
+from terrazzo.ir.plan import Frame, Reach
+
+
+def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(3)
+    return tuple(torch.randn(s).to(dtype) for s in shapes)
+
+
+def lines(found: Lowered, kind: type) -> list[Any]:
+    return [x for _, plan in found.lowering.at("tile").plans for x in plan.all(kind)]
+
+
+def close(found: Lowered, fn: Any, args: tuple[torch.Tensor, ...]) -> None:
+    """As near to float64 as twice eager's own error."""
+    exact = fn(*(a.double() for a in args)).numpy()
+    eager = fn(*args).double().numpy()
+    (ours,) = found.simulated()
+    error, allowed = (np.sqrt(np.mean((np.asarray(x, np.float64) - exact) ** 2)) for x in (ours, eager))
+    assert error <= 2 * allowed + 1e-9
+
+
+def plain(q: Any, k: Any, v: Any) -> Any:
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def causal(q: Any, k: Any, v: Any) -> Any:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def grouped(q: Any, k: Any, v: Any) -> Any:
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+def heads_last(q: Any, k: Any, v: Any) -> Any:
+    return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+
+
+def by_hand(q: Any, k: Any, v: Any) -> Any:
+    return torch.softmax((q @ k.transpose(-1, -2)).float() * 0.1, -1).to(q.dtype) @ v
+
+
+ONE = (1, 2, 128, 64)
+
+
+@pytest.mark.parametrize(
+    ("fn", "shapes", "dtype"),
+    [
+        (plain, (ONE, ONE, ONE), torch.bfloat16),
+        (plain, (ONE, ONE, ONE), torch.float16),
+        (plain, ((1, 1, 200, 128),) * 3, torch.bfloat16),
+        (plain, ((1, 1, 77, 64),) * 3, torch.bfloat16),
+        (plain, ((1, 1, 64, 80),) * 3, torch.bfloat16),
+        (plain, ((1, 1, 130, 96),) * 3, torch.bfloat16),
+        (plain, ((1, 1, 64, 256),) * 3, torch.bfloat16),
+        (plain, ((1, 2, 64, 64), (1, 2, 300, 64), (1, 2, 300, 128)), torch.bfloat16),
+        (grouped, ((1, 4, 64, 64), (1, 2, 128, 64), (1, 2, 128, 64)), torch.bfloat16),
+        (heads_last, ((1, 128, 2, 64),) * 3, torch.bfloat16),
+        (by_hand, (ONE, ONE, ONE), torch.bfloat16),
+    ],
+)  # fmt: skip
+def test_one_kernel(fn: Any, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> None:
+    args = tensors(*shapes, dtype=dtype)
+    found = lowered(fn, args, "sm_90a")
+    assert len(found.kernels) == 1 and len(lines(found, Frame)) == 1
+    close(found, fn, args)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 256, 64), (1, 1, 200, 128), (1, 2, 384, 64)])
+def test_steps_that_a_causal_mask_hides_are_not_visited(shape: tuple[int, ...]) -> None:
+    args = tensors(shape, shape, shape)
+    found = lowered(causal, args, "sm_90a")
+    (reach,) = lines(found, Reach)
+    assert reach.until == "first + 1"
+    close(found, causal, args)
+
+
+def test_a_mask_that_is_data_is_added() -> None:
+    q, k, v = tensors(ONE, ONE, ONE)
+    bias = torch.randn(128, 128).to(torch.bfloat16)
+
+    def masked(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+    found = lowered(masked, (q, k, v, bias), "sm_90a")
+    assert len(found.kernels) == 1 and not lines(found, Reach)
+    close(found, masked, (q, k, v, bias))
+
+
+def test_rows_that_see_nothing_are_as_in_eager() -> None:
+    q, k, v = tensors(ONE, ONE, ONE)
+    seen = torch.ones(128, 128, dtype=torch.bool)
+    seen[5] = False
+
+    def masked(q: Any, k: Any, v: Any, seen: Any) -> Any:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+    found = lowered(masked, (q, k, v, seen), "sm_90a")
+    (ours,) = found.simulated()
+    eager = masked(q, k, v, seen).float().numpy()
+    assert np.array_equal(np.isnan(np.asarray(ours, np.float32)), np.isnan(eager))
+    assert np.allclose(np.asarray(ours, np.float32), eager, atol=0.02, equal_nan=True)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+def test_float32_stays_in_three_kernels(target: str) -> None:
+    args = tensors(ONE, ONE, ONE, dtype=torch.float32)
+    found = lowered(plain, args, target)
+    assert len(found.kernels) == 3 and not lines(found, Frame)
+    why = [e for e in found.lowering.log.events if e.rule == "softmax_into_product" and not e.fired]
+    assert target != "sm_90a" or why
+
+
+def test_scores_that_somebody_else_reads_are_stored() -> None:
+    args = tensors(ONE, ONE, ONE)
+
+    def both(q: Any, k: Any, v: Any) -> Any:
+        scores = (q @ k.transpose(-1, -2)).float()
+        return torch.softmax(scores, -1).to(q.dtype) @ v, scores
+
+    found = lowered(both, args, "sm_90a")
+    assert len(found.kernels) > 1 and not lines(found, Frame)
