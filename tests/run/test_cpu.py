@@ -124,7 +124,8 @@ def test_scalar_functions(name: str, scalars: Suite) -> None:
     """Every function on every type, at the corners of the type, vectorised."""
     fn, types = FUNCTIONS[name]
     _, given = _scalar_program(fn, types)
-    (ours,) = scalars.run(name, given)
+    by_zero = fn.name in ("floordiv", "truncdiv", "fmod", "mod") and not types[-1].is_float and 0 in given["y"]
+    (ours,) = scalars.run(name, given, by_zero=by_zero)
     theirs = np.asarray(fn.numpy(*given.values())).astype(ours.dtype)
     if not fn.infer(types).is_float:
         known = ~_undefined(fn, types[-1], given)
