@@ -382,7 +382,8 @@ HOSTILE = {
     ),
     "a loop called as another around it": (
         "@kernel\ndef f(x: f32[8]):\n    with launch('k', _grid=1, _warps=1, _resident=1, _reads=[x], y=f32[8]):\n"
-        "        for t0 in serial(8):\n            for t0 in serial(8):\n                y[t0] = x[t0]\n    return (y,)\n",
+        "        for t0 in serial(8):\n            for t0 in serial(8):\n                y[t0] = x[t0]\n"
+        "    return (y,)\n",
         "line 5, column 13: t0 is already a variable",
     ),
     "registers with gaps between them": (

@@ -101,7 +101,7 @@ class Suite:
     def run(
         self, name: str, inputs: Mapping[str, Any], threads: int = os.cpu_count() or 1, by_zero: bool = False
     ) -> list[Any]:
-        """The results of a program, by its compiled kernels, which must note whether they divide whole numbers by zero."""
+        """The results of a program, by its kernels, which must note whether they divide whole numbers by zero."""
         p = self.programs[name]
         memory: dict[l.Buffer, Any] = {b: _stored(inputs[b.name], b) for b in p.inputs}
         for step in p.steps:
