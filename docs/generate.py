@@ -53,7 +53,8 @@ def with_lines(page: str) -> str:
         for op, kind in KINDS.items()
     ]
     table = "\n".join(_table(("line", "what it decides", "fields"), rows))
-    return re.sub(r"(<!-- lines of a plan.*?-->\n).*?(<!-- end -->)", lambda m: f"{m[1]}{table}\n{m[2]}", page, flags=re.DOTALL)
+    between = re.compile(r"(<!-- lines of a plan.*?-->\n).*?(<!-- end -->)", re.DOTALL)
+    return between.sub(lambda m: f"{m[1]}{table}\n{m[2]}", page)
 
 
 def performance() -> str:

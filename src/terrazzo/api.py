@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from terrazzo.errors import UserError
-from terrazzo.front.capture import TENSOR, Captured, capture
-from terrazzo.front.effects import shares_memory
 from terrazzo.options import Options
+
+if TYPE_CHECKING:  # what needs numpy is imported where it is used: `terrazzo --help` loads this file too
+    from terrazzo.front.capture import Captured
 
 
 class CompiledCall:
@@ -47,6 +48,8 @@ class CompiledCall:
         """The tensors among the arguments; UserError where something else is not what it was compiled for."""
         import torch
 
+        from terrazzo.front.capture import TENSOR
+
         tensors = []
         for given, expected, name in zip(flat, self.captured.leaves, self.captured.names, strict=True):
             if isinstance(given, torch.Tensor) and expected is TENSOR:
@@ -63,6 +66,8 @@ class CompiledCall:
 
     def _refuse_aliases(self, inputs: list[Any]) -> None:
         """UserError where a tensor that is changed in place shares memory with another one."""
+        from terrazzo.front.effects import shares_memory
+
         captured = self.captured
         for k in captured.changed:
             others = [t for other, t in enumerate(inputs) if other != k]
@@ -108,6 +113,7 @@ def compile(
     import torch
     from torch.utils import _pytree as pytree
 
+    from terrazzo.front.capture import capture
     from terrazzo.run.compiled import compile_program
 
     chosen = options if isinstance(options, Options) else Options.from_mapping(options or {})

@@ -70,7 +70,7 @@ PASSES = (
          lambda p, log, o, lost: store_as_read(narrow(p, log), log)),
     Pass("relax", "loop", "loop", "what is rounded to 16 bits at once is computed no more exactly than that asks for",
          lambda p, log, o, lost: relax(p, log)),
-    Pass("online", "loop", "loop", "softmax between two products becomes part of the second, where a machine has a schedule",
+    Pass("online", "loop", "loop", "softmax between two products becomes part of the second, where that has a schedule",
          lambda p, log, o, lost: online(p, log, lambda x: chains.refusal(x, machine(o), lost)) if o.fuse else p),
     Pass("schedule", "loop", "tile",
          "every kernel gets a schedule: the user's, or the best by the model of the machine",

@@ -154,7 +154,7 @@ def test_a_pinned_plan(terrazzo: Terrazzo, tmp_path: Path) -> None:
 
 
 def test_every_step_of_a_plan_is_a_diff(terrazzo: Terrazzo) -> None:
-    """Each rule adds the lines it decides and takes away the words of the schedule it has read, and touches no other."""
+    """Each rule adds the lines it decides and takes away the words of the schedule it read, and touches no other."""
     out = terrazzo("compile", "-c", LINEAR.format("torch.bfloat16"), "--ir", "tile", *GPU, "-vv").stdout
     steps = re.findall(r">>> plan:(\w+) at mm\n(.*?)<<< plan:\1\n", out, re.DOTALL)
     names = [name for name, _ in steps]
@@ -195,7 +195,7 @@ def test_every_step_of_a_plan_is_a_diff(terrazzo: Terrazzo) -> None:
     ],
 )  # fmt: skip
 def test_why_no_tensor_cores(terrazzo: Terrazzo, code: str, target: str, answers: list[str]) -> None:
-    """Why none, why not those of warpgroups, why this swizzle; what runs on the best there is has nothing to explain."""
+    """Why none, why not those of warpgroups, why this swizzle; what runs on the best has nothing to explain."""
     out = terrazzo("explain", "-c", code, "--target", target).stdout
     for answer in answers:
         assert answer in out

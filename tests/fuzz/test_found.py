@@ -382,7 +382,8 @@ HOSTILE = {
     ),
     "a loop called as another around it": (
         "@kernel\ndef f(x: f32[8]):\n    with launch('k', _grid=1, _warps=1, _resident=1, _reads=[x], y=f32[8]):\n"
-        "        for t0 in serial(8):\n            for t0 in serial(8):\n                y[t0] = x[t0]\n    return (y,)\n",
+        "        for t0 in serial(8):\n            for t0 in serial(8):\n                y[t0] = x[t0]\n"
+        "    return (y,)\n",
         "line 5, column 13: t0 is already a variable",
     ),
     "registers with gaps between them": (
@@ -420,7 +421,10 @@ def f(x: f32[8]):
     ("text", "message"),
     [
         (EMPTY, r"line 6, column 17: k: `y\[lane, t0\] = x\[lane\]` at \[t0\] is outside \[0, 0\)"),
-        (EMPTY.replace("8, 0", "8, 4").replace("x[lane]", "x[lane + 1]"), r"line 6, column 17: k: .* is outside \[0, 8\)"),
+        (
+            EMPTY.replace("8, 0", "8, 4").replace("x[lane]", "x[lane + 1]"),
+            r"line 6, column 17: k: .* is outside \[0, 8\)",
+        ),
         (
             EMPTY.replace("8, 0", "8, 4").replace("serial(4)", "serial(1048576)").replace("t0]", "t0 * t0 * t0 % 5]"),
             r"line 6, column 17: k: .*(is outside|cannot be proved)",

@@ -43,7 +43,7 @@ with plan("mm", target="sm_90a"):
     x_s = stream(operand="x[a0, r0]", ring=ring0, axes=(a0(128), r0(64)), memory=r0, vector=0, swizzle=128)
     w_s = stream(operand="w[a1, r0]", ring=ring0, axes=(a1(256), r0(64)), memory=r0, vector=0, swizzle=128, multicast=2)
     result(store="mm", agent=math, slab="mm_s", rows=a0, columns=a1, width=64, slots=2, swizzle=128, put="stmatrix", by="tma")
-"""
+"""  # noqa: E501 - a plan is printed a line for each decision
 
 
 def product(schedule: str, target: str = "sm_90a") -> Lowered:

@@ -90,22 +90,42 @@ RING, BOXES = "matmul of half", "transposed matmul of bfloat16 in many steps"
         (RING, "sm_80", r"wait_groups\(2\)", "wait_groups(3)", "where a copy is on its way"),
         (RING, "sm_80", r"wait_groups\(\d\)", "pass", "where a copy is on its way"),
         (RING, "sm_80", r"commit\(\)", "pass", "where a copy is on its way|ends while work of cp.async"),
-        (BOXES, "sm_90a", r"expect\(.*\)", "pass", "announces 0 bytes"),
-        (BOXES, "sm_90a", r"expect\((.*), (\d+)\)", r"expect(\1, \g<2>0)", "bytes at .* come"),
-        (BOXES, "sm_90a", r"tensor_load\(.*\)", "pass", "bytes at .* come"),
-        (BOXES, "sm_90a", r" and lane == 0( and .*\n +expect)", r"\1", "by several threads of a warp"),
-        (BOXES, "sm_90a", r"wait_barrier\(.*\)", "pass", "where nobody waits"),
-        (BOXES, "sm_90a", r"wait_barrier\((.*\]), (.*)\)", r"wait_barrier(\1, 1 - (\2))", "waits for phase 1"),
-        (BOXES, "sm_90a", r"wait_barrier\((.*\]), (.*)\)", r"wait_barrier(\1, 0)",
+        (BOXES, "sm_120", r"expect\(.*\)", "pass", "announces 0 bytes"),
+        (BOXES, "sm_120", r"expect\((.*), (\d+)\)", r"expect(\1, \g<2>0)", "bytes at .* come"),
+        (BOXES, "sm_120", r"tensor_load\(.*\)", "pass", "bytes at .* come"),
+        (BOXES, "sm_120", r" and lane == 0( and .*\n +expect)", r"\1", "by several threads of a warp"),
+        (BOXES, "sm_120", r"wait_barrier\(.*\)", "pass", "where nobody waits"),
+        (BOXES, "sm_120", r"wait_barrier\((.*\]), (.*)\)", r"wait_barrier(\1, 1 - (\2))", "waits for phase 1"),
+        (BOXES, "sm_120", r"wait_barrier\((.*\]), (.*)\)", r"wait_barrier(\1, 0)",
          "waits for phase 0 .* after another"),
-        (BOXES, "sm_90a", r"tensor_load\((\w+\[)([^,]+),(.*)", r"tensor_load(\1(\2 + 1) % 4,\3",
+        (BOXES, "sm_120", r"tensor_load\((\w+\[)([^,]+),(.*)", r"tensor_load(\1(\2 + 1) % 4,\3",
          "on its way|no box has filled"),
-        (BOXES, "sm_90a", r"tensor_load\((\w+\[[^,]+, )0", r"tensor_load(\g<1>1", "is not aligned to 512 bytes"),
+        (BOXES, "sm_120", r"tensor_load\((\w+\[[^,]+, )0", r"tensor_load(\g<1>1", "is not aligned to 512 bytes"),
     ],
 )  # fmt: skip
 def test_one_line_changed(name: str, target: str, pattern: str, replacement: str, told: str) -> None:
     said = planted(show(case(name, target).program), pattern, replacement, target)
     assert re.search(told, said) and "`" in said
+
+
+@pytest.mark.parametrize(
+    ("pattern", "replacement", "told"),
+    [
+        (r"expect\(.*\)", "pass", "announces 0 bytes at full0"),
+        (r"expect\((.*), (\d+)\)", r"expect(\1, \g<2>0)", "bytes at full0.* come"),
+        (r"tensor_load\(.*\)", "pass", "bytes at full0.* come"),
+        (r" and lane == 0(:\n +for)", r"\1", "`expect.*` is executed by several threads of a warp"),
+        (r"wait_barrier\(full.*\)", "pass", "`tensor_load.*` sends a box to full0, where nobody waits"),
+        (r"wait_barrier\((full.*\]), (.*)\)", r"wait_barrier(\1, 1 - (\2))", "`wait_barrier.*` waits for phase 1 of"),
+        (r"wait_barrier\((full.*\]), (.*)\)", r"wait_barrier(\1, 0)", "`wait_barrier.*phase 0 .* after another"),
+        (r"tensor_load\((\w+\[[^,]+, )0", r"tensor_load(\g<1>1", "`tensor_load.*` goes .* beyond the end of x_s0"),
+        (r"wait_groups\(0, 'wgmma'\)", "pass", "uses registers of acc0 that wgmma is using"),
+        (r"fence\('wgmma'\)", "pass", "acc0 with no wgmma fence"),
+        (r"fence\('proxy'\)", "pass", "mm_s0 with no proxy fence"),
+    ],
+)  # fmt: skip
+def test_one_line_of_roles_changed(pattern: str, replacement: str, told: str) -> None:
+    assert re.search(told, planted(show(case(BOXES, "sm_90a").program), pattern, replacement, "sm_90a"))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tests.kernels.programs import case, lowered, refuse_others
 from terrazzo.interp import kernel as simulator
 from terrazzo.interp.costs import Costs
 from terrazzo.ir.dialects import kernel as k
-from terrazzo.ir.text import parse
+from terrazzo.ir.text import parse, show
 from terrazzo.targets.cuda import predict as prediction
 from terrazzo.targets.cuda.predict import predict
 
@@ -75,9 +75,14 @@ def test_a_large_product_moves_what_the_model_says() -> None:
 
 
 def test_boxes_move_what_the_model_says() -> None:
+    """Blocks that walk over all tiles bring in their rows and columns, and take their results away, as boxes alone."""
     costs, kernel = linear(4096, torch.bfloat16, "sm_90a")
-    assert costs.box_bytes == 2 * 4096 * kernel.grid * (128 + 64 if kernel.grid == 2048 else 128 + 128)
-    assert costs.total("global read").bytes == 0 and costs.total("shared read").conflicts == 0
+    (m, n), size = (128, 256), 4096
+    assert f"wgmma.m64n{n}k16" in show(kernel) and kernel.grid == 132 and kernel.warps == 12
+    assert costs.box_bytes == 2 * size * (size * (size // n) + size * (size // m) + size)
+    assert costs.operations[f"wgmma.m64n{n}k16.f32.bf16"] == 2 * size**3
+    assert costs.total("global read").bytes == costs.total("global write").bytes == 0
+    assert costs.total("shared read").conflicts == costs.total("shared write").conflicts == 0
 
 
 SMALL = """@kernel

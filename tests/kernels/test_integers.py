@@ -64,7 +64,7 @@ def test_an_integer_is_each_threads_own(seed: int | None) -> None:
 def test_steps_are_those_before_the_first() -> None:
     lines = ("n = integer(3, 8)", "for t in serial(n):", "    n = n + 1", "    y[block, warp, lane, n] = x[n]")
     assert np.array_equal(np.nonzero(run(*lines)[0, 0, 0])[0], [4, 5, 6])
-    assert "for (int t = 0, t_end = n; t < t_end; t++) {" in emit(program(*lines).steps[0])[1]
+    assert "for (int t_ = 0, t_end_ = n_; t_ < t_end_; t_++) {" in emit(program(*lines).steps[0])[1]
 
 
 def test_an_integer_that_leaves_its_range_is_a_bug() -> None:

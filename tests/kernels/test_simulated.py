@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -93,24 +94,30 @@ HALVES = (
 )
 
 
+def multiplied(kernel: k.Kernel) -> list[k.Multiply | k.MultiplyAsync]:
+    """The matrix instructions of a kernel."""
+    return [s for s in k.walk(kernel.body) if isinstance(s, (k.Multiply, k.MultiplyAsync))]
+
+
 @pytest.mark.parametrize(
     ("name", "target"),
     [p for p in programs() if p.values[0] in (*HALVES, "matmul of half", "gelu of linear of half", "bmm of half")],
 )
 def test_aligned_products_of_16_bits_run_on_tensor_cores(name: str, target: str) -> None:
-    used = {
-        s.instruction for kernel in case(name, target).kernels for s in k.walk(kernel.body) if isinstance(s, k.Multiply)
-    }
+    used = {s.instruction for kernel in case(name, target).kernels for s in multiplied(kernel)}
+    kind = "bf16" if name in HALVES else "f16"
     if target == "sm_75":
         assert used == (set() if name in HALVES else {"mma.m16n8k8.f32.f16"})
+    elif target == "sm_90a":
+        assert used and all(re.fullmatch(rf"wgmma\.m64n\d+k16\.f32\.{kind}", i) for i in used)
     else:
-        assert used == {f"mma.m16n8k16.f32.{'bf16' if name in HALVES else 'f16'}"}
+        assert used == {f"mma.m16n8k16.f32.{kind}"}
 
 
-def test_swiglu_is_one_kernel_of_two_products() -> None:
-    (kernel,) = case("swiglu", "sm_90a").kernels
-    places = {s.d.name for s in k.walk(kernel.body) if isinstance(s, k.Multiply)}
-    assert len(places) == 2
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+def test_swiglu_is_one_kernel_of_two_products(target: str) -> None:
+    (kernel,) = case("swiglu", target).kernels
+    assert len({s.d.name for s in multiplied(kernel)}) == 2
 
 
 def test_a_long_sum_is_split_over_the_grid() -> None:

@@ -98,8 +98,10 @@ class Suite:
         for k, (piece, name) in where.items():
             self.functions[k] = getattr(libraries[piece], name)
 
-    def run(self, name: str, inputs: Mapping[str, Any], threads: int = os.cpu_count() or 1) -> list[Any]:
-        """The results of a program, by its compiled kernels."""
+    def run(
+        self, name: str, inputs: Mapping[str, Any], threads: int = os.cpu_count() or 1, by_zero: bool = False
+    ) -> list[Any]:
+        """The results of a program, by its kernels, which must note whether they divide whole numbers by zero."""
         p = self.programs[name]
         memory: dict[l.Buffer, Any] = {b: _stored(inputs[b.name], b) for b in p.inputs}
         for step in p.steps:
@@ -107,8 +109,10 @@ class Suite:
             for b in step.writes:
                 memory.setdefault(b, _stored(np.zeros(b.type.static_shape, b.type.dtype.numpy), b))
             pointers = (ctypes.c_void_p * 64)(*(memory[b].ctypes.data for b in arguments(step)))
-            if self.functions[step](pointers, threads):
+            problems = self.functions[step](pointers, threads)
+            if problems & 1:
                 raise OutOfRange(name)
+            assert bool(problems & 2) == by_zero, f"{name}: divided by zero is {bool(problems & 2)}"
         return [memory[b] for b in p.results]
 
     def check(self, name: str, inputs: Mapping[str, Any], rtol: float = 2e-6, atol: float = 2e-6) -> None:

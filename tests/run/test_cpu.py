@@ -86,7 +86,18 @@ def scalars(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 # Units in the last place by which a C library and numpy may differ; vector forms promise 4.
-ULPS = {"lgamma": 1024, "erfc": 16, "erf": 8, "pow": 16, "exp2": 8, "sinh": 8, "cosh": 8, "tan": 8, "approx_div": 2, "approx_exp2": 8}
+ULPS = {
+    "lgamma": 1024,
+    "erfc": 16,
+    "erf": 8,
+    "pow": 16,
+    "exp2": 8,
+    "sinh": 8,
+    "cosh": 8,
+    "tan": 8,
+    "approx_div": 2,
+    "approx_exp2": 8,
+}
 ABSOLUTE = {"ndtr": 2.0**-23}  # what is promised of the value, not of its last bits
 EXACT = {
     "add",
@@ -113,7 +124,8 @@ def test_scalar_functions(name: str, scalars: Suite) -> None:
     """Every function on every type, at the corners of the type, vectorised."""
     fn, types = FUNCTIONS[name]
     _, given = _scalar_program(fn, types)
-    (ours,) = scalars.run(name, given)
+    by_zero = fn.name in ("floordiv", "truncdiv", "fmod", "mod") and not types[-1].is_float and 0 in given["y"]
+    (ours,) = scalars.run(name, given, by_zero=by_zero)
     theirs = np.asarray(fn.numpy(*given.values())).astype(ours.dtype)
     if not fn.infer(types).is_float:
         known = ~_undefined(fn, types[-1], given)

@@ -147,7 +147,9 @@ def gpu_facts(
     from terrazzo.rules.tile.reasons import reasons
 
     expected = estimate(kernel, gpu, facts["bytes"], facts["operations"])
-    about = [e for e in events if e.pass_name in ("schedule", "plan", "derive") and e.subject == kernel.name and e.reason]
+    about = [
+        e for e in events if e.pass_name in ("schedule", "plan", "derive") and e.subject == kernel.name and e.reason
+    ]
     why = [f"{'' if e.fired else 'not '}{e.rule}: {e.reason}" for e in about]
     return {
         "price_ns": expected.time,

@@ -146,9 +146,7 @@ def request(
     }
     sizes = {name: value for name, value in sizes.items() if value is not None}
     if sizes and model is None:
-        raise UserError(
-            f"--{next(iter(sizes)).replace('_', '-')} is for models, and {given[0]} names none"
-        )
+        raise UserError(f"--{next(iter(sizes)).replace('_', '-')} is for models, and {given[0]} names none")
     chosen = {
         "target": here() if target == "auto" else target,
         "threads": threads,

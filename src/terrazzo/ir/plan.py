@@ -1,7 +1,7 @@
 """Plans: schedules in which nothing is left open (ADR 008).
 
-A schedule binds axes and names places; a plan says everything else too: who walks which tiles in which order, which warps
-do what, how every operand lies in shared memory and gets there, on which instruction a product runs and where its
+A schedule binds axes and names places; a plan says everything else too: who walks which tiles in which order, which
+warps do what, how every operand lies in shared memory and gets there, on which instruction a product runs and where its
 factors come from, where partial states meet, how results leave. Rules complete it, one decision each (`rules/tile`);
 Kernel IR is written from it, and the writer decides nothing.
 
@@ -34,7 +34,7 @@ class Line(Node):
     """One decision of a plan. A line whose first field is `name` prints as an assignment to it."""
 
     references: ClassVar[Mapping[str, str]] = {}
-    """The fields that name other lines, with the op of these, or that name an axis ("axis"). They print without quotes."""
+    """The fields that name other lines, with the op of these, or an axis ("axis"). They print without quotes."""
 
     def __str__(self) -> str:
         first, given = ("", self._fields)
@@ -63,8 +63,8 @@ class Order(Line, dialect="plan", op="order"):
 
     The last axis of `tiles` counts fastest, but for an axis of `grouped`, of which so many rows are walked down first.
     The tiles of `backward` axes are walked from the last to the first.
-    The blocks of a cluster divide `cluster`'s axis. Where the order is `persistent`, every cluster walks all tiles whose
-    numbers are `blocks` (over the cluster's size) apart, from its own number on.
+    The blocks of a cluster divide `cluster`'s axis. Where the order is `persistent`, every cluster walks all tiles
+    whose numbers are `blocks` (over the cluster's size) apart, from its own number on.
     """
 
     tiles: tuple[Word, ...]
@@ -250,7 +250,7 @@ L = TypeVar("L", bound=Line)
 
 
 class Plan(Node, dialect="plan", op="plan"):
-    """The decisions about one kernel, in the order they were made, and the words of the schedule nobody has read yet."""
+    """The decisions about one kernel, in the order they were made, and the words of the schedule nobody read yet."""
 
     kernel: str
     target: str

@@ -176,7 +176,9 @@ class Schedule:
         if len(names) != 1 or names == {""}:
             return None
         (name,) = names
-        return next((s for s in self.sites if s is not site and any(n.partition(".")[0] == name for n in s.names)), None)
+        return next(
+            (s for s in self.sites if s is not site and any(n.partition(".")[0] == name for n in s.names)), None
+        )
 
     def lines(self, site: Site | None) -> list[tuple[str, tuple[Factor, ...]]]:
         """What a site binds: the kernel's lines it leaves alone, then its own."""

@@ -42,7 +42,9 @@ def online(program: l.Program, log: Log, refusal: Refusal) -> l.Program:
         first, middle = found
         made = softmax_into_product(inline(inline(last, middle), first))
         if made is None:
-            log.add(Event(PASS, "softmax_into_product", last.name, False, "what lies between the products is no softmax"))
+            log.add(
+                Event(PASS, "softmax_into_product", last.name, False, "what lies between the products is no softmax")
+            )
             continue
         if why := refusal(made):
             log.add(Event(PASS, "softmax_into_product", last.name, False, why))
@@ -108,7 +110,9 @@ def _framed(r: l.Reduce) -> Node | None:
             continue
         core, rebuild = _peeled(weight, axis)
         match core:
-            case l.Apply(fn=fn, args=(l.Apply(fn=minus, args=(score, top)),)) if fn.name == "exp" and minus.name == "sub":
+            case l.Apply(fn=fn, args=(l.Apply(fn=minus, args=(score, top)),)) if (
+                fn.name == "exp" and minus.name == "sub"
+            ):
                 pass
             case _:
                 continue

@@ -164,7 +164,9 @@ def instruction_for(p: Product, gpu: Gpu) -> tuple[str | None, str]:
     if len(types) != 1:
         return None, f"factors are of different types: {', '.join(f'{name} is {kind}' for kind, name in types.items())}"
     (kind,) = types
-    found = [i for i in mma_sync.INSTRUCTIONS if i.a.dtype is kind and i.since <= gpu.number and i.d.dtype.name == "f32"]
+    found = [
+        i for i in mma_sync.INSTRUCTIONS if i.a.dtype is kind and i.since <= gpu.number and i.d.dtype.name == "f32"
+    ]
     if not found or total.name != "f32":
         return None, f"no instruction of {gpu.arch} adds up products of {kind} in {total}"
     if len(p.axes) != 1:
@@ -175,8 +177,8 @@ def instruction_for(p: Product, gpu: Gpu) -> tuple[str | None, str]:
 
 
 def _unaligned(x: Node, p: Product) -> str:
-    """Why an operand is no load whose rows are 16 bytes aligned: along k, m or n it is contiguous, and everything else is
-    a multiple of 8 elements.
+    """Why an operand is no load whose rows are 16 bytes aligned: along k, m or n it is contiguous, and everything else
+    is a multiple of 8 elements.
     """
     if not isinstance(x, l.Load):
         return f"{called(x)} is computed on its way, and instructions take what lies in memory"

@@ -114,9 +114,7 @@ def pinned_split(kernel: l.Kernel, schedule: Schedule) -> tuple[l.Kernel, Schedu
     names = {s.buffer.name: p.buffer.name for s, p in zip(kernel.stores, first.stores, strict=False)}
     sites = tuple(replace(s, names=tuple(names.get(x, x) for x in s.names)) for s in schedule.sites)
     axes = tuple((a, tuple(rest) if a == axis else b) for a, b in schedule.axes)
-    bound = replace(
-        schedule, kernel=first.name, axes=((part, (grid,)), *(x for x in axes if x[1])), sites=sites
-    )
+    bound = replace(schedule, kernel=first.name, axes=((part, (grid,)), *(x for x in axes if x[1])), sites=sites)
     return first, bound, second
 
 

@@ -47,4 +47,8 @@ def unused(kernel: l.Kernel, chosen: Iterable[Schedule], gpu: Gpu) -> Iterator[t
     elif max(issued) == 1:
         _, why = warpgroups.instructions_for(p, gpu)
         best = next(iter(warpgroups.plans(p, gpu)), None)
-        yield "wgmma", why or (f"at best {best}, which is no better than what runs" if best else "no tile of it is filled by half")
+        yield (
+            "wgmma",
+            why
+            or (f"at best {best}, which is no better than what runs" if best else "no tile of it is filled by half"),
+        )

@@ -90,7 +90,7 @@ def plans(p: Product, gpu: Gpu) -> list[Plan]:
         if i.shape[1] in COLUMNS:
             for tile in _tiles(p, i.shape[1]):
                 found += [Plan(tile, s, i, _time(p, tile, s, gpu)) for s in _pieces(p, tile, gpu)]
-    return sorted(found, key=lambda x: x.time)
+    return sorted((x for x in found if x.time < math.inf), key=lambda x: x.time)
 
 
 def instructions_for(p: Product, gpu: Gpu) -> tuple[list[WarpgroupInstruction], str]:
@@ -113,7 +113,7 @@ def instructions_for(p: Product, gpu: Gpu) -> tuple[list[WarpgroupInstruction], 
 
 
 def _tiles(p: Product, n: int) -> Iterator[Tile]:
-    """Tiles whose accumulators have room, and of which no axis fills less than half."""
+    """Tiles whose accumulators have room and whose slabs wgmma reads, and of which no axis fills less than half."""
     count = len(p.sites)
     for rows, columns in ((p.m, p.n), (p.n, p.m)):
         for groups, each in ((1, 1), (2, 1), (2, 2)):
@@ -121,6 +121,8 @@ def _tiles(p: Product, n: int) -> Iterator[Tile]:
             if count * each * n // 2 > 128:
                 continue
             if tile.m >= 2 * max(rows.extent, ROWS) or n >= 2 * max(columns.extent, 8):
+                continue
+            if any(w not in (16, 32) and w % STEP for w in (_along(x, tile) for x in p.operands)):
                 continue
             yield tile
             for split in (rows, columns):
@@ -154,8 +156,8 @@ def _clusters(p: Product, tile: Tile) -> int:
 
 
 def _bytes(p: Product, tile: Tile) -> int:
-    """Of a step in shared memory."""
-    return (tile.m + tile.n * len(p.sites)) * STEP * 2
+    """Of a step in shared memory: every operand has a slab of its own."""
+    return sum(tile.m if tile.rows in x.free else tile.n for x in p.operands) * STEP * 2
 
 
 def _slots(p: Product, tile: Tile, gpu: Gpu) -> int:
@@ -227,9 +229,13 @@ def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
 def _operand(x: Any, t: Tile) -> Operand:
     """By TMA, for both blocks of a cluster where they need the same."""
     shared = (("multicast", True),) if t.split is not None and t.split not in x.free else ()
+    return Operand("smem", (("by", "tma"), ("swizzle", min(2 * _along(x, t), 128)), *shared))
+
+
+def _along(x: Any, t: Tile) -> int:
+    """Elements of a slab that lie in a row: of whichever axis runs through memory. A swizzle takes whole rows of it."""
     offset = flatten(x.index, x.buffer.type.element_strides)
-    along = next((n for a, n in ((t.rows, t.m), (t.columns, t.n)) if a in x.free and coefficient(offset, a) == 1), STEP)
-    return Operand("smem", (("by", "tma"), ("swizzle", min(2 * along, 128)), *shared))
+    return next((n for a, n in ((t.rows, t.m), (t.columns, t.n)) if a in x.free and coefficient(offset, a) == 1), STEP)
 
 
 def _width(t: Tile) -> int:

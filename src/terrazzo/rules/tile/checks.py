@@ -144,7 +144,10 @@ def _ring(line: Ring, plan: Plan, draft: Draft) -> None:
     need(line.by == "tma" or not apart, f"{LOAD} loads by tma, not by {line.by}")
     need(line.slots >= 1 and (line.slots == 1 or line.over), f"slots are {line.slots}, and 1 is held for a tile")
     one = len(plan.all(Product)) == 1 and warps(draft.instruction(draft.site(users[0].sites[0]))) > 1
-    need(not line.late or (one and line.over and line.by != "ld"), "slots are freed late by one product of warpgroups only")
+    need(
+        not line.late or (one and line.over and line.by != "ld"),
+        "slots are freed late by one product of warpgroups only",
+    )
     need(not (line.late and apart) or line.slots > 1, "the only slot is freed late, and the next step waits for it")
     most = line.slots if apart else line.slots - 1 - line.late
     least = most if apart or line.by == "ld" else min(line.slots - 1, 1)

@@ -68,7 +68,10 @@ def move_frames(plan: Plan, draft: Draft) -> Plan | None:
     if not others:
         return None
     found = framed(draft, product)
-    need(found is not None and others == {found.top}, f"{product.sites[0]}: its factor holds a reduction that is no frame")
+    need(
+        found is not None and others == {found.top},
+        f"{product.sites[0]}: its factor holds a reduction that is no frame",
+    )
     assert found is not None
     (axis,) = draft.products[product.sites[0]].reduce.axes
     need(len(found.top.axes) == 1 and at(found.top, axis) is found.score, "the frame is the maximum of other scores")

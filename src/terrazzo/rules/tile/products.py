@@ -37,12 +37,15 @@ def place_products(plan: Plan, draft: Draft) -> Plan | None:
         lines.append(Product(tuple(together), on, agent, (), axis_name(m), axis_name(n), a, b))
         read += draft.read(draft.site(name), "on")
     left = [x for x in draft.names if x not in done and draft.tiled and isinstance(draft.names[x], l.Reduce)]
-    need(not any(draft.site(x) for x in left), "a block is divided among threads for contractions over the same axes only")
+    need(
+        not any(draft.site(x) for x in left),
+        "a block is divided among threads for contractions over the same axes only",
+    )
     return plan.plus(*lines, read=read)
 
 
 def place(draft: Draft, name: str) -> tuple[list[str], Matrix | None, Any, Any, str, str]:
-    """The contractions that run together with one, on what, its rows, its columns, and where its two factors come from."""
+    """The contractions that run together with one, on what, its rows and columns, and where its factors come from."""
     c, site = draft.products[name], draft.site(name)
     assert site is not None
     together = [x for x in site.names if x in draft.products and draft.products[x].reduce.axes == c.reduce.axes]
@@ -57,7 +60,9 @@ def place(draft: Draft, name: str) -> tuple[list[str], Matrix | None, Any, Any, 
     return together, instruction, m, n, *_sources(draft, site, instruction, draft.products[together[0]], m)
 
 
-def _rows_and_columns(draft: Draft, site: Site, products: list[Contraction], instruction: Matrix | None) -> tuple[Any, Any]:
+def _rows_and_columns(
+    draft: Draft, site: Site, products: list[Contraction], instruction: Matrix | None
+) -> tuple[Any, Any]:
     """The axes of an instruction's rows and columns; on CUDA cores the first of the tile's axes and the last."""
     free = [*draft.kernel.axes, *(a for c in draft.products.values() for a in c.reduce.axes)]
     if instruction is None:
@@ -70,12 +75,15 @@ def _rows_and_columns(draft: Draft, site: Site, products: list[Contraction], ins
     m, n = found
     for c in products:
         pairs = [f for f in c.factors if m in f.free]
-        need(len(pairs) == 1 and n not in pairs[0].free, f"{axis_name(m)} and {axis_name(n)} do not belong to one factor each")
+        need(
+            len(pairs) == 1 and n not in pairs[0].free,
+            f"{axis_name(m)} and {axis_name(n)} do not belong to one factor each",
+        )
     deep = [a for a in products[0].reduce.axes if draft.length(a, site) > 1]
     bound = [a for a in deep if any(f.level == "inst.k" for f in draft.binding(a, site))]
     need(
         len(bound) == 1 and bound == deep,
-        f"a step of {site.names[0]} goes along one axis, which is bound to inst.k; it sums over the others step by step",
+        f"a step of {site.names[0]} goes along one axis, which is bound to inst.k; it sums over others step by step",
     )
     return m, n
 
@@ -107,7 +115,11 @@ def _sources(draft: Draft, site: Site, instruction: Matrix | None, c: Contractio
             sources.append("values")
             continue
         need(
-            any(loader(fragment.layout, draft.gpu.number, x) for x in ("m", "n", "k") if x in dict(fragment.layout.extents)),
+            any(
+                loader(fragment.layout, draft.gpu.number, x)
+                for x in ("m", "n", "k")
+                if x in dict(fragment.layout.extents)
+            ),
             f"{site.names[0]}: no load brings the fragments of {instruction.name} from shared memory",
         )
         sources.append("ldmatrix")

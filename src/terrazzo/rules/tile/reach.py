@@ -103,7 +103,9 @@ def masked(draft: Draft, product: Product) -> Mask | None:
     return None
 
 
-def visited(draft: Draft, product: Product, rows: Any, first: IntExpr, length: int, step: int, count: int) -> IntExpr | None:
+def visited(
+    draft: Draft, product: Product, rows: Any, first: IntExpr, length: int, step: int, count: int
+) -> IntExpr | None:
     """How many steps a tile visits whose rows begin at `first`: None where that may be all of them."""
     found = masked(draft, product)
     if found is None or found.upper is None:

@@ -26,7 +26,10 @@ def reasons(plan: Plan, draft: Draft) -> Iterator[tuple[str, str]]:
                 row = (s.panel or s.axes[-1].args[0]) * size
                 yield "swizzle", f"{s.name}: {who} reads {_pieces(row, s.pad * size, s.swizzle)}"
             if size and s.multicast > 1:
-                yield "multicast", f"{s.name}: the {s.multicast} blocks of a cluster need the same of it; each fetches a part"
+                yield (
+                    "multicast",
+                    f"{s.name}: the {s.multicast} blocks of a cluster need the same of it; each fetches a part",
+                )
     for r in plan.all(Result):
         if r.slab:
             size = next(x.buffer.type.dtype.size for x in draft.kernel.stores if x.buffer.name == r.store)

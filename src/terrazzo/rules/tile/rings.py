@@ -81,8 +81,15 @@ def pipeline(plan: Plan, draft: Draft) -> Plan | None:
         over = key[1]
         need("tma" not in transports or len(transports) == 1, "TMA brings in all operands of a contraction or none")
         count = slots if over else 1
-        by = "ld" if len(transports) > 1 or (transports == {"cp.async": None} and over and count == 1) else next(iter(transports))
-        need(by != "tma" or count > 1 or not over or apart, "TMA fills a ring of two slots at least where all warps do everything")
+        by = (
+            "ld"
+            if len(transports) > 1 or (transports == {"cp.async": None} and over and count == 1)
+            else next(iter(transports))
+        )
+        need(
+            by != "tma" or count > 1 or not over or apart,
+            "TMA fills a ring of two slots at least where all warps do everything",
+        )
         need(by == "tma" or not apart, f"who only loads does so by TMA, not by {by}")
         count = min(count, 2) if by == "ld" else count
         late = warps(matrix(products[0].on)) > 1 and len(products) == 1 and by != "ld" and count > (1 if apart else 3)
@@ -99,7 +106,7 @@ def pipeline(plan: Plan, draft: Draft) -> Plan | None:
 
 
 def loops_of(draft: Draft, products: Sequence[Product], x: Node) -> tuple[Word, ...]:
-    """The loops an operand changes in. Where there is one product, all of them: what does not change is loaded again."""
+    """The loops an operand changes in. For one product, all of them: what does not change is loaded again."""
     loops = steps(draft)
     if len(products) > 1 and not any(a in x.free for a, _ in loops):
         return ()
@@ -112,7 +119,9 @@ def _transport(draft: Draft, site: Site | None, x: Node) -> str:
     if by not in SINCE:
         raise draft.fail(f"{name} is brought in by {by!r}; known: {', '.join(SINCE)}")
     if draft.gpu.number < SINCE[by]:
-        raise draft.fail(f"{name} is brought in by {by}, which needs sm_{SINCE[by]}, and the target is {draft.gpu.arch}")
+        raise draft.fail(
+            f"{name} is brought in by {by}, which needs sm_{SINCE[by]}, and the target is {draft.gpu.arch}"
+        )
     return by
 
 
@@ -264,7 +273,9 @@ class Slab:
         if (sizes[last] + pad) % width:
             return False
         q, j = Var("$q", max(sizes[last] // width, 1)), Var("$j", width)
-        env = self.coordinates(axes, sizes, [*(Var(f"$s{k}", sizes[a]) for k, a in enumerate(axes[:-1])), q * width + j])
+        env = self.coordinates(
+            axes, sizes, [*(Var(f"$s{k}", sizes[a]) for k, a in enumerate(axes[:-1])), q * width + j]
+        )
         found: l.Load = substitute(self.term, env)
         uniform = at_least(last.extent - 1 - env[last], 0) or divides(width, last.extent)
         return uniform and wide(found, j, width)

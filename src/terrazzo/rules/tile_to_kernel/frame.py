@@ -152,4 +152,3 @@ def beyond(part: Part, first: IntExpr) -> tuple[IntExpr, ...]:
     """What is negative for columns beyond the last one, where a step may have such."""
     e = part.axis.extent - 1 - first - value(part.digits)
     return () if at_least(e, 0) else (e,)
-

@@ -58,8 +58,8 @@ def program(
 
 
 def lower(kernel: l.Kernel, schedule: Schedule, gpu: Gpu, plan: Plan | None = None) -> k.Kernel:
-    """What the schedule means for this kernel, by the plan or by the one that completes it. UserError or Limitation, with
-    the reason, where it cannot be.
+    """What the schedule means for this kernel, by the plan or by the one that completes it. UserError or Limitation,
+    with the reason, where it cannot be.
 
     @tile
     def f(x: f32[3, 40]):

@@ -58,7 +58,6 @@ class Fragment:
                     number = number + d.value * (1 << d.place)
         return (*own, number)
 
-
     def element(self, number: IntExpr) -> tuple[IntExpr, ...]:
         """The place of register `number` of an instruction's results."""
         return (*(d.value for p in self.parts for d in p.digits if d.level == "reg"), number)
@@ -118,7 +117,7 @@ class Multiply:
         else:
             self._warps(group, group.instruction)
 
-    # -- CUDA cores -----------------------------------------------------------------------------------------------------
+    # -- CUDA cores ----------------------------------------------------------------------------------------------------
 
     def _elements(self, group: Group) -> None:
         """Outer products: fragments of both operands, then every product of theirs."""
@@ -177,7 +176,7 @@ class Multiply:
         self.builder.loops([*((d.variable, True) for d in order[:-1]), (v, True)], partial(self.builder.add, move))
         return l.Load(place, index)
 
-    # -- instructions of a warp -----------------------------------------------------------------------------------------
+    # -- instructions of a warp ----------------------------------------------------------------------------------------
 
     def _warps(self, group: Group, instruction: MatrixInstruction) -> None:
         """Fragments by ldmatrix, products by a matrix instruction."""
@@ -246,7 +245,7 @@ class Multiply:
         self.builder.loops([(v, True) for v in (*first, *loops)], partial(self.builder.add, load))
         return place, (*first, *variables)
 
-    # -- instructions of a warpgroup ------------------------------------------------------------------------------------
+    # -- instructions of a warpgroup -----------------------------------------------------------------------------------
 
     def _warpgroups(self, group: Group, instruction: WarpgroupInstruction) -> None:
         """Products straight from the slabs, or with values in registers as the first factor; they are on their way."""
@@ -315,5 +314,3 @@ def spread(images: Sequence[int]) -> IntExpr:
         total = total + k.LANE // (1 << bit) % (1 << end - bit) * images[bit]
         bit = end
     return total
-
-

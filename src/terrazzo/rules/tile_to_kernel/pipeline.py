@@ -139,7 +139,7 @@ class Pipeline:
         """The axes that a site's contractions reduce over."""
         return next(c.reduce.axes for name, c in self.draft.products.items() if name in site.names)
 
-    # -- who does what --------------------------------------------------------------------------------------------------
+    # -- who does what -------------------------------------------------------------------------------------------------
 
     def load(self) -> None:
         """What an agent does that only loads: one thread asks for boxes as soon as slots are free."""
@@ -244,7 +244,7 @@ class Pipeline:
         assert until is not None
         return self.bindings.loop_variable("t", substitute(until, self.scope.env))
 
-    # -- slots ----------------------------------------------------------------------------------------------------------
+    # -- slots ---------------------------------------------------------------------------------------------------------
 
     def of(self, ring: Ring) -> list[Slab]:
         """The slabs of a ring."""
@@ -274,7 +274,7 @@ class Pipeline:
         ranks: Sequence[IntExpr | None] = range(shared) if shared > 1 else (None,)
         self.builder.where(first, lambda: self.builder.add(*(k.Arrive(empty, slot, rank) for rank in ranks)))
 
-    # -- all warps load -------------------------------------------------------------------------------------------------
+    # -- all warps load ------------------------------------------------------------------------------------------------
 
     def bring(self, ring: Ring) -> None:
         """What is held for a tile, before its steps."""
@@ -398,7 +398,7 @@ class Pipeline:
         if ring.late:
             self.builder.add(k.WaitGroups(0, "wgmma"))
 
-    # -- products -------------------------------------------------------------------------------------------------------
+    # -- products ------------------------------------------------------------------------------------------------------
 
     def outermost(self, p: Product) -> bool:
         """Whether a product's sums are those of the tile, and not of a step."""
@@ -547,7 +547,11 @@ class Pipeline:
         hidden = masked(self.draft, p)
         assert hidden is not None
         inside = (*(substitute(e, env) for e in hidden.inside), *beyond(columns, first[columns.axis]))
-        return {found.rounded: self.frame.step(self.copies, env, hidden.bare, self.cut(hidden, inside, t), inside, scores, sums)}
+        return {
+            found.rounded: self.frame.step(
+                self.copies, env, hidden.bare, self.cut(hidden, inside, t), inside, scores, sums
+            )
+        }
 
     def cut(self, hidden: Mask, inside: tuple[IntExpr, ...], t: IntExpr) -> IntExpr:
         """What is >= 0 in the steps that a mask may cut."""

@@ -84,11 +84,12 @@ class Walker:
             self.builder.add(l.Store(place, index, scope.env[term]))
 
     def store(self, s: l.Store, scope: Scope) -> None:
-        """Of lanes (or warps, or the blocks of a cluster) that no axis is bound to, and so have the same value, the first
-        stores it.
+        """Of lanes (or warps, or the blocks of a cluster) that no axis is bound to, and so have the same value, the
+        first stores it.
         """
         self.builder.where(
-            [*self.bindings.first(scope.threads), *scope.pending], lambda: self.builder.add(l.Store(s.buffer, scope.all(s.index), scope(s.value)))
+            [*self.bindings.first(scope.threads), *scope.pending],
+            lambda: self.builder.add(l.Store(s.buffer, scope.all(s.index), scope(s.value))),
         )
 
     def site(self, s: n.Loop) -> Site | None:

@@ -231,10 +231,11 @@ class _Thread:
             raise _Wrong(f"announces {announced} bytes at {key[0].name}[{key[1]}], and {come} come, at {where}")
 
     def free(self, s: Node, slot: Slot | None, what: str, at: Any = None) -> None:
-        """_Wrong where a copy of this thread's is on its way to a slot; to another part of it, where a box comes `at`."""
+        """_Wrong where a copy of this thread's is on its way to a slot; to another part, where a box comes `at`."""
         copies, sent = [self.begun["cp.async"], *self.groups["cp.async"]], self.boxes.values()
         if slot is not None and (
-            any(slot in group for group in copies) or any(slot == to and at in (None, place) for boxes in sent for to, place, _ in boxes)
+            any(slot in group for group in copies)
+            or any(slot == to and at in (None, place) for boxes in sent for to, place, _ in boxes)
         ):
             raise _Wrong(
                 self.told(

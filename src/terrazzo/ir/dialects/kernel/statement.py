@@ -1,4 +1,4 @@
-"""What a statement of Kernel IR says of itself: how it is written, what it names and writes, who executes it together."""
+"""What a statement of Kernel IR says of itself: how it is written, what it names and writes, who executes it."""
 
 from __future__ import annotations
 
