@@ -109,11 +109,7 @@ def terms(name: str, target: str) -> tuple[Term, ...]:
     tiled = found.at("tile")
     chosen = {tiled.loop.steps[i].name: (tiled.loop.steps[i], s) for i, s in tiled.schedules}
     out = [Term(program, inputs, kernel, s) for kernel, s in chosen.values()]
-    raw = [
-        s
-        for s in found.loop.steps
-        if isinstance(s, l.Kernel) and s.name in chosen and s is not chosen[s.name][0]
-    ]
+    raw = [s for s in found.loop.steps if isinstance(s, l.Kernel) and s.name in chosen and s is not chosen[s.name][0]]
     return (*out, *(Term(program, inputs, s, chosen[s.name][1]) for s in raw))
 
 

@@ -170,11 +170,6 @@ SCHEDULES = {
                r0 = reg(1) * lane(32)""",
         "sum_1: threads not all inside r1 meet in a reduction of its steps",
     ),
-    "a reduction over blocks": (
-        "sum of short rows",
-        "r0 = grid(5)",
-        "blocks share the reduction over r0 in two kernels only",
-    ),
     "tiles one after the other": (
         "matmul",
         """a0 = time(5) * block(4)
@@ -197,7 +192,7 @@ SCHEDULES = {
                a0 = reg(1) * lane(4)
                a1 = lane(8)
                r0 = reg(2)""",
-        "bmm: threads bring in a tile together, and an axis around it is divided among them",
+        "a0 lies inside a tile of a1, so only the grid can walk it",
     ),
     "an instruction for another type": (
         "matmul of bfloat16",
@@ -225,7 +220,7 @@ SCHEDULES = {
            with site("mm"):
                a0 = like("acc0")
                a1 = like("acc0")""",
-        "r0 = ... inst.k(16) ...: nothing derives a kernel from the level inst.k yet",
+        "a0 lies inside a tile of a1, so only the grid can walk it",
     ),
     "rows that ldmatrix cannot read": (
         "matmul of bfloat16",
@@ -240,7 +235,7 @@ SCHEDULES = {
            with site("mm"):
                a0 = like("acc0")
                a1 = like("acc0")""",
-        "x_s0: its rows lie 20 elements apart, and ldmatrix reads pieces of 16 bytes",
+        "x_s: its rows lie 20 elements apart, and ldmatrix reads pieces of 16 bytes",
     ),
     "a store that divides a tile otherwise than the product": (
         "matmul",
@@ -315,7 +310,7 @@ RING_IN_A_LOOP = """a1 = grid(1) * block(32)
 def test_a_ring_of_boxes_inside_a_loop_is_refused() -> None:
     """Its phases began anew with every tile: the second would wait for what was over."""
     term = terms("bmm of half", "sm_90a")[0]
-    with pytest.raises(Limitation, match="a ring of boxes inside a loop"):
+    with pytest.raises(Limitation, match="a0 lies inside a tile of a1, a2, so only the grid can walk it"):
         lowering(
             term.program,
             Options(target="sm_90a", schedules=(written(term.kernel.name, RING_IN_A_LOOP).replace("sm_80", "sm_90a"),)),
@@ -344,6 +339,7 @@ NOTHING = """a0 = grid(90)
     [
         pytest.param("any", MEETING, id="warps meet in every step of an unrolled loop"),
         pytest.param("softmax", OUTSIDE, id="lanes beyond the last row meet others, and load nothing in vectors"),
+        pytest.param("sum of short rows", "r0 = grid(5)", id="a reduction over blocks, in two kernels"),
         pytest.param("sum of short rows", NOTHING, id="a site of nothing reads back"),
     ],
 )

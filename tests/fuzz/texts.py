@@ -153,7 +153,7 @@ def corpus() -> tuple[str, ...]:
 def texts(draw: Any) -> str:
     """A text of the corpus with up to four things changed."""
     text: str = draw(st.sampled_from(corpus()))
-    for _ in range(draw(st.integers(1, 4))):
+    for _ in range(draw(st.sampled_from((1, 1, 2, 3, 4)))):  # of one change alone most is left to read
         edit = draw(st.sampled_from((_word, _word, _word, _line, _character)))
         text = edit(draw, text)
     return text

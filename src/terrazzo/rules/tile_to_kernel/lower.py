@@ -183,6 +183,8 @@ class _Team:
             return None, scope
         for a in self.draft.kernel.axes:
             if a in self.draft.tiled:
+                if any(f.level == "time" and f.size > 1 for f in self.draft.schedule.binding(None, a.name)):
+                    raise Limitation(f"{a.name}: only the grid walks the tiles of a contraction yet")
                 continue
             digits = self.bindings.digits(a.name, None, extent(a))
             if any(d.level != "grid" for d in digits):
