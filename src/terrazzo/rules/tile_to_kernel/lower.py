@@ -26,7 +26,8 @@ from terrazzo.rules.tile.verify import verify
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.digits import Bindings, extent
 from terrazzo.rules.tile_to_kernel.gather import result_place
-from terrazzo.rules.tile_to_kernel.pipeline import Memory, Pipeline, share
+from terrazzo.rules.tile_to_kernel.memory import Memory, share
+from terrazzo.rules.tile_to_kernel.pipeline import Pipeline
 from terrazzo.rules.tile_to_kernel.scope import Scope
 from terrazzo.rules.tile_to_kernel.walk import Walker
 

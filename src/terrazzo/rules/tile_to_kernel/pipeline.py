@@ -8,8 +8,6 @@ when it is empty. Where all warps do everything, they fill a slot ahead, and a b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from terrazzo.errors import CompilerBug
@@ -22,71 +20,19 @@ from terrazzo.ir.expr import IntExpr, Var
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.plan import Frame as FrameLine
 from terrazzo.ir.plan import Plan, Product, Reach, Ring, Stream
-from terrazzo.ir.schedule import WARPS_IN_A_GROUP
-from terrazzo.ir.types import Type
 from terrazzo.rules.tile.agents import LOAD
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.frames import framed, reductions
 from terrazzo.rules.tile.reach import Mask, masked, visited
-from terrazzo.rules.tile.rings import axis_called, brought, operand_text, slab_type, steps
+from terrazzo.rules.tile.rings import axis_called, brought, steps
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.copies import Copies, Part, Slab, Steps
 from terrazzo.rules.tile_to_kernel.digits import Bindings, Digit, value, zero
 from terrazzo.rules.tile_to_kernel.frame import Frame, beyond
+from terrazzo.rules.tile_to_kernel.meet import meet_sums
+from terrazzo.rules.tile_to_kernel.memory import Memory, operands
 from terrazzo.rules.tile_to_kernel.multiply import Fragment, Group, Multiply
 from terrazzo.rules.tile_to_kernel.scope import Scope
-
-
-@dataclass(frozen=True)
-class Memory:
-    """What the agents of a block share: a place for every stream, two sets of barriers for every ring that needs them,
-    and one that says whose turn it is to multiply.
-    """
-
-    places: dict[str, k.Shared]
-    full: dict[str, k.Barriers]
-    empty: dict[str, k.Barriers]
-    turn: k.Barriers | None = None
-
-
-def operands(draft: Draft, plan: Plan) -> dict[str, Node]:
-    """The terms that streams bring, by their text."""
-    return {operand_text(x): x for p in plan.all(Product) for x in brought(draft, p)}
-
-
-def share(draft: Draft, plan: Plan, builder: Builder, bindings: Bindings) -> Memory:
-    """Shared memory for streams, and the barriers of rings that come by TMA or from another agent."""
-    terms = operands(draft, plan)
-    places = {}
-    for s in plan.all(Stream):
-        ring: Ring = plan.named(s.ring)
-        kind = slab_type(s, terms[s.operand].dtype, ring.slots)  # type: ignore[attr-defined]
-        places[s.name] = builder.memory(s.name, kind, s.swizzle)
-    memory = Memory(places, {}, {})
-    for ring in plan.all(Ring):
-        if ring.by != "tma":
-            continue
-        memory.full[ring.name] = builder.barriers("full", ring.slots, 1)
-        if ring.producer != ring.consumer:
-            memory.empty[ring.name] = builder.barriers("empty", ring.slots, arrivals(plan, ring, bindings))
-    if bindings.agent.turns:
-        memory = Memory(places, memory.full, memory.empty, builder.barriers("turn", bindings.agent.teams, 1))
-    every = (*memory.full.values(), *memory.empty.values(), *([memory.turn] if memory.turn else []))
-    if every:
-        builder.where([-bindings.everyone, -k.LANE], lambda: builder.add(*map(k.InitBarriers, every)))
-        builder.add(k.ClusterSync() if bindings.order.cluster_size > 1 else k.Sync())
-    return memory
-
-
-def arrivals(plan: Plan, ring: Ring, bindings: Bindings) -> int:
-    """How often a slot is freed: by one thread of every team (of every warp, where warps multiply by themselves), for
-    every block that shares the boxes.
-    """
-    consumer = plan.named(ring.consumer)
-    together = any(warps(matrix(p.on)) > 1 for p in plan.all(Product) if ring.name in p.rings)
-    shared = max([s.multicast for s in plan.all(Stream) if s.ring == ring.name])
-    each: int = 1 if consumer.turns else consumer.teams if together else consumer.warps
-    return each * shared
 
 
 class Pipeline:
@@ -456,48 +402,11 @@ class Pipeline:
         return tuple(reversed(found))
 
     def meet(self, p: Product) -> None:
-        """Partial sums of threads that share the steps' k: of lanes by shuffles, of warps through shared memory. Then
-        all of them have the whole sums.
-        """
+        """Partial sums of threads that share the steps' k become whole ones."""
         site, (first, *_) = self.draft.site(p.sites[0]), p.sites
         digits = [d for a in self.draft.products[first].reduce.axes for d in self.inner(a, site) if d.level != "reg"]
         for name in p.sites if digits else ():
-            place = self.fragments[self.draft.products[name].reduce].place
-            shape = place.type.static_shape
-            at = tuple(self.bindings.loop_variable("i", n) for n in shape)
-            every = [(v, True) for v in at]
-            mine = l.Load(place, at)
-            for d in digits:
-                for bit in range(d.size.bit_length() - 1 if d.level == "lane" else 0):
-                    total = l.apply("add", mine, k.Shuffle(mine, d.inner << bit))
-                    self.builder.loops(every, partial(self.builder.add, l.Store(place, at, total)))
-            if others := [d for d in digits if d.level != "lane"]:
-                self.through_memory(place, at, others)
-
-    def through_memory(self, place: k.Registers, at: tuple[Var, ...], digits: Sequence[Digit]) -> None:
-        """Registers of warps that these digits tell apart become their sums."""
-        own, every = self.bindings.warp, [(v, True) for v in at]
-        kind = Type(place.type.dtype, (self.bindings.warps, *place.type.static_shape, k.WARP))
-        meeting = self.builder.memory("meet", kind)
-        put = l.Store(meeting, (own, *at, k.LANE), l.Load(place, at))
-        self.builder.loops(every, partial(self.builder.add, put))
-        self.builder.add(self.bindings.sync)
-        there = own
-        variables = []
-        for d in digits:
-            each = d.inner * (WARPS_IN_A_GROUP if d.level == "warpgroup" else 1)
-            variables.append(self.bindings.loop_variable("w", d.size))
-            there = there + (variables[-1] - d.value) * each
-        nothing = l.Store(place, at, l.Literal(zero(place.type.dtype), place.type.dtype))
-        total = l.apply("add", l.Load(place, at), l.Load(meeting, (there, *at, k.LANE)))
-
-        def sum_up() -> None:
-            self.builder.add(nothing)
-            self.builder.loops([(v, True) for v in variables], partial(self.builder.add, l.Store(place, at, total)))
-
-        self.builder.loops(every, sum_up)
-        if self.builder.depth and not self.bindings.alone:
-            self.builder.add(self.bindings.sync)  # before the next tile is put there: no step of it syncs
+            meet_sums(self.builder, self.bindings, self.fragments[self.draft.products[name].reduce].place, digits)
 
     def settle(self, p: Product, left: int) -> None:
         """Until a warpgroup's products are done, but for the last `left` groups of them."""

@@ -1,0 +1,66 @@
+"""Shared memory and barriers that the agents of a block have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from terrazzo.hw.products import matrix, warps
+from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.node import Node
+from terrazzo.ir.plan import Plan, Product, Ring, Stream
+from terrazzo.rules.tile.draft import Draft
+from terrazzo.rules.tile.rings import brought, operand_text, slab_type
+from terrazzo.rules.tile_to_kernel.builder import Builder
+from terrazzo.rules.tile_to_kernel.digits import Bindings
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What the agents of a block share: a place for every stream, two sets of barriers for every ring that needs them,
+    and one that says whose turn it is to multiply.
+    """
+
+    places: dict[str, k.Shared]
+    full: dict[str, k.Barriers]
+    empty: dict[str, k.Barriers]
+    turn: k.Barriers | None = None
+
+
+def operands(draft: Draft, plan: Plan) -> dict[str, Node]:
+    """The terms that streams bring, by their text."""
+    return {operand_text(x): x for p in plan.all(Product) for x in brought(draft, p)}
+
+
+def share(draft: Draft, plan: Plan, builder: Builder, bindings: Bindings) -> Memory:
+    """Shared memory for streams, and the barriers of rings that come by TMA or from another agent."""
+    terms = operands(draft, plan)
+    places = {}
+    for s in plan.all(Stream):
+        ring: Ring = plan.named(s.ring)
+        kind = slab_type(s, terms[s.operand].dtype, ring.slots)  # type: ignore[attr-defined]
+        places[s.name] = builder.memory(s.name, kind, s.swizzle)
+    memory = Memory(places, {}, {})
+    for ring in plan.all(Ring):
+        if ring.by != "tma":
+            continue
+        memory.full[ring.name] = builder.barriers("full", ring.slots, 1)
+        if ring.producer != ring.consumer:
+            memory.empty[ring.name] = builder.barriers("empty", ring.slots, arrivals(plan, ring, bindings))
+    if bindings.agent.turns:
+        memory = Memory(places, memory.full, memory.empty, builder.barriers("turn", bindings.agent.teams, 1))
+    every = (*memory.full.values(), *memory.empty.values(), *([memory.turn] if memory.turn else []))
+    if every:
+        builder.where([-bindings.everyone, -k.LANE], lambda: builder.add(*map(k.InitBarriers, every)))
+        builder.add(k.ClusterSync() if bindings.order.cluster_size > 1 else k.Sync())
+    return memory
+
+
+def arrivals(plan: Plan, ring: Ring, bindings: Bindings) -> int:
+    """How often a slot is freed: by one thread of every team (of every warp, where warps multiply by themselves), for
+    every block that shares the boxes.
+    """
+    consumer = plan.named(ring.consumer)
+    together = any(warps(matrix(p.on)) > 1 for p in plan.all(Product) if ring.name in p.rings)
+    shared = max([s.multicast for s in plan.all(Stream) if s.ring == ring.name])
+    each: int = 1 if consumer.turns else consumer.teams if together else consumer.warps
+    return each * shared
