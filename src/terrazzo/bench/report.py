@@ -184,6 +184,7 @@ GPU_TITLES = {
     "pointwise": "GPU: pointwise operations",
     "reduction": "GPU: norms and softmax",
     "gemm": "GPU: linear layers (f32 without tf32)",
+    "attention": "GPU: attention",
     "block": "GPU: decoder layers",
     "article": "GPU: the kernels of a decoder layer, one at a time",
 }

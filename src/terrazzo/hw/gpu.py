@@ -69,7 +69,7 @@ H200 = Warpgroups(
     rate=830000, start=23.0, step=31.0, latency=1800.0, shared=144.0, cache=14000.0, gathered=53.0, direct=20.4,
     fill=1000.0, cluster=1400.0, part=1350.0, states=3.9, flying=34000.0,
 )  # fmt: skip
-"""Fitted to the times of 490 schedules of 20 products (benchmarks/results/h200/tiles.json): what they make of it is
+"""Fitted to the times of 490 schedules of 20 products (benchmarks/fits/h200-tiles.json): what they make of it is
 within 1 % of the best of these on average.
 """
 
