@@ -25,6 +25,8 @@ from terrazzo.rules.tile_to_kernel.lower import lower
 STEP = 128
 """Columns of the inner product in a step, at most."""
 SLOTS = 2
+FEW = 16
+"""Rows below which a warpgroup's 64 are not worth it."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,8 @@ def best(kernel: l.Kernel, gpu: Gpu) -> tuple[Schedule | None, str]:
     found = chain(kernel)
     if found is None or "wgmma" not in gpu.features or len(kernel.stores) != 1:
         return None, "no two products in one loop of steps on this machine"
+    if isinstance(found.rows.extent, int) and found.rows.extent < FEW:
+        return None, f"{found.rows.extent} rows leave a warpgroup idle"
     if any(not isinstance(a.extent, int) for a in (*kernel.axes, found.steps, found.depth)):
         return None, "an axis has no size that is known"
     why = ""
