@@ -21,10 +21,13 @@ ROW = ROWS
         ("r0 = time(4)", "r0 = time(4, overlap=1)", "nothing reads `acc0: r0 = ... overlap=1 ...`: line 4, column 22"),
         ("r0 = time(4)", "r0 = time(4, ring=3)", "nothing reads `acc0: r0 = ... ring=3 ...`"),
         ("        r0 =", '        x = smem(by="tma")\n        r0 =', "nothing reads `acc0: x = ... smem ...`"),
-        ("        a1 =", "        mul = smem(swizzle=128)\n        a1 =", "mul gathers in shared memory, and there is no tile"),
+        ("        a1 =", "        mul = smem(swizzle=128)\n        a1 =",
+         "mul gathers in shared memory, and there is no tile"),
         ("grid(5)\n", "grid(5)\n    y = reg()\n", "nothing reads `y = ... reg ...`: line 3"),
-        ("grid(5)\n", "grid(5)\n    roles(load=warp(1), math=warp(2))\n", "roles give 2 warps to math, and its sites bind 4"),
-        ("grid(5)\n", "grid(5)\n    persistent(4, order=grouped(8))\n", "tiles in groups of rows have two axes at least"),
+        ("grid(5)\n", "grid(5)\n    roles(load=warp(1), math=warp(2))\n",
+         "roles give 2 warps to math, and its sites bind 4"),
+
+                ("grid(5)\n", "grid(5)\n    persistent(4, order=grouped(8))\n", "tiles in groups of rows have two axes at least"),
     ],
 )  # fmt: skip
 def test_words_that_a_row_has_no_use_for(before: str, after: str, reason: str) -> None:
@@ -36,11 +39,14 @@ def test_words_that_a_row_has_no_use_for(before: str, after: str, reason: str) -
 @pytest.mark.parametrize(
     ("before", "after", "reason"),
     [
-        ("swizzle=64)\n        w", 'swizzle=64, over=("r0",))\n        w', 'nothing reads `acc0: x = ... over=("r0",) ...`'),
-        ("swizzle=64)\n        w", "swizzle=64, colour=3)\n        w", "nothing reads `acc0: x = ... colour=3 ...`: line 9"),
+        ("swizzle=64)\n        w", 'swizzle=64, over=("r0",))\n        w',
+         'nothing reads `acc0: x = ... over=("r0",) ...`'),
+        ("swizzle=64)\n        w", "swizzle=64, colour=3)\n        w",
+         "nothing reads `acc0: x = ... colour=3 ...`: line 9"),
         ("swizzle=64)\n        w", "swizzle=64, multicast=True)\n        w", "there is no cluster to multicast to"),
         ("ring=4", "ring=4, overlap=1", "nothing reads `r0 = ... overlap=1 ...`: line 4, column 27"),
-        ('with site("mm"):\n', 'with site("mm"):\n        mm = smem(swizle=128)\n', "nothing reads `mm: mm = ... swizle=128"),
+        ('with site("mm"):\n', 'with site("mm"):\n        mm = smem(swizle=128)\n',
+         "nothing reads `mm: mm = ... swizle=128"),
     ],
 )  # fmt: skip
 def test_words_that_a_product_has_no_use_for(before: str, after: str, reason: str) -> None:
