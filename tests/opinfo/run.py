@@ -65,7 +65,7 @@ def main() -> int:
     if options.json:
         options.json.write_text(json.dumps(verdicts, indent=1))
     if options.table:
-        options.table.write_text(table(verdicts))
+        options.table.write_text(table(verdicts, options.table.read_text() if options.table.exists() else ""))
     bad = 0
     for level in dict.fromkeys(v["level"] for v in verdicts):
         mine = [v for v in verdicts if v["level"] == level]
@@ -115,29 +115,33 @@ def own_operators(verdicts: list[dict[str, Any]]) -> list[str]:
     return sorted(op for op, found in by_op.items() if found == {"own"})
 
 
-def table(verdicts: list[dict[str, Any]]) -> str:
-    """The page of the docs."""
-    levels = {
-        level: [v for v in verdicts if v["level"] == level] for level in dict.fromkeys(v["level"] for v in verdicts)
-    }
-    samples = {level: sum(v["samples"] for v in mine) for level, mine in levels.items()}
+COLUMNS = {
+    "loop": ("the Loop IR interpreter", "interpreted"),
+    "torch.compile": ("`torch.compile`, compiled", "compiled"),
+    "cuda": ("an H200", "on a GPU"),
+}
+"""The levels a page shows: what runs them, and the heads of their columns."""
+
+
+def table(verdicts: list[dict[str, Any]], page: str = "") -> str:
+    """The page of the docs. What was not run now is as `page`, an earlier one, has it."""
+    levels = {level: [v for v in verdicts if v["level"] == level] for level in COLUMNS}
     lines = [
         "# Operators",
         "",
         "PyTorch's operator database, in fp32, fp16, bf16, int64 and bool where defined. Written by `make opinfo`.",
-    ]
-    lines += [
         "",
         "| run by | samples | operators wholly by own code | own | fallback | random | not supported | wrong |",
         "|" + "---|" * 8,
     ]
     for level, mine in levels.items():
+        name = COLUMNS[level][0]
         n = Counter(v["verdict"] for v in mine)
-        name = {"loop": "the Loop IR interpreter", "torch.compile": "`torch.compile`, compiled"}.get(level, level)
-        lines.append(
-            f"| {name} | {samples[level]} | {len(own_operators(mine))} of {len({v['op'] for v in mine})} "
-            f"| {n['own']} | {n['fallback']} | {n['random']} | {n['skipped']} | {n['wrong'] + n['crash']} |"
-        )
+        lines += [
+            f"| {name} | {sum(v['samples'] for v in mine)} "
+            f"| {len(own_operators(mine))} of {len({v['op'] for v in mine})} | {n['own']} | {n['fallback']} | {n['random']} | {n['skipped']} | {n['wrong'] + n['crash']} |"
+        ] if mine else [x for x in page.splitlines() if x.startswith(f"| {name} |")]  # fmt: skip
+    heads = " | ".join(head for _, head in COLUMNS.values())
     lines += ["", "The last five columns count operators by dtype.", ""]
     lines += [
         "- own: all of it is compiled by our own rules",
@@ -145,18 +149,37 @@ def table(verdicts: list[dict[str, Any]]) -> str:
         "- random: right in shape and dtype; the values are random",
         "- not supported: some sample fails in eager too, makes no dense tensor, or cannot be captured, "
         "for the reason given",
-        "", "| operator | dtypes | interpreted | compiled | why |", "|---|---|---|---|---|",
+        "", f"| operator | dtypes | {heads} | why |", "|" + "---|" * (3 + len(COLUMNS)),
     ]  # fmt: skip
-    cells: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    cells = _cells(page)
     for v in verdicts:
-        cells.setdefault((v["op"], v["dtype"]), {})[v["level"]] = v
+        if v["level"] in COLUMNS:
+            shown = v["verdict"].replace("skipped", "not supported")
+            why = " ".join(v["reason"].split()).replace("|", "/")[:160]
+            cells.setdefault((v["op"], v["dtype"]), {})[v["level"]] = (shown, why)
     rows: dict[tuple[str, ...], list[str]] = {}
     for (op, dtype), found in sorted(cells.items()):
-        shown = [found.get(level, {"verdict": ""})["verdict"].replace("skipped", "not supported") for level, _ in PLAN]
-        why = " ".join(next((v["reason"] for v in found.values() if v["reason"]), "").split())
-        rows.setdefault((op, *shown, why.replace("|", "/")[:160]), []).append(dtype)
-    lines += [f"| {op} | {', '.join(dtypes)} | {a} | {b} | {why} |" for (op, a, b, why), dtypes in rows.items()]
+        shown = [found.get(level, ("", ""))[0] for level in COLUMNS]
+        why = next((found[level][1] for level in COLUMNS if level in found and found[level][1]), "")
+        rows.setdefault((op, *shown, why), []).append(dtype)
+    lines += [f"| {op} | {', '.join(dtypes)} | {' | '.join(rest)} |" for (op, *rest), dtypes in rows.items()]
     return "\n".join(lines) + "\n"
+
+
+def _cells(page: str) -> dict[tuple[str, str], dict[str, tuple[str, str]]]:
+    """What an earlier page says of every operator and dtype, by level: the verdict, and why."""
+    found: dict[tuple[str, str], dict[str, tuple[str, str]]] = {}
+    heads: list[str] = []
+    for line in page.splitlines():
+        row = [x.strip() for x in line.split("|")[1:-1]]
+        if row[:2] == ["operator", "dtypes"]:
+            heads = row
+        elif heads and len(row) == len(heads) and not row[0].startswith("---"):
+            cell = dict(zip(heads, row, strict=True))
+            levels = {level: cell[head] for level, (_, head) in COLUMNS.items() if cell.get(head)}
+            for dtype in cell["dtypes"].split(", "):
+                found[cell["operator"], dtype] = {level: (verdict, cell["why"]) for level, verdict in levels.items()}
+    return found
 
 
 if __name__ == "__main__":
