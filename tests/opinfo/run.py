@@ -137,10 +137,13 @@ def table(verdicts: list[dict[str, Any]], page: str = "") -> str:
     for level, mine in levels.items():
         name = COLUMNS[level][0]
         n = Counter(v["verdict"] for v in mine)
-        lines += [
-            f"| {name} | {sum(v['samples'] for v in mine)} "
-            f"| {len(own_operators(mine))} of {len({v['op'] for v in mine})} | {n['own']} | {n['fallback']} | {n['random']} | {n['skipped']} | {n['wrong'] + n['crash']} |"
-        ] if mine else [x for x in page.splitlines() if x.startswith(f"| {name} |")]  # fmt: skip
+        if not mine:
+            lines += [x for x in page.splitlines() if x.startswith(f"| {name} |")]
+            continue
+        lines.append(
+            f"| {name} | {sum(v['samples'] for v in mine)} | {len(own_operators(mine))} of {len({v['op'] for v in mine})} "
+            f"| {n['own']} | {n['fallback']} | {n['random']} | {n['skipped']} | {n['wrong'] + n['crash']} |"
+        )
     heads = " | ".join(head for _, head in COLUMNS.values())
     lines += ["", "The last five columns count operators by dtype.", ""]
     lines += [
