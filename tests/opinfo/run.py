@@ -141,7 +141,8 @@ def table(verdicts: list[dict[str, Any]], page: str = "") -> str:
             lines += [x for x in page.splitlines() if x.startswith(f"| {name} |")]
             continue
         lines.append(
-            f"| {name} | {sum(v['samples'] for v in mine)} | {len(own_operators(mine))} of {len({v['op'] for v in mine})} "
+            f"| {name} | {sum(v['samples'] for v in mine)} "
+            f"| {len(own_operators(mine))} of {len({v['op'] for v in mine})} "
             f"| {n['own']} | {n['fallback']} | {n['random']} | {n['skipped']} | {n['wrong'] + n['crash']} |"
         )
     heads = " | ".join(head for _, head in COLUMNS.values())

@@ -13,12 +13,19 @@ from terrazzo.ir.sites import Product, no_product, product
 from terrazzo.rules.loop_to_tile import products, warpgroups
 from terrazzo.rules.loop_to_tile.collapse import merge_product_axes
 
+MOST = 32
+"""Plans on warpgroups that are worth trying, in one piece and in several: where none of the best can be built, another
+kind of tile is better.
+"""
+
 Plan = products.Plan | warpgroups.Plan
 
 
 def plans(p: Product, gpu: Gpu, cores: bool = False) -> list[Plan]:
     """The best plan of every tile, best first; with `cores`, only those on CUDA cores."""
-    found: list[Plan] = [*products.plans(p, gpu, cores), *([] if cores else warpgroups.plans(p, gpu))]
+    found: list[Plan] = [*products.plans(p, gpu, cores)]
+    for split in () if cores else (False, True):
+        found += [x for x in warpgroups.plans(p, gpu) if (x.pieces > 1) is split][:MOST]
     best: dict[Any, Plan] = {}
     for plan in sorted(found, key=lambda x: x.time):
         best.setdefault((plan.tile, plan.instruction), plan)
