@@ -128,3 +128,15 @@ def test_mkldnn_tensors_go_to_pytorch() -> None:
     fast = torch.compile(lambda x, y: (x.to_dense() + y) * 2, backend="terrazzo")
     with pytest.warns(RuntimeWarning, match="layout torch._mkldnn are not supported; PyTorch runs this graph"):
         assert torch.equal(fast(x.to_mkldnn(), x), x * 4)
+
+
+@pytest.mark.parametrize("target", ["interpreter", "cpu"])
+def test_a_copy_of_an_expanded_input(target: str) -> None:
+    def ravelled(x: Any) -> Any:
+        wide = x.expand(3, *x.shape)
+        torch._dynamo.graph_break()
+        return wide.ravel()
+
+    x = torch.arange(24.0).reshape(4, 6)
+    compiled = torch.compile(ravelled, backend="terrazzo", options={"target": target})
+    assert torch.equal(compiled(x), ravelled(x))

@@ -55,7 +55,7 @@ class Interpreted:
         else:
             found = interpreter.run(self.program, arrays, call=call_numpy, zero_divides=False)
         out = [from_numpy(r) for r in found]
-        return [Expected(slot_of(b)).empty().copy_(value) for b, value in zip(self.program.results, out, strict=True)]
+        return [Expected(slot_of(b)).holding(value) for b, value in zip(self.program.results, out, strict=True)]
 
 
 def interpreted(done: Lowering, bound: Mapping[str, Any]) -> Interpreted:
