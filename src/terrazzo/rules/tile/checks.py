@@ -175,7 +175,7 @@ def _stream(line: Stream, plan: Plan, draft: Draft) -> None:
         f"a step needs {_told(parts)} of it, not {_told(line.axes)}",
     )
     axes = [sizes[w.name][0] for w in line.axes]
-    memory, lengths = slab.memory(axes), dict(sizes.values())
+    memory, lengths = slab.memory([*slab.free, *slab.reduced]), dict(sizes.values())
     need(line.memory == axis_name(memory), f"global memory is contiguous along {axis_name(memory)}, not {line.memory}")
     _asked(slab.options, swizzle=line.swizzle, pad=line.pad, multicast=line.multicast > 1, along=line.axes[-1].name)
     asked = slab.options.get("by", ring.by)

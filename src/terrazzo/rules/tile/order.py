@@ -75,6 +75,7 @@ def _rows(draft: Draft, f: Factor) -> Word | None:
         return None
     if len(order.args) != 1 or order.args[0] < 1:
         raise draft.fail(f"{f}: grouped takes the number of rows of a group")
+    need(f.size % order.args[0] == 0, f"groups of {order.args[0]} rows do not divide {f}")
     return order
 
 
