@@ -131,3 +131,14 @@ def test_scores_that_somebody_else_reads_are_stored() -> None:
 
     found = lowered(both, args, "sm_90a")
     assert len(found.kernels) > 1 and not lines(found, Frame)
+
+
+def test_weights_are_not_rounded_where_results_are_not() -> None:
+    args = tensors(ONE, ONE, ONE)
+
+    def exact(q: Any, k: Any, v: Any) -> Any:
+        return torch.softmax((q @ k.transpose(-1, -2)).float(), -1) @ v.float()
+
+    found = lowered(exact, args, "sm_90a")
+    assert not lines(found, Frame)
+    close(found, exact, args)

@@ -91,6 +91,8 @@ def softmax_into_product(kernel: l.Kernel) -> l.Kernel | None:
     """`kernel` with its sum over weights times values framed: no weight is divided, the sum is. None where its weights
     are no softmax.
     """
+    if any(s.buffer.type.dtype.size != 2 for s in kernel.stores):
+        return None  # weights of 16 bits are exact enough for results of 16 bits only
     for r in topological([s.value for s in kernel.stores]):
         if isinstance(r, l.Reduce) and r.monoid.name == "sum" and len(r.axes) == 1 and (new := _framed(r)) is not None:
             stores = tuple(l.Store(s.buffer, s.index, substitute(s.value, {r: new})) for s in kernel.stores)
