@@ -69,8 +69,9 @@ H200 = Warpgroups(
     rate=830000, start=23.0, step=31.0, latency=1800.0, shared=144.0, cache=14000.0, gathered=53.0, direct=20.4,
     fill=1000.0, cluster=1400.0, part=1350.0, states=3.9, flying=34000.0,
 )  # fmt: skip
-"""Fitted to the times of 490 schedules of 20 products (benchmarks/fits/h200-tiles.json): what they make of it is
-within 1 % of the best of these on average.
+"""Fitted to the times of 490 schedules of 20 products (benchmarks/fits/h200-tiles.json), by how far they were off and
+by how much was lost where they chose: about 1 % of the best of these schedules. What is lost on other products was not
+measured.
 """
 
 # Those of sm_90a were measured on an H200; the others are estimates from data sheets.
