@@ -346,3 +346,13 @@ def test_the_first_of_equals_wins_and_nan_beats_all(name: str) -> None:
         x = RNG.choice([1.0, 2.0, 2.0, np.nan, np.inf, -np.inf], 7)
         _, where = combining.reduce(MONOIDS[name], [x, np.arange(7)], (0,), [f64, i64])
         assert where == int(getattr(torch, name)(torch.from_numpy(x)))
+
+
+@pytest.mark.parametrize("scale", (np.inf, -np.inf, np.nan, 2.0))
+def test_a_factor_is_not_moved_out_of_a_sum_where_that_would_show(scale: float) -> None:
+    """An infinity times numbers of either sign sums to NaN; times their sum it would be an infinity."""
+    x = np.arange(-3.0, 5.0, dtype=np.float32)[None]
+    factor = np.broadcast_to(np.float32(scale), x.shape)
+    with np.errstate(all="ignore"):
+        np.testing.assert_array_equal(combining.sum_of_products(x, factor, (1,)), (x * factor).sum(1))
+        np.testing.assert_array_equal(combining.sum_of_products(factor, x, (1,)), (x * factor).sum(1))

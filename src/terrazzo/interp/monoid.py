@@ -37,12 +37,14 @@ def reduce(m: Monoid, args: Sequence[Any], axes: tuple[int, ...], dtypes: Sequen
 
 
 def sum_of_products(a: Any, b: Any, axes: tuple[int, ...]) -> Any:
-    """The sum of a * b along `axes`, both of one shape and type. What a factor only repeats (a stride of 0) is never
-    written out.
+    """The sum of a * b along `axes`, both of one shape and type. What a factor only repeats (a stride of 0) is not
+    written out, unless that would show: an infinity times a sum is not the sum of its products.
     """
     shape = a.shape
-    if 0 in shape:
-        return (a * b).sum(axis=axes, dtype=a.dtype)
+    alone = any(_varies(a, d) != _varies(b, d) for d in axes)
+    if 0 in shape or (alone and not (_finite(a) and _finite(b))):
+        with np.errstate(all="ignore"):
+            return (a * b).sum(axis=axes, dtype=a.dtype)
     both, only_a, only_b, summed = _dims(a, b, axes)
     left = _matrix(a, axes, (both, only_a, summed))
     right = _matrix(b, axes, (both, summed, only_b))
@@ -71,14 +73,21 @@ def _varies(x: Any, d: int) -> bool:
     return bool(x.shape[d] != 1 and x.strides[d] != 0)
 
 
+def _once(x: Any) -> Any:
+    """`x` without its repetitions, which become extents of 1."""
+    return x[tuple(slice(None) if _varies(x, d) else slice(0, 1) for d in range(x.ndim))]
+
+
+def _finite(x: Any) -> bool:
+    return bool(np.isfinite(_once(x)).all())
+
+
 def _matrix(x: Any, axes: tuple[int, ...], groups: Sequence[list[int]]) -> Any:
     """`x` as a stack of matrices, each group of its dimensions as one; a dimension summed in this factor alone is
     summed at once.
     """
     alone = tuple(d for d in axes if _varies(x, d) and not any(d in g for g in groups))
-    x = x[tuple(slice(None) if _varies(x, d) else slice(0, 1) for d in range(x.ndim))].sum(
-        axis=alone, keepdims=True, dtype=x.dtype
-    )
+    x = _once(x).sum(axis=alone, keepdims=True, dtype=x.dtype)
     order = [d for g in groups for d in g]
     rest = [d for d in range(x.ndim) if d not in order]
     return x.transpose([*order, *rest]).reshape([math.prod(x.shape[d] for d in g) for g in groups])
