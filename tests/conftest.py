@@ -5,6 +5,13 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from typing import Any
 
+from hypothesis import settings
+
+# What is drawn is the same in every run and on every machine: new programs are drawn by `make fuzz`, or here with
+# --hypothesis-profile=default.
+settings.register_profile("same", derandomize=True)
+settings.load_profile("same")
+
 
 def pytest_configure() -> None:
     """Where Terrazzo is on the path but not installed, nothing announces its backend to PyTorch."""
