@@ -176,6 +176,8 @@ class KernelReader(LoopReader):
                 if not isinstance(name, str):
                     self.fail(x, "expected a name in quotes")
                 return (name,)
+            case "type":
+                return (self.tensor_type(x, scope),)
             case "term":
                 return (self.term(x, scope),)
             case "expression":

@@ -110,6 +110,8 @@ def _argument(s: k.Statement, x: k.Argument) -> str:
             text = repr(value)
         case "term":
             text = _term(value)
+        case "type":
+            text = show_type(value)
         case "condition":
             text = show_condition(value, _term)
         case "box":

@@ -18,7 +18,7 @@ from terrazzo.options import Options
 from terrazzo.run.cache import Cache
 from terrazzo.run.cpu import Built
 from terrazzo.run.nvrtc import Made, Tried, compile_each, cubin_key, failure
-from terrazzo.run.plan import Entry, Plan, Slot, Step
+from terrazzo.run.plan import Entry, Plan, Slot, Step, whole_strides
 from terrazzo.run.tensor_map import encode
 
 if TYPE_CHECKING:
@@ -155,9 +155,9 @@ class Cuda:
     def prepare(self, step: Step, function: Any, addresses: Any, number: int, slots: Sequence[Slot]) -> Launch:
         """What launches step `number`, given the array that will hold its addresses."""
         maps = []
-        for position, box, swizzle in step.maps:
+        for position, shape, strides, box, swizzle in step.maps:
             slot = slots[step.args[position]]
-            maps.append((position, TensorMap(DTYPES[slot.dtype], slot.shape, slot.strides, box, swizzle)))
+            maps.append((position, TensorMap(DTYPES[slot.dtype], shape, strides, box, swizzle)))
         launch = Launch(self, step, function, addresses, maps)
         if self.flags is not None:
             launch.flag.value = self.flags.data_ptr() + number * self.flags.element_size()
@@ -349,7 +349,10 @@ def emit_all(program: k.Program, arch: str) -> tuple[dict[k.Kernel, Entry], list
         if isinstance(kernel, k.Kernel):
             name, source = emit(kernel)
             launch = (kernel.grid, kernel.threads, kernel.shared_bytes, int(gathers(kernel)))
-            maps = tuple((kernel.params.index(b), box, swizzle) for b, box, swizzle in kernel.maps)
+            maps = tuple(
+                (kernel.params.index(b), x.static_shape, whole_strides(x), box, swizzle)
+                for b, x, box, swizzle in kernel.maps
+            )
             entries[kernel] = Entry(cubin_key(source, arch), name, kernel.params, launch, maps)
             sources.append((name, source))
     return entries, sources, list(dict.fromkeys(source for _, source in sources))

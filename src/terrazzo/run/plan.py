@@ -21,8 +21,12 @@ from terrazzo.ir.dialects.torch import Aten, TorchName
 from terrazzo.ir.node import topological
 from terrazzo.ir.types import DTYPES, DType, Type
 
-VERSION = 3
+VERSION = 4
 ALIGN = 256
+
+
+Map = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
+"""A tensor map that a kernel takes: which of its arguments, seen with which shape and strides, the box, the swizzle."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class Step:
 
     `args` of a kernel are slots; of a call they are encoded values (see `encode`). `launch` is for a GPU: blocks,
     threads of a block, bytes of shared memory, and whether the kernel notes indices that are out of range (1 or 0).
-    `maps` are the tensor maps it takes: which of `args`, the box, the swizzle.
+    `maps` are the tensor maps it takes.
     """
 
     key: str
@@ -67,7 +71,7 @@ class Step:
     source: str
     label: str
     launch: tuple[int, ...] = ()
-    maps: tuple[tuple[int, tuple[int, ...], int], ...] = ()
+    maps: tuple[Map, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class Entry:
     name: str
     buffers: tuple[l.Buffer, ...]
     launch: tuple[int, ...] = ()
-    maps: tuple[tuple[int, tuple[int, ...], int], ...] = ()
+    maps: tuple[Map, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,7 @@ class Plan:
 def misfit(plan: Plan, program: Any) -> str:
     """Why a plan that was read back is none for this program, in any IR; "" if all that can be compared agrees."""
     whole = getattr(program, "loop", program)
-    wanted = [(b.name, *_kind(b.type), _strides(b)) for b in whole.inputs]
+    wanted = [(b.name, *_kind(b.type), whole_strides(b.type)) for b in whole.inputs]
     if [_described(plan.slots[k]) for k in plan.inputs] != wanted:
         return "its inputs are others"
     if [_described(plan.slots[k])[1:3] for k in plan.results] != [_kind(r.type) for r in whole.results]:
@@ -176,7 +180,7 @@ def make(program: l.Program | kernel.Program, entries: Mapping[Any, Entry]) -> P
     slots = []
     for b in buffers:
         kind = "input" if b in program.inputs else "result" if b in program.results else "arena"
-        slots.append(Slot(b.name, b.type.dtype.name, b.type.static_shape, _strides(b), kind, offsets.get(b, 0)))
+        slots.append(Slot(b.name, b.type.dtype.name, b.type.static_shape, whole_strides(b.type), kind, offsets.get(b, 0)))
     steps = []
     for s in program.steps:
         if not isinstance(s, l.Call):
@@ -278,8 +282,9 @@ def slots_in(value: Any) -> list[int]:
     return []
 
 
-def _strides(b: l.Buffer) -> tuple[int, ...]:
-    return tuple(int(s) for s in b.type.element_strides)  # type: ignore[arg-type]
+def whole_strides(kind: Type) -> tuple[int, ...]:
+    """Strides in elements, of a type whose sizes are known."""
+    return tuple(int(s) for s in kind.element_strides)  # type: ignore[arg-type]
 
 
 def _span(shape: Sequence[int], strides: Sequence[int], dtype: DType) -> int:
@@ -308,8 +313,8 @@ def _step(s: Any, count: int) -> Step:
     if len(launch) not in (0, 4):
         raise ValueError("not a launch")
     maps = tuple(
-        (_index(p, max(len(args), 1)), tuple(_natural(x) for x in box), _natural(swizzle))
-        for p, box, swizzle in s["maps"]
+        (_index(p, max(len(args), 1)), _naturals(shape), _naturals(strides), _naturals(box), _natural(swizzle))
+        for p, shape, strides, box, swizzle in s["maps"]
     )
     return Step(
         _text(s["key"]), _text(s["name"]), args, kwargs, results, _text(s["source"]), _text(s["label"]), launch, maps
@@ -320,6 +325,10 @@ def _natural(x: Any) -> int:
     if type(x) is not int or x < 0:
         raise ValueError(f"not a natural number: {x!r}")
     return x
+
+
+def _naturals(xs: Any) -> tuple[int, ...]:
+    return tuple(_natural(x) for x in xs)
 
 
 def _index(x: Any, count: int) -> int:

@@ -193,13 +193,13 @@ def tensor_load(team: Team, s: k.TensorLoad) -> None:
     """
     threads = team.one_thread(s)
     slots, at = team.chosen(s.slot), [team.chosen(e) for e in s.at]
-    description = tma.tensor_map(s.source.type, s.box, s.target.swizzle)
+    description = tma.tensor_map(s.tensor, s.box, s.target.swizzle)
     memory = team.machine.memory
     if s.source not in memory:
         team.fail(s, f"reads {s.source.name}, which the kernel writes")
     places = box(team, s.target, s.to, description.bytes // s.target.type.dtype.size, s)
     for i, (b, w, where) in enumerate(threads):
-        data = description.load(view(s.source, memory[s.source]), [int(a[i]) for a in at])
+        data = description.load(view(s.tensor, memory[s.source]), [int(a[i]) for a in at])
         plain = data[HARDWARE[s.target.swizzle](np.arange(data.size))].view(s.target.type.dtype.numpy)
         peers = [peer(team, s, b, rank) for rank in range(16) if s.ranks >> rank & 1] or [b]
         for to in peers:
@@ -217,7 +217,7 @@ def tensor_store(team: Team, s: k.TensorStore) -> None:
     """The box is read from now until its group was waited for; what it wrote is seen when the kernel has ended."""
     threads = team.one_thread(s)
     at = [team.chosen(e) for e in s.to]
-    description = tma.tensor_map(s.target.type, s.box, s.source.swizzle)
+    description = tma.tensor_map(s.tensor, s.box, s.source.swizzle)
     places = box(team, s.source, s.at, description.bytes // s.source.type.dtype.size, s)
     clocks, memory = team.machine.clocks, team.machine.places[s.source]
     for i, (b, w, where) in enumerate(threads):

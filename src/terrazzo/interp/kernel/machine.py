@@ -72,11 +72,11 @@ def run_kernel(
         ids = [c * kernel.cluster + rank for c in clusters[first : first + step] for rank in range(kernel.cluster)]
         Machine(kernel, flat, outputs, np.array(ids), seed, costs).run()
     for b in kernel.writes:
-        if blocks is None and outputs[b].fresh and (left := np.argwhere(view(b, outputs[b].block) == NOBODY)).size:
+        if blocks is None and outputs[b].fresh and (left := np.argwhere(view(b.type, outputs[b].block) == NOBODY)).size:
             raise CompilerBug(
                 f"{kernel.name}: nobody writes {b.name}{left[0].tolist()}; {len(left)} of its elements stay unwritten"
             )
-        memory[b] = view(b, outputs[b].data).copy()
+        memory[b] = view(b.type, outputs[b].data).copy()
 
 
 class Machine:

@@ -14,6 +14,7 @@ import numpy as np
 from terrazzo.interp.kernel.clocks import Clocks
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.types import Type
 
 NOBODY = -1
 SEVERAL = -2
@@ -26,14 +27,14 @@ def flat_memory(b: l.Buffer, array: Any) -> Any:
     size = k.shared_bytes(b) // b.type.dtype.size
     flat = np.zeros(max(size, 1), b.type.dtype.numpy)
     if array is not None:
-        view(b, flat)[...] = array
+        view(b.type, flat)[...] = array
     return flat
 
 
-def view(b: l.Buffer, flat: Any) -> Any:
-    """Memory as an array of the buffer's shape."""
-    strides = [int(s) * flat.itemsize for s in b.type.element_strides]  # type: ignore[arg-type]
-    return np.lib.stride_tricks.as_strided(flat, b.type.static_shape, strides)
+def view(tensor: Type, flat: Any) -> Any:
+    """Memory as an array of a tensor's shape."""
+    strides = [int(s) * flat.itemsize for s in tensor.element_strides]  # type: ignore[arg-type]
+    return np.lib.stride_tricks.as_strided(flat, tensor.static_shape, strides)
 
 
 @dataclass(frozen=True)

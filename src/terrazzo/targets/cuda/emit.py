@@ -59,7 +59,7 @@ class _Writer:
     def __init__(self, kernel: k.Kernel) -> None:
         self.kernel = kernel
         self.scope = Scope()
-        self.maps: dict[tuple[l.Buffer, tuple[int, ...], int], str] = {}
+        self.maps: dict[k.Map, str] = {}
         self.unrolled: set[Node] = set()
         self.settled = settled(kernel)
         largest = max((k.shared_bytes(b) // b.type.dtype.size for b in kernel.params), default=0)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.dialects.kernel.statements import TensorLoad, TensorStore, map_of, walk
+from terrazzo.ir.dialects.kernel.statements import Map, TensorLoad, TensorStore, map_of, walk
 from terrazzo.ir.dialects.kernel.values import WARP, Shared, shared_bytes
 from terrazzo.ir.dialects.loop import Buffer
 from terrazzo.ir.node import Node
@@ -44,8 +44,8 @@ class Kernel(Node, dialect="kernel", op="kernel"):
         return tuple(b for b in self.params if b not in self.writes)
 
     @cached_property
-    def maps(self) -> tuple[tuple[Buffer, tuple[int, ...], int], ...]:
-        """The tensor maps it takes, each once: of which buffer, with which box and swizzle."""
+    def maps(self) -> tuple[Map, ...]:
+        """The tensor maps it takes, each once."""
         boxes = [s for s in walk(self.body) if isinstance(s, TensorLoad | TensorStore)]
         return tuple(dict.fromkeys(map_of(s) for s in boxes))
 

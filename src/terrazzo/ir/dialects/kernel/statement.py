@@ -24,6 +24,7 @@ _KINDS = {
     "IntExpr": "expression",
     "IntExpr | None": "expression",
     "tuple[int, ...]": "box",
+    "Type | None": "type",
 }
 INDEX = "tuple[IntExpr, ...]"
 

@@ -11,6 +11,7 @@ from terrazzo.ir.dialects.kernel.values import Barriers, Integer, Registers, Sha
 from terrazzo.ir.dialects.loop import Buffer
 from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var, bounds
 from terrazzo.ir.node import Node, topological
+from terrazzo.ir.types import Type
 
 
 class Let(Node, dialect="kernel", op="let"):
@@ -209,10 +210,11 @@ class TensorLoad(Statement, dialect="kernel", op="tensor_load"):
     """TMA, by one thread: the box of the source that begins at `at` into shared memory, zeros outside the tensor.
 
     Its bytes count at a barrier. With `ranks`, a set of bits, it goes to that place and counts at that barrier of each
-    such block of the cluster.
+    such block of the cluster. With `view`, the tensor is the source's memory under another shape.
     """
 
     writes, together = ("target",), "lane"
+    named = {"view": "type"}
 
     target: Shared
     to: tuple[IntExpr, ...]
@@ -222,6 +224,15 @@ class TensorLoad(Statement, dialect="kernel", op="tensor_load"):
     barriers: Barriers
     slot: IntExpr
     ranks: int = 0
+    view: Type | None = None
+
+    @property
+    def tensor(self) -> Type:
+        """The tensor that the box is of."""
+        return self.view or self.source.type
+
+    def check(self) -> None:
+        _seen(self.op, self.source, self.tensor, self.at)
 
 
 REDUCTIONS = ("", "add", "min", "max")
@@ -231,10 +242,12 @@ class TensorStore(Statement, dialect="kernel", op="tensor_store"):
     """TMA, by one thread: a box of shared memory to where it begins at `to` in the target, nothing outside the tensor;
     kind "bulk".
 
-    With a reduction, each element of the target becomes its sum with (its minimum, maximum with) that of the box.
+    With a reduction, each element of the target becomes its sum with (its minimum, maximum with) that of the box. With
+    `view`, the tensor is the target's memory under another shape.
     """
 
     writes, together = ("target",), "lane"
+    named = {"view": "type"}
 
     target: Buffer
     to: tuple[IntExpr, ...]
@@ -242,9 +255,24 @@ class TensorStore(Statement, dialect="kernel", op="tensor_store"):
     at: tuple[IntExpr, ...]
     box: tuple[int, ...]
     reduction: str = ""
+    view: Type | None = None
+
+    @property
+    def tensor(self) -> Type:
+        """The tensor that the box is of."""
+        return self.view or self.target.type
 
     def check(self) -> None:
         _one_of("tensor_store", self.reduction, REDUCTIONS)
+        _seen(self.op, self.target, self.tensor, self.to)
+
+
+def _seen(what: str, place: Buffer, tensor: Type, index: tuple[IntExpr, ...]) -> None:
+    """UserError unless a tensor lies in a buffer's memory and has so many dimensions."""
+    if tensor.dtype is not place.type.dtype or tensor.span > place.type.span:
+        raise UserError(f"{what}: {tensor} does not lie in the memory of {place.name}: {place.type}")
+    if len(index) != tensor.rank:
+        raise UserError(f"{what}: {len(index)} indices into {place.name}, seen as {tensor}")
 
 
 class LoadMatrix(Statement, dialect="kernel", op="load_matrix"):
@@ -366,9 +394,14 @@ class Role(Node, dialect="kernel", op="role"):
             raise UserError("a role with registers is of whole warpgroups, and takes a multiple of 8 from 24 to 240")
 
 
-def map_of(s: TensorLoad | TensorStore) -> tuple[Buffer, tuple[int, ...], int]:
-    """The tensor map of a box: of which buffer in global memory, with which box and swizzle."""
-    return (s.source, s.box, s.target.swizzle) if isinstance(s, TensorLoad) else (s.target, s.box, s.source.swizzle)
+Map = tuple[Buffer, Type, tuple[int, ...], int]
+"""A tensor map: of which buffer in global memory, seen as which tensor, with which box and swizzle."""
+
+
+def map_of(s: TensorLoad | TensorStore) -> Map:
+    """The tensor map of a box."""
+    place, slab = (s.source, s.target) if isinstance(s, TensorLoad) else (s.target, s.source)
+    return place, s.tensor, s.box, slab.swizzle
 
 
 def walk(body: tuple[Node, ...]) -> Iterator[Node]:
