@@ -37,25 +37,8 @@ class TensorMap:
     swizzle: int = 0
 
     def __post_init__(self) -> None:
-        size, rank = self.dtype.size, len(self.shape)
-        inner = self.box[-1] * size if self.box else 0
-        steps = [s * size for s in self.strides[:-1]]
-        for holds, reason in (
-            (1 <= rank <= 5, f"the tensor has {rank} dimensions, and TMA takes 1 to 5"),
-            (len(self.strides) == len(self.box) == rank, "shape, strides and box differ in length"),
-            (all(1 <= n <= 1 << 32 for n in self.shape), f"a dimension of {list(self.shape)} is not in 1 to 2**32"),
-            (all(1 <= n <= 256 for n in self.box), f"a side of the box {list(self.box)} is not in 1 to 256"),
-            (self.strides[-1:] == (1,), "the last dimension is not contiguous"),
-            (all(s % 16 == 0 and 0 <= s < 1 << 40 for s in steps),
-             f"strides of {steps} bytes are not all multiples of 16 below 2**40"),
-            (inner % 16 == 0, f"the box is {inner} bytes wide, which is no multiple of 16"),
-            (self.swizzle in SPANS,
-             f"there is no swizzle of {self.swizzle} bytes; there are {', '.join(map(str, SPANS))}"),
-            (not self.swizzle or inner == self.swizzle,
-             f"the box is {inner} bytes wide, and the swizzle {self.swizzle}"),
-        ):  # fmt: skip
-            if not holds:
-                raise Limitation(f"TMA: {reason}")
+        if why := problem(Type(self.dtype, self.shape, self.strides), self.box, self.swizzle):
+            raise Limitation(f"TMA: {why}")
 
     @property
     def bytes(self) -> int:
@@ -91,6 +74,28 @@ class TensorMap:
         out = np.empty_like(plain)
         out[HARDWARE[self.swizzle](np.arange(plain.size))] = plain
         return out
+
+
+def problem(tensor: Type, box: Sequence[int], swizzle: int) -> str:
+    """Why TMA moves no such box of a tensor, whose sizes are known; nothing where it does."""
+    size, shape, strides = tensor.dtype.size, tensor.static_shape, tensor.element_strides
+    rank, inner = len(shape), box[-1] * size if box else 0
+    steps = [s * size for s in strides[:-1] if isinstance(s, int)]
+    for holds, reason in (
+        (1 <= rank <= 5, f"the tensor has {rank} dimensions, and TMA takes 1 to 5"),
+        (len(strides) == len(box) == rank, "shape, strides and box differ in length"),
+        (all(1 <= n <= 1 << 32 for n in shape), f"a dimension of {list(shape)} is not in 1 to 2**32"),
+        (all(1 <= n <= 256 for n in box), f"a side of the box {list(box)} is not in 1 to 256"),
+        (strides[-1:] == (1,), "the last dimension is not contiguous"),
+        (all(s % 16 == 0 and 0 <= s < 1 << 40 for s in steps),
+         f"strides of {steps} bytes are not all multiples of 16 below 2**40"),
+        (inner % 16 == 0, f"the box is {inner} bytes wide, which is no multiple of 16"),
+        (swizzle in SPANS, f"there is no swizzle of {swizzle} bytes; there are {', '.join(map(str, SPANS))}"),
+        (not swizzle or inner == swizzle, f"the box is {inner} bytes wide, and the swizzle {swizzle}"),
+    ):  # fmt: skip
+        if not holds:
+            return reason
+    return ""
 
 
 def tensor_map(kind: Type, box: tuple[int, ...], swizzle: int) -> TensorMap:

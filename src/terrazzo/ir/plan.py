@@ -148,7 +148,8 @@ class Stream(Line, dialect="plan", op="stream"):
     Global memory is contiguous along `memory`; `vector` elements are moved at once by each thread, or the whole slab is
     one box (`vector` 0), of which each of `multicast` blocks of a cluster fetches its share for all. In shared memory
     rows are padded by `pad` elements or swizzled; where they are wider than the swizzle, there are panels, one behind
-    the other, `panel` elements wide.
+    the other, `panel` elements wide. A box is one of the buffer or, `by_axes`, of its memory as a tensor that has a
+    dimension for every axis of the operand.
     """
 
     references = {"ring": "ring", "memory": AXIS}
@@ -162,6 +163,7 @@ class Stream(Line, dialect="plan", op="stream"):
     pad: int = 0
     panel: int = 0
     multicast: int = 1
+    by_axes: bool = False
 
 
 class Product(Line, dialect="plan", op="product"):
@@ -223,7 +225,8 @@ class Keep(Line, dialect="plan", op="keep"):
 class Result(Line, dialect="plan", op="result"):
     """How a store's values leave: from registers, or through a slab of shared memory, so many columns at a time.
 
-    `put` brings them there ("stmatrix" or "st"), `by` takes them away ("tma", or "ld" for 16 bytes a thread).
+    `put` brings them there ("stmatrix" or "st"), `by` takes them away ("tma", or "ld" for 16 bytes a thread); `by_axes`
+    is as for a stream.
     """
 
     references = {"agent": "agent", "rows": AXIS, "columns": AXIS}
@@ -238,6 +241,7 @@ class Result(Line, dialect="plan", op="result"):
     pad: int = 0
     put: str = ""
     by: str = ""
+    by_axes: bool = False
 
 
 class Limit(Line, dialect="plan", op="limit"):

@@ -12,10 +12,11 @@ from typing import Any
 from terrazzo.hw.gpu import Gpu
 from terrazzo.hw.products import missing
 from terrazzo.hw.wgmma import INSTRUCTIONS, WarpgroupInstruction
-from terrazzo.ir.address import coefficient, flatten, mentions
+from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
 from terrazzo.ir.sites import Product, called
+from terrazzo.rules.access import box
 from terrazzo.rules.loop_to_tile.threads import ceil, grid
 
 STEP = 64
@@ -102,14 +103,17 @@ def instructions_for(p: Product, gpu: Gpu) -> tuple[list[WarpgroupInstruction], 
         return [], f"it sums over {len(p.axes)} axes, and instructions over one"
     if computed := [called(x) for x in p.operands if not isinstance(x, l.Load)]:
         return [], f"{computed[0]} is computed on its way, and TMA brings what lies in memory"
+    for x in p.operands:
+        if isinstance(found := box(x, {a: 1 for a in (p.m, p.n, *p.axes) if a in x.free}), str):  # type: ignore[arg-type]
+            return [], f"{called(x)}: {found}"
     (kind,) = types
     total = p.sites[0].reduce.dtype
-    found = [i for i in INSTRUCTIONS if i.operand is kind and i.d.dtype is total]
-    if not found:
+    known = [i for i in INSTRUCTIONS if i.operand is kind and i.d.dtype is total]
+    if not known:
         return [], f"it adds up no products of {kind} in {total}"
-    if lacks := missing(found[0], gpu):
+    if lacks := missing(known[0], gpu):
         return [], f"it needs {lacks}, and the target is {gpu.arch}"
-    return found, ""
+    return known, ""
 
 
 def _tiles(p: Product, n: int) -> Iterator[Tile]:
@@ -263,9 +267,8 @@ def _results(p: Product, t: Tile, gathered: bool) -> Sequence[Site]:
 def gathers(p: Product, t: Tile) -> bool:
     """Whether results are boxes of 16-bit tensors, as TMA takes them."""
     for s in p.kernel.stores:
-        at = [[a for a in (p.m, p.n) if mentions(e, a)] for e in s.index]
-        plain = all(len(x) <= 1 and (not x or coefficient(e, x[0]) == 1) for e, x in zip(s.index, at, strict=True))
+        found = box(s, {t.rows: t.m, t.columns: _width(t)})
         inner = coefficient(flatten(s.index, s.buffer.type.element_strides), t.columns) == 1
-        if not plain or not inner or s.buffer.type.dtype.size != 2 or t.n < 16 or at[-1] != [t.columns]:
+        if isinstance(found, str) or not inner or s.buffer.type.dtype.size != 2 or t.n < 16:
             return False
     return True

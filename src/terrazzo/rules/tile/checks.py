@@ -35,7 +35,7 @@ from terrazzo.rules.tile.frames import move_frames
 from terrazzo.rules.tile.order import clusters, grid
 from terrazzo.rules.tile.products import place
 from terrazzo.rules.tile.reach import skip_steps
-from terrazzo.rules.tile.results import combination
+from terrazzo.rules.tile.results import combination, no_boxes
 from terrazzo.rules.tile.rings import SINCE, Slab, brought, loops_of, operand_text, steps
 
 LONGEST = Word("longest_first")
@@ -282,6 +282,9 @@ def _gathers(line: Result, store: l.Store, plan: Plan, draft: Draft) -> None:
         line.by == "ld" or (draft.gpu.number >= 90 and not line.pad),
         "TMA is of sm_90 on, and leaves no room between rows",
     )
+    need(line.by == "tma" or not line.by_axes, "by_axes is said of boxes")
+    if line.by == "tma":
+        need(not (why := no_boxes(line, store, draft, product)), why)
     matrices = draft.gpu.number >= 90 and size == 2
     need(
         line.put == "st" or (line.put == "stmatrix" and matrices),

@@ -6,11 +6,14 @@ import math
 from typing import Any
 
 from terrazzo.errors import Limitation
+from terrazzo.hw import tma
 from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.node import substitute
 from terrazzo.ir.plan import EVERYONE, Agent, Combine, Keep, Plan, Product, Result, Stream
 from terrazzo.ir.schedule import Named, Site
 from terrazzo.rewrite.rule import need, rule
+from terrazzo.rules.access import WIDEST, box, divides
 from terrazzo.rules.tile.agents import MATH
 from terrazzo.rules.tile.draft import Draft, axis_name
 
@@ -69,7 +72,33 @@ def _gathered(plan: Plan, draft: Draft, site: Site, s: l.Store, agent: str) -> R
     need(by == "ld" or not pad, f"{name}: TMA leaves no room between rows")
     slots = max([1, *(v for f in times if isinstance(v := draft.option(f, "ring", 1), int))])
     put = "stmatrix" if draft.gpu.number >= 90 and size == 2 else "st"
-    return Result(name, agent, f"{name}_s", product.m, product.n, width, slots, swizzle, pad, put, by)
+    boxes = box(s, parts(draft, product, width)) if by == "tma" else ""
+    by_axes = not isinstance(boxes, str) and boxes.by_axes
+    line = Result(name, agent, f"{name}_s", product.m, product.n, width, slots, swizzle, pad, put, by, by_axes)
+    why = no_boxes(line, s, draft, product) if by == "tma" else ""
+    need(not why, f"{name}: {why}")
+    return line
+
+
+def parts(draft: Draft, product: Product, width: int) -> dict[Any, int]:
+    """What a subtile of so many columns has of the axes of a product's tile."""
+    rows, columns = (next(a for a in draft.kernel.axes if axis_name(a) == x) for x in (product.m, product.n))
+    return {rows: draft.length(rows, draft.site(product.sites[0])), columns: width}
+
+
+def no_boxes(line: Result, store: l.Store, draft: Draft, product: Product) -> str:
+    """Why the subtiles of a store are no boxes that TMA takes away, or nothing."""
+    sizes = parts(draft, product, line.width)
+    rows, columns = sizes
+    found = box(store, sizes, line.by_axes)
+    if isinstance(found, str):
+        return found
+    if [a for a in found.along if a is not None] != [rows, columns] or found.along[-1] is not columns:
+        return "its rows and columns are not in the order of the tensor's dimensions, which TMA keeps"
+    begins = substitute(found.index[-1], {columns: 0})
+    if not divides(WIDEST // store.buffer.type.dtype.size, begins):
+        return "its boxes do not begin at multiples of 16 bytes"
+    return tma.problem(found.tensor, found.sides, line.swizzle)
 
 
 @rule(keys=(Plan,))

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from terrazzo.hw import tma
 from terrazzo.hw.products import matrix, warps
-from terrazzo.hw.tma import tensor_map
-from terrazzo.ir.address import coefficient, flatten, mentions
+from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.contraction import operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, Var, at_least
@@ -19,7 +19,7 @@ from terrazzo.ir.show import show
 from terrazzo.ir.sites import called, loads
 from terrazzo.ir.types import Type
 from terrazzo.rewrite.rule import need, rule
-from terrazzo.rules.access import WIDEST, divides, wide
+from terrazzo.rules.access import WIDEST, box, divides, wide
 from terrazzo.rules.tile.agents import LOAD
 from terrazzo.rules.tile.draft import Draft, axis_name
 
@@ -192,7 +192,9 @@ class Slab:
                 f"{self.name}: cp.async needs a plain load of which 4 bytes at least lie together",
             )
         text, along = operand_text(self.term), axis_name(memory)
-        line = Stream(name, text, self.ring.name, words, along, vector, swizzle, pad, panel, cast)
+        boxes = box(self.load(name), sizes) if self.ring.by == "tma" else ""
+        by_axes = not isinstance(boxes, str) and boxes.by_axes
+        line = Stream(name, text, self.ring.name, words, along, vector, swizzle, pad, panel, cast, by_axes)
         self.aligned(line, axes, sizes)
         if self.ring.by == "tma":
             self.box(line, axes, sizes)
@@ -280,36 +282,31 @@ class Slab:
         uniform = at_least(last.extent - 1 - env[last], 0) or divides(width, last.extent)
         return uniform and wide(found, j, width)
 
+    def load(self, name: str) -> l.Load:
+        """The operand as a load. Declines, where it is more than that."""
+        plain = isinstance(self.term, l.Load) and not self.term.inside
+        need(plain, f"{name}: TMA brings in plain loads only")
+        assert isinstance(self.term, l.Load)
+        return self.term
+
     def box(self, line: Stream, axes: list[Any], sizes: dict[Any, int]) -> None:
         """Declines, with the reason, where the slab is no box of the tensor."""
-        term, name = self.term, line.name
-        need(isinstance(term, l.Load) and not term.inside, f"{name}: TMA brings in plain loads only")
-        assert isinstance(term, l.Load)
-        order: list[Any] = []
-        box = []
-        for e, extent in zip(term.index, term.buffer.type.static_shape, strict=True):
-            mine: list[Any] = [a for a in axes if mentions(e, a)]
-            need(
-                len(mine) <= 1 and (not mine or coefficient(e, mine[0]) == 1),
-                f"{name}: TMA takes one axis with a stride of one along each dimension, not {e}",
-            )
-            box.append(sizes[mine[0]] if mine else 1)
-            order += mine
-            for a in mine:  # at most one
-                own = a.extent
-                ends = own % sizes[a] == 0 or (a is e and own == extent)
-                need(ends, f"{name}: what lies beyond {axis_name(a)} is not beyond the tensor, and TMA would read it")
+        term, name = self.load(line.name), line.name
+        found = box(term, sizes, line.by_axes)
+        need(not isinstance(found, str), f"{name}: {found}")
+        assert not isinstance(found, str)
+        order = [a for a in found.along if a is not None]
         need(order == axes, f"{name}: the slab's dimensions are not in the order of the tensor's, which TMA keeps")
         if line.pad:
             raise self.draft.fail(f"{name}: TMA leaves no room between rows: a slab has a pad or comes by TMA")
-        box[-1] = line.panel or box[-1]
-        tensor_map(term.buffer.type, tuple(box), line.swizzle)  # which refuses what the hardware does
+        sides = (*found.sides[:-1], line.panel or found.sides[-1])
+        need(not (why := tma.problem(found.tensor, sides, line.swizzle)), f"{name}: {why}")
         size = math.prod(sizes.values()) * term.dtype.size
         need(
             size % max(line.swizzle * 8, 128) == 0,
             f"{name}: a slab of {size} bytes does not end where the swizzle of {line.swizzle} bytes repeats",
         )
-        begins: IntExpr = substitute(term.index[-1], self.coordinates(axes, sizes, [0] * len(axes)))
+        begins: IntExpr = substitute(found.index[-1], self.coordinates(axes, sizes, [0] * len(axes)))
         need(divides(WIDEST // term.dtype.size, begins), f"{name}: its boxes do not begin at multiples of 16 bytes")
 
 

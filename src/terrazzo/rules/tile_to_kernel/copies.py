@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from terrazzo.ir.address import mentions, unflatten
+from terrazzo.ir.address import unflatten
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, at_least
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.plan import Ring, Stream
+from terrazzo.rules.access import box
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.digits import Bindings, Digit, zero
 from terrazzo.rules.tile_to_kernel.scope import Scope
@@ -124,28 +125,27 @@ class Copies:
         """One thread asks for the slabs of step t, whose bytes count at the barrier of their slot."""
         self.builder.add(k.Expect(full, slot, sum(s.bytes for s in slabs)))
         for s in slabs:
-            load: l.Load = substitute(s.term, self.coordinates(s, [0] * len(s.parts), t))
-            sizes = {p.axis: p.size for p in s.parts}
-            box, along = [], []  # the sides of the box, and the part each dimension runs along
-            for e in s.term.index:  # type: ignore[attr-defined]
-                mine = [n for n, p in enumerate(s.parts) if mentions(e, p.axis)]
-                along.append(mine[0] if mine else -1)
-                box.append(sizes[s.parts[mine[0]].axis] if mine else 1)
+            load = s.term
+            assert isinstance(load, l.Load)
+            found = box(load, {p.axis: p.size for p in s.parts}, s.stream.by_axes)
+            assert not isinstance(found, str)
+            env = self.coordinates(s, [0] * len(s.parts), t)
             ranks = s.stream.multicast
-            share, first = box, along.index(0)
+            share, first = list(found.sides), found.along.index(s.parts[0].axis)
             share[first] //= ranks
             begin: list[IntExpr] = [0] * len(s.parts)
             begin[0] = self.bindings.rank * share[first] if ranks > 1 else 0
-            at = tuple(e + begin[0] if n == first else e for n, e in enumerate(load.index))
-            width = s.stream.panel or box[-1]
-            for panel in range(box[-1] // width):
+            at = tuple(substitute(e, env) + (begin[0] if n == first else 0) for n, e in enumerate(found.index))
+            view = found.tensor if s.stream.by_axes else None
+            width = s.stream.panel or share[-1]
+            for panel in range(share[-1] // width):
                 begin[-1] = begin[-1] + width if panel else begin[-1]
                 there = (*at[:-1], at[-1] + panel * width)
                 place = s.at(slot, begin)
                 self.builder.add(
                     k.TensorLoad(
                         s.place, place, load.buffer, there, (*share[:-1], width), full, slot,
-                        (1 << ranks) - 1 if ranks > 1 else 0,
+                        (1 << ranks) - 1 if ranks > 1 else 0, view,
                     )
                 )  # fmt: skip
 

@@ -11,7 +11,6 @@ from terrazzo.errors import Limitation
 from terrazzo.hw import ldmatrix
 from terrazzo.hw.products import Matrix
 from terrazzo.ir import nest as n
-from terrazzo.ir.address import mentions
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, at_least
@@ -20,7 +19,7 @@ from terrazzo.ir.node import substitute
 from terrazzo.ir.plan import Result
 from terrazzo.ir.schedule import WARPS_IN_A_GROUP
 from terrazzo.ir.types import Type
-from terrazzo.rules.access import WIDEST, divides
+from terrazzo.rules.access import WIDEST, box, divides
 from terrazzo.rules.tile.draft import axis_name
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.copies import Part
@@ -165,18 +164,14 @@ class Gather:
 
     def boxes(self, tile: _Tile, subtiles: Sequence[IntExpr]) -> None:
         """One thread sends subtiles to global memory."""
+        sizes = {tile.rows.axis: tile.length(tile.rows), tile.columns.axis: tile.line.width}
+        found = box(tile.store, sizes, tile.line.by_axes)
+        assert not isinstance(found, str)
+        view = found.tensor if tile.line.by_axes else None
         for c in subtiles:
-            to = tile.index(0, c * tile.line.width)
+            to = tile.index(found.index, 0, c * tile.line.width)
             place = (*self.at(tile, c, 0, c * tile.line.width)[:2], 0, 0)
-            box = tuple(
-                tile.length(tile.rows)
-                if mentions(e, tile.rows.axis)
-                else tile.line.width
-                if mentions(e, tile.columns.axis)
-                else 1
-                for e in tile.store.index
-            )
-            self.builder.add(k.TensorStore(tile.store.buffer, to, tile.place, place, box))
+            self.builder.add(k.TensorStore(tile.store.buffer, to, tile.place, place, found.sides, "", view))
         self.builder.add(k.Commit("bulk"))
 
     def copy(self, tile: _Tile, c: IntExpr) -> None:
@@ -198,7 +193,7 @@ class Gather:
             place = (*self.at(tile, c, 0, first)[:2], row, column)
             self.builder.add(
                 k.Move(held, (0,), tile.place, place, vector),
-                k.Move(tile.store.buffer, tile.index(row, first + column), held, (0,), vector),
+                k.Move(tile.store.buffer, tile.index(tile.store.index, row, first + column), held, (0,), vector),
             )
 
         ends = [
@@ -246,14 +241,14 @@ class _Tile:
     def column(self, number: IntExpr, lanes: bool = True) -> IntExpr:
         return self.coordinate(self.columns, number, lanes)
 
-    def index(self, row: IntExpr, column: IntExpr) -> tuple[IntExpr, ...]:
-        """The place in global memory of an element of the team's part."""
+    def index(self, index: Sequence[IntExpr], row: IntExpr, column: IntExpr) -> tuple[IntExpr, ...]:
+        """What an index is at an element of the team's part."""
         env = {
             **self.scope.env,
             self.rows.axis: self.first(self.rows) + row,
             self.columns.axis: self.first(self.columns) + column,
         }
-        return tuple(substitute(e, env) for e in self.store.index)
+        return tuple(substitute(e, env) for e in index)
 
 
 def _way(line: Result, layout: Layout) -> tuple[int, ldmatrix.MatrixMove | None, tuple[int, ...]]:
