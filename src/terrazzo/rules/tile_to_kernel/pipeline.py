@@ -7,7 +7,8 @@ when it is empty. Where all warps do everything, they fill a slot ahead, and a b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 from terrazzo.errors import CompilerBug
@@ -179,16 +180,22 @@ class Pipeline:
         self.end_frames()
 
     def step_variable(self) -> Var:
-        """The number of a step: of all, or of those that a mask leaves anything of."""
+        """The number of a step."""
+        return self.bindings.loop_variable("t", self.visited)
+
+    @cached_property
+    def visited(self) -> IntExpr:
+        """How many steps there are: all, or those that a mask leaves anything of."""
         if not self.plan.all(Reach):
-            return self.bindings.loop_variable("t", self.steps.count)
+            return self.steps.count
         p = self.plan.all(Product)[-1]
         site, rows = self.draft.site(p.sites[0]), axis_called(self.draft, p.m)
         base, length = self.bindings.base(rows.name, site), self.draft.length(rows, site)
         ((axis, count),) = self.steps.times
         until = visited(self.draft, p, rows, base, length, self.steps.depth[axis], count)
         assert until is not None
-        return self.bindings.loop_variable("t", substitute(until, self.scope.env))
+        found: IntExpr = substitute(until, self.scope.env)
+        return found
 
     # -- slots ---------------------------------------------------------------------------------------------------------
 
@@ -249,7 +256,7 @@ class Pipeline:
 
     def groups(self, ring: Ring) -> None:
         """A ring filled by cp.async. The slab that a step fills is the one read before its barrier."""
-        slabs, ahead, count, builder = self.of(ring), ring.ahead, self.steps.count, self.builder
+        slabs, ahead, count, builder = self.of(ring), ring.ahead, self.visited, self.builder
         first = self.bindings.loop_variable("t", ahead)
 
         def prologue() -> None:
@@ -262,8 +269,7 @@ class Pipeline:
         def body() -> None:
             builder.add(k.WaitGroups(ahead - 1))
             self.publish()
-            later = (t + ahead) % ring.slots
-            builder.where([count - 1 - ahead - t], lambda: self.copies.copy(slabs, t + ahead, later))
+            self.ahead(t, ahead, lambda t: self.copies.copy(slabs, t + ahead, (t + ahead) % ring.slots))
             builder.add(k.Commit())
             self.every_product(t, {ring.name: t % ring.slots}, ring.late)
 
@@ -273,7 +279,7 @@ class Pipeline:
 
     def boxes(self, ring: Ring) -> None:
         """A ring filled by TMA: one thread asks for boxes, all wait for the barrier of the slot they come to."""
-        slabs, ahead, count, builder = self.of(ring), ring.ahead, self.steps.count, self.builder
+        slabs, ahead, count, builder = self.of(ring), ring.ahead, self.visited, self.builder
         full = self.memory.full[ring.name]
 
         def load(t: IntExpr) -> None:
@@ -286,7 +292,7 @@ class Pipeline:
         def body() -> None:
             self.wait(ring, t)
             builder.add(k.Sync())
-            builder.where([*self.one, count - 1 - ahead - t], lambda: load(t + ahead))
+            self.ahead(t, ahead, lambda t: load(t + ahead), *self.one)
             self.every_product(t, {ring.name: self.slot(ring, t)[0]}, ring.late)
 
         builder.loops([(t, False)], body)
@@ -295,7 +301,7 @@ class Pipeline:
 
     def alternate(self, ring: Ring) -> None:
         """Two slabs filled through registers: the next one's loads are on their way while this one is used."""
-        slabs, builder, count = self.of(ring), self.builder, self.steps.count
+        slabs, builder, count = self.of(ring), self.builder, self.visited
         fetched = [self.copies.fetched(s) for s in slabs]
         slots = ring.slots
 
@@ -316,7 +322,7 @@ class Pipeline:
         t = self.bindings.loop_variable("t", count)
 
         def body() -> None:
-            builder.where([count - 2 - t], lambda: fetch(t + 1))
+            self.ahead(t, 1, lambda t: fetch(t + 1))
             self.every_product(t, {ring.name: t % slots})
             if slots == 1:
                 builder.add(k.Sync())
@@ -324,6 +330,13 @@ class Pipeline:
             self.publish()
 
         builder.loops([(t, False)], body)
+
+    def ahead(self, t: Var, ahead: int, write: Callable[[Var], None], *inside: IntExpr) -> None:
+        """`write` in the steps that are not the last `ahead`; which these are is known where indices are judged."""
+        count = self.visited
+        early = Var(t.name, max(count - ahead, 0)) if isinstance(count, int) else t
+        body = [substitute(s, {early: t}) for s in self.builder.inside(lambda: write(early))]
+        self.builder.where([*inside, count - 1 - ahead - t], lambda: self.builder.add(*body))
 
     def publish(self) -> None:
         """What threads put into shared memory may be used: by a warpgroup's products, which are asynchronous, behind a
