@@ -21,8 +21,10 @@ STEP = 128
 SLOTS = 2
 FEW = 16
 """Rows of an instruction of warps. A warpgroup's 64 are not worth it for fewer."""
-HELD = 200
+HELD = 220
 """Registers of a thread for sums, values and fragments; what is left of 255 is for addresses and the frame."""
+MORE = 20
+"""What every further 16 rows of a warp take of the rest."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ class Warps:
     def held(self, c: Chain) -> int:
         """Registers for both products' sums, the values between them and fragments."""
         width, own = c.columns.extent, self.step // self.deep
-        return self.each * (width // 2 + own // 2 + own // 4 + 4) + max(width, own) // 4
+        return self.each * (width // 2 + own // 2 + own // 4 + 4) + max(width, own) // 4 + MORE * (self.each - 1)
 
     def shared(self, c: Chain) -> int:
         """Bytes of shared memory for the operands."""
@@ -179,7 +181,7 @@ def _warps(count: int) -> tuple[Factor, ...]:
 
 
 def _copied(width: int, by: str) -> Operand:
-    """In panels as wide as a swizzle; rows of an odd number of 16 bytes meet in no bank as they are."""
+    """In panels as wide as a swizzle. Eight rows of an odd number of 16 bytes lie in different banks as they are."""
     swizzle = next((s for s in (128, 64, 32) if 2 * width % s == 0), 0)
     return Operand("smem", (("by", by), *((("swizzle", swizzle),) if swizzle else ())))
 

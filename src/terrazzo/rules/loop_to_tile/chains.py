@@ -1,4 +1,4 @@
-"""The best schedule of a product of a product, or why there is none."""
+"""The schedules of a product of a product, best first, or why there are none."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ Way = Callable[[bool], Schedule | None]
 """A schedule, given whether the longest tiles are the first; None where instructions do not cover the chain."""
 
 
-def best(kernel: l.Kernel, gpu: Gpu) -> tuple[Schedule | None, str]:
-    """A schedule that is a plan, or why there is none."""
+def schedules(kernel: l.Kernel, gpu: Gpu) -> Iterator[Schedule | str]:
+    """The schedules that are plans, best first, and why the others are none."""
     found = chain(kernel)
     if found is None:
-        return None, "no two products in one loop of steps on this machine"
-    if any(not isinstance(a.extent, int) for a in (*kernel.axes, found.steps, found.depth)):
-        return None, "an axis has no size that is known"
-    why = ""
-    for way in _ways(found, gpu):
-        made = way(False)
-        if made is None:
+        yield "no two products in one loop of steps on this machine"
+    elif any(not isinstance(a.extent, int) for a in (*kernel.axes, found.steps, found.depth)):
+        yield "an axis has no size that is known"
+    else:
+        yield from _plans(found, gpu)
+
+
+def _plans(c: Chain, gpu: Gpu) -> Iterator[Schedule | str]:
+    for way in _ways(c, gpu):
+        if (made := way(False)) is None:
+            yield f"products of {c.depth.extent} and {c.columns.extent} columns are on no instruction"
             continue
-        plan, _ = complete(kernel, made, gpu)
-        if not isinstance(plan, Refused):
-            return (way(True) if plan.all(Reach) else made), ""
-        why = why or plan.reason
-    return None, why or f"products of {found.depth.extent} and {found.columns.extent} columns are on no instruction"
+        plan, _ = complete(c.kernel, made, gpu)
+        yield plan.reason if isinstance(plan, Refused) else way(True) or made if plan.all(Reach) else made
 
 
 def _ways(c: Chain, gpu: Gpu) -> Iterator[Way]:
@@ -48,6 +49,13 @@ def _ways(c: Chain, gpu: Gpu) -> Iterator[Way]:
 
 
 def refusal(kernel: l.Kernel, gpu: Gpu, lost: Callable[[k.Kernel], str]) -> str:
-    """Why a chain of two products is not worth one kernel, or nothing: it cannot be derived, or was built and lost."""
-    made, why = best(kernel, gpu)
-    return why if made is None else lost(lower(kernel, made, gpu))
+    """Why a chain of two products is not worth one kernel, or nothing: none can be derived, or all were built and
+    lost.
+    """
+    first = ""
+    for made in schedules(kernel, gpu):
+        why = made if isinstance(made, str) else lost(lower(kernel, made, gpu))
+        if not why:
+            return ""
+        first = first or why
+    return first or "a block has no room for two products in one loop of steps"

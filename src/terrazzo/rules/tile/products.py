@@ -18,6 +18,8 @@ from terrazzo.rewrite.rule import need, rule
 from terrazzo.rules.tile.agents import MATH
 from terrazzo.rules.tile.draft import Draft, axis_name
 
+THREADS = ("warp", "warpgroup", "lane")
+
 
 @rule(keys=(Plan,))
 def place_products(plan: Plan, draft: Draft) -> Plan | None:
@@ -57,7 +59,8 @@ def place(draft: Draft, name: str) -> tuple[list[str], Matrix | None, Any, Any, 
     m, n = _rows_and_columns(draft, site, [draft.products[x] for x in together], instruction)
     if instruction is not None:
         _fits(draft, site, instruction, [draft.products[x] for x in together], m)
-        _follows(draft, name, instruction, m)
+    for x in together:
+        _follows(draft, x, instruction, m)
     return together, instruction, m, n, *_sources(draft, site, instruction, draft.products[together[0]], m)
 
 
@@ -102,7 +105,7 @@ def _fits(draft: Draft, site: Site, instruction: Matrix, products: list[Contract
                 raise draft.fail(f"{instruction.name} takes {takes}, and {named} is {x.dtype}")  # type: ignore[attr-defined]
 
 
-def _follows(draft: Draft, name: str, instruction: Matrix, m: Any) -> None:
+def _follows(draft: Draft, name: str, instruction: Matrix | None, m: Any) -> None:
     """Where a factor is made of another product's sums, they lie as the instruction takes it."""
     c, site = draft.products[name], draft.site(name)
     for inner, source in draft.products.items():
@@ -111,6 +114,11 @@ def _follows(draft: Draft, name: str, instruction: Matrix, m: Any) -> None:
             continue
         other = draft.site(inner)
         first = draft.instruction(other)
+        need(
+            instruction is not None and len(c.reduce.axes) == 1,
+            f"{name}: what {inner} sums is multiplied by no matrix instruction, along one axis",
+        )
+        assert instruction is not None
         (columns,) = c.reduce.axes
         need(m in computed[0].free, f"{name}: what {inner} sums is its first factor, in registers")
         need(
@@ -123,13 +131,18 @@ def _follows(draft: Draft, name: str, instruction: Matrix, m: Any) -> None:
                 mine == theirs and any(f.level == held for f in draft.binding(axis, other)),
                 f"{name}: threads divide {axis_name(axis)} otherwise than those of {inner}",
             )
+        mine, theirs = (
+            [a for a, b in draft.schedule.lines(x) if any(f.level in THREADS and f.size > 1 for f in b)]
+            for x in (site, other)
+        )
+        need(mine == theirs, f"{name}: threads are numbered otherwise than those of {inner}: {mine}, {theirs}")
 
 
 def _threads(draft: Draft, axis: Any, site: Site | None) -> list[tuple[str, int, int]]:
     """Which levels of threads divide an axis, into how much each."""
     found, stride = [], 1
     for f in reversed(draft.binding(axis, site)):
-        if f.level in ("warp", "warpgroup", "lane") and f.size > 1:
+        if f.level in THREADS and f.size > 1:
             found.append((f.level, f.size, stride))
         stride *= f.size
     return found
