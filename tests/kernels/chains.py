@@ -189,6 +189,15 @@ EVERY: dict[str, Chain] = {
     "roles, causal": Chain(roles=True, between="causal", **TMA),
     "roles, relu, wide": Chain(roles=True, between="relu", shape=(64, 96, 128, 128), **TMA),
     "roles, wide": Chain(roles=True, shape=(64, 96, 128, 128), **TMA),
+    "warps share keys": Chain(warps=(1, 4), step=64, shape=(16, 200, 64, 64)),
+    "warps share keys, relu": Chain(warps=(1, 4), step=64, shape=(8, 200, 64, 64), between="relu"),
+    "warps share keys and rows": Chain(warps=(2, 2), shape=(50, 100, 32, 32)),
+    "warps share keys, causal": Chain(warps=(1, 2), between="causal", shape=(48, 60, 32, 32)),
+    "warps share keys, 32 rows": Chain(warps=(1, 2), each=2, shape=(32, 100, 32, 32)),
+    "warps share keys, roles": Chain(warps=(1, 2), roles=True, shape=(16, 100, 64, 64), **TMA),
+    "warps share keys, through registers": Chain(
+        warps=(1, 2), dtype="f16", deep=8, target="sm_75", by="ld", shape=(16, 100, 32, 32)
+    ),
     "warpgroups": Chain(on="wgmma", target="sm_90a"),
     "warpgroups, relu": Chain(on="wgmma", target="sm_90a", between="relu"),
     "warpgroups, causal": Chain(on="wgmma", target="sm_90a", between="causal", groups=2, shape=(128, 128, 64, 64)),

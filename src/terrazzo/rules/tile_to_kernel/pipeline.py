@@ -30,7 +30,7 @@ from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.copies import Copies, Part, Slab, Steps
 from terrazzo.rules.tile_to_kernel.digits import Bindings, Digit, value, zero
 from terrazzo.rules.tile_to_kernel.frame import Frame, beyond
-from terrazzo.rules.tile_to_kernel.meet import meet_sums
+from terrazzo.rules.tile_to_kernel.meet import meet
 from terrazzo.rules.tile_to_kernel.memory import Memory, operands
 from terrazzo.rules.tile_to_kernel.multiply import Fragment, Group, Multiply
 from terrazzo.rules.tile_to_kernel.scope import Scope
@@ -149,7 +149,6 @@ class Pipeline:
         for ring in held:
             self.free(ring, 0)
         self.pass_turn()
-        self.meet(self.plan.all(Product)[-1])
         self.end_frames()
 
     def take_turn(self) -> None:
@@ -176,7 +175,6 @@ class Pipeline:
         for ring in self.rings:
             if ring.over:
                 {"ld": self.alternate, "cp.async": self.groups, "tma": self.boxes}[ring.by](ring)
-        self.meet(self.plan.all(Product)[-1])
         self.end_frames()
 
     def step_variable(self) -> Var:
@@ -415,11 +413,14 @@ class Pipeline:
         return tuple(reversed(found))
 
     def meet(self, p: Product) -> None:
-        """Partial sums of threads that share the steps' k become whole ones."""
+        """Partial sums of threads that share the steps' k become whole ones, those in a frame once that is the same."""
         site, (first, *_) = self.draft.site(p.sites[0]), p.sites
         digits = [d for a in self.draft.products[first].reduce.axes for d in self.inner(a, site) if d.level != "reg"]
         for name in p.sites if digits else ():
-            meet_sums(self.builder, self.bindings, self.fragments[self.draft.products[name].reduce].place, digits)
+            sums = self.fragments[self.draft.products[name].reduce]
+            if self.frame is not None:
+                self.frame.meet_warps(self.bindings, sums, digits)
+            meet(self.builder, self.bindings, sums.place, digits)
 
     def settle(self, p: Product, left: int) -> None:
         """Until a warpgroup's products are done, but for the last `left` groups of them."""
@@ -499,10 +500,13 @@ class Pipeline:
             self.frame = Frame(self.builder, found, rows, columns)
 
     def end_frames(self) -> None:
-        """Their results are known by name."""
-        for line in self.plan.all(FrameLine):
+        """Partial states meet; those of frames are known by name."""
+        for _ in self.plan.all(FrameLine):
             assert self.frame is not None
             self.frame.finish()
+        self.meet(self.plan.all(Product)[-1])
+        for line in self.plan.all(FrameLine):
+            assert self.frame is not None
             total = self.draft.names.get(line.total)
             assert total is None or isinstance(total, l.Reduce)
             self.fragments.update(self.frame.fragments(self.frame.found.top, total))
