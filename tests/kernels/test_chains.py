@@ -61,3 +61,11 @@ def test_what_does_not_lie_as_the_next_product_takes_it_is_refused(before: str, 
     with pytest.raises((Limitation, UserError), match=re.escape(reason)):
         derived(text.replace(before, after))
 
+
+
+@pytest.mark.parametrize("on", [Chain(between="relu", shape=(32, 40, 32, 32)), Chain(
+    between="relu", shape=(64, 72, 64, 64), on="wgmma", target="sm_90a")])  # fmt: skip
+def test_nothing_beyond_the_last_key_counts(on: Chain) -> None:
+    """Not even where the function of a product that is 0 is infinite."""
+    right(on.text.replace("max(s_acc0, f32(0.0))", "div(f32(1.0), add(mul(s_acc0, s_acc0), f32(1.0)))"))
+    right(on.text.replace("max(s_acc0, f32(0.0))", "div(f32(1.0), mul(s_acc0, s_acc0))"))

@@ -58,11 +58,13 @@ class Frame:
         term: Node,
         cut: IntExpr,
         inside: tuple[IntExpr, ...],
+        edges: tuple[IntExpr, ...],
         scores: Fragment,
         sums: Fragment,
     ) -> k.Registers:
         """The weights of a step; sums are brought to the new frame. `env` says how to compute the term that scores are
-        where `inside` holds, which is tested in steps that `cut` says something of.
+        where `inside` holds, which is tested in steps that `cut` says something of; `edges` hold where
+        there is a row and a column at all.
         """
         builder, found, kind = self.builder, self.found, self.found.top.dtype
         place = scores.place
@@ -75,7 +77,7 @@ class Frame:
 
         def score(new: k.Registers) -> None:
             """The score in place of the product, and the frame with it."""
-            x = copies.computed(term, dict(env))
+            x = copies.computed(term, dict(env), edges)
             builder.add(l.Store(place, at, x))
             if not inside:
                 highest(new)
@@ -181,7 +183,7 @@ class Frame:
         return found
 
 
-def beyond(part: Part, first: IntExpr) -> tuple[IntExpr, ...]:
-    """What is negative for columns beyond the last one, where a step may have such."""
-    e = part.axis.extent - 1 - first - value(part.digits)
+def beyond(part: Part, at: IntExpr) -> tuple[IntExpr, ...]:
+    """What is negative for rows or columns beyond the last one, where a tile or a step may have such."""
+    e = part.axis.extent - 1 - at
     return () if at_least(e, 0) else (e,)

@@ -21,6 +21,7 @@ from terrazzo.ir.expr import IntExpr, Var
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.plan import Frame as FrameLine
 from terrazzo.ir.plan import Plan, Product, Reach, Ring, Stream
+from terrazzo.rules.loop.inline import select
 from terrazzo.rules.tile.agents import LOAD
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.frames import framed, reductions
@@ -450,7 +451,14 @@ class Pipeline:
             env[r] = l.Load(self.fragments[r].place, self.fragments[r].index(digits))
         loops = [(d.variable, True) for part in fragment.parts for d in part.digits if d.level in ("reg", "frag")]
         at = fragment.index(digits)
-        self.builder.loops(loops, lambda: self.builder.add(l.Store(place, at, self.copies.computed(term, dict(env)))))
+        edges = [e for part in fragment.parts for e in beyond(part, env[part.axis])]
+        last = [e for part in fragment.parts if part.axis in self.steps.depth for e in beyond(part, env[part.axis])]
+
+        def one() -> None:
+            found = self.copies.computed(term, dict(env), tuple(edges))
+            self.builder.add(l.Store(place, at, select(last, found)))  # nothing else is 0 beyond the last step
+
+        self.builder.loops(loops, one)
         return {term: place}
 
     def weights(self, p: Product, t: IntExpr) -> dict[Node, k.Registers]:
@@ -469,12 +477,11 @@ class Pipeline:
         env[source] = l.Load(scores.place, scores.index({x.axis: x.digits for x in scores.parts}))
         hidden = masked(self.draft, p)
         assert hidden is not None
-        inside = (*(substitute(e, env) for e in hidden.inside), *beyond(columns, first[columns.axis]))
-        return {
-            found.rounded: self.frame.step(
-                self.copies, env, hidden.bare, self.cut(hidden, inside, t), inside, scores, sums
-            )
-        }
+        last = beyond(columns, env[columns.axis])
+        inside = (*(substitute(e, env) for e in hidden.inside), *last)
+        edges = (*beyond(rows, env[rows.axis]), *last)
+        cut = self.cut(hidden, inside, t)
+        return {found.rounded: self.frame.step(self.copies, env, hidden.bare, cut, inside, edges, scores, sums)}
 
     def cut(self, hidden: Mask, inside: tuple[IntExpr, ...], t: IntExpr) -> IntExpr:
         """What is >= 0 in the steps that a mask may cut."""
