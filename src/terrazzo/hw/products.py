@@ -9,6 +9,7 @@ from terrazzo.hw.mma_sync import PRODUCTS as OF_A_WARP
 from terrazzo.hw.transfer import FMA
 from terrazzo.hw.wgmma import PRODUCTS as OF_A_WARPGROUP
 from terrazzo.hw.wgmma import WarpgroupInstruction
+from terrazzo.ir.layout import Layout
 
 Matrix = MatrixInstruction | WarpgroupInstruction
 
@@ -42,3 +43,19 @@ def operands(instruction: Matrix) -> tuple[object, object]:
 def warps(instruction: Matrix | None) -> int:
     """How many warps issue an instruction together."""
     return 4 if isinstance(instruction, WarpgroupInstruction) else 1
+
+
+def continues(first: Matrix, second: Matrix) -> bool:
+    """Whether the sums of one instruction, packed, are the first factor of another, part by part: what was a column is
+    a k.
+    """
+    sums, factor = _places(first.d.layout, "n"), _places(second.a.layout, "k")
+    deep, wide = dict(second.a.layout.extents)["k"], dict(first.d.layout.extents)["n"]
+    part = [x for x in sums["reg"] if x[0] == "m" or int(x[1:]) < 1 << deep]
+    return {**sums, "reg": part + [f"k{1 << bit}" for bit in range(wide, deep)]} == factor
+
+
+def _places(layout: Layout, along: str) -> dict[str, list[str]]:
+    """What every bit of each part adds to the coordinates, `along` being called k."""
+    parts = (part.split(":") for part in str(layout).split(";"))
+    return {name.strip(): images.replace(along, "k").split() for name, images in parts}

@@ -119,9 +119,10 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> It
     """Ways to run a kernel, the best by the model first. The last is the plainest there is: it asks for next to
     nothing, so it can be built whatever the kernel computes.
     """
-    if (together := chains.best(kernel, gpu)[0]) is not None:
-        what = "two products in one loop of steps, with what lies between them in registers"
-        yield Candidate(((kernel, together, "chain", what),))
+    for together in chains.schedules(kernel, gpu):
+        if isinstance(together, Schedule):
+            what = "two products in one loop of steps, with what lies between them in registers"
+            yield Candidate(((kernel, together, "chain", what),))
     if (p := product(kernel)) is not None:
         yield from _tiles(kernel, p, gpu, pinned)
     flat = flat_reductions(kernel)

@@ -6,7 +6,7 @@ from typing import Any
 
 from terrazzo.hw.instruction import MatrixInstruction
 from terrazzo.hw.ldmatrix import loader
-from terrazzo.hw.products import Matrix, missing, operands, warps
+from terrazzo.hw.products import Matrix, continues, missing, operands, warps
 from terrazzo.hw.transfer import FMA
 from terrazzo.ir.contraction import Contraction, operand
 from terrazzo.ir.dialects import loop as l
@@ -17,6 +17,8 @@ from terrazzo.ir.sites import loads
 from terrazzo.rewrite.rule import need, rule
 from terrazzo.rules.tile.agents import MATH
 from terrazzo.rules.tile.draft import Draft, axis_name
+
+THREADS = ("warp", "warpgroup", "lane")
 
 
 @rule(keys=(Plan,))
@@ -57,6 +59,8 @@ def place(draft: Draft, name: str) -> tuple[list[str], Matrix | None, Any, Any, 
     m, n = _rows_and_columns(draft, site, [draft.products[x] for x in together], instruction)
     if instruction is not None:
         _fits(draft, site, instruction, [draft.products[x] for x in together], m)
+    for x in together:
+        _follows(draft, x, instruction, m)
     return together, instruction, m, n, *_sources(draft, site, instruction, draft.products[together[0]], m)
 
 
@@ -99,6 +103,49 @@ def _fits(draft: Draft, site: Site, instruction: Matrix, products: list[Contract
             if x.dtype is not takes:  # type: ignore[attr-defined]
                 named = loads(x)[0].buffer.name if isinstance(x, l.Load) else site.names[0]
                 raise draft.fail(f"{instruction.name} takes {takes}, and {named} is {x.dtype}")  # type: ignore[attr-defined]
+
+
+def _follows(draft: Draft, name: str, instruction: Matrix | None, m: Any) -> None:
+    """Where a factor is made of another product's sums, they lie as the instruction takes it."""
+    c, site = draft.products[name], draft.site(name)
+    for inner, source in draft.products.items():
+        computed = [f for f in c.factors if source.reduce in topological([f])]
+        if inner == name or not computed:
+            continue
+        other = draft.site(inner)
+        first = draft.instruction(other)
+        need(
+            instruction is not None and len(c.reduce.axes) == 1,
+            f"{name}: what {inner} sums is multiplied by no matrix instruction, along one axis",
+        )
+        assert instruction is not None
+        (columns,) = c.reduce.axes
+        need(m in computed[0].free, f"{name}: what {inner} sums is its first factor, in registers")
+        need(
+            first is not None and continues(first, instruction),
+            f"{name}: what {inner} sums does not lie as {instruction.name} takes its first factor",
+        )
+        for axis, held in ((m, "inst.m"), (columns, "inst.n")):
+            mine, theirs = (_threads(draft, axis, x) for x in (site, other))
+            need(
+                mine == theirs and any(f.level == held for f in draft.binding(axis, other)),
+                f"{name}: threads divide {axis_name(axis)} otherwise than those of {inner}",
+            )
+        mine, theirs = (
+            [a for a, b in draft.schedule.lines(x) if any(f.level in THREADS and f.size > 1 for f in b)]
+            for x in (site, other)
+        )
+        need(mine == theirs, f"{name}: threads are numbered otherwise than those of {inner}: {mine}, {theirs}")
+
+
+def _threads(draft: Draft, axis: Any, site: Site | None) -> list[tuple[str, int, int]]:
+    """Which levels of threads divide an axis, into how much each."""
+    found, stride = [], 1
+    for f in reversed(draft.binding(axis, site)):
+        if f.level in THREADS and f.size > 1:
+            found.append((f.level, f.size, stride))
+        stride *= f.size
+    return found
 
 
 def _sources(draft: Draft, site: Site, instruction: Matrix | None, c: Contraction, m: Any) -> tuple[str, str]:

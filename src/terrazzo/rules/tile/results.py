@@ -140,8 +140,9 @@ def _apart(plan: Plan, draft: Draft, name: str) -> str:
         return "warpgroups share no reduction but a product's" if groups > 1 else ""
     if blocks > 1:
         return "blocks of a cluster share no steps of a tile"
-    if max(lanes, warps, groups) > 1 and len(plan.all(Product)) > 1:
-        return "threads share no reduction of a chain of products"
+    products = plan.all(Product)
+    if max(lanes, warps, groups) > 1 and len(products) > 1 and (name not in products[-1].sites or lanes * groups > 1):
+        return "warps alone share the reduction of a chain of products, and of the outer one only"
     if groups > 1 and any(a.teams > 1 for a in plan.all(Agent)):
         return "warpgroups that wait by themselves share no reduction"
     return ""

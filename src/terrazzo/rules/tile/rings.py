@@ -220,11 +220,12 @@ class Slab:
         return isinstance(self.term, l.Load) and vector * self.term.dtype.size in (4, 8, 16)
 
     def panel(self, axes: Sequence[Any], sizes: dict[Any, int], swizzle: int) -> int:
-        """How wide the panels of a slab are that a warpgroup multiplies: as wide as its swizzle, along k, m or n."""
-        if warps(self.instruction) == 1:
-            return 0
-        need(swizzle in (32, 64, 128), f"{self.name}: wgmma reads slabs swizzled by 32, 64 or 128 bytes")
+        """How wide the panels of a slab are whose rows are wider than its swizzle, along k, m or n: as wide as that."""
         width: int = swizzle // self.term.dtype.size  # type: ignore[attr-defined]
+        if warps(self.instruction) == 1:
+            wider = self.instruction is not None and swizzle and sizes[axes[-1]] > width
+            return width if wider and sizes[axes[-1]] % width == 0 else 0
+        need(swizzle in (32, 64, 128), f"{self.name}: wgmma reads slabs swizzled by 32, 64 or 128 bytes")
         shape = dict(zip((self.product.m, self.product.n), self.instruction.shape, strict=False))  # type: ignore[union-attr]
         each = shape.get(axis_name(axes[-1]), width)
         need(

@@ -14,6 +14,7 @@ from terrazzo.ir.expr import IntExpr, at_least
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.plan import Ring, Stream
 from terrazzo.rules.access import box
+from terrazzo.rules.loop.inline import guarded
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.digits import Bindings, Digit, zero
 from terrazzo.rules.tile_to_kernel.scope import Scope
@@ -192,11 +193,12 @@ class Copies:
 
         self.pieces(slab, piece)
 
-    def computed(self, term: Node, env: dict[Any, Any]) -> Node:
-        """An operand that is a term of what is loaded, at one place."""
+    def computed(self, term: Node, env: dict[Any, Any], inside: tuple[IntExpr, ...] = ()) -> Node:
+        """An operand that is a term of what is loaded, at one place; only places `inside` have something to load."""
         for x in topological([term], stop=lambda x: x in env):
             if isinstance(x, l.Term) and not isinstance(x, l.Literal) and x not in env:
-                env[x] = self.builder.let(substitute(x, env))
+                found = substitute(x, env)
+                env[x] = self.builder.let(guarded(found, inside) if isinstance(found, l.Load) else found)
         found: Node = env[term]
         return found
 

@@ -5,7 +5,7 @@ summed are brought to the new frame in every step.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,8 @@ from terrazzo.ir.types import i64
 from terrazzo.rules.tile.frames import Framed
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.copies import Copies, Part
-from terrazzo.rules.tile_to_kernel.digits import Digit, value
+from terrazzo.rules.tile_to_kernel.digits import Bindings, Digit, value
+from terrazzo.rules.tile_to_kernel.meet import meet
 from terrazzo.rules.tile_to_kernel.multiply import Fragment
 
 
@@ -57,11 +58,13 @@ class Frame:
         term: Node,
         cut: IntExpr,
         inside: tuple[IntExpr, ...],
+        edges: tuple[IntExpr, ...],
         scores: Fragment,
         sums: Fragment,
     ) -> k.Registers:
         """The weights of a step; sums are brought to the new frame. `env` says how to compute the term that scores are
-        where `inside` holds, which is tested in steps that `cut` says something of.
+        where `inside` holds, which is tested in steps that `cut` says something of; `edges` hold where
+        there is a row and a column at all.
         """
         builder, found, kind = self.builder, self.found, self.found.top.dtype
         place = scores.place
@@ -74,7 +77,7 @@ class Frame:
 
         def score(new: k.Registers) -> None:
             """The score in place of the product, and the frame with it."""
-            x = copies.computed(term, dict(env))
+            x = copies.computed(term, dict(env), edges)
             builder.add(l.Store(place, at, x))
             if not inside:
                 highest(new)
@@ -94,9 +97,6 @@ class Frame:
             builder.add(l.Store(self.total, row, l.apply("add", l.Load(self.total, row), e)))
             builder.add(l.Store(weights, at, substitute(found.rounded, {found.weight: e})))
 
-        def bring(target: k.Registers, index: tuple[IntExpr, ...], by: Node) -> None:
-            builder.add(l.Store(target, index, l.apply("mul", l.Load(target, index), by)))
-
         def one() -> None:
             new = builder.registers("new", kind, ())
             builder.add(l.Store(new, (), l.Load(self.top, row)))
@@ -105,20 +105,55 @@ class Frame:
                 builder.where([cut], lambda: builder.loops(columns, hide))
                 builder.loops(columns, partial(highest, new))
             self.meet(new, "max")
-            none = l.apply("eq", l.Load(new, ()), nothing)  # no score yet: any frame will do
-            base = builder.let(l.apply("where", none, l.Literal(0.0, kind), l.Load(new, ())))
-            worth = builder.let(l.Apply(found.weight.fn, (l.apply("sub", l.Load(self.top, row), base),)))
+            base, worth = self.moved(l.Load(self.top, row), l.Load(new, ()))
             builder.add(l.Store(self.top, row, l.Load(new, ())))
-            bring(self.total, row, worth)
+            self.bring(self.total, row, worth)
             builder.loops(columns, partial(weight, base))
-            far = {p.axis: p.digits for p in sums.parts}
-            own = {d.variable: r for d, r in zip(held(sums.parts[0]), row, strict=True)}
-            there = tuple(substitute(e, own) for e in sums.index(far))
-            rest = [(d.variable, True) for p in sums.parts[1:] for d in held(p)]
-            builder.loops(rest, partial(bring, sums.place, there, worth))
+            self.bring_sums(sums, row, worth)
 
         builder.loops([(d.variable, True) for d in held(self.rows)], one)
         return weights
+
+    def moved(self, old: Node, new: Node) -> tuple[Node, Node]:
+        """What to subtract in a new frame, and what sums of the old one are worth in it. Where there is no score yet,
+        any frame will do.
+        """
+        kind = self.found.top.dtype
+        none = l.apply("eq", new, l.Literal(-math.inf, kind))
+        base = self.builder.let(l.apply("where", none, l.Literal(0.0, kind), new))
+        return base, self.builder.let(l.Apply(self.found.weight.fn, (l.apply("sub", old, base),)))
+
+    def bring(self, target: k.Registers, index: tuple[IntExpr, ...], worth: Node) -> None:
+        """Something that was summed, to a new frame."""
+        self.builder.add(l.Store(target, index, l.apply("mul", l.Load(target, index), worth)))
+
+    def bring_sums(self, sums: Fragment, row: tuple[IntExpr, ...], worth: Node) -> None:
+        """What the product has summed for a row, to a new frame."""
+        far = {p.axis: p.digits for p in sums.parts}
+        own = {d.variable: r for d, r in zip(held(sums.parts[0]), row, strict=True)}
+        there = tuple(substitute(e, own) for e in sums.index(far))
+        rest = [(d.variable, True) for p in sums.parts[1:] for d in held(p)]
+        self.builder.loops(rest, partial(self.bring, sums.place, there, worth))
+
+    def meet_warps(self, bindings: Bindings, sums: Fragment, digits: Sequence[Digit]) -> None:
+        """Warps that share the steps have frames of their own: all states are brought to the highest, and the sums of
+        weights meet. What the product has summed may be added then.
+        """
+        builder, kind = self.builder, self.found.top.dtype
+        row = tuple(d.value for d in held(self.rows))
+        rows = [(d.variable, True) for d in held(self.rows)]
+        highest = builder.registers("top", kind, self.top.type.static_shape)
+        builder.loops(rows, lambda: builder.add(l.Store(highest, row, l.Load(self.top, row))))
+        meet(builder, bindings, highest, digits, "max")
+
+        def one() -> None:
+            _, worth = self.moved(l.Load(self.top, row), l.Load(highest, row))
+            self.bring(self.total, row, worth)
+            self.bring_sums(sums, row, worth)
+            builder.add(l.Store(self.top, row, l.Load(highest, row)))
+
+        builder.loops(rows, one)
+        meet(builder, bindings, self.total, digits)
 
     def finish(self) -> None:
         """The sums of weights of all columns meet; the frame already has."""
@@ -148,7 +183,7 @@ class Frame:
         return found
 
 
-def beyond(part: Part, first: IntExpr) -> tuple[IntExpr, ...]:
-    """What is negative for columns beyond the last one, where a step may have such."""
-    e = part.axis.extent - 1 - first - value(part.digits)
+def beyond(part: Part, at: IntExpr) -> tuple[IntExpr, ...]:
+    """What is negative for rows or columns beyond the last one, where a tile or a step may have such."""
+    e = part.axis.extent - 1 - at
     return () if at_least(e, 0) else (e,)

@@ -1,7 +1,8 @@
-"""Sums that threads share: what each of them has in registers becomes the whole, in all of them."""
+"""Sums and maxima that threads share: what each of them has in registers becomes the whole, in all of them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -14,21 +15,28 @@ from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.digits import Bindings, Digit, zero
 
 
-def meet_sums(builder: Builder, bindings: Bindings, place: k.Registers, digits: Sequence[Digit]) -> None:
-    """Sums of lanes that these digits tell apart meet by shuffles, those of warps through shared memory."""
+def meet(
+    builder: Builder, bindings: Bindings, place: k.Registers, digits: Sequence[Digit], function: str = "add"
+) -> None:
+    """Sums (or maxima) of lanes that these digits tell apart meet by shuffles, those of warps through shared memory."""
     at = tuple(bindings.loop_variable("i", n) for n in place.type.static_shape)
     every = [(v, True) for v in at]
     mine = l.Load(place, at)
     for d in digits:
         for bit in range(d.size.bit_length() - 1 if d.level == "lane" else 0):
-            total = l.apply("add", mine, k.Shuffle(mine, d.inner << bit))
+            total = l.apply(function, mine, k.Shuffle(mine, d.inner << bit))
             builder.loops(every, partial(builder.add, l.Store(place, at, total)))
     if others := [d for d in digits if d.level != "lane"]:
-        _through_memory(builder, bindings, place, at, others)
+        _through_memory(builder, bindings, place, at, others, function)
 
 
 def _through_memory(
-    builder: Builder, bindings: Bindings, place: k.Registers, at: tuple[Var, ...], digits: Sequence[Digit]
+    builder: Builder,
+    bindings: Bindings,
+    place: k.Registers,
+    at: tuple[Var, ...],
+    digits: Sequence[Digit],
+    function: str,
 ) -> None:
     own, every = bindings.warp, [(v, True) for v in at]
     kind = Type(place.type.dtype, (bindings.warps, *place.type.static_shape, k.WARP))
@@ -42,13 +50,14 @@ def _through_memory(
         each = d.inner * (WARPS_IN_A_GROUP if d.level == "warpgroup" else 1)
         variables.append(bindings.loop_variable("w", d.size))
         there = there + (variables[-1] - d.value) * each
-    nothing = l.Store(place, at, l.Literal(zero(place.type.dtype), place.type.dtype))
-    total = l.apply("add", l.Load(place, at), l.Load(meeting, (there, *at, k.LANE)))
+    identity = zero(place.type.dtype) if function == "add" else -math.inf
+    nothing = l.Store(place, at, l.Literal(identity, place.type.dtype))
+    total = l.apply(function, l.Load(place, at), l.Load(meeting, (there, *at, k.LANE)))
 
-    def sum_up() -> None:
+    def combine() -> None:
         builder.add(nothing)
         builder.loops([(v, True) for v in variables], partial(builder.add, l.Store(place, at, total)))
 
-    builder.loops(every, sum_up)
+    builder.loops(every, combine)
     if builder.depth and not bindings.alone:
         builder.add(bindings.sync)  # before the next tile is put there: no step of it syncs

@@ -12,7 +12,7 @@ from terrazzo.hw.instruction import MatrixInstruction
 from terrazzo.hw.ldmatrix import loader
 from terrazzo.hw.products import Matrix
 from terrazzo.hw.wgmma import WarpgroupInstruction
-from terrazzo.ir.address import coefficient, flatten
+from terrazzo.ir.address import coefficient, flatten, unflatten
 from terrazzo.ir.contraction import Contraction, operand
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
@@ -183,7 +183,7 @@ class Multiply:
         regs, depth = group.depth(group.k)
 
         def body() -> None:
-            loaded: dict[Node, tuple[k.Registers, tuple[Var, ...]]] = {}
+            loaded: dict[Node, tuple[k.Registers, tuple[IntExpr, ...]]] = {}
             parts = group.fragments[0].parts
             for c in group.sites:
                 a, b = group.factors(c)
@@ -191,10 +191,12 @@ class Multiply:
                     (a, group.m, instruction.a.layout, "m"),
                     (b, group.n, instruction.b.layout, "n"),
                 ):
-                    if operand(factor) not in loaded:
-                        slab = group.slabs[operand(factor)]
-                        part = next(p for p in parts if p.axis is x)
-                        loaded[operand(factor)] = self._load(group, slab, part, depth, layout, name)
+                    term, part = operand(factor), next(p for p in parts if p.axis is x)
+                    if term in group.values:
+                        held = group.values[term]
+                        loaded[term] = held, self._held(group, held, part, instruction)
+                    elif term not in loaded:
+                        loaded[term] = self._load(group, group.slabs[term], part, depth, layout, name)
             order = [p for p in parts if p.axis not in (group.n, group.m)]  # those of neither first, then m fastest
             order += [next(p for p in parts if p.axis is x) for x in (group.n, group.m)]
             loops = [(d.variable, True) for p in order for d in p.digits if d.level == "reg"]
@@ -202,14 +204,14 @@ class Multiply:
                 a, b = group.factors(c)
                 (left, i), (right, j) = loaded[operand(a)], loaded[operand(b)]
                 own = tuple(d.variable for p in fragment.parts for d in p.digits if d.level == "reg")
-                product = k.Multiply(instruction.name, fragment.place, (*own, 0), left, (*i, 0), right, (*j, 0))
+                product = k.Multiply(instruction.name, fragment.place, (*own, 0), left, i, right, j)
                 self.builder.loops(loops, partial(self.builder.add, product))
 
         self.builder.loops([(d.variable, True) for d in regs], body)
 
     def _load(
         self, group: Group, slab: Slab, part: Part, depth: IntExpr, layout: Layout, name: str
-    ) -> tuple[k.Registers, tuple[Var, ...]]:
+    ) -> tuple[k.Registers, tuple[IntExpr, ...]]:
         """All fragments of an operand along its axis, two at a time where an instruction loads two; for every value of
         the axes that are no instruction's.
         """
@@ -243,7 +245,16 @@ class Multiply:
         first = tuple(d.variable for d in more)
         load = k.LoadMatrix(move.name, place, (*first, *pairs, 0), slab.place, where)
         self.builder.loops([(v, True) for v in (*first, *loops)], partial(self.builder.add, load))
-        return place, (*first, *variables)
+        return place, (*first, *variables, 0)
+
+    def _held(self, group: Group, place: k.Registers, part: Part, instruction: Matrix) -> tuple[IntExpr, ...]:
+        """Where an instruction's part of values begins that lie as another product's sums do: its rows are this one's,
+        and its columns go along this one's k, as many registers as a fragment has for each part.
+        """
+        steps, _ = group.depth(group.k)
+        rows = tuple(d.variable for d in part.digits if d.level == "reg")
+        first = value(steps) // instruction.shape[2] * instruction.a.elements
+        return (*rows, *unflatten(first, place.type.static_shape[len(rows) :]))
 
     # -- instructions of a warpgroup -----------------------------------------------------------------------------------
 
@@ -262,8 +273,9 @@ class Multiply:
                 own = tuple(d.value for p in fragment.parts for d in p.digits if d.level == "reg")
                 right, at_b = self._operand(group, operand(b), columns, axis, depth)
                 if operand(a) in group.values:
-                    left: l.Buffer = group.values[operand(a)]
-                    at_a: tuple[IntExpr, ...] = (value(steps) // instruction.shape[2] * instruction.a.elements,)
+                    held = group.values[operand(a)]
+                    left: l.Buffer = held
+                    at_a = self._held(group, held, rows, instruction)
                 else:
                     left, at_a = self._operand(group, operand(a), rows, axis, depth)
                 assert isinstance(right, k.Shared)

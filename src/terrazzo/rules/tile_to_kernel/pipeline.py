@@ -7,7 +7,8 @@ when it is empty. Where all warps do everything, they fill a slot ahead, and a b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 from terrazzo.errors import CompilerBug
@@ -20,6 +21,7 @@ from terrazzo.ir.expr import IntExpr, Var
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.plan import Frame as FrameLine
 from terrazzo.ir.plan import Plan, Product, Reach, Ring, Stream
+from terrazzo.rules.loop.inline import select
 from terrazzo.rules.tile.agents import LOAD
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.frames import framed, reductions
@@ -29,7 +31,7 @@ from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.copies import Copies, Part, Slab, Steps
 from terrazzo.rules.tile_to_kernel.digits import Bindings, Digit, value, zero
 from terrazzo.rules.tile_to_kernel.frame import Frame, beyond
-from terrazzo.rules.tile_to_kernel.meet import meet_sums
+from terrazzo.rules.tile_to_kernel.meet import meet
 from terrazzo.rules.tile_to_kernel.memory import Memory, operands
 from terrazzo.rules.tile_to_kernel.multiply import Fragment, Group, Multiply
 from terrazzo.rules.tile_to_kernel.scope import Scope
@@ -148,7 +150,6 @@ class Pipeline:
         for ring in held:
             self.free(ring, 0)
         self.pass_turn()
-        self.meet(self.plan.all(Product)[-1])
         self.end_frames()
 
     def take_turn(self) -> None:
@@ -175,20 +176,25 @@ class Pipeline:
         for ring in self.rings:
             if ring.over:
                 {"ld": self.alternate, "cp.async": self.groups, "tma": self.boxes}[ring.by](ring)
-        self.meet(self.plan.all(Product)[-1])
         self.end_frames()
 
     def step_variable(self) -> Var:
-        """The number of a step: of all, or of those that a mask leaves anything of."""
+        """The number of a step."""
+        return self.bindings.loop_variable("t", self.visited)
+
+    @cached_property
+    def visited(self) -> IntExpr:
+        """How many steps there are: all, or those that a mask leaves anything of."""
         if not self.plan.all(Reach):
-            return self.bindings.loop_variable("t", self.steps.count)
+            return self.steps.count
         p = self.plan.all(Product)[-1]
         site, rows = self.draft.site(p.sites[0]), axis_called(self.draft, p.m)
         base, length = self.bindings.base(rows.name, site), self.draft.length(rows, site)
         ((axis, count),) = self.steps.times
         until = visited(self.draft, p, rows, base, length, self.steps.depth[axis], count)
         assert until is not None
-        return self.bindings.loop_variable("t", substitute(until, self.scope.env))
+        found: IntExpr = substitute(until, self.scope.env)
+        return found
 
     # -- slots ---------------------------------------------------------------------------------------------------------
 
@@ -249,7 +255,7 @@ class Pipeline:
 
     def groups(self, ring: Ring) -> None:
         """A ring filled by cp.async. The slab that a step fills is the one read before its barrier."""
-        slabs, ahead, count, builder = self.of(ring), ring.ahead, self.steps.count, self.builder
+        slabs, ahead, count, builder = self.of(ring), ring.ahead, self.visited, self.builder
         first = self.bindings.loop_variable("t", ahead)
 
         def prologue() -> None:
@@ -262,8 +268,7 @@ class Pipeline:
         def body() -> None:
             builder.add(k.WaitGroups(ahead - 1))
             self.publish()
-            later = (t + ahead) % ring.slots
-            builder.where([count - 1 - ahead - t], lambda: self.copies.copy(slabs, t + ahead, later))
+            self.ahead(t, ahead, lambda t: self.copies.copy(slabs, t + ahead, (t + ahead) % ring.slots))
             builder.add(k.Commit())
             self.every_product(t, {ring.name: t % ring.slots}, ring.late)
 
@@ -273,7 +278,7 @@ class Pipeline:
 
     def boxes(self, ring: Ring) -> None:
         """A ring filled by TMA: one thread asks for boxes, all wait for the barrier of the slot they come to."""
-        slabs, ahead, count, builder = self.of(ring), ring.ahead, self.steps.count, self.builder
+        slabs, ahead, count, builder = self.of(ring), ring.ahead, self.visited, self.builder
         full = self.memory.full[ring.name]
 
         def load(t: IntExpr) -> None:
@@ -286,7 +291,7 @@ class Pipeline:
         def body() -> None:
             self.wait(ring, t)
             builder.add(k.Sync())
-            builder.where([*self.one, count - 1 - ahead - t], lambda: load(t + ahead))
+            self.ahead(t, ahead, lambda t: load(t + ahead), *self.one)
             self.every_product(t, {ring.name: self.slot(ring, t)[0]}, ring.late)
 
         builder.loops([(t, False)], body)
@@ -295,7 +300,7 @@ class Pipeline:
 
     def alternate(self, ring: Ring) -> None:
         """Two slabs filled through registers: the next one's loads are on their way while this one is used."""
-        slabs, builder, count = self.of(ring), self.builder, self.steps.count
+        slabs, builder, count = self.of(ring), self.builder, self.visited
         fetched = [self.copies.fetched(s) for s in slabs]
         slots = ring.slots
 
@@ -316,7 +321,7 @@ class Pipeline:
         t = self.bindings.loop_variable("t", count)
 
         def body() -> None:
-            builder.where([count - 2 - t], lambda: fetch(t + 1))
+            self.ahead(t, 1, lambda t: fetch(t + 1))
             self.every_product(t, {ring.name: t % slots})
             if slots == 1:
                 builder.add(k.Sync())
@@ -324,6 +329,13 @@ class Pipeline:
             self.publish()
 
         builder.loops([(t, False)], body)
+
+    def ahead(self, t: Var, ahead: int, write: Callable[[Var], None], *inside: IntExpr) -> None:
+        """`write` in the steps that are not the last `ahead`; which these are is known where indices are judged."""
+        count = self.visited
+        early = Var(t.name, max(count - ahead, 0)) if isinstance(count, int) else t
+        body = [substitute(s, {early: t}) for s in self.builder.inside(lambda: write(early))]
+        self.builder.where([*inside, count - 1 - ahead - t], lambda: self.builder.add(*body))
 
     def publish(self) -> None:
         """What threads put into shared memory may be used: by a warpgroup's products, which are asynchronous, behind a
@@ -402,11 +414,14 @@ class Pipeline:
         return tuple(reversed(found))
 
     def meet(self, p: Product) -> None:
-        """Partial sums of threads that share the steps' k become whole ones."""
+        """Partial sums of threads that share the steps' k become whole ones, those in a frame once that is the same."""
         site, (first, *_) = self.draft.site(p.sites[0]), p.sites
         digits = [d for a in self.draft.products[first].reduce.axes for d in self.inner(a, site) if d.level != "reg"]
         for name in p.sites if digits else ():
-            meet_sums(self.builder, self.bindings, self.fragments[self.draft.products[name].reduce].place, digits)
+            sums = self.fragments[self.draft.products[name].reduce]
+            if self.frame is not None:
+                self.frame.meet_warps(self.bindings, sums, digits)
+            meet(self.builder, self.bindings, sums.place, digits)
 
     def settle(self, p: Product, left: int) -> None:
         """Until a warpgroup's products are done, but for the last `left` groups of them."""
@@ -436,7 +451,14 @@ class Pipeline:
             env[r] = l.Load(self.fragments[r].place, self.fragments[r].index(digits))
         loops = [(d.variable, True) for part in fragment.parts for d in part.digits if d.level in ("reg", "frag")]
         at = fragment.index(digits)
-        self.builder.loops(loops, lambda: self.builder.add(l.Store(place, at, self.copies.computed(term, dict(env)))))
+        edges = [e for part in fragment.parts for e in beyond(part, env[part.axis])]
+        last = [e for part in fragment.parts if part.axis in self.steps.depth for e in beyond(part, env[part.axis])]
+
+        def one() -> None:
+            found = self.copies.computed(term, dict(env), tuple(edges))
+            self.builder.add(l.Store(place, at, select(last, found)))  # nothing else is 0 beyond the last step
+
+        self.builder.loops(loops, one)
         return {term: place}
 
     def weights(self, p: Product, t: IntExpr) -> dict[Node, k.Registers]:
@@ -455,12 +477,11 @@ class Pipeline:
         env[source] = l.Load(scores.place, scores.index({x.axis: x.digits for x in scores.parts}))
         hidden = masked(self.draft, p)
         assert hidden is not None
-        inside = (*(substitute(e, env) for e in hidden.inside), *beyond(columns, first[columns.axis]))
-        return {
-            found.rounded: self.frame.step(
-                self.copies, env, hidden.bare, self.cut(hidden, inside, t), inside, scores, sums
-            )
-        }
+        last = beyond(columns, env[columns.axis])
+        inside = (*(substitute(e, env) for e in hidden.inside), *last)
+        edges = (*beyond(rows, env[rows.axis]), *last)
+        cut = self.cut(hidden, inside, t)
+        return {found.rounded: self.frame.step(self.copies, env, hidden.bare, cut, inside, edges, scores, sums)}
 
     def cut(self, hidden: Mask, inside: tuple[IntExpr, ...], t: IntExpr) -> IntExpr:
         """What is >= 0 in the steps that a mask may cut."""
@@ -486,10 +507,13 @@ class Pipeline:
             self.frame = Frame(self.builder, found, rows, columns)
 
     def end_frames(self) -> None:
-        """Their results are known by name."""
-        for line in self.plan.all(FrameLine):
+        """Partial states meet; those of frames are known by name."""
+        for _ in self.plan.all(FrameLine):
             assert self.frame is not None
             self.frame.finish()
+        self.meet(self.plan.all(Product)[-1])
+        for line in self.plan.all(FrameLine):
+            assert self.frame is not None
             total = self.draft.names.get(line.total)
             assert total is None or isinstance(total, l.Reduce)
             self.fragments.update(self.frame.fragments(self.frame.found.top, total))

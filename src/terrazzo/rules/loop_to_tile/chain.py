@@ -1,0 +1,49 @@
+"""A product of a product, found in a kernel's terms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from terrazzo.ir.contraction import contraction, nested_contraction, operand
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.nest import accumulators
+from terrazzo.ir.node import Node, topological
+
+
+@dataclass(frozen=True)
+class Chain:
+    """sum over `steps` of f(sum over `depth` of a * b) * c: `rows` only a knows, `columns` only c."""
+
+    kernel: l.Kernel
+    inner: str
+    outer: str
+    rows: Any
+    columns: Any
+    steps: Any
+    depth: Any
+    operands: tuple[Node, Node, Node]
+
+
+def chain(kernel: l.Kernel) -> Chain | None:
+    """The kernel as a chain of two products, or None."""
+    names = {r: name for name, r in accumulators(kernel).items() if isinstance(r, l.Reduce)}
+    for r, name in names.items():
+        outer = nested_contraction(r)
+        if outer is None or len(r.axes) != 1 or contraction(r) is not None:
+            continue
+        (steps,) = r.axes
+        for f, g in (outer.factors, outer.factors[::-1]):
+            found = [contraction(x) for x in topological([f]) if isinstance(x, l.Reduce)]
+            inner = [c for c in found if c and c.reduce in names and steps in c.reduce.free and len(c.reduce.axes) == 1]
+            if len(inner) != 1 or not isinstance(operand(g), l.Load):
+                continue
+            (c,) = inner
+            a, b = c.factors if steps in c.factors[1].free else c.factors[::-1]
+            rows = [x for x in kernel.axes if x in a.free and x not in b.free and x not in g.free]
+            columns = [x for x in kernel.axes if x in g.free and x not in a.free and x not in b.free]
+            if rows and columns:
+                (depth,) = c.reduce.axes
+                of = operand(a), operand(b), operand(g)
+                return Chain(kernel, names[c.reduce], name, rows[-1], columns[-1], steps, depth, of)
+    return None

@@ -1,0 +1,191 @@
+"""Schedules of a product of a product: both in one loop of steps, what lies between them in registers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from terrazzo.hw.gpu import Gpu
+from terrazzo.hw.mma_sync import PRODUCTS as OF_A_WARP
+from terrazzo.hw.wgmma import PRODUCTS as OF_A_WARPGROUP
+from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
+from terrazzo.ir.sites import called
+from terrazzo.rules.loop_to_tile.chain import Chain
+from terrazzo.rules.loop_to_tile.threads import ceil, grid
+from terrazzo.rules.loop_to_tile.warpgroups import REGISTERS, ROWS
+from terrazzo.rules.tile.draft import axis_name
+
+STEP = 128
+"""Columns of the inner product that a warpgroup has in a step, at most."""
+SLOTS = 2
+FEW = 16
+"""Rows of an instruction of warps. A warpgroup's 64 are not worth it for fewer."""
+HELD = 220
+"""Registers of a thread for sums, values and fragments; what is left of 255 is for addresses and the frame."""
+MORE = 20
+"""What every further 16 rows of a warp take of the rest."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a block has in a step: `rows` and `step` columns of the inner product, in so many slots."""
+
+    rows: int
+    step: int
+    slots: int = SLOTS
+
+    def lines(self, c: Chain, longest_first: bool) -> list[tuple[str, Any]]:
+        """The kernel's axes: the grid walks the rows, a block the steps, and has all of the outer columns."""
+        order = (("order", Word("longest_first")),) if longest_first else ()
+        lines: list[tuple[str, Any]] = [(a.name, grid(_size(a))) for a in c.kernel.axes if a not in (c.rows, c.columns)]
+        lines.append((c.rows.name, (Factor("grid", ceil(c.rows.extent, self.rows), order), Factor("block", self.rows))))
+        lines.append((c.columns.name, (Factor("block", c.columns.extent),)))
+        count = ceil(c.steps.extent, self.step)
+        steps = Factor("time", count, (("ring", self.slots),)), Factor("block", self.step)
+        return [*lines, (axis_name(c.steps), steps)]
+
+
+def _likewise(c: Chain) -> tuple[Site, ...]:
+    """Results leave from the registers they are in."""
+    stores = [(s.buffer.name, [x for x in (c.rows, c.columns) if x in s.free]) for s in c.kernel.stores]
+    return tuple(Site((name,), tuple((x.name, Like(c.outer)) for x in axes)) for name, axes in stores)
+
+
+# -- warpgroups --------------------------------------------------------------------------------------------------------
+
+
+def on_warpgroups(c: Chain, gpu: Gpu, gathered: bool, longest_first: bool = False) -> Schedule | None:
+    """A producer warp, one or two warpgroups of 64 rows, two slots for each operand of a step."""
+    kind = c.operands[0].dtype.name  # type: ignore[attr-defined]
+    width, depth = c.columns.extent, c.depth.extent
+    step = min(STEP if width <= 128 else STEP // 2, ceil(c.steps.extent, 16) * 16)
+    inner, outer = (f"wgmma.m64n{n}k16.f32.{kind}" for n in (step, width))
+    if depth % 16 or inner not in OF_A_WARPGROUP or outer not in OF_A_WARPGROUP or len(c.kernel.stores) != 1:
+        return None
+    groups = 2 if c.rows.extent > ROWS else 1
+    name = axis_name(c.steps)
+    roles = (
+        ("load", Word("warp", (1,))),
+        ("math", Word("warpgroup", (groups,))),
+        ("registers", (24, 240) if groups == 2 else REGISTERS[1]),
+    )
+    a, b, v = c.operands
+    mine = (c.rows.name, (Factor("warpgroup", groups), Factor("inst.m", ROWS)))
+    first = Site(
+        (c.inner,),
+        (mine, (name, (Factor("inst.n", step),)), (axis_name(c.depth), _depth(depth))),
+        tuple({called(x): _by_tma(depth) for x in (a, b)}.items()),
+        inner,
+    )
+    second = Site(
+        (c.outer,),
+        (mine, (c.columns.name, (Factor("inst.n", width),)), (name, _depth(step))),
+        ((called(v), _by_tma(width)),),
+        outer,
+    )
+    (store,) = c.kernel.stores
+    part = min(width & -width, 64)
+    last = _likewise(c)
+    if gathered:
+        times = Factor("time", width // part, (("ring", 2),)), Factor("block", part)
+        through = Operand("smem", (("by", "tma"), ("swizzle", 2 * part)))
+        last = (Site((store.buffer.name,), ((c.columns.name, times),), ((store.buffer.name, through),)),)
+    lines = Tile(groups * ROWS, step).lines(c, longest_first)
+    return Schedule(c.kernel.name, gpu.arch, tuple(lines), (), (("roles", (), roles),), (first, second, *last))
+
+
+def _depth(size: int, each: int = 16) -> tuple[Factor, ...]:
+    return (Factor("reg", size // each), Factor("inst.k", each))
+
+
+def _by_tma(width: int) -> Operand:
+    """By TMA, in panels as wide as a swizzle."""
+    return Operand("smem", (("by", "tma"), ("swizzle", next(s for s in (128, 64, 32) if 2 * width % s == 0))))
+
+
+# -- warps -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Warps:
+    """`down` warps divide a block's rows, each with `each` times 16 of them; `deep` warps divide a step's columns."""
+
+    down: int
+    each: int
+    deep: int
+    step: int
+    slots: int = SLOTS
+
+    @property
+    def rows(self) -> int:
+        return self.down * self.each * FEW
+
+    def held(self, c: Chain) -> int:
+        """Registers for both products' sums, the values between them and fragments."""
+        width, own = c.columns.extent, self.step // self.deep
+        return self.each * (width // 2 + own // 2 + own // 4 + 4) + max(width, own) // 4 + MORE * (self.each - 1)
+
+    def shared(self, c: Chain) -> int:
+        """Bytes of shared memory for the operands."""
+        depth, width = c.depth.extent, c.columns.extent
+        return 2 * (self.rows * depth + self.slots * self.step * (depth + width))
+
+
+def arrangements(c: Chain, gpu: Gpu) -> Iterator[Warps]:
+    """How warps may divide a step that a block has room for, best first: many rows, for each of which fragments of the
+    other operands are loaded once; where there are few rows, warps divide the columns.
+    """
+    most = ceil(c.steps.extent, 16) * 16
+    ways: list[tuple[int, int, int]] = [(4, 2, 1), (8, 1, 1), (4, 1, 1), (2, 1, 1), (1, 1, 1)]
+    if c.rows.extent <= FEW:
+        ways = [(1, 1, 4), (1, 1, 2), (1, 1, 1)]
+    for step in (64, 32, 16):
+        for down, each, deep in ways:
+            found = Warps(down, each, deep, min(step, most))
+            fills = found.rows < 2 * c.rows.extent or (down, each) == (1, 1)
+            fits = found.held(c) <= HELD and found.shared(c) <= gpu.shared
+            if fills and fits and found.step % (16 * deep) == 0:
+                yield found
+
+
+def on_warps(c: Chain, gpu: Gpu, way: Warps, longest_first: bool = False) -> Schedule | None:
+    """Everybody copies operands to the slots of a ring and multiplies."""
+    kind = c.operands[0].dtype.name  # type: ignore[attr-defined]
+    width, depth = c.columns.extent, c.depth.extent
+    deep = 16 if gpu.number >= 80 else 8
+    on = f"mma.m16n8k{deep}.f32.{kind}"
+    if depth % deep or width % 8 or on not in OF_A_WARP or OF_A_WARP[on].since > gpu.number:
+        return None
+    name = axis_name(c.steps)
+    rows = (c.rows.name, (*_warps(way.down), Factor("reg", way.each), Factor("inst.m", FEW)))
+    own = way.step // way.deep
+    across = (name, (*_warps(way.deep), Factor("reg", own // 8), Factor("inst.n", 8)))
+    along = (name, (*_warps(way.deep), *_depth(own, deep)))
+    by = "cp.async" if gpu.number >= 80 else "ld"
+    a, b, v = c.operands
+    first = Site(
+        (c.inner,),
+        (rows, across, (axis_name(c.depth), _depth(depth, deep))),
+        tuple({called(x): _copied(depth, by) for x in (a, b)}.items()),
+        on,
+    )
+    columns = (c.columns.name, (Factor("reg", width // 8), Factor("inst.n", 8)))
+    second = Site((c.outer,), (rows, columns, along), ((called(v), _copied(width, by)),), on)
+    lines = Tile(way.rows, way.step, way.slots).lines(c, longest_first)
+    return Schedule(c.kernel.name, gpu.arch, tuple(lines), (), (), (first, second, *_likewise(c)))
+
+
+def _warps(count: int) -> tuple[Factor, ...]:
+    return (Factor("warp", count),) if count > 1 else ()
+
+
+def _copied(width: int, by: str) -> Operand:
+    """In panels as wide as a swizzle. Eight rows of an odd number of 16 bytes lie in different banks as they are."""
+    swizzle = next((s for s in (128, 64, 32) if 2 * width % s == 0), 0)
+    return Operand("smem", (("by", by), *((("swizzle", swizzle),) if swizzle else ())))
+
+
+def _size(axis: Any) -> int:
+    found: int = axis.extent
+    return found

@@ -1,0 +1,204 @@
+"""Two products in one loop of steps under pinned schedules, as text of Tile IR: what lies between them, and how it is
+bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Chain:
+    """`o[h, m, n] = sum over k of f(sum over d of q[h, m, d] * key[h, k, d]) * value[h, k, n]`, and how it is bound.
+
+    `between` is what f is: "relu", "softmax" or "causal", which divides by the sum of weights. `shape` has m, k, d and
+    n. On `mma`, warps divide m and k as `warps` says, each with `each` times 16 rows, and `by` brings a step's `step`
+    keys; on `wgmma`, `groups` warpgroups divide m, behind a warp that loads. Keys are stored as rows, or turned.
+    """
+
+    shape: tuple[int, int, int, int] = (64, 128, 64, 64)
+    between: str = "softmax"
+    on: str = "mma"
+    target: str = "sm_80"
+    dtype: str = "bf16"
+    heads: int = 2
+    step: int = 32
+    ring: int = 2
+    by: str = "cp.async"
+    warps: tuple[int, int] = (2, 1)
+    each: int = 1
+    groups: int = 1
+    deep: int = 16
+    turned: bool = False
+    roles: bool = False
+    grid: int = 1
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.groups if self.on == "wgmma" else 16 * self.each * self.warps[0]
+
+    @property
+    def text(self) -> str:
+        """A program of this kernel and its schedule."""
+        m, k, d, n = self.shape
+        key = f"{d}, {k}" if self.turned else f"{k}, {d}"
+        h, t = self.heads, self.dtype
+        ends = self.relu() if self.between == "relu" else self.softmax()
+        lines = [
+            "@tile",
+            f"def f(q: {t}[{h}, {m}, {d}], key: {t}[{h}, {key}], v: {t}[{h}, {k}, {n}]):",
+            f"    with kernel('o', o={t}[{h}, {m}, {n}]):",
+            f"        for a0 in free({h}):",
+            f"            for a1 in free({m}):",
+            *("                " + line for line in ends),
+            *("    " + line for line in self.schedule()),
+            "    return (o,)",
+            "",
+        ]
+        return "\n".join(lines)
+
+    def score(self, axis: str, name: str, scale: str = "0.25") -> list[str]:
+        """The inner product, and what it is worth: `s`."""
+        key = f"key[a0, r0, {axis}]" if self.turned else f"key[a0, {axis}, r0]"
+        lines = [
+            f"    for r0 in reduce({self.shape[2]}):",
+            f"        {name} <- sum(mul(f32(q[a0, a1, r0]), f32({key})))",
+            f"    s_{name} = mul({name}, f32({scale}))",
+        ]
+        if self.between == "causal":
+            seen = f"le(index({axis}), index(a1))"
+            lines += [f"    m_{name} = where({seen}, s_{name}, f32(-inf))"]
+        return lines
+
+    def relu(self) -> list[str]:
+        k, n = self.shape[1], self.shape[3]
+        return [
+            f"for a2 in free({n}):",
+            f"    for r1 in reduce({k}):",
+            *("    " + line for line in self.score("r1", "acc0")),
+            f"        w = f32({self.dtype}(max(s_acc0, f32(0.0))))",
+            "        acc1 <- sum(mul(w, f32(v[a0, r1, a2])))",
+            f"    o[a0, a1, a2] = {self.dtype}(acc1)",
+        ]
+
+    def softmax(self) -> list[str]:
+        k, n = self.shape[1], self.shape[3]
+        s = "m" if self.between == "causal" else "s"
+        return [
+            f"for r1 in reduce({k}):",
+            *self.score("r1", "acc0"),
+            f"    acc1 <- max({s}_acc0)",
+            f"for r2 in reduce({k}):",
+            *self.score("r2", "acc2"),
+            f"    acc3 <- sum(approx_exp2(sub({s}_acc2, acc1)))",
+            f"for a2 in free({n}):",
+            f"    for r2 in reduce({k}):",
+            *("    " + line for line in self.score("r2", "acc4")),
+            f"        w = f32({self.dtype}(approx_exp2(sub({s}_acc4, acc1))))",
+            "        acc5 <- sum(mul(w, f32(v[a0, r2, a2])))",
+            f"    o[a0, a1, a2] = {self.dtype}(approx_div(acc5, acc3))",
+        ]
+
+    def schedule(self) -> list[str]:
+        """The lines of the schedule."""
+        m, k, d, n = self.shape
+        inner, outer, steps = ("acc1", "acc0", "r1") if self.between == "relu" else ("acc3", "acc4", "r2")
+        times = -(-k // (self.step * self.grid))
+        count = f"grid({self.grid}) * " if self.grid > 1 else ""
+        lines = [
+            f'with schedule("o", target="{self.target}"):',
+            f"    a0 = grid({self.heads})",
+            f"    a1 = grid({-(-m // self.rows)}) * block({self.rows})",
+            f"    a2 = block({n})",
+            f"    {steps} = {count}time({times}, ring={self.ring}) * block({self.step})",
+        ]
+        if self.on == "wgmma":
+            lines.append(f"    roles(load=warp(1), math=warpgroup({self.groups}))")
+        elif self.roles:
+            lines.append(f"    roles(load=warp(1), math=warp({self.warps[0] * self.warps[1]}))")
+        rows, across, along, depth, columns, first, second = self.divided()
+        lines += [
+            f'    with site("{inner}", on="{first}"):',
+            f"        a1 = {rows}",
+            f"        {steps} = {across}",
+            f"        r0 = {depth}",
+            f"        q = {self.held(d)}",
+            f"        key = {self.held(self.step if self.turned else d)}",
+            f'    with site("{outer}", on="{second}"):',
+            f"        a1 = {rows}",
+            f"        a2 = {columns}",
+            f"        {steps} = {along}",
+            f"        v = {self.held(n)}",
+            '    with site("o"):',
+            f'        a1 = like("{outer}")',
+            f'        a2 = like("{outer}")',
+        ]
+        return [x.replace("reg(1) * ", "").replace("warp(1) * ", "") for x in lines]
+
+    def divided(self) -> tuple[str, ...]:
+        """How rows, a step's keys as columns and as depth, the depth and the columns are divided, and on what."""
+        _, _, d, n = self.shape
+        if self.on == "wgmma":
+            names = (f"wgmma.m64n{x}k16.f32.{self.dtype}" for x in (self.step, n))
+            along, depth = (f"reg({x // 16}) * inst.k(16)" for x in (self.step, d))
+            return f"warpgroup({self.groups}) * inst.m(64)", f"inst.n({self.step})", along, depth, f"inst.n({n})", *names
+        down, across = self.warps
+        own, deep = self.step // across, self.deep
+        name = f"mma.m16n8k{deep}.f32.{self.dtype}"
+        return (
+            f"warp({down}) * reg({self.each}) * inst.m(16)",
+            f"warp({across}) * reg({own // 8}) * inst.n(8)",
+            f"warp({across}) * reg({own // deep}) * inst.k({deep})",
+            f"reg({d // deep}) * inst.k({deep})",
+            f"reg({n // 8}) * inst.n(8)",
+            name,
+            name,
+        )
+
+    def held(self, width: int) -> str:
+        """An operand in shared memory whose rows are so long."""
+        by = "tma" if self.on == "wgmma" else self.by
+        swizzle = next((s for s in (128, 64, 32) if 2 * width % s == 0), 0)
+        return f'smem(by="{by}"' + (f", swizzle={swizzle})" if swizzle else ")")
+
+
+TMA = {"target": "sm_90a", "by": "tma"}
+ODD = (50, 100, 48, 40)
+EVERY: dict[str, Chain] = {
+    **{name: Chain(between=name) for name in ("relu", "softmax", "causal")},
+    "of half": Chain(dtype="f16"),
+    "ragged": Chain(shape=ODD),
+    "ragged, causal": Chain(shape=(50, 60, 48, 40), between="causal"),
+    "more keys than rows, causal": Chain(shape=(40, 100, 32, 32), between="causal"),
+    "one step": Chain(shape=(32, 32, 32, 32)),
+    "less than a step": Chain(shape=(32, 20, 32, 32)),
+    "wide": Chain(shape=(32, 96, 128, 128)),
+    "wide, relu": Chain(shape=(32, 96, 128, 128), between="relu"),
+    "unlike widths": Chain(shape=(32, 96, 80, 48)),
+    "32 rows a warp": Chain(each=2),
+    "32 rows a warp, causal": Chain(each=2, between="causal", shape=(128, 128, 32, 32)),
+    "four slots": Chain(ring=4, shape=(32, 250, 32, 32)),
+    "keys turned": Chain(turned=True),
+    "products of k = 8": Chain(dtype="f16", deep=8),
+    "through registers": Chain(dtype="f16", deep=8, target="sm_75", by="ld"),
+    "through registers, one slab": Chain(dtype="f16", deep=8, target="sm_75", by="ld", ring=1),
+    "through registers, causal": Chain(dtype="f16", deep=8, target="sm_75", by="ld", between="causal"),
+    "tma": Chain(**TMA),
+    "tma, causal": Chain(between="causal", **TMA),
+    "roles": Chain(roles=True, **TMA),
+    "roles, causal": Chain(roles=True, between="causal", **TMA),
+    "roles, relu, wide": Chain(roles=True, between="relu", shape=(64, 96, 128, 128), **TMA),
+    "roles, wide": Chain(roles=True, shape=(64, 96, 128, 128), **TMA),
+    "warps share keys": Chain(warps=(1, 4), step=64, shape=(16, 200, 64, 64)),
+    "warps share keys, relu": Chain(warps=(1, 4), step=64, shape=(8, 200, 64, 64), between="relu"),
+    "warps share keys and rows": Chain(warps=(2, 2), shape=(50, 100, 32, 32)),
+    "warps share keys, causal": Chain(warps=(1, 2), between="causal", shape=(48, 60, 32, 32)),
+    "warps share keys, 32 rows": Chain(warps=(1, 2), each=2, shape=(32, 100, 32, 32)),
+    "warps share keys, roles": Chain(warps=(1, 2), roles=True, shape=(16, 100, 64, 64), **TMA),
+    "warps share keys, through registers": Chain(
+        warps=(1, 2), dtype="f16", deep=8, target="sm_75", by="ld", shape=(16, 100, 32, 32)
+    ),
+    "warpgroups": Chain(on="wgmma", target="sm_90a"),
+    "warpgroups, relu": Chain(on="wgmma", target="sm_90a", between="relu"),
+    "warpgroups, causal": Chain(on="wgmma", target="sm_90a", between="causal", groups=2, shape=(128, 128, 64, 64)),
+}

@@ -1,0 +1,71 @@
+"""Two products in one loop of steps, under every arrangement a schedule can ask for: right in the simulator."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from tests.kernels.chains import EVERY, Chain
+from tests.kernels.test_arrangements import derived, right
+
+from terrazzo.errors import Limitation, UserError
+from terrazzo.hw.products import continues, matrix
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_chain_is_right(name: str) -> None:
+    right(EVERY[name].text)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "meant"),
+    [
+        ("mma.m16n8k16.f32.bf16", "mma.m16n8k16.f32.bf16", True),
+        ("mma.m16n8k16.f32.f16", "mma.m16n8k8.f32.f16", True),
+        ("wgmma.m64n128k16.f32.bf16", "wgmma.m64n24k16.f32.bf16", True),
+        ("wgmma.m64n24k16.f32.bf16", "wgmma.m64n128k16.f32.bf16", True),
+        ("mma.m16n8k16.f32.bf16", "wgmma.m64n64k16.f32.bf16", False),
+        ("mma.m16n8k16.f32.bf16", "mma.m16n8k32.i32.i8", False),
+    ],
+)  # fmt: skip
+def test_which_sums_are_another_instructions_first_factor(first: str, second: str, meant: bool) -> None:
+    one, other = matrix(first), matrix(second)
+    assert one is not None and other is not None
+    assert continues(one, other) == meant
+
+
+ROWS = "a1 = warp(2) * inst.m(16)"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "reason"),
+    [
+        (
+            f"{ROWS}\n            a2 = reg(8)", "a1 = reg(2) * inst.m(16)\n            a2 = warp(2) * reg(4)",
+            "acc4: threads divide a1 otherwise than those of acc3",
+        ),
+        (
+            f"{ROWS}\n            r2 = reg(4)", "a1 = reg(2) * inst.m(16)\n            r2 = warp(2) * reg(2)",
+            "acc4: threads divide a1 otherwise than those of acc3",
+        ),
+        (
+            f'on="mma.m16n8k16.f32.bf16"):\n            {ROWS}\n            a2 = reg(8) * inst.n(8)\n            r2 = reg(2) * inst.k(16)',
+            f'on="fma.f32"):\n            a1 = warp(2) * lane(4) * reg(4)\n            a2 = lane(8) * reg(8)\n            r2 = reg(32)',
+            "acc4: what acc3 sums is multiplied by no matrix instruction",
+        ),
+    ],
+)  # fmt: skip
+def test_what_does_not_lie_as_the_next_product_takes_it_is_refused(before: str, after: str, reason: str) -> None:
+    text = Chain().text
+    assert before in text
+    with pytest.raises((Limitation, UserError), match=re.escape(reason)):
+        derived(text.replace(before, after))
+
+
+
+@pytest.mark.parametrize("on", [Chain(between="relu", shape=(32, 40, 32, 32)), Chain(
+    between="relu", shape=(64, 72, 64, 64), on="wgmma", target="sm_90a")])  # fmt: skip
+def test_nothing_beyond_the_last_key_counts(on: Chain) -> None:
+    """Not even where the function of a product that is 0 is infinite."""
+    right(on.text.replace("max(s_acc0, f32(0.0))", "div(f32(1.0), add(mul(s_acc0, s_acc0), f32(1.0)))"))
+    right(on.text.replace("max(s_acc0, f32(0.0))", "div(f32(1.0), mul(s_acc0, s_acc0))"))
