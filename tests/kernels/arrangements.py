@@ -11,8 +11,9 @@ class Product:
 
     The operands are stored as `x_axes` and `w_axes` say ("mk" or "km", "nk" or "kn"). `tile` has a block's part of m, n
     and a step's part of k. On `wgmma`, `groups` warpgroups divide m, on `mma` warps divide m and n as `warps` says, on
-    `fma` these and 32 lanes; `depth` is how they divide a step's k. `cluster` is the axis that so many blocks divide,
-    with what misses it multicast. With `turns`, so many warpgroups have a tile each, one after the other.
+    `fma` these and 32 lanes; `depth` is how they divide a step's k. With `promote`, CUDA cores add up the steps' sums.
+    `cluster` is the axis that so many blocks divide, with what misses it multicast. With `turns`, so many warpgroups
+    have a tile each, one after the other.
     """
 
     shape: tuple[int, int, int] = (128, 128, 192)
@@ -41,6 +42,7 @@ class Product:
     staged: str = ""
     width: int = 0
     depth: str = ""
+    promote: bool = False
     epilogue: str = "y[{at}] = {out}(acc0)"
     extra: str = ""
 
@@ -102,7 +104,7 @@ class Product:
         lines += [
             f"    {cuts['m']}",
             f"    {cuts['n']}",
-            f"    r0 = time({steps}, ring={self.ring}) * block({self.tile[2]})",
+            f"    r0 = time({steps}, ring={self.ring}{', promote=True' * self.promote}) * block({self.tile[2]})",
         ]
         if self.persistent:
             order = f", order=grouped({self.grouped})" if self.grouped else ""
@@ -349,7 +351,22 @@ ENDS: dict[str, Product] = {
     f"mma, {name}": Product(**M | end | {"staged": PADDED}) for name, end in {"bias": BIAS, "two results": TWO}.items()
 }
 
-EVERY = WARPGROUPS | TURNS | WARPS | ELEMENTS | SHARED | ENDS
+PROMOTED: dict[str, Product] = {
+    "promoted": Product(promote=True),
+    "promoted, roles": Product(promote=True, roles=True, persistent=2, groups=2, tile=(128, 64, 64), ring=2),
+    "promoted, staged": Product(promote=True, roles=True, persistent=2, staged=TMA),
+    "promoted, two products across": Product(promote=True, tile=(64, 128, 64), columns=2, roles=True),
+    "promoted, turns": Product(promote=True, shape=(320, 64, 320), roles=True, persistent=1, turns=2),
+    "promoted, one slot": Product(promote=True, roles=True, ring=1),
+    "promoted, cp.async": Product(promote=True, by="cp.async", ring=4),
+    "promoted, through registers": Product(promote=True, by="ld", ring=2),
+    "promoted, less than a step": Product(promote=True, roles=True, shape=(128, 128, 40)),
+    "promoted, warpgroups share k": Product(promote=True, depth="warpgroup(2) * reg(2) * inst.k(16)"),
+    "promoted, mma": Product(**M | {"promote": True}),
+    "promoted, mma, roles": Product(**M90 | {"promote": True, "roles": True}),
+}
+
+EVERY = WARPGROUPS | TURNS | WARPS | ELEMENTS | SHARED | ENDS | PROMOTED
 
 BY_HAND: dict[str, Product] = {
     "ring": Product(shape=(128, 256, 512), tile=(128, 256, 64), groups=2, ring=4, roles=True, out="f32"),

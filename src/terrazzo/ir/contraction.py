@@ -6,6 +6,7 @@ is never asked.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,29 +17,58 @@ from terrazzo.ir.node import Node, topological
 
 @dataclass(frozen=True)
 class Contraction:
-    """sum over `reduce.axes` of factors[0] * factors[1]."""
+    """sum over `reduce.axes` of the products of `terms`, in this order. Of several, the first factors know the same
+    axes, and so do the second ones.
+    """
 
     reduce: Reduce
-    factors: tuple[Node, Node]
+    terms: tuple[tuple[Node, Node], ...]
+
+    @property
+    def factors(self) -> tuple[Node, Node]:
+        """Those of the first term, which know the axes that all do."""
+        return self.terms[0]
+
+    @property
+    def operands(self) -> tuple[Node, ...]:
+        """What lies in memory, each once."""
+        return tuple(dict.fromkeys(operand(f) for pair in self.terms for f in pair))
 
 
 def contraction(reduce: Reduce) -> Contraction | None:
     """The reduction as a contraction, or None: a sum of products, where some variable occurs in one factor only."""
     found = nested_contraction(reduce)
-    if found is None or any(isinstance(n, (Reduce, Scan)) for n in topological(found.factors)):
+    if found is None or any(isinstance(n, (Reduce, Scan)) for n in topological([x for t in found.terms for x in t])):
         return None
     return found
 
 
 def nested_contraction(reduce: Reduce) -> Contraction | None:
     """The same, where factors may hold reductions themselves: products of products."""
-    if reduce.monoid.name != "sum" or not isinstance(reduce.args[0], Apply) or reduce.args[0].fn.name != "mul":
+    if reduce.monoid.name != "sum":
         return None
-    a, b = reduce.args[0].args
+    pairs = [x.args if isinstance(x, Apply) and x.fn.name == "mul" else () for x in _summands(reduce.args[0])]
+    if not all(pairs):
+        return None
+    a, b = pairs[0]
     axes = frozenset(reduce.axes)
     if not (a.free & axes and b.free & axes) or a.free - axes == b.free - axes:
         return None
-    return Contraction(reduce, (a, b))
+    alike = [(x, y) if (x.free, y.free) == (a.free, b.free) else (y, x) for x, y in pairs]
+    if any((x.free, y.free) != (a.free, b.free) for x, y in alike):
+        return None
+    return Contraction(reduce, tuple(alike))
+
+
+def _summands(x: Node) -> Iterator[Node]:
+    """What is added up, from the left."""
+    todo = [x]
+    while todo:
+        x = todo.pop()
+        if isinstance(x, Apply) and x.fn.name == "add":
+            todo += x.args[::-1]
+        else:
+            yield x
 
 
 def operand(factor: Node) -> Node:

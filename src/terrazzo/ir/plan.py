@@ -170,7 +170,8 @@ class Product(Line, dialect="plan", op="product"):
     """Contractions on an instruction, by an agent: m and n are the axes of its rows and columns.
 
     Factors come from "shared" memory or from "registers", to which fragments are brought by an instruction
-    ("ldmatrix"), by plain loads ("ld"), or in which what was computed already lies ("values").
+    ("ldmatrix"), by plain loads ("ld"), or in which what was computed already lies ("values"). With `promote`, its sums
+    begin afresh in every step, and CUDA cores add them to those of the tile: a tensor core truncates as it adds.
     """
 
     references = {"agent": "agent", "rings": "ring", "m": AXIS, "n": AXIS}
@@ -182,6 +183,7 @@ class Product(Line, dialect="plan", op="product"):
     n: str
     a: str
     b: str
+    promote: bool = False
 
 
 class Frame(Line, dialect="plan", op="frame"):

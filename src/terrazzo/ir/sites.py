@@ -10,7 +10,7 @@ from typing import Any
 
 from terrazzo.ir import nest
 from terrazzo.ir.address import coefficient, flatten
-from terrazzo.ir.contraction import Contraction, contraction, operand
+from terrazzo.ir.contraction import Contraction, contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Loaded
 from terrazzo.ir.node import Node, topological
@@ -38,7 +38,7 @@ class Product:
 
     @property
     def operands(self) -> list[Node]:
-        return list(dict.fromkeys(operand(f) for c in self.sites for f in c.factors))
+        return list(dict.fromkeys(x for c in self.sites for x in c.operands))
 
     def factors(self, c: Contraction) -> tuple[Node, Node]:
         """The factor of m, that of n."""
@@ -77,7 +77,7 @@ def _product(kernel: l.Kernel) -> Product | str:
     extents = [a.extent for a in (*kernel.axes, *products[0].reduce.axes)]
     if not all(isinstance(e, int) and e > 0 for e in extents):
         return "an axis is empty, or its extent is not known"
-    if any(isinstance(x, Loaded | l.Index) for c in products for x in topological(c.factors)):
+    if any(isinstance(x, Loaded | l.Index) for c in products for x in topological(c.operands)):
         return "where a factor is read depends on data, or a factor on its place"
     axes = frozenset(kernel.axes)
     if any(s.free & axes != axes for s in kernel.stores):

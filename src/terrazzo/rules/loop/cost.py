@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.ir import nest as n
-from terrazzo.ir.contraction import contraction, operand
+from terrazzo.ir.contraction import contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import IntExpr, bounds
@@ -57,11 +57,11 @@ def on_matrix(r: Any, rates: Rates) -> bool:
     """
     if not isinstance(r, l.Reduce) or (c := contraction(r)) is None or r.dtype.name != "f32":
         return False
-    a, b = map(operand, c.factors)
-    plain = isinstance(a, l.Load) and isinstance(b, l.Load) and not a.inside and not b.inside
-    one, other = (f.free - frozenset(r.axes) for f in (a, b))
+    plain = all(isinstance(x, l.Load) and not x.inside for x in c.operands)
+    one, other = (f.free - frozenset(r.axes) for f in c.factors)
     wide = all(any(getattr(x, "extent", 2) != 1 for x in own) for own in (one - other, other - one))
-    return plain and wide and a.dtype is b.dtype and a.dtype.name in rates.matrix  # type: ignore[attr-defined]
+    types = {x.dtype for x in c.operands}  # type: ignore[attr-defined]
+    return plain and wide and len(types) == 1 and types.pop().name in rates.matrix
 
 
 class _Bill:
@@ -99,8 +99,12 @@ class _Bill:
                         self.walk(s.body, points, in_reduction or reduces, alone or shared or reduces)
 
     def product(self, r: Any) -> float:
-        """A multiply-add of a contraction."""
-        return self.rates.tensor if self.fma == self.rates.fma and on_matrix(r, self.rates) else self.fma
+        """The multiply-adds of a point of a contraction."""
+        c = contraction(r)
+        assert c is not None
+        return len(c.terms) * (
+            self.rates.tensor if self.fma == self.rates.fma and on_matrix(r, self.rates) else self.fma
+        )
 
     def operands(self, body: Sequence[n.Statement], points: int) -> None:
         """A contraction's products are paid; what its operands need beyond loads and conversions is paid at every

@@ -33,7 +33,7 @@ def uncast(value: Any) -> Any:
 
 
 def _scaled(node: Any) -> Any:
-    if not isinstance(node, l.Reduce) or contraction(node) is None:
+    if not isinstance(node, l.Reduce) or (c := contraction(node)) is None or len(c.terms) > 1:
         return node
     axes, (product,) = l.open_binder(node)
     (a, p), (b, q) = map(_apart, product.children)

@@ -30,12 +30,13 @@ def chain(kernel: l.Kernel) -> Chain | None:
     names = {r: name for name, r in accumulators(kernel).items() if isinstance(r, l.Reduce)}
     for r, name in names.items():
         outer = nested_contraction(r)
-        if outer is None or len(r.axes) != 1 or contraction(r) is not None:
+        if outer is None or len(r.axes) != 1 or len(outer.terms) > 1 or contraction(r) is not None:
             continue
         (steps,) = r.axes
         for f, g in (outer.factors, outer.factors[::-1]):
             found = [contraction(x) for x in topological([f]) if isinstance(x, l.Reduce)]
-            inner = [c for c in found if c and c.reduce in names and steps in c.reduce.free and len(c.reduce.axes) == 1]
+            inner = [c for c in found if c and c.reduce in names and steps in c.reduce.free]
+            inner = [c for c in inner if len(c.reduce.axes) == len(c.terms) == 1]
             if len(inner) != 1 or not isinstance(operand(g), l.Load):
                 continue
             (c,) = inner

@@ -33,7 +33,7 @@ from terrazzo.rules.tile.agents import LOAD, MATH, bound_warps
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.frames import move_frames
 from terrazzo.rules.tile.order import clusters, grid
-from terrazzo.rules.tile.products import place
+from terrazzo.rules.tile.products import place, promoted
 from terrazzo.rules.tile.reach import skip_steps
 from terrazzo.rules.tile.results import combination, no_boxes
 from terrazzo.rules.tile.rings import SINCE, Slab, brought, loops_of, operand_text, steps
@@ -125,6 +125,7 @@ def _product(line: Product, plan: Plan, draft: Draft) -> None:
     _same("it is on", line.on, instruction.name if instruction else FMA.name)
     _same("m is", line.m, axis_name(m))
     _same("n is", line.n, axis_name(n))
+    _same("promote is", line.promote, promoted(draft, together))
     for name, given, meant in (("a", line.a, a), ("b", line.b, b)):
         need(given == meant, f"{name} comes from {given}: {line.on} takes {meant}")
 
@@ -148,6 +149,7 @@ def _ring(line: Ring, plan: Plan, draft: Draft) -> None:
         not line.late or (one and line.over and line.by != "ld"),
         "slots are freed late by one product of warpgroups only",
     )
+    need(not (line.late and users[0].promote), "sums that are promoted are waited for in every step: late is wrong")
     need(not (line.late and apart) or line.slots > 1, "the only slot is freed late, and the next step waits for it")
     most = line.slots if apart else line.slots - 1 - line.late
     least = most if apart or line.by == "ld" else min(line.slots - 1, 1)

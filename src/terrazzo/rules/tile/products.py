@@ -23,7 +23,10 @@ THREADS = ("warp", "warpgroup", "lane")
 
 @rule(keys=(Plan,))
 def place_products(plan: Plan, draft: Draft) -> Plan | None:
-    """The contractions of a site run on its instruction. Those over the same axes, bound alike, share their steps."""
+    """The contractions of a site run on its instruction. Those over the same axes, bound alike, share their steps.
+
+    `r0 = time(64, promote=True)` has the sums of every step added up on CUDA cores.
+    """
     if plan.all(Product) or not draft.products or not plan.all(Agent):
         return None
     lines: list[Product] = []
@@ -36,8 +39,11 @@ def place_products(plan: Plan, draft: Draft) -> Plan | None:
         together, instruction, m, n, a, b = place(draft, name)
         done.update(together)
         on = instruction.name if instruction else FMA.name
-        lines.append(Product(tuple(together), on, agent, (), axis_name(m), axis_name(n), a, b))
+        lines.append(
+            Product(tuple(together), on, agent, (), axis_name(m), axis_name(n), a, b, promoted(draft, together))
+        )
         read += draft.read(draft.site(name), "on")
+        read += [w for a in draft.products[name].reduce.axes for w in draft.read(None, axis_name(a), "promote")]
     left = [x for x in draft.names if x not in done and draft.tiled and isinstance(draft.names[x], l.Reduce)]
     need(
         not any(draft.site(x) for x in left),
@@ -62,6 +68,17 @@ def place(draft: Draft, name: str) -> tuple[list[str], Matrix | None, Any, Any, 
     for x in together:
         _follows(draft, x, instruction, m)
     return together, instruction, m, n, *_sources(draft, site, instruction, draft.products[together[0]], m)
+
+
+def promoted(draft: Draft, together: list[str]) -> bool:
+    """Whether the schedule has the sums of every step added up on CUDA cores."""
+    c, site = draft.products[together[0]], draft.site(together[0])
+    asked = [draft.option(f, "promote", False) for a in c.reduce.axes for f in draft.times(a, site)]
+    if not any(asked):
+        return False
+    need(draft.instruction(site) is not None, f"{together[0]}: sums on CUDA cores need no promotion")
+    need(len(together) == len(draft.products), f"{together[0]}: sums of a chain of products are not promoted")
+    return True
 
 
 def _rows_and_columns(
@@ -97,9 +114,9 @@ def _fits(draft: Draft, site: Site, instruction: Matrix, products: list[Contract
     if needs := missing(instruction, draft.gpu):
         raise draft.fail(f"{instruction.name} needs {needs}, and the target is {draft.gpu.arch}")
     for c in products:
-        a, b = (operand(f) for f in (c.factors if m in c.factors[0].free else c.factors[::-1]))
-        takes_a, takes_b = operands(instruction)
-        for x, takes in ((a, takes_a), (b, takes_b), (c.reduce, instruction.d.dtype)):
+        pairs = [pair if m in pair[0].free else pair[::-1] for pair in c.terms]
+        given = [(operand(f), takes) for pair in pairs for f, takes in zip(pair, operands(instruction), strict=True)]
+        for x, takes in (*given, (c.reduce, instruction.d.dtype)):
             if x.dtype is not takes:  # type: ignore[attr-defined]
                 named = loads(x)[0].buffer.name if isinstance(x, l.Load) else site.names[0]
                 raise draft.fail(f"{instruction.name} takes {takes}, and {named} is {x.dtype}")  # type: ignore[attr-defined]

@@ -37,8 +37,9 @@ def brought(draft: Draft, product: Product) -> list[Node]:
     found = []
     for name in product.sites:
         c = draft.products[name]
-        a, b = c.factors if axis_called(draft, product.m) in c.factors[0].free else c.factors[::-1]
-        found += [operand(f) for f, source in ((a, product.a), (b, product.b)) if source != "values"]
+        for pair in c.terms:
+            a, b = pair if axis_called(draft, product.m) in pair[0].free else pair[::-1]
+            found += [operand(f) for f, source in ((a, product.a), (b, product.b)) if source != "values"]
     return list(dict.fromkeys(found))
 
 
@@ -93,13 +94,14 @@ def pipeline(plan: Plan, draft: Draft) -> Plan | None:
         need(by == "tma" or not apart, f"who only loads does so by TMA, not by {by}")
         count = min(count, 2) if by == "ld" else count
         late = warps(matrix(products[0].on)) > 1 and len(products) == 1 and by != "ld" and count > (1 if apart else 3)
+        late = late and not products[0].promote
         ahead = count if apart else count - 1 - late
         consumer = products[users[key][0]].agent
         rings[key] = Ring(f"ring{len(rings)}", over, count, ahead, by, LOAD if apart else EVERYONE, consumer, late)
     lines = []
     for number, p in enumerate(products):
         mine = tuple(r.name for key, r in rings.items() if number in users[key])
-        lines.append(Product(p.sites, p.on, p.agent, mine, p.m, p.n, p.a, p.b))
+        lines.append(Product(p.sites, p.on, p.agent, mine, p.m, p.n, p.a, p.b, p.promote))
     rest = tuple(x for x in plan.lines if not isinstance(x, Product))
     read = [w for a, _ in loops for w in draft.read(None, axis_name(a), "ring")]
     return Plan(plan.kernel, plan.target, rest, plan.open).plus(*rings.values(), *lines, read=read)

@@ -93,9 +93,9 @@ class Group:
         digits = self.inner[axis]
         return [d for d in digits if d.level == "reg"], value(digits)
 
-    def factors(self, c: Contraction) -> tuple[Node, Node]:
-        """The factor of m, that of n."""
-        return c.factors if self.m in c.factors[0].free else (c.factors[1], c.factors[0])
+    def terms(self, c: Contraction) -> list[tuple[Node, Node]]:
+        """The products that are summed, each as the factor of m and that of n."""
+        return [pair if self.m in pair[0].free else (pair[1], pair[0]) for pair in c.terms]
 
     def slot(self, slab: Slab) -> IntExpr:
         """The slot a slab is in."""
@@ -144,8 +144,9 @@ class Multiply:
         def product() -> None:
             for c, fragment in zip(group.sites, group.fragments, strict=True):
                 at = fragment.index(digits_of)
-                both = l.apply("mul", *(substitute(f, held) for f in c.factors))
-                self.builder.add(l.Store(fragment.place, at, l.apply("add", l.Load(fragment.place, at), both)))
+                for pair in c.terms:
+                    both = l.apply("mul", *(substitute(f, held) for f in pair))
+                    self.builder.add(l.Store(fragment.place, at, l.apply("add", l.Load(fragment.place, at), both)))
 
         self.builder.loops([(d.variable, True) for d in loops], product)
 
@@ -185,8 +186,7 @@ class Multiply:
         def body() -> None:
             loaded: dict[Node, tuple[k.Registers, tuple[IntExpr, ...]]] = {}
             parts = group.fragments[0].parts
-            for c in group.sites:
-                a, b = group.factors(c)
+            for a, b in (pair for c in group.sites for pair in group.terms(c)):
                 for factor, x, layout, name in (
                     (a, group.m, instruction.a.layout, "m"),
                     (b, group.n, instruction.b.layout, "n"),
@@ -201,11 +201,11 @@ class Multiply:
             order += [next(p for p in parts if p.axis is x) for x in (group.n, group.m)]
             loops = [(d.variable, True) for p in order for d in p.digits if d.level == "reg"]
             for c, fragment in zip(group.sites, group.fragments, strict=True):
-                a, b = group.factors(c)
-                (left, i), (right, j) = loaded[operand(a)], loaded[operand(b)]
                 own = tuple(d.variable for p in fragment.parts for d in p.digits if d.level == "reg")
-                product = k.Multiply(instruction.name, fragment.place, (*own, 0), left, i, right, j)
-                self.builder.loops(loops, partial(self.builder.add, product))
+                for a, b in group.terms(c):
+                    (left, i), (right, j) = loaded[operand(a)], loaded[operand(b)]
+                    product = k.Multiply(instruction.name, fragment.place, (*own, 0), left, i, right, j)
+                    self.builder.loops(loops, partial(self.builder.add, product))
 
         self.builder.loops([(d.variable, True) for d in regs], body)
 
@@ -259,15 +259,21 @@ class Multiply:
     # -- instructions of a warpgroup -----------------------------------------------------------------------------------
 
     def _warpgroups(self, group: Group, instruction: WarpgroupInstruction) -> None:
-        """Products straight from the slabs, or with values in registers as the first factor; they are on their way."""
+        """Products straight from the slabs, or with values in registers as the first factor; they are on their way. One
+        term goes through all of a step before the next one does: small ones first, they add up before they meet the
+        large ones.
+        """
         axis = group.k
         steps, depth = group.depth(axis)
         first = sum((d.value for d in steps), start=group.step)  # 0 at the first product
         self.builder.add(k.Fence("wgmma"))
 
-        def body() -> None:
+        def body(number: int) -> None:
             for c, fragment in zip(group.sites, group.fragments, strict=True):
-                a, b = group.factors(c)
+                if number >= len(c.terms):
+                    continue
+                a, b = group.terms(c)[number]
+                fresh = -1 if number else -first
                 rows, columns = (next(p for p in fragment.parts if p.axis is x) for x in (group.m, group.n))
                 regs = [d for p in (rows, columns) for d in p.digits if d.level == "reg"]
                 own = tuple(d.value for p in fragment.parts for d in p.digits if d.level == "reg")
@@ -284,11 +290,12 @@ class Multiply:
                     and group.slabs[operand(place)].parts[-1].axis is not axis
                 )  # fmt: skip
                 product = k.MultiplyAsync(
-                    instruction.name, fragment.place, (*own, 0), left, at_a, right, at_b, -first, turned
+                    instruction.name, fragment.place, (*own, 0), left, at_a, right, at_b, fresh, turned
                 )
                 self.builder.loops([(d.variable, True) for d in regs], partial(self.builder.add, product))
 
-        self.builder.loops([(d.variable, True) for d in steps], body)
+        for number in range(max(len(c.terms) for c in group.sites)):
+            self.builder.loops([(d.variable, True) for d in steps], partial(body, number))
         self.builder.add(k.Commit("wgmma"))
 
     def _operand(

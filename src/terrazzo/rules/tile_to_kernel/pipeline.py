@@ -34,6 +34,7 @@ from terrazzo.rules.tile_to_kernel.frame import Frame, beyond
 from terrazzo.rules.tile_to_kernel.meet import meet
 from terrazzo.rules.tile_to_kernel.memory import Memory, operands
 from terrazzo.rules.tile_to_kernel.multiply import Fragment, Group, Multiply
+from terrazzo.rules.tile_to_kernel.promote import Promotion
 from terrazzo.rules.tile_to_kernel.scope import Scope
 
 
@@ -54,6 +55,7 @@ class Pipeline:
         self.multiply = Multiply(builder, bindings)
         self.rings = plan.all(Ring)
         self.fragments: dict[l.Reduce, Fragment] = {}
+        self.promotion = Promotion(builder, bindings)
         self.frame: Frame | None = None
         terms = operands(draft, plan)
         self.parts: dict[Any, Part] = {}
@@ -141,6 +143,7 @@ class Pipeline:
                             self.builder.where([t - 1], lambda ring=ring: self.free(ring, t - 1))  # type: ignore[misc]
                         else:
                             self.free(ring, t)
+                self.promotion.add()
 
         self.builder.loops([(t, False)], body)
         if late:
@@ -350,6 +353,7 @@ class Pipeline:
         for p in self.plan.all(Product):
             self.product(p, t, self.values(p, t), slots)
             self.settle(p, int(late))
+            self.promotion.add()
 
     def finish(self, ring: Ring) -> None:
         """Wait for products that are still on their way after the last step."""
@@ -376,7 +380,7 @@ class Pipeline:
             dtype = reduce.dtype
             own = isinstance(instruction, WarpgroupInstruction)  # which begins with its first product
             framed = any(f.product == name for f in self.plan.all(FrameLine))  # which is multiplied before it
-            init = l.Literal(zero(dtype), dtype) if framed or not own else None
+            init = l.Literal(zero(dtype), dtype) if framed or p.promote or not own else None
             place = self.builder.registers("acc", dtype, [*shape, *extra], init)
             self.fragments[reduce] = Fragment(place, parts, instruction)
 
@@ -391,10 +395,10 @@ class Pipeline:
         inner = {a: self.inner(a, site) for a in sites[0].reduce.axes}
         given = {r.name: (slots or {}).get(r.name, self.slot(r, t)[0]) for r in self.rings}
         m, n = (axis_called(self.draft, x) for x in (p.m, p.n))
-        fragments = tuple(self.fragments[c.reduce] for c in sites)
-        used = {operand(f) for c in sites for f in c.factors}
-        slabs = {x: s for x, s in self.slabs.items() if x in used}
-        step = t if self.outermost(p) else 0
+        totals = tuple(self.fragments[c.reduce] for c in sites)
+        fragments = self.promotion.begin(totals) if p.promote else totals
+        slabs = {x: s for x, s in self.slabs.items() if any(x in c.operands for c in sites)}
+        step = t if self.outermost(p) and not p.promote else 0
         depth = next((a for a in inner if self.draft.length(a, site) > 1), sites[0].reduce.axes[-1])
         self.multiply.write(Group(sites, fragments, matrix(p.on), inner, m, n, depth, slabs, given, values, step))
 

@@ -71,7 +71,7 @@ def _sites(kernel: l.Kernel) -> tuple[list[Site], list[l.Term], list[l.Store], V
     axes = [a for a in kernel.axes if isinstance(a.extent, int)]
     if (
         not products
-        or None in products
+        or any(p is None or len(p.terms) > 1 for p in products)
         or len(axes) != len(kernel.axes)
         or reductions[0].dtype.name not in ("f32", "f64")
     ):
@@ -80,7 +80,7 @@ def _sites(kernel: l.Kernel) -> tuple[list[Site], list[l.Term], list[l.Store], V
         r.dtype is not reductions[0].dtype or not all(isinstance(a.extent, int) for a in r.axes) for r in reductions
     ):
         return None
-    if any(isinstance(x, (l.Index, Loaded)) for p in products if p for x in topological(p.factors)):
+    if any(isinstance(x, (l.Index, Loaded)) for p in products if p for x in topological(p.operands)):
         return None
     factors = [p.factors for p in products if p]
     everywhere = frozenset(kernel.axes)
