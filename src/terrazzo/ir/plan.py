@@ -165,13 +165,14 @@ class Stream(Line, dialect="plan", op="stream"):
 
 
 class Product(Line, dialect="plan", op="product"):
-    """Contractions on an instruction, by an agent: m and n are the axes of its rows and columns.
+    """Contractions on an instruction, by an agent: m and n are the axes of its rows and columns. Where rows are points
+    of several axes, these are a `box`, and m is the first that the instruction divides.
 
     Factors come from "shared" memory or from "registers", to which fragments are brought by an instruction
     ("ldmatrix"), by plain loads ("ld"), or in which what was computed already lies ("values").
     """
 
-    references = {"agent": "agent", "rings": "ring", "m": AXIS, "n": AXIS}
+    references = {"agent": "agent", "rings": "ring", "m": AXIS, "n": AXIS, "box": AXIS}
     sites: tuple[str, ...]
     on: str
     agent: str
@@ -180,6 +181,7 @@ class Product(Line, dialect="plan", op="product"):
     n: str
     a: str
     b: str
+    box: tuple[str, ...] = ()
 
 
 class Frame(Line, dialect="plan", op="frame"):
@@ -223,10 +225,11 @@ class Keep(Line, dialect="plan", op="keep"):
 class Result(Line, dialect="plan", op="result"):
     """How a store's values leave: from registers, or through a slab of shared memory, so many columns at a time.
 
-    `put` brings them there ("stmatrix" or "st"), `by` takes them away ("tma", or "ld" for 16 bytes a thread).
+    `put` brings them there ("stmatrix" or "st"), `by` takes them away ("tma", or "ld" for 16 bytes a thread). Rows may
+    be points of several axes, a `box`.
     """
 
-    references = {"agent": "agent", "rows": AXIS, "columns": AXIS}
+    references = {"agent": "agent", "rows": AXIS, "columns": AXIS, "box": AXIS}
     store: str
     agent: str
     slab: str = ""
@@ -238,6 +241,7 @@ class Result(Line, dialect="plan", op="result"):
     pad: int = 0
     put: str = ""
     by: str = ""
+    box: tuple[str, ...] = ()
 
 
 class Limit(Line, dialect="plan", op="limit"):

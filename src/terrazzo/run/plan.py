@@ -180,7 +180,9 @@ def make(program: l.Program | kernel.Program, entries: Mapping[Any, Entry]) -> P
     slots = []
     for b in buffers:
         kind = "input" if b in program.inputs else "result" if b in program.results else "arena"
-        slots.append(Slot(b.name, b.type.dtype.name, b.type.static_shape, whole_strides(b.type), kind, offsets.get(b, 0)))
+        slots.append(
+            Slot(b.name, b.type.dtype.name, b.type.static_shape, whole_strides(b.type), kind, offsets.get(b, 0))
+        )
     steps = []
     for s in program.steps:
         if not isinstance(s, l.Call):

@@ -6,11 +6,12 @@ import math
 from typing import Any
 
 from terrazzo.errors import Limitation
-from terrazzo.ir.address import coefficient, flatten
+from terrazzo.ir.address import coefficient, flatten, mentions
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.plan import EVERYONE, Agent, Combine, Keep, Plan, Product, Result, Stream
 from terrazzo.ir.schedule import Named, Site
 from terrazzo.rewrite.rule import need, rule
+from terrazzo.rules.access import boxed
 from terrazzo.rules.tile.agents import MATH
 from terrazzo.rules.tile.draft import Draft, axis_name
 
@@ -69,7 +70,29 @@ def _gathered(plan: Plan, draft: Draft, site: Site, s: l.Store, agent: str) -> R
     need(by == "ld" or not pad, f"{name}: TMA leaves no room between rows")
     slots = max([1, *(v for f in times if isinstance(v := draft.option(f, "ring", 1), int))])
     put = "stmatrix" if draft.gpu.number >= 90 and size == 2 else "st"
-    return Result(name, agent, f"{name}_s", product.m, product.n, width, slots, swizzle, pad, put, by)
+    if by == "tma":
+        leaves_in_boxes(draft, s, product)
+    return Result(name, agent, f"{name}_s", product.m, product.n, width, slots, swizzle, pad, put, by, product.box)
+
+
+def leaves_in_boxes(draft: Draft, s: l.Store, product: Product) -> None:
+    """Declines, with the reason, where a store's tile is no box of its tensor. A store covers its tensor, so what
+    overhangs the one overhangs the other, where TMA stores nothing.
+    """
+    site, name = draft.site(product.sites[0]), s.buffer.name
+    _, index = boxed(s.buffer.type, s.index)
+    order: list[Any] = []
+    for e in index:
+        mine: list[Any] = [a for a in draft.tiled if mentions(e, a)]
+        need(
+            len(mine) < 2 and (not mine or coefficient(e, mine[0]) == 1),
+            f"{name}: TMA stores one axis with a stride of one along each dimension, not {e}",
+        )
+        order += mine
+    rows = product.box or (product.m,)
+    there = [axis_name(a) for a in order if draft.length(a, site) > 1]
+    meant = [x for x in (*rows, product.n) if x in there]
+    need(there == meant, f"{name}: the tile's axes are not in the order of the tensor's dimensions, which TMA keeps")
 
 
 @rule(keys=(Plan,))

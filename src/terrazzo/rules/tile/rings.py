@@ -19,7 +19,7 @@ from terrazzo.ir.show import show
 from terrazzo.ir.sites import called, loads
 from terrazzo.ir.types import Type
 from terrazzo.rewrite.rule import need, rule
-from terrazzo.rules.access import WIDEST, divides, wide
+from terrazzo.rules.access import WIDEST, boxed, divides, wide
 from terrazzo.rules.tile.agents import LOAD
 from terrazzo.rules.tile.draft import Draft, axis_name
 
@@ -99,7 +99,7 @@ def pipeline(plan: Plan, draft: Draft) -> Plan | None:
     lines = []
     for number, p in enumerate(products):
         mine = tuple(r.name for key, r in rings.items() if number in users[key])
-        lines.append(Product(p.sites, p.on, p.agent, mine, p.m, p.n, p.a, p.b))
+        lines.append(Product(p.sites, p.on, p.agent, mine, p.m, p.n, p.a, p.b, p.box))
     rest = tuple(x for x in plan.lines if not isinstance(x, Product))
     read = [w for a, _ in loops for w in draft.read(None, axis_name(a), "ring")]
     return Plan(plan.kernel, plan.target, rest, plan.open).plus(*rings.values(), *lines, read=read)
@@ -224,7 +224,9 @@ class Slab:
         need(swizzle in (32, 64, 128), f"{self.name}: wgmma reads slabs swizzled by 32, 64 or 128 bytes")
         width: int = swizzle // self.term.dtype.size  # type: ignore[attr-defined]
         shape = dict(zip((self.product.m, self.product.n), self.instruction.shape, strict=False))  # type: ignore[union-attr]
-        each = shape.get(axis_name(axes[-1]), width)
+        along = axis_name(axes[-1])
+        need(along not in self.product.box, f"{self.name}: its rows are a box, and run along {along}, one of its axes")
+        each = shape.get(along, width)
         need(
             each % width == 0 or each >= sizes[axes[-1]],
             f"{self.name}: every product takes {each} of {axis_name(axes[-1])}, which begin inside a panel of {width}",
@@ -283,11 +285,17 @@ class Slab:
     def box(self, line: Stream, axes: list[Any], sizes: dict[Any, int]) -> None:
         """Declines, with the reason, where the slab is no box of the tensor."""
         term, name = self.term, line.name
-        need(isinstance(term, l.Load) and not term.inside, f"{name}: TMA brings in plain loads only")
+        need(isinstance(term, l.Load), f"{name}: TMA brings in plain loads only")
         assert isinstance(term, l.Load)
+        tensor, index = boxed(term.buffer.type, term.index)
+        bounds = [x for e, n in zip(index, tensor.static_shape, strict=True) for x in (e, n - 1 - e)]
+        need(
+            all(e in bounds for e in term.inside),
+            f"{name}: TMA brings in zeros for what lies outside the tensor, and this load has zeros elsewhere too",
+        )
         order: list[Any] = []
         box = []
-        for e, extent in zip(term.index, term.buffer.type.static_shape, strict=True):
+        for e, extent in zip(index, tensor.static_shape, strict=True):
             mine: list[Any] = [a for a in axes if mentions(e, a)]
             need(
                 len(mine) <= 1 and (not mine or coefficient(e, mine[0]) == 1),
@@ -295,21 +303,21 @@ class Slab:
             )
             box.append(sizes[mine[0]] if mine else 1)
             order += mine
-            for a in mine:  # at most one
+            for a in mine:  # at most one; what a tile's row or column reads beyond is in no other, and not stored
                 own = a.extent
-                ends = own % sizes[a] == 0 or (a is e and own == extent)
+                ends = own % sizes[a] == 0 or (a is e and own == extent) or a in self.draft.kernel.axes
                 need(ends, f"{name}: what lies beyond {axis_name(a)} is not beyond the tensor, and TMA would read it")
         need(order == axes, f"{name}: the slab's dimensions are not in the order of the tensor's, which TMA keeps")
         if line.pad:
             raise self.draft.fail(f"{name}: TMA leaves no room between rows: a slab has a pad or comes by TMA")
         box[-1] = line.panel or box[-1]
-        tensor_map(term.buffer.type, tuple(box), line.swizzle)  # which refuses what the hardware does
+        tensor_map(tensor, tuple(box), line.swizzle)  # which refuses what the hardware does
         size = math.prod(sizes.values()) * term.dtype.size
         need(
             size % max(line.swizzle * 8, 128) == 0,
             f"{name}: a slab of {size} bytes does not end where the swizzle of {line.swizzle} bytes repeats",
         )
-        begins: IntExpr = substitute(term.index[-1], self.coordinates(axes, sizes, [0] * len(axes)))
+        begins: IntExpr = substitute(index[-1], self.coordinates(axes, sizes, [0] * len(axes)))
         need(divides(WIDEST // term.dtype.size, begins), f"{name}: its boxes do not begin at multiples of 16 bytes")
 
 

@@ -13,6 +13,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, at_least
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.plan import Ring, Stream
+from terrazzo.rules.access import boxed
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.digits import Bindings, Digit, zero
 from terrazzo.rules.tile_to_kernel.scope import Scope
@@ -124,10 +125,12 @@ class Copies:
         """One thread asks for the slabs of step t, whose bytes count at the barrier of their slot."""
         self.builder.add(k.Expect(full, slot, sum(s.bytes for s in slabs)))
         for s in slabs:
-            load: l.Load = substitute(s.term, self.coordinates(s, [0] * len(s.parts), t))
+            whole: l.Load = s.term  # type: ignore[assignment]
+            tensor, index = boxed(whole.buffer.type, whole.index)
+            env = self.coordinates(s, [0] * len(s.parts), t)
             sizes = {p.axis: p.size for p in s.parts}
             box, along = [], []  # the sides of the box, and the part each dimension runs along
-            for e in s.term.index:  # type: ignore[attr-defined]
+            for e in index:
                 mine = [n for n, p in enumerate(s.parts) if mentions(e, p.axis)]
                 along.append(mine[0] if mine else -1)
                 box.append(sizes[s.parts[mine[0]].axis] if mine else 1)
@@ -136,7 +139,7 @@ class Copies:
             share[first] //= ranks
             begin: list[IntExpr] = [0] * len(s.parts)
             begin[0] = self.bindings.rank * share[first] if ranks > 1 else 0
-            at = tuple(e + begin[0] if n == first else e for n, e in enumerate(load.index))
+            at = tuple(substitute(e, env) + (begin[0] if n == first else 0) for n, e in enumerate(index))
             width = s.stream.panel or box[-1]
             for panel in range(box[-1] // width):
                 begin[-1] = begin[-1] + width if panel else begin[-1]
@@ -144,8 +147,8 @@ class Copies:
                 place = s.at(slot, begin)
                 self.builder.add(
                     k.TensorLoad(
-                        s.place, place, load.buffer, there, (*share[:-1], width), full, slot,
-                        (1 << ranks) - 1 if ranks > 1 else 0,
+                        s.place, place, whole.buffer, there, (*share[:-1], width), full, slot,
+                        (1 << ranks) - 1 if ranks > 1 else 0, tensor if tensor is not whole.buffer.type else None,
                     )
                 )  # fmt: skip
 

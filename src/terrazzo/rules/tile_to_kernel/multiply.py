@@ -257,15 +257,14 @@ class Multiply:
         def body() -> None:
             for c, fragment in zip(group.sites, group.fragments, strict=True):
                 a, b = group.factors(c)
-                rows, columns = (next(p for p in fragment.parts if p.axis is x) for x in (group.m, group.n))
-                regs = [d for p in (rows, columns) for d in p.digits if d.level == "reg"]
-                own = tuple(d.value for p in fragment.parts for d in p.digits if d.level == "reg")
-                right, at_b = self._operand(group, operand(b), columns, axis, depth)
+                regs = [d for p in fragment.parts for d in p.digits if d.level == "reg"]
+                own = tuple(d.value for d in regs)
+                right, at_b = self._operand(group, operand(b), axis, depth)
                 if operand(a) in group.values:
                     left: l.Buffer = group.values[operand(a)]
                     at_a: tuple[IntExpr, ...] = (value(steps) // instruction.shape[2] * instruction.a.elements,)
                 else:
-                    left, at_a = self._operand(group, operand(a), rows, axis, depth)
+                    left, at_a = self._operand(group, operand(a), axis, depth)
                 assert isinstance(right, k.Shared)
                 turned = "".join(
                     x for x, place in (("a", a), ("b", b)) if operand(place) in group.slabs
@@ -279,14 +278,14 @@ class Multiply:
         self.builder.loops([(d.variable, True) for d in steps], body)
         self.builder.add(k.Commit("wgmma"))
 
-    def _operand(
-        self, group: Group, term: Node, part: Part, axis: Any, depth: IntExpr
-    ) -> tuple[k.Shared, tuple[IntExpr, ...]]:
+    def _operand(self, group: Group, term: Node, axis: Any, depth: IntExpr) -> tuple[k.Shared, tuple[IntExpr, ...]]:
         """Where an instruction's part of a slab begins."""
         slab = group.slabs[term]
-        first = value([d for d in part.digits if d.level in ("warpgroup", "reg")])
-        at = {part.axis: first, axis: depth}
-        return slab.place, slab.at(group.slot(slab), [at[p.axis] for p in slab.parts])
+        at = [
+            depth if p.axis is axis else value([d for d in p.digits if d.level in ("warpgroup", "reg")])
+            for p in slab.parts
+        ]
+        return slab.place, slab.at(group.slot(slab), at)
 
 
 def _named(slab: Slab, suffix: str) -> str:
