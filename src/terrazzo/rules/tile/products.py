@@ -39,7 +39,7 @@ def place_products(plan: Plan, draft: Draft) -> Plan | None:
         assert site is not None
         rows = tuple(map(axis_name, box(draft, site, instruction, m, n)))
         need(not rows or "values" not in (a, b), f"{name}: what lies in registers already is no box of several axes")
-        lines.append(Product(tuple(together), on, agent, (), axis_name(m), axis_name(n), a, b, rows))
+        lines.append(Product(tuple(together), on, agent, (), axis_name(m), axis_name(n), a, b, box=rows))
         read += draft.read(draft.site(name), "on")
     left = [x for x in draft.names if x not in done and draft.tiled and isinstance(draft.names[x], l.Reduce)]
     need(

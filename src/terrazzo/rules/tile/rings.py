@@ -99,7 +99,7 @@ def pipeline(plan: Plan, draft: Draft) -> Plan | None:
     lines = []
     for number, p in enumerate(products):
         mine = tuple(r.name for key, r in rings.items() if number in users[key])
-        lines.append(Product(p.sites, p.on, p.agent, mine, p.m, p.n, p.a, p.b, p.box))
+        lines.append(Product(p.sites, p.on, p.agent, mine, p.m, p.n, p.a, p.b, box=p.box))
     rest = tuple(x for x in plan.lines if not isinstance(x, Product))
     read = [w for a, _ in loops for w in draft.read(None, axis_name(a), "ring")]
     return Plan(plan.kernel, plan.target, rest, plan.open).plus(*rings.values(), *lines, read=read)
