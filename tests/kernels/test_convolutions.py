@@ -46,6 +46,11 @@ CASES: dict[str, Convolution] = {
     "bias and relu": Convolution((2, 7, 7, 64), **RELU),
     "residual": Convolution(**RESIDUAL),
     "cp.async": Convolution((2, 7, 7, 64), by="cp.async", roles=False),
+    "strides": Convolution((2, 16, 16, 64), stride=2),
+    "strides, no padding": Convolution((2, 16, 18, 64), stride=2, pad=0, box=(4, 4, 8)),
+    "one tap, strides": Convolution((2, 16, 16, 64), stride=2, taps=1),
+    "strides of three": Convolution((1, 27, 24, 64), stride=3, box=(1, 8, 16)),
+    "strides, dilated": Convolution((2, 16, 16, 64), stride=2, dilation=2),
     "strides by cp.async": Convolution((2, 14, 14, 64), stride=2, by="cp.async", roles=False),
 }  # fmt: skip
 
@@ -55,12 +60,14 @@ def test_a_convolution_is_right(name: str) -> None:
     right(CASES[name].text)
 
 
-@pytest.mark.parametrize("name", ["two images a block", "dilated", "more padding than taps reach", "no padding"])
+@pytest.mark.parametrize(
+    "name", ["two images a block", "dilated", "more padding than taps reach", "no padding", "strides"]
+)
 def test_it_is_what_pytorch_computes(name: str) -> None:
     c = CASES[name]
     given = inputs(parse(c.text))
     x, w = (torch.from_numpy(given[n].astype(np.float64)) for n in "xw")
-    exact = F.conv2d(x, w, padding=c.padding, dilation=c.dilation).numpy()
+    exact = F.conv2d(x, w, padding=c.padding, dilation=c.dilation, stride=c.stride).numpy()
     for seed in SEEDS:
         (ours,) = simulator.run(derived(c.text), given, seed=seed)
         assert np.abs(ours.astype(np.float64) - exact).max() <= 2.0**-7 * np.abs(exact).max()
@@ -75,7 +82,16 @@ SHUFFLED = EVERY["staged by tma"].text.replace("y=bf16[128, 128]", "y=bf16[2, 64
     ("text", "changes", "reason"),
     [
         (BASE, {"7 - (a2 + r1 - 1) >= 0": "6 - (a2 + r1 - 1) >= 0"}, "this load has zeros elsewhere too"),
-        (Convolution(stride=2).text, {}, "x_s: TMA takes one axis with a stride of one along each dimension"),
+        (
+            Convolution((2, 15, 16, 64), stride=2).text,
+            {},
+            "x_s: TMA takes one axis with a stride of one along each dimension, not r1 + a2 * 2 - 1",
+        ),
+        (
+            Convolution((2, 16, 16, 72), stride=2).text,
+            {},
+            "x_s: what lies beyond r0 is not beyond the tensor, and TMA would read it",
+        ),
         (
             Convolution((1, 8, 16, 64), box=(1, 8, 16)).text,
             {"warpgroup(2) * inst.m(4)": "inst.m(8)", "inst.m(16)": "warpgroup(2) * inst.m(8)"},

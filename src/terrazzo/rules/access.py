@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import FloorDiv, IntExpr, Mod, Var, terms_of
+from terrazzo.ir.expr import FloorDiv, IntExpr, Mod, Var, floordiv, mod, terms_of
 from terrazzo.ir.node import substitute, topological
 from terrazzo.ir.types import Type, contiguous_strides
 
@@ -34,36 +36,73 @@ def together(e: IntExpr, j: Var, size: int) -> bool:
     return c == 0 or (c == -1 and divides(size, e + j - (size - 1)))
 
 
+MOST_DIMENSIONS = 5
+"""As many as a tensor has for TMA."""
+
+
+@dataclass(frozen=True)
+class Boxed:
+    """A place in memory as TMA takes it: in which tensor, at which index. It is inside where all `bounds` are >= 0."""
+
+    tensor: Type
+    index: tuple[IntExpr, ...]
+    bounds: tuple[IntExpr, ...]
+
+
 @lru_cache(maxsize=4096)
-def boxed(kind: Type, index: tuple[IntExpr, ...]) -> tuple[Type, tuple[IntExpr, ...]]:
-    """The same place in the same memory, as TMA takes it: dimensions of one element are left out, the contiguous one
-    comes last, and those in which the digits of one axis stand are one.
+def boxed(kind: Type, index: tuple[IntExpr, ...]) -> Boxed:
+    """The same place in the same memory, under another shape where that is needed: dimensions of one element are left
+    out, the contiguous one comes last, and those in which the digits of one axis stand are one. One that an axis walks
+    in steps of c is two: every c-th element, and which of them.
     """
-    every = list(zip(kind.static_shape, kind.element_strides, index, strict=True))
-    found = [x for x in every if x[0] != 1 or x[2] != 0] or every
-    if found[-1][1] != 1 and (last := next((x for x in reversed(found) if x[1] == 1), None)) is not None:
+    dims = [_Dimension(*x) for x in zip(kind.static_shape, kind.element_strides, index, strict=True)]
+    found = [x for x in dims if x.extent != 1 or x.index != 0] or dims
+    if found[-1].stride != 1 and (last := next((x for x in reversed(found) if x.stride == 1), None)) is not None:
         found.remove(last)
         found.append(last)
-    merged: list[tuple[int, IntExpr, IntExpr]] = []
+    merged: list[_Dimension] = []
     while found:
-        count = next((n for n in range(1, len(found) + 1) if (one := _merged(found[:n])) and _plain(one[2])), 1)
+        count = next((n for n in range(1, len(found) + 1) if (one := _merged(found[:n])) and _plain(one.index)), 1)
         merged.append(_merged(found[:count]) or found[0])
         del found[:count]
-    if [*merged] == every:
-        return kind, index
-    shape, strides, there = zip(*merged, strict=True)
+    bounds = tuple(e for x in merged for e in (x.index, x.extent - 1 - x.index))
+    parts = [y for x in merged for y in _every(x)]
+    for n in reversed(range(len(parts) - 1)):  # what no axis walks joins what follows it, where there are too many
+        if len(parts) > MOST_DIMENSIONS and parts[n].fixed and (one := _merged(parts[n : n + 2])):
+            parts[n : n + 2] = [one]
+    if parts == dims:
+        return Boxed(kind, index, bounds)
+    shape, strides = tuple(x.extent for x in parts), tuple(x.stride for x in parts)
     dense = strides == contiguous_strides(shape)
-    return Type(kind.dtype, shape, None if dense else strides), there
+    return Boxed(Type(kind.dtype, shape, None if dense else strides), tuple(x.index for x in parts), bounds)
 
 
-def _merged(dims: list[tuple[int, IntExpr, IntExpr]]) -> tuple[int, IntExpr, IntExpr] | None:
-    """Neighbouring dimensions (extent, stride, index) as one; None where there are gaps between them."""
-    (extent, stride, index), *rest = dims
-    for more, step, inner in rest:
-        if stride != step * more:
+@dataclass(frozen=True)
+class _Dimension:
+    extent: int
+    stride: IntExpr
+    index: IntExpr
+    fixed: bool = False
+
+
+def _merged(dims: Sequence[_Dimension]) -> _Dimension | None:
+    """Neighbouring dimensions as one; None where there are gaps between them."""
+    found = dims[0]
+    for x in dims[1:]:
+        if found.stride != x.stride * x.extent:
             return None
-        extent, stride, index = extent * more, step, index * more + inner
-    return extent, stride, index
+        found = _Dimension(found.extent * x.extent, x.stride, found.index * x.extent + x.index)
+    return found
+
+
+def _every(x: _Dimension) -> list[_Dimension]:
+    """A dimension that axes walk in steps of c as every c-th element, and which of them that is."""
+    steps = {abs(c) for factors, c in terms_of(x.index).items() if any(isinstance(f, Var) for f in factors)}
+    c = min(steps, default=1)
+    if c < 2 or x.extent % c:
+        return [x]
+    far = _Dimension(x.extent // c, x.stride * c, floordiv(x.index, c))
+    return [far, _Dimension(c, x.stride, mod(x.index, c), True)]
 
 
 def _plain(e: IntExpr) -> bool:

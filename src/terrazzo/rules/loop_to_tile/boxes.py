@@ -53,7 +53,8 @@ class Moved:
     @property
     def step(self) -> int:
         """Elements of `depth` in a step: 128 bytes, the widest swizzle, or as many as there are."""
-        return max(16, min(STEP, 1 << (self.depth.extent - 1).bit_length()))
+        extent: int = self.depth.extent
+        return max(16, min(STEP, 1 << (extent - 1).bit_length()))
 
 
 def moved(kernel: l.Kernel) -> tuple[Moved | None, str]:

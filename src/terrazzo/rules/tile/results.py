@@ -80,9 +80,8 @@ def leaves_in_boxes(draft: Draft, s: l.Store, product: Product) -> None:
     overhangs the one overhangs the other, where TMA stores nothing.
     """
     site, name = draft.site(product.sites[0]), s.buffer.name
-    _, index = boxed(s.buffer.type, s.index)
     order: list[Any] = []
-    for e in index:
+    for e in boxed(s.buffer.type, s.index).index:
         mine: list[Any] = [a for a in draft.tiled if mentions(e, a)]
         need(
             len(mine) < 2 and (not mine or coefficient(e, mine[0]) == 1),

@@ -287,10 +287,10 @@ class Slab:
         term, name = self.term, line.name
         need(isinstance(term, l.Load), f"{name}: TMA brings in plain loads only")
         assert isinstance(term, l.Load)
-        tensor, index = boxed(term.buffer.type, term.index)
-        bounds = [x for e, n in zip(index, tensor.static_shape, strict=True) for x in (e, n - 1 - e)]
+        view = boxed(term.buffer.type, term.index)
+        tensor, index = view.tensor, view.index
         need(
-            all(e in bounds for e in term.inside),
+            all(e in view.bounds for e in term.inside),
             f"{name}: TMA brings in zeros for what lies outside the tensor, and this load has zeros elsewhere too",
         )
         order: list[Any] = []

@@ -126,7 +126,8 @@ class Copies:
         self.builder.add(k.Expect(full, slot, sum(s.bytes for s in slabs)))
         for s in slabs:
             whole: l.Load = s.term  # type: ignore[assignment]
-            tensor, index = boxed(whole.buffer.type, whole.index)
+            view = boxed(whole.buffer.type, whole.index)
+            tensor, index = view.tensor, view.index
             env = self.coordinates(s, [0] * len(s.parts), t)
             sizes = {p.axis: p.size for p in s.parts}
             box, along = [], []  # the sides of the box, and the part each dimension runs along

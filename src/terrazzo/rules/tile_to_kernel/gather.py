@@ -167,13 +167,13 @@ class Gather:
         """One thread sends subtiles to global memory."""
         for c in subtiles:
             buffer = tile.store.buffer
-            tensor, index = boxed(buffer.type, tile.store.index)
-            to = tile.index(index, 0, c * tile.line.width)
+            view = boxed(buffer.type, tile.store.index)
+            to = tile.index(view.index, 0, c * tile.line.width)
             place = (*self.at(tile, c, 0, c * tile.line.width)[:2], 0, 0)
             sides = {p.axis: tile.length(p) for p in tile.rows} | {tile.columns.axis: tile.line.width}
-            box = tuple(next((side for a, side in sides.items() if mentions(e, a)), 1) for e in index)
-            view = tensor if tensor is not buffer.type else None
-            self.builder.add(k.TensorStore(buffer, to, tile.place, place, box, view=view))
+            box = tuple(next((side for a, side in sides.items() if mentions(e, a)), 1) for e in view.index)
+            tensor = view.tensor if view.tensor is not buffer.type else None
+            self.builder.add(k.TensorStore(buffer, to, tile.place, place, box, view=tensor))
         self.builder.add(k.Commit("bulk"))
 
     def copy(self, tile: _Tile, c: IntExpr) -> None:
