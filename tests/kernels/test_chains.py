@@ -50,7 +50,7 @@ ROWS = "a1 = warp(2) * inst.m(16)"
         ),
         (
             f'on="mma.m16n8k16.f32.bf16"):\n            {ROWS}\n            a2 = reg(8) * inst.n(8)\n            r2 = reg(2) * inst.k(16)',
-            f'on="fma.f32"):\n            a1 = warp(2) * lane(4) * reg(4)\n            a2 = lane(8) * reg(8)\n            r2 = reg(32)',
+            'on="fma.f32"):\n            a1 = warp(2) * lane(4) * reg(4)\n            a2 = lane(8) * reg(8)\n            r2 = reg(32)',
             "acc4: what acc3 sums is multiplied by no matrix instruction",
         ),
     ],

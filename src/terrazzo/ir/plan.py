@@ -167,14 +167,15 @@ class Stream(Line, dialect="plan", op="stream"):
 
 
 class Product(Line, dialect="plan", op="product"):
-    """Contractions on an instruction, by an agent: m and n are the axes of its rows and columns.
+    """Contractions on an instruction, by an agent: m and n are the axes of its rows and columns. Where rows are points
+    of several axes, these are a `box`, and m is the first that the instruction divides.
 
     Factors come from "shared" memory or from "registers", to which fragments are brought by an instruction
     ("ldmatrix"), by plain loads ("ld"), or in which what was computed already lies ("values"). With `promote`, its sums
     begin afresh in every step, and CUDA cores add them to those of the tile: a tensor core truncates as it adds.
     """
 
-    references = {"agent": "agent", "rings": "ring", "m": AXIS, "n": AXIS}
+    references = {"agent": "agent", "rings": "ring", "m": AXIS, "n": AXIS, "box": AXIS}
     sites: tuple[str, ...]
     on: str
     agent: str
@@ -184,6 +185,7 @@ class Product(Line, dialect="plan", op="product"):
     a: str
     b: str
     promote: bool = False
+    box: tuple[str, ...] = ()
 
 
 class Frame(Line, dialect="plan", op="frame"):
@@ -228,10 +230,10 @@ class Result(Line, dialect="plan", op="result"):
     """How a store's values leave: from registers, or through a slab of shared memory, so many columns at a time.
 
     `put` brings them there ("stmatrix" or "st"), `by` takes them away ("tma", or "ld" for 16 bytes a thread); `by_axes`
-    is as for a stream.
+    is as for a stream. Rows may be points of several axes, a `box`.
     """
 
-    references = {"agent": "agent", "rows": AXIS, "columns": AXIS}
+    references = {"agent": "agent", "rows": AXIS, "columns": AXIS, "box": AXIS}
     store: str
     agent: str
     slab: str = ""
@@ -244,6 +246,7 @@ class Result(Line, dialect="plan", op="result"):
     put: str = ""
     by: str = ""
     by_axes: bool = False
+    box: tuple[str, ...] = ()
 
 
 class Limit(Line, dialect="plan", op="limit"):

@@ -85,10 +85,11 @@ def statement(s: Node) -> list[str]:
 
 def _arguments(s: k.Statement) -> list[str]:
     """What is written in the parentheses; what may be missing and says nothing is left out at the end."""
-    given = list(s.arguments())
-    while given and given[-1].optional and not given[-1].named and _default(s, given[-1]):
+    given = [x for x in s.arguments() if not x.named]
+    while given and given[-1].optional and _default(s, given[-1]):
         given.pop()
-    return [_argument(s, x) for x in given if not (x.named and _default(s, x))]
+    given += [x for x in s.arguments() if x.named and not _default(s, x)]
+    return [_argument(s, x) for x in given]
 
 
 def _default(s: k.Statement, x: k.Argument) -> bool:

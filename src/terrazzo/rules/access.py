@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from terrazzo.ir.address import coefficient, flatten, mentions
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import IntExpr, Var, bounds, terms_of
-from terrazzo.ir.node import substitute
-from terrazzo.ir.types import Type
+from terrazzo.ir.expr import FloorDiv, IntExpr, Mod, Var, bounds, floordiv, mod, terms_of
+from terrazzo.ir.node import substitute, topological
+from terrazzo.ir.types import Type, contiguous_strides
 
 WIDEST = 16
 """Bytes one access of a thread moves at most."""
@@ -35,53 +36,124 @@ def together(e: IntExpr, j: Var, size: int) -> bool:
     return c == 0 or (c == -1 and divides(size, e + j - (size - 1)))
 
 
+MOST_DIMENSIONS = 5
+"""As many as a tensor has for TMA."""
+
+
+@dataclass(frozen=True)
+class Boxed:
+    """A place in memory as TMA takes it: in which tensor, at which index. It is inside where all `bounds` are >= 0."""
+
+    tensor: Type
+    index: tuple[IntExpr, ...]
+    bounds: tuple[IntExpr, ...]
+
+
+@lru_cache(maxsize=4096)
+def boxed(kind: Type, index: tuple[IntExpr, ...]) -> Boxed:
+    """The same place in the same memory, under another shape where that is needed: dimensions of one element are left
+    out, the contiguous one comes last, and those in which the digits of one axis stand are one. One that an axis walks
+    in steps of c is two: every c-th element, and which of them.
+    """
+    dims = [_Dimension(*x) for x in zip(kind.static_shape, kind.element_strides, index, strict=True)]
+    found = [x for x in dims if x.extent != 1 or x.index != 0] or dims
+    if found[-1].stride != 1 and (last := next((x for x in reversed(found) if x.stride == 1), None)) is not None:
+        found.remove(last)
+        found.append(last)
+    merged: list[_Dimension] = []
+    while found:
+        count = next((n for n in range(1, len(found) + 1) if (one := _merged(found[:n])) and _plain(one.index)), 1)
+        merged.append(_merged(found[:count]) or found[0])
+        del found[:count]
+    bounds = tuple(e for x in merged for e in (x.index, x.extent - 1 - x.index))
+    parts = [y for x in merged for y in _every(x)]
+    for n in reversed(range(len(parts) - 1)):  # what no axis walks joins what follows it, where there are too many
+        if len(parts) > MOST_DIMENSIONS and parts[n].fixed and (one := _merged(parts[n : n + 2])):
+            parts[n : n + 2] = [one]
+    if parts == dims:
+        return Boxed(kind, index, bounds)
+    shape, strides = tuple(x.extent for x in parts), tuple(x.stride for x in parts)
+    dense = strides == contiguous_strides(shape)
+    return Boxed(Type(kind.dtype, shape, None if dense else strides), tuple(x.index for x in parts), bounds)
+
+
+@dataclass(frozen=True)
+class _Dimension:
+    extent: int
+    stride: IntExpr
+    index: IntExpr
+    fixed: bool = False
+
+
+def _merged(dims: Sequence[_Dimension]) -> _Dimension | None:
+    """Neighbouring dimensions as one; None where there are gaps between them."""
+    found = dims[0]
+    for x in dims[1:]:
+        if found.stride != x.stride * x.extent:
+            return None
+        found = _Dimension(found.extent * x.extent, x.stride, found.index * x.extent + x.index)
+    return found
+
+
+def _every(x: _Dimension) -> list[_Dimension]:
+    """A dimension that axes walk in steps of c as every c-th element, and which of them that is."""
+    steps = {abs(c) for factors, c in terms_of(x.index).items() if any(isinstance(f, Var) for f in factors)}
+    c = min(steps, default=1)
+    if c < 2 or x.extent % c:
+        return [x]
+    far = _Dimension(x.extent // c, x.stride * c, floordiv(x.index, c))
+    return [far, _Dimension(c, x.stride, mod(x.index, c), True)]
+
+
+def _plain(e: IntExpr) -> bool:
+    """Whether an index is a sum of axes, and not made of their digits."""
+    return isinstance(e, int) or not any(isinstance(x, FloorDiv | Mod) for x in topological([e]))
+
 
 @dataclass(frozen=True)
 class Box:
     """What TMA moves at once: a box of a tensor, which is a buffer or its memory under another shape.
 
-    `index` is where an element lies in the tensor, `sides` how long the box is along each dimension, and `along` which
+    `place` is where an element lies in the tensor, `sides` how long the box is along each dimension, and `along` which
     axis runs there, of those a box has parts of (None: one element). `by_axes` as in `box`.
     """
 
     by_axes: bool
-    tensor: Type
-    index: tuple[IntExpr, ...]
+    place: Boxed
     sides: tuple[int, ...]
     along: tuple[Any, ...]
 
 
-def box(access: l.Load | l.Store, sizes: Mapping[Any, int], by_axes: bool | None = None) -> Box | str:
+def box(
+    access: l.Load | l.Store, sizes: Mapping[Any, int], by_axes: bool | None = None, free: Collection[Any] = ()
+) -> Box | str:
     """The box that has so many places of each of some axes, or why TMA moves no such box.
 
-    The tensor is the buffer itself or, `by_axes`, its memory as a tensor that has a dimension for every axis of the
-    access and ends where they do: what lies beyond reads as zeros, and nothing is stored there. None is for either, the
-    buffer first.
+    The tensor is the buffer, as `boxed` has it, or, `by_axes`, its memory as a tensor that has a dimension for every
+    axis of the access and ends where they do: what lies beyond reads as zeros, and nothing is stored there. None is for
+    either, the buffer first. What lies beyond the end of `free` axes may be moved.
     """
     if by_axes is None:
-        own, other = box(access, sizes, False), box(access, sizes, True)
+        own, other = box(access, sizes, False, free), box(access, sizes, True, free)
         return own if isinstance(other, str) or not isinstance(own, str) else other
-    found = _by_axes(access) if by_axes else (access.buffer.type, access.index)
-    if found is None:
+    place = _by_axes(access) if by_axes else boxed(access.buffer.type, access.index)
+    if place is None:
         return f"the place of {access.buffer.name}{list(access.index)} in memory is no sum of multiples of axes"
-    tensor, index = found
     sides, along = [], []
-    for e, extent in zip(index, tensor.static_shape, strict=True):
+    for e, extent in zip(place.index, place.tensor.static_shape, strict=True):
         mine = [a for a in sizes if mentions(e, a)]
         if len(mine) > 1 or any(coefficient(e, a) != 1 for a in mine):
             return f"TMA takes one axis with a stride of one along each dimension, not {e}"
         for a in mine:  # at most one
-            if a.extent % sizes[a] and substitute(e, {a: a.extent}) != extent:
+            if a.extent % sizes[a] and substitute(e, {a: a.extent}) != extent and a not in free:
                 return f"what lies beyond {a} is not beyond the tensor, and TMA would move it"
         sides.append(sizes[mine[0]] if mine else 1)
         along.append(mine[0] if mine else None)
-    return Box(by_axes, tensor, index, tuple(sides), tuple(along))
+    return Box(by_axes, place, tuple(sides), tuple(along))
 
 
-def _by_axes(access: l.Load | l.Store) -> tuple[Type, tuple[IntExpr, ...]] | None:
-    """The memory of an access as a tensor of the axes (or what is computed of them) that it moves along, and the index
-    there.
-    """
+def _by_axes(access: l.Load | l.Store) -> Boxed | None:
+    """An access's place in its memory as a tensor of the axes, or what is computed of them, that it moves along."""
     steps: dict[Any, int] = {}
     rest = 0
     for factors, step in terms_of(flatten(access.index, access.buffer.type.element_strides)).items():
@@ -97,4 +169,4 @@ def _by_axes(access: l.Load | l.Store) -> tuple[Type, tuple[IntExpr, ...]] | Non
         begin, rest = divmod(rest, steps[x])
         shape.append(begin + bounds(x)[1] + 1)  # type: ignore[operator]
         index.append(x + begin)
-    return Type(access.buffer.type.dtype, tuple(shape), tuple(steps[x] for x in walked)), tuple(index)
+    return Boxed(Type(access.buffer.type.dtype, tuple(shape), tuple(steps[x] for x in walked)), tuple(index), ())

@@ -123,12 +123,12 @@ class Warps:
 
     def held(self, c: Chain) -> int:
         """Registers for both products' sums, the values between them and fragments."""
-        width, own = c.columns.extent, self.step // self.deep
+        width, own = int(c.columns.extent), self.step // self.deep
         return self.each * (width // 2 + own // 2 + own // 4 + 4) + max(width, own) // 4 + MORE * (self.each - 1)
 
     def shared(self, c: Chain) -> int:
         """Bytes of shared memory for the operands."""
-        depth, width = c.depth.extent, c.columns.extent
+        depth, width = int(c.depth.extent), int(c.columns.extent)
         return 2 * (self.rows * depth + self.slots * self.step * (depth + width))
 
 

@@ -16,8 +16,9 @@ from terrazzo.ir.dialects import tile
 from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.sites import Product, product
 from terrazzo.rewrite.rule import Event, Log
-from terrazzo.rules.loop_to_tile import chains, threads, tiles
+from terrazzo.rules.loop_to_tile import boxes, chains, threads, tiles
 from terrazzo.rules.loop_to_tile.collapse import collapse, flat_reductions, merge_product_axes
+from terrazzo.rules.loop_to_tile.packed import packed
 from terrazzo.rules.loop_to_tile.split import pinned_split, split
 from terrazzo.rules.tile_to_kernel.lower import lower
 
@@ -124,6 +125,7 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> It
             what = "two products in one loop of steps, with what lies between them in registers"
             yield Candidate(((kernel, together, "chain", what),))
     if (p := product(kernel)) is not None:
+        yield from _boxes(kernel, p, gpu, pinned)
         yield from _tiles(kernel, p, gpu, pinned)
     flat = flat_reductions(kernel)
     flattened: Rewrite = ("flat_reductions", kernel, (flat,))
@@ -140,6 +142,27 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> It
             yield Candidate(((flat, *chosen),)).after(flattened)
     plain = threads.plain(flat, gpu), "plain", "a thread computes a point at a time"
     yield Candidate(((flat, *plain),)).after(flattened)
+
+
+def _boxes(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
+    """A product of what is read at moved places, in boxes, where the model says that it is faster than other tiles.
+    Operands are copied first, where memory runs otherwise than boxes do.
+    """
+    *copies, form = packed(kernel) if gpu.warpgroups else (kernel,)
+    found, _ = boxes.moved(form)
+    if found is None or not (plans := boxes.plans(found, gpu)):
+        return
+    why = "boxes are brought in along what is summed over, and memory runs otherwise"
+    first = [
+        _pinned([x], pinned, gpu) if x.name in pinned else (x, threads.pointwise(x, gpu), "points", why) for x in copies
+    ]
+    before = sum(boxes.copying(x, gpu) for x in copies)
+    merged = product(merge_product_axes(kernel, p.sites))
+    others = min((x.time for x in tiles.plans(merged, gpu)), default=math.inf) if merged else math.inf
+    for plan in plans:
+        if plan.time + before < others:
+            chosen = form, boxes.schedule(found, plan, gpu), "boxes", str(plan)
+            yield Candidate((*first, chosen)).after(("packed", kernel, (*copies, form)))
 
 
 def _tiles(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:

@@ -169,24 +169,61 @@ def _slots(p: Product, tile: Tile, gpu: Gpu) -> int:
     return min(SLOTS, (gpu.shared - 2048 - results) // _bytes(p, tile))
 
 
-def _time(p: Product, tile: Tile, pieces: int, gpu: Gpu) -> float:
-    """Waves of the slowest of arithmetic, cache and latency, or memory; a split pays for its partial sums."""
-    has, count, slots = gpu.warpgroups, len(p.sites), _slots(p, tile, gpu)
-    if has is None or slots < 2:
+@dataclass(frozen=True)
+class Work:
+    """What a kernel does, as far as its time depends on it: so many tiles of m rows and n columns for each of `count`
+    products, by clusters of so many blocks, in steps for which a block fetches some bytes into one of its slots of so
+    many `held` bytes. Results leave at a rate. `least` bytes of memory are touched.
+    """
+
+    m: int
+    n: int
+    count: int
+    tiles: int
+    blocks: int
+    steps: int
+    fetched: float
+    held: int
+    slots: int
+    results: int
+    rate: float
+    least: float
+
+
+def lasts(work: Work, gpu: Gpu) -> float:
+    """Waves of the slowest of arithmetic, cache and latency, or memory, in nanoseconds."""
+    has = gpu.warpgroups
+    if has is None or work.slots < 2:
         return math.inf
-    clusters, walkers = _clusters(p, tile) * pieces, gpu.processors // tile.blocks
-    active = min(clusters, walkers) * tile.blocks
+    walkers = gpu.processors // work.blocks
+    active = min(work.tiles, walkers) * work.blocks
+    each = 2.0 * work.m * work.n * STEP * work.count
+    arithmetic = each * gpu.processors * (work.n + has.start) / work.n / has.rate
+    fetched = max(work.fetched * active / has.cache, work.fetched / has.shared)
+    step = max(arithmetic, fetched, has.latency / work.slots) + has.step
+    busy = ceil(work.tiles, walkers) * (work.steps * step + work.m * work.n * work.results / work.rate)
+    flying = min(1.0, active * work.slots * work.held / (gpu.processors * has.flying))
+    return max(busy, work.least / (gpu.memory * flying)) + has.fill + (has.cluster if work.blocks > 1 else 0)
+
+
+def _time(p: Product, tile: Tile, pieces: int, gpu: Gpu) -> float:
+    """What the kernel of a tile takes; a split pays for its partial sums."""
+    has, count = gpu.warpgroups, len(p.sites)
+    if has is None:
+        return math.inf
     batch, depth = math.prod(a.extent for a in p.batch), p.axes[-1].extent
-    arithmetic = 2.0 * tile.m * tile.n * STEP * count * gpu.processors * (tile.n + has.start) / tile.n / has.rate
     rows, columns = (2 if tile.split is x else 1 for x in (tile.columns, tile.rows))
-    fetched = (tile.m / rows + tile.n * count / columns) * STEP * 2
-    step = max(arithmetic, fetched * active / has.cache, fetched / has.shared, has.latency / slots) + has.step
-    size = 4 if pieces > 1 else p.kernel.stores[0].buffer.type.dtype.size
-    leaves = tile.m * tile.n * size / (has.gathered if pieces == 1 and gathers(p, tile) else has.direct)
-    busy = ceil(clusters, walkers) * (ceil(ceil(depth, STEP), pieces) * step + leaves)
-    least = 2 * batch * (depth * (p.m.extent + p.n.extent * count) + p.m.extent * p.n.extent)
-    flying = min(1.0, active * slots * _bytes(p, tile) / (gpu.processors * has.flying))
-    time: float = max(busy, least / (gpu.memory * flying)) + has.fill + (has.cluster if tile.split is not None else 0)
+    work = Work(
+        tile.m, tile.n, count, _clusters(p, tile) * pieces, tile.blocks,
+        steps=ceil(ceil(depth, STEP), pieces),
+        fetched=(tile.m / rows + tile.n * count / columns) * STEP * 2,
+        held=_bytes(p, tile),
+        slots=_slots(p, tile, gpu),
+        results=4 if pieces > 1 else p.kernel.stores[0].buffer.type.dtype.size,
+        rate=has.gathered if pieces == 1 and gathers(p, tile) else has.direct,
+        least=2 * batch * (depth * (p.m.extent + p.n.extent * count) + p.m.extent * p.n.extent),
+    )  # fmt: skip
+    time = lasts(work, gpu)
     if pieces > 1:
         time += has.part + has.states * pieces * batch * p.m.extent * p.n.extent * count * 4 / gpu.cache
     return time

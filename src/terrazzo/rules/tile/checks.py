@@ -33,7 +33,7 @@ from terrazzo.rules.tile.agents import LOAD, MATH, bound_warps
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.frames import move_frames
 from terrazzo.rules.tile.order import clusters, grid
-from terrazzo.rules.tile.products import place, promoted
+from terrazzo.rules.tile.products import box, place, promoted
 from terrazzo.rules.tile.reach import skip_steps
 from terrazzo.rules.tile.results import combination, no_boxes
 from terrazzo.rules.tile.rings import SINCE, Slab, brought, loops_of, operand_text, steps
@@ -126,6 +126,9 @@ def _product(line: Product, plan: Plan, draft: Draft) -> None:
     _same("m is", line.m, axis_name(m))
     _same("n is", line.n, axis_name(n))
     _same("promote is", line.promote, promoted(draft, together))
+    site = draft.site(line.sites[0])
+    assert site is not None
+    _same("its box is", line.box, tuple(map(axis_name, box(draft, site, instruction, m, n))))
     for name, given, meant in (("a", line.a, a), ("b", line.b, b)):
         need(given == meant, f"{name} comes from {given}: {line.on} takes {meant}")
 
@@ -267,6 +270,7 @@ def _gathers(line: Result, store: l.Store, plan: Plan, draft: Draft) -> None:
     need(product and draft.instruction(tile), "only results of matrix instructions gather in shared memory")
     assert product is not None
     need((line.rows, line.columns) == (product.m, product.n), f"its rows are {product.m} and its columns {product.n}")
+    _same("its box is", line.box, product.box)
     axis = next(a for a in draft.kernel.axes if axis_name(a) == line.columns)
     along = coefficient(flatten(store.index, store.buffer.type.element_strides), axis) == 1
     need(along, f"it is not contiguous along {line.columns}")

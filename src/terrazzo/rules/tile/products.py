@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from terrazzo.hw.instruction import MatrixInstruction
@@ -39,9 +40,12 @@ def place_products(plan: Plan, draft: Draft) -> Plan | None:
         together, instruction, m, n, a, b = place(draft, name)
         done.update(together)
         on = instruction.name if instruction else FMA.name
-        lines.append(
-            Product(tuple(together), on, agent, (), axis_name(m), axis_name(n), a, b, promoted(draft, together))
-        )
+        site = draft.site(name)
+        assert site is not None
+        rows = tuple(map(axis_name, box(draft, site, instruction, m, n)))
+        need(not rows or "values" not in (a, b), f"{name}: what lies in registers already is no box of several axes")
+        promote = promoted(draft, together)
+        lines.append(Product(tuple(together), on, agent, (), axis_name(m), axis_name(n), a, b, promote, rows))
         read += draft.read(draft.site(name), "on")
         read += [w for a in draft.products[name].reduce.axes for w in draft.read(None, axis_name(a), "promote")]
     left = [x for x in draft.names if x not in done and draft.tiled and isinstance(draft.names[x], l.Reduce)]
@@ -91,14 +95,15 @@ def _rows_and_columns(
     found = []
     for name in "mn":
         bound = [a for a in free if any(f.level == f"inst.{name}" for f in draft.schedule.binding(site, axis_name(a)))]
-        need(len(bound) == 1, f"no axis of {site.names[0]} is bound to inst.{name}")
-        found.append(bound[0])
-    m, n = found
+        need(bound, f"no axis of {site.names[0]} is bound to inst.{name}")
+        need(len(bound) == 1 or name == "m", f"{len(bound)} axes of {site.names[0]} are bound to inst.{name}")
+        found.append(bound)
+    (m, *more), (n,) = found
     for c in products:
         pairs = [f for f in c.factors if m in f.free]
         need(
-            len(pairs) == 1 and n not in pairs[0].free,
-            f"{axis_name(m)} and {axis_name(n)} do not belong to one factor each",
+            len(pairs) == 1 and n not in pairs[0].free and all(a in pairs[0].free for a in more),
+            f"{', '.join(map(axis_name, [m, *more]))} and {axis_name(n)} do not belong to one factor each",
         )
     deep = [a for a in products[0].reduce.axes if draft.length(a, site) > 1]
     bound = [a for a in deep if any(f.level == "inst.k" for f in draft.binding(a, site))]
@@ -107,6 +112,33 @@ def _rows_and_columns(
         f"a step of {site.names[0]} goes along one axis, which is bound to inst.k; it sums over others step by step",
     )
     return m, n
+
+
+def box(draft: Draft, site: Site, instruction: Matrix | None, m: Any, n: Any) -> tuple[Any, ...]:
+    """The axes whose points are a tile's rows, outermost first, where they are several: a box. Declines where those of
+    an instruction do not lie one behind the other.
+    """
+    if instruction is None or warps(instruction) == 1:
+        bound = [a for a in draft.tiled if any(f.level == "inst.m" for f in draft.binding(a, site))]
+        need(len(bound) < 2, "only instructions of warpgroups take rows of several axes")
+        return ()
+    factor = next(f for f in draft.products[site.names[0]].factors if m in f.free)
+    rows = [a for a in draft.tiled if a in factor.free and a is not n]
+    if len(rows) < 2:
+        return ()
+    lines = [name for name, _ in draft.schedule.lines(site) if name in map(axis_name, rows)]
+    need(
+        lines == [*map(axis_name, rows)], f"the axes of a box are bound in the order of the kernel: {', '.join(lines)}"
+    )
+    begun = False
+    for a in rows:
+        mine = math.prod(f.size for f in draft.binding(a, site) if f.level == "inst.m")
+        need(
+            not begun or mine == draft.length(a, site),
+            f"rows of an instruction lie side by side: {axis_name(a)} is wholly inst.m, since an axis outside is",
+        )
+        begun = begun or mine > 1
+    return tuple(rows)
 
 
 def _fits(draft: Draft, site: Site, instruction: Matrix, products: list[Contraction], m: Any) -> None:
@@ -148,11 +180,11 @@ def _follows(draft: Draft, name: str, instruction: Matrix | None, m: Any) -> Non
                 mine == theirs and any(f.level == held for f in draft.binding(axis, other)),
                 f"{name}: threads divide {axis_name(axis)} otherwise than those of {inner}",
             )
-        mine, theirs = (
+        order, wanted = (
             [a for a, b in draft.schedule.lines(x) if any(f.level in THREADS and f.size > 1 for f in b)]
             for x in (site, other)
         )
-        need(mine == theirs, f"{name}: threads are numbered otherwise than those of {inner}: {mine}, {theirs}")
+        need(order == wanted, f"{name}: threads are numbered otherwise than those of {inner}: {order}, {wanted}")
 
 
 def _threads(draft: Draft, axis: Any, site: Site | None) -> list[tuple[str, int, int]]:

@@ -74,31 +74,33 @@ def _gathered(plan: Plan, draft: Draft, site: Site, s: l.Store, agent: str) -> R
     put = "stmatrix" if draft.gpu.number >= 90 and size == 2 else "st"
     boxes = box(s, parts(draft, product, width)) if by == "tma" else ""
     by_axes = not isinstance(boxes, str) and boxes.by_axes
-    line = Result(name, agent, f"{name}_s", product.m, product.n, width, slots, swizzle, pad, put, by, by_axes)
+    args = (product.m, product.n, width, slots, swizzle, pad, put, by, by_axes, product.box)
+    line = Result(name, agent, f"{name}_s", *args)
     why = no_boxes(line, s, draft, product) if by == "tma" else ""
     need(not why, f"{name}: {why}")
     return line
 
 
 def parts(draft: Draft, product: Product, width: int) -> dict[Any, int]:
-    """What a subtile of so many columns has of the axes of a product's tile."""
-    rows, columns = (next(a for a in draft.kernel.axes if axis_name(a) == x) for x in (product.m, product.n))
-    return {rows: draft.length(rows, draft.site(product.sites[0])), columns: width}
+    """What a subtile of so many columns has of the axes of a product's tile, columns last."""
+    site, named = draft.site(product.sites[0]), {axis_name(a): a for a in draft.kernel.axes}
+    rows = {named[x]: draft.length(named[x], site) for x in product.box or (product.m,)}
+    return {**rows, named[product.n]: width}
 
 
 def no_boxes(line: Result, store: l.Store, draft: Draft, product: Product) -> str:
     """Why the subtiles of a store are no boxes that TMA takes away, or nothing."""
     sizes = parts(draft, product, line.width)
-    rows, columns = sizes
     found = box(store, sizes, line.by_axes)
     if isinstance(found, str):
         return found
-    if [a for a in found.along if a is not None] != [rows, columns] or found.along[-1] is not columns:
+    *_, columns = sizes
+    if [a for a in found.along if a is not None] != [a for a in sizes if a in found.along]:
         return "its rows and columns are not in the order of the tensor's dimensions, which TMA keeps"
-    begins = substitute(found.index[-1], {columns: 0})
-    if not divides(WIDEST // store.buffer.type.dtype.size, begins):
+    begins = substitute(found.place.index[-1], {columns: 0})
+    if found.along[-1] is not columns or not divides(WIDEST // store.buffer.type.dtype.size, begins):
         return "its boxes do not begin at multiples of 16 bytes"
-    return tma.problem(found.tensor, found.sides, line.swizzle)
+    return tma.problem(found.place.tensor, found.sides, line.swizzle)
 
 
 @rule(keys=(Plan,))

@@ -101,7 +101,7 @@ def pipeline(plan: Plan, draft: Draft) -> Plan | None:
     lines = []
     for number, p in enumerate(products):
         mine = tuple(r.name for key, r in rings.items() if number in users[key])
-        lines.append(Product(p.sites, p.on, p.agent, mine, p.m, p.n, p.a, p.b, p.promote))
+        lines.append(Product(p.sites, p.on, p.agent, mine, p.m, p.n, p.a, p.b, p.promote, p.box))
     rest = tuple(x for x in plan.lines if not isinstance(x, Product))
     read = [w for a, _ in loops for w in draft.read(None, axis_name(a), "ring")]
     return Plan(plan.kernel, plan.target, rest, plan.open).plus(*rings.values(), *lines, read=read)
@@ -194,7 +194,7 @@ class Slab:
                 f"{self.name}: cp.async needs a plain load of which 4 bytes at least lie together",
             )
         text, along = operand_text(self.term), axis_name(memory)
-        boxes = box(self.load(name), sizes) if self.ring.by == "tma" else ""
+        boxes = box(self.load(name), sizes, None, self.draft.kernel.axes) if self.ring.by == "tma" else ""
         by_axes = not isinstance(boxes, str) and boxes.by_axes
         line = Stream(name, text, self.ring.name, words, along, vector, swizzle, pad, panel, cast, by_axes)
         self.aligned(line, axes, sizes)
@@ -229,7 +229,9 @@ class Slab:
             return width if wider and sizes[axes[-1]] % width == 0 else 0
         need(swizzle in (32, 64, 128), f"{self.name}: wgmma reads slabs swizzled by 32, 64 or 128 bytes")
         shape = dict(zip((self.product.m, self.product.n), self.instruction.shape, strict=False))  # type: ignore[union-attr]
-        each = shape.get(axis_name(axes[-1]), width)
+        along = axis_name(axes[-1])
+        need(along not in self.product.box, f"{self.name}: its rows are a box, and run along {along}, one of its axes")
+        each = shape.get(along, width)
         need(
             each % width == 0 or each >= sizes[axes[-1]],
             f"{self.name}: every product takes {each} of {axis_name(axes[-1])}, which begin inside a panel of {width}",
@@ -287,29 +289,32 @@ class Slab:
 
     def load(self, name: str) -> l.Load:
         """The operand as a load. Declines, where it is more than that."""
-        plain = isinstance(self.term, l.Load) and not self.term.inside
-        need(plain, f"{name}: TMA brings in plain loads only")
+        need(isinstance(self.term, l.Load), f"{name}: TMA brings in plain loads only")
         assert isinstance(self.term, l.Load)
         return self.term
 
     def box(self, line: Stream, axes: list[Any], sizes: dict[Any, int]) -> None:
         """Declines, with the reason, where the slab is no box of the tensor."""
         term, name = self.load(line.name), line.name
-        found = box(term, sizes, line.by_axes)
+        found = box(term, sizes, line.by_axes, self.draft.kernel.axes)
         need(not isinstance(found, str), f"{name}: {found}")
         assert not isinstance(found, str)
+        need(
+            all(e in found.place.bounds for e in term.inside),
+            f"{name}: TMA brings in zeros for what lies outside the tensor, and this load has zeros elsewhere too",
+        )
         order = [a for a in found.along if a is not None]
         need(order == axes, f"{name}: the slab's dimensions are not in the order of the tensor's, which TMA keeps")
         if line.pad:
             raise self.draft.fail(f"{name}: TMA leaves no room between rows: a slab has a pad or comes by TMA")
         sides = (*found.sides[:-1], line.panel or found.sides[-1])
-        need(not (why := tma.problem(found.tensor, sides, line.swizzle)), f"{name}: {why}")
+        need(not (why := tma.problem(found.place.tensor, sides, line.swizzle)), f"{name}: TMA: {why}")
         size = math.prod(sizes.values()) * term.dtype.size
         need(
             size % max(line.swizzle * 8, 128) == 0,
             f"{name}: a slab of {size} bytes does not end where the swizzle of {line.swizzle} bytes repeats",
         )
-        begins: IntExpr = substitute(found.index[-1], self.coordinates(axes, sizes, [0] * len(axes)))
+        begins: IntExpr = substitute(found.place.index[-1], self.coordinates(axes, sizes, [0] * len(axes)))
         need(divides(WIDEST // term.dtype.size, begins), f"{name}: its boxes do not begin at multiples of 16 bytes")
 
 

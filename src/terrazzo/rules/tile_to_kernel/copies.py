@@ -128,7 +128,8 @@ class Copies:
         for s in slabs:
             load = s.term
             assert isinstance(load, l.Load)
-            found = box(load, {p.axis: p.size for p in s.parts}, s.stream.by_axes)
+            sizes = {p.axis: p.size for p in s.parts}
+            found = box(load, sizes, s.stream.by_axes, sizes)
             assert not isinstance(found, str)
             env = self.coordinates(s, [0] * len(s.parts), t)
             ranks = s.stream.multicast
@@ -136,8 +137,8 @@ class Copies:
             share[first] //= ranks
             begin: list[IntExpr] = [0] * len(s.parts)
             begin[0] = self.bindings.rank * share[first] if ranks > 1 else 0
-            at = tuple(substitute(e, env) + (begin[0] if n == first else 0) for n, e in enumerate(found.index))
-            view = found.tensor if s.stream.by_axes else None
+            at = tuple(substitute(e, env) + (begin[0] if n == first else 0) for n, e in enumerate(found.place.index))
+            view = found.place.tensor if found.place.tensor is not load.buffer.type else None
             width = s.stream.panel or share[-1]
             for panel in range(share[-1] // width):
                 begin[-1] = begin[-1] + width if panel else begin[-1]
@@ -199,8 +200,8 @@ class Copies:
             if isinstance(x, l.Term) and not isinstance(x, l.Literal) and x not in env:
                 found = substitute(x, env)
                 env[x] = self.builder.let(guarded(found, inside) if isinstance(found, l.Load) else found)
-        found: Node = env[term]
-        return found
+        result: Node = env[term]
+        return result
 
     def put(self, slab: Slab, place: k.Registers, slot: IntExpr) -> None:
         """What was fetched goes to a slot."""

@@ -117,7 +117,7 @@ class Bindings:
         """Where the threads of this team meet: all of the block's, or those of its own barrier."""
         return Sync() if self.alone else Sync(1 + self.team, self.warps)
 
-    def loop_variable(self, prefix: str, size: int) -> Var:
+    def loop_variable(self, prefix: str, size: IntExpr) -> Var:
         """A variable no other loop of this kernel has."""
         return Var(f"{prefix}{next(self.numbers)}", size)
 
@@ -171,7 +171,7 @@ class Bindings:
                 and instruction is not None
                 and f.level[-1] in dict(instruction.d.layout.extents)
             ):
-                out += self._fragment(instruction.d, f.level[-1], stride)
+                out += self._fragment(instruction.d, f.level[-1], stride, self.inner(f, axis, site), f.size)
             else:
                 raise Limitation(f"{axis} = ... {f} ...: nothing derives a kernel from the level {f.level} there")
         return out
@@ -214,7 +214,8 @@ class Bindings:
             site, axis = self.site([name]), other or axis
         return matrix(site.instruction) if site else None
 
-    def _fragment(self, fragment: Fragment, coordinate: str, stride: int) -> list[Digit]:
+    def _fragment(self, fragment: Fragment, coordinate: str, stride: int, inner: int, size: int) -> list[Digit]:
+        """The digits of an axis that has `size` points of an instruction's coordinate, `inner` of it apart."""
         layout = fragment.layout
         numbers: dict[str, IntExpr] = {
             "lane": LANE,
@@ -225,11 +226,14 @@ class Bindings:
             far, bits = dict(layout.extents)["n"], layout.bits("reg")
             repeat = self.loop_variable("e", fragment.repeats)
             out.append(Digit("frag", fragment.repeats, repeat, stride << far, 1 << bits, bits))
-        for part, first, bit, size in runs(layout, coordinate):
+        low = inner.bit_length() - 1
+        once = size // fragment.repeats if coordinate == "n" else size
+        for part, first, bit, count in runs(layout, coordinate, low, low + once.bit_length() - 1):
+            at = stride << bit - low
             if part in numbers:
-                out.append(Digit(part, size, numbers[part] // (1 << first) % size, stride << bit, 1 << first, first))
+                out.append(Digit(part, count, numbers[part] // (1 << first) % count, at, 1 << first, first))
             else:
-                out.append(Digit("frag", size, self.loop_variable("e", size), stride << bit, 1 << first, first))
+                out.append(Digit("frag", count, self.loop_variable("e", count), at, 1 << first, first))
         return out
 
     def inner(self, factor: Factor, axis: str, site: Site | None) -> int:
@@ -248,22 +252,22 @@ class Bindings:
         return math.prod(f.size for *_, f in ranked[:mine])
 
 
-def runs(layout: Layout, coordinate: str) -> list[tuple[str, int, int, int]]:
-    """(part, first bit there, first bit of the coordinate, size) for stretches of bits of one coordinate, highest
-    first.
+def runs(layout: Layout, coordinate: str, low: int, high: int) -> list[tuple[str, int, int, int]]:
+    """(part, first bit there, first bit of the coordinate, size) for stretches of a coordinate's bits from `low` up to
+    `high`, highest first.
     """
     shift, at = {}, 0
     for name, bits in layout.extents:
         shift[name] = at
         at += bits
     width = dict(layout.extents)[coordinate]
-    owner = {}
+    owner: dict[int, tuple[str, int]] = {}
     for part, images in layout.places:
         for k, image in enumerate(images):
             if image and image >> shift[coordinate] and (image >> shift[coordinate]) < 1 << width:
                 owner[(image >> shift[coordinate]).bit_length() - 1] = (part, k)
     out: list[tuple[str, int, int, int]] = []
-    for bit in range(width):
+    for bit in range(low, high):
         part, k = owner[bit]
         if out and out[-1][0] == part and out[-1][1] + out[-1][3].bit_length() - 1 == k:
             p, first, start, size = out[-1]

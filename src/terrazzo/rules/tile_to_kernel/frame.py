@@ -18,7 +18,7 @@ from terrazzo.ir.types import i64
 from terrazzo.rules.tile.frames import Framed
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.copies import Copies, Part
-from terrazzo.rules.tile_to_kernel.digits import Bindings, Digit, value
+from terrazzo.rules.tile_to_kernel.digits import Bindings, Digit
 from terrazzo.rules.tile_to_kernel.meet import meet
 from terrazzo.rules.tile_to_kernel.multiply import Fragment
 

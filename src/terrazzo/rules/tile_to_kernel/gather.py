@@ -11,6 +11,7 @@ from terrazzo.errors import Limitation
 from terrazzo.hw import ldmatrix
 from terrazzo.hw.products import Matrix
 from terrazzo.ir import nest as n
+from terrazzo.ir.address import unflatten
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, at_least
@@ -71,7 +72,7 @@ class Gather:
         fragments = {r: f for r, f in fragments.items() if set(f.axes) <= set(leaf.axes)}
         fragment = next(f for f in fragments.values() if f.instruction is not None)
         assert fragment.instruction is not None
-        rows, columns = (next(p for p in fragment.parts if axis_name(p.axis) == x) for x in (line.rows, line.columns))
+        rows, columns = _parts(line, fragment)
         tile = _Tile(line, place, store, leaf, fragments, scope, fragment.instruction, rows, columns)
         count = tile.length(columns) // line.width
         if at_once(columns):
@@ -117,7 +118,7 @@ class Gather:
         """This thread's values of subtile c (of all subtiles, where they go at once)."""
         d, whole = tile.instruction.d, at_once(tile.columns)
         group, move, lanes = _way(tile.line, d.layout)
-        regs = [x for p in (tile.rows, tile.columns) for x in p.digits if x.level == "reg"]
+        regs = [x for p in (*tile.rows, tile.columns) for x in p.digits if x.level == "reg"]
         each = d.elements if whole else d.elements * tile.line.width // tile.length(tile.columns)
         q = self.bindings.loop_variable("q", each // group)
         e = self.bindings.loop_variable("e", group)
@@ -150,8 +151,8 @@ class Gather:
         """One value of the store, from register `number` of the accumulators, into `held`."""
         here = tile.scope.inner()
         inside = []
-        for part, at in ((tile.rows, tile.row(number)), (tile.columns, tile.column(number))):
-            here.env[part.axis] = x = tile.first(part) + at
+        for part in (*tile.rows, tile.columns):
+            here.env[part.axis] = x = tile.first(part) + tile.coordinate(part, number)
             inside.append(part.axis.extent - 1 - x)
         here.pending = tuple(x for x in inside if not at_least(x, 0))
         for reduce, fragment in tile.fragments.items():
@@ -164,19 +165,19 @@ class Gather:
 
     def boxes(self, tile: _Tile, subtiles: Sequence[IntExpr]) -> None:
         """One thread sends subtiles to global memory."""
-        sizes = {tile.rows.axis: tile.length(tile.rows), tile.columns.axis: tile.line.width}
-        found = box(tile.store, sizes, tile.line.by_axes)
+        sizes = {p.axis: tile.length(p) for p in tile.rows} | {tile.columns.axis: tile.line.width}
+        found = box(tile.store, sizes, tile.line.by_axes, sizes)
         assert not isinstance(found, str)
-        view = found.tensor if tile.line.by_axes else None
+        view = found.place.tensor if found.place.tensor is not tile.store.buffer.type else None
         for c in subtiles:
-            to = tile.index(found.index, 0, c * tile.line.width)
+            to = tile.index(found.place.index, 0, c * tile.line.width)
             place = (*self.at(tile, c, 0, c * tile.line.width)[:2], 0, 0)
             self.builder.add(k.TensorStore(tile.store.buffer, to, tile.place, place, found.sides, "", view))
         self.builder.add(k.Commit("bulk"))
 
     def copy(self, tile: _Tile, c: IntExpr) -> None:
         """The threads of the team move rows of a subtile, 16 bytes at a time."""
-        width, height = tile.line.width, tile.length(tile.rows)
+        width, height = tile.line.width, tile.height
         vector = WIDEST // tile.store.buffer.type.dtype.size
         while width % vector or not divides(vector, tile.columns.axis.extent):
             vector //= 2
@@ -197,8 +198,8 @@ class Gather:
             )
 
         ends = [
-            tile.rows.axis.extent - 1 - tile.first(tile.rows) - row,
-            tile.columns.axis.extent - 1 - tile.first(tile.columns) - first - column,
+            part.axis.extent - 1 - x
+            for part, x in zip((*tile.rows, tile.columns), tile.at(row, first + column), strict=True)
         ]
         self.builder.loops([(i, True)], lambda: self.builder.where([total - 1 - p, *ends], move))
 
@@ -214,8 +215,13 @@ class _Tile:
     fragments: Mapping[l.Reduce, Fragment]
     scope: Scope
     instruction: Matrix
-    rows: Part
+    rows: tuple[Part, ...]
     columns: Part
+
+    @property
+    def height(self) -> int:
+        """How many rows the team has."""
+        return math.prod(map(self.length, self.rows))
 
     def length(self, part: Part) -> int:
         """What the team has of an axis."""
@@ -236,19 +242,31 @@ class _Tile:
         return total
 
     def row(self, number: IntExpr, lanes: bool = True) -> IntExpr:
-        return self.coordinate(self.rows, number, lanes)
+        """Rows count the points of their axes."""
+        found: IntExpr = 0
+        for part in self.rows:
+            found = found * self.length(part) + self.coordinate(part, number, lanes)
+        return found
 
     def column(self, number: IntExpr, lanes: bool = True) -> IntExpr:
         return self.coordinate(self.columns, number, lanes)
 
+    def at(self, row: IntExpr, column: IntExpr) -> tuple[IntExpr, ...]:
+        """What the axes of rows and columns are at an element of the team's part."""
+        points = (*unflatten(row, tuple(map(self.length, self.rows))), column)
+        return tuple(self.first(part) + x for part, x in zip((*self.rows, self.columns), points, strict=True))
+
     def index(self, index: Sequence[IntExpr], row: IntExpr, column: IntExpr) -> tuple[IntExpr, ...]:
-        """What an index is at an element of the team's part."""
-        env = {
-            **self.scope.env,
-            self.rows.axis: self.first(self.rows) + row,
-            self.columns.axis: self.first(self.columns) + column,
-        }
+        """A place in global memory at an element of the team's part."""
+        axes = [p.axis for p in (*self.rows, self.columns)]
+        env = {**self.scope.env, **dict(zip(axes, self.at(row, column), strict=True))}
         return tuple(substitute(e, env) for e in index)
+
+
+def _parts(line: Result, fragment: Fragment) -> tuple[tuple[Part, ...], Part]:
+    """A block's parts of the axes of rows, and of columns."""
+    by_name = {axis_name(p.axis): p for p in fragment.parts}
+    return tuple(by_name[x] for x in line.box or (line.rows,)), by_name[line.columns]
 
 
 def _way(line: Result, layout: Layout) -> tuple[int, ldmatrix.MatrixMove | None, tuple[int, ...]]:
@@ -271,8 +289,10 @@ def at_once(columns: Part) -> bool:
 
 def result_place(builder: Builder, line: Result, store: l.Store, groups: int, fragment: Fragment) -> k.Shared:
     """Shared memory for the subtiles of a store: for every warpgroup (or all warps), so many slots, or all subtiles."""
-    rows, columns = (next(p for p in fragment.parts if axis_name(p.axis) == x) for x in (line.rows, line.columns))
-    height, width = (math.prod(d.size for d in p.digits if d.level != "warpgroup") for p in (rows, columns))
+    rows, columns = _parts(line, fragment)
+    height, width = (
+        math.prod(d.size for p in ps for d in p.digits if d.level != "warpgroup") for ps in (rows, (columns,))
+    )
     slots = width // line.width if at_once(columns) else line.slots
     row = line.width + line.pad
     strides = (slots * height * row, height * row, row, 1)

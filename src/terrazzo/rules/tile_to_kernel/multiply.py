@@ -16,7 +16,7 @@ from terrazzo.ir.address import coefficient, flatten, unflatten
 from terrazzo.ir.contraction import Contraction, operand
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import IntExpr, Var
+from terrazzo.ir.expr import IntExpr
 from terrazzo.ir.layout import Layout
 from terrazzo.ir.node import Node, substitute
 from terrazzo.ir.types import u32
@@ -274,16 +274,16 @@ class Multiply:
                     continue
                 a, b = group.terms(c)[number]
                 fresh = -1 if number else -first
-                rows, columns = (next(p for p in fragment.parts if p.axis is x) for x in (group.m, group.n))
-                regs = [d for p in (rows, columns) for d in p.digits if d.level == "reg"]
-                own = tuple(d.value for p in fragment.parts for d in p.digits if d.level == "reg")
-                right, at_b = self._operand(group, operand(b), columns, axis, depth)
+                regs = [d for p in fragment.parts for d in p.digits if d.level == "reg"]
+                own = tuple(d.value for d in regs)
+                right, at_b = self._operand(group, operand(b), axis, depth)
                 if operand(a) in group.values:
+                    rows = next(p for p in fragment.parts if p.axis is group.m)
                     held = group.values[operand(a)]
                     left: l.Buffer = held
                     at_a = self._held(group, held, rows, instruction)
                 else:
-                    left, at_a = self._operand(group, operand(a), rows, axis, depth)
+                    left, at_a = self._operand(group, operand(a), axis, depth)
                 assert isinstance(right, k.Shared)
                 turned = "".join(
                     x for x, place in (("a", a), ("b", b)) if operand(place) in group.slabs
@@ -298,14 +298,14 @@ class Multiply:
             self.builder.loops([(d.variable, True) for d in steps], partial(body, number))
         self.builder.add(k.Commit("wgmma"))
 
-    def _operand(
-        self, group: Group, term: Node, part: Part, axis: Any, depth: IntExpr
-    ) -> tuple[k.Shared, tuple[IntExpr, ...]]:
+    def _operand(self, group: Group, term: Node, axis: Any, depth: IntExpr) -> tuple[k.Shared, tuple[IntExpr, ...]]:
         """Where an instruction's part of a slab begins."""
         slab = group.slabs[term]
-        first = value([d for d in part.digits if d.level in ("warpgroup", "reg")])
-        at = {part.axis: first, axis: depth}
-        return slab.place, slab.at(group.slot(slab), [at[p.axis] for p in slab.parts])
+        at = [
+            depth if p.axis is axis else value([d for d in p.digits if d.level in ("warpgroup", "reg")])
+            for p in slab.parts
+        ]
+        return slab.place, slab.at(group.slot(slab), at)
 
 
 def _named(slab: Slab, suffix: str) -> str:
