@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from terrazzo.errors import about
 from terrazzo.ir.dialects.torch import Aten, Get
 from terrazzo.ir.node import Node, topological
 from terrazzo.ir.program import Input, Program
@@ -22,9 +23,10 @@ def run(program: Program, inputs: Mapping[str, Any], *, precise: bool = False) -
     with torch.no_grad():
         for node in topological(program.results, stop=lambda n: isinstance(n, Input)):
             if isinstance(node, Aten):
-                values[node] = call(
-                    node.name, _fill(node.args, values), {k: _fill(v, values) for k, v in node.kwargs}, precise
-                )
+                with about(node):
+                    values[node] = call(
+                        node.name, _fill(node.args, values), {k: _fill(v, values) for k, v in node.kwargs}, precise
+                    )
             elif isinstance(node, Get):
                 values[node] = values[node.x][node.index]
     return [values[r] for r in program.results]
