@@ -32,6 +32,10 @@ class DivisionByZero(UserError, ZeroDivisionError, RuntimeError):
     """A whole number was divided by zero. PyTorch raises a RuntimeError on a CPU, Python a ZeroDivisionError."""
 
 
+class CallFailed(UserError, RuntimeError):
+    """PyTorch does not run an operator on this data. It raises a RuntimeError itself."""
+
+
 class Limitation(TerrazzoError):
     """The request is fine and Terrazzo cannot do it (yet). The message says what runs instead, if anything."""
 

@@ -39,8 +39,9 @@ def run(
     memory: dict[l.Buffer, Any] = {}
     for b in program.inputs:
         given = np.asarray(inputs[b.name])
-        if given.shape != b.type.static_shape:
-            raise UserError(f"input {b.name} has shape {list(given.shape)}, expected {list(b.type.shape)}")
+        with about(b):
+            if given.shape != b.type.static_shape:
+                raise UserError(f"input {b.name} has shape {list(given.shape)}, expected {list(b.type.shape)}")
         memory[b] = given.astype(numpy_type(b.type.dtype, precise))
     for step in program.steps:
         with about(step):
