@@ -90,7 +90,7 @@ class Frame:
             builder.add(l.Store(new, (), l.apply("max", l.Load(new, ()), l.Load(place, at))))
 
         def weight(base: Node) -> None:
-            e = builder.let(l.Apply(found.weight.fn, (l.apply("sub", l.Load(place, at), base),)))
+            e = builder.let(found.of(l.apply("sub", l.Load(place, at), base)))
             builder.add(l.Store(self.total, row, l.apply("add", l.Load(self.total, row), e)))
             builder.add(l.Store(weights, at, substitute(found.rounded, {found.weight: e})))
 
@@ -107,7 +107,7 @@ class Frame:
             self.meet(new, "max")
             none = l.apply("eq", l.Load(new, ()), nothing)  # no score yet: any frame will do
             base = builder.let(l.apply("where", none, l.Literal(0.0, kind), l.Load(new, ())))
-            worth = builder.let(l.Apply(found.weight.fn, (l.apply("sub", l.Load(self.top, row), base),)))
+            worth = builder.let(found.of(l.apply("sub", l.Load(self.top, row), base)))
             builder.add(l.Store(self.top, row, l.Load(new, ())))
             bring(self.total, row, worth)
             builder.loops(columns, partial(weight, base))
