@@ -17,7 +17,8 @@ from terrazzo.ir.text import parse, show
 def random_inputs(inputs: Sequence[Any], seed: int = 0) -> dict[str, Any]:
     """Normal floats, bools and 0 or 1 (indices of anything with extent 2), by name.
 
-    Inputs called `whole…` hold small whole numbers, and those called `special…` some infinities and NaN.
+    Inputs called `whole…` hold small whole numbers, those called `special…` both infinities and NaN, and those called
+    `infinite…` one infinity and a -0.
     """
     rng = np.random.default_rng(seed)
     out: dict[str, Any] = {}
@@ -29,6 +30,8 @@ def random_inputs(inputs: Sequence[Any], seed: int = 0) -> dict[str, Any]:
             data = rng.standard_normal(shape) if dtype.is_float else rng.integers(0, 2, shape)
         if i.name.startswith("special") and data.size:
             data.flat[rng.integers(0, data.size, 3)] = (np.nan, np.inf, -np.inf)
+        if i.name.startswith("infinite") and data.size:
+            data.flat[rng.integers(0, data.size, 2)] = (-0.0, rng.choice((np.inf, -np.inf)))
         out[i.name] = np.asarray(data).astype(dtype.numpy)
     return out
 

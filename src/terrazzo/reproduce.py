@@ -31,7 +31,7 @@ def failing(what: str, program: Any) -> Iterator[None]:
         raise
     except Exception as error:
         found = CompilerBug(f"{what}: {type(error).__name__}: {error}")
-        found.program = program
+        found.program, found.about = program, getattr(error, "about", ())
         raise found from error
 
 

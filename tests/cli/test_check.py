@@ -39,10 +39,12 @@ def test_a_kernel_that_is_never_right(terrazzo: Terrazzo, tmp_path: Path) -> Non
     file = tmp_path / "broken.txt"
     file.write_text(re.sub(r"\n *sync\(\)", "", (tmp_path / "05-kernel.txt").read_text()))
     out = terrazzo("check", "--from", "kernel", str(file), "--target", "sm_80", code=1).stdout
-    assert (
-        out.startswith("wrong: kernel:simulation at forward\n    forward cannot run: sum_1: ")
-        and "no barrier between" in out
+    start = f"wrong: kernel:simulation at forward\n    forward cannot run: {file}, line "
+    assert out.startswith(start) and "no barrier between" in out
+    place = re.match(
+        r"(\d+), column (\d+): sum_1: Load reads .* line \d+ of the kernel, `(.*)`, block", out[len(start) :]
     )
+    assert place and file.read_text().splitlines()[int(place[1]) - 1][int(place[2]) - 1 :] == place[3]
 
 
 def test_a_wrong_rule_is_named_with_a_program_that_shows_it(

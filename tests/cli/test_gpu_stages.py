@@ -149,8 +149,8 @@ def test_a_pinned_plan(terrazzo: Terrazzo, tmp_path: Path) -> None:
     told = terrazzo(*words, "--ir", "tile", "-v").stdout
     assert f"slots={found[1]}, ahead=1" in told and ">>> plan:pin at mm: by the user" in told
     (tmp_path / "mine.txt").write_text(text.replace(found[0], f"slots={found[1]}, ahead={found[1]}"))
-    why = rf"{found[1]} steps ahead, and of {found[1]} slots \d can be filled early\n    ring0 = "
-    assert re.match(rf"error: the plan of mm, line \d: {why}", terrazzo(*words, code=2).stderr)
+    why = rf"{found[1]} steps ahead, and of {found[1]} slots \d can be filled early\n        ring0 = "
+    assert re.search(rf"mine.txt, line \d+, column 5: the plan of mm: {why}", terrazzo(*words, code=2).stderr)
 
 
 def test_every_step_of_a_plan_is_a_diff(terrazzo: Terrazzo) -> None:

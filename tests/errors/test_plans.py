@@ -261,8 +261,11 @@ def test_a_plan_of_something_else() -> None:
 def test_on_the_command_line(terrazzo: Terrazzo, tmp_path: Path, passes: str) -> None:
     """The file is read, and the line that is wrong is told, whichever pass looks at it first."""
     text = show(made("ampere").lowering.at("tile"))
-    (tmp_path / "tile.txt").write_text(text.replace("ahead=3", "ahead=7"))
+    file = tmp_path / "tile.txt"
+    file.write_text(text.replace("ahead=3", "ahead=7"))
+    line = 1 + next(n for n, line in enumerate(text.splitlines()) if "ahead=3" in line)
     told = terrazzo("opt", str(tmp_path / "tile.txt"), "-p", passes, "--target", "sm_80", code=2)
     assert told.stdout == "" and told.stderr.startswith(
-        "error: the plan of mm, line 4: 7 steps ahead, and of 4 slots 3 can be filled early\n    ring0 = ring(over="
+        f"error: {file}, line {line}, column 9: the plan of mm: 7 steps ahead, and of 4 slots 3 can be filled early\n"
+        "            ring0 = ring(over="
     )

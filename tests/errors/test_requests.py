@@ -186,7 +186,7 @@ def test_files_that_are_something_else(terrazzo: Terrazzo, tmp_path: Path) -> No
     file.write_text(KERNEL.format("y[a0] = exp(x[a0])"))
     assert (
         terrazzo("compile", "--from", "torch", str(file), code=2).stderr
-        == f"error: {file} holds loop IR, not torch IR\n"
+        == f"error: {file}, line 1, column 2: this is loop IR, not torch IR\n    @loop\n     ^\n"
     )
     assert terrazzo("compile", "--from", "loop", str(file), "--ir", "torch", code=2).stderr == (
         "error: --ir torch: the input is loop IR, which is further down\n"
@@ -194,8 +194,11 @@ def test_files_that_are_something_else(terrazzo: Terrazzo, tmp_path: Path) -> No
     assert terrazzo("opt", str(file), "-p", "tensor_to_loop", code=2).stderr == (
         "error: pass tensor_to_loop takes tensor IR; here the program is loop IR\n"
     )
-    file.write_bytes(b"\x7fELF\xff\xfe\x00")
-    assert "is no text" in terrazzo("opt", str(file), code=2).stderr
+    file.write_bytes(b"@loop\n\x7fELF\xff\xfe\x00")
+    assert (
+        f"{file}, line 2, column 5: this is no text: invalid start byte at byte 10"
+        in terrazzo("opt", str(file), code=2).stderr
+    )
     assert "cannot be read: Is a directory" in terrazzo("opt", str(tmp_path), code=2).stderr
 
 

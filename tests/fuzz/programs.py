@@ -82,7 +82,7 @@ class Draft:
         """A new input. What it holds follows from its name (see `harness.random_inputs`)."""
         dtype = dtype or self.one(COMMON)
         shape = self.shape() if shape is None else shape
-        name = "whole" if not dtype.is_float else self.one(("x", "whole", "x", "x", "special"))
+        name = "whole" if not dtype.is_float else self.one(("x", "whole", "x", "special", "x", "infinite"))
         node = Input(f"{name}{len(self.inputs)}", Type(dtype, shape, self.strides(shape)))
         self.inputs.append(node)
         return self.add(known(node, True, 1 if dtype is bool_ else WHOLE_INPUT if name == "whole" else None))

@@ -41,7 +41,7 @@ def main() -> None:
             signal.alarm(SECONDS)
             try:
                 found = runner.invoke(app, command, prog_name="terrazzo")
-                answers.append((found.exit_code, found.stderr))
+                answers.append((found.exit_code, found.output))
             except TimeoutError:
                 answers.append((124, "too long"))
             finally:

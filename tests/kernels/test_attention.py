@@ -140,6 +140,37 @@ def test_rows_that_see_nothing_are_as_in_eager() -> None:
     assert np.allclose(np.asarray(ours, np.float32), eager, atol=0.02, equal_nan=True)
 
 
+def lowest_added(q: Any, k: Any, v: Any, seen: Any) -> Any:
+    scores = q @ k.transpose(-1, -2) * 0.125
+    hidden = torch.where(seen, 0.0, torch.finfo(torch.bfloat16).min).to(q.dtype)
+    return torch.softmax((scores + hidden).float(), -1).to(q.dtype) @ v
+
+
+def lowest_given(q: Any, k: Any, v: Any, mask: Any) -> Any:
+    return torch.softmax((q @ k.transpose(-1, -2) * 0.125 + mask).float(), -1).to(q.dtype) @ v
+
+
+def lowest_filled(q: Any, k: Any, v: Any, seen: Any) -> Any:
+    scores = (q @ k.transpose(-1, -2) * 0.125).float()
+    return torch.softmax(scores.masked_fill(~seen, torch.finfo(torch.float32).min), -1).to(q.dtype) @ v
+
+
+@pytest.mark.parametrize("fn", [lowest_added, lowest_given, lowest_filled])
+def test_rows_that_are_hidden_by_the_lowest_number(fn: Any) -> None:
+    """As padding is hidden: a row of which nothing is seen is the mean of all values, and no NaN, which would spread.
+    What is lowest stays finite, so no score may be multiplied by log2(e).
+    """
+    q, k, v = tensors(ONE, ONE, ONE)
+    seen = torch.ones(128, 128, dtype=torch.bool)
+    seen[5], seen[7, 3:], seen[100, :90] = False, False, False
+    mask = torch.where(seen, 0.0, torch.finfo(torch.bfloat16).min).to(torch.bfloat16) if fn is lowest_given else seen
+    found = lowered(fn, (q, k, v, mask), "sm_90a")
+    assert len(lines(found, Frame)) == 1
+    (ours,) = found.simulated()
+    eager = fn(q, k, v, mask).float().numpy()
+    assert np.isfinite(eager).all() and np.allclose(np.asarray(ours, np.float32), eager, atol=0.02)
+
+
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
 def test_float32_stays_in_three_kernels(target: str) -> None:
     args = tensors(ONE, ONE, ONE, dtype=torch.float32)

@@ -47,6 +47,8 @@ def test_a_constant_leaves_a_contraction() -> None:
     [
         ("f32(0.375)", "f32(0.0)"),  # infinities would become NaN in other places
         ("f32(0.375)", "f32(1e30)"),  # what is large overflows
+        ("f32(0.375)", "f32(1e-06)"),  # sums that are scaled to little may be large
+        ("f32(0.375)", "f32(-0.375)"),  # a sum that is 0 would become -0
         ("acc0 <- sum", "acc0 <- max"),
         ("mul(in0, f32(0.375))", "add(in0, f32(0.375))"),
     ],

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from terrazzo.errors import about
+
 
 def random_inputs(program: Any, seed: int = 0) -> dict[str, Any]:
     """Normal floats; integers that are 0 or 1, which are indices into anything that has two elements; random bools."""
@@ -14,7 +16,8 @@ def random_inputs(program: Any, seed: int = 0) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     found = {}
     for i in getattr(program, "loop", program).inputs:
-        shape, dtype, strides = i.type.static_shape, to_torch_dtype(i.type.dtype), i.type.strides
+        with about(i):
+            shape, dtype, strides = i.type.static_shape, to_torch_dtype(i.type.dtype), i.type.strides
         try:
             if strides is None:
                 floats = torch.randn(shape, generator=generator)

@@ -50,6 +50,8 @@ class Wrong:
     application: Application
     value: str
     problem: str
+    error: CompilerBug | None = None
+    """What was raised, where it was something of a text."""
 
     @property
     def rule(self) -> str:
@@ -83,7 +85,7 @@ def check(program: Any, inputs: Mapping[str, Any], options: Options) -> Report:
             simulator.run(program, arrays, call=call_numpy)
         except CompilerBug as why:
             report.wrong = Wrong(
-                Application("kernel", "simulation", program.name, (), ()), program.name, f"cannot run: {why}"
+                Application("kernel", "simulation", program.name, (), ()), program.name, f"cannot run: {why}", why
             )
         return report
     replay = Replay(program, inputs, report)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from terrazzo.errors import about
 from terrazzo.interp import loop, tensor
 from terrazzo.interp.tensor import numpy_type
 from terrazzo.interp.torch import call_numpy, to_numpy
@@ -47,7 +48,8 @@ class Values:
         memory: dict[l.Buffer, Any] = {}
         for kernel in kernels:
             memory.update({b: self.of(b) for b in kernel.reads if b not in memory})
-            loop.run_kernel(kernel, memory, self.precise)
+            with about(kernel):
+                loop.run_kernel(kernel, memory, self.precise)
         return {b: memory[b] for k in kernels for b in k.writes}
 
     def _fill(self, buffer: l.Buffer) -> None:
@@ -56,7 +58,8 @@ class Values:
             self.known |= self.run((source,))
         elif isinstance(source, l.Call):
             memory = {b: self.of(b) for b in source.reads}
-            loop.run_call(source, memory, self.precise, call_numpy)
+            with about(source):
+                loop.run_call(source, memory, self.precise, call_numpy)
             self.known |= memory
         else:
             self.known[buffer] = self.of(source)
@@ -69,7 +72,8 @@ class Values:
                     [c for c in node.children if not isinstance(c, Aten | Get)], self.known, self.precise, call_numpy
                 )
                 args = tensor.filled(node.args, self.known), {k: tensor.filled(v, self.known) for k, v in node.kwargs}
-                self.known[node] = call_numpy(node.name, *args, self.precise)
+                with about(node):
+                    self.known[node] = call_numpy(node.name, *args, self.precise)
             elif isinstance(node, Get) and node not in self.known:
                 self.known[node] = self.known[node.x][node.index]
         tensor.complete([root], self.known, self.precise, call_numpy)

@@ -37,7 +37,10 @@ def check(request: Request, shrink: Shrink = True, json: Json = False) -> None:
     inputs = {name: x.cpu() for name, x in {**subject.bound, **subject.inputs()}.items()}
     with working("checking"):
         report = replay(subject.program, inputs, replace(request.options, verbose=0, dump=None))
-    file = saved(report.wrong, subject.program, request) if report.wrong and shrink else None
+    own = report.wrong.error if report.wrong else None  # the text says so itself, and nothing smaller need be found
+    file = saved(report.wrong, subject.program, request) if report.wrong and shrink and not own else None
+    if report.wrong and own:
+        report.wrong = replace(report.wrong, problem=f"cannot run: {request.places[0].tell(own)}")
     if json:
         as_json(_summary(report, file))
     else:

@@ -32,6 +32,7 @@ def opt(
     from terrazzo.cli.lowering import show_events
     from terrazzo.cli.subject import read
     from terrazzo.errors import UserError
+    from terrazzo.ir.places import Places
     from terrazzo.ir.text import show
     from terrazzo.options import Options
     from terrazzo.pipelines import PASSES, dialect, stages
@@ -43,11 +44,13 @@ def opt(
     for name in chosen:
         if name not in known:
             raise UserError(unknown("pass", name, tuple(known)))
-    program = read(file)
+    places = Places()
+    program = read(file, places=places)
     log = Log()
     for name in chosen:
         if known[name].src != dialect(program):
             raise UserError(f"pass {name} takes {known[name].src} IR; here the program is {dialect(program)} IR")
-        program = stages(program, options, log, (name,))[-1][1]
+        with places.told():
+            program = stages(program, options, log, (name,))[-1][1]
     show_events(log.events, verbose)
     code(show(program))

@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 import inspect
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from terrazzo.errors import UserError
+from terrazzo.ir.places import Places
 from terrazzo.options import Options
 
 _WHAT = "What to compile"
@@ -30,6 +32,16 @@ class Request:
     sizes: dict[str, Any]
     allow_fallback: bool
     options: Options
+    places: tuple[Places, ...] = field(default_factory=lambda: (Places(),))
+    """Where everything stands in `file`, once that is read, and in the files of schedules."""
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Has errors from inside say where in these files they arose."""
+        with ExitStack() as stack:
+            for places in self.places:
+                stack.enter_context(places.told())
+            yield
 
 
 def request(
@@ -155,23 +167,25 @@ def request(
         "verbose": verbose,
         "dump": dump,
     }
-    texts = tuple(map(_read, schedule or ()))
+    read = [_read(path) for path in schedule or ()]
+    texts = tuple(places.text for places in read)
     options = Options.from_mapping(
         {**chosen, "materialize": materialize or (), "schedules": texts, "graph": graph, "spills": spills}
     )
-    return Request(model, code, source, sizes, allow_fallback, options)
+    return Request(model, code, source, sizes, allow_fallback, options, (Places(), *read))
 
 
-def _read(path: Path) -> str:
-    """The text of a file of schedules (with or without plans), which must be readable as such."""
+def _read(path: Path) -> Places:
+    """A file of schedules (with or without plans), which must be readable as such."""
     from terrazzo.ir.parse_plan import parse_pinned
 
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
-    parse_pinned(text, str(path))
-    return text
+    places = Places()
+    parse_pinned(text, str(path), places)
+    return places
 
 
 def here() -> str:
@@ -190,7 +204,9 @@ def with_request(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
-        command(request(**{name: given.pop(name) for name in shared}), **given)
+        asked = request(**{name: given.pop(name) for name in shared})
+        with asked.told():
+            command(asked, **given)
 
     parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*shared.values(), *own.values())]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

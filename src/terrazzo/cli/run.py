@@ -67,9 +67,9 @@ def run(
     except CompilerBug as error:
         if request.file is None:
             raise
-        raise UserError(
-            f"{request.file[1]}: {error}"
-        ) from None  # it would be a bug, had the compiler made this program
+        # It would be a bug, had the compiler made this program.
+        told = request.places[0].tell(error)
+        raise UserError(f"{told}" if told.placed else f"{request.file[1]}: {told}") from None
     compared = times = None
     if check:
         with working("checking against float64"):

@@ -39,26 +39,33 @@ def sim(
     """
     from terrazzo.check.inputs import random_inputs
     from terrazzo.cli.subject import read
-    from terrazzo.errors import CompilerBug, UserError
+    from terrazzo.errors import CompilerBug, UserError, about
     from terrazzo.interp import kernel as simulator
     from terrazzo.interp.costs import Costs
     from terrazzo.interp.torch import call_numpy, to_numpy
     from terrazzo.ir.dialects import loop as l
+    from terrazzo.ir.places import HEAD, Places
     from terrazzo.ir.show import show_list
     from terrazzo.ir.show_kernel import statement
     from terrazzo.pipelines import dialect
 
-    program = read(file)
-    if dialect(program) != "kernel":
-        raise UserError(f"{file} holds {dialect(program)} IR; the simulator runs kernel IR")
-    inputs = {name: to_numpy(value) for name, value in random_inputs(program).items()}
+    places = Places()
+    program = read(file, places=places)
     counted = Costs() if costs else None
+    with places.told():
+        if dialect(program) != "kernel":
+            with about(HEAD):
+                raise UserError(f"this is {dialect(program)} IR; the simulator runs kernel IR")
+        inputs = {name: to_numpy(value) for name, value in random_inputs(program).items()}
     for n in range(runs if interleave is Interleave.adversarial else 1):
         chosen = seed + n if interleave is Interleave.adversarial else None
         try:
-            results = simulator.run(program, inputs, call=call_numpy, seed=chosen, costs=counted if n == 0 else None)
+            with places.told():
+                results = simulator.run(
+                    program, inputs, call=call_numpy, seed=chosen, costs=counted if n == 0 else None
+                )
         except CompilerBug as found:
-            say(f"{found}", "bold red")
+            say(f"{places.tell(found)}", "bold red")
             if chosen is not None:
                 say(f"again: terrazzo sim {file} --interleave adversarial --seed {chosen}")
             raise typer.Exit(1) from None

@@ -11,8 +11,9 @@ from typing import Any
 
 from terrazzo.cli.output import working
 from terrazzo.cli.request import Request
-from terrazzo.errors import UserError
+from terrazzo.errors import UserError, about
 from terrazzo.hw.gpu import GPUS, Gpu
+from terrazzo.ir.places import HEAD, Places
 from terrazzo.ir.program import Program
 
 SEED = 0
@@ -38,7 +39,7 @@ def load(request: Request) -> Subject:
     from terrazzo.targets import target
 
     if request.file is not None:
-        return _from_file(*request.file, target(request.options.target).gpu or GPUS["sm_90a"])
+        return _from_file(*request.file, target(request.options.target).gpu or GPUS["sm_90a"], request.places[0])
     import torch
 
     torch.manual_seed(SEED)
@@ -104,16 +105,17 @@ def _quiet() -> Iterator[None]:
         logger.disabled = before
 
 
-def _from_file(kind: str, path: Path, gpu: Gpu | None) -> Subject:
+def _from_file(kind: str, path: Path, gpu: Gpu, places: Places) -> Subject:
     from terrazzo.check.inputs import random_inputs
     from terrazzo.ir.parse import IRS
     from terrazzo.pipelines import dialect
 
     if kind not in IRS:
         raise UserError(f"--from {kind}: the IRs that can be read are {', '.join(IRS)}")
-    program = read(path, gpu)
+    program = read(path, gpu, places)
     if dialect(program) != kind:
-        raise UserError(f"{path} holds {dialect(program)} IR, not {kind} IR")
+        with about(HEAD):
+            raise UserError(f"this is {dialect(program)} IR, not {kind} IR")
 
     def by(precise: bool) -> Callable[[], list[Any]]:
         return lambda: interpreted(program, precise)
@@ -121,26 +123,27 @@ def _from_file(kind: str, path: Path, gpu: Gpu | None) -> Subject:
     return Subject(program, {}, lambda: random_inputs(program), by(precise=False), by(precise=True))
 
 
-def read(path: Path, gpu: Gpu | None = None) -> Any:
-    """The valid program in a file of IR text; with a `gpu`, one whose kernels stay inside of what they use there."""
+def read(path: Path, gpu: Gpu | None = None, places: Places | None = None) -> Any:
+    """The valid program in a file of IR text; with a `gpu`, one whose kernels stay inside of what they use there.
+    `places` is filled with where everything stands.
+    """
     from terrazzo.ir.dialects import kernel as k
-    from terrazzo.ir.reader import BYTE_ORDER_MARK, located_at
     from terrazzo.ir.text import parse
-    from terrazzo.targets.cuda.check import report
+    from terrazzo.targets.cuda.check import check
 
-    places: dict[Any, Any] = {}
+    places = Places() if places is None else places
     try:
-        text = path.read_text(encoding="utf-8").removeprefix(BYTE_ORDER_MARK)
-        program = parse(text, str(path), places)
-        for step in program.steps if isinstance(program, k.Program) and gpu else ():
-            if isinstance(step, k.Kernel) and (refused := report(step, gpu).refusal()):
-                why, where = refused
-                raise UserError(located_at(places.get(where, places[step]), str(path), text, f"{step.name}: {why}"))
-        return program
+        program = parse(path.read_text(encoding="utf-8"), str(path), places)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is no text: {error.reason} at byte {error.start}") from None
+        before = bytes(error.object[: error.start]).decode().split("\n")
+        where = f"{path}, line {len(before)}, column {len(before[-1]) + 1}"
+        raise UserError(f"{where}: this is no text: {error.reason} at byte {error.start}") from None
+    if isinstance(program, k.Program) and gpu:
+        with places.told():
+            check(program, gpu, UserError)
+    return program
 
 
 def interpreted(program: Any, precise: bool) -> list[Any]:

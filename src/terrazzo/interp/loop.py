@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from terrazzo.errors import CompilerBug, DivisionByZero, UserError
+from terrazzo.errors import CompilerBug, DivisionByZero, UserError, about
 from terrazzo.interp import index, monoid
 from terrazzo.interp.tensor import Call, numpy_type
 from terrazzo.ir.dialects import loop as l
@@ -39,14 +39,16 @@ def run(
     memory: dict[l.Buffer, Any] = {}
     for b in program.inputs:
         given = np.asarray(inputs[b.name])
-        if given.shape != b.type.static_shape:
-            raise UserError(f"input {b.name} has shape {list(given.shape)}, expected {list(b.type.shape)}")
+        with about(b):
+            if given.shape != b.type.static_shape:
+                raise UserError(f"input {b.name} has shape {list(given.shape)}, expected {list(b.type.shape)}")
         memory[b] = given.astype(numpy_type(b.type.dtype, precise))
     for step in program.steps:
-        if isinstance(step, l.Kernel):
-            run_kernel(step, memory, precise, zero_divides)
-        else:
-            run_call(step, memory, precise, call)
+        with about(step):
+            if isinstance(step, l.Kernel):
+                run_kernel(step, memory, precise, zero_divides)
+            else:
+                run_call(step, memory, precise, call)
     return [memory[b] for b in program.results]
 
 

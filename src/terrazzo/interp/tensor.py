@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from terrazzo.errors import CompilerBug, UserError
+from terrazzo.errors import CompilerBug, UserError, about
 from terrazzo.interp import index, monoid
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects.scalar import is_cast
@@ -39,7 +39,8 @@ def complete(roots: Sequence[Node], values: dict[Node, Any], precise: bool = Fal
     spared -= {c for n in below if not _factors(n) for c in n.children}
     for node in below:
         if isinstance(node, t.Value) and not isinstance(node, t.Read) and node not in values and node not in spared:
-            values[node] = evaluate(node, values, precise, call)
+            with about(node):
+                values[node] = evaluate(node, values, precise, call)
 
 
 def _factors(node: Node) -> tuple[Node, ...]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from terrazzo.errors import CallFailed, IndexOutOfRange, about
 from terrazzo.ir.dialects.torch import Aten, Get
 from terrazzo.ir.node import Node, topological
 from terrazzo.ir.program import Input, Program
@@ -22,19 +23,29 @@ def run(program: Program, inputs: Mapping[str, Any], *, precise: bool = False) -
     with torch.no_grad():
         for node in topological(program.results, stop=lambda n: isinstance(n, Input)):
             if isinstance(node, Aten):
-                values[node] = call(
-                    node.name, _fill(node.args, values), {k: _fill(v, values) for k, v in node.kwargs}, precise
-                )
+                with about(node):
+                    values[node] = call(
+                        node.name, _fill(node.args, values), {k: _fill(v, values) for k, v in node.kwargs}, precise
+                    )
             elif isinstance(node, Get):
                 values[node] = values[node.x][node.index]
     return [values[r] for r in program.results]
 
 
 def call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], precise: bool = False) -> Any:
-    """Run one ATen op on tensors and our constants."""
+    """Run one ATen op on tensors and our constants. What PyTorch has against the data is an IndexOutOfRange or a
+    CallFailed.
+    """
     given = to_torch(_precise(tuple(args)) if precise else tuple(args))
     named = {k: to_torch(_precise(v) if precise else v) for k, v in kwargs.items()}
-    return operator(name)(*given, **named)
+    try:
+        return operator(name)(*given, **named)
+    except (IndexError, RuntimeError, ValueError, TypeError) as error:
+        if "can't allocate memory" in str(error):
+            raise
+        kind = IndexOutOfRange if isinstance(error, IndexError) else CallFailed
+        told = next(filter(str.strip, str(error).splitlines()), type(error).__name__)
+        raise kind(f"PyTorch cannot run {name}: {told}") from error
 
 
 def call_numpy(name: str, args: Any, kwargs: Mapping[str, Any], precise: bool = False) -> Any:

@@ -8,7 +8,6 @@ import tokenize
 from collections.abc import Mapping
 from typing import Any
 
-from terrazzo.errors import UserError
 from terrazzo.ir.dialects import kernel, tile
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tensor as t
@@ -20,8 +19,9 @@ from terrazzo.ir.node import Node, topological
 from terrazzo.ir.parse_kernel import KernelReader
 from terrazzo.ir.parse_loop import LoopReader
 from terrazzo.ir.parse_plan import PlanReader
+from terrazzo.ir.places import HEAD, Places, lines_of, located
 from terrazzo.ir.program import Input, Program
-from terrazzo.ir.reader import Reader, Scope, dotted, elements, empty, located, python_tree, too_deep
+from terrazzo.ir.reader import Reader, Scope, dotted, elements, empty, misplaced, python_tree, too_deep
 from terrazzo.ir.schedule import ScheduleReader
 from terrazzo.ir.types import Type
 from terrazzo.ir.verify import results_problem, step_problem, value_problem
@@ -33,22 +33,26 @@ LONGEST = 1 << 26
 
 
 def parse(
-    text: str, filename: str = "<text>", places: dict[Node, ast.AST] | None = None
+    text: str, filename: str = "<text>", places: Places | None = None
 ) -> Program | l.Program | tile.Program | kernel.Program:
     """The valid program a text means. Anything wrong is a UserError with line, column and a caret.
 
-    `places` is filled with where each node stands, for who finds more that is wrong (`located_at`).
+    `places` is filled with where everything stands, for who finds more that is wrong.
     """
     if len(text) > LONGEST:
-        raise UserError(f"{filename}: the text is longer than {LONGEST} characters")
+        before = lines_of(text[:LONGEST])
+        message = f"the text is longer than {LONGEST} characters"
+        raise misplaced(located(filename, text, len(before), len(before[-1]) + 1, message))
     text, tree = python_tree(text, filename)
+    places = Places() if places is None else places
+    places.filename, places.text = filename, text
     try:
-        return _module(text, filename, tree, _comments(text), {} if places is None else places)
+        return _module(tree, _comments(text), places)
     except tokenize.TokenError as e:  # a comment that only Python's parser accepts
         message, (line, column) = e.args
-        raise UserError(located(filename, text, line, column + 1, message)) from None
+        raise misplaced(located(filename, text, line, column + 1, message)) from None
     except RecursionError:
-        raise UserError(too_deep(filename, text)) from None
+        raise misplaced(too_deep(filename, text)) from None
 
 
 def _comments(text: str) -> dict[int, str]:
@@ -60,15 +64,16 @@ def _comments(text: str) -> dict[int, str]:
 
 
 def _module(
-    text: str, filename: str, tree: ast.Module, comments: Mapping[int, str], places: dict[Node, ast.AST]
+    tree: ast.Module, comments: Mapping[int, str], places: Places
 ) -> Program | l.Program | tile.Program | kernel.Program:
-    reader = Reader(text, filename, comments)
+    reader = Reader(places, comments)
     if len(tree.body) != 1 or not isinstance(tree.body[0], ast.FunctionDef):
         reader.fail(tree.body[0] if tree.body else tree, f"expected one function: {_IRS}, then def")
     f = tree.body[0]
     if len(f.decorator_list) != 1 or not isinstance(f.decorator_list[0], ast.Name):
         reader.fail(f, f"expected the name of the IR above: {_IRS}")
     kind = f.decorator_list[0].id
+    places.add(HEAD, f.decorator_list[0])
     if kind not in IRS:
         reader.fail(f.decorator_list[0], f"unknown IR {kind!r}; known: {', '.join(IRS)}")
     scope = Scope()
@@ -84,16 +89,18 @@ def _module(
         ty = reader.tensor_type(a.annotation, scope)
         node = (l.Buffer if kind in ("loop", "tile", "kernel") else Input)(a.arg, ty)
         scope.values[a.arg] = node
+        places.add(node, a)
+        places.add(a.arg, a)
         inputs.append(node)
     if not body or not isinstance(body[-1], ast.Return):
         reader.fail(f, "the function must end with return")
     if kind == "kernel":
-        launches = KernelReader(text, filename, comments, places)
+        launches = KernelReader(places, comments)
         found_steps = tuple(launches.step(s, scope) for s in body[:-1])
         return kernel.Program(f.name, tuple(inputs), found_steps, reader.results(body[-1], scope, l.Buffer))
     if kind in ("loop", "tile"):
-        loops, schedules = LoopReader(text, filename, comments, places), ScheduleReader(text, filename, comments)
-        completed = PlanReader(text, filename, comments)
+        loops, schedules = LoopReader(places, comments), ScheduleReader(places)
+        completed = PlanReader(places)
         steps: list[Any] = []
         found: dict[int, Any] = {}
         plans: dict[int, Any] = {}
@@ -120,7 +127,7 @@ def _module(
         return program if kind == "loop" else tile.Program(program, tuple(found.items()), tuple(plans.items()))
     names: dict[Node, str] = {i: i.name for i in inputs}
     sources: dict[str, str] = {}
-    values = GraphReader(text, filename, comments)
+    values = GraphReader(places, comments)
     for s in body[:-1]:
         values.value_statement(s, kind, scope, names, sources)
     returned = reader.results(body[-1], scope, Node)
@@ -150,6 +157,7 @@ class GraphReader(Reader):
             if kind == "tensor" and (why := value_problem(x, name)):
                 self.fail(s.value, why)
         scope.values[name] = node
+        self.places.add(name, s)
         names.setdefault(node, name)
         if comment := self.comments.get(s.end_lineno or s.lineno):
             sources[name] = comment

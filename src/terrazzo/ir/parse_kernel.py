@@ -10,6 +10,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, Var
 from terrazzo.ir.node import OPS
 from terrazzo.ir.parse_loop import LoopReader
+from terrazzo.ir.places import TextLine
 from terrazzo.ir.reader import Scope, elements, empty
 from terrazzo.ir.types import Type, u64
 from terrazzo.ir.verify_kernel import problem
@@ -48,6 +49,8 @@ class KernelReader(LoopReader):
                     self.fail(head, f"{key.arg} is defined twice")
                 writes.append(l.Buffer(key.arg, self.tensor_type(key.value, scope)))
                 scope.values[key.arg] = writes[-1]
+                self.places.add(key.arg, s)
+        self.places.add(name, s)
         inner = scope.inner()
         inner.values.update({"block": Var(k.BLOCK, grid), "warp": Var("warp", warps), "lane": k.LANE})
         shared: list[k.Shared] = []
@@ -55,12 +58,15 @@ class KernelReader(LoopReader):
         while rest and (place := self.shared(rest[0], inner)) is not None:
             shared.append(place)
             rest.pop(0)
+        self.lines: list[ast.AST] = [s, *s.body[: len(shared)]]
         body = self.statements(rest, inner)
         source = self.comments.get(s.lineno, "")
         params = (*reads, *writes)
         kernel: k.Kernel = self.build(
             s, k.Kernel, name, params, tuple(writes), grid, warps, tuple(shared), body, resident, source, cluster
         )
+        for number, line in enumerate(self.lines):
+            self.places.add(TextLine(kernel, number), line)
         if why := problem(kernel):
             self.fail(s, why)
         return kernel
@@ -97,7 +103,14 @@ class KernelReader(LoopReader):
         scope.values[name] = value
 
     def statements(self, body: list[ast.stmt], scope: Scope) -> tuple[Any, ...]:
-        return tuple(self.statement(s, scope) for s in body if not isinstance(s, ast.Pass))
+        found = []
+        for s in body:
+            if not isinstance(s, ast.Pass):
+                self.lines.append(s)
+                found.append(self.statement(s, scope))
+        if not found and body:
+            self.lines.append(body[0])  # which is printed as `pass`
+        return tuple(found)
 
     def statement(self, s: ast.stmt, scope: Scope) -> Any:
         match s:

@@ -34,6 +34,8 @@ class LoopReader(Reader):
                     if k.arg is None or k.arg in scope.values:
                         self.fail(head, f"{k.arg} is defined twice")
                     scope.values[k.arg] = l.Buffer(k.arg, self.tensor_type(k.value, scope))
+                    self.places.add(k.arg, s)
+                self.places.add(name, s)
                 axes: list[Any] = []
                 stores: list[Any] = []
                 self.block(s.body, scope.inner(), axes, stores, [])
@@ -56,6 +58,7 @@ class LoopReader(Reader):
                     buffers.append(None if ty is None else l.Buffer(target.id, ty))
                     if ty is not None:
                         scope.values[target.id] = buffers[-1]
+                        self.places.add(target.id, s)
                 name = self.constant(first)
                 self.operator(c, name, args, kwargs, list(types))
                 return self.build(s, l.Call, name, args, kwargs, tuple(buffers), order, source)

@@ -6,10 +6,10 @@ import ast
 from functools import cache
 from typing import Any, get_type_hints
 
-from terrazzo.errors import UserError
 from terrazzo.ir.node import OPS
+from terrazzo.ir.places import Places, TextLine, located
 from terrazzo.ir.plan import AXIS, Line, Plan
-from terrazzo.ir.reader import Reader, python_tree
+from terrazzo.ir.reader import Reader, misplaced, python_tree
 from terrazzo.ir.schedule import Schedule, ScheduleReader, Word
 
 KINDS: dict[str, type[Line]] = {op: kind for op, kind in OPS["plan"].items() if issubclass(kind, Line)}
@@ -22,14 +22,20 @@ def parse_plan(text: str, filename: str = "<plan>") -> Plan:
     """The one plan a text means. Anything wrong is a UserError with line, column and a caret."""
     text, tree = python_tree(text, filename)
     if len(tree.body) != 1:
-        raise UserError(f"{filename}: expected one plan, found {len(tree.body)}")
-    return PlanReader(text, filename, {}).plan(tree.body[0])
+        raise misplaced(located(filename, text, 1, 1, f"expected one plan, found {len(tree.body)}"))
+    return PlanReader(Places(filename, text)).plan(tree.body[0])
 
 
-def parse_pinned(text: str, filename: str = "<schedule>") -> list[tuple[Schedule, Plan | None]]:
-    """The schedules a text means, one after the other, each with the plan that stands below it."""
+def parse_pinned(
+    text: str, filename: str = "<schedule>", places: Places | None = None
+) -> list[tuple[Schedule, Plan | None]]:
+    """The schedules a text means, one after the other, each with the plan that stands below it. `places` is filled with
+    where everything stands.
+    """
     text, tree = python_tree(text, filename)
-    schedules, plans = ScheduleReader(text, filename, {}), PlanReader(text, filename, {})
+    places = Places() if places is None else places
+    places.filename, places.text = filename, text
+    schedules, plans = ScheduleReader(places), PlanReader(places)
     found: list[tuple[Schedule, Plan | None]] = []
     for s in tree.body:
         if not plans.starts(s):
@@ -74,10 +80,15 @@ class PlanReader(Reader):
             above = f"{schedule.kernel} for {schedule.target}"
             self.fail(s, f"the plan is one of {kernel} for {target}, and the schedule above it one of {above}")
         lines: list[Line] = []
+        where: list[ast.stmt] = [s]
         for x in body:
             if not isinstance(x, ast.Pass):
                 lines.append(self.line(x, {y.name: y for y in lines if hasattr(y, "name")}))
-        return Plan(kernel, target, tuple(lines))
+                where.append(x)
+        plan = Plan(kernel, target, tuple(lines))
+        for number, line in enumerate(where):
+            self.places.add(TextLine(plan, number), line)
+        return plan
 
     def line(self, s: ast.stmt, known: dict[str, Line]) -> Line:
         """One line, which may refer to those `known`."""

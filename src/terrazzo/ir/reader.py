@@ -14,25 +14,12 @@ from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects import torch as aten
 from terrazzo.ir.expr import Bound, Expr, IntExpr, Loaded, Size, Var, at_least, bounds
 from terrazzo.ir.node import Node, topological
+from terrazzo.ir.places import Places, lines_of, located, located_at
 from terrazzo.ir.proof import WIDEST
 from terrazzo.ir.types import DTYPES, Type
 
 BYTE_ORDER_MARK = "\ufeff"
 """What some editors put at the head of a file; it means nothing."""
-
-
-def located(filename: str, text: str, line: int, column: int, message: str) -> str:
-    """The message with its place, the line and a caret."""
-    lines = lines_of(text)
-    shown = lines[line - 1] if 0 < line <= len(lines) else ""
-    return f"{filename}, line {line}, column {column}: {message}\n    {shown}\n    {' ' * (column - 1)}^"
-
-
-def located_at(where: ast.AST, filename: str, text: str, message: str) -> str:
-    """The message with the place of a part of Python's tree."""
-    line, offset = getattr(where, "lineno", 1), getattr(where, "col_offset", 0)
-    before = "".join(lines_of(text)[line - 1 : line]).encode()[:offset]  # which Python counts in bytes
-    return located(filename, text, line, len(before.decode(errors="ignore")) + 1, message)
 
 
 @dataclass
@@ -53,25 +40,22 @@ class Scope:
 class Reader:
     """Reads one text. Subclasses read the statements of one family of IRs."""
 
-    def __init__(
-        self, text: str, filename: str, comments: Mapping[int, str], places: dict[Node, ast.AST] | None = None
-    ) -> None:
-        """`places` is filled with where each node was read first."""
-        self.text, self.filename, self.comments = text, filename, comments
-        self.places = {} if places is None else places
+    def __init__(self, places: Places, comments: Mapping[int, str] | None = None) -> None:
+        """`places` has the text, and is filled with where everything stands in it."""
+        self.places, self.comments = places, comments or {}
 
     def fail(self, where: ast.AST, message: str) -> NoReturn:
-        raise UserError(located_at(where, self.filename, self.text, message))
+        raise misplaced(located_at(where, self.places.filename, self.places.text, message))
 
     def build(self, where: ast.AST, make: Callable[..., Any], *args: Any) -> Any:
         """Construct a node; what its constructor has against it is reported here."""
         try:
             made = make(*args)
             if isinstance(made, Node):
-                self.places.setdefault(made, where)
+                self.places.add(made, where)
             return made
         except (TerrazzoError, TypeError, AttributeError, ValueError, ZeroDivisionError, OverflowError) as e:
-            self.fail(where, str(e))
+            self.fail(self.places.of(getattr(e, "about", ())) or where, str(e))
 
     def sizes(self, body: list[ast.stmt], scope: Scope) -> list[ast.stmt]:
         rest = []
@@ -287,11 +271,6 @@ class Reader:
         self.fail(x, f"missing {name}=")
 
 
-def lines_of(text: str) -> list[str]:
-    """The lines of a text as Python counts them: other characters that break lines elsewhere do not here."""
-    return re.split(r"\r\n|\r|\n", text)
-
-
 def python_tree(text: str, filename: str) -> tuple[str, ast.Module]:
     """A text without a byte-order mark, and Python's tree of it, which is not run. What is no Python is a UserError.
 
@@ -303,14 +282,21 @@ def python_tree(text: str, filename: str) -> tuple[str, ast.Module]:
             warnings.simplefilter("ignore", SyntaxWarning)
             return text, ast.parse(text, filename)
     except SyntaxError as e:
-        raise UserError(located(filename, text, e.lineno or 1, e.offset or 1, e.msg)) from None
+        raise misplaced(located(filename, text, e.lineno or 1, e.offset or 1, e.msg)) from None
     except ValueError as e:  # a null, or half of a character
         strange = re.search("[\0\ud800-\udfff]", text)
         before = lines_of(text[: strange.start() if strange else 0])
         message = f"not readable as the text of an IR: {e}"
-        raise UserError(located(filename, text, len(before), len(before[-1]) + 1, message)) from None
+        raise misplaced(located(filename, text, len(before), len(before[-1]) + 1, message)) from None
     except (RecursionError, MemoryError):  # Python's parser says either, and not where
-        raise UserError(too_deep(filename, text)) from None
+        raise misplaced(too_deep(filename, text)) from None
+
+
+def misplaced(message: str) -> UserError:
+    """An error whose message says where in a text it is."""
+    error = UserError(message)
+    error.placed = True
+    return error
 
 
 def too_deep(filename: str, text: str) -> str:

@@ -16,12 +16,13 @@ import ast
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
 
-from terrazzo.errors import UserError
-from terrazzo.ir.reader import Reader, python_tree
+from terrazzo.errors import UserError, about
+from terrazzo.ir.places import Places, located
+from terrazzo.ir.reader import Reader, misplaced, python_tree
 
 KERNEL_LEVELS = ("grid", "cluster", "time", "block")
 SITE_LEVELS = ("warpgroup", "warp", "lane", "reg", "inst.m", "inst.n", "inst.k")
@@ -116,6 +117,16 @@ class Schedule:
     operands: tuple[tuple[str, Operand], ...] = ()
     directives: tuple[tuple[str, tuple[Value, ...], Options], ...] = ()
     sites: tuple[Site, ...] = ()
+    origin: Schedule | None = field(default=None, compare=False, repr=False)
+    """The schedule this one was made of, where it is not as somebody wrote it."""
+
+    def part(self, site: str = "", line: str = "", word: str = "") -> tuple[Any, ...]:
+        """What an error is about that arose from a word, a line, a site or the whole of a schedule: from the inside
+        out.
+        """
+        whole = self.origin or self
+        around = Named(site, line, word), Named(site, line, ""), Named(site, "", "")
+        return (*((whole, x) for x in around), whole)
 
     def directive(self, name: str) -> tuple[Value, ...]:
         """The arguments of a directive; none where it is not given."""
@@ -191,41 +202,51 @@ class Schedule:
         `axes` has the extents of the kernel's axes, `own` for each site (reduction or store) those of the axes that are
         its alone.
         """
-        for lines in (self.axes, *(s.axes for s in self.sites)):
+        for where, lines in (("", self.axes), *((s.names[0], s.axes) for s in self.sites)):
             for axis, binding in lines:
-                _sizes(axis, binding)
+                with about(*self.part(where, axis)):
+                    _sizes(axis, binding)
         everywhere = dict(axes)
         for name, extents in own.items():
             for axis, extent in extents.items():
                 if everywhere.setdefault(axis, extent) != extent and axis in dict(self.axes):
-                    raise UserError(
-                        f"{axis} has extent {everywhere[axis]} elsewhere and {extent} in {name}: bind it in the sites"
-                    )
+                    with about(*self.part("", axis)):
+                        raise UserError(
+                            f"{axis} has extent {everywhere[axis]} elsewhere and {extent} in {name}: "
+                            "bind it in the sites"
+                        )
         for axis, outer in self.axes:
-            _levels(axis, outer, _extent(axis, everywhere))
-        warps = set()
+            with about(*self.part("", axis)):
+                _levels(axis, outer, _extent(axis, everywhere))
+        warps: dict[int, Site] = {}
         for site in self.sites:
-            for name in site.names:
-                if name.partition(".")[0] not in own:
-                    raise UserError(f"the kernel has no site {name}; it has {', '.join(own)}")
-            visible = {**axes, **own[site.names[0].partition(".")[0]]}
-            for axis, binding in site.axes:
-                if grid := [f for f in _factors(binding) if f.level == "grid"]:
-                    raise UserError(
-                        f"{site.names[0]}: {axis} = {_text(binding)}: {grid[0]} is for the kernel to bind, "
-                        "not for a site"
-                    )
-                block = [f.size for f in _factors(_of(self.axes, axis)) if f.level == "block"]
-                if block and not isinstance(binding, Like) and math.prod(f.size for f in binding) != block[0]:
-                    raise UserError(
-                        f"{site.names[0]}: {axis} divides into {_text(binding)}, but its block has {block[0]}"
-                    )
-                _levels(axis, self.binding(site, axis), _extent(axis, visible))
-            if self.alike(site) is None:
-                warps.add(self._threads(site))
-        self._threads(None)
-        if len(warps - {0}) > 1:
-            raise UserError(f"the sites disagree on the number of warps: {', '.join(map(str, sorted(warps)))}")
+            with about(*self.part(site.names[0])):
+                for name in site.names:
+                    if name.partition(".")[0] not in own:
+                        raise UserError(f"the kernel has no site {name}; it has {', '.join(own)}")
+                visible = {**axes, **own[site.names[0].partition(".")[0]]}
+                for axis, binding in site.axes:
+                    with about(*self.part(site.names[0], axis)):
+                        self._divides(site, axis, binding, _extent(axis, visible))
+                if self.alike(site) is None:
+                    warps.setdefault(self._threads(site), site)
+        with about(*self.part()):
+            self._threads(None)
+        warps.pop(0, None)
+        if len(warps) > 1:
+            with about(*self.part(list(warps.values())[1].names[0])):
+                raise UserError(f"the sites disagree on the number of warps: {', '.join(map(str, sorted(warps)))}")
+
+    def _divides(self, site: Site, axis: str, binding: Binding, extent: int) -> None:
+        """UserError unless a site can divide a block's part of an axis so."""
+        if grid := [f for f in _factors(binding) if f.level == "grid"]:
+            raise UserError(
+                f"{site.names[0]}: {axis} = {_text(binding)}: {grid[0]} is for the kernel to bind, not for a site"
+            )
+        block = [f.size for f in _factors(_of(self.axes, axis)) if f.level == "block"]
+        if block and not isinstance(binding, Like) and math.prod(f.size for f in binding) != block[0]:
+            raise UserError(f"{site.names[0]}: {axis} divides into {_text(binding)}, but its block has {block[0]}")
+        _levels(axis, self.binding(site, axis), extent)
 
     def _threads(self, site: Site | None) -> int:
         """The warps a site, or the kernel by itself, uses; 0 where it binds none. Its lanes must be a warp's, or its
@@ -328,14 +349,14 @@ def parse_schedule(text: str, filename: str = "<schedule>") -> Schedule:
     """The one schedule a text means. Anything wrong is a UserError with line, column and a caret."""
     found = parse_schedules(text, filename)
     if len(found) != 1:
-        raise UserError(f"{filename}: expected one schedule, found {len(found)}")
+        raise misplaced(located(filename, text, 1, 1, f"expected one schedule, found {len(found)}"))
     return found[0]
 
 
 def parse_schedules(text: str, filename: str = "<schedule>") -> list[Schedule]:
     """The schedules a text means, one after the other."""
     text, tree = python_tree(text, filename)
-    reader = ScheduleReader(text, filename, {})
+    reader = ScheduleReader(Places(filename, text))
     return [reader.schedule(s) for s in tree.body]
 
 
@@ -353,24 +374,43 @@ class ScheduleReader(Reader):
         args, options, body = self.header(s, "schedule")
         if len(args) != 1 or set(options) != {"target"}:
             self.fail(s, 'expected `with schedule("kernel", target="...")`')
-        axes, operands = self.lines(x for x in body if isinstance(x, ast.Assign))
+        self.words: dict[Named, ast.AST] = {}
+        axes, operands = self.lines("", (x for x in body if isinstance(x, ast.Assign)))
         if like := [name for name, binding in axes if isinstance(binding, Like)]:
-            self.fail(s, f"{like[0]} is the kernel's; only in a site can it be like another site's")
+            self.fail(self.words[Named("", like[0], "")],
+                      f"{like[0]} is the kernel's; only in a site can it be like another site's")  # fmt: skip
         sites, directives = [], []
         for x in body:
             if isinstance(x, ast.With):
-                names, given, inner = self.header(x, "site")
-                if not names or not set(given) <= {"on"}:
-                    self.fail(x, 'expected `with site("name", ..., on="instruction")`')
-                sites.append(Site(names, *self.lines(y for y in inner if not isinstance(y, ast.Pass)), given.get("on")))
+                sites.append(self.site(x))
             elif isinstance(x, ast.Expr) and isinstance(x.value, ast.Call):
                 name = self.word(x.value.func)
                 if name not in DIRECTIVES:
                     self.fail(x, f"unknown directive {name!r}; known: {', '.join(DIRECTIVES)}")
-                directives.append((name, tuple(map(self.value, x.value.args)), self.keywords(x.value)))
+                self.stands(Named("", name, ""), x)
+                self.stands(Named("", name, name), x)
+                directives.append((name, tuple(map(self.value, x.value.args)), self.keywords(x.value, "", name)))
             elif not isinstance(x, ast.Assign | ast.Pass):
                 self.fail(x, "expected `axis = ...`, `operand = ...`, a directive or a site")
-        return Schedule(args[0], str(options["target"]), axes, operands, tuple(directives), tuple(sites))
+        found = Schedule(args[0], str(options["target"]), axes, operands, tuple(directives), tuple(sites))
+        self.places.add(found, s)
+        for named, where in self.words.items():
+            self.places.add((found, named), where)
+        return found
+
+    def site(self, s: ast.With) -> Site:
+        names, given, inner = self.header(s, "site")
+        if not names or not set(given) <= {"on"}:
+            self.fail(s, 'expected `with site("name", ..., on="instruction")`')
+        self.stands(Named(names[0], "", ""), s)
+        for k in s.items[0].context_expr.keywords:  # type: ignore[attr-defined]
+            self.stands(Named(names[0], "on", given["on"]), k)
+        lines = self.lines(names[0], (y for y in inner if not isinstance(y, ast.Pass)))
+        return Site(names, *lines, given.get("on"))
+
+    def stands(self, named: Named, where: ast.AST) -> None:
+        """Note where a word of the schedule stands, or with no word a line or site."""
+        self.words.setdefault(named, where)
 
     def header(self, s: ast.stmt, word: str) -> tuple[tuple[str, ...], dict[str, str], list[ast.stmt]]:
         match s:
@@ -386,7 +426,7 @@ class ScheduleReader(Reader):
             self.fail(x, "expected a text")
         return x.value
 
-    def lines(self, body: Any) -> tuple[tuple[tuple[str, Binding], ...], tuple[tuple[str, Operand], ...]]:
+    def lines(self, site: str, body: Any) -> tuple[tuple[tuple[str, Binding], ...], tuple[tuple[str, Operand], ...]]:
         """Bindings of axes, and places of operands."""
         axes: dict[str, Binding] = {}
         operands: dict[str, Operand] = {}
@@ -397,17 +437,19 @@ class ScheduleReader(Reader):
             place = self.word(value.func) if isinstance(value, ast.Call) and not value.args else ""
             if name in (operands if place in ("smem", "reg") else axes):  # a tensor may be called as an axis is
                 self.fail(s, f"{name} is bound twice")
+            self.stands(Named(site, name, ""), s)
             if isinstance(value, ast.Call) and place in ("smem", "reg"):
-                operands[name] = Operand(place, self.keywords(value))
+                self.stands(Named(site, name, place), value)
+                operands[name] = Operand(place, self.keywords(value, site, name))
             elif isinstance(value, ast.Call) and self.word(value.func) == "like" and len(value.args) == 1:
                 axes[name] = Like(self.text_constant(value.args[0]))
             else:
-                axes[name] = tuple(self.factors(value))
+                axes[name] = tuple(self.factors(value, site, name))
         return tuple(axes.items()), tuple(operands.items())
 
-    def factors(self, x: ast.AST) -> Iterator[Factor]:
+    def factors(self, x: ast.AST, site: str, axis: str) -> Iterator[Factor]:
         if isinstance(x, ast.BinOp) and isinstance(x.op, ast.Mult):
-            yield from self.factors(x.left)
+            yield from self.factors(x.left, site, axis)
             x = x.right
         if not isinstance(x, ast.Call) or len(x.args) != 1:
             self.fail(x, "expected a factor, such as warp(4)")
@@ -416,10 +458,13 @@ class ScheduleReader(Reader):
             self.fail(x, f"unknown level {level!r}; known: {', '.join((*KERNEL_LEVELS, *SITE_LEVELS))}")
         if not isinstance(size, int) or isinstance(size, bool):
             self.fail(x, "the size of a factor is an integer")
-        yield Factor(level, size, self.keywords(x))
+        yield Factor(level, size, self.keywords(x, site, axis))
 
-    def keywords(self, x: ast.Call) -> Options:
-        return tuple((k.arg or "", self.value(k.value)) for k in x.keywords)
+    def keywords(self, x: ast.Call, site: str, line: str) -> Options:
+        found = tuple((k.arg or "", self.value(k.value)) for k in x.keywords)
+        for word, k in zip(_options(found), x.keywords, strict=True):
+            self.stands(Named(site, line, word), k)
+        return found
 
     def value(self, x: ast.AST) -> Value:
         match x:

@@ -21,6 +21,8 @@ def problem(kernel: k.Kernel) -> str:
         return f"a block has 1 to 32 warps, not {kernel.warps}"
     if not 1 <= kernel.cluster <= 8 or kernel.grid % kernel.cluster:
         return f"a cluster has 1 to 8 blocks, and the grid a multiple of them, not {kernel.cluster} of {kernel.grid}"
+    if kernel.resident < 1:
+        return f"at least 1 block is resident on a processor, not {kernel.resident}"
     roles = [s for s in k.walk(kernel.body) if isinstance(s, k.Role)]
     for role in roles:
         if not 0 <= role.first < role.first + role.count <= kernel.warps:

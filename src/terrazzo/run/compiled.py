@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from terrazzo.errors import CompilerBug, UserError
+from terrazzo.errors import CompilerBug, UserError, about
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
 from terrazzo.ir.program import Program
@@ -118,7 +118,8 @@ class Compiled:
             views = {k: (tensors[k] if k in tensors else frame.view(k)).contiguous() for k in mentioned}
             args = to_torch(decode(step.args, views))
             kwargs = {name: to_torch(decode(v, views)) for name, v in step.kwargs.items()}
-            out = operator(step.name)(*args, **kwargs)
+            with about(*(self.plan.slots[k].name for k in step.results if k is not None)):
+                out = operator(step.name)(*args, **kwargs)
             for k, value in zip(step.results, out if isinstance(out, (tuple, list)) else (out,), strict=True):
                 if k is not None and self.plan.slots[k].bytes:  # a result declared empty may be anything
                     (tensors[k] if k in tensors else frame.view(k)).copy_(value)

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from terrazzo.errors import DivisionByZero, IndexOutOfRange
+from terrazzo.errors import DivisionByZero, IndexOutOfRange, about
 from terrazzo.ir.dialects import loop as l
 from terrazzo.options import Options
 from terrazzo.run.cache import Cache
@@ -108,12 +108,9 @@ class Cpu:
 
         def run(_: int) -> None:
             problems = function(addresses, self.threads)
-            if problems & 1:
-                raise IndexOutOfRange(
-                    f"kernel {step.label} ({step.source}): an index is out of range for its dimension"
-                )
             if problems:
-                raise DivisionByZero(f"kernel {step.label} ({step.source}): a whole number is divided by zero")
+                with about(step.label):
+                    _refuse(problems, f"kernel {step.label} ({step.source})")
 
         return run
 
@@ -126,3 +123,10 @@ class Cpu:
 
     def graph(self, steps: Any) -> Any:
         """There are no graphs here."""
+
+
+def _refuse(problems: int, what: str) -> NoReturn:
+    """Raise the error that a kernel's bits of problems stand for."""
+    if problems & 1:
+        raise IndexOutOfRange(f"{what}: an index is out of range for its dimension")
+    raise DivisionByZero(f"{what}: a whole number is divided by zero")

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from terrazzo.errors import CompilerBug
+from terrazzo.errors import CompilerBug, about, note
 from terrazzo.interp.costs import Costs
 from terrazzo.interp.kernel.barriers import Meeting, Ring, Wait
 from terrazzo.interp.kernel.clocks import Clocks
@@ -21,6 +21,7 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Var
 from terrazzo.ir.node import topological
+from terrazzo.ir.places import TextLine
 from terrazzo.ir.show_kernel import show_kernel
 
 TOGETHER = 1 << 14
@@ -40,10 +41,11 @@ def run(
     """The results of `program`. See run_kernel for `seed` and `costs`."""
     memory: dict[l.Buffer, Any] = {b: np.asarray(inputs[b.name]).astype(b.type.dtype.numpy) for b in program.inputs}
     for step in program.steps:
-        if isinstance(step, k.Kernel):
-            run_kernel(step, memory, seed=seed, costs=costs)
-        else:
-            run_call(step, memory, False, call)
+        with about(step):
+            if isinstance(step, k.Kernel):
+                run_kernel(step, memory, seed=seed, costs=costs)
+            else:
+                run_call(step, memory, False, call)
     return [memory[b] for b in program.results]
 
 
@@ -122,13 +124,21 @@ class Machine:
             if not able:
                 self.stuck(waiting[team] for team, _ in going)
             for team, steps in self.order(able):
-                found = next(steps, None)
+                found = self.advance(team, steps)
                 if found is None:
                     going.remove((team, steps))
                     waiting.pop(team, None)
                 else:
                     waiting[team] = found
         self.end()
+
+    def advance(self, team: Team, steps: Iterator[Wait]) -> Wait | None:
+        """Run a team up to where it waits next, or to its end (None)."""
+        try:
+            return next(steps, None)
+        except Exception as error:
+            note(error, TextLine(self.kernel, team.line))
+            raise
 
     def parts(self) -> Iterator[list[int]]:
         """The warps of each team: those that nothing tells apart; each by itself where the scheduler is adverse."""
@@ -158,10 +168,12 @@ class Machine:
         waits = list(waits)
         for w in waits:
             if fault := w.fault():
-                raise CompilerBug(f"{self.kernel.name}: line {w.line} `{self.text(w.line)}`: {fault}")
+                with about(TextLine(self.kernel, w.line)):
+                    raise CompilerBug(f"{self.kernel.name}: line {w.line} `{self.text(w.line)}`: {fault}")
         told = {(self.text(w.line), w.why()): w.line for w in waits}
         lines = "; ".join(f"line {line} `{text}`{f' ({why})' if why else ''}" for (text, why), line in told.items())
-        raise CompilerBug(f"{self.kernel.name}: waits for ever at {lines}")
+        with about(*(TextLine(self.kernel, line) for line in told.values())):
+            raise CompilerBug(f"{self.kernel.name}: waits for ever at {lines}")
 
     def end(self) -> None:
         """Shared memory may belong to another block now: somebody must have waited for all that comes there or reads

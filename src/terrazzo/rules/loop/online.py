@@ -2,10 +2,11 @@
 
     out[r] = sum over k of softmax(score)[k] * value[k]     =     sum(2^(s - m) * value) / sum(2^(s - m)),   m = max(s)
 
-where s is the score times log2(e). Both sums are over the same k, and m is their *frame*: when it grows from m to n,
-what was summed so far is worth 2^(m - n) as much. So all three can go along in one pass (ADR 004 §8). Found in the
-terms, whatever they came from; weights, which are in [0, 1], are rounded to the type of the values, as PyTorch's own
-kernels do it.
+where s is the score times log2(e). Where that could be an infinity though the score is none, as masks of the lowest
+number are, the difference is multiplied, and not the score. Both sums are over the same k, and m is their *frame*:
+when it grows from m to n, what was summed so far is worth 2^(m - n) as much. So all three can go along in one pass
+(ADR 004 §8). Found in the terms, whatever they came from; weights, which are in [0, 1], are rounded to the type of the
+values, as PyTorch's own kernels do it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 from terrazzo.ir.contraction import contraction, operand
 from terrazzo.ir.dialects import loop as l
@@ -120,9 +123,11 @@ def _framed(r: l.Reduce) -> Node | None:
                 continue
         if not isinstance(top, l.Reduce) or top is not _over(top, axis, score):
             continue
-        s = scaled(score, LOG2E)
+        early = stays_finite(score, LOG2E)
+        s: Any = scaled(score, LOG2E) if early else score
         m = l.Reduce.make(top.monoid, (axis,), (s,))
-        e = l.apply("approx_exp2", l.apply("sub", s, m))
+        difference = l.apply("sub", s, m)
+        e: Any = l.apply("approx_exp2", difference if early else l.apply("mul", difference, l.Literal(LOG2E, r.dtype)))
         rounded = _cast(_cast(e, kind), r.dtype)
         total: l.Reduce = l.Reduce.make(r.monoid, (axis,), (l.apply("mul", rounded, value),))
         new = rebuild(total)
@@ -189,6 +194,19 @@ def scaled(x: Any, by: float) -> Any:
     if isinstance(x, l.Apply) and x.fn.name == "where":
         return l.apply("where", x.args[0], *(scaled(a, by) for a in x.args[1:]))
     return l.apply("mul", x, l.Literal(by, x.dtype))
+
+
+def stays_finite(x: Any, by: float) -> bool:
+    """Whether no part of x that is finite becomes an infinity in `scaled(x, by)`, whatever the data."""
+    if isinstance(x, l.Literal):
+        return math.isinf(x.value) or abs(x.value * by) <= float(np.finfo(x.dtype.numpy).max)
+    if isinstance(x, l.Apply) and x.fn.name == "mul":
+        for one, other in (x.args, x.args[::-1]):
+            if isinstance(other, l.Literal):
+                return stays_finite(one, by * other.value) if other.value > 0 else by * -other.value <= 1
+    if isinstance(x, l.Apply) and x.fn.name in ("add", "sub", "where"):
+        return all(stays_finite(a, by) for a in x.args[x.fn.name == "where" :])
+    return by <= 1
 
 
 def _cast(x: Any, to: DType) -> Any:

@@ -13,6 +13,11 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.node import transform
 
+SMALL, LARGE = 2.0**-16, 2.0**16
+"""The constants that are taken out. Others bring sums nearer to an overflow, or products to nothing, than what they are
+scaled to; and a negative one makes -0 of a sum that is 0.
+"""
+
 
 def scale_after(kernel: l.Kernel) -> l.Kernel:
     """`kernel` with the constants of its contractions' factors multiplied into their results."""
@@ -37,9 +42,7 @@ def _scaled(node: Any) -> Any:
         return node
     axes, (product,) = l.open_binder(node)
     (a, p), (b, q) = map(_apart, product.children)
-    if (
-        p * q == 1.0 or node.dtype.size < 4 or not 2.0**-64 < abs(p * q) < 2.0**64
-    ):  # the product of constants must be one, too
+    if p * q == 1.0 or node.dtype.size < 4 or not SMALL < p * q < LARGE:
         return node
     return l.apply("mul", l.Reduce.make(node.monoid, axes, (l.apply("mul", a, b),)), l.Literal(p * q, node.dtype))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from terrazzo.errors import Limitation, UserError
+from terrazzo.errors import Limitation, UserError, about
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir import nest as n
 from terrazzo.ir.dialects import kernel as k
@@ -52,7 +52,8 @@ def schedule(
         if not isinstance(step, l.Kernel):
             steps.append(step)
             continue
-        found = _choose(step, gpu, pinned or {}, log, lost)
+        with about(step):
+            found = _choose(step, gpu, pinned or {}, log, lost)
         for rewrite, old, new in found.rewrites:
             log.applied(PASS, rewrite, old.name, [old], new)
         for what, why in tiles.unused(step, (s for _, s, *_ in found.kernels), gpu):
@@ -64,7 +65,8 @@ def schedule(
             steps.append(kernel)
     if strange := set(pinned or {}) - {x.name for x in steps if isinstance(x, l.Kernel)}:
         names = ", ".join(x.name for x in steps if isinstance(x, l.Kernel))
-        raise UserError(f"there is no kernel {min(strange)} to pin a schedule to; there are {names}")
+        with about(*(pinned or {})[min(strange)].part()):
+            raise UserError(f"there is no kernel {min(strange)} to pin a schedule to; there are {names}")
     return tile.Program(l.Program(program.name, program.inputs, tuple(steps), program.results), tuple(schedules))
 
 
@@ -217,16 +219,18 @@ def _pinned(forms: Sequence[l.Kernel], pinned: Mapping[str, Schedule], gpu: Gpu)
     """The first form of a kernel that its pinned schedule fits; UserError where there is none."""
     chosen = pinned[forms[0].name]
     if chosen.target != gpu.arch:
-        raise UserError(f"the schedule of {chosen.kernel} is one for {chosen.target}, and the target is {gpu.arch}")
+        with about(*chosen.part()):
+            raise UserError(f"the schedule of {chosen.kernel} is one for {chosen.target}, and the target is {gpu.arch}")
     why = []
     for kernel in forms:
         try:
             tile.fit(chosen, kernel)
         except UserError as e:
-            why.append(str(e))
+            why.append(e)
             continue
         return kernel, chosen, "pin", "by the user"
-    raise UserError(f"the schedule of {chosen.kernel} does not fit it: {why[0]}")
+    with about(*why[0].about, *chosen.part()):
+        raise UserError(f"the schedule of {chosen.kernel} does not fit it: {why[0]}")
 
 
 def _apart(done: Chosen, gpu: Gpu) -> Candidate:

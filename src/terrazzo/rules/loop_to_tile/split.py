@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.errors import UserError
+from terrazzo.errors import UserError, about
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, Var, at_least
 from terrazzo.ir.nest import accumulators
@@ -103,10 +103,11 @@ def pinned_split(kernel: l.Kernel, schedule: Schedule) -> tuple[l.Kernel, Schedu
         return None
     last = {f"r{r.axes[-1].label}" for r in reduces}
     if len(cut) > 1 or last != set(cut) or any(isinstance(x, l.Reduce) for r in reduces for x in topological(r.args)):
-        raise UserError(
-            f"the schedule of {kernel.name}: blocks share {', '.join(cut)}, and can share the last axis that all of its"
-            f" reductions are over, which is {' and '.join(sorted(last))}"
-        )
+        with about(*schedule.part("", cut[0])):
+            raise UserError(
+                f"the schedule of {kernel.name}: blocks share {', '.join(cut)}, and can share the last axis that all "
+                f"of its reductions are over, which is {' and '.join(sorted(last))}"
+            )
     (axis,) = cut
     grid, *rest = lines[axis]
     first, second = split(kernel, reduces, grid.size, math.prod(f.size for f in rest))
@@ -114,7 +115,9 @@ def pinned_split(kernel: l.Kernel, schedule: Schedule) -> tuple[l.Kernel, Schedu
     names = {s.buffer.name: p.buffer.name for s, p in zip(kernel.stores, first.stores, strict=False)}
     sites = tuple(replace(s, names=tuple(names.get(x, x) for x in s.names)) for s in schedule.sites)
     axes = tuple((a, tuple(rest) if a == axis else b) for a, b in schedule.axes)
-    bound = replace(schedule, kernel=first.name, axes=((part, (grid,)), *(x for x in axes if x[1])), sites=sites)
+    bound = replace(
+        schedule, kernel=first.name, axes=((part, (grid,)), *(x for x in axes if x[1])), sites=sites, origin=schedule
+    )
     return first, bound, second
 
 

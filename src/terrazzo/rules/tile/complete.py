@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from terrazzo.errors import CompilerBug, Limitation, TerrazzoError, UserError
+from terrazzo.errors import CompilerBug, Limitation, TerrazzoError, UserError, about, again
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
@@ -63,7 +63,8 @@ def program(
         kernel = scheduled.loop.steps[number]
         assert isinstance(kernel, l.Kernel)
         if (given := plans.get(number, (pinned or {}).get(kernel.name))) is not None:
-            verify(kernel, schedule, given, gpu)
+            with about(*schedule.part(), kernel):
+                verify(kernel, schedule, given, gpu)
             plans[number] = given
             log.add(Event(PASS, "pin", kernel.name, True, "by the user"))
             continue
@@ -71,7 +72,8 @@ def program(
         for e in events:
             log.add(e if show else replace(e, before="", after=""))
         if isinstance(found, Refused):
-            raise found.error
+            with about(*schedule.part(), kernel):
+                raise again(found.error)
         for number, why in problems(found, Draft(kernel, schedule, gpu)):
             raise CompilerBug(f"rules made a plan that is not in order, line {number}: {why}\n{found}")
         plans[number] = found
@@ -90,5 +92,8 @@ def _judged(plan: Plan, draft: Draft, log: Log) -> Plan | Refused:
         word = plan.open[0]
         where = draft.schedule.locate(word)
         hint = f"; {declined[-1]}" if declined else ""
-        return Refused(UserError(f"the schedule of {plan.kernel}: nothing reads `{word}`{hint}: {where}"))
+        error = UserError(f"the schedule of {plan.kernel}: nothing reads `{word}`{hint}: {where}")
+        error.brief = f"the schedule of {plan.kernel}: nothing reads `{word}`{hint}"
+        error.about = draft.schedule.part(word.site, word.line, word.word)
+        return Refused(error)
     return plan

@@ -18,12 +18,20 @@ EXPONENTIALS = ("exp", "exp2", "approx_exp2")
 
 @dataclass(frozen=True)
 class Framed:
-    """A weight: `rounded` is what the product takes, made of `weight` = f(`score` - `top`)."""
+    """A weight: `rounded` is what the product takes, made of `weight` = f(`score` - `top`), or of f of a multiple."""
 
     rounded: Node
     weight: l.Apply
     score: Node
     top: l.Reduce
+
+    def of(self, difference: Node) -> Node:
+        """What a difference of scores weighs."""
+        (inner,) = self.weight.args
+        if inner.fn.name == "mul":  # type: ignore[attr-defined]
+            _, c = inner.args  # type: ignore[attr-defined]
+            difference = l.apply("mul", difference, c)
+        return l.Apply(self.weight.fn, (difference,))
 
 
 def framed(draft: Draft, product: Product) -> Framed | None:
@@ -34,10 +42,16 @@ def framed(draft: Draft, product: Product) -> Framed | None:
         if len(tops) != 1:
             continue
         for e in topological([factor], stop=lambda x: isinstance(x, l.Reduce)):
-            match e:
-                case l.Apply(fn=fn, args=(l.Apply(fn=minus, args=(score, top)),)) if fn.name in EXPONENTIALS:
-                    if minus.name == "sub" and top is tops[0]:
-                        return Framed(operand(factor), e, score, tops[0])
+            if not isinstance(e, l.Apply) or e.fn.name not in EXPONENTIALS:
+                continue
+            match e.args[0]:
+                case l.Apply(fn=times, args=(inner, l.Literal(value=by))) if times.name == "mul" and by > 0:
+                    pass
+                case inner:
+                    pass
+            match inner:
+                case l.Apply(fn=minus, args=(score, top)) if minus.name == "sub" and top is tops[0]:
+                    return Framed(operand(factor), e, score, tops[0])
     return None
 
 

@@ -11,11 +11,12 @@ import itertools
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 
-from terrazzo.errors import TerrazzoError, UserError
+from terrazzo.errors import TerrazzoError, UserError, about
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import Node
+from terrazzo.ir.places import TextLine
 from terrazzo.ir.plan import (
     AXIS,
     Agent,
@@ -49,7 +50,10 @@ def verify(kernel: l.Kernel, schedule: Schedule, plan: Plan, gpu: Gpu) -> None:
     draft = Draft(kernel, schedule, gpu)
     for number, why in itertools.chain(problems(plan, draft), budget(plan, draft)):
         text = str(plan).splitlines()[number - 1].strip()
-        raise UserError(f"the plan of {plan.kernel}, line {number}: {why}\n    {text}")
+        error = UserError(f"the plan of {plan.kernel}, line {number}: {why}\n    {text}")
+        error.brief = f"the plan of {plan.kernel}: {why}"
+        with about(TextLine(plan, number - 1), TextLine(plan, 0)):
+            raise error
 
 
 Problem = tuple[int, str]

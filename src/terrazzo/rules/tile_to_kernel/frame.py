@@ -93,7 +93,7 @@ class Frame:
             builder.add(l.Store(new, (), l.apply("max", l.Load(new, ()), l.Load(place, at))))
 
         def weight(base: Node) -> None:
-            e = builder.let(l.Apply(found.weight.fn, (l.apply("sub", l.Load(place, at), base),)))
+            e = builder.let(found.of(l.apply("sub", l.Load(place, at), base)))
             builder.add(l.Store(self.total, row, l.apply("add", l.Load(self.total, row), e)))
             builder.add(l.Store(weights, at, substitute(found.rounded, {found.weight: e})))
 
@@ -121,7 +121,7 @@ class Frame:
         kind = self.found.top.dtype
         none = l.apply("eq", new, l.Literal(-math.inf, kind))
         base = self.builder.let(l.apply("where", none, l.Literal(0.0, kind), new))
-        return base, self.builder.let(l.Apply(self.found.weight.fn, (l.apply("sub", old, base),)))
+        return base, self.builder.let(self.found.of(l.apply("sub", old, base)))
 
     def bring(self, target: k.Registers, index: tuple[IntExpr, ...], worth: Node) -> None:
         """Something that was summed, to a new frame."""

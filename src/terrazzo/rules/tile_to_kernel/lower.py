@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from terrazzo.errors import Limitation, UserError
+from terrazzo.errors import Limitation, UserError, about, again
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir import nest as n
 from terrazzo.ir.dialects import kernel as k
@@ -46,9 +46,10 @@ def program(
             steps.append(s)
             continue
         plan = plans.get(i)
-        if plan is not None and plan is not complete(s, schedules[i], gpu)[0]:
-            verify(s, schedules[i], plan, gpu)
-        done = lower(s, schedules[i], gpu, plan)
+        with about(*schedules[i].part(), s):
+            if plan is not None and plan is not complete(s, schedules[i], gpu)[0]:
+                verify(s, schedules[i], plan, gpu)
+            done = lower(s, schedules[i], gpu, plan)
         steps.append(done)
         if log is not None:
             texts = (f"{show(s)}\n{plan}", show(done)) if show else ("", "")
@@ -103,7 +104,7 @@ def lower(kernel: l.Kernel, schedule: Schedule, gpu: Gpu, plan: Plan | None = No
     if plan is None:
         found, _ = complete(kernel, schedule, gpu)
         if isinstance(found, Refused):
-            raise found.error
+            raise again(found.error)
         plan = found
     return _written(kernel, schedule, gpu, plan)
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib import resources
 
+from terrazzo.errors import about
 from terrazzo.ir import nest as n
 from terrazzo.ir.address import flatten
 from terrazzo.ir.dialects import loop as l
@@ -56,8 +57,9 @@ def prelude() -> str:
 
 def emit(kernel: l.Kernel) -> tuple[str, str]:
     """(function name, C++ source) of a kernel. Kernels that differ only in the names of buffers have the same
-    source.
+    source. UserError where a size is symbolic.
     """
+    spans = [_span(b) for b in arguments(kernel)]
     scope = Scope(notes_zero=True)
     name = "k_" + identifier(kernel.name)
     lines = [f'extern "C" int {name}(void** buffers, int threads) {{', "  int bad = 0;"]
@@ -74,10 +76,14 @@ def emit(kernel: l.Kernel) -> tuple[str, str]:
     body = blocked.emit(kernel, scope) or _Writer(kernel, scope).lines()
     lines += ["  " + line for line in body]
     lines += ["  return bad;", "}"]
-    spans = [b.type.span for b in arguments(kernel)]
     lines.append(f'extern "C" int64_t {name}_spans[];')
     lines.append(f"int64_t {name}_spans[] = {{{', '.join(map(str, (len(spans), *spans)))}}};")
     return name, prelude() + "\n".join(lines) + "\n"
+
+
+def _span(b: l.Buffer) -> int:
+    with about(b):
+        return b.type.span
 
 
 def arguments(kernel: l.Kernel) -> tuple[l.Buffer, ...]:

@@ -12,6 +12,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.loop import Buffer
 from terrazzo.ir.expr import Expr, IntExpr, Var, bounds
 from terrazzo.ir.node import Node, topological
+from terrazzo.ir.show_kernel import lines
 
 
 @dataclass(frozen=True)
@@ -49,20 +50,23 @@ class Access:
     inside: tuple[IntExpr, ...]
 
 
-def statements(kernel: k.Kernel) -> Iterator[tuple[Node, Around]]:
-    """Every statement with what is around it, in order; those of loops without iterations are none."""
-    yield from _statements(kernel.body, Around(), Var("warp", kernel.warps))
+def statements(kernel: k.Kernel) -> Iterator[tuple[Node, Around, int]]:
+    """Every statement with what is around it and the number of its line in the kernel's text, in order; those of loops
+    without iterations are none.
+    """
+    yield from _statements(kernel.body, Around(), Var("warp", kernel.warps), 1 + len(kernel.shared))
 
 
-def _statements(body: tuple[Node, ...], around: Around, warp: Var) -> Iterator[tuple[Node, Around]]:
+def _statements(body: tuple[Node, ...], around: Around, warp: Var, line: int) -> Iterator[tuple[Node, Around, int]]:
     for s in body:
-        yield s, around
+        yield s, around, line
         if isinstance(s, k.For) and s.axis.extent != 0:
             steps = (s.axis.extent - 1 - s.axis,) if isinstance(s.axis.extent, Expr) else ()
-            yield from _statements(s.body, around.inner((s.axis,), steps, s.body), warp)
+            yield from _statements(s.body, around.inner((s.axis,), steps, s.body), warp, line + 1)
         elif isinstance(s, k.If | k.Role):
             inside = s.inside if isinstance(s, k.If) else (warp - s.first, s.first + s.count - 1 - warp)
-            yield from _statements(s.body, around.inner((), inside, s.body), warp)
+            yield from _statements(s.body, around.inner((), inside, s.body), warp, line + 1)
+        line += lines(s)
 
 
 def most(extent: IntExpr) -> int:

@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from terrazzo.errors import CompilerBug, UserError
+from terrazzo.errors import CompilerBug, UserError, about
 from terrazzo.hw import mma_sync, wgmma
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.address import evaluate, flatten
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Loaded, Var, at_least, bounds, terms_of
 from terrazzo.ir.node import Node, topological
+from terrazzo.ir.places import TextLine
 from terrazzo.ir.proof import holds
 from terrazzo.ir.show_kernel import statement
 from terrazzo.ir.types import u32
@@ -38,23 +39,23 @@ MOST = 1 << 15
 @dataclass(frozen=True)
 class Report:
     """What is wrong with a kernel, and of how many of its accesses it is proved that they stay inside and are
-    aligned. `where` are the statements of the problems (the kernel, where it is none), and `unproved` those of which
-    some access is neither proved nor refuted.
+    aligned. `where` are the numbers of the problems' lines in the kernel's text (0 where it is none), and `unproved`
+    the statements of which some access is neither proved nor refuted, with theirs.
     """
 
     problems: tuple[str, ...]
     proved: int
     accesses: int
-    where: tuple[Node, ...] = ()
-    unproved: tuple[Node, ...] = ()
+    where: tuple[int, ...] = ()
+    unproved: tuple[tuple[Node, int], ...] = ()
 
-    def refusal(self) -> tuple[str, Node] | None:
-        """What a kernel that somebody else wrote is refused for, and where: more than a kernel of our own."""
+    def refusal(self) -> tuple[str, int] | None:
+        """What a kernel that somebody else wrote is refused for, and in which line: more than a kernel of our own."""
         if self.problems:
             return self.problems[0], self.where[0]
         if self.unproved:
-            s = self.unproved[0]
-            return f"`{statement(s)[0]}`: it cannot be proved that it stays inside of what it reads and writes", s
+            s, line = self.unproved[0]
+            return f"`{statement(s)[0]}`: it cannot be proved that it stays inside of what it reads and writes", line
         return None
 
 
@@ -67,7 +68,8 @@ def check(program: k.Program, gpu: Gpu, error: type[Exception] = CompilerBug) ->
             continue
         found = report(step, gpu)
         if error is UserError and (refused := found.refusal()):
-            raise error(f"{step.name}: {refused[0]}")
+            with about(TextLine(step, refused[1])):
+                raise error(f"{step.name}: {refused[0]}")
         if found.problems:
             raise error(f"{step.name}: {found.problems[0]}")
 
@@ -75,27 +77,27 @@ def check(program: k.Program, gpu: Gpu, error: type[Exception] = CompilerBug) ->
 @lru_cache(maxsize=512)
 def report(kernel: k.Kernel, gpu: Gpu) -> Report:
     """All that can be said of a kernel without running it."""
-    problems: list[tuple[str, Node]] = [(why, kernel) for why in budgets(kernel, gpu)]
-    unproved: list[Node] = []
+    problems: list[tuple[str, int]] = [(why, 0) for why in budgets(kernel, gpu)]
+    unproved: list[tuple[Node, int]] = []
     count = 0
-    for s, around in statements(kernel):
+    for s, around, line in statements(kernel):
         sizes: dict[str, Any] = {k.BLOCK: kernel.grid, "warp": kernel.warps, "lane": k.WARP} | {
             v.name: most(v.extent) for v in around.loops
         }
-        problems += [(f"`{statement(s)[0]}` {why}", s) for why in (*operands(s), *together(s, around, sizes))]
+        problems += [(f"`{statement(s)[0]}` {why}", line) for why in (*operands(s), *together(s, around, sizes))]
         for access in (*accesses(s, around), *slabs(s, around)):
             why, proved = inside(access, sizes)
-            problems += [(f"`{statement(s)[0]}` {why}", s)] if why else []
-            unproved += [] if proved or why else [s]
+            problems += [(f"`{statement(s)[0]}` {why}", line)] if why else []
+            unproved += [] if proved or why else [(s, line)]
             count += 1
         if isinstance(s, k.SetInteger | k.DeclareInteger):
             why, proved = stays(s, around, sizes)
-            problems += [(f"`{statement(s)[0]}` {why}", s)] if why else []
-            unproved += [] if proved or why else [s]
+            problems += [(f"`{statement(s)[0]}` {why}", line)] if why else []
+            unproved += [] if proved or why else [(s, line)]
             count += 1
     if not problems:
-        problems += [(why, kernel) for why in order.problems(kernel) + fences.problems(kernel)]
-    texts, where = tuple(why for why, _ in problems), tuple(s for _, s in problems)
+        problems += [(why, 0) for why in order.problems(kernel) + fences.problems(kernel)]
+    texts, where = tuple(why for why, _ in problems), tuple(line for _, line in problems)
     return Report(texts, count - len(unproved), count, where, tuple(unproved))
 
 

@@ -48,7 +48,7 @@ class Prediction:
 def predict(kernel: k.Kernel) -> Prediction:
     """What the simulator would count."""
     predictor, unknown = _Predictor(kernel), []
-    for s, around in statements(kernel):
+    for s, around, _ in statements(kernel):
         if not isinstance(s, k.For | k.If | k.Role):
             try:
                 predictor.statement(s, around)

@@ -1,0 +1,222 @@
+"""Whatever a command refuses of a text, and whenever it finds that, has the place in that text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.cli.conftest import Terrazzo
+
+LOOP = """# of somebody's
+
+@loop
+def f(x: f32[8, 4], ids: i64[8]):
+    with kernel("z", z=f32[8, 4]):
+        for a0 in free(8):
+            for a1 in free(4):
+                v0 = at0
+                z[a0, a1] = v0
+    return (z,)
+"""
+TILE = """@tile
+def f(x: f32[3, 40]):
+    # what is computed
+    with kernel("z", z=f32[3]):
+        for a0 in free(3):
+            for r0 in reduce(40):
+                acc0 <- max(x[a0, r0])
+            z[a0] = acc0
+
+    with schedule("z", target="sm_80"):  # and where
+        a0 = grid(3)
+
+        with site("acc0"):
+            r0 = reg(2) * lane(32)
+    return (z,)
+"""
+KERNEL = """@kernel
+def f(x: f32[64]):
+    with launch("z", _grid=1, _warps=2, _resident=1, _reads=[x], z=f32[64]):
+        slab = shared(f32[64])
+        sync()
+
+        sync()
+        slab[lane + warp * 32] = x[lane + warp * 32]
+        if warp == 0:
+            pass
+        z[lane + warp * 32] = slab[63 - lane - warp * 32]
+    return (z,)
+"""
+
+
+def refused(terrazzo: Terrazzo, file: Path, text: str, words: tuple[str, ...], code: int, marked: str) -> str:
+    """What a command says of a text, whose caret must stand below the part that is `marked`."""
+    file.write_text(text)
+    done = terrazzo(*(str(file) if w == "FILE" else w for w in words), code=code)
+    said = done.stdout + done.stderr
+    line, caret = said.rstrip("\n").split("\n")[-2:]
+    assert line[caret.index("^") :].startswith(marked), said
+    number = 1 + text.splitlines().index(line[4:])
+    assert f"{file}, line {number}, column {caret.index('^') - 3}: " in said
+    return said
+
+
+RUN = ("run", "--from", "loop", "FILE")
+
+
+@pytest.mark.parametrize("words", [RUN, (*RUN, "--target", "interpreter"), ("check", "--from", "loop", "FILE")])
+def test_what_the_data_says(terrazzo: Terrazzo, tmp_path: Path, words: tuple[str, ...]) -> None:
+    text = LOOP.replace("at0", "x[at(sub(ids[a0], i64(2)), 8), a1]")
+    assert "out of range" in refused(terrazzo, tmp_path / "f.txt", text, words, 2, "with kernel")
+
+
+@pytest.mark.parametrize("what", ["run", "check"])
+def test_an_op_that_pytorch_refuses_when_it_runs(terrazzo: Terrazzo, tmp_path: Path, what: str) -> None:
+    text = """@loop
+def f(x: f32[4, 4]):
+    y, = call('aten.linalg_cholesky.default', x, _types=(f32[4, 4],))
+    return (y,)
+"""
+    words = (what, "--allow-fallback", "--from", "loop", "FILE")
+    said = refused(terrazzo, tmp_path / "f.txt", text, words, 2, "y, = call(")
+    assert "linalg.cholesky: The factorization could not be completed" in said
+
+
+@pytest.mark.parametrize("words", [("run", "--from", "tensor", "FILE"), ("check", "--from", "tensor", "FILE")])
+def test_a_symbolic_size(terrazzo: Terrazzo, tmp_path: Path, words: tuple[str, ...]) -> None:
+    text = "@tensor\ndef f(x: f32[S]):\n    S = size(1, 8)\n    y: f32[S] = exp(x)\n    return (y,)\n"
+    assert "symbolic" in refused(terrazzo, tmp_path / "f.txt", text, words, 2, "x: f32[S]")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "marked", "message"),
+    [
+        ("a0 = grid(3)", "a0 = grid(2)", "a0 = grid(2)", "grid must be 3"),
+        ("r0 = reg(2) * lane(32)", "r0 = reg(3) * lane(16)", "with site(", "acc0: 16 lanes"),
+        ("r0 = reg(2) * lane(32)", "r1 = reg(2) * lane(32)", "r1 = reg(2)", "there is no axis r1"),
+        ('site("acc0")', 'site("acc1")', 'with site("acc1")', "the kernel has no site acc1"),
+        ("a0 = grid(3)", "a0 = grid(3, nonsense=7)", "nonsense=7", "nothing reads `a0 = ... nonsense=7 ...`"),
+        ("a0 = grid(3)", "a0 = grid(3)\n        y = reg()", "reg()", "nothing reads `y = ... reg ...`"),
+        ("lane(32)\n", 'lane(32)\n            x = smem(by="tma")\n', "smem(", "nothing reads `acc0: x = ... smem ...`"),
+    ],
+)
+def test_a_word_of_a_schedule(
+    terrazzo: Terrazzo, tmp_path: Path, before: str, after: str, marked: str, message: str
+) -> None:
+    """In Tile IR, and in a file of its own."""
+    assert before in TILE
+    text = TILE.replace(before, after)
+    words = ("compile", "--from", "tile", "FILE", "--target", "sm_80", "--ir", "kernel")
+    assert message in refused(terrazzo, tmp_path / "f.txt", text, words, 2, marked)
+    start, end = text.index("    with schedule"), text.index("    return")
+    loops = tmp_path / "loop.txt"
+    loops.write_text(text[:start].replace("@tile", "@loop") + text[end:])
+    alone = "\n".join(["# mine", "", *(line[4:] for line in text[start:end].splitlines())]) + "\n"
+    words = ("compile", "--from", "loop", str(loops), "--schedule", "FILE", "--target", "sm_80", "--ir", "kernel")
+    assert message in refused(terrazzo, tmp_path / "schedule.txt", alone, words, 2, marked)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ('schedule("z"', 'schedule("zz"', "there is no kernel zz to pin a schedule to"),
+        ("sm_80", "sm_90a", "one for sm_90a, and the target is sm_80"),
+    ],
+)
+def test_a_schedule_of_something_else(
+    terrazzo: Terrazzo, tmp_path: Path, before: str, after: str, message: str
+) -> None:
+    start, end = TILE.index("    with schedule"), TILE.index("    return")
+    loops = tmp_path / "loop.txt"
+    loops.write_text(TILE[:start].replace("@tile", "@loop") + TILE[end:])
+    text = "# mine\n" + "\n".join(line[4:] for line in TILE[start:end].splitlines()) + "\n"
+    words = ("compile", "--from", "loop", str(loops), "--schedule", "FILE", "--target", "sm_80", "--ir", "kernel")
+    text = text.replace(before, after)
+    assert message in refused(terrazzo, tmp_path / "s.txt", text, words, 2, "with schedule")
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("sim", "FILE"), 1),
+        (("check", "--from", "kernel", "FILE", "--target", "sm_80"), 1),
+        (("run", "--interpret", "--from", "kernel", "FILE", "--target", "sm_80"), 2),
+    ],
+)
+def test_what_the_simulator_sees(terrazzo: Terrazzo, tmp_path: Path, words: tuple[str, ...], code: int) -> None:
+    """The statement's own line, though it is printed elsewhere."""
+    said = refused(terrazzo, tmp_path / "f.txt", KERNEL, words, code, "z[lane + warp * 32] =")
+    assert "with no barrier between" in said
+
+
+def test_a_statement_among_equal_ones(terrazzo: Terrazzo, tmp_path: Path) -> None:
+    """The first `sync()` is right, and the second is the one that is refused."""
+    text = KERNEL.replace("            pass\n", "            sync()\n")
+    words = ("run", "--interpret", "--from", "kernel", "FILE", "--target", "sm_80")
+    file = tmp_path / "f.txt"
+    said = refused(terrazzo, file, text.replace("        sync()\n\n        sync()\n", ""), words, 2, "sync()")
+    assert "line 7," in said
+    file.write_text(text)
+    assert (
+        f"{file}, line 10, column 13: z: `sync()` is reached by only some threads of a block"
+        in terrazzo(*(str(file) if w == "FILE" else w for w in words), code=2).stderr
+    )
+
+
+def test_a_box_that_no_tensor_map_describes(terrazzo: Terrazzo, tmp_path: Path) -> None:
+    text = """@kernel
+def f(x: f32[8, 64] @ (128, 2)):
+    with launch("z", _grid=1, _warps=1, _resident=1, _reads=[x], z=f32[8]):
+        slab = shared(f32[8, 32])
+        full = barriers(1, 1)
+        if lane == 0:
+            init_barriers(full)
+        sync()
+        if lane == 0:
+            expect(full[0], 1024)
+            tensor_load(slab[0, 0], x[0, 0], [8, 32], full[0])
+        wait_barrier(full[0], 0)
+        if lane < 8:
+            z[lane] = slab[lane, 0]
+    return (z,)
+"""
+    assert "TMA: " in refused(terrazzo, tmp_path / "f.txt", text, ("sim", "FILE"), 3, "tensor_load(")
+
+
+def test_nobody_resident(terrazzo: Terrazzo, tmp_path: Path) -> None:
+    text = KERNEL.replace("_resident=1", "_resident=0")
+    said = refused(terrazzo, tmp_path / "f.txt", text, ("sim", "FILE"), 2, "with launch")
+    assert "at least 1 block is resident" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("run", "--from", "loop", "FILE"), "this is kernel IR, not loop IR"),
+        (("check", "--from", "torch", "FILE"), "this is kernel IR, not torch IR"),
+    ],
+)
+def test_another_ir(terrazzo: Terrazzo, tmp_path: Path, words: tuple[str, ...], message: str) -> None:
+    assert message in refused(terrazzo, tmp_path / "f.txt", f"# mine\n{KERNEL}", words, 2, "kernel")
+
+
+def test_the_simulator_runs_kernel_ir(terrazzo: Terrazzo, tmp_path: Path) -> None:
+    assert "the simulator runs kernel IR" in refused(terrazzo, tmp_path / "f.txt", TILE, ("sim", "FILE"), 2, "tile")
+
+
+def test_a_long_line_is_cut(terrazzo: Terrazzo, tmp_path: Path) -> None:
+    file = tmp_path / "f.txt"
+    file.write_text(
+        "@loop\ndef f(" + ", ".join(f"x{n}: f32[8]" for n in range(5000)) + ", y: f33[8]):\n    return (y,)\n"
+    )
+    said = terrazzo("opt", str(file), code=2).stderr
+    assert "unknown dtype 'f33'" in said and len(said) < 800
+    line, caret = said.rstrip("\n").split("\n")[-2:]
+    assert line[caret.index("^") :].startswith("f33[8]")
+
+
+def test_what_is_wrong_elsewhere_has_no_place_here(terrazzo: Terrazzo, tmp_path: Path) -> None:
+    file = tmp_path / "f.txt"
+    file.write_text(LOOP.replace("at0", "x[a0, a1]"))
+    said = terrazzo("compile", "--from", "loop", str(file), "--materialize", "nobody", code=2).stderr
+    assert "nobody" in said and str(file) not in said
