@@ -192,9 +192,7 @@ def rescheduled(done: Lowering, options: Options, lost: Lost) -> Lowering:
     old ones is gone.
     """
     log = done.log
-    log.events[:] = [e for e in log.events if e.pass_name not in GPU_ONLY]
-    if log.applications is not None:
-        log.applications[:] = [a for a in log.applications if a.pass_name not in GPU_ONLY]
+    log.forget(GPU_ONLY)
     upper = [stage for stage in done.stages if stage[0].name not in GPU_ONLY]
     with reproducible(options):
         program = upper[-1][1] if upper else done.source

@@ -21,10 +21,11 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 N = TypeVar("N", bound="Node")
+T = TypeVar("T")
 
 _table: weakref.WeakValueDictionary[tuple[Any, ...], Node] = weakref.WeakValueDictionary()
 
@@ -176,6 +177,19 @@ def transform(root: Node, visit: Callable[[Node], Any], memo: dict[Node, Any] | 
             same = all(a is b for a, b in zip(new, node.children, strict=True))
             memo[node] = visit(node if same else node.with_children(new))
     return memo[root]
+
+
+def per_node(fn: Callable[[N], T]) -> Callable[[N], T]:
+    """`fn` of a node, computed once for as long as the node lives."""
+    known: weakref.WeakKeyDictionary[N, T] = weakref.WeakKeyDictionary()
+
+    @wraps(fn)
+    def call(node: N) -> T:
+        if node not in known:
+            known[node] = fn(node)
+        return known[node]
+
+    return call
 
 
 def substitute(root: Any, mapping: Mapping[Any, Any]) -> Any:

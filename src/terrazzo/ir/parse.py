@@ -104,7 +104,7 @@ def _module(
         steps: list[Any] = []
         found: dict[int, Any] = {}
         plans: dict[int, Any] = {}
-        ready: set[l.Buffer] = set(inputs)
+        ready: dict[str, l.Buffer] = {b.name: b for b in inputs}
         for s in body[:-1]:
             if kind == "tile" and schedules.starts(s):
                 if not steps or not isinstance(steps[-1], l.Kernel) or len(steps) - 1 in found:
@@ -119,7 +119,7 @@ def _module(
                 steps.append(loops.step(s, scope))
                 if why := step_problem(steps[-1], ready):
                     reader.fail(s, why)
-                ready.update(steps[-1].writes)
+                ready.update((b.name, b) for b in steps[-1].writes)
         results = reader.results(body[-1], scope, l.Buffer)
         if why := results_problem(results, ready):
             reader.fail(body[-1], why)

@@ -12,7 +12,7 @@ place.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping
 from typing import Any
 
 from terrazzo.errors import CompilerBug, UserError
@@ -23,7 +23,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects import torch as aten
 from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Loaded, Mod, Var, at_least, bounds
-from terrazzo.ir.node import Node, substitute, topological
+from terrazzo.ir.node import Node, per_node, substitute, topological
 from terrazzo.ir.program import Input, Program
 from terrazzo.ir.proof import ill, leaves
 from terrazzo.ir.types import Type
@@ -54,10 +54,11 @@ def problem(program: Program | l.Program | tile.Program | kernel.Program) -> str
 
 
 def _graph(p: Program) -> str:
+    inputs = set(p.inputs)
     for node in topological(p.results):
         if not isinstance(node, _ALLOWED[p.dialect]):
             return f"{type(node).__name__} ({node.dialect}.{node.op}) is no part of {p.dialect} IR"
-        if isinstance(node, Input) and node not in p.inputs:
+        if isinstance(node, Input) and node not in inputs:
             return f"input {node.name} is used but not declared"
         if why := value_problem(node, p.names.get(node, "")):
             return why
@@ -98,34 +99,33 @@ def _tile(p: tile.Program) -> str:
 
 
 def _loop(p: l.Program) -> str:
-    ready = set(p.inputs)
+    ready = {b.name: b for b in p.inputs}
     for step in p.steps:
         if why := step_problem(step, ready):
             return why
-        ready.update(step.writes)
+        ready.update((b.name, b) for b in step.writes)
     return results_problem(p.results, ready)
 
 
-def step_problem(step: l.Kernel | l.Call, ready: Set[l.Buffer]) -> str:
-    """What is wrong with a step of Loop IR where these buffers are written already; "" if nothing."""
-    if missing := [b.name for b in step.reads if b not in ready]:
+def step_problem(step: l.Kernel | l.Call, ready: Mapping[str, l.Buffer]) -> str:
+    """What is wrong with a step of Loop IR where these buffers are written already, by name; "" if nothing."""
+    if missing := [b.name for b in step.reads if ready.get(b.name) is not b]:
         return f"{step.name} reads {missing[0]} before it is written"
-    names = {b.name for b in ready}
-    for b in dict.fromkeys(step.writes):
-        if b.name in names:
-            return f"{b.name} is written twice"
-        names.add(b.name)
+    names = [b.name for b in dict.fromkeys(step.writes)]
+    if twice := [x for n, x in enumerate(names) if x in ready or x in names[:n]]:
+        return f"{twice[0]} is written twice"
     if isinstance(step, l.Kernel) and (why := kernel_problem(step)):
         return f"kernel {step.name}: {why}"
     return ""
 
 
-def results_problem(results: tuple[l.Buffer, ...], ready: Set[l.Buffer]) -> str:
+def results_problem(results: tuple[l.Buffer, ...], ready: Mapping[str, l.Buffer]) -> str:
     """What is wrong with the results of a program that has written these buffers; "" if nothing."""
-    missing = [b.name for b in results if b not in ready]
+    missing = [b.name for b in results if ready.get(b.name) is not b]
     return f"result {missing[0]} is never written" if missing else ""
 
 
+@per_node
 def kernel_problem(k: l.Kernel) -> str:
     """What is wrong with a kernel of Loop IR; "" if nothing."""
     axes = frozenset(k.axes)

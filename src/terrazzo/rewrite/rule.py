@@ -13,7 +13,7 @@ trace; `need(condition, reason)` declines with a reason, which is recorded. A ru
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, overload
 
@@ -105,12 +105,22 @@ class Log:
     """
 
     events: list[Event] = field(default_factory=list)
+    skips: set[Event] = field(default_factory=set)
     applications: list[Application] | None = None
 
     def add(self, event: Event) -> None:
         """Record an event; a skip that was already recorded for the same subject and reason is not repeated."""
-        if event.fired or event not in self.events[-200:]:
+        if event.fired or event not in self.skips:
             self.events.append(event)
+        if not event.fired:
+            self.skips.add(event)
+
+    def forget(self, passes: Container[str]) -> None:
+        """Drop what was recorded of some passes, which run anew."""
+        self.events[:] = [e for e in self.events if e.pass_name not in passes]
+        self.skips = {e for e in self.skips if e.pass_name not in passes}
+        if self.applications is not None:
+            self.applications[:] = [a for a in self.applications if a.pass_name not in passes]
 
     def applied(self, pass_name: str, rule: str, subject: str, before: Iterable[Any], after: Iterable[Any]) -> None:
         """Record that `after` takes the place of `before`, where that is more than nothing and applications are

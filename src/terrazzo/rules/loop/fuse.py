@@ -19,11 +19,16 @@ from terrazzo.ir.node import substitute, topological
 from terrazzo.rewrite.rule import Choice, Event, Log, cheapest
 from terrazzo.rules.loop.cost import Rates, cost, on_matrix
 from terrazzo.rules.loop.inline import inline
+from terrazzo.rules.loop.order import Order
 from terrazzo.rules.loop.scale import is_scaled, scale_after, uncast
 
 PASS = "fuse"
 LARGEST = 600
 """Nodes of a term beyond which nothing more is inlined into it: compilers get slow, and people cannot read it."""
+NEAR = 64
+"""How many steps may lie between two kernels that share an operand and nothing else, if they are to merge: beyond, the
+pairs of an unrolled loop grow with its square, and what they share is long out of the cache.
+"""
 
 
 def fuse(
@@ -59,10 +64,16 @@ class _Fusion:
         self.kernels: dict[int, l.Kernel] = {i: s for i, s in enumerate(program.steps) if isinstance(s, l.Kernel)}
         self.calls: dict[int, l.Call] = {i: s for i, s in enumerate(program.steps) if isinstance(s, l.Call)}
         self.prices: dict[l.Kernel, float] = {}
+        self.products: dict[l.Kernel, tuple[int, int]] = {}
         self.apart: set[tuple[l.Kernel, l.Kernel]] = set()
         self.readers: dict[l.Buffer, set[int]] = {}
+        self.callers: dict[l.Buffer, list[int]] = {}
+        for i, call in self.calls.items():
+            for b in call.reads:
+                self.callers.setdefault(b, []).append(i)
         for i, k in self.kernels.items():
             self._enter(i, k)
+        self.order = Order(len(program.steps), self._readers)
         self.needed = set(program.results) | {b for c in self.calls.values() for b in c.reads}
 
     # -- the three kinds of fusion ----------------------------------------------------------------------------------
@@ -199,6 +210,7 @@ class _Fusion:
                         z[a0, a1] = v0
             return (z,)
         """
+        self.order.close_up()
         again = True
         while again:
             again = False
@@ -212,11 +224,11 @@ class _Fusion:
         """Merge kernel i into kernel j, which may read what i stores."""
         first, second = self.kernels[i], self.kernels[j]
         if (
-            self._pinned(first)
+            (first, second) in self.apart
+            or not _alike(first, second)
+            or self._pinned(first)
             or self._pinned(second)
-            or (first, second) in self.apart
-            or self._path(i, j)
-            or self._path(j, i, direct=True)
+            or not self.order.apart(i, j)
         ):
             return False
         self.apart.add((first, second))
@@ -230,6 +242,7 @@ class _Fusion:
             self._skip("merge", choice.subject, prices)
             return False
         self._fired("merge", choice.subject, prices, [first, second], [merged])
+        self.order.join(i, j)
         self._drop(i)
         self._enter(j, merged)
         return True
@@ -251,11 +264,16 @@ class _Fusion:
 
     def _leaves(self, before: list[l.Kernel], after: list[l.Kernel]) -> str:
         """What to say of a fusion that takes products off the matrix instructions."""
-        lost = self._on_matrix(before) - self._on_matrix(after)
+        lost = self._products(before)[1] - self._products(after)[1]
         return f"; fused, {lost} product{'s leave' if lost > 1 else ' leaves'} the tensor cores" if lost > 0 else ""
 
-    def _on_matrix(self, kernels: list[l.Kernel]) -> int:
-        return sum(on_matrix(x, self.rates) for k in kernels for x in topological(k.stores))
+    def _products(self, kernels: list[l.Kernel]) -> tuple[int, int]:
+        """How many contractions kernels compute, and how many of them matrix instructions can."""
+        for k in kernels:
+            if k not in self.products:
+                found = [x for x in topological(k.stores) if isinstance(x, l.Reduce) and contraction(x) is not None]
+                self.products[k] = len(found), sum(on_matrix(x, self.rates) for x in found)
+        return sum(self.products[k][0] for k in kernels), sum(self.products[k][1] for k in kernels)
 
     def _inlined(self, kernel: l.Kernel, readers: list[int]) -> list[l.Kernel] | str:
         found = []
@@ -266,8 +284,8 @@ class _Fusion:
             if len(topological([s.value for s in new.stores])) > LARGEST:
                 return f"{new.name} would have more than {LARGEST} nodes"
             found.append(new)
-        before = _products([kernel, *(self.kernels[j] for j in readers)])
-        if _products([kernel]) and _products(found) > before:
+        before = self._products([kernel, *(self.kernels[j] for j in readers)])[0]
+        if self._products([kernel])[0] and self._products(found)[0] > before:
             return f"{kernel.name} is a product, which would be computed more than once"
         return found
 
@@ -292,35 +310,26 @@ class _Fusion:
     def _drop(self, i: int) -> None:
         for b in self.kernels.pop(i).reads:
             self.readers[b].discard(i)
+        if i in self.order.place:
+            self.order.drop(i)
 
     def _pinned(self, kernel: l.Kernel) -> str:
         return "pinned by materialize" if any(b.name in self.pinned for b in kernel.writes) else ""
 
     def _neighbours(self, i: int) -> list[int]:
-        """Kernels that read what kernel i writes, or share an operand with it."""
+        """Kernels that read what kernel i writes, or share an operand with it and are not far."""
         if i not in self.kernels:
             return []
         kernel = self.kernels[i]
-        near = {j for b in (*kernel.writes, *kernel.reads) for j in self.readers.get(b, ())}
+        near = {j for b in kernel.writes for j in self.readers.get(b, ())}
+        beside = set(self.order.beside(i, NEAR))
+        near.update(*(self.readers[b] & beside for b in kernel.reads))
         return sorted(j for j in near if j != i)
 
-    def _path(self, i: int, j: int, direct: bool = False) -> bool:
-        """True if step j needs step i by way of another step (or, with `direct`, at all)."""
-        steps: dict[int, Any] = {**self.kernels, **self.calls}
-        reads: dict[l.Buffer, list[int]] = {}
-        for k, s in steps.items():
-            for b in s.reads:
-                reads.setdefault(b, []).append(k)
-        seen: set[int] = set()
-        front = [k for b in steps[i].writes for k in reads.get(b, ()) if direct or k != j]
-        while front:
-            k = front.pop()
-            if k == j:
-                return True
-            if k not in seen:
-                seen.add(k)
-                front += [m for b in steps[k].writes for m in reads.get(b, ())]
-        return False
+    def _readers(self, i: int) -> list[int]:
+        """The steps that read what step i writes."""
+        step = self.kernels[i] if i in self.kernels else self.calls[i]
+        return [j for b in step.writes for j in (*self.readers.get(b, ()), *self.callers.get(b, ()))]
 
     def _skip(self, rule: str, subject: str, reason: str) -> None:
         self.log.add(Event(PASS, rule, subject, False, reason))
@@ -357,11 +366,6 @@ class _Fusion:
         return l.Program(self.source.name, self.source.inputs, tuple(done), self.source.results)
 
 
-def _products(kernels: Iterable[l.Kernel]) -> int:
-    """How many contractions kernels compute."""
-    return sum(isinstance(x, l.Reduce) and contraction(x) is not None for k in kernels for x in topological(k.stores))
-
-
 def _is_view(value: Any) -> bool:
     return isinstance(uncast(value), (l.Load, l.Literal, l.Index))
 
@@ -370,13 +374,22 @@ def _depth(store: l.Store) -> int:
     return sum(isinstance(e, Expr) for e in store.index)
 
 
+def _by_axes(first: l.Kernel, second: l.Kernel) -> tuple[l.Kernel, l.Kernel]:
+    """The kernel with more axes, and the other."""
+    return (first, second) if len(first.axes) > len(second.axes) else (second, first)
+
+
+def _alike(first: l.Kernel, second: l.Kernel) -> bool:
+    """Whether one kernel's axes begin as the other's are."""
+    long, short = _by_axes(first, second)
+    return bool(short.axes) and [a.extent for a in long.axes[: len(short.axes)]] == [a.extent for a in short.axes]
+
+
 def _merged(first: l.Kernel, second: l.Kernel, dead: set[l.Buffer]) -> l.Kernel | None:
     """One kernel that stores what both store, but for `dead`: `second` may read what `first` stores, through its
     term.
     """
-    long, short = (first, second) if len(first.axes) > len(second.axes) else (second, first)
-    if [a.extent for a in long.axes[: len(short.axes)]] != [a.extent for a in short.axes] or not short.axes:
-        return None
+    long, short = _by_axes(first, second)
     try:
         reader = inline(second, first)
         rename: dict[Any, Any] = dict(zip(short.axes, long.axes, strict=False))

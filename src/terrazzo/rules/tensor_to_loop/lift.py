@@ -209,7 +209,15 @@ def lift(program: Program, rules: Sequence[Rule] = RULES, log: Log | None = None
     table = index(tuple(rules))
     buffers: dict[Node, l.Buffer] = {i: l.Buffer(i.name, i.type) for i in program.inputs}
     steps: list[l.Kernel | l.Call] = []
+    nodes = topological(program.results, stop=lambda n: isinstance(n, Input))
+    parts: dict[Node, dict[int, t.Get]] = {}
+    for n in nodes:
+        if isinstance(n, t.Get):
+            parts.setdefault(n.x, {})[n.index] = n
+    # What somebody who is no kernel of ours needs in memory.
+    outside = {*program.results, *(c for n in nodes if isinstance(n, t.Opaque) for c in n.children)}
     taken = {i.name for i in program.inputs}
+    last: dict[str, int] = {}
 
     def term(node: Node, here: tuple[IntExpr, ...], element: Element) -> Any:
         found = table.get(type(node))
@@ -226,22 +234,17 @@ def lift(program: Program, rules: Sequence[Rule] = RULES, log: Log | None = None
 
     def named(node: Node, hint: str = "t") -> str:
         base = name = program.names.get(node, hint)
-        k = 0
         while name in taken:
-            k += 1
-            name = f"{base}_{k}"
+            last[base] = last.get(base, 0) + 1
+            name = f"{base}_{last[base]}"
         taken.add(name)
         return name
 
-    for node in topological(program.results, stop=lambda n: isinstance(n, Input)):
+    for node in nodes:
         many = isinstance(getattr(node, "type", None), tuple)
         if isinstance(node, t.Opaque):
             types = node.result if isinstance(node.result, tuple) else (node.result,)
-            gets = (
-                {n.index: n for n in topological(program.results) if isinstance(n, t.Get) and n.x is node}
-                if many
-                else {0: node}
-            )
+            gets: dict[int, Any] = parts.get(node, {}) if many else {0: node}
             results = tuple(
                 None if r is None or k not in gets else l.Buffer(named(gets[k]), r) for k, r in enumerate(types)
             )
@@ -253,7 +256,7 @@ def lift(program: Program, rules: Sequence[Rule] = RULES, log: Log | None = None
                 log.applied("tensor_to_loop", "call", node.name, [gets.get(k) for k in range(len(results))], steps[-1:])
             continue
         stored = isinstance(node, t.Value) and not many and node not in buffers and not isinstance(node, t.Read)
-        if not stored or (isinstance(node, (t.Literal, t.Iota)) and not _must_exist(node, program)):
+        if not stored or (isinstance(node, (t.Literal, t.Iota)) and node not in outside):
             continue
         assert isinstance(node, t.Value)
         axes = tuple(Var(f"a{d}", e) for d, e in enumerate(_loops(node.type.shape)))
@@ -279,12 +282,6 @@ def _loops(shape: Sequence[IntExpr]) -> list[IntExpr]:
 
 def _scanned(store: l.Store, axis: Var) -> bool:
     return any(isinstance(n, l.Scan) and n.at is axis for n in topological([store.value]))
-
-
-def _must_exist(node: Node, program: Program) -> bool:
-    """True for a constant that something outside our kernels needs in memory."""
-    users = [n for n in topological(program.results) if isinstance(n, t.Opaque) and node in n.children]
-    return node in program.results or bool(users)
 
 
 def _expr(e: IntExpr, move: Mapping[Any, Any], element: Element) -> Any:
