@@ -63,7 +63,7 @@ def cpu(
     wrong = []
     for number, name in enumerate(chosen):
         with working(f"measuring {name.value}"):
-            record = measure(name.value, Options(threads=threads), seconds, threads)
+            record = measure(name.value, Options(threads=threads, libraries="never"), seconds, threads)
         say("" if number else conditions(record) + "\n")
         for k, line in enumerate(columns(rows(record), right=(1, 2, 3, 4, 5))):
             say(line, "bold" if k == 0 else None)
@@ -110,7 +110,7 @@ def gpu(
     wrong = []
     for chosen in suite or list(GpuSuite):
         with working(f"measuring {chosen.value}"):
-            record = measure(chosen.value, Options(), peers, only)
+            record = measure(chosen.value, Options(libraries="never"), peers, only)
         for k, line in enumerate(columns(gpu_rows(record), right=(2, 3, 4, 5, 6))):
             say(line, "bold" if k == 0 else None)
         say(
