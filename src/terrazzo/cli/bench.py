@@ -76,6 +76,27 @@ def cpu(
 
 
 @app.command()
+def libraries(
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where the record goes.", show_default=False)
+    ] = None,
+) -> None:
+    """Count the ops of models that are called on an H200 since a library is faster by the model, or no kernel exists.
+
+    No GPU is needed: nothing is run. The record goes to benchmarks/results of the checkout.
+    """
+    from terrazzo.bench.measure import save
+    from terrazzo.bench.models import count
+    from terrazzo.bench.report import library_rows
+
+    with working("counting"):
+        record = count()
+    for k, line in enumerate(columns(library_rows(record), right=(3, 4))):
+        say(line, "bold" if k == 0 else None)
+    save(record, json or _folder("model") / "libraries.json")
+
+
+@app.command()
 def gpu(
     suite: Annotated[
         list[GpuSuite] | None, typer.Option(help="Only this suite. Repeatable.", show_default=False)

@@ -6,19 +6,27 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from terrazzo.errors import Limitation, UserError
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir import nest as n
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
+from terrazzo.ir.expr import Expr, FloorDiv, Mod
 from terrazzo.ir.node import topological
-from terrazzo.ir.sites import product
-from terrazzo.rules.loop_to_tile import chains, tiles
+from terrazzo.ir.sites import Product, loads, product
+from terrazzo.rules.loop_to_tile import chains, tiles, warpgroups
 from terrazzo.rules.loop_to_tile.collapse import merge_product_axes
+from terrazzo.rules.tile_to_kernel.lower import lower
 
 STEP = 20.0
 """Nanoseconds of a step of a scan, of which one thread takes one after the other. An estimate: it was not measured."""
 CHAINED = 0.66
 """What a chain of two products reaches of the rate of one: 550 TFLOP/s at 4 x 32 x 2048 x 128 (docs/performance.md)."""
+
+GATHERED = 4.3
+"""How much longer a product on `mma.sync` takes than its model says where an operand's place follows from divisions: a
+1x1 convolution of 32 x 256 x 56 x 56 took 71.8 us on an H200 (21 November 2026), and the model says 16.5.
+"""
 
 
 @dataclass(frozen=True)
@@ -57,15 +65,39 @@ def estimate(kernel: l.Kernel, gpu: Gpu) -> Estimate:
 
 def expected(program: l.Program, gpu: Gpu) -> float:
     """What the kernels of a program take together, before schedules are chosen, in nanoseconds."""
-    total = 0.0
-    for kernel in program.steps:
-        if not isinstance(kernel, l.Kernel):
-            continue
-        p = product(kernel)
-        merged = product(merge_product_axes(kernel, p.sites)) if p else None
-        plans = [x.time for q in (p, merged) if q for x in tiles.plans(q, gpu)]
-        total += min(plans) if plans else estimate(kernel, gpu).time
-    return total
+    kernels = [s for s in program.steps if isinstance(s, l.Kernel)]
+    return sum(_tiled(kernel, gpu) or estimate(kernel, gpu).time for kernel in kernels)
+
+
+def _tiled(kernel: l.Kernel, gpu: Gpu) -> float | None:
+    """What a product takes in the best tiles. Those of warpgroups count if the best of them can be derived."""
+    if (p := product(kernel)) is None:
+        return None
+    p = product(merge_product_axes(kernel, p.sites)) or p
+    plans = tiles.plans(p, gpu)
+    whole = next((plan for plan in warpgroups.plans(p, gpu) if plan.pieces == 1), None)
+    derived = whole is not None and _derives(p, whole, gpu)
+    found = []
+    for plan in plans:
+        if isinstance(plan, warpgroups.Plan):
+            found += [plan.time] if derived else []
+        else:
+            found.append(plan.time * (GATHERED if plan.instruction and _gathered(p) else 1.0))
+    return min(found, default=None)
+
+
+def _derives(p: Product, plan: tiles.Plan, gpu: Gpu) -> bool:
+    try:
+        lower(p.kernel, tiles.schedule(p, plan, gpu), gpu)
+    except (UserError, Limitation):
+        return False
+    return True
+
+
+def _gathered(p: Product) -> bool:
+    """Whether an operand is read where division says."""
+    places = [e for x in p.operands for load in loads(x) for e in load.index if isinstance(e, Expr)]
+    return any(isinstance(x, FloorDiv | Mod) for x in topological(places))
 
 
 def work(kernel: l.Kernel) -> tuple[int, dict[l.Buffer, int]]:

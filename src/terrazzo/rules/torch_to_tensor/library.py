@@ -47,7 +47,7 @@ class Libraries:
 
     def _choice(self, node: Aten, read: bool) -> Choice | None:
         """The op as the library has it and as our kernels have it; None where there is nothing to choose."""
-        if not isinstance(node.result, Type) or not is_called(node):
+        if not isinstance(node.result, Type) or not is_called(node) or any(map(_widened, node.children)):
             return None
         given = {x: Input(f"x{k}", self.laid_out(x)) for k, x in enumerate(dict.fromkeys(node.children))}
         alone = node.with_children([given[x] for x in node.children])
@@ -92,6 +92,26 @@ class Libraries:
         if isinstance(node, Input) or wanted.strides is None or lowered.type.strides == wanted.strides:
             return lowered
         return t.LaidOut(lowered, wanted.strides)  # type: ignore[arg-type]
+
+
+def _widened(node: Node) -> bool:
+    """Whether a value is a converted one of 16 bits, scaled or moved perhaps: a product of such runs on tensor cores,
+    or is part of attention, and is ours.
+    """
+    while isinstance(node, Aten) and node.children and node.name.split(".")[1] in MOVES:
+        (first, *_), after = node.children, node
+        node = first
+        kinds = [getattr(x, "type", None) for x in (node, after)]
+        if after.name == "aten._to_copy.default" and isinstance(kinds[0], Type) and kinds[0].dtype.size == 2:
+            return True
+    return False
+
+
+MOVES = (
+    "_to_copy", "view", "_unsafe_view", "expand", "transpose", "permute", "t", "clone", "mul", "unsqueeze", "squeeze",
+    "slice", "select", "alias",
+)  # fmt: skip
+"""Ops whose values are those of their first argument, or that times something."""
 
 
 def _dense(ty: Type) -> Type:
