@@ -16,6 +16,8 @@ from terrazzo.errors import UserError
 
 TARGETS = ("auto", "cpu", "interpreter", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_120")
 
+LIBRARIES = ("auto", "never")
+
 # The modes of torch.compile. Schedules are not measured yet, so "max-autotune" means the defaults with the launches of
 # a graph.
 MODES: dict[str, dict[str, object]] = {
@@ -43,6 +45,8 @@ class Options:
 
     target       one of `TARGETS`; "auto" is where the tensors are.
     graph        on a GPU, launch all kernels of a call as one CUDA graph.
+    libraries    on a GPU, "auto" calls an op of PyTorch where its library is faster than our kernels, by the model;
+                 "never" runs our kernels for every op that has them.
     schedules    schedules (text of Tile IR) that take the place of chosen ones, by the kernel's name.
     spills       accept kernels that spill registers to memory; otherwise another schedule is tried first.
     strict       under torch.compile a compiler bug is an error; otherwise it is a warning, and PyTorch runs the graph.
@@ -59,6 +63,7 @@ class Options:
 
     target: str = "auto"
     graph: bool = False
+    libraries: str = "auto"
     schedules: tuple[str, ...] = ()
     spills: bool = False
     strict: bool = False
@@ -75,6 +80,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.target not in TARGETS:
             raise UserError(f"there is no target {self.target!r}{_suggestion(self.target, TARGETS)}")
+        if self.libraries not in LIBRARIES:
+            raise UserError(f"option libraries: it is {' or '.join(LIBRARIES)}, not {self.libraries!r}")
         if self.threads is not None and self.threads < 1:
             raise UserError(f"option threads: {self.threads} is not a number of threads; it must be at least 1")
         for name in ("cache_limit", "verbose"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -16,9 +17,10 @@ from terrazzo.interp.kernel.sample import check_blocks
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
+from terrazzo.ir.dialects.torch import Aten
 from terrazzo.ir.parse_plan import parse_pinned
 from terrazzo.ir.plan import Plan
-from terrazzo.ir.program import Program
+from terrazzo.ir.program import Input, Program
 from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.show import show
 from terrazzo.ir.verify import problem, verify
@@ -31,11 +33,14 @@ from terrazzo.rules.loop.layout import store_as_read
 from terrazzo.rules.loop.narrow import narrow
 from terrazzo.rules.loop.online import online
 from terrazzo.rules.loop.relax import relax
+from terrazzo.rules.loop.views import pass_views
 from terrazzo.rules.loop_to_tile import chains
 from terrazzo.rules.loop_to_tile.choose import Lost, never, schedule
+from terrazzo.rules.loop_to_tile.estimate import expected
 from terrazzo.rules.tensor_to_loop.lift import lift
 from terrazzo.rules.tile.complete import program as complete
 from terrazzo.rules.tile_to_kernel.lower import program as derive
+from terrazzo.rules.torch_to_tensor.library import Libraries
 from terrazzo.rules.torch_to_tensor.lower import lower as to_tensor
 from terrazzo.targets import target
 from terrazzo.targets.cuda.check import check
@@ -61,13 +66,15 @@ class Pass:
 
 PASSES = (
     Pass("torch_to_tensor", "torch", "tensor", "each ATen op becomes a composition of primitives, or an opaque call",
-         lambda p, log, o, lost: to_tensor(p, torch_to_tensor.RULES, log, _texts(o))),
+         lambda p, log, o, lost: to_tensor(p, torch_to_tensor.RULES, log, _texts(o), libraries(o))),
     Pass("tensor_to_loop", "tensor", "loop", "each primitive becomes a kernel that stores its term",
          lambda p, log, o, lost: lift(p, log=log)),
     Pass("fuse", "loop", "loop", "terms replace the buffers they were stored in, where that pays",
          lambda p, log, o, lost: fuse(p, log, target(o.target).rates, o.materialize, _texts(o)) if o.fuse else p),
     Pass("store_as_read", "loop", "loop", "buffers that are only read transposed, reshaped or converted are stored so",
          lambda p, log, o, lost: store_as_read(narrow(p, log), log)),
+    Pass("pass_views", "loop", "loop", "calls of PyTorch are given views of memory where they would be given copies",
+         lambda p, log, o, lost: pass_views(p, log)),
     Pass("relax", "loop", "loop", "what is rounded to 16 bits at once is computed no more exactly than that asks for",
          lambda p, log, o, lost: relax(p, log)),
     Pass("online", "loop", "loop", "softmax between two products becomes part of the second, where that has a schedule",
@@ -99,6 +106,22 @@ def machine(options: Options) -> Gpu:
     if found is None:
         raise UserError(f"the target {options.target} is no GPU, so kernels have no schedules")
     return found
+
+
+def libraries(options: Options) -> Libraries | None:
+    """What decides which ops of PyTorch are called, where that may be: on a GPU."""
+    gpu = target(options.target).gpu if options.libraries == "auto" else None
+    return Libraries(gpu, partial(_alone, options.target)) if gpu else None
+
+
+@lru_cache(maxsize=4096)
+def _alone(name: str, op: Aten) -> float:
+    """What our kernels for an op by itself take on a target, by the model, in nanoseconds."""
+    inputs = tuple(dict.fromkeys(x for x in op.children if isinstance(x, Input)))
+    program = Program("torch", "alone", inputs, (op,), {op: "result"})
+    options = Options(target=name, libraries="never")
+    upper = tuple(p.name for p in PASSES if p.dst in ("tensor", "loop"))
+    return expected(stages(program, options, Log(), upper)[-1][1], machine(options))
 
 
 def pinned(options: Options) -> tuple[dict[str, Schedule], dict[str, Plan]]:

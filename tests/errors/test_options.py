@@ -48,7 +48,7 @@ def test_every_option_names_itself_when_its_type_is_wrong(name: str) -> None:
         (
             {"treads": 2},
             r"no option 'treads'; did you mean 'threads'\? "
-            r"The known ones are target, graph, schedules, spills, strict, threads,",
+            r"The known ones are target, graph, libraries, schedules, spills, strict, threads,",
         ),
         ({"zzz": 2}, r"no option 'zzz'\. The known ones are target"),
         ({"target": "cpy"}, r"no target 'cpy'; did you mean 'cpu'\? The known ones are auto, cpu, interpreter, sm_75"),
@@ -58,6 +58,7 @@ def test_every_option_names_itself_when_its_type_is_wrong(name: str) -> None:
         ({"materialize": "buffer"}, "option materialize: expected a list of names, got 'buffer'"),
         ({"cache_limit": -1}, "option cache_limit: -1 is negative"),
         ({"verbose": -1}, "option verbose: -1 is negative"),
+        ({"libraries": "always"}, "option libraries: it is auto or never, not 'always'"),
         ({"target": None}, "option target: expected a string, got None"),
     ],
 )

@@ -351,6 +351,12 @@ class Draft:
     def leaf(self) -> Known:
         return self.iota(self.shape()) if self.chance(2) else self.fresh()
 
+    def laid_out(self) -> Known:
+        """The same values, in memory with the last dimension outermost."""
+        x = self.pick()
+        strides = Type(x.dtype, (x.shape[-1], *x.shape[:-1])).element_strides if x.shape else ()
+        return known(t.LaidOut(x.node, (*strides[1:], *strides[:1])), x.exact, x.whole)
+
     def opaque(self) -> Known:
         """What PyTorch runs for us: one result, or two of different types."""
         x = self.pick()
@@ -367,7 +373,7 @@ class Draft:
 
 STEPS = (
     *("elementwise",) * 6, *("view",) * 4, *("reduce",) * 4, *("contract",) * 2, *("mapped",) * 2, *("convert",) * 2,
-    *("normalize",) * 2, "select", "scan", "gather", "window", "leaf", *("opaque",) * 2,
+    *("normalize",) * 2, "select", "scan", "gather", "window", "leaf", "laid_out", *("opaque",) * 2,
 )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from terrazzo.errors import UserError
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.torch import TorchName
 from terrazzo.ir.types import DTYPES, Type, f32
-from terrazzo.run.plan import ALIGN, Plan, Step, decode, encode, make, slots_in
+from terrazzo.run.plan import ALIGN, Plan, Step, allocate, decode, encode, make, slots_in
 
 often = settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
@@ -87,8 +87,8 @@ def test_memory_is_used_again() -> None:
     buffers = [l.Buffer(f"t{k}", Type(f32, (1000,))) for k in range(10)]
     x = l.Buffer("x", Type(f32, (1000,)))
     steps = tuple(l.Call("aten.f.default", (a,), (), (b,)) for a, b in itertools.pairwise([x, *buffers]))
-    plan = make(l.Program("f", (x,), steps, (buffers[-1],)), {})
-    assert plan.arena == 2 * 4096  # one is read while the next is written
+    _, arena = allocate(l.Program("f", (x,), steps, (buffers[-1],)), buffers[:-1])
+    assert arena == 2 * 4096  # one is read while the next is written
 
 
 @often

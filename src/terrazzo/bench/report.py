@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,9 @@ def page(results: Path) -> str:
                 _counters(record) if "counters" in record["meta"] else _gpu_part(record) if "geomean" in record else []
             )
             continue
+        if record["suite"] == "libraries":
+            parts += _libraries(record)
+            continue
         table = rows(record)
         lines = ["| " + " | ".join(row) + " |" for row in table]
         lines.insert(1, "|---|" + "---:|" * (len(table[0]) - 1))
@@ -104,6 +107,49 @@ def page(results: Path) -> str:
             "",
         ]
     return "\n".join(parts)
+
+
+def library_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """A header and a row per model, type and kind of pass."""
+
+    def told(found: Mapping[str, int]) -> str:
+        return ", ".join(f"{number} {name.removeprefix('aten.')}" for name, number in found.items()) or "0"
+
+    head = ("model", "type", "pass", "a library is faster", "no kernel")
+    return [
+        head,
+        *(
+            (c["model"], c["dtype"], "training" if c["training"] else "forward", told(c["faster"]), told(c["missing"]))
+            for c in record["cases"]
+        ),
+    ]
+
+
+def _libraries(record: Mapping[str, Any]) -> list[str]:
+    """How many ops of models PyTorch runs."""
+    total = sum(sum(c["faster"].values()) for c in record["cases"])
+    return [
+        "## GPU: ops of PyTorch that are called",
+        "",
+        *LIBRARIES,
+        "",
+        *_markdown(library_rows(record)),
+        "",
+        f"Ops called since a library is faster, in all: **{total}**; it is to fall to zero.",
+        "",
+    ]
+
+
+def _markdown(table: Sequence[Sequence[str]]) -> list[str]:
+    lines = ["| " + " | ".join(row) + " |" for row in table]
+    return [lines[0], "|---" * len(table[0]) + "|", *lines[1:]]
+
+
+LIBRARIES = """By the model of an H200, with `libraries="auto"`, the default; `terrazzo bench libraries` counts anew.
+An op is called where its library is faster than our kernels by 1.25 times or more, what it costs that nothing can be
+fused into it included; what libraries reach is in `hw/library.py`. `terrazzo explain` names each with both prices.
+What is measured on this page is measured with `libraries="never"`. Ops without a kernel are called in any case.
+""".splitlines()
 
 
 def _counters(record: Mapping[str, Any]) -> list[str]:

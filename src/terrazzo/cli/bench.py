@@ -63,7 +63,7 @@ def cpu(
     wrong = []
     for number, name in enumerate(chosen):
         with working(f"measuring {name.value}"):
-            record = measure(name.value, Options(threads=threads), seconds, threads)
+            record = measure(name.value, Options(threads=threads, libraries="never"), seconds, threads)
         say("" if number else conditions(record) + "\n")
         for k, line in enumerate(columns(rows(record), right=(1, 2, 3, 4, 5))):
             say(line, "bold" if k == 0 else None)
@@ -73,6 +73,27 @@ def cpu(
     if wrong:
         say("wrong results: " + "; ".join(wrong), "bold red")
         raise typer.Exit(1)
+
+
+@app.command()
+def libraries(
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where the record goes.", show_default=False)
+    ] = None,
+) -> None:
+    """Count the ops of models that are called on an H200 since a library is faster by the model, or no kernel exists.
+
+    No GPU is needed: nothing is run. The record goes to benchmarks/results of the checkout.
+    """
+    from terrazzo.bench.measure import save
+    from terrazzo.bench.models import count
+    from terrazzo.bench.report import library_rows
+
+    with working("counting"):
+        record = count()
+    for k, line in enumerate(columns(library_rows(record), right=(3, 4))):
+        say(line, "bold" if k == 0 else None)
+    save(record, json or _folder("model") / "libraries.json")
 
 
 @app.command()
@@ -110,7 +131,7 @@ def gpu(
     wrong = []
     for chosen in suite or list(GpuSuite):
         with working(f"measuring {chosen.value}"):
-            record = measure(chosen.value, Options(), peers, only)
+            record = measure(chosen.value, Options(libraries="never"), peers, only)
         for k, line in enumerate(columns(gpu_rows(record), right=(2, 3, 4, 5, 6))):
             say(line, "bold" if k == 0 else None)
         say(

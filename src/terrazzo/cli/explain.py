@@ -37,7 +37,9 @@ def explain(request: Request, json: Json = False) -> None:
     steps = []
     for number, s in enumerate(done.loop.steps):
         steps.append(
-            kernel_facts(done.loop, s, events, chosen.rates) if isinstance(s, Kernel) else call_facts(s, events)
+            kernel_facts(done.loop, s, events, chosen.rates)
+            if isinstance(s, Kernel)
+            else call_facts(s, events, chosen.gpu)
         )
         if isinstance(s, Kernel) and chosen.gpu is not None:
             bound = schedules[number], plans[number]
@@ -91,6 +93,7 @@ def _totals(steps: Sequence[dict[str, Any]]) -> None:
     """A line for each kind of work, the most costly first, and one for all."""
     kernels = [f for f in steps if f["kind"] == "kernel"]
     moved, price = (sum(f[k] for f in kernels) for k in ("bytes", "price_ns"))
+    called = _price([f for f in steps if f["kind"] == "call" and "price_ns" in f])
     kinds = {f["work"]: [other for other in kernels if other["work"] == f["work"]] for f in kernels}
     rows = [
         (work, _plural(len(mine), "kernel"), size(sum(f["bytes"] for f in mine)), duration(_price(mine)),
@@ -100,12 +103,14 @@ def _totals(steps: Sequence[dict[str, Any]]) -> None:
     for line in columns(rows, right=(1, 2, 3, 4)) if len(kernels) > 1 else ():
         say(line)
     counts = f"{_plural(len(kernels), 'kernel')}, {_plural(len(steps) - len(kernels), 'call')} of PyTorch"
-    say(f"{counts}; {size(moved)} moved, {duration(price)} by the model")
+    of_calls = f", and {duration(called)} in libraries" if called else ""
+    say(f"{counts}; {size(moved)} moved, {duration(price)} by the model{of_calls}")
 
 
 def kernel_facts(program: Program, kernel: Kernel, events: Sequence[Event], rates: Any) -> dict[str, Any]:
     """What there is to say about a kernel. Bytes are those touched; operations count a multiply-add as two."""
     from terrazzo.rules.loop.cost import cost
+    from terrazzo.rules.loop_to_tile.estimate import work
 
     operations, touched = work(kernel)
     return {
@@ -146,7 +151,7 @@ def gpu_facts(
     from terrazzo.rules.tile.draft import Draft
     from terrazzo.rules.tile.reasons import reasons
 
-    expected = estimate(kernel, gpu, facts["bytes"], facts["operations"])
+    expected = estimate(kernel, gpu)
     about = [
         e for e in events if e.pass_name in ("schedule", "plan", "derive") and e.subject == kernel.name and e.reason
     ]
@@ -179,8 +184,12 @@ def access_facts(kernel: Any) -> dict[str, Any]:
     }
 
 
-def call_facts(call: Call, events: Sequence[Event]) -> dict[str, Any]:
-    """What there is to say about an op that PyTorch runs."""
+def call_facts(call: Call, events: Sequence[Event], gpu: Any = None) -> dict[str, Any]:
+    """What there is to say about an op that PyTorch runs, since there is no kernel for it or a library is faster."""
+    from terrazzo.rules.torch_to_tensor.library import is_called, price
+
+    results = {b.name for b in call.writes}
+    library = next((e.reason for e in events if e.rule == "library" and e.fired and e.subject in results), "")
     why = next(
         (e.reason for e in events if e.rule == "opaque" and e.subject == f"{call.name} {call.source}".strip()),
         "no rule lowers it",
@@ -191,7 +200,8 @@ def call_facts(call: Call, events: Sequence[Event]) -> dict[str, Any]:
         "source": call.source,
         "reads": _typed(call.reads),
         "writes": _typed(call.writes),
-        "because": [f"PyTorch runs it: {why}"],
+        **({"price_ns": price(call, gpu)} if gpu is not None and is_called(call) else {}),
+        "because": [f"called {library}" if library else f"PyTorch runs it: {why}"],
     }
 
 
@@ -214,41 +224,6 @@ def boundary(program: Program, kernel: Kernel, events: Sequence[Event]) -> list[
     return reasons + [f"{e.rule} declined at {e.subject}: {e.reason}" for e in latest.values()]
 
 
-def work(kernel: Kernel) -> tuple[int, dict[Buffer, int]]:
-    """Scalar operations of a kernel, conversions aside, and how many elements of each buffer it touches."""
-    from terrazzo.ir import nest as n
-    from terrazzo.ir.dialects import loop as l
-    from terrazzo.ir.dialects.scalar import is_cast
-
-    operations = 0
-    touched: dict[l.Buffer, int] = {}
-
-    def touch(buffer: l.Buffer, points: int) -> None:
-        most = buffer.type.numel if isinstance(buffer.type.numel, int) else points
-        touched[buffer] = max(touched.get(buffer, 0), min(points, most))
-
-    def walk(body: Iterable[n.Statement], points: int) -> None:
-        nonlocal operations
-        for s in body:
-            match s:
-                case n.Let(term=l.Load() as load):
-                    touch(load.buffer, points)
-                case n.Let(term=l.Apply() as f) if not is_cast(f.fn):
-                    operations += points
-                case n.Accumulate():
-                    operations += points * len(s.args)
-                case l.Store():
-                    touch(s.buffer, points)
-                case n.Loop():
-                    inner = points
-                    for a in s.axes:
-                        inner *= a.extent if isinstance(a.extent, int) else 1
-                    walk(s.body, inner)
-
-    walk(n.nest(kernel), 1)
-    return operations, touched
-
-
 def _show(group: Sequence[int], steps: Sequence[dict[str, Any]]) -> None:
     facts = steps[group[0]]
     head = [entry.split(": ")[0] for entry in (*facts["reads"], *facts["writes"])]
@@ -269,8 +244,9 @@ def _show(group: Sequence[int], steps: Sequence[dict[str, Any]]) -> None:
                 rows["accesses"] += f", {lost} of them by bank conflicts"
     else:
         rows["runs"] = facts["name"]
+        rows["costs"] = f"{duration(facts['price_ns'])} by the model" if "price_ns" in facts else ""
     if len(group) > 1:
-        together = f", {duration(_price([steps[n] for n in group]))} together" if facts["kind"] == "kernel" else ""
+        together = f", {duration(_price([steps[n] for n in group]))} together" if "price_ns" in facts else ""
         others = ", ".join(map(str, group[1:12])) + (f" and {len(group) - 12} more" if len(group) > 12 else "")
         rows["alike"] = f"{len(group)} of them{together}: also {others}"
     for name, text in rows.items():

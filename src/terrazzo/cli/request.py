@@ -114,6 +114,13 @@ def request(
     graph: Annotated[
         bool, typer.Option("--graph", help="On a GPU, launch all kernels as one CUDA graph.", rich_help_panel=_HOW)
     ] = False,
+    libraries: Annotated[
+        str,
+        typer.Option(
+            help="auto: on a GPU, call an op of PyTorch where its library is faster by the model. never: do not.",
+            rich_help_panel=_HOW,
+        ),
+    ] = "auto",
     spills: Annotated[
         bool, typer.Option("--spills", help="Accept kernels that spill registers.", rich_help_panel=_HOW)
     ] = False,
@@ -162,6 +169,7 @@ def request(
     chosen = {
         "target": here() if target == "auto" else target,
         "threads": threads,
+        "libraries": libraries,
         "compiler": compiler,
         "fuse": fuse,
         "verbose": verbose,

@@ -54,7 +54,7 @@ def run(
         run = interpreted(lowering(subject.program, options), subject.bound) if interpret else None
         compiled: Any = run or compile_program(subject.program, subject.bound, options)
     seconds = time.perf_counter() - start
-    refuse([(f.op, f.source) for f in compiled.fallbacks], request)
+    refuse([(f.op, f.source) for f in compiled.fallbacks if not f.chosen], request)
 
     inputs = list(subject.inputs().values())
     try:

@@ -87,7 +87,7 @@ class _Reader:
         _reads_its_operand(node)
         random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         self._random_ops += random
-        kwargs = tuple((k, _argument(v, self.values)) for k, v in node.kwargs.items())
+        kwargs = tuple((k, _argument(v, self.values)) for k, v in node.kwargs.items() if not _stays(node, k))
         args = tuple(_argument(a, self.values) for a in node.args)
         return Aten(str(node.target), args, kwargs, _result(node), self._random_ops if random else 0)
 
@@ -100,6 +100,15 @@ def _argument(value: Any, values: dict[Any, Any]) -> Any:
     if isinstance(value, (tuple, list)):
         return tuple(_argument(v, values) for v in value)
     return from_torch(value)
+
+
+def _stays(node: Any, name: str) -> bool:
+    """Whether an argument is the device that the tensor is on already, as gradients of conversions name it."""
+    import torch
+
+    if name != "device" or node.target is not torch.ops.aten._to_copy.default:
+        return False
+    return bool(node.args[0].meta["val"].device == node.kwargs[name])
 
 
 def _reads_its_operand(node: Any) -> None:

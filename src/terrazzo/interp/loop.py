@@ -189,12 +189,27 @@ def run_call(step: l.Call, memory: dict[l.Buffer, Any], precise: bool, call: Cal
     def fill(value: Any) -> Any:
         if isinstance(value, l.Buffer):
             return memory[value]
+        if isinstance(value, l.View):
+            return _window(value, memory[value.buffer])
         return tuple(fill(v) for v in value) if isinstance(value, tuple) else value
 
     out = call(step.name, fill(step.args), {k: fill(v) for k, v in step.kwargs}, precise)
     for buffer, value in zip(step.results, out if isinstance(out, (tuple, list)) else (out,), strict=True):
         if buffer is not None:
             memory[buffer] = np.asarray(value)
+
+
+def _window(view: l.View, array: Any) -> Any:
+    """What lies in a window on the memory of a buffer that holds the array."""
+    ty = view.buffer.type
+    places = np.arange(ty.span // ty.dtype.size)
+
+    def strided(x: Any, shape: Any, strides: Any) -> Any:
+        return np.lib.stride_tricks.as_strided(x, shape, [s * x.itemsize for s in strides])
+
+    memory = np.zeros(len(places), array.dtype)
+    memory[strided(places, ty.static_shape, ty.element_strides)] = array
+    return memory[strided(places[view.offset :], view.shape, view.strides)]
 
 
 def _factors(m: Monoid, args: Sequence[Any]) -> tuple[Any, ...] | None:

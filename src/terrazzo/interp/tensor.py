@@ -70,6 +70,8 @@ def evaluate(node: t.Value, values: Mapping[Node, Any], precise: bool = False, c
             return np.broadcast_to(index.values([node.index], env, _reader(values))[0], shape).astype(np.int64)
         case t.IndexMap():
             return _index_map(node, values)
+        case t.LaidOut():
+            return values[node.x]
         case t.Reduce() if factors := _factors(node):
             a, b = (values[x] for x in factors)
             return monoid.sum_of_products(a, b, node.axes)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from terrazzo.errors import UserError
+from terrazzo.errors import Limitation, UserError
 from terrazzo.ir.dialects.torch import TorchName
 from terrazzo.ir.expr import Expr
 from terrazzo.ir.torch_types import from_torch_dtype, operator, to_torch, to_torch_dtype
@@ -109,6 +110,38 @@ def _shapes(called: Any, args: Any, kwargs: Mapping[str, Any], strided: bool) ->
     except Exception as why:  # whatever PyTorch has against it
         told = [line for line in str(why).splitlines() if line.strip()]
         raise UserError(f"{called}: {told[0] if told else type(why).__name__}") from why
+
+
+def tried(name: str, args: Any, kwargs: Any, of: Any) -> Any:
+    """What an operator gives by PyTorch's own word, with strides: a type, or a tuple of them; None where only running
+    it tells. `of` gives the types of the nodes among the arguments, or None.
+    """
+    from terrazzo.ir.node import Node
+    from terrazzo.ir.torch_types import type_of
+
+    def typed(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(typed, value))
+        if not isinstance(value, Node):
+            return value
+        if not isinstance(found := of(value), Type):
+            raise UserError(f"{name}: an argument of no known type")
+        return _Typed(found)
+
+    try:
+        found = _shapes(operator(name), typed(args), {k: typed(v) for k, v in kwargs}, True)
+        several = isinstance(found, tuple | list)
+        types = tuple(None if x is None else type_of(x) for x in (found if several else (found,)))
+    except (UserError, Limitation):  # the op works on real tensors only
+        return None
+    return types if several else types[0]
+
+
+@dataclass(frozen=True)
+class _Typed:
+    """Stands for a tensor."""
+
+    type: Type
 
 
 def _without_memory() -> Any:

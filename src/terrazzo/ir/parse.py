@@ -208,6 +208,8 @@ class GraphReader(Reader):
                 return self.build(
                     x, t.Scan, self.build(x, monoid, m), self.operands(x, scope), self.constant(self.keyword(x, "axis"))
                 )
+            case ["laid_out"] if len(x.args) == 1 and declared.strides is not None:
+                return self.build(x, t.LaidOut, self.lookup(x.args[0], scope), declared.strides)
             case [fn] if fn in BY_NAME:
                 return self.build(x, t.Elementwise, scalar(fn), self.operands(x, scope))
         self.fail(x, f"unknown Tensor IR op {path!r}")

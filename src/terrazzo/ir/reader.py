@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from terrazzo.errors import TerrazzoError, UserError
+from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects import torch as aten
 from terrazzo.ir.expr import Bound, Expr, IntExpr, Loaded, Size, Var, at_least, bounds
@@ -255,6 +256,10 @@ class Reader:
                 return tuple(self.argument(e, scope) for e in elts)
             case ast.Call(func=ast.Name(id="torch"), args=[ast.Constant(value=str() as name)]):
                 return aten.TorchName(name)
+            case ast.Call(func=ast.Name(id="view"), args=[of, ast.List() as shape, ast.List() as strides, offset]):
+                buffer = self.lookup(of, scope, l.Buffer)
+                sizes = (self.argument(shape, scope), self.argument(strides, scope), self.constant(offset))
+                return self.build(x, l.View, buffer, *sizes)
             case ast.Name(id=name) if name in scope.values:
                 return scope.values[name]
             case ast.Name(id=name) if name in DTYPES:

@@ -119,6 +119,8 @@ def number(v: bool | int | float) -> str:
 
 
 def _argument(v: Any, name: Namer) -> str:
+    if isinstance(v, l.View):
+        return f"view({name(v.buffer)}, {list(v.shape)}, {list(v.strides)}, {v.offset})"
     if isinstance(v, Node):
         return name(v)
     if isinstance(v, tuple):
@@ -157,6 +159,8 @@ def _value(x: Node, name: Namer) -> str:
             return f"reduce.{x.monoid.name}({', '.join(map(name, x.args))}, axes={list(x.axes)})"
         case t.Scan():
             return f"scan.{x.monoid.name}({', '.join(map(name, x.args))}, axis={x.axis})"
+        case t.LaidOut():
+            return f"laid_out({name(x.x)})"  # the strides are in its type
         case t.Opaque():
             return f"opaque({', '.join(s for s in (repr(x.name), _call(x, name)) if s)})"
         case Input():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,12 +22,13 @@ from terrazzo.ir.types import DTYPES
 from terrazzo.options import Options
 from terrazzo.reproduce import failing, reproducible
 from terrazzo.rewrite.rule import Event, Log
+from terrazzo.rules.torch_to_tensor.library import chosen, takes_any_strides
 from terrazzo.run.cache import Cache, digest
 from terrazzo.run.compiler import find_compiler
 from terrazzo.run.cpu import Cpu
 from terrazzo.run.cuda import Cuda, architecture
 from terrazzo.run.interpreted import interpreted
-from terrazzo.run.plan import ALIGN, Fallback, Plan, decode, make, misfit, slots_in
+from terrazzo.run.plan import ALIGN, Fallback, Plan, Step, decode, make, misfit, slots_in
 from terrazzo.run.tensors import Expected
 
 if TYPE_CHECKING:
@@ -64,7 +66,8 @@ class Compiled:
     @property
     def fallbacks(self) -> list[Fallback]:
         """The ops PyTorch runs, each once."""
-        return list(dict.fromkeys(Fallback(s.name, s.source) for s in self.plan.steps if not s.key))
+        calls = (s for s in self.plan.steps if not s.key)
+        return list(dict.fromkeys(Fallback(s.name, s.source, _chosen(s, self.plan)) for s in calls))
 
     @property
     def kernels(self) -> list[tuple[str, str]]:
@@ -106,23 +109,39 @@ class Compiled:
         return out
 
     def _run(self, frame: _Frame, tensors: dict[int, Any], queue: int) -> None:
-        if frame.graph is not None:
-            frame.graph(queue)
-            return
-        for step, launch in zip(self.plan.steps, frame.launches, strict=True):
+        for number, launch in frame.work:
             if launch is not None:
                 launch(queue)
+            else:
+                for k in frame.over.get(number, ()):  # nobody needs these any more, and the op may want their memory
+                    del tensors[k]
+                self._operate(self.plan.steps[number], frame, tensors)
+
+    def _operate(self, step: Step, frame: _Frame, tensors: dict[int, Any]) -> None:
+        """Call an op of PyTorch. Its result stays where it is, if it lies as the program has it."""
+        import torch
+
+        given = {k: tensors[k] if k in tensors else frame.view(k) for k in slots_in([step.args, *step.kwargs.values()])}
+        if not takes_any_strides(step.name):  # it may rely on strides that eager gives it: it gets the plainest
+            given = {k: t.contiguous() for k, t in given.items()}
+        args = to_torch(decode(step.args, given))
+        kwargs = {name: to_torch(decode(v, given)) for name, v in step.kwargs.items()}
+        with torch.no_grad(), about(*(self.plan.slots[k].name for k in step.results if k is not None)):
+            out = operator(step.name)(*args, **kwargs)
+        theirs = {t.untyped_storage().data_ptr() for t in given.values()}
+        made = {}
+        for k, value in zip(step.results, out if isinstance(out, (tuple, list)) else (out,), strict=True):
+            if k is None:
                 continue
-            # Programs do not say how values are laid out, so an op of PyTorch gets the plainest layout there is.
-            mentioned = slots_in([step.args, *step.kwargs.values()])
-            views = {k: (tensors[k] if k in tensors else frame.view(k)).contiguous() for k in mentioned}
-            args = to_torch(decode(step.args, views))
-            kwargs = {name: to_torch(decode(v, views)) for name, v in step.kwargs.items()}
-            with about(*(self.plan.slots[k].name for k in step.results if k is not None)):
-                out = operator(step.name)(*args, **kwargs)
-            for k, value in zip(step.results, out if isinstance(out, (tuple, list)) else (out,), strict=True):
-                if k is not None and self.plan.slots[k].bytes:  # a result declared empty may be anything
-                    (tensors[k] if k in tensors else frame.view(k)).copy_(value)
+            expected = Expected(self.plan.slots[k], self.machine.device)
+            if self.plan.slots[k].bytes and not expected.may_keep(value, theirs):
+                value = expected.empty().copy_(value)
+            elif not self.plan.slots[k].bytes:  # a result declared empty may be anything
+                value = expected.empty()
+            theirs.add(value.untyped_storage().data_ptr())
+            made[k] = value
+        tensors.update(made)
+        frame.point(made)
 
 
 class _Frame:
@@ -139,12 +158,15 @@ class _Frame:
                 raise
             raise MemoryError(f"temporaries take {plan.arena} bytes") from None
         self.base = (self.arena.data_ptr() + ALIGN - 1) // ALIGN * ALIGN
-        self.results = [(k, Expected(s, machine.device)) for k, s in enumerate(plan.slots) if s.kind == "result"]
-        self.launches: list[Any] = []
+        called = {k for s in plan.steps if not s.key for k in s.results}
+        self.results = [
+            (k, Expected(s, machine.device)) for k, s in enumerate(plan.slots) if s.kind == "result" and k not in called
+        ]
+        launches: list[Any] = []
         self.pointers: dict[int, list[tuple[Any, int]]] = {}
         for number, (step, function) in enumerate(zip(plan.steps, functions, strict=True)):
             if function is None:
-                self.launches.append(None)
+                launches.append(None)
                 continue
             array = (ctypes.c_void_p * len(step.args))()
             for position, k in enumerate(step.args):
@@ -153,15 +175,17 @@ class _Frame:
                     array[position] = self.base + slot.offset
                 else:
                     self.pointers.setdefault(k, []).append((array, position))
-            self.launches.append(machine.prepare(step, function, array, number, plan.slots))
-        self.graph = machine.graph(self.launches) if as_graph and machine.device != "cpu" else None
+            launches.append(machine.prepare(step, function, array, number, plan.slots))
+        self.work: list[tuple[int, Any]] = list(enumerate(launches))
+        if as_graph and not isinstance(machine, Cpu):
+            self.work = _in_graphs(launches, machine)
+        self.over = _over(plan)
 
     def point(self, tensors: Mapping[int, Any]) -> None:
-        """Write the addresses of the tensors that are not temporaries."""
-        for k, places in self.pointers.items():
-            address = tensors[k].data_ptr()
-            for array, position in places:
-                array[position] = address
+        """Write the addresses of tensors that are no temporaries of ours."""
+        for k, tensor in tensors.items():
+            for array, position in self.pointers.get(k, ()):
+                array[position] = tensor.data_ptr()
 
     def view(self, k: int) -> Any:
         """A temporary as a tensor."""
@@ -169,6 +193,39 @@ class _Frame:
         start = self.base - self.arena.data_ptr() + slot.offset
         dtype = to_torch_dtype(DTYPES[slot.dtype])
         return self.arena[start : start + slot.bytes].view(dtype).as_strided(slot.shape, slot.strides)
+
+
+def _chosen(step: Step, plan: Plan) -> bool:
+    """Whether a call is one of an op that our kernels could compute too."""
+    tensors = slots_in(step.args)
+    return bool(tensors) and chosen(step.name, plan.slots[tensors[0]].dtype)
+
+
+def _in_graphs(launches: Sequence[Any], machine: Cuda) -> list[tuple[int, Any]]:
+    """The launches between calls of PyTorch as one graph each; None for a call."""
+    work: list[tuple[int, Any]] = []
+    for is_call, group in itertools.groupby(enumerate(launches), lambda x: x[1] is None):
+        found = list(group)
+        work += found if is_call else [(found[0][0], machine.graph([x for _, x in found]))]
+    return work
+
+
+def _over(plan: Plan) -> dict[int, list[int]]:
+    """For every call of PyTorch, which results of earlier ones nothing needs from there on."""
+    last: dict[int, int] = {}
+    for n, step in enumerate(plan.steps):
+        for k in step.args if step.key else slots_in([step.args, *step.kwargs.values()]):
+            last[k] = n
+        for k in () if step.key else step.results:
+            if k is not None:
+                last.setdefault(k, n)
+    calls = [n for n, step in enumerate(plan.steps) if not step.key]
+    found: dict[int, list[int]] = {}
+    for k, end in last.items():
+        after = next((n for n in calls if n > end), None)
+        if plan.slots[k].kind == "call" and after is not None:
+            found.setdefault(after, []).append(k)
+    return found
 
 
 def compile_program(
@@ -271,11 +328,9 @@ def _bind(
 ) -> Compiled:
     weights = _weights(plan, machine, bound)
     for step in plan.steps:
-        if not step.key:
+        if not step.key and not _chosen(step, plan):
             _report(step.name, step.source)
-    return Compiled(
-        plan, machine, machine.load(plan.steps, paths), weights, options.graph and all(s.key for s in plan.steps)
-    )
+    return Compiled(plan, machine, machine.load(plan.steps, paths), weights, options.graph)
 
 
 def _weights(plan: Plan, machine: Cpu | Cuda, bound: Mapping[str, Any]) -> dict[int, Any]:
@@ -305,7 +360,9 @@ def _lowering(program: Any, options: Options, lost: Callable[[Any], str] | None 
 
 
 def _plan_key(program: Any, options: Options, machine: Cpu | Cuda) -> str:
-    choices = repr((options.fuse, options.materialize, options.target, options.schedules, options.spills))
+    choices = repr(
+        (options.fuse, options.materialize, options.target, options.schedules, options.spills, options.libraries)
+    )
     return digest("plan", show(program), choices, machine.key(), own_version())
 
 

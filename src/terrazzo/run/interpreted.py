@@ -12,6 +12,7 @@ from terrazzo.errors import UserError
 from terrazzo.ir.dialects import kernel
 from terrazzo.ir.dialects import loop as l
 from terrazzo.rewrite.rule import Log
+from terrazzo.rules.torch_to_tensor.library import is_called
 from terrazzo.run.plan import Fallback
 from terrazzo.run.tensors import Expected, slot_of
 
@@ -39,7 +40,8 @@ class Interpreted:
     @property
     def fallbacks(self) -> list[Fallback]:
         """The ops PyTorch runs, each once."""
-        return list(dict.fromkeys(Fallback(s.name, s.source) for s in self.program.steps if isinstance(s, l.Call)))
+        calls = (s for s in self.program.steps if isinstance(s, l.Call))
+        return list(dict.fromkeys(Fallback(s.name, s.source, is_called(s)) for s in calls))
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         from terrazzo.interp import kernel as simulator

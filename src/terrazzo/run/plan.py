@@ -21,7 +21,7 @@ from terrazzo.ir.dialects.torch import Aten, TorchName
 from terrazzo.ir.node import topological
 from terrazzo.ir.types import DTYPES, DType, Type
 
-VERSION = 4
+VERSION = 5
 ALIGN = 256
 
 
@@ -31,15 +31,18 @@ Map = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
 
 @dataclass(frozen=True)
 class Fallback:
-    """An op that PyTorch runs for us."""
+    """An op that PyTorch runs for us: since there is no kernel for it, or `chosen` since its library is faster."""
 
     op: str
     source: str
+    chosen: bool = False
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A tensor of the plan. `kind`: "input" or "result" (memory of its own) or "arena" (at `offset` bytes)."""
+    """A tensor of the plan. `kind`: "input", "result" or "call" (memory of its own, which the op of a call makes), or
+    "arena" (at `offset` bytes).
+    """
 
     name: str
     dtype: str
@@ -114,6 +117,8 @@ class Plan:
             steps = tuple(_step(s, len(slots)) for s in given["steps"])
             inputs, results = (tuple(_index(i, len(slots)) for i in given[k]) for k in ("inputs", "results"))
             arena = _natural(given["arena"])
+            if any(not _fits(v, slots) for s in steps if not s.key for v in _views([s.args, *s.kwargs.values()])):
+                raise ValueError("a view leaves its slot")
             if any(s.kind == "arena" and s.offset + s.bytes > arena for s in slots):
                 raise ValueError("a slot lies outside the arena")
             return cls(inputs, results, slots, steps, arena)
@@ -129,12 +134,13 @@ def misfit(plan: Plan, program: Any) -> str:
         return "its inputs are others"
     if [_described(plan.slots[k])[1:3] for k in plan.results] != [_kind(r.type) for r in whole.results]:
         return "its results are others"
-    for k, slot in enumerate(plan.slots):
-        kind = "input" if k in plan.inputs else "result" if k in plan.results else "arena"
-        if slot.kind != kind or slot.offset % ALIGN:
-            return f"{slot.name} lies elsewhere"
     if stray := {s.name for s in plan.steps if not s.key} - _operators(whole):
         return f"it calls {min(stray)}"
+    called = {k for s in plan.steps if not s.key for k in s.results}
+    for k, slot in enumerate(plan.slots):
+        kind = "input" if k in plan.inputs else "result" if k in plan.results else "call" if k in called else "arena"
+        if slot.kind != kind or slot.offset % ALIGN:
+            return f"{slot.name} lies elsewhere"
     return _shared(plan)
 
 
@@ -175,11 +181,13 @@ def make(program: l.Program | kernel.Program, entries: Mapping[Any, Entry]) -> P
     """The plan of a program (of Loop IR, or of Kernel IR) whose kernels have this machine code."""
     buffers = list(dict.fromkeys([*program.inputs, *(b for s in program.steps for b in s.writes)]))
     number = {b: k for k, b in enumerate(buffers)}
-    own = set(program.inputs) | set(program.results)
+    called = {b for s in program.steps if isinstance(s, l.Call) for b in s.writes}
+    own = set(program.inputs) | set(program.results) | called
     offsets, arena = allocate(program, [b for b in buffers if b not in own])
     slots = []
     for b in buffers:
-        kind = "input" if b in program.inputs else "result" if b in program.results else "arena"
+        kind = "call" if b in called else "arena"
+        kind = "input" if b in program.inputs else "result" if b in program.results else kind
         strides = whole_strides(b.type)
         slots.append(Slot(b.name, b.type.dtype.name, b.type.static_shape, strides, kind, offsets.get(b, 0)))
     steps = []
@@ -236,6 +244,8 @@ def encode(value: Any, number: Mapping[l.Buffer, int]) -> Any:
     """An argument of a PyTorch op as JSON."""
     if isinstance(value, l.Buffer):
         return {"slot": number[value]}
+    if isinstance(value, l.View):
+        return {"view": [number[value.buffer], list(value.shape), list(value.strides), value.offset]}
     if isinstance(value, tuple):
         return [encode(v, number) for v in value]
     if isinstance(value, DType):
@@ -257,6 +267,9 @@ def decode(value: Any, tensors: Mapping[int, Any]) -> Any:
         ((kind, inner),) = value.items()
         if kind == "slot":
             return tensors[inner]
+        if kind == "view":
+            k, shape, strides, offset = inner
+            return tensors[k].as_strided(shape, strides, tensors[k].storage_offset() + offset)
         if kind == "dtype" and inner in DTYPES:
             return DTYPES[inner]
         if kind == "torch" and isinstance(inner, str):
@@ -276,11 +289,29 @@ def slots_in(value: Any) -> list[int]:
         return (
             [value["slot"]]
             if set(value) == {"slot"}
+            else [value["view"][0]]
+            if set(value) == {"view"}
             else [s for v in value.values() for s in slots_in(v)]
             if "float" not in value
             else []
         )
     return []
+
+
+def _views(value: Any) -> list[Any]:
+    """The views of slots an encoded argument has."""
+    if isinstance(value, list):
+        return [found for v in value for found in _views(v)]
+    return [value["view"]] if isinstance(value, dict) and set(value) == {"view"} else []
+
+
+def _fits(view: Any, slots: Sequence[Slot]) -> bool:
+    """Whether a view lies in the memory of its slot."""
+    k, shape, strides, offset = view
+    sizes = [_natural(x) for x in (*shape, *strides, offset)]
+    slot = slots[_index(k, len(slots))]
+    dtype = DTYPES[slot.dtype]
+    return len(shape) == len(strides) and sizes[-1] * dtype.size + _span(shape, strides, dtype) <= slot.bytes
 
 
 def whole_strides(kind: Type) -> tuple[int, ...]:
@@ -297,7 +328,7 @@ def _span(shape: Sequence[int], strides: Sequence[int], dtype: DType) -> int:
 
 def _slot(s: Any) -> Slot:
     shape, strides = (tuple(_natural(e) for e in s[k]) for k in ("shape", "strides"))
-    if s["dtype"] not in DTYPES or s["kind"] not in ("input", "result", "arena") or len(shape) != len(strides):
+    if s["dtype"] not in DTYPES or s["kind"] not in ("input", "result", "call", "arena") or len(shape) != len(strides):
         raise ValueError("not a slot")
     return Slot(_text(s["name"]), s["dtype"], shape, strides, s["kind"], _natural(s["offset"]))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 from terrazzo.errors import UserError
@@ -45,6 +46,16 @@ class Expected:
         one = tuple(slice(None) if step else slice(1) for step in slot.strides)
         torch.as_strided(found, found[one].shape, slot.strides).copy_(values[one])
         return found
+
+    def may_keep(self, t: Any, others: Set[int]) -> bool:
+        """Whether a tensor that an op gave can stand for this one: it lies as it should, in memory that is none of
+        these.
+        """
+        fits = t.dtype is self.dtype and t.device == self.device and t.layout is self.layout
+        if not (fits and t.shape == self.slot.shape and _strides_fit(t, self.slot)) or t.is_neg() or t.is_conj():
+            return False
+        aligned = self.device.type == "cpu" or not t.data_ptr() % ALIGNED
+        return aligned and type(t) is self.plain and t.untyped_storage().data_ptr() not in others
 
     def check(self, t: Any) -> Any:
         """The tensor, or a copy where its memory is not its value or badly aligned. UserError where it is another one

@@ -200,9 +200,29 @@ class Kernel(Node, dialect="loop", op="kernel"):
         )
 
 
+class View(Node, dialect="loop", op="view"):
+    """A window on the memory of a buffer, `offset` elements after its first: an argument of a call."""
+
+    buffer: Buffer
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    @property
+    def type(self) -> Type:
+        return Type(self.buffer.type.dtype, self.shape, self.strides)
+
+    def check(self) -> None:
+        sizes = (*self.shape, *self.strides, self.offset)
+        if len(self.shape) != len(self.strides) or any(type(s) is not int or s < 0 for s in sizes):
+            raise UserError(f"view: {self.shape}, {self.strides} and {self.offset} are no shape, strides and offset")
+        if self.offset * self.type.dtype.size + self.type.span > self.buffer.type.span:
+            raise UserError(f"view: it leaves the memory of {self.buffer.name}: {self.buffer.type}")
+
+
 class Call(Node, dialect="loop", op="call"):
-    """An opaque op: PyTorch runs it. Arguments are as in Torch IR with buffers for tensors; an absent result has no
-    buffer.
+    """An opaque op: PyTorch runs it. Arguments are as in Torch IR with buffers, or views of them, for tensors; an
+    absent result has no buffer.
     """
 
     name: str
@@ -301,6 +321,8 @@ def _monoid_type(m: Monoid, args: tuple[Node, ...]) -> Any:
 def _buffers(value: Any) -> Iterable[Buffer]:
     if isinstance(value, Buffer):
         yield value
+    elif isinstance(value, View):
+        yield value.buffer
     elif isinstance(value, tuple):
         for v in value:
             yield from _buffers(v)

@@ -6,7 +6,8 @@ reduce       over a monoid, of one value or several
 scan         the running combination of a monoid along an axis
 opaque       an op we do not compile: PyTorch runs it, and says so
 
-`iota` and `literal` are the leaves. Softmax, norms, attention, convolution, losses are compositions of these.
+`iota` and `literal` are the leaves; `laid_out` says how an argument of such an op lies in memory. Softmax, norms,
+attention, convolution, losses are compositions of these.
 """
 
 from __future__ import annotations
@@ -180,6 +181,19 @@ class Opaque(Value, dialect="tensor", op="opaque"):
 
     def infer(self) -> Type | tuple[Type | None, ...]:
         return self.result
+
+
+class LaidOut(Value, dialect="tensor", op="laid_out"):
+    """The same tensor, in memory with these strides (in elements): a call of PyTorch is given it as eager would."""
+
+    x: Node
+    strides: tuple[int, ...]
+
+    def infer(self) -> Type:
+        source = _type("laid_out", self.x)
+        if len(self.strides) != source.rank:
+            raise UserError(f"laid_out: {len(self.strides)} strides for {source}")
+        return Type(source.dtype, source.shape, self.strides)
 
 
 def _type(op: str, x: Node) -> Type:

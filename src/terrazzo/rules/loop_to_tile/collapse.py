@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from terrazzo.ir.address import unflatten
+from terrazzo.ir.address import coefficient, flatten, unflatten
 from terrazzo.ir.contraction import Contraction, contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Var
@@ -14,7 +14,8 @@ from terrazzo.ir.node import substitute, topological, transform
 
 
 def collapse(kernel: l.Kernel) -> l.Kernel:
-    """`kernel` over one axis, where every store is at every point of its axes and nothing scans.
+    """`kernel` over one axis, where every store is at every point of its axes and nothing scans. The axis runs through
+    memory as the first store does.
 
     @loop
     def f(x: f32[3, 3], y: f32[3, 3]):
@@ -48,8 +49,15 @@ def collapse(kernel: l.Kernel) -> l.Kernel:
     if any(isinstance(x, l.Scan) for x in topological([s.value for s in kernel.stores])):
         return kernel
     flat = Var(kernel.axes[0].name, math.prod(extents))
-    digits = unflatten(flat, tuple(extents))
-    stores = tuple(substitute(s, dict(zip(kernel.axes, digits, strict=True))) for s in kernel.stores)
+    first = kernel.stores[0]
+    place = flatten(first.index, first.buffer.type.element_strides)
+    steps = [coefficient(place, a) for a in kernel.axes]
+    ordered = list(kernel.axes)
+    if all(isinstance(s, int) for s in steps):
+        far: dict[Any, Any] = dict(zip(ordered, steps, strict=True))
+        ordered.sort(key=lambda a: -far[a])
+    digits = dict(zip(ordered, unflatten(flat, tuple(a.extent for a in ordered)), strict=True))
+    stores = tuple(substitute(s, digits) for s in kernel.stores)
     return l.Kernel(kernel.name, (flat,), stores, kernel.source)
 
 

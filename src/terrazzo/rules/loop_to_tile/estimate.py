@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from terrazzo.errors import Limitation, UserError
 from terrazzo.hw.gpu import Gpu
+from terrazzo.ir import nest as n
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.sites import product
-from terrazzo.rules.loop_to_tile import tiles
+from terrazzo.ir.dialects.scalar import is_cast
+from terrazzo.ir.expr import Expr, FloorDiv, Mod
+from terrazzo.ir.node import topological
+from terrazzo.ir.sites import Product, loads, product
+from terrazzo.rules.loop_to_tile import chains, tiles, warpgroups
+from terrazzo.rules.loop_to_tile.collapse import merge_product_axes
+from terrazzo.rules.tile_to_kernel.lower import lower
+
+STEP = 20.0
+"""Nanoseconds of a step of a scan, of which one thread takes one after the other. An estimate: it was not measured."""
+CHAINED = 0.66
+"""What a chain of two products reaches of the rate of one: 550 TFLOP/s at 4 x 32 x 2048 x 128 (docs/performance.md)."""
+
+GATHERED = 4.3
+"""How much longer a product on `mma.sync` takes than its model says where an operand's place follows from divisions: a
+1x1 convolution of 32 x 256 x 56 x 56 took 71.8 us on an H200 (21 November 2026), and the model says 16.5.
+"""
 
 
 @dataclass(frozen=True)
@@ -21,12 +40,114 @@ class Estimate:
     bound: str
 
 
-def estimate(kernel: l.Kernel, gpu: Gpu, moved: int, operations: int) -> Estimate:
-    """For a kernel that moves so many bytes and computes so many scalar operations (a multiply-add is two)."""
+def estimate(kernel: l.Kernel, gpu: Gpu) -> Estimate:
+    """For a kernel: the bytes it moves, and its scalar operations (a multiply-add is two), in the best way there is."""
     memory, fma, tensor = gpu.roof
+    operations, touched = work(kernel)
+    moved = sum(count * b.type.dtype.size for b, count in touched.items())
     p = product(kernel)
     plan = min((x for x in tiles.plans(p, gpu) if x.pieces == 1), key=lambda x: x.time, default=None) if p else None
-    arithmetic = operations / (tensor if plan and plan.instruction else fma)
+    chain = chains.chain(kernel) if p is None else None
+    if chain is not None and gpu.warpgroups is not None:
+        points = math.prod(a.extent for a in kernel.axes) // chain.columns.extent * chain.steps.extent
+        operations = 2 * points * (chain.depth.extent + chain.columns.extent)
+        time = max(moved / gpu.memory, operations / (CHAINED * gpu.warpgroups.rate)) + gpu.launch
+    elif plan is not None:
+        time = plan.time
+    else:
+        busy = max(moved / gpu.memory, operations / gpu.fma, _loaded(kernel) / gpu.cache, _in_order(kernel))
+        time = busy + gpu.launch
+    on_tensor_cores = chain is not None or (plan is not None and plan.instruction)
+    arithmetic = operations / (tensor if on_tensor_cores else fma)
     traffic = moved / memory
-    time = plan.time if plan else max(moved / gpu.memory, operations / gpu.fma) + gpu.launch
     return Estimate(time, max(traffic, arithmetic), "memory" if traffic >= arithmetic else "arithmetic")
+
+
+def expected(program: l.Program, gpu: Gpu) -> float:
+    """What the kernels of a program take together, before schedules are chosen, in nanoseconds."""
+    kernels = [s for s in program.steps if isinstance(s, l.Kernel)]
+    return sum(_tiled(kernel, gpu) or estimate(kernel, gpu).time for kernel in kernels)
+
+
+def _tiled(kernel: l.Kernel, gpu: Gpu) -> float | None:
+    """What a product takes in the best tiles. Those of warpgroups count if the best of them can be derived."""
+    if (p := product(kernel)) is None:
+        return None
+    p = product(merge_product_axes(kernel, p.sites)) or p
+    plans = tiles.plans(p, gpu)
+    whole = next((plan for plan in warpgroups.plans(p, gpu) if plan.pieces == 1), None)
+    derived = whole is not None and _derives(p, whole, gpu)
+    found = []
+    for plan in plans:
+        if isinstance(plan, warpgroups.Plan):
+            found += [plan.time] if derived else []
+        else:
+            found.append(plan.time * (GATHERED if plan.instruction and _gathered(p) else 1.0))
+    return min(found, default=None)
+
+
+def _derives(p: Product, plan: tiles.Plan, gpu: Gpu) -> bool:
+    try:
+        lower(p.kernel, tiles.schedule(p, plan, gpu), gpu)
+    except (UserError, Limitation):
+        return False
+    return True
+
+
+def _gathered(p: Product) -> bool:
+    """Whether an operand is read where division says."""
+    places = [e for x in p.operands for load in loads(x) for e in load.index if isinstance(e, Expr)]
+    return any(isinstance(x, FloorDiv | Mod) for x in topological(places))
+
+
+def work(kernel: l.Kernel) -> tuple[int, dict[l.Buffer, int]]:
+    """Scalar operations of a kernel, conversions aside, and how many elements of each buffer it touches."""
+    operations = 0
+    touched: dict[l.Buffer, int] = {}
+
+    def touch(buffer: l.Buffer, points: int) -> None:
+        most = buffer.type.numel if isinstance(buffer.type.numel, int) else points
+        touched[buffer] = max(touched.get(buffer, 0), min(points, most))
+
+    def walk(body: Iterable[n.Statement], points: int) -> None:
+        nonlocal operations
+        for s in body:
+            match s:
+                case n.Let(term=l.Load() as load):
+                    touch(load.buffer, points)
+                case n.Let(term=l.Apply() as f) if not is_cast(f.fn):
+                    operations += points
+                case n.Accumulate():
+                    operations += points * len(s.args)
+                case l.Store():
+                    touch(s.buffer, points)
+                case n.Loop():
+                    inner = points
+                    for a in s.axes:
+                        inner *= a.extent if isinstance(a.extent, int) else 1
+                    walk(s.body, inner)
+
+    walk(n.nest(kernel), 1)
+    return operations, touched
+
+
+def _loaded(kernel: l.Kernel) -> int:
+    """Bytes that threads load, where each loads what it needs: more than are touched where many need the same."""
+    total = 0
+
+    def walk(body: Iterable[n.Statement], points: int) -> None:
+        nonlocal total
+        for s in body:
+            if isinstance(s, n.Let) and isinstance(s.term, l.Load):
+                total += points * s.term.buffer.type.dtype.size
+            elif isinstance(s, n.Loop):
+                walk(s.body, points * math.prod(a.extent if isinstance(a.extent, int) else 1 for a in s.axes))
+
+    walk(n.nest(kernel), 1)
+    return total
+
+
+def _in_order(kernel: l.Kernel) -> float:
+    """What the longest of its scans takes."""
+    scans = [x for x in topological([s.value for s in kernel.stores]) if isinstance(x, l.Scan)]
+    return STEP * max((x.axis.extent for x in scans if isinstance(x.axis.extent, int)), default=0)

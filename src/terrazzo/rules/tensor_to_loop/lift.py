@@ -199,7 +199,29 @@ def get(node: t.Get, ctx: Any) -> Any:
     return l.Get(element(node.x, here), node.index)
 
 
-RULES: tuple[Rule, ...] = (elementwise, index_map, literal, iota, reduce, scan, get)
+@rule
+def laid_out(node: t.LaidOut, ctx: Any) -> Any:
+    """The values stay; only their buffer has other strides.
+
+    @tensor
+    def f(x: f32[3, 2]):
+        z: f32[3, 2, strides=(1, 3)] = laid_out(x)
+        return (z,)
+    =>
+    @loop
+    def f(x: f32[3, 2]):
+        with kernel('z', z=f32[3, 2, strides=(1, 3)]):
+            for a0 in free(3):
+                for a1 in free(2):
+                    in0 = x[a0, a1]
+                    z[a0, a1] = in0
+        return (z,)
+    """
+    here, element = ctx
+    return element(node.x, here)
+
+
+RULES: tuple[Rule, ...] = (elementwise, index_map, literal, iota, reduce, scan, get, laid_out)
 
 
 def lift(program: Program, rules: Sequence[Rule] = RULES, log: Log | None = None) -> l.Program:

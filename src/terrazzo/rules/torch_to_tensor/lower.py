@@ -7,11 +7,13 @@ from textwrap import dedent
 from typing import Any
 
 from terrazzo.ir.dialects import tensor as t
-from terrazzo.ir.dialects.torch import Aten
+from terrazzo.ir.dialects.torch import Aten, Get
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.program import Input, Program
+from terrazzo.ir.types import Type
 from terrazzo.rewrite.engine import rewrite
 from terrazzo.rewrite.rule import Event, Log, Rule, rule
+from terrazzo.rules.torch_to_tensor.library import Libraries, is_called
 
 
 @rule(keys=(Aten,))
@@ -34,22 +36,38 @@ def opaque(node: Any) -> Any:
     return call
 
 
-def lower(program: Program, rules: tuple[Rule, ...], log: Log, show: Callable[[Any], str] | None = None) -> Program:
-    """`program` in Tensor IR. Values keep the names and source lines of their ops. `show` adds texts to the events."""
+def lower(
+    program: Program,
+    rules: tuple[Rule, ...],
+    log: Log,
+    show: Callable[[Any], str] | None = None,
+    libraries: Libraries | None = None,
+) -> Program:
+    """`program` in Tensor IR. Values keep the names and source lines of their ops. `show` adds texts to the events.
+    Ops that `libraries` are better at are called.
+    """
     memo: dict[Node, Any] = {}
     done: dict[Node, str] = {}
+    called = libraries.chosen(program, log) if libraries else set()
+    given = {c for n in called for c in n.children} | set(program.results) if called else set()
     roots = [n for n in topological(program.results) if isinstance(n, Aten)]
     for node in roots:
         name = program.names.get(node, "")
+        if libraries and node in called:
+            if not is_called(node):
+                log.add(_opaque_event(program, node, rules))
+            lowered = node.with_children([memo[c] if c in memo else _got(c, memo) for c in node.children])
+            memo[node] = libraries.call(node, lowered)
+            new = memo[node] if isinstance(memo[node], tuple) else (memo[node],)
+            log.applied("torch_to_tensor", opaque.name, name, [lowered], new)
+            done.update({v: f"{name}.{k}" if k else name for k, v in enumerate(new) if v is not None and v not in done})
+            continue
         text = _texts(show, name, done) if show else None
         found = rewrite([node], rules, log=log, pass_name="torch_to_tensor", names=program.names, memo=memo, show=text)[
             0
         ]
         if isinstance(found, Aten):
-            where = program.sources.get(program.names.get(node, ""), "")
-            tried = any(node.name in r.keys for r in rules)
-            reason = "no rule lowers it" if not tried else "its rule declined"
-            log.add(Event("torch_to_tensor", "opaque", f"{node.name} {where}".strip(), True, reason))
+            log.add(_opaque_event(program, node, rules))
             memo[node] = opaque.rewrite(found, None)
             log.applied(
                 "torch_to_tensor",
@@ -58,11 +76,26 @@ def lower(program: Program, rules: tuple[Rule, ...], log: Log, show: Callable[[A
                 [found],
                 memo[node] if isinstance(memo[node], tuple) else [memo[node]],
             )
+        if libraries and node in given and isinstance(node.type, Type):
+            memo[node] = libraries.placed(node, memo[node])
         new = memo[node] if isinstance(memo[node], tuple) else (memo[node],)
         done.update({v: f"{name}.{k}" if k else name for k, v in enumerate(new) if v is not None and v not in done})
     results = rewrite(program.results, rules, log=log, pass_name="torch_to_tensor", memo=memo)
     names, sources = _names(program, memo)
     return Program("tensor", program.name, program.inputs, tuple(results), names, sources)
+
+
+def _opaque_event(program: Program, node: Aten, rules: tuple[Rule, ...]) -> Event:
+    """That PyTorch runs an op since no rule lowered it."""
+    where = program.sources.get(program.names.get(node, ""), "")
+    tried = any(node.name in r.keys for r in rules)
+    reason = "no rule lowers it" if not tried else "its rule declined"
+    return Event("torch_to_tensor", "opaque", f"{node.name} {where}".strip(), True, reason)
+
+
+def _got(node: Node, memo: dict[Node, Any]) -> Any:
+    """What an input, or one result of a lowered op of several, became."""
+    return memo[node.x][node.index] if isinstance(node, Get) else node
 
 
 def _texts(show: Callable[[Any], str], name: str, done: Mapping[Node, str]) -> Callable[[Any], str]:

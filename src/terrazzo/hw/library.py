@@ -1,0 +1,65 @@
+"""What the libraries behind PyTorch's ops reach on a GPU: one record for each family of ops.
+
+The numbers are fractions of the rates of the data sheet (`Gpu.roof`), so that one record serves all machines. They are
+fitted to what was measured on an H200 (torch 2.11, cuBLAS 13.1, cuDNN 9.19, CUDA graphs; 20 and 21 November 2026) where
+it does not say otherwise. On other machines nothing was measured. Products of 16-bit elements have no record: ours run
+at the library's speed (docs/performance.md: 1.00 of cuBLAS in the geometric mean).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from terrazzo.hw.gpu import Gpu
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What a family of ops reaches: `arithmetic` and `memory` are fractions of the data sheet's rates, `latency` is in
+    nanoseconds. Products are counted in whole tiles of `tile` rows and columns (channels, for a convolution).
+    `source` is what the numbers were fitted to.
+    """
+
+    arithmetic: float
+    memory: float
+    latency: float
+    tile: int
+    source: str
+
+
+REACH: dict[tuple[str, str], Reach] = {
+    ("product", "f32"): Reach(
+        0.75, 0.6, 4000, 64,
+        "cuBLAS without TF32: 50 TFLOP/s at 4096 x 4096 x 4096 and 512 x 3584 x 18944; 32 rows cost what 64 do",
+    ),
+    ("convolution", "16"): Reach(
+        0.40, 0.60, 5000, 32,
+        "cuDNN, channels last: 27.1 us at 32 x 64 x 56 x 56, 3x3; 22.8 us at 1x1, 256 to 64 channels; 20.1 us at "
+        "512 x 7 x 7; 225 us at 3 x 224 x 224, 7x7, whose 3 channels cost what 32 do",
+    ),
+    ("convolution", "f32"): Reach(
+        0.40, 0.60, 5000, 32, "not measured: the fractions of 16 bits, of the rate of TF32, which is PyTorch's default"
+    ),
+    ("scan", "f32"): Reach(1.0, 0.40, 5000, 1, "not measured: half of what CUB is said to reach on an H100 (78 %)"),
+    ("scan", "16"): Reach(1.0, 0.20, 5000, 1, "not measured: half of that again, for it is bound by instructions"),
+    ("pooling", "f32"): Reach(1.0, 0.40, 5000, 1, "not measured: as scans"),
+    ("pooling", "16"): Reach(1.0, 0.40, 5000, 1, "not measured: as scans"),
+}  # fmt: skip
+
+MARGIN = 1.25
+"""A library is called where ours takes so many times as long by the model: neither price is better known than that."""
+
+
+def reach(family: str, dtype: str) -> Reach | None:
+    """The record for a family of ops on elements of this type; None where there is none."""
+    kind = "16" if dtype in ("f16", "bf16") else dtype
+    return REACH.get((family, kind))
+
+
+def price(found: Reach, gpu: Gpu, family: str, dtype: str, operations: float, moved: int) -> float:
+    """Nanoseconds for an op that computes so many operations, in whole tiles, and moves so many bytes."""
+    memory, fma, tensor = gpu.roof
+    rate = tensor if dtype in ("f16", "bf16") else fma
+    if family == "convolution" and dtype == "f32" and gpu.number >= 80:
+        rate = tensor / 2
+    return max(operations / (found.arithmetic * rate), moved / (found.memory * memory)) + found.latency

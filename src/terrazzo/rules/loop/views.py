@@ -1,0 +1,79 @@
+"""Give calls of PyTorch views of memory in place of copies of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from terrazzo.ir.address import coefficient, flatten
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.node import substitute
+from terrazzo.rewrite.rule import Event, Log
+from terrazzo.rules.torch_to_tensor.library import takes_any_strides
+
+
+def pass_views(program: l.Program, log: Log) -> l.Program:
+    """`program` with a view of another buffer in place of every copy that only calls read. The calls are those that a
+    library was chosen for: they take tensors of any strides.
+
+    @loop
+    def f(x: f32[3, 2], y: f32[3, 4]):
+        with kernel('t', t=f32[2, 3]):
+            for a0 in free(2):
+                for a1 in free(3):
+                    in0 = x[a1, a0]
+                    t[a0, a1] = in0
+        z, = call('aten.mm.default', t, y, _types=(f32[2, 4],))
+        return (z,)
+    =>
+    @loop
+    def f(x: f32[3, 2], y: f32[3, 4]):
+        z, = call('aten.mm.default', view(x, [2, 3], [1, 2], 0), y, _types=(f32[2, 4],))
+        return (z,)
+    """
+    needed = set(program.results)
+    needed |= {b for s in program.steps if isinstance(s, l.Kernel) or not takes_any_strides(s.name) for b in s.reads}
+    views: dict[Any, l.View] = {}
+    for s in program.steps:
+        if isinstance(s, l.Kernel) and len(s.stores) == 1 and s.writes[0] not in needed and (found := _view(s)):
+            views[s.writes[0]] = found
+    if not views:
+        return program
+    for buffer, view in views.items():
+        log.add(Event("pass_views", "pass_views", buffer.name, True, f"a view of {view.buffer.name}"))
+    steps: list[l.Kernel | l.Call] = []
+    for s in program.steps:
+        if isinstance(s, l.Call):
+            steps.append(s if views.keys().isdisjoint(s.reads) else _given(s, views))
+        elif s.writes[0] not in views:
+            steps.append(s)
+    return l.Program(program.name, program.inputs, tuple(steps), program.results)
+
+
+def _given(call: l.Call, views: dict[Any, l.View]) -> l.Call:
+    """The call with views for its arguments."""
+    kwargs = tuple((k, _argument(v, views)) for k, v in call.kwargs)
+    return l.Call(call.name, _argument(call.args, views), kwargs, call.results, call.order, call.source)
+
+
+def _argument(value: Any, views: dict[Any, l.View]) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_argument(v, views) for v in value)
+    return views.get(value, value) if isinstance(value, l.Buffer) else value
+
+
+def _view(kernel: l.Kernel) -> l.View | None:
+    """What a kernel copies, as a view of where it is; None where it does more, or where strides cannot say it."""
+    (store,) = kernel.stores
+    load, shape = store.value, store.buffer.type.shape
+    if not isinstance(load, l.Load) or load.inside or not all(isinstance(e, int) for e in shape):
+        return None
+    place = flatten(load.index, load.buffer.type.element_strides)
+    strides = []
+    for at, extent in zip(store.index, shape, strict=True):
+        step = 0 if at == 0 else coefficient(place, at) if at in kernel.axes else None
+        if not isinstance(step, int) or step < 0:
+            return None
+        strides.append(step if extent != 1 else 1)
+    offset = substitute(place, dict.fromkeys(kernel.axes, 0))
+    found = all(isinstance(s, int) for s in shape) and isinstance(offset, int) and offset >= 0
+    return l.View(load.buffer, tuple(shape), tuple(strides), offset) if found else None  # type: ignore[arg-type]

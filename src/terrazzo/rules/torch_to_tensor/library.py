@@ -1,0 +1,211 @@
+"""Where an op of PyTorch is called although a rule lowers it: its library is faster than our kernels, by the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from terrazzo.hw import library
+from terrazzo.hw.gpu import Gpu
+from terrazzo.ir.dialects import tensor as t
+from terrazzo.ir.dialects.torch import Aten, Get
+from terrazzo.ir.node import Node, topological
+from terrazzo.ir.operators import tried
+from terrazzo.ir.program import Input, Program
+from terrazzo.ir.types import Type
+from terrazzo.rewrite.rule import Choice, Event, Log
+
+PASS = "torch_to_tensor"
+LIBRARY, OURS = "the library", "ours"
+
+
+@dataclass
+class Libraries:
+    """What decides: the machine, and what our kernels for an op by itself take on it, in nanoseconds."""
+
+    gpu: Gpu
+    ours: Callable[[Aten], float]
+    layouts: dict[Node, Any] = field(default_factory=dict)
+
+    def chosen(self, program: Program, log: Log) -> set[Node]:
+        """The ops of a program of Torch IR that are called; why, and why others are not, is in the log."""
+        nodes = [n for n in topological(program.results) if isinstance(n, Aten)]
+        read = {c.x if isinstance(c, Get) else c for n in nodes for c in n.children}
+        found: set[Node] = {n for n in nodes if n.name in ANY_STRIDES}
+        for node in nodes:
+            if (choice := self._choice(node, node in read)) is None:
+                continue
+            ours, theirs = choice.cost[OURS], choice.cost[LIBRARY]
+            better = ours >= library.MARGIN * theirs
+            told = f"{choice.subject}: {OURS} {ours / 1e3:.1f} us by the model, {LIBRARY}'s {theirs / 1e3:.1f} us"
+            log.add(Event(PASS, "library", program.names.get(node, node.name), better, told))
+            if better:
+                found.add(node)
+        return found
+
+    def _choice(self, node: Aten, read: bool) -> Choice | None:
+        """The op as the library has it and as our kernels have it; None where there is nothing to choose."""
+        if not isinstance(node.result, Type) or not is_called(node) or any(map(_widened, node.children)):
+            return None
+        given = {x: Input(f"x{k}", self.laid_out(x)) for k, x in enumerate(dict.fromkeys(node.children))}
+        alone = node.with_children([given[x] for x in node.children])
+        theirs = price(alone, self.gpu)
+        if read:  # what follows cannot be part of the op: it is a kernel that reads the result again
+            size = math.prod(node.result.static_shape) * node.result.dtype.size
+            theirs += self.gpu.launch + 2 * size / self.gpu.memory
+        return Choice(node.name, {OURS: "kernels", LIBRARY: node.name}, {OURS: self.ours(alone), LIBRARY: theirs})
+
+    def laid_out(self, node: Node) -> Type:
+        """The type of a value with the strides it has in eager mode: what PyTorch itself says without running it."""
+        for x in topological([node], stop=self.layouts.__contains__):
+            if x in self.layouts:
+                continue
+            if isinstance(x, Aten):
+                self.layouts[x] = tried(x.name, x.args, x.kwargs, self.layouts.__getitem__)
+            elif isinstance(x, Get):
+                several = self.layouts[x.x]
+                self.layouts[x] = several[x.index] if isinstance(several, tuple) else None
+            else:
+                self.layouts[x] = x.type  # type: ignore[attr-defined]
+        found, own = self.layouts[node], node.type  # type: ignore[attr-defined]
+        if not isinstance(found, Type) or (found.dtype, found.shape) != (own.dtype, own.shape):
+            return own  # type: ignore[no-any-return]
+        return found
+
+    def call(self, node: Aten, lowered: Aten) -> Any:
+        """The call of an op, or its results where there are several. They, and arguments that are computed, lie as in
+        eager mode.
+        """
+        placed = [self.placed(x, new) for x, new in zip(node.children, lowered.children, strict=True)]
+        new = lowered.with_children(placed)
+        if isinstance(node.result, Type):
+            return t.Opaque(new.name, new.args, new.kwargs, _dense(self.laid_out(node)), new.order)
+        each = [r if r is None else _dense(self.laid_out(Get(node, k))) for k, r in enumerate(node.result)]
+        call = t.Opaque(new.name, new.args, new.kwargs, tuple(each), new.order)
+        return tuple(None if r is None else t.Get(call, k) for k, r in enumerate(each))
+
+    def placed(self, node: Node, lowered: Any) -> Any:
+        """A value in the memory it has in eager mode, where that is not row by row and has no gaps."""
+        wanted = _dense(self.laid_out(node))
+        if isinstance(node, Input) or wanted.strides is None or lowered.type.strides == wanted.strides:
+            return lowered
+        return t.LaidOut(lowered, wanted.strides)  # type: ignore[arg-type]
+
+
+def _widened(node: Node) -> bool:
+    """Whether a value is a converted one of 16 bits, scaled or moved perhaps: a product of such runs on tensor cores,
+    or is part of attention, and is ours.
+    """
+    while isinstance(node, Aten) and node.children and node.name.split(".")[1] in MOVES:
+        (first, *_), after = node.children, node
+        node = first
+        kinds = [getattr(x, "type", None) for x in (node, after)]
+        if after.name == "aten._to_copy.default" and isinstance(kinds[0], Type) and kinds[0].dtype.size == 2:
+            return True
+    return False
+
+
+MOVES = (
+    "_to_copy", "view", "_unsafe_view", "expand", "transpose", "permute", "t", "clone", "mul", "unsqueeze", "squeeze",
+    "slice", "select", "alias",
+)  # fmt: skip
+"""Ops whose values are those of their first argument, or that times something."""
+
+
+def _dense(ty: Type) -> Type:
+    """A type whose strides are kept where every place is that of one element, as row by row otherwise."""
+    plain = Type(ty.dtype, ty.shape)
+    wide = [(s, e) for s, e in zip(ty.element_strides, ty.static_shape, strict=True) if e != 1]
+    places: list[tuple[Any, int]] = sorted(wide, key=lambda x: int(x[0]))
+    dense = all(s == math.prod(e for _, e in places[:k]) for k, (s, _) in enumerate(places))
+    same = all(e == 1 or a == b for e, a, b in zip(ty.shape, ty.element_strides, plain.element_strides, strict=True))
+    return plain if same or not dense or 0 in ty.shape else ty
+
+
+def is_called(op: Any) -> bool:
+    """Whether an op of PyTorch (of Torch IR, or a call in Loop IR) is one that a library is, or may be, chosen for."""
+    return chosen(op.name, _kind(op))
+
+
+def takes_any_strides(name: str) -> bool:
+    """Whether an op may be given its arguments as they lie in memory, whatever eager mode would give it."""
+    return name in FAMILIES or name in ANY_STRIDES
+
+
+def chosen(name: str, dtype: str) -> bool:
+    """Whether a call of this op on tensors of this type is one that a library was chosen for."""
+    return name in FAMILIES and library.reach(FAMILIES[name][0], dtype) is not None
+
+
+def price(op: Any, gpu: Gpu) -> float:
+    """What the library takes for an op (of Torch IR, or a call in Loop IR), in nanoseconds."""
+    family, operations = FAMILIES[op.name]
+    found = library.reach(family, _kind(op))
+    assert found is not None
+    needed = operations(op.args, _result(op), found.tile)
+    types = [x.type for x in _tensors(op.args)]
+    moved = sum(math.prod(y.static_shape) * y.dtype.size for y in (*types, _result(op)))
+    return library.price(found, gpu, family, _kind(op), needed, moved)
+
+
+def _kind(op: Any) -> str:
+    tensors = _tensors(op.args)
+    return str(tensors[0].type.dtype.name) if tensors else ""
+
+
+def _result(op: Any) -> Type:
+    found = op.result if isinstance(op, Aten) else op.results[0].type
+    assert isinstance(found, Type)
+    return found
+
+
+def _tensors(args: Sequence[Any]) -> list[Any]:
+    return [a for a in args if isinstance(getattr(a, "type", None), Type)]
+
+
+def _tiles(extent: int, tile: int) -> int:
+    return -(-extent // tile) * tile
+
+
+def _product(args: Sequence[Any], out: Type, tile: int) -> float:
+    """Of x @ y, the last two tensors."""
+    x, y = (a.type.static_shape for a in _tensors(args)[-2:])
+    *batch, m, k = x
+    n = y[-1]
+    return float(2 * math.prod(batch) * _tiles(m, tile) * _tiles(n, tile) * k)
+
+
+def _convolution(args: Sequence[Any], out: Type, tile: int) -> float:
+    """Of every point of the result (of the input, where the convolution is transposed) with every weight, channels in
+    whole tiles.
+    """
+    x, w, transposed, groups = args[0].type.static_shape, args[1].type.static_shape, args[6], args[8]
+    points = x if transposed else out.static_shape
+    spatial = len(w) - 2
+    pixels = math.prod(points[-spatial:]) * (points[0] if len(points) > spatial + 1 else 1)
+    own = _tiles(w[0] // groups, tile), _tiles(w[1], tile)
+    return float(2 * pixels * groups * math.prod(own) * math.prod(w[2:]))
+
+
+def _passes(args: Sequence[Any], out: Type, tile: int) -> float:
+    """An operation for every element: memory decides."""
+    return float(math.prod(out.static_shape))
+
+
+ANY_STRIDES = ("aten.convolution_backward.default",)
+"""Ops that no rule lowers, whose results lie as their arguments do."""
+FAMILIES: dict[str, tuple[str, Callable[[Sequence[Any], Type, int], float]]] = {
+    "aten.mm.default": ("product", _product),
+    "aten.addmm.default": ("product", _product),
+    "aten.bmm.default": ("product", _product),
+    "aten.baddbmm.default": ("product", _product),
+    "aten.convolution.default": ("convolution", _convolution),
+    "aten.cumsum.default": ("scan", _passes),
+    "aten.cumprod.default": ("scan", _passes),
+    "aten.logcumsumexp.default": ("scan", _passes),
+    "aten.max_pool2d_with_indices_backward.default": ("pooling", _passes),
+    "aten.max_pool3d_with_indices_backward.default": ("pooling", _passes),
+}
+"""The family of an op, and how many operations its library computes, given its arguments, result and tile."""
