@@ -16,6 +16,8 @@ from terrazzo.errors import UserError
 
 TARGETS = ("auto", "cpu", "interpreter", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_120")
 
+PRECISIONS = ("auto", "exact", "split", "tf32", "bf16")
+
 # The modes of torch.compile. Schedules are not measured yet, so "max-autotune" means the defaults with the launches of
 # a graph.
 MODES: dict[str, dict[str, object]] = {
@@ -44,6 +46,10 @@ class Options:
     target       one of `TARGETS`; "auto" is where the tensors are.
     graph        on a GPU, launch all kernels of a call as one CUDA graph.
     schedules    schedules (text of Tile IR) that take the place of chosen ones, by the kernel's name.
+    fp32         how products in float32 are computed on a GPU: "exact" on CUDA cores; where that is faster, "split" by
+                 six products of bfloat16, as exactly as float32; "tf32" by three, more exactly than tf32; "bf16" by
+                 one. "auto" obeys torch.set_float32_matmul_precision: "highest" is "exact", "high" "tf32", "medium"
+                 "bf16".
     spills       accept kernels that spill registers to memory; otherwise another schedule is tried first.
     strict       under torch.compile a compiler bug is an error; otherwise it is a warning, and PyTorch runs the graph.
     threads      threads a compiled kernel may use; None leaves it to OpenMP.
@@ -60,6 +66,7 @@ class Options:
     target: str = "auto"
     graph: bool = False
     schedules: tuple[str, ...] = ()
+    fp32: str = "auto"
     spills: bool = False
     strict: bool = False
     threads: int | None = None
@@ -75,6 +82,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.target not in TARGETS:
             raise UserError(f"there is no target {self.target!r}{_suggestion(self.target, TARGETS)}")
+        if self.fp32 not in PRECISIONS:
+            raise UserError(f"option fp32: there is no {self.fp32!r}{_suggestion(self.fp32, PRECISIONS)}")
         if self.threads is not None and self.threads < 1:
             raise UserError(f"option threads: {self.threads} is not a number of threads; it must be at least 1")
         for name in ("cache_limit", "verbose"):

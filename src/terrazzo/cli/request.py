@@ -105,6 +105,12 @@ def request(
     spills: Annotated[
         bool, typer.Option("--spills", help="Accept kernels that spill registers.", rich_help_panel=_HOW)
     ] = False,
+    fp32: Annotated[
+        str,
+        typer.Option(
+            metavar="WAY", help="Products in float32 on a GPU: auto, exact, split, tf32 or bf16.", rich_help_panel=_HOW
+        ),
+    ] = "auto",
     fuse: Annotated[
         bool,
         typer.Option("--fuse/--no-fuse", help="Without fusion, every operation is a kernel.", rich_help_panel=_HOW),
@@ -151,6 +157,7 @@ def request(
         "target": here() if target == "auto" else target,
         "threads": threads,
         "compiler": compiler,
+        "fp32": fp32,
         "fuse": fuse,
         "verbose": verbose,
         "dump": dump,

@@ -29,6 +29,10 @@ SLOTS = 8
 """Of a ring, at most."""
 RESULTS = 2
 """Subtiles of results on their way."""
+PROMOTION = 100.0
+"""Nanoseconds for waiting for a step's products and adding them up, where no other warpgroup multiplies meanwhile. Not
+measured: 64 additions, and the time until products begin again.
+"""
 REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
 """Of a thread that loads and of one that multiplies, by the number of warpgroups that multiply."""
 
@@ -118,7 +122,7 @@ def instructions_for(p: Product, gpu: Gpu) -> tuple[list[WarpgroupInstruction], 
 
 def _tiles(p: Product, n: int) -> Iterator[Tile]:
     """Tiles whose accumulators have room and whose slabs wgmma reads, and of which no axis fills less than half."""
-    count = len(p.sites)
+    count = len(p.sites) * (2 if promotes(p) else 1)
     for rows, columns in ((p.m, p.n), (p.n, p.m)):
         for groups, each in ((1, 1), (2, 1), (2, 2)):
             tile = Tile(rows, columns, groups, each, n)
@@ -132,6 +136,11 @@ def _tiles(p: Product, n: int) -> Iterator[Tile]:
             for split in (rows, columns):
                 if ceil(split.extent, tile.covered(split)) % 2 == 0 and _shares(tile, split):
                     yield replace(tile, split=split)
+
+
+def promotes(p: Product) -> bool:
+    """Whether sums of steps are added up on CUDA cores: where there are several terms, someone wants to be exact."""
+    return any(len(c.terms) > 1 for c in p.sites)
 
 
 def _shares(tile: Tile, split: Any) -> bool:
@@ -171,20 +180,25 @@ def _slots(p: Product, tile: Tile, gpu: Gpu) -> int:
 
 def _time(p: Product, tile: Tile, pieces: int, gpu: Gpu) -> float:
     """Waves of the slowest of arithmetic, cache and latency, or memory; a split pays for its partial sums."""
-    has, count, slots = gpu.warpgroups, len(p.sites), _slots(p, tile, gpu)
+    has, slots = gpu.warpgroups, _slots(p, tile, gpu)
+    count, terms = len(p.sites), sum(len(c.terms) for c in p.sites)
     if has is None or slots < 2:
         return math.inf
     clusters, walkers = _clusters(p, tile) * pieces, gpu.processors // tile.blocks
     active = min(clusters, walkers) * tile.blocks
     batch, depth = math.prod(a.extent for a in p.batch), p.axes[-1].extent
-    arithmetic = 2.0 * tile.m * tile.n * STEP * count * gpu.processors * (tile.n + has.start) / tile.n / has.rate
+    arithmetic = 2.0 * tile.m * tile.n * STEP * terms * gpu.processors * (tile.n + has.start) / tile.n / has.rate
     rows, columns = (2 if tile.split is x else 1 for x in (tile.columns, tile.rows))
-    fetched = (tile.m / rows + tile.n * count / columns) * STEP * 2
+    down = sum(tile.rows in x.free for x in p.operands)
+    fetched = (tile.m * down / rows + tile.n * (len(p.operands) - down) / columns) * STEP * 2
     step = max(arithmetic, fetched * active / has.cache, fetched / has.shared, has.latency / slots) + has.step
+    if promotes(p) and tile.groups == 1:
+        step += PROMOTION
     size = 4 if pieces > 1 else p.kernel.stores[0].buffer.type.dtype.size
     leaves = tile.m * tile.n * size / (has.gathered if pieces == 1 and gathers(p, tile) else has.direct)
     busy = ceil(clusters, walkers) * (ceil(ceil(depth, STEP), pieces) * step + leaves)
-    least = 2 * batch * (depth * (p.m.extent + p.n.extent * count) + p.m.extent * p.n.extent)
+    read = sum(p.m.extent if p.m in x.free else p.n.extent for x in p.operands)
+    least = 2 * batch * (depth * read + p.m.extent * p.n.extent)
     flying = min(1.0, active * slots * _bytes(p, tile) / (gpu.processors * has.flying))
     time: float = max(busy, least / (gpu.memory * flying)) + has.fill + (has.cluster if tile.split is not None else 0)
     if pieces > 1:
@@ -202,8 +216,8 @@ def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
         lines.append((a.name, (Factor("grid", tiles[a]), *cluster, Factor("block", t.m if a is t.rows else t.n))))
     (depth,) = p.axes
     name = f"r{depth.label}"
-    ring = ("ring", _slots(p, t, gpu))
-    lines.append((name, (Factor("time", ceil(depth.extent, STEP), (ring,)), Factor("block", STEP))))
+    options = (("ring", _slots(p, t, gpu)), *([("promote", True)] if promotes(p) else []))
+    lines.append((name, (Factor("time", ceil(depth.extent, STEP), options), Factor("block", STEP))))
     group = next(g for g in (8, 4, 2, 1) if tiles[p.m] % g == 0)
     order = (("order", Word("grouped", (group,))),) if group > 1 else ()
     blocks = gpu.processors // t.blocks * t.blocks
