@@ -17,6 +17,7 @@ from terrazzo.errors import UserError
 TARGETS = ("auto", "cpu", "interpreter", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_120")
 
 LIBRARIES = ("auto", "never")
+PRECISIONS = ("auto", "exact", "split", "tf32", "bf16")
 
 # The modes of torch.compile. Schedules are not measured yet, so "max-autotune" means the defaults with the launches of
 # a graph.
@@ -48,6 +49,10 @@ class Options:
     libraries    on a GPU, "auto" calls an op of PyTorch where its library is faster than our kernels, by the model;
                  "never" runs our kernels for every op that has them.
     schedules    schedules (text of Tile IR) that take the place of chosen ones, by the kernel's name.
+    fp32         how products in float32 are computed on a GPU: "exact" on CUDA cores; where that is faster, "split" by
+                 six products of bfloat16, as exactly as float32; "tf32" by three, more exactly than tf32; "bf16" by
+                 one. "auto" obeys torch.set_float32_matmul_precision: "highest" is "exact", "high" "tf32", "medium"
+                 "bf16".
     spills       accept kernels that spill registers to memory; otherwise another schedule is tried first.
     strict       under torch.compile a compiler bug is an error; otherwise it is a warning, and PyTorch runs the graph.
     threads      threads a compiled kernel may use; None leaves it to OpenMP.
@@ -65,6 +70,7 @@ class Options:
     graph: bool = False
     libraries: str = "auto"
     schedules: tuple[str, ...] = ()
+    fp32: str = "auto"
     spills: bool = False
     strict: bool = False
     threads: int | None = None
@@ -82,6 +88,8 @@ class Options:
             raise UserError(f"there is no target {self.target!r}{_suggestion(self.target, TARGETS)}")
         if self.libraries not in LIBRARIES:
             raise UserError(f"option libraries: it is {' or '.join(LIBRARIES)}, not {self.libraries!r}")
+        if self.fp32 not in PRECISIONS:
+            raise UserError(f"option fp32: there is no {self.fp32!r}{_suggestion(self.fp32, PRECISIONS)}")
         if self.threads is not None and self.threads < 1:
             raise UserError(f"option threads: {self.threads} is not a number of threads; it must be at least 1")
         for name in ("cache_limit", "verbose"):

@@ -32,11 +32,13 @@ from terrazzo.rules.loop.fuse import fuse
 from terrazzo.rules.loop.layout import store_as_read
 from terrazzo.rules.loop.narrow import narrow
 from terrazzo.rules.loop.online import online
+from terrazzo.rules.loop.parts import into_parts
 from terrazzo.rules.loop.relax import relax
 from terrazzo.rules.loop.views import pass_views
 from terrazzo.rules.loop_to_tile import chains
 from terrazzo.rules.loop_to_tile.choose import Lost, never, schedule
 from terrazzo.rules.loop_to_tile.estimate import expected
+from terrazzo.rules.loop_to_tile.precision import refusal
 from terrazzo.rules.tensor_to_loop.lift import lift
 from terrazzo.rules.tile.complete import program as complete
 from terrazzo.rules.tile_to_kernel.lower import program as derive
@@ -47,6 +49,8 @@ from terrazzo.targets.cuda.check import check
 from terrazzo.targets.cuda.emit import emit
 
 Run = Callable[[Any, Log, Options, Lost], Any]
+PARTS = {"split": 3, "tf32": 2, "bf16": 1}
+"""As how many parts in bfloat16 numbers in float32 are multiplied, by the option `fp32`."""
 
 
 def _texts(options: Options) -> Callable[[Any], str] | None:
@@ -79,6 +83,8 @@ PASSES = (
          lambda p, log, o, lost: relax(p, log)),
     Pass("online", "loop", "loop", "softmax between two products becomes part of the second, where that has a schedule",
          lambda p, log, o, lost: online(p, log, lambda x: chains.refusal(x, machine(o), lost)) if o.fuse else p),
+    Pass("parts", "loop", "loop", "products in float32 become products of bfloat16, where that is asked for and faster",
+         lambda p, log, o, lost: in_parts(p, log, o, lost)),
     Pass("schedule", "loop", "tile",
          "every kernel gets a schedule: the user's, or the best by the model of the machine",
          lambda p, log, o, lost: schedule(p, machine(o), log, pinned(o)[0], _texts(o), lost)),
@@ -89,7 +95,7 @@ PASSES = (
 )  # fmt: skip
 
 LOWER = tuple(p.name for p in PASSES)
-GPU_ONLY = ("online", "schedule", "plan", "derive")
+GPU_ONLY = ("online", "parts", "schedule", "plan", "derive")
 
 for _a, _b in pairwise(PASSES):
     assert _a.dst == _b.src, f"pass {_b.name} takes {_b.src} but follows one that gives {_a.dst}"
@@ -122,6 +128,14 @@ def _alone(name: str, op: Aten) -> float:
     options = Options(target=name, libraries="never")
     upper = tuple(p.name for p in PASSES if p.dst in ("tensor", "loop"))
     return expected(stages(program, options, Log(), upper)[-1][1], machine(options))
+
+
+def in_parts(p: l.Program, log: Log, options: Options, lost: Lost) -> l.Program:
+    """Products in float32 as the option `fp32` has them."""
+    if options.fp32 not in PARTS:
+        return p
+    gpu = machine(options)
+    return into_parts(p, log, PARTS[options.fp32], lambda old, new: refusal(old, new, gpu, lost))
 
 
 def pinned(options: Options) -> tuple[dict[str, Schedule], dict[str, Plan]]:

@@ -63,6 +63,7 @@ def save(program: Any, options: Options) -> tuple[Path, str] | None:
     except Exception:  # the bug itself must be told, whatever it did to the program
         return None
     words = ["terrazzo", "check", "--from", dialect, str(path), "--target", options.target]
+    words += ["--fp32", options.fp32] if options.fp32 != "auto" else []
     words += [] if options.fuse else ["--no-fuse"]
     words += [word for name in options.materialize for word in ("--materialize", name)]
     return path, shlex.join(words)

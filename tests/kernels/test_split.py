@@ -10,24 +10,33 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 from tests.hw.sass import sass
-from tests.kernels.arrangements import F, M, Product
+from tests.kernels.arrangements import F as CORES
+from tests.kernels.arrangements import M, Product
 from tests.kernels.test_arrangements import derived, right
 
 from terrazzo.errors import Limitation, UserError
+from terrazzo.front.capture import capture
 from terrazzo.hw.gpu import gpu
 from terrazzo.interp import kernel as simulator
 from terrazzo.ir.contraction import contraction
+from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects import tile
 from terrazzo.ir.node import topological
 from terrazzo.ir.parse_plan import parse_plan
 from terrazzo.ir.text import parse
 from terrazzo.ir.types import bf16
 from terrazzo.options import Options
-from terrazzo.pipelines import lowering
+from terrazzo.pipelines import lowering, stages
+from terrazzo.rewrite.rule import Log
+from terrazzo.rules.loop.parts import into_parts
 from terrazzo.rules.tile.verify import verify
 from terrazzo.run.cache import Cache
 from terrazzo.run.nvrtc import compile_each
+from terrazzo.targets.cuda.check import check
 from terrazzo.targets.cuda.emit import emit
 
 PAIRS = ((3, 1), (2, 2), (1, 3), (2, 1), (1, 2), (1, 1))
@@ -137,7 +146,7 @@ def f(x: f32[8, 8], v: f32[8, 8], w: f32[8, 8]):
     assert terms(f"add({one}, {other})") == terms(f"add({one}, x[a0, r0])") == terms(f"sub({one}, {turned})") == 0
 
 
-@pytest.mark.parametrize("product", [Product(**M), Product(**F)], ids=["warps", "CUDA cores"])
+@pytest.mark.parametrize("product", [Product(**M), Product(**CORES)], ids=["warps", "CUDA cores"])
 def test_two_terms_on_other_instructions(product: Product) -> None:
     """x w + w x, of rows of both."""
     before, after = "sum(mul(f32(x[a0, r0]), f32(w[a1, r0])))", "sum(add(mul(A, B), mul(C, D)))"
@@ -153,7 +162,7 @@ def test_two_terms_on_other_instructions(product: Product) -> None:
 
 def test_promotion_is_refused_on_cuda_cores() -> None:
     with pytest.raises((UserError, Limitation), match="acc0: sums on CUDA cores need no promotion"):
-        derived(Product(**F | {"promote": True}).text)
+        derived(Product(**CORES | {"promote": True}).text)
 
 
 def test_a_plan_promotes_as_its_schedule_does() -> None:
@@ -167,3 +176,103 @@ def test_a_plan_promotes_as_its_schedule_does() -> None:
     late = parse_plan(str(plan).replace("consumer=math)", "consumer=math, late=True)"))
     with pytest.raises(UserError, match="sums that are promoted are waited for in every step"):
         verify(step, schedule, late, gpu("sm_90a"))
+
+
+# -- from a function to its kernels ------------------------------------------------------------------------------------
+
+CASES: dict[str, tuple[Any, tuple[tuple[int, ...], ...]]] = {
+    "a linear layer": (F.linear, ((130, 128), (72, 128), (72,))),
+    "tokens": (F.linear, ((2, 64, 128), (72, 128), (72,))),
+    "odd sizes": (torch.matmul, ((67, 101), (101, 75))),
+    "turned": (lambda x, w: x.t() @ w, ((128, 72), (128, 64))),
+    "with itself": (lambda x: x @ x.t(), ((72, 128),)),
+    "in batches": (torch.matmul, ((3, 64, 128), (3, 128, 40))),
+    "with a scale on the way": (lambda x, s, w: (x * s).relu() @ w, ((64, 128), (128,), (128, 64))),
+    "two products of one factor": (lambda x, w, v: F.silu(x @ w) * (x @ v), ((64, 128), (128, 64), (128, 64))),
+    "one after the other": (lambda x, w, v: F.relu(x @ w) @ v, ((64, 128), (128, 192), (192, 64))),
+    "after a norm": (lambda x, w: F.rms_norm(x, (128,)) @ w, ((64, 128), (128, 64))),
+    "of what others read": (lambda x, w: (x.relu() @ w, x.relu().sum(0)), ((64, 128), (128, 64))),
+}
+
+
+def in_parts(name: str, count: int = 3) -> tuple[tile.Program, k.Program]:
+    """A function with all its products in parts, whatever they cost, and its kernels."""
+    fn, shapes = CASES[name]
+    exact = lowering(capture(fn, tuple(map(torch.zeros, shapes)), {}).program, Options(target="sm_90a"))
+    before = next(program for p, program, _ in exact.stages if p.name == "parts")
+    program = into_parts(before, Log(), count, lambda old, new: "")
+    _, planned, derived = stages(program, Options(target="sm_90a"), Log(), ("schedule", "plan", "derive"))
+    return planned[1], derived[1]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_functions_in_parts_are_as_exact_as_float32(name: str) -> None:
+    program, kernels = in_parts(name)
+    assert any("promote=True" in str(schedule) for _, schedule in program.schedules)
+    check(kernels, gpu("sm_90a"))
+    fn, shapes = CASES[name]
+    rng = np.random.default_rng(0)
+    args = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+    given = dict(zip((b.name for b in program.loop.inputs), args, strict=True))
+    results = simulator.run(kernels, given, seed=3)
+    plain, best = (fn(*(torch.from_numpy(x).to(t) for x in args)) for t in (torch.float32, torch.float64))
+    plain, best = ((x,) if isinstance(x, torch.Tensor) else x for x in (plain, best))
+    for ours, theirs, exact in zip(results, plain, best, strict=True):
+        off, usual = (np.linalg.norm(np.asarray(x, np.float64) - exact.numpy()) for x in (ours, theirs))
+        assert off <= 1.2 * usual  # the simulator rounds once for an instruction
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_kernels_with_infinities_nan_and_zeros(count: int) -> None:
+    """As the interpreter has it, to the bit of what is not finite."""
+    program, kernels = in_parts("with itself", count)
+    (b,) = program.loop.inputs
+    x = np.random.default_rng(0).standard_normal(b.type.static_shape).astype(np.float32)
+    some = [np.inf, -np.inf, np.nan, 0.0, -0.0, np.finfo(np.float32).max, 2.0**-149, 2.0**-130]
+    x[:8, 3] = x[8:16, 65] = some
+    x[:, 7] = 0.0
+    with np.errstate(all="ignore"):
+        exact = (x[:, None].astype(np.float64) * x[None].astype(np.float64)).sum(-1).astype(np.float32)
+    with np.errstate(all="ignore"):
+        (y,) = simulator.run(kernels, {b.name: x}, seed=1)
+    odd = ~np.isfinite(exact)
+    assert np.array_equal(y[odd], exact[odd], equal_nan=True) and np.isfinite(y[~odd]).all()
+    assert odd.any() and np.allclose(y[~odd], exact[~odd], rtol=1e-3, atol=1e-3)
+
+
+def test_making_parts_is_a_wide_copy(tmp_path: Path) -> None:
+    """Four numbers at a time come, and four parts of each rank leave; nothing is computed by a call or a branch."""
+    program = capture(F.linear, (torch.zeros(1024, 1024), torch.zeros(1024, 1024)), {}).program
+    kernels = lowering(program, Options(target="sm_90a", fp32="split")).at("kernel")
+    maker = kernels.steps[0]
+    lines = sass(maker, "sm_90a", tmp_path)
+    assert sum("LDG.E.128" in line for line in lines) == 1 and sum("STG.E.64" in line for line in lines) == 3
+    assert not any("CALL" in line or "LDL" in line for line in lines)
+
+
+def test_the_model_takes_the_kernel_that_was_measured() -> None:
+    """4096 x 4096 x 4096: 128 x 128 on two warpgroups, a ring of two, six products a step."""
+    program = capture(F.linear, (torch.zeros(4096, 4096), torch.zeros(4096, 4096)), {}).program
+    chosen = lowering(program, Options(target="sm_90a", fp32="split")).at("tile")
+    plan = str(chosen.plans[-1][1])
+    wanted = str(lowering(parse(text(4096, 4096, 4096)), Options(target="sm_90a")).at("tile").plans[0][1])
+    for line in ("order(", "load =", "math =", "ring0 =", "product("):
+        (ours,), (theirs,) = ([x for x in p.splitlines() if x.strip().startswith(line)] for p in (plan, wanted))
+        assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    ("shape", "target", "reason"),
+    [
+        ((64, 4096, 4096), "sm_90a", "64 x 4096 results fill no tile of 128 rows"),
+        ((256, 256, 512), "sm_90a", r"[\d.]+ us with parts made, [\d.]+ us as it is, by the model"),
+        ((4096, 4096, 256), "sm_90a", "it sums 256 products, and CUDA cores are as exact where there are fewer than 512"),
+        ((4096, 4096, 4096), "sm_80", "parts are multiplied by wgmma, and the target is sm_80"),
+    ],
+)
+def test_what_stays_on_cuda_cores_says_why(shape: tuple[int, int, int], target: str, reason: str) -> None:
+    m, n, depth = shape
+    program = capture(F.linear, (torch.zeros(m, depth), torch.zeros(n, depth)), {}).program
+    done = lowering(program, Options(target=target, fp32="split"))
+    (told,) = [e.reason for e in done.log.events if e.pass_name == "parts"]
+    assert re.fullmatch(reason, told) and "bf16" not in str(done.loop.steps)

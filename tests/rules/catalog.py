@@ -16,7 +16,7 @@ from terrazzo.ir.dialects import tile
 from terrazzo.ir.node import topological
 from terrazzo.rewrite.rule import Choice, Log
 from terrazzo.rules import tensor_to_loop
-from terrazzo.rules.loop import fuse, layout, narrow, relax
+from terrazzo.rules.loop import fuse, layout, narrow, parts, relax
 from terrazzo.rules.loop.cost import Rates
 from terrazzo.rules.loop_to_tile import choose, collapse
 from terrazzo.rules.loop_to_tile import split as splitting
@@ -95,6 +95,7 @@ CATALOG: dict[str, Rewrite] = {
     "fuse:merge": of(fuse._Fusion.merges, fusion("merges")),
     "store_as_read:narrow": of(narrow.narrow, lambda p: narrow.narrow(p, Log())),
     "store_as_read:merge_dimensions": of(layout.store_as_read, lambda p: layout.store_as_read(p, Log())),
+    "parts:into_parts": of(parts.into_parts, lambda p: parts.into_parts(p, Log(), 3, lambda old, new: "")),
     "relax:approx_div": of(relax.relax, lambda p: relax.relax(p, Log())),
     "schedule:collapse": of(collapse.collapse, kernels(lambda k: (collapse.collapse(k),))),
     "schedule:merge_product_axes": of(collapse.merge_product_axes, kernels(product_axes)),

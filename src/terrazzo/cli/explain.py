@@ -153,7 +153,9 @@ def gpu_facts(
 
     expected = estimate(kernel, gpu)
     about = [
-        e for e in events if e.pass_name in ("schedule", "plan", "derive") and e.subject == kernel.name and e.reason
+        e
+        for e in events
+        if e.pass_name in ("parts", "schedule", "plan", "derive") and e.subject == kernel.name and e.reason
     ]
     why = [f"{'' if e.fired else 'not '}{e.rule}: {e.reason}" for e in about]
     return {

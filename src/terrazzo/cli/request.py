@@ -124,6 +124,12 @@ def request(
     spills: Annotated[
         bool, typer.Option("--spills", help="Accept kernels that spill registers.", rich_help_panel=_HOW)
     ] = False,
+    fp32: Annotated[
+        str,
+        typer.Option(
+            metavar="WAY", help="Products in float32 on a GPU: auto, exact, split, tf32 or bf16.", rich_help_panel=_HOW
+        ),
+    ] = "auto",
     fuse: Annotated[
         bool,
         typer.Option("--fuse/--no-fuse", help="Without fusion, every operation is a kernel.", rich_help_panel=_HOW),
@@ -171,6 +177,7 @@ def request(
         "threads": threads,
         "libraries": libraries,
         "compiler": compiler,
+        "fp32": fp32,
         "fuse": fuse,
         "verbose": verbose,
         "dump": dump,

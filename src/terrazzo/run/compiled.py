@@ -29,7 +29,9 @@ from terrazzo.run.cpu import Cpu
 from terrazzo.run.cuda import Cuda, architecture
 from terrazzo.run.interpreted import interpreted
 from terrazzo.run.plan import ALIGN, Fallback, Plan, Step, decode, make, misfit, slots_in
+from terrazzo.run.switched import Switched
 from terrazzo.run.tensors import Expected
+from terrazzo.targets import target
 
 if TYPE_CHECKING:
     from terrazzo.pipelines import Lowering
@@ -238,6 +240,8 @@ def compile_program(
     """
     where = device or next((str(t.device) for t in bound.values()), "cpu")
     options = resolved(options, where)
+    if options.fp32 == "auto" and target(options.target).gpu:
+        return Switched(lambda way: compile_program(program, bound, replace(options, fp32=way), device))
     if options.target == "interpreter":
         return interpreted(_lowering(program, options), bound)
     cache = Cache(options.cache_dir, options.cache_limit)
@@ -360,9 +364,8 @@ def _lowering(program: Any, options: Options, lost: Callable[[Any], str] | None 
 
 
 def _plan_key(program: Any, options: Options, machine: Cpu | Cuda) -> str:
-    choices = repr(
-        (options.fuse, options.materialize, options.target, options.schedules, options.spills, options.libraries)
-    )
+    o = options
+    choices = repr((o.fuse, o.materialize, o.target, o.schedules, o.spills, o.libraries, o.fp32))
     return digest("plan", show(program), choices, machine.key(), own_version())
 
 

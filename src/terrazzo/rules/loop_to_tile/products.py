@@ -111,8 +111,10 @@ class Plan:
 
 def plans(p: Product, gpu: Gpu, cores: bool = False) -> list[Plan]:
     """Every plan that fits, best first: on matrix instructions where the operands allow it and unless `cores` is asked
-    for. There may be none, as for many products of one factor.
+    for. There may be none, as for many products of one factor; there is none for sums of several terms.
     """
+    if any(len(c.terms) > 1 for c in p.sites):
+        return []
     instruction = None if cores else instruction_for(p, gpu)[0]
     tiles = (_ring(_shared(t, len(p.sites)), p, gpu) for t in _tiles(gpu, instruction))
     size = 4 if instruction else p.sites[0].reduce.dtype.size

@@ -29,6 +29,10 @@ SLOTS = 8
 """Of a ring, at most."""
 RESULTS = 2
 """Subtiles of results on their way."""
+PROMOTION = 100.0
+"""Nanoseconds for waiting for a step's products and adding them up, where no other warpgroup multiplies meanwhile. Not
+measured: 64 additions, and the time until products begin again.
+"""
 REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
 """Of a thread that loads and of one that multiplies, by the number of warpgroups that multiply."""
 
@@ -118,7 +122,7 @@ def instructions_for(p: Product, gpu: Gpu) -> tuple[list[WarpgroupInstruction], 
 
 def _tiles(p: Product, n: int) -> Iterator[Tile]:
     """Tiles whose accumulators have room and whose slabs wgmma reads, and of which no axis fills less than half."""
-    count = len(p.sites)
+    count = len(p.sites) * (2 if promotes(p) else 1)
     for rows, columns in ((p.m, p.n), (p.n, p.m)):
         for groups, each in ((1, 1), (2, 1), (2, 2)):
             tile = Tile(rows, columns, groups, each, n)
@@ -132,6 +136,11 @@ def _tiles(p: Product, n: int) -> Iterator[Tile]:
             for split in (rows, columns):
                 if ceil(split.extent, tile.covered(split)) % 2 == 0 and _shares(tile, split):
                     yield replace(tile, split=split)
+
+
+def promotes(p: Product) -> bool:
+    """Whether sums of steps are added up on CUDA cores: where there are several terms, someone wants to be exact."""
+    return any(len(c.terms) > 1 for c in p.sites)
 
 
 def _shares(tile: Tile, split: Any) -> bool:
@@ -173,7 +182,7 @@ def _slots(p: Product, tile: Tile, gpu: Gpu) -> int:
 class Work:
     """What a kernel does, as far as its time depends on it: so many tiles of m rows and n columns for each of `count`
     products, by clusters of so many blocks, in steps for which a block fetches some bytes into one of its slots of so
-    many `held` bytes. Results leave at a rate. `least` bytes of memory are touched.
+    many `held` bytes, and which take `extra` nanoseconds. Results leave at a rate. `least` bytes of memory are touched.
     """
 
     m: int
@@ -188,6 +197,7 @@ class Work:
     results: int
     rate: float
     least: float
+    extra: float = 0.0
 
 
 def lasts(work: Work, gpu: Gpu) -> float:
@@ -200,7 +210,7 @@ def lasts(work: Work, gpu: Gpu) -> float:
     each = 2.0 * work.m * work.n * STEP * work.count
     arithmetic = each * gpu.processors * (work.n + has.start) / work.n / has.rate
     fetched = max(work.fetched * active / has.cache, work.fetched / has.shared)
-    step = max(arithmetic, fetched, has.latency / work.slots) + has.step
+    step = max(arithmetic, fetched, has.latency / work.slots) + has.step + work.extra
     busy = ceil(work.tiles, walkers) * (work.steps * step + work.m * work.n * work.results / work.rate)
     flying = min(1.0, active * work.slots * work.held / (gpu.processors * has.flying))
     return max(busy, work.least / (gpu.memory * flying)) + has.fill + (has.cluster if work.blocks > 1 else 0)
@@ -212,16 +222,19 @@ def _time(p: Product, tile: Tile, pieces: int, gpu: Gpu) -> float:
     if has is None:
         return math.inf
     batch, depth = math.prod(a.extent for a in p.batch), p.axes[-1].extent
+    down = sum(tile.rows in x.free for x in p.operands)
     rows, columns = (2 if tile.split is x else 1 for x in (tile.columns, tile.rows))
+    read = sum(p.m.extent if p.m in x.free else p.n.extent for x in p.operands)
     work = Work(
-        tile.m, tile.n, count, _clusters(p, tile) * pieces, tile.blocks,
+        tile.m, tile.n, sum(len(c.terms) for c in p.sites), _clusters(p, tile) * pieces, tile.blocks,
         steps=ceil(ceil(depth, STEP), pieces),
-        fetched=(tile.m / rows + tile.n * count / columns) * STEP * 2,
+        fetched=(tile.m * down / rows + tile.n * (len(p.operands) - down) / columns) * STEP * 2,
         held=_bytes(p, tile),
         slots=_slots(p, tile, gpu),
         results=4 if pieces > 1 else p.kernel.stores[0].buffer.type.dtype.size,
         rate=has.gathered if pieces == 1 and gathers(p, tile) else has.direct,
-        least=2 * batch * (depth * (p.m.extent + p.n.extent * count) + p.m.extent * p.n.extent),
+        least=2 * batch * (depth * read + p.m.extent * p.n.extent),
+        extra=PROMOTION if promotes(p) and tile.groups == 1 else 0.0,
     )  # fmt: skip
     time = lasts(work, gpu)
     if pieces > 1:
@@ -239,8 +252,8 @@ def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
         lines.append((a.name, (Factor("grid", tiles[a]), *cluster, Factor("block", t.m if a is t.rows else t.n))))
     (depth,) = p.axes
     name = f"r{depth.label}"
-    ring = ("ring", _slots(p, t, gpu))
-    lines.append((name, (Factor("time", ceil(depth.extent, STEP), (ring,)), Factor("block", STEP))))
+    options = (("ring", _slots(p, t, gpu)), *([("promote", True)] if promotes(p) else []))
+    lines.append((name, (Factor("time", ceil(depth.extent, STEP), options), Factor("block", STEP))))
     group = next(g for g in (8, 4, 2, 1) if tiles[p.m] % g == 0)
     order = (("order", Word("grouped", (group,))),) if group > 1 else ()
     blocks = gpu.processors // t.blocks * t.blocks

@@ -1,0 +1,320 @@
+"""Products in float32 as sums of products of bfloat16, for tensor cores (ADR 009).
+
+A float32 has 24 significant bits, and a bfloat16 has 8 with the same range of exponents. So x = x1 + x2 + x3, each what
+is left cut to 8 bits, and of the nine products of x and w the six whose ranks add to at most four leave out less than
+float32 rounds away:
+
+    x w  ~  x3 w1 + x2 w2 + x1 w3  +  x2 w1 + x1 w2  +  x1 w1
+
+They are written, and added, the small ones first. Two parts and three products are closer than tf32, one is bfloat16.
+
+What is no ordinary number keeps its meaning. All parts have the sign of the number, so products that overflow do so on
+the same side; cut towards zero, none becomes infinite (but the second of two is rounded, so numbers 2^-16 below the
+largest may overflow). The last part alone is infinite or NaN, and it meets no part but the other factor's first one,
+which is 0 only where that factor is: so infinity times a number is infinite, and times zero NaN. The first part of an
+infinity is 1, so that two of them meet as they should.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
+from typing import Any
+
+from terrazzo.ir.contraction import Contraction, contraction
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects.loop import apply
+from terrazzo.ir.expr import Loaded, Var
+from terrazzo.ir.node import Node, substitute, topological
+from terrazzo.ir.types import Type, bf16, f32
+from terrazzo.rewrite.rule import Event, Log
+
+PASS = "parts"
+RULE = "into_parts"
+SMALLEST = 2.0**-133
+"""The smallest bfloat16 above 0."""
+ALIGNED = 8
+"""Rows of parts begin at multiples of so many: 16 bytes, as TMA takes them."""
+
+Refusal = Callable[[Sequence[l.Kernel], Sequence[l.Kernel]], str]
+"""Why kernels are not worth having in place of others, or nothing."""
+
+
+def pairs(count: int) -> list[tuple[int, int]]:
+    """Which of `count` parts of both factors are multiplied, the smallest products first."""
+    return [(rank - j, j) for rank in reversed(range(count)) for j in range(rank + 1)]
+
+
+def parts(x: Node, count: int) -> list[Node]:
+    """A term in float32 as so many terms in bfloat16 that add up to it, and have its sign."""
+    if count == 1:
+        return [apply("bf16", x)]
+    size = apply("abs", x)
+    finite = apply("lt", size, _number(float("inf")))
+    some = apply("copysign", apply("max", size, _number(SMALLEST)), x)
+    first = _cut(apply("where", apply("eq", x, _number(0.0)), x, some))
+    found: list[Node] = [apply("where", finite, first, apply("bf16", apply("sign", x)))]
+    left = apply("sub", x, apply("f32", found[0]))
+    for _ in range(count - 2):
+        found.append(apply("where", finite, _cut(left), l.Literal(0.0, bf16)))
+        left = apply("sub", left, apply("f32", found[-1]))
+    return [*found, apply("bf16", left)]
+
+
+def _cut(x: Node) -> Node:
+    """The bfloat16 next to a number towards zero: the nearest one, or where that is larger, the one nearest to a number
+    that is half to one unit in the last place smaller.
+    """
+    near = apply("bf16", x)
+    above = apply("gt", apply("abs", apply("f32", near)), apply("abs", x))
+    return apply("where", above, apply("bf16", apply("mul", x, _number(1 - 2.0**-8))), near)
+
+
+def _number(value: float) -> l.Literal:
+    return l.Literal(value, f32)
+
+
+def into_parts(program: l.Program, log: Log, count: int, refusal: Refusal) -> l.Program:
+    """`program` with its products of float32 as `count` * (`count` + 1) / 2 products of bfloat16, where `refusal` has
+    nothing against it.
+
+    Parts of a tensor are stored by a kernel of their own, once for all who multiply it; or by the kernel that makes
+    it, which keeps it for those who need it whole.
+
+    @loop
+    def f(x: f32[4, 8]):
+        with kernel('y', y=f32[4, 4]):
+            for a0 in free(4):
+                for a1 in free(4):
+                    for r0 in reduce(8):
+                        in0 = x[a0, r0]
+                        in1 = x[a1, r0]
+                        v0 = mul(in0, in1)
+                        acc0 <- sum(v0)
+                    y[a0, a1] = acc0
+        return (y,)
+    =>
+    @loop
+    def f(x: f32[4, 8]):
+        with kernel('x_parts', x_1=bf16[4, 8], x_2=bf16[4, 8], x_3=bf16[4, 8]):
+            for a0 in free(4):
+                for a1 in free(8):
+                    in0 = x[a0, a1]
+                    v0 = abs(in0)
+                    v1 = lt(v0, f32(inf))
+                    v2 = eq(in0, f32(0.0))
+                    v3 = max(v0, f32(9.183549615799121e-41))
+                    v4 = copysign(v3, in0)
+                    v5 = where(v2, in0, v4)
+                    v6 = bf16(v5)
+                    v7 = f32(v6)
+                    v8 = abs(v7)
+                    v9 = abs(v5)
+                    v10 = gt(v8, v9)
+                    v11 = mul(v5, f32(0.99609375))
+                    v12 = bf16(v11)
+                    v13 = where(v10, v12, v6)
+                    v14 = sign(in0)
+                    v15 = bf16(v14)
+                    v16 = where(v1, v13, v15)
+                    v17 = f32(v16)
+                    v18 = sub(in0, v17)
+                    v19 = bf16(v18)
+                    v20 = f32(v19)
+                    v21 = abs(v20)
+                    v22 = abs(v18)
+                    v23 = gt(v21, v22)
+                    v24 = mul(v18, f32(0.99609375))
+                    v25 = bf16(v24)
+                    v26 = where(v23, v25, v19)
+                    v27 = where(v1, v26, bf16(0.0))
+                    v28 = f32(v27)
+                    v29 = sub(v18, v28)
+                    v30 = bf16(v29)
+                    x_1[a0, a1] = v16
+                    x_2[a0, a1] = v27
+                    x_3[a0, a1] = v30
+        with kernel('y', y=f32[4, 4]):
+            for a0 in free(4):
+                for a1 in free(4):
+                    for r0 in reduce(8):
+                        in0 = x_3[a0, r0]
+                        v0 = f32(in0)
+                        in1 = x_1[a1, r0]
+                        v1 = f32(in1)
+                        v2 = mul(v0, v1)
+                        in2 = x_2[a0, r0]
+                        v3 = f32(in2)
+                        in3 = x_2[a1, r0]
+                        v4 = f32(in3)
+                        v5 = mul(v3, v4)
+                        v6 = add(v2, v5)
+                        in4 = x_1[a0, r0]
+                        v7 = f32(in4)
+                        in5 = x_3[a1, r0]
+                        v8 = f32(in5)
+                        v9 = mul(v7, v8)
+                        v10 = add(v6, v9)
+                        v11 = mul(v3, v1)
+                        v12 = add(v10, v11)
+                        v13 = mul(v7, v4)
+                        v14 = add(v12, v13)
+                        v15 = mul(v7, v1)
+                        v16 = add(v14, v15)
+                        acc0 <- sum(v16)
+                    y[a0, a1] = acc0
+        return (y,)
+    """
+    work = _Parts(program, log, count, refusal)
+    for kernel in [s for s in program.steps if isinstance(s, l.Kernel)]:
+        work.kernel(kernel)
+    return l.Program(program.name, program.inputs, tuple(work.steps), program.results)
+
+
+class _Parts:
+    """The steps of a program on their way, and the parts that are in memory: by buffer, or by the term they are of."""
+
+    def __init__(self, program: l.Program, log: Log, count: int, refusal: Refusal) -> None:
+        self.program, self.log, self.count, self.refusal = program, log, count, refusal
+        self.steps = list(program.steps)
+        self.made: dict[Node, tuple[l.Buffer, ...]] = {}
+        self.names = {b.name for b in program.inputs} | {b.name for s in program.steps for b in s.writes}
+
+    def kernel(self, kernel: l.Kernel) -> None:
+        """One kernel, where it multiplies numbers in float32."""
+        sums = [x for x in topological(kernel.stores) if isinstance(x, l.Reduce | l.Scan)]
+        products = [c for r in sums if isinstance(r, l.Reduce) and (c := contraction(r)) is not None]
+        types = {x.dtype for c in products for x in (c.reduce, *c.operands)}  # type: ignore[attr-defined]
+        if types != {f32}:
+            return
+        before, made = list(self.steps), dict(self.made)
+        why = self.why_not(kernel, sums, products)
+        old, new = [], []
+        if not why:
+            for c in products:
+                for x in c.operands:
+                    self.make(x, c, kernel)
+            at = self.steps.index(kernel)
+            self.steps[at] = self.multiplied(kernel, products)
+            self.forget()
+            old, new = ([s for s in a if s not in b] for a, b in ((before, self.steps), (self.steps, before)))
+            why = self.refusal(old, new)  # type: ignore[arg-type]
+        if why:
+            self.steps, self.made = before, made
+            self.log.add(Event(PASS, RULE, kernel.name, False, why))
+            return
+        what = f"a product of float32 is {len(pairs(self.count))} of bfloat16"
+        for s in new:
+            role = what if s.name == kernel.name else f"it stores parts of what {kernel.name} multiplies"
+            self.log.add(Event(PASS, RULE, s.name, True, role))
+        self.log.applied(PASS, RULE, kernel.name, old, new)
+
+    def why_not(self, kernel: l.Kernel, sums: Sequence[Any], products: Sequence[Contraction]) -> str:
+        """Why a kernel stays as it is, whatever that costs; or nothing."""
+        if len(products) < len(sums) or any(len(c.terms) > 1 for c in products):
+            return "not all it sums are products of two factors"
+        if any(isinstance(x, Loaded | l.Index) for c in products for x in topological(c.operands)):
+            return "where a factor is read depends on data, or a factor on its place"
+        for x in [x for c in products for x in c.operands if isinstance(x, l.Load)]:
+            if sum(x.buffer in s.writes for s in self.program.steps) + (x.buffer in self.program.inputs) != 1:
+                return f"{x.buffer.name} is written more than once"
+        sizes = [*kernel.axes, *(a for c in products for a in c.reduce.axes)]
+        if not all(isinstance(a.extent, int) and a.extent > 0 for a in sizes):
+            return "an axis is empty, or its extent is not known"
+        return ""
+
+    # -- parts in memory -----------------------------------------------------------------------------------------------
+
+    def make(self, x: Node, c: Contraction, reader: l.Kernel) -> None:
+        """Have the parts of an operand stored, before who multiplies them."""
+        key = x.buffer if isinstance(x, l.Load) else x
+        if key in self.made:
+            return
+        if isinstance(x, l.Load):
+            kind, name = _laid_out(x.buffer.type), x.buffer.name
+        else:
+            free = [a for a in (*reader.axes, *c.reduce.axes) if a in x.free]
+            kind = _laid_out(Type(f32, tuple(a.extent for a in free)))
+            name = next((y.buffer.name for y in topological([x]) if isinstance(y, l.Load)), "factor")
+        buffers = tuple(l.Buffer(self.fresh(f"{name}_{p + 1}"), kind) for p in range(self.count))
+        self.made[key] = buffers
+        if isinstance(x, l.Load):
+            if any(self.beside(s, x.buffer, buffers) for s in self.steps):
+                return
+            axes = tuple(Var(f"a{d}", e) for d, e in enumerate(x.buffer.type.static_shape))
+            whole: Node = l.Load(x.buffer, axes)
+            outer = sorted(axes, key=lambda a: -_stride(kind, axes.index(a)))
+        else:
+            axes = tuple(Var(f"a{d}", a.extent) for d, a in enumerate(free))
+            whole, outer = substitute(x, dict(zip(free, axes, strict=True))), list(axes)
+        values = parts(whole, self.count)
+        stores = tuple(l.Store(b, axes, v) for b, v in zip(buffers, values, strict=True))
+        renamed = {a: Var(f"a{d}", a.extent) for d, a in enumerate(outer)}
+        stores = tuple(substitute(s, renamed) for s in stores)
+        maker = l.Kernel(self.fresh(f"{name}_parts"), tuple(renamed.values()), stores, reader.source)
+        self.steps.insert(self.steps.index(reader), maker)
+
+    def beside(self, step: Any, buffer: l.Buffer, parts_of: tuple[l.Buffer, ...]) -> bool:
+        """Have the kernel that stores a buffer store its parts too, where that is no product itself."""
+        if not isinstance(step, l.Kernel) or buffer not in step.writes:
+            return False
+        if any(isinstance(x, l.Reduce) and contraction(x) is not None for x in topological(step.stores)):
+            return False
+        (store,) = [s for s in step.stores if s.buffer is buffer]
+        more = (l.Store(b, store.index, v) for b, v in zip(parts_of, parts(store.value, self.count), strict=True))
+        self.steps[self.steps.index(step)] = l.Kernel(step.name, step.axes, (*step.stores, *more), step.source)
+        return True
+
+    def forget(self) -> None:
+        """Kernels that store parts no longer store the whole, where nobody reads it any more."""
+        read = {b for s in self.steps for b in s.reads} | set(self.program.results)
+        for n, s in enumerate(self.steps):
+            gone = {b for b in s.writes if b in self.made and b not in read}
+            if isinstance(s, l.Kernel) and gone and gone < set(s.writes):
+                kept = tuple(x for x in s.stores if x.buffer not in gone)
+                self.steps[n] = l.Kernel(s.name, s.axes, kept, s.source)
+
+    def fresh(self, name: str) -> str:
+        """A name that no buffer has."""
+        found = next(x for x in (name, *(f"{name}_{k}" for k in range(2, 999))) if x not in self.names)
+        self.names.add(found)
+        return found
+
+    # -- their products ------------------------------------------------------------------------------------------------
+
+    def multiplied(self, kernel: l.Kernel, products: Sequence[Contraction]) -> l.Kernel:
+        """A kernel whose products are those of parts."""
+        new: dict[Any, Any] = {}
+        for c in products:
+            axes, _ = l.open_binder(c.reduce)
+            own: dict[Any, Any] = dict(zip(c.reduce.axes, axes, strict=True))
+            a, b = ([substitute(p, own) for p in self.loads(x, c, kernel)] for x in c.factors)
+            terms = [apply("mul", apply("f32", a[i]), apply("f32", b[j])) for i, j in pairs(self.count)]
+            new[c.reduce] = l.Reduce.make(c.reduce.monoid, axes, (reduce(partial(apply, "add"), terms),))
+        stores = tuple(substitute(s, new) for s in kernel.stores)
+        return l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
+
+    def loads(self, x: Node, c: Contraction, kernel: l.Kernel) -> list[l.Load]:
+        """What a factor is in the products of parts."""
+        if isinstance(x, l.Load):
+            return [l.Load(b, x.index, x.inside) for b in self.made[x.buffer]]
+        free = tuple(a for a in (*kernel.axes, *c.reduce.axes) if a in x.free)
+        return [l.Load(b, free) for b in self.made[x]]
+
+
+def _laid_out(kind: Type) -> Type:
+    """The type of parts of a tensor: its dimensions lie in memory in the same order, and rows begin aligned."""
+    order = sorted(range(kind.rank), key=lambda d: -_stride(kind, d))
+    strides, step = [0] * kind.rank, 1
+    for place, d in enumerate(reversed(order)):
+        strides[d] = step
+        extent = kind.static_shape[d]
+        step *= -(-extent // ALIGNED) * ALIGNED if place == 0 and kind.rank > 1 else extent
+    found = Type(bf16, kind.shape, tuple(strides))
+    return Type(bf16, kind.shape) if found.element_strides == Type(bf16, kind.shape).element_strides else found
+
+
+def _stride(kind: Type, d: int) -> float:
+    """How far apart the elements along a dimension are. One that repeats itself is outermost."""
+    found = kind.element_strides[d]
+    return found if isinstance(found, int) and found else float("inf")

@@ -1,0 +1,76 @@
+"""Whether a product in float32 is faster as products of bfloat16 on the instructions of warpgroups."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from terrazzo.errors import Limitation, UserError
+from terrazzo.hw.gpu import Gpu
+from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.sites import Product, no_product, product
+from terrazzo.rules.loop_to_tile import tiles, warpgroups
+from terrazzo.rules.loop_to_tile.collapse import merge_product_axes
+from terrazzo.rules.tile_to_kernel.lower import lower
+
+DEPTH = 512
+"""A tensor core truncates where CUDA cores round, which shows in short sums in which few products are large."""
+ROWS = 128
+"""A tile's. Products of fewer rows wait for memory, which parts need half as much again of."""
+
+
+def refusal(before: Sequence[l.Kernel], after: Sequence[l.Kernel], gpu: Gpu, lost: Callable[[k.Kernel], str]) -> str:
+    """Why `after`, the last of which multiplies parts, is not worth having in place of `before`; or nothing."""
+    if "wgmma" not in gpu.features:
+        return f"parts are multiplied by wgmma, and the target is {gpu.arch}"
+    forms = list(_forms(after[-1]))
+    if not forms:
+        return no_product(after[-1]) or "it is no product"
+    if min(forms[0].m.extent, forms[0].n.extent) < ROWS:
+        return f"{forms[0].m.extent} x {forms[0].n.extent} results fill no tile of {ROWS} rows"
+    depth = math.prod(a.extent for a in forms[0].axes)
+    if depth < DEPTH and any(len(c.terms) > 3 for c in forms[0].sites):
+        return f"it sums {depth} products, and CUDA cores are as exact where there are fewer than {DEPTH}"
+    plan, why = _built(forms, gpu, lost)
+    if plan is None:
+        return why
+    old = sum(_price(x, gpu) for x in before)
+    new = plan.time + sum(_moved(x, gpu) for x in after[:-1])
+    return "" if new < old else f"{new / 1000:.1f} us with parts made, {old / 1000:.1f} us as it is, by the model"
+
+
+def _forms(kernel: l.Kernel) -> Iterator[Product]:
+    """A kernel as a product: with its axes merged, and as it is."""
+    if (p := product(kernel)) is not None:
+        merged = merge_product_axes(kernel, p.sites)
+        for form in dict.fromkeys((merged, kernel)):
+            if (again := product(form)) is not None:
+                yield again
+
+
+def _built(forms: Sequence[Product], gpu: Gpu, lost: Callable[[k.Kernel], str]) -> tuple[warpgroups.Plan | None, str]:
+    """The best plan on warpgroups of which a kernel can be derived that was not lost, or why there is none."""
+    why = "no tile of it is filled by half"
+    for p in forms:
+        for plan in [x for x in warpgroups.plans(p, gpu) if x.pieces == 1][: tiles.MOST]:
+            try:
+                derived = lower(p.kernel, warpgroups.schedule(p, plan, gpu), gpu)
+            except (UserError, Limitation) as refused:
+                why = str(refused).splitlines()[0]
+                continue
+            if not (why := lost(derived)):
+                return plan, ""
+    return None, why
+
+
+def _price(kernel: l.Kernel, gpu: Gpu) -> float:
+    """Of a product by its best tile, else of what is moved."""
+    found = [plan.time for p in _forms(kernel) for plan in tiles.plans(p, gpu)]
+    return min(found, default=_moved(kernel, gpu))
+
+
+def _moved(kernel: l.Kernel, gpu: Gpu) -> float:
+    """Of reading and writing each buffer once."""
+    size = sum(math.prod(b.type.static_shape) * b.type.dtype.size for b in (*kernel.reads, *kernel.writes))
+    return size / gpu.memory + gpu.launch

@@ -1,0 +1,50 @@
+"""PyTorch's switch for products in float32, obeyed at every call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+WAYS = {"highest": "exact", "high": "tf32", "medium": "bf16"}
+"""What the option `fp32` is for each setting of `torch.set_float32_matmul_precision`."""
+
+
+def asked() -> str:
+    """How PyTorch is told to multiply in float32 on a GPU at present, as the option `fp32` says it."""
+    import torch
+
+    try:
+        return WAYS[torch.get_float32_matmul_precision()]
+    except RuntimeError:  # only the newer switch was used
+        return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "exact"
+
+
+class Switched:
+    """A compiled program that is compiled anew when the switch is turned to what it was not compiled for: Dynamo's
+    guards know whether tf32 is allowed, and not whether bfloat16 is. Otherwise the same as what `make` makes of a way.
+    """
+
+    def __init__(self, make: Callable[[str], Any]) -> None:
+        self.make = make
+        self.made: dict[str, Any] = {}
+        _ = self.now
+
+    @property
+    def now(self) -> Any:
+        """The program as it is to be computed at present."""
+        way = asked()
+        if way not in self.made:
+            self.made[way] = self.make(way)
+        return self.made[way]
+
+    def rebound(self, bound: Mapping[str, Any]) -> Switched:
+        """The program with other weights; machine code is shared."""
+        return Switched(lambda way: (self.made.get(way) or self.make(way)).rebound(bound))
+
+    def __call__(self, inputs: Sequence[Any]) -> Any:
+        return self.now(inputs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("make", "made"):
+            raise AttributeError(name)
+        return getattr(self.now, name)

@@ -1,0 +1,108 @@
+"""PyTorch's switch for products in float32: obeyed when a program is compiled, and at every call."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from terrazzo.front.capture import capture
+from terrazzo.options import Options
+from terrazzo.pipelines import lowering
+from terrazzo.run import compiled
+from terrazzo.run.switched import Switched, asked
+
+
+@pytest.fixture(autouse=True)
+def switch() -> Iterator[None]:
+    """The switch as it was."""
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def test_the_switch_is_read() -> None:
+    found = []
+    for setting in ("highest", "high", "medium"):
+        torch.set_float32_matmul_precision(setting)
+        found.append(asked())
+    torch.backends.cuda.matmul.allow_tf32 = False
+    assert [*found, asked()] == ["exact", "tf32", "bf16", "exact"]
+    torch.backends.cuda.matmul.allow_tf32 = True
+    assert asked() == "tf32"
+
+
+@pytest.mark.parametrize(("setting", "way"), [("tf32", "tf32"), ("ieee", "exact")])
+def test_the_newer_switch_is_read(setting: str, way: str) -> None:
+    """In a process of its own: whoever used both switches may not ask the older one any more."""
+    code = f"""import torch
+from terrazzo.run.switched import asked
+torch.backends.cuda.matmul.fp32_precision = {setting!r}
+print(asked())"""
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == way
+
+
+def test_a_program_is_compiled_anew_when_the_switch_is_turned() -> None:
+    made = []
+
+    def make(way: str) -> Any:
+        made.append(way)
+        again = lambda bound: (lambda inputs: [way, bound, *inputs])  # noqa: E731
+        return SimpleNamespace(way=way, rebound=again)
+
+    torch.set_float32_matmul_precision("highest")
+    program = Switched(make)
+    assert made == ["exact"] and program.way == "exact"
+    torch.set_float32_matmul_precision("medium")
+    assert program.way == "bf16" and made == ["exact", "bf16"]
+    other = program.rebound({"w": 1})
+    assert other([2]) == ["bf16", {"w": 1}, 2]
+    torch.set_float32_matmul_precision("highest")
+    assert other([2]) == ["exact", {"w": 1}, 2] and program.way == "exact"
+    assert made == ["exact", "bf16"]
+    with pytest.raises(AttributeError):
+        program.nothing
+
+
+def test_who_compiles_for_a_gpu_obeys_the_switch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def build(key: str, cache: Any, machine: Any, program: Any, bound: Any, options: Options) -> Any:
+        seen.append(options.fp32)
+        return options.fp32
+
+    monkeypatch.setattr(compiled, "_build", build)
+    monkeypatch.setattr(compiled, "Cuda", lambda *_: SimpleNamespace(key=lambda: "gpu"))
+    program = capture(torch.matmul, (torch.zeros(4, 4), torch.zeros(4, 4)), {}).program
+    options = Options(target="sm_90a", cache_dir=tmp_path)
+    torch.set_float32_matmul_precision("high")
+    found = compiled.compile_program(program, {}, options)
+    assert seen == ["tf32"] and found.now == "tf32"
+    torch.set_float32_matmul_precision("medium")
+    assert found.now == "bf16"
+    assert compiled.compile_program(program, {}, replace(options, fp32="split")) == "split"
+
+
+def test_what_is_kept_is_found_for_the_same_precision_only() -> None:
+    program = capture(torch.matmul, (torch.zeros(4, 4), torch.zeros(4, 4)), {}).program
+    machine: Any = SimpleNamespace(key=lambda: "gpu")
+    ways = ("exact", "split", "tf32", "bf16")
+    keys = {compiled._plan_key(program, Options(target="sm_90a", fp32=way), machine) for way in ways}
+    assert len(keys) == len(ways)
+
+
+@pytest.mark.parametrize(("way", "products"), [("auto", 0), ("exact", 0), ("split", 6), ("tf32", 3), ("bf16", 1)])
+def test_ways_to_multiply(way: str, products: int) -> None:
+    program = capture(torch.matmul, (torch.zeros(512, 1024), torch.zeros(1024, 512)), {}).program
+    done = lowering(program, Options(target="sm_90a", fp32=way))
+    told = [e.reason for e in done.log.events if e.pass_name == "parts" and e.subject == "mm"]
+    assert told == ([f"a product of float32 is {products} of bfloat16"] if products else [])
+    assert ("bf16" in str(done.loop.steps)) == (products > 0)
