@@ -12,6 +12,7 @@ from terrazzo.ir.node import topological, transform
 from terrazzo.ir.sites import Product, product
 from terrazzo.ir.types import Type
 from terrazzo.rewrite.rule import Event, Log
+from terrazzo.rules.access import WIDEST
 
 IMAGE = 3
 """Dimensions of an image, at least."""
@@ -67,7 +68,8 @@ def channels_last(program: l.Program, log: Log) -> l.Program:
         fixed |= {*program.results}  # PyTorch's are as they always are, and would be copied from these
     for kernel in kernels:
         for s in kernel.stores:
-            if s.buffer not in fixed and (d := _as_read(kernel, s, last)) is not None:
+            ours = s.buffer not in program.results
+            if s.buffer not in fixed and (d := _as_read(kernel, s, last, ours)) is not None:
                 last.setdefault(s.buffer, d)
     new = {
         b: l.Buffer(b.name, _moved(b.type, d))
@@ -102,6 +104,11 @@ def _image(kind: Type) -> bool:
     )
 
 
+def _wide(kind: Type, d: int) -> bool:
+    """Whether rows along a dimension would begin at multiples of 16 bytes."""
+    return kind.static_shape[d] * kind.dtype.size % WIDEST == 0
+
+
 def _moved(kind: Type, last: int) -> Type:
     """The type with one dimension contiguous, and the others around it as they were."""
     strides, step = [0] * kind.rank, 1
@@ -129,13 +136,16 @@ def _dimension(x: l.Load, kernel: l.Kernel) -> int | None:
     return found[0] if len(found) == 1 else None
 
 
-def _as_read(kernel: l.Kernel, s: l.Store, last: dict[l.Buffer, int]) -> int | None:
-    """Which dimension of a store lies last in what it is made of."""
+def _as_read(kernel: l.Kernel, s: l.Store, last: dict[l.Buffer, int], ours: bool) -> int | None:
+    """Which dimension of a store lies last in what it is made of. Sums of products are best stored so, where that is
+    ours to choose: what they read is copied, where it lies otherwise.
+    """
     if not _image(s.buffer.type):
         return None
     p = product(kernel)
     if p is not None:
-        along = any(_last(x.buffer, last) == _dimension(x, kernel) is not None for x in _images(p))
+        summed = [(x, d) for x in _images(p) if (d := _dimension(x, kernel)) is not None]
+        along = any(_last(x.buffer, last) == d or (ours and _wide(x.buffer.type, d)) for x, d in summed)
         columns = [a for a in kernel.axes if all(a not in x.free for x in _images(p))]
         return s.index.index(columns[0]) if along and len(columns) == 1 and columns[0] in s.index else None
     loads = [x for x in topological([s.value]) if isinstance(x, l.Load) and _image(x.buffer.type)]
