@@ -65,6 +65,8 @@ def moved(kernel: l.Kernel) -> tuple[Moved | None, str]:
     if p is None or len(p.sites) != 1:
         return None, ""
     (c,) = p.sites
+    if len(c.terms) > 1:
+        return None, f"it sums {len(c.terms)} products in a step"
     image, filters = p.factors(c)
     rows = tuple(a for a in kernel.axes if a in image.free and a not in filters.free)
     columns = tuple(a for a in kernel.axes if a in filters.free and a not in image.free)
