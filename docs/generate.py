@@ -112,8 +112,8 @@ def scalars() -> str:
 def rules() -> str:
     """Every rule with its docstring, below the file it is in."""
     from terrazzo.rules import tensor_to_loop, torch_to_tensor
-    from terrazzo.rules.loop import fuse, layout, narrow, relax
-    from terrazzo.rules.loop_to_tile import collapse, split
+    from terrazzo.rules.loop import channels, fuse, layout, narrow, relax
+    from terrazzo.rules.loop_to_tile import collapse, packed, split
     from terrazzo.rules.tile import complete
     from terrazzo.rules.tile_to_kernel import lower
 
@@ -133,7 +133,7 @@ def rules() -> str:
         ("merge", fuse._Fusion.merges),
     ):
         out += [f"#### {name}", "", *_example(inspect.getdoc(rewrite) or ""), ""]
-    for rewrite in (layout.store_as_read, narrow.narrow, relax.relax):
+    for rewrite in (layout.store_as_read, channels.channels_last, narrow.narrow, relax.relax):
         out += [
             f"### {rewrite.__name__}",
             "",
@@ -143,7 +143,13 @@ def rules() -> str:
             "",
         ]
     out += ["## Loop IR to Tile IR", ""]
-    for rewrite in (collapse.collapse, collapse.merge_product_axes, collapse.flat_reductions, split.split):
+    for rewrite in (
+        collapse.collapse,
+        collapse.merge_product_axes,
+        collapse.flat_reductions,
+        packed.packed,
+        split.split,
+    ):
         out += [f"### {rewrite.__name__}", "", *_example(inspect.getdoc(rewrite) or ""), ""]
     out += ["## Tile IR", "", *_doc(inspect.getmodule(complete.complete)), ""]
     for module in dict.fromkeys(inspect.getmodule(rule.rewrite) for rule in complete.RULES):

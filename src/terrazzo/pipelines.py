@@ -28,6 +28,7 @@ from terrazzo.options import Options
 from terrazzo.reproduce import failing, reproducible
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules import torch_to_tensor
+from terrazzo.rules.loop.channels import channels_last
 from terrazzo.rules.loop.fuse import fuse
 from terrazzo.rules.loop.layout import store_as_read
 from terrazzo.rules.loop.narrow import narrow
@@ -57,6 +58,12 @@ def _texts(options: Options) -> Callable[[Any], str] | None:
     return show if options.verbose > 1 else None
 
 
+def _images(p: Any, log: Log, options: Options) -> Any:
+    """Images channels last, where tensor cores read them so."""
+    gpu = target(options.target).gpu
+    return channels_last(p, log) if gpu and gpu.warpgroups else p
+
+
 @dataclass(frozen=True)
 class Pass:
     """One step: what it is called, the IR it takes and gives, one line of why, and how it runs."""
@@ -76,7 +83,7 @@ PASSES = (
     Pass("fuse", "loop", "loop", "terms replace the buffers they were stored in, where that pays",
          lambda p, log, o, lost: fuse(p, log, target(o.target).rates, o.materialize, _texts(o)) if o.fuse else p),
     Pass("store_as_read", "loop", "loop", "buffers that are only read transposed, reshaped or converted are stored so",
-         lambda p, log, o, lost: store_as_read(narrow(p, log), log)),
+         lambda p, log, o, lost: _images(store_as_read(narrow(p, log), log), log, o)),
     Pass("pass_views", "loop", "loop", "calls of PyTorch are given views of memory where they would be given copies",
          lambda p, log, o, lost: pass_views(p, log)),
     Pass("relax", "loop", "loop", "what is rounded to 16 bits at once is computed no more exactly than that asks for",

@@ -13,7 +13,7 @@ from terrazzo.ir.torch_types import to_torch_dtype  # noqa: E402
 from terrazzo.ir.types import DTYPES  # noqa: E402
 
 
-@pytest.mark.parametrize("suite", ["pointwise", "reduction", "gemm", "article"])
+@pytest.mark.parametrize("suite", ["pointwise", "reduction", "gemm", "convolution", "article"])
 def test_a_case_moves_the_bytes_it_says(suite: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every operand read once, the result written once; the roofline check and the rates rest on it."""
 

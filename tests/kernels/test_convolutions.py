@@ -4,19 +4,23 @@ schedulers, and compared with the loops and with PyTorch.
 
 from __future__ import annotations
 
+import math
 import re
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks.convolutions import PINNED
 from tests.kernels.arrangements import EVERY
 from tests.kernels.convolutions import Convolution
 from tests.kernels.test_arrangements import SEEDS, derived, inputs, right
 
 from terrazzo.errors import Limitation, UserError
+from terrazzo.hw.gpu import gpu
 from terrazzo.interp import kernel as simulator
 from terrazzo.ir.text import parse
+from terrazzo.targets.cuda.check import check
 
 RELU = {"epilogue": "y[{at}] = {dtype}(max(add(acc0, f32(b[a1])), f32(0.0)))", "extra": "b: bf16[64]"}
 RESIDUAL = {"epilogue": "y[{at}] = {dtype}(add(acc0, f32(z[{at}])))", "extra": "z: bf16[2, 64, 8, 8]"}
@@ -138,3 +142,11 @@ def test_what_is_no_box_is_refused(text: str, changes: dict[str, str], reason: s
         text = text.replace(before, after)
     with pytest.raises((Limitation, UserError), match=re.escape(reason)):
         derived(text)
+
+
+@pytest.mark.parametrize("c", PINNED, ids=lambda c: f"{c.shape}{c.persistent}")
+def test_what_is_timed_can_be_built(c: Convolution) -> None:
+    (kernel,) = derived(c.text).steps
+    check(derived(c.text), gpu(c.target))
+    tiles = math.prod(map(math.ceil, np.divide(c.sizes, c.box))) * c.out // c.channels
+    assert kernel.grid == min(c.persistent or tiles, tiles)

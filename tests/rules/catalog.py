@@ -16,9 +16,9 @@ from terrazzo.ir.dialects import tile
 from terrazzo.ir.node import topological
 from terrazzo.rewrite.rule import Choice, Log
 from terrazzo.rules import tensor_to_loop
-from terrazzo.rules.loop import fuse, layout, narrow, parts, relax
+from terrazzo.rules.loop import channels, fuse, layout, narrow, parts, relax
 from terrazzo.rules.loop.cost import Rates
-from terrazzo.rules.loop_to_tile import choose, collapse
+from terrazzo.rules.loop_to_tile import choose, collapse, packed
 from terrazzo.rules.loop_to_tile import split as splitting
 from terrazzo.rules.tensor_to_loop.lift import lift
 from terrazzo.rules.tile_to_kernel import lower as deriving
@@ -96,10 +96,12 @@ CATALOG: dict[str, Rewrite] = {
     "store_as_read:narrow": of(narrow.narrow, lambda p: narrow.narrow(p, Log())),
     "store_as_read:merge_dimensions": of(layout.store_as_read, lambda p: layout.store_as_read(p, Log())),
     "parts:into_parts": of(parts.into_parts, lambda p: parts.into_parts(p, Log(), 3, lambda old, new: "")),
+    "store_as_read:channels_last": of(channels.channels_last, lambda p: channels.channels_last(p, Log())),
     "relax:approx_div": of(relax.relax, lambda p: relax.relax(p, Log())),
     "schedule:collapse": of(collapse.collapse, kernels(lambda k: (collapse.collapse(k),))),
     "schedule:merge_product_axes": of(collapse.merge_product_axes, kernels(product_axes)),
     "schedule:flat_reductions": of(collapse.flat_reductions, kernels(lambda k: (collapse.flat_reductions(k),))),
+    "schedule:packed": of(packed.packed, kernels(packed.packed)),
     "schedule:split": of(splitting.split, kernels(split)),
     "derive:derive": of(deriving.lower, derive),
 }

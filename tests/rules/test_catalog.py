@@ -103,7 +103,11 @@ def seasoned(program: Program) -> Program:
     factors = t.index_map(deep, (2, 3, 5, n), (i[0], i[1], i[3])), t.index_map(narrow, (2, 3, 5, n), (i[2] % 2, i[3]))
     batched = t.reduce("sum", t.apply("mul", *factors), [3])  # a product with two axes of rows
     numbers = t.iota((n, 2), t.coordinates((n, 2))[0])
-    more = (quotient, narrow, merged, largest, batched, numbers, t.literal(2.0, f32, (3,)))
+    image = t.cast(t.scan("sum", t.cast(t.iota((2, 9, 3), t.coordinates((2, 9, 3))[1]), f32), 0), bf16)
+    i = t.coordinates((2, 4, 3, 9))
+    taken = t.index_map(image, (2, 4, 3, 9), (i[0], i[3], i[2])), t.index_map(image, (2, 4, 3, 9), (0, i[3], i[1] % 3))
+    channels = t.reduce("sum", t.apply("mul", *(t.cast(x, f32) for x in taken)), [3])  # a sum along what lies apart
+    more = (quotient, narrow, merged, largest, batched, numbers, channels, t.literal(2.0, f32, (3,)))
     return Program("tensor", program.name, program.inputs, (*program.results, *more))
 
 
@@ -115,10 +119,11 @@ def alone(name: str, program: Program) -> tuple[Any, Any]:
         lifted = lift(program, log=log)
         return program, lifted if any(f"{a.pass_name}:{a.rule}" == name for a in log.applications or []) else program
     before = lift(program)
-    if name.startswith("store_as_read"):  # these look at what is left when views are gone
+    if name.startswith("store_as_read") and "channels" not in name:  # these look at what is left when views are gone
         before = CATALOG["fuse:view"].apply(before)
     elif not name.startswith("fuse"):
         before = fuse(before, Log(), Rates())
+        before = CATALOG["store_as_read:narrow"].apply(before) if "channels" in name else before
     return before, CATALOG[name].apply(before)
 
 

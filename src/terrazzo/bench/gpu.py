@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from terrazzo.bench.article import article
-from terrazzo.bench.gpu_suites import Case, attention, block, gemm, pointwise, reduction
+from terrazzo.bench.gpu_suites import Case, attention, block, convolution, gemm, pointwise, reduction
 from terrazzo.bench.harness import accuracy, surroundings
 from terrazzo.options import Options
 
@@ -20,6 +20,7 @@ SUITES: dict[str, Callable[[], tuple[Case, ...]]] = {
     "reduction": reduction,
     "gemm": gemm,
     "attention": attention,
+    "convolution": convolution,
     "block": block,
     "article": article,
 }

@@ -39,6 +39,18 @@ ATTENTION = (
     (2, 16, 2048, 256, False),
     (4, 16, 1000, 96, False),
 )
+CONVOLUTION = (
+    # images, channels, filters, size, taps, stride, channels last
+    (32, 64, 64, 56, 3, 1, True),
+    (32, 128, 128, 28, 3, 1, True),
+    (32, 256, 256, 14, 3, 1, True),
+    (32, 512, 512, 7, 3, 1, True),
+    (256, 256, 256, 14, 3, 1, True),
+    (32, 256, 64, 56, 1, 1, True),
+    (32, 64, 256, 56, 1, 1, True),
+    (32, 64, 128, 56, 3, 2, True),
+    (32, 128, 128, 28, 3, 1, False),
+)
 LAYERS = {
     ("TinyLlama", 32): "1.31x",
     ("TinyLlama", 128): "1.18x",
@@ -153,6 +165,30 @@ def attention() -> tuple[Case, ...]:
         return Case(name, "bf16", make, 8 * b * h * n * d, 4.0 * b * h * n * n * d * (0.5 if causal else 1))
 
     return tuple(case(*shape) for shape in ATTENTION)
+
+
+def convolution() -> tuple[Case, ...]:
+    """Convolutions of images in bf16, with a bias and ReLU."""
+    import torch
+    from torch.nn import functional as f
+
+    def case(n: int, c: int, k: int, size: int, taps: int, stride: int, last: bool) -> Case:
+        def convolve(x: Any, w: Any, b: Any) -> Any:
+            return f.relu(f.conv2d(x, w, b, stride=stride, padding=taps // 2))
+
+        def given() -> tuple[Any, ...]:
+            layout = torch.channels_last if last else torch.contiguous_format
+            x, w = normal((n, c, size, size), "bf16"), normal((k, c, taps, taps), "bf16")
+            return x.to(memory_format=layout), w.to(memory_format=layout), normal((k,), "bf16")
+
+        after = -(-size // stride)
+        name = f"{c} -> {k}, {n} x {size} x {size}, {taps} x {taps}"
+        name += f"{f', every {stride}' if stride > 1 else ''}{'' if last else ', channels first'}"
+        moved = 2 * (n * c * size * size + k * c * taps * taps + k + n * k * after * after)
+        work = 2.0 * n * after * after * k * c * taps * taps
+        return Case(name, "bf16", lambda: (convolve, given, lambda *a: convolve(*(x.double() for x in a))), moved, work)
+
+    return tuple(case(*shape) for shape in CONVOLUTION)
 
 
 def block() -> tuple[Case, ...]:

@@ -231,6 +231,7 @@ GPU_TITLES = {
     "reduction": "GPU: norms and softmax",
     "gemm": "GPU: linear layers (f32 without tf32)",
     "attention": "GPU: attention",
+    "convolution": "GPU: convolutions",
     "block": "GPU: decoder layers",
     "article": "GPU: the kernels of a decoder layer, one at a time",
 }

@@ -28,6 +28,7 @@ class GpuSuite(StrEnum):
     reduction = "reduction"
     gemm = "gemm"
     attention = "attention"
+    convolution = "convolution"
     block = "block"
     article = "article"
 

@@ -26,7 +26,7 @@ def _cuda(gpu: Gpu) -> Target:
     types = tuple(dict.fromkeys(i.a.dtype.name for i in known))
     rates = Rates(
         1 / gpu.memory, op, serial=10 * op, fma=op, mixed=64 * op, load=4 / gpu.cache, step=200, launch=gpu.launch,
-        tensor=2 / gpu.tensor, matrix=types,
+        tensor=2 / gpu.tensor, matrix=types, boxes=gpu.warpgroups is not None,
     )  # fmt: skip
     return Target(gpu.arch, f"CUDA on {gpu.name}, compiled by NVRTC", rates, gpu)
 

@@ -27,7 +27,8 @@ class Rates:
     monoid that does not vectorise; fma: one multiply-add of a contraction the target blocks; mixed: one in a kernel
     that also reduces in other ways, so that it is not blocked; load: one element from cache; step: one step of a
     reduction that each thread does by itself, since others around it are shared; launch: one kernel. Where there are
-    matrix instructions, `matrix` are the types of their operands, and tensor is a multiply-add of theirs.
+    matrix instructions, `matrix` are the types of their operands, and tensor is a multiply-add of theirs; with `boxes`
+    they take what is padded with zeros on its way.
     """
 
     byte: float = 0.05
@@ -40,12 +41,15 @@ class Rates:
     launch: float = 3000.0
     tensor: float = 0.012
     matrix: tuple[str, ...] = ()
+    boxes: bool = False
 
 
 def cost(kernel: l.Kernel, rates: Rates) -> float:
     """Nanoseconds, by the model."""
     reductions = [x for x in topological(kernel.stores) if isinstance(x, l.Reduce | l.Scan)]
-    bill = _Bill(rates, rates.fma if all(map(_contracts, reductions)) else rates.mixed)
+    steps = {r.axes if isinstance(r, l.Reduce) else () for r in reductions}  # products over other steps are not blocked
+    blocked = all(map(_contracts, reductions)) and len(steps) < 2
+    bill = _Bill(rates, rates.fma if blocked else rates.mixed)
     bill.walk(n.nest(kernel), 1)
     traffic = sum(min(count, _count(b.type.numel)) * b.type.dtype.size for b, count in bill.touched.items())
     return rates.launch + bill.work + traffic * rates.byte
@@ -57,11 +61,17 @@ def on_matrix(r: Any, rates: Rates) -> bool:
     """
     if not isinstance(r, l.Reduce) or (c := contraction(r)) is None or r.dtype.name != "f32":
         return False
-    plain = all(isinstance(x, l.Load) and not x.inside for x in c.operands)
+    plain = all(isinstance(x, l.Load) and (not x.inside or (rates.boxes and _padded(x))) for x in c.operands)
     one, other = (f.free - frozenset(r.axes) for f in c.factors)
     wide = all(any(getattr(x, "extent", 2) != 1 for x in own) for own in (one - other, other - one))
     types = {x.dtype for x in c.operands}  # type: ignore[attr-defined]
     return plain and wide and len(types) == 1 and types.pop().name in rates.matrix
+
+
+def _padded(x: l.Load) -> bool:
+    """Whether a load is 0 outside its tensor, and nowhere else."""
+    ends = [e for i, n in zip(x.index, x.buffer.type.shape, strict=True) for e in (i, n - 1 - i)]
+    return all(e in ends for e in x.inside)
 
 
 class _Bill:

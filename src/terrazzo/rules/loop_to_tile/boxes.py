@@ -13,8 +13,10 @@ from typing import Any
 from terrazzo.hw.gpu import Gpu
 from terrazzo.hw.products import missing
 from terrazzo.hw.wgmma import INSTRUCTIONS, WarpgroupInstruction
-from terrazzo.ir.address import coefficient, flatten
+from terrazzo.ir.address import coefficient, flatten, mentions
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import bounds
+from terrazzo.ir.node import substitute
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
 from terrazzo.ir.sites import called, product
 from terrazzo.rules.access import WIDEST
@@ -63,6 +65,8 @@ def moved(kernel: l.Kernel) -> tuple[Moved | None, str]:
     if p is None or len(p.sites) != 1:
         return None, ""
     (c,) = p.sites
+    if len(c.terms) > 1:
+        return None, f"it sums {len(c.terms)} products in a step"
     image, filters = p.factors(c)
     rows = tuple(a for a in kernel.axes if a in image.free and a not in filters.free)
     columns = tuple(a for a in kernel.axes if a in filters.free and a not in image.free)
@@ -83,7 +87,7 @@ def moved(kernel: l.Kernel) -> tuple[Moved | None, str]:
         if any(not isinstance(s, int) or s * x.dtype.size % WIDEST for s in others):
             return None, f"rows of {x.buffer.name} do not begin at multiples of {WIDEST} bytes"
     taps = tuple(x for x in c.reduce.axes if x is not depth[0])
-    if not taps and not a.inside:
+    if not taps and not a.inside and all(coefficient(e, x) in (0, 1) for e in a.index for x in rows):
         return None, ""  # a plain product, once its rows are one axis
     return Moved(kernel, p.names[0], rows, columns[0], depth[0], taps, a, b), ""
 
@@ -134,7 +138,19 @@ def plans(x: Moved, gpu: Gpu) -> list[Plan]:
     for i in INSTRUCTIONS:
         if i.operand is x.image.dtype is x.filters.dtype and i.shape[1] in COLUMNS and not missing(i, gpu):
             found += [Plan(tile, i, _time(x, tile, gpu)) for tile in _tiles(x, i.shape[1])]
-    return sorted((p for p in found if p.time < math.inf), key=lambda p: p.time)[:MOST]
+    return sorted((p for p in found if p.time < math.inf), key=lambda p: (p.time, _reach(x, p.tile)))[:MOST]
+
+
+def _reach(x: Moved, tile: Tile) -> int:
+    """Points of the image that the taps of a box touch: what the cache holds for it."""
+    span = [bounds(substitute(e, dict.fromkeys(x.rows, 0))) for e in x.image.index]
+    wide = {
+        a: hi - lo
+        for e, (lo, hi) in zip(x.image.index, span, strict=True)
+        for a in x.rows
+        if mentions(e, a) and lo is not None and hi is not None
+    }
+    return math.prod(side + wide.get(a, 0) for a, side in zip(x.rows, tile.box, strict=True))
 
 
 def _tiles(x: Moved, n: int) -> Iterator[Tile]:

@@ -20,6 +20,7 @@ from terrazzo.rules.loop_to_tile import boxes, chains, threads, tiles
 from terrazzo.rules.loop_to_tile.collapse import collapse, flat_reductions, merge_product_axes
 from terrazzo.rules.loop_to_tile.packed import packed
 from terrazzo.rules.loop_to_tile.split import pinned_split, split
+from terrazzo.rules.tile.complete import Refused, complete
 from terrazzo.rules.tile_to_kernel.lower import lower
 
 PASS = "schedule"
@@ -159,8 +160,7 @@ def _boxes(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule
         _pinned([x], pinned, gpu) if x.name in pinned else (x, threads.pointwise(x, gpu), "points", why) for x in copies
     ]
     before = sum(boxes.copying(x, gpu) for x in copies)
-    merged = product(merge_product_axes(kernel, p.sites))
-    others = min((x.time for x in tiles.plans(merged, gpu)), default=math.inf) if merged else math.inf
+    others = _best(merge_product_axes(kernel, p.sites), gpu)
     for plan in plans:
         if plan.time + before < others:
             chosen = form, boxes.schedule(found, plan, gpu), "boxes", str(plan)
@@ -185,6 +185,16 @@ def _tiles(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule
                         yield split.after(rewrite)
                 else:
                     yield Candidate((_tiled(again, plan, gpu),)).after(rewrite)
+
+
+def _best(kernel: l.Kernel, gpu: Gpu) -> float:
+    """By the model, the nanoseconds of the best tile of a product that can be derived."""
+    if (p := product(kernel)) is None:
+        return math.inf
+    for plan in tiles.plans(p, gpu):
+        if plan.pieces > 1 or not isinstance(complete(kernel, tiles.schedule(p, plan, gpu), gpu)[0], Refused):
+            return plan.time
+    return math.inf
 
 
 def _tiled(p: Product, plan: tiles.Plan, gpu: Gpu) -> Chosen:

@@ -14,7 +14,8 @@ from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Expr, FloorDiv, Mod
 from terrazzo.ir.node import topological
 from terrazzo.ir.sites import Product, loads, product
-from terrazzo.rules.loop_to_tile import chains, tiles, warpgroups
+from terrazzo.rules.loop_to_tile import boxes, tiles, warpgroups
+from terrazzo.rules.loop_to_tile.chain import chain
 from terrazzo.rules.loop_to_tile.collapse import merge_product_axes
 from terrazzo.rules.tile_to_kernel.lower import lower
 
@@ -46,18 +47,21 @@ def estimate(kernel: l.Kernel, gpu: Gpu) -> Estimate:
     operations, touched = work(kernel)
     moved = sum(count * b.type.dtype.size for b, count in touched.items())
     p = product(kernel)
-    plan = min((x for x in tiles.plans(p, gpu) if x.pieces == 1), key=lambda x: x.time, default=None) if p else None
-    chain = chains.chain(kernel) if p is None else None
-    if chain is not None and gpu.warpgroups is not None:
-        points = math.prod(a.extent for a in kernel.axes) // chain.columns.extent * chain.steps.extent
-        operations = 2 * points * (chain.depth.extent + chain.columns.extent)
+    found: list[tiles.Plan | boxes.Plan] = [x for x in tiles.plans(p, gpu) if x.pieces == 1] if p else []
+    if (image := boxes.moved(kernel)[0]) is not None:
+        found += boxes.plans(image, gpu)
+    plan = min(found, key=lambda x: x.time, default=None)
+    both = chain(kernel) if p is None else None
+    if both is not None and gpu.warpgroups is not None:
+        points = math.prod(a.extent for a in kernel.axes) // both.columns.extent * both.steps.extent
+        operations = 2 * points * (both.depth.extent + both.columns.extent)
         time = max(moved / gpu.memory, operations / (CHAINED * gpu.warpgroups.rate)) + gpu.launch
     elif plan is not None:
         time = plan.time
     else:
         busy = max(moved / gpu.memory, operations / gpu.fma, _loaded(kernel) / gpu.cache, _in_order(kernel))
         time = busy + gpu.launch
-    on_tensor_cores = chain is not None or (plan is not None and plan.instruction)
+    on_tensor_cores = both is not None or (plan is not None and plan.instruction)
     arithmetic = operations / (tensor if on_tensor_cores else fma)
     traffic = moved / memory
     return Estimate(time, max(traffic, arithmetic), "memory" if traffic >= arithmetic else "arithmetic")

@@ -50,7 +50,7 @@ def packed(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
         return (z,)
     """
     p = product(kernel)
-    if p is None or len(p.sites) != 1:
+    if p is None or len(p.sites) != 1 or len(p.sites[0].terms) > 1:
         return (kernel,)
     loads = [x for x in p.operands if isinstance(x, l.Load)]
     shared = [a for a in p.axes if len(loads) == 2 and all(_dimension(x, a) is not None for x in loads)]

@@ -10,8 +10,9 @@ from terrazzo.hw.products import matrix, warps
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.sites import Product, no_product, product
-from terrazzo.rules.loop_to_tile import products, warpgroups
+from terrazzo.rules.loop_to_tile import boxes, products, warpgroups
 from terrazzo.rules.loop_to_tile.collapse import merge_product_axes
+from terrazzo.rules.loop_to_tile.packed import packed
 
 MOST = 32
 """Plans on warpgroups that are worth trying, in one piece and in several: where none of the best can be built, another
@@ -50,6 +51,8 @@ def unused(kernel: l.Kernel, chosen: Iterable[Schedule], gpu: Gpu) -> Iterator[t
     p = product(merge_product_axes(kernel, p.sites)) or p
     if not issued:
         name, why = products.instruction_for(p, gpu)
+        also = boxes.moved(packed(kernel)[-1])[1] if gpu.warpgroups else ""
+        why = "; ".join(filter(None, (why, also)))
         yield "tensor_cores", why or f"{name} takes it, and no tile of it that can be built is faster by the model"
     elif max(issued) == 1:
         _, why = warpgroups.instructions_for(p, gpu)

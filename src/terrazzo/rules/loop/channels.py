@@ -1,0 +1,177 @@
+"""Store images the way convolutions read them: with the channels, which are summed over, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from terrazzo.ir.address import coefficient, flatten
+from terrazzo.ir.contraction import operand
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.node import topological, transform
+from terrazzo.ir.sites import Product, product
+from terrazzo.ir.types import Type
+from terrazzo.rewrite.rule import Event, Log
+from terrazzo.rules.access import WIDEST
+
+IMAGE = 3
+"""Dimensions of an image, at least."""
+
+
+def channels_last(program: l.Program, log: Log) -> l.Program:
+    """`program` with images in 16 bits stored channels last: temporaries where a sum of products runs along the
+    channels, and whatever is made of images that are so.
+
+    @loop
+    def f(x: bf16[2, 8, 4] @ (32, 1, 8), w: bf16[4, 8]):
+        with kernel('y', y=bf16[2, 4, 4]):
+            for a0 in free(2):
+                for a1 in free(4):
+                    for a2 in free(4):
+                        for r0 in reduce(8):
+                            in0 = x[a0, r0, a2]
+                            v0 = f32(in0)
+                            in1 = w[a1, r0]
+                            v1 = f32(in1)
+                            v2 = mul(v0, v1)
+                            acc0 <- sum(v2)
+                        v3 = bf16(acc0)
+                        y[a0, a1, a2] = v3
+        return (y,)
+    =>
+    @loop
+    def f(x: bf16[2, 8, 4] @ (32, 1, 8), w: bf16[4, 8]):
+        with kernel('y', y=bf16[2, 4, 4] @ (16, 1, 4)):
+            for a0 in free(2):
+                for a2 in free(4):
+                    for a1 in free(4):
+                        for r0 in reduce(8):
+                            in0 = x[a0, r0, a2]
+                            v0 = f32(in0)
+                            in1 = w[a1, r0]
+                            v1 = f32(in1)
+                            v2 = mul(v0, v1)
+                            acc0 <- sum(v2)
+                        v3 = bf16(acc0)
+                        y[a0, a1, a2] = v3
+        return (y,)
+    """
+    calls = {b for s in program.steps if isinstance(s, l.Call) for b in (*s.reads, *s.writes)}
+    fixed = {*program.inputs, *calls}
+    kernels = [s for s in program.steps if isinstance(s, l.Kernel)]
+    last: dict[l.Buffer, int] = {}
+    for kernel in kernels:
+        for x in _images(product(kernel)):
+            if x.buffer not in {*fixed, *program.results} and (d := _dimension(x, kernel)) is not None:
+                last.setdefault(x.buffer, d)
+    if not any(_image(b.type) and _last(b, {}) is not None for b in program.inputs):
+        fixed |= {*program.results}  # PyTorch's are as they always are, and would be copied from these
+    for kernel in kernels:
+        for s in kernel.stores:
+            ours = s.buffer not in program.results
+            if s.buffer not in fixed and (d := _as_read(kernel, s, last, ours)) is not None:
+                last.setdefault(s.buffer, d)
+    new = {
+        b: l.Buffer(b.name, _moved(b.type, d))
+        for b, d in last.items()
+        if _image(b.type) and b.type.strides is None and d != b.type.rank - 1
+    }
+    if not new:
+        return program
+    for old, now in new.items():
+        log.add(Event("store_as_read", "channels_last", old.name, True, f"{old.type} is stored as {now.type}"))
+
+    def visit(node: Any) -> Any:
+        if isinstance(node, l.Load) and node.buffer in new:
+            return l.Load.make(new[node.buffer], node.index, node.inside)
+        if isinstance(node, l.Store) and node.buffer in new:
+            return l.Store(new[node.buffer], node.index, node.value)
+        return node
+
+    memo: dict[Any, Any] = {}
+    steps = tuple(_in_order(transform(s, visit, memo)) if isinstance(s, l.Kernel) else s for s in program.steps)
+    changed = [(old, now) for old, now in zip(program.steps, steps, strict=True) if now is not old]
+    log.applied("store_as_read", "channels_last", ", ".join(b.name for b in new), *zip(*changed, strict=True))
+    return l.Program(program.name, program.inputs, steps, tuple(new.get(b, b) for b in program.results))
+
+
+def _image(kind: Type) -> bool:
+    return (
+        kind.rank >= IMAGE
+        and kind.dtype.is_float
+        and kind.dtype.size == 2
+        and all(isinstance(e, int) for e in kind.shape)
+    )
+
+
+def _wide(kind: Type, d: int) -> bool:
+    """Whether rows along a dimension would begin at multiples of 16 bytes."""
+    return kind.static_shape[d] * kind.dtype.size % WIDEST == 0
+
+
+def _moved(kind: Type, last: int) -> Type:
+    """The type with one dimension contiguous, and the others around it as they were."""
+    strides, step = [0] * kind.rank, 1
+    for d in (last, *(d for d in reversed(range(kind.rank)) if d != last)):
+        strides[d] = step
+        step *= kind.static_shape[d]
+    return Type(kind.dtype, kind.shape, tuple(strides))
+
+
+def _images(p: Product | None) -> Iterator[l.Load]:
+    """The image of a sum of products: the factor that knows several axes of its own."""
+    for c in p.sites if p else ():
+        for f, g in (c.factors, c.factors[::-1]):
+            own = [a for a in p.kernel.axes if a in f.free and a not in g.free]  # type: ignore[union-attr]
+            x = operand(f)
+            if len(own) > 1 and isinstance(x, l.Load) and _image(x.buffer.type):
+                yield x
+
+
+def _dimension(x: l.Load, kernel: l.Kernel) -> int | None:
+    """The dimension of an image that is summed over, and nothing else: its channels."""
+    p = product(kernel)
+    assert p is not None
+    found = [d for d, e in enumerate(x.index) if any(e is a for a in p.axes)]
+    return found[0] if len(found) == 1 else None
+
+
+def _as_read(kernel: l.Kernel, s: l.Store, last: dict[l.Buffer, int], ours: bool) -> int | None:
+    """Which dimension of a store lies last in what it is made of. Sums of products are best stored so, where that is
+    ours to choose: what they read is copied, where it lies otherwise.
+    """
+    if not _image(s.buffer.type):
+        return None
+    p = product(kernel)
+    if p is not None:
+        summed = [(x, d) for x in _images(p) if (d := _dimension(x, kernel)) is not None]
+        along = any(_last(x.buffer, last) == d or (ours and _wide(x.buffer.type, d)) for x, d in summed)
+        columns = [a for a in kernel.axes if all(a not in x.free for x in _images(p))]
+        return s.index.index(columns[0]) if along and len(columns) == 1 and columns[0] in s.index else None
+    loads = [x for x in topological([s.value]) if isinstance(x, l.Load) and _image(x.buffer.type)]
+    channels = {x.index[d] if (d := _last(x.buffer, last)) is not None else None for x in loads}
+    axis = channels.pop() if len(channels) == 1 else None
+    return s.index.index(axis) if axis in kernel.axes and axis in s.index else None
+
+
+def _last(b: l.Buffer, last: dict[l.Buffer, int]) -> int | None:
+    """The dimension of an image that is contiguous, where it is not the last one."""
+    if b in last:
+        return last[b]
+    found = [d for d, s in enumerate(b.type.element_strides) if s == 1 and b.type.shape[d] != 1]
+    return found[0] if b.type.strides is not None and len(found) == 1 and found[0] != b.type.rank - 1 else None
+
+
+def _in_order(kernel: l.Kernel) -> l.Kernel:
+    """A kernel whose last axis is the one that its results run along."""
+    if any(isinstance(x, l.Scan) for x in topological(kernel.stores)):
+        return kernel
+    inner = [
+        a
+        for a in kernel.axes
+        if all(coefficient(flatten(s.index, s.buffer.type.element_strides), a) == 1 for s in kernel.stores)
+    ]
+    if len(inner) != 1 or inner[0] is kernel.axes[-1]:
+        return kernel
+    axes = (*(a for a in kernel.axes if a is not inner[0]), inner[0])
+    return l.Kernel(kernel.name, axes, kernel.stores, kernel.source)

@@ -1,0 +1,216 @@
+"""What is chosen for convolutions of PyTorch in 16 bits: boxes by TMA on the tensor cores, whatever came before and
+comes after them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.kernels.programs import Lowered, lowered
+
+from terrazzo.hw.gpu import gpu
+from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.text import parse
+from terrazzo.options import Options
+from terrazzo.pipelines import lowering
+from terrazzo.rules.loop_to_tile import boxes
+from terrazzo.rules.loop_to_tile.estimate import estimate
+
+LAST = torch.channels_last
+ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+def t(*shape: int, dtype: torch.dtype = torch.bfloat16, last: bool = True) -> torch.Tensor:
+    torch.manual_seed(sum(shape))
+    x = torch.randn(shape).to(dtype)
+    return x.to(memory_format=LAST) if last and len(shape) == 4 else x
+
+
+def right(found: Lowered, ulps: float = 2.0) -> None:
+    """The kernels give what PyTorch gives in float64, as exactly as rounding allows."""
+    dtype = next(x.dtype for x in found.args if isinstance(x, torch.Tensor))
+    exact = found.fn(*(x.double() for x in found.args)).numpy()
+    ours = found.simulated()[0].astype(np.float64)
+    assert np.abs(ours - exact).max() <= ulps * ULP[dtype] * np.abs(exact).max()
+
+
+def uses(found: Lowered) -> list[tuple[str, bool, bool]]:
+    """Of every kernel: its name, whether it multiplies by warpgroups, whether boxes come by TMA."""
+    return [
+        (x.name, *(any(isinstance(s, kind) for s in k.walk(x.body)) for kind in (k.MultiplyAsync, k.TensorLoad)))
+        for x in found.kernels
+    ]
+
+
+def conv(**options: Any) -> Callable[..., torch.Tensor]:
+    return lambda x, w: F.conv2d(x, w, **options)
+
+
+BOXES = {
+    "3 x 3": (conv(padding=1), t(2, 64, 8, 8), t(64, 64, 3, 3)),
+    "in half": (conv(padding=1), t(2, 64, 8, 8, dtype=torch.float16), t(64, 64, 3, 3, dtype=torch.float16)),
+    "ragged": (conv(padding=1), t(3, 72, 7, 9), t(40, 72, 3, 3)),
+    "no padding": (conv(), t(2, 64, 10, 10), t(64, 64, 3, 3)),
+    "dilated": (conv(padding=2, dilation=2), t(2, 64, 9, 9), t(64, 64, 3, 3)),
+    "every second": (conv(padding=1, stride=2), t(2, 64, 16, 16), t(64, 64, 3, 3)),
+    "few channels": (conv(padding=1), t(2, 16, 8, 8), t(64, 16, 3, 3)),
+    "1 x 5": (conv(padding=(0, 2)), t(2, 64, 8, 8), t(64, 64, 1, 5)),
+    "in one dimension": (
+        lambda x, w: F.conv1d(x, w, padding=1), t(4, 64, 40).mT.contiguous().mT, t(64, 64, 3).mT.contiguous().mT,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BOXES)
+def test_boxes_are_chosen(name: str) -> None:
+    fn, *args = BOXES[name]
+    found = lowered(fn, tuple(args), "sm_90a")
+    assert uses(found) == [("convolution", True, True)]
+    right(found)
+
+
+def test_what_follows_is_in_the_same_kernel() -> None:
+    def fn(x: Any, w: Any, b: Any, scale: Any, y: Any) -> torch.Tensor:
+        return F.relu(F.conv2d(x, w, b, padding=1) * scale[:, None, None] + y)
+
+    args = (t(2, 64, 8, 8), t(64, 64, 3, 3), t(64), t(64), t(2, 64, 8, 8))
+    found = lowered(fn, args, "sm_90a")
+    assert uses(found) == [("relu", True, True)]
+    right(found, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("image", "filters", "copied"), [(False, False, ["x", "w"]), (True, False, ["w"]), (False, True, ["x"])]
+)
+def test_what_lies_otherwise_is_copied_first(image: bool, filters: bool, copied: list[str]) -> None:
+    found = lowered(conv(padding=1), (t(2, 64, 8, 8, last=image), t(64, 64, 3, 3, last=filters)), "sm_90a")
+    *copies, last = uses(found)
+    assert copies == [(f"convolution_{x}", False, False) for x in copied]
+    assert last == ("convolution", True, True)
+    right(found)
+
+
+def test_a_copy_can_be_pinned() -> None:
+    text = 'with schedule("convolution_w", target="sm_90a"):\n    a0 = grid(1152) * lane(32)\n'
+    found = lowered(conv(padding=1), (t(2, 64, 8, 8), t(64, 64, 3, 3, last=False)), "sm_90a", schedules=(text,))
+    assert found.kernels[0].grid == 1152
+    right(found)
+
+
+def test_one_tap_is_a_plain_product_of_pixels() -> None:
+    found = lowered(conv(), (t(2, 64, 8, 8), t(64, 64, 1, 1)), "sm_90a")
+    assert uses(found) == [("convolution", True, True)]
+    (kernel,) = found.kernels
+    load = next(s for s in k.walk(kernel.body) if isinstance(s, k.TensorLoad) and s.source.name == "x")
+    assert load.tensor.shape == (128, 64)  # images, rows and columns are one
+    assert any(isinstance(s, k.TensorStore) and s.tensor.shape == (128, 64) for s in k.walk(kernel.body))
+    right(found)
+
+
+@pytest.mark.parametrize(
+    ("fn", "args"),
+    [
+        (conv(padding=1, groups=64), (t(2, 64, 8, 8), t(64, 1, 3, 3))),
+        (conv(padding=1), (t(2, 3, 8, 8), t(64, 3, 3, 3))),
+        (conv(padding=1, stride=2), (t(2, 64, 17, 17), t(64, 64, 3, 3))),
+    ],
+    ids=["depthwise", "three channels", "every second of an odd number"],
+)
+def test_others_stay_on_cuda_cores(fn: Callable[..., torch.Tensor], args: tuple[torch.Tensor, ...]) -> None:
+    found = lowered(fn, args, "sm_90a")
+    assert not any(multiplies for _, multiplies, _ in uses(found))
+    right(found)
+
+
+def test_two_convolutions_that_are_added_stay_two_kernels() -> None:
+    def fn(x: Any, w: Any, y: Any, v: Any) -> torch.Tensor:
+        return F.conv2d(x, w, padding=1) + F.conv2d(y, v)
+
+    found = lowered(fn, (t(2, 64, 8, 8), t(64, 64, 3, 3), t(2, 64, 8, 8), t(64, 64, 1, 1)), "sm_90a")
+    assert [multiplies for _, multiplies, _ in uses(found)] == [True, True]
+    right(found, 4.0)
+
+
+def strides(found: Lowered) -> dict[str, bool]:
+    """Whether the channels of every image that is stored lie side by side."""
+    kernels = [s for s in found.lowering.loop.steps if isinstance(s, l.Kernel)]
+    return {b.name: b.type.element_strides[1] == 1 for s in kernels for b in s.writes if b.type.rank == 4}
+
+
+class Two(torch.nn.Module):
+    """Two convolutions with a pooling between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (torch.nn.Conv2d(64, 64, 3, padding=1) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(F.max_pool2d(self.first(x), 2))
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_images_lie_as_convolutions_read_them(last: bool) -> None:
+    """Temporaries always do; results where PyTorch's do."""
+    torch.manual_seed(0)
+    module = Two().bfloat16().eval()
+    module = module.to(memory_format=LAST) if last else module
+    x = t(2, 64, 16, 16, last=last)
+    found = lowered(module, (x,), "sm_90a")
+    stored = strides(found)
+    (result,) = found.lowering.loop.results
+    assert stored.pop(result.name) == last == module(x).is_contiguous(memory_format=LAST)
+    assert len(stored) == (2 if last else 5) and all(stored.values())  # channels first, three tensors are copied
+    exact = module.double()(x.double()).detach().numpy()
+    assert np.abs(found.simulated()[0].astype(np.float64) - exact).max() <= 2.0**-6 * np.abs(exact).max()
+
+
+def test_the_estimate_knows_boxes() -> None:
+    found = lowered(BOXES["3 x 3"][0], BOXES["3 x 3"][1:], "sm_90a")
+    kernel = found.lowering.loop.steps[0]
+    assert isinstance(kernel, l.Kernel)
+    image, _ = boxes.moved(kernel)
+    assert image is not None
+    best = boxes.plans(image, gpu("sm_90a"))[0]
+    assert estimate(kernel, gpu("sm_90a"), 1, 1).time == best.time
+
+
+NOT = """\
+@loop
+def f(x: bf16[2, 8, 8, {c}], w: bf16[64, 3, 3, {c}], v: bf16[64, 3, 3, {c}]):
+    with kernel('y', y=bf16[2, 6, 6, 64]):
+        for a0 in free(2):
+            for a1 in free(6):
+                for a2 in free(6):
+                    for a3 in free(64):
+                        for r0, r1, r2 in reduce(3, 3, {c}):
+                            in0 = f32(x[a0, a1 + r0, a2 + r1, r2])
+                            in1 = f32(w[a3, r0, r1, r2])
+                            in2 = f32(v[a3, r0, r1, r2])
+                            acc0 <- sum({summand})
+                        y[a0, a1, a2, a3] = bf16(acc0)
+    return (y,)
+"""
+
+
+@pytest.mark.parametrize(
+    ("c", "summand", "why"),
+    [
+        (12, "mul(in0, in1)", "rows of x do not begin at multiples of 16 bytes"),
+        (16, "mul(in0, mul(in1, in2))", "w is computed on its way"),
+        (16, "add(mul(in0, in1), mul(in0, in2))", "it sums 2 products in a step"),
+        (16, "mul(in0, f32(w[a3, r0, r1, 15 - r2]))", "x and w are contiguous along no axis that both are summed over"),
+    ],
+)
+def test_why_a_sum_of_products_is_no_boxes(c: int, summand: str, why: str) -> None:
+    program = parse(NOT.format(c=c, summand=summand))
+    (kernel,) = program.steps
+    assert boxes.moved(kernel) == (None, why)
+    log = lowering(program, Options(target="sm_90a")).log
+    (told,) = [e.reason for e in log.events if e.rule == "tensor_cores"]
+    assert why in told
