@@ -52,7 +52,7 @@ def nested(kernel: l.Kernel) -> Iterator[Nested]:
             found = [contraction(x) for x in topological([f]) if isinstance(x, l.Reduce)]
             inner = [c for c in found if c and c.reduce in names and steps in c.reduce.free]
             inner = [c for c in inner if len(c.reduce.axes) == len(c.terms) == 1]
-            if len(inner) != 1 or not isinstance(operand(g), l.Load):
+            if len(inner) != 1:
                 continue
             (c,) = inner
             a, b = c.factors if steps in c.factors[1].free else c.factors[::-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import kernel as k
@@ -49,10 +50,9 @@ def ways(kernel: l.Kernel, gpu: Gpu) -> Iterator[Way | str]:
         yield "no two products in one loop of steps on this machine"
     elif any(not isinstance(a.extent, int) for a in (*form.axes, found.steps, found.depth)):
         yield "an axis has no size that is known"
-    elif "wgmma" in gpu.features and found.rows.extent > FEW:
-        for gathered in (True, False):
-            yield _planned(form, lambda longest, gathered=gathered: on_warpgroups(found, gpu, gathered, longest), gpu)  # type: ignore[misc]
     else:
+        for gathered in (True, False) if "wgmma" in gpu.features and found.rows.extent > FEW else ():
+            yield _planned(form, partial(on_warpgroups, found, gpu, gathered), gpu)
         for arrangement in arrangements(found, gpu):
             yield from _on_warps(found, arrangement, gpu)
 
@@ -62,9 +62,9 @@ def _on_warps(c: Chain, way: Warps, gpu: Gpu) -> Iterator[Way | str]:
     pieces = _pieces(c, way, gpu)
     parts = split_frames(c.kernel, pieces, way.step) if pieces > 1 else None
     if parts is not None and (part := chain(parts[0])) is not None:
-        found = _planned(parts[0], lambda longest: on_warps(part, gpu, way, longest), gpu)
+        found = _planned(parts[0], partial(on_warps, part, gpu, way), gpu)
         yield found if isinstance(found, str) else Way(c.kernel, found.kernel, found.schedule, parts[1], pieces)
-    yield _planned(c.kernel, lambda longest: on_warps(c, gpu, way, longest), gpu)
+    yield _planned(c.kernel, partial(on_warps, c, gpu, way), gpu)
 
 
 def _planned(kernel: l.Kernel, schedule: Callable[[bool], Schedule | None], gpu: Gpu) -> Way | str:

@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from terrazzo.ir.address import unflatten
 from terrazzo.ir.contraction import nested_contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import FloorDiv, Var, at_least
@@ -17,6 +18,9 @@ from terrazzo.ir.types import Type
 from terrazzo.rules.loop.inline import guarded, rewrite_loads, select
 from terrazzo.rules.loop_to_tile.chain import chain, nested
 from terrazzo.rules.tile.frames import Framed, at, reductions, weight
+
+MOST = 64
+"""Rows of a block that are worth putting together."""
 
 
 def share_rows(kernel: l.Kernel) -> l.Kernel:
@@ -60,7 +64,8 @@ def share_rows(kernel: l.Kernel) -> l.Kernel:
     """
     if not all(isinstance(a.extent, int) and a.extent > 0 for a in kernel.axes):
         return kernel
-    return _divided(kernel) or _one_more(kernel) or kernel
+    made = _divided(kernel) or _one_more(kernel) or kernel
+    return _merged(made)
 
 
 def _divided(kernel: l.Kernel) -> l.Kernel | None:
@@ -73,6 +78,21 @@ def _divided(kernel: l.Kernel) -> l.Kernel | None:
             if chain(made) is not None:
                 return made
     return None
+
+
+def _merged(kernel: l.Kernel) -> l.Kernel:
+    """All rows that share the steps' operands as one axis: heads of a group, of each of a few tokens."""
+    if (c := chain(kernel)) is None:
+        return kernel
+    a, *others = c.operands
+    rows = [x for x in kernel.axes if x in a.free and not any(x in y.free for y in others)]
+    if len(rows) < 2 or math.prod(x.extent for x in rows) > MOST:  # type: ignore[misc]
+        return kernel
+    flat = Var(rows[0].name, math.prod(x.extent for x in rows))  # type: ignore[misc]
+    new = dict(zip(rows, unflatten(flat, tuple(x.extent for x in rows)), strict=True))
+    stores = tuple(substitute(s, new) for s in kernel.stores)
+    axes = tuple(flat if x is rows[0] else x for x in kernel.axes if x not in rows[1:])
+    return l.Kernel(kernel.name, axes, stores, kernel.source)
 
 
 def _one_more(kernel: l.Kernel) -> l.Kernel | None:
@@ -140,7 +160,7 @@ def split_frames(kernel: l.Kernel, pieces: int, unit: int = 1) -> tuple[l.Kernel
     =>
     @loop
     def f(q: f32[3, 4], k: f32[6, 4], v: f32[6, 5]):
-        with kernel('z_part', z_part=f32[2, 3, 5], z_top=f32[2, 3]):
+        with kernel('z_part', z_top=f32[2, 3], z_part=f32[2, 3, 5]):
             for s in free(2):
                 for a0 in free(3):
                     for r1 in reduce(3):
@@ -258,13 +278,13 @@ class _Split:
         top = l.Reduce.make(held.top.monoid, (short,), (score,))
         e = l.Apply(held.weight.fn, (l.apply("sub", score, top),))
         summed = substitute(moved(self.outer.args[0]), {moved(held.weight): e})
-        sums = {self.outer: ("part", summed), **{r: ("total", e) for r in self.totals}}
+        sums = {**{r: ("total", e) for r in self.totals}, self.outer: ("part", summed)}
         nothing = l.apply("eq", top, l.Literal(-math.inf, top.dtype))
         found = {
             old: (name, _unless(nothing, l.Reduce.make(old.monoid, (short,), (term,))))
             for old, (name, term) in sums.items()
         }
-        return {**found, held.top: ("top", top)}
+        return {held.top: ("top", top), **found}
 
     def whole(self, again: Var, loads: dict[Node, l.Load]) -> l.Kernel:
         """All states in the highest frame, and what was to be made of them."""
