@@ -199,3 +199,18 @@ def test_weights_are_not_rounded_where_results_are_not() -> None:
     found = lowered(exact, args, "sm_90a")
     assert not lines(found, Frame)
     close(found, exact, args)
+
+
+def narrowing(q: Any, k: Any, v: Any) -> Any:
+    """The later a row, the fewer keys it sees."""
+    seen = torch.arange(256)[None] <= 300 - torch.arange(256)[:, None]
+    scores = torch.where(seen, (q @ k.transpose(-1, -2)).float(), float("-inf"))
+    return torch.softmax(scores, -1).to(q.dtype) @ v
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_80"])
+def test_masks_that_leave_later_rows_less_are_tested_in_every_step(target: str) -> None:
+    args = tensors(*((1, 1, 256, 64),) * 3)
+    found = lowered(narrowing, args, target)
+    assert len(found.kernels) == 1 and not lines(found, Reach)
+    close(found, narrowing, args)

@@ -18,7 +18,7 @@ from terrazzo.rewrite.rule import Choice, Log
 from terrazzo.rules import tensor_to_loop
 from terrazzo.rules.loop import channels, fuse, layout, narrow, parts, relax
 from terrazzo.rules.loop.cost import Rates
-from terrazzo.rules.loop_to_tile import choose, collapse, packed
+from terrazzo.rules.loop_to_tile import choose, collapse, few_rows, packed
 from terrazzo.rules.loop_to_tile import split as splitting
 from terrazzo.rules.tensor_to_loop.lift import lift
 from terrazzo.rules.tile_to_kernel import lower as deriving
@@ -82,6 +82,11 @@ def split(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     return splitting.split(kernel, found, pieces) if pieces > 1 else (kernel,)
 
 
+def frames(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
+    """Split a chain in a moving frame in two."""
+    return few_rows.split_frames(few_rows.share_rows(kernel), 2) or (kernel,)
+
+
 def derive(program: Any) -> Any:
     """Kernels for a GPU; of loops, with the schedules that are chosen for it."""
     return deriving.program(program if isinstance(program, tile.Program) else choose.schedule(program, GPU, Log()), GPU)
@@ -103,5 +108,7 @@ CATALOG: dict[str, Rewrite] = {
     "schedule:flat_reductions": of(collapse.flat_reductions, kernels(lambda k: (collapse.flat_reductions(k),))),
     "schedule:packed": of(packed.packed, kernels(packed.packed)),
     "schedule:split": of(splitting.split, kernels(split)),
+    "schedule:share_rows": of(few_rows.share_rows, kernels(lambda k: (few_rows.share_rows(k),))),
+    "schedule:split_frames": of(few_rows.split_frames, kernels(frames)),
     "derive:derive": of(deriving.lower, derive),
 }

@@ -32,6 +32,7 @@ from terrazzo.pipelines import lowering
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop.cost import Rates
 from terrazzo.rules.loop.fuse import fuse
+from terrazzo.rules.loop.online import online
 from terrazzo.rules.tensor_to_loop.lift import lift
 
 often = settings(
@@ -107,8 +108,24 @@ def seasoned(program: Program) -> Program:
     i = t.coordinates((2, 4, 3, 9))
     taken = t.index_map(image, (2, 4, 3, 9), (i[0], i[3], i[2])), t.index_map(image, (2, 4, 3, 9), (0, i[3], i[1] % 3))
     channels = t.reduce("sum", t.apply("mul", *(t.cast(x, f32) for x in taken)), [3])  # a sum along what lies apart
-    more = (quotient, narrow, merged, largest, batched, numbers, channels, t.literal(2.0, f32, (3,)))
+    weighted = attention(t.cast(row, bf16), n)
+    more = (quotient, narrow, merged, largest, batched, weighted, numbers, channels, t.literal(2.0, f32, (3,)))
     return Program("tensor", program.name, program.inputs, (*program.results, *more))
+
+
+def attention(x: Any, n: int) -> Any:
+    """Four rows of scores, weights and values, made of one row; two of them have keys in common."""
+    i = t.coordinates((4, 5, 4))
+    q, k = (t.cast(t.index_map(x, (4, 5, 4), (e % n,)), f32) for e in (i[0] + i[2], i[0] // 2 + i[1] + i[2]))
+    scores = t.reduce("sum", t.apply("mul", q, k), [2])
+    above = t.apply("sub", scores, t.broadcast(t.reduce("max", scores, [1], keepdim=True), (4, 5)))
+    e = t.apply("exp", above)
+    weights = t.apply("div", e, t.broadcast(t.reduce("sum", e, [1], keepdim=True), (4, 5)))
+    c = t.coordinates((4, 3, 5))
+    values = t.cast(t.index_map(x, (4, 3, 5), ((c[0] // 2 + c[1] + 2 * c[2]) % n,)), f32)
+    return t.cast(
+        t.reduce("sum", t.apply("mul", t.index_map(weights, (4, 3, 5), (c[0], c[2])), values), [2]), x.type.dtype
+    )
 
 
 def alone(name: str, program: Program) -> tuple[Any, Any]:
@@ -124,6 +141,8 @@ def alone(name: str, program: Program) -> tuple[Any, Any]:
     elif not name.startswith("fuse"):
         before = fuse(before, Log(), Rates())
         before = CATALOG["store_as_read:narrow"].apply(before) if "channels" in name else before
+    if name in ("schedule:share_rows", "schedule:split_frames"):  # which look at what is in a moving frame
+        before = online(before, Log(), lambda kernel: "")
     return before, CATALOG[name].apply(before)
 
 

@@ -13,6 +13,7 @@ place.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from terrazzo.errors import CompilerBug, UserError
@@ -179,6 +180,11 @@ def _overlaps(ty: Type) -> bool:
     return False
 
 
+def _place(e: Expr, v: Any) -> tuple[int, int]:
+    """What a digit counts; of two that count the same, one has one value only, and comes first."""
+    return bounds(_digit(e, v))[0] or 0, bounds(v.extent)[0] or 0
+
+
 def _stores_all(store: l.Store) -> str:
     """Each dimension is counted by axes, or digits of axes, of its own: every element is stored exactly once."""
     digits: dict[Expr, Var] = {}
@@ -188,7 +194,7 @@ def _stores_all(store: l.Store) -> str:
     used: set[Any] = set()
     for d, (whole, extent) in enumerate(zip(store.index, store.buffer.type.shape, strict=True)):
         e = substitute(whole, digits)
-        axes = sorted(e.free, key=lambda v: bounds(_digit(e, v))[0] or 0) if isinstance(e, Expr) else []
+        axes = sorted(e.free, key=partial(_place, e)) if isinstance(e, Expr) else []  # type: ignore[arg-type]
         radix: IntExpr = 1
         counted: IntExpr = 0
         for v in axes:

@@ -68,14 +68,14 @@ def _in_bounds(load: l.Load) -> bool:
     )
 
 
-def select(inside: Sequence[IntExpr], value: Any, other: int = 0) -> Any:
+def select(inside: Sequence[IntExpr], value: Any, other: float = 0) -> Any:
     """`value` where every expression of `inside` is >= 0, else `other`."""
     zero, condition = l.Literal(0, i64), None
     for e in inside:
         test = l.apply("ge", l.Index(e), zero)
         condition = test if condition is None else l.apply("and_", condition, test)
     dtype = value.dtype
-    none = l.Literal(bool(other) if dtype.kind == "bool" else float(other) if dtype.is_float else other, dtype)
+    none = l.Literal(bool(other) if dtype.kind == "bool" else float(other) if dtype.is_float else int(other), dtype)
     return value if condition is None else l.apply("where", condition, value, none)
 
 

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import numpy as np
 
-from terrazzo.ir.contraction import contraction, operand
+from terrazzo.ir.contraction import contraction, nested_contraction, operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Var
@@ -39,11 +40,10 @@ def online(program: l.Program, log: Log, refusal: Refusal) -> l.Program:
     """
     steps = list(program.steps)
     for last in [s for s in steps if isinstance(s, l.Kernel)]:
-        found = _three(program, steps, last)
-        if found is None:
+        found = _between(program, steps, last)
+        if not found:
             continue
-        first, middle = found
-        made = softmax_into_product(inline(inline(last, middle), first))
+        made = softmax_into_product(reduce(inline, found, last))
         if made is None:
             log.add(
                 Event(PASS, "softmax_into_product", last.name, False, "what lies between the products is no softmax")
@@ -53,30 +53,33 @@ def online(program: l.Program, log: Log, refusal: Refusal) -> l.Program:
             log.add(Event(PASS, "softmax_into_product", last.name, False, why))
             continue
         steps[steps.index(last)] = made
-        steps.remove(first)
-        steps.remove(middle)
-        log.add(Event(PASS, "softmax_into_product", last.name, True, f"{first.name} and {middle.name} are part of it"))
-        log.applied(PASS, "softmax_into_product", last.name, [first, middle, last], [made])
+        for kernel in found:
+            steps.remove(kernel)
+        names = " and ".join(kernel.name for kernel in found[::-1])
+        log.add(Event(PASS, "softmax_into_product", last.name, True, f"{names} became part of it"))
+        log.applied(PASS, "softmax_into_product", last.name, [*found[::-1], last], [made])
     return l.Program(program.name, program.inputs, tuple(steps), program.results)
 
 
-def _three(program: l.Program, steps: list[Any], last: l.Kernel) -> tuple[l.Kernel, l.Kernel] | None:
-    """The kernel of scores and that of weights, which only the next one reads, before a product with values."""
+def _between(program: l.Program, steps: list[Any], last: l.Kernel) -> tuple[l.Kernel, ...]:
+    """The kernel of weights before a product with values, where there is one, and that of scores, which only the next
+    one reads; the last one first. Nothing where these are no products with a reduction between them.
+    """
     for r in topological([s.value for s in last.stores]):
-        if not isinstance(r, l.Reduce) or (c := contraction(r)) is None:
+        if not isinstance(r, l.Reduce) or (c := nested_contraction(r)) is None:
             continue
         for factor in map(operand, c.factors):
             middle = _producer(program, steps, factor, last)
-            if middle is None or not any(isinstance(x, l.Reduce) for x in topological([middle.stores[0].value])):
+            weights = [middle.stores[0].value] if middle is not None else [factor]
+            if not any(isinstance(x, l.Reduce) for x in topological(weights)):
                 continue
-            scores = {x for x in topological([middle.stores[0].value]) if isinstance(x, l.Load)}
-            for x in scores:
-                first = _producer(program, steps, x, middle)
+            for x in dict.fromkeys(x for x in topological(weights) if isinstance(x, l.Load)):
+                first = _producer(program, steps, x, middle or last)
                 if first is not None and any(
                     isinstance(y, l.Reduce) and contraction(y) for y in topological([first.stores[0].value])
                 ):
-                    return first, middle
-    return None
+                    return (middle, first) if middle is not None else (first,)
+    return ()
 
 
 def _producer(program: l.Program, steps: list[Any], load: Node, reader: l.Kernel) -> l.Kernel | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,20 @@ class Chain:
 
 def chain(kernel: l.Kernel) -> Chain | None:
     """The kernel as a chain of two products, or None."""
+    for inner, outer, steps, depth, (a, b, c) in nested(kernel):
+        rows = [x for x in kernel.axes if x in a.free and x not in b.free and x not in c.free]
+        columns = [x for x in kernel.axes if x in c.free and x not in a.free and x not in b.free]
+        if rows and columns:
+            return Chain(kernel, inner, outer, rows[-1], columns[-1], steps, depth, (a, b, c))
+    return None
+
+
+Nested = tuple[str, str, Any, Any, tuple[Node, Node, Node]]
+"""The sums inside and outside by name, what they sum over (the outer one's is first), and the operands."""
+
+
+def nested(kernel: l.Kernel) -> Iterator[Nested]:
+    """The products of which one is a factor of the other, each over one axis."""
     names = {r: name for name, r in accumulators(kernel).items() if isinstance(r, l.Reduce)}
     for r, name in names.items():
         outer = nested_contraction(r)
@@ -37,14 +52,9 @@ def chain(kernel: l.Kernel) -> Chain | None:
             found = [contraction(x) for x in topological([f]) if isinstance(x, l.Reduce)]
             inner = [c for c in found if c and c.reduce in names and steps in c.reduce.free]
             inner = [c for c in inner if len(c.reduce.axes) == len(c.terms) == 1]
-            if len(inner) != 1 or not isinstance(operand(g), l.Load):
+            if len(inner) != 1:
                 continue
             (c,) = inner
             a, b = c.factors if steps in c.factors[1].free else c.factors[::-1]
-            rows = [x for x in kernel.axes if x in a.free and x not in b.free and x not in g.free]
-            columns = [x for x in kernel.axes if x in g.free and x not in a.free and x not in b.free]
-            if rows and columns:
-                (depth,) = c.reduce.axes
-                of = operand(a), operand(b), operand(g)
-                return Chain(kernel, names[c.reduce], name, rows[-1], columns[-1], steps, depth, of)
-    return None
+            (depth,) = c.reduce.axes
+            yield names[c.reduce], name, steps, depth, (operand(a), operand(b), operand(g))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from terrazzo.hw.gpu import Gpu
@@ -127,9 +127,10 @@ class Warps:
         return self.each * (width // 2 + own // 2 + own // 4 + 4) + max(width, own) // 4 + MORE * (self.each - 1)
 
     def shared(self, c: Chain) -> int:
-        """Bytes of shared memory for the operands."""
+        """Bytes of shared memory for the operands, and where warps meet."""
         depth, width = int(c.depth.extent), int(c.columns.extent)
-        return 2 * (self.rows * depth + self.slots * self.step * (depth + width))
+        meeting = 4 * self.deep * self.rows * (width + 8) if self.deep > 1 else 0
+        return 2 * (self.rows * depth + self.slots * self.step * (depth + width)) + meeting
 
 
 def arrangements(c: Chain, gpu: Gpu) -> Iterator[Warps]:
@@ -137,16 +138,21 @@ def arrangements(c: Chain, gpu: Gpu) -> Iterator[Warps]:
     other operands are loaded once; where there are few rows, warps divide the columns.
     """
     most = ceil(c.steps.extent, 16) * 16
-    ways: list[tuple[int, int, int]] = [(4, 2, 1), (8, 1, 1), (4, 1, 1), (2, 1, 1), (1, 1, 1)]
-    if c.rows.extent <= FEW:
-        ways = [(1, 1, 4), (1, 1, 2), (1, 1, 1)]
+    few = c.rows.extent <= FEW
+    ways = ((1, 1, 4), (1, 1, 2), (1, 1, 1)) if few else ((4, 2, 1), (8, 1, 1), (4, 1, 1), (2, 1, 1), (1, 1, 1))
     for step in (64, 32, 16):
         for down, each, deep in ways:
             found = Warps(down, each, deep, min(step, most))
             fills = found.rows < 2 * c.rows.extent or (down, each) == (1, 1)
             fits = found.held(c) <= HELD and found.shared(c) <= gpu.shared
             if fills and fits and found.step % (16 * deep) == 0:
-                yield found
+                yield _deepest(found, c, gpu) if few else found
+
+
+def _deepest(way: Warps, c: Chain, gpu: Gpu) -> Warps:
+    """With more slots, as long as two blocks fit on a processor: nothing but memory is waited for."""
+    more = [replace(way, slots=slots) for slots in (4, 3)]
+    return next((x for x in more if x.shared(c) <= gpu.shared // 2), way)
 
 
 def on_warps(c: Chain, gpu: Gpu, way: Warps, longest_first: bool = False) -> Schedule | None:

@@ -1,8 +1,11 @@
-"""The schedules of a product of a product, best first, or why there are none."""
+"""The ways to run a product of a product in one loop of steps, best first, or why there are none."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import kernel as k
@@ -10,42 +13,82 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.plan import Reach
 from terrazzo.ir.schedule import Schedule
 from terrazzo.rules.loop_to_tile.chain import Chain, chain
-from terrazzo.rules.loop_to_tile.chain_schedules import FEW, arrangements, on_warpgroups, on_warps
+from terrazzo.rules.loop_to_tile.chain_schedules import FEW, Warps, arrangements, on_warpgroups, on_warps
+from terrazzo.rules.loop_to_tile.few_rows import share_rows, split_frames
+from terrazzo.rules.loop_to_tile.threads import ceil
 from terrazzo.rules.tile.complete import Refused, complete
 from terrazzo.rules.tile_to_kernel.lower import lower
 
-Way = Callable[[bool], Schedule | None]
-"""A schedule, given whether the longest tiles are the first; None where instructions do not cover the chain."""
+WORTH = 1.25
+"""How much fewer steps a processor must have for a second kernel to pay, which combines the states of pieces."""
+STEPS = 4
+"""Steps of a piece, at least."""
+START = 2
+"""Steps that a block takes to begin and to end."""
 
 
-def schedules(kernel: l.Kernel, gpu: Gpu) -> Iterator[Schedule | str]:
-    """The schedules that are plans, best first, and why the others are none."""
-    found = chain(kernel)
+@dataclass(frozen=True)
+class Way:
+    """`kernel`, which is `whole` or computes its states in `pieces` pieces, under a schedule. `whole` means the same as
+    the kernel it was made of; `rest` is the kernel that combines states.
+    """
+
+    whole: l.Kernel
+    kernel: l.Kernel
+    schedule: Schedule
+    rest: l.Kernel | None = None
+    pieces: int = 1
+
+
+def ways(kernel: l.Kernel, gpu: Gpu) -> Iterator[Way | str]:
+    """The ways that are plans, best first, and why others are none."""
+    form = kernel
+    if (found := chain(kernel)) is None or found.rows.extent <= FEW:
+        form = share_rows(kernel)
+    found = chain(form)
     if found is None:
         yield "no two products in one loop of steps on this machine"
-    elif any(not isinstance(a.extent, int) for a in (*kernel.axes, found.steps, found.depth)):
+    elif any(not isinstance(a.extent, int) for a in (*form.axes, found.steps, found.depth)):
         yield "an axis has no size that is known"
     else:
-        yield from _plans(found, gpu)
+        for gathered in (True, False) if "wgmma" in gpu.features and found.rows.extent > FEW else ():
+            yield _planned(form, partial(on_warpgroups, found, gpu, gathered), gpu)
+        for arrangement in arrangements(found, gpu):
+            yield from _on_warps(found, arrangement, gpu)
 
 
-def _plans(c: Chain, gpu: Gpu) -> Iterator[Schedule | str]:
-    for way in _ways(c, gpu):
-        if (made := way(False)) is None:
-            yield f"products of {c.depth.extent} and {c.columns.extent} columns are on no instruction"
-            continue
-        plan, _ = complete(c.kernel, made, gpu)
-        yield plan.reason if isinstance(plan, Refused) else way(True) or made if plan.all(Reach) else made
+def _on_warps(c: Chain, way: Warps, gpu: Gpu) -> Iterator[Way | str]:
+    """In pieces, where there are few blocks otherwise; whole."""
+    pieces = _pieces(c, way, gpu)
+    parts = split_frames(c.kernel, pieces, way.step) if pieces > 1 else None
+    if parts is not None and (part := chain(parts[0])) is not None:
+        found = _planned(parts[0], partial(on_warps, part, gpu, way), gpu)
+        yield found if isinstance(found, str) else Way(c.kernel, found.kernel, found.schedule, parts[1], pieces)
+    yield _planned(c.kernel, partial(on_warps, c, gpu, way), gpu)
 
 
-def _ways(c: Chain, gpu: Gpu) -> Iterator[Way]:
-    """On warpgroups, where the machine has such and there are rows for them; on warps."""
-    if "wgmma" in gpu.features and c.rows.extent >= FEW:
-        for gathered in (True, False):
-            yield lambda longest, gathered=gathered: on_warpgroups(c, gpu, gathered, longest)  # type: ignore[misc]
-    else:
-        for way in arrangements(c, gpu):
-            yield lambda longest, way=way: on_warps(c, gpu, way, longest)  # type: ignore[misc]
+def _planned(kernel: l.Kernel, schedule: Callable[[bool], Schedule | None], gpu: Gpu) -> Way | str:
+    """A kernel under a schedule, with the longest tiles first where tiles differ; why there is no plan of it."""
+    if (made := schedule(False)) is None:
+        return "its sizes are on no instruction of this machine"
+    plan, _ = complete(kernel, made, gpu)
+    if isinstance(plan, Refused):
+        return plan.reason
+    return Way(kernel, kernel, schedule(True) or made if plan.all(Reach) else made)
+
+
+def _pieces(c: Chain, way: Warps, gpu: Gpu) -> int:
+    """Into how many pieces steps are cut, so that all processors have some of them and all alike."""
+    blocks = math.prod(a.extent for a in c.kernel.axes if a not in (c.rows, c.columns))
+    blocks *= ceil(c.rows.extent, way.rows)
+    room = gpu.processors * (2 if way.shared(c) <= gpu.shared // 2 else 1)
+    steps = ceil(c.steps.extent, way.step)
+
+    def rounds(pieces: int) -> int:
+        return ceil(blocks * pieces, room) * (ceil(steps, pieces) + START)
+
+    best = min(range(1, max(steps // STEPS, 1) + 1), key=rounds)
+    return best if rounds(1) >= WORTH * rounds(best) else 1
 
 
 def refusal(kernel: l.Kernel, gpu: Gpu, lost: Callable[[k.Kernel], str]) -> str:
@@ -53,8 +96,8 @@ def refusal(kernel: l.Kernel, gpu: Gpu, lost: Callable[[k.Kernel], str]) -> str:
     lost.
     """
     first = ""
-    for made in schedules(kernel, gpu):
-        why = made if isinstance(made, str) else lost(lower(kernel, made, gpu))
+    for way in ways(kernel, gpu):
+        why = way if isinstance(way, str) else lost(lower(way.kernel, way.schedule, gpu))
         if not why:
             return ""
         first = first or why

@@ -123,10 +123,7 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> It
     """Ways to run a kernel, the best by the model first. The last is the plainest there is: it asks for next to
     nothing, so it can be built whatever the kernel computes.
     """
-    for together in chains.schedules(kernel, gpu):
-        if isinstance(together, Schedule):
-            what = "two products in one loop of steps, with what lies between them in registers"
-            yield Candidate(((kernel, together, "chain", what),))
+    yield from (_chained(kernel, way, gpu) for way in chains.ways(kernel, gpu) if isinstance(way, chains.Way))
     if (p := product(kernel)) is not None:
         yield from _boxes(kernel, p, gpu, pinned)
         yield from _tiles(kernel, p, gpu, pinned)
@@ -195,6 +192,20 @@ def _best(kernel: l.Kernel, gpu: Gpu) -> float:
         if plan.pieces > 1 or not isinstance(complete(kernel, tiles.schedule(p, plan, gpu), gpu)[0], Refused):
             return plan.time
     return math.inf
+
+
+def _chained(kernel: l.Kernel, way: chains.Way, gpu: Gpu) -> Candidate:
+    """Two products in one loop of steps, as one kernel or as that of states and that which combines them."""
+    what = "two products in one loop of steps, with what lies between them in registers"
+    rewrites: list[Rewrite] = [("share_rows", kernel, (way.whole,))]
+    done: tuple[Chosen, ...] = ((way.kernel, way.schedule, "chain", what),)
+    if way.rest is not None:
+        rewrites.append(("split_frames", way.whole, (way.kernel, way.rest)))
+        done = (
+            (way.kernel, way.schedule, "chain", f"{way.pieces} pieces of them over the grid; {what}"),
+            (way.rest, threads.finish(way.rest, gpu), "finish", "states meet in the highest frame, in order"),
+        )
+    return Candidate(done).after(*rewrites)
 
 
 def _tiled(p: Product, plan: tiles.Plan, gpu: Gpu) -> Chosen:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from terrazzo.ir.contraction import operand
+from terrazzo.ir.contraction import Contraction, operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.plan import Frame, Plan, Product
@@ -36,7 +36,11 @@ class Framed:
 
 def framed(draft: Draft, product: Product) -> Framed | None:
     """The weight of a product's computed factor, where it is one of a moving frame."""
-    c = draft.products[product.sites[0]]
+    return weight(draft.products[product.sites[0]])
+
+
+def weight(c: Contraction) -> Framed | None:
+    """The weight among a contraction's factors."""
     for factor in c.factors:
         tops = [x for x in reductions(factor) if x.monoid.name == "max"]
         if len(tops) != 1:

@@ -108,13 +108,16 @@ def visited(
 ) -> IntExpr | None:
     """How many steps a tile visits whose rows begin at `first`: None where that may be all of them."""
     found = masked(draft, product)
-    if found is None or found.upper is None:
-        return None
-    c = coefficient(found.upper, rows)
-    if not isinstance(c, int) or c < 0:
+    if found is None or not grows(found, rows):
         return None
     until = substitute(found.upper, {rows: first + (length - 1)}) // step + 1
     return until if at_least(count - until, 0) and at_least(until, 0) else None
+
+
+def grows(found: Mask, rows: Any) -> bool:
+    """Whether later rows see no less than earlier ones: the first row of a tile sees the least, the last the most."""
+    c = coefficient(found.upper, rows) if found.upper is not None else None
+    return isinstance(c, int) and c >= 0
 
 
 @rule(keys=(Plan,))

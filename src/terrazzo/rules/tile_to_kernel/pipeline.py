@@ -25,7 +25,7 @@ from terrazzo.rules.loop.inline import select
 from terrazzo.rules.tile.agents import LOAD
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.frames import framed, reductions
-from terrazzo.rules.tile.reach import Mask, masked, visited
+from terrazzo.rules.tile.reach import Mask, grows, masked, visited
 from terrazzo.rules.tile.rings import axis_called, brought, steps
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.copies import Copies, Part, Slab, Steps
@@ -173,12 +173,11 @@ class Pipeline:
             if self.outermost(p):
                 self.declare(p)
         self.begin_frames()
+        (moving,) = [r for r in self.rings if r.over]
         for ring in self.rings:
             if not ring.over:
-                self.bring(ring)
-        for ring in self.rings:
-            if ring.over:
-                {"ld": self.alternate, "cp.async": self.groups, "tma": self.boxes}[ring.by](ring)
+                self.bring(ring, moving)
+        {"ld": self.alternate, "cp.async": self.groups, "tma": self.boxes}[moving.by](moving)
         self.end_frames()
 
     def step_variable(self) -> Var:
@@ -231,8 +230,8 @@ class Pipeline:
 
     # -- all warps load ------------------------------------------------------------------------------------------------
 
-    def bring(self, ring: Ring) -> None:
-        """What is held for a tile, before its steps."""
+    def bring(self, ring: Ring, moving: Ring) -> None:
+        """What is held for a tile, before its steps; with the first of these, where both are copied."""
         slabs = self.of(ring)
         if self.builder.depth:
             self.builder.add(k.Sync())  # the tile before may still be read
@@ -242,8 +241,9 @@ class Pipeline:
             self.wait(ring, 0)
         elif ring.by == "cp.async":
             self.copies.copy(slabs, 0, 0)
-            self.builder.add(k.Commit(), k.WaitGroups(0))
-            self.publish()
+            if moving.by != "cp.async":
+                self.builder.add(k.Commit(), k.WaitGroups(0))
+                self.publish()
         else:
             for s in slabs:
                 place = self.copies.fetched(s)
@@ -493,7 +493,7 @@ class Pipeline:
         site, rows = self.draft.site(p.sites[0]), axis_called(self.draft, p.m)
         ((axis, count),) = self.steps.times
         step, ends = self.steps.depth[axis], axis.extent // self.steps.depth[axis]
-        if hidden.upper is None or len(hidden.inside) != 1 or ends < count:
+        if not grows(hidden, rows) or len(hidden.inside) != 1 or ends < count:
             return 0 if hidden.inside else t - ends
         whole = (substitute(hidden.upper, {rows: self.bindings.base(rows.name, site)}) + 1) // step
         first: IntExpr = substitute(whole, self.scope.env)

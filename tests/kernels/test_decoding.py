@@ -1,0 +1,84 @@
+"""Attention of few queries to many keys: heads of a group are rows, warps and blocks share the keys, and states meet in
+the highest frame.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.kernels.programs import Lowered, lowered
+from tests.kernels.test_attention import close, grouped, lines, plain, tensors
+
+from terrazzo.interp import kernel as simulator
+from terrazzo.ir.plan import Combine, Order
+from terrazzo.ir.schedule import Word
+
+
+def rules(found: Lowered) -> list[str]:
+    return [e.rule for e in found.lowering.log.events if e.pass_name == "schedule" and e.fired]
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_80"])
+@pytest.mark.parametrize(
+    ("shapes", "rows"),
+    [
+        (((2, 8, 1, 64), (2, 2, 1024, 64)), 4),
+        (((2, 8, 1, 64), (2, 2, 1000, 64)), 4),
+        (((1, 4, 1, 128), (1, 1, 600, 128)), 4),
+        (((2, 4, 3, 64), (2, 2, 700, 64)), 6),
+        (((2, 3, 1, 64), (2, 3, 700, 64)), 1),
+        (((1, 3, 1, 64), (1, 3, 700, 64)), 1),
+        (((1, 2, 5, 64), (1, 2, 700, 64)), 5),
+        (((1, 8, 9, 64), (1, 2, 500, 64)), 36),
+    ],
+)  # fmt: skip
+def test_blocks_share_the_keys(shapes: tuple[tuple[int, ...], tuple[int, ...]], rows: int, target: str) -> None:
+    args = tensors(shapes[0], shapes[1], shapes[1])
+    found = lowered(grouped, args, target)
+    part, whole = found.kernels
+    assert rules(found) == ["chain", "finish"]
+    keys = found.lowering.at("tile").loop.steps[0].axes[0].extent
+    order = lines(found, Order)[0]
+    assert order.tiles[0] == Word("s", (keys,)) and keys > 1
+    assert any(a.extent == rows for a in found.lowering.at("tile").loop.steps[0].axes)
+    assert (rows > 16) == (not lines(found, Combine))
+    close(found, grouped, args)
+    again, other = (simulator.run(found.program, found.inputs, seed=seed)[0] for seed in (1, 2))
+    assert again.tobytes() == other.tobytes()  # in whatever order blocks and warps come
+
+
+def test_pieces_that_see_nothing_add_nothing() -> None:
+    args = tensors((1, 4, 1, 64), (1, 1, 900, 64), (1, 1, 900, 64))
+
+    def first(q: Any, k: Any, v: Any) -> Any:
+        seen = torch.arange(900) < 70
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen[None], enable_gqa=True)
+
+    found = lowered(first, args, "sm_90a")
+    assert rules(found) == ["chain", "finish"]
+    close(found, first, args)
+
+
+def test_rows_that_see_nothing_are_as_in_eager() -> None:
+    args = tensors((1, 4, 1, 64), (1, 1, 900, 64), (1, 1, 900, 64))
+
+    def nothing(q: Any, k: Any, v: Any, seen: Any) -> Any:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+
+    seen = torch.zeros(1, 900, dtype=torch.bool)
+    found = lowered(nothing, (*args, seen), "sm_90a")
+    assert rules(found) == ["chain", "finish"]
+    (ours,) = found.simulated()
+    eager = nothing(*args, seen).float().numpy()
+    np.testing.assert_array_equal(np.asarray(ours, np.float32), eager)
+
+
+def test_few_keys_are_not_split() -> None:
+    args = tensors((2, 3, 1, 64), (2, 3, 100, 64), (2, 3, 100, 64))
+    found = lowered(plain, args, "sm_90a")
+    assert rules(found) == ["chain"]
+    close(found, plain, args)
