@@ -105,6 +105,7 @@ CATALOG: dict[str, Rewrite] = {
     "relax:approx_div": of(relax.relax, lambda p: relax.relax(p, Log())),
     "schedule:collapse": of(collapse.collapse, kernels(lambda k: (collapse.collapse(k),))),
     "schedule:merge_product_axes": of(collapse.merge_product_axes, kernels(product_axes)),
+    "schedule:digits_apart": of(collapse.digits_apart, kernels(lambda k: (collapse.digits_apart(k),))),
     "schedule:flat_reductions": of(collapse.flat_reductions, kernels(lambda k: (collapse.flat_reductions(k),))),
     "schedule:packed": of(packed.packed, kernels(packed.packed)),
     "schedule:split": of(splitting.split, kernels(split)),

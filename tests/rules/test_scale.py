@@ -42,6 +42,14 @@ def test_a_constant_leaves_a_contraction() -> None:
         np.testing.assert_allclose(a, b, rtol=1e-12)
 
 
+SCALE = "                    v0 = mul(in0, f32(0.375))\n"
+
+
+def test_a_factor_of_one_is_none() -> None:
+    _, after = scaled(TEXT.replace("f32(0.375)", "f32(1.0)"))
+    assert after == scaled(TEXT.replace("mul(v0, in1)", "mul(in0, in1)").replace(SCALE, ""))[0]
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [

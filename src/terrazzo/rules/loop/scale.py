@@ -42,6 +42,8 @@ def _scaled(node: Any) -> Any:
         return node
     axes, (product,) = l.open_binder(node)
     (a, p), (b, q) = map(_apart, product.children)
+    if p == q == 1.0 and (a, b) != product.children:  # what is multiplied by one
+        return l.Reduce.make(node.monoid, axes, (l.apply("mul", a, b),))
     if p * q == 1.0 or node.dtype.size < 4 or not SMALL < p * q < LARGE:
         return node
     return l.apply("mul", l.Reduce.make(node.monoid, axes, (l.apply("mul", a, b),)), l.Literal(p * q, node.dtype))

@@ -16,8 +16,8 @@ from terrazzo.ir.dialects import tile
 from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.sites import Product, product
 from terrazzo.rewrite.rule import Event, Log
-from terrazzo.rules.loop_to_tile import boxes, chains, threads, tiles
-from terrazzo.rules.loop_to_tile.collapse import collapse, flat_reductions, merge_product_axes
+from terrazzo.rules.loop_to_tile import boxes, chains, threads, tiles, warpgroups
+from terrazzo.rules.loop_to_tile.collapse import collapse, digits_apart, flat_reductions, merge_product_axes
 from terrazzo.rules.loop_to_tile.packed import packed
 from terrazzo.rules.loop_to_tile.split import pinned_split, split
 from terrazzo.rules.tile.complete import Refused, complete
@@ -167,21 +167,33 @@ def _boxes(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule
 def _tiles(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
     """A product in tiles: on the instructions of warpgroups or of warps, by what the model says, then on CUDA cores.
 
-    Axes are merged first, which makes fewer tiles; where that is no tensor TMA knows, they are left apart.
+    Axes are merged first, which makes fewer tiles; where that is no tensor TMA knows, digits are axes again.
     """
     merged = merge_product_axes(kernel, p.sites)
-    for form in (merged, *([kernel] if merged is not kernel else [])):
+    apart = digits_apart(merged)
+    merge: Rewrite = ("merge_product_axes", kernel, (merged,))
+    part: Rewrite = ("digits_apart", merged, (apart,))
+    forms: list[tuple[l.Kernel, tuple[Rewrite, ...]]] = [(merged, (merge,))]
+    forms += [(kernel, ())] if merged is not kernel else []
+    if not _on_warpgroups(merged, gpu) and _on_warpgroups(apart, gpu):
+        forms.insert(0, (apart, (merge, part)))
+    for form, rewrites in forms:
         again = product(form)
         assert again is not None
-        rewrite: Rewrite = ("merge_product_axes", kernel, (form,))
         for cores in (False, True) if form is merged else (False,):
             for plan in tiles.plans(again, gpu, cores):
                 if plan.pieces > 1:
                     reduces = [c.reduce for c in again.sites]
                     for split in _split(form, reduces, plan.pieces, gpu, pinned, plan.unit):
-                        yield split.after(rewrite)
+                        yield split.after(*rewrites)
                 else:
-                    yield Candidate((_tiled(again, plan, gpu),)).after(rewrite)
+                    yield Candidate((_tiled(again, plan, gpu),)).after(*rewrites)
+
+
+def _on_warpgroups(kernel: l.Kernel, gpu: Gpu) -> bool:
+    """Whether a kernel is a product that instructions of warpgroups take."""
+    p = product(kernel)
+    return p is not None and bool(warpgroups.instructions_for(p, gpu)[0])
 
 
 def _best(kernel: l.Kernel, gpu: Gpu) -> float:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from terrazzo.ir.address import coefficient, flatten, unflatten
 from terrazzo.ir.contraction import Contraction, contraction
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Var
+from terrazzo.ir.expr import FloorDiv, Mod, Var
 from terrazzo.ir.node import substitute, topological, transform
 
 
@@ -108,6 +109,52 @@ def merge_product_axes(kernel: l.Kernel, products: Sequence[Contraction]) -> l.K
         merged[group[0]] = flat
     stores = tuple(substitute(s, {a: e for a, e in new.items() if e is not a}) for s in kernel.stores)
     return l.Kernel(kernel.name, tuple(merged[a] for a in kernel.axes if a in merged), stores, kernel.source)
+
+
+def digits_apart(kernel: l.Kernel) -> l.Kernel:
+    """`kernel` with an axis for every digit that operands are read by: in memory, each has steps of its own.
+
+    @loop
+    def f(x: f32[2, 5, 4], w: f32[5, 4]):
+        with kernel('z', z=f32[6, 5]):
+            for a0 in free(6):
+                for a1 in free(5):
+                    for r0 in reduce(4):
+                        in0 = x[a0 // 3, a0 % 3 + 1, r0]
+                        in1 = w[a1, r0]
+                        v0 = mul(in0, in1)
+                        acc0 <- sum(v0)
+                    z[a0, a1] = acc0
+        return (z,)
+    =>
+    @loop
+    def f(x: f32[2, 5, 4], w: f32[5, 4]):
+        with kernel('z', z=f32[6, 5]):
+            for a0 in free(2):
+                for a1 in free(3):
+                    for a2 in free(5):
+                        for r0 in reduce(4):
+                            in0 = x[a0, a1 + 1, r0]
+                            in1 = w[a2, r0]
+                            v0 = mul(in0, in1)
+                            acc0 <- sum(v0)
+                        z[a0 * 3 + a1, a2] = acc0
+        return (z,)
+    """
+    new: dict[Any, Any] = {}
+    axes: list[Var] = []
+    every = topological(kernel.stores)
+    for a in kernel.axes:
+        steps = sorted({x.b for x in every if isinstance(x, FloorDiv | Mod) and x.a is a and isinstance(x.b, int)})
+        sizes = [1, *steps, a.extent]
+        if not isinstance(a.extent, int) or any(y % x for x, y in pairwise(sizes)):
+            sizes = [1, a.extent]
+        digits = [Var(f"a{len(axes) + k}", y // x) for k, (x, y) in enumerate(reversed([*pairwise(sizes)]))]
+        axes += digits
+        new[a] = sum((d * x for d, x in zip(digits, reversed(sizes[:-1]), strict=True)), start=0)
+    if len(axes) == len(kernel.axes):
+        return kernel
+    return l.Kernel(kernel.name, tuple(axes), tuple(substitute(s, new) for s in kernel.stores), kernel.source)
 
 
 def flat_reductions(kernel: l.Kernel) -> l.Kernel:
