@@ -15,6 +15,7 @@ from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from tests.cli.conftest import Terrazzo
 from tests.fuzz import checks
+from tests.fuzz.aliases import Case, under_torch_compile
 from tests.fuzz.schedules import terms
 
 RIGHT = {
@@ -447,3 +448,19 @@ def test_a_text_with_strides_runs(terrazzo: Terrazzo, tmp_path: Path, strides: s
     )
     assert "check: ok" in terrazzo("run", "--check", "--from", "loop", str(file)).stdout
     assert "ok: no rule" in terrazzo("check", "--from", "loop", str(file)).stdout
+
+
+ALIASED = {
+    "other memory for a tensor that was written to": Case(
+        ("torch.arange(16.).reshape(4, 4)", "x0.detach()"), ("x0 += x1", "x0.set_(x1)"), ("x0", "x1")
+    ),
+    "a write to memory of which one input is detached": Case(
+        ("torch.arange(16.).reshape(4, 4)", "x0.detach()"), ("x0 += x1",), ("x1",)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALIASED)
+def test_writes_that_aotautograd_does_not_follow(name: str) -> None:
+    """PyTorch runs these as they are; AOTAutograd refuses them, or loses the write."""
+    assert under_torch_compile(ALIASED[name]) == "right, partly by PyTorch"

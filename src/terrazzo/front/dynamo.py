@@ -8,7 +8,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from terrazzo.errors import CompilerBug, Limitation
+from terrazzo.errors import CompilerBug, Limitation, TerrazzoError
 from terrazzo.front.capture import attention_by_definition
 from terrazzo.front.decompositions import table
 from terrazzo.front.fx import from_graph
@@ -35,6 +35,9 @@ def terrazzo(
     if opaque := next(filter(None, map(_layout, gm.graph.find_nodes(op="placeholder"))), None):
         _say(f"tensors of layout {opaque} are not supported")
         return gm
+    if gm.graph.find_nodes(op="call_method", target="set_"):
+        _say("a tensor is given other memory (set_), which AOTAutograd may lose writes to")
+        return gm
     if any(isinstance(x, torch.SymInt) or _symbolic(x) for x in example_inputs):
         return _by_shape(gm, chosen)
     return _compile(gm, example_inputs, chosen)
@@ -42,6 +45,7 @@ def terrazzo(
 
 def _compile(gm: Any, example_inputs: Sequence[Any], options: Options) -> Any:
     from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
+    from torch._dynamo.exc import TorchDynamoException
     from torch._functorch.aot_autograd import aot_module_simplified
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -61,6 +65,11 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options) -> Any:
             )
     except GuardOnDataDependentSymNode as why:
         _say(f"a shape depends on data ({str(why).splitlines()[0]})")
+        return gm
+    except (AssertionError, RuntimeError) as why:  # it does not follow every write to memory that several share
+        if isinstance(why, TerrazzoError | TorchDynamoException) or not str(why).strip():
+            raise
+        _say(f"AOTAutograd does not take the graph ({str(why).strip().splitlines()[0]})")
         return gm
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -208,7 +209,7 @@ def trilinear(
 
 @aten("_cdist_forward.default")
 def cdist(node: Aten, x: Any, y: Any, p: float, mode: int | None) -> Any:
-    """out[.., i, j] = the p-norm of x[.., i] - y[.., j]."""
+    """out[.., i, j] = the p-norm of x[.., i] - y[.., j]. A NaN is no number of differences either (p = 0)."""
     out = result(node)
     *batch, m, n = out.shape
     space = (*batch, m, n, x.type.shape[-1])
@@ -216,7 +217,12 @@ def cdist(node: Aten, x: Any, y: Any, p: float, mode: int | None) -> Any:
         return t.literal(0, out.dtype, out.shape)
     left = t.broadcast(t.reshape(x, (*x.type.shape[:-1], 1, space[-1])), space)
     right = t.broadcast(t.reshape(y, (*y.type.shape[:-2], 1, *y.type.shape[-2:])), space)
-    return t.cast(norm_of(t.apply("sub", left, right), p, [len(space) - 1]), out.dtype)
+    apart = t.apply("sub", left, right)
+    value = norm_of(apart, p, [len(space) - 1])
+    if p == 0:
+        nan = t.reduce("any", t.apply("isnan", apart), [len(space) - 1])
+        value = t.where(nan, c(math.nan, value), value)
+    return t.cast(value, out.dtype)
 
 
 @aten("dist.default")

@@ -55,13 +55,15 @@ def linspace(node: Aten, start: Any, end: Any, steps: int, **kwargs: Any) -> Any
     stored = out.dtype if out.dtype.is_float else f64
     wide = stored.compute
     low, high = (t.cast(operand(operand(x, out.dtype, ()), wide, ()), wide) for x in (start, end))
+    if steps == 1:  # which is the start, however far the end is
+        return t.cast(t.broadcast(low, out.shape), out.dtype)
     step = t.cast(t.apply("sub", high, low), stored)
     step = t.cast(t.apply("div", t.cast(step, wide), t.literal(max(steps - 1, 1), wide, ())), stored)
     low, high, step = (t.broadcast(t.cast(x, wide), out.shape) for x in (low, high, step))
     here = t.coordinates(out.shape)[0]
     rising = t.apply("add", low, t.apply("mul", step, t.cast(t.iota(out.shape, here), wide)))
     falling = t.apply("sub", high, t.apply("mul", step, t.cast(t.iota(out.shape, steps - 1 - here), wide)))
-    first = t.apply("lt", t.iota(out.shape, here), t.literal(max(steps // 2, steps == 1), i64, out.shape))
+    first = t.apply("lt", t.iota(out.shape, here), t.literal(steps // 2, i64, out.shape))
     return t.cast(t.where(first, rising, falling), out.dtype)
 
 
