@@ -128,7 +128,7 @@ def _by_shape(gm: Any, options: Options) -> Any:
             with torch._guards.tracing(None):
                 compiled[key] = _specialised(gm, args, options)
             if len(compiled) == MANY:
-                _vary(key[0], list(compiled)[0][0])
+                _vary(key[0], next(iter(compiled))[0])
         return compiled[key](*args)
 
     return call

@@ -90,7 +90,7 @@ class Cuda:
 
     def lost(self, options: Options, cache: Cache) -> Tried:
         """What is known of kernels that were tried here."""
-        return Tried(self.arch, cache, options.spills)
+        return Tried(self.arch, cache, options.spills, ahead=True)
 
     def build(self, lowering: Lowering, options: Options, cache: Cache) -> Built:
         """The kernels of a program, compiled where the cache lacks them, all of which this GPU's driver loads."""
