@@ -14,6 +14,7 @@ from typing import Any
 from terrazzo.errors import CompilerBug, UserError
 from terrazzo.hw.gpu import GPUS, Gpu
 from terrazzo.interp.kernel.sample import check_blocks
+from terrazzo.ir.canonical import twin
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
@@ -47,7 +48,6 @@ from terrazzo.rules.torch_to_tensor.library import Libraries
 from terrazzo.rules.torch_to_tensor.lower import lower as to_tensor
 from terrazzo.targets import target
 from terrazzo.targets.cuda.check import check
-from terrazzo.targets.cuda.emit import emit
 
 Run = Callable[[Any, Log, Options, Lost], Any]
 PARTS = {"split": 3, "tf32": 2, "bf16": 1}
@@ -182,7 +182,7 @@ def checked(program: k.Program, gpu: Gpu, options: Options, error: type[Exceptio
     """
     check(program, gpu, error)
     kernels = [s for s in program.steps if isinstance(s, k.Kernel)] if options.check else []
-    for kernel in {emit(s)[1]: s for s in kernels}.values():  # each once, whatever its buffers are called
+    for kernel in dict.fromkeys(map(twin, kernels)):  # each once, whatever its buffers are called
         try:
             check_blocks(kernel)
         except CompilerBug as why:

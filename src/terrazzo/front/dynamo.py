@@ -16,6 +16,9 @@ from terrazzo.front.results import arrange
 from terrazzo.options import Options
 from terrazzo.reproduce import failing
 
+MANY = 3
+"""Sets of sizes that a graph is compiled for before we say what to do about it."""
+
 _graphs = count()
 """Numbers the graphs of this process, so that each is dumped beside the others."""
 
@@ -133,9 +136,24 @@ def _by_shape(gm: Any, options: Options) -> Any:
         if key not in compiled:
             with torch._guards.tracing(None):
                 compiled[key] = _specialised(gm, args, options)
+            if len(compiled) == MANY:
+                _vary(key[0], next(iter(compiled))[0])
         return compiled[key](*args)
 
     return call
+
+
+def _vary(now: Sequence[Any], first: Sequence[Any]) -> None:
+    """Say that sizes vary, and what to do, once in a process."""
+    shapes = [(a[0], b[0]) for a, b in zip(first, now, strict=True) if isinstance(a, tuple) and a[:1] != b[:1]]
+    numbers = [(a, b) for a, b in zip(first, now, strict=True) if not isinstance(a, tuple) and a != b]
+    then, since = next(iter(shapes or numbers), ("one", "another"))
+    _warn(
+        f"sizes of the inputs vary ({then}, then {since}): a graph was compiled {MANY} times, and every new size is "
+        "compiled when it comes; kernels in which it does not occur are shared. Pad inputs to a few sizes, or call "
+        "once with each before time matters: what is in the cache is only loaded",
+        "sizes",
+    )
 
 
 def _overlaps(args: Sequence[Any]) -> tuple[tuple[int, int], ...]:
@@ -194,8 +212,13 @@ _said: set[str] = set()
 
 
 def _say(reason: str) -> None:
+    _warn(f"{reason}; PyTorch runs this graph")
+
+
+def _warn(message: str, about: str = "") -> None:
+    """Warn once of a message, or of what it is about."""
     import warnings
 
-    if reason not in _said:
-        _said.add(reason)
-        warnings.warn(f"terrazzo: {reason}; PyTorch runs this graph", RuntimeWarning, stacklevel=2)
+    if (about or message) not in _said:
+        _said.add(about or message)
+        warnings.warn(f"terrazzo: {message}", RuntimeWarning, stacklevel=3)

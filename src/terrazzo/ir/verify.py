@@ -19,6 +19,7 @@ from typing import Any
 from terrazzo.errors import CompilerBug, UserError
 from terrazzo.ir import verify_kernel
 from terrazzo.ir.address import coefficient
+from terrazzo.ir.canonical import as_its_form
 from terrazzo.ir.dialects import kernel, tile
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tensor as t
@@ -45,7 +46,7 @@ def problem(program: Program | l.Program | tile.Program | kernel.Program) -> str
             (
                 f"{s.name}: {why}"
                 for s in program.steps
-                if isinstance(s, kernel.Kernel) and (why := verify_kernel.problem(s))
+                if isinstance(s, kernel.Kernel) and (why := as_its_form(verify_kernel.problem, s))
             ),
             "",
         )

@@ -9,10 +9,11 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.loop import Buffer
 from terrazzo.ir.expr import FloorDiv, IntExpr, Loaded, Mod, Sum, Var
-from terrazzo.ir.node import Node, topological
+from terrazzo.ir.node import Node, per_node, topological
 from terrazzo.ir.proof import ill
 
 
+@per_node
 def problem(kernel: k.Kernel) -> str:
     """What is wrong with a kernel, or nothing: a name used where it does not exist, a variable no loop binds, an index
     too many.

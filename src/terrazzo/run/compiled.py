@@ -28,6 +28,7 @@ from terrazzo.run.compiler import find_compiler
 from terrazzo.run.cpu import Cpu
 from terrazzo.run.cuda import Cuda, architecture
 from terrazzo.run.interpreted import interpreted
+from terrazzo.run.nvrtc import abandoned_on_error
 from terrazzo.run.plan import ALIGN, Fallback, Plan, Step, decode, make, misfit, slots_in
 from terrazzo.run.switched import Switched
 from terrazzo.run.tensors import Expected
@@ -309,7 +310,8 @@ def _load(
 def _build(
     key: str, cache: Cache, machine: Cpu | Cuda, program: Any, bound: Mapping[str, Any], options: Options
 ) -> Compiled:
-    lowering = _lowering(program, options, machine.lost(options, cache))
+    with abandoned_on_error():
+        lowering = _lowering(program, options, machine.lost(options, cache))
     with (
         reproducible(options),
         failing("code generation", lowering.at("tile") or lowering.at("loop") or lowering.source),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from terrazzo.errors import CompilerBug, IndexOutOfRange, Limitation, UserError
 from terrazzo.hw.gpu import GPUS
 from terrazzo.hw.tma import TensorMap
+from terrazzo.ir.canonical import twin
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.types import DTYPES
 from terrazzo.options import Options
@@ -89,7 +90,7 @@ class Cuda:
 
     def lost(self, options: Options, cache: Cache) -> Tried:
         """What is known of kernels that were tried here."""
-        return Tried(self.arch, cache, options.spills)
+        return Tried(self.arch, cache, options.spills, ahead=True)
 
     def build(self, lowering: Lowering, options: Options, cache: Cache) -> Built:
         """The kernels of a program, compiled where the cache lacks them, all of which this GPU's driver loads."""
@@ -340,14 +341,16 @@ def _lost(
 
 
 def emit_all(program: k.Program, arch: str) -> tuple[dict[k.Kernel, Entry], list[tuple[str, str]], list[str]]:
-    """For every kernel its entry; (function, source) of each; the sources, each once."""
+    """For every kernel its entry; (function, source) of each; the sources, each once: kernels that differ in names only
+    have one.
+    """
     from terrazzo.targets.cuda.emit import emit, gathers
 
     entries: dict[k.Kernel, Entry] = {}
     sources: list[tuple[str, str]] = []
     for kernel in program.steps:
         if isinstance(kernel, k.Kernel):
-            name, source = emit(kernel)
+            name, source = emit(twin(kernel))
             launch = (kernel.grid, kernel.threads, kernel.shared_bytes, int(gathers(kernel)))
             maps = tuple(
                 (kernel.params.index(b), x.static_shape, whole_strides(x), box, swizzle)

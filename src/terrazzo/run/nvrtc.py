@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache as once
 from pathlib import Path
@@ -86,22 +87,50 @@ def compile_each(sources: Sequence[str], arch: str, cache: Cache) -> dict[str, M
     """What becomes of each source (without the prelude); those the cache lacks are compiled in parallel. Limitation
     where NVRTC is missing or does not know the architecture.
     """
-    found: dict[str, Made] = {}
-    missing: list[str] = []
-    for source in dict.fromkeys(sources):
-        facts = known(source, arch, cache)
-        path = cache.get(cubin_key(source, arch), ".cubin") if facts and facts.runs else None
-        if facts is None or (facts.runs and path is None):
-            missing.append(source)
-        else:
-            found[source] = Made(path, facts)
-    if missing:
-        with ThreadPoolExecutor(os.cpu_count() or 1, "terrazzo-nvrtc") as pool:
-            for source, (cubin, facts) in zip(missing, pool.map(lambda s: _compile(s, arch), missing), strict=True):
-                path = cache.put(cubin_key(source, arch), ".cubin", cubin) if cubin else None
-                remember(source, arch, cache, facts)
-                found[source] = Made(path, facts)
-    return found
+    with abandoned_on_error():
+        begun = {source: begin(source, arch, cache) for source in dict.fromkeys(sources)}
+        return {source: future.result() for source, future in begun.items()}
+
+
+_begun: dict[tuple[str, str, str], Future[Made]] = {}
+
+
+@once
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count() or 1, "terrazzo-nvrtc")
+
+
+def begin(source: str, arch: str, cache: Cache) -> Future[Made]:
+    """Have a source compiled beside what goes on here, unless the cache has what becomes of it. The thread that did it
+    puts it there, so it is kept whatever happens here meanwhile.
+    """
+    key = source, arch, str(cache.directory)
+    future = _begun.get(key)
+    if future is None or future.cancelled():
+        future = _begun[key] = _pool().submit(_made, source, arch, cache)
+        future.add_done_callback(lambda done: _begun.pop(key, None) if _begun.get(key) is done else None)
+    return future
+
+
+@contextmanager
+def abandoned_on_error() -> Iterator[None]:
+    """What did not begin to be compiled never does where this ends in an error, be it Ctrl-C: nobody waits for it."""
+    try:
+        yield
+    except BaseException:
+        for future in list(_begun.values()):
+            future.cancel()
+        raise
+
+
+def _made(source: str, arch: str, cache: Cache) -> Made:
+    facts = known(source, arch, cache)
+    path = cache.get(cubin_key(source, arch), ".cubin") if facts and facts.runs else None
+    if facts is None or (facts.runs and path is None):
+        cubin, facts = _compile(source, arch)
+        path = cache.put(cubin_key(source, arch), ".cubin", cubin) if cubin else None
+        remember(source, arch, cache, facts)
+    return Made(path, facts)
 
 
 def known(source: str, arch: str, cache: Cache) -> Facts | None:
@@ -168,18 +197,24 @@ def failure(what: str, source: str, arch: str, facts: Facts, cache: Cache) -> st
 @dataclass(frozen=True)
 class Tried:
     """Called with a kernel for a GPU: why it could not be built or is not to be used, as far as that was ever tried.
-    What a driver `refused` to load, by source, is not kept: it may be the driver's trouble.
+    What a driver `refused` to load, by source, is not kept: it may be the driver's trouble. What nobody tried yet
+    begins to be compiled `ahead` of the rest, where that is asked for: it will be used.
     """
 
     arch: str
     cache: Cache
     spills: bool = False
     refused: dict[str, str] = field(default_factory=dict)
+    ahead: bool = False
 
     def __call__(self, kernel: k.Kernel) -> str:
         from terrazzo.targets.cuda.emit import emit
 
-        return self.of(emit(kernel)[1])
+        source = emit(kernel)[1]
+        why = self.of(source)
+        if self.ahead and not why:
+            begin(source, self.arch, self.cache)
+        return why
 
     def of(self, source: str) -> str:
         """The same for a kernel's source."""

@@ -223,15 +223,13 @@ class _Fusion:
     def _merge(self, i: int, j: int) -> bool:
         """Merge kernel i into kernel j, which may read what i stores."""
         first, second = self.kernels[i], self.kernels[j]
-        if (
-            (first, second) in self.apart
-            or not _alike(first, second)
-            or self._pinned(first)
-            or self._pinned(second)
-            or not self.order.apart(i, j)
-        ):
+        if (first, second) in self.apart or not _alike(first, second):
             return False
         self.apart.add((first, second))
+        if not {*first.reads, *second.reads} & {*first.writes, *second.writes}:
+            self.apart.add((second, first))  # who merely share an operand make the same kernel either way
+        if self._pinned(first) or self._pinned(second) or not self.order.apart(i, j):
+            return False
         read_only_here = {b for b in first.writes if b not in self.needed and self.readers.get(b, set()) <= {j}}
         merged = _merged(first, second, read_only_here)
         if merged is None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from terrazzo.ir.canonical import canonical
 from terrazzo.ir.contraction import contraction, nested_contraction, operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
@@ -38,9 +39,10 @@ def online(program: l.Program, log: Log, refusal: Refusal) -> l.Program:
     """`program` with scores, softmax and the product with values in one kernel, where nobody else reads what lies
     between them and `refusal` has nothing against it.
     """
-    steps = list(program.steps)
-    for last in [s for s in steps if isinstance(s, l.Kernel)]:
-        found = _between(program, steps, last)
+    steps = _Steps(program)
+    known: dict[l.Kernel, str] = {}
+    for last in [s for s in program.steps if isinstance(s, l.Kernel)]:
+        found = _between(steps, last)
         if not found:
             continue
         made = softmax_into_product(reduce(inline, found, last))
@@ -49,19 +51,51 @@ def online(program: l.Program, log: Log, refusal: Refusal) -> l.Program:
                 Event(PASS, "softmax_into_product", last.name, False, "what lies between the products is no softmax")
             )
             continue
-        if why := refusal(made):
+        form = canonical(made)
+        if form.kernel not in known:
+            known[form.kernel] = refusal(form.kernel)
+        if why := form.named(known[form.kernel]):
             log.add(Event(PASS, "softmax_into_product", last.name, False, why))
             continue
-        steps[steps.index(last)] = made
-        for kernel in found:
-            steps.remove(kernel)
+        steps.replace(found, last, made)
         names = " and ".join(kernel.name for kernel in found[::-1])
         log.add(Event(PASS, "softmax_into_product", last.name, True, f"{names} became part of it"))
         log.applied(PASS, "softmax_into_product", last.name, [*found[::-1], last], [made])
-    return l.Program(program.name, program.inputs, tuple(steps), program.results)
+    return l.Program(program.name, program.inputs, tuple(steps.made.values()), program.results)
 
 
-def _between(program: l.Program, steps: list[Any], last: l.Kernel) -> tuple[l.Kernel, ...]:
+class _Steps:
+    """The steps of a program, and who writes and reads what lies between them."""
+
+    def __init__(self, program: l.Program) -> None:
+        self.made: dict[Any, Any] = {s: s for s in program.steps}
+        self.outside = {*program.inputs, *program.results}
+        self.writers = {b: s for s in program.steps for b in s.writes}
+        self.readers: dict[l.Buffer, set[Any]] = {}
+        for s in program.steps:
+            for b in s.reads:
+                self.readers.setdefault(b, set()).add(s)
+
+    def producer(self, load: Node, reader: l.Kernel) -> l.Kernel | None:
+        """The kernel that stores what a load reads, and nothing else, for `reader` alone."""
+        if not isinstance(load, l.Load) or load.buffer in self.outside or self.readers[load.buffer] != {reader}:
+            return None
+        writer = self.writers[load.buffer]
+        return writer if isinstance(writer, l.Kernel) and len(writer.stores) == 1 else None
+
+    def replace(self, gone: tuple[l.Kernel, ...], last: l.Kernel, made: l.Kernel) -> None:
+        """One kernel in the place of the last of several."""
+        for s in gone:
+            del self.made[s]
+        self.made[last] = made
+        self.writers.update(dict.fromkeys(made.writes, made))
+        for b in {b for s in (*gone, last) for b in s.reads}:
+            self.readers[b] -= {*gone, last}
+        for b in made.reads:
+            self.readers[b].add(made)
+
+
+def _between(steps: _Steps, last: l.Kernel) -> tuple[l.Kernel, ...]:
     """The kernel of weights before a product with values, where there is one, and that of scores, which only the next
     one reads; the last one first. Nothing where these are no products with a reduction between them.
     """
@@ -69,28 +103,17 @@ def _between(program: l.Program, steps: list[Any], last: l.Kernel) -> tuple[l.Ke
         if not isinstance(r, l.Reduce) or (c := nested_contraction(r)) is None:
             continue
         for factor in map(operand, c.factors):
-            middle = _producer(program, steps, factor, last)
+            middle = steps.producer(factor, last)
             weights = [middle.stores[0].value] if middle is not None else [factor]
             if not any(isinstance(x, l.Reduce) for x in topological(weights)):
                 continue
             for x in dict.fromkeys(x for x in topological(weights) if isinstance(x, l.Load)):
-                first = _producer(program, steps, x, middle or last)
+                first = steps.producer(x, middle or last)
                 if first is not None and any(
                     isinstance(y, l.Reduce) and contraction(y) for y in topological([first.stores[0].value])
                 ):
                     return (middle, first) if middle is not None else (first,)
     return ()
-
-
-def _producer(program: l.Program, steps: list[Any], load: Node, reader: l.Kernel) -> l.Kernel | None:
-    """The kernel that stores what a load reads, and nothing else, for `reader` alone."""
-    if not isinstance(load, l.Load) or load.buffer in (*program.results, *program.inputs):
-        return None
-    readers = [s for s in steps if load.buffer in s.reads]
-    writers = [s for s in steps if load.buffer in s.writes]
-    if readers != [reader] or len(writers) != 1 or not isinstance(writers[0], l.Kernel) or len(writers[0].stores) != 1:
-        return None
-    return writers[0]
 
 
 def softmax_into_product(kernel: l.Kernel) -> l.Kernel | None:

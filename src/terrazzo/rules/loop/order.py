@@ -6,7 +6,7 @@ what lies between two steps in every chain of needs lies between them in the ord
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 Readers = Callable[[int], Iterable[int]]
 """The steps that read what a step writes."""
@@ -34,30 +34,30 @@ class Order:
         at = self.place[i]
         return [j for j in self.steps[max(at - distance, 0) : at + distance + 1] if j is not None and j != i]
 
-    def needing(self, i: int, until: int, but: int | None = None) -> set[int]:
-        """The steps no later than step `until` that need step i; where step `but` does so directly, that is not
-        followed.
+    def needing(self, i: int, until: int, direct: bool = True) -> Iterator[int]:
+        """The steps no later than step `until` that need step i, each once. Without `direct`, step `until` counts only
+        where it needs step i by way of another.
         """
         last = self.place[until]
         found: set[int] = set()
-        front = [j for j in self.readers(i) if j != but]
+        front = [j for j in self.readers(i) if direct or j != until]
         while front:
             j = front.pop()
             if j not in found and self.place[j] <= last:
                 found.add(j)
+                yield j
                 front += self.readers(j)
-        return found
 
     def apart(self, i: int, j: int) -> bool:
         """Whether no step stands between the two, of which the second may need the first."""
         if self.place[i] < self.place[j]:
-            return j not in self.needing(i, j, but=j)
+            return j not in self.needing(i, j, direct=False)
         return i not in self.needing(j, i)
 
     def join(self, i: int, j: int) -> None:
         """Step i becomes part of step j, and no step stands between them: what needs either comes after both."""
         first, last = sorted((i, j), key=self.place.__getitem__)
-        later = self.needing(first, last)
+        later = set(self.needing(first, last))
         start, end = self.place[first], self.place[last] + 1
         between = [k for k in self.steps[start:end] if k is not None and k not in (i, j)]
         moved = [*(k for k in between if k not in later), j, *(k for k in between if k in later)]

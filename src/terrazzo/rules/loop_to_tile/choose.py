@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from terrazzo.errors import Limitation, UserError, about
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir import nest as n
+from terrazzo.ir.canonical import canonical, remember, words
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
@@ -49,16 +51,17 @@ def schedule(
     """
     steps: list[l.Kernel | l.Call] = []
     schedules: list[tuple[int, Schedule]] = []
+    known: dict[l.Kernel, tuple[Candidate, tuple[Event, ...], frozenset[str]]] = {}
     for step in program.steps:
         if not isinstance(step, l.Kernel):
             steps.append(step)
             continue
         with about(step):
-            found = _choose(step, gpu, pinned or {}, log, lost)
+            found, events = _as_its_form(step, gpu, pinned or {}, lost, known)
+        for event in events:
+            log.add(event)
         for rewrite, old, new in found.rewrites:
             log.applied(PASS, rewrite, old.name, [old], new)
-        for what, why in tiles.unused(step, (s for _, s, *_ in found.kernels), gpu):
-            log.add(Event(PASS, what, found.kernels[0][0].name, False, why))
         for kernel, chosen, rule, reason in found.kernels:
             texts = ("\n".join(map(show, [step])), f"{show(kernel)}\n{chosen}") if show else ("", "")
             log.add(Event(PASS, rule, kernel.name, True, reason, *texts))
@@ -87,6 +90,43 @@ class Candidate:
     def after(self, *rewrites: Rewrite) -> Candidate:
         """The same where other rewrites came first; those that changed nothing are left out."""
         return Candidate(self.kernels, (*(r for r in rewrites if r[2] != (r[1],)), *self.rewrites))
+
+
+def _as_its_form(
+    kernel: l.Kernel,
+    gpu: Gpu,
+    pinned: Mapping[str, Schedule],
+    lost: Lost,
+    known: dict[l.Kernel, tuple[Candidate, tuple[Event, ...], frozenset[str]]],
+) -> tuple[Candidate, tuple[Event, ...]]:
+    """What is chosen for the canonical form of a kernel, once for all that have it, and for this one by name. A kernel
+    is judged by itself where the user pinned a schedule, where names meet, and where there is none, which is told.
+    """
+    form = canonical(kernel)
+    if not any(name.startswith(kernel.name) for name in pinned):
+        with suppress(UserError, Limitation):
+            if form.kernel not in known:
+                found, events = _judged(form.kernel, gpu, {}, lost)
+                made = [(x, s, complete(x, s, gpu)[0], lower(x, s, gpu)) for x, s, *_ in found.kernels]
+                known[form.kernel] = found, events, words(made)
+            found, events, met = known[form.kernel]
+            if not form.clashes(met):
+                named = form.named(found)
+                for (x, chosen, *_), (old, was, *_) in zip(named.kernels, found.kernels, strict=True):
+                    remember(x, replace(form, kernel=old, schedule=was), chosen)
+                return named, form.named(events)
+    return _judged(kernel, gpu, pinned, lost)
+
+
+def _judged(
+    kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], lost: Lost
+) -> tuple[Candidate, tuple[Event, ...]]:
+    """What is chosen, and what there is to say of it and of others."""
+    log = Log()
+    found = _choose(kernel, gpu, pinned, log, lost)
+    for what, why in tiles.unused(kernel, (s for _, s, *_ in found.kernels), gpu):
+        log.add(Event(PASS, what, found.kernels[0][0].name, False, why))
+    return found, tuple(log.events)
 
 
 def _choose(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], log: Log, lost: Lost) -> Candidate:

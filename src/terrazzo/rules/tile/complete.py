@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from terrazzo.errors import CompilerBug, Limitation, TerrazzoError, UserError, about, again
 from terrazzo.hw.gpu import Gpu
+from terrazzo.ir.canonical import Form, form_of
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
 from terrazzo.ir.plan import Agent, Order, Plan, Product, Ring, Stream
@@ -59,6 +60,7 @@ def program(
     complete. UserError where the former is not in order.
     """
     plans = dict(scheduled.plans)
+    judged: set[tuple[l.Kernel, Schedule]] = set()
     for number, schedule in scheduled.schedules:
         kernel = scheduled.loop.steps[number]
         assert isinstance(kernel, l.Kernel)
@@ -68,15 +70,18 @@ def program(
             plans[number] = given
             log.add(Event(PASS, "pin", kernel.name, True, "by the user"))
             continue
-        found, events = complete(kernel, schedule, gpu)
-        for e in events:
-            log.add(e if show else replace(e, before="", after=""))
+        form = form_of(kernel, schedule) or Form(kernel, {}, kernel.source, schedule)
+        found, events = complete(form.kernel, form.schedule, gpu)
+        for e in form.named(events if show else tuple(replace(e, before="", after="") for e in events)):
+            log.add(e)
         if isinstance(found, Refused):
             with about(*schedule.part(), kernel):
                 raise again(found.error)
-        for number, why in problems(found, Draft(kernel, schedule, gpu)):
-            raise CompilerBug(f"rules made a plan that is not in order, line {number}: {why}\n{found}")
-        plans[number] = found
+        if (form.kernel, form.schedule) not in judged:
+            judged.add((form.kernel, form.schedule))
+            for line, why in problems(found, Draft(form.kernel, form.schedule, gpu)):
+                raise CompilerBug(f"rules made a plan that is not in order, line {line}: {why}\n{found}")
+        plans[number] = form.named(found)
     return tile.Program(scheduled.loop, scheduled.schedules, tuple(sorted(plans.items())))
 
 

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from terrazzo.errors import Limitation, UserError, about, again
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir import nest as n
+from terrazzo.ir.canonical import form_of, remember
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
@@ -45,18 +47,30 @@ def program(
         if not isinstance(s, l.Kernel):
             steps.append(s)
             continue
-        plan = plans.get(i)
         with about(*schedules[i].part(), s):
-            if plan is not None and plan is not complete(s, schedules[i], gpu)[0]:
-                verify(s, schedules[i], plan, gpu)
-            done = lower(s, schedules[i], gpu, plan)
+            done = _as_its_form(s, schedules[i], gpu, plans.get(i))
         steps.append(done)
         if log is not None:
-            texts = (f"{show(s)}\n{plan}", show(done)) if show else ("", "")
+            texts = (f"{show(s)}\n{plans.get(i)}", show(done)) if show else ("", "")
             what = f"{done.grid} blocks of {done.threads} threads, {done.shared_bytes} bytes of shared memory"
             log.add(Event("derive", "derive", s.name, True, what, *texts))
             log.applied("derive", "derive", s.name, [s], [done])
     return k.Program(p.name, p.inputs, tuple(steps), p.results)
+
+
+def _as_its_form(kernel: l.Kernel, schedule: Schedule, gpu: Gpu, plan: Plan | None) -> k.Kernel:
+    """What is written for the canonical form of a kernel, under this one's names; or for itself, by its own plan."""
+    form = form_of(kernel, schedule)
+    if form is not None:
+        found, _ = complete(form.kernel, form.schedule, gpu)
+        if plan is None or plan is form.named(found):
+            written = lower(form.kernel, form.schedule, gpu)
+            done: k.Kernel = form.named(written)
+            remember(done, replace(form, kernel=written, schedule=None))
+            return done
+    if plan is not None and plan is not complete(kernel, schedule, gpu)[0]:
+        verify(kernel, schedule, plan, gpu)
+    return lower(kernel, schedule, gpu, plan)
 
 
 def lower(kernel: l.Kernel, schedule: Schedule, gpu: Gpu, plan: Plan | None = None) -> k.Kernel:

@@ -21,6 +21,7 @@ from terrazzo.errors import CompilerBug, UserError, about
 from terrazzo.hw import mma_sync, wgmma
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.address import evaluate, flatten
+from terrazzo.ir.canonical import as_its_form
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Loaded, Var, at_least, bounds, terms_of
 from terrazzo.ir.node import Node, topological
@@ -66,7 +67,7 @@ def check(program: k.Program, gpu: Gpu, error: type[Exception] = CompilerBug) ->
     for step in program.steps:
         if not isinstance(step, k.Kernel):
             continue
-        found = report(step, gpu)
+        found = as_its_form(lambda kernel: report(kernel, gpu), step)
         if error is UserError and (refused := found.refusal()):
             with about(TextLine(step, refused[1])):
                 raise error(f"{step.name}: {refused[0]}")

@@ -11,6 +11,7 @@ from terrazzo.errors import CompilerBug
 from terrazzo.hw import barrier, ldmatrix, mma_sync, tma, wgmma
 from terrazzo.hw.transfer import CP_ASYNC, REMOTE, SHUFFLE, VOTE, WIDE
 from terrazzo.ir.address import flatten
+from terrazzo.ir.canonical import plain
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr, Loaded, terms_of
@@ -68,10 +69,10 @@ class _Writer:
     def source(self) -> tuple[str, str]:
         kernel, instructions = self.kernel, self.instructions()
         self.names = Names(words(prelude(), *instructions))
-        name = "k_" + identifier(kernel.name)
+        name = "k_" + identifier(plain(kernel.name))
         params = []
         for b in kernel.params:
-            self.scope.buffers[b] = formal = self.names.formal(b.name)
+            self.scope.buffers[b] = formal = self.names.formal(plain(b.name))
             params.append(f"{'' if b in kernel.writes else 'const '}{c_type(b.type.dtype)}* __restrict__ {formal}")
         for n, key in enumerate(kernel.maps):
             self.maps[key] = self.names.local(f"{self.scope.buffers[key[0]].removesuffix('_p')}_map{n}")
@@ -93,7 +94,7 @@ class _Writer:
             if variables or (value == "warp" and self.statements_of(k.Role)):
                 lines.append(f"  const {self.int} {value} = {text};")
         for s, at in kernel.offsets.items():
-            self.scope.buffers[s] = place = self.names.local(s.name)
+            self.scope.buffers[s] = place = self.names.local(plain(s.name))
             kind = c_type(s.type.dtype)
             lines.append(f"  {kind}* const {place} = reinterpret_cast<{kind}*>(shared + {at});")
         lines += self.statements(kernel.body, "  ")
@@ -165,7 +166,7 @@ class _Writer:
         match s:
             case k.Let():
                 text = expression(s.term, self.scope) if not isinstance(s.term, k.Value) else self.scope.names[s.term]
-                self.scope.names[s.value] = name = self.names.local(s.value.name)
+                self.scope.names[s.value] = name = self.names.local(plain(s.value.name))
                 return [f"const {c_type(s.value.type)} {name} = {text};"]
             case k.Declare():
                 return self.declare(s)
@@ -283,7 +284,7 @@ class _Writer:
 
     def declare(self, s: k.Declare) -> list[str]:
         kind = c_type(s.place.type.dtype)
-        self.scope.buffers[s.place] = name = self.names.local(s.place.name)
+        self.scope.buffers[s.place] = name = self.names.local(plain(s.place.name))
         count = 1
         for e in s.place.type.static_shape:
             count *= e

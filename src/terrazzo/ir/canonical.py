@@ -1,0 +1,144 @@
+"""Kernels up to names: what is worked out for one serves all that differ from it in names only (ADR 009).
+
+The canonical form of a kernel has names by order of appearance. Whatever is made of it has these names too, perhaps
+with something before or after them, and becomes what it is for a kernel of the program when they are replaced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects.scalar import Scalar
+from terrazzo.ir.monoid import Monoid
+from terrazzo.ir.node import Node, per_node, substitute, topological
+from terrazzo.ir.types import DType, Type
+
+T = TypeVar("T")
+
+_MARK = "tz{}z"  # nobody calls a tensor so; if somebody did, its kernel would have no canonical form
+_MARKS = re.compile(r"tz\d+z|[A-Za-z_]*?tzz")
+_NAMELESS = (Type, DType, Monoid, Scalar)
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """The canonical form of something: of a kernel, perhaps under a schedule, and what its names stand for."""
+
+    kernel: Any
+    names: Mapping[str, str]
+    source: str
+    schedule: Any = None
+
+    def named(self, x: T) -> T:
+        """What was made of the canonical form, with the names of the kernel whose form it is."""
+        named: T = self._renaming.of(x)
+        return named
+
+    def clashes(self, words: Iterable[str]) -> bool:
+        """Whether names of the kernel meet other ones of `words`, those of what was made of the canonical form. A
+        kernel may be called as what it writes.
+        """
+        seen = [w for w in words if "tzz" not in w]
+        return len({self._renaming.marks(w) for w in seen}) < len(seen)
+
+    @cached_property
+    def _renaming(self) -> _Renaming:
+        return _Renaming(self.names, self.source)
+
+
+@per_node
+def canonical(kernel: l.Kernel) -> Form:
+    """The canonical form of a kernel of Loop IR."""
+    buffers = dict.fromkeys((*kernel.writes, *kernel.reads))
+    name = re.sub(r"\W|_*\d+", "", kernel.name, flags=re.ASCII).strip("_") + "tzz"
+    names = {_MARK.format(n): b.name for n, b in enumerate(buffers)}
+    new: dict[Any, Any] = {b: l.Buffer(mark, b.type) for b, mark in zip(buffers, names, strict=True)}
+    form = l.Kernel(name, kernel.axes, tuple(substitute(s, new) for s in kernel.stores))
+    return Form(form, {**names, name: kernel.name}, kernel.source)
+
+
+def words(*made: Any) -> frozenset[str]:
+    """Every word in nodes, records and texts."""
+    renaming = _Renaming({}, "")
+    renaming.of(made)
+    return frozenset(w for text in renaming.texts for w in re.findall(r"\w+", text))
+
+
+def plain(name: str) -> str:
+    """The name of a kernel or a buffer without what marks it as that of a canonical form."""
+    return _MARKS.sub(lambda m: m[0].replace("z", ""), name)
+
+
+_forms: weakref.WeakKeyDictionary[Node, dict[Hashable, Form]] = weakref.WeakKeyDictionary()
+
+
+def remember(kernel: Node, form: Form, schedule: Hashable = None) -> None:
+    """Keep what a kernel (under a schedule) is the same as."""
+    _forms.setdefault(kernel, {})[schedule] = form
+
+
+def form_of(kernel: Node, schedule: Hashable = None) -> Form | None:
+    """What a kernel (under a schedule) is the same as; None where nobody said so."""
+    return _forms.get(kernel, {}).get(schedule)
+
+
+def as_its_form(fn: Callable[[Any], T], kernel: Node) -> T:
+    """`fn` of what a kernel is the same as, with this one's names; of itself where nobody said so."""
+    form = form_of(kernel)
+    return form.named(fn(form.kernel)) if form else fn(kernel)
+
+
+def twin(kernel: T) -> T:
+    """The kernel of which this one differs in names only, or itself."""
+    form = form_of(kernel)  # type: ignore[arg-type]
+    return form.kernel if form else kernel
+
+
+class _Renaming:
+    """Replaces names in nodes, records, tuples and texts."""
+
+    def __init__(self, names: Mapping[str, str], source: str) -> None:
+        self.names, self.source = names, source
+        self.texts: dict[str, str] = {}
+        self.nodes: dict[Node, Any] = {}
+
+    def of(self, x: Any) -> Any:
+        if type(x) is str:
+            return self.text(x)
+        if type(x) is tuple:
+            return tuple(map(self.of, x))
+        if isinstance(x, Node):
+            return self.node(x)
+        if dataclasses.is_dataclass(x) and not isinstance(x, _NAMELESS):
+            old = {f.name: getattr(x, f.name) for f in dataclasses.fields(x)}
+            return dataclasses.replace(x, **{name: self.of(value) for name, value in old.items()})  # type: ignore[type-var]
+        return x
+
+    def node(self, root: Node) -> Any:
+        for x in topological([root], stop=self.nodes.__contains__):
+            if x in self.nodes:
+                continue
+            old = x.values
+            new = tuple(self.nodes[v] if isinstance(v, Node) else self.of(v) for v in old)
+            same = all(a is b or a == b for a, b in zip(new, old, strict=True))
+            if isinstance(x, l.Kernel | k.Kernel):
+                self.nodes[x] = type(x)(**dict(zip(x._fields, new, strict=True), source=self.source))
+            else:
+                self.nodes[x] = x if same else type(x).make(*new)
+        return self.nodes[root]
+
+    def text(self, text: str) -> str:
+        if text not in self.texts:
+            self.texts[text] = self.marks(text)
+        return self.texts[text]
+
+    def marks(self, text: str) -> str:
+        return _MARKS.sub(lambda m: self.names.get(m[0], m[0]), text)

@@ -1,0 +1,110 @@
+"""Compiling takes time with what is new in a program: work is counted, since seconds depend on the machine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from terrazzo.ir import node
+from terrazzo.ir.canonical import Form, twin
+from terrazzo.ir.text import parse
+from terrazzo.options import Options
+from terrazzo.pipelines import lowering
+from terrazzo.rules.loop import fuse as fusion
+from terrazzo.rules.loop import order
+from terrazzo.rules.loop_to_tile import choose
+from terrazzo.rules.tile_to_kernel import lower as derive
+
+
+def layers(count: int) -> str:
+    """Layers of one shape: a product, a nonlinearity, a mean of each row, and what was there before."""
+    weights = ", ".join(f"w{n}: f32[48, 48]" for n in range(count))
+    lines = [f"@torch\ndef f(x: f32[32, 48], {weights}):"]
+    last = "x"
+    for n in range(count):
+        lines += [
+            f"    mm_{n}: f32[32, 48] = aten.mm.default({last}, w{n})",
+            f"    tanh_{n}: f32[32, 48] = aten.tanh.default(mm_{n})",
+            f"    mean_{n}: f32[32, 1] = aten.mean.dim(tanh_{n}, [1], True)",
+            f"    sub_{n}: f32[32, 48] = aten.sub.Tensor(tanh_{n}, mean_{n})",
+            f"    add_{n}: f32[32, 48] = aten.add.Tensor(sub_{n}, {last})",
+        ]
+        last = f"add_{n}"
+    return "\n".join([*lines, f"    return ({last},)\n"])
+
+
+def unrolled(count: int) -> str:
+    """A recurrent net, unrolled: every step reads the same weights."""
+    lines = ["@torch\ndef f(h: f32[8, 32], w: f32[32, 32], u: f32[32, 32]):"]
+    last = "h"
+    for n in range(count):
+        lines += [
+            f"    mm_{n}: f32[8, 32] = aten.mm.default({last}, w)",
+            f"    sigmoid_{n}: f32[8, 32] = aten.sigmoid.default(mm_{n})",
+            f"    mul_{n}: f32[8, 32] = aten.mul.Tensor(sigmoid_{n}, {last})",
+            f"    mm_u_{n}: f32[8, 32] = aten.mm.default(mul_{n}, u)",
+            f"    tanh_{n}: f32[8, 32] = aten.tanh.default(mm_u_{n})",
+        ]
+        last = f"tanh_{n}"
+    return "\n".join([*lines, f"    return ({last},)\n"])
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """What was done: nodes walked, pairs of kernels looked at, searches for what stands between, kernels scheduled and written."""
+    done: Counter[str] = Counter()
+
+    def counted(module: Any, name: str, what: str, size: Any = lambda out: 1) -> None:
+        inner = getattr(module, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            out = inner(*args, **kwargs)
+            done[what] += size(out)
+            return out
+
+        monkeypatch.setattr(module, name, call)
+
+    for module in (fusion, node):
+        counted(module, "topological", "nodes", len)
+    counted(order.Order, "apart", "searches")
+    counted(fusion, "_alike", "pairs")
+    counted(choose, "_choose", "scheduled")
+    counted(derive, "write", "written")
+    return done
+
+
+@pytest.mark.parametrize("program", [layers, unrolled])
+@pytest.mark.parametrize("target", ["cpu", "sm_90a"])
+def test_work_grows_no_faster_than_programs(
+    program: Any, target: str, work: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fusion, "NEAR", 6)  # so that few steps are many
+    counts = []
+    for n in (12, 48):
+        derive._written.cache_clear()
+        work.clear()
+        lowering(parse(program(n)), Options(target=target))
+        counts.append(dict(work))
+    few, many = counts
+    for what in ("nodes", "searches", "pairs"):
+        assert many[what] <= 4.8 * few[what], (what, few, many)
+    assert few.get("scheduled") == many.get("scheduled")  # what is new is the same
+    assert few.get("written") == many.get("written")
+
+
+def test_equal_layers_are_one_kernel_under_many_names() -> None:
+    done = lowering(parse(layers(12)), Options(target="sm_90a"))
+    kernels = done.at("kernel").steps
+    assert len({s.name for s in kernels}) == len(kernels) >= 12
+    assert len({twin(s) for s in kernels}) <= 6
+
+
+def test_a_program_is_the_same_whether_its_kernels_share_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = lowering(parse(layers(3)), Options(target="sm_90a"))
+    monkeypatch.setattr(Form, "clashes", lambda *_: True)
+    alone = lowering(parse(layers(3)), Options(target="sm_90a"))
+    assert shared.at("kernel") == alone.at("kernel")
+    assert shared.at("tile") == alone.at("tile")
+    assert shared.log.events == alone.log.events
