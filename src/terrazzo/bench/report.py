@@ -89,8 +89,8 @@ def page(results: Path) -> str:
                 _counters(record) if "counters" in record["meta"] else _gpu_part(record) if "geomean" in record else []
             )
             continue
-        if record["suite"] == "libraries":
-            parts += _libraries(record)
+        if (part := {"libraries": _libraries, "memory": _memory}.get(record["suite"])) is not None:
+            parts += part(record)
             continue
         table = rows(record)
         lines = ["| " + " | ".join(row) + " |" for row in table]
@@ -123,6 +123,34 @@ def library_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
             for c in record["cases"]
         ),
     ]
+
+
+def memory_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """A header and a row per case."""
+    head = ("case", "pass", "eager", "terrazzo", "of eager's")
+    return [
+        head,
+        *(
+            (
+                c["name"],
+                "training" if c["training"] else "forward",
+                f"{c['eager'] / 1e6:.1f} MB",
+                f"{c['terrazzo'] / 1e6:.1f} MB",
+                f"{c['terrazzo'] / c['eager']:.2f}",
+            )
+            for c in record["cases"]
+        ),
+    ]
+
+
+def _memory(record: Mapping[str, Any]) -> list[str]:
+    """The peak memory of calls."""
+    return ["## Peak memory of a call", "", *MEMORY, "", *_markdown(memory_rows(record)), ""]
+
+
+MEMORY = """What a call takes at its peak on a processor, over weights and inputs, by PyTorch's own account of its
+allocations (`terrazzo bench memory` measures anew). Ours has the temporaries that are kept between calls in it.
+""".splitlines()
 
 
 def _libraries(record: Mapping[str, Any]) -> list[str]:

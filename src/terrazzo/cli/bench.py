@@ -98,6 +98,25 @@ def libraries(
 
 
 @app.command()
+def memory(
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where the record goes.", show_default=False)
+    ] = None,
+) -> None:
+    """Compare the peak memory of a call with eager's on this processor; the record goes to benchmarks/results/cpu."""
+    from terrazzo.bench.measure import save
+    from terrazzo.bench.memory import measure
+    from terrazzo.bench.report import memory_rows
+    from terrazzo.options import Options
+
+    with working("measuring memory"):
+        record = measure(Options(libraries="never"))
+    for k, line in enumerate(columns(memory_rows(record), right=(2, 3, 4))):
+        say(line, "bold" if k == 0 else None)
+    save(record, json or _folder() / "memory.json")
+
+
+@app.command()
 def gpu(
     suite: Annotated[
         list[GpuSuite] | None, typer.Option(help="Only this suite. Repeatable.", show_default=False)

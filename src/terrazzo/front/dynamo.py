@@ -47,14 +47,13 @@ def terrazzo(
 
 
 def _compile(gm: Any, example_inputs: Sequence[Any], options: Options) -> Any:
-    from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
     from torch._dynamo.exc import TorchDynamoException
     from torch._functorch.aot_autograd import aot_module_simplified
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     def compiler(graph: Any, inputs: Sequence[Any], views: bool = True) -> Any:
         dump = options.dump and options.dump / f"graph-{next(_graphs):03}"
-        return make_boxed_func(_graph(graph, replace(options, dump=dump), views))
+        return _graph(graph, replace(options, dump=dump), views)
 
     try:
         with attention_by_definition():
@@ -79,6 +78,7 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options) -> Any:
 def _graph(graph: Any, options: Options, views: bool) -> Any:
     """One ATen graph as a function of its inputs. Results that are no tensors (None, numbers) are passed on."""
     import torch
+    from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     from terrazzo.run.compiled import compile_program
@@ -89,7 +89,7 @@ def _graph(graph: Any, options: Options, views: bool) -> Any:
         with unset_fake_temporarily(), failing("compiling a graph", None):  # constants of the graph are real tensors
             computed, results = arrange(graph, wanted, views=views)
             if not computed:
-                return lambda *args: results.make(args, ())
+                return make_boxed_func(lambda *args: results.make(args, ()))
             output.args = (tuple(computed),)
             program, constants = from_graph(graph, "forward")
             bound = {name: t.detach() for name, t in constants.items()}
@@ -97,18 +97,28 @@ def _graph(graph: Any, options: Options, views: bool) -> Any:
     except Limitation as why:
         _say(str(why))
         output.args = (tuple(wanted),)
-        return torch.fx.Interpreter(graph).run
+        return make_boxed_func(torch.fx.Interpreter(graph).run)
     except CompilerBug as bug:
         if options.strict:
             raise
         _say(f"A BUG OF THE COMPILER (an error with options={{'strict': True}}): {bug}\nPlease report it")
         output.args = (tuple(wanted),)
-        return torch.fx.Interpreter(graph).run
+        return make_boxed_func(torch.fx.Interpreter(graph).run)
     finally:
         output.args = (tuple(wanted),)
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     taken = [k for k, n in enumerate(placeholders) if isinstance(n.meta.get("val"), torch.Tensor)]
-    return lambda *args: results.make(args, compiled([args[k] for k in taken]))
+    given = {r.k for r in results.each if r.of == "input"}
+
+    def call(args: list[Any]) -> Any:
+        """Empties the list, so that tensors which nobody else needs go as soon as the program is through with them."""
+        kept = {k: args[k] for k in given}
+        inputs = [args[k] for k in taken]
+        args.clear()
+        return results.make(kept, compiled.consume(inputs))
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
 
 
 def _device(graph: Any) -> str:

@@ -65,8 +65,8 @@ class Results:
     each: tuple[Result, ...]
     layouts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
-    def make(self, inputs: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-        """The results, from the inputs of the call and the values of the program."""
+    def make(self, inputs: Any, values: Sequence[Any]) -> list[Any]:
+        """The results, from the inputs of the call (those that are needed, by number) and the values of the program."""
         values = [laid_out(v, *layout) for v, layout in zip(values, self.layouts, strict=True)]
         out: list[Any] = []
         sources = {"value": values, "input": inputs, "result": out}

@@ -6,7 +6,7 @@ import ctypes
 import hashlib
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -29,7 +29,7 @@ from terrazzo.run.cpu import Cpu
 from terrazzo.run.cuda import Cuda, architecture
 from terrazzo.run.interpreted import interpreted
 from terrazzo.run.nvrtc import abandoned_on_error
-from terrazzo.run.plan import ALIGN, Fallback, Plan, Step, decode, make, misfit, slots_in
+from terrazzo.run.plan import ALIGN, Fallback, Plan, Step, decode, make, misfit, slots_in, spans
 from terrazzo.run.switched import Switched
 from terrazzo.run.tensors import Expected
 from terrazzo.targets import target
@@ -81,24 +81,33 @@ class Compiled:
         """The results for these tensors. A tensor of another shape, type, layout or device is a UserError that names
         it.
         """
+        return self._call(self._checked(inputs))
+
+    def consume(self, inputs: list[Any]) -> list[Any]:
+        """The same, and the list is emptied: what only it held goes as soon as the program is through with it."""
+        tensors = self._checked(inputs)
+        inputs.clear()
+        return self._call(tensors)
+
+    def _checked(self, inputs: Sequence[Any]) -> dict[int, Any]:
+        """The tensors of a call by their slots."""
         if len(inputs) != len(self.varying):
             raise UserError(f"the program takes {len(self.varying)} tensors, got {len(inputs)}")
-        tensors = dict(self.bound)
-        for k, given, expected in zip(self.varying, inputs, self.expected, strict=True):
-            tensors[k] = expected.check(given)
-        with self.machine.current():
-            return self._call(tensors)
+        checked = (expected.check(given) for given, expected in zip(inputs, self.expected, strict=True))
+        return {**self.bound, **dict(zip(self.varying, checked, strict=True))}
 
     def _call(self, tensors: dict[int, Any]) -> list[Any]:
+        with self.machine.current():
+            return self._run_all(tensors)
+
+    def _run_all(self, tensors: dict[int, Any]) -> list[Any]:
         self.machine.before()
         queue = self.machine.queue()
         pool = self.frames.setdefault(queue, [])
         try:
             frame = pool.pop()
         except IndexError:
-            frame = _Frame(self.plan, self.machine, self.functions, self.as_graph)
-        for k, expected in frame.results:
-            tensors[k] = expected.empty()
+            frame = _Frame(self.plan, self.machine, self.functions, self.as_graph, self.bound.keys())
         frame.point(tensors)
         try:
             self._run(frame, tensors, queue)
@@ -112,13 +121,17 @@ class Compiled:
         return out
 
     def _run(self, frame: _Frame, tensors: dict[int, Any], queue: int) -> None:
-        for number, launch in frame.work:
-            if launch is not None:
-                launch(queue)
+        for work in frame.work:
+            if work.begins:
+                made = {k: expected.empty() for k, expected in work.begins}
+                tensors.update(made)
+                frame.point(made)
+            if work.launch is not None:
+                work.launch(queue)
             else:
-                for k in frame.over.get(number, ()):  # nobody needs these any more, and the op may want their memory
-                    del tensors[k]
-                self._operate(self.plan.steps[number], frame, tensors)
+                self._operate(self.plan.steps[work.number], frame, tensors)
+            for k in work.ends:
+                del tensors[k]
 
     def _operate(self, step: Step, frame: _Frame, tensors: dict[int, Any]) -> None:
         """Call an op of PyTorch. Its result stays where it is, if it lies as the program has it."""
@@ -150,7 +163,9 @@ class Compiled:
 class _Frame:
     """Temporaries and prepared launches of one call at a time."""
 
-    def __init__(self, plan: Plan, machine: Cpu | Cuda, functions: Sequence[Any], as_graph: bool) -> None:
+    def __init__(
+        self, plan: Plan, machine: Cpu | Cuda, functions: Sequence[Any], as_graph: bool, bound: Set[int]
+    ) -> None:
         import torch
 
         self.plan = plan
@@ -161,12 +176,8 @@ class _Frame:
                 raise
             raise MemoryError(f"temporaries take {plan.arena} bytes") from None
         self.base = (self.arena.data_ptr() + ALIGN - 1) // ALIGN * ALIGN
-        called = {k for s in plan.steps if not s.key for k in s.results}
-        self.results = [
-            (k, Expected(s, machine.device)) for k, s in enumerate(plan.slots) if s.kind == "result" and k not in called
-        ]
         launches: list[Any] = []
-        self.pointers: dict[int, list[tuple[Any, int]]] = {}
+        self.pointers: dict[int, list[tuple[Any, int, int]]] = {}
         for number, (step, function) in enumerate(zip(plan.steps, functions, strict=True)):
             if function is None:
                 launches.append(None)
@@ -174,21 +185,24 @@ class _Frame:
             array = (ctypes.c_void_p * len(step.args))()
             for position, k in enumerate(step.args):
                 slot = plan.slots[k]
-                if slot.kind == "arena":
+                if slot.kind == "arena" and slot.within is None:
                     array[position] = self.base + slot.offset
                 else:
-                    self.pointers.setdefault(k, []).append((array, position))
+                    where, offset = (k, 0) if slot.within is None else (slot.within, slot.offset)
+                    self.pointers.setdefault(where, []).append((array, position, offset))
             launches.append(machine.prepare(step, function, array, number, plan.slots))
-        self.work: list[tuple[int, Any]] = list(enumerate(launches))
-        if as_graph and not isinstance(machine, Cpu):
-            self.work = _in_graphs(launches, machine)
-        self.over = _over(plan)
+        groups = [[n] for n in range(len(launches))]
+        if as_graph and not isinstance(machine, Cpu):  # the launches between calls of PyTorch are a graph each
+            groups = [list(g) for _, g in itertools.groupby(range(len(launches)), lambda n: launches[n] is None or -1)]
+            groups = [g for group in groups for g in ([[n] for n in group] if launches[group[0]] is None else [group])]
+            launches = [machine.graph([launches[n] for n in g]) if launches[g[0]] else None for g in groups]
+        self.work = _work(plan, launches, groups, machine.device, bound)
 
     def point(self, tensors: Mapping[int, Any]) -> None:
         """Write the addresses of tensors that are no temporaries of ours."""
         for k, tensor in tensors.items():
-            for array, position in self.pointers.get(k, ()):
-                array[position] = tensor.data_ptr()
+            for array, position, offset in self.pointers.get(k, ()):
+                array[position] = tensor.data_ptr() + offset
 
     def view(self, k: int) -> Any:
         """A temporary as a tensor."""
@@ -204,31 +218,33 @@ def _chosen(step: Step, plan: Plan) -> bool:
     return bool(tensors) and chosen(step.name, plan.slots[tensors[0]].dtype)
 
 
-def _in_graphs(launches: Sequence[Any], machine: Cuda) -> list[tuple[int, Any]]:
-    """The launches between calls of PyTorch as one graph each; None for a call."""
-    work: list[tuple[int, Any]] = []
-    for is_call, group in itertools.groupby(enumerate(launches), lambda x: x[1] is None):
-        found = list(group)
-        work += found if is_call else [(found[0][0], machine.graph([x for _, x in found]))]
-    return work
+@dataclass(frozen=True)
+class _Work:
+    """A launch, or the call of PyTorch that step `number` is; the results that exist from here on, and the tensors that
+    nothing needs after it.
+    """
+
+    number: int
+    launch: Any
+    begins: list[tuple[int, Expected]]
+    ends: list[int]
 
 
-def _over(plan: Plan) -> dict[int, list[int]]:
-    """For every call of PyTorch, which results of earlier ones nothing needs from there on."""
-    last: dict[int, int] = {}
-    for n, step in enumerate(plan.steps):
-        for k in step.args if step.key else slots_in([step.args, *step.kwargs.values()]):
-            last[k] = n
-        for k in () if step.key else step.results:
-            if k is not None:
-                last.setdefault(k, n)
-    calls = [n for n, step in enumerate(plan.steps) if not step.key]
-    found: dict[int, list[int]] = {}
-    for k, end in last.items():
-        after = next((n for n in calls if n > end), None)
-        if plan.slots[k].kind == "call" and after is not None:
-            found.setdefault(after, []).append(k)
-    return found
+def _work(
+    plan: Plan, launches: Sequence[Any], groups: Sequence[Sequence[int]], device: str, bound: Set[int]
+) -> list[_Work]:
+    """What a call does in order: launches, each of a group of steps. What is never written exists from the start."""
+    at = {n: k for k, group in enumerate(groups) for n in group}
+    first, last = spans(plan)
+    begins: list[list[tuple[int, Expected]]] = [[] for _ in groups]
+    ends: list[list[int]] = [[] for _ in groups]
+    called = {k for s in plan.steps if not s.key for k in s.results}
+    for k, slot in enumerate(plan.slots):
+        if slot.kind == "result" and k not in called and groups:
+            begins[at[first.get(k, 0)]].append((k, Expected(slot, device)))
+        if slot.kind in ("input", "call") and k not in bound and k not in plan.results and k in last:
+            ends[at[last[k]]].append(k)
+    return [_Work(g[0], x, b, e) for g, x, b, e in zip(groups, launches, begins, ends, strict=True)]
 
 
 def compile_program(

@@ -43,6 +43,10 @@ class Interpreted:
         calls = (s for s in self.program.steps if isinstance(s, l.Call))
         return list(dict.fromkeys(Fallback(s.name, s.source, is_called(s)) for s in calls))
 
+    def consume(self, inputs: Sequence[Any]) -> list[Any]:
+        """The same as a call."""
+        return self(inputs)
+
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         from terrazzo.interp import kernel as simulator
         from terrazzo.interp import loop as interpreter

@@ -21,7 +21,7 @@ from terrazzo.ir.dialects.torch import Aten, TorchName
 from terrazzo.ir.node import topological
 from terrazzo.ir.types import DTYPES, DType, Type
 
-VERSION = 5
+VERSION = 6
 ALIGN = 256
 
 
@@ -41,7 +41,7 @@ class Fallback:
 @dataclass(frozen=True)
 class Slot:
     """A tensor of the plan. `kind`: "input", "result" or "call" (memory of its own, which the op of a call makes), or
-    "arena" (at `offset` bytes).
+    "arena" (at `offset` bytes; of the result `within`, if that is not None, before that is written).
     """
 
     name: str
@@ -50,6 +50,7 @@ class Slot:
     strides: tuple[int, ...]
     kind: str
     offset: int = 0
+    within: int | None = None
 
     @property
     def bytes(self) -> int:
@@ -119,7 +120,8 @@ class Plan:
             arena = _natural(given["arena"])
             if any(not _fits(v, slots) for s in steps if not s.key for v in _views([s.args, *s.kwargs.values()])):
                 raise ValueError("a view leaves its slot")
-            if any(s.kind == "arena" and s.offset + s.bytes > arena for s in slots):
+            ends = [arena if s.within is None else slots[_index(s.within, len(slots))].bytes for s in slots]
+            if any(s.kind == "arena" and s.offset + s.bytes > end for s, end in zip(slots, ends, strict=True)):
                 raise ValueError("a slot lies outside the arena")
             return cls(inputs, results, slots, steps, arena)
         except (KeyError, TypeError, AttributeError, UnicodeDecodeError, RecursionError, MemoryError) as e:
@@ -139,7 +141,8 @@ def misfit(plan: Plan, program: Any) -> str:
     called = {k for s in plan.steps if not s.key for k in s.results}
     for k, slot in enumerate(plan.slots):
         kind = "input" if k in plan.inputs else "result" if k in plan.results else "call" if k in called else "arena"
-        if slot.kind != kind or slot.offset % ALIGN:
+        hidden = slot.within is not None and (kind != "arena" or plan.slots[slot.within].kind != "result")
+        if slot.kind != kind or slot.offset % ALIGN or hidden:
             return f"{slot.name} lies elsewhere"
     return _shared(plan)
 
@@ -160,21 +163,41 @@ def _operators(program: Any) -> set[str]:
 
 
 def _shared(plan: Plan) -> str:
-    """Which temporaries of a plan share memory while both are in use; "" if none do."""
-    used: dict[int, list[int]] = {}
-    for n, s in enumerate(plan.steps):
-        mentioned = s.args if s.key else [*slots_in([s.args, *s.kwargs.values()]), *s.results]
-        for k in mentioned:
-            if k is not None and plan.slots[k].kind == "arena":
-                used.setdefault(k, []).append(n)
-    live = sorted((plan.slots[k].offset, k) for k in used if plan.slots[k].bytes)
-    for n, (start, a) in enumerate(live):
-        for other, b in live[n + 1 :]:
-            if other >= start + plan.slots[a].bytes:
-                break
-            if used[a][0] <= used[b][-1] and used[b][0] <= used[a][-1]:
-                return f"{plan.slots[a].name} and {plan.slots[b].name} share memory"
+    """Which tensors of a plan share memory while both are in use; "" if none do."""
+    first, last = _uses(plan)
+    for place in {s.within for s in plan.slots}:
+        live = [(s.offset, k) for k, s in enumerate(plan.slots) if k in first and s.bytes and s.kind == "arena"]
+        live = sorted((offset, k) for offset, k in live if plan.slots[k].within == place)
+        for n, (start, a) in enumerate(live):
+            if place is not None and last[a] >= first[place]:
+                return f"{plan.slots[a].name} and {plan.slots[place].name} share memory"
+            for other, b in live[n + 1 :]:
+                if other >= start + plan.slots[a].bytes:
+                    break
+                if first[a] <= last[b] and first[b] <= last[a]:
+                    return f"{plan.slots[a].name} and {plan.slots[b].name} share memory"
     return ""
+
+
+def _uses(plan: Plan) -> tuple[dict[int, int], dict[int, int]]:
+    """The first step that mentions a slot, and the last."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for n, s in enumerate(plan.steps):
+        for k in s.args if s.key else [*slots_in([s.args, *s.kwargs.values()]), *s.results]:
+            if k is not None:
+                first.setdefault(k, n)
+                last[k] = n
+    return first, last
+
+
+def spans(plan: Plan) -> tuple[dict[int, int], dict[int, int]]:
+    """The first step and the last in which a slot's memory is in use, for itself or for what lies in it."""
+    first, last = _uses(plan)
+    for k, slot in enumerate(plan.slots):
+        if slot.within is not None and k in first:
+            first[slot.within] = min(first[k], first.get(slot.within, first[k]))
+    return first, last
 
 
 def make(program: l.Program | kernel.Program, entries: Mapping[Any, Entry]) -> Plan:
@@ -183,13 +206,17 @@ def make(program: l.Program | kernel.Program, entries: Mapping[Any, Entry]) -> P
     number = {b: k for k, b in enumerate(buffers)}
     called = {b for s in program.steps if isinstance(s, l.Call) for b in s.writes}
     own = set(program.inputs) | set(program.results) | called
-    offsets, arena = allocate(program, [b for b in buffers if b not in own])
+    temporaries = [b for b in buffers if b not in own]
+    within = hosts(program, temporaries)
+    offsets, arena = allocate(program, [b for b in temporaries if b not in within])
+    offsets |= {b: offset for b, (_, offset) in within.items()}
     slots = []
     for b in buffers:
         kind = "call" if b in called else "arena"
         kind = "input" if b in program.inputs else "result" if b in program.results else kind
         strides = whole_strides(b.type)
-        slots.append(Slot(b.name, b.type.dtype.name, b.type.static_shape, strides, kind, offsets.get(b, 0)))
+        host = number[within[b][0]] if b in within else None
+        slots.append(Slot(b.name, b.type.dtype.name, b.type.static_shape, strides, kind, offsets.get(b, 0), host))
     steps = []
     for s in program.steps:
         if not isinstance(s, l.Call):
@@ -238,6 +265,52 @@ def allocate(program: l.Program | kernel.Program, buffers: Sequence[l.Buffer]) -
             total = max(total, place + size)
         live = [x for x in live if last[x[2]] > k]
     return offsets, total
+
+
+WORTH = 1 << 20
+"""Bytes of temporaries from which on it is worth looking for room in results."""
+
+
+def hosts(program: l.Program | kernel.Program, buffers: Sequence[l.Buffer]) -> dict[l.Buffer, tuple[l.Buffer, int]]:
+    """Temporaries that lie in the memory of a result, which is written after their last use, and at which offset; none
+    where that does not lower the memory in use at any time.
+    """
+    _, alone = allocate(program, buffers)
+    if alone < WORTH:
+        return {}
+    called = {b for s in program.steps if isinstance(s, l.Call) for b in (*s.reads, *s.writes)}
+    first: dict[l.Buffer, int] = {}
+    last: dict[l.Buffer, int] = {}
+    for k, step in enumerate(program.steps):
+        for b in (*step.reads, *step.writes):
+            first.setdefault(b, k)
+            last[b] = k
+    rooms = [b for b in dict.fromkeys(program.results) if b in first and b not in called and b not in program.inputs]
+    found: dict[l.Buffer, tuple[l.Buffer, int]] = {}
+    for b in sorted((b for b in buffers if b not in called), key=lambda b: -b.type.span):
+        size = (max(b.type.span, 1) + ALIGN - 1) // ALIGN * ALIGN
+        for room in rooms:
+            taken = sorted(
+                (offset, offset + x.type.span)
+                for x, (place, offset) in found.items()
+                if place is room and first[x] <= last[b] and first[b] <= last[x]
+            )
+            offset = 0
+            for start, end in taken:
+                if start - offset >= size:
+                    break
+                offset = max(offset, (end + ALIGN - 1) // ALIGN * ALIGN)
+            if last[b] < first[room] and offset + size <= room.type.span:
+                found[b] = room, offset
+                break
+    _, rest = allocate(program, [b for b in buffers if b not in found])
+
+    def most(arena: int, begin: Mapping[l.Buffer, int]) -> int:
+        """The most that results and the arena take in any step."""
+        return arena + max(sum(b.type.span for b in rooms if begin[b] <= k) for k in range(len(program.steps)))
+
+    early = {r: min([first[r], *(first[b] for b, (place, _) in found.items() if place is r)]) for r in rooms}
+    return found if rooms and most(rest, early) < most(alone, first) else {}
 
 
 def encode(value: Any, number: Mapping[l.Buffer, int]) -> Any:
@@ -330,7 +403,8 @@ def _slot(s: Any) -> Slot:
     shape, strides = (tuple(_natural(e) for e in s[k]) for k in ("shape", "strides"))
     if s["dtype"] not in DTYPES or s["kind"] not in ("input", "result", "call", "arena") or len(shape) != len(strides):
         raise ValueError("not a slot")
-    return Slot(_text(s["name"]), s["dtype"], shape, strides, s["kind"], _natural(s["offset"]))
+    within = None if s["within"] is None else _natural(s["within"])
+    return Slot(_text(s["name"]), s["dtype"], shape, strides, s["kind"], _natural(s["offset"]), within)
 
 
 def _step(s: Any, count: int) -> Step:
