@@ -165,6 +165,11 @@ def test_promotion_is_refused_on_cuda_cores() -> None:
         derived(Product(**CORES | {"promote": True}).text)
 
 
+def test_promotion_is_asked_for_or_not() -> None:
+    with pytest.raises(UserError, match="y: promote is True or False, not 2"):
+        derived(text(128, 128, 128).replace("promote=True", "promote=2"))
+
+
 def test_a_plan_promotes_as_its_schedule_does() -> None:
     program = text(128, 128, 128, blocks=1)
     (_, plan), *_ = lowering(parse(program), Options(target="sm_90a")).at("tile").plans
@@ -266,7 +271,11 @@ def test_the_model_takes_the_kernel_that_was_measured() -> None:
     [
         ((64, 4096, 4096), "sm_90a", "64 x 4096 results fill no tile of 128 rows"),
         ((256, 256, 512), "sm_90a", r"[\d.]+ us with parts made, [\d.]+ us as it is, by the model"),
-        ((4096, 4096, 256), "sm_90a", "it sums 256 products, and CUDA cores are as exact where there are fewer than 512"),
+        (
+            (4096, 4096, 256),
+            "sm_90a",
+            "it sums 256 products, and CUDA cores are as exact where there are fewer than 512",
+        ),
         ((4096, 4096, 4096), "sm_80", "parts are multiplied by wgmma, and the target is sm_80"),
     ],
 )

@@ -69,7 +69,7 @@ def test_a_program_is_compiled_anew_when_the_switch_is_turned() -> None:
     assert other([2]) == ["exact", {"w": 1}, 2] and program.way == "exact"
     assert made == ["exact", "bf16"]
     with pytest.raises(AttributeError):
-        program.nothing
+        _ = program.nothing
 
 
 def test_who_compiles_for_a_gpu_obeys_the_switch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

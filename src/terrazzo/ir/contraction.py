@@ -47,7 +47,7 @@ def nested_contraction(reduce: Reduce) -> Contraction | None:
     """The same, where factors may hold reductions themselves: products of products."""
     if reduce.monoid.name != "sum":
         return None
-    pairs = [x.args if isinstance(x, Apply) and x.fn.name == "mul" else () for x in _summands(reduce.args[0])]
+    pairs = [x.args if isinstance(x, Apply) and x.fn.name == "mul" else () for x in summands(reduce.args[0])]
     if not all(pairs):
         return None
     a, b = pairs[0]
@@ -60,7 +60,7 @@ def nested_contraction(reduce: Reduce) -> Contraction | None:
     return Contraction(reduce, tuple(alike))
 
 
-def _summands(x: Node) -> Iterator[Node]:
+def summands(x: Node) -> Iterator[Node]:
     """What is added up, from the left."""
     todo = [x]
     while todo:
