@@ -203,7 +203,8 @@ CASES: dict[str, tuple[Any, tuple[tuple[int, ...], ...]]] = {
 def in_parts(name: str, count: int = 3) -> tuple[tile.Program, k.Program]:
     """A function with all its products in parts, whatever they cost, and its kernels."""
     fn, shapes = CASES[name]
-    exact = lowering(capture(fn, tuple(map(torch.zeros, shapes)), {}).program, Options(target="sm_90a"))
+    options = Options(target="sm_90a", libraries="never")
+    exact = lowering(capture(fn, tuple(map(torch.zeros, shapes)), {}).program, options)
     before = next(program for p, program, _ in exact.stages if p.name == "parts")
     program = into_parts(before, Log(), count, lambda old, new: "")
     _, planned, derived = stages(program, Options(target="sm_90a"), Log(), ("schedule", "plan", "derive"))
@@ -248,7 +249,7 @@ def test_kernels_with_infinities_nan_and_zeros(count: int) -> None:
 def test_making_parts_is_a_wide_copy(tmp_path: Path) -> None:
     """Four numbers at a time come, and four parts of each rank leave; nothing is computed by a call or a branch."""
     program = capture(F.linear, (torch.zeros(1024, 1024), torch.zeros(1024, 1024)), {}).program
-    kernels = lowering(program, Options(target="sm_90a", fp32="split")).at("kernel")
+    kernels = lowering(program, Options(target="sm_90a", fp32="split", libraries="never")).at("kernel")
     maker = kernels.steps[0]
     lines = sass(maker, "sm_90a", tmp_path)
     assert sum("LDG.E.128" in line for line in lines) == 1 and sum("STG.E.64" in line for line in lines) == 3
@@ -258,7 +259,7 @@ def test_making_parts_is_a_wide_copy(tmp_path: Path) -> None:
 def test_the_model_takes_the_kernel_that_was_measured() -> None:
     """4096 x 4096 x 4096: 128 x 128 on two warpgroups, a ring of two, six products a step."""
     program = capture(F.linear, (torch.zeros(4096, 4096), torch.zeros(4096, 4096)), {}).program
-    chosen = lowering(program, Options(target="sm_90a", fp32="split")).at("tile")
+    chosen = lowering(program, Options(target="sm_90a", fp32="split", libraries="never")).at("tile")
     plan = str(chosen.plans[-1][1])
     wanted = str(lowering(parse(text(4096, 4096, 4096)), Options(target="sm_90a")).at("tile").plans[0][1])
     for line in ("order(", "load =", "math =", "ring0 =", "product("):
@@ -282,6 +283,6 @@ def test_the_model_takes_the_kernel_that_was_measured() -> None:
 def test_what_stays_on_cuda_cores_says_why(shape: tuple[int, int, int], target: str, reason: str) -> None:
     m, n, depth = shape
     program = capture(F.linear, (torch.zeros(m, depth), torch.zeros(n, depth)), {}).program
-    done = lowering(program, Options(target=target, fp32="split"))
+    done = lowering(program, Options(target=target, fp32="split", libraries="never"))
     (told,) = [e.reason for e in done.log.events if e.pass_name == "parts"]
     assert re.fullmatch(reason, told) and "bf16" not in str(done.loop.steps)
