@@ -94,6 +94,16 @@ def test_products_of_parts_are_right(pairs: tuple[tuple[int, int], ...]) -> None
     right(text(256, 128, 192, pairs, blocks=1))
 
 
+def test_products_of_parts_in_clusters_are_right() -> None:
+    alone = text(512, 128, 192, blocks=2)
+    pairs = {"a0 = grid(4) * block(128)": "a0 = grid(2) * cluster(2) * block(128)", "grouped(4)": "grouped(2)"}
+    pairs |= {f"w{p} = smem(": f"w{p} = smem(multicast=True, " for p in (1, 2, 3)}
+    for before, after in pairs.items():
+        assert before in alone
+        alone = alone.replace(before, after)
+    right(alone)
+
+
 def test_six_products_are_as_exact_as_float32() -> None:
     rng = np.random.default_rng(0)
     x, w = rng.standard_normal((256, 320), np.float32), rng.standard_normal((128, 320), np.float32)
@@ -196,6 +206,7 @@ CASES: dict[str, tuple[Any, tuple[tuple[int, ...], ...]]] = {
     "two products of one factor": (lambda x, w, v: F.silu(x @ w) * (x @ v), ((64, 128), (128, 64), (128, 64))),
     "one after the other": (lambda x, w, v: F.relu(x @ w) @ v, ((64, 128), (128, 192), (192, 64))),
     "after a norm": (lambda x, w: F.rms_norm(x, (128,)) @ w, ((64, 128), (128, 64))),
+    "in pieces of a long sum": (torch.matmul, ((64, 2048), (2048, 64))),
     "of what others read": (lambda x, w: (x.relu() @ w, x.relu().sum(0)), ((64, 128), (128, 64))),
 }
 
