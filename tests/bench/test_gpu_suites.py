@@ -11,9 +11,10 @@ torch = pytest.importorskip("torch")
 from terrazzo.bench import article, gpu, gpu_suites, report  # noqa: E402
 from terrazzo.ir.torch_types import to_torch_dtype  # noqa: E402
 from terrazzo.ir.types import DTYPES  # noqa: E402
+from terrazzo.options import Options  # noqa: E402
 
 
-@pytest.mark.parametrize("suite", ["pointwise", "reduction", "gemm", "convolution", "article"])
+@pytest.mark.parametrize("suite", ["pointwise", "reduction", "gemm", "fp32", "convolution", "article"])
 def test_a_case_moves_the_bytes_it_says(suite: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every operand read once, the result written once; the roofline check and the rates rest on it."""
 
@@ -31,6 +32,14 @@ def test_a_case_moves_the_bytes_it_says(suite: str, monkeypatch: pytest.MonkeyPa
         assert case.bytes == sum(t.numel() * t.element_size() for t in (*given, found)), case.name
         assert exact(*given).shape == found.shape
         assert exact(*given).dtype == torch.float64
+
+
+@pytest.mark.parametrize(("way", "least"), [("exact", 1000 / 67), ("split", 6 * 1000 / 989), ("bf16", 1000 / 989)])
+def test_the_roof_is_that_of_the_way_to_multiply(way: str, least: float) -> None:
+    case = gpu_suites.Case("a", "f32", lambda: pytest.fail("is not made"), 0, 1e12)
+    options = Options(target="sm_90a", fp32=way)
+    assert gpu._roofline(case, {"ours": least * 1e3}, options) == ""
+    assert gpu._roofline(case, {"ours": least * 900}, options).startswith("ours beat the roofline")
 
 
 def test_a_table_shows_what_others_published() -> None:

@@ -79,6 +79,8 @@ FACTOR_OPTIONS = (
         ("order", word)
         for word in (Word("grouped", (2,)), Word("grouped", (0,)), Word("grouped"), Word("longest_first"))
     ),
+    ("promote", True),
+    ("promote", 2),
     ("nothing", 1),
 )
 

@@ -94,6 +94,16 @@ def test_products_of_parts_are_right(pairs: tuple[tuple[int, int], ...]) -> None
     right(text(256, 128, 192, pairs, blocks=1))
 
 
+def test_products_of_parts_in_clusters_are_right() -> None:
+    alone = text(512, 128, 192, blocks=2)
+    pairs = {"a0 = grid(4) * block(128)": "a0 = grid(2) * cluster(2) * block(128)", "grouped(4)": "grouped(2)"}
+    pairs |= {f"w{p} = smem(": f"w{p} = smem(multicast=True, " for p in (1, 2, 3)}
+    for before, after in pairs.items():
+        assert before in alone
+        alone = alone.replace(before, after)
+    right(alone)
+
+
 def test_six_products_are_as_exact_as_float32() -> None:
     rng = np.random.default_rng(0)
     x, w = rng.standard_normal((256, 320), np.float32), rng.standard_normal((128, 320), np.float32)
@@ -165,6 +175,11 @@ def test_promotion_is_refused_on_cuda_cores() -> None:
         derived(Product(**CORES | {"promote": True}).text)
 
 
+def test_promotion_is_asked_for_or_not() -> None:
+    with pytest.raises(UserError, match="y: promote is True or False, not 2"):
+        derived(text(128, 128, 128).replace("promote=True", "promote=2"))
+
+
 def test_a_plan_promotes_as_its_schedule_does() -> None:
     program = text(128, 128, 128, blocks=1)
     (_, plan), *_ = lowering(parse(program), Options(target="sm_90a")).at("tile").plans
@@ -191,6 +206,7 @@ CASES: dict[str, tuple[Any, tuple[tuple[int, ...], ...]]] = {
     "two products of one factor": (lambda x, w, v: F.silu(x @ w) * (x @ v), ((64, 128), (128, 64), (128, 64))),
     "one after the other": (lambda x, w, v: F.relu(x @ w) @ v, ((64, 128), (128, 192), (192, 64))),
     "after a norm": (lambda x, w: F.rms_norm(x, (128,)) @ w, ((64, 128), (128, 64))),
+    "in pieces of a long sum": (torch.matmul, ((64, 2048), (2048, 64))),
     "of what others read": (lambda x, w: (x.relu() @ w, x.relu().sum(0)), ((64, 128), (128, 64))),
 }
 
@@ -198,7 +214,8 @@ CASES: dict[str, tuple[Any, tuple[tuple[int, ...], ...]]] = {
 def in_parts(name: str, count: int = 3) -> tuple[tile.Program, k.Program]:
     """A function with all its products in parts, whatever they cost, and its kernels."""
     fn, shapes = CASES[name]
-    exact = lowering(capture(fn, tuple(map(torch.zeros, shapes)), {}).program, Options(target="sm_90a"))
+    options = Options(target="sm_90a", libraries="never")
+    exact = lowering(capture(fn, tuple(map(torch.zeros, shapes)), {}).program, options)
     before = next(program for p, program, _ in exact.stages if p.name == "parts")
     program = into_parts(before, Log(), count, lambda old, new: "")
     _, planned, derived = stages(program, Options(target="sm_90a"), Log(), ("schedule", "plan", "derive"))
@@ -243,7 +260,7 @@ def test_kernels_with_infinities_nan_and_zeros(count: int) -> None:
 def test_making_parts_is_a_wide_copy(tmp_path: Path) -> None:
     """Four numbers at a time come, and four parts of each rank leave; nothing is computed by a call or a branch."""
     program = capture(F.linear, (torch.zeros(1024, 1024), torch.zeros(1024, 1024)), {}).program
-    kernels = lowering(program, Options(target="sm_90a", fp32="split")).at("kernel")
+    kernels = lowering(program, Options(target="sm_90a", fp32="split", libraries="never")).at("kernel")
     maker = kernels.steps[0]
     lines = sass(maker, "sm_90a", tmp_path)
     assert sum("LDG.E.128" in line for line in lines) == 1 and sum("STG.E.64" in line for line in lines) == 3
@@ -253,7 +270,7 @@ def test_making_parts_is_a_wide_copy(tmp_path: Path) -> None:
 def test_the_model_takes_the_kernel_that_was_measured() -> None:
     """4096 x 4096 x 4096: 128 x 128 on two warpgroups, a ring of two, six products a step."""
     program = capture(F.linear, (torch.zeros(4096, 4096), torch.zeros(4096, 4096)), {}).program
-    chosen = lowering(program, Options(target="sm_90a", fp32="split")).at("tile")
+    chosen = lowering(program, Options(target="sm_90a", fp32="split", libraries="never")).at("tile")
     plan = str(chosen.plans[-1][1])
     wanted = str(lowering(parse(text(4096, 4096, 4096)), Options(target="sm_90a")).at("tile").plans[0][1])
     for line in ("order(", "load =", "math =", "ring0 =", "product("):
@@ -266,13 +283,17 @@ def test_the_model_takes_the_kernel_that_was_measured() -> None:
     [
         ((64, 4096, 4096), "sm_90a", "64 x 4096 results fill no tile of 128 rows"),
         ((256, 256, 512), "sm_90a", r"[\d.]+ us with parts made, [\d.]+ us as it is, by the model"),
-        ((4096, 4096, 256), "sm_90a", "it sums 256 products, and CUDA cores are as exact where there are fewer than 512"),
+        (
+            (4096, 4096, 256),
+            "sm_90a",
+            "it sums 256 products, and CUDA cores are as exact where there are fewer than 512",
+        ),
         ((4096, 4096, 4096), "sm_80", "parts are multiplied by wgmma, and the target is sm_80"),
     ],
 )
 def test_what_stays_on_cuda_cores_says_why(shape: tuple[int, int, int], target: str, reason: str) -> None:
     m, n, depth = shape
     program = capture(F.linear, (torch.zeros(m, depth), torch.zeros(n, depth)), {}).program
-    done = lowering(program, Options(target=target, fp32="split"))
+    done = lowering(program, Options(target=target, fp32="split", libraries="never"))
     (told,) = [e.reason for e in done.log.events if e.pass_name == "parts"]
     assert re.fullmatch(reason, told) and "bf16" not in str(done.loop.steps)

@@ -8,10 +8,11 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from terrazzo.bench.article import article
-from terrazzo.bench.gpu_suites import Case, attention, block, convolution, gemm, pointwise, reduction
+from terrazzo.bench.gpu_suites import Case, attention, block, convolution, fp32, gemm, pointwise, reduction
 from terrazzo.bench.harness import accuracy, surroundings
 from terrazzo.options import Options
 
@@ -19,6 +20,7 @@ SUITES: dict[str, Callable[[], tuple[Case, ...]]] = {
     "pointwise": pointwise,
     "reduction": reduction,
     "gemm": gemm,
+    "fp32": fp32,
     "attention": attention,
     "convolution": convolution,
     "block": block,
@@ -37,6 +39,8 @@ def measure(suite: str, options: Options, peers: Sequence[str], only: str = "") 
     import torch
 
     torch.backends.cuda.matmul.allow_tf32 = False
+    if suite == "fp32":
+        options = replace(options, fp32="split")
     cases = []
     for case in SUITES[suite]():
         if only in case.name:
@@ -182,7 +186,9 @@ def _roofline(case: Case, us: Mapping[str, float], options: Options) -> str:
     from terrazzo.run.cuda import architecture
 
     memory, fma, tensor = gpu(architecture() if options.target == "auto" else options.target).roof
-    least = max(case.bytes / memory, case.operations / (fma if case.dtype == "f32" else tensor)) / 1e3
+    products = {"split": 6, "tf32": 3, "bf16": 1}.get(options.fp32)
+    full = tensor if case.dtype != "f32" else max(fma, tensor / products) if products else fma
+    least = max(case.bytes / memory, case.operations / full) / 1e3
     beaten = [name for name, t in us.items() if t < 0.95 * least]
     return f"{', '.join(beaten)} beat the roofline of {least:.1f} us" if beaten else ""
 

@@ -28,6 +28,7 @@ LINEAR = {
     "1024 cubed": (1024, 1024, 1024),
     "4096 cubed": (4096, 4096, 4096),
 }
+SQUARES = (1024, 1536, 2048, 3072, 4096, 6144, 8192)
 ATTENTION = (
     # batch, heads, tokens, head dimension, causal
     (4, 32, 2048, 128, False),
@@ -133,20 +134,27 @@ def _rows(name: str, fn: Any, rows: int, width: int, dtype: str, tensors: int, v
 
 def gemm() -> tuple[Case, ...]:
     """Linear layers without bias; f32 without tf32."""
+    return tuple(_linear(name, *shape, dtype) for dtype in DTYPES for name, shape in LINEAR.items())
+
+
+def fp32() -> tuple[Case, ...]:
+    """Linear layers and squares in f32, of 128 rows and more, with the option `fp32="split"`."""
+    squares = {f"{n} cubed": (n, n, n) for n in SQUARES}
+    return tuple(_linear(name, *shape, "f32") for name, shape in (LINEAR | squares).items() if shape[0] >= 128)
+
+
+def _linear(name: str, m: int, k: int, n: int, dtype: str) -> Case:
     from torch.nn import functional as f
 
-    def case(name: str, m: int, k: int, n: int, dtype: str) -> Case:
-        def make() -> Made:
-            return (
-                f.linear,
-                lambda: (normal((m, k), dtype), normal((n, k), dtype)),
-                lambda x, w: f.linear(x.double(), w.double()),
-            )
+    def make() -> Made:
+        return (
+            f.linear,
+            lambda: (normal((m, k), dtype), normal((n, k), dtype)),
+            lambda x, w: f.linear(x.double(), w.double()),
+        )
 
-        size = 4 if dtype == "f32" else 2
-        return Case(name, dtype, make, size * (m * k + n * k + m * n), 2.0 * m * n * k)
-
-    return tuple(case(name, *shape, dtype) for dtype in DTYPES for name, shape in LINEAR.items())
+    size = 4 if dtype == "f32" else 2
+    return Case(name, dtype, make, size * (m * k + n * k + m * n), 2.0 * m * n * k)
 
 
 def attention() -> tuple[Case, ...]:

@@ -258,6 +258,7 @@ GPU_TITLES = {
     "pointwise": "GPU: pointwise operations",
     "reduction": "GPU: norms and softmax",
     "gemm": "GPU: linear layers (f32 without tf32)",
+    "fp32": "GPU: products in float32 on tensor cores, as exactly (`--fp32 split`)",
     "attention": "GPU: attention",
     "convolution": "GPU: convolutions",
     "block": "GPU: decoder layers",

@@ -27,6 +27,7 @@ class GpuSuite(StrEnum):
     pointwise = "pointwise"
     reduction = "reduction"
     gemm = "gemm"
+    fp32 = "fp32"
     attention = "attention"
     convolution = "convolution"
     block = "block"

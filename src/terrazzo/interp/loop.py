@@ -14,6 +14,7 @@ import numpy as np
 from terrazzo.errors import CompilerBug, DivisionByZero, UserError, about
 from terrazzo.interp import index, monoid
 from terrazzo.interp.tensor import Call, numpy_type
+from terrazzo.ir.contraction import summands
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Expr
@@ -162,11 +163,11 @@ class _Evaluator:
         shape = np.broadcast_shapes(*(np.shape(v) for v in values), (1,) * rank + tuple(sizes))
         full = [np.broadcast_to(v, shape) for v in values]
         along = tuple(range(rank, rank + n))
-        return (
-            (monoid.sum_of_products(full[0], full[1], along),)
-            if factors
-            else monoid.reduce(term.monoid, full, along, dtypes)
-        )
+        if not factors:
+            return monoid.reduce(term.monoid, full, along, dtypes)
+        sums = [monoid.sum_of_products(a, b, along) for a, b in zip(full[::2], full[1::2], strict=True)]
+        with np.errstate(all="ignore"):
+            return (sum(sums[1:], start=sums[0]),)
 
     def _scan(self, term: l.Scan, env: Mapping[Expr, Any]) -> Any:
         at = term.at
@@ -212,13 +213,12 @@ def _window(view: l.View, array: Any) -> Any:
     return memory[strided(places[view.offset :], view.shape, view.strides)]
 
 
-def _factors(m: Monoid, args: Sequence[Any]) -> tuple[Any, ...] | None:
-    """The factors of a sum of products of floats, whose products need not be written out."""
-    product = args[0]
-    found = (
-        m.name == "sum" and isinstance(product, l.Apply) and product.fn.name == "mul" and product.dtype in (f32, f64)
-    )
-    return product.args if found else None
+def _factors(m: Monoid, args: Sequence[Any]) -> list[Any]:
+    """The factors of sums of products of floats, whose products need not be written out: pair after pair."""
+    products = list(summands(args[0])) if m.name == "sum" and args[0].dtype in (f32, f64) else []
+    if not all(isinstance(x, l.Apply) and x.fn.name == "mul" for x in products):
+        return []
+    return [factor for x in products for factor in x.args]  # type: ignore[attr-defined]
 
 
 def _int(extent: Any) -> int:

@@ -44,15 +44,17 @@ def contraction(reduce: Reduce) -> Contraction | None:
 
 
 def nested_contraction(reduce: Reduce) -> Contraction | None:
-    """The same, where factors may hold reductions themselves: products of products."""
+    """The same, where the factors of a single term may hold reductions themselves: products of products."""
     if reduce.monoid.name != "sum":
         return None
-    pairs = [x.args if isinstance(x, Apply) and x.fn.name == "mul" else () for x in _summands(reduce.args[0])]
+    pairs = [x.args if isinstance(x, Apply) and x.fn.name == "mul" else () for x in summands(reduce.args[0])]
     if not all(pairs):
         return None
     a, b = pairs[0]
     axes = frozenset(reduce.axes)
     if not (a.free & axes and b.free & axes) or a.free - axes == b.free - axes:
+        return None
+    if len(pairs) > 1 and any(isinstance(x, (Reduce, Scan)) for x in topological([x for pair in pairs for x in pair])):
         return None
     alike = [(x, y) if (x.free, y.free) == (a.free, b.free) else (y, x) for x, y in pairs]
     if any((x.free, y.free) != (a.free, b.free) for x, y in alike):
@@ -60,7 +62,7 @@ def nested_contraction(reduce: Reduce) -> Contraction | None:
     return Contraction(reduce, tuple(alike))
 
 
-def _summands(x: Node) -> Iterator[Node]:
+def summands(x: Node) -> Iterator[Node]:
     """What is added up, from the left."""
     todo = [x]
     while todo:

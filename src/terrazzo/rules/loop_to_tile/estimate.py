@@ -67,9 +67,9 @@ def estimate(kernel: l.Kernel, gpu: Gpu) -> Estimate:
     return Estimate(time, max(traffic, arithmetic), "memory" if traffic >= arithmetic else "arithmetic")
 
 
-def expected(program: l.Program, gpu: Gpu) -> float:
-    """What the kernels of a program take together, before schedules are chosen, in nanoseconds."""
-    kernels = [s for s in program.steps if isinstance(s, l.Kernel)]
+def expected(steps: Iterable[l.Kernel | l.Call], gpu: Gpu) -> float:
+    """What the kernels among the steps take together, before schedules are chosen, in nanoseconds."""
+    kernels = [s for s in steps if isinstance(s, l.Kernel)]
     return sum(_tiled(kernel, gpu) or estimate(kernel, gpu).time for kernel in kernels)
 
 

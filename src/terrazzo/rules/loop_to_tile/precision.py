@@ -12,6 +12,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.sites import Product, no_product, product
 from terrazzo.rules.loop_to_tile import tiles, warpgroups
 from terrazzo.rules.loop_to_tile.collapse import merge_product_axes
+from terrazzo.rules.loop_to_tile.estimate import expected
 from terrazzo.rules.tile_to_kernel.lower import lower
 
 DEPTH = 512
@@ -35,8 +36,8 @@ def refusal(before: Sequence[l.Kernel], after: Sequence[l.Kernel], gpu: Gpu, los
     plan, why = _built(forms, gpu, lost)
     if plan is None:
         return why
-    old = sum(_price(x, gpu) for x in before)
-    new = plan.time + sum(_moved(x, gpu) for x in after[:-1])
+    old = expected(before, gpu)
+    new = plan.time + expected(after[:-1], gpu)
     return "" if new < old else f"{new / 1000:.1f} us with parts made, {old / 1000:.1f} us as it is, by the model"
 
 
@@ -62,15 +63,3 @@ def _built(forms: Sequence[Product], gpu: Gpu, lost: Callable[[k.Kernel], str]) 
             if not (why := lost(derived)):
                 return plan, ""
     return None, why
-
-
-def _price(kernel: l.Kernel, gpu: Gpu) -> float:
-    """Of a product by its best tile, else of what is moved."""
-    found = [plan.time for p in _forms(kernel) for plan in tiles.plans(p, gpu)]
-    return min(found, default=_moved(kernel, gpu))
-
-
-def _moved(kernel: l.Kernel, gpu: Gpu) -> float:
-    """Of reading and writing each buffer once."""
-    size = sum(math.prod(b.type.static_shape) * b.type.dtype.size for b in (*kernel.reads, *kernel.writes))
-    return size / gpu.memory + gpu.launch

@@ -78,7 +78,9 @@ def promoted(draft: Draft, together: list[str]) -> bool:
     """Whether the schedule has the sums of every step added up on CUDA cores."""
     c, site = draft.products[together[0]], draft.site(together[0])
     asked = [draft.option(f, "promote", False) for a in c.reduce.axes for f in draft.times(a, site)]
-    if not any(asked):
+    if strange := [x for x in asked if not isinstance(x, bool)]:
+        raise draft.fail(f"promote is True or False, not {strange[0]}")
+    if True not in asked:
         return False
     need(draft.instruction(site) is not None, f"{together[0]}: sums on CUDA cores need no promotion")
     need(len(together) == len(draft.products), f"{together[0]}: sums of a chain of products are not promoted")
