@@ -222,6 +222,23 @@ def test_why_a_sum_of_products_is_no_boxes(c: int, summand: str, why: str) -> No
     assert why in told
 
 
+def test_filters_with_several_axes_are_no_boxes() -> None:
+    text = NOT.format(c=16, summand="mul(in0, in1)")
+    for before, after in (
+        ("w: bf16[64, 3, 3, 16]", "w: bf16[2, 32, 3, 3, 16]"), ("y=bf16[2, 6, 6, 64]", "y=bf16[2, 6, 6, 2, 32]"),
+        ("w[a3, r0", "w[a3, a4, r0"), ("f32(v[a3, r0, r1, r2])", "f32(v[a3 + a4, r0, r1, r2])"),
+        ("y[a0, a1, a2, a3]", "y[a0, a1, a2, a3, a4]"),
+    ):  # fmt: skip
+        assert before in text
+        text = text.replace(before, after)
+    inner = "                    for a3 in free(64):\n"
+    head, rest = text.split(inner)
+    *body, last, _ = rest.split("\n")
+    loops = ["    " * 5 + "for a3 in free(2):", "    " * 6 + "for a4 in free(32):"]
+    (kernel,) = parse("\n".join([head.rstrip("\n"), *loops, *("    " + x for x in body), last, ""])).steps
+    assert boxes.moved(kernel) == (None, "w has 2 axes of its own, and instructions take one")
+
+
 @pytest.mark.parametrize(
     ("image", "filters", "called"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from tests.kernels.chains import Chain
 from tests.kernels.convolutions import Convolution
 from tests.kernels.test_arrangements import ADR, derived, right
 
@@ -114,3 +115,10 @@ def test_wgmma_spans_no_loops() -> None:
     text = Convolution().text.replace("swizzle=128", 'swizzle=128, over=("r1", "r2")')
     with pytest.raises(Limitation, match="wgmma reads rows that lie where its swizzle begins anew"):
         derived(text)
+
+
+def test_a_chain_spans_no_loops() -> None:
+    text = Chain().text
+    assert "v = smem(" in text
+    with pytest.raises(Limitation, match="slabs span loops of one product only"):
+        derived(text.replace("v = smem(", 'v = smem(over="r1", '))
