@@ -50,7 +50,7 @@ def measure(c: Convolution, write: Callable[..., str] | None) -> None:
     from terrazzo.run.compiled import compile_program
 
     n, h, w, k = c.shape
-    options, device, layout = Options(target="sm_90a"), "cuda:0", torch.channels_last
+    options, device, layout = Options(target="sm_90a", libraries="never"), "cuda:0", torch.channels_last
     x = torch.randn(n, k, h, w, device=device, dtype=torch.bfloat16).to(memory_format=layout)
     weights = torch.randn(c.out, k, c.taps, c.taps, device=device) / (k * c.taps**2) ** 0.5
     weights = weights.bfloat16().to(memory_format=layout)

@@ -183,6 +183,30 @@ def f(x: f32[8, 64] @ (128, 2)):
     assert "TMA: " in refused(terrazzo, tmp_path / "f.txt", text, ("sim", "FILE"), 3, "tensor_load(")
 
 
+@pytest.mark.parametrize(
+    ("index", "view", "told"),
+    [
+        ("x[0, 0]", "f32[9, 64]", "tensor_load: f32[9, 64] does not lie in the memory of x: f32[8, 64]"),
+        ("x[0, 0]", "i32[8, 64]", "tensor_load: i32[8, 64] does not lie in the memory of x: f32[8, 64]"),
+        ("x[0]", "f32[8, 64]", "tensor_load: 1 indices into x, seen as f32[8, 64]"),
+        ("x[0, 0, 0]", "f32[8, 64]", "tensor_load: 3 indices into x, seen as f32[8, 64]"),
+    ],
+)
+def test_a_view_of_other_memory(terrazzo: Terrazzo, tmp_path: Path, index: str, view: str, told: str) -> None:
+    text = f"""@kernel
+def f(x: f32[8, 64]):
+    with launch("z", _grid=1, _warps=1, _resident=1, _reads=[x], z=f32[8]):
+        slab = shared(f32[8, 32])
+        full = barriers(1, 1)
+        if lane == 0:
+            tensor_load(slab[0, 0], {index}, [8, 32], full[0], view={view})
+        if lane < 8:
+            z[lane] = slab[lane, 0]
+    return (z,)
+"""
+    assert told in refused(terrazzo, tmp_path / "f.txt", text, ("sim", "FILE"), 2, "tensor_load(")
+
+
 def test_nobody_resident(terrazzo: Terrazzo, tmp_path: Path) -> None:
     text = KERNEL.replace("_resident=1", "_resident=0")
     said = refused(terrazzo, tmp_path / "f.txt", text, ("sim", "FILE"), 2, "with launch")

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.kernels.programs import Lowered, lowered
+from tests.kernels import programs
+from tests.kernels.programs import Lowered
 
 from terrazzo.hw.gpu import gpu
 from terrazzo.ir.dialects import kernel as k
@@ -30,6 +31,11 @@ def t(*shape: int, dtype: torch.dtype = torch.bfloat16, last: bool = True) -> to
     torch.manual_seed(sum(shape))
     x = torch.randn(shape).to(dtype)
     return x.to(memory_format=LAST) if last and len(shape) == 4 else x
+
+
+def lowered(fn: Any, args: tuple[Any, ...], **options: Any) -> Lowered:
+    """A function down to kernels of ours."""
+    return programs.lowered(fn, args, "sm_90a", libraries="never", **options)
 
 
 def right(found: Lowered, ulps: float = 2.0) -> None:
@@ -70,7 +76,7 @@ BOXES = {
 @pytest.mark.parametrize("name", BOXES)
 def test_boxes_are_chosen(name: str) -> None:
     fn, *args = BOXES[name]
-    found = lowered(fn, tuple(args), "sm_90a")
+    found = lowered(fn, tuple(args))
     assert uses(found) == [("convolution", True, True)]
     right(found)
 
@@ -80,7 +86,7 @@ def test_what_follows_is_in_the_same_kernel() -> None:
         return F.relu(F.conv2d(x, w, b, padding=1) * scale[:, None, None] + y)
 
     args = (t(2, 64, 8, 8), t(64, 64, 3, 3), t(64), t(64), t(2, 64, 8, 8))
-    found = lowered(fn, args, "sm_90a")
+    found = lowered(fn, args)
     assert uses(found) == [("relu", True, True)]
     right(found, 4.0)
 
@@ -89,7 +95,7 @@ def test_what_follows_is_in_the_same_kernel() -> None:
     ("image", "filters", "copied"), [(False, False, ["x", "w"]), (True, False, ["w"]), (False, True, ["x"])]
 )
 def test_what_lies_otherwise_is_copied_first(image: bool, filters: bool, copied: list[str]) -> None:
-    found = lowered(conv(padding=1), (t(2, 64, 8, 8, last=image), t(64, 64, 3, 3, last=filters)), "sm_90a")
+    found = lowered(conv(padding=1), (t(2, 64, 8, 8, last=image), t(64, 64, 3, 3, last=filters)))
     *copies, last = uses(found)
     assert copies == [(f"convolution_{x}", False, False) for x in copied]
     assert last == ("convolution", True, True)
@@ -98,13 +104,13 @@ def test_what_lies_otherwise_is_copied_first(image: bool, filters: bool, copied:
 
 def test_a_copy_can_be_pinned() -> None:
     text = 'with schedule("convolution_w", target="sm_90a"):\n    a0 = grid(1152) * lane(32)\n'
-    found = lowered(conv(padding=1), (t(2, 64, 8, 8), t(64, 64, 3, 3, last=False)), "sm_90a", schedules=(text,))
+    found = lowered(conv(padding=1), (t(2, 64, 8, 8), t(64, 64, 3, 3, last=False)), schedules=(text,))
     assert found.kernels[0].grid == 1152
     right(found)
 
 
 def test_one_tap_is_a_plain_product_of_pixels() -> None:
-    found = lowered(conv(), (t(2, 64, 8, 8), t(64, 64, 1, 1)), "sm_90a")
+    found = lowered(conv(), (t(2, 64, 8, 8), t(64, 64, 1, 1)))
     assert uses(found) == [("convolution", True, True)]
     (kernel,) = found.kernels
     load = next(s for s in k.walk(kernel.body) if isinstance(s, k.TensorLoad) and s.source.name == "x")
@@ -123,7 +129,7 @@ def test_one_tap_is_a_plain_product_of_pixels() -> None:
     ids=["depthwise", "three channels", "every second of an odd number"],
 )
 def test_others_stay_on_cuda_cores(fn: Callable[..., torch.Tensor], args: tuple[torch.Tensor, ...]) -> None:
-    found = lowered(fn, args, "sm_90a")
+    found = lowered(fn, args)
     assert not any(multiplies for _, multiplies, _ in uses(found))
     right(found)
 
@@ -132,7 +138,7 @@ def test_two_convolutions_that_are_added_stay_two_kernels() -> None:
     def fn(x: Any, w: Any, y: Any, v: Any) -> torch.Tensor:
         return F.conv2d(x, w, padding=1) + F.conv2d(y, v)
 
-    found = lowered(fn, (t(2, 64, 8, 8), t(64, 64, 3, 3), t(2, 64, 8, 8), t(64, 64, 1, 1)), "sm_90a")
+    found = lowered(fn, (t(2, 64, 8, 8), t(64, 64, 3, 3), t(2, 64, 8, 8), t(64, 64, 1, 1)))
     assert [multiplies for _, multiplies, _ in uses(found)] == [True, True]
     right(found, 4.0)
 
@@ -161,7 +167,7 @@ def test_images_lie_as_convolutions_read_them(last: bool) -> None:
     module = Two().bfloat16().eval()
     module = module.to(memory_format=LAST) if last else module
     x = t(2, 64, 16, 16, last=last)
-    found = lowered(module, (x,), "sm_90a")
+    found = lowered(module, (x,))
     stored = strides(found)
     (result,) = found.lowering.loop.results
     assert stored.pop(result.name) == last == module(x).is_contiguous(memory_format=LAST)
@@ -171,13 +177,13 @@ def test_images_lie_as_convolutions_read_them(last: bool) -> None:
 
 
 def test_the_estimate_knows_boxes() -> None:
-    found = lowered(BOXES["3 x 3"][0], BOXES["3 x 3"][1:], "sm_90a")
+    found = lowered(BOXES["3 x 3"][0], BOXES["3 x 3"][1:])
     kernel = found.lowering.loop.steps[0]
     assert isinstance(kernel, l.Kernel)
     image, _ = boxes.moved(kernel)
     assert image is not None
     best = boxes.plans(image, gpu("sm_90a"))[0]
-    assert estimate(kernel, gpu("sm_90a"), 1, 1).time == best.time
+    assert estimate(kernel, gpu("sm_90a")).time == best.time
 
 
 NOT = """\
@@ -214,3 +220,37 @@ def test_why_a_sum_of_products_is_no_boxes(c: int, summand: str, why: str) -> No
     log = lowering(program, Options(target="sm_90a")).log
     (told,) = [e.reason for e in log.events if e.rule == "tensor_cores"]
     assert why in told
+
+
+def test_filters_with_several_axes_are_no_boxes() -> None:
+    text = NOT.format(c=16, summand="mul(in0, in1)")
+    for before, after in (
+        ("w: bf16[64, 3, 3, 16]", "w: bf16[2, 32, 3, 3, 16]"), ("y=bf16[2, 6, 6, 64]", "y=bf16[2, 6, 6, 2, 32]"),
+        ("w[a3, r0", "w[a3, a4, r0"), ("f32(v[a3, r0, r1, r2])", "f32(v[a3 + a4, r0, r1, r2])"),
+        ("y[a0, a1, a2, a3]", "y[a0, a1, a2, a3, a4]"),
+    ):  # fmt: skip
+        assert before in text
+        text = text.replace(before, after)
+    inner = "                    for a3 in free(64):\n"
+    head, rest = text.split(inner)
+    *body, last, _ = rest.split("\n")
+    loops = ["    " * 5 + "for a3 in free(2):", "    " * 6 + "for a4 in free(32):"]
+    (kernel,) = parse("\n".join([head.rstrip("\n"), *loops, *("    " + x for x in body), last, ""])).steps
+    assert boxes.moved(kernel) == (None, "w has 2 axes of its own, and instructions take one")
+
+
+@pytest.mark.parametrize(
+    ("image", "filters", "called"),
+    [
+        ((32, 128, 28, 28), (128, 128, 3, 3), False),
+        ((32, 512, 7, 7), (512, 512, 3, 3), True),  # for which there are too few boxes
+        ((32, 64, 57, 57), (64, 64, 3, 3), True),  # every second of an odd number
+    ],
+)
+def test_the_library_is_called_where_boxes_are_slow(
+    image: tuple[int, ...], filters: tuple[int, ...], called: bool
+) -> None:
+    given = torch.empty(image, dtype=torch.bfloat16), torch.empty(filters, dtype=torch.bfloat16)
+    x, w = (v.to(memory_format=LAST) for v in given)
+    found = programs.lowered(conv(padding=1, stride=2 if image[2] == 57 else 1), (x, w), "sm_90a")
+    assert any(isinstance(s, l.Call) for s in found.lowering.loop.steps) == called

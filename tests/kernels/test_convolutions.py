@@ -19,7 +19,11 @@ from tests.kernels.test_arrangements import SEEDS, derived, inputs, right
 from terrazzo.errors import Limitation, UserError
 from terrazzo.hw.gpu import gpu
 from terrazzo.interp import kernel as simulator
+from terrazzo.ir.parse_plan import parse_plan
 from terrazzo.ir.text import parse
+from terrazzo.options import Options
+from terrazzo.pipelines import lowering
+from terrazzo.rules.tile.verify import verify
 from terrazzo.targets.cuda.check import check
 
 RELU = {"epilogue": "y[{at}] = {dtype}(max(add(acc0, f32(b[a1])), f32(0.0)))", "extra": "b: bf16[64]"}
@@ -150,3 +154,16 @@ def test_what_is_timed_can_be_built(c: Convolution) -> None:
     check(derived(c.text), gpu(c.target))
     tiles = math.prod(map(math.ceil, np.divide(c.sizes, c.box))) * c.out // c.channels
     assert kernel.grid == min(c.persistent or tiles, tiles)
+
+
+def test_an_edited_box_is_refused() -> None:
+    program = lowering(parse(BASE), Options(target="sm_90a")).at("tile")
+    ((number, schedule),), ((_, plan),) = program.schedules, program.plans
+    kernel = program.loop.steps[number]
+    for line in ("product", "result"):
+        text = "\n".join(
+            x.replace("box=(a0, a2, a3)", "box=(a0, a3)") if x.strip().startswith(line) else x
+            for x in str(plan).splitlines()
+        )
+        with pytest.raises(UserError, match=re.escape("its box is (a0, a3), and the schedule has (a0, a2, a3)")):
+            verify(kernel, schedule, parse_plan(text), gpu("sm_90a"))

@@ -17,6 +17,7 @@ from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from tests.kernels import by_hand
 from tests.kernels.arrangements import Product
+from tests.kernels.convolutions import Convolution
 from tests.kernels.programs import attention, b, h, lowered, n, r, swiglu
 
 
@@ -92,7 +93,7 @@ DERIVED: dict[str, tuple[str, Callable[..., Any], Callable[[], tuple[Any, ...]]]
 
 ROLES: dict[str, Any] = {"tile": (64, 16, 64), "roles": True, "registers": None}
 BOTH: dict[str, Any] = {"tile": (128, 16, 64), "groups": 2}
-ARRANGED = {
+ARRANGED: dict[str, Product | Convolution] = {
     "boxes": Product(**BOTH, shape=(256, 16, 320), ring=4, persistent=1),
     "boxes in panels": Product(tile=(128, 16, 128), groups=2, shape=(200, 20, 600), persistent=2),
     "roles": Product(**ROLES, shape=(192, 16, 320), persistent=1),
@@ -109,6 +110,12 @@ ARRANGED = {
     "registers for wgmma": Product(**BOTH, shape=(140, 20, 200), ring=2, by="ld"),
     "three warpgroups": Product(
         **ROLES | {"tile": (192, 32, 64)}, shape=(360, 32, 192), groups=3, ring=2, staged="pad=8", persistent=1
+    ),
+    "convolution": Convolution(
+        (2, 7, 9, 64), out=16, channels=16, groups=1, box=(1, 8, 8), ring=3, persistent=2, staged='by="tma", swizzle=32'
+    ),
+    "convolution in strides": Convolution(
+        (2, 16, 16, 32), out=16, channels=16, step=32, box=(2, 8, 8), ring=4, stride=2, staged=""
     ),
     "turns": Product(**ROLES, shape=(320, 16, 192), ring=2, persistent=1, turns=2),
     "warpgroups share steps": Product(

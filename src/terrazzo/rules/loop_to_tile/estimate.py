@@ -17,6 +17,7 @@ from terrazzo.ir.sites import Product, loads, product
 from terrazzo.rules.loop_to_tile import boxes, tiles, warpgroups
 from terrazzo.rules.loop_to_tile.chain import chain
 from terrazzo.rules.loop_to_tile.collapse import merge_product_axes
+from terrazzo.rules.loop_to_tile.packed import packed
 from terrazzo.rules.tile_to_kernel.lower import lower
 
 STEP = 20.0
@@ -27,6 +28,10 @@ CHAINED = 0.66
 GATHERED = 4.3
 """How much longer a product on `mma.sync` takes than its model says where an operand's place follows from divisions: a
 1x1 convolution of 32 x 256 x 56 x 56 took 71.8 us on an H200 (21 November 2026), and the model says 16.5.
+"""
+BOXED = 1.75
+"""How much longer a convolution in boxes may take than its model says: a text by hand with the same boxes, which did
+not stay for several tiles, took 0.97 to 1.75 times as long on an H200. Ours was not measured.
 """
 
 
@@ -87,6 +92,10 @@ def _tiled(kernel: l.Kernel, gpu: Gpu) -> float | None:
             found += [plan.time] if derived else []
         else:
             found.append(plan.time * (GATHERED if plan.instruction and _gathered(p) else 1.0))
+    *copies, form = packed(kernel) if gpu.warpgroups else (kernel,)
+    if (image := boxes.moved(form)[0]) is not None:
+        copied = sum(boxes.copying(x, gpu) for x in copies)
+        found += [plan.time * BOXED + copied for plan in boxes.plans(image, gpu)[:1] if boxes.derives(image, plan, gpu)]
     return min(found, default=None)
 
 

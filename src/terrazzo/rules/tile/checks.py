@@ -173,14 +173,14 @@ def _stream(line: Stream, plan: Plan, draft: Draft) -> None:
     slab = Slab(draft, plan, product, ring, term)
     loops = loops_of(draft, plan.all(Product), term)
     need(ring.over == loops, f"it changes with {_told(loops)}, and the slots of {ring.name} with {_told(ring.over)}")
-    sizes = {axis_name(a): (a, draft.length(a, slab.site)) for a in (*slab.free, *slab.reduced)}
+    sizes = {axis_name(a): (a, size) for a, size in slab.sizes.items()}
     parts = tuple(Word(name, (size,)) for name, (_, size) in sizes.items())
     need(
         set(line.axes) == set(parts) and len(line.axes) == len(parts),
         f"a step needs {_told(parts)} of it, not {_told(line.axes)}",
     )
     axes = [sizes[w.name][0] for w in line.axes]
-    memory, lengths = slab.memory([*slab.free, *slab.reduced]), dict(sizes.values())
+    memory, lengths = slab.memory([*slab.sizes]), slab.sizes
     need(line.memory == axis_name(memory), f"global memory is contiguous along {axis_name(memory)}, not {line.memory}")
     _asked(slab.options, swizzle=line.swizzle, pad=line.pad, multicast=line.multicast > 1, along=line.axes[-1].name)
     asked = slab.options.get("by", ring.by)

@@ -22,6 +22,7 @@ from terrazzo.rewrite.rule import need, rule
 from terrazzo.rules.access import WIDEST, box, divides, wide
 from terrazzo.rules.tile.agents import LOAD
 from terrazzo.rules.tile.draft import Draft, axis_name
+from terrazzo.rules.tile.spans import span, spanned
 
 SINCE = {"ld": 0, "cp.async": 80, "tma": 90}
 """The first architecture that has a transport."""
@@ -50,10 +51,10 @@ def axis_called(draft: Draft, name: str) -> Any:
 
 
 def steps(draft: Draft) -> list[tuple[Any, Factor]]:
-    """The loops over a tile's steps: those of the product that all others are part of."""
+    """The loops over a tile's steps: those of the product that all others are part of, but for what slabs span."""
     name = list(draft.products)[-1]
-    site = draft.site(name)
-    return [(a, f) for a in draft.products[name].reduce.axes for f in draft.times(a, site)]
+    site, inside = draft.site(name), spanned(draft)
+    return [(a, f) for a in draft.products[name].reduce.axes if a not in inside for f in draft.times(a, site)]
 
 
 @rule(keys=(Plan,))
@@ -148,7 +149,8 @@ def lay_out_operands(plan: Plan, draft: Draft) -> Plan | None:
             if x not in lines:
                 lines[x] = Slab(draft, plan, p, ring, x).stream(name)
             held = draft.held(site, called(x))
-            words = ("smem", "by", "swizzle", "pad", "along", *(("multicast",) if lines[x].multicast > 1 else ()))
+            words = ["smem", "by", "swizzle", "pad", "along", "over"]
+            words += ["multicast"] if lines[x].multicast > 1 else []
             where = site if site and called(x) in dict(site.operands) else None
             if held.place == "smem":
                 read += draft.read(where, called(x), *words)
@@ -169,10 +171,18 @@ class Slab:
         self.free = [a for a in (*draft.tiled, *inner) if a in term.free]
         self.reduced = [a for a in reduce.axes if a in term.free and draft.length(a, self.site) > 1]
         self.instruction = matrix(product.on)
+        self.span = span(draft, term)
+
+    @property
+    def sizes(self) -> dict[Any, int]:
+        """The axes of a slab, and how much it has of each: the tile's part and its halo, and all of loops it spans."""
+        parts = {a: self.draft.length(a, self.site) + self.span.halo(a) for a in (*self.free, *self.reduced)}
+        inner = {a: parts.pop(a) for a in self.reduced}
+        return {**parts, **{r: r.extent for r in self.span.own}, **inner}
 
     def stream(self, name: str) -> Stream:
         """How it lies there and is moved. Declines, with the reason, where it cannot be."""
-        sizes = {a: self.draft.length(a, self.site) for a in (*self.free, *self.reduced)}
+        sizes = self.sizes
         need(sizes, f"{self.name}: a step of the tile needs one element of it, which is no slab")
         axes = list(sizes)
         memory = self.memory(axes)
@@ -210,6 +220,12 @@ class Slab:
 
     def aligned(self, line: Stream, axes: Sequence[Any], sizes: dict[Any, int]) -> None:
         """UserError where ldmatrix cannot read the slab's rows."""
+        if self.instruction is not None and self.span.halo(axes[-1]):
+            name = axis_name(axes[-1])
+            raise self.draft.fail(
+                f"{line.name}: its rows run along {name}, along which a loop moves them, and ldmatrix reads rows that "
+                f"begin at multiples of {WIDEST} bytes: let them run along another axis (along=...)"
+            )
         rows = sizes[axes[-1]] + line.pad
         apart = rows * self.term.dtype.size % WIDEST  # type: ignore[attr-defined]
         if self.instruction is not None and warps(self.instruction) == 1 and apart:
@@ -263,9 +279,10 @@ class Slab:
     def coordinates(self, axes: Sequence[Any], sizes: dict[Any, int], at: Sequence[IntExpr]) -> dict[Any, Any]:
         """The axes' values at an element of the slab, whichever tile and step it is of."""
         env: dict[Any, Any] = {}
-        for a in {*self.draft.kernel.axes, *(x for x, _ in steps(self.draft)), *axes}:
+        inside = spanned(self.draft)
+        for a in {*self.draft.kernel.axes, *(x for x, _ in steps(self.draft)), *inside, *axes}:
             length = self.draft.length(a, self.site)
-            count = -(-a.extent // length)
+            count = 1 if a in inside else -(-a.extent // length)
             first = Var(f"${axis_name(a)}", count) * length if count > 1 else 0
             env[a] = first + (at[axes.index(a)] if a in axes else 0)
         return env
@@ -284,7 +301,8 @@ class Slab:
             axes, sizes, [*(Var(f"$s{k}", sizes[a]) for k, a in enumerate(axes[:-1])), q * width + j]
         )
         found: l.Load = substitute(self.term, env)
-        uniform = at_least(last.extent - 1 - env[last], 0) or divides(width, last.extent)
+        extent = last.extent + self.span.halo(last)
+        uniform = at_least(extent - 1 - env[last], 0) or divides(width, extent)
         return uniform and wide(found, j, width)
 
     def load(self, name: str) -> l.Load:

@@ -15,6 +15,7 @@ from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.plan import Ring, Stream
 from terrazzo.rules.access import box
 from terrazzo.rules.loop.inline import guarded
+from terrazzo.rules.tile.spans import Span
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.digits import Bindings, Digit, zero
 from terrazzo.rules.tile_to_kernel.scope import Scope
@@ -22,12 +23,15 @@ from terrazzo.rules.tile_to_kernel.scope import Scope
 
 @dataclass(frozen=True)
 class Part:
-    """A block's part of an axis: where it begins, how long it is, and the digits by which threads divide it."""
+    """A block's part of an axis: where it begins, how long it is, and the digits by which threads divide it. A slab has
+    a `halo` besides, which is part of its size.
+    """
 
     axis: Any
     base: IntExpr
     size: int
     digits: tuple[Digit, ...]
+    halo: int = 0
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class Slab:
     term: Node
     place: k.Shared
     parts: tuple[Part, ...]
+    span: Span
 
     @property
     def memory(self) -> int:
@@ -54,6 +59,10 @@ class Slab:
     def bytes(self) -> int:
         """Of one slot."""
         return math.prod(p.size for p in self.parts) * self.place.type.dtype.size
+
+    def seen(self, slot: IntExpr, index: Sequence[IntExpr], where: dict[Any, IntExpr]) -> tuple[IntExpr, ...]:
+        """The place of an element of the tile, where the loops inside a step are at `where`."""
+        return self.at(slot, [x + self.span.at(p.axis, where) for x, p in zip(index, self.parts, strict=True)])
 
     def at(self, slot: IntExpr, index: Sequence[IntExpr]) -> tuple[IntExpr, ...]:
         """The place of an element of the slab."""
@@ -118,7 +127,7 @@ class Copies:
 
     def guards(self, slab: Slab, env: dict[Any, Any]) -> tuple[IntExpr, ...]:
         """What keeps a piece inside the tensor, where tiles overhang."""
-        return tuple(e for p in slab.parts if not at_least(e := p.axis.extent - 1 - env[p.axis], 0))
+        return tuple(e for p in slab.parts if not at_least(e := p.axis.extent + p.halo - 1 - env[p.axis], 0))
 
     # -- boxes ---------------------------------------------------------------------------------------------------------
 

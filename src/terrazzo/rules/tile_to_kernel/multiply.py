@@ -69,7 +69,7 @@ class Group:
 
     `inner` has the factors of every reduce axis inside a step; `m` and `n` are the axes of an instruction's rows and
     columns, `k` is what a step goes along; `values` has the factors that lie in registers already, in place of slabs. A
-    warpgroup's sums begin with the first product where `step` is 0.
+    warpgroup's sums begin with the first product where `step` is 0. `where` says where the loops inside a step are.
     """
 
     sites: tuple[Contraction, ...]
@@ -83,6 +83,7 @@ class Group:
     slots: Mapping[str, IntExpr]
     values: Mapping[Node, k.Registers]
     step: IntExpr
+    where: dict[Any, IntExpr]
 
     @property
     def axes(self) -> tuple[Any, ...]:
@@ -136,7 +137,7 @@ class Multiply:
             index = [depth[p.axis] if p.axis in depth else value(p.digits) for p in slab.parts]
             own = [d for ds in digits.values() for d in ds]
             own += last if any(p.axis in depth for p in slab.parts) else []
-            held[term] = self._fragment(slab, slab.at(group.slot(slab), index), own)
+            held[term] = self._fragment(slab, slab.seen(group.slot(slab), index, group.where), own)
         parts = group.fragments[0].parts
         loops = last + [d for p in parts for d in p.digits if d.level == "reg"]
         digits_of = {p.axis: p.digits for p in parts}
@@ -241,7 +242,7 @@ class Multiply:
         for d, x in zip(regs, pairs, strict=True):
             outer = outer + x * d.stride
         at = {part.axis: outer + row[name], group.k: depth + row["k"], **{p.axis: value(p.digits) for p in others}}
-        where = slab.at(group.slot(slab), [at[p.axis] for p in slab.parts])
+        where = slab.seen(group.slot(slab), [at[p.axis] for p in slab.parts], group.where)
         first = tuple(d.variable for d in more)
         load = k.LoadMatrix(move.name, place, (*first, *pairs, 0), slab.place, where)
         self.builder.loops([(v, True) for v in (*first, *loops)], partial(self.builder.add, load))
@@ -305,7 +306,7 @@ class Multiply:
             depth if p.axis is axis else value([d for d in p.digits if d.level in ("warpgroup", "reg")])
             for p in slab.parts
         ]
-        return slab.place, slab.at(group.slot(slab), at)
+        return slab.place, slab.seen(group.slot(slab), at, group.where)
 
 
 def _named(slab: Slab, suffix: str) -> str:

@@ -8,6 +8,7 @@ when it is empty. Where all warps do everything, they fill a slot ahead, and a b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -27,6 +28,7 @@ from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.frames import framed, reductions
 from terrazzo.rules.tile.reach import Mask, grows, masked, visited
 from terrazzo.rules.tile.rings import axis_called, brought, steps
+from terrazzo.rules.tile.spans import span, spanned
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.copies import Copies, Part, Slab, Steps
 from terrazzo.rules.tile_to_kernel.digits import Bindings, Digit, value, zero
@@ -64,9 +66,11 @@ class Pipeline:
             site = draft.site(p.sites[0])
             for s in plan.all(Stream):
                 if s.ring in p.rings and terms[s.operand] in brought(draft, p):
-                    parts = tuple(self.part(axis_called(draft, w.name), site) for w in s.axes)
                     term = terms[s.operand]
-                    self.slabs[term] = Slab(s, plan.named(s.ring), term, memory.places[s.name], parts)
+                    whole = span(draft, term)
+                    mine = ((self.part(axis_called(draft, w.name), site), w.args[0]) for w in s.axes)
+                    parts = tuple(replace(x, size=size, halo=whole.halo(x.axis)) for x, size in mine)
+                    self.slabs[term] = Slab(s, plan.named(s.ring), term, memory.places[s.name], parts, whole)
 
     def part(self, axis: Any, site: Any) -> Part:
         """The block's part of an axis, as a site divides it. One for each, since its digits are loops' variables."""
@@ -400,7 +404,10 @@ class Pipeline:
         slabs = {x: s for x, s in self.slabs.items() if any(x in c.operands for c in sites)}
         step = t if self.outermost(p) and not p.promote else 0
         depth = next((a for a in inner if self.draft.length(a, site) > 1), sites[0].reduce.axes[-1])
-        self.multiply.write(Group(sites, fragments, matrix(p.on), inner, m, n, depth, slabs, given, values, step))
+        where: dict[Any, IntExpr] = {a: self.bindings.loop_variable("s", a.extent) for a in spanned(self.draft)}
+        group = Group(sites, fragments, matrix(p.on), inner, m, n, depth, slabs, given, values, step, where)
+        loops = [(v, False) for v in where.values() if isinstance(v, Var)]
+        self.builder.loops(loops, lambda: self.multiply.write(group))
 
     def inner(self, axis: Any, site: Any) -> tuple[Digit, ...]:
         """The digits of a reduce axis inside a step."""
