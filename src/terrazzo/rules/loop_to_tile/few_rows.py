@@ -73,7 +73,7 @@ def _divided(kernel: l.Kernel) -> l.Kernel | None:
     for x in topological(kernel.stores):
         if not isinstance(x, FloorDiv) or x.a not in kernel.axes or not isinstance(x.b, int):
             continue
-        if x.a.extent % x.b == 0 and 1 < x.b < x.a.extent:
+        if _size(x.a) % x.b == 0 and 1 < x.b < _size(x.a):
             made = _as_two(kernel, x.a, x.b)
             if chain(made) is not None:
                 return made
@@ -86,9 +86,9 @@ def _merged(kernel: l.Kernel) -> l.Kernel:
         return kernel
     a, *others = c.operands
     rows = [x for x in kernel.axes if x in a.free and not any(x in y.free for y in others)]
-    if len(rows) < 2 or math.prod(x.extent for x in rows) > MOST:  # type: ignore[misc]
+    if len(rows) < 2 or math.prod(map(_size, rows)) > MOST:
         return kernel
-    flat = Var(rows[0].name, math.prod(x.extent for x in rows))  # type: ignore[misc]
+    flat = Var(rows[0].name, math.prod(map(_size, rows)))
     new = dict(zip(rows, unflatten(flat, tuple(x.extent for x in rows)), strict=True))
     stores = tuple(substitute(s, new) for s in kernel.stores)
     axes = tuple(flat if x is rows[0] else x for x in kernel.axes if x not in rows[1:])
@@ -253,13 +253,13 @@ class _Split:
     def length(self) -> int:
         """Steps in a piece."""
         (axis,) = self.outer.axes
-        return -(-axis.extent // (self.pieces * self.unit)) * self.unit
+        return -(-_size(axis) // (self.pieces * self.unit)) * self.unit
 
     @property
     def count(self) -> int:
         """The pieces that have a step at all."""
         (axis,) = self.outer.axes
-        return -(-axis.extent // self.length)
+        return -(-_size(axis) // self.length)
 
     def states(self) -> dict[Node, tuple[str, Node]]:
         """The state of a piece: what becomes of every reduction. Where there is no score, sums are 0."""
@@ -278,9 +278,9 @@ class _Split:
         top = l.Reduce.make(held.top.monoid, (short,), (score,))
         e = l.Apply(held.weight.fn, (l.apply("sub", score, top),))
         summed = substitute(moved(self.outer.args[0]), {moved(held.weight): e})
-        sums = {**{r: ("total", e) for r in self.totals}, self.outer: ("part", summed)}
+        sums = {**dict.fromkeys(self.totals, ("total", e)), self.outer: ("part", summed)}
         nothing = l.apply("eq", top, l.Literal(-math.inf, top.dtype))
-        found = {
+        found: dict[Node, tuple[str, Node]] = {
             old: (name, _unless(nothing, l.Reduce.make(old.monoid, (short,), (term,))))
             for old, (name, term) in sums.items()
         }
@@ -305,3 +305,8 @@ class _Split:
 def _unless(condition: Node, x: Any) -> Any:
     """0 where the condition holds."""
     return l.apply("where", condition, l.Literal(0.0, x.dtype), x)
+
+
+def _size(axis: Any) -> int:
+    found: int = axis.extent
+    return found
