@@ -5,7 +5,7 @@ together, and blocks share the steps.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from terrazzo.ir.address import unflatten
@@ -14,9 +14,11 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import FloorDiv, Var, at_least
 from terrazzo.ir.nest import accumulators
 from terrazzo.ir.node import Node, substitute, topological
+from terrazzo.ir.schedule import Like, Schedule
 from terrazzo.ir.types import Type
 from terrazzo.rules.loop.inline import guarded, rewrite_loads, select
 from terrazzo.rules.loop_to_tile.chain import chain, nested
+from terrazzo.rules.tile.draft import axis_name
 from terrazzo.rules.tile.frames import Framed, at, reductions, weight
 
 MOST = 64
@@ -307,6 +309,40 @@ def _unless(condition: Node, x: Any) -> Any:
     return l.apply("where", condition, l.Literal(0.0, x.dtype), x)
 
 
+def _like(binding: Like, called: dict[str, str]) -> Like:
+    """The same where sites are called otherwise."""
+    site, dot, axis = binding.site.partition(".")
+    return Like(called.get(site, site) + dot + axis)
+
+
 def _size(axis: Any) -> int:
     found: int = axis.extent
     return found
+
+
+def pinned_frames(kernel: l.Kernel, schedule: Schedule) -> tuple[l.Kernel, Schedule, l.Kernel] | None:
+    """A chain in a moving frame as two kernels, where its schedule binds the steps to the grid: that of states, with the
+    rest of the schedule, and that which combines them. None where it binds them to no grid, or nothing is in a frame.
+    """
+    c = chain(kernel)
+    binding = dict(schedule.axes).get(axis_name(c.steps), ()) if c is not None else ()
+    if c is None or isinstance(binding, Like) or not binding or binding[0].level != "grid":
+        return None
+    grid, *rest = binding
+    if (made := split_frames(kernel, grid.size, math.prod(f.size for f in rest))) is None:
+        return None
+    first, second = made
+    (found,) = [x for x in [chain(first)] if x is not None]
+    called = {c.inner: found.inner, c.outer: found.outer, kernel.stores[0].buffer.name: f"{kernel.name}_part"}
+    sites = tuple(
+        replace(
+            s,
+            names=tuple(called.get(x, x) for x in s.names),
+            axes=tuple((a, _like(b, called) if isinstance(b, Like) else b) for a, b in s.axes),
+        )
+        for s in schedule.sites
+    )
+    steps, part = axis_name(c.steps), first.axes[0]
+    axes = tuple((axis_name(found.steps) if a == steps else a, tuple(rest) if a == steps else b) for a, b in schedule.axes)
+    whole = (part.name, (replace(grid, size=part.extent),))
+    return first, replace(schedule, kernel=first.name, axes=(whole, *axes), sites=sites), second
