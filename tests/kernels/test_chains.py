@@ -55,6 +55,11 @@ ROWS = "a1 = warp(2) * inst.m(16)"
             "            r2 = reg(32)",
             "acc4: what acc3 sums is multiplied by no matrix instruction",
         ),
+        (
+            Chain().text[Chain().text.index('        with site("acc3"') : Chain().text.index('        with site("acc4"')],
+            "",
+            "acc4: what a factor of it is made of is summed at no site",
+        ),
     ],
 )  # fmt: skip
 def test_what_does_not_lie_as_the_next_product_takes_it_is_refused(before: str, after: str, reason: str) -> None:
