@@ -21,6 +21,8 @@ from terrazzo.ir.schedule import KERNEL_LEVELS, SITE_LEVELS, Binding, Factor, Li
 from terrazzo.ir.sites import Product, product
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
+from terrazzo.rules.loop_to_tile.chain import Chain, chain
+from tests.fuzz import chains
 from tests.kernels.programs import CASES, b, h, n, r
 
 SMALL: dict[str, Callable[[], tuple[Any, ...]]] = {
@@ -57,6 +59,9 @@ SMALL: dict[str, Callable[[], tuple[Any, ...]]] = {
     "cat": lambda: (r(5, 7), r(5, 9)),
     "cumsum": lambda: (r(9, 40),),
     "cumsum of the first axis": lambda: (r(30, 20),),
+    "attention of half": lambda: (h(1, 40, 32), h(1, 72, 32), h(1, 72, 32).abs()),
+    "causal attention": lambda: (b(1, 2, 80, 32), b(1, 2, 80, 32), b(1, 2, 80, 32).abs()),
+    "grouped attention": lambda: (b(2, 4, 1, 32), b(2, 2, 150, 32), b(2, 2, 150, 32).abs()),
     "scalar": lambda: (torch.tensor(3.0),),
     "empty sum": lambda: (r(0, 4),),
 }
@@ -119,8 +124,10 @@ def terms(name: str, target: str) -> tuple[Term, ...]:
 def schedules(draw: Any, term: Term) -> Schedule:
     """A schedule for the kernel of a term."""
     drawer = _Drawer(draw, term.kernel, term.default)
-    found = product(term.kernel)
-    if found is not None and drawer.one((True, True, True, False)):
+    found, nested = product(term.kernel), chain(term.kernel)
+    if nested is not None and drawer.one((True, True, True, True, False)):
+        schedule = drawer.chained(nested)
+    elif found is not None and drawer.one((True, True, True, False)):
         schedule = drawer.arranged(found)
     else:
         schedule = drawer.divided() if drawer.one((True, True, True, False)) else term.default
@@ -214,6 +221,10 @@ class _Drawer:
         return self.covering(
             Schedule(self.kernel.name, self.default.target, tuple(lines), (), tuple(directives), tuple(found))
         )
+
+    def chained(self, c: Chain) -> Schedule:
+        """Two products in one loop of steps."""
+        return self.covering(chains.drawn(c, self.default.target, self.one))
 
     def instruction_for(self, p: Product, number: int) -> str:
         """One that takes the operands."""

@@ -141,7 +141,14 @@ class Chain:
         if self.on == "wgmma":
             names = (f"wgmma.m64n{x}k16.f32.{self.dtype}" for x in (self.step, n))
             along, depth = (f"reg({x // 16}) * inst.k(16)" for x in (self.step, d))
-            return f"warpgroup({self.groups}) * inst.m(64)", f"inst.n({self.step})", along, depth, f"inst.n({n})", *names
+            return (
+                f"warpgroup({self.groups}) * inst.m(64)",
+                f"inst.n({self.step})",
+                along,
+                depth,
+                f"inst.n({n})",
+                *names,
+            )
         down, across = self.warps
         own, deep = self.step // across, self.deep
         name = f"mma.m16n8k{deep}.f32.{self.dtype}"

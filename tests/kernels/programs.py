@@ -218,6 +218,10 @@ CASES: dict[str, Case] = {
         lambda q, c, v: F.scaled_dot_product_attention(q, c, v, is_causal=True),
         lambda: (r(1, 2, 24, 16), r(1, 2, 24, 16), r(1, 2, 24, 16)),
     ),
+    "grouped attention": Case(
+        lambda q, c, v: F.scaled_dot_product_attention(q, c, v, enable_gqa=True),
+        lambda: (b(1, 4, 1, 32), b(1, 2, 90, 32), b(1, 2, 90, 32)),
+    ),
     "conv2d": Case(lambda x, w, c: F.conv2d(x, w, c, padding=1), lambda: (r(2, 5, 9, 10), r(7, 5, 3, 3), r(7))),
     "strided conv2d in groups": Case(
         lambda x, w: F.conv2d(x, w, stride=2, groups=2), lambda: (r(1, 4, 11, 11), r(6, 2, 3, 3))

@@ -49,9 +49,16 @@ ROWS = "a1 = warp(2) * inst.m(16)"
             "acc4: threads divide a1 otherwise than those of acc3",
         ),
         (
-            f'on="mma.m16n8k16.f32.bf16"):\n            {ROWS}\n            a2 = reg(8) * inst.n(8)\n            r2 = reg(2) * inst.k(16)',
-            'on="fma.f32"):\n            a1 = warp(2) * lane(4) * reg(4)\n            a2 = lane(8) * reg(8)\n            r2 = reg(32)',
+            f'on="mma.m16n8k16.f32.bf16"):\n            {ROWS}\n            a2 = reg(8) * inst.n(8)\n'
+            "            r2 = reg(2) * inst.k(16)",
+            'on="fma.f32"):\n            a1 = warp(2) * lane(4) * reg(4)\n            a2 = lane(8) * reg(8)\n'
+            "            r2 = reg(32)",
             "acc4: what acc3 sums is multiplied by no matrix instruction",
+        ),
+        (
+            Chain().text[Chain().text.index('        with site("acc3"') : Chain().text.index('        with site("acc4"')],
+            "",
+            "acc4: what a factor of it is made of is summed at no site",
         ),
     ],
 )  # fmt: skip
@@ -60,7 +67,6 @@ def test_what_does_not_lie_as_the_next_product_takes_it_is_refused(before: str, 
     assert before in text
     with pytest.raises((Limitation, UserError), match=re.escape(reason)):
         derived(text.replace(before, after))
-
 
 
 @pytest.mark.parametrize("on", [Chain(between="relu", shape=(32, 40, 32, 32)), Chain(

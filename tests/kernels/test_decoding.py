@@ -39,7 +39,7 @@ def rules(found: Lowered) -> list[str]:
 def test_blocks_share_the_keys(shapes: tuple[tuple[int, ...], tuple[int, ...]], rows: int, target: str) -> None:
     args = tensors(shapes[0], shapes[1], shapes[1])
     found = lowered(grouped, args, target)
-    part, whole = found.kernels
+    assert len(found.kernels) == 2
     assert rules(found) == ["chain", "finish"]
     keys = found.lowering.at("tile").loop.steps[0].axes[0].extent
     order = lines(found, Order)[0]
@@ -82,3 +82,39 @@ def test_few_keys_are_not_split() -> None:
     found = lowered(plain, args, "sm_90a")
     assert rules(found) == ["chain"]
     close(found, plain, args)
+
+
+NINE = """\
+with schedule("{name}", target="sm_80"):
+    a0 = grid(2)
+    a1 = grid(2)
+    a2 = grid(1) * block(16)
+    a3 = block(128)
+    r2 = grid({pieces}) * time(2, ring=2) * block(64)
+    with site("acc3", on="mma.m16n8k16.f32.bf16"):
+        a2 = inst.m(16)
+        r2 = warp(4) * reg(2) * inst.n(8)
+        r0 = reg(8) * inst.k(16)
+        q = smem(by="cp.async", swizzle=128)
+        k = smem(by="cp.async", swizzle=128)
+    with site("acc4", on="mma.m16n8k16.f32.bf16"):
+        a2 = inst.m(16)
+        a3 = reg(16) * inst.n(8)
+        r2 = warp(4) * inst.k(16)
+        v = smem(by="cp.async", swizzle=128)
+    with site("{name}"):
+        a2 = like("acc4")
+        a3 = like("acc4")
+"""
+
+
+@pytest.mark.parametrize("keys", [512, 450])
+def test_keys_may_be_split_over_the_grid_by_a_schedule(keys: int) -> None:
+    """Schedule 9 of ADR 004, with queries as rows."""
+    args = tensors((2, 8, 1, 128), (2, 2, keys, 128), (2, 2, keys, 128))
+    name = lowered(grouped, args, "sm_80").kernels[-1].name
+    found = lowered(grouped, args, "sm_80", schedules=(NINE.format(name=name, pieces=4),))
+    part, whole = found.kernels
+    assert (part.name, part.grid, part.warps, whole.name) == (f"{name}_part", 16, 4, name)
+    assert rules(found) == ["pin", "finish"]
+    close(found, grouped, args)

@@ -195,7 +195,7 @@ def _stores_all(store: l.Store) -> str:
     used: set[Any] = set()
     for d, (whole, extent) in enumerate(zip(store.index, store.buffer.type.shape, strict=True)):
         e = substitute(whole, digits)
-        axes = sorted(e.free, key=partial(_place, e)) if isinstance(e, Expr) else []  # type: ignore[arg-type]
+        axes = sorted(e.free, key=partial(_place, e)) if isinstance(e, Expr) else []
         radix: IntExpr = 1
         counted: IntExpr = 0
         for v in axes:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import kernel as k
@@ -14,7 +15,7 @@ from terrazzo.ir.plan import Reach
 from terrazzo.ir.schedule import Schedule
 from terrazzo.rules.loop_to_tile.chain import Chain, chain
 from terrazzo.rules.loop_to_tile.chain_schedules import FEW, Warps, arrangements, on_warpgroups, on_warps
-from terrazzo.rules.loop_to_tile.few_rows import share_rows, split_frames
+from terrazzo.rules.loop_to_tile.few_rows import MOST, share_rows, split_frames
 from terrazzo.rules.loop_to_tile.threads import ceil
 from terrazzo.rules.tile.complete import Refused, complete
 from terrazzo.rules.tile_to_kernel.lower import lower
@@ -51,20 +52,28 @@ def ways(kernel: l.Kernel, gpu: Gpu) -> Iterator[Way | str]:
     elif any(not isinstance(a.extent, int) for a in (*form.axes, found.steps, found.depth)):
         yield "an axis has no size that is known"
     else:
-        for gathered in (True, False) if "wgmma" in gpu.features and found.rows.extent > FEW else ():
-            yield _planned(form, partial(on_warpgroups, found, gpu, gathered), gpu)
-        for arrangement in arrangements(found, gpu):
-            yield from _on_warps(found, arrangement, gpu)
+        kinds = [_on_warpgroups(found, gpu), _on_warps(found, gpu)]
+        first = next(arrangements(found, gpu), None)
+        few = found.rows.extent <= MOST and first is not None and _pieces(found, first, gpu) > 1
+        for kind in kinds[::-1] if few else kinds:
+            yield from kind
 
 
-def _on_warps(c: Chain, way: Warps, gpu: Gpu) -> Iterator[Way | str]:
+def _on_warpgroups(c: Chain, gpu: Gpu) -> Iterator[Way | str]:
+    """Where the machine has such, and there are rows for them; results gather in shared memory, or do not."""
+    for gathered in (True, False) if "wgmma" in gpu.features and c.rows.extent > FEW else ():
+        yield _planned(c.kernel, partial(on_warpgroups, c, gpu, gathered), gpu)
+
+
+def _on_warps(c: Chain, gpu: Gpu) -> Iterator[Way | str]:
     """In pieces, where there are few blocks otherwise; whole."""
-    pieces = _pieces(c, way, gpu)
-    parts = split_frames(c.kernel, pieces, way.step) if pieces > 1 else None
-    if parts is not None and (part := chain(parts[0])) is not None:
-        found = _planned(parts[0], partial(on_warps, part, gpu, way), gpu)
-        yield found if isinstance(found, str) else Way(c.kernel, found.kernel, found.schedule, parts[1], pieces)
-    yield _planned(c.kernel, partial(on_warps, c, gpu, way), gpu)
+    for way in arrangements(c, gpu):
+        pieces = _pieces(c, way, gpu)
+        parts = split_frames(c.kernel, pieces, way.step) if pieces > 1 else None
+        if parts is not None and (part := chain(parts[0])) is not None:
+            found = _planned(parts[0], partial(on_warps, part, gpu, way), gpu)
+            yield found if isinstance(found, str) else Way(c.kernel, found.kernel, found.schedule, parts[1], pieces)
+        yield _planned(c.kernel, partial(on_warps, c, gpu, way), gpu)
 
 
 def _planned(kernel: l.Kernel, schedule: Callable[[bool], Schedule | None], gpu: Gpu) -> Way | str:
@@ -79,8 +88,8 @@ def _planned(kernel: l.Kernel, schedule: Callable[[bool], Schedule | None], gpu:
 
 def _pieces(c: Chain, way: Warps, gpu: Gpu) -> int:
     """Into how many pieces steps are cut, so that all processors have some of them and all alike."""
-    blocks = math.prod(a.extent for a in c.kernel.axes if a not in (c.rows, c.columns))
-    blocks *= ceil(c.rows.extent, way.rows)
+    sizes: list[Any] = [a.extent for a in c.kernel.axes if a not in (c.rows, c.columns)]
+    blocks = math.prod(sizes) * ceil(c.rows.extent, way.rows)
     room = gpu.processors * (2 if way.shared(c) <= gpu.shared // 2 else 1)
     steps = ceil(c.steps.extent, way.step)
 

@@ -21,6 +21,7 @@ from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop_to_tile import boxes, chains, threads, tiles, warpgroups
 from terrazzo.rules.loop_to_tile.collapse import collapse, digits_apart, flat_reductions, merge_product_axes
 from terrazzo.rules.loop_to_tile.packed import packed
+from terrazzo.rules.loop_to_tile.few_rows import pinned_frames, share_rows
 from terrazzo.rules.loop_to_tile.split import pinned_split, split
 from terrazzo.rules.tile.complete import Refused, complete
 from terrazzo.rules.tile_to_kernel.lower import lower
@@ -285,7 +286,8 @@ def _shared(kernel: l.Kernel, gpu: Gpu) -> Iterator[tuple[Schedule, str, str]]:
 def _forms(kernel: l.Kernel) -> list[l.Kernel]:
     """A kernel as it is, and as it is when a schedule is chosen for it."""
     p = product(kernel)
-    return [kernel, *([merge_product_axes(kernel, p.sites)] if p else []), flat_reductions(kernel), collapse(kernel)]
+    merged = [merge_product_axes(kernel, p.sites)] if p else []
+    return [kernel, *merged, share_rows(kernel), flat_reductions(kernel), collapse(kernel)]
 
 
 def _pinned(forms: Sequence[l.Kernel], pinned: Mapping[str, Schedule], gpu: Gpu) -> Chosen:
@@ -309,12 +311,14 @@ def _pinned(forms: Sequence[l.Kernel], pinned: Mapping[str, Schedule], gpu: Gpu)
 def _apart(done: Chosen, gpu: Gpu) -> Candidate:
     """A kernel as it was pinned: as two, where the schedule binds an axis that is reduced to the grid."""
     kernel, chosen, rule, reason = done
-    found = pinned_split(kernel, chosen)
+    framed = pinned_frames(kernel, chosen)
+    found = framed or pinned_split(kernel, chosen)
     if found is None:
         return Candidate((done,))
     first, bound, second = found
     rest = (second, threads.finish(second, gpu), "finish", "partial states meet, in order")
-    return Candidate(((first, bound, rule, reason), rest), (("split", kernel, (first, second)),))
+    rewrite = "split_frames" if framed else "split"
+    return Candidate(((first, bound, rule, reason), rest), ((rewrite, kernel, (first, second)),))
 
 
 def _split(

@@ -5,7 +5,7 @@ together, and blocks share the steps.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from terrazzo.ir.address import unflatten
@@ -14,9 +14,11 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import FloorDiv, Var, at_least
 from terrazzo.ir.nest import accumulators
 from terrazzo.ir.node import Node, substitute, topological
+from terrazzo.ir.schedule import Like, Schedule
 from terrazzo.ir.types import Type
 from terrazzo.rules.loop.inline import guarded, rewrite_loads, select
 from terrazzo.rules.loop_to_tile.chain import chain, nested
+from terrazzo.rules.tile.draft import axis_name
 from terrazzo.rules.tile.frames import Framed, at, reductions, weight
 
 MOST = 64
@@ -73,7 +75,7 @@ def _divided(kernel: l.Kernel) -> l.Kernel | None:
     for x in topological(kernel.stores):
         if not isinstance(x, FloorDiv) or x.a not in kernel.axes or not isinstance(x.b, int):
             continue
-        if x.a.extent % x.b == 0 and 1 < x.b < x.a.extent:
+        if _size(x.a) % x.b == 0 and 1 < x.b < _size(x.a):
             made = _as_two(kernel, x.a, x.b)
             if chain(made) is not None:
                 return made
@@ -86,9 +88,9 @@ def _merged(kernel: l.Kernel) -> l.Kernel:
         return kernel
     a, *others = c.operands
     rows = [x for x in kernel.axes if x in a.free and not any(x in y.free for y in others)]
-    if len(rows) < 2 or math.prod(x.extent for x in rows) > MOST:  # type: ignore[misc]
+    if len(rows) < 2 or math.prod(map(_size, rows)) > MOST:
         return kernel
-    flat = Var(rows[0].name, math.prod(x.extent for x in rows))  # type: ignore[misc]
+    flat = Var(rows[0].name, math.prod(map(_size, rows)))
     new = dict(zip(rows, unflatten(flat, tuple(x.extent for x in rows)), strict=True))
     stores = tuple(substitute(s, new) for s in kernel.stores)
     axes = tuple(flat if x is rows[0] else x for x in kernel.axes if x not in rows[1:])
@@ -253,13 +255,13 @@ class _Split:
     def length(self) -> int:
         """Steps in a piece."""
         (axis,) = self.outer.axes
-        return -(-axis.extent // (self.pieces * self.unit)) * self.unit
+        return -(-_size(axis) // (self.pieces * self.unit)) * self.unit
 
     @property
     def count(self) -> int:
         """The pieces that have a step at all."""
         (axis,) = self.outer.axes
-        return -(-axis.extent // self.length)
+        return -(-_size(axis) // self.length)
 
     def states(self) -> dict[Node, tuple[str, Node]]:
         """The state of a piece: what becomes of every reduction. Where there is no score, sums are 0."""
@@ -280,7 +282,7 @@ class _Split:
         summed = substitute(moved(self.outer.args[0]), {moved(held.weight): e})
         sums = {**dict.fromkeys(self.totals, ("total", e)), self.outer: ("part", summed)}
         nothing = l.apply("eq", top, l.Literal(-math.inf, top.dtype))
-        found = {
+        found: dict[Node, tuple[str, Node]] = {
             old: (name, _unless(nothing, l.Reduce.make(old.monoid, (short,), (term,))))
             for old, (name, term) in sums.items()
         }
@@ -305,3 +307,42 @@ class _Split:
 def _unless(condition: Node, x: Any) -> Any:
     """0 where the condition holds."""
     return l.apply("where", condition, l.Literal(0.0, x.dtype), x)
+
+
+def _like(binding: Like, called: dict[str, str]) -> Like:
+    """The same where sites are called otherwise."""
+    site, dot, axis = binding.site.partition(".")
+    return Like(called.get(site, site) + dot + axis)
+
+
+def _size(axis: Any) -> int:
+    found: int = axis.extent
+    return found
+
+
+def pinned_frames(kernel: l.Kernel, schedule: Schedule) -> tuple[l.Kernel, Schedule, l.Kernel] | None:
+    """A chain in a moving frame as two kernels, where its schedule binds the steps to the grid: that of states, with the
+    rest of the schedule, and that which combines them. None where it binds them to no grid, or nothing is in a frame.
+    """
+    c = chain(kernel)
+    binding = dict(schedule.axes).get(axis_name(c.steps), ()) if c is not None else ()
+    if c is None or isinstance(binding, Like) or not binding or binding[0].level != "grid":
+        return None
+    grid, *rest = binding
+    if (made := split_frames(kernel, grid.size, math.prod(f.size for f in rest))) is None:
+        return None
+    first, second = made
+    (found,) = [x for x in [chain(first)] if x is not None]
+    called = {c.inner: found.inner, c.outer: found.outer, kernel.stores[0].buffer.name: f"{kernel.name}_part"}
+    sites = tuple(
+        replace(
+            s,
+            names=tuple(called.get(x, x) for x in s.names),
+            axes=tuple((a, _like(b, called) if isinstance(b, Like) else b) for a, b in s.axes),
+        )
+        for s in schedule.sites
+    )
+    steps, part = axis_name(c.steps), first.axes[0]
+    axes = tuple((axis_name(found.steps) if a == steps else a, tuple(rest) if a == steps else b) for a, b in schedule.axes)
+    whole = (part.name, (replace(grid, size=part.extent),))
+    return first, replace(schedule, kernel=first.name, axes=(whole, *axes), sites=sites), second

@@ -93,6 +93,8 @@ def _judged(plan: Plan, draft: Draft, log: Log) -> Plan | Refused:
     if missing:
         why = declined[-1] if declined else f"a block's part of {draft.tiled[0].name} is divided by no product"
         return Refused(Limitation(f"{plan.kernel}: {why}"))
+    if stuck := [e.reason for e in log.events if e.rule == frames.move_frames.name and not e.fired]:
+        return Refused(Limitation(f"{plan.kernel}: {stuck[-1]}"))  # what follows from the term cannot be left out
     if plan.open:
         word = plan.open[0]
         where = draft.schedule.locate(word)

@@ -159,6 +159,11 @@ def _fits(draft: Draft, site: Site, instruction: Matrix, products: list[Contract
 def _follows(draft: Draft, name: str, instruction: Matrix | None, m: Any) -> None:
     """Where a factor is made of another product's sums, they lie as the instruction takes it."""
     c, site = draft.products[name], draft.site(name)
+    held = {x for x in topological(c.operands) if isinstance(x, l.Reduce)}
+    need(
+        not held or any(x.reduce in held for x in draft.products.values()),
+        f"{name}: what a factor of it is made of is summed at no site",
+    )
     for inner, source in draft.products.items():
         computed = [f for f in c.factors if source.reduce in topological([f])]
         if inner == name or not computed:

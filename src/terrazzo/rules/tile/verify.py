@@ -163,9 +163,12 @@ def _underived(kind: type[Line]) -> Callable[[Plan, Draft], Iterator[str]]:
     """For kinds of lines that follow from the term."""
 
     def missing(plan: Plan, draft: Draft) -> Iterator[str]:
-        for meant in derived(kind, plan, draft):
-            if meant not in plan.lines:
-                yield f"nothing says what follows from the term: `{meant}` is missing"
+        try:
+            meant = [line for line in derived(kind, plan, draft) if line not in plan.lines]
+        except Declined as why:
+            yield str(why)
+            return
+        yield from (f"nothing says what follows from the term: `{line}` is missing" for line in meant)
 
     return missing
 

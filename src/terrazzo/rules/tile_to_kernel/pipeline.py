@@ -12,27 +12,23 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from terrazzo.errors import CompilerBug
 from terrazzo.hw.products import matrix, warps
 from terrazzo.hw.wgmma import WarpgroupInstruction
-from terrazzo.ir.contraction import operand
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, Var
-from terrazzo.ir.node import Node, substitute, topological
+from terrazzo.ir.node import Node, substitute
 from terrazzo.ir.plan import Frame as FrameLine
 from terrazzo.ir.plan import Plan, Product, Reach, Ring, Stream
-from terrazzo.rules.loop.inline import select
 from terrazzo.rules.tile.agents import LOAD
 from terrazzo.rules.tile.draft import Draft, axis_name
-from terrazzo.rules.tile.frames import framed, reductions
-from terrazzo.rules.tile.reach import Mask, grows, masked, visited
+from terrazzo.rules.tile.reach import visited
 from terrazzo.rules.tile.rings import axis_called, brought, steps
 from terrazzo.rules.tile.spans import span, spanned
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.copies import Copies, Part, Slab, Steps
-from terrazzo.rules.tile_to_kernel.digits import Bindings, Digit, value, zero
-from terrazzo.rules.tile_to_kernel.frame import Frame, beyond
+from terrazzo.rules.tile_to_kernel.digits import Bindings, Digit, zero
+from terrazzo.rules.tile_to_kernel.factors import Factors
 from terrazzo.rules.tile_to_kernel.meet import meet
 from terrazzo.rules.tile_to_kernel.memory import Memory, operands
 from terrazzo.rules.tile_to_kernel.multiply import Fragment, Group, Multiply
@@ -58,7 +54,7 @@ class Pipeline:
         self.rings = plan.all(Ring)
         self.fragments: dict[l.Reduce, Fragment] = {}
         self.promotion = Promotion(builder, bindings)
-        self.frame: Frame | None = None
+        self.factors = Factors(draft, plan, bindings, self.copies, self.fragments, self.part)
         terms = operands(draft, plan)
         self.parts: dict[Any, Part] = {}
         self.slabs: dict[Node, Slab] = {}
@@ -121,7 +117,7 @@ class Pipeline:
         for p in self.plan.all(Product):
             if self.outermost(p):
                 self.declare(p)
-        self.begin_frames()
+        self.factors.begin()
         held = [r for r in self.rings if not r.over]
         for ring in held:
             self.wait(ring, 0)
@@ -133,7 +129,7 @@ class Pipeline:
             todo = list(self.plan.all(Product))
             while todo:
                 p = todo.pop(0)
-                values = self.values(p, t)  # while slabs are still on their way
+                values = self.factors.values(p, t)  # while slabs are still on their way
                 for name in p.rings:
                     if name not in waited:
                         self.wait(self.plan.named(name), t)
@@ -157,7 +153,8 @@ class Pipeline:
         for ring in held:
             self.free(ring, 0)
         self.pass_turn()
-        self.end_frames()
+        self.factors.finish()
+        self.meet(self.plan.all(Product)[-1])
 
     def take_turn(self) -> None:
         """Wait until the team before has multiplied. The first team begins."""
@@ -176,13 +173,14 @@ class Pipeline:
         for p in self.plan.all(Product):
             if self.outermost(p):
                 self.declare(p)
-        self.begin_frames()
+        self.factors.begin()
         (moving,) = [r for r in self.rings if r.over]
         for ring in self.rings:
             if not ring.over:
                 self.bring(ring, moving)
         {"ld": self.alternate, "cp.async": self.groups, "tma": self.boxes}[moving.by](moving)
-        self.end_frames()
+        self.factors.finish()
+        self.meet(self.plan.all(Product)[-1])
 
     def step_variable(self) -> Var:
         """The number of a step."""
@@ -355,7 +353,7 @@ class Pipeline:
     def every_product(self, t: IntExpr, slots: dict[str, IntExpr], late: bool = False) -> None:
         """The products of step t, one after the other."""
         for p in self.plan.all(Product):
-            self.product(p, t, self.values(p, t), slots)
+            self.product(p, t, self.factors.values(p, t), slots)
             self.settle(p, int(late))
             self.promotion.add()
 
@@ -430,101 +428,10 @@ class Pipeline:
         digits = [d for a in self.draft.products[first].reduce.axes for d in self.inner(a, site) if d.level != "reg"]
         for name in p.sites if digits else ():
             sums = self.fragments[self.draft.products[name].reduce]
-            if self.frame is not None:
-                self.frame.meet_warps(self.bindings, sums, digits)
+            self.factors.meet(sums, digits)
             meet(self.builder, self.bindings, sums.place, digits)
 
     def settle(self, p: Product, left: int) -> None:
         """Until a warpgroup's products are done, but for the last `left` groups of them."""
         if isinstance(matrix(p.on), WarpgroupInstruction):
             self.builder.add(k.WaitGroups(left, "wgmma"))
-
-    def values(self, p: Product, t: IntExpr) -> dict[Node, k.Registers]:
-        """A factor that is made of what this step has multiplied before: computed where its accumulators lie. Nothing,
-        where all factors come from memory.
-        """
-        if "values" not in (p.a, p.b):
-            return {}
-        if any(f.product == p.sites[0] for f in self.plan.all(FrameLine)):
-            return self.weights(p, t)
-        c = self.draft.products[p.sites[0]]
-        m = axis_called(self.draft, p.m)
-        term = operand(c.factors[0] if m in c.factors[0].free else c.factors[1])
-        sources = [x for x in topological([term]) if isinstance(x, l.Reduce)]
-        fragment = self.fragments[sources[0]]
-        place = self.builder.registers("w", term.dtype, fragment.place.type.static_shape)  # type: ignore[attr-defined]
-        digits = {part.axis: part.digits for part in fragment.parts}
-        env = {**self.scope.env, **self.steps.firsts(t)}
-        for part in fragment.parts:
-            env[part.axis] = env.get(part.axis, part.base) + value(part.digits)
-            env[part.axis] = env[part.axis] if part.axis in self.steps.depth else part.base + value(part.digits)
-        for r in sources:
-            env[r] = l.Load(self.fragments[r].place, self.fragments[r].index(digits))
-        loops = [(d.variable, True) for part in fragment.parts for d in part.digits if d.level in ("reg", "frag")]
-        at = fragment.index(digits)
-        edges = [e for part in fragment.parts for e in beyond(part, env[part.axis])]
-        last = [e for part in fragment.parts if part.axis in self.steps.depth for e in beyond(part, env[part.axis])]
-
-        def one() -> None:
-            found = self.copies.computed(term, dict(env), tuple(edges))
-            self.builder.add(l.Store(place, at, select(last, found)))  # nothing else is 0 beyond the last step
-
-        self.builder.loops(loops, one)
-        return {term: place}
-
-    def weights(self, p: Product, t: IntExpr) -> dict[Node, k.Registers]:
-        """The weights of step t, in the frame of the scores so far."""
-        found = framed(self.draft, p)
-        assert found is not None
-        (source,) = [c.reduce for c in self.draft.products.values() if c.reduce in reductions(found.score)]
-        scores, sums = self.fragments[source], self.fragments[self.draft.products[p.sites[0]].reduce]
-        rows, columns = sorted(scores.parts, key=lambda x: x.axis in self.steps.depth)
-        if self.frame is None:
-            raise CompilerBug("a frame that was not begun")
-        first = self.steps.firsts(t)
-        env = {**self.scope.env, **first}
-        env[rows.axis] = rows.base + value(rows.digits)
-        env[columns.axis] = first[columns.axis] + value(columns.digits)
-        env[source] = l.Load(scores.place, scores.index({x.axis: x.digits for x in scores.parts}))
-        hidden = masked(self.draft, p)
-        assert hidden is not None
-        last = beyond(columns, env[columns.axis])
-        inside = (*(substitute(e, env) for e in hidden.inside), *last)
-        edges = (*beyond(rows, env[rows.axis]), *last)
-        cut = self.cut(hidden, inside, t)
-        return {found.rounded: self.frame.step(self.copies, env, hidden.bare, cut, inside, edges, scores, sums)}
-
-    def cut(self, hidden: Mask, inside: tuple[IntExpr, ...], t: IntExpr) -> IntExpr:
-        """What is >= 0 in the steps that a mask may cut."""
-        p = self.plan.all(Product)[-1]
-        site, rows = self.draft.site(p.sites[0]), axis_called(self.draft, p.m)
-        ((axis, count),) = self.steps.times
-        step, ends = self.steps.depth[axis], axis.extent // self.steps.depth[axis]
-        if not grows(hidden, rows) or len(hidden.inside) != 1 or ends < count:
-            return 0 if hidden.inside else t - ends
-        whole = (substitute(hidden.upper, {rows: self.bindings.base(rows.name, site)}) + 1) // step
-        first: IntExpr = substitute(whole, self.scope.env)
-        return t - first
-
-    def begin_frames(self) -> None:
-        """The state of frames before the first step."""
-        for line in self.plan.all(FrameLine):
-            p = next(x for x in self.plan.all(Product) if line.product in x.sites)
-            inner = self.plan.all(Product)[0]
-            site = self.draft.site(inner.sites[0])
-            found = framed(self.draft, p)
-            assert found is not None
-            rows, columns = (self.part(axis_called(self.draft, x), site) for x in (inner.m, inner.n))
-            self.frame = Frame(self.builder, found, rows, columns)
-
-    def end_frames(self) -> None:
-        """Partial states meet; those of frames are known by name."""
-        for _ in self.plan.all(FrameLine):
-            assert self.frame is not None
-            self.frame.finish()
-        self.meet(self.plan.all(Product)[-1])
-        for line in self.plan.all(FrameLine):
-            assert self.frame is not None
-            total = self.draft.names.get(line.total)
-            assert total is None or isinstance(total, l.Reduce)
-            self.fragments.update(self.frame.fragments(self.frame.found.top, total))

@@ -1,0 +1,137 @@
+"""What a product takes that no slab brings: made of what its step has multiplied before, in registers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from terrazzo.errors import CompilerBug
+from terrazzo.ir.contraction import operand
+from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import IntExpr
+from terrazzo.ir.node import Node, substitute, topological
+from terrazzo.ir.plan import Frame as FrameLine
+from terrazzo.ir.plan import Plan, Product
+from terrazzo.rules.loop.inline import select
+from terrazzo.rules.tile.draft import Draft
+from terrazzo.rules.tile.frames import framed, reductions
+from terrazzo.rules.tile.reach import Mask, grows, masked
+from terrazzo.rules.tile.rings import axis_called
+from terrazzo.rules.tile_to_kernel.copies import Copies, Part
+from terrazzo.rules.tile_to_kernel.digits import Bindings, Digit, value
+from terrazzo.rules.tile_to_kernel.frame import Frame, beyond
+from terrazzo.rules.tile_to_kernel.multiply import Fragment
+
+
+class Factors:
+    """Writes values for the products of a tile's steps, and weights, whose frame goes along from step to step.
+
+    `fragments` has the accumulators as they are declared, `part` says how a site divides an axis.
+    """
+
+    def __init__(
+        self,
+        draft: Draft,
+        plan: Plan,
+        bindings: Bindings,
+        copies: Copies,
+        fragments: dict[l.Reduce, Fragment],
+        part: Callable[[Any, Any], Part],
+    ) -> None:
+        self.draft, self.plan, self.bindings, self.copies = draft, plan, bindings, copies
+        self.builder, self.steps, self.scope = copies.builder, copies.steps, copies.scope
+        self.fragments, self.part = fragments, part
+        self.frame: Frame | None = None
+
+    def begin(self) -> None:
+        """The state of frames before the first step."""
+        for line in self.plan.all(FrameLine):
+            p = next(x for x in self.plan.all(Product) if line.product in x.sites)
+            inner = self.plan.all(Product)[0]
+            site = self.draft.site(inner.sites[0])
+            found = framed(self.draft, p)
+            assert found is not None
+            rows, columns = (self.part(axis_called(self.draft, x), site) for x in (inner.m, inner.n))
+            self.frame = Frame(self.builder, found, rows, columns)
+
+    def meet(self, sums: Fragment, digits: Sequence[Digit]) -> None:
+        """Threads that share the steps, as these digits divide them, have their sums in one frame."""
+        if self.frame is not None and digits:
+            self.frame.meet_warps(self.bindings, sums, digits)
+
+    def finish(self) -> None:
+        """What lanes know of their rows' weights is summed, and known by name."""
+        for line in self.plan.all(FrameLine):
+            assert self.frame is not None
+            self.frame.finish()
+            total = self.draft.names.get(line.total)
+            assert total is None or isinstance(total, l.Reduce)
+            self.fragments.update(self.frame.fragments(self.frame.found.top, total))
+
+    def values(self, p: Product, t: IntExpr) -> dict[Node, k.Registers]:
+        """A factor that is made of what this step has multiplied before: computed where its accumulators lie. Nothing,
+        where all factors come from memory.
+        """
+        if "values" not in (p.a, p.b):
+            return {}
+        if any(f.product == p.sites[0] for f in self.plan.all(FrameLine)):
+            return self.weights(p, t)
+        c = self.draft.products[p.sites[0]]
+        m = axis_called(self.draft, p.m)
+        term = operand(c.factors[0] if m in c.factors[0].free else c.factors[1])
+        sources = [x for x in topological([term]) if isinstance(x, l.Reduce)]
+        fragment = self.fragments[sources[0]]
+        place = self.builder.registers("w", term.dtype, fragment.place.type.static_shape)  # type: ignore[attr-defined]
+        digits = {part.axis: part.digits for part in fragment.parts}
+        env = {**self.scope.env, **self.steps.firsts(t)}
+        for part in fragment.parts:
+            env[part.axis] = env.get(part.axis, part.base) + value(part.digits)
+            env[part.axis] = env[part.axis] if part.axis in self.steps.depth else part.base + value(part.digits)
+        for r in sources:
+            env[r] = l.Load(self.fragments[r].place, self.fragments[r].index(digits))
+        loops = [(d.variable, True) for part in fragment.parts for d in part.digits if d.level in ("reg", "frag")]
+        at = fragment.index(digits)
+        edges = [e for part in fragment.parts for e in beyond(part, env[part.axis])]
+        last = [e for part in fragment.parts if part.axis in self.steps.depth for e in beyond(part, env[part.axis])]
+
+        def one() -> None:
+            found = self.copies.computed(term, dict(env), tuple(edges))
+            self.builder.add(l.Store(place, at, select(last, found)))  # nothing else is 0 beyond the last step
+
+        self.builder.loops(loops, one)
+        return {term: place}
+
+    def weights(self, p: Product, t: IntExpr) -> dict[Node, k.Registers]:
+        """The weights of step t, in the frame of the scores so far."""
+        found = framed(self.draft, p)
+        assert found is not None
+        (source,) = [c.reduce for c in self.draft.products.values() if c.reduce in reductions(found.score)]
+        scores, sums = self.fragments[source], self.fragments[self.draft.products[p.sites[0]].reduce]
+        rows, columns = sorted(scores.parts, key=lambda x: x.axis in self.steps.depth)
+        if self.frame is None:
+            raise CompilerBug("a frame that was not begun")
+        first = self.steps.firsts(t)
+        env = {**self.scope.env, **first}
+        env[rows.axis] = rows.base + value(rows.digits)
+        env[columns.axis] = first[columns.axis] + value(columns.digits)
+        env[source] = l.Load(scores.place, scores.index({x.axis: x.digits for x in scores.parts}))
+        hidden = masked(self.draft, p)
+        assert hidden is not None
+        last = beyond(columns, env[columns.axis])
+        inside = (*(substitute(e, env) for e in hidden.inside), *last)
+        edges = (*beyond(rows, env[rows.axis]), *last)
+        cut = self.cut(hidden, inside, t)
+        return {found.rounded: self.frame.step(self.copies, env, hidden.bare, cut, inside, edges, scores, sums)}
+
+    def cut(self, hidden: Mask, inside: tuple[IntExpr, ...], t: IntExpr) -> IntExpr:
+        """What is >= 0 in the steps that a mask may cut."""
+        p = self.plan.all(Product)[-1]
+        site, rows = self.draft.site(p.sites[0]), axis_called(self.draft, p.m)
+        ((axis, count),) = self.steps.times
+        step, ends = self.steps.depth[axis], axis.extent // self.steps.depth[axis]
+        if not grows(hidden, rows) or len(hidden.inside) != 1 or ends < count:
+            return 0 if hidden.inside else t - ends
+        whole = (substitute(hidden.upper, {rows: self.bindings.base(rows.name, site)}) + 1) // step
+        first: IntExpr = substitute(whole, self.scope.env)
+        return t - first
