@@ -20,8 +20,8 @@ from terrazzo.ir.sites import Product, product
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop_to_tile import boxes, chains, threads, tiles, warpgroups
 from terrazzo.rules.loop_to_tile.collapse import collapse, digits_apart, flat_reductions, merge_product_axes
-from terrazzo.rules.loop_to_tile.packed import packed
 from terrazzo.rules.loop_to_tile.few_rows import pinned_frames, share_rows
+from terrazzo.rules.loop_to_tile.packed import packed
 from terrazzo.rules.loop_to_tile.split import pinned_split, split
 from terrazzo.rules.tile.complete import Refused, complete
 from terrazzo.rules.tile_to_kernel.lower import lower

@@ -278,7 +278,7 @@ class _Split:
 
         score = select(inside, moved(held.score), -math.inf)
         top = l.Reduce.make(held.top.monoid, (short,), (score,))
-        e = l.Apply(held.weight.fn, (l.apply("sub", score, top),))
+        e = held.of(l.apply("sub", score, top))
         summed = substitute(moved(self.outer.args[0]), {moved(held.weight): e})
         sums = {**dict.fromkeys(self.totals, ("total", e)), self.outer: ("part", summed)}
         nothing = l.apply("eq", top, l.Literal(-math.inf, top.dtype))
@@ -293,7 +293,7 @@ class _Split:
         held = self.held
         top = l.Reduce.make(held.top.monoid, (again,), (loads[held.top],))
         none = l.apply("eq", loads[held.top], l.Literal(-math.inf, top.dtype))
-        worth = _unless(none, l.Apply(held.weight.fn, (l.apply("sub", loads[held.top], top),)))
+        worth = _unless(none, held.of(l.apply("sub", loads[held.top], top)))
         new: dict[Any, Any] = {
             old: l.Reduce.make(self.outer.monoid, (again,), (l.apply("mul", loads[old], worth),))
             for old in (self.outer, *self.totals)
@@ -321,8 +321,9 @@ def _size(axis: Any) -> int:
 
 
 def pinned_frames(kernel: l.Kernel, schedule: Schedule) -> tuple[l.Kernel, Schedule, l.Kernel] | None:
-    """A chain in a moving frame as two kernels, where its schedule binds the steps to the grid: that of states, with the
-    rest of the schedule, and that which combines them. None where it binds them to no grid, or nothing is in a frame.
+    """A chain in a moving frame as two kernels, where its schedule binds the steps to the grid: that of states, with
+    the rest of the schedule, and that which combines them. None where it binds them to no grid, or nothing is in a
+    frame.
     """
     c = chain(kernel)
     binding = dict(schedule.axes).get(axis_name(c.steps), ()) if c is not None else ()
@@ -343,6 +344,6 @@ def pinned_frames(kernel: l.Kernel, schedule: Schedule) -> tuple[l.Kernel, Sched
         for s in schedule.sites
     )
     steps, part = axis_name(c.steps), first.axes[0]
-    axes = tuple((axis_name(found.steps) if a == steps else a, tuple(rest) if a == steps else b) for a, b in schedule.axes)
-    whole = (part.name, (replace(grid, size=part.extent),))
+    axes = tuple((axis_name(found.steps), tuple(rest)) if a == steps else (a, b) for a, b in schedule.axes)
+    whole = (part.name, (replace(grid, size=_size(part)),))
     return first, replace(schedule, kernel=first.name, axes=(whole, *axes), sites=sites), second

@@ -181,10 +181,10 @@ def _follows(draft: Draft, name: str, instruction: Matrix | None, m: Any) -> Non
             first is not None and continues(first, instruction),
             f"{name}: what {inner} sums does not lie as {instruction.name} takes its first factor",
         )
-        for axis, held in ((m, "inst.m"), (columns, "inst.n")):
-            mine, theirs = (_threads(draft, axis, x) for x in (site, other))
+        for axis, where in ((m, "inst.m"), (columns, "inst.n")):
+            mine, its = (_threads(draft, axis, x) for x in (site, other))
             need(
-                mine == theirs and any(f.level == held for f in draft.binding(axis, other)),
+                mine == its and any(f.level == where for f in draft.binding(axis, other)),
                 f"{name}: threads divide {axis_name(axis)} otherwise than those of {inner}",
             )
         order, wanted = (
