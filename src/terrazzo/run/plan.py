@@ -167,13 +167,14 @@ def _shared(plan: Plan) -> str:
         for k in mentioned:
             if k is not None and plan.slots[k].kind == "arena":
                 used.setdefault(k, []).append(n)
-    live = sorted((plan.slots[k].offset, k) for k in used if plan.slots[k].bytes)
-    for n, (start, a) in enumerate(live):
-        for other, b in live[n + 1 :]:
-            if other >= start + plan.slots[a].bytes:
-                break
-            if used[a][0] <= used[b][-1] and used[b][0] <= used[a][-1]:
-                return f"{plan.slots[a].name} and {plan.slots[b].name} share memory"
+    live: dict[int, tuple[int, int, int]] = {}  # where each begins and ends, and when it is used last
+    for a in sorted(used, key=lambda k: used[k][0]):
+        first, start, end = used[a][0], plan.slots[a].offset, plan.slots[a].offset + plan.slots[a].bytes
+        live = {b: where for b, where in live.items() if where[2] >= first}
+        if shares := [b for b, (begins, ends, _) in live.items() if begins < end and start < ends]:
+            return f"{plan.slots[shares[0]].name} and {plan.slots[a].name} share memory"
+        if start < end:
+            live[a] = start, end, used[a][-1]
     return ""
 
 
