@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tests.rules.test_growth import layers, parse
 
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from terrazzo.run import nvrtc
 from terrazzo.run.cache import Cache
 from terrazzo.run.cuda import build
-from tests.rules.test_growth import layers, parse
 
 ARCH = "sm_90a"
 
