@@ -11,6 +11,8 @@ from tests.kernels.test_arrangements import derived, right
 from terrazzo.errors import Limitation, UserError
 from terrazzo.hw.products import continues, matrix
 
+TEXT = Chain().text
+
 
 @pytest.mark.parametrize("name", EVERY)
 def test_a_chain_is_right(name: str) -> None:
@@ -56,7 +58,7 @@ ROWS = "a1 = warp(2) * inst.m(16)"
             "acc4: what acc3 sums is multiplied by no matrix instruction",
         ),
         (
-            Chain().text[Chain().text.index('        with site("acc3"') : Chain().text.index('        with site("acc4"')],
+            TEXT[TEXT.index('        with site("acc3"') : TEXT.index('        with site("acc4"')],
             "",
             "acc4: what a factor of it is made of is summed at no site",
         ),

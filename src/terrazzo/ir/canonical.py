@@ -74,7 +74,7 @@ def words(*made: Any) -> frozenset[str]:
 
 def plain(name: str) -> str:
     """The name of a kernel or a buffer without what marks it as that of a canonical form."""
-    return _MARKS.sub(lambda m: m[0].replace("z", ""), name)
+    return _MARKS.sub(lambda m: m[0][:-3] if m[0].endswith("tzz") else m[0].replace("z", ""), name)
 
 
 _forms: weakref.WeakKeyDictionary[Node, dict[Hashable, Form]] = weakref.WeakKeyDictionary()

@@ -165,17 +165,20 @@ def _operators(program: Any) -> set[str]:
 def _shared(plan: Plan) -> str:
     """Which tensors of a plan share memory while both are in use; "" if none do."""
     first, last = _uses(plan)
-    for place in {s.within for s in plan.slots}:
-        live = [(s.offset, k) for k, s in enumerate(plan.slots) if k in first and s.bytes and s.kind == "arena"]
-        live = sorted((offset, k) for offset, k in live if plan.slots[k].within == place)
-        for n, (start, a) in enumerate(live):
+    placed: dict[int | None, list[int]] = {}
+    for k, s in enumerate(plan.slots):
+        if k in first and s.bytes and s.kind == "arena":
+            placed.setdefault(s.within, []).append(k)
+    for place, slots in placed.items():
+        live: dict[int, tuple[int, int]] = {}  # where each that is still used begins and ends
+        for a in sorted(slots, key=first.__getitem__):
             if place is not None and last[a] >= first[place]:
                 return f"{plan.slots[a].name} and {plan.slots[place].name} share memory"
-            for other, b in live[n + 1 :]:
-                if other >= start + plan.slots[a].bytes:
-                    break
-                if first[a] <= last[b] and first[b] <= last[a]:
-                    return f"{plan.slots[a].name} and {plan.slots[b].name} share memory"
+            start, end = plan.slots[a].offset, plan.slots[a].offset + plan.slots[a].bytes
+            live = {b: where for b, where in live.items() if last[b] >= first[a]}
+            if shares := [b for b, (begins, ends) in live.items() if begins < end and start < ends]:
+                return f"{plan.slots[shares[0]].name} and {plan.slots[a].name} share memory"
+            live[a] = start, end
     return ""
 
 

@@ -109,7 +109,7 @@ def _as_its_form(
             if form.kernel not in known:
                 found, events = _judged(form.kernel, gpu, {}, lost)
                 made = [(x, s, complete(x, s, gpu)[0], lower(x, s, gpu)) for x, s, *_ in found.kernels]
-                known[form.kernel] = found, events, words(made)
+                known[form.kernel] = found, events, words(*made)
             found, events, met = known[form.kernel]
             if not form.clashes(met):
                 named = form.named(found)
