@@ -317,6 +317,26 @@ def test_the_model_takes_the_kernel_that_was_measured() -> None:
         assert ours == theirs
 
 
+@pytest.mark.parametrize(("target", "tiles"), [("sm_80", False), ("sm_90a", True)])
+def test_sums_of_two_products_are_chosen_for_warpgroups(target: str, tiles: bool) -> None:
+    program = parse("""@loop
+def f(x: bf16[256, 512], v: bf16[256, 512], w: bf16[256, 512]):
+    with kernel('y', y=f32[256, 256]):
+        for a0 in free(256):
+            for a1 in free(256):
+                for r0 in reduce(512):
+                    acc0 <- sum(add(mul(f32(x[a0, r0]), f32(w[a1, r0])), mul(f32(w[a1, r0]), f32(v[a0, r0]))))
+                y[a0, a1] = acc0
+    return (y,)
+""")
+    events = lowering(program, Options(target=target)).log.events
+    assert any(e.fired and e.rule == "tile" for e in events) == tiles
+    told = [e.reason for e in events if e.rule == "tensor_cores"]
+    assert told == (
+        [] if tiles else ["it sums 2 products in a step, which instructions of warpgroups are chosen for only"]
+    )
+
+
 @pytest.mark.parametrize(
     ("shape", "target", "reason"),
     [
