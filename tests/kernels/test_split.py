@@ -21,6 +21,7 @@ from terrazzo.errors import Limitation, UserError
 from terrazzo.front.capture import capture
 from terrazzo.hw.gpu import gpu
 from terrazzo.interp import kernel as simulator
+from terrazzo.interp import loop
 from terrazzo.ir.contraction import contraction
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
@@ -239,6 +240,44 @@ def test_functions_in_parts_are_as_exact_as_float32(name: str) -> None:
         assert off <= 1.2 * usual  # the simulator rounds once for an instruction
 
 
+def test_parts_are_of_windows_where_whole_tensors_are_refused() -> None:
+    """TMA takes no rows that begin 3 elements later."""
+    program = capture(lambda x, w: x[:, 3:1027] @ w, (torch.zeros(512, 1100), torch.zeros(1024, 1024)), {}).program
+    done = lowering(program, Options(target="sm_90a", fp32="split", libraries="never"))
+    types = {b.name: b.type.static_shape for s in done.loop.steps for b in s.writes}
+    assert types["x_1"] == (512, 1024) and types["w_1"] == (1024, 1024)
+
+
+def test_who_multiplies_the_same_term_shares_its_parts() -> None:
+    both = parse("""@loop
+def f(x: f32[64, 64], w: f32[64, 64]):
+    with kernel('y', y=f32[64, 64]):
+        for a0 in free(64):
+            for a1 in free(64):
+                for r0 in reduce(64):
+                    acc0 <- sum(mul(exp(x[a0, r0]), w[a1, r0]))
+                y[a0, a1] = acc0
+    with kernel('z', z=f32[64, 64]):
+        for a0 in free(64):
+            for a1 in free(64):
+                for r0 in reduce(64):
+                    acc0 <- sum(mul(exp(x[a0, r0]), w[r0, a1]))
+                z[a0, a1] = acc0
+    with kernel('t', t=f32[64, 64]):
+        for a0 in free(64):
+            for a1 in free(64):
+                for r0 in reduce(64):
+                    acc0 <- sum(mul(exp(x[r0, a0]), w[r0, a1]))
+                t[a0, a1] = acc0
+    return (y, z, t)
+""")
+    made = into_parts(both, Log(), 3, lambda old, new: "")
+    assert [s.name for s in made.steps] == ["x_parts", "w_parts", "y", "z", "x_parts_2", "t"]
+    x = {n: np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32) for n in "xw"}
+    for ours, theirs in zip(loop.run(made, x), loop.run(both, x, precise=True), strict=True):
+        assert np.abs(ours - theirs).max() < 1e-5 * np.abs(theirs).max()
+
+
 @pytest.mark.parametrize("count", [2, 3])
 def test_kernels_with_infinities_nan_and_zeros(count: int) -> None:
     """As the interpreter has it, to the bit of what is not finite."""
@@ -276,6 +315,26 @@ def test_the_model_takes_the_kernel_that_was_measured() -> None:
     for line in ("order(", "load =", "math =", "ring0 =", "product("):
         (ours,), (theirs,) = ([x for x in p.splitlines() if x.strip().startswith(line)] for p in (plan, wanted))
         assert ours == theirs
+
+
+@pytest.mark.parametrize(("target", "tiles"), [("sm_80", False), ("sm_90a", True)])
+def test_sums_of_two_products_are_chosen_for_warpgroups(target: str, tiles: bool) -> None:
+    program = parse("""@loop
+def f(x: bf16[256, 512], v: bf16[256, 512], w: bf16[256, 512]):
+    with kernel('y', y=f32[256, 256]):
+        for a0 in free(256):
+            for a1 in free(256):
+                for r0 in reduce(512):
+                    acc0 <- sum(add(mul(f32(x[a0, r0]), f32(w[a1, r0])), mul(f32(w[a1, r0]), f32(v[a0, r0]))))
+                y[a0, a1] = acc0
+    return (y,)
+""")
+    events = lowering(program, Options(target=target)).log.events
+    assert any(e.fired and e.rule == "tile" for e in events) == tiles
+    told = [e.reason for e in events if e.rule == "tensor_cores"]
+    assert told == (
+        [] if tiles else ["it sums 2 products in a step, which instructions of warpgroups are chosen for only"]
+    )
 
 
 @pytest.mark.parametrize(

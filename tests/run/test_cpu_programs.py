@@ -82,6 +82,16 @@ def test_matrix_products(m: int, n: int, k: int, transposed: bool, cache: Path) 
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+def test_sums_of_two_products(cache: Path) -> None:
+    x, v, w = (Input(name, Type(f32, (m, 50))) for name, m in (("x", 40), ("v", 40), ("w", 30)))
+    i, j, r = t.coordinates((40, 30, 50))
+    left, other, right = (t.index_map(y, (40, 30, 50), (k, r)) for y, k in ((x, i), (v, i), (w, j)))
+    terms = t.apply("add", t.apply("mul", left, right), t.apply("mul", right, other))
+    program = Program("tensor", "mm", (x, v, w), (t.reduce("sum", terms, [2]),))
+    ((ours, theirs),) = both(program, random_inputs(program.inputs), cache)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("m", ["sum", "max", "prod", "argmax", "logsumexp", "welford"])
 def test_long_reductions_do_not_depend_on_the_threads(m: str, cache: Path) -> None:
     shape = (300_001,)

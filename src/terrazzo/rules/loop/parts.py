@@ -17,6 +17,7 @@ infinity is 1, so that two of them meet as they should.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any
@@ -24,7 +25,7 @@ from typing import Any
 from terrazzo.ir.contraction import Contraction, contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.loop import apply
-from terrazzo.ir.expr import Loaded, Var
+from terrazzo.ir.expr import Bound, Loaded, Var
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.types import Type, bf16, f32
 from terrazzo.rewrite.rule import Event, Log
@@ -172,42 +173,52 @@ def into_parts(program: l.Program, log: Log, count: int, refusal: Refusal) -> l.
 
 
 class _Parts:
-    """The steps of a program on their way, and the parts that are in memory: by buffer, or by the term they are of."""
+    """The steps of a program on their way, and the parts that are in memory, by what they are of: a buffer, or a term
+    and its axes.
+    """
 
     def __init__(self, program: l.Program, log: Log, count: int, refusal: Refusal) -> None:
         self.program, self.log, self.count, self.refusal = program, log, count, refusal
         self.steps = list(program.steps)
-        self.made: dict[Node, tuple[l.Buffer, ...]] = {}
+        self.made: dict[Any, tuple[l.Buffer, ...]] = {}
         self.names = {b.name for b in program.inputs} | {b.name for s in program.steps for b in s.writes}
+        self.windows: set[Node] = set()
 
     def kernel(self, kernel: l.Kernel) -> None:
-        """One kernel, where it multiplies numbers in float32."""
+        """One kernel, where it multiplies numbers in float32. Parts are of whole tensors; or else, where it reads less,
+        of what it reads, which begins elsewhere.
+        """
         sums = [x for x in topological(kernel.stores) if isinstance(x, l.Reduce | l.Scan)]
         products = [c for r in sums if isinstance(r, l.Reduce) and (c := contraction(r)) is not None]
         types = {x.dtype for c in products for x in (c.reduce, *c.operands)}  # type: ignore[attr-defined]
         if types != {f32}:
             return
-        before, made = list(self.steps), dict(self.made)
         why = self.why_not(kernel, sums, products)
-        old, new = [], []
-        if not why:
-            for c in products:
-                for x in c.operands:
-                    self.make(x, c, kernel)
-            at = self.steps.index(kernel)
-            self.steps[at] = self.multiplied(kernel, products)
-            self.forget()
-            old, new = ([s for s in a if s not in b] for a, b in ((before, self.steps), (self.steps, before)))
-            why = self.refusal(old, new)  # type: ignore[arg-type]
+        if not why and (why := self.replace(kernel, products)):
+            self.windows = {x for c in products for x in c.operands if _window(x)}
+            why = self.replace(kernel, products) if self.windows else why
+            self.windows = set()
         if why:
-            self.steps, self.made = before, made
             self.log.add(Event(PASS, RULE, kernel.name, False, why))
-            return
+
+    def replace(self, kernel: l.Kernel, products: Sequence[Contraction]) -> str:
+        """Put products of parts in a kernel's place, or say why not."""
+        before, made, names = list(self.steps), dict(self.made), set(self.names)
+        for c in products:
+            for x in c.operands:
+                self.make(x, c, kernel)
+        self.steps[self.steps.index(kernel)] = self.multiplied(kernel, products)
+        self.forget()
+        old, new = ([s for s in a if s not in b] for a, b in ((before, self.steps), (self.steps, before)))
+        if why := self.refusal(old, new):  # type: ignore[arg-type]
+            self.steps, self.made, self.names = before, made, names
+            return why
         what = f"a product of float32 is {len(pairs(self.count))} of bfloat16"
         for s in new:
             role = what if s.name == kernel.name else f"it stores parts of what {kernel.name} multiplies"
             self.log.add(Event(PASS, RULE, s.name, True, role))
         self.log.applied(PASS, RULE, kernel.name, old, new)
+        return ""
 
     def why_not(self, kernel: l.Kernel, sums: Sequence[Any], products: Sequence[Contraction]) -> str:
         """Why a kernel stays as it is, whatever that costs; or nothing."""
@@ -215,7 +226,7 @@ class _Parts:
             return "not all it sums are products of two factors"
         if any(isinstance(x, Loaded | l.Index) for c in products for x in topological(c.operands)):
             return "where a factor is read depends on data, or a factor on its place"
-        for x in [x for c in products for x in c.operands if isinstance(x, l.Load)]:
+        for x in [x for x in topological([y for c in products for y in c.operands]) if isinstance(x, l.Load)]:
             if sum(x.buffer in s.writes for s in self.program.steps) + (x.buffer in self.program.inputs) != 1:
                 return f"{x.buffer.name} is written more than once"
         sizes = [*kernel.axes, *(a for c in products for a in c.reduce.axes)]
@@ -225,33 +236,34 @@ class _Parts:
 
     # -- parts in memory -----------------------------------------------------------------------------------------------
 
+    def key(self, x: Node, c: Contraction, reader: l.Kernel) -> tuple[Any, tuple[Any, ...]]:
+        """What parts of an operand are of: a buffer as it is, or a term at every point of axes."""
+        if isinstance(x, l.Load) and x not in self.windows:
+            return x.buffer, ()
+        return x, tuple(a for a in (*reader.axes, *c.reduce.axes) if a in x.free)
+
     def make(self, x: Node, c: Contraction, reader: l.Kernel) -> None:
         """Have the parts of an operand stored, before who multiplies them."""
-        key = x.buffer if isinstance(x, l.Load) else x
-        if key in self.made:
+        source, free = self.key(x, c, reader)
+        if (source, free) in self.made:
             return
-        if isinstance(x, l.Load):
-            kind, name = _laid_out(x.buffer.type), x.buffer.name
+        whole = source
+        if isinstance(source, l.Buffer):
+            kind, name = _laid_out(source.type), source.name
+            free = tuple(Var(f"${d}", e) for d, e in enumerate(source.type.static_shape))
+            whole = l.Load(source, free)
         else:
-            free = [a for a in (*reader.axes, *c.reduce.axes) if a in x.free]
             kind = _laid_out(Type(f32, tuple(a.extent for a in free)))
             name = next((y.buffer.name for y in topological([x]) if isinstance(y, l.Load)), "factor")
         buffers = tuple(l.Buffer(self.fresh(f"{name}_{p + 1}"), kind) for p in range(self.count))
-        self.made[key] = buffers
-        if isinstance(x, l.Load):
-            if any(self.beside(s, x.buffer, buffers) for s in self.steps):
-                return
-            axes = tuple(Var(f"a{d}", e) for d, e in enumerate(x.buffer.type.static_shape))
-            whole: Node = l.Load(x.buffer, axes)
-            outer = sorted(axes, key=lambda a: -_stride(kind, axes.index(a)))
-        else:
-            axes = tuple(Var(f"a{d}", a.extent) for d, a in enumerate(free))
-            whole, outer = substitute(x, dict(zip(free, axes, strict=True))), list(axes)
-        values = parts(whole, self.count)
+        self.made[self.key(x, c, reader)] = buffers
+        if isinstance(source, l.Buffer) and any(self.beside(s, source, buffers) for s in self.steps):
+            return
+        order = sorted(range(kind.rank), key=lambda d: -_stride(kind, d))
+        axes = tuple(Var(f"a{order.index(d)}", a.extent) for d, a in enumerate(free))
+        values = parts(substitute(whole, dict(zip(free, axes, strict=True))), self.count)
         stores = tuple(l.Store(b, axes, v) for b, v in zip(buffers, values, strict=True))
-        renamed = {a: Var(f"a{d}", a.extent) for d, a in enumerate(outer)}
-        stores = tuple(substitute(s, renamed) for s in stores)
-        maker = l.Kernel(self.fresh(f"{name}_parts"), tuple(renamed.values()), stores, reader.source)
+        maker = l.Kernel(self.fresh(f"{name}_parts"), tuple(axes[d] for d in order), stores, reader.source)
         self.steps.insert(self.steps.index(reader), maker)
 
     def beside(self, step: Any, buffer: l.Buffer, parts_of: tuple[l.Buffer, ...]) -> bool:
@@ -260,7 +272,9 @@ class _Parts:
             return False
         if any(isinstance(x, l.Reduce) and contraction(x) is not None for x in topological(step.stores)):
             return False
-        (store,) = [s for s in step.stores if s.buffer is buffer]
+        store, *others = (s for s in step.stores if s.buffer is buffer)
+        if others:  # each stores a part of it
+            return False
         more = (l.Store(b, store.index, v) for b, v in zip(parts_of, parts(store.value, self.count), strict=True))
         self.steps[self.steps.index(step)] = l.Kernel(step.name, step.axes, (*step.stores, *more), step.source)
         return True
@@ -269,7 +283,7 @@ class _Parts:
         """Kernels that store parts no longer store the whole, where nobody reads it any more."""
         read = {b for s in self.steps for b in s.reads} | set(self.program.results)
         for n, s in enumerate(self.steps):
-            gone = {b for b in s.writes if b in self.made and b not in read}
+            gone = {b for b in s.writes if (b, ()) in self.made and b not in read}
             if isinstance(s, l.Kernel) and gone and gone < set(s.writes):
                 kept = tuple(x for x in s.stores if x.buffer not in gone)
                 self.steps[n] = l.Kernel(s.name, s.axes, kept, s.source)
@@ -296,10 +310,18 @@ class _Parts:
 
     def loads(self, x: Node, c: Contraction, kernel: l.Kernel) -> list[l.Load]:
         """What a factor is in the products of parts."""
-        if isinstance(x, l.Load):
-            return [l.Load(b, x.index, x.inside) for b in self.made[x.buffer]]
-        free = tuple(a for a in (*kernel.axes, *c.reduce.axes) if a in x.free)
-        return [l.Load(b, free) for b in self.made[x]]
+        source, free = self.key(x, c, kernel)
+        if isinstance(x, l.Load) and isinstance(source, l.Buffer):
+            return [l.Load(b, x.index, x.inside) for b in self.made[source, free]]
+        return [l.Load(b, free) for b in self.made[source, free]]
+
+
+def _window(x: Node) -> bool:
+    """Whether an operand is a smaller part of its buffer, every element of which is there."""
+    if not isinstance(x, l.Load) or x.inside:
+        return False
+    read: int = math.prod(a.extent for a in x.free if isinstance(a, Var | Bound))  # type: ignore[misc]
+    return read < math.prod(x.buffer.type.static_shape)
 
 
 def _laid_out(kind: Type) -> Type:

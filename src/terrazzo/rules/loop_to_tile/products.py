@@ -163,6 +163,8 @@ def instruction_for(p: Product, gpu: Gpu) -> tuple[str | None, str]:
     """
     types = {x.dtype: called(x) for x in p.operands}  # type: ignore[attr-defined]
     total = p.sites[0].reduce.dtype
+    if (terms := max(len(c.terms) for c in p.sites)) > 1:
+        return None, f"it sums {terms} products in a step, which instructions of warpgroups are chosen for only"
     if len(types) != 1:
         return None, f"factors are of different types: {', '.join(f'{name} is {kind}' for kind, name in types.items())}"
     (kind,) = types
