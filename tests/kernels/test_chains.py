@@ -56,7 +56,7 @@ ROWS = "a1 = warp(2) * inst.m(16)"
             "acc4: what acc3 sums is multiplied by no matrix instruction",
         ),
         (
-            Chain().text[Chain().text.index('        with site("acc3"') : Chain().text.index('        with site("acc4"')],
+            "with site" + Chain().text.split("with site")[1],
             "",
             "acc4: what a factor of it is made of is summed at no site",
         ),
