@@ -29,7 +29,7 @@ def drawn(c: Chain, target: str, one: One) -> Schedule:
     sites = _sites(c, number, by, groups, (down, each, deep), own, one)
     ring = one({"ld": (1, 2), "cp.async": (2, 3, 4), "tma": (1, 2, 3) if roles else (2, 3, 4)}[by])
     order = one(((), (("order", Word("longest_first")),)))
-    pieces = (Factor("grid", 2),) if one((True, False, False, False)) else ()
+    pieces, count = ((Factor("grid", 1),), one((1, 2))) if one((True, False, False, False)) else ((), 1)
     lines: list[tuple[str, Binding]] = [
         (a.name, (Factor("grid", 1),)) for a in c.kernel.axes if a not in (c.rows, c.columns)
     ]
@@ -37,7 +37,7 @@ def drawn(c: Chain, target: str, one: One) -> Schedule:
     lines += [
         (c.rows.name, (Factor("grid", 1, order), Factor("block", rows))),
         (c.columns.name, (Factor("block", c.columns.extent),)),
-        (f"r{c.steps.label}", (*pieces, Factor("time", 1, (("ring", ring),)), Factor("block", own * deep))),
+        (f"r{c.steps.label}", (*pieces, Factor("time", count, (("ring", ring),)), Factor("block", own * deep))),
     ]
     who = Word("warpgroup", (down,)) if groups else Word("warp", (down * deep,))
     directives = (("roles", (), (("load", Word("warp", (1,))), ("math", who))),) if roles else ()

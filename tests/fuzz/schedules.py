@@ -297,7 +297,7 @@ class _Drawer:
         warps = self.one((1, 2, 4, 8))
         lines: list[tuple[str, Binding]] = []
         block: dict[str, int] = {}
-        product = any(s.instruction for s in self.default.sites)
+        product = any(s.instruction for s in self.default.sites) and chain(self.kernel) is None
         alone = self.draw(st.booleans())  # whether the threads are divided once, for all sites
         threads = self.shared(list(self.free), warps) if alone else {}
         for axis in self.free:

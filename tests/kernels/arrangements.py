@@ -13,7 +13,7 @@ class Product:
     and a step's part of k. On `wgmma`, `groups` warpgroups divide m, on `mma` warps divide m and n as `warps` says, on
     `fma` these and 32 lanes; `depth` is how they divide a step's k. With `promote`, CUDA cores add up the steps' sums.
     `cluster` is the axis that so many blocks divide, with what misses it multicast. With `turns`, so many warpgroups
-    have a tile each, one after the other.
+    have a tile each, one after the other. `first` is where the first operand is multiplied from.
     """
 
     shape: tuple[int, int, int] = (128, 128, 192)
@@ -42,6 +42,7 @@ class Product:
     staged: str = ""
     width: int = 0
     depth: str = ""
+    first: str = "smem"
     promote: bool = False
     epilogue: str = "y[{at}] = {out}(acc0)"
     extra: str = ""
@@ -129,7 +130,8 @@ class Product:
                 options.append(f"swizzle={self.swizzle}")
             if self.cluster == misses and self.multicast:
                 options.append("multicast=True")
-            lines.append(f"        {name} = smem({', '.join(options)})")
+            place = self.first if name == "x" else "smem"
+            lines.append(f"        {name} = {place}({', '.join(options)})")
         names = ", ".join(f'"{r}"' for r in results)
         if self.staged == "":
             return [*lines, f"    with site({names}):", f'        {m} = like("acc0")', f'        {n} = like("acc0")']
@@ -287,6 +289,28 @@ WARPGROUPS: dict[str, Product] = {
     "cp.async, two warpgroups": Product(by="cp.async", groups=2, tile=(128, 64, 64)),
     "cp.async, both turned": Product(by="cp.async", x_axes="km", w_axes="kn"),
 }
+REGISTERS: dict[str, Product] = {
+    "x in registers": Product(first="reg"),
+    "x in registers, roles": Product(first="reg", roles=True),
+    "x in registers, persistent": Product(first="reg", roles=True, persistent=2),
+    "x in registers, five slots": Product(first="reg", ring=5, shape=(128, 64, 448)),
+    "x in registers, ragged": Product(first="reg", shape=RAGGED, roles=True),
+    "x in registers, one fragment a step": Product(
+        first="reg", roles=True, tile=(64, 64, 16), swizzle=32, shape=(64, 64, 80)
+    ),
+    "x in registers, three a step": Product(
+        first="reg", roles=True, tile=(64, 64, 48), swizzle=32, shape=(64, 64, 240)
+    ),
+    "x in registers, two products down": Product(first="reg", roles=True, tile=(128, 64, 64)),
+    "x in registers, two warpgroups": Product(first="reg", roles=True, groups=2, tile=(128, 64, 64)),
+    "x in registers, two warpgroups, all warps load": Product(first="reg", groups=2, tile=(128, 64, 64)),
+    "x in registers, along m": Product(first="reg", roles=True, x_axes="km"),
+    "x in registers, both turned": Product(first="reg", roles=True, x_axes="km", w_axes="kn"),
+    "x in registers, cp.async": Product(first="reg", by="cp.async", ring=4, shape=(128, 64, 448)),
+    "x in registers, staged": Product(first="reg", roles=True, staged=TMA),
+    "x in registers, turns": Product(first="reg", roles=True, persistent=1, turns=2, shape=(320, 64, 320)),
+    "x in registers, warpgroups share k": Product(first="reg", depth="warpgroup(2) * reg(2) * inst.k(16)"),
+}
 TURNS: dict[str, Product] = {
     "turns": Product(shape=(320, 64, 320), roles=True, persistent=1, turns=2),
     "turns, staged": Product(shape=(300, 128, 192), roles=True, persistent=2, turns=2, staged=TMA),
@@ -366,9 +390,10 @@ PROMOTED: dict[str, Product] = {
     "promoted, mma, roles": Product(**M90 | {"promote": True, "roles": True}),
 }
 
-EVERY = WARPGROUPS | TURNS | WARPS | ELEMENTS | SHARED | ENDS | PROMOTED
+EVERY = WARPGROUPS | REGISTERS | TURNS | WARPS | ELEMENTS | SHARED | ENDS | PROMOTED
 
 BY_HAND: dict[str, Product] = {
+    "registers": Product(shape=(64, 64, 128), ring=2, out="f32", first="reg"),
     "ring": Product(shape=(128, 256, 512), tile=(128, 256, 64), groups=2, ring=4, roles=True, out="f32"),
     "persistent": Product(
         shape=(320, 32, 192),

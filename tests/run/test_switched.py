@@ -55,7 +55,7 @@ def test_a_program_is_compiled_anew_when_the_switch_is_turned() -> None:
 
     def make(way: str) -> Any:
         made.append(way)
-        again = lambda bound: (lambda inputs: [way, bound, *inputs])  # noqa: E731
+        again = lambda bound: lambda inputs: [way, bound, *inputs]  # noqa: E731
         return SimpleNamespace(way=way, rebound=again)
 
     torch.set_float32_matmul_precision("highest")

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from terrazzo.hw import tma
 from terrazzo.hw.gpu import Gpu
 from terrazzo.hw.products import missing
 from terrazzo.hw.wgmma import INSTRUCTIONS, WarpgroupInstruction
@@ -23,6 +24,8 @@ STEP = 64
 """Elements of k in a step: 128 bytes, the widest swizzle."""
 ROWS = 64
 """Rows of an instruction."""
+LEAST = 16
+"""Bytes of a row of a box, and columns of results that leave in boxes, at least."""
 COLUMNS = (8, 16, 32, 64, 96, 128, 160, 192, 256)
 """Columns of the instructions that are tried."""
 SLOTS = 8
@@ -108,8 +111,8 @@ def instructions_for(p: Product, gpu: Gpu) -> tuple[list[WarpgroupInstruction], 
     if computed := [called(x) for x in p.operands if not isinstance(x, l.Load)]:
         return [], f"{computed[0]} is computed on its way, and TMA brings what lies in memory"
     for x in p.operands:
-        if isinstance(found := box(x, {a: 1 for a in (p.m, p.n, *p.axes) if a in x.free}), str):  # type: ignore[arg-type]
-            return [], f"{called(x)}: {found}"
+        if why := _no_boxes(x, p):
+            return [], f"{called(x)}: {why}"
     (kind,) = types
     total = p.sites[0].reduce.dtype
     known = [i for i in INSTRUCTIONS if i.operand is kind and i.d.dtype is total]
@@ -118,6 +121,12 @@ def instructions_for(p: Product, gpu: Gpu) -> tuple[list[WarpgroupInstruction], 
     if lacks := missing(known[0], gpu):
         return [], f"it needs {lacks}, and the target is {gpu.arch}"
     return known, ""
+
+
+def _no_boxes(x: Any, p: Product) -> str:
+    """Why TMA moves no boxes of an operand, however long they are; nothing where it may."""
+    found = box(x, {a: 1 for a in (p.m, p.n, *p.axes) if a in x.free})
+    return found if isinstance(found, str) else tma.problem(found.place.tensor, (*found.sides[:-1], LEAST // 2), 0)
 
 
 def _tiles(p: Product, n: int) -> Iterator[Tile]:
@@ -319,6 +328,8 @@ def gathers(p: Product, t: Tile) -> bool:
     for s in p.kernel.stores:
         found = box(s, {t.rows: t.m, t.columns: _width(t)})
         inner = coefficient(flatten(s.index, s.buffer.type.element_strides), t.columns) == 1
-        if isinstance(found, str) or not inner or s.buffer.type.dtype.size != 2 or t.n < 16:
+        if isinstance(found, str) or not inner or s.buffer.type.dtype.size != 2 or t.n < LEAST:
+            return False
+        if tma.problem(found.place.tensor, found.sides, 0):
             return False
     return True

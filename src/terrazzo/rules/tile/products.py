@@ -14,7 +14,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import Node, topological
 from terrazzo.ir.plan import EVERYONE, Agent, Plan, Product
 from terrazzo.ir.schedule import Named, Site
-from terrazzo.ir.sites import loads
+from terrazzo.ir.sites import called, loads
 from terrazzo.rewrite.rule import need, rule
 from terrazzo.rules.tile.agents import MATH
 from terrazzo.rules.tile.draft import Draft, axis_name
@@ -43,7 +43,8 @@ def place_products(plan: Plan, draft: Draft) -> Plan | None:
         site = draft.site(name)
         assert site is not None
         rows = tuple(map(axis_name, box(draft, site, instruction, m, n)))
-        need(not rows or "values" not in (a, b), f"{name}: what lies in registers already is no box of several axes")
+        held = "values" in (a, b) or (a == "ldmatrix" and warps(instruction) > 1)
+        need(not (rows and held), f"{name}: what lies in registers is no box of several axes")
         promote = promoted(draft, together)
         lines.append(Product(tuple(together), on, agent, (), axis_name(m), axis_name(n), a, b, promote, rows))
         read += draft.read(draft.site(name), "on")
@@ -159,9 +160,9 @@ def _fits(draft: Draft, site: Site, instruction: Matrix, products: list[Contract
 def _follows(draft: Draft, name: str, instruction: Matrix | None, m: Any) -> None:
     """Where a factor is made of another product's sums, they lie as the instruction takes it."""
     c, site = draft.products[name], draft.site(name)
-    held = {x for x in topological(c.operands) if isinstance(x, l.Reduce)}
+    made = {x for x in topological(c.operands) if isinstance(x, l.Reduce)}
     need(
-        not held or any(x.reduce in held for x in draft.products.values()),
+        not made or any(x.reduce in made for x in draft.products.values()),
         f"{name}: what a factor of it is made of is summed at no site",
     )
     for inner, source in draft.products.items():
@@ -209,8 +210,14 @@ def _sources(draft: Draft, site: Site, instruction: Matrix | None, c: Contractio
         return "ld", "ld"
     a, b = c.factors if m in c.factors[0].free else c.factors[::-1]
     if warps(instruction) > 1:
-        need(not _computed(b), "wgmma reads its second factor from shared memory")
-        return "values" if _computed(a) else "shared", "shared"
+        held = [draft.held(site, called(operand(f))).place for f in (a, b)]
+        need(not _computed(b) and held[1] == "smem", "wgmma reads its second factor from shared memory")
+        if held[0] == "reg":
+            need(
+                len(draft.products) == len(c.terms) == 1,
+                f"{called(operand(a))}: fragments in registers are for a product alone, of one term",
+            )
+        return "values" if _computed(a) else "ldmatrix" if held[0] == "reg" else "shared", "shared"
     assert isinstance(instruction, MatrixInstruction)
     sources = []
     for factor, fragment in ((a, instruction.a), (b, instruction.b)):

@@ -149,10 +149,10 @@ def lay_out_operands(plan: Plan, draft: Draft) -> Plan | None:
             if x not in lines:
                 lines[x] = Slab(draft, plan, p, ring, x).stream(name)
             held = draft.held(site, called(x))
-            words = ["smem", "by", "swizzle", "pad", "along", "over"]
+            words = [held.place, "by", "swizzle", "pad", "along", "over"]
             words += ["multicast"] if lines[x].multicast > 1 else []
             where = site if site and called(x) in dict(site.operands) else None
-            if held.place == "smem":
+            if held.place == "smem" or where is not None:
                 read += draft.read(where, called(x), *words)
     return plan.plus(*lines.values(), read=read)
 

@@ -56,11 +56,17 @@ def share(draft: Draft, plan: Plan, builder: Builder, bindings: Bindings) -> Mem
 
 
 def arrivals(plan: Plan, ring: Ring, bindings: Bindings) -> int:
-    """How often a slot is freed: by one thread of every team (of every warp, where warps multiply by themselves), for
-    every block that shares the boxes.
-    """
+    """How often a slot is freed: by a thread of every team, or of every warp, for every block that shares the boxes."""
     consumer = plan.named(ring.consumer)
-    together = any(warps(matrix(p.on)) > 1 for p in plan.all(Product) if ring.name in p.rings)
     shared = max([s.multicast for s in plan.all(Stream) if s.ring == ring.name])
-    each: int = 1 if consumer.turns else consumer.teams if together else consumer.warps
+    teams = 1 if consumer.turns else consumer.teams
+    each: int = teams if freed_by_teams(plan, ring) else consumer.warps // consumer.teams * teams
     return each * shared
+
+
+def freed_by_teams(plan: Plan, ring: Ring) -> bool:
+    """Whether a warpgroup is done with a slot when its products are. Warps that read it themselves, or multiply by
+    themselves, are done one by one.
+    """
+    users = [p for p in plan.all(Product) if ring.name in p.rings]
+    return any(warps(matrix(p.on)) > 1 for p in users) and all("ldmatrix" not in (p.a, p.b) for p in users)

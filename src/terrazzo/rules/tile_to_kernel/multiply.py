@@ -69,7 +69,9 @@ class Group:
 
     `inner` has the factors of every reduce axis inside a step; `m` and `n` are the axes of an instruction's rows and
     columns, `k` is what a step goes along; `values` has the factors that lie in registers already, in place of slabs. A
-    warpgroup's sums begin with the first product where `step` is 0. `where` says where the loops inside a step are.
+    warpgroup's sums begin with the first product where `step` is 0. `where` says where the loops inside a step are. A
+    warpgroup's first factor comes to the registers `turns`, where there are such: to one half of them while the other
+    is multiplied.
     """
 
     sites: tuple[Contraction, ...]
@@ -84,6 +86,7 @@ class Group:
     values: Mapping[Node, k.Registers]
     step: IntExpr
     where: dict[Any, IntExpr]
+    turns: k.Registers | None = None
 
     @property
     def axes(self) -> tuple[Any, ...]:
@@ -267,9 +270,12 @@ class Multiply:
         axis = group.k
         steps, depth = group.depth(axis)
         first = sum((d.value for d in steps), start=group.step)  # 0 at the first product
-        self.builder.add(k.Fence("wgmma"))
+        if group.turns is None:
+            self.builder.add(k.Fence("wgmma"))
 
         def body(number: int) -> None:
+            if group.turns is not None:
+                self._turn(group, instruction)
             for c, fragment in zip(group.sites, group.fragments, strict=True):
                 if number >= len(c.terms):
                     continue
@@ -283,21 +289,63 @@ class Multiply:
                     held = group.values[operand(a)]
                     left: l.Buffer = held
                     at_a = self._held(group, held, rows, instruction)
+                elif group.turns is not None:
+                    left, at_a = group.turns, self._half(group, instruction, group.slabs[operand(a)])
                 else:
                     left, at_a = self._operand(group, operand(a), axis, depth)
                 assert isinstance(right, k.Shared)
                 turned = "".join(
                     x for x, place in (("a", a), ("b", b)) if operand(place) in group.slabs
+                    and (x == "b" or group.turns is None)
                     and group.slabs[operand(place)].parts[-1].axis is not axis
                 )  # fmt: skip
                 product = k.MultiplyAsync(
                     instruction.name, fragment.place, (*own, 0), left, at_a, right, at_b, fresh, turned
                 )
                 self.builder.loops([(d.variable, True) for d in regs], partial(self.builder.add, product))
+            if group.turns is not None:
+                self.builder.add(k.Commit("wgmma"))
 
         for number in range(max(len(c.terms) for c in group.sites)):
             self.builder.loops([(d.variable, True) for d in steps], partial(body, number))
-        self.builder.add(k.Commit("wgmma"))
+        if group.turns is None:
+            self.builder.add(k.Commit("wgmma"))
+
+    def _turn(self, group: Group, instruction: WarpgroupInstruction) -> None:
+        """Fragments of the first factor come to one half of its registers, once these were multiplied."""
+        assert group.turns is not None
+        (_, depth), slab = group.depth(group.k), group.slabs[operand(group.terms(group.sites[0])[0][0])]
+        layout = instruction.a.layout
+        found = loader(layout, 90, "k" if slab.parts[-1].axis is group.k else "m")
+        if found is None:
+            raise Limitation(f"{slab.place.name}: no load brings it into the fragments of the instruction")
+        move, rows = found
+        first, down = (spread(component(rows, layout, c)) for c in "km")
+        at = [
+            depth + first
+            if p.axis is group.k
+            else value([d for d in p.digits if d.level in ("warpgroup", "reg", "warp")])
+            + (down if p.axis is group.m else 0)
+            for p in slab.parts
+        ]
+        load = k.LoadMatrix(
+            move.name,
+            group.turns,
+            self._half(group, instruction, slab),
+            slab.place,
+            slab.seen(group.slot(slab), at, group.where),
+        )
+        regs = [(d.variable, True) for p in slab.parts for d in p.digits if d.level == "reg" and p.axis is not group.k]
+        self.builder.add(k.WaitGroups(group.turns.type.static_shape[0] - 1, "wgmma"))
+        self.builder.loops(regs, partial(self.builder.add, load))
+        self.builder.add(k.Fence("wgmma"))
+
+    def _half(self, group: Group, instruction: WarpgroupInstruction, slab: Slab) -> tuple[IntExpr, ...]:
+        """Where the fragments of a part of a step are."""
+        assert group.turns is not None
+        steps, _ = group.depth(group.k)
+        regs = [d.value for p in slab.parts for d in p.digits if d.level == "reg" and p.axis is not group.k]
+        return (value(steps) // instruction.shape[2] % group.turns.type.static_shape[0], *regs, 0)
 
     def _operand(self, group: Group, term: Node, axis: Any, depth: IntExpr) -> tuple[k.Shared, tuple[IntExpr, ...]]:
         """Where an instruction's part of a slab begins."""

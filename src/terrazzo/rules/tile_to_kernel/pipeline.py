@@ -7,6 +7,7 @@ when it is empty. Where all warps do everything, they fill a slot ahead, and a b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -20,6 +21,7 @@ from terrazzo.ir.expr import IntExpr, Var
 from terrazzo.ir.node import Node, substitute
 from terrazzo.ir.plan import Frame as FrameLine
 from terrazzo.ir.plan import Plan, Product, Reach, Ring, Stream
+from terrazzo.ir.types import u32
 from terrazzo.rules.tile.agents import LOAD
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.reach import visited
@@ -30,7 +32,7 @@ from terrazzo.rules.tile_to_kernel.copies import Copies, Part, Slab, Steps
 from terrazzo.rules.tile_to_kernel.digits import Bindings, Digit, zero
 from terrazzo.rules.tile_to_kernel.factors import Factors
 from terrazzo.rules.tile_to_kernel.meet import meet
-from terrazzo.rules.tile_to_kernel.memory import Memory, operands
+from terrazzo.rules.tile_to_kernel.memory import Memory, freed_by_teams, operands
 from terrazzo.rules.tile_to_kernel.multiply import Fragment, Group, Multiply
 from terrazzo.rules.tile_to_kernel.promote import Promotion
 from terrazzo.rules.tile_to_kernel.scope import Scope
@@ -54,6 +56,7 @@ class Pipeline:
         self.rings = plan.all(Ring)
         self.fragments: dict[l.Reduce, Fragment] = {}
         self.promotion = Promotion(builder, bindings)
+        self.turns: k.Registers | None = None  # what a warpgroup's first factor comes to, where it is in registers
         self.factors = Factors(draft, plan, bindings, self.copies, self.fragments, self.part)
         terms = operands(draft, plan)
         self.parts: dict[Any, Part] = {}
@@ -174,11 +177,14 @@ class Pipeline:
             if self.outermost(p):
                 self.declare(p)
         self.factors.begin()
-        (moving,) = [r for r in self.rings if r.over]
+        moving = next((r for r in self.rings if r.over), None)
         for ring in self.rings:
             if not ring.over:
                 self.bring(ring, moving)
-        {"ld": self.alternate, "cp.async": self.groups, "tma": self.boxes}[moving.by](moving)
+        if moving is None:  # the tile is one step
+            self.every_product(0, {})
+        else:
+            {"ld": self.alternate, "cp.async": self.groups, "tma": self.boxes}[moving.by](moving)
         self.factors.finish()
         self.meet(self.plan.all(Product)[-1])
 
@@ -223,8 +229,7 @@ class Pipeline:
         boxes come here.
         """
         slot, _ = self.slot(ring, t)
-        together = any(warps(matrix(p.on)) > 1 for p in self.plan.all(Product) if ring.name in p.rings)
-        first = self.bindings.leader if together else [-k.LANE]
+        first = self.bindings.leader if freed_by_teams(self.plan, ring) else [-k.LANE]
         shared = max(s.stream.multicast for s in self.of(ring))
         empty = self.memory.empty[ring.name]
         ranks: Sequence[IntExpr | None] = range(shared) if shared > 1 else (None,)
@@ -232,7 +237,7 @@ class Pipeline:
 
     # -- all warps load ------------------------------------------------------------------------------------------------
 
-    def bring(self, ring: Ring, moving: Ring) -> None:
+    def bring(self, ring: Ring, moving: Ring | None) -> None:
         """What is held for a tile, before its steps; with the first of these, where both are copied."""
         slabs = self.of(ring)
         if self.builder.depth:
@@ -243,7 +248,7 @@ class Pipeline:
             self.wait(ring, 0)
         elif ring.by == "cp.async":
             self.copies.copy(slabs, 0, 0)
-            if moving.by != "cp.async":
+            if moving is None or moving.by != "cp.async":
                 self.builder.add(k.Commit(), k.WaitGroups(0))
                 self.publish()
         else:
@@ -385,6 +390,11 @@ class Pipeline:
             init = l.Literal(zero(dtype), dtype) if framed or p.promote or not own else None
             place = self.builder.registers("acc", dtype, [*shape, *extra], init)
             self.fragments[reduce] = Fragment(place, parts, instruction)
+        if isinstance(instruction, WarpgroupInstruction) and p.a == "ldmatrix":
+            down = [d.size for d in self.part(mine[0], site).digits if d.level == "reg"]
+            inner = [d for a in self.draft.products[p.sites[0]].reduce.axes for d in self.inner(a, site)]
+            halves = 1 if math.prod(d.size for d in inner if d.level == "reg") % 2 else 2
+            self.turns = self.builder.registers("turn", u32, [halves, *down, instruction.a.registers])
 
     def product(
         self, p: Product, t: IntExpr, values: dict[Node, k.Registers], slots: dict[str, IntExpr] | None = None
@@ -403,7 +413,7 @@ class Pipeline:
         step = t if self.outermost(p) and not p.promote else 0
         depth = next((a for a in inner if self.draft.length(a, site) > 1), sites[0].reduce.axes[-1])
         where: dict[Any, IntExpr] = {a: self.bindings.loop_variable("s", a.extent) for a in spanned(self.draft)}
-        group = Group(sites, fragments, matrix(p.on), inner, m, n, depth, slabs, given, values, step, where)
+        group = Group(sites, fragments, matrix(p.on), inner, m, n, depth, slabs, given, values, step, where, self.turns)
         loops = [(v, False) for v in where.values() if isinstance(v, Var)]
         self.builder.loops(loops, lambda: self.multiply.write(group))
 
