@@ -53,7 +53,7 @@ def unrolled(count: int) -> str:
 
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """What was done: nodes walked, pairs of kernels looked at, searches between them, kernels scheduled and written."""
+    """What was done: nodes walked, pairs of kernels, searches for what stands between, kernels scheduled, written."""
     done: Counter[str] = Counter()
 
     def counted(module: Any, name: str, what: str, size: Any = lambda out: 1) -> None:
