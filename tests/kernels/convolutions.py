@@ -27,6 +27,7 @@ class Convolution:
     ring: int = 4
     by: str = "tma"
     roles: bool = True
+    registers: bool = True
     persistent: int = 0
     staged: str = 'by="tma", swizzle=128'
     dtype: str = "bf16"
@@ -90,8 +91,8 @@ class Convolution:
             f"    r2 = time({self.taps})",
         ]
         lines += [f"    persistent({self.persistent})"] if self.persistent else []
-        math_ = f"math=warpgroup({self.groups}), registers=(40, 232)"
-        lines += [f"    roles(load=warp(1), {math_})"] if self.roles else []
+        registers = ", registers=(40, 232)" if self.registers else ""
+        lines += [f"    roles(load=warp(1), math=warpgroup({self.groups}){registers})"] if self.roles else []
         lines += [f'    with site("acc0", on="wgmma.m64n{self.channels}k16.f32.{self.dtype}"):']
         rows = [f"        a{k} = {line}" for k, line in zip((0, 2, 3), self.rows, strict=True)]
         lines += [*rows, f"        a1 = inst.n({self.channels})", f"        r0 = reg({self.step // 16}) * inst.k(16)"]

@@ -43,7 +43,7 @@ PREDICATE, BARRIER, MOVED = ("wrong predicate",), ("no barrier",), ("moved barri
 
 FREED = (
     *("roles", "roles, staged", "cluster of m", "cluster of n", "both turned", "three warpgroups", "warps in roles"),
-    "threads in roles",
+    *("threads in roles", "convolution", "convolution in strides"),
 )
 
 CHOSEN = ("transposed matmul of bfloat16", "bmm of half", "swiglu")
@@ -68,7 +68,10 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     ),
     Equivalent(CHOSEN, ("wrong box",), r"tensor_store\(.*\[64, 16\]\)` -> .*\[32, 16\]", "rows beyond the last"),
     Equivalent(
-        ("warps in roles",), PREDICATE, r"`if warp < 2 and lane == 0:`", "who stored nothing has nothing to wait for"
+        ("warps in roles", "convolution"),
+        PREDICATE,
+        r"`if warp (% 4 == 0|< 2) and lane == 0:`",
+        "who stored nothing has nothing to wait for",
     ),
     Equivalent(
         (*PANELS, "registers for wgmma"),

@@ -112,10 +112,12 @@ ARRANGED: dict[str, Product | Convolution] = {
         **ROLES | {"tile": (192, 32, 64)}, shape=(360, 32, 192), groups=3, ring=2, staged="pad=8", persistent=1
     ),
     "convolution": Convolution(
-        (2, 7, 9, 64), out=16, channels=16, groups=1, box=(1, 8, 8), ring=3, persistent=2, staged='by="tma", swizzle=32'
+        (2, 7, 9, 64), out=16, channels=16, groups=1, box=(1, 8, 8), ring=3, persistent=2, registers=False,
+        staged='by="tma", swizzle=32',
     ),
     "convolution in strides": Convolution(
-        (2, 16, 16, 32), out=16, channels=16, step=32, box=(2, 8, 8), ring=4, stride=2, staged=""
+        (4, 16, 16, 32), out=16, channels=16, step=32, box=(2, 8, 8), ring=4, stride=2, persistent=1, registers=False,
+        staged="",
     ),
     "turns": Product(**ROLES, shape=(320, 16, 192), ring=2, persistent=1, turns=2),
     "warpgroups share steps": Product(

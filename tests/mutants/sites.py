@@ -71,6 +71,8 @@ def indices(site: Site) -> Iterator[tuple[l.Buffer, tuple[IntExpr, ...], Callabl
     named = [(s.buffer, "index", s.index)] if isinstance(s, l.Store) else []
     named += [(place, at, index) for _, place, at, index in s.places()] if isinstance(s, k.Statement) else []
     for place, at, index in named:
+        if isinstance(s, k.TensorLoad | k.TensorStore) and not isinstance(place, k.Shared):
+            place = l.Buffer(place.name, s.tensor)
         yield place, index, lambda new, at=at: site.but(**{at: new})  # type: ignore[misc]
     for x, put in (*terms(site, l.Load), *terms(site, k.Remote)):
         yield x.buffer, x.index, lambda new, x=x, put=put: put(replace(x, index=new))  # type: ignore[misc]
