@@ -24,7 +24,7 @@ FEW = 16
 HELD = 220
 """Registers of a thread for sums, values and fragments; what is left of 255 is for addresses and the frame."""
 MORE = 20
-"""What every further 16 rows of a warp take of the rest."""
+"""What every further 16 rows of a warp take of the rest, or that warps meet."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,8 @@ class Warps:
     def held(self, c: Chain) -> int:
         """Registers for both products' sums, the values between them and fragments."""
         width, own = int(c.columns.extent), self.step // self.deep
-        return self.each * (width // 2 + own // 2 + own // 4 + 4) + max(width, own) // 4 + MORE * (self.each - 1)
+        each = width // 2 + own // 2 + own // 4 + 4
+        return self.each * each + max(width, own) // 4 + MORE * (self.each - 1 + (self.deep > 1))
 
     def shared(self, c: Chain) -> int:
         """Bytes of shared memory for the operands, and where warps meet."""
