@@ -23,6 +23,8 @@ FEW = 16
 """Rows of an instruction of warps. A warpgroup's 64 are not worth it for fewer."""
 HELD = 220
 """Registers of a thread for sums, values and fragments; what is left of 255 is for addresses and the frame."""
+FEWER = 210
+"""The same where there are few rows, whose states go to memory."""
 MORE = 20
 """What every further 16 rows of a warp take of the rest, or that warps meet."""
 
@@ -145,7 +147,7 @@ def arrangements(c: Chain, gpu: Gpu) -> Iterator[Warps]:
         for down, each, deep in ways:
             found = Warps(down, each, deep, min(step, most))
             fills = found.rows < 2 * c.rows.extent or (down, each) == (1, 1)
-            fits = found.held(c) <= HELD and found.shared(c) <= gpu.shared
+            fits = found.held(c) <= (FEWER if few else HELD) and found.shared(c) <= gpu.shared
             if fills and fits and found.step % (16 * deep) == 0:
                 yield _deepest(found, c, gpu) if few else found
 
