@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from terrazzo.front.capture import capture
 from terrazzo.interp.torch import to_numpy
+from terrazzo.ir.address import mentions
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.nest import accumulators
 from terrazzo.ir.node import topological
@@ -130,8 +131,8 @@ def schedules(draw: Any, term: Term) -> Schedule:
     elif found is not None and drawer.one((True, True, True, False)):
         schedule = drawer.arranged(found)
     else:
-        schedule = drawer.divided() if drawer.one((True, True, True, False)) else term.default
-    for _ in range(drawer.one((0, 0, 0, 0, 0, 1, 2)) if schedule is not term.default else drawer.one((1, 1, 2, 3))):
+        schedule = drawer.divided() if drawer.one((*(True,) * 6, False)) else term.default
+    for _ in range(drawer.one((*(0,) * 9, 1, 2)) if schedule is not term.default else drawer.one((1, 1, 2, 3))):
         schedule = drawer.changed(schedule)
         schedule = drawer.covering(schedule) if draw(st.sampled_from((True, True, True, False))) else schedule
     return schedule
@@ -149,6 +150,8 @@ class _Drawer:
             name: {f"r{a.label}": _extent(a) for a in r.axes} if isinstance(r, l.Reduce) else {}
             for name, r in accumulators(self.kernel).items()
         }
+        scans = [r for r in accumulators(self.kernel).values() if isinstance(r, l.Scan)]
+        self.scanned = {a.name for a in self.kernel.axes for r in scans if mentions(r.at, a)}
         self.stores = [b.name for b in self.kernel.writes]
         self.reads = [
             x.buffer.name for x in topological([s.value for s in self.kernel.stores]) if isinstance(x, l.Load)
@@ -189,7 +192,8 @@ class _Drawer:
                 operands[load.buffer.name] = self.held(load, lengths, by, on, multicast and self.one((True, False)))
         own = ((m.name, inside["m"]), (n.name, inside["n"]), (f"r{last.label}", inside["k"]))
         found = [Site(p.names, own, tuple(operands.items()), on)]
-        staged = on != "fma.f32" and self.one((True, False))
+        split = any(f.level.startswith("warp") and f.size > 1 for f in inside["k"])  # whose sums meet in registers
+        staged = on != "fma.f32" and self.one((True, False)) and (not split or self.one((True, *(False,) * 9)))
         for s in self.kernel.stores:
             size = s.buffer.type.dtype.size
             width = min(128, math.prod(f.size for f in inside["n"]) * size)
@@ -299,9 +303,13 @@ class _Drawer:
         block: dict[str, int] = {}
         product = any(s.instruction for s in self.default.sites) and chain(self.kernel) is None
         alone = self.draw(st.booleans())  # whether the threads are divided once, for all sites
-        threads = self.shared(list(self.free), warps) if alone else {}
+        ordered = self.scanned if self.one((*(True,) * 9, False)) else set()
+        threads = self.shared([a for a in self.free if a not in ordered], warps) if alone else {}
         for axis in self.free:
-            if alone:
+            if axis in ordered:
+                lines.append((axis, (Factor("time", 1),)))
+                block[axis] = 0
+            elif alone:
                 inner = threads.get(axis, ())
                 lines.append((axis, (Factor(self.one(("grid", "grid", "time")), 1), *inner)))
             elif (kind := self.one(("grid", "block", "none") if product else ("grid", "grid", "none"))) != "none":

@@ -85,6 +85,17 @@ def test_large_ones_compile(arch: str, dtype: torch.dtype, cache: Cache) -> None
     compile_all(list(sources), arch, cache)
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_120"])
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_attention_does_not_spill(arch: str, width: int, cache: Cache) -> None:
+    """One kernel for many queries, two for one query of heads in groups."""
+    for queries, keys, count in (((4, 16, 2048), (4, 16, 2048), 1), ((1, 32, 1), (1, 8, 65536), 2)):
+        q, kv = (e(torch.bfloat16, *s, width) for s in (queries, keys))
+        found = lowered(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), (q, kv, kv), arch)
+        assert len(found.kernels) == count
+        compile_all([emit(kernel)[1] for kernel in found.kernels], arch, cache)
+
+
 @pytest.mark.parametrize(("m", "n", "depth"), [(512, 512, 512), (33, 4096, 4096)])
 def test_products_for_turing_do_not_spill(m: int, n: int, depth: int, cache: Cache) -> None:
     found = lowered(F.linear, (e(torch.float32, m, depth), e(torch.float32, n, depth)), "sm_75")

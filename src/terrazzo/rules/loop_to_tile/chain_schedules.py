@@ -23,8 +23,10 @@ FEW = 16
 """Rows of an instruction of warps. A warpgroup's 64 are not worth it for fewer."""
 HELD = 220
 """Registers of a thread for sums, values and fragments; what is left of 255 is for addresses and the frame."""
+FEWER = 210
+"""The same where there are few rows, whose states go to memory."""
 MORE = 20
-"""What every further 16 rows of a warp take of the rest."""
+"""What every further 16 rows of a warp take of the rest, or that warps meet."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,8 @@ class Warps:
     def held(self, c: Chain) -> int:
         """Registers for both products' sums, the values between them and fragments."""
         width, own = int(c.columns.extent), self.step // self.deep
-        return self.each * (width // 2 + own // 2 + own // 4 + 4) + max(width, own) // 4 + MORE * (self.each - 1)
+        each = width // 2 + own // 2 + own // 4 + 4
+        return self.each * each + max(width, own) // 4 + MORE * (self.each - 1 + (self.deep > 1))
 
     def shared(self, c: Chain) -> int:
         """Bytes of shared memory for the operands, and where warps meet."""
@@ -144,7 +147,7 @@ def arrangements(c: Chain, gpu: Gpu) -> Iterator[Warps]:
         for down, each, deep in ways:
             found = Warps(down, each, deep, min(step, most))
             fills = found.rows < 2 * c.rows.extent or (down, each) == (1, 1)
-            fits = found.held(c) <= HELD and found.shared(c) <= gpu.shared
+            fits = found.held(c) <= (FEWER if few else HELD) and found.shared(c) <= gpu.shared
             if fills and fits and found.step % (16 * deep) == 0:
                 yield _deepest(found, c, gpu) if few else found
 

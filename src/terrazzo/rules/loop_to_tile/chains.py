@@ -66,13 +66,15 @@ def _on_warpgroups(c: Chain, gpu: Gpu) -> Iterator[Way | str]:
 
 
 def _on_warps(c: Chain, gpu: Gpu) -> Iterator[Way | str]:
-    """In pieces, where there are few blocks otherwise; whole."""
-    for way in arrangements(c, gpu):
+    """In pieces, where there are few blocks otherwise; then whole."""
+    every = list(arrangements(c, gpu))
+    for way in every:
         pieces = _pieces(c, way, gpu)
         parts = split_frames(c.kernel, pieces, way.step) if pieces > 1 else None
         if parts is not None and (part := chain(parts[0])) is not None:
             found = _planned(parts[0], partial(on_warps, part, gpu, way), gpu)
             yield found if isinstance(found, str) else Way(c.kernel, found.kernel, found.schedule, parts[1], pieces)
+    for way in every:
         yield _planned(c.kernel, partial(on_warps, c, gpu, way), gpu)
 
 
