@@ -137,3 +137,20 @@ def test_what_is_computed_of_data_is_no_box() -> None:
     assert isinstance(kernel, l.Kernel)
     load = next(x for x in topological(kernel.stores) if isinstance(x, l.Load) and x.buffer.name == "x")
     assert isinstance(box(load, dict.fromkeys(kernel.axes, 1)), str)
+
+
+def test_rows_that_begin_anywhere_are_copied_first() -> None:
+    """Rows of 1001 elements of 2 bytes do not begin at multiples of 16, as TMA wants it."""
+
+    def fn(x: Any, w: Any) -> Any:
+        return F.linear(x, w)
+
+    args = tensors((384, 1001), (513, 1001))
+    found = lowered(fn, args, "sm_90a")
+    assert [rule.rule for rule in found.lowering.log.events if rule.pass_name == "schedule" and rule.fired] == [
+        "points",
+        "points",
+        "tile",
+    ]
+    assert [ring.by for ring in lines(found, Ring)] == ["tma"]
+    close(found, fn, args)

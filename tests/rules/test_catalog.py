@@ -109,8 +109,13 @@ def seasoned(program: Program) -> Program:
     taken = t.index_map(image, (2, 4, 3, 9), (i[0], i[3], i[2])), t.index_map(image, (2, 4, 3, 9), (0, i[3], i[1] % 3))
     channels = t.reduce("sum", t.apply("mul", *(t.cast(x, f32) for x in taken)), [3])  # a sum along what lies apart
     weighted = attention(t.cast(row, bf16), n)
+    table = t.scan("sum", t.cast(t.iota((4, 9), t.coordinates((4, 9))[1]), f32), 0)
+    i = t.coordinates((4, 3, 9))
+    taken = t.index_map(table, (4, 3, 9), (i[0], i[2])), t.index_map(table, (4, 3, 9), (i[1] + 1, i[2]))
+    rows = t.reduce("sum", t.apply("mul", *taken), [2])  # a product of rows that begin at no multiples of 16 bytes
     turned = t.LaidOut(deep, (1, 2, 6))
-    more = (quotient, narrow, merged, largest, batched, weighted, numbers, channels, turned, t.literal(2.0, f32, (3,)))
+    more = (quotient, narrow, merged, largest, batched, weighted, numbers, channels, rows, turned)
+    more = (*more, t.literal(2.0, f32, (3,)))
     return Program("tensor", program.name, program.inputs, (*program.results, *more))
 
 

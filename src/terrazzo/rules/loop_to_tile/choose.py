@@ -21,7 +21,7 @@ from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop_to_tile import boxes, chains, threads, tiles, warpgroups
 from terrazzo.rules.loop_to_tile.collapse import collapse, digits_apart, flat_reductions, merge_product_axes
 from terrazzo.rules.loop_to_tile.few_rows import pinned_frames, share_rows
-from terrazzo.rules.loop_to_tile.packed import packed
+from terrazzo.rules.loop_to_tile.packed import packed, padded
 from terrazzo.rules.loop_to_tile.split import pinned_split, split
 from terrazzo.rules.tile.complete import Refused, complete
 from terrazzo.rules.tile_to_kernel.lower import lower
@@ -167,6 +167,7 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> It
     yield from (_chained(kernel, way, gpu) for way in chains.ways(kernel, gpu) if isinstance(way, chains.Way))
     if (p := product(kernel)) is not None:
         yield from _boxes(kernel, p, gpu, pinned)
+        yield from _padded(kernel, p, gpu, pinned)
         yield from _tiles(kernel, p, gpu, pinned)
     flat = flat_reductions(kernel)
     flattened: Rewrite = ("flat_reductions", kernel, (flat,))
@@ -194,15 +195,44 @@ def _boxes(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule
     if found is None or not (plans := boxes.plans(found, gpu)):
         return
     why = "boxes are brought in along what is summed over, and memory runs otherwise"
-    first = [
-        _pinned([x], pinned, gpu) if x.name in pinned else (x, threads.pointwise(x, gpu), "points", why) for x in copies
-    ]
-    before = sum(boxes.copying(x, gpu) for x in copies)
+    first, before = _copied(copies, why, gpu, pinned)
     others = _best(merge_product_axes(kernel, p.sites), gpu)
     for plan in plans:
         if plan.time + before < others:
             chosen = form, boxes.schedule(found, plan, gpu), "boxes", str(plan)
             yield Candidate((*first, chosen)).after(("packed", kernel, (*copies, form)))
+
+
+def _copied(
+    copies: Sequence[l.Kernel], why: str, gpu: Gpu, pinned: Mapping[str, Schedule]
+) -> tuple[list[Chosen], float]:
+    """Kernels that copy operands, with their schedules, and the nanoseconds they take."""
+    found = [
+        _pinned([x], pinned, gpu) if x.name in pinned else (x, threads.pointwise(x, gpu), "points", why) for x in copies
+    ]
+    return found, sum(boxes.copying(x, gpu) for x in copies)
+
+
+def _padded(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
+    """A product whose operands' rows begin anywhere, on instructions of warpgroups: after copies in rows that TMA can
+    step over, where the model says that it is faster than other tiles.
+    """
+    merged = merge_product_axes(kernel, p.sites)
+    if gpu.warpgroups is None or _on_warpgroups(merged, gpu):
+        return
+    for base in dict.fromkeys((merged, digits_apart(merged))):
+        *copies, form = padded(base)
+        again = product(form)
+        if not copies or again is None or not _on_warpgroups(form, gpu):
+            continue
+        first, before = _copied(copies, "TMA steps over rows that begin at multiples of 16 bytes", gpu, pinned)
+        others = _best(merged, gpu)
+        rewrites: list[Rewrite] = [("merge_product_axes", kernel, (merged,)), ("digits_apart", merged, (base,))]
+        for plan in tiles.on_warpgroups(again, gpu):
+            if plan.pieces == 1 and plan.time + before < others:
+                done = Candidate((*first, _tiled(again, plan, gpu)))
+                yield done.after(*rewrites, ("padded", base, (*copies, form)))
+        return
 
 
 def _tiles(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:

@@ -1,7 +1,10 @@
-"""Operands of a sum of products, copied so that memory runs along an axis that is summed over."""
+"""Operands of a sum of products, copied to where TMA takes boxes of them: so that memory runs along an axis that is
+summed over, or in rows that begin at multiples of 16 bytes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from terrazzo.ir.address import coefficient, flatten, mentions
@@ -10,6 +13,7 @@ from terrazzo.ir.expr import IntExpr, Var
 from terrazzo.ir.node import transform
 from terrazzo.ir.sites import product
 from terrazzo.ir.types import Type
+from terrazzo.rules.access import WIDEST
 from terrazzo.rules.loop_to_tile.collapse import collapse
 
 
@@ -64,12 +68,80 @@ def packed(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
             copy = _copy(f"{kernel.name}_{x.buffer.name}", x.buffer, _dimension(x, depth) or 0)
             taken[x] = l.Load.make(copy.stores[0].buffer, x.index, x.inside)
             copies.append(copy)
+    return _reading(kernel, copies, taken)
+
+
+def padded(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
+    """Copies of the operands of a product whose rows do not all begin at multiples of 16 bytes, in rows that do, and
+    `kernel`, which reads these.
+
+    @loop
+    def f(x: f32[3, 9], w: f32[5, 9]):
+        with kernel('z', z=f32[3, 5]):
+            for a0 in free(3):
+                for a1 in free(5):
+                    for r0 in reduce(9):
+                        in0 = x[a0, r0]
+                        in1 = w[a1, r0]
+                        v0 = mul(in0, in1)
+                        acc0 <- sum(v0)
+                    z[a0, a1] = acc0
+        return (z,)
+    =>
+    @loop
+    def f(x: f32[3, 9], w: f32[5, 9]):
+        with kernel('z_x', z_x=f32[3, 9] @ (12, 1)):
+            for a0 in free(27):
+                in0 = x[a0 // 9, a0 % 9]
+                z_x[a0 // 9, a0 % 9] = in0
+        with kernel('z_w', z_w=f32[5, 9] @ (12, 1)):
+            for a0 in free(45):
+                in0 = w[a0 // 9, a0 % 9]
+                z_w[a0 // 9, a0 % 9] = in0
+        with kernel('z', z=f32[3, 5]):
+            for a0 in free(3):
+                for a1 in free(5):
+                    for r0 in reduce(9):
+                        in0 = z_x[a0, r0]
+                        in1 = z_w[a1, r0]
+                        v0 = mul(in0, in1)
+                        acc0 <- sum(v0)
+                    z[a0, a1] = acc0
+        return (z,)
+    """
+    p = product(kernel)
+    copies: dict[l.Buffer, l.Kernel] = {}
+    taken: dict[l.Load, l.Load] = {}
+    for x in p.operands if p is not None else ():
+        last = _uneven(x.buffer) if isinstance(x, l.Load) else None
+        if last is not None and isinstance(x, l.Load):
+            if x.buffer not in copies:
+                room = WIDEST // x.dtype.size
+                copies[x.buffer] = _copy(f"{kernel.name}_{x.buffer.name}", x.buffer, last, room)
+            taken[x] = l.Load.make(copies[x.buffer].stores[0].buffer, x.index, x.inside)
+    return _reading(kernel, copies.values(), taken)
+
+
+def _uneven(buffer: l.Buffer) -> int | None:
+    """The contiguous dimension of a buffer of which rows begin elsewhere than at multiples of 16 bytes; None where all
+    do, or none is contiguous.
+    """
+    steps = [s for n, s in zip(buffer.type.shape, buffer.type.element_strides, strict=True) if n != 1]
+    if 1 not in steps or all(isinstance(s, int) and s * buffer.type.dtype.size % WIDEST == 0 for s in steps if s != 1):
+        return None
+    return max(d for d, s in enumerate(buffer.type.element_strides) if s == 1 and buffer.type.shape[d] != 1)
+
+
+def _reading(kernel: l.Kernel, copies: Iterable[l.Kernel], taken: dict[l.Load, l.Load]) -> tuple[l.Kernel, ...]:
+    """Copies, and `kernel` with the loads that are taken from them."""
+    if not taken:
+        return (kernel,)
 
     def visit(node: Any) -> Any:
         return taken.get(node, node) if isinstance(node, l.Load) else node
 
     reads = tuple(transform(s, visit) for s in kernel.stores)
-    return (*copies, l.Kernel(kernel.name, kernel.axes, reads, kernel.source)) if copies else (kernel,)
+    return (*copies, l.Kernel(kernel.name, kernel.axes, reads, kernel.source))
 
 
 def _contiguous(x: l.Load, axis: Any) -> bool:
@@ -82,14 +154,16 @@ def _dimension(x: l.Load, axis: Any) -> int | None:
     return found[0] if len(found) == 1 and x.index[found[0]] is axis else None
 
 
-def _copy(name: str, source: l.Buffer, last: int) -> l.Kernel:
-    """A kernel that stores a buffer with one of its dimensions contiguous, and the others as they were."""
+def _copy(name: str, source: l.Buffer, last: int, room: int = 1) -> l.Kernel:
+    """A kernel that stores a buffer with one of its dimensions contiguous, in rows of a multiple of `room` elements,
+    and the others as they were.
+    """
     shape = source.type.static_shape
     order = [*(d for d in range(len(shape)) if d != last), last]
     strides, step = [0] * len(shape), 1
     for d in reversed(order):
         strides[d] = step
-        step *= shape[d]
+        step *= shape[d] if d != last else -(-shape[d] // room) * room
     axes = [Var(f"a{order.index(d)}", n) for d, n in enumerate(shape)]
     index: tuple[IntExpr, ...] = tuple(axes)
     copy = l.Buffer(name, Type(source.type.dtype, shape, tuple(strides)))

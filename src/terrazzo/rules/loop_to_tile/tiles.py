@@ -25,12 +25,17 @@ Plan = products.Plan | warpgroups.Plan
 def plans(p: Product, gpu: Gpu, cores: bool = False) -> list[Plan]:
     """The best plan of every tile, best first; with `cores`, only those on CUDA cores."""
     found: list[Plan] = [*products.plans(p, gpu, cores)]
-    for split in () if cores else (False, True):
-        found += [x for x in warpgroups.plans(p, gpu) if (x.pieces > 1) is split][:MOST]
+    found += [] if cores else on_warpgroups(p, gpu)
     best: dict[Any, Plan] = {}
     for plan in sorted(found, key=lambda x: x.time):
         best.setdefault((plan.tile, plan.instruction), plan)
     return list(best.values())
+
+
+def on_warpgroups(p: Product, gpu: Gpu) -> list[warpgroups.Plan]:
+    """The best plans on instructions of warpgroups, in one piece and in several."""
+    found = warpgroups.plans(p, gpu)
+    return [x for split in (False, True) for x in [y for y in found if (y.pieces > 1) is split][:MOST]]
 
 
 def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
