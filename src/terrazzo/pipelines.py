@@ -124,15 +124,16 @@ def machine(options: Options) -> Gpu:
 def libraries(options: Options) -> Libraries | None:
     """What decides which ops of PyTorch are called, where that may be: on a GPU."""
     gpu = target(options.target).gpu if options.libraries == "auto" else None
-    return Libraries(gpu, partial(_alone, options.target)) if gpu else None
+    tf32 = options.fp32 in ("tf32", "bf16")
+    return Libraries(gpu, partial(_alone, options.target, options.fp32), tf32) if gpu else None
 
 
 @lru_cache(maxsize=4096)
-def _alone(name: str, op: Aten) -> float:
+def _alone(name: str, fp32: str, op: Aten) -> float:
     """What our kernels for an op by itself take on a target, by the model, in nanoseconds."""
     inputs = tuple(dict.fromkeys(x for x in op.children if isinstance(x, Input)))
     program = Program("torch", "alone", inputs, (op,), {op: "result"})
-    options = Options(target=name, libraries="never")
+    options = Options(target=name, fp32=fp32, libraries="never")
     upper = tuple(p.name for p in PASSES if p.dst in ("tensor", "loop"))
     return expected(stages(program, options, Log(), upper)[-1][1], machine(options))
 

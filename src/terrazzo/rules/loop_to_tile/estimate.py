@@ -13,10 +13,12 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Expr, FloorDiv, Mod
 from terrazzo.ir.node import topological
+from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.sites import Product, loads, product
 from terrazzo.rules.loop_to_tile import boxes, tiles, warpgroups
 from terrazzo.rules.loop_to_tile.chain import chain
 from terrazzo.rules.loop_to_tile.collapse import merge_product_axes
+from terrazzo.rules.loop_to_tile.packed import packed
 from terrazzo.rules.tile_to_kernel.lower import lower
 
 STEP = 20.0
@@ -28,6 +30,8 @@ GATHERED = 4.3
 """How much longer a product on `mma.sync` takes than its model says where an operand's place follows from divisions: a
 1x1 convolution of 32 x 256 x 56 x 56 took 71.8 us on an H200 (21 November 2026), and the model says 16.5.
 """
+UNMEASURED = 2.0
+"""How much longer than its model says a kernel in boxes is taken to run beside a library: none has run on a GPU yet."""
 
 
 @dataclass(frozen=True)
@@ -80,19 +84,31 @@ def _tiled(kernel: l.Kernel, gpu: Gpu) -> float | None:
     p = product(merge_product_axes(kernel, p.sites)) or p
     plans = tiles.plans(p, gpu)
     whole = next((plan for plan in warpgroups.plans(p, gpu) if plan.pieces == 1), None)
-    derived = whole is not None and _derives(p, whole, gpu)
+    derived = whole is not None and _derives(p.kernel, tiles.schedule(p, whole, gpu), gpu)
     found = []
     for plan in plans:
         if isinstance(plan, warpgroups.Plan):
             found += [plan.time] if derived else []
         else:
             found.append(plan.time * (GATHERED if plan.instruction and _gathered(p) else 1.0))
-    return min(found, default=None)
+    return min([*found, *_in_boxes(kernel, gpu)], default=None)
 
 
-def _derives(p: Product, plan: tiles.Plan, gpu: Gpu) -> bool:
+def _in_boxes(kernel: l.Kernel, gpu: Gpu) -> list[float]:
+    """What a product of what is read at moved places takes in the best of its boxes, copies of operands included."""
+    *copies, form = packed(kernel) if gpu.warpgroups else (kernel,)
+    image = boxes.moved(form)[0]
+    if image is None or not (plans := boxes.plans(image, gpu)):
+        return []
+    best = min(plans, key=lambda x: x.time)
+    if not _derives(form, boxes.schedule(image, best, gpu), gpu):
+        return []
+    return [UNMEASURED * (best.time + sum(boxes.copying(x, gpu) for x in copies))]
+
+
+def _derives(kernel: l.Kernel, schedule: Schedule, gpu: Gpu) -> bool:
     try:
-        lower(p.kernel, tiles.schedule(p, plan, gpu), gpu)
+        lower(kernel, schedule, gpu)
     except (UserError, Limitation):
         return False
     return True

@@ -205,12 +205,12 @@ def laid_out(node: t.LaidOut, ctx: Any) -> Any:
 
     @tensor
     def f(x: f32[3, 2]):
-        z: f32[3, 2, strides=(1, 3)] = laid_out(x)
+        z: f32[3, 2] @ (1, 3) = laid_out(x)
         return (z,)
     =>
     @loop
     def f(x: f32[3, 2]):
-        with kernel('z', z=f32[3, 2, strides=(1, 3)]):
+        with kernel('z', z=f32[3, 2] @ (1, 3)):
             for a0 in free(3):
                 for a1 in free(2):
                     in0 = x[a0, a1]
