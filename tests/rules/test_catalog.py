@@ -103,6 +103,7 @@ def seasoned(program: Program) -> Program:
     i = t.coordinates((2, 3, 5, n))
     factors = t.index_map(deep, (2, 3, 5, n), (i[0], i[1], i[3])), t.index_map(narrow, (2, 3, 5, n), (i[2] % 2, i[3]))
     batched = t.reduce("sum", t.apply("mul", *factors), [3])  # a product with two axes of rows
+    columns = t.LaidOut(t.broadcast(t.apply("sin", row), (2, n)), (1, 2))
     numbers = t.iota((n, 2), t.coordinates((n, 2))[0])
     image = t.cast(t.scan("sum", t.cast(t.iota((2, 9, 3), t.coordinates((2, 9, 3))[1]), f32), 0), bf16)
     i = t.coordinates((2, 4, 3, 9))
@@ -113,8 +114,7 @@ def seasoned(program: Program) -> Program:
     i = t.coordinates((4, 3, 9))
     taken = t.index_map(table, (4, 3, 9), (i[0], i[2])), t.index_map(table, (4, 3, 9), (i[1] + 1, i[2]))
     rows = t.reduce("sum", t.apply("mul", *taken), [2])  # a product of rows that begin at no multiples of 16 bytes
-    turned = t.LaidOut(deep, (1, 2, 6))
-    more = (quotient, narrow, merged, largest, batched, weighted, numbers, channels, rows, turned)
+    more = (quotient, narrow, merged, largest, batched, weighted, columns, numbers, channels, rows)
     more = (*more, t.literal(2.0, f32, (3,)))
     return Program("tensor", program.name, program.inputs, (*program.results, *more))
 

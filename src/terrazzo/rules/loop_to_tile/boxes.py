@@ -210,11 +210,6 @@ def schedule(x: Moved, plan: Plan, gpu: Gpu) -> Schedule:
     return boxes
 
 
-def derives(x: Moved, plan: Plan, gpu: Gpu) -> bool:
-    """Whether there is a plan for these bindings."""
-    return not isinstance(complete(x.kernel, schedule(x, plan, gpu), gpu)[0], Refused)
-
-
 def _schedule(x: Moved, plan: Plan, gpu: Gpu, gathered: bool) -> Schedule:
     """Tiles of the columns come one after the other, for they read the same of the image."""
     t, depth = plan.tile, f"r{x.depth.label}"

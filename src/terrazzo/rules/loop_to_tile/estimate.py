@@ -13,6 +13,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Expr, FloorDiv, Mod
 from terrazzo.ir.node import topological
+from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.sites import Product, loads, product
 from terrazzo.rules.loop_to_tile import boxes, tiles, warpgroups
 from terrazzo.rules.loop_to_tile.chain import chain
@@ -85,23 +86,31 @@ def _tiled(kernel: l.Kernel, gpu: Gpu) -> float | None:
     p = product(merge_product_axes(kernel, p.sites)) or p
     plans = tiles.plans(p, gpu)
     whole = next((plan for plan in warpgroups.plans(p, gpu) if plan.pieces == 1), None)
-    derived = whole is not None and _derives(p, whole, gpu)
+    derived = whole is not None and _derives(p.kernel, tiles.schedule(p, whole, gpu), gpu)
     found = []
     for plan in plans:
         if isinstance(plan, warpgroups.Plan):
             found += [plan.time] if derived else []
         else:
             found.append(plan.time * (GATHERED if plan.instruction and _gathered(p) else 1.0))
+    return min([*found, *_in_boxes(kernel, gpu)], default=None)
+
+
+def _in_boxes(kernel: l.Kernel, gpu: Gpu) -> list[float]:
+    """What a product of what is read at moved places takes in the best of its boxes, copies of operands included."""
     *copies, form = packed(kernel) if gpu.warpgroups else (kernel,)
-    if (image := boxes.moved(form)[0]) is not None:
-        copied = sum(boxes.copying(x, gpu) for x in copies)
-        found += [plan.time * BOXED + copied for plan in boxes.plans(image, gpu)[:1] if boxes.derives(image, plan, gpu)]
-    return min(found, default=None)
+    image = boxes.moved(form)[0]
+    if image is None or not (plans := boxes.plans(image, gpu)):
+        return []
+    best = min(plans, key=lambda x: x.time)
+    if not _derives(form, boxes.schedule(image, best, gpu), gpu):
+        return []
+    return [BOXED * (best.time + sum(boxes.copying(x, gpu) for x in copies))]
 
 
-def _derives(p: Product, plan: tiles.Plan, gpu: Gpu) -> bool:
+def _derives(kernel: l.Kernel, schedule: Schedule, gpu: Gpu) -> bool:
     try:
-        lower(p.kernel, tiles.schedule(p, plan, gpu), gpu)
+        lower(kernel, schedule, gpu)
     except (UserError, Limitation):
         return False
     return True
