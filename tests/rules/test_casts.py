@@ -26,7 +26,7 @@ def e(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def lowered(fn: Any, args: tuple[torch.Tensor, ...], arch: str) -> Lowering:
-    return lowering(capture(fn, args, {}).program, Options(target=arch))
+    return lowering(capture(fn, args, {}).program, Options(target=arch, libraries="never"))
 
 
 def instructions(done: Lowering) -> list[str]:

@@ -15,11 +15,12 @@ from terrazzo.hw.gpu import Gpu
 
 @dataclass(frozen=True)
 class Reach:
-    """What a family of ops reaches: `arithmetic` and `memory` are fractions of the data sheet's rates, `latency` is in
-    nanoseconds. Products are counted in whole tiles of `tile` rows and columns (channels, for a convolution).
-    `source` is what the numbers were fitted to.
+    """What a family of ops reaches: `arithmetic` is a fraction of the data sheet's rate `on` f32, tf32 or 16 bits,
+    `memory` one of its memory's; `latency` is in nanoseconds. Products are counted in whole tiles of `tile` rows and
+    columns (channels, for a convolution). `source` is what the numbers were fitted to.
     """
 
+    on: str
     arithmetic: float
     memory: float
     latency: float
@@ -29,37 +30,39 @@ class Reach:
 
 REACH: dict[tuple[str, str], Reach] = {
     ("product", "f32"): Reach(
-        0.75, 0.6, 4000, 64,
-        "cuBLAS without TF32: 50 TFLOP/s at 4096 x 4096 x 4096 and 512 x 3584 x 18944; 32 rows cost what 64 do",
+        "f32", 0.75, 0.6, 10000, 64,
+        "cuBLAS without TF32: 50 TFLOP/s at 4096 x 4096 x 4096, 62.4 us at 1024, 97.5 us at 512 x 2048 x 2048; 20.8 us "
+        "at 32 x 2048 x 2048, whose 32 rows cost what 64 do",
     ),
+    ("product", "tf32"): Reach("tf32", 0.80, 0.6, 5000, 64, "cuBLAS with TF32: 403 TFLOP/s at 4096, 12.8 us at 1024"),
     ("convolution", "16"): Reach(
-        0.40, 0.60, 5000, 32,
+        "16", 0.40, 0.60, 5000, 32,
         "cuDNN, channels last: 27.1 us at 32 x 64 x 56 x 56, 3x3; 22.8 us at 1x1, 256 to 64 channels; 20.1 us at "
         "512 x 7 x 7; 225 us at 3 x 224 x 224, 7x7, whose 3 channels cost what 32 do",
     ),
     ("convolution", "f32"): Reach(
-        0.40, 0.60, 5000, 32, "not measured: the fractions of 16 bits, of the rate of TF32, which is PyTorch's default"
+        "tf32", 0.40, 0.60, 5000, 32, "not measured: the fractions of 16 bits; TF32 is PyTorch's default"
     ),
-    ("scan", "f32"): Reach(1.0, 0.40, 5000, 1, "not measured: half of what CUB is said to reach on an H100 (78 %)"),
-    ("scan", "16"): Reach(1.0, 0.20, 5000, 1, "not measured: half of that again, for it is bound by instructions"),
-    ("pooling", "f32"): Reach(1.0, 0.40, 5000, 1, "not measured: as scans"),
-    ("pooling", "16"): Reach(1.0, 0.40, 5000, 1, "not measured: as scans"),
+    ("scan", "f32"): Reach("f32", 1.0, 0.40, 5000, 1, "not measured: half of what CUB is said to reach on an H100"),
+    ("scan", "16"): Reach("f32", 1.0, 0.20, 5000, 1, "not measured: half of that again, for instructions bound it"),
+    ("pooling", "f32"): Reach("f32", 1.0, 0.40, 5000, 1, "not measured: as scans"),
+    ("pooling", "16"): Reach("f32", 1.0, 0.40, 5000, 1, "not measured: as scans"),
 }  # fmt: skip
 
 MARGIN = 1.25
 """A library is called where ours takes so many times as long by the model: neither price is better known than that."""
 
 
-def reach(family: str, dtype: str) -> Reach | None:
-    """The record for a family of ops on elements of this type; None where there is none."""
+def reach(family: str, dtype: str, tf32: bool = False) -> Reach | None:
+    """The record for a family of ops on elements of this type, products in TF32 if that is allowed; None where there is
+    none.
+    """
     kind = "16" if dtype in ("f16", "bf16") else dtype
-    return REACH.get((family, kind))
+    return REACH.get((family, "tf32" if tf32 and kind == "f32" else kind)) or REACH.get((family, kind))
 
 
-def price(found: Reach, gpu: Gpu, family: str, dtype: str, operations: float, moved: int) -> float:
+def price(found: Reach, gpu: Gpu, operations: float, moved: int) -> float:
     """Nanoseconds for an op that computes so many operations, in whole tiles, and moves so many bytes."""
     memory, fma, tensor = gpu.roof
-    rate = tensor if dtype in ("f16", "bf16") else fma
-    if family == "convolution" and dtype == "f32" and gpu.number >= 80:
-        rate = tensor / 2
+    rate = {"f32": fma, "16": tensor, "tf32": tensor / 2 if gpu.number >= 80 else fma}[found.on]
     return max(operations / (found.arithmetic * rate), moved / (found.memory * memory)) + found.latency

@@ -27,6 +27,7 @@ class Libraries:
 
     gpu: Gpu
     ours: Callable[[Aten], float]
+    tf32: bool = False
     layouts: dict[Node, Any] = field(default_factory=dict)
 
     def chosen(self, program: Program, log: Log) -> set[Node]:
@@ -51,7 +52,7 @@ class Libraries:
             return None
         given = {x: Input(f"x{k}", self.laid_out(x)) for k, x in enumerate(dict.fromkeys(node.children))}
         alone = node.with_children([given[x] for x in node.children])
-        theirs = price(alone, self.gpu)
+        theirs = price(alone, self.gpu, self.tf32)
         if read:  # what follows cannot be part of the op: it is a kernel that reads the result again
             size = math.prod(node.result.static_shape) * node.result.dtype.size
             theirs += self.gpu.launch + 2 * size / self.gpu.memory
@@ -139,15 +140,15 @@ def chosen(name: str, dtype: str) -> bool:
     return name in FAMILIES and library.reach(FAMILIES[name][0], dtype) is not None
 
 
-def price(op: Any, gpu: Gpu) -> float:
+def price(op: Any, gpu: Gpu, tf32: bool = False) -> float:
     """What the library takes for an op (of Torch IR, or a call in Loop IR), in nanoseconds."""
     family, operations = FAMILIES[op.name]
-    found = library.reach(family, _kind(op))
+    found = library.reach(family, _kind(op), tf32)
     assert found is not None
     needed = operations(op.args, _result(op), found.tile)
     types = [x.type for x in _tensors(op.args)]
     moved = sum(math.prod(y.static_shape) * y.dtype.size for y in (*types, _result(op)))
-    return library.price(found, gpu, family, _kind(op), needed, moved)
+    return library.price(found, gpu, needed, moved)
 
 
 def _kind(op: Any) -> str:
