@@ -1,4 +1,4 @@
-"""Kernels up to names: what is worked out for one serves all that differ from it in names only (ADR 009).
+"""Kernels up to names: what is worked out for one serves all that differ from it in names only (ADR 010).
 
 The canonical form of a kernel has names by order of appearance. Whatever is made of it has these names too, perhaps
 with something before or after them, and becomes what it is for a kernel of the program when they are replaced.
