@@ -17,7 +17,6 @@ from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from tests.kernels import by_hand
 from tests.kernels.arrangements import Product
-from tests.kernels.chains import Chain
 from tests.kernels.convolutions import Convolution
 from tests.kernels.programs import attention, b, h, lowered, n, r, swiglu
 
@@ -143,10 +142,6 @@ ARRANGED: dict[str, Product | Convolution] = {
     "first factor in registers": Product(
         tile=(64, 16, 64), shape=(64, 16, 320), ring=3, first="reg", roles=True, registers=None, persistent=1
     ),
-    "chain": Chain(shape=(32, 96, 32, 16), heads=1, between="relu", ring=2),
-    "causal chain": Chain(shape=(64, 64, 16, 16), heads=1, between="causal", warps=(1, 1)),
-    "chain, warps share keys": Chain(shape=(16, 96, 16, 16), heads=1, warps=(1, 2)),
-    "chain in roles": Chain(shape=(32, 96, 32, 32), heads=1, roles=True, target="sm_90a", by="tma"),
     "threads in roles": Product(
         on="fma", dtype="f32", tile=(16, 16, 16), shape=(32, 16, 80), swizzle=0, roles=True, ring=3, persistent=1,
         warps=(2, 1),
