@@ -1,7 +1,7 @@
 """Proofs that an index stays in its tensor: that an expression is >= 0 wherever others are (the guards of an access).
 
-Ranges come first; then guards are subtracted, in any multiples that make terms vanish; then, where they are few, all
-points are tried. What none of these shows is not proved.
+Ranges come first; then guards, and what they say of quotients, are subtracted in any multiples that make terms vanish;
+then, where they are few, all points are tried. What none of these shows is not proved.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from terrazzo.ir.expr import (
     at_least,
     bounds,
     floordiv,
+    mod,
     terms_of,
 )
-from terrazzo.ir.node import topological
+from terrazzo.ir.node import substitute, topological
 
 POINTS = 1 << 20
 """Points that are tried for one proof, at most."""
@@ -41,8 +42,54 @@ def holds(e: IntExpr, given: Sequence[IntExpr] = ()) -> bool:
     """True if e >= 0 is proved for all points at which every expression of `given` is >= 0."""
     if at_least(e, 0) or any(not isinstance(g, Expr) and g < 0 for g in given):
         return True
+    e, given = _digits(e, given)
     whole = [g for g in (_tight(_undivided(g)) for g in given) if isinstance(g, Expr)]
-    return bool(whole) and (_combined(_tight(_undivided(e)), whole, GUARDS) or _tried(e, whole))
+    more = [*whole, *_quotients(e, given)]
+    return bool(whole) and (_combined(_tight(_undivided(e)), more, GUARDS) or _tried(e, whole))
+
+
+def _digits(e: IntExpr, given: Sequence[IntExpr]) -> tuple[IntExpr, Sequence[IntExpr]]:
+    """`e` and guards with a variable for every digit v // place % size of the guards, which digits of `e` are made of
+    where they are part of one: v // 8 % 3 is y // 4 for the y that is v // 2 % 12.
+    """
+    new: dict[Any, IntExpr] = {}
+    known: list[tuple[Var, Any, int]] = []
+    for y in topological([g for g in given if isinstance(g, Expr)]):
+        if (found := _digit(y)) is not None:
+            v, place, size = found
+            known.append((Var(f"${len(known)}", size), v, place))
+            new[y] = known[-1][0]
+    for x in topological([e]) if known and isinstance(e, Expr) else ():
+        if x not in new and (found := _digit(x)) is not None:
+            v, place, size = found
+            for y, whose, below in known:
+                step, rest = divmod(place, below)
+                if whose is v and not rest and y.extent % (size * step) == 0:
+                    new[x] = mod(floordiv(y, step), size)
+    return (substitute(e, new), [substitute(g, new) for g in given]) if new else (e, given)
+
+
+def _digit(x: Any) -> tuple[Any, int, int] | None:
+    """v, place and size, where an expression is v // place % size."""
+    if not isinstance(x, Mod) or not isinstance(x.b, int):
+        return None
+    if isinstance(x.a, FloorDiv) and isinstance(x.a.b, int):
+        return x.a.a, x.a.b, x.b
+    return x.a, 1, x.b
+
+
+def _quotients(e: IntExpr, given: Sequence[IntExpr]) -> list[IntExpr]:
+    """What is >= 0 because of what guards say of the numerators in `e`: a // 8 <= 3 where a <= 31."""
+    found: list[IntExpr] = []
+    for q in topological([e]) if isinstance(e, Expr) else ():
+        if isinstance(q, FloorDiv) and isinstance(q.b, int):
+            for g in given:
+                most, least = g + q.a, g - q.a
+                if isinstance(most, int):  # a <= most
+                    found.append(most // q.b - q)
+                if isinstance(least, int):  # a >= -least
+                    found.append(q - -least // q.b)
+    return found
 
 
 def leaves(index: Sequence[IntExpr], shape: Sequence[IntExpr], inside: Sequence[IntExpr] = ()) -> int | None:
