@@ -155,6 +155,15 @@ def test_what_is_refused(f: Callable[..., Any], args: Any, message: str) -> None
     assert X.shape == (3, 4) and bool((X == 1).all())
 
 
+@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+def test_recurrent_modules_keep_lists_of_their_weights(kind: Any) -> None:
+    """They make them anew when others stand for the weights; that is no side effect, and is undone."""
+    module, x = kind(4, 3, batch_first=True), torch.randn(2, 5, 4)
+    compiled = terrazzo.compile(module, x, target="interpreter")
+    assert all(a is b for a, b in zip(module._flat_weights, module.parameters(), strict=True))
+    torch.testing.assert_close(compiled(x)[0], module(x)[0])
+
+
 def test_inputs_that_begin_to_share_memory_are_refused() -> None:
     fast = terrazzo.compile(adds_both, torch.ones(4), torch.ones(4), options=INTERPRETER)
     x = torch.ones(8)

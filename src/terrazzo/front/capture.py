@@ -99,7 +99,7 @@ def capture(
         for k, v in zip(varying, tensors[len(state) :], strict=True):
             leaves[k] = v
         given = pytree.tree_unflatten(leaves, arguments)
-        with nothing_else_changes(module, given):
+        with nothing_else_changes(module, given, weights.values()):
             out = fn(*given[0], **given[1]) if module is None else functional(module, weights, *given)
         found: list[Any]
         found, tree = pytree.tree_flatten(out)

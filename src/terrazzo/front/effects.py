@@ -5,7 +5,8 @@ Tensors that are changed in place are no matter of this file: a program gives th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -95,9 +96,12 @@ def writes_where_elements_share_places_refused() -> Any:
 
 
 @contextmanager
-def nothing_else_changes(module: Any, arguments: Any) -> Iterator[None]:
+def nothing_else_changes(module: Any, arguments: Any, weights: Collection[Any] = ()) -> Iterator[None]:
     """UserError where a call within this changes attributes of the module or of an argument, or what lists and
     dictionaries among the arguments hold. The attributes are put back.
+
+    A list of the module's own tensors, as recurrent modules keep one, may have become one of the `weights` that stand
+    for them in the call: it is put back, and that is all.
     """
     import torch
     from torch.utils import _pytree as pytree
@@ -107,18 +111,24 @@ def nothing_else_changes(module: Any, arguments: Any) -> Iterator[None]:
     owners = {f"{type(o).__name__}.": o for o in objects}
     owners.update({f"{path}." if path else "": m for path, m in (module.named_modules() if module is not None else ())})
     before = {name: _attributes(o) for name, o in owners.items()}
+    own = list(_tensors(module).values()) if module is not None else []
     yield
     after, now = pytree.tree_flatten(arguments)
     if now != tree or any(a is not b for a, b in zip(leaves, after, strict=True)):
         raise UserError(f"the call changes a list or a dictionary among its arguments{_INSTEAD}")
-    touched = []
+    touched, changed = [], False
     for owner, o in owners.items():
         found = _attributes(o)
-        touched += [owner + n for n, held in before[owner].items() if not held.same(found.get(n))]
+        others = [n for n, held in before[owner].items() if not held.same(found.get(n))]
+        changed = changed or bool(others)
+        touched += [
+            owner + n for n in others if n not in found or not (before[owner][n].of(own) and found[n].of(weights))
+        ]
         touched += [owner + n for n in found if n not in before[owner]]
-    if touched:
+    if touched or changed:
         for owner, o in owners.items():
             _put_back(o, before[owner])
+    if touched:
         raise UserError(f"the call sets {', '.join(touched)}, which a compiled one would not do{_INSTEAD}")
 
 
@@ -139,6 +149,11 @@ class _Held:
             and len(self.contents) == len(other.contents)
             and all(map(_equal, self.contents, other.contents))
         )
+
+    def of(self, tensors: Collection[Any]) -> bool:
+        """Whether it is a list of some of these tensors, or of weak references to them."""
+        held = [x() if isinstance(x, weakref.ref) else x for x in self.contents]
+        return isinstance(self.value, list) and all(any(x is t for t in tensors) for x in held)
 
     def back(self) -> Any:
         """The value, holding again what it held."""
