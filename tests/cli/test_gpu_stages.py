@@ -184,7 +184,7 @@ def test_every_step_of_a_plan_is_a_diff(terrazzo: Terrazzo) -> None:
          ["not tensor_cores: no instruction of sm_75 adds up products of bf16 in f32"]),
         (LINEAR.format("torch.bfloat16"), "sm_80",
          ["not wgmma: it needs sm_90a, and the target is sm_80",
-          "swizzle: x_s: ldmatrix reads 8 pieces of 16 bytes from rows of 256 bytes: 2 wavefronts swizzled by 128, "
+          "swizzle: x_s: ldmatrix reads 8 pieces of 16 bytes from rows of 128 bytes: 1 wavefront swizzled by 128, "
           "8 wavefronts if not"]),
         ("x, w = torch.zeros(4096, 256, dtype=torch.bfloat16), torch.zeros(4096, 256, dtype=torch.bfloat16)\nx @ w.t()",
          "sm_90a",

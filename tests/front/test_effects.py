@@ -159,7 +159,7 @@ def test_what_is_refused(f: Callable[..., Any], args: Any, message: str) -> None
 def test_recurrent_modules_keep_lists_of_their_weights(kind: Any) -> None:
     """They make them anew when others stand for the weights; that is no side effect, and is undone."""
     module, x = kind(4, 3, batch_first=True), torch.randn(2, 5, 4)
-    compiled = terrazzo.compile(module, x, target="interpreter")
+    compiled = terrazzo.compile(module, x)
     assert all(a is b for a, b in zip(module._flat_weights, module.parameters(), strict=True))
     torch.testing.assert_close(compiled(x)[0], module(x)[0])
 

@@ -82,7 +82,7 @@ def test_programs_have_everything() -> None:
     seen: dict[str, set[Any]] = {what: set() for what in ("primitives", "types", "functions", "monoids", "ranks")}
 
     @settings(
-        max_examples=300,
+        max_examples=600,
         database=None,
         deadline=None,
         derandomize=True,

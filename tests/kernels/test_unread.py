@@ -41,7 +41,7 @@ def test_words_that_a_row_has_no_use_for(before: str, after: str, reason: str) -
     ("before", "after", "reason"),
     [
         ("swizzle=64)\n        w", 'swizzle=64, over=("r0",))\n        w',
-         'nothing reads `acc0: x = ... over=("r0",) ...`'),
+         "all operands of a product span the same loops: x spans r0, w spans none"),
         ("swizzle=64)\n        w", "swizzle=64, colour=3)\n        w",
          "nothing reads `acc0: x = ... colour=3 ...`: line 9"),
         ("swizzle=64)\n        w", "swizzle=64, multicast=True)\n        w", "there is no cluster to multicast to"),

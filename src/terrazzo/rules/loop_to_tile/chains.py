@@ -11,7 +11,7 @@ from typing import Any
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.plan import Reach
+from terrazzo.ir.plan import Plan, Reach
 from terrazzo.ir.schedule import Schedule
 from terrazzo.rules.loop_to_tile.chain import Chain, chain
 from terrazzo.rules.loop_to_tile.chain_schedules import FEW, Warps, arrangements, on_warpgroups, on_warps
@@ -66,9 +66,12 @@ def _on_warpgroups(c: Chain, gpu: Gpu) -> Iterator[Way | str]:
 
 
 def _on_warps(c: Chain, gpu: Gpu) -> Iterator[Way | str]:
-    """In pieces, where there are few blocks otherwise; then whole."""
+    """In pieces, where there are few blocks otherwise; then whole. Many rows that skip steps stay whole: a piece does not
+    know which of its steps a mask hides.
+    """
     every = list(arrangements(c, gpu))
-    for way in every:
+    skips = c.rows.extent > MOST and any(_skips(c, way, gpu) for way in every)
+    for way in () if skips else every:
         pieces = _pieces(c, way, gpu)
         parts = split_frames(c.kernel, pieces, way.step) if pieces > 1 else None
         if parts is not None and (part := chain(parts[0])) is not None:
@@ -76,6 +79,13 @@ def _on_warps(c: Chain, gpu: Gpu) -> Iterator[Way | str]:
             yield found if isinstance(found, str) else Way(c.kernel, found.kernel, found.schedule, parts[1], pieces)
     for way in every:
         yield _planned(c.kernel, partial(on_warps, c, gpu, way), gpu)
+
+
+def _skips(c: Chain, way: Warps, gpu: Gpu) -> bool:
+    """Whether there are steps that a mask hides from a whole tile."""
+    schedule = on_warps(c, gpu, way, False)
+    plan = complete(c.kernel, schedule, gpu)[0] if schedule is not None else None
+    return isinstance(plan, Plan) and bool(plan.all(Reach))
 
 
 def _planned(kernel: l.Kernel, schedule: Callable[[bool], Schedule | None], gpu: Gpu) -> Way | str:
