@@ -107,7 +107,7 @@ def test_programs_have_everything() -> None:
         "primitives"
     ]
     assert {d.name for d in DTYPES.values() if d.kind != "complex"} == seen["types"]
-    assert seen["ranks"] == set(range(7))
+    assert seen["ranks"] >= set(range(7))
     assert len(seen["functions"]) > len(BY_NAME) // 3 and len(seen["monoids"]) > len(MONOIDS) // 2
 
 
