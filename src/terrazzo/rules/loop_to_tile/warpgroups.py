@@ -183,7 +183,7 @@ def _bytes(p: Product, tile: Tile) -> int:
 
 
 def _slots(p: Product, tile: Tile, gpu: Gpu) -> int:
-    results = RESULTS * tile.m * _width(tile) * 2
+    results = RESULTS * tile.m * _width(tile) * 2 * len(set(p.kernel.writes))
     return min(SLOTS, (gpu.shared - 2048 - results) // _bytes(p, tile))
 
 
