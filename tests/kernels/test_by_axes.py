@@ -139,18 +139,24 @@ def test_what_is_computed_of_data_is_no_box() -> None:
     assert isinstance(box(load, dict.fromkeys(kernel.axes, 1)), str)
 
 
-def test_rows_that_begin_anywhere_are_copied_first() -> None:
+def plain(x: Any, w: Any) -> Any:
     """Rows of 1001 elements of 2 bytes do not begin at multiples of 16, as TMA wants it."""
+    return F.linear(x, w)
 
-    def fn(x: Any, w: Any) -> Any:
-        return F.linear(x, w)
 
-    args = tensors((384, 1001), (513, 1001))
+def heads(x: Any, w: Any) -> Any:
+    """What is summed over runs through heads and their columns, between which other tokens lie."""
+    return F.linear(x.transpose(1, 2).flatten(2), w)
+
+
+@pytest.mark.parametrize(
+    ("fn", "shapes", "copies"),
+    [(plain, ((384, 1001), (513, 1001)), 2), (heads, ((2, 12, 256, 64), (512, 768)), 1)],
+)
+def test_what_lies_in_no_boxes_is_copied_first(fn: Any, shapes: tuple[tuple[int, ...], ...], copies: int) -> None:
+    args = tensors(*shapes)
     found = lowered(fn, args, "sm_90a")
-    assert [rule.rule for rule in found.lowering.log.events if rule.pass_name == "schedule" and rule.fired] == [
-        "points",
-        "points",
-        "tile",
-    ]
+    rules = [e.rule for e in found.lowering.log.events if e.pass_name == "schedule" and e.fired]
+    assert rules == ["points"] * copies + ["tile"]
     assert [ring.by for ring in lines(found, Ring)] == ["tma"]
     close(found, fn, args)

@@ -108,6 +108,7 @@ CATALOG: dict[str, Rewrite] = {
     "schedule:digits_apart": of(collapse.digits_apart, kernels(lambda k: (collapse.digits_apart(k),))),
     "schedule:flat_reductions": of(collapse.flat_reductions, kernels(lambda k: (collapse.flat_reductions(k),))),
     "schedule:packed": of(packed.packed, kernels(packed.packed)),
+    "schedule:stored_first": of(packed.stored_first, kernels(packed.stored_first)),
     "schedule:padded": of(packed.padded, kernels(packed.padded)),
     "schedule:split": of(splitting.split, kernels(split)),
     "schedule:share_rows": of(few_rows.share_rows, kernels(lambda k: (few_rows.share_rows(k),))),

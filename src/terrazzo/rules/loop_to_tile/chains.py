@@ -66,8 +66,8 @@ def _on_warpgroups(c: Chain, gpu: Gpu) -> Iterator[Way | str]:
 
 
 def _on_warps(c: Chain, gpu: Gpu) -> Iterator[Way | str]:
-    """In pieces, where there are few blocks otherwise; then whole. Many rows that skip steps stay whole: a piece does not
-    know which of its steps a mask hides.
+    """In pieces, where there are few blocks otherwise; then whole. Many rows that skip steps stay whole: a piece does
+    not know which of its steps a mask hides.
     """
     every = list(arrangements(c, gpu))
     skips = c.rows.extent > MOST and any(_skips(c, way, gpu) for way in every)

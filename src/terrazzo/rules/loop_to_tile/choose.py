@@ -21,7 +21,7 @@ from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop_to_tile import boxes, chains, threads, tiles, warpgroups
 from terrazzo.rules.loop_to_tile.collapse import collapse, digits_apart, flat_reductions, merge_product_axes
 from terrazzo.rules.loop_to_tile.few_rows import pinned_frames, share_rows
-from terrazzo.rules.loop_to_tile.packed import packed, padded
+from terrazzo.rules.loop_to_tile.packed import packed, padded, stored_first
 from terrazzo.rules.loop_to_tile.split import pinned_split, split
 from terrazzo.rules.tile.complete import Refused, complete
 from terrazzo.rules.tile_to_kernel.lower import lower
@@ -214,24 +214,28 @@ def _copied(
 
 
 def _padded(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
-    """A product whose operands' rows begin anywhere, on instructions of warpgroups: after copies in rows that TMA can
-    step over, where the model says that it is faster than other tiles.
+    """A product on instructions of warpgroups whose operands are computed on their way, are no boxes of memory, or lie
+    in rows that begin anywhere: after kernels that store them in rows that TMA can step over, where the model says that
+    it is faster than other tiles. What was fused is undone so.
     """
     merged = merge_product_axes(kernel, p.sites)
     if gpu.warpgroups is None or _on_warpgroups(merged, gpu):
         return
     for base in dict.fromkeys((merged, digits_apart(merged))):
-        *copies, form = padded(base)
+        *made, whole = stored_first(base)
+        *copies, form = padded(whole)
         again = product(form)
-        if not copies or again is None or not _on_warpgroups(form, gpu):
+        if form is base or again is None or not _on_warpgroups(form, gpu):
             continue
-        first, before = _copied(copies, "TMA steps over rows that begin at multiples of 16 bytes", gpu, pinned)
+        why = "TMA brings what lies in memory, in rows that begin at multiples of 16 bytes"
+        first, before = _copied([*made, *copies], why, gpu, pinned)
         others = _best(merged, gpu)
         rewrites: list[Rewrite] = [("merge_product_axes", kernel, (merged,)), ("digits_apart", merged, (base,))]
         for plan in tiles.on_warpgroups(again, gpu):
             if plan.pieces == 1 and plan.time + before < others:
                 done = Candidate((*first, _tiled(again, plan, gpu)))
-                yield done.after(*rewrites, ("padded", base, (*copies, form)))
+                apart: list[Rewrite] = [("stored_first", base, (*made, whole)), ("padded", whole, (*copies, form))]
+                yield done.after(*rewrites, *apart)
         return
 
 

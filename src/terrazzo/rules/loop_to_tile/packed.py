@@ -1,5 +1,5 @@
-"""Operands of a sum of products, copied to where TMA takes boxes of them: so that memory runs along an axis that is
-summed over, or in rows that begin at multiples of 16 bytes.
+"""Operands of a sum of products, brought to where TMA takes boxes of them: copied so that memory runs along an axis
+that is summed over, or in rows that begin at multiples of 16 bytes; and stored, where they are computed on their way.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Any
 from terrazzo.ir.address import coefficient, flatten, mentions
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, Var
-from terrazzo.ir.node import transform
-from terrazzo.ir.sites import product
+from terrazzo.ir.node import Node, substitute, transform
+from terrazzo.ir.sites import called, product
 from terrazzo.ir.types import Type
-from terrazzo.rules.access import WIDEST
+from terrazzo.rules.access import WIDEST, box
 from terrazzo.rules.loop_to_tile.collapse import collapse
 
 
@@ -62,13 +62,73 @@ def packed(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
         return (kernel,)
     depth = max(shared, key=lambda a: (all(_contiguous(x, a) for x in loads), a.extent))
     copies: list[l.Kernel] = []
-    taken: dict[l.Load, l.Load] = {}
+    taken: dict[Node, l.Load] = {}
     for x in loads:
         if not _contiguous(x, depth):
             copy = _copy(f"{kernel.name}_{x.buffer.name}", x.buffer, _dimension(x, depth) or 0)
             taken[x] = l.Load.make(copy.stores[0].buffer, x.index, x.inside)
             copies.append(copy)
     return _reading(kernel, copies, taken)
+
+
+def stored_first(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
+    """Kernels that store the operands of a product that are computed on their way, or lie in no boxes of memory, and
+    `kernel`, which reads these.
+
+    @loop
+    def f(x: f32[3, 9], w: f32[5, 9]):
+        with kernel('z', z=f32[3, 5]):
+            for a0 in free(3):
+                for a1 in free(5):
+                    for r0 in reduce(9):
+                        in0 = x[a0, r0]
+                        v0 = tanh(in0)
+                        in1 = w[a1, r0]
+                        v1 = mul(v0, in1)
+                        acc0 <- sum(v1)
+                    z[a0, a1] = acc0
+        return (z,)
+    =>
+    @loop
+    def f(x: f32[3, 9], w: f32[5, 9]):
+        with kernel('z_x', z_x=f32[3, 9] @ (12, 1)):
+            for a0 in free(27):
+                in0 = x[a0 // 9, a0 % 9]
+                v0 = tanh(in0)
+                z_x[a0 // 9, a0 % 9] = v0
+        with kernel('z', z=f32[3, 5]):
+            for a0 in free(3):
+                for a1 in free(5):
+                    for r0 in reduce(9):
+                        in0 = z_x[a0, r0]
+                        in1 = w[a1, r0]
+                        v0 = mul(in0, in1)
+                        acc0 <- sum(v0)
+                    z[a0, a1] = acc0
+        return (z,)
+    """
+    p = product(kernel)
+    taken: dict[Node, l.Load] = {}
+    made: list[l.Kernel] = []
+    for x in p.operands if p is not None else ():
+        walked = [a for a in (*kernel.axes, *p.axes) if a in x.free]  # type: ignore[union-attr]
+        if isinstance(x, l.Load) and not isinstance(box(x, dict.fromkeys(walked, 1)), str):
+            continue
+        name = f"{kernel.name}_{called(x)}"
+        if name in [y.name for y in made]:
+            return (kernel,)
+        shape = tuple(a.extent for a in walked)
+        room = WIDEST // x.dtype.size  # type: ignore[attr-defined]
+        strides, step = [0] * len(shape), 1
+        for d in reversed(range(len(shape))):
+            strides[d] = step
+            step *= shape[d] if d < len(shape) - 1 else -(-shape[d] // room) * room
+        place = l.Buffer(name, Type(x.dtype, shape, tuple(strides)))  # type: ignore[attr-defined]
+        axes = [Var(f"a{d}", n) for d, n in enumerate(shape)]
+        store = l.Store(place, tuple(axes), substitute(x, dict(zip(walked, axes, strict=True))))
+        made.append(collapse(l.Kernel(name, tuple(axes), (store,), kernel.source)))
+        taken[x] = l.Load.make(place, tuple(walked), ())
+    return _reading(kernel, made, taken)
 
 
 def padded(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
@@ -111,7 +171,7 @@ def padded(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     """
     p = product(kernel)
     copies: dict[l.Buffer, l.Kernel] = {}
-    taken: dict[l.Load, l.Load] = {}
+    taken: dict[Node, l.Load] = {}
     for x in p.operands if p is not None else ():
         last = _uneven(x.buffer) if isinstance(x, l.Load) else None
         if last is not None and isinstance(x, l.Load):
@@ -132,13 +192,13 @@ def _uneven(buffer: l.Buffer) -> int | None:
     return max(d for d, s in enumerate(buffer.type.element_strides) if s == 1 and buffer.type.shape[d] != 1)
 
 
-def _reading(kernel: l.Kernel, copies: Iterable[l.Kernel], taken: dict[l.Load, l.Load]) -> tuple[l.Kernel, ...]:
-    """Copies, and `kernel` with the loads that are taken from them."""
+def _reading(kernel: l.Kernel, copies: Iterable[l.Kernel], taken: dict[Node, l.Load]) -> tuple[l.Kernel, ...]:
+    """Copies, and `kernel` with what is taken from them."""
     if not taken:
         return (kernel,)
 
     def visit(node: Any) -> Any:
-        return taken.get(node, node) if isinstance(node, l.Load) else node
+        return taken.get(node, node)
 
     reads = tuple(transform(s, visit) for s in kernel.stores)
     return (*copies, l.Kernel(kernel.name, kernel.axes, reads, kernel.source))
