@@ -63,7 +63,7 @@ class Lowered:
 def lowered(fn: Callable[..., Any], args: tuple[Any, ...], target: str, **options: Any) -> Lowered:
     """A function down to our own kernels for a target."""
     captured = capture(fn, args, {})
-    done = lowering(captured.program, Options(target=target, libraries="never", **options))
+    done = lowering(captured.program, Options(target=target, **{"libraries": "never", **options}))
     varying = iter([a for a in args if isinstance(a, torch.Tensor)])
     inputs = {
         b.name: to_numpy(captured.bound[b.name] if b.name in captured.bound else next(varying))

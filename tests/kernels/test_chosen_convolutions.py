@@ -35,7 +35,7 @@ def t(*shape: int, dtype: torch.dtype = torch.bfloat16, last: bool = True) -> to
 
 def lowered(fn: Any, args: tuple[Any, ...], **options: Any) -> Lowered:
     """A function down to kernels of ours."""
-    return programs.lowered(fn, args, "sm_90a", libraries="never", **options)
+    return programs.lowered(fn, args, "sm_90a", **options)
 
 
 def right(found: Lowered, ulps: float = 2.0) -> None:
@@ -252,5 +252,5 @@ def test_the_library_is_called_where_boxes_are_slow(
 ) -> None:
     given = torch.empty(image, dtype=torch.bfloat16), torch.empty(filters, dtype=torch.bfloat16)
     x, w = (v.to(memory_format=LAST) for v in given)
-    found = programs.lowered(conv(padding=1, stride=2 if image[2] == 57 else 1), (x, w), "sm_90a")
+    found = programs.lowered(conv(padding=1, stride=2 if image[2] == 57 else 1), (x, w), "sm_90a", libraries="auto")
     assert any(isinstance(s, l.Call) for s in found.lowering.loop.steps) == called
