@@ -113,7 +113,7 @@ COMMANDS = {
     "kernel": (["run", "--interpret", "--target", "sm_90a"], ["check", "--target", "sm_90a"]),
 }
 """What is tried on a text of an IR, besides `opt` and `sim`."""
-NOWHERE = ("not enough memory: ",)
+NOWHERE = ("not enough memory",)
 """What a text may be refused for, and in which no line is at fault: the text is right, and this machine has too little
 memory for all of it together.
 """
