@@ -220,3 +220,14 @@ def test_masks_that_leave_later_rows_less_are_tested_in_every_step(target: str) 
     found = lowered(narrowing, args, target)
     assert together(found) and not lines(found, Reach)
     close(found, narrowing, args)
+
+
+def test_weights_that_are_reshaped_before_the_values_are_right() -> None:
+    """Batch and heads become one axis between the softmax and the second product, as bmm wants it."""
+
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        weights = torch.softmax((q @ k.transpose(-1, -2)).float(), -1).to(q.dtype)
+        return torch.bmm(weights.reshape(-1, 64, 64), v.reshape(-1, 64, 64))
+
+    args = tensors(*((2, 3, 64, 64),) * 3)
+    close(lowered(fn, args, "sm_90a"), fn, args)
