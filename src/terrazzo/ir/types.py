@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -138,3 +139,14 @@ def contiguous_strides(shape: tuple[IntExpr, ...]) -> tuple[IntExpr, ...]:
         strides.append(step)
         step = step * extent
     return tuple(reversed(strides))
+
+
+def ordered_strides(shape: Sequence[int], order: Sequence[int], room: int = 1) -> tuple[int, ...]:
+    """Strides, in elements, of dimensions that lie in memory in this order, outermost first, in rows of a multiple of
+    `room` elements.
+    """
+    strides, step = [0] * len(shape), 1
+    for d in reversed(order):
+        strides[d] = step
+        step *= shape[d] if d != order[-1] else -(-shape[d] // room) * room
+    return tuple(strides)

@@ -10,7 +10,7 @@ from terrazzo.ir.contraction import operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import topological, transform
 from terrazzo.ir.sites import Product, product
-from terrazzo.ir.types import Type
+from terrazzo.ir.types import Type, ordered_strides
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.access import WIDEST
 
@@ -111,11 +111,8 @@ def _wide(kind: Type, d: int) -> bool:
 
 def _moved(kind: Type, last: int) -> Type:
     """The type with one dimension contiguous, and the others around it as they were."""
-    strides, step = [0] * kind.rank, 1
-    for d in (last, *(d for d in reversed(range(kind.rank)) if d != last)):
-        strides[d] = step
-        step *= kind.static_shape[d]
-    return Type(kind.dtype, kind.shape, tuple(strides))
+    order = [*(d for d in range(kind.rank) if d != last), last]
+    return Type(kind.dtype, kind.shape, ordered_strides(kind.static_shape, order))
 
 
 def _images(p: Product | None) -> Iterator[l.Load]:

@@ -27,7 +27,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.loop import apply
 from terrazzo.ir.expr import Bound, Loaded, Var
 from terrazzo.ir.node import Node, substitute, topological
-from terrazzo.ir.types import Type, bf16, f32
+from terrazzo.ir.types import Type, bf16, f32, ordered_strides
 from terrazzo.rewrite.rule import Event, Log
 
 PASS = "parts"
@@ -327,12 +327,7 @@ def _window(x: Node) -> bool:
 def _laid_out(kind: Type) -> Type:
     """The type of parts of a tensor: its dimensions lie in memory in the same order, and rows begin aligned."""
     order = sorted(range(kind.rank), key=lambda d: -_stride(kind, d))
-    strides, step = [0] * kind.rank, 1
-    for place, d in enumerate(reversed(order)):
-        strides[d] = step
-        extent = kind.static_shape[d]
-        step *= -(-extent // ALIGNED) * ALIGNED if place == 0 and kind.rank > 1 else extent
-    found = Type(bf16, kind.shape, tuple(strides))
+    found = Type(bf16, kind.shape, ordered_strides(kind.static_shape, order, ALIGNED))
     return Type(bf16, kind.shape) if found.element_strides == Type(bf16, kind.shape).element_strides else found
 
 

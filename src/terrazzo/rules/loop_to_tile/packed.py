@@ -12,7 +12,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, Var
 from terrazzo.ir.node import Node, substitute, transform
 from terrazzo.ir.sites import called, product
-from terrazzo.ir.types import Type
+from terrazzo.ir.types import Type, ordered_strides
 from terrazzo.rules.access import WIDEST, box
 from terrazzo.rules.loop_to_tile.collapse import collapse
 
@@ -119,11 +119,8 @@ def stored_first(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
             return (kernel,)
         shape = tuple(a.extent for a in walked)
         room = WIDEST // x.dtype.size  # type: ignore[attr-defined]
-        strides, step = [0] * len(shape), 1
-        for d in reversed(range(len(shape))):
-            strides[d] = step
-            step *= shape[d] if d < len(shape) - 1 else -(-shape[d] // room) * room
-        place = l.Buffer(name, Type(x.dtype, shape, tuple(strides)))  # type: ignore[attr-defined]
+        strides = ordered_strides(shape, range(len(shape)), room)
+        place = l.Buffer(name, Type(x.dtype, shape, strides))  # type: ignore[attr-defined]
         axes = [Var(f"a{d}", n) for d, n in enumerate(shape)]
         store = l.Store(place, tuple(axes), substitute(x, dict(zip(walked, axes, strict=True))))
         made.append(collapse(l.Kernel(name, tuple(axes), (store,), kernel.source)))
@@ -220,11 +217,7 @@ def _copy(name: str, source: l.Buffer, last: int, room: int = 1) -> l.Kernel:
     """
     shape = source.type.static_shape
     order = [*(d for d in range(len(shape)) if d != last), last]
-    strides, step = [0] * len(shape), 1
-    for d in reversed(order):
-        strides[d] = step
-        step *= shape[d] if d != last else -(-shape[d] // room) * room
     axes = [Var(f"a{order.index(d)}", n) for d, n in enumerate(shape)]
     index: tuple[IntExpr, ...] = tuple(axes)
-    copy = l.Buffer(name, Type(source.type.dtype, shape, tuple(strides)))
+    copy = l.Buffer(name, Type(source.type.dtype, shape, ordered_strides(shape, order, room)))
     return collapse(l.Kernel(name, tuple(axes[d] for d in order), (l.Store(copy, index, l.Load(source, index)),)))
