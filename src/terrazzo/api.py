@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -20,31 +20,45 @@ class CompiledCall:
     """
 
     def __init__(self, captured: Captured, compiled: Any) -> None:
+        from torch.utils import _pytree as pytree
+
         self.captured, self.compiled = captured, compiled
+        count = len(captured.leaves)
+        self.positional = count if captured.arguments == pytree.tree_structure(((0,) * count, {})) else None
+        self.single = captured.structure == pytree.tree_structure(0)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         import torch
         from torch.utils import _pytree as pytree
 
-        captured = self.captured
-        flat, tree = pytree.tree_flatten((args, kwargs))
-        if tree != captured.arguments:
-            raise UserError(
-                "called with other arguments than it was compiled for: their number, names or nesting differ"
-            )
-        inputs = [*captured.state, *self._tensors(flat)]
+        captured, results = self.captured, self.captured.results
+        assert results is not None  # it was captured with views
+        inputs = [*captured.state, *self._tensors(self._leaves(args, kwargs))]
         if captured.changed:
             self._refuse_aliases(inputs)
         values = self.compiled(inputs)
-        results = captured.results
-        assert results is not None  # it was captured with views
+        if self.single and results.fresh and not captured.changed:
+            return results.make((), values)[0]
         computed = len(results.layouts)
         with torch.no_grad():
             for k, new in zip(captured.changed, values[computed:], strict=True):
                 inputs[k].copy_(new)
             return pytree.tree_unflatten(results.make(inputs, values[:computed]), captured.structure)
 
-    def _tensors(self, flat: list[Any]) -> list[Any]:
+    def _leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+        """The arguments without their nesting; UserError where that is another than that of the example."""
+        from torch.utils import _pytree as pytree
+
+        if not kwargs and len(args) == self.positional:  # nothing was nested
+            return args
+        flat, tree = pytree.tree_flatten((args, kwargs))
+        if tree != self.captured.arguments:
+            raise UserError(
+                "called with other arguments than it was compiled for: their number, names or nesting differ"
+            )
+        return list(flat)
+
+    def _tensors(self, flat: Sequence[Any]) -> list[Any]:
         """The tensors among the arguments; UserError where something else is not what it was compiled for."""
         import torch
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from terrazzo.errors import Limitation
@@ -64,6 +65,11 @@ class Results:
 
     each: tuple[Result, ...]
     layouts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+
+    @cached_property
+    def fresh(self) -> bool:
+        """Whether the results are the computed values, in order."""
+        return self.each == tuple(Result("value", k) for k in range(len(self.layouts)))
 
     def make(self, inputs: Any, values: Sequence[Any]) -> list[Any]:
         """The results, from the inputs of the call (those that are needed, by number) and the values of the program."""

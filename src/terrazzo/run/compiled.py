@@ -93,8 +93,10 @@ class Compiled:
         """The tensors of a call by their slots."""
         if len(inputs) != len(self.varying):
             raise UserError(f"the program takes {len(self.varying)} tensors, got {len(inputs)}")
-        checked = (expected.check(given) for given, expected in zip(inputs, self.expected, strict=True))
-        return {**self.bound, **dict(zip(self.varying, checked, strict=True))}
+        tensors = dict(self.bound)
+        for k, expected, given in zip(self.varying, self.expected, inputs, strict=True):
+            tensors[k] = expected.check(given)
+        return tensors
 
     def _call(self, tensors: dict[int, Any]) -> list[Any]:
         with self.machine.current():

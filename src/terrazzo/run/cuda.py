@@ -30,6 +30,8 @@ LEAST_DRIVER = 12000
 """The oldest driver whose cubins and graphs we use, as CUDA numbers versions."""
 STATIC_SHARED = 48 << 10
 """Bytes of shared memory a kernel may have without asking for more."""
+KEPT_MAPS = 64
+"""Tensor maps that are kept for one tensor of a launch: it seldom lies at more addresses in turn."""
 
 
 def devices() -> int:
@@ -81,6 +83,8 @@ class Cuda:
             raise UserError(f"the target is {arch}, and {device} is {architecture(self.index)}")
         self.device, self.arch, self.driver = f"cuda:{self.index}", arch, driver
         self.flags: Any = None
+        self.raised = memoryview(b"")
+        self.unraised = b""
         self.steps: Sequence[Step] = ()
         self.modules: dict[str, Any] = {}
 
@@ -127,6 +131,7 @@ class Cuda:
         self.steps = steps
         if any(s.launch and s.launch[3] for s in steps):
             self.flags = torch.zeros(len(steps), dtype=torch.int32, pin_memory=True)
+            self.raised, self.unraised = memoryview(self.flags.numpy()).cast("B"), bytes(4 * len(steps))
         with torch.cuda.device(self.index):
             torch.cuda.current_stream()  # makes the context
             return [self._function(s, paths) if s.key else None for s in steps]
@@ -151,7 +156,7 @@ class Cuda:
         """PyTorch's current stream."""
         import torch
 
-        return int(torch.cuda.current_stream(self.index).cuda_stream)
+        return int(torch._C._cuda_getCurrentRawStream(self.index))  # the same as torch.cuda.current_stream, sooner
 
     def prepare(self, step: Step, function: Any, addresses: Any, number: int, slots: Sequence[Slot]) -> Launch:
         """What launches step `number`, given the array that will hold its addresses."""
@@ -172,8 +177,8 @@ class Cuda:
 
     def before(self) -> None:
         """Tell of an index that was out of range in an earlier call: kernels run on while the program goes on."""
-        if self.flags is not None and (found := self.flags.nonzero()).numel():
-            step = self.steps[int(found[0])]
+        if self.raised != self.unraised:
+            step = self.steps[int(self.flags.nonzero()[0])]
             self.flags.zero_()
             raise IndexOutOfRange(
                 f"kernel {step.label} ({step.source}), in an earlier call: an index is out of range for its dimension"
@@ -224,19 +229,27 @@ class Launch:
 
 
 class _Map:
-    """A tensor map in memory of the host, 64 bytes aligned, of the tensor at one of the addresses of a launch."""
+    """A tensor map in memory of the host, 64 bytes aligned, of the tensor at one of the addresses of a launch. The
+    driver takes several microseconds to make one, so those of the last few addresses are kept.
+    """
 
     def __init__(self, addresses: Any, position: int, tensor_map: TensorMap) -> None:
         self.addresses, self.position, self.tensor_map = addresses, position, tensor_map
         self.memory = (ctypes.c_char * (128 + 64))()
         self.at = (ctypes.addressof(self.memory) + 63) // 64 * 64
-        self.known = 0
+        self.address = 0
+        self.made: dict[int, bytes] = {}
 
     def encode(self) -> None:
         address = self.addresses[self.position] or 0
-        if address != self.known:
-            ctypes.memmove(self.at, encode(self.tensor_map, address), 128)
-            self.known = address
+        if address == self.address:
+            return
+        if address not in self.made:
+            if len(self.made) == KEPT_MAPS:
+                del self.made[next(iter(self.made))]
+            self.made[address] = encode(self.tensor_map, address)
+        ctypes.memmove(self.at, self.made[address], 128)
+        self.address = address
 
 
 class Graph:
