@@ -46,6 +46,7 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
             "input y: compiled for strides [1], got [2]; call .contiguous() on it",
         ),
         (lambda: (torch.ones(2, 3),), "called with other arguments than it was compiled for"),
+        (lambda: ([torch.ones(2, 3)], torch.ones(3)), "argument x: compiled for a tensor, got"),
         (lambda: (torch.ones(2, 3), 1.0), "argument y: compiled for a tensor, got 1.0"),
     ],
 )
