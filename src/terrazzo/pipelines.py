@@ -26,6 +26,7 @@ from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.show import show
 from terrazzo.ir.verify import problem, verify
 from terrazzo.options import Options
+from terrazzo.progress import at
 from terrazzo.reproduce import failing, reproducible
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules import torch_to_tensor
@@ -164,8 +165,9 @@ def stages(
         checked(program, target(options.target).gpu or GPUS["sm_90a"], options, UserError)
     names = names if target(options.target).gpu else tuple(n for n in names if n not in GPU_ONLY)
     out: list[tuple[Pass, Any, float]] = []
-    for p in PASSES:
+    for n, p in enumerate(PASSES):
         if p.name in names and p.src == dialect(program):
+            at(f"lowering: {p.name}", n, len(PASSES))
             start = time.perf_counter()
             with failing(f"pass {p.name}", program):
                 done = p.run(program, log, options, lost)

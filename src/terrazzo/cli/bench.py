@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from terrazzo.cli.output import columns, say, working
+from terrazzo.cli.output import columns, say
+from terrazzo.progress import working
 
 app = typer.Typer(help="Measure against PyTorch.", no_args_is_help=True)
 

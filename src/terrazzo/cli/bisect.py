@@ -7,8 +7,9 @@ from dataclasses import replace
 import typer
 
 from terrazzo.cli.check import Shrink, facts, saved, tell_file, tell_wrong
-from terrazzo.cli.output import as_json, say, working
+from terrazzo.cli.output import as_json, say
 from terrazzo.cli.request import Json, Request, with_request
+from terrazzo.progress import working
 
 
 @with_request

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from terrazzo.cli.output import as_json, code, columns, duration, say, working
+from terrazzo.cli.output import as_json, code, columns, duration, say
 from terrazzo.cli.request import Json, Request, with_request
+from terrazzo.progress import working
 
 if TYPE_CHECKING:
     from terrazzo.check.replay import Report, Wrong

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from difflib import unified_diff
 from typing import Any
 
-from terrazzo.cli.output import code, say, unknown, working
+from terrazzo.cli.output import code, say, unknown
 from terrazzo.cli.request import Request
 from terrazzo.cli.subject import Subject
 from terrazzo.errors import Limitation, UserError
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.pipelines import Lowering, dialect, lowering
+from terrazzo.progress import working
 from terrazzo.rewrite.rule import Event
 from terrazzo.rules.torch_to_tensor.library import is_called
 from terrazzo.run.nvrtc import tried

@@ -94,16 +94,6 @@ def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[st
     return lines
 
 
-@contextmanager
-def working(what: str) -> Iterator[None]:
-    """Shows that something long is under way, on a terminal."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    with _console(True).status(what):
-        yield
-
-
 def _coloured() -> bool:
     # The console decides: it knows terminals, NO_COLOR, FORCE_COLOR and TERM=dumb.
     return sys.stdout.isatty() and _console(False).color_system is not None and not _console(False).no_color

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from terrazzo.cli.output import as_json, duration, say, told_warnings, working
+from terrazzo.cli.output import as_json, duration, say, told_warnings
 from terrazzo.cli.request import Json, Request, with_request
 from terrazzo.errors import CompilerBug, UserError
+from terrazzo.progress import working
 
 if TYPE_CHECKING:
     from terrazzo.bench.harness import Accuracy, Timing

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from terrazzo.cli.output import working
 from terrazzo.cli.request import Request
 from terrazzo.errors import UserError, about
 from terrazzo.hw.gpu import GPUS, Gpu
 from terrazzo.ir.places import HEAD, Places
 from terrazzo.ir.program import Program
+from terrazzo.progress import working
 
 SEED = 0
 """Of random weights and inputs, so that a command prints the same thing twice."""

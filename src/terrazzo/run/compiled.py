@@ -20,6 +20,7 @@ from terrazzo.ir.text import show
 from terrazzo.ir.torch_types import operator, to_torch, to_torch_dtype
 from terrazzo.ir.types import DTYPES
 from terrazzo.options import Options
+from terrazzo.progress import working
 from terrazzo.reproduce import failing, reproducible
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.torch_to_tensor.library import chosen, takes_any_strides
@@ -280,7 +281,8 @@ def compile_program(
     found = _load(key, cache, machine, program, bound, options)
     if isinstance(found, Compiled):
         return found
-    done = _build(key, cache, machine, program, bound, options)
+    with working("compiling"):
+        done = _build(key, cache, machine, program, bound, options)
     if found:
         done.log.add(Event("cache", "plan", program.name, False, f"{found}; it is made again"))
     return done

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from terrazzo.errors import CompilerBug, Limitation, UserError
 from terrazzo.options import Options
+from terrazzo.progress import at
 from terrazzo.run.cache import Cache, digest
 
 # No flag here lets the compiler reassociate or drop an infinity or a NaN: results must not depend on it.
@@ -132,7 +133,8 @@ def compile_all(sources: Sequence[str], options: Options, cache: Cache) -> list[
     built = {key: cache.get(key, ".so") for key in dict.fromkeys(keys)}
     missing = {key: source for key, source in zip(keys, sources, strict=True) if built[key] is None}
     with closing(_build_all(compiler, missing)) as results:
-        for key, result in results:
+        for n, (key, result) in enumerate(results):
+            at("compiling kernels", n, len(missing))
             if result.data is None:
                 raise _failure(compiler, missing[key], result, cache)
             built[key] = cache.put(key, ".so", result.data)

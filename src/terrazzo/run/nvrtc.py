@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache as once
@@ -15,6 +15,7 @@ from pathlib import Path
 from terrazzo.errors import Limitation, UserError
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.options import Options
+from terrazzo.progress import at
 from terrazzo.run.cache import Cache, digest
 
 _FLAGS = ("--std=c++17", "-default-device")
@@ -89,6 +90,8 @@ def compile_each(sources: Sequence[str], arch: str, cache: Cache) -> dict[str, M
     """
     with abandoned_on_error():
         begun = {source: begin(source, arch, cache) for source in dict.fromkeys(sources)}
+        for done, _ in enumerate(as_completed(begun.values())):
+            at("compiling kernels with NVRTC", done + 1, len(begun))
         return {source: future.result() for source, future in begun.items()}
 
 
