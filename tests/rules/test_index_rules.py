@@ -23,6 +23,8 @@ from terrazzo.ir.address import evaluate, flatten, unflatten
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr, Size, Var, bounds
 from terrazzo.ir.types import Type, f32
+from terrazzo.ir.verify import store_problem
+from terrazzo.rules.loop.inline import axes_at
 from terrazzo.rules.loop.layout import _groups, _merge
 
 X, Y, N = Var("x", 6), Var("y", 4), Size("n", 1, 5)
@@ -163,3 +165,30 @@ def test_merged_dimensions_are_a_bijection() -> None:
             sizes = [int(np.prod([shape[d] for d in g])) for g in groups]
             assert len(np.unique(np.ravel_multi_index(places, sizes))) == int(np.prod(shape))
     assert merged == 48
+
+
+def test_the_axes_at_which_an_element_is_stored() -> None:
+    """Whatever axes a store merges or takes apart, the element at an index is found again."""
+    a, b, c, one = Var("a", 4), Var("b", 3), Var("c", 2), Var("one", 1)
+    stores: list[tuple[IntExpr, ...]] = [
+        (a, b, c, one),
+        (b, a * 2 + c),
+        (a * 6 + b * 2 + c,),
+        (c, one * 3 + b, a),
+        (a // 2, (b * 2 + a % 2) * 2 + c),
+        (a % 2, b * 4 + c * 2 + a // 2, one),
+    ]
+    for index in stores:
+        shape = tuple((bounds(e)[1] or 0) + 1 for e in index)
+        axes = sorted({v for e in index if isinstance(e, Expr) for v in e.free}, key=lambda v: v.name)
+        points = np.indices([v.extent for v in axes])
+        value = l.Index(sum(v * 10**n for n, v in enumerate(axes)))
+        store = l.Store(l.Buffer("s", Type(value.dtype, shape)), index, value)
+        assert not store_problem(store)
+        at = tuple(Var(f"i{d}", n) for d, n in enumerate(shape))
+        env: dict[Expr, Any] = dict(zip(axes, points, strict=True))
+        places: dict[Expr, Any] = {v: evaluate(e, env) for v, e in zip(at, index, strict=True)}
+        found = axes_at(store, at)
+        assert set(found) == set(axes)
+        for v, e in found.items():
+            assert np.array_equal(np.broadcast_to(evaluate(e, places), env[v].shape), env[v]), (index, v)

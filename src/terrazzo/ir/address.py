@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from terrazzo.errors import UserError
-from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Mod, Sum, terms_of
-from terrazzo.ir.node import Node
+from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Mod, Sum, Var, terms_of
+from terrazzo.ir.node import Node, topological
 
 
 def evaluate(e: IntExpr, env: Mapping[Expr, Any]) -> Any:
@@ -53,6 +53,28 @@ def coefficient(e: IntExpr, atom: Expr) -> IntExpr | None:
 def mentions(e: Any, atom: Expr) -> bool:
     """True if `atom` occurs anywhere in `e`."""
     return isinstance(e, Node) and (e is atom or any(mentions(c, atom) for c in e.children))
+
+
+def digit(e: IntExpr) -> tuple[IntExpr, int, int | None]:
+    """v, place and size where `e` is v // place % size; no size where there is no remainder."""
+    size: int | None = None
+    if isinstance(e, Mod) and isinstance(e.b, int):
+        size, e = e.b, e.a
+    if isinstance(e, FloorDiv) and isinstance(e.b, int):
+        return e.a, e.b, size
+    return e, 1, size
+
+
+def axis_digits(index: tuple[IntExpr, ...]) -> dict[Expr, Var]:
+    """The digits of axes in an index, each with a variable of its own, called v/place."""
+    found: dict[Expr, Var] = {}
+    for e in topological([e for e in index if isinstance(e, Expr)]):
+        if not isinstance(e, Mod | FloorDiv):
+            continue
+        v, place, size = digit(e)
+        if isinstance(v, Var) and isinstance(v.extent, int):
+            found[e] = Var(f"{v.name}/{place}", size or -(-v.extent // place))
+    return found
 
 
 def flatten(index: tuple[IntExpr, ...], strides: tuple[IntExpr, ...]) -> IntExpr:

@@ -18,13 +18,13 @@ from typing import Any
 
 from terrazzo.errors import CompilerBug, UserError
 from terrazzo.ir import verify_kernel
-from terrazzo.ir.address import coefficient
+from terrazzo.ir.address import axis_digits, coefficient
 from terrazzo.ir.canonical import as_its_form
 from terrazzo.ir.dialects import kernel, tile
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects import torch as aten
-from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Loaded, Mod, Var, at_least, bounds
+from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var, at_least, bounds
 from terrazzo.ir.node import Node, per_node, substitute, topological
 from terrazzo.ir.program import Input, Program
 from terrazzo.ir.proof import ill, leaves
@@ -188,10 +188,7 @@ def _place(e: Expr, v: Any) -> tuple[int, int]:
 
 def _stores_all(store: l.Store) -> str:
     """Each dimension is counted by axes, or digits of axes, of its own: every element is stored exactly once."""
-    digits: dict[Expr, Var] = {}
-    for e in topological([e for e in store.index if isinstance(e, Expr)]):
-        if isinstance(e, Mod | FloorDiv) and (digit := _part(e)) is not None:
-            digits[e] = digit
+    digits = axis_digits(store.index)
     used: set[Any] = set()
     for d, (whole, extent) in enumerate(zip(store.index, store.buffer.type.shape, strict=True)):
         e = substitute(whole, digits)
@@ -218,19 +215,6 @@ def _stores_all(store: l.Store) -> str:
             return f"the store to {store.buffer.name} does not cover the digits of {v}"
         used.add(v)
     return "" if store.value.free <= used else f"the store to {store.buffer.name} depends on an axis it does not have"
-
-
-def _part(e: IntExpr) -> Var | None:
-    """The digit v // place % size of an axis, as a variable of its own called v/place."""
-    inner: IntExpr = e
-    size, place = None, 1
-    if isinstance(inner, Mod) and isinstance(inner.b, int):
-        size, inner = inner.b, inner.a
-    if isinstance(inner, FloorDiv) and isinstance(inner.b, int):
-        place, inner = inner.b, inner.a
-    if not isinstance(inner, Var) or not isinstance(inner.extent, int):
-        return None
-    return Var(f"{inner.name}/{place}", size or -(-inner.extent // place))
 
 
 def _digit(e: IntExpr, v: Any) -> IntExpr:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from terrazzo.ir.address import axis_digits, coefficient, digit
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Expr, IntExpr, at_least
@@ -32,8 +33,7 @@ def inline(consumer: l.Kernel, producer: l.Kernel) -> l.Kernel:
 
 def element(store: l.Store, index: tuple[IntExpr, ...], inside: tuple[IntExpr, ...] = ()) -> Any:
     """The term of the stored buffer's element at `index`, or 0 where a guard does not hold."""
-    where = {axis: e for axis, e in zip(store.index, index, strict=True) if isinstance(axis, Expr)}
-    value = substitute(store.value, where)
+    value = substitute(store.value, axes_at(store, index))
     inside = tuple(e for e in inside if not at_least(e, 0))
     if not inside:
         return value
@@ -41,6 +41,24 @@ def element(store: l.Store, index: tuple[IntExpr, ...], inside: tuple[IntExpr, .
         return rewrite_loads(value, lambda load: guarded(load, inside))
     value = rewrite_loads(value, lambda load: load if _in_bounds(load) else guarded(load, inside))
     return select(inside, _dividing_only(value, inside))
+
+
+def axes_at(store: l.Store, index: tuple[IntExpr, ...]) -> dict[Any, IntExpr]:
+    """What the axes of a kernel are where it stores the element at `index`. Axes may be stored merged and taken apart,
+    as a0 * 12 + a1 // 4: digits of the index are digits of them.
+    """
+    digits = axis_digits(store.index)
+    found: dict[Any, IntExpr] = {}
+    for whole, at, extent in zip(store.index, index, store.buffer.type.shape, strict=True):
+        e = substitute(whole, digits)
+        for v in e.free if isinstance(e, Expr) else ():
+            place: Any = coefficient(e, v)
+            found[v] = at // place if place * v.extent == extent else at // place % v.extent
+    for e, v in digits.items():
+        axis, place, _ = digit(e)
+        if v in found:  # and not only a part of another digit
+            found[axis] = found.pop(v) * place + found.get(axis, 0)
+    return found
 
 
 def _dividing_only(value: Any, inside: Sequence[IntExpr]) -> Any:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from terrazzo.ir.address import digit
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Bound, Expr, FloorDiv, IntExpr, Mod, Var
+from terrazzo.ir.expr import Bound, Expr, IntExpr, Var
 from terrazzo.ir.node import topological, transform
 from terrazzo.ir.types import Type
 from terrazzo.rewrite.rule import Event, Log
@@ -133,13 +134,8 @@ def _groups(load: l.Load) -> Groups | None:
 
 def _part(e: IntExpr) -> tuple[Expr, int, int | None] | None:
     """(variable, divisor, modulus) where e is variable // divisor % modulus."""
-    modulus: int | None = None
-    if isinstance(e, Mod) and isinstance(e.b, int):
-        modulus, e = e.b, e.a
-    divisor = 1
-    if isinstance(e, FloorDiv) and isinstance(e.b, int):
-        divisor, e = e.b, e.a
-    return (e, divisor, modulus) if isinstance(e, (Var, Bound)) else None
+    v, divisor, modulus = digit(e)
+    return (v, divisor, modulus) if isinstance(v, (Var, Bound)) else None
 
 
 def _merge(index: tuple[IntExpr, ...], group: tuple[int, ...], shape: tuple[IntExpr, ...]) -> IntExpr:
