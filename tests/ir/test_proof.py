@@ -15,6 +15,16 @@ from terrazzo.ir.proof import holds
 
 A, B = Var("a", 4096), Var("b", 7)
 LARGE = Var("c", 1 << 40)
+R, S = Var("r", 3), Var("s", 3)  # a window, in rows of 14 pixels
+X, Y = Var("x", 40), Var("y", 5)
+
+
+def pixels(tokens: int, parts: tuple[IntExpr, IntExpr]) -> list[tuple[IntExpr, list[IntExpr]]]:
+    """Parts of the first and last token that a window reads around one of 14 x 14 pixels, which follow one token."""
+    token = Var("d", tokens)
+    y, x = R + (token - 1) // 14, S + (token - 1) % 14
+    guards = [y - 1, 14 - y, x - 1, 14 - x, token - 1]
+    return [(parts[0] + token, guards), (parts[1] - token, guards)]
 
 
 @pytest.mark.parametrize(
@@ -24,6 +34,10 @@ LARGE = Var("c", 1 << 40)
         ((LARGE // 262144) % 24 - 16, [(LARGE // 16384) % 384 - 256]),  # a digit of a digit
         (LARGE // 8 - 4, [LARGE - 32]),
         ((LARGE - 100) // 8 + 12, [LARGE - 5]),
+        ((A * 6 + B - 6) // 24576 + LARGE, [B - 6]),  # a numerator that is less than 0 without its guard
+        *pixels(197, (R * 14 + S - 15, 211 - R * 14 - S)),
+        *pixels(1 << 20, (R * 14 + S - 15, 211 - R * 14 - S)),
+        (X // 4 - Y + (X % 4) * 5, [X - 4 * Y]),  # few points: all are tried
     ],
 )
 def test_what_kernels_need_is_proved(e: IntExpr, guards: list[IntExpr]) -> None:
@@ -37,13 +51,15 @@ def test_what_kernels_need_is_proved(e: IntExpr, guards: list[IntExpr]) -> None:
         ((LARGE // 262144) % 24 - 17, [(LARGE // 16384) % 384 - 256]),
         ((LARGE // 262144) % 48 - 16, [(LARGE // 16384) % 384 - 256]),  # not of that digit alone
         (LARGE // 8 - 4, [LARGE - 31]),
+        ((A * 6 + B - 6) // 24570 + LARGE, [B - 5]),
+        *pixels(197, (R * 14 + S - 17, 209 - R * 14 - S)),
+        *pixels(1 << 20, (R * 14 + S - 17, 209 - R * 14 - S)),
     ],
 )
 def test_what_is_not_so_is_not(e: IntExpr, guards: list[IntExpr]) -> None:
     assert not holds(e, guards)
 
 
-X, Y = Var("x", 40), Var("y", 5)
 NUMBERS = st.integers(1, 9)
 
 

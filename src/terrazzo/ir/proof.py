@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from terrazzo.ir.address import evaluate
+from terrazzo.ir.address import evaluate, mentions
 from terrazzo.ir.expr import (
     Bound,
     Expr,
@@ -42,10 +42,37 @@ def holds(e: IntExpr, given: Sequence[IntExpr] = ()) -> bool:
     """True if e >= 0 is proved for all points at which every expression of `given` is >= 0."""
     if at_least(e, 0) or any(not isinstance(g, Expr) and g < 0 for g in given):
         return True
-    e, given = _digits(e, given)
+    if _follows(*_digits(e, given)) or ((parts := _parted(e, given)) is not None and _follows(*parts)):
+        return True
+    return _tried(e, [g for g in given if isinstance(g, Expr)])
+
+
+def _follows(e: IntExpr, given: Sequence[IntExpr]) -> bool:
+    """The same for digits that are variables."""
     whole = [g for g in (_tight(_undivided(g)) for g in given) if isinstance(g, Expr)]
     more = [*whole, *_quotients(e, given)]
     return bool(whole) and (_combined(_tight(_undivided(e)), more, GUARDS) or _tried(e, whole))
+
+
+def _parted(e: IntExpr, given: Sequence[IntExpr]) -> tuple[IntExpr, Sequence[IntExpr]] | None:
+    """`e` and guards with a variable for the quotient and one for the remainder of a number of which guards have both,
+    and its axis made of them: 14 * q + m + 1 for the a of which q is (a - 1) // 14 and m is (a - 1) % 14.
+    """
+    for m in topological([g for g in given if isinstance(g, Expr)]):
+        if not isinstance(m, Mod) or not isinstance(m.b, int):
+            continue
+        q = floordiv(m.a, m.b)
+        low, high = bounds(q)
+        axes = [(f[0], c) for f, c in terms_of(m.a).items() if len(f) == 1 and abs(c) == 1]
+        for v, c in [(v, c) for v, c in axes if isinstance(v, Var | Bound) and isinstance(v.extent, int)]:
+            rest = m.a - c * v
+            if not isinstance(q, FloorDiv) or low is None or high is None or mentions(rest, v):
+                continue
+            quotient, remainder = Var("$quotient", high - low + 1) + low, Var("$remainder", m.b)
+            axis = (quotient * m.b + remainder - rest) * c
+            new: dict[Any, IntExpr] = {q: quotient, m: remainder, v: axis}
+            return substitute(e, new), [*(substitute(g, new) for g in given), axis, v.extent - 1 - axis]
+    return None
 
 
 def _digits(e: IntExpr, given: Sequence[IntExpr]) -> tuple[IntExpr, Sequence[IntExpr]]:
@@ -79,17 +106,20 @@ def _digit(x: Any) -> tuple[Any, int, int] | None:
 
 
 def _quotients(e: IntExpr, given: Sequence[IntExpr]) -> list[IntExpr]:
-    """What is >= 0 because of what guards say of the numerators in `e`: a // 8 <= 3 where a <= 31."""
+    """What is >= 0 because of what guards say of the numerators in `e`: a // 8 <= 3 where a + b <= 31."""
     found: list[IntExpr] = []
     for q in topological([e]) if isinstance(e, Expr) else ():
         if isinstance(q, FloorDiv) and isinstance(q.b, int):
-            for g in given:
-                most, least = g + q.a, g - q.a
-                if isinstance(most, int):  # a <= most
-                    found.append(most // q.b - q)
-                if isinstance(least, int):  # a >= -least
-                    found.append(q - -least // q.b)
+            most = [-x for x in _numbers(q.a * -1, given)]
+            least = _numbers(q.a, given)
+            found += [min(most) // q.b - q] if most else []
+            found += [q - max(least) // q.b] if least else []
     return found
+
+
+def _numbers(e: IntExpr, given: Sequence[IntExpr]) -> list[int]:
+    """What `e` is at least, by each of the guards: what is left of it without one is not less than by its range."""
+    return [low for g in given for less in _less(e, g, 1) if (low := bounds(less)[0]) is not None]
 
 
 def leaves(index: Sequence[IntExpr], shape: Sequence[IntExpr], inside: Sequence[IntExpr] = ()) -> int | None:
@@ -158,13 +188,15 @@ def _combined(e: IntExpr, given: Sequence[IntExpr], depth: int) -> bool:
     return depth > 0 and any(_combined(less, given, depth - 1) for g in given for less in _less(e, g))
 
 
-def _less(e: IntExpr, g: IntExpr) -> Iterator[IntExpr]:
-    """`e`, or a multiple of it, less a multiple of `g`, for each way to make a term of both vanish."""
+def _less(e: IntExpr, g: IntExpr, most: int = WIDEST) -> Iterator[IntExpr]:
+    """`e`, or a multiple of it (`most` times), less a multiple of `g`, for each way to make a term of both vanish."""
     mine, others = terms_of(e), terms_of(g)
     for factors, c in others.items():
         k = mine.get(factors, 0)
         if factors and k * c > 0:
             common = math.gcd(k, c)
+            if abs(c) > common * most:
+                continue
             yield e * (abs(c) // common) - g * (abs(k) // common)
 
 

@@ -146,6 +146,7 @@ def kernel_problem(k: l.Kernel) -> str:
     return ""
 
 
+@per_node
 def term_problem(node: Node) -> str:
     """What is wrong with the indices of a term of Loop IR, itself; "" if nothing."""
     if isinstance(node, l.Index):

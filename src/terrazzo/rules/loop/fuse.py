@@ -18,7 +18,7 @@ from terrazzo.ir.expr import Expr
 from terrazzo.ir.node import substitute, topological
 from terrazzo.rewrite.rule import Choice, Event, Log, cheapest
 from terrazzo.rules.loop.cost import Rates, cost, on_matrix
-from terrazzo.rules.loop.inline import inline
+from terrazzo.rules.loop.inline import inline, unproved
 from terrazzo.rules.loop.order import Order
 from terrazzo.rules.loop.scale import is_scaled, scale_after, uncast
 
@@ -114,9 +114,12 @@ class _Fusion:
                 continue
             for j in sorted(self.readers.get(store.buffer, ())):
                 new = inline(self.kernels[j], kernel)
+                if why := unproved([new]):
+                    self._skip("view", f"{kernel.name} into {new.name}", why)
+                    continue
                 self.log.applied(PASS, "view", f"{kernel.name} into {new.name}", [kernel, self.kernels[j]], [new])
                 self._enter(j, new)
-            if store.buffer not in self.needed:
+            if store.buffer not in self.needed and not self.readers.get(store.buffer):
                 self._drop(i)
 
     def inlines(self, which: Callable[[l.Kernel, list[int]], bool] = lambda *_: True) -> None:
@@ -170,6 +173,9 @@ class _Fusion:
             prices = choice.prices() + self._leaves(before, found)
             if self.decide(choice) == "apart":
                 self._skip("inline", kernel.name, prices)
+                continue
+            if why := unproved(found):
+                self._skip("inline", kernel.name, why)
                 continue
             into = ", ".join(self.kernels[j].name for j in readers)
             self._fired("inline", f"{kernel.name} into {into}", prices, before, found)
@@ -238,6 +244,9 @@ class _Fusion:
         prices = choice.prices() + self._leaves([first, second], [merged])
         if self.decide(choice) == "apart":
             self._skip("merge", choice.subject, prices)
+            return False
+        if why := unproved([merged]):
+            self._skip("merge", choice.subject, why)
             return False
         self._fired("merge", choice.subject, prices, [first, second], [merged])
         self.order.join(i, j)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from terrazzo.ir.address import axis_digits, coefficient, digit
@@ -11,6 +11,7 @@ from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Expr, IntExpr, at_least
 from terrazzo.ir.node import Node, substitute, topological, transform
 from terrazzo.ir.types import i64
+from terrazzo.ir.verify import kernel_problem
 
 Replace = Callable[[l.Load], Any]
 
@@ -29,6 +30,11 @@ def inline(consumer: l.Kernel, producer: l.Kernel) -> l.Kernel:
         tuple(_in_store(s, replace, set(stored)) for s in consumer.stores),
         consumer.source,
     )
+
+
+def unproved(kernels: Iterable[l.Kernel]) -> str:
+    """Why kernels are not valid though those they were made of are, or nothing: proofs do not find all that is so."""
+    return next((f"it would not be proved right: {why}" for k in kernels if (why := kernel_problem(k))), "")
 
 
 def element(store: l.Store, index: tuple[IntExpr, ...], inside: tuple[IntExpr, ...] = ()) -> Any:

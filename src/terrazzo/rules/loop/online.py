@@ -26,7 +26,7 @@ from terrazzo.ir.expr import Var
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.types import DType
 from terrazzo.rewrite.rule import Event, Log
-from terrazzo.rules.loop.inline import inline
+from terrazzo.rules.loop.inline import inline, unproved
 
 PASS = "online"
 LOG2E = math.log2(math.e)
@@ -50,6 +50,9 @@ def online(program: l.Program, log: Log, refusal: Refusal) -> l.Program:
             log.add(
                 Event(PASS, "softmax_into_product", last.name, False, "what lies between the products is no softmax")
             )
+            continue
+        if why := unproved([made]):
+            log.add(Event(PASS, "softmax_into_product", last.name, False, why))
             continue
         form = canonical(made)
         if form.kernel not in known:
