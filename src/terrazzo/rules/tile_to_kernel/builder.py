@@ -57,15 +57,18 @@ class Builder:
         self.depth += len(digits)
         body = self.inside(write)
         self.depth -= len(digits)
-        if len(digits) == 1 and inside and (whole := always(digits[0], inside)):
-            i = digits[0].variable
-            first = Var(i.name, whole)
-            self.out.append(k.For(first, tuple(substitute(x, {i: first}) for x in body), digits[0].unrolled))
-            for last in range(whole, digits[0].size):
-                rest = [substitute(x, {i: last}) for x in body]
-                self.where([substitute(e, {i: last}) for e in inside], partial(self.add, *rest))
-            return
-        self.loops([(d.variable, d.unrolled) for d in digits], lambda: self.where(inside, partial(self.add, *body)))
+        loops = [(d.variable, d.unrolled) for d in digits]
+        whole = always(digits[0], inside) if inside and digits and (len(digits) == 1 or not digits[0].unrolled) else 0
+        if not whole:
+            return self.loops(loops, lambda: self.where(inside, partial(self.add, *body)))
+        i = digits[0].variable
+        first = Var(i.name, whole)
+        every = [substitute(x, {i: first}) for x in body]
+        self.loops([(first, digits[0].unrolled), *loops[1:]], partial(self.add, *every))
+        for last in range(whole, digits[0].size):
+            rest = [substitute(x, {i: last}) for x in body]
+            tests = [substitute(e, {i: last}) for e in inside]
+            self.loops(loops[1:], partial(self.where, tests, partial(self.add, *rest)))
 
     def where(self, inside: Sequence[IntExpr], write: Callable[[], None]) -> None:
         """`write` under a condition, unless it always holds."""

@@ -237,18 +237,20 @@ class Bindings:
         return out
 
     def inner(self, factor: Factor, axis: str, site: Site | None) -> int:
-        """The place value of a factor in the number of its level. The axes' innermost factors count fastest, of these
-        the later axes'. Where all axes are like another site's, threads are numbered as there.
+        """The place value of a factor in the number of its level. What axes have outside of the site, where all sites
+        must see it alike, counts fastest; then the axes' innermost factors, of these the later axes'. Where all axes are
+        like another site's, threads are numbered as there.
         """
         if site is not None and (other := self.schedule.alike(site)) is not None:
             name = dict(site.axes)[axis].site.partition(".")[2] if axis in dict(site.axes) else ""  # type: ignore[union-attr]
             return self.inner(factor, name or axis, other)
         ranked = []
+        own = dict(site.axes) if site else {}
         for n, (a, binding) in enumerate(self.schedule.lines(site)):
             same = [f for f in binding if f.level == factor.level]
-            ranked += [(rank, -n, a, f) for rank, f in enumerate(reversed(same))]
-        ranked.sort(key=lambda x: x[:2])
-        mine = next(n for n, (_, _, a, f) in enumerate(ranked) if f is factor and a == axis)
+            ranked += [(a in own, rank, -n, a, f) for rank, f in enumerate(reversed(same))]
+        ranked.sort(key=lambda x: x[:3])
+        mine = next(n for n, (*_, a, f) in enumerate(ranked) if f is factor and a == axis)
         return math.prod(f.size for *_, f in ranked[:mine])
 
 

@@ -16,12 +16,12 @@ from terrazzo.ir.address import mentions
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, Var, at_least
-from terrazzo.ir.node import Node, substitute
+from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.plan import Keep, Plan, Result
 from terrazzo.ir.schedule import Site
-from terrazzo.ir.types import Type
 from terrazzo.rules.access import together, wide
 from terrazzo.rules.tile.draft import axis_name
+from terrazzo.rules.tile_to_kernel.accumulate import Accumulators
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.digits import LOOPED, Bindings, Digit, extent, value, zero
 from terrazzo.rules.tile_to_kernel.gather import Gather, leaf
@@ -49,22 +49,28 @@ class Walker:
         self.keep = {x.what for x in plan.all(Keep)}
         self.gathered = {r.store: r for r in plan.all(Result) if r.slab}
         self.tiled = {a for f in fragments.values() for a in map(axis_name, f.axes)}
+        self.accumulators = Accumulators(builder, bindings)
 
     # -- the nest -----------------------------------------------------------------------------------------------------
 
     def statements(self, body: Sequence[n.Statement], scope: Scope) -> None:
+        if self.accumulators.columns is not None:
+            return self.side_by_side(body, self.accumulators.columns, scope)
         for s in self.left(body):
-            match s:
-                case n.Let():
-                    self.compute(s.term, scope)
-                case n.Accumulate():
-                    self.combine(scope.env[s.into], scope.all(s.args), s.into)
-                    if isinstance(s.into, l.Scan):
-                        self.name_result(s.into, scope.env[s.into], scope)
-                case l.Store():
-                    self.store(s, scope)
-                case n.Loop():
-                    self.loop(s, scope)
+            self.statement(s, scope)
+
+    def statement(self, s: n.Statement, scope: Scope) -> None:
+        match s:
+            case n.Let():
+                self.compute(s.term, scope)
+            case n.Accumulate():
+                self.accumulators.combine(scope.env[s.into], scope.all(s.args), s.into)
+                if isinstance(s.into, l.Scan):
+                    self.name_result(s.into, scope.env[s.into], scope)
+            case l.Store():
+                self.store(s, scope)
+            case n.Loop():
+                self.loop(s, scope)
 
     def left(self, body: Sequence[n.Statement]) -> list[n.Statement]:
         """Statements without the contractions that were written already."""
@@ -107,11 +113,18 @@ class Walker:
         stores = _stores(s.body) if self.gathered and axis_name(s.axes[0]) in self.tiled else []
         if any(x.buffer.name in self.gathered for x in stores):
             return self.gather(s, scope)
-        for r in s.carried:
-            self.declare(r, scope)
         digits = self.digits(s)
         if s.kind == "scan" and any(d.level not in LOOPED for d in digits[0]):
             raise UserError(f"{axis_name(s.axes[0])} is bound to blocks or threads, and a scan along it runs in order")
+        outer = self.accumulators.columns
+        self.accumulators.columns = outer or self.columns(s, digits[0])
+        self.divided(s, digits, scope)
+        self.accumulators.columns = outer
+
+    def divided(self, s: n.Loop, digits: Sequence[Sequence[Digit]], scope: Scope) -> None:
+        """A loop cut into digits. Threads that share a reduction meet after it."""
+        for r in s.carried:
+            scope.env[r] = self.accumulators.declare(r)
         inner = scope.inner()
         mine = {bit for ds in digits for d in ds for bit in d.bits}
         if mine & scope.threads:
@@ -129,8 +142,23 @@ class Walker:
                     "meet in a reduction of its steps"
                 )
             inside, inner.pending = [], tuple(inside)
-        looped = [d for ds in digits for d in ds if d.level in LOOPED]
-        leaf = not any(isinstance(x, n.Loop) for x in self.left(s.body))
+        self.steps(s, digits, inside, scope, inner)
+        if s.kind == "reduce":
+            for r in s.carried:
+                self.accumulators.meet(r, scope.env[r], digits)
+        for r in s.carried:
+            self.name_result(r, scope.env[r], scope)
+
+    def steps(
+        self, s: n.Loop, digits: Sequence[Sequence[Digit]], inside: list[IntExpr], scope: Scope, inner: Scope
+    ) -> None:
+        """The body of a loop for all values of its looped digits, those of the innermost at once where that is wide."""
+        columns = self.accumulators.columns
+        looped = [d for ds in digits for d in ds if d.level in LOOPED and d is not columns]
+        if columns is not None:
+            inside = [substitute(e, {columns.value: 0}) for e in inside]
+            return self.builder.peeled(looped, inside, lambda: self.statements(s.body, inner))
+        leaf = not _loops(self.left(s.body))
         vector = (
             looped[-1]
             if leaf and looped and digits[-1] and digits[-1][-1] is looped[-1] and looped[-1].level != "time"
@@ -144,11 +172,6 @@ class Walker:
             self.builder.peeled(looped[:-1], inside, step)
         else:
             self.builder.peeled(looped, inside, lambda: self.statements(s.body, inner))
-        if s.kind == "reduce":
-            for r in s.carried:
-                self.meet(r, scope.env[r], digits)
-        for r in s.carried:
-            self.name_result(r, scope.env[r], scope)
 
     def gather(self, s: n.Loop, scope: Scope) -> None:
         """Stores whose values leave through shared memory."""
@@ -202,41 +225,66 @@ class Walker:
         assert isinstance(j, Var)
         if size & size - 1 or any(not together(e, j, size) for e in inside):
             return None
+        loads, stores = self.wide(self.left(s.body), j, size, scope)
+        if not loads and not stores:
+            return None
+
+        def step() -> None:
+            here = scope.inner()
+            here.kept = scope.kept
+            self.at_once(self.left(s.body), j, size, here, loads, stores)
+
+        return step
+
+    def wide(self, body: Sequence[n.Statement], j: Var, size: int, scope: Scope) -> tuple[list[l.Load], list[l.Store]]:
+        """The loads and stores that are wide along j."""
         loads = [
             x.term
-            for x in s.body
+            for x in body
             if isinstance(x, n.Let)
             and isinstance(x.term, l.Load)
             and x.term not in scope.env
             and wide(scope(x.term), j, size)
         ]
-        stores = [x for x in s.body if isinstance(x, l.Store) and wide(l.Load(x.buffer, scope.all(x.index)), j, size)]
-        if not loads and not stores:
-            return None
-        start = {j: 0}
+        stores = [x for x in body if isinstance(x, l.Store) and wide(l.Load(x.buffer, scope.all(x.index)), j, size)]
+        return loads, stores
 
-        def step() -> None:
+    def at_once(
+        self,
+        body: Sequence[n.Statement],
+        j: Var,
+        size: int,
+        scope: Scope,
+        loads: Sequence[l.Load],
+        stores: Sequence[l.Store],
+        keep: Sequence[Any] = (),
+    ) -> None:
+        """Statements for all j, after what is loaded at once and before what is stored so. Registers have what to keep
+        for later.
+        """
+        for load in loads:
+            self.wide_load(load, j, size, scope)
+        out = {x: self.builder.registers("out", x.buffer.type.dtype, (size,)) for x in stores}
+        later = {x: self.builder.registers("term", x.dtype, (size,)) for x in keep}
+
+        def one() -> None:
             here = scope.inner()
             here.kept = scope.kept
-            for load in loads:
-                self.wide_load(load, j, size, here)
-            kept = {x: self.builder.registers("out", x.buffer.type.dtype, (size,)) for x in stores}
-            rest = [x for x in self.left(s.body) if not (isinstance(x, n.Let) and x.term in loads)]
+            for x in body:
+                if isinstance(x, l.Store) and x in out:
+                    self.builder.add(l.Store(out[x], (j,), here(x.value)))
+                elif not isinstance(x, n.Let) or x.term not in loads:
+                    self.statement(x, here)
+                    if isinstance(x, n.Let) and x.term in later:
+                        self.builder.add(l.Store(later[x.term], (j,), here.env[x.term]))
 
-            def body() -> None:
-                for x in rest:
-                    if isinstance(x, l.Store) and x in kept:
-                        self.builder.add(l.Store(kept[x], (j,), here(x.value)))
-                    else:
-                        self.statements([x], here)
-
-            self.builder.loops([(j, True)], body)
-            for x, place in kept.items():
-                to = tuple(substitute(i, start) for i in scope.all(x.index))
-                move = k.Move(x.buffer, to, place, (0,), size)
-                self.builder.where(self.bindings.first(scope.threads), partial(self.builder.add, move))
-
-        return step
+        self.builder.loops([(j, True)], one)
+        scope.env.update({x: l.Load(place, (j,)) for x, place in later.items()})
+        inside = [substitute(e, {j: 0}) for e in (*self.bindings.first(scope.threads), *scope.pending)]
+        for x, place in out.items():
+            to = tuple(substitute(i, {j: 0}) for i in scope.all(x.index))
+            move = k.Move(x.buffer, to, place, (0,), size)
+            self.builder.where(inside, partial(self.builder.add, move))
 
     def wide_load(self, load: l.Load, j: Var, size: int, scope: Scope) -> None:
         found: l.Load = scope(load)
@@ -244,9 +292,9 @@ class Walker:
         if load in scope.kept:
             place, index = scope.kept[load]
         else:
-            init = l.Literal(zero(load.dtype), load.dtype) if found.inside else None
+            init = l.Literal(zero(load.dtype), load.dtype) if found.inside or scope.pending else None
             place, index = self.builder.registers("in", load.dtype, (size,), init), (j,)
-        inside = [substitute(e, {j: 0}) for e in found.inside]
+        inside = [substitute(e, {j: 0}) for e in (*found.inside, *scope.pending)]
         self.builder.where(inside, lambda: self.builder.add(k.Move(place, (*index[:-1], 0), load.buffer, at, size)))
         scope.env[load] = l.Load(place, index)
 
@@ -277,89 +325,84 @@ class Walker:
                 inner.kept[x.term] = scope.places[key], variables
                 made[x.term] = l.Load(scope.places[key], variables)
 
-    # -- reductions ----------------------------------------------------------------------------------------------------
-
-    def declare(self, r: Any, scope: Scope) -> None:
-        """Accumulators at their identity."""
-        types = r.dtype if r.monoid.width > 1 else (r.dtype,)
-        name = self.builder.fresh("acc")
-        places = []
-        for p, (dtype, identity) in enumerate(zip(types, r.monoid.identity(types), strict=True)):
-            place = k.Registers(name if r.monoid.width == 1 else f"{name}_{p}", Type(dtype, ()))
-            self.builder.add(k.Declare(place, l.Literal(identity, dtype)))
-            places.append(place)
-        scope.env[r] = tuple(places)
-
     def name_result(self, r: Any, places: Any, scope: Scope) -> None:
         """From here on, uses of the reduction or scan read its accumulators."""
         if r.monoid.width == 1:
-            scope.env[r] = l.Load(places[0], ())
+            scope.env[r] = self.accumulators.load(places[0])
         else:
             for p, place in enumerate(places):
-                scope.env[l.Get(r, p)] = l.Load(place, ())
+                scope.env[l.Get(r, p)] = self.accumulators.load(place)
 
-    def combine(self, places: Any, args: Sequence[Node], r: Any) -> None:
-        """places = combine(places, args)."""
-        if isinstance(places, l.Load):  # a scan, of one value, that was named already
-            places = (places.buffer,)
-        new = r.monoid.combine(l.apply, [l.Load(p, ()) for p in places], list(args))
-        if len(places) > 1:
-            new = [self.builder.let(x, "c") for x in new]
-        for place, x in zip(places, new, strict=True):
-            self.builder.add(l.Store(place, (), x))
+    # -- columns side by side -----------------------------------------------------------------------------------------
 
-    def meet(self, r: Any, places: Any, digits: Sequence[Sequence[Digit]]) -> None:
-        """Combine what the threads have: over lanes, then over warps."""
-        for d in (d for ds in digits for d in ds if d.level == "lane"):
-            for bit in range(d.size.bit_length() - 1):
-                others = [self.builder.let(k.Shuffle(l.Load(p, ()), d.inner << bit), "other") for p in places]
-                self.combine(places, others, r)
-        warps = [d for ds in digits for d in ds if d.level == "warp"]
-        if warps:
-            meeting = self.meeting(places)
-            self.builder.add(self.bindings.sync)
-            self.reset(r, places)
-            variables = [self.bindings.loop_variable("w", d.size) for d in warps]
-            at: IntExpr = self.bindings.warp
-            for d, v in zip(warps, variables, strict=True):
-                at = at + (v - d.value) * d.inner
-            self.builder.loops(
-                [(v, True) for v in variables],
-                lambda: self.combine(places, [l.Load(m, (at, k.LANE)) for m in meeting], r),
-            )
-            if self.builder.depth:
-                self.builder.add(self.bindings.sync)  # before the next step of a loop writes there again
-        if any(d.level == "cluster" for ds in digits for d in ds):
-            self.meet_blocks(r, places)
+    def columns(self, s: n.Loop, digits: Sequence[Digit]) -> Digit | None:
+        """The registers' digit of a free axis around reductions, where a thread can compute all of its values side by
+        side, so that it loads and stores them at once. The other way is a loop over them around whole reductions.
+        """
+        j = digits[-1].value if digits and digits[-1].level == "reg" else None
+        if s.kind != "free" or self.fragments or not isinstance(j, Var) or not _abreast(self.left(s.body), s.axes[0]):
+            return None
+        size = digits[-1].size
+        beyond = extent(s.axes[0]) - 1 - value(digits)
+        return digits[-1] if size & size - 1 == 0 and (at_least(beyond, 0) or together(beyond, j, size)) else None
 
-    def meet_blocks(self, r: Any, places: Any) -> None:
-        """The blocks of a cluster combine what they have in the order of their ranks, each for itself."""
-        meeting = self.meeting(places)
-        self.builder.add(k.ClusterSync())
-        self.reset(r, places)
-        rank = self.bindings.loop_variable("b", self.bindings.order.cluster_size)
-        mine = (self.bindings.warp, k.LANE)
+    def side_by_side(self, body: Sequence[n.Statement], columns: Digit, scope: Scope) -> None:
+        """Statements between the loops of a body, for all columns at once; what is used after a loop is kept."""
+        rest = self.left(body)
+        while rest:
+            count = next((at for at, s in enumerate(rest) if isinstance(s, n.Loop)), len(rest))
+            run, rest = rest[:count], rest[count:]
+            self.run(run, rest, columns, scope)
+            if rest and isinstance(loop := rest.pop(0), n.Loop):
+                self.loop(loop, scope)
 
-        def one() -> None:
-            others = [self.builder.let(k.Remote(m, mine, rank), "other") for m in meeting]
-            self.combine(places, others, r)
+    def run(self, run: Sequence[n.Statement], rest: Sequence[n.Statement], columns: Digit, scope: Scope) -> None:
+        """Statements without loops. What other columns share is computed once."""
+        j = columns.variable
+        mine: list[n.Statement] = []
+        for s in run:
+            if isinstance(s, n.Let) and not mentions(scope(s.term), j):
+                self.compute(s.term, scope)
+            else:
+                mine.append(s)
+        loads, stores = self.wide(mine, j, columns.size, scope)
+        used = _used(rest)
+        keep = [s.term for s in mine if isinstance(s, n.Let) and s.term in used and s.term not in loads]
+        if mine:
+            self.at_once(mine, j, columns.size, scope, loads, stores, keep)
 
-        self.builder.loops([(rank, True)], one)
-        self.builder.add(k.ClusterSync())  # nobody leaves, or writes there again, while others still read
 
-    def meeting(self, places: Any) -> list[k.Shared]:
-        """Shared memory that has what every thread has in `places`."""
-        shape = (self.bindings.warps, k.WARP)
-        found = [self.builder.memory("meet", Type(p.type.dtype, shape)) for p in places]
-        for m, p in zip(found, places, strict=True):
-            self.builder.add(l.Store(m, (self.bindings.warp, k.LANE), l.Load(p, ())))
-        return found
+def _abreast(body: Sequence[n.Statement], axis: Any) -> bool:
+    """Whether some reduction inside depends on an axis, and none has loops of its own or goes along one in order."""
+    loops = [s for s in body if isinstance(s, n.Loop)]
+    reduces = [s for s in loops if s.kind == "reduce"]
+    if any(s.kind == "scan" or isinstance(x, n.Loop) for s in loops for x in s.body if s.kind != "free"):
+        return False
+    inside = [s for s in loops if s.kind == "free"]
+    return all(axis in r.free for s in reduces for r in s.carried) and (
+        (bool(reduces) and all(_abreast(s.body, axis) or not _loops(s.body) for s in inside))
+        or (bool(inside) and all(_abreast(s.body, axis) for s in inside))
+    )
 
-    def reset(self, r: Any, places: Any) -> None:
-        """Accumulators at their identity again."""
-        types = r.dtype if r.monoid.width > 1 else (r.dtype,)
-        for p, dtype, identity in zip(places, types, r.monoid.identity(types), strict=True):
-            self.builder.add(l.Store(p, (), l.Literal(identity, dtype)))
+
+def _loops(body: Sequence[n.Statement]) -> bool:
+    return any(isinstance(s, n.Loop) for s in body)
+
+
+def _used(body: Sequence[n.Statement]) -> set[Any]:
+    """All terms that statements are made of."""
+    terms: list[Any] = []
+    for s in body:
+        match s:
+            case n.Let():
+                terms.append(s.term)
+            case n.Accumulate():
+                terms += s.args
+            case l.Store():
+                terms.append(s)
+            case n.Loop():
+                terms += _used(s.body)
+    return set(topological(terms))
 
 
 def _stores(body: Sequence[n.Statement]) -> list[l.Store]:

@@ -1,0 +1,125 @@
+"""The accumulators of reductions: declared, combined into, and met by the threads that share a reduction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import IntExpr
+from terrazzo.ir.node import Node
+from terrazzo.ir.types import Type
+from terrazzo.rules.tile_to_kernel.builder import Builder
+from terrazzo.rules.tile_to_kernel.digits import Bindings, Digit
+
+Places = tuple[k.Registers, ...]
+
+
+class Accumulators:
+    """Writes what happens to accumulators. `columns` is the digit of a free axis whose values a thread reduces side by
+    side: then every accumulator is an array, with a place for each of them.
+    """
+
+    def __init__(self, builder: Builder, bindings: Bindings) -> None:
+        self.builder, self.bindings = builder, bindings
+        self.columns: Digit | None = None
+
+    @property
+    def at(self) -> tuple[IntExpr, ...]:
+        """Where an accumulator is in its registers."""
+        return () if self.columns is None else (self.columns.value,)
+
+    def each(self, write: Callable[[], None]) -> None:
+        """`write` for every value of the columns."""
+        self.builder.loops([] if self.columns is None else [(self.columns.variable, True)], write)
+
+    def declare(self, r: Any) -> Places:
+        """Accumulators at their identity."""
+        types = r.dtype if r.monoid.width > 1 else (r.dtype,)
+        shape = () if self.columns is None else (self.columns.size,)
+        name = self.builder.fresh("acc")
+        places = []
+        for p, (dtype, identity) in enumerate(zip(types, r.monoid.identity(types), strict=True)):
+            place = k.Registers(name if r.monoid.width == 1 else f"{name}_{p}", Type(dtype, shape))
+            self.builder.add(k.Declare(place, l.Literal(identity, dtype)))
+            places.append(place)
+        return tuple(places)
+
+    def load(self, place: k.Registers) -> l.Load:
+        """What an accumulator has."""
+        return l.Load(place, self.at)
+
+    def combine(self, places: Any, args: Sequence[Node], r: Any) -> None:
+        """places = combine(places, args)."""
+        if isinstance(places, l.Load):  # a scan, of one value, that was named already
+            places = (places.buffer,)
+        new = r.monoid.combine(l.apply, list(map(self.load, places)), list(args))
+        if len(places) > 1:
+            new = [self.builder.let(x, "c") for x in new]
+        for place, x in zip(places, new, strict=True):
+            self.builder.add(l.Store(place, self.at, x))
+
+    def meet(self, r: Any, places: Places, digits: Sequence[Sequence[Digit]]) -> None:
+        """Combine what the threads have: over lanes, then over warps."""
+        for d in (d for ds in digits for d in ds if d.level == "lane"):
+            for bit in range(d.size.bit_length() - 1):
+                self.each(lambda bit=bit, d=d: self.shuffle(r, places, d.inner << bit))  # type: ignore[misc]
+        warps = [d for ds in digits for d in ds if d.level == "warp"]
+        if warps:
+            self.meet_warps(r, places, warps)
+        if any(d.level == "cluster" for ds in digits for d in ds):
+            self.meet_blocks(r, places)
+
+    def shuffle(self, r: Any, places: Places, far: int) -> None:
+        """Combine with what the lane has whose number differs in one bit."""
+        others = [self.builder.let(k.Shuffle(self.load(p), far), "other") for p in places]
+        self.combine(places, others, r)
+
+    def meet_warps(self, r: Any, places: Places, warps: Sequence[Digit]) -> None:
+        """Every warp combines what those that share the reduction have, in order."""
+        meeting = self.meeting(places)
+        self.builder.add(self.bindings.sync)
+        self.reset(r, places)
+        variables = [self.bindings.loop_variable("w", d.size) for d in warps]
+        at: IntExpr = self.bindings.warp
+        for d, v in zip(warps, variables, strict=True):
+            at = at + (v - d.value) * d.inner
+
+        def one() -> None:
+            self.combine(places, [l.Load(m, (*self.at, at, k.LANE)) for m in meeting], r)
+
+        self.builder.loops([(v, True) for v in variables], lambda: self.each(one))
+        if self.builder.depth:
+            self.builder.add(self.bindings.sync)  # before the next step of a loop writes there again
+
+    def meet_blocks(self, r: Any, places: Places) -> None:
+        """The blocks of a cluster combine what they have in the order of their ranks, each for itself."""
+        meeting = self.meeting(places)
+        self.builder.add(k.ClusterSync())
+        self.reset(r, places)
+        rank = self.bindings.loop_variable("b", self.bindings.order.cluster_size)
+
+        def one() -> None:
+            mine = (*self.at, self.bindings.warp, k.LANE)
+            others = [self.builder.let(k.Remote(m, mine, rank), "other") for m in meeting]
+            self.combine(places, others, r)
+
+        self.builder.loops([(rank, True)], lambda: self.each(one))
+        self.builder.add(k.ClusterSync())  # nobody leaves, or writes there again, while others still read
+
+    def meeting(self, places: Places) -> list[k.Shared]:
+        """Shared memory that has what every thread has in `places`."""
+        shape = (*(n for p in places[:1] for n in p.type.static_shape), self.bindings.warps, k.WARP)
+        found = [self.builder.memory("meet", Type(p.type.dtype, shape)) for p in places]
+        for m, p in zip(found, places, strict=True):
+            store = l.Store(m, (*self.at, self.bindings.warp, k.LANE), self.load(p))
+            self.each(lambda store=store: self.builder.add(store))  # type: ignore[misc]
+        return found
+
+    def reset(self, r: Any, places: Places) -> None:
+        """Accumulators at their identity again."""
+        types = r.dtype if r.monoid.width > 1 else (r.dtype,)
+        for p, dtype, identity in zip(places, types, r.monoid.identity(types), strict=True):
+            store = l.Store(p, self.at, l.Literal(identity, dtype))
+            self.each(lambda store=store: self.builder.add(store))  # type: ignore[misc]
