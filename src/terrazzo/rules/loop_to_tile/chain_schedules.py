@@ -58,9 +58,7 @@ def _likewise(c: Chain) -> tuple[Site, ...]:
 # -- warpgroups --------------------------------------------------------------------------------------------------------
 
 
-def on_warpgroups(
-    c: Chain, gpu: Gpu, gathered: bool, overlap: bool, longest_first: bool = False
-) -> Schedule | None:
+def on_warpgroups(c: Chain, gpu: Gpu, gathered: bool, overlap: bool, longest_first: bool = False) -> Schedule | None:
     """A producer warp, one or two warpgroups of 64 rows, two slots for each operand of a step."""
     kind = c.operands[0].dtype.name  # type: ignore[attr-defined]
     width, depth = c.columns.extent, c.depth.extent

@@ -64,7 +64,9 @@ def _on_warpgroups(c: Chain, gpu: Gpu) -> Iterator[Way | str]:
     """Where the machine has such, and there are rows for them; steps overlap, or do not, and results gather in shared
     memory, or do not.
     """
-    for overlap, gathered in product((True, False), repeat=2) if "wgmma" in gpu.features and c.rows.extent > FEW else ():
+    if "wgmma" not in gpu.features or c.rows.extent <= FEW:
+        return
+    for overlap, gathered in product((True, False), repeat=2):
         yield _planned(c.kernel, partial(on_warpgroups, c, gpu, gathered, overlap), gpu)
 
 

@@ -21,7 +21,16 @@ from terrazzo.rules.tile.verify import problems, verify
 
 PASS = "plan"
 
-RULES = (*order.RULES, *agents.RULES, *products.RULES, *frames.RULES, *reach.RULES, *rings.RULES, *overlap.RULES, *results.RULES)
+RULES = (
+    *order.RULES,
+    *agents.RULES,
+    *products.RULES,
+    *frames.RULES,
+    *reach.RULES,
+    *rings.RULES,
+    *overlap.RULES,
+    *results.RULES,
+)
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ def start_early(plan: Plan, draft: Draft) -> Plan | None:
     if not plan.all(Ring) or any(p.early for p in products) or not overlaps(draft):
         return None
     check(plan, draft)
-    first = products[0]
-    early = Product(*(getattr(first, name) for name in first._fields[:-1]), early=True)
+    first = p = products[0]
+    early = Product(p.sites, p.on, p.agent, p.rings, p.m, p.n, p.a, p.b, p.promote, p.box, early=True)
     lines = tuple(early if x is first else x for x in plan.lines)
     read = [w for a, _ in steps(draft) for w in draft.read(None, axis_name(a), "overlap")]
     return Plan(plan.kernel, plan.target, lines, plan.open).plus(read=read)

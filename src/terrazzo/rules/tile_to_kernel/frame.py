@@ -83,12 +83,11 @@ class Frame:
         columns = [(d.variable, True) for d in held(self.columns)]
         nothing = l.Literal(-math.inf, kind)
 
-        def score(new: k.Registers) -> None:
-            """The score in place of the product, and the frame with it."""
+        def score() -> None:
+            """The score in place of the product."""
             x = copies.computed(term, dict(env), edges)
-            builder.add(l.Store(place, at, x))
-            if not inside:
-                highest(new)
+            if x is not l.Load(place, at):
+                builder.add(l.Store(place, at, x))
 
         def hide() -> None:
             """What the mask hides, or lies beyond the last column, weighs nothing."""
@@ -101,25 +100,28 @@ class Frame:
             builder.add(l.Store(new, (), l.apply("max", l.Load(new, ()), l.Load(place, at))))
 
         def weight(base: Node) -> None:
-            e = builder.let(found.of(l.apply("sub", l.Load(place, at), base)))
+            e = builder.let(found.above(l.Load(place, at), base))
             builder.add(l.Store(self.total, row, l.apply("add", l.Load(self.total, row), e)))
             builder.add(l.Store(place, at, e))
 
         def one() -> None:
             new = builder.registers("new", kind, ())
             builder.add(l.Store(new, (), l.Load(self.top, row)))
-            builder.loops(columns, partial(score, new))
-            if inside:
-                builder.where([cut], lambda: builder.loops(columns, hide))
-                builder.loops(columns, partial(highest, new))
+            builder.loops(columns, partial(highest, new))
             self.meet(new, "max")
             base, worth = self.moved(l.Load(self.top, row), l.Load(new, ()))
             builder.add(l.Store(self.top, row, l.Load(new, ())))
             self.bring(self.total, row, worth)
-            builder.loops(columns, partial(weight, base))
+            less = builder.let(found.base(base)) if found.early else base
+            builder.loops(columns, partial(weight, less))
             builder.add(l.Store(moved, row, worth))
 
-        builder.loops([(d.variable, True) for d in held(self.rows)], one)
+        rows = [(d.variable, True) for d in held(self.rows)]
+        if computed := builder.inside(score):
+            builder.loops([*rows, *columns], lambda: builder.add(*computed))
+        if inside:
+            builder.where([cut], lambda: builder.loops([*rows, *columns], hide))
+        builder.loops(rows, one)
 
     def move(self, sums: Fragment) -> None:
         """What the product has summed comes to the frame of the last weights."""
