@@ -13,7 +13,8 @@ class Chain:
 
     `between` is what f is: "relu", "softmax" or "causal", which divides by the sum of weights. `shape` has m, k, d and
     n. On `mma`, warps divide m and k as `warps` says, each with `each` times 16 rows, and `by` brings a step's `step`
-    keys; on `wgmma`, `groups` warpgroups divide m, behind a warp that loads. Keys are stored as rows, or turned.
+    keys; on `wgmma`, `groups` warpgroups divide m, behind a warp that loads, and steps may `overlap`. Keys are stored
+    as rows, or turned.
     """
 
     shape: tuple[int, int, int, int] = (64, 128, 64, 64)
@@ -32,6 +33,7 @@ class Chain:
     turned: bool = False
     roles: bool = False
     grid: int = 1
+    overlap: bool = False
 
     @property
     def rows(self) -> int:
@@ -105,12 +107,13 @@ class Chain:
         inner, outer, steps = ("acc1", "acc0", "r1") if self.between == "relu" else ("acc3", "acc4", "r2")
         times = -(-k // (self.step * self.grid))
         count = f"grid({self.grid}) * " if self.grid > 1 else ""
+        early = ", overlap=1" if self.overlap else ""
         lines = [
             f'with schedule("o", target="{self.target}"):',
             f"    a0 = grid({self.heads})",
             f"    a1 = grid({-(-m // self.rows)}) * block({self.rows})",
             f"    a2 = block({n})",
-            f"    {steps} = {count}time({times}, ring={self.ring}) * block({self.step})",
+            f"    {steps} = {count}time({times}, ring={self.ring}{early}) * block({self.step})",
         ]
         if self.on == "wgmma":
             lines.append(f"    roles(load=warp(1), math=warpgroup({self.groups}))")
@@ -170,6 +173,7 @@ class Chain:
 
 
 TMA = {"target": "sm_90a", "by": "tma"}
+GROUPS = {"target": "sm_90a", "on": "wgmma"}
 ODD = (50, 100, 48, 40)
 EVERY: dict[str, Chain] = {
     **{name: Chain(between=name) for name in ("relu", "softmax", "causal")},
@@ -208,4 +212,10 @@ EVERY: dict[str, Chain] = {
     "warpgroups": Chain(on="wgmma", target="sm_90a"),
     "warpgroups, relu": Chain(on="wgmma", target="sm_90a", between="relu"),
     "warpgroups, causal": Chain(on="wgmma", target="sm_90a", between="causal", groups=2, shape=(128, 128, 64, 64)),
+    "warpgroups, overlapped": Chain(overlap=True, **GROUPS),
+    "warpgroups, overlapped, causal": Chain(
+        overlap=True, between="causal", groups=2, shape=(256, 256, 64, 64), step=64, **GROUPS
+    ),
+    "warpgroups, overlapped, ragged": Chain(overlap=True, shape=(100, 150, 64, 64), ring=3, step=64, **GROUPS),
+    "warpgroups, overlapped, one step": Chain(overlap=True, shape=(64, 60, 64, 64), step=64, **GROUPS),
 }

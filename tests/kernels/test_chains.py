@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from tests.kernels.chains import EVERY, Chain
 from tests.kernels.test_arrangements import derived, right
 
 from terrazzo.errors import Limitation, UserError
+from terrazzo.hw.gpu import gpu
 from terrazzo.hw.products import continues, matrix
+from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.node import topological
+from terrazzo.ir.plan import Plan
+from terrazzo.ir.text import parse
+from terrazzo.rules.tile.complete import complete
+from terrazzo.rules.tile.verify import verify
 
 TEXT = Chain().text
 
@@ -77,3 +86,48 @@ def test_nothing_beyond_the_last_key_counts(on: Chain) -> None:
     """Not even where the function of a product that is 0 is infinite."""
     right(on.text.replace("max(s_acc0, f32(0.0))", "div(f32(1.0), add(mul(s_acc0, s_acc0), f32(1.0)))"))
     right(on.text.replace("max(s_acc0, f32(0.0))", "div(f32(1.0), mul(s_acc0, s_acc0))"))
+
+
+OVERLAPPED = Chain(overlap=True, on="wgmma", target="sm_90a")
+
+
+@pytest.mark.parametrize(
+    ("chain", "reason"),
+    [
+        (replace(OVERLAPPED, between="relu"), "with a softmax between them: line"),
+        (replace(OVERLAPPED, ring=1), "each operand has two slots at least: line"),
+        (Chain(overlap=True), "what overlaps are products of warpgroups, behind warps that load: line"),
+    ],
+)
+def test_what_cannot_overlap_is_told(chain: Chain, reason: str) -> None:
+    with pytest.raises(UserError, match=re.escape(reason)):
+        derived(chain.text)
+
+
+def test_overlap_is_one_step() -> None:
+    with pytest.raises(UserError, match="overlap is 1, for one step starts early, not 2"):
+        derived(OVERLAPPED.text.replace("overlap=1", "overlap=2"))
+
+
+def test_two_groups_are_open_while_weights_are_found() -> None:
+    """The next scores and the last weights' products; only the scores are waited for before the next weights."""
+    (kernel,) = derived(OVERLAPPED.text).steps
+    assert isinstance(kernel, k.Kernel)
+    loops = [s for s in k.walk(kernel.body) if isinstance(s, k.For) and not s.unrolled]
+    (steps,) = [s.body for s in loops if any(isinstance(x, k.WaitGroups) for x in s.body)]
+    waits = [(n, s.open) for n, s in enumerate(steps) if isinstance(s, k.WaitGroups)]
+    commits = [n for n, s in enumerate(steps) if isinstance(s, k.Commit)]
+    assert [left for _, left in waits] == [1, 0] and len(commits) == 2 and max(commits) < waits[0][0]
+    found = [n for n, s in enumerate(steps) for x in topological([s]) if isinstance(x, l.Apply) and "exp2" in x.fn.name]
+    assert found and all(waits[0][0] < n < waits[1][0] for n in found)
+
+
+def test_a_plan_may_not_overlap_by_itself() -> None:
+    """What the schedule does not say, no line of a plan does, nor the other way around."""
+    plainly = replace(OVERLAPPED, overlap=False)
+    for one, other in ((OVERLAPPED, plainly), (plainly, OVERLAPPED)):
+        kernel, schedule = parse(one.text).loop.steps[0], parse(other.text).schedules[0][1]
+        plan, _ = complete(kernel, parse(one.text).schedules[0][1], gpu("sm_90a"))
+        assert isinstance(plan, Plan)
+        with pytest.raises(UserError, match=r"early is (True|False), and the schedule has (False|True)"):
+            verify(kernel, schedule, plan, gpu("sm_90a"))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
 from tests.hw.sass import sass
 from tests.kernels import by_hand
+from tests.kernels.programs import lowered
 
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.text import parse
@@ -46,3 +50,27 @@ def test_a_maximum_with_nan_is_one_instruction(arch: str, tmp_path: Path) -> Non
     lines = sass(parse(MAXIMUM).steps[0], arch, tmp_path)
     assert sum("FMNMX.NAN" in line for line in lines) == 8
     assert not any("FSETP" in line or "FSEL" in line for line in lines)
+
+
+@pytest.mark.parametrize("width", [64, 96, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_weights_are_found_while_products_are_open(width: int, causal: bool, tmp_path: Path) -> None:
+    """In the loop of each warpgroup, all exponentials of a step stand between the wait for its scores and the wait for
+    the product of the weights before; one multiplication and addition in one, and one maximum, for each score; and no
+    fence of all memory.
+    """
+    q = torch.empty(1, 2, 1024, width, dtype=torch.bfloat16)
+    found = lowered(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal), (q, q, q), "sm_90a")
+    (kernel,) = found.kernels
+    lines = sass(kernel, "sm_90a", tmp_path)
+    waits = [n for n, line in enumerate(lines) if line.startswith("WARPGROUP.DEPBAR")]
+    inside = [(n, m) for n, m in pairwise(waits) if lines[n].endswith("0x1") and lines[m].endswith("0x0")]
+    scores = 64 if width <= 128 else 32
+    assert len(inside) == 2  # a loop for each warpgroup
+    for n, m in inside:
+        body = lines[n:m]
+        assert sum("MUFU.EX2" in line for line in body) == scores + 2  # and what the sums of two rows are worth
+        assert scores <= sum("FFMA" in line for line in body) <= scores + 8
+        assert scores <= sum("FMNMX" in line for line in body) <= scores + 8
+        assert not any("MEMBAR" in line for line in body)
+    assert not [line for line in lines if "MEMBAR" in line and not line.endswith(".CTA")]

@@ -172,7 +172,9 @@ class Product(Line, dialect="plan", op="product"):
 
     Factors come from "shared" memory or from "registers", to which fragments are brought by an instruction
     ("ldmatrix"), by plain loads ("ld"), or in which what was computed already lies ("values"). With `promote`, its sums
-    begin afresh in every step, and CUDA cores add them to those of the tile: a tensor core truncates as it adds.
+    begin afresh in every step, and CUDA cores add them to those of the tile: a tensor core truncates as it adds. With
+    `early`, those of the next step start before what is made of this step's is multiplied: CUDA cores compute the next
+    weights while the tensor cores multiply by the last ones.
     """
 
     references = {"agent": "agent", "rings": "ring", "m": AXIS, "n": AXIS, "box": AXIS}
@@ -186,6 +188,7 @@ class Product(Line, dialect="plan", op="product"):
     b: str
     promote: bool = False
     box: tuple[str, ...] = ()
+    early: bool = False
 
 
 class Frame(Line, dialect="plan", op="frame"):

@@ -153,9 +153,10 @@ def _framed(r: l.Reduce) -> Node | None:
         if not isinstance(top, l.Reduce) or top is not _over(top, axis, score):
             continue
         early = stays_finite(score, LOG2E)
-        s: Any = scaled(score, LOG2E) if early else score
-        m = l.Reduce.make(top.monoid, (axis,), (s,))
-        difference = l.apply("sub", s, m)
+        s: Any
+        s, by = unscaled(scaled(score, LOG2E)) if early else (score, None)
+        m: Any = l.Reduce.make(top.monoid, (axis,), (s,))
+        difference = l.apply("sub", *(l.apply("mul", x, by) if by is not None else x for x in (s, m)))
         e: Any = l.apply("approx_exp2", difference if early else l.apply("mul", difference, l.Literal(LOG2E, r.dtype)))
         rounded = _cast(_cast(e, kind), r.dtype)
         total: l.Reduce = l.Reduce.make(r.monoid, (axis,), (l.apply("mul", rounded, value),))
@@ -223,6 +224,30 @@ def scaled(x: Any, by: float) -> Any:
     if isinstance(x, l.Apply) and x.fn.name == "where":
         return l.apply("where", x.args[0], *(scaled(a, by) for a in x.args[1:]))
     return l.apply("mul", x, l.Literal(by, x.dtype))
+
+
+def unscaled(x: Any) -> tuple[Any, l.Literal | None]:
+    """What x is a positive multiple of, at all places that are not -inf, and the constant: the largest x is that
+    multiple of the largest, and nobody has to multiply before the largest is known.
+    """
+    if not isinstance(x, l.Apply):
+        return x, None
+    args: Any = x.args
+    if x.fn.name == "mul" and isinstance(args[1], l.Literal) and 0 < args[1].value < math.inf:
+        return args[0], args[1]
+    if x.fn.name == "where" and _is(args[2], -math.inf):
+        inner, by = unscaled(args[1])
+        return l.apply("where", args[0], inner, args[2]), by
+    for one, other in (args, args[::-1]) if x.fn.name == "add" else ():
+        hides = isinstance(other, l.Apply) and other.fn.name == "where"
+        if hides and _is(other.args[1], 0.0) and _is(other.args[2], -math.inf):
+            inner, by = unscaled(one)
+            return l.apply("add", inner, other), by
+    return x, None
+
+
+def _is(x: Any, value: float) -> bool:
+    return isinstance(x, l.Literal) and x.value == value
 
 
 def stays_finite(x: Any, by: float) -> bool:

@@ -37,14 +37,15 @@ class Tile:
     step: int
     slots: int = SLOTS
 
-    def lines(self, c: Chain, longest_first: bool) -> list[tuple[str, Any]]:
+    def lines(self, c: Chain, longest_first: bool, *, overlap: bool = False) -> list[tuple[str, Any]]:
         """The kernel's axes: the grid walks the rows, a block the steps, and has all of the outer columns."""
         order = (("order", Word("longest_first")),) if longest_first else ()
         lines: list[tuple[str, Any]] = [(a.name, grid(_size(a))) for a in c.kernel.axes if a not in (c.rows, c.columns)]
         lines.append((c.rows.name, (Factor("grid", ceil(c.rows.extent, self.rows), order), Factor("block", self.rows))))
         lines.append((c.columns.name, (Factor("block", c.columns.extent),)))
         count = ceil(c.steps.extent, self.step)
-        steps = Factor("time", count, (("ring", self.slots),)), Factor("block", self.step)
+        early = (("overlap", 1),) if overlap and count > 1 else ()
+        steps = Factor("time", count, (("ring", self.slots), *early)), Factor("block", self.step)
         return [*lines, (axis_name(c.steps), steps)]
 
 
@@ -57,7 +58,7 @@ def _likewise(c: Chain) -> tuple[Site, ...]:
 # -- warpgroups --------------------------------------------------------------------------------------------------------
 
 
-def on_warpgroups(c: Chain, gpu: Gpu, gathered: bool, longest_first: bool = False) -> Schedule | None:
+def on_warpgroups(c: Chain, gpu: Gpu, gathered: bool, overlap: bool, longest_first: bool = False) -> Schedule | None:
     """A producer warp, one or two warpgroups of 64 rows, two slots for each operand of a step."""
     kind = c.operands[0].dtype.name  # type: ignore[attr-defined]
     width, depth = c.columns.extent, c.depth.extent
@@ -93,7 +94,7 @@ def on_warpgroups(c: Chain, gpu: Gpu, gathered: bool, longest_first: bool = Fals
         times = Factor("time", width // part, (("ring", 2),)), Factor("block", part)
         through = Operand("smem", (("by", "tma"), ("swizzle", 2 * part)))
         last = (Site((store.buffer.name,), ((c.columns.name, times),), ((store.buffer.name, through),)),)
-    lines = Tile(groups * ROWS, step).lines(c, longest_first)
+    lines = Tile(groups * ROWS, step).lines(c, longest_first, overlap=overlap)
     return Schedule(c.kernel.name, gpu.arch, tuple(lines), (), (("roles", (), roles),), (first, second, *last))
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 from terrazzo.hw.gpu import Gpu
@@ -60,9 +61,13 @@ def ways(kernel: l.Kernel, gpu: Gpu) -> Iterator[Way | str]:
 
 
 def _on_warpgroups(c: Chain, gpu: Gpu) -> Iterator[Way | str]:
-    """Where the machine has such, and there are rows for them; results gather in shared memory, or do not."""
-    for gathered in (True, False) if "wgmma" in gpu.features and c.rows.extent > FEW else ():
-        yield _planned(c.kernel, partial(on_warpgroups, c, gpu, gathered), gpu)
+    """Where the machine has such, and there are rows for them; steps overlap, or do not, and results gather in shared
+    memory, or do not.
+    """
+    if "wgmma" not in gpu.features or c.rows.extent <= FEW:
+        return
+    for overlap, gathered in product((True, False), repeat=2):
+        yield _planned(c.kernel, partial(on_warpgroups, c, gpu, gathered, overlap), gpu)
 
 
 def _on_warps(c: Chain, gpu: Gpu) -> Iterator[Way | str]:

@@ -278,7 +278,7 @@ class _Split:
 
         score = select(inside, moved(held.score), -math.inf)
         top = l.Reduce.make(held.top.monoid, (short,), (score,))
-        e = held.of(l.apply("sub", score, top))
+        e = held.above(score, held.base(top))
         summed = substitute(moved(self.outer.args[0]), {moved(held.weight): e})
         sums = {**dict.fromkeys(self.totals, ("total", e)), self.outer: ("part", summed)}
         nothing = l.apply("eq", top, l.Literal(-math.inf, top.dtype))

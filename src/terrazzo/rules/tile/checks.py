@@ -33,6 +33,8 @@ from terrazzo.rules.tile.agents import LOAD, MATH, bound_warps
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.frames import move_frames
 from terrazzo.rules.tile.order import clusters, grid
+from terrazzo.rules.tile.overlap import check as overlap
+from terrazzo.rules.tile.overlap import overlaps
 from terrazzo.rules.tile.products import box, place, promoted
 from terrazzo.rules.tile.reach import skip_steps
 from terrazzo.rules.tile.results import combination, no_boxes
@@ -224,6 +226,13 @@ def derived(kind: type[Line], plan: Plan, draft: Draft) -> tuple[Line, ...]:
     return found.all(kind) if found else ()
 
 
+def _early(line: Product, plan: Plan, draft: Draft) -> None:
+    """Products start early where the schedule has steps overlap, and only the first of two."""
+    _same("early is", line.early, line is plan.all(Product)[0] and overlaps(draft))
+    if line.early:
+        overlap(plan, draft)
+
+
 def _follows(line: Line, plan: Plan, draft: Draft) -> None:
     """What follows from the term is as it follows."""
     meant = derived(type(line), plan, draft)
@@ -315,6 +324,7 @@ CHECKS: tuple[tuple[type[Line], Callable[..., None]], ...] = (
     (Stream, _stream),
     (Product, _rings_of),
     (Frame, _follows),
+    (Product, _early),
     (Reach, _follows),
     (Combine, _combine),
     (Keep, _keep),

@@ -15,13 +15,22 @@ from terrazzo.ir.plan import Agent, Order, Plan, Product, Ring, Stream
 from terrazzo.ir.schedule import Schedule
 from terrazzo.rewrite.engine import rewrite
 from terrazzo.rewrite.rule import Event, Log
-from terrazzo.rules.tile import agents, frames, order, products, reach, results, rings
+from terrazzo.rules.tile import agents, frames, order, overlap, products, reach, results, rings
 from terrazzo.rules.tile.draft import Draft
 from terrazzo.rules.tile.verify import problems, verify
 
 PASS = "plan"
 
-RULES = (*order.RULES, *agents.RULES, *products.RULES, *frames.RULES, *reach.RULES, *rings.RULES, *results.RULES)
+RULES = (
+    *order.RULES,
+    *agents.RULES,
+    *products.RULES,
+    *frames.RULES,
+    *reach.RULES,
+    *rings.RULES,
+    *overlap.RULES,
+    *results.RULES,
+)
 
 
 @dataclass(frozen=True)

@@ -18,20 +18,34 @@ EXPONENTIALS = ("exp", "exp2", "approx_exp2")
 
 @dataclass(frozen=True)
 class Framed:
-    """A weight: `rounded` is what the product takes, made of `weight` = f(`score` - `top`), or of f of a multiple."""
+    """A weight: `rounded` is what the product takes, made of `weight` = f(`score` - `top`), or of f of a multiple: of
+    the difference times `by`, or, where it was multiplied `early`, of the difference of both times `by`.
+    """
 
     rounded: Node
     weight: l.Apply
     score: Node
     top: l.Reduce
+    by: l.Literal | None = None
+    early: bool = False
 
     def of(self, difference: Node) -> Node:
         """What a difference of scores weighs."""
-        (inner,) = self.weight.args
-        if inner.fn.name == "mul":  # type: ignore[attr-defined]
-            _, c = inner.args  # type: ignore[attr-defined]
-            difference = l.apply("mul", difference, c)
-        return l.Apply(self.weight.fn, (difference,))
+        return l.Apply(self.weight.fn, (self.times(difference),))
+
+    def times(self, x: Any) -> Any:
+        """x times `by`."""
+        return l.apply("mul", x, self.by) if self.by is not None else x
+
+    def base(self, top: Node) -> Node:
+        """What is subtracted from scores to weigh them, given the maximum."""
+        return self.times(top) if self.early else top
+
+    def above(self, score: Node, base: Node) -> Node:
+        """What a score weighs, given what is subtracted: one multiplication and addition in one, where `early`."""
+        if self.early:
+            return l.Apply(self.weight.fn, (l.apply("sub", self.times(score), base),))
+        return self.of(l.apply("sub", score, base))
 
 
 def framed(draft: Draft, product: Product) -> Framed | None:
@@ -48,15 +62,23 @@ def weight(c: Contraction) -> Framed | None:
         for e in topological([factor], stop=lambda x: isinstance(x, l.Reduce)):
             if not isinstance(e, l.Apply) or e.fn.name not in EXPONENTIALS:
                 continue
-            match e.args[0]:
-                case l.Apply(fn=times, args=(inner, l.Literal(value=by))) if times.name == "mul" and by > 0:
-                    pass
-                case inner:
-                    pass
+            inner, by = _multiple(e.args[0])
             match inner:
                 case l.Apply(fn=minus, args=(score, top)) if minus.name == "sub" and top is tops[0]:
-                    return Framed(operand(factor), e, score, tops[0])
+                    return Framed(operand(factor), e, score, tops[0], by)
+                case l.Apply(fn=minus, args=(one, other)) if minus.name == "sub" and by is None:
+                    (score, by), (top, same) = _multiple(one), _multiple(other)
+                    if by is not None and by is same and top is tops[0]:
+                        return Framed(operand(factor), e, score, tops[0], by, early=True)
     return None
+
+
+def _multiple(x: Any) -> tuple[Any, l.Literal | None]:
+    """x as a positive multiple of something."""
+    match x:
+        case l.Apply(fn=times, args=(inner, l.Literal(value=value) as by)) if times.name == "mul" and value > 0:
+            return inner, by
+    return x, None
 
 
 def reductions(term: Node) -> list[l.Reduce]:

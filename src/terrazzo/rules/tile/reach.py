@@ -11,7 +11,7 @@ from typing import Any
 from terrazzo.ir.address import coefficient
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
-from terrazzo.ir.expr import IntExpr, at_least
+from terrazzo.ir.expr import IntExpr, at_least, bounds
 from terrazzo.ir.node import Node, substitute
 from terrazzo.ir.plan import Order, Plan, Product, Reach
 from terrazzo.ir.show import show_expr
@@ -127,18 +127,32 @@ def skip_steps(plan: Plan, draft: Draft) -> Plan | None:
     if plan.all(Reach) or not chained or not plan.all(Order) or plan.one(Order).persistent:
         return None
     (product,) = chained
-    if masked(draft, product) is None:
-        return None
-    rows = axis_called(draft, product.m)
-    site = draft.site(product.sites[0])
-    (axis,) = draft.products[product.sites[0]].reduce.axes
-    length, step = draft.length(rows, site), draft.length(axis, site)
-    count = -(-axis.extent // step)
-    tiles = -(-rows.extent // length)
-    until = visited(draft, product, rows, type(rows)("first", tiles) * length, length, step, count)
+    until = _until(draft, product)
     if until is None:
         return None
-    return plan.plus(Reach(axis_name(axis), rows.name, show_expr(until)))
+    (axis,) = draft.products[product.sites[0]].reduce.axes
+    return plan.plus(Reach(axis_name(axis), product.m, show_expr(until)))
+
+
+def _until(draft: Draft, product: Product) -> IntExpr | None:
+    """How many steps a tile visits whose number along the rows is `first`: None where that may be all of them."""
+    if masked(draft, product) is None:
+        return None
+    rows, site = axis_called(draft, product.m), draft.site(product.sites[0])
+    (axis,) = draft.products[product.sites[0]].reduce.axes
+    length, step = draft.length(rows, site), draft.length(axis, site)
+    tiles = -(-rows.extent // length)
+    first = type(rows)("first", tiles) * length
+    return visited(draft, product, rows, first, length, step, -(-axis.extent // step))
+
+
+def fewest(plan: Plan, draft: Draft) -> int:
+    """How many steps every tile visits at least."""
+    product = plan.all(Product)[-1]
+    until = _until(draft, product) if plan.all(Reach) else None
+    axes = draft.products[product.sites[0]].reduce.axes
+    every = math.prod(f.size for a in axes for f in draft.times(a, draft.site(product.sites[0])))
+    return every if until is None else bounds(until)[0] or 0
 
 
 RULES = (skip_steps,)

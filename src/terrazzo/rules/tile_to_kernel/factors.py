@@ -104,13 +104,41 @@ class Factors:
 
     def weights(self, p: Product, t: IntExpr) -> dict[Node, k.Registers]:
         """The weights of step t, in the frame of the scores so far."""
-        found = framed(self.draft, p)
-        assert found is not None
-        (source,) = [c.reduce for c in self.draft.products.values() if c.reduce in reductions(found.score)]
-        scores, sums = self.fragments[source], self.fragments[self.draft.products[p.sites[0]].reduce]
-        rows, columns = sorted(scores.parts, key=lambda x: x.axis in self.steps.depth)
+        found = self.declare(p)
+        self.weigh(p, t)
+        self.move(p)
+        self.round(p)
+        return found
+
+    def declare(self, p: Product) -> dict[Node, k.Registers]:
+        """Registers for the weights of a step."""
+        scores, _ = self.scores(p)
+        return {self.begun.found.rounded: self.begun.declare(scores)}
+
+    @property
+    def begun(self) -> Frame:
+        """The frame of this tile's sums."""
         if self.frame is None:
             raise CompilerBug("a frame that was not begun")
+        return self.frame
+
+    def scores(self, p: Product) -> tuple[Fragment, l.Reduce]:
+        """Where the scores lie that become a product's weights, and what they are the sums of."""
+        (source,) = [c.reduce for c in self.draft.products.values() if c.reduce in reductions(self.begun.found.score)]
+        return self.fragments[source], source
+
+    def move(self, p: Product) -> None:
+        """What a product has summed comes to the frame of the last weights."""
+        self.begun.move(self.fragments[self.draft.products[p.sites[0]].reduce])
+
+    def round(self, p: Product) -> None:
+        """The last weights come to where a product takes them."""
+        self.begun.round(self.scores(p)[0])
+
+    def weigh(self, p: Product, t: IntExpr) -> None:
+        """The weights of step t in place of its scores, in the frame of the scores so far."""
+        scores, source = self.scores(p)
+        rows, columns = sorted(scores.parts, key=lambda x: x.axis in self.steps.depth)
         first = self.steps.firsts(t)
         env = {**self.scope.env, **first}
         env[rows.axis] = rows.base + value(rows.digits)
@@ -122,7 +150,7 @@ class Factors:
         inside = (*(substitute(e, env) for e in hidden.inside), *last)
         edges = (*beyond(rows, env[rows.axis]), *last)
         cut = self.cut(hidden, inside, t)
-        return {found.rounded: self.frame.step(self.copies, env, hidden.bare, cut, inside, edges, scores, sums)}
+        self.begun.weigh(self.copies, env, hidden.bare, cut, inside, edges, scores)
 
     def cut(self, hidden: Mask, inside: tuple[IntExpr, ...], t: IntExpr) -> IntExpr:
         """What is >= 0 in the steps that a mask may cut."""

@@ -50,8 +50,17 @@ class Frame:
         shape, kind = [d.size for d in held(rows)], found.top.dtype
         self.top = builder.registers("top", kind, shape, l.Literal(-math.inf, kind))
         self.total = builder.registers("total", kind, shape, l.Literal(0.0, kind))
+        self.weights: k.Registers | None = None
+        self.worth: k.Registers | None = None
 
-    def step(
+    def declare(self, scores: Fragment) -> k.Registers:
+        """Registers for the weights of a step, and for what the sums so far are worth in their frame."""
+        kind: Any = self.found.rounded
+        self.weights = self.builder.registers("w", kind.dtype, scores.place.type.static_shape)
+        self.worth = self.builder.registers("worth", self.found.top.dtype, self.top.type.static_shape)
+        return self.weights
+
+    def weigh(
         self,
         copies: Copies,
         env: dict[Any, Any],
@@ -60,27 +69,25 @@ class Frame:
         inside: tuple[IntExpr, ...],
         edges: tuple[IntExpr, ...],
         scores: Fragment,
-        sums: Fragment,
-    ) -> k.Registers:
-        """The weights of a step; sums are brought to the new frame. `env` says how to compute the term that scores are
-        where `inside` holds, which is tested in steps that `cut` says something of; `edges` hold where
-        there is a row and a column at all.
+    ) -> None:
+        """The weights of a step in place of its scores, in the frame of the scores so far. `env` says how to compute
+        the term that scores are where `inside` holds, which is tested in steps that `cut` says something of; `edges`
+        hold where there is a row and a column at all.
         """
         builder, found, kind = self.builder, self.found, self.found.top.dtype
-        place = scores.place
-        weights = builder.registers("w", found.rounded.dtype, place.type.static_shape)  # type: ignore[attr-defined]
+        place, moved = scores.place, self.worth
+        assert moved is not None
         row = tuple(d.value for d in held(self.rows))
         mine = {p.axis: p.digits for p in scores.parts}
         at = scores.index(mine)
         columns = [(d.variable, True) for d in held(self.columns)]
         nothing = l.Literal(-math.inf, kind)
 
-        def score(new: k.Registers) -> None:
-            """The score in place of the product, and the frame with it."""
+        def score() -> None:
+            """The score in place of the product."""
             x = copies.computed(term, dict(env), edges)
-            builder.add(l.Store(place, at, x))
-            if not inside:
-                highest(new)
+            if x is not l.Load(place, at):
+                builder.add(l.Store(place, at, x))
 
         def hide() -> None:
             """What the mask hides, or lies beyond the last column, weighs nothing."""
@@ -93,26 +100,44 @@ class Frame:
             builder.add(l.Store(new, (), l.apply("max", l.Load(new, ()), l.Load(place, at))))
 
         def weight(base: Node) -> None:
-            e = builder.let(found.of(l.apply("sub", l.Load(place, at), base)))
+            e = builder.let(found.above(l.Load(place, at), base))
             builder.add(l.Store(self.total, row, l.apply("add", l.Load(self.total, row), e)))
-            builder.add(l.Store(weights, at, substitute(found.rounded, {found.weight: e})))
+            builder.add(l.Store(place, at, e))
 
         def one() -> None:
             new = builder.registers("new", kind, ())
             builder.add(l.Store(new, (), l.Load(self.top, row)))
-            builder.loops(columns, partial(score, new))
-            if inside:
-                builder.where([cut], lambda: builder.loops(columns, hide))
-                builder.loops(columns, partial(highest, new))
+            builder.loops(columns, partial(highest, new))
             self.meet(new, "max")
             base, worth = self.moved(l.Load(self.top, row), l.Load(new, ()))
             builder.add(l.Store(self.top, row, l.Load(new, ())))
             self.bring(self.total, row, worth)
-            builder.loops(columns, partial(weight, base))
-            self.bring_sums(sums, row, worth)
+            less = builder.let(found.base(base)) if found.early else base
+            builder.loops(columns, partial(weight, less))
+            builder.add(l.Store(moved, row, worth))
 
-        builder.loops([(d.variable, True) for d in held(self.rows)], one)
-        return weights
+        rows = [(d.variable, True) for d in held(self.rows)]
+        if computed := builder.inside(score):
+            builder.loops([*rows, *columns], lambda: builder.add(*computed))
+        if inside:
+            builder.where([cut], lambda: builder.loops([*rows, *columns], hide))
+        builder.loops(rows, one)
+
+    def move(self, sums: Fragment) -> None:
+        """What the product has summed comes to the frame of the last weights."""
+        row, worth = tuple(d.value for d in held(self.rows)), self.worth
+        assert worth is not None
+        rows = [(d.variable, True) for d in held(self.rows)]
+        self.builder.loops(rows, lambda: self.bring_sums(sums, row, l.Load(worth, row)))
+
+    def round(self, scores: Fragment) -> None:
+        """The last weights, which lie in place of their scores, as the product takes them."""
+        found, place, weights = self.found, scores.place, self.weights
+        assert weights is not None
+        at = scores.index({p.axis: p.digits for p in scores.parts})
+        given = substitute(found.rounded, {found.weight: l.Load(place, at)})
+        loops = [(d.variable, True) for d in (*held(self.rows), *held(self.columns))]
+        self.builder.loops(loops, lambda: self.builder.add(l.Store(weights, at, given)))
 
     def moved(self, old: Node, new: Node) -> tuple[Node, Node]:
         """What to subtract in a new frame, and what sums of the old one are worth in it. Where there is no score yet,

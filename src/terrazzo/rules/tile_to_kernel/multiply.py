@@ -16,7 +16,7 @@ from terrazzo.ir.address import coefficient, flatten, unflatten
 from terrazzo.ir.contraction import Contraction, operand
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import IntExpr
+from terrazzo.ir.expr import IntExpr, at_least
 from terrazzo.ir.layout import Layout
 from terrazzo.ir.node import Node, substitute
 from terrazzo.ir.types import u32
@@ -280,7 +280,7 @@ class Multiply:
                 if number >= len(c.terms):
                     continue
                 a, b = group.terms(c)[number]
-                fresh = -1 if number else -first
+                fresh = -1 if number or at_least(first - 1, 0) else -first
                 regs = [d for p in fragment.parts for d in p.digits if d.level == "reg"]
                 own = tuple(d.value for d in regs)
                 right, at_b = self._operand(group, operand(b), axis, depth)

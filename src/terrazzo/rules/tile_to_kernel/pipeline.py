@@ -124,11 +124,23 @@ class Pipeline:
         held = [r for r in self.rings if not r.over]
         for ring in held:
             self.wait(ring, 0)
+        if any(p.early for p in self.plan.all(Product)):
+            self.overlapped()
+        else:
+            self.in_order({r.name for r in held})
+        for ring in held:
+            self.free(ring, 0)
+        self.pass_turn()
+        self.factors.finish()
+        self.meet(self.plan.all(Product)[-1])
+
+    def in_order(self, held: set[str]) -> None:
+        """Step by step, one product after the other."""
         t = self.step_variable()
         late = [r for r in self.rings if r.late]
 
         def body() -> None:
-            waited = {r.name for r in held}
+            waited = set(held)
             todo = list(self.plan.all(Product))
             while todo:
                 p = todo.pop(0)
@@ -153,11 +165,59 @@ class Pipeline:
             self.builder.add(k.WaitGroups(0, "wgmma"))
         for ring in late:
             self.free(ring, self.steps.count - 1)
-        for ring in held:
-            self.free(ring, 0)
-        self.pass_turn()
-        self.factors.finish()
-        self.meet(self.plan.all(Product)[-1])
+
+    def overlapped(self) -> None:
+        """The scores of the next step are begun before this step's weights are multiplied, which goes on while the next
+        weights are found. Two groups of products are open then: the older one, the scores, is waited for first.
+
+        The second product's next slab is waited for before its last group is: ptxas moves arithmetic past the wait for
+        a group, and none past the loop that a wait for a slab is, so the weights are found while products are open.
+        """
+        first, second = self.plan.all(Product)
+        self.declare(first)
+        weights = self.factors.declare(second)
+
+        def begin(t: IntExpr) -> None:
+            self.fetch(first, t)
+            self.product(first, t, {})
+
+        def weigh(t: IntExpr, left: int) -> None:
+            self.end(first, t, left)
+            self.factors.weigh(second, t)
+            self.fetch(second, t)
+
+        begin(0)
+        weigh(0, 0)
+        self.factors.round(second)
+        t = self.bindings.loop_variable("t", self.visited - 1)
+
+        def body() -> None:
+            begin(t + 1)
+            self.product(second, t, weights)
+            weigh(t + 1, 1)
+            self.end(second, t, 0)
+            self.factors.move(second)
+            self.factors.round(second)
+
+        if t.extent != 0:
+            self.builder.loops([(t, False)], body)
+        self.product(second, self.visited - 1, weights)
+        self.end(second, self.visited - 1, 0)
+
+    def fetch(self, p: Product, t: IntExpr) -> None:
+        """Wait until the slabs of a product's step t are there."""
+        for ring in self.moving(p):
+            self.wait(ring, t)
+
+    def end(self, p: Product, t: IntExpr, left: int) -> None:
+        """Wait until a product's step t is done, `left` groups may be open, and free its slots."""
+        self.settle(p, left)
+        for ring in self.moving(p):
+            self.free(ring, t)
+
+    def moving(self, p: Product) -> list[Ring]:
+        """The rings of a product whose slots change with the steps."""
+        return [ring for name in p.rings if (ring := self.plan.named(name)).over]
 
     def take_turn(self) -> None:
         """Wait until the team before has multiplied. The first team begins."""
@@ -386,7 +446,8 @@ class Pipeline:
             extra = [instruction.d.elements] if instruction else []
             dtype = reduce.dtype
             own = isinstance(instruction, WarpgroupInstruction)  # which begins with its first product
-            framed = any(f.product == name for f in self.plan.all(FrameLine))  # which is multiplied before it
+            framed = any(f.product == name for f in self.plan.all(FrameLine))  # which is multiplied before it, or after
+            framed = framed and not any(x.early for x in self.plan.all(Product))
             init = l.Literal(zero(dtype), dtype) if framed or p.promote or not own else None
             place = self.builder.registers("acc", dtype, [*shape, *extra], init)
             self.fragments[reduce] = Fragment(place, parts, instruction)
@@ -400,7 +461,7 @@ class Pipeline:
         self, p: Product, t: IntExpr, values: dict[Node, k.Registers], slots: dict[str, IntExpr] | None = None
     ) -> None:
         """The products of step t on their instruction."""
-        if not self.outermost(p):
+        if not self.outermost(p) and not p.early:
             self.declare(p)
         sites = tuple(self.draft.products[x] for x in p.sites)
         site = self.draft.site(p.sites[0])
