@@ -51,7 +51,7 @@ class Options:
     schedules    schedules (text of Tile IR) that take the place of chosen ones, by the kernel's name.
     fp32         how products in float32 are computed on a GPU: "exact" on CUDA cores; where that is faster, "split" by
                  six products of bfloat16, as exactly as float32; "tf32" by three, more exactly than tf32; "bf16" by
-                 one. "auto" obeys torch.set_float32_matmul_precision: "highest" is "exact", "high" "tf32", "medium"
+                 one. "auto" obeys torch.set_float32_matmul_precision: "highest" is "split", "high" "tf32", "medium"
                  "bf16".
     spills       accept kernels that spill registers to memory; otherwise another schedule is tried first.
     strict       under torch.compile a compiler bug is an error; otherwise it is a warning, and PyTorch runs the graph.

@@ -51,8 +51,10 @@ from terrazzo.targets import target
 from terrazzo.targets.cuda.check import check
 
 Run = Callable[[Any, Log, Options, Lost], Any]
-PARTS = {"split": 3, "tf32": 2, "bf16": 1}
-"""As how many parts in bfloat16 numbers in float32 are multiplied, by the option `fp32`."""
+PARTS = {"auto": 3, "split": 3, "tf32": 2, "bf16": 1}
+"""As how many parts in bfloat16 numbers in float32 are multiplied, by the option `fp32`. Where nobody looks at the switch
+of PyTorch, "auto" is its "highest".
+"""
 
 
 def _texts(options: Options) -> Callable[[Any], str] | None:
@@ -91,7 +93,7 @@ PASSES = (
          lambda p, log, o, lost: relax(p, log)),
     Pass("online", "loop", "loop", "softmax between two products becomes part of the second, where that has a schedule",
          lambda p, log, o, lost: online(p, log, lambda x: chains.refusal(x, machine(o), lost)) if o.fuse else p),
-    Pass("parts", "loop", "loop", "products in float32 become products of bfloat16, where that is asked for and faster",
+    Pass("parts", "loop", "loop", "products in float32 become products of bfloat16, where that is allowed and faster",
          lambda p, log, o, lost: in_parts(p, log, o, lost)),
     Pass("schedule", "loop", "tile",
          "every kernel gets a schedule: the user's, or the best by the model of the machine",

@@ -34,7 +34,10 @@ def test_a_case_moves_the_bytes_it_says(suite: str, monkeypatch: pytest.MonkeyPa
         assert exact(*given).dtype == torch.float64
 
 
-@pytest.mark.parametrize(("way", "least"), [("exact", 1000 / 67), ("split", 6 * 1000 / 989), ("bf16", 1000 / 989)])
+@pytest.mark.parametrize(
+    ("way", "least"),
+    [("exact", 1000 / 67), ("split", 6 * 1000 / 989), ("auto", 6 * 1000 / 989), ("bf16", 1000 / 989)],
+)
 def test_the_roof_is_that_of_the_way_to_multiply(way: str, least: float) -> None:
     case = gpu_suites.Case("a", "f32", lambda: pytest.fail("is not made"), 0, 1e12)
     options = Options(target="sm_90a", fp32=way)

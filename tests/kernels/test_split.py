@@ -356,3 +356,45 @@ def test_what_stays_on_cuda_cores_says_why(shape: tuple[int, int, int], target: 
     done = lowering(program, Options(target=target, fp32="split", libraries="never"))
     (told,) = [e.reason for e in done.log.events if e.pass_name == "parts"]
     assert re.fullmatch(reason, told) and "bf16" not in str(done.loop.steps)
+
+
+SCALED = text(256, 128, 192, blocks=1).replace(
+    "add(add(mul(f32(x3[a0, r0]), f32(w1[a1, r0])), mul(f32(x2[a0, r0]), f32(w2[a1, r0]))), "
+    "mul(f32(x1[a0, r0]), f32(w3[a1, r0])))",
+    "mul(add(add(mul(f32(x3[a0, r0]), f32(w1[a1, r0])), mul(f32(x2[a0, r0]), f32(w2[a1, r0]))), "
+    "mul(f32(x1[a0, r0]), f32(w3[a1, r0]))), f32(0.25))",
+)
+
+
+def test_products_that_are_scaled_are_added_up_by_themselves() -> None:
+    """In one set of registers: three products, which CUDA cores add, scaled; then three more."""
+    assert "0.25" in SCALED
+    right(SCALED)
+    steps = str(derived(SCALED))
+    assert re.findall(r"fresh|mul\(part\d\[e\d+\], f32\(0.25\)\)", steps)[:2] == ["fresh", "mul(part0[e9], f32(0.25))"]
+    assert len(set(re.findall(r"part\d = registers", steps))) == 2  # one for each team
+    assert steps.count("fresh") == 4
+
+
+def test_what_is_scaled_is_promoted() -> None:
+    with pytest.raises(Limitation, match=r"acc0: sums that are scaled are promoted, and its loop does not say promote"):
+        derived(SCALED.replace(", promote=True", ""))
+
+
+def test_what_is_scaled_otherwise_shares_no_steps() -> None:
+    """Two sums over the same steps, of which one is scaled."""
+    both = text(128, 128, 128, ((2, 1), (1, 2)), blocks=1)
+    (summand,) = re.findall(r"acc0 <- sum\((.*)\)", both)
+    changes = {
+        summand: f"mul({summand}, f32(0.25))",
+        "y=f32[128, 128])": "y=f32[128, 128], z=f32[128, 128])",
+        "                y[a0": f"                    acc1 <- sum({summand})\n{' ' * 16}z[a0, a1] = acc1\n{' ' * 16}y[a0",
+        'site("acc0", on': 'site("acc0", "acc1", on',
+        'site("y")': 'site("y", "z")',
+        "(y,)": "(y, z)",
+    }
+    for old, new in changes.items():
+        assert old in both
+        both = both.replace(old, new)
+    with pytest.raises(Limitation, match=r"acc0: its sums are scaled otherwise than those beside them"):
+        derived(both)

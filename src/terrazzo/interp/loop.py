@@ -158,7 +158,7 @@ class _Evaluator:
             here[v] = points.reshape([1] * rank + [-1 if k == d else 1 for k in range(n)])
         inner = _Evaluator(self.memory, self.precise, rank + n, self.zero_divides)
         done: dict[Node, Any] = {}
-        factors = _factors(term.monoid, args)
+        factors, scales = _factors(term.monoid, args)
         values = [inner.value(a, here, done) for a in factors or args]
         shape = np.broadcast_shapes(*(np.shape(v) for v in values), (1,) * rank + tuple(sizes))
         full = [np.broadcast_to(v, shape) for v in values]
@@ -167,6 +167,7 @@ class _Evaluator:
             return monoid.reduce(term.monoid, full, along, dtypes)
         sums = [monoid.sum_of_products(a, b, along) for a, b in zip(full[::2], full[1::2], strict=True)]
         with np.errstate(all="ignore"):
+            sums = [s if scale == 1 else s * s.dtype.type(scale) for s, scale in zip(sums, scales, strict=True)]
             return (sum(sums[1:], start=sums[0]),)
 
     def _scan(self, term: l.Scan, env: Mapping[Expr, Any]) -> Any:
@@ -213,12 +214,14 @@ def _window(view: l.View, array: Any) -> Any:
     return memory[strided(places[view.offset :], view.shape, view.strides)]
 
 
-def _factors(m: Monoid, args: Sequence[Any]) -> list[Any]:
-    """The factors of sums of products of floats, whose products need not be written out: pair after pair."""
+def _factors(m: Monoid, args: Sequence[Any]) -> tuple[list[Any], list[float]]:
+    """The factors of sums of products of floats, whose products need not be written out, pair after pair; and what each
+    product is scaled by.
+    """
     products = list(summands(args[0])) if m.name == "sum" and args[0].dtype in (f32, f64) else []
-    if not all(isinstance(x, l.Apply) and x.fn.name == "mul" for x in products):
-        return []
-    return [factor for x in products for factor in x.args]  # type: ignore[attr-defined]
+    if not all(isinstance(x, l.Apply) and x.fn.name == "mul" for x, _ in products):
+        return [], []
+    return [f for x, _ in products for f in x.args], [scale for _, scale in products]  # type: ignore[attr-defined]
 
 
 def _int(extent: Any) -> int:

@@ -6,23 +6,25 @@ is never asked.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from terrazzo.ir.dialects.loop import Apply, Reduce, Scan
+from terrazzo.ir.dialects.loop import Apply, Literal, Reduce, Scan
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.node import Node, topological
 
 
 @dataclass(frozen=True)
 class Contraction:
-    """sum over `reduce.axes` of the products of `terms`, in this order. Of several, the first factors know the same
-    axes, and so do the second ones.
+    """sum over `reduce.axes` of the products of `terms`, in this order, each times the number of the same place in
+    `scales`. Of several, the first factors know the same axes, and so do the second ones.
     """
 
     reduce: Reduce
     terms: tuple[tuple[Node, Node], ...]
+    scales: tuple[float, ...]
 
     @property
     def factors(self) -> tuple[Node, Node]:
@@ -33,6 +35,11 @@ class Contraction:
     def operands(self) -> tuple[Node, ...]:
         """What lies in memory, each once."""
         return tuple(dict.fromkeys(operand(f) for pair in self.terms for f in pair))
+
+    def scaled(self, scale: float) -> Contraction:
+        """That of the terms which are scaled so."""
+        found = tuple((t, s) for t, s in zip(self.terms, self.scales, strict=True) if s == scale)
+        return Contraction(self.reduce, tuple(t for t, _ in found), tuple(s for _, s in found))
 
 
 def contraction(reduce: Reduce) -> Contraction | None:
@@ -47,7 +54,8 @@ def nested_contraction(reduce: Reduce) -> Contraction | None:
     """The same, where the factors of a single term may hold reductions themselves: products of products."""
     if reduce.monoid.name != "sum":
         return None
-    pairs = [x.args if isinstance(x, Apply) and x.fn.name == "mul" else () for x in summands(reduce.args[0])]
+    found = list(summands(reduce.args[0]))
+    pairs = [x.args if isinstance(x, Apply) and x.fn.name == "mul" else () for x, _ in found]
     if not all(pairs):
         return None
     a, b = pairs[0]
@@ -59,18 +67,29 @@ def nested_contraction(reduce: Reduce) -> Contraction | None:
     alike = [(x, y) if (x.free, y.free) == (a.free, b.free) else (y, x) for x, y in pairs]
     if any((x.free, y.free) != (a.free, b.free) for x, y in alike):
         return None
-    return Contraction(reduce, tuple(alike))
+    return Contraction(reduce, tuple(alike), tuple(scale for _, scale in found))
 
 
-def summands(x: Node) -> Iterator[Node]:
-    """What is added up, from the left."""
-    todo = [x]
+def summands(x: Node) -> Iterator[tuple[Node, float]]:
+    """What is added up, from the left, and by what power of two each is scaled: which changes no digit of a sum."""
+    todo = [(x, 1.0)]
     while todo:
-        x = todo.pop()
+        x, scale = todo.pop()
         if isinstance(x, Apply) and x.fn.name == "add":
-            todo += x.args[::-1]
+            todo += [(y, scale) for y in x.args[::-1]]
+        elif isinstance(x, Apply) and x.fn.name == "mul" and _is_scale(x.args[1]) and _adds(x.args[0]):
+            todo.append((x.args[0], scale * x.args[1].value))  # type: ignore[attr-defined]
         else:
-            yield x
+            yield x, scale
+
+
+def _is_scale(x: Node) -> bool:
+    """Whether a term is a power of two, and positive."""
+    return isinstance(x, Literal) and isinstance(x.value, float) and x.value > 0 and math.frexp(x.value)[0] == 0.5
+
+
+def _adds(x: Node) -> bool:
+    return isinstance(x, Apply) and x.fn.name == "add"
 
 
 def operand(factor: Node) -> Node:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-WAYS = {"highest": "exact", "high": "tf32", "medium": "bf16"}
+WAYS = {"highest": "split", "high": "tf32", "medium": "bf16"}
 """What the option `fp32` is for each setting of `torch.set_float32_matmul_precision`."""
 
 
@@ -16,7 +16,7 @@ def asked() -> str:
     try:
         return WAYS[torch.get_float32_matmul_precision()]
     except RuntimeError:  # only the newer switch was used
-        return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "exact"
+        return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else WAYS["highest"]
 
 
 class Switched:

@@ -1,12 +1,14 @@
 """Products in float32 as sums of products of bfloat16, for tensor cores (ADR 009).
 
-A float32 has 24 significant bits, and a bfloat16 has 8 with the same range of exponents. So x = x1 + x2 + x3, each what
-is left cut to 8 bits, and of the nine products of x and w the six whose ranks add to at most four leave out less than
-float32 rounds away:
+A float32 has 24 significant bits, and a bfloat16 has 8 with the same range of exponents. So x = x1 + x2/s + x3/s^2 with
+s = 2^6, each what is left cut to 8 bits, and of the nine products of x and w the six whose ranks add to at most four
+leave out less than float32 rounds away:
 
-    x w  ~  x3 w1 + x2 w2 + x1 w3  +  x2 w1 + x1 w2  +  x1 w1
+    x w  ~  (x3 w1 + x2 w2 + x1 w3) / s^2  +  (x2 w1 + x1 w2) / s  +  x1 w1
 
 They are written, and added, the small ones first. Two parts and three products are closer than tf32, one is bfloat16.
+Scaled, the later parts of small numbers are no smaller than a bfloat16 may be: all of x is there from 2^-122 on, and
+from 2^-145 on a part. Sums of theirs are still smaller than those of x1 w1, so they overflow no earlier.
 
 What is no ordinary number keeps its meaning. All parts have the sign of the number, so products that overflow do so on
 the same side; cut towards zero, none becomes infinite (but the second of two is rounded, so numbers 2^-16 below the
@@ -32,6 +34,8 @@ from terrazzo.rewrite.rule import Event, Log
 
 PASS = "parts"
 RULE = "into_parts"
+SCALE = 2.0**6
+"""By how much a part is scaled up, and the next one once more: what is left of a number is 2^-7 of it at most."""
 SMALLEST = 2.0**-133
 """The smallest bfloat16 above 0."""
 ALIGNED = 8
@@ -47,7 +51,9 @@ def pairs(count: int) -> list[tuple[int, int]]:
 
 
 def parts(x: Node, count: int) -> list[Node]:
-    """A term in float32 as so many terms in bfloat16 that add up to it, and have its sign."""
+    """A term in float32 as so many terms in bfloat16 that add up to it, each but the first times `SCALE` once more than
+    the one before, and have its sign.
+    """
     if count == 1:
         return [apply("bf16", x)]
     size = apply("abs", x)
@@ -55,11 +61,27 @@ def parts(x: Node, count: int) -> list[Node]:
     some = apply("copysign", apply("max", size, _number(SMALLEST)), x)
     first = _cut(apply("where", apply("eq", x, _number(0.0)), x, some))
     found: list[Node] = [apply("where", finite, first, apply("bf16", apply("sign", x)))]
-    left = apply("sub", x, apply("f32", found[0]))
+    left = _left(x, found[0])
     for _ in range(count - 2):
         found.append(apply("where", finite, _cut(left), l.Literal(0.0, bf16)))
-        left = apply("sub", left, apply("f32", found[-1]))
+        left = _left(left, found[-1])
     return [*found, apply("bf16", left)]
+
+
+def _left(x: Node, part: Node) -> Node:
+    """What a part leaves of a number, scaled."""
+    return apply("mul", apply("sub", x, apply("f32", part)), _number(SCALE))
+
+
+def total(products: Sequence[Node], count: int) -> Node:
+    """The sum of the products of `pairs`: those of one rank are added up and scaled together."""
+    left = list(products)
+    sums = []
+    for rank in reversed(range(count)):
+        mine = [left.pop(0) for _ in range(rank + 1)]
+        one = reduce(partial(apply, "add"), mine)
+        sums.append(apply("mul", one, _number(SCALE**-rank)) if rank else one)
+    return reduce(partial(apply, "add"), sums)
 
 
 def _cut(x: Node) -> Node:
@@ -120,21 +142,23 @@ def into_parts(program: l.Program, log: Log, count: int, refusal: Refusal) -> l.
                     v16 = where(v1, v13, v15)
                     v17 = f32(v16)
                     v18 = sub(in0, v17)
-                    v19 = bf16(v18)
-                    v20 = f32(v19)
-                    v21 = abs(v20)
-                    v22 = abs(v18)
-                    v23 = gt(v21, v22)
-                    v24 = mul(v18, f32(0.99609375))
-                    v25 = bf16(v24)
-                    v26 = where(v23, v25, v19)
-                    v27 = where(v1, v26, bf16(0.0))
-                    v28 = f32(v27)
-                    v29 = sub(v18, v28)
-                    v30 = bf16(v29)
+                    v19 = mul(v18, f32(64.0))
+                    v20 = bf16(v19)
+                    v21 = f32(v20)
+                    v22 = abs(v21)
+                    v23 = abs(v19)
+                    v24 = gt(v22, v23)
+                    v25 = mul(v19, f32(0.99609375))
+                    v26 = bf16(v25)
+                    v27 = where(v24, v26, v20)
+                    v28 = where(v1, v27, bf16(0.0))
+                    v29 = f32(v28)
+                    v30 = sub(v19, v29)
+                    v31 = mul(v30, f32(64.0))
+                    v32 = bf16(v31)
                     x_1[a0, a1] = v16
-                    x_2[a0, a1] = v27
-                    x_3[a0, a1] = v30
+                    x_2[a0, a1] = v28
+                    x_3[a0, a1] = v32
         with kernel('y', y=f32[4, 4]):
             for a0 in free(4):
                 for a1 in free(4):
@@ -156,13 +180,15 @@ def into_parts(program: l.Program, log: Log, count: int, refusal: Refusal) -> l.
                         v8 = f32(in5)
                         v9 = mul(v7, v8)
                         v10 = add(v6, v9)
-                        v11 = mul(v3, v1)
-                        v12 = add(v10, v11)
+                        v11 = mul(v10, f32(0.000244140625))
+                        v12 = mul(v3, v1)
                         v13 = mul(v7, v4)
                         v14 = add(v12, v13)
-                        v15 = mul(v7, v1)
-                        v16 = add(v14, v15)
-                        acc0 <- sum(v16)
+                        v15 = mul(v14, f32(0.015625))
+                        v16 = add(v11, v15)
+                        v17 = mul(v7, v1)
+                        v18 = add(v16, v17)
+                        acc0 <- sum(v18)
                     y[a0, a1] = acc0
         return (y,)
     """
@@ -304,7 +330,7 @@ class _Parts:
             own: dict[Any, Any] = dict(zip(c.reduce.axes, axes, strict=True))
             a, b = ([substitute(p, own) for p in self.loads(x, c, kernel)] for x in c.factors)
             terms = [apply("mul", apply("f32", a[i]), apply("f32", b[j])) for i, j in pairs(self.count)]
-            new[c.reduce] = l.Reduce.make(c.reduce.monoid, axes, (reduce(partial(apply, "add"), terms),))
+            new[c.reduce] = l.Reduce.make(c.reduce.monoid, axes, (total(terms, self.count),))
         stores = tuple(substitute(s, new) for s in kernel.stores)
         return l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
 

@@ -33,11 +33,11 @@ def refusal(before: Sequence[l.Kernel], after: Sequence[l.Kernel], gpu: Gpu, los
     depth = math.prod(a.extent for a in forms[0].axes)
     if depth < DEPTH and any(len(c.terms) > 3 for c in forms[0].sites):
         return f"it sums {depth} products, and CUDA cores are as exact where there are fewer than {DEPTH}"
-    plan, why = _built(forms, gpu, lost)
-    if plan is None:
+    time, why = _built(forms, gpu, lost)
+    if why:
         return why
     old = expected(before, gpu)
-    new = plan.time + expected(after[:-1], gpu)
+    new = time + expected(after[:-1], gpu)
     return "" if new < old else f"{new / 1000:.1f} us with parts made, {old / 1000:.1f} us as it is, by the model"
 
 
@@ -50,16 +50,19 @@ def _forms(kernel: l.Kernel) -> Iterator[Product]:
                 yield again
 
 
-def _built(forms: Sequence[Product], gpu: Gpu, lost: Callable[[k.Kernel], str]) -> tuple[warpgroups.Plan | None, str]:
-    """The best plan on warpgroups of which a kernel can be derived that was not lost, or why there is none."""
+def _built(forms: Sequence[Product], gpu: Gpu, lost: Callable[[k.Kernel], str]) -> tuple[float, str]:
+    """What the best plan on warpgroups takes, in one piece or in several, where a kernel can be derived that was not
+    lost; or why there is none.
+    """
     why = "no tile of it is filled by half"
     for p in forms:
-        for plan in [x for x in warpgroups.plans(p, gpu) if x.pieces == 1][: tiles.MOST]:
+        plans = warpgroups.plans(p, gpu)
+        for plan in [x for x in plans if x.pieces == 1][: tiles.MOST]:
             try:
                 derived = lower(p.kernel, warpgroups.schedule(p, plan, gpu), gpu)
             except (UserError, Limitation) as refused:
                 why = str(refused).splitlines()[0]
                 continue
             if not (why := lost(derived)):
-                return plan, ""
-    return None, why
+                return min(x.time for x in plans if x is plan or x.pieces > 1), ""
+    return math.inf, why

@@ -33,8 +33,8 @@ SLOTS = 8
 RESULTS = 2
 """Subtiles of results on their way."""
 PROMOTION = 100.0
-"""Nanoseconds for waiting for a step's products and adding them up, where no other warpgroup multiplies meanwhile. Not
-measured: 64 additions, and the time until products begin again.
+"""Nanoseconds for waiting for those of a step's products that are scaled alike and adding them up, where no other
+warpgroup multiplies meanwhile. Not measured: 64 additions, and the time until products begin again.
 """
 REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
 """Of a thread that loads and of one that multiplies, by the number of warpgroups that multiply."""
@@ -243,7 +243,7 @@ def _time(p: Product, tile: Tile, pieces: int, gpu: Gpu) -> float:
         results=4 if pieces > 1 else p.kernel.stores[0].buffer.type.dtype.size,
         rate=has.gathered if pieces == 1 and gathers(p, tile) else has.direct,
         least=2 * batch * (depth * read + p.m.extent * p.n.extent),
-        extra=PROMOTION if promotes(p) and tile.groups == 1 else 0.0,
+        extra=PROMOTION * len(set(p.sites[0].scales)) if promotes(p) and tile.groups == 1 else 0.0,
     )  # fmt: skip
     time = lasts(work, gpu)
     if pieces > 1:

@@ -78,11 +78,15 @@ def place(draft: Draft, name: str) -> tuple[list[str], Matrix | None, Any, Any, 
 def promoted(draft: Draft, together: list[str]) -> bool:
     """Whether the schedule has the sums of every step added up on CUDA cores."""
     c, site = draft.products[together[0]], draft.site(together[0])
+    scales = {draft.products[x].scales for x in together}
     asked = [draft.option(f, "promote", False) for a in c.reduce.axes for f in draft.times(a, site)]
     if strange := [x for x in asked if not isinstance(x, bool)]:
         raise draft.fail(f"promote is True or False, not {strange[0]}")
+    scaled = any(s != 1 for x in scales for s in x)
     if True not in asked:
+        need(not scaled, f"{together[0]}: sums that are scaled are promoted, and its loop does not say promote=True")
         return False
+    need(not scaled or len(scales) == 1, f"{together[0]}: its sums are scaled otherwise than those beside them")
     need(draft.instruction(site) is not None, f"{together[0]}: sums on CUDA cores need no promotion")
     need(len(together) == len(draft.products), f"{together[0]}: sums of a chain of products are not promoted")
     return True

@@ -149,8 +149,7 @@ class Pipeline:
                     if name not in waited:
                         self.wait(self.plan.named(name), t)
                         waited.add(name)
-                self.product(p, t, values)
-                self.settle(p, 1 if late else 0)
+                self.products(p, t, values, left=1 if late else 0)
                 for name in p.rings:
                     ring = self.plan.named(name)
                     if ring.over and not any(name in q.rings for q in todo):
@@ -179,7 +178,7 @@ class Pipeline:
 
         def begin(t: IntExpr) -> None:
             self.fetch(first, t)
-            self.product(first, t, {})
+            self.product(first, t, {}, None, 1.0)
 
         def weigh(t: IntExpr, left: int) -> None:
             self.end(first, t, left)
@@ -193,7 +192,7 @@ class Pipeline:
 
         def body() -> None:
             begin(t + 1)
-            self.product(second, t, weights)
+            self.product(second, t, weights, None, 1.0)
             weigh(t + 1, 1)
             self.end(second, t, 0)
             self.factors.move(second)
@@ -201,7 +200,7 @@ class Pipeline:
 
         if t.extent != 0:
             self.builder.loops([(t, False)], body)
-        self.product(second, self.visited - 1, weights)
+        self.product(second, self.visited - 1, weights, None, 1.0)
         self.end(second, self.visited - 1, 0)
 
     def fetch(self, p: Product, t: IntExpr) -> None:
@@ -418,8 +417,7 @@ class Pipeline:
     def every_product(self, t: IntExpr, slots: dict[str, IntExpr], late: bool = False) -> None:
         """The products of step t, one after the other."""
         for p in self.plan.all(Product):
-            self.product(p, t, self.factors.values(p, t), slots)
-            self.settle(p, int(late))
+            self.products(p, t, self.factors.values(p, t), slots, int(late))
             self.promotion.add()
 
     def finish(self, ring: Ring) -> None:
@@ -457,19 +455,41 @@ class Pipeline:
             halves = 1 if math.prod(d.size for d in inner if d.level == "reg") % 2 else 2
             self.turns = self.builder.registers("turn", u32, [halves, *down, instruction.a.registers])
 
-    def product(
-        self, p: Product, t: IntExpr, values: dict[Node, k.Registers], slots: dict[str, IntExpr] | None = None
+    def products(
+        self,
+        p: Product,
+        t: IntExpr,
+        values: dict[Node, k.Registers],
+        slots: dict[str, IntExpr] | None = None,
+        left: int = 0,
     ) -> None:
-        """The products of step t on their instruction."""
+        """The products of step t, until all but `left` groups of them are done. Those that are scaled alike are added
+        up before the others begin; the sums of the last ones are still to be promoted.
+        """
         if not self.outermost(p) and not p.early:
             self.declare(p)
+        first = self.draft.products[p.sites[0]]
+        *small, last = dict.fromkeys(first.scales) if p.promote else (1.0,)
+        for scale in small:
+            self.product(p, t, values, slots, scale)
+            self.settle(p, 0)
+            self.promotion.add()
+        self.product(p, t, values, slots, last)
+        self.settle(p, left)
+
+    def product(
+        self, p: Product, t: IntExpr, values: dict[Node, k.Registers], slots: dict[str, IntExpr] | None, scale: float
+    ) -> None:
+        """The products of step t that are scaled so, on their instruction."""
         sites = tuple(self.draft.products[x] for x in p.sites)
+        scales = sites[0].scales
+        sites = tuple(c.scaled(scale) for c in sites) if p.promote else sites
         site = self.draft.site(p.sites[0])
         inner = {a: self.inner(a, site) for a in sites[0].reduce.axes}
         given = {r.name: (slots or {}).get(r.name, self.slot(r, t)[0]) for r in self.rings}
         m, n = (axis_called(self.draft, x) for x in (p.m, p.n))
         totals = tuple(self.fragments[c.reduce] for c in sites)
-        fragments = self.promotion.begin(totals) if p.promote else totals
+        fragments = self.promotion.begin(totals, scale, scale == scales[0]) if p.promote else totals
         slabs = {x: s for x, s in self.slabs.items() if any(x in c.operands for c in sites)}
         step = t if self.outermost(p) and not p.promote else 0
         depth = next((a for a in inner if self.draft.length(a, site) > 1), sites[0].reduce.axes[-1])

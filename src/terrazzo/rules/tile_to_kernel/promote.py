@@ -16,28 +16,42 @@ from terrazzo.rules.tile_to_kernel.multiply import Fragment
 
 
 class Promotion:
-    """The sums of one step after the other. Where none are begun, nothing is added."""
+    """The sums of one step after the other, or of those of its products that are scaled alike. Where none are begun,
+    nothing is added.
+    """
 
     def __init__(self, builder: Builder, bindings: Bindings) -> None:
         self.builder, self.bindings = builder, bindings
-        self.open: list[tuple[k.Registers, k.Registers]] = []  # the tile's sums, and this step's
+        self.open: list[tuple[k.Registers, k.Registers, float]] = []  # the tile's sums, this step's, and their scale
+        self.again: dict[k.Registers, k.Registers] = {}  # this step's, which may be overwritten
 
-    def begin(self, totals: tuple[Fragment, ...]) -> tuple[Fragment, ...]:
-        """Accumulators of a step, as those of the tile. A warpgroup's first product overwrites them."""
+    def begin(self, totals: tuple[Fragment, ...], scale: float, first: bool) -> tuple[Fragment, ...]:
+        """Accumulators of a step, or of some of its products, as those of the tile. A warpgroup's first product
+        overwrites them.
+        """
         found = []
+        if first:
+            self.again = {}
         for total in totals:
             kind = total.place.type
             own = isinstance(total.instruction, WarpgroupInstruction)
             init = None if own else l.Literal(zero(kind.dtype), kind.dtype)
-            place = self.builder.registers("part", kind.dtype, kind.static_shape, init)
-            self.open.append((total.place, place))
+            place = self.again.get(total.place)
+            if place is None:
+                place = self.builder.registers("part", kind.dtype, kind.static_shape, init)
+            if own:
+                self.again[total.place] = place
+            self.open.append((total.place, place, scale))
             found.append(Fragment(place, total.parts, total.instruction))
         return tuple(found)
 
     def add(self) -> None:
         """The sums of the step, which were waited for, become part of the tile's."""
-        for total, part in self.open:
+        for total, part, scale in self.open:
             at = tuple(self.bindings.loop_variable("e", n) for n in total.type.static_shape)
-            both = l.apply("add", l.Load(total, at), l.Load(part, at))
+            more: l.Term = l.Load(part, at)
+            if scale != 1:
+                more = l.apply("mul", more, l.Literal(scale, part.type.dtype))
+            both = l.apply("add", l.Load(total, at), more)
             self.builder.loops([(v, True) for v in at], partial(self.builder.add, l.Store(total, at, both)))
         self.open = []
