@@ -31,7 +31,8 @@ from terrazzo.reproduce import failing, reproducible
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules import torch_to_tensor
 from terrazzo.rules.loop.channels import channels_last
-from terrazzo.rules.loop.fuse import fuse
+from terrazzo.rules.loop.fuse import fuse, seen_through
+from terrazzo.rules.loop.gradients import gradients
 from terrazzo.rules.loop.layout import store_as_read
 from terrazzo.rules.loop.narrow import narrow
 from terrazzo.rules.loop.online import online
@@ -67,6 +68,12 @@ def _images(p: Any, log: Log, options: Options) -> Any:
     return channels_last(p, log) if gpu and gpu.warpgroups else p
 
 
+def _gradients(p: l.Program, log: Log, options: Options) -> l.Program:
+    """Gradients of softmaxes, found where views are seen through."""
+    rates = target(options.target).rates
+    return gradients(p, log, rates, lambda x, to: seen_through(x, to, rates, options.materialize))
+
+
 @dataclass(frozen=True)
 class Pass:
     """One step: what it is called, the IR it takes and gives, one line of why, and how it runs."""
@@ -83,6 +90,8 @@ PASSES = (
          lambda p, log, o, lost: to_tensor(p, torch_to_tensor.RULES, log, _texts(o), libraries(o))),
     Pass("tensor_to_loop", "tensor", "loop", "each primitive becomes a kernel that stores its term",
          lambda p, log, o, lost: lift(p, log=log)),
+    Pass("gradients", "loop", "loop", "the gradient of a softmax computes its weights again, and no sums of their rows",
+         lambda p, log, o, lost: _gradients(p, log, o) if o.fuse else p),
     Pass("fuse", "loop", "loop", "terms replace the buffers they were stored in, where that pays",
          lambda p, log, o, lost: fuse(p, log, target(o.target).rates, o.materialize, _texts(o)) if o.fuse else p),
     Pass("store_as_read", "loop", "loop", "buffers that are only read transposed, reshaped or converted are stored so",

@@ -18,6 +18,7 @@ from terrazzo.ir.expr import Expr
 from terrazzo.ir.node import substitute, topological
 from terrazzo.rewrite.rule import Choice, Event, Log, cheapest
 from terrazzo.rules.loop.cost import Rates, cost, on_matrix
+from terrazzo.rules.loop.definitions import in_order
 from terrazzo.rules.loop.inline import inline, unproved
 from terrazzo.rules.loop.order import Order
 from terrazzo.rules.loop.scale import is_scaled, scale_after, uncast
@@ -46,6 +47,13 @@ def fuse(
     work.inlines(work.scales)  # and constants leave it, before what they scale is tied to them
     work.inlines()
     work.merges()
+    return work.program()
+
+
+def seen_through(program: l.Program, log: Log, rates: Rates, materialize: Iterable[str] = ()) -> l.Program:
+    """`program` without views: their readers read what they are views of."""
+    work = _Fusion(program, log, rates, frozenset(materialize), None, cheapest)
+    work.views()
     return work.program()
 
 
@@ -349,28 +357,7 @@ class _Fusion:
     def program(self) -> l.Program:
         """The steps in an order in which each comes after what it reads; calls that must keep their order do."""
         steps: dict[int, Any] = {**self.kernels, **self.calls}
-        writer = {b: i for i, s in steps.items() for b in s.writes}
-        done: list[Any] = []
-        seen: set[int] = set()
-
-        def visit(root: int) -> None:
-            stack = [(root, False)]
-            while stack:
-                i, ready = stack.pop()
-                if ready:
-                    done.append(steps[i])
-                elif i not in seen:
-                    seen.add(i)
-                    stack.append((i, True))
-                    stack.extend(
-                        (writer[b], False) for b in reversed(steps[i].reads) if b in writer and writer[b] not in seen
-                    )
-
-        for i in sorted(i for i, c in self.calls.items() if c.order):
-            visit(i)
-        for i in sorted(steps):
-            visit(i)
-        return l.Program(self.source.name, self.source.inputs, tuple(done), self.source.results)
+        return in_order(self.source, [steps[i] for i in sorted(steps)])
 
 
 def _is_view(value: Any) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -26,7 +27,8 @@ from terrazzo.ir.expr import Var
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.types import DType
 from terrazzo.rewrite.rule import Event, Log
-from terrazzo.rules.loop.inline import inline, unproved
+from terrazzo.rules.loop.definitions import in_order
+from terrazzo.rules.loop.inline import axes_at, inline, unproved
 
 PASS = "online"
 LOG2E = math.log2(math.e)
@@ -45,7 +47,8 @@ def online(program: l.Program, log: Log, refusal: Refusal) -> l.Program:
         found = _between(steps, last)
         if not found:
             continue
-        made = softmax_into_product(reduce(inline, found, last))
+        whole = with_rows(found, last)
+        made = softmax_into_product(whole) if whole is not None else None
         if made is None:
             log.add(
                 Event(PASS, "softmax_into_product", last.name, False, "what lies between the products is no softmax")
@@ -64,7 +67,7 @@ def online(program: l.Program, log: Log, refusal: Refusal) -> l.Program:
         names = " and ".join(kernel.name for kernel in found[::-1])
         log.add(Event(PASS, "softmax_into_product", last.name, True, f"{names} became part of it"))
         log.applied(PASS, "softmax_into_product", last.name, [*found[::-1], last], [made])
-    return l.Program(program.name, program.inputs, tuple(steps.made.values()), program.results)
+    return in_order(program, steps.made.values())
 
 
 class _Steps:
@@ -80,11 +83,11 @@ class _Steps:
                 self.readers.setdefault(b, set()).add(s)
 
     def producer(self, load: Node, reader: l.Kernel) -> l.Kernel | None:
-        """The kernel that stores what a load reads, and nothing else, for `reader` alone."""
+        """The kernel that stores what a load reads, for `reader` alone, and besides it only something of its rows."""
         if not isinstance(load, l.Load) or load.buffer in self.outside or self.readers[load.buffer] != {reader}:
             return None
         writer = self.writers[load.buffer]
-        return writer if isinstance(writer, l.Kernel) and len(writer.stores) == 1 else None
+        return writer if isinstance(writer, l.Kernel) and split_stores(writer)[0].buffer is load.buffer else None
 
     def replace(self, gone: tuple[l.Kernel, ...], last: l.Kernel, made: l.Kernel) -> None:
         """One kernel in the place of the last of several."""
@@ -107,32 +110,75 @@ def _between(steps: _Steps, last: l.Kernel) -> tuple[l.Kernel, ...]:
             continue
         for factor in map(operand, c.factors):
             middle = steps.producer(factor, last)
-            weights = [middle.stores[0].value] if middle is not None else [factor]
+            weights = [split_stores(middle)[0].value] if middle is not None else [factor]
             if not any(isinstance(x, l.Reduce) for x in topological(weights)):
                 continue
             for x in dict.fromkeys(x for x in topological(weights) if isinstance(x, l.Load)):
                 first = steps.producer(x, middle or last)
-                if first is not None and any(
-                    isinstance(y, l.Reduce) and contraction(y) for y in topological([first.stores[0].value])
-                ):
+                if first is None or len(first.stores) > 1:
+                    continue
+                if any(isinstance(y, l.Reduce) and contraction(y) for y in topological([first.stores[0].value])):
                     return (middle, first) if middle is not None else (first,)
     return ()
 
 
+def split_stores(kernel: l.Kernel) -> tuple[l.Store, tuple[l.Store, ...]]:
+    """The first store at every point of a kernel, and those at every row, which do not know its last axis."""
+    deepest = max(len(s.free) for s in kernel.stores)
+    rows = tuple(s for s in kernel.stores if len(s.free) == deepest - 1)
+    return next(s for s in kernel.stores if len(s.free) == deepest), rows
+
+
+def with_rows(found: tuple[l.Kernel, ...], last: l.Kernel) -> l.Kernel | None:
+    """`last` with the terms of others for what they stored for it, and with what the first of them stores of every row
+    besides. None where its rows are not those of `last`.
+    """
+    whole = reduce(inline, found, last)
+    main, rows = split_stores(found[0])
+    loads = [x for x in topological(last.stores) if isinstance(x, l.Load) and x.buffer is main.buffer]
+    if len(found[0].stores) == 1:
+        return whole
+    if len(rows) + 1 < len(found[0].stores) or len(loads) > 1:
+        return None
+    beside = reduce(inline, found[1:], l.Kernel(found[0].name, found[0].axes, rows, found[0].source))
+    stores = [substitute(s, axes_at(main, loads[0].index)) for s in beside.stores]
+    walked = [[e for e in s.index if e in last.axes] for s in stores]
+    sizes = [[n for n in s.buffer.type.shape if n != 1] for s in stores]
+    if [[e.extent for e in row] for row in walked] != sizes or any(len({*row}) < len(row) for row in walked):
+        return None  # not every row, each once
+    return l.Kernel(whole.name, whole.axes, (*stores, *whole.stores), whole.source)
+
+
 def softmax_into_product(kernel: l.Kernel) -> l.Kernel | None:
     """`kernel` with its sum over weights times values framed: no weight is divided, the sum is. None where its weights
-    are no softmax.
+    are no softmax. What it stores of rows besides is made of the maximum and the sum that are known then.
     """
-    if any(s.buffer.type.dtype.size != 2 for s in kernel.stores):
+    rows = split_stores(kernel)[1]
+    if any(s.buffer.type.dtype.size != 2 for s in kernel.stores if s not in rows):
         return None  # weights of 16 bits are exact enough for results of 16 bits only
-    for r in topological([s.value for s in kernel.stores]):
+    for r in topological([s.value for s in kernel.stores if s not in rows]):
         if isinstance(r, l.Reduce) and r.monoid.name == "sum" and len(r.axes) == 1 and (new := _framed(r)) is not None:
-            stores = tuple(l.Store(s.buffer, s.index, substitute(s.value, {r: new})) for s in kernel.stores)
-            return l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
+            stores = tuple(substitute(s, new.again if s in rows else {r: new.value}) for s in kernel.stores)
+            if not any(_reductions(s.value, new.kept) for s in stores):
+                return l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
     return None
 
 
-def _framed(r: l.Reduce) -> Node | None:
+@dataclass(frozen=True)
+class _Framed:
+    """A sum whose weights are in a frame, what other reductions of the scores are in it, and those that are left."""
+
+    value: Any
+    again: dict[Any, Any]
+    kept: set[Any]
+
+
+def _reductions(x: Any, known: set[Any]) -> list[Any]:
+    """The reductions of a term, but for those that are known."""
+    return [y for y in topological([x], stop=known.__contains__) if isinstance(y, l.Reduce) and y not in known]
+
+
+def _framed(r: l.Reduce) -> _Framed | None:
     """sum(w * v), where w = exp(s - m) in places where only multiples of it are wanted."""
     (axis,), (product,) = l.open_binder(r)
     if not isinstance(product, l.Apply) or product.fn.name != "mul":
@@ -161,16 +207,17 @@ def _framed(r: l.Reduce) -> Node | None:
         rounded = _cast(_cast(e, kind), r.dtype)
         total: l.Reduce = l.Reduce.make(r.monoid, (axis,), (l.apply("mul", rounded, value),))
         new = rebuild(total)
-        nothing = l.apply("eq", m, l.Literal(-math.inf, s.dtype))
+        nothing: Any = l.apply("eq", m, l.Literal(-math.inf, s.dtype))
+        sums: l.Reduce = l.Reduce.make(r.monoid, (axis,), (e,))
         again = {
-            x: l.Reduce.make(x.monoid, (axis,), (e,)) if x.monoid.name == "sum" else nothing
+            x: sums if x.monoid.name == "sum" else nothing
             for x in topological([new], stop={total}.__contains__)
             if isinstance(x, l.Reduce) and x is not total and _known(x, axis, score, core)
         }
         new = substitute(new, again)
-        kept = {total, m, *(x for x in again.values() if isinstance(x, l.Reduce))}
-        if all(x in kept for x in topological([new], stop=kept.__contains__) if isinstance(x, l.Reduce)):
-            return new  # type: ignore[no-any-return]
+        if not _reductions(new, {total, m, sums}):
+            highest = l.apply("mul", m, l.Literal(1 / LOG2E, s.dtype)) if early else m
+            return _Framed(new, {**again, top: highest}, {total, m, sums})
     return None
 
 

@@ -64,7 +64,8 @@ def on_warpgroups(c: Chain, gpu: Gpu, gathered: bool, overlap: bool, longest_fir
     width, depth = c.columns.extent, c.depth.extent
     step = min(STEP if width <= 128 else STEP // 2, ceil(c.steps.extent, 16) * 16)
     inner, outer = (f"wgmma.m64n{n}k16.f32.{kind}" for n in (step, width))
-    if depth % 16 or inner not in OF_A_WARPGROUP or outer not in OF_A_WARPGROUP or len(c.kernel.stores) != 1:
+    wide = [s for s in c.kernel.stores if c.columns in s.free]
+    if depth % 16 or inner not in OF_A_WARPGROUP or outer not in OF_A_WARPGROUP or len(wide) != 1:
         return None
     groups = 2 if c.rows.extent > ROWS else 1
     name = axis_name(c.steps)
@@ -87,13 +88,14 @@ def on_warpgroups(c: Chain, gpu: Gpu, gathered: bool, overlap: bool, longest_fir
         ((called(v), _by_tma(width)),),
         outer,
     )
-    (store,) = c.kernel.stores
+    (store,) = wide
     part = min(width & -width, 64)
     last = _likewise(c)
     if gathered:
         times = Factor("time", width // part, (("ring", 2),)), Factor("block", part)
         through = Operand("smem", (("by", "tma"), ("swizzle", 2 * part)))
-        last = (Site((store.buffer.name,), ((c.columns.name, times),), ((store.buffer.name, through),)),)
+        out = Site((store.buffer.name,), ((c.columns.name, times),), ((store.buffer.name, through),))
+        last = tuple(out if s.names == out.names else s for s in last)
     lines = Tile(groups * ROWS, step).lines(c, longest_first, overlap=overlap)
     return Schedule(c.kernel.name, gpu.arch, tuple(lines), (), (("roles", (), roles),), (first, second, *last))
 

@@ -7,6 +7,7 @@ those in lanes meet by shuffles, those in warps through shared memory; every thr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -111,8 +112,11 @@ class Walker:
 
     def loop(self, s: n.Loop, scope: Scope) -> None:
         stores = _stores(s.body) if self.gathered and axis_name(s.axes[0]) in self.tiled else []
-        if any(x.buffer.name in self.gathered for x in stores):
-            return self.gather(s, scope)
+        gathered = [x for x in stores if x.buffer.name in self.gathered]
+        if gathered:
+            if others := [x for x in stores if x not in gathered]:  # such as those of rows
+                self.loop(_only(s, others), scope)
+            return self.gather(_only(s, gathered) if others else s, scope)
         digits = self.digits(s)
         if s.kind == "scan" and any(d.level not in LOOPED for d in digits[0]):
             raise UserError(f"{axis_name(s.axes[0])} is bound to blocks or threads, and a scan along it runs in order")
@@ -180,8 +184,6 @@ class Walker:
         for a in whole.axes:
             if axis_name(a) not in self.tiled:  # only the grid walks it
                 scope.env[a] = self.bindings.base(axis_name(a), None)
-        if any(x.buffer.name not in self.gathered for x in whole.stores):
-            raise Limitation(f"{self.kernel.name}: all results of a tile gather in shared memory, or none")
         for x in whole.stores:
             line = self.gathered[x.buffer.name]
             one = Gather(self.builder, self.bindings, self.compute)
@@ -408,3 +410,25 @@ def _used(body: Sequence[n.Statement]) -> set[Any]:
 def _stores(body: Sequence[n.Statement]) -> list[l.Store]:
     inside = [x for s in body if isinstance(s, n.Loop) for x in _stores(s.body)]
     return [*(s for s in body if isinstance(s, l.Store)), *inside]
+
+
+def _only(s: n.Loop, stores: Sequence[l.Store]) -> n.Loop:
+    """A loop with some of the stores in it, and what these need."""
+    needed = set(topological(stores))
+
+    def some(body: Sequence[n.Statement]) -> tuple[n.Statement, ...]:
+        found: list[n.Statement] = []
+        for x in body:
+            if isinstance(x, n.Loop) and not x.carried:
+                inside = some(x.body)
+                found += [replace(x, body=inside)] if _stores(inside) else []
+            elif x in stores if isinstance(x, l.Store) else needed & set(_computes(x)):
+                found.append(x)
+        return tuple(found)
+
+    return replace(s, body=some(s.body))
+
+
+def _computes(x: n.Let | n.Accumulate | n.Loop) -> Sequence[Any]:
+    """The terms that a statement gives a value."""
+    return x.carried if isinstance(x, n.Loop) else (x.term,) if isinstance(x, n.Let) else (x.into,)

@@ -1,0 +1,75 @@
+"""What a program says of what is loaded: the term that was stored there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects.scalar import is_cast
+from terrazzo.ir.node import Node
+from terrazzo.rules.loop.inline import element
+
+
+class Definitions:
+    """The one store of every temporary that a kernel stores alone, and who reads what."""
+
+    def __init__(self, program: l.Program) -> None:
+        kernels = [s for s in program.steps if isinstance(s, l.Kernel)]
+        stores = [s for s in kernels if len(s.stores) == 1]
+        self.makers: dict[l.Buffer, l.Kernel] = {s.stores[0].buffer: s for s in stores}
+        self.readers: dict[l.Buffer, list[l.Kernel]] = {}
+        for s in kernels:
+            for b in s.reads:
+                self.readers.setdefault(b, []).append(s)
+        called = {b for s in program.steps if isinstance(s, l.Call) for b in s.reads}
+        self.kept = {*program.inputs, *program.results, *called}
+
+    def of(self, x: Any) -> Any:
+        """The term behind a load; None where there is no other."""
+        maker = self.makers.get(x.buffer) if isinstance(x, l.Load) else None
+        return None if maker is None else element(maker.stores[0], x.index, x.inside)
+
+    def unfold(self, x: Any) -> Any:
+        """A term that is not loaded, where that can be said."""
+        while (term := self.of(x)) is not None:
+            x = term
+        return x
+
+    def core(self, x: Any) -> Any:
+        """The same, without conversions."""
+        while True:
+            x = self.unfold(x)
+            if not (isinstance(x, l.Apply) and is_cast(x.fn)):
+                return x
+            (x,) = x.args
+
+    def factors(self, x: Any) -> list[Any]:
+        """What a term is the product of: terms that are no products."""
+        term = self.unfold(x)
+        if isinstance(term, l.Apply) and term.fn.name == "mul":
+            return [f for arg in term.args for f in self.factors(arg)]
+        return [x]
+
+
+def in_order(program: l.Program, steps: Iterable[l.Kernel | l.Call]) -> l.Program:
+    """A program of `steps`, each after what it reads; calls that must keep their order do."""
+    found = list(steps)
+    writer = {b: s for s in found for b in s.writes}
+    done: dict[Any, None] = {}
+
+    def visit(root: Node) -> None:
+        stack: list[tuple[Any, bool]] = [(root, False)]
+        while stack:
+            s, ready = stack.pop()
+            if ready:
+                done.setdefault(s)
+            elif s not in done:
+                stack.append((s, True))
+                stack.extend((writer[b], False) for b in reversed(s.reads) if b in writer and writer[b] not in done)
+
+    for s in [s for s in found if isinstance(s, l.Call) and s.order]:
+        visit(s)
+    for s in found:
+        visit(s)
+    return l.Program(program.name, program.inputs, tuple(done), program.results)

@@ -1,0 +1,475 @@
+"""What a softmax between two products leaves for its gradient: no sums over its rows, no weights kept in 32 bits.
+
+Training computes, of weights w = softmax(s) and results o = w v, with g the gradient of o,
+
+    dv = w^T g        dw = g v^T        ds = w * (dw - rows)        rows[i] = sum over k of w[i, k] * dw[i, k]
+
+Three rewrites, each found in the terms:
+
+- `row_sums`: sums change places. sum_k w[i, k] * (sum_d g[i, d] * v[k, d]) = sum_d g[i, d] * o[i, d], a sum over d of
+  what is stored anyway. So ds is computed where dw is, point by point.
+- `weights_again`: w = exp(s - t), where t = max(s) + log(sum(exp(s - max(s)))) is a number for each row. The gradient
+  computes s again, so that the first product alone reads the weights, and what is kept of them is t.
+- `rounded_factors`: weights, and what is a multiple of them, are rounded to the 16 bits of what they are multiplied
+  with, where the product is rounded to 16 bits too. PyTorch's own kernels do so, forward and backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial, reduce
+from itertools import permutations
+from typing import Any
+
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects.scalar import is_cast
+from terrazzo.ir.expr import Expr, Var
+from terrazzo.ir.monoid import monoid
+from terrazzo.ir.node import substitute, topological, transform
+from terrazzo.ir.types import DType, Type
+from terrazzo.rewrite.rule import Event, Log
+from terrazzo.rules.loop.cost import Rates
+from terrazzo.rules.loop.definitions import Definitions, in_order
+
+PASS = "gradients"
+LOG2E = math.log2(math.e)
+FAR = 4
+"""Kernels from weights to what is stored of the product they are a factor of, at most."""
+
+
+def gradients(program: l.Program, log: Log, rates: Rates, views: Callable[[l.Program, Log], l.Program]) -> l.Program:
+    """`program` with the gradients of its softmaxes rewritten, where there are matrix instructions for 16 bits; `views`
+    has a program's views seen through, which is done only where there is such a gradient.
+    """
+    terms = topological(_kernels(program)) if rates.matrix else []
+    if not any(isinstance(x, l.Apply) and x.fn.name == "exp" for x in terms):
+        return program
+    seen = views(program, Log())
+    work = _Gradients(seen, rates)
+    for w in work.softmaxes:
+        work.rewrite(w)
+    if not work.events:
+        return program
+    work.round_factors()
+    made = work.done(seen)
+    views(program, log)
+    for event in work.events:
+        log.add(event)
+    old, new = ([s for s in a.steps if s not in b.steps] for a, b in ((seen, made), (made, seen)))
+    log.applied(PASS, "gradients", ", ".join(s.name for s in old), old, new)
+    return made
+
+
+def _kernels(program: l.Program) -> list[l.Kernel]:
+    return [s for s in program.steps if isinstance(s, l.Kernel)]
+
+
+# -- softmax -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """A kernel that stores exp(score - top) / total along `column`; `empty` says which rows are 0 instead."""
+
+    kernel: l.Kernel
+    column: Var
+    score: Any
+    top: Any
+    total: Any
+    empty: Any
+
+    @property
+    def buffer(self) -> l.Buffer:
+        return self.kernel.stores[0].buffer
+
+    @property
+    def rows(self) -> list[Var]:
+        return [a for a in self.kernel.axes if a is not self.column]
+
+
+def softmaxes(program: l.Program, known: Definitions) -> list[Softmax]:
+    """The kernels that end a softmax: not those whose weights another one of them only completes."""
+    found = [w for s in program.steps if isinstance(s, l.Kernel) and (w := softmax(known, s)) is not None]
+    kernels = {w.kernel for w in found}
+    return [w for w in found if not set(known.readers.get(w.buffer, ())) <= kernels]
+
+
+def softmax(known: Definitions, kernel: l.Kernel) -> Softmax | None:
+    """A kernel as a softmax, or None."""
+    (store, *more) = kernel.stores
+    value: Any = store.value
+    empty = None
+    match value:
+        case l.Apply(fn=fn, args=(condition, l.Literal(value=0), rest)) if fn.name == "where":
+            empty, value = condition, rest
+    match known.unfold(value):
+        case l.Apply(fn=fn, args=(weight, total)) if fn.name == "div" and not more:
+            pass
+        case _:
+            return None
+    match known.unfold(weight):
+        case l.Apply(fn=fn, args=(difference,)) if fn.name == "exp":
+            pass
+        case _:
+            return None
+    match known.unfold(difference):
+        case l.Apply(fn=fn, args=(score, top)) if fn.name == "sub":
+            pass
+        case _:
+            return None
+    columns = [a for a in kernel.axes if a in score.free and a not in top.free]
+    if len(columns) != 1 or score.dtype.name != "f32":
+        return None
+    over = partial(_over, columns[0])
+    known_rows = known.unfold(top) is over("max", score) and known.unfold(total) is over("sum", weight)
+    if not known_rows or (empty is not None and not _nothing(known, empty, columns[0], score)):
+        return None
+    return Softmax(kernel, columns[0], score, top, total, empty)
+
+
+def _over(axis: Var, name: str, term: Any) -> l.Reduce:
+    return l.Reduce.make(monoid(name), (axis,), (term,))
+
+
+def _nothing(known: Definitions, empty: Any, column: Var, score: Any) -> bool:
+    """Whether a condition says that all scores of a row are -inf."""
+    found = known.unfold(empty)
+    if not isinstance(found, l.Reduce) or found.monoid.name != "all" or len(found.axes) != 1:
+        return False
+    (axis,), (term,) = l.open_binder(found)
+    match known.unfold(term):
+        case l.Apply(fn=fn, args=(other, l.Literal(value=value))) if fn.name == "eq" and value == -math.inf:
+            return bool(substitute(other, {axis: column}) is score)
+    return False
+
+
+# -- what is done ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Product:
+    """A kernel that sums, over one axis, products of several factors."""
+
+    kernel: l.Kernel
+    axis: Var
+    factors: list[Any]
+
+
+class _Gradients:
+    """A program on its way: its steps, what is known of them, and what there is to say."""
+
+    def __init__(self, program: l.Program, rates: Rates) -> None:
+        self.program, self.rates = program, rates
+        self.known = Definitions(program)
+        self.names = {b.name for s in program.steps for b in s.writes} | {b.name for b in program.inputs}
+        self.events: list[Event] = []
+        self.softmaxes = softmaxes(program, self.known)
+        self.weights = {w.buffer for w in self.softmaxes}
+
+    def rewrite(self, w: Softmax) -> None:
+        """Both rewrites of a softmax, the second where the first found what its weights are multiplied to."""
+        results = []
+        for kernel in self.readers(w.buffer, FAR):
+            product = self.product(kernel)
+            found = self.row_sums(w, product) if product and isinstance(kernel.stores[0].value, l.Reduce) else None
+            results += [found] if found else []
+        if results:
+            self.weights_again(w, results[0])
+
+    # -- sums change places
+
+    def product(self, kernel: l.Kernel) -> Product | None:
+        """A kernel as a sum of products, or None."""
+        value = self.known.core(kernel.stores[0].value) if len(kernel.stores) == 1 else None
+        if not isinstance(value, l.Reduce) or value.monoid.name != "sum" or len(value.axes) != 1:
+            return None
+        (axis,), (term,) = l.open_binder(value)
+        return Product(kernel, axis, self.known.factors(term))
+
+    def row_sums(self, w: Softmax, p: Product) -> l.Store | None:
+        """Have a sum over the weights' rows run over what they are multiplied to instead; the store of that."""
+        for inner in p.factors:
+            found = self.known.unfold(inner)
+            if not isinstance(found, l.Reduce) or found.monoid.name != "sum" or len(found.axes) != 1:
+                continue
+            (depth,), (term,) = l.open_binder(found)
+            factors = self.known.factors(term)
+            moving = [x for x in factors if p.axis in x.free]
+            fixed = [x for x in factors if p.axis not in x.free]
+            rest = [x for x in p.factors if x is not inner]
+            if any(depth not in x.free for x in factors) or not fixed or not any(_loads(x, w.buffer) for x in rest):
+                continue
+            place = self.stored(w, Product(p.kernel, p.axis, [*rest, *moving]), depth)
+            if place is None:
+                continue
+            result = l.Load.make(place.buffer, place.index)
+            value = _times([*fixed, _as(result, found.dtype)])
+            (old,) = p.kernel.stores
+            rows = l.Reduce.make(found.monoid, (depth,), (value,))
+            new = l.Kernel(p.kernel.name, p.kernel.axes, (l.Store(old.buffer, old.index, rows),), p.kernel.source)
+            self.replace({p.kernel: [new], **self.factored(old.buffer)})
+            what = f"a sum over {w.buffer.name} is one over {place.buffer.name}, which it is multiplied to"
+            self.say("row_sums", p.kernel.name, what)
+            return place
+        return None
+
+    def factored(self, rows: l.Buffer) -> dict[l.Kernel, list[l.Kernel]]:
+        """Differences of products of which one has the row sums as a factor, with what both have in common once."""
+        found: dict[l.Kernel, list[l.Kernel]] = {}
+        for kernel in self.readers(rows, 2):
+            (store, *more) = kernel.stores
+            if more or not isinstance(store.value, l.Apply) or store.value.fn.name != "sub":
+                continue
+            one, other = map(self.known.factors, store.value.args)
+            common = [x for x in one if x in other]
+            if common and any(_loads(x, rows) for x in other):
+                difference = l.apply("sub", *(_times([x for x in side if x not in common]) for side in (one, other)))
+                new = l.Store(store.buffer, store.index, _times([*common, difference]))
+                found[kernel] = [l.Kernel(kernel.name, kernel.axes, (new,), kernel.source)]
+        return found
+
+    def stored(self, w: Softmax, wanted: Product, depth: Var) -> l.Store | None:
+        """Where the sum of some products is stored, for every value of `depth`: the store, at the place it is at. What
+        is rounded to 16 bits comes first: it is what others read.
+        """
+        found = []
+        for kernel in self.readers(w.buffer, FAR):
+            p = self.product(kernel)
+            if p is not None and len(p.factors) == len(wanted.factors) and kernel is not wanted.kernel:
+                for places in _matches(p, wanted, depth):
+                    store = kernel.stores[0]
+                    index = tuple(substitute(e, places) if isinstance(e, Expr) else e for e in store.index)
+                    found.append(l.Store(store.buffer, index, store.value))
+        return min(found, key=lambda s: s.buffer.type.dtype.size, default=None)
+
+    # -- weights from their rows' sums
+
+    def weights_again(self, w: Softmax, result: l.Store) -> None:
+        """Have all but the first product read weights that are computed again, in 16 bits."""
+        kind = result.buffer.type.dtype
+        readers, behind = self.known.readers.get(w.buffer, []), self.behind(result.buffer)
+        others = [s for s in readers if s not in behind]
+        if kind.name not in self.rates.matrix or len(readers) != len(others) + 1 or w.buffer in self.known.kept:
+            return
+        made: dict[l.Buffer, l.Kernel] = {}
+        score = self.again(w, w.score, made)
+        rows, (store,) = tuple(w.rows), w.kernel.stores
+        sums = l.Buffer(self.fresh(f"{w.buffer.name}_sums"), Type(w.top.dtype, tuple(a.extent for a in rows)))
+        total = l.apply("add", w.top, l.apply("log", w.total))
+        if w.empty is not None:
+            total = l.apply("where", w.empty, l.Literal(math.inf, total.dtype), total)
+        columns = (*rows, w.column)
+        stored = l.Kernel(w.kernel.name, columns, (l.Store(sums, rows, total), store), w.kernel.source)
+        above = l.apply("sub", score, l.Load(sums, rows))
+        weight = l.apply("approx_exp2", l.apply("mul", above, l.Literal(LOG2E, above.dtype)))
+        again = l.Buffer(self.fresh(f"{w.buffer.name}_again"), Type(kind, w.buffer.type.shape))
+        last = l.Store(again, store.index, l.apply(kind.name, weight))
+        weights = l.Kernel(again.name, columns, (last,), w.kernel.source)
+        self.weights.add(again)
+
+        def visit(x: Any) -> Any:
+            if isinstance(x, l.Load) and x.buffer is w.buffer:
+                return _as(l.Load(again, x.index, x.inside), x.dtype)
+            return x
+
+        changed = {s: [transform(s, visit)] for s in others}
+        self.replace({w.kernel: [stored, *made.values(), weights], **changed})
+        what = f"{result.buffer.name} alone reads it; the others read {again.name}, made of {sums.name}"
+        self.say("weights_again", w.buffer.name, what)
+
+    def again(self, w: Softmax, term: Any, made: dict[l.Buffer, l.Kernel]) -> Any:
+        """A term whose temporaries of a number for every weight are computed anew, by what is `made` for them."""
+        size = math.prod(w.buffer.type.static_shape)
+
+        def visit(x: Any) -> Any:
+            maker = self.known.makers.get(x.buffer) if isinstance(x, l.Load) else None
+            if maker is None or x.dtype is not w.score.dtype or math.prod(x.buffer.type.static_shape) < size:
+                return x
+            if x.buffer not in made:
+                (store,) = maker.stores
+                copy = l.Buffer(self.fresh(f"{x.buffer.name}_again"), x.buffer.type)
+                value = self.again(w, store.value, made)
+                made[x.buffer] = l.Kernel(copy.name, maker.axes, (l.Store(copy, store.index, value),), maker.source)
+            return l.Load(made[x.buffer].stores[0].buffer, x.index, x.inside)
+
+        return transform(term, visit)
+
+    # -- rounding
+
+    def round_factors(self) -> None:
+        """Have every factor of a product that is a multiple of weights stored in the 16 bits of the other factor, where
+        these are what the product is rounded to.
+        """
+        rounded: dict[tuple[l.Buffer, DType], l.Buffer] = {}
+        for kernel in _kernels(self.program):
+            value = kernel.stores[0].value
+            if not isinstance(value, l.Apply) or value.fn.name != "mul" or len(kernel.stores) > 1:
+                continue
+            for x, y in (value.args, value.args[::-1]):
+                kind = self.narrow(y)
+                if (
+                    isinstance(x, l.Load)
+                    and x.dtype.size == 4
+                    and kind is not None
+                    and self.multiple(x)
+                    and len(self.known.readers[x.buffer]) > (x.buffer in self.weights)
+                    and self.ends_in(kernel, kind)
+                ):
+                    self.round_factor(kernel, x, kind, rounded)
+                    break
+
+    def round_factor(
+        self, kernel: l.Kernel, x: l.Load, kind: DType, rounded: dict[tuple[l.Buffer, DType], l.Buffer]
+    ) -> None:
+        """Have a kernel read a factor in `kind`, which another one stores."""
+        made = []
+        if (x.buffer, kind) not in rounded:
+            b = l.Buffer(self.fresh(f"{x.buffer.name}_{kind.name}"), Type(kind, x.buffer.type.shape))
+            axes = tuple(Var(f"a{d}", n) for d, n in enumerate(b.type.static_shape))
+            store = l.Store(b, axes, l.apply(kind.name, l.Load(x.buffer, axes)))
+            made.append(l.Kernel(b.name, axes, (store,), kernel.source))
+            rounded[x.buffer, kind] = b
+            self.say("rounded_factors", x.buffer.name, f"{kernel.name} multiplies it with {kind.name}, in {kind.name}")
+        new = substitute(kernel, {x: _as(l.Load(rounded[x.buffer, kind], x.index, x.inside), x.dtype)})
+        self.replace({kernel: [*made, new]})
+
+    def narrow(self, x: Any) -> DType | None:
+        """The type in 16 bits that a factor is of, whatever constants it is multiplied by."""
+        found = [self.known.unfold(y) for y in self.known.factors(x) if not isinstance(y, l.Literal)]
+        kind = found[0].args[0].dtype if len(found) == 1 and _widens(found[0]) else None
+        return kind if kind is not None and kind.name in self.rates.matrix else None
+
+    def multiple(self, x: Any) -> bool:
+        """Whether a term is weights times something."""
+        if isinstance(x, l.Load):
+            return x.buffer in self.weights or ((term := self.known.of(x)) is not None and self.multiple(term))
+        if not isinstance(x, l.Apply):
+            return isinstance(x, l.Literal) and x.value == 0
+        each = [self.multiple(a) for a in x.args]
+        if x.fn.name == "mul":
+            return any(each)
+        if x.fn.name in ("where", "div"):
+            return all(each[1:]) if x.fn.name == "where" else each[0]
+        return (x.fn.name in ("add", "sub", "neg") or is_cast(x.fn)) and all(each)
+
+    def ends_in(self, kernel: l.Kernel, kind: DType) -> bool:
+        """Whether what a kernel stores is summed and scaled, and then rounded to `kind`, by all who read it."""
+        (store,) = kernel.stores
+        readers = self.known.readers.get(store.buffer, [])
+        if store.buffer in self.known.kept or not readers:
+            return False
+        for s in readers:
+            value = s.stores[0].value
+            while isinstance(value, l.Reduce) and value.monoid.name == "sum":
+                (value,) = value.args
+            linear = [x for x in topological([value], stop=lambda x: isinstance(x, l.Load)) if isinstance(x, l.Apply)]
+            if len(s.stores) > 1 or any(x.fn.name not in ("mul", "add") and not is_cast(x.fn) for x in linear):
+                return False
+            if not any(x.dtype is kind for x in linear) and not self.ends_in(s, kind):
+                return False
+        return True
+
+    # -- bookkeeping
+
+    def readers(self, buffer: l.Buffer, far: int) -> list[l.Kernel]:
+        """Who reads a buffer, or what is made of it, over so many kernels; the near ones first."""
+        found: dict[l.Kernel, None] = {}
+        front = [buffer]
+        for _ in range(far):
+            near = [s for b in front for s in self.known.readers.get(b, ()) if s not in found]
+            found.update(dict.fromkeys(near))
+            front = [b for s in near for b in s.writes]
+        return list(found)
+
+    def behind(self, buffer: l.Buffer) -> set[l.Kernel]:
+        """The last kernels that lead to what is stored in a buffer."""
+        found: set[l.Kernel] = set()
+        front = {buffer}
+        for _ in range(FAR):
+            near = {self.known.makers[b] for b in front if b in self.known.makers} - found
+            found |= near
+            front = {b for s in near for b in s.reads}
+        return found
+
+    def fresh(self, name: str) -> str:
+        """A name that no buffer has."""
+        found = next(x for x in (name, *(f"{name}_{k}" for k in range(2, 9999))) if x not in self.names)
+        self.names.add(found)
+        return found
+
+    def replace(self, new: dict[l.Kernel, list[l.Kernel]]) -> None:
+        """Put kernels in the places of others."""
+        steps = [x for s in self.program.steps for x in (new.get(s, [s]) if isinstance(s, l.Kernel) else [s])]
+        self.program = l.Program(self.program.name, self.program.inputs, tuple(steps), self.program.results)
+        self.known = Definitions(self.program)
+
+    def say(self, rule: str, subject: str, reason: str) -> None:
+        self.events.append(Event(PASS, rule, subject, True, reason))
+
+    def done(self, before: l.Program) -> l.Program:
+        """The program without what nobody reads any more, every step after what it reads. Numbers in 32 bits that are
+        made of rounded weights now are called otherwise.
+        """
+        while gone := {s for s in _kernels(self.program) if self.unread(s)}:
+            self.replace({s: [] for s in gone})
+        old = {x for s in _kernels(before) for x in s.stores}
+        written, new = {x.buffer for x in old} - self.known.kept, {}
+        steps: list[l.Kernel | l.Call] = []
+        for s in in_order(self.program, self.program.steps).steps:
+            for x in s.stores if isinstance(s, l.Kernel) else ():
+                changed = x not in old or new.keys() & {*s.reads}
+                if changed and x.buffer in written and x.buffer.type.dtype.size == 4:
+                    new[x.buffer] = l.Buffer(self.fresh(f"{x.buffer.name}_rounded"), x.buffer.type)
+            steps.append(transform(s, partial(_renamed, new)) if isinstance(s, l.Kernel) else s)
+        return l.Program(before.name, before.inputs, tuple(steps), before.results)
+
+    def unread(self, kernel: l.Kernel) -> bool:
+        """Whether nobody wants what a kernel stores."""
+        return not any(b in self.known.kept or self.known.readers.get(b) for b in kernel.writes)
+
+
+def _renamed(new: dict[l.Buffer, l.Buffer], x: Any) -> Any:
+    if isinstance(x, l.Load):
+        return l.Load(new.get(x.buffer, x.buffer), x.index, x.inside)
+    if isinstance(x, l.Store):
+        return l.Store(new.get(x.buffer, x.buffer), x.index, x.value)
+    return x
+
+
+def _matches(p: Product, wanted: Product, depth: Var) -> Iterator[dict[Any, Any]]:
+    """What the axes of a product's kernel must be for it to be the wanted one."""
+    for mine in p.factors:
+        for other in wanted.factors:
+            if not isinstance(mine, l.Load) or not isinstance(other, l.Load) or mine.buffer is not other.buffer:
+                continue
+            places: dict[Any, Any] = {p.axis: wanted.axis}
+            for e, place in zip(mine.index, other.index, strict=True):
+                if isinstance(e, Var) and e is not p.axis:
+                    places[e] = place
+            open_axes = [a for a in p.kernel.axes if a not in places]
+            left = [a for a in (*wanted.kernel.axes, depth) if a not in places.values()]
+            for chosen in permutations(left, len(open_axes)):
+                full = {**places, **dict(zip(open_axes, chosen, strict=True))}
+                if all(a.extent == b.extent for a, b in zip(open_axes, chosen, strict=True)) and Counter(
+                    substitute(x, full) for x in p.factors
+                ) == Counter(wanted.factors):
+                    yield full
+
+
+def _times(factors: list[Any]) -> Any:
+    return reduce(partial(l.apply, "mul"), factors)
+
+
+def _loads(x: Any, buffer: l.Buffer) -> bool:
+    return isinstance(x, l.Load) and x.buffer is buffer
+
+
+def _widens(x: Any) -> bool:
+    return isinstance(x, l.Apply) and is_cast(x.fn) and x.args[0].dtype.size < x.dtype.size
+
+
+def _as(x: Any, kind: DType) -> Any:
+    return x if x.dtype is kind else l.apply(kind.name, x)

@@ -1,0 +1,98 @@
+"""Attention's gradient, found in the terms: no sums over weights, no weights kept, every product on tensor cores; right
+in the simulator, and as exact as eager.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.kernels.programs import Lowered, lowered
+
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.plan import Frame, Product
+
+ONE = (1, 2, 128, 64)
+
+
+def gradients(fn: Any) -> Any:
+    """`fn` of q, k and v, and its gradients for the last argument."""
+
+    def both(*args: Any) -> Any:
+        with torch.enable_grad():
+            q, k, v = (x.detach().requires_grad_() for x in args[:3])
+            o = fn(q, k, v, *args[3:-1])
+            return (o.detach(), *torch.autograd.grad(o, (q, k, v), args[-1]))
+
+    return both
+
+
+def plain(q: Any, k: Any, v: Any) -> Any:
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def causal(q: Any, k: Any, v: Any) -> Any:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def masked(q: Any, k: Any, v: Any, m: Any) -> Any:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=m)
+
+
+def grouped(q: Any, k: Any, v: Any) -> Any:
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+def heads_last(q: Any, k: Any, v: Any) -> Any:
+    return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+
+
+def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(3)
+    return tuple(torch.randn(s).to(dtype) for s in shapes)
+
+
+def close(found: Lowered, fn: Any, args: tuple[torch.Tensor, ...]) -> None:
+    """Every result as near to float64 as twice eager's own error."""
+    exact = fn(*(a.double() if a.is_floating_point() else a for a in args))
+    for ours, eager, x in zip(found.simulated(), fn(*args), exact, strict=True):
+        truth = x.numpy()
+        values = np.asarray(ours, np.float64), eager.double().numpy()
+        error, allowed = (np.sqrt(np.mean((y - truth) ** 2)) for y in values)
+        assert error <= 2 * allowed + 1e-9, (error, allowed)
+
+
+def plans(found: Lowered, kind: type) -> list[Any]:
+    return [x for _, plan in found.lowering.at("tile").plans for x in plan.all(kind)]
+
+
+def wide(found: Lowered, size: int) -> list[l.Buffer]:
+    """The temporaries that have a number in 32 bits for every weight."""
+    steps = found.lowering.loop.steps
+    return [b for s in steps for b in s.writes if b.type.dtype.size == 4 and b.type.numel >= size]
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_80"])
+@pytest.mark.parametrize(
+    ("fn", "shapes", "dtype"),
+    [
+        (plain, (ONE, ONE, ONE), torch.bfloat16),
+        (plain, (ONE, ONE, ONE), torch.float16),
+        (causal, (ONE, ONE, ONE), torch.bfloat16),
+        (plain, ((1, 1, 77, 64),) * 3, torch.bfloat16),
+        (plain, ((1, 2, 64, 64), (1, 2, 200, 64), (1, 2, 200, 64)), torch.bfloat16),
+        (grouped, ((1, 4, 128, 64), (1, 2, 192, 64), (1, 2, 192, 64)), torch.bfloat16),
+        (heads_last, ((1, 128, 2, 64),) * 3, torch.bfloat16),
+    ],
+)  # fmt: skip
+def test_gradients(fn: Any, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, target: str) -> None:
+    args = tensors(*shapes, shapes[0], dtype=dtype)
+    found = lowered(gradients(fn), args, target)
+    tokens = -3 if fn is heads_last else -2
+    assert not wide(found, shapes[0][1] * shapes[0][tokens] * shapes[1][tokens])
+    assert len(plans(found, Frame)) == 1  # the forward pass is one kernel
+    assert len([x for p in plans(found, Product) for x in p.sites]) >= 6
+    close(found, gradients(fn), args)
