@@ -20,13 +20,16 @@ from terrazzo.ir.node import substitute
 from terrazzo.ir.plan import Result
 from terrazzo.ir.schedule import WARPS_IN_A_GROUP
 from terrazzo.ir.types import Type
-from terrazzo.rules.access import WIDEST, box, divides
+from terrazzo.rules.access import WIDEST, box, divides, together, wide
 from terrazzo.rules.tile.draft import axis_name
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.copies import Part
-from terrazzo.rules.tile_to_kernel.digits import Bindings
+from terrazzo.rules.tile_to_kernel.digits import Bindings, zero
 from terrazzo.rules.tile_to_kernel.multiply import Fragment, component, spread
 from terrazzo.rules.tile_to_kernel.scope import Scope
+
+ROOM = 48
+"""32-bit registers of a thread for what the results of two subtiles load: beside 128 accumulators they do not spill."""
 
 
 @dataclass(frozen=True)
@@ -77,17 +80,55 @@ class Gather:
         count = tile.length(columns) // line.width
         if at_once(columns):
             self.before(line)
-            self.put(tile, 0)
+            self.put(tile, 0, {})
             self.after(tile, range(count))
             return
         c = self.bindings.loop_variable("c", count)
+        operands = self.operands(tile)
+        soon = min((place.type.static_shape[0] for place in operands.values()), default=1) - 1
 
         def subtile() -> None:
+            self.builder.where([count - 1 - soon - c], lambda: self.fetch(tile, c + soon, operands))
             self.before(line)
-            self.put(tile, c)
+            self.put(tile, c, operands)
             self.after(tile, [c])
 
+        if soon:
+            self.fetch(tile, 0, operands)
         self.builder.loops([(c, True)], subtile)
+
+    # -- operands of the results ---------------------------------------------------------------------------------------
+
+    def operands(self, tile: _Tile) -> dict[l.Load, k.Registers]:
+        """Registers for what the values of a subtile load, neighbours at once: for two subtiles where there is room, of
+        which one is fetched while the other is computed. What has no neighbours, or no room, is loaded value by value.
+        """
+        if any(x.level == "reg" for p in tile.rows for x in p.digits):
+            return {}
+        j = self.bindings.loop_variable("j", 2)
+        here = self.point(tile, j)
+        if not all(together(e, j, 2) for e in here.pending):
+            return {}
+        terms = [let.term for let in tile.leaf.lets if isinstance(let.term, l.Load) and let.term not in here.env]
+        paired = [x for x in terms if tile.columns.axis in x.free and not x.inside and wide(here(x), j, 2)]
+        sizes = [tile.each * x.dtype.size // 4 for x in paired]
+        slots = 2 if 2 * sum(sizes) <= ROOM else 1
+        taken = [x for n, x in enumerate(paired) if slots * sum(sizes[: n + 1]) <= ROOM]
+        init = {x: l.Literal(zero(x.dtype), x.dtype) if here.pending else None for x in taken}
+        return {x: self.builder.registers("in", x.dtype, (slots, tile.each), init[x]) for x in taken}
+
+    def fetch(self, tile: _Tile, c: IntExpr, operands: Mapping[l.Load, k.Registers]) -> None:
+        """Load what the values of subtile c are made of."""
+        if not operands:
+            return
+        p = self.bindings.loop_variable("p", tile.each // 2)
+        here = self.point(tile, c * tile.each + 2 * p)
+
+        def load() -> None:
+            for x, place in operands.items():
+                self.builder.add(k.Move(place, (c % place.type.static_shape[0], 2 * p), x.buffer, here(x).index, 2))
+
+        self.builder.loops([(p, True)], lambda: self.builder.where(here.pending, load))
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 
@@ -114,19 +155,20 @@ class Gather:
 
     # -- into shared memory --------------------------------------------------------------------------------------------
 
-    def put(self, tile: _Tile, c: IntExpr) -> None:
+    def put(self, tile: _Tile, c: IntExpr, operands: Mapping[l.Load, k.Registers]) -> None:
         """This thread's values of subtile c (of all subtiles, where they go at once)."""
-        d, whole = tile.instruction.d, at_once(tile.columns)
-        group, move, lanes = _way(tile.line, d.layout)
+        group, move, lanes = _way(tile.line, tile.instruction.d.layout)
         regs = [x for p in (*tile.rows, tile.columns) for x in p.digits if x.level == "reg"]
-        each = d.elements if whole else d.elements * tile.line.width // tile.length(tile.columns)
+        d, each = tile.instruction.d, tile.each
         q = self.bindings.loop_variable("q", each // group)
         e = self.bindings.loop_variable("e", group)
         first = q * group + c * each
 
         def one() -> None:
             held = self.builder.registers("h", tile.store.buffer.type.dtype, (group,))
-            self.builder.loops([(e, True)], lambda: self.value(tile, held, e, first + e))
+            slot = {x: c % place.type.static_shape[0] for x, place in operands.items()}
+            known = {x: l.Load(place, (slot[x], q * group + e)) for x, place in operands.items()}
+            self.builder.loops([(e, True)], lambda: self.value(tile, held, e, first + e, known))
             row, column = tile.row(first, lanes=move is None), tile.column(first, lanes=move is None)
             if move is not None:
                 row, column = (
@@ -147,19 +189,28 @@ class Gather:
         number = c if wave is None else wave * (tile.length(tile.columns) // tile.line.width) + c
         return (self.bindings.place, number % tile.line.slots, row, column - c * tile.line.width)
 
-    def value(self, tile: _Tile, held: k.Registers, e: IntExpr, number: IntExpr) -> None:
+    def value(
+        self, tile: _Tile, held: k.Registers, e: IntExpr, number: IntExpr, known: Mapping[l.Load, l.Load]
+    ) -> None:
         """One value of the store, from register `number` of the accumulators, into `held`."""
+        here = self.point(tile, number)
+        here.env.update(known)
+        for reduce, fragment in tile.fragments.items():
+            here.env[reduce] = l.Load(fragment.place, fragment.element(number))
+        for let in tile.leaf.lets:
+            if let.term not in known:
+                self.compute(let.term, here)
+        self.builder.add(l.Store(held, (e,), here(tile.store.value)))
+
+    def point(self, tile: _Tile, number: IntExpr) -> Scope:
+        """What is known where register `number` of the accumulators belongs."""
         here = tile.scope.inner()
         inside = []
         for part in (*tile.rows, tile.columns):
             here.env[part.axis] = x = tile.first(part) + tile.coordinate(part, number)
             inside.append(part.axis.extent - 1 - x)
         here.pending = tuple(x for x in inside if not at_least(x, 0))
-        for reduce, fragment in tile.fragments.items():
-            here.env[reduce] = l.Load(fragment.place, fragment.element(number))
-        for let in tile.leaf.lets:
-            self.compute(let.term, here)
-        self.builder.add(l.Store(held, (e,), here(tile.store.value)))
+        return here
 
     # -- out of it -----------------------------------------------------------------------------------------------------
 
@@ -217,6 +268,12 @@ class _Tile:
     instruction: Matrix
     rows: tuple[Part, ...]
     columns: Part
+
+    @property
+    def each(self) -> int:
+        """Registers of the accumulators of one instruction that a subtile has (all, where all go at once)."""
+        elements = self.instruction.d.elements
+        return elements if at_once(self.columns) else elements * self.line.width // self.length(self.columns)
 
     @property
     def height(self) -> int:
