@@ -29,8 +29,9 @@ from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Expr, Var
 from terrazzo.ir.monoid import monoid
 from terrazzo.ir.node import substitute, topological, transform
-from terrazzo.ir.types import DType, Type
+from terrazzo.ir.types import DType, Type, contiguous_strides, ordered_strides
 from terrazzo.rewrite.rule import Event, Log
+from terrazzo.rules.access import WIDEST
 from terrazzo.rules.loop.cost import Rates
 from terrazzo.rules.loop.definitions import Definitions, in_order
 
@@ -121,7 +122,7 @@ def softmax(known: Definitions, kernel: l.Kernel) -> Softmax | None:
         case _:
             return None
     columns = [a for a in kernel.axes if a in score.free and a not in top.free]
-    if len(columns) != 1 or score.dtype.name != "f32":
+    if len(columns) != 1 or value.dtype.name != "f32":
         return None
     over = partial(_over, columns[0])
     known_rows = known.unfold(top) is over("max", score) and known.unfold(total) is over("sum", weight)
@@ -265,7 +266,7 @@ class _Gradients:
         stored = l.Kernel(w.kernel.name, columns, (l.Store(sums, rows, total), store), w.kernel.source)
         above = l.apply("sub", score, l.Load(sums, rows))
         weight = l.apply("approx_exp2", l.apply("mul", above, l.Literal(LOG2E, above.dtype)))
-        again = l.Buffer(self.fresh(f"{w.buffer.name}_again"), Type(kind, w.buffer.type.shape))
+        again = l.Buffer(self.fresh(f"{w.buffer.name}_again"), _aligned(kind, w.buffer.type))
         last = l.Store(again, store.index, l.apply(kind.name, weight))
         weights = l.Kernel(again.name, columns, (last,), w.kernel.source)
         self.weights.add(again)
@@ -327,7 +328,7 @@ class _Gradients:
         """Have a kernel read a factor in `kind`, which another one stores."""
         made = []
         if (x.buffer, kind) not in rounded:
-            b = l.Buffer(self.fresh(f"{x.buffer.name}_{kind.name}"), Type(kind, x.buffer.type.shape))
+            b = l.Buffer(self.fresh(f"{x.buffer.name}_{kind.name}"), _aligned(kind, x.buffer.type))
             axes = tuple(Var(f"a{d}", n) for d, n in enumerate(b.type.static_shape))
             store = l.Store(b, axes, l.apply(kind.name, l.Load(x.buffer, axes)))
             made.append(l.Kernel(b.name, axes, (store,), kernel.source))
@@ -416,7 +417,8 @@ class _Gradients:
         while gone := {s for s in _kernels(self.program) if self.unread(s)}:
             self.replace({s: [] for s in gone})
         old = {x for s in _kernels(before) for x in s.stores}
-        written, new = {x.buffer for x in old} - self.known.kept, {}
+        written = {x.buffer for x in old} - self.known.kept
+        new: dict[l.Buffer, l.Buffer] = {}
         steps: list[l.Kernel | l.Call] = []
         for s in in_order(self.program, self.program.steps).steps:
             for x in s.stores if isinstance(s, l.Kernel) else ():
@@ -467,8 +469,15 @@ def _loads(x: Any, buffer: l.Buffer) -> bool:
     return isinstance(x, l.Load) and x.buffer is buffer
 
 
+def _aligned(kind: DType, like: Type) -> Type:
+    """The type of so many numbers of a kind, in rows that begin at multiples of 16 bytes."""
+    shape = like.static_shape
+    strides = ordered_strides(shape, range(len(shape)), WIDEST // kind.size)
+    return Type(kind, shape, None if strides == contiguous_strides(shape) else strides)
+
+
 def _widens(x: Any) -> bool:
-    return isinstance(x, l.Apply) and is_cast(x.fn) and x.args[0].dtype.size < x.dtype.size
+    return isinstance(x, l.Apply) and is_cast(x.fn) and x.args[0].dtype.size < x.dtype.size  # type: ignore[attr-defined]
 
 
 def _as(x: Any, kind: DType) -> Any:
