@@ -12,8 +12,11 @@ import torch
 import torch.nn.functional as F
 from tests.kernels.programs import Lowered, lowered
 
+from terrazzo.check.replay import check
+from terrazzo.front.capture import capture
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.plan import Frame, Product
+from terrazzo.options import Options
 
 ONE = (1, 2, 128, 64)
 
@@ -96,3 +99,16 @@ def test_gradients(fn: Any, shapes: tuple[tuple[int, ...], ...], dtype: torch.dt
     assert len(plans(found, Frame)) == 1  # the forward pass is one kernel
     assert len([x for p in plans(found, Product) for x in p.sites]) >= 6
     close(found, gradients(fn), args)
+
+
+@pytest.mark.parametrize("fn", [plain, causal])
+def test_every_step_means_the_same(fn: Any) -> None:
+    args = tensors(*((1, 2, 32, 16),) * 4)
+    captured = capture(gradients(fn), args, {})
+    varying = iter(args)
+    inputs = {
+        b.name: captured.bound[b.name] if b.name in captured.bound else next(varying) for b in captured.program.inputs
+    }
+    report = check(captured.program, inputs, Options(target="sm_90a", libraries="never"))
+    assert report.applications["gradients"] and report.applications["online"]
+    assert report.wrong is None, report.wrong
