@@ -39,6 +39,8 @@ PASS = "gradients"
 LOG2E = math.log2(math.e)
 FAR = 4
 """Kernels from weights to what is stored of the product they are a factor of, at most."""
+PASSES = 2
+"""Of 32 bits over a number for every weight, at least, that it takes to sum them by rows: written, and read."""
 
 
 def gradients(program: l.Program, log: Log, rates: Rates, views: Callable[[l.Program, Log], l.Program]) -> l.Program:
@@ -203,7 +205,8 @@ class _Gradients:
             rest = [x for x in p.factors if x is not inner]
             if any(depth not in x.free for x in factors) or not fixed or not any(_loads(x, w.buffer) for x in rest):
                 continue
-            place = self.stored(w, Product(p.kernel, p.axis, [*rest, *moving]), depth)
+            wanted = Product(p.kernel, p.axis, [*rest, *moving])
+            place = self.stored(w, wanted, depth) or self.computed(w, wanted, depth)
             if place is None:
                 continue
             result = l.Load.make(place.buffer, place.index)
@@ -245,6 +248,27 @@ class _Gradients:
                     index = tuple(substitute(e, places) if isinstance(e, Expr) else e for e in store.index)
                     found.append(l.Store(store.buffer, index, store.value))
         return min(found, key=lambda s: s.buffer.type.dtype.size, default=None)
+
+    def computed(self, w: Softmax, wanted: Product, depth: Var) -> l.Store | None:
+        """The same where nobody stored it, as in a graph that computes weights again from what another graph kept: a
+        product that becomes one kernel with the softmax, where that costs less than to write and read the other factor.
+        """
+        kinds = [k for x in wanted.factors if not _loads(x, w.buffer) and (k := self.narrow(x)) is not None]
+        both = 2 * int(depth.extent) * self.rates.tensor  # scores again, and the results
+        if len(wanted.factors) != 2 or not kinds or both > PASSES * 4 * self.rates.byte:
+            return None
+        axes = (*wanted.kernel.axes, depth)
+        shape = tuple(a.extent for a in axes)
+        places = {a: Var(f"a{d}", a.extent) for d, a in enumerate(axes)}
+        buffer = l.Buffer(self.fresh(f"{w.buffer.name}_results"), Type(kinds[0], shape))
+        value = l.apply(kinds[0].name, l.Reduce.make(monoid("sum"), (wanted.axis,), (_times(wanted.factors),)))
+        store = l.Store(buffer, tuple(places.values()), substitute(value, places))
+        made = l.Kernel(buffer.name, tuple(places.values()), (store,), wanted.kernel.source)
+        self.replace({wanted.kernel: [made, wanted.kernel]})
+        self.say(
+            "row_sums", buffer.name, f"{both:.2g} ns a weight to compute it, more to write and read a factor of it"
+        )
+        return l.Store(buffer, axes, value)
 
     # -- weights from their rows' sums
 
