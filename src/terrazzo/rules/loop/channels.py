@@ -76,6 +76,12 @@ def channels_last(program: l.Program, log: Log) -> l.Program:
         for b, d in last.items()
         if _image(b.type) and b.type.strides is None and d != b.type.rank - 1
     }
+    for kernel in kernels:
+        for s in kernel.stores:
+            why = _reduces_rows(kernel, s, last[s.buffer]) if s.buffer in new else ""
+            if why := why or next((x for y in kernels if s.buffer in new and (x := _read_by_rows(y, s.buffer))), ""):
+                log.add(Event("store_as_read", "channels_last", s.buffer.name, False, why))
+                del new[s.buffer]
     if not new:
         return program
     for old, now in new.items():
@@ -102,6 +108,26 @@ def _image(kind: Type) -> bool:
         and kind.dtype.size == 2
         and all(isinstance(e, int) for e in kind.shape)
     )
+
+
+def _reduces_rows(kernel: l.Kernel, s: l.Store, d: int) -> str:
+    """Why the points along a dimension cannot be the innermost ones, or nothing: what is reduced for each of them would
+    be reduced again for every point around it.
+    """
+    axis = s.index[d]
+    for r in topological([s.value]) if product(kernel) is None else ():
+        if isinstance(r, l.Reduce) and axis in r.free and any(a not in r.free and a in s.free for a in kernel.axes):
+            return f"a {r.monoid.name} is known for every {axis}, and would be computed again"
+    return ""
+
+
+def _read_by_rows(kernel: l.Kernel, b: l.Buffer) -> str:
+    """How a kernel reduces rows of a buffer that lie in memory one behind the other, or nothing."""
+    for r in topological(kernel.stores) if product(kernel) is None and b in kernel.reads else ():
+        loads = [x for x in topological(r.args) if isinstance(x, l.Load)] if isinstance(r, l.Reduce) else []
+        if any(x.buffer is b and (x.index[-1],) == r.axes for x in loads):  # type: ignore[attr-defined]
+            return f"{kernel.name} reduces its rows, which lie in memory one behind the other"
+    return ""
 
 
 def _wide(kind: Type, d: int) -> bool:
