@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from terrazzo.ir.address import coefficient, flatten
@@ -76,12 +76,10 @@ def channels_last(program: l.Program, log: Log) -> l.Program:
         for b, d in last.items()
         if _image(b.type) and b.type.strides is None and d != b.type.rank - 1
     }
-    for kernel in kernels:
-        for s in kernel.stores:
-            why = _reduces_rows(kernel, s, last[s.buffer]) if s.buffer in new else ""
-            if why := why or next((x for y in kernels if s.buffer in new and (x := _read_by_rows(y, s.buffer))), ""):
-                log.add(Event("store_as_read", "channels_last", s.buffer.name, False, why))
-                del new[s.buffer]
+    for kernel, s in [(kernel, s) for kernel in kernels for s in kernel.stores if s.buffer in new]:
+        if why := _reduces_rows(kernel, s, last[s.buffer]) or _read_by_rows(kernels, s.buffer):
+            log.add(Event("store_as_read", "channels_last", s.buffer.name, False, why))
+            del new[s.buffer]
     if not new:
         return program
     for old, now in new.items():
@@ -121,12 +119,13 @@ def _reduces_rows(kernel: l.Kernel, s: l.Store, d: int) -> str:
     return ""
 
 
-def _read_by_rows(kernel: l.Kernel, b: l.Buffer) -> str:
-    """How a kernel reduces rows of a buffer that lie in memory one behind the other, or nothing."""
-    for r in topological(kernel.stores) if product(kernel) is None and b in kernel.reads else ():
-        loads = [x for x in topological(r.args) if isinstance(x, l.Load)] if isinstance(r, l.Reduce) else []
-        if any(x.buffer is b and (x.index[-1],) == r.axes for x in loads):  # type: ignore[attr-defined]
-            return f"{kernel.name} reduces its rows, which lie in memory one behind the other"
+def _read_by_rows(kernels: Sequence[l.Kernel], b: l.Buffer) -> str:
+    """Who reduces rows of a buffer that lie in memory one behind the other, or nothing."""
+    for kernel in [x for x in kernels if b in x.reads and product(x) is None]:
+        for r in [x for x in topological(kernel.stores) if isinstance(x, l.Reduce)]:
+            loads = [x for x in topological(r.args) if isinstance(x, l.Load)]
+            if any(x.buffer is b and (x.index[-1],) == r.axes for x in loads):
+                return f"{kernel.name} reduces its rows, which lie in memory one behind the other"
     return ""
 
 
