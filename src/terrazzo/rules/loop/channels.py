@@ -76,8 +76,8 @@ def channels_last(program: l.Program, log: Log) -> l.Program:
         for b, d in last.items()
         if _image(b.type) and b.type.strides is None and d != b.type.rank - 1
     }
-    for kernel, s in [(kernel, s) for kernel in kernels for s in kernel.stores if s.buffer in new]:
-        if why := _reduces_rows(kernel, s, last[s.buffer]) or _read_by_rows(kernels, s.buffer):
+    for maker, s in [(x, s) for x in kernels for s in x.stores if s.buffer in new]:
+        if why := _reduces_rows(maker, s, last[s.buffer]) or _read_by_rows(kernels, s.buffer):
             log.add(Event("store_as_read", "channels_last", s.buffer.name, False, why))
             del new[s.buffer]
     if not new:

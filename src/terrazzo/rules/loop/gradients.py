@@ -254,8 +254,10 @@ class _Gradients:
         product that becomes one kernel with the softmax, where that costs less than to write and read the other factor.
         """
         kinds = [k for x in wanted.factors if not _loads(x, w.buffer) and (k := self.narrow(x)) is not None]
-        both = 2 * int(depth.extent) * self.rates.tensor  # scores again, and the results
-        if len(wanted.factors) != 2 or not kinds or both > PASSES * 4 * self.rates.byte:
+        if len(wanted.factors) != 2 or not kinds or not isinstance(depth.extent, int):
+            return None
+        both = 2 * depth.extent * self.rates.tensor  # scores again, and the results
+        if both > PASSES * 4 * self.rates.byte:
             return None
         axes = (*wanted.kernel.axes, depth)
         shape = tuple(a.extent for a in axes)
