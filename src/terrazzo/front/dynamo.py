@@ -12,6 +12,7 @@ from terrazzo.errors import CompilerBug, Limitation, TerrazzoError
 from terrazzo.front.capture import attention_by_definition
 from terrazzo.front.decompositions import table
 from terrazzo.front.fx import from_graph
+from terrazzo.front.partition import partition
 from terrazzo.front.results import arrange
 from terrazzo.options import Options
 from terrazzo.reproduce import failing
@@ -64,6 +65,7 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options) -> Any:
                 bw_compiler=partial(compiler, views=False),  # gradients are tensors of their own
                 inference_compiler=compiler,
                 decompositions=table(),
+                partition_fn=partition,
             )
     except GuardOnDataDependentSymNode as why:
         _say(f"a shape depends on data ({str(why).splitlines()[0]})")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from terrazzo.ir.address import coefficient, flatten
@@ -76,6 +76,10 @@ def channels_last(program: l.Program, log: Log) -> l.Program:
         for b, d in last.items()
         if _image(b.type) and b.type.strides is None and d != b.type.rank - 1
     }
+    for maker, s in [(x, s) for x in kernels for s in x.stores if s.buffer in new]:
+        if why := _reduces_rows(maker, s, last[s.buffer]) or _read_by_rows(kernels, s.buffer):
+            log.add(Event("store_as_read", "channels_last", s.buffer.name, False, why))
+            del new[s.buffer]
     if not new:
         return program
     for old, now in new.items():
@@ -102,6 +106,27 @@ def _image(kind: Type) -> bool:
         and kind.dtype.size == 2
         and all(isinstance(e, int) for e in kind.shape)
     )
+
+
+def _reduces_rows(kernel: l.Kernel, s: l.Store, d: int) -> str:
+    """Why the points along a dimension cannot be the innermost ones, or nothing: what is reduced for each of them would
+    be reduced again for every point around it.
+    """
+    axis = s.index[d]
+    for r in topological([s.value]) if product(kernel) is None else ():
+        if isinstance(r, l.Reduce) and axis in r.free and any(a not in r.free and a in s.free for a in kernel.axes):
+            return f"a {r.monoid.name} is known for every {axis}, and would be computed again"
+    return ""
+
+
+def _read_by_rows(kernels: Sequence[l.Kernel], b: l.Buffer) -> str:
+    """Who reduces rows of a buffer that lie in memory one behind the other, or nothing."""
+    for kernel in [x for x in kernels if b in x.reads and product(x) is None]:
+        for r in [x for x in topological(kernel.stores) if isinstance(x, l.Reduce)]:
+            loads = [x for x in topological(r.args) if isinstance(x, l.Load)]
+            if any(x.buffer is b and (x.index[-1],) == r.axes for x in loads):
+                return f"{kernel.name} reduces its rows, which lie in memory one behind the other"
+    return ""
 
 
 def _wide(kind: Type, d: int) -> bool:

@@ -68,8 +68,6 @@ def in_order(program: l.Program, steps: Iterable[l.Kernel | l.Call]) -> l.Progra
                 stack.append((s, True))
                 stack.extend((writer[b], False) for b in reversed(s.reads) if b in writer and writer[b] not in done)
 
-    for s in [s for s in found if isinstance(s, l.Call) and s.order]:
-        visit(s)
-    for s in found:
+    for s in [*(s for s in found if isinstance(s, l.Call) and s.order), *found]:
         visit(s)
     return l.Program(program.name, program.inputs, tuple(done), program.results)

@@ -248,6 +248,11 @@ class _Fusion:
         merged = _merged(first, second, read_only_here)
         if merged is None:
             return False
+        if not {*first.reads} & {*second.writes} | {*second.reads} & {*first.writes} and self._multiply_apart(
+            merged, first
+        ):
+            self._skip("merge", f"{first.name} with {second.name}", "what one multiplies, the other does not")
+            return False
         choice = self.choice(f"{first.name} with {second.name}", apart=[first, second], together=[merged])
         prices = choice.prices() + self._leaves([first, second], [merged])
         if self.decide(choice) == "apart":
@@ -289,6 +294,16 @@ class _Fusion:
                 found = [x for x in topological(k.stores) if isinstance(x, l.Reduce) and contraction(x) is not None]
                 self.products[k] = len(found), sum(on_matrix(x, self.rates) for x in found)
         return sum(self.products[k][0] for k in kernels), sum(self.products[k][1] for k in kernels)
+
+    def _multiply_apart(self, merged: l.Kernel, first: l.Kernel) -> bool:
+        """Whether matrix instructions compute products of both, of which no operand of one is an operand of the other:
+        a tile would have twice the sums, so be half as large, and read no less.
+        """
+        sides: tuple[set[Any], set[Any]] = set(), set()
+        for s in merged.stores:
+            found = [x for x in topological([s]) if isinstance(x, l.Reduce) and on_matrix(x, self.rates)]
+            sides[s.buffer in first.writes].update(x for r in found for x in contraction(r).operands)  # type: ignore[union-attr]
+        return all(sides) and not sides[0] & sides[1]
 
     def _inlined(self, kernel: l.Kernel, readers: list[int]) -> list[l.Kernel] | str:
         found = []

@@ -29,8 +29,9 @@ from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Expr, Var
 from terrazzo.ir.monoid import monoid
 from terrazzo.ir.node import substitute, topological, transform
-from terrazzo.ir.types import DType, Type
+from terrazzo.ir.types import DType, Type, contiguous_strides, ordered_strides
 from terrazzo.rewrite.rule import Event, Log
+from terrazzo.rules.access import WIDEST
 from terrazzo.rules.loop.cost import Rates
 from terrazzo.rules.loop.definitions import Definitions, in_order
 
@@ -38,6 +39,8 @@ PASS = "gradients"
 LOG2E = math.log2(math.e)
 FAR = 4
 """Kernels from weights to what is stored of the product they are a factor of, at most."""
+PASSES = 2
+"""Of 32 bits over a number for every weight, at least, that it takes to sum them by rows: written, and read."""
 
 
 def gradients(program: l.Program, log: Log, rates: Rates, views: Callable[[l.Program, Log], l.Program]) -> l.Program:
@@ -121,7 +124,7 @@ def softmax(known: Definitions, kernel: l.Kernel) -> Softmax | None:
         case _:
             return None
     columns = [a for a in kernel.axes if a in score.free and a not in top.free]
-    if len(columns) != 1 or score.dtype.name != "f32":
+    if len(columns) != 1 or value.dtype.name != "f32":
         return None
     over = partial(_over, columns[0])
     known_rows = known.unfold(top) is over("max", score) and known.unfold(total) is over("sum", weight)
@@ -202,7 +205,8 @@ class _Gradients:
             rest = [x for x in p.factors if x is not inner]
             if any(depth not in x.free for x in factors) or not fixed or not any(_loads(x, w.buffer) for x in rest):
                 continue
-            place = self.stored(w, Product(p.kernel, p.axis, [*rest, *moving]), depth)
+            wanted = Product(p.kernel, p.axis, [*rest, *moving])
+            place = self.stored(w, wanted, depth) or self.computed(w, wanted, depth)
             if place is None:
                 continue
             result = l.Load.make(place.buffer, place.index)
@@ -245,6 +249,29 @@ class _Gradients:
                     found.append(l.Store(store.buffer, index, store.value))
         return min(found, key=lambda s: s.buffer.type.dtype.size, default=None)
 
+    def computed(self, w: Softmax, wanted: Product, depth: Var) -> l.Store | None:
+        """The same where nobody stored it, as in a graph that computes weights again from what another graph kept: a
+        product that becomes one kernel with the softmax, where that costs less than to write and read the other factor.
+        """
+        kinds = [k for x in wanted.factors if not _loads(x, w.buffer) and (k := self.narrow(x)) is not None]
+        if len(wanted.factors) != 2 or not kinds or not isinstance(depth.extent, int):
+            return None
+        both = 2 * depth.extent * self.rates.tensor  # scores again, and the results
+        if both > PASSES * 4 * self.rates.byte:
+            return None
+        axes = (*wanted.kernel.axes, depth)
+        shape = tuple(a.extent for a in axes)
+        places = {a: Var(f"a{d}", a.extent) for d, a in enumerate(axes)}
+        buffer = l.Buffer(self.fresh(f"{w.buffer.name}_results"), Type(kinds[0], shape))
+        value = l.apply(kinds[0].name, l.Reduce.make(monoid("sum"), (wanted.axis,), (_times(wanted.factors),)))
+        store = l.Store(buffer, tuple(places.values()), substitute(value, places))
+        made = l.Kernel(buffer.name, tuple(places.values()), (store,), wanted.kernel.source)
+        self.replace({wanted.kernel: [made, wanted.kernel]})
+        self.say(
+            "row_sums", buffer.name, f"{both:.2g} ns a weight to compute it, more to write and read a factor of it"
+        )
+        return l.Store(buffer, axes, value)
+
     # -- weights from their rows' sums
 
     def weights_again(self, w: Softmax, result: l.Store) -> None:
@@ -265,7 +292,7 @@ class _Gradients:
         stored = l.Kernel(w.kernel.name, columns, (l.Store(sums, rows, total), store), w.kernel.source)
         above = l.apply("sub", score, l.Load(sums, rows))
         weight = l.apply("approx_exp2", l.apply("mul", above, l.Literal(LOG2E, above.dtype)))
-        again = l.Buffer(self.fresh(f"{w.buffer.name}_again"), Type(kind, w.buffer.type.shape))
+        again = l.Buffer(self.fresh(f"{w.buffer.name}_again"), _aligned(kind, w.buffer.type))
         last = l.Store(again, store.index, l.apply(kind.name, weight))
         weights = l.Kernel(again.name, columns, (last,), w.kernel.source)
         self.weights.add(again)
@@ -327,7 +354,7 @@ class _Gradients:
         """Have a kernel read a factor in `kind`, which another one stores."""
         made = []
         if (x.buffer, kind) not in rounded:
-            b = l.Buffer(self.fresh(f"{x.buffer.name}_{kind.name}"), Type(kind, x.buffer.type.shape))
+            b = l.Buffer(self.fresh(f"{x.buffer.name}_{kind.name}"), _aligned(kind, x.buffer.type))
             axes = tuple(Var(f"a{d}", n) for d, n in enumerate(b.type.static_shape))
             store = l.Store(b, axes, l.apply(kind.name, l.Load(x.buffer, axes)))
             made.append(l.Kernel(b.name, axes, (store,), kernel.source))
@@ -416,7 +443,8 @@ class _Gradients:
         while gone := {s for s in _kernels(self.program) if self.unread(s)}:
             self.replace({s: [] for s in gone})
         old = {x for s in _kernels(before) for x in s.stores}
-        written, new = {x.buffer for x in old} - self.known.kept, {}
+        written = {x.buffer for x in old} - self.known.kept
+        new: dict[l.Buffer, l.Buffer] = {}
         steps: list[l.Kernel | l.Call] = []
         for s in in_order(self.program, self.program.steps).steps:
             for x in s.stores if isinstance(s, l.Kernel) else ():
@@ -467,8 +495,15 @@ def _loads(x: Any, buffer: l.Buffer) -> bool:
     return isinstance(x, l.Load) and x.buffer is buffer
 
 
+def _aligned(kind: DType, like: Type) -> Type:
+    """The type of so many numbers of a kind, in rows that begin at multiples of 16 bytes."""
+    shape = like.static_shape
+    strides = ordered_strides(shape, range(len(shape)), WIDEST // kind.size)
+    return Type(kind, shape, None if strides == contiguous_strides(shape) else strides)
+
+
 def _widens(x: Any) -> bool:
-    return isinstance(x, l.Apply) and is_cast(x.fn) and x.args[0].dtype.size < x.dtype.size
+    return isinstance(x, l.Apply) and is_cast(x.fn) and x.args[0].dtype.size < x.dtype.size  # type: ignore[attr-defined]
 
 
 def _as(x: Any, kind: DType) -> Any:

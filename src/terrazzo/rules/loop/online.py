@@ -216,7 +216,8 @@ def _framed(r: l.Reduce) -> _Framed | None:
         }
         new = substitute(new, again)
         if not _reductions(new, {total, m, sums}):
-            highest = l.apply("mul", m, l.Literal(1 / LOG2E, s.dtype)) if early else m
+            unit = (1.0 if by is None else by.value) / LOG2E
+            highest = l.apply("mul", m, l.Literal(unit, s.dtype)) if early else m
             return _Framed(new, {**again, top: highest}, {total, m, sums})
     return None
 

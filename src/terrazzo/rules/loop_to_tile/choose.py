@@ -165,6 +165,9 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> It
     nothing, so it can be built whatever the kernel computes.
     """
     yield from (_chained(kernel, way, gpu) for way in chains.ways(kernel, gpu) if isinstance(way, chains.Way))
+    apart = digits_apart(kernel)
+    if product(kernel) is None and product(apart) is not None:  # an axis of which both factors know a part, as of heads
+        yield from (x.after(("digits_apart", kernel, (apart,))) for x in candidates(apart, gpu, pinned))
     if (p := product(kernel)) is not None:
         yield from _boxes(kernel, p, gpu, pinned)
         yield from _padded(kernel, p, gpu, pinned)

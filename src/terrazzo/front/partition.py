@@ -1,0 +1,76 @@
+"""What a training graph keeps of its forward pass for the backward pass.
+
+PyTorch's default is everything that the backward pass reads. Of attention in 16 bits that is weights in 32 bits, tokens
+times tokens of them, and q, k and v in 32 bits. They are computed again instead, from q, k and v in 16 bits: memory
+grows with the number of tokens, and products have factors in 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+
+def partition(joint: Any, inputs: Any, **options: Any) -> tuple[Any, Any]:
+    """The forward and the backward graph of a joint one: a `partition_fn` for AOTAutograd."""
+    from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    again = computed_again(joint.graph)
+    if not again:
+        found: tuple[Any, Any] = default_partition(joint, inputs, **options)
+        return found
+    for node in again:
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    return min_cut_rematerialization_partition(joint, inputs, **options)  # type: ignore[no-any-return]
+
+
+def computed_again(graph: Any) -> set[Any]:
+    """The nodes of softmaxes in 32 bits of what was in 16 bits, as far as what their weights are multiplied with."""
+    import torch
+
+    aten = torch.ops.aten
+    shaped = {aten.where.self, aten.expand.default, aten.view.default, aten.alias.default, aten._to_copy.default}
+    found: set[Any] = set()
+    for softmax in graph.find_nodes(op="call_function", target=aten._softmax.default):
+        before = _behind([softmax])
+        if all(_bits(source) != 16 for node in before for source in node.all_input_nodes):
+            continue
+        weights = [softmax]
+        for node in weights:
+            readers = [x for x in node.users if x.target in shaped and x not in weights]
+            weights += readers
+            before |= {x for r in readers for x in _between(r, before)}
+        products = {x for node in weights for x in node.users if x.target in (aten.bmm.default, aten.mm.default)}
+        found |= before | {*weights} | _behind(y for x in products for y in x.all_input_nodes)
+    return found
+
+
+def _behind(nodes: Iterable[Any]) -> set[Any]:
+    """Nodes in 32 bits, and those that they are made of."""
+    todo = [x for x in nodes if x.op == "call_function" and _bits(x) == 32]
+    seen = set(todo)
+    for node in todo:
+        more = {x for x in node.all_input_nodes if x.op == "call_function" and _bits(x) == 32} - seen
+        seen |= more
+        todo += more
+    return seen
+
+
+def _between(node: Any, known: set[Any]) -> set[Any]:
+    """What a node reads that is made of known nodes and of no others."""
+    found: set[Any] = set()
+    for x in node.all_input_nodes:
+        if x not in known and x.op == "call_function":
+            behind = _between(x, known)
+            if behind or any(y in known for y in x.all_input_nodes):
+                found |= {x, *behind}
+    return found
+
+
+def _bits(node: Any) -> int:
+    """The bits of a tensor's numbers; 0 of what is no tensor of floating-point numbers."""
+    import torch
+
+    value = node.meta.get("val")
+    return value.dtype.itemsize * 8 if isinstance(value, torch.Tensor) and value.is_floating_point() else 0

@@ -1,0 +1,71 @@
+"""What a training graph keeps of its forward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+TOKENS, WIDTH, HEADS = 40, 32, 2
+
+
+class Attention(nn.Module):
+    """One layer of it, with heads beside each other."""
+
+    def __init__(self, causal: bool, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.causal, self.dropout = causal, dropout
+        self.inward, self.outward = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Any) -> Any:
+        heads = (y.view(*x.shape[:2], HEADS, -1).transpose(1, 2) for y in self.inward(x).chunk(3, -1))
+        o = F.scaled_dot_product_attention(*heads, is_causal=self.causal, dropout_p=self.dropout)
+        return self.outward(o.transpose(1, 2).flatten(2))
+
+
+def trained(model: Any, x: torch.Tensor, weight: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The gradients of a model's parameters, and what autograd keeps for them."""
+    kept: list[torch.Tensor] = []
+
+    def keep(t: torch.Tensor) -> torch.Tensor:
+        kept.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        loss = (model(x) * weight).float().sum()
+    return list(torch.autograd.grad(loss, list(model.parameters()))), kept
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_keeps_nothing_for_every_weight(causal: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = Attention(causal).to(dtype)
+    x, weight = (torch.randn(2, TOKENS, WIDTH).to(dtype) for _ in range(2))
+    compiled = torch.compile(model, backend="terrazzo", options={"target": "interpreter"})
+    found, kept = trained(compiled, x, weight)
+    eager, _ = trained(model, x, weight)
+    exact, _ = trained(model.double(), x.double(), weight.double())
+    for ours, theirs, truth in zip(found, eager, exact, strict=True):
+        assert (ours.double() - truth).norm() <= 2 * (theirs.double() - truth).norm() + 1e-6 * truth.norm()
+    most = 2 * HEADS * TOKENS * TOKENS
+    assert any(t.numel() == most for t in kept) == (dtype is torch.float32)
+    assert dtype is torch.float32 or all(t.dtype is not torch.float32 for t in kept)
+
+
+def test_dropout_is_the_same_in_both_graphs() -> None:
+    """What is linear in some parameters is its gradient times these: not if forward and backward dropped others."""
+    torch.manual_seed(0)
+    model = Attention(False, dropout=0.5).to(torch.bfloat16)
+    nn.init.zeros_(model.outward.bias)
+    x, weight = (torch.randn(2, TOKENS, WIDTH, dtype=torch.bfloat16) for _ in range(2))
+    compiled = torch.compile(model, backend="terrazzo", options={"target": "interpreter"})
+    loss = (compiled(x) * weight).float().sum()
+    values = [p[2 * WIDTH :] for p in (model.inward.weight, model.inward.bias)]
+    slopes = [g[2 * WIDTH :] for g in torch.autograd.grad(loss, [model.inward.weight, model.inward.bias])]
+    linear = sum((g.double() * v.double()).sum() for g, v in zip(slopes, values, strict=True))
+    size = sum((g.double() * v.double()).abs().sum() for g, v in zip(slopes, values, strict=True))
+    assert abs(linear - loss.double()) <= 2**-8 * size
