@@ -367,13 +367,14 @@ def _split(
 ) -> Iterator[Candidate]:
     """A kernel of partial states, in each way it can be run, and one that combines them and does the rest."""
     first, second = split(kernel, reduces, pieces, unit)
-    rest = _finished(second, gpu)
-    if product(first) is not None and all(s.free >= frozenset(second.axes) for s in second.stores):
-        flat = collapse(second)
-        done = flat, reductions.finish(flat, gpu), "finish", "partial states meet, in order"
-        rest = Candidate((done,)).after(("collapse", second, (flat,)))
+    rewrites: list[Rewrite] = [("split", kernel, (first, second))]
+    rest = _met(second, gpu)
+    if product(first) is not None:
+        flat = collapse(second) if all(s.free >= frozenset(second.axes) for s in second.stores) else second
+        rest = flat, reductions.finish(flat, gpu), "finish", "partial states meet, in order"
+        rewrites.append(("collapse", second, (flat,)))
     for part in _parts(first, pieces, gpu, pinned):
-        yield Candidate((part, *rest.kernels), rest.rewrites).after(("split", kernel, (first, second)))
+        yield Candidate((part, rest)).after(*rewrites)
 
 
 def _parts(kernel: l.Kernel, pieces: int, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Chosen]:
@@ -392,37 +393,36 @@ def _parts(kernel: l.Kernel, pieces: int, gpu: Gpu, pinned: Mapping[str, Schedul
 
 def _cut(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
     """Rows divided among blocks, where these are few for what there is to read: reductions in pieces; a sum of squares
-    together with the mean it is around; else those that others need in kernels before these.
+    together with the mean it is around; else those that others need in kernels before these. What is computed at the
+    points of a row is a kernel of its own then, and where threads cannot divide these points alike.
     """
-    top = reductions.parts(kernel)[2]
+    _, inner, top = reductions.parts(kernel)
     first = [r for r in top if not any(x in top for x in topological(r.args))]
     both = moments(kernel) is not None
-    if (pieces := reductions.pieces(kernel, gpu, both)) == 1:
-        return
-    if len(first) == len(top):
+    pieces = reductions.pieces(kernel, gpu, both)
+    if len(inner) > 1 or (inner and pieces > 1):
+        yield from _apart_from(kernel, top, gpu, pinned)
+    elif pieces > 1 and len(first) == len(top):
         yield from _split(kernel, top, pieces, gpu, pinned, reductions.unit(top))
-    elif both and (found := split_moments(kernel, pieces)) is not None:
+    elif pieces > 1 and both and (found := split_moments(kernel, pieces)) is not None:
         part, second = found
-        rest = _finished(second, gpu)
         for chosen in _parts(part, pieces, gpu, pinned):
-            done = Candidate((chosen, *rest.kernels), rest.rewrites)
-            yield done.after(("split_moments", kernel, (part, second)))
-    else:
-        *before, after = reduced_first(kernel, first)
-        if before:
-            each = [next(candidates(x, gpu, pinned)) for x in (*before, after)]
-            done = Candidate(tuple(x for c in each for x in c.kernels), tuple(x for c in each for x in c.rewrites))
-            yield done.after(("reduced_first", kernel, (*before, after)))
+            yield Candidate((chosen, _met(second, gpu)), (("split_moments", kernel, (part, second)),))
+    elif pieces > 1:
+        yield from _apart_from(kernel, first, gpu, pinned)
 
 
-def _finished(kernel: l.Kernel, gpu: Gpu) -> Candidate:
-    """What brings partial states together; before what is computed at every point of a row, where there is such."""
-    *reduced, points = reduced_first(kernel, reductions.parts(kernel)[2])
-    if not reduced:
-        return Candidate(((kernel, reductions.reduction(kernel, gpu), "finish", "partial states meet, in order"),))
-    (first,) = reduced
-    done: list[Chosen] = [(first, reductions.reduction(first, gpu), "finish", "partial states meet, in order")]
-    flat = collapse(points)
-    done.append((flat, threads.pointwise(flat, gpu), "points", "many blocks compute the points of few rows"))
-    apart: Rewrite = ("reduced_first", kernel, (first, points))
-    return Candidate(tuple(done)).after(apart, ("collapse", points, (flat,)))
+def _apart_from(
+    kernel: l.Kernel, reduces: Sequence[l.Reduce], gpu: Gpu, pinned: Mapping[str, Schedule]
+) -> Iterator[Candidate]:
+    """Some reductions of a kernel in one before it."""
+    *before, after = reduced_first(kernel, reduces)
+    if before:
+        each = [next(candidates(x, gpu, pinned)) for x in (*before, after)]
+        done = Candidate(tuple(x for c in each for x in c.kernels), tuple(x for c in each for x in c.rewrites))
+        yield done.after(("reduced_first", kernel, (*before, after)))
+
+
+def _met(kernel: l.Kernel, gpu: Gpu) -> Chosen:
+    """What brings partial states together."""
+    return kernel, reductions.reduction(kernel, gpu), "finish", "partial states meet, in order"

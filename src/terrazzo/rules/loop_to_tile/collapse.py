@@ -64,7 +64,7 @@ def collapse(kernel: l.Kernel) -> l.Kernel:
 
 def merge_axes(kernel: l.Kernel, axes: Sequence[Var]) -> l.Kernel:
     """`kernel` with several of its axes as one, in this order, where all that is stored or reduced goes along all of
-    them or none.
+    them or none. Who reads beside a place, where there is one, keeps the axes that say so.
 
     @loop
     def f(x: f32[3, 3, 4]):
@@ -91,6 +91,8 @@ def merge_axes(kernel: l.Kernel, axes: Sequence[Var]) -> l.Kernel:
     reduces = [x for x in topological(kernel.stores) if isinstance(x, l.Reduce | l.Scan)]
     known = all(isinstance(a.extent, int) and a.extent > 0 for a in axes)
     if any(isinstance(x, l.Scan) and x.at in mine for x in reduces):
+        return kernel
+    if any(isinstance(x, l.Load) and x.inside and x.free & mine for x in topological(kernel.stores)):
         return kernel
     if len(axes) < 2 or not known or any(0 < len(x.free & mine) < len(mine) for x in (*kernel.stores, *reduces)):
         return kernel

@@ -22,7 +22,6 @@ from terrazzo.rules.loop_to_tile.threads import (
     pointwise,
     size_of,
     step,
-    stride_one,
     vector_at,
     vector_of,
     warps_of,
@@ -30,17 +29,18 @@ from terrazzo.rules.loop_to_tile.threads import (
 from terrazzo.rules.tile.draft import axis_name
 
 
-def reduction(kernel: l.Kernel, gpu: Gpu, most: int = 32) -> Schedule:
+def reduction(kernel: l.Kernel, gpu: Gpu, most: int = 32, whole: bool = True) -> Schedule:
     """Rows over the grid; the threads of a block (of `most` warps at most), or of a warp for short rows, share each
     reduction of a row and what is stored of it.
 
-    Where memory runs along a free axis instead, lanes take its columns and warps share the reduction.
+    Where memory runs along a free axis instead, lanes take its columns and warps share the reduction: few columns,
+    where there are few blocks and the `whole` of a row is reduced in one.
     """
     rows, inner, top = parts(kernel)
     if not top:
         return pointwise(kernel, gpu)
     if (column := column_of(rows, top)) is not None:
-        return columns(kernel, gpu, column)
+        return columns(kernel, gpu, column, whole)
     longest = max((r.axes[-1] for r in top), key=size_of)
     vector = min(
         [vector_of(_leaves([r]), r.axes[-1]) for r in top]
@@ -73,7 +73,7 @@ def reduction(kernel: l.Kernel, gpu: Gpu, most: int = 32) -> Schedule:
     for store in kernel.stores:
         mine = [a for a in inner if a in store.free]
         if mine:
-            axis = max(mine, key=lambda a: (stride_one([store], a), size_of(a)))
+            axis = max(mine, key=lambda a: (step(store, a) == 1, size_of(a)))
             own = (
                 Like(same[size_of(axis)])
                 if size_of(axis) in same
@@ -158,18 +158,19 @@ def pieces(kernel: l.Kernel, gpu: Gpu, together: bool = False) -> int:
     """
     rows, inner, top = parts(kernel)
     found = n.accumulators(kernel).values()
-    if not top or set(found) != set(top) or len({tuple(map(size_of, r.axes)) for r in top}) > 1:
+    nested = any(x in found and x not in top for x in topological(top))
+    if not top or nested or len({tuple(map(size_of, r.axes)) for r in top}) > 1:
         return 1
-    chosen = reduction(kernel, gpu)
+    chosen = reduction(kernel, gpu, whole=False)
     blocks = math.prod(f.size for _, b in chosen.axes if not isinstance(b, Like) for f in b if f.level == "grid")
     first = [r for r in top if not any(x in top for x in topological(r.args))]
     once, read = (sum(map(_bytes, {x for r in found for x in _loads([r])})) for found in (first, top))
     read = sum(sum(map(_bytes, _loads([r]))) for r in top if r not in first) + once
     rest = sum(map(_bytes, _inside(kernel, inner)))
     far = together and not chosen.operands and once // blocks > NEAR
-    most = once // (blocks * NEAR) if far else min(ceil(BLOCKS * gpu.processors, blocks), once // (blocks * LEAST))
+    most = max(ceil(BLOCKS * gpu.processors, blocks), once // (blocks * NEAR) if far else 1)
     length = size_of(top[0].axes[-1])
-    if (most := min(most, length // 8)) < 2:
+    if (most := min(most, once // (blocks * LEAST), length // 8)) < 2:
         return 1
     states = 8 * most * sum(math.prod(size_of(a) for a in rows if a in r.free) for r in top)
     launches = (1 if together or len(first) == len(top) else 2 * _stages(top) - 1) + bool(rest)
@@ -212,9 +213,11 @@ FLYING = 128
 """Bytes that a thread has on their way at once, at most: registers hold them."""
 COLUMNS = 32
 """Accumulators of a thread that takes several columns, at most."""
+SECTOR = 32
+"""Bytes that memory brings at least."""
 
 
-def columns(kernel: l.Kernel, gpu: Gpu, column: Any) -> Schedule:
+def columns(kernel: l.Kernel, gpu: Gpu, column: Any, whole: bool = True) -> Schedule:
     """Lanes take neighbouring columns, each as many as 16 bytes have; warps, and lanes where columns are few, share
     the rows, of which a thread has several on their way.
 
@@ -227,7 +230,10 @@ def columns(kernel: l.Kernel, gpu: Gpu, column: Any) -> Schedule:
         vector //= 2
     lanes = min(WARP, 1 << (ceil(size_of(column), vector) - 1).bit_length())
     length = max(size_of(r.axes[-1]) for r in top)
-    count = ceil(math.prod(map(size_of, rows)), vector * lanes)
+    points, narrow = math.prod(map(size_of, rows)), min(x.dtype.size for x in _loads(top) if column in x.free)
+    while whole and lanes * vector * narrow > SECTOR and ceil(points, vector * lanes) < gpu.processors:
+        lanes //= 2
+    count = ceil(points, vector * lanes)
     share = min(8, 1 << ceil(length, WARP // lanes * 4).bit_length() - 1)
     while share > 1 and length // share < 16 and count * share > 64 * gpu.processors:
         share //= 2  # there are warps enough, each with few rows
