@@ -18,7 +18,7 @@ from terrazzo.rewrite.rule import Choice, Log
 from terrazzo.rules import tensor_to_loop
 from terrazzo.rules.loop import channels, fuse, layout, narrow, parts, relax
 from terrazzo.rules.loop.cost import Rates
-from terrazzo.rules.loop_to_tile import choose, collapse, few_rows, packed
+from terrazzo.rules.loop_to_tile import choose, collapse, few_rows, packed, reductions
 from terrazzo.rules.loop_to_tile import split as splitting
 from terrazzo.rules.tensor_to_loop.lift import lift
 from terrazzo.rules.tile_to_kernel import lower as deriving
@@ -82,6 +82,13 @@ def split(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     return splitting.split(kernel, found, pieces) if pieces > 1 else (kernel,)
 
 
+def reduced_first(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
+    """The reductions of a kernel that need no other, in a kernel of their own."""
+    top = reductions.parts(kernel)[2]
+    first = [r for r in top if not any(x in top for x in topological(r.args))]
+    return splitting.reduced_first(kernel, first) if first else (kernel,)
+
+
 def frames(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     """Split a chain in a moving frame in two."""
     return few_rows.split_frames(few_rows.share_rows(kernel), 2) or (kernel,)
@@ -107,10 +114,13 @@ CATALOG: dict[str, Rewrite] = {
     "schedule:merge_product_axes": of(collapse.merge_product_axes, kernels(product_axes)),
     "schedule:digits_apart": of(collapse.digits_apart, kernels(lambda k: (collapse.digits_apart(k),))),
     "schedule:flat_reductions": of(collapse.flat_reductions, kernels(lambda k: (collapse.flat_reductions(k),))),
+    "schedule:merge_axes": of(collapse.merge_axes, kernels(lambda k: (collapse.merge_axes(k, k.axes),))),
     "schedule:packed": of(packed.packed, kernels(packed.packed)),
     "schedule:stored_first": of(packed.stored_first, kernels(packed.stored_first)),
     "schedule:padded": of(packed.padded, kernels(packed.padded)),
     "schedule:split": of(splitting.split, kernels(split)),
+    "schedule:split_moments": of(splitting.split_moments, kernels(lambda k: splitting.split_moments(k, 2) or (k,))),
+    "schedule:reduced_first": of(splitting.reduced_first, kernels(reduced_first)),
     "schedule:share_rows": of(few_rows.share_rows, kernels(lambda k: (few_rows.share_rows(k),))),
     "schedule:split_frames": of(few_rows.split_frames, kernels(frames)),
     "derive:derive": of(deriving.lower, derive),

@@ -115,8 +115,21 @@ def seasoned(program: Program) -> Program:
     taken = t.index_map(table, (4, 3, 9), (i[0], i[2])), t.index_map(table, (4, 3, 9), (i[1] + 1, i[2]))
     rows = t.reduce("sum", t.apply("mul", *taken), [2])  # a product of rows that begin at no multiples of 16 bytes
     more = (quotient, narrow, merged, largest, batched, weighted, columns, numbers, channels, rows)
-    more = (*more, t.literal(2.0, f32, (3,)))
+    more = (
+        *more,
+        t.literal(2.0, f32, (3,)),
+        *moments(t.scan("sum", t.cast(t.iota((7, 8), t.coordinates((7, 8))[1]), f32), 0)),
+    )
     return Program("tensor", program.name, program.inputs, (*program.results, *more))
+
+
+def moments(x: Any) -> tuple[Any, Any]:
+    """The sum of squared distances from the mean of every row; and other rows, below their largest element."""
+    mean = t.apply("div", t.reduce("sum", x, [1], keepdim=True), t.literal(8.0, f32, (7, 1)))
+    far = t.apply("sub", x, t.broadcast(mean, (7, 8)))
+    y = t.index_map(x, (3, 7), t.coordinates((3, 7)))
+    below = t.apply("sub", y, t.broadcast(t.reduce("max", y, [1], keepdim=True), (3, 7)))
+    return t.reduce("sum", t.apply("mul", far, far), [1]), t.apply("exp", below)
 
 
 def attention(x: Any, n: int) -> Any:

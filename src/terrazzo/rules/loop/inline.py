@@ -43,7 +43,7 @@ def element(store: l.Store, index: tuple[IntExpr, ...], inside: tuple[IntExpr, .
     inside = tuple(e for e in inside if not at_least(e, 0))
     if not inside:
         return value
-    if _keeps_zero(value):
+    if keeps_zero(value):
         return rewrite_loads(value, lambda load: guarded(load, inside))
     value = rewrite_loads(value, lambda load: load if _in_bounds(load) else guarded(load, inside))
     return select(inside, _dividing_only(value, inside))
@@ -134,7 +134,7 @@ def _in_store(store: l.Store, replace: Replace, only: set[l.Buffer]) -> l.Store:
     return l.Store(store.buffer, store.index, rewrite_loads(store.value, replace, only))
 
 
-def _keeps_zero(value: Node) -> bool:
+def keeps_zero(value: Node) -> bool:
     """True if the term is 0 by itself where its loads are guarded: a load, or a conversion of one."""
     while isinstance(value, l.Apply) and len(value.args) == 1 and is_cast(value.fn):
         value = value.args[0]

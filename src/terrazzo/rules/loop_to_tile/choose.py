@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,14 +15,15 @@ from terrazzo.ir.canonical import canonical, remember, words
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
+from terrazzo.ir.node import topological
 from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.sites import Product, product
 from terrazzo.rewrite.rule import Event, Log
-from terrazzo.rules.loop_to_tile import boxes, chains, threads, tiles, warpgroups
+from terrazzo.rules.loop_to_tile import boxes, chains, reductions, threads, tiles, warpgroups
 from terrazzo.rules.loop_to_tile.collapse import collapse, digits_apart, flat_reductions, merge_product_axes
 from terrazzo.rules.loop_to_tile.few_rows import pinned_frames, share_rows
 from terrazzo.rules.loop_to_tile.packed import packed, padded, stored_first
-from terrazzo.rules.loop_to_tile.split import pinned_split, split
+from terrazzo.rules.loop_to_tile.split import moments, pinned_split, reduced_first, split, split_moments
 from terrazzo.rules.tile.complete import Refused, complete
 from terrazzo.rules.tile_to_kernel.lower import lower
 
@@ -180,11 +181,12 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> It
         chosen = threads.pointwise(points, gpu), "points", "every thread computes points of its own"
         yield Candidate(((points, *chosen),)).after(flattened, ("collapse", flat, (points,)))
     else:
-        if (pieces := _pieces(flat, reduces, gpu)) > 1:
-            for split in _split(flat, reduces, pieces, gpu, pinned):
-                yield split.after(flattened)
-        for chosen in _shared(flat, gpu):
-            yield Candidate(((flat, *chosen),)).after(flattened)
+        even = reductions.flattened(flat)
+        merged: Rewrite = ("merge_axes", flat, (even,))
+        for apart in _cut(even, gpu, pinned):
+            yield apart.after(flattened, merged)
+        for chosen in _shared(even, gpu):
+            yield Candidate(((even, *chosen),)).after(flattened, merged)
     plain = threads.plain(flat, gpu), "plain", "a thread computes a point at a time"
     yield Candidate(((flat, *plain),)).after(flattened)
 
@@ -293,7 +295,7 @@ def _chained(kernel: l.Kernel, way: chains.Way, gpu: Gpu) -> Candidate:
         rewrites.append(("split_frames", way.whole, (way.kernel, way.rest)))
         done = (
             (way.kernel, way.schedule, "chain", f"{way.pieces} pieces of them over the grid; {what}"),
-            (way.rest, threads.finish(way.rest, gpu), "finish", "states meet in the highest frame, in order"),
+            (way.rest, reductions.finish(way.rest, gpu), "finish", "states meet in the highest frame, in order"),
         )
     return Candidate(done).after(*rewrites)
 
@@ -304,12 +306,12 @@ def _tiled(p: Product, plan: tiles.Plan, gpu: Gpu) -> Chosen:
 
 def _shared(kernel: l.Kernel, gpu: Gpu) -> Iterator[tuple[Schedule, str, str]]:
     """Reductions by threads together; with fewer registers in use, or more for each thread; then by each for itself."""
-    together = threads.reduction(kernel, gpu)
+    together = reductions.reduction(kernel, gpu)
     what = "threads share the reductions of a row, or take columns where memory runs so"
     yield together, "share", what
     fewer = [(replace(together, operands=()), f"{what}, and read again what they need twice")]
     fewer += [
-        (replace(threads.reduction(kernel, gpu, warps), operands=()), f"{what}; {warps} warps at most")
+        (replace(reductions.reduction(kernel, gpu, warps), operands=()), f"{what}; {warps} warps at most")
         for warps in (16, 8)
     ]
     tried = [together]
@@ -353,7 +355,7 @@ def _apart(done: Chosen, gpu: Gpu) -> Candidate:
     if found is None:
         return Candidate((done,))
     first, bound, second = found
-    rest = (second, threads.finish(second, gpu), "finish", "partial states meet, in order")
+    rest = (second, reductions.finish(second, gpu), "finish", "partial states meet, in order")
     rewrite = "split_frames" if framed else "split"
     return Candidate(((first, bound, rule, reason), rest), ((rewrite, kernel, (first, second)),))
 
@@ -369,41 +371,61 @@ def _split(
     """A kernel of partial states, in each way it can be run, and one that combines them and does the rest."""
     first, second = split(kernel, reduces, pieces, unit)
     rewrites: list[Rewrite] = [("split", kernel, (first, second))]
-    if all(s.free >= frozenset(second.axes) for s in second.stores):
-        flat = collapse(second)
+    rest = _met(second, gpu)
+    if product(first) is not None:
+        flat = collapse(second) if all(s.free >= frozenset(second.axes) for s in second.stores) else second
+        rest = flat, reductions.finish(flat, gpu), "finish", "partial states meet, in order"
         rewrites.append(("collapse", second, (flat,)))
-        second = flat
-    parts: Iterable[Chosen]
-    if first.name in pinned:
-        parts = [_pinned([first], pinned, gpu)]
-    elif (p := product(first)) is not None:
-        plans = [x for x in tiles.plans(p, gpu) if x.pieces == 1]
-        parts = (_tiled(p, plan, gpu) for plan in plans)
-    else:
-        parts = ((first, *chosen) for chosen in _shared(first, gpu))
+    for part in _parts(first, pieces, gpu, pinned):
+        yield Candidate((part, rest)).after(*rewrites)
+
+
+def _parts(kernel: l.Kernel, pieces: int, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Chosen]:
+    """The ways to run a kernel of partial states."""
     why = f"{pieces} pieces of a reduction over the grid, since there are few blocks otherwise"
-    rest = (second, threads.finish(second, gpu), "finish", "partial states meet, in order")
-    for part, chosen, _, reason in parts:
-        yield Candidate(((part, chosen, "split", f"{why}; {reason}"), rest)).after(*rewrites)
+    if kernel.name in pinned:
+        part, chosen, _, reason = _pinned([kernel], pinned, gpu)
+        yield part, chosen, "split", f"{why}; {reason}"
+    elif (p := product(kernel)) is not None:
+        for plan in (x for x in tiles.plans(p, gpu) if x.pieces == 1):
+            part, chosen, _, reason = _tiled(p, plan, gpu)
+            yield part, chosen, "split", f"{why}; {reason}"
+    else:
+        yield from ((kernel, chosen, "split", f"{why}; {reason}") for chosen, _, reason in _shared(kernel, gpu))
 
 
-def _pieces(kernel: l.Kernel, reduces: list[l.Reduce], gpu: Gpu) -> int:
-    """Into how many pieces long reductions are cut where there are too few rows: all alike, over the same axes, in no
-    other one.
+def _cut(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
+    """Rows divided among blocks, where these are few for what there is to read: reductions in pieces; a sum of squares
+    together with the mean it is around; else those that others need in kernels before these. What is computed at the
+    points of a row is a kernel of its own then, and where threads cannot divide these points alike.
     """
-    first = reduces[0]
-    rows = math.prod(a.extent for a in kernel.axes if a in first.free and isinstance(a.extent, int))
-    length = math.prod(a.extent for a in first.axes)
-    if any(r.axes != first.axes or not r.free <= frozenset(kernel.axes) or _nested(r) for r in reduces):
-        return 1
-    if rows >= gpu.processors // 2 or length < 16384:
-        return 1
-    last = first.axes[-1].extent
-    wanted = min(gpu.processors * 2 // max(rows, 1), length // 4096)
-    return max((s for s in range(1, wanted + 1) if last % s == 0), default=1)
+    _, inner, top = reductions.parts(kernel)
+    first = [r for r in top if not any(x in top for x in topological(r.args))]
+    both = moments(kernel) is not None
+    pieces = reductions.pieces(kernel, gpu, both)
+    if len(inner) > 1 or (inner and pieces > 1):
+        yield from _apart_from(kernel, top, gpu, pinned)
+    elif pieces > 1 and len(first) == len(top):
+        yield from _split(kernel, top, pieces, gpu, pinned, reductions.unit(top))
+    elif pieces > 1 and both and (found := split_moments(kernel, pieces)) is not None:
+        part, second = found
+        for chosen in _parts(part, pieces, gpu, pinned):
+            yield Candidate((chosen, _met(second, gpu)), (("split_moments", kernel, (part, second)),))
+    elif pieces > 1:
+        yield from _apart_from(kernel, first, gpu, pinned)
 
 
-def _nested(r: l.Reduce) -> bool:
-    from terrazzo.ir.node import topological
+def _apart_from(
+    kernel: l.Kernel, reduces: Sequence[l.Reduce], gpu: Gpu, pinned: Mapping[str, Schedule]
+) -> Iterator[Candidate]:
+    """Some reductions of a kernel in one before it."""
+    *before, after = reduced_first(kernel, reduces)
+    if before:
+        each = [next(candidates(x, gpu, pinned)) for x in (*before, after)]
+        done = Candidate(tuple(x for c in each for x in c.kernels), tuple(x for c in each for x in c.rewrites))
+        yield done.after(("reduced_first", kernel, (*before, after)))
 
-    return any(isinstance(x, l.Reduce | l.Scan) for x in topological(r.args))
+
+def _met(kernel: l.Kernel, gpu: Gpu) -> Chosen:
+    """What brings partial states together."""
+    return kernel, reductions.reduction(kernel, gpu), "finish", "partial states meet, in order"

@@ -62,6 +62,48 @@ def collapse(kernel: l.Kernel) -> l.Kernel:
     return l.Kernel(kernel.name, (flat,), stores, kernel.source)
 
 
+def merge_axes(kernel: l.Kernel, axes: Sequence[Var]) -> l.Kernel:
+    """`kernel` with several of its axes as one, in this order, where all that is stored or reduced goes along all of
+    them or none. Who reads beside a place, where there is one, keeps the axes that say so.
+
+    @loop
+    def f(x: f32[3, 3, 4]):
+        with kernel('z', z=f32[3, 3]):
+            for a0 in free(3):
+                for a1 in free(3):
+                    for r0 in reduce(4):
+                        in0 = x[a1, a0, r0]
+                        acc0 <- sum(in0)
+                    z[a0, a1] = acc0
+        return (z,)
+    =>
+    @loop
+    def f(x: f32[3, 3, 4]):
+        with kernel('z', z=f32[3, 3]):
+            for a0 in free(9):
+                for r0 in reduce(4):
+                    in0 = x[a0 % 3, a0 // 3, r0]
+                    acc0 <- sum(in0)
+                z[a0 // 3, a0 % 3] = acc0
+        return (z,)
+    """
+    mine = frozenset(axes)
+    reduces = [x for x in topological(kernel.stores) if isinstance(x, l.Reduce | l.Scan)]
+    known = all(isinstance(a.extent, int) and a.extent > 0 for a in axes)
+    if any(isinstance(x, l.Scan) and x.at in mine for x in reduces):
+        return kernel
+    if any(isinstance(x, l.Load) and x.inside and x.free & mine for x in topological(kernel.stores)):
+        return kernel
+    if len(axes) < 2 or not known or any(0 < len(x.free & mine) < len(mine) for x in (*kernel.stores, *reduces)):
+        return kernel
+    extents = tuple(a.extent for a in axes)
+    flat = Var(axes[0].name, math.prod(extents))
+    digits: dict[Any, Any] = dict(zip(axes, unflatten(flat, extents), strict=True))
+    first = next(a for a in kernel.axes if a in mine)
+    new = tuple(flat if a is first else a for a in kernel.axes if a is first or a not in mine)
+    return l.Kernel(kernel.name, new, tuple(substitute(s, digits) for s in kernel.stores), kernel.source)
+
+
 def merge_product_axes(kernel: l.Kernel, products: Sequence[Contraction]) -> l.Kernel:
     """`kernel` with the axes that the same factors of its products know as one: rows of a batch, pixels of an image.
 

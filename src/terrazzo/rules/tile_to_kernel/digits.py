@@ -238,8 +238,8 @@ class Bindings:
 
     def inner(self, factor: Factor, axis: str, site: Site | None) -> int:
         """The place value of a factor in the number of its level. What axes have outside of the site, where all sites
-        must see it alike, counts fastest; then the axes' innermost factors, of these the later axes'. Where all axes are
-        like another site's, threads are numbered as there.
+        must see it alike, counts fastest; then the axes' innermost factors, of these the later axes'. Where all axes
+        are like another site's, threads are numbered as there.
         """
         if site is not None and (other := self.schedule.alike(site)) is not None:
             name = dict(site.axes)[axis].site.partition(".")[2] if axis in dict(site.axes) else ""  # type: ignore[union-attr]

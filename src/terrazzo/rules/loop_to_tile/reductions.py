@@ -1,0 +1,367 @@
+"""Binding reductions to threads: those of a block share a row, or take columns where memory runs so."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from terrazzo.hw.gpu import Gpu
+from terrazzo.ir import nest as n
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.node import substitute, topological
+from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site
+from terrazzo.rules.loop_to_tile.collapse import merge_axes
+from terrazzo.rules.loop_to_tile.threads import (
+    DEAR,
+    KEPT,
+    WARP,
+    ceil,
+    grid,
+    ordered,
+    pointwise,
+    size_of,
+    step,
+    vector_at,
+    vector_of,
+    warps_of,
+)
+from terrazzo.rules.tile.draft import axis_name
+
+
+def reduction(kernel: l.Kernel, gpu: Gpu, most: int = 32, whole: bool = True) -> Schedule:
+    """Rows over the grid; the threads of a block (of `most` warps at most), or of a warp for short rows, share each
+    reduction of a row and what is stored of it.
+
+    Where memory runs along a free axis instead, lanes take its columns and warps share the reduction: few columns,
+    where there are few blocks and the `whole` of a row is reduced in one.
+    """
+    rows, inner, top = parts(kernel)
+    if not top:
+        return pointwise(kernel, gpu)
+    if (column := column_of(rows, top)) is not None:
+        return columns(kernel, gpu, column, whole)
+    longest = max((r.axes[-1] for r in top), key=size_of)
+    vector = min(
+        [vector_of(_leaves([r]), r.axes[-1]) for r in top]
+        + [vector_of(kernel.stores, a) for a in inner if size_of(a) == size_of(longest)]
+    )
+    length, count = size_of(longest), math.prod(map(size_of, rows))
+    if length <= 16 and not inner and rows:
+        return Schedule(kernel.name, gpu.arch, _row_lines(rows, (*warps_of(4), Factor("lane", WARP)), 4 * WARP))
+    if length <= WARP * vector * 4 and rows and count >= gpu.processors:
+        warps, lines = 1, _row_lines(rows, warps_of(4), 4)
+    else:
+        read = {x.buffer for r in top for x in topological(r.args) if isinstance(x, l.Load) and r.axes[-1] in x.free}
+        warps = min(most, _block(length, vector, count, sum(b.type.dtype.size for b in read), gpu))
+        lines = tuple((a.name, grid(size_of(a))) for a in rows)
+    used = warps * WARP
+    sites: list[Site] = []
+    bound: dict[tuple[str, int], str] = {}
+    for name, r in n.accumulators(kernel).items():
+        if r in top:
+            axis = r.axes[-1]
+            key = (axis_name(axis), size_of(axis))
+            own = (
+                Like(bound[key])
+                if key in bound
+                else shared_axis(size_of(axis), used, vector if size_of(axis) % vector == 0 else 1)
+            )
+            sites.append(Site((name,), ((axis_name(axis), own),)))
+            bound.setdefault(key, name)
+    same = {size: f"{name}.{axis}" for (axis, size), name in reversed(bound.items())}
+    for store in kernel.stores:
+        mine = [a for a in inner if a in store.free]
+        if mine:
+            axis = max(mine, key=lambda a: (step(store, a) == 1, size_of(a)))
+            own = (
+                Like(same[size_of(axis)])
+                if size_of(axis) in same
+                else shared_axis(size_of(axis), used, vector_of([store], axis))
+            )
+            if not any(dict(s.axes).keys() == {axis.name} and s.names[0] not in n.accumulators(kernel) for s in sites):
+                sites.append(Site((store.buffer.name,), ((axis.name, own),)))
+            else:
+                sites[-1] = Site((*sites[-1].names, store.buffer.name), sites[-1].axes)
+    per_thread = ceil(length, used * vector) * vector
+    loads = {x.buffer.name: 0 for x in topological([s.value for s in kernel.stores]) if isinstance(x, l.Load)}
+    for x in topological([s.value for s in kernel.stores]):
+        if isinstance(x, l.Load):
+            loads[x.buffer.name] += 1
+    keep = tuple((b, Operand("reg")) for b, uses in loads.items() if uses > 1) if per_thread <= KEPT * 2 else ()
+    terms = tuple((name, Operand("reg")) for name in _again(kernel, top, inner)) if per_thread <= KEPT else ()
+    return Schedule(kernel.name, gpu.arch, lines, (*keep[:2], *terms[:1]), (), tuple(sites))
+
+
+def parts(kernel: l.Kernel) -> tuple[list[Any], list[Any], list[l.Reduce]]:
+    """The axes of rows, those inside them, and the reductions that threads share: others lie in loops that threads
+    share, so each thread computes its own.
+    """
+    top = _outermost(kernel)
+    rows = _rows(kernel, top)
+    top = [r for r in top if r.free <= frozenset(rows)]
+    rest = [a for a in kernel.axes if a not in ordered(kernel)]
+    return [a for a in rest if a in rows], [a for a in rest if a not in rows], top
+
+
+def column_of(rows: Sequence[Any], top: Sequence[l.Reduce]) -> Any:
+    """The axis of rows along which memory runs, by most of what reductions read; None where it runs along these."""
+    along = sum(_bytes(x) for r in top for x in _loads([r]) if step(x, r.axes[-1]) == 1)
+    found = {a: sum(_bytes(x) for x in _loads(top) if step(x, a) == 1) for a in rows}
+    best = max(rows, key=lambda a: found[a], default=None)
+    return best if best is not None and found[best] > along else None
+
+
+def _loads(reduces: Sequence[l.Reduce]) -> list[l.Load]:
+    return [x for x in topological(_leaves(reduces)) if isinstance(x, l.Load)]
+
+
+def _bytes(load: l.Load) -> int:
+    """How much of memory a load reads."""
+    points = math.prod(size_of(a) for a in load.free)
+    return int(load.dtype.size * min(points, math.prod(load.buffer.type.static_shape)))
+
+
+def flattened(kernel: l.Kernel) -> l.Kernel:
+    """`kernel` with what lies inside a row as one axis, so that threads divide all of it; and with its rows as one axis
+    that runs as memory does, where lanes take them as columns.
+    """
+    rows, inner, top = parts(kernel)
+    found = merge_axes(kernel, sorted(inner, key=lambda a: -_far(kernel.stores, a))) if top else kernel
+    if column_of(rows, top) is None:
+        return found
+    return merge_axes(found, sorted(rows, key=lambda a: -_far(sorted(_loads(top), key=_bytes, reverse=True), a)))
+
+
+def _far(accesses: Sequence[Any], axis: Any) -> int:
+    """The step of an axis in the first access that goes along it."""
+    return next((abs(d) for x in accesses if axis in x.free and (d := step(x, axis)) is not None), 0)
+
+
+BLOCKS = 4
+"""Blocks for each processor that a reduction is cut into, at most: so many of 256 threads are on one at a time."""
+LEAST = 16384
+"""Bytes that a block reads at least, where reductions are cut: the states of less are much beside it."""
+NEAR = 32768
+"""Bytes that a block reads twice at most, where it can be helped: the second time they come from the cache beside it,
+which blocks share.
+"""
+
+
+def pieces(kernel: l.Kernel, gpu: Gpu, together: bool = False) -> int:
+    """Into how many pieces the reductions of a kernel are cut, by what the model says of both ways: 1 where it cannot
+    be, or is not worth it.
+
+    A block reads as fast as a processor's share of the memory at most, so many blocks are faster than few. Pieces take
+    a launch more, and their states are written and read. Where a piece has a state for one reduction after the other,
+    `together`, it is short enough to be read from memory once.
+    """
+    rows, inner, top = parts(kernel)
+    found = n.accumulators(kernel).values()
+    nested = any(x in found and x not in top for x in topological(top))
+    if not top or nested or len({tuple(map(size_of, r.axes)) for r in top}) > 1:
+        return 1
+    chosen = reduction(kernel, gpu, whole=False)
+    blocks = math.prod(f.size for _, b in chosen.axes if not isinstance(b, Like) for f in b if f.level == "grid")
+    first = [r for r in top if not any(x in top for x in topological(r.args))]
+    once, read = (sum(map(_bytes, {x for r in found for x in _loads([r])})) for found in (first, top))
+    read = sum(sum(map(_bytes, _loads([r]))) for r in top if r not in first) + once
+    rest = sum(map(_bytes, _inside(kernel, inner)))
+    far = together and not chosen.operands and once // blocks > NEAR
+    most = max(ceil(BLOCKS * gpu.processors, blocks), once // (blocks * NEAR) if far else 1)
+    length = size_of(top[0].axes[-1])
+    if (most := min(most, once // (blocks * LEAST), length // 8)) < 2:
+        return 1
+    states = 8 * most * sum(math.prod(size_of(a) for a in rows if a in r.free) for r in top)
+    launches = (1 if together or len(first) == len(top) else 2 * _stages(top) - 1) + bool(rest)
+    share = gpu.memory / gpu.processors
+    stored = sum(_bytes(l.Load(s.buffer, s.index)) for s in kernel.stores)
+    whole = once + stored if chosen.operands else (once if together and not far else read) + rest
+    cut = (once if together else read) / min(gpu.memory, blocks * most * share) + rest / gpu.memory
+    cut += states / gpu.cache + launches * gpu.launch
+    return _even(length, most, unit(top)) if cut < whole / min(gpu.memory, blocks * share) else 1
+
+
+def _stages(top: Sequence[l.Reduce]) -> int:
+    """How many reductions come one after the other."""
+    depth: dict[l.Reduce, int] = {}
+    for r in topological(top):
+        if isinstance(r, l.Reduce) and r in top:
+            depth[r] = 1 + max((depth[x] for x in topological(r.args) if x in depth), default=0)
+    return max(depth.values())
+
+
+def unit(top: Sequence[l.Reduce]) -> int:
+    """What the pieces of reductions should be multiples of: what is loaded at once."""
+    return min(vector_of(_leaves([r]), r.axes[-1]) for r in top)
+
+
+def _even(length: int, most: int, unit: int) -> int:
+    """As many pieces as there may be, or up to half of that where they are of one size then."""
+    found = (s for u in (unit, 1) for s in range(most, most // 2, -1) if length % s == 0 and length // s % u == 0)
+    return next(found, -(-length // (-(-length // (most * unit)) * unit)))
+
+
+def _inside(kernel: l.Kernel, inner: Sequence[Any]) -> set[l.Load]:
+    """What is loaded or stored at every point of a row, as loads."""
+    loads = [x for x in topological(kernel.stores) if isinstance(x, l.Load)]
+    stores = [l.Load(s.buffer, s.index) for s in kernel.stores]
+    return {x for x in (*loads, *stores) if x.free & set(inner)}
+
+
+FLYING = 128
+"""Bytes that a thread has on their way at once, at most: registers hold them."""
+COLUMNS = 32
+"""Accumulators of a thread that takes several columns, at most."""
+SECTOR = 32
+"""Bytes that memory brings at least."""
+
+
+def columns(kernel: l.Kernel, gpu: Gpu, column: Any, whole: bool = True) -> Schedule:
+    """Lanes take neighbouring columns, each as many as 16 bytes have; warps, and lanes where columns are few, share
+    the rows, of which a thread has several on their way.
+
+    Where results go along rows, lanes take a column each, and a thread stores several of its elements at once.
+    """
+    rows, inner, top = parts(kernel)
+    across = [s for s in kernel.stores if any(a in s.free and step(s, a) == 1 for a in inner)]
+    vector = 1 if across else vector_of(_leaves(top), column)
+    while vector > 1 and vector * len(top) > COLUMNS:
+        vector //= 2
+    lanes = min(WARP, 1 << (ceil(size_of(column), vector) - 1).bit_length())
+    length = max(size_of(r.axes[-1]) for r in top)
+    points, narrow = math.prod(map(size_of, rows)), min(x.dtype.size for x in _loads(top) if column in x.free)
+    while whole and lanes * vector * narrow > SECTOR and ceil(points, vector * lanes) < gpu.processors:
+        lanes //= 2
+    count = ceil(points, vector * lanes)
+    share = min(8, 1 << ceil(length, WARP // lanes * 4).bit_length() - 1)
+    while share > 1 and length // share < 16 and count * share > 64 * gpu.processors:
+        share //= 2  # there are warps enough, each with few rows
+    apart = next(w for w in (8, 4, 2, 1) if w == 1 or (w * share <= 8 and count >= 2 * w * gpu.processors))
+    threads = (*warps_of(share), *lanes_of(WARP // lanes))
+    size = sum(vector * x.dtype.size for x in _loads(top) if x.free & {a for r in top for a in r.axes})
+    ahead = max(1, min(8, FLYING // max(size, 1)))
+    own = grid(ceil(size_of(column), apart * lanes * vector))
+    own = (*own, *warps_of(apart), *lanes_of(lanes), *vector_at(vector))
+    lines = tuple((a.name, own if a is column else grid(size_of(a))) for a in rows)
+    sites = []
+    for name, r in n.accumulators(kernel).items():
+        if r in top:
+            axis = r.axes[-1]
+            sites.append(Site((name,), ((axis_name(axis), _divided(size_of(axis), threads, ahead)),)))
+    for s in kernel.stores:
+        if mine := [a for a in inner if a in s.free]:
+            axis = max(mine, key=lambda a: (step(s, a) == 1, size_of(a)))
+            width = vector_of([s], axis) if s in across else 1
+            binding = _divided(size_of(axis), (*threads, *vector_at(width)), 1 if width > 1 else ahead)
+            sites.append(Site((s.buffer.name,), ((axis.name, binding),)))
+    return Schedule(kernel.name, gpu.arch, lines, (), (), tuple(sites))
+
+
+def lanes_of(count: int) -> tuple[Factor, ...]:
+    return (Factor("lane", count),) if count > 1 else ()
+
+
+def _divided(length: int, threads: tuple[Factor, ...], ahead: int) -> tuple[Factor, ...]:
+    """An axis divided among threads, of which each has some elements on their way at once, in a loop of steps."""
+    each = ceil(length, math.prod(f.size for f in threads))
+    ahead = min(ahead, 1 << each.bit_length() - 1)
+    steps = (Factor("time", ceil(each, ahead)),) if each > ahead else ()
+    return (*steps, Factor("reg", ahead if steps else each), *threads)
+
+
+def _again(kernel: l.Kernel, top: Sequence[l.Reduce], inner: Sequence[Any]) -> Iterator[str]:
+    """The reductions whose summand, dear to compute, is wanted again at the same places of a row, as softmax's
+    exponentials are.
+    """
+    stored = set(topological([s.value for s in kernel.stores]))
+    for name, r in n.accumulators(kernel).items():
+        if isinstance(r, l.Reduce) and r in top and len(r.args) == 1 and len(r.axes) == 1:
+            cost = sum(x.fn.cost for x in topological(r.args) if isinstance(x, l.Apply) and r.axes[0] in x.free)
+            same = [a for a in inner if size_of(a) == size_of(r.axes[0])]
+            if cost >= DEAR and any(substitute(r.args[0], {r.axes[0]: a}) in stored for a in same):
+                yield name
+
+
+def finish(kernel: l.Kernel, gpu: Gpu) -> Schedule:
+    """What follows a split: short reductions of partial states, a thread for each point where there are many."""
+    found = n.accumulators(kernel)
+    if math.prod(map(size_of, kernel.axes)) < 1024:
+        return reduction(kernel, gpu)
+    *outer, last = kernel.axes
+    warps = 4 if size_of(last) >= 4 * WARP else 1
+    lines = (
+        *((a.name, grid(size_of(a))) for a in outer),
+        (last.name, grid(ceil(size_of(last), warps * WARP), *([("warp", warps)] if warps > 1 else []), ("lane", WARP))),
+    )
+    sites = tuple(
+        Site(
+            (name,),
+            ((axis_name(r.axes[0]), (Factor("reg" if size_of(r.axes[0]) <= KEPT else "time", size_of(r.axes[0])),)),),
+        )
+        for name, r in found.items()
+        if isinstance(r, l.Reduce)
+    )
+    return Schedule(kernel.name, gpu.arch, lines, (), (), sites)
+
+
+def shared_axis(length: int, threads: int, vector: int) -> tuple[Factor, ...]:
+    """An axis divided among threads: registers (or a loop, where they would be many), warps, lanes, a vector."""
+    while vector > 1 and length < threads * vector:  # all lanes have work before any has a vector
+        vector //= 2
+    each = ceil(length, threads * vector)
+    outer = Factor("reg" if each * vector <= KEPT * 2 else "time", max(each, 1))
+    return (outer, *warps_of(threads // WARP), Factor("lane", WARP), *vector_at(vector))
+
+
+def _block(length: int, vector: int, rows: int, size: int, gpu: Gpu) -> int:
+    """Warps of a block for a row, of which a thread reads elements of so many bytes in all.
+
+    Where rows are many, few enough that a thread has several accesses on their way; else fewer than could take part
+    where that leaves no rest, while a thread reads 128 bytes at most.
+    """
+    each = max(16, 4 * vector) if rows >= 4 * gpu.processors else vector
+    wanted = ceil(length, WARP * each)
+    most = min(32, 1 << (wanted - 1).bit_length() if vector == 1 else 1 << wanted.bit_length() - 1)
+    whole = (
+        w
+        for w in (32, 16, 8, 4, 2)
+        if w <= most and length % (w * WARP * vector) == 0 and length // (w * WARP) * size <= 128
+    )
+    return next(whole, most)
+
+
+def _row_lines(rows: Sequence[Any], inner: tuple[Factor, ...], size: int) -> tuple[tuple[str, tuple[Factor, ...]], ...]:
+    """The last row axis shared by warps or lanes too."""
+    *outer, last = rows
+    return (
+        *((a.name, grid(size_of(a))) for a in outer),
+        (last.name, (Factor("grid", max(ceil(size_of(last), size), 1)), *inner)),
+    )
+
+
+def _rows(kernel: l.Kernel, top: Sequence[l.Reduce]) -> list[Any]:
+    """The axes around all of the outermost reductions: those they depend on, and the loops around these."""
+    last = max((k for k, a in enumerate(kernel.axes) if all(a in r.free for r in top)), default=-1)
+    return list(kernel.axes[: last + 1])
+
+
+def _outermost(kernel: l.Kernel) -> list[l.Reduce]:
+    """Reductions that are in no other one."""
+    found: list[l.Reduce] = []
+    for s in n.nest(kernel):
+        found += _carried(s)
+    return found
+
+
+def _carried(s: n.Statement) -> Iterator[l.Reduce]:
+    if isinstance(s, n.Loop):
+        if s.kind == "reduce":
+            yield from (r for r in s.carried if isinstance(r, l.Reduce))
+        else:
+            for x in s.body:
+                yield from _carried(x)
+
+
+def _leaves(reduces: Sequence[l.Reduce]) -> list[Any]:
+    return [a for r in reduces for a in r.args]
