@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,8 @@ from terrazzo.ir.types import Type, ordered_strides
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.access import WIDEST
 
+FILTER = 8
+"""How many times smaller than an image that is stored what is read for it is at least that is none: a filter."""
 IMAGE = 3
 """Dimensions of an image, at least."""
 
@@ -145,7 +148,9 @@ def _as_read(kernel: l.Kernel, s: l.Store, last: dict[l.Buffer, int], ours: bool
         along = any(_last(x.buffer, last) == d or (ours and _wide(x.buffer.type, d)) for x, d in summed)
         columns = [a for a in kernel.axes if all(a not in x.free for x in _images(p))]
         return s.index.index(columns[0]) if along and len(columns) == 1 and columns[0] in s.index else None
+    size = math.prod(s.buffer.type.static_shape)
     loads = [x for x in topological([s.value]) if isinstance(x, l.Load) and _image(x.buffer.type)]
+    loads = [x for x in loads if math.prod(x.buffer.type.static_shape) * FILTER > size]
     channels = {x.index[d] if (d := _last(x.buffer, last)) is not None else None for x in loads}
     axis = channels.pop() if len(channels) == 1 else None
     return s.index.index(axis) if axis in kernel.axes and axis in s.index else None

@@ -18,7 +18,7 @@ from terrazzo.ir.dialects import tile
 from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.sites import Product, product
 from terrazzo.rewrite.rule import Event, Log
-from terrazzo.rules.loop_to_tile import boxes, chains, threads, tiles, warpgroups
+from terrazzo.rules.loop_to_tile import boxes, chains, threads, tiles, warpgroups, windows
 from terrazzo.rules.loop_to_tile.collapse import collapse, digits_apart, flat_reductions, merge_product_axes
 from terrazzo.rules.loop_to_tile.few_rows import pinned_frames, share_rows
 from terrazzo.rules.loop_to_tile.packed import packed, padded, stored_first
@@ -169,6 +169,11 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> It
         yield from _boxes(kernel, p, gpu, pinned)
         yield from _padded(kernel, p, gpu, pinned)
         yield from _tiles(kernel, p, gpu, pinned)
+    if (found := windows.window(kernel, gpu)) is not None:
+        first, _ = _copied(found.copies, "a thread reads the filters of points that lie side by side", gpu, pinned)
+        done = Candidate((*first, (found.kernel, found.schedule, "window", str(found))))
+        rewrite = "copied_along" if found.copies else "collapse"
+        yield done.after((rewrite, kernel, (*found.copies, found.kernel)))
     flat = flat_reductions(kernel)
     flattened: Rewrite = ("flat_reductions", kernel, (flat,))
     reduces = [r for r in n.accumulators(flat).values() if isinstance(r, l.Reduce)]

@@ -15,7 +15,7 @@ from terrazzo.ir.expr import Expr, FloorDiv, Mod
 from terrazzo.ir.node import topological
 from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.sites import Product, loads, product
-from terrazzo.rules.loop_to_tile import boxes, tiles, warpgroups
+from terrazzo.rules.loop_to_tile import boxes, tiles, warpgroups, windows
 from terrazzo.rules.loop_to_tile.chain import chain
 from terrazzo.rules.loop_to_tile.collapse import merge_product_axes
 from terrazzo.rules.loop_to_tile.packed import packed
@@ -53,10 +53,10 @@ def estimate(kernel: l.Kernel, gpu: Gpu) -> Estimate:
     operations, touched = work(kernel)
     moved = sum(count * b.type.dtype.size for b, count in touched.items())
     p = product(kernel)
-    found: list[tiles.Plan | boxes.Plan] = [x for x in tiles.plans(p, gpu) if x.pieces == 1] if p else []
+    plans: list[tiles.Plan | boxes.Plan] = [x for x in tiles.plans(p, gpu) if x.pieces == 1] if p else []
     if (image := boxes.moved(kernel)[0]) is not None:
-        found += boxes.plans(image, gpu)
-    plan = min(found, key=lambda x: x.time, default=None)
+        plans += boxes.plans(image, gpu)
+    plan = min(plans, key=lambda x: x.time, default=None)
     both = chain(kernel) if p is None else None
     if both is not None and gpu.warpgroups is not None:
         points = math.prod(a.extent for a in kernel.axes) // both.columns.extent * both.steps.extent
@@ -64,6 +64,8 @@ def estimate(kernel: l.Kernel, gpu: Gpu) -> Estimate:
         time = max(moved / gpu.memory, operations / (CHAINED * gpu.warpgroups.rate)) + gpu.launch
     elif plan is not None:
         time = plan.time
+    elif (found := windows.window(kernel, gpu)) is not None:
+        time = found.time
     else:
         busy = max(moved / gpu.memory, operations / gpu.fma, _loaded(kernel) / gpu.cache, _in_order(kernel))
         time = busy + gpu.launch
