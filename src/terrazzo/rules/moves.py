@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from terrazzo.ir.address import coefficient
-from terrazzo.ir.expr import IntExpr
+from terrazzo.ir.address import coefficient, mentions
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import Expr, IntExpr
+from terrazzo.ir.node import topological
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,19 @@ def moves(indices: Sequence[IntExpr], loops: Sequence[tuple[Any, int]]) -> tuple
         least = math.gcd(*(c for *_, c in along))
         out.append(Move(tuple((v, size, c // least) for v, size, c in along), tuple(s * least for s in one)))
     return tuple(out)
+
+
+def slides(r: l.Reduce) -> bool:
+    """Whether the places that a reduction reads move with its steps and with points of its result along one dimension:
+    they are a window.
+    """
+    loads = [x for x in topological(r.args) if isinstance(x, l.Load)]
+    return any(
+        any(mentions(e, a) for a in r.axes) and bool(e.free - frozenset(r.axes))
+        for x in loads
+        for e in x.index
+        if isinstance(e, Expr)
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -8,7 +8,7 @@ axis the lanes lie, and which steps are unrolled is priced by counting what a th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import combinations
@@ -19,17 +19,17 @@ import numpy as np
 from terrazzo.errors import Limitation, UserError
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir import nest as n
-from terrazzo.ir.address import coefficient, evaluate, flatten, mentions
+from terrazzo.ir.address import coefficient, evaluate, flatten
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
-from terrazzo.ir.expr import Expr, IntExpr, Var
+from terrazzo.ir.expr import IntExpr, Var
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.schedule import Factor, Schedule, Site
 from terrazzo.ir.sites import product
 from terrazzo.rules.access import WIDEST, wide
 from terrazzo.rules.loop_to_tile.collapse import collapse
 from terrazzo.rules.loop_to_tile.packed import copied_along
-from terrazzo.rules.moves import moves
+from terrazzo.rules.moves import moves, slides
 from terrazzo.rules.tile.draft import axis_name
 from terrazzo.rules.tile_to_kernel.jam import flat
 
@@ -128,8 +128,15 @@ class _Form:
         return tuple(found) or self.axes[-1:]
 
 
+@lru_cache(maxsize=1024)
+def _offset(x: Any) -> IntExpr:
+    """Where an access lies in its buffer."""
+    return flatten(x.index, x.buffer.type.element_strides)
+
+
+@lru_cache(maxsize=4096)
 def _stride(x: Any, axis: Any) -> IntExpr | None:
-    return coefficient(flatten(x.index, x.buffer.type.element_strides), axis)
+    return coefficient(_offset(x), axis)
 
 
 def _form(kernel: l.Kernel) -> _Form | None:
@@ -147,20 +154,8 @@ def _form(kernel: l.Kernel) -> _Form | None:
     if product(kernel) is not None:
         return None
     terms = tuple(s.term for s in statements if isinstance(s, n.Let))
-    form = _Form(kernel, axes, terms, loops)
-    moved = any(_moved(s, axes) for s in loops)
-    return form if moved else None
-
-
-def _moved(s: n.Loop, axes: Sequence[Any]) -> bool:
-    """Whether steps and points of a reduction move along the same dimension of what is loaded."""
-    loads = [x.term for x in s.body if isinstance(x, n.Let) and isinstance(x.term, l.Load)]
-    return any(
-        any(mentions(e, r) for r in s.axes) and any(mentions(e, a) for a in axes)
-        for x in loads
-        for e in x.index
-        if isinstance(e, Expr)
-    )
+    moved = any(slides(r) for s in loops for r in s.carried if isinstance(r, l.Reduce))
+    return _Form(kernel, axes, terms, loops) if moved else None
 
 
 @dataclass(frozen=True)
@@ -207,6 +202,11 @@ class _Way:
         both = dict(lanes)
         _divided(WARPS, order, parts, both)
         return {a: (lanes[a], both[a] // lanes[a]) for a in self.form.axes}
+
+    @cached_property
+    def lanes(self) -> tuple[tuple[Any, int, int], ...]:
+        """Axes that lanes lie along, innermost last: how many, and how many points each has there."""
+        return tuple((a, k, self.sizes.get(a, 1)) for a, (k, _) in self.threads.items() if k > 1)
 
     @cached_property
     def count(self) -> int:
@@ -275,28 +275,10 @@ class _Way:
             row = self.wide(t)
             times = serial * all_ / (self.vector if row else 1)
             guard = GUARD + (self.vector // 2 if row else 0) if getattr(t, "inside", ()) else 1
-            return issued + times * (1 + guard), lines + times * self.lines(t, row)
+            return issued + times * (1 + guard), lines + times * _lines(t, self.lanes, self.vector if row else 1)
         if isinstance(t, l.Apply):
             return issued + serial * self.times(t) * (1 if is_cast(t.fn) else t.fn.cost), lines
         return issued, lines
-
-    def lines(self, x: Any, row: bool) -> int:
-        """Lines of the cache that a warp asks for at once."""
-        lane = np.arange(WARP)
-        env: dict[Any, Any] = dict.fromkeys((a for s in self.form.loops for a in s.axes), 0)
-        inner = 1
-        for a in reversed(self.form.axes):
-            lanes, _ = self.threads[a]
-            env[a] = lane // inner % lanes * self.sizes.get(a, 1)
-            inner *= lanes
-        try:
-            offset = evaluate(flatten(x.index, x.buffer.type.element_strides), env)
-        except UserError:
-            return SCATTERED if any(isinstance(y, l.Load) for y in topological(x.index)) else NEAR
-        size = x.buffer.type.dtype.size
-        begins = np.broadcast_to(offset, (WARP,)) * size
-        ends = begins + size * (self.vector if row else 1) - 1
-        return len({*(begins // LINE).tolist(), *(ends // LINE).tolist()})
 
     @cached_property
     def busy(self) -> float:
@@ -362,6 +344,24 @@ def _wide(x: Any, axis: Any, size: int) -> bool:
     part, point = Var("$part", max(axis.extent // size, 1)), Var("$point", size)
     found = l.Load(x.buffer, x.index, getattr(x, "inside", ()))
     return wide(substitute(found, {axis: part * size + point}), point, size)
+
+
+@lru_cache(maxsize=4096)
+def _lines(x: Any, lanes: tuple[tuple[Any, int, int], ...], width: int) -> int:
+    """Lines of the cache that a warp asks for at once, for so many elements each."""
+    lane = np.arange(WARP)
+    env: dict[Any, Any] = dict.fromkeys(x.free, 0)
+    inner = 1
+    for a, count, points in reversed(lanes):
+        env[a] = lane // inner % count * points
+        inner *= count
+    try:
+        offset = evaluate(_offset(x), env)
+    except UserError:
+        return SCATTERED if any(isinstance(y, l.Load) for y in topological(x.index)) else NEAR
+    size = x.buffer.type.dtype.size
+    begins = np.broadcast_to(offset, (WARP,)) * size
+    return len({*(begins // LINE).tolist(), *((begins + size * width - 1) // LINE).tolist()})
 
 
 @lru_cache(maxsize=4096)
