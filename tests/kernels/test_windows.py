@@ -14,7 +14,15 @@ import torch.nn.functional as F
 from tests.kernels import programs
 from tests.kernels.programs import Lowered, b, h, r
 
+from terrazzo.front.capture import capture
+from terrazzo.hw.gpu import gpu
+from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.dialects.torch import Aten
+from terrazzo.ir.node import topological
+from terrazzo.options import Options
+from terrazzo.pipelines import lowering
 from terrazzo.rules.loop_to_tile import windows
+from terrazzo.rules.torch_to_tensor.library import price
 
 LAST = torch.channels_last
 ULP = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -113,3 +121,58 @@ def test_windows_are_right(name: str, target: str) -> None:
 def test_several_points_of_a_thread_are_right(name: str, many: None) -> None:
     fn, args = WINDOWS[name]
     right(programs.lowered(fn, args, "sm_90a"))
+
+
+def depthwise_of(*shape: int, taps: int, last: bool = False, **options: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A depthwise convolution at a real size, which is only lowered."""
+    x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    w = torch.empty((shape[1], 1, taps, taps), dtype=torch.bfloat16, device="meta")
+    x = x.to(memory_format=LAST) if last else x
+    return lambda x, w: F.relu(depthwise(x, w, padding=taps // 2, **options)), (x, w)
+
+
+def lowering_of(fn: Any, args: tuple[Any, ...], **options: Any) -> Any:
+    return lowering(capture(fn, args, {}).program, Options(target="sm_90a", **options))
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("taps", [3, 7])
+def test_a_window_is_loaded_once_for_several_points(taps: int, last: bool) -> None:
+    """A point loads a fraction of its taps."""
+    fn, args = depthwise_of(16, 256, 56, 56, taps=taps, last=last)
+    found = lowering_of(fn, args, libraries="never")
+    way = windows.window(found.at("tile").loop.steps[-1], gpu("sm_90a"))
+    assert way is not None and way.time < 100e3
+    (kernel,) = (s for s in found.at("kernel").steps if s.name == "relu")
+    (acc,) = (s.place for s in k.walk(kernel.body) if isinstance(s, k.Declare) and s.place.name.startswith("acc"))
+    points = acc.type.numel
+    window = next(s.place for s in k.walk(kernel.body) if isinstance(s, k.Declare) and s.place.name.startswith("in"))
+    assert points >= 8 and window.type.numel < points * taps
+
+
+def test_a_library_is_called_for_what_it_is_better_at() -> None:
+    """Depthwise convolutions are priced by what PyTorch's own kernels and cuDNN's were measured to take."""
+    for last, least, most in ((False, 400e3, 500e3), (True, 100e3, 160e3)):
+        fn, args = depthwise_of(16, 256, 56, 56, taps=7, last=last)
+        (node,) = (
+            x
+            for x in topological(capture(fn, args, {}).program.results)
+            if isinstance(x, Aten) and x.name == "aten.convolution.default"
+        )
+        assert least < price(node, gpu("sm_90a")) < most
+
+
+PATCHES = {
+    "as long as a step": (lambda x, w: F.conv2d(x, w, stride=16), (b(4, 3, 64, 64), b(64, 3, 16, 16))),
+    "14 x 14": (lambda x, w: F.conv2d(x, w, stride=14), (b(4, 3, 56, 56), b(64, 3, 14, 14))),
+    "that overlap": (lambda x, w: F.conv2d(x, w, stride=4, padding=2), (b(2, 3, 40, 40), b(64, 3, 11, 11))),
+}
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_patches_of_few_channels_are_a_product(name: str) -> None:
+    """Channels and taps are so many steps of one product, whose image is stored patch by patch."""
+    fn, args = PATCHES[name]
+    found = programs.lowered(fn, args, "sm_90a")
+    right(found)
+    assert any(isinstance(s, k.MultiplyAsync) for x in found.kernels for s in k.walk(x.body)), chosen(found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from terrazzo.errors import Limitation, UserError
@@ -19,6 +19,7 @@ from terrazzo.rules.loop_to_tile import boxes, tiles, warpgroups, windows
 from terrazzo.rules.loop_to_tile.chain import chain
 from terrazzo.rules.loop_to_tile.collapse import merge_product_axes
 from terrazzo.rules.loop_to_tile.packed import packed
+from terrazzo.rules.loop_to_tile.stored import stored
 from terrazzo.rules.tile_to_kernel.lower import lower
 
 STEP = 20.0
@@ -95,7 +96,15 @@ def _tiled(kernel: l.Kernel, gpu: Gpu) -> float | None:
             found += [plan.time] if derived else []
         else:
             found.append(plan.time * (GATHERED if plan.instruction and _gathered(p) else 1.0))
-    return min([*found, *_in_boxes(kernel, gpu)], default=None)
+    return min([*found, *_in_boxes(kernel, gpu), *_stored(p.kernel, gpu)], default=None)
+
+
+def _stored(merged: l.Kernel, gpu: Gpu) -> Iterator[float]:
+    """What a product takes whose operands are stored first."""
+    for way in stored(merged, gpu):
+        for plan in way.plans(gpu)[:1]:
+            if _derives(way.form, tiles.schedule(way.product, plan, gpu), gpu):
+                yield plan.time + way.before(gpu)
 
 
 def _in_boxes(kernel: l.Kernel, gpu: Gpu) -> list[float]:

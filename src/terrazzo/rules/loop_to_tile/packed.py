@@ -10,7 +10,7 @@ from typing import Any
 
 from terrazzo.ir.address import coefficient, flatten, mentions
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import IntExpr, Var
+from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Mod, Var
 from terrazzo.ir.node import Node, substitute, topological, transform
 from terrazzo.ir.sites import called, product
 from terrazzo.ir.types import Type, ordered_strides
@@ -113,7 +113,7 @@ def stored_first(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     made: list[l.Kernel] = []
     for x in p.operands if p is not None else ():
         walked = [a for a in (*kernel.axes, *p.axes) if a in x.free]  # type: ignore[union-attr]
-        if isinstance(x, l.Load) and not isinstance(box(x, dict.fromkeys(walked, 1)), str):
+        if isinstance(x, l.Load) and not isinstance(box(x, dict.fromkeys(walked, 1)), str) and not _digits_uneven(x):
             continue
         name = f"{kernel.name}_{called(x)}"
         if name in [y.name for y in made]:
@@ -240,6 +240,14 @@ def _uneven(buffer: l.Buffer) -> int | None:
     if 1 not in steps or all(isinstance(s, int) and s * buffer.type.dtype.size % WIDEST == 0 for s in steps if s != 1):
         return None
     return max(d for d, s in enumerate(buffer.type.element_strides) if s == 1 and buffer.type.shape[d] != 1)
+
+
+def _digits_uneven(x: l.Load) -> bool:
+    """Whether several dimensions are the digits of an axis, and rows begin elsewhere than at multiples of 16 bytes: no
+    padding of one dimension changes that.
+    """
+    digits = any(isinstance(e, FloorDiv | Mod) for e in topological([e for e in x.index if isinstance(e, Expr)]))
+    return digits and _uneven(x.buffer) is not None
 
 
 def _reading(kernel: l.Kernel, copies: Iterable[l.Kernel], taken: dict[Node, l.Load]) -> tuple[l.Kernel, ...]:
