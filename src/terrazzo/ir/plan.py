@@ -229,6 +229,14 @@ class Keep(Line, dialect="plan", op="keep"):
     what: str
 
 
+class Jam(Line, dialect="plan", op="jam"):
+    """A thread takes each step of the reductions for all its `points` of some axes together: what their loads have in
+    common is loaded once, and what depends on no point is computed once.
+    """
+
+    points: tuple[Word, ...]
+
+
 class Result(Line, dialect="plan", op="result"):
     """How a store's values leave: from registers, or through a slab of shared memory, so many columns at a time.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,7 +14,10 @@ from terrazzo.ir.sites import Product, product
 from terrazzo.ir.types import Type, ordered_strides
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.access import WIDEST
+from terrazzo.rules.moves import slides
 
+FILTER = 8
+"""How many times smaller than an image that is stored what is read for it is at least that is none: a filter."""
 IMAGE = 3
 """Dimensions of an image, at least."""
 
@@ -99,9 +103,9 @@ def channels_last(program: l.Program, log: Log) -> l.Program:
     return l.Program(program.name, program.inputs, steps, tuple(new.get(b, b) for b in program.results))
 
 
-def _image(kind: Type) -> bool:
+def _image(kind: Type, rank: int = IMAGE) -> bool:
     return (
-        kind.rank >= IMAGE
+        kind.rank >= rank
         and kind.dtype.is_float
         and kind.dtype.size == 2
         and all(isinstance(e, int) for e in kind.shape)
@@ -170,8 +174,12 @@ def _as_read(kernel: l.Kernel, s: l.Store, last: dict[l.Buffer, int], ours: bool
         along = any(_last(x.buffer, last) == d or (ours and _wide(x.buffer.type, d)) for x, d in summed)
         columns = [a for a in kernel.axes if all(a not in x.free for x in _images(p))]
         return s.index.index(columns[0]) if along and len(columns) == 1 and columns[0] in s.index else None
-    loads = [x for x in topological([s.value]) if isinstance(x, l.Load) and _image(x.buffer.type)]
-    channels = {x.index[d] if (d := _last(x.buffer, last)) is not None else None for x in loads}
+    size = math.prod(s.buffer.type.static_shape)
+    rows = any(isinstance(x, l.Reduce) and slides(x) for x in topological([s.value]))  # a window lies as its image
+    loads = [x for x in topological([s.value]) if isinstance(x, l.Load) and _image(x.buffer.type, 2 if rows else IMAGE)]
+    loads = [x for x in loads if math.prod(x.buffer.type.static_shape) * FILTER > size]
+    found = {x: x.buffer.type.rank - 1 if (d := _last(x.buffer, last)) is None and rows else d for x in loads}
+    channels = {x.index[d] if d is not None else None for x, d in found.items()}
     axis = channels.pop() if len(channels) == 1 else None
     return s.index.index(axis) if axis in kernel.axes and axis in s.index else None
 

@@ -19,11 +19,12 @@ from terrazzo.ir.node import topological
 from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.sites import Product, product
 from terrazzo.rewrite.rule import Event, Log
-from terrazzo.rules.loop_to_tile import boxes, chains, reductions, threads, tiles, warpgroups
+from terrazzo.rules.loop_to_tile import boxes, chains, reductions, threads, tiles, windows
 from terrazzo.rules.loop_to_tile.collapse import collapse, digits_apart, flat_reductions, merge_product_axes
 from terrazzo.rules.loop_to_tile.few_rows import pinned_frames, share_rows
-from terrazzo.rules.loop_to_tile.packed import packed, padded, stored_first
+from terrazzo.rules.loop_to_tile.packed import packed
 from terrazzo.rules.loop_to_tile.split import moments, pinned_split, reduced_first, split, split_moments
+from terrazzo.rules.loop_to_tile.stored import on_warpgroups, stored
 from terrazzo.rules.tile.complete import Refused, complete
 from terrazzo.rules.tile_to_kernel.lower import lower
 
@@ -173,6 +174,11 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> It
         yield from _boxes(kernel, p, gpu, pinned)
         yield from _padded(kernel, p, gpu, pinned)
         yield from _tiles(kernel, p, gpu, pinned)
+    if (found := windows.window(kernel, gpu)) is not None:
+        first, _ = _copied(found.copies, "a thread reads the filters of points that lie side by side", gpu, pinned)
+        done = Candidate((*first, (found.kernel, found.schedule, "window", str(found))))
+        rewrite = "copied_along" if found.copies else "collapse"
+        yield done.after((rewrite, kernel, (*found.copies, found.kernel)))
     flat = flat_reductions(kernel)
     flattened: Rewrite = ("flat_reductions", kernel, (flat,))
     reduces = [r for r in n.accumulators(flat).values() if isinstance(r, l.Reduce)]
@@ -183,8 +189,8 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> It
     else:
         even = reductions.flattened(flat)
         merged: Rewrite = ("merge_axes", flat, (even,))
-        for apart in _cut(even, gpu, pinned):
-            yield apart.after(flattened, merged)
+        for cut in _cut(even, gpu, pinned):
+            yield cut.after(flattened, merged)
         for chosen in _shared(even, gpu):
             yield Candidate(((even, *chosen),)).after(flattened, merged)
     plain = threads.plain(flat, gpu), "plain", "a thread computes a point at a time"
@@ -219,29 +225,25 @@ def _copied(
 
 
 def _padded(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
-    """A product on instructions of warpgroups whose operands are computed on their way, are no boxes of memory, or lie
-    in rows that begin anywhere: after kernels that store them in rows that TMA can step over, where the model says that
-    it is faster than other tiles. What was fused is undone so.
+    """A product after kernels that store its operands as TMA takes them, where the model says that it is faster than
+    other tiles.
     """
     merged = merge_product_axes(kernel, p.sites)
-    if gpu.warpgroups is None or _on_warpgroups(merged, gpu):
-        return
-    for base in dict.fromkeys((merged, digits_apart(merged))):
-        *made, whole = stored_first(base)
-        *copies, form = padded(whole)
-        again = product(form)
-        if form is base or again is None or not _on_warpgroups(form, gpu):
-            continue
+    others = _best(merged, gpu)
+    found: list[tuple[float, Candidate]] = []
+    for way in stored(merged, gpu):
         why = "TMA brings what lies in memory, in rows that begin at multiples of 16 bytes"
-        first, before = _copied([*made, *copies], why, gpu, pinned)
-        others = _best(merged, gpu)
-        rewrites: list[Rewrite] = [("merge_product_axes", kernel, (merged,)), ("digits_apart", merged, (base,))]
-        for plan in tiles.on_warpgroups(again, gpu):
-            if plan.pieces == 1 and plan.time + before < others:
-                done = Candidate((*first, _tiled(again, plan, gpu)))
-                apart: list[Rewrite] = [("stored_first", base, (*made, whole)), ("padded", whole, (*copies, form))]
-                yield done.after(*rewrites, *apart)
-        return
+        first, before = _copied([*way.made, *way.copies], why, gpu, pinned)
+        rewrites: list[Rewrite] = [
+            ("merge_product_axes", kernel, (merged,)),
+            (way.rewrite, merged, (way.base,)),
+            ("stored_first", way.base, (*way.made, way.whole)),
+            ("padded", way.whole, (*way.copies, way.form)),
+        ]
+        for plan in way.plans(gpu)[: tiles.MOST]:
+            if plan.time + before < others:
+                found.append((plan.time + before, Candidate((*first, _tiled(way.product, plan, gpu))).after(*rewrites)))
+    yield from (candidate for _, candidate in sorted(found, key=lambda x: x[0]))
 
 
 def _tiles(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
@@ -255,7 +257,7 @@ def _tiles(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule
     part: Rewrite = ("digits_apart", merged, (apart,))
     forms: list[tuple[l.Kernel, tuple[Rewrite, ...]]] = [(merged, (merge,))]
     forms += [(kernel, ())] if merged is not kernel else []
-    if not _on_warpgroups(merged, gpu) and _on_warpgroups(apart, gpu):
+    if not on_warpgroups(merged, gpu) and on_warpgroups(apart, gpu):
         forms.insert(0, (apart, (merge, part)))
     for form, rewrites in forms:
         again = product(form)
@@ -268,12 +270,6 @@ def _tiles(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule
                         yield split.after(*rewrites)
                 else:
                     yield Candidate((_tiled(again, plan, gpu),)).after(*rewrites)
-
-
-def _on_warpgroups(kernel: l.Kernel, gpu: Gpu) -> bool:
-    """Whether a kernel is a product that instructions of warpgroups take."""
-    p = product(kernel)
-    return p is not None and bool(warpgroups.instructions_for(p, gpu)[0])
 
 
 def _best(kernel: l.Kernel, gpu: Gpu) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -224,8 +224,46 @@ def flat_reductions(kernel: l.Kernel) -> l.Kernel:
         return (z,)
     """
 
+    return _flat(kernel, lambda r: contraction(r) is None)
+
+
+def flat_products(kernel: l.Kernel) -> l.Kernel:
+    """`kernel` with every sum of products over one axis: the channels and taps of a window are so many steps.
+
+    @loop
+    def f(x: f32[2, 6, 9], w: f32[5, 2, 3]):
+        with kernel('z', z=f32[2, 5]):
+            for a0 in free(2):
+                for a1 in free(5):
+                    for r0, r1 in reduce(2, 3):
+                        in0 = x[r0, a0 * 3 + r1, 0]
+                        in1 = w[a1, r0, r1]
+                        v0 = mul(in0, in1)
+                        acc0 <- sum(v0)
+                    z[a0, a1] = acc0
+        return (z,)
+    =>
+    @loop
+    def f(x: f32[2, 6, 9], w: f32[5, 2, 3]):
+        with kernel('z', z=f32[2, 5]):
+            for a0 in free(2):
+                for a1 in free(5):
+                    for r0 in reduce(6):
+                        in0 = x[r0 // 3, r0 % 3 + a0 * 3, 0]
+                        in1 = w[a1, r0 // 3, r0 % 3]
+                        v0 = mul(in0, in1)
+                        acc0 <- sum(v0)
+                    z[a0, a1] = acc0
+        return (z,)
+    """
+    return _flat(kernel, lambda r: contraction(r) is not None)
+
+
+def _flat(kernel: l.Kernel, which: Callable[[l.Reduce], bool]) -> l.Kernel:
+    """`kernel` with some reductions over one axis."""
+
     def visit(node: Any) -> Any:
-        if not isinstance(node, l.Reduce) or len(node.axes) < 2 or contraction(node) is not None:
+        if not isinstance(node, l.Reduce) or len(node.axes) < 2 or not which(node):
             return node
         extents = [a.extent for a in node.axes]
         if not all(isinstance(e, int) and e > 0 for e in extents):

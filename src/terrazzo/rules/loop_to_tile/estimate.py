@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from terrazzo.errors import Limitation, UserError
@@ -15,10 +15,11 @@ from terrazzo.ir.expr import Expr, FloorDiv, Mod
 from terrazzo.ir.node import topological
 from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.sites import Product, loads, product
-from terrazzo.rules.loop_to_tile import boxes, tiles, warpgroups
+from terrazzo.rules.loop_to_tile import boxes, tiles, warpgroups, windows
 from terrazzo.rules.loop_to_tile.chain import chain
 from terrazzo.rules.loop_to_tile.collapse import merge_product_axes
 from terrazzo.rules.loop_to_tile.packed import packed
+from terrazzo.rules.loop_to_tile.stored import stored
 from terrazzo.rules.tile_to_kernel.lower import lower
 
 STEP = 20.0
@@ -53,10 +54,10 @@ def estimate(kernel: l.Kernel, gpu: Gpu) -> Estimate:
     operations, touched = work(kernel)
     moved = sum(count * b.type.dtype.size for b, count in touched.items())
     p = product(kernel)
-    found: list[tiles.Plan | boxes.Plan] = [x for x in tiles.plans(p, gpu) if x.pieces == 1] if p else []
+    plans: list[tiles.Plan | boxes.Plan] = [x for x in tiles.plans(p, gpu) if x.pieces == 1] if p else []
     if (image := boxes.moved(kernel)[0]) is not None:
-        found += boxes.plans(image, gpu)
-    plan = min(found, key=lambda x: x.time, default=None)
+        plans += boxes.plans(image, gpu)
+    plan = min(plans, key=lambda x: x.time, default=None)
     both = chain(kernel) if p is None else None
     if both is not None and gpu.warpgroups is not None:
         points = math.prod(a.extent for a in kernel.axes) // both.columns.extent * both.steps.extent
@@ -64,6 +65,8 @@ def estimate(kernel: l.Kernel, gpu: Gpu) -> Estimate:
         time = max(moved / gpu.memory, operations / (CHAINED * gpu.warpgroups.rate)) + gpu.launch
     elif plan is not None:
         time = plan.time
+    elif (found := windows.window(kernel, gpu)) is not None:
+        time = found.time
     else:
         busy = max(moved / gpu.memory, operations / gpu.fma, _loaded(kernel) / gpu.cache, _in_order(kernel))
         time = busy + gpu.launch
@@ -93,7 +96,15 @@ def _tiled(kernel: l.Kernel, gpu: Gpu) -> float | None:
             found += [plan.time] if derived else []
         else:
             found.append(plan.time * (GATHERED if plan.instruction and _gathered(p) else 1.0))
-    return min([*found, *_in_boxes(kernel, gpu)], default=None)
+    return min([*found, *_in_boxes(kernel, gpu), *_stored(p.kernel, gpu)], default=None)
+
+
+def _stored(merged: l.Kernel, gpu: Gpu) -> Iterator[float]:
+    """What a product takes whose operands are stored first."""
+    for way in stored(merged, gpu):
+        for plan in way.plans(gpu)[:1]:
+            if _derives(way.form, tiles.schedule(way.product, plan, gpu), gpu):
+                yield plan.time + way.before(gpu)
 
 
 def _in_boxes(kernel: l.Kernel, gpu: Gpu) -> list[float]:

@@ -4,13 +4,14 @@ that is summed over, or in rows that begin at multiples of 16 bytes; and stored,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 from terrazzo.ir.address import coefficient, flatten, mentions
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import IntExpr, Var
-from terrazzo.ir.node import Node, substitute, transform
+from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Mod, Var
+from terrazzo.ir.node import Node, substitute, topological, transform
 from terrazzo.ir.sites import called, product
 from terrazzo.ir.types import Type, ordered_strides
 from terrazzo.rules.access import WIDEST, box
@@ -112,7 +113,7 @@ def stored_first(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     made: list[l.Kernel] = []
     for x in p.operands if p is not None else ():
         walked = [a for a in (*kernel.axes, *p.axes) if a in x.free]  # type: ignore[union-attr]
-        if isinstance(x, l.Load) and not isinstance(box(x, dict.fromkeys(walked, 1)), str):
+        if isinstance(x, l.Load) and not isinstance(box(x, dict.fromkeys(walked, 1)), str) and not _digits_uneven(x):
             continue
         name = f"{kernel.name}_{called(x)}"
         if name in [y.name for y in made]:
@@ -179,6 +180,58 @@ def padded(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     return _reading(kernel, copies.values(), taken)
 
 
+SMALL = 8
+"""How many times smaller than the largest a buffer is at least that is copied for how it lies in memory."""
+
+
+def copied_along(kernel: l.Kernel, axis: Any) -> tuple[l.Kernel, ...]:
+    """Copies of the small buffers of which an axis of points walks a dimension in long steps, with that dimension
+    contiguous, and `kernel`, which reads these.
+
+    @loop
+    def f(x: f32[40, 3], w: f32[3, 4]):
+        with kernel('z', z=f32[37, 3]):
+            for a0 in free(37):
+                for a1 in free(3):
+                    for r0 in reduce(4):
+                        in0 = x[a0 + r0, a1]
+                        in1 = w[a1, r0]
+                        v0 = mul(in0, in1)
+                        acc0 <- sum(v0)
+                    z[a0, a1] = acc0
+        return (z,)
+    =>
+    @loop
+    def f(x: f32[40, 3], w: f32[3, 4]):
+        with kernel('z_w', z_w=f32[3, 4] @ (1, 3)):
+            for a0 in free(12):
+                in0 = w[a0 % 3, a0 // 3]
+                z_w[a0 % 3, a0 // 3] = in0
+        with kernel('z', z=f32[37, 3]):
+            for a0 in free(37):
+                for a1 in free(3):
+                    for r0 in reduce(4):
+                        in0 = x[a0 + r0, a1]
+                        in1 = z_w[a1, r0]
+                        v0 = mul(in0, in1)
+                        acc0 <- sum(v0)
+                    z[a0, a1] = acc0
+        return (z,)
+    """
+    loads = [x for x in topological([s.value for s in kernel.stores]) if isinstance(x, l.Load)]
+    largest = max((math.prod(x.buffer.type.static_shape) for x in loads), default=0)
+    copies: dict[l.Buffer, l.Kernel] = {}
+    taken: dict[Node, l.Load] = {}
+    for x in loads:
+        dimension = _dimension(x, axis)
+        if dimension is None or _contiguous(x, axis) or math.prod(x.buffer.type.static_shape) * SMALL > largest:
+            continue
+        if x.buffer not in copies:
+            copies[x.buffer] = _copy(f"{kernel.name}_{x.buffer.name}", x.buffer, dimension)
+        taken[x] = l.Load.make(copies[x.buffer].stores[0].buffer, x.index, x.inside)
+    return _reading(kernel, copies.values(), taken)
+
+
 def _uneven(buffer: l.Buffer) -> int | None:
     """The contiguous dimension of a buffer of which rows begin elsewhere than at multiples of 16 bytes; None where all
     do, or none is contiguous.
@@ -187,6 +240,14 @@ def _uneven(buffer: l.Buffer) -> int | None:
     if 1 not in steps or all(isinstance(s, int) and s * buffer.type.dtype.size % WIDEST == 0 for s in steps if s != 1):
         return None
     return max(d for d, s in enumerate(buffer.type.element_strides) if s == 1 and buffer.type.shape[d] != 1)
+
+
+def _digits_uneven(x: l.Load) -> bool:
+    """Whether several dimensions are the digits of an axis, and rows begin elsewhere than at multiples of 16 bytes: no
+    padding of one dimension changes that.
+    """
+    digits = any(isinstance(e, FloorDiv | Mod) for e in topological([e for e in x.index if isinstance(e, Expr)]))
+    return digits and _uneven(x.buffer) is not None
 
 
 def _reading(kernel: l.Kernel, copies: Iterable[l.Kernel], taken: dict[Node, l.Load]) -> tuple[l.Kernel, ...]:

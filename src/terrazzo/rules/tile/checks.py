@@ -15,6 +15,7 @@ from terrazzo.ir.plan import (
     Agent,
     Combine,
     Frame,
+    Jam,
     Keep,
     Limit,
     Line,
@@ -37,7 +38,7 @@ from terrazzo.rules.tile.overlap import check as overlap
 from terrazzo.rules.tile.overlap import overlaps
 from terrazzo.rules.tile.products import box, place, promoted
 from terrazzo.rules.tile.reach import skip_steps
-from terrazzo.rules.tile.results import combination, no_boxes
+from terrazzo.rules.tile.results import combination, jammed, no_boxes
 from terrazzo.rules.tile.rings import SINCE, Slab, brought, loops_of, operand_text, steps
 
 LONGEST = Word("longest_first")
@@ -252,6 +253,11 @@ def _keep(line: Keep, plan: Plan, draft: Draft) -> None:
     need(line.what in known, f"nothing is called {line.what}; there are {', '.join(dict.fromkeys(known))}")
 
 
+def _jam(line: Jam, plan: Plan, draft: Draft) -> None:
+    meant = jammed(draft)
+    need(line.points == meant, f"by the schedule the points are {', '.join(map(str, meant)) or 'each for itself'}")
+
+
 def _result(line: Result, plan: Plan, draft: Draft) -> None:
     store = next((s for s in draft.kernel.stores if s.buffer.name == line.store), None)
     names = dict.fromkeys(s.buffer.name for s in draft.kernel.stores)
@@ -328,6 +334,7 @@ CHECKS: tuple[tuple[type[Line], Callable[..., None]], ...] = (
     (Reach, _follows),
     (Combine, _combine),
     (Keep, _keep),
+    (Jam, _jam),
     (Result, _result),
     (Limit, _limit),
 )

@@ -10,8 +10,8 @@ from terrazzo.hw import tma
 from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import substitute
-from terrazzo.ir.plan import EVERYONE, Agent, Combine, Keep, Plan, Product, Result, Stream
-from terrazzo.ir.schedule import Named, Site
+from terrazzo.ir.plan import EVERYONE, Agent, Combine, Jam, Keep, Plan, Product, Result, Stream
+from terrazzo.ir.schedule import Factor, Like, Named, Site, Word
 from terrazzo.rewrite.rule import need, rule
 from terrazzo.rules.access import WIDEST, box, divides
 from terrazzo.rules.tile.agents import MATH
@@ -165,4 +165,32 @@ def kept(draft: Draft) -> list[str]:
     return [name for name, operand in draft.schedule.operands if operand.place == "reg" and name in known]
 
 
-RULES = (stage_results, meet, keep_in_registers)
+@rule(keys=(Plan,))
+def jam_points(plan: Plan, draft: Draft) -> Plan | None:
+    """`reg(8, jam=True)`: a thread takes each step of the reductions for these points together."""
+    points = jammed(draft)
+    if plan.all(Jam) or not points:
+        return None
+    need(not draft.tiled, f"a tile of {', '.join(map(axis_name, draft.tiled))} is divided among threads by a product")
+    return plan.plus(Jam(points), read=[w for p in points for w in draft.read(None, p.name, "jam")])
+
+
+def jammed(draft: Draft) -> tuple[Word, ...]:
+    """How many points of an axis a thread takes together."""
+    found = []
+    for a in draft.kernel.axes:
+        binding = dict(draft.schedule.axes).get(a.name, ())
+        for f in () if isinstance(binding, Like) else binding:
+            if _jams(draft, f):
+                found.append(Word(a.name, (f.size,)))
+    return tuple(found)
+
+
+def _jams(draft: Draft, f: Factor) -> bool:
+    asked = draft.option(f, "jam", False)
+    if not isinstance(asked, bool) or (asked and f.level != "reg"):
+        raise draft.fail(f"{f}: jam=True is said of the points of a thread, reg(n)")
+    return asked
+
+
+RULES = (stage_results, meet, keep_in_registers, jam_points)

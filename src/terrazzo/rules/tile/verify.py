@@ -22,6 +22,7 @@ from terrazzo.ir.plan import (
     Agent,
     Combine,
     Frame,
+    Jam,
     Keep,
     Limit,
     Line,
@@ -37,7 +38,7 @@ from terrazzo.ir.schedule import WARPS_IN_A_GROUP, Schedule
 from terrazzo.rewrite.rule import Declined
 from terrazzo.rules.tile.checks import CHECKS, derived
 from terrazzo.rules.tile.draft import Draft, axis_name
-from terrazzo.rules.tile.results import combination, kept
+from terrazzo.rules.tile.results import combination, jammed, kept
 from terrazzo.rules.tile.rings import brought, operand_text, slab_type
 
 THREADS = 1024
@@ -88,7 +89,7 @@ def _reason(check: Callable[..., None], line: Line, plan: Plan, draft: Draft) ->
 def _subjects(line: Line) -> list[tuple[str, str]]:
     """What a line is the only one to decide."""
     match line:
-        case Order() | Limit():
+        case Order() | Limit() | Jam():
             return [(line.op, "")]
         case Product():
             return [("the product", site) for site in line.sites]
@@ -187,6 +188,11 @@ def _unkept(plan: Plan, draft: Draft) -> Iterator[str]:
     )
 
 
+def _unjammed(plan: Plan, draft: Draft) -> Iterator[str]:
+    if jammed(draft) and not plan.all(Jam):
+        yield "the schedule has points of a thread take steps together: a line `jam` is missing"
+
+
 def _unstored(plan: Plan, draft: Draft) -> Iterator[str]:
     done = {line.store for line in plan.all(Result)}
     names = dict.fromkeys(s.buffer.name for s in draft.kernel.stores)
@@ -239,6 +245,7 @@ MISSING: dict[type[Line], Callable[[Plan, Draft], Iterator[str]]] = {
     Reach: _underived(Reach),
     Combine: _uncombined,
     Keep: _unkept,
+    Jam: _unjammed,
     Result: _unstored,
     Limit: _nothing,
 }

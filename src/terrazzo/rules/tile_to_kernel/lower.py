@@ -17,7 +17,7 @@ from terrazzo.ir.canonical import form_of, remember
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
-from terrazzo.ir.plan import Agent, Limit, Order, Plan, Result
+from terrazzo.ir.plan import Agent, Jam, Limit, Order, Plan, Result
 from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.verify_kernel import REGISTERS, declared
 from terrazzo.rewrite.rule import Event, Log
@@ -28,6 +28,7 @@ from terrazzo.rules.tile.verify import verify
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.digits import Bindings, extent
 from terrazzo.rules.tile_to_kernel.gather import result_place
+from terrazzo.rules.tile_to_kernel.jam import Jam as Jammed
 from terrazzo.rules.tile_to_kernel.memory import Memory, share
 from terrazzo.rules.tile_to_kernel.pipeline import Pipeline
 from terrazzo.rules.tile_to_kernel.scope import Scope
@@ -217,6 +218,8 @@ class _Team:
 
     def compute(self) -> None:
         """A tile, for who computes."""
+        if self.plan.all(Jam):
+            return Jammed(self.draft.kernel, self.plan, self.builder, self.bindings).write()
         steps, _ = self.pipeline()
         fragments = {}
         if steps is not None:

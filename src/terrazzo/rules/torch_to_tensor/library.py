@@ -142,13 +142,27 @@ def chosen(name: str, dtype: str) -> bool:
 
 def price(op: Any, gpu: Gpu, tf32: bool = False) -> float:
     """What the library takes for an op (of Torch IR, or a call in Loop IR), in nanoseconds."""
-    family, operations = FAMILIES[op.name]
+    family, operations = _family(op)
     found = library.reach(family, _kind(op), tf32)
     assert found is not None
     needed = operations(op.args, _result(op), found.tile)
     types = [x.type for x in _tensors(op.args)]
     moved = sum(math.prod(y.static_shape) * y.dtype.size for y in (*types, _result(op)))
     return library.price(found, gpu, needed, moved)
+
+
+def _family(op: Any) -> tuple[str, Callable[[Sequence[Any], Type, int], float]]:
+    """The family of an op with these arguments, and its operations."""
+    if op.name == "aten.convolution.default" and is_depthwise(op.args):
+        x = op.args[0].type
+        last = x.rank > 2 and x.shape[1] != 1 and x.element_strides[1] == 1
+        return ("depthwise last", _taps) if last else ("depthwise", _taps_and_more)
+    return FAMILIES[op.name]
+
+
+def is_depthwise(args: Sequence[Any]) -> bool:
+    """Whether a convolution has a channel in each of its groups."""
+    return bool(args[8] > 1 and args[1].type.shape[1] == 1 and args[1].type.shape[0] >= args[8])
 
 
 def _kind(op: Any) -> str:
@@ -188,6 +202,22 @@ def _convolution(args: Sequence[Any], out: Type, tile: int) -> float:
     pixels = math.prod(points[-spatial:]) * (points[0] if len(points) > spatial + 1 else 1)
     own = _tiles(w[0] // groups, tile), _tiles(w[1], tile)
     return float(2 * pixels * groups * math.prod(own) * math.prod(w[2:]))
+
+
+def _taps(args: Sequence[Any], out: Type, tile: int) -> float:
+    """Of every point of the result (of the input, where the convolution is transposed) with the taps of its filter."""
+    points = args[0].type.static_shape if args[6] else out.static_shape
+    return float(2 * math.prod(points) * math.prod(args[1].type.static_shape[2:]))
+
+
+def _taps_and_more(args: Sequence[Any], out: Type, tile: int) -> float:
+    """The same, and what finding a point costs: as much as some taps."""
+    taps: int = math.prod(args[1].type.static_shape[2:])
+    return _taps(args, out, tile) * (taps + POINT) / taps
+
+
+POINT = 8
+"""As many taps as a point costs PyTorch's depthwise kernels besides: a thousand take 10 ns at 3x3, 35 at 7x7."""
 
 
 def _passes(args: Sequence[Any], out: Type, tile: int) -> float:

@@ -1,0 +1,64 @@
+"""Products whose operands are stored first as TMA takes them: those that are computed on their way, are no boxes of
+memory, or lie in rows that begin anywhere. What was fused is undone so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from terrazzo.hw.gpu import Gpu
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.sites import Product, product
+from terrazzo.rules.loop_to_tile import boxes, warpgroups
+from terrazzo.rules.loop_to_tile.collapse import digits_apart, flat_products
+from terrazzo.rules.loop_to_tile.packed import padded, stored_first
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A product, `base` of it under other axes, and what became of that: `made` and `copies` come before `form`."""
+
+    rewrite: str
+    base: l.Kernel
+    made: tuple[l.Kernel, ...]
+    whole: l.Kernel
+    copies: tuple[l.Kernel, ...]
+    form: l.Kernel
+    product: Product
+
+    def before(self, gpu: Gpu) -> float:
+        """Nanoseconds of what comes first, by the model."""
+        return sum(boxes.copying(x, gpu) for x in (*self.made, *self.copies))
+
+    def plans(self, gpu: Gpu) -> list[warpgroups.Plan]:
+        """In one piece, the best first."""
+        return [x for x in warpgroups.plans(self.product, gpu) if x.pieces == 1]
+
+
+def stored(merged: l.Kernel, gpu: Gpu) -> Iterator[Stored]:
+    """A product that runs on instructions of warpgroups only after its operands were stored: as it is, or with digits
+    of its axes apart; and with one axis of steps, where a filter's taps are steps beside channels.
+    """
+    if gpu.warpgroups is None or on_warpgroups(merged, gpu):
+        return
+    ways = (("merge_product_axes", merged), ("digits_apart", digits_apart(merged)))
+    first = next(filter(None, (_stored(rewrite, base, gpu) for rewrite, base in dict.fromkeys(ways))), None)
+    flat = flat_products(merged)
+    one = _stored("flat_products", flat, gpu) if flat.stores != merged.stores else None
+    yield from filter(None, (first, one))
+
+
+def _stored(rewrite: str, base: l.Kernel, gpu: Gpu) -> Stored | None:
+    *made, whole = stored_first(base)
+    *copies, form = padded(whole)
+    again = product(form)
+    if form is base or again is None or not on_warpgroups(form, gpu):
+        return None
+    return Stored(rewrite, base, tuple(made), whole, tuple(copies), form, again)
+
+
+def on_warpgroups(kernel: l.Kernel, gpu: Gpu) -> bool:
+    """Whether a kernel is a product that instructions of warpgroups take."""
+    p = product(kernel)
+    return p is not None and bool(warpgroups.instructions_for(p, gpu)[0])

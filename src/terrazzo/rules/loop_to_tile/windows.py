@@ -1,0 +1,402 @@
+"""Schedules for windows: reductions of a few steps whose places move with the points of a result, as those of stencils,
+depthwise convolutions, pooling and interpolation do.
+
+A thread takes several points together (`jam=True`): what their windows share is loaded once. Which points, along which
+axis the lanes lie, and which steps are unrolled is priced by counting what a thread executes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from terrazzo.errors import Limitation, UserError
+from terrazzo.hw.gpu import Gpu
+from terrazzo.ir import nest as n
+from terrazzo.ir.address import coefficient, evaluate, flatten
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects.scalar import is_cast
+from terrazzo.ir.expr import IntExpr, Var
+from terrazzo.ir.node import Node, substitute, topological
+from terrazzo.ir.schedule import Factor, Schedule, Site
+from terrazzo.ir.sites import product
+from terrazzo.rules.access import WIDEST, wide
+from terrazzo.rules.loop_to_tile.collapse import collapse
+from terrazzo.rules.loop_to_tile.packed import copied_along
+from terrazzo.rules.moves import moves, slides
+from terrazzo.rules.tile.draft import axis_name
+from terrazzo.rules.tile_to_kernel.jam import flat
+
+WARP, WARPS = 32, 4
+MOST_STEPS = 512
+"""Steps of a window at most: beyond, a row is long enough for threads to share it."""
+CODE = 640
+"""Multiply-adds of a thread that are written out, at most."""
+REGISTERS = 120
+"""What sums and windows may take of a thread's registers: with addresses and what follows, four blocks of four warps
+still fit on a processor.
+"""
+POINTS = (2, 4, 7, 8)
+"""Points of a thread along an axis: images are often 7 * 2^n wide."""
+POWERS = (32, 16, 8, 4, 2, 1)
+SEGMENT = 64
+"""Bytes that lanes read side by side, at least, where that is possible."""
+SPARE = 1.15
+"""How many times as many threads there may be as have a point."""
+GUARD = 3
+"""Instructions beside a load that test whether its place is inside, and have 0 if not."""
+OVERHEAD = 30
+"""Instructions of a thread that find its points."""
+LINE = 128
+"""Bytes that the cache of a processor gives in a cycle, in which it issues ISSUES instructions."""
+ISSUES = 4
+SCATTERED = 8
+"""Lines that a warp asks for where places are computed of what was loaded. An estimate."""
+NEAR = 2
+"""Where places are computed of where a point lies, as interpolation has them."""
+BUSY = 12
+"""Warps on a processor that hide how long memory and arithmetic take."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """A schedule, and what it takes by the model in nanoseconds. `copies` come first, and `kernel` reads them."""
+
+    kernel: l.Kernel
+    schedule: Schedule
+    time: float
+    told: str
+    copies: tuple[l.Kernel, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.told}: {self.time / 1e3:.1f} us by the model"
+
+
+@lru_cache(maxsize=1024)
+def window(kernel: l.Kernel, gpu: Gpu) -> Window | None:
+    """The best way to compute windows; None for a kernel that has none."""
+    if (form := _form(kernel)) is None:
+        return None
+    found = list(_ways(form, gpu))
+    if (points := _form(collapse(kernel))) is not None and points.kernel is not kernel:
+        found += _ways(points, gpu)  # lanes fill up with what follows a short row
+    for axis in form.lanes:
+        *copies, other = copied_along(kernel, axis)
+        if copies and (new := _form(other)) is not None:
+            before = sum(_copying(x, gpu) for x in copies)
+            found += [_Way(new, w.lane, w.vector, w.points, w.serial, w.gpu, before, tuple(copies))
+                      for w in _ways(new, gpu) if w.lane.name == axis.name]  # fmt: skip
+    best = min(found, key=lambda w: (w.time, w.busy), default=None)
+    return best.window() if best is not None else None
+
+
+def _copying(copy: l.Kernel, gpu: Gpu) -> float:
+    size = sum(2 * math.prod(s.buffer.type.static_shape) * s.buffer.type.dtype.size for s in copy.stores)
+    return gpu.launch + size / gpu.memory
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A kernel with windows: its axes, the terms outside reductions and those of each."""
+
+    kernel: l.Kernel
+    axes: tuple[Any, ...]
+    terms: tuple[Node, ...]
+    loops: tuple[n.Loop, ...]
+
+    @cached_property
+    def accesses(self) -> list[Any]:
+        """What is loaded and stored."""
+        inside = [x.term for s in self.loops for x in s.body if isinstance(x, n.Let)]
+        return [*(t for t in (*self.terms, *inside) if isinstance(t, l.Load)), *self.kernel.stores]
+
+    @cached_property
+    def lanes(self) -> tuple[Any, ...]:
+        """Axes that memory runs along in some access, or nearly."""
+        found: dict[Any, None] = {}
+        for x in self.accesses:
+            steps = {a: _stride(x, a) for a in self.axes}
+            near = {a: abs(s) for a, s in steps.items() if isinstance(s, int) and s}
+            if near:
+                found[min(near, key=lambda a: near[a])] = None
+        return tuple(found) or self.axes[-1:]
+
+
+@lru_cache(maxsize=1024)
+def _offset(x: Any) -> IntExpr:
+    """Where an access lies in its buffer."""
+    return flatten(x.index, x.buffer.type.element_strides)
+
+
+@lru_cache(maxsize=4096)
+def _stride(x: Any, axis: Any) -> IntExpr | None:
+    return coefficient(_offset(x), axis)
+
+
+def _form(kernel: l.Kernel) -> _Form | None:
+    """A kernel as one nest of loops over points around reductions of few steps, of which some load moves with both."""
+    try:
+        axes, statements = flat(kernel)
+    except Limitation:
+        return None
+    loops = tuple(s for s in statements if isinstance(s, n.Loop))
+    every = [*axes, *(a for s in loops for a in s.axes)]
+    if not loops or not axes or any(not isinstance(a.extent, int) or a.extent < 1 for a in every):
+        return None
+    if any(math.prod(a.extent for a in s.axes) > MOST_STEPS for s in loops):
+        return None
+    if product(kernel) is not None:
+        return None
+    terms = tuple(s.term for s in statements if isinstance(s, n.Let))
+    moved = any(slides(r) for s in loops for r in s.carried if isinstance(r, l.Reduce))
+    return _Form(kernel, axes, terms, loops) if moved else None
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One way to bind the axes of a form."""
+
+    form: _Form
+    lane: Any
+    vector: int
+    points: tuple[tuple[Any, int], ...]
+    serial: frozenset[Any]
+    gpu: Gpu
+    before: float = 0.0
+    copies: tuple[l.Kernel, ...] = field(default=())
+
+    @cached_property
+    def sizes(self) -> dict[Any, int]:
+        """Points of a thread along each axis, and unrolled steps."""
+        steps = {a: a.extent for s in self.form.loops for a in s.axes if a not in self.serial}
+        return {**dict(self.points), **({self.lane: self.vector} if self.vector > 1 else {}), **steps}
+
+    @property
+    def each(self) -> int:
+        """Points of a thread."""
+        return self.vector * math.prod(p for _, p in self.points)
+
+    # -- threads -------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def threads(self) -> dict[Any, tuple[int, int]]:
+        """Lanes and warps along every axis. Lanes lie along memory first, as far as few of them have no point."""
+        parts = {a: -(-a.extent // self.sizes.get(a, 1)) for a in self.form.axes}
+        near = [abs(s) for x in self.form.accesses if isinstance(s := _stride(x, self.lane), int) and s]
+        size = min(x.buffer.type.dtype.size for x in self.form.accesses) * self.vector * min(near, default=1)
+        order = dict.fromkeys([self.lane, *(a for a, _ in self.points), *reversed(self.form.axes)])
+        lanes = dict.fromkeys(order, 1)
+        lanes[self.lane] = min(
+            POWERS, key=lambda k: _waste(parts[self.lane], k) * (1 + max(0, SEGMENT - k * size) / (2 * SEGMENT))
+        )
+        rest = _divided(WARP // lanes[self.lane], [a for a in order if a is not self.lane], parts, lanes)
+        if rest > 1:
+            a = min(order, key=lambda a: _waste(parts[a], lanes[a] * rest) / _waste(parts[a], lanes[a]))
+            lanes[a] *= rest
+        both = dict(lanes)
+        _divided(WARPS, order, parts, both)
+        return {a: (lanes[a], both[a] // lanes[a]) for a in self.form.axes}
+
+    @cached_property
+    def lanes(self) -> tuple[tuple[Any, int, int], ...]:
+        """Axes that lanes lie along, innermost last: how many, and how many points each has there."""
+        return tuple((a, k, self.sizes.get(a, 1)) for a, (k, _) in self.threads.items() if k > 1)
+
+    @cached_property
+    def count(self) -> int:
+        """Threads of all blocks, those without points included."""
+        total = 1
+        for a in self.form.axes:
+            lanes, warps = self.threads[a]
+            total *= -(-a.extent // (self.sizes.get(a, 1) * lanes * warps)) * lanes * warps
+        return total
+
+    # -- what a thread does --------------------------------------------------------------------------------------------
+
+    @cached_property
+    def registers(self) -> int:
+        """Of sums and windows."""
+        found = self.each * sum(len(s.carried) for s in self.form.loops)
+        most = 0
+        for s in self.form.loops:
+            loads = [x.term for x in s.body if isinstance(x, n.Let) and isinstance(x.term, l.Load)]
+            each = [(self.times(x), 4 // x.dtype.size if self.wide(x) and x.dtype.size < 4 else 1) for x in loads]
+            most = max(most, sum(-(-times // packed) for times, packed in each))
+        return found + most
+
+    @property
+    def written(self) -> int:
+        """Steps that are written out."""
+        steps = (math.prod(int(a.extent) for a in s.axes if a not in self.serial) for s in self.form.loops)
+        return self.each * max(steps)
+
+    def times(self, term: Node) -> int:
+        """How many values a term has in a thread, for one step of the serial loops."""
+        loops = [(a, size) for a, size in self.sizes.items() if a in term.free]
+        found = moves(_indices(term), loops)
+        if found is None:
+            return math.prod(size for _, size in loops)
+        return math.prod(d.extent for d in found)
+
+    def wide(self, x: Any) -> bool:
+        """Whether a thread loads all values along the lanes' axis at once."""
+        return self.vector > 1 and _wide(x, self.lane, self.vector)
+
+    @cached_property
+    def work(self) -> tuple[float, float]:
+        """Instructions of a thread, and lines that its warp asks the cache for."""
+        issued, lines = float(OVERHEAD), 0.0
+        for t in self.form.terms:
+            issued, lines = self.add(t, 1, issued, lines)
+        for s in self.form.loops:
+            serial = math.prod(a.extent for a in s.axes if a in self.serial)
+            issued += 8 * serial
+            for x in s.body:
+                if isinstance(x, n.Let):
+                    product = isinstance(x.term, l.Apply) and x.term.fn.name == "mul" and _summed(x.term, s)
+                    issued, lines = self.add(x.term, serial, issued, lines) if not product else (issued, lines)
+                elif isinstance(x, n.Accumulate):
+                    steps = self.each * math.prod(a.extent for a in s.axes)
+                    issued += steps * (1 if x.into.monoid.width == 1 else 4)
+        for store in self.form.kernel.stores:
+            issued, lines = self.add(store, 1, issued, lines)
+        return issued, lines
+
+    def add(self, t: Any, serial: int, issued: float, lines: float) -> tuple[float, float]:
+        """With a term."""
+        if isinstance(t, l.Load | l.Store):
+            all_ = self.each if isinstance(t, l.Store) else self.times(t)
+            row = self.wide(t)
+            times = serial * all_ / (self.vector if row else 1)
+            guard = GUARD + (self.vector // 2 if row else 0) if getattr(t, "inside", ()) else 1
+            return issued + times * (1 + guard), lines + times * _lines(t, self.lanes, self.vector if row else 1)
+        if isinstance(t, l.Apply):
+            return issued + serial * self.times(t) * (1 if is_cast(t.fn) else t.fn.cost), lines
+        return issued, lines
+
+    @cached_property
+    def busy(self) -> float:
+        """Nanoseconds for which instructions are issued, or lines fetched from caches."""
+        issued, lines = self.work
+        warps = self.count / WARP
+        rate = self.gpu.fma / 2 / WARP  # warps' instructions in a nanosecond
+        waits = max(1.0, self.gpu.processors * BUSY / warps)  # there are too few warps to hide them
+        return warps * max(issued, ISSUES * lines) / rate * waits
+
+    @property
+    def time(self) -> float:
+        """Nanoseconds of the kernel, and of what comes before it."""
+        return max(self.busy, _moved_bytes(self.form) / self.gpu.memory) + self.gpu.launch + self.before
+
+    # -- the schedule --------------------------------------------------------------------------------------------------
+
+    def window(self) -> Window:
+        """The schedule."""
+        lines = []
+        for a in self.form.axes:
+            lanes, warps = self.threads[a]
+            size = self.sizes.get(a, 1)
+            own = [Factor(level, k) for level, k in (("warp", warps), ("lane", lanes)) if k > 1]
+            own += [Factor("reg", size, (("jam", True),))] if size > 1 else []
+            lines.append((a.name, (Factor("grid", -(-a.extent // (lanes * warps * size))), *own)))
+        if self.each == 1:  # the last axis has one point then, for the steps are taken so all the same
+            name, own_ = lines[-1]
+            lines[-1] = name, (*own_, Factor("reg", 1, (("jam", True),)))
+        names = {r: name for name, r in n.accumulators(self.form.kernel).items()}
+        sites = tuple(
+            Site(
+                tuple(names[r] for r in s.carried),
+                tuple((axis_name(a), (Factor("time" if a in self.serial else "reg", a.extent),)) for a in s.axes),
+            )
+            for s in self.form.loops
+        )
+        told = " x ".join(f"{p} ({axis_name(a)})" for a, p in (*self.points, (self.lane, self.vector)) if p > 1)
+        schedule = Schedule(self.form.kernel.name, self.gpu.arch, tuple(lines), (), (), sites)
+        why = f"a thread computes {told} points of a window" if told else "a thread computes the window of a point"
+        return Window(self.form.kernel, schedule, self.time, why, self.copies)
+
+
+def _ways(form: _Form, gpu: Gpu) -> Iterator[_Way]:
+    """Those whose sums and windows fit into registers."""
+    steps = [a for s in form.loops for a in s.axes]
+    subsets = [frozenset(x) for k in range(len(steps) + 1) for x in combinations(steps, k)]
+    smallest = min(x.buffer.type.dtype.size for x in form.accesses)
+    for lane in form.lanes:
+        for vector in (1, 2, 4, 8):
+            if lane.extent % vector or vector * smallest > WIDEST:
+                continue
+            others: list[tuple[tuple[Any, int], ...]] = [()]
+            others += [((a, p),) for a in form.axes for p in POINTS if a is not lane and p <= a.extent]
+            for points in others:
+                every = (_Way(form, lane, vector, points, serial, gpu) for serial in subsets)
+                yield from (w for w in every if w.written <= CODE and w.registers <= REGISTERS)
+
+
+@lru_cache(maxsize=4096)
+def _wide(x: Any, axis: Any, size: int) -> bool:
+    """Whether an access is one of all points of a thread, which begin at a multiple of their number."""
+    part, point = Var("$part", max(axis.extent // size, 1)), Var("$point", size)
+    found = l.Load(x.buffer, x.index, getattr(x, "inside", ()))
+    return wide(substitute(found, {axis: part * size + point}), point, size)
+
+
+@lru_cache(maxsize=4096)
+def _lines(x: Any, lanes: tuple[tuple[Any, int, int], ...], width: int) -> int:
+    """Lines of the cache that a warp asks for at once, for so many elements each."""
+    lane = np.arange(WARP)
+    env: dict[Any, Any] = dict.fromkeys(x.free, 0)
+    inner = 1
+    for a, count, points in reversed(lanes):
+        env[a] = lane // inner % count * points
+        inner *= count
+    try:
+        offset = evaluate(_offset(x), env)
+    except UserError:
+        return SCATTERED if any(isinstance(y, l.Load) for y in topological(x.index)) else NEAR
+    size = x.buffer.type.dtype.size
+    begins = np.broadcast_to(offset, (WARP,)) * size
+    return len({*(begins // LINE).tolist(), *((begins + size * width - 1) // LINE).tolist()})
+
+
+@lru_cache(maxsize=4096)
+def _indices(term: Node) -> tuple[IntExpr, ...]:
+    """Where what a term is made of lies."""
+    found: dict[IntExpr, None] = {}
+    for x in topological([term]):
+        if isinstance(x, l.Load):
+            found.update(dict.fromkeys((*x.index, *x.inside)))
+        elif isinstance(x, l.Index):
+            found.update(dict.fromkeys(x.children))  # type: ignore[arg-type]
+    return tuple(found)
+
+
+def _summed(term: Node, s: n.Loop) -> bool:
+    """Whether a product goes into a sum, so both are one instruction."""
+    return any(term in x.args for x in s.body if isinstance(x, n.Accumulate))
+
+
+def _divided(threads: int, axes: Iterable[Any], parts: dict[Any, int], bound: dict[Any, int]) -> int:
+    """Bind so many threads to axes, each as many as it has use for, besides those `bound`; how many are left."""
+    for a in axes:
+        most = SPARE * _waste(parts[a], bound[a])
+        k = next(k for k in POWERS if k == 1 or (k <= threads and _waste(parts[a], bound[a] * k) <= most))
+        bound[a], threads = bound[a] * k, threads // k
+    return threads
+
+
+def _waste(points: int, threads: int) -> float:
+    """How many times as many threads there are as have a point."""
+    return -(-points // threads) * threads / points
+
+
+def _moved_bytes(form: _Form) -> float:
+    total = 0.0
+    for x in {x.buffer: x for x in form.accesses}.values():
+        total += math.prod(x.buffer.type.static_shape) * x.buffer.type.dtype.size
+    return total

@@ -1,0 +1,83 @@
+"""What several loops have in common in the places they name: a window over a row is read once, however many of its
+points lie under it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from terrazzo.ir.address import coefficient, mentions
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import Expr, IntExpr
+from terrazzo.ir.node import topological
+
+
+@dataclass(frozen=True)
+class Move:
+    """A direction in which loops move places. Variable v of `loops` moves them by c of its `steps`; a step adds so
+    much to every index.
+    """
+
+    loops: tuple[tuple[Any, int, int], ...]
+    steps: tuple[int, ...]
+
+    @property
+    def extent(self) -> int:
+        """How many places there are in this direction, those that no loop meets included."""
+        return 1 + sum(abs(c) * (size - 1) for _, size, c in self.loops)
+
+    @property
+    def first(self) -> int:
+        """The number of steps from the first place to where all variables are 0."""
+        return sum(-c * (size - 1) for _, size, c in self.loops if c < 0)
+
+    @property
+    def place(self) -> IntExpr:
+        """The number of the place that the loops are at."""
+        total: IntExpr = self.first
+        for v, _, c in self.loops:
+            total = total + v * c
+        return total
+
+
+def moves(indices: Sequence[IntExpr], loops: Sequence[tuple[Any, int]]) -> tuple[Move, ...] | None:
+    """The directions in which loops, variables with their sizes, move places; None where one moves them in no even
+    steps.
+    """
+    found: dict[tuple[int, ...], list[tuple[Any, int, int]]] = {}
+    for v, size in loops:
+        steps = _steps(tuple(indices), v)
+        if steps is None:
+            return None
+        if any(steps):
+            c = math.gcd(*steps) * (1 if next(filter(None, steps)) > 0 else -1)
+            found.setdefault(tuple(s // c for s in steps), []).append((v, size, c))
+    out = []
+    for one, along in found.items():
+        least = math.gcd(*(c for *_, c in along))
+        out.append(Move(tuple((v, size, c // least) for v, size, c in along), tuple(s * least for s in one)))
+    return tuple(out)
+
+
+def slides(r: l.Reduce) -> bool:
+    """Whether the places that a reduction reads move with its steps and with points of its result along one dimension:
+    they are a window.
+    """
+    loads = [x for x in topological(r.args) if isinstance(x, l.Load)]
+    return any(
+        any(mentions(e, a) for a in r.axes) and bool(e.free - frozenset(r.axes))
+        for x in loads
+        for e in x.index
+        if isinstance(e, Expr)
+    )
+
+
+@lru_cache(maxsize=4096)
+def _steps(indices: tuple[IntExpr, ...], v: Any) -> tuple[int, ...] | None:
+    """What a variable adds to every index with each of its steps."""
+    found = tuple(coefficient(e, v) for e in indices)
+    return found if all(isinstance(s, int) for s in found) else None  # type: ignore[return-value]

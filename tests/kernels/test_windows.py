@@ -1,0 +1,178 @@
+"""Windows: depthwise convolutions, pooling, interpolation and stencils, whose points take the steps of their reductions
+together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.kernels import programs
+from tests.kernels.programs import Lowered, b, h, r
+
+from terrazzo.front.capture import capture
+from terrazzo.hw.gpu import gpu
+from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.dialects.torch import Aten
+from terrazzo.ir.node import topological
+from terrazzo.options import Options
+from terrazzo.pipelines import lowering
+from terrazzo.rules.loop_to_tile import windows
+from terrazzo.rules.torch_to_tensor.library import price
+
+LAST = torch.channels_last
+ULP = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+def depthwise(x: Any, w: Any, **options: Any) -> Any:
+    conv = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}[x.dim()]
+    return conv(x, w, groups=x.shape[1], **options)
+
+
+def normed(x: Any, w: Any, mean: Any, scale: Any, skip: Any) -> Any:
+    y = depthwise(x, w, padding=1)
+    return F.hardtanh((y - mean[:, None, None]) * scale[:, None, None], 0.0, 6.0) + skip
+
+
+def laplace(x: Any) -> Any:
+    y = F.pad(x, (1, 1, 1, 1))
+    return y[:, 2:, 1:-1] + y[:, :-2, 1:-1] + y[:, 1:-1, 2:] + y[:, 1:-1, :-2] - 4 * x
+
+
+WINDOWS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "3 x 3": (lambda x, w: depthwise(x, w, padding=1), (b(2, 8, 14, 14), b(8, 1, 3, 3))),
+    "7 x 7": (lambda x, w: depthwise(x, w, padding=3), (b(2, 8, 20, 20), b(8, 1, 7, 7))),
+    "in single precision": (lambda x, w: depthwise(x, w, padding=2), (r(1, 4, 13, 11), r(4, 1, 5, 5))),
+    "in half precision": (lambda x, w: depthwise(x, w, padding=1), (h(1, 4, 28, 28), h(4, 1, 3, 3))),
+    "every second": (lambda x, w: depthwise(x, w, padding=1, stride=2), (b(2, 8, 28, 28), b(8, 1, 3, 3))),
+    "dilated": (lambda x, w: depthwise(x, w, padding=2, dilation=2), (b(1, 8, 15, 17), b(8, 1, 3, 3))),
+    "no padding": (depthwise, (b(1, 8, 19, 21), b(8, 1, 3, 3))),
+    "channels last": (
+        lambda x, w: depthwise(x, w, padding=3),
+        (b(2, 32, 14, 14).to(memory_format=LAST), b(32, 1, 7, 7)),
+    ),
+    "odd channels last": (
+        lambda x, w: depthwise(x, w, padding=1),
+        (b(2, 31, 9, 11).to(memory_format=LAST), b(31, 1, 3, 3)),
+    ),
+    "channels last in single precision": (
+        lambda x, w: depthwise(x, w, padding=1),
+        (r(1, 32, 9, 10).to(memory_format=LAST), r(32, 1, 3, 3)),
+    ),
+    "what follows": (normed, (b(2, 8, 14, 14), b(8, 1, 3, 3), b(8), b(8), b(2, 8, 14, 14))),
+    "a multiplier": (lambda x, w: F.conv2d(x, w, padding=1, groups=4), (b(1, 4, 16, 16), b(8, 1, 3, 3))),
+    "in one dimension": (lambda x, w: depthwise(x, w, padding=3)[..., :-3], (b(2, 16, 100), b(16, 1, 4))),
+    "in three dimensions": (lambda x, w: depthwise(x, w, padding=1), (b(1, 4, 6, 8, 9), b(4, 1, 3, 3, 3))),
+    "average": (lambda x: F.avg_pool2d(x, 7), (b(2, 8, 49, 49),)),
+    "average of neighbours": (lambda x: F.avg_pool2d(x, 3, 1, 1), (b(2, 8, 14, 14),)),
+    "average, channels last": (lambda x: F.avg_pool2d(x, 2), (b(2, 32, 8, 8).to(memory_format=LAST),)),
+    "maximum": (lambda x: F.max_pool2d(x, 3, 2, 1), (b(2, 8, 28, 28),)),
+    "maximum with indices": (lambda x: F.max_pool2d(x, 2, return_indices=True)[0], (r(2, 8, 16, 16),)),
+    "adaptive": (lambda x: F.adaptive_avg_pool2d(x, (5, 7)), (b(2, 8, 28, 28),)),
+    "bilinear": (lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear"), (b(2, 4, 8, 8),)),
+    "bicubic": (lambda x: F.interpolate(x, scale_factor=2.0, mode="bicubic"), (b(2, 4, 8, 8),)),
+    "grid sample": (lambda x, g: F.grid_sample(x, g, align_corners=False), (r(2, 8, 8, 8), r(2, 9, 10, 2))),
+    "stencil": (laplace, (r(2, 20, 30),)),
+    "transposed": (
+        lambda x, w: F.conv_transpose2d(x, w, stride=2, padding=1, groups=8),
+        (b(1, 8, 9, 9), b(8, 1, 3, 3)),
+    ),
+}  # fmt: skip
+
+
+def exact(found: Lowered) -> Any:
+    return found.fn(*(x.double() for x in found.args)).numpy()
+
+
+def right(found: Lowered) -> None:
+    """The kernels give what PyTorch gives in float64, as exactly as rounding allows."""
+    wanted = exact(found)
+    ours = found.simulated()[0].astype(np.float64)
+    assert np.abs(ours - wanted).max() <= 2 * ULP[found.args[0].dtype] * np.abs(wanted).max()
+
+
+def chosen(found: Lowered) -> dict[str, str]:
+    """The rule and the reason of every kernel's schedule."""
+    events = [e for e in found.lowering.log.events if e.pass_name == "schedule" and e.fired]
+    return {e.subject: f"{e.rule}: {e.reason}" for e in events}
+
+
+@pytest.fixture
+def many(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small problems are scheduled as large ones, which have threads enough whatever each of them computes."""
+    monkeypatch.setattr(windows, "BUSY", 0.0)
+    windows.window.cache_clear()
+    yield
+    windows.window.cache_clear()
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize("target", programs.TARGETS)
+def test_windows_are_right(name: str, target: str) -> None:
+    fn, args = WINDOWS[name]
+    right(programs.lowered(fn, args, target))
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_several_points_of_a_thread_are_right(name: str, many: None) -> None:
+    fn, args = WINDOWS[name]
+    right(programs.lowered(fn, args, "sm_90a"))
+
+
+def depthwise_of(*shape: int, taps: int, last: bool = False, **options: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A depthwise convolution at a real size, which is only lowered."""
+    x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    w = torch.empty((shape[1], 1, taps, taps), dtype=torch.bfloat16, device="meta")
+    x = x.to(memory_format=LAST) if last else x
+    return lambda x, w: F.relu(depthwise(x, w, padding=taps // 2, **options)), (x, w)
+
+
+def lowering_of(fn: Any, args: tuple[Any, ...], **options: Any) -> Any:
+    return lowering(capture(fn, args, {}).program, Options(target="sm_90a", **options))
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("taps", [3, 7])
+def test_a_window_is_loaded_once_for_several_points(taps: int, last: bool) -> None:
+    """A point loads a fraction of its taps."""
+    fn, args = depthwise_of(16, 256, 56, 56, taps=taps, last=last)
+    found = lowering_of(fn, args, libraries="never")
+    way = windows.window(found.at("tile").loop.steps[-1], gpu("sm_90a"))
+    assert way is not None and way.time < 100e3
+    (kernel,) = (s for s in found.at("kernel").steps if s.name == "relu")
+    (acc,) = (s.place for s in k.walk(kernel.body) if isinstance(s, k.Declare) and s.place.name.startswith("acc"))
+    points = acc.type.numel
+    window = next(s.place for s in k.walk(kernel.body) if isinstance(s, k.Declare) and s.place.name.startswith("in"))
+    assert points >= 8 and window.type.numel < points * taps
+
+
+def test_a_library_is_called_for_what_it_is_better_at() -> None:
+    """Depthwise convolutions are priced by what PyTorch's own kernels and cuDNN's were measured to take."""
+    for last, least, most in ((False, 400e3, 500e3), (True, 100e3, 160e3)):
+        fn, args = depthwise_of(16, 256, 56, 56, taps=7, last=last)
+        (node,) = (
+            x
+            for x in topological(capture(fn, args, {}).program.results)
+            if isinstance(x, Aten) and x.name == "aten.convolution.default"
+        )
+        assert least < price(node, gpu("sm_90a")) < most
+
+
+PATCHES = {
+    "as long as a step": (lambda x, w: F.conv2d(x, w, stride=16), (b(4, 3, 64, 64), b(64, 3, 16, 16))),
+    "14 x 14": (lambda x, w: F.conv2d(x, w, stride=14), (b(4, 3, 56, 56), b(64, 3, 14, 14))),
+    "that overlap": (lambda x, w: F.conv2d(x, w, stride=4, padding=2), (b(2, 3, 40, 40), b(64, 3, 11, 11))),
+}
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_patches_of_few_channels_are_a_product(name: str) -> None:
+    """Channels and taps are so many steps of one product, whose image is stored patch by patch."""
+    fn, args = PATCHES[name]
+    found = programs.lowered(fn, args, "sm_90a")
+    right(found)
+    assert any(isinstance(s, k.MultiplyAsync) for x in found.kernels for s in k.walk(x.body)), chosen(found)
