@@ -105,8 +105,8 @@ class Gather:
         """
         if any(x.level == "reg" for p in tile.rows for x in p.digits):
             return {}
-        j = self.bindings.loop_variable("j", 2)
-        here = self.point(tile, j)
+        p, j = self.bindings.loop_variable("p", tile.instruction.d.elements // 2), self.bindings.loop_variable("j", 2)
+        here = self.point(tile, 2 * p + j)
         if not all(together(e, j, 2) for e in here.pending):
             return {}
         terms = [let.term for let in tile.leaf.lets if isinstance(let.term, l.Load) and let.term not in here.env]

@@ -1,0 +1,67 @@
+"""What the results of a product are computed from, besides its sums: residuals, gates, biases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.nn.functional as F
+from tests.kernels.programs import lowered
+from tests.kernels.test_attention import close, lines, tensors
+
+from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.node import topological
+from terrazzo.ir.plan import Result
+from terrazzo.rules.tile_to_kernel import gather
+
+
+def residual(x: Any, w: Any, r: Any) -> Any:
+    return F.linear(x, w) + r
+
+
+def gate(x: Any, w: Any, r: Any) -> Any:
+    return F.silu(r) * F.linear(x, w)
+
+
+def both(x: Any, w: Any, r: Any, s: Any) -> Any:
+    return F.linear(x, w) * r + s
+
+
+def _moves(found: Any) -> list[k.Move]:
+    """Moves from global memory into registers."""
+    (kernel,) = found.kernels
+    moves = [x for x in topological(kernel.body) if isinstance(x, k.Move)]
+    return [x for x in moves if isinstance(x.target, k.Registers) and x.source in kernel.params]
+
+
+@pytest.mark.parametrize(
+    ("fn", "m", "n", "reads", "slots"),
+    [(residual, 256, 256, 1, 2), (gate, 256, 256, 1, 2), (both, 256, 256, 2, 1), (residual, 200, 200, 1, 2)],
+)
+def test_neighbours_are_loaded_at_once_and_ahead(
+    fn: Any, m: int, n: int, reads: int, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two 16-bit values at a time, for all of a subtile; where there is room, while the one before is computed."""
+    if slots == 1:
+        monkeypatch.setattr(gather, "ROOM", gather.ROOM // 4)
+    args = tensors((m, 64), (n, 64), *((m, n),) * reads)
+    found = lowered(fn, args, "sm_90a")
+    assert lines(found, Result)[0].by == "tma"
+    moves = _moves(found)
+    assert len({x.source for x in moves}) == reads
+    assert {x.count for x in moves} == {2}
+    assert {x.target.type.static_shape[0] for x in moves} == {slots}
+    close(found, fn, args)
+
+
+def test_rows_of_odd_length_are_read_one_by_one() -> None:
+    """A pair of neighbours would begin at no multiple of its size."""
+    args = tensors((256, 64), (256, 64))
+    long = tensors((256, 257))[0]
+
+    def odd(x: Any, w: Any, r: Any) -> Any:
+        return F.linear(x, w) + r[:, :256]
+
+    found = lowered(odd, (*args, long), "sm_90a")
+    assert not _moves(found)
+    close(found, odd, (*args, long))
