@@ -1,4 +1,4 @@
-"""Gradients of embeddings stay one op: PyTorch's, whose sums do not wait for each other, or a small table's own kernel."""
+"""Gradients of embeddings stay one op: PyTorch's, which sums many at once, or a small table's own kernel."""
 
 from __future__ import annotations
 

@@ -216,8 +216,8 @@ def index_put(node: Aten, x: Any, indices: Sequence[Any], values: Any, accumulat
 
 @aten("embedding_dense_backward.default")
 def embedding_dense_backward(node: Aten, grad: Any, index: Any, rows: int, padding: int, by_count: bool) -> Any:
-    """Every row's sum of the gradients of where it was read; none for the row of padding. PyTorch's op for a large table
-    or many indices sums the same row's gradients in several blocks at once, as its index_put does not.
+    """Every row's sum of the gradients of where it was read; none for the row of padding. PyTorch's op for a large
+    table sums the gradients of a row in several blocks at once, as its index_put does not.
     """
     need(not by_count, "gradients are divided by how often their row was read")
     dtype = grad.type.dtype
