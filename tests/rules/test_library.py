@@ -271,7 +271,7 @@ def test_a_view_stays_in_its_buffer(view: str, why: str) -> None:
 
 
 def test_ops_that_no_rule_lowers_are_given_what_eager_gives_them() -> None:
-    """A transposed weight of experts, and what is sorted along the first axis, are passed as views: nothing is copied."""
+    """A transposed weight of experts, and what is sorted along the first axis, are views: nothing is copied."""
 
     def fn(x: Any, w: Any, ends: Any, y: Any) -> Any:
         return torch._grouped_mm(x, w.transpose(-2, -1), offs=ends), torch.sort(y.t(), -1).values

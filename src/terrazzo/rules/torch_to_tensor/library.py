@@ -89,15 +89,12 @@ class Libraries:
         return tuple(None if r is None else t.Get(call, k) for k, r in enumerate(each))
 
     def placed(self, node: Node, lowered: Any, exactly: bool = False) -> Any:
-        """A value in the memory it has in eager mode, where that is not row by row and has no gaps; or, `exactly`, where
-        it has no gaps.
+        """A value in the memory it has in eager mode, where that has no gaps and is not row by row; or, `exactly`, row by
+        row, too.
         """
         wanted = _dense(self.laid_out(node))
-        if (
-            isinstance(node, Input)
-            or lowered.type.strides == wanted.strides
-            or (wanted.strides is None and not exactly)
-        ):
+        same = lowered.type.strides == wanted.strides or (wanted.strides is None and not exactly)
+        if same or isinstance(node, Input):
             return lowered
         return t.LaidOut(lowered, wanted.element_strides)  # type: ignore[arg-type]
 
