@@ -89,8 +89,8 @@ class Libraries:
         return tuple(None if r is None else t.Get(call, k) for k, r in enumerate(each))
 
     def placed(self, node: Node, lowered: Any, exactly: bool = False) -> Any:
-        """A value in the memory it has in eager mode, where that has no gaps and is not row by row; or, `exactly`, row by
-        row, too.
+        """A value in the memory it has in eager mode, where that has no gaps and is not row by row; or, `exactly`, row
+        by row, too.
         """
         wanted = _dense(self.laid_out(node))
         same = lowered.type.strides == wanted.strides or (wanted.strides is None and not exactly)
