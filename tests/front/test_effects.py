@@ -95,6 +95,75 @@ def test_other_changes_of_a_module_are_refused(how: str, message: str) -> None:
     assert module.total.tolist() == [0, 0, 0]
 
 
+class Settling(torch.nn.Module):  # type: ignore[misc]
+    """Sets attributes in its first call; `how` says which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.arange(3.0))
+        self.shift, self.scaled, self.cache = 3, False, {}
+
+    def forward(self, x: Any, how: str) -> Any:
+        match how:
+            case "same":  # the first call goes by the new value, too
+                self.shift = 0
+            case "later":
+                x = x if self.scaled else x * 2
+                self.scaled = True
+            case "cache":
+                if how not in self.cache:
+                    self.cache[how] = self.weight.detach() * 2
+                x = x + self.cache[how]
+        return x * self.weight + self.shift
+
+
+def test_an_attribute_that_makes_no_difference_may_be_set() -> None:
+    module, x = Settling(), torch.randn(3)
+    compiled = terrazzo.compile(module, x, "same", options=INTERPRETER)
+    assert module.shift == 3
+    torch.testing.assert_close(compiled(x, "same"), module(x, "same"))
+
+
+@pytest.mark.parametrize("how", ["later", "cache"])
+def test_what_the_first_call_sets_is_set_before_compiling(how: str) -> None:
+    module, x = Settling(), torch.randn(3)
+    message = "which a compiled one would not do; if only its first call does (to fill a cache, say), make that call"
+    with pytest.raises(UserError, match=re.escape(message)):
+        terrazzo.compile(module, x, how)
+    assert not module.scaled and not module.cache
+    module(x, how)
+    compiled = terrazzo.compile(module, x, how, options=INTERPRETER)
+    torch.testing.assert_close(compiled(x, how), module(x, how))
+
+
+OUTSIDE = torch.ones(3)
+
+
+def test_tensors_that_a_function_finds_elsewhere_are_constants() -> None:
+    outside, weight = torch.randn(3), torch.nn.Parameter(torch.randn(3))
+
+    def f(x: Any) -> Any:
+        y = outside.clone()
+        y.view(3)[1:].add_(1)
+        return x * y + outside[1:].sum() + weight, outside
+
+    compiled, x = terrazzo.compile(f, torch.ones(3), options=INTERPRETER), torch.randn(3)
+    torch.testing.assert_close(compiled(x), f(x))
+    outside.add_(1)  # which is seen
+    torch.testing.assert_close(compiled(x)[0], f(x)[0])
+
+
+@pytest.mark.parametrize(
+    "f",
+    [lambda x: OUTSIDE.add_(x), lambda x: OUTSIDE.view(3)[1:].mul_(2) + x[1:], lambda x: OUTSIDE.detach().zero_() + x],
+)
+def test_writes_to_tensors_that_are_no_arguments_are_refused(f: Callable[..., Any]) -> None:
+    message = "the call writes to a tensor of shape [3] that is no argument of it; make it one, or a buffer"
+    with pytest.raises(UserError, match=re.escape(message)):
+        terrazzo.compile(f, torch.ones(3), options=INTERPRETER)
+    assert OUTSIDE.tolist() == [1, 1, 1]
+
+
 def appends(xs: Any) -> Any:
     xs.append(xs[0])
     return xs[0] * 2
@@ -153,6 +222,28 @@ def test_what_is_refused(f: Callable[..., Any], args: Any, message: str) -> None
     with pytest.raises(UserError, match=re.escape(message)):
         terrazzo.compile(f, *args, options=INTERPRETER)
     assert X.shape == (3, 4) and bool((X == 1).all())
+
+
+@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+def test_gradients_of_recurrent_modules(kind: Any) -> None:
+    """Their lists hold what stands for the weights, in the middle of the call; that is undone."""
+    net = kind(4, 3)
+
+    class Step(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: Any) -> Any:
+            with torch.enable_grad():
+                weights = {n: p.detach().requires_grad_() for n, p in self.net.named_parameters()}
+                loss = torch.func.functional_call(self.net, weights, (x,))[0].pow(2).sum()
+                return torch.autograd.grad(loss, list(weights.values()))
+
+    module, x = Step(), torch.randn(5, 2, 4)
+    compiled = terrazzo.compile(module, x, options=INTERPRETER)
+    assert all(a is b for a, b in zip(net._flat_weights, net.parameters(), strict=True))
+    torch.testing.assert_close(compiled(x), module(x))
 
 
 @pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])

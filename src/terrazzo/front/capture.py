@@ -10,19 +10,25 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from terrazzo.errors import Limitation, TerrazzoError, UserError
 from terrazzo.front.decompositions import table
 from terrazzo.front.effects import (
+    Set,
+    attributes_set,
     functional,
+    not_set,
     nothing_else_changes,
     shares_memory,
-    writes_where_elements_share_places_refused,
+    watched,
 )
 from terrazzo.front.fx import from_graph
+from terrazzo.front.recurrent import recurrent_nets_by_definition
 from terrazzo.front.results import Result, Results, arrange, storage, view
 from terrazzo.ir.program import Program
+from terrazzo.ir.show import show
 
 TENSOR = object()
 """Stands for a tensor among the arguments of a call."""
@@ -78,9 +84,43 @@ def capture(
 ) -> Captured:
     """Trace `fn(*args, **kwargs)`. Parameters and buffers of a module become bound inputs.
 
+    Attributes that the call sets to numbers (and such) are left alone where all calls are one program with them too.
     The program's results are those of the call and then the new values of what it changes in place. With `views`, the
     results of the call are made of the program's as `results` says, so that they share memory where PyTorch's do.
     """
+    later: list[Set] = []
+    more: list[Set] = []
+    found = _capture(fn, args, kwargs, name, views, later)
+    if later:  # which makes no difference if later calls, of what has these values, are the same program
+        with attributes_set(later):
+            again = _capture(fn, args, kwargs, name, views, more)
+        if more or not _same(found, again):
+            raise not_set(later)
+    return found
+
+
+def _same(a: Captured, b: Captured) -> bool:
+    """Whether two calls of one function are the same program, with the same tensors bound to it."""
+    if show(a.program) != show(b.program) or (a.results, a.structure) != (b.results, b.structure):
+        return False
+    return all(t is b.bound[n] or _equal_constants(t, b.bound[n]) for n, t in a.bound.items())
+
+
+def _equal_constants(a: Any, b: Any) -> bool:
+    import torch
+
+    return a.device.type != "meta" and bool(torch.equal(a, b))
+
+
+def _capture(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    name: str,
+    views: bool,
+    later: list[Set],
+) -> Captured:
+    """The same, where attributes that are set to plain values are noted."""
     import torch
     from torch.utils import _pytree as pytree
 
@@ -99,7 +139,7 @@ def capture(
         for k, v in zip(varying, tensors[len(state) :], strict=True):
             leaves[k] = v
         given = pytree.tree_unflatten(leaves, arguments)
-        with nothing_else_changes(module, given, weights.values()):
+        with nothing_else_changes(module, given, later):
             out = fn(*given[0], **given[1]) if module is None else functional(module, weights, *given)
         found: list[Any]
         found, tree = pytree.tree_flatten(out)
@@ -215,21 +255,24 @@ def trace(fn: Callable[[list[Any]], list[Any]], tensors: Sequence[Any]) -> tuple
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+    traced = partial(make_fx, tracing_mode="fake", record_stack_traces=True, _allow_non_fake_inputs=True)
     versions = [t._version for t in tensors]
     changed: list[int] = []
 
     def functional(*given: Any) -> Any:
-        with writes_where_elements_share_places_refused():
+        with watched() as watch:
             results = fn(list(given))
+        watch.refuse_writes_elsewhere()
         changed[:] = _changed(given, tensors)
         return [*results, *(given[k] for k in changed)]
 
     try:
-        with torch.no_grad(), attention_by_definition(), _said_to_be_traced():
+        definitions = attention_by_definition(), recurrent_nets_by_definition()
+        with torch.no_grad(), definitions[0], definitions[1], _said_to_be_traced():
             wrapped = dispatch_functionalize(functional)
-            gm = make_fx(wrapped, decomposition_table=table(), tracing_mode="fake", record_stack_traces=True)(*tensors)
+            gm = traced(wrapped, decomposition_table=table())(*tensors)
             if any(_mutates(node) for node in gm.graph.nodes):  # a decomposition worked in place on a value of its own
-                gm = make_fx(dispatch_functionalize(gm), tracing_mode="fake", record_stack_traces=True)(*tensors)
+                gm = traced(dispatch_functionalize(gm))(*tensors)
     except TerrazzoError:
         raise
     except (DataDependentOutputException, DynamicOutputShapeException) as e:

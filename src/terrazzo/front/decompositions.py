@@ -16,7 +16,7 @@ WHOLE = (
     "max_pool3d_with_indices", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "avg_pool1d", "avg_pool2d",
     "grid_sampler_2d", "native_dropout", "linspace", "nll_loss_forward", "nll_loss2d_forward",
     "stack", "_unsafe_view", "split_with_sizes", "split", "unbind", "linalg_vector_norm", "all", "any", "full_like",
-    "zeros_like", "ones_like",
+    "zeros_like", "ones_like", "embedding_dense_backward",
 )  # fmt: skip
 
 
@@ -43,5 +43,5 @@ EXTRA = (
     "upsample_bilinear2d", "upsample_nearest2d", "native_batch_norm_backward", "native_layer_norm_backward",
     "native_group_norm_backward", "threshold_backward", "gelu_backward", "silu_backward", "sigmoid_backward",
     "tanh_backward",
-    "_softmax_backward_data", "_log_softmax_backward_data", "nll_loss_backward", "embedding_dense_backward",
+    "_softmax_backward_data", "_log_softmax_backward_data", "nll_loss_backward",
 )  # fmt: skip

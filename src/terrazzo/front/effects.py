@@ -5,8 +5,7 @@ Tensors that are changed in place are no matter of this file: a program gives th
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -61,11 +60,14 @@ def _tensors(module: Any) -> dict[str, Any]:
     }
 
 
-def writes_where_elements_share_places_refused() -> Any:
+def watched() -> Any:
     """Within this, writing to a tensor that has one element at several places (as after expand) is a UserError:
-    PyTorch makes a functional write of it that is wrong.
+    PyTorch makes a functional write of it that is wrong. Tensors that the call finds elsewhere are constants of the
+    trace: `refuse_writes_elsewhere` raises a UserError where it wrote to one.
     """
     import torch
+    from torch._subclasses.functional_tensor import FunctionalTensor
+    from torch.utils import _pytree as pytree
     from torch.utils._python_dispatch import TorchDispatchMode
 
     aten = torch.ops.aten
@@ -74,7 +76,11 @@ def writes_where_elements_share_places_refused() -> Any:
         return isinstance(t, torch.Tensor) and any(n > 1 and s == 0 for n, s in zip(t.shape, t.stride(), strict=True))
 
     class Watch(TorchDispatchMode):  # type: ignore[misc]
-        """Looks at what ops write to."""
+        """Looks at what ops read and write."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.elsewhere: dict[int, tuple[Any, Any]] = {}
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
@@ -90,18 +96,49 @@ def writes_where_elements_share_places_refused() -> Any:
                     )
                 if any(a.kwarg_only for a in func._schema.arguments if a.name in written):  # it might be resized
                     raise UserError(f"{func}: results are not written to `out`; use out.copy_(...)")
-            return func(*args, **kwargs)
+            if func is aten.lift_fresh.default:  # a literal
+                return func(*args, **kwargs)
+            return func(*pytree.tree_map(self.value, args), **pytree.tree_map(self.value, kwargs))
+
+        def value(self, x: Any) -> Any:
+            """What stands for a tensor of the outside in the trace; anything else as it is."""
+            if type(x) not in (torch.Tensor, torch.nn.Parameter):
+                return x
+            if id(x) not in self.elsewhere:
+                self.elsewhere[id(x)] = x, FunctionalTensor.to_functional(aten.alias.default(x))
+            return self.elsewhere[id(x)][1]
+
+        def refuse_writes_elsewhere(self) -> None:
+            for t, value in self.elsewhere.values():
+                if torch._functionalize_has_data_mutation(value.elem):
+                    raise UserError(
+                        f"the call writes to a tensor of shape {list(t.shape)} that is no argument of it; make it one, "
+                        "or a buffer of the module"
+                    )
 
     return Watch()
 
 
-@contextmanager
-def nothing_else_changes(module: Any, arguments: Any, weights: Collection[Any] = ()) -> Iterator[None]:
-    """UserError where a call within this changes attributes of the module or of an argument, or what lists and
-    dictionaries among the arguments hold. The attributes are put back.
+@dataclass(frozen=True)
+class Set:
+    """An attribute that a call sets: of which object, called what (with and without the path), and its new value."""
 
-    A list of the module's own tensors, as recurrent modules keep one, may have become one of the `weights` that stand
-    for them in the call: it is put back, and that is all.
+    owner: Any
+    path: str
+    name: str
+    value: Any
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a number, say, that nobody else asks for."""
+        return _is_plain(self.value) and self.name != "training"
+
+
+@contextmanager
+def nothing_else_changes(module: Any, arguments: Any, later: list[Set] | None = None) -> Iterator[None]:
+    """UserError where a call within this changes attributes of the module or of an argument, or what lists and
+    dictionaries among the arguments hold; `later` gets those instead that are set to a plain value. The attributes are
+    put back.
     """
     import torch
     from torch.utils import _pytree as pytree
@@ -111,28 +148,62 @@ def nothing_else_changes(module: Any, arguments: Any, weights: Collection[Any] =
     owners = {f"{type(o).__name__}.": o for o in objects}
     owners.update({f"{path}." if path else "": m for path, m in (module.named_modules() if module is not None else ())})
     before = {name: _attributes(o) for name, o in owners.items()}
-    own = list(_tensors(module).values()) if module is not None else []
     yield
     after, now = pytree.tree_flatten(arguments)
     if now != tree or any(a is not b for a, b in zip(leaves, after, strict=True)):
         raise UserError(f"the call changes a list or a dictionary among its arguments{_INSTEAD}")
-    touched, changed = [], False
-    for owner, o in owners.items():
+    touched: list[Set] = []
+    for path, o in owners.items():
         found = _attributes(o)
-        others = [n for n, held in before[owner].items() if not held.same(found.get(n))]
-        changed = changed or bool(others)
-        touched += [
-            owner + n for n in others if n not in found or not (before[owner][n].of(own) and found[n].of(weights))
-        ]
-        touched += [owner + n for n in found if n not in before[owner]]
-    if touched or changed:
-        for owner, o in owners.items():
-            _put_back(o, before[owner])
+        names = [n for n, held in before[path].items() if not held.same(found.get(n))]
+        names += [n for n in found if n not in before[path]]
+        touched += [Set(o, path, n, vars(o).get(n, _GONE)) for n in names if not _of_torch(o, n)]
+        if names:
+            _put_back(o, before[path])
+    if later is not None:
+        later += [x for x in touched if x.is_plain]
+        touched = [x for x in touched if not x.is_plain]
     if touched:
-        raise UserError(f"the call sets {', '.join(touched)}, which a compiled one would not do{_INSTEAD}")
+        raise not_set(touched)
+
+
+def not_set(touched: Sequence[Set]) -> UserError:
+    """What is said of attributes that a call sets."""
+    names = ", ".join(x.path + x.name for x in touched[:3])
+    names += f" and {len(touched) - 3} more" if len(touched) > 3 else ""
+    once = "; if only its first call does (to fill a cache, say), make that call before it is compiled; if all do"
+    return UserError(f"the call sets {names}, which a compiled one would not do{once}, {_INSTEAD[2:]}")
+
+
+@contextmanager
+def attributes_set(touched: Sequence[Set]) -> Iterator[None]:
+    """Within this, the attributes have their new values."""
+    before = {id(x.owner): (x.owner, _attributes(x.owner)) for x in touched}
+    try:
+        for x in touched:
+            setattr(x.owner, x.name, x.value)
+        yield
+    finally:
+        for owner, held in before.values():
+            _put_back(owner, held)
 
 
 _INSTEAD = '; return the new value instead, or use torch.compile(..., backend="terrazzo")'
+_GONE = object()
+"""Stands for the value of an attribute that was deleted."""
+
+
+def _of_torch(o: Any, name: str) -> bool:
+    """Whether an attribute is a list that a recurrent module makes anew when others stand for its weights."""
+    import torch
+
+    return isinstance(o, torch.nn.RNNBase) and name in ("_flat_weights", "_flat_weight_refs")
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, complex, str, bytes))
 
 
 @dataclass(frozen=True)
@@ -149,11 +220,6 @@ class _Held:
             and len(self.contents) == len(other.contents)
             and all(map(_equal, self.contents, other.contents))
         )
-
-    def of(self, tensors: Collection[Any]) -> bool:
-        """Whether it is a list of some of these tensors, or of weak references to them."""
-        held = [x() if isinstance(x, weakref.ref) else x for x in self.contents]
-        return isinstance(self.value, list) and all(any(x is t for t in tensors) for x in held)
 
     def back(self) -> Any:
         """The value, holding again what it held."""

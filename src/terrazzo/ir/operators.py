@@ -7,8 +7,10 @@ a text is refused where it declares another type than the call gives. Torch is i
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -144,10 +146,19 @@ class _Typed:
     type: Type
 
 
-def _without_memory() -> Any:
+@contextmanager
+def _without_memory() -> Iterator[None]:
+    """Within this, tensors have no memory. PyTorch says nothing of ops that it cannot try so: we ask whether it can."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    return FakeTensorMode()
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.disabled
+    log.disabled = True
+    try:
+        with FakeTensorMode():
+            yield
+    finally:
+        log.disabled = before
 
 
 def _compare(name: str, found: Any, declared: Any) -> None:

@@ -44,7 +44,8 @@ def holds(e: IntExpr, given: Sequence[IntExpr] = ()) -> bool:
         return True
     if _follows(*_digits(e, given)) or ((parts := _parted(e, given)) is not None and _follows(*parts)):
         return True
-    return _tried(e, [g for g in given if isinstance(g, Expr)])
+    guards = [g for g in given if isinstance(g, Expr)]
+    return bool(guards) and _tried(e, guards)
 
 
 def _follows(e: IntExpr, given: Sequence[IntExpr]) -> bool:

@@ -141,10 +141,13 @@ class Compiled:
         import torch
 
         given = {k: tensors[k] if k in tensors else frame.view(k) for k in slots_in([step.args, *step.kwargs.values()])}
-        if not takes_any_strides(step.name):  # it may rely on strides that eager gives it: it gets the plainest
-            given = {k: t.contiguous() for k, t in given.items()}
-        args = to_torch(decode(step.args, given))
-        kwargs = {name: to_torch(decode(v, given)) for name, v in step.kwargs.items()}
+        exactly = not takes_any_strides(step.name)
+
+        def whole(k: int, t: Any) -> Any:  # of an input, it may be a copy that eager gives the op: it gets the plainest
+            return t.contiguous() if exactly and self.plan.slots[k].kind == "input" else t
+
+        args = to_torch(decode(step.args, given, whole))
+        kwargs = {name: to_torch(decode(v, given, whole)) for name, v in step.kwargs.items()}
         with torch.no_grad(), about(*(self.plan.slots[k].name for k in step.results if k is not None)):
             out = operator(step.name)(*args, **kwargs)
         theirs = {t.untyped_storage().data_ptr() for t in given.values()}

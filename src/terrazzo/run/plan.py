@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -335,14 +335,16 @@ def encode(value: Any, number: Mapping[l.Buffer, int]) -> Any:
     raise UserError(f"an argument of type {type(value).__name__} cannot be kept in a plan")
 
 
-def decode(value: Any, tensors: Mapping[int, Any]) -> Any:
-    """The inverse of `encode`, with tensors for slots; ValueError for anything else."""
+def decode(value: Any, tensors: Mapping[int, Any], whole: Callable[[int, Any], Any] = lambda _, t: t) -> Any:
+    """The inverse of `encode`, with tensors for slots, or what `whole` makes of those that are no views; ValueError for
+    anything else.
+    """
     if isinstance(value, list):
-        return tuple(decode(v, tensors) for v in value)
+        return tuple(decode(v, tensors, whole) for v in value)
     if isinstance(value, dict) and len(value) == 1:
         ((kind, inner),) = value.items()
         if kind == "slot":
-            return tensors[inner]
+            return whole(inner, tensors[inner])
         if kind == "view":
             k, shape, strides, offset = inner
             return tensors[k].as_strided(shape, strides, tensors[k].storage_offset() + offset)

@@ -13,7 +13,7 @@ from terrazzo.rules.torch_to_tensor.library import takes_any_strides
 
 def pass_views(program: l.Program, log: Log) -> l.Program:
     """`program` with a view of another buffer in place of every copy that only calls read. The calls are those that a
-    library was chosen for: they take tensors of any strides.
+    library was chosen for, which take tensors of any strides, and those that expect the strides that the view has.
 
     @loop
     def f(x: f32[3, 2], y: f32[3, 4]):
@@ -30,11 +30,13 @@ def pass_views(program: l.Program, log: Log) -> l.Program:
         z, = call('aten.mm.default', view(x, [2, 3], [1, 2], 0), y, _types=(f32[2, 4],))
         return (z,)
     """
-    needed = set(program.results)
-    needed |= {b for s in program.steps if isinstance(s, l.Kernel) or not takes_any_strides(s.name) for b in s.reads}
+    needed = set(program.results) | {b for s in program.steps if isinstance(s, l.Kernel) for b in s.reads}
+    asked = {b for s in program.steps if isinstance(s, l.Call) and not takes_any_strides(s.name) for b in s.reads}
     views: dict[Any, l.View] = {}
     for s in program.steps:
-        if isinstance(s, l.Kernel) and len(s.stores) == 1 and s.writes[0] not in needed and (found := _view(s)):
+        if not isinstance(s, l.Kernel) or len(s.stores) > 1 or s.writes[0] in needed or (found := _view(s)) is None:
+            continue
+        if s.writes[0] not in asked or _lies_like(found, s.writes[0]):
             views[s.writes[0]] = found
     if not views:
         return program
@@ -47,6 +49,12 @@ def pass_views(program: l.Program, log: Log) -> l.Program:
         elif s.writes[0] not in views:
             steps.append(s)
     return l.Program(program.name, program.inputs, tuple(steps), program.results)
+
+
+def _lies_like(view: l.View, buffer: l.Buffer) -> bool:
+    """Whether a view has the strides of a buffer, as far as these matter."""
+    places = zip(view.shape, view.strides, buffer.type.element_strides, strict=True)
+    return all(extent == 1 or a == b for extent, a, b in places)
 
 
 def _given(call: l.Call, views: dict[Any, l.View]) -> l.Call:

@@ -79,7 +79,8 @@ class Libraries:
         """The call of an op, or its results where there are several. They, and arguments that are computed, lie as in
         eager mode.
         """
-        placed = [self.placed(x, new) for x, new in zip(node.children, lowered.children, strict=True)]
+        exactly = not takes_any_strides(node.name)
+        placed = [self.placed(x, new, exactly) for x, new in zip(node.children, lowered.children, strict=True)]
         new = lowered.with_children(placed)
         if isinstance(node.result, Type):
             return t.Opaque(new.name, new.args, new.kwargs, _dense(self.laid_out(node)), new.order)
@@ -87,12 +88,15 @@ class Libraries:
         call = t.Opaque(new.name, new.args, new.kwargs, tuple(each), new.order)
         return tuple(None if r is None else t.Get(call, k) for k, r in enumerate(each))
 
-    def placed(self, node: Node, lowered: Any) -> Any:
-        """A value in the memory it has in eager mode, where that is not row by row and has no gaps."""
+    def placed(self, node: Node, lowered: Any, exactly: bool = False) -> Any:
+        """A value in the memory it has in eager mode, where that has no gaps and is not row by row; or, `exactly`, row
+        by row, too.
+        """
         wanted = _dense(self.laid_out(node))
-        if isinstance(node, Input) or wanted.strides is None or lowered.type.strides == wanted.strides:
+        same = lowered.type.strides == wanted.strides or (wanted.strides is None and not exactly)
+        if same or isinstance(node, Input):
             return lowered
-        return t.LaidOut(lowered, wanted.strides)  # type: ignore[arg-type]
+        return t.LaidOut(lowered, wanted.element_strides)  # type: ignore[arg-type]
 
 
 def _widened(node: Node) -> bool:

@@ -68,7 +68,7 @@ def lower(
         ]
         if isinstance(found, Aten):
             log.add(_opaque_event(program, node, rules))
-            memo[node] = opaque.rewrite(found, None)
+            memo[node] = libraries.call(node, found) if libraries else opaque.rewrite(found, None)
             log.applied(
                 "torch_to_tensor",
                 opaque.name,

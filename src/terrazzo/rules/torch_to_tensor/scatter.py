@@ -214,6 +214,21 @@ def index_put(node: Aten, x: Any, indices: Sequence[Any], values: Any, accumulat
     return t.where(chosen, t.cast(value, x.type.dtype), x)
 
 
+@aten("embedding_dense_backward.default")
+def embedding_dense_backward(node: Aten, grad: Any, index: Any, rows: int, padding: int, by_count: bool) -> Any:
+    """Every row's sum of the gradients of where it was read; none for the row of padding. PyTorch's op for a large
+    table sums the gradients of a row in several blocks at once, as its index_put does not.
+    """
+    need(not by_count, "gradients are divided by how often their row was read")
+    dtype = grad.type.dtype
+    if padding >= 0:
+        shape, rank = grad.type.shape, index.type.rank
+        kept = t.index_map(t.apply("ne", index, c(padding, index)), shape, t.coordinates(shape)[:rank])
+        grad = t.where(kept, grad, c(0, grad))
+    width = grad.type.shape[index.type.rank :]
+    return put(t.literal(0 if dtype.is_integer else 0.0, dtype, (rows, *width)), [index], grad, True)
+
+
 @aten("put.default")
 def put_(node: Aten, x: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
     """The flattened x with the sources at the indices."""
@@ -266,6 +281,6 @@ def as_strided_scatter(
 
 
 RULES: tuple[Rule, ...] = (
-    scatter, scatter_with, scatter_add, scatter_reduce, index_reduce, index_put, put_, masked_scatter,
-    diagonal_scatter, as_strided_scatter,
+    scatter, scatter_with, scatter_add, scatter_reduce, index_reduce, index_put, embedding_dense_backward, put_,
+    masked_scatter, diagonal_scatter, as_strided_scatter,
 )  # fmt: skip

@@ -1,0 +1,107 @@
+"""Recurrent nets as the steps they mean. On a GPU, PyTorch would call cuDNN, which wants their weights moved to memory
+of their own, or kernels for one cell, which we would not look into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+State = tuple[Any, ...]
+"""What a cell keeps from step to step: its output first."""
+Cell = Callable[[Any, Any, State], State]
+"""The state after a step, from what inputs and what the last output contribute to the gates, and the last state."""
+
+
+def recurrent_nets_by_definition() -> Any:
+    """Within this, PyTorch's recurrent nets and cells are traced as products and elementwise functions, step by step.
+    Sequences that are packed are not known to it.
+    """
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    nets: dict[Any, Callable[..., Any]] = {
+        torch.lstm: _net(_lstm),
+        torch.gru: _net(_gru),
+        torch.rnn_tanh: _net(lambda x, h, state: (torch.tanh(x + h),)),
+        torch.rnn_relu: _net(lambda x, h, state: (torch.relu(x + h),)),
+    }
+    cells = {torch.lstm_cell: _one_step(_lstm), torch.gru_cell: _one_step(_gru)}
+
+    class Mode(TorchFunctionMode):  # type: ignore[misc]
+        """Looks at the functions that are called."""
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            packed = func in nets and not isinstance(args[3], bool)  # sizes of batches come before the state
+            meant = cells if packed else {**nets, **cells}
+            return meant.get(func, func)(*args, **(kwargs or {}))
+
+    return Mode()
+
+
+def _lstm(x: Any, h: Any, state: State) -> State:
+    i, f, g, o = (x + h).chunk(4, -1)
+    c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
+def _gru(x: Any, h: Any, state: State) -> State:
+    (xr, xz, xn), (hr, hz, hn) = x.chunk(3, -1), h.chunk(3, -1)
+    new = (xn + (xr + hr).sigmoid() * hn).tanh()
+    return ((state[0] - new) * (xz + hz).sigmoid() + new,)
+
+
+def _one_step(cell: Cell) -> Callable[..., Any]:
+    from torch.nn.functional import linear
+
+    def run(x: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+        state = tuple(hx) if isinstance(hx, (tuple, list)) else (hx,)
+        new = cell(linear(x, w_ih, b_ih), linear(state[0], w_hh, b_hh), state)
+        return new if isinstance(hx, (tuple, list)) else new[0]
+
+    return run
+
+
+def _net(cell: Cell) -> Callable[..., Any]:
+    import torch
+
+    def run(
+        x: Any, hx: Any, weights: Sequence[Any], bias: bool, layers: int, dropout: float, train: bool, both: bool,
+        batch_first: bool,
+    ) -> Any:  # fmt: skip
+        x = x.transpose(0, 1) if batch_first else x
+        first = tuple(hx) if isinstance(hx, (tuple, list)) else (hx,)
+        ways = 2 if both else 1
+        each = len(weights) // (layers * ways)
+        last: list[State] = []
+        for layer in range(layers):
+            outputs = []
+            for way in range(ways):
+                number = layer * ways + way
+                mine = list(weights[number * each : (number + 1) * each])
+                found, state = _layer(cell, x, tuple(s.select(0, number) for s in first), mine, bias, bool(way))
+                outputs.append(found)
+                last.append(state)
+            x = torch.cat(outputs, -1) if both else outputs[0]
+            if dropout and train and layer < layers - 1:
+                x = torch.dropout(x, dropout, True)
+        return (x.transpose(0, 1) if batch_first else x, *(torch.stack(s) for s in zip(*last, strict=True)))
+
+    return run
+
+
+def _layer(cell: Cell, x: Any, state: State, weights: Sequence[Any], bias: bool, backward: bool) -> tuple[Any, State]:
+    """The outputs of a layer, and its state after the last step. One product has what all inputs contribute."""
+    import torch
+    from torch.nn.functional import linear
+
+    w_ih, w_hh, *rest = weights
+    b_ih, b_hh = rest[:2] if bias else (None, None)
+    project = rest[2 if bias else 0 :]
+    steps = linear(x, w_ih, b_ih).unbind(0)
+    outputs = []
+    for step in steps[::-1] if backward else steps:
+        new = cell(step, linear(state[0], w_hh, b_hh), state)
+        state = (linear(new[0], *project), *new[1:]) if project else new
+        outputs.append(state[0])
+    return torch.stack(outputs[::-1] if backward else outputs), state
