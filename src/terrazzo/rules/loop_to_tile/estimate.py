@@ -61,7 +61,7 @@ def estimate(kernel: l.Kernel, gpu: Gpu) -> Estimate:
     both = chain(kernel) if p is None else None
     if both is not None and gpu.warpgroups is not None:
         points = math.prod(a.extent for a in kernel.axes) // both.columns.extent * both.steps.extent
-        operations = 2 * points * (both.depth.extent + both.columns.extent)
+        operations = 2 * points * (len(both.sums) * both.depth.extent + both.columns.extent)
         time = max(moved / gpu.memory, operations / (CHAINED * gpu.warpgroups.rate)) + gpu.launch
     elif plan is not None:
         time = plan.time
