@@ -158,3 +158,19 @@ def test_what_is_stored_has_a_price() -> None:
     stages(capture(gradients(plain), args, {}).program, Options(target="sm_90a", libraries="never"), log, names)
     (event,) = [e for e in log.events if e.rule == again.RULE and "where" in e.subject]
     assert not event.fired and "us as chains" in event.reason and "us stored, by the model" in event.reason
+
+
+def test_both_rewrites_can_be_undone() -> None:
+    args = tensors(ONE, ONE, ONE, ONE)
+    rules = {e.rule for e in lowered(gradients(plain), args, "sm_90a").lowering.log.events if e.fired}
+    assert {"row_sums", "weights_again", "rounded_factors"} <= rules
+    pinned = lowered(gradients(plain), args, "sm_90a", materialize=("where",))
+    assert not {e.rule for e in pinned.lowering.log.events} & {"row_sums", "weights_again", "rounded_factors"}
+    close(pinned, gradients(plain), args)
+
+
+def test_what_is_pinned_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(again, "LARGEST", -1)
+    args = tensors(ONE, ONE, ONE, ONE)
+    pinned = lowered(gradients(plain), args, "sm_90a", materialize=("where_again", "sub_bf16"))
+    assert {"where_again", "sub_bf16"} <= {b.name for s in pinned.lowering.loop.steps for b in s.writes}

@@ -1,14 +1,14 @@
 """A product that others only multiply is computed by them again, and never stored.
 
-The gradients of attention multiply weights, and their gradients, which are products themselves with something pointwise
-between. Put into the sums that read them, these are chains of products: tiles of them are made, multiplied and
-forgotten, so that memory grows with the tokens and not with their square. Every reader computes them anew, which is more
-arithmetic and less traffic, so both ways have a price; and what is too large is not stored whatever that costs.
+The gradients of attention multiply weights, and the gradients of these, which are products themselves with something
+pointwise between. Put into the sums that read them, these are chains of products: tiles are made, multiplied and
+forgotten, so that memory grows with the tokens and not with their square. Every reader computes them anew, which is
+more arithmetic and less traffic, so both ways have a price; and what is too large is not stored, whatever that costs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from terrazzo.ir.contraction import contraction, operand
 from terrazzo.ir.dialects import loop as l
@@ -22,17 +22,22 @@ PASS = "online"
 RULE = "product_into_products"
 LARGEST = 1 << 30
 """Bytes of what could be computed again that are stored at most, where that is faster."""
+SURE = 0.9
+"""By how much the model must favour chains where little would be stored: theirs is the less certain price."""
 
 Price = Callable[[Sequence[l.Kernel]], float]
 Refusal = Callable[[l.Kernel], str]
 
 
-def products_again(program: l.Program, log: Log, price: Price, refusal: Refusal) -> l.Program:
+def products_again(
+    program: l.Program, log: Log, price: Price, refusal: Refusal, materialize: Iterable[str] = ()
+) -> l.Program:
     """`program` with products that are only factors of other products in these, where that is faster by the model, or
-    much would be stored otherwise; `refusal` says why a kernel is not worth having.
+    much would be stored otherwise. `refusal` says why a kernel is not worth having; `materialize` names what is kept.
     """
     kept = {*program.inputs, *program.results, *(b for s in program.steps if isinstance(s, l.Call) for b in s.reads)}
     kernels = [s for s in program.steps if isinstance(s, l.Kernel)]
+    kept |= {b for s in kernels for b in s.writes if b.name in frozenset(materialize)}
     gone: set[l.Kernel] = set()
     made: dict[l.Kernel, l.Kernel] = {}
     for maker in kernels:
@@ -46,7 +51,7 @@ def products_again(program: l.Program, log: Log, price: Price, refusal: Refusal)
         subject = ", ".join(s.name for s in makers)
         times = f"{after / 1000:.1f} us as chains, {before / 1000:.1f} us stored, by the model"
         why = next(filter(None, map(refusal, new)), "")
-        if why or (after > before and stored <= LARGEST):
+        if why or (after > SURE * before and stored <= LARGEST):
             log.add(Event(PASS, RULE, subject, False, why or times))
             continue
         into = ", ".join(s.name for s in readers)
