@@ -30,6 +30,7 @@ from terrazzo.progress import at
 from terrazzo.reproduce import failing, reproducible
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules import torch_to_tensor
+from terrazzo.rules.loop.again import products_again
 from terrazzo.rules.loop.channels import channels_last
 from terrazzo.rules.loop.fuse import fuse, seen_through
 from terrazzo.rules.loop.gradients import gradients
@@ -71,7 +72,15 @@ def _images(p: Any, log: Log, options: Options) -> Any:
 def _gradients(p: l.Program, log: Log, options: Options) -> l.Program:
     """Gradients of softmaxes, found where views are seen through."""
     rates = target(options.target).rates
-    return gradients(p, log, rates, lambda x, to: seen_through(x, to, rates, options.materialize))
+    views = partial(seen_through, rates=rates, materialize=options.materialize)
+    return gradients(p, log, rates, views, options.materialize)
+
+
+def _chained(p: l.Program, log: Log, options: Options, lost: Lost) -> l.Program:
+    """Softmaxes, and products that are only multiplied, in the kernels that read them."""
+    gpu = machine(options)
+    refused = partial(chains.refusal, gpu=gpu, lost=lost)
+    return products_again(online(p, log, refused), log, partial(expected, gpu=gpu), refused, options.materialize)
 
 
 @dataclass(frozen=True)
@@ -100,8 +109,8 @@ PASSES = (
          lambda p, log, o, lost: pass_views(p, log)),
     Pass("relax", "loop", "loop", "what is rounded to 16 bits at once is computed no more exactly than that asks for",
          lambda p, log, o, lost: relax(p, log)),
-    Pass("online", "loop", "loop", "softmax between two products becomes part of the second, where that has a schedule",
-         lambda p, log, o, lost: online(p, log, lambda x: chains.refusal(x, machine(o), lost)) if o.fuse else p),
+    Pass("online", "loop", "loop", "what lies between two products becomes part of the second, where that has a schedule",
+         lambda p, log, o, lost: _chained(p, log, o, lost) if o.fuse else p),
     Pass("parts", "loop", "loop", "products in float32 become products of bfloat16, where that is allowed and faster",
          lambda p, log, o, lost: in_parts(p, log, o, lost)),
     Pass("schedule", "loop", "tile",

@@ -17,6 +17,9 @@ from terrazzo.front.capture import capture
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.plan import Frame, Product
 from terrazzo.options import Options
+from terrazzo.pipelines import PASSES, stages
+from terrazzo.rewrite.rule import Log
+from terrazzo.rules.loop import again
 
 ONE = (1, 2, 128, 64)
 
@@ -133,3 +136,41 @@ def test_rows_that_are_normalised_lie_as_they_are_read() -> None:
     (ours,) = found.simulated()
     errors = [np.abs(np.asarray(y, np.float64) - exact).max() for y in (ours, mixed(*args).double().numpy())]
     assert errors[0] <= 2 * errors[1]
+
+
+@pytest.mark.parametrize("fn", [plain, causal, grouped])
+def test_no_weight_is_stored(fn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where that would be too much: each gradient is a chain of products, which makes tiles of weights again."""
+    monkeypatch.setattr(again, "LARGEST", -1)
+    q, kv = ((1, 2, 192, 64), (1, 1 if fn is grouped else 2, 192, 64))
+    args = tensors(q, kv, kv, q)
+    found = lowered(gradients(fn), args, "sm_90a")
+    assert max(b.type.numel for s in found.lowering.loop.steps for b in s.writes) < 2 * 192 * 192
+    chains = [p for _, p in found.lowering.at("tile").plans if len(p.all(Product)) == 2]
+    assert [len(p.all(Product)[0].sites) for p in chains] == [1, 2, 2, 1]
+    close(found, gradients(fn), args)
+
+
+def test_what_is_stored_has_a_price() -> None:
+    args = tuple(torch.empty(1, 16, 4096, 128, dtype=torch.bfloat16, device="meta") for _ in range(4))
+    log = Log()
+    names = tuple(p.name for p in PASSES if p.dst != "kernel" and p.name not in ("schedule", "plan"))
+    stages(capture(gradients(plain), args, {}).program, Options(target="sm_90a", libraries="never"), log, names)
+    (event,) = [e for e in log.events if e.rule == again.RULE and "where" in e.subject]
+    assert not event.fired and "us as chains" in event.reason and "us stored, by the model" in event.reason
+
+
+def test_both_rewrites_can_be_undone() -> None:
+    args = tensors(ONE, ONE, ONE, ONE)
+    rules = {e.rule for e in lowered(gradients(plain), args, "sm_90a").lowering.log.events if e.fired}
+    assert {"row_sums", "weights_again", "rounded_factors"} <= rules
+    pinned = lowered(gradients(plain), args, "sm_90a", materialize=("where",))
+    assert not {e.rule for e in pinned.lowering.log.events} & {"row_sums", "weights_again", "rounded_factors"}
+    close(pinned, gradients(plain), args)
+
+
+def test_what_is_pinned_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(again, "LARGEST", -1)
+    args = tensors(ONE, ONE, ONE, ONE)
+    pinned = lowered(gradients(plain), args, "sm_90a", materialize=("where_again", "sub_bf16"))
+    assert {"where_again", "sub_bf16"} <= {b.name for s in pinned.lowering.loop.steps for b in s.writes}

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import permutations
@@ -43,9 +43,16 @@ PASSES = 2
 """Of 32 bits over a number for every weight, at least, that it takes to sum them by rows: written, and read."""
 
 
-def gradients(program: l.Program, log: Log, rates: Rates, views: Callable[[l.Program, Log], l.Program]) -> l.Program:
+def gradients(
+    program: l.Program,
+    log: Log,
+    rates: Rates,
+    views: Callable[[l.Program, Log], l.Program],
+    materialize: Iterable[str] = (),
+) -> l.Program:
     """`program` with the gradients of its softmaxes rewritten, where there are matrix instructions for 16 bits; `views`
-    has a program's views seen through, which is done only where there is such a gradient.
+    has a program's views seen through, which is done only where there is such a gradient. Weights that `materialize`
+    names stay as they are.
     """
     terms = topological(_kernels(program)) if rates.matrix else []
     if not any(isinstance(x, l.Apply) and x.fn.name == "exp" for x in terms):
@@ -53,7 +60,8 @@ def gradients(program: l.Program, log: Log, rates: Rates, views: Callable[[l.Pro
     seen = views(program, Log())
     work = _Gradients(seen, rates)
     for w in work.softmaxes:
-        work.rewrite(w)
+        if w.buffer.name not in frozenset(materialize):
+            work.rewrite(w)
     if not work.events:
         return program
     work.round_factors()

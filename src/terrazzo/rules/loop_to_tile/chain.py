@@ -14,7 +14,9 @@ from terrazzo.ir.node import Node, topological
 
 @dataclass(frozen=True)
 class Chain:
-    """sum over `steps` of f(sum over `depth` of a * b) * c: `rows` only a knows, `columns` only c."""
+    """sum over `steps` of f(sum over `depth` of a * b) * c: `rows` only a knows, `columns` only c. f may have further
+    such sums `beside` the first, each with its own a and b, over the same axes.
+    """
 
     kernel: l.Kernel
     inner: str
@@ -24,15 +26,31 @@ class Chain:
     steps: Any
     depth: Any
     operands: tuple[Node, Node, Node]
+    beside: tuple[tuple[str, Node, Node], ...] = ()
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """The sums inside, by name."""
+        return (self.inner, *(name for name, *_ in self.beside))
+
+    @property
+    def inside(self) -> tuple[Node, ...]:
+        """What the sums inside multiply, each once."""
+        return tuple(dict.fromkeys((*self.operands[:2], *(x for _, *pair in self.beside for x in pair))))
 
 
 def chain(kernel: l.Kernel) -> Chain | None:
-    """The kernel as a chain of two products, or None."""
-    for inner, outer, steps, depth, (a, b, c) in nested(kernel):
-        rows = [x for x in kernel.axes if x in a.free and x not in b.free and x not in c.free]
-        columns = [x for x in kernel.axes if x in c.free and x not in a.free and x not in b.free]
+    """The kernel as a chain of products, or None."""
+    for inner, outer, steps, c in _nested(kernel):
+        (name, a, b, depth), *more = inner
+        if any(d is not depth for *_, d in more):
+            continue
+        first, last = (a, *(x for _, x, *_ in more)), (b, *(x for *_, x, _ in more))
+        rows = [x for x in kernel.axes if all(x in y.free for y in first) and not any(x in y.free for y in (*last, c))]
+        columns = [x for x in kernel.axes if x in c.free and not any(x in y.free for y in (*first, *last))]
         if rows and columns:
-            return Chain(kernel, inner, outer, rows[-1], columns[-1], steps, depth, (a, b, c))
+            beside = tuple((other, x, y) for other, x, y, _ in more)
+            return Chain(kernel, name, outer, rows[-1], columns[-1], steps, depth, (a, b, c), beside)
     return None
 
 
@@ -42,6 +60,18 @@ Nested = tuple[str, str, Any, Any, tuple[Node, Node, Node]]
 
 def nested(kernel: l.Kernel) -> Iterator[Nested]:
     """The products of which one is a factor of the other, each over one axis."""
+    for inner, outer, steps, c in _nested(kernel):
+        if len(inner) == 1:
+            ((name, a, b, depth),) = inner
+            yield name, outer, steps, depth, (a, b, c)
+
+
+Inner = tuple[str, Node, Node, Any]
+"""A sum by name, its operands, of which the second knows the steps of the sum around it, and what it sums over."""
+
+
+def _nested(kernel: l.Kernel) -> Iterator[tuple[list[Inner], str, Any, Node]]:
+    """The products that have products in a factor: these, the outer one by name, its axis, and its other factor."""
     names = {r: name for name, r in accumulators(kernel).items() if isinstance(r, l.Reduce)}
     for r, name in names.items():
         outer = nested_contraction(r)
@@ -52,9 +82,8 @@ def nested(kernel: l.Kernel) -> Iterator[Nested]:
             found = [contraction(x) for x in topological([f]) if isinstance(x, l.Reduce)]
             inner = [c for c in found if c and c.reduce in names and steps in c.reduce.free]
             inner = [c for c in inner if len(c.reduce.axes) == len(c.terms) == 1]
-            if len(inner) != 1:
-                continue
-            (c,) = inner
-            a, b = c.factors if steps in c.factors[1].free else c.factors[::-1]
-            (depth,) = c.reduce.axes
-            yield names[c.reduce], name, steps, depth, (operand(a), operand(b), operand(g))
+            pairs = [c.factors if steps in c.factors[1].free else c.factors[::-1] for c in inner]
+            if inner:
+                each = zip(inner, pairs, strict=True)
+                sums = [(names[c.reduce], operand(a), operand(b), c.reduce.axes[0]) for c, (a, b) in each]
+                yield sums, name, steps, operand(g)

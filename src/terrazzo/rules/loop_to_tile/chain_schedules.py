@@ -62,7 +62,8 @@ def on_warpgroups(c: Chain, gpu: Gpu, gathered: bool, overlap: bool, longest_fir
     """A producer warp, one or two warpgroups of 64 rows, two slots for each operand of a step."""
     kind = c.operands[0].dtype.name  # type: ignore[attr-defined]
     width, depth = c.columns.extent, c.depth.extent
-    step = min(STEP if width <= 128 else STEP // 2, ceil(c.steps.extent, 16) * 16)
+    most = STEP if width <= 128 and not c.beside else STEP // 2  # sums of a step are in registers, each of them
+    step = min(most, ceil(c.steps.extent, 16) * 16)
     inner, outer = (f"wgmma.m64n{n}k16.f32.{kind}" for n in (step, width))
     wide = [s for s in c.kernel.stores if c.columns in s.free]
     if depth % 16 or inner not in OF_A_WARPGROUP or outer not in OF_A_WARPGROUP or len(wide) != 1:
@@ -74,12 +75,12 @@ def on_warpgroups(c: Chain, gpu: Gpu, gathered: bool, overlap: bool, longest_fir
         ("math", Word("warpgroup", (groups,))),
         ("registers", (24, 240) if groups == 2 else REGISTERS[1]),
     )
-    a, b, v = c.operands
+    *_, v = c.operands
     mine = (c.rows.name, (Factor("warpgroup", groups), Factor("inst.m", ROWS)))
     first = Site(
-        (c.inner,),
+        c.sums,
         (mine, (name, (Factor("inst.n", step),)), (axis_name(c.depth), _depth(depth))),
-        tuple({called(x): _by_tma(depth) for x in (a, b)}.items()),
+        tuple({called(x): _by_tma(depth) for x in c.inside}.items()),
         inner,
     )
     second = Site(
@@ -143,6 +144,8 @@ def arrangements(c: Chain, gpu: Gpu) -> Iterator[Warps]:
     """How warps may divide a step that a block has room for, best first: many rows, for each of which fragments of the
     other operands are loaded once; where there are few rows, warps divide the columns.
     """
+    if c.beside:
+        return
     most = ceil(c.steps.extent, 16) * 16
     few = c.rows.extent <= FEW
     ways = ((1, 1, 4), (1, 1, 2), (1, 1, 1)) if few else ((4, 2, 1), (8, 1, 1), (4, 1, 1), (2, 1, 1), (1, 1, 1))

@@ -1,0 +1,97 @@
+"""A product that others only multiply is computed by them again, and never stored.
+
+The gradients of attention multiply weights, and the gradients of these, which are products themselves with something
+pointwise between. Put into the sums that read them, these are chains of products: tiles are made, multiplied and
+forgotten, so that memory grows with the tokens and not with their square. Every reader computes them anew, which is
+more arithmetic and less traffic, so both ways have a price; and what is too large is not stored, whatever that costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from terrazzo.ir.contraction import contraction, operand
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.node import topological
+from terrazzo.ir.sites import product
+from terrazzo.rewrite.rule import Event, Log
+from terrazzo.rules.loop.definitions import in_order
+from terrazzo.rules.loop.inline import inline
+
+PASS = "online"
+RULE = "product_into_products"
+LARGEST = 1 << 30
+"""Bytes of what could be computed again that are stored at most, where that is faster."""
+SURE = 0.9
+"""By how much the model must favour chains where little would be stored: theirs is the less certain price."""
+
+Price = Callable[[Sequence[l.Kernel]], float]
+Refusal = Callable[[l.Kernel], str]
+
+
+def products_again(
+    program: l.Program, log: Log, price: Price, refusal: Refusal, materialize: Iterable[str] = ()
+) -> l.Program:
+    """`program` with products that are only factors of other products in these, where that is faster by the model, or
+    much would be stored otherwise. `refusal` says why a kernel is not worth having; `materialize` names what is kept.
+    """
+    kept = {*program.inputs, *program.results, *(b for s in program.steps if isinstance(s, l.Call) for b in s.reads)}
+    kernels = [s for s in program.steps if isinstance(s, l.Kernel)]
+    kept |= {b for s in kernels for b in s.writes if b.name in frozenset(materialize)}
+    gone: set[l.Kernel] = set()
+    made: dict[l.Kernel, l.Kernel] = {}
+    for maker in kernels:
+        group = _group(maker, kernels, kept) if maker not in gone else None
+        if group is None:
+            continue
+        makers, readers = group
+        new = [_whole(reader, makers) for reader in readers]
+        stored = sum(b.type.span for s in makers for b in s.writes)
+        before, after = price([*makers, *readers]), price(new)
+        subject = ", ".join(s.name for s in makers)
+        times = f"{after / 1000:.1f} us as chains, {before / 1000:.1f} us stored, by the model"
+        why = next(filter(None, map(refusal, new)), "")
+        if why or (after > SURE * before and stored <= LARGEST):
+            log.add(Event(PASS, RULE, subject, False, why or times))
+            continue
+        into = ", ".join(s.name for s in readers)
+        log.add(Event(PASS, RULE, subject, True, f"{into} compute it again: {times}, {stored >> 20} MiB not stored"))
+        log.applied(PASS, RULE, subject, [*makers, *readers], new)
+        gone |= {*makers}
+        made |= dict(zip(readers, new, strict=True))
+    return in_order(program, [made.get(s, s) if isinstance(s, l.Kernel) else s for s in program.steps if s not in gone])
+
+
+def _group(
+    maker: l.Kernel, kernels: Sequence[l.Kernel], kept: set[l.Buffer]
+) -> tuple[list[l.Kernel], list[l.Kernel]] | None:
+    """The products that store factors in 16 bits, from one on, and the products that these are factors of. None where
+    somebody else reads them.
+    """
+    makers, readers = [maker], []
+    for s in makers:
+        if product(s) is None or any(b in kept or b.type.dtype.size != 2 for b in s.writes):
+            return None
+        for reader in [k for k in kernels if {*s.writes} & {*k.reads}]:
+            if _multiplies(reader, s):
+                readers.append(reader)
+            elif product(reader) is not None:  # it makes a factor of a factor, point by point
+                makers += [reader] if reader not in makers else []
+            else:
+                return None
+    return (makers, list(dict.fromkeys(readers))) if readers else None
+
+
+def _multiplies(reader: l.Kernel, maker: l.Kernel) -> bool:
+    """Whether a kernel reads what another stores as factors of its one sum of products, and nowhere else."""
+    sums = [x for x in topological(reader.stores) if isinstance(x, l.Reduce)]
+    c = contraction(sums[0]) if len(sums) == 1 else None
+    loads = {x for x in topological(reader.stores) if isinstance(x, l.Load) and x.buffer in maker.writes}
+    return c is not None and len(c.terms) == 1 and len(loads) == 1 and bool(loads & set(map(operand, c.factors)))
+
+
+def _whole(reader: l.Kernel, makers: Sequence[l.Kernel]) -> l.Kernel:
+    """A kernel with the terms of others for what they store."""
+    while behind := [s for s in makers if {*s.writes} & {*reader.reads}]:
+        reader = inline(reader, behind[-1])
+    return reader
