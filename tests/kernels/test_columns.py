@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from tests.kernels.programs import lowered
+from tests.kernels.streams import faults
 from tests.kernels.test_schedules import pinned, statements
 
+from terrazzo.front.capture import capture
+from terrazzo.interp import kernel as simulator
+from terrazzo.interp import loop
 from terrazzo.ir.dialects import kernel as k
+from terrazzo.options import Options
+from terrazzo.pipelines import lowering
+from terrazzo.rewrite.rule import Log
 
 
 def x(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -66,3 +76,90 @@ with schedule("div", target="sm_90a"):
 """
     found = pinned(lambda x: x.t() / x.sum(0)[:, None], (x(40, 128, dtype=torch.float32),), text)
     assert wide(found) == {("x", 4)}
+
+
+def lowered_of(fn: Any, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, arch: str) -> list[k.Kernel]:
+    """The kernels of a function of tensors that need not be there."""
+    args = tuple(torch.empty(s, dtype=dtype, device="meta") for s in shapes)
+    done = lowering(capture(fn, args, {}).program, Options(target=arch, libraries="never")).at("kernel")
+    return [s for s in done.steps if isinstance(s, k.Kernel)]
+
+
+def gradients(dy: Any, x: Any, mean: Any, scale: Any) -> tuple[Any, Any]:
+    """Of a batch norm's weight and bias."""
+    far = (x.float() - mean[:, None, None]) * scale[:, None, None]
+    return (dy.float() * far).sum((0, 2, 3)), dy.float().sum((0, 2, 3))
+
+
+STREAMS = {
+    "columns": (lambda x: x.mean(0), ((65536, 1024),)),
+    "columns of no multiple of eight": (lambda x: x.sum(0), ((65537, 1023),)),
+    "few columns": (lambda x: x.sum(0), ((1 << 20, 24),)),
+    "a bias' gradient": (lambda x: x.sum((0, 1)), ((8, 1024, 3072),)),
+    "columns in the middle": (lambda x: x.var(1), ((64, 4096, 256),)),
+    "largest of columns": (lambda x: x.amax(0), ((30000, 520),)),
+    "batch norm's statistics": (lambda x: torch.var_mean(x, (0, 2, 3)), ((64, 64, 112, 112),)),
+    "batch norm's statistics, channels last": (lambda x: torch.var_mean(x, (0, 1, 2)), ((64, 112, 112, 64),)),
+    "batch norm": (lambda x: F.batch_norm(x, None, None, training=True), ((32, 256, 56, 56),)),
+    "batch norm's gradients": (gradients, ((32, 256, 56, 56), (32, 256, 56, 56), (256,), (256,))),
+    "batch norm's gradients of few channels": (gradients, ((32, 16, 112, 112), (32, 16, 112, 112), (16,), (16,))),
+    "layer norm's gradients": (lambda dy, x: ((dy * x).sum((0, 1)), dy.sum((0, 1))), ((32, 1024, 768),) * 2),
+    "group norm": (lambda x: F.group_norm(x, 1), ((16, 64, 56, 56),)),
+    "instance norm": (lambda x: F.instance_norm(x), ((16, 64, 256, 256),)),
+    "layer norm of what lies transposed": (lambda x: F.layer_norm(x.transpose(1, 2), (512,)), ((32, 512, 196),)),
+    "layer norm of channels first": (lambda x: F.layer_norm(x.permute(0, 2, 3, 1), (96,)), ((32, 96, 56, 56),)),
+    "softmax of few long rows": (lambda x: x.softmax(-1), ((4, 1 << 20),)),
+    "one sum": (lambda x: x.sum(), ((8192, 8192),)),
+    "one deviation": (lambda x: x.std(), ((8192, 4096),)),
+    "two axes apart": (lambda x: x.sum((0, 2)), ((64, 32, 64, 96),)),
+}
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("name", STREAMS)
+def test_reductions_are_bound_by_memory(name: str, dtype: torch.dtype, arch: str) -> None:
+    fn, shapes = STREAMS[name]
+    for kernel in lowered_of(fn, shapes, dtype, arch):
+        where = f"{kernel.name}, {kernel.grid} blocks of {kernel.threads} threads"
+        assert not faults(kernel, arch), where
+
+
+SMALL = {
+    "columns": (lambda x: x.mean(0), (4096, 72), {"split"}),
+    "odd columns": (lambda x: x.sum(0), (16411, 33), {"split"}),
+    "variance of columns": (lambda x: x.var(1), (3, 4000, 40), {"split_moments"}),
+    "group norm": (lambda x: F.group_norm(x, 1), (2, 8, 128, 128), {"reduced_first", "split_moments"}),
+    "batch norm": (lambda x: F.batch_norm(x, None, None, training=True), (16, 12, 96, 96), {"split_moments"}),
+    "largest of channels": (lambda x: x.amax((0, 2, 3)), (8, 6, 90, 91), {"split"}),
+    "a sum that what is missing would add to": (lambda x: (x - 1).square().sum((0, 2, 3)), (8, 6, 83, 89), {"split"}),
+    "where the largest is": (lambda x: x.argmax(0), (16411, 24), {"split"}),
+    "softmax of long rows": (lambda x: x.softmax(-1), (2, 300000), {"reduced_first", "split"}),
+    "transposed layer norm": (lambda x: F.layer_norm(x.transpose(1, 2), (96,)), (2, 96, 50), {"merge_axes"}),
+    "rows of two axes": (lambda x: x.sum(1), (3, 37, 41, 24), {"merge_axes"}),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_cut_reductions_are_as_exact_as_whole_ones(name: str) -> None:
+    """In the simulator; by float64, no further off than twice what PyTorch is."""
+    fn, shape, rules = SMALL[name]
+    torch.manual_seed(3)
+    given = torch.randn(shape) + 2
+    log = Log(applications=[])
+    done = lowering(capture(fn, (given,), {}).program, Options(target="sm_90a", libraries="never"), log)
+    assert rules <= {a.rule for a in log.applications or []}
+    inputs = {i.name: np.asarray(given) for i in done.loop.inputs}
+    (found,) = simulator.run(done.at("kernel"), inputs)
+    exact, eager = (np.asarray(fn(x), np.float64) for x in (given.double(), given))
+    error, own = (np.abs(np.asarray(x, np.float64) - exact).max() for x in (found, eager))
+    assert error <= max(2 * own, 1e-6 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_120"])
+def test_cut_reductions_are_right_on_other_machines(arch: str) -> None:
+    for fn, shape in ((lambda x: x.sum(0), (16411, 33)), (lambda x: F.group_norm(x, 1), (2, 8, 192, 256))):
+        found = lowered(fn, (x(*shape, dtype=torch.float16),), arch)
+        (ours,), (right,) = found.simulated(), loop.run(found.lowering.at("loop"), found.inputs)
+        assert len(found.kernels) > 1
+        assert np.abs(ours.astype(np.float64) - right.astype(np.float64)).max() <= 2e-3 * np.abs(right).max()

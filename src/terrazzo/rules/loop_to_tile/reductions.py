@@ -161,6 +161,8 @@ def pieces(kernel: l.Kernel, gpu: Gpu, together: bool = False) -> int:
     nested = any(x in found and x not in top for x in topological(top))
     if not top or nested or len({tuple(map(size_of, r.axes)) for r in top}) > 1:
         return 1
+    if inner and column_of(rows, top) is not None:
+        return 1  # what is read by columns and stored by rows is transposed on its way, in one kernel
     chosen = reduction(kernel, gpu, whole=False)
     blocks = math.prod(f.size for _, b in chosen.axes if not isinstance(b, Like) for f in b if f.level == "grid")
     first = [r for r in top if not any(x in top for x in topological(r.args))]
@@ -209,6 +211,8 @@ def _inside(kernel: l.Kernel, inner: Sequence[Any]) -> set[l.Load]:
     return {x for x in (*loads, *stores) if x.free & set(inner)}
 
 
+AHEAD = 4
+"""Accesses that a thread has on their way at once, in a loop along a row."""
 FLYING = 128
 """Bytes that a thread has on their way at once, at most: registers hold them."""
 COLUMNS = 32
@@ -235,12 +239,14 @@ def columns(kernel: l.Kernel, gpu: Gpu, column: Any, whole: bool = True) -> Sche
         lanes //= 2
     count = ceil(points, vector * lanes)
     share = min(8, 1 << ceil(length, WARP // lanes * 4).bit_length() - 1)
+    while vector == 1 and share < WARP and share * count < WARP * gpu.processors and length // share >= 32:
+        share *= 2  # there are few warps, each with many rows
     while share > 1 and length // share < 16 and count * share > 64 * gpu.processors:
         share //= 2  # there are warps enough, each with few rows
     apart = next(w for w in (8, 4, 2, 1) if w == 1 or (w * share <= 8 and count >= 2 * w * gpu.processors))
     threads = (*warps_of(share), *lanes_of(WARP // lanes))
-    size = sum(vector * x.dtype.size for x in _loads(top) if x.free & {a for r in top for a in r.axes})
-    ahead = max(1, min(8, FLYING // max(size, 1)))
+    steps = [sum(vector * x.dtype.size for x in _loads([r]) if r.axes[-1] in x.free) for r in top]
+    ahead = max(1, min(8 if vector > 1 else 16, FLYING // max(steps)))
     own = grid(ceil(size_of(column), apart * lanes * vector))
     own = (*own, *warps_of(apart), *lanes_of(lanes), *vector_at(vector))
     lines = tuple((a.name, own if a is column else grid(size_of(a))) for a in rows)
@@ -306,12 +312,16 @@ def finish(kernel: l.Kernel, gpu: Gpu) -> Schedule:
 
 
 def shared_axis(length: int, threads: int, vector: int) -> tuple[Factor, ...]:
-    """An axis divided among threads: registers (or a loop, where they would be many), warps, lanes, a vector."""
+    """An axis divided among threads: registers (or a loop, where they would be many, with several accesses of a thread
+    on their way), warps, lanes, a vector.
+    """
     while vector > 1 and length < threads * vector:  # all lanes have work before any has a vector
         vector //= 2
     each = ceil(length, threads * vector)
-    outer = Factor("reg" if each * vector <= KEPT * 2 else "time", max(each, 1))
-    return (outer, *warps_of(threads // WARP), Factor("lane", WARP), *vector_at(vector))
+    inner = (*warps_of(threads // WARP), Factor("lane", WARP), *vector_at(vector))
+    if each * vector <= KEPT * 2:
+        return (Factor("reg", each), *inner)
+    return (Factor("time", ceil(each, AHEAD)), Factor("reg", AHEAD), *inner)
 
 
 def _block(length: int, vector: int, rows: int, size: int, gpu: Gpu) -> int:
@@ -320,6 +330,8 @@ def _block(length: int, vector: int, rows: int, size: int, gpu: Gpu) -> int:
     Where rows are many, few enough that a thread has several accesses on their way; else fewer than could take part
     where that leaves no rest, while a thread reads 128 bytes at most.
     """
+    if length > WARP * WARP * KEPT * 2:
+        return 16  # a row that registers do not hold: three such blocks are on a processor, each with steps to go
     each = max(16, 4 * vector) if rows >= 4 * gpu.processors else vector
     wanted = ceil(length, WARP * each)
     most = min(32, 1 << (wanted - 1).bit_length() if vector == 1 else 1 << wanted.bit_length() - 1)
