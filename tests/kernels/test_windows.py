@@ -165,6 +165,10 @@ def test_a_library_is_called_for_what_it_is_better_at() -> None:
 PATCHES = {
     "as long as a step": (lambda x, w: F.conv2d(x, w, stride=16), (b(4, 3, 64, 64), b(64, 3, 16, 16))),
     "14 x 14": (lambda x, w: F.conv2d(x, w, stride=14), (b(4, 3, 56, 56), b(64, 3, 14, 14))),
+    "every second of an odd number": (
+        lambda x, w: F.conv2d(x, w, stride=2, padding=1),
+        (b(2, 64, 17, 17).to(memory_format=LAST), b(64, 64, 3, 3).to(memory_format=LAST)),
+    ),
     "that overlap": (lambda x, w: F.conv2d(x, w, stride=4, padding=2), (b(2, 3, 40, 40), b(64, 3, 11, 11))),
 }
 
