@@ -93,7 +93,7 @@ AGENTS = re.search(r"    load = .*\n    math = .*\n", HOPPER_PLAN)[0]  # type: i
         ("over=(r0(4),)", "over=(r0(2),)", "5: its steps are (r0(2)), and those of the tile (r0(4))"),
         ("slots=3, ahead=3", "slots=3, ahead=2", "5: 2 steps ahead, and of 3 slots 3 can be filled early"),
         ("slots=3, ahead=3", "slots=4, ahead=4", "5: slots are 4, and the schedule has 3"),
-        ("slots=3, ahead=3", "slots=0, ahead=0", "5: slots are 0, and 1 is held for a tile"),
+        ("slots=3, ahead=3", "slots=0, ahead=0", "5: slots are 0, and a ring has one at least"),
         ("slots=3, ahead=3", "slots=1, ahead=1", "5: the only slot is freed late, and the next step waits for it"),
         ('by="tma", producer', 'by="ld", producer', "5: load loads by tma, not by ld"),
         ('by="tma", producer', 'by="pigeon", producer', "5: 'pigeon' is no transport; known: ld, cp.async, tma"),

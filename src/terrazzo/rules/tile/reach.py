@@ -8,12 +8,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from terrazzo.ir.address import coefficient
+from terrazzo.ir.address import coefficient, evaluate
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
-from terrazzo.ir.expr import IntExpr, at_least, bounds
+from terrazzo.ir.expr import IntExpr, Var, at_least
 from terrazzo.ir.node import Node, substitute
-from terrazzo.ir.plan import Order, Plan, Product, Reach
+from terrazzo.ir.plan import Agent, Order, Plan, Product, Reach
 from terrazzo.ir.show import show_expr
 from terrazzo.rewrite.rule import rule
 from terrazzo.rules.tile.draft import Draft, axis_name
@@ -124,8 +124,10 @@ def grows(found: Mask, rows: Any) -> bool:
 def skip_steps(plan: Plan, draft: Draft) -> Plan | None:
     """A step all of whose points are masked adds nothing, and is not visited."""
     chained = [p for p in plan.all(Product) if "values" in (p.a, p.b)]
-    if plan.all(Reach) or not chained or not plan.all(Order) or plan.one(Order).persistent:
+    if plan.all(Reach) or not chained or not plan.all(Order) or not plan.all(Agent):
         return None
+    if plan.one(Order).persistent and len(plan.all(Agent)) == 1:
+        return None  # only warps with roles count the steps of tiles that are unlike
     (product,) = chained
     until = _until(draft, product)
     if until is None:
@@ -142,17 +144,21 @@ def _until(draft: Draft, product: Product) -> IntExpr | None:
     (axis,) = draft.products[product.sites[0]].reduce.axes
     length, step = draft.length(rows, site), draft.length(axis, site)
     tiles = -(-rows.extent // length)
-    first = type(rows)("first", tiles) * length
+    first = Var("first", tiles) * length
     return visited(draft, product, rows, first, length, step, -(-axis.extent // step))
 
 
-def fewest(plan: Plan, draft: Draft) -> int:
-    """How many steps every tile visits at least."""
+def reached(plan: Plan, draft: Draft) -> list[int]:
+    """How many steps a tile visits for each part of the rows, the first one first."""
     product = plan.all(Product)[-1]
-    until = _until(draft, product) if plan.all(Reach) else None
+    rows, site = axis_called(draft, product.m), draft.site(product.sites[0])
     axes = draft.products[product.sites[0]].reduce.axes
-    every = math.prod(f.size for a in axes for f in draft.times(a, draft.site(product.sites[0])))
-    return every if until is None else bounds(until)[0] or 0
+    tiles = -(-rows.extent // draft.length(rows, site))
+    every = math.prod(f.size for a in axes for f in draft.times(a, site))
+    until = _until(draft, product) if plan.all(Reach) else None
+    if until is None:
+        return [every] * tiles
+    return [int(evaluate(until, {Var("first", tiles): n})) for n in range(tiles)]
 
 
 RULES = (skip_steps,)
