@@ -102,9 +102,9 @@ def test_turing_has_one_kernel_for_half() -> None:
 @pytest.mark.parametrize(
     ("target", "shape", "until"),
     [
-        ("sm_90a", (1, 1, 256, 64), "first + 1"),
-        ("sm_90a", (1, 1, 200, 128), "first + 1"),
-        ("sm_90a", (1, 2, 384, 64), "first + 1"),
+        ("sm_90a", (1, 1, 256, 64), "(first // 2) + 1"),
+        ("sm_90a", (1, 1, 200, 128), "(first // 2) + 1"),
+        ("sm_90a", (1, 2, 384, 64), "(first // 2) + 1"),
         ("sm_80", (1, 1, 256, 64), "first * 2 + 2"),
         ("sm_80", (1, 1, 200, 128), "first * 2 + 2"),
     ],
