@@ -191,9 +191,9 @@ def test_a_plan_for_rows(before: str, after: str, message: str) -> None:
     [
         ('backward=("a2",)', 'backward=("a9",)', r"2: backward are \(a9\), and the schedule has \(a2\)"),
         (', backward=("a2",)', "", r"2: backward are \(\), and the schedule has \(a2\)"),
-        ('until="first + 1"', 'until="first"',
-         r'\d+: from the term follows reach\(axis=r2, rows=a2, until="first \+ 1"\)'),
-        ("    reach(axis=r2, rows=a2, until=\"first + 1\")\n", "",
+        ('until="(first // 2) + 1"', 'until="first"',
+         r'\d+: from the term follows reach\(axis=r2, rows=a2, until="\(first // 2\) \+ 1"\)'),
+        ("    reach(axis=r2, rows=a2, until=\"(first // 2) + 1\")\n", "",
          r"1: nothing says what follows from the term: `reach\("),
         ('product="acc4"', 'product="acc3"', r'\d+: from the term follows frame\(top="acc0", product="acc4"'),
         ("    reach", '    frame(top="acc0", product="acc4", total="acc2")\n    reach',

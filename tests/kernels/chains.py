@@ -11,8 +11,9 @@ from dataclasses import dataclass
 class Chain:
     """`o[h, m, n] = sum over k of f(sum over d of q[h, m, d] * key[h, k, d]) * value[h, k, n]`, and how it is bound.
 
-    `between` is what f is: "relu", "softmax" or "causal", which divides by the sum of weights. `shape` has m, k, d and
-    n. On `mma`, warps divide m and k as `warps` says, each with `each` times 16 rows, and `by` brings a step's `step`
+    `between` is what f is: "relu", or a "softmax", which divides by the sum of weights; a row of "causal" sees keys up
+    to its own, one of "window" the last 80 of these, one of "later" those from its own on. `shape` has m, k, d and n.
+    On `mma`, warps divide m and k as `warps` says, each with `each` times 16 rows, and `by` brings a step's `step`
     keys; on `wgmma`, `groups` warpgroups divide m, behind a warp that loads, and steps may `overlap`. Keys are stored
     as rows, or turned. `stay` blocks walk all tiles, `together` heads at a time; queries have `held` slots.
     """
@@ -70,8 +71,12 @@ class Chain:
             f"        {name} <- sum(mul(f32(q[a0, a1, r0]), f32({key})))",
             f"    s_{name} = mul({name}, f32({scale}))",
         ]
-        if self.between == "causal":
-            seen = f"le(index({axis}), index(a1))"
+        seen = {
+            "causal": f"le(index({axis}), index(a1))",
+            "window": f"and_(gt(index({axis}), sub(index(a1), i64(80))), le(index({axis}), index(a1)))",
+            "later": f"ge(index({axis}), index(a1))",
+        }.get(self.between)
+        if seen:
             lines += [f"    m_{name} = where({seen}, s_{name}, f32(-inf))"]
         return lines
 
@@ -88,7 +93,7 @@ class Chain:
 
     def softmax(self) -> list[str]:
         k, n = self.shape[1], self.shape[3]
-        s = "m" if self.between == "causal" else "s"
+        s = "s" if self.between == "softmax" else "m"
         return [
             f"for r1 in reduce({k}):",
             *self.score("r1", "acc0"),
@@ -246,5 +251,18 @@ EVERY: dict[str, Chain] = {
     ),
     "warps that stay, roles, causal": Chain(
         roles=True, between="causal", shape=(96, 96, 32, 32), stay=2, held=2, heads=2, **TMA
+    ),
+    "window": Chain(between="window", shape=(200, 200, 32, 32)),
+    "window, tma": Chain(between="window", shape=(200, 200, 32, 32), **TMA),
+    "later": Chain(between="later", shape=(100, 100, 32, 32)),
+    "warpgroups, window": Chain(between="window", shape=(320, 320, 64, 64), step=64, groups=2, **GROUPS),
+    "warpgroups, overlapped, window": Chain(
+        overlap=True, between="window", shape=(320, 320, 64, 64), step=64, **GROUPS
+    ),
+    "warpgroups that stay, window": Chain(
+        overlap=True, between="window", shape=(320, 320, 64, 64), step=64, ring=3, stay=3, held=2, **GROUPS
+    ),
+    "warpgroups that stay, later": Chain(
+        overlap=True, between="later", shape=(320, 320, 64, 64), step=64, groups=2, stay=3, held=2, **GROUPS
     ),
 }

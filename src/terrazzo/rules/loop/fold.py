@@ -20,7 +20,7 @@ from terrazzo.ir.types import DType, i64
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.inline import inline
 
-PASS = "fold"
+PASS = "fuse"
 CHEAP = 8
 """Scalar operations that cost no more than to store and load what they compute."""
 COMPARED: dict[str, Callable[[IntExpr, IntExpr], tuple[IntExpr, ...]]] = {
@@ -34,7 +34,35 @@ OPPOSITE = {"le": "gt", "lt": "ge", "ge": "lt", "gt": "le"}
 
 
 def fold(program: l.Program, log: Log) -> l.Program:
-    """`program` with what is known of places folded, and what only depends on them computed where it is read."""
+    """`program` with what is known of places folded, and what only depends on them computed where it is read.
+
+    @loop
+    def f(x: f32[4, 4]):
+        with kernel('mask', mask=f32[4, 4]):
+            for a0 in free(4):
+                for a1 in free(4):
+                    v0 = le(index(a1), index(a0))
+                    mask[a0, a1] = where(v0, f32(0.0), f32(-inf))
+        with kernel('z', z=f32[4, 4]):
+            for a0 in free(4):
+                for a1 in free(4):
+                    z[a0, a1] = add(x[a0, a1], mask[a0, a1])
+        return (z,)
+    =>
+    @loop
+    def f(x: f32[4, 4]):
+        with kernel('z', z=f32[4, 4]):
+            for a0 in free(4):
+                v0 = index(a0)
+                for a1 in free(4):
+                    in0 = x[a0, a1]
+                    v1 = index(a1)
+                    v2 = le(v1, v0)
+                    v3 = where(v2, f32(0.0), f32(-inf))
+                    v4 = add(in0, v3)
+                    z[a0, a1] = v4
+        return (z,)
+    """
     steps: list[Any] = [_kernel(s, log) if isinstance(s, l.Kernel) else s for s in program.steps]
     kept = {*program.results, *(b for s in steps if isinstance(s, l.Call) for b in s.reads)}
     n = 0
@@ -54,35 +82,8 @@ def fold(program: l.Program, log: Log) -> l.Program:
     return l.Program(program.name, program.inputs, tuple(steps), program.results)
 
 
-def _kernel(kernel: l.Kernel, log: Log) -> l.Kernel:
-    """A kernel with its terms folded."""
-    stores = tuple(l.Store(s.buffer, s.index, folded(s.value)) for s in kernel.stores)
-    if stores == kernel.stores:
-        return kernel
-    made = l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
-    log.add(Event(PASS, "fold_indices", kernel.name, True, "what is known of indices is not computed"))
-    log.applied(PASS, "fold_indices", kernel.name, [kernel], [made])
-    return made
-
-
-def cheap(x: Node) -> bool:
-    """Whether a term is a few operations on indices, or fewer."""
-    parts = topological([x], stop=lambda n: isinstance(n, Expr))
-    if any(isinstance(n, l.Load | l.Reduce | l.Scan | l.Get) for n in parts):
-        return False
-    if any(isinstance(n, Loaded) for n in topological([x])):
-        return False
-    work = [n for n in parts if isinstance(n, l.Apply) and not is_cast(n.fn)]
-    return len(work) <= CHEAP and all(n.fn.name in EASY for n in work)
-
-
-EASY = (*COMPARED, "eq", "ne", "and_", "or_", "not_", "where", "add", "sub", "mul", "min", "max")
-"""Functions that are one instruction."""
-
-
-def folded(x: Any) -> Any:
-    """
-    A term that means the same, with what is known of indices folded.
+def fold_indices(kernel: l.Kernel) -> l.Kernel:
+    """`kernel` with what is known of indices folded in its terms.
 
     @loop
     def f(x: f32[4, 8]):
@@ -105,6 +106,36 @@ def folded(x: Any) -> Any:
                     z[a0, a1] = in0
         return (z,)
     """
+    stores = tuple(l.Store(s.buffer, s.index, folded(s.value)) for s in kernel.stores)
+    return kernel if stores == kernel.stores else l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
+
+
+def _kernel(kernel: l.Kernel, log: Log) -> l.Kernel:
+    """A kernel with its terms folded, which is told."""
+    if (made := fold_indices(kernel)) is kernel:
+        return kernel
+    log.add(Event(PASS, "fold_indices", kernel.name, True, "what is known of indices is not computed"))
+    log.applied(PASS, "fold_indices", kernel.name, [kernel], [made])
+    return made
+
+
+def cheap(x: Node) -> bool:
+    """Whether a term is a few operations on indices, or fewer."""
+    parts = topological([x], stop=lambda n: isinstance(n, Expr))
+    if any(isinstance(n, l.Load | l.Reduce | l.Scan | l.Get) for n in parts):
+        return False
+    if any(isinstance(n, Loaded) for n in topological([x])):
+        return False
+    work = [n for n in parts if isinstance(n, l.Apply) and not is_cast(n.fn)]
+    return len(work) <= CHEAP and all(n.fn.name in EASY for n in work)
+
+
+EASY = (*COMPARED, "eq", "ne", "and_", "or_", "not_", "where", "add", "sub", "mul", "min", "max")
+"""Functions that are one instruction."""
+
+
+def folded(x: Any) -> Any:
+    """A term that means the same, with what is known of indices folded."""
     return transform(x, _folded)
 
 

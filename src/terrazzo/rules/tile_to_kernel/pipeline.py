@@ -24,7 +24,7 @@ from terrazzo.ir.plan import Plan, Product, Reach, Ring, Stream
 from terrazzo.ir.types import u32
 from terrazzo.rules.tile.agents import LOAD
 from terrazzo.rules.tile.draft import Draft, axis_name
-from terrazzo.rules.tile.reach import visited
+from terrazzo.rules.tile.reach import Visits, visited
 from terrazzo.rules.tile.rings import axis_called, brought, steps
 from terrazzo.rules.tile.spans import span, spanned
 from terrazzo.rules.tile_to_kernel.builder import Builder
@@ -98,6 +98,7 @@ class Pipeline:
         """What an agent does that only loads: one thread asks for boxes as soon as slots are free."""
         held = [r for r in self.rings if not r.over]
         moving = [r for r in self.rings if r.over]
+        self.begin()
         for ring in held:
             self.fill(ring, 0)
         t = self.step_variable()
@@ -117,6 +118,7 @@ class Pipeline:
     def compute(self) -> None:
         """What an agent does that only computes: wait for full slots, multiply, free them; in turn, where teams do."""
         self.take_turn()
+        self.begin()
         for p in self.plan.all(Product):
             if self.outermost(p):
                 self.declare(p)
@@ -235,18 +237,37 @@ class Pipeline:
         return self.bindings.loop_variable("t", self.visited)
 
     @cached_property
-    def visited(self) -> IntExpr:
-        """How many steps there are: all, or those that a mask leaves anything of."""
+    def visits(self) -> Visits | None:
+        """Which steps there are, where a mask leaves nothing of others."""
         if not self.plan.all(Reach):
-            return self.steps.count
+            return None
         p = self.plan.all(Product)[-1]
         site, rows = self.draft.site(p.sites[0]), axis_called(self.draft, p.m)
         base, length = self.bindings.base(rows.name, site), self.draft.length(rows, site)
         ((axis, count),) = self.steps.times
-        until = visited(self.draft, p, rows, base, length, self.steps.depth[axis], count)
-        assert until is not None
-        found: IntExpr = substitute(until, self.scope.env)
-        return found
+        found = visited(self.draft, p, rows, base, length, self.steps.depth[axis], count)
+        if found is None:  # there is only one tile, which visits all
+            return None
+        since, until = (substitute(e, self.scope.env) for e in (found.since, found.until))
+        return Visits(since, until)
+
+    def begin(self) -> None:
+        """The first step that is visited: not the first there is, where a mask hides that one."""
+        if self.visits is None or self.visits.since is None:
+            return
+        if self.bindings.since is None:
+            self.bindings.since = k.Integer(self.builder.fresh("since"), self.steps.count)
+        since, first = self.bindings.since, self.visits.since
+        self.builder.add(k.DeclareInteger(since, 0))
+        self.builder.where([first - 1], lambda: self.builder.add(k.SetInteger(since, first)))
+        self.steps.first = since
+
+    @property
+    def visited(self) -> IntExpr:
+        """How many steps there are: all, or those that a mask leaves anything of."""
+        if self.visits is None:
+            return self.steps.count
+        return self.visits.until - (self.bindings.since or 0)
 
     # -- slots ---------------------------------------------------------------------------------------------------------
 
