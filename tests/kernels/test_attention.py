@@ -260,7 +260,7 @@ def from_positions(window: int, nothing: float, scale: Any) -> Any:
 def test_masks_that_models_make_of_positions_are_skipped_by(nothing: float, scale: Any) -> None:
     """Nothing of them is stored: both layers visit what a row may see, and test it where that ends."""
     args = tensors(*((1, 2, 320, 64),) * 3)
-    fn = from_positions(150, nothing, scale)
+    fn = from_positions(100, nothing, scale)
     found = lowered(fn, args, "sm_90a")
     assert len(found.kernels) == 2 and not any(b.name.startswith("where") for x in found.kernels for b in x.reads)
     assert all(line.since and line.until != "3" for line in lines(found, Reach)) and len(lines(found, Reach)) == 2

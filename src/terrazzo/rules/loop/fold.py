@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from terrazzo.ir.address import coefficient
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
@@ -218,9 +220,9 @@ def _converted(x: Any, to: DType) -> l.Literal | None:
     """A constant in a type that has it exactly."""
     if not isinstance(x, l.Literal) or to.kind == "bool":
         return None
-    wider = x.type.is_float and to.is_float and to.size > x.type.size
+    exact = x.type.is_float and to.is_float and float(np.asarray(x.value, to.numpy)) == x.value
     whole = not x.type.is_float and to.is_integer and abs(int(x.value)) < 1 << 15
-    if wider:
+    if exact:
         return l.Literal(float(x.value), to)
     return l.Literal(int(x.value), to) if whole else None
 

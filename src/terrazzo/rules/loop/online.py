@@ -267,12 +267,24 @@ def hidden_alone(score: Any, axis: Var) -> Any:
     """A score with the predicate on indices that hides parts of it outside: `where(seen, score, -inf)`. What is hidden
     by the lowest number of a type weighs nothing, as with -inf, where every row sees something: no score is as low.
     """
-    bare, seen, lowest = _apart(score)
+    bare, seen, lowest = _apart(_unrounded(score))
     if seen is None:
         return bare
     if lowest and not any(_always(seen, axis, x) for x in (0, axis.extent - 1, *seen.free)):
         return score
     return l.apply("where", seen, bare, l.Literal(-math.inf, bare.dtype))
+
+
+def _unrounded(x: Any) -> Any:
+    """A score without what is rounded to 16 bits on the way to it: as PyTorch's own kernels have it, and more exact."""
+    if not isinstance(x, l.Apply):
+        return x
+    args = tuple(map(_unrounded, x.args))
+    if is_cast(x.fn) and isinstance(inner := args[0], l.Apply) and is_cast(inner.fn):
+        wide = inner.args[0]
+        if x.dtype.is_float and inner.dtype.is_float and inner.dtype.size == 2 and wide.dtype is x.dtype:  # type: ignore[attr-defined]
+            return wide
+    return l.Apply(x.fn, args)
 
 
 def _apart(x: Any) -> tuple[Any, Any, bool]:
