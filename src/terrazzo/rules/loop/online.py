@@ -160,7 +160,7 @@ def softmax_into_product(kernel: l.Kernel) -> l.Kernel | None:
     if any(s.buffer.type.dtype.size != 2 for s in kernel.stores if s not in rows):
         return None  # weights of 16 bits are exact enough for results of 16 bits only
     for r in topological([s.value for s in kernel.stores if s not in rows]):
-        if isinstance(r, l.Reduce) and r.monoid.name == "sum" and len(r.axes) == 1 and (new := _framed(r)) is not None:
+        if isinstance(r, l.Reduce) and r.monoid.name == "sum" and len(r.axes) == 1 and (new := _framed(r, bool(rows))):
             stores = tuple(substitute(s, new.again if s in rows else {r: new.value}) for s in kernel.stores)
             if not any(_reductions(s.value, new.kept) for s in stores):
                 return l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
@@ -181,8 +181,10 @@ def _reductions(x: Any, known: set[Any]) -> list[Any]:
     return [y for y in topological([x], stop=known.__contains__) if isinstance(y, l.Reduce) and y not in known]
 
 
-def _framed(r: l.Reduce) -> _Framed | None:
-    """sum(w * v), where w = exp(s - m) in places where only multiples of it are wanted."""
+def _framed(r: l.Reduce, told: bool) -> _Framed | None:
+    """sum(w * v), where w = exp(s - m) in places where only multiples of it are wanted. Where others are `told` of m,
+    they compute the scores again, and round them as they were rounded.
+    """
     (axis,), (product,) = l.open_binder(r)
     if not isinstance(product, l.Apply) or product.fn.name != "mul":
         return None
@@ -201,7 +203,7 @@ def _framed(r: l.Reduce) -> _Framed | None:
                 continue
         if not isinstance(top, l.Reduce) or top is not _over(top, axis, score):
             continue
-        bare: Any = hidden_alone(score, axis)
+        bare: Any = hidden_alone(score if told else _unrounded(score), axis)
         early = stays_finite(bare, LOG2E)
         s: Any
         s, by = unscaled(scaled(bare, LOG2E)) if early else (bare, None)
@@ -267,7 +269,7 @@ def hidden_alone(score: Any, axis: Var) -> Any:
     """A score with the predicate on indices that hides parts of it outside: `where(seen, score, -inf)`. What is hidden
     by the lowest number of a type weighs nothing, as with -inf, where every row sees something: no score is as low.
     """
-    bare, seen, lowest = _apart(_unrounded(score))
+    bare, seen, lowest = _apart(score)
     if seen is None:
         return bare
     if lowest and not any(_always(seen, axis, x) for x in (0, axis.extent - 1, *seen.free)):
