@@ -32,6 +32,7 @@ from terrazzo.rewrite.rule import Log
 from terrazzo.rules import torch_to_tensor
 from terrazzo.rules.loop.again import products_again
 from terrazzo.rules.loop.channels import channels_last
+from terrazzo.rules.loop.fold import fold
 from terrazzo.rules.loop.fuse import fuse, seen_through
 from terrazzo.rules.loop.gradients import gradients
 from terrazzo.rules.loop.layout import store_as_read
@@ -54,8 +55,8 @@ from terrazzo.targets.cuda.check import check
 
 Run = Callable[[Any, Log, Options, Lost], Any]
 PARTS = {"auto": 3, "split": 3, "tf32": 2, "bf16": 1}
-"""As how many parts in bfloat16 numbers in float32 are multiplied, by the option `fp32`. Where nobody looks at the switch
-of PyTorch, "auto" is its "highest".
+"""As how many parts in bfloat16 numbers in float32 are multiplied, by the option `fp32`. Where nobody looks at the
+switch of PyTorch, "auto" is its "highest".
 """
 
 
@@ -102,7 +103,8 @@ PASSES = (
     Pass("gradients", "loop", "loop", "the gradient of a softmax computes its weights again, and no sums of their rows",
          lambda p, log, o, lost: _gradients(p, log, o) if o.fuse else p),
     Pass("fuse", "loop", "loop", "terms replace the buffers they were stored in, where that pays",
-         lambda p, log, o, lost: fuse(p, log, target(o.target).rates, o.materialize, _texts(o)) if o.fuse else p),
+         lambda p, log, o, lost: fold(fuse(p, log, target(o.target).rates, o.materialize, _texts(o)), log)
+         if o.fuse else p),
     Pass("store_as_read", "loop", "loop", "buffers that are only read transposed, reshaped or converted are stored so",
          lambda p, log, o, lost: _images(store_as_read(narrow(p, log), log), log, o)),
     Pass("pass_views", "loop", "loop", "calls of PyTorch are given views of memory where they would be given copies",

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 class Chain:
     """`o[h, m, n] = sum over k of f(sum over d of q[h, m, d] * key[h, k, d]) * value[h, k, n]`, and how it is bound.
 
-    `between` is what f is: "relu", "softmax" or "causal", which divides by the sum of weights. `shape` has m, k, d and
-    n. On `mma`, warps divide m and k as `warps` says, each with `each` times 16 rows, and `by` brings a step's `step`
+    `between` is what f is: "relu", or a "softmax", which divides by the sum of weights; a row of "causal" sees keys up
+    to its own, one of "window" the last 80 of these, one of "later" those from its own on. `shape` has m, k, d and n.
+    On `mma`, warps divide m and k as `warps` says, each with `each` times 16 rows, and `by` brings a step's `step`
     keys; on `wgmma`, `groups` warpgroups divide m, behind a warp that loads, and steps may `overlap`. Keys are stored
-    as rows, or turned.
+    as rows, or turned. `stay` blocks walk all tiles, `together` heads at a time; queries have `held` slots.
     """
 
     shape: tuple[int, int, int, int] = (64, 128, 64, 64)
@@ -34,6 +35,9 @@ class Chain:
     roles: bool = False
     grid: int = 1
     overlap: bool = False
+    stay: int = 0
+    together: int = 0
+    held: int = 1
 
     @property
     def rows(self) -> int:
@@ -67,8 +71,12 @@ class Chain:
             f"        {name} <- sum(mul(f32(q[a0, a1, r0]), f32({key})))",
             f"    s_{name} = mul({name}, f32({scale}))",
         ]
-        if self.between == "causal":
-            seen = f"le(index({axis}), index(a1))"
+        seen = {
+            "causal": f"le(index({axis}), index(a1))",
+            "window": f"and_(gt(index({axis}), sub(index(a1), i64(80))), le(index({axis}), index(a1)))",
+            "later": f"ge(index({axis}), index(a1))",
+        }.get(self.between)
+        if seen:
             lines += [f"    m_{name} = where({seen}, s_{name}, f32(-inf))"]
         return lines
 
@@ -85,7 +93,7 @@ class Chain:
 
     def softmax(self) -> list[str]:
         k, n = self.shape[1], self.shape[3]
-        s = "m" if self.between == "causal" else "s"
+        s = "s" if self.between == "softmax" else "m"
         return [
             f"for r1 in reduce({k}):",
             *self.score("r1", "acc0"),
@@ -115,6 +123,9 @@ class Chain:
             f"    a2 = block({n})",
             f"    {steps} = {count}time({times}, ring={self.ring}{early}) * block({self.step})",
         ]
+        if self.stay:
+            grouped = f", order=grouped({self.together})" if self.together else ""
+            lines.append(f"    persistent({self.stay}{grouped})")
         if self.on == "wgmma":
             lines.append(f"    roles(load=warp(1), math=warpgroup({self.groups}))")
         elif self.roles:
@@ -125,13 +136,13 @@ class Chain:
             f"        a1 = {rows}",
             f"        {steps} = {across}",
             f"        r0 = {depth}",
-            f"        q = {self.held(d)}",
-            f"        key = {self.held(self.step if self.turned else d)}",
+            f"        q = {self.brought(d, self.held)}",
+            f"        key = {self.brought(self.step if self.turned else d)}",
             f'    with site("{outer}", on="{second}"):',
             f"        a1 = {rows}",
             f"        a2 = {columns}",
             f"        {steps} = {along}",
-            f"        v = {self.held(n)}",
+            f"        v = {self.brought(n)}",
             '    with site("o"):',
             f'        a1 = like("{outer}")',
             f'        a2 = like("{outer}")',
@@ -165,11 +176,12 @@ class Chain:
             name,
         )
 
-    def held(self, width: int) -> str:
+    def brought(self, width: int, slots: int = 1) -> str:
         """An operand in shared memory whose rows are so long."""
         by = "tma" if self.on == "wgmma" else self.by
         swizzle = next((s for s in (128, 64, 32) if 2 * width % s == 0), 0)
-        return f'smem(by="{by}"' + (f", swizzle={swizzle})" if swizzle else ")")
+        more = f", slots={slots}" if slots > 1 else ""
+        return f'smem(by="{by}"' + (f", swizzle={swizzle}" if swizzle else "") + more + ")"
 
 
 TMA = {"target": "sm_90a", "by": "tma"}
@@ -218,4 +230,39 @@ EVERY: dict[str, Chain] = {
     ),
     "warpgroups, overlapped, ragged": Chain(overlap=True, shape=(100, 150, 64, 64), ring=3, step=64, **GROUPS),
     "warpgroups, overlapped, one step": Chain(overlap=True, shape=(64, 60, 64, 64), step=64, **GROUPS),
+    "warpgroups that stay": Chain(overlap=True, shape=(192, 100, 64, 64), stay=4, held=2, heads=3, **GROUPS),
+    "warpgroups that stay, in order": Chain(shape=(192, 128, 64, 64), stay=4, heads=3, **GROUPS),
+    "warpgroups that stay, causal": Chain(
+        overlap=True, between="causal", shape=(320, 320, 64, 64), step=64, ring=3, stay=3, held=2, **GROUPS
+    ),
+    "warpgroups that stay, causal, in order": Chain(
+        between="causal", groups=2, shape=(384, 384, 64, 64), step=64, stay=4, held=2, heads=3, together=3, **GROUPS
+    ),
+    "three warpgroups that stay, causal": Chain(
+        overlap=True,
+        between="causal",
+        groups=3,
+        shape=(300, 300, 64, 64),
+        step=128,
+        stay=3,
+        heads=2,
+        together=2,
+        **GROUPS,
+    ),
+    "warps that stay, roles, causal": Chain(
+        roles=True, between="causal", shape=(96, 96, 32, 32), stay=2, held=2, heads=2, **TMA
+    ),
+    "window": Chain(between="window", shape=(200, 200, 32, 32)),
+    "window, tma": Chain(between="window", shape=(200, 200, 32, 32), **TMA),
+    "later": Chain(between="later", shape=(100, 100, 32, 32)),
+    "warpgroups, window": Chain(between="window", shape=(320, 320, 64, 64), step=64, groups=2, **GROUPS),
+    "warpgroups, overlapped, window": Chain(
+        overlap=True, between="window", shape=(320, 320, 64, 64), step=64, **GROUPS
+    ),
+    "warpgroups that stay, window": Chain(
+        overlap=True, between="window", shape=(320, 320, 64, 64), step=64, ring=3, stay=3, held=2, **GROUPS
+    ),
+    "warpgroups that stay, later": Chain(
+        overlap=True, between="later", shape=(320, 320, 64, 64), step=64, groups=2, stay=3, held=2, **GROUPS
+    ),
 }

@@ -102,9 +102,9 @@ def test_turing_has_one_kernel_for_half() -> None:
 @pytest.mark.parametrize(
     ("target", "shape", "until"),
     [
-        ("sm_90a", (1, 1, 256, 64), "first + 1"),
-        ("sm_90a", (1, 1, 200, 128), "first + 1"),
-        ("sm_90a", (1, 2, 384, 64), "first + 1"),
+        ("sm_90a", (1, 1, 256, 64), "(first // 2) + 1"),
+        ("sm_90a", (1, 1, 200, 128), "(first // 2) + 1"),
+        ("sm_90a", (1, 2, 384, 64), "(first // 2) + 1"),
         ("sm_80", (1, 1, 256, 64), "first * 2 + 2"),
         ("sm_80", (1, 1, 200, 128), "first * 2 + 2"),
     ],
@@ -233,4 +233,67 @@ def test_weights_that_are_reshaped_before_the_values() -> None:
     args = tensors(*((2, 3, 64, 64),) * 3)
     found = lowered(fn, args, "sm_90a")
     assert together(found)
+    close(found, fn, args)
+
+
+def from_positions(window: int, nothing: float, scale: Any) -> Any:
+    """A mask as models make it: of positions, of where documents begin, and of the lowest number or -inf, in a tensor
+    that several layers read.
+    """
+
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        at = torch.arange(q.shape[-2])[None]
+        document = (torch.diff(at, prepend=at[:, :1] - 1) != 1).cumsum(-1)
+        rows, columns = at[:, :, None], at[:, None]
+        seen = (columns <= rows) & (columns > rows - window) & (document[:, :, None] == document[:, None])
+        mask = torch.where(seen, 0.0, nothing).to(q.dtype)[:, None]
+        for _ in range(2):
+            scores = scale(q @ k.transpose(-1, -2)) + mask
+            q = torch.softmax(scores.float(), -1).to(q.dtype) @ v
+        return q
+
+    return fn
+
+
+@pytest.mark.parametrize("nothing", [float("-inf"), torch.finfo(torch.bfloat16).min])
+@pytest.mark.parametrize("scale", [lambda x: x * 0.125, lambda x: x / 8.0])
+def test_masks_that_models_make_of_positions_are_skipped_by(nothing: float, scale: Any) -> None:
+    """Nothing of them is stored: both layers visit what a row may see, and test it where that ends."""
+    args = tensors(*((1, 2, 320, 64),) * 3)
+    fn = from_positions(100, nothing, scale)
+    found = lowered(fn, args, "sm_90a")
+    assert len(found.kernels) == 2 and not any(b.name.startswith("where") for x in found.kernels for b in x.reads)
+    assert all(line.since and line.until != "3" for line in lines(found, Reach)) and len(lines(found, Reach)) == 2
+    close(found, fn, args)
+
+
+def test_rows_that_may_see_nothing_keep_the_lowest_number() -> None:
+    """They are the mean of all values, which -inf would not give."""
+
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        at = torch.arange(128)
+        seen = at[None] < at[:, None] - 5
+        scores = q @ k.transpose(-1, -2) * 0.125 + torch.where(seen, 0.0, torch.finfo(torch.bfloat16).min).to(q.dtype)
+        return torch.softmax(scores.float(), -1).to(q.dtype) @ v
+
+    args = tensors(ONE, ONE, ONE)
+    found = lowered(fn, args, "sm_90a")
+    assert together(found)
+    (ours,) = found.simulated()
+    eager = fn(*args).float().numpy()
+    assert np.isfinite(eager).all() and np.allclose(np.asarray(ours, np.float32), eager, atol=0.02)
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_80"])
+@pytest.mark.parametrize("window", [1, 64, 100])
+def test_steps_before_a_window_are_not_visited(window: int, target: str) -> None:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        at = torch.arange(q.shape[-2])
+        seen = (at[None] <= at[:, None]) & (at[None] > at[:, None] - window)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+    args = tensors(*((1, 1, 400, 64),) * 3)
+    found = lowered(fn, args, target)
+    (reach,) = lines(found, Reach)
+    assert reach.since and together(found)
     close(found, fn, args)

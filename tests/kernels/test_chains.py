@@ -131,3 +131,32 @@ def test_a_plan_may_not_overlap_by_itself() -> None:
         assert isinstance(plan, Plan)
         with pytest.raises(UserError, match=r"early is (True|False), and the schedule has (False|True)"):
             verify(kernel, schedule, plan, gpu("sm_90a"))
+
+
+STAYS = Chain(overlap=True, on="wgmma", target="sm_90a", shape=(192, 128, 64, 64), stay=2, held=2)
+
+
+@pytest.mark.parametrize(
+    ("chain", "reason"),
+    [
+        (replace(STAYS, stay=0), "what is held for a tile has slots where blocks stay for several tiles"),
+        (replace(STAYS, held=-1), "q: slots are a number, not -1"),
+    ],
+)
+def test_what_is_held_has_slots_only_for_the_next_tile(chain: Chain, reason: str) -> None:
+    text = chain.text if chain.held > 0 else replace(chain, held=2).text.replace("slots=2", "slots=-1")
+    with pytest.raises((UserError, Limitation), match=re.escape(reason)):
+        derived(text)
+
+
+def test_steps_of_tiles_that_are_unlike_are_counted() -> None:
+    """Slots go on from tile to tile, whose numbers of steps differ."""
+    chain = EVERY["warpgroups that stay, causal"]
+    (kernel,) = derived(chain.text).steps
+    assert isinstance(kernel, k.Kernel)
+    integers = {s.variable for s in k.walk(kernel.body) if isinstance(s, k.SetInteger)}
+    assert {v.extent for v in integers} == {2 * chain.ring} and len(
+        integers
+    ) == 2  # of who loads, and of who multiplies
+    alike = [s for s in derived(EVERY["warpgroups that stay"].text).steps if isinstance(s, k.Kernel)]
+    assert not any(isinstance(s, k.SetInteger) for x in alike for s in k.walk(x.body))

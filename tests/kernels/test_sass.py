@@ -59,7 +59,7 @@ def test_weights_are_found_while_products_are_open(width: int, causal: bool, tmp
     the product of the weights before; one multiplication and addition in one, and one maximum, for each score; and no
     fence of all memory.
     """
-    q = torch.empty(1, 2, 1024, width, dtype=torch.bfloat16)
+    q = torch.empty(4, 16, 1024, width, dtype=torch.bfloat16)
     found = lowered(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal), (q, q, q), "sm_90a")
     (kernel,) = found.kernels
     lines = sass(kernel, "sm_90a", tmp_path)

@@ -16,7 +16,7 @@ from terrazzo.ir.dialects import tile
 from terrazzo.ir.node import topological
 from terrazzo.rewrite.rule import Choice, Log
 from terrazzo.rules import tensor_to_loop
-from terrazzo.rules.loop import channels, fuse, layout, narrow, parts, relax
+from terrazzo.rules.loop import channels, fold, fuse, layout, narrow, parts, relax
 from terrazzo.rules.loop.cost import Rates
 from terrazzo.rules.loop_to_tile import choose, collapse, few_rows, packed, reductions
 from terrazzo.rules.loop_to_tile import split as splitting
@@ -105,6 +105,8 @@ CATALOG: dict[str, Rewrite] = {
     "fuse:view": of(fuse._Fusion.views, fusion("views")),
     "fuse:inline": of(fuse._Fusion.inlines, fusion("inlines")),
     "fuse:merge": of(fuse._Fusion.merges, fusion("merges")),
+    "fuse:fold_indices": of(fold.fold_indices, kernels(lambda k: (fold.fold_indices(k),))),
+    "fuse:recompute": of(fold.fold, lambda p: fold.fold(p, Log())),
     "store_as_read:narrow": of(narrow.narrow, lambda p: narrow.narrow(p, Log())),
     "store_as_read:merge_dimensions": of(layout.store_as_read, lambda p: layout.store_as_read(p, Log())),
     "parts:into_parts": of(parts.into_parts, lambda p: parts.into_parts(p, Log(), 3, lambda old, new: "")),

@@ -202,14 +202,15 @@ class Frame(Line, dialect="plan", op="frame"):
 
 
 class Reach(Line, dialect="plan", op="reach"):
-    """Only so many steps along an axis are visited, given which tile of `rows` it is (its number is `first`): a mask
-    leaves nothing of the others.
+    """Only steps along an axis before `until` are visited, and from `since` on, where that is not negative, given which
+    tile of `rows` it is (its number is `first`): a mask leaves nothing of the others.
     """
 
     references = {"axis": AXIS, "rows": AXIS}
     axis: str
     rows: str
     until: str
+    since: str = ""
 
 
 class Combine(Line, dialect="plan", op="combine"):

@@ -28,10 +28,13 @@ from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.types import DType
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.definitions import in_order
+from terrazzo.rules.loop.fold import cheap, folded
 from terrazzo.rules.loop.inline import axes_at, inline, unproved
 
 PASS = "online"
 LOG2E = math.log2(math.e)
+LOWEST = {-float(np.finfo(np.float32).max), -float(np.finfo(np.float16).max), -float.fromhex("0x1.fep127")}
+"""The lowest numbers of f32, f16 and bf16."""
 
 Refusal = Callable[[l.Kernel], str]
 """Why a kernel is not worth having, or nothing."""
@@ -157,7 +160,7 @@ def softmax_into_product(kernel: l.Kernel) -> l.Kernel | None:
     if any(s.buffer.type.dtype.size != 2 for s in kernel.stores if s not in rows):
         return None  # weights of 16 bits are exact enough for results of 16 bits only
     for r in topological([s.value for s in kernel.stores if s not in rows]):
-        if isinstance(r, l.Reduce) and r.monoid.name == "sum" and len(r.axes) == 1 and (new := _framed(r)) is not None:
+        if isinstance(r, l.Reduce) and r.monoid.name == "sum" and len(r.axes) == 1 and (new := _framed(r, bool(rows))):
             stores = tuple(substitute(s, new.again if s in rows else {r: new.value}) for s in kernel.stores)
             if not any(_reductions(s.value, new.kept) for s in stores):
                 return l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
@@ -178,8 +181,10 @@ def _reductions(x: Any, known: set[Any]) -> list[Any]:
     return [y for y in topological([x], stop=known.__contains__) if isinstance(y, l.Reduce) and y not in known]
 
 
-def _framed(r: l.Reduce) -> _Framed | None:
-    """sum(w * v), where w = exp(s - m) in places where only multiples of it are wanted."""
+def _framed(r: l.Reduce, told: bool) -> _Framed | None:
+    """sum(w * v), where w = exp(s - m) in places where only multiples of it are wanted. Where others are `told` of m,
+    they compute the scores again, and round them as they were rounded.
+    """
     (axis,), (product,) = l.open_binder(r)
     if not isinstance(product, l.Apply) or product.fn.name != "mul":
         return None
@@ -198,9 +203,10 @@ def _framed(r: l.Reduce) -> _Framed | None:
                 continue
         if not isinstance(top, l.Reduce) or top is not _over(top, axis, score):
             continue
-        early = stays_finite(score, LOG2E)
+        bare: Any = hidden_alone(score if told else _unrounded(score), axis)
+        early = stays_finite(bare, LOG2E)
         s: Any
-        s, by = unscaled(scaled(score, LOG2E)) if early else (score, None)
+        s, by = unscaled(scaled(bare, LOG2E)) if early else (bare, None)
         m: Any = l.Reduce.make(top.monoid, (axis,), (s,))
         difference = l.apply("sub", *(l.apply("mul", x, by) if by is not None else x for x in (s, m)))
         e: Any = l.apply("approx_exp2", difference if early else l.apply("mul", difference, l.Literal(LOG2E, r.dtype)))
@@ -259,6 +265,66 @@ def _peeled(x: Any, axis: Var) -> tuple[Any, Callable[[Any], Any]]:
     return x, lambda y: y
 
 
+def hidden_alone(score: Any, axis: Var) -> Any:
+    """A score with the predicate on indices that hides parts of it outside: `where(seen, score, -inf)`. What is hidden
+    by the lowest number of a type weighs nothing, as with -inf, where every row sees something: no score is as low.
+    """
+    bare, seen, lowest = _apart(score)
+    if seen is None:
+        return bare
+    if lowest and not any(_always(seen, axis, x) for x in (0, axis.extent - 1, *seen.free)):
+        return score
+    return l.apply("where", seen, bare, l.Literal(-math.inf, bare.dtype))
+
+
+def _unrounded(x: Any) -> Any:
+    """A score without what is rounded to 16 bits on the way to it: as PyTorch's own kernels have it, and more exact."""
+    if not isinstance(x, l.Apply):
+        return x
+    args = tuple(map(_unrounded, x.args))
+    if is_cast(x.fn) and isinstance(inner := args[0], l.Apply) and is_cast(inner.fn):
+        wide = inner.args[0]
+        if x.dtype.is_float and inner.dtype.is_float and inner.dtype.size == 2 and wide.dtype is x.dtype:  # type: ignore[attr-defined]
+            return wide
+    return l.Apply(x.fn, args)
+
+
+def _apart(x: Any) -> tuple[Any, Any, bool]:
+    """A score, under which condition it is seen (None: always), and whether it is hidden by a finite number."""
+    if not isinstance(x, l.Apply):
+        return x, None, False
+    name, args = x.fn.name, tuple[Any, ...](x.args)
+    if is_cast(x.fn) and x.dtype.is_float and args[0].dtype.is_float:
+        bare, seen, lowest = _apart(args[0])
+        return (l.Apply(x.fn, (bare,)) if bare is not args[0] else x), seen, lowest
+    if name == "where" and _low(args[2]) and cheap(args[0]):
+        return _both(args[1], args[0], args[2])
+    for one, other in (args, args[::-1]) if name == "add" else ():
+        if _is(other, 0.0):
+            return _apart(one)
+        hides = isinstance(other, l.Apply) and other.fn.name == "where"
+        if hides and _is(other.args[1], 0.0) and _low(other.args[2]) and cheap(other.args[0]):
+            return _both(one, other.args[0], other.args[2])
+    return x, None, False
+
+
+def _both(x: Any, condition: Any, nothing: Any) -> tuple[Any, Any, bool]:
+    bare, seen, lowest = _apart(x)
+    seen = condition if seen is None else l.apply("and_", condition, seen)
+    return bare, seen, lowest or not math.isinf(nothing.value)
+
+
+def _low(x: Any) -> bool:
+    """Whether a constant is -inf, or the lowest number of a type of floats."""
+    return isinstance(x, l.Literal) and x.dtype.is_float and (x.value == -math.inf or x.value in LOWEST)
+
+
+def _always(seen: Any, axis: Var, x: Any) -> bool:
+    """Whether every row sees the key number x."""
+    inside = isinstance(x, int) or (x is not axis and x.extent == axis.extent)
+    return inside and _is(folded(substitute(seen, {axis: x})), True)
+
+
 def scaled(x: Any, by: float) -> Any:
     """x times a positive constant, which constants of x take in."""
     if isinstance(x, l.Literal):
@@ -267,6 +333,8 @@ def scaled(x: Any, by: float) -> Any:
         for one, other in (x.args, x.args[::-1]):
             if isinstance(other, l.Literal):
                 return scaled(one, by * other.value) if other.value > 0 else l.apply("mul", one, scaled(other, by))
+    if isinstance(x, l.Apply) and x.fn.name == "div" and isinstance(x.args[1], l.Literal) and x.args[1].value > 0:
+        return scaled(x.args[0], by / x.args[1].value)
     if isinstance(x, l.Apply) and x.fn.name in ("add", "sub"):
         return l.apply(x.fn.name, *(scaled(a, by) for a in x.args))
     if isinstance(x, l.Apply) and x.fn.name == "where":
@@ -294,7 +362,7 @@ def unscaled(x: Any) -> tuple[Any, l.Literal | None]:
     return x, None
 
 
-def _is(x: Any, value: float) -> bool:
+def _is(x: Any, value: float | bool) -> bool:
     return isinstance(x, l.Literal) and x.value == value
 
 
@@ -306,6 +374,8 @@ def stays_finite(x: Any, by: float) -> bool:
         for one, other in (x.args, x.args[::-1]):
             if isinstance(other, l.Literal):
                 return stays_finite(one, by * other.value) if other.value > 0 else by * -other.value <= 1
+    if isinstance(x, l.Apply) and x.fn.name == "div" and isinstance(x.args[1], l.Literal) and x.args[1].value > 0:
+        return stays_finite(x.args[0], by / x.args[1].value)
     if isinstance(x, l.Apply) and x.fn.name in ("add", "sub", "where"):
         return all(stays_finite(a, by) for a in x.args[x.fn.name == "where" :])
     return by <= 1

@@ -7,17 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from terrazzo.hw.gpu import Gpu
-from terrazzo.hw.mma_sync import PRODUCTS as OF_A_WARP
-from terrazzo.hw.wgmma import PRODUCTS as OF_A_WARPGROUP
+from terrazzo.hw.mma_sync import PRODUCTS
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
 from terrazzo.ir.sites import called
 from terrazzo.rules.loop_to_tile.chain import Chain
 from terrazzo.rules.loop_to_tile.threads import ceil, grid
-from terrazzo.rules.loop_to_tile.warpgroups import REGISTERS, ROWS
 from terrazzo.rules.tile.draft import axis_name
 
-STEP = 128
-"""Columns of the inner product that a warpgroup has in a step, at most."""
 SLOTS = 2
 FEW = 16
 """Rows of an instruction of warps. A warpgroup's 64 are not worth it for fewer."""
@@ -49,65 +45,10 @@ class Tile:
         return [*lines, (axis_name(c.steps), steps)]
 
 
-def _likewise(c: Chain) -> tuple[Site, ...]:
+def alike(c: Chain) -> tuple[Site, ...]:
     """Results leave from the registers they are in."""
     stores = [(s.buffer.name, [x for x in (c.rows, c.columns) if x in s.free]) for s in c.kernel.stores]
     return tuple(Site((name,), tuple((x.name, Like(c.outer)) for x in axes)) for name, axes in stores)
-
-
-# -- warpgroups --------------------------------------------------------------------------------------------------------
-
-
-def on_warpgroups(c: Chain, gpu: Gpu, gathered: bool, overlap: bool, longest_first: bool = False) -> Schedule | None:
-    """A producer warp, one or two warpgroups of 64 rows, two slots for each operand of a step."""
-    kind = c.operands[0].dtype.name  # type: ignore[attr-defined]
-    width, depth = c.columns.extent, c.depth.extent
-    most = STEP if width <= 128 and not c.beside else STEP // 2  # sums of a step are in registers, each of them
-    step = min(most, ceil(c.steps.extent, 16) * 16)
-    inner, outer = (f"wgmma.m64n{n}k16.f32.{kind}" for n in (step, width))
-    wide = [s for s in c.kernel.stores if c.columns in s.free]
-    if depth % 16 or inner not in OF_A_WARPGROUP or outer not in OF_A_WARPGROUP or len(wide) != 1:
-        return None
-    groups = 2 if c.rows.extent > ROWS else 1
-    name = axis_name(c.steps)
-    roles = (
-        ("load", Word("warp", (1,))),
-        ("math", Word("warpgroup", (groups,))),
-        ("registers", (24, 240) if groups == 2 else REGISTERS[1]),
-    )
-    *_, v = c.operands
-    mine = (c.rows.name, (Factor("warpgroup", groups), Factor("inst.m", ROWS)))
-    first = Site(
-        c.sums,
-        (mine, (name, (Factor("inst.n", step),)), (axis_name(c.depth), _depth(depth))),
-        tuple({called(x): _by_tma(depth) for x in c.inside}.items()),
-        inner,
-    )
-    second = Site(
-        (c.outer,),
-        (mine, (c.columns.name, (Factor("inst.n", width),)), (name, _depth(step))),
-        ((called(v), _by_tma(width)),),
-        outer,
-    )
-    (store,) = wide
-    part = min(width & -width, 64)
-    last = _likewise(c)
-    if gathered:
-        times = Factor("time", width // part, (("ring", 2),)), Factor("block", part)
-        through = Operand("smem", (("by", "tma"), ("swizzle", 2 * part)))
-        out = Site((store.buffer.name,), ((c.columns.name, times),), ((store.buffer.name, through),))
-        last = tuple(out if s.names == out.names else s for s in last)
-    lines = Tile(groups * ROWS, step).lines(c, longest_first, overlap=overlap)
-    return Schedule(c.kernel.name, gpu.arch, tuple(lines), (), (("roles", (), roles),), (first, second, *last))
-
-
-def _depth(size: int, each: int = 16) -> tuple[Factor, ...]:
-    return (Factor("reg", size // each), Factor("inst.k", each))
-
-
-def _by_tma(width: int) -> Operand:
-    """By TMA, in panels as wide as a swizzle."""
-    return Operand("smem", (("by", "tma"), ("swizzle", next(s for s in (128, 64, 32) if 2 * width % s == 0))))
 
 
 # -- warps -------------------------------------------------------------------------------------------------------------
@@ -170,7 +111,7 @@ def on_warps(c: Chain, gpu: Gpu, way: Warps, longest_first: bool = False) -> Sch
     width, depth = c.columns.extent, c.depth.extent
     deep = 16 if gpu.number >= 80 else 8
     on = f"mma.m16n8k{deep}.f32.{kind}"
-    if depth % deep or width % 8 or on not in OF_A_WARP or OF_A_WARP[on].since > gpu.number:
+    if depth % deep or width % 8 or on not in PRODUCTS or PRODUCTS[on].since > gpu.number:
         return None
     name = axis_name(c.steps)
     rows = (c.rows.name, (*_warps(way.down), Factor("reg", way.each), Factor("inst.m", FEW)))
@@ -188,7 +129,11 @@ def on_warps(c: Chain, gpu: Gpu, way: Warps, longest_first: bool = False) -> Sch
     columns = (c.columns.name, (Factor("reg", width // 8), Factor("inst.n", 8)))
     second = Site((c.outer,), (rows, columns, along), ((called(v), _copied(width, by)),), on)
     lines = Tile(way.rows, way.step, way.slots).lines(c, longest_first)
-    return Schedule(c.kernel.name, gpu.arch, tuple(lines), (), (), (first, second, *_likewise(c)))
+    return Schedule(c.kernel.name, gpu.arch, tuple(lines), (), (), (first, second, *alike(c)))
+
+
+def _depth(size: int, each: int) -> tuple[Factor, ...]:
+    return (Factor("reg", size // each), Factor("inst.k", each))
 
 
 def _warps(count: int) -> tuple[Factor, ...]:
@@ -197,8 +142,18 @@ def _warps(count: int) -> tuple[Factor, ...]:
 
 def _copied(width: int, by: str) -> Operand:
     """In panels as wide as a swizzle. Eight rows of an odd number of 16 bytes lie in different banks as they are."""
-    swizzle = next((s for s in (128, 64, 32) if 2 * width % s == 0), 0)
+    swizzle = 2 * panels(width)
     return Operand("smem", (("by", by), *((("swizzle", swizzle),) if swizzle else ())))
+
+
+def panels(width: int) -> int:
+    """Elements of 16 bits in the widest swizzle that divides rows so long, or none."""
+    return next((s for s in (64, 32, 16) if width % s == 0), 0)
+
+
+def parts(width: int) -> int:
+    """Columns of a result that leave together."""
+    return min(width & -width, 64)
 
 
 def _size(axis: Any) -> int:

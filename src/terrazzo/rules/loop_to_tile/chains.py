@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import Any
 
 from terrazzo.hw.gpu import Gpu
@@ -14,11 +13,15 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.plan import Plan, Reach
 from terrazzo.ir.schedule import Schedule
+from terrazzo.rules.loop_to_tile import chain_groups
 from terrazzo.rules.loop_to_tile.chain import Chain, chain
-from terrazzo.rules.loop_to_tile.chain_schedules import FEW, Warps, arrangements, on_warpgroups, on_warps
+from terrazzo.rules.loop_to_tile.chain_groups import Groups, on_warpgroups
+from terrazzo.rules.loop_to_tile.chain_schedules import FEW, Warps, arrangements, on_warps
 from terrazzo.rules.loop_to_tile.few_rows import MOST, share_rows, split_frames
 from terrazzo.rules.loop_to_tile.threads import ceil
 from terrazzo.rules.tile.complete import Refused, complete
+from terrazzo.rules.tile.draft import Draft
+from terrazzo.rules.tile.reach import reached
 from terrazzo.rules.tile_to_kernel.lower import lower
 
 WORTH = 1.25
@@ -61,13 +64,39 @@ def ways(kernel: l.Kernel, gpu: Gpu) -> Iterator[Way | str]:
 
 
 def _on_warpgroups(c: Chain, gpu: Gpu) -> Iterator[Way | str]:
-    """Where the machine has such, and there are rows for them; steps overlap, or do not, and results gather in shared
-    memory, or do not.
+    """Where the machine has such, and there are rows for them, by what the model says: as many steps as a mask leaves
+    a tile, and blocks that have a tile or several.
     """
     if "wgmma" not in gpu.features or c.rows.extent <= FEW:
         return
-    for overlap, gathered in product((True, False), repeat=2):
-        yield _planned(c.kernel, partial(on_warpgroups, c, gpu, gathered, overlap), gpu)
+    every = list(chain_groups.arrangements(c, gpu))
+    priced: list[tuple[float, int, Groups]] = []
+    for count in dict.fromkeys(way.count for way in every):
+        same = [way for way in every if way.count == count]
+        steps = _visits(c, gpu, same)
+        if isinstance(steps, str):
+            yield steps
+            continue
+        for way in same:
+            for x in (way, *chain_groups.staying(way, c, gpu, len({*steps}) > 1)):
+                priced.append((chain_groups.price(x, c, gpu, steps), len(priced), x))
+    for _, _, way in sorted(priced, key=lambda x: x[:2]):
+        yield _planned(c.kernel, partial(on_warpgroups, c, gpu, way), gpu)
+
+
+def _visits(c: Chain, gpu: Gpu, same: Sequence[Groups]) -> list[int] | str:
+    """The steps of a tile for each part of the rows, the first one first, by the first of some arrangements of the same
+    tiles that has a plan; or why none has.
+    """
+    why = "a block has no room for two products in one loop of steps"
+    for way in same:
+        found = _planned(c.kernel, partial(on_warpgroups, c, gpu, way), gpu)
+        if not isinstance(found, str):
+            plan, _ = complete(found.kernel, found.schedule, gpu)
+            assert isinstance(plan, Plan)
+            return reached(plan, Draft(found.kernel, found.schedule, gpu))
+        why = found
+    return why
 
 
 def _on_warps(c: Chain, gpu: Gpu) -> Iterator[Way | str]:

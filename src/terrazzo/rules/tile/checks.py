@@ -39,7 +39,7 @@ from terrazzo.rules.tile.overlap import overlaps
 from terrazzo.rules.tile.products import box, place, promoted
 from terrazzo.rules.tile.reach import skip_steps
 from terrazzo.rules.tile.results import combination, jammed, no_boxes
-from terrazzo.rules.tile.rings import SINCE, Slab, brought, loops_of, operand_text, steps
+from terrazzo.rules.tile.rings import SINCE, Slab, brought, held_slots, loops_of, operand_text, steps
 
 LONGEST = Word("longest_first")
 
@@ -149,7 +149,10 @@ def _ring(line: Ring, plan: Plan, draft: Draft) -> None:
     need(line.by in SINCE, f"{line.by!r} is no transport; known: {', '.join(SINCE)}")
     need(draft.gpu.number >= SINCE[line.by], f"{line.by} needs sm_{SINCE[line.by]}, and the target is {draft.gpu.arch}")
     need(line.by == "tma" or not apart, f"{LOAD} loads by tma, not by {line.by}")
-    need(line.slots >= 1 and (line.slots == 1 or line.over), f"slots are {line.slots}, and 1 is held for a tile")
+    need(line.slots >= 1, f"slots are {line.slots}, and a ring has one at least")
+    if not line.over and line.slots > 1:
+        numbers = [n for n, p in enumerate(plan.all(Product)) if line.name in p.rings]
+        _same("slots are", line.slots, held_slots(draft, plan, plan.all(Product), numbers))
     one = len(plan.all(Product)) == 1 and warps(draft.instruction(draft.site(users[0].sites[0]))) > 1
     need(
         not line.late or (one and line.over and line.by != "ld"),

@@ -6,7 +6,7 @@ from terrazzo.hw.products import matrix, warps
 from terrazzo.ir.plan import Agent, Frame, Plan, Product, Ring
 from terrazzo.rewrite.rule import need, rule
 from terrazzo.rules.tile.draft import Draft, axis_name
-from terrazzo.rules.tile.reach import fewest
+from terrazzo.rules.tile.reach import reached
 from terrazzo.rules.tile.rings import steps
 
 
@@ -52,7 +52,7 @@ def check(plan: Plan, draft: Draft) -> None:
         "products that overlap take their operands from slots of their own",
     )
     need(min(moving.values()) > 1, "one step starts before another has ended, so each operand has two slots at least")
-    need(fewest(plan, draft) > 0, "what overlaps are steps, of which every tile has one at least")
+    need(min(reached(plan, draft)) > 0, "what overlaps are steps, of which every tile has one at least")
 
 
 RULES = (start_early,)

@@ -8,12 +8,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from terrazzo.ir.address import coefficient
+from terrazzo.ir.address import coefficient, evaluate
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
-from terrazzo.ir.expr import IntExpr, at_least, bounds
+from terrazzo.ir.expr import Expr, IntExpr, Var, at_least
 from terrazzo.ir.node import Node, substitute
-from terrazzo.ir.plan import Order, Plan, Product, Reach
+from terrazzo.ir.plan import Agent, Order, Plan, Product, Reach
 from terrazzo.ir.show import show_expr
 from terrazzo.rewrite.rule import rule
 from terrazzo.rules.tile.draft import Draft, axis_name
@@ -25,20 +25,24 @@ from terrazzo.rules.tile.rings import axis_called
 class Mask:
     """A term that is `bare` where every one of `inside` is >= 0, and `nothing` elsewhere.
 
-    `upper` is the last value of the steps' axis that is inside, as far as it is an expression of the other axes.
+    `upper` is the last value of the steps' axis that is inside and `lower` the first, as far as they are expressions of
+    the other axes.
     """
 
     bare: Node
     inside: tuple[IntExpr, ...]
     nothing: float
     upper: IntExpr | None
+    lower: IntExpr | None
 
 
 def mask(term: Node, nothing: float, axis: Any) -> Mask:
     """A term apart from the predicates on indices that make it nothing (-inf of a score, 0 of a factor)."""
     bare, inside = _apart(term, nothing)
     uppers = [e + axis for e in inside if coefficient(e, axis) == -1]
-    return Mask(bare, inside, nothing, uppers[0] if len(uppers) == 1 else None)
+    lowers = [axis - e for e in inside if coefficient(e, axis) == 1]
+    upper, lower = (found[0] if len(found) == 1 else None for found in (uppers, lowers))
+    return Mask(bare, inside, nothing, upper, lower)
 
 
 def _apart(x: Any, nothing: float) -> tuple[Any, tuple[IntExpr, ...]]:
@@ -103,20 +107,37 @@ def masked(draft: Draft, product: Product) -> Mask | None:
     return None
 
 
+@dataclass(frozen=True)
+class Visits:
+    """The steps a tile visits: from `since` on, or from the first where that is negative, and those before `until`."""
+
+    since: IntExpr | None
+    until: IntExpr
+
+
 def visited(
     draft: Draft, product: Product, rows: Any, first: IntExpr, length: int, step: int, count: int
-) -> IntExpr | None:
-    """How many steps a tile visits whose rows begin at `first`: None where that may be all of them."""
+) -> Visits | None:
+    """Which steps a tile visits whose rows begin at `first`: None where that may be all of them."""
     found = masked(draft, product)
-    if found is None or not grows(found, rows):
+    if found is None:
         return None
-    until = substitute(found.upper, {rows: first + (length - 1)}) // step + 1
-    return until if at_least(count - until, 0) and at_least(until, 0) else None
+    until: IntExpr = count
+    since: IntExpr | None = None
+    if grows(found.upper, rows):
+        until = substitute(found.upper, {rows: first + (length - 1)}) // step + 1
+        until = until if at_least(count - until, 0) and at_least(until, 0) else count
+    if grows(found.lower, rows):
+        since = substitute(found.lower, {rows: first}) // step
+        since = since if not at_least(-since, 0) and at_least(count - 1 - since, 0) else None
+    return Visits(since, until) if since is not None or until != count else None
 
 
-def grows(found: Mask, rows: Any) -> bool:
-    """Whether later rows see no less than earlier ones: the first row of a tile sees the least, the last the most."""
-    c = coefficient(found.upper, rows) if found.upper is not None else None
+def grows(bound: IntExpr | None, rows: Any) -> bool:
+    """Whether a bound of what rows see is no less for later rows: the first row of a tile has the least, the last the
+    most.
+    """
+    c = coefficient(bound, rows) if isinstance(bound, Expr) else 0 if bound is not None else None
     return isinstance(c, int) and c >= 0
 
 
@@ -124,35 +145,45 @@ def grows(found: Mask, rows: Any) -> bool:
 def skip_steps(plan: Plan, draft: Draft) -> Plan | None:
     """A step all of whose points are masked adds nothing, and is not visited."""
     chained = [p for p in plan.all(Product) if "values" in (p.a, p.b)]
-    if plan.all(Reach) or not chained or not plan.all(Order) or plan.one(Order).persistent:
+    if plan.all(Reach) or not chained or not plan.all(Order) or not plan.all(Agent):
         return None
+    if plan.one(Order).persistent and len(plan.all(Agent)) == 1:
+        return None  # only warps with roles count the steps of tiles that are unlike
     (product,) = chained
-    until = _until(draft, product)
-    if until is None:
+    found = _visits(draft, product)
+    if found is None:
         return None
     (axis,) = draft.products[product.sites[0]].reduce.axes
-    return plan.plus(Reach(axis_name(axis), product.m, show_expr(until)))
+    since = show_expr(found.since) if found.since is not None else ""
+    return plan.plus(Reach(axis_name(axis), product.m, show_expr(found.until), since))
 
 
-def _until(draft: Draft, product: Product) -> IntExpr | None:
-    """How many steps a tile visits whose number along the rows is `first`: None where that may be all of them."""
-    if masked(draft, product) is None:
-        return None
+def _visits(draft: Draft, product: Product) -> Visits | None:
+    """Which steps a tile visits whose number along the rows is `first`: None where that may be all of them."""
     rows, site = axis_called(draft, product.m), draft.site(product.sites[0])
     (axis,) = draft.products[product.sites[0]].reduce.axes
     length, step = draft.length(rows, site), draft.length(axis, site)
     tiles = -(-rows.extent // length)
-    first = type(rows)("first", tiles) * length
+    first = Var("first", tiles) * length
     return visited(draft, product, rows, first, length, step, -(-axis.extent // step))
 
 
-def fewest(plan: Plan, draft: Draft) -> int:
-    """How many steps every tile visits at least."""
+def reached(plan: Plan, draft: Draft) -> list[int]:
+    """How many steps a tile visits for each part of the rows, the first one first."""
     product = plan.all(Product)[-1]
-    until = _until(draft, product) if plan.all(Reach) else None
+    rows, site = axis_called(draft, product.m), draft.site(product.sites[0])
     axes = draft.products[product.sites[0]].reduce.axes
-    every = math.prod(f.size for a in axes for f in draft.times(a, draft.site(product.sites[0])))
-    return every if until is None else bounds(until)[0] or 0
+    tiles = -(-rows.extent // draft.length(rows, site))
+    every = math.prod(f.size for a in axes for f in draft.times(a, site))
+    found = _visits(draft, product) if plan.all(Reach) else None
+    if found is None:
+        return [every] * tiles
+    return [_at(found.until, n) - max(_at(found.since or 0, n), 0) for n in range(tiles)]
+
+
+def _at(e: IntExpr, first: int) -> int:
+    """An expression for a tile of this number."""
+    return int(evaluate(e, dict.fromkeys(e.free, first) if isinstance(e, Expr) else {}))
 
 
 RULES = (skip_steps,)

@@ -82,7 +82,7 @@ def pipeline(plan: Plan, draft: Draft) -> Plan | None:
     for key, transports in groups.items():
         over = key[1]
         need("tma" not in transports or len(transports) == 1, "TMA brings in all operands of a contraction or none")
-        count = slots if over else 1
+        count = slots if over else held_slots(draft, plan, products, users[key])
         by = (
             "ld"
             if len(transports) > 1 or (transports == {"cp.async": None} and over and count == 1)
@@ -106,6 +106,23 @@ def pipeline(plan: Plan, draft: Draft) -> Plan | None:
     rest = tuple(x for x in plan.lines if not isinstance(x, Product))
     read = [w for a, _ in loops for w in draft.read(None, axis_name(a), "ring")]
     return Plan(plan.kernel, plan.target, rest, plan.open).plus(*rings.values(), *lines, read=read)
+
+
+def held_slots(draft: Draft, plan: Plan, products: Sequence[Product], users: Sequence[int]) -> int:
+    """Slots for what is held for a tile: with two, the next tile's comes while this one is multiplied."""
+    held = [(p, x) for p in (products[n] for n in users) for x in brought(draft, p) if not loops_of(draft, products, x)]
+    count = 1
+    for p, x in held:
+        slots = dict(draft.held(draft.site(p.sites[0]), called(x)).options).get("slots", 1)
+        if not isinstance(slots, int) or slots < 1:
+            raise draft.fail(f"{called(x)}: slots are a number, not {slots}")
+        count = max(count, slots)
+    apart = any(a.name == LOAD for a in plan.all(Agent))
+    need(
+        count == 1 or (apart and plan.all(Order) and plan.one(Order).persistent),
+        "what is held for a tile has slots where blocks stay for several tiles, behind warps that load",
+    )
+    return count
 
 
 def loops_of(draft: Draft, products: Sequence[Product], x: Node) -> tuple[Word, ...]:
@@ -149,7 +166,7 @@ def lay_out_operands(plan: Plan, draft: Draft) -> Plan | None:
             if x not in lines:
                 lines[x] = Slab(draft, plan, p, ring, x).stream(name)
             held = draft.held(site, called(x))
-            words = [held.place, "by", "swizzle", "pad", "along", "over"]
+            words = [held.place, "by", "swizzle", "pad", "along", "over", *([] if over else ["slots"])]
             words += ["multicast"] if lines[x].multicast > 1 else []
             where = site if site and called(x) in dict(site.operands) else None
             if held.place == "smem" or where is not None:

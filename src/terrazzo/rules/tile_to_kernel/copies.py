@@ -72,14 +72,15 @@ class Slab:
         return (slot, *index)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Steps:
     """The steps of a tile: `times` has the axes whose loops make them, `depth` what a step covers of every axis that is
-    no tile's.
+    no tile's. They are counted from the first that is visited, number `first`.
     """
 
     times: tuple[tuple[Any, int], ...]
     depth: dict[Any, int]
+    first: IntExpr = 0
 
     @property
     def count(self) -> int:
@@ -88,6 +89,7 @@ class Steps:
     def firsts(self, t: IntExpr) -> dict[Any, IntExpr]:
         """Where every axis begins in step t."""
         found: dict[Any, IntExpr] = dict.fromkeys(self.depth, 0)
+        t = t + self.first
         rest = self.count
         for a, count in self.times:
             rest //= count

@@ -13,7 +13,7 @@ from typing import Any
 from terrazzo.errors import Limitation, UserError
 from terrazzo.hw.instruction import Fragment
 from terrazzo.hw.products import Matrix, matrix, warps
-from terrazzo.ir.dialects.kernel import BLOCK, LANE, WARP, Sync
+from terrazzo.ir.dialects.kernel import BLOCK, LANE, WARP, Integer, Sync
 from terrazzo.ir.expr import IntExpr, Var
 from terrazzo.ir.layout import Layout
 from terrazzo.ir.plan import Agent, Order, Plan, Product
@@ -100,6 +100,8 @@ class Bindings:
         self.tile: IntExpr = self.block // size if size > 1 else self.block
         self.wave: Var | None = None
         self.turn: IntExpr = 0  # the number of the tile among those of the block
+        self.steps: Integer | None = None  # steps before this tile, up to a multiple of what rings repeat after
+        self.since: Integer | None = None  # the first step of this tile that is visited
         if self.order.persistent:
             each = self.order.walkers * (agent.teams if agent.turns else 1)
             self.wave = self.loop_variable("i", -(-self.order.count // each))

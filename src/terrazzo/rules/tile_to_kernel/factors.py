@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from terrazzo.errors import CompilerBug
+from terrazzo.ir.address import coefficient
 from terrazzo.ir.contraction import operand
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
@@ -16,7 +17,7 @@ from terrazzo.ir.plan import Plan, Product
 from terrazzo.rules.loop.inline import select
 from terrazzo.rules.tile.draft import Draft
 from terrazzo.rules.tile.frames import framed, reductions
-from terrazzo.rules.tile.reach import Mask, grows, masked
+from terrazzo.rules.tile.reach import grows, masked
 from terrazzo.rules.tile.rings import axis_called
 from terrazzo.rules.tile_to_kernel.copies import Copies, Part
 from terrazzo.rules.tile_to_kernel.digits import Bindings, Digit, value
@@ -147,19 +148,25 @@ class Factors:
         hidden = masked(self.draft, p)
         assert hidden is not None
         last = beyond(columns, env[columns.axis])
-        inside = (*(substitute(e, env) for e in hidden.inside), *last)
+        inside = [(substitute(e, env), self.cut(e, rows.axis, columns.axis, t)) for e in hidden.inside]
+        inside += [(e, t + self.steps.first - columns.axis.extent // self.steps.depth[columns.axis]) for e in last]
         edges = (*beyond(rows, env[rows.axis]), *last)
-        cut = self.cut(hidden, inside, t)
-        self.begun.weigh(self.copies, env, hidden.bare, cut, inside, edges, scores)
+        self.begun.weigh(self.copies, env, hidden.bare, inside, edges, scores)
 
-    def cut(self, hidden: Mask, inside: tuple[IntExpr, ...], t: IntExpr) -> IntExpr:
-        """What is >= 0 in the steps that a mask may cut."""
+    def cut(self, e: IntExpr, rows: Any, axis: Any, t: IntExpr) -> IntExpr:
+        """What is >= 0 in the steps that a predicate may cut: those that reach beyond what the first row of the tile
+        sees last, or begin before what the last row sees first.
+        """
         p = self.plan.all(Product)[-1]
-        site, rows = self.draft.site(p.sites[0]), axis_called(self.draft, p.m)
-        ((axis, count),) = self.steps.times
-        step, ends = self.steps.depth[axis], axis.extent // self.steps.depth[axis]
-        if not grows(hidden, rows) or len(hidden.inside) != 1 or ends < count:
-            return 0 if hidden.inside else t - ends
-        whole = (substitute(hidden.upper, {rows: self.bindings.base(rows.name, site)}) + 1) // step
-        first: IntExpr = substitute(whole, self.scope.env)
-        return t - first
+        site, step, sign = self.draft.site(p.sites[0]), self.steps.depth[axis], coefficient(e, axis)
+        base = self.bindings.base(rows.name, site)
+        bound = e + axis if sign == -1 else axis - e if sign == 1 else None
+        if bound is None or not grows(bound, rows):
+            return 0
+        begins: IntExpr = t + self.steps.first
+        if sign == -1:
+            whole: IntExpr = substitute((substitute(bound, {rows: base}) + 1) // step, self.scope.env)
+            return begins - whole
+        last = self.draft.length(rows, site) - 1
+        lower: IntExpr = substitute(substitute(bound, {rows: base + last}), self.scope.env)
+        return lower - 1 - begins * step

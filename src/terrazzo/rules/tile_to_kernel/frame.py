@@ -65,14 +65,13 @@ class Frame:
         copies: Copies,
         env: dict[Any, Any],
         term: Node,
-        cut: IntExpr,
-        inside: tuple[IntExpr, ...],
+        inside: Sequence[tuple[IntExpr, IntExpr]],
         edges: tuple[IntExpr, ...],
         scores: Fragment,
     ) -> None:
         """The weights of a step in place of its scores, in the frame of the scores so far. `env` says how to compute
-        the term that scores are where `inside` holds, which is tested in steps that `cut` says something of; `edges`
-        hold where there is a row and a column at all.
+        the term that scores are where all that is `inside` is >= 0; each is tested in the steps where what stands
+        beside it is >= 0. `edges` hold where there is a row and a column at all.
         """
         builder, found, kind = self.builder, self.found, self.found.top.dtype
         place, moved = scores.place, self.worth
@@ -89,10 +88,10 @@ class Frame:
             if x is not l.Load(place, at):
                 builder.add(l.Store(place, at, x))
 
-        def hide() -> None:
+        def hide(hidden: Sequence[IntExpr]) -> None:
             """What the mask hides, or lies beyond the last column, weighs nothing."""
             x: Node = l.Load(place, at)
-            for e in inside:
+            for e in hidden:
                 x = builder.let(l.apply("where", l.apply("ge", l.Index(e), l.Literal(0, i64)), x, nothing))
             builder.add(l.Store(place, at, x))
 
@@ -119,8 +118,9 @@ class Frame:
         rows = [(d.variable, True) for d in held(self.rows)]
         if computed := builder.inside(score):
             builder.loops([*rows, *columns], lambda: builder.add(*computed))
-        if inside:
-            builder.where([cut], lambda: builder.loops([*rows, *columns], hide))
+        for cut in dict.fromkeys(cut for _, cut in inside):
+            hidden = [e for e, other in inside if other is cut or other == cut]
+            builder.where([cut], partial(builder.loops, [*rows, *columns], partial(hide, hidden)))
         builder.loops(rows, one)
 
     def move(self, sums: Fragment) -> None:

@@ -5,7 +5,8 @@ here.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -17,7 +18,8 @@ from terrazzo.ir.canonical import form_of, remember
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
-from terrazzo.ir.plan import Agent, Jam, Limit, Order, Plan, Result
+from terrazzo.ir.expr import IntExpr
+from terrazzo.ir.plan import Agent, Jam, Limit, Order, Plan, Reach, Result, Ring
 from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.verify_kernel import REGISTERS, declared
 from terrazzo.rewrite.rule import Event, Log
@@ -27,6 +29,7 @@ from terrazzo.rules.tile.draft import Draft
 from terrazzo.rules.tile.verify import verify
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.digits import Bindings, extent
+from terrazzo.rules.tile_to_kernel.everyone import Everyone
 from terrazzo.rules.tile_to_kernel.gather import result_place
 from terrazzo.rules.tile_to_kernel.jam import Jam as Jammed
 from terrazzo.rules.tile_to_kernel.memory import Memory, share
@@ -191,7 +194,25 @@ class _Team:
         if wave is None:
             return write()
         inside = [order.count - 1 - self.bindings.tile]
+        if self.plan.all(Reach):
+            return self.unlike(inside, write)
         self.builder.loops([(wave, False)], lambda: self.builder.where(inside, write))
+
+    def unlike(self, inside: Sequence[IntExpr], write: Callable[[], None]) -> None:
+        """`write` for tiles of so many steps each, which are counted: slots go on from tile to tile."""
+        wave, bindings = self.bindings.wave, self.bindings
+        assert wave is not None
+        again = 2 * math.lcm(*(r.slots for r in self.plan.all(Ring) if r.over))
+        bindings.steps = k.Integer(self.builder.fresh("n"), again)
+        self.builder.add(k.DeclareInteger(bindings.steps, 0))
+
+        def tile() -> None:
+            write()
+            steps, _ = self.pipeline()
+            assert steps is not None and bindings.steps is not None
+            self.builder.add(k.SetInteger(bindings.steps, (bindings.steps + steps.visited) % again))
+
+        self.builder.loops([(wave, False)], lambda: self.builder.where(inside, tile))
 
     def pipeline(self) -> tuple[Pipeline | None, Scope]:
         """The steps of a tile, and what is known around it."""
@@ -208,7 +229,8 @@ class _Team:
                 names = ", ".join(sorted(x.name for x in self.draft.tiled))
                 raise Limitation(f"{a.name} lies inside a tile of {names}, so only the grid can walk it")
             scope.env[a] = sum((d.value * d.stride for d in digits), start=0)
-        return Pipeline(self.draft, self.plan, self.builder, self.bindings, scope, self.memory), scope
+        kind = Everyone if len(self.plan.all(Agent)) == 1 else Pipeline
+        return kind(self.draft, self.plan, self.builder, self.bindings, scope, self.memory), scope
 
     def load(self) -> None:
         """A tile, for who only loads."""
@@ -223,7 +245,7 @@ class _Team:
         steps, _ = self.pipeline()
         fragments = {}
         if steps is not None:
-            steps.everyone() if len(self.plan.all(Agent)) == 1 else steps.compute()
+            steps.compute()
             last = self.draft.products[list(self.draft.products)[-1]].reduce
             fragments = steps.fragments
             for line in self.plan.all(Result):

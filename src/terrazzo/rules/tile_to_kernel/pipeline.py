@@ -8,12 +8,12 @@ when it is empty. Where all warps do everything, they fill a slot ahead, and a b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from terrazzo.hw.products import matrix, warps
+from terrazzo.hw.products import matrix
 from terrazzo.hw.wgmma import WarpgroupInstruction
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
@@ -24,7 +24,7 @@ from terrazzo.ir.plan import Plan, Product, Reach, Ring, Stream
 from terrazzo.ir.types import u32
 from terrazzo.rules.tile.agents import LOAD
 from terrazzo.rules.tile.draft import Draft, axis_name
-from terrazzo.rules.tile.reach import visited
+from terrazzo.rules.tile.reach import Visits, visited
 from terrazzo.rules.tile.rings import axis_called, brought, steps
 from terrazzo.rules.tile.spans import span, spanned
 from terrazzo.rules.tile_to_kernel.builder import Builder
@@ -98,6 +98,7 @@ class Pipeline:
         """What an agent does that only loads: one thread asks for boxes as soon as slots are free."""
         held = [r for r in self.rings if not r.over]
         moving = [r for r in self.rings if r.over]
+        self.begin()
         for ring in held:
             self.fill(ring, 0)
         t = self.step_variable()
@@ -117,6 +118,7 @@ class Pipeline:
     def compute(self) -> None:
         """What an agent does that only computes: wait for full slots, multiply, free them; in turn, where teams do."""
         self.take_turn()
+        self.begin()
         for p in self.plan.all(Product):
             if self.outermost(p):
                 self.declare(p)
@@ -230,40 +232,42 @@ class Pipeline:
             then = (self.bindings.team + 1) % self.bindings.agent.teams
             self.builder.where(self.bindings.leader, lambda: self.builder.add(k.Arrive(turn, then)))
 
-    def everyone(self) -> None:
-        """What warps do that do everything."""
-        for p in self.plan.all(Product):
-            if self.outermost(p):
-                self.declare(p)
-        self.factors.begin()
-        moving = next((r for r in self.rings if r.over), None)
-        for ring in self.rings:
-            if not ring.over:
-                self.bring(ring, moving)
-        if moving is None:  # the tile is one step
-            self.every_product(0, {})
-        else:
-            {"ld": self.alternate, "cp.async": self.groups, "tma": self.boxes}[moving.by](moving)
-        self.factors.finish()
-        self.meet(self.plan.all(Product)[-1])
-
     def step_variable(self) -> Var:
         """The number of a step."""
         return self.bindings.loop_variable("t", self.visited)
 
     @cached_property
-    def visited(self) -> IntExpr:
-        """How many steps there are: all, or those that a mask leaves anything of."""
+    def visits(self) -> Visits | None:
+        """Which steps there are, where a mask leaves nothing of others."""
         if not self.plan.all(Reach):
-            return self.steps.count
+            return None
         p = self.plan.all(Product)[-1]
         site, rows = self.draft.site(p.sites[0]), axis_called(self.draft, p.m)
         base, length = self.bindings.base(rows.name, site), self.draft.length(rows, site)
         ((axis, count),) = self.steps.times
-        until = visited(self.draft, p, rows, base, length, self.steps.depth[axis], count)
-        assert until is not None
-        found: IntExpr = substitute(until, self.scope.env)
-        return found
+        found = visited(self.draft, p, rows, base, length, self.steps.depth[axis], count)
+        if found is None:  # there is only one tile, which visits all
+            return None
+        since, until = (substitute(e, self.scope.env) for e in (found.since, found.until))
+        return Visits(since, until)
+
+    def begin(self) -> None:
+        """The first step that is visited: not the first there is, where a mask hides that one."""
+        if self.visits is None or self.visits.since is None:
+            return
+        if self.bindings.since is None:
+            self.bindings.since = k.Integer(self.builder.fresh("since"), self.steps.count)
+        since, first = self.bindings.since, self.visits.since
+        self.builder.add(k.DeclareInteger(since, 0))
+        self.builder.where([first - 1], lambda: self.builder.add(k.SetInteger(since, first)))
+        self.steps.first = since
+
+    @property
+    def visited(self) -> IntExpr:
+        """How many steps there are: all, or those that a mask leaves anything of."""
+        if self.visits is None:
+            return self.steps.count
+        return self.visits.until - (self.bindings.since or 0)
 
     # -- slots ---------------------------------------------------------------------------------------------------------
 
@@ -274,7 +278,9 @@ class Pipeline:
     def slot(self, ring: Ring, t: IntExpr) -> tuple[IntExpr, IntExpr]:
         """The slot that step t of this tile is in, and how often it was used before."""
         n = t if ring.over else 0
-        if self.bindings.wave is not None:
+        if ring.over and self.bindings.steps is not None:
+            n = self.bindings.steps + n
+        elif self.bindings.wave is not None:
             n = self.bindings.turn * (self.steps.count if ring.over else 1) + n
         return n % ring.slots, n // ring.slots
 
@@ -293,137 +299,6 @@ class Pipeline:
         empty = self.memory.empty[ring.name]
         ranks: Sequence[IntExpr | None] = range(shared) if shared > 1 else (None,)
         self.builder.where(first, lambda: self.builder.add(*(k.Arrive(empty, slot, rank) for rank in ranks)))
-
-    # -- all warps load ------------------------------------------------------------------------------------------------
-
-    def bring(self, ring: Ring, moving: Ring | None) -> None:
-        """What is held for a tile, before its steps; with the first of these, where both are copied."""
-        slabs = self.of(ring)
-        if self.builder.depth:
-            self.builder.add(k.Sync())  # the tile before may still be read
-        if ring.by == "tma":
-            full = self.memory.full[ring.name]
-            self.builder.where(self.one, lambda: self.copies.boxes(slabs, 0, 0, full))
-            self.wait(ring, 0)
-        elif ring.by == "cp.async":
-            self.copies.copy(slabs, 0, 0)
-            if moving is None or moving.by != "cp.async":
-                self.builder.add(k.Commit(), k.WaitGroups(0))
-                self.publish()
-        else:
-            for s in slabs:
-                place = self.copies.fetched(s)
-                self.copies.fetch(s, place, 0)
-                self.copies.put(s, place, 0)
-            self.publish()
-
-    @property
-    def one(self) -> list[IntExpr]:
-        """Only the first thread."""
-        return [-self.bindings.warp, -k.LANE]
-
-    def groups(self, ring: Ring) -> None:
-        """A ring filled by cp.async. The slab that a step fills is the one read before its barrier."""
-        slabs, ahead, count, builder = self.of(ring), ring.ahead, self.visited, self.builder
-        first = self.bindings.loop_variable("t", ahead)
-
-        def prologue() -> None:
-            builder.where([count - 1 - first], lambda: self.copies.copy(slabs, first, first))
-            builder.add(k.Commit())
-
-        builder.loops([(first, True)], prologue)
-        t = self.bindings.loop_variable("t", count)
-
-        def body() -> None:
-            builder.add(k.WaitGroups(ahead - 1))
-            self.publish()
-            self.ahead(t, ahead, lambda t: self.copies.copy(slabs, t + ahead, (t + ahead) % ring.slots))
-            builder.add(k.Commit())
-            self.every_product(t, {ring.name: t % ring.slots}, ring.late)
-
-        builder.loops([(t, False)], body)
-        self.finish(ring)
-        builder.add(k.WaitGroups(0), k.Sync())
-
-    def boxes(self, ring: Ring) -> None:
-        """A ring filled by TMA: one thread asks for boxes, all wait for the barrier of the slot they come to."""
-        slabs, ahead, count, builder = self.of(ring), ring.ahead, self.visited, self.builder
-        full = self.memory.full[ring.name]
-
-        def load(t: IntExpr) -> None:
-            self.copies.boxes(slabs, t, self.slot(ring, t)[0], full)
-
-        first = self.bindings.loop_variable("t", ahead)
-        builder.loops([(first, True)], lambda: builder.where([*self.one, count - 1 - first], lambda: load(first)))
-        t = self.bindings.loop_variable("t", count)
-
-        def body() -> None:
-            self.wait(ring, t)
-            builder.add(k.Sync())
-            self.ahead(t, ahead, lambda t: load(t + ahead), *self.one)
-            self.every_product(t, {ring.name: self.slot(ring, t)[0]}, ring.late)
-
-        builder.loops([(t, False)], body)
-        self.finish(ring)
-        builder.add(k.Sync())
-
-    def alternate(self, ring: Ring) -> None:
-        """Two slabs filled through registers: the next one's loads are on their way while this one is used."""
-        slabs, builder, count = self.of(ring), self.builder, self.visited
-        fetched = [self.copies.fetched(s) for s in slabs]
-        slots = ring.slots
-
-        def fetch(t: IntExpr) -> None:
-            for s, place in zip(slabs, fetched, strict=True):
-                self.copies.fetch(s, place, t)
-
-        def put(slot: IntExpr) -> None:
-            for s, place in zip(slabs, fetched, strict=True):
-                self.copies.put(s, place, slot)
-
-        fetch(0)
-        put(0)
-        self.publish()
-        if count == 1:
-            self.every_product(0, {ring.name: 0})
-            return builder.add(*([k.Sync()] if builder.depth else []))  # before the next tile is put there
-        t = self.bindings.loop_variable("t", count)
-
-        def body() -> None:
-            self.ahead(t, 1, lambda t: fetch(t + 1))
-            self.every_product(t, {ring.name: t % slots})
-            if slots == 1:
-                builder.add(k.Sync())
-            builder.where([count - 2 - t], lambda: put((t + 1) % slots))
-            self.publish()
-
-        builder.loops([(t, False)], body)
-
-    def ahead(self, t: Var, ahead: int, write: Callable[[Var], None], *inside: IntExpr) -> None:
-        """`write` in the steps that are not the last `ahead`; which these are is known where indices are judged."""
-        count = self.visited
-        early = Var(t.name, max(count - ahead, 0)) if isinstance(count, int) else t
-        body = [substitute(s, {early: t}) for s in self.builder.inside(lambda: write(early))]
-        self.builder.where([*inside, count - 1 - ahead - t], lambda: self.builder.add(*body))
-
-    def publish(self) -> None:
-        """What threads put into shared memory may be used: by a warpgroup's products, which are asynchronous, behind a
-        fence.
-        """
-        if any(warps(matrix(p.on)) > 1 for p in self.plan.all(Product)):
-            self.builder.add(k.Fence("proxy"))
-        self.builder.add(k.Sync())
-
-    def every_product(self, t: IntExpr, slots: dict[str, IntExpr], late: bool = False) -> None:
-        """The products of step t, one after the other."""
-        for p in self.plan.all(Product):
-            self.products(p, t, self.factors.values(p, t), slots, int(late))
-            self.promotion.add()
-
-    def finish(self, ring: Ring) -> None:
-        """Wait for products that are still on their way after the last step."""
-        if ring.late:
-            self.builder.add(k.WaitGroups(0, "wgmma"))
 
     # -- products ------------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,8 @@ from terrazzo.ir.show_kernel import statement
 from terrazzo.targets.cuda.accesses import Access, Around, accesses, slabs
 
 COPIES = (k.AsyncCopy, k.TensorLoad)
+FOLLOWED = 256
+"""Iterations that are followed at least of a loop that changes integers."""
 EVENTS = (*COPIES, k.TensorStore, k.MultiplyAsync, k.Commit, k.WaitGroups, k.Expect, k.WaitBarrier)
 
 
@@ -90,6 +92,8 @@ class _Thread:
         self.holds_registers = cache(lambda s: [a for a in accesses(s, Around()) if a.place in self.multiplied])
         self.relevant = cache(lambda body: tuple(s for s in body if self.matters(s)))
         self.steps = cache(self.iterations)
+        self.flat = cache(flatten)
+        self.known = cache(_known)
 
     def run(self) -> None:
         """Follow the thread; _Wrong where it does what it may not."""
@@ -129,7 +133,9 @@ class _Thread:
         return loop.most if found is None else found
 
     def carrying(self, loop: k.For) -> Iterator[int]:
-        """The iterations of a loop that changes integers: whole rounds are left out once these come around again."""
+        """The iterations of a loop that changes integers: whole rounds are left out once these come around again, or
+        after so many that one of them is like those that are left.
+        """
         count, i, before = self.count(loop), 0, None
         integers = sorted(v.name for v in k.changed(loop.body))
         while i < count:
@@ -137,7 +143,8 @@ class _Thread:
             i += 1
             if i % self.round == 0:
                 now = [self.env.get(name) for name in integers]
-                i += max((count - i) // self.round - 1, 0) * self.round if now == before else 0
+                again = now == before or i >= FOLLOWED
+                i += max((count - i) // self.round - 1, 0) * self.round if again else 0
                 before = now
 
     def matters(self, s: Node) -> bool:
@@ -196,7 +203,7 @@ class _Thread:
 
     def held(self, a: Access) -> Held | None:
         """The registers of an access; None where they depend on data."""
-        first = self.number(flatten(a.index, a.place.type.element_strides))
+        first = self.number(self.flat(a.index, a.place.type.element_strides))
         return None if first is None else (a.place, first, first + a.count)  # type: ignore[return-value]
 
     def settled(self, s: Node, held: Sequence[Held]) -> None:
@@ -264,13 +271,16 @@ class _Thread:
         """The value of an expression for this thread; None where it depends on data."""
         if isinstance(e, int):
             return e
-        known: dict[Expr, Any] = {}
-        for x in topological([e], stop=lambda x: isinstance(x, Var)):
-            if isinstance(x, Loaded) or (isinstance(x, Var) and self.env[x.name] is None):
-                return None
-            if isinstance(x, Var):
-                known[x] = self.env[x.name]
-        return int(evaluate(e, known))
+        if (variables := self.known(e)) is None:
+            return None
+        known: dict[Expr, Any] = {x: self.env[x.name] for x in variables}
+        return None if None in known.values() else int(evaluate(e, known))
+
+
+def _known(e: Expr) -> tuple[Var, ...] | None:
+    """The variables of an expression; None where it depends on data."""
+    parts = topological([e], stop=lambda x: isinstance(x, Var))
+    return None if any(isinstance(x, Loaded) for x in parts) else tuple(x for x in parts if isinstance(x, Var))
 
 
 def _rings(kernel: k.Kernel) -> set[Any]:

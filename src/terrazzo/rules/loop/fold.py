@@ -1,0 +1,281 @@
+"""What is known of places is not computed: predicates on indices that always hold, sums of indices, indices "from data"
+that are none. A mask that is made of them alone is no tensor any more: its readers compute it.
+
+Models build masks from positions in many small steps, each of which stores a tensor: what lies before the first token,
+which document a token is of, who may see whom. Put together, most of it says nothing, and the rest is one comparison,
+which tells attention what it need not visit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from terrazzo.ir.address import coefficient
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects.scalar import is_cast
+from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var, at_least
+from terrazzo.ir.node import Node, substitute, topological, transform
+from terrazzo.ir.types import DType, i64
+from terrazzo.rewrite.rule import Event, Log
+from terrazzo.rules.loop.inline import inline
+
+PASS = "fuse"
+CHEAP = 8
+"""Scalar operations that cost no more than to store and load what they compute."""
+COMPARED: dict[str, Callable[[IntExpr, IntExpr], tuple[IntExpr, ...]]] = {
+    "le": lambda a, b: (b - a,),
+    "lt": lambda a, b: (b - a - 1,),
+    "ge": lambda a, b: (a - b,),
+    "gt": lambda a, b: (a - b - 1,),
+}
+"""What is >= 0 where a comparison holds."""
+OPPOSITE = {"le": "gt", "lt": "ge", "ge": "lt", "gt": "le"}
+
+
+def fold(program: l.Program, log: Log) -> l.Program:
+    """`program` with what is known of places folded, and what only depends on them computed where it is read.
+
+    @loop
+    def f(x: f32[4, 4]):
+        with kernel('mask', mask=f32[4, 4]):
+            for a0 in free(4):
+                for a1 in free(4):
+                    v0 = le(index(a1), index(a0))
+                    mask[a0, a1] = where(v0, f32(0.0), f32(-inf))
+        with kernel('z', z=f32[4, 4]):
+            for a0 in free(4):
+                for a1 in free(4):
+                    z[a0, a1] = add(x[a0, a1], mask[a0, a1])
+        return (z,)
+    =>
+    @loop
+    def f(x: f32[4, 4]):
+        with kernel('z', z=f32[4, 4]):
+            for a0 in free(4):
+                v0 = index(a0)
+                for a1 in free(4):
+                    in0 = x[a0, a1]
+                    v1 = index(a1)
+                    v2 = le(v1, v0)
+                    v3 = where(v2, f32(0.0), f32(-inf))
+                    v4 = add(in0, v3)
+                    z[a0, a1] = v4
+        return (z,)
+    """
+    steps: list[Any] = [_kernel(s, log) if isinstance(s, l.Kernel) else s for s in program.steps]
+    kept = {*program.results, *(b for s in steps if isinstance(s, l.Call) for b in s.reads)}
+    n = 0
+    while n < len(steps):
+        first = steps[n]
+        if not isinstance(first, l.Kernel) or kept & {*first.writes} or not all(cheap(s.value) for s in first.stores):
+            n += 1
+            continue
+        for m, s in enumerate(steps):
+            if isinstance(s, l.Kernel) and {*s.reads} & {*first.writes}:
+                made = inline(s, first)
+                log.add(Event(PASS, "recompute", s.name, True, f"{first.name} is made of indices alone"))
+                log.applied(PASS, "recompute", s.name, [first, s], [made])
+                steps[m] = _kernel(made, log)
+        del steps[n]
+        n = 0  # what read it may be cheap now
+    return l.Program(program.name, program.inputs, tuple(steps), program.results)
+
+
+def fold_indices(kernel: l.Kernel) -> l.Kernel:
+    """`kernel` with what is known of indices folded in its terms.
+
+    @loop
+    def f(x: f32[4, 8]):
+        with kernel('z', z=f32[4, 8]):
+            for a0 in free(4):
+                for a1 in free(8):
+                    in0 = x[a0, a1]
+                    v0 = add(index(a1), i64(1))
+                    v1 = gt(v0, i64(0))
+                    v2 = where(v1, in0, f32(0.0))
+                    z[a0, a1] = v2
+        return (z,)
+    =>
+    @loop
+    def f(x: f32[4, 8]):
+        with kernel('z', z=f32[4, 8]):
+            for a0 in free(4):
+                for a1 in free(8):
+                    in0 = x[a0, a1]
+                    z[a0, a1] = in0
+        return (z,)
+    """
+    stores = tuple(l.Store(s.buffer, s.index, folded(s.value)) for s in kernel.stores)
+    return kernel if stores == kernel.stores else l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
+
+
+def _kernel(kernel: l.Kernel, log: Log) -> l.Kernel:
+    """A kernel with its terms folded, which is told."""
+    if (made := fold_indices(kernel)) is kernel:
+        return kernel
+    log.add(Event(PASS, "fold_indices", kernel.name, True, "what is known of indices is not computed"))
+    log.applied(PASS, "fold_indices", kernel.name, [kernel], [made])
+    return made
+
+
+def cheap(x: Node) -> bool:
+    """Whether a term is a few operations on indices, or fewer."""
+    parts = topological([x], stop=lambda n: isinstance(n, Expr))
+    if any(isinstance(n, l.Load | l.Reduce | l.Scan | l.Get) for n in parts):
+        return False
+    if any(isinstance(n, Loaded) for n in topological([x])):
+        return False
+    work = [n for n in parts if isinstance(n, l.Apply) and not is_cast(n.fn)]
+    return len(work) <= CHEAP and all(n.fn.name in EASY for n in work)
+
+
+EASY = (*COMPARED, "eq", "ne", "and_", "or_", "not_", "where", "add", "sub", "mul", "min", "max")
+"""Functions that are one instruction."""
+
+
+def folded(x: Any) -> Any:
+    """A term that means the same, with what is known of indices folded."""
+    return transform(x, _folded)
+
+
+def _folded(x: Any) -> Any:
+    if isinstance(x, Loaded):
+        e = place(x.value)
+        inside = e is not None and at_least(e, 0) and at_least(x.extent - 1 - e, 0)
+        return e if inside else x
+    if isinstance(x, l.Index) and isinstance(x.value, int):
+        return l.Literal(x.value, i64)
+    if isinstance(x, l.Scan) and x.monoid.name == "sum" and _literal(x.args[0]) == 0 and x.dtype.is_integer:
+        return x.args[0]
+    if not isinstance(x, l.Apply):
+        return x
+    name, args = x.fn.name, x.args
+    if name in ("and_", "or_", "not_"):
+        return _logic(x, name, args)
+    if name == "where":
+        return _chosen(x, *args)
+    if is_cast(x.fn):
+        return _cast(x, args[0])
+    if len(args) == 2 and (both := [place(a) for a in args]) and None not in both:
+        return _arithmetic(x, name, *both)
+    return x
+
+
+def place(x: Any) -> IntExpr | None:
+    """A term of whole numbers as an index expression."""
+    if isinstance(x, l.Index):
+        return x.value
+    if isinstance(x, l.Literal) and x.type is i64:
+        return int(x.value)
+    return None
+
+
+def _literal(x: Any) -> Any:
+    return x.value if isinstance(x, l.Literal) else None
+
+
+def _arithmetic(x: l.Apply, name: str, a: Any, b: Any) -> Any:
+    """Sums and comparisons of index expressions."""
+    if name in ("add", "sub") or (name == "mul" and (isinstance(a, int) or isinstance(b, int))):
+        e = a + b if name == "add" else a - b if name == "sub" else a * b
+        return l.Literal(e, i64) if isinstance(e, int) else l.Index(e)
+    if name in COMPARED:
+        holds = all(at_least(e, 0) for e in COMPARED[name](a, b))
+        fails = all(at_least(e, 0) for e in COMPARED[OPPOSITE[name]](a, b))
+        return l.Literal(holds, x.dtype) if holds or fails else x
+    if name in ("eq", "ne"):
+        same = isinstance(a - b, int) and a - b == 0
+        apart = at_least(a - b - 1, 0) or at_least(b - a - 1, 0)
+        return l.Literal(same == (name == "eq"), x.dtype) if same or apart else x
+    return x
+
+
+def _logic(x: l.Apply, name: str, args: Any) -> Any:
+    if x.dtype.kind != "bool":
+        return x
+    if name == "not_":
+        known = _literal(args[0])
+        return x if known is None else l.Literal(not known, x.dtype)
+    for one, other in (args, args[::-1]):
+        if (known := _literal(one)) is not None:
+            return other if known is (name == "and_") else one
+    return x
+
+
+def _cast(x: l.Apply, arg: Any) -> Any:
+    """Constants in another type, also those that are chosen among."""
+    if (found := _converted(arg, x.dtype)) is not None:
+        return found
+    if isinstance(arg, l.Apply) and arg.fn.name == "where":
+        one, other = (_converted(a, x.dtype) for a in arg.args[1:])
+        if one is not None and other is not None:
+            return l.apply("where", arg.args[0], one, other)
+    return x
+
+
+def _converted(x: Any, to: DType) -> l.Literal | None:
+    """A constant in a type that has it exactly."""
+    if not isinstance(x, l.Literal) or to.kind == "bool":
+        return None
+    exact = x.type.is_float and to.is_float and float(np.asarray(x.value, to.numpy)) == x.value
+    whole = not x.type.is_float and to.is_integer and abs(int(x.value)) < 1 << 15
+    if exact:
+        return l.Literal(float(x.value), to)
+    return l.Literal(int(x.value), to) if whole else None
+
+
+def _chosen(x: l.Apply, condition: Any, one: Any, other: Any) -> Any:
+    """`where`, each of whose values is simplified by what holds where it is taken. One that is the other's value there
+    too is taken everywhere.
+    """
+    if isinstance(condition, l.Literal):
+        return one if condition.value else other
+    if one is other:
+        return one
+    found = _bound(condition)
+    if found is None or not all(cheap(y) for y in (one, other)):
+        return x  # a load is made whatever the condition is, with the guards it has
+    v, yes, no = found
+    taken, left = _narrowed(one, v, yes), _narrowed(other, v, no)
+    if _narrowed(left, v, yes) is _narrowed(taken, v, yes):
+        return left
+    if _narrowed(taken, v, no) is _narrowed(left, v, no):
+        return taken
+    return l.apply("where", condition, taken, left)
+
+
+Span = tuple[int, int]
+"""The first and the last value of a variable."""
+
+
+def _bound(condition: Any) -> tuple[Any, Span, Span] | None:
+    """The only variable that a comparison is of, and its values where that holds, and where it does not; both exist."""
+    if not isinstance(condition, l.Apply) or condition.fn.name not in COMPARED:
+        return None
+    both = [place(a) for a in condition.args]
+    if None in both:
+        return None
+    (e,) = COMPARED[condition.fn.name](*both)  # type: ignore[arg-type]
+    variables = [v for v in e.free if isinstance(v.extent, int)] if isinstance(e, Expr) else []
+    if len(variables) != 1:
+        return None
+    (v,) = variables
+    sign = coefficient(e, v)
+    rest = e - sign * v if sign in (1, -1) else None
+    if not isinstance(rest, int):
+        return None
+    last = v.extent - 1
+    low, high = (0, rest) if sign == -1 else (-rest, last)  # where it holds
+    others = (high + 1, last) if sign == -1 else (0, low - 1)
+    return (v, (low, high), others) if 0 <= low <= high <= last and others[0] <= others[1] else None
+
+
+def _narrowed(x: Any, v: Any, span: Span) -> Any:
+    """A term folded by what is known where a variable is in a span."""
+    first, last = span
+    inner: Any = Var(l.fresh_name(), last - first + 1) if last > first else 0
+    found = folded(substitute(x, {v: inner + first}))
+    return substitute(found, {inner: v - first}) if last > first else found

@@ -1,0 +1,208 @@
+"""Schedules of a product of a product on the instructions of warpgroups, and what the model says of each."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from terrazzo.hw.gpu import Gpu
+from terrazzo.hw.wgmma import PRODUCTS
+from terrazzo.ir.schedule import Factor, Operand, Schedule, Site, Word
+from terrazzo.ir.sites import called
+from terrazzo.rules.loop_to_tile.chain import Chain
+from terrazzo.rules.loop_to_tile.chain_schedules import Tile, alike, panels, parts
+from terrazzo.rules.loop_to_tile.threads import ceil
+from terrazzo.rules.loop_to_tile.warpgroups import REGISTERS, ROWS
+from terrazzo.rules.tile.draft import axis_name
+
+STEP = 128
+"""Columns of the inner product that a warpgroup has in a step, at most."""
+MOST_SLOTS = 4
+"""Slots for each operand of a step: more are never waited for less."""
+BARRIERS = 1024
+"""Bytes of shared memory for barriers, and for what slabs begin at multiples of."""
+EXPONENTIALS = 27.2
+"""Exponentials that a processor finds in a nanosecond: 16 in each of 1.7 cycles."""
+BESIDE = {(False, 1): 1.0, (False, 2): 0.8, (False, 3): 0.7, (True, 1): 0.6, (True, 2): 0.5, (True, 3): 0.35}
+"""How much of the time for exponentials is not hidden behind products: whether steps overlap, and by the number of
+warpgroups. 4 x 32 x 2048 x 128 took 497 us with two on an H200 and 455 overlapped (a text by hand); that three hide
+more, and what one does, are estimates.
+"""
+TURNAROUND = 250.0
+"""Nanoseconds from a warpgroup's scores to its next ones, besides its products and exponentials. An estimate."""
+BLOCK, TILE = 3300.0, 1000.0
+"""Nanoseconds that a block takes to begin and to end, and a tile where blocks stay for several: the former is what is
+left of 16 x 16 x 1024 x 128 and 4 x 32 x 2048 x 128 on an H200 (274 and 497 us), the latter an estimate.
+"""
+CACHED = 32 << 20
+"""Bytes of the second level cache that operands of tiles that run at the same time may take."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """`count` warpgroups have 64 rows each, and `step` columns of the inner product in a step, of which operands have
+    `slots`. Steps overlap, or do not; results gather in shared memory, or do not. There are `blocks` that stay for
+    several tiles (0: each has one), and walk `together` rows of tiles at a time.
+    """
+
+    count: int
+    step: int
+    slots: int
+    overlap: bool
+    gathered: bool
+    blocks: int = 0
+    together: int = 0
+
+    def shared(self, c: Chain) -> int:
+        """Bytes of shared memory."""
+        depth, width, rows = int(c.depth.extent), int(c.columns.extent), self.count * ROWS
+        down = sum(c.rows in x.free for x in c.inside)
+        along = len(c.inside) - down
+        operands = 2 * (down * self.held * rows * depth + self.slots * self.step * (along * depth + width))
+        return operands + (2 * 2 * rows * parts(width) if self.gathered else 0)
+
+    @property
+    def held(self) -> int:
+        """Slots for what is held for a tile: the next one's comes while this one is multiplied."""
+        return 2 if self.blocks and self.step == STEP else 1
+
+
+def on_warpgroups(c: Chain, gpu: Gpu, way: Groups, longest_first: bool = False) -> Schedule | None:
+    """A producer warp, warpgroups of 64 rows each, slots for the operands of a step. None where no instruction fits."""
+    kind = c.operands[0].dtype.name  # type: ignore[attr-defined]
+    width, depth, step = c.columns.extent, c.depth.extent, way.step
+    inner, outer = (f"wgmma.m64n{n}k16.f32.{kind}" for n in (step, width))
+    if depth % 16 or inner not in PRODUCTS or outer not in PRODUCTS or len(_wide(c)) != 1:
+        return None
+    name = axis_name(c.steps)
+    *_, v = c.operands
+    mine = (c.rows.name, (Factor("warpgroup", way.count), Factor("inst.m", ROWS)))
+    along = {called(x): _by_tma(depth, way.held if c.rows in x.free else 1) for x in c.inside}
+    across = (name, (Factor("inst.n", step),))
+    first = Site(c.sums, (mine, across, _depth(c.depth, depth)), (*along.items(),), inner)
+    columns = (c.columns.name, (Factor("inst.n", width),))
+    second = Site((c.outer,), (mine, columns, _depth(c.steps, step)), ((called(v), _by_tma(width)),), outer)
+    last = _gathered(c) if way.gathered else alike(c)
+    lines = Tile(way.count * ROWS, step, way.slots).lines(c, longest_first, overlap=way.overlap)
+    return Schedule(c.kernel.name, gpu.arch, tuple(lines), (), _directives(way), (first, second, *last))
+
+
+def _directives(way: Groups) -> tuple[Any, ...]:
+    roles = (
+        ("load", Word("warp", (1,))),
+        ("math", Word("warpgroup", (way.count,))),
+        ("registers", REGISTERS[way.count] if way.count != 2 else (24, 240)),
+    )
+    order = (("order", Word("grouped", (way.together,))),) if way.together else ()
+    stay = (("persistent", (way.blocks,), order),) if way.blocks else ()
+    return (*stay, ("roles", (), roles))
+
+
+def _depth(axis: Any, size: int) -> tuple[str, tuple[Factor, ...]]:
+    return axis_name(axis), (Factor("reg", size // 16), Factor("inst.k", 16))
+
+
+def _by_tma(width: int, slots: int = 1) -> Operand:
+    """By TMA, in panels as wide as a swizzle."""
+    more = (("slots", slots),) if slots > 1 else ()
+    return Operand("smem", (("by", "tma"), ("swizzle", 2 * panels(width)), *more))
+
+
+def _wide(c: Chain) -> list[Any]:
+    """The stores of all columns. Besides them there may be some of rows."""
+    return [s for s in c.kernel.stores if c.columns in s.free]
+
+
+def _gathered(c: Chain) -> tuple[Site, ...]:
+    """Results leave through shared memory, a part of the columns at a time; those of rows from their registers."""
+    (store,) = _wide(c)
+    width, part = c.columns.extent, parts(c.columns.extent)
+    times = Factor("time", width // part, (("ring", 2),)), Factor("block", part)
+    through = Operand("smem", (("by", "tma"), ("swizzle", 2 * part)))
+    out = Site((store.buffer.name,), ((c.columns.name, times),), ((store.buffer.name, through),))
+    return tuple(out if s.names == out.names else s for s in alike(c))
+
+
+# -- which there are, and which is best --------------------------------------------------------------------------------
+
+
+def arrangements(c: Chain, gpu: Gpu) -> Iterator[Groups]:
+    """What a processor has room for, one block for each tile."""
+    most = STEP if c.columns.extent <= 128 and not c.beside else STEP // 2  # each sum of a step is in registers
+    step = min(most, ceil(c.steps.extent, 16) * 16)
+    counts = [n for n in (1, 2, 3) if (n - 1) * ROWS < c.rows.extent]
+    for count, overlap, gathered in product(counts, (True, False), (True, False)):
+        if count == 3 and c.columns.extent > 64:
+            continue  # 160 registers hold no more sums beside 128 scores
+        for slots in range(MOST_SLOTS, 1, -1):
+            way = Groups(count, step, slots, overlap, gathered)
+            if way.shared(c) + BARRIERS <= gpu.shared:
+                yield way
+                break
+
+
+def staying(way: Groups, c: Chain, gpu: Gpu, unlike: bool) -> Iterator[Groups]:
+    """The same with blocks that stay for several tiles. Where tiles are `unlike`, long ones of several rows come before
+    short ones, of as many as fit in the cache.
+    """
+    others = outside(c)
+    if math.prod(others) * ceil(c.rows.extent, way.count * ROWS) <= gpu.processors:
+        return
+    size = 2 * c.steps.extent * (c.depth.extent + c.columns.extent)
+    rows = others[-1] if others and unlike else 1
+    groups = [n for n in range(1, rows + 1) if rows % n == 0 and (n == 1 or n * size <= CACHED)]
+    for together in groups:
+        for slots in range(way.slots, 1, -1):
+            made = Groups(
+                way.count, way.step, slots, way.overlap, way.gathered, gpu.processors, together if together > 1 else 0
+            )
+            if made.shared(c) + BARRIERS <= gpu.shared:
+                yield made
+                break
+
+
+def price(way: Groups, c: Chain, gpu: Gpu, steps: Sequence[int]) -> float:
+    """Nanoseconds, where a tile visits so many steps for each part of the rows, the first one first."""
+    width, depth = c.columns.extent, c.depth.extent
+    assert gpu.warpgroups is not None
+    rate = gpu.warpgroups.rate / gpu.processors
+    inner, outer = (2 * way.count * ROWS * way.step * n / rate for n in (depth * len(c.sums), width))
+    found = way.count * ROWS * way.step / EXPONENTIALS
+    busy = inner + outer + BESIDE[way.overlap, way.count] * found
+    alone = (inner + (0.0 if way.overlap else outer) + found) / way.count + TURNAROUND
+    each = max(busy, alone)
+    times = math.prod(outside(c))
+    if way.blocks:
+        return BLOCK + _longest([each * n + TILE for n in steps], times, way)
+    return _listed([each * n + BLOCK for n in steps[::-1]], times, gpu.processors)
+
+
+def outside(c: Chain) -> list[int]:
+    """The extents of the axes that only the grid walks."""
+    extents: list[Any] = [a.extent for a in c.kernel.axes if a not in (c.rows, c.columns)]
+    return extents
+
+
+def _longest(tiles: Sequence[float], times: int, way: Groups) -> float:
+    """The most any block has, of tiles that are dealt out in order: those of the last rows are the longest."""
+    lengths = np.repeat(np.array(tiles[::-1]), max(way.together, 1))
+    every = np.resize(lengths, -(-times * len(tiles) // way.blocks) * way.blocks)
+    every[times * len(tiles) :] = 0
+    return float(every.reshape(-1, way.blocks).sum(0).max())
+
+
+def _listed(tiles: Sequence[float], times: int, processors: int) -> float:
+    """Until the last of some tiles is done, each of which goes to who is free first."""
+    if times * len(tiles) > 64 * processors:
+        return sum(tiles) * times / processors + max(tiles)
+    busy = [0.0] * processors
+    for _ in range(times):
+        for x in tiles:
+            heapq.heapreplace(busy, busy[0] + x)
+    return max(busy)
