@@ -28,8 +28,12 @@ from terrazzo.rules.tile_to_kernel.digits import Bindings, zero
 from terrazzo.rules.tile_to_kernel.multiply import Fragment, component, spread
 from terrazzo.rules.tile_to_kernel.scope import Scope
 
-ROOM = 48
-"""32-bit registers of a thread for what the results of two subtiles load: beside 128 accumulators they do not spill."""
+ROOM, OTHERS = 48, 48
+"""32-bit registers of a thread for what the results of two subtiles load, at most, and for what is neither that nor an
+accumulator: so many beside 128 accumulators do not spill.
+"""
+MOST = 168
+"""Registers of a thread that has no role."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +116,10 @@ class Gather:
         terms = [let.term for let in tile.leaf.lets if isinstance(let.term, l.Load) and let.term not in here.env]
         paired = [x for x in terms if tile.columns.axis in x.free and not x.inside and wide(here(x), j, 2)]
         sizes = [tile.each * x.dtype.size // 4 for x in paired]
-        slots = 2 if 2 * sum(sizes) <= ROOM else 1
-        taken = [x for n, x in enumerate(paired) if slots * sum(sizes[: n + 1]) <= ROOM]
+        sums = sum(k.shared_bytes(f.place) // 4 for f in tile.fragments.values())
+        room = min(ROOM, (self.bindings.agent.registers or MOST) - sums - OTHERS) // len(tile.leaf.stores)
+        slots = 2 if 2 * sum(sizes) <= room else 1
+        taken = [x for n, x in enumerate(paired) if slots * sum(sizes[: n + 1]) <= room]
         init = {x: l.Literal(zero(x.dtype), x.dtype) if here.pending else None for x in taken}
         return {x: self.builder.registers("in", x.dtype, (slots, tile.each), init[x]) for x in taken}
 
