@@ -75,6 +75,8 @@ class _Reader:
             tensor = node.meta["val"] if node.op == "placeholder" else _attribute(self.gm, node.target)
             if not isinstance(tensor, torch.Tensor):
                 raise Limitation(f"the input is no tensor but {type(tensor).__name__}; compile for concrete sizes")
+            if node.op == "get_attr" and _is_number(node, tensor):
+                return Aten("aten.full.default", (tuple(tensor.shape), tensor.item()), (), _plain(tensor))
             value = Input(label, type_of(tensor))
             self.inputs.append(value)
             if node.op == "get_attr":
@@ -146,6 +148,17 @@ def _plain(tensor: Any) -> Type:
         raise Limitation(f"it returns a {type(tensor).__name__}, no tensor")
     found = type_of(tensor)
     return Type(found.dtype, found.shape)
+
+
+def _is_number(node: Any, tensor: Any) -> bool:
+    """Whether a constant of the graph is one that the program text has, as in x[..., [-2]] and torch.tensor(3): nobody
+    can change it later.
+    """
+    import torch
+
+    literal = all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
+    known = type(tensor) is torch.Tensor and tensor.device.type != "meta" and tensor.dtype is torch.int64
+    return bool(node.users) and literal and known and tensor.numel() == 1
 
 
 def _attribute(gm: Any, path: str) -> Any:

@@ -356,6 +356,30 @@ def where(condition: Node, a: Node, b: Node) -> Elementwise:
     return apply("where", condition, a, b)
 
 
-def loaded(x: Node, index: Sequence[IntExpr], extent: IntExpr) -> Loaded:
-    """The value of integer tensor `x` at `index`, as an index in [0, extent)."""
+def loaded(x: Node, index: Sequence[IntExpr], extent: IntExpr) -> IntExpr:
+    """The value of integer tensor `x` at `index`, as an index in [0, extent). It is read where it does not follow from
+    the coordinates.
+    """
+    known = follows(x, index)
+    if known is not None and at_least(known, 0) and at_least(extent - 1 - known, 0):
+        return known
     return Loaded(Read(x, tuple(index)), extent)
+
+
+def follows(x: Any, index: Sequence[IntExpr]) -> IntExpr | None:
+    """The value of a tensor of i64 at `index` where coordinates and constants are all that it is made of, else None."""
+    if not isinstance(x, Literal | Iota | IndexMap | Elementwise) or x.type.dtype is not i64:
+        return None
+    if isinstance(x, Literal):
+        return int(x.value)
+    here: dict[Any, IntExpr] = dict(zip(coordinates(x.type.shape), index, strict=True))
+    if isinstance(x, Iota):
+        return substitute(x.index, here)  # type: ignore[no-any-return]
+    if isinstance(x, IndexMap):
+        return None if x.inside else follows(x.x, tuple(substitute(e, here) for e in x.index))
+    if x.fn.name not in ("add", "sub", "mul"):
+        return None
+    a, b = (follows(y, index) for y in x.args)
+    if a is None or b is None:
+        return None
+    return a + b if x.fn.name == "add" else a - b if x.fn.name == "sub" else a * b

@@ -7,7 +7,7 @@ from typing import Any
 
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects.torch import Aten
-from terrazzo.ir.expr import IntExpr
+from terrazzo.ir.expr import IntExpr, at_least
 from terrazzo.ir.types import i64
 from terrazzo.rewrite.rule import Rule, need
 from terrazzo.rules.torch_to_tensor.common import aten, normalize, result
@@ -17,6 +17,11 @@ def wrapped(index: Any, extent: Any) -> Any:
     """An integer tensor with negative entries counted from the end."""
     index = t.cast(index, i64)
     shape = index.type.shape
+    known = t.follows(index, t.coordinates(shape))
+    if isinstance(known, int):
+        return t.literal(known if known >= 0 else known + extent, i64, shape)
+    if known is not None and at_least(known, 0):
+        return index
     return t.where(
         t.apply("lt", index, t.literal(0, i64, shape)), t.apply("add", index, t.literal(extent, i64, shape)), index
     )
