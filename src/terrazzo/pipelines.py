@@ -111,7 +111,7 @@ PASSES = (
          lambda p, log, o, lost: pass_views(p, log)),
     Pass("relax", "loop", "loop", "what is rounded to 16 bits at once is computed no more exactly than that asks for",
          lambda p, log, o, lost: relax(p, log)),
-    Pass("online", "loop", "loop", "what lies between two products becomes part of the second, where that has a schedule",
+    Pass("online", "loop", "loop", "what lies between two products becomes part of the second, where that pays",
          lambda p, log, o, lost: _chained(p, log, o, lost) if o.fuse else p),
     Pass("parts", "loop", "loop", "products in float32 become products of bfloat16, where that is allowed and faster",
          lambda p, log, o, lost: in_parts(p, log, o, lost)),

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.kernels.programs import Lowered, lowered
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from terrazzo.check.replay import check
 from terrazzo.front.capture import capture
@@ -45,7 +46,8 @@ def causal(q: Any, k: Any, v: Any) -> Any:
 
 
 def masked(q: Any, k: Any, v: Any, m: Any) -> Any:
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=m)
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=m)
 
 
 def grouped(q: Any, k: Any, v: Any) -> Any:
@@ -174,3 +176,17 @@ def test_what_is_pinned_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     args = tensors(ONE, ONE, ONE, ONE)
     pinned = lowered(gradients(plain), args, "sm_90a", materialize=("where_again", "sub_bf16"))
     assert {"where_again", "sub_bf16"} <= {b.name for s in pinned.lowering.loop.steps for b in s.writes}
+
+
+@pytest.mark.parametrize("most", [1 << 30, -1])
+def test_rows_without_any_key_have_no_gradient(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(again, "LARGEST", most)
+    q, k, v, g = tensors(*((1, 1, 64, 64),) * 4)
+    mask = torch.zeros(64, 64, dtype=torch.bfloat16)
+    mask[:, 40:] = -torch.inf
+    mask[7] = -torch.inf
+    found = lowered(gradients(masked), (q, k, v, mask, g), "sm_90a")
+    assert len(plans(found, Frame)) == 1
+    close(found, gradients(masked), (q, k, v, mask, g))
+    dq = np.asarray(found.simulated()[1], np.float32)
+    assert (dq[..., 7, :] == 0).all() and (np.asarray(found.simulated()[2], np.float32)[..., 40:, :] == 0).all()

@@ -26,8 +26,8 @@ STEP = 20.0
 """Nanoseconds of a step of a scan, of which one thread takes one after the other. An estimate: it was not measured."""
 CHAINED, BETWEEN, BESIDE = 0.845, 6e-4, 0.3
 """A chain of products: what of the instructions' rate it reaches, the nanoseconds a number that lies between the
-products takes on CUDA cores, and how much of the shorter of both is not hidden behind the longer one. Fitted to attention
-with heads of 64, 128 and 256 on an H200 (22 November 2026): within 15 % at 2048 tokens and more.
+products takes on CUDA cores, and how much of the shorter of both is not hidden behind the longer one. Fitted to
+attention with heads of 64, 128 and 256 on an H200 (22 November 2026): within 15 % at 2048 tokens and more.
 """
 
 GATHERED = 4.3

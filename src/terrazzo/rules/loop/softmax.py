@@ -1,0 +1,90 @@
+"""A softmax, found in the terms of the kernels that compute it, whatever they came from."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import Var
+from terrazzo.ir.monoid import monoid
+from terrazzo.ir.node import substitute
+from terrazzo.rules.loop.definitions import Definitions
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """A kernel that stores exp(score - top) / total along `column`; `empty` says which rows are 0 instead."""
+
+    kernel: l.Kernel
+    column: Var
+    score: Any
+    top: Any
+    total: Any
+    empty: Any
+
+    @property
+    def buffer(self) -> l.Buffer:
+        return self.kernel.stores[0].buffer
+
+    @property
+    def rows(self) -> list[Var]:
+        return [a for a in self.kernel.axes if a is not self.column]
+
+
+def softmaxes(program: l.Program, known: Definitions) -> list[Softmax]:
+    """The kernels that end a softmax: not those whose weights another one of them only completes."""
+    found = [w for s in program.steps if isinstance(s, l.Kernel) and (w := softmax(known, s)) is not None]
+    kernels = {w.kernel for w in found}
+    return [w for w in found if not set(known.readers.get(w.buffer, ())) <= kernels]
+
+
+def softmax(known: Definitions, kernel: l.Kernel) -> Softmax | None:
+    """A kernel as a softmax, or None."""
+    (store, *more) = kernel.stores
+    value: Any = store.value
+    empty = None
+    match value:
+        case l.Apply(fn=fn, args=(condition, l.Literal(value=0), rest)) if fn.name == "where":
+            empty, value = condition, rest
+    match known.unfold(value):
+        case l.Apply(fn=fn, args=(weight, total)) if fn.name == "div" and not more:
+            pass
+        case _:
+            return None
+    match known.unfold(weight):
+        case l.Apply(fn=fn, args=(difference,)) if fn.name == "exp":
+            pass
+        case _:
+            return None
+    match known.unfold(difference):
+        case l.Apply(fn=fn, args=(score, top)) if fn.name == "sub":
+            pass
+        case _:
+            return None
+    columns = [a for a in kernel.axes if a in score.free and a not in top.free]
+    if len(columns) != 1 or value.dtype.name != "f32":
+        return None
+    over = partial(_over, columns[0])
+    known_rows = known.unfold(top) is over("max", score) and known.unfold(total) is over("sum", weight)
+    if not known_rows or (empty is not None and not _nothing(known, empty, columns[0], score)):
+        return None
+    return Softmax(kernel, columns[0], score, top, total, empty)
+
+
+def _over(axis: Var, name: str, term: Any) -> l.Reduce:
+    return l.Reduce.make(monoid(name), (axis,), (term,))
+
+
+def _nothing(known: Definitions, empty: Any, column: Var, score: Any) -> bool:
+    """Whether a condition says that all scores of a row are -inf."""
+    found = known.unfold(empty)
+    if not isinstance(found, l.Reduce) or found.monoid.name != "all" or len(found.axes) != 1:
+        return False
+    (axis,), (term,) = l.open_binder(found)
+    match known.unfold(term):
+        case l.Apply(fn=fn, args=(other, l.Literal(value=value))) if fn.name == "eq" and value == -math.inf:
+            return bool(substitute(other, {axis: column}) is score)
+    return False
