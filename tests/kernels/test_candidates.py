@@ -19,7 +19,9 @@ from terrazzo.errors import CompilerBug, Limitation, UserError
 from terrazzo.front.capture import capture
 from terrazzo.interp import loop
 from terrazzo.interp.torch import call_numpy
+from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.text import parse, show
+from terrazzo.ir.verify_kernel import declared
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from terrazzo.rules.loop_to_tile import choose
@@ -244,3 +246,26 @@ def test_the_plainest_schedule_always_exists_and_is_right(
         a, b = (np.asarray(x, np.float64) for x in (ours, exact))
         digits = {"bfloat16": 7, "float16": 10, "float64": 50}.get(ours.dtype.name, 18)
         np.testing.assert_allclose(a, b, rtol=0, atol=2.0**-digits * np.abs(b[np.isfinite(b)]).max(initial=0.0))
+
+
+THREE = """@loop
+def f(x: bf16[996, 768], q: bf16[768, 768], k: bf16[768, 768], v: bf16[768, 768], b: bf16[3, 768]):
+    with kernel('z', x1=bf16[996, 768], x2=bf16[996, 768], z=bf16[996, 768]):
+        for a0 in free(996):
+            for a1 in free(768):
+                for r0 in reduce(768):
+                    acc0 <- sum(mul(f32(x[a0, r0]), f32(q[a1, r0])))
+                    acc1 <- sum(mul(f32(x[a0, r0]), f32(k[a1, r0])))
+                    acc2 <- sum(mul(f32(x[a0, r0]), f32(v[a1, r0])))
+                x1[a0, a1] = bf16(add(acc0, f32(b[0, a1])))
+                x2[a0, a1] = bf16(add(acc1, f32(b[1, a1])))
+                z[a0, a1] = bf16(add(acc2, f32(b[2, a1])))
+    return (x1, x2, z)
+"""
+
+
+def test_a_role_has_registers_for_all_it_declares() -> None:
+    """Three sums, and what their results read, can be more than a warpgroup that multiplies has registers for."""
+    (kernel,) = lowering(parse(THREE), Options(target="sm_90a")).at("kernel").steps
+    roles = [s for s in k.walk(kernel.body) if isinstance(s, k.Role)]
+    assert roles and all(declared(s.body) <= s.registers for s in roles)

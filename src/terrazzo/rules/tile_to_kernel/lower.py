@@ -268,3 +268,7 @@ def _budget(kernel: k.Kernel, gpu: Gpu) -> None:
     ):
         if needs > has:
             raise UserError(f"{kernel.name}: the schedule needs {needs} {what}, and {gpu.arch} has {has}")
+    for role in (s for s in k.walk(kernel.body) if isinstance(s, k.Role) and s.registers):
+        if (needs := declared(role.body)) > role.registers:
+            what = f"{needs} registers of a thread that computes"
+            raise UserError(f"{kernel.name}: the schedule needs {what}, and its role has {role.registers}")
