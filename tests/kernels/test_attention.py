@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from tests.kernels.programs import Lowered, lowered
 
+from terrazzo.ir.dialects import kernel as ir
 from terrazzo.ir.plan import Frame, Reach
 
 
@@ -297,3 +298,22 @@ def test_steps_before_a_window_are_not_visited(window: int, target: str) -> None
     (reach,) = lines(found, Reach)
     assert reach.since and together(found)
     close(found, fn, args)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 256, 256), (1, 1, 1, 256), (1, 1, 256, 1)])
+def test_a_mask_is_on_its_way_while_products_are(shape: tuple[int, ...]) -> None:
+    """Two of its elements at once where they lie side by side, before scores are waited for."""
+    q, k, v = tensors(*((1, 2, 256, 64),) * 3)
+    bias = torch.randn(shape).to(torch.bfloat16)
+
+    def masked(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+    found = lowered(masked, (q, k, v, bias), "sm_90a")
+    (kernel,) = found.kernels
+    loops = [s.body for s in ir.walk(kernel.body) if isinstance(s, ir.For) and not s.unrolled]
+    (steps,) = [body for body in loops if any(isinstance(x, ir.WaitGroups) for x in body)]
+    first = next(n for n, s in enumerate(steps) if isinstance(s, ir.WaitGroups))
+    moves = [n for n, s in enumerate(steps) for x in ir.walk((s,)) if isinstance(x, ir.Move) and x.count == 2]
+    assert bool(moves) == (shape[-1] > 1) and all(n < first for n in moves)
+    close(found, masked, (q, k, v, bias))

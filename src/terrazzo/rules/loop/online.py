@@ -206,7 +206,7 @@ def _framed(r: l.Reduce, told: bool) -> _Framed | None:
         bare: Any = hidden_alone(score if told else _unrounded(score), axis)
         early = stays_finite(bare, LOG2E)
         s: Any
-        s, by = unscaled(scaled(bare, LOG2E)) if early else (bare, None)
+        s, by = unscaled(scaled(bare, LOG2E)) if early else (scaled(bare, 1.0), None)
         m: Any = l.Reduce.make(top.monoid, (axis,), (s,))
         difference = l.apply("sub", *(l.apply("mul", x, by) if by is not None else x for x in (s, m)))
         e: Any = l.apply("approx_exp2", difference if early else l.apply("mul", difference, l.Literal(LOG2E, r.dtype)))
@@ -339,7 +339,7 @@ def scaled(x: Any, by: float) -> Any:
         return l.apply(x.fn.name, *(scaled(a, by) for a in x.args))
     if isinstance(x, l.Apply) and x.fn.name == "where":
         return l.apply("where", x.args[0], *(scaled(a, by) for a in x.args[1:]))
-    return l.apply("mul", x, l.Literal(by, x.dtype))
+    return l.apply("mul", x, l.Literal(by, x.dtype)) if by != 1 else x
 
 
 def unscaled(x: Any) -> tuple[Any, l.Literal | None]:

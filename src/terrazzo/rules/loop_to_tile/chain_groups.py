@@ -14,7 +14,7 @@ import numpy as np
 from terrazzo.hw.gpu import Gpu
 from terrazzo.hw.wgmma import PRODUCTS
 from terrazzo.ir.schedule import Factor, Operand, Schedule, Site, Word
-from terrazzo.ir.sites import called
+from terrazzo.ir.sites import called, loads
 from terrazzo.rules.loop_to_tile.chain import Chain
 from terrazzo.rules.loop_to_tile.chain_schedules import Tile, alike, panels, parts
 from terrazzo.rules.loop_to_tile.threads import ceil
@@ -137,9 +137,10 @@ def arrangements(c: Chain, gpu: Gpu) -> Iterator[Groups]:
     most = STEP if c.columns.extent <= 128 and not c.beside else STEP // 2  # each sum of a step is in registers
     step = min(most, ceil(c.steps.extent, 16) * 16)
     counts = [n for n in (1, 2, 3) if (n - 1) * ROWS < c.rows.extent]
+    brought = {x.buffer for operand in c.operands for x in loads(operand)}
     for count, overlap, gathered in product(counts, (True, False), (True, False)):
-        if count == 3 and c.columns.extent > 64:
-            continue  # 160 registers hold no more sums beside 128 scores
+        if count == 3 and (c.columns.extent > 64 or {*c.kernel.reads} - brought):
+            continue  # 160 registers hold no more sums, nor a mask, beside 128 scores
         for slots in range(MOST_SLOTS, 1, -1):
             way = Groups(count, step, slots, overlap, gathered)
             if way.shared(c) + BARRIERS <= gpu.shared:

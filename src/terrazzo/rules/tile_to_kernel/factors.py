@@ -136,8 +136,10 @@ class Factors:
         """The last weights come to where a product takes them."""
         self.begun.round(self.scores(p)[0])
 
-    def weigh(self, p: Product, t: IntExpr) -> None:
-        """The weights of step t in place of its scores, in the frame of the scores so far."""
+    def places(self, p: Product, t: IntExpr) -> tuple[Part, Part, dict[Any, Any], tuple[IntExpr, ...]]:
+        """The rows and columns of the scores of step t, how to compute what is at one of them, and what is >= 0 where
+        there is a column.
+        """
         scores, source = self.scores(p)
         rows, columns = sorted(scores.parts, key=lambda x: x.axis in self.steps.depth)
         first = self.steps.firsts(t)
@@ -145,13 +147,24 @@ class Factors:
         env[rows.axis] = rows.base + value(rows.digits)
         env[columns.axis] = first[columns.axis] + value(columns.digits)
         env[source] = l.Load(scores.place, scores.index({x.axis: x.digits for x in scores.parts}))
+        return rows, columns, env, beyond(columns, env[columns.axis])
+
+    def fetch(self, p: Product, t: IntExpr) -> None:
+        """What the scores of step t are made of besides products, on its way while these are."""
+        rows, _, env, last = self.places(p, t)
         hidden = masked(self.draft, p)
         assert hidden is not None
-        last = beyond(columns, env[columns.axis])
+        self.begun.fetch(self.copies, env, hidden.bare, (*beyond(rows, env[rows.axis]), *last), self.scores(p)[0])
+
+    def weigh(self, p: Product, t: IntExpr) -> None:
+        """The weights of step t in place of its scores, in the frame of the scores so far."""
+        rows, columns, env, last = self.places(p, t)
+        hidden = masked(self.draft, p)
+        assert hidden is not None
         inside = [(substitute(e, env), self.cut(e, rows.axis, columns.axis, t)) for e in hidden.inside]
         inside += [(e, t + self.steps.first - columns.axis.extent // self.steps.depth[columns.axis]) for e in last]
         edges = (*beyond(rows, env[rows.axis]), *last)
-        self.begun.weigh(self.copies, env, hidden.bare, inside, edges, scores)
+        self.begun.weigh(self.copies, env, hidden.bare, inside, edges, self.scores(p)[0])
 
     def cut(self, e: IntExpr, rows: Any, axis: Any, t: IntExpr) -> IntExpr:
         """What is >= 0 in the steps that a predicate may cut: those that reach beyond what the first row of the tile

@@ -10,15 +10,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, at_least
-from terrazzo.ir.node import Node, substitute
+from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.types import i64
+from terrazzo.rules.access import wide
+from terrazzo.rules.loop.inline import guarded
 from terrazzo.rules.tile.frames import Framed
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.copies import Copies, Part
-from terrazzo.rules.tile_to_kernel.digits import Bindings, Digit
+from terrazzo.rules.tile_to_kernel.digits import Bindings, Digit, zero
 from terrazzo.rules.tile_to_kernel.meet import meet
 from terrazzo.rules.tile_to_kernel.multiply import Fragment
 
@@ -51,6 +54,7 @@ class Frame:
         self.top = builder.registers("top", kind, shape, l.Literal(-math.inf, kind))
         self.total = builder.registers("total", kind, shape, l.Literal(0.0, kind))
         self.weights: k.Registers | None = None
+        self.fetched: dict[Node, k.Registers] = {}
         self.worth: k.Registers | None = None
 
     def declare(self, scores: Fragment) -> k.Registers:
@@ -59,6 +63,28 @@ class Frame:
         self.weights = self.builder.registers("w", kind.dtype, scores.place.type.static_shape)
         self.worth = self.builder.registers("worth", self.found.top.dtype, self.top.type.static_shape)
         return self.weights
+
+    def fetch(
+        self, copies: Copies, env: dict[Any, Any], term: Node, edges: tuple[IntExpr, ...], scores: Fragment
+    ) -> None:
+        """What scores are made of besides the product, a mask's elements, into registers: several at once, where they
+        lie side by side in memory and in a thread. They are on their way while products are.
+        """
+        builder, at = self.builder, scores.index({p.axis: p.digits for p in scores.parts})
+        *outer, last = [*held(self.rows), *held(self.columns)]
+        self.fetched, start = {}, {last.value: 0}
+        for x in topological([term], stop=lambda x: x in env or isinstance(x, l.Reduce)):
+            if not isinstance(x, l.Load) or x in env:
+                continue
+            load = guarded(substitute(x, env), edges)
+            beside = coefficient(flatten(at, scores.place.type.element_strides), last.variable) == 1
+            if not beside or not wide(load, last.variable, last.size):
+                continue
+            init = l.Literal(zero(x.dtype), x.dtype) if load.inside else None
+            self.fetched[x] = place = builder.registers("in", x.dtype, scores.place.type.static_shape, init)
+            source, target, inside = (tuple(substitute(e, start) for e in y) for y in (load.index, at, load.inside))
+            write = partial(builder.add, k.Move(place, target, load.buffer, source, last.size))
+            builder.loops([(d.variable, True) for d in outer], partial(builder.where, inside, write))
 
     def weigh(
         self,
@@ -84,7 +110,7 @@ class Frame:
 
         def score() -> None:
             """The score in place of the product."""
-            x = copies.computed(term, dict(env), edges)
+            x = copies.computed(term, env | {x: l.Load(place, at) for x, place in self.fetched.items()}, edges)
             if x is not l.Load(place, at):
                 builder.add(l.Store(place, at, x))
 

@@ -183,6 +183,7 @@ class Pipeline:
             self.product(first, t, {}, None, 1.0)
 
         def weigh(t: IntExpr, left: int) -> None:
+            self.factors.fetch(second, t)
             self.end(first, t, left)
             self.factors.weigh(second, t)
             self.fetch(second, t)
