@@ -106,7 +106,7 @@ def test_pieces_fill_the_machine(shapes: tuple[tuple[int, ...], ...], dtype: tor
 def test_threads_share_the_states_of_many_pieces() -> None:
     """A thread by itself would wait for one after the other."""
     done = chosen(lambda a, b: a.T @ b, (100000, 64), (100000, 64))
-    assert "warp(8)" in str(done.at("tile").schedules[1][1]).split("acc0")[1]
+    assert re.search(r"(warp|lane)\(", str(done.at("tile").schedules[1][1]).split("acc0")[1])
 
 
 GATED = (lambda x, a, b: torch.nn.functional.silu(x @ a) * (x @ b), (4096, 14336), (4096, 14336))
