@@ -113,7 +113,7 @@ PASSES = (
          lambda p, log, o, lost: relax(p, log)),
     Pass("online", "loop", "loop", "what lies between two products becomes part of the second, where that has a schedule",
          lambda p, log, o, lost: _chained(p, log, o, lost) if o.fuse else p),
-    Pass("parts", "loop", "loop", "products in float32 become products of bfloat16, where that is allowed and faster",
+    Pass("parts", "loop", "loop", "products in float32 become products of bfloat16, where that is faster",
          lambda p, log, o, lost: in_parts(p, log, o, lost)),
     Pass("schedule", "loop", "tile",
          "every kernel gets a schedule: the user's, or the best by the model of the machine",
