@@ -5,7 +5,7 @@ always.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -14,7 +14,7 @@ from typing import Any
 from terrazzo.errors import CompilerBug, UserError
 from terrazzo.hw.gpu import GPUS, Gpu
 from terrazzo.interp.kernel.sample import check_blocks
-from terrazzo.ir.canonical import twin
+from terrazzo.ir.canonical import canonical, twin
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
@@ -113,7 +113,7 @@ PASSES = (
          lambda p, log, o, lost: relax(p, log)),
     Pass("online", "loop", "loop", "what lies between two products becomes part of the second, where that pays",
          lambda p, log, o, lost: _chained(p, log, o, lost) if o.fuse else p),
-    Pass("parts", "loop", "loop", "products in float32 become products of bfloat16, where that is allowed and faster",
+    Pass("parts", "loop", "loop", "products in float32 become products of bfloat16, where that is faster",
          lambda p, log, o, lost: in_parts(p, log, o, lost)),
     Pass("schedule", "loop", "tile",
          "every kernel gets a schedule: the user's, or the best by the model of the machine",
@@ -166,7 +166,19 @@ def in_parts(p: l.Program, log: Log, options: Options, lost: Lost) -> l.Program:
     if options.fp32 not in PARTS:
         return p
     gpu = machine(options)
-    return into_parts(p, log, PARTS[options.fp32], lambda old, new: refusal(old, new, gpu, lost))
+    judged: dict[Any, str] = {}
+
+    def why(old: Sequence[l.Kernel], new: Sequence[l.Kernel]) -> str:
+        """What there is against it, asked once of kernels that differ in names only, unless it names one."""
+        forms = tuple(canonical(x).kernel for x in (*old, *new))
+        found = judged.get(forms)
+        if found is None:
+            found = refusal(old, new, gpu, lost)
+            if new[-1].name not in found:
+                judged[forms] = found
+        return found
+
+    return into_parts(p, log, PARTS[options.fp32], why)
 
 
 def pinned(options: Options) -> tuple[dict[str, Schedule], dict[str, Plan]]:

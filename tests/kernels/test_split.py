@@ -388,7 +388,7 @@ def test_what_is_scaled_otherwise_shares_no_steps() -> None:
     changes = {
         summand: f"mul({summand}, f32(0.25))",
         "y=f32[128, 128])": "y=f32[128, 128], z=f32[128, 128])",
-        "                y[a0": f"                    acc1 <- sum({summand})\n{' ' * 16}z[a0, a1] = acc1\n{' ' * 16}y[a0",
+        "                y[a0": f"{' ' * 20}acc1 <- sum({summand})\n{' ' * 16}z[a0, a1] = acc1\n{' ' * 16}y[a0",
         'site("acc0", on': 'site("acc0", "acc1", on',
         'site("y")': 'site("y", "z")',
         "(y,)": "(y, z)",

@@ -18,7 +18,7 @@ from terrazzo.rewrite.rule import Choice, Log
 from terrazzo.rules import tensor_to_loop
 from terrazzo.rules.loop import channels, fold, fuse, layout, narrow, parts, relax
 from terrazzo.rules.loop.cost import Rates
-from terrazzo.rules.loop_to_tile import choose, collapse, few_rows, packed, reductions
+from terrazzo.rules.loop_to_tile import apart, choose, collapse, few_rows, packed, reductions
 from terrazzo.rules.loop_to_tile import split as splitting
 from terrazzo.rules.tensor_to_loop.lift import lift
 from terrazzo.rules.tile_to_kernel import lower as deriving
@@ -119,6 +119,7 @@ CATALOG: dict[str, Rewrite] = {
     "schedule:merge_axes": of(collapse.merge_axes, kernels(lambda k: (collapse.merge_axes(k, k.axes),))),
     "schedule:packed": of(packed.packed, kernels(packed.packed)),
     "schedule:stored_first": of(packed.stored_first, kernels(packed.stored_first)),
+    "schedule:products_apart": of(apart.products_apart, kernels(apart.products_apart)),
     "schedule:padded": of(packed.padded, kernels(packed.padded)),
     "schedule:split": of(splitting.split, kernels(split)),
     "schedule:split_moments": of(splitting.split_moments, kernels(lambda k: splitting.split_moments(k, 2) or (k,))),

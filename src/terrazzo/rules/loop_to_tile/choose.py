@@ -19,8 +19,10 @@ from terrazzo.ir.node import topological
 from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.sites import Product, product
 from terrazzo.rewrite.rule import Event, Log
-from terrazzo.rules.loop_to_tile import boxes, chains, reductions, threads, tiles, windows
+from terrazzo.rules.loop_to_tile import boxes, chains, reductions, threads, tiles, warpgroups, windows
+from terrazzo.rules.loop_to_tile.apart import products_apart
 from terrazzo.rules.loop_to_tile.collapse import collapse, digits_apart, flat_reductions, merge_product_axes
+from terrazzo.rules.loop_to_tile.estimate import GATHERED, gathered
 from terrazzo.rules.loop_to_tile.few_rows import pinned_frames, share_rows
 from terrazzo.rules.loop_to_tile.packed import packed
 from terrazzo.rules.loop_to_tile.split import moments, pinned_split, reduced_first, split, split_moments
@@ -173,6 +175,7 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> It
     if (p := product(kernel)) is not None:
         yield from _boxes(kernel, p, gpu, pinned)
         yield from _padded(kernel, p, gpu, pinned)
+        yield from _each(kernel, gpu, pinned)
         yield from _tiles(kernel, p, gpu, pinned)
     if (found := windows.window(kernel, gpu)) is not None:
         first, _ = _copied(found.copies, "a thread reads the filters of points that lie side by side", gpu, pinned)
@@ -229,21 +232,43 @@ def _padded(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedul
     other tiles.
     """
     merged = merge_product_axes(kernel, p.sites)
-    others = _best(merged, gpu)
-    found: list[tuple[float, Candidate]] = []
-    for way in stored(merged, gpu):
+    if not (ways := list(stored(merged, gpu))):
+        return
+    apart = digits_apart(merged)
+    others = min(_gathering(merged, gpu), _best(apart, gpu) if on_warpgroups(apart, gpu) else math.inf)
+    found: list[tuple[int, list[Chosen], list[Rewrite], Product, warpgroups.Plan]] = []
+    for way in ways:
         why = "TMA brings what lies in memory, in rows that begin at multiples of 16 bytes"
-        first, before = _copied([*way.made, *way.copies], why, gpu, pinned)
+        copies, before = _copied([*way.made, *way.copies], why, gpu, pinned)
         rewrites: list[Rewrite] = [
             ("merge_product_axes", kernel, (merged,)),
             (way.rewrite, merged, (way.base,)),
             ("stored_first", way.base, (*way.made, way.whole)),
             ("padded", way.whole, (*way.copies, way.form)),
         ]
-        for plan in way.plans(gpu)[: tiles.MOST]:
-            if plan.time + before < others:
-                found.append((plan.time + before, Candidate((*first, _tiled(way.product, plan, gpu))).after(*rewrites)))
-    yield from (candidate for _, candidate in sorted(found, key=lambda x: x[0]))
+        plans = [x for x in tiles.on_warpgroups(way.product, gpu) if x.time + before < others]
+        found += [(warpgroups.alike(x.time + before), copies, rewrites, way.product, x) for x in plans]
+    for _, first, rewrites, again, plan in sorted(found, key=lambda x: x[0]):
+        for done in _in_pieces(again, plan, gpu, pinned):
+            yield Candidate((*first, *done.kernels), done.rewrites).after(*rewrites)
+
+
+def _each(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
+    """Several products as kernels of their own, where wider tiles gain more than storing what the first ones sum, and
+    reading it again, takes: accumulators of all must fit in registers otherwise.
+    """
+    apart = products_apart(kernel)
+    kinds = [x.stores[0].buffer.type for x in apart[:-1]]
+    reading = sum(math.prod(t.static_shape) * t.dtype.size for t in kinds) / gpu.memory  # who writes it, pays for that
+    if len(apart) > 1 and sum(_best(_merged(x), gpu) for x in apart) + reading < _best(_merged(kernel), gpu):
+        found = [next(candidates(x, gpu, pinned)) for x in apart]
+        whole = Candidate(tuple(x for c in found for x in c.kernels), tuple(x for c in found for x in c.rewrites))
+        yield whole.after(("products_apart", kernel, apart))
+
+
+def _merged(kernel: l.Kernel) -> l.Kernel:
+    p = product(kernel)
+    return merge_product_axes(kernel, p.sites) if p else kernel
 
 
 def _tiles(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
@@ -258,18 +283,23 @@ def _tiles(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule
     forms: list[tuple[l.Kernel, tuple[Rewrite, ...]]] = [(merged, (merge,))]
     forms += [(kernel, ())] if merged is not kernel else []
     if not on_warpgroups(merged, gpu) and on_warpgroups(apart, gpu):
-        forms.insert(0, (apart, (merge, part)))
+        first = 0 if _best(apart, gpu) < _gathering(merged, gpu) else len(forms)
+        forms.insert(first, (apart, (merge, part)))
     for form, rewrites in forms:
         again = product(form)
         assert again is not None
         for cores in (False, True) if form is merged else (False,):
             for plan in tiles.plans(again, gpu, cores):
-                if plan.pieces > 1:
-                    reduces = [c.reduce for c in again.sites]
-                    for split in _split(form, reduces, plan.pieces, gpu, pinned, plan.unit):
-                        yield split.after(*rewrites)
-                else:
-                    yield Candidate((_tiled(again, plan, gpu),)).after(*rewrites)
+                for found in _in_pieces(again, plan, gpu, pinned):
+                    yield found.after(*rewrites)
+
+
+def _in_pieces(p: Product, plan: tiles.Plan, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
+    """A product in the tiles of a plan: as one kernel, or as two where blocks share its steps."""
+    if plan.pieces == 1:
+        yield Candidate((_tiled(p, plan, gpu),))
+    else:
+        yield from _split(p.kernel, [c.reduce for c in p.sites], plan.pieces, gpu, pinned, plan.unit)
 
 
 def _best(kernel: l.Kernel, gpu: Gpu) -> float:
@@ -280,6 +310,16 @@ def _best(kernel: l.Kernel, gpu: Gpu) -> float:
         if plan.pieces > 1 or not isinstance(complete(kernel, tiles.schedule(p, plan, gpu), gpu)[0], Refused):
             return plan.time
     return math.inf
+
+
+def _gathering(kernel: l.Kernel, gpu: Gpu) -> float:
+    """What the best tile takes, by the model, where each thread of a matrix instruction may divide to know what it
+    reads.
+    """
+    if (p := product(kernel)) is None:
+        return math.inf
+    divides = GATHERED if gathered(p) else 1.0
+    return min((x.time * (divides if x.instruction else 1.0) for x in tiles.plans(p, gpu)), default=math.inf)
 
 
 def _chained(kernel: l.Kernel, way: chains.Way, gpu: Gpu) -> Candidate:

@@ -100,7 +100,7 @@ def _tiled(kernel: l.Kernel, gpu: Gpu) -> float | None:
         if isinstance(plan, warpgroups.Plan):
             found += [plan.time] if derived else []
         else:
-            found.append(plan.time * (GATHERED if plan.instruction and _gathered(p) else 1.0))
+            found.append(plan.time * (GATHERED if plan.instruction and gathered(p) else 1.0))
     return min([*found, *_in_boxes(kernel, gpu), *_stored(p.kernel, gpu)], default=None)
 
 
@@ -132,7 +132,7 @@ def _derives(kernel: l.Kernel, schedule: Schedule, gpu: Gpu) -> bool:
     return True
 
 
-def _gathered(p: Product) -> bool:
+def gathered(p: Product) -> bool:
     """Whether an operand is read where division says."""
     places = [e for x in p.operands for load in loads(x) for e in load.index if isinstance(e, Expr)]
     return any(isinstance(x, FloorDiv | Mod) for x in topological(places))

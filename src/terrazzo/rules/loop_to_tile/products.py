@@ -201,15 +201,17 @@ def _pieces(p: Product, t: Tile, gpu: Gpu, instruction: str | None) -> Iterator[
     """Into how many pieces k may be cut, while they are long and blocks not too many. The last is short only where
     plain loads end in 0.
     """
-    steps, rest = divmod(p.axes[-1].extent, t.k)
     plain = instruction is None and all(isinstance(x, l.Load) for x in p.operands)
+    steps, rest = divmod(p.axes[-1].extent, t.k)
+    steps += plain and rest > 0
     blocks = _blocks(p, t)
     yield 1
-    for s in range(2, 33):
+    full = (w * gpu.processors // blocks for w in (1, 2, 4))
+    for s in (*range(2, 33), *(s for s in full if s > 32)):
         each = ceil(steps, s)
         if (
             (s * each == steps or (plain and (s - 1) * each < steps))
-            and not rest
+            and (plain or not rest)
             and each >= 4
             and blocks * s <= gpu.processors * 8
         ):

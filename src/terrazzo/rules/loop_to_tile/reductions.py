@@ -290,9 +290,12 @@ def _again(kernel: l.Kernel, top: Sequence[l.Reduce], inner: Sequence[Any]) -> I
 
 
 def finish(kernel: l.Kernel, gpu: Gpu) -> Schedule:
-    """What follows a split: short reductions of partial states, a thread for each point where there are many."""
+    """What follows a split: short reductions of partial states, a thread for each point where there are many. Of more
+    states than a thread asks for at once, threads share them.
+    """
     found = n.accumulators(kernel)
-    if math.prod(map(size_of, kernel.axes)) < 1024:
+    states = max(size_of(a) for r in found.values() if isinstance(r, l.Reduce) for a in r.axes)
+    if math.prod(map(size_of, kernel.axes)) < 1024 or states > KEPT:
         return reduction(kernel, gpu)
     *outer, last = kernel.axes
     warps = 4 if size_of(last) >= 4 * WARP else 1

@@ -27,7 +27,7 @@ def plans(p: Product, gpu: Gpu, cores: bool = False) -> list[Plan]:
     found: list[Plan] = [*products.plans(p, gpu, cores)]
     found += [] if cores else on_warpgroups(p, gpu)
     best: dict[Any, Plan] = {}
-    for plan in sorted(found, key=lambda x: x.time):
+    for plan in sorted(found, key=lambda x: warpgroups.alike(x.time)):
         best.setdefault((plan.tile, plan.instruction), plan)
     return list(best.values())
 

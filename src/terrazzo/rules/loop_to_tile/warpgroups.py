@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from terrazzo.hw import tma
@@ -26,7 +27,7 @@ ROWS = 64
 """Rows of an instruction."""
 LEAST = 16
 """Bytes of a row of a box, and columns of results that leave in boxes, at least."""
-COLUMNS = (8, 16, 32, 64, 96, 128, 160, 192, 256)
+COLUMNS = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
 """Columns of the instructions that are tried."""
 SLOTS = 8
 """Of a ring, at most."""
@@ -91,14 +92,28 @@ class Plan:
         return f"{tile} on {self.instruction.name}{cluster}: {self.time / 1000:.1f} us by the model"
 
 
-def plans(p: Product, gpu: Gpu) -> list[Plan]:
-    """Every plan that may fit, best first; none where the machine has no such instructions or they take other types."""
+@lru_cache(maxsize=256)
+def plans(p: Product, gpu: Gpu) -> tuple[Plan, ...]:
+    """Every plan that may fit, best first; none where the machine has no such instructions or they take other types. Of
+    those that are alike, as all are that wait for memory, that of fewer waves is first; then that of more blocks, which
+    all ask at once, and of squarer tiles, which read less.
+    """
     found = []
     for i in instructions_for(p, gpu)[0]:
         if i.shape[1] in COLUMNS:
             for tile in _tiles(p, i.shape[1]):
                 found += [Plan(tile, s, i, _time(p, tile, s, gpu)) for s in _pieces(p, tile, gpu)]
-    return sorted((x for x in found if x.time < math.inf), key=lambda x: x.time)
+
+    def order(x: Plan) -> tuple[int, ...]:
+        blocks = _clusters(p, x.tile) * x.tile.blocks * x.pieces
+        return alike(x.time), ceil(blocks, gpu.processors), -blocks, x.tile.m + x.tile.n
+
+    return tuple(sorted((x for x in found if x.time < math.inf), key=order))
+
+
+def alike(time: float) -> int:
+    """A number that times have in common which differ by half a percent at most: less than the model knows."""
+    return round(200 * math.log(time))
 
 
 def instructions_for(p: Product, gpu: Gpu) -> tuple[list[WarpgroupInstruction], str]:
@@ -158,17 +173,20 @@ def _shares(tile: Tile, split: Any) -> bool:
 
 
 def _pieces(p: Product, tile: Tile, gpu: Gpu) -> Iterator[int]:
-    """Into how many pieces k may be cut while blocks are few: alike, in whole steps, eight at least."""
+    """Into how many pieces k may be cut while blocks are few: of whole steps, eight at least. The last may be shorter,
+    since TMA brings zeros for what lies beyond the end.
+    """
     yield 1
-    steps, rest = divmod(p.axes[-1].extent, STEP)
-    for s in range(2, 17):
-        if (
-            not rest
-            and steps % s == 0
-            and steps // s >= 8
-            and _clusters(p, tile) * tile.blocks * s <= 2 * gpu.processors
-        ):
-            yield s
+    blocks = _clusters(p, tile) * tile.blocks
+    yield from pieces(ceil(p.axes[-1].extent, STEP), 2 * gpu.processors // blocks, 8)
+
+
+def pieces(steps: int, most: int, least: int) -> Iterator[int]:
+    """Into how many pieces of `least` steps or more these may be cut, none of them empty: few, or a half of `most` or
+    all of it, which fill a machine once and twice.
+    """
+    wanted = (*range(2, min(most, 16) + 1), *(x for x in (most // 2, most) if x > 16))
+    yield from dict.fromkeys(ceil(steps, each) for s in wanted if (each := ceil(steps, s)) >= least)
 
 
 def _clusters(p: Product, tile: Tile) -> int:
@@ -210,7 +228,9 @@ class Work:
 
 
 def lasts(work: Work, gpu: Gpu) -> float:
-    """Waves of the slowest of arithmetic, cache and latency, or memory, in nanoseconds."""
+    """Waves of the slowest of arithmetic, cache, latency and memory, in nanoseconds. In the last one few blocks may be
+    left, which have less on their way.
+    """
     has = gpu.warpgroups
     if has is None or work.slots < 2:
         return math.inf
@@ -220,9 +240,14 @@ def lasts(work: Work, gpu: Gpu) -> float:
     arithmetic = each * gpu.processors * (work.n + has.start) / work.n / has.rate
     fetched = max(work.fetched * active / has.cache, work.fetched / has.shared)
     step = max(arithmetic, fetched, has.latency / work.slots) + has.step + work.extra
-    busy = ceil(work.tiles, walkers) * (work.steps * step + work.m * work.n * work.results / work.rate)
-    flying = min(1.0, active * work.slots * work.held / (gpu.processors * has.flying))
-    return max(busy, work.least / (gpu.memory * flying)) + has.fill + (has.cluster if work.blocks > 1 else 0)
+    tile = work.steps * step + work.m * work.n * work.results / work.rate
+
+    def wave(tiles: int, count: int) -> float:
+        flying = min(1.0, tiles * work.blocks * work.slots * work.held / (gpu.processors * has.flying))
+        return count * max(tile, work.least / work.tiles * tiles / (gpu.memory * flying)) if tiles else 0.0
+
+    full, rest = divmod(work.tiles, walkers)
+    return wave(walkers, full) + wave(rest, 1) + has.fill + (has.cluster if work.blocks > 1 else 0)
 
 
 def _time(p: Product, tile: Tile, pieces: int, gpu: Gpu) -> float:
@@ -240,7 +265,7 @@ def _time(p: Product, tile: Tile, pieces: int, gpu: Gpu) -> float:
         fetched=(tile.m * down / rows + tile.n * (len(p.operands) - down) / columns) * STEP * 2,
         held=_bytes(p, tile),
         slots=_slots(p, tile, gpu),
-        results=4 if pieces > 1 else p.kernel.stores[0].buffer.type.dtype.size,
+        results=4 * count if pieces > 1 else sum(s.buffer.type.dtype.size for s in p.kernel.stores),
         rate=has.gathered if pieces == 1 and gathers(p, tile) else has.direct,
         least=2 * batch * (depth * read + p.m.extent * p.n.extent),
         extra=PROMOTION * len(set(p.sites[0].scales)) if promotes(p) and tile.groups == 1 else 0.0,
@@ -297,8 +322,13 @@ def _operand(x: Any, t: Tile) -> Operand:
 
 def _along(x: Any, t: Tile) -> int:
     """Elements of a slab that lie in a row: of whichever axis runs through memory. A swizzle takes whole rows of it."""
-    offset = flatten(x.index, x.buffer.type.element_strides)
-    return next((n for a, n in ((t.rows, t.m), (t.columns, t.n)) if a in x.free and coefficient(offset, a) == 1), STEP)
+    return next((n for a, n in ((t.rows, t.m), (t.columns, t.n)) if _runs(x, a)), STEP)
+
+
+@lru_cache(maxsize=4096)
+def _runs(x: Any, axis: Any) -> bool:
+    """Whether an access goes along an axis where memory does."""
+    return axis in x.free and coefficient(flatten(x.index, x.buffer.type.element_strides), axis) == 1
 
 
 def _width(t: Tile) -> int:
@@ -325,11 +355,12 @@ def _results(p: Product, t: Tile, gathered: bool) -> Sequence[Site]:
 
 def gathers(p: Product, t: Tile) -> bool:
     """Whether results are boxes of 16-bit tensors, as TMA takes them."""
-    for s in p.kernel.stores:
-        found = box(s, {t.rows: t.m, t.columns: _width(t)})
-        inner = coefficient(flatten(s.index, s.buffer.type.element_strides), t.columns) == 1
-        if isinstance(found, str) or not inner or s.buffer.type.dtype.size != 2 or t.n < LEAST:
-            return False
-        if tma.problem(found.place.tensor, found.sides, 0):
-            return False
-    return True
+    return t.n >= LEAST and all(_is_box(s, t.rows, t.m, t.columns, _width(t)) for s in p.kernel.stores)
+
+
+@lru_cache(maxsize=4096)
+def _is_box(store: l.Store, rows: Any, m: int, columns: Any, width: int) -> bool:
+    found = box(store, {rows: m, columns: width})
+    if isinstance(found, str) or not _runs(store, columns) or store.buffer.type.dtype.size != 2:
+        return False
+    return not tma.problem(found.place.tensor, found.sides, 0)

@@ -1,0 +1,89 @@
+"""Products that were fused, undone: each is a kernel of its own, and the last one reads what the others stored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from terrazzo.ir.contraction import contraction
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects.scalar import is_cast
+from terrazzo.ir.nest import accumulators
+from terrazzo.ir.node import Node, topological, transform
+from terrazzo.ir.types import Type
+
+
+def products_apart(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
+    """A kernel of several products as one for each, of which the last does all the rest. What is rounded at once is
+    stored so.
+
+    @loop
+    def f(x: f32[3, 4], w: f32[5, 4], u: f32[5, 4]):
+        with kernel('z', z=f32[3, 5]):
+            for a0 in free(3):
+                for a1 in free(5):
+                    for r0 in reduce(4):
+                        in0 = x[a0, r0]
+                        in1 = w[a1, r0]
+                        v0 = mul(in0, in1)
+                        in2 = u[a1, r0]
+                        v1 = mul(in0, in2)
+                        acc0 <- sum(v0)
+                        acc1 <- sum(v1)
+                    v2 = bf16(acc0)
+                    v3 = f32(v2)
+                    v4 = tanh(v3)
+                    v5 = mul(v4, acc1)
+                    z[a0, a1] = v5
+        return (z,)
+    =>
+    @loop
+    def f(x: f32[3, 4], w: f32[5, 4], u: f32[5, 4]):
+        with kernel('z_0', z_0=bf16[3, 5]):
+            for a0 in free(3):
+                for a1 in free(5):
+                    for r0 in reduce(4):
+                        in0 = x[a0, r0]
+                        in1 = w[a1, r0]
+                        v0 = mul(in0, in1)
+                        acc0 <- sum(v0)
+                    v1 = bf16(acc0)
+                    z_0[a0, a1] = v1
+        with kernel('z', z=f32[3, 5]):
+            for a0 in free(3):
+                for a1 in free(5):
+                    in0 = z_0[a0, a1]
+                    v0 = f32(in0)
+                    v1 = tanh(v0)
+                    for r0 in reduce(4):
+                        in1 = x[a0, r0]
+                        in2 = u[a1, r0]
+                        v2 = mul(in1, in2)
+                        acc0 <- sum(v2)
+                    v3 = mul(v1, acc0)
+                    z[a0, a1] = v3
+        return (z,)
+    """
+    sums = [r for r in accumulators(kernel).values() if isinstance(r, l.Reduce) and contraction(r) is not None]
+    if len(sums) < 2 or len(sums) < len(accumulators(kernel)):
+        return (kernel,)
+    first: list[l.Kernel] = []
+    taken: dict[Node, Any] = {}
+    for number, r in enumerate(sums[:-1]):
+        value = _rounded(kernel, r)
+        axes = tuple(a for a in kernel.axes if a in r.free)
+        kind = Type(value.dtype, tuple(a.extent for a in axes))
+        place = l.Buffer(f"{kernel.name}_{number}", kind)
+        first.append(l.Kernel(place.name, axes, (l.Store(place, axes, value),), kernel.source))
+        taken[value] = l.Load(place, axes)
+    stores = tuple(transform(s, lambda x: taken.get(x, x)) for s in kernel.stores)
+    return (*first, l.Kernel(kernel.name, kernel.axes, stores, kernel.source))
+
+
+def _rounded(kernel: l.Kernel, r: l.Reduce) -> Any:
+    """What is wanted of a reduction: itself, or the smaller type that all convert it to."""
+    users = {x for s in kernel.stores for x in topological([s.value]) if isinstance(x, l.Apply) and r in x.args}
+    users |= {s for s in kernel.stores if s.value is r}  # type: ignore[misc]
+    match list(users):
+        case [l.Apply(fn=fn) as cast] if is_cast(fn) and cast.dtype.size < r.dtype.size:
+            return cast
+    return r

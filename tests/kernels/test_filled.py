@@ -1,0 +1,167 @@
+"""How products fill a machine: blocks share the steps of few results, and products that were fused are kernels of their
+own where wider tiles gain more.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from terrazzo.front.capture import capture
+from terrazzo.hw.gpu import gpu
+from terrazzo.interp import kernel as simulator
+from terrazzo.interp import loop
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.nest import accumulators
+from terrazzo.options import Options
+from terrazzo.pipelines import Lowering, lowering
+from terrazzo.rules.loop_to_tile.apart import products_apart
+from terrazzo.targets.cuda.check import check
+
+TALL = {
+    "both columns": (lambda a, b: a.T @ b, (2600, 64), (2600, 64)),
+    "both rows": (lambda a, b: a @ b.T, (64, 2600), (64, 2600)),
+    "rows and columns": (lambda a, b: a @ b, (64, 2600), (2600, 64)),
+    "over two axes": (lambda a, b: torch.einsum("btk,btn->kn", a, b), (4, 650, 64), (4, 650, 64)),
+    "with what follows": (lambda a, b: torch.relu(a.T @ b).t() + 1, (2600, 64), (2600, 96)),
+}
+
+
+def chosen(fn: Any, *shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, arch: str = "sm_90a") -> Lowering:
+    """What is chosen for a function of tensors of these shapes."""
+    given = tuple(torch.empty(s, dtype=dtype, device="meta") for s in shapes)
+    return lowering(capture(fn, given, {}).program, Options(target=arch, libraries="never"))
+
+
+def blocks(done: Lowering) -> int:
+    """The tiles of the first kernel, which blocks take."""
+    (_, plan), *_ = done.at("tile").plans
+    return int(np.prod([w.args[0] for w in next(x for x in plan.lines if x.op == "order").tiles]))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, torch.bfloat16) for name in TALL), ("both columns", torch.float16)]
+)
+def test_pieces_may_end_anywhere(name: str, dtype: torch.dtype) -> None:
+    """2600 is no multiple of a step: the last piece ends in zeros."""
+    fn, *shapes = TALL[name]
+    done = chosen(fn, *shapes, dtype=dtype)
+    tile, kernels = done.at("tile"), done.at("kernel")
+    assert len(tile.schedules) == 2 and "wgmma" in str(tile.schedules[0])
+    check(kernels, gpu("sm_90a"))
+    torch.manual_seed(0)
+    args = [torch.randn(s).to(dtype) for s in shapes]
+    given = {b.name: _array(x) for b, x in zip(done.loop.inputs, args, strict=True)}
+    (y,) = simulator.run(kernels, given, seed=3)
+    exact, eager = fn(*(x.double() for x in args)), fn(*args)
+    off, usual = (np.linalg.norm(np.asarray(v, np.float64) - exact.numpy()) for v in (y, eager.double()))
+    assert off <= 1.1 * usual
+
+
+def _array(x: torch.Tensor) -> Any:
+    import ml_dtypes
+
+    if x.dtype != torch.bfloat16:
+        return x.numpy()
+    return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+
+
+ODD = {
+    "bfloat16": (torch.bfloat16, (31, 1301), (1301, 24)),
+    "float32": (torch.float32, (31, 1301), (1301, 24)),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_steps_on_cuda_cores_are_shared_too(name: str) -> None:
+    dtype, *shapes = ODD[name]
+    done = chosen(torch.matmul, *shapes, dtype=dtype)
+    assert len(done.at("tile").schedules) == 2 and blocks(done) > 8
+    torch.manual_seed(0)
+    args = [torch.randn(s).to(dtype) for s in shapes]
+    given = {b.name: _array(x) for b, x in zip(done.loop.inputs, args, strict=True)}
+    (y,) = simulator.run(done.at("kernel"), given, seed=3)
+    exact, eager = torch.matmul(*(x.double() for x in args)), torch.matmul(*args)
+    off, usual = (np.linalg.norm(np.asarray(v, np.float64) - exact.numpy()) for v in (y, eager.double()))
+    assert off <= 1.2 * usual
+
+
+def test_steps_of_odd_rows_are_shared_after_copies() -> None:
+    done = chosen(torch.matmul, (260, 8003), (8003, 250))
+    assert [len(accumulators(x)) for x in done.loop.steps] == [0, 0, 1, 1]
+    assert "wgmma" in str(done.at("tile").schedules[2][1])
+
+
+@pytest.mark.parametrize("shapes", [((100000, 64), (100000, 64)), ((50000, 128), (50000, 256))])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_pieces_fill_the_machine(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> None:
+    done = chosen(lambda a, b: a.T @ b, *shapes, dtype=dtype)
+    assert blocks(done) >= 120
+
+
+def test_threads_share_the_states_of_many_pieces() -> None:
+    """A thread by itself would wait for one after the other."""
+    done = chosen(lambda a, b: a.T @ b, (100000, 64), (100000, 64))
+    assert re.search(r"(warp|lane)\(", str(done.at("tile").schedules[1][1]).split("acc0")[1])
+
+
+GATED = (lambda x, a, b: torch.nn.functional.silu(x @ a) * (x @ b), (4096, 14336), (4096, 14336))
+
+
+@pytest.mark.parametrize(("rows", "kernels"), [(2048, 2), (16, 1)])
+def test_two_products_are_apart_where_tiles_are_wider_so(rows: int, kernels: int) -> None:
+    """With accumulators of both a tile has 128 columns; few rows wait for memory in either way."""
+    fn, *weights = GATED
+    done = chosen(fn, (rows, 4096), *weights).at("tile")
+    assert len(done.loop.steps) == kernels
+    widest = [max(int(n) for n in re.findall(r"m64n(\d+)k16", str(s))) for _, s in done.schedules]
+    assert rows == 16 or widest == [256, 256]
+
+
+def test_two_products_apart_are_right() -> None:
+    done = chosen(GATED[0], (128, 64), (64, 64), (64, 64))
+    (kernel,) = done.loop.steps
+    apart = products_apart(kernel)
+    assert [len(accumulators(x)) for x in apart] == [1, 1]
+    given = {b.name: torch.randn(b.type.static_shape, dtype=torch.bfloat16) for b in done.loop.inputs}
+    given = {name: _array(x) for name, x in given.items()}
+    whole = l.Program("f", done.loop.inputs, apart, done.loop.results)
+    assert np.array_equal(*(loop.run(p, given)[0] for p in (whole, done.loop)))
+
+
+def test_few_rows_take_one_wave() -> None:
+    """18944 columns are 148 tiles of 128, and a machine has 132 processors: those of the second wave wait alone."""
+    done = chosen(torch.nn.functional.linear, (32, 3584), (18944, 3584))
+    assert 100 < blocks(done) <= 132
+
+
+def windows(x: Any, *weights: Any) -> Any:
+    """Three linear layers on the windows of images, as Swin has them."""
+    b, h, w, c = x.shape
+    rows = x.view(b, h // 7, 7, w // 7, 7, c).permute(0, 1, 3, 2, 4, 5).reshape(-1, c)
+    return tuple(torch.nn.functional.linear(rows, x) for x in weights)
+
+
+def test_rows_that_lie_in_windows_are_copied_first() -> None:
+    """Tiles of all windows' rows at the same place, eight of them, would be 6272; each thread dividing, no better."""
+    done = chosen(windows, (8, 56, 56, 96), *[(96, 96)] * 3)
+    copy, products = done.loop.steps
+    assert [len(accumulators(x)) for x in (copy, products)] == [0, 3]
+    assert products.axes[0].extent == 8 * 56 * 56
+    (_, schedule) = done.at("tile").schedules[1]
+    assert "wgmma" in str(schedule)
+
+
+def test_heads_that_lie_apart_are_copied_first() -> None:
+    """The gradient of a weight after attention: rows and columns of heads are no box, in either order."""
+
+    def gradient(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x.transpose(1, 2).reshape(-1, 768).t() @ y.reshape(-1, 768)
+
+    done = chosen(gradient, (8, 12, 1024, 64), (8, 1024, 768))
+    assert len(accumulators(done.loop.steps[0])) == 0
+    assert all("wgmma" in str(s) for _, s in done.at("tile").schedules[1:2])
