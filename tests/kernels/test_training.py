@@ -15,10 +15,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from terrazzo.check.replay import check
 from terrazzo.front.capture import capture
+from terrazzo.interp import kernel as simulator
+from terrazzo.interp.torch import to_numpy
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.plan import Frame, Product
+from terrazzo.ir.text import parse
 from terrazzo.options import Options
-from terrazzo.pipelines import PASSES, stages
+from terrazzo.pipelines import PASSES, lowering, stages
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop import again
 
@@ -190,3 +193,36 @@ def test_rows_without_any_key_have_no_gradient(most: int, monkeypatch: pytest.Mo
     close(found, gradients(masked), (q, k, v, mask, g))
     dq = np.asarray(found.simulated()[1], np.float32)
     assert (dq[..., 7, :] == 0).all() and (np.asarray(found.simulated()[2], np.float32)[..., 40:, :] == 0).all()
+
+
+HEADS = """@loop
+def f(p: bf16[2, 64, 64], v: bf16[64, 128]):
+    with kernel('y', y=bf16[64, 128]):
+        for a0 in free(64):
+            for a1 in free(128):
+                for r0 in reduce(64):
+                    acc0 <- sum(mul(f32(p[a1 // 64, a0, r0]), f32(v[r0, a1])))
+                y[a0, a1] = bf16(acc0)
+    return (y,)
+"""
+
+
+def test_heads_in_the_columns_of_a_product_are_an_axis_again() -> None:
+    done = lowering(parse(HEADS), Options(target="sm_90a"))
+    (plan,) = [p for _, p in done.at("tile").plans]
+    assert [x.on.partition(".")[0] for x in plan.all(Product)] == ["wgmma"]
+    p, v = tensors((2, 64, 64), (64, 128))
+    (found,) = simulator.run(done.at("kernel"), {"p": to_numpy(p), "v": to_numpy(v)})
+    truth = torch.einsum("hij,jhd->ihd", p.double(), v.double().view(64, 2, 64)).reshape(64, 128).numpy()
+    assert np.allclose(np.asarray(found, np.float64), truth, rtol=2**-7, atol=1e-2)
+
+
+def test_products_that_share_a_mask_alone_stay_apart() -> None:
+    def two(a: Any, b: Any, c: Any, d: Any, m: Any) -> Any:
+        return torch.exp(a @ b + m), torch.exp(c @ d + m)
+
+    args = tensors(*((256, 256),) * 5)
+    found = lowered(two, args, "sm_90a")
+    reasons = {e.reason for e in found.lowering.log.events if e.rule == "merge" and not e.fired}
+    assert "what one multiplies, the other does not" in reasons
+    assert all(len(s.stores) == 1 for s in found.lowering.loop.steps)
