@@ -161,7 +161,7 @@ SCHEDULES = {
                r1 = reg(5) * lane(4)
            with site("acc1"):
                r0 = reg(1) * lane(4)""",
-        "sum_1: r1 is bound to threads that an axis around it is bound to already",
+        "sum_1: threads not all inside r1 meet in a reduction of its steps",
     ),
     "a reduction among lanes of which only some are there": (
         "product and row sums",

@@ -163,3 +163,18 @@ def test_cut_reductions_are_right_on_other_machines(arch: str) -> None:
         (ours,), (right,) = found.simulated(), loop.run(found.lowering.at("loop"), found.inputs)
         assert len(found.kernels) > 1
         assert np.abs(ours.astype(np.float64) - right.astype(np.float64)).max() <= 2e-3 * np.abs(right).max()
+
+
+def test_who_has_only_the_extents_of_axes_in_common_stays_apart() -> None:
+    """As many images as channels: what is stored of images, and reduced of channels, is no one kernel's."""
+
+    def both(x: Any) -> tuple[Any, Any]:
+        return x.sum((0, 1)), torch.relu(x.transpose(1, 2))
+
+    shapes = ((64, 12544, 64),)
+    kernels = lowered_of(both, shapes, torch.bfloat16, "sm_90a")
+    assert len(kernels) > 1 and not any(faults(kernel, "sm_90a") for kernel in kernels if "sum" in kernel.name)
+    given = x(6, 48, 6, dtype=torch.float32)
+    found = lowered(both, (given,), "sm_90a")
+    for ours, right in zip(found.simulated(), both(given), strict=True):
+        assert np.allclose(ours, right, atol=1e-4)

@@ -433,13 +433,14 @@ def _parts(kernel: l.Kernel, pieces: int, gpu: Gpu, pinned: Mapping[str, Schedul
 def _cut(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
     """Rows divided among blocks, where these are few for what there is to read: reductions in pieces; a sum of squares
     together with the mean it is around; else those that others need in kernels before these. What is computed at the
-    points of a row is a kernel of its own then, and where threads cannot divide these points alike.
+    points of a row is a kernel of its own then, and where threads cannot divide these points alike, or where it has
+    nothing to do with what is reduced.
     """
     _, inner, top = reductions.parts(kernel)
     first = [r for r in top if not any(x in top for x in topological(r.args))]
     both = moments(kernel) is not None
     pieces = reductions.pieces(kernel, gpu, both)
-    if len(inner) > 1 or (inner and pieces > 1):
+    if len(inner) > 1 or (inner and pieces > 1) or reductions.strangers(kernel):
         yield from _apart_from(kernel, top, gpu, pinned)
     elif pieces > 1 and len(first) == len(top):
         yield from _split(kernel, top, pieces, gpu, pinned, reductions.unit(top))

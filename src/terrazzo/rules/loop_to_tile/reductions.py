@@ -204,6 +204,17 @@ def _even(length: int, most: int, unit: int) -> int:
     return next(found, -(-length // (-(-length // (most * unit)) * unit)))
 
 
+def strangers(kernel: l.Kernel) -> bool:
+    """Whether what is computed at the points of rows needs none of their reductions and reads other places than these
+    do: only the extents of their axes are alike.
+    """
+    _, inner, top = parts(kernel)
+    points = [s for s in kernel.stores if s.free & set(inner)]
+    terms = set(topological(points))
+    read = {substitute(x, {r.axes[-1]: a}) for r in top for x in _loads([r]) if r.axes[-1] in x.free for a in inner}
+    return bool(points) and bool(top) and not terms & {*top, *read}
+
+
 def _inside(kernel: l.Kernel, inner: Sequence[Any]) -> set[l.Load]:
     """What is loaded or stored at every point of a row, as loads."""
     loads = [x for x in topological(kernel.stores) if isinstance(x, l.Load)]
