@@ -19,9 +19,12 @@ from terrazzo.hw.gpu import gpu
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects.torch import Aten
 from terrazzo.ir.node import topological
+from terrazzo.ir.sites import product
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from terrazzo.rules.loop_to_tile import windows
+from terrazzo.rules.loop_to_tile.collapse import merge_product_axes
+from terrazzo.rules.loop_to_tile.stored import stored
 from terrazzo.rules.torch_to_tensor.library import price
 
 LAST = torch.channels_last
@@ -180,3 +183,15 @@ def test_patches_of_few_channels_are_a_product(name: str) -> None:
     found = programs.lowered(fn, args, "sm_90a")
     right(found)
     assert any(isinstance(s, k.MultiplyAsync) for x in found.kernels for s in k.walk(x.body)), chosen(found)
+
+
+def test_patches_are_not_stored_where_they_are_too_many() -> None:
+    """An image of 11 x 11 patches, four pixels apart, takes 7.6 times its memory, which a batch may not have."""
+    for batch, is_stored in ((64, True), (4096, False)):
+        x = torch.empty((batch, 3, 224, 224), dtype=torch.bfloat16, device="meta")
+        w = torch.empty((64, 3, 11, 11), dtype=torch.bfloat16, device="meta")
+        found = lowering_of(lambda x, w: F.conv2d(x, w, stride=4, padding=2), (x, w), libraries="never")
+        (kernel,) = found.at("loop").steps
+        p = product(kernel)
+        assert p is not None
+        assert bool([*stored(merge_product_axes(kernel, p.sites), gpu("sm_90a"))]) == is_stored

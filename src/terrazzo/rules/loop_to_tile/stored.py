@@ -14,6 +14,9 @@ from terrazzo.rules.loop_to_tile import boxes, warpgroups
 from terrazzo.rules.loop_to_tile.collapse import digits_apart, flat_products
 from terrazzo.rules.loop_to_tile.packed import padded, stored_first
 
+MOST = 1 << 29
+"""Elements of an operand that is stored first, at most: patches that overlap are many times what the image is."""
+
 
 @dataclass(frozen=True)
 class Stored:
@@ -54,6 +57,8 @@ def _stored(rewrite: str, base: l.Kernel, gpu: Gpu) -> Stored | None:
     *copies, form = padded(whole)
     again = product(form)
     if form is base or again is None or not on_warpgroups(form, gpu):
+        return None
+    if any(b.type.span > MOST for x in made for b in x.writes):
         return None
     return Stored(rewrite, base, tuple(made), whole, tuple(copies), form, again)
 
