@@ -165,3 +165,22 @@ def test_heads_that_lie_apart_are_copied_first() -> None:
     done = chosen(gradient, (8, 12, 1024, 64), (8, 1024, 768))
     assert len(accumulators(done.loop.steps[0])) == 0
     assert all("wgmma" in str(s) for _, s in done.at("tile").schedules[1:2])
+
+
+VECTORS = {
+    "vector times matrix": (lambda a, b: b @ a, (16384, 16384), (16384,)),
+    "matrix times vector": (lambda a, b: a @ b, (16384, 16384), (16384,)),
+    "a row times a matrix": (torch.matmul, (1, 3584), (3584, 18944)),
+    "batched vectors times matrices": (torch.matmul, (64, 1, 4096), (64, 4096, 4096)),
+    "batched matrices times vectors": (torch.matmul, (64, 4096, 4096), (64, 4096, 1)),
+}
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_products_with_vectors_ask_for_enough_at_once(name: str) -> None:
+    """A thread loads 16 bytes at a time, four times before it waits, and blocks are several for each processor."""
+    fn, *shapes = VECTORS[name]
+    done = chosen(fn, *shapes)
+    assert blocks(done) >= 3 * gpu("sm_90a").processors
+    (_, first), *_ = done.at("tile").schedules
+    assert "reg(8)" in str(first) and "reg(4)" in str(first)
