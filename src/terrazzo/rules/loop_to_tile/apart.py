@@ -38,7 +38,7 @@ def products_apart(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     =>
     @loop
     def f(x: f32[3, 4], w: f32[5, 4], u: f32[5, 4]):
-        with kernel('z_0', z_0=bf16[3, 5]):
+        with kernel('z_sum0', z_sum0=bf16[3, 5]):
             for a0 in free(3):
                 for a1 in free(5):
                     for r0 in reduce(4):
@@ -47,11 +47,11 @@ def products_apart(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
                         v0 = mul(in0, in1)
                         acc0 <- sum(v0)
                     v1 = bf16(acc0)
-                    z_0[a0, a1] = v1
+                    z_sum0[a0, a1] = v1
         with kernel('z', z=f32[3, 5]):
             for a0 in free(3):
                 for a1 in free(5):
-                    in0 = z_0[a0, a1]
+                    in0 = z_sum0[a0, a1]
                     v0 = f32(in0)
                     v1 = tanh(v0)
                     for r0 in reduce(4):
@@ -72,7 +72,7 @@ def products_apart(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
         value = _rounded(kernel, r)
         axes = tuple(a for a in kernel.axes if a in r.free)
         kind = Type(value.dtype, tuple(a.extent for a in axes))
-        place = l.Buffer(f"{kernel.name}_{number}", kind)
+        place = l.Buffer(f"{kernel.name}_sum{number}", kind)
         first.append(l.Kernel(place.name, axes, (l.Store(place, axes, value),), kernel.source))
         taken[value] = l.Load(place, axes)
     stores = tuple(transform(s, lambda x: taken.get(x, x)) for s in kernel.stores)

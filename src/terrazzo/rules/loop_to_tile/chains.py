@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from terrazzo.errors import Limitation, UserError
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
@@ -152,7 +153,10 @@ def refusal(kernel: l.Kernel, gpu: Gpu, lost: Callable[[k.Kernel], str]) -> str:
     """
     first = ""
     for way in ways(kernel, gpu):
-        why = way if isinstance(way, str) else lost(lower(way.kernel, way.schedule, gpu))
+        try:
+            why = way if isinstance(way, str) else lost(lower(way.kernel, way.schedule, gpu))
+        except (UserError, Limitation) as refused:
+            why = str(refused)
         if not why:
             return ""
         first = first or why
