@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from tests.harness import assert_same_meaning
 
@@ -55,6 +57,16 @@ def test_a_quotient_rounded_at_once_is_relaxed(x: str, z: str, fires: bool) -> N
     after = relax(program, log)
     assert ("approx_div(" in show(after)) == fires == bool(log.events)
     assert ("v0 = div(" in show(after)) != fires
+    assert_same_meaning(program, after)
+
+
+@pytest.mark.parametrize(("term", "fires"), [("mul(in1, v0)", True), ("add(in1, v0)", False)])
+def test_a_quotient_in_a_product_rounded_at_once_is_relaxed(term: str, fires: bool) -> None:
+    """In a sum most of it may cancel, and its error not."""
+    whole = QUOTIENT.format(x="f32", z="bf16").replace("bf16(v0)", "bf16(v2)")
+    program = parse(re.sub(r"( +)v0 = div(.*)\n", rf"\1v0 = div\2\n\1v2 = {term}\n", whole))
+    after = relax(program, Log())
+    assert ("approx_div(" in show(after)) == fires
     assert_same_meaning(program, after)
 
 

@@ -1,8 +1,8 @@
 """Compute no more exactly than the reader rounds.
 
-A quotient that is rounded to 16 bits at once needs no correctly rounded division: two units in the last of its 24 bits
-are a thousandth of what f16 rounds away, and an IEEE division costs a GPU fifteen instructions where this one costs
-two.
+A quotient that is rounded to 16 bits at once, or as a factor of a product that is, needs no correctly rounded division:
+two units in the last of its 24 bits are a thousandth of what f16 rounds away, and an IEEE division costs a GPU fifteen
+instructions and a branch where this one costs two.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from terrazzo.rewrite.rule import Event, Log
 
 
 def relax(program: l.Program, log: Log) -> l.Program:
-    """`program` with bf16(div(a, b)) and f16(div(a, b)) of 32-bit floats made bf16(approx_div(a, b)).
+    """`program` with bf16(div(a, b)) and f16(div(a, b)) of 32-bit floats made bf16(approx_div(a, b)), also where the
+    quotient is a factor of what is rounded: bf16(mul(x, div(a, b))), as in silu.
 
     @loop
     def f(x: f32[4], y: f32[4]):
@@ -53,6 +54,17 @@ def relax(program: l.Program, log: Log) -> l.Program:
 def _rounded(node: Any) -> Any:
     if isinstance(node, l.Apply) and is_cast(node.fn) and node.dtype.is_float and node.dtype.size == 2:
         (x,) = node.args
-        if isinstance(x, l.Apply) and x.fn.name == "div" and x.dtype is f32:
-            return l.Apply(node.fn, (l.Apply(scalar("approx_div"), x.args),))
+        if (relaxed := _factor(x)) is not x:
+            return l.Apply(node.fn, (relaxed,))
     return node
+
+
+def _factor(x: Any) -> Any:
+    """A quotient without its correct rounding, or a product with such factors."""
+    if not isinstance(x, l.Apply) or x.dtype is not f32:
+        return x
+    if x.fn.name == "div":
+        return l.Apply(scalar("approx_div"), x.args)
+    if x.fn.name == "mul" and (factors := tuple(map(_factor, x.args))) != x.args:
+        return l.Apply(x.fn, factors)
+    return x
