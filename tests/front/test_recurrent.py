@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import terrazzo
 from terrazzo.front.capture import capture
 from terrazzo.front.recurrent import recurrent_nets_by_definition
 
@@ -90,3 +91,17 @@ def test_a_gpu_has_the_same_program(kind: Any) -> None:
         there = capture(net, (fake(*steps, 2, 5), state)).program
     assert [str(x.type) for x in there.results] == [str(x.type) for x in here.results]
     assert there.results == here.results
+
+
+def test_weights_of_a_trace_are_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, moving them to one piece of memory would ask for their addresses, which they do not have."""
+
+    def refuse(_: Any) -> None:
+        raise RuntimeError("Cannot access data pointer of Tensor")
+
+    net, x = torch.nn.LSTM(4, 6), torch.randn(3, 2, 4)
+    expected = net(x)[0]
+    monkeypatch.setattr(torch.nn.RNNBase, "flatten_parameters", refuse)
+    found = terrazzo.compile(net, x, options={"target": "interpreter"})(x)[0]
+    torch.testing.assert_close(found, expected)
+    assert torch.nn.RNNBase.flatten_parameters is refuse

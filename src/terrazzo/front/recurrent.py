@@ -4,7 +4,8 @@ of their own, or kernels for one cell, which we would not look into.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 State = tuple[Any, ...]
@@ -13,7 +14,8 @@ Cell = Callable[[Any, Any, State], State]
 """The state after a step, from what inputs and what the last output contribute to the gates, and the last state."""
 
 
-def recurrent_nets_by_definition() -> Any:
+@contextmanager
+def recurrent_nets_by_definition() -> Iterator[None]:
     """Within this, PyTorch's recurrent nets and cells are traced as products and elementwise functions, step by step.
     Sequences that are packed are not known to it.
     """
@@ -36,7 +38,14 @@ def recurrent_nets_by_definition() -> Any:
             meant = cells if packed else {**nets, **cells}
             return meant.get(func, func)(*args, **(kwargs or {}))
 
-    return Mode()
+    net: Any = torch.nn.RNNBase
+    flatten = net.flatten_parameters
+    net.flatten_parameters = lambda self: None  # cuDNN wants weights in one piece of memory: those of a trace have none
+    try:
+        with Mode():
+            yield
+    finally:
+        net.flatten_parameters = flatten
 
 
 def _lstm(x: Any, h: Any, state: State) -> State:
