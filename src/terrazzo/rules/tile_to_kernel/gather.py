@@ -33,7 +33,7 @@ ROOM, OTHERS = 48, 48
 accumulator: so many beside 128 accumulators do not spill.
 """
 MOST = 168
-"""Registers of a thread that has no role."""
+"""Registers that a thread without a role is taken to have: what 384 threads find. Fewer threads may have more."""
 
 
 @dataclass(frozen=True)
