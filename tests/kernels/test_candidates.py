@@ -25,6 +25,7 @@ from terrazzo.ir.verify_kernel import declared
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from terrazzo.rules.loop_to_tile import choose
+from terrazzo.rules.tile.complete import Refused
 from terrazzo.run import nvrtc
 from terrazzo.run.cache import Cache
 from terrazzo.run.cpu import Built
@@ -216,10 +217,8 @@ def test_an_unrolled_recurrent_net(cache: Cache) -> None:
 
 
 def test_a_kernel_that_no_schedule_fits_is_a_limitation(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> Any:
-        raise UserError("the schedule needs 320 registers of a thread, and sm_90a has 255")
-
-    monkeypatch.setattr(choose, "lower", refuse)
+    refused = Refused(UserError("the schedule needs 320 registers of a thread, and sm_90a has 255"))
+    monkeypatch.setattr(choose, "derived", lambda *_: refused)
     with pytest.raises(
         Limitation, match="relu: no schedule of it fits sm_90a; the plainest does not, for the schedule needs 320"
     ):

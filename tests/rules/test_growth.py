@@ -83,7 +83,7 @@ def test_work_grows_no_faster_than_programs(
     monkeypatch.setattr(fusion, "NEAR", 6)  # so that few steps are many
     counts = []
     for n in (12, 48):
-        derive._written.cache_clear()
+        derive.derived.cache_clear()
         work.clear()
         lowering(parse(program(n)), Options(target=target))
         counts.append(dict(work))

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from terrazzo.errors import Limitation, UserError
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
@@ -23,7 +22,7 @@ from terrazzo.rules.loop_to_tile.threads import ceil
 from terrazzo.rules.tile.complete import Refused, complete
 from terrazzo.rules.tile.draft import Draft
 from terrazzo.rules.tile.reach import reached
-from terrazzo.rules.tile_to_kernel.lower import lower
+from terrazzo.rules.tile_to_kernel.lower import derived
 
 WORTH = 1.25
 """How much fewer steps a processor must have for a second kernel to pay, which combines the states of pieces."""
@@ -153,10 +152,8 @@ def refusal(kernel: l.Kernel, gpu: Gpu, lost: Callable[[k.Kernel], str]) -> str:
     """
     first = ""
     for way in ways(kernel, gpu):
-        try:
-            why = way if isinstance(way, str) else lost(lower(way.kernel, way.schedule, gpu))
-        except (UserError, Limitation) as refused:
-            why = str(refused)
+        made = way if isinstance(way, str) else derived(way.kernel, way.schedule, gpu)
+        why = made if isinstance(made, str) else made.reason if isinstance(made, Refused) else lost(made)
         if not why:
             return ""
         first = first or why

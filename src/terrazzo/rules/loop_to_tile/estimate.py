@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from terrazzo.errors import Limitation, UserError
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir import nest as n
+from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Expr, FloorDiv, Mod
@@ -20,7 +20,7 @@ from terrazzo.rules.loop_to_tile.chain import chain
 from terrazzo.rules.loop_to_tile.collapse import merge_product_axes
 from terrazzo.rules.loop_to_tile.packed import packed
 from terrazzo.rules.loop_to_tile.stored import stored
-from terrazzo.rules.tile_to_kernel.lower import lower
+from terrazzo.rules.tile_to_kernel.lower import derived
 
 STEP = 20.0
 """Nanoseconds of a step of a scan, of which one thread takes one after the other. An estimate: it was not measured."""
@@ -94,11 +94,11 @@ def _tiled(kernel: l.Kernel, gpu: Gpu) -> float | None:
     p = product(merge_product_axes(kernel, p.sites)) or p
     plans = tiles.plans(p, gpu)
     whole = next((plan for plan in warpgroups.plans(p, gpu) if plan.pieces == 1), None)
-    derived = whole is not None and _derives(p.kernel, tiles.schedule(p, whole, gpu), gpu)
+    whole_derives = whole is not None and _derives(p.kernel, tiles.schedule(p, whole, gpu), gpu)
     found = []
     for plan in plans:
         if isinstance(plan, warpgroups.Plan):
-            found += [plan.time] if derived else []
+            found += [plan.time] if whole_derives else []
         else:
             found.append(plan.time * (GATHERED if plan.instruction and gathered(p) else 1.0))
     return min([*found, *_in_boxes(kernel, gpu), *_stored(p.kernel, gpu)], default=None)
@@ -125,11 +125,7 @@ def _in_boxes(kernel: l.Kernel, gpu: Gpu) -> list[float]:
 
 
 def _derives(kernel: l.Kernel, schedule: Schedule, gpu: Gpu) -> bool:
-    try:
-        lower(kernel, schedule, gpu)
-    except (UserError, Limitation):
-        return False
-    return True
+    return isinstance(derived(kernel, schedule, gpu), k.Kernel)
 
 
 def gathered(p: Product) -> bool:

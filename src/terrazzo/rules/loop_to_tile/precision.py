@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from terrazzo.errors import Limitation, UserError
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
@@ -13,7 +12,8 @@ from terrazzo.ir.sites import Product, no_product, product
 from terrazzo.rules.loop_to_tile import tiles, warpgroups
 from terrazzo.rules.loop_to_tile.collapse import merge_product_axes
 from terrazzo.rules.loop_to_tile.estimate import expected
-from terrazzo.rules.tile_to_kernel.lower import lower
+from terrazzo.rules.tile.complete import Refused
+from terrazzo.rules.tile_to_kernel.lower import derived
 
 DEPTH = 512
 """A tensor core truncates where CUDA cores round, which shows in short sums in which few products are large."""
@@ -58,11 +58,8 @@ def _built(forms: Sequence[Product], gpu: Gpu, lost: Callable[[k.Kernel], str]) 
     for p in forms:
         plans = warpgroups.plans(p, gpu)
         for plan in [x for x in plans if x.pieces == 1][: tiles.MOST]:
-            try:
-                derived = lower(p.kernel, warpgroups.schedule(p, plan, gpu), gpu)
-            except (UserError, Limitation) as refused:
-                why = str(refused).splitlines()[0]
-                continue
-            if not (why := lost(derived)):
+            made = derived(p.kernel, warpgroups.schedule(p, plan, gpu), gpu)
+            why = made.reason if isinstance(made, Refused) else lost(made)
+            if not why:
                 return min(x.time for x in plans if x is plan or x.pieces > 1), ""
     return math.inf, why

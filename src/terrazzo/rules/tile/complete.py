@@ -58,7 +58,7 @@ def complete(kernel: l.Kernel, schedule: Schedule, gpu: Gpu) -> tuple[Plan | Ref
         tile.fit(schedule, kernel)
         (plan,) = rewrite([first], RULES, draft, log=log, pass_name=PASS, names={first: kernel.name}, show=str)
     except (UserError, Limitation) as why:
-        return Refused(why), tuple(log.events)
+        return Refused(why.with_traceback(None)), tuple(log.events)
     return _judged(plan, draft, log), tuple(log.events)
 
 

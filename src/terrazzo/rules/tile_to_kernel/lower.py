@@ -119,20 +119,27 @@ def lower(kernel: l.Kernel, schedule: Schedule, gpu: Gpu, plan: Plan | None = No
                 z[block] = acc0[()]
         return (z,)
     """
-    if plan is None:
-        found, _ = complete(kernel, schedule, gpu)
-        if isinstance(found, Refused):
-            raise again(found.error)
-        plan = found
-    return _written(kernel, schedule, gpu, plan)
+    found = derived(kernel, schedule, gpu, plan)
+    if isinstance(found, Refused):
+        raise again(found.error)
+    return found
 
 
 @lru_cache(maxsize=512)
-def _written(kernel: l.Kernel, schedule: Schedule, gpu: Gpu, plan: Plan) -> k.Kernel:
-    """Kept, because whoever chooses a schedule asks whether it can be derived, and equal layers have equal kernels."""
-    done = write(Draft(kernel, schedule, gpu), plan)
-    _budget(done, gpu)
-    return done
+def derived(kernel: l.Kernel, schedule: Schedule, gpu: Gpu, plan: Plan | None = None) -> k.Kernel | Refused:
+    """The same, with the reason as data where it cannot be.
+
+    Kept, because whoever chooses a schedule asks for it, and equal layers have equal kernels.
+    """
+    found = plan or complete(kernel, schedule, gpu)[0]
+    if isinstance(found, Refused):
+        return found
+    try:
+        done = write(Draft(kernel, schedule, gpu), found)
+    except (UserError, Limitation) as why:
+        return Refused(why.with_traceback(None))
+    over = _over_budget(done, gpu)
+    return Refused(UserError(f"{kernel.name}: {over}")) if over else done
 
 
 def write(draft: Draft, plan: Plan) -> k.Kernel:
@@ -258,8 +265,8 @@ class _Team:
         walker.statements(n.nest(self.draft.kernel), Scope())
 
 
-def _budget(kernel: k.Kernel, gpu: Gpu) -> None:
-    """UserError where a block would need more than it may have."""
+def _over_budget(kernel: k.Kernel, gpu: Gpu) -> str:
+    """What a block would need that it cannot have; nothing where there is room for it."""
     for what, needs, has in (
         ("bytes of shared memory", kernel.shared_bytes, gpu.shared),
         ("threads in a block", kernel.threads, 1024),
@@ -267,8 +274,8 @@ def _budget(kernel: k.Kernel, gpu: Gpu) -> None:
         ("blocks", kernel.grid, (1 << 31) - 1),
     ):
         if needs > has:
-            raise UserError(f"{kernel.name}: the schedule needs {needs} {what}, and {gpu.arch} has {has}")
+            return f"the schedule needs {needs} {what}, and {gpu.arch} has {has}"
     for role in (s for s in k.walk(kernel.body) if isinstance(s, k.Role) and s.registers):
         if (needs := declared(role.body)) > role.registers:
-            what = f"{needs} registers of a thread that computes"
-            raise UserError(f"{kernel.name}: the schedule needs {what}, and its role has {role.registers}")
+            return f"the schedule needs {needs} registers of a thread that computes, and its role has {role.registers}"
+    return ""

@@ -1,0 +1,119 @@
+"""Ways to run a kernel, the best by the model first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from terrazzo.hw.gpu import Gpu
+from terrazzo.ir import nest as n
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.node import topological
+from terrazzo.ir.schedule import Schedule
+from terrazzo.ir.sites import product
+from terrazzo.rules.loop_to_tile import chains, reductions, threads, windows
+from terrazzo.rules.loop_to_tile.apart import products_apart
+from terrazzo.rules.loop_to_tile.candidate import Candidate, Chosen, Rewrite, joined
+from terrazzo.rules.loop_to_tile.collapse import collapse, digits_apart, flat_reductions, merge_product_axes
+from terrazzo.rules.loop_to_tile.pieces import in_pieces, meeting, partial_states, together
+from terrazzo.rules.loop_to_tile.product_candidates import after_stores, best, copied, in_boxes, in_tiles
+from terrazzo.rules.loop_to_tile.split import moments, reduced_first, split_moments
+
+
+def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
+    """Ways to run a kernel, the best by the model first. The last is the plainest there is: it asks for next to
+    nothing, so it can be built whatever the kernel computes.
+    """
+    yield from (_chained(kernel, way, gpu) for way in chains.ways(kernel, gpu) if isinstance(way, chains.Way))
+    apart = digits_apart(kernel)
+    if product(kernel) is None and product(apart) is not None:  # an axis of which both factors know a part, as of heads
+        yield from (x.after(("digits_apart", kernel, (apart,))) for x in candidates(apart, gpu, pinned))
+    if (p := product(kernel)) is not None:
+        yield from in_boxes(kernel, p, gpu, pinned)
+        yield from after_stores(kernel, p, gpu, pinned)
+        yield from _each(kernel, gpu, pinned)
+        yield from in_tiles(kernel, p, gpu, pinned)
+    if (found := windows.window(kernel, gpu)) is not None:
+        first, _ = copied(found.copies, "a thread reads the filters of points that lie side by side", gpu, pinned)
+        done = Candidate((*first, (found.kernel, found.schedule, "window", str(found))))
+        rewrite = "copied_along" if found.copies else "collapse"
+        yield done.after((rewrite, kernel, (*found.copies, found.kernel)))
+    flat = flat_reductions(kernel)
+    flattened: Rewrite = ("flat_reductions", kernel, (flat,))
+    reduces = [r for r in n.accumulators(flat).values() if isinstance(r, l.Reduce)]
+    if not reduces or not any(isinstance(a.extent, int) and a.extent > 1 for r in reduces for a in r.axes):
+        points = collapse(flat)
+        chosen = threads.pointwise(points, gpu), "points", "every thread computes points of its own"
+        yield Candidate(((points, *chosen),)).after(flattened, ("collapse", flat, (points,)))
+    else:
+        even = reductions.flattened(flat)
+        merged: Rewrite = ("merge_axes", flat, (even,))
+        for cut in _cut(even, gpu, pinned):
+            yield cut.after(flattened, merged)
+        for chosen in together(even, gpu):
+            yield Candidate(((even, *chosen),)).after(flattened, merged)
+    plain = threads.plain(flat, gpu), "plain", "a thread computes a point at a time"
+    yield Candidate(((flat, *plain),)).after(flattened)
+
+
+def _chained(kernel: l.Kernel, way: chains.Way, gpu: Gpu) -> Candidate:
+    """Two products in one loop of steps, as one kernel or as that of states and that which combines them."""
+    what = "two products in one loop of steps, with what lies between them in registers"
+    rewrites: list[Rewrite] = [("share_rows", kernel, (way.whole,))]
+    done: tuple[Chosen, ...] = ((way.kernel, way.schedule, "chain", what),)
+    if way.rest is not None:
+        rewrites.append(("split_frames", way.whole, (way.kernel, way.rest)))
+        done = (
+            (way.kernel, way.schedule, "chain", f"{way.pieces} pieces of them over the grid; {what}"),
+            (way.rest, reductions.finish(way.rest, gpu), "finish", "states meet in the highest frame, in order"),
+        )
+    return Candidate(done).after(*rewrites)
+
+
+def _each(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
+    """Several products as kernels of their own, where wider tiles gain more than storing what the first ones sum, and
+    reading it again, takes: accumulators of all must fit in registers otherwise.
+    """
+    apart = products_apart(kernel)
+    kinds = [x.stores[0].buffer.type for x in apart[:-1]]
+    reading = sum(math.prod(t.static_shape) * t.dtype.size for t in kinds) / gpu.memory  # who writes it, pays for that
+    if len(apart) > 1 and sum(best(_merged(x), gpu) for x in apart) + reading < best(_merged(kernel), gpu):
+        whole = joined(next(candidates(x, gpu, pinned)) for x in apart)
+        yield whole.after(("products_apart", kernel, apart))
+
+
+def _merged(kernel: l.Kernel) -> l.Kernel:
+    p = product(kernel)
+    return merge_product_axes(kernel, p.sites) if p else kernel
+
+
+def _cut(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
+    """Rows divided among blocks, where these are few for what there is to read: reductions in pieces; a sum of squares
+    together with the mean it is around; else those that others need in kernels before these. What is computed at the
+    points of a row is a kernel of its own then, and where threads cannot divide these points alike, or where it has
+    nothing to do with what is reduced.
+    """
+    _, inner, top = reductions.parts(kernel)
+    first = [r for r in top if not any(x in top for x in topological(r.args))]
+    both = moments(kernel) is not None
+    pieces = reductions.pieces(kernel, gpu, both)
+    if len(inner) > 1 or (inner and pieces > 1) or reductions.strangers(kernel):
+        yield from _apart_from(kernel, top, gpu, pinned)
+    elif pieces > 1 and len(first) == len(top):
+        yield from in_pieces(kernel, top, pieces, gpu, pinned, reductions.unit(top))
+    elif pieces > 1 and both and (found := split_moments(kernel, pieces)) is not None:
+        part, second = found
+        for chosen in partial_states(part, pieces, gpu, pinned):
+            yield Candidate((chosen, meeting(second, gpu)), (("split_moments", kernel, (part, second)),))
+    elif pieces > 1:
+        yield from _apart_from(kernel, first, gpu, pinned)
+
+
+def _apart_from(
+    kernel: l.Kernel, reduces: Sequence[l.Reduce], gpu: Gpu, pinned: Mapping[str, Schedule]
+) -> Iterator[Candidate]:
+    """Some reductions of a kernel in one before it."""
+    *before, after = reduced_first(kernel, reduces)
+    if before:
+        done = joined(next(candidates(x, gpu, pinned)) for x in (*before, after))
+        yield done.after(("reduced_first", kernel, (*before, after)))

@@ -1,0 +1,125 @@
+"""Ways to run a product: in boxes of what is read at moved places, after its operands were stored, in tiles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from terrazzo.hw.gpu import Gpu
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.schedule import Schedule
+from terrazzo.ir.sites import Product, product
+from terrazzo.rules.loop_to_tile import boxes, threads, tiles, warpgroups
+from terrazzo.rules.loop_to_tile.candidate import Candidate, Chosen, Rewrite
+from terrazzo.rules.loop_to_tile.collapse import digits_apart, merge_product_axes
+from terrazzo.rules.loop_to_tile.estimate import GATHERED, gathered
+from terrazzo.rules.loop_to_tile.packed import packed
+from terrazzo.rules.loop_to_tile.pieces import in_pieces, tiled
+from terrazzo.rules.loop_to_tile.pinned import as_pinned
+from terrazzo.rules.loop_to_tile.stored import on_warpgroups, stored
+from terrazzo.rules.tile.complete import Refused, complete
+
+
+def in_boxes(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
+    """A product of what is read at moved places, in boxes, where the model says that it is faster than other tiles.
+    Operands are copied first, where memory runs otherwise than boxes do.
+    """
+    *copies, form = packed(kernel) if gpu.warpgroups else (kernel,)
+    found, _ = boxes.moved(form)
+    if found is None or not (plans := boxes.plans(found, gpu)):
+        return
+    why = "boxes are brought in along what is summed over, and memory runs otherwise"
+    first, before = copied(copies, why, gpu, pinned)
+    others = best(merge_product_axes(kernel, p.sites), gpu)
+    for plan in plans:
+        if plan.time + before < others:
+            chosen = form, boxes.schedule(found, plan, gpu), "boxes", str(plan)
+            yield Candidate((*first, chosen)).after(("packed", kernel, (*copies, form)))
+
+
+def copied(
+    copies: Sequence[l.Kernel], why: str, gpu: Gpu, pinned: Mapping[str, Schedule]
+) -> tuple[list[Chosen], float]:
+    """Kernels that copy operands, with their schedules, and the nanoseconds they take."""
+    found = [
+        as_pinned([x], pinned, gpu) if x.name in pinned else (x, threads.pointwise(x, gpu), "points", why)
+        for x in copies
+    ]
+    return found, sum(boxes.copying(x, gpu) for x in copies)
+
+
+def after_stores(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
+    """A product after kernels that store its operands as TMA takes them, where the model says that it is faster than
+    other tiles.
+    """
+    merged = merge_product_axes(kernel, p.sites)
+    if not (ways := list(stored(merged, gpu))):
+        return
+    apart = digits_apart(merged)
+    others = min(_gathering(merged, gpu), best(apart, gpu) if on_warpgroups(apart, gpu) else math.inf)
+    found: list[tuple[int, list[Chosen], list[Rewrite], Product, warpgroups.Plan]] = []
+    for way in ways:
+        why = "TMA brings what lies in memory, in rows that begin at multiples of 16 bytes"
+        copies, before = copied([*way.made, *way.copies], why, gpu, pinned)
+        rewrites: list[Rewrite] = [
+            ("merge_product_axes", kernel, (merged,)),
+            (way.rewrite, merged, (way.base,)),
+            ("stored_first", way.base, (*way.made, way.whole)),
+            ("padded", way.whole, (*way.copies, way.form)),
+        ]
+        plans = [x for x in tiles.on_warpgroups(way.product, gpu) if x.time + before < others]
+        found += [(warpgroups.alike(x.time + before), copies, rewrites, way.product, x) for x in plans]
+    for _, first, rewrites, again, plan in sorted(found, key=lambda x: x[0]):
+        for done in _planned(again, plan, gpu, pinned):
+            yield Candidate((*first, *done.kernels), done.rewrites).after(*rewrites)
+
+
+def in_tiles(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
+    """A product in tiles: on the instructions of warpgroups or of warps, by what the model says, then on CUDA cores.
+
+    Axes are merged first, which makes fewer tiles; where that is no tensor TMA knows, digits are axes again.
+    """
+    merged = merge_product_axes(kernel, p.sites)
+    apart = digits_apart(merged)
+    merge: Rewrite = ("merge_product_axes", kernel, (merged,))
+    part: Rewrite = ("digits_apart", merged, (apart,))
+    forms: list[tuple[l.Kernel, tuple[Rewrite, ...]]] = [(merged, (merge,))]
+    forms += [(kernel, ())] if merged is not kernel else []
+    if not on_warpgroups(merged, gpu) and on_warpgroups(apart, gpu):
+        first = 0 if best(apart, gpu) < _gathering(merged, gpu) else len(forms)
+        forms.insert(first, (apart, (merge, part)))
+    for form, rewrites in forms:
+        again = product(form)
+        assert again is not None
+        for cores in (False, True) if form is merged else (False,):
+            for plan in tiles.plans(again, gpu, cores):
+                for found in _planned(again, plan, gpu, pinned):
+                    yield found.after(*rewrites)
+
+
+def _planned(p: Product, plan: tiles.Plan, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
+    """A product in the tiles of a plan: as one kernel, or as two where blocks share its steps."""
+    if plan.pieces == 1:
+        yield Candidate((tiled(p, plan, gpu),))
+    else:
+        yield from in_pieces(p.kernel, [c.reduce for c in p.sites], plan.pieces, gpu, pinned, plan.unit)
+
+
+def best(kernel: l.Kernel, gpu: Gpu) -> float:
+    """By the model, the nanoseconds of the best tile of a product that can be derived."""
+    if (p := product(kernel)) is None:
+        return math.inf
+    for plan in tiles.plans(p, gpu):
+        if plan.pieces > 1 or not isinstance(complete(kernel, tiles.schedule(p, plan, gpu), gpu)[0], Refused):
+            return plan.time
+    return math.inf
+
+
+def _gathering(kernel: l.Kernel, gpu: Gpu) -> float:
+    """What the best tile takes, by the model, where each thread of a matrix instruction may divide to know what it
+    reads.
+    """
+    if (p := product(kernel)) is None:
+        return math.inf
+    divides = GATHERED if gathered(p) else 1.0
+    return min((x.time * (divides if x.instruction else 1.0) for x in tiles.plans(p, gpu)), default=math.inf)
