@@ -129,10 +129,12 @@ def compile(
 
     from terrazzo.front.capture import capture
     from terrazzo.run.compiled import compile_program
+    from terrazzo.tune.search import tune
 
     chosen = options if isinstance(options, Options) else Options.from_mapping(options or {})
     captured = capture(fn, example_inputs, kwargs, views=True)
     tensors = [x for x in pytree.tree_leaves((example_inputs, kwargs)) if isinstance(x, torch.Tensor)]
     devices = [t.device for t in (*captured.bound.values(), *captured.state, *tensors) if t.device.type != "cpu"]
     device = str(devices[0]) if devices else "cpu"
+    tune(captured.program, chosen, device)
     return CompiledCall(captured, compile_program(captured.program, captured.bound, chosen, device))

@@ -19,13 +19,12 @@ TARGETS = ("auto", "cpu", "interpreter", "sm_75", "sm_80", "sm_86", "sm_89", "sm
 LIBRARIES = ("auto", "never")
 PRECISIONS = ("auto", "exact", "split", "tf32", "bf16")
 
-# The modes of torch.compile. Schedules are not measured yet, so "max-autotune" means the defaults with the launches of
-# a graph.
+# The modes of torch.compile.
 MODES: dict[str, dict[str, object]] = {
     "default": {},
     "reduce-overhead": {"graph": True},
-    "max-autotune": {"graph": True},
-    "max-autotune-no-cudagraphs": {},
+    "max-autotune": {"graph": True, "tune": 120},
+    "max-autotune-no-cudagraphs": {"tune": 120},
 }
 
 
@@ -53,6 +52,7 @@ class Options:
                  six products of bfloat16, as exactly as float32; "tf32" by three, more exactly than tf32; "bf16" by
                  one. "auto" obeys torch.set_float32_matmul_precision: "highest" is "split", "high" "tf32", "medium"
                  "bf16".
+    tune         on a GPU, seconds that may be spent on measuring schedules for kernels of which none were measured yet.
     spills       accept kernels that spill registers to memory; otherwise another schedule is tried first.
     strict       under torch.compile a compiler bug is an error; otherwise it is a warning, and PyTorch runs the graph.
     threads      threads a compiled kernel may use; None leaves it to OpenMP.
@@ -71,6 +71,7 @@ class Options:
     libraries: str = "auto"
     schedules: tuple[str, ...] = ()
     fp32: str = "auto"
+    tune: int = 0
     spills: bool = False
     strict: bool = False
     threads: int | None = None
@@ -92,7 +93,7 @@ class Options:
             raise UserError(f"option fp32: there is no {self.fp32!r}{_suggestion(self.fp32, PRECISIONS)}")
         if self.threads is not None and self.threads < 1:
             raise UserError(f"option threads: {self.threads} is not a number of threads; it must be at least 1")
-        for name in ("cache_limit", "verbose"):
+        for name in ("cache_limit", "tune", "verbose"):
             if getattr(self, name) < 0:
                 raise UserError(f"option {name}: {getattr(self, name)} is negative")
 

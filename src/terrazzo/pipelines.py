@@ -42,8 +42,9 @@ from terrazzo.rules.loop.parts import into_parts
 from terrazzo.rules.loop.relax import relax
 from terrazzo.rules.loop.views import pass_views
 from terrazzo.rules.loop_to_tile import chains
-from terrazzo.rules.loop_to_tile.choose import Lost, never, schedule
+from terrazzo.rules.loop_to_tile.choose import schedule
 from terrazzo.rules.loop_to_tile.estimate import expected
+from terrazzo.rules.loop_to_tile.experience import NONE, Experience
 from terrazzo.rules.loop_to_tile.precision import refusal
 from terrazzo.rules.tensor_to_loop.lift import lift
 from terrazzo.rules.tile.complete import program as complete
@@ -53,7 +54,7 @@ from terrazzo.rules.torch_to_tensor.lower import lower as to_tensor
 from terrazzo.targets import target
 from terrazzo.targets.cuda.check import check
 
-Run = Callable[[Any, Log, Options, Lost], Any]
+Run = Callable[[Any, Log, Options, Experience], Any]
 PARTS = {"auto": 3, "split": 3, "tf32": 2, "bf16": 1}
 """As how many parts in bfloat16 numbers in float32 are multiplied, by the option `fp32`. Where nobody looks at the
 switch of PyTorch, "auto" is its "highest".
@@ -77,10 +78,10 @@ def _gradients(p: l.Program, log: Log, options: Options) -> l.Program:
     return gradients(p, log, rates, views, options.materialize)
 
 
-def _chained(p: l.Program, log: Log, options: Options, lost: Lost) -> l.Program:
+def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.Program:
     """Softmaxes, and products that are only multiplied, in the kernels that read them."""
     gpu = machine(options)
-    refused = partial(chains.refusal, gpu=gpu, lost=lost)
+    refused = partial(chains.refusal, gpu=gpu, lost=tried)
     return products_again(online(p, log, refused), log, partial(expected, gpu=gpu), refused, options.materialize)
 
 
@@ -97,31 +98,31 @@ class Pass:
 
 PASSES = (
     Pass("torch_to_tensor", "torch", "tensor", "each ATen op becomes a composition of primitives, or an opaque call",
-         lambda p, log, o, lost: to_tensor(p, torch_to_tensor.RULES, log, _texts(o), libraries(o))),
+         lambda p, log, o, tried: to_tensor(p, torch_to_tensor.RULES, log, _texts(o), libraries(o))),
     Pass("tensor_to_loop", "tensor", "loop", "each primitive becomes a kernel that stores its term",
-         lambda p, log, o, lost: lift(p, log=log)),
+         lambda p, log, o, tried: lift(p, log=log)),
     Pass("gradients", "loop", "loop", "the gradient of a softmax computes its weights again, and no sums of their rows",
-         lambda p, log, o, lost: _gradients(p, log, o) if o.fuse else p),
+         lambda p, log, o, tried: _gradients(p, log, o) if o.fuse else p),
     Pass("fuse", "loop", "loop", "terms replace the buffers they were stored in, where that pays",
-         lambda p, log, o, lost: fold(fuse(p, log, target(o.target).rates, o.materialize, _texts(o)), log)
+         lambda p, log, o, tried: fold(fuse(p, log, target(o.target).rates, o.materialize, _texts(o)), log)
          if o.fuse else p),
     Pass("store_as_read", "loop", "loop", "buffers that are only read transposed, reshaped or converted are stored so",
-         lambda p, log, o, lost: _images(store_as_read(narrow(p, log), log), log, o)),
+         lambda p, log, o, tried: _images(store_as_read(narrow(p, log), log), log, o)),
     Pass("pass_views", "loop", "loop", "calls of PyTorch are given views of memory where they would be given copies",
-         lambda p, log, o, lost: pass_views(p, log)),
+         lambda p, log, o, tried: pass_views(p, log)),
     Pass("relax", "loop", "loop", "what is rounded to 16 bits at once is computed no more exactly than that asks for",
-         lambda p, log, o, lost: relax(p, log)),
+         lambda p, log, o, tried: relax(p, log)),
     Pass("online", "loop", "loop", "what lies between two products becomes part of the second, where that pays",
-         lambda p, log, o, lost: _chained(p, log, o, lost) if o.fuse else p),
+         lambda p, log, o, tried: _chained(p, log, o, tried) if o.fuse else p),
     Pass("parts", "loop", "loop", "products in float32 become products of bfloat16, where that is faster",
-         lambda p, log, o, lost: in_parts(p, log, o, lost)),
+         lambda p, log, o, tried: in_parts(p, log, o, tried)),
     Pass("schedule", "loop", "tile",
          "every kernel gets a schedule: the user's, or the best by the model of the machine",
-         lambda p, log, o, lost: schedule(p, machine(o), log, pinned(o)[0], _texts(o), lost)),
+         lambda p, log, o, tried: schedule(p, machine(o), log, pinned(o)[0], _texts(o), tried)),
     Pass("plan", "tile", "tile", "every schedule is completed: who walks which tiles, brings what, multiplies on what",
-         lambda p, log, o, lost: complete(p, machine(o), log, pinned(o)[1], o.verbose > 1)),
+         lambda p, log, o, tried: complete(p, machine(o), log, pinned(o)[1], o.verbose > 1)),
     Pass("derive", "tile", "kernel", "what a plan says is written down: places, copies, barriers, for each agent",
-         lambda p, log, o, lost: derive(p, machine(o), log, _texts(o))),
+         lambda p, log, o, tried: derive(p, machine(o), log, _texts(o))),
 )  # fmt: skip
 
 LOWER = tuple(p.name for p in PASSES)
@@ -161,7 +162,7 @@ def _alone(name: str, fp32: str, op: Aten) -> float:
     return expected(stages(program, options, Log(), upper)[-1][1].steps, machine(options))
 
 
-def in_parts(p: l.Program, log: Log, options: Options, lost: Lost) -> l.Program:
+def in_parts(p: l.Program, log: Log, options: Options, tried: Experience) -> l.Program:
     """Products in float32 as the option `fp32` has them."""
     if options.fp32 not in PARTS:
         return p
@@ -173,7 +174,7 @@ def in_parts(p: l.Program, log: Log, options: Options, lost: Lost) -> l.Program:
         forms = tuple(canonical(x).kernel for x in (*old, *new))
         found = judged.get(forms)
         if found is None:
-            found = refusal(old, new, gpu, lost)
+            found = refusal(old, new, gpu, tried)
             if new[-1].name not in found:
                 judged[forms] = found
         return found
@@ -188,10 +189,10 @@ def pinned(options: Options) -> tuple[dict[str, Schedule], dict[str, Plan]]:
 
 
 def stages(
-    program: Any, options: Options, log: Log, names: tuple[str, ...] = LOWER, lost: Lost = never
+    program: Any, options: Options, log: Log, names: tuple[str, ...] = LOWER, tried: Experience = NONE
 ) -> list[tuple[Pass, Any, float]]:
     """Run the passes `names` that apply from the program's IR on; each with its result and the seconds it took. No
-    schedule is chosen of which `lost` says why its kernel could not be built.
+    schedule is chosen of which `tried` says why its kernel could not be built.
     """
     if why := problem(program):
         raise UserError(f"{program.name} is not valid: {why}")
@@ -204,7 +205,7 @@ def stages(
             at(f"lowering: {p.name}", n, len(PASSES))
             start = time.perf_counter()
             with failing(f"pass {p.name}", program):
-                done = p.run(program, log, options, lost)
+                done = p.run(program, log, options, tried)
                 verify(done, p.name)
             program = done
             if p.dst == "kernel":
@@ -261,14 +262,14 @@ class Lowering:
         return {p.name: seconds for p, _, seconds in self.stages}
 
 
-def lowering(program: Any, options: Options, log: Log | None = None, lost: Lost | None = None) -> Lowering:
+def lowering(program: Any, options: Options, log: Log | None = None, tried: Experience | None = None) -> Lowering:
     """Any program down to fused Loop IR, with all that is between. A CompilerBug says how to see it again."""
     log = log or Log()
     with reproducible(options):
-        return Lowering(program, stages(program, options, log, lost=lost or never), log)
+        return Lowering(program, stages(program, options, log, tried=tried or NONE), log)
 
 
-def rescheduled(done: Lowering, options: Options, lost: Lost) -> Lowering:
+def rescheduled(done: Lowering, options: Options, tried: Experience) -> Lowering:
     """The same with schedules chosen anew, now that more kernels are known not to be built. What the log said of the
     old ones is gone.
     """
@@ -277,7 +278,7 @@ def rescheduled(done: Lowering, options: Options, lost: Lost) -> Lowering:
     upper = [stage for stage in done.stages if stage[0].name not in GPU_ONLY]
     with reproducible(options):
         program = upper[-1][1] if upper else done.source
-        return Lowering(done.source, [*upper, *stages(program, options, log, GPU_ONLY, lost)], log)
+        return Lowering(done.source, [*upper, *stages(program, options, log, GPU_ONLY, tried)], log)
 
 
 def lower(program: Any, options: Options, log: Log) -> l.Program:

@@ -65,7 +65,7 @@ def cache(tmp_path: Path) -> Cache:
 def compiled(cache: Cache, fn: Any, *args: torch.Tensor, refuses: Any = None, **options: Any) -> Built:
     """What is built of a function for a GPU that need not be there."""
     chosen = Options(target=ARCH, cache_dir=cache.directory, **options)
-    done = lowering(capture(fn, args, {}).program, chosen, lost=Tried(ARCH, cache, chosen.spills))
+    done = lowering(capture(fn, args, {}).program, chosen, tried=Tried(ARCH, cache, chosen.spills))
     return build(done, chosen, cache, ARCH, **({"refuses": refuses} if refuses else {}))
 
 

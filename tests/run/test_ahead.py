@@ -33,7 +33,7 @@ def test_what_is_chosen_begins_to_be_compiled_at_once(monkeypatch: pytest.Monkey
     compiled: list[str] = []
     monkeypatch.setattr(nvrtc, "_compile", lambda source, arch: (compiled.append(source), (b"cubin", nvrtc.Facts()))[1])
     options = Options(target=ARCH)
-    done = lowering(parse(layers(3)), options, lost=nvrtc.Tried(ARCH, cache, ahead=True))
+    done = lowering(parse(layers(3)), options, tried=nvrtc.Tried(ARCH, cache, ahead=True))
     nvrtc._pool().submit(lambda: None).result()  # all that began has ended
     begun = list(compiled)
     built = build(done, options, cache, ARCH)

@@ -15,6 +15,7 @@ from terrazzo.bench.article import article
 from terrazzo.bench.gpu_suites import Case, attention, block, convolution, fp32, gemm, pointwise, reduction
 from terrazzo.bench.harness import accuracy, surroundings
 from terrazzo.options import Options
+from terrazzo.run.timing import graph_of, in_turns
 
 SUITES: dict[str, Callable[[], tuple[Case, ...]]] = {
     "pointwise": pointwise,
@@ -98,8 +99,8 @@ def _case(case: Case, options: Options, peers: Sequence[str]) -> dict[str, Any]:
         for peer in peers:
             mode = {"eager": None, "compile": "default", "max-autotune": "max-autotune-no-cudagraphs"}[peer]
             calls[peer] = fn if mode is None else torch.compile(fn, dynamic=False, mode=mode)
-        graphs = {name: _graph(call, sets) for name, call in calls.items()}
-        times = _turns(graphs, len(sets))
+        graphs = {name: graph_of(call, sets) for name, call in calls.items()}
+        times = in_turns(graphs, len(sets), REPLAYS)
         wall = _wall(ours, sets)
     us = {name: statistics.median(values) for name, values in times.items()}
     spread = {name: [_at(values, 0.1), _at(values, 0.9)] for name, values in times.items()}
@@ -126,44 +127,6 @@ def _leaves(x: Any) -> list[Any]:
     from torch.utils import _pytree as pytree
 
     return list(pytree.tree_leaves(x))
-
-
-def _graph(call: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> Any:
-    """A CUDA graph that calls once with every set of inputs."""
-    import torch
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for args in sets[:3]:
-            call(*args)
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for args in sets:
-            call(*args)
-    graph.replay()
-    torch.cuda.synchronize()
-    return graph
-
-
-def _turns(graphs: Mapping[str, Any], sets: int) -> dict[str, list[float]]:
-    """Microseconds per call of every graph, replayed in turns."""
-    import torch
-
-    found: dict[str, list[float]] = {name: [] for name in graphs}
-    names = list(graphs)
-    for _ in range(REPLAYS):
-        for name in names:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graphs[name].replay()
-            end.record()
-            end.synchronize()
-            found[name].append(begin.elapsed_time(end) * 1e3 / sets)
-        names.reverse()
-    return found
 
 
 def _wall(call: Callable[..., Any], sets: Sequence[tuple[Any, ...]], calls: int = 50) -> float:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from terrazzo.cli import bench, bisect, cache, check, compile_, doctor, explain, opt, run, sim, targets
+from terrazzo.cli import bench, bisect, cache, check, compile_, doctor, explain, opt, run, sim, targets, tune
 from terrazzo.cli.output import complain, say
 from terrazzo.errors import CompilerBug, Limitation, TerrazzoError, UserError
 
@@ -122,6 +122,7 @@ app.command("bisect")(bisect.bisect)
 app.command("explain")(explain.explain)
 app.command("opt")(opt.opt)
 app.command("sim")(sim.sim)
+app.command("tune")(tune.tune)
 app.command("targets")(targets.targets)
 app.command("doctor")(doctor.doctor)
 app.add_typer(cache.app, name="cache")

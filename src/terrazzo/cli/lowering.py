@@ -16,7 +16,7 @@ from terrazzo.pipelines import Lowering, dialect, lowering
 from terrazzo.progress import working
 from terrazzo.rewrite.rule import Event
 from terrazzo.rules.torch_to_tensor.library import is_called
-from terrazzo.run.nvrtc import tried
+from terrazzo.run.cuda import tried
 
 
 def at(done: Lowering, ir: str) -> Any:
@@ -33,7 +33,7 @@ def at(done: Lowering, ir: str) -> Any:
 def lower(subject: Subject, request: Request) -> Lowering:
     """All stages, dumped where that was asked for. Every op that is not supported is named in one Limitation."""
     with working("lowering"):
-        done = lowering(subject.program, request.options, lost=tried(request.options))
+        done = lowering(subject.program, request.options, tried=tried(request.options))
     if request.options.dump is not None:
         from terrazzo.run import dump
 

@@ -84,6 +84,7 @@ def _graph(graph: Any, options: Options, views: bool) -> Any:
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     from terrazzo.run.compiled import compile_program
+    from terrazzo.tune.search import tune
 
     output = next(n for n in graph.graph.nodes if n.op == "output")
     wanted = list(output.args[0])
@@ -95,6 +96,7 @@ def _graph(graph: Any, options: Options, views: bool) -> Any:
             output.args = (tuple(computed),)
             program, constants = from_graph(graph, "forward")
             bound = {name: t.detach() for name, t in constants.items()}
+            tune(program, options, _device(graph))
             compiled = compile_program(program, bound, options, _device(graph))
     except Limitation as why:
         _say(str(why))

@@ -6,7 +6,7 @@ import ctypes
 import hashlib
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -23,6 +23,7 @@ from terrazzo.options import Options
 from terrazzo.progress import working
 from terrazzo.reproduce import failing, reproducible
 from terrazzo.rewrite.rule import Event, Log
+from terrazzo.rules.loop_to_tile.experience import Experience
 from terrazzo.rules.torch_to_tensor.library import chosen, takes_any_strides
 from terrazzo.run.cache import Cache, digest
 from terrazzo.run.compiler import find_compiler
@@ -280,7 +281,7 @@ def compile_program(
         machine = Cpu(compiler, options.threads or _threads())
     else:
         machine = Cuda(where if where.startswith("cuda") else "cuda:0", options.target)
-    key = _plan_key(program, options, machine)
+    key = _plan_key(program, options, machine.key(cache))
     found = _load(key, cache, machine, program, bound, options)
     if isinstance(found, Compiled):
         return found
@@ -375,23 +376,23 @@ def _weights(plan: Plan, machine: Cpu | Cuda, bound: Mapping[str, Any]) -> dict[
     return weights
 
 
-def _lowering(program: Any, options: Options, lost: Callable[[Any], str] | None = None) -> Lowering:
-    """`program` as far down as its target takes it, dumped where that was asked for. `lost` says why a kernel for a GPU
-    could not be built when that was tried.
+def _lowering(program: Any, options: Options, tried: Experience | None = None) -> Lowering:
+    """`program` as far down as its target takes it, dumped where that was asked for. `tried` knows which kernels for a GPU
+    could not be built, and which were fast.
     """
     from terrazzo.pipelines import lowering
     from terrazzo.run import dump
 
-    done = lowering(program, options, lost=lost)
+    done = lowering(program, options, tried=tried)
     if options.dump is not None:
         dump.write(options.dump, done, options)
     return done
 
 
-def _plan_key(program: Any, options: Options, machine: Cpu | Cuda) -> str:
+def _plan_key(program: Any, options: Options, machine: str) -> str:
     o = options
     choices = repr((o.fuse, o.materialize, o.target, o.schedules, o.spills, o.libraries, o.fp32))
-    return digest("plan", show(program), choices, machine.key(), own_version())
+    return digest("plan", show(program), choices, machine, own_version())
 
 
 @lru_cache(maxsize=1)

@@ -47,7 +47,7 @@ class Cpu:
     device: str = "cpu"
     suffix: str = SUFFIX
 
-    def key(self) -> str:
+    def key(self, cache: Cache) -> str:
         """What machine code here depends on."""
         return self.compiler.key("")
 

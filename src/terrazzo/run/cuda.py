@@ -18,7 +18,8 @@ from terrazzo.ir.types import DTYPES
 from terrazzo.options import Options
 from terrazzo.run.cache import Cache
 from terrazzo.run.cpu import Built
-from terrazzo.run.nvrtc import Made, Tried, compile_each, cubin_key, failure
+from terrazzo.run.measured import Measured
+from terrazzo.run.nvrtc import Made, Tried, compile_each, cubin_key, failure, nvrtc_version
 from terrazzo.run.plan import Entry, Plan, Slot, Step, whole_strides
 from terrazzo.run.tensor_map import encode
 
@@ -39,6 +40,26 @@ def devices() -> int:
     import torch
 
     return int(torch.cuda.device_count()) if torch.cuda.is_available() else 0
+
+
+def measured(cache: Cache, index: int = 0) -> Measured:
+    """What was measured on GPUs like one of this machine."""
+    import torch
+
+    return Measured(cache.directory, torch.cuda.get_device_name(index))
+
+
+def tried(options: Options) -> Tried | None:
+    """What is known of kernels for the target of the options; None where that is no GPU, or NVRTC is not here."""
+    if not options.target.startswith("sm_"):
+        return None
+    try:
+        nvrtc_version()
+    except Limitation:
+        return None
+    cache = Cache(options.cache_dir, options.cache_limit)
+    here = devices() and architecture() == options.target
+    return Tried(options.target, cache, options.spills, measured=measured(cache) if here else None)
 
 
 def architecture(index: int = 0) -> str:
@@ -88,17 +109,21 @@ class Cuda:
         self.steps: Sequence[Step] = ()
         self.modules: dict[str, Any] = {}
 
-    def key(self) -> str:
-        """What machine code here depends on."""
-        return cubin_key("", self.arch)
+    def key(self, cache: Cache) -> str:
+        """What kernels here depend on: the compiler, and what was measured."""
+        return cubin_key("", self.arch) + self.measured(cache).state()
+
+    def measured(self, cache: Cache) -> Measured:
+        """What was measured on GPUs like this one."""
+        return measured(cache, self.index)
 
     def lost(self, options: Options, cache: Cache) -> Tried:
         """What is known of kernels that were tried here."""
-        return Tried(self.arch, cache, options.spills, ahead=True)
+        return Tried(self.arch, cache, options.spills, ahead=True, measured=self.measured(cache))
 
     def build(self, lowering: Lowering, options: Options, cache: Cache) -> Built:
         """The kernels of a program, compiled where the cache lacks them, all of which this GPU's driver loads."""
-        return build(lowering, options, cache, self.arch, self.refuses)
+        return build(lowering, options, cache, self.arch, self.refuses, self.measured(cache))
 
     def refuses(self, entry: Entry, path: Path) -> str:
         """Why the driver does not take a kernel; nothing where it does, or where something else is wrong."""
@@ -298,6 +323,7 @@ def build(
     cache: Cache,
     arch: str,
     refuses: Callable[[Entry, Path], str] = lambda entry, path: "",
+    measured: Measured | None = None,
 ) -> Built:
     """The kernels of a program whose schedules were chosen by what is known of those tried before.
 
@@ -307,7 +333,7 @@ def build(
     """
     from terrazzo.pipelines import rescheduled
 
-    tried = Tried(arch, cache, options.spills)
+    tried = Tried(arch, cache, options.spills, measured=measured)
     seconds = {"emit": 0.0, "compile": 0.0}
     while True:
         start = time.perf_counter()

@@ -14,9 +14,11 @@ from pathlib import Path
 
 from terrazzo.errors import Limitation, UserError
 from terrazzo.ir.dialects import kernel as k
-from terrazzo.options import Options
+from terrazzo.ir.dialects import loop as l
 from terrazzo.progress import at
+from terrazzo.rules.loop_to_tile.experience import Experience
 from terrazzo.run.cache import Cache, digest
+from terrazzo.run.measured import Measured
 
 _FLAGS = ("--std=c++17", "-default-device")
 
@@ -198,7 +200,7 @@ def failure(what: str, source: str, arch: str, facts: Facts, cache: Cache) -> st
 
 
 @dataclass(frozen=True)
-class Tried:
+class Tried(Experience):
     """Called with a kernel for a GPU: why it could not be built or is not to be used, as far as that was ever tried.
     What a driver `refused` to load, by source, is not kept: it may be the driver's trouble. What nobody tried yet
     begins to be compiled `ahead` of the rest, where that is asked for: it will be used.
@@ -209,6 +211,10 @@ class Tried:
     spills: bool = False
     refused: dict[str, str] = field(default_factory=dict)
     ahead: bool = False
+    measured: Measured | None = None
+
+    def fastest(self, kernel: l.Kernel) -> str:
+        return self.measured.fastest(kernel) if self.measured else ""
 
     def __call__(self, kernel: k.Kernel) -> str:
         from terrazzo.targets.cuda.emit import emit
@@ -223,14 +229,3 @@ class Tried:
         """The same for a kernel's source."""
         facts = known(source, self.arch, self.cache)
         return self.refused.get(source) or (facts.problem(self.spills) if facts else "")
-
-
-def tried(options: Options) -> Tried | None:
-    """What was tried for the target of the options; None where that is no GPU, or NVRTC is not here."""
-    if not options.target.startswith("sm_"):
-        return None
-    try:
-        nvrtc_version()
-    except Limitation:
-        return None
-    return Tried(options.target, Cache(options.cache_dir, options.cache_limit), options.spills)

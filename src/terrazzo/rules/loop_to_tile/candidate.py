@@ -21,6 +21,11 @@ class Candidate:
     kernels: tuple[Chosen, ...]
     rewrites: tuple[Rewrite, ...] = ()
 
+    @property
+    def text(self) -> str:
+        """Its schedules, which name it among the candidates of a kernel."""
+        return "\n".join(str(chosen) for _, chosen, *_ in self.kernels)
+
     def after(self, *rewrites: Rewrite) -> Candidate:
         """The same where other rewrites came first; those that changed nothing are left out."""
         return Candidate(self.kernels, (*(r for r in rewrites if r[2] != (r[1],)), *self.rewrites))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -18,6 +18,7 @@ from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop_to_tile import tiles
 from terrazzo.rules.loop_to_tile.candidate import Candidate
 from terrazzo.rules.loop_to_tile.candidates import candidates
+from terrazzo.rules.loop_to_tile.experience import NONE, Experience
 from terrazzo.rules.loop_to_tile.pinned import as_pinned, forms, in_two
 from terrazzo.rules.tile.complete import Refused, complete
 from terrazzo.rules.tile_to_kernel.lower import derived
@@ -25,15 +26,8 @@ from terrazzo.rules.tile_to_kernel.lower import derived
 PASS = "schedule"
 
 Show = Callable[[Any], str] | None
-Lost = Callable[[k.Kernel], str]
-"""Why a kernel could not be built when that was tried; nothing where it could, or was not tried."""
 Known = tuple[Candidate | Refused, tuple[Event, ...], frozenset[str]]
 """What is chosen for a kernel, what there is to say of it, and every word of that."""
-
-
-def never(kernel: k.Kernel) -> str:
-    """Where nothing was tried, nothing lost."""
-    return ""
 
 
 def schedule(
@@ -42,7 +36,7 @@ def schedule(
     log: Log,
     pinned: Mapping[str, Schedule] | None = None,
     show: Show = None,
-    lost: Lost = never,
+    tried: Experience = NONE,
 ) -> tile.Program:
     """Every kernel with a schedule: the user's, or the first of its candidates that can be built as far as is known.
     Kernels may be collapsed to one axis or split over the grid first; both mean the same.
@@ -55,7 +49,7 @@ def schedule(
             steps.append(step)
             continue
         with about(step):
-            found, events = _as_its_form(step, gpu, pinned or {}, lost, known)
+            found, events = _as_its_form(step, gpu, pinned or {}, tried, known)
         for event in events:
             log.add(event)
         for rewrite, old, new in found.rewrites:
@@ -73,7 +67,7 @@ def schedule(
 
 
 def _as_its_form(
-    kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], lost: Lost, known: dict[l.Kernel, Known]
+    kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], tried: Experience, known: dict[l.Kernel, Known]
 ) -> tuple[Candidate, tuple[Event, ...]]:
     """What is chosen for the canonical form of a kernel, once for all that have it, and for this one by name. A kernel
     is judged by itself where the user pinned a schedule, where names meet, and where there is none, which is told.
@@ -81,22 +75,22 @@ def _as_its_form(
     form = canonical(kernel)
     if not any(name.startswith(kernel.name) for name in pinned):
         if form.kernel not in known:
-            known[form.kernel] = _known(form.kernel, gpu, lost)
+            known[form.kernel] = _known(form.kernel, gpu, tried)
         found, events, met = known[form.kernel]
         if isinstance(found, Candidate) and not form.clashes(met):
             named = form.named(found)
             for (x, chosen, *_), (old, was, *_) in zip(named.kernels, found.kernels, strict=True):
                 remember(x, replace(form, kernel=old, schedule=was), chosen)
             return named, form.named(events)
-    found, events = _judged(kernel, gpu, pinned, lost)
+    found, events = _judged(kernel, gpu, pinned, tried)
     if isinstance(found, Refused):
         raise found.error
     return found, events
 
 
-def _known(kernel: l.Kernel, gpu: Gpu, lost: Lost) -> Known:
+def _known(kernel: l.Kernel, gpu: Gpu, tried: Experience) -> Known:
     """What is chosen for a canonical form, and every word of it and of what is made of it."""
-    found, events = _judged(kernel, gpu, {}, lost)
+    found, events = _judged(kernel, gpu, {}, tried)
     if isinstance(found, Refused):
         return found, events, frozenset()
     made = [(x, s, complete(x, s, gpu)[0], derived(x, s, gpu)) for x, s, *_ in found.kernels]
@@ -104,18 +98,20 @@ def _known(kernel: l.Kernel, gpu: Gpu, lost: Lost) -> Known:
 
 
 def _judged(
-    kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], lost: Lost
+    kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], tried: Experience
 ) -> tuple[Candidate | Refused, tuple[Event, ...]]:
     """What is chosen, and what there is to say of it and of others."""
     log = Log()
-    found = _choose(kernel, gpu, pinned, log, lost)
+    found = _choose(kernel, gpu, pinned, log, tried)
     if isinstance(found, Candidate):
         for what, why in tiles.unused(kernel, (s for _, s, *_ in found.kernels), gpu):
             log.add(Event(PASS, what, found.kernels[0][0].name, False, why))
     return found, tuple(log.events)
 
 
-def _choose(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], log: Log, lost: Lost) -> Candidate | Refused:
+def _choose(
+    kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], log: Log, tried: Experience
+) -> Candidate | Refused:
     """What the user pinned, unjudged; else the first candidate, by price, that can be derived and is not lost. Where
     all are lost, the last that can be derived: slow is better than nothing.
     """
@@ -124,13 +120,13 @@ def _choose(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], log: Log
         return in_two(done, gpu).after(("pin", kernel, (done[0],)))
     last: Candidate | None = None
     why = ""
-    for candidate in candidates(kernel, gpu, pinned):
+    for candidate in _ordered(kernel, gpu, pinned, tried):
         if any(x.name in pinned for x, *_ in candidate.kernels):
             return candidate
         made = [derived(x, chosen, gpu) for x, chosen, *_ in candidate.kernels]
         refused = [x.reason for x in made if isinstance(x, Refused)]
         last = last if refused else candidate
-        why = next(chain(refused, filter(None, (lost(x) for x in made if isinstance(x, k.Kernel)))), "")
+        why = next(chain(refused, filter(None, (tried(x) for x in made if isinstance(x, k.Kernel)))), "")
         if not why:
             return candidate
         *_, rule, reason = candidate.kernels[0]
@@ -141,3 +137,15 @@ def _choose(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], log: Log
     (kernel, chosen, rule, reason), *rest = last.kernels
     reason = f"{reason}; it runs all the same, for nothing else can be built"
     return Candidate(((kernel, chosen, rule, reason), *rest), last.rewrites)
+
+
+def _ordered(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], tried: Experience) -> Iterator[Candidate]:
+    """The candidates: the one that was measured to be the fastest, if there is one, and then as the model has them."""
+    if fastest := tried.fastest(kernel):
+        for candidate in candidates(kernel, gpu, pinned):
+            if candidate.text == fastest:
+                (first, chosen, rule, reason), *rest = candidate.kernels
+                reason += "; of those measured on this GPU it is the fastest"
+                yield replace(candidate, kernels=((first, chosen, rule, reason), *rest))
+                break
+    yield from candidates(kernel, gpu, pinned)
