@@ -377,8 +377,8 @@ def _weights(plan: Plan, machine: Cpu | Cuda, bound: Mapping[str, Any]) -> dict[
 
 
 def _lowering(program: Any, options: Options, tried: Experience | None = None) -> Lowering:
-    """`program` as far down as its target takes it, dumped where that was asked for. `tried` knows which kernels for a GPU
-    could not be built, and which were fast.
+    """`program` as far down as its target takes it, dumped where that was asked for. `tried` knows which kernels for a
+    GPU could not be built, and which were fast.
     """
     from terrazzo.pipelines import lowering
     from terrazzo.run import dump
