@@ -9,6 +9,7 @@ both prices, and `materialize` pins a buffer as one that must exist.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import reduce
 from typing import Any
 
 from terrazzo.errors import TerrazzoError
@@ -44,6 +45,7 @@ def fuse(
     work = _Fusion(program, log, rates, frozenset(materialize), show, decide)
     work.views()
     work.inlines(work.summed)  # products go into their sums first, so that what they read meets a contraction
+    work.operands()
     work.inlines(work.scales)  # and constants leave it, before what they scale is tied to them
     work.inlines()
     work.merges()
@@ -163,32 +165,52 @@ class _Fusion:
         """
         for i in list(self.kernels):
             kernel = self.kernels[i]
-            readers = sorted({j for b in kernel.writes for j in self.readers.get(b, ())})
+            readers = self._all_readers(kernel)
             if any(b in self.needed for b in kernel.writes) or not which(kernel, readers):
                 continue
             if not readers:
                 self._drop(i)
                 continue
-            if reason := self._pinned(kernel):
-                self._skip("inline", kernel.name, reason)
-                continue
-            found = self._inlined(kernel, readers)
-            if isinstance(found, str):
-                self._skip("inline", kernel.name, found)
-                continue
-            before = [kernel, *(self.kernels[j] for j in readers)]
-            choice = self.choice(kernel.name, inlined=found, apart=before)
-            prices = choice.prices() + self._leaves(before, found)
-            if self.decide(choice) == "apart":
-                self._skip("inline", kernel.name, prices)
-                continue
-            if why := unproved(found):
-                self._skip("inline", kernel.name, why)
-                continue
-            into = ", ".join(self.kernels[j].name for j in readers)
-            self._fired("inline", f"{kernel.name} into {into}", prices, before, found)
-            for j, new in zip(readers, found, strict=True):
-                self._enter(j, new)
+            self._inline([i], readers)
+
+    def operands(self) -> None:
+        """Inline all that only scales the operands of the same products at once, where that is cheaper: matrix
+        instructions take what is scaled by none of them, so that each by itself would only have more to multiply.
+        """
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for i, kernel in self.kernels.items():
+            readers = self._all_readers(kernel)
+            if self.scales(kernel, readers) and not any(b in self.needed for b in kernel.writes):
+                groups.setdefault(tuple(readers), []).append(i)
+        for together, group in groups.items():
+            if len(group) > 1:
+                self._inline(group, list(together))
+
+    def _inline(self, group: list[int], readers: list[int]) -> None:
+        """Inline what some kernels store into all their readers, if that is cheaper."""
+        kernels = [self.kernels[i] for i in group]
+        name = ", ".join(kernel.name for kernel in kernels)
+        if reason := next(filter(None, map(self._pinned, kernels)), ""):
+            self._skip("inline", name, reason)
+            return
+        found = self._inlined(kernels, readers)
+        if isinstance(found, str):
+            self._skip("inline", name, found)
+            return
+        before = [*kernels, *(self.kernels[j] for j in readers)]
+        choice = self.choice(name, inlined=found, apart=before)
+        prices = choice.prices() + self._leaves(before, found)
+        if self.decide(choice) == "apart":
+            self._skip("inline", name, prices)
+            return
+        if why := unproved(found):
+            self._skip("inline", name, why)
+            return
+        into = ", ".join(self.kernels[j].name for j in readers)
+        self._fired("inline", f"{name} into {into}", prices, before, found)
+        for j, new in zip(readers, found, strict=True):
+            self._enter(j, new)
+        for i in group:
             self._drop(i)
 
     def merges(self) -> None:
@@ -305,18 +327,19 @@ class _Fusion:
             sides[s.buffer in first.writes].update(x for r in found for x in contraction(r).operands)  # type: ignore[union-attr]
         return all(sides) and not sides[0] & sides[1]
 
-    def _inlined(self, kernel: l.Kernel, readers: list[int]) -> list[l.Kernel] | str:
+    def _inlined(self, kernels: list[l.Kernel], readers: list[int]) -> list[l.Kernel] | str:
         found = []
+        name = ", ".join(kernel.name for kernel in kernels)
         for j in readers:
-            new = scale_after(inline(self.kernels[j], kernel))
+            new = scale_after(reduce(inline, kernels, self.kernels[j]))
             if not new.scans_in_order:
-                return f"the scan of {kernel.name} must run along the last axis of its kernel"
+                return f"the scan of {name} must run along the last axis of its kernel"
             if len(topological([s.value for s in new.stores])) > LARGEST:
                 return f"{new.name} would have more than {LARGEST} nodes"
             found.append(new)
-        before = self._products([kernel, *(self.kernels[j] for j in readers)])[0]
-        if self._products([kernel])[0] and self._products(found)[0] > before:
-            return f"{kernel.name} is a product, which would be computed more than once"
+        before = self._products([*kernels, *(self.kernels[j] for j in readers)])[0]
+        if self._products(kernels)[0] and self._products(found)[0] > before:
+            return f"{name} is a product, which would be computed more than once"
         return found
 
     def summed(self, kernel: l.Kernel, readers: list[int]) -> bool:
@@ -328,6 +351,10 @@ class _Fusion:
     def scales(self, kernel: l.Kernel, readers: list[int]) -> bool:
         """Whether a kernel multiplies what it reads by a constant, and nothing else."""
         return bool(readers) and is_scaled(kernel.stores[0].value)
+
+    def _all_readers(self, kernel: l.Kernel) -> list[int]:
+        """The kernels that read what a kernel stores."""
+        return sorted({j for b in kernel.writes for j in self.readers.get(b, ())})
 
     def _enter(self, i: int, kernel: l.Kernel) -> None:
         old = self.kernels.get(i)
