@@ -153,7 +153,7 @@ def test_a_plan_for_warpgroups(before: str, after: str, message: str) -> None:
         ("slots=4, ahead=3", "slots=4, ahead=0", "4: 0 steps ahead, and of 4 slots 3 can be filled early"),
         ("slots=4, ahead=3", "slots=1, ahead=0", "4: cp.async fills one slot while another is read: two at least"),
         ('by="cp.async"', 'by="tma"', "4: tma needs sm_90, and the target is sm_80"),
-        ('by="cp.async"', 'by="ld"', "4: ld fills two slots at most"),
+        ('by="cp.async"', 'by="ld"', "4: ld fills 2 slots at most"),
         ("consumer=all", "consumer=all, late=True",
          "4: slots are freed late by one product of warpgroups only"),
         ("vector=8", "vector=16", "6: 16 elements of x[a0, r0] do not lie together wherever a thread begins"),

@@ -39,7 +39,8 @@ from terrazzo.rules.tile.overlap import overlaps
 from terrazzo.rules.tile.products import box, place, promoted
 from terrazzo.rules.tile.reach import skip_steps
 from terrazzo.rules.tile.results import combination, jammed, no_boxes
-from terrazzo.rules.tile.rings import SINCE, Slab, brought, held_slots, loops_of, operand_text, steps
+from terrazzo.rules.tile.rings import Slab, brought, held_slots, loops_of, operand_text, steps
+from terrazzo.rules.transports import PLAIN, TRANSPORTS
 
 LONGEST = Word("longest_first")
 
@@ -146,28 +147,29 @@ def _ring(line: Ring, plan: Plan, draft: Draft) -> None:
     need(line.producer == agents[0], f"{agents[0]} loads, not {line.producer}")
     need(line.consumer == agents[-1], f"{agents[-1]} multiplies, not {line.consumer}")
     apart = len(agents) > 1
-    need(line.by in SINCE, f"{line.by!r} is no transport; known: {', '.join(SINCE)}")
-    need(draft.gpu.number >= SINCE[line.by], f"{line.by} needs sm_{SINCE[line.by]}, and the target is {draft.gpu.arch}")
-    need(line.by == "tma" or not apart, f"{LOAD} loads by tma, not by {line.by}")
+    need(line.by in TRANSPORTS, f"{line.by!r} is no transport; known: {', '.join(TRANSPORTS)}")
+    by = TRANSPORTS[line.by]
+    need(draft.gpu.number >= by.since, f"{by.name} needs sm_{by.since}, and the target is {draft.gpu.arch}")
+    need(by.boxes or not apart, f"{LOAD} loads by tma, not by {by.name}")
     need(line.slots >= 1, f"slots are {line.slots}, and a ring has one at least")
     if not line.over and line.slots > 1:
         numbers = [n for n, p in enumerate(plan.all(Product)) if line.name in p.rings]
         _same("slots are", line.slots, held_slots(draft, plan, plan.all(Product), numbers))
     one = len(plan.all(Product)) == 1 and warps(draft.instruction(draft.site(users[0].sites[0]))) > 1
     need(
-        not line.late or (one and line.over and line.by != "ld"),
+        not line.late or (one and line.over and by.beside),
         "slots are freed late by one product of warpgroups only",
     )
     need(not (line.late and users[0].promote), "sums that are promoted are waited for in every step: late is wrong")
     need(not (line.late and apart) or line.slots > 1, "the only slot is freed late, and the next step waits for it")
     most = line.slots if apart else line.slots - 1 - line.late
-    least = most if apart or line.by == "ld" else min(line.slots - 1, 1)
-    need(line.by != "ld" or line.slots <= 2, "ld fills two slots at most")
-    if line.over and line.by != "ld" and not apart:
+    least = most if apart or not by.beside else min(line.slots - 1, 1)
+    need(line.slots <= (by.most or line.slots), f"{by.name} fills {by.most} slots at most")
+    if line.over and by.beside and not apart:
         need(line.slots > 1, f"{line.by} fills one slot while another is read: two at least")
     need(least <= line.ahead <= most, f"{line.ahead} steps ahead, and of {line.slots} slots {most} can be filled early")
     asked = [v for _, f in steps(draft) if isinstance(v := draft.option(f, "ring", 0), int) and v]
-    if asked and line.over and line.by != "ld":
+    if asked and line.over and by.beside:
         _same("slots are", line.slots, max(asked))
 
 
@@ -190,14 +192,14 @@ def _stream(line: Stream, plan: Plan, draft: Draft) -> None:
     need(line.memory == axis_name(memory), f"global memory is contiguous along {axis_name(memory)}, not {line.memory}")
     _asked(slab.options, swizzle=line.swizzle, pad=line.pad, multicast=line.multicast > 1, along=line.axes[-1].name)
     asked = slab.options.get("by", ring.by)
-    need(ring.by in (asked, "ld"), f"{ring.name} comes by {ring.by}, and the schedule has this come by {asked}")
+    need(ring.by in (asked, PLAIN.name), f"{ring.name} comes by {ring.by}, and the schedule has this come by {asked}")
     need(line.swizzle in (0, 32, 64, 128) and line.pad >= 0, "slabs are swizzled by 32, 64 or 128 bytes, or not")
     panel = slab.panel(axes, lengths, line.swizzle)
     need(line.panel == panel, f"panels are {line.panel} wide, and {product.on} takes {panel}")
     slab.aligned(line, axes, lengths)
     cast = slab.cast(axes, line.multicast > 1)
     need(line.multicast == cast, f"its boxes go to {line.multicast} blocks, and a cluster has {cast}")
-    if ring.by == "tma":
+    if slab.by.boxes:
         need(line.vector == 0, "TMA brings the whole slab: vector is 0")
         return slab.box(line, axes, lengths)
     widest = WIDEST // term.dtype.size  # type: ignore[attr-defined]
@@ -207,10 +209,7 @@ def _stream(line: Stream, plan: Plan, draft: Draft) -> None:
         and slab.fits(axes, lengths, memory, line.pad, line.vector),
         f"{line.vector} elements of {line.operand} do not lie together wherever a thread begins",
     )
-    need(
-        ring.by != "cp.async" or slab.copied(line.vector),
-        "cp.async needs a plain load of which 4 bytes at least lie together",
-    )
+    need(not (why := slab.by.refuses(term, line.vector)), why)
 
 
 def _rings_of(line: Product, plan: Plan, draft: Draft) -> None:

@@ -23,9 +23,7 @@ from terrazzo.rules.access import WIDEST, box, divides, wide
 from terrazzo.rules.tile.agents import LOAD
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.spans import span, spanned
-
-SINCE = {"ld": 0, "cp.async": 80, "tma": 90}
-"""The first architecture that has a transport."""
+from terrazzo.rules.transports import PLAIN, TRANSPORTS, Transport
 
 
 def operand_text(term: Node) -> str:
@@ -71,7 +69,8 @@ def pipeline(plan: Plan, draft: Draft) -> Plan | None:
         need(not own, f"{p.sites[0]} has steps of its own inside those of {products[-1].sites[0]}")
     slots = max([1, *(v for _, f in loops if isinstance(v := draft.option(f, "ring", 1), int))])
     apart = any(a.name == LOAD for a in plan.all(Agent))
-    groups: dict[tuple[Any, ...], dict[str, None]] = {}  # (product, loops) or (nothing, loops): the transports
+    # For (product, loops), or (nothing, loops), the transports and the products.
+    groups: dict[tuple[Any, ...], dict[type[Transport], None]] = {}
     users: dict[tuple[Any, ...], list[int]] = {}
     for number, p in enumerate(products):
         for x in brought(draft, p):
@@ -81,24 +80,22 @@ def pipeline(plan: Plan, draft: Draft) -> Plan | None:
     rings: dict[tuple[Any, ...], Ring] = {}
     for key, transports in groups.items():
         over = key[1]
-        need("tma" not in transports or len(transports) == 1, "TMA brings in all operands of a contraction or none")
+        boxes = any(x.boxes for x in transports)
+        need(not boxes or len(transports) == 1, "TMA brings in all operands of a contraction or none")
         count = slots if over else held_slots(draft, plan, products, users[key])
-        by = (
-            "ld"
-            if len(transports) > 1 or (transports == {"cp.async": None} and over and count == 1)
-            else next(iter(transports))
-        )
+        by = next(iter(transports)) if len(transports) == 1 else PLAIN
+        by = PLAIN if by.beside and not boxes and over and count == 1 else by
         need(
-            by != "tma" or count > 1 or not over or apart,
+            not boxes or count > 1 or not over or apart,
             "TMA fills a ring of two slots at least where all warps do everything",
         )
-        need(by == "tma" or not apart, f"who only loads does so by TMA, not by {by}")
-        count = min(count, 2) if by == "ld" else count
-        late = warps(matrix(products[0].on)) > 1 and len(products) == 1 and by != "ld" and count > (1 if apart else 3)
+        need(boxes or not apart, f"who only loads does so by TMA, not by {by.name}")
+        count = min(count, by.most or count)
+        late = warps(matrix(products[0].on)) > 1 and len(products) == 1 and by.beside and count > (1 if apart else 3)
         late = late and not products[0].promote
         ahead = count if apart else count - 1 - late
         consumer = products[users[key][0]].agent
-        rings[key] = Ring(f"ring{len(rings)}", over, count, ahead, by, LOAD if apart else EVERYONE, consumer, late)
+        rings[key] = Ring(f"ring{len(rings)}", over, count, ahead, by.name, LOAD if apart else EVERYONE, consumer, late)
     lines = []
     for number, p in enumerate(products):
         mine = tuple(r.name for key, r in rings.items() if number in users[key])
@@ -133,16 +130,15 @@ def loops_of(draft: Draft, products: Sequence[Product], x: Node) -> tuple[Word, 
     return tuple(Word(axis_name(a), (f.size,)) for a, f in loops)
 
 
-def _transport(draft: Draft, site: Site | None, x: Node) -> str:
+def _transport(draft: Draft, site: Site | None, x: Node) -> type[Transport]:
     name = called(x)
-    by = str(dict(draft.held(site, name).options).get("by", "ld"))
-    if by not in SINCE:
-        raise draft.fail(f"{name} is brought in by {by!r}; known: {', '.join(SINCE)}")
-    if draft.gpu.number < SINCE[by]:
-        raise draft.fail(
-            f"{name} is brought in by {by}, which needs sm_{SINCE[by]}, and the target is {draft.gpu.arch}"
-        )
-    return by
+    by = str(dict(draft.held(site, name).options).get("by", PLAIN.name))
+    if by not in TRANSPORTS:
+        raise draft.fail(f"{name} is brought in by {by!r}; known: {', '.join(TRANSPORTS)}")
+    if draft.gpu.number < TRANSPORTS[by].since:
+        needs = f"sm_{TRANSPORTS[by].since}"
+        raise draft.fail(f"{name} is brought in by {by}, which needs {needs}, and the target is {draft.gpu.arch}")
+    return TRANSPORTS[by]
 
 
 @rule(keys=(Plan,))
@@ -180,7 +176,7 @@ class Slab:
     def __init__(self, draft: Draft, plan: Plan, product: Product, ring: Ring, term: Node) -> None:
         self.draft, self.plan, self.product, self.ring, self.term = draft, plan, product, ring, term
         self.site = draft.site(product.sites[0])
-        self.name = called(term)
+        self.name, self.by = called(term), TRANSPORTS[ring.by]
         self.options: dict[str, Any] = dict(draft.held(self.site, self.name).options)
         reduce = draft.products[product.sites[0]].reduce
         m, n = axis_called(draft, product.m), axis_called(draft, product.n)
@@ -213,19 +209,16 @@ class Slab:
         swizzle, pad = self.options.get("swizzle", 0), self.options.get("pad", 0)
         panel, cast = self.panel(axes, sizes, swizzle), self.cast(axes, bool(self.options.get("multicast")))
         vector = 0
-        if self.ring.by != "tma":
+        if not self.by.boxes:
             most = WIDEST // self.term.dtype.size  # type: ignore[attr-defined]
             vector = next(v for v in (16, 8, 4, 2, 1) if v <= most and self.fits(axes, sizes, memory, pad, v))
-            need(
-                self.ring.by != "cp.async" or self.copied(vector),
-                f"{self.name}: cp.async needs a plain load of which 4 bytes at least lie together",
-            )
+            need(not (why := self.by.refuses(self.term, vector)), f"{self.name}: {why}")
         text, along = operand_text(self.term), axis_name(memory)
-        boxes = box(self.load(name), sizes, None, self.draft.kernel.axes) if self.ring.by == "tma" else ""
+        boxes = box(self.load(name), sizes, None, self.draft.kernel.axes) if self.by.boxes else ""
         by_axes = not isinstance(boxes, str) and boxes.by_axes
         line = Stream(name, text, self.ring.name, words, along, vector, swizzle, pad, panel, cast, by_axes)
         self.aligned(line, axes, sizes)
-        if self.ring.by == "tma":
+        if self.by.boxes:
             self.box(line, axes, sizes)
         return line
 
@@ -249,10 +242,6 @@ class Slab:
             raise self.draft.fail(
                 f"{line.name}: its rows lie {rows} elements apart, and ldmatrix reads pieces of {WIDEST} bytes"
             )
-
-    def copied(self, vector: int) -> bool:
-        """Whether cp.async can bring in so many elements at once."""
-        return isinstance(self.term, l.Load) and vector * self.term.dtype.size in (4, 8, 16)
 
     def panel(self, axes: Sequence[Any], sizes: dict[Any, int], swizzle: int) -> int:
         """How wide the panels of a slab are whose rows are wider than its swizzle, along k, m or n: as wide as that."""
@@ -282,7 +271,7 @@ class Slab:
             not any(a.name == order.cluster[0].name and a in self.term.free for a in self.draft.kernel.axes),
             f"{self.name}: every block of the cluster has its own part of it",
         )
-        need(self.ring.by == "tma", f"{self.name}: only TMA multicasts")
+        need(self.by.boxes, f"{self.name}: only TMA multicasts")
         need(
             self.ring.producer != self.ring.consumer and warps(self.instruction) > 1,
             f"{self.name}: who multicasts must know that slots of other blocks are free: roles and wgmma say so",

@@ -1,4 +1,4 @@
-"""How an agent brings the operands of a step from global memory to the slots of a ring."""
+"""What an agent brings: slabs, their pieces for each thread, and where these lie in global memory."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, at_least
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.plan import Ring, Stream
-from terrazzo.rules.access import box
 from terrazzo.rules.loop.inline import guarded
 from terrazzo.rules.tile.spans import Span
 from terrazzo.rules.tile_to_kernel.builder import Builder
-from terrazzo.rules.tile_to_kernel.digits import Bindings, Digit, zero
+from terrazzo.rules.tile_to_kernel.digits import Bindings, Digit
 from terrazzo.rules.tile_to_kernel.scope import Scope
 
 
@@ -99,7 +98,7 @@ class Steps:
 
 
 class Copies:
-    """Writes the statements with which the threads of a team fill slots."""
+    """The pieces of slabs for the threads of a team, and where they are found in each step."""
 
     def __init__(self, builder: Builder, bindings: Bindings, steps: Steps, scope: Scope) -> None:
         self.builder, self.bindings, self.steps, self.scope = builder, bindings, steps, scope
@@ -131,79 +130,10 @@ class Copies:
         """What keeps a piece inside the tensor, where tiles overhang."""
         return tuple(e for p in slab.parts if not at_least(e := p.axis.extent + p.halo - 1 - env[p.axis], 0))
 
-    # -- boxes ---------------------------------------------------------------------------------------------------------
-
-    def boxes(self, slabs: Sequence[Slab], t: IntExpr, slot: IntExpr, full: k.Barriers) -> None:
-        """One thread asks for the slabs of step t, whose bytes count at the barrier of their slot."""
-        self.builder.add(k.Expect(full, slot, sum(s.bytes for s in slabs)))
-        for s in slabs:
-            load = s.term
-            assert isinstance(load, l.Load)
-            sizes = {p.axis: p.size for p in s.parts}
-            found = box(load, sizes, s.stream.by_axes, sizes)
-            assert not isinstance(found, str)
-            env = self.coordinates(s, [0] * len(s.parts), t)
-            ranks = s.stream.multicast
-            share, first = list(found.sides), found.along.index(s.parts[0].axis)
-            share[first] //= ranks
-            begin: list[IntExpr] = [0] * len(s.parts)
-            begin[0] = self.bindings.rank * share[first] if ranks > 1 else 0
-            at = tuple(substitute(e, env) + (begin[0] if n == first else 0) for n, e in enumerate(found.place.index))
-            view = found.place.tensor if found.place.tensor is not load.buffer.type else None
-            width = s.stream.panel or share[-1]
-            for panel in range(share[-1] // width):
-                begin[-1] = begin[-1] + width if panel else begin[-1]
-                there = (*at[:-1], at[-1] + panel * width)
-                place = s.at(slot, begin)
-                self.builder.add(
-                    k.TensorLoad(
-                        s.place, place, load.buffer, there, (*share[:-1], width), full, slot,
-                        (1 << ranks) - 1 if ranks > 1 else 0, view,
-                    )
-                )  # fmt: skip
-
-    # -- cp.async ------------------------------------------------------------------------------------------------------
-
-    def copy(self, slabs: Sequence[Slab], t: IntExpr, slot: IntExpr) -> None:
-        """Start copying the slabs of step t into a slot."""
-        for s in slabs:
-
-            def piece(_: IntExpr, at: tuple[IntExpr, ...], s: Slab = s) -> None:
-                env = self.coordinates(s, at, t)
-                load: l.Load = substitute(s.term, env)
-                inside = (*self.guards(s, env), *load.inside)
-                self.builder.add(k.AsyncCopy(s.place, s.at(slot, at), load.buffer, load.index, s.vector, inside))
-
-            self.pieces(s, piece)
-
-    # -- through registers ---------------------------------------------------------------------------------------------
-
-    def fetched(self, slab: Slab) -> k.Registers:
-        """Registers for this thread's pieces of a slab."""
+    def count(self, slab: Slab) -> int:
+        """How many pieces of a slab a thread has."""
         total = math.prod(p.size for p in slab.parts) // slab.vector
-        shape = (-(-total // self.threads), slab.vector)
-        return self.builder.registers(slab.place.name + "_r", slab.place.type.dtype, shape)
-
-    def fetch(self, slab: Slab, place: k.Registers, t: IntExpr) -> None:
-        """The slab of step t into registers, zeros outside the tensor."""
-
-        def piece(i: IntExpr, at: tuple[IntExpr, ...]) -> None:
-            env = self.coordinates(slab, at, t)
-            term = slab.term
-            inside = list(self.guards(slab, env))
-            if isinstance(term, l.Load):
-                load: l.Load = substitute(term, env)
-                inside += load.inside
-                get: Node = k.Move(place, (i, 0), load.buffer, load.index, slab.vector)
-                write = lambda: self.builder.add(get)  # noqa: E731
-            else:
-                write = lambda: self.builder.add(l.Store(place, (i, 0), self.computed(term, env)))  # noqa: E731
-            if inside:
-                nothing = l.Literal(zero(place.type.dtype), place.type.dtype)
-                self.builder.add(*(l.Store(place, (i, v), nothing) for v in range(slab.vector)))
-            self.builder.where(inside, write)
-
-        self.pieces(slab, piece)
+        return -(-total // self.threads)
 
     def computed(self, term: Node, env: dict[Any, Any], inside: tuple[IntExpr, ...] = ()) -> Node:
         """An operand that is a term of what is loaded, at one place; only places `inside` have something to load."""
@@ -213,11 +143,3 @@ class Copies:
                 env[x] = self.builder.let(guarded(found, inside) if isinstance(found, l.Load) else found)
         result: Node = env[term]
         return result
-
-    def put(self, slab: Slab, place: k.Registers, slot: IntExpr) -> None:
-        """What was fetched goes to a slot."""
-
-        def piece(i: IntExpr, at: tuple[IntExpr, ...]) -> None:
-            self.builder.add(k.Move(slab.place, slab.at(slot, at), place, (i, 0), slab.vector))
-
-        self.pieces(slab, piece)

@@ -31,112 +31,35 @@ class Everyone(Pipeline):
         if moving is None:  # the tile is one step
             self.every_product(0, {})
         else:
-            {"ld": self.alternate, "cp.async": self.groups, "tma": self.boxes}[moving.by](moving)
+            self.steps_of(moving)
         self.factors.finish()
         self.meet(self.plan.all(Product)[-1])
 
     def bring(self, ring: Ring, moving: Ring | None) -> None:
         """What is held for a tile, before its steps; with the first of these, where both are copied."""
-        slabs = self.of(ring)
         if self.builder.depth:
             self.builder.add(k.Sync())  # the tile before may still be read
-        if ring.by == "tma":
-            full = self.memory.full[ring.name]
-            self.builder.where(self.one, lambda: self.copies.boxes(slabs, 0, 0, full))
-            self.wait(ring, 0)
-        elif ring.by == "cp.async":
-            self.copies.copy(slabs, 0, 0)
-            if moving is None or moving.by != "cp.async":
-                self.builder.add(k.Commit(), k.WaitGroups(0))
-                self.publish()
-        else:
-            for s in slabs:
-                place = self.copies.fetched(s)
-                self.copies.fetch(s, place, 0)
-                self.copies.put(s, place, 0)
-            self.publish()
+        self.transport(ring).hold(moving)
 
-    @property
-    def one(self) -> list[IntExpr]:
-        """Only the first thread."""
-        return [-self.bindings.warp, -k.LANE]
-
-    def groups(self, ring: Ring) -> None:
-        """A ring filled by cp.async. The slab that a step fills is the one read before its barrier."""
-        slabs, ahead, count, builder = self.of(ring), ring.ahead, self.visited, self.builder
-        first = self.bindings.loop_variable("t", ahead)
-
-        def prologue() -> None:
-            builder.where([count - 1 - first], lambda: self.copies.copy(slabs, first, first))
-            builder.add(k.Commit())
-
-        builder.loops([(first, True)], prologue)
-        t = self.bindings.loop_variable("t", count)
-
-        def body() -> None:
-            builder.add(k.WaitGroups(ahead - 1))
-            self.publish()
-            self.ahead(t, ahead, lambda t: self.copies.copy(slabs, t + ahead, (t + ahead) % ring.slots))
-            builder.add(k.Commit())
-            self.every_product(t, {ring.name: t % ring.slots}, ring.late)
-
-        builder.loops([(t, False)], body)
-        self.finish(ring)
-        builder.add(k.WaitGroups(0), k.Sync())
-
-    def boxes(self, ring: Ring) -> None:
-        """A ring filled by TMA: one thread asks for boxes, all wait for the barrier of the slot they come to."""
-        slabs, ahead, count, builder = self.of(ring), ring.ahead, self.visited, self.builder
-        full = self.memory.full[ring.name]
-
-        def load(t: IntExpr) -> None:
-            self.copies.boxes(slabs, t, self.slot(ring, t)[0], full)
-
-        first = self.bindings.loop_variable("t", ahead)
-        builder.loops([(first, True)], lambda: builder.where([*self.one, count - 1 - first], lambda: load(first)))
-        t = self.bindings.loop_variable("t", count)
-
-        def body() -> None:
-            self.wait(ring, t)
-            builder.add(k.Sync())
-            self.ahead(t, ahead, lambda t: load(t + ahead), *self.one)
-            self.every_product(t, {ring.name: self.slot(ring, t)[0]}, ring.late)
-
-        builder.loops([(t, False)], body)
-        self.finish(ring)
-        builder.add(k.Sync())
-
-    def alternate(self, ring: Ring) -> None:
-        """Two slabs filled through registers: the next one's loads are on their way while this one is used."""
-        slabs, builder, count = self.of(ring), self.builder, self.visited
-        fetched = [self.copies.fetched(s) for s in slabs]
-        slots = ring.slots
-
-        def fetch(t: IntExpr) -> None:
-            for s, place in zip(slabs, fetched, strict=True):
-                self.copies.fetch(s, place, t)
-
-        def put(slot: IntExpr) -> None:
-            for s, place in zip(slabs, fetched, strict=True):
-                self.copies.put(s, place, slot)
-
-        fetch(0)
-        put(0)
-        self.publish()
-        if count == 1:
+    def steps_of(self, ring: Ring) -> None:
+        """Step by step: what a later step needs is started before the products of this one."""
+        by, count = self.transport(ring), self.visited
+        by.begin()
+        if count == 1 and not by.beside:
             self.every_product(0, {ring.name: 0})
-            return builder.add(*([k.Sync()] if builder.depth else []))  # before the next tile is put there
-        t = self.bindings.loop_variable("t", count)
+        else:
+            t = self.bindings.loop_variable("t", count)
 
-        def body() -> None:
-            self.ahead(t, 1, lambda t: fetch(t + 1))
-            self.every_product(t, {ring.name: t % slots})
-            if slots == 1:
-                builder.add(k.Sync())
-            builder.where([count - 2 - t], lambda: put((t + 1) % slots))
-            self.publish()
+            def body() -> None:
+                by.wait(t)
+                self.ahead(t, by.early, lambda t: by.start(t + by.early), *by.who)
+                by.started()
+                self.every_product(t, {ring.name: by.slot(t)}, ring.late)
+                by.publish(t + 1)
 
-        builder.loops([(t, False)], body)
+            self.builder.loops([(t, False)], body)
+        self.finish(ring)
+        by.end()
 
     def ahead(self, t: Var, ahead: int, write: Callable[[Var], None], *inside: IntExpr) -> None:
         """`write` in the steps that are not the last `ahead`; which these are is known where indices are judged."""
@@ -145,7 +68,7 @@ class Everyone(Pipeline):
         body = [substitute(s, {early: t}) for s in self.builder.inside(lambda: write(early))]
         self.builder.where([*inside, count - 1 - ahead - t], lambda: self.builder.add(*body))
 
-    def publish(self) -> None:
+    def fence(self) -> None:
         """What threads put into shared memory may be used: by a warpgroup's products, which are asynchronous, behind a
         fence.
         """

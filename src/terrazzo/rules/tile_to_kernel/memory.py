@@ -12,6 +12,7 @@ from terrazzo.rules.tile.draft import Draft
 from terrazzo.rules.tile.rings import brought, operand_text, slab_type
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.digits import Bindings
+from terrazzo.rules.transports import TRANSPORTS
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ def operands(draft: Draft, plan: Plan) -> dict[str, Node]:
 
 
 def share(draft: Draft, plan: Plan, builder: Builder, bindings: Bindings) -> Memory:
-    """Shared memory for streams, and the barriers of rings that come by TMA or from another agent."""
+    """Shared memory for streams, and the barriers of rings that boxes come to."""
     terms = operands(draft, plan)
     places = {}
     for s in plan.all(Stream):
@@ -41,7 +42,7 @@ def share(draft: Draft, plan: Plan, builder: Builder, bindings: Bindings) -> Mem
         places[s.name] = builder.memory(s.name, kind, s.swizzle)
     memory = Memory(places, {}, {})
     for ring in plan.all(Ring):
-        if ring.by != "tma":
+        if not TRANSPORTS[ring.by].boxes:
             continue
         memory.full[ring.name] = builder.barriers("full", ring.slots, 1)
         if ring.producer != ring.consumer:

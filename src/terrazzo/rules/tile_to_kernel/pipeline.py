@@ -36,6 +36,7 @@ from terrazzo.rules.tile_to_kernel.memory import Memory, freed_by_teams, operand
 from terrazzo.rules.tile_to_kernel.multiply import Fragment, Group, Multiply
 from terrazzo.rules.tile_to_kernel.promote import Promotion
 from terrazzo.rules.tile_to_kernel.scope import Scope
+from terrazzo.rules.transports import TRANSPORTS, Transport
 
 
 class Pipeline:
@@ -54,6 +55,7 @@ class Pipeline:
         self.copies = Copies(builder, bindings, self.steps, scope)
         self.multiply = Multiply(builder, bindings)
         self.rings = plan.all(Ring)
+        self.transports: dict[str, Transport] = {}
         self.fragments: dict[l.Reduce, Fragment] = {}
         self.promotion = Promotion(builder, bindings)
         self.turns: k.Registers | None = None  # what a warpgroup's first factor comes to, where it is in registers
@@ -111,9 +113,8 @@ class Pipeline:
 
     def fill(self, ring: Ring, t: IntExpr) -> None:
         """Wait for a free slot, and start what step t needs on its way there."""
-        slot, turn = self.slot(ring, t)
-        self.builder.add(k.WaitBarrier(self.memory.empty[ring.name], slot, (turn + 1) % 2))
-        self.copies.boxes(self.of(ring), t, slot, self.memory.full[ring.name])
+        self.transport(ring).acquire(t)
+        self.transport(ring).start(t)
 
     def compute(self) -> None:
         """What an agent does that only computes: wait for full slots, multiply, free them; in turn, where teams do."""
@@ -287,19 +288,28 @@ class Pipeline:
 
     def wait(self, ring: Ring, t: IntExpr) -> None:
         """Until step t is in its slot."""
-        slot, turn = self.slot(ring, t)
-        self.builder.add(k.WaitBarrier(self.memory.full[ring.name], slot, turn % 2))
+        self.transport(ring).wait(t)
 
     def free(self, ring: Ring, t: IntExpr) -> None:
-        """The slot of step t may be filled again: said by one thread of each that waits by itself, to every block whose
-        boxes come here.
-        """
-        slot, _ = self.slot(ring, t)
-        first = self.bindings.leader if freed_by_teams(self.plan, ring) else [-k.LANE]
-        shared = max(s.stream.multicast for s in self.of(ring))
-        empty = self.memory.empty[ring.name]
-        ranks: Sequence[IntExpr | None] = range(shared) if shared > 1 else (None,)
-        self.builder.where(first, lambda: self.builder.add(*(k.Arrive(empty, slot, rank) for rank in ranks)))
+        """The slot of step t may be filled again."""
+        self.transport(ring).release(t)
+
+    def transport(self, ring: Ring) -> Transport:
+        """What fills a ring."""
+        if ring.name not in self.transports:
+            self.transports[ring.name] = TRANSPORTS[ring.by](self, ring)
+        return self.transports[ring.name]
+
+    def barriers(self, ring: Ring) -> tuple[k.Barriers, k.Barriers | None]:
+        """Of a ring that boxes come to: what says that slots are full, and, to who only loads, that they are empty."""
+        return self.memory.full[ring.name], self.memory.empty.get(ring.name)
+
+    def freed(self, ring: Ring) -> Sequence[IntExpr]:
+        """Which threads say that a slot is free: one of each that waits by itself."""
+        return self.bindings.leader if freed_by_teams(self.plan, ring) else [-k.LANE]
+
+    def fence(self) -> None:
+        """Who only loads does so in boxes, which nobody has to fence."""
 
     # -- products ------------------------------------------------------------------------------------------------------
 
