@@ -207,7 +207,8 @@ def on_meta(case: Any, lock: str) -> dict[str, Any]:
     from terrazzo.options import Options
     from terrazzo.pipelines import lowering, rescheduled
     from terrazzo.run.cache import Cache
-    from terrazzo.run.nvrtc import compile_each, tried
+    from terrazzo.run.cuda import tried
+    from terrazzo.run.nvrtc import compile_each
     from terrazzo.targets.cuda.emit import emit
 
     begun = time.time()
