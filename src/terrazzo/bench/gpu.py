@@ -95,7 +95,7 @@ def _case(case: Case, options: Options, peers: Sequence[str]) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     calls: dict[str, Callable[..., Any]] = {"terrazzo": ours}
     with torch.no_grad():
-        found = accuracy(leaves(ours(*sets[0])), leaves(fn(*sets[0])), leaves(exact(*sets[0])))
+        found = accuracy(_leaves(ours(*sets[0])), _leaves(fn(*sets[0])), _leaves(exact(*sets[0])))
         for peer in peers:
             mode = {"eager": None, "compile": "default", "max-autotune": "max-autotune-no-cudagraphs"}[peer]
             calls[peer] = fn if mode is None else torch.compile(fn, dynamic=False, mode=mode)
@@ -123,11 +123,10 @@ def _case(case: Case, options: Options, peers: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def leaves(x: Any) -> list[Any]:
-    """What a call gives, without its nesting."""
+def _leaves(x: Any) -> list[Any]:
     from torch.utils import _pytree as pytree
 
-    return list(pytree.treeleaves(x))
+    return list(pytree.tree_leaves(x))
 
 
 def _wall(call: Callable[..., Any], sets: Sequence[tuple[Any, ...]], calls: int = 50) -> float:

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from terrazzo.bench.gpu import COLD, REPLAYS, leaves
+from terrazzo.bench.gpu import COLD, REPLAYS
 from terrazzo.bench.harness import accuracy
 from terrazzo.options import Options
 from terrazzo.run.timing import graph_of, in_turns
@@ -94,8 +94,9 @@ def replays(first: Mapping[str, Sequence[float]], sets: int) -> int:
 def tensors(results: Any) -> list[Any]:
     """The tensors among results."""
     import torch
+    from torch.utils import _pytree as pytree
 
-    return [x for x in leaves(results) if isinstance(x, torch.Tensor)]
+    return [x for x in pytree.tree_leaves(results) if isinstance(x, torch.Tensor)]
 
 
 def peak(call: Callable[[], Any]) -> int:
