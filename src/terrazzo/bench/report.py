@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from terrazzo.bench.harness import busy
+from terrazzo.bench.programs import report as programs
 
 TITLES = {
     "chains": "Chains of pointwise operations, norms and softmax",
@@ -84,6 +85,9 @@ def page(results: Path) -> str:
     parts = [HEAD]
     for path in sorted(results.rglob("*.json")):
         record = json.loads(path.read_text())
+        if record.get("suite") == "programs":
+            parts += _programs(record)
+            continue
         if "meta" in record:
             parts += (
                 _counters(record) if "counters" in record["meta"] else _gpu_part(record) if "geomean" in record else []
@@ -164,6 +168,22 @@ def _libraries(record: Mapping[str, Any]) -> list[str]:
         *_markdown(library_rows(record)),
         "",
         f"Ops called since a library is faster, in all: **{total}**; it is to fall to zero.",
+        "",
+    ]
+
+
+def _programs(record: Mapping[str, Any]) -> list[str]:
+    """Model programs: a table of families, and one of all."""
+    return [
+        f"## {programs.title(record)}",
+        "",
+        _where(record),
+        "",
+        *programs.WHAT,
+        "",
+        *_markdown(programs.summary(record)),
+        "",
+        *_markdown(programs.rows(record)),
         "",
     ]
 

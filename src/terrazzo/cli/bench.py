@@ -33,6 +33,7 @@ class GpuSuite(StrEnum):
     convolution = "convolution"
     block = "block"
     article = "article"
+    programs = "programs"
 
 
 @app.callback()
@@ -128,19 +129,34 @@ def gpu(
     ] = None,
     only: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the records go.", show_default=False)] = None,
+    libraries: Annotated[str, typer.Option(help="Of the programs: whether libraries may be called, auto or never.")] = (
+        "never"
+    ),
+    dtype: Annotated[
+        list[str] | None, typer.Option(help="Of the programs: f32 or bf16. Repeatable.", show_default=False)
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Programs that are compiled at once.")] = 4,
 ) -> None:
     """Compare with PyTorch on this GPU; records go to benchmarks/results/<gpu> of the checkout.
 
     Every case is checked against float64 first; then CUDA graphs over inputs larger than the caches are replayed in
-    turns.
+    turns. `--suite programs` takes long, and is left out where no suite is named; it goes on where its record ends.
     """
     from terrazzo.bench.gpu import PEERS, measure
     from terrazzo.bench.measure import save
     from terrazzo.bench.report import gpu_rows
     from terrazzo.cli.output import unknown
     from terrazzo.errors import UserError
-    from terrazzo.options import Options
+    from terrazzo.options import LIBRARIES, Options
     from terrazzo.run.cuda import devices
+
+    dtypes = dtype or ["bf16", "f32"]
+    for kind, name, known in (
+        ("option --libraries", libraries, LIBRARIES),
+        *(("type", d, ("bf16", "f32")) for d in dtypes),
+    ):
+        if name not in known:
+            raise UserError(unknown(kind, name, known))
 
     peers = peer or ["eager", "compile"]
     for name in peers:
@@ -151,7 +167,10 @@ def gpu(
             "`terrazzo bench gpu` needs a GPU, and PyTorch sees none; `terrazzo bench cpu` measures on the processor"
         )
     wrong = []
-    for chosen in suite or list(GpuSuite):
+    for chosen in suite or [s for s in GpuSuite if s is not GpuSuite.programs]:
+        if chosen is GpuSuite.programs:
+            wrong += _programs(out, libraries, only, dtypes, workers)
+            continue
         with working(f"measuring {chosen.value}"):
             record = measure(chosen.value, Options(libraries="never"), peers, only)
         for k, line in enumerate(columns(gpu_rows(record), right=(2, 3, 4, 5, 6))):
@@ -167,6 +186,23 @@ def gpu(
     if wrong:
         say("wrong: " + "; ".join(wrong), "bold red")
         raise typer.Exit(1)
+
+
+def _programs(out: Path | None, libraries: str, only: str, dtypes: list[str], workers: int) -> list[str]:
+    """Measure the programs that the record lacks; what is wrong with those of that name."""
+    from terrazzo.bench.gpu import measured_on
+    from terrazzo.bench.programs import report
+    from terrazzo.bench.programs.measure import in_a_process, measure
+
+    meta = measured_on()
+    path = (out or _folder(meta["gpu"].split()[-1].lower())) / f"programs-{libraries}.json"
+    with working("measuring programs"):
+        record = measure(path, meta, libraries, only, dtypes, workers, in_a_process)
+    shown = [c for c in record["cases"] if only in c["case"]]
+    for table in (report.rows, report.summary):
+        for k, line in enumerate(columns(table({**record, "cases": shown}), right=range(3, 10))):
+            say(line, "bold" if k == 0 else None)
+    return [f"{c['case']} {c['dtype']}: {report.fails(c)}" for c in shown if report.fails(c)]
 
 
 def _folder(kind: str = "cpu") -> Path:

@@ -1,0 +1,175 @@
+"""One program, measured in a process of its own: right, how fast beside eager, how large, how long to compile.
+
+`python -m terrazzo.bench.programs.one NAME DTYPE LIBRARIES FOLDER` writes the record to FOLDER/NAME.DTYPE.json.
+Processes share FOLDER/gpu: many may use the GPU at once, but who measures times has it alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import fcntl
+import gc
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from terrazzo.bench.gpu import COLD, REPLAYS
+from terrazzo.bench.harness import accuracy
+from terrazzo.options import Options
+from terrazzo.run.timing import graph_of, in_turns
+
+SECONDS = 1.0
+"""About how long the times of a program are measured."""
+LEAST = 5
+"""Replays that there are in any case."""
+MOST_SETS = 32
+ROUNDINGS = 8
+"""A loss may be so many roundings off, where eager's is nearer by chance."""
+
+
+@contextmanager
+def using(room: Path, alone: bool = False) -> Iterator[None]:
+    """The GPU, with others or alone. Who waits at the door lets nobody pass, so that those who share leave it some
+    time.
+    """
+    with (room / "gpu").open("a") as inside, (room / "door").open("a") as door:
+        fcntl.flock(door, fcntl.LOCK_EX)
+        fcntl.flock(inside, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(door, fcntl.LOCK_UN)
+        yield
+
+
+def measured(name: str, dtype: str, options: Options, room: Path) -> dict[str, Any]:
+    """The record of a program."""
+    import torch
+
+    import terrazzo
+    from terrazzo.bench.programs import programs
+
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.manual_seed(0)
+    with using(room), torch.no_grad():
+        module, inputs = programs()[name].made(dtype, "cuda")
+        module(*inputs)  # what only a first call does, and the workspaces of libraries
+        eager = peak(lambda: module(*inputs))
+        before = torch.cuda.memory_allocated()
+    start = time.perf_counter()
+    ours = terrazzo.compile(module, *inputs, options=options)
+    seconds = time.perf_counter() - start
+    with using(room), torch.no_grad():
+        ours(*inputs)
+        kept = torch.cuda.memory_allocated() - before
+        memory = {"terrazzo": kept + peak(lambda: ours(*inputs)), "eager": eager}
+        found = accuracy(tensors(ours(*inputs)), tensors(module(*inputs)), exact(module, inputs, ours), ROUNDINGS)
+        torch.cuda.empty_cache()
+        sets = turned(module, inputs)
+        calls, captured = prepared({"terrazzo": ours, "eager": module}, sets)
+    with using(room, alone=True), torch.no_grad():
+        times = in_turns(calls, len(sets), replays(in_turns(calls, len(sets), 2), len(sets)))
+    return {
+        "us": {which: statistics.median(values) for which, values in times.items()},
+        "captured": captured,
+        "compile_s": seconds,
+        "memory": memory,
+        "error": found.ours,
+        "error_eager": found.eager,
+        "problem": found.problem,
+        "fallbacks": [f.op for f in ours.compiled.fallbacks],
+    }
+
+
+def replays(first: Mapping[str, Sequence[float]], sets: int) -> int:
+    """How often calls are replayed that took so many microseconds at first: for about `SECONDS`."""
+    together = sum(values[-1] for values in first.values()) * sets / 1e6
+    return min(REPLAYS, max(LEAST, int(SECONDS / max(together, 1e-9))))
+
+
+def tensors(results: Any) -> list[Any]:
+    """The tensors among results."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    return [x for x in pytree.tree_leaves(results) if isinstance(x, torch.Tensor)]
+
+
+def peak(call: Callable[[], Any]) -> int:
+    """The most bytes that are allocated at a time within a call, over what was before."""
+    import torch
+
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return int(torch.cuda.max_memory_allocated()) - before
+
+
+def exact(module: Any, inputs: Sequence[Any], ours: Any) -> list[Any]:
+    """The results in float64: of the module, and where that has ops that take none, of the captured program."""
+    from terrazzo.interp import torch as interpreter
+
+    try:
+        wide = copy.deepcopy(module).double()
+        return tensors(wide(*(x.double() if x.is_floating_point() else x for x in inputs)))
+    except RuntimeError:
+        captured = ours.captured
+        given = {**captured.bound, **captured.given(inputs, {})}
+        return interpreter.run(captured.program, given, precise=True)[: captured.structure.num_leaves]
+
+
+def turned(module: Any, inputs: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """The inputs, and as many copies that they and the weights are larger than the second-level cache together."""
+    import torch
+
+    size = sum(t.numel() * t.element_size() for t in (*inputs, *module.parameters()))
+    wanted = math.ceil(COLD * torch.cuda.get_device_properties(0).L2_cache_size / max(size, 1))
+    return [tuple(inputs), *(tuple(t.clone() for t in inputs) for _ in range(min(wanted, MOST_SETS) - 1))]
+
+
+class Calls:
+    """Calls that no graph could capture, replayed one by one."""
+
+    def __init__(self, call: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> None:
+        self.call, self.sets = call, sets
+
+    def replay(self) -> None:
+        """Each set once."""
+        for args in self.sets:
+            self.call(*args)
+
+
+def prepared(calls: dict[str, Callable[..., Any]], sets: Sequence[tuple[Any, ...]]) -> tuple[dict[str, Any], bool]:
+    """A CUDA graph of each; where one of them cannot be captured, the calls of both as they are."""
+    import torch
+
+    try:
+        return {name: graph_of(call, sets) for name, call in calls.items()}, True
+    except RuntimeError:
+        torch.cuda.synchronize()
+        plain = {name: Calls(call, sets) for name, call in calls.items()}
+        for one in plain.values():
+            one.replay()
+        return plain, False
+
+
+def main(name: str, dtype: str, libraries: str, folder: str) -> None:
+    """Measure a program, and write what was found, or what was wrong."""
+    room = Path(folder)
+    with tempfile.TemporaryDirectory() as cache:  # compile times are those of a first time
+        try:
+            found = measured(name, dtype, Options(libraries=libraries, cache_dir=Path(cache)), room)
+        except Exception as error:  # whatever it is, the others go on
+            found = {"failed": f"{type(error).__name__}: {error}"[:2000]}
+        (room / f"{name}.{dtype}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,216 @@
+"""Model programs: they are made, lowered and right at small sizes; what measures them loses none and repeats none."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import terrazzo  # noqa: E402
+from terrazzo import pipelines  # noqa: E402
+from terrazzo.bench.harness import accuracy  # noqa: E402
+from terrazzo.bench.programs import FAMILIES, measure, one, programs, report  # noqa: E402
+from terrazzo.front.capture import capture  # noqa: E402
+from terrazzo.options import Options  # noqa: E402
+from terrazzo.rewrite.rule import Log  # noqa: E402
+
+MODELS = [name for name, p in programs().items() if p.family not in ("operators", "training")]
+SMALL = [
+    name
+    for name, p in programs().items()
+    if p.small and p.family not in ("language", "multimodal", "vision", "audio", "series")
+]
+"""Those that are lowered in tests: transformers' models take several seconds each."""
+
+
+def test_there_are_programs_of_every_family_a_third_of_them_trained() -> None:
+    kinds = Counter(p.family for p in programs().values() if not p.training)
+    assert tuple(kinds) == FAMILIES
+    assert sum(not programs()[n].training for n in MODELS) >= 120
+    assert 3 * sum(programs()[n].training for n in MODELS) >= sum(not programs()[n].training for n in MODELS)
+
+
+@pytest.mark.parametrize("name", random.Random(7).sample(SMALL, 3))
+def test_a_small_program_is_lowered_for_a_gpu(name: str, tmp_path: Path) -> None:
+    module, inputs = programs()[name].made(programs()[name].dtypes[-1], "meta", small=True)
+    options = Options(target="sm_90a", libraries="never", cache_dir=tmp_path)
+    stages = pipelines.stages(capture(module, inputs).program, options, Log())
+    assert stages[-1][1].dialect == "kernel"
+
+
+@pytest.mark.parametrize("name", random.Random(11).sample(SMALL, 3))
+def test_a_small_program_is_right_on_a_cpu(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module, inputs = programs()[name].made("f32", small=True)
+    with torch.no_grad():
+        eager = one.tensors(module(*inputs))
+        ours = terrazzo.compile(module, *inputs, options=Options(target="cpu", cache_dir=tmp_path))
+        found = accuracy(one.tensors(ours(*inputs)), eager, one.exact(module, inputs, ours), one.ROUNDINGS)
+    assert found.ok, found.problem
+
+
+def test_eager_may_be_right_by_chance_about_one_number() -> None:
+    exact = torch.ones((), dtype=torch.float64)
+    eager, near, far = (torch.tensor(1 + k * 2**-23) for k in (0, 3, 5))
+    assert not accuracy([near], [eager], [exact]).ok
+    assert accuracy([near], [eager], [exact], one.ROUNDINGS).ok
+    assert not accuracy([far], [eager], [exact], one.ROUNDINGS).ok
+    many = exact.expand(65)
+    assert not accuracy([near.expand(65)], [eager.expand(65)], [many], one.ROUNDINGS).ok
+
+
+class OneOp(torch.nn.Module):
+    """A module with an op that takes no float64."""
+
+    def forward(self, x: Any) -> Any:
+        if x.dtype == torch.float64:
+            raise RuntimeError("no such type")
+        return (x * x).sum(-1)
+
+
+def test_where_a_module_takes_no_float64_the_captured_program_does(tmp_path: Path) -> None:
+    x = torch.randn(3, 4)
+    ours = terrazzo.compile(OneOp(), x, options=Options(target="interpreter", cache_dir=tmp_path))
+    (found,) = one.exact(OneOp(), (x,), ours)
+    assert found.dtype == torch.float64
+    assert torch.allclose(found, x.double().square().sum(-1), rtol=1e-12)
+
+
+def good(case: str = "a", us: float = 2.0) -> dict[str, Any]:
+    times = {"terrazzo": us, "eager": 3.0}
+    size = {"terrazzo": 21, "eager": 20}
+    known = {
+        "captured": True,
+        "compile_s": 1.0,
+        "error": 1e-7,
+        "error_eager": 2e-7,
+        "problem": "",
+        "fallbacks": ["aten.sort"],
+    }
+    return {"us": times, "memory": size, **known}
+
+
+def test_a_record_is_continued_where_it_ends(tmp_path: Path) -> None:
+    """A program that failed is kept as such; each is asked for once."""
+    path, asked = tmp_path / "programs.json", []
+
+    def found(name: str, dtype: str, libraries: str, room: Path) -> dict[str, Any]:
+        asked.append((name, dtype))
+        return {"failed": "the process ended with -11: "} if name == "graph_sage_training" else good()
+
+    meta = {"commit": "abc", "gpu": "NVIDIA H200"}
+    measure.measure(path, meta, "auto", "graph_sage", ["bf16"], 2, found)
+    assert sorted(asked) == [("graph_sage", "bf16"), ("graph_sage_training", "bf16")]
+    record = measure.measure(path, meta, "auto", "graph_sage", ["bf16", "f32"], 2, found)
+    assert sorted(asked[2:]) == [("graph_sage", "f32"), ("graph_sage_training", "f32")]
+    assert json.loads(path.read_text()) == record
+    assert [(c["case"], c["dtype"], report.fails(c)) for c in record["cases"]] == [
+        ("graph_sage", "bf16", ""),
+        ("graph_sage", "f32", ""),
+        ("graph_sage_training", "bf16", "the process ended with -11: "),
+        ("graph_sage_training", "f32", "the process ended with -11: "),
+    ]
+
+
+def test_what_ends_a_process_is_in_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = measure.in_a_process("graph_sage", "f32", "auto", tmp_path / "is not there")
+    assert found["failed"].startswith("the process ended with 1: ")
+    assert "No such file or directory" in found["failed"]
+    monkeypatch.setattr(measure, "LIMIT", 0.1)
+    assert measure.in_a_process("graph_sage", "f32", "auto", tmp_path) == {"failed": "not through in 0.1 seconds"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it would be measured")
+def test_an_error_in_a_process_is_in_the_record(tmp_path: Path) -> None:
+    one.main("graph_sage", "f32", "auto", str(tmp_path))
+    found = json.loads((tmp_path / "graph_sage.f32.json").read_text())
+    assert "CUDA" in found["failed"]
+
+
+def test_who_measures_has_the_gpu_alone(tmp_path: Path) -> None:
+    said: list[str] = []
+    shared, wait = threading.Event(), threading.Event()
+
+    def share() -> None:
+        with one.using(tmp_path):
+            shared.set()
+            wait.wait(5)
+            said.append("shared")
+
+    def alone() -> None:
+        with one.using(tmp_path, alone=True):
+            said.append("alone")
+
+    threads = [threading.Thread(target=share), threading.Thread(target=alone)]
+    threads[0].start()
+    assert shared.wait(5)
+    with one.using(tmp_path):  # two share it
+        pass
+    threads[1].start()
+    threads[1].join(0.2)
+    assert said == []
+    wait.set()
+    for thread in threads:
+        thread.join(5)
+    assert said == ["shared", "alone"]
+
+
+def test_the_table_says_what_is_slow_large_wrong_or_gone() -> None:
+    failed = {"failed": "CompilerBug: a | b\nc"}
+    slow, wrong = good(us=6.0), {**good(), "problem": "result 0: error 1 is above 0", "captured": False}
+    cases = [
+        {"case": name, "family": "vision", "dtype": "bf16", **found}
+        for name, found in (("good", good()), ("slow", slow), ("wrong", wrong), ("failed", failed))
+    ]
+    meta = {
+        "gpu": "NVIDIA H200",
+        "driver": "CUDA 13.0",
+        "nvrtc": "13.0",
+        "versions": {},
+        "commit": "abc",
+        "date": "today",
+    }
+    record = {"suite": "programs", "meta": {**meta, "libraries": "never", "workers": 2}, "cases": cases}
+    rows = report.rows(record)
+    assert rows[1][3:] == ("3.0 us", "2.0 us", "1.50x", "0.50", "1.0 s", "1", "1.05")
+    assert rows[3][5:7] == ("1.50x *", "**result 0: error 1 is above 0**")
+    assert rows[4][6] == "**CompilerBug: a / b c**"
+    assert {len(row) for row in rows} == {10}
+    assert report.summary(record)[1] == ("vision", "bf16", "4", "2", "0.87x", "1", "0", "2")
+    assert report.title(record) == "GPU: model programs, our kernels only"
+
+
+def test_the_page_has_a_section_of_programs(tmp_path: Path) -> None:
+    from terrazzo.bench.report import page
+
+    meta = {
+        "gpu": "NVIDIA H200",
+        "driver": "CUDA 13.0",
+        "nvrtc": "13.0",
+        "versions": {},
+        "commit": "abc",
+        "date": "today",
+    }
+    cases = [{"case": "a", "family": "vision", "dtype": "bf16", **good()}]
+    record = {"suite": "programs", "meta": {**meta, "libraries": "auto", "workers": 2}, "cases": cases}
+    (tmp_path / "programs-auto.json").write_text(json.dumps(record))
+    text = page(tmp_path)
+    assert "## GPU: model programs, libraries allowed" in text
+    assert "| a | vision | bf16 | 3.0 us | 2.0 us | 1.50x |" in text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", random.Random(5).sample(MODELS, 4))
+def test_a_program_is_measured(name: str, tmp_path: Path) -> None:
+    found = measure.in_a_process(name, programs()[name].dtypes[-1], "never", tmp_path)
+    assert not report.fails(found), found
+    assert found["us"]["terrazzo"] > 0
+    assert found["memory"]["terrazzo"] > 0
