@@ -209,6 +209,8 @@ CASES: dict[str, tuple[Any, tuple[tuple[int, ...], ...]]] = {
     "after a norm": (lambda x, w: F.rms_norm(x, (128,)) @ w, ((64, 128), (128, 64))),
     "in pieces of a long sum": (torch.matmul, ((64, 2048), (2048, 64))),
     "of what others read": (lambda x, w: (x.relu() @ w, x.relu().sum(0)), ((64, 128), (128, 64))),
+    "heads in its steps": (lambda x, w: x.transpose(0, 1).reshape(64, 128) @ w, ((2, 64, 64), (128, 64))),
+    "heads in its rows": (lambda x, w: x.transpose(1, 2).reshape(128, 64) @ w, ((2, 64, 64), (64, 64))),
 }
 
 
@@ -317,6 +319,16 @@ def test_the_model_takes_the_kernel_that_was_measured() -> None:
         assert ours == theirs
 
 
+@pytest.mark.parametrize(("depth", "step"), [(128, 32), (256, 64)])
+def test_short_sums_are_added_up_more_often(depth: int, step: int) -> None:
+    done = lowering(
+        capture(F.linear, (torch.zeros(8192, depth), torch.zeros(8192, depth)), {}).program,
+        Options(target="sm_90a", libraries="never"),
+    )
+    schedule = str(done.at("tile").schedules[-1][1])
+    assert f"r0 = time({depth // step}, ring=" in schedule and f"promote=True) * block({step})" in schedule
+
+
 @pytest.mark.parametrize(("target", "tiles"), [("sm_80", False), ("sm_90a", True)])
 def test_sums_of_two_products_are_chosen_for_warpgroups(target: str, tiles: bool) -> None:
     program = parse("""@loop
@@ -340,12 +352,12 @@ def f(x: bf16[256, 512], v: bf16[256, 512], w: bf16[256, 512]):
 @pytest.mark.parametrize(
     ("shape", "target", "reason"),
     [
-        ((64, 4096, 4096), "sm_90a", "64 x 4096 results fill no tile of 128 rows"),
+        ((32, 4096, 4096), "sm_90a", "32 x 4096 results fill no tile of 64 rows"),
         ((256, 256, 512), "sm_90a", r"[\d.]+ us with parts made, [\d.]+ us as it is, by the model"),
         (
-            (4096, 4096, 256),
+            (4096, 4096, 64),
             "sm_90a",
-            "it sums 256 products, and CUDA cores are as exact where there are fewer than 512",
+            "it sums 64 products, and CUDA cores are as exact where there are fewer than 128",
         ),
         ((4096, 4096, 4096), "sm_80", "parts are multiplied by wgmma, and the target is sm_80"),
     ],

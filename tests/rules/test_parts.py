@@ -241,6 +241,16 @@ def test_six_products_are_no_further_off_than_float32(name: str) -> None:
         assert np.linalg.norm(off) <= np.linalg.norm(plain)
 
 
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize(("depth", "chunk"), [(128, 32), (256, 64)])
+def test_short_sums_are_at_most_twice_as_far_off(name: str, depth: int, chunk: int) -> None:
+    """An error below 1e-7 counts as that much."""
+    x, w = factors(name, 16, depth)
+    exact = x.astype(np.float64) @ w.T.astype(np.float64)
+    off, plain = (np.linalg.norm(y - exact) for y in (on_tensor_cores(x, w, 3, chunk), on_cuda_cores(x, w)))
+    assert off <= 2 * max(plain, 1e-7 * np.linalg.norm(exact))
+
+
 def test_three_products_are_closer_than_tf32() -> None:
     x, w = factors("normal", 16, 512)
     exact = x.astype(np.float64) @ w.T.astype(np.float64)

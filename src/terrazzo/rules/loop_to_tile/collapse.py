@@ -185,18 +185,46 @@ def digits_apart(kernel: l.Kernel) -> l.Kernel:
     """
     new: dict[Any, Any] = {}
     axes: list[Var] = []
-    every = topological(kernel.stores)
     for a in kernel.axes:
-        steps = sorted({x.b for x in every if isinstance(x, FloorDiv | Mod) and x.a is a and isinstance(x.b, int)})
-        sizes = [1, *steps, a.extent]
-        if not isinstance(a.extent, int) or any(y % x for x, y in pairwise(sizes)):
-            sizes = [1, a.extent]
-        digits = [Var(f"a{len(axes) + k}", y // x) for k, (x, y) in enumerate(reversed([*pairwise(sizes)]))]
+        sizes = _digits(a, kernel.stores)
+        digits = [Var(f"a{len(axes) + k}", n) for k, n in enumerate(sizes)]
         axes += digits
-        new[a] = sum((d * x for d, x in zip(digits, reversed(sizes[:-1]), strict=True)), start=0)
-    if len(axes) == len(kernel.axes):
-        return kernel
-    return l.Kernel(kernel.name, tuple(axes), tuple(substitute(s, new) for s in kernel.stores), kernel.source)
+        new[a] = _number(digits)
+    if len(axes) > len(kernel.axes):
+        kernel = l.Kernel(kernel.name, tuple(axes), tuple(substitute(s, new) for s in kernel.stores), kernel.source)
+    stores = tuple(transform(s, _steps_apart) for s in kernel.stores)
+    return kernel if stores == kernel.stores else l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
+
+
+def _steps_apart(node: Any) -> Any:
+    """A sum of products over an axis for every digit that its factors are read by."""
+    if not isinstance(node, l.Reduce) or contraction(node) is None:
+        return node
+    axes, args = l.open_binder(node)
+    digits = {a: [Var(l.fresh_name(), n) for n in _digits(a, args)] for a in axes}
+    if all(len(x) == 1 for x in digits.values()):
+        return node
+    new: dict[Any, Any] = {a: _number(x) for a, x in digits.items()}
+    inner = tuple(d for a in axes for d in digits[a])
+    return l.Reduce.make(node.monoid, inner, tuple(substitute(a, new) for a in args))
+
+
+def _digits(axis: Any, terms: Sequence[Any]) -> list[Any]:
+    """How long the digits of an axis are by which terms divide it, outermost first."""
+    every = topological(terms)
+    steps = sorted({x.b for x in every if isinstance(x, FloorDiv | Mod) and x.a is axis and isinstance(x.b, int)})
+    sizes = [1, *steps, axis.extent]
+    if not isinstance(axis.extent, int) or any(y % x for x, y in pairwise(sizes)):
+        return [axis.extent]
+    return [y // x for x, y in reversed([*pairwise(sizes)])]
+
+
+def _number(digits: Sequence[Any]) -> Any:
+    """What digits stand for."""
+    found: Any = 0
+    for d in digits:
+        found = found * d.extent + d
+    return found
 
 
 def flat_reductions(kernel: l.Kernel) -> l.Kernel:

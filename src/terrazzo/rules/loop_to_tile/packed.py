@@ -10,12 +10,13 @@ from typing import Any
 
 from terrazzo.ir.address import coefficient, flatten, mentions
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Mod, Var
+from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Mod, Var, at_least
 from terrazzo.ir.node import Node, substitute, topological, transform
-from terrazzo.ir.sites import called, product
+from terrazzo.ir.sites import called, loads, product
 from terrazzo.ir.types import Type, ordered_strides
 from terrazzo.rules.access import WIDEST, box
 from terrazzo.rules.loop_to_tile.collapse import collapse
+from terrazzo.rules.loop_to_tile.threads import step
 
 
 def packed(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
@@ -118,6 +119,7 @@ def stored_first(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
         name = f"{kernel.name}_{called(x)}"
         if name in [y.name for y in made]:
             return (kernel,)
+        walked.sort(key=lambda a: -_step(x, a))
         shape = tuple(a.extent for a in walked)
         room = WIDEST // x.dtype.size  # type: ignore[attr-defined]
         strides = ordered_strides(shape, range(len(shape)), room)
@@ -131,7 +133,7 @@ def stored_first(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
 
 def padded(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     """Copies of the operands of a product whose rows do not all begin at multiples of 16 bytes, in rows that do, and
-    `kernel`, which reads these.
+    `kernel`, which reads these. They end in zeros, so threads store 16 bytes at once.
 
     @loop
     def f(x: f32[3, 9], w: f32[5, 9]):
@@ -148,14 +150,14 @@ def padded(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     =>
     @loop
     def f(x: f32[3, 9], w: f32[5, 9]):
-        with kernel('z_x', z_x=f32[3, 9] @ (12, 1)):
-            for a0 in free(27):
-                in0 = x[a0 // 9, a0 % 9]
-                z_x[a0 // 9, a0 % 9] = in0
-        with kernel('z_w', z_w=f32[5, 9] @ (12, 1)):
-            for a0 in free(45):
-                in0 = w[a0 // 9, a0 % 9]
-                z_w[a0 // 9, a0 % 9] = in0
+        with kernel('z_x', z_x=f32[3, 12]):
+            for a0 in free(36):
+                in0 = x[a0 // 12, a0 % 12] if a0 % 12 < 9 else 0
+                z_x[a0 // 12, a0 % 12] = in0
+        with kernel('z_w', z_w=f32[5, 12]):
+            for a0 in free(60):
+                in0 = w[a0 // 12, a0 % 12] if a0 % 12 < 9 else 0
+                z_w[a0 // 12, a0 % 12] = in0
         with kernel('z', z=f32[3, 5]):
             for a0 in free(3):
                 for a1 in free(5):
@@ -242,6 +244,13 @@ def _uneven(buffer: l.Buffer) -> int | None:
     return max(d for d, s in enumerate(buffer.type.element_strides) if s == 1 and buffer.type.shape[d] != 1)
 
 
+def _step(x: Node, axis: Any) -> int:
+    """How far apart in memory the first two points of an axis are that an operand is read at: so threads that copy it
+    walk memory.
+    """
+    return max((abs(step(load, axis) or 0) for load in loads(x) if axis in load.free), default=0)
+
+
 def _digits_uneven(x: l.Load) -> bool:
     """Whether several dimensions are the digits of an axis, and rows begin elsewhere than at multiples of 16 bytes: no
     padding of one dimension changes that.
@@ -274,11 +283,13 @@ def _dimension(x: l.Load, axis: Any) -> int | None:
 
 def _copy(name: str, source: l.Buffer, last: int, room: int = 1) -> l.Kernel:
     """A kernel that stores a buffer with one of its dimensions contiguous, in rows of a multiple of `room` elements,
-    and the others as they were.
+    and the others as they were. Rows end in zeros.
     """
-    shape = source.type.static_shape
+    shape = [-(-n // room) * room if d == last else n for d, n in enumerate(source.type.static_shape)]
     order = [*(d for d in range(len(shape)) if d != last), last]
     axes = [Var(f"a{order.index(d)}", n) for d, n in enumerate(shape)]
     index: tuple[IntExpr, ...] = tuple(axes)
-    copy = l.Buffer(name, Type(source.type.dtype, shape, ordered_strides(shape, order, room)))
-    return collapse(l.Kernel(name, tuple(axes[d] for d in order), (l.Store(copy, index, l.Load(source, index)),)))
+    inside = (source.type.static_shape[last] - 1 - axes[last],)
+    load = l.Load.make(source, index, () if at_least(*inside, 0) else inside)
+    copy = l.Buffer(name, Type(source.type.dtype, tuple(shape), ordered_strides(shape, order)))
+    return collapse(l.Kernel(name, tuple(axes[d] for d in order), (l.Store(copy, index, load),)))

@@ -11,12 +11,12 @@ from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.sites import Product, product
 from terrazzo.rules.loop_to_tile import boxes, threads, tiles, warpgroups
 from terrazzo.rules.loop_to_tile.candidate import Candidate, Chosen, Rewrite
-from terrazzo.rules.loop_to_tile.collapse import digits_apart, merge_product_axes
 from terrazzo.rules.loop_to_tile.estimate import GATHERED, gathered
+from terrazzo.rules.loop_to_tile.forms import Form, apart, merged, on_warpgroups
 from terrazzo.rules.loop_to_tile.packed import packed
 from terrazzo.rules.loop_to_tile.pieces import in_pieces, tiled
 from terrazzo.rules.loop_to_tile.pinned import as_pinned
-from terrazzo.rules.loop_to_tile.stored import on_warpgroups, stored
+from terrazzo.rules.loop_to_tile.stored import stored
 from terrazzo.rules.tile.complete import Refused, complete
 
 
@@ -30,7 +30,7 @@ def in_boxes(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedu
         return
     why = "boxes are brought in along what is summed over, and memory runs otherwise"
     first, before = copied(copies, why, gpu, pinned)
-    others = best(merge_product_axes(kernel, p.sites), gpu)
+    others = best(merged(kernel, p, gpu).kernel, gpu)
     for plan in plans:
         if plan.time + before < others:
             chosen = form, boxes.schedule(found, plan, gpu), "boxes", str(plan)
@@ -52,18 +52,18 @@ def after_stores(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Sc
     """A product after kernels that store its operands as TMA takes them, where the model says that it is faster than
     other tiles.
     """
-    merged = merge_product_axes(kernel, p.sites)
-    if not (ways := list(stored(merged, gpu))):
+    form = merged(kernel, p, gpu)
+    if not (ways := list(stored(form.kernel, gpu))):
         return
-    apart = digits_apart(merged)
-    others = min(_gathering(merged, gpu), best(apart, gpu) if on_warpgroups(apart, gpu) else math.inf)
+    digits = apart(form).kernel
+    others = min(_gathering(form.kernel, gpu), best(digits, gpu) if on_warpgroups(digits, gpu) else math.inf)
     found: list[tuple[int, list[Chosen], list[Rewrite], Product, warpgroups.Plan]] = []
     for way in ways:
         why = "TMA brings what lies in memory, in rows that begin at multiples of 16 bytes"
         copies, before = copied([*way.made, *way.copies], why, gpu, pinned)
         rewrites: list[Rewrite] = [
-            ("merge_product_axes", kernel, (merged,)),
-            (way.rewrite, merged, (way.base,)),
+            *form.rewrites,
+            (way.rewrite, form.kernel, (way.base,)),
             ("stored_first", way.base, (*way.made, way.whole)),
             ("padded", way.whole, (*way.copies, way.form)),
         ]
@@ -79,22 +79,20 @@ def in_tiles(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedu
 
     Axes are merged first, which makes fewer tiles; where that is no tensor TMA knows, digits are axes again.
     """
-    merged = merge_product_axes(kernel, p.sites)
-    apart = digits_apart(merged)
-    merge: Rewrite = ("merge_product_axes", kernel, (merged,))
-    part: Rewrite = ("digits_apart", merged, (apart,))
-    forms: list[tuple[l.Kernel, tuple[Rewrite, ...]]] = [(merged, (merge,))]
-    forms += [(kernel, ())] if merged is not kernel else []
-    if not on_warpgroups(merged, gpu) and on_warpgroups(apart, gpu):
-        first = 0 if best(apart, gpu) < _gathering(merged, gpu) else len(forms)
-        forms.insert(first, (apart, (merge, part)))
-    for form, rewrites in forms:
-        again = product(form)
+    whole = merged(kernel, p, gpu)
+    digits = apart(whole)
+    found = [whole]
+    found += [Form(kernel)] if whole.kernel is not kernel else []
+    if not on_warpgroups(whole.kernel, gpu) and on_warpgroups(digits.kernel, gpu):
+        first = 0 if best(digits.kernel, gpu) < _gathering(whole.kernel, gpu) else len(found)
+        found.insert(first, digits)
+    for form in found:
+        again = product(form.kernel)
         assert again is not None
-        for cores in (False, True) if form is merged else (False,):
+        for cores in (False, True) if form is whole else (False,):
             for plan in tiles.plans(again, gpu, cores):
-                for found in _planned(again, plan, gpu, pinned):
-                    yield found.after(*rewrites)
+                for candidate in _planned(again, plan, gpu, pinned):
+                    yield candidate.after(*form.rewrites)
 
 
 def _planned(p: Product, plan: tiles.Plan, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:

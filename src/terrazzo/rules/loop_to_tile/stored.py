@@ -12,6 +12,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.sites import Product, product
 from terrazzo.rules.loop_to_tile import boxes, warpgroups
 from terrazzo.rules.loop_to_tile.collapse import digits_apart, flat_products
+from terrazzo.rules.loop_to_tile.forms import on_warpgroups
 from terrazzo.rules.loop_to_tile.packed import padded, stored_first
 
 MOST = 1 << 29
@@ -61,9 +62,3 @@ def _stored(rewrite: str, base: l.Kernel, gpu: Gpu) -> Stored | None:
     if any(b.type.span > MOST for x in made for b in x.writes):
         return None
     return Stored(rewrite, base, tuple(made), whole, tuple(copies), form, again)
-
-
-def on_warpgroups(kernel: l.Kernel, gpu: Gpu) -> bool:
-    """Whether a kernel is a product that instructions of warpgroups take."""
-    p = product(kernel)
-    return p is not None and bool(warpgroups.instructions_for(p, gpu)[0])

@@ -23,6 +23,10 @@ from terrazzo.rules.loop_to_tile.threads import ceil, grid
 
 STEP = 64
 """Elements of k in a step: 128 bytes, the widest swizzle."""
+SHORT = 256
+"""Sums of fewer products are added up twice as often where someone wants to be exact: what a tensor core truncates is
+still seen in them.
+"""
 ROWS = 64
 """Rows of an instruction."""
 LEAST = 16
@@ -43,7 +47,8 @@ REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
 
 @dataclass(frozen=True)
 class Tile:
-    """A block's part of a product: `groups` warpgroups with `each` instructions of 64 rows and `n` columns.
+    """A block's part of a product: `groups` warpgroups with `each` instructions of 64 rows and `n` columns, in steps of
+    `k` products.
 
     `rows` and `columns` are the product's axes that the instruction's are; a cluster of two divides the `split` one.
     """
@@ -53,6 +58,7 @@ class Tile:
     groups: int
     each: int
     n: int
+    k: int = STEP
     split: Any = None
 
     @property
@@ -83,12 +89,12 @@ class Plan:
     @property
     def unit(self) -> int:
         """What pieces of k are multiples of."""
-        return STEP
+        return self.tile.k
 
     def __str__(self) -> str:
         t = self.tile
         cluster = f", clusters of 2 along {t.split.name}" if t.split else ""
-        tile = f"{t.m} ({t.rows.name}) x {t.n} ({t.columns.name}) x {STEP}"
+        tile = f"{t.m} ({t.rows.name}) x {t.n} ({t.columns.name}) x {t.k}"
         return f"{tile} on {self.instruction.name}{cluster}: {self.time / 1000:.1f} us by the model"
 
 
@@ -121,8 +127,8 @@ def instructions_for(p: Product, gpu: Gpu) -> tuple[list[WarpgroupInstruction], 
     types = {x.dtype for x in p.operands}  # type: ignore[attr-defined]
     if len(types) != 1:
         return [], "its factors are of different types"
-    if len(p.axes) != 1:
-        return [], f"it sums over {len(p.axes)} axes, and instructions over one"
+    if (short := p.axes[-1].extent) < STEP and len(p.axes) > 1:
+        return [], f"it sums over {len(p.axes)} axes, the last of which has {short} elements of a step's {STEP}"
     if computed := [called(x) for x in p.operands if not isinstance(x, l.Load)]:
         return [], f"{computed[0]} is computed on its way, and TMA brings what lies in memory"
     for x in p.operands:
@@ -149,7 +155,7 @@ def _tiles(p: Product, n: int) -> Iterator[Tile]:
     count = len(p.sites) * (2 if promotes(p) else 1)
     for rows, columns in ((p.m, p.n), (p.n, p.m)):
         for groups, each in ((1, 1), (2, 1), (2, 2)):
-            tile = Tile(rows, columns, groups, each, n)
+            tile = Tile(rows, columns, groups, each, n, step(p))
             if count * each * n // 2 > 128:
                 continue
             if tile.m >= 2 * max(rows.extent, ROWS) or n >= 2 * max(columns.extent, 8):
@@ -160,6 +166,23 @@ def _tiles(p: Product, n: int) -> Iterator[Tile]:
             for split in (rows, columns):
                 if ceil(split.extent, tile.covered(split)) % 2 == 0 and _shares(tile, split):
                     yield replace(tile, split=split)
+
+
+def step(p: Product) -> int:
+    """Elements of k in a step of a product."""
+    return STEP // 2 if promotes(p) and math.prod(a.extent for a in p.axes) < SHORT else STEP
+
+
+def steps(p: Product) -> int:
+    """Of a tile: those of all axes but the last are walked one by one."""
+    *outer, last = p.axes
+    return math.prod(a.extent for a in outer) * ceil(last.extent, step(p))
+
+
+def touched(x: Any, p: Product) -> int:
+    """Elements of an operand that a product reads, each once, however many of its axes the operand misses."""
+    found: int = math.prod(a.extent for a in (*p.kernel.axes, *p.axes) if a in x.free)
+    return found
 
 
 def promotes(p: Product) -> bool:
@@ -178,7 +201,8 @@ def _pieces(p: Product, tile: Tile, gpu: Gpu) -> Iterator[int]:
     """
     yield 1
     blocks = _clusters(p, tile) * tile.blocks
-    yield from pieces(ceil(p.axes[-1].extent, STEP), 2 * gpu.processors // blocks, 8)
+    if len(p.axes) == 1:
+        yield from pieces(steps(p), 2 * gpu.processors // blocks, 8)
 
 
 def pieces(steps: int, most: int, least: int) -> Iterator[int]:
@@ -197,7 +221,7 @@ def _clusters(p: Product, tile: Tile) -> int:
 
 def _bytes(p: Product, tile: Tile) -> int:
     """Of a step in shared memory: every operand has a slab of its own."""
-    return sum(tile.m if tile.rows in x.free else tile.n for x in p.operands) * STEP * 2
+    return sum(tile.m if tile.rows in x.free else tile.n for x in p.operands) * tile.k * 2
 
 
 def _slots(p: Product, tile: Tile, gpu: Gpu) -> int:
@@ -210,6 +234,7 @@ class Work:
     """What a kernel does, as far as its time depends on it: so many tiles of m rows and n columns for each of `count`
     products, by clusters of so many blocks, in steps for which a block fetches some bytes into one of its slots of so
     many `held` bytes, and which take `extra` nanoseconds. Results leave at a rate. `least` bytes of memory are touched.
+    A step has `depth` products of each sum.
     """
 
     m: int
@@ -225,6 +250,7 @@ class Work:
     rate: float
     least: float
     extra: float = 0.0
+    depth: int = STEP
 
 
 def lasts(work: Work, gpu: Gpu) -> float:
@@ -236,7 +262,7 @@ def lasts(work: Work, gpu: Gpu) -> float:
         return math.inf
     walkers = gpu.processors // work.blocks
     active = min(work.tiles, walkers) * work.blocks
-    each = 2.0 * work.m * work.n * STEP * work.count
+    each = 2.0 * work.m * work.n * work.depth * work.count
     arithmetic = each * gpu.processors * (work.n + has.start) / work.n / has.rate
     fetched = max(work.fetched * active / has.cache, work.fetched / has.shared)
     step = max(arithmetic, fetched, has.latency / work.slots) + has.step + work.extra
@@ -255,20 +281,20 @@ def _time(p: Product, tile: Tile, pieces: int, gpu: Gpu) -> float:
     has, count = gpu.warpgroups, len(p.sites)
     if has is None:
         return math.inf
-    batch, depth = math.prod(a.extent for a in p.batch), p.axes[-1].extent
+    batch = math.prod(a.extent for a in p.batch)
     down = sum(tile.rows in x.free for x in p.operands)
     rows, columns = (2 if tile.split is x else 1 for x in (tile.columns, tile.rows))
-    read = sum(p.m.extent if p.m in x.free else p.n.extent for x in p.operands)
     work = Work(
         tile.m, tile.n, sum(len(c.terms) for c in p.sites), _clusters(p, tile) * pieces, tile.blocks,
-        steps=ceil(ceil(depth, STEP), pieces),
-        fetched=(tile.m * down / rows + tile.n * (len(p.operands) - down) / columns) * STEP * 2,
+        steps=ceil(steps(p), pieces),
+        fetched=(tile.m * down / rows + tile.n * (len(p.operands) - down) / columns) * tile.k * 2,
         held=_bytes(p, tile),
         slots=_slots(p, tile, gpu),
         results=4 * count if pieces > 1 else sum(s.buffer.type.dtype.size for s in p.kernel.stores),
         rate=has.gathered if pieces == 1 and gathers(p, tile) else has.direct,
-        least=2 * batch * (depth * read + p.m.extent * p.n.extent),
+        least=2 * (sum(touched(x, p) for x in p.operands) + batch * p.m.extent * p.n.extent),
         extra=PROMOTION * len(set(p.sites[0].scales)) if promotes(p) and tile.groups == 1 else 0.0,
+        depth=tile.k,
     )  # fmt: skip
     time = lasts(work, gpu)
     if pieces > 1:
@@ -284,10 +310,11 @@ def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
     for a in (p.m, p.n):
         cluster = (Factor("cluster", 2),) if a is t.split else ()
         lines.append((a.name, (Factor("grid", tiles[a]), *cluster, Factor("block", t.m if a is t.rows else t.n))))
-    (depth,) = p.axes
+    *outer, depth = p.axes
+    lines += [(f"r{a.label}", (Factor("time", a.extent),)) for a in outer]
     name = f"r{depth.label}"
     options = (("ring", _slots(p, t, gpu)), *([("promote", True)] if promotes(p) else []))
-    lines.append((name, (Factor("time", ceil(depth.extent, STEP), options), Factor("block", STEP))))
+    lines.append((name, (Factor("time", ceil(depth.extent, t.k), options), Factor("block", t.k))))
     group = next(g for g in (8, 4, 2, 1) if tiles[p.m] % g == 0)
     order = (("order", Word("grouped", (group,))),) if group > 1 else ()
     blocks = gpu.processors // t.blocks * t.blocks
@@ -302,7 +329,7 @@ def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
         (
             (t.rows.name, (Factor("warpgroup", t.groups), *each, Factor("inst.m", ROWS))),
             (t.columns.name, (Factor("inst.n", t.n),)),
-            (name, (Factor("reg", STEP // 16), Factor("inst.k", 16))),
+            (name, (Factor("reg", t.k // 16), Factor("inst.k", 16))),
         ),
         tuple({called(x): _operand(x, t) for x in p.operands}.items()),
         plan.instruction.name,
@@ -322,7 +349,7 @@ def _operand(x: Any, t: Tile) -> Operand:
 
 def _along(x: Any, t: Tile) -> int:
     """Elements of a slab that lie in a row: of whichever axis runs through memory. A swizzle takes whole rows of it."""
-    return next((n for a, n in ((t.rows, t.m), (t.columns, t.n)) if _runs(x, a)), STEP)
+    return next((n for a, n in ((t.rows, t.m), (t.columns, t.n)) if _runs(x, a)), t.k)
 
 
 @lru_cache(maxsize=4096)
