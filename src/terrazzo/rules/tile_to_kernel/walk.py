@@ -25,7 +25,8 @@ from terrazzo.rules.tile.draft import axis_name
 from terrazzo.rules.tile_to_kernel.accumulate import Accumulators
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.digits import LOOPED, Bindings, Digit, extent, value, zero
-from terrazzo.rules.tile_to_kernel.gather import Gather, leaf
+from terrazzo.rules.tile_to_kernel.direct import Direct, beside, room
+from terrazzo.rules.tile_to_kernel.gather import Gather, Leaf, leaf
 from terrazzo.rules.tile_to_kernel.multiply import Fragment
 from terrazzo.rules.tile_to_kernel.scope import Scope
 
@@ -117,6 +118,8 @@ class Walker:
             if others := [x for x in stores if x not in gathered]:  # such as those of rows
                 self.loop(_only(s, others), scope)
             return self.gather(_only(s, gathered) if others else s, scope)
+        if self.fragments and (results := self.direct(s, scope)) is not None:
+            return results.write()
         digits = self.digits(s)
         if s.kind == "scan" and any(d.level not in LOOPED for d in digits[0]):
             raise UserError(f"{axis_name(s.axes[0])} is bound to blocks or threads, and a scan along it runs in order")
@@ -176,6 +179,41 @@ class Walker:
             self.builder.peeled(looped[:-1], inside, step)
         else:
             self.builder.peeled(looped, inside, lambda: self.statements(s.body, inner))
+
+    def direct(self, s: n.Loop, scope: Scope) -> Direct | None:
+        """The loops over a tile whose results leave registers as they are; None where these are made of nothing else,
+        or some are stored elsewhere than at every point of it.
+        """
+        loops = _chain(s, self.left)
+        axes = [a for x in loops for a in x.axes]
+        digits = {a: ds for x in loops for a, ds in zip(x.axes, self.digits(x), strict=True)}
+        if self.keep or any(d.level == "time" for ds in digits.values() for d in ds) or not loops:
+            return None
+        if not all(a in digits for f in self.fragments.values() for a in f.axes):
+            return None
+        here = scope.inner()
+        here.threads |= {bit for ds in digits.values() for d in ds for bit in d.bits}
+        inside = self.enter(axes, list(digits.values()), here)
+        lets = [x for s in loops for x in self.left(s.body) if isinstance(x, n.Let)]
+        whole = Leaf(tuple(axes), tuple(lets), tuple(x for x in loops[-1].body if isinstance(x, l.Store)))
+        axis, side = beside(digits, inside, lambda d: self.wide([*lets, *whole.stores], d.variable, d.size, here))
+        if not any(isinstance(x.term, l.Load) for x in lets) and (side is None or axis is axes[-1]):
+            return None
+        own = {a: [d.variable for d in ds if d.level in LOOPED and d is not side] for a, ds in digits.items()}
+        inside = [substitute(e, {side.value: 0}) for e in inside] if side is not None else inside
+
+        def one(body: Sequence[n.Statement], here: Scope) -> None:
+            if side is None:
+                return self.statements(body, here)
+            j, size = side.variable, side.size
+            self.at_once(body, j, size, here, *self.wide(body, j, size, here))
+
+        return Direct(
+            self.builder, here, whole, frozenset([axis]), frozenset(a for a in axes if a is not axis and own[a]),
+            tuple(v for a in axes if a is not axis for v in own[a]), tuple(own[axis]),
+            side.variable if side is not None else None, tuple(inside),
+            room(self.plan, self.bindings, self.fragments), self.compute, one,
+        )  # fmt: skip
 
     def gather(self, s: n.Loop, scope: Scope) -> None:
         """Stores whose values leave through shared memory."""
@@ -385,6 +423,17 @@ def _abreast(body: Sequence[n.Statement], axis: Any) -> bool:
         (bool(reduces) and all(_abreast(s.body, axis) or not _loops(s.body) for s in inside))
         or (bool(inside) and all(_abreast(s.body, axis) for s in inside))
     )
+
+
+def _chain(s: n.Loop, left: Callable[[Sequence[n.Statement]], list[n.Statement]]) -> list[n.Loop]:
+    """Loops of which each is all that is in the one around it, but for terms; none where they are not."""
+    found = [s]
+    while loops := [x for x in left(found[-1].body) if isinstance(x, n.Loop)]:
+        if len(loops) > 1 or any(isinstance(x, l.Store) for x in found[-1].body):
+            return []
+        found += loops
+    plain = all(x.kind == "free" and not any(isinstance(y, n.Accumulate) for y in x.body) for x in found)
+    return found if plain else []
 
 
 def _loops(body: Sequence[n.Statement]) -> bool:

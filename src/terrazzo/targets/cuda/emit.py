@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from importlib import resources
+from typing import Any
 
 from terrazzo.errors import CompilerBug
 from terrazzo.hw import barrier, ldmatrix, mma_sync, tma, wgmma
@@ -56,6 +57,31 @@ def gathers(kernel: k.Kernel) -> bool:
     return any(isinstance(x, Loaded) for x in topological(kernel.body))
 
 
+def _rounded(kernel: k.Kernel) -> set[Node]:
+    """Values of bf16 that numbers of f32 are rounded to and that are only converted back: they stay in f32, where one
+    instruction rounds.
+    """
+    found: set[Node] = set()
+    others: set[Node] = set()
+    for s in k.walk(kernel.body):
+        match s:
+            case k.Let(term=l.Apply(fn=fn, args=(k.Value(),))) if fn.name == "f32":
+                continue
+            case k.Let(term=l.Apply(fn=fn, args=(l.Term() as x,))) if (fn.name, x.dtype.name) == ("bf16", "f32"):
+                found.add(s.value)
+                used: Any = [x]
+            case k.Let():
+                used = [s.term]
+            case k.If():
+                used = s.inside
+            case k.For() | k.Role():
+                continue
+            case _:
+                used = s.children
+        others |= set(topological([x for x in used if isinstance(x, Node)]))
+    return found - others
+
+
 class _Writer:
     def __init__(self, kernel: k.Kernel) -> None:
         self.kernel = kernel
@@ -63,6 +89,7 @@ class _Writer:
         self.maps: dict[k.Map, str] = {}
         self.unrolled: set[Node] = set()
         self.settled = settled(kernel)
+        self.rounded = _rounded(kernel)
         largest = max((k.shared_bytes(b) // b.type.dtype.size for b in kernel.params), default=0)
         self.int = "int" if largest < 1 << 31 else "i64"
 
@@ -164,6 +191,10 @@ class _Writer:
 
     def statement(self, s: Node) -> list[str]:
         match s:
+            case k.Let(term=l.Apply(args=(x,))) if s.value in self.rounded or x in self.rounded:
+                text = term(x, self.scope)
+                self.scope.names[s.value] = name = self.names.local(plain(s.value.name))
+                return [f"const f32 {name} = {f'tz_round_bf16({text})' if s.value in self.rounded else text};"]
             case k.Let():
                 text = expression(s.term, self.scope) if not isinstance(s.term, k.Value) else self.scope.names[s.term]
                 self.scope.names[s.value] = name = self.names.local(plain(s.value.name))

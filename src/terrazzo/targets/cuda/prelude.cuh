@@ -60,6 +60,16 @@ TZ bf16 tz_narrow_bf16(float x) {
   return (bf16)(u16)(x != x ? 0x7fc0u : (u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
 #endif
 }
+// To bf16 and back. The conversion of two, of which the lower one is 0, is one instruction of the usual rate.
+TZ float tz_round_bf16(float x) {
+#if __CUDA_ARCH__ >= 800
+  u32 y;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(x), "f"(0.0f));
+  return __uint_as_float(y);
+#else
+  return tz_widen(tz_narrow_bf16(x));
+#endif
+}
 template <class T> constexpr bool tz_half = std::is_same_v<T, f16> || std::is_same_v<T, bf16>;
 #define TZ_COMPARE(op) \
   TZ bool operator op(f16 a, f16 b) { return tz_widen(a) op tz_widen(b); } \

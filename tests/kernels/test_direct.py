@@ -1,0 +1,98 @@
+"""Results of a tile that leave registers as they are: what is the same for a row or a column of it is computed once,
+and what else they are made of is loaded for many of them before the first is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from tests.kernels.programs import Lowered, lowered
+from tests.kernels.test_attention import close, lines, tensors
+
+from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.node import Node
+from terrazzo.ir.plan import Result
+from terrazzo.targets.cuda.emit import emit
+
+
+def normed(x: Any, w: Any, r: Any, mean: Any, var: Any) -> Any:
+    """Pixels times filters, stored channel by channel in rows that no TMA takes; a norm by channels, a residual."""
+    y = torch.einsum("npk,ck->ncp", x, w)
+    y = (y - mean[:, None]) / torch.sqrt(var[:, None].abs() + 0.1)
+    return torch.relu(y + r)
+
+
+def by_columns(x: Any, w: Any, r: Any, mean: Any, var: Any) -> Any:
+    return torch.relu((x @ w.t() - mean) / torch.sqrt(var.abs() + 0.1) + r)
+
+
+IMAGES = tensors((3, 50, 64), (128, 64), (3, 128, 50), (128,), (128,))
+ROWS = tensors((70, 64), (90, 64), (70, 90), (90,), (90,), dtype=torch.float32)
+
+
+def walked(body: Sequence[Node], times: int = 1) -> list[tuple[Node, int]]:
+    """Statements, and how often each is written out."""
+    found: list[tuple[Node, int]] = []
+    for s in body:
+        found.append((s, times))
+        if isinstance(s, k.For):
+            found += walked(s.body, times * (int(s.axis.extent) if s.unrolled else 1))
+        elif isinstance(s, k.If | k.Role):
+            found += walked(s.body, times)
+    return found
+
+
+def roots(found: Lowered) -> int:
+    """How many square roots a thread computes for a tile."""
+    (kernel,) = found.kernels
+    each = [(s, n) for s, n in walked(kernel.body) if isinstance(s, k.Let) and isinstance(s.term, l.Apply)]
+    return sum(n for s, n in each if s.term.fn.name == "sqrt") // max(1, len({r.first for r in roles(kernel)}) - 1)
+
+
+def roles(kernel: k.Kernel) -> list[k.Role]:
+    return [s for s in k.walk(kernel.body) if isinstance(s, k.Role)]
+
+
+def test_what_goes_along_rows_is_computed_once_for_each() -> None:
+    """A thread has two rows of an instruction of 64."""
+    found = lowered(normed, IMAGES, "sm_90a")
+    assert all(not x.slab for x in lines(found, Result))
+    assert roots(found) == 2
+    close(found, normed, IMAGES)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+def test_what_goes_along_columns_is_computed_once_for_each(target: str) -> None:
+    """On CUDA cores a thread has as many roots to take as columns, whatever rows it has."""
+    found = lowered(by_columns, ROWS, target, fp32="exact")
+    (kernel,) = found.kernels
+    sums = next(s.place for s in k.walk(kernel.body) if isinstance(s, k.Declare) and s.place.name.startswith("acc"))
+    assert roots(found) <= math.prod(sums.type.static_shape) // 2
+    close(found, by_columns, ROWS)
+
+
+def test_operands_come_before_results_are_computed() -> None:
+    """Two neighbours at a time, as far as the row goes; no load waits for the one before it to be used."""
+    args = tuple(x.to(torch.bfloat16) for x in ROWS)
+    found = lowered(by_columns, args, "sm_90a")
+    (kernel,) = found.kernels
+    moves = [(s, n) for s, n in walked(kernel.body) if isinstance(s, k.Move) and s.source.name == "r"]
+    assert moves and {s.count for s, _ in moves} == {2}
+    assert max(math.prod(s.target.type.static_shape) for s, _ in moves) > 2
+    guarded = [s for s in k.walk(kernel.body) if isinstance(s, k.If) and any(isinstance(x, k.Move) for x in s.body)]
+    assert all(len(s.body) == 1 for s in guarded if s.body[0] in {m for m, _ in moves})
+    close(found, by_columns, args)
+
+
+def test_what_is_rounded_and_read_back_is_rounded_by_one_instruction() -> None:
+    """It stays in f32: nothing stores it, and nothing else reads it. What is stored is converted as before."""
+    found = lowered(normed, IMAGES, "sm_90a")
+    lines = emit(found.kernels[0])[1].splitlines()
+    rounded = {x.split()[2] for x in lines if "= tz_round_bf16(" in x}
+    assert rounded and not any(f"tz_cast<f32>({x})" in y for x in rounded for y in lines)
+    assert sum("= tz_cast<bf16>(" in x for x in lines) >= 1
