@@ -17,6 +17,7 @@ from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from tests.kernels import by_hand
 from tests.kernels.arrangements import Product
+from tests.kernels.chains import GROUPS, TMA, Chain
 from tests.kernels.convolutions import Convolution
 from tests.kernels.programs import attention, b, h, lowered, n, r, swiglu
 
@@ -93,7 +94,7 @@ DERIVED: dict[str, tuple[str, Callable[..., Any], Callable[[], tuple[Any, ...]]]
 
 ROLES: dict[str, Any] = {"tile": (64, 16, 64), "roles": True, "registers": None}
 BOTH: dict[str, Any] = {"tile": (128, 16, 64), "groups": 2}
-ARRANGED: dict[str, Product | Convolution] = {
+ARRANGED: dict[str, Product | Convolution | Chain] = {
     "boxes": Product(**BOTH, shape=(256, 16, 320), ring=4, persistent=1),
     "boxes in panels": Product(tile=(128, 16, 128), groups=2, shape=(200, 20, 600), persistent=2),
     "roles": Product(**ROLES, shape=(192, 16, 320), persistent=1),
@@ -146,8 +147,16 @@ ARRANGED: dict[str, Product | Convolution] = {
         on="fma", dtype="f32", tile=(16, 16, 16), shape=(32, 16, 80), swizzle=0, roles=True, ring=3, persistent=1,
         warps=(2, 1),
     ),
+    "chain of warps that share keys": Chain(warps=(1, 2), roles=True, shape=(16, 96, 32, 32), heads=1, **TMA),
+    "overlapped chain": Chain(overlap=True, heads=1, shape=(64, 96, 16, 16), **GROUPS),
+    "overlapped chain that stays": Chain(
+        overlap=True, heads=1, between="causal", shape=(192, 192, 16, 16), step=64, stay=2, held=2, **GROUPS
+    ),
+    "chain that stays": Chain(
+        heads=1, between="window", roles=True, shape=(96, 160, 16, 16), stay=2, held=2, ring=3, **TMA
+    ),
 }  # fmt: skip
-"""Products under schedules that are pinned."""
+"""Products and chains of two under schedules that are pinned."""
 
 NAMES = (*DERIVED, *ARRANGED, *(f"{name} by hand" for name in by_hand.MEANING))
 
@@ -161,7 +170,10 @@ def subject(name: str) -> Subject:
     if name in ARRANGED:
         arranged = ARRANGED[name]
         program = lowering(parse(arranged.text), Options(target=arranged.target)).at("kernel")
-        return Subject(name, program, by_hand.inputs(program, seed=2), gpu(arranged.target))
+        given = by_hand.inputs(program, seed=2)
+        if isinstance(arranged, Chain):
+            given["q"][:, ::2] *= 80  # differences of scores that do not fit exp()
+        return Subject(name, program, given, gpu(arranged.target))
     target, fn, make = DERIVED[name]
     torch.manual_seed(0)
     found = lowered(fn, make(), target)

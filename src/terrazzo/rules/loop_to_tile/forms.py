@@ -1,4 +1,5 @@
-"""A product under other axes: as few as possible, which makes fewer tiles; or one for every digit, as TMA needs them."""
+"""A product under other axes: as few as possible, which makes fewer tiles; or one for every digit, as TMA needs.
+"""
 
 from __future__ import annotations
 

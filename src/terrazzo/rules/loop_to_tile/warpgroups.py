@@ -175,8 +175,8 @@ def step(p: Product) -> int:
 
 def steps(p: Product) -> int:
     """Of a tile: those of all axes but the last are walked one by one."""
-    *outer, last = p.axes
-    return math.prod(a.extent for a in outer) * ceil(last.extent, step(p))
+    *outer, last = (int(a.extent) for a in p.axes)
+    return math.prod(outer) * ceil(last, step(p))
 
 
 def touched(x: Any, p: Product) -> int:

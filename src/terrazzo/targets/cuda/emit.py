@@ -9,8 +9,7 @@ from importlib import resources
 from typing import Any
 
 from terrazzo.errors import CompilerBug
-from terrazzo.hw import barrier, ldmatrix, mma_sync, tma, wgmma
-from terrazzo.hw.transfer import CP_ASYNC, REMOTE, SHUFFLE, VOTE, WIDE
+from terrazzo.hw import functions, wgmma
 from terrazzo.ir.address import flatten
 from terrazzo.ir.canonical import plain
 from terrazzo.ir.dialects import kernel as k
@@ -88,7 +87,7 @@ class _Writer:
         self.scope = Scope()
         self.maps: dict[k.Map, str] = {}
         self.unrolled: set[Node] = set()
-        self.settled = settled(kernel)
+        self.waits = settled(kernel)
         self.rounded = _rounded(kernel)
         largest = max((k.shared_bytes(b) // b.type.dtype.size for b in kernel.params), default=0)
         self.int = "int" if largest < 1 << 31 else "i64"
@@ -142,45 +141,16 @@ class _Writer:
 
     def instructions(self) -> list[str]:
         """The functions of the instructions the kernel uses."""
-        every = list(dict.fromkeys(k.walk(self.kernel.body)))
-        kinds = {type(x) for x in topological(self.kernel.body)}
-        groups = {s.kind for s in every if isinstance(s, k.Commit | k.WaitGroups)}
-        lanes = ((k.Move, WIDE), (k.Shuffle, SHUFFLE), (k.Vote, VOTE), (k.Remote, REMOTE))
-        texts = [r.cuda for kind, r in lanes if kind in kinds]
-        for holds, text in (
-            (k.AsyncCopy in kinds or "cp.async" in groups, CP_ASYNC.cuda),
-            (any(isinstance(s, k.Barriers) for s in self.kernel.shared), barrier.MBARRIERS),
-            (
-                k.ClusterSync in kinds or any(isinstance(s, k.Arrive) and s.rank is not None for s in every),
-                barrier.CLUSTER,
-            ),
-            (any(isinstance(s, k.Sync) and s.warps for s in every), barrier.NAMED),
-            (k.Fence("proxy") in every, barrier.PROXY),
-            (any(isinstance(s, k.Role) and s.registers for s in every), barrier.REGISTERS),
-            (k.TensorStore in kinds or "bulk" in groups, tma.STORES),
-            (
-                k.MultiplyAsync in kinds or "wgmma" in groups or k.Fence("wgmma") in every,
-                wgmma.DESCRIPTOR + wgmma.GROUPS,
-            ),
-        ):
-            texts += [text] if holds else []
-        loads = sorted({len(s.box) for s in every if isinstance(s, k.TensorLoad)})
-        texts += [tma.load_function(rank, self.kernel.cluster > 1) for rank in loads]
-        texts += [
-            tma.store_function(*x)
-            for x in sorted({(len(s.box), s.reduction) for s in every if isinstance(s, k.TensorStore)})
-        ]
-        for s in every:
-            match s:
-                case k.LoadMatrix() | k.StoreMatrix():
-                    texts.append(ldmatrix.move(s.instruction).cuda())
-                case k.Multiply():
-                    texts.append(mma_sync.product(s.instruction).cuda())
-                case k.MultiplyAsync():
-                    product, held = wgmma.product(s.instruction), isinstance(s.a, k.Registers)
-                    texts.append(product.cuda(held, s.fresh != -1, s.transposed))
-        texts = list(dict.fromkeys(texts))
-        return [line for text in texts for line in text.rstrip().splitlines()]
+        called: list[k.Function] = []
+        for x in topological(self.kernel.body):
+            if isinstance(x, k.Shuffle | k.Vote | k.Remote):
+                called.append((x.op,))
+        for s in k.walk(self.kernel.body):
+            if isinstance(s, k.Statement):
+                called += s.functions(self.kernel.cluster)
+            elif isinstance(s, k.Role) and s.registers:
+                called.append(("registers",))
+        return [line for text in functions.texts(called) for line in text.rstrip().splitlines()]
 
     def statements(self, body: Iterable[Node], indent: str) -> list[str]:
         names, buffers = dict(self.scope.names), dict(self.scope.buffers)
@@ -209,75 +179,8 @@ class _Writer:
                 return [f"{self.scope.names[s.variable]} = {index(s.value, self.scope)};"]
             case l.Store():
                 return [f"{self.element(s.buffer, s.index)} = {term(s.value, self.scope)};"]
-            case k.Move():
-                return [f"move<{s.count}>({self.address(s.target, s.to)}, {self.address(s.source, s.at)});"]
-            case k.Atomic():
-                at = f"&{self.scope.buffers[s.buffer]}[{offset(s.buffer, s.index, self.scope)}]"
-                return [f"atomic{s.function.capitalize()}({at}, {term(s.value, self.scope)});"]
-            case k.AsyncCopy():
-                size = s.count * s.source.type.dtype.size
-                inside = f", {guard(s.inside, self.scope)}" if s.inside else ""
-                return [f"cp_async<{size}>({self.address(s.target, s.to)}, {self.address(s.source, s.at)}{inside});"]
-            case k.Commit():
-                return [f"{_GROUPS[s.kind]}_commit();"]
-            case k.WaitGroups():
-                settled = next(self.settled) if s.kind == "wgmma" else ()
-                named = [self.scope.buffers[place] for place in settled if place in self.scope.buffers]
-                return [f"{_GROUPS[s.kind]}_wait<{s.open}>();", *(f"wgmma_settled({name});" for name in named)]
-            case k.Sync():
-                return [f"sync<{s.number}, {s.warps * k.WARP}>();" if s.warps else "__syncthreads();"]
-            case k.ClusterSync():
-                return ["cluster_sync();"]
-            case k.Fence():
-                return [f"{s.kind}_fence();"]
-            case k.InitBarriers():
-                n = s.barriers.type.static_shape[0]
-                one = f"barrier_init(shared_address({self.scope.buffers[s.barriers]} + z), {s.barriers.arrivals});"
-                return [f"for (int z = 0; z < {n}; z++) {one}", "barrier_init_fence();"]
-            case k.Expect():
-                return [f"barrier_expect(shared_address({self.address(s.barriers, (s.slot,))}), {s.bytes});"]
-            case k.Arrive():
-                at = f"shared_address({self.address(s.barriers, (s.slot,))})"
-                return [
-                    f"barrier_arrive({at});"
-                    if s.rank is None
-                    else f"barrier_arrive_at({at}, {index(s.rank, self.scope)});"
-                ]
-            case k.WaitBarrier():
-                place = f"shared_address({self.address(s.barriers, (s.slot,))})"
-                return [f"barrier_wait({place}, {index(s.phase, self.scope)});"]
-            case k.TensorLoad():
-                at = ", ".join(index(e, self.scope) for e in reversed(s.at))
-                place = f"shared_address({self.address(s.barriers, (s.slot,))})"
-                function, ranks = ("tma_load_to", f" {s.ranks},") if s.ranks else ("tma_load", "")
-                slab, box = self.slab(s.target, s.to), f"&{self.maps[k.map_of(s)]}"
-                return [f"{function}_{len(s.at)}d({slab}, {box}, {place},{ranks} {at});"]
-            case k.TensorStore():
-                at = ", ".join(index(e, self.scope) for e in reversed(s.to))
-                slab, box = self.slab(s.source, s.at), f"&{self.maps[k.map_of(s)]}"
-                return [f"tma_{s.reduction or 'store'}_{len(s.to)}d({box}, {slab}, {at});"]
-            case k.LoadMatrix():
-                move = ldmatrix.move(s.instruction)
-                place = f"shared_address({self.address(s.source, s.at)})"
-                return [f"{move.function}({self.group(s.target, s.to, move.count)}, {place});"]
-            case k.StoreMatrix():
-                move = ldmatrix.move(s.instruction)
-                held = self.packed(s.source, s.at, move.count)
-                return [f"{move.function}({held}, shared_address({self.address(s.target, s.to)}));"]
-            case k.Multiply():
-                record = mma_sync.product(s.instruction)
-                a, b = self.packed(s.a, s.a_at, record.a.registers), self.packed(s.b, s.b_at, record.b.registers)
-                return [f"{record.function}({self.group(s.d, s.d_at, record.d.registers)}, {a}, {b});"]
-            case k.MultiplyAsync():
-                product = wgmma.product(s.instruction)
-                d, b = self.group(s.d, s.d_at, product.d.registers), self.descriptor(s.b, s.b_at, "b" in s.transposed)
-                a = (
-                    self.packed(s.a, s.a_at, product.a.registers)
-                    if isinstance(s.a, k.Registers)
-                    else self.descriptor(s.a, s.a_at, "a" in s.transposed)
-                )
-                adds = f", !({guard((s.fresh,), self.scope)})" if s.fresh != -1 else ""
-                return [f"{product.function(s.transposed)}({d}, {a}, {b}{adds});"]
+            case k.Statement():
+                return s.cuda(self)
             case k.Role():
                 last = s.first + s.count
                 change = (
@@ -305,14 +208,6 @@ class _Writer:
                 return [f"if ({guard(s.inside, self.scope)}) {{", *self.statements(s.body, "  "), "}"]
         raise CompilerBug(f"no CUDA for {type(s).__name__}")
 
-    def slab(self, place: k.Shared, at: Sequence[IntExpr]) -> str:
-        """The address of a slab in shared memory: its start is not swizzled."""
-        return f"shared_address({self.scope.buffers[place]} + {offset(place, at, self.scope)})"
-
-    def descriptor(self, place: l.Buffer, at: Sequence[IntExpr], transposed: bool) -> str:
-        assert isinstance(place, k.Shared)
-        return f"slab_descriptor<{wgmma.slab(place, transposed).bits:#x}ull>({self.slab(place, at)})"
-
     def declare(self, s: k.Declare) -> list[str]:
         kind = c_type(s.place.type.dtype)
         self.scope.buffers[s.place] = name = self.names.local(plain(s.place.name))
@@ -328,6 +223,20 @@ class _Writer:
                 f"for (int z = 0; z < {count}; z++) {name}[z] = {literal(s.init.value, s.init.type)};",
             ]
         return lines
+
+    # -- what the CUDA of a statement is made of -----------------------------------------------------------------------
+
+    def name(self, place: l.Buffer) -> str:
+        return self.scope.buffers[place]
+
+    def index(self, e: IntExpr) -> str:
+        return index(e, self.scope)
+
+    def guard(self, inside: Sequence[IntExpr]) -> str:
+        return guard(tuple(inside), self.scope)
+
+    def term(self, x: Node) -> str:
+        return term(x, self.scope)
 
     def element(self, place: l.Buffer, at: Sequence[IntExpr]) -> str:
         return element(place, at, self.scope)
@@ -347,14 +256,29 @@ class _Writer:
         ]
         return sum(x for x, unrolled in terms if unrolled), sum(x for x, unrolled in terms if not unrolled)
 
-    def group(self, place: k.Registers, at: Sequence[IntExpr], count: int) -> str:
-        """`count` registers as an array."""
+    def shared(self, place: l.Buffer, at: Sequence[IntExpr]) -> str:
+        return f"shared_address({self.address(place, at)})"
+
+    def slab(self, place: l.Buffer, at: Sequence[IntExpr]) -> str:
+        return f"shared_address({self.scope.buffers[place]} + {offset(place, at, self.scope)})"
+
+    def descriptor(self, place: l.Buffer, at: Sequence[IntExpr], transposed: bool) -> str:
+        assert isinstance(place, k.Shared)
+        return f"slab_descriptor<{wgmma.slab(place, transposed).bits:#x}ull>({self.slab(place, at)})"
+
+    def group(self, place: l.Buffer, at: Sequence[IntExpr], count: int) -> str:
         kind = c_type(place.type.dtype)
         return f"reinterpret_cast<{kind} (&)[{count}]>({self.element(place, at)})"
 
     def packed(self, place: l.Buffer, at: Sequence[IntExpr], count: int) -> str:
-        """`count` 32-bit registers as an array, perhaps of several elements each."""
         return f"reinterpret_cast<const u32 (&)[{count}]>({self.element(place, at)})"
 
+    def map(self, key: k.Map) -> str:
+        return self.maps[key]
 
-_GROUPS = {"cp.async": "cp_async", "wgmma": "wgmma", "bulk": "tma"}
+    def record(self, instruction: str) -> Any:
+        return functions.record(instruction)
+
+    def settled(self) -> list[str]:
+        places = next(self.waits)
+        return [self.scope.buffers[place] for place in places if place in self.scope.buffers]

@@ -5,44 +5,32 @@ of Loop IR without reductions, over `Value`s and loads from any place. Nothing i
 text is not in the kernel.
 """
 
-from terrazzo.ir.dialects.kernel.program import REGISTER_FILE, Kernel, Program
-from terrazzo.ir.dialects.kernel.statement import PLACES, Argument, Statement, written
-from terrazzo.ir.dialects.kernel.statements import (
-    FENCES,
-    KINDS,
-    REDUCTIONS,
-    Arrive,
-    AsyncCopy,
-    Atomic,
-    ClusterSync,
-    Commit,
+from terrazzo.ir.dialects.kernel.control import (
     Declare,
     DeclareInteger,
-    Expect,
-    Fence,
     For,
     If,
-    InitBarriers,
     Let,
-    LoadMatrix,
-    Map,
-    Move,
-    Multiply,
-    MultiplyAsync,
     Role,
     SetInteger,
-    StoreMatrix,
-    Sync,
-    TensorLoad,
-    TensorStore,
-    WaitBarrier,
-    WaitGroups,
     changed,
     depends,
-    map_of,
     varying,
     walk,
 )
+from terrazzo.ir.dialects.kernel.matrices import LoadMatrix, Multiply, MultiplyAsync, StoreMatrix
+from terrazzo.ir.dialects.kernel.moves import (
+    REDUCTIONS,
+    AsyncCopy,
+    Atomic,
+    Map,
+    Move,
+    TensorLoad,
+    TensorStore,
+    map_of,
+)
+from terrazzo.ir.dialects.kernel.program import REGISTER_FILE, Kernel, Program
+from terrazzo.ir.dialects.kernel.statement import PLACES, Argument, Cuda, Function, Statement, written
 from terrazzo.ir.dialects.kernel.values import (
     BLOCK,
     LANE,
@@ -57,6 +45,19 @@ from terrazzo.ir.dialects.kernel.values import (
     Value,
     Vote,
     shared_bytes,
+)
+from terrazzo.ir.dialects.kernel.waits import (
+    FENCES,
+    KINDS,
+    Arrive,
+    ClusterSync,
+    Commit,
+    Expect,
+    Fence,
+    InitBarriers,
+    Sync,
+    WaitBarrier,
+    WaitGroups,
 )
 
 __all__ = [
@@ -76,11 +77,13 @@ __all__ = [
     "Barriers",
     "ClusterSync",
     "Commit",
+    "Cuda",
     "Declare",
     "DeclareInteger",
     "Expect",
     "Fence",
     "For",
+    "Function",
     "If",
     "InitBarriers",
     "Integer",

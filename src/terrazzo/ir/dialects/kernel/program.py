@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.dialects.kernel.statements import Map, TensorLoad, TensorStore, map_of, walk
+from terrazzo.ir.dialects.kernel.control import walk
+from terrazzo.ir.dialects.kernel.moves import Map, TensorLoad, TensorStore, map_of
 from terrazzo.ir.dialects.kernel.values import WARP, Shared, shared_bytes
 from terrazzo.ir.dialects.loop import Buffer
 from terrazzo.ir.node import Node

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
+from terrazzo.errors import UserError
 from terrazzo.ir.dialects.kernel.values import Registers, Shared
 from terrazzo.ir.dialects.loop import Buffer
 from terrazzo.ir.expr import IntExpr
@@ -27,6 +28,54 @@ _KINDS = {
     "Type | None": "type",
 }
 INDEX = "tuple[IntExpr, ...]"
+Function = tuple[Any, ...]
+"""A function of CUDA that a statement calls: its name in `hw.functions`, and what it is made for."""
+
+
+class Cuda(Protocol):
+    """What the CUDA of a statement is made of: how its writer calls things."""
+
+    def name(self, place: Buffer) -> str:
+        """Of a place."""
+
+    def index(self, e: IntExpr) -> str:
+        """The value of an index expression."""
+
+    def guard(self, inside: Sequence[IntExpr]) -> str:
+        """Whether expressions are not negative."""
+
+    def term(self, x: Node) -> str:
+        """The value of a term."""
+
+    def element(self, place: Buffer, at: Sequence[IntExpr]) -> str:
+        """An element of a place."""
+
+    def address(self, place: Buffer, at: Sequence[IntExpr]) -> str:
+        """A pointer to it."""
+
+    def shared(self, place: Buffer, at: Sequence[IntExpr]) -> str:
+        """Its address in shared memory."""
+
+    def slab(self, place: Buffer, at: Sequence[IntExpr]) -> str:
+        """The address in shared memory where a slab begins, which is not swizzled."""
+
+    def descriptor(self, place: Buffer, at: Sequence[IntExpr], transposed: bool) -> str:
+        """What wgmma takes for a slab."""
+
+    def group(self, place: Buffer, at: Sequence[IntExpr], count: int) -> str:
+        """So many registers as an array."""
+
+    def packed(self, place: Buffer, at: Sequence[IntExpr], count: int) -> str:
+        """So many registers of 32 bits as an array, perhaps of several elements each."""
+
+    def map(self, key: Any) -> str:
+        """A tensor map."""
+
+    def record(self, instruction: str) -> Any:
+        """The record of an instruction."""
+
+    def settled(self) -> list[str]:
+        """The accumulators that the next wait for products settles."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +95,7 @@ class Argument:
 
 class Statement(Node):
     """A statement that is written as a call. Its arguments are its fields, in order: a place and its index are one, a
-    barrier and its slot; conditions `inside` belong to the place that is read.
+    barrier and its slot; conditions `inside` belong to the place that is read. So is its CUDA, which it says itself.
     """
 
     writes: ClassVar[tuple[str, ...]] = ()
@@ -55,6 +104,8 @@ class Statement(Node):
     """Who must come together to it: "warp", "warpgroup", "block", "cluster"; or it is for a single "lane" of a warp."""
     named: ClassVar[dict[str, str]] = {}
     """The fields that are written with their name, and their kinds."""
+    uses: ClassVar[tuple[str, ...]] = ()
+    """The functions of CUDA that each of them calls, by their names in `hw.functions`."""
 
     @classmethod
     @cache
@@ -85,6 +136,21 @@ class Statement(Node):
             if argument.kind in PLACES or argument.kind == "source":
                 place, index = argument.fields[:2]
                 yield place, getattr(self, place), index, getattr(self, index)
+
+
+    def functions(self, cluster: int) -> tuple[Function, ...]:
+        """The functions of CUDA that it calls, in a kernel whose clusters have so many blocks."""
+        return tuple((name,) for name in self.uses)
+
+    def cuda(self, w: Cuda) -> list[str]:
+        """Its lines of CUDA."""
+        raise NotImplementedError
+
+
+def one_of(what: str, word: str, words: Collection[str]) -> None:
+    """UserError for a word that is none of these."""
+    if word not in words:
+        raise UserError(f"{what}: {word!r} is none of {', '.join(map(repr, words))}")
 
 
 def written(s: Node) -> list[Any]:
