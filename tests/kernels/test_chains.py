@@ -94,7 +94,6 @@ OVERLAPPED = Chain(overlap=True, on="wgmma", target="sm_90a")
 @pytest.mark.parametrize(
     ("chain", "reason"),
     [
-        (replace(OVERLAPPED, between="relu"), "with a softmax between them: line"),
         (replace(OVERLAPPED, ring=1), "each operand has two slots at least: line"),
         (Chain(overlap=True), "what overlaps are products of warpgroups, behind warps that load: line"),
     ],
@@ -102,6 +101,10 @@ OVERLAPPED = Chain(overlap=True, on="wgmma", target="sm_90a")
 def test_what_cannot_overlap_is_told(chain: Chain, reason: str) -> None:
     with pytest.raises(UserError, match=re.escape(reason)):
         derived(chain.text)
+
+
+def test_what_is_made_point_by_point_overlaps_too() -> None:
+    right(replace(OVERLAPPED, between="relu").text)
 
 
 def test_overlap_is_one_step() -> None:

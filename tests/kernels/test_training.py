@@ -18,7 +18,7 @@ from terrazzo.front.capture import capture
 from terrazzo.interp import kernel as simulator
 from terrazzo.interp.torch import to_numpy
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.plan import Frame, Product
+from terrazzo.ir.plan import Frame, Product, Reach
 from terrazzo.ir.text import parse
 from terrazzo.options import Options
 from terrazzo.pipelines import PASSES, lowering, stages
@@ -107,6 +107,16 @@ def test_gradients(fn: Any, shapes: tuple[tuple[int, ...], ...], dtype: torch.dt
     assert len(plans(found, Frame)) == 1  # the forward pass is one kernel
     assert len([x for p in plans(found, Product) for x in p.sites]) >= 6
     close(found, gradients(fn), args)
+
+
+def test_steps_that_a_mask_hides_are_not_visited() -> None:
+    """Keys after a query, and queries before a key: in every chain, whose steps overlap."""
+    args = tensors(*((1, 1, 320, 64),) * 4)
+    found = lowered(gradients(causal), args, "sm_90a")
+    reaches = plans(found, Reach)
+    assert [bool(x.since) for x in reaches] == [False, False, True, True]
+    assert sum(x.early for x in plans(found, Product)) == 4
+    close(found, gradients(causal), args)
 
 
 @pytest.mark.parametrize("fn", [plain, causal])

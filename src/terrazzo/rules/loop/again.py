@@ -9,14 +9,17 @@ more arithmetic and less traffic, so both ways have a price; and what is too lar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from terrazzo.ir.contraction import contraction, operand
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.node import topological
+from terrazzo.ir.dialects.scalar import is_cast
+from terrazzo.ir.node import topological, transform
 from terrazzo.ir.sites import product
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.definitions import in_order
 from terrazzo.rules.loop.inline import inline
+from terrazzo.rules.loop.online import apart, scaled, stays_finite, unrounded
 
 PASS = "online"
 RULE = "product_into_products"
@@ -94,4 +97,34 @@ def _whole(reader: l.Kernel, makers: Sequence[l.Kernel]) -> l.Kernel:
     """A kernel with the terms of others for what they store."""
     while behind := [s for s in makers if {*s.writes} & {*reader.reads}]:
         reader = inline(reader, behind[-1])
-    return reader
+    stores = tuple(transform(s, _simpler) for s in reader.stores)
+    return l.Kernel(reader.name, reader.axes, stores, reader.source)
+
+
+def _simpler(x: Any) -> Any:
+    """A factor that is rounded to 16 bits made of what is not rounded on the way to it. A weight exp(c * (score - t)),
+    t a number for each row, is 0 where its score is hidden, and c t is subtracted from multiples of scores elsewhere.
+    """
+    if isinstance(x, l.Apply) and is_cast(x.fn) and x.dtype.is_float and x.dtype.size == 2:
+        return l.Apply(x.fn, (unrounded(x.args[0]),))
+    match x:
+        case l.Apply(
+            fn=exp, args=(l.Apply(fn=times, args=(l.Apply(fn=minus, args=(score, t)), l.Literal() as by)),)
+        ) if (exp.name, times.name, minus.name) == ("approx_exp2", "mul", "sub"):
+            return _weight(exp, score, t, by)
+    return x
+
+
+def _weight(exp: Any, score: Any, t: Any, by: l.Literal) -> Any:
+    columns = [a for a in score.free if a not in t.free]
+    if len(columns) != 1:
+        return l.Apply(exp, (l.apply("mul", l.apply("sub", score, t), by),))
+    bare, seen = apart(score, columns[0])
+    early = stays_finite(bare, by.value)
+    x = (
+        l.apply("sub", scaled(bare, by.value), l.apply("mul", t, by))
+        if early
+        else l.apply("mul", l.apply("sub", bare, t), by)
+    )
+    weight = l.Apply(exp, (x,))
+    return l.apply("where", seen, weight, l.Literal(0.0, weight.dtype)) if seen is not None else weight

@@ -203,7 +203,7 @@ def _framed(r: l.Reduce, told: bool) -> _Framed | None:
                 continue
         if not isinstance(top, l.Reduce) or top is not _over(top, axis, score):
             continue
-        bare: Any = hidden_alone(score if told else _unrounded(score), axis)
+        bare: Any = hidden_alone(score if told else unrounded(score), axis)
         early = stays_finite(bare, LOG2E)
         s: Any
         s, by = unscaled(scaled(bare, LOG2E)) if early else (scaled(bare, 1.0), None)
@@ -269,19 +269,23 @@ def hidden_alone(score: Any, axis: Var) -> Any:
     """A score with the predicate on indices that hides parts of it outside: `where(seen, score, -inf)`. What is hidden
     by the lowest number of a type weighs nothing, as with -inf, where every row sees something: no score is as low.
     """
+    bare, seen = apart(score, axis)
+    return l.apply("where", seen, bare, l.Literal(-math.inf, bare.dtype)) if seen is not None else bare
+
+
+def apart(score: Any, axis: Var) -> tuple[Any, Any]:
+    """A score, and the predicate on indices that hides parts of it, if there is one."""
     bare, seen, lowest = _apart(score)
-    if seen is None:
-        return bare
     if lowest and not any(_always(seen, axis, x) for x in (0, axis.extent - 1, *seen.free)):
-        return score
-    return l.apply("where", seen, bare, l.Literal(-math.inf, bare.dtype))
+        return score, None
+    return bare, seen
 
 
-def _unrounded(x: Any) -> Any:
+def unrounded(x: Any) -> Any:
     """A score without what is rounded to 16 bits on the way to it: as PyTorch's own kernels have it, and more exact."""
     if not isinstance(x, l.Apply):
         return x
-    args = tuple(map(_unrounded, x.args))
+    args = tuple(map(unrounded, x.args))
     if is_cast(x.fn) and isinstance(inner := args[0], l.Apply) and is_cast(inner.fn):
         wide = inner.args[0]
         if x.dtype.is_float and inner.dtype.is_float and inner.dtype.size == 2 and wide.dtype is x.dtype:  # type: ignore[attr-defined]

@@ -135,11 +135,13 @@ def _gathered(c: Chain) -> tuple[Site, ...]:
 def arrangements(c: Chain, gpu: Gpu) -> Iterator[Groups]:
     """What a processor has room for, one block for each tile."""
     most = STEP if c.columns.extent <= 128 and not c.beside else STEP // 2  # each sum of a step is in registers
-    step = min(most, ceil(c.steps.extent, 16) * 16)
     counts = [n for n in (1, 2, 3) if (n - 1) * ROWS < c.rows.extent]
-    brought = {x.buffer for operand in c.operands for x in loads(operand)}
-    for count, overlap, gathered in product(counts, (True, False), (True, False)):
-        if count == 3 and (c.columns.extent > 64 or {*c.kernel.reads} - brought):
+    brought = {x.buffer for operand in c.inside + c.operands[2:] for x in loads(operand)}
+    others = {*c.kernel.reads} - brought
+    fewer = others and not c.framed and most == STEP  # what columns are made of besides is in registers too
+    steps = dict.fromkeys(min(n, ceil(c.steps.extent, 16) * 16) for n in ((most, STEP // 2) if fewer else (most,)))
+    for step, count, overlap, gathered in product(steps, counts, (True, False), (True, False)):
+        if count == 3 and (c.columns.extent > 64 or others):
             continue  # 160 registers hold no more sums, nor a mask, beside 128 scores
         for slots in range(MOST_SLOTS, 1, -1):
             way = Groups(count, step, slots, overlap, gathered)
@@ -169,7 +171,7 @@ def staying(way: Groups, c: Chain, gpu: Gpu, unlike: bool) -> Iterator[Groups]:
 
 
 def price(way: Groups, c: Chain, gpu: Gpu, steps: Sequence[int]) -> float:
-    """Nanoseconds, where a tile visits so many steps for each part of the rows, the first one first."""
+    """Nanoseconds, where a tile visits so many steps for each part of the rows, in the order they are walked in."""
     width, depth = c.columns.extent, c.depth.extent
     assert gpu.warpgroups is not None
     rate = gpu.warpgroups.rate / gpu.processors
@@ -181,7 +183,7 @@ def price(way: Groups, c: Chain, gpu: Gpu, steps: Sequence[int]) -> float:
     times = math.prod(outside(c))
     if way.blocks:
         return BLOCK + _longest([each * n + TILE for n in steps], times, way)
-    return _listed([each * n + BLOCK for n in steps[::-1]], times, gpu.processors)
+    return _listed([each * n + BLOCK for n in steps], times, gpu.processors)
 
 
 def outside(c: Chain) -> list[int]:
@@ -191,8 +193,8 @@ def outside(c: Chain) -> list[int]:
 
 
 def _longest(tiles: Sequence[float], times: int, way: Groups) -> float:
-    """The most any block has, of tiles that are dealt out in order: those of the last rows are the longest."""
-    lengths = np.repeat(np.array(tiles[::-1]), max(way.together, 1))
+    """The most any block has, of tiles that are dealt out in order."""
+    lengths = np.repeat(np.array(tiles), max(way.together, 1))
     every = np.resize(lengths, -(-times * len(tiles) // way.blocks) * way.blocks)
     every[times * len(tiles) :] = 0
     return float(every.reshape(-1, way.blocks).sum(0).max())

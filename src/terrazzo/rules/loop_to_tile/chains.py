@@ -71,15 +71,16 @@ def _on_warpgroups(c: Chain, gpu: Gpu) -> Iterator[Way | str]:
         return
     every = list(chain_groups.arrangements(c, gpu))
     priced: list[tuple[float, int, Groups]] = []
-    for count in dict.fromkeys(way.count for way in every):
-        same = [way for way in every if way.count == count]
+    for tile in dict.fromkeys((way.count, way.step) for way in every):
+        same = [way for way in every if (way.count, way.step) == tile]
         steps = _visits(c, gpu, same)
         if isinstance(steps, str):
             yield steps
             continue
+        walked = steps[::-1] if _grows(steps) else steps
         for way in same:
             for x in (way, *chain_groups.staying(way, c, gpu, len({*steps}) > 1)):
-                priced.append((chain_groups.price(x, c, gpu, steps), len(priced), x))
+                priced.append((chain_groups.price(x, c, gpu, walked), len(priced), x))
     for _, _, way in sorted(priced, key=lambda x: x[:2]):
         yield _planned(c.kernel, partial(on_warpgroups, c, gpu, way), gpu)
 
@@ -123,13 +124,19 @@ def _skips(c: Chain, way: Warps, gpu: Gpu) -> bool:
 
 
 def _planned(kernel: l.Kernel, schedule: Callable[[bool], Schedule | None], gpu: Gpu) -> Way | str:
-    """A kernel under a schedule, with the longest tiles first where tiles differ; why there is no plan of it."""
+    """A kernel under a schedule, with the last rows' tiles first where these are longer; why there is no plan of it."""
     if (made := schedule(False)) is None:
         return "its sizes are on no instruction of this machine"
     plan, _ = complete(kernel, made, gpu)
     if isinstance(plan, Refused):
         return plan.reason
-    return Way(kernel, kernel, schedule(True) or made if plan.all(Reach) else made)
+    backward = bool(plan.all(Reach)) and _grows(reached(plan, Draft(kernel, made, gpu)))
+    return Way(kernel, kernel, schedule(True) or made if backward else made)
+
+
+def _grows(steps: Sequence[int]) -> bool:
+    """Whether the last tiles visit more steps than the first ones."""
+    return steps[-1] > steps[0]
 
 
 def _pieces(c: Chain, way: Warps, gpu: Gpu) -> int:

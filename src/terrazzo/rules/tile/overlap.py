@@ -6,7 +6,7 @@ from terrazzo.hw.products import matrix, warps
 from terrazzo.ir.plan import Agent, Frame, Plan, Product, Ring
 from terrazzo.rewrite.rule import need, rule
 from terrazzo.rules.tile.draft import Draft, axis_name
-from terrazzo.rules.tile.reach import reached
+from terrazzo.rules.tile.reach import masked, reached
 from terrazzo.rules.tile.rings import steps
 
 
@@ -37,10 +37,12 @@ def overlaps(draft: Draft) -> bool:
 def check(plan: Plan, draft: Draft) -> None:
     """Declines where the products of the next step cannot be on their way beside this step's."""
     products, agents = plan.all(Product), plan.all(Agent)
-    framed = {f.product for f in plan.all(Frame)}
     need(
-        len(products) == 2 and framed & {*products[-1].sites},
-        "what overlaps are two products in a row, with a softmax between them",
+        len(products) == 2
+        and products[-1].a == "values"
+        and (found := masked(draft, products[-1])) is not None
+        and (plan.all(Frame) or found.bare.dtype.size == 4),
+        "what overlaps are two products in a row, of which the second takes what is made of the first",
     )
     need(
         all(warps(matrix(p.on)) > 1 for p in products) and len(agents) == 2,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.ir.address import coefficient, evaluate
+from terrazzo.ir.contraction import operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Expr, IntExpr, Var, at_least
@@ -17,7 +18,7 @@ from terrazzo.ir.plan import Agent, Order, Plan, Product, Reach
 from terrazzo.ir.show import show_expr
 from terrazzo.rewrite.rule import rule
 from terrazzo.rules.tile.draft import Draft, axis_name
-from terrazzo.rules.tile.frames import framed
+from terrazzo.rules.tile.frames import framed, reductions
 from terrazzo.rules.tile.rings import axis_called
 
 
@@ -58,9 +59,10 @@ def _apart(x: Any, nothing: float) -> tuple[Any, tuple[IntExpr, ...]]:
             if _is(other.args[2], nothing) and (found := conditions(other.args[0])) is not None:
                 bare, inside = _apart(one, nothing)
                 return bare, (*found, *inside)
-    if is_cast(x.fn) and not nothing:
-        bare, inside = _apart(x.args[0], nothing)
-        return (l.Apply(x.fn, (bare,)) if inside else x), inside
+    if not nothing and (is_cast(x.fn) or x.fn.name == "mul"):
+        apart = [_apart(a, nothing) for a in x.args]
+        inside = tuple(e for _, found in apart for e in found)
+        return (l.Apply(x.fn, tuple(bare for bare, _ in apart)) if inside else x), inside
     return x, ()
 
 
@@ -99,12 +101,21 @@ def _index(x: Any) -> IntExpr | None:
 
 
 def masked(draft: Draft, product: Product) -> Mask | None:
-    """What hides parts of a product's computed factor: of its scores, where it is weighted by them."""
+    """What hides parts of a product's computed factor: of its scores, where it is weighted by them; of itself, before
+    it is rounded, where it is in no frame.
+    """
     c = draft.products[product.sites[0]]
+    if len(c.reduce.axes) > 1:
+        return None
     (axis,) = c.reduce.axes
     if (found := framed(draft, product)) is not None:
         return mask(found.score, -math.inf, axis)
-    return None
+    computed = [f for f in map(operand, c.factors) if reductions(f)]
+    if len(computed) != 1:
+        return None
+    (term,) = computed
+    wide = isinstance(term, l.Apply) and is_cast(term.fn) and term.args[0].dtype is c.reduce.dtype  # type: ignore[attr-defined]
+    return mask(term.args[0] if wide else term, 0.0, axis)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

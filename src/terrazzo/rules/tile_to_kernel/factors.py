@@ -14,7 +14,6 @@ from terrazzo.ir.expr import IntExpr
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.plan import Frame as FrameLine
 from terrazzo.ir.plan import Plan, Product
-from terrazzo.rules.loop.inline import select
 from terrazzo.rules.tile.draft import Draft
 from terrazzo.rules.tile.frames import framed, reductions
 from terrazzo.rules.tile.reach import grows, masked
@@ -22,6 +21,7 @@ from terrazzo.rules.tile.rings import axis_called
 from terrazzo.rules.tile_to_kernel.copies import Copies, Part
 from terrazzo.rules.tile_to_kernel.digits import Bindings, Digit, value
 from terrazzo.rules.tile_to_kernel.frame import Frame, beyond
+from terrazzo.rules.tile_to_kernel.made import Made
 from terrazzo.rules.tile_to_kernel.multiply import Fragment
 
 
@@ -44,6 +44,7 @@ class Factors:
         self.builder, self.steps, self.scope = copies.builder, copies.steps, copies.scope
         self.fragments, self.part = fragments, part
         self.frame: Frame | None = None
+        self.made: dict[str, Made] = {}
 
     def begin(self) -> None:
         """The state of frames before the first step."""
@@ -55,6 +56,10 @@ class Factors:
             assert found is not None
             rows, columns = (self.part(axis_called(self.draft, x), site) for x in (inner.m, inner.n))
             self.frame = Frame(self.builder, found, rows, columns)
+        for p in self.plan.all(Product) if self.frame is None else ():
+            if "values" in (p.a, p.b):
+                made = self.point_by_point(p)
+                made.begin({**self.scope.env, **{x.axis: x.base + value(x.digits) for x in made.parts}})
 
     def meet(self, sums: Fragment, digits: Sequence[Digit]) -> None:
         """Threads that share the steps, as these digits divide them, have their sums in one frame."""
@@ -76,45 +81,35 @@ class Factors:
         """
         if "values" not in (p.a, p.b):
             return {}
-        if any(f.product == p.sites[0] for f in self.plan.all(FrameLine)):
-            return self.weights(p, t)
-        c = self.draft.products[p.sites[0]]
-        m = axis_called(self.draft, p.m)
-        term = operand(c.factors[0] if m in c.factors[0].free else c.factors[1])
-        sources = [x for x in topological([term]) if isinstance(x, l.Reduce)]
-        fragment = self.fragments[sources[0]]
-        place = self.builder.registers("w", term.dtype, fragment.place.type.static_shape)  # type: ignore[attr-defined]
-        digits = {part.axis: part.digits for part in fragment.parts}
-        env = {**self.scope.env, **self.steps.firsts(t)}
-        for part in fragment.parts:
-            env[part.axis] = env.get(part.axis, part.base) + value(part.digits)
-            env[part.axis] = env[part.axis] if part.axis in self.steps.depth else part.base + value(part.digits)
-        for r in sources:
-            env[r] = l.Load(self.fragments[r].place, self.fragments[r].index(digits))
-        loops = [(d.variable, True) for part in fragment.parts for d in part.digits if d.level in ("reg", "frag")]
-        at = fragment.index(digits)
-        edges = [e for part in fragment.parts for e in beyond(part, env[part.axis])]
-        last = [e for part in fragment.parts if part.axis in self.steps.depth for e in beyond(part, env[part.axis])]
-
-        def one() -> None:
-            found = self.copies.computed(term, dict(env), tuple(edges))
-            self.builder.add(l.Store(place, at, select(last, found)))  # nothing else is 0 beyond the last step
-
-        self.builder.loops(loops, one)
-        return {term: place}
-
-    def weights(self, p: Product, t: IntExpr) -> dict[Node, k.Registers]:
-        """The weights of step t, in the frame of the scores so far."""
         found = self.declare(p)
+        if self.frame is None:
+            self.fetch(p, t)
         self.weigh(p, t)
         self.move(p)
         self.round(p)
         return found
 
     def declare(self, p: Product) -> dict[Node, k.Registers]:
-        """Registers for the weights of a step."""
+        """Registers for the factor of a step."""
+        if self.frame is None:
+            return self.point_by_point(p).declare()
         scores, _ = self.scores(p)
-        return {self.begun.found.rounded: self.begun.declare(scores)}
+        return {self.frame.found.rounded: self.frame.declare(scores)}
+
+    def point_by_point(self, p: Product) -> Made:
+        """How a factor is made that is in no frame."""
+        if p.sites[0] not in self.made:
+            c, m = self.draft.products[p.sites[0]], axis_called(self.draft, p.m)
+            term: Any = operand(c.factors[0] if m in c.factors[0].free else c.factors[1])
+            sums = tuple(x for x in topological([term]) if isinstance(x, l.Reduce))
+            first = next(x for x in self.plan.all(Product) if self.draft.products[x.sites[0]].reduce in sums)
+            site, n = self.draft.site(first.sites[0]), axis_called(self.draft, first.n)
+            parts = [self.part(a, site) for a in self.draft.tiled if a in sums[0].free]
+            columns, hidden = self.part(n, site), masked(self.draft, p)
+            assert hidden is not None
+            every = (*parts, columns)
+            self.made[p.sites[0]] = Made(self.copies, self.fragments, term, hidden.bare, sums, every, columns)
+        return self.made[p.sites[0]]
 
     @property
     def begun(self) -> Frame:
@@ -129,42 +124,58 @@ class Factors:
         return self.fragments[source], source
 
     def move(self, p: Product) -> None:
-        """What a product has summed comes to the frame of the last weights."""
-        self.begun.move(self.fragments[self.draft.products[p.sites[0]].reduce])
+        """What a product has summed comes to the frame of the last weights, where there is one."""
+        if self.frame is not None:
+            self.frame.move(self.fragments[self.draft.products[p.sites[0]].reduce])
 
     def round(self, p: Product) -> None:
         """The last weights come to where a product takes them."""
-        self.begun.round(self.scores(p)[0])
+        if self.frame is None:
+            self.point_by_point(p).round()
+        else:
+            self.frame.round(self.scores(p)[0])
 
-    def places(self, p: Product, t: IntExpr) -> tuple[Part, Part, dict[Any, Any], tuple[IntExpr, ...]]:
-        """The rows and columns of the scores of step t, how to compute what is at one of them, and what is >= 0 where
-        there is a column.
-        """
-        scores, source = self.scores(p)
-        rows, columns = sorted(scores.parts, key=lambda x: x.axis in self.steps.depth)
+    def places(self, p: Product, t: IntExpr) -> tuple[Part, Part, dict[Any, Any]]:
+        """The rows and columns of what step t has multiplied, and how to compute what is at one of them."""
         first = self.steps.firsts(t)
+        parts = self.point_by_point(p).parts if self.frame is None else self.scores(p)[0].parts
         env = {**self.scope.env, **first}
-        env[rows.axis] = rows.base + value(rows.digits)
-        env[columns.axis] = first[columns.axis] + value(columns.digits)
-        env[source] = l.Load(scores.place, scores.index({x.axis: x.digits for x in scores.parts}))
-        return rows, columns, env, beyond(columns, env[columns.axis])
+        for part in parts:
+            env[part.axis] = first.get(part.axis, part.base) + value(part.digits)
+        m = axis_called(self.draft, p.m)
+        return next(x for x in parts if x.axis is m), next(x for x in parts if x.axis in first), env
 
     def fetch(self, p: Product, t: IntExpr) -> None:
-        """What the scores of step t are made of besides products, on its way while these are."""
-        rows, _, env, last = self.places(p, t)
+        """What the factor of step t is made of besides products, on its way while these are."""
+        rows, columns, env = self.places(p, t)
+        if self.frame is None:
+            self.point_by_point(p).fetch(env)
+            return
         hidden = masked(self.draft, p)
         assert hidden is not None
-        self.begun.fetch(self.copies, env, hidden.bare, (*beyond(rows, env[rows.axis]), *last), self.scores(p)[0])
+        scores, source = self.scores(p)
+        env[source] = self.score(scores)
+        edges = (*beyond(rows, env[rows.axis]), *beyond(columns, env[columns.axis]))
+        self.frame.fetch(self.copies, env, hidden.bare, edges, scores)
 
     def weigh(self, p: Product, t: IntExpr) -> None:
-        """The weights of step t in place of its scores, in the frame of the scores so far."""
-        rows, columns, env, last = self.places(p, t)
-        hidden = masked(self.draft, p)
+        """The factor of step t in place of its scores, in the frame of the scores so far if there is one."""
+        rows, columns, env = self.places(p, t)
+        hidden, last = masked(self.draft, p), beyond(columns, env[columns.axis])
         assert hidden is not None
         inside = [(substitute(e, env), self.cut(e, rows.axis, columns.axis, t)) for e in hidden.inside]
         inside += [(e, t + self.steps.first - columns.axis.extent // self.steps.depth[columns.axis]) for e in last]
+        if self.frame is None:
+            self.point_by_point(p).make(env, inside)
+            return
+        scores, source = self.scores(p)
+        env[source] = self.score(scores)
         edges = (*beyond(rows, env[rows.axis]), *last)
-        self.begun.weigh(self.copies, env, hidden.bare, inside, edges, self.scores(p)[0])
+        self.frame.weigh(self.copies, env, hidden.bare, inside, edges, scores)
+
+    def score(self, scores: Fragment) -> l.Load:
+        """A score, where its digits say."""
+        return l.Load(scores.place, scores.index({x.axis: x.digits for x in scores.parts}))
 
     def cut(self, e: IntExpr, rows: Any, axis: Any, t: IntExpr) -> IntExpr:
         """What is >= 0 in the steps that a predicate may cut: those that reach beyond what the first row of the tile

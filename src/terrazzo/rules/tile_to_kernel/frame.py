@@ -236,5 +236,7 @@ class Frame:
 
 def beyond(part: Part, at: IntExpr) -> tuple[IntExpr, ...]:
     """What is negative for rows or columns beyond the last one, where a tile or a step may have such."""
+    if part.size and part.axis.extent % part.size == 0:
+        return ()
     e = part.axis.extent - 1 - at
     return () if at_least(e, 0) else (e,)

@@ -24,7 +24,7 @@ from terrazzo.ir.plan import Plan, Product, Reach, Ring, Stream
 from terrazzo.ir.types import u32
 from terrazzo.rules.tile.agents import LOAD
 from terrazzo.rules.tile.draft import Draft, axis_name
-from terrazzo.rules.tile.reach import Visits, visited
+from terrazzo.rules.tile.reach import Visits, reached, visited
 from terrazzo.rules.tile.rings import axis_called, brought, steps
 from terrazzo.rules.tile.spans import span, spanned
 from terrazzo.rules.tile_to_kernel.builder import Builder
@@ -264,6 +264,11 @@ class Pipeline:
         self.builder.where([first - 1], lambda: self.builder.add(k.SetInteger(since, first)))
         self.steps.first = since
 
+    @cached_property
+    def idle(self) -> bool:
+        """Whether there are tiles of which a mask leaves no step, so that nothing begins their sums."""
+        return bool(self.plan.all(Reach)) and min(reached(self.plan, self.draft)) < 1
+
     @property
     def visited(self) -> IntExpr:
         """How many steps there are: all, or those that a mask leaves anything of."""
@@ -332,7 +337,7 @@ class Pipeline:
             own = isinstance(instruction, WarpgroupInstruction)  # which begins with its first product
             framed = any(f.product == name for f in self.plan.all(FrameLine))  # which is multiplied before it, or after
             framed = framed and not any(x.early for x in self.plan.all(Product))
-            init = l.Literal(zero(dtype), dtype) if framed or p.promote or not own else None
+            init = l.Literal(zero(dtype), dtype) if framed or p.promote or not own or self.idle else None
             place = self.builder.registers("acc", dtype, [*shape, *extra], init)
             self.fragments[reduce] = Fragment(place, parts, instruction)
         if isinstance(instruction, WarpgroupInstruction) and p.a == "ldmatrix":

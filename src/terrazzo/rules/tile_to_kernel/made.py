@@ -1,0 +1,141 @@
+"""A factor that is made, point by point, of what a step has multiplied before: where those sums lie, in registers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import IntExpr
+from terrazzo.ir.node import Node, substitute, topological
+from terrazzo.ir.types import i64
+from terrazzo.rules.access import wide
+from terrazzo.rules.loop.inline import guarded
+from terrazzo.rules.tile_to_kernel.builder import Builder
+from terrazzo.rules.tile_to_kernel.copies import Copies, Part
+from terrazzo.rules.tile_to_kernel.digits import Digit, zero
+from terrazzo.rules.tile_to_kernel.frame import beyond, held
+from terrazzo.rules.tile_to_kernel.multiply import Fragment
+
+Kept = dict[Node, tuple[k.Registers, tuple[IntExpr, ...]]]
+"""Loads, the registers that have what they load, and where in these it is."""
+
+
+@dataclass
+class Made:
+    """What one team makes: `term` of the `sums`; or what that is rounded from, in place of the first of them. It is
+    `bare` where no mask hides it.
+
+    `parts` are those of the axes that the sums have. Where a load knows nothing of a step's `columns`, it is `begun`
+    once for a tile; others are fetched for every step.
+    """
+
+    copies: Copies
+    fragments: dict[l.Reduce, Fragment]
+    term: Node
+    bare: Node
+    sums: tuple[l.Reduce, ...]
+    parts: tuple[Part, ...]
+    columns: Part
+    begun: Kept = field(default_factory=dict)
+    fetched: Kept = field(default_factory=dict)
+
+    @property
+    def builder(self) -> Builder:
+        """Where statements go."""
+        return self.copies.builder
+
+    @property
+    def first(self) -> Fragment:
+        """The sums in whose place the factor is made."""
+        return self.fragments[self.sums[0]]
+
+    @property
+    def rounds(self) -> bool:
+        """Whether a factor is computed in place of sums, and rounded later."""
+        kind: Any = self.bare
+        return kind.dtype is self.first.place.type.dtype
+
+    @property
+    def at(self) -> tuple[IntExpr, ...]:
+        """Where in its registers an element is."""
+        return self.first.index({p.axis: p.digits for p in self.first.parts})
+
+    def declare(self) -> dict[Node, k.Registers]:
+        """Registers for what a product takes."""
+        kind: Any = self.term
+        self.values = self.builder.registers("w", kind.dtype, self.first.place.type.static_shape)
+        return {self.term: self.values}
+
+    def fetch(self, env: dict[Any, Any]) -> None:
+        """What the factor is made of besides sums comes to registers, while products are on their way."""
+        self.fetched = self._loaded(env, [x for x in self._loads() if x not in self.begun])
+
+    def begin(self, env: dict[Any, Any]) -> None:
+        """What rows have, once for the tile."""
+        self.begun = self._loaded(env, [x for x in self._loads() if self.columns.axis not in x.free])
+
+    def make(self, env: dict[Any, Any], hidden: Sequence[tuple[IntExpr, IntExpr]]) -> None:
+        """The factor, 0 where something `hidden` is negative, which is tested where what stands beside it is not."""
+        at, place = self.at, self.first.place if self.rounds else self.values
+        env = env | {x: l.Load(place, index) for x, (place, index) in (*self.begun.items(), *self.fetched.items())}
+        env |= {r: l.Load(self.fragments[r].place, at) for r in self.sums}
+        edges = tuple(e for part in self.parts for e in beyond(part, env[part.axis]))
+        kind: Any = self.bare
+
+        def one() -> None:
+            self.builder.add(l.Store(place, at, self.copies.computed(self.bare, dict(env), edges)))
+
+        def hide(tests: Sequence[IntExpr]) -> None:
+            x: Node = l.Load(place, at)
+            for e in tests:
+                inside = l.apply("ge", l.Index(e), l.Literal(0, i64))
+                x = self.builder.let(l.apply("where", inside, x, l.Literal(zero(kind.dtype), kind.dtype)))
+            self.builder.add(l.Store(place, at, x))
+
+        self._everywhere(one)
+        for cut in dict.fromkeys(cut for _, cut in hidden):
+            tests = [e for e, other in hidden if other == cut]
+            self.builder.where([cut], partial(self._everywhere, partial(hide, tests)))
+
+    def round(self) -> None:
+        """The factor as a product takes it."""
+        if self.rounds:
+            term: Any = self.term
+            given = l.Apply(term.fn, (l.Load(self.first.place, self.at),))
+            self._everywhere(lambda: self.builder.add(l.Store(self.values, self.at, given)))
+
+    def _everywhere(self, write: Any) -> None:
+        self.builder.loops([(d.variable, True) for p in self.first.parts for d in held(p)], write)
+
+    def _loads(self) -> list[l.Load]:
+        inside = topological([self.bare], stop=lambda x: isinstance(x, l.Reduce))
+        return [x for x in inside if isinstance(x, l.Load)]
+
+    def _loaded(self, env: dict[Any, Any], loads: Sequence[l.Load]) -> Kept:
+        """Loads in registers, several elements at once where they lie side by side in memory and in a thread."""
+        found: Kept = {}
+        for x in loads:
+            edges = tuple(e for p in self.parts if p.axis in x.free for e in beyond(p, env[p.axis]))
+            load = guarded(substitute(x, env), edges)
+            mine = [d for p in self.parts for d in held(p) if d.value in load.free]
+            found[x] = self._place(load, mine), tuple(d.value for d in mine)
+        return found
+
+    def _place(self, load: l.Load, mine: Sequence[Digit]) -> k.Registers:
+        init = l.Literal(zero(load.dtype), load.dtype) if load.inside else None
+        place = self.builder.registers("in", load.dtype, [d.size for d in mine], init)
+        index = tuple(d.value for d in mine)
+        if mine and wide(load, mine[-1].variable, mine[-1].size):
+            start = {mine[-1].value: 0}
+            source, target, inside = (tuple(substitute(e, start) for e in y) for y in (load.index, index, load.inside))
+            move: Node = k.Move(place, target, load.buffer, source, mine[-1].size)
+            mine = mine[:-1]
+        else:
+            inside, move = load.inside, l.Store(place, index, l.Load(load.buffer, load.index))
+        write = partial(self.builder.where, inside, partial(self.builder.add, move))
+        self.builder.loops([(d.variable, True) for d in mine], write)
+        return place
