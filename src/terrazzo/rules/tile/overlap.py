@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from terrazzo.hw.products import matrix, warps
 from terrazzo.ir.plan import Agent, Frame, Plan, Product, Ring
 from terrazzo.rewrite.rule import need, rule
@@ -37,10 +39,11 @@ def overlaps(draft: Draft) -> bool:
 def check(plan: Plan, draft: Draft) -> None:
     """Declines where the products of the next step cannot be on their way beside this step's."""
     products, agents = plan.all(Product), plan.all(Agent)
+    found: Any = masked(draft, products[-1])
     need(
         len(products) == 2
         and products[-1].a == "values"
-        and (found := masked(draft, products[-1])) is not None
+        and found is not None
         and (plan.all(Frame) or found.bare.dtype.size == 4),
         "what overlaps are two products in a row, of which the second takes what is made of the first",
     )
