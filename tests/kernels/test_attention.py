@@ -85,6 +85,25 @@ def test_one_kernel(fn: Any, shapes: tuple[tuple[int, ...], ...], dtype: torch.d
     close(found, fn, args)
 
 
+@pytest.mark.parametrize("target", ["sm_90a", "sm_80"])
+@pytest.mark.parametrize(
+    ("fn", "shapes"),
+    [
+        (plain, ((1, 2, 70, 40), (1, 2, 77, 40), (1, 2, 77, 40))),
+        (causal, ((1, 2, 130, 72),) * 3),
+        (heads_last, ((1, 100, 2, 72),) * 3),
+        (grouped, ((1, 4, 1, 72), (1, 2, 300, 72), (1, 2, 300, 72))),
+        (plain, ((1, 1, 64, 24), (1, 1, 64, 24), (1, 1, 64, 88))),
+    ],
+)  # fmt: skip
+def test_heads_that_no_instruction_divides(fn: Any, shapes: tuple[tuple[int, ...], ...], target: str) -> None:
+    """They are brought in as multiples of 16, with zeros beyond."""
+    args = tensors(*shapes)
+    found = lowered(fn, args, target)
+    assert together(found)
+    close(found, fn, args)
+
+
 @pytest.mark.parametrize("target", ["sm_86", "sm_89", "sm_120"])
 def test_every_gpu_has_one_kernel(target: str) -> None:
     args = tensors(*((1, 1, 100, 128),) * 3)

@@ -11,6 +11,9 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.nest import accumulators
 from terrazzo.ir.node import Node, topological
 
+WHOLE = 16
+"""Heads of 40 or 72 are made whole to a multiple of what an instruction takes at once."""
+
 
 @dataclass(frozen=True)
 class Chain:
@@ -32,6 +35,16 @@ class Chain:
     def sums(self) -> tuple[str, ...]:
         """The sums inside, by name."""
         return (self.inner, *(name for name, *_ in self.beside))
+
+    @property
+    def width(self) -> int:
+        """Columns as instructions take them: what lies beyond is brought in as zeros, and not stored."""
+        return -(-int(self.columns.extent) // WHOLE) * WHOLE
+
+    @property
+    def deep(self) -> int:
+        """What the sums inside go along, as instructions take it."""
+        return -(-int(self.depth.extent) // WHOLE) * WHOLE
 
     @property
     def framed(self) -> bool:

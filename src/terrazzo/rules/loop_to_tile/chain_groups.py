@@ -61,7 +61,7 @@ class Groups:
 
     def shared(self, c: Chain) -> int:
         """Bytes of shared memory."""
-        depth, width, rows = int(c.depth.extent), int(c.columns.extent), self.count * ROWS
+        depth, width, rows = c.deep, c.width, self.count * ROWS
         down = sum(c.rows in x.free for x in c.inside)
         along = len(c.inside) - down
         operands = 2 * (down * self.held * rows * depth + self.slots * self.step * (along * depth + width))
@@ -76,9 +76,9 @@ class Groups:
 def on_warpgroups(c: Chain, gpu: Gpu, way: Groups, longest_first: bool = False) -> Schedule | None:
     """A producer warp, warpgroups of 64 rows each, slots for the operands of a step. None where no instruction fits."""
     kind = c.operands[0].dtype.name  # type: ignore[attr-defined]
-    width, depth, step = c.columns.extent, c.depth.extent, way.step
+    width, depth, step = c.width, c.deep, way.step
     inner, outer = (f"wgmma.m64n{n}k16.f32.{kind}" for n in (step, width))
-    if depth % 16 or inner not in PRODUCTS or outer not in PRODUCTS or len(_wide(c)) != 1:
+    if inner not in PRODUCTS or outer not in PRODUCTS or len(_wide(c)) != 1:
         return None
     name = axis_name(c.steps)
     *_, v = c.operands
@@ -122,7 +122,7 @@ def _wide(c: Chain) -> list[Any]:
 def _gathered(c: Chain) -> tuple[Site, ...]:
     """Results leave through shared memory, a part of the columns at a time; those of rows from their registers."""
     (store,) = _wide(c)
-    width, part = c.columns.extent, parts(c.columns.extent)
+    width, part = c.width, parts(c.width)
     times = Factor("time", width // part, (("ring", 2),)), Factor("block", part)
     through = Operand("smem", (("by", "tma"), ("swizzle", 2 * part)))
     out = Site((store.buffer.name,), ((c.columns.name, times),), ((store.buffer.name, through),))
@@ -134,14 +134,14 @@ def _gathered(c: Chain) -> tuple[Site, ...]:
 
 def arrangements(c: Chain, gpu: Gpu) -> Iterator[Groups]:
     """What a processor has room for, one block for each tile."""
-    most = STEP if c.columns.extent <= 128 and not c.beside else STEP // 2  # each sum of a step is in registers
+    most = STEP if c.width <= 128 and not c.beside else STEP // 2  # each sum of a step is in registers
     counts = [n for n in (1, 2, 3) if (n - 1) * ROWS < c.rows.extent]
     brought = {x.buffer for operand in c.inside + c.operands[2:] for x in loads(operand)}
     others = {*c.kernel.reads} - brought
     fewer = others and not c.framed and most == STEP  # what columns are made of besides is in registers too
     steps = dict.fromkeys(min(n, ceil(c.steps.extent, 16) * 16) for n in ((most, STEP // 2) if fewer else (most,)))
     for step, count, overlap, gathered in product(steps, counts, (True, False), (True, False)):
-        if count == 3 and (c.columns.extent > 64 or others):
+        if count == 3 and (c.width > 64 or others):
             continue  # 160 registers hold no more sums, nor a mask, beside 128 scores
         for slots in range(MOST_SLOTS, 1, -1):
             way = Groups(count, step, slots, overlap, gathered)
@@ -157,7 +157,7 @@ def staying(way: Groups, c: Chain, gpu: Gpu, unlike: bool) -> Iterator[Groups]:
     others = outside(c)
     if math.prod(others) * ceil(c.rows.extent, way.count * ROWS) <= gpu.processors:
         return
-    size = 2 * c.steps.extent * (c.depth.extent + c.columns.extent)
+    size = 2 * c.steps.extent * (c.deep + c.width)
     rows = others[-1] if others and unlike else 1
     groups = [n for n in range(1, rows + 1) if rows % n == 0 and (n == 1 or n * size <= CACHED)]
     for together in groups:
@@ -172,7 +172,7 @@ def staying(way: Groups, c: Chain, gpu: Gpu, unlike: bool) -> Iterator[Groups]:
 
 def price(way: Groups, c: Chain, gpu: Gpu, steps: Sequence[int]) -> float:
     """Nanoseconds, where a tile visits so many steps for each part of the rows, in the order they are walked in."""
-    width, depth = c.columns.extent, c.depth.extent
+    width, depth = c.width, c.deep
     assert gpu.warpgroups is not None
     rate = gpu.warpgroups.rate / gpu.processors
     inner, outer = (2 * way.count * ROWS * way.step * n / rate for n in (depth * len(c.sums), width))

@@ -38,7 +38,8 @@ class Tile:
         order = (("order", Word("longest_first")),) if longest_first else ()
         lines: list[tuple[str, Any]] = [(a.name, grid(_size(a))) for a in c.kernel.axes if a not in (c.rows, c.columns)]
         lines.append((c.rows.name, (Factor("grid", ceil(c.rows.extent, self.rows), order), Factor("block", self.rows))))
-        lines.append((c.columns.name, (Factor("block", c.columns.extent),)))
+        over = (Factor("grid", 1),) if c.width > c.columns.extent else ()
+        lines.append((c.columns.name, (*over, Factor("block", c.width))))
         count = ceil(c.steps.extent, self.step)
         early = (("overlap", 1),) if overlap and count > 1 else ()
         steps = Factor("time", count, (("ring", self.slots), *early)), Factor("block", self.step)
@@ -70,13 +71,13 @@ class Warps:
 
     def held(self, c: Chain) -> int:
         """Registers for both products' sums, the values between them and fragments."""
-        width, own = int(c.columns.extent), self.step // self.deep
+        width, own = c.width, self.step // self.deep
         each = width // 2 + own // 2 + own // 4 + 4
         return self.each * each + max(width, own) // 4 + MORE * (self.each - 1 + (self.deep > 1))
 
     def shared(self, c: Chain) -> int:
         """Bytes of shared memory for the operands, and where warps meet."""
-        depth, width = int(c.depth.extent), int(c.columns.extent)
+        depth, width = c.deep, c.width
         meeting = 4 * self.deep * self.rows * (width + 8) if self.deep > 1 else 0
         return 2 * (self.rows * depth + self.slots * self.step * (depth + width)) + meeting
 
@@ -108,10 +109,10 @@ def _deepest(way: Warps, c: Chain, gpu: Gpu) -> Warps:
 def on_warps(c: Chain, gpu: Gpu, way: Warps, longest_first: bool = False) -> Schedule | None:
     """Everybody copies operands to the slots of a ring and multiplies."""
     kind = c.operands[0].dtype.name  # type: ignore[attr-defined]
-    width, depth = c.columns.extent, c.depth.extent
+    width, depth = c.width, c.deep
     deep = 16 if gpu.number >= 80 else 8
     on = f"mma.m16n8k{deep}.f32.{kind}"
-    if depth % deep or width % 8 or on not in PRODUCTS or PRODUCTS[on].since > gpu.number:
+    if on not in PRODUCTS or PRODUCTS[on].since > gpu.number:
         return None
     name = axis_name(c.steps)
     rows = (c.rows.name, (*_warps(way.down), Factor("reg", way.each), Factor("inst.m", FEW)))
