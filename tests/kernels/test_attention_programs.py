@@ -1,14 +1,21 @@
-"""Attention as programs have it, at their sizes: one kernel each. Nothing is computed here."""
+"""Attention as programs write it: one kernel each, at their sizes, and as exact as eager in the simulator at small
+ones.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
+from tests.kernels.programs import lowered
+from tests.kernels.test_attention import close, lines, together
+from tests.kernels.test_attention import tensors as random
 
 from terrazzo.front.capture import capture
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.plan import Reach
 from terrazzo.options import Options
 from terrazzo.pipelines import LOWER, stages
 from terrazzo.rewrite.rule import Log
@@ -36,3 +43,67 @@ def test_many_scores_are_scaled_after_their_product() -> None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
 
     assert len(names(window, *tensors(*((1, 16, 16384, 128),) * 3))) == 1
+
+
+def causal(q: Any, window: int = 0) -> Any:
+    at = torch.arange(q.shape[-2], device=q.device)
+    seen = at[None] <= at[:, None]
+    return seen & (at[None] > at[:, None] - window) if window else seen
+
+
+def sinks(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+    """A logit for each head beside the scores, as gpt-oss has it in transformers."""
+    w = torch.matmul(q, k.transpose(2, 3)) * 0.125
+    w = w + torch.where(causal(q), 0.0, torch.finfo(torch.bfloat16).min).to(q.dtype)[None, None]
+    s = sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[-2], -1)
+    c = torch.cat([w, s], dim=-1)
+    c = c - c.max(dim=-1, keepdim=True).values
+    return torch.matmul(F.softmax(c, dim=-1, dtype=c.dtype)[..., :-1], v)
+
+
+def sinks_in_a_window(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+    """The same as its authors write it, where keys are few."""
+    n, heads, _ = q.shape
+    s = sinks.reshape(heads, 1, 1).expand(-1, n, -1)
+    mask = torch.triu(q.new_full((n, n), -float("inf")), diagonal=1)
+    mask = mask + torch.tril(mask.new_full((n, n), -float("inf")), diagonal=-50)
+    w = torch.einsum("qhd,khd->hqk", q, k) * 0.125 + mask[None]
+    w = torch.softmax(torch.cat([w, s], dim=-1), dim=-1)[..., :-1]
+    return torch.einsum("hqk,khd->qhd", w, v)
+
+
+def no_maximum(q: Any, k: Any, v: Any) -> Any:
+    p = torch.exp((q @ k.mT).float() * 0.1)
+    return (p / p.sum(-1, keepdim=True)).to(q.dtype) @ v
+
+
+def of_logarithms(q: Any, k: Any, v: Any) -> Any:
+    return F.log_softmax((q @ k.mT).float() * 0.1, -1).exp().to(q.dtype) @ v
+
+
+def one_more(q: Any, k: Any, v: Any) -> Any:
+    """A softmax with one more logit, which is 0."""
+    w = (q @ k.mT).float() * 0.1
+    m = w.amax(-1, keepdim=True)
+    e = torch.exp(w - m)
+    return (e / (torch.exp(-m) + e.sum(-1, keepdim=True))).to(q.dtype) @ v
+
+
+ONE = (1, 2, 160, 64)
+
+
+@pytest.mark.parametrize(
+    ("fn", "shapes", "skips"),
+    [
+        (sinks, (ONE, ONE, ONE, (2,)), True),
+        (sinks_in_a_window, (*((300, 2, 64),) * 3, (2,)), True),
+        (no_maximum, (ONE, ONE, ONE), False),
+        (of_logarithms, (ONE, ONE, ONE), False),
+        (one_more, (ONE, ONE, ONE), False),
+    ],
+)
+def test_weights_of_any_exponential_are_in_one_frame(fn: Any, shapes: tuple[tuple[int, ...], ...], skips: bool) -> None:
+    args = random(*shapes)
+    found = lowered(fn, args, "sm_90a")
+    assert together(found) and bool(lines(found, Reach)) == skips
+    close(found, fn, args)

@@ -205,6 +205,18 @@ def _logic(x: l.Apply, name: str, args: Any) -> Any:
     return x
 
 
+def negated(x: Any) -> Any:
+    """What holds where a predicate on indices does not; None where that is no such predicate."""
+    if not isinstance(x, l.Apply):
+        return l.Literal(not x.value, x.type) if isinstance(x, l.Literal) else None
+    if x.fn.name in OPPOSITE and None not in map(place, x.args):
+        return l.apply(OPPOSITE[x.fn.name], *x.args)
+    if x.fn.name == "not_":
+        return x.args[0]
+    both = [negated(a) for a in x.args] if x.fn.name in ("and_", "or_") else [None]
+    return None if None in both else l.apply("or_" if x.fn.name == "and_" else "and_", *both)
+
+
 def _cast(x: l.Apply, arg: Any) -> Any:
     """Constants in another type, also those that are chosen among."""
     if (found := _converted(arg, x.dtype)) is not None:
@@ -235,7 +247,7 @@ def _chosen(x: l.Apply, condition: Any, one: Any, other: Any) -> Any:
         return one if condition.value else other
     if one is other:
         return one
-    found = _bound(condition)
+    found = bounded(condition)
     if found is None or not all(cheap(y) for y in (one, other)):
         return x  # a load is made whatever the condition is, with the guards it has
     v, yes, no = found
@@ -251,7 +263,7 @@ Span = tuple[int, int]
 """The first and the last value of a variable."""
 
 
-def _bound(condition: Any) -> tuple[Any, Span, Span] | None:
+def bounded(condition: Any) -> tuple[Any, Span, Span] | None:
     """The only variable that a comparison is of, and its values where that holds, and where it does not; both exist."""
     if not isinstance(condition, l.Apply) or condition.fn.name not in COMPARED:
         return None

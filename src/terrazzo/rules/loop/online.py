@@ -24,12 +24,15 @@ from terrazzo.ir.contraction import contraction, nested_contraction, operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Var
+from terrazzo.ir.monoid import monoid
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.types import DType
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.definitions import in_order
-from terrazzo.rules.loop.fold import cheap, folded
+from terrazzo.rules.loop.fold import cheap, folded, negated
 from terrazzo.rules.loop.inline import axes_at, inline, unproved
+from terrazzo.rules.loop.weights import Known, plain
+from terrazzo.rules.loop.weights import apart as taken_off
 
 PASS = "online"
 LOG2E = math.log2(math.e)
@@ -182,9 +185,12 @@ def _reductions(x: Any, known: set[Any]) -> list[Any]:
 
 
 def _framed(r: l.Reduce, told: bool) -> _Framed | None:
-    """sum(w * v), where w = exp(s - m) in places where only multiples of it are wanted. Where others are `told` of m,
-    they compute the scores again, and round them as they were rounded.
+    """sum(w * v), where w = exp(s - t) in places where only multiples of it are wanted. Where others are `told` of the
+    maximum, they compute the scores again, and round them as they were rounded.
     """
+    r = r if told else plain(r)
+    if not isinstance(r, l.Reduce):
+        return None
     (axis,), (product,) = l.open_binder(r)
     if not isinstance(product, l.Apply) or product.fn.name != "mul":
         return None
@@ -194,53 +200,33 @@ def _framed(r: l.Reduce, told: bool) -> _Framed | None:
         if not any(isinstance(x, l.Reduce) for x in topological([weight])) or kind.size != 2 or not kind.is_float:
             continue
         core, rebuild = _peeled(weight, axis)
-        match core:
-            case l.Apply(fn=fn, args=(l.Apply(fn=minus, args=(score, top)),)) if (
-                fn.name == "exp" and minus.name == "sub"
-            ):
-                pass
-            case _:
-                continue
-        if not isinstance(top, l.Reduce) or top is not _over(top, axis, score):
+        if not isinstance(core, l.Apply) or core.fn.name != "exp":
             continue
-        bare: Any = hidden_alone(score if told else unrounded(score), axis)
+        score, t = taken_off(core.args[0], axis)
+        if not any(isinstance(x, l.Reduce) and axis in x.free for x in topological([score])):
+            continue
+        bare: Any = hidden_alone(score, axis)
         early = stays_finite(bare, LOG2E)
         s: Any
         s, by = unscaled(scaled(bare, LOG2E)) if early else (scaled(bare, 1.0), None)
-        m: Any = l.Reduce.make(top.monoid, (axis,), (s,))
+        m: Any = l.Reduce.make(monoid("max"), (axis,), (s,))
         difference = l.apply("sub", *(l.apply("mul", x, by) if by is not None else x for x in (s, m)))
         e: Any = l.apply("approx_exp2", difference if early else l.apply("mul", difference, l.Literal(LOG2E, r.dtype)))
         rounded = _cast(_cast(e, kind), r.dtype)
         total: l.Reduce = l.Reduce.make(r.monoid, (axis,), (l.apply("mul", rounded, value),))
-        new = rebuild(total)
-        nothing: Any = l.apply("eq", m, l.Literal(-math.inf, s.dtype))
         sums: l.Reduce = l.Reduce.make(r.monoid, (axis,), (e,))
-        again = {
-            x: sums if x.monoid.name == "sum" else nothing
-            for x in topological([new], stop={total}.__contains__)
-            if isinstance(x, l.Reduce) and x is not total and _known(x, axis, score, core)
-        }
-        new = substitute(new, again)
-        if not _reductions(new, {total, m, sums}):
-            unit = (1.0 if by is None else by.value) / LOG2E
-            highest = l.apply("mul", m, l.Literal(unit, s.dtype)) if early else m
-            return _Framed(new, {**again, top: highest}, {total, m, sums})
+        unit = (1.0 if by is None else by.value) / LOG2E
+        highest = l.apply("mul", m, l.Literal(unit, s.dtype)) if early else m
+        nothing: Any = l.apply("eq", m, l.Literal(-math.inf, s.dtype))
+        kept = {total, m, sums}
+        known = Known(axis, score, highest, sums, nothing, frozenset(kept))
+        worth = known.worth(t)
+        if told and worth is not None:
+            return None
+        new = known.rewritten(rebuild(total if worth is None else l.apply("mul", total, worth)))
+        if not _reductions(new, kept):
+            return _Framed(new, {**known.found, known.top: highest}, kept)
     return None
-
-
-def _over(top: l.Reduce, axis: Var, score: Node) -> Node | None:
-    """The maximum of the score over all of its axis."""
-    return l.Reduce.make(top.monoid, (axis,), (score,)) if top.monoid.name == "max" else None
-
-
-def _known(x: l.Reduce, axis: Var, score: Node, core: Node) -> bool:
-    """A sum of the weights, or whether all scores are -inf."""
-    if x.monoid.name == "sum":
-        return x is l.Reduce.make(x.monoid, (axis,), (core,))
-    if x.monoid.name == "all":
-        same = l.apply("eq", score, l.Literal(-math.inf, score.dtype))  # type: ignore[attr-defined]
-        return x is l.Reduce.make(x.monoid, (axis,), (same,))
-    return False
 
 
 def _peeled(x: Any, axis: Var) -> tuple[Any, Callable[[Any], Any]]:
@@ -301,21 +287,39 @@ def _apart(x: Any) -> tuple[Any, Any, bool]:
     if is_cast(x.fn) and x.dtype.is_float and args[0].dtype.is_float:
         bare, seen, lowest = _apart(args[0])
         return (l.Apply(x.fn, (bare,)) if bare is not args[0] else x), seen, lowest
-    if name == "where" and _low(args[2]) and cheap(args[0]):
-        return _both(args[1], args[0], args[2])
+    for hidden in (args[2], args[1]) if name == "where" and cheap(args[0]) else ():
+        shown = args[0] if hidden is args[2] else negated(args[0])
+        if _low(hidden) and shown is not None:
+            return _both(args[3 - args.index(hidden)], shown, not math.isinf(hidden.value))
     for one, other in (args, args[::-1]) if name == "add" else ():
         if _is(other, 0.0):
             return _apart(one)
-        hides = isinstance(other, l.Apply) and other.fn.name == "where"
-        if hides and _is(other.args[1], 0.0) and _low(other.args[2]) and cheap(other.args[0]):
-            return _both(one, other.args[0], other.args[2])
+        if (found := _hides(other)) is not None:
+            return _both(one, *found)
     return x, None, False
 
 
-def _both(x: Any, condition: Any, nothing: Any) -> tuple[Any, Any, bool]:
+def _hides(x: Any) -> tuple[Any, bool] | None:
+    """The predicate on indices under which a term that is added is 0, where it is -inf or the lowest number otherwise,
+    and whether it may be that; None where it is none of these.
+    """
+    if isinstance(x, l.Apply) and x.fn.name == "add":
+        one, other = map(_hides, x.args)
+        return None if one is None or other is None else (l.apply("and_", one[0], other[0]), one[1] or other[1])
+    if not isinstance(x, l.Apply) or x.fn.name != "where" or not cheap(x.args[0]):
+        return None
+    condition, one, other = x.args
+    if _is(other, 0.0) and _low(one):
+        one, other, condition = other, one, negated(condition)
+    if not _is(one, 0.0) or not _low(other) or condition is None:
+        return None
+    return condition, not math.isinf(other.value)  # type: ignore[attr-defined]
+
+
+def _both(x: Any, condition: Any, finite: bool) -> tuple[Any, Any, bool]:
     bare, seen, lowest = _apart(x)
     seen = condition if seen is None else l.apply("and_", condition, seen)
-    return bare, seen, lowest or not math.isinf(nothing.value)
+    return bare, seen, lowest or finite
 
 
 def _low(x: Any) -> bool:

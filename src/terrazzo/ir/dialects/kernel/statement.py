@@ -137,7 +137,6 @@ class Statement(Node):
                 place, index = argument.fields[:2]
                 yield place, getattr(self, place), index, getattr(self, index)
 
-
     def functions(self, cluster: int) -> tuple[Function, ...]:
         """The functions of CUDA that it calls, in a kernel whose clusters have so many blocks."""
         return tuple((name,) for name in self.uses)
