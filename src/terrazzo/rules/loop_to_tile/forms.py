@@ -1,5 +1,4 @@
-"""A product under other axes: as few as possible, which makes fewer tiles; or one for every digit, as TMA needs.
-"""
+"""A product under other axes: as few as possible, which makes fewer tiles; or one for every digit, as TMA has them."""
 
 from __future__ import annotations
 
