@@ -144,14 +144,14 @@ def plain(x: Any, w: Any) -> Any:
     return F.linear(x, w)
 
 
-def heads(x: Any, w: Any) -> Any:
-    """What is summed over runs through heads and their columns, between which other tokens lie."""
-    return F.linear(x.transpose(1, 2).flatten(2), w)
+def permuted(x: Any, w: Any) -> Any:
+    """Rows that no box has."""
+    return F.linear(x.view(7, 40, 512).roll(3, 1).reshape(-1, 512), w)
 
 
 @pytest.mark.parametrize(
     ("fn", "shapes", "copies"),
-    [(plain, ((256, 1001), (513, 1001)), 2), (heads, ((1, 12, 256, 64), (256, 768)), 1)],
+    [(plain, ((256, 1001), (513, 1001)), 2), (permuted, ((280, 512), (512, 512)), 1)],
 )
 def test_what_lies_in_no_boxes_is_copied_first(fn: Any, shapes: tuple[tuple[int, ...], ...], copies: int) -> None:
     args = tensors(*shapes)
@@ -160,3 +160,36 @@ def test_what_lies_in_no_boxes_is_copied_first(fn: Any, shapes: tuple[tuple[int,
     assert rules == ["points"] * copies + ["tile"]
     assert [ring.by for ring in lines(found, Ring)] == ["tma"]
     close(found, fn, args)
+
+
+def heads(x: Any, w: Any) -> Any:
+    """What is summed over runs through heads and their columns, between which other tokens lie."""
+    return F.linear(x.transpose(1, 2).flatten(2), w)
+
+
+def gradient(x: Any, y: Any) -> Any:
+    """Of a weight after attention: its rows run through heads, and what is summed over through batches and tokens."""
+    return x.transpose(1, 2).reshape(-1, 128).t() @ y.reshape(-1, y.shape[-1])
+
+
+@pytest.mark.parametrize(
+    ("fn", "shapes", "loops"),
+    [(heads, ((1, 12, 256, 64), (256, 768)), 2), (gradient, ((3, 2, 200, 64), (3, 200, 128)), 2)],
+)
+def test_steps_go_along_several_axes(fn: Any, shapes: tuple[tuple[int, ...], ...], loops: int) -> None:
+    """No copy merges them; what lies beyond the tokens of one batch is zero."""
+    args = tensors(*shapes)
+    found = lowered(fn, args, "sm_90a")
+    assert [len(ring.over) for ring in lines(found, Ring)][:1] == [loops]
+    close(found, fn, args)
+
+
+def test_a_tensor_ends_where_its_load_has_zeros() -> None:
+    """Rows that were padded are as long as the tensor that TMA sees."""
+    text = OVERHANG.replace("in0 = x[a0, a1, r0]", "in0 = x[a0, a1, r0] if r0 < 60 else 0")
+    (kernel,) = parse(text).steps
+    assert isinstance(kernel, l.Kernel)
+    load = next(x for x in topological(kernel.stores) if isinstance(x, l.Load) and x.buffer.name == "x")
+    found = box(load, dict.fromkeys(load.free, 8))
+    assert not isinstance(found, str)
+    assert found.place.tensor.static_shape[-1] == 60 and load.inside[0] in found.place.bounds

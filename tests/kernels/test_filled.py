@@ -156,15 +156,30 @@ def test_rows_that_lie_in_windows_are_copied_first() -> None:
     assert "wgmma" in str(schedule)
 
 
-def test_heads_that_lie_apart_are_copied_first() -> None:
-    """The gradient of a weight after attention: rows and columns of heads are no box, in either order."""
+def shifted(x: Any, w: Any) -> Any:
+    """A linear layer on the shifted windows of images."""
+    return windows(torch.roll(x, (-3, -3), (1, 2)), w)[0]
 
-    def gradient(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return x.transpose(1, 2).reshape(-1, 768).t() @ y.reshape(-1, 768)
 
+def test_rows_of_shifted_windows_are_copied_first() -> None:
+    """Where they are found follows from indices, not from data."""
+    done = chosen(shifted, (8, 56, 56, 96), (96, 96))
+    assert [len(accumulators(x)) for x in done.loop.steps] == [0, 1]
+    assert "wgmma" in str(done.at("tile").schedules[1])
+
+
+def gradient(x: Any, y: Any) -> Any:
+    """Of a weight after attention."""
+    c = x.shape[1] * x.shape[3]
+    return x.transpose(1, 2).reshape(-1, c).t() @ y.reshape(-1, y.shape[-1])
+
+
+def test_heads_that_lie_apart_are_axes_again() -> None:
+    """The digits of rows, and those of steps, of which blocks share the last."""
     done = chosen(gradient, (8, 12, 1024, 64), (8, 1024, 768))
-    assert len(accumulators(done.loop.steps[0])) == 0
-    assert all("wgmma" in str(s) for _, s in done.at("tile").schedules[1:2])
+    first, _ = done.loop.steps
+    (r,) = accumulators(first).values()
+    assert [a.extent for a in r.axes] == [8, 384] and "wgmma" in str(done.at("tile").schedules[0])
 
 
 VECTORS = {

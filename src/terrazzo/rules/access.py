@@ -139,6 +139,8 @@ def box(
     place = _by_axes(access) if by_axes else boxed(access.buffer.type, access.index)
     if place is None:
         return f"the place of {access.buffer.name}{list(access.index)} in memory is no sum of multiples of axes"
+    if isinstance(access, l.Load):
+        place = _ending(place, access.inside)
     sides, along = [], []
     for e, extent in zip(place.index, place.tensor.static_shape, strict=True):
         mine = [a for a in sizes if mentions(e, a)]
@@ -150,6 +152,21 @@ def box(
         sides.append(sizes[mine[0]] if mine else 1)
         along.append(mine[0] if mine else None)
     return Box(by_axes, place, tuple(sides), tuple(along))
+
+
+def _ending(place: Boxed, inside: Sequence[IntExpr]) -> Boxed:
+    """The same where a load has zeros from some index of a dimension on: the tensor ends there."""
+    shape, bounds = list(place.tensor.static_shape), list(place.bounds)
+    for e in inside:
+        for d, index in enumerate(place.index):
+            last = e + index
+            if isinstance(last, int) and 0 <= last < shape[d] and e not in bounds:
+                shape[d] = last + 1
+                bounds.append(e)
+    if len(bounds) == len(place.bounds):
+        return place
+    kind = Type(place.tensor.dtype, tuple(shape), place.tensor.element_strides)
+    return Boxed(kind, place.index, tuple(bounds))
 
 
 def _by_axes(access: l.Load | l.Store) -> Boxed | None:

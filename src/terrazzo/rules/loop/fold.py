@@ -16,7 +16,7 @@ import numpy as np
 from terrazzo.ir.address import coefficient
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
-from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var, at_least
+from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var, at_least, floordiv, mod
 from terrazzo.ir.node import Node, substitute, topological, transform
 from terrazzo.ir.types import DType, i64
 from terrazzo.rewrite.rule import Event, Log
@@ -32,6 +32,8 @@ COMPARED: dict[str, Callable[[IntExpr, IntExpr], tuple[IntExpr, ...]]] = {
     "gt": lambda a, b: (a - b - 1,),
 }
 """What is >= 0 where a comparison holds."""
+DIVIDED = {"floordiv": True, "mod": True, "truncdiv": False, "fmod": False}
+"""Divisions, and whether they round towards minus infinity as those of indices do: others agree from 0 on."""
 OPPOSITE = {"le": "gt", "lt": "ge", "ge": "lt", "gt": "le"}
 
 
@@ -181,7 +183,9 @@ def _arithmetic(x: l.Apply, name: str, a: Any, b: Any) -> Any:
     """Sums and comparisons of index expressions."""
     if name in ("add", "sub") or (name == "mul" and (isinstance(a, int) or isinstance(b, int))):
         e = a + b if name == "add" else a - b if name == "sub" else a * b
-        return l.Literal(e, i64) if isinstance(e, int) else l.Index(e)
+        return _index(e)
+    if name in DIVIDED and isinstance(b, int) and b > 0 and (DIVIDED[name] or at_least(a, 0)):
+        return _index((mod if name.endswith("mod") else floordiv)(a, b))
     if name in COMPARED:
         holds = all(at_least(e, 0) for e in COMPARED[name](a, b))
         fails = all(at_least(e, 0) for e in COMPARED[OPPOSITE[name]](a, b))
@@ -191,6 +195,10 @@ def _arithmetic(x: l.Apply, name: str, a: Any, b: Any) -> Any:
         apart = at_least(a - b - 1, 0) or at_least(b - a - 1, 0)
         return l.Literal(same == (name == "eq"), x.dtype) if same or apart else x
     return x
+
+
+def _index(e: IntExpr) -> Any:
+    return l.Literal(e, i64) if isinstance(e, int) else l.Index(e)
 
 
 def _logic(x: l.Apply, name: str, args: Any) -> Any:

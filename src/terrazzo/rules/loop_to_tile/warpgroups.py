@@ -173,10 +173,10 @@ def step(p: Product) -> int:
     return STEP // 2 if promotes(p) and math.prod(a.extent for a in p.axes) < SHORT else STEP
 
 
-def steps(p: Product) -> int:
-    """Of a tile: those of all axes but the last are walked one by one."""
-    *outer, last = (int(a.extent) for a in p.axes)
-    return math.prod(outer) * ceil(last, step(p))
+def steps(p: Product, tile: Tile) -> tuple[int, int]:
+    """Of a tile: along all axes but the last, which are walked one by one, and along that."""
+    *outer, last = p.axes
+    return math.prod(a.extent for a in outer), ceil(last.extent, tile.k)
 
 
 def touched(x: Any, p: Product) -> int:
@@ -196,13 +196,13 @@ def _shares(tile: Tile, split: Any) -> bool:
 
 
 def _pieces(p: Product, tile: Tile, gpu: Gpu) -> Iterator[int]:
-    """Into how many pieces k may be cut while blocks are few: of whole steps, eight at least. The last may be shorter,
-    since TMA brings zeros for what lies beyond the end.
+    """Into how many pieces the last axis of k may be cut while blocks are few: of whole steps, so that each block has
+    eight at least. The last may be shorter, since TMA brings zeros for what lies beyond the end.
     """
     yield 1
     blocks = _clusters(p, tile) * tile.blocks
-    if len(p.axes) == 1:
-        yield from pieces(steps(p), 2 * gpu.processors // blocks, 8)
+    outer, inner = steps(p, tile)
+    yield from pieces(inner, 2 * gpu.processors // blocks, ceil(8, outer))
 
 
 def pieces(steps: int, most: int, least: int) -> Iterator[int]:
@@ -284,9 +284,10 @@ def _time(p: Product, tile: Tile, pieces: int, gpu: Gpu) -> float:
     batch = math.prod(a.extent for a in p.batch)
     down = sum(tile.rows in x.free for x in p.operands)
     rows, columns = (2 if tile.split is x else 1 for x in (tile.columns, tile.rows))
+    outer, inner = steps(p, tile)
     work = Work(
         tile.m, tile.n, sum(len(c.terms) for c in p.sites), _clusters(p, tile) * pieces, tile.blocks,
-        steps=ceil(steps(p), pieces),
+        steps=outer * ceil(inner, pieces),
         fetched=(tile.m * down / rows + tile.n * (len(p.operands) - down) / columns) * tile.k * 2,
         held=_bytes(p, tile),
         slots=_slots(p, tile, gpu),
