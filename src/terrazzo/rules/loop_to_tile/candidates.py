@@ -14,7 +14,8 @@ from terrazzo.ir.sites import product
 from terrazzo.rules.loop_to_tile import chains, reductions, threads, windows
 from terrazzo.rules.loop_to_tile.apart import products_apart
 from terrazzo.rules.loop_to_tile.candidate import Candidate, Chosen, Rewrite, joined
-from terrazzo.rules.loop_to_tile.collapse import collapse, digits_apart, flat_reductions, merge_product_axes
+from terrazzo.rules.loop_to_tile.collapse import digits_apart, flat_reductions, merge_product_axes
+from terrazzo.rules.loop_to_tile.crossed import points
 from terrazzo.rules.loop_to_tile.pieces import in_pieces, meeting, partial_states, together
 from terrazzo.rules.loop_to_tile.product_candidates import after_stores, best, copied, in_boxes, in_tiles
 from terrazzo.rules.loop_to_tile.split import moments, reduced_first, split_moments
@@ -35,16 +36,15 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> It
         yield from in_tiles(kernel, p, gpu, pinned)
     if (found := windows.window(kernel, gpu)) is not None:
         first, _ = copied(found.copies, "a thread reads the filters of points that lie side by side", gpu, pinned)
-        done = Candidate((*first, (found.kernel, found.schedule, "window", str(found))))
+        done = joined((first, Candidate(((found.kernel, found.schedule, "window", str(found)),))))
         rewrite = "copied_along" if found.copies else "collapse"
         yield done.after((rewrite, kernel, (*found.copies, found.kernel)))
     flat = flat_reductions(kernel)
     flattened: Rewrite = ("flat_reductions", kernel, (flat,))
     reduces = [r for r in n.accumulators(flat).values() if isinstance(r, l.Reduce)]
     if not reduces or not any(isinstance(a.extent, int) and a.extent > 1 for r in reduces for a in r.axes):
-        points = collapse(flat)
-        chosen = threads.pointwise(points, gpu), "points", "every thread computes points of its own"
-        yield Candidate(((points, *chosen),)).after(flattened, ("collapse", flat, (points,)))
+        form, own, why, rewrite = points(flat, gpu)
+        yield Candidate(((form, own, "points", why),)).after(flattened, (rewrite, flat, (form,)))
     else:
         even = reductions.flattened(flat)
         merged: Rewrite = ("merge_axes", flat, (even,))

@@ -9,8 +9,9 @@ from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.sites import Product, product
-from terrazzo.rules.loop_to_tile import boxes, threads, tiles, warpgroups
-from terrazzo.rules.loop_to_tile.candidate import Candidate, Chosen, Rewrite
+from terrazzo.rules.loop_to_tile import boxes, tiles, warpgroups
+from terrazzo.rules.loop_to_tile.candidate import Candidate, Rewrite, joined
+from terrazzo.rules.loop_to_tile.crossed import points
 from terrazzo.rules.loop_to_tile.estimate import GATHERED, gathered
 from terrazzo.rules.loop_to_tile.forms import Form, apart, merged, on_warpgroups
 from terrazzo.rules.loop_to_tile.packed import packed
@@ -34,18 +35,19 @@ def in_boxes(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedu
     for plan in plans:
         if plan.time + before < others:
             chosen = form, boxes.schedule(found, plan, gpu), "boxes", str(plan)
-            yield Candidate((*first, chosen)).after(("packed", kernel, (*copies, form)))
+            yield joined((first, Candidate((chosen,)))).after(("packed", kernel, (*copies, form)))
 
 
-def copied(
-    copies: Sequence[l.Kernel], why: str, gpu: Gpu, pinned: Mapping[str, Schedule]
-) -> tuple[list[Chosen], float]:
+def copied(copies: Sequence[l.Kernel], why: str, gpu: Gpu, pinned: Mapping[str, Schedule]) -> tuple[Candidate, float]:
     """Kernels that copy operands, with their schedules, and the nanoseconds they take."""
-    found = [
-        as_pinned([x], pinned, gpu) if x.name in pinned else (x, threads.pointwise(x, gpu), "points", why)
-        for x in copies
-    ]
-    return found, sum(boxes.copying(x, gpu) for x in copies)
+    found: list[Candidate] = []
+    for x in copies:
+        if x.name in pinned:
+            found.append(Candidate((as_pinned([x], pinned, gpu),)))
+        else:
+            form, chosen, _, rewrite = points(x, gpu)
+            found.append(Candidate(((form, chosen, "points", why),)).after((rewrite, x, (form,))))
+    return joined(found), sum(boxes.copying(x, gpu) for x in copies)
 
 
 def after_stores(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
@@ -57,7 +59,7 @@ def after_stores(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Sc
         return
     digits = apart(form).kernel
     others = min(_gathering(form.kernel, gpu), best(digits, gpu) if on_warpgroups(digits, gpu) else math.inf)
-    found: list[tuple[int, list[Chosen], list[Rewrite], Product, warpgroups.Plan]] = []
+    found: list[tuple[int, Candidate, list[Rewrite], Product, warpgroups.Plan]] = []
     for way in ways:
         why = "TMA brings what lies in memory, in rows that begin at multiples of 16 bytes"
         copies, before = copied([*way.made, *way.copies], why, gpu, pinned)
@@ -71,7 +73,7 @@ def after_stores(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Sc
         found += [(warpgroups.alike(x.time + before), copies, rewrites, way.product, x) for x in plans]
     for _, first, rewrites, again, plan in sorted(found, key=lambda x: x[0]):
         for done in _planned(again, plan, gpu, pinned):
-            yield Candidate((*first, *done.kernels), done.rewrites).after(*rewrites)
+            yield joined((first, done)).after(*rewrites)
 
 
 def in_tiles(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:

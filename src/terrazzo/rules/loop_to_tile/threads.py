@@ -31,12 +31,22 @@ def pointwise(kernel: l.Kernel, gpu: Gpu) -> Schedule:
         return Schedule(kernel.name, gpu.arch, ())
     axis = max(free, key=lambda a: (stride_one([kernel], a), size_of(a)))
     vector = _width(kernel, axis, gpu)
+    apart = vector > 1 and _narrow(kernel, axis)
     points = size_of(axis) // vector
     threads = 8 if points > 8 * WARP * gpu.processors else 4 if points > 4 * WARP else 1
     lines = [(a.name, grid(size_of(a))) for a in free if a is not axis]
     size = threads * WARP * vector
-    own = (Factor("grid", ceil(size_of(axis), size)), *warps_of(threads), Factor("lane", WARP), *vector_at(vector))
+    inner = (*vector_at(vector), Factor("lane", WARP)) if apart else (Factor("lane", WARP), *vector_at(vector))
+    own = (Factor("grid", ceil(size_of(axis), size)), *warps_of(threads), *inner)
     return Schedule(kernel.name, gpu.arch, (*lines, (axis.name, own)))
+
+
+def _narrow(kernel: l.Kernel, axis: Any) -> bool:
+    """Whether what is stored side by side begins at no multiple of two elements: lanes lie side by side then, since
+    nothing gathers what a thread stores in several pieces before it leaves the processor.
+    """
+    found = [l.Load(s.buffer, s.index) for s in kernel.stores]
+    return all(step(x, axis) == 1 and vector_of([x], axis) == 1 for x in found)
 
 
 def plain(kernel: l.Kernel, gpu: Gpu) -> Schedule:

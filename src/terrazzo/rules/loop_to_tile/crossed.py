@@ -1,0 +1,94 @@
+"""Schedules of kernels that read along one dimension of memory and write along another: lanes lie along what is read,
+and every thread stores several neighbours at once. Otherwise every lane would read a sector for each of its elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from terrazzo.hw.gpu import Gpu
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.node import topological
+from terrazzo.ir.schedule import Factor, Schedule
+from terrazzo.rules.loop_to_tile.collapse import collapse, digits_apart, merge_axes
+from terrazzo.rules.loop_to_tile.threads import (
+    WARP,
+    ceil,
+    grid,
+    ordered,
+    pointwise,
+    size_of,
+    step,
+    vector_at,
+    vector_of,
+    warps_of,
+)
+
+LEAST = 8
+"""Bytes that a thread stores at once, at least: fewer leave most of a sector to others."""
+ACROSS, WARPS = 4, 8
+"""Warps of a block that store side by side, at most: with 16 bytes a lane these are whole sectors. And all of them."""
+
+
+def points(kernel: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule, str, str]:
+    """A kernel without reductions in the form in which threads compute its points, its schedule, why, and the rewrite
+    that led there.
+    """
+    if (found := crossed(kernel, gpu)) is not None:
+        why = "lanes lie along what is read, and a thread stores neighbours along what is written"
+        return (*found, why, "digits_apart")
+    one = collapse(kernel)
+    return one, pointwise(one, gpu), "every thread computes points of its own", "collapse"
+
+
+def crossed(kernel: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule] | None:
+    """A kernel whose loads run along another axis than its stores, and its schedule; None for others."""
+    apart = digits_apart(kernel)
+    every = frozenset(apart.axes)
+    if any(not isinstance(a.extent, int) or a.extent < 1 for a in every) or ordered(apart):
+        return None
+    if len(every) < 2 or any(not s.free >= every for s in apart.stores):
+        return None
+    stores = [l.Load(s.buffer, s.index) for s in apart.stores]
+    across = next((a for a in apart.axes if all(step(s, a) == 1 for s in stores) and size_of(a) > 1), None)
+    loads = [x for x in topological([s.value for s in apart.stores]) if isinstance(x, l.Load)]
+    if across is None or (along := _along(loads, across, apart.axes)) is None:
+        return None
+    width = min(vector_of([s], across) for s in stores)
+    if width * min(s.dtype.size for s in stores) < LEAST:
+        return None
+    run = _run(loads, along, [a for a in apart.axes if a is not across])
+    merged = merge_axes(apart, run)
+    axis = next(a for a in merged.axes if a not in apart.axes or a is along)
+    if size_of(axis) < WARP // 2:
+        return None
+    form = l.Kernel(merged.name, (*(a for a in merged.axes if a is not across), across), merged.stores, merged.source)
+    side = next(w for w in (ACROSS, 2, 1) if w == 1 or size_of(across) % (w * width) == 0)
+    down = next(w for w in (WARPS // side, 2, 1) if w == 1 or size_of(axis) >= w * WARP)
+    lines = [(a.name, grid(size_of(a))) for a in form.axes if a not in (axis, across)]
+    lines.append((axis.name, (Factor("grid", ceil(size_of(axis), down * WARP)), *warps_of(down), Factor("lane", WARP))))
+    own = Factor("grid", ceil(size_of(across), side * width))
+    lines.append((across.name, (own, *warps_of(side), *vector_at(width))))
+    return form, Schedule(form.name, gpu.arch, tuple(lines))
+
+
+def _along(loads: Sequence[l.Load], across: Any, axes: Sequence[Any]) -> Any:
+    """The axis along which most is read, where that is no small part of what is read along the stores' axis."""
+    read = {a: sum(x.dtype.size for x in loads if a in x.free and step(x, a) == 1) for a in axes}
+    best = max((a for a in axes if a is not across), key=lambda a: (read[a], size_of(a)))
+    return best if 2 * read[best] >= read[across] and read[best] > 0 else None
+
+
+def _run(loads: Sequence[l.Load], along: Any, axes: Sequence[Any]) -> list[Any]:
+    """Axes that memory runs through one after the other in what is read along this one, outermost first."""
+    x = max(
+        (x for x in loads if along in x.free and step(x, along) == 1), key=lambda x: math.prod(map(size_of, x.free))
+    )
+    found = [along]
+    while (far := math.prod(map(size_of, found))) and (
+        more := next((a for a in axes if a not in found and a in x.free and step(x, a) == far), None)
+    ) is not None:
+        found.insert(0, more)
+    return found

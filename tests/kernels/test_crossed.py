@@ -1,0 +1,76 @@
+"""Kernels that read along one dimension of memory and write along another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.kernels.programs import Lowered, lowered
+
+from terrazzo.interp.costs import Count
+from terrazzo.targets.cuda.predict import predict
+
+
+def images(x: Any) -> Any:
+    return x.permute(0, 2, 3, 1).contiguous()
+
+
+def added(x: Any, y: Any) -> Any:
+    """One is read along what is written, the other across."""
+    return (x.transpose(1, 2) + y).relu()
+
+
+def scaled(x: Any, w: Any) -> Any:
+    return x.t().contiguous() * w
+
+
+def sectors(found: Lowered) -> tuple[float, float]:
+    """Of global memory that warps ask for, as a multiple of those that hold what is read, and what is written."""
+    (kernel,) = found.kernels
+    total = {"read": Count(), "write": Count()}
+    for (_, kind), count in predict(kernel).costs.accesses.items():
+        total[kind.removeprefix("global ")].add(count)
+    return tuple(c.sectors * 32 / max(1, c.bytes) for c in total.values())  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize(
+    ("fn", "shapes", "dtype"),
+    [
+        (images, [(2, 32, 48, 48)], torch.bfloat16),
+        (images, [(4, 64, 40, 50)], torch.float32),
+        (added, [(4, 64, 1000), (4, 1000, 64)], torch.bfloat16),
+        (scaled, [(300, 520), (300,)], torch.float32),
+        (images, [(1, 24, 7, 600)], torch.float16),
+    ],
+)
+def test_lanes_lie_along_what_is_read(fn: Any, shapes: list[tuple[int, ...]], dtype: torch.dtype, target: str) -> None:
+    """Sectors are read whole, and a thread writes half of one at least; nobody reads a sector for each element."""
+    torch.manual_seed(1)
+    args = tuple(torch.randn(s).to(dtype) for s in shapes)
+    found = lowered(fn, args, target)
+    assert "lanes lie along what is read" in " ".join(e.reason for e in found.lowering.log.events)
+    read, written = sectors(found)
+    assert read <= 2.2 and written <= 2.2
+    (ours,) = found.simulated()
+    np.testing.assert_array_equal(np.asarray(ours, np.float64), fn(*args).double().numpy())
+
+
+@pytest.mark.parametrize("fn", [images, scaled])
+def test_few_columns_are_stored_one_by_one(fn: Any) -> None:
+    """Where rows of what is written have an odd length, a thread cannot store neighbours at once."""
+    args = (torch.randn(2, 33, 20, 20).bfloat16(),) if fn is images else (torch.randn(301, 20), torch.randn(301))
+    found = lowered(fn, args, "sm_90a")
+    assert "lanes lie along what is read" not in " ".join(e.reason for e in found.lowering.log.events)
+    (ours,) = found.simulated()
+    np.testing.assert_array_equal(np.asarray(ours, np.float64), fn(*args).double().numpy())
+
+
+def test_rows_that_begin_anywhere_are_stored_by_neighbouring_lanes() -> None:
+    """A thread that stored its neighbours one by one would touch every sector as often as it has elements."""
+    x = torch.randn(64, 2051).bfloat16()
+    found = lowered(lambda x: torch.nn.functional.pad(x, (0, 6))[:, :2051] * 2, (x,), "sm_90a")
+    _, written = sectors(found)
+    assert written <= 1.6
