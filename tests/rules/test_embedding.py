@@ -1,4 +1,6 @@
-"""Gradients of embeddings stay one op: PyTorch's, which sums many at once, or a small table's own kernel."""
+"""Gradients of embeddings, and sums by index, stay one op: PyTorch's, which adds many at once, or a small table's own
+kernel.
+"""
 
 from __future__ import annotations
 
@@ -29,3 +31,29 @@ def test_gradients_of_embeddings(rows: int, called: int) -> None:
     compiled = terrazzo.compile(gradient, table, ids)
     assert len(compiled.compiled.fallbacks) == called
     torch.testing.assert_close(compiled(table, ids), gradient(table, ids))
+
+
+@pytest.mark.parametrize(("rows", "called"), [(3, 0), (5000, 1)])
+def test_sums_by_index(rows: int, called: int) -> None:
+    """PyTorch's index_add does not sort the indices, as the index_put it could be taken apart to does."""
+
+    def gathered(x: Any, index: Any, source: Any) -> Any:
+        return x.index_add(-2, index, source, alpha=3)
+
+    torch.manual_seed(0)
+    given = torch.randn(2, rows, 4), torch.randint(rows, (700,)) % 40, torch.randn(2, 700, 4)
+    ops = [x.name for x in topological(capture(gathered, given).program.results) if hasattr(x, "name")]
+    assert [name for name in ops if name.startswith("aten.")] == ["aten.index_add.default"]
+    compiled = terrazzo.compile(gathered, *given)
+    assert len(compiled.compiled.fallbacks) == called
+    torch.testing.assert_close(compiled(*given), gathered(*given))
+
+
+@pytest.mark.parametrize("alpha", [1, 2])
+def test_a_single_number_is_added_to(alpha: int) -> None:
+    given = torch.tensor(1.0), torch.tensor(0), torch.tensor(2.0)
+
+    def added(x: Any, index: Any, source: Any) -> Any:
+        return x.index_add(0, index, source, alpha=alpha)
+
+    assert terrazzo.compile(added, *given)(*given) == 1 + 2 * alpha

@@ -43,7 +43,7 @@ class Program:
         with torch.device(device):
             module, *inputs = self.make(**(self.small if small else {}))
         module = module if isinstance(module, nn.Module) else Function(module)
-        module = module.to(DTYPES[dtype]).eval()
+        module = module.to(device, DTYPES[dtype]).eval()  # some make weights on the processor whatever they are told
         if self.training:
             module = Gradients(module)
         return module, tuple(x.to(DTYPES[dtype]) if x.is_floating_point() else x for x in inputs)

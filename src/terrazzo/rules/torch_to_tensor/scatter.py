@@ -229,6 +229,21 @@ def embedding_dense_backward(node: Aten, grad: Any, index: Any, rows: int, paddi
     return put(t.literal(0 if dtype.is_integer else 0.0, dtype, (rows, *width)), [index], grad, True)
 
 
+@aten("index_add.default")
+def index_add(node: Aten, x: Any, dim: int, index: Any, source: Any, *, alpha: float = 1) -> Any:
+    """x with the slices source[.., k, ..] added at [.., index[k], ..]. PyTorch's op adds many at once, and need not
+    sort them first, as its index_put does.
+    """
+    dtype = x.type.dtype
+    if alpha != 1:
+        scale = operand(alpha, dtype.compute, source.type.shape)
+        source = t.cast(t.apply("mul", t.cast(source, dtype.compute), scale), dtype)
+    index = t.reshape(index, index.type.shape or (1,))
+    if not x.type.rank:
+        return t.reshape(put(t.reshape(x, (1,)), [index], t.reshape(source, (1,)), True), ())
+    return put(x, [*(None,) * normalize(dim, x.type.rank), index], source, True)
+
+
 @aten("put.default")
 def put_(node: Aten, x: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
     """The flattened x with the sources at the indices."""
@@ -281,6 +296,6 @@ def as_strided_scatter(
 
 
 RULES: tuple[Rule, ...] = (
-    scatter, scatter_with, scatter_add, scatter_reduce, index_reduce, index_put, embedding_dense_backward, put_,
-    masked_scatter, diagonal_scatter, as_strided_scatter,
+    scatter, scatter_with, scatter_add, scatter_reduce, index_reduce, index_put, embedding_dense_backward, index_add,
+    put_, masked_scatter, diagonal_scatter, as_strided_scatter,
 )  # fmt: skip
