@@ -196,8 +196,8 @@ def _time(run: Callable[[], Any]) -> float:
 
 # -- one case without ----------------------------------------------------------------------------------------------
 
-MEMORY, TURNS = 4200.0, 8
-"""Bytes that a copy moves in a nanosecond on an H200; schedules that are tried for a kernel."""
+MEMORY = 4200.0
+"""Bytes that a copy moves in a nanosecond on an H200."""
 
 
 def on_meta(case: Any, lock: str) -> dict[str, Any]:
@@ -205,11 +205,10 @@ def on_meta(case: Any, lock: str) -> dict[str, Any]:
     from terrazzo.front.capture import capture
     from terrazzo.ir.dialects import kernel as k
     from terrazzo.options import Options
-    from terrazzo.pipelines import lowering, rescheduled
+    from terrazzo.pipelines import lowering
     from terrazzo.run.cache import Cache
-    from terrazzo.run.cuda import tried
-    from terrazzo.run.nvrtc import compile_each
-    from terrazzo.targets.cuda.emit import emit
+    from terrazzo.run.cuda import build, tried
+    from terrazzo.run.nvrtc import Facts, known
 
     begun = time.time()
     try:
@@ -217,20 +216,15 @@ def on_meta(case: Any, lock: str) -> dict[str, Any]:
     except Exception as why:
         return {"verdict": "not captured", "reason": _said(why)}
     options = Options(target="sm_90a")
-    cache, lost = Cache(options.cache_dir, options.cache_limit), tried(options)
-    done = lowering(captured.program, options, lost=lost)
-    for _ in range(TURNS):  # what could not be built is not chosen again
-        steps = done.at("kernel").steps
-        kernels = [s for s in steps if isinstance(s, k.Kernel)]
-        sources = [emit(s)[1] for s in kernels]
-        made = compile_each(sources, options.target, cache)
-        bad = [f"{s.name}: {p}" for s, x in zip(kernels, sources, strict=True) if (p := made[x].facts.problem())]
-        if not bad:
-            break
-        done = rescheduled(done, options, lost)
-    reasons = {e.subject: f"{e.rule}: {e.reason}" for e in done.log.events if e.pass_name == "schedule" and e.fired}
-    told = [{"name": s.name, "why": reasons.get(s.name, "")[:200], "registers": made[x].facts.registers, **_cost(s)}
-            for s, x in zip(kernels, sources, strict=True)]  # fmt: skip
+    cache = Cache(options.cache_dir, options.cache_limit)
+    done = build(lowering(captured.program, options, lost=tried(options)), options, cache, options.target)
+    steps, log = done.program.steps, done.lowering.log
+    kernels = [s for s in steps if isinstance(s, k.Kernel)]
+    facts = [known(source, options.target, cache) or Facts() for _, source in done.sources]
+    bad = [f"{s.name}: {p}" for s, x in zip(kernels, facts, strict=True) if (p := x.problem())]
+    reasons = {e.subject: f"{e.rule}: {e.reason}" for e in log.events if e.pass_name == "schedule" and e.fired}
+    told = [{"name": s.name, "why": reasons.get(s.name, "")[:200], "registers": x.registers, **_cost(s)}
+            for s, x in zip(kernels, facts, strict=True)]  # fmt: skip
     return {"verdict": "crash" if bad else "ok", "reason": "; ".join(bad), "compile_s": round(time.time() - begun, 2),
             "kernels": told, "calls": [s.name for s in steps if not isinstance(s, k.Kernel)]}  # fmt: skip
 

@@ -238,6 +238,14 @@ class Jam(Line, dialect="plan", op="jam"):
     points: tuple[Word, ...]
 
 
+class Align(Line, dialect="plan", op="align"):
+    """Along these axes threads take so many elements at once from where memory is aligned on: an axis begins before its
+    row by what the row begins beyond that, and what lies outside of the axis is left out.
+    """
+
+    vectors: tuple[Word, ...]
+
+
 class Result(Line, dialect="plan", op="result"):
     """How a store's values leave: from registers, or through a slab of shared memory, so many columns at a time.
 

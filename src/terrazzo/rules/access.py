@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from terrazzo.ir.address import coefficient, flatten, mentions
+from terrazzo.ir.address import coefficient, divides, flatten, mentions
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import FloorDiv, IntExpr, Mod, Var, bounds, floordiv, mod, terms_of
 from terrazzo.ir.node import substitute, topological
@@ -17,17 +17,23 @@ WIDEST = 16
 """Bytes one access of a thread moves at most."""
 
 
-def divides(d: int, e: IntExpr) -> bool:
-    """Whether d divides an expression, visibly."""
-    return all(c % d == 0 for c in terms_of(e).values())
-
-
 def wide(load: l.Load, j: Any, size: int) -> bool:
     """Whether the loads for all j in [0, size) lie one behind the other, aligned, under one condition."""
     offset = flatten(load.index, load.buffer.type.element_strides)
     least = min(size, WIDEST // load.dtype.size)
     whole = all(together(e, j, size) for e in load.inside)
     return coefficient(offset, j) == 1 and divides(least, substitute(offset, {j: 0})) and whole
+
+
+def beyond(accesses: Sequence[l.Load | l.Store], axis: Any, size: int) -> IntExpr:
+    """How far beyond a multiple of `size` elements rows along an axis begin, in most of what is moved along it."""
+    moved: dict[IntExpr, int] = {}
+    for x in accesses:
+        at = flatten(x.index, x.buffer.type.element_strides)
+        if coefficient(at, axis) == 1:
+            rest = mod(substitute(at, {axis: 0}), size)
+            moved[rest] = moved.get(rest, 0) + x.buffer.type.dtype.size
+    return max(moved, key=lambda rest: moved[rest], default=0)
 
 
 def together(e: IntExpr, j: Var, size: int) -> bool:

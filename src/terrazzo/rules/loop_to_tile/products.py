@@ -9,12 +9,11 @@ from typing import Any
 
 from terrazzo.hw import mma_sync
 from terrazzo.hw.gpu import Gpu
-from terrazzo.ir.address import coefficient, flatten
+from terrazzo.ir.address import coefficient, divides, flatten
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import Node, substitute
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
 from terrazzo.ir.sites import Product, called, loads
-from terrazzo.rules.access import divides
 from terrazzo.rules.loop_to_tile.threads import ceil, grid
 from terrazzo.rules.tile.complete import Refused, complete
 

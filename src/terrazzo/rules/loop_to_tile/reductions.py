@@ -20,6 +20,7 @@ from terrazzo.rules.loop_to_tile.threads import (
     grid,
     ordered,
     pointwise,
+    ragged_vector,
     size_of,
     step,
     vector_at,
@@ -46,6 +47,8 @@ def reduction(kernel: l.Kernel, gpu: Gpu, most: int = 32, whole: bool = True) ->
         [vector_of(_leaves([r]), r.axes[-1]) for r in top]
         + [vector_of(kernel.stores, a) for a in inner if size_of(a) == size_of(longest)]
     )
+    ragged = _ragged(kernel, top, inner, longest) if vector == 1 else 1
+    vector = max(vector, ragged)
     length, count = size_of(longest), math.prod(map(size_of, rows))
     if length <= 16 and not inner and rows:
         return Schedule(kernel.name, gpu.arch, _row_lines(rows, (*warps_of(4), Factor("lane", WARP)), 4 * WARP))
@@ -65,7 +68,7 @@ def reduction(kernel: l.Kernel, gpu: Gpu, most: int = 32, whole: bool = True) ->
             own = (
                 Like(bound[key])
                 if key in bound
-                else shared_axis(size_of(axis), used, vector if size_of(axis) % vector == 0 else 1)
+                else _row(axis, used, vector, ragged, length)
             )
             sites.append(Site((name,), ((axis_name(axis), own),)))
             bound.setdefault(key, name)
@@ -77,7 +80,7 @@ def reduction(kernel: l.Kernel, gpu: Gpu, most: int = 32, whole: bool = True) ->
             own = (
                 Like(same[size_of(axis)])
                 if size_of(axis) in same
-                else shared_axis(size_of(axis), used, vector_of([store], axis))
+                else _row(axis, used, vector_of([store], axis), ragged, length)
             )
             if not any(dict(s.axes).keys() == {axis.name} and s.names[0] not in n.accumulators(kernel) for s in sites):
                 sites.append(Site((store.buffer.name,), ((axis.name, own),)))
@@ -91,6 +94,23 @@ def reduction(kernel: l.Kernel, gpu: Gpu, most: int = 32, whole: bool = True) ->
     keep = tuple((b, Operand("reg")) for b, uses in loads.items() if uses > 1) if per_thread <= KEPT * 2 else ()
     terms = tuple((name, Operand("reg")) for name in _again(kernel, top, inner)) if per_thread <= KEPT else ()
     return Schedule(kernel.name, gpu.arch, lines, (*keep[:2], *terms[:1]), (), tuple(sites))
+
+
+def _ragged(kernel: l.Kernel, top: Sequence[l.Reduce], inner: Sequence[Any], longest: Any) -> int:
+    """Elements that threads take at once of rows that begin anywhere, where an element is less than a word: a warp's
+    access would be less than a line of the cache.
+    """
+    along = [(_leaves([r]), r.axes[-1]) for r in top if size_of(r.axes[-1]) == size_of(longest)]
+    along += [(list(kernel.stores), a) for a in inner if size_of(a) == size_of(longest)]
+    loads = [x for r in top for x in _loads([r]) if step(x, r.axes[-1]) == 1]
+    return min(ragged_vector(*x) for x in along) if any(x.dtype.size < WORD for x in loads) else 1
+
+
+def _row(axis: Any, threads: int, vector: int, ragged: int, length: int) -> tuple[Factor, ...]:
+    """An axis of a row divided among threads, in vectors that begin where memory is aligned where rows are ragged."""
+    if ragged > 1 and size_of(axis) == length:
+        return shared_axis(length + ragged - 1, threads, ragged, aligned=True)
+    return shared_axis(size_of(axis), threads, vector if size_of(axis) % vector == 0 else 1)
 
 
 def parts(kernel: l.Kernel) -> tuple[list[Any], list[Any], list[l.Reduce]]:
@@ -228,8 +248,8 @@ FLYING = 128
 """Bytes that a thread has on their way at once, at most: registers hold them."""
 COLUMNS = 32
 """Accumulators of a thread that takes several columns, at most."""
-SECTOR = 32
-"""Bytes that memory brings at least."""
+SECTOR, WORD = 32, 4
+"""Bytes that memory brings at least; bytes of which a line of the cache has one for every lane."""
 
 
 def columns(kernel: l.Kernel, gpu: Gpu, column: Any, whole: bool = True) -> Schedule:
@@ -325,14 +345,14 @@ def finish(kernel: l.Kernel, gpu: Gpu) -> Schedule:
     return Schedule(kernel.name, gpu.arch, lines, (), (), sites)
 
 
-def shared_axis(length: int, threads: int, vector: int) -> tuple[Factor, ...]:
+def shared_axis(length: int, threads: int, vector: int, aligned: bool = False) -> tuple[Factor, ...]:
     """An axis divided among threads: registers (or a loop, where they would be many, with several accesses of a thread
     on their way), warps, lanes, a vector.
     """
     while vector > 1 and length < threads * vector:  # all lanes have work before any has a vector
         vector //= 2
     each = ceil(length, threads * vector)
-    inner = (*warps_of(threads // WARP), Factor("lane", WARP), *vector_at(vector))
+    inner = (*warps_of(threads // WARP), Factor("lane", WARP), *vector_at(vector, aligned))
     if each * vector <= KEPT * 2:
         return (Factor("reg", each), *inner)
     return (Factor("time", ceil(each, AHEAD)), Factor("reg", AHEAD), *inner)

@@ -11,7 +11,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Var
 from terrazzo.ir.node import substitute, topological
 from terrazzo.ir.schedule import Factor, Schedule
-from terrazzo.rules.access import WIDEST, wide
+from terrazzo.rules.access import WIDEST, beyond, wide
 
 WARP = 32
 THREADS = 2048
@@ -30,14 +30,16 @@ def pointwise(kernel: l.Kernel, gpu: Gpu) -> Schedule:
     if not free:
         return Schedule(kernel.name, gpu.arch, ())
     axis = max(free, key=lambda a: (stride_one([kernel], a), size_of(a)))
-    vector = _width(kernel, axis, gpu)
-    apart = vector > 1 and _narrow(kernel, axis)
-    points = size_of(axis) // vector
+    ragged = ragged_vector(kernel.stores, axis) if vector_of(kernel.stores, axis) == 1 else 1
+    vector = _width(kernel, axis, ragged, gpu)
+    apart = vector > 1 and ragged == 1 and _narrow(kernel, axis)
+    length = size_of(axis) + (vector - 1 if ragged > 1 else 0)
+    points = length // vector
     threads = 8 if points > 8 * WARP * gpu.processors else 4 if points > 4 * WARP else 1
     lines = [(a.name, grid(size_of(a))) for a in free if a is not axis]
-    size = threads * WARP * vector
-    inner = (*vector_at(vector), Factor("lane", WARP)) if apart else (Factor("lane", WARP), *vector_at(vector))
-    own = (Factor("grid", ceil(size_of(axis), size)), *warps_of(threads), *inner)
+    last = vector_at(vector, aligned=ragged > 1)
+    inner = (*last, Factor("lane", WARP)) if apart else (Factor("lane", WARP), *last)
+    own = (Factor("grid", ceil(length, threads * WARP * vector)), *warps_of(threads), *inner)
     return Schedule(kernel.name, gpu.arch, (*lines, (axis.name, own)))
 
 
@@ -59,13 +61,13 @@ def plain(kernel: l.Kernel, gpu: Gpu) -> Schedule:
     return Schedule(kernel.name, gpu.arch, (*lines, (axis.name, grid(ceil(size_of(axis), WARP), ("lane", WARP)))))
 
 
-def _width(kernel: l.Kernel, axis: Any, gpu: Gpu) -> int:
-    """Elements for a thread of a pointwise kernel, the widest vector at most.
+def _width(kernel: l.Kernel, axis: Any, ragged: int, gpu: Gpu) -> int:
+    """Elements for a thread of a pointwise kernel, the widest vector at most (or `ragged`, where there is none).
 
     A thread waits once for all that it loads. So more threads with less each, 16 bytes of all operands, are done
     sooner, until there are many waves of them; and few points go to many processors.
     """
-    vector = vector_of(kernel.stores, axis)
+    vector = max(vector_of(kernel.stores, axis), ragged)
     loads = {
         x for x in topological([s.value for s in kernel.stores]) if isinstance(x, l.Load) and stride_one([x], axis)
     }
@@ -83,8 +85,8 @@ def warps_of(count: int) -> tuple[Factor, ...]:
     return (Factor("warp", count),) if count > 1 else ()
 
 
-def vector_at(count: int) -> tuple[Factor, ...]:
-    return (Factor("reg", count),) if count > 1 else ()
+def vector_at(count: int, aligned: bool = False) -> tuple[Factor, ...]:
+    return (Factor("reg", count, (("aligned", True),) if aligned else ()),) if count > 1 else ()
 
 
 def ordered(kernel: l.Kernel) -> set[Any]:
@@ -127,6 +129,25 @@ def vector_of(terms: Sequence[Any], axis: Any) -> int:
             if any(wide(x, j, size) for x in moved):
                 return size
     return 1
+
+
+LONG = 8
+"""Vectors for each lane of a warp that a row has at least, where its ends are taken element by element."""
+
+
+def ragged_vector(terms: Sequence[Any], axis: Any) -> int:
+    """The widest vector along an axis whose rows begin and end anywhere, as `vector_of`, where vectors begin before
+    rows do; 1 for short rows.
+    """
+    every = [x for x in topological(terms) if isinstance(x, l.Load | l.Store) and axis in x.free]
+    accesses = [x for x in every if coefficient(flatten(x.index, x.buffer.type.element_strides), axis) == 1]
+    if not accesses or not all(isinstance(a.extent, int) for a in (axis, *{v for x in every for v in x.free})):
+        return 1
+    size = min(8, WIDEST // min(x.buffer.type.dtype.size for x in accesses))
+    q, j = Var("$q", ceil(size_of(axis) + size - 1, size)), Var("$j", size)
+    at = q * size + j - beyond(accesses, axis, size)
+    moved = [substitute(l.Load(x.buffer, x.index, getattr(x, "inside", ())), {axis: at}) for x in accesses]
+    return size if size_of(axis) >= LONG * WARP * size and any(wide(x, j, size) for x in moved) else 1
 
 
 def ceil(a: int, b: int) -> int:

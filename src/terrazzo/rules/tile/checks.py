@@ -13,6 +13,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.plan import (
     EVERYONE,
     Agent,
+    Align,
     Combine,
     Frame,
     Jam,
@@ -38,7 +39,7 @@ from terrazzo.rules.tile.overlap import check as overlap
 from terrazzo.rules.tile.overlap import overlaps
 from terrazzo.rules.tile.products import box, place, promoted
 from terrazzo.rules.tile.reach import skip_steps
-from terrazzo.rules.tile.results import combination, jammed, no_boxes
+from terrazzo.rules.tile.results import aligned, combination, jammed, no_boxes
 from terrazzo.rules.tile.rings import Slab, brought, held_slots, loops_of, operand_text, steps
 from terrazzo.rules.transports import PLAIN, TRANSPORTS
 
@@ -260,6 +261,11 @@ def _jam(line: Jam, plan: Plan, draft: Draft) -> None:
     need(line.points == meant, f"by the schedule the points are {', '.join(map(str, meant)) or 'each for itself'}")
 
 
+def _align(line: Align, plan: Plan, draft: Draft) -> None:
+    meant = aligned(draft)
+    need(line.vectors == meant, f"by the schedule the vectors are {', '.join(map(str, meant)) or 'of rows as they begin'}")
+
+
 def _result(line: Result, plan: Plan, draft: Draft) -> None:
     store = next((s for s in draft.kernel.stores if s.buffer.name == line.store), None)
     names = dict.fromkeys(s.buffer.name for s in draft.kernel.stores)
@@ -337,6 +343,7 @@ CHECKS: tuple[tuple[type[Line], Callable[..., None]], ...] = (
     (Combine, _combine),
     (Keep, _keep),
     (Jam, _jam),
+    (Align, _align),
     (Result, _result),
     (Limit, _limit),
 )

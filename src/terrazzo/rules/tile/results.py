@@ -7,13 +7,13 @@ from typing import Any
 
 from terrazzo.errors import Limitation
 from terrazzo.hw import tma
-from terrazzo.ir.address import coefficient, flatten
+from terrazzo.ir.address import coefficient, divides, flatten
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import substitute
-from terrazzo.ir.plan import EVERYONE, Agent, Combine, Jam, Keep, Plan, Product, Result, Stream
+from terrazzo.ir.plan import EVERYONE, Agent, Align, Combine, Jam, Keep, Plan, Product, Result, Stream
 from terrazzo.ir.schedule import Factor, Like, Named, Site, Word
 from terrazzo.rewrite.rule import need, rule
-from terrazzo.rules.access import WIDEST, box, divides
+from terrazzo.rules.access import WIDEST, box
 from terrazzo.rules.tile.agents import MATH
 from terrazzo.rules.tile.draft import Draft, axis_name
 
@@ -193,4 +193,29 @@ def _jams(draft: Draft, f: Factor) -> bool:
     return asked
 
 
-RULES = (stage_results, meet, keep_in_registers, jam_points)
+@rule(keys=(Plan,))
+def align_vectors(plan: Plan, draft: Draft) -> Plan | None:
+    """`reg(8, aligned=True)`: a thread's vectors begin where memory is aligned, wherever rows begin."""
+    vectors = aligned(draft)
+    if plan.all(Align) or not vectors:
+        return None
+    need(not draft.tiled, f"a tile of {', '.join(map(axis_name, draft.tiled))} is divided among threads by a product")
+    sites = (None, *draft.schedule.sites)
+    return plan.plus(Align(vectors), read=[w for s in sites for v in vectors for w in draft.read(s, v.name, "aligned")])
+
+
+def aligned(draft: Draft) -> tuple[Word, ...]:
+    """The axes along which vectors begin where memory is aligned, and how many elements they have."""
+    found = {}
+    for site in (None, *draft.schedule.sites):
+        for name, binding in draft.schedule.lines(site):
+            for f in binding:
+                asked = draft.option(f, "aligned", False)
+                if not isinstance(asked, bool) or (asked and (f.level != "reg" or f is not binding[-1])):
+                    raise draft.fail(f"{f}: aligned=True is said of what a thread takes at once, the last reg(n)")
+                if asked:
+                    found[name] = f.size
+    return tuple(Word(name, (size,)) for name, size in found.items())
+
+
+RULES = (stage_results, meet, keep_in_registers, jam_points, align_vectors)

@@ -8,7 +8,7 @@ from typing import Any
 
 from terrazzo.hw import tma
 from terrazzo.hw.products import matrix, warps
-from terrazzo.ir.address import coefficient, flatten
+from terrazzo.ir.address import coefficient, divides, flatten
 from terrazzo.ir.contraction import operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, Var, at_least
@@ -19,7 +19,7 @@ from terrazzo.ir.show import show
 from terrazzo.ir.sites import called, loads
 from terrazzo.ir.types import Type
 from terrazzo.rewrite.rule import need, rule
-from terrazzo.rules.access import WIDEST, box, divides, wide
+from terrazzo.rules.access import WIDEST, box, wide
 from terrazzo.rules.tile.agents import LOAD
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.spans import span, spanned

@@ -20,6 +20,7 @@ from terrazzo.ir.places import TextLine
 from terrazzo.ir.plan import (
     AXIS,
     Agent,
+    Align,
     Combine,
     Frame,
     Jam,
@@ -38,7 +39,7 @@ from terrazzo.ir.schedule import WARPS_IN_A_GROUP, Schedule
 from terrazzo.rewrite.rule import Declined
 from terrazzo.rules.tile.checks import CHECKS, derived
 from terrazzo.rules.tile.draft import Draft, axis_name
-from terrazzo.rules.tile.results import combination, jammed, kept
+from terrazzo.rules.tile.results import aligned, combination, jammed, kept
 from terrazzo.rules.tile.rings import brought, operand_text, slab_type
 
 THREADS = 1024
@@ -89,7 +90,7 @@ def _reason(check: Callable[..., None], line: Line, plan: Plan, draft: Draft) ->
 def _subjects(line: Line) -> list[tuple[str, str]]:
     """What a line is the only one to decide."""
     match line:
-        case Order() | Limit() | Jam():
+        case Order() | Limit() | Jam() | Align():
             return [(line.op, "")]
         case Product():
             return [("the product", site) for site in line.sites]
@@ -193,6 +194,11 @@ def _unjammed(plan: Plan, draft: Draft) -> Iterator[str]:
         yield "the schedule has points of a thread take steps together: a line `jam` is missing"
 
 
+def _unaligned(plan: Plan, draft: Draft) -> Iterator[str]:
+    if aligned(draft) and not plan.all(Align):
+        yield "the schedule has vectors begin where memory is aligned: a line `align` is missing"
+
+
 def _unstored(plan: Plan, draft: Draft) -> Iterator[str]:
     done = {line.store for line in plan.all(Result)}
     names = dict.fromkeys(s.buffer.name for s in draft.kernel.stores)
@@ -246,6 +252,7 @@ MISSING: dict[type[Line], Callable[[Plan, Draft], Iterator[str]]] = {
     Combine: _uncombined,
     Keep: _unkept,
     Jam: _unjammed,
+    Align: _unaligned,
     Result: _unstored,
     Limit: _nothing,
 }

@@ -11,7 +11,7 @@ from terrazzo.errors import Limitation
 from terrazzo.hw import ldmatrix
 from terrazzo.hw.products import Matrix
 from terrazzo.ir import nest as n
-from terrazzo.ir.address import unflatten
+from terrazzo.ir.address import divides, unflatten
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, at_least
@@ -20,7 +20,7 @@ from terrazzo.ir.node import substitute
 from terrazzo.ir.plan import Result
 from terrazzo.ir.schedule import WARPS_IN_A_GROUP
 from terrazzo.ir.types import Type
-from terrazzo.rules.access import WIDEST, box, divides, together, wide
+from terrazzo.rules.access import WIDEST, box, together, wide
 from terrazzo.rules.tile.draft import axis_name
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.copies import Part

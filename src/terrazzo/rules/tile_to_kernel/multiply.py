@@ -12,7 +12,7 @@ from terrazzo.hw.instruction import MatrixInstruction
 from terrazzo.hw.ldmatrix import loader
 from terrazzo.hw.products import Matrix
 from terrazzo.hw.wgmma import WarpgroupInstruction
-from terrazzo.ir.address import coefficient, flatten, unflatten
+from terrazzo.ir.address import coefficient, divides, flatten, unflatten
 from terrazzo.ir.contraction import Contraction, operand
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
@@ -20,7 +20,7 @@ from terrazzo.ir.expr import IntExpr, at_least
 from terrazzo.ir.layout import Layout
 from terrazzo.ir.node import Node, substitute
 from terrazzo.ir.types import u32
-from terrazzo.rules.access import WIDEST, divides
+from terrazzo.rules.access import WIDEST
 from terrazzo.rules.tile.draft import axis_name
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.copies import Part, Slab

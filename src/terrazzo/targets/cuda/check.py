@@ -20,7 +20,7 @@ import numpy as np
 from terrazzo.errors import CompilerBug, UserError, about
 from terrazzo.hw import mma_sync, wgmma
 from terrazzo.hw.gpu import Gpu
-from terrazzo.ir.address import evaluate, flatten
+from terrazzo.ir.address import divides, evaluate, flatten
 from terrazzo.ir.canonical import as_its_form
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Loaded, Var, at_least, bounds, terms_of
@@ -251,11 +251,9 @@ def _least(terms: Mapping[tuple[Expr, ...], int], less: IntExpr) -> float:
 
 def _divides(count: int, index: Sequence[IntExpr], strides: Sequence[IntExpr]) -> bool:
     """Whether the offset of an index is visibly a multiple of `count` elements."""
-    return count == 1 or all(
-        isinstance(step, int) and c * step % count == 0
-        for e, step in zip(index, strides, strict=True)
-        for c in terms_of(e).values()
-    )
+    if count == 1 or not all(isinstance(step, int) for step in strides):
+        return count == 1
+    return divides(count, flatten(tuple(index), tuple(strides)))
 
 
 def _variables(exprs: Sequence[IntExpr]) -> list[Var]:
