@@ -214,8 +214,8 @@ class Reach(Line, dialect="plan", op="reach"):
 
 
 class Combine(Line, dialect="plan", op="combine"):
-    """Where the partial states of a reduction meet: `lanes` by shuffles, `warps` through shared memory, `blocks` of a
-    cluster through each other's.
+    """Where the partial states of a reduction or a scan meet: `lanes` by shuffles, `warps` through shared memory,
+    `blocks` of a cluster through each other's.
     """
 
     site: str

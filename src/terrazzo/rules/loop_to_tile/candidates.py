@@ -11,7 +11,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import topological
 from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.sites import product
-from terrazzo.rules.loop_to_tile import chains, reductions, threads, windows
+from terrazzo.rules.loop_to_tile import chains, reductions, scans, threads, windows
 from terrazzo.rules.loop_to_tile.apart import products_apart
 from terrazzo.rules.loop_to_tile.candidate import Candidate, Chosen, Rewrite, joined
 from terrazzo.rules.loop_to_tile.collapse import digits_apart, flat_reductions, merge_product_axes
@@ -43,6 +43,9 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> It
     flattened: Rewrite = ("flat_reductions", kernel, (flat,))
     reduces = [r for r in n.accumulators(flat).values() if isinstance(r, l.Reduce)]
     if not reduces or not any(isinstance(a.extent, int) and a.extent > 1 for r in reduces for a in r.axes):
+        if (sharing := scans.shared(flat, gpu)) is not None:
+            whole, bound, what = sharing
+            yield Candidate(((whole, bound, "scan", what),)).after(flattened, ("merge_axes", flat, (whole,)))
         form, own, why, rewrite = points(flat, gpu)
         yield Candidate(((form, own, "points", why),)).after(flattened, (rewrite, flat, (form,)))
     else:

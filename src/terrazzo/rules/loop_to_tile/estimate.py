@@ -15,15 +15,13 @@ from terrazzo.ir.expr import Expr, FloorDiv, Mod
 from terrazzo.ir.node import topological
 from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.sites import Product, loads, product
-from terrazzo.rules.loop_to_tile import boxes, tiles, warpgroups, windows
+from terrazzo.rules.loop_to_tile import boxes, scans, tiles, warpgroups, windows
 from terrazzo.rules.loop_to_tile.chain import chain
 from terrazzo.rules.loop_to_tile.collapse import merge_product_axes
 from terrazzo.rules.loop_to_tile.packed import packed
 from terrazzo.rules.loop_to_tile.stored import stored
 from terrazzo.rules.tile_to_kernel.lower import derived
 
-STEP = 20.0
-"""Nanoseconds of a step of a scan, of which one thread takes one after the other. An estimate: it was not measured."""
 CHAINED, BETWEEN, BESIDE = 0.845, 6e-4, 0.3
 """A chain of products: what of the instructions' rate it reaches, the nanoseconds a number that lies between the
 products takes on CUDA cores, and how much of the shorter of both is not hidden behind the longer one. Fitted to
@@ -73,7 +71,7 @@ def estimate(kernel: l.Kernel, gpu: Gpu) -> Estimate:
     elif (found := windows.window(kernel, gpu)) is not None:
         time = found.time
     else:
-        busy = max(moved / gpu.memory, operations / gpu.fma, _loaded(kernel) / gpu.cache, _in_order(kernel))
+        busy = max(moved / gpu.memory, operations / gpu.fma, _loaded(kernel) / gpu.cache, scans.price(kernel, gpu))
         time = busy + gpu.launch
     on_tensor_cores = both is not None or (plan is not None and plan.instruction)
     arithmetic = operations / (tensor if on_tensor_cores else fma)
@@ -180,8 +178,3 @@ def _loaded(kernel: l.Kernel) -> int:
     walk(n.nest(kernel), 1)
     return total
 
-
-def _in_order(kernel: l.Kernel) -> float:
-    """What the longest of its scans takes."""
-    scans = [x for x in topological([s.value for s in kernel.stores]) if isinstance(x, l.Scan)]
-    return STEP * max((x.axis.extent for x in scans if isinstance(x.axis.extent, int)), default=0)

@@ -105,7 +105,9 @@ def no_boxes(line: Result, store: l.Store, draft: Draft, product: Product) -> st
 
 @rule(keys=(Plan,))
 def meet(plan: Plan, draft: Draft) -> Plan | None:
-    """A reduction's partial states are where its axes are: lanes, warps, blocks of a cluster. There they meet."""
+    """A reduction's partial states are where its axes are: lanes, warps, blocks of a cluster. There they meet, and so
+    do those of a scan.
+    """
     if plan.all(Combine) or (draft.products and not plan.all(Product)):
         return None
     lines = []
@@ -126,9 +128,8 @@ def combination(draft: Draft, name: str) -> Combine | None:
 def _shares(draft: Draft, name: str) -> tuple[int, int, int, int]:
     """Among how many lanes, warps, warpgroups and blocks of a cluster a reduction is divided."""
     r = draft.names[name]
-    if not isinstance(r, l.Reduce):
-        return 1, 1, 1, 1
-    factors = [f for a in r.axes for f in draft.binding(a, draft.site(name))]
+    axes = r.axes if isinstance(r, l.Reduce) else (r.at,)
+    factors = [f for a in axes for f in draft.binding(a, draft.site(name))]
     lanes, warps, groups, blocks = (
         math.prod(f.size for f in factors if f.level == level) for level in ("lane", "warp", "warpgroup", "cluster")
     )
@@ -138,6 +139,8 @@ def _shares(draft: Draft, name: str) -> tuple[int, int, int, int]:
 def _apart(plan: Plan, draft: Draft, name: str) -> str:
     """Why the partial states of a reduction cannot meet, or nothing."""
     lanes, warps, groups, blocks = _shares(draft, name)
+    if blocks > 1 and isinstance(draft.names[name], l.Scan):
+        return "blocks of a cluster share no scan"
     if name not in draft.products:
         return "warpgroups share no reduction but a product's" if groups > 1 else ""
     if blocks > 1:

@@ -28,6 +28,7 @@ from terrazzo.rules.tile_to_kernel.digits import LOOPED, Bindings, Digit, extent
 from terrazzo.rules.tile_to_kernel.direct import Direct, beside, room
 from terrazzo.rules.tile_to_kernel.gather import Gather, Leaf, leaf
 from terrazzo.rules.tile_to_kernel.multiply import Fragment
+from terrazzo.rules.tile_to_kernel.scans import SharedScan
 from terrazzo.rules.tile_to_kernel.scope import Scope
 
 
@@ -123,7 +124,7 @@ class Walker:
             return results.write()
         digits = self.digits(s)
         if s.kind == "scan" and any(d.level not in LOOPED for d in digits[0]):
-            raise UserError(f"{axis_name(s.axes[0])} is bound to blocks or threads, and a scan along it runs in order")
+            return SharedScan(self, s, digits[0], self.kernel.name).write(scope)
         outer = self.accumulators.columns
         self.accumulators.columns = outer or self.columns(s, digits[0])
         self.divided(s, digits, scope)
@@ -245,7 +246,7 @@ class Walker:
         """Whether threads meet somewhere inside."""
         return any(
             self.meets(levels, s.body)
-            or (s.kind == "reduce" and any(d.level in levels for ds in self.digits(s) for d in ds))
+            or (s.kind != "free" and any(d.level in levels for ds in self.digits(s) for d in ds))
             for s in self.left(body)
             if isinstance(s, n.Loop)
         )
