@@ -9,6 +9,7 @@ import pytest
 
 from terrazzo.ir import node
 from terrazzo.ir.canonical import Form, twin
+from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.text import parse
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
@@ -51,6 +52,23 @@ def unrolled(count: int) -> str:
     return "\n".join([*lines, f"    return ({last},)\n"])
 
 
+def cells(count: int) -> str:
+    """A recurrent net whose state two read: what is put out, and the next state."""
+    lines = ["@torch\ndef f(h: f32[8, 32], c: f32[8, 32], w: f32[32, 32]):"]
+    h, c = "h", "c"
+    for n in range(count):
+        lines += [
+            f"    mm_{n}: f32[8, 32] = aten.mm.default({h}, w)",
+            f"    sigmoid_{n}: f32[8, 32] = aten.sigmoid.default(mm_{n})",
+            f"    mul_{n}: f32[8, 32] = aten.mul.Tensor(sigmoid_{n}, {c})",
+            f"    c_{n}: f32[8, 32] = aten.add.Tensor(mul_{n}, mm_{n})",
+            f"    tanh_{n}: f32[8, 32] = aten.tanh.default(c_{n})",
+            f"    h_{n}: f32[8, 32] = aten.mul.Tensor(tanh_{n}, sigmoid_{n})",
+        ]
+        h, c = f"h_{n}", f"c_{n}"
+    return "\n".join([*lines, f"    return ({h},)\n"])
+
+
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """What was done: nodes walked, pairs of kernels, searches for what stands between, kernels scheduled, written."""
@@ -75,7 +93,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return done
 
 
-@pytest.mark.parametrize("program", [layers, unrolled])
+@pytest.mark.parametrize("program", [layers, unrolled, cells])
 @pytest.mark.parametrize("target", ["cpu", "sm_90a"])
 def test_work_grows_no_faster_than_programs(
     program: Any, target: str, work: Counter[str], monkeypatch: pytest.MonkeyPatch
@@ -99,6 +117,15 @@ def test_equal_layers_are_one_kernel_under_many_names() -> None:
     kernels = done.at("kernel").steps
     assert len({s.name for s in kernels}) == len(kernels) >= 12
     assert len({twin(s) for s in kernels}) <= 6
+
+
+def test_a_state_that_several_read_is_stored_once_and_not_computed_again() -> None:
+    done = lowering(parse(cells(12)), Options(target="sm_90a"))
+    kernels = [s for s in done.loop.steps if isinstance(s, l.Kernel)]
+    assert max(len(s.terms) for s in kernels) < 40
+    assert {x.name for s in kernels for x in s.writes} >= {f"c_{n}" for n in range(11)}
+    assert len({twin(s) for s in done.at("kernel").steps}) <= 8
+    assert any("stored by a reader" in e.reason for e in done.log.events)
 
 
 def test_a_program_is_the_same_whether_its_kernels_share_or_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from terrazzo.ir.dialects.loop import Kernel, Literal, Reduce, Scan, Store, Term, children_in_scope
 from terrazzo.ir.expr import Expr
-from terrazzo.ir.node import Node
+from terrazzo.ir.node import Node, per_node
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class _Sink:
     statement: Statement
 
 
+@per_node
 def nest(kernel: Kernel) -> tuple[Statement, ...]:
     """The statements of a kernel."""
     sinks = []

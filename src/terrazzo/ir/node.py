@@ -151,32 +151,41 @@ def _refill(value: Any, rest: Iterator[Any]) -> Any:
     return value
 
 
-def topological(roots: Iterable[Node], stop: Callable[[Node], bool] = lambda n: False) -> list[Node]:
+def topological(roots: Iterable[Node], stop: Callable[[Node], bool] | None = None) -> list[Node]:
     """Every node reachable from `roots`, children first, each once. `stop(n)` keeps n and does not look into it."""
     order: list[Node] = []
-    seen: set[Node] = set()
-    stack: list[tuple[Node, bool]] = [(r, False) for r in reversed(list(roots))]
-    while stack:
-        node, ready = stack.pop()
-        if ready:
+    open_: set[Node] = set()
+    done: set[Node] = set()
+    stack = list(roots)[::-1]
+    while stack:  # a node stays on the stack until what is below it is done
+        node = stack[-1]
+        if node not in open_:
+            open_.add(node)
+            if node.children and (stop is None or not stop(node)):
+                stack += [c for c in node.children[::-1] if c not in open_]
+                continue
+        stack.pop()
+        if node not in done:
+            done.add(node)
             order.append(node)
-        elif node not in seen:
-            seen.add(node)
-            stack.append((node, True))
-            if not stop(node):
-                stack.extend((c, False) for c in reversed(node.children) if c not in seen)
     return order
 
 
 def transform(root: Node, visit: Callable[[Node], Any], memo: dict[Node, Any] | None = None) -> Any:
     """Rebuild `root` children first; `visit(node)` gets each rebuilt node and returns what takes its place."""
     memo = {} if memo is None else memo
-    for node in topological([root], stop=memo.__contains__):
+    for node in topological([root], stop=memo.__contains__ if memo else None):
         if node not in memo:
-            new = [memo[c] for c in node.children]
-            same = all(a is b for a, b in zip(new, node.children, strict=True))
-            memo[node] = visit(node if same else node.with_children(new))
+            memo[node] = visit(rebuilt(node, memo))
     return memo[root]
+
+
+def rebuilt(node: N, memo: Mapping[Any, Any]) -> N:
+    """A node whose children are what `memo` has for them: itself where they are its own."""
+    for c in node.children:
+        if memo[c] is not c:
+            return node.with_children([memo[c] for c in node.children])  # type: ignore[no-any-return]
+    return node
 
 
 def per_node(fn: Callable[[N], T]) -> Callable[[N], T]:
@@ -198,4 +207,15 @@ def substitute(root: Any, mapping: Mapping[Any, Any]) -> Any:
     """
     if not isinstance(root, Node) or not mapping:
         return root
-    return transform(root, lambda n: n, dict(mapping))
+    memo: dict[Any, Any] = dict(mapping)
+    variables = frozenset(mapping) if all(x in x.free for x in mapping) else None  # nothing above others is replaced
+
+    def stop(x: Node) -> bool:
+        if x not in memo and variables is not None and variables.isdisjoint(x.free):
+            memo[x] = x
+        return x in memo
+
+    for node in topological([root], stop):
+        if node not in memo:
+            memo[node] = rebuilt(node, memo)
+    return memo[root]

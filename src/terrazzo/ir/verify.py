@@ -140,10 +140,7 @@ def kernel_problem(k: l.Kernel) -> str:
             return f"{min(v.name if isinstance(v, Var) else f'r{v.label}' for v in stray)} is bound nowhere"
         if problem := store_problem(store):
             return problem
-        for node in topological([store.value]):
-            if problem := term_problem(node):
-                return problem
-    return ""
+    return next(filter(None, map(term_problem, k.terms)), "")
 
 
 @per_node

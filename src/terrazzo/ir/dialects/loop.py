@@ -176,11 +176,14 @@ class Kernel(Node, dialect="loop", op="kernel"):
     source: str = ""
 
     @cached_property
+    def terms(self) -> tuple[Node, ...]:
+        """What the stored values are made of, children first."""
+        return tuple(topological([s.value for s in self.stores]))
+
+    @cached_property
     def reads(self) -> tuple[Buffer, ...]:
         """The buffers loaded from, each once, in order of first use."""
-        return tuple(
-            dict.fromkeys(n.buffer for n in topological([s.value for s in self.stores]) if isinstance(n, Load))
-        )
+        return tuple(dict.fromkeys(n.buffer for n in self.terms if isinstance(n, Load)))
 
     @cached_property
     def writes(self) -> tuple[Buffer, ...]:
@@ -195,7 +198,7 @@ class Kernel(Node, dialect="loop", op="kernel"):
         axes = frozenset(self.axes)
         return all(
             n.at is last and n.free <= axes and n.axis.extent == n.at.extent and not any(n.at in a.free for a in n.args)
-            for n in topological([s.value for s in self.stores])
+            for n in self.terms
             if isinstance(n, Scan)
         )
 

@@ -16,7 +16,6 @@ from terrazzo.ir.contraction import contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import IntExpr, bounds
-from terrazzo.ir.node import topological
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Rates:
 
 def cost(kernel: l.Kernel, rates: Rates) -> float:
     """Nanoseconds, by the model."""
-    reductions = [x for x in topological(kernel.stores) if isinstance(x, l.Reduce | l.Scan)]
+    reductions = [x for x in kernel.terms if isinstance(x, l.Reduce | l.Scan)]
     steps = {r.axes if isinstance(r, l.Reduce) else () for r in reductions}  # products over other steps are not blocked
     blocked = all(map(_contracts, reductions)) and len(steps) < 2
     bill = _Bill(rates, rates.fma if blocked else rates.mixed)

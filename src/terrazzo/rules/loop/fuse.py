@@ -199,8 +199,10 @@ class _Fusion:
             return
         before = [*kernels, *(self.kernels[j] for j in readers)]
         choice = self.choice(name, inlined=found, apart=before)
+        if self.decide(choice) == "inlined" and len(group) == 1 and (stored := self._beside(group[0], readers)):
+            choice = self.choice(name, inlined=found, apart=before, **stored)
         prices = choice.prices() + self._leaves(before, found)
-        if self.decide(choice) == "apart":
+        if self.decide(choice) != "inlined":
             self._skip("inline", name, prices)
             return
         if why := unproved(found):
@@ -313,7 +315,7 @@ class _Fusion:
         """How many contractions kernels compute, and how many of them matrix instructions can."""
         for k in kernels:
             if k not in self.products:
-                found = [x for x in topological(k.stores) if isinstance(x, l.Reduce) and contraction(x) is not None]
+                found = [x for x in k.terms if isinstance(x, l.Reduce) and contraction(x) is not None]
                 self.products[k] = len(found), sum(on_matrix(x, self.rates) for x in found)
         return sum(self.products[k][0] for k in kernels), sum(self.products[k][1] for k in kernels)
 
@@ -334,13 +336,25 @@ class _Fusion:
             new = scale_after(reduce(inline, kernels, self.kernels[j]))
             if not new.scans_in_order:
                 return f"the scan of {name} must run along the last axis of its kernel"
-            if len(topological([s.value for s in new.stores])) > LARGEST:
+            if len(new.terms) > LARGEST:
                 return f"{new.name} would have more than {LARGEST} nodes"
             found.append(new)
         before = self._products([*kernels, *(self.kernels[j] for j in readers)])[0]
         if self._products(kernels)[0] and self._products(found)[0] > before:
             return f"{name} is a product, which would be computed more than once"
         return found
+
+    def _beside(self, i: int, readers: list[int]) -> dict[str, list[l.Kernel]]:
+        """A kernel of which several read, merged with one of them, which comes later: the state of a recurrent net is
+        stored by who reads it first, and not computed again by all that follow.
+        """
+        kernel = self.kernels[i]
+        for j in readers if len(readers) > 1 else ():
+            if kernel.axes == self.kernels[j].axes and self.order.apart(i, j):
+                merged = _merged(kernel, self.kernels[j], set())
+                others = [self.kernels[k] for k in readers if k != j]
+                return {} if merged is None else {"stored by a reader": [merged, *others]}
+        return {}
 
     def summed(self, kernel: l.Kernel, readers: list[int]) -> bool:
         """Whether reductions are all that reads what a kernel stores."""
@@ -437,6 +451,6 @@ def _merged(first: l.Kernel, second: l.Kernel, dead: set[l.Buffer]) -> l.Kernel 
         merged = l.Kernel(second.name, axes, tuple(stores), second.source or first.source)
     except TerrazzoError:
         return None
-    if not merged.scans_in_order or len(topological(merged.stores)) > LARGEST:
+    if not merged.scans_in_order or len(merged.terms) > LARGEST:
         return None
     return merged

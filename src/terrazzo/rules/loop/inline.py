@@ -8,8 +8,8 @@ from typing import Any
 from terrazzo.ir.address import axis_digits, coefficient, digit
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
-from terrazzo.ir.expr import Expr, IntExpr, at_least
-from terrazzo.ir.node import Node, substitute, topological, transform
+from terrazzo.ir.expr import Expr, IntExpr, Var, at_least
+from terrazzo.ir.node import Node, rebuilt, substitute, topological, transform
 from terrazzo.ir.types import i64
 from terrazzo.ir.verify import kernel_problem
 
@@ -19,17 +19,14 @@ Replace = Callable[[l.Load], Any]
 def inline(consumer: l.Kernel, producer: l.Kernel) -> l.Kernel:
     """`consumer` with every load of what `producer` stores replaced by the stored term."""
     stored = {s.buffer: s for s in producer.stores}
+    binds = any(isinstance(x, l.Reduce | l.Scan) for x in producer.terms)
 
     def replace(load: l.Load) -> Any:
         store = stored.get(load.buffer)
         return load if store is None else element(store, load.index, load.inside)
 
-    return l.Kernel(
-        consumer.name,
-        consumer.axes,
-        tuple(_in_store(s, replace, set(stored)) for s in consumer.stores),
-        consumer.source,
-    )
+    stores = (l.Store(s.buffer, s.index, rewrite_loads(s.value, replace, set(stored), binds)) for s in consumer.stores)
+    return l.Kernel(consumer.name, consumer.axes, tuple(stores), consumer.source)
 
 
 def unproved(kernels: Iterable[l.Kernel]) -> str:
@@ -39,7 +36,7 @@ def unproved(kernels: Iterable[l.Kernel]) -> str:
 
 def element(store: l.Store, index: tuple[IntExpr, ...], inside: tuple[IntExpr, ...] = ()) -> Any:
     """The term of the stored buffer's element at `index`, or 0 where a guard does not hold."""
-    value = substitute(store.value, axes_at(store, index))
+    value = substitute(store.value, {axis: at for axis, at in axes_at(store, index).items() if axis is not at})
     inside = tuple(e for e in inside if not at_least(e, 0))
     if not inside:
         return value
@@ -53,8 +50,10 @@ def axes_at(store: l.Store, index: tuple[IntExpr, ...]) -> dict[Any, IntExpr]:
     """What the axes of a kernel are where it stores the element at `index`. Axes may be stored merged and taken apart,
     as a0 * 12 + a1 // 4: digits of the index are digits of them.
     """
-    digits = axis_digits(store.index)
     found: dict[Any, IntExpr] = {}
+    if all(isinstance(e, Var) and e.extent == n for e, n in zip(store.index, store.buffer.type.shape, strict=True)):
+        return dict(zip(store.index, index, strict=True))
+    digits = axis_digits(store.index)
     for whole, at, extent in zip(store.index, index, store.buffer.type.shape, strict=True):
         e = substitute(whole, digits)
         for v in e.free if isinstance(e, Expr) else ():
@@ -103,19 +102,16 @@ def select(inside: Sequence[IntExpr], value: Any, other: float = 0) -> Any:
     return value if condition is None else l.apply("where", condition, value, none)
 
 
-def rewrite_loads(root: Node, replace: Replace, only: set[l.Buffer] | None = None) -> Any:
+def rewrite_loads(root: Node, replace: Replace, only: set[l.Buffer] | None = None, binds: bool = True) -> Any:
     """`root` with `replace` applied to its loads (of the buffers `only`), inside reductions too, with their axes kept
-    apart.
+    apart where what loads become `binds` axes itself.
     """
     memo: dict[Node, Any] = {}
-    for node in topological([root], stop=lambda n: isinstance(n, (l.Reduce, l.Scan))):
-        if isinstance(node, (l.Reduce, l.Scan)):
+    for node in topological([root], stop=(lambda n: isinstance(n, l.Reduce | l.Scan)) if binds else None):
+        if binds and isinstance(node, l.Reduce | l.Scan):
             memo[node] = _in_binder(node, replace, only)
             continue
-        children = [memo[c] for c in node.children]
-        new = (
-            node if all(a is b for a, b in zip(children, node.children, strict=True)) else node.with_children(children)
-        )
+        new = rebuilt(node, memo)
         memo[node] = replace(new) if isinstance(new, l.Load) else new
     return memo[root]
 
@@ -128,10 +124,6 @@ def _in_binder(node: l.Reduce | l.Scan, replace: Replace, only: set[l.Buffer] | 
     if isinstance(node, l.Reduce):
         return l.Reduce.make(node.monoid, axes, new)
     return l.Scan.make(node.monoid, axes[0], new, node.at)
-
-
-def _in_store(store: l.Store, replace: Replace, only: set[l.Buffer]) -> l.Store:
-    return l.Store(store.buffer, store.index, rewrite_loads(store.value, replace, only))
 
 
 def keeps_zero(value: Node) -> bool:
