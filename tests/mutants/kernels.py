@@ -150,9 +150,8 @@ ARRANGED: dict[str, Product | Convolution | Chain] = {
     "chain of warps that share keys": Chain(
         heads=1, warps=(1, 2), roles=True, shape=(48, 96, 32, 32), stay=1, held=2, **TMA
     ),
-    "overlapped chain": Chain(heads=1, overlap=True, shape=(64, 96, 16, 16), **GROUPS),
     "overlapped chain that stays": Chain(
-        heads=1, overlap=True, between="causal", shape=(192, 192, 16, 16), step=64, stay=1, held=2, **GROUPS
+        heads=1, overlap=True, between="causal", shape=(192, 192, 16, 16), step=64, ring=3, stay=1, held=2, **GROUPS
     ),
     "chain that stays": Chain(
         heads=1, between="window", roles=True, shape=(96, 160, 16, 16), ring=3, stay=1, held=2, **TMA
