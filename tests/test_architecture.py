@@ -169,3 +169,21 @@ def test_schedules_are_chosen_without_catching_errors() -> None:
         if isinstance(node, ast.Try) or (isinstance(node, ast.With) and "suppress" in ast.unparse(node.items[0]))
     ]
     assert wrong == []
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Not even inside functions; what is imported for annotations only does not count."""
+    names = {".".join(("terrazzo", *file.relative_to(SOURCE).with_suffix("").parts)): file for file in FILES}
+    names = {name.removesuffix(".__init__"): file for name, file in names.items()}
+    below: dict[str, set[str]] = {}
+    for name, file in names.items():
+        annotations = {
+            line for n in ast.walk(tree(file)) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"
+            for line in range(n.lineno, (n.end_lineno or n.lineno) + 1)
+        }  # fmt: skip
+        used = {word for line, word in imports(file) if line not in annotations}
+        below[name] = {x if x in names else x.rpartition(".")[0] for x in used} & names.keys() - {name}
+    while free := [name for name, used in below.items() if not used & below.keys()]:
+        for name in free:
+            del below[name]
+    assert {name: sorted(used & below.keys()) for name, used in below.items()} == {}

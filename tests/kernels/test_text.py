@@ -15,10 +15,14 @@ import torch
 from tests.kernels.programs import case, lowered, programs
 
 from terrazzo.errors import UserError
+from terrazzo.hw.functions import FUNCTIONS
 from terrazzo.interp import kernel as simulator
 from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.node import OPS
+from terrazzo.ir.show_kernel import statement
 from terrazzo.ir.text import parse, show
 from terrazzo.ir.verify import verify
+from terrazzo.targets.cuda.emit import emit
 
 
 @pytest.mark.parametrize(("name", "target"), programs())
@@ -216,3 +220,28 @@ def test_products_that_cannot_be(before: str, after: str, message: str) -> None:
 def test_conditions_read_as_they_print(condition: str) -> None:
     text = PRODUCT.replace("s[0, 0])", f"s[0, 0], fresh={condition})")
     assert show(parse(text)) == text
+
+
+class Nap(k.Statement, op="nap"):
+    """A statement that no kernel has."""
+
+    uses = ("proxy",)
+
+    nanoseconds: int
+
+    def cuda(self, w: k.Cuda) -> list[str]:
+        return [f"__nanosleep({self.nanoseconds});"]
+
+
+def test_a_statement_is_printed_and_emitted_by_its_class() -> None:
+    kernel = k.Kernel("nap", (), (), 1, 1, (), (Nap(40),))
+    assert statement(Nap(40)) == ["nap(40)"]
+    source = emit(kernel)[1]
+    assert "\n  __nanosleep(40);\n" in source and "void proxy_fence()" in source
+
+
+def test_every_statement_says_its_cuda() -> None:
+    statements = [x for x in OPS["kernel"].values() if issubclass(x, k.Statement)]
+    assert len(statements) >= 18
+    assert [x.op for x in statements if x.cuda is k.Statement.cuda] == []
+    assert {name for x in statements for name in x.uses} <= FUNCTIONS.keys()

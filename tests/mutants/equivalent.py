@@ -48,13 +48,14 @@ FREED = (
 
 CHOSEN = ("transposed matmul of bfloat16", "bmm of half", "swiglu")
 PANELS = ("boxes", "boxes in panels", "warpgroups share steps")
+CHAINS = ("chain of warps that share keys", "overlapped chain that stays", "chain that stays")
 WAVES = (
-    *FREED, *PANELS, "copies for wgmma", "warps share steps", "warps, staged", "persistent by hand",
+    *FREED, *PANELS, *CHAINS, "copies for wgmma", "warps share steps", "warps, staged", "persistent by hand",
 )  # fmt: skip
 
 EQUIVALENT: tuple[Equivalent, ...] = (
     Equivalent(
-        (*FREED, *CHOSEN),
+        (*FREED, *CHOSEN, *CHAINS),
         ("moved arrive",),
         r"`if (warp % 4 == 0 and )?lane == 0:` -> `(for|if|wait_groups|sync)",
         "a slot is free later than it could be",
@@ -245,5 +246,41 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         PREDICATE,
         r"^line 1[147] `if lane == 0",
         "all threads of the warp, or of the block, have the same number to write",
+    ),
+    Equivalent(
+        CHAINS,
+        ("wrong beginning",),
+        r"`total0 = registers",
+        "the first maximum scales to zero whatever was added up before",
+    ),
+    Equivalent(
+        CHAINS,
+        ("moved wait",),
+        r"-> `wait_barrier\(empty|`wait_barrier\(empty0.* -> `expect|`wait_barrier\(full2.* -> `wait_groups",
+        "it waits sooner than it needs, announces what nobody sends yet, or waits for both in the other order",
+    ),
+    Equivalent(
+        ("overlapped chain that stays",),
+        ("no fence", "moved fence", "wrong kind of fence"),
+        r"^line 91 ",
+        "the fence before the other product is for both; ptxas wants one in front of a factor in registers",
+    ),
+    Equivalent(
+        CHAINS,
+        PREDICATE,
+        r"`if .*(<= t11|<= t11 \+ 1|t11 \* 32 <= .*|== 0):` is gone",
+        "the mask hides nothing in the other steps",
+    ),
+    Equivalent(
+        CHAINS[:1],
+        ("wrong slot",),
+        r"= (add|max)\((acc0|total0|top1)\[.*meet",
+        "what two warps have is combined in either order",
+    ),
+    Equivalent(
+        CHAINS[:1],
+        (*BARRIER, *MOVED),
+        r"^line (112|116|128|132|137|142) ",
+        "there are other barriers before these places are written again",
     ),
 )

@@ -147,13 +147,14 @@ ARRANGED: dict[str, Product | Convolution | Chain] = {
         on="fma", dtype="f32", tile=(16, 16, 16), shape=(32, 16, 80), swizzle=0, roles=True, ring=3, persistent=1,
         warps=(2, 1),
     ),
-    "chain of warps that share keys": Chain(warps=(1, 2), roles=True, shape=(16, 96, 32, 32), heads=1, **TMA),
-    "overlapped chain": Chain(overlap=True, heads=1, shape=(64, 96, 16, 16), **GROUPS),
+    "chain of warps that share keys": Chain(
+        heads=1, warps=(1, 2), roles=True, shape=(48, 96, 32, 32), stay=1, held=2, **TMA
+    ),
     "overlapped chain that stays": Chain(
-        overlap=True, heads=1, between="causal", shape=(192, 192, 16, 16), step=64, stay=2, held=2, **GROUPS
+        heads=1, overlap=True, between="causal", shape=(192, 192, 16, 16), step=64, ring=3, stay=1, held=2, **GROUPS
     ),
     "chain that stays": Chain(
-        heads=1, between="window", roles=True, shape=(96, 160, 16, 16), stay=2, held=2, ring=3, **TMA
+        heads=1, between="window", roles=True, shape=(96, 160, 16, 16), ring=3, stay=1, held=2, **TMA
     ),
 }  # fmt: skip
 """Products and chains of two under schedules that are pinned."""

@@ -45,7 +45,7 @@ def sim(
     from terrazzo.interp.torch import call_numpy, to_numpy
     from terrazzo.ir.dialects import loop as l
     from terrazzo.ir.places import HEAD, Places
-    from terrazzo.ir.show import show_list
+    from terrazzo.ir.show_expr import show_list
     from terrazzo.ir.show_kernel import statement
     from terrazzo.pipelines import dialect
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from terrazzo.ir.dialects.loop import Apply, Literal, Reduce, Scan
@@ -42,6 +43,7 @@ class Contraction:
         return Contraction(self.reduce, tuple(t for t, _ in found), tuple(s for _, s in found))
 
 
+@lru_cache(maxsize=4096)
 def contraction(reduce: Reduce) -> Contraction | None:
     """The reduction as a contraction, or None: a sum of products, where some variable occurs in one factor only."""
     found = nested_contraction(reduce)
@@ -50,6 +52,7 @@ def contraction(reduce: Reduce) -> Contraction | None:
     return found
 
 
+@lru_cache(maxsize=4096)
 def nested_contraction(reduce: Reduce) -> Contraction | None:
     """The same, where the factors of a single term may hold reductions themselves: products of products."""
     if reduce.monoid.name != "sum":

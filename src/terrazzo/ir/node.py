@@ -117,9 +117,13 @@ class Node(metaclass=_Interned):
         return type(self).make(*(_refill(v, rest) for v in self.values))
 
     def __repr__(self) -> str:
-        from terrazzo.ir.text import show
+        return type(self).printer(self)
 
-        return show(self)
+    def _plainly(self) -> str:
+        return f"{self.op}({', '.join(map(repr, self.values))})"
+
+    printer: ClassVar[Callable[[Node], str]] = staticmethod(_plainly)
+    """What `repr` makes of a node. `ir.show`, which knows all dialects, puts its `show` here."""
 
     def __copy__(self: N) -> N:
         return self

@@ -23,6 +23,7 @@ from terrazzo.ir.places import HEAD, Places, lines_of, located
 from terrazzo.ir.program import Input, Program
 from terrazzo.ir.reader import Reader, Scope, dotted, elements, empty, misplaced, python_tree, too_deep
 from terrazzo.ir.schedule import ScheduleReader
+from terrazzo.ir.show_expr import show_type
 from terrazzo.ir.types import Type
 from terrazzo.ir.verify import results_problem, step_problem, value_problem
 
@@ -152,7 +153,7 @@ class GraphReader(Reader):
             self.fail(s, f"{name} is defined twice")
         node = self.value(s.value, kind, declared, scope)
         if node.type != declared:
-            self.fail(s.annotation, f"{name} is declared {_types(declared)} but is {_types(node.type)}")
+            self.fail(s.annotation, f"{name} is declared {show_type(declared)} but is {show_type(node.type)}")
         for x in (node, *topological(node.index_nodes)) if isinstance(node, t.IndexMap) else (node,):
             if kind == "tensor" and (why := value_problem(x, name)):
                 self.fail(s.value, why)
@@ -224,9 +225,3 @@ class GraphReader(Reader):
         inner = scope.inner()
         inner.values.update({v.name: v for v in t.coordinates(shape)})
         return x.body, inner
-
-
-def _types(ty: Any) -> str:
-    from terrazzo.ir.show import show_type
-
-    return show_type(ty)

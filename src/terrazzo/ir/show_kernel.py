@@ -9,17 +9,8 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr
 from terrazzo.ir.node import Node
-from terrazzo.ir.show import (
-    header,
-    opaque,
-    show_condition,
-    show_conditions,
-    show_expr,
-    show_inside,
-    show_list,
-    show_term,
-    show_type,
-)
+from terrazzo.ir.show_expr import show_condition, show_conditions, show_expr, show_inside, show_list, show_type
+from terrazzo.ir.show_loop import header, opaque, show_term
 
 
 def show_program(p: k.Program) -> str:

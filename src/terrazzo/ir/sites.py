@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -14,6 +14,61 @@ from terrazzo.ir.contraction import Contraction, contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Loaded
 from terrazzo.ir.node import Node, topological
+
+
+@dataclass(frozen=True)
+class Sites:
+    """What a kernel computes, and where: its reductions and scans in the order and by the names that its nest has them,
+    and which of them are sums of products.
+    """
+
+    kernel: l.Kernel
+    carried: Mapping[str, l.Reduce | l.Scan]
+    contractions: Mapping[str, Contraction]
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether it sums products and does nothing else that goes from point to point."""
+        return bool(self.contractions) and len(self.contractions) == len(self.carried)
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether it stores at every point of its axes."""
+        axes = frozenset(self.kernel.axes)
+        return all(s.free & axes == axes for s in self.kernel.stores)
+
+    @property
+    def placed(self) -> bool:
+        """Whether where factors are read depends on data, or a factor on its place."""
+        every = [x for c in self.contractions.values() for x in c.operands]
+        return any(isinstance(x, Loaded | l.Index) for x in topological(every))
+
+    @property
+    def one_chain(self) -> bool:
+        """Whether its loops are in one another, beside reductions that hold no others."""
+        return _chain(nest.nest(self.kernel), beside=True)
+
+    @property
+    def innermost(self) -> bool:
+        """Whether they are, with reductions in the innermost one only."""
+        return _chain(nest.nest(self.kernel), beside=False)
+
+    def sides(self, row: Any, column: Any) -> list[tuple[Node, Node]] | None:
+        """The factors of all sums of products, those of the row first; None where one knows the other's axis too, or
+        not its own.
+        """
+        every = [c.factors for c in self.contractions.values()]
+        pairs = [(a, b) if row in a.free else (b, a) for a, b in every]
+        fits = all(row in a.free - b.free and column in b.free - a.free for a, b in pairs)
+        return pairs if fits and row is not column else None
+
+
+@lru_cache(maxsize=1024)
+def sites(kernel: l.Kernel) -> Sites:
+    """Of a kernel."""
+    carried = nest.accumulators(kernel)
+    found = {name: contraction(r) if isinstance(r, l.Reduce) else None for name, r in carried.items()}
+    return Sites(kernel, carried, {name: c for name, c in found.items() if c})
 
 
 @dataclass(frozen=True)
@@ -63,38 +118,33 @@ def no_product(kernel: l.Kernel) -> str:
 @lru_cache(maxsize=1024)
 def _product(kernel: l.Kernel) -> Product | str:
     """A kernel as a product, or why it is none."""
-    found = nest.accumulators(kernel)
-    sites = {name: contraction(r) if isinstance(r, l.Reduce) else None for name, r in found.items()}
-    products = tuple(c for c in sites.values() if c)
+    found = sites(kernel)
+    products = tuple(found.contractions.values())
     if not products:
         return ""
-    if other := next((name for name, c in sites.items() if c is None), ""):
+    if other := next((name for name in found.carried if name not in found.contractions), ""):
         return f"{other}, beside a sum of products, is none"
     if any(c.reduce.axes != products[0].reduce.axes for c in products):
         return "its sums of products are over different axes"
-    if not _chain(nest.nest(kernel)):
+    if not found.innermost:
         return "its sums of products are not in the innermost of its loops"
     extents = [a.extent for a in (*kernel.axes, *products[0].reduce.axes)]
     if not all(isinstance(e, int) and e > 0 for e in extents):
         return "an axis is empty, or its extent is not known"
-    if any(isinstance(x, Loaded | l.Index) for c in products for x in topological(c.operands)):
+    if found.placed:
         return "where a factor is read depends on data, or a factor on its place"
-    axes = frozenset(kernel.axes)
-    if any(s.free & axes != axes for s in kernel.stores):
+    if not found.everywhere:
         return "a store is not at every point of its axes"
     best: Product | None = None
     for column in kernel.axes:
         for row in kernel.axes:
-            pairs = [c.factors if row in c.factors[0].free else c.factors[::-1] for c in products]
-            if row is not column and all(
-                row in a.free and row not in b.free and column in b.free and column not in a.free for a, b in pairs
-            ):
+            if found.sides(row, column):
                 along = all(
                     coefficient(flatten(s.index, s.buffer.type.element_strides), column) == 1 for s in kernel.stores
                 )
                 score = (row.extent * column.extent, along)
                 if best is None or score > (best.m.extent * best.n.extent, _along(best)):
-                    best = Product(kernel, tuple(found), products, row, column)
+                    best = Product(kernel, tuple(found.contractions), products, row, column)
     if best is None or best.m.extent < 2 or best.n.extent < 2:
         return "one of its factors is a vector: there are no two axes of which each is in one factor alone"
     if (depth := math.prod(a.extent for a in best.axes)) < 8:
@@ -106,16 +156,16 @@ def _along(p: Product) -> bool:
     return all(coefficient(flatten(s.index, s.buffer.type.element_strides), p.n) == 1 for s in p.kernel.stores)
 
 
-def _chain(body: Sequence[nest.Statement]) -> bool:
-    """True for loops in one another, with reductions in the innermost only."""
-    for s in body:
-        if isinstance(s, nest.Loop) and s.kind == "free":
-            if any(isinstance(x, nest.Loop) for x in body if x is not s):
-                return False
-            return _chain(s.body)
-        if isinstance(s, nest.Loop) and (s.kind != "reduce" or any(isinstance(x, nest.Loop) for x in s.body)):
-            return False
-    return True
+def _chain(body: Sequence[nest.Statement], beside: bool) -> bool:
+    """True for loops in one another, with reductions in the innermost only, or `beside` them too."""
+    loops = [s for s in body if isinstance(s, nest.Loop)]
+    free = [s for s in loops if s.kind == "free"]
+    others = [s for s in loops if s.kind != "free"]
+    if len(free) > 1 or (free and others and not beside):
+        return False
+    if any(s.kind != "reduce" or any(isinstance(x, nest.Loop) for x in s.body) for s in others):
+        return False
+    return all(_chain(s.body, beside) for s in free)
 
 
 def loads(term: Node) -> list[l.Load]:

@@ -4,6 +4,7 @@ The text is Python syntax. It is read with `ast` and never executed, so editors 
 """
 
 from terrazzo.ir.parse import parse
-from terrazzo.ir.show import show, show_expr, show_type
+from terrazzo.ir.show import show
+from terrazzo.ir.show_expr import show_expr, show_type
 
 __all__ = ["parse", "show", "show_expr", "show_type"]

@@ -126,9 +126,9 @@ class Type:
         return tuple(e for e in self.shape if isinstance(e, int))
 
     def __repr__(self) -> str:
-        from terrazzo.ir.text import show_type
-
-        return show_type(self)
+        shape = f"[{', '.join(map(str, self.shape))}]" if self.shape else ""
+        steps = None if self.strides is None else ", ".join(map(str, self.strides)) + "," * (self.rank == 1)
+        return self.dtype.name + shape + ("" if steps is None else f" @ ({steps})")
 
 
 def contiguous_strides(shape: tuple[IntExpr, ...]) -> tuple[IntExpr, ...]:

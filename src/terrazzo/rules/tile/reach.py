@@ -15,7 +15,7 @@ from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Expr, IntExpr, Var, at_least
 from terrazzo.ir.node import Node, substitute
 from terrazzo.ir.plan import Agent, Order, Plan, Product, Reach
-from terrazzo.ir.show import show_expr
+from terrazzo.ir.show_expr import show_expr
 from terrazzo.rewrite.rule import rule
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.frames import framed, reductions

@@ -15,10 +15,10 @@ from typing import Any
 
 from terrazzo.ir import nest as n
 from terrazzo.ir.address import coefficient, flatten
-from terrazzo.ir.contraction import contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var
 from terrazzo.ir.node import Node, topological
+from terrazzo.ir.sites import sites
 from terrazzo.targets.terms import Scope, c_type, expression, index, term
 
 DEPTH = 128
@@ -48,54 +48,36 @@ def emit(kernel: l.Kernel, scope: Scope) -> list[str] | None:
 
 def _sites(kernel: l.Kernel) -> tuple[list[Site], list[l.Term], list[l.Store], Var, Var] | None:
     """The contractions, the other terms and the stores of a kernel that is one chain of loops, and the axes m and n."""
-    reductions: list[l.Reduce] = []
-    lets: list[l.Term] = []
-    stores: list[l.Store] = []
-    body: Sequence[n.Statement] = n.nest(kernel)
-    while body:
-        inner: Sequence[n.Statement] = ()
-        for s in body:
-            match s:
-                case n.Let():
-                    lets.append(s.term)
-                case n.Loop(kind="reduce") if all(isinstance(x, (n.Let, n.Accumulate)) for x in s.body):
-                    reductions += s.carried  # type: ignore[arg-type]
-                case n.Loop(kind="free"):
-                    inner = s.body
-                case l.Store():
-                    stores.append(s)
-                case _:
-                    return None
-        body = inner
-    products = [contraction(r) for r in reductions]
-    axes = [a for a in kernel.axes if isinstance(a.extent, int)]
-    if (
-        not products
-        or any(p is None or len(p.terms) > 1 for p in products)
-        or len(axes) != len(kernel.axes)
-        or reductions[0].dtype.name not in ("f32", "f64")
-    ):
+    found = sites(kernel)
+    if not (found.multiplies and found.one_chain and found.everywhere) or found.placed:
         return None
-    if any(
-        r.dtype is not reductions[0].dtype or not all(isinstance(a.extent, int) for a in r.axes) for r in reductions
-    ):
+    products = list(found.contractions.values())
+    kind = products[0].reduce.dtype
+    if kind.name not in ("f32", "f64") or any(len(p.terms) > 1 or p.reduce.dtype is not kind for p in products):
         return None
-    if any(isinstance(x, (l.Index, Loaded)) for p in products if p for x in topological(p.operands)):
+    every = (*kernel.axes, *(a for p in products for a in p.reduce.axes))
+    if not all(isinstance(a.extent, int) for a in every):
         return None
-    factors = [p.factors for p in products if p]
-    everywhere = frozenset(kernel.axes)
-    if any(s.free & everywhere != everywhere for s in stores):
-        return None
-    for column in sorted(axes, key=lambda a: -_stride(stores, a)):
-        pairs = [(a, b) if column not in a.free else (b, a) for a, b in factors]
-        if any(column in a.free or column not in b.free for a, b in pairs):
-            continue
-        rows = [a for a in axes if a is not column and all(a in x.free and a not in y.free for x, y in pairs)]
+    for column in sorted(kernel.axes, key=lambda a: -_stride(kernel.stores, a)):
+        rows = [a for a in kernel.axes if found.sides(a, column)]
         if rows:
             m = max(rows, key=_extent)
             if _extent(m) >= 2 and _extent(column) >= 4:
-                return [Site(r, a, b) for r, (a, b) in zip(reductions, pairs, strict=True)], lets, stores, m, column
+                pairs = found.sides(m, column) or []
+                made = [Site(p.reduce, a, b) for p, (a, b) in zip(products, pairs, strict=True)]
+                return made, *_rest(n.nest(kernel)), m, column
     return None
+
+
+def _rest(body: Sequence[n.Statement]) -> tuple[list[l.Term], list[l.Store]]:
+    """The terms outside of reductions, and the stores, of loops in one another."""
+    lets = [s.term for s in body if isinstance(s, n.Let)]
+    stores = [s for s in body if isinstance(s, l.Store)]
+    for s in body:
+        if isinstance(s, n.Loop) and s.kind == "free":
+            inner = _rest(s.body)
+            lets, stores = lets + inner[0], stores + inner[1]
+    return lets, stores
 
 
 def _stride(stores: Sequence[l.Store], axis: Var) -> int:
