@@ -97,10 +97,10 @@ def _along(x: l.Load | l.Store, axis: Any) -> bool:
 
 
 COPIED, UNEVEN, TRANSPOSED = 1.1, 2.0, 2.0
-"""How much longer a copy takes than the memory's rate says: 33.5 MB took 10.7 us on an H200, launch included. Where rows
-begin anywhere, elements come one by one, of which a thread asks for eight at once: an estimate. Where it reads along one
-dimension and writes along another, it was 6.6 to 7.6 with lanes along what is written (32 x 64 x 112 x 112 in bfloat16
-took 233 us); with lanes along what is read, which store 16 bytes each, half of a sector, it was not measured.
+"""How much longer a copy takes than the memory's rate says: 33.5 MB took 10.7 us on an H200, launch included. Where
+rows begin anywhere, elements come one by one, of which a thread asks for eight at once: an estimate. Where it reads
+along one dimension and writes along another, it was 6.6 to 7.6 with lanes along what is written (32 x 64 x 112 x 112 in
+bfloat16 took 233 us); with lanes along what is read, which store 16 bytes each, half of a sector, it was not measured.
 """
 
 
