@@ -9,6 +9,7 @@ more arithmetic and less traffic, so both ways have a price; and what is too lar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from terrazzo.ir.contraction import contraction, operand
@@ -44,8 +45,8 @@ def products_again(
     gone: set[l.Kernel] = set()
     made: dict[l.Kernel, l.Kernel] = {}
     for maker in kernels:
-        group = _group(maker, kernels, kept) if maker not in gone else None
-        if group is None:
+        group = _group(maker, kernels, kept)
+        if group is None or any(s in gone or s in made for s in chain(*group)):  # a chain is of two products
             continue
         makers, readers = group
         new = [_whole(reader, makers) for reader in readers]
