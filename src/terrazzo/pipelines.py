@@ -36,6 +36,7 @@ from terrazzo.rules.loop.fold import fold
 from terrazzo.rules.loop.fuse import fuse, seen_through
 from terrazzo.rules.loop.gradients import gradients
 from terrazzo.rules.loop.layout import store_as_read
+from terrazzo.rules.loop.lookups import store_lookups
 from terrazzo.rules.loop.narrow import narrow
 from terrazzo.rules.loop.online import online
 from terrazzo.rules.loop.parts import into_parts
@@ -106,6 +107,8 @@ PASSES = (
     Pass("fuse", "loop", "loop", "terms replace the buffers they were stored in, where that pays",
          lambda p, log, o, tried: fold(fuse(p, log, target(o.target).rates, o.materialize, _texts(o)), log)
          if o.fuse else p),
+    Pass("lookups", "loop", "loop", "operands of products that data says where to look up are stored first",
+         lambda p, log, o, tried: store_lookups(p, log, target(o.target).rates) if o.fuse else p),
     Pass("store_as_read", "loop", "loop", "buffers that are only read transposed, reshaped or converted are stored so",
          lambda p, log, o, tried: _images(store_as_read(narrow(p, log), log), log, o)),
     Pass("pass_views", "loop", "loop", "calls of PyTorch are given views of memory where they would be given copies",

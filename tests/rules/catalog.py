@@ -6,7 +6,7 @@ A rewrite that is recorded under a name that is not here fails `test_catalog`, s
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from terrazzo.hw.gpu import gpu
@@ -16,7 +16,7 @@ from terrazzo.ir.dialects import tile
 from terrazzo.ir.node import topological
 from terrazzo.rewrite.rule import Choice, Log
 from terrazzo.rules import tensor_to_loop
-from terrazzo.rules.loop import channels, fold, fuse, layout, narrow, parts, relax
+from terrazzo.rules.loop import channels, fold, fuse, layout, lookups, narrow, parts, relax
 from terrazzo.rules.loop.cost import Rates
 from terrazzo.rules.loop_to_tile import apart, choose, collapse, few_rows, packed, reductions
 from terrazzo.rules.loop_to_tile import split as splitting
@@ -24,8 +24,11 @@ from terrazzo.rules.tensor_to_loop.lift import lift
 from terrazzo.rules.tile_to_kernel import lower as deriving
 from terrazzo.rules.torch_to_tensor import RULES as LOWERINGS
 from terrazzo.rules.torch_to_tensor import lower as lowering
+from terrazzo.targets import target
 
 GPU = gpu("sm_80")
+LAUNCHED = replace(target("sm_80").rates, launch=0.0)
+"""Rates of a GPU on which a further kernel costs nothing, so that small examples are worth one."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,7 @@ CATALOG: dict[str, Rewrite] = {
     "fuse:merge": of(fuse._Fusion.merges, fusion("merges")),
     "fuse:fold_indices": of(fold.fold_indices, kernels(lambda k: (fold.fold_indices(k),))),
     "fuse:recompute": of(fold.fold, lambda p: fold.fold(p, Log())),
+    "lookups:store_lookups": of(lookups.store_lookups, lambda p: lookups.store_lookups(p, Log(), LAUNCHED)),
     "store_as_read:narrow": of(narrow.narrow, lambda p: narrow.narrow(p, Log())),
     "store_as_read:merge_dimensions": of(layout.store_as_read, lambda p: layout.store_as_read(p, Log())),
     "parts:into_parts": of(parts.into_parts, lambda p: parts.into_parts(p, Log(), 3, lambda old, new: "")),

@@ -25,7 +25,7 @@ from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects import tile
 from terrazzo.ir.program import Program
 from terrazzo.ir.text import parse, show
-from terrazzo.ir.types import bf16, f32
+from terrazzo.ir.types import bf16, f32, i64
 from terrazzo.ir.verify import verify
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
@@ -117,9 +117,14 @@ def seasoned(program: Program) -> Program:
     more = (quotient, narrow, merged, largest, batched, weighted, columns, numbers, channels, rows)
     other = t.index_map(table, (4, 3, 9), (i[0], i[2])), t.index_map(table, (4, 3, 9), (3 - i[1], i[2]))
     both = t.apply("mul", t.apply("tanh", rows), t.reduce("sum", t.apply("mul", *other), [2]))  # of two products
+    i = t.coordinates((6, 3, 9))
+    place = t.loaded(t.cast(t.scan("sum", t.iota((6,), 0), 0), i64), (i[0],), 4)  # all are the first
+    found = t.index_map(table, (6, 3, 9), (place, i[2])), t.index_map(table, (6, 3, 9), (i[1], i[2]))
+    looked_up = t.reduce("sum", t.apply("mul", *found), [2])  # a product of rows that data says where to find
     more = (
         *more,
         both,
+        looked_up,
         t.literal(2.0, f32, (3,)),
         *moments(t.scan("sum", t.cast(t.iota((7, 8), t.coordinates((7, 8))[1]), f32), 0)),
     )

@@ -15,7 +15,8 @@ from terrazzo.ir import nest as n
 from terrazzo.ir.contraction import contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
-from terrazzo.ir.expr import IntExpr, bounds
+from terrazzo.ir.expr import IntExpr, Loaded, bounds
+from terrazzo.ir.node import topological
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def cost(kernel: l.Kernel, rates: Rates) -> float:
     """Nanoseconds, by the model."""
     reductions = [x for x in kernel.terms if isinstance(x, l.Reduce | l.Scan)]
     steps = {r.axes if isinstance(r, l.Reduce) else () for r in reductions}  # products over other steps are not blocked
-    blocked = all(map(_contracts, reductions)) and len(steps) < 2
+    blocked = all(map(_contracts, reductions)) and len(steps) < 2 and not any(looked_up(r.args) for r in reductions)
     bill = _Bill(rates, rates.fma if blocked else rates.mixed)
     bill.walk(n.nest(kernel), 1)
     traffic = sum(min(count, _count(b.type.numel)) * b.type.dtype.size for b, count in bill.touched.items())
@@ -56,7 +57,8 @@ def cost(kernel: l.Kernel, rates: Rates) -> float:
 
 def on_matrix(r: Any, rates: Rates) -> bool:
     """Whether a reduction is a contraction that matrix instructions can compute: of plain loads of their types, each
-    with a free axis of its own. Who computes an operand, or converts it to such a type, on the way takes that away.
+    with a free axis of its own. Who computes an operand on the way, converts it to such a type, or looks up where it
+    is, takes that away.
     """
     if not isinstance(r, l.Reduce) or (c := contraction(r)) is None or r.dtype.name != "f32":
         return False
@@ -64,7 +66,12 @@ def on_matrix(r: Any, rates: Rates) -> bool:
     one, other = (f.free - frozenset(r.axes) for f in c.factors)
     wide = all(any(getattr(x, "extent", 2) != 1 for x in own) for own in (one - other, other - one))
     types = {x.dtype for x in c.operands}  # type: ignore[attr-defined]
-    return plain and wide and len(types) == 1 and types.pop().name in rates.matrix
+    return plain and wide and not looked_up(c.operands) and len(types) == 1 and types.pop().name in rates.matrix
+
+
+def looked_up(terms: Sequence[Any]) -> bool:
+    """Whether data says where something that terms are made of is."""
+    return any(isinstance(x, Loaded) for x in topological(terms))
 
 
 def _padded(x: l.Load) -> bool:

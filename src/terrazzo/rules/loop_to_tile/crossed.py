@@ -76,16 +76,19 @@ def crossed(kernel: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule] | None:
 
 def _along(loads: Sequence[l.Load], across: Any, axes: Sequence[Any]) -> Any:
     """The axis along which most is read, where that is no small part of what is read along the stores' axis."""
-    read = {a: sum(x.dtype.size for x in loads if a in x.free and step(x, a) == 1) for a in axes}
+    read = {a: sum(_bytes(x) for x in loads if a in x.free and step(x, a) == 1) for a in axes}
     best = max((a for a in axes if a is not across), key=lambda a: (read[a], size_of(a)))
     return best if 2 * read[best] >= read[across] and read[best] > 0 else None
 
 
+def _bytes(x: l.Load) -> int:
+    """What a load reads, each point once."""
+    return x.dtype.size * math.prod(map(size_of, x.free))
+
+
 def _run(loads: Sequence[l.Load], along: Any, axes: Sequence[Any]) -> list[Any]:
     """Axes that memory runs through one after the other in what is read along this one, outermost first."""
-    x = max(
-        (x for x in loads if along in x.free and step(x, along) == 1), key=lambda x: math.prod(map(size_of, x.free))
-    )
+    x = max((x for x in loads if along in x.free and step(x, along) == 1), key=_bytes)
     found = [along]
     while (far := math.prod(map(size_of, found))) and (
         more := next((a for a in axes if a not in found and a in x.free and step(x, a) == far), None)

@@ -358,7 +358,8 @@ def _lines(x: Any, lanes: tuple[tuple[Any, int, int], ...], width: int) -> int:
     try:
         offset = evaluate(_offset(x), env)
     except UserError:
-        return SCATTERED if any(isinstance(y, l.Load) for y in topological([e for e in x.index if isinstance(e, Node)])) else NEAR
+        indices = topological([e for e in x.index if isinstance(e, Node)])
+        return SCATTERED if any(isinstance(y, l.Load) for y in indices) else NEAR
     size = x.buffer.type.dtype.size
     begins = np.broadcast_to(offset, (WARP,)) * size
     return len({*(begins // LINE).tolist(), *((begins + size * width - 1) // LINE).tolist()})

@@ -1,0 +1,109 @@
+"""Operands of products that are looked up at places that data says are stored first: tiles of operands lie in memory,
+where it is known before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from terrazzo.ir.contraction import contraction
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import Var
+from terrazzo.ir.node import substitute, topological, transform
+from terrazzo.ir.types import Type
+from terrazzo.rewrite.rule import Event, Log
+from terrazzo.rules.loop.cost import Rates, cost, looked_up
+
+PASS = "lookups"
+RULE = "store_lookups"
+
+
+def store_lookups(program: l.Program, log: Log, rates: Rates) -> l.Program:
+    """`program` with what factors of products look up stored before, once for all that look it up, where that is
+    cheaper.
+
+    @loop
+    def f(t: bf16[40, 16], i: i64[48], w: bf16[32, 16]):
+        with kernel('z', z=f32[48, 32]):
+            for a0 in free(48):
+                in0 = i[a0]
+                for a1 in free(32):
+                    for r0 in reduce(16):
+                        in1 = t[at(in0, 40), r0]
+                        v0 = f32(in1)
+                        in2 = w[a1, r0]
+                        v1 = f32(in2)
+                        v2 = mul(v0, v1)
+                        acc0 <- sum(v2)
+                    z[a0, a1] = acc0
+        return (z,)
+    =>
+    @loop
+    def f(t: bf16[40, 16], i: i64[48], w: bf16[32, 16]):
+        with kernel('z_t', z_t=bf16[48, 16]):
+            for a0 in free(48):
+                in0 = i[a0]
+                for a1 in free(16):
+                    in1 = t[at(in0, 40), a1]
+                    z_t[a0, a1] = in1
+        with kernel('z', z=f32[48, 32]):
+            for a0 in free(48):
+                for a1 in free(32):
+                    for r0 in reduce(16):
+                        in0 = z_t[a0, r0]
+                        v0 = f32(in0)
+                        in1 = w[a1, r0]
+                        v1 = f32(in1)
+                        v2 = mul(v0, v1)
+                        acc0 <- sum(v2)
+                    z[a0, a1] = acc0
+        return (z,)
+    """
+    if not rates.matrix:  # who looks up on a processor finds it as fast as anything
+        return program
+    steps: list[l.Kernel | l.Call] = []
+    known: dict[Any, l.Buffer] = {}
+    names = {b.name for s in program.steps for b in s.writes} | {b.name for b in program.inputs}
+    for s in program.steps:
+        if isinstance(s, l.Kernel) and (found := _stored(s, known, names)) is not None:
+            *made, whole = found
+            apart, inlined = sum(cost(k, rates) for k in found), cost(s, rates)
+            prices = f"{inlined / 1000:.1f} us looked up on the way, {apart / 1000:.1f} us stored first"
+            log.add(Event(PASS, RULE, s.name, apart < inlined, prices))
+            if apart < inlined:
+                log.applied(PASS, RULE, s.name, [s], [*made, whole])
+                known |= {k.stores[0].value: k.stores[0].buffer for k in made}
+                names |= {k.name for k in made}
+                steps += made
+                s = whole
+        steps.append(s)
+    return l.Program(program.name, program.inputs, tuple(steps), program.results)
+
+
+def _stored(kernel: l.Kernel, known: dict[Any, l.Buffer], names: set[str]) -> tuple[l.Kernel, ...] | None:
+    """Kernels that store what factors in a kernel look up, but for what is `known` to be stored, and the kernel that
+    reads it. None where nothing is looked up, or a name is taken.
+    """
+    taken: dict[Any, Any] = {}
+    made: list[l.Kernel] = []
+    for r in topological(kernel.stores):
+        c = contraction(r) if isinstance(r, l.Reduce) else None
+        for x in c.operands if c is not None else ():
+            if not isinstance(x, l.Load) or not looked_up([x]) or x in taken:
+                continue
+            walked = [a for a in (*kernel.axes, *r.axes) if a in x.free]  # type: ignore[attr-defined]
+            axes = tuple(Var(f"a{d}", a.extent) for d, a in enumerate(walked))
+            value = substitute(x, dict(zip(walked, axes, strict=True)))
+            name = f"{kernel.name}_{x.buffer.name}"
+            if value not in known:
+                if name in names or name in [k.name for k in made]:
+                    return None
+                place = l.Buffer(name, Type(x.dtype, tuple(a.extent for a in axes)))
+                made.append(l.Kernel(name, axes, (l.Store(place, axes, value),), kernel.source))
+            else:
+                place = known[value]
+            taken[x] = l.Load.make(place, tuple(walked), ())
+    if not taken:
+        return None
+    stores = tuple(transform(s, lambda x: taken.get(x, x)) for s in kernel.stores)
+    return *made, l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
