@@ -71,16 +71,16 @@ def _array(x: torch.Tensor) -> Any:
 
 
 ODD = {
-    "bfloat16": (torch.bfloat16, (31, 1301), (1301, 24)),
     "float32": (torch.float32, (31, 1301), (1301, 24)),
+    "bfloat16": (torch.bfloat16, (70, 1301), (1301, 21)),
 }
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_odd_steps_on_cuda_cores_are_shared_too(name: str) -> None:
+def test_odd_steps_are_shared_too(name: str) -> None:
     dtype, *shapes = ODD[name]
     done = chosen(torch.matmul, *shapes, dtype=dtype)
-    assert len(done.at("tile").schedules) == 2 and blocks(done) > 8
+    assert any(e.rule == "split" for e in done.log.events) and len(done.loop.steps) >= 2
     torch.manual_seed(0)
     args = [torch.randn(s).to(dtype) for s in shapes]
     given = {b.name: _array(x) for b, x in zip(done.loop.inputs, args, strict=True)}
@@ -91,7 +91,7 @@ def test_odd_steps_on_cuda_cores_are_shared_too(name: str) -> None:
 
 
 def test_steps_of_odd_rows_are_shared_after_copies() -> None:
-    done = chosen(torch.matmul, (260, 8003), (8003, 250))
+    done = chosen(torch.matmul, (600, 8003), (8003, 500))
     assert [len(accumulators(x)) for x in done.loop.steps] == [0, 0, 1, 1]
     assert "wgmma" in str(done.at("tile").schedules[2][1])
 

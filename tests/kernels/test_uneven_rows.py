@@ -1,5 +1,5 @@
-"""Results whose rows begin anywhere, which TMA takes away in no boxes: they gather in shared memory all the same, and
-threads carry whole rows of them off.
+"""Rows that begin anywhere, which TMA moves in no boxes: results gather in shared memory all the same, and threads
+carry whole rows of them off; operands come in pieces of as many elements as lie together.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from tests.hw.sass import sass
+from tests.kernels.test_filled import chosen
 
 from terrazzo.hw.gpu import gpu
 from terrazzo.interp import kernel as simulator
@@ -20,7 +22,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.sites import product
 from terrazzo.ir.text import parse
-from terrazzo.rules.loop_to_tile import warpgroups
+from terrazzo.rules.loop_to_tile import products, warpgroups
 from terrazzo.rules.tile_to_kernel.lower import derived
 from terrazzo.targets.cuda.check import check
 
@@ -72,6 +74,45 @@ def test_rows_of_results_leave_shared_memory(shape: tuple[int, int, int], tile: 
         (simulator.run, whole, {"seed": 3}), (loop.run, program, {})
     ))  # fmt: skip
     assert np.abs(found - exact).max() <= 2**-8 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize(
+    ("shape", "by"),
+    [((70, 21, 131), "ld"), ((70, 22, 130), "cp.async"), ((33, 20, 132), "cp.async"), ((9, 77, 65), "ld")],
+)
+def test_operands_come_in_pieces(shape: tuple[int, int, int], by: str) -> None:
+    m, n, depth = shape
+    program = parse(f"""@loop
+def f(x: f16[{m}, {depth}], w: f16[{depth}, {n}]):
+    with kernel('y', y=f16[{m}, {n}]):
+        for a0 in free({m}):
+            for a1 in free({n}):
+                for r0 in reduce({depth}):
+                    acc0 <- sum(mul(f32(x[a0, r0]), f32(w[r0, a1])))
+                y[a0, a1] = f16(acc0)
+    return (y,)
+""")
+    p = product(program.steps[0])
+    assert p is not None
+    rng = np.random.default_rng(0)
+    given = {b.name: rng.standard_normal(b.type.static_shape).astype(np.float16) for b in program.inputs}
+    (exact,) = loop.run(program, given)
+    for plan in [x for x in products.plans(p, H200) if x.pieces == 1][:3]:
+        assert plan.instruction and plan.by == by
+        kernel = derived(p.kernel, products.schedule(p, plan, H200), H200)
+        assert isinstance(kernel, k.Kernel)
+        whole = k.Program("f", program.inputs, (kernel,), program.results)
+        check(whole, H200)
+        (found,) = simulator.run(whole, given, seed=3)
+        off = np.abs(np.asarray(found, np.float64) - np.asarray(exact, np.float64)).max()
+        assert off <= 2**-10 * np.abs(np.asarray(exact, np.float64)).max()
+
+
+def test_few_columns_of_odd_rows_are_copied_nowhere() -> None:
+    """To copy 2938 x 4343 numbers takes longer than to multiply them by 53 columns."""
+    done = chosen(torch.matmul, (2938, 4343), (4343, 53))
+    schedule = str(done.at("tile").schedules[0][1])
+    assert "mma.m16n8k16" in schedule and 'smem(by="ld"' in schedule and len(done.loop.steps) == 2
 
 
 def test_neighbours_are_stored_one_after_the_other(tmp_path: Path) -> None:

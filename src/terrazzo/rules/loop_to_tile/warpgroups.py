@@ -179,12 +179,6 @@ def steps(p: Product, tile: Tile) -> tuple[int, int]:
     return math.prod(a.extent for a in outer), ceil(last.extent, tile.k)
 
 
-def touched(x: Any, p: Product) -> int:
-    """Elements of an operand that a product reads, each once, however many of its axes the operand misses."""
-    found: int = math.prod(a.extent for a in (*p.kernel.axes, *p.axes) if a in x.free)
-    return found
-
-
 def promotes(p: Product) -> bool:
     """Whether sums of steps are added up on CUDA cores: where there are several terms, someone wants to be exact."""
     return any(len(c.terms) > 1 for c in p.sites)
@@ -293,7 +287,7 @@ def _time(p: Product, tile: Tile, pieces: int, gpu: Gpu) -> float:
         slots=_slots(p, tile, gpu),
         results=4 * count if pieces > 1 else sum(s.buffer.type.dtype.size for s in p.kernel.stores),
         rate={"tma": has.gathered, "ld": has.rows, "": has.direct}[leaves(p, tile) if pieces == 1 else ""],
-        least=2 * (sum(touched(x, p) for x in p.operands) + batch * p.m.extent * p.n.extent),
+        least=2 * (sum(map(p.touched, p.operands)) + batch * p.m.extent * p.n.extent),
         extra=PROMOTION * len(set(p.sites[0].scales)) if promotes(p) and tile.groups == 1 else 0.0,
         depth=tile.k,
     )  # fmt: skip

@@ -260,7 +260,6 @@ class Gather:
         ]
         self.builder.loops([(i, True)], lambda: self.builder.where([total - 1 - p, *ends], move))
 
-
     def whole(self, tile: _Tile, vector: int) -> bool:
         """Whether so many columns lie together in global memory, all of them inside the tensor or none."""
         row, q, j = Var("$r", tile.height), Var("$q", 2), Var("$j", vector)
