@@ -11,7 +11,7 @@ from terrazzo.hw import mma_sync
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.address import coefficient, divides, flatten
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import FloorDiv, Mod
+from terrazzo.ir.expr import Expr, FloorDiv, Mod
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
 from terrazzo.ir.sites import Product, called, loads
@@ -203,7 +203,8 @@ def _unaligned(x: Node, p: Product) -> str:
     offset = flatten(x.index, x.buffer.type.element_strides)
     if not any(coefficient(offset, a) == 1 for a in (*p.axes, p.m, p.n) if a in x.free):
         return f"{x.buffer.name} is contiguous along no axis of the product"
-    if vector(x, p) < WIDEST // x.dtype.size and any(isinstance(e, FloorDiv | Mod) for e in topological([*x.index])):
+    digits = any(isinstance(e, FloorDiv | Mod) for e in topological([e for e in x.index if isinstance(e, Expr)]))
+    if vector(x, p) < WIDEST // x.dtype.size and digits:
         return f"rows of {x.buffer.name} do not begin at multiples of {WIDEST} bytes"
     return ""
 

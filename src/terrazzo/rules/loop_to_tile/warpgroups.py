@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from terrazzo.hw import tma
-from terrazzo.hw.gpu import Gpu
+from terrazzo.hw.gpu import Gpu, Warpgroups
 from terrazzo.hw.products import missing
 from terrazzo.hw.wgmma import INSTRUCTIONS, WarpgroupInstruction
 from terrazzo.ir.address import coefficient, flatten
@@ -33,7 +33,7 @@ LEAST = 16
 """Bytes of a row of a box, and columns of results that leave in boxes, at least."""
 COLUMNS = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
 """Columns of the instructions that are tried."""
-SLOTS = 8
+SLOTS = 12
 """Of a ring, at most."""
 RESULTS = 2
 """Subtiles of results on their way."""
@@ -286,7 +286,7 @@ def _time(p: Product, tile: Tile, pieces: int, gpu: Gpu) -> float:
         held=_bytes(p, tile),
         slots=_slots(p, tile, gpu),
         results=4 * count if pieces > 1 else sum(s.buffer.type.dtype.size for s in p.kernel.stores),
-        rate={"tma": has.gathered, "ld": has.rows, "": has.direct}[leaves(p, tile) if pieces == 1 else ""],
+        rate=_rate(p, tile, has) if pieces == 1 else has.direct,
         least=2 * (sum(map(p.touched, p.operands)) + batch * p.m.extent * p.n.extent),
         extra=PROMOTION * len(set(p.sites[0].scales)) if promotes(p) and tile.groups == 1 else 0.0,
         depth=tile.k,
@@ -373,6 +373,12 @@ def _results(p: Product, t: Tile, by: str) -> Sequence[Site]:
         )
         for b in dict.fromkeys(p.kernel.writes)
     ]
+
+
+def _rate(p: Product, t: Tile, has: Warpgroups) -> float:
+    """Bytes of results in a nanosecond. Registers are stored one by one, whatever their size."""
+    narrow = min(s.buffer.type.dtype.size for s in p.kernel.stores) / 4
+    return {"tma": has.gathered, "ld": has.rows, "": has.direct * min(narrow, 1.0)}[leaves(p, t)]
 
 
 def leaves(p: Product, t: Tile) -> str:
