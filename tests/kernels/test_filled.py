@@ -168,6 +168,20 @@ def test_rows_of_shifted_windows_are_copied_first() -> None:
     assert "wgmma" in str(done.at("tile").schedules[1])
 
 
+def picked(x: Any, i: Any, w: Any) -> Any:
+    return x[i] @ w
+
+
+def test_rows_that_data_picks_are_copied_first() -> None:
+    """No product would know where to find them, and every one of 1024 columns would look them up again."""
+    given = [torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((8192, 1024), (1024, 1024))]
+    i = torch.empty(4096, dtype=torch.int64, device="meta")
+    program = capture(picked, (given[0], i, given[1]), {}).program
+    done = lowering(program, Options(target="sm_90a", libraries="never"))
+    assert [len(accumulators(x)) for x in done.loop.steps] == [0, 1]
+    assert "reg(8)" in str(done.at("tile").schedules[0][1]) and "wgmma" in str(done.at("tile").schedules[1][1])
+
+
 def gradient(x: Any, y: Any) -> Any:
     """Of a weight after attention."""
     c = x.shape[1] * x.shape[3]

@@ -25,7 +25,7 @@ from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects import tile
 from terrazzo.ir.program import Program
 from terrazzo.ir.text import parse, show
-from terrazzo.ir.types import bf16, f32
+from terrazzo.ir.types import bf16, f32, i64
 from terrazzo.ir.verify import verify
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
@@ -116,10 +116,15 @@ def seasoned(program: Program) -> Program:
     rows = t.reduce("sum", t.apply("mul", *taken), [2])  # a product of rows that begin at no multiples of 16 bytes
     more = (quotient, narrow, merged, largest, batched, weighted, columns, numbers, channels, rows)
     other = t.index_map(table, (4, 3, 9), (i[0], i[2])), t.index_map(table, (4, 3, 9), (3 - i[1], i[2]))
+    i = t.coordinates((3, 8, 9))
+    which = t.loaded(t.cast(t.index_map(table, (3,), (i[0], 0)), i64), (i[0],), 4)
+    picked = t.index_map(table, (3, 8, 9), (which, i[2])), t.index_map(table, (3, 8, 9), (i[1] % 4, i[2]))
+    gathered = t.reduce("sum", t.apply("mul", *picked), [2])  # a product of rows that data says the places of
     both = t.apply("mul", t.apply("tanh", rows), t.reduce("sum", t.apply("mul", *other), [2]))  # of two products
     more = (
         *more,
         both,
+        gathered,
         t.literal(2.0, f32, (3,)),
         *moments(t.scan("sum", t.cast(t.iota((7, 8), t.coordinates((7, 8))[1]), f32), 0)),
     )
