@@ -16,9 +16,10 @@ class Warpgroups:
     `rate` is that of the whole machine on 16-bit operands with the widest instruction; one of n columns has n / (n +
     `start`) of it. A step takes `step` besides, and a slab `latency` until it has come; `shared` is what a processor
     fetches from the cache at most, `cache` all of them together. Results leave a block at `gathered` through shared
-    memory and at `direct` from registers. A kernel takes `fill` until its first step, one of clusters `cluster` more,
-    and one of partial sums `part` more and `states` times as long for these as the cache would need. `flying` bytes
-    must be on their way in a processor for its share of the memory's rate.
+    memory in boxes, at `rows` where threads take them from there one by one, and at `direct` from registers. A kernel
+    takes `fill` until its first step, one of clusters `cluster` more, and one of partial sums `part` more and `states`
+    times as long for these as the cache would need. `flying` bytes must be on their way in a processor for its share of
+    the memory's rate.
     """
 
     rate: float
@@ -28,6 +29,7 @@ class Warpgroups:
     shared: float
     cache: float
     gathered: float
+    rows: float
     direct: float
     fill: float
     cluster: float
@@ -66,12 +68,12 @@ class Gpu:
 
 
 H200 = Warpgroups(
-    rate=830000, start=23.0, step=31.0, latency=1800.0, shared=144.0, cache=14000.0, gathered=53.0, direct=20.4,
-    fill=1000.0, cluster=1400.0, part=1350.0, states=3.9, flying=34000.0,
+    rate=830000, start=23.0, step=31.0, latency=1800.0, shared=144.0, cache=14000.0, gathered=53.0, rows=30.0,
+    direct=20.4, fill=1000.0, cluster=1400.0, part=1350.0, states=3.9, flying=34000.0,
 )  # fmt: skip
 """Fitted to the times of 490 schedules of 20 products (benchmarks/fits/h200-tiles.json), by how far they were off and
 by how much was lost where they chose: about 1 % of the best of these schedules. What is lost on other products was not
-measured.
+measured. `rows` is an estimate (results that left registers two bytes at a time did so at 8).
 """
 
 # Those of sm_90a were measured on an H200; the others are estimates from data sheets.

@@ -95,6 +95,11 @@ class Product:
     def operands(self) -> list[Node]:
         return list(dict.fromkeys(x for c in self.sites for x in c.operands))
 
+    def touched(self, operand: Node) -> int:
+        """Elements of an operand that are read, each once, however many of the axes it misses."""
+        found: int = math.prod(a.extent for a in (*self.kernel.axes, *self.axes) if a in operand.free)
+        return found
+
     def factors(self, c: Contraction) -> tuple[Node, Node]:
         """The factor of m, that of n."""
         a, b = c.factors

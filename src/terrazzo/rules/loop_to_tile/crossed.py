@@ -76,7 +76,7 @@ def crossed(kernel: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule] | None:
 
 def _along(loads: Sequence[l.Load], across: Any, axes: Sequence[Any]) -> Any:
     """The axis along which most is read, where that is no small part of what is read along the stores' axis."""
-    read = {a: sum(_bytes(x) for x in loads if a in x.free and step(x, a) == 1) for a in axes}
+    read = {a: sum(_bytes(x) for x in loads if {a, across} <= x.free and step(x, a) == 1) for a in axes}
     best = max((a for a in axes if a is not across), key=lambda a: (read[a], size_of(a)))
     return best if 2 * read[best] >= read[across] and read[best] > 0 else None
 

@@ -11,9 +11,11 @@ from terrazzo.hw import mma_sync
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.address import coefficient, divides, flatten
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.node import Node, substitute
+from terrazzo.ir.expr import Expr, FloorDiv, Mod
+from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
 from terrazzo.ir.sites import Product, called, loads
+from terrazzo.rules.access import WIDEST
 from terrazzo.rules.loop_to_tile.threads import ceil, grid
 from terrazzo.rules.tile.complete import Refused, complete
 
@@ -90,13 +92,14 @@ WITH_TMA = (
 @dataclass(frozen=True)
 class Plan:
     """A tile of a product, in so many pieces of k, on an instruction (None: CUDA cores), and the nanoseconds the model
-    gives it.
+    gives it. `by` is how operands come whose rows are no multiples of 16 bytes.
     """
 
     tile: Tile
     pieces: int
     instruction: str | None
     time: float
+    by: str = ""
 
     @property
     def unit(self) -> int:
@@ -115,13 +118,14 @@ def plans(p: Product, gpu: Gpu, cores: bool = False) -> list[Plan]:
     if any(len(c.terms) > 1 for c in p.sites):
         return []
     instruction = None if cores else instruction_for(p, gpu)[0]
-    tiles = (_ring(_shared(t, len(p.sites)), p, gpu) for t in _tiles(gpu, instruction))
+    by = _by(p, gpu) if instruction else ""
+    tiles = (_ring(_shared(t, len(p.sites)), p, gpu, by) for t in _tiles(gpu, instruction))
     size = 4 if instruction else p.sites[0].reduce.dtype.size
     found = [
-        _plan(p, gpu, t, s, instruction)
+        _plan(p, gpu, t, s, instruction, by)
         for t in tiles
         if t and (instruction or t.registers(len(p.sites), size) < 65536 // max(t.threads, 256))
-        for s in _pieces(p, t, gpu, instruction)
+        for s in _pieces(p, t, gpu, instruction, by)
     ]
     return sorted(found, key=lambda x: x.time)
 
@@ -138,17 +142,26 @@ def _shared(t: Tile, count: int) -> Tile | None:
     return replace(t, n=narrow) if narrow >= t.warps[1] * max(t.lanes[1], 8) else None
 
 
-def _ring(t: Tile | None, p: Product, gpu: Gpu) -> Tile | None:
-    """The tile with no more slabs than a block has shared memory for, padding included; None where there is no room for
-    two.
+def _ring(t: Tile | None, p: Product, gpu: Gpu, by: str = "") -> Tile | None:
+    """The tile with no more slabs than a block has shared memory for, padding included, two where they come through
+    registers; None where there is no room for two, or a thread for what it fetches.
     """
-    if t is None:
+    if t is None or (by == "ld" and sum(_fetched(x, p, t) for x in p.operands) > FETCHED * t.threads):
         return None
     step = sum(rows * t.k + 4 * max(rows, t.k) for rows in (t.m, *(t.n for _ in p.sites))) * max(
         _bytes(x) for x in p.operands
     )
-    ring = min(t.ring, gpu.shared // step)
+    ring = min(2 if by == "ld" else t.ring, gpu.shared // step)
     return replace(t, ring=ring) if ring > 1 else None
+
+
+FETCHED = 96
+"""Pieces of a step that a thread fetches at once, at most: each takes a register."""
+
+
+def _fetched(x: Node, p: Product, t: Tile) -> int:
+    """Pieces of an operand in a step, which threads move one by one."""
+    return (t.m if p.m in x.free else t.n) * t.k // vector(x, p)
 
 
 def _bytes(x: Node) -> int:
@@ -180,27 +193,45 @@ def instruction_for(p: Product, gpu: Gpu) -> tuple[str | None, str]:
 
 
 def _unaligned(x: Node, p: Product) -> str:
-    """Why an operand is no load whose rows are 16 bytes aligned: along k, m or n it is contiguous, and everything else
-    is a multiple of 8 elements.
+    """Why an operand is no load that threads bring in in pieces: along k, m or n it is contiguous, and where its place
+    follows from divisions, everything else is a multiple of 16 bytes. Only the end of a piece of k reads as zeros.
     """
     if not isinstance(x, l.Load):
         return f"{called(x)} is computed on its way, and instructions take what lies in memory"
-    if x.inside:
+    if any(p.m in e.free or p.n in e.free for e in x.inside if isinstance(e, Node)):
         return f"{x.buffer.name} is padded on its way, and instructions take what lies in memory"
     offset = flatten(x.index, x.buffer.type.element_strides)
-    inner = [a for a in (*p.axes, p.m, p.n) if a in x.free and coefficient(offset, a) == 1]
-    if not inner:
+    if not any(coefficient(offset, a) == 1 for a in (*p.axes, p.m, p.n) if a in x.free):
         return f"{x.buffer.name} is contiguous along no axis of the product"
-    if inner[0].extent % 8 or not divides(8, substitute(offset, {inner[0]: 0})):
-        return f"rows of {x.buffer.name} do not begin at multiples of 16 bytes"
+    digits = any(isinstance(e, FloorDiv | Mod) for e in topological([e for e in x.index if isinstance(e, Expr)]))
+    if vector(x, p) < WIDEST // x.dtype.size and digits:
+        return f"rows of {x.buffer.name} do not begin at multiples of {WIDEST} bytes"
     return ""
 
 
-def _pieces(p: Product, t: Tile, gpu: Gpu, instruction: str | None) -> Iterator[int]:
+def vector(x: Any, p: Product) -> int:
+    """Elements of an operand that lie together wherever a piece of them begins, of 16 bytes at most."""
+    offset = flatten(x.index, x.buffer.type.element_strides)
+    inner = next(a for a in (*p.axes, p.m, p.n) if a in x.free and coefficient(offset, a) == 1)
+    first = substitute(offset, {inner: 0})
+    return next(v for v in (8, 4, 2, 1) if v * x.dtype.size <= WIDEST and not inner.extent % v and divides(v, first))
+
+
+def _by(p: Product, gpu: Gpu) -> str:
+    """How operands of a matrix instruction come whose rows begin anywhere, or which end in zeros; nothing where they
+    may come in boxes.
+    """
+    pieces = min(vector(x, p) * _bytes(x) for x in p.operands)
+    if pieces == WIDEST and not any(x.inside for x in loads(p.kernel.stores[0].value) if x in p.operands):
+        return ""
+    return "cp.async" if pieces >= 4 and gpu.number >= 80 else "ld"
+
+
+def _pieces(p: Product, t: Tile, gpu: Gpu, instruction: str | None, by: str) -> Iterator[int]:
     """Into how many pieces k may be cut, while they are long and blocks not too many. The last is short only where
     plain loads end in 0.
     """
-    plain = instruction is None and all(isinstance(x, l.Load) for x in p.operands)
+    plain = (instruction is None or by != "") and all(isinstance(x, l.Load) for x in p.operands)
     steps, rest = divmod(p.axes[-1].extent, t.k)
     steps += plain and rest > 0
     blocks = _blocks(p, t)
@@ -226,13 +257,21 @@ STEP = {True: 700.0, False: 250.0}
 """Nanoseconds from asking for a slab to having it, on matrix instructions or not; a ring hides all but its share."""
 ALONE = {True: 0.25, False: 0.1}
 """Where an n-th of the blocks that fit share a processor, arithmetic is as fast as an n-th to this power."""
+WAVE = {True: 1400.0, False: 0.0}
+"""Nanoseconds in which blocks that come one after the other begin and end, and memory waits: on an H200 1024 products
+of 128 x 128 x 128 took 40.9 us where all else is 24, one wave of blocks of 16 x 64 took 9.2 and not 7.5.
+"""
+MOVING = {"cp.async": 9, "ld": 11}
+"""Instructions of a warp that move a piece to shared memory, with what says where and whether: counted in SASS."""
+ISSUED = 4
+"""Instructions that a processor begins in a clock."""
 IN_FLIGHT = 24 << 10
 """Bytes a processor must have on their way to use its share of the memory's rate."""
 
 
-def _plan(p: Product, gpu: Gpu, t: Tile, pieces: int, instruction: str | None) -> Plan:
+def _plan(p: Product, gpu: Gpu, t: Tile, pieces: int, instruction: str | None, by: str = "") -> Plan:
     """Time: the slowest of arithmetic (on the busiest processor), cache, memory and latency; a split pays for its
-    partial sums.
+    partial sums, and threads that move operands in pieces for each of these.
     """
     batch, depth = math.prod(a.extent for a in p.batch), math.prod(a.extent for a in p.axes)
     size = max(map(_bytes, p.operands))
@@ -253,21 +292,28 @@ def _plan(p: Product, gpu: Gpu, t: Tile, pieces: int, instruction: str | None) -
     rate = (gpu.tensor if kind else gpu.fma) / gpu.processors * t.rate * (together / resident) ** ALONE[kind]
     steps = depth // last * ceil(ceil(last, pieces), t.k)
     arithmetic = busiest * 2.0 * t.m * t.n * t.k * steps * count / rate
+    moved = sum(_fetched(x, p, t) for x in p.operands) / 32 * MOVING[by] if by else 0.0
+    issue = moved / (ISSUED * gpu.fma / gpu.processors / 256)
+    arithmetic += busiest * steps * issue
     flying = min(blocks / gpu.processors, resident) * (t.ring - 1) * slab
     traffic = batch * depth * size * (p.m.extent * ceil(p.n.extent, t.n) + p.n.extent * count * ceil(p.m.extent, t.m))
-    least = batch * depth * size * (p.m.extent + p.n.extent * count) / min(1.0, flying / IN_FLIGHT)
-    latency = STEP[kind] * (steps / (t.ring - 1) + 2) * ceil(busiest, resident)
+    least = sum(_bytes(x) * p.touched(x) for x in p.operands) / min(1.0, flying / IN_FLIGHT)
+    wait = STEP[kind] + (issue if by == "ld" else 0.0)  # what threads wait for goes to shared memory then
+    latency = wait * (steps / (t.ring - 1) + 2) * ceil(busiest, resident)
     stored = sum(math.prod(b.type.static_shape) * b.type.dtype.size for b in p.kernel.writes)
     time = max(arithmetic, traffic / gpu.cache, least / gpu.memory, latency) + 0.75 * stored / gpu.memory + gpu.launch
+    time += WAVE[kind] * ceil(busiest, resident)
     if pieces > 1:
         time += gpu.launch + 2.5 * pieces * batch * p.m.extent * p.n.extent * count * 4 / gpu.cache
-    return Plan(t, pieces, instruction, time)
+    return Plan(t, pieces, instruction, time, by)
 
 
 def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
     """The bindings of a plan that is in one piece; operands come by TMA where the machine has it and their shape allows
     it.
     """
+    if plan.by:
+        return _schedule(p, plan, gpu, plan.by)
     if plan.instruction and gpu.number >= 90:
         boxes = _schedule(p, plan, gpu, "tma")
         if not isinstance(complete(p.kernel, boxes, gpu)[0], Refused):

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from terrazzo.hw import tma
-from terrazzo.hw.gpu import Gpu
+from terrazzo.hw.gpu import Gpu, Warpgroups
 from terrazzo.hw.products import missing
 from terrazzo.hw.wgmma import INSTRUCTIONS, WarpgroupInstruction
 from terrazzo.ir.address import coefficient, flatten
@@ -33,7 +33,7 @@ LEAST = 16
 """Bytes of a row of a box, and columns of results that leave in boxes, at least."""
 COLUMNS = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
 """Columns of the instructions that are tried."""
-SLOTS = 8
+SLOTS = 12
 """Of a ring, at most."""
 RESULTS = 2
 """Subtiles of results on their way."""
@@ -179,12 +179,6 @@ def steps(p: Product, tile: Tile) -> tuple[int, int]:
     return math.prod(a.extent for a in outer), ceil(last.extent, tile.k)
 
 
-def touched(x: Any, p: Product) -> int:
-    """Elements of an operand that a product reads, each once, however many of its axes the operand misses."""
-    found: int = math.prod(a.extent for a in (*p.kernel.axes, *p.axes) if a in x.free)
-    return found
-
-
 def promotes(p: Product) -> bool:
     """Whether sums of steps are added up on CUDA cores: where there are several terms, someone wants to be exact."""
     return any(len(c.terms) > 1 for c in p.sites)
@@ -292,8 +286,8 @@ def _time(p: Product, tile: Tile, pieces: int, gpu: Gpu) -> float:
         held=_bytes(p, tile),
         slots=_slots(p, tile, gpu),
         results=4 * count if pieces > 1 else sum(s.buffer.type.dtype.size for s in p.kernel.stores),
-        rate=has.gathered if pieces == 1 and gathers(p, tile) else has.direct,
-        least=2 * (sum(touched(x, p) for x in p.operands) + batch * p.m.extent * p.n.extent),
+        rate=_rate(p, tile, has) if pieces == 1 else has.direct,
+        least=2 * (sum(map(p.touched, p.operands)) + batch * p.m.extent * p.n.extent),
         extra=PROMOTION * len(set(p.sites[0].scales)) if promotes(p) and tile.groups == 1 else 0.0,
         depth=tile.k,
     )  # fmt: skip
@@ -304,7 +298,7 @@ def _time(p: Product, tile: Tile, pieces: int, gpu: Gpu) -> float:
 
 
 def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
-    """The bindings of a plan in one piece. Results gather in shared memory where they are boxes."""
+    """The bindings of a plan in one piece. Results of 16 bits gather in shared memory."""
     t = plan.tile
     tiles = {a: ceil(a.extent, t.covered(a)) for a in (p.m, p.n)}
     lines: list[tuple[str, Any]] = [(a.name, grid(a.extent)) for a in p.batch]
@@ -338,7 +332,7 @@ def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
     return Schedule(
         p.kernel.name, gpu.arch, tuple(lines), (),
         (("persistent", (blocks,), order), ("roles", (), roles)),
-        (site, *_results(p, t, gathers(p, t))),
+        (site, *_results(p, t, leaves(p, t))),
     )  # fmt: skip
 
 
@@ -364,9 +358,9 @@ def _width(t: Tile) -> int:
     return min(t.n & -t.n, 64)
 
 
-def _results(p: Product, t: Tile, gathered: bool) -> Sequence[Site]:
+def _results(p: Product, t: Tile, by: str) -> Sequence[Site]:
     """How stores see the tile."""
-    if not gathered:
+    if not by:
         stores = tuple(dict.fromkeys(b.name for b in p.kernel.writes))
         return (Site(stores, tuple((a.name, Like(p.names[0])) for a in (p.m, p.n))),)
     width = _width(t)
@@ -375,20 +369,28 @@ def _results(p: Product, t: Tile, gathered: bool) -> Sequence[Site]:
         Site(
             (b.name,),
             ((t.columns.name, (time, Factor("block", width))),),
-            ((b.name, Operand("smem", (("by", "tma"), ("swizzle", 2 * width)))),),
+            ((b.name, Operand("smem", (("by", by), ("swizzle", 2 * width)))),),
         )
         for b in dict.fromkeys(p.kernel.writes)
     ]
 
 
-def gathers(p: Product, t: Tile) -> bool:
-    """Whether results are boxes of 16-bit tensors, as TMA takes them."""
-    return t.n >= LEAST and all(_is_box(s, t.rows, t.m, t.columns, _width(t)) for s in p.kernel.stores)
+def _rate(p: Product, t: Tile, has: Warpgroups) -> float:
+    """Bytes of results in a nanosecond. Registers are stored one by one, whatever their size."""
+    narrow = min(s.buffer.type.dtype.size for s in p.kernel.stores) / 4
+    return {"tma": has.gathered, "ld": has.rows, "": has.direct * min(narrow, 1.0)}[leaves(p, t)]
+
+
+def leaves(p: Product, t: Tile) -> str:
+    """How results of 16 bits leave shared memory: by TMA, where they are boxes, or by the threads, in whole rows, where
+    rows begin anywhere. Others, and those that run along the tile's rows, leave registers (nothing).
+    """
+    if t.n < LEAST or not all(_runs(s, t.columns) and s.buffer.type.dtype.size == 2 for s in p.kernel.stores):
+        return ""
+    return "tma" if all(_is_box(s, t.rows, t.m, t.columns, _width(t)) for s in p.kernel.stores) else "ld"
 
 
 @lru_cache(maxsize=4096)
 def _is_box(store: l.Store, rows: Any, m: int, columns: Any, width: int) -> bool:
     found = box(store, {rows: m, columns: width})
-    if isinstance(found, str) or not _runs(store, columns) or store.buffer.type.dtype.size != 2:
-        return False
-    return not tma.problem(found.place.tensor, found.sides, 0)
+    return not isinstance(found, str) and not tma.problem(found.place.tensor, found.sides, 0)

@@ -14,7 +14,7 @@ from terrazzo.ir import nest as n
 from terrazzo.ir.address import divides, unflatten
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import IntExpr, at_least
+from terrazzo.ir.expr import IntExpr, Var, at_least
 from terrazzo.ir.layout import Layout
 from terrazzo.ir.node import substitute
 from terrazzo.ir.plan import Result
@@ -233,10 +233,10 @@ class Gather:
         self.builder.add(k.Commit("bulk"))
 
     def copy(self, tile: _Tile, c: IntExpr) -> None:
-        """The threads of the team move rows of a subtile, 16 bytes at a time."""
+        """The threads of the team move rows of a subtile, 16 bytes at a time where these begin at multiples of 16."""
         width, height = tile.line.width, tile.height
         vector = WIDEST // tile.store.buffer.type.dtype.size
-        while width % vector or not divides(vector, tile.columns.axis.extent):
+        while width % vector or not self.whole(tile, vector):
             vector //= 2
         warps = self.bindings.warps if self.bindings.groups == 1 else WARPS_IN_A_GROUP
         threads = warps * k.WARP
@@ -259,6 +259,12 @@ class Gather:
             for part, x in zip((*tile.rows, tile.columns), tile.at(row, first + column), strict=True)
         ]
         self.builder.loops([(i, True)], lambda: self.builder.where([total - 1 - p, *ends], move))
+
+    def whole(self, tile: _Tile, vector: int) -> bool:
+        """Whether so many columns lie together in global memory, all of them inside the tensor or none."""
+        row, q, j = Var("$r", tile.height), Var("$q", 2), Var("$j", vector)
+        there = l.Load(tile.store.buffer, tile.index(tile.store.index, row, q * vector + j))
+        return divides(vector, tile.columns.axis.extent) and (vector == 1 or wide(there, j, vector))
 
 
 @dataclass(frozen=True)
