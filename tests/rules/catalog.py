@@ -123,7 +123,6 @@ CATALOG: dict[str, Rewrite] = {
     "schedule:merge_axes": of(collapse.merge_axes, kernels(lambda k: (collapse.merge_axes(k, k.axes),))),
     "schedule:packed": of(packed.packed, kernels(packed.packed)),
     "schedule:stored_first": of(packed.stored_first, kernels(packed.stored_first)),
-    "schedule:gathered_first": of(packed.gathered_first, kernels(packed.gathered_first)),
     "schedule:products_apart": of(apart.products_apart, kernels(apart.products_apart)),
     "schedule:padded": of(packed.padded, kernels(packed.padded)),
     "schedule:split": of(splitting.split, kernels(split)),

@@ -16,7 +16,6 @@ from terrazzo.rules.loop_to_tile.apart import products_apart
 from terrazzo.rules.loop_to_tile.candidate import Candidate, Chosen, Rewrite, joined
 from terrazzo.rules.loop_to_tile.collapse import digits_apart, flat_reductions, merge_product_axes
 from terrazzo.rules.loop_to_tile.crossed import points
-from terrazzo.rules.loop_to_tile.packed import gathered_first
 from terrazzo.rules.loop_to_tile.pieces import in_pieces, meeting, partial_states, together
 from terrazzo.rules.loop_to_tile.product_candidates import after_stores, best, copied, in_boxes, in_tiles
 from terrazzo.rules.loop_to_tile.split import moments, reduced_first, split_moments
@@ -30,10 +29,6 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> It
     apart = digits_apart(kernel)
     if product(kernel) is None and product(apart) is not None:  # an axis of which both factors know a part, as of heads
         yield from (x.after(("digits_apart", kernel, (apart,))) for x in candidates(apart, gpu, pinned))
-    *gathered, whole = gathered_first(kernel)
-    if product(kernel) is None and gathered and product(whole) is not None:
-        done = joined(next(candidates(x, gpu, pinned)) for x in (*gathered, whole))
-        yield done.after(("gathered_first", kernel, (*gathered, whole)))
     if (p := product(kernel)) is not None:
         yield from in_boxes(kernel, p, gpu, pinned)
         yield from after_stores(kernel, p, gpu, pinned)

@@ -5,14 +5,12 @@ that is summed over, or in rows that begin at multiples of 16 bytes; and stored,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from terrazzo.ir.address import coefficient, flatten, mentions
-from terrazzo.ir.contraction import contraction
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Loaded, Mod, Var, at_least
-from terrazzo.ir.nest import accumulators
+from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Mod, Var, at_least
 from terrazzo.ir.node import Node, substitute, topological, transform
 from terrazzo.ir.sites import called, loads, product
 from terrazzo.ir.types import Type, ordered_strides
@@ -112,90 +110,23 @@ def stored_first(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
         return (z,)
     """
     p = product(kernel)
-    if p is None:
-        return (kernel,)
-    axes = (*kernel.axes, *p.axes)
-    return _stored(kernel, axes, [x for x in p.operands if not _in_boxes(x, axes)])
-
-
-def gathered_first(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
-    """Kernels that store the factors of sums of products that data says the places of, or that are made of their place,
-    and `kernel`, which reads these: where it reads each of them often.
-
-    @loop
-    def f(x: f32[9, 16], i: i64[3], w: f32[16, 16]):
-        with kernel('z', z=f32[3, 16]):
-            for a0 in free(3):
-                in0 = i[a0]
-                for a1 in free(16):
-                    for r0 in reduce(16):
-                        in1 = x[at(in0, 9), r0]
-                        in2 = w[a1, r0]
-                        v0 = mul(in1, in2)
-                        acc0 <- sum(v0)
-                    z[a0, a1] = acc0
-        return (z,)
-    =>
-    @loop
-    def f(x: f32[9, 16], i: i64[3], w: f32[16, 16]):
-        with kernel('z_x', z_x=f32[3, 16] @ (16, 1)):
-            for a0 in free(48):
-                in0 = i[a0 // 16]
-                in1 = x[at(in0, 9), a0 % 16]
-                z_x[a0 // 16, a0 % 16] = in1
-        with kernel('z', z=f32[3, 16]):
-            for a0 in free(3):
-                for a1 in free(16):
-                    for r0 in reduce(16):
-                        in0 = z_x[a0, r0]
-                        in1 = w[a1, r0]
-                        v0 = mul(in0, in1)
-                        acc0 <- sum(v0)
-                    z[a0, a1] = acc0
-        return (z,)
-    """
-    sums = accumulators(kernel).values()
-    products = [c for r in sums if isinstance(r, l.Reduce) and (c := contraction(r)) is not None]
-    if not products or len(products) < len(sums) or any(c.reduce.axes != products[0].reduce.axes for c in products):
-        return (kernel,)
-    axes = (*kernel.axes, *products[0].reduce.axes)
-    if not all(isinstance(a.extent, int) and a.extent > 0 for a in axes):
-        return (kernel,)
-    factors = dict.fromkeys(x for c in products for x in c.operands)
-    data = [x for x in factors if any(isinstance(y, Loaded | l.Index) for y in topological([x]))]
-    often = [x for x in data if math.prod(a.extent for a in kernel.axes if a not in x.free) >= OFTEN]
-    return _stored(kernel, axes, often)
-
-
-OFTEN = 8
-"""How many results at least a factor is in that is stored first because it costs more to find than to read."""
-
-
-def _in_boxes(x: Node, axes: Sequence[Any]) -> bool:
-    """Whether TMA may bring an operand."""
-    if not isinstance(x, l.Load) or _digits_uneven(x):
-        return False
-    return not isinstance(box(x, {a: 1 for a in axes if a in x.free}), str)
-
-
-def _stored(kernel: l.Kernel, axes: Sequence[Any], operands: Sequence[Node]) -> tuple[l.Kernel, ...]:
-    """Kernels that store operands at every point of those of the axes that they know, and `kernel` with what these
-    store in their place.
-    """
     taken: dict[Node, l.Load] = {}
     made: list[l.Kernel] = []
-    for x in operands:
-        name = f"{kernel.name}_{x.buffer.name if isinstance(x, l.Load) else called(x)}"
+    for x in p.operands if p is not None else ():
+        walked = [a for a in (*kernel.axes, *p.axes) if a in x.free]  # type: ignore[union-attr]
+        if isinstance(x, l.Load) and not isinstance(box(x, dict.fromkeys(walked, 1)), str) and not _digits_uneven(x):
+            continue
+        name = f"{kernel.name}_{called(x)}"
         if name in [y.name for y in made]:
             return (kernel,)
-        walked = sorted((a for a in axes if a in x.free), key=lambda a: -_step(x, a))
+        walked.sort(key=lambda a: -_step(x, a))
         shape = tuple(a.extent for a in walked)
         room = WIDEST // x.dtype.size  # type: ignore[attr-defined]
         strides = ordered_strides(shape, range(len(shape)), room)
         place = l.Buffer(name, Type(x.dtype, shape, strides))  # type: ignore[attr-defined]
-        points = [Var(f"a{d}", n) for d, n in enumerate(shape)]
-        store = l.Store(place, tuple(points), substitute(x, dict(zip(walked, points, strict=True))))
-        made.append(collapse(l.Kernel(name, tuple(points), (store,), kernel.source)))
+        axes = [Var(f"a{d}", n) for d, n in enumerate(shape)]
+        store = l.Store(place, tuple(axes), substitute(x, dict(zip(walked, axes, strict=True))))
+        made.append(collapse(l.Kernel(name, tuple(axes), (store,), kernel.source)))
         taken[x] = l.Load.make(place, tuple(walked), ())
     return _reading(kernel, made, taken)
 
@@ -219,11 +150,11 @@ def padded(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     =>
     @loop
     def f(x: f32[3, 9], w: f32[5, 9]):
-        with kernel('z_x', z_x=f32[3, 12] @ (12, 1)):
+        with kernel('z_x', z_x=f32[3, 12]):
             for a0 in free(36):
                 in0 = x[a0 // 12, a0 % 12] if a0 % 12 < 9 else 0
                 z_x[a0 // 12, a0 % 12] = in0
-        with kernel('z_w', z_w=f32[5, 12] @ (12, 1)):
+        with kernel('z_w', z_w=f32[5, 12]):
             for a0 in free(60):
                 in0 = w[a0 // 12, a0 % 12] if a0 % 12 < 9 else 0
                 z_w[a0 // 12, a0 % 12] = in0
@@ -314,15 +245,10 @@ def _uneven(buffer: l.Buffer) -> int | None:
 
 
 def _step(x: Node, axis: Any) -> int:
-    """How far apart in memory the first two points of an axis are that an operand is read at, which is far where data
-    says so: threads that copy it walk memory in this order.
+    """How far apart in memory the first two points of an axis are that an operand is read at: so threads that copy it
+    walk memory.
     """
-    found = [step(load, axis) for load in loads(x) if axis in load.free]
-    return max((FAR if n is None else abs(n) for n in found), default=0)
-
-
-FAR = 1 << 62
-"""Further than any two places."""
+    return max((abs(step(load, axis) or 0) for load in loads(x) if axis in load.free), default=0)
 
 
 def _digits_uneven(x: l.Load) -> bool:
