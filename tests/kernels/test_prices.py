@@ -13,6 +13,7 @@ from tests.kernels.test_attention import close, tensors
 from terrazzo.front.capture import capture
 from terrazzo.hw.gpu import gpu
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.node import topological
 from terrazzo.ir.sites import Product, product
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
@@ -115,3 +116,17 @@ def test_sums_of_unlike_factors_pay_for_what_they_load() -> None:
         return products.plans(site(kernel), HOPPER, cores=True)[0].time
 
     assert best(unlike, 3) > 1.2 * best(shared, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_not_computed_where_data_says(dtype: torch.dtype) -> None:
+    """Scores of relative positions are taken from a product that lies in memory: no tile has what data says."""
+
+    def scores(q: Any, k: Any, p: Any, at: Any) -> Any:
+        return q @ k.transpose(1, 2) + torch.gather(q @ p.transpose(1, 2), 2, at)
+
+    args = [torch.empty(s, device="meta", dtype=dtype) for s in ((48, 512, 64), (48, 512, 64), (48, 512, 64))]
+    at = torch.empty(48, 512, 512, device="meta", dtype=torch.int64)
+    done = lowering(capture(scores, (*args, at), {}).program, Options(target="sm_90a", libraries="never"))
+    sums = [x for x in done.at("tile").loop.steps if any(isinstance(y, l.Reduce) for y in topological(x.stores))]
+    assert len(sums) == 2 and all(product(x) is not None for x in sums)

@@ -15,7 +15,8 @@ from terrazzo.ir import nest as n
 from terrazzo.ir.contraction import contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
-from terrazzo.ir.expr import IntExpr, bounds
+from terrazzo.ir.expr import IntExpr, Loaded, bounds
+from terrazzo.ir.node import topological
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,10 @@ class _Bill:
 
 
 def _contracts(r: Any) -> bool:
-    return isinstance(r, l.Reduce) and contraction(r) is not None
+    """Whether a reduction is a contraction that tiles compute: where a factor is read does not depend on data."""
+    if not isinstance(r, l.Reduce) or (c := contraction(r)) is None:
+        return False
+    return not any(isinstance(x, Loaded) for x in topological(c.operands))
 
 
 def _count(extent: IntExpr) -> int:

@@ -14,8 +14,9 @@ from terrazzo.ir.sites import Product, product
 from terrazzo.rules.loop_to_tile import chains, reductions, scans, threads, windows
 from terrazzo.rules.loop_to_tile.apart import products_apart, results_apart
 from terrazzo.rules.loop_to_tile.candidate import Candidate, Chosen, Rewrite, joined
-from terrazzo.rules.loop_to_tile.collapse import digits_apart, flat_reductions, merge_product_axes
+from terrazzo.rules.loop_to_tile.collapse import digits_apart, flat_reductions
 from terrazzo.rules.loop_to_tile.crossed import points
+from terrazzo.rules.loop_to_tile.forms import Form, for_warpgroups, merged
 from terrazzo.rules.loop_to_tile.pieces import in_pieces, meeting, partial_states, together
 from terrazzo.rules.loop_to_tile.product_candidates import after_stores, best, copied, in_boxes, in_tiles
 from terrazzo.rules.loop_to_tile.results import results
@@ -82,7 +83,7 @@ def _each(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterato
     apart = products_apart(kernel)
     kinds = [x.stores[0].buffer.type for x in apart[:-1]]
     reading = sum(math.prod(t.static_shape) * t.dtype.size for t in kinds) / gpu.memory  # who writes it, pays for that
-    if len(apart) > 1 and sum(best(_merged(x), gpu) for x in apart) + reading < best(_merged(kernel), gpu):
+    if len(apart) > 1 and sum(_best(x, gpu) for x in apart) + reading < _best(kernel, gpu):
         whole = joined(next(candidates(x, gpu, pinned)) for x in apart)
         yield whole.after(("products_apart", kernel, apart))
 
@@ -101,14 +102,16 @@ def _results(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedu
         return
     size = apart[0].stores[0].buffer.type.dtype.size
     rest = max((r.moved + r.points * size) / gpu.memory, r.points * r.operations / (gpu.fma / 2)) + gpu.launch
-    if best(_merged(apart[0]), gpu) + rest < best(_merged(kernel), gpu):
+    if _best(apart[0], gpu) + rest < _best(kernel, gpu):
         whole = joined(next(candidates(x, gpu, pinned)) for x in apart)
         yield whole.after(("results_apart", kernel, apart))
 
 
-def _merged(kernel: l.Kernel) -> l.Kernel:
+def _best(kernel: l.Kernel, gpu: Gpu) -> float:
+    """By the model, the nanoseconds of the best tile of a product under any of its axes."""
     p = product(kernel)
-    return merge_product_axes(kernel, p.sites) if p else kernel
+    forms = [merged(kernel, p, gpu), *for_warpgroups(kernel, gpu)] if p is not None else [Form(kernel)]
+    return min(best(x.kernel, gpu) for x in forms)
 
 
 def _cut(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
