@@ -48,7 +48,7 @@ def cost(kernel: l.Kernel, rates: Rates) -> float:
     """Nanoseconds, by the model."""
     reductions = [x for x in kernel.terms if isinstance(x, l.Reduce | l.Scan)]
     steps = {r.axes if isinstance(r, l.Reduce) else () for r in reductions}  # products over other steps are not blocked
-    blocked = all(map(_contracts, reductions)) and len(steps) < 2 and not any(looked_up(r.args) for r in reductions)
+    blocked = all(map(_contracts, reductions)) and len(steps) < 2
     bill = _Bill(rates, rates.fma if blocked else rates.mixed)
     bill.walk(n.nest(kernel), 1)
     traffic = sum(min(count, _count(b.type.numel)) * b.type.dtype.size for b, count in bill.touched.items())
@@ -144,7 +144,8 @@ class _Bill:
 
 
 def _contracts(r: Any) -> bool:
-    return isinstance(r, l.Reduce) and contraction(r) is not None
+    """Whether a reduction is a contraction that tiles compute: where a factor is read does not depend on data."""
+    return isinstance(r, l.Reduce) and (c := contraction(r)) is not None and not looked_up(c.operands)
 
 
 def _count(extent: IntExpr) -> int:

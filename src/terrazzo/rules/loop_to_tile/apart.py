@@ -66,9 +66,65 @@ def products_apart(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     sums = [r for r in accumulators(kernel).values() if isinstance(r, l.Reduce) and contraction(r) is not None]
     if len(sums) < 2 or len(sums) < len(accumulators(kernel)):
         return (kernel,)
+    return _stored(kernel, sums[:-1])
+
+
+def results_apart(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
+    """A kernel of one product as one that stores its sums, rounded where they are rounded at once, and one that reads
+    these and does all the rest.
+
+    @loop
+    def f(x: f32[3, 4], w: f32[5, 4], u: f32[3, 5]):
+        with kernel('z', z=f32[3, 5]):
+            for a0 in free(3):
+                for a1 in free(5):
+                    for r0 in reduce(4):
+                        in0 = x[a0, r0]
+                        in1 = w[a1, r0]
+                        v0 = mul(in0, in1)
+                        acc0 <- sum(v0)
+                    v1 = bf16(acc0)
+                    v2 = f32(v1)
+                    in2 = u[a0, a1]
+                    v3 = tanh(in2)
+                    v4 = mul(v2, v3)
+                    z[a0, a1] = v4
+        return (z,)
+    =>
+    @loop
+    def f(x: f32[3, 4], w: f32[5, 4], u: f32[3, 5]):
+        with kernel('z_sum0', z_sum0=bf16[3, 5]):
+            for a0 in free(3):
+                for a1 in free(5):
+                    for r0 in reduce(4):
+                        in0 = x[a0, r0]
+                        in1 = w[a1, r0]
+                        v0 = mul(in0, in1)
+                        acc0 <- sum(v0)
+                    v1 = bf16(acc0)
+                    z_sum0[a0, a1] = v1
+        with kernel('z', z=f32[3, 5]):
+            for a0 in free(3):
+                for a1 in free(5):
+                    in0 = z_sum0[a0, a1]
+                    v0 = f32(in0)
+                    in1 = u[a0, a1]
+                    v1 = tanh(in1)
+                    v2 = mul(v0, v1)
+                    z[a0, a1] = v2
+        return (z,)
+    """
+    sums = [r for r in accumulators(kernel).values() if isinstance(r, l.Reduce) and contraction(r) is not None]
+    if len(sums) != 1 or len(accumulators(kernel)) != 1:
+        return (kernel,)
+    return _stored(kernel, sums)
+
+
+def _stored(kernel: l.Kernel, sums: list[l.Reduce]) -> tuple[l.Kernel, ...]:
+    """Kernels that store these sums of a kernel, and what is left of it."""
     first: list[l.Kernel] = []
     taken: dict[Node, Any] = {}
-    for number, r in enumerate(sums[:-1]):
+    for number, r in enumerate(sums):
         value = _rounded(kernel, r)
         axes = tuple(a for a in kernel.axes if a in r.free)
         kind = Type(value.dtype, tuple(a.extent for a in axes))

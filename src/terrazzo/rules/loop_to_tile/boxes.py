@@ -20,8 +20,9 @@ from terrazzo.ir.node import substitute
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
 from terrazzo.ir.sites import called, loads, product
 from terrazzo.rules.access import WIDEST
+from terrazzo.rules.loop_to_tile.results import results
 from terrazzo.rules.loop_to_tile.threads import ceil, step
-from terrazzo.rules.loop_to_tile.warpgroups import REGISTERS, RESULTS, ROWS, SLOTS, STEP, Work, lasts
+from terrazzo.rules.loop_to_tile.warpgroups import REGISTERS, RESULTS, ROWS, SLOTS, STEP, Work, after, lasts
 from terrazzo.rules.tile.complete import Refused, complete
 
 COLUMNS = (32, 64, 96, 128, 192, 256)
@@ -200,7 +201,8 @@ def _time(x: Moved, tile: Tile, gpu: Gpu) -> float:
     """By the model of products: a step is a tap and so many channels. What the taps read again comes from the cache."""
     if (has := gpu.warpgroups) is None:
         return math.inf
-    least = sum(b.type.span for b in (x.image.buffer, x.filters.buffer, *x.kernel.writes))
+    p = product(x.kernel)
+    least = sum(b.type.span for b in (x.image.buffer, x.filters.buffer)) + (results(p).moved if p is not None else 0)
     work = Work(
         tile.m, tile.n, 1, math.prod(_tile_counts(x, tile)), 1,
         steps=math.prod(a.extent for a in x.taps) * ceil(x.depth.extent, x.step),
@@ -210,6 +212,7 @@ def _time(x: Moved, tile: Tile, gpu: Gpu) -> float:
         results=x.kernel.stores[0].buffer.type.dtype.size,
         rate=has.gathered if x.gathered else has.direct,
         least=least,
+        after=after(p, tile.m * tile.n, has) if p is not None else 0.0,
     )  # fmt: skip
     return lasts(work, gpu)
 

@@ -10,14 +10,16 @@ from terrazzo.ir import nest as n
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import topological
 from terrazzo.ir.schedule import Schedule
-from terrazzo.ir.sites import product
+from terrazzo.ir.sites import Product, product
 from terrazzo.rules.loop_to_tile import chains, reductions, scans, threads, windows
-from terrazzo.rules.loop_to_tile.apart import products_apart
+from terrazzo.rules.loop_to_tile.apart import products_apart, results_apart
 from terrazzo.rules.loop_to_tile.candidate import Candidate, Chosen, Rewrite, joined
-from terrazzo.rules.loop_to_tile.collapse import digits_apart, flat_reductions, merge_product_axes
+from terrazzo.rules.loop_to_tile.collapse import digits_apart, flat_reductions
 from terrazzo.rules.loop_to_tile.crossed import points
+from terrazzo.rules.loop_to_tile.forms import Form, for_warpgroups, merged
 from terrazzo.rules.loop_to_tile.pieces import in_pieces, meeting, partial_states, together
 from terrazzo.rules.loop_to_tile.product_candidates import after_stores, best, copied, in_boxes, in_tiles
+from terrazzo.rules.loop_to_tile.results import results
 from terrazzo.rules.loop_to_tile.split import moments, reduced_first, split_moments
 
 
@@ -30,6 +32,7 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> It
     if product(kernel) is None and product(apart) is not None:  # an axis of which both factors know a part, as of heads
         yield from (x.after(("digits_apart", kernel, (apart,))) for x in candidates(apart, gpu, pinned))
     if (p := product(kernel)) is not None:
+        yield from _results(kernel, p, gpu, pinned)
         yield from in_boxes(kernel, p, gpu, pinned)
         yield from after_stores(kernel, p, gpu, pinned)
         yield from _each(kernel, gpu, pinned)
@@ -80,14 +83,35 @@ def _each(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterato
     apart = products_apart(kernel)
     kinds = [x.stores[0].buffer.type for x in apart[:-1]]
     reading = sum(math.prod(t.static_shape) * t.dtype.size for t in kinds) / gpu.memory  # who writes it, pays for that
-    if len(apart) > 1 and sum(best(_merged(x), gpu) for x in apart) + reading < best(_merged(kernel), gpu):
+    if len(apart) > 1 and sum(_best(x, gpu) for x in apart) + reading < _best(kernel, gpu):
         whole = joined(next(candidates(x, gpu, pinned)) for x in apart)
         yield whole.after(("products_apart", kernel, apart))
 
 
-def _merged(kernel: l.Kernel) -> l.Kernel:
+DEAR = 16.0
+"""Operations of a result from which on computing it apart from its sum may be faster."""
+
+
+def _results(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
+    """A product that stores its sums, and its results in a kernel of their own: few warps multiply, and take longer for
+    what is dear than many would.
+    """
+    r = results(p)
+    apart = results_apart(kernel)
+    if gpu.warpgroups is None or r.operations < DEAR or len(apart) == 1:
+        return
+    size = apart[0].stores[0].buffer.type.dtype.size
+    rest = max((r.moved + r.points * size) / gpu.memory, r.points * r.operations / (gpu.fma / 2)) + gpu.launch
+    if _best(apart[0], gpu) + rest < _best(kernel, gpu):
+        whole = joined(next(candidates(x, gpu, pinned)) for x in apart)
+        yield whole.after(("results_apart", kernel, apart))
+
+
+def _best(kernel: l.Kernel, gpu: Gpu) -> float:
+    """By the model, the nanoseconds of the best tile of a product under any of its axes."""
     p = product(kernel)
-    return merge_product_axes(kernel, p.sites) if p else kernel
+    forms = [merged(kernel, p, gpu), *for_warpgroups(kernel, gpu)] if p is not None else [Form(kernel)]
+    return min(best(x.kernel, gpu) for x in forms)
 
 
 def _cut(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:

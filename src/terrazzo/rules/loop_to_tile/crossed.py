@@ -83,7 +83,8 @@ def _along(loads: Sequence[l.Load], across: Any, axes: Sequence[Any]) -> Any:
 
 def _bytes(x: l.Load) -> int:
     """What a load reads, each point once."""
-    return x.dtype.size * math.prod(map(size_of, x.free))
+    found: int = x.dtype.size * math.prod(map(size_of, x.free))
+    return found
 
 
 def _run(loads: Sequence[l.Load], along: Any, axes: Sequence[Any]) -> list[Any]:

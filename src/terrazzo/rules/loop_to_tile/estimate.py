@@ -11,10 +11,8 @@ from terrazzo.ir import nest as n
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
-from terrazzo.ir.expr import Expr, FloorDiv, Mod
-from terrazzo.ir.node import topological
 from terrazzo.ir.schedule import Schedule
-from terrazzo.ir.sites import Product, loads, product
+from terrazzo.ir.sites import product
 from terrazzo.rules.loop_to_tile import boxes, scans, tiles, warpgroups, windows
 from terrazzo.rules.loop_to_tile.chain import chain
 from terrazzo.rules.loop_to_tile.collapse import merge_product_axes
@@ -28,10 +26,6 @@ products takes on CUDA cores, and how much of the shorter of both is not hidden 
 attention with heads of 64, 128 and 256 on an H200 (22 November 2026): within 15 % at 2048 tokens and more.
 """
 
-GATHERED = 4.3
-"""How much longer a product on `mma.sync` takes than its model says where an operand's place follows from divisions: a
-1x1 convolution of 32 x 256 x 56 x 56 took 71.8 us on an H200 (21 November 2026), and the model says 16.5.
-"""
 BOXED = 1.75
 """How much longer a convolution in boxes may take than its model says: a text by hand with the same boxes, which did
 not stay for several tiles, took 0.97 to 1.75 times as long on an H200. Ours was not measured.
@@ -98,7 +92,7 @@ def _tiled(kernel: l.Kernel, gpu: Gpu) -> float | None:
         if isinstance(plan, warpgroups.Plan):
             found += [plan.time] if whole_derives else []
         else:
-            found.append(plan.time * (GATHERED if plan.instruction and gathered(p) else 1.0))
+            found.append(plan.time)
     return min([*found, *_in_boxes(kernel, gpu), *_stored(p.kernel, gpu)], default=None)
 
 
@@ -124,12 +118,6 @@ def _in_boxes(kernel: l.Kernel, gpu: Gpu) -> list[float]:
 
 def _derives(kernel: l.Kernel, schedule: Schedule, gpu: Gpu) -> bool:
     return isinstance(derived(kernel, schedule, gpu), k.Kernel)
-
-
-def gathered(p: Product) -> bool:
-    """Whether an operand is read where division says."""
-    places = [e for x in p.operands for load in loads(x) for e in load.index if isinstance(e, Expr)]
-    return any(isinstance(x, FloorDiv | Mod) for x in topological(places))
 
 
 def work(kernel: l.Kernel) -> tuple[int, dict[l.Buffer, int]]:
@@ -177,4 +165,3 @@ def _loaded(kernel: l.Kernel) -> int:
 
     walk(n.nest(kernel), 1)
     return total
-

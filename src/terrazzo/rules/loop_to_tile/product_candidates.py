@@ -12,7 +12,6 @@ from terrazzo.ir.sites import Product, product
 from terrazzo.rules.loop_to_tile import boxes, tiles, warpgroups
 from terrazzo.rules.loop_to_tile.candidate import Candidate, Rewrite, joined
 from terrazzo.rules.loop_to_tile.crossed import points
-from terrazzo.rules.loop_to_tile.estimate import GATHERED, gathered
 from terrazzo.rules.loop_to_tile.forms import Form, apart, merged, on_warpgroups
 from terrazzo.rules.loop_to_tile.packed import packed
 from terrazzo.rules.loop_to_tile.pieces import in_pieces, tiled
@@ -58,7 +57,7 @@ def after_stores(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Sc
     if not (ways := list(stored(form.kernel, gpu))):
         return
     digits = apart(form).kernel
-    others = min(_gathering(form.kernel, gpu), best(digits, gpu) if on_warpgroups(digits, gpu) else math.inf)
+    others = min(_soonest(form.kernel, gpu), best(digits, gpu) if on_warpgroups(digits, gpu) else math.inf)
     found: list[tuple[int, Candidate, list[Rewrite], Product, warpgroups.Plan]] = []
     for way in ways:
         why = "TMA brings what lies in memory, in rows that begin at multiples of 16 bytes"
@@ -86,7 +85,7 @@ def in_tiles(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedu
     found = [whole]
     found += [Form(kernel)] if whole.kernel is not kernel else []
     if not on_warpgroups(whole.kernel, gpu) and on_warpgroups(digits.kernel, gpu):
-        first = 0 if best(digits.kernel, gpu) < _gathering(whole.kernel, gpu) else len(found)
+        first = 0 if best(digits.kernel, gpu) < _soonest(whole.kernel, gpu) else len(found)
         found.insert(first, digits)
     for form in found:
         again = product(form.kernel)
@@ -115,11 +114,7 @@ def best(kernel: l.Kernel, gpu: Gpu) -> float:
     return math.inf
 
 
-def _gathering(kernel: l.Kernel, gpu: Gpu) -> float:
-    """What the best tile takes, by the model, where each thread of a matrix instruction may divide to know what it
-    reads.
-    """
-    if (p := product(kernel)) is None:
-        return math.inf
-    divides = GATHERED if gathered(p) else 1.0
-    return min((x.time * (divides if x.instruction else 1.0) for x in tiles.plans(p, gpu)), default=math.inf)
+def _soonest(kernel: l.Kernel, gpu: Gpu) -> float:
+    """What the best tile takes, by the model, whether it can be derived or not."""
+    p = product(kernel)
+    return min((x.time for x in tiles.plans(p, gpu)), default=math.inf) if p is not None else math.inf

@@ -65,11 +65,7 @@ def reduction(kernel: l.Kernel, gpu: Gpu, most: int = 32, whole: bool = True) ->
         if r in top:
             axis = r.axes[-1]
             key = (axis_name(axis), size_of(axis))
-            own = (
-                Like(bound[key])
-                if key in bound
-                else _row(axis, used, vector, ragged, length)
-            )
+            own = Like(bound[key]) if key in bound else _row(axis, used, vector, ragged, length)
             sites.append(Site((name,), ((axis_name(axis), own),)))
             bound.setdefault(key, name)
     same = {size: f"{name}.{axis}" for (axis, size), name in reversed(bound.items())}

@@ -19,6 +19,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
 from terrazzo.ir.sites import Product, called
 from terrazzo.rules.access import box
+from terrazzo.rules.loop_to_tile.results import results
 from terrazzo.rules.loop_to_tile.threads import ceil, grid
 
 STEP = 64
@@ -227,8 +228,8 @@ def _slots(p: Product, tile: Tile, gpu: Gpu) -> int:
 class Work:
     """What a kernel does, as far as its time depends on it: so many tiles of m rows and n columns for each of `count`
     products, by clusters of so many blocks, in steps for which a block fetches some bytes into one of its slots of so
-    many `held` bytes, and which take `extra` nanoseconds. Results leave at a rate. `least` bytes of memory are touched.
-    A step has `depth` products of each sum.
+    many `held` bytes, and which take `extra` nanoseconds. Results leave at a rate, and computing a tile's of its sums
+    takes `after` nanoseconds. `least` bytes of memory are touched. A step has `depth` products of each sum.
     """
 
     m: int
@@ -245,6 +246,7 @@ class Work:
     least: float
     extra: float = 0.0
     depth: int = STEP
+    after: float = 0.0
 
 
 def lasts(work: Work, gpu: Gpu) -> float:
@@ -260,7 +262,7 @@ def lasts(work: Work, gpu: Gpu) -> float:
     arithmetic = each * gpu.processors * (work.n + has.start) / work.n / has.rate
     fetched = max(work.fetched * active / has.cache, work.fetched / has.shared)
     step = max(arithmetic, fetched, has.latency / work.slots) + has.step + work.extra
-    tile = work.steps * step + work.m * work.n * work.results / work.rate
+    tile = work.steps * step + work.m * work.n * work.results / work.rate + work.after
 
     def wave(tiles: int, count: int) -> float:
         flying = min(1.0, tiles * work.blocks * work.slots * work.held / (gpu.processors * has.flying))
@@ -268,6 +270,12 @@ def lasts(work: Work, gpu: Gpu) -> float:
 
     full, rest = divmod(work.tiles, walkers)
     return wave(walkers, full) + wave(rest, 1) + has.fill + (has.cluster if work.blocks > 1 else 0)
+
+
+def after(p: Product, points: int, has: Warpgroups) -> float:
+    """Nanoseconds in which a processor computes so many results of a product from its sums."""
+    r = results(p)
+    return points * (r.read / has.read + r.operations / has.after)
 
 
 def _time(p: Product, tile: Tile, pieces: int, gpu: Gpu) -> float:
@@ -279,17 +287,19 @@ def _time(p: Product, tile: Tile, pieces: int, gpu: Gpu) -> float:
     down = sum(tile.rows in x.free for x in p.operands)
     rows, columns = (2 if tile.split is x else 1 for x in (tile.columns, tile.rows))
     outer, inner = steps(p, tile)
+    stored = results(p).moved if pieces == 1 else 4 * count * batch * p.m.extent * p.n.extent
     work = Work(
         tile.m, tile.n, sum(len(c.terms) for c in p.sites), _clusters(p, tile) * pieces, tile.blocks,
         steps=outer * ceil(inner, pieces),
         fetched=(tile.m * down / rows + tile.n * (len(p.operands) - down) / columns) * tile.k * 2,
         held=_bytes(p, tile),
         slots=_slots(p, tile, gpu),
-        results=4 * count if pieces > 1 else sum(s.buffer.type.dtype.size for s in p.kernel.stores),
+        results=4 * count if pieces > 1 else results(p).stored,
         rate=_rate(p, tile, has) if pieces == 1 else has.direct,
-        least=2 * (sum(map(p.touched, p.operands)) + batch * p.m.extent * p.n.extent),
+        least=2 * sum(map(p.touched, p.operands)) + stored,
         extra=PROMOTION * len(set(p.sites[0].scales)) if promotes(p) and tile.groups == 1 else 0.0,
         depth=tile.k,
+        after=after(p, tile.m * tile.n, has) if pieces == 1 else 0.0,
     )  # fmt: skip
     time = lasts(work, gpu)
     if pieces > 1:

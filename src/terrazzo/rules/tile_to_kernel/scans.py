@@ -52,7 +52,9 @@ class SharedScan:
             raise UserError(f"{name}: {axis} is bound to blocks, and a scan along it goes from one to the next")
         inner = [x for x in levels if x != "time"]
         if levels != sorted(levels, key=ORDER.index) or len(set(inner)) < len(inner):
-            raise UserError(f"{name}: a scan along {axis} is bound as time, warp, lane, reg, each once and in this order")
+            raise UserError(
+                f"{name}: a scan along {axis} is bound as time, warp, lane, reg, each once and in this order"
+            )
         self.times = [d for d in digits if d.level == "time"]
         self.lanes = [d for d in digits if d.level == "lane"]
         self.warps = [d for d in digits if d.level == "warp"]
@@ -91,7 +93,9 @@ class SharedScan:
         """
         combined = [x for x in self.loop.body if isinstance(x, n.Accumulate)]
         needed = set(topological([a for x in combined for a in x.args]))
-        first = [x for x in self.loop.body if isinstance(x, n.Accumulate) or (isinstance(x, n.Let) and x.term in needed)]
+        first = [
+            x for x in self.loop.body if isinstance(x, n.Accumulate) or (isinstance(x, n.Let) and x.term in needed)
+        ]
         computed = {x.term for x in first if isinstance(x, n.Let)}
         given = dict.fromkeys(a for x in combined for a in x.args if a in computed)
         kept = [a for a in given if any(isinstance(x, l.Load) for x in topological([a]))]

@@ -1,0 +1,132 @@
+"""The price of a product has what its results read and what computing them takes; fusion is undone by it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.kernels.programs import lowered
+from tests.kernels.test_attention import close, tensors
+
+from terrazzo.front.capture import capture
+from terrazzo.hw.gpu import gpu
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.node import topological
+from terrazzo.ir.sites import Product, product
+from terrazzo.options import Options
+from terrazzo.pipelines import lowering
+from terrazzo.rules.loop_to_tile import products, warpgroups
+from terrazzo.rules.loop_to_tile.collapse import merge_product_axes
+from terrazzo.rules.loop_to_tile.results import results
+
+HOPPER = gpu("sm_90a")
+
+
+def plain(x: Any, w: Any, r: Any, b: Any) -> Any:
+    return F.linear(x, w)
+
+
+def residual(x: Any, w: Any, r: Any, b: Any) -> Any:
+    return F.linear(x, w) + r
+
+
+def biased(x: Any, w: Any, r: Any, b: Any) -> Any:
+    return F.relu(F.linear(x, w, b))
+
+
+def gelu(x: Any, w: Any, r: Any, b: Any) -> Any:
+    return F.gelu(F.linear(x, w, b))
+
+
+def gradient(x: Any, w: Any, r: Any, b: Any) -> Any:
+    """Of GELU, of what was stored before it, times a product: the backward of a layer of an MLP."""
+    r = r.float()
+    return (F.linear(x, w).float() * (0.5 * (1 + torch.erf(r * 0.7071)) + r * torch.exp(-0.5 * r * r) * 0.4)).to(
+        x.dtype
+    )
+
+
+def on_meta(fn: Any, m: int, k: int, n: int, dtype: torch.dtype = torch.bfloat16) -> list[l.Kernel]:
+    """What a function is fused to, and the names of the kernels that schedules are chosen for."""
+    args = tuple(torch.empty(s, device="meta", dtype=dtype) for s in ((m, k), (n, k), (m, n), (n,)))
+    done = lowering(capture(fn, args, {}).program, Options(target="sm_90a", libraries="never"))
+    return [s for s in done.at("tile").loop.steps if isinstance(s, l.Kernel)]
+
+
+def site(kernel: l.Kernel) -> Product:
+    p = product(kernel)
+    assert p is not None
+    again = product(merge_product_axes(kernel, p.sites))
+    assert again is not None
+    return again
+
+
+def test_what_results_read_and_compute_is_counted_once_for_each() -> None:
+    """Not what a row or a column shares; not conversions."""
+    m, n = 512, 768
+    found = {fn: results(site(on_meta(fn, m, 256, n)[0])) for fn in (plain, residual, biased, gelu)}
+    assert [found[fn].read for fn in (plain, residual, biased, gelu)] == [0, 2, 0, 0]
+    assert found[plain].operations == 0 and found[biased].operations <= 2 < found[gelu].operations
+    assert found[residual].moved == 2 * found[plain].moved == 4 * m * n
+    assert found[biased].moved == 2 * (m * n + n)
+
+
+@pytest.mark.parametrize("plans", [warpgroups.plans, products.plans])
+def test_a_price_has_what_results_are_made_of(plans: Any) -> None:
+    """A residual costs as much as reading it takes, at least; a bias next to nothing."""
+    times = {}
+    for fn in (plain, residual, biased):
+        p = site(on_meta(fn, 8192, 64, 4096)[0])
+        times[fn] = min(x.time for x in plans(p, HOPPER))
+    reading = 8192 * 4096 * 2 / HOPPER.memory
+    assert times[residual] - times[plain] >= 0.5 * reading
+    assert times[biased] - times[plain] < 0.5 * reading
+
+
+def test_dear_results_are_computed_apart_from_short_sums() -> None:
+    """Eight warps take longer for an error function and an exponential than memory does for the sums and back; for GELU
+    after a long sum they do not.
+    """
+    assert [x.name.split("_sum")[-1] for x in on_meta(gradient, 16384, 96, 384)][0] == "0"
+    assert len(on_meta(gelu, 4096, 4096, 4096)) == len(on_meta(residual, 4096, 4096, 4096)) == 1
+
+
+def test_results_apart_are_right() -> None:
+    args = tensors((2048, 32), (128, 32), (2048, 128), (128,))
+    found = lowered(gradient, args, "sm_90a")
+    close(found, gradient, args)
+
+
+def test_sums_of_unlike_factors_pay_for_what_they_load() -> None:
+    """Three sums of one factor share its loads, three of three do not."""
+
+    def shared(x: Any, w: Any, u: Any, v: Any) -> Any:
+        return F.linear(x, w) * F.linear(x, u) * F.linear(x, v)
+
+    def unlike(x: Any, y: Any, z: Any, w: Any, u: Any, v: Any) -> Any:
+        return F.linear(x, w) + F.linear(y, u) + F.linear(z, v)
+
+    def best(fn: Any, count: int) -> float:
+        args = tuple(torch.empty(4096, 768, device="meta") for _ in range(count))
+        args += tuple(torch.empty(768, 768, device="meta") for _ in range(3))
+        options = Options(target="sm_90a", libraries="never", fp32="exact")
+        (kernel,) = lowering(capture(fn, args, {}).program, options).at("loop").steps
+        return products.plans(site(kernel), HOPPER, cores=True)[0].time
+
+    assert best(unlike, 3) > 1.2 * best(shared, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_not_computed_where_data_says(dtype: torch.dtype) -> None:
+    """Scores of relative positions are taken from a product that lies in memory: no tile has what data says."""
+
+    def scores(q: Any, k: Any, p: Any, at: Any) -> Any:
+        return q @ k.transpose(1, 2) + torch.gather(q @ p.transpose(1, 2), 2, at)
+
+    args = [torch.empty(s, device="meta", dtype=dtype) for s in ((48, 512, 64), (48, 512, 64), (48, 512, 64))]
+    at = torch.empty(48, 512, 512, device="meta", dtype=torch.int64)
+    done = lowering(capture(scores, (*args, at), {}).program, Options(target="sm_90a", libraries="never"))
+    sums = [x for x in done.at("tile").loop.steps if any(isinstance(y, l.Reduce) for y in topological(x.stores))]
+    assert len(sums) == 2 and all(product(x) is not None for x in sums)
