@@ -194,20 +194,21 @@ class Direct:
         guards = (*found.inside, *known, *scope.pending)
         init = l.Literal(zero(x.load.dtype), x.load.dtype) if guards else None
         own = (x.j,) if x.j is not None else ()
-        place = self.builder.registers("in", x.load.dtype, [_size(v) for v in (*over, *own)], init)
+        at = (*over, *own) or (0,)  # a move is between arrays
+        place = self.builder.registers("in", x.load.dtype, [_size(v) for v in (*over, *own)] or [1], init)
         first = {} if self.j is None else {self.j: 0}
 
         def at_once() -> None:
-            at = tuple(substitute(i, first) for i in found.index)
-            move = k.Move(place, (*over, 0), x.load.buffer, at, _size(x.j) if x.j is not None else 1)
+            index = tuple(substitute(i, first) for i in found.index)
+            move = k.Move(place, (*over, 0), x.load.buffer, index, _size(x.j) if x.j is not None else 1)
             self.builder.where([substitute(e, first) for e in guards], lambda: self.builder.add(move))
 
         def one() -> None:
-            move = k.Move(place, (*over, *own), x.load.buffer, found.index, 1)
+            move = k.Move(place, at, x.load.buffer, found.index, 1)
             self.builder.where(guards, lambda: self.builder.add(move))
 
         self.builder.loops(_unrolled(over if x.wide else (*over, *own)), at_once if x.wide else one)
-        return l.Load(place, (*over, *own))
+        return l.Load(place, at)
 
 
 def beside(
