@@ -53,7 +53,7 @@ def test_a_small_program_is_right_on_a_cpu(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         eager = one.tensors(module(*inputs))
         ours = terrazzo.compile(module, *inputs, options=Options(target="cpu", cache_dir=tmp_path))
-        found = accuracy(one.tensors(ours(*inputs)), eager, one.exact(module, inputs, ours), one.ROUNDINGS)
+        found = accuracy(one.tensors(ours(*inputs)), eager, one.exact(module, inputs, ours), one.OFF["f32"])
     assert found.ok, found.problem
 
 
@@ -61,10 +61,10 @@ def test_eager_may_be_right_by_chance_about_one_number() -> None:
     exact = torch.ones((), dtype=torch.float64)
     eager, near, far = (torch.tensor(1 + k * 2**-23) for k in (0, 3, 5))
     assert not accuracy([near], [eager], [exact]).ok
-    assert accuracy([near], [eager], [exact], one.ROUNDINGS).ok
-    assert not accuracy([far], [eager], [exact], one.ROUNDINGS).ok
+    assert accuracy([near], [eager], [exact], one.OFF["f32"]).ok
+    assert not accuracy([far], [eager], [exact], one.OFF["f32"]).ok
     many = exact.expand(65)
-    assert not accuracy([near.expand(65)], [eager.expand(65)], [many], one.ROUNDINGS).ok
+    assert not accuracy([near.expand(65)], [eager.expand(65)], [many], one.OFF["f32"]).ok
 
 
 class OneOp(torch.nn.Module):

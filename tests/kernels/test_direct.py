@@ -13,10 +13,14 @@ import torch
 from tests.kernels.programs import Lowered, lowered
 from tests.kernels.test_attention import close, lines, tensors
 
+from terrazzo.front.capture import capture
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import Node
 from terrazzo.ir.plan import Result
+from terrazzo.ir.text import parse, show
+from terrazzo.options import Options
+from terrazzo.pipelines import lowering
 from terrazzo.targets.cuda.emit import emit
 
 
@@ -96,3 +100,35 @@ def test_what_is_rounded_and_read_back_is_rounded_by_one_instruction() -> None:
     rounded = {x.split()[2] for x in lines if "= tz_round_bf16(" in x}
     assert rounded and not any(f"tz_cast<f32>({x})" in y for x in rounded for y in lines)
     assert sum("= tz_cast<bf16>(" in x for x in lines) >= 1
+
+
+def test_what_goes_along_columns_is_not_read_beside_the_last() -> None:
+    """Blocks of 128 channels of 576, channels of which a thread has several; every address is checked."""
+    shapes = ((32, 96, 14, 14), (576, 96, 1, 1), (576, 1, 1), (576, 1, 1))
+    given = tuple(torch.empty(shape, device="meta") for shape in shapes)
+
+    def normed(x: Any, w: Any, mean: Any, var: Any) -> Any:
+        y = torch.nn.functional.conv2d(x, w) - mean
+        return y, torch.relu(y * torch.rsqrt(var + 0.1))
+
+    found = lowering(capture(normed, given, {}).program, Options(target="sm_90a"))
+    (kernel,) = found.at("kernel").steps
+    once = [s for s in k.walk(kernel.body) if isinstance(s, k.Declare) and s.place.name.startswith("once")]
+    assert once, "the norm is not computed once for a channel"
+
+
+def test_one_operand_at_a_time_is_an_array_too() -> None:
+    """Where so much is loaded that there is room for one column, the operands of it are arrays of one number."""
+    vectors = ((96, 1, 1),) * 9
+    shapes = ((32, 96, 56, 56), (96, 96, 1, 1), (32, 96, 56, 56), *vectors)
+    given = tuple(torch.empty(shape, device="meta") for shape in shapes)
+
+    def normed(x: Any, w: Any, r: Any, *v: Any) -> Any:
+        y = (torch.nn.functional.conv2d(x, w) - v[0]) * torch.rsqrt(v[1] + 0.1) * v[2] + v[3]
+        z = (x - v[4]) * torch.rsqrt(v[5] + 0.1) * v[6] + v[7]
+        return y, torch.relu(y + z + (r - v[8]))
+
+    program = lowering(capture(normed, given, {}).program, Options(target="sm_90a")).at("kernel")
+    moves = [s for kernel in program.steps for s in k.walk(kernel.body) if isinstance(s, k.Move)]
+    assert any(s.target.type.shape == (1,) for s in moves)
+    assert parse(show(program)) == program

@@ -44,18 +44,18 @@ class Accuracy:
         return not self.problem
 
 
-def accuracy(ours: Sequence[Any], eager: Sequence[Any], exact: Sequence[Any], roundings: float = 1) -> Accuracy:
+def accuracy(ours: Sequence[Any], eager: Sequence[Any], exact: Sequence[Any], few: float = 0.0) -> Accuracy:
     """Compare results; `difference` is the largest from eager. Integers and bools must be equal, NaNs at the same
-    places. With `roundings`, a result of few numbers, of which eager's own error is chance, may be so often as far off
-    as rounding it costs: it stands for a whole program's.
+    places. A result of few numbers, such as a loss, of which eager's own error is chance, may be off by `few` times its
+    size.
     """
-    found = [_compare(*triple, roundings) for triple in zip(ours, eager, exact, strict=True)]
+    found = [_compare(*triple, few) for triple in zip(ours, eager, exact, strict=True)]
     problems = "; ".join(f"result {k}: {a.problem}" for k, a in enumerate(found) if a.problem)
     worst = max(found, key=lambda a: (bool(a.problem), a.ours), default=Accuracy(0.0, 0.0, 0.0, ""))
     return Accuracy(worst.ours, worst.eager, max((a.difference for a in found), default=0.0), problems)
 
 
-def _compare(ours: Any, eager: Any, exact: Any, roundings: float) -> Accuracy:
+def _compare(ours: Any, eager: Any, exact: Any, few: float) -> Accuracy:
     import torch
 
     if ours.shape != eager.shape or ours.dtype != eager.dtype:
@@ -74,8 +74,8 @@ def _compare(ours: Any, eager: Any, exact: Any, roundings: float) -> Accuracy:
     a, b, c = a[ordinary], b[ordinary], c[ordinary]
     mine, theirs, scale = (float(d.abs().square().mean().sqrt()) if d.numel() else 0.0 for d in (a - c, b - c, c))
     difference = float((a - b).abs().max()) if a.numel() else 0.0
-    rounding = torch.finfo(eager.dtype).eps / 2 * scale
-    allowed = max(2 * theirs, rounding * (roundings if a.numel() <= FEW else 1))
+    least = max(torch.finfo(eager.dtype).eps / 2, few if a.numel() <= FEW else 0.0)
+    allowed = max(2 * theirs, least * scale)
     return Accuracy(mine, theirs, difference, "" if mine <= allowed else f"error {mine:.2e} is above {allowed:.2e}")
 
 

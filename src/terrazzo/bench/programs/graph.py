@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as f
 
-from terrazzo.bench.programs.registry import Made, normal, program, whole
+from terrazzo.bench.programs.registry import Made, normal, program, uniform, whole
 
 
 def gathered(messages: Tensor, at: Tensor, nodes: int) -> Tensor:
@@ -174,8 +174,6 @@ class Smooth(nn.Module):
 @program(small={"nodes": 10, "edges": 30, "width": 8, "gaussians": 6}, training=True)
 def schnet(nodes: int = 20_000, edges: int = 200_000, width: int = 128, gaussians: int = 50) -> Made:
     """An interaction of SchNet."""
-    from terrazzo.bench.programs.registry import uniform
-
     ends = whole(nodes, edges), whole(nodes, edges)
     return Smooth(width, gaussians), normal(nodes, width), 6 * uniform(edges), *ends
 

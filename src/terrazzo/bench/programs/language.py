@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as f
 
 from terrazzo.bench.programs.huggingface import TINY, TINY_DECODER, language
-from terrazzo.bench.programs.registry import Made, normal, program
+from terrazzo.bench.programs.registry import Made, normal, program, whole
 
 TWO: dict[str, Any] = {"num_hidden_layers": 2}
 DECODER: dict[str, Any] = {**TWO, "use_cache": False}
@@ -19,7 +19,7 @@ BASE: dict[str, Any] = {**TWO, "hidden_size": 768, "num_attention_heads": 12, "i
 # Encoders.
 language("bert", "BertModel", (16, 512), TINY, training=True, **TWO)
 language("distilbert", "DistilBertModel", (16, 384), {"dim": 64, "n_heads": 4, "hidden_dim": 128}, n_layers=2)
-language("roberta", "RobertaModel", (16, 512), TINY, **TWO)
+language("roberta", "RobertaModel", (16, 512), TINY, max_position_embeddings=514, **TWO)
 language("albert", "AlbertModel", (8, 512), {**TINY, "embedding_size": 32}, **BASE)
 language("electra", "ElectraModel", (32, 128), {**TINY, "embedding_size": 32}, training=True, **TWO)
 language(
@@ -31,14 +31,13 @@ language("fnet", "FNetModel", (8, 512), TINY, dtypes=("f32",), **TWO)  # PyTorch
 language("convbert", "ConvBertModel", (8, 512), {**TINY, "embedding_size": 64}, **TWO)
 language(
     "nystromformer", "NystromformerModel", (2, 512), {**TINY, "num_landmarks": 8, "segment_means_seq_len": 32},
-    num_hidden_layers=1, segment_means_seq_len=512, max_position_embeddings=512,
+    num_hidden_layers=1, segment_means_seq_len=512, max_position_embeddings=512, attention="eager", dtypes=("f32",),
 )  # fmt: skip
 language("xlnet", "XLNetModel", (4, 512), {"d_model": 64, "n_head": 4, "d_inner": 128}, n_layer=2)
 language(
     "funnel", "FunnelModel", (4, 512), {"d_model": 64, "n_head": 4, "d_head": 16, "d_inner": 128},
     block_sizes=[1, 1, 1], num_decoder_layers=1,
 )  # fmt: skip
-language("longformer", "LongformerModel", (4, 2048), {**TINY, "attention_window": 8}, attention_window=256, **TWO)
 language("bigbird", "BigBirdModel", (4, 1024), {**TINY, "block_size": 4}, attention_type="original_full", **TWO)
 language("camembert", "CamembertModel", (16, 256), TINY, **TWO)
 language("modernbert", "ModernBertModel", (8, 1024), TINY, reference_compile=False, **TWO)
@@ -96,7 +95,7 @@ language("granite", "GraniteModel", (1, 1024), TINY_DECODER, hidden_size=2048, n
          num_key_value_heads=8, intermediate_size=8192, **DECODER)  # fmt: skip
 language("nemotron", "NemotronModel", (1, 1024), {**TINY_DECODER, "head_dim": 16}, hidden_size=3072,
          num_attention_heads=24, num_key_value_heads=8, head_dim=128, intermediate_size=9216, **DECODER)  # fmt: skip
-language("mixtral", "MixtralModel", (1, 512), TINY_DECODER, num_hidden_layers=1, hidden_size=1024,
+language("mixtral", "MixtralModel", (1, 512), TINY_DECODER, dtypes=("bf16",), num_hidden_layers=1, hidden_size=1024,
          intermediate_size=3584, num_attention_heads=16, num_key_value_heads=8, use_cache=False)  # fmt: skip
 language("rwkv", "RwkvModel", (2, 64), {"hidden_size": 64, "attention_hidden_size": 64}, num_hidden_layers=2,
          hidden_size=768, use_cache=False)  # fmt: skip
@@ -223,6 +222,32 @@ def linear_attention(count: int = 4, length: int = 4096, width: int = 1024, head
     return LinearAttention(width, heads, chunk), normal(count, length, width)
 
 
+class Windows(nn.Module):
+    """Attention to the tokens of one's own window and of those beside it (Longformer's)."""
+
+    def __init__(self, width: int, heads: int, window: int) -> None:
+        super().__init__()
+        self.heads, self.window = heads, window
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q = q.unflatten(2, (-1, self.window))
+        k, v = (f.pad(t, (0, 0, self.window, self.window)).unfold(2, 3 * self.window, self.window) for t in (k, v))
+        place = torch.arange(x.shape[1], device=x.device)
+        padded = f.pad(place, (self.window, self.window), value=-(1 << 30)).unfold(0, 3 * self.window, self.window)
+        near = (place.view(-1, self.window, 1) - padded[:, None]).abs() <= self.window
+        scores = q @ k / math.sqrt(q.shape[-1])
+        weights = torch.softmax(torch.where(near, scores, float("-inf")), -1)
+        return self.out((weights @ v.transpose(-1, -2)).flatten(2, 3).transpose(1, 2).flatten(2))
+
+
+@program(small={"count": 2, "length": 32, "width": 32, "heads": 4, "window": 8}, training=True)
+def sliding_windows(count: int = 4, length: int = 4096, width: int = 768, heads: int = 12, window: int = 256) -> Made:
+    """A layer of Longformer's attention."""
+    return Windows(width, heads, window), normal(count, length, width)
+
+
 class WordBag(nn.Module):
     """Means of embeddings, and a classifier over them (fastText's)."""
 
@@ -237,6 +262,4 @@ class WordBag(nn.Module):
 @program(small={"count": 4, "length": 8, "words": 100, "width": 16})
 def word_bag(count: int = 8192, length: int = 128, words: int = 200_000, width: int = 256) -> Made:
     """A bag of words."""
-    from terrazzo.bench.programs.registry import whole
-
     return WordBag(words, width, 50), whole(words, count, length)

@@ -38,16 +38,6 @@ other(
     pick=lambda out: out.logits,
 )
 other(
-    "vilt",
-    "multimodal",
-    "ViltModel",
-    lambda count, length, size: {**captioned(count, length, size)},
-    (8, 40, 384),
-    (2, 8, 64),
-    {**TINY, "image_size": 64, "patch_size": 16},
-    num_hidden_layers=2,
-)
-other(
     "perceiver",
     "multimodal",
     "PerceiverModel",

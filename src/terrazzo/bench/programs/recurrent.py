@@ -173,7 +173,11 @@ class Attending(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.key, self.query, self.score = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, 1)
+        self.key, self.query, self.score = (
+            nn.Linear(width, width),
+            nn.Linear(width, width),
+            nn.Linear(width, 1, bias=False),
+        )
         self.cell = nn.GRUCell(2 * width, width)
 
     def forward(self, read: Tensor, given: Tensor) -> Tensor:

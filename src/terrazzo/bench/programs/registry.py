@@ -43,7 +43,7 @@ class Program:
         with torch.device(device):
             module, *inputs = self.make(**(self.small if small else {}))
         module = module if isinstance(module, nn.Module) else Function(module)
-        module = module.to(device, DTYPES[dtype]).eval()  # some make weights on the processor whatever they are told
+        module = module.to(device, DTYPES[dtype]).eval()  # some make weights on the processor in any case
         if self.training:
             module = Gradients(module)
         return module, tuple(x.to(DTYPES[dtype]) if x.is_floating_point() else x for x in inputs)
@@ -107,6 +107,9 @@ class Gradients(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+        for part in module.modules():  # cuDNN has no gradients of other ones
+            if isinstance(part, nn.RNNBase):
+                part.train()
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         with torch.enable_grad():

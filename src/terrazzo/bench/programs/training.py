@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as f
 
 from terrazzo.bench.programs.recommender import tower
-from terrazzo.bench.programs.registry import Function, Made, normal, program, uniform, whole
+from terrazzo.bench.programs.registry import Function, Made, declare, normal, program, uniform, whole
 
 State = tuple[Tensor, ...]
 Update = Callable[[Tensor, Tensor, State], tuple[Tensor, State]]
@@ -161,8 +161,6 @@ def mlp_step(
 
     def make(count: int = 8192, sizes: Sequence[int] = (1024, 2048, 2048, 512)) -> Made:
         return step(tower(*sizes), loss, update, states, normal(count, sizes[0]), target(count, sizes))
-
-    from terrazzo.bench.programs.registry import declare
 
     declare(name, "training", make, {"count": 6, "sizes": (8, 16, 12)})
 

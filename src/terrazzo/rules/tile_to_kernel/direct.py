@@ -85,7 +85,8 @@ class Direct:
     def write(self) -> None:
         """All of it."""
         scope = self.scope.inner()
-        body = self.once([*self.leaf.lets, *self.leaf.stores], self.axis, self.rows, self.inside, scope)
+        later = (*self.columns, *self.own)
+        body = self.once([*self.leaf.lets, *self.leaf.stores], self.axis, self.rows, self.inside, scope, later)
         left = self.room - sum(_count(x.buffer) for x in scope.env.values() if _is_row(x))
         operands = self.operands(body, left)
         outer, inner, became = self.split(operands, left)
@@ -99,7 +100,7 @@ class Direct:
             self.builder.loops(_unrolled(inner), partial(column, here.inner()))
 
         def column(here: Scope) -> None:
-            rest = self.once(body, self.axes, self.own, inside, here)
+            rest = self.once(body, self.axes, self.own, inside, here, self.rows)
             points = partial(self.one, rest, here)
             self.builder.loops(_unrolled(self.rows), lambda: self.builder.where(inside, points))
 
@@ -116,9 +117,10 @@ class Direct:
         over: Sequence[Var],
         inside: Sequence[IntExpr],
         scope: Scope,
+        later: Sequence[Var],
     ) -> list[n.Statement]:
         """What goes along none of these axes, computed once for each value of `over`, in registers, as far as there are
-        some to spare. The statements that are left.
+        some to spare. The statements that are left. The loops of `later` are inside.
         """
         lets = [x for x in body if isinstance(x, n.Let)]
         mine = {x.term: None for x in lets if not x.term.free & axes and x.term not in scope.env}
@@ -131,8 +133,7 @@ class Direct:
         sizes = [_size(v) for v in over]
         places = {x: self.builder.registers(ONCE, t, sizes) for x, t in zip(used, kinds, strict=True)}
         here = scope.inner()
-        others = [v for v in (*self.rows, *self.columns, *self.own) if v not in over]
-        here.pending = (*here.pending, *(e for e in inside if not any(mentions(e, v) for v in others)))
+        here.pending = (*here.pending, *(e for e in inside if not any(mentions(e, v) for v in later)))
 
         def step() -> None:
             for x in mine:
@@ -193,20 +194,21 @@ class Direct:
         guards = (*found.inside, *known, *scope.pending)
         init = l.Literal(zero(x.load.dtype), x.load.dtype) if guards else None
         own = (x.j,) if x.j is not None else ()
-        place = self.builder.registers("in", x.load.dtype, [_size(v) for v in (*over, *own)], init)
+        at = (*over, *own) or (0,)  # a move is between arrays
+        place = self.builder.registers("in", x.load.dtype, [_size(v) for v in (*over, *own)] or [1], init)
         first = {} if self.j is None else {self.j: 0}
 
         def at_once() -> None:
-            at = tuple(substitute(i, first) for i in found.index)
-            move = k.Move(place, (*over, 0), x.load.buffer, at, _size(x.j) if x.j is not None else 1)
+            index = tuple(substitute(i, first) for i in found.index)
+            move = k.Move(place, (*over, 0), x.load.buffer, index, _size(x.j) if x.j is not None else 1)
             self.builder.where([substitute(e, first) for e in guards], lambda: self.builder.add(move))
 
         def one() -> None:
-            move = k.Move(place, (*over, *own), x.load.buffer, found.index, 1)
+            move = k.Move(place, at, x.load.buffer, found.index, 1)
             self.builder.where(guards, lambda: self.builder.add(move))
 
         self.builder.loops(_unrolled(over if x.wide else (*over, *own)), at_once if x.wide else one)
-        return l.Load(place, (*over, *own))
+        return l.Load(place, at)
 
 
 def beside(
