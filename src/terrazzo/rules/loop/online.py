@@ -308,12 +308,12 @@ def _hides(x: Any) -> tuple[Any, bool] | None:
         return None if one is None or other is None else (l.apply("and_", one[0], other[0]), one[1] or other[1])
     if not isinstance(x, l.Apply) or x.fn.name != "where" or not cheap(x.args[0]):
         return None
-    condition, one, other = x.args
+    condition, one, other = tuple[Any, ...](x.args)
     if _is(other, 0.0) and _low(one):
         one, other, condition = other, one, negated(condition)
     if not _is(one, 0.0) or not _low(other) or condition is None:
         return None
-    return condition, not math.isinf(other.value)  # type: ignore[attr-defined]
+    return condition, not math.isinf(other.value)
 
 
 def _both(x: Any, condition: Any, finite: bool) -> tuple[Any, Any, bool]:
