@@ -107,3 +107,27 @@ def test_weights_of_any_exponential_are_in_one_frame(fn: Any, shapes: tuple[tupl
     found = lowered(fn, args, "sm_90a")
     assert together(found) and bool(lines(found, Reach)) == skips
     close(found, fn, args)
+
+
+MASKS: dict[str, Any] = {
+    "documents of 100": lambda i: i[:, None] // 100 == i // 100,
+    "documents of 128, causal": lambda i: (i[:, None] // 128 == i // 128) & (i[:, None] >= i),
+    "blocks": lambda i: i[:, None] // 150 >= i // 150,
+    "neighbours": lambda i: (i[:, None] // 64 - i // 64).abs() <= 1,
+    "on both sides": lambda i: (i[:, None] - i).abs() < 70,
+    "first keys and a window": lambda i: ((i[:, None] - i < 100) | (i < 4)) & (i[:, None] >= i),
+    "every third": lambda i: ((i[:, None] - i) % 3 == 0) & (i[:, None] >= i),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_steps_that_predicates_of_places_hide_are_not_visited(name: str) -> None:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        seen = MASKS[name](torch.arange(q.shape[-2], device=q.device))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+    args = random(*((1, 1, 400, 64),) * 3)
+    found = lowered(fn, args, "sm_90a")
+    (reach,) = lines(found, Reach)
+    assert together(found) and bool(reach.since) == ("every" not in name and name != "blocks" and "first" not in name)
+    close(found, fn, args)

@@ -134,7 +134,7 @@ def cheap(x: Node) -> bool:
     return len(work) <= CHEAP and all(n.fn.name in EASY for n in work)
 
 
-EASY = (*COMPARED, "eq", "ne", "and_", "or_", "not_", "where", "add", "sub", "mul", "min", "max")
+EASY = (*COMPARED, "eq", "ne", "and_", "or_", "not_", "where", "add", "sub", "mul", "min", "max", "abs")
 """Functions that are one instruction."""
 
 

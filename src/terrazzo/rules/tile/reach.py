@@ -5,21 +5,25 @@ mask cuts test it. From index ranges; nobody says "causal".
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from terrazzo.ir.address import coefficient, evaluate
+from terrazzo.ir.address import coefficient, evaluate, mentions
 from terrazzo.ir.contraction import operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
-from terrazzo.ir.expr import Expr, IntExpr, Var, at_least
-from terrazzo.ir.node import Node, substitute
+from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Loaded, Var, at_least, terms_of
+from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.plan import Agent, Order, Plan, Product, Reach
 from terrazzo.ir.show_expr import show_expr
 from terrazzo.rewrite.rule import rule
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.frames import framed, reductions
 from terrazzo.rules.tile.rings import axis_called
+
+PLACES = 5
+"""Places at which bounds of what rows see are compared."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +43,43 @@ class Mask:
 
 def mask(term: Node, nothing: float, axis: Any) -> Mask:
     """A term apart from the predicates on indices that make it nothing (-inf of a score, 0 of a factor)."""
-    bare, inside = _apart(term, nothing)
-    uppers = [e + axis for e in inside if coefficient(e, axis) == -1]
-    lowers = [axis - e for e in inside if coefficient(e, axis) == 1]
-    upper, lower = (found[0] if len(found) == 1 else None for found in (uppers, lowers))
+    bare, found = _apart(term, nothing)
+    inside = tuple(_undivided(e, axis) for e in found)
+    upper = _nearest([e + axis for e in inside if coefficient(e, axis) == -1], 1)
+    lower = _nearest([axis - e for e in inside if coefficient(e, axis) == 1], -1)
     return Mask(bare, inside, nothing, upper, lower)
+
+
+def _undivided(e: IntExpr, axis: Any) -> IntExpr:
+    """e >= 0 as a bound of an axis where it is one of a quotient: x // c <= a where x <= a c + c - 1."""
+    for atoms, factor in terms_of(e).items():
+        if len(atoms) != 1 or not isinstance(q := atoms[0], FloorDiv) or not isinstance(q.b, int):
+            continue
+        rest = e - q * factor
+        if factor in (1, -1) and mentions(q, axis) and not mentions(rest, axis):
+            return rest * q.b + q.a if factor == 1 else rest * q.b + (q.b - 1) - q.a
+    return e
+
+
+def _nearest(bounds: Sequence[IntExpr], sign: int) -> IntExpr | None:
+    """Of several bounds, of which each holds, that which is nearest at some places."""
+    plain = [
+        e for e in bounds if not any(isinstance(x, Loaded) for x in topological([e] if isinstance(e, Expr) else []))
+    ]
+
+    def far(e: IntExpr) -> int:
+        axes = e.free if isinstance(e, Expr) else ()
+        return sign * sum(int(evaluate(e, {v: int(v.extent * n // PLACES) for v in axes})) for n in range(PLACES))
+
+    return min(plain, key=far, default=None)
 
 
 def _apart(x: Any, nothing: float) -> tuple[Any, tuple[IntExpr, ...]]:
     if not isinstance(x, l.Apply):
         return x, ()
-    if x.fn.name == "where" and _is(x.args[2], nothing) and (found := conditions(x.args[0])) is not None:
+    if x.fn.name == "where" and _is(x.args[2], nothing) and (found := _parts(x.args[0]))[0]:
         bare, inside = _apart(x.args[1], nothing)
-        return bare, (*found, *inside)
+        return (l.apply("where", found[1], bare, x.args[2]) if found[1] is not None else bare), (*found[0], *inside)
     if x.fn.name == "add" and nothing:
         for one, other in (x.args, x.args[::-1]):
             if not isinstance(other, l.Apply) or other.fn.name != "where" or not _is(other.args[1], 0.0):
@@ -70,6 +98,17 @@ def _is(x: Any, value: float) -> bool:
     return isinstance(x, l.Literal) and not isinstance(x.value, bool) and x.value == value
 
 
+def _parts(x: Any) -> tuple[tuple[IntExpr, ...], Any]:
+    """What of a predicate are expressions that are all >= 0, and the rest of it, if there is one."""
+    if (found := conditions(x)) is not None:
+        return found, None
+    if not isinstance(x, l.Apply) or x.fn.name != "and_":
+        return (), x
+    (some, one), (more, other) = map(_parts, x.args)
+    both = [rest for rest in (one, other) if rest is not None]
+    return (*some, *more), l.apply("and_", *both) if len(both) > 1 else both[0]
+
+
 def conditions(x: Any) -> tuple[IntExpr, ...] | None:
     """A predicate as expressions that are all >= 0; None where it is no such thing."""
     if isinstance(x, l.Literal):
@@ -79,11 +118,18 @@ def conditions(x: Any) -> tuple[IntExpr, ...] | None:
     if x.fn.name == "and_":
         a, b = map(conditions, x.args)
         return None if a is None or b is None else (*a, *b)
+    if x.fn.name == "eq":
+        one, other = map(_index, x.args)
+        return None if one is None or other is None else (one - other, other - one)
     if x.fn.name in ("le", "lt", "ge", "gt"):
-        less, more = map(_index, x.args if x.fn.name in ("le", "lt") else x.args[::-1])
-        if less is None or more is None:
+        small, large = x.args if x.fn.name in ("le", "lt") else x.args[::-1]
+        more = _index(large)
+        each = [small.args[0]] if isinstance(small, l.Apply) and small.fn.name == "abs" else [small]
+        less = [_index(y) for y in each]
+        if more is None or None in less:
             return None
-        return (more - less - (1 if x.fn.name in ("lt", "gt") else 0),)
+        least = more - (1 if x.fn.name in ("lt", "gt") else 0)
+        return tuple(least - e for e in less for e in ((e, -e) if each[0] is not small else (e,)))
     return None
 
 
@@ -120,7 +166,9 @@ def masked(draft: Draft, product: Product) -> Mask | None:
 
 @dataclass(frozen=True)
 class Visits:
-    """The steps a tile visits: from `since` on, or from the first where that is negative, and those before `until`."""
+    """The steps a tile visits: from `since` on, or from the first where that is negative, and those before `until`, as
+    far as there are such.
+    """
 
     since: IntExpr | None
     until: IntExpr
@@ -137,7 +185,7 @@ def visited(
     since: IntExpr | None = None
     if grows(found.upper, rows):
         until = substitute(found.upper, {rows: first + (length - 1)}) // step + 1
-        until = until if at_least(count - until, 0) and at_least(until, 0) else count
+        until = until if at_least(until, 0) and not at_least(until - count, 0) else count
     if grows(found.lower, rows):
         since = substitute(found.lower, {rows: first}) // step
         since = since if not at_least(-since, 0) and at_least(count - 1 - since, 0) else None
@@ -148,8 +196,17 @@ def grows(bound: IntExpr | None, rows: Any) -> bool:
     """Whether a bound of what rows see is no less for later rows: the first row of a tile has the least, the last the
     most.
     """
-    c = coefficient(bound, rows) if isinstance(bound, Expr) else 0 if bound is not None else None
-    return isinstance(c, int) and c >= 0
+    if bound is None or isinstance(bound, int) or not mentions(bound, rows):
+        return bound is not None
+    for atoms, factor in terms_of(bound).items():
+        if any(mentions(a, rows) for a in atoms) and (factor < 0 or len(atoms) > 1 or not _rises(atoms[0], rows)):
+            return False
+    return True
+
+
+def _rises(atom: Any, rows: Any) -> bool:
+    """The same of rows, or a quotient of what grows with them."""
+    return atom is rows or (isinstance(atom, FloorDiv) and isinstance(atom.b, int) and grows(atom.a, rows))
 
 
 @rule(keys=(Plan,))
@@ -189,7 +246,7 @@ def reached(plan: Plan, draft: Draft) -> list[int]:
     found = _visits(draft, product) if plan.all(Reach) else None
     if found is None:
         return [every] * tiles
-    return [_at(found.until, n) - max(_at(found.since or 0, n), 0) for n in range(tiles)]
+    return [min(_at(found.until, n), every) - max(_at(found.since or 0, n), 0) for n in range(tiles)]
 
 
 def _at(e: IntExpr, first: int) -> int:
