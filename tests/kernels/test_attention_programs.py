@@ -89,6 +89,13 @@ def one_more(q: Any, k: Any, v: Any) -> Any:
     return (e / (torch.exp(-m) + e.sum(-1, keepdim=True))).to(q.dtype) @ v
 
 
+def soft_capped(q: Any, k: Any, v: Any) -> Any:
+    """Scores up to 30, in a window, as Gemma 2 has them: most lie near the cap."""
+    w = torch.tanh(q @ k.mT * (4 / 30)) * 30
+    w = w.masked_fill(~causal(q, 60), float("-inf"))
+    return torch.softmax(w.float(), -1).to(q.dtype) @ v
+
+
 ONE = (1, 2, 160, 64)
 
 
@@ -100,6 +107,7 @@ ONE = (1, 2, 160, 64)
         (no_maximum, (ONE, ONE, ONE), False),
         (of_logarithms, (ONE, ONE, ONE), False),
         (one_more, (ONE, ONE, ONE), False),
+        (soft_capped, (ONE, ONE, ONE), True),
     ],
 )
 def test_weights_of_any_exponential_are_in_one_frame(fn: Any, shapes: tuple[tuple[int, ...], ...], skips: bool) -> None:

@@ -26,7 +26,7 @@ from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Var
 from terrazzo.ir.monoid import monoid
 from terrazzo.ir.node import Node, substitute, topological
-from terrazzo.ir.types import DType
+from terrazzo.ir.types import DType, f32
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.definitions import in_order
 from terrazzo.rules.loop.fold import cheap, folded, negated
@@ -205,7 +205,7 @@ def _framed(r: l.Reduce, told: bool) -> _Framed | None:
         score, t = taken_off(core.args[0], axis)
         if not any(isinstance(x, l.Reduce) and axis in x.free for x in topological([score])):
             continue
-        bare: Any = hidden_alone(score, axis)
+        bare: Any = capped(hidden_alone(score, axis))
         early = stays_finite(bare, LOG2E)
         s: Any
         s, by = unscaled(scaled(bare, LOG2E)) if early else (scaled(bare, 1.0), None)
@@ -265,6 +265,19 @@ def apart(score: Any, axis: Var) -> tuple[Any, Any]:
     if lowest and not any(_always(seen, axis, x) for x in (0, axis.extent - 1, *seen.free)):
         return score, None
     return bare, seen
+
+
+def capped(score: Any) -> Any:
+    """A score with tanh(x) = 1 - 2 / (1 + exp(2 x)), exact to 2^-21 of what it is multiplied by, and not of itself: of
+    weights, which are rounded to 16 bits, only the difference of scores is wanted.
+    """
+    if not isinstance(score, l.Apply):
+        return score
+    args = tuple(map(capped, score.args))
+    if score.fn.name != "tanh" or score.dtype is not f32:
+        return l.Apply(score.fn, args)
+    half = l.apply("approx_logistic", scaled(args[0], 2 * LOG2E))
+    return l.apply("sub", l.Literal(1.0, f32), l.apply("mul", half, l.Literal(2.0, f32)))
 
 
 def unrounded(x: Any) -> Any:

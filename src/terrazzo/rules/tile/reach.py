@@ -53,7 +53,8 @@ def mask(term: Node, nothing: float, axis: Any) -> Mask:
 def _undivided(e: IntExpr, axis: Any) -> IntExpr:
     """e >= 0 as a bound of an axis where it is one of a quotient: x // c <= a where x <= a c + c - 1."""
     for atoms, factor in terms_of(e).items():
-        if len(atoms) != 1 or not isinstance(q := atoms[0], FloorDiv) or not isinstance(q.b, int):
+        q: Any = atoms[0] if len(atoms) == 1 else 0
+        if not isinstance(q, FloorDiv) or not isinstance(q.b, int):
             continue
         rest = e - q * factor
         if factor in (1, -1) and mentions(q, axis) and not mentions(rest, axis):
@@ -77,9 +78,11 @@ def _nearest(bounds: Sequence[IntExpr], sign: int) -> IntExpr | None:
 def _apart(x: Any, nothing: float) -> tuple[Any, tuple[IntExpr, ...]]:
     if not isinstance(x, l.Apply):
         return x, ()
-    if x.fn.name == "where" and _is(x.args[2], nothing) and (found := _parts(x.args[0]))[0]:
-        bare, inside = _apart(x.args[1], nothing)
-        return (l.apply("where", found[1], bare, x.args[2]) if found[1] is not None else bare), (*found[0], *inside)
+    if x.fn.name == "where" and _is(x.args[2], nothing):
+        (some, rest), (bare, inside) = _parts(x.args[0]), _apart(x.args[1], nothing)
+        if not some:
+            return x, ()
+        return (l.apply("where", rest, bare, x.args[2]) if rest is not None else bare), (*some, *inside)
     if x.fn.name == "add" and nothing:
         for one, other in (x.args, x.args[::-1]):
             if not isinstance(other, l.Apply) or other.fn.name != "where" or not _is(other.args[1], 0.0):
@@ -124,12 +127,12 @@ def conditions(x: Any) -> tuple[IntExpr, ...] | None:
     if x.fn.name in ("le", "lt", "ge", "gt"):
         small, large = x.args if x.fn.name in ("le", "lt") else x.args[::-1]
         more = _index(large)
-        each = [small.args[0]] if isinstance(small, l.Apply) and small.fn.name == "abs" else [small]
-        less = [_index(y) for y in each]
-        if more is None or None in less:
+        inner = small.args[0] if isinstance(small, l.Apply) and small.fn.name == "abs" else small
+        less: Any = _index(inner)
+        if more is None or less is None:
             return None
         least = more - (1 if x.fn.name in ("lt", "gt") else 0)
-        return tuple(least - e for e in less for e in ((e, -e) if each[0] is not small else (e,)))
+        return (least - less, least + less) if inner is not small else (least - less,)
     return None
 
 
