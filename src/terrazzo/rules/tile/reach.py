@@ -25,17 +25,20 @@ from terrazzo.rules.tile.rings import axis_called
 PLACES = 5
 """Places at which bounds of what rows see are compared."""
 
+Either = tuple[IntExpr, ...]
+"""What is one expression, or several of which one is >= 0."""
+
 
 @dataclass(frozen=True)
 class Mask:
-    """A term that is `bare` where every one of `inside` is >= 0, and `nothing` elsewhere.
+    """A term that is `bare` where of each of `inside` one at least is >= 0, and `nothing` elsewhere.
 
     `upper` is the last value of the steps' axis that is inside and `lower` the first, as far as they are expressions of
     the other axes.
     """
 
     bare: Node
-    inside: tuple[IntExpr, ...]
+    inside: tuple[Either, ...]
     nothing: float
     upper: IntExpr | None
     lower: IntExpr | None
@@ -44,10 +47,18 @@ class Mask:
 def mask(term: Node, nothing: float, axis: Any) -> Mask:
     """A term apart from the predicates on indices that make it nothing (-inf of a score, 0 of a factor)."""
     bare, found = _apart(term, nothing)
-    inside = tuple(_undivided(e, axis) for e in found)
-    upper = _nearest([e + axis for e in inside if coefficient(e, axis) == -1], 1)
-    lower = _nearest([axis - e for e in inside if coefficient(e, axis) == 1], -1)
+    inside = tuple(tuple(_undivided(e, axis) for e in either) for either in found)
+    uppers = [[e + axis for e in either if coefficient(e, axis) == -1] for either in inside]
+    lowers = [axis - e for e, *more in inside if coefficient(e, axis) == 1 and not more]
+    upper = _nearest([_most(x) for x, either in zip(uppers, inside, strict=True) if len(x) == len(either)], 1)
+    lower = _nearest(lowers, -1)
     return Mask(bare, inside, nothing, upper, lower)
+
+
+def _most(bounds: Sequence[IntExpr]) -> IntExpr | None:
+    """What is no less than any of some bounds: their sum, where none is negative."""
+    total: IntExpr = sum(bounds[1:], start=bounds[0])
+    return total if len(bounds) == 1 or all(at_least(e, 0) for e in bounds) else None
 
 
 def _undivided(e: IntExpr, axis: Any) -> IntExpr:
@@ -62,10 +73,12 @@ def _undivided(e: IntExpr, axis: Any) -> IntExpr:
     return e
 
 
-def _nearest(bounds: Sequence[IntExpr], sign: int) -> IntExpr | None:
+def _nearest(bounds: Sequence[IntExpr | None], sign: int) -> IntExpr | None:
     """Of several bounds, of which each holds, that which is nearest at some places."""
     plain = [
-        e for e in bounds if not any(isinstance(x, Loaded) for x in topological([e] if isinstance(e, Expr) else []))
+        e
+        for e in bounds
+        if e is not None and not any(isinstance(x, Loaded) for x in topological([e] if isinstance(e, Expr) else []))
     ]
 
     def far(e: IntExpr) -> int:
@@ -75,7 +88,7 @@ def _nearest(bounds: Sequence[IntExpr], sign: int) -> IntExpr | None:
     return min(plain, key=far, default=None)
 
 
-def _apart(x: Any, nothing: float) -> tuple[Any, tuple[IntExpr, ...]]:
+def _apart(x: Any, nothing: float) -> tuple[Any, tuple[Either, ...]]:
     if not isinstance(x, l.Apply):
         return x, ()
     if x.fn.name == "where" and _is(x.args[2], nothing):
@@ -101,7 +114,7 @@ def _is(x: Any, value: float) -> bool:
     return isinstance(x, l.Literal) and not isinstance(x.value, bool) and x.value == value
 
 
-def _parts(x: Any) -> tuple[tuple[IntExpr, ...], Any]:
+def _parts(x: Any) -> tuple[tuple[Either, ...], Any]:
     """What of a predicate are expressions that are all >= 0, and the rest of it, if there is one."""
     if (found := conditions(x)) is not None:
         return found, None
@@ -112,8 +125,8 @@ def _parts(x: Any) -> tuple[tuple[IntExpr, ...], Any]:
     return (*some, *more), l.apply("and_", *both) if len(both) > 1 else both[0]
 
 
-def conditions(x: Any) -> tuple[IntExpr, ...] | None:
-    """A predicate as expressions that are all >= 0; None where it is no such thing."""
+def conditions(x: Any) -> tuple[Either, ...] | None:
+    """A predicate as expressions that are all >= 0, or of which one is; None where it is no such thing."""
     if isinstance(x, l.Literal):
         return () if x.value is True else None
     if not isinstance(x, l.Apply):
@@ -121,9 +134,12 @@ def conditions(x: Any) -> tuple[IntExpr, ...] | None:
     if x.fn.name == "and_":
         a, b = map(conditions, x.args)
         return None if a is None or b is None else (*a, *b)
+    if x.fn.name == "or_":
+        a, b = map(conditions, x.args)
+        return ((*a[0], *b[0]),) if a is not None and b is not None and len(a) == len(b) == 1 else None
     if x.fn.name == "eq":
         one, other = map(_index, x.args)
-        return None if one is None or other is None else (one - other, other - one)
+        return None if one is None or other is None else ((one - other,), (other - one,))
     if x.fn.name in ("le", "lt", "ge", "gt"):
         small, large = x.args if x.fn.name in ("le", "lt") else x.args[::-1]
         more = _index(large)
@@ -132,7 +148,7 @@ def conditions(x: Any) -> tuple[IntExpr, ...] | None:
         if more is None or less is None:
             return None
         least = more - (1 if x.fn.name in ("lt", "gt") else 0)
-        return (least - less, least + less) if inner is not small else (least - less,)
+        return ((least - less,), (least + less,)) if inner is not small else ((least - less,),)
     return None
 
 
