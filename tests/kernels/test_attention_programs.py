@@ -89,6 +89,13 @@ def one_more(q: Any, k: Any, v: Any) -> Any:
     return (e / (torch.exp(-m) + e.sum(-1, keepdim=True))).to(q.dtype) @ v
 
 
+def soft_capped(q: Any, k: Any, v: Any) -> Any:
+    """Scores up to 30, in a window, as Gemma 2 has them: most lie near the cap."""
+    w = torch.tanh(q @ k.mT * (4 / 30)) * 30
+    w = w.masked_fill(~causal(q, 60), float("-inf"))
+    return torch.softmax(w.float(), -1).to(q.dtype) @ v
+
+
 ONE = (1, 2, 160, 64)
 
 
@@ -100,10 +107,38 @@ ONE = (1, 2, 160, 64)
         (no_maximum, (ONE, ONE, ONE), False),
         (of_logarithms, (ONE, ONE, ONE), False),
         (one_more, (ONE, ONE, ONE), False),
+        (soft_capped, (ONE, ONE, ONE), True),
     ],
 )
 def test_weights_of_any_exponential_are_in_one_frame(fn: Any, shapes: tuple[tuple[int, ...], ...], skips: bool) -> None:
     args = random(*shapes)
     found = lowered(fn, args, "sm_90a")
     assert together(found) and bool(lines(found, Reach)) == skips
+    close(found, fn, args)
+
+
+MASKS: dict[str, Any] = {
+    "documents of 100": lambda i: i[:, None] // 100 == i // 100,
+    "documents of 128, causal": lambda i: (i[:, None] // 128 == i // 128) & (i[:, None] >= i),
+    "blocks": lambda i: i[:, None] // 150 >= i // 150,
+    "neighbours": lambda i: (i[:, None] // 64 - i // 64).abs() <= 1,
+    "on both sides": lambda i: (i[:, None] - i).abs() < 70,
+    "first keys and a window": lambda i: ((i[:, None] - i < 100) | (i < 4)) & (i[:, None] >= i),
+    "a prefix": lambda i: (i[:, None] >= i) | (i < 90),
+    "every third": lambda i: ((i[:, None] - i) % 3 == 0) & (i[:, None] >= i),
+}
+BEGINNING = ("documents of 100", "documents of 128, causal", "neighbours", "on both sides")
+"""Those that hide first keys, too."""
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_steps_that_predicates_of_places_hide_are_not_visited(name: str) -> None:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        seen = MASKS[name](torch.arange(q.shape[-2], device=q.device))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+    args = random(*((1, 1, 400, 64),) * 3)
+    found = lowered(fn, args, "sm_90a")
+    (reach,) = lines(found, Reach)
+    assert together(found) and bool(reach.since) == (name in BEGINNING)
     close(found, fn, args)

@@ -81,6 +81,11 @@ def _torch(name: str) -> Callable[..., Any]:
     return f
 
 
+def _logistic(x: Any) -> Any:
+    one = x.dtype.type(1)
+    return one / (one + np.exp2(x))
+
+
 def _truncdiv(a: Any, b: Any) -> Any:
     q = np.floor_divide(a, b)
     return np.where((q < 0) & (q * b != a), q + 1, q).astype(np.result_type(a))
@@ -134,6 +139,7 @@ SCALARS = _table(
     Scalar("pow", 2, _same(*_FLOAT), np.power, "pow{f}({0}, {1})", 30),
     Scalar("exp", 1, _same(*_FLOAT), np.exp, "exp{f}({0})", 10),
     Scalar("exp2", 1, _same(*_FLOAT), np.exp2, "exp2{f}({0})", 10),
+    Scalar("approx_logistic", 1, _same(*_FLOAT), _logistic, "tz_approx_logistic({0})", 4),  # 1 / (1 + 2^x), to 2^-22
     Scalar("approx_exp2", 1, _same(*_FLOAT), np.exp2, "tz_approx_exp2({0})", 2),  # to two units in the last place
     Scalar("expm1", 1, _same(*_FLOAT), np.expm1, "expm1{f}({0})", 14),
     Scalar("log", 1, _same(*_FLOAT), np.log, "log{f}({0})", 10),

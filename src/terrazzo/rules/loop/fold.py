@@ -134,7 +134,7 @@ def cheap(x: Node) -> bool:
     return len(work) <= CHEAP and all(n.fn.name in EASY for n in work)
 
 
-EASY = (*COMPARED, "eq", "ne", "and_", "or_", "not_", "where", "add", "sub", "mul", "min", "max")
+EASY = (*COMPARED, "eq", "ne", "and_", "or_", "not_", "where", "add", "sub", "mul", "min", "max", "abs")
 """Functions that are one instruction."""
 
 
@@ -221,7 +221,7 @@ def negated(x: Any) -> Any:
         return l.apply(OPPOSITE[x.fn.name], *x.args)
     if x.fn.name == "not_":
         return x.args[0]
-    both = [negated(a) for a in x.args] if x.fn.name in ("and_", "or_") else [None]
+    both: list[Any] = [negated(a) for a in x.args] if x.fn.name in ("and_", "or_") else [None]
     return None if None in both else l.apply("or_" if x.fn.name == "and_" else "and_", *both)
 
 

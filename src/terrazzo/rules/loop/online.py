@@ -26,7 +26,7 @@ from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Var
 from terrazzo.ir.monoid import monoid
 from terrazzo.ir.node import Node, substitute, topological
-from terrazzo.ir.types import DType
+from terrazzo.ir.types import DType, f32
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.definitions import in_order
 from terrazzo.rules.loop.fold import cheap, folded, negated
@@ -205,7 +205,7 @@ def _framed(r: l.Reduce, told: bool) -> _Framed | None:
         score, t = taken_off(core.args[0], axis)
         if not any(isinstance(x, l.Reduce) and axis in x.free for x in topological([score])):
             continue
-        bare: Any = hidden_alone(score, axis)
+        bare: Any = capped(hidden_alone(score, axis))
         early = stays_finite(bare, LOG2E)
         s: Any
         s, by = unscaled(scaled(bare, LOG2E)) if early else (scaled(bare, 1.0), None)
@@ -267,6 +267,19 @@ def apart(score: Any, axis: Var) -> tuple[Any, Any]:
     return bare, seen
 
 
+def capped(score: Any) -> Any:
+    """A score with tanh(x) = 1 - 2 / (1 + exp(2 x)), exact to 2^-21 of what it is multiplied by, and not of itself: of
+    weights, which are rounded to 16 bits, only the difference of scores is wanted.
+    """
+    if not isinstance(score, l.Apply):
+        return score
+    args = tuple(map(capped, score.args))
+    if score.fn.name != "tanh" or score.dtype is not f32:
+        return l.Apply(score.fn, args)
+    half = l.apply("approx_logistic", scaled(args[0], 2 * LOG2E))
+    return l.apply("sub", l.Literal(1.0, f32), l.apply("mul", half, l.Literal(2.0, f32)))
+
+
 def unrounded(x: Any) -> Any:
     """A score without what is rounded to 16 bits on the way to it: as PyTorch's own kernels have it, and more exact."""
     if not isinstance(x, l.Apply):
@@ -308,12 +321,12 @@ def _hides(x: Any) -> tuple[Any, bool] | None:
         return None if one is None or other is None else (l.apply("and_", one[0], other[0]), one[1] or other[1])
     if not isinstance(x, l.Apply) or x.fn.name != "where" or not cheap(x.args[0]):
         return None
-    condition, one, other = x.args
+    condition, one, other = tuple[Any, ...](x.args)
     if _is(other, 0.0) and _low(one):
         one, other, condition = other, one, negated(condition)
     if not _is(one, 0.0) or not _low(other) or condition is None:
         return None
-    return condition, not math.isinf(other.value)  # type: ignore[attr-defined]
+    return condition, not math.isinf(other.value)
 
 
 def _both(x: Any, condition: Any, finite: bool) -> tuple[Any, Any, bool]:

@@ -5,15 +5,16 @@ mask cuts test it. From index ranges; nobody says "causal".
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from terrazzo.ir.address import coefficient, evaluate
+from terrazzo.ir.address import coefficient, evaluate, mentions
 from terrazzo.ir.contraction import operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
-from terrazzo.ir.expr import Expr, IntExpr, Var, at_least
-from terrazzo.ir.node import Node, substitute
+from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Loaded, Var, at_least, terms_of
+from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.plan import Agent, Order, Plan, Product, Reach
 from terrazzo.ir.show_expr import show_expr
 from terrazzo.rewrite.rule import rule
@@ -21,17 +22,23 @@ from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.frames import framed, reductions
 from terrazzo.rules.tile.rings import axis_called
 
+PLACES = 5
+"""Places at which bounds of what rows see are compared."""
+
+Either = tuple[IntExpr, ...]
+"""What is one expression, or several of which one is >= 0."""
+
 
 @dataclass(frozen=True)
 class Mask:
-    """A term that is `bare` where every one of `inside` is >= 0, and `nothing` elsewhere.
+    """A term that is `bare` where of each of `inside` one at least is >= 0, and `nothing` elsewhere.
 
     `upper` is the last value of the steps' axis that is inside and `lower` the first, as far as they are expressions of
     the other axes.
     """
 
     bare: Node
-    inside: tuple[IntExpr, ...]
+    inside: tuple[Either, ...]
     nothing: float
     upper: IntExpr | None
     lower: IntExpr | None
@@ -39,19 +46,56 @@ class Mask:
 
 def mask(term: Node, nothing: float, axis: Any) -> Mask:
     """A term apart from the predicates on indices that make it nothing (-inf of a score, 0 of a factor)."""
-    bare, inside = _apart(term, nothing)
-    uppers = [e + axis for e in inside if coefficient(e, axis) == -1]
-    lowers = [axis - e for e in inside if coefficient(e, axis) == 1]
-    upper, lower = (found[0] if len(found) == 1 else None for found in (uppers, lowers))
+    bare, found = _apart(term, nothing)
+    inside = tuple(tuple(_undivided(e, axis) for e in either) for either in found)
+    uppers = [[e + axis for e in either if coefficient(e, axis) == -1] for either in inside]
+    lowers = [axis - e for e, *more in inside if coefficient(e, axis) == 1 and not more]
+    upper = _nearest([_most(x) for x, either in zip(uppers, inside, strict=True) if len(x) == len(either)], 1)
+    lower = _nearest(lowers, -1)
     return Mask(bare, inside, nothing, upper, lower)
 
 
-def _apart(x: Any, nothing: float) -> tuple[Any, tuple[IntExpr, ...]]:
+def _most(bounds: Sequence[IntExpr]) -> IntExpr | None:
+    """What is no less than any of some bounds: their sum, where none is negative."""
+    total: IntExpr = sum(bounds[1:], start=bounds[0])
+    return total if len(bounds) == 1 or all(at_least(e, 0) for e in bounds) else None
+
+
+def _undivided(e: IntExpr, axis: Any) -> IntExpr:
+    """e >= 0 as a bound of an axis where it is one of a quotient: x // c <= a where x <= a c + c - 1."""
+    for atoms, factor in terms_of(e).items():
+        q: Any = atoms[0] if len(atoms) == 1 else 0
+        if not isinstance(q, FloorDiv) or not isinstance(q.b, int):
+            continue
+        rest = e - q * factor
+        if factor in (1, -1) and mentions(q, axis) and not mentions(rest, axis):
+            return rest * q.b + q.a if factor == 1 else rest * q.b + (q.b - 1) - q.a
+    return e
+
+
+def _nearest(bounds: Sequence[IntExpr | None], sign: int) -> IntExpr | None:
+    """Of several bounds, of which each holds, that which is nearest at some places."""
+    plain = [
+        e
+        for e in bounds
+        if e is not None and not any(isinstance(x, Loaded) for x in topological([e] if isinstance(e, Expr) else []))
+    ]
+
+    def far(e: IntExpr) -> int:
+        axes = e.free if isinstance(e, Expr) else ()
+        return sign * sum(int(evaluate(e, {v: int(v.extent * n // PLACES) for v in axes})) for n in range(PLACES))
+
+    return min(plain, key=far, default=None)
+
+
+def _apart(x: Any, nothing: float) -> tuple[Any, tuple[Either, ...]]:
     if not isinstance(x, l.Apply):
         return x, ()
-    if x.fn.name == "where" and _is(x.args[2], nothing) and (found := conditions(x.args[0])) is not None:
-        bare, inside = _apart(x.args[1], nothing)
-        return bare, (*found, *inside)
+    if x.fn.name == "where" and _is(x.args[2], nothing):
+        (some, rest), (bare, inside) = _parts(x.args[0]), _apart(x.args[1], nothing)
+        if not some:
+            return x, ()
+        return (l.apply("where", rest, bare, x.args[2]) if rest is not None else bare), (*some, *inside)
     if x.fn.name == "add" and nothing:
         for one, other in (x.args, x.args[::-1]):
             if not isinstance(other, l.Apply) or other.fn.name != "where" or not _is(other.args[1], 0.0):
@@ -70,8 +114,19 @@ def _is(x: Any, value: float) -> bool:
     return isinstance(x, l.Literal) and not isinstance(x.value, bool) and x.value == value
 
 
-def conditions(x: Any) -> tuple[IntExpr, ...] | None:
-    """A predicate as expressions that are all >= 0; None where it is no such thing."""
+def _parts(x: Any) -> tuple[tuple[Either, ...], Any]:
+    """What of a predicate are expressions that are all >= 0, and the rest of it, if there is one."""
+    if (found := conditions(x)) is not None:
+        return found, None
+    if not isinstance(x, l.Apply) or x.fn.name != "and_":
+        return (), x
+    (some, one), (more, other) = map(_parts, x.args)
+    both = [rest for rest in (one, other) if rest is not None]
+    return (*some, *more), l.apply("and_", *both) if len(both) > 1 else both[0]
+
+
+def conditions(x: Any) -> tuple[Either, ...] | None:
+    """A predicate as expressions that are all >= 0, or of which one is; None where it is no such thing."""
     if isinstance(x, l.Literal):
         return () if x.value is True else None
     if not isinstance(x, l.Apply):
@@ -79,11 +134,21 @@ def conditions(x: Any) -> tuple[IntExpr, ...] | None:
     if x.fn.name == "and_":
         a, b = map(conditions, x.args)
         return None if a is None or b is None else (*a, *b)
+    if x.fn.name == "or_":
+        a, b = map(conditions, x.args)
+        return ((*a[0], *b[0]),) if a is not None and b is not None and len(a) == len(b) == 1 else None
+    if x.fn.name == "eq":
+        one, other = map(_index, x.args)
+        return None if one is None or other is None else ((one - other,), (other - one,))
     if x.fn.name in ("le", "lt", "ge", "gt"):
-        less, more = map(_index, x.args if x.fn.name in ("le", "lt") else x.args[::-1])
-        if less is None or more is None:
+        small, large = x.args if x.fn.name in ("le", "lt") else x.args[::-1]
+        more = _index(large)
+        inner = small.args[0] if isinstance(small, l.Apply) and small.fn.name == "abs" else small
+        less: Any = _index(inner)
+        if more is None or less is None:
             return None
-        return (more - less - (1 if x.fn.name in ("lt", "gt") else 0),)
+        least = more - (1 if x.fn.name in ("lt", "gt") else 0)
+        return ((least - less,), (least + less,)) if inner is not small else ((least - less,),)
     return None
 
 
@@ -120,7 +185,9 @@ def masked(draft: Draft, product: Product) -> Mask | None:
 
 @dataclass(frozen=True)
 class Visits:
-    """The steps a tile visits: from `since` on, or from the first where that is negative, and those before `until`."""
+    """The steps a tile visits: from `since` on, or from the first where that is negative, and those before `until`, as
+    far as there are such.
+    """
 
     since: IntExpr | None
     until: IntExpr
@@ -137,7 +204,7 @@ def visited(
     since: IntExpr | None = None
     if grows(found.upper, rows):
         until = substitute(found.upper, {rows: first + (length - 1)}) // step + 1
-        until = until if at_least(count - until, 0) and at_least(until, 0) else count
+        until = until if at_least(until, 0) and not at_least(until - count, 0) else count
     if grows(found.lower, rows):
         since = substitute(found.lower, {rows: first}) // step
         since = since if not at_least(-since, 0) and at_least(count - 1 - since, 0) else None
@@ -148,8 +215,17 @@ def grows(bound: IntExpr | None, rows: Any) -> bool:
     """Whether a bound of what rows see is no less for later rows: the first row of a tile has the least, the last the
     most.
     """
-    c = coefficient(bound, rows) if isinstance(bound, Expr) else 0 if bound is not None else None
-    return isinstance(c, int) and c >= 0
+    if bound is None or isinstance(bound, int) or not mentions(bound, rows):
+        return bound is not None
+    for atoms, factor in terms_of(bound).items():
+        if any(mentions(a, rows) for a in atoms) and (factor < 0 or len(atoms) > 1 or not _rises(atoms[0], rows)):
+            return False
+    return True
+
+
+def _rises(atom: Any, rows: Any) -> bool:
+    """The same of rows, or a quotient of what grows with them."""
+    return atom is rows or (isinstance(atom, FloorDiv) and isinstance(atom.b, int) and grows(atom.a, rows))
 
 
 @rule(keys=(Plan,))
@@ -189,7 +265,7 @@ def reached(plan: Plan, draft: Draft) -> list[int]:
     found = _visits(draft, product) if plan.all(Reach) else None
     if found is None:
         return [every] * tiles
-    return [_at(found.until, n) - max(_at(found.since or 0, n), 0) for n in range(tiles)]
+    return [min(_at(found.until, n), every) - max(_at(found.since or 0, n), 0) for n in range(tiles)]
 
 
 def _at(e: IntExpr, first: int) -> int:

@@ -102,6 +102,7 @@ class Bindings:
         self.turn: IntExpr = 0  # the number of the tile among those of the block
         self.steps: Integer | None = None  # steps before this tile, up to a multiple of what rings repeat after
         self.since: Integer | None = None  # the first step of this tile that is visited
+        self.until: Integer | None = None  # the one after the last
         if self.order.persistent:
             each = self.order.walkers * (agent.teams if agent.turns else 1)
             self.wave = self.loop_variable("i", -(-self.order.count // each))

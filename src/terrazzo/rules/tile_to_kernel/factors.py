@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from terrazzo.errors import CompilerBug
-from terrazzo.ir.address import coefficient
+from terrazzo.ir.address import coefficient, mentions
 from terrazzo.ir.contraction import operand
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
@@ -16,7 +16,7 @@ from terrazzo.ir.plan import Frame as FrameLine
 from terrazzo.ir.plan import Plan, Product
 from terrazzo.rules.tile.draft import Draft
 from terrazzo.rules.tile.frames import framed, reductions
-from terrazzo.rules.tile.reach import grows, masked
+from terrazzo.rules.tile.reach import Either, grows, masked
 from terrazzo.rules.tile.rings import axis_called
 from terrazzo.rules.tile_to_kernel.copies import Copies, Part
 from terrazzo.rules.tile_to_kernel.digits import Bindings, Digit, value
@@ -163,8 +163,9 @@ class Factors:
         rows, columns, env = self.places(p, t)
         hidden, last = masked(self.draft, p), beyond(columns, env[columns.axis])
         assert hidden is not None
-        inside = [(substitute(e, env), self.cut(e, rows.axis, columns.axis, t)) for e in hidden.inside]
-        inside += [(e, t + self.steps.first - columns.axis.extent // self.steps.depth[columns.axis]) for e in last]
+        tests = [(x, next((e for e in x if mentions(e, rows.axis)), x[0])) for x in hidden.inside]
+        inside = [(substituted(x, env), self.cut(e, rows.axis, columns.axis, t)) for x, e in tests]
+        inside += [((e,), t + self.steps.first - columns.axis.extent // self.steps.depth[columns.axis]) for e in last]
         if self.frame is None:
             self.point_by_point(p).make(env, inside)
             return
@@ -194,3 +195,8 @@ class Factors:
         last = self.draft.length(rows, site) - 1
         lower: IntExpr = substitute(substitute(bound, {rows: base + last}), self.scope.env)
         return lower - 1 - begins * step
+
+
+def substituted(either: Either, env: dict[Any, Any]) -> Either:
+    """Expressions of which one is >= 0, at a place."""
+    return tuple(substitute(e, env) for e in either)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 from terrazzo.ir.address import coefficient, flatten
@@ -19,6 +19,7 @@ from terrazzo.ir.types import i64
 from terrazzo.rules.access import wide
 from terrazzo.rules.loop.inline import guarded
 from terrazzo.rules.tile.frames import Framed
+from terrazzo.rules.tile.reach import Either
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.copies import Copies, Part
 from terrazzo.rules.tile_to_kernel.digits import Bindings, Digit, zero
@@ -91,13 +92,13 @@ class Frame:
         copies: Copies,
         env: dict[Any, Any],
         term: Node,
-        inside: Sequence[tuple[IntExpr, IntExpr]],
+        inside: Sequence[tuple[Either, IntExpr]],
         edges: tuple[IntExpr, ...],
         scores: Fragment,
     ) -> None:
         """The weights of a step in place of its scores, in the frame of the scores so far. `env` says how to compute
-        the term that scores are where all that is `inside` is >= 0; each is tested in the steps where what stands
-        beside it is >= 0. `edges` hold where there is a row and a column at all.
+        the term that scores are where one at least of each of `inside` is >= 0; each is tested in the steps where what
+        stands beside it is >= 0. `edges` hold where there is a row and a column at all.
         """
         builder, found, kind = self.builder, self.found, self.found.top.dtype
         place, moved = scores.place, self.worth
@@ -114,11 +115,11 @@ class Frame:
             if x is not l.Load(place, at):
                 builder.add(l.Store(place, at, x))
 
-        def hide(hidden: Sequence[IntExpr]) -> None:
+        def hide(hidden: Sequence[Either]) -> None:
             """What the mask hides, or lies beyond the last column, weighs nothing."""
             x: Node = l.Load(place, at)
             for e in hidden:
-                x = builder.let(l.apply("where", l.apply("ge", l.Index(e), l.Literal(0, i64)), x, nothing))
+                x = builder.let(l.apply("where", seen(e), x, nothing))
             builder.add(l.Store(place, at, x))
 
         def highest(new: k.Registers) -> None:
@@ -240,3 +241,8 @@ def beyond(part: Part, at: IntExpr) -> tuple[IntExpr, ...]:
         return ()
     e = part.axis.extent - 1 - at
     return () if at_least(e, 0) else (e,)
+
+
+def seen(either: Either) -> Node:
+    """Whether one of some expressions is >= 0."""
+    return reduce(partial(l.apply, "or_"), (l.apply("ge", l.Index(e), l.Literal(0, i64)) for e in either))

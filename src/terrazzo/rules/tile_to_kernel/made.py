@@ -11,13 +11,13 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr
 from terrazzo.ir.node import Node, substitute, topological
-from terrazzo.ir.types import i64
 from terrazzo.rules.access import wide
 from terrazzo.rules.loop.inline import guarded
+from terrazzo.rules.tile.reach import Either
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.copies import Copies, Part
 from terrazzo.rules.tile_to_kernel.digits import Digit, zero
-from terrazzo.rules.tile_to_kernel.frame import beyond, held
+from terrazzo.rules.tile_to_kernel.frame import beyond, held, seen
 from terrazzo.rules.tile_to_kernel.multiply import Fragment
 
 Kept = dict[Node, tuple[k.Registers, tuple[IntExpr, ...]]]
@@ -78,8 +78,8 @@ class Made:
         """What rows have, once for the tile."""
         self.begun = self._loaded(env, [x for x in self._loads() if self.columns.axis not in x.free])
 
-    def make(self, env: dict[Any, Any], hidden: Sequence[tuple[IntExpr, IntExpr]]) -> None:
-        """The factor, 0 where something `hidden` is negative, which is tested where what stands beside it is not."""
+    def make(self, env: dict[Any, Any], hidden: Sequence[tuple[Either, IntExpr]]) -> None:
+        """The factor, 0 where it is `hidden` unless one of some is >= 0, tested where what stands beside these is."""
         at, place = self.at, self.first.place if self.rounds else self.values
         env = env | {x: l.Load(place, index) for x, (place, index) in (*self.begun.items(), *self.fetched.items())}
         env |= {r: l.Load(self.fragments[r].place, at) for r in self.sums}
@@ -89,11 +89,10 @@ class Made:
         def one() -> None:
             self.builder.add(l.Store(place, at, self.copies.computed(self.bare, dict(env), edges)))
 
-        def hide(tests: Sequence[IntExpr]) -> None:
+        def hide(tests: Sequence[Either]) -> None:
             x: Node = l.Load(place, at)
             for e in tests:
-                inside = l.apply("ge", l.Index(e), l.Literal(0, i64))
-                x = self.builder.let(l.apply("where", inside, x, l.Literal(zero(kind.dtype), kind.dtype)))
+                x = self.builder.let(l.apply("where", seen(e), x, l.Literal(zero(kind.dtype), kind.dtype)))
             self.builder.add(l.Store(place, at, x))
 
         self._everywhere(one)

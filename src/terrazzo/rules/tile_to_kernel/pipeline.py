@@ -17,7 +17,7 @@ from terrazzo.hw.products import matrix
 from terrazzo.hw.wgmma import WarpgroupInstruction
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import IntExpr, Var
+from terrazzo.ir.expr import IntExpr, Var, at_least
 from terrazzo.ir.node import Node, substitute
 from terrazzo.ir.plan import Frame as FrameLine
 from terrazzo.ir.plan import Plan, Product, Reach, Ring, Stream
@@ -254,15 +254,29 @@ class Pipeline:
         return Visits(since, until)
 
     def begin(self) -> None:
-        """The first step that is visited: not the first there is, where a mask hides that one."""
-        if self.visits is None or self.visits.since is None:
+        """The first step that is visited and the end of them, where a mask hides others: not before the first there is,
+        and not after the last.
+        """
+        if self.visits is None:
             return
-        if self.bindings.since is None:
-            self.bindings.since = k.Integer(self.builder.fresh("since"), self.steps.count)
-        since, first = self.bindings.since, self.visits.since
-        self.builder.add(k.DeclareInteger(since, 0))
-        self.builder.where([first - 1], lambda: self.builder.add(k.SetInteger(since, first)))
-        self.steps.first = since
+        count, bindings, (first, until) = self.steps.count, self.bindings, (self.visits.since, self.visits.until)
+        if first is not None:
+            bindings.since = self.integer(bindings.since, "since", count, 0)
+            self.set(bindings.since, first, first - 1)
+            self.steps.first = bindings.since
+        if not at_least(count - until, 0):
+            bindings.until = self.integer(bindings.until, "until", count + 1, count)
+            self.set(bindings.until, until, count - 1 - until)
+
+    def integer(self, known: k.Integer | None, name: str, extent: int, value: int) -> k.Integer:
+        """A number that is counted in, which is `value` at first."""
+        found = known or k.Integer(self.builder.fresh(name), extent)
+        self.builder.add(k.DeclareInteger(found, value))
+        return found
+
+    def set(self, place: k.Integer, value: IntExpr, where: IntExpr) -> None:
+        """A number takes a value where something is >= 0."""
+        self.builder.where([where], lambda: self.builder.add(k.SetInteger(place, value)))
 
     @cached_property
     def idle(self) -> bool:
@@ -274,7 +288,7 @@ class Pipeline:
         """How many steps there are: all, or those that a mask leaves anything of."""
         if self.visits is None:
             return self.steps.count
-        return self.visits.until - (self.bindings.since or 0)
+        return (self.bindings.until or self.visits.until) - (self.bindings.since or 0)
 
     # -- slots ---------------------------------------------------------------------------------------------------------
 
