@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from tests.fuzz import aliases, checks
 from tests.fuzz.hostile import hostile, library
+from tests.fuzz.plans import plans
 from tests.fuzz.programs import tensor_programs
 from tests.fuzz.schedules import TERMS, schedules, terms
 from tests.fuzz.texts import texts
@@ -43,6 +44,7 @@ def _schedules(draw: Any) -> tuple[Any, ...]:
 KINDS: dict[str, tuple[Any, Callable[..., str]]] = {
     "programs": (_programs(), checks.program),
     "schedules": (_schedules(), checks.schedule),
+    "plans": (plans(), checks.plan),
     "texts": (st.tuples(texts()), checks.text),
     "aliases": (st.tuples(aliases.cases()), aliases.under_torch_compile),
     "effects": (st.tuples(aliases.cases(breaks=False, grad=False)), aliases.under_terrazzo_compile),

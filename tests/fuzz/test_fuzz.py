@@ -27,7 +27,8 @@ from tests.harness import random_inputs
 
 
 @pytest.mark.parametrize(
-    ("kind", "count"), [("programs", 50), ("schedules", 30), ("texts", 300), ("aliases", 30), ("effects", 100)]
+    ("kind", "count"),
+    [("programs", 50), ("schedules", 30), ("plans", 60), ("texts", 300), ("aliases", 30), ("effects", 100)],
 )
 def test_nothing_is_found(kind: str, count: int) -> None:
     outcomes, found = run.fuzz(kind, count, seed=0)
