@@ -21,7 +21,7 @@ TERRAZZO := $(RUN) -c 'from terrazzo.cli import main; main()'
 DEMO_MODEL := TinyLlama/TinyLlama-1.1B-Chat-v1.0 --layer 0 --seq-len 32 --random-weights
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check mutants opinfo fuzz replay docs test-gpu sanitize bench-gpu bench-cpu setup clean
+.PHONY: help demo test check mutants adverse opinfo fuzz replay docs test-gpu sanitize bench-gpu bench-cpu setup clean
 
 help: ## list the tasks
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -40,10 +40,14 @@ check: $(READY) ## lint and type-check
 mutants: $(READY) ## kernels with one thing wrong: nearly all must be found (N mutants, 0 for all; SEED says which)
 	PYTHONPATH=src:. $(RUN) -m tests.mutants.run --count $(or $(N),1000) --seed $(or $(SEED),0) $(ARGS)
 
+adverse: $(READY) ## the pinned schedules, each simulated in N adverse orders and a fair one (50; ARGS="-n 16")
+	SIMULATED_SEEDS=$(or $(N),50) OMP_NUM_THREADS=1 $(RUN) -m pytest -q -p no:cacheprovider $(WORKERS) $(ARGS) \
+	    tests/kernels/test_arrangements.py tests/kernels/test_chains.py tests/kernels/test_convolutions.py -k "is_right or written_by_hand or pinned_split"
+
 opinfo: $(READY) ## PyTorch's whole operator database, interpreted and compiled, and the table in the docs (long)
 	PYTHONPATH=src:. $(RUN) -m tests.opinfo.run --table docs/operators.md $(ARGS)
 
-fuzz: $(READY) ## random programs, schedules, texts, aliases: make fuzz N=2000 (SEED=7 KIND=programs|schedules|texts|hostile|aliases|effects)
+fuzz: $(READY) ## random programs, schedules, texts, aliases: make fuzz N=2000 (SEED=7 KIND=programs|schedules|plans|texts|hostile|aliases|effects)
 	PYTHONPATH=src:. OMP_NUM_THREADS=1 $(RUN) -m tests.fuzz.run $(or $(N),200) $(if $(SEED),--seed $(SEED)) $(if $(KIND),--kind $(KIND)) $(ARGS)
 
 replay: $(READY) ## every kernel of the benchmarks and tests, at a commit and now: make replay BASE=main (ARGS=--help)

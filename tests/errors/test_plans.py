@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from terrazzo.errors import UserError
 from terrazzo.hw.gpu import gpu
 from terrazzo.ir.parse_plan import parse_plan
 from terrazzo.ir.text import show
+from terrazzo.rules.tile.complete import Refused
 from terrazzo.rules.tile.verify import verify
+from terrazzo.rules.tile_to_kernel import lower as deriving
 
 
 @cache
@@ -255,6 +258,18 @@ def test_a_plan_of_something_else() -> None:
     other: Any = parse_plan(str(plan).replace('plan("mm"', 'plan("nn"'))
     with pytest.raises(UserError, match="line 1: it is not one of mm for sm_80"):
         verify(program.loop.steps[number], program.schedules[0][1], other, gpu("sm_80"))
+
+
+def test_what_cannot_be_written_is_the_plan_s_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the checks found an edited plan in order, and no kernel can be written from it."""
+    program = made("ampere").lowering.at("tile")
+    ((number, plan),) = program.plans
+    edited = parse_plan(str(plan).replace("ahead=3", "ahead=2"))
+    refusal = Refused(UserError("mm: the schedule needs 320 registers of a thread, and sm_80 has 255"))
+    monkeypatch.setattr(deriving, "derived", lambda *given: refusal)
+    with pytest.raises(UserError, match="the plan of mm, line 1: the schedule needs 320 registers") as told:
+        deriving.program(replace(program, plans=((number, edited),)), gpu("sm_80"))
+    assert str(told.value).splitlines()[1].strip() == 'with plan("mm", target="sm_80"):'
 
 
 @pytest.mark.parametrize("passes", ["plan", "derive"])

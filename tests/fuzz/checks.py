@@ -13,15 +13,18 @@ from functools import cache
 from typing import Any
 
 from terrazzo.errors import Limitation, UserError
+from terrazzo.hw.gpu import gpu
 from terrazzo.interp import kernel as simulator
 from terrazzo.interp.torch import call_numpy
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.parse_plan import parse_plan
 from terrazzo.ir.program import Program
 from terrazzo.ir.schedule import Schedule, parse_schedules
 from terrazzo.ir.text import parse, show
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
+from terrazzo.rules.tile.complete import complete
 from terrazzo.targets.cuda.emit import emit
 from tests.fuzz.hostile import Crashed, victim
 from tests.fuzz.judge import Judge
@@ -80,6 +83,32 @@ def schedule(term: Term, s: Schedule) -> str:
         return "right"
 
     return _finding(check, lambda: f"{show(term.program)}{show(term.kernel)}\n{s}\n")
+
+
+def plan(term: Term, s: Schedule, source: str) -> str:
+    """An edited plan is refused with the line that is wrong, or gives the right results. Where there is nothing wrong
+    with it, but with its schedule, that is told, with what is wrong there.
+    """
+
+    def check() -> str:
+        try:
+            if complete(term.kernel, s, gpu(s.target))[0] == parse_plan(source):
+                return "nothing changed"
+        except UserError as why:
+            return f"refused: {_kind(why)}"
+        try:
+            kernels = lowering(term.program, Options(target=s.target, schedules=(f"{s}\n{source}",))).at("kernel")
+        except (UserError, Limitation) as why:
+            fits = not str(why).startswith(f"the schedule of {s.kernel} does not fit")
+            if fits and not re.search(r"line \d+", str(why)):
+                raise Found(f"it is refused, and no line named: {why}") from why
+            return f"refused: {_kind(why)}"
+        if sum(map(_steps, kernels.steps)) > STEPS:
+            return "too long to simulate"
+        _right(_judge(term).problem(simulator.run(kernels, term.inputs, call=call_numpy)))
+        return "right"
+
+    return _finding(check, lambda: f"{show(term.program)}{show(term.kernel)}\n{s}\n{source}")
 
 
 def text(source: str) -> str:

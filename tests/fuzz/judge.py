@@ -63,7 +63,11 @@ class Judge:
         for node in self.nodes:
             for own in versions:
                 seen = ChainMap({c: versions[noise.integers(2)][c] for c in node.children if c in own}, own)
-                found = self._in_another_order(node, seen, noise) if isinstance(node, t.Reduce) else None
+                found = None
+                if isinstance(node, t.Reduce):
+                    found = self._in_another_order(node, seen, noise)
+                elif isinstance(node, t.Scan):
+                    found = self._in_parts(node, seen, noise)
                 own[node] = self._rounded(
                     node, evaluate(node, seen, False, call_numpy) if found is None else found, noise
                 )
@@ -95,6 +99,21 @@ class Judge:
             for part in (slice(None, cut), slice(cut, None))
         )
         return node.monoid.combine(numpy_builder, left, right)
+
+    def _in_parts(self, node: t.Scan, values: Mapping[Node, Any], noise: np.random.Generator) -> Any:
+        """A scan of floats in parts of some length, each of which goes on from what those before it come to; None for
+        what that does not change.
+        """
+        x, ufunc = values[node.args[0]], node.monoid.ufunc
+        if ufunc is None or not _is_float(x.dtype) or not x.shape[node.axis]:
+            return None
+        rows = np.moveaxis(x, node.axis, -1)
+        size = 1 << int(noise.integers(8))
+        with np.errstate(all="ignore"):
+            parts = [ufunc.accumulate(rows[..., n : n + size], axis=-1) for n in range(0, rows.shape[-1], size)]
+            ends = ufunc.accumulate(np.stack([p[..., -1] for p in parts], axis=-1), axis=-1)
+            parts[1:] = [ufunc(ends[..., n, None], p) for n, p in enumerate(parts[1:])]
+        return np.moveaxis(np.concatenate(parts, axis=-1), -1, node.axis)
 
     def _rounded(self, node: t.Value, found: Any, noise: np.random.Generator) -> Any:
         """A result with its last place moved either way, where it was rounded at all."""

@@ -13,6 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import hypothesis
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 
 from tests.fuzz import aliases, checks
 from tests.fuzz.hostile import hostile, library
+from tests.fuzz.plans import plans
 from tests.fuzz.programs import tensor_programs
 from tests.fuzz.schedules import TERMS, schedules, terms
 from tests.fuzz.texts import texts
@@ -42,6 +44,7 @@ def _schedules(draw: Any) -> tuple[Any, ...]:
 KINDS: dict[str, tuple[Any, Callable[..., str]]] = {
     "programs": (_programs(), checks.program),
     "schedules": (_schedules(), checks.schedule),
+    "plans": (plans(), checks.plan),
     "texts": (st.tuples(texts()), checks.text),
     "aliases": (st.tuples(aliases.cases()), aliases.under_torch_compile),
     "effects": (st.tuples(aliases.cases(breaks=False, grad=False)), aliases.under_terrazzo_compile),
@@ -96,6 +99,16 @@ def fuzz(kind: str, count: int, seed: int) -> tuple[Counter[str], list[str]]:
     return outcomes, list(found.values())
 
 
+def fuzz_in(jobs: int, kind: str, count: int, seed: int) -> tuple[Counter[str], list[str]]:
+    """The same by so many processes, each with a part of the examples and a seed of its own."""
+    if jobs == 1:
+        return fuzz(kind, count, seed)
+    seeds = [seed * jobs + n for n in range(jobs)]
+    with ProcessPoolExecutor(jobs) as pool:
+        parts = list(pool.map(fuzz, [kind] * jobs, [-(-count // jobs)] * jobs, seeds))
+    return sum((outcomes for outcomes, _ in parts), Counter()), list(dict.fromkeys(x for _, xs in parts for x in xs))
+
+
 def _place(why: BaseException) -> tuple[Any, ...]:
     """Where a bug showed itself, by which bugs are told apart."""
     cause = why.__cause__ or why
@@ -110,6 +123,7 @@ def main() -> int:
     parser.add_argument("count", type=int, metavar="N", help="examples of each kind")
     parser.add_argument("--seed", type=int, help="any by default")
     parser.add_argument("--kind", choices=KINDS, action="append", help="all by default")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     given = parser.parse_args()
     seed = random.randrange(1 << 32) if given.seed is None else given.seed
     bugs = 0
@@ -118,12 +132,15 @@ def main() -> int:
             print("hostile texts need a C++ compiler with the address sanitizer")
             continue
         again = f"make fuzz N={given.count} SEED={seed} KIND={kind}"
+        again += f' ARGS="--jobs {given.jobs}"' if given.jobs > 1 else ""
         print(again, flush=True)
         start = time.perf_counter()
-        outcomes, found = fuzz(kind, given.count, seed)
+        outcomes, found = fuzz_in(given.jobs, kind, given.count, seed)
         seconds = time.perf_counter() - start
         total = sum(outcomes.values())
-        print(f"  {total} {kind} in {seconds:.0f} s, {total / seconds:.1f} a second")
+        refused = sum(number for outcome, number in outcomes.items() if outcome.startswith("refused"))
+        legal = f"{1 - refused / max(total, 1):.1%} are not refused"
+        print(f"  {total} {kind} in {seconds:.0f} s, {total / seconds:.1f} a second; {legal}")
         for outcome, number in outcomes.most_common(12):
             print(f"  {number:7} {outcome}")
         for text in found:

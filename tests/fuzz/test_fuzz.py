@@ -27,7 +27,8 @@ from tests.harness import random_inputs
 
 
 @pytest.mark.parametrize(
-    ("kind", "count"), [("programs", 50), ("schedules", 30), ("texts", 300), ("aliases", 30), ("effects", 100)]
+    ("kind", "count"),
+    [("programs", 50), ("schedules", 30), ("plans", 60), ("texts", 300), ("aliases", 30), ("effects", 100)],
 )
 def test_nothing_is_found(kind: str, count: int) -> None:
     outcomes, found = run.fuzz(kind, count, seed=0)
@@ -75,6 +76,19 @@ def test_the_judge(change: Any, wrong: str) -> None:
     judge = Judge(program, inputs)
     problem = judge.problem(list(change(*(judge.plain[r] for r in program.results))))
     assert problem.startswith(wrong) if wrong else not problem
+
+
+def test_a_scan_may_be_added_up_in_parts() -> None:
+    """As threads do that share its steps; a part that does not go on from those before it is wrong."""
+    program: Any = parse("@tensor\ndef f(x: f32[1, 96]):\n    s: f32[1, 96] = scan.sum(x, axis=1)\n    return (s,)\n")
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((1, 96)).astype(np.float32)
+    parts = np.add.accumulate(x.reshape(12, 8), axis=1)
+    before = np.concatenate([np.zeros(1, np.float32), np.add.accumulate(parts[:-1, -1])])
+    judge = Judge(program, {"x": x})
+    assert judge.problem([(parts + before[:, None]).reshape(1, 96)]) == ""
+    before[5] = 0
+    assert judge.problem([(parts + before[:, None]).reshape(1, 96)]).startswith("result 0[0, 40]")
 
 
 def test_programs_have_everything() -> None:

@@ -250,8 +250,32 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     Equivalent(
         CHAINS,
         ("wrong beginning",),
-        r"`total0 = registers",
+        r"`(total|acc)0 = registers",
         "the first maximum scales to zero whatever was added up before",
+    ),
+    Equivalent(
+        CHAINS,
+        ("wrong beginning",),
+        r"`acc1 = registers",
+        "the same number added to all scores changes no softmax",
+    ),
+    Equivalent(
+        CHAINS,
+        ("moved arrive",),
+        r"`for i\d in unrolled\(\d\):` -> `if lane == 0:`",
+        "what is multiplied has come to registers before",
+    ),
+    Equivalent(
+        CHAINS[:1],
+        ("moved arrive",),
+        r"`for t11 in serial\(3\):` -> `if lane == 0:`",
+        "who loads is two steps ahead at most, so the next but one tile is never asked for before its turn",
+    ),
+    Equivalent(
+        CHAINS[1:],
+        ("wrong barrier",),
+        r"`(wait_barrier|arrive)\(empty[12]\[.*\+ 2\) % 3",
+        "slots are waited for in turn: one is a step late, and behind it all others are free",
     ),
     Equivalent(
         CHAINS,
@@ -262,7 +286,7 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     Equivalent(
         ("overlapped chain that stays",),
         ("no fence", "moved fence", "wrong kind of fence"),
-        r"^line 91 ",
+        r"^line 9[01] ",
         "the fence before the other product is for both; ptxas wants one in front of a factor in registers",
     ),
     Equivalent(
@@ -274,7 +298,7 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     Equivalent(
         CHAINS[:1],
         ("wrong slot",),
-        r"= (add|max)\((acc0|total0|top1)\[.*meet",
+        r"(= (add|max)\((acc0|total0|top1)\[.*meet|`meet)",
         "what two warps have is combined in either order",
     ),
     Equivalent(

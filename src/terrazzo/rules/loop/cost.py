@@ -7,16 +7,17 @@ of it that are touched, once per kernel. It decides fusion only; it does not pre
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.ir import nest as n
-from terrazzo.ir.contraction import contraction
+from terrazzo.ir.contraction import Contraction, contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import IntExpr, Loaded, bounds
 from terrazzo.ir.node import topological
+from terrazzo.ir.sites import sites
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,12 @@ class Rates:
 
 def cost(kernel: l.Kernel, rates: Rates) -> float:
     """Nanoseconds, by the model."""
-    reductions = [x for x in kernel.terms if isinstance(x, l.Reduce | l.Scan)]
+    found = sites(kernel)
+    reductions = found.carried.values()
     steps = {r.axes if isinstance(r, l.Reduce) else () for r in reductions}  # products over other steps are not blocked
-    blocked = all(map(_contracts, reductions)) and len(steps) < 2
-    bill = _Bill(rates, rates.fma if blocked else rates.mixed)
+    tiled = {c.reduce: c for c in found.contractions.values() if not looked_up(c.operands)}
+    fma = rates.fma if len(tiled) == len(reductions) and len(steps) < 2 else rates.mixed
+    bill = _Bill(rates, fma, tiled)
     bill.walk(n.nest(kernel), 1)
     traffic = sum(min(count, _count(b.type.numel)) * b.type.dtype.size for b, count in bill.touched.items())
     return rates.launch + bill.work + traffic * rates.byte
@@ -81,8 +84,8 @@ def _padded(x: l.Load) -> bool:
 
 
 class _Bill:
-    def __init__(self, rates: Rates, fma: float) -> None:
-        self.rates, self.fma = rates, fma
+    def __init__(self, rates: Rates, fma: float, products: Mapping[Any, Contraction]) -> None:
+        self.rates, self.fma, self.products = rates, fma, products
         self.work = 0.0
         self.touched: dict[l.Buffer, int] = {}
 
@@ -106,7 +109,7 @@ class _Bill:
                         points *= _count(a.extent)
                     reduces = s.kind == "reduce"
                     self.work += points // max(trips, 1) * self.rates.step * (reduces and alone)
-                    blocked = not in_reduction and reduces and all(_contracts(r) for r in s.carried)
+                    blocked = not in_reduction and reduces and all(r in self.products for r in s.carried)
                     if blocked:
                         self.work += points * sum(map(self.product, s.carried))
                         self.operands(s.body, points)
@@ -116,9 +119,7 @@ class _Bill:
 
     def product(self, r: Any) -> float:
         """The multiply-adds of a point of a contraction."""
-        c = contraction(r)
-        assert c is not None
-        return len(c.terms) * (
+        return len(self.products[r].terms) * (
             self.rates.tensor if self.fma == self.rates.fma and on_matrix(r, self.rates) else self.fma
         )
 
@@ -141,11 +142,6 @@ class _Bill:
             self.work += trips * self.rates.load
         elif isinstance(term, l.Apply):
             self.work += trips * term.fn.cost * self.rates.op
-
-
-def _contracts(r: Any) -> bool:
-    """Whether a reduction is a contraction that tiles compute: where a factor is read does not depend on data."""
-    return isinstance(r, l.Reduce) and (c := contraction(r)) is not None and not looked_up(c.operands)
 
 
 def _count(extent: IntExpr) -> int:

@@ -17,6 +17,7 @@ from terrazzo.ir.contraction import contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr
 from terrazzo.ir.node import substitute, topological
+from terrazzo.ir.sites import sites
 from terrazzo.rewrite.rule import Choice, Event, Log, cheapest
 from terrazzo.rules.loop.cost import Rates, cost, on_matrix
 from terrazzo.rules.loop.definitions import in_order
@@ -315,8 +316,8 @@ class _Fusion:
         """How many contractions kernels compute, and how many of them matrix instructions can."""
         for k in kernels:
             if k not in self.products:
-                found = [x for x in k.terms if isinstance(x, l.Reduce) and contraction(x) is not None]
-                self.products[k] = len(found), sum(on_matrix(x, self.rates) for x in found)
+                found = sites(k).contractions.values()
+                self.products[k] = len(found), sum(on_matrix(c.reduce, self.rates) for c in found)
         return sum(self.products[k][0] for k in kernels), sum(self.products[k][1] for k in kernels)
 
     def _multiply_apart(self, merged: l.Kernel, first: l.Kernel) -> bool:

@@ -51,11 +51,16 @@ def verify(kernel: l.Kernel, schedule: Schedule, plan: Plan, gpu: Gpu) -> None:
     """UserError, with the line that is wrong, unless a kernel can be written from the plan."""
     draft = Draft(kernel, schedule, gpu)
     for number, why in itertools.chain(problems(plan, draft), budget(plan, draft)):
-        text = str(plan).splitlines()[number - 1].strip()
-        error = UserError(f"the plan of {plan.kernel}, line {number}: {why}\n    {text}")
-        error.brief = f"the plan of {plan.kernel}: {why}"
         with about(TextLine(plan, number - 1), TextLine(plan, 0)):
-            raise error
+            raise wrong(plan, number, why)
+
+
+def wrong(plan: Plan, number: int, why: str) -> UserError:
+    """What is said of a line of a plan."""
+    text = str(plan).splitlines()[number - 1].strip()
+    error = UserError(f"the plan of {plan.kernel}, line {number}: {why}\n    {text}")
+    error.brief = f"the plan of {plan.kernel}: {why}"
+    return error
 
 
 Problem = tuple[int, str]

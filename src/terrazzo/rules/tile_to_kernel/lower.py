@@ -19,6 +19,7 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
 from terrazzo.ir.expr import IntExpr
+from terrazzo.ir.places import TextLine
 from terrazzo.ir.plan import Agent, Jam, Limit, Order, Plan, Reach, Result, Ring
 from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.verify_kernel import REGISTERS, declared
@@ -26,7 +27,7 @@ from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.tile.agents import LOAD
 from terrazzo.rules.tile.complete import Refused, complete
 from terrazzo.rules.tile.draft import Draft
-from terrazzo.rules.tile.verify import verify
+from terrazzo.rules.tile.verify import HEAD, verify, wrong
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.digits import Bindings, extent
 from terrazzo.rules.tile_to_kernel.everyone import Everyone
@@ -74,6 +75,9 @@ def _as_its_form(kernel: l.Kernel, schedule: Schedule, gpu: Gpu, plan: Plan | No
             return done
     if plan is not None and plan is not complete(kernel, schedule, gpu)[0]:
         verify(kernel, schedule, plan, gpu)
+        if isinstance(refused := derived(kernel, schedule, gpu, plan), Refused):
+            with about(TextLine(plan, 0)):
+                raise wrong(plan, HEAD, refused.reason.removeprefix(f"{kernel.name}: "))
     return lower(kernel, schedule, gpu, plan)
 
 

@@ -1,0 +1,67 @@
+"""Plans of random schedules, edited: lines, numbers and words of them are dropped, doubled, exchanged and changed."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from hypothesis import strategies as st
+
+from terrazzo.hw.gpu import gpu
+from terrazzo.ir.schedule import Schedule
+from terrazzo.rules.tile.complete import Refused, complete
+from tests.fuzz.schedules import TERMS, Term, schedules, terms
+from tests.kernels.programs import TARGETS
+
+NUMBER = re.compile(r"(?<![\w.])\d+(?!\w)")
+WORD = re.compile(r"\"[^\"]*\"|True|False|(?<=[=( ])[a-z]\w*(?=[,)])")
+ARGUMENT = re.compile(r", \w+=(?:\"[^\"]*\"|\([^()]*(?:\([^()]*\)[^()]*)*\)|\w+)")
+
+
+@st.composite
+def plans(draw: Any) -> tuple[Term, Schedule, str]:
+    """A term, a schedule of it, and the text of its plan after an edit or two."""
+
+    def one(items: Any) -> Any:
+        return draw(st.sampled_from(items))
+
+    found = terms(one(TERMS), one(TARGETS))
+    term = one(found)
+    schedule = draw(schedules(term))
+    plan, _ = complete(term.kernel, schedule, gpu(schedule.target))
+    if isinstance(plan, Refused):
+        schedule = term.default
+        plan, _ = complete(term.kernel, schedule, gpu(schedule.target))
+    lines = str(plan).splitlines()
+    for _ in range(one((1, 1, 2))):
+        lines = _edited(lines, one)
+    return term, schedule, "\n".join(lines) + "\n"
+
+
+def _edited(lines: list[str], one: Any) -> list[str]:
+    """The lines with one thing changed. Numbers and words are exchanged for such as stand in plans."""
+    at = one(range(1, len(lines)))
+    line = lines[at]
+    match one(("number",) * 4 + ("word",) * 3 + ("argument", "line", "twice", "order", "more")):
+        case "number" if found := list(NUMBER.finditer(line)):
+            m = one(found)
+            n = int(m[0])
+            new = str(one((n + 1, max(n - 1, 0), n * 2, n // 2, 0, 1, 3, 64, 1 << 20)))
+            line = line[: m.start()] + new + line[m.end() :]
+        case "word" if found := list(WORD.finditer(line)):
+            m = one(found)
+            others = sorted({x[0] for other in lines[1:] for x in WORD.finditer(other)})
+            line = line[: m.start()] + one(others) + line[m.end() :]
+        case "argument" if found := list(ARGUMENT.finditer(line)):
+            m = one(found)
+            line = line[: m.start()] + line[m.end() :]
+        case "line":
+            return [*lines[:at], *lines[at + 1 :]]
+        case "twice":
+            return [*lines[: at + 1], line, *lines[at + 1 :]]
+        case "order":
+            return [*lines[:at], *lines[at + 1 :], line]
+        case "more":
+            every = sorted({m[0] for other in lines[1:] for m in ARGUMENT.finditer(other)})
+            line = line[:-1] + one(every) + ")" if every else line
+    return [*lines[:at], line, *lines[at + 1 :]]
