@@ -23,7 +23,7 @@ TILE = 1500.0
 Not measured.
 """
 EACH = 8
-"""Steps of a thread in a tile."""
+"""Steps of a thread in a tile of columns; along rows they are as many as one access has, and half of these at least."""
 WARPS = 8
 """Warps that share a scan where there are many rows: more of them wait for each other longer."""
 
@@ -43,6 +43,20 @@ def scan(kernel: l.Kernel) -> n.Loop | None:
         body = found.body
 
 
+def reduced_before(kernel: l.Kernel) -> list[l.Reduce]:
+    """The reductions of a kernel of scans, where these need them and not the other way round: stored first, they leave
+    threads free to share the scans.
+    """
+    found = n.accumulators(kernel).values()
+    reduces = [x for x in found if isinstance(x, l.Reduce)]
+    scans = [x for x in found if isinstance(x, l.Scan)]
+    inside = {x for r in reduces for x in topological(r.args)}
+    within = {x for s in scans for x in topological(s.args) if isinstance(x, l.Reduce) and s.axis in x.free}
+    if not scans or within or any(isinstance(x, l.Scan) for x in inside):
+        return []
+    return [r for r in reduces if not any(a is s.at for s in scans for a in r.free)]
+
+
 def shared(kernel: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule, str] | None:
     """A kernel of scans with a schedule in which threads share them, and what it is; None where they cannot, or where
     there is one step.
@@ -56,7 +70,7 @@ def shared(kernel: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule, str] | None:
     rows = [a for a in kernel.axes if a is not axis]
     side = column if column is not None else rows[-1] if rows else None
     vector = vector_of(kernel.stores, axis)
-    each = max(vector, EACH if vector > 1 or column is not None else EACH // 2)
+    each = EACH if column is not None else max(vector, EACH // 2)
     each = min(each, 1 << (size_of(axis) - 1).bit_length())
     wanted = ceil(size_of(axis), each)  # threads that could take part
     beside = min(WARP, _power(size_of(side))) if column is not None else max(WARP // _power(wanted), 1)
@@ -74,7 +88,8 @@ def shared(kernel: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule, str] | None:
         own = (*warps_of(more), *((Factor("lane", beside),) if beside > 1 else ()))
         lines.append((side.name, (*grid(ceil(size_of(side), more * beside)), *own)))
     lines.append((axis.name, (Factor("time", times), *inner)))
-    what = f"{warps * lanes} threads take {each} steps each of a scan, {times} times, and meet"
+    often = f", {times} times" if times > 1 else ""
+    what = f"{warps * lanes} threads take {each} steps each of a scan{often}, and meet"
     return kernel, Schedule(kernel.name, gpu.arch, tuple(lines)), what
 
 
@@ -103,7 +118,9 @@ def column_of(kernel: l.Kernel, axis: Any) -> Any:
 
 
 def _bytes(x: Any) -> int:
-    return int(x.buffer.type.dtype.size)
+    """How much of memory is read or written."""
+    points = math.prod(size_of(a) for a in x.free if hasattr(a, "extent"))
+    return int(x.buffer.type.dtype.size * min(points, x.buffer.type.numel))
 
 
 def _power(count: int) -> int:
