@@ -9,14 +9,14 @@ from terrazzo.hw.gpu import Gpu
 from terrazzo.ir import nest as n
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import topological
-from terrazzo.ir.schedule import Factor, Schedule
+from terrazzo.ir.schedule import Factor, Like, Schedule
 from terrazzo.rules.loop_to_tile.collapse import merge_axes
 from terrazzo.rules.loop_to_tile.threads import WARP, ceil, grid, size_of, step, vector_at, vector_of, warps_of
-from terrazzo.rules.tile_to_kernel.scans import chained
+from terrazzo.rules.tile_to_kernel.scans import in_order
 
 STEP = 400.0
-"""Nanoseconds of a step of a scan, of which one thread takes one after the other, loads and all. On an H200 (22 November
-2026): 385 to 500 in columns that lie side by side, 166 to 281 in rows.
+"""Nanoseconds of a step of a scan, of which one thread takes one after the other, loads and all. On an H200 (22
+November 2026): 385 to 500 in columns that lie side by side, 166 to 281 in rows.
 """
 TILE = 1500.0
 """Nanoseconds of a tile whose steps a block takes together: a load, and threads that wait for each other three times.
@@ -39,7 +39,7 @@ def scan(kernel: l.Kernel) -> n.Loop | None:
             return None
         (found,) = loops
         if found.kind == "scan":
-            return None if chained(found) or not all(isinstance(size_of(a), int) for a in kernel.axes) else found
+            return None if in_order(found) or not all(isinstance(size_of(a), int) for a in kernel.axes) else found
         body = found.body
 
 
@@ -100,8 +100,7 @@ def price(kernel: l.Kernel, gpu: Gpu) -> float:
     found = shared(kernel, gpu)
     if found is None:
         return STEP * steps
-    form, schedule, _ = found
-    factors = [f for _, binding in schedule.axes for f in binding if isinstance(f, Factor)]
+    factors = [f for _, binding in found[1].axes if not isinstance(binding, Like) for f in binding]
     blocks, times, warps = (math.prod(f.size for f in factors if f.level == x) for x in ("grid", "time", "warp"))
     waves = ceil(blocks * warps, 64 * gpu.processors)
     return TILE * times * waves
