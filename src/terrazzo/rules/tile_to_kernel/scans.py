@@ -8,6 +8,7 @@ shared memory, and the tiles of a time digit by what is carried from one to the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from terrazzo.errors import Limitation, UserError
@@ -89,7 +90,7 @@ class SharedScan:
         body = self.loop.body
         combined = [x for x in body if isinstance(x, n.Accumulate)]
         needed = set(topological([a for x in combined for a in x.args]))
-        first = [x for x in body if x in combined or (isinstance(x, n.Let) and x.term in needed)]
+        first = list[n.Statement](x for x in body if x in combined or (isinstance(x, n.Let) and x.term in needed))
         computed = {x.term for x in first if isinstance(x, n.Let)}
         given = dict.fromkeys(a for x in combined for a in x.args if a in computed)
         kept = [a for a in given if any(isinstance(x, l.Load) for x in topological([a]))]
@@ -114,7 +115,8 @@ class SharedScan:
             for bit in range(d.size.bit_length() - 1):
                 others = [self.builder.let(k.Shuffle(x, d.inner << bit), "other") for x in self.values(total)]
                 later = d.value // (1 << bit) % 2 - 1
-                self.builder.where([later], lambda others=others: self.accumulators.combine(before, others, r))  # type: ignore[misc]
+                write = partial(self.accumulators.combine, before, others, r)
+                self.builder.where([later], write)
                 self.accumulators.combine(total, others, r)
 
     def over_warps(self, r: Any, total: Places, before: Places) -> None:
