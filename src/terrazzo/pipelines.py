@@ -4,6 +4,7 @@ always.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -157,12 +158,15 @@ def libraries(options: Options) -> Libraries | None:
 
 @lru_cache(maxsize=4096)
 def _alone(name: str, fp32: str, op: Aten) -> float:
-    """What our kernels for an op by itself take on a target, by the model, in nanoseconds."""
+    """What our kernels for an op by itself take on a target, by the model, in nanoseconds; infinitely long where it is
+    called after all.
+    """
     inputs = tuple(dict.fromkeys(x for x in op.children if isinstance(x, Input)))
     program = Program("torch", "alone", inputs, (op,), {op: "result"})
     options = Options(target=name, libraries="never", fp32=fp32)
     upper = tuple(p.name for p in PASSES if p.dst in ("tensor", "loop"))
-    return expected(stages(program, options, Log(), upper)[-1][1].steps, machine(options))
+    steps = stages(program, options, Log(), upper)[-1][1].steps
+    return math.inf if any(isinstance(s, l.Call) for s in steps) else expected(steps, machine(options))
 
 
 def in_parts(p: l.Program, log: Log, options: Options, tried: Experience) -> l.Program:

@@ -76,7 +76,7 @@ RING, BOXES = "matmul of half", "transposed matmul of bfloat16 in many steps"
          r"at \[block \+ 1\] is outside \[0, 37\) in dimension 0 of x, at block 36"),
         ("gelu", "sm_90a", r"\bx\[", "x[1 + ", "is outside"),
         ("layer norm", "sm_90a", r"meet0\[warp", "meet0[warp + 1", "is outside"),
-        ("cumsum", "sm_90a", r"= x\[", "= x[2 + ", "is outside"),
+        ("cumsum", "sm_90a", r"move\(in0\[0\], x\[", "move(in0[0], x[2 + ", "is outside"),
         ("ragged matmul of bfloat16", "sm_80", r"< 39\b", "< 40", "is outside"),
         ("ragged matmul of bfloat16", "sm_75", r"< 136\b", "< 137", "is outside|beyond the end"),
         (RING, "sm_80", r"(load_matrix\('[^']*', \w+\[[^\]]*\], \w+\[[^,]*, )", r"\g<1>64 + ", "is outside"),

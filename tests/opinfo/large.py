@@ -217,7 +217,7 @@ def on_meta(case: Any, lock: str) -> dict[str, Any]:
         return {"verdict": "not captured", "reason": _said(why)}
     options = Options(target="sm_90a")
     cache = Cache(options.cache_dir, options.cache_limit)
-    done = build(lowering(captured.program, options, lost=tried(options)), options, cache, options.target)
+    done = build(lowering(captured.program, options, tried=tried(options)), options, cache, options.target)
     steps, log = done.program.steps, done.lowering.log
     kernels = [s for s in steps if isinstance(s, k.Kernel)]
     facts = [known(source, options.target, cache) or Facts() for _, source in done.sources]

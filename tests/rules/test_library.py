@@ -63,7 +63,18 @@ SLOWER: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
     "transposed": (
         lambda x, w: F.conv_transpose2d(x, w, stride=2), (meta(8, 512, 32, 32), meta(512, 256, 2, 2)), "convolution"
     ),
-    "a scan of a long row": (lambda x: x.cumsum(-1), (meta(16, 1 << 20),), "cumsum"),
+    "a scan of a long row": (lambda x: x.cumsum(-1), (meta(1 << 24),), "cumsum"),
+    "few of many rows written": (
+        lambda x, i, y: x.scatter(0, i, y),
+        (meta(5120, 5120), meta(5, 5120, dtype=torch.int64), meta(5, 5120)),
+        "scatter",
+    ),
+    "many tensors side by side": (lambda *x: torch.cat(x, -1), (meta(8192, 128),) * 24, "cat"),
+    "what a mask takes": (
+        lambda x, m, y: x.masked_scatter(m, y),
+        (meta(5120, 5120), meta(5120, 5120, dtype=torch.bool), meta(5120, 5120)),
+        "masked_scatter",
+    ),
 }  # fmt: skip
 OURS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "a linear layer of bf16": (F.linear, (meta(512, 3584, dtype=BF16), meta(18944, 3584, dtype=BF16))),
@@ -73,6 +84,12 @@ OURS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "batched products of f32": (lambda x, y: x @ y, (meta(12, 512, 64), meta(12, 64, 512))),
     "attention": (F.scaled_dot_product_attention, (meta(4, 16, 512, 64, dtype=BF16),) * 3),
     "a norm": (lambda x: F.layer_norm(x, x.shape[-1:]), (meta(4096, 4096),)),
+    "long rows scanned": (lambda x: x.cumsum(-1), (meta(16, 1 << 20),)),
+    "columns scanned": (lambda x: x.cumsum(0), (meta(4096, 4096),)),
+    "three tensors side by side": (
+        lambda *x: torch.cat(x, -1), (meta(8192, 1024), meta(8192, 2048), meta(8192, 1000))
+    ),
+    "one hot": (lambda i: F.one_hot(i, 32), (meta(8192, dtype=torch.int64),)),
     "many rows scanned": (lambda x: x.cumsum(-1), (meta(100_000, 64),)),
 }
 
@@ -122,6 +139,25 @@ MEASURED = {
             (meta(32, 3, 224, 224, dtype=BF16), meta(64, 3, 7, 7, dtype=BF16)),
         ),
         225.0,
+    ),
+    "scanned rows": ((lambda x: x.cumsum(-1), (meta(4096, 4096),)), 179.3),
+    "scanned long rows": ((lambda x: x.cumsum(-1), (meta(256, 65536, dtype=BF16),)), 202.7),
+    "a scanned row": ((lambda x: x.cumsum(-1), (meta(1 << 24, dtype=BF16),)), 75.9),
+    "scanned columns": ((lambda x: x.cumprod(1), (meta(64, 512, 512),)), 219.4),
+    "log-sum-exp of rows": ((lambda x: x.logcumsumexp(-1), (meta(4096, 4096),)), 280.5),
+    "scatter_add": (
+        (
+            lambda x, i, y: x.scatter_add(0, i, y),
+            (meta(4096, 4096), meta(4096, 4096, dtype=torch.int64), meta(4096, 4096)),
+        ),
+        258.5,
+    ),
+    "scatter of few": (SLOWER["few of many rows written"][:2], 63.4),
+    "cat": (SLOWER["many tensors side by side"][:2], 54.6),
+    "masked_scatter": (SLOWER["what a mask takes"][:2], 296.3),
+    "index_add": (
+        (lambda x, i, y: x.index_add(-1, i, y), (meta(5120, 5120), meta(5120, dtype=torch.int64), meta(5120, 5120))),
+        442.6,
     ),
     "cuBLAS 512 x 3584 x 3584": ((torch.mm, (meta(512, 3584), meta(3584, 3584))), 273.9),
     "cuBLAS 1024 x 1024 x 1024": ((torch.mm, (meta(1024, 1024), meta(1024, 1024))), 62.4),

@@ -334,9 +334,11 @@ class _Fusion:
         found = []
         name = ", ".join(kernel.name for kernel in kernels)
         for j in readers:
-            new = scale_after(reduce(inline, kernels, self.kernels[j]))
+            new = _scanned_last(scale_after(reduce(inline, kernels, self.kernels[j])))
             if not new.scans_in_order:
                 return f"the scan of {name} must run along the last axis of its kernel"
+            if _reduces_in_order(new):
+                return f"a scan would take the reduction of {name} in every one of its steps"
             if len(new.terms) > LARGEST:
                 return f"{new.name} would have more than {LARGEST} nodes"
             found.append(new)
@@ -417,6 +419,22 @@ class _Fusion:
         return in_order(self.source, [steps[i] for i in sorted(steps)])
 
 
+def _scanned_last(kernel: l.Kernel) -> l.Kernel:
+    """`kernel` with the axis that its scans run along as the last one, which takes their steps."""
+    at = {x.at for x in topological([s.value for s in kernel.stores]) if isinstance(x, l.Scan)}
+    if len(at) != 1 or not at <= set(kernel.axes):
+        return kernel
+    axes = sorted(kernel.axes, key=lambda a: a in at)
+    return l.Kernel(kernel.name, tuple(axes), kernel.stores, kernel.source)
+
+
+def _reduces_in_order(kernel: l.Kernel) -> bool:
+    """Whether there is a reduction in the steps of a scan, which threads cannot share then."""
+    scans = [x for x in topological([s.value for s in kernel.stores]) if isinstance(x, l.Scan)]
+    inside = [(s, x) for s in scans for x in topological(s.args) if isinstance(x, l.Reduce)]
+    return any(s.axis in x.free and any(a.extent != 1 for a in x.axes) for s, x in inside)
+
+
 def _is_view(value: Any) -> bool:
     return isinstance(uncast(value), (l.Load, l.Literal, l.Index))
 
@@ -452,6 +470,6 @@ def _merged(first: l.Kernel, second: l.Kernel, dead: set[l.Buffer]) -> l.Kernel 
         merged = l.Kernel(second.name, axes, tuple(stores), second.source or first.source)
     except TerrazzoError:
         return None
-    if not merged.scans_in_order or len(merged.terms) > LARGEST:
+    if not merged.scans_in_order or _reduces_in_order(merged) or len(merged.terms) > LARGEST:
         return None
     return merged

@@ -52,6 +52,8 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> It
         form, own, why, rewrite = points(flat, gpu)
         yield Candidate(((form, own, "points", why),)).after(flattened, (rewrite, flat, (form,)))
     else:
+        if before := scans.reduced_before(flat):
+            yield from (x.after(flattened) for x in _apart_from(flat, before, gpu, pinned))
         even = reductions.flattened(flat)
         merged: Rewrite = ("merge_axes", flat, (even,))
         for cut in _cut(even, gpu, pinned):

@@ -9,21 +9,21 @@ from terrazzo.hw.gpu import Gpu
 from terrazzo.ir import nest as n
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import topological
-from terrazzo.ir.schedule import Factor, Schedule
+from terrazzo.ir.schedule import Factor, Like, Schedule
 from terrazzo.rules.loop_to_tile.collapse import merge_axes
 from terrazzo.rules.loop_to_tile.threads import WARP, ceil, grid, size_of, step, vector_at, vector_of, warps_of
-from terrazzo.rules.tile_to_kernel.scans import chained
+from terrazzo.rules.tile_to_kernel.scans import in_order
 
 STEP = 400.0
-"""Nanoseconds of a step of a scan, of which one thread takes one after the other, loads and all. On an H200 (22 November
-2026): 385 to 500 in columns that lie side by side, 166 to 281 in rows.
+"""Nanoseconds of a step of a scan, of which one thread takes one after the other, loads and all. On an H200 (22
+November 2026): 385 to 500 in columns that lie side by side, 166 to 281 in rows.
 """
 TILE = 1500.0
 """Nanoseconds of a tile whose steps a block takes together: a load, and threads that wait for each other three times.
 Not measured.
 """
 EACH = 8
-"""Steps of a thread in a tile."""
+"""Steps of a thread in a tile of columns; along rows they are as many as one access has, and half of these at least."""
 WARPS = 8
 """Warps that share a scan where there are many rows: more of them wait for each other longer."""
 
@@ -39,8 +39,22 @@ def scan(kernel: l.Kernel) -> n.Loop | None:
             return None
         (found,) = loops
         if found.kind == "scan":
-            return None if chained(found) or not all(isinstance(size_of(a), int) for a in kernel.axes) else found
+            return None if in_order(found) or not all(isinstance(size_of(a), int) for a in kernel.axes) else found
         body = found.body
+
+
+def reduced_before(kernel: l.Kernel) -> list[l.Reduce]:
+    """The reductions of a kernel of scans, where these need them and not the other way round: stored first, they leave
+    threads free to share the scans.
+    """
+    found = n.accumulators(kernel).values()
+    reduces = [x for x in found if isinstance(x, l.Reduce)]
+    scans = [x for x in found if isinstance(x, l.Scan)]
+    inside = {x for r in reduces for x in topological(r.args)}
+    within = {x for s in scans for x in topological(s.args) if isinstance(x, l.Reduce) and s.axis in x.free}
+    if not scans or within or any(isinstance(x, l.Scan) for x in inside):
+        return []
+    return [r for r in reduces if not any(a is s.at for s in scans for a in r.free)]
 
 
 def shared(kernel: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule, str] | None:
@@ -56,7 +70,7 @@ def shared(kernel: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule, str] | None:
     rows = [a for a in kernel.axes if a is not axis]
     side = column if column is not None else rows[-1] if rows else None
     vector = vector_of(kernel.stores, axis)
-    each = max(vector, EACH if vector > 1 or column is not None else EACH // 2)
+    each = EACH if column is not None else max(vector, EACH // 2)
     each = min(each, 1 << (size_of(axis) - 1).bit_length())
     wanted = ceil(size_of(axis), each)  # threads that could take part
     beside = min(WARP, _power(size_of(side))) if column is not None else max(WARP // _power(wanted), 1)
@@ -74,7 +88,8 @@ def shared(kernel: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule, str] | None:
         own = (*warps_of(more), *((Factor("lane", beside),) if beside > 1 else ()))
         lines.append((side.name, (*grid(ceil(size_of(side), more * beside)), *own)))
     lines.append((axis.name, (Factor("time", times), *inner)))
-    what = f"{warps * lanes} threads take {each} steps each of a scan, {times} times, and meet"
+    often = f", {times} times" if times > 1 else ""
+    what = f"{warps * lanes} threads take {each} steps each of a scan{often}, and meet"
     return kernel, Schedule(kernel.name, gpu.arch, tuple(lines)), what
 
 
@@ -85,8 +100,7 @@ def price(kernel: l.Kernel, gpu: Gpu) -> float:
     found = shared(kernel, gpu)
     if found is None:
         return STEP * steps
-    form, schedule, _ = found
-    factors = [f for _, binding in schedule.axes for f in binding if isinstance(f, Factor)]
+    factors = [f for _, binding in found[1].axes if not isinstance(binding, Like) for f in binding]
     blocks, times, warps = (math.prod(f.size for f in factors if f.level == x) for x in ("grid", "time", "warp"))
     waves = ceil(blocks * warps, 64 * gpu.processors)
     return TILE * times * waves
@@ -103,7 +117,9 @@ def column_of(kernel: l.Kernel, axis: Any) -> Any:
 
 
 def _bytes(x: Any) -> int:
-    return int(x.buffer.type.dtype.size)
+    """How much of memory is read or written."""
+    points = math.prod(size_of(a) for a in x.free if hasattr(a, "extent"))
+    return int(x.buffer.type.dtype.size * min(points, x.buffer.type.numel))
 
 
 def _power(count: int) -> int:

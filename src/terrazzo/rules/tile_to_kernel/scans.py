@@ -8,6 +8,7 @@ shared memory, and the tiles of a time digit by what is carried from one to the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from terrazzo.errors import Limitation, UserError
@@ -28,14 +29,9 @@ ORDER = ("time", "warp", "lane", "reg")
 """How the digits of an axis stand that threads scan: who comes later has later steps."""
 
 
-def chained(s: n.Loop) -> str:
-    """Why the steps of a scan must be taken one after the other; nothing where threads can share them."""
-    if any(isinstance(x, n.Loop) for x in s.body):
-        return "loops stand inside its steps"
-    scans = set(s.carried)
-    if any(x in scans for r in s.carried for x in topological(r.step)):
-        return "a scan of it depends on another"
-    return ""
+def in_order(s: n.Loop) -> bool:
+    """Whether one thread has to take the steps of a scan: loops stand inside them."""
+    return any(isinstance(x, n.Loop) for x in s.body)
 
 
 class SharedScan:
@@ -45,8 +41,8 @@ class SharedScan:
         self.walker, self.builder, self.accumulators = walker, walker.builder, walker.accumulators
         self.loop, self.digits = s, digits
         axis = axis_name(s.axes[0])
-        if why := chained(s):
-            raise Limitation(f"{name}: {axis} is bound to threads, and {why}")
+        if in_order(s):
+            raise Limitation(f"{name}: {axis} is bound to threads, and loops stand inside the steps of its scan")
         levels = [d.level for d in digits]
         if any(x not in ORDER for x in levels):
             raise UserError(f"{name}: {axis} is bound to blocks, and a scan along it goes from one to the next")
@@ -91,17 +87,16 @@ class SharedScan:
         """What there is to do for what the steps combine to; what registers keep of that; and what there is to do then,
         with what is kept.
         """
-        combined = [x for x in self.loop.body if isinstance(x, n.Accumulate)]
+        body = self.loop.body
+        combined = [x for x in body if isinstance(x, n.Accumulate)]
         needed = set(topological([a for x in combined for a in x.args]))
-        first = [
-            x for x in self.loop.body if isinstance(x, n.Accumulate) or (isinstance(x, n.Let) and x.term in needed)
-        ]
+        first = list[n.Statement](x for x in body if x in combined or (isinstance(x, n.Let) and x.term in needed))
         computed = {x.term for x in first if isinstance(x, n.Let)}
         given = dict.fromkeys(a for x in combined for a in x.args if a in computed)
         kept = [a for a in given if any(isinstance(x, l.Load) for x in topological([a]))]
-        roots = [x for x in self.loop.body if isinstance(x, l.Store)] + [a for x in combined for a in x.args]
+        roots = [x for x in body if isinstance(x, l.Store)] + [a for x in combined for a in x.args]
         used = set(topological(roots, stop=lambda x: x in kept))
-        rest = [x for x in self.loop.body if not isinstance(x, n.Let) or x.term in used]
+        rest = [x for x in body if not isinstance(x, n.Let) or x.term in used]
         return first, kept, rest
 
     def steps(self, body: Sequence[n.Statement], keep: Sequence[Any], scope: Scope) -> None:
@@ -120,7 +115,8 @@ class SharedScan:
             for bit in range(d.size.bit_length() - 1):
                 others = [self.builder.let(k.Shuffle(x, d.inner << bit), "other") for x in self.values(total)]
                 later = d.value // (1 << bit) % 2 - 1
-                self.builder.where([later], lambda others=others: self.accumulators.combine(before, others, r))  # type: ignore[misc]
+                write = partial(self.accumulators.combine, before, others, r)
+                self.builder.where([later], write)
                 self.accumulators.combine(total, others, r)
 
     def over_warps(self, r: Any, total: Places, before: Places) -> None:

@@ -4,6 +4,7 @@ from terrazzo.rules.torch_to_tensor import (
     activation,
     contraction,
     creation,
+    folding,
     indexing,
     logic,
     loss,
@@ -32,6 +33,7 @@ RULES = (
     *contraction.RULES,
     *norm.RULES,
     *pooling.RULES,
+    *folding.RULES,
     *resample.RULES,
     *loss.RULES,
 )

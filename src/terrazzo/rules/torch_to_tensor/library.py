@@ -23,7 +23,9 @@ LIBRARY, OURS = "the library", "ours"
 
 @dataclass
 class Libraries:
-    """What decides: the machine, and what our kernels for an op by itself take on it, in nanoseconds."""
+    """What decides: the machine, and what our kernels for an op by itself take on it, in nanoseconds (infinitely long
+    where there are none).
+    """
 
     gpu: Gpu
     ours: Callable[[Aten], float]
@@ -52,11 +54,13 @@ class Libraries:
             return None
         given = {x: Input(f"x{k}", self.laid_out(x)) for k, x in enumerate(dict.fromkeys(node.children))}
         alone = node.with_children([given[x] for x in node.children])
-        theirs = price(alone, self.gpu, self.tf32)
+        ours, theirs = self.ours(alone), price(alone, self.gpu, self.tf32)
+        if math.isinf(ours):
+            return None
         if read:  # what follows cannot be part of the op: it is a kernel that reads the result again
             size = math.prod(node.result.static_shape) * node.result.dtype.size
             theirs += self.gpu.launch + 2 * size / self.gpu.memory
-        return Choice(node.name, {OURS: "kernels", LIBRARY: node.name}, {OURS: self.ours(alone), LIBRARY: theirs})
+        return Choice(node.name, {OURS: "kernels", LIBRARY: node.name}, {OURS: ours, LIBRARY: theirs})
 
     def laid_out(self, node: Node) -> Type:
         """The type of a value with the strides it has in eager mode: what PyTorch itself says without running it."""
@@ -161,7 +165,14 @@ def _family(op: Any) -> tuple[str, Callable[[Sequence[Any], Type, int], float]]:
         x = op.args[0].type
         last = x.rank > 2 and x.shape[1] != 1 and x.element_strides[1] == 1
         return ("depthwise last", _taps) if last else ("depthwise", _taps_and_more)
-    return FAMILIES[op.name]
+    family, operations = FAMILIES[op.name]
+    if operations is _rows:
+        x, dim = op.args[0].type, op.args[1]
+        if x.rank == 0 or x.numel == x.shape[dim]:
+            return f"{family} of one row", _passes
+        if x.element_strides[dim] != 1:
+            return "scan of columns", _steps
+    return family, operations
 
 
 def is_depthwise(args: Sequence[Any]) -> bool:
@@ -181,7 +192,9 @@ def _result(op: Any) -> Type:
 
 
 def _tensors(args: Sequence[Any]) -> list[Any]:
-    return [a for a in args if isinstance(getattr(a, "type", None), Type)]
+    """The tensors among arguments, in lists of them too."""
+    found = [x for a in args for x in (a if isinstance(a, tuple | list) else (a,))]
+    return [x for x in found if isinstance(getattr(x, "type", None), Type)]
 
 
 def _tiles(extent: int, tile: int) -> int:
@@ -229,6 +242,30 @@ def _passes(args: Sequence[Any], out: Type, tile: int) -> float:
     return float(math.prod(out.static_shape))
 
 
+def _rows(args: Sequence[Any], out: Type, tile: int) -> float:
+    """Elements of rows that are scanned: a block of PyTorch's kernel has some, and so many of them fill the machine."""
+    return float(max(math.prod(out.static_shape), ROWS * out.static_shape[args[1]]))
+
+
+ROWS = 256
+"""As many rows as fill the machine where PyTorch scans them: a row takes 2.8 ns an element, alone or beside 255."""
+
+
+def _steps(args: Sequence[Any], out: Type, tile: int) -> float:
+    """Steps of columns that are scanned side by side."""
+    return float(out.static_shape[args[1]])
+
+
+def _written(args: Sequence[Any], out: Type, tile: int) -> float:
+    """Places that are written one by one."""
+    return float(math.prod(args[2].type.static_shape))
+
+
+def _added(args: Sequence[Any], out: Type, tile: int) -> float:
+    """Elements that are added."""
+    return float(math.prod(args[3].type.static_shape))
+
+
 ANY_STRIDES = ("aten.convolution_backward.default",)
 """Ops that no rule lowers, whose results lie as their arguments do."""
 FAMILIES: dict[str, tuple[str, Callable[[Sequence[Any], Type, int], float]]] = {
@@ -237,9 +274,17 @@ FAMILIES: dict[str, tuple[str, Callable[[Sequence[Any], Type, int], float]]] = {
     "aten.bmm.default": ("product", _product),
     "aten.baddbmm.default": ("product", _product),
     "aten.convolution.default": ("convolution", _convolution),
-    "aten.cumsum.default": ("scan", _passes),
-    "aten.cumprod.default": ("scan", _passes),
-    "aten.logcumsumexp.default": ("scan", _passes),
+    "aten.cumsum.default": ("scan", _rows),
+    "aten.cumprod.default": ("scan", _rows),
+    "aten.logcumsumexp.default": ("log scan", _rows),
+    "aten.scatter.src": ("scatter", _written),
+    "aten.scatter.value": ("scatter", _written),
+    "aten.scatter_add.default": ("scatter", _written),
+    "aten.scatter_reduce.two": ("scatter with", _written),
+    "aten.index_add.default": ("index add", _added),
+    "aten.cat.default": ("cat", _passes),
+    "aten.stack.default": ("cat", _passes),
+    "aten.masked_scatter.default": ("masked scatter", _passes),
     "aten.max_pool2d_with_indices_backward.default": ("pooling", _passes),
     "aten.max_pool3d_with_indices_backward.default": ("pooling", _passes),
 }
