@@ -150,7 +150,7 @@ def memory_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 def compile_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """A header and a row per program: seconds."""
-    found = [("program", *PHASES, "in all", "warm", "kernels", "sources")]
+    found: list[tuple[str, ...]] = [("program", *PHASES, "in all", "warm", "kernels", "sources")]
     for c in record["cases"]:
         name = f"{c['family']}, {c['size']}" if c["size"] else c["family"]
         if "failed" in c:
