@@ -94,7 +94,7 @@ def test_who_compiles_for_a_gpu_obeys_the_switch(monkeypatch: pytest.MonkeyPatch
 def test_what_is_kept_is_found_for_the_same_precision_only() -> None:
     program = capture(torch.matmul, (torch.zeros(4, 4), torch.zeros(4, 4)), {}).program
     ways = ("exact", "split", "tf32", "bf16")
-    keys = {compiled._plan_key(program, Options(target="sm_90a", fp32=way), "gpu") for way in ways}
+    keys = {compiled.plan_key(program, Options(target="sm_90a", fp32=way), "gpu") for way in ways}
     assert len(keys) == len(ways)
 
 

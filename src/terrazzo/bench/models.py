@@ -26,15 +26,15 @@ class Model:
 def models() -> tuple[Model, ...]:
     """The models that are counted."""
     return (
-        Model("GPT-2, 4 x 512", lambda dtype: _known("gpt2", 4, 512, dtype)),
-        Model("BERT-base, 16 x 128", lambda dtype: _known("bert-base", 16, 128, dtype)),
-        Model("ViT-B/16, 32 images", lambda dtype: _known("vit-b-16", 32, 0, dtype)),
+        Model("GPT-2, 4 x 512", lambda dtype: known("gpt2", 4, 512, dtype)),
+        Model("BERT-base, 16 x 128", lambda dtype: known("bert-base", 16, 128, dtype)),
+        Model("ViT-B/16, 32 images", lambda dtype: known("vit-b-16", 32, 0, dtype)),
         *(
-            Model(f"{name} layer, 512 tokens", lambda dtype, name=name: _known(name, 1, 512, dtype, layer=0))  # type: ignore[misc]
+            Model(f"{name} layer, 512 tokens", lambda dtype, name=name: known(name, 1, 512, dtype, layer=0))  # type: ignore[misc]
             for name in ("tinyllama", "qwen2.5-7b", "llama-3-8b")
         ),
-        Model("ResNet-50, 32 images, channels last", lambda dtype: _of(resnet50(), (32, 3, 224, 224), dtype)),
-        Model("U-Net, 8 images of 256 x 256, channels last", lambda dtype: _of(unet(), (8, 3, 256, 256), dtype)),
+        Model("ResNet-50, 32 images, channels last", lambda dtype: of(resnet50(), (32, 3, 224, 224), dtype)),
+        Model("U-Net, 8 images of 256 x 256, channels last", lambda dtype: of(unet(), (8, 3, 256, 256), dtype)),
     )
 
 
@@ -94,7 +94,8 @@ def traced(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any], training
     return from_graph(graph, "step")[0]
 
 
-def _known(name: str, batch: int, tokens: int, dtype: str, layer: int | None = None) -> Any:
+def known(name: str, batch: int, tokens: int, dtype: str, layer: int | None = None) -> Any:
+    """A model of Hugging Face, or a layer of it, and its inputs, without memory."""
     import torch
 
     from terrazzo.front.huggingface import load
@@ -103,7 +104,8 @@ def _known(name: str, batch: int, tokens: int, dtype: str, layer: int | None = N
         return load(name, batch=batch, seq_len=tokens or 32, dtype=dtype, layer=layer, random_weights=True)
 
 
-def _of(module: Any, shape: tuple[int, ...], dtype: str) -> Any:
+def of(module: Any, shape: tuple[int, ...], dtype: str) -> Any:
+    """A module of images, in this type and channels last, and its input."""
     import torch
 
     from terrazzo.ir.torch_types import to_torch_dtype

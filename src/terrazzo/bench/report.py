@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from terrazzo.bench.compiling import PHASES
 from terrazzo.bench.harness import busy
 from terrazzo.bench.programs import report as programs
 
@@ -93,7 +94,7 @@ def page(results: Path) -> str:
                 _counters(record) if "counters" in record["meta"] else _gpu_part(record) if "geomean" in record else []
             )
             continue
-        if (part := {"libraries": _libraries, "memory": _memory}.get(record["suite"])) is not None:
+        if (part := {"libraries": _libraries, "memory": _memory, "compile": _compile}.get(record["suite"])) is not None:
             parts += part(record)
             continue
         table = rows(record)
@@ -145,6 +146,51 @@ def memory_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
             for c in record["cases"]
         ),
     ]
+
+
+def compile_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """A header and a row per program: seconds."""
+    found: list[tuple[str, ...]] = [("program", *PHASES, "in all", "warm", "kernels", "sources")]
+    for c in record["cases"]:
+        name = f"{c['family']}, {c['size']}" if c["size"] else c["family"]
+        if "failed" in c:
+            found.append((name, *("" for _ in PHASES), c["failed"], "", "", ""))
+            continue
+        parts = [f"{c['seconds'][phase]:.1f}" for phase in PHASES]
+        warm = f"{c['warm']['total']:.1f}" if "total" in c["warm"] else c["warm"]["failed"]
+        found.append((name, *parts, f"{c['total']:.1f}", warm, str(c["kernels"]), str(c["sources"])))
+    return found
+
+
+def _compile(record: Mapping[str, Any]) -> list[str]:
+    """Seconds that programs take to compile, as a table, and a chart for each family that grows."""
+    families = dict.fromkeys(c["family"] for c in record["cases"] if c["size"])
+    plots = [line for family in families for line in _growth(record, family)]
+    where = f"{conditions(record)}; target {record['target']}, {'loaded' if record['loaded'] else 'not loaded'}."
+    return ["## Compile time", "", where, "", *COMPILE, "", *plots, *_markdown(compile_rows(record)), ""]
+
+
+def _growth(record: Mapping[str, Any], family: str) -> list[str]:
+    """What compiling takes by the size of a program, beside what capturing it takes."""
+    cases = [c for c in record["cases"] if c["family"] == family and "failed" not in c]
+    if not cases:
+        return []
+    series = [
+        [round(x, 1) for x in times]
+        for times in zip(*((c["total"], c["seconds"]["capture"]) for c in cases), strict=True)
+    ]
+    return [
+        "```mermaid", "xychart-beta", f'  title "{family}: seconds in all (bars), to capture (line)"',
+        f"  x-axis [{', '.join(str(c['size']) for c in cases)}]",
+        f'  y-axis "seconds" 0 --> {max(series[0]) * 1.05:.1f}', f"  bar {series[0]}", f"  line {series[1]}", "```", "",
+    ]  # fmt: skip
+
+
+COMPILE = """In seconds, cold, each in a process of its own that has imported PyTorch: capturing; finding kernels and
+fusing them; choosing schedules; completing them and deriving kernels, checks included; writing CUDA; waiting for NVRTC,
+which begins beside the rest; loading, where there is a GPU. Warm is all of a second process, which finds launches and
+kernels in the cache (`terrazzo bench compile` measures anew).
+""".splitlines()
 
 
 def _memory(record: Mapping[str, Any]) -> list[str]:

@@ -119,6 +119,38 @@ def memory(
     save(record, json or _folder() / "memory.json")
 
 
+@app.command("compile")
+def compile_(
+    only: Annotated[str, typer.Option(help="Only programs whose name contains this.")] = "",
+    target: Annotated[str, typer.Option(help="A GPU; this machine's, or sm_90a where there is none.")] = "",
+    limit: Annotated[float, typer.Option(help="Seconds after which a program is given up.")] = 600.0,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where the record goes.", show_default=False)
+    ] = None,
+) -> None:
+    """Measure how long models and growing programs take to compile for a GPU, and to start again from the cache.
+
+    Each is compiled in a process of its own. Without a GPU all is done but loading kernels. The record goes to
+    benchmarks/results of the checkout.
+    """
+    from terrazzo.bench.compiling import measure
+    from terrazzo.bench.measure import save
+    from terrazzo.bench.report import compile_rows
+    from terrazzo.cli.output import unknown
+    from terrazzo.errors import UserError
+    from terrazzo.hw.gpu import GPUS
+
+    if target and target not in GPUS:
+        raise UserError(unknown("target", target, list(GPUS)))
+    with working("compiling"):
+        record = measure(only, target, limit)
+    if not record["cases"]:
+        raise UserError(f"no program's name contains {only!r}")
+    for k, line in enumerate(columns(compile_rows(record), right=range(1, 10))):
+        say(line, "bold" if k == 0 else None)
+    save(record, json or _folder("model") / "compile.json")
+
+
 @app.command()
 def gpu(
     suite: Annotated[

@@ -10,7 +10,7 @@ Python ints stand for themselves: `IntExpr = int | Expr`. Division and remainder
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property, reduce
+from functools import cached_property, lru_cache, reduce
 from typing import Any, Union, cast
 
 from terrazzo.errors import UserError
@@ -25,6 +25,9 @@ class Expr(Node):
     """An integer. Use the operators; they normalise."""
 
     def __add__(self, other: IntExpr) -> IntExpr:
+        if isinstance(other, int):  # no terms meet
+            constant, terms = (self.constant, self.terms) if isinstance(self, Sum) else (0, ((1, (self,)),))
+            return _sum(constant + other, terms)
         return _polynomial(terms_of(self), terms_of(other))
 
     def __sub__(self, other: IntExpr) -> IntExpr:
@@ -37,6 +40,9 @@ class Expr(Node):
         return self * -1
 
     def __mul__(self, other: IntExpr) -> IntExpr:
+        if isinstance(other, int):
+            constant, terms = (self.constant, self.terms) if isinstance(self, Sum) else (0, ((1, (self,)),))
+            return _sum(constant * other, tuple((c * other, f) for c, f in terms)) if other else 0
         out: dict[tuple[Expr, ...], int] = {}
         for a, x in terms_of(self).items():
             for b, y in terms_of(other).items():
@@ -63,6 +69,11 @@ class Expr(Node):
     def range(self) -> Range:
         """What values this can take, from the ranges of its variables."""
         raise NotImplementedError
+
+    @cached_property
+    def sized(self) -> bool:
+        """Whether a symbolic dimension occurs in it."""
+        return isinstance(self, Size) or any(isinstance(n, Size) for n in topological([self]))
 
     @cached_property
     def order(self) -> tuple[Any, ...]:
@@ -200,7 +211,7 @@ def at_least(e: IntExpr, least: int) -> bool:
     lo = bounds(e)[0]
     if lo is not None and lo >= least:
         return True
-    if isinstance(e, int) or not any(isinstance(n, Size) for n in topological([e])):
+    if isinstance(e, int) or not e.sized:
         return False
     lo = bounds(_lowest(e))[0]
     return lo is not None and lo >= least
@@ -246,9 +257,13 @@ def comparison(e: IntExpr) -> tuple[IntExpr, str, IntExpr]:
 
 def at_most(e: IntExpr, most: IntExpr) -> bool:
     """True if e <= most is proved by ranges."""
+    if isinstance(most, int) and not (isinstance(e, Expr) and e.sized):
+        hi = bounds(e)[1]
+        return hi is not None and hi <= most
     return at_least(most - e, 0)
 
 
+@lru_cache(maxsize=1 << 14)
 def floordiv(a: IntExpr, b: IntExpr) -> IntExpr:
     """a // b in normal form. Requires b > 0."""
     if isinstance(b, int) and b <= 0:  # ranges and rules below count on it
@@ -277,6 +292,7 @@ def floordiv(a: IntExpr, b: IntExpr) -> IntExpr:
     return FloorDiv(a if isinstance(a, Expr) else Sum(a, ()), b)
 
 
+@lru_cache(maxsize=1 << 14)
 def mod(a: IntExpr, b: IntExpr) -> IntExpr:
     """a % b in normal form. Requires b > 0."""
     if isinstance(b, int) and b <= 0:
@@ -330,17 +346,24 @@ def _polynomial(*parts: Mapping[tuple[Expr, ...], int]) -> IntExpr:
             total[factors] = total.get(factors, 0) + c
     _recombine(total)
     constant = total.pop((), 0)
-    terms = sorted(((c, f) for f, c in total.items() if c), key=lambda t: tuple(map(_order, t[1])))
+    terms = [(c, f) for f, c in total.items() if c]
+    if len(terms) > 1:
+        terms.sort(key=lambda t: tuple(map(_order, t[1])))
+    return _sum(constant, tuple(terms))
+
+
+def _sum(constant: int, terms: tuple[tuple[int, tuple[Expr, ...]], ...]) -> IntExpr:
+    """The sum of a constant and of terms in order, or what it is instead."""
     if not terms:
         return constant
     if constant == 0 and len(terms) == 1 and terms[0][0] == 1 and len(terms[0][1]) == 1:
         return terms[0][1][0]
-    return Sum(constant, tuple(terms))
+    return Sum(constant, terms)
 
 
 def _recombine(total: dict[tuple[Expr, ...], int]) -> None:
     """b * (a // b) + a % b == a: undo a split whose parts met again."""
-    again = True
+    again = any(len(factors) == 1 and isinstance(factors[0], Mod) for factors in total)
     while again:
         again = False
         for factors in list(total):

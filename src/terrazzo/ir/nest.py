@@ -66,7 +66,10 @@ def nest(kernel: Kernel) -> tuple[Statement, ...]:
         sinks.append(
             _Sink(index | store.value.free, (store.value, *(e for e in store.index if isinstance(e, Expr))), store)
         )
-    return tuple(_level(frozenset(), kernel.axes, sinks, set()))
+    terms = _reachable([u for s in sinks for u in s.uses], set())
+    if any(isinstance(x, Reduce | Scan) for x in terms):
+        return tuple(_level(frozenset(), kernel.axes, sinks, set()))
+    return _points(kernel.axes, terms, sinks)
 
 
 def accumulators(kernel: Kernel) -> dict[str, Reduce | Scan]:
@@ -83,6 +86,26 @@ def accumulators(kernel: Kernel) -> dict[str, Reduce | Scan]:
 
     walk(nest(kernel))
     return {f"acc{k}": site for k, site in enumerate(found)}
+
+
+def _points(axes: Sequence[Any], terms: Sequence[Node], sinks: Sequence[_Sink]) -> tuple[Statement, ...]:
+    """Statements where nothing is reduced: each term stands in the loop of the innermost axis that it knows."""
+    depth = {axis: n + 1 for n, axis in enumerate(axes)}
+    levels: list[list[Statement]] = [[] for _ in range(len(axes) + 2)]  # the last is of what is bound nowhere
+
+    def level(variables: frozenset[Any]) -> list[Statement]:
+        return levels[max((depth.get(v, len(axes) + 1) for v in variables), default=0)]
+
+    for x in terms:
+        if isinstance(x, Term) and not isinstance(x, Literal):
+            level(x.free).append(Let(x))
+    for s in sinks:
+        level(s.vars).append(s.statement)
+    last = max((n for n in range(len(axes) + 1) if levels[n]), default=0)
+    body = levels[last]
+    for n in reversed(range(last)):
+        body = [*levels[n], Loop("free", (axes[n],), tuple(body))]
+    return tuple(body)
 
 
 def _level(bound: frozenset[Any], rest: Sequence[Any], sinks: list[_Sink], done: set[Node]) -> list[Statement]:

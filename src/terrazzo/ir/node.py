@@ -46,7 +46,8 @@ class _Interned(type):
         if kwargs or len(args) != len(cls._fields):  # type: ignore[attr-defined]
             args = cls._bind(args, kwargs)  # type: ignore[attr-defined]
         key = (cls, *map(_key, args))
-        found = _table.get(key)
+        known = _table.data.get(key)  # type: ignore[attr-defined]
+        found = known() if known is not None else None
         if found is not None:
             return found
         return _table.setdefault(key, super().__call__(*args))
@@ -194,13 +195,15 @@ def rebuilt(node: N, memo: Mapping[Any, Any]) -> N:
 
 def per_node(fn: Callable[[N], T]) -> Callable[[N], T]:
     """`fn` of a node, computed once for as long as the node lives."""
-    known: weakref.WeakKeyDictionary[N, T] = weakref.WeakKeyDictionary()
+    key = f"{fn.__module__}.{fn.__qualname__}"
 
     @wraps(fn)
     def call(node: N) -> T:
-        if node not in known:
-            known[node] = fn(node)
-        return known[node]
+        known: dict[str, Any] = node.__dict__
+        if key not in known:
+            known[key] = fn(node)
+        found: T = known[key]
+        return found
 
     return call
 

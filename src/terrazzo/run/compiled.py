@@ -281,7 +281,7 @@ def compile_program(
         machine = Cpu(compiler, options.threads or _threads())
     else:
         machine = Cuda(where if where.startswith("cuda") else "cuda:0", options.target)
-    key = _plan_key(program, options, machine.key(cache))
+    key = plan_key(program, options, machine.key(cache))
     found = _load(key, cache, machine, program, bound, options)
     if isinstance(found, Compiled):
         return found
@@ -389,7 +389,8 @@ def _lowering(program: Any, options: Options, tried: Experience | None = None) -
     return done
 
 
-def _plan_key(program: Any, options: Options, machine: str) -> str:
+def plan_key(program: Any, options: Options, machine: str) -> str:
+    """Names the plan of a program for a machine in the cache."""
     o = options
     choices = repr((o.fuse, o.materialize, o.target, o.schedules, o.spills, o.libraries, o.fp32))
     return digest("plan", show(program), choices, machine, own_version())

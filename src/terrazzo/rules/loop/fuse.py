@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import reduce
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from terrazzo.errors import TerrazzoError
 from terrazzo.ir.contraction import contraction
@@ -74,8 +75,8 @@ class _Fusion:
         )
         self.kernels: dict[int, l.Kernel] = {i: s for i, s in enumerate(program.steps) if isinstance(s, l.Kernel)}
         self.calls: dict[int, l.Call] = {i: s for i, s in enumerate(program.steps) if isinstance(s, l.Call)}
-        self.prices: dict[l.Kernel, float] = {}
-        self.products: dict[l.Kernel, tuple[int, int]] = {}
+        self.prices: WeakKeyDictionary[l.Kernel, float] = WeakKeyDictionary()
+        self.products: WeakKeyDictionary[l.Kernel, tuple[int, int]] = WeakKeyDictionary()
         self.apart: set[tuple[l.Kernel, l.Kernel]] = set()
         self.readers: dict[l.Buffer, set[int]] = {}
         self.callers: dict[l.Buffer, list[int]] = {}

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir import nest as n
+from terrazzo.ir.canonical import canonical
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
@@ -75,8 +77,12 @@ def estimate(kernel: l.Kernel, gpu: Gpu) -> Estimate:
 
 def expected(steps: Iterable[l.Kernel | l.Call], gpu: Gpu) -> float:
     """What the kernels among the steps take together, before schedules are chosen, in nanoseconds."""
-    kernels = [s for s in steps if isinstance(s, l.Kernel)]
-    return sum(_tiled(kernel, gpu) or estimate(kernel, gpu).time for kernel in kernels)
+    return sum(_expected(canonical(s).kernel, gpu) for s in steps if isinstance(s, l.Kernel))
+
+
+@lru_cache(maxsize=1024)
+def _expected(kernel: l.Kernel, gpu: Gpu) -> float:
+    return _tiled(kernel, gpu) or estimate(kernel, gpu).time
 
 
 def _tiled(kernel: l.Kernel, gpu: Gpu) -> float | None:
