@@ -10,7 +10,7 @@ from terrazzo.ir import nest as n
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import topological
 from terrazzo.ir.schedule import Schedule
-from terrazzo.ir.sites import Product, product
+from terrazzo.ir.sites import product
 from terrazzo.rules.loop_to_tile import chains, reductions, scans, threads, windows
 from terrazzo.rules.loop_to_tile.apart import products_apart, results_apart
 from terrazzo.rules.loop_to_tile.candidate import Candidate, Chosen, Rewrite, joined
@@ -32,7 +32,7 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> It
     if product(kernel) is None and product(apart) is not None:  # an axis of which both factors know a part, as of heads
         yield from (x.after(("digits_apart", kernel, (apart,))) for x in candidates(apart, gpu, pinned))
     if (p := product(kernel)) is not None:
-        yield from _results(kernel, p, gpu, pinned)
+        yield from _results(kernel, gpu, pinned)
         yield from in_boxes(kernel, p, gpu, pinned)
         yield from after_stores(kernel, p, gpu, pinned)
         yield from _each(kernel, gpu, pinned)
@@ -85,7 +85,7 @@ def _each(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterato
     apart = products_apart(kernel)
     kinds = [x.stores[0].buffer.type for x in apart[:-1]]
     reading = sum(math.prod(t.static_shape) * t.dtype.size for t in kinds) / gpu.memory  # who writes it, pays for that
-    if len(apart) > 1 and sum(_best(x, gpu) for x in apart) + reading < _best(kernel, gpu):
+    if len(apart) > 1 and sum(min(_best(x, gpu), _in_two(x, gpu)) for x in apart) + reading < _best(kernel, gpu):
         whole = joined(next(candidates(x, gpu, pinned)) for x in apart)
         yield whole.after(("products_apart", kernel, apart))
 
@@ -94,19 +94,26 @@ DEAR = 16.0
 """Operations of a result from which on computing it apart from its sum may be faster."""
 
 
-def _results(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
+def _results(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
     """A product that stores its sums, and its results in a kernel of their own: few warps multiply, and take longer for
     what is dear than many would.
     """
-    r = results(p)
-    apart = results_apart(kernel)
-    if gpu.warpgroups is None or r.operations < DEAR or len(apart) == 1:
-        return
-    size = apart[0].stores[0].buffer.type.dtype.size
-    rest = max((r.moved + r.points * size) / gpu.memory, r.points * r.operations / (gpu.fma / 2)) + gpu.launch
-    if _best(apart[0], gpu) + rest < _best(kernel, gpu):
+    if _in_two(kernel, gpu) < _best(kernel, gpu):
+        apart = results_apart(kernel)
         whole = joined(next(candidates(x, gpu, pinned)) for x in apart)
         yield whole.after(("results_apart", kernel, apart))
+
+
+def _in_two(kernel: l.Kernel, gpu: Gpu) -> float:
+    """Nanoseconds of a product that stores its sums and of what computes its results from these, by the model;
+    infinity where they are not dear.
+    """
+    p, apart = product(kernel), results_apart(kernel)
+    if gpu.warpgroups is None or p is None or len(apart) == 1 or (r := results(p)).operations < DEAR:
+        return math.inf
+    size = apart[0].stores[0].buffer.type.dtype.size
+    rest = max((r.moved + r.points * size) / gpu.memory, r.points * r.operations / (gpu.fma / 2)) + gpu.launch
+    return _best(apart[0], gpu) + rest
 
 
 def _best(kernel: l.Kernel, gpu: Gpu) -> float:
