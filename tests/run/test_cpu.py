@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,10 @@ from terrazzo.ir.dialects import scalar as sc
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.program import Input
 from terrazzo.ir.types import DTYPES, DType, Type, bool_
+from terrazzo.options import Options
+from terrazzo.run.cache import Cache
+from terrazzo.run.compiler import compile_all
+from terrazzo.targets.cpu.emit import prelude
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
@@ -177,3 +183,26 @@ def test_a_processor_that_this_machine_is_not_is_skipped_with_the_reason(monkeyp
     monkeypatch.setattr(cpu.platform, "machine", lambda: "aarch64")
     (other,) = cpu.march("x86-64-v2").marks
     assert other.args == (True,) and other.kwargs["reason"] == "this machine is aarch64"
+
+
+SINES = """
+extern "C" void sines(const float *x, float *y, long n, int on) {
+  for (long i = 0; i < n; i++) y[i] = tz_sine_near(x[i], on);
+}
+"""
+
+
+@pytest.mark.parametrize(("on", "exact"), [(0, np.sin), (1, np.cos)])
+def test_sines_for_gpus_are_right_to_two_units_in_the_last_place(on: int, exact: Any, tmp_path: Path) -> None:
+    """What CUDA kernels compute, at floats of all sizes and near multiples of pi/2."""
+    options = Options(target="cpu", cache_dir=tmp_path)
+    (library,) = compile_all([prelude() + SINES], options, Cache(tmp_path, options.cache_limit))
+    bits = np.arange(0, np.float32(48039).view(np.int32), 4099, np.int32)
+    x = np.concatenate([bits.view(np.float32), (np.arange(30_000) * (np.pi / 2)).astype(np.float32)])
+    x = np.concatenate([x, -x])
+    y = np.empty_like(x)
+    pointers = [a.ctypes.data_as(ctypes.POINTER(ctypes.c_float)) for a in (x, y)]
+    ctypes.CDLL(str(library)).sines(*pointers, ctypes.c_long(len(x)), on)
+    true = exact(x.astype(np.float64))
+    assert np.all(np.abs(y - true) <= 2 * np.spacing(np.abs(true).astype(np.float32)).astype(np.float64))
+    assert np.array_equal(np.signbit(y[x == 0]), np.signbit(exact(x[x == 0])))

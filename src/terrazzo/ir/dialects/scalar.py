@@ -147,8 +147,8 @@ SCALARS = _table(
     Scalar("log10", 1, _same(*_FLOAT), np.log10, "log10{f}({0})", 10),
     Scalar("log1p", 1, _same(*_FLOAT), np.log1p, "log1p{f}({0})", 14),
     # trigonometric and hyperbolic functions
-    Scalar("sin", 1, _same(*_FLOAT), np.sin, "sin{f}({0})", 12),
-    Scalar("cos", 1, _same(*_FLOAT), np.cos, "cos{f}({0})", 12),
+    Scalar("sin", 1, _same(*_FLOAT), np.sin, "tz_sin({0})", 12),
+    Scalar("cos", 1, _same(*_FLOAT), np.cos, "tz_cos({0})", 12),
     Scalar("tan", 1, _same(*_FLOAT), np.tan, "tan{f}({0})", 16),
     Scalar("asin", 1, _same(*_FLOAT), np.arcsin, "asin{f}({0})", 16),
     Scalar("acos", 1, _same(*_FLOAT), np.arccos, "acos{f}({0})", 16),

@@ -104,6 +104,10 @@ template <class T> TZ T tz_approx_div(T a, T b) { return a / b; }
 template <class T> TZ T tz_approx_exp2(T x) { return std::exp2(x); }
 template <class T> TZ T tz_approx_logistic(T x) { return T(1) / (T(1) + std::exp2(x)); }
 TZ float tz_exp2(float x) { return exp2f(x); }
+TZ float tz_sin(float x) { return sinf(x); }
+TZ double tz_sin(double x) { return sin(x); }
+TZ float tz_cos(float x) { return cosf(x); }
+TZ double tz_cos(double x) { return cos(x); }
 
 #include "scalars.h"
 

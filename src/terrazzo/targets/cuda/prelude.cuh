@@ -114,6 +114,13 @@ template <class T> TZ T tz_fdiv(T a, i64 b) { T q = (T)(a / b); return (T)(q - (
 template <class T> TZ T tz_fmod_index(T a, i64 b) { T r = (T)(a % b); return r < 0 ? (T)(r + b) : r; }
 
 #include "scalars.h"
+// What is far is rare, and its code long: where a thread has a hundred sines, one copy of it for each takes ptxas minutes.
+static __device__ __noinline__ float tz_sin_far(float x) { return sinf(x); }
+static __device__ __noinline__ float tz_cos_far(float x) { return cosf(x); }
+TZ float tz_sin(float x) { return fabsf(x) < TZ_NEAR ? tz_sine_near(x, 0) : tz_sin_far(x); }
+TZ float tz_cos(float x) { return fabsf(x) < TZ_NEAR ? tz_sine_near(x, 1) : tz_cos_far(x); }
+TZ double tz_sin(double x) { return sin(x); }
+TZ double tz_cos(double x) { return cos(x); }
 
 // What the driver encodes of a tensor and a box of it.
 struct alignas(64) TensorMap { u8 bytes[128]; };
