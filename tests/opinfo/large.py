@@ -91,10 +91,12 @@ def cases(job: Job) -> Iterator[Any]:
 @contextlib.contextmanager
 def _alone(path: str, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
     """While times are taken, nobody else uses the GPU. Who waits for that is before all who come later."""
+    left = signal.alarm(0)  # waiting for others is not the case's fault
     with open(f"{path}.gate", "a") as gate, open(path, "a") as f:
         fcntl.flock(gate, fcntl.LOCK_EX)
         fcntl.flock(f, kind)
         fcntl.flock(gate, fcntl.LOCK_UN)
+        signal.alarm(left)
         yield
 
 
@@ -134,6 +136,8 @@ def on_gpu(case: Any, lock: str) -> dict[str, Any]:
         torch.cuda.synchronize()
         result["bytes"] = sum(x.numel() * x.element_size() for x in (*given, *found))
         why = difference(expected, found, _exact(case.call, given, {}))
+        if why and difference(expected, leaves(case.call(*given)), None):
+            why = ""  # eager itself gives one thing or another, as places of equal values
         result |= {"verdict": "wrong" if why else "ok", "reason": why}
         del expected, found
         torch.cuda.empty_cache()
@@ -180,10 +184,13 @@ def _time(run: Callable[[], Any]) -> float:
     import torch
 
     other = torch.empty(1 << 26, device="cuda")
+    begun = time.time()
     run()
+    torch.cuda.synchronize()
+    least = 3 if time.time() - begun < 0.1 else 1
     times: list[float] = []
     begun = time.time()
-    while len(times) < 3 or (len(times) < 11 and time.time() - begun < 0.1):
+    while len(times) < least or (len(times) < 11 and time.time() - begun < 0.1):
         other.zero_()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -344,7 +351,7 @@ def main() -> int:
     pool: list[tuple[Any, Any]] = []
     while time.time() < options.end + LIMIT:
         for process, beat in list(pool):
-            if process.is_alive() and time.time() - beat.value > 2 * LIMIT:
+            if process.is_alive() and time.time() - beat.value > 4 * LIMIT:
                 process.kill()
                 _write(options.out, {"op": "?", "verdict": "late", "reason": "the process had to be ended"})
             if not process.is_alive():
@@ -375,7 +382,7 @@ def summary(path: Path, reached: int, all_: int) -> int:
             facts = f"{row['us']} {row['gbs']} GB/s {row['kernels']} {row['calls']}"
             print(f"{row['ratio']:.2f} of eager: {_named(row)}: {facts}"[:400])
     if timed:
-        mean = statistics.geometric_mean(r["ratio"] for r in timed)
+        mean = statistics.geometric_mean(max(r["ratio"], 1e-3) for r in timed)
         print(f"{len(timed)} cases timed, {mean:.2f} of eager's speed in the geometric mean, "
               f"{sum(r['ratio'] < 0.9 for r in timed)} below 0.9")  # fmt: skip
     verdicts = {v: sum(r["verdict"] == v for r in rows) for v in sorted({r["verdict"] for r in rows})}

@@ -70,6 +70,8 @@ SLOWER: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
         "scatter",
     ),
     "many tensors side by side": (lambda *x: torch.cat(x, -1), (meta(8192, 128),) * 24, "cat"),
+    "a function in float64": (torch.erfinv, (meta(4096, 8192),), "erfinv"),
+    "a Bessel function": (torch.i0, (meta(4096, 8192, dtype=BF16),), "i0"),
     "what a mask takes": (
         lambda x, m, y: x.masked_scatter(m, y),
         (meta(5120, 5120), meta(5120, 5120, dtype=torch.bool), meta(5120, 5120)),

@@ -53,10 +53,9 @@ def coefficient(e: IntExpr, atom: Expr) -> IntExpr | None:
 def divides(d: int, e: IntExpr) -> bool:
     """Whether d divides an expression, visibly: x % (m * d) leaves of x what d does not divide."""
     terms = terms_of(e)
-    rests = [(f[0], c) for f, c in terms.items() if len(f) == 1 and c % d and isinstance(f[0], Mod)]
-    whole = [(x, c) for x, c in rests if isinstance(x.b, int) and c * x.b % d == 0]
-    if whole:
-        return divides(d, e - sum((c * x for x, c in whole), start=0) + sum((c * x.a for x, c in whole), start=0))
+    for factors, c in terms.items():
+        if len(factors) == 1 and c % d and isinstance(x := factors[0], Mod) and isinstance(x.b, int):
+            return c * x.b % d == 0 and divides(d, e - c * x + c * x.a)
     return all(c % d == 0 for c in terms.values())
 
 

@@ -239,8 +239,8 @@ class Jam(Line, dialect="plan", op="jam"):
 
 
 class Align(Line, dialect="plan", op="align"):
-    """Along these axes threads take so many elements at once from where memory is aligned on: an axis begins before its
-    row by what the row begins beyond that, and what lies outside of the axis is left out.
+    """Along these axes threads take so many elements at once from where memory is aligned on, wherever rows begin; what
+    lies before and behind whole vectors goes element by element.
     """
 
     vectors: tuple[Word, ...]

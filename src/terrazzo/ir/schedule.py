@@ -309,9 +309,7 @@ def _sizes(axis: str, binding: Binding) -> None:
 
 
 def _levels(axis: str, binding: Binding, extent: int) -> None:
-    """The kernel's levels come first and in order, and the product just covers the extent, and where vectors begin
-    before a row the most that may be.
-    """
+    """The kernel's levels come first and in order, and the product just covers the extent."""
     factors = _factors(binding)
     outer = [KERNEL_LEVELS.index(f.level) for f in factors if f.level in KERNEL_LEVELS]
     inside = [f.level for f in factors[len(outer) :]]
@@ -320,7 +318,6 @@ def _levels(axis: str, binding: Binding, extent: int) -> None:
     if not factors:
         return
     rest = math.prod(f.size for f in factors[1:])
-    extent += factors[-1].size - 1 if dict(factors[-1].options).get("aligned") is True else 0
     needed = max(-(-extent // rest), 1)
     if factors[0].size != needed:
         raise UserError(f"{axis} = {_text(binding)}: {factors[0].level} must be {needed} to cover {extent}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,13 +26,16 @@ def wide(load: l.Load, j: Any, size: int) -> bool:
     return coefficient(offset, j) == 1 and divides(least, substitute(offset, {j: 0})) and whole
 
 
-def beyond(accesses: Sequence[l.Load | l.Store], axis: Any, size: int) -> IntExpr:
-    """How far beyond a multiple of `size` elements rows along an axis begin, in most of what is moved along it."""
+def before(accesses: Sequence[l.Load | l.Store], axis: Any, size: int) -> IntExpr:
+    """Elements at the beginning of a row along an axis that come before a multiple of `size` elements, in most of what
+    is moved along it.
+    """
     moved: dict[IntExpr, int] = {}
     for x in accesses:
         at = flatten(x.index, x.buffer.type.element_strides)
         if coefficient(at, axis) == 1:
-            rest = mod(substitute(at, {axis: 0}), size)
+            terms = terms_of(substitute(at, {axis: 0})).items()
+            rest = mod(sum((math.prod(factors, start=-c % size) for factors, c in terms), start=0), size)
             moved[rest] = moved.get(rest, 0) + x.buffer.type.dtype.size
     return max(moved, key=lambda rest: moved[rest], default=0)
 

@@ -105,7 +105,7 @@ def _ragged(kernel: l.Kernel, top: Sequence[l.Reduce], inner: Sequence[Any], lon
 def _row(axis: Any, threads: int, vector: int, ragged: int, length: int) -> tuple[Factor, ...]:
     """An axis of a row divided among threads, in vectors that begin where memory is aligned where rows are ragged."""
     if ragged > 1 and size_of(axis) == length:
-        return shared_axis(length + ragged - 1, threads, ragged, aligned=True)
+        return shared_axis(length, threads, ragged, aligned=True)
     return shared_axis(size_of(axis), threads, vector if size_of(axis) % vector == 0 else 1)
 
 

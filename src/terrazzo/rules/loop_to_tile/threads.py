@@ -11,7 +11,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Var
 from terrazzo.ir.node import substitute, topological
 from terrazzo.ir.schedule import Factor, Schedule
-from terrazzo.rules.access import WIDEST, beyond, wide
+from terrazzo.rules.access import WIDEST, before, wide
 
 WARP = 32
 THREADS = 2048
@@ -33,13 +33,12 @@ def pointwise(kernel: l.Kernel, gpu: Gpu) -> Schedule:
     ragged = ragged_vector(kernel.stores, axis) if vector_of(kernel.stores, axis) == 1 else 1
     vector = _width(kernel, axis, ragged, gpu)
     apart = vector > 1 and ragged == 1 and _narrow(kernel, axis)
-    length = size_of(axis) + (vector - 1 if ragged > 1 else 0)
-    points = length // vector
+    points = size_of(axis) // vector
     threads = 8 if points > 8 * WARP * gpu.processors else 4 if points > 4 * WARP else 1
     lines = [(a.name, grid(size_of(a))) for a in free if a is not axis]
     last = vector_at(vector, aligned=ragged > 1)
     inner = (*last, Factor("lane", WARP)) if apart else (Factor("lane", WARP), *last)
-    own = (Factor("grid", ceil(length, threads * WARP * vector)), *warps_of(threads), *inner)
+    own = (Factor("grid", ceil(size_of(axis), threads * WARP * vector)), *warps_of(threads), *inner)
     return Schedule(kernel.name, gpu.arch, (*lines, (axis.name, own)))
 
 
@@ -136,16 +135,16 @@ LONG = 8
 
 
 def ragged_vector(terms: Sequence[Any], axis: Any) -> int:
-    """The widest vector along an axis whose rows begin and end anywhere, as `vector_of`, where vectors begin before
-    rows do; 1 for short rows.
+    """The widest vector along an axis whose rows begin and end anywhere, as `vector_of`, where what is no whole
+    vector is taken element by element; 1 for short rows.
     """
     every = [x for x in topological(terms) if isinstance(x, l.Load | l.Store) and axis in x.free]
     accesses = [x for x in every if coefficient(flatten(x.index, x.buffer.type.element_strides), axis) == 1]
     if not accesses or not all(isinstance(a.extent, int) for a in (axis, *{v for x in every for v in x.free})):
         return 1
     size = min(8, WIDEST // min(x.buffer.type.dtype.size for x in accesses))
-    q, j = Var("$q", ceil(size_of(axis) + size - 1, size)), Var("$j", size)
-    at = q * size + j - beyond(accesses, axis, size)
+    q, j = Var("$q", ceil(size_of(axis), size)), Var("$j", size)
+    at = q * size + j + before(accesses, axis, size)
     moved = [substitute(l.Load(x.buffer, x.index, getattr(x, "inside", ())), {axis: at}) for x in accesses]
     return size if size_of(axis) >= LONG * WARP * size and any(wide(x, j, size) for x in moved) else 1
 

@@ -263,10 +263,7 @@ def _jam(line: Jam, plan: Plan, draft: Draft) -> None:
 
 def _align(line: Align, plan: Plan, draft: Draft) -> None:
     meant = aligned(draft)
-    need(
-        line.vectors == meant,
-        f"by the schedule the vectors are {', '.join(map(str, meant)) or 'of rows as they begin'}",
-    )
+    need(line.vectors == meant, f"by the schedule these are {', '.join(map(str, meant)) or 'vectors of rows alone'}")
 
 
 def _result(line: Result, plan: Plan, draft: Draft) -> None:

@@ -50,39 +50,25 @@ class Builder:
         self.depth -= 1
         self.out.append(k.For(axis, body, unrolled))
 
-    def peeled(
-        self, digits: Sequence[Digit], inside: Sequence[IntExpr], write: Callable[[], None],
-        otherwise: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
-        """Loops over digits, the first outermost. Only the first and the last steps of the outermost one test `inside`,
-        where the others cannot fail. What is written `otherwise` stands where some of it fails.
+    def peeled(self, digits: Sequence[Digit], inside: Sequence[IntExpr], write: Callable[[], None]) -> None:
+        """Loops over digits, the first outermost. Only the last steps of the outermost one test `inside`, where the
+        others cannot fail.
         """
         self.depth += len(digits)
         body = self.inside(write)
-        rest = self.inside(otherwise) if otherwise else ()
         self.depth -= len(digits)
         loops = [(d.variable, d.unrolled) for d in digits]
-        peels = inside and digits and (len(digits) == 1 or not digits[0].unrolled)
-        begin, end = always(digits[0], inside) if peels else (0, 0)
-        if begin == end:
-            return self.loops(loops, lambda: self.either(inside, body, rest))
+        whole = always(digits[0], inside) if inside and digits and (len(digits) == 1 or not digits[0].unrolled) else 0
+        if not whole:
+            return self.loops(loops, lambda: self.where(inside, partial(self.add, *body)))
         i = digits[0].variable
-        for step in (*range(begin), None, *range(end, digits[0].size)):
-            if step is None:
-                within = Var(i.name, end - begin)
-                every = [substitute(x, {i: within + begin}) for x in body]
-                self.loops([(within, digits[0].unrolled), *loops[1:]], partial(self.add, *every))
-                continue
-            here, beyond = ([substitute(x, {i: step}) for x in part] for part in (body, rest))
-            tests = [substitute(e, {i: step}) for e in inside]
-            self.loops(loops[1:], partial(self.either, tests, here, beyond))
-
-    def either(self, inside: Sequence[IntExpr], body: Sequence[Node], rest: Sequence[Node]) -> None:
-        """`body` under conditions, and `rest` where one of them fails."""
-        self.where(inside, partial(self.add, *body))
-        for number, e in enumerate(inside if rest else ()):
-            if not at_least(e, 0):
-                self.where([*inside[:number], -1 - e], partial(self.add, *rest))
+        first = Var(i.name, whole)
+        every = [substitute(x, {i: first}) for x in body]
+        self.loops([(first, digits[0].unrolled), *loops[1:]], partial(self.add, *every))
+        for last in range(whole, digits[0].size):
+            rest = [substitute(x, {i: last}) for x in body]
+            tests = [substitute(e, {i: last}) for e in inside]
+            self.loops(loops[1:], partial(self.where, tests, partial(self.add, *rest)))
 
     def where(self, inside: Sequence[IntExpr], write: Callable[[], None]) -> None:
         """`write` under a condition, unless it always holds."""
@@ -116,14 +102,11 @@ class Builder:
         return place
 
 
-def always(digit: Digit, inside: Sequence[IntExpr]) -> tuple[int, int]:
-    """From which value of a digit on, and up to which, conditions hold whatever the other variables are: for all but
-    the first and the last; for none where that leaves too many, or all.
+def always(digit: Digit, inside: Sequence[IntExpr]) -> int:
+    """How many first values of a digit make conditions hold whatever the other variables are; 0 where that leaves too
+    many, or all.
     """
-
-    def hold(first: int, end: int) -> bool:
-        within = Var(digit.variable.name, end - first) + first
-        return all(at_least(substitute(e, {digit.value: within}), 0) for e in inside)
-
-    begin, end = int(not hold(0, 1)), digit.size - int(not hold(digit.size - 1, digit.size))
-    return (begin, end) if 0 < end - begin < digit.size and hold(begin, end) else (0, 0)
+    whole = 0
+    while whole < digit.size and all(at_least(substitute(e, {digit.value: whole}), 0) for e in inside):
+        whole += 1
+    return whole if whole >= digit.size - 1 and whole < digit.size else 0

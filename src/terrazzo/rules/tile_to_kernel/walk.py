@@ -13,14 +13,14 @@ from typing import Any
 
 from terrazzo.errors import Limitation, UserError
 from terrazzo.ir import nest as n
-from terrazzo.ir.address import coefficient, mentions
+from terrazzo.ir.address import mentions
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import IntExpr, Var, at_least
+from terrazzo.ir.expr import IntExpr, Var, at_least, floordiv
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.plan import Align, Keep, Plan, Result
 from terrazzo.ir.schedule import Site
-from terrazzo.rules.access import beyond, together, wide
+from terrazzo.rules.access import before, together, wide
 from terrazzo.rules.tile.draft import axis_name
 from terrazzo.rules.tile_to_kernel.accumulate import Accumulators
 from terrazzo.rules.tile_to_kernel.builder import Builder
@@ -142,7 +142,7 @@ class Walker:
                 f"{self.kernel.name}: {names} is bound to threads that an axis around it is bound to already"
             )
         inner.threads |= mine
-        inside = self.enter(s.axes, digits, inner, s.body)
+        inside = self.enter(s.axes, digits, inner)
         inside, inner.pending = [*inside, *inner.pending], ()
         if self.parts(inside, s.body):
             if s.kind == "reduce":
@@ -151,7 +151,10 @@ class Walker:
                     "meet in a reduction of its steps"
                 )
             inside, inner.pending = [], tuple(inside)
-        self.steps(s, digits, inside, scope, inner)
+        if axis_name(s.axes[-1]) in self.aligned:
+            self.ragged(s, digits, inside, scope, inner)
+        else:
+            self.steps(s, digits, inside, scope, inner)
         if s.kind == "reduce":
             for r in s.carried:
                 self.accumulators.meet(r, scope.env[r], digits)
@@ -159,7 +162,7 @@ class Walker:
             self.name_result(r, scope.env[r], scope)
 
     def steps(
-        self, s: n.Loop, digits: Sequence[Sequence[Digit]], inside: list[IntExpr], scope: Scope, inner: Scope
+        self, s: n.Loop, digits: Sequence[Sequence[Digit]], inside: Sequence[IntExpr], scope: Scope, inner: Scope
     ) -> None:
         """The body of a loop for all values of its looped digits, those of the innermost at once where that is wide."""
         columns = self.accumulators.columns
@@ -177,9 +180,8 @@ class Walker:
             self.keep_terms(s, digits, scope, inner)
         step = self.vector(s, vector, inside, inner) if vector is not None else None
         if step is not None and vector is not None:
-            ragged = any(not together(e, vector.variable, vector.size) for e in inside)
-            alone = partial(self.one_by_one, s, vector.variable, inside, inner) if ragged else None
-            self.builder.peeled(looped[:-1], [_least(e, vector) for e in inside], step, alone)
+            inside = [substitute(e, {vector.value: 0}) for e in inside]
+            self.builder.peeled(looped[:-1], inside, step)
         else:
             self.builder.peeled(looped, inside, lambda: self.statements(s.body, inner))
 
@@ -218,12 +220,31 @@ class Walker:
             room(self.plan, self.bindings, self.fragments), self.compute, one,
         )  # fmt: skip
 
-    def one_by_one(self, s: n.Loop, j: Var, inside: Sequence[IntExpr], scope: Scope) -> None:
-        """The body of a leaf for those values of its innermost digit that lie inside, where not all of them do."""
-        here = scope.inner()
-        here.kept = scope.kept
-        write = partial(self.builder.where, inside, lambda: self.statements(s.body, here))
-        self.builder.loops([(j, True)], write)
+    def ragged(
+        self, s: n.Loop, digits: Sequence[Sequence[Digit]], inside: Sequence[IntExpr], scope: Scope, inner: Scope
+    ) -> None:
+        """A leaf along rows that begin anywhere: whole vectors from where memory is aligned on, then what lies before
+        and behind them, of which a thread takes an element.
+        """
+        axis, own, size = s.axes[-1], digits[-1], digits[-1][-1].size
+        if _loops(self.left(s.body)) or s.kind == "scan" or self.accumulators.columns is not None:
+            raise UserError(f"{axis_name(axis)}: aligned=True is said of an axis that has no loops inside")
+        terms = (x.term if isinstance(x, n.Let) else x for x in s.body)
+        accesses = [x for x in terms if isinstance(x, l.Load | l.Store)]
+        first: IntExpr = scope(before(accesses, axis, size))
+        last = first + floordiv(extent(axis) - first, size) * size
+        number = sum((d.value * (d.stride // size) for d in own if d.level not in LOOPED), start=0)
+        others = [e for e in inside if e != extent(axis) - 1 - value(own)]
+        vector = value(own) - own[-1].variable + first
+        for at, mine, condition in (
+            (value(own) + first, own, extent(axis) - size - vector),
+            (number, (), first - 1 - number),
+            (last + number, (), extent(axis) - 1 - last - number),
+        ):
+            if not at_least(-1 - condition, 0):
+                here = inner.inner()
+                here.env[axis] = at
+                self.steps(s, (*digits[:-1], mine), [*others, condition], scope, here)
 
     def gather(self, s: n.Loop, scope: Scope) -> None:
         """Stores whose values leave through shared memory."""
@@ -251,27 +272,17 @@ class Walker:
             if isinstance(s, n.Loop)
         )
 
-    def enter(
-        self, axes: Sequence[Any], digits: Sequence[Sequence[Digit]], scope: Scope, body: Sequence[n.Statement] = ()
-    ) -> list[IntExpr]:
-        """Give axes their values in a scope, for a body; what must be >= 0 for them to be in range."""
+    def enter(self, axes: Sequence[Any], digits: Sequence[Sequence[Digit]], scope: Scope) -> list[IntExpr]:
+        """Give axes their values in a scope; what must be >= 0 for them to be in range."""
         inside = []
         for axis, ds in zip(axes, digits, strict=True):
-            scope.env[axis] = at = value(ds) - self.before(axis, body, scope)
+            scope.env[axis] = at = value(ds)
             scope.digits[axis] = list(ds)
-            inside += [at, extent(axis) - 1 - at]
+            inside.append(extent(axis) - 1 - at)
         for r, fragment in self.fragments.items():
             if all(a in scope.digits for a in fragment.axes):
                 scope.env[r] = l.Load(fragment.place, fragment.index(scope.digits))
         return [e for e in inside if not at_least(e, 0)]
-
-    def before(self, axis: Any, body: Sequence[n.Statement], scope: Scope) -> IntExpr:
-        """How many elements before its row an axis begins, so that vectors along it begin where memory is aligned."""
-        if (size := self.aligned.get(axis_name(axis), 1)) == 1:
-            return 0
-        accesses = [x for x in (s.term if isinstance(s, n.Let) else s for s in body) if isinstance(x, l.Load | l.Store)]
-        found: IntExpr = scope(beyond(accesses, axis, size))
-        return found
 
     # -- vectors and kept loads --------------------------------------------------------------------------------------
 
@@ -279,11 +290,11 @@ class Walker:
         """The body of a leaf for all values of its innermost digit at once, with wide loads and stores; None where none
         is wide.
 
-        The conditions `inside` must hold for all of them or for none, but where vectors are aligned, and rows not.
+        The conditions `inside` must hold for all of them or for none.
         """
-        j, size = digit.variable, digit.size
-        ragged = any(not together(e, j, size) for e in inside)
-        if size & size - 1 or (ragged and not self.aligned.keys() & set(map(axis_name, s.axes))):
+        j, size = digit.value, digit.size
+        assert isinstance(j, Var)
+        if size & size - 1 or any(not together(e, j, size) for e in inside):
             return None
         loads, stores = self.wide(self.left(s.body), j, size, scope)
         if not loads and not stores:
@@ -454,13 +465,6 @@ def _chain(s: n.Loop, left: Callable[[Sequence[n.Statement]], list[n.Statement]]
         found += loops
     plain = all(x.kind == "free" and not any(isinstance(y, n.Accumulate) for y in x.body) for x in found)
     return found if plain else []
-
-
-def _least(e: IntExpr, digit: Digit) -> IntExpr:
-    """A condition at that value of a digit at which it holds only if it does at all others."""
-    falls = coefficient(e, digit.variable) == -1 and not together(e, digit.variable, digit.size)
-    at: IntExpr = substitute(e, {digit.value: digit.size - 1 if falls else 0})
-    return at
 
 
 def _loops(body: Sequence[n.Statement]) -> bool:

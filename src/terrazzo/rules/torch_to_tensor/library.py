@@ -50,7 +50,7 @@ class Libraries:
 
     def _choice(self, node: Aten, read: bool) -> Choice | None:
         """The op as the library has it and as our kernels have it; None where there is nothing to choose."""
-        if not isinstance(node.result, Type) or not is_called(node) or any(map(_widened, node.children)):
+        if not is_called(node) or any(map(_widened, node.children)):
             return None
         given = {x: Input(f"x{k}", self.laid_out(x)) for k, x in enumerate(dict.fromkeys(node.children))}
         alone = node.with_children([given[x] for x in node.children])
@@ -58,7 +58,7 @@ class Libraries:
         if math.isinf(ours):
             return None
         if read:  # what follows cannot be part of the op: it is a kernel that reads the result again
-            size = math.prod(node.result.static_shape) * node.result.dtype.size
+            size = math.prod(_result(node).static_shape) * _result(node).dtype.size
             theirs += self.gpu.launch + 2 * size / self.gpu.memory
         return Choice(node.name, {OURS: "kernels", LIBRARY: node.name}, {OURS: ours, LIBRARY: theirs})
 
@@ -186,7 +186,9 @@ def _kind(op: Any) -> str:
 
 
 def _result(op: Any) -> Type:
+    """The type of its result, or of the first of several."""
     found = op.result if isinstance(op, Aten) else op.results[0].type
+    found = found[0] if isinstance(found, tuple) else found
     assert isinstance(found, Type)
     return found
 
@@ -266,6 +268,11 @@ def _added(args: Sequence[Any], out: Type, tile: int) -> float:
     return float(math.prod(args[3].type.static_shape))
 
 
+SPECIAL = (
+    "erfinv", "i0", "special_i0e", "special_i1", "special_i1e", "digamma", "polygamma", "special_modified_bessel_i0",
+    "special_modified_bessel_i1",
+)
+"""Functions of an element that our kernels compute in float64, and PyTorch in its type."""
 ANY_STRIDES = ("aten.convolution_backward.default",)
 """Ops that no rule lowers, whose results lie as their arguments do."""
 FAMILIES: dict[str, tuple[str, Callable[[Sequence[Any], Type, int], float]]] = {
@@ -285,6 +292,7 @@ FAMILIES: dict[str, tuple[str, Callable[[Sequence[Any], Type, int], float]]] = {
     "aten.cat.default": ("cat", _passes),
     "aten.stack.default": ("cat", _passes),
     "aten.masked_scatter.default": ("masked scatter", _passes),
+    **{f"aten.{name}.default": ("special", _passes) for name in SPECIAL},
     "aten.max_pool2d_with_indices_backward.default": ("pooling", _passes),
     "aten.max_pool3d_with_indices_backward.default": ("pooling", _passes),
 }

@@ -1,0 +1,117 @@
+"""Rows that begin and end anywhere: whole vectors from where memory is aligned on, and the rest element by element."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.kernels.programs import Lowered, lowered
+from tests.kernels.test_schedules import pinned, statements
+
+from terrazzo.errors import UserError
+from terrazzo.hw.gpu import gpu
+from terrazzo.interp import loop
+from terrazzo.ir.address import divides
+from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.expr import Var, mod
+from terrazzo.ir.parse_plan import parse_plan
+from terrazzo.rules.tile.verify import verify
+
+
+def x(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    torch.manual_seed(1)
+    return torch.randn(shape).to(dtype)
+
+
+def widths(found: Lowered) -> set[int]:
+    return {s.count for s in statements(found, k.Move)}
+
+
+def right(found: Lowered) -> None:
+    """The simulator finds nothing wrong, and the kernels give what the loops do."""
+    for a, b in zip(found.simulated(), loop.run(found.lowering.at("loop"), found.inputs), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.abs(a - b).max() <= 2.0**-7 * np.abs(b).max()
+
+
+@pytest.mark.parametrize("length", (4097, 4103, 12345))
+@pytest.mark.parametrize(
+    "fn",
+    (
+        lambda x: torch.softmax(x, -1), lambda x: x.sum(-1),
+        lambda x: F.layer_norm(x, x.shape[-1:]), lambda x: x.argmax(-1),
+    ),
+    ids=("softmax", "sum", "layer_norm", "argmax"),
+)  # fmt: skip
+def test_rows_are_loaded_in_vectors(fn: Callable[..., Any], length: int) -> None:
+    found = lowered(fn, (x(3, length),), "sm_90a")
+    assert widths(found) == {8}
+    right(found)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+def test_points_of_any_number_are_stored_in_vectors(dtype: torch.dtype) -> None:
+    count = 1_100_003
+    found = lowered(lambda x, y: x * y + 1, (x(count, dtype=dtype), x(count, dtype=dtype)), "sm_90a")
+    assert widths(found) == {4 if dtype is torch.bfloat16 else 2}
+    right(found)
+
+
+def test_what_begins_elsewhere_is_loaded_element_by_element() -> None:
+    found = lowered(lambda x: x[1:] - x[:-1], (x(1_100_003),), "sm_90a")
+    moves = {(s.target.name, s.source.name[:1]) for s in statements(found, k.Move)}
+    assert ("sub", "o") in moves and len(moves) == 2
+    right(found)
+
+
+def test_short_rows_are_taken_as_they_are() -> None:
+    assert not statements(lowered(lambda x: torch.softmax(x, -1), (x(3, 513),), "sm_90a"), k.Move)
+
+
+SUM = """\
+with schedule("sum_1", target="sm_90a"):
+    a0 = grid(3)
+    with site("acc0"):
+        r0 = reg(3) * warp(2) * lane(32) * reg(8, aligned=True)
+"""
+
+
+def test_a_user_may_say_so() -> None:
+    found = pinned(lambda x: x.sum(-1), (x(3, 1057),), SUM)
+    assert "align(vectors=(r0(8),))" in str(found.lowering.at("tile").plans[0][1])
+    assert widths(found) == {8}
+
+
+def test_it_is_said_of_vectors() -> None:
+    text = SUM.replace("reg(3) *", "reg(3, aligned=True) *").replace("reg(8, aligned=True)", "reg(8)")
+    with pytest.raises(UserError, match="aligned=True is said of what a thread takes at once, the last reg"):
+        pinned(lambda x: x.sum(-1), (x(3, 1057),), text)
+
+
+def test_it_is_said_of_axes_without_loops_inside() -> None:
+    text = 'with schedule("sum_1", target="sm_90a"):\n    a0 = grid(2) * lane(32) * reg(2, aligned=True)\n'
+    with pytest.raises(UserError, match="a0: aligned=True is said of an axis that has no loops inside"):
+        pinned(lambda x: x.sum(-1), (x(99, 65),), text)
+
+
+def test_plans_are_held_to_it() -> None:
+    tiled = pinned(lambda x: x.sum(-1), (x(3, 1057),), SUM).lowering.at("tile")
+    ((number, plan),), ((_, schedule),) = tiled.plans, tiled.schedules
+    for old, new, why in (
+        ("r0(8)", "r0(4)", r"by the schedule these are r0\(8\)"),
+        ("    align(vectors=(r0(8),))\n", "", "a line `align` is missing"),
+    ):
+        edited = parse_plan((str(plan) + "\n").replace(old, new))
+        with pytest.raises(UserError, match=why):
+            verify(tiled.loop.steps[number], schedule, edited, gpu("sm_90a"))
+
+
+def test_remainders_are_seen_to_be_left() -> None:
+    a, v, w = Var("a", 512), Var("v", 99), Var("w", 4)
+    assert divides(8, a * 50257 + v * 8 + mod(a * 7, 8)) and not divides(8, a * 50257 + v * 8 - mod(a * 7, 8))
+    assert divides(4, (a * 4 + w) * 51 + mod((a * 4 + w) * 1, 4))
+    assert not divides(8, mod(a, 4) + a * 7)
