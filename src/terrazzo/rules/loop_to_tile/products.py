@@ -259,10 +259,6 @@ STEP = {True: 700.0, False: 250.0}
 """Nanoseconds from asking for a slab to having it, on matrix instructions or not; a ring hides all but its share."""
 ALONE = {True: 0.25, False: 0.1}
 """Where an n-th of the blocks that fit share a processor, arithmetic is as fast as an n-th to this power."""
-WAVE = {True: 1400.0, False: 0.0}
-"""Nanoseconds in which blocks that come one after the other begin and end, and memory waits: on an H200 1024 products
-of 128 x 128 x 128 took 40.9 us where all else is 24, one wave of blocks of 16 x 64 took 9.2 and not 7.5.
-"""
 MOVING = {"cp.async": 9, "ld": 11}
 """Instructions of a warp that move a piece to shared memory, with what says where and whether: counted in SASS."""
 ISSUED = 4
@@ -312,7 +308,7 @@ def _plan(p: Product, gpu: Gpu, t: Tile, pieces: int, instruction: str | None, b
     latency = wait * (steps / (t.ring - 1) + 2) * ceil(busiest, resident)
     gathering = GATHERED if kind and gathered(p) else 1.0
     time = max(arithmetic, traffic / gpu.cache, least / gpu.memory, latency) * gathering + gpu.launch
-    time += WAVE[kind] * ceil(busiest, resident) + 0.75 * results(p).moved / gpu.memory
+    time += gpu.wave * ceil(busiest, resident) * kind + 0.75 * results(p).moved / gpu.memory
     time += results(p).operations * results(p).points / (gpu.fma / 2)
     if pieces > 1:
         time += gpu.launch + 2.5 * pieces * batch * p.m.extent * p.n.extent * count * 4 / gpu.cache
