@@ -66,7 +66,7 @@ def products_apart(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     sums = [r for r in accumulators(kernel).values() if isinstance(r, l.Reduce) and contraction(r) is not None]
     if len(sums) < 2 or len(sums) < len(accumulators(kernel)):
         return (kernel,)
-    return _stored(kernel, sums[:-1], [f"{kernel.name}_sum{number}" for number in range(len(sums) - 1)])
+    return _stored(kernel, {f"{kernel.name}_sum{n}": r for n, r in enumerate(sums[:-1])})
 
 
 def results_apart(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
@@ -93,7 +93,7 @@ def results_apart(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     =>
     @loop
     def f(x: f32[3, 4], w: f32[5, 4], u: f32[3, 5]):
-        with kernel('z_sum', z_sum=bf16[3, 5]):
+        with kernel('z_product', z_product=bf16[3, 5]):
             for a0 in free(3):
                 for a1 in free(5):
                     for r0 in reduce(4):
@@ -102,11 +102,11 @@ def results_apart(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
                         v0 = mul(in0, in1)
                         acc0 <- sum(v0)
                     v1 = bf16(acc0)
-                    z_sum[a0, a1] = v1
+                    z_product[a0, a1] = v1
         with kernel('z', z=f32[3, 5]):
             for a0 in free(3):
                 for a1 in free(5):
-                    in0 = z_sum[a0, a1]
+                    in0 = z_product[a0, a1]
                     v0 = f32(in0)
                     in1 = u[a0, a1]
                     v1 = tanh(in1)
@@ -115,21 +115,25 @@ def results_apart(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
         return (z,)
     """
     sums = [r for r in accumulators(kernel).values() if isinstance(r, l.Reduce) and contraction(r) is not None]
-    if len(sums) != 1 or len(accumulators(kernel)) != 1:
+    if (
+        len(sums) != 1
+        or len(accumulators(kernel)) != 1
+        or any(x.name == f"{kernel.name}_product" for x in kernel.reads)
+    ):
         return (kernel,)
-    return _stored(kernel, sums, [f"{kernel.name}_sum"])
+    return _stored(kernel, {f"{kernel.name}_product": sums[0]})
 
 
-def _stored(kernel: l.Kernel, sums: list[l.Reduce], names: list[str]) -> tuple[l.Kernel, ...]:
-    """Kernels of these names that store these sums of a kernel, and what is left of it."""
+def _stored(kernel: l.Kernel, sums: dict[str, l.Reduce]) -> tuple[l.Kernel, ...]:
+    """Kernels that store these sums of a kernel, by the names of what they are stored to, and what is left of it."""
     first: list[l.Kernel] = []
     taken: dict[Node, Any] = {}
-    for name, r in zip(names, sums, strict=True):
+    for name, r in sums.items():
         value = _rounded(kernel, r)
         axes = tuple(a for a in kernel.axes if a in r.free)
         kind = Type(value.dtype, tuple(a.extent for a in axes))
         place = l.Buffer(name, kind)
-        first.append(l.Kernel(name, axes, (l.Store(place, axes, value),), kernel.source))
+        first.append(l.Kernel(place.name, axes, (l.Store(place, axes, value),), kernel.source))
         taken[value] = l.Load(place, axes)
     stores = tuple(transform(s, lambda x: taken.get(x, x)) for s in kernel.stores)
     return (*first, l.Kernel(kernel.name, kernel.axes, stores, kernel.source))
