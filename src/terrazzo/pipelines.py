@@ -42,6 +42,7 @@ from terrazzo.rules.loop.narrow import narrow
 from terrazzo.rules.loop.online import online
 from terrazzo.rules.loop.parts import into_parts
 from terrazzo.rules.loop.relax import relax
+from terrazzo.rules.loop.rounded import rounded_weights
 from terrazzo.rules.loop.views import pass_views
 from terrazzo.rules.loop_to_tile import chains
 from terrazzo.rules.loop_to_tile.choose import schedule
@@ -81,10 +82,11 @@ def _gradients(p: l.Program, log: Log, options: Options) -> l.Program:
 
 
 def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.Program:
-    """Softmaxes, and products that are only multiplied, in the kernels that read them."""
+    """Softmaxes, and products that are only multiplied, in the kernels that read them. Other weights are rounded."""
     gpu = machine(options)
     refused = partial(chains.refusal, gpu=gpu, lost=tried)
-    return products_again(online(p, log, refused), log, partial(expected, gpu=gpu), refused, options.materialize)
+    made = products_again(online(p, log, refused), log, partial(expected, gpu=gpu), refused, options.materialize)
+    return rounded_weights(made, log, target(options.target).rates.matrix)
 
 
 @dataclass(frozen=True)

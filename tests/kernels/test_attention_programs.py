@@ -15,7 +15,7 @@ from tests.kernels.test_attention import tensors as random
 
 from terrazzo.front.capture import capture
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.plan import Reach
+from terrazzo.ir.plan import Product, Reach
 from terrazzo.options import Options
 from terrazzo.pipelines import LOWER, stages
 from terrazzo.rewrite.rule import Log
@@ -141,4 +141,21 @@ def test_steps_that_predicates_of_places_hide_are_not_visited(name: str) -> None
     found = lowered(fn, args, "sm_90a")
     (reach,) = lines(found, Reach)
     assert together(found) and bool(reach.since) == (name in BEGINNING)
+    close(found, fn, args)
+
+
+def test_weights_that_stay_outside_are_rounded_to_what_they_weigh() -> None:
+    """What weights are multiplied with beside the values is in no frame, so there are three kernels, the last one on
+    tensor cores all the same.
+    """
+
+    def fn(q: Any, k: Any, v: Any, gates: Any) -> Any:
+        w = torch.softmax((q @ k.mT).float() * 0.1, -1) * gates
+        return (w.to(torch.promote_types(v.dtype, torch.float32)) @ v.to(w.dtype)).to(q.dtype)
+
+    args = (*random(ONE, ONE, ONE), torch.rand(160, 160))
+    found = lowered(fn, args, "sm_90a")
+    last = next(s for s in found.lowering.loop.steps if "v" in [b.name for b in s.reads])
+    (weights,) = [b for b in last.reads if b.name != "v"]
+    assert weights.type.dtype.name == "bf16" and len(lines(found, Product)) == 2
     close(found, fn, args)

@@ -29,11 +29,11 @@ from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Expr, Var
 from terrazzo.ir.monoid import monoid
 from terrazzo.ir.node import substitute, topological, transform
-from terrazzo.ir.types import DType, Type, contiguous_strides, ordered_strides
+from terrazzo.ir.types import DType, Type
 from terrazzo.rewrite.rule import Event, Log
-from terrazzo.rules.access import WIDEST
 from terrazzo.rules.loop.cost import Rates
 from terrazzo.rules.loop.definitions import Definitions, in_order
+from terrazzo.rules.loop.rounded import aligned
 from terrazzo.rules.loop.softmax import Softmax, softmaxes
 
 PASS = "gradients"
@@ -222,7 +222,7 @@ class _Gradients:
         stored = l.Kernel(w.kernel.name, columns, (l.Store(sums, rows, total), store), w.kernel.source)
         above = l.apply("sub", score, l.Load(sums, rows))
         weight = l.apply("approx_exp2", l.apply("mul", above, l.Literal(LOG2E, above.dtype)))
-        again = l.Buffer(self.fresh(f"{w.buffer.name}_again"), _aligned(kind, w.buffer.type))
+        again = l.Buffer(self.fresh(f"{w.buffer.name}_again"), aligned(kind, w.buffer.type))
         last = l.Store(again, store.index, l.apply(kind.name, weight))
         weights = l.Kernel(again.name, columns, (last,), w.kernel.source)
         self.weights.add(again)
@@ -284,7 +284,7 @@ class _Gradients:
         """Have a kernel read a factor in `kind`, which another one stores."""
         made = []
         if (x.buffer, kind) not in rounded:
-            b = l.Buffer(self.fresh(f"{x.buffer.name}_{kind.name}"), _aligned(kind, x.buffer.type))
+            b = l.Buffer(self.fresh(f"{x.buffer.name}_{kind.name}"), aligned(kind, x.buffer.type))
             axes = tuple(Var(f"a{d}", n) for d, n in enumerate(b.type.static_shape))
             store = l.Store(b, axes, l.apply(kind.name, l.Load(x.buffer, axes)))
             made.append(l.Kernel(b.name, axes, (store,), kernel.source))
@@ -423,13 +423,6 @@ def _times(factors: list[Any]) -> Any:
 
 def _loads(x: Any, buffer: l.Buffer) -> bool:
     return isinstance(x, l.Load) and x.buffer is buffer
-
-
-def _aligned(kind: DType, like: Type) -> Type:
-    """The type of so many numbers of a kind, in rows that begin at multiples of 16 bytes."""
-    shape = like.static_shape
-    strides = ordered_strides(shape, range(len(shape)), WIDEST // kind.size)
-    return Type(kind, shape, None if strides == contiguous_strides(shape) else strides)
 
 
 def _widens(x: Any) -> bool:
