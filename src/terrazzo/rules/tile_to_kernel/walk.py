@@ -7,7 +7,6 @@ those in lanes meet by shuffles, those in warps through shared memory; every thr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,11 +16,12 @@ from terrazzo.ir.address import mentions
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, Var, at_least, floordiv
-from terrazzo.ir.node import Node, substitute, topological
+from terrazzo.ir.node import Node, substitute
 from terrazzo.ir.plan import Align, Keep, Plan, Result
 from terrazzo.ir.schedule import Site
 from terrazzo.rules.access import before, together, wide
 from terrazzo.rules.tile.draft import axis_name
+from terrazzo.rules.tile_to_kernel import bodies
 from terrazzo.rules.tile_to_kernel.accumulate import Accumulators
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.digits import LOOPED, Bindings, Digit, extent, value, zero
@@ -106,7 +106,7 @@ class Walker:
         """What the schedule says of the sites in a loop: of the accumulators it carries, else of what it stores."""
         if s.carried:
             return self.bindings.site([self.names[r] for r in s.carried])
-        return self.bindings.site([x.buffer.name for x in _stores(s.body)])
+        return self.bindings.site([x.buffer.name for x in bodies.stores(s.body)])
 
     def digits(self, s: n.Loop) -> list[list[Digit]]:
         """The digits of every axis of a loop."""
@@ -114,12 +114,12 @@ class Walker:
         return [self.bindings.digits(axis_name(a), site, extent(a)) for a in s.axes]
 
     def loop(self, s: n.Loop, scope: Scope) -> None:
-        stores = _stores(s.body) if self.gathered and axis_name(s.axes[0]) in self.tiled else []
+        stores = bodies.stores(s.body) if self.gathered and axis_name(s.axes[0]) in self.tiled else []
         gathered = [x for x in stores if x.buffer.name in self.gathered]
         if gathered:
             if others := [x for x in stores if x not in gathered]:  # such as those of rows
-                self.loop(_only(s, others), scope)
-            return self.gather(_only(s, gathered) if others else s, scope)
+                self.loop(bodies.only(s, others), scope)
+            return self.gather(bodies.only(s, gathered) if others else s, scope)
         if self.fragments and (results := self.direct(s, scope)) is not None:
             return results.write()
         digits = self.digits(s)
@@ -170,7 +170,7 @@ class Walker:
         if columns is not None:
             inside = [substitute(e, {columns.value: 0}) for e in inside]
             return self.builder.peeled(looped, inside, lambda: self.statements(s.body, inner))
-        leaf = not _loops(self.left(s.body))
+        leaf = not bodies.loops(self.left(s.body))
         vector = (
             looped[-1]
             if leaf and looped and digits[-1] and digits[-1][-1] is looped[-1] and looped[-1].level != "time"
@@ -189,7 +189,7 @@ class Walker:
         """The loops over a tile whose results leave registers as they are; None where these are made of nothing else,
         or some are stored elsewhere than at every point of it.
         """
-        loops = _chain(s, self.left)
+        loops = bodies.chain(s, self.left)
         axes = [a for x in loops for a in x.axes]
         digits = {a: ds for x in loops for a, ds in zip(x.axes, self.digits(x), strict=True)}
         if self.keep or any(d.level == "time" for ds in digits.values() for d in ds) or not loops:
@@ -227,7 +227,7 @@ class Walker:
         and behind them, of which a thread takes an element.
         """
         axis, own, size = s.axes[-1], digits[-1], digits[-1][-1].size
-        if _loops(self.left(s.body)) or s.kind == "scan" or self.accumulators.columns is not None:
+        if bodies.loops(self.left(s.body)) or s.kind == "scan" or self.accumulators.columns is not None:
             raise UserError(f"{axis_name(axis)}: aligned=True is said of an axis that has no loops inside")
         terms = (x.term if isinstance(x, n.Let) else x for x in s.body)
         accesses = [x for x in terms if isinstance(x, l.Load | l.Store)]
@@ -411,7 +411,9 @@ class Walker:
         side, so that it loads and stores them at once. The other way is a loop over them around whole reductions.
         """
         j = digits[-1].value if digits and digits[-1].level == "reg" else None
-        if s.kind != "free" or self.fragments or not isinstance(j, Var) or not _abreast(self.left(s.body), s.axes[0]):
+        if s.kind != "free" or self.fragments or not isinstance(j, Var):
+            return None
+        if not bodies.abreast(self.left(s.body), s.axes[0]):
             return None
         size = digits[-1].size
         beyond = extent(s.axes[0]) - 1 - value(digits)
@@ -437,78 +439,7 @@ class Walker:
             else:
                 mine.append(s)
         loads, stores = self.wide(mine, j, columns.size, scope)
-        used = _used(rest)
+        used = bodies.used(rest)
         keep = [s.term for s in mine if isinstance(s, n.Let) and s.term in used and s.term not in loads]
         if mine:
             self.at_once(mine, j, columns.size, scope, loads, stores, keep)
-
-
-def _abreast(body: Sequence[n.Statement], axis: Any) -> bool:
-    """Whether some reduction inside depends on an axis, and none has loops of its own or goes along one in order."""
-    loops = [s for s in body if isinstance(s, n.Loop)]
-    reduces = [s for s in loops if s.kind == "reduce"]
-    if any(s.kind == "scan" or isinstance(x, n.Loop) for s in loops for x in s.body if s.kind != "free"):
-        return False
-    inside = [s for s in loops if s.kind == "free"]
-    return all(axis in r.free for s in reduces for r in s.carried) and (
-        (bool(reduces) and all(_abreast(s.body, axis) or not _loops(s.body) for s in inside))
-        or (bool(inside) and all(_abreast(s.body, axis) for s in inside))
-    )
-
-
-def _chain(s: n.Loop, left: Callable[[Sequence[n.Statement]], list[n.Statement]]) -> list[n.Loop]:
-    """Loops of which each is all that is in the one around it, but for terms; none where they are not."""
-    found = [s]
-    while loops := [x for x in left(found[-1].body) if isinstance(x, n.Loop)]:
-        if len(loops) > 1 or any(isinstance(x, l.Store) for x in found[-1].body):
-            return []
-        found += loops
-    plain = all(x.kind == "free" and not any(isinstance(y, n.Accumulate) for y in x.body) for x in found)
-    return found if plain else []
-
-
-def _loops(body: Sequence[n.Statement]) -> bool:
-    return any(isinstance(s, n.Loop) for s in body)
-
-
-def _used(body: Sequence[n.Statement]) -> set[Any]:
-    """All terms that statements are made of."""
-    terms: list[Any] = []
-    for s in body:
-        match s:
-            case n.Let():
-                terms.append(s.term)
-            case n.Accumulate():
-                terms += s.args
-            case l.Store():
-                terms.append(s)
-            case n.Loop():
-                terms += _used(s.body)
-    return set(topological(terms))
-
-
-def _stores(body: Sequence[n.Statement]) -> list[l.Store]:
-    inside = [x for s in body if isinstance(s, n.Loop) for x in _stores(s.body)]
-    return [*(s for s in body if isinstance(s, l.Store)), *inside]
-
-
-def _only(s: n.Loop, stores: Sequence[l.Store]) -> n.Loop:
-    """A loop with some of the stores in it, and what these need."""
-    needed = set(topological(stores))
-
-    def some(body: Sequence[n.Statement]) -> tuple[n.Statement, ...]:
-        found: list[n.Statement] = []
-        for x in body:
-            if isinstance(x, n.Loop) and not x.carried:
-                inside = some(x.body)
-                found += [replace(x, body=inside)] if _stores(inside) else []
-            elif x in stores if isinstance(x, l.Store) else needed & set(_computes(x)):
-                found.append(x)
-        return tuple(found)
-
-    return replace(s, body=some(s.body))
-
-
-def _computes(x: n.Let | n.Accumulate | n.Loop) -> Sequence[Any]:
-    """The terms that a statement gives a value."""
-    return x.carried if isinstance(x, n.Loop) else (x.term,) if isinstance(x, n.Let) else (x.into,)

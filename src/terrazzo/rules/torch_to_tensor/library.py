@@ -269,7 +269,14 @@ def _added(args: Sequence[Any], out: Type, tile: int) -> float:
 
 
 SPECIAL = (
-    "erfinv", "i0", "special_i0e", "special_i1", "special_i1e", "digamma", "polygamma", "special_modified_bessel_i0",
+    "erfinv",
+    "i0",
+    "special_i0e",
+    "special_i1",
+    "special_i1e",
+    "digamma",
+    "polygamma",
+    "special_modified_bessel_i0",
     "special_modified_bessel_i1",
 )
 """Functions of an element that our kernels compute in float64, and PyTorch in its type."""
