@@ -99,3 +99,31 @@ def test_what_is_a_result_or_dear_is_stored() -> None:
         found = lowered(fn, (torch.zeros(8, 8),), "sm_90a")
         for ours, exact in zip(found.simulated(), fn(torch.zeros(8, 8)), strict=True):
             assert np.allclose(ours, exact.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("monoid", "what", "left"),
+    [
+        ("sum", "i64(1)", "mul(i64(1), i64(24))"),
+        ("sum", "i64(ge(index(a0), i64(2)))", "i64(24)"),
+        ("max", "in0", "z[a0] = in0"),
+        ("any", "ge(index(a0), i64(2))", "ge(v0, i64(2))"),
+    ],
+)
+def test_what_is_reduced_alike_at_every_point_is_not_reduced(monoid: str, what: str, left: str) -> None:
+    """Counts of elements, as masked means have them without a mask, were a loop of their own beside the sum."""
+    kind = {"max": "f32", "any": "bool"}.get(monoid, "i64")
+    before = parse(f"""@loop
+def f(x: f32[5]):
+    with kernel('z', z={kind}[5]):
+        for a0 in free(5):
+            in0 = x[a0]
+            for r0, r1 in reduce(8, 3):
+                acc0 <- {monoid}({what})
+            z[a0] = acc0
+    return (z,)
+""")
+    after = fold(before, Log())
+    assert "reduce" not in show(after) and left in show(after)
+    given = {"x": np.arange(5, dtype=np.float32)}
+    assert np.array_equal(loop.run(before, given)[0], loop.run(after, given)[0])

@@ -8,6 +8,7 @@ which tells attention what it need not visit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -152,6 +153,8 @@ def _folded(x: Any) -> Any:
         return l.Literal(x.value, i64)
     if isinstance(x, l.Scan) and x.monoid.name == "sum" and _literal(x.args[0]) == 0 and x.dtype.is_integer:
         return x.args[0]
+    if isinstance(x, l.Reduce):
+        return _reduced(x)
     if not isinstance(x, l.Apply):
         return x
     name, args = x.fn.name, x.args
@@ -164,6 +167,17 @@ def _folded(x: Any) -> Any:
     if len(args) == 2 and (both := [place(a) for a in args]) and None not in both:
         return _arithmetic(x, name, *both)
     return x
+
+
+def _reduced(x: l.Reduce) -> Any:
+    """A reduction of what is the same at every point: so many times it, or it."""
+    count = math.prod(a.extent if isinstance(a.extent, int) else 0 for a in x.axes)
+    if x.monoid.width > 1 or not count or any(a in x.args[0].free for a in x.axes):
+        return x
+    if x.monoid.name == "sum" and x.dtype.kind != "bool":
+        many = l.Literal(float(count) if x.dtype.is_float else count, x.dtype)
+        return l.apply("mul", x.args[0], many)
+    return x.args[0] if x.monoid.name in ("max", "min", "any", "all") else x
 
 
 def place(x: Any) -> IntExpr | None:
