@@ -318,3 +318,8 @@ def test_ops_that_no_rule_lowers_are_given_what_eager_gives_them() -> None:
     assert len(steps) == 2 and given.keys() == {"aten._grouped_mm.default", "aten.sort.default"}
     assert given["aten._grouped_mm.default"][0].strides == (1024 * 256, 1, 256)
     assert given["aten.sort.default"][0].strides == (1, 32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32, BF16])
+def test_scans_of_one_row_have_a_price_whatever_their_type(dtype: Any) -> None:
+    assert calls(lambda x: x.cumsum(-1), meta(1, 1 << 24, dtype=dtype)) == ["aten.cumsum.default"]

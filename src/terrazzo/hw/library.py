@@ -60,7 +60,7 @@ REACH: dict[tuple[str, str], Reach] = {
         "PyTorch's own kernel for rows: 179 us at 4096 x 4096, 211 at 256 x 65536, as many in 16 bits (22 November "
         "2026)",
     ),
-    ("scan of one row", "f32"): Reach("f32", 1.0, 0.48, 5000, 1, "CUB: 58.6 us for 16.8 million elements"),
+    ("scan of one row", "any"): Reach("f32", 1.0, 0.48, 5000, 1, "CUB: 58.6 us for 16.8 million elements"),
     ("scan of one row", "16"): Reach("f32", 1.0, 0.19, 5000, 1, "CUB: 75.9 us for 16.8 million elements"),
     ("log scan", "any"): Reach("f32", 0.85e-3, 0.40, 5000, 1, "as scans: 280 us at 4096 x 4096, 382 at 256 x 65536"),
     ("log scan of one row", "any"): Reach("f32", 1.0, 0.12, 5000, 1, "CUB: 152 us for 16.8 million, 199 in 16 bits"),
