@@ -14,7 +14,7 @@ from terrazzo.ir.text import parse
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from terrazzo.rules.loop import fuse as fusion
-from terrazzo.rules.loop import order
+from terrazzo.rules.loop import online, order
 from terrazzo.rules.loop_to_tile import choose
 from terrazzo.rules.tile_to_kernel import lower as derive
 
@@ -69,6 +69,20 @@ def cells(count: int) -> str:
     return "\n".join([*lines, f"    return ({h},)\n"])
 
 
+def attention(count: int) -> str:
+    """A softmax between two products, again and again."""
+    lines = ["@torch\ndef f(x: bf16[128, 64], k: bf16[64, 128], v: bf16[128, 64]):"]
+    last = "x"
+    for n in range(count):
+        lines += [
+            f"    mm_{n}: bf16[128, 128] = aten.mm.default({last}, k)",
+            f"    softmax_{n}: bf16[128, 128] = aten._softmax.default(mm_{n}, -1, False)",
+            f"    out_{n}: bf16[128, 64] = aten.mm.default(softmax_{n}, v)",
+        ]
+        last = f"out_{n}"
+    return "\n".join([*lines, f"    return ({last},)\n"])
+
+
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """What was done: nodes walked, pairs of kernels, searches for what stands between, kernels scheduled, written."""
@@ -89,6 +103,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     counted(order.Order, "apart", "searches")
     counted(fusion, "_alike", "pairs")
     counted(choose, "_choose", "scheduled")
+    counted(online, "softmax_into_product", "softmaxes")
     counted(derive, "write", "written")
     return done
 
@@ -126,6 +141,15 @@ def test_a_state_that_several_read_is_stored_once_and_not_computed_again() -> No
     assert {x.name for s in kernels for x in s.writes} >= {f"c_{n}" for n in range(11)}
     assert len({twin(s) for s in done.at("kernel").steps}) <= 8
     assert any("stored by a reader" in e.reason for e in done.log.events)
+
+
+def test_what_lies_between_two_products_is_judged_once_for_all_that_are_alike(work: Counter[str]) -> None:
+    for n in (4, 8):
+        work.clear()
+        done = lowering(parse(attention(n)), Options(target="sm_90a", libraries="never"))
+        assert work["softmaxes"] <= 2  # the first and the last may differ
+        made = [e for e in done.log.events if e.rule == "softmax_into_product" and e.fired]
+        assert [e.subject for e in made] == [f"out_{k}" for k in range(n)]
 
 
 def test_a_program_is_the_same_whether_its_kernels_share_or_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
@@ -57,12 +57,19 @@ class Form:
 @per_node
 def canonical(kernel: l.Kernel) -> Form:
     """The canonical form of a kernel of Loop IR."""
-    buffers = dict.fromkeys((*kernel.writes, *kernel.reads))
-    name = re.sub(r"\W|_*\d+", "", kernel.name, flags=re.ASCII).strip("_") + "tzz"
+    form = together((kernel,))
+    return Form(form.kernel[0], form.names, form.source)
+
+
+def together(kernels: Sequence[l.Kernel]) -> Form:
+    """The canonical form of several kernels, a tuple of theirs. What is made of it is called as the last of them."""
+    last = kernels[-1]
+    buffers = dict.fromkeys(b for kernel in kernels for b in (*kernel.writes, *kernel.reads))
+    name = re.sub(r"\W|_*\d+", "", last.name, flags=re.ASCII).strip("_") + "tzz"
     names = {_MARK.format(n): b.name for n, b in enumerate(buffers)}
     new: dict[Any, Any] = {b: l.Buffer(mark, b.type) for b, mark in zip(buffers, names, strict=True)}
-    form = l.Kernel(name, kernel.axes, tuple(substitute(s, new) for s in kernel.stores))
-    return Form(form, {**names, name: kernel.name}, kernel.source)
+    forms = tuple(l.Kernel(name, x.axes, tuple(substitute(s, new) for s in x.stores)) for x in kernels)
+    return Form(forms, {**names, name: last.name}, last.source)
 
 
 def words(*made: Any) -> frozenset[str]:

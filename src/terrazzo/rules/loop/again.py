@@ -8,7 +8,7 @@ more arithmetic and less traffic, so both ways have a price; and what is too lar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -44,8 +44,12 @@ def products_again(
     kept |= {b for s in kernels for b in s.writes if b.name in frozenset(materialize)}
     gone: set[l.Kernel] = set()
     made: dict[l.Kernel, l.Kernel] = {}
+    readers_of: dict[l.Buffer, list[l.Kernel]] = {}
+    for s in kernels:
+        for b in s.reads:
+            readers_of.setdefault(b, []).append(s)
     for maker in kernels:
-        group = _group(maker, kernels, kept)
+        group = _group(maker, readers_of, kept)
         if group is None or any(s in gone or s in made for s in chain(*group)):  # a chain is of two products
             continue
         makers, readers = group
@@ -67,7 +71,7 @@ def products_again(
 
 
 def _group(
-    maker: l.Kernel, kernels: Sequence[l.Kernel], kept: set[l.Buffer]
+    maker: l.Kernel, readers_of: Mapping[l.Buffer, Sequence[l.Kernel]], kept: set[l.Buffer]
 ) -> tuple[list[l.Kernel], list[l.Kernel]] | None:
     """The products that store factors in 16 bits, from one on, and the products that these are factors of. None where
     somebody else reads them.
@@ -76,7 +80,7 @@ def _group(
     for s in makers:
         if product(s) is None or any(b in kept or b.type.dtype.size != 2 for b in s.writes):
             return None
-        for reader in [k for k in kernels if {*s.writes} & {*k.reads}]:
+        for reader in dict.fromkeys(k for b in s.writes for k in readers_of.get(b, ())):
             if _multiplies(reader, s):
                 readers.append(reader)
             elif product(reader) is not None:  # it makes a factor of a factor, point by point

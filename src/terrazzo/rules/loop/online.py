@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from terrazzo.ir.canonical import canonical
+from terrazzo.ir.canonical import canonical, together
 from terrazzo.ir.contraction import contraction, nested_contraction, operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
@@ -49,12 +49,16 @@ def online(program: l.Program, log: Log, refusal: Refusal) -> l.Program:
     """
     steps = _Steps(program)
     known: dict[l.Kernel, str] = {}
+    made_of: dict[tuple[l.Kernel, ...], l.Kernel | None] = {}
     for last in [s for s in program.steps if isinstance(s, l.Kernel)]:
         found = _between(steps, last)
         if not found:
             continue
-        whole = with_rows(found, last)
-        made = softmax_into_product(whole) if whole is not None else None
+        group = together((*found, last))
+        if group.kernel not in made_of:  # each once, whatever its buffers are called
+            whole = with_rows(group.kernel[:-1], group.kernel[-1])
+            made_of[group.kernel] = softmax_into_product(whole) if whole is not None else None
+        made = group.named(made_of[group.kernel])
         if made is None:
             log.add(
                 Event(PASS, "softmax_into_product", last.name, False, "what lies between the products is no softmax")
