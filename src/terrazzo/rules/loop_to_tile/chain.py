@@ -47,11 +47,6 @@ class Chain:
         return -(-int(self.depth.extent) // WHOLE) * WHOLE
 
     @property
-    def framed(self) -> bool:
-        """Whether something is weighted by how far it is from a maximum."""
-        return any(isinstance(x, l.Reduce) and x.monoid.name == "max" for x in topological(self.kernel.stores))
-
-    @property
     def inside(self) -> tuple[Node, ...]:
         """What the sums inside multiply, each once."""
         return tuple(dict.fromkeys((*self.operands[:2], *(x for _, *pair in self.beside for x in pair))))

@@ -138,7 +138,7 @@ def arrangements(c: Chain, gpu: Gpu) -> Iterator[Groups]:
     counts = [n for n in (1, 2, 3) if (n - 1) * ROWS < c.rows.extent]
     brought = {x.buffer for operand in c.inside + c.operands[2:] for x in loads(operand)}
     others = {*c.kernel.reads} - brought
-    fewer = others and not c.framed and most == STEP  # what columns are made of besides is in registers too
+    fewer = others and most == STEP  # what columns are made of besides is in registers too
     steps = dict.fromkeys(min(n, ceil(c.steps.extent, 16) * 16) for n in ((most, STEP // 2) if fewer else (most,)))
     for step, count, overlap, gathered in product(steps, counts, (True, False), (True, False)):
         if count == 3 and (c.width > 64 or others):

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
 
-from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import IntExpr, at_least
+from terrazzo.ir.expr import IntExpr, Loaded, at_least
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.types import i64
 from terrazzo.rules.access import wide
@@ -41,6 +40,31 @@ class Rows(Fragment):
         return tuple(found)
 
 
+Kept = dict[Node, tuple[k.Registers, tuple[IntExpr, ...]]]
+"""Loads, the registers that have what they load, and where in these it is."""
+
+
+def loaded(builder: Builder, load: l.Load, digits: Sequence[Digit]) -> k.Registers:
+    """Registers, indexed by some digits, with what a load loads: several at once where they lie side by side."""
+    init = l.Literal(zero(load.dtype), load.dtype) if load.inside else None
+    place, index = builder.registers("in", load.dtype, [d.size for d in digits], init), tuple(d.value for d in digits)
+    if digits and wide(load, digits[-1].variable, digits[-1].size):
+        start = {digits[-1].value: 0}
+        source, target, inside = (tuple(substitute(e, start) for e in y) for y in (load.index, index, load.inside))
+        move: Node = k.Move(place, target, load.buffer, source, digits[-1].size)
+        digits = digits[:-1]
+    else:
+        inside, move = load.inside, l.Store(place, index, l.Load(load.buffer, load.index))
+    write = partial(builder.where, inside, partial(builder.add, move))
+    builder.loops([(d.variable, True) for d in digits], write)
+    return place
+
+
+def data_says(load: l.Load) -> bool:
+    """Whether where a load reads depends on data."""
+    return any(isinstance(x, Loaded) for x in topological([e for e in load.index if isinstance(e, Node)]))
+
+
 def held(part: Part) -> list[Digit]:
     """The digits of a part that lie in a thread's own registers."""
     return [d for d in part.digits if d.level in ("reg", "frag")]
@@ -55,7 +79,7 @@ class Frame:
         self.top = builder.registers("top", kind, shape, l.Literal(-math.inf, kind))
         self.total = builder.registers("total", kind, shape, l.Literal(0.0, kind))
         self.weights: k.Registers | None = None
-        self.fetched: dict[Node, k.Registers] = {}
+        self.fetched: Kept = {}
         self.worth: k.Registers | None = None
 
     def declare(self, scores: Fragment) -> k.Registers:
@@ -69,23 +93,18 @@ class Frame:
         self, copies: Copies, env: dict[Any, Any], term: Node, edges: tuple[IntExpr, ...], scores: Fragment
     ) -> None:
         """What scores are made of besides the product, a mask's elements, into registers: several at once, where they
-        lie side by side in memory and in a thread. They are on their way while products are.
+        lie side by side in memory and in a thread, and each once, where rows or columns share it. They are on their way
+        while products are.
         """
-        builder, at = self.builder, scores.index({p.axis: p.digits for p in scores.parts})
-        *outer, last = [*held(self.rows), *held(self.columns)]
-        self.fetched, start = {}, {last.value: 0}
+        digits = [*held(self.rows), *held(self.columns)]
+        self.fetched = {}
         for x in topological([term], stop=lambda x: x in env or isinstance(x, l.Reduce)):
-            if not isinstance(x, l.Load) or x in env:
+            if not isinstance(x, l.Load) or x in env or data_says(x):
                 continue
             load = guarded(substitute(x, env), edges)
-            beside = coefficient(flatten(at, scores.place.type.element_strides), last.variable) == 1
-            if not beside or not wide(load, last.variable, last.size):
-                continue
-            init = l.Literal(zero(x.dtype), x.dtype) if load.inside else None
-            self.fetched[x] = place = builder.registers("in", x.dtype, scores.place.type.static_shape, init)
-            source, target, inside = (tuple(substitute(e, start) for e in y) for y in (load.index, at, load.inside))
-            write = partial(builder.add, k.Move(place, target, load.buffer, source, last.size))
-            builder.loops([(d.variable, True) for d in outer], partial(builder.where, inside, write))
+            mine = [d for d in digits if d.value in load.free]
+            if len(mine) < len(digits) or wide(load, mine[-1].variable, mine[-1].size):
+                self.fetched[x] = loaded(self.builder, load, mine), tuple(d.value for d in mine)
 
     def weigh(
         self,
@@ -111,7 +130,7 @@ class Frame:
 
         def score() -> None:
             """The score in place of the product."""
-            x = copies.computed(term, env | {x: l.Load(place, at) for x, place in self.fetched.items()}, edges)
+            x = copies.computed(term, env | {x: l.Load(*kept) for x, kept in self.fetched.items()}, edges)
             if x is not l.Load(place, at):
                 builder.add(l.Store(place, at, x))
 

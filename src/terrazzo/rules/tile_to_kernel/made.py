@@ -11,17 +11,13 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr
 from terrazzo.ir.node import Node, substitute, topological
-from terrazzo.rules.access import wide
 from terrazzo.rules.loop.inline import guarded
 from terrazzo.rules.tile.reach import Either
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.copies import Copies, Part
-from terrazzo.rules.tile_to_kernel.digits import Digit, zero
-from terrazzo.rules.tile_to_kernel.frame import beyond, held, seen
+from terrazzo.rules.tile_to_kernel.digits import zero
+from terrazzo.rules.tile_to_kernel.frame import Kept, beyond, data_says, held, loaded, seen
 from terrazzo.rules.tile_to_kernel.multiply import Fragment
-
-Kept = dict[Node, tuple[k.Registers, tuple[IntExpr, ...]]]
-"""Loads, the registers that have what they load, and where in these it is."""
 
 
 @dataclass
@@ -118,23 +114,10 @@ class Made:
         """Loads in registers, several elements at once where they lie side by side in memory and in a thread."""
         found: Kept = {}
         for x in loads:
+            if data_says(x):
+                continue
             edges = tuple(e for p in self.parts if p.axis in x.free for e in beyond(p, env[p.axis]))
             load = guarded(substitute(x, env), edges)
             mine = [d for p in self.parts for d in held(p) if d.value in load.free]
-            found[x] = self._place(load, mine), tuple(d.value for d in mine)
+            found[x] = loaded(self.builder, load, mine), tuple(d.value for d in mine)
         return found
-
-    def _place(self, load: l.Load, mine: Sequence[Digit]) -> k.Registers:
-        init = l.Literal(zero(load.dtype), load.dtype) if load.inside else None
-        place = self.builder.registers("in", load.dtype, [d.size for d in mine], init)
-        index = tuple(d.value for d in mine)
-        if mine and wide(load, mine[-1].variable, mine[-1].size):
-            start = {mine[-1].value: 0}
-            source, target, inside = (tuple(substitute(e, start) for e in y) for y in (load.index, index, load.inside))
-            move: Node = k.Move(place, target, load.buffer, source, mine[-1].size)
-            mine = mine[:-1]
-        else:
-            inside, move = load.inside, l.Store(place, index, l.Load(load.buffer, load.index))
-        write = partial(self.builder.where, inside, partial(self.builder.add, move))
-        self.builder.loops([(d.variable, True) for d in mine], write)
-        return place
