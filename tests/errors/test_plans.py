@@ -228,7 +228,7 @@ def test_partial_states_must_meet() -> None:
 )  # fmt: skip
 def test_over_budget(words: tuple[str, str], after: tuple[str, str], message: str) -> None:
     """A plan for more shared memory than there is, below a schedule that asks for as much."""
-    from terrazzo.ir.schedule import parse_schedule
+    from terrazzo.ir.parse_schedule import parse_schedule
 
     program = made("ampere").lowering.at("tile")
     ((_, schedule),), ((number, plan),) = program.schedules, program.plans
@@ -238,7 +238,7 @@ def test_over_budget(words: tuple[str, str], after: tuple[str, str], message: st
 
 
 def test_more_registers_than_a_processor_has() -> None:
-    from terrazzo.ir.schedule import parse_schedule
+    from terrazzo.ir.parse_schedule import parse_schedule
 
     program = made("hopper").lowering.at("tile")
     (kernel,) = program.loop.steps

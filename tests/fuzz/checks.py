@@ -19,8 +19,9 @@ from terrazzo.interp.torch import call_numpy
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.parse_plan import parse_plan
+from terrazzo.ir.parse_schedule import parse_schedules
 from terrazzo.ir.program import Program
-from terrazzo.ir.schedule import Schedule, parse_schedules
+from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.text import parse, show
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering

@@ -9,7 +9,7 @@ import pytest
 
 from terrazzo.errors import Limitation, UserError
 from terrazzo.ir.dialects import kernel as k
-from terrazzo.ir.schedule import parse_schedule
+from terrazzo.ir.parse_schedule import parse_schedule
 from terrazzo.ir.text import parse
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering

@@ -9,7 +9,8 @@ from textwrap import dedent
 import pytest
 
 from terrazzo.errors import UserError
-from terrazzo.ir.schedule import Schedule, parse_schedule
+from terrazzo.ir.parse_schedule import parse_schedule
+from terrazzo.ir.schedule import Schedule
 
 ADR = (Path(__file__).parents[2] / "docs" / "adr" / "004-a-schedule-is-a-binding.md").read_text()
 

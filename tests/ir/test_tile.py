@@ -12,7 +12,7 @@ from terrazzo.front.capture import capture
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
 from terrazzo.ir.nest import accumulators
-from terrazzo.ir.schedule import parse_schedule
+from terrazzo.ir.parse_schedule import parse_schedule
 from terrazzo.ir.text import parse, show
 from terrazzo.ir.verify import verify
 from terrazzo.options import Options

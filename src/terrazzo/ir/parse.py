@@ -19,10 +19,10 @@ from terrazzo.ir.node import Node, topological
 from terrazzo.ir.parse_kernel import KernelReader
 from terrazzo.ir.parse_loop import LoopReader
 from terrazzo.ir.parse_plan import PlanReader
+from terrazzo.ir.parse_schedule import ScheduleReader
 from terrazzo.ir.places import HEAD, Places, lines_of, located
 from terrazzo.ir.program import Input, Program
 from terrazzo.ir.reader import Reader, Scope, dotted, elements, empty, misplaced, python_tree, too_deep
-from terrazzo.ir.schedule import ScheduleReader
 from terrazzo.ir.show_expr import show_type
 from terrazzo.ir.types import Type
 from terrazzo.ir.verify import results_problem, step_problem, value_problem

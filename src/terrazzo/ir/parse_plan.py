@@ -7,10 +7,11 @@ from functools import cache
 from typing import Any, get_type_hints
 
 from terrazzo.ir.node import OPS
+from terrazzo.ir.parse_schedule import ScheduleReader
 from terrazzo.ir.places import Places, TextLine, located
 from terrazzo.ir.plan import AXIS, Line, Plan
 from terrazzo.ir.reader import Reader, misplaced, python_tree
-from terrazzo.ir.schedule import Schedule, ScheduleReader, Word
+from terrazzo.ir.schedule import Schedule, Word
 
 KINDS: dict[str, type[Line]] = {op: kind for op, kind in OPS["plan"].items() if issubclass(kind, Line)}
 """The lines of a plan by the word they begin with."""
