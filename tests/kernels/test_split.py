@@ -329,6 +329,18 @@ def test_short_sums_are_added_up_more_often(depth: int, step: int) -> None:
     assert f"r0 = time({depth // step}, ring=" in schedule and f"promote=True) * block({step})" in schedule
 
 
+def test_many_products_are_in_parts_one_by_one() -> None:
+    """Parts of four products fit in no tile: each has a kernel of its own, the last of which adds up all."""
+
+    def fn(x: Any, y: Any, z: Any, v: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+        return x @ a + y @ b + z @ c + v @ d
+
+    args = (*[torch.zeros(6000, 768)] * 4, *[torch.zeros(768, 768)] * 4)
+    done = lowering(capture(fn, args, {}).program, Options(target="sm_90a", libraries="never"))
+    products = [str(s) for _, s in done.at("tile").schedules if "site(" in str(s)]
+    assert len(products) == 4 and all("wgmma" in s and "promote=True" in s for s in products)
+
+
 @pytest.mark.parametrize(("target", "tiles"), [("sm_80", False), ("sm_90a", True)])
 def test_sums_of_two_products_are_chosen_for_warpgroups(target: str, tiles: bool) -> None:
     program = parse("""@loop

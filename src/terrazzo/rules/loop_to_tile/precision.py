@@ -10,6 +10,7 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.sites import Product, no_product, product
 from terrazzo.rules.loop_to_tile import tiles, warpgroups
+from terrazzo.rules.loop_to_tile.apart import products_apart
 from terrazzo.rules.loop_to_tile.estimate import expected
 from terrazzo.rules.loop_to_tile.forms import for_warpgroups, merged
 from terrazzo.rules.tile.complete import Refused
@@ -35,15 +36,25 @@ def refusal(before: Sequence[l.Kernel], after: Sequence[l.Kernel], gpu: Gpu, los
     depth = math.prod(a.extent for a in whole.axes)
     if depth < DEPTH and any(len(c.terms) > 3 for c in whole.sites):
         return f"it sums {depth} products, and CUDA cores are as exact where there are fewer than {DEPTH}"
-    forms = [x for form in for_warpgroups(after[-1], gpu) if (x := product(form.kernel)) is not None]
-    if not forms:
-        return warpgroups.instructions_for(whole, gpu)[1]
-    time, why = _built(forms, gpu, lost)
+    time, why = _multiplied(after[-1], gpu, lost)
+    if len(each := products_apart(after[-1])) > 1:  # fewer parts of more products fit in a tile together
+        found = [_multiplied(x, gpu, lost) for x in each]
+        if (apart := sum(t for t, _ in found)) < time:
+            time, why = apart, ""
     if why:
         return why
     old = expected(before, gpu)
     new = time + expected(after[:-1], gpu)
     return "" if new < old else f"{new / 1000:.1f} us with parts made, {old / 1000:.1f} us as it is, by the model"
+
+
+def _multiplied(kernel: l.Kernel, gpu: Gpu, lost: Callable[[k.Kernel], str]) -> tuple[float, str]:
+    """What a product takes on warpgroups; or why it does not run there."""
+    forms = [x for form in for_warpgroups(kernel, gpu) if (x := product(form.kernel)) is not None]
+    if not forms:
+        p = product(kernel)
+        return math.inf, warpgroups.instructions_for(p, gpu)[1] if p else no_product(kernel)
+    return _built(forms, gpu, lost)
 
 
 def _built(forms: Sequence[Product], gpu: Gpu, lost: Callable[[k.Kernel], str]) -> tuple[float, str]:
