@@ -15,9 +15,11 @@ from terrazzo.hw.gpu import gpu
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import topological
 from terrazzo.ir.sites import Product, product
+from terrazzo.ir.text import parse
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
-from terrazzo.rules.loop_to_tile import products, warpgroups
+from terrazzo.rules.loop_to_tile import boxes, products, warpgroups
+from terrazzo.rules.loop_to_tile.chain import nested
 from terrazzo.rules.loop_to_tile.collapse import merge_product_axes
 from terrazzo.rules.loop_to_tile.results import results
 
@@ -130,3 +132,57 @@ def test_products_are_not_computed_where_data_says(dtype: torch.dtype) -> None:
     done = lowering(capture(scores, (*args, at), {}).program, Options(target="sm_90a", libraries="never"))
     sums = [x for x in done.at("tile").loop.steps if any(isinstance(y, l.Reduce) for y in topological(x.stores))]
     assert len(sums) == 2 and all(product(x) is not None for x in sums)
+
+
+@pytest.mark.parametrize("batch", [1, 16])
+def test_what_scales_channels_is_not_computed_for_every_pixel(batch: int) -> None:
+    """Squeeze and excitation: two products of what is known of channels, which scale an image."""
+
+    def excited(x: Any, w: Any, u: Any) -> Any:
+        s = x.mean((2, 3), keepdim=True)
+        return x * torch.sigmoid(F.conv2d(F.relu(F.conv2d(s, w)), u))
+
+    args = [torch.empty(s, device="meta").bfloat16() for s in ((batch, 128, 56, 56), (32, 128, 1, 1), (128, 32, 1, 1))]
+    done = lowering(capture(excited, tuple(args), {}).program, Options(target="sm_90a", libraries="never"))
+    found = done.at("tile")
+    tiled = [found.loop.steps[i] for i, s in found.schedules if any(x.instruction for x in s.sites)]
+    assert not any(a.extent == 56 or a.extent % 56**2 == 0 for k in tiled for a in k.axes)
+    assert not any(len(list(nested(k))) for k in found.loop.steps if isinstance(k, l.Kernel))
+
+
+def test_scaled_channels_are_right() -> None:
+    def excited(x: Any, w: Any, u: Any) -> Any:
+        s = x.mean((2, 3), keepdim=True)
+        return x * torch.sigmoid(F.conv2d(F.relu(F.conv2d(s, w)), u))
+
+    args = tensors((3, 32, 12, 12), (16, 32, 1, 1), (32, 16, 1, 1))
+    close(lowered(excited, args, "sm_90a"), excited, args)
+
+
+def test_patches_that_overlap_cost_what_finding_them_does() -> None:
+    """Each of their elements is found by divisions; a copy of as many bytes that moves nothing is cheap."""
+    (maker,) = parse(PATCHES).steps
+    (plain_,) = parse(PLAIN).steps
+    size = sum(b.type.span for b in (*maker.reads, *maker.writes)) / HOPPER.memory
+    assert boxes.copying(maker, HOPPER) > 7 * size
+    assert boxes.copying(plain_, HOPPER) < 2 * size + HOPPER.launch
+
+
+PATCHES = """@loop
+def f(x: bf16[32, 56, 56]):
+    with kernel('p', p=bf16[100352, 9]):
+        for a0 in free(100352):
+            for a1 in free(9):
+                in0 = x[a0 // 3136, (a0 // 56) % 56 + a1 // 3 - 1, a0 % 56 + a1 % 3 - 1] if (a0 // 56) % 56 + a1 // 3 >= 1 and (a0 // 56) % 56 + a1 // 3 < 57 and a0 % 56 + a1 % 3 >= 1 and a0 % 56 + a1 % 3 < 57 else 0
+                p[a0, a1] = in0
+    return (p,)
+"""  # noqa: E501
+PLAIN = """@loop
+def f(x: bf16[100352, 9]):
+    with kernel('p', p=bf16[100352, 9]):
+        for a0 in free(100352):
+            for a1 in free(9):
+                in0 = x[a0, a1]
+                p[a0, a1] = in0
+    return (p,)
+"""

@@ -22,6 +22,7 @@ from terrazzo.rules.loop_to_tile.pieces import in_pieces, meeting, partial_state
 from terrazzo.rules.loop_to_tile.product_candidates import after_stores, best, copied, in_boxes, in_tiles
 from terrazzo.rules.loop_to_tile.results import results
 from terrazzo.rules.loop_to_tile.split import moments, reduced_first, split_moments
+from terrazzo.rules.loop_to_tile.threads import size_of
 
 
 def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
@@ -33,6 +34,9 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> It
     if product(kernel) is None and product(apart) is not None:  # an axis of which both factors know a part, as of heads
         yield from (x.after(("digits_apart", kernel, (apart,))) for x in candidates(apart, gpu, pinned))
     if (p := product(kernel)) is not None:
+        sums = [c.reduce for c in p.sites]
+        if not frozenset(a for a in kernel.axes if size_of(a) > 1) <= frozenset().union(*(r.free for r in sums)):
+            yield from _apart_from(kernel, sums, gpu, pinned)  # tiles would compute them again at points of other axes
         yield from _results(kernel, gpu, pinned)
         yield from in_boxes(kernel, p, gpu, pinned)
         yield from after_stores(kernel, p, gpu, pinned)

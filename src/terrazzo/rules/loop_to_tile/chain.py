@@ -88,6 +88,10 @@ def _nested(kernel: l.Kernel) -> Iterator[tuple[list[Inner], str, Any, Node]]:
     names = {r: name for name, r in accumulators(kernel).items() if isinstance(r, l.Reduce)}
     for r, name in names.items():
         outer = nested_contraction(r)
+        if not r.free >= frozenset(
+            kernel.axes
+        ):  # it would be computed again at every point of an axis it does not know
+            continue
         if outer is None or len(r.axes) != 1 or len(outer.terms) > 1 or contraction(r) is not None:
             continue
         (steps,) = r.axes
