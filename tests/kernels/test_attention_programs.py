@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -159,3 +160,25 @@ def test_weights_that_stay_outside_are_rounded_to_what_they_weigh() -> None:
     (weights,) = [b for b in last.reads if b.name != "v"]
     assert weights.type.dtype.name == "bf16" and len(lines(found, Product)) == 2
     close(found, fn, args)
+
+
+@pytest.mark.parametrize("kind", ["bool", "numbers"])
+def test_masks_that_layers_share_say_what_positions_hide(kind: str) -> None:
+    """The mask lies in memory, since lengths are data and two kernels read it. Both skip what no length could show."""
+
+    def fn(q: Any, k: Any, v: Any, seen: Any) -> Any:
+        mask = (causal(q)[None] & seen[:, None, :])[:, None]
+        if kind == "numbers":
+            mask = torch.where(mask, 0.0, float("-inf")).to(q.dtype)
+        x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return F.scaled_dot_product_attention(x, k, v, attn_mask=mask)
+
+    seen = torch.arange(300) < torch.tensor([[300], [130]])
+    args = (*random(*((2, 1, 300, 64),) * 3), seen)
+    found = lowered(fn, args, "sm_90a")
+    assert len(lines(found, Reach)) == 2
+    exact = fn(*(a.double() if a.is_floating_point() else a for a in args)).numpy()
+    eager = fn(*args).double().numpy()
+    (ours,) = found.simulated()
+    error, allowed = (np.sqrt(np.mean((np.asarray(x, np.float64) - exact) ** 2)) for x in (ours, eager))
+    assert error <= 2 * allowed

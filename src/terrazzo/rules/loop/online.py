@@ -31,6 +31,7 @@ from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.definitions import in_order
 from terrazzo.rules.loop.fold import cheap, folded, negated
 from terrazzo.rules.loop.inline import axes_at, inline, unproved
+from terrazzo.rules.loop.told import both, conjuncts, every, masks, masks_told
 from terrazzo.rules.loop.weights import Known, plain
 from terrazzo.rules.loop.weights import apart as taken_off
 
@@ -54,7 +55,8 @@ def online(program: l.Program, log: Log, refusal: Refusal) -> l.Program:
         found = _between(steps, last)
         if not found:
             continue
-        group = together((*found, last))
+        known_masks = masks((*found, last), steps.writers)
+        group = together(tuple(masks_told(x, known_masks) for x in (*found, last)))
         if group.kernel not in made_of:  # each once, whatever its buffers are called
             whole = with_rows(group.kernel[:-1], group.kernel[-1])
             made_of[group.kernel] = softmax_into_product(whole) if whole is not None else None
@@ -76,7 +78,8 @@ def online(program: l.Program, log: Log, refusal: Refusal) -> l.Program:
         steps.replace(found, last, made)
         names = " and ".join(kernel.name for kernel in found[::-1])
         log.add(Event(PASS, "softmax_into_product", last.name, True, f"{names} became part of it"))
-        log.applied(PASS, "softmax_into_product", last.name, [*found[::-1], last], [made])
+        makers = dict.fromkeys(known_masks.values())
+        log.applied(PASS, "softmax_into_product", last.name, [*makers, *found[::-1], last], [*makers, made])
     return in_order(program, steps.made.values())
 
 
@@ -308,11 +311,18 @@ def _apart(x: Any) -> tuple[Any, Any, bool]:
         shown = args[0] if hidden is args[2] else negated(args[0])
         if _low(hidden) and shown is not None:
             return _both(args[3 - args.index(hidden)], shown, not math.isinf(hidden.value))
+    if name == "where" and _is(args[2], -math.inf) and (places := conjuncts(args[0])):
+        rest = [y for y in every(args[0]) if y not in places]
+        return _both(l.apply("where", both(rest), *args[1:]), both(places), False)
     for one, other in (args, args[::-1]) if name == "add" else ():
         if _is(other, 0.0):
             return _apart(one)
         if (found := _hides(other)) is not None:
             return _both(one, *found)
+        data = not any(isinstance(y, l.Reduce) for y in topological([other]))
+        bare, seen, lowest = _apart(other) if data else (other, None, False)
+        if seen is not None:  # of a mask that is data, something is known
+            return _both(l.apply("add", one, bare), seen, lowest)
     return x, None, False
 
 

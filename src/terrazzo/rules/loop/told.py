@@ -1,0 +1,71 @@
+"""What is known of a mask that lies in memory: where it hides keys whatever its data.
+
+A mask of positions and lengths, say, is stored once and read by every layer. Where positions alone hide a key, a reader
+that knows it need not look.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from typing import Any
+
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects.scalar import is_cast
+from terrazzo.rules.loop.fold import cheap
+from terrazzo.rules.loop.inline import element, rewrite_loads
+
+
+def masks(kernels: Sequence[l.Kernel], writers: Mapping[l.Buffer, Any]) -> dict[l.Buffer, l.Kernel]:
+    """The buffers that some kernels read of which others store something that places alone hide in part, with these."""
+    found = {b: writers[b] for kernel in kernels for b in kernel.reads if isinstance(writers.get(b), l.Kernel)}
+    return {b: w for b, w in found.items() if w not in kernels and len(w.stores) == 1 and _seen(w.stores[0].value)}
+
+
+def masks_told(kernel: l.Kernel, known: Mapping[l.Buffer, l.Kernel]) -> l.Kernel:
+    """`kernel` with every load of such a buffer said to be -inf, or false, where places alone hide it."""
+
+    def replace(load: l.Load) -> Any:
+        if load.buffer not in known or load.inside:
+            return load
+        seen = both(_seen(element(known[load.buffer].stores[0], load.index)))
+        if load.dtype.kind == "bool":
+            return both([seen, load])
+        return l.apply("where", seen, load, l.Literal(-math.inf, load.dtype))
+
+    stores = tuple(l.Store(s.buffer, s.index, rewrite_loads(s.value, replace)) for s in kernel.stores)
+    return l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
+
+
+def _seen(x: Any) -> list[Any]:
+    """The predicates of places that hold where a term is true, or no -inf."""
+    return conjuncts(x) if x.dtype.kind == "bool" else _needed(x)
+
+
+def _needed(x: Any) -> list[Any]:
+    """The predicates of places without which a term is -inf."""
+    if not isinstance(x, l.Apply):
+        return []
+    if is_cast(x.fn) and x.dtype.is_float:
+        return _needed(x.args[0])
+    if x.fn.name == "where" and isinstance(x.args[2], l.Literal) and x.args[2].value == -math.inf:
+        return [*conjuncts(x.args[0]), *_needed(x.args[1])]
+    return []
+
+
+def conjuncts(x: Any) -> list[Any]:
+    """The parts of a predicate, all of which must hold, that are made of places alone."""
+    return [y for y in every(x) if isinstance(y, l.Apply) and cheap(y)]
+
+
+def every(x: Any) -> list[Any]:
+    """The parts of a predicate, all of which must hold."""
+    if isinstance(x, l.Apply) and x.fn.name == "and_":
+        return [y for a in x.args for y in every(a)]
+    return [x]
+
+
+def both(parts: Sequence[Any]) -> Any:
+    """Whether all of some predicates hold."""
+    return reduce(lambda a, b: l.apply("and_", a, b), parts)
