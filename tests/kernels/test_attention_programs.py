@@ -182,3 +182,16 @@ def test_masks_that_layers_share_say_what_positions_hide(kind: str) -> None:
     (ours,) = found.simulated()
     error, allowed = (np.sqrt(np.mean((np.asarray(x, np.float64) - exact) ** 2)) for x in (ours, eager))
     assert error <= 2 * allowed
+
+
+def test_operands_that_are_converted_on_their_way_are_stored_as_products_take_them() -> None:
+    """Values too, whose product is none for tensor cores before its weights are."""
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return F.scaled_dot_product_attention(*(x.bfloat16() for x in (q, k, v)))
+
+    program = capture(attend, tensors(*[(4, 16, 1024, 64)] * 3, dtype=torch.float32), {}).program
+    passes = LOWER[: LOWER.index("schedule") + 1]
+    steps = stages(program, Options(target="sm_90a", libraries="never"), Log(), passes)[-1][1].loop.steps
+    assert [len(s.reads) for s in steps] == [1, 1, 1, 3]
+    assert all(b.type.shape[-2:] == (1024, 64) for s in steps for b in s.writes)

@@ -27,8 +27,8 @@ from terrazzo.rules.torch_to_tensor import lower as lowering
 from terrazzo.targets import target
 
 GPU = gpu("sm_80")
-LAUNCHED = replace(target("sm_80").rates, launch=0.0)
-"""Rates of a GPU on which a further kernel costs nothing, so that small examples are worth one."""
+LAUNCHED = replace(target("sm_80").rates, launch=0.0, byte=0.0)
+"""Rates of a GPU on which a further kernel costs nothing, nor what it stores, so that small examples are worth one."""
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,15 @@ where it is known before.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
+from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.contraction import contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Var
 from terrazzo.ir.node import substitute, topological, transform
+from terrazzo.ir.sites import loads
 from terrazzo.ir.types import Type
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.cost import Rates, cost, looked_up
@@ -65,7 +68,7 @@ def store_lookups(program: l.Program, log: Log, rates: Rates) -> l.Program:
     known: dict[Any, l.Buffer] = {}
     names = {b.name for s in program.steps for b in s.writes} | {b.name for b in program.inputs}
     for s in program.steps:
-        if isinstance(s, l.Kernel) and (found := _stored(s, known, names)) is not None:
+        if isinstance(s, l.Kernel) and (found := operands_stored(s, _looked_up, names, known)) is not None:
             *made, whole = found
             apart, inlined = sum(cost(k, rates) for k in found), cost(s, rates)
             prices = f"{inlined / 1000:.1f} us looked up on the way, {apart / 1000:.1f} us stored first"
@@ -80,25 +83,31 @@ def store_lookups(program: l.Program, log: Log, rates: Rates) -> l.Program:
     return l.Program(program.name, program.inputs, tuple(steps), program.results)
 
 
-def _stored(kernel: l.Kernel, known: dict[Any, l.Buffer], names: set[str]) -> tuple[l.Kernel, ...] | None:
-    """Kernels that store what factors in a kernel look up, but for what is `known` to be stored, and the kernel that
-    reads it. None where nothing is looked up, or a name is taken.
+def _looked_up(x: Any) -> bool:
+    return isinstance(x, l.Load) and looked_up([x])
+
+
+def operands_stored(
+    kernel: l.Kernel, wanted: Callable[[Any], bool], names: Set[str], known: Mapping[Any, l.Buffer]
+) -> tuple[l.Kernel, ...] | None:
+    """Kernels that store those operands of products that are `wanted`, but for what is `known` to be stored, and the
+    kernel that reads them. None where there are none, or one of their names is among `names`.
     """
     taken: dict[Any, Any] = {}
     made: list[l.Kernel] = []
     for r in topological(kernel.stores):
         c = contraction(r) if isinstance(r, l.Reduce) else None
         for x in c.operands if c is not None else ():
-            if not isinstance(x, l.Load) or not looked_up([x]) or x in taken:
+            if x in taken or not wanted(x):
                 continue
-            walked = [a for a in (*kernel.axes, *r.axes) if a in x.free]  # type: ignore[attr-defined]
+            walked = _in_order([a for a in (*kernel.axes, *r.axes) if a in x.free], x)  # type: ignore[attr-defined]
             axes = tuple(Var(f"a{d}", a.extent) for d, a in enumerate(walked))
             value = substitute(x, dict(zip(walked, axes, strict=True)))
-            name = f"{kernel.name}_{x.buffer.name}"
+            name = f"{kernel.name}_{_read(x).buffer.name}"
             if value not in known:
                 if name in names or name in [k.name for k in made]:
                     return None
-                place = l.Buffer(name, Type(x.dtype, tuple(a.extent for a in axes)))
+                place = l.Buffer(name, Type(x.dtype, tuple(a.extent for a in axes)))  # type: ignore[attr-defined]
                 made.append(l.Kernel(name, axes, (l.Store(place, axes, value),), kernel.source))
             else:
                 place = known[value]
@@ -107,3 +116,15 @@ def _stored(kernel: l.Kernel, known: dict[Any, l.Buffer], names: set[str]) -> tu
         return None
     stores = tuple(transform(s, lambda x: taken.get(x, x)) for s in kernel.stores)
     return *made, l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
+
+
+def _read(x: Any) -> l.Load:
+    """What an operand is made of: the load that it is, or its first one."""
+    return x if isinstance(x, l.Load) else loads(x)[0]
+
+
+def _in_order(axes: list[Any], x: Any) -> list[Any]:
+    """Axes as memory runs through them in what a term reads, where it does along them all."""
+    place = flatten(_read(x).index, _read(x).buffer.type.element_strides)
+    steps: dict[Any, Any] = {a: coefficient(place, a) or 0 for a in axes}
+    return sorted(axes, key=lambda a: -steps[a]) if all(steps.values()) else axes

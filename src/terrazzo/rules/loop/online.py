@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.definitions import in_order
 from terrazzo.rules.loop.fold import cheap, folded, negated
 from terrazzo.rules.loop.inline import axes_at, inline, unproved
+from terrazzo.rules.loop.lookups import operands_stored
 from terrazzo.rules.loop.told import both, conjuncts, every, masks, masks_told
 from terrazzo.rules.loop.weights import Known, plain
 from terrazzo.rules.loop.weights import apart as taken_off
@@ -48,6 +49,7 @@ def online(program: l.Program, log: Log, refusal: Refusal) -> l.Program:
     """`program` with scores, softmax and the product with values in one kernel, where nobody else reads what lies
     between them and `refusal` has nothing against it.
     """
+    program = _values_stored(program, log)
     steps = _Steps(program)
     known: dict[l.Kernel, str] = {}
     made_of: dict[tuple[l.Kernel, ...], l.Kernel | None] = {}
@@ -81,6 +83,31 @@ def online(program: l.Program, log: Log, refusal: Refusal) -> l.Program:
         makers = dict.fromkeys(known_masks.values())
         log.applied(PASS, "softmax_into_product", last.name, [*makers, *found[::-1], last], [*makers, made])
     return in_order(program, steps.made.values())
+
+
+def _values_stored(program: l.Program, log: Log) -> l.Program:
+    """`program` with values that are computed on their way to the product with weights stored first, as it takes them:
+    it was no product for tensor cores when they became part of it.
+    """
+    steps = _Steps(program)
+    names = {b.name for s in program.steps for b in s.writes} | {b.name for b in program.inputs}
+    made: list[Any] = []
+    for s in program.steps:
+        found = None
+        if isinstance(s, l.Kernel) and (between := _between(steps, s)):
+            weights = {b for kernel in between for b in kernel.writes}
+            found = operands_stored(s, partial(_computed, weights=weights), names, {})
+            if found is not None:
+                log.applied(PASS, "values_stored", s.name, [s], found)
+        made += found or (s,)
+    return l.Program(program.name, program.inputs, tuple(made), program.results)
+
+
+def _computed(x: Any, weights: set[l.Buffer]) -> bool:
+    """Whether an operand in 16 bits is no load, and made of no weights."""
+    terms = topological([x])
+    made = not isinstance(x, l.Load) and not any(isinstance(y, l.Reduce | l.Scan) for y in terms)
+    return made and x.dtype.size == 2 and not any(isinstance(y, l.Load) and y.buffer in weights for y in terms)
 
 
 class _Steps:
