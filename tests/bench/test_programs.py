@@ -92,6 +92,26 @@ def test_a_kink_is_no_error() -> None:
         assert not one.judged([ours], [module(positive)], module, (positive,), None, "f32").ok
 
 
+class Branching(torch.nn.Module):
+    """A module that branches on its data."""
+
+    def forward(self, x: Any) -> Any:
+        y = x.sort().values * 2
+        return y.sum(-1) if bool((y > 0).any()) else y
+
+
+def test_what_branches_on_its_data_goes_through_torch_compile(tmp_path: Path) -> None:
+    x = torch.randn(3, 4).abs()
+    ours = one.compiled(Branching(), (x,), Options(target="cpu", cache_dir=tmp_path))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), Branching()(x))
+    parts = one.parts(ours)
+    assert len(parts) == 2
+    assert [f.op for p in parts for f in p.fallbacks] == ["aten.sort.default"]
+    (found,) = one.exact(Branching(), (x,), ours)
+    assert found.dtype == torch.float64
+
+
 class OneOp(torch.nn.Module):
     """A module with an op that takes no float64."""
 
@@ -114,6 +134,7 @@ def good(case: str = "a", us: float = 2.0) -> dict[str, Any]:
     size = {"terrazzo": 21, "eager": 20}
     known = {
         "captured": True,
+        "whole": True,
         "compile_s": 1.0,
         "error": 1e-7,
         "error_eager": 2e-7,

@@ -335,3 +335,30 @@ def test_code_keeps_its_mode(code: str, results: int) -> None:
     from terrazzo.front.capture import capture
 
     assert len(capture(*front.load(code)).program.results) == results
+
+
+class Shared(torch.nn.Module):
+    """A module at two places, one of its weights in a third module too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+        self.layers = torch.nn.ModuleList((layer, layer))
+        self.out = torch.nn.Linear(3, 3, bias=False)
+        self.out.weight = layer[0].weight
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(x)
+
+
+def test_a_shared_module_is_as_it_was_and_its_weights_are_seen_everywhere() -> None:
+    """PyTorch's functional_call would leave what stood for its weights in it."""
+    module, x = Shared().eval(), torch.randn(4, 3)
+    compiled = terrazzo.compile(module, x, options=INTERPRETER)
+    assert {type(t) for t in (*module.parameters(), *module.buffers())} == {torch.nn.Parameter, torch.Tensor}
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), module(x))
+        module.out.weight.mul_(2)
+        torch.testing.assert_close(compiled(x), module(x))

@@ -48,7 +48,16 @@ def functional(module: Any, weights: Mapping[str, Any], args: Any, kwargs: Any) 
                     )
             return out
 
-    return torch.func.functional_call(Called(), {f"of.{name}": t for name, t in weights.items()}, ())
+    return torch.func.functional_call(Called(), _everywhere(module, weights), (), tie_weights=False)
+
+
+def _everywhere(module: Any, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors for all places of a module that hold the tensor of one of these names, each place by one of its names:
+    PyTorch, given two names of the place that a shared module has, would leave the new tensor there.
+    """
+    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    new = {id(t): weights[name] for name, t in own.items()}
+    return {f"of.{name}": new[id(t)] for name, t in _tensors(module).items() if id(t) in new}
 
 
 def _tensors(module: Any) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def _row(case: Mapping[str, Any]) -> tuple[str, ...]:
         *name,
         f"{case['us']['eager']:.1f} us",
         f"{case['us']['terrazzo']:.1f} us",
-        f"{ratio(case):.2f}x{'' if case['captured'] else ' *'}",
+        f"{ratio(case):.2f}x{'' if case['captured'] else ' *'}{'' if case['whole'] else ' **'}",
         (case["problem"] and _short(case["problem"])) or f"{error:.2f}",
         f"{case['compile_s']:.1f} s",
         str(len(case["fallbacks"])),
@@ -107,7 +107,8 @@ def title(record: Mapping[str, Any]) -> str:
 
 WHAT = """Every program is run by PyTorch and by us, forward or (`_training`) with the gradients by all weights, and
 compared with float64. `terrazzo bench gpu --suite programs` measures anew. Times are those of CUDA graphs whose inputs
-and weights no cache holds, or, with a star, of plain calls where PyTorch's cannot be captured. "Compiled" is the first
+and weights no cache holds, or, with a star, of plain calls where PyTorch's cannot be captured; two stars are programs
+that branch on their data, and go through torch.compile in parts. "Compiled" is the first
 time, capture included, while other programs were compiled beside. "Calls" are ops that PyTorch runs. "Memory" is our
 peak within a call, what is kept between calls included, of eager's peak, both over weights and inputs.
 """.splitlines()
