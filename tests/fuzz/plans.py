@@ -46,12 +46,12 @@ def _edited(lines: list[str], one: Any) -> list[str]:
         case "number" if found := list(NUMBER.finditer(line)):
             m = one(found)
             n = int(m[0])
-            new = str(one((n + 1, max(n - 1, 0), n * 2, n // 2, 0, 1, 3, 64, 1 << 20)))
+            new = str(one([x for x in (n + 1, n - 1, n * 2, n // 2, 0, 1, 3, 64, 1 << 20) if x >= 0 and x != n]))
             line = line[: m.start()] + new + line[m.end() :]
         case "word" if found := list(WORD.finditer(line)):
             m = one(found)
-            others = sorted({x[0] for other in lines[1:] for x in WORD.finditer(other)})
-            line = line[: m.start()] + one(others) + line[m.end() :]
+            others = sorted({x[0] for other in lines[1:] for x in WORD.finditer(other)} - {m[0]})
+            line = line[: m.start()] + one(others or ["nothing"]) + line[m.end() :]
         case "argument" if found := list(ARGUMENT.finditer(line)):
             m = one(found)
             line = line[: m.start()] + line[m.end() :]

@@ -33,7 +33,9 @@ from tests.harness import random_inputs
 def test_nothing_is_found(kind: str, count: int) -> None:
     outcomes, found = run.fuzz(kind, count, seed=0)
     assert not found, "\n".join(found)
-    assert outcomes.total() >= count * 0.9 and outcomes["read" if kind == "texts" else "right"] >= count // 20
+    told = "refused: the plan of" if kind == "plans" else "read" if kind == "texts" else "right"
+    assert outcomes.total() >= count * 0.9
+    assert sum(n for outcome, n in outcomes.items() if outcome.startswith(told)) >= count // 20
 
 
 def test_a_seed_means_the_same_examples(monkeypatch: pytest.MonkeyPatch) -> None:
