@@ -167,3 +167,14 @@ def test_what_stays_is_what_no_rule_can_remove() -> None:
 def test_by_what_is_not_positive(divide: Callable[[], object]) -> None:
     with pytest.raises(UserError, match="a divisor must be positive"):
         divide()
+
+
+def test_a_place_that_was_searched_for_is_ordered_soon() -> None:
+    """Every step of a binary search in data uses the last one several times: its text doubles with every step."""
+    from tests.kernels.programs import lowered
+
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    rows, values = torch.randn(3, 5000).sort(-1).values, torch.randn(3, 40)
+    found = lowered(torch.searchsorted, (rows, values), "sm_90a")
+    assert (found.simulated()[0] == torch.searchsorted(rows, values).numpy()).all()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,3 +69,27 @@ def test_a_case_is_lowered_without_a_gpu() -> None:
     assert row["verdict"] == "ok" and not row["calls"]
     (kernel,) = row["kernels"]
     assert kernel["sectors_mb"] == pytest.approx(kernel["mb"], rel=0.01)
+
+
+def test_a_summary_of_nothing_and_of_what_took_no_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert large.summary(tmp_path / "none.jsonl", 0, 3) == 0
+    row = {"op": "add", "verdict": "ok", "us": {}, "gbs": 0, "kernels": [], "calls": []}
+    (tmp_path / "some.jsonl").write_text("".join(json.dumps({**row, "ratio": x}) + "\n" for x in (0.0, 1.0)))
+    assert large.summary(tmp_path / "some.jsonl", 2, 3) == 0
+    assert "2 cases timed" in capsys.readouterr().out
+
+
+def test_only_rows_are_left_beside_what_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out" / "rows.jsonl"
+    out.parent.mkdir()
+    given: list[str] = []
+
+    def run_all(options: Any) -> tuple[int, int]:
+        given.append(options.lock)
+        Path(f"{options.lock}.cache").mkdir()
+        return 0, 0
+
+    monkeypatch.setattr(large, "run_all", run_all)
+    monkeypatch.setattr(sys, "argv", ["large", "--out", str(out)])
+    assert large.main() == 0
+    assert not list(out.parent.iterdir()) and not Path(given[0]).parent.exists()

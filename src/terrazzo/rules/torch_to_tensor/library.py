@@ -268,17 +268,7 @@ def _added(args: Sequence[Any], out: Type, tile: int) -> float:
     return float(math.prod(args[3].type.static_shape))
 
 
-SPECIAL = (
-    "erfinv",
-    "i0",
-    "special_i0e",
-    "special_i1",
-    "special_i1e",
-    "digamma",
-    "polygamma",
-    "special_modified_bessel_i0",
-    "special_modified_bessel_i1",
-)
+SPECIAL = ("digamma", "polygamma")
 """Functions of an element that our kernels compute in float64, and PyTorch in its type."""
 ANY_STRIDES = ("aten.convolution_backward.default",)
 """Ops that no rule lowers, whose results lie as their arguments do."""
