@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 
+from terrazzo.interp.loop import run as run_loop
 from terrazzo.ir import node
 from terrazzo.ir.canonical import Form, twin
 from terrazzo.ir.dialects import loop as l
@@ -17,6 +19,7 @@ from terrazzo.rules.loop import fuse as fusion
 from terrazzo.rules.loop import online, order
 from terrazzo.rules.loop_to_tile import choose
 from terrazzo.rules.tile_to_kernel import lower as derive
+from terrazzo.rules.torch_to_tensor.lower import _Grown
 
 
 def layers(count: int) -> str:
@@ -81,6 +84,20 @@ def attention(count: int) -> str:
         ]
         last = f"out_{n}"
     return "\n".join([*lines, f"    return ({last},)\n"])
+
+
+def dense(count: int) -> str:
+    """Layers each of which reads what all before it stored, one beside the other."""
+    weights = ", ".join(f"w{n}: f32[{16 + 8 * n}, 8]" for n in range(count))
+    lines = [f"@torch\ndef f(x: f32[32, 16], {weights}):"]
+    found = ["x"]
+    for n in range(count):
+        lines += [
+            f"    cat_{n}: f32[32, {16 + 8 * n}] = aten.cat.default([{', '.join(found)}], 1)",
+            f"    mm_{n}: f32[32, 8] = aten.mm.default(cat_{n}, w{n})",
+        ]
+        found.append(f"mm_{n}")
+    return "\n".join([*lines, f"    return (mm_{count - 1},)\n"])
 
 
 @pytest.fixture
@@ -150,6 +167,41 @@ def test_what_lies_between_two_products_is_judged_once_for_all_that_are_alike(wo
         assert work["softmaxes"] <= 2  # the first and the last may differ
         made = [e for e in done.log.events if e.rule == "softmax_into_product" and e.fired]
         assert [e.subject for e in made] == [f"out_{k}" for k in range(n)]
+
+
+def test_concatenations_that_begin_as_earlier_ones_do_join_what_is_new() -> None:
+    counts = []
+    for n in (6, 24):
+        tensor = lowering(parse(dense(n)), Options(target="sm_90a", libraries="never")).at("tensor")
+        counts.append(len(node.topological(tensor.results)))
+    assert counts[1] <= 4.8 * counts[0]
+
+
+@pytest.mark.parametrize("n", [3, 7])
+def test_joined_pieces_are_those_that_were_given(n: int) -> None:
+    program = parse(dense(n))
+    rng = np.random.default_rng(0)
+    given = {i.name: rng.standard_normal(i.type.shape) for i in program.inputs}
+    (result,) = run_loop(lowering(program, Options(target="cpu")).loop, given, precise=True)
+    found = [given["x"]]
+    for k in range(n):
+        found.append(np.concatenate(found, 1) @ given[f"w{k}"])
+    np.testing.assert_allclose(result, found[-1], rtol=1e-9)
+
+
+def test_what_is_joined_is_shared_where_type_and_dimension_are_the_same() -> None:
+    program = parse(
+        "@torch\ndef f(x: f32[4, 4], y: f32[4, 4], z: f64[4, 4]):\n"
+        "    a: f32[8, 4] = aten.cat.default([x, y])\n"
+        "    b: f32[4, 12] = aten.cat.default([x, y, x], 1)\n"
+        "    c: f64[12, 4] = aten.cat.default([x, y, z])\n"
+        "    d: f32[12, 4] = aten.cat.default([x, y, x], -2)\n"
+        "    return (a, b, c, d)\n"
+    )
+    grown = _Grown()
+    a, b, c, d = (grown.of(x) for x in program.results)
+    assert (a, b, c) == program.results[:3]
+    assert d.args[0] == (a, program.inputs[0])
 
 
 def test_a_program_is_the_same_whether_its_kernels_share_or_not(monkeypatch: pytest.MonkeyPatch) -> None:

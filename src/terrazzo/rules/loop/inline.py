@@ -80,8 +80,15 @@ def _dividing_only(value: Any, inside: Sequence[IntExpr]) -> Any:
 
 
 def guarded(load: l.Load, inside: tuple[IntExpr, ...]) -> l.Load:
-    """The load, or 0 where a condition does not hold."""
-    return l.Load.make(load.buffer, load.index, (*load.inside, *inside))
+    """The load, or 0 where a condition does not hold. Conditions that others imply are left out."""
+    more = (e for e in inside if not any(_implies(x, e) for x in load.inside))
+    return l.Load.make(load.buffer, load.index, (*load.inside, *more))
+
+
+def _implies(x: IntExpr, e: IntExpr) -> bool:
+    """Whether e >= 0 where x >= 0, visibly: they differ by a number."""
+    more = e - x
+    return isinstance(more, int) and more >= 0
 
 
 def _in_bounds(load: l.Load) -> bool:

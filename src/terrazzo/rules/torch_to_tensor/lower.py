@@ -51,6 +51,7 @@ def lower(
     called = libraries.chosen(program, log) if libraries else set()
     given = {c for n in called for c in n.children} | set(program.results) if called else set()
     roots = [n for n in topological(program.results) if isinstance(n, Aten)]
+    grown = _Grown()
     for node in roots:
         name = program.names.get(node, "")
         if libraries and node in called:
@@ -63,9 +64,10 @@ def lower(
             done.update({v: f"{name}.{k}" if k else name for k, v in enumerate(new) if v is not None and v not in done})
             continue
         text = _texts(show, name, done) if show else None
-        found = rewrite([node], rules, log=log, pass_name="torch_to_tensor", names=program.names, memo=memo, show=text)[
-            0
-        ]
+        short = grown.of(node)
+        names = {**program.names, short: name} if short is not node else program.names
+        found = rewrite([short], rules, log=log, pass_name="torch_to_tensor", names=names, memo=memo, show=text)[0]
+        memo[node] = found
         if isinstance(found, Aten):
             log.add(_opaque_event(program, node, rules))
             memo[node] = libraries.call(node, found) if libraries else opaque.rewrite(found, None)
@@ -83,6 +85,30 @@ def lower(
     results = rewrite(program.results, rules, log=log, pass_name="torch_to_tensor", memo=memo)
     names, sources = _names(program, memo)
     return Program("tensor", program.name, program.inputs, tuple(results), names, sources)
+
+
+class _Grown:
+    """Concatenations that begin as earlier ones do, as in nets whose layers read all before them: what is joined
+    already is one piece, so that a net of n layers joins n pieces and not n * n / 2.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[Any, dict[Any, Any]] = {}  # by dimension: what follows a beginning, by piece; None: its node
+
+    def of(self, node: Aten) -> Aten:
+        """The same concatenation, of fewer pieces where these are known."""
+        if node.name != "aten.cat.default" or not isinstance(node.result, Type) or node.kwargs:
+            return node
+        pieces, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
+        here = self.known.setdefault((dim % max(node.result.rank, 1), node.result.dtype), {})
+        longest, count = None, 0
+        for n, piece in enumerate(pieces):
+            here = here.setdefault(piece, {})
+            if None in here and 0 < n < len(pieces) - 1:
+                longest, count = here[None], n + 1
+        here.setdefault(None, node)
+        rest = (longest, *pieces[count:])
+        return node if longest is None else Aten(node.name, (rest, *node.args[1:]), (), node.result, node.order)
 
 
 def _opaque_event(program: Program, node: Aten, rules: tuple[Rule, ...]) -> Event:
