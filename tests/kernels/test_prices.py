@@ -75,6 +75,20 @@ def test_what_results_read_and_compute_is_counted_once_for_each() -> None:
     assert found[biased].moved == 2 * (m * n + n)
 
 
+def test_every_store_pays_for_what_it_is_made_of() -> None:
+    """Each is computed anew on its way through shared memory: of two, the gate and its gradient are read twice."""
+
+    def both(x: Any, w: Any, r: Any, b: Any) -> Any:
+        y = F.linear(x, w) * r
+        return y, y * torch.sigmoid(r)
+
+    args = tuple(torch.empty(x, device="meta").bfloat16() for x in ((512, 4096), (512, 4096), (512, 512), (512,)))
+    (kernel,) = lowering(capture(both, args, {}).program, Options(target="sm_90a", libraries="never")).at("loop").steps
+    found = results(site(kernel))
+    assert len(kernel.stores) == 2
+    assert found.read == 4 and found.stored == 4
+
+
 @pytest.mark.parametrize("plans", [warpgroups.plans, products.plans])
 def test_a_price_has_what_results_are_made_of(plans: Any) -> None:
     """A residual costs as much as reading it takes, at least; a bias next to nothing."""

@@ -17,7 +17,7 @@ from terrazzo.rules.loop_to_tile.threads import size_of
 @dataclass(frozen=True)
 class Results:
     """Of each result: the bytes it reads that neither its row nor its column shares, those it stores, and its
-    operations, conversions aside. There are `points`, and `moved` are all bytes of memory that they touch.
+    operations, conversions aside. Every store computes anew what it is made of. There are `points`, and `moved` are all bytes of memory that they touch.
     """
 
     points: int
@@ -31,8 +31,9 @@ class Results:
 def results(p: Product) -> Results:
     """What follows the sums of a product."""
     sums = {c.reduce for c in p.sites}
-    terms = topological([s.value for s in p.kernel.stores], stop=lambda x: x in sums)
-    inner = [x for x in terms if {p.m, p.n} <= x.free and x not in sums]
+    each = [topological([s.value], stop=lambda x: x in sums) for s in p.kernel.stores]
+    terms = {x: None for found in each for x in found}
+    inner = [x for found in each for x in found if {p.m, p.n} <= x.free and x not in sums]
     loads = [x for x in inner if isinstance(x, l.Load)]
     work = sum(x.fn.cost for x in inner if isinstance(x, l.Apply) and not is_cast(x.fn))
     size = sum(b.type.dtype.size for b in p.kernel.writes)
