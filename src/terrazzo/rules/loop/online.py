@@ -222,9 +222,6 @@ def _framed(r: l.Reduce, told: bool) -> _Framed | None:
     """sum(w * v), where w = exp(s - t) in places where only multiples of it are wanted. Where others are `told` of the
     maximum, they compute the scores again, and round them as they were rounded.
     """
-    r = r if told else plain(r)
-    if not isinstance(r, l.Reduce):
-        return None
     (axis,), (product,) = l.open_binder(r)
     if not isinstance(product, l.Apply) or product.fn.name != "mul":
         return None
@@ -233,7 +230,7 @@ def _framed(r: l.Reduce, told: bool) -> _Framed | None:
         kind: DType = v.dtype  # type: ignore[attr-defined]
         if not any(isinstance(x, l.Reduce) for x in topological([weight])) or kind.size != 2 or not kind.is_float:
             continue
-        core, rebuild = _peeled(weight, axis)
+        core, rebuild = _peeled(weight if told else plain(weight), axis)
         if not isinstance(core, l.Apply) or core.fn.name != "exp":
             continue
         score, t = taken_off(core.args[0], axis)
