@@ -66,3 +66,17 @@ def test_it_is_one_kernel_that_reads_each_window_once() -> None:
     done = lowering(capture(folded(56, 3, padding=1), (x,)).program, Options(target="sm_90a"))
     (step,) = done.loop.steps
     assert isinstance(step, l.Kernel)
+
+
+@pytest.mark.parametrize(("fn", "pool", "shape"), [
+    (F.max_unpool2d, F.max_pool2d, (2, 3, 8, 8)), (F.max_unpool3d, F.max_pool3d, (1, 2, 4, 4, 4)),
+])  # fmt: skip
+def test_few_elements_go_back_to_their_places_and_many_by_one_op(fn: Any, pool: Any, shape: tuple[int, ...]) -> None:
+    values, index = pool(x(*shape), 2, return_indices=True)
+    found = lowered(lambda v, i: fn(v, i, 2), (values, index), "sm_90a")
+    assert not any(isinstance(s, l.Call) for s in found.lowering.loop.steps)
+    np.testing.assert_array_equal(found.simulated()[0], fn(values, index, 2).numpy())
+    size = (64, *values.shape[1:-2], 64, 64)
+    many = (torch.empty(size, device="meta", dtype=k) for k in (torch.float32, torch.int64))
+    done = lowering(capture(lambda v, i: fn(v, i, 2), tuple(many)).program, Options(target="sm_90a"))
+    assert [s.name for s in done.loop.steps if isinstance(s, l.Call)] == [f"aten.{fn.__name__}.default"]

@@ -264,6 +264,18 @@ def masked_scatter(node: Aten, x: Any, mask: Any, source: Any) -> Any:
     return t.where(chosen, taken, t.broadcast(x, out.shape))
 
 
+@aten("max_unpool2d.default", "max_unpool3d.default")
+def max_unpool(node: Aten, x: Any, index: Any, size: Sequence[int], *args: Any) -> Any:
+    """Every element at the place of its image that its index says, and zeros elsewhere."""
+    out = result(node)
+    need(0 not in x.type.shape and 0 not in out.shape, "it is empty")
+    spatial = len(size)
+    images = math.prod(out.shape[:-spatial])
+    zeros = t.literal(0 if out.dtype.is_integer else 0.0, out.dtype, (images, out.numel // images))
+    flat = (images, x.type.numel // images)
+    return t.reshape(scattered(zeros, 1, t.reshape(index, flat), t.reshape(x, flat)), out.shape)
+
+
 @aten("diagonal_scatter.default")
 def diagonal_scatter(node: Aten, x: Any, source: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
     """x with a diagonal replaced."""
@@ -297,5 +309,5 @@ def as_strided_scatter(
 
 RULES: tuple[Rule, ...] = (
     scatter, scatter_with, scatter_add, scatter_reduce, index_reduce, index_put, embedding_dense_backward, index_add,
-    put_, masked_scatter, diagonal_scatter, as_strided_scatter,
+    put_, masked_scatter, max_unpool, diagonal_scatter, as_strided_scatter,
 )  # fmt: skip
