@@ -155,8 +155,6 @@ def _folded(x: Any) -> Any:
         return x.args[0]
     if isinstance(x, l.Reduce):
         return _reduced(x)
-    if isinstance(x, l.Reduce) and isinstance(x.args[0], l.Literal) and len(x.args) == 1:
-        return _of_one_value(x, x.args[0])
     if not isinstance(x, l.Apply):
         return x
     name, args = x.fn.name, x.args
@@ -180,16 +178,6 @@ def _reduced(x: l.Reduce) -> Any:
         many = l.Literal(float(count) if x.dtype.is_float else count, x.dtype)
         return l.apply("mul", x.args[0], many)
     return x.args[0] if x.monoid.name in ("max", "min", "any", "all") else x
-
-
-def _of_one_value(x: l.Reduce, one: l.Literal) -> Any:
-    """A reduction of one value, over and over: a whole number times how often, or the value itself."""
-    extents = [a.extent for a in x.axes]
-    if not all(isinstance(e, int) and e > 0 for e in extents):
-        return x
-    if x.monoid.name == "sum" and x.dtype.is_integer:
-        return l.Literal(int(one.value) * math.prod(extents), x.dtype)
-    return one if x.monoid.name in ("max", "min") else x
 
 
 def place(x: Any) -> IntExpr | None:
