@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from tests.kernels.programs import lowered
 from tests.kernels.test_attention import close, lines, together
 from tests.kernels.test_attention import tensors as random
+from tests.kernels.test_training import gradients
 
 from terrazzo.front.capture import capture
 from terrazzo.ir.dialects import loop as l
@@ -195,3 +196,16 @@ def test_operands_that_are_converted_on_their_way_are_stored_as_products_take_th
     steps = stages(program, Options(target="sm_90a", libraries="never"), Log(), passes)[-1][1].loop.steps
     assert [len(s.reads) for s in steps] == [1, 1, 1, 3]
     assert all(b.type.shape[-2:] == (1024, 64) for s in steps for b in s.writes)
+
+
+def test_what_a_mask_hides_is_in_the_price_of_gradients() -> None:
+    """Weights of grouped heads would be stored otherwise, for their chains visit all steps then."""
+
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    shapes = ((2, 32, 2048, 128), (2, 8, 2048, 128), (2, 8, 2048, 128), (2, 32, 2048, 128))
+    program = capture(gradients(fn), tensors(*shapes), {}).program
+    passes = LOWER[: LOWER.index("online") + 1]
+    steps = stages(program, Options(target="sm_90a", libraries="never"), Log(), passes)[-1][1].steps
+    assert not [b for s in steps for b in s.writes if b.type.shape[-2:] == (2048, 2048)]

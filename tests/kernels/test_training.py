@@ -166,13 +166,16 @@ def test_no_weight_is_stored(fn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     close(found, gradients(fn), args)
 
 
-def test_what_is_stored_has_a_price() -> None:
+@pytest.mark.parametrize(("sure", "chains"), [(0.5, False), (2.0, True)])
+def test_what_is_stored_has_a_price(sure: float, chains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that is cheaper by the model is taken; how sure it must be is data."""
+    monkeypatch.setattr(again, "SURE", sure)
     args = tuple(torch.empty(1, 16, 4096, 128, dtype=torch.bfloat16, device="meta") for _ in range(4))
     log = Log()
     names = tuple(p.name for p in PASSES if p.dst != "kernel" and p.name not in ("schedule", "plan"))
     stages(capture(gradients(plain), args, {}).program, Options(target="sm_90a", libraries="never"), log, names)
     (event,) = [e for e in log.events if e.rule == again.RULE and "where" in e.subject]
-    assert not event.fired and "us as chains" in event.reason and "us stored, by the model" in event.reason
+    assert event.fired == chains and "us as chains" in event.reason and "us stored, by the model" in event.reason
 
 
 def test_both_rewrites_can_be_undone() -> None:

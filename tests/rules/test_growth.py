@@ -118,7 +118,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     for module in (fusion, node):
         counted(module, "topological", "nodes", len)
     counted(order.Order, "apart", "searches")
-    counted(fusion, "_alike", "pairs")
+    counted(fusion, "alike", "pairs")
     counted(choose, "_choose", "scheduled")
     counted(online, "softmax_into_product", "softmaxes")
     counted(derive, "write", "written")

@@ -20,6 +20,7 @@ from terrazzo.ir.expr import Expr
 from terrazzo.ir.node import substitute, topological
 from terrazzo.ir.sites import sites
 from terrazzo.rewrite.rule import Choice, Event, Log, cheapest
+from terrazzo.rules.loop.alike import alike, by_axes, crossed
 from terrazzo.rules.loop.cost import Rates, cost, on_matrix
 from terrazzo.rules.loop.definitions import in_order
 from terrazzo.rules.loop.inline import inline, unproved
@@ -263,7 +264,7 @@ class _Fusion:
     def _merge(self, i: int, j: int) -> bool:
         """Merge kernel i into kernel j, which may read what i stores."""
         first, second = self.kernels[i], self.kernels[j]
-        if (first, second) in self.apart or not _alike(first, second):
+        if (first, second) in self.apart or not alike(first, second):
             return False
         self.apart.add((first, second))
         if not {*first.reads, *second.reads} & {*first.writes, *second.writes}:
@@ -278,6 +279,10 @@ class _Fusion:
             merged, first
         ):
             self._skip("merge", f"{first.name} with {second.name}", "what one multiplies, the other does not")
+            return False
+        if crossed(first, second):
+            why = "memory runs along the rows of one, and across those of the other"
+            self._skip("merge", f"{first.name} with {second.name}", why)
             return False
         choice = self.choice(f"{first.name} with {second.name}", apart=[first, second], together=[merged])
         prices = choice.prices() + self._leaves([first, second], [merged])
@@ -444,22 +449,11 @@ def _depth(store: l.Store) -> int:
     return sum(isinstance(e, Expr) for e in store.index)
 
 
-def _by_axes(first: l.Kernel, second: l.Kernel) -> tuple[l.Kernel, l.Kernel]:
-    """The kernel with more axes, and the other."""
-    return (first, second) if len(first.axes) > len(second.axes) else (second, first)
-
-
-def _alike(first: l.Kernel, second: l.Kernel) -> bool:
-    """Whether one kernel's axes begin as the other's are."""
-    long, short = _by_axes(first, second)
-    return bool(short.axes) and [a.extent for a in long.axes[: len(short.axes)]] == [a.extent for a in short.axes]
-
-
 def _merged(first: l.Kernel, second: l.Kernel, dead: set[l.Buffer]) -> l.Kernel | None:
     """One kernel that stores what both store, but for `dead`: `second` may read what `first` stores, through its
     term.
     """
-    long, short = _by_axes(first, second)
+    long, short = by_axes(first, second)
     try:
         reader = inline(second, first)
         rename: dict[Any, Any] = dict(zip(short.axes, long.axes, strict=False))

@@ -6,10 +6,12 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir import nest as n
 from terrazzo.ir.canonical import canonical
+from terrazzo.ir.contraction import nested_contraction
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
@@ -18,10 +20,11 @@ from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.sites import product
 from terrazzo.ir.types import f64
 from terrazzo.rules.loop_to_tile import boxes, scans, tiles, warpgroups, windows
-from terrazzo.rules.loop_to_tile.chain import chain
+from terrazzo.rules.loop_to_tile.chain import Chain, chain
 from terrazzo.rules.loop_to_tile.collapse import merge_product_axes
 from terrazzo.rules.loop_to_tile.packed import packed
 from terrazzo.rules.loop_to_tile.stored import stored
+from terrazzo.rules.tile.reach import share
 from terrazzo.rules.tile_to_kernel.lower import derived
 
 CHAINED, BETWEEN, BESIDE = 0.845, 6e-4, 0.3
@@ -60,6 +63,7 @@ def estimate(kernel: l.Kernel, gpu: Gpu) -> Estimate:
     both = chain(kernel) if p is None else None
     if both is not None and gpu.warpgroups is not None:
         points = math.prod(a.extent for a in kernel.axes) // both.columns.extent * both.steps.extent
+        points = int(points * _visited(kernel, both))
         operations = 2 * points * (len(both.sums) * both.depth.extent + both.columns.extent)
         products, between = operations / (CHAINED * gpu.warpgroups.rate), points * BETWEEN
         work_time = max(products, between) + BESIDE * min(products, between)
@@ -76,6 +80,13 @@ def estimate(kernel: l.Kernel, gpu: Gpu) -> Estimate:
     arithmetic = operations / (tensor if on_tensor_cores else fma)
     traffic = moved / memory
     return Estimate(time, max(traffic, arithmetic), "memory" if traffic >= arithmetic else "arithmetic")
+
+
+def _visited(kernel: l.Kernel, found: Chain) -> float:
+    """How much of its steps a chain visits: not those that a mask hides."""
+    outer: Any = n.accumulators(kernel)[found.outer]
+    c = nested_contraction(outer)
+    return share(c, found.rows) if c is not None else 1.0
 
 
 def expected(steps: Iterable[l.Kernel | l.Call], gpu: Gpu) -> float:

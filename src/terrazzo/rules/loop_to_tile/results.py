@@ -17,7 +17,8 @@ from terrazzo.rules.loop_to_tile.threads import size_of
 @dataclass(frozen=True)
 class Results:
     """Of each result: the bytes it reads that neither its row nor its column shares, those it stores, and its
-    operations, conversions aside. Every store computes anew what it is made of. There are `points`, and `moved` are all bytes of memory that they touch.
+    operations, conversions aside. Every store computes anew what it is made of. There are `points`, and `moved` are all
+    bytes of memory that they touch.
     """
 
     points: int

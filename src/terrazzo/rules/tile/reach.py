@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.ir.address import coefficient, evaluate, mentions
-from terrazzo.ir.contraction import operand
+from terrazzo.ir.contraction import Contraction, operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Loaded, Var, at_least, terms_of
@@ -19,11 +19,13 @@ from terrazzo.ir.plan import Agent, Order, Plan, Product, Reach
 from terrazzo.ir.show_expr import show_expr
 from terrazzo.rewrite.rule import rule
 from terrazzo.rules.tile.draft import Draft, axis_name
-from terrazzo.rules.tile.frames import framed, reductions
+from terrazzo.rules.tile.frames import reductions, weight
 from terrazzo.rules.tile.rings import axis_called
 
 PLACES = 5
 """Places at which bounds of what rows see are compared."""
+SAMPLED = 32
+"""Rows of which is asked how much they see, for a price."""
 
 Either = tuple[IntExpr, ...]
 """What is one expression, or several of which one is >= 0."""
@@ -166,14 +168,18 @@ def _index(x: Any) -> IntExpr | None:
 
 
 def masked(draft: Draft, product: Product) -> Mask | None:
-    """What hides parts of a product's computed factor: of its scores, where it is weighted by them; of itself, before
-    it is rounded, where it is in no frame.
+    """What hides parts of a product's computed factor."""
+    return hidden(draft.products[product.sites[0]])
+
+
+def hidden(c: Contraction) -> Mask | None:
+    """What hides parts of a contraction's computed factor: of its scores, where it is weighted by them; of itself,
+    before it is rounded, where it is in no frame.
     """
-    c = draft.products[product.sites[0]]
     if len(c.reduce.axes) > 1:
         return None
     (axis,) = c.reduce.axes
-    if (found := framed(draft, product)) is not None:
+    if (found := weight(c)) is not None:
         return mask(found.score, -math.inf, axis)
     computed = [f for f in map(operand, c.factors) if reductions(f)]
     if len(computed) != 1:
@@ -181,6 +187,24 @@ def masked(draft: Draft, product: Product) -> Mask | None:
     (term,) = computed
     wide = isinstance(term, l.Apply) and is_cast(term.fn) and term.args[0].dtype is c.reduce.dtype  # type: ignore[attr-defined]
     return mask(term.args[0] if wide else term, 0.0, axis)  # type: ignore[attr-defined]
+
+
+def share(c: Contraction, rows: Any) -> float:
+    """How much of a contraction's steps a mask leaves, on average over the rows."""
+    (axis,), found = c.reduce.axes, hidden(c)
+    if found is None or not isinstance(axis.extent, int) or not isinstance(rows.extent, int):
+        return 1.0
+    bounds = [
+        e if grows(e, rows) and not (getattr(e, "free", frozenset()) - {rows}) else None
+        for e in (found.lower, found.upper)
+    ]
+    places = [rows.extent * (2 * n + 1) // (2 * SAMPLED) for n in range(SAMPLED)]
+    low, high = (
+        [int(evaluate(e, {rows: p})) if e is not None else other for p in places]
+        for e, other in zip(bounds, (0, axis.extent - 1), strict=True)
+    )
+    left = [max(min(b, axis.extent - 1) - max(a, 0) + 1, 0) for a, b in zip(low, high, strict=True)]
+    return sum(left) / (len(left) * axis.extent)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,57 @@
+"""Kernels that might be one, by their axes: these are as long, and memory runs along them alike."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from terrazzo.ir.address import coefficient, flatten
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.node import topological
+from terrazzo.ir.sites import sites
+
+
+def by_axes(first: l.Kernel, second: l.Kernel) -> tuple[l.Kernel, l.Kernel]:
+    """The kernel with more axes, and the other."""
+    return (first, second) if len(first.axes) > len(second.axes) else (second, first)
+
+
+def alike(first: l.Kernel, second: l.Kernel) -> bool:
+    """Whether one kernel's axes begin as the other's are; where neither has any, whether they reduce as much."""
+    long, short = by_axes(first, second)
+    if not long.axes:
+        return _reduced(first) == _reduced(second) != set()
+    return bool(short.axes) and [a.extent for a in long.axes[: len(short.axes)]] == [a.extent for a in short.axes]
+
+
+def _reduced(kernel: l.Kernel) -> set[tuple[Any, ...]]:
+    """The extents that a kernel reduces over."""
+    return {tuple(a.extent for a in r.axes) for r in sites(kernel).carried.values() if isinstance(r, l.Reduce)}
+
+
+def crossed(first: l.Kernel, second: l.Kernel) -> bool:
+    """Whether memory runs along the axes that kernels have in common in what one reads, and across them in what the
+    other reads: who takes rows for the one takes columns for the other.
+    """
+    count = len(by_axes(first, second)[1].axes)
+    ways = [_ways(x, set(x.axes[:count])) for x in (first, second)]
+    return {True} in ways and {False} in ways
+
+
+def _ways(kernel: l.Kernel, shared: set[Any]) -> set[bool]:
+    """Whether memory runs along shared axes, for each large access that goes along one of them and another axis."""
+    found = set()
+    for x in topological(kernel.stores):
+        if isinstance(x, l.Load | l.Store) and x.free & shared and x.free - shared and _large(x):
+            at = flatten(x.index, x.buffer.type.element_strides)
+            found |= {a in shared for a in x.free if coefficient(at, a) == 1}
+    return found
+
+
+LARGE = 1 << 20
+"""Elements beyond which it matters along which axis memory runs: less is in the cache of a processor."""
+
+
+def _large(x: Any) -> bool:
+    """Whether an access goes to many places."""
+    return math.prod(a.extent for a in x.free if isinstance(a.extent, int)) >= LARGE
