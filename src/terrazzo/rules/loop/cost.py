@@ -51,6 +51,8 @@ def cost(kernel: l.Kernel, rates: Rates) -> float:
     reductions = found.carried.values()
     steps = {r.axes if isinstance(r, l.Reduce) else () for r in reductions}  # products over other steps are not blocked
     tiled = {c.reduce: c for c in found.contractions.values() if not looked_up(c.operands)}
+    if rates.matrix and not found.everywhere:
+        tiled = {}  # tiles of a product store at every point
     fma = rates.fma if len(tiled) == len(reductions) and len(steps) < 2 else rates.mixed
     bill = _Bill(rates, fma, tiled)
     bill.walk(n.nest(kernel), 1)

@@ -273,7 +273,7 @@ def columns(kernel: l.Kernel, gpu: Gpu, column: Any, whole: bool = True) -> Sche
     apart = next(w for w in (8, 4, 2, 1) if w == 1 or (w * share <= 8 and count >= 2 * w * gpu.processors))
     threads = (*warps_of(share), *lanes_of(WARP // lanes))
     steps = [sum(vector * x.dtype.size for x in _loads([r]) if r.axes[-1] in x.free) for r in top]
-    ahead = max(1, min(8 if vector > 1 else 16, FLYING // max(steps)))
+    ahead = max(1, min(8 if vector > 1 else 16, FLYING // max(1, *steps)))
     own = grid(ceil(size_of(column), apart * lanes * vector))
     own = (*own, *warps_of(apart), *lanes_of(lanes), *vector_at(vector))
     lines = tuple((a.name, own if a is column else grid(size_of(a))) for a in rows)
