@@ -155,3 +155,19 @@ def test_columns_of_16_bits_are_one_kernel() -> None:
     given = torch.empty(4096, 4096, device="meta", dtype=torch.bfloat16)
     done = lowering(capture(lambda x: x.cumsum(0), (given,)).program, Options(target="sm_90a", libraries="never"))
     assert len(done.loop.steps) == 1
+
+
+def test_what_is_made_of_a_scan_does_not_take_it_again() -> None:
+    """Nor does a reduction stand in its steps: positions are counted once, and looked up by who reads them."""
+
+    def embedded(ids: Any, places: Any) -> Any:
+        x = torch.nn.functional.embedding(ids.ne(1).cumsum(1), places)
+        return x - x.mean(-1, keepdim=True)
+
+    ids, places = torch.zeros(4, 256, dtype=torch.int64), torch.zeros(300, 64)
+    program = capture(embedded, (ids, places), {}).program
+    upper = LOWER[: LOWER.index("store_as_read")]
+    steps = stages(program, Options(target="sm_90a", libraries="never"), Log(), upper)[-1][1].steps
+    scanned = [s for s in steps if any(isinstance(x, l.Scan) for x in topological(s.stores))]
+    assert [[a.extent for a in s.axes] for s in scanned] == [[4, 256]]
+    assert not any(isinstance(x, l.Reduce) for s in scanned for x in topological(s.stores))

@@ -344,7 +344,9 @@ class _Fusion:
             if not new.scans_in_order:
                 return f"the scan of {name} must run along the last axis of its kernel"
             if _reduces_in_order(new):
-                return f"a scan would take the reduction of {name} in every one of its steps"
+                return f"with {name}, a scan would have a reduction in every one of its steps"
+            if _scans_again(new):
+                return f"with {name}, a scan would be taken again along axes that it does not know"
             if len(new.terms) > LARGEST:
                 return f"{new.name} would have more than {LARGEST} nodes"
             found.append(new)
@@ -435,10 +437,20 @@ def _scanned_last(kernel: l.Kernel) -> l.Kernel:
 
 
 def _reduces_in_order(kernel: l.Kernel) -> bool:
-    """Whether there is a reduction in the steps of a scan, which threads cannot share then."""
-    scans = [x for x in topological([s.value for s in kernel.stores]) if isinstance(x, l.Scan)]
-    inside = [(s, x) for s in scans for x in topological(s.args) if isinstance(x, l.Reduce)]
-    return any(s.axis in x.free and any(a.extent != 1 for a in x.axes) for s, x in inside)
+    """Whether there is a reduction in the steps of a scan, of its terms or of what is made of it, which threads cannot
+    share then.
+    """
+    terms = topological([s.value for s in kernel.stores])
+    scans = [x for x in terms if isinstance(x, l.Scan)]
+    inside = [(s.axis, x) for s in scans for x in topological(s.args)] + [(s.at, x) for s in scans for x in terms]
+    reduces = [(axis, x) for axis, x in inside if isinstance(x, l.Reduce)]
+    return any(axis in x.free and any(a.extent != 1 for a in x.axes) for axis, x in reduces)
+
+
+def _scans_again(kernel: l.Kernel) -> bool:
+    """Whether a scan is taken at points of an axis that makes no difference to it."""
+    axes = {a for a in kernel.axes if a.extent != 1}
+    return any(axes - x.free for x in topological([s.value for s in kernel.stores]) if isinstance(x, l.Scan))
 
 
 def _is_view(value: Any) -> bool:
@@ -465,6 +477,6 @@ def _merged(first: l.Kernel, second: l.Kernel, dead: set[l.Buffer]) -> l.Kernel 
         merged = l.Kernel(second.name, axes, tuple(stores), second.source or first.source)
     except TerrazzoError:
         return None
-    if not merged.scans_in_order or _reduces_in_order(merged) or len(merged.terms) > LARGEST:
+    if not merged.scans_in_order or _reduces_in_order(merged) or _scans_again(merged) or len(merged.terms) > LARGEST:
         return None
     return merged

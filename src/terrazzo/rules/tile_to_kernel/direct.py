@@ -16,6 +16,7 @@ from terrazzo.ir import nest as n
 from terrazzo.ir.address import mentions
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import IntExpr, Loaded, Var
 from terrazzo.ir.node import substitute, topological
 from terrazzo.ir.plan import Limit, Plan
@@ -30,6 +31,8 @@ ROOM, OTHERS = 48, 64
 """32-bit registers of a thread for what results are made of, at most, and for what is neither that nor an accumulator:
 so many beside 128 accumulators do not spill.
 """
+DEAR = 4.0
+"""Operations from which on a term is rather kept in registers than computed again."""
 ONCE = "once"
 """What registers are called that hold what is computed once."""
 ADDRESS = 1
@@ -120,18 +123,23 @@ class Direct:
         later: Sequence[Var],
     ) -> list[n.Statement]:
         """What goes along none of these axes, computed once for each value of `over`, in registers, as far as there are
-        some to spare. The statements that are left. The loops of `later` are inside.
+        some to spare: what is dear to compute first. The statements that are left. The loops of `later` are inside.
         """
         lets = [x for x in body if isinstance(x, n.Let)]
-        mine = {x.term: None for x in lets if not x.term.free & axes and x.term not in scope.env}
-        rest = [x for x in body if not isinstance(x, n.Let) or x.term not in mine]
-        terms: list[Any] = [x.term if isinstance(x, n.Let) else x for x in rest]
-        used = [x for x in mine if x in set(topological(terms, stop=lambda x: x in mine))]
-        kinds = [x.dtype for x in used]
-        if not used or math.prod(map(_size, over)) * sum(max(1, t.size // 4) for t in kinds) > ROOM // 2:
-            return list(body)
+        free = {x.term: None for x in lets if not x.term.free & axes and x.term not in scope.env}
+        others = [x for x in body if not isinstance(x, n.Let) or x.term not in free]
+        terms: list[Any] = [x.term if isinstance(x, n.Let) else x for x in others]
         sizes = [_size(v) for v in over]
-        places = {x: self.builder.registers(ONCE, t, sizes) for x, t in zip(used, kinds, strict=True)}
+        used = _affordable(
+            [x for x in free if x in set(topological(terms, stop=lambda x: x in free))], ROOM // 2 // math.prod(sizes)
+        )
+        if not used:
+            return list(body)
+        needed = set(topological(terms, stop=lambda x: x in used))
+        rest = [x for x in body if not isinstance(x, n.Let) or (x.term in needed and x.term not in used)]
+        known = set(topological(used))
+        mine = [x for x in free if x in known]
+        places = {x: self.builder.registers(ONCE, x.dtype, sizes) for x in used}
         here = scope.inner()
         here.pending = (*here.pending, *(e for e in inside if not any(mentions(e, v) for v in later)))
 
@@ -241,6 +249,27 @@ def _count(place: l.Buffer) -> int:
 
 def _unrolled(variables: Sequence[Var]) -> list[tuple[Var, bool]]:
     return [(v, True) for v in variables]
+
+
+def _affordable(terms: Sequence[Any], room: int) -> list[Any]:
+    """All terms, where so many registers have room for them; else those that are dear to compute, as far as they do."""
+    if sum(_registers(x) for x in terms) <= room:
+        return list(terms)
+    found: list[Any] = []
+    for x in sorted(terms, key=_dear, reverse=True):
+        if _dear(x) >= DEAR and sum(map(_registers, found)) + _registers(x) <= room:
+            found.append(x)
+    return [x for x in terms if x in found]
+
+
+def _registers(x: Any) -> int:
+    found: int = max(1, x.dtype.size // 4)
+    return found
+
+
+def _dear(x: Any) -> float:
+    """Operations of a term."""
+    return sum(y.fn.cost for y in topological([x]) if isinstance(y, l.Apply) and not is_cast(y.fn))
 
 
 def _size(v: Var | None) -> int:
