@@ -36,14 +36,14 @@ def _moves(found: Any) -> list[k.Move]:
 
 @pytest.mark.parametrize(
     ("fn", "m", "n", "reads", "slots"),
-    [(residual, 256, 256, 1, 2), (gate, 256, 256, 1, 2), (both, 256, 256, 2, 1), (residual, 200, 200, 1, 2)],
+    [(residual, 384, 384, 1, 2), (gate, 384, 384, 1, 2), (both, 384, 384, 2, 1), (residual, 392, 328, 1, 2)],
 )
 def test_neighbours_are_loaded_at_once_and_ahead(
     fn: Any, m: int, n: int, reads: int, slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two 16-bit values at a time, for all of a subtile; where there is room, while the one before is computed."""
     if slots == 1:
-        monkeypatch.setattr(gather, "ROOM", gather.ROOM // 4)
+        monkeypatch.setattr(gather, "ROOM", gather.ROOM // 2)
     args = tensors((m, 64), (n, 64), *((m, n),) * reads)
     found = lowered(fn, args, "sm_90a")
     assert lines(found, Result)[0].by == "tma"
@@ -56,11 +56,11 @@ def test_neighbours_are_loaded_at_once_and_ahead(
 
 def test_rows_of_odd_length_are_read_one_by_one() -> None:
     """A pair of neighbours would begin at no multiple of its size."""
-    args = tensors((256, 64), (256, 64))
-    long = tensors((256, 257))[0]
+    args = tensors((384, 64), (384, 64))
+    long = tensors((384, 385))[0]
 
     def odd(x: Any, w: Any, r: Any) -> Any:
-        return F.linear(x, w) + r[:, :256]
+        return F.linear(x, w) + r[:, :384]
 
     found = lowered(odd, (*args, long), "sm_90a")
     assert not _moves(found)

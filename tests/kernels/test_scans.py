@@ -18,9 +18,12 @@ from terrazzo.front.capture import capture
 from terrazzo.interp import kernel as simulator
 from terrazzo.interp import loop
 from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.node import topological
 from terrazzo.ir.parse import parse
 from terrazzo.options import Options
-from terrazzo.pipelines import lowering
+from terrazzo.pipelines import LOWER, lowering, stages
+from terrazzo.rewrite.rule import Log
 
 
 def x(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
