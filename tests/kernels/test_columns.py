@@ -91,6 +91,17 @@ def gradients(dy: Any, x: Any, mean: Any, scale: Any) -> tuple[Any, Any]:
     return (dy.float() * far).sum((0, 2, 3)), dy.float().sum((0, 2, 3))
 
 
+def factored(w: Any, g: Any, r: Any, c: Any) -> Any:
+    """A step of Adafactor: a short mean in a long one, and both at every point."""
+    update = g * torch.rsqrt(torch.outer(r, c) / r.mean())
+    return w - update / update.square().mean().sqrt()
+
+
+def two_losses(x: Any, y: Any) -> Any:
+    """One loss over images, one over pixels."""
+    return x.sigmoid().square().mean() + (1 - y).mean()
+
+
 STREAMS = {
     "columns": (lambda x: x.mean(0), ((65536, 1024),)),
     "columns of no multiple of eight": (lambda x: x.sum(0), ((65537, 1023),)),
@@ -112,6 +123,12 @@ STREAMS = {
     "one sum": (lambda x: x.sum(), ((8192, 8192),)),
     "one deviation": (lambda x: x.std(), ((8192, 4096),)),
     "two axes apart": (lambda x: x.sum((0, 2)), ((64, 32, 64, 96),)),
+    "sums of unlike lengths": (two_losses, ((64, 256, 512), (64,))),
+    "rows of unlike lengths": (lambda x, y: x.amax(-1) + y.amax(-1), ((8, 1 << 20), (8, 64))),
+    "a short mean in a long one": (factored, ((2048, 2048), (2048, 2048), (2048,), (2048,))),
+    "a short mean at many points": (lambda w, g, r: w - g / r.mean(), ((2048, 1024), (2048, 1024), (2048,))),
+    "a filter as large as its image": (lambda x, w: F.conv2d(x, w), ((128, 256, 16, 16), (1, 256, 16, 16))),
+    "channels weighted and summed": (lambda x, w: (x * w).sum((1, 2, 3)), ((128, 256, 16, 16), (256, 1, 1))),
 }
 
 
@@ -137,6 +154,14 @@ SMALL = {
     "softmax of long rows": (lambda x: x.softmax(-1), (2, 300000), {"reduced_first", "split"}),
     "transposed layer norm": (lambda x: F.layer_norm(x.transpose(1, 2), (96,)), (2, 96, 50), {"merge_axes"}),
     "rows of two axes": (lambda x: x.sum(1), (3, 37, 41, 24), {"merge_axes"}),
+    "sums of unlike lengths": (lambda x: two_losses(x, x[0, :8]), (37, 4099), {"reduced_first", "split"}),
+    "a short mean in a long one": (
+        lambda x: factored(x, x + 1, x[:, 0].square(), x[0].square()),
+        (256, 1024),
+        {"reduced_first", "split"},
+    ),
+    "a short mean at many points": (lambda x: x / x[:, 0].mean(), (256, 1024), {"reduced_first"}),
+    "a filter as large as its image": (lambda x: F.conv2d(x, x[:1] - 1), (3, 40, 8, 9), {"flat_reductions"}),
 }
 
 

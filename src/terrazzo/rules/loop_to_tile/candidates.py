@@ -141,16 +141,20 @@ def _best(kernel: l.Kernel, gpu: Gpu) -> float:
 
 def _cut(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
     """Rows divided among blocks, where these are few for what there is to read: reductions in pieces; a sum of squares
-    together with the mean it is around; else those that others need in kernels before these. What is computed at the
-    points of a row is a kernel of its own then, and where threads cannot divide these points alike, or where it has
+    together with the mean it is around; else those that others need in kernels before these, and of reductions that
+    are not equally long the longest in one of its own. What is computed at the points of a row is a kernel of its own
+    then, and where threads cannot divide these points alike, where they are many for few blocks, and where it has
     nothing to do with what is reduced.
     """
     _, inner, top = reductions.parts(kernel)
     first = [r for r in top if not any(x in top for x in topological(r.args))]
     both = moments(kernel) is not None
     pieces = reductions.pieces(kernel, gpu, both)
-    if len(inner) > 1 or (inner and pieces > 1) or reductions.strangers(kernel):
+    rest = len(inner) > 1 or (inner and pieces > 1) or reductions.strangers(kernel)
+    if rest or reductions.crowded(kernel, gpu):
         yield from _apart_from(kernel, top, gpu, pinned)
+    elif _uneven(kernel, gpu):
+        yield from _apart_from(kernel, reductions.uneven(kernel), gpu, pinned)
     elif pieces > 1 and len(first) == len(top):
         yield from in_pieces(kernel, top, pieces, gpu, pinned, reductions.unit(top))
     elif pieces > 1 and both and (found := split_moments(kernel, pieces)) is not None:
@@ -159,6 +163,14 @@ def _cut(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator
             yield Candidate((chosen, meeting(second, gpu)), (("split_moments", kernel, (part, second)),))
     elif pieces > 1:
         yield from _apart_from(kernel, first, gpu, pinned)
+
+
+def _uneven(kernel: l.Kernel, gpu: Gpu, before: int = 1) -> bool:
+    """Whether reductions that are not equally long gain where they are apart, since one of the kernels is cut then."""
+    apart = reduced_first(kernel, reductions.uneven(kernel))
+    return len(apart) > 1 and any(
+        reductions.pieces(x, gpu, moments(x) is not None, before) > 1 or _uneven(x, gpu, before + 1) for x in apart
+    )
 
 
 def _apart_from(

@@ -10,8 +10,9 @@ from typing import Any
 from terrazzo.ir.address import coefficient, flatten, unflatten
 from terrazzo.ir.contraction import Contraction, contraction
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import FloorDiv, Mod, Var
+from terrazzo.ir.expr import Expr, FloorDiv, Mod, Var
 from terrazzo.ir.node import substitute, topological, transform
+from terrazzo.ir.sites import product
 
 
 def collapse(kernel: l.Kernel) -> l.Kernel:
@@ -228,8 +229,8 @@ def _number(digits: Sequence[Any]) -> Any:
 
 
 def flat_reductions(kernel: l.Kernel) -> l.Kernel:
-    """`kernel` with every reduction over one axis, so that threads and pieces divide all of it; contractions stay as
-    they are.
+    """`kernel` with every reduction over one axis, so that threads and pieces divide all of it. The contractions of a
+    product stay as they are, and so do windows, whose places would be found by dividing.
 
     @loop
     def f(x: f32[3, 3, 3]):
@@ -251,8 +252,15 @@ def flat_reductions(kernel: l.Kernel) -> l.Kernel:
                 z[a0] = acc0
         return (z,)
     """
+    whole = product(kernel) is not None
+    return _flat(kernel, lambda r: contraction(r) is None or not (whole or _window(r)))
 
-    return _flat(kernel, lambda r: contraction(r) is None)
+
+def _window(r: l.Reduce) -> bool:
+    """Whether something is read where a reduced axis and a free one meet in one dimension."""
+    axes, args = l.open_binder(r)
+    every = [i.free for x in topological(args) if isinstance(x, l.Load) for i in x.index if isinstance(i, Expr)]
+    return any(free & set(axes) and free - set(axes) for free in every)
 
 
 def flat_products(kernel: l.Kernel) -> l.Kernel:

@@ -164,13 +164,13 @@ which blocks share.
 """
 
 
-def pieces(kernel: l.Kernel, gpu: Gpu, together: bool = False) -> int:
+def pieces(kernel: l.Kernel, gpu: Gpu, together: bool = False, before: int = 0) -> int:
     """Into how many pieces the reductions of a kernel are cut, by what the model says of both ways: 1 where it cannot
     be, or is not worth it.
 
     A block reads as fast as a processor's share of the memory at most, so many blocks are faster than few. Pieces take
-    a launch more, and their states are written and read. Where a piece has a state for one reduction after the other,
-    `together`, it is short enough to be read from memory once.
+    a launch more, and their states are written and read; so many kernels come `before` that would not otherwise. Where
+    a piece has a state for one reduction after the other, `together`, it is short enough to be read from memory once.
     """
     rows, inner, top = parts(kernel)
     found = n.accumulators(kernel).values()
@@ -180,7 +180,7 @@ def pieces(kernel: l.Kernel, gpu: Gpu, together: bool = False) -> int:
     if inner and column_of(rows, top) is not None:
         return 1  # what is read by columns and stored by rows is transposed on its way, in one kernel
     chosen = reduction(kernel, gpu, whole=False)
-    blocks = math.prod(f.size for _, b in chosen.axes if not isinstance(b, Like) for f in b if f.level == "grid")
+    blocks = _blocks(chosen)
     first = [r for r in top if not any(x in top for x in topological(r.args))]
     once, read = (sum(map(_bytes, {x for r in found for x in _loads([r])})) for found in (first, top))
     read = sum(sum(map(_bytes, _loads([r]))) for r in top if r not in first) + once
@@ -191,13 +191,46 @@ def pieces(kernel: l.Kernel, gpu: Gpu, together: bool = False) -> int:
     if (most := min(most, once // (blocks * LEAST), length // 8)) < 2:
         return 1
     states = 8 * most * sum(math.prod(size_of(a) for a in rows if a in r.free) for r in top)
-    launches = (1 if together or len(first) == len(top) else 2 * _stages(top) - 1) + bool(rest)
+    launches = before + (1 if together or len(first) == len(top) else 2 * _stages(top) - 1) + bool(rest)
     share = gpu.memory / gpu.processors
     stored = sum(_bytes(l.Load(s.buffer, s.index)) for s in kernel.stores)
     whole = once + stored if chosen.operands else (once if together and not far else read) + rest
     cut = (once if together else read) / min(gpu.memory, blocks * most * share) + rest / gpu.memory
     cut += states / gpu.cache + launches * gpu.launch
     return _even(length, most, unit(top)) if cut < whole / min(gpu.memory, blocks * share) else 1
+
+
+def crowded(kernel: l.Kernel, gpu: Gpu) -> bool:
+    """Whether the few blocks that share short reductions have so many points of rows to compute that the others would
+    be faster, even a launch later.
+    """
+    rows, inner, top = parts(kernel)
+    if not (inner and top) or column_of(rows, top) is not None:
+        return False
+    chosen = reduction(kernel, gpu)
+    speed = min(gpu.memory, _blocks(chosen) * gpu.memory / gpu.processors)
+    read, rest = (sum(map(_bytes, found)) for found in (set(_loads(top)), _inside(kernel, inner)))
+    stored = sum(_bytes(l.Load(s.buffer, s.index)) for s in kernel.stores)
+    whole = read + stored if chosen.operands else read + rest
+    return read / speed + rest / gpu.memory + gpu.launch < whole / speed
+
+
+def _blocks(schedule: Schedule) -> int:
+    lines = [b for _, b in schedule.axes if not isinstance(b, Like)]
+    return math.prod(f.size for b in lines for f in b if f.level == "grid")
+
+
+def uneven(kernel: l.Kernel) -> list[l.Reduce]:
+    """Of reductions that are not equally long, which pieces of one size cannot divide: the longest, or where those need
+    others, what needs none. None where all are alike.
+    """
+    _, _, top = parts(kernel)
+    sizes = [math.prod(map(size_of, r.axes)) for r in top]
+    longest = [r for r, size in zip(top, sizes, strict=True) if size == max(sizes)]
+    if len(longest) == len(top):
+        return []
+    first = [r for r in top if not any(x in top for x in topological(r.args))]
+    return longest if set(longest) <= set(first) else first
 
 
 def _stages(top: Sequence[l.Reduce]) -> int:
