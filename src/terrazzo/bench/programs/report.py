@@ -75,7 +75,8 @@ def summary(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
     families = dict.fromkeys(c["family"] for c in record["cases"])
     for dtype in dict.fromkeys(c["dtype"] for c in record["cases"]):
         own = [c for c in record["cases"] if c["dtype"] == dtype]
-        found += [_summed(family, dtype, [c for c in own if c["family"] == family]) for family in families]
+        by_family = {family: [c for c in own if c["family"] == family] for family in families}
+        found += [_summed(family, dtype, cases) for family, cases in by_family.items() if cases]
         found.append(_summed("all", dtype, own))
     return found
 
@@ -87,7 +88,7 @@ def _summed(family: str, dtype: str, cases: Sequence[Mapping[str, Any]]) -> tupl
         dtype,
         str(len(cases)),
         str(len(cases) - len(good)),
-        f"{_geomean(ratio(c) for c in good):.2f}x",
+        f"{_geomean(ratio(c) for c in good):.2f}x" if good else "",
         str(sum(ratio(c) < LEAST for c in good)),
         str(sum(memory(c) > MEMORY for c in good)),
         str(sum(len(c["fallbacks"]) for c in good)),
