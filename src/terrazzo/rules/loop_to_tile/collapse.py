@@ -230,7 +230,7 @@ def _number(digits: Sequence[Any]) -> Any:
 
 def flat_reductions(kernel: l.Kernel) -> l.Kernel:
     """`kernel` with every reduction over one axis, so that threads and pieces divide all of it. The contractions of a
-    product stay as they are, and so do windows, whose places would be found by dividing.
+    product stay as they are, and so do short ones and windows, whose places would be found by dividing.
 
     @loop
     def f(x: f32[3, 3, 3]):
@@ -253,11 +253,17 @@ def flat_reductions(kernel: l.Kernel) -> l.Kernel:
         return (z,)
     """
     whole = product(kernel) is not None
-    return _flat(kernel, lambda r: contraction(r) is None or not (whole or _window(r)))
+    return _flat(kernel, lambda r: contraction(r) is None or not (whole or _in_place(r)))
 
 
-def _window(r: l.Reduce) -> bool:
-    """Whether something is read where a reduced axis and a free one meet in one dimension."""
+SHORT = 16
+"""Products that a thread sums by itself, at most."""
+
+
+def _in_place(r: l.Reduce) -> bool:
+    """Whether a sum of products is short, or reads where a reduced axis and a free one meet in one dimension."""
+    if math.prod(a.extent for a in r.axes) <= SHORT:
+        return True
     axes, args = l.open_binder(r)
     every = [i.free for x in topological(args) if isinstance(x, l.Load) for i in x.index if isinstance(i, Expr)]
     return any(free & set(axes) and free - set(axes) for free in every)
@@ -299,10 +305,10 @@ def _flat(kernel: l.Kernel, which: Callable[[l.Reduce], bool]) -> l.Kernel:
     """`kernel` with some reductions over one axis."""
 
     def visit(node: Any) -> Any:
-        if not isinstance(node, l.Reduce) or len(node.axes) < 2 or not which(node):
+        if not isinstance(node, l.Reduce) or len(node.axes) < 2:
             return node
         extents = [a.extent for a in node.axes]
-        if not all(isinstance(e, int) and e > 0 for e in extents):
+        if not all(isinstance(e, int) and e > 0 for e in extents) or not which(node):
             return node
         axes, args = l.open_binder(node)
         flat = Var(l.fresh_name(), math.prod(extents))
