@@ -182,6 +182,23 @@ def test_patches_that_overlap_cost_what_finding_them_does() -> None:
     assert boxes.copying(plain_, HOPPER) < 2 * size + HOPPER.launch
 
 
+def test_padding_is_no_patches() -> None:
+    """Every element is read once and lies where its row and column say, though there are more points than elements."""
+    text = PLAIN.replace("p=bf16[100352, 9]", "p=bf16[100352, 16]").replace("free(9)", "free(16)")
+    (padded,) = parse(text.replace("x[a0, a1]", "x[a0, a1] if a1 < 9 else 0")).steps
+    size = sum(b.type.span for b in (*padded.reads, *padded.writes)) / HOPPER.memory
+    assert boxes.copying(padded, HOPPER) < 3 * size + HOPPER.launch
+
+
+def test_two_products_of_odd_rows_are_padded() -> None:
+    def critics(x: Any, v: Any, w: Any) -> Any:
+        return F.relu(F.linear(x, v)), F.relu(F.linear(x, w))
+
+    args = tuple(torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((16384, 393), (256, 393), (256, 393)))
+    done = lowering(capture(critics, args).program, Options(target="sm_90a"))
+    assert any("on wgmma" in e.reason for e in done.log.events if e.pass_name == "schedule" and e.fired)
+
+
 PATCHES = """@loop
 def f(x: bf16[32, 56, 56]):
     with kernel('p', p=bf16[100352, 9]):
