@@ -116,8 +116,9 @@ def _copied(load: l.Load, store: l.Store, axes: Sequence[Any]) -> float:
     along = next((a for a in axes if step(store, a) == 1), None)
     if along is None or (along in load.free and step(load, along) not in (0, 1)):
         return TRANSPOSED
-    if any(sum(mentions(e, a) for a in axes) > 1 for e in load.index) and load.inside:
-        return PATCHES  # not what is padded, of which every element is read once
+    overlap = any(sum(mentions(e, a) for a in axes) > 1 for e in load.index)  # padding reads every element once
+    if overlap and math.prod(a.extent for a in axes) > math.prod(load.buffer.type.static_shape) > 1 and load.inside:
+        return PATCHES
     return UNEVEN if load.inside else COPIED
 
 
