@@ -19,7 +19,7 @@ from terrazzo.ir.expr import Bound, Expr
 from terrazzo.ir.node import Node, transform
 from terrazzo.rewrite.rule import Rule
 from terrazzo.rules.loop import fuse, layout, relax
-from terrazzo.rules.loop_to_tile import candidates, pieces
+from terrazzo.rules.loop_to_tile import crossed, pieces
 from terrazzo.rules.tensor_to_loop import lift
 from terrazzo.rules.tile_to_kernel import lower
 from terrazzo.rules.torch_to_tensor import pointwise, reduction, view
@@ -233,7 +233,7 @@ PLANTS: dict[str, Plant] = {
         "relax:relax", "sub", "sub",
     ),
     "axes collapsed in the wrong order": Plant(
-        function(candidates, "collapse", one_digit_twice), lambda x, y: x.t() + y, lambda: (r(9, 9), r(9, 9)),
+        function(crossed, "collapse", one_digit_twice), lambda x, y: x.t() + y, lambda: (r(9, 9), r(9, 9)),
         "schedule:collapse", "add", "add", "sm_80",
     ),
     "a split that finishes wrong": Plant(

@@ -150,11 +150,11 @@ def padded(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     =>
     @loop
     def f(x: f32[3, 9], w: f32[5, 9]):
-        with kernel('z_x', z_x=f32[3, 12]):
+        with kernel('z_x', z_x=f32[3, 12] @ (12, 1)):
             for a0 in free(36):
                 in0 = x[a0 // 12, a0 % 12] if a0 % 12 < 9 else 0
                 z_x[a0 // 12, a0 % 12] = in0
-        with kernel('z_w', z_w=f32[5, 12]):
+        with kernel('z_w', z_w=f32[5, 12] @ (12, 1)):
             for a0 in free(60):
                 in0 = w[a0 // 12, a0 % 12] if a0 % 12 < 9 else 0
                 z_w[a0 // 12, a0 % 12] = in0
