@@ -69,7 +69,7 @@ def test_a_kernel_written_by_hand_runs() -> None:
             "sync()",
             "synk()",
             6,
-            "expected a loop, a condition, a role, an assignment or one of move, atomic, async_copy",
+            "expected a loop, a condition, a role, an assignment or one of load_matrix",
         ),
         ("sync()", "sync(1)", 6, "sync(number, warps) has numbers 1 to 15"),
         ("sync()", "wait_groups()", 6, "expected wait_groups(number, word?)"),

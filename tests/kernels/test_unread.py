@@ -47,7 +47,7 @@ def test_words_that_a_row_has_no_use_for(before: str, after: str, reason: str) -
         ("swizzle=64)\n        w", "swizzle=64, multicast=True)\n        w", "there is no cluster to multicast to"),
         ("ring=4", "ring=4, overlap=1",
          "nothing reads `r0 = ... overlap=1 ...`; what overlaps are two products in a row, "
-         "with a softmax between them: line 4, column 27"),
+         "of which the second takes what is made of the first: line 4, column 27"),
         ('with site("mm"):\n', 'with site("mm"):\n        mm = smem(swizle=128)\n',
          "nothing reads `mm: mm = ... swizle=128"),
     ],
