@@ -189,7 +189,7 @@ def test_a_barrier_that_only_some_reach(name: str) -> None:
         ("matmul of bfloat16", r"(load_matrix\('[^']*', \w+\[[^\]]*\], \w+\[[^,]*, )", r"\g<1>64 + ", "sm_80"),
         ("matmul of bfloat16", r"(multiply_async\(.*, x_s0\[)", r"\g<1>12 + ", "sm_90a"),
         ("sum of the outer axes", r"(meet0\[warp, )lane", r"\1lane + 1", "sm_90a"),
-        ("cumsum", r"x\[block, ", "x[block, 2 + ", "sm_90a"),
+        ("cumsum", r"x\[block,", "x[block + 1,", "sm_90a"),
     ],
 )
 def test_an_index_out_of_bounds(name: str, pattern: str, replacement: str, target: str) -> None:

@@ -155,7 +155,7 @@ def replayed(other: Path, capsys: pytest.CaptureFixture[str], only: str) -> tupl
 
 
 def test_a_checkout_against_another(other: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    edit(other / "src/terrazzo/targets/cuda/emit.py", '"__syncthreads();"', '"__syncthreads( );"')
+    edit(other / "src/terrazzo/ir/dialects/kernel/waits.py", '"__syncthreads();"', '"__syncthreads( );"')
     status, said, record = replayed(other, capsys, "tests: s")
     assert status == 0 and record["counts"]["changed"] >= 1 and record["counts"]["same"] >= 1
     assert "-  __syncthreads( );" in said and "+  __syncthreads();" in said
