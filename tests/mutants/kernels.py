@@ -72,7 +72,7 @@ DERIVED: dict[str, tuple[str, Callable[..., Any], Callable[[], tuple[Any, ...]]]
     "linear through registers": (
         "sm_75",
         lambda x, w: x.t() @ w.t(),
-        lambda: (infinite(r(40, 20), 20), infinite(r(40, 32), 20).t().contiguous()),
+        lambda: (infinite(r(40, 20), 20), infinite(r(40, 64), 20).t().contiguous()),
     ),
     "split product": ("sm_80", lambda x, w: x @ w, lambda: (r(16, 1536), r(1536, 16))),
     "matmul of bfloat16": ("sm_80", lambda x, w: x @ w, lambda: (b(32, 616), b(616, 32))),
