@@ -35,7 +35,8 @@ def test_nothing_is_found(kind: str, count: int) -> None:
     assert not found, "\n".join(found)
     told = "refused: the plan of" if kind == "plans" else "read" if kind == "texts" else "right"
     assert outcomes.total() >= count * 0.9
-    assert sum(n for outcome, n in outcomes.items() if outcome.startswith(told)) >= count // 20
+    few = 30 if kind == "texts" else 20  # most edits of a text leave one that nobody reads
+    assert sum(n for outcome, n in outcomes.items() if outcome.startswith(told)) >= count // few
 
 
 def test_a_seed_means_the_same_examples(monkeypatch: pytest.MonkeyPatch) -> None:
