@@ -132,3 +132,14 @@ def test_one_operand_at_a_time_is_an_array_too() -> None:
     moves = [s for kernel in program.steps for s in k.walk(kernel.body) if isinstance(s, k.Move)]
     assert any(s.target.type.shape == (1,) for s in moves)
     assert parse(show(program)) == program
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+def test_what_several_columns_share_is_not_read_where_all_are_off(target: str) -> None:
+    """Sixteen columns of results read one value, and the last tile has fewer columns than there are."""
+
+    def fn(x: Any, w: Any, i: Any) -> Any:
+        return torch.nn.functional.linear(x, w).view(64, 39, 16) + i[:, :, None]
+
+    args = tensors((64, 400), (624, 400), (64, 39))
+    close(lowered(fn, args, target), fn, args)

@@ -6,14 +6,14 @@ often as there are results.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
 
 from terrazzo.ir import nest as n
-from terrazzo.ir.address import mentions
+from terrazzo.ir.address import coefficient, mentions
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
@@ -198,7 +198,7 @@ class Direct:
         found: l.Load = scope(x.load)
         over = [v for v in (*inner, *self.rows) if _mentions(found, v)]
         others = {*inner, *self.rows, *self.own} - {*over, *((x.j,) if x.j is not None else ())}
-        known = (e for e in inside if not any(mentions(e, v) for v in others))
+        known = [e for e in (_somewhere(e, others) for e in inside) if e is not None]
         guards = (*found.inside, *known, *scope.pending)
         init = l.Literal(zero(x.load.dtype), x.load.dtype) if guards else None
         own = (x.j,) if x.j is not None else ()
@@ -217,6 +217,16 @@ class Direct:
 
         self.builder.loops(_unrolled(over if x.wide else (*over, *own)), at_once if x.wide else one)
         return l.Load(place, at)
+
+
+def _somewhere(e: IntExpr, variables: Iterable[Var]) -> IntExpr | None:
+    """A condition at those values of variables at which it holds if it does at any; None where these are not known."""
+    for v in variables:
+        c = coefficient(e, v)
+        if not isinstance(c, int):
+            return None
+        e = substitute(e, {v: 0 if c <= 0 else _size(v) - 1})
+    return e
 
 
 def beside(
