@@ -60,11 +60,11 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> It
         if before := scans.reduced_before(flat):
             yield from (x.after(flattened) for x in _apart_from(flat, before, gpu, pinned))
         even = reductions.flattened(flat)
-        merged: Rewrite = ("merge_axes", flat, (even,))
+        evened: Rewrite = ("merge_axes", flat, (even,))
         for cut in _cut(even, gpu, pinned):
-            yield cut.after(flattened, merged)
+            yield cut.after(flattened, evened)
         for chosen in together(even, gpu):
-            yield Candidate(((even, *chosen),)).after(flattened, merged)
+            yield Candidate(((even, *chosen),)).after(flattened, evened)
     plain = threads.plain(flat, gpu), "plain", "a thread computes a point at a time"
     yield Candidate(((flat, *plain),)).after(flattened)
 
