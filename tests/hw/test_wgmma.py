@@ -130,8 +130,8 @@ extern "C" __global__ void __launch_bounds__(128, 1) one(float* d, const unsigne
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   __syncthreads();
   const unsigned at = (unsigned)__cvta_generic_to_shared(shared);
-  unsigned long long a = slab_descriptor<{Slab(ROW, PANEL).bits}ull>(at);
-  unsigned long long b = slab_descriptor<{Slab(ROW, PANEL).bits}ull>(at + {sizes[0]});
+  unsigned long long a = slab_descriptor<{Slab(ROW, PANEL).bits}ull>(at, 0);
+  unsigned long long b = slab_descriptor<{Slab(ROW, PANEL).bits}ull>(at, {sizes[0] // 16});
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
   #pragma unroll
   for (int k = 0; k < 4; k++) {instruction.function(transposed)}(x, {a}, b + {step["b"]} * k{", k" if fresh else ""});

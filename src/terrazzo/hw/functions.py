@@ -33,6 +33,7 @@ FUNCTIONS: dict[str, str | Callable[..., str]] = {
     "proxy": barrier.PROXY,
     "registers": barrier.REGISTERS,
     "bulk": tma.STORES,
+    "elected": tma.ELECTED,
     "wgmma": wgmma.DESCRIPTOR + wgmma.GROUPS,
     "tma_load": tma.load_function,
     "tma_store": tma.store_function,

@@ -149,6 +149,14 @@ def _coordinates(rank: int) -> tuple[str, str]:
     return ", ".join(f"int c{k}" for k in range(rank)), ", ".join(f'"r"(c{k})' for k in range(rank))
 
 
+ELECTED = """// One lane of a warp whose lanes are all here, always the same.
+__device__ __forceinline__ bool elected() {
+  unsigned one;
+  asm volatile("{\\n .reg .pred one;\\n elect.sync _|one, 0xffffffff;\\n selp.u32 %0, 1, 0, one;\\n}" : "=r"(one));
+  return one;
+}
+"""
+
 STORES = """// Boxes on their way to global memory, in groups: waited for until they have been read.
 __device__ __forceinline__ void tma_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 template <int open> __device__ __forceinline__ void tma_wait() {

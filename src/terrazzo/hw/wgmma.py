@@ -165,9 +165,15 @@ def _coordinates(fragment: Fragment) -> dict[str, Any]:
     return fragment.coordinates(reg, lane=thread % 32, warp=thread // 32)
 
 
-DESCRIPTOR = """// A slab in shared memory: its address, and what its descriptor says of rows, atoms and panels.
-template <unsigned long long bits> __device__ __forceinline__ unsigned long long slab_descriptor(unsigned address) {
-  return (address & 0x3ffffu) >> 4 | bits;
+UNIT = 16
+"""Bytes that an address in a descriptor counts."""
+
+DESCRIPTOR = """// A slab in shared memory, so many times 16 bytes after an address; `bits` is what its descriptor says of rows, atoms
+// and panels. Slabs end before 2^18, so there is no carry out of the address.
+template <unsigned long long bits>
+__device__ __forceinline__ unsigned long long slab_descriptor(unsigned address, unsigned units) {
+  const unsigned low = ((address & 0x3ffffu) >> 4) + units + unsigned(bits);
+  return bits >> 32 << 32 | low;
 }
 """
 

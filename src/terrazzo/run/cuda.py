@@ -6,6 +6,7 @@ import ctypes
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +104,7 @@ class Cuda:
         if architecture(self.index) != arch:
             raise UserError(f"the target is {arch}, and {device} is {architecture(self.index)}")
         self.device, self.arch, self.driver = f"cuda:{self.index}", arch, driver
+        self.overlaps = GPUS[arch].number >= 90
         self.flags: Any = None
         self.raised = memoryview(b"")
         self.unraised = b""
@@ -234,7 +236,22 @@ class Launch:
         if notes:
             self.pointers[count + len(self.maps)] = ctypes.addressof(self.flag)
         self.blocks, self.threads, self.shared, self.at = blocks, threads, shared, ctypes.addressof(self.pointers)
-        self.launch, self.success = machine.driver.cuLaunchKernel, machine.driver.CUresult.CUDA_SUCCESS
+        self.stream, self.config = 0, self._config()
+        self.launch, self.success = machine.driver.cuLaunchKernelEx, machine.driver.CUresult.CUDA_SUCCESS
+
+    def _config(self) -> Any:
+        """Where the machine can, a kernel is launched while the one before it still runs, and waits for it itself."""
+        driver = self.machine.driver
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = self.blocks, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
+        config.sharedMemBytes = self.shared
+        if self.machine.overlaps:
+            early = driver.CUlaunchAttribute()
+            early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            early.value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = [early], 1
+        return config
 
     def ready(self) -> None:
         """Encode the maps of tensors that lie elsewhere than in the last call."""
@@ -244,7 +261,9 @@ class Launch:
     def __call__(self, stream: int) -> None:
         if self.maps:
             self.ready()
-        (status,) = self.launch(self.function, self.blocks, 1, 1, self.threads, 1, 1, self.shared, stream, self.at, 0)
+        if stream != self.stream:
+            self.config.hStream = self.stream = stream
+        (status,) = self.launch(self.config, self.function, self.at, 0)
         if status != self.success:
             raise UserError(
                 f"kernel {self.step.label} ({self.step.source}) failed to launch: {status.name}; "
@@ -287,10 +306,21 @@ class Graph:
         self.nodes: list[Any] = []
         for launch in launches:
             launch.ready()
-            before = self.nodes[-1:]
-            self.nodes.append(call("cuGraphAddKernelNode", graph, before, len(before), self._parameters(launch)))
+            self.nodes.append(call("cuGraphAddKernelNode", graph, None, 0, self._parameters(launch)))
+        if edges := list(pairwise(self.nodes)):
+            kinds = [self._edge()] * len(edges)
+            call("cuGraphAddDependencies", graph, [a for a, _ in edges], [b for _, b in edges], kinds, len(edges))
         self.known = [bytes(x.addresses) for x in launches]
         self.executable = call("cuGraphInstantiate", graph, 0)
+
+    def _edge(self) -> Any:
+        """That one kernel follows another: as launches do it."""
+        driver = self.machine.driver
+        edge = driver.CUgraphEdgeData()
+        if self.machine.overlaps:
+            edge.type = driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC.value
+            edge.from_port = driver.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
+        return edge
 
     def _parameters(self, launch: Launch) -> Any:
         p = self.machine.driver.CUDA_KERNEL_NODE_PARAMS()

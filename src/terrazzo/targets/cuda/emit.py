@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from importlib import resources
 from typing import Any
@@ -16,6 +17,7 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr, Loaded, terms_of
 from terrazzo.ir.node import Node, topological
+from terrazzo.targets.cuda.counting import counters
 from terrazzo.targets.cuda.settle import settled
 from terrazzo.targets.names import Names, comment, identifier, words
 from terrazzo.targets.terms import (
@@ -81,6 +83,11 @@ def _rounded(kernel: k.Kernel) -> set[Node]:
     return found - others
 
 
+def _sends(s: Node) -> bool:
+    """Whether a statement sends boxes, or waits for those that its own thread sent."""
+    return isinstance(s, k.TensorLoad | k.TensorStore) or (isinstance(s, k.Commit | k.WaitGroups) and s.kind == "bulk")
+
+
 class _Writer:
     def __init__(self, kernel: k.Kernel) -> None:
         self.kernel = kernel
@@ -89,6 +96,8 @@ class _Writer:
         self.unrolled: set[Node] = set()
         self.waits = settled(kernel)
         self.rounded = _rounded(kernel)
+        self.varying = k.varying(kernel.body, ("lane",))
+        self.converged = True
         largest = max((k.shared_bytes(b) // b.type.dtype.size for b in kernel.params), default=0)
         self.int = "int" if largest < 1 << 31 else "i64"
 
@@ -123,8 +132,17 @@ class _Writer:
             self.scope.buffers[s] = place = self.names.local(plain(s.name))
             kind = c_type(s.type.dtype)
             lines.append(f"  {kind}* const {place} = reinterpret_cast<{kind}*>(shared + {at});")
-        lines += self.statements(kernel.body, "  ")
+        first = self.before_memory()
+        lines += self.statements(kernel.body[:first], "  ")
+        lines.append("  if (!tz_begins()) return;")
+        lines += self.statements(kernel.body[first:], "  ")
         return name, "\n".join([*lines, "}"]) + "\n"
+
+    def before_memory(self) -> int:
+        """How many statements come before all that could touch global memory: barriers come into being."""
+        early = (k.If, k.InitBarriers, k.Sync, k.ClusterSync)
+        late = (n for n, s in enumerate(self.kernel.body) if not all(isinstance(x, early) for x in k.walk((s,))))
+        return next(late, len(self.kernel.body))
 
     def numbers(self) -> dict[str, str]:
         """The variables of a thread. wgmma wants descriptors that the compiler sees to be the same in all lanes."""
@@ -190,23 +208,65 @@ class _Writer:
                 return [f"if (warp >= {s.first} && warp < {last}) {{", *registers, *self.statements(s.body, "  "), "}"]
             case k.For():
                 self.unrolled |= {s.axis} if s.unrolled else set()
-                end = s.axis.extent
-                steps = index(end, self.scope)
-                with self.names.block():
-                    self.scope.names[s.axis] = i = self.names.local(s.axis.name)
-                    until = str(steps) if isinstance(end, int) else self.names.local(f"{s.axis.name}_end")
-                    body = self.statements(s.body, "  ")
-                first = f"{self.int} {i} = 0" if isinstance(end, int) else f"{self.int} {i} = 0, {until} = {steps}"
-                head = f"for ({first}; {i} < {until}; {i}++) {{"
-                return [
-                    "#pragma unroll" if s.unrolled else "#pragma unroll 1",
-                    head,
-                    *body,
-                    "}",
-                ]
+                return self.loop(s)
             case k.If():
-                return [f"if ({guard(s.inside, self.scope)}) {{", *self.statements(s.body, "  "), "}"]
+                return self.where(s)
         raise CompilerBug(f"no CUDA for {type(s).__name__}")
+
+    def loop(self, s: k.For) -> list[str]:
+        """A loop, with what it counts along."""
+        outer, end = dict(self.scope.names), s.axis.extent
+        steps = index(end, self.scope)
+        counted = [(c, index(c.first % c.base, self.scope), index(c.first // c.base, self.scope)) for c in counters(s)]
+        with self.names.block(), self.diverged(self.splits(end)):
+            self.scope.names[s.axis] = i = self.names.local(s.axis.name)
+            head, after = [f"{i} = 0"], []
+            if not isinstance(end, int):
+                until = self.names.local(f"{s.axis.name}_end")
+                head.append(f"{until} = {steps}")
+                steps = until
+            for c, rest, quotient in counted:
+                name = self.names.local(f"{s.axis.name}_mod{c.base}")
+                head.append(f"{name} = {rest}")
+                again = [f"{name} = 0;"]
+                if c.rest:
+                    self.scope.names[c.rest] = name
+                if c.quotient:
+                    self.scope.names[c.quotient] = divided = self.names.local(f"{s.axis.name}_div{c.base}")
+                    head.append(f"{divided} = {quotient}")
+                    again.append(f"{divided}++;")
+                after.append(f"  if (++{name} == {c.base}) {{ {' '.join(again)} }}")
+            body = self.statements(s.body, "  ")
+        self.scope.names = outer
+        return [
+            "#pragma unroll" if s.unrolled else "#pragma unroll 1",
+            f"for ({self.int} {', '.join(head)}; {i} < {steps}; {i}++) {{",
+            *body,
+            *after,
+            "}",
+        ]
+
+    def where(self, s: k.If) -> list[str]:
+        """A condition. Boxes are sent by an elected lane where a warp's are together: of `lane == 0` the compiler does
+        not know that it holds for one, and it writes a loop over those for which it may.
+        """
+        others = [e for e in s.inside if e != -k.LANE]
+        apart = not self.converged or any(self.splits(e) for e in others)
+        elects = len(others) < len(s.inside) and not apart and any(map(_sends, k.walk(s.body)))
+        condition = [guard(others, self.scope), "elected()"] if elects else [guard(s.inside, self.scope)]
+        with self.diverged(apart or len(others) < len(s.inside)):
+            return [f"if ({' && '.join(filter(None, condition))}) {{", *self.statements(s.body, "  "), "}"]
+
+    def splits(self, e: IntExpr) -> bool:
+        """Whether lanes of a warp may have different values of an expression."""
+        return k.depends(e, ("lane",), self.varying)
+
+    @contextmanager
+    def diverged(self, apart: bool) -> Iterator[None]:
+        """While what some lanes may not do is written."""
+        before, self.converged = self.converged, self.converged and not apart
+        yield
+        self.converged = before
 
     def declare(self, s: k.Declare) -> list[str]:
         kind = c_type(s.place.type.dtype)
@@ -264,7 +324,9 @@ class _Writer:
 
     def descriptor(self, place: l.Buffer, at: Sequence[IntExpr], transposed: bool) -> str:
         assert isinstance(place, k.Shared)
-        return f"slab_descriptor<{wgmma.slab(place, transposed).bits:#x}ull>({self.slab(place, at)})"
+        bits = f"{wgmma.slab(place, transposed).bits:#x}ull"
+        units = flatten(tuple(at), place.type.element_strides) * place.type.dtype.size // wgmma.UNIT
+        return f"slab_descriptor<{bits}>(shared_address({self.scope.buffers[place]}), {index(units, self.scope)})"
 
     def group(self, place: l.Buffer, at: Sequence[IntExpr], count: int) -> str:
         kind = c_type(place.type.dtype)

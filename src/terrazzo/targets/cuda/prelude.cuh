@@ -19,6 +19,18 @@ using uint64_t = u64;
 #define INT64_MIN (-9223372036854775807LL - 1)
 #define TZ static __device__ __forceinline__
 
+// The kernel before this one in its stream may still run: what it wrote is there from here on, and the next one may be
+// launched, which waits here likewise. Always true, which the compiler does not know: it would read some memory before.
+TZ bool tz_begins() {
+#if __CUDA_ARCH__ >= 900
+  u32 blocks;
+  asm volatile("griddepcontrol.wait;\n griddepcontrol.launch_dependents;\n mov.u32 %0, %%nctaid.x;" : "=r"(blocks) :: "memory");
+  return blocks;
+#else
+  return true;
+#endif
+}
+
 namespace std {  // the few of its templates that scalars.h needs
 template <bool, class A, class B> struct conditional { using type = A; };
 template <class A, class B> struct conditional<false, A, B> { using type = B; };

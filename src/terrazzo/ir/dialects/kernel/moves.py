@@ -114,7 +114,7 @@ class TensorLoad(Statement, dialect="kernel", op="tensor_load"):
         _seen(self.op, self.source, self.tensor, self.at)
 
     def functions(self, cluster: int) -> tuple[Function, ...]:
-        return ("mbarrier",), ("tma_load", len(self.box), cluster > 1)
+        return ("mbarrier",), ("elected",), ("tma_load", len(self.box), cluster > 1)
 
     def cuda(self, w: Cuda) -> list[str]:
         at = ", ".join(w.index(e) for e in reversed(self.at))
@@ -156,7 +156,7 @@ class TensorStore(Statement, dialect="kernel", op="tensor_store"):
         _seen(self.op, self.target, self.tensor, self.to)
 
     def functions(self, cluster: int) -> tuple[Function, ...]:
-        return ("bulk",), ("tma_store", len(self.box), self.reduction)
+        return ("bulk",), ("elected",), ("tma_store", len(self.box), self.reduction)
 
     def cuda(self, w: Cuda) -> list[str]:
         at = ", ".join(w.index(e) for e in reversed(self.to))
