@@ -19,7 +19,8 @@ class Warpgroups:
     memory in boxes, at `rows` where threads take them from there one by one, and at `direct` from registers. A kernel
     takes `fill` until its first step, one of clusters `cluster` more, and one of partial sums `part` more and `states`
     times as long for these as the cache would need. `flying` bytes must be on their way in a processor for its share of
-    the memory's rate.
+    the memory's rate. A step of blocks that all fetch the same rows takes `crowd` for each of them, since one slice of
+    the cache serves a row, and rows that begin anywhere in its lines take `straddling` times as long.
     """
 
     rate: float
@@ -38,6 +39,8 @@ class Warpgroups:
     flying: float
     read: float
     after: float
+    crowd: float = 0.0
+    straddling: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -72,14 +75,15 @@ class Gpu:
 
 
 H200 = Warpgroups(
-    rate=830000, start=23.0, step=31.0, latency=1800.0, shared=144.0, cache=14000.0, gathered=53.0, rows=30.0,
-    direct=20.4, fill=1000.0, cluster=1400.0, part=1350.0, states=3.9, flying=34000.0, read=18.0, after=120.0,
+    rate=830000, start=38.0, step=15.0, latency=900.0, shared=144.0, cache=14000.0, gathered=21.0, rows=18.0,
+    direct=29.0, fill=1200.0, cluster=1600.0, part=1450.0, states=6.2, flying=21500.0, read=18.0, after=120.0,
+    crowd=2.8, straddling=2.1,
 )  # fmt: skip
-"""Fitted to the times of 490 schedules of 20 products (benchmarks/fits/h200-tiles.json), by how far they were off and
-by how much was lost where they chose: about 1 % of the best of these schedules. What is lost on other products was not
-measured. `rows` is an estimate (results that left registers two bytes at a time did so at 8). `read` and `after` are of
-three products each, with a residual or GELU beside bias and ReLU (22 November 2026): 13 to 21 bytes, where one took
-nothing, and 65 to 235 operations.
+"""Fitted to the times of 2,300 schedules of 80 products of bf16 (benchmarks/fits/h200-tiles.json), by how far they were
+off and by how much was lost where they chose: 3 % of the best of these schedules in the mean, 11 % at most. `rate`,
+`shared`, `cache` and the memory's rate were held. `rows` is an estimate. `read` and `after` are of three products each,
+with a residual or GELU beside bias and ReLU (22 November 2026): 13 to 21 bytes, where one took nothing, and 65 to 235
+operations.
 """
 
 # Those of sm_90a were measured on an H200; the others are estimates from data sheets.
@@ -100,7 +104,7 @@ GPUS = {
             60000,
             480000,
             (4800, 67000, 989000),
-            wave=1400.0,  # 1024 products of 128 cubed took 40.9 us, of which 24 are all else
+            wave=2100.0,
             features=("wgmma",),
             warpgroups=H200,
         ),

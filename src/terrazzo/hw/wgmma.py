@@ -168,8 +168,8 @@ def _coordinates(fragment: Fragment) -> dict[str, Any]:
 UNIT = 16
 """Bytes that an address in a descriptor counts."""
 
-DESCRIPTOR = """// A slab in shared memory, so many times 16 bytes after an address; `bits` is what its descriptor says of rows, atoms
-// and panels. Slabs end before 2^18, so there is no carry out of the address.
+DESCRIPTOR = """// A slab in shared memory, so many times 16 bytes after an address; `bits` is what its
+// descriptor says of rows, atoms and panels. Slabs end before 2^18, so there is no carry out of the address.
 template <unsigned long long bits>
 __device__ __forceinline__ unsigned long long slab_descriptor(unsigned address, unsigned units) {
   const unsigned low = ((address & 0x3ffffu) >> 4) + units + unsigned(bits);

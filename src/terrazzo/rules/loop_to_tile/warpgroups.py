@@ -30,11 +30,13 @@ still seen in them.
 """
 ROWS = 64
 """Rows of an instruction."""
+LINE = 128
+"""Bytes of a line of the cache."""
 LEAST = 16
 """Bytes of a row of a box, and columns of results that leave in boxes, at least."""
 COLUMNS = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
 """Columns of the instructions that are tried."""
-SLOTS = 12
+SLOTS = 8
 """Of a ring, at most."""
 RESULTS = 2
 """Subtiles of results on their way."""
@@ -229,7 +231,8 @@ class Work:
     """What a kernel does, as far as its time depends on it: so many tiles of m rows and n columns for each of `count`
     products, by clusters of so many blocks, in steps for which a block fetches some bytes into one of its slots of so
     many `held` bytes, and which take `extra` nanoseconds. Results leave at a rate, and computing a tile's of its sums
-    takes `after` nanoseconds. `least` bytes of memory are touched. A step has `depth` products of each sum.
+    takes `after` nanoseconds. `least` bytes of memory are touched. A step has `depth` products of each sum. So many
+    `readers` fetch the same rows at once.
     """
 
     m: int
@@ -247,6 +250,7 @@ class Work:
     extra: float = 0.0
     depth: int = STEP
     after: float = 0.0
+    readers: int = 0
 
 
 def lasts(work: Work, gpu: Gpu) -> float:
@@ -261,7 +265,8 @@ def lasts(work: Work, gpu: Gpu) -> float:
     each = 2.0 * work.m * work.n * work.depth * work.count
     arithmetic = each * gpu.processors * (work.n + has.start) / work.n / has.rate
     fetched = max(work.fetched * active / has.cache, work.fetched / has.shared)
-    step = max(arithmetic, fetched, has.latency / work.slots) + has.step + work.extra
+    crowded = has.crowd * min(work.readers, walkers)
+    step = max(arithmetic, fetched, has.latency / work.slots, crowded) + has.step + work.extra
     tile = work.steps * step + work.m * work.n * work.results / work.rate + work.after
 
     def wave(tiles: int, count: int) -> float:
@@ -284,14 +289,12 @@ def _time(p: Product, tile: Tile, pieces: int, gpu: Gpu) -> float:
     if has is None:
         return math.inf
     batch = math.prod(a.extent for a in p.batch)
-    down = sum(tile.rows in x.free for x in p.operands)
-    rows, columns = (2 if tile.split is x else 1 for x in (tile.columns, tile.rows))
     outer, inner = steps(p, tile)
     stored = results(p).moved if pieces == 1 else 4 * count * batch * p.m.extent * p.n.extent
     work = Work(
         tile.m, tile.n, sum(len(c.terms) for c in p.sites), _clusters(p, tile) * pieces, tile.blocks,
         steps=outer * ceil(inner, pieces),
-        fetched=(tile.m * down / rows + tile.n * (len(p.operands) - down) / columns) * tile.k * 2,
+        fetched=sum(_fetched(x, tile) * (has.straddling if _straddles(x) else 1) for x in p.operands),
         held=_bytes(p, tile),
         slots=_slots(p, tile, gpu),
         results=4 * count if pieces > 1 else results(p).stored,
@@ -300,11 +303,32 @@ def _time(p: Product, tile: Tile, pieces: int, gpu: Gpu) -> float:
         extra=PROMOTION * len(set(p.sites[0].scales)) if promotes(p) and tile.groups == 1 else 0.0,
         depth=tile.k,
         after=after(p, tile.m * tile.n, has) if pieces == 1 else 0.0,
+        readers=_readers(tile),
     )  # fmt: skip
     time = lasts(work, gpu)
     if pieces > 1:
         time += has.part + has.states * pieces * batch * p.m.extent * p.n.extent * count * 4 / gpu.cache
     return time
+
+
+def _fetched(x: Any, tile: Tile) -> float:
+    """Bytes of an operand that a block fetches for a step; blocks of a cluster fetch halves of what both need."""
+    shared = tile.split is not None and tile.split not in x.free
+    return (tile.m if tile.rows in x.free else tile.n) * tile.k * 2 / (2 if shared else 1)
+
+
+@lru_cache(maxsize=4096)
+def _straddles(x: Any) -> bool:
+    """Whether rows of an operand begin anywhere in the cache's lines."""
+    offset = flatten(x.index, x.buffer.type.element_strides)
+    steps = (coefficient(offset, a) for a in x.free)
+    return any(c != 1 and (not isinstance(c, int) or 2 * c % LINE) for c in steps)
+
+
+def _readers(tile: Tile) -> int:
+    """How many clusters fetch the same rows of an operand at once: all of a product, where one tile covers an axis."""
+    rows, columns = (ceil(a.extent, tile.covered(a)) for a in (tile.rows, tile.columns))
+    return max(rows, columns) if min(rows, columns) == 1 else 0
 
 
 def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:

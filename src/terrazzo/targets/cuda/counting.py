@@ -58,5 +58,6 @@ def _divisions(loop: k.For) -> Iterator[Mod | FloorDiv]:
         if x.b & (x.b - 1) == 0 and at_least(x.a, 0):
             continue
         alone = {fs: c for fs, c in terms_of(x.a).items() if loop.axis in frozenset().union(*(f.free for f in fs))}
-        if alone == {(loop.axis,): 1} and not x.a.free & inner and not any(isinstance(y, Loaded) for y in topological([x.a])):
+        known = not x.a.free & inner and not any(isinstance(y, Loaded) for y in topological([x.a]))
+        if known and alone == {(loop.axis,): 1}:
             yield x
