@@ -4,15 +4,22 @@ as soon as what it is made of is there.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from tests.kernels.test_arrangements import derived, right
+from tests.rules.test_catalog import assert_same, example
 
 from terrazzo.hw.gpu import gpu
 from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.plan import Plan, Product, Ring, Stream
-from terrazzo.ir.text import parse
+from terrazzo.ir.text import parse, show
+from terrazzo.rewrite.rule import Log
+from terrazzo.rules.loop import beside
 from terrazzo.rules.tile.complete import complete
 
 
@@ -145,6 +152,19 @@ def test_what_is_no_box_comes_to_registers() -> None:
 def test_products_go_on_while_the_next_step_begins() -> None:
     """In the loop over steps nothing waits for all products but the factor that is made of all that were begun."""
     (kernel,) = derived(Both().text).steps
-    loops = [s for s in k.walk(kernel.body) if isinstance(s, k.For) and any(isinstance(x, k.WaitGroups) for x in s.body)]
+    loops = [s for s in k.walk(kernel.body) if isinstance(s, k.For)]
     waits = [[x.open for x in s.body if isinstance(x, k.WaitGroups) and x.kind == "wgmma"] for s in loops]
     assert [w for w in waits if w] == [[1, 1, 0], [1, 1, 0]]  # of each team
+
+
+def test_chains_that_share_sums_become_one_kernel() -> None:
+    """By the example of the rewrite; where the model is against it, or a result is made of the other, they stay two."""
+    before, after = map(parse, example(inspect.getdoc(beside.chains_beside) or "", "chains_beside"))
+
+    def made(program: l.Program, price: Callable[[Any], float] = len, why: str = "") -> l.Program:
+        return beside.chains_beside(program, Log(), price, lambda kernel: why)
+
+    assert made(before) == after
+    assert_same(before, after)
+    assert made(before, lambda steps: -len(steps)) == made(before, why="there is no room") == before
+    assert len(made(parse(show(before).replace("v[r1, a1]", "z[r1 % 4, a1]"))).steps) == 2

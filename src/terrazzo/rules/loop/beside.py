@@ -24,6 +24,61 @@ Refusal = Callable[[l.Kernel], str]
 def chains_beside(program: l.Program, log: Log, price: Price, refusal: Refusal) -> l.Program:
     """`program` with chains in one kernel that share sums inside, where that is faster by the model. `refusal` says why
     a kernel is not worth having.
+
+    @loop
+    def f(x: f32[4, 6], y: f32[5, 6], u: f32[5, 3], v: f32[5, 3]):
+        with kernel('z', z=f32[4, 3]):
+            for a0 in free(4):
+                for a1 in free(3):
+                    for r1 in reduce(5):
+                        in0 = u[r1, a1]
+                        for r0 in reduce(6):
+                            in1 = x[a0, r0]
+                            in2 = y[r1, r0]
+                            v0 = mul(in1, in2)
+                            acc1 <- sum(v0)
+                        v1 = exp(acc1)
+                        v2 = mul(v1, in0)
+                        acc0 <- sum(v2)
+                    z[a0, a1] = acc0
+        with kernel('w', w=f32[4, 3]):
+            for a0 in free(4):
+                for a1 in free(3):
+                    for r1 in reduce(5):
+                        in0 = v[r1, a1]
+                        for r0 in reduce(6):
+                            in1 = x[a0, r0]
+                            in2 = y[r1, r0]
+                            v0 = mul(in1, in2)
+                            acc1 <- sum(v0)
+                        v1 = tanh(acc1)
+                        v2 = mul(v1, in0)
+                        acc0 <- sum(v2)
+                    w[a0, a1] = acc0
+        return (z, w)
+    =>
+    @loop
+    def f(x: f32[4, 6], y: f32[5, 6], u: f32[5, 3], v: f32[5, 3]):
+        with kernel('z', z=f32[4, 3], w=f32[4, 3]):
+            for a0 in free(4):
+                for a1 in free(3):
+                    for r1 in reduce(5):
+                        in0 = u[r1, a1]
+                        in1 = v[r1, a1]
+                        for r0 in reduce(6):
+                            in2 = x[a0, r0]
+                            in3 = y[r1, r0]
+                            v0 = mul(in2, in3)
+                            acc2 <- sum(v0)
+                        v1 = exp(acc2)
+                        v2 = mul(v1, in0)
+                        v3 = tanh(acc2)
+                        v4 = mul(v3, in1)
+                        acc0 <- sum(v2)
+                        acc1 <- sum(v4)
+                    z[a0, a1] = acc0
+                    w[a0, a1] = acc1
+        return (z, w)
     """
     kernels = [s for s in program.steps if isinstance(s, l.Kernel)]
     found = [(s, c) for s in kernels if len(s.stores) == 1 and (c := chain(s)) is not None]

@@ -153,8 +153,8 @@ def _gathered(c: Chain) -> tuple[Site, ...]:
     times = Factor("time", width // part, (("ring", gathering(c)),)), Factor("block", part)
     through = Operand("smem", (("by", "tma"), ("swizzle", 2 * part)))
     names = [s.buffer.name for s in _wide(c)]
-    out = {(x,): Site((x,), ((c.columns.name, times),), ((x, through),)) for x in names}
-    return tuple(out.get(s.names, s) for s in alike(c))
+    out = {x: Site((x,), ((c.columns.name, times),), ((x, through),)) for x in names}
+    return tuple(out.get(s.names[0], s) for s in alike(c))
 
 
 # -- which there are, and which is best --------------------------------------------------------------------------------

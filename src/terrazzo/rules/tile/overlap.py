@@ -56,9 +56,9 @@ def check(plan: Plan, draft: Draft) -> None:
 
 @rule(keys=(Plan,))
 def take_turns(plan: Plan, draft: Draft) -> Plan | None:
-    """`r1 = time(32, ring=3, overlap=1)` where there are more than two lines of products: each begins as soon as what it
-    is made of is there, and is waited for where it is wanted. The last ones go on while the first one of the next step
-    does, and free their slots a step late.
+    """`r1 = time(32, ring=3, overlap=1)` where there are more than two lines of products: each begins as soon as what
+    it is made of is there, and is waited for where it is wanted. The last ones go on while the first one of the next
+    step does, and free their slots a step late.
     """
     rings, products = plan.all(Ring), plan.all(Product)
     if not rings or any(r.late for r in rings) or not staggered(draft, products):

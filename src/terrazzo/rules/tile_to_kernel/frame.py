@@ -44,9 +44,7 @@ Kept = dict[Node, tuple[k.Registers, tuple[IntExpr, ...]]]
 """Loads, the registers that have what they load, and where in these it is."""
 
 
-def loaded(
-    builder: Builder, load: l.Load, digits: Sequence[Digit], free: Sequence[k.Registers] = ()
-) -> k.Registers:
+def loaded(builder: Builder, load: l.Load, digits: Sequence[Digit], free: Sequence[k.Registers] = ()) -> k.Registers:
     """Registers, indexed by some digits, with what a load loads: several at once where they lie side by side. Those
     that are `free` and fit are taken again.
     """

@@ -68,8 +68,8 @@ class Made:
         return {self.term: self.values}
 
     def fetch(self, env: dict[Any, Any], others: Collection[l.Load] = ()) -> None:
-        """What the factor is made of besides sums comes to registers, while products are on their way; but for `others`,
-        which came with slabs.
+        """What the factor is made of besides sums comes to registers, while products are on their way; but for
+        `others`, which came with slabs.
         """
         wanted = [x for x in self.loads() if x not in self.begun and x not in others]
         self.fetched = self._loaded(env, wanted, self.free)

@@ -1,6 +1,7 @@
-"""Several products in a step, each begun as soon as what it is made of is there, so that tensor cores always have one to
-do: the first sums are waited for while the second ones are on their way, what is made of them is multiplied while the
-next factor is made, and the last products go on while the next step's first one does.
+"""Several products in a step that overlap, so that tensor cores have something to do while factors are made: the first
+sums become a factor while the second ones are on their way, and the last products go on while the next step's first one
+does. All factors are made before one is multiplied, for ptxas lets no product in registers begin beside another one
+that was begun before these had their values.
 """
 
 from __future__ import annotations
