@@ -32,6 +32,7 @@ from terrazzo.reproduce import failing, reproducible
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules import torch_to_tensor
 from terrazzo.rules.loop.again import products_again
+from terrazzo.rules.loop.beside import chains_beside
 from terrazzo.rules.loop.channels import channels_last
 from terrazzo.rules.loop.fold import fold
 from terrazzo.rules.loop.fuse import fuse, seen_through
@@ -85,8 +86,9 @@ def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
     """Softmaxes, and products that are only multiplied, in the kernels that read them. Other weights are rounded."""
     gpu = machine(options)
     refused = partial(chains.refusal, gpu=gpu, lost=tried)
-    made = products_again(online(p, log, refused), log, partial(expected, gpu=gpu), refused, options.materialize)
-    return rounded_weights(made, log, target(options.target).rates.matrix)
+    price = partial(expected, gpu=gpu)
+    made = products_again(online(p, log, refused), log, price, refused, options.materialize)
+    return rounded_weights(chains_beside(made, log, price, refused), log, target(options.target).rates.matrix)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from terrazzo.front.capture import capture
 from terrazzo.interp import kernel as simulator
 from terrazzo.interp.torch import to_numpy
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.plan import Frame, Product, Reach
+from terrazzo.ir.plan import Frame, Product, Reach, Ring
 from terrazzo.ir.text import parse
 from terrazzo.options import Options
 from terrazzo.pipelines import PASSES, lowering, stages
@@ -114,8 +114,8 @@ def test_steps_that_a_mask_hides_are_not_visited() -> None:
     args = tensors(*((1, 1, 320, 64),) * 4)
     found = lowered(gradients(causal), args, "sm_90a")
     reaches = plans(found, Reach)
-    assert [bool(x.since) for x in reaches] == [False, False, True, True]
-    assert sum(x.early for x in plans(found, Product)) == 4
+    assert [bool(x.since) for x in reaches] == [False, False, True]
+    assert sum(x.early for x in plans(found, Product)) == 2 and any(x.late for x in plans(found, Ring))
     close(found, gradients(causal), args)
 
 
@@ -161,8 +161,8 @@ def test_no_weight_is_stored(fn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     args = tensors(q, kv, kv, q)
     found = lowered(gradients(fn), args, "sm_90a")
     assert max(b.type.numel for s in found.lowering.loop.steps for b in s.writes) < 2 * 192 * 192
-    chains = [p for _, p in found.lowering.at("tile").plans if len(p.all(Product)) == 2]
-    assert [len(p.all(Product)[0].sites) for p in chains] == [1, 2, 2, 1]
+    chains = [p for _, p in found.lowering.at("tile").plans if len(p.all(Product)) > 1]
+    assert [sum(len(x.sites) for x in p.all(Product)) for p in chains] == ([2, 3, 3, 2] if fn is grouped else [2, 3, 4])
     close(found, gradients(fn), args)
 
 

@@ -149,7 +149,7 @@ class Stream(Line, dialect="plan", op="stream"):
     one box (`vector` 0), of which each of `multicast` blocks of a cluster fetches its share for all. In shared memory
     rows are padded by `pad` elements or swizzled; where they are wider than the swizzle, there are panels, one behind
     the other, `panel` elements wide. A box is one of the buffer or, `by_axes`, of its memory as a tensor that has a
-    dimension for every axis of the operand.
+    dimension for every axis of the operand. Operands that are the same slab `also` come with it.
     """
 
     references = {"ring": "ring", "memory": AXIS}
@@ -164,6 +164,12 @@ class Stream(Line, dialect="plan", op="stream"):
     panel: int = 0
     multicast: int = 1
     by_axes: bool = False
+    also: tuple[str, ...] = ()
+
+    @property
+    def read(self) -> bool:
+        """Whether threads read it themselves, number by number: it is a vector, and no factor of a product."""
+        return len(self.axes) == 1
 
 
 class Product(Line, dialect="plan", op="product"):

@@ -18,7 +18,8 @@ WHOLE = 16
 @dataclass(frozen=True)
 class Chain:
     """sum over `steps` of f(sum over `depth` of a * b) * c: `rows` only a knows, `columns` only c. f may have further
-    such sums `beside` the first, each with its own a and b, over the same axes.
+    such sums `beside` the first, each with its own a and b, over the same axes. There may be `others` of such f and c,
+    which share sums inside.
     """
 
     kernel: l.Kernel
@@ -30,11 +31,17 @@ class Chain:
     depth: Any
     operands: tuple[Node, Node, Node]
     beside: tuple[tuple[str, Node, Node], ...] = ()
+    others: tuple[tuple[str, Node], ...] = ()
 
     @property
     def sums(self) -> tuple[str, ...]:
         """The sums inside, by name."""
         return (self.inner, *(name for name, *_ in self.beside))
+
+    @property
+    def outside(self) -> tuple[tuple[str, Node], ...]:
+        """The sums outside, by name, each with its c."""
+        return ((self.outer, self.operands[2]), *self.others)
 
     @property
     def width(self) -> int:
@@ -54,17 +61,31 @@ class Chain:
 
 def chain(kernel: l.Kernel) -> Chain | None:
     """The kernel as a chain of products, or None."""
-    for inner, outer, steps, c in _nested(kernel):
-        (name, a, b, depth), *more = inner
-        if any(d is not depth for *_, d in more):
-            continue
-        first, last = (a, *(x for _, x, *_ in more)), (b, *(x for *_, x, _ in more))
-        rows = [x for x in kernel.axes if all(x in y.free for y in first) and not any(x in y.free for y in (*last, c))]
-        columns = [x for x in kernel.axes if x in c.free and not any(x in y.free for y in (*first, *last))]
-        if rows and columns:
-            beside = tuple((other, x, y) for other, x, y, _ in more)
-            return Chain(kernel, name, outer, rows[-1], columns[-1], steps, depth, (a, b, c), beside)
-    return None
+    found = list({outer: x for x in _nested(kernel) if (outer := x[1])}.values())
+    if not found:
+        return None
+    inner = list(dict.fromkeys(x for sums, *_ in found for x in sums))
+    (name, a, b, depth), *more = inner
+    (_, outer, steps, c), *rest = found
+    if any(d is not depth for *_, d in more) or any(x is not steps for *_, x, _ in rest):
+        return None
+    others = tuple((other, x) for _, other, _, x in rest)
+    outside = (c, *(x for _, x in others))
+    first, last = (a, *(x for _, x, *_ in more)), (b, *(x for *_, x, _ in more))
+    rows = [x for x in kernel.axes if _in_each(x, first) and not _in_any(x, (*last, *outside))]
+    columns = [x for x in kernel.axes if _in_each(x, outside) and not _in_any(x, (*first, *last))]
+    if not rows or not columns:
+        return None
+    beside = tuple((other, x, y) for other, x, y, _ in more)
+    return Chain(kernel, name, outer, rows[-1], columns[-1], steps, depth, (a, b, c), beside, others)
+
+
+def _in_each(axis: Any, terms: tuple[Node, ...]) -> bool:
+    return all(axis in x.free for x in terms)
+
+
+def _in_any(axis: Any, terms: tuple[Node, ...]) -> bool:
+    return any(axis in x.free for x in terms)
 
 
 Nested = tuple[str, str, Any, Any, tuple[Node, Node, Node]]

@@ -13,6 +13,7 @@ import numpy as np
 
 from terrazzo.hw.gpu import Gpu
 from terrazzo.hw.wgmma import PRODUCTS
+from terrazzo.ir.node import substitute
 from terrazzo.ir.schedule import Factor, Operand, Schedule, Site, Word
 from terrazzo.ir.sites import called, loads
 from terrazzo.rules.loop_to_tile.chain import Chain
@@ -25,6 +26,10 @@ STEP = 128
 """Columns of the inner product that a warpgroup has in a step, at most."""
 MOST_SLOTS = 4
 """Slots for each operand of a step: more are never waited for less."""
+HELD = 200
+"""Registers of a thread for what is summed, at most: what is left of 240 is for factors and addresses."""
+VECTORS = 2
+"""Vectors of numbers of 32 bits that come with a step's slabs: what its columns have once each."""
 BARRIERS = 1024
 """Bytes of shared memory for barriers, and for what slabs begin at multiples of."""
 EXPONENTIALS = 27.2
@@ -63,9 +68,11 @@ class Groups:
         """Bytes of shared memory."""
         depth, width, rows = c.deep, c.width, self.count * ROWS
         down = sum(c.rows in x.free for x in c.inside)
-        along = len(c.inside) - down
-        operands = 2 * (down * self.held * rows * depth + self.slots * self.step * (along * depth + width))
-        return operands + (2 * 2 * rows * parts(width) if self.gathered else 0)
+        along = (len(c.inside) - down) * depth + sum(width for x in outer_operands(c) if not _brought(c, x))
+        operands = 2 * (down * self.held * rows * depth + self.slots * self.step * along)
+        results = 2 * len(c.outside) * gathering(c) * rows * parts(width)
+        vectors = 4 * VECTORS * self.slots * self.step if c.others else 0
+        return operands + vectors + (results if self.gathered else 0)
 
     @property
     def held(self) -> int:
@@ -78,19 +85,40 @@ def on_warpgroups(c: Chain, gpu: Gpu, way: Groups, longest_first: bool = False) 
     kind = c.operands[0].dtype.name  # type: ignore[attr-defined]
     width, depth, step = c.width, c.deep, way.step
     inner, outer = (f"wgmma.m64n{n}k16.f32.{kind}" for n in (step, width))
-    if inner not in PRODUCTS or outer not in PRODUCTS or len(_wide(c)) != 1:
+    if inner not in PRODUCTS or outer not in PRODUCTS or len(_wide(c)) != len(c.outside):
         return None
     name = axis_name(c.steps)
-    *_, v = c.operands
     mine = (c.rows.name, (Factor("warpgroup", way.count), Factor("inst.m", ROWS)))
-    along = {called(x): _by_tma(depth, way.held if c.rows in x.free else 1) for x in c.inside}
     across = (name, (Factor("inst.n", step),))
-    first = Site(c.sums, (mine, across, _depth(c.depth, depth)), (*along.items(),), inner)
     columns = (c.columns.name, (Factor("inst.n", width),))
-    second = Site((c.outer,), (mine, columns, _depth(c.steps, step)), ((called(v), _by_tma(width)),), outer)
-    last = _gathered(c) if way.gathered else alike(c)
+
+    def first(names: tuple[str, ...], terms: Sequence[Any]) -> Site:
+        along = {called(x): _by_tma(depth, way.held if c.rows in x.free else 1) for x in terms}
+        return Site(names, (mine, across, _depth(c.depth, depth)), (*along.items(),), inner)
+
+    def last(sum_: str, v: Any) -> Site:
+        return Site((sum_,), (mine, columns, _depth(c.steps, step)), ((called(v), _by_tma(width)),), outer)
+
+    each = [((x,), pair) for x, *pair in ((c.inner, *c.operands[:2]), *c.beside)] if c.others else [(c.sums, c.inside)]
+    sites = (*(first(*x) for x in each), *(last(*x) for x in c.outside))
+    results = _gathered(c) if way.gathered else alike(c)
     lines = Tile(way.count * ROWS, step, way.slots).lines(c, longest_first, overlap=way.overlap)
-    return Schedule(c.kernel.name, gpu.arch, tuple(lines), (), _directives(way), (first, second, *last))
+    return Schedule(c.kernel.name, gpu.arch, tuple(lines), (), _directives(way), (*sites, *results))
+
+
+def outer_operands(c: Chain) -> list[Any]:
+    """What the sums outside multiply by, each once."""
+    return [*dict.fromkeys(x for _, x in c.outside)]
+
+
+def _brought(c: Chain, x: Any) -> bool:
+    """Whether an operand of a sum outside is the slab of one inside, where several sums outside take turns."""
+    return bool(c.others) and any(substitute(y, {c.depth: c.columns}) is x for y in c.inside)
+
+
+def gathering(c: Chain) -> int:
+    """Slots for what gathers of each result."""
+    return 1 if c.others else 2
 
 
 def _directives(way: Groups) -> tuple[Any, ...]:
@@ -121,12 +149,12 @@ def _wide(c: Chain) -> list[Any]:
 
 def _gathered(c: Chain) -> tuple[Site, ...]:
     """Results leave through shared memory, a part of the columns at a time; those of rows from their registers."""
-    (store,) = _wide(c)
     width, part = c.width, parts(c.width)
-    times = Factor("time", width // part, (("ring", 2),)), Factor("block", part)
+    times = Factor("time", width // part, (("ring", gathering(c)),)), Factor("block", part)
     through = Operand("smem", (("by", "tma"), ("swizzle", 2 * part)))
-    out = Site((store.buffer.name,), ((c.columns.name, times),), ((store.buffer.name, through),))
-    return tuple(out if s.names == out.names else s for s in alike(c))
+    names = [s.buffer.name for s in _wide(c)]
+    out = {x: Site((x,), ((c.columns.name, times),), ((x, through),)) for x in names}
+    return tuple(out.get(s.names[0], s) for s in alike(c))
 
 
 # -- which there are, and which is best --------------------------------------------------------------------------------
@@ -134,14 +162,16 @@ def _gathered(c: Chain) -> tuple[Site, ...]:
 
 def arrangements(c: Chain, gpu: Gpu) -> Iterator[Groups]:
     """What a processor has room for, one block for each tile."""
-    most = STEP if c.width <= 128 and not c.beside else STEP // 2  # each sum of a step is in registers
+    most = STEP if c.width <= 128 and not c.beside and not c.others else STEP // 2  # sums of a step are in registers
+    if len(c.outside) * c.width // 2 + len(c.sums) * most // 2 > HELD:
+        return
     counts = [n for n in (1, 2, 3) if (n - 1) * ROWS < c.rows.extent]
-    brought = {x.buffer for operand in c.inside + c.operands[2:] for x in loads(operand)}
+    brought = {x.buffer for operand in (*c.inside, *outer_operands(c)) for x in loads(operand)}
     others = {*c.kernel.reads} - brought
     fewer = others and most == STEP  # what columns are made of besides is in registers too
     steps = dict.fromkeys(min(n, ceil(c.steps.extent, 16) * 16) for n in ((most, STEP // 2) if fewer else (most,)))
     for step, count, overlap, gathered in product(steps, counts, (True, False), (True, False)):
-        if count == 3 and (c.width > 64 or others):
+        if count == 3 and (c.width > 64 or others or c.others):
             continue  # 160 registers hold no more sums, nor a mask, beside 128 scores
         for slots in range(MOST_SLOTS, 1, -1):
             way = Groups(count, step, slots, overlap, gathered)
@@ -157,7 +187,7 @@ def staying(way: Groups, c: Chain, gpu: Gpu, unlike: bool) -> Iterator[Groups]:
     others = outside(c)
     if math.prod(others) * ceil(c.rows.extent, way.count * ROWS) <= gpu.processors:
         return
-    size = 2 * c.steps.extent * (c.deep + c.width)
+    size = 2 * c.steps.extent * (c.deep + c.width)  # of what goes along with the steps
     rows = others[-1] if others and unlike else 1
     groups = [n for n in range(1, rows + 1) if rows % n == 0 and (n == 1 or n * size <= CACHED)]
     for together in groups:
@@ -175,7 +205,8 @@ def price(way: Groups, c: Chain, gpu: Gpu, steps: Sequence[int]) -> float:
     width, depth = c.width, c.deep
     assert gpu.warpgroups is not None
     rate = gpu.warpgroups.rate / gpu.processors
-    inner, outer = (2 * way.count * ROWS * way.step * n / rate for n in (depth * len(c.sums), width))
+    deep = depth * len(c.sums), width * len(c.outside)
+    inner, outer = (2 * way.count * ROWS * way.step * n / rate for n in deep)
     found = way.count * ROWS * way.step / EXPONENTIALS
     busy = inner + outer + BESIDE[way.overlap, way.count] * found
     alone = (inner + (0.0 if way.overlap else outer) + found) / way.count + TURNAROUND

@@ -86,7 +86,7 @@ def arrangements(c: Chain, gpu: Gpu) -> Iterator[Warps]:
     """How warps may divide a step that a block has room for, best first: many rows, for each of which fragments of the
     other operands are loaded once; where there are few rows, warps divide the columns.
     """
-    if c.beside:
+    if c.beside or c.others:
         return
     most = ceil(c.steps.extent, 16) * 16
     few = c.rows.extent <= FEW

@@ -64,7 +64,8 @@ def estimate(kernel: l.Kernel, gpu: Gpu) -> Estimate:
     if both is not None and gpu.warpgroups is not None:
         points = math.prod(a.extent for a in kernel.axes) // both.columns.extent * both.steps.extent
         points = int(points * _visited(kernel, both))
-        operations = 2 * points * (len(both.sums) * both.depth.extent + both.columns.extent)
+        deep = len(both.sums) * both.depth.extent + len(both.outside) * both.columns.extent
+        operations = 2 * points * deep
         products, between = operations / (CHAINED * gpu.warpgroups.rate), points * BETWEEN
         work_time = max(products, between) + BESIDE * min(products, between)
         time = max(moved / gpu.memory, work_time) + gpu.launch

@@ -36,11 +36,22 @@ from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.frames import move_frames
 from terrazzo.rules.tile.order import clusters, grid
 from terrazzo.rules.tile.overlap import check as overlap
-from terrazzo.rules.tile.overlap import overlaps
+from terrazzo.rules.tile.overlap import freed_late, may_take_turns
 from terrazzo.rules.tile.products import box, place, promoted
 from terrazzo.rules.tile.reach import skip_steps
 from terrazzo.rules.tile.results import aligned, combination, jammed, no_boxes
-from terrazzo.rules.tile.rings import Slab, brought, held_slots, loops_of, operand_text, steps
+from terrazzo.rules.tile.rings import (
+    Slab,
+    brought,
+    held_slots,
+    loops_of,
+    operand_text,
+    overlaps,
+    staggered,
+    steps,
+    twins,
+)
+from terrazzo.rules.tile.vectors import vectors
 from terrazzo.rules.transports import PLAIN, TRANSPORTS
 
 LONGEST = Word("longest_first")
@@ -157,9 +168,12 @@ def _ring(line: Ring, plan: Plan, draft: Draft) -> None:
         numbers = [n for n, p in enumerate(plan.all(Product)) if line.name in p.rings]
         _same("slots are", line.slots, held_slots(draft, plan, plan.all(Product), numbers))
     one = len(plan.all(Product)) == 1 and warps(draft.instruction(draft.site(users[0].sites[0]))) > 1
+    in_turn = staggered(draft, plan.all(Product))
+    if in_turn:
+        _same("late is", line.late, freed_late(line, plan, draft))
     need(
-        not line.late or (one and line.over and by.beside),
-        "slots are freed late by one product of warpgroups only",
+        in_turn or not line.late or (one and line.over and by.beside),
+        "slots are freed late by one product of warpgroups only, or by several that overlap",
     )
     need(not (line.late and users[0].promote), "sums that are promoted are waited for in every step: late is wrong")
     need(not (line.late and apart) or line.slots > 1, "the only slot is freed late, and the next step waits for it")
@@ -176,11 +190,14 @@ def _ring(line: Ring, plan: Plan, draft: Draft) -> None:
 
 def _stream(line: Stream, plan: Plan, draft: Draft) -> None:
     terms = {operand_text(x): (x, p) for p in plan.all(Product) for x in brought(draft, p)}
+    terms |= {operand_text(x): (x, p) for x, p in vectors(draft, plan).items()}
     need(line.operand in terms, f"the kernel has no operand {line.operand}; it has {', '.join(terms) or 'none'}")
     term, product = terms[line.operand]
     ring: Ring = plan.named(line.ring)
     slab = Slab(draft, plan, product, ring, term)
     loops = loops_of(draft, plan.all(Product), term)
+    same = tuple(operand_text(y) for y, x in twins(plan, draft).items() if x is term)
+    _same("the same slab are", line.also, same)
     need(ring.over == loops, f"it changes with {_told(loops)}, and the slots of {ring.name} with {_told(ring.over)}")
     sizes = {axis_name(a): (a, size) for a, size in slab.sizes.items()}
     parts = tuple(Word(name, (size,)) for name, (_, size) in sizes.items())
@@ -215,7 +232,7 @@ def _stream(line: Stream, plan: Plan, draft: Draft) -> None:
 
 def _rings_of(line: Product, plan: Plan, draft: Draft) -> None:
     """The rings of a product are those its operands come to."""
-    streams = {s.operand: s for s in plan.all(Stream)}
+    streams = {x: s for s in plan.all(Stream) for x in (s.operand, *s.also)}
     needed = {streams[t].ring for x in brought(draft, line) if (t := operand_text(x)) in streams}
     need(
         set(line.rings) == needed,
@@ -232,9 +249,12 @@ def derived(kind: type[Line], plan: Plan, draft: Draft) -> tuple[Line, ...]:
 
 def _early(line: Product, plan: Plan, draft: Draft) -> None:
     """Products start early where the schedule has steps overlap, and only the first of two."""
-    _same("early is", line.early, line is plan.all(Product)[0] and overlaps(draft))
+    early = overlaps(draft) and not staggered(draft, plan.all(Product))
+    _same("early is", line.early, line is plan.all(Product)[0] and early)
     if line.early:
         overlap(plan, draft)
+    if staggered(draft, plan.all(Product)):
+        may_take_turns(plan, draft)
 
 
 def _follows(line: Line, plan: Plan, draft: Draft) -> None:

@@ -19,6 +19,10 @@ from terrazzo.ir.node import topological
 from terrazzo.ir.schedule import Factor, Like, Named, Operand, Schedule, Site, Value
 
 
+def _sums_inside(r: l.Reduce | l.Scan) -> int:
+    return sum(isinstance(x, l.Reduce) for x in topological(r.args))
+
+
 def axis_name(axis: Any) -> str:
     """What schedules call an axis."""
     return axis.name if isinstance(axis, Var) else f"r{axis.label}"
@@ -45,10 +49,12 @@ class Draft:
 
     @cached_property
     def products(self) -> dict[str, Contraction]:
-        """The contractions that the tile is divided among threads for, in the order they are computed."""
+        """The contractions that the tile is divided among threads for, in the order they are computed: what is made of
+        few others comes first.
+        """
         found = {}
         order = topological(self.names.values())
-        for name, r in sorted(self.names.items(), key=lambda x: order.index(x[1])):
+        for name, r in sorted(self.names.items(), key=lambda x: (_sums_inside(x[1]), order.index(x[1]))):
             if self.tiled and isinstance(r, l.Reduce) and self.site(name) and (c := nested_contraction(r)):
                 found[name] = c
         return found

@@ -102,11 +102,12 @@ def move_frames(plan: Plan, draft: Draft) -> Plan | None:
     chained = [p for p in plan.all(Product) if "values" in (p.a, p.b)]
     if plan.all(Frame) or not chained:
         return None
-    (product,) = chained
-    inside = {x for f in draft.products[product.sites[0]].factors for x in reductions(f)}
+    inside = {x for p in chained for f in draft.products[p.sites[0]].factors for x in reductions(f)}
     others = inside - {c.reduce for c in draft.products.values()}
     if not others:
         return None
+    need(len(chained) == 1, "several products take what is made of the first ones, and their frame moves with one")
+    (product,) = chained
     found = framed(draft, product)
     need(
         found is not None and others == {found.top},

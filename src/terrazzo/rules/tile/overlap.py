@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from terrazzo.hw.products import matrix, warps
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.node import Node, topological
 from terrazzo.ir.plan import Agent, Frame, Plan, Product, Ring
 from terrazzo.rewrite.rule import need, rule
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.reach import masked, reached
-from terrazzo.rules.tile.rings import steps
+from terrazzo.rules.tile.rings import outermost, overlaps, staggered, steps
 
 
 @rule(keys=(Plan,))
@@ -18,7 +20,7 @@ def start_early(plan: Plan, draft: Draft) -> Plan | None:
     those of this step become weights in another, which the second product takes while the next weights are found.
     """
     products = plan.all(Product)
-    if not plan.all(Ring) or any(p.early for p in products) or not overlaps(draft):
+    if not plan.all(Ring) or any(p.early for p in products) or not overlaps(draft) or staggered(draft, products):
         return None
     check(plan, draft)
     first = p = products[0]
@@ -26,14 +28,6 @@ def start_early(plan: Plan, draft: Draft) -> Plan | None:
     lines = tuple(early if x is first else x for x in plan.lines)
     read = [w for a, _ in steps(draft) for w in draft.read(None, axis_name(a), "overlap")]
     return Plan(plan.kernel, plan.target, lines, plan.open).plus(read=read)
-
-
-def overlaps(draft: Draft) -> bool:
-    """Whether the schedule has the steps overlap."""
-    asked = [v for _, f in steps(draft) if (v := draft.option(f, "overlap", 0))] if draft.products else []
-    if strange := [v for v in asked if v != 1]:
-        raise draft.fail(f"overlap is 1, for one step starts early, not {strange[0]}")
-    return bool(asked)
 
 
 def check(plan: Plan, draft: Draft) -> None:
@@ -60,4 +54,85 @@ def check(plan: Plan, draft: Draft) -> None:
     need(min(reached(plan, draft)) > 0, "what overlaps are steps, of which every tile has one at least")
 
 
-RULES = (start_early,)
+@rule(keys=(Plan,))
+def take_turns(plan: Plan, draft: Draft) -> Plan | None:
+    """`r1 = time(32, ring=3, overlap=1)` where there are more than two lines of products: each begins as soon as what
+    it is made of is there, and is waited for where it is wanted. The last ones go on while the first one of the next
+    step does, and free their slots a step late.
+    """
+    rings, products = plan.all(Ring), plan.all(Product)
+    if not rings or any(r.late for r in rings) or not staggered(draft, products):
+        return None
+    may_take_turns(plan, draft)
+    lines = tuple(_late(x) if isinstance(x, Ring) and freed_late(x, plan, draft) else x for x in plan.lines)
+    read = [w for a, _ in steps(draft) for w in draft.read(None, axis_name(a), "overlap")]
+    return Plan(plan.kernel, plan.target, lines, plan.open).plus(read=read)
+
+
+def _late(r: Ring) -> Ring:
+    return Ring(r.name, r.over, r.slots, r.ahead, r.by, r.producer, r.consumer, late=True)
+
+
+def freed_late(ring: Ring, plan: Plan, draft: Draft) -> bool:
+    """Whether products that take turns free a ring's slots a step late."""
+    return bool(ring.over) and any(outermost(draft, p) for p in plan.all(Product) if ring.name in p.rings)
+
+
+def may_take_turns(plan: Plan, draft: Draft) -> None:
+    """Declines where products cannot begin one by one."""
+    products, agents = plan.all(Product), plan.all(Agent)
+    need(
+        all(warps(matrix(p.on)) > 1 for p in products) and len(agents) == 2,
+        "what overlaps are products of warpgroups, behind warps that load",
+    )
+    last = [p for p in products if outermost(draft, p)]
+    need(
+        not plan.all(Frame) and last == [p for p in products if p.a == "values"] == [*products[-len(last) :]],
+        "several products overlap where the last ones take what is made of the first, in no frame",
+    )
+    need(
+        min(r.slots for r in plan.all(Ring) if r.over) > 1,
+        "one step starts before another has ended, so each operand has two slots at least",
+    )
+    need(min(reached(plan, draft)) > 0, "what overlaps are steps, of which every tile has one at least")
+    gone: set[Node] = set()
+    for p in last:
+        bare, known = made(draft, p), made_before(draft, plan, p)
+        left = {x for x in topological([bare], stop=known.__contains__) if isinstance(x, l.Reduce)}
+        need(not left & gone, f"{p.sites[0]} takes what is made of sums in whose place there is something else by then")
+        gone |= {x for x in topological([bare]) if isinstance(x, l.Reduce)}
+
+
+def made(draft: Draft, product: Product) -> Node:
+    """What a product's computed factor is rounded from, where no mask hides it. Declines where nothing is rounded."""
+    found: Any = masked(draft, product)
+    need(found is not None and found.bare.dtype.size == 4, f"{product.sites[0]}: its factor is made of no 32 bits")
+    bare: Node = found.bare
+    return bare
+
+
+def made_before(draft: Draft, plan: Plan, product: Product) -> dict[Node, Product]:
+    """What products before this one take, and this one's computed factor is made of, before it is rounded: it stands in
+    place of sums then.
+    """
+    every = [p for p in plan.all(Product) if p.a == "values"]
+    if len(every) < 2:
+        return {}
+    bare = made(draft, product)
+    before = {made(draft, p): p for p in every[: every.index(product)]}
+    return {x: p for x, p in before.items() if x is not bare and x in topological([bare])}
+
+
+def multiples(draft: Draft, plan: Plan, product: Product) -> list[Product]:
+    """The products before whose factors this one's is a multiple of: where they are hidden, it is 0 too."""
+    before = made_before(draft, plan, product)
+    return [p for x, p in before.items() if x in _factors(made(draft, product))]
+
+
+def _factors(x: Any) -> list[Node]:
+    if isinstance(x, l.Apply) and x.fn.name == "mul":
+        return [x, *(y for a in x.args for y in _factors(a))]
+    return [x]
+
+
+RULES = (start_early, take_turns)

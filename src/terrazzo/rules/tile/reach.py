@@ -260,10 +260,10 @@ def skip_steps(plan: Plan, draft: Draft) -> Plan | None:
         return None
     if plan.one(Order).persistent and len(plan.all(Agent)) == 1:
         return None  # only warps with roles count the steps of tiles that are unlike
-    (product,) = chained
-    found = _visits(draft, product)
-    if found is None:
+    found, *others = (_visits(draft, p) for p in chained)
+    if found is None or any(x != found for x in others):
         return None
+    product = chained[-1]
     (axis,) = draft.products[product.sites[0]].reduce.axes
     since = show_expr(found.since) if found.since is not None else ""
     return plan.plus(Reach(axis_name(axis), product.m, show_expr(found.until), since))

@@ -48,6 +48,27 @@ def axis_called(draft: Draft, name: str) -> Any:
     return next(a for a in every if axis_name(a) == name)
 
 
+def outermost(draft: Draft, product: Product) -> bool:
+    """Whether a product's sums are those of a tile, and not of a step."""
+    last = draft.products[list(draft.products)[-1]]
+    return draft.products[product.sites[0]].reduce.axes == last.reduce.axes
+
+
+def overlaps(draft: Draft) -> bool:
+    """Whether the schedule has the steps overlap."""
+    asked = [v for _, f in steps(draft) if (v := draft.option(f, "overlap", 0))] if draft.products else []
+    if strange := [v for v in asked if v != 1]:
+        raise draft.fail(f"overlap is 1, for one step starts early, not {strange[0]}")
+    return bool(asked)
+
+
+def staggered(draft: Draft, products: Sequence[Product]) -> bool:
+    """Whether products of several lines overlap: each begins as soon as what it is made of is there, and those of the
+    next step do before the last ones of this step have ended.
+    """
+    return len(products) > 2 and overlaps(draft)
+
+
 def steps(draft: Draft) -> list[tuple[Any, Factor]]:
     """The loops over a tile's steps: those of the product that all others are part of, but for what slabs span."""
     name = list(draft.products)[-1]
@@ -66,15 +87,19 @@ def pipeline(plan: Plan, draft: Draft) -> Plan | None:
     products = plan.all(Product)
     for p in products[:-1]:
         own = [f for a in draft.products[p.sites[0]].reduce.axes for f in draft.times(a, draft.site(p.sites[0]))]
-        need(not own, f"{p.sites[0]} has steps of its own inside those of {products[-1].sites[0]}")
+        need(
+            not own or outermost(draft, p), f"{p.sites[0]} has steps of its own inside those of {products[-1].sites[0]}"
+        )
     slots = max([1, *(v for _, f in loops if isinstance(v := draft.option(f, "ring", 1), int))])
     apart = any(a.name == LOAD for a in plan.all(Agent))
     # For (product, loops), or (nothing, loops), the transports and the products.
     groups: dict[tuple[Any, ...], dict[type[Transport], None]] = {}
     users: dict[tuple[Any, ...], list[int]] = {}
+    same = twins(plan, draft)
+    of = {x: number for number, p in reversed([*enumerate(products)]) for x in brought(draft, p)}
     for number, p in enumerate(products):
         for x in brought(draft, p):
-            key = (number if apart else None, loops_of(draft, products, x))
+            key = (of[same.get(x, x)] if apart else None, loops_of(draft, products, x))
             groups.setdefault(key, {})[_transport(draft, draft.site(p.sites[0]), x)] = None
             users.setdefault(key, []).append(number)
     rings: dict[tuple[Any, ...], Ring] = {}
@@ -103,6 +128,43 @@ def pipeline(plan: Plan, draft: Draft) -> Plan | None:
     rest = tuple(x for x in plan.lines if not isinstance(x, Product))
     read = [w for a, _ in loops for w in draft.read(None, axis_name(a), "ring")]
     return Plan(plan.kernel, plan.target, rest, plan.open).plus(*rings.values(), *lines, read=read)
+
+
+def twins(plan: Plan, draft: Draft) -> dict[Node, Node]:
+    """Operands that are the same slab as one before them, where slots are kept for both: what one product has as its
+    depth another has as its columns, and a step has all of both.
+    """
+    products = plan.all(Product)
+    apart = any(a.name == LOAD for a in plan.all(Agent))
+    if not apart or len(products) == 1 or (overlaps(draft) and not staggered(draft, products)):
+        return {}
+    found: dict[Node, Node] = {}
+    every = [(p, x) for p in products for x in brought(draft, p)]
+    for number, (q, y) in enumerate(every):
+        for p, x in every[:number]:
+            if p is not q and x is not y and y not in found and x not in found and _twins(draft, (p, x), (q, y)):
+                found[y] = x
+    return found
+
+
+def _twins(draft: Draft, one: tuple[Product, Node], other: tuple[Product, Node]) -> bool:
+    (p, x), (q, y) = one, other
+    held = [draft.held(draft.site(a.sites[0]), called(b)) for a, b in (one, other)]
+    if held[0] != held[1] or not isinstance(x, l.Load) or not isinstance(y, l.Load) or x.buffer is not y.buffer:
+        return False
+    mine, its = slab_sizes(draft, p, x), slab_sizes(draft, q, y)
+    new, old = [a for a in its if a not in mine], [a for a in mine if a not in its]
+    if len(new) != 1 or len(old) != 1 or new[0].extent != old[0].extent or mine[old[0]] != its[new[0]]:
+        return False
+    same = substitute(y, {new[0]: old[0]}) is x and old[0] not in y.free and mine[old[0]] >= old[0].extent
+    return same and all(mine[a] == its[a] for a in mine if a is not old[0])
+
+
+def twin_axes(names: Sequence[str], x: Node, y: Node) -> list[str]:
+    """The axes of a slab as those of an operand that is the same one."""
+    (new,) = [axis_name(a) for a in y.free - x.free]
+    gone = {axis_name(a) for a in x.free - y.free}
+    return [new if name in gone else name for name in names]
 
 
 def held_slots(draft: Draft, plan: Plan, products: Sequence[Product], users: Sequence[int]) -> int:
@@ -150,10 +212,15 @@ def lay_out_operands(plan: Plan, draft: Draft) -> Plan | None:
         return None
     lines: dict[Node, Stream] = {}
     read: list[Named] = []
+    same = twins(plan, draft)
     for p in plan.all(Product):
         site = draft.site(p.sites[0])
         rings = [plan.named(r) for r in p.rings]
         for x in brought(draft, p):
+            if x in same:
+                lines[same[x]] = Slab(draft, plan, p, plan.named(lines[same[x]].ring), x).with_twin(lines[same[x]])
+                read += draft.read(site, called(x))
+                continue
             over = loops_of(draft, plan.all(Product), x)
             ring = next(r for r in rings if r.over == over)
             name = called(x) + "_s"
@@ -170,6 +237,23 @@ def lay_out_operands(plan: Plan, draft: Draft) -> Plan | None:
     return plan.plus(*lines.values(), read=read)
 
 
+def slab_sizes(draft: Draft, product: Product, term: Node) -> dict[Any, int]:
+    """The axes of a slab, and how much it has of each: the tile's part and its halo, and all of loops it spans."""
+    site, whole = draft.site(product.sites[0]), span(draft, term)
+    reduce = draft.products[product.sites[0]].reduce
+    m, n = axis_called(draft, product.m), axis_called(draft, product.n)
+    inner = [a for a in (m, n) if a not in draft.kernel.axes and a not in reduce.axes]
+    free = [a for a in (*draft.tiled, *inner) if a in term.free]
+    reduced = [a for a in reduce.axes if a in term.free and draft.length(a, site) > 1]
+    parts = {a: draft.length(a, site) + whole.halo(a) for a in (*free, *reduced)}
+    last = {a: parts.pop(a) for a in reduced}
+    return {**parts, **{r: r.extent for r in whole.own}, **last}
+
+
+LIES = ("vector", "swizzle", "pad", "panel", "multicast")
+"""The fields of a stream that say how its slab lies, besides its axes."""
+
+
 class Slab:
     """An operand of a product as it may lie in shared memory."""
 
@@ -178,20 +262,13 @@ class Slab:
         self.site = draft.site(product.sites[0])
         self.name, self.by = called(term), TRANSPORTS[ring.by]
         self.options: dict[str, Any] = dict(draft.held(self.site, self.name).options)
-        reduce = draft.products[product.sites[0]].reduce
-        m, n = axis_called(draft, product.m), axis_called(draft, product.n)
-        inner = [a for a in (m, n) if a not in draft.kernel.axes and a not in reduce.axes]
-        self.free = [a for a in (*draft.tiled, *inner) if a in term.free]
-        self.reduced = [a for a in reduce.axes if a in term.free and draft.length(a, self.site) > 1]
         self.instruction = matrix(product.on)
         self.span = span(draft, term)
 
     @property
     def sizes(self) -> dict[Any, int]:
-        """The axes of a slab, and how much it has of each: the tile's part and its halo, and all of loops it spans."""
-        parts = {a: self.draft.length(a, self.site) + self.span.halo(a) for a in (*self.free, *self.reduced)}
-        inner = {a: parts.pop(a) for a in self.reduced}
-        return {**parts, **{r: r.extent for r in self.span.own}, **inner}
+        """Its axes, and how much it has of each."""
+        return slab_sizes(self.draft, self.product, self.term)
 
     def stream(self, name: str) -> Stream:
         """How it lies there and is moved. Declines, with the reason, where it cannot be."""
@@ -222,6 +299,15 @@ class Slab:
             self.box(line, axes, sizes)
         return line
 
+    def with_twin(self, line: Stream) -> Stream:
+        """A stream whose slab this operand is too. Declines where it would lie otherwise."""
+        mine = self.stream(line.name)
+        lies = (*(w.args for w in mine.axes), *(getattr(mine, f) for f in LIES))
+        its = (*(w.args for w in line.axes), *(getattr(line, f) for f in LIES))
+        need(lies == its, f"{self.name}: two products take the same slab of it, and it would lie otherwise for one")
+        fields = {f: getattr(line, f) for f in line._fields}
+        return Stream(**{**fields, "also": (*line.also, mine.operand)})
+
     def memory(self, axes: Sequence[Any]) -> Any:
         """The axis along which global memory is contiguous, or else the last."""
         found = loads(self.term)
@@ -245,6 +331,8 @@ class Slab:
 
     def panel(self, axes: Sequence[Any], sizes: dict[Any, int], swizzle: int) -> int:
         """How wide the panels of a slab are whose rows are wider than its swizzle, along k, m or n: as wide as that."""
+        if len(axes) == 1:
+            return 0  # a vector, which threads read
         width: int = swizzle // self.term.dtype.size  # type: ignore[attr-defined]
         if warps(self.instruction) == 1:
             wider = self.instruction is not None and swizzle and sizes[axes[-1]] > width
@@ -319,27 +407,38 @@ class Slab:
 
     def box(self, line: Stream, axes: list[Any], sizes: dict[Any, int]) -> None:
         """Declines, with the reason, where the slab is no box of the tensor."""
-        term, name = self.load(line.name), line.name
-        found = box(term, sizes, line.by_axes, self.draft.kernel.axes)
-        need(not isinstance(found, str), f"{name}: {found}")
-        assert not isinstance(found, str)
-        need(
-            all(e in found.place.bounds for e in term.inside),
-            f"{name}: TMA brings in zeros for what lies outside the tensor, and this load has zeros elsewhere too",
-        )
-        order = [a for a in found.along if a is not None]
-        need(order == axes, f"{name}: the slab's dimensions are not in the order of the tensor's, which TMA keeps")
         if line.pad:
-            raise self.draft.fail(f"{name}: TMA leaves no room between rows: a slab has a pad or comes by TMA")
-        sides = (*found.sides[:-1], line.panel or found.sides[-1])
-        need(not (why := tma.problem(found.place.tensor, sides, line.swizzle)), f"{name}: TMA: {why}")
+            raise self.draft.fail(f"{line.name}: TMA leaves no room between rows: a slab has a pad or comes by TMA")
+        why = self.no_box(axes, sizes, line.by_axes, line.panel, line.swizzle)
+        need(not why, f"{line.name}: {why}")
+
+    def no_box(
+        self, axes: list[Any], sizes: dict[Any, int], by_axes: bool | None, panel: int = 0, swizzle: int = 0
+    ) -> str:
+        """Why the slab is no box of the tensor, or nothing."""
+        term = self.load(self.name)
+        found = box(term, sizes, by_axes, self.draft.kernel.axes)
+        if isinstance(found, str):
+            return found
+        if any(e not in found.place.bounds for e in term.inside):
+            return "TMA brings in zeros for what lies outside the tensor, and this load has zeros elsewhere too"
+        if [a for a in found.along if a is not None] != axes:
+            return "the slab's dimensions are not in the order of the tensor's, which TMA keeps"
+        sides = (*found.sides[:-1], panel or found.sides[-1])
+        if why := tma.problem(found.place.tensor, sides, swizzle):
+            return f"TMA: {why}"
         size = math.prod(sizes.values()) * term.dtype.size
-        need(
-            size % max(line.swizzle * 8, 128) == 0,
-            f"{name}: a slab of {size} bytes does not end where the swizzle of {line.swizzle} bytes repeats",
-        )
+        if size % max(swizzle * 8, 128):
+            return f"a slab of {size} bytes does not end where the swizzle of {swizzle} bytes repeats"
         begins: IntExpr = substitute(found.place.index[-1], self.coordinates(axes, sizes, [0] * len(axes)))
-        need(divides(WIDEST // term.dtype.size, begins), f"{name}: its boxes do not begin at multiples of 16 bytes")
+        aligned = divides(WIDEST // term.dtype.size, begins)
+        return "" if aligned else "its boxes do not begin at multiples of 16 bytes"
+
+    @property
+    def no_vector(self) -> str:
+        """Why it cannot come as one more box with other slabs of the ring, or nothing."""
+        sizes = self.sizes
+        return self.no_box([*sizes], sizes, None) if len(sizes) == 1 else "it is no vector"
 
 
 def slab_type(stream: Stream, dtype: Any, slots: int) -> Type:

@@ -41,6 +41,7 @@ from terrazzo.rules.tile.checks import CHECKS, derived
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.results import aligned, combination, jammed, kept
 from terrazzo.rules.tile.rings import brought, operand_text, slab_type
+from terrazzo.rules.tile.vectors import vectors
 
 THREADS = 1024
 """As many as a block may have."""
@@ -161,7 +162,7 @@ def _unmultiplied(plan: Plan, draft: Draft) -> Iterator[str]:
 
 
 def _unbrought(plan: Plan, draft: Draft) -> Iterator[str]:
-    done = {s.operand for s in plan.all(Stream)}
+    done = {x for s in plan.all(Stream) for x in (s.operand, *s.also)}
     terms = dict.fromkeys(operand_text(x) for p in plan.all(Product) for x in brought(draft, p))
     yield from (f"nothing brings {text}: a line `stream` is missing" for text in terms if text not in done)
 
@@ -235,7 +236,8 @@ def budget(plan: Plan, draft: Draft) -> Iterator[Problem]:
                 plan.lines.index(agent) + FIRST,
                 f"{registers} registers with those before it, and a processor has {k.REGISTER_FILE}",
             )
-    terms: dict[str, Node] = {operand_text(x): x for p in plan.all(Product) for x in brought(draft, p)}
+    every = [*(x for p in plan.all(Product) for x in brought(draft, p)), *vectors(draft, plan)]
+    terms: dict[str, Node] = {operand_text(x): x for x in every}
     for line in plan.all(Stream):
         kind = slab_type(line, terms[line.operand].dtype, plan.named(line.ring).slots)  # type: ignore[attr-defined]
         used += k.shared_bytes(k.Shared(line.name, kind))

@@ -16,6 +16,7 @@ from terrazzo.ir.plan import Frame as FrameLine
 from terrazzo.ir.plan import Plan, Product
 from terrazzo.rules.tile.draft import Draft
 from terrazzo.rules.tile.frames import framed, reductions
+from terrazzo.rules.tile.overlap import made_before, multiples
 from terrazzo.rules.tile.reach import Either, grows, masked
 from terrazzo.rules.tile.rings import axis_called
 from terrazzo.rules.tile_to_kernel.copies import Copies, Part
@@ -28,7 +29,8 @@ from terrazzo.rules.tile_to_kernel.multiply import Fragment
 class Factors:
     """Writes values for the products of a tile's steps, and weights, whose frame goes along from step to step.
 
-    `fragments` has the accumulators as they are declared, `part` says how a site divides an axis.
+    `fragments` has the accumulators as they are declared, `part` says how a site divides an axis, `beside` where a
+    vector is that came with the slabs of a step.
     """
 
     def __init__(
@@ -39,10 +41,11 @@ class Factors:
         copies: Copies,
         fragments: dict[l.Reduce, Fragment],
         part: Callable[[Any, Any], Part],
+        beside: Callable[[Node, IntExpr], tuple[k.Shared, IntExpr] | None],
     ) -> None:
         self.draft, self.plan, self.bindings, self.copies = draft, plan, bindings, copies
         self.builder, self.steps, self.scope = copies.builder, copies.steps, copies.scope
-        self.fragments, self.part = fragments, part
+        self.fragments, self.part, self.beside = fragments, part, beside
         self.frame: Frame | None = None
         self.made: dict[str, Made] = {}
 
@@ -107,8 +110,9 @@ class Factors:
             parts = [self.part(a, site) for a in self.draft.tiled if a in sums[0].free]
             columns, hidden = self.part(n, site), masked(self.draft, p)
             assert hidden is not None
-            every = (*parts, columns)
-            self.made[p.sites[0]] = Made(self.copies, self.fragments, term, hidden.bare, sums, every, columns)
+            every, before = (*parts, columns), tuple(made_before(self.draft, self.plan, p).values())
+            known = tuple(self.point_by_point(q) for q in before)
+            self.made[p.sites[0]] = Made(self.copies, self.fragments, term, hidden.bare, sums, every, columns, known)
         return self.made[p.sites[0]]
 
     @property
@@ -149,7 +153,7 @@ class Factors:
         """What the factor of step t is made of besides products, on its way while these are."""
         rows, columns, env = self.places(p, t)
         if self.frame is None:
-            self.point_by_point(p).fetch(env)
+            self.point_by_point(p).fetch(env, {*self.came(p, t)})
             return
         hidden = masked(self.draft, p)
         assert hidden is not None
@@ -167,12 +171,28 @@ class Factors:
         inside = [(substituted(x, env), self.cut(e, rows.axis, columns.axis, t)) for x, e in tests]
         inside += [((e,), t + self.steps.first - columns.axis.extent // self.steps.depth[columns.axis]) for e in last]
         if self.frame is None:
+            self.point_by_point(p).read(self.came(p, t))
+            done = {substituted(x, env) for q in multiples(self.draft, self.plan, p) for x in self.hides(q)}
+            edges = last if multiples(self.draft, self.plan, p) else ()
+            inside = [(x, cut) for x, cut in inside if x not in done and x not in [(e,) for e in edges]]
             self.point_by_point(p).make(env, inside)
             return
         scores, source = self.scores(p)
         env[source] = self.score(scores)
         edges = (*beyond(rows, env[rows.axis]), *last)
         self.frame.weigh(self.copies, env, hidden.bare, inside, edges, scores)
+
+    def hides(self, p: Product) -> tuple[Either, ...]:
+        """The tests of what hides parts of a product's factor."""
+        hidden = masked(self.draft, p)
+        return hidden.inside if hidden is not None else ()
+
+    def came(self, p: Product, t: IntExpr) -> dict[l.Load, l.Load]:
+        """What a factor is made of that came with the slabs of step t, in shared memory."""
+        made = self.point_by_point(p)
+        places = {x: self.beside(x, t) for x in made.loads()}
+        column = value(made.columns.digits)
+        return {x: l.Load(place, (slot, column)) for x, found in places.items() if found for place, slot in [found]}
 
     def score(self, scores: Fragment) -> l.Load:
         """A score, where its digits say."""

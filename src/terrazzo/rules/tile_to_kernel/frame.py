@@ -44,10 +44,18 @@ Kept = dict[Node, tuple[k.Registers, tuple[IntExpr, ...]]]
 """Loads, the registers that have what they load, and where in these it is."""
 
 
-def loaded(builder: Builder, load: l.Load, digits: Sequence[Digit]) -> k.Registers:
-    """Registers, indexed by some digits, with what a load loads: several at once where they lie side by side."""
+def loaded(builder: Builder, load: l.Load, digits: Sequence[Digit], free: Sequence[k.Registers] = ()) -> k.Registers:
+    """Registers, indexed by some digits, with what a load loads: several at once where they lie side by side. Those
+    that are `free` and fit are taken again.
+    """
     init = l.Literal(zero(load.dtype), load.dtype) if load.inside else None
-    place, index = builder.registers("in", load.dtype, [d.size for d in digits], init), tuple(d.value for d in digits)
+    shape, index = tuple(d.size for d in digits), tuple(d.value for d in digits)
+    fits = (x for x in free if (x.type.dtype, x.type.static_shape) == (load.dtype, shape))
+    if (place := next(fits, None)) is None:
+        place = builder.registers("in", load.dtype, shape, init)
+    elif init is not None:
+        nothing = l.Store(place, index, init)
+        builder.loops([(d.variable, True) for d in digits], partial(builder.add, nothing))
     if digits and wide(load, digits[-1].variable, digits[-1].size):
         start = {digits[-1].value: 0}
         source, target, inside = (tuple(substitute(e, start) for e in y) for y in (load.index, index, load.inside))

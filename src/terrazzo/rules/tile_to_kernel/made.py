@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ class Made:
     `bare` where no mask hides it.
 
     `parts` are those of the axes that the sums have. Where a load knows nothing of a step's `columns`, it is `begun`
-    once for a tile; others are fetched for every step.
+    once for a tile; others are fetched for every step. What was made `before` in this step, it may be made of.
     """
 
     copies: Copies
@@ -36,6 +36,7 @@ class Made:
     sums: tuple[l.Reduce, ...]
     parts: tuple[Part, ...]
     columns: Part
+    before: tuple[Made, ...] = ()
     begun: Kept = field(default_factory=dict)
     fetched: Kept = field(default_factory=dict)
 
@@ -66,19 +67,37 @@ class Made:
         self.values = self.builder.registers("w", kind.dtype, self.first.place.type.static_shape)
         return {self.term: self.values}
 
-    def fetch(self, env: dict[Any, Any]) -> None:
-        """What the factor is made of besides sums comes to registers, while products are on their way."""
-        self.fetched = self._loaded(env, [x for x in self._loads() if x not in self.begun])
+    def fetch(self, env: dict[Any, Any], others: Collection[l.Load] = ()) -> None:
+        """What the factor is made of besides sums comes to registers, while products are on their way; but for
+        `others`, which came with slabs.
+        """
+        wanted = [x for x in self.loads() if x not in self.begun and x not in others]
+        self.fetched = self._loaded(env, wanted, self.free)
+
+    @property
+    def free(self) -> list[k.Registers]:
+        """Registers of what was made before in this step."""
+        return [place for x in self.before for place, _ in x.fetched.values()]
+
+    def read(self, places: Mapping[l.Load, l.Load]) -> None:
+        """What came with slabs comes to registers from where it is."""
+        free = self.free
+        for x, load in places.items():
+            mine = [d for p in self.parts for d in held(p) if d.value in load.free]
+            place = loaded(self.builder, load, mine, free)
+            free = [y for y in free if y is not place]
+            self.fetched[x] = place, tuple(d.value for d in mine)
 
     def begin(self, env: dict[Any, Any]) -> None:
         """What rows have, once for the tile."""
-        self.begun = self._loaded(env, [x for x in self._loads() if self.columns.axis not in x.free])
+        self.begun = self._loaded(env, [x for x in self.loads() if self.columns.axis not in x.free])
 
     def make(self, env: dict[Any, Any], hidden: Sequence[tuple[Either, IntExpr]]) -> None:
         """The factor, 0 where it is `hidden` unless one of some is >= 0, tested where what stands beside these is."""
         at, place = self.at, self.first.place if self.rounds else self.values
         env = env | {x: l.Load(place, index) for x, (place, index) in (*self.begun.items(), *self.fetched.items())}
         env |= {r: l.Load(self.fragments[r].place, at) for r in self.sums}
+        env |= {x.bare: l.Load(x.first.place, at) for x in self.before}
         edges = tuple(e for part in self.parts for e in beyond(part, env[part.axis]))
         kind: Any = self.bare
 
@@ -104,20 +123,27 @@ class Made:
             self._everywhere(lambda: self.builder.add(l.Store(self.values, self.at, given)))
 
     def _everywhere(self, write: Any) -> None:
-        self.builder.loops([(d.variable, True) for p in self.first.parts for d in held(p)], write)
+        """At all elements in the order of their registers, so that what a column has is wanted for a short time."""
+        digits = [d for p in self.first.parts for d in held(p)]
+        digits.sort(key=lambda d: (d.level == "frag", -d.place))
+        self.builder.loops([(d.variable, True) for d in digits], write)
 
-    def _loads(self) -> list[l.Load]:
-        inside = topological([self.bare], stop=lambda x: isinstance(x, l.Reduce))
+    def loads(self) -> list[l.Load]:
+        """What the factor is made of besides sums."""
+        known = {x.bare for x in self.before}
+        inside = topological([self.bare], stop=lambda x: isinstance(x, l.Reduce) or x in known)
         return [x for x in inside if isinstance(x, l.Load)]
 
-    def _loaded(self, env: dict[Any, Any], loads: Sequence[l.Load]) -> Kept:
+    def _loaded(self, env: dict[Any, Any], loads: Sequence[l.Load], free: Sequence[k.Registers] = ()) -> Kept:
         """Loads in registers, several elements at once where they lie side by side in memory and in a thread."""
         found: Kept = {}
+        left = [*free]
         for x in loads:
             if data_says(x):
                 continue
             edges = tuple(e for p in self.parts if p.axis in x.free for e in beyond(p, env[p.axis]))
             load = guarded(substitute(x, env), edges)
             mine = [d for p in self.parts for d in held(p) if d.value in load.free]
-            found[x] = loaded(self.builder, load, mine), tuple(d.value for d in mine)
+            found[x] = loaded(self.builder, load, mine, left), tuple(d.value for d in mine)
+            left = [place for place in left if place is not found[x][0]]
         return found

@@ -10,6 +10,7 @@ from terrazzo.ir.node import Node
 from terrazzo.ir.plan import Plan, Product, Ring, Stream
 from terrazzo.rules.tile.draft import Draft
 from terrazzo.rules.tile.rings import brought, operand_text, slab_type
+from terrazzo.rules.tile.vectors import vectors
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.digits import Bindings
 from terrazzo.rules.transports import TRANSPORTS
@@ -29,7 +30,8 @@ class Memory:
 
 def operands(draft: Draft, plan: Plan) -> dict[str, Node]:
     """The terms that streams bring, by their text."""
-    return {operand_text(x): x for p in plan.all(Product) for x in brought(draft, p)}
+    every = [x for p in plan.all(Product) for x in brought(draft, p)]
+    return {operand_text(x): x for x in (*every, *vectors(draft, plan))}
 
 
 def share(draft: Draft, plan: Plan, builder: Builder, bindings: Bindings) -> Memory:
@@ -70,4 +72,6 @@ def freed_by_teams(plan: Plan, ring: Ring) -> bool:
     themselves, are done one by one.
     """
     users = [p for p in plan.all(Product) if ring.name in p.rings]
+    if any(s.read for s in plan.all(Stream) if s.ring == ring.name):
+        return False
     return any(warps(matrix(p.on)) > 1 for p in users) and all("ldmatrix" not in (p.a, p.b) for p in users)

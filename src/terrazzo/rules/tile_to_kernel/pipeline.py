@@ -25,8 +25,9 @@ from terrazzo.ir.types import u32
 from terrazzo.rules.tile.agents import LOAD
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.reach import Visits, reached, visited
-from terrazzo.rules.tile.rings import axis_called, brought, steps
+from terrazzo.rules.tile.rings import axis_called, brought, outermost, staggered, steps, twin_axes
 from terrazzo.rules.tile.spans import span, spanned
+from terrazzo.rules.tile.vectors import vectors
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.copies import Copies, Part, Slab, Steps
 from terrazzo.rules.tile_to_kernel.digits import Bindings, Digit, zero
@@ -36,6 +37,7 @@ from terrazzo.rules.tile_to_kernel.memory import Memory, freed_by_teams, operand
 from terrazzo.rules.tile_to_kernel.multiply import Fragment, Group, Multiply
 from terrazzo.rules.tile_to_kernel.promote import Promotion
 from terrazzo.rules.tile_to_kernel.scope import Scope
+from terrazzo.rules.tile_to_kernel.staggered import Staggered
 from terrazzo.rules.transports import TRANSPORTS, Transport
 
 
@@ -59,17 +61,24 @@ class Pipeline:
         self.fragments: dict[l.Reduce, Fragment] = {}
         self.promotion = Promotion(builder, bindings)
         self.turns: k.Registers | None = None  # what a warpgroup's first factor comes to, where it is in registers
-        self.factors = Factors(draft, plan, bindings, self.copies, self.fragments, self.part)
-        terms = operands(draft, plan)
+        self.factors = Factors(draft, plan, bindings, self.copies, self.fragments, self.part, self.beside)
+        terms, beside = operands(draft, plan), vectors(draft, plan)
         self.parts: dict[Any, Part] = {}
         self.slabs: dict[Node, Slab] = {}
         for p in plan.all(Product):
             site = draft.site(p.sites[0])
+            mine_too = [x for x, q in beside.items() if q is p]
             for s in plan.all(Stream):
-                if s.ring in p.rings and terms[s.operand] in brought(draft, p):
-                    term = terms[s.operand]
+                for text in (s.operand, *s.also):
+                    term = terms[text]
+                    if s.ring not in p.rings or term not in (*brought(draft, p), *mine_too):
+                        continue
                     whole = span(draft, term)
-                    mine = ((self.part(axis_called(draft, w.name), site), w.args[0]) for w in s.axes)
+                    names = [w.name for w in s.axes]
+                    names = names if text == s.operand else twin_axes(names, terms[s.operand], term)
+                    sizes = [w.args[0] for w in s.axes]
+                    parts_of = [self.part(axis_called(draft, name), site) for name in names]
+                    mine = zip(parts_of, sizes, strict=True)
                     parts = tuple(replace(x, size=size, halo=whole.halo(x.axis)) for x, size in mine)
                     self.slabs[term] = Slab(s, plan.named(s.ring), term, memory.places[s.name], parts, whole)
 
@@ -129,6 +138,8 @@ class Pipeline:
             self.wait(ring, 0)
         if any(p.early for p in self.plan.all(Product)):
             self.overlapped()
+        elif staggered(self.draft, self.plan.all(Product)):
+            Staggered(self, self.plan.all(Product), self.factors, self.builder).write()
         else:
             self.in_order({r.name for r in held})
         for ring in held:
@@ -293,8 +304,12 @@ class Pipeline:
     # -- slots ---------------------------------------------------------------------------------------------------------
 
     def of(self, ring: Ring) -> list[Slab]:
-        """The slabs of a ring."""
-        return [s for s in self.slabs.values() if s.ring is ring]
+        """The slabs of a ring, each once, whatever operands it is."""
+        found: dict[Stream, Slab] = {}
+        for s in self.slabs.values():
+            if s.ring is ring:
+                found.setdefault(s.stream, s)
+        return [*found.values()]
 
     def slot(self, ring: Ring, t: IntExpr) -> tuple[IntExpr, IntExpr]:
         """The slot that step t of this tile is in, and how often it was used before."""
@@ -304,6 +319,11 @@ class Pipeline:
         elif self.bindings.wave is not None:
             n = self.bindings.turn * (self.steps.count if ring.over else 1) + n
         return n % ring.slots, n // ring.slots
+
+    def beside(self, x: Node, t: IntExpr) -> tuple[k.Shared, IntExpr] | None:
+        """Where a vector is that came with the slabs of step t, and in which slot."""
+        found = self.slabs.get(x)
+        return (found.place, self.slot(found.ring, t)[0]) if found is not None else None
 
     def wait(self, ring: Ring, t: IntExpr) -> None:
         """Until step t is in its slot."""
@@ -334,7 +354,11 @@ class Pipeline:
 
     def outermost(self, p: Product) -> bool:
         """Whether a product's sums are those of the tile, and not of a step."""
-        return p is self.plan.all(Product)[-1] or len(self.plan.all(Product)) == 1
+        return outermost(self.draft, p)
+
+    def sums(self, p: Product) -> list[l.Reduce]:
+        """What a product's accumulators are the sums of."""
+        return [self.draft.products[name].reduce for name in p.sites]
 
     def declare(self, p: Product) -> None:
         """Accumulators at zero."""
