@@ -7,6 +7,7 @@ What fails is made as small as it gets, and printed with the command that finds 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import re
 import sys
@@ -64,9 +65,13 @@ def _settings(count: int) -> settings:
                     phases=(Phase.generate, Phase.shrink), suppress_health_check=list(HealthCheck))  # fmt: skip
 
 
-def fuzz(kind: str, count: int, seed: int) -> tuple[Counter[str], list[str]]:
+class Over(BaseException):
+    """The time is over: no failure, which Hypothesis would make smaller."""
+
+
+def fuzz(kind: str, count: int, seed: int, until: float = math.inf) -> tuple[Counter[str], list[str]]:
     """How many of `count` different examples went how, and what was found: for each bug the smallest text that shows
-    it.
+    it. Nothing is drawn any more once the time is over.
     """
     strategy, check = KINDS[kind]
     outcomes: Counter[str] = Counter()
@@ -74,6 +79,8 @@ def fuzz(kind: str, count: int, seed: int) -> tuple[Counter[str], list[str]]:
     done: set[Any] = set()
 
     def one(example: tuple[Any, ...]) -> None:
+        if time.time() > until:
+            raise Over
         key = tuple(getattr(x, "results", x) for x in example)
         if key in done or len(done) >= count:  # what is drawn again proves nothing
             return
@@ -94,19 +101,21 @@ def fuzz(kind: str, count: int, seed: int) -> tuple[Counter[str], list[str]]:
         run = hypothesis.seed(f"{seed}, {turn}")(_settings(count)(given(strategy)(one)))
         try:
             run()
+        except Over:
+            break
         except (checks.Found, BaseExceptionGroup):
             if not found:
                 raise
     return outcomes, list(found.values())
 
 
-def fuzz_in(jobs: int, kind: str, count: int, seed: int) -> tuple[Counter[str], list[str]]:
+def fuzz_in(jobs: int, kind: str, count: int, seed: int, until: float = math.inf) -> tuple[Counter[str], list[str]]:
     """The same by so many processes, each with a part of the examples and a seed of its own."""
     if jobs == 1:
-        return fuzz(kind, count, seed)
+        return fuzz(kind, count, seed, until)
     seeds = [seed * jobs + n for n in range(jobs)]
     with ProcessPoolExecutor(jobs) as pool:
-        parts = list(pool.map(fuzz, [kind] * jobs, [-(-count // jobs)] * jobs, seeds))
+        parts = list(pool.map(fuzz, [kind] * jobs, [-(-count // jobs)] * jobs, seeds, [until] * jobs))
     return sum((outcomes for outcomes, _ in parts), Counter()), list(dict.fromkeys(x for _, xs in parts for x in xs))
 
 
@@ -125,6 +134,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="any by default")
     parser.add_argument("--kind", choices=KINDS, action="append", help="all by default")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="of each kind; what is not tried by then is not"
+    )
     given = parser.parse_args()
     seed = random.randrange(1 << 32) if given.seed is None else given.seed
     bugs = 0
@@ -136,12 +148,13 @@ def main() -> int:
         again += f' ARGS="--jobs {given.jobs}"' if given.jobs > 1 else ""
         print(again, flush=True)
         start = time.perf_counter()
-        outcomes, found = fuzz_in(given.jobs, kind, given.count, seed)
+        outcomes, found = fuzz_in(given.jobs, kind, given.count, seed, time.time() + 60 * given.minutes)
         seconds = time.perf_counter() - start
         total = sum(outcomes.values())
         refused = sum(number for outcome, number in outcomes.items() if outcome.startswith("refused"))
         legal = f"{1 - refused / max(total, 1):.1%} are not refused"
-        print(f"  {total} {kind} in {seconds:.0f} s, {total / seconds:.1f} a second; {legal}")
+        over = f" of {given.count}, until the time was over," if total < given.count and not bugs else ""
+        print(f"  {total}{over} {kind} in {seconds:.0f} s, {total / seconds:.1f} a second; {legal}")
         for outcome, number in outcomes.most_common(12):
             print(f"  {number:7} {outcome}")
         for text in found:

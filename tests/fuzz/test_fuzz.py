@@ -49,6 +49,11 @@ def test_a_seed_means_the_same_examples(monkeypatch: pytest.MonkeyPatch) -> None
     assert examples(1) == examples(1) != examples(2)
 
 
+def test_nothing_is_drawn_when_the_time_is_over() -> None:
+    outcomes, found = run.fuzz("texts", 20, seed=0, until=0)
+    assert not outcomes and not found
+
+
 ROUNDED = """@tensor
 def f(x: f32[4, 100], whole: f32[4, 100]):
     e: f32[4, 100] = exp(x)

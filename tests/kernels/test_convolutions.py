@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from benchmarks.convolutions import PINNED
-from tests.kernels.arrangements import EVERY
+from benchmarks.pinned import BOXES, CHAINS, PRODUCTS
+from tests.kernels.arrangements import EVERY, Product
+from tests.kernels.chains import Chain
 from tests.kernels.convolutions import Convolution
 from tests.kernels.test_arrangements import SEEDS, derived, inputs, right
 
@@ -148,12 +150,17 @@ def test_what_is_no_box_is_refused(text: str, changes: dict[str, str], reason: s
         derived(text)
 
 
-@pytest.mark.parametrize("c", PINNED, ids=lambda c: f"{c.shape}{c.persistent}")
+@pytest.mark.parametrize("c", [replace(c, persistent=n) for n in (0, 132) for c in BOXES], ids=str)
 def test_what_is_timed_can_be_built(c: Convolution) -> None:
     (kernel,) = derived(c.text).steps
     check(derived(c.text), gpu(c.target))
     tiles = math.prod(map(math.ceil, np.divide(c.sizes, c.box))) * c.out // c.channels
     assert kernel.grid == min(c.persistent or tiles, tiles)
+
+
+@pytest.mark.parametrize("other", [*PRODUCTS, *CHAINS], ids=str)
+def test_what_else_is_timed_can_be_built(other: Product | Chain) -> None:
+    check(derived(other.text), gpu("sm_90a"))
 
 
 def test_an_edited_box_is_refused() -> None:

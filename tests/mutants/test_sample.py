@@ -7,7 +7,7 @@ import pytest
 
 from tests.mutants.kernels import NAMES
 from tests.mutants.operators import OPERATORS
-from tests.mutants.run import GOAL, Verdict, alarms, every, judge, report, same, sample
+from tests.mutants.run import GOAL, Verdict, alarms, every, in_parts, judge, report, same, sample
 
 QUICK = (
     "sum of rows",
@@ -21,14 +21,26 @@ QUICK = (
 
 @pytest.mark.parametrize("name", QUICK)
 def test_an_original_is_right_in_every_order(name: str) -> None:
-    assert alarms(name, range(2)) == []
+    assert alarms(name, range(2)) == (2, [])
 
 
 def test_mutants_are_killed() -> None:
     chosen = sample(QUICK, 60, 0)
-    verdicts = [judge(*x) for x in chosen[-60:]]
+    verdicts = [v for x in chosen[-60:] if (v := judge(*x))]
     survived = [v for v in verdicts if v.by not in ("verifier", "check", "simulator", "result") and not v.excuse]
     assert len(survived) <= (1 - GOAL) * len(verdicts), survived
+
+
+def test_what_the_time_is_over_for_is_left_out() -> None:
+    assert judge("softmax", 0, until=0) is None
+    assert alarms("softmax", range(2), until=0) == (0, [])
+
+
+def test_parts_are_of_one_kernel_and_in_any_order() -> None:
+    chosen = sample(QUICK, 200, 0)
+    parted = in_parts(chosen, 0)
+    assert sorted(parted) == sorted(chosen)
+    assert [name for name, _ in parted[:40]] != [name for name, _ in sorted(chosen)[:40]]
 
 
 def test_there_are_many_of_many_kinds() -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -52,19 +54,42 @@ def worker(folder: Path, *arguments: str, **options: Any) -> subprocess.Popen[st
     return subprocess.Popen(command, env=environment, cwd=folder, text=True, **options)
 
 
-def dumps(folders: Sequence[Path], targets: str, only: str) -> list[dict[str, Any]]:
-    """What each checkout makes of its corpus, all at the same time."""
+def dumps(
+    folders: Sequence[Path], targets: str, only: str, jobs: int = 1, until: float = math.inf
+) -> list[dict[str, Any]]:
+    """What each checkout makes of its corpus, all at the same time, in so many processes each."""
     with tempfile.TemporaryDirectory(prefix="terrazzo-replay-") as out:
-        files = [Path(out) / f"{n}.json" for n in range(len(folders))]
-        tasks = ["--targets", targets, "--only", only, "--out"]
-        running = [worker(f, "dump", *tasks, str(file)) for f, file in zip(folders, files, strict=True)]
-        for folder, process in zip(folders, running, strict=True):
+        tasks = ["--targets", targets, "--only", only, "--until", str(until)]
+        running = []
+        for n, folder in enumerate(folders):
+            for part in range(jobs):
+                file = Path(out) / f"{n}.{part}.json"
+                process = worker(folder, "dump", *tasks, "--part", f"{part}/{jobs}", "--out", str(file))
+                running.append((folder, file, process))
+        found: dict[Path, list[dict[str, Any]]] = {folder: [] for folder in folders}
+        for folder, file, process in running:
             if process.wait():
                 sys.exit(f"{folder}: the corpus cannot be lowered (above is why)")
-        found = [json.loads(file.read_text()) for file in files]
-    for folder, dump in zip(folders, found, strict=True):
-        assert Path(dump["source"]).is_relative_to(folder), f"{dump['source']} was lowered with, not {folder}"
-    return found
+            found[folder].append(json.loads(file.read_text()))
+    for folder, parts in found.items():
+        for dump in parts:
+            assert Path(dump["source"]).is_relative_to(folder), f"{dump['source']} was lowered with, not {folder}"
+    return [whole(found[folder]) for folder in folders]
+
+
+def whole(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Dumps of parts of a corpus as one."""
+    first, *_ = parts
+    return first | {what: {k: v for part in parts for k, v in part[what].items()} for what in ("kernels", "cases")}
+
+
+def reached(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """Leaves in both what both came to before the time was over, and says how far they got."""
+    names = {*before["cases"], *after["cases"]}
+    both = before["cases"].keys() & after["cases"].keys()
+    for dump in (before, after):
+        dump["cases"] = {name: case for name, case in dump["cases"].items() if name in both}
+    return f"The time was over: {len(both)} cases are compared, of {len(names)} or more."
 
 
 def times(folders: Sequence[Path], cases: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -139,11 +164,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("-v", dest="everything", action="store_true", help="whole diffs, Kernel IR too; all times")
     options.add_argument("--json", type=Path, metavar="FILE", help="where the record goes")
     options.add_argument("--time", choices=("changed", "all", "none"), default="changed", help="what a GPU times")
+    options.add_argument("--jobs", type=int, default=1, help="processes for each of the two checkouts")
+    options.add_argument(
+        "--minutes", type=float, default=math.inf, help="for lowering; what is not lowered is left out"
+    )
     chosen = options.parse_args(arguments)
+    until = time.time() + 60 * chosen.minutes
     here = gpu() if chosen.time != "none" else None
     targets = chosen.targets or ",".join(dict.fromkeys(["sm_80", "sm_90a", *([here] if here else [])]))
     with checkout(chosen.base) as base:
-        before, after = dumps((base, ROOT), targets, chosen.only)
+        before, after = dumps((base, ROOT), targets, chosen.only, chosen.jobs, until)
+        if time.time() > until:
+            print(reached(before, after))
         found = compare.compare(before, after)
         print("\n".join(compare.report(found, chosen.everything)), flush=True)
         cases = timed_cases(found, here, chosen.time == "all", after) if here else []

@@ -148,19 +148,31 @@ def edit(file: Path, old: str, new: str) -> None:
     file.write_text(text.replace(old, new))
 
 
-def replayed(other: Path, capsys: pytest.CaptureFixture[str], only: str) -> tuple[int, str, dict[str, Any]]:
-    arguments = ["--targets", "sm_80", "--time", "none", "--json", str(other / "record.json"), "--only", only]
+def replayed(other: Path, capsys: pytest.CaptureFixture[str], only: str, *more: str) -> tuple[int, str, dict[str, Any]]:
+    arguments = [*more, "--targets", "sm_80", "--time", "none", "--json", str(other / "record.json"), "--only", only]
     status = run.main([str(other), *arguments])
     return status, capsys.readouterr().out, json.loads((other / "record.json").read_text())
 
 
 def test_a_checkout_against_another(other: Path, capsys: pytest.CaptureFixture[str]) -> None:
     edit(other / "src/terrazzo/ir/dialects/kernel/waits.py", '"__syncthreads();"', '"__syncthreads( );"')
-    status, said, record = replayed(other, capsys, "tests: s")
+    status, said, record = replayed(other, capsys, "tests: s", "--jobs", "2")
     assert status == 0 and record["counts"]["changed"] >= 1 and record["counts"]["same"] >= 1
     assert "-  __syncthreads( );" in said and "+  __syncthreads();" in said
     assert all(place.startswith("tests: s") for k in record["kernels"] for place in k["places"])
     assert not record["failures"] and not any(record["only"].values())
+
+
+def test_what_one_side_alone_came_to_in_time_is_not_compared() -> None:
+    before, after = dump([kernel("a")], one=[["k", "a"]], two=[["k", "a"]]), dump([kernel("b")], two=[["k", "b"]])
+    assert run.reached(before, after) == "The time was over: 1 cases are compared, of 2 or more."
+    found = compare.compare(before, after)
+    assert not any(found.only.values()) and [p.places for p in found.pairs] == [["two -> k"]]
+
+
+def test_nothing_is_lowered_when_the_time_is_over(other: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, said, record = replayed(other, capsys, "tests: gelu", "--minutes", "0")
+    assert status == 0 and "The time was over: 0 cases are compared" in said and not record["kernels"]
 
 
 def test_what_fails_now_is_the_status(

@@ -4,7 +4,7 @@ This file stands alone: `make replay` runs it, as it is in the newer of two chec
 calls only what has been there for long, each thing that may be missing inside `told`, and imports nothing of
 `tests.replay`.
 
-    PYTHONPATH=CHECKOUT/src:CHECKOUT python -P worker.py dump --targets sm_80 --out FILE
+    PYTHONPATH=CHECKOUT/src:CHECKOUT python -P worker.py dump --targets sm_80 --out FILE [--part 3/16] [--until TIME]
     PYTHONPATH=CHECKOUT/src:CHECKOUT python -P worker.py time
 
 The second reads names of cases from its standard input, one a line, and answers each with a line of JSON; it needs a
@@ -16,9 +16,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import re
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -86,16 +88,19 @@ def without_values() -> None:
 # --- what it is lowered to ---
 
 
-def dump(targets: list[str], only: str) -> dict[str, Any]:
-    """Every kernel of the corpus once, and for each case and target which of them it consists of, or how it failed."""
+def dump(targets: list[str], only: str, part: tuple[int, int] = (0, 1), until: float = math.inf) -> dict[str, Any]:
+    """Every kernel of the corpus once, and for each case and target which of them it consists of, or how it failed;
+    of every so-manyth case from one on, until a time.
+    """
     import terrazzo
 
     without_values()
     kernels: dict[str, dict[str, Any]] = {}
     cases: dict[str, dict[str, Any]] = {}
-    for name, make in corpus():
-        if only not in name:
-            continue
+    first, step = part
+    for name, make in [x for x in corpus() if only in x[0]][first::step]:
+        if time.time() > until:
+            break
         try:
             program = _captured(*make())
         except Exception as error:
@@ -265,10 +270,14 @@ def main() -> None:
     options.add_argument("--targets", default="sm_80,sm_90a")
     options.add_argument("--only", default="")
     options.add_argument("--out", type=Path)
+    options.add_argument("--part", default="0/1")
+    options.add_argument("--until", type=float, default=math.inf)
     chosen = options.parse_args()
     if chosen.task == "time":
         return answer()
-    chosen.out.write_text(json.dumps(dump(chosen.targets.split(","), chosen.only)))
+    first, step = map(int, chosen.part.split("/"))
+    found = dump(chosen.targets.split(","), chosen.only, (first, step), chosen.until)
+    chosen.out.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
