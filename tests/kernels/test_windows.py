@@ -26,6 +26,7 @@ from terrazzo.rules.loop_to_tile import windows
 from terrazzo.rules.loop_to_tile.collapse import merge_product_axes
 from terrazzo.rules.loop_to_tile.stored import stored
 from terrazzo.rules.torch_to_tensor.library import price
+from terrazzo.targets.cuda.predict import predict
 
 LAST = torch.channels_last
 ULP = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -84,6 +85,8 @@ WINDOWS: dict[str, tuple[Any, tuple[Any, ...]]] = {
         lambda x, w: F.conv_transpose2d(x, w, stride=2, padding=1, groups=8),
         (b(1, 8, 9, 9), b(8, 1, 3, 3)),
     ),
+    "two steps": (lambda x, w, c: F.linear(x, w, c).tanh(), (b(70, 2), b(48, 2), b(48))),
+    "seven steps of a batch": (lambda x, w: (x @ w).relu(), (r(3, 33, 7), r(3, 7, 20))),
 }  # fmt: skip
 
 
@@ -195,3 +198,15 @@ def test_patches_are_not_stored_where_they_are_too_many() -> None:
         p = product(kernel)
         assert p is not None
         assert bool([*stored(merge_product_axes(kernel, p.sites), gpu("sm_90a"))]) == is_stored
+
+
+def test_what_a_thread_sums_by_itself_comes_in_vectors() -> None:
+    """A product of two steps is as wide as a vector, so is what is stored; a short row is one load."""
+    x, w, c = (torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((262144, 2), (256, 2), (256,)))
+    short = torch.empty((4096, 512, 8), dtype=torch.bfloat16, device="meta")
+    for fn, args in ((lambda x, w, c: F.linear(x, w, c).sin(), (x, w, c)), (lambda x: x.sum(-1), (short,))):
+        found = lowering_of(fn, args)
+        (kernel,) = found.at("kernel").steps
+        assert {e.rule for e in found.log.events if e.pass_name == "schedule" and e.fired} >= {"window"}
+        moved = [c for (_, kind), c in predict(kernel).costs.accesses.items() if kind.startswith("global")]
+        assert max(c.bytes / c.requests for c in moved) == 32 * 16

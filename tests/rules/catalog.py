@@ -124,6 +124,7 @@ CATALOG: dict[str, Rewrite] = {
     "schedule:packed": of(packed.packed, kernels(packed.packed)),
     "schedule:stored_first": of(packed.stored_first, kernels(packed.stored_first)),
     "schedule:products_apart": of(apart.products_apart, kernels(apart.products_apart)),
+    "schedule:stores_apart": of(apart.stores_apart, kernels(apart.stores_apart)),
     "schedule:results_apart": of(apart.results_apart, kernels(apart.results_apart)),
     "schedule:padded": of(packed.padded, kernels(packed.padded)),
     "schedule:split": of(splitting.split, kernels(split)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from terrazzo.ir.contraction import contraction
@@ -122,6 +123,59 @@ def results_apart(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     ):
         return (kernel,)
     return _stored(kernel, {f"{kernel.name}_product": sums[0]})
+
+
+def stores_apart(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
+    """A kernel without reductions that stores at points of different axes, as one for each set of axes, those of
+    few points first. Who comes later reads what was stored, where computing it takes more than a load.
+
+    @loop
+    def f(x: f32[3, 4], y: f32[3]):
+        with kernel('z', s=f32[3], z=f32[3, 4]):
+            for a0 in free(3):
+                in0 = y[a0]
+                v0 = exp(in0)
+                s[a0] = v0
+                for a1 in free(4):
+                    in1 = x[a0, a1]
+                    v1 = mul(in1, v0)
+                    z[a0, a1] = v1
+        return (s, z)
+    =>
+    @loop
+    def f(x: f32[3, 4], y: f32[3]):
+        with kernel('s', s=f32[3]):
+            for a0 in free(3):
+                in0 = y[a0]
+                v0 = exp(in0)
+                s[a0] = v0
+        with kernel('z', z=f32[3, 4]):
+            for a0 in free(3):
+                in0 = s[a0]
+                for a1 in free(4):
+                    in1 = x[a0, a1]
+                    v0 = mul(in1, in0)
+                    z[a0, a1] = v0
+        return (s, z)
+    """
+    groups: dict[Any, list[l.Store]] = {}
+    for s in kernel.stores:
+        groups.setdefault(s.free, []).append(s)
+    if len(groups) < 2 or accumulators(kernel):
+        return (kernel,)
+    made: list[l.Kernel] = []
+    stored: dict[Node, Any] = {}
+    for free in sorted(groups, key=lambda found: math.prod(a.extent for a in found)):
+        stores = tuple(transform(s, lambda x: x, dict(stored)) for s in groups[free])
+        stored |= {s.value: l.Load(s.buffer, s.index) for s in groups[free] if _dear(s.value)}
+        name = kernel.name if len(made) == len(groups) - 1 else stores[0].buffer.name
+        made.append(l.Kernel(name, tuple(a for a in kernel.axes if a in free), stores, kernel.source))
+    return tuple(made)
+
+
+def _dear(value: Any) -> bool:
+    """Whether computing a value takes more than loading it."""
+    return any(isinstance(x, l.Apply) and not is_cast(x.fn) for x in topological([value]))
 
 
 def _stored(kernel: l.Kernel, sums: dict[str, l.Reduce]) -> tuple[l.Kernel, ...]:

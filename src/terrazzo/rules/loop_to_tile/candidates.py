@@ -13,9 +13,9 @@ from terrazzo.ir.node import topological
 from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.sites import product
 from terrazzo.rules.loop_to_tile import chains, reductions, scans, threads, windows
-from terrazzo.rules.loop_to_tile.apart import products_apart, results_apart
+from terrazzo.rules.loop_to_tile.apart import products_apart, results_apart, stores_apart
 from terrazzo.rules.loop_to_tile.candidate import Candidate, Chosen, Rewrite, joined
-from terrazzo.rules.loop_to_tile.collapse import digits_apart, flat_reductions
+from terrazzo.rules.loop_to_tile.collapse import collapse, digits_apart, flat_reductions
 from terrazzo.rules.loop_to_tile.crossed import points
 from terrazzo.rules.loop_to_tile.forms import Form, for_warpgroups, merged
 from terrazzo.rules.loop_to_tile.pieces import in_pieces, meeting, partial_states, together
@@ -54,6 +54,7 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> It
         if (sharing := scans.shared(flat, gpu)) is not None:
             whole, bound, what = sharing
             yield Candidate(((whole, bound, "scan", what),)).after(flattened, ("merge_axes", flat, (whole,)))
+        yield from (x.after(flattened) for x in _stores_apart(flat, gpu, pinned))
         form, own, why, rewrite = points(flat, gpu)
         yield Candidate(((form, own, "points", why),)).after(flattened, (rewrite, flat, (form,)))
     else:
@@ -67,6 +68,17 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> It
             yield Candidate(((even, *chosen),)).after(flattened, evened)
     plain = threads.plain(flat, gpu), "plain", "a thread computes a point at a time"
     yield Candidate(((flat, *plain),)).after(flattened)
+
+
+def _stores_apart(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
+    """What is stored at points of different axes in kernels of their own, where lanes lie along memory in each then,
+    and that gains more than launches take and what is read again.
+    """
+    apart = stores_apart(kernel)
+    static = all(isinstance(a.extent, int) for a in kernel.axes)
+    if len(apart) > 1 and static and sum(threads.walked(collapse(x), gpu) for x in apart) < threads.walked(kernel, gpu):
+        whole = joined(next(candidates(x, gpu, pinned)) for x in apart)
+        yield whole.after(("stores_apart", kernel, apart))
 
 
 def _chained(kernel: l.Kernel, way: chains.Way, gpu: Gpu) -> Candidate:

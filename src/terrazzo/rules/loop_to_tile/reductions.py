@@ -15,6 +15,7 @@ from terrazzo.rules.loop_to_tile.collapse import merge_axes
 from terrazzo.rules.loop_to_tile.threads import (
     DEAR,
     KEPT,
+    SECTOR,
     WARP,
     ceil,
     grid,
@@ -277,8 +278,8 @@ FLYING = 128
 """Bytes that a thread has on their way at once, at most: registers hold them."""
 COLUMNS = 32
 """Accumulators of a thread that takes several columns, at most."""
-SECTOR, WORD = 32, 4
-"""Bytes that memory brings at least; bytes of which a line of the cache has one for every lane."""
+WORD = 4
+"""Bytes of which a line of the cache has one for every lane."""
 
 
 def columns(kernel: l.Kernel, gpu: Gpu, column: Any, whole: bool = True) -> Schedule:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
 from terrazzo.hw.gpu import Gpu
-from terrazzo.ir.address import coefficient, flatten
+from terrazzo.ir.address import coefficient, evaluate, flatten
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Var
+from terrazzo.ir.expr import Expr, Loaded, Var
 from terrazzo.ir.node import substitute, topological
 from terrazzo.ir.schedule import Factor, Schedule
 from terrazzo.rules.access import WIDEST, before, wide
 
 WARP = 32
+SECTOR = 32
+"""Bytes that memory brings at least."""
 THREADS = 2048
 """What a processor has room for."""
 DEAR = 6.0
@@ -29,9 +35,8 @@ def pointwise(kernel: l.Kernel, gpu: Gpu) -> Schedule:
     free = [a for a in kernel.axes if a not in ordered(kernel)]
     if not free:
         return Schedule(kernel.name, gpu.arch, ())
-    axis = max(free, key=lambda a: (stride_one([kernel], a), size_of(a)))
-    ragged = ragged_vector(kernel.stores, axis) if vector_of(kernel.stores, axis) == 1 else 1
-    vector = _width(kernel, axis, ragged, gpu)
+    axis = _lanes_along(kernel, free, gpu)
+    ragged, vector = _vector(kernel, axis, gpu)
     apart = vector > 1 and ragged == 1 and _narrow(kernel, axis)
     points = size_of(axis) // vector
     threads = 8 if points > 8 * WARP * gpu.processors else 4 if points > 4 * WARP else 1
@@ -40,6 +45,57 @@ def pointwise(kernel: l.Kernel, gpu: Gpu) -> Schedule:
     inner = (*last, Factor("lane", WARP)) if apart else (Factor("lane", WARP), *last)
     own = (Factor("grid", ceil(size_of(axis), threads * WARP * vector)), *warps_of(threads), *inner)
     return Schedule(kernel.name, gpu.arch, (*lines, (axis.name, own)))
+
+
+def walked(kernel: l.Kernel, gpu: Gpu) -> float:
+    """Nanoseconds of a kernel without reductions under the schedule `pointwise`: what it moves, and the sectors that
+    its warps touch. A block has one point of each axis that lanes do not lie along, so all that is there is touched by
+    every warp, whatever axes it knows.
+    """
+    axis = _lanes_along(kernel, kernel.axes, gpu)
+    return gpu.launch + _touched(kernel, axis, gpu)
+
+
+def _lanes_along(kernel: l.Kernel, free: Sequence[Any], gpu: Gpu) -> Any:
+    """The axis under which warps touch fewest sectors, among those that memory is read or written along."""
+    if len(free) == 1 or not all(isinstance(a.extent, int) for a in kernel.axes):
+        return max(free, key=lambda a: (stride_one([kernel], a), size_of(a)))
+    return min(free, key=lambda a: (_touched(kernel, a, gpu), not stride_one([kernel], a), -size_of(a)))
+
+
+def _touched(kernel: l.Kernel, axis: Any, gpu: Gpu) -> float:
+    """Nanoseconds for which warps whose lanes lie along an axis move sectors from and to the cache, or memory moves
+    what they need.
+    """
+    _, vector = _vector(kernel, axis, gpu)
+    warps = ceil(size_of(axis), WARP * vector) * math.prod(max(size_of(a), 1) for a in kernel.axes if a is not axis)
+    accesses = {x for x in topological([s.value for s in kernel.stores]) if isinstance(x, l.Load)}
+    accesses |= {l.Load(s.buffer, s.index) for s in kernel.stores}
+    sizes = {x.buffer: math.prod(x.buffer.type.static_shape) * x.dtype.size for x in accesses}
+    sectors = sum(_sectors(x, axis, WARP * vector) for x in accesses)
+    found: float = max(sum(sizes.values()) / gpu.memory, SECTOR * sectors * warps / gpu.cache)
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _sectors(x: l.Load, axis: Any, points: int) -> int:
+    """Of how many sectors so many points of an axis are, from its first one on; each has its own where data says where
+    they are.
+    """
+    points = min(points, size_of(axis))
+    if axis not in x.free:
+        return 1
+    if any(isinstance(y, Loaded) for y in topological([i for i in x.index if isinstance(i, Expr)])):
+        return points
+    env: dict[Any, Any] = {**dict.fromkeys(x.free, 0), axis: np.arange(points)}
+    place = evaluate(flatten(x.index, x.buffer.type.element_strides), env)
+    return len(np.unique(np.broadcast_to(place, (points,)) * x.dtype.size // SECTOR))
+
+
+def _vector(kernel: l.Kernel, axis: Any, gpu: Gpu) -> tuple[int, int]:
+    """How wide the vectors are of rows that begin anywhere, 1 for others, and how many elements a thread has."""
+    ragged = ragged_vector(kernel.stores, axis) if vector_of(kernel.stores, axis) == 1 else 1
+    return ragged, _width(kernel, axis, ragged, gpu)
 
 
 def _narrow(kernel: l.Kernel, axis: Any) -> bool:

@@ -20,6 +20,7 @@ from terrazzo.errors import Limitation, UserError
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir import nest as n
 from terrazzo.ir.address import coefficient, evaluate, flatten
+from terrazzo.ir.contraction import contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import IntExpr, Var
@@ -34,6 +35,8 @@ from terrazzo.rules.tile.draft import axis_name
 from terrazzo.rules.tile_to_kernel.jam import flat
 
 WARP, WARPS = 32, 4
+SHORT, MANY = 16, 1 << 16
+"""Steps that a thread takes by itself, at most; points from which on there are threads enough for that."""
 MOST_STEPS = 512
 """Steps of a window at most: beyond, a row is long enough for threads to share it."""
 CODE = 640
@@ -140,7 +143,9 @@ def _stride(x: Any, axis: Any) -> IntExpr | None:
 
 
 def _form(kernel: l.Kernel) -> _Form | None:
-    """A kernel as one nest of loops over points around reductions of few steps, of which some load moves with both."""
+    """A kernel as one nest of loops over points around reductions of few steps, of which some load moves with both, or
+    which are so short that a thread takes each by itself, and no tiles are worth it.
+    """
     try:
         axes, statements = flat(kernel)
     except Limitation:
@@ -151,11 +156,12 @@ def _form(kernel: l.Kernel) -> _Form | None:
         return None
     if any(math.prod(a.extent for a in s.axes) > MOST_STEPS for s in loops):
         return None
-    if product(kernel) is not None:
-        return None
     terms = tuple(s.term for s in statements if isinstance(s, n.Let))
-    moved = any(slides(r) for s in loops for r in s.carried if isinstance(r, l.Reduce))
-    return _Form(kernel, axes, terms, loops) if moved else None
+    reduces = [r for s in loops for r in s.carried if isinstance(r, l.Reduce)]
+    many = math.prod(a.extent for a in axes) >= MANY
+    short = all(math.prod(a.extent for a in r.axes) <= SHORT and (many or contraction(r) is not None) for r in reduces)
+    moved = product(kernel) is None and any(map(slides, reduces))
+    return _Form(kernel, axes, terms, loops) if moved or short else None
 
 
 @dataclass(frozen=True)
