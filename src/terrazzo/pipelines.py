@@ -38,6 +38,7 @@ from terrazzo.rules.loop.fold import fold
 from terrazzo.rules.loop.fuse import fuse, seen_through
 from terrazzo.rules.loop.gradients import gradients
 from terrazzo.rules.loop.layout import store_as_read
+from terrazzo.rules.loop.lifetimes import in_order, kernels_in_order
 from terrazzo.rules.loop.lookups import store_lookups
 from terrazzo.rules.loop.narrow import narrow
 from terrazzo.rules.loop.online import online
@@ -91,6 +92,12 @@ def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
     return rounded_weights(chains_beside(made, log, price, refused), log, target(options.target).rates.matrix)
 
 
+def _scheduled(p: l.Program, log: Log, options: Options, tried: Experience) -> tile.Program:
+    """Every kernel with a schedule; those that a candidate made of one are steps like others."""
+    done = schedule(p, machine(options), log, pinned(options)[0], _texts(options), tried)
+    return kernels_in_order(done, log, "schedule")
+
+
 @dataclass(frozen=True)
 class Pass:
     """One step: what it is called, the IR it takes and gives, one line of why, and how it runs."""
@@ -120,13 +127,15 @@ PASSES = (
          lambda p, log, o, tried: pass_views(p, log)),
     Pass("relax", "loop", "loop", "what is rounded to 16 bits at once is computed no more exactly than that asks for",
          lambda p, log, o, tried: relax(p, log)),
+    Pass("order", "loop", "loop", "steps come in the order in which least memory is in use at a time",
+         lambda p, log, o, tried: in_order(p, log, "order")),
     Pass("online", "loop", "loop", "what lies between two products becomes part of the second, where that pays",
          lambda p, log, o, tried: _chained(p, log, o, tried) if o.fuse else p),
     Pass("parts", "loop", "loop", "products in float32 become products of bfloat16, where that is faster",
          lambda p, log, o, tried: in_parts(p, log, o, tried)),
     Pass("schedule", "loop", "tile",
          "every kernel gets a schedule: the user's, or the best by the model of the machine",
-         lambda p, log, o, tried: schedule(p, machine(o), log, pinned(o)[0], _texts(o), tried)),
+         _scheduled),
     Pass("plan", "tile", "tile", "every schedule is completed: who walks which tiles, brings what, multiplies on what",
          lambda p, log, o, tried: complete(p, machine(o), log, pinned(o)[1], o.verbose > 1)),
     Pass("derive", "tile", "kernel", "what a plan says is written down: places, copies, barriers, for each agent",

@@ -240,34 +240,51 @@ def make(program: l.Program | kernel.Program, entries: Mapping[Any, Entry]) -> P
     )
 
 
+MOST = 4000
+"""Temporaries of which there may be more than one try at where they lie."""
+
+
 def allocate(program: l.Program | kernel.Program, buffers: Sequence[l.Buffer]) -> tuple[dict[l.Buffer, int], int]:
-    """Offsets for temporaries, first fit, such that buffers that live at the same time do not overlap; and the
-    total.
+    """Offsets for temporaries such that buffers that live at the same time do not overlap; and the total. They are
+    placed one after the other where there is room first: as they come, the large ones first, or those that live long;
+    whichever takes least.
     """
-    last: dict[l.Buffer, int] = {}
+    lives = _lives(program)
+    given = [b for b in lives if b in set(buffers)]
+    longest = sorted(given, key=lambda b: (lives[b][0] - lives[b][1], -b.type.span))
+    orders = [given, sorted(given, key=lambda b: -b.type.span), longest]
+    return min((_placed(order, lives) for order in orders[: 1 if len(given) > MOST else 3]), key=lambda x: x[1])
+
+
+def _placed(buffers: Sequence[l.Buffer], lives: Mapping[l.Buffer, tuple[int, int]]) -> tuple[dict[l.Buffer, int], int]:
+    """Where buffers lie that are placed in this order; and the total."""
+    taken: list[tuple[int, int, int, int]] = []  # offset, end, first and last step
+    offsets: dict[l.Buffer, int] = {}
+    for b in buffers:
+        first, last = lives[b]
+        size = _padded(b)
+        place = 0
+        for start, end in sorted((x, y) for x, y, begins, ends in taken if begins <= last and first <= ends):
+            if start - place >= size:
+                break
+            place = max(place, end)
+        offsets[b] = place
+        taken.append((place, place + size, first, last))
+    return offsets, max((end for _, end, *_ in taken), default=0)
+
+
+def _lives(program: l.Program | kernel.Program) -> dict[l.Buffer, tuple[int, int]]:
+    """The first and the last step that mention a buffer, in the order of the first."""
+    found: dict[l.Buffer, tuple[int, int]] = {}
     for k, step in enumerate(program.steps):
         for b in (*step.reads, *step.writes):
-            last[b] = k
-    wanted = set(buffers)
-    live: list[tuple[int, int, l.Buffer]] = []  # (offset, end, buffer), by offset
-    offsets: dict[l.Buffer, int] = {}
-    total = 0
-    for k, step in enumerate(program.steps):
-        for b in dict.fromkeys(step.writes):
-            if b not in wanted:
-                continue
-            size = max(b.type.span, 1)
-            size = (size + ALIGN - 1) // ALIGN * ALIGN
-            place = 0
-            for start, end, _ in live:
-                if start - place >= size:
-                    break
-                place = max(place, end)
-            offsets[b] = place
-            live = sorted([*live, (place, place + size, b)], key=lambda x: x[:2])
-            total = max(total, place + size)
-        live = [x for x in live if last[x[2]] > k]
-    return offsets, total
+            found[b] = found.get(b, (k, k))[0], k
+    return found
+
+
+def _padded(b: l.Buffer) -> int:
+    """The bytes a temporary takes: what begins after it is aligned."""
+    return (max(b.type.span, 1) + ALIGN - 1) // ALIGN * ALIGN
 
 
 WORTH = 1 << 20
@@ -282,16 +299,12 @@ def hosts(program: l.Program | kernel.Program, buffers: Sequence[l.Buffer]) -> d
     if alone < WORTH:
         return {}
     called = {b for s in program.steps if isinstance(s, l.Call) for b in (*s.reads, *s.writes)}
-    first: dict[l.Buffer, int] = {}
-    last: dict[l.Buffer, int] = {}
-    for k, step in enumerate(program.steps):
-        for b in (*step.reads, *step.writes):
-            first.setdefault(b, k)
-            last[b] = k
+    lives = _lives(program)
+    first, last = ({b: x[n] for b, x in lives.items()} for n in (0, 1))
     rooms = [b for b in dict.fromkeys(program.results) if b in first and b not in called and b not in program.inputs]
     found: dict[l.Buffer, tuple[l.Buffer, int]] = {}
     for b in sorted((b for b in buffers if b not in called), key=lambda b: -b.type.span):
-        size = (max(b.type.span, 1) + ALIGN - 1) // ALIGN * ALIGN
+        size = _padded(b)
         for room in rooms:
             taken = sorted(
                 (offset, offset + x.type.span)

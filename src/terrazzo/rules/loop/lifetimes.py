@@ -1,0 +1,205 @@
+"""The order of steps in which least memory is in use at a time.
+
+Steps come in the order of the user's program, where a product that only a gradient needs may stand long after what it
+reads was made. What is made lives from the step that writes it to the last that reads it, results to the end.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects import tile
+from terrazzo.rewrite.rule import Event, Log
+
+RULE = "in_order"
+WORTH = 1 << 20
+"""Bytes of memory in use from which on it is worth asking for another order."""
+GAIN = 0.01
+"""The part of it that another order must save: where nothing is gained, steps stay as the user has them."""
+
+Steps = Sequence[l.Kernel | l.Call]
+
+
+def in_order(program: l.Program, log: Log, pass_name: str) -> l.Program:
+    """`program` with its steps in another order where less memory is in use in that one.
+
+    @loop
+    def f(x: f32[512, 1024]):
+        with kernel('y', y=f32[512, 1024]):
+            for a0 in free(512):
+                for a1 in free(1024):
+                    in0 = x[a0, a1]
+                    v0 = exp(in0)
+                    y[a0, a1] = v0
+        with kernel('z', z=f32[512, 1024]):
+            for a0 in free(512):
+                for a1 in free(1024):
+                    in0 = x[a0, a1]
+                    v0 = sin(in0)
+                    z[a0, a1] = v0
+        with kernel('s', s=f32[512]):
+            for a0 in free(512):
+                for r0 in reduce(1024):
+                    in0 = y[a0, r0]
+                    acc0 <- sum(in0)
+                s[a0] = acc0
+        with kernel('t', t=f32[512]):
+            for a0 in free(512):
+                for r0 in reduce(1024):
+                    in0 = z[a0, r0]
+                    acc0 <- sum(in0)
+                t[a0] = acc0
+        return (s, t)
+    =>
+    @loop
+    def f(x: f32[512, 1024]):
+        with kernel('y', y=f32[512, 1024]):
+            for a0 in free(512):
+                for a1 in free(1024):
+                    in0 = x[a0, a1]
+                    v0 = exp(in0)
+                    y[a0, a1] = v0
+        with kernel('s', s=f32[512]):
+            for a0 in free(512):
+                for r0 in reduce(1024):
+                    in0 = y[a0, r0]
+                    acc0 <- sum(in0)
+                s[a0] = acc0
+        with kernel('z', z=f32[512, 1024]):
+            for a0 in free(512):
+                for a1 in free(1024):
+                    in0 = x[a0, a1]
+                    v0 = sin(in0)
+                    z[a0, a1] = v0
+        with kernel('t', t=f32[512]):
+            for a0 in free(512):
+                for r0 in reduce(1024):
+                    in0 = z[a0, r0]
+                    acc0 <- sum(in0)
+                t[a0] = acc0
+        return (s, t)
+    """
+    found = _better(program, log, pass_name)
+    return _moved(program, found) if found else program
+
+
+def kernels_in_order(program: tile.Program, log: Log, pass_name: str) -> tile.Program:
+    """The same of Tile IR: schedules go along with their kernels."""
+    if not (found := _better(program.loop, log, pass_name)):
+        return program
+    place = {old: new for new, old in enumerate(found)}
+    schedules = sorted(((place[i], x) for i, x in program.schedules), key=lambda x: x[0])
+    return tile.Program(_moved(program.loop, found), tuple(schedules))
+
+
+def _moved(program: l.Program, order: Sequence[int]) -> l.Program:
+    return l.Program(program.name, program.inputs, tuple(program.steps[i] for i in order), program.results)
+
+
+def _better(program: l.Program, log: Log, pass_name: str) -> list[int]:
+    """The order of steps in which less memory is in use at a time; empty where they stay as they are."""
+    before = max(in_use(program.steps, program.results), default=0)
+    if before < WORTH:
+        return []
+    after, found = _order(program)
+    fired = after <= before * (1 - GAIN)
+    why = f"{before / 1e6:.1f} MB are in use at a time, and {after / 1e6:.1f} MB in the best of other orders"
+    log.add(Event(pass_name, RULE, program.name, fired, why))
+    return found if fired else []
+
+
+def in_use(steps: Steps, results: Sequence[l.Buffer]) -> list[int]:
+    """How many bytes what steps write takes while each of them runs."""
+    last = {b: k for k, s in enumerate(steps) for b in (*s.reads, *s.writes)} | dict.fromkeys(results, len(steps))
+    change = [0] * (len(steps) + 2)
+    for k, s in enumerate(steps):
+        for b in dict.fromkeys(s.writes):
+            change[k] += b.type.span
+            change[last[b] + 1] -= b.type.span
+    found, now = [], 0
+    for x in change[: len(steps)]:
+        now += x
+        found.append(now)
+    return found
+
+
+def _order(program: l.Program) -> tuple[int, list[int]]:
+    """The best of some orders of the steps, and how many bytes are in use at a time in it."""
+    given = range(len(program.steps))
+    needs = list(_needs(program.steps))
+    late = _late(needs)
+    orders = [late, *(_freeing(program, needs, base) for base in (given, late))]
+    each = [max(in_use([program.steps[i] for i in order], program.results)) for order in orders]
+    best = min(range(len(each)), key=each.__getitem__)
+    return each[best], orders[best]
+
+
+def _needs(steps: Steps) -> Iterator[set[int]]:
+    """The earlier steps that each one must come after: those that write what it reads, and, of calls with an effect,
+    such as drawing random numbers, the one before.
+    """
+    writer: dict[l.Buffer, int] = {}
+    effect: int | None = None
+    for i, s in enumerate(steps):
+        found = {writer[b] for b in s.reads if b in writer}
+        if isinstance(s, l.Call) and s.order:
+            found |= {effect} if effect is not None else set()
+            effect = i
+        yield found
+        writer.update(dict.fromkeys(s.writes, i))
+
+
+def _late(needs: Sequence[set[int]]) -> list[int]:
+    """The steps in an order in which each comes right before the first that needs it."""
+    asked = list(range(len(needs)))
+    for i in reversed(range(len(needs))):
+        for j in needs[i]:
+            asked[j] = asked[i] if asked[j] == j else min(asked[j], asked[i])
+    return sorted(range(len(needs)), key=lambda i: (asked[i], i))
+
+
+def _freeing(program: l.Program, needs: Sequence[set[int]], base: Sequence[int]) -> list[int]:
+    """The steps in the order `base`, but for those that free more than they take: they come as soon as they can, the
+    one that frees most first.
+    """
+    steps, kept, given = program.steps, set(program.results), set(program.inputs)
+    place = {i: n for n, i in enumerate(base)}
+    waits = [len(x) for x in needs]
+    after: list[list[int]] = [[] for _ in steps]
+    for i, found in enumerate(needs):
+        for j in found:
+            after[j].append(i)
+    uses = [{*s.reads, *s.writes} for s in steps]
+    users: dict[l.Buffer, set[int]] = {}
+    for i, used in enumerate(uses):
+        for b in used:
+            users.setdefault(b, set()).add(i)
+    left = Counter({b: len(x) for b, x in users.items()})
+
+    def rank(i: int) -> tuple[int, int]:
+        """Who comes first: by what is in use more after a step than before it, if that is less than none."""
+        more = sum(b.type.span for b in steps[i].writes if left[b] > 1 or b in kept)
+        less = sum(b.type.span for b in set(steps[i].reads) - given - kept if left[b] == 1)
+        return min(more - less, 0), place[i]
+
+    ready = [(*rank(i), i) for i in base if not waits[i]]
+    heapq.heapify(ready)
+    done: dict[int, None] = {}
+    while ready:
+        *_, i = heapq.heappop(ready)
+        if i in done:  # it was ranked anew since
+            continue
+        done[i] = None
+        for b in uses[i]:
+            left[b] -= 1
+            users[b].discard(i)
+            if left[b] == 1 and not waits[last := next(iter(users[b]))]:
+                heapq.heappush(ready, (*rank(last), last))
+        for j in after[i]:
+            waits[j] -= 1
+            if not waits[j]:
+                heapq.heappush(ready, (*rank(j), j))
+    return list(done)
