@@ -13,6 +13,7 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import FloorDiv, IntExpr, Loaded, Mod, Sum, at_least, comparison
 from terrazzo.ir.node import Node
+from terrazzo.ir.ranges import Span, stays
 from terrazzo.ir.types import DType
 
 
@@ -25,16 +26,19 @@ def c_type(dtype: DType) -> str:
 class Scope:
     """What terms and variables are called where code is being written. Inner scopes see outer names.
 
-    `notes_zero` says whether the code notes divisions of whole numbers by zero.
+    `notes_zero` says whether the code notes divisions of whole numbers by zero; `spans` what named whole numbers may
+    be, and `whole` the type of the code's indices.
     """
 
     names: dict[Node, str] = field(default_factory=dict)
     buffers: dict[l.Buffer, str] = field(default_factory=dict)
     counter: list[int] = field(default_factory=lambda: [0])
     notes_zero: bool = False
+    spans: dict[Node, Span] = field(default_factory=dict)
+    whole: str = "i64"
 
     def inner(self) -> Scope:
-        return Scope(dict(self.names), self.buffers, self.counter, self.notes_zero)
+        return Scope(dict(self.names), self.buffers, self.counter, self.notes_zero, self.spans, self.whole)
 
     def fresh(self, prefix: str) -> str:
         self.counter[0] += 1
@@ -62,6 +66,8 @@ def index(e: IntExpr, scope: Scope) -> str:
         case Mod():
             a, b = index(e.a, scope), index(e.b, scope)
             return f"({a} % {b})" if at_least(e.a, 0) else f"tz_fmod_index({a}, {b})"
+        case Loaded() if stays(e.value, e.extent, scope.spans):
+            return f"({scope.whole}){term(e.value, scope)}"
         case Loaded():
             return f"tz_at({term(e.value, scope)}, {index(e.extent, scope)}, bad)"
     raise CompilerBug(f"{e} has no value here")

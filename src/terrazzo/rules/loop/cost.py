@@ -85,6 +85,10 @@ def _padded(x: l.Load) -> bool:
     return all(e in ends for e in x.inside)
 
 
+LONG, FAR = 4096, 1 << 25
+"""Steps of a reduction, and bytes of a buffer, from which on what is read again comes from memory again."""
+
+
 class _Bill:
     def __init__(self, rates: Rates, fma: float, products: Mapping[Any, Contraction]) -> None:
         self.rates, self.fma, self.products = rates, fma, products
@@ -117,7 +121,17 @@ class _Bill:
                         self.operands(s.body, points)
                         self.work -= points * self.rates.op * len(s.carried)  # the products are in the price of an fma
                     else:
+                        self.again(s, trips, points)
                         self.walk(s.body, points, in_reduction or reduces, alone or shared or reduces)
+
+    def again(self, s: n.Loop, rows: int, points: int) -> None:
+        """What long rows of a large buffer cost where a reduction over them is computed at several points each."""
+        if s.kind != "reduce" or points // max(rows, 1) <= LONG:
+            return
+        for x in s.body:
+            if isinstance(x, n.Let) and isinstance(x.term, l.Load) and set(s.axes) <= x.term.free:
+                once, size = _count(x.term.buffer.type.numel), x.term.dtype.size
+                self.work += max(points - once, 0) * size * self.rates.byte * (once * size >= FAR)
 
     def product(self, r: Any) -> float:
         """The multiply-adds of a point of a contraction."""

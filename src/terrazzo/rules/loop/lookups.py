@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 from terrazzo.ir.address import coefficient, flatten
-from terrazzo.ir.contraction import contraction
+from terrazzo.ir.contraction import Contraction, contraction, operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Var
 from terrazzo.ir.node import substitute, topological, transform
@@ -90,14 +90,15 @@ def _looked_up(x: Any) -> bool:
 def operands_stored(
     kernel: l.Kernel, wanted: Callable[[Any], bool], names: Set[str], known: Mapping[Any, l.Buffer]
 ) -> tuple[l.Kernel, ...] | None:
-    """Kernels that store those operands of products that are `wanted`, but for what is `known` to be stored, and the
-    kernel that reads them. None where there are none, or one of their names is among `names`.
+    """Kernels that store those operands of products that are `wanted` and read more than once, at the points of an axis
+    that only the other factor has, but for what is `known` to be stored; and the kernel that reads them. None where
+    there are none, or one of their names is among `names`.
     """
     taken: dict[Any, Any] = {}
     made: list[l.Kernel] = []
     for r in topological(kernel.stores):
         c = contraction(r) if isinstance(r, l.Reduce) else None
-        for x in c.operands if c is not None else ():
+        for x in _read_again(c) if c is not None else ():
             if x in taken or not wanted(x):
                 continue
             walked = _in_order([a for a in (*kernel.axes, *r.axes) if a in x.free], x)  # type: ignore[attr-defined]
@@ -116,6 +117,13 @@ def operands_stored(
         return None
     stores = tuple(transform(s, lambda x: taken.get(x, x)) for s in kernel.stores)
     return *made, l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
+
+
+def _read_again(c: Contraction) -> tuple[Any, ...]:
+    """The operands that are wanted at several points of an axis which the other factor has alone."""
+    points = [f.free - frozenset(c.reduce.axes) for f in c.factors]
+    more = [any(getattr(a, "extent", 2) != 1 for a in other - own) for own, other in (points, points[::-1])]
+    return tuple(dict.fromkeys(operand(f) for pair in c.terms for f, again in zip(pair, more, strict=True) if again))
 
 
 def _read(x: Any) -> l.Load:

@@ -253,7 +253,63 @@ def flat_reductions(kernel: l.Kernel) -> l.Kernel:
         return (z,)
     """
     whole = product(kernel) is not None
-    return _flat(kernel, lambda r: contraction(r) is None or not (whole or _in_place(r)))
+    return _flat(as_memory_runs(kernel), lambda r: contraction(r) is None or not (whole or _in_place(r)))
+
+
+def as_memory_runs(kernel: l.Kernel) -> l.Kernel:
+    """`kernel` with the steps of its long reductions in the order in which memory runs through what they read: those of
+    groups of channels go along channels first, where these come last.
+
+    @loop
+    def f(x: f32[2, 64, 6, 6] @ (2304, 1, 384, 64)):
+        with kernel('z', z=f32[2, 8]):
+            for a0 in free(2):
+                for a1 in free(8):
+                    for r0 in reduce(288):
+                        in0 = x[a0, r0 // 36 + a1 * 8, r0 // 6 % 6, r0 % 6]
+                        acc0 <- sum(in0)
+                    z[a0, a1] = acc0
+        return (z,)
+    =>
+    @loop
+    def f(x: f32[2, 64, 6, 6] @ (2304, 1, 384, 64)):
+        with kernel('z', z=f32[2, 8]):
+            for a0 in free(2):
+                for a1 in free(8):
+                    for r0 in reduce(288):
+                        in0 = x[a0, r0 % 8 + a1 * 8, r0 // 48, r0 // 8 % 6]
+                        acc0 <- sum(in0)
+                    z[a0, a1] = acc0
+        return (z,)
+    """
+    stores = tuple(transform(s, _as_memory_runs) for s in kernel.stores)
+    return kernel if stores == kernel.stores else l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
+
+
+def _as_memory_runs(node: Any) -> Any:
+    """A reduction of one value, in whatever order, over one axis that runs as memory does."""
+    if not isinstance(node, l.Reduce) or node.monoid.width > 1 or contraction(node) is not None:
+        return node
+    axes, args = l.open_binder(node)
+    sizes = [(a, _digits(a, args)) for a in axes]
+    digits = {a: [Var(l.fresh_name(), n) for n in found] for a, found in sizes}
+    every = [d for a in axes for d in digits[a]]
+    if len(every) < 2 or not all(isinstance(d.extent, int) and d.extent > 0 for d in every):
+        return node
+    inner = [substitute(x, {a: _number(digits[a]) for a in axes}) for x in args]
+    loads = [x for x in topological(inner) if isinstance(x, l.Load) and not x.inside and set(every) <= x.free]
+    if not loads or math.prod(d.extent for d in every) <= SHORT:
+        return node
+    steps = [coefficient(flatten(loads[0].index, loads[0].buffer.type.element_strides), d) for d in every]
+    if not all(isinstance(s, int) for s in steps):
+        return node
+    far: dict[Any, Any] = dict(zip(every, steps, strict=True))
+    ordered = sorted(every, key=lambda d: -far[d])
+    if ordered == every or far[ordered[-1]] != 1:
+        return node
+    flat = Var(l.fresh_name(), math.prod(d.extent for d in every))
+    new: dict[Any, Any] = dict(zip(ordered, unflatten(flat, tuple(d.extent for d in ordered)), strict=True))
+    return l.Reduce.make(node.monoid, (flat,), tuple(substitute(x, new) for x in inner))
 
 
 SHORT = 16

@@ -23,7 +23,7 @@ from terrazzo.ir.address import coefficient, evaluate, flatten
 from terrazzo.ir.contraction import contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
-from terrazzo.ir.expr import IntExpr, Var
+from terrazzo.ir.expr import IntExpr, Loaded, Var
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.schedule import Factor, Schedule, Site
 from terrazzo.ir.sites import product
@@ -54,6 +54,10 @@ SPARE = 1.15
 """How many times as many threads there may be as have a point."""
 GUARD = 3
 """Instructions beside a load that test whether its place is inside, and have 0 if not."""
+MASKED = 8
+"""Instructions beside a load that some points of a thread make and others, beyond the end of an axis, do not: each is
+in a branch of its own, and what its place is made of is computed there.
+"""
 OVERHEAD = 30
 """Instructions of a thread that find its points."""
 LINE = 128
@@ -61,8 +65,6 @@ LINE = 128
 ISSUES = 4
 SCATTERED = 8
 """Lines that a warp asks for where places are computed of what was loaded. An estimate."""
-NEAR = 2
-"""Where places are computed of where a point lies, as interpolation has them."""
 BUSY = 12
 """Warps on a processor that hide how long memory and arithmetic take."""
 
@@ -281,6 +283,7 @@ class _Way:
             row = self.wide(t)
             times = serial * all_ / (self.vector if row else 1)
             guard = GUARD + (self.vector // 2 if row else 0) if getattr(t, "inside", ()) else 1
+            guard += MASKED if any(a in t.free and a.extent % size for a, size in self.points) else 0
             return issued + times * (1 + guard), lines + times * _lines(t, self.lanes, self.vector if row else 1)
         if isinstance(t, l.Apply):
             return issued + serial * self.times(t) * (1 if is_cast(t.fn) else t.fn.cost), lines
@@ -361,14 +364,27 @@ def _lines(x: Any, lanes: tuple[tuple[Any, int, int], ...], width: int) -> int:
     for a, count, points in reversed(lanes):
         env[a] = lane // inner % count * points
         inner *= count
+    env |= dict.fromkeys((a for e in x.index if isinstance(e, Node) for a in e.free if a not in env), 0)
     try:
+        env |= {e: _computed(e.value, env) for e in topological([_offset(x)]) if isinstance(e, Loaded)}
         offset = evaluate(_offset(x), env)
     except UserError:
-        indices = topological([e for e in x.index if isinstance(e, Node)])
-        return SCATTERED if any(isinstance(y, l.Load) for y in indices) else NEAR
+        return SCATTERED
     size = x.buffer.type.dtype.size
     begins = np.broadcast_to(offset, (WARP,)) * size
     return len({*(begins // LINE).tolist(), *((begins + size * width - 1) // LINE).tolist()})
+
+
+def _computed(term: Any, env: dict[Any, Any]) -> Any:
+    """The value of a term made of places and numbers, as interpolation has them; UserError where data says."""
+    match term:
+        case l.Index():
+            return np.asarray(evaluate(term.value, env), np.int64)
+        case l.Literal():
+            return np.asarray(term.value, term.dtype.numpy)
+        case l.Apply():
+            return term.fn.numpy(*(_computed(x, env) for x in term.args))
+    raise UserError(f"data says what {term} is")
 
 
 @lru_cache(maxsize=4096)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from terrazzo.ir.address import mentions
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, Var, at_least
@@ -51,9 +52,13 @@ class Builder:
         self.out.append(k.For(axis, body, unrolled))
 
     def peeled(self, digits: Sequence[Digit], inside: Sequence[IntExpr], write: Callable[[], None]) -> None:
-        """Loops over digits, the first outermost. Only the last steps of the outermost one test `inside`, where the
-        others cannot fail.
+        """Loops over digits, the first outermost. What no step changes is tested once, around them: between loads that
+        are each in a branch of their own, a thread waits. Only the last steps of the outermost one test the rest of
+        `inside`, where the others cannot fail.
         """
+        if fixed := [e for e in inside if digits and not any(mentions(e, d.variable) for d in digits)]:
+            rest = [e for e in inside if e not in fixed]
+            return self.where(fixed, partial(self.peeled, digits, rest, write))
         self.depth += len(digits)
         body = self.inside(write)
         self.depth -= len(digits)

@@ -20,7 +20,7 @@ from terrazzo.ir.expr import IntExpr, Var, at_least
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.plan import Jam as Line
 from terrazzo.ir.plan import Plan
-from terrazzo.rules.access import wide
+from terrazzo.rules.access import together, wide
 from terrazzo.rules.moves import moves
 from terrazzo.rules.tile.draft import axis_name
 from terrazzo.rules.tile_to_kernel.builder import Builder
@@ -69,7 +69,10 @@ class Jam:
             points = [d for d in digits if d.level == "reg" and axis_name(a) in self.jammed]
             self.loops[a] = [d.variable for d in points]
             outer += [d for d in digits if d.level in LOOPED and d not in points]
-            inside.append(extent(a) - 1 - at)
+            end = extent(a) - 1 - at
+            for d in points:  # all of a thread's points are beyond the end, or none: it is tested once
+                end = substitute(end, {d.variable: 0}) if together(end, d.variable, d.size) else end
+            inside.append(end)
         inside = [e for e in inside if not at_least(e, 0)]
         self.ends = [e for e in inside if any(mentions(e, v) for v in self.points)]
         whole = [e for e in inside if e not in self.ends]

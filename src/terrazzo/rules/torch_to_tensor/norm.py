@@ -52,13 +52,16 @@ def log_softmax(node: Aten, x: Any, dim: int, half_to_float: Any = False) -> Any
     return t.cast(t.reshape(t.apply("sub", shifted, t.apply("log", total)), out.shape), out.dtype)
 
 
-def _normalised(x: Any, axes: Sequence[int], eps: float) -> tuple[Any, Any, Any]:
-    """((x - mean) * rstd, mean, rstd), the last two with their axes kept."""
+def _statistics(x: Any, axes: Sequence[int], eps: float) -> tuple[Any, Any]:
+    """(mean, rstd), with their axes kept."""
     mean, spread = moments(x, axes)
     count = math.prod(x.type.shape[a] for a in axes)
-    rstd = t.apply("rsqrt", t.apply("add", t.apply("div", spread, c(count, spread)), c(eps, spread)))
-    d = t.apply("sub", x, t.broadcast(mean, x.type.shape))
-    return t.apply("mul", d, t.broadcast(rstd, x.type.shape)), mean, rstd
+    return mean, t.apply("rsqrt", t.apply("add", t.apply("div", spread, c(count, spread)), c(eps, spread)))
+
+
+def _normalised(x: Any, mean: Any, rstd: Any, view: Any) -> Any:
+    """(x - mean) * rstd; `view` lays both out in the shape of x."""
+    return t.apply("mul", t.apply("sub", x, view(mean)), view(rstd))
 
 
 def _affine(value: Any, weight: Any, bias: Any, view: Any) -> Any:
@@ -74,7 +77,9 @@ def _affine(value: Any, weight: Any, bias: Any, view: Any) -> Any:
 def layer_norm(node: Aten, x: Any, shape: Sequence[int], weight: Any, bias: Any, eps: float) -> Any:
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dimensions; also mean and 1 / sqrt(var + eps)."""
     axes = range(x.type.rank - len(shape), x.type.rank)
-    value, mean, rstd = _normalised(t.cast(x, x.type.dtype.compute), axes, eps)
+    wide = t.cast(x, x.type.dtype.compute)
+    mean, rstd = _statistics(wide, axes, eps)
+    value = _normalised(wide, mean, rstd, lambda s: t.broadcast(s, x.type.shape))
     value = _affine(value, weight, bias, lambda w: t.broadcast(w, x.type.shape))
     stats = [t.cast(reshaped(s, result(node, k).shape), result(node, k).dtype) for k, s in ((1, mean), (2, rstd))]
     return t.cast(value, x.type.dtype), *stats
@@ -84,10 +89,14 @@ def layer_norm(node: Aten, x: Any, shape: Sequence[int], weight: Any, bias: Any,
 def group_norm(
     node: Aten, x: Any, weight: Any, bias: Any, n: int, channels: int, size: int, groups: int, eps: float
 ) -> Any:
-    """Each group of channels of each sample normalised; also mean and 1 / sqrt(var + eps)."""
-    grouped = t.reshape(t.cast(x, x.type.dtype.compute), (n, groups, channels // groups * size))
-    value, mean, rstd = _normalised(grouped, [2], eps)
-    value = t.reshape(value, x.type.shape)
+    """Each group of channels of each sample normalised; also mean and 1 / sqrt(var + eps).
+
+    Points keep their own axes, and look up the two numbers of their group: x is read as it lies in memory.
+    """
+    wide, each = t.cast(x, x.type.dtype.compute), channels // groups
+    mean, rstd = _statistics(t.reshape(wide, (n, groups, each * size)), [2], eps)
+    sample, channel, *_ = t.coordinates(x.type.shape)
+    value = _normalised(wide, mean, rstd, lambda s: t.index_map(s, x.type.shape, [sample, channel // each, 0]))
     value = _affine(value, weight, bias, lambda w: along(w, x.type.shape, 1))
     stats = [t.cast(reshaped(s, result(node, k).shape), result(node, k).dtype) for k, s in ((1, mean), (2, rstd))]
     return t.cast(value, x.type.dtype), *stats

@@ -12,7 +12,7 @@ from typing import Any
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects.torch import Aten
 from terrazzo.ir.expr import IntExpr
-from terrazzo.ir.types import Type, i64
+from terrazzo.ir.types import DType, Type, i32, i64
 from terrazzo.rewrite.rule import Rule
 from terrazzo.rules.torch_to_tensor.common import aten, result
 from terrazzo.rules.torch_to_tensor.pointwise import c
@@ -91,13 +91,21 @@ def _limited(place: Any, extent: int) -> Any:
     return t.apply("min", t.apply("max", place, c(0, place)), c(extent - 1, place))
 
 
-def _around(real: Any, count: int, kernel: Kernel) -> tuple[Any, Any]:
+def _around(real: Any, count: int, kernel: Kernel, whole: DType = i64) -> tuple[Any, Any]:
     """(places, weights) of the `count` elements around each of `real`; the places may be outside."""
     shape = (*real.type.shape, count)
     *here, k = t.coordinates(shape)
-    first = t.cast(t.apply("floor", real), i64)
-    place = t.apply("add", t.index_map(first, shape, here), t.iota(shape, k - (count // 2 - 1)))
+    first = t.cast(t.apply("floor", real), whole)
+    step = t.cast(t.iota(shape, k - (count // 2 - 1)), whole)
+    place = t.apply("add", t.index_map(first, shape, here), step)
     return place, kernel(t.apply("sub", t.index_map(real, shape, here), t.cast(place, real.type.dtype)))
+
+
+def _whole(n: int) -> DType:
+    """The type that places in an image of n elements, and those around it, are computed in: a GPU takes two
+    instructions and more for what 64 bits hold.
+    """
+    return i32 if n < 1 << 30 else i64
 
 
 def _scale(n: int, m: int, align: bool, scale: float | None) -> float:
@@ -122,7 +130,7 @@ def _interpolated(count: int, kernel: Kernel, extend: bool) -> Callable[..., Any
                 half = t.apply("mul", t.apply("add", position, c(0.5, position)), c(step, position))
                 real = t.apply("sub", half, c(0.5, half))
                 real = real if extend else t.apply("max", real, c(0.0, real))
-            place, weight = _around(real, count, kernel)
+            place, weight = _around(real, count, kernel, _whole(n))
             along.append(Taps(_limited(place, n), weight, (2 + d,)))
         return weighted(x, out, along)
 
@@ -147,10 +155,10 @@ def _antialiased(radius: int, kernel: Kernel) -> Callable[..., Any]:
             centre = t.apply("mul", t.apply("add", position, c(0.5, position)), c(step, position))
 
             def end(offset: float, low: int, centre: Any = centre, n: int = n) -> Any:
-                return _limited(t.cast(t.apply("add", centre, c(offset + 0.5, centre)), i64), n + low)
+                return _limited(t.cast(t.apply("add", centre, c(offset + 0.5, centre)), _whole(n)), n + low)
 
             first, last = end(-radius * stretch, 1), end(radius * stretch, 1)
-            place = t.apply("add", first, t.iota(shape, k))
+            place = t.apply("add", first, t.cast(t.iota(shape, k), first.type.dtype))
             middle = t.apply("add", t.cast(place, dtype), c(0.5, centre))
             weight = kernel(t.apply("div", t.apply("sub", middle, centre), c(stretch, centre)))
             weight = t.where(t.apply("lt", place, last), weight, c(0.0, weight))

@@ -17,6 +17,7 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr, Loaded, terms_of
 from terrazzo.ir.node import Node, topological
+from terrazzo.ir.ranges import span
 from terrazzo.targets.cuda.counting import counters
 from terrazzo.targets.cuda.settle import settled
 from terrazzo.targets.names import Names, comment, identifier, words
@@ -99,7 +100,7 @@ class _Writer:
         self.varying = k.varying(kernel.body, ("lane",))
         self.converged = True
         largest = max((k.shared_bytes(b) // b.type.dtype.size for b in kernel.params), default=0)
-        self.int = "int" if largest < 1 << 31 else "i64"
+        self.int = self.scope.whole = "int" if largest < 1 << 31 else "i64"
 
     def source(self) -> tuple[str, str]:
         kernel, instructions = self.kernel, self.instructions()
@@ -171,10 +172,10 @@ class _Writer:
         return [line for text in functions.texts(called) for line in text.rstrip().splitlines()]
 
     def statements(self, body: Iterable[Node], indent: str) -> list[str]:
-        names, buffers = dict(self.scope.names), dict(self.scope.buffers)
+        names, buffers, spans = dict(self.scope.names), dict(self.scope.buffers), dict(self.scope.spans)
         with self.names.block():
             lines = [indent + line for s in body for line in self.statement(s)]
-        self.scope.names, self.scope.buffers = names, buffers  # what was declared ends with the braces around it
+        self.scope.names, self.scope.buffers, self.scope.spans = names, buffers, spans  # what was declared ends with the braces around it
         return lines
 
     def statement(self, s: Node) -> list[str]:
@@ -186,6 +187,8 @@ class _Writer:
             case k.Let():
                 text = expression(s.term, self.scope) if not isinstance(s.term, k.Value) else self.scope.names[s.term]
                 self.scope.names[s.value] = name = self.names.local(plain(s.value.name))
+                if s.value.type.is_integer:
+                    self.scope.spans[s.value] = span(s.term, self.scope.spans)
                 return [f"const {c_type(s.value.type)} {name} = {text};"]
             case k.Declare():
                 return self.declare(s)
