@@ -38,6 +38,8 @@ COLUMNS = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 24
 """Columns of the instructions that are tried."""
 SLOTS = 8
 """Of a ring, at most."""
+GROUP = 8
+"""Rows of tiles that are walked together, at most."""
 RESULTS = 2
 """Subtiles of results on their way."""
 PROMOTION = 100.0
@@ -250,7 +252,7 @@ class Work:
     extra: float = 0.0
     depth: int = STEP
     after: float = 0.0
-    readers: int = 0
+    readers: float = 0.0
 
 
 def lasts(work: Work, gpu: Gpu) -> float:
@@ -265,8 +267,7 @@ def lasts(work: Work, gpu: Gpu) -> float:
     each = 2.0 * work.m * work.n * work.depth * work.count
     arithmetic = each * gpu.processors * (work.n + has.start) / work.n / has.rate
     fetched = max(work.fetched * active / has.cache, work.fetched / has.shared)
-    crowded = has.crowd * min(work.readers, walkers)
-    step = max(arithmetic, fetched, has.latency / work.slots, crowded) + has.step + work.extra
+    step = max(arithmetic, fetched, has.latency / work.slots, has.crowd * work.readers) + has.step + work.extra
     tile = work.steps * step + work.m * work.n * work.results / work.rate + work.after
 
     def wave(tiles: int, count: int) -> float:
@@ -303,7 +304,7 @@ def _time(p: Product, tile: Tile, pieces: int, gpu: Gpu) -> float:
         extra=PROMOTION * len(set(p.sites[0].scales)) if promotes(p) and tile.groups == 1 else 0.0,
         depth=tile.k,
         after=after(p, tile.m * tile.n, has) if pieces == 1 else 0.0,
-        readers=_readers(tile),
+        readers=_readers(tile, gpu.processors // tile.blocks / pieces),
     )  # fmt: skip
     time = lasts(work, gpu)
     if pieces > 1:
@@ -325,10 +326,12 @@ def _straddles(x: Any) -> bool:
     return any(c != 1 and (not isinstance(c, int) or 2 * c % LINE) for c in steps)
 
 
-def _readers(tile: Tile) -> int:
-    """How many clusters fetch the same rows of an operand at once: all of a product, where one tile covers an axis."""
+def _readers(tile: Tile, clusters: float) -> float:
+    """How many clusters fetch the same rows of an operand at once where so many work at once: those of one product
+    lie in as many rows of tiles as a group has, or fewer.
+    """
     rows, columns = (ceil(a.extent, tile.covered(a)) for a in (tile.rows, tile.columns))
-    return max(rows, columns) if min(rows, columns) == 1 else 0
+    return min(clusters, rows * columns) / min(GROUP, rows, columns)
 
 
 def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
@@ -344,7 +347,7 @@ def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
     name = f"r{depth.label}"
     options = (("ring", _slots(p, t, gpu)), *([("promote", True)] if promotes(p) else []))
     lines.append((name, (Factor("time", ceil(depth.extent, t.k), options), Factor("block", t.k))))
-    group = next(g for g in (8, 4, 2, 1) if tiles[p.m] % g == 0)
+    group = next(g for g in (GROUP, 4, 2, 1) if tiles[p.m] % g == 0)
     order = (("order", Word("grouped", (group,))),) if group > 1 else ()
     blocks = gpu.processors // t.blocks * t.blocks
     roles = (
