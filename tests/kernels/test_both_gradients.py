@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from tests.kernels.programs import lowered
 from tests.kernels.test_arrangements import derived, right
+from tests.kernels.test_training import causal, gradients, plain, tensors
 from tests.rules.test_catalog import assert_same, example
 
 from terrazzo.hw.gpu import gpu
@@ -168,3 +170,19 @@ def test_chains_that_share_sums_become_one_kernel() -> None:
     assert_same(before, after)
     assert made(before, lambda steps: -len(steps)) == made(before, why="there is no room") == before
     assert len(made(parse(show(before).replace("v[r1, a1]", "z[r1 % 4, a1]"))).steps) == 2
+
+
+@pytest.mark.parametrize(("fn", "tokens"), [(causal, 320), (plain, 200)])
+def test_all_gradients_in_adverse_orders(fn: Any, tokens: int) -> None:
+    """The gradient of queries too has products that take turns: weights are found while the second sums are on their
+    way, and keys come once for both of its products.
+    """
+    found = lowered(gradients(fn), tensors(*((1, 1, tokens, 64),) * 4), "sm_90a")
+    program = found.lowering.at("tile")
+    turns = [plan for _, plan in program.plans if any(r.late for r in plan.all(Ring))]
+    assert [[x.sites for x in plan.all(Product)] for plan in turns] == [
+        [("acc1",), ("acc2",), ("acc0",)],
+        [("acc2",), ("acc3",), ("acc1",), ("acc0",)],
+    ]
+    assert [sum(len(s.also) for s in plan.all(Stream)) for plan in turns] == [1, 2]
+    right(show(program))

@@ -40,8 +40,10 @@ PASS = "gradients"
 LOG2E = math.log2(math.e)
 FAR = 4
 """Kernels from weights to what is stored of the product they are a factor of, at most."""
-PASSES = 2
-"""Of 32 bits over a number for every weight, at least, that it takes to sum them by rows: written, and read."""
+PASSES = 4
+"""Of 32 bits over a number for every weight, at least, that it takes where they are kept: weights and their gradients
+are written, and read.
+"""
 
 
 def gradients(

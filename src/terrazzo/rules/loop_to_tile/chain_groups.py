@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -26,8 +26,10 @@ STEP = 128
 """Columns of the inner product that a warpgroup has in a step, at most."""
 MOST_SLOTS = 4
 """Slots for each operand of a step: more are never waited for less."""
-HELD = 200
-"""Registers of a thread for what is summed, at most: what is left of 240 is for factors and addresses."""
+HELD, FULL = 200, 224
+"""Registers of a thread for what is summed, at most, and with factors made of that: what is left of 240 is for what
+these are made of besides, and for addresses.
+"""
 VECTORS = 2
 """Vectors of numbers of 32 bits that come with a step's slabs: what its columns have once each."""
 BARRIERS = 1024
@@ -53,7 +55,8 @@ CACHED = 32 << 20
 class Groups:
     """`count` warpgroups have 64 rows each, and `step` columns of the inner product in a step, of which operands have
     `slots`. Steps overlap, or do not; results gather in shared memory, or do not. There are `blocks` that stay for
-    several tiles (0: each has one), and walk `together` rows of tiles at a time.
+    several tiles (0: each has one), and walk `together` rows of tiles at a time; what is held for a tile has `held`
+    slots: the next one's comes while this one is multiplied. Where products take `turns`, each begins by itself.
     """
 
     count: int
@@ -63,21 +66,19 @@ class Groups:
     gathered: bool
     blocks: int = 0
     together: int = 0
+    held: int = 1
+    turns: bool = False
 
     def shared(self, c: Chain) -> int:
         """Bytes of shared memory."""
         depth, width, rows = c.deep, c.width, self.count * ROWS
         down = sum(c.rows in x.free for x in c.inside)
-        along = (len(c.inside) - down) * depth + sum(width for x in outer_operands(c) if not _brought(c, x))
+        more = [x for x in outer_operands(c) if not (self.turns and _brought(c, x))]
+        along = (len(c.inside) - down) * depth + len(more) * width
         operands = 2 * (down * self.held * rows * depth + self.slots * self.step * along)
         results = 2 * len(c.outside) * gathering(c) * rows * parts(width)
-        vectors = 4 * VECTORS * self.slots * self.step if c.others else 0
+        vectors = 4 * VECTORS * self.slots * self.step if self.turns else 0
         return operands + vectors + (results if self.gathered else 0)
-
-    @property
-    def held(self) -> int:
-        """Slots for what is held for a tile: the next one's comes while this one is multiplied."""
-        return 2 if self.blocks and self.step == STEP else 1
 
 
 def on_warpgroups(c: Chain, gpu: Gpu, way: Groups, longest_first: bool = False) -> Schedule | None:
@@ -99,7 +100,7 @@ def on_warpgroups(c: Chain, gpu: Gpu, way: Groups, longest_first: bool = False) 
     def last(sum_: str, v: Any) -> Site:
         return Site((sum_,), (mine, columns, _depth(c.steps, step)), ((called(v), _by_tma(width)),), outer)
 
-    each = [((x,), pair) for x, *pair in ((c.inner, *c.operands[:2]), *c.beside)] if c.others else [(c.sums, c.inside)]
+    each = [((x,), pair) for x, *pair in ((c.inner, *c.operands[:2]), *c.beside)] if way.turns else [(c.sums, c.inside)]
     sites = (*(first(*x) for x in each), *(last(*x) for x in c.outside))
     results = _gathered(c) if way.gathered else alike(c)
     lines = Tile(way.count * ROWS, step, way.slots).lines(c, longest_first, overlap=way.overlap)
@@ -112,8 +113,8 @@ def outer_operands(c: Chain) -> list[Any]:
 
 
 def _brought(c: Chain, x: Any) -> bool:
-    """Whether an operand of a sum outside is the slab of one inside, where several sums outside take turns."""
-    return bool(c.others) and any(substitute(y, {c.depth: c.columns}) is x for y in c.inside)
+    """Whether an operand of a sum outside is the slab of one inside, where products take turns."""
+    return any(substitute(y, {c.depth: c.columns}) is x for y in c.inside)
 
 
 def gathering(c: Chain) -> int:
@@ -162,22 +163,38 @@ def _gathered(c: Chain) -> tuple[Site, ...]:
 
 def arrangements(c: Chain, gpu: Gpu) -> Iterator[Groups]:
     """What a processor has room for, one block for each tile."""
-    most = STEP if c.width <= 128 and not c.beside and not c.others else STEP // 2  # sums of a step are in registers
-    if len(c.outside) * c.width // 2 + len(c.sums) * most // 2 > HELD:
-        return
+    if c.beside or c.others:
+        yield from _in_turns(c, gpu)
+    most = STEP if c.width <= 128 and not c.beside else STEP // 2  # each sum of a step is in registers
     counts = [n for n in (1, 2, 3) if (n - 1) * ROWS < c.rows.extent]
     brought = {x.buffer for operand in (*c.inside, *outer_operands(c)) for x in loads(operand)}
     others = {*c.kernel.reads} - brought
     fewer = others and most == STEP  # what columns are made of besides is in registers too
     steps = dict.fromkeys(min(n, ceil(c.steps.extent, 16) * 16) for n in ((most, STEP // 2) if fewer else (most,)))
-    for step, count, overlap, gathered in product(steps, counts, (True, False), (True, False)):
-        if count == 3 and (c.width > 64 or others or c.others):
+    for step, count, overlap, gathered in () if c.others else product(steps, counts, (True, False), (True, False)):
+        if count == 3 and (c.width > 64 or others):
             continue  # 160 registers hold no more sums, nor a mask, beside 128 scores
-        for slots in range(MOST_SLOTS, 1, -1):
-            way = Groups(count, step, slots, overlap, gathered)
-            if way.shared(c) + BARRIERS <= gpu.shared:
-                yield way
-                break
+        yield from _roomiest(Groups(count, step, MOST_SLOTS, overlap, gathered), c, gpu)
+
+
+def _in_turns(c: Chain, gpu: Gpu) -> Iterator[Groups]:
+    """With several sums inside, each of which is waited for by itself: all are in registers, and so is what is summed
+    outside, and what is made of the former for it.
+    """
+    for step, count, gathered in product((STEP, STEP // 2), (2, 1), (True, False)):
+        sums = len(c.outside) * c.width // 2 + len(c.sums) * step // 2
+        factors = sum(step // 4 for _ in c.outside)
+        if sums > HELD or sums + factors > FULL or (count - 1) * ROWS >= c.rows.extent or step > c.steps.extent:
+            continue
+        yield from _roomiest(Groups(count, step, MOST_SLOTS, True, gathered, turns=True), c, gpu)
+
+
+def _roomiest(way: Groups, c: Chain, gpu: Gpu, least: int = 2) -> Iterator[Groups]:
+    """An arrangement with as many slots as there is room for, if there is."""
+    every = (replace(way, slots=slots) for slots in range(way.slots, least - 1, -1))
+    found = next((x for x in every if x.shared(c) + BARRIERS <= gpu.shared), None)
+    if found is not None:
+        yield found
 
 
 def staying(way: Groups, c: Chain, gpu: Gpu, unlike: bool) -> Iterator[Groups]:
@@ -191,13 +208,12 @@ def staying(way: Groups, c: Chain, gpu: Gpu, unlike: bool) -> Iterator[Groups]:
     rows = others[-1] if others and unlike else 1
     groups = [n for n in range(1, rows + 1) if rows % n == 0 and (n == 1 or n * size <= CACHED)]
     for together in groups:
-        for slots in range(way.slots, 1, -1):
-            made = Groups(
-                way.count, way.step, slots, way.overlap, way.gathered, gpu.processors, together if together > 1 else 0
-            )
-            if made.shared(c) + BARRIERS <= gpu.shared:
-                yield made
-                break
+        made = replace(way, blocks=gpu.processors, together=together if together > 1 else 0)
+        if not way.turns:
+            yield from _roomiest(replace(made, held=2 if way.step == STEP else 1), c, gpu)
+            continue
+        both = list(_roomiest(replace(made, held=2), c, gpu, least=min(way.slots, 3)))
+        yield from both or _roomiest(made, c, gpu)
 
 
 def price(way: Groups, c: Chain, gpu: Gpu, steps: Sequence[int]) -> float:

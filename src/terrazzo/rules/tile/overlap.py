@@ -123,6 +123,20 @@ def made_before(draft: Draft, plan: Plan, product: Product) -> dict[Node, Produc
     return {x: p for x, p in before.items() if x is not bare and x in topological([bare])}
 
 
+def made_first(draft: Draft, plan: Plan, product: Product) -> Node | None:
+    """The part of a product's computed factor that the sums of the first product alone are in, where there are others:
+    it is made while these are on their way. None where it was made before.
+    """
+    bare, (first,) = made(draft, product), {draft.products[x].reduce for x in plan.all(Product)[0].sites[:1]}
+    every = [x for x in topological([bare]) if isinstance(x, l.Reduce)]
+    if made_before(draft, plan, product) or first not in every or len(every) < 2:
+        return None
+    for x in reversed(topological([bare])):
+        if isinstance(x, l.Apply) and x.dtype is first.dtype and [y for y in topological([x]) if y in every] == [first]:
+            return x if first not in topological([bare], stop=lambda y, x=x: y is x) else None  # type: ignore[misc]
+    return None
+
+
 def multiples(draft: Draft, plan: Plan, product: Product) -> list[Product]:
     """The products before whose factors this one's is a multiple of: where they are hidden, it is 0 too."""
     before = made_before(draft, plan, product)

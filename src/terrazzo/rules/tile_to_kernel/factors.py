@@ -16,9 +16,9 @@ from terrazzo.ir.plan import Frame as FrameLine
 from terrazzo.ir.plan import Plan, Product
 from terrazzo.rules.tile.draft import Draft
 from terrazzo.rules.tile.frames import framed, reductions
-from terrazzo.rules.tile.overlap import made_before, multiples
+from terrazzo.rules.tile.overlap import made_before, made_first, multiples
 from terrazzo.rules.tile.reach import Either, grows, masked
-from terrazzo.rules.tile.rings import axis_called
+from terrazzo.rules.tile.rings import axis_called, staggered
 from terrazzo.rules.tile_to_kernel.copies import Copies, Part
 from terrazzo.rules.tile_to_kernel.digits import Bindings, Digit, value
 from terrazzo.rules.tile_to_kernel.frame import Frame, beyond
@@ -48,6 +48,7 @@ class Factors:
         self.fragments, self.part, self.beside = fragments, part, beside
         self.frame: Frame | None = None
         self.made: dict[str, Made] = {}
+        self.firsts: dict[str, Made] = {}
 
     def begin(self) -> None:
         """The state of frames before the first step."""
@@ -62,7 +63,8 @@ class Factors:
         for p in self.plan.all(Product) if self.frame is None else ():
             if "values" in (p.a, p.b):
                 made = self.point_by_point(p)
-                made.begin({**self.scope.env, **{x.axis: x.base + value(x.digits) for x in made.parts}})
+                for each in (*filter(None, [self.firsts.get(p.sites[0])]), made):
+                    each.begin({**self.scope.env, **{x.axis: x.base + value(x.digits) for x in made.parts}})
 
     def meet(self, sums: Fragment, digits: Sequence[Digit]) -> None:
         """Threads that share the steps, as these digits divide them, have their sums in one frame."""
@@ -112,6 +114,10 @@ class Factors:
             assert hidden is not None
             every, before = (*parts, columns), tuple(made_before(self.draft, self.plan, p).values())
             known = tuple(self.point_by_point(q) for q in before)
+            if staggered(self.draft, self.plan.all(Product)) and (part := made_first(self.draft, self.plan, p)):
+                mine = tuple(x for x in topological([part]) if isinstance(x, l.Reduce))
+                known = (Made(self.copies, self.fragments, part, part, mine, every, columns),)
+                self.firsts[p.sites[0]] = known[0]
             self.made[p.sites[0]] = Made(self.copies, self.fragments, term, hidden.bare, sums, every, columns, known)
         return self.made[p.sites[0]]
 
@@ -153,6 +159,8 @@ class Factors:
         """What the factor of step t is made of besides products, on its way while these are."""
         rows, columns, env = self.places(p, t)
         if self.frame is None:
+            if part := self.firsts.get(p.sites[0]):
+                part.fetch(env, {*self._came(part, t)})
             self.point_by_point(p).fetch(env, {*self.came(p, t)})
             return
         hidden = masked(self.draft, p)
@@ -182,6 +190,17 @@ class Factors:
         edges = (*beyond(rows, env[rows.axis]), *last)
         self.frame.weigh(self.copies, env, hidden.bare, inside, edges, scores)
 
+    def has_first(self, p: Product) -> bool:
+        """Whether a part of a product's factor needs the first sums alone."""
+        self.point_by_point(p)
+        return p.sites[0] in self.firsts
+
+    def weigh_first(self, p: Product, t: IntExpr) -> None:
+        """That part, in place of these sums."""
+        part = self.firsts[p.sites[0]]
+        part.read(self._came(part, t))
+        part.make(self.places(p, t)[2], ())
+
     def hides(self, p: Product) -> tuple[Either, ...]:
         """The tests of what hides parts of a product's factor."""
         hidden = masked(self.draft, p)
@@ -189,7 +208,9 @@ class Factors:
 
     def came(self, p: Product, t: IntExpr) -> dict[l.Load, l.Load]:
         """What a factor is made of that came with the slabs of step t, in shared memory."""
-        made = self.point_by_point(p)
+        return self._came(self.point_by_point(p), t)
+
+    def _came(self, made: Made, t: IntExpr) -> dict[l.Load, l.Load]:
         places = {x: self.beside(x, t) for x in made.loads()}
         column = value(made.columns.digits)
         return {x: l.Load(place, (slot, column)) for x, found in places.items() if found for place, slot in [found]}

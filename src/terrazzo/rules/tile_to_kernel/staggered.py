@@ -98,15 +98,22 @@ class Staggered:
     def make(self, p: Product, t: Var) -> None:
         """The factor of a product, once what it is made of is there."""
         needed = self.factors.point_by_point(p).sums
-        done = [q for q in self.first if q in self.open and not {*self.writer.sums(q)}.isdisjoint(needed)]
-        if done:
-            self.until(done[-1])
-            held = {r.name for q in self.last for r in self.writer.moving(q)}
-            for q in done:
-                for ring in (r for r in self.writer.moving(q) if r.name not in held):
-                    self.writer.free(ring, t)
+        if self.first[0] in self.open and self.factors.has_first(p):
+            self.done(self.first[:1], t)
+            self.factors.weigh_first(p, t)
+        self.done([q for q in self.first if q in self.open and not {*self.writer.sums(q)}.isdisjoint(needed)], t)
         self.factors.weigh(p, t)
         self.factors.round(p)
+
+    def done(self, products: Sequence[Product], t: Var) -> None:
+        """Wait for products, and free the slots that no other one of the step takes."""
+        if not products:
+            return
+        self.until(products[-1])
+        held = {r.name for q in (*self.last, *self.open) for r in self.writer.moving(q)}
+        rings = {r.name: r for q in products for r in self.writer.moving(q) if r.name not in held}
+        for ring in rings.values():
+            self.writer.free(ring, t)
 
     def begin(self, p: Product, t: Var) -> None:
         """A product is on its way."""
