@@ -20,6 +20,7 @@ import terrazzo  # noqa: E402
 from terrazzo import pipelines  # noqa: E402
 from terrazzo.bench.harness import accuracy  # noqa: E402
 from terrazzo.bench.programs import FAMILIES, measure, one, programs, report  # noqa: E402
+from terrazzo.bench.programs.registry import Gradients  # noqa: E402
 from terrazzo.front.capture import capture  # noqa: E402
 from terrazzo.options import Options  # noqa: E402
 from terrazzo.rewrite.rule import Log  # noqa: E402
@@ -136,6 +137,30 @@ def test_no_fast_path_is_the_judge() -> None:
     assert torch.equal(found, torch.nn.functional.gelu(x.double()))
     assert torch.backends.mha.get_fastpath_enabled()
     assert one.judged([torch.nn.functional.gelu(x)], [FastGelu()(x)], FastGelu(), (x,), None, "f32").ok
+
+
+class Upcast(torch.nn.Module):
+    """What is for 16 bits converts to float32 where it wants to be exact."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(64))
+
+    def forward(self, x: Any) -> Any:
+        y = torch.softmax(x * self.weight, -1, dtype=torch.float32) - x.to(torch.float32).cumsum(0, dtype=torch.float32)
+        return (y.float() * self.weight).sum(-1, dtype=torch.float32).to(x.dtype)
+
+
+def test_the_judge_rounds_nothing_to_float32() -> None:
+    """Not in the gradients either."""
+    torch.manual_seed(0)
+    module, x = Gradients(Upcast()), torch.randn(32, 64)
+    found = one.exact(module, (x,), None)
+    weight = module.module.weight.detach().double().requires_grad_()
+    y = ((torch.softmax(x.double() * weight, -1) - x.double().cumsum(0)) * weight).sum(-1)
+    loss = (y - torch.cos(torch.arange(32, dtype=torch.float64))).square().mean()
+    (gradient,) = torch.autograd.grad(loss, [weight])
+    torch.testing.assert_close(found, [loss.detach(), gradient], rtol=1e-13, atol=0)
 
 
 class Branching(torch.nn.Module):
