@@ -20,6 +20,7 @@ import terrazzo  # noqa: E402
 from terrazzo import pipelines  # noqa: E402
 from terrazzo.bench.harness import accuracy  # noqa: E402
 from terrazzo.bench.programs import FAMILIES, measure, one, programs, report  # noqa: E402
+from terrazzo.bench.programs.registry import Gradients  # noqa: E402
 from terrazzo.front.capture import capture  # noqa: E402
 from terrazzo.options import Options  # noqa: E402
 from terrazzo.rewrite.rule import Log  # noqa: E402
@@ -92,6 +93,74 @@ def test_a_kink_is_no_error() -> None:
         module.weight.abs_().add_(1)
         positive = x.abs()
         assert not one.judged([ours], [module(positive)], module, (positive,), None, "f32").ok
+
+
+class Hinges(torch.nn.Module):
+    """The gradient of a ReLU's weights, of whose arguments one is as good as 0; and a smooth one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(8, 64))
+
+    def forward(self, x: Any) -> Any:
+        y = x @ self.weight.T
+        return (y > 0).to(x.dtype).T @ x, torch.tanh(y)
+
+
+def test_which_side_of_a_kink_is_chance_and_a_smooth_result_is_not() -> None:
+    """Each result by itself: draws that meet the kink excuse it, and no result that is off without one."""
+    torch.manual_seed(1)
+    x = torch.randn(512, 64)
+    module = Hinges()
+    with torch.no_grad():
+        x[0] -= module.weight[0] * ((x[0] @ module.weight[0]) / module.weight[0].square().sum())
+        right, exact = one.exact(module, (x,), None)
+        eager, other, smooth = right.float(), right.float(), exact.float()
+        other[0] += x[0] * (-1 if x[0].double() @ module.weight[0].double() > 0 else 1)  # as on the kink's other side
+        assert not accuracy([other], [eager], [right]).ok
+        assert one.judged([other, smooth], [eager, smooth], module, (x,), None, "f32").ok
+        off = one.judged([other, smooth * (1 + 1e-6)], [eager, smooth], module, (x,), None, "f32")
+        assert "result 1" in off.problem and "result 0" not in off.problem
+
+
+class FastGelu(torch.nn.Module):
+    """A module that a fast path computes otherwise, as PyTorch's encoder layers on a GPU."""
+
+    def forward(self, x: Any) -> Any:
+        fast = torch.backends.mha.get_fastpath_enabled()
+        return torch.nn.functional.gelu(x, approximate="tanh" if fast else "none")
+
+
+def test_no_fast_path_is_the_judge() -> None:
+    x = torch.linspace(-3, 3, 100)
+    (found,) = one.exact(FastGelu(), (x,), None)
+    assert torch.equal(found, torch.nn.functional.gelu(x.double()))
+    assert torch.backends.mha.get_fastpath_enabled()
+    assert one.judged([torch.nn.functional.gelu(x)], [FastGelu()(x)], FastGelu(), (x,), None, "f32").ok
+
+
+class Upcast(torch.nn.Module):
+    """What is for 16 bits converts to float32 where it wants to be exact."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(64))
+
+    def forward(self, x: Any) -> Any:
+        y = torch.softmax(x * self.weight, -1, dtype=torch.float32) - x.to(torch.float32).cumsum(0, dtype=torch.float32)
+        return (y.float() * self.weight).sum(-1, dtype=torch.float32).to(x.dtype)
+
+
+def test_the_judge_rounds_nothing_to_float32() -> None:
+    """Not in the gradients either."""
+    torch.manual_seed(0)
+    module, x = Gradients(Upcast()), torch.randn(32, 64)
+    found = one.exact(module, (x,), None)
+    weight = module.module.weight.detach().double().requires_grad_()
+    y = ((torch.softmax(x.double() * weight, -1) - x.double().cumsum(0)) * weight).sum(-1)
+    loss = (y - torch.cos(torch.arange(32, dtype=torch.float64))).square().mean()
+    (gradient,) = torch.autograd.grad(loss, [weight])
+    torch.testing.assert_close(found, [loss.detach(), gradient], rtol=1e-13, atol=0)
 
 
 class Branching(torch.nn.Module):

@@ -1,8 +1,8 @@
 """Products in float32 as sums of products of bfloat16, for tensor cores (ADR 009).
 
 A float32 has 24 significant bits, and a bfloat16 has 8 with the same range of exponents. So x = x1 + x2/s + x3/s^2 with
-s = 2^6, each what is left cut to 8 bits, and of the nine products of x and w the six whose ranks add to at most four
-leave out less than float32 rounds away:
+s = 2^6, each what is left rounded to 8 bits, and of the nine products of x and w the six whose ranks add to at most
+four leave out less than float32 rounds away:
 
     x w  ~  (x3 w1 + x2 w2 + x1 w3) / s^2  +  (x2 w1 + x1 w2) / s  +  x1 w1
 
@@ -10,11 +10,14 @@ They are written, and added, the small ones first. Two parts and three products 
 Scaled, the later parts of small numbers are no smaller than a bfloat16 may be: all of x is there from 2^-122 on, and
 from 2^-145 on a part. Sums of theirs are still smaller than those of x1 w1, so they overflow no earlier.
 
-What is no ordinary number keeps its meaning. All parts have the sign of the number, so products that overflow do so on
-the same side; cut towards zero, none becomes infinite (but the second of two is rounded, so numbers 2^-16 below the
-largest may overflow). The last part alone is infinite or NaN, and it meets no part but the other factor's first one,
-which is 0 only where that factor is: so infinity times a number is infinite, and times zero NaN. The first part of an
-infinity is 1, so that two of them meet as they should.
+Parts are rounded to nearest, so what is left out is of either sign: were they cut, every product would be a little too
+small, and sums over thousands of rows (the gradient of a bias) would keep that, where errors of either sign cancel.
+
+What is no ordinary number keeps its meaning. The parts of large numbers are cut towards zero and have the sign of the
+number, so products of two such that overflow do so on the same side, and none becomes infinite (but the second of two
+is rounded, so numbers 2^-16 below the largest may overflow). The last part alone is infinite or NaN, and it meets no
+part but the other factor's first one, which is 0 only where that factor is: so infinity times a number is infinite, and
+times zero NaN. The first part of an infinity is 1, so that two of them meet as they should.
 """
 
 from __future__ import annotations
@@ -38,6 +41,8 @@ SCALE = 2.0**6
 """By how much a part is scaled up, and the next one once more: what is left of a number is 2^-7 of it at most."""
 SMALLEST = 2.0**-133
 """The smallest bfloat16 above 0."""
+LARGE = 2.0**60
+"""Numbers from here on are cut. Of smaller ones, no sum of a step's products overflows."""
 ALIGNED = 8
 """Rows of parts begin at multiples of so many: 16 bytes, as TMA takes them."""
 
@@ -52,18 +57,18 @@ def pairs(count: int) -> list[tuple[int, int]]:
 
 def parts(x: Node, count: int) -> list[Node]:
     """A term in float32 as so many terms in bfloat16 that add up to it, each but the first times `SCALE` once more than
-    the one before, and have its sign.
+    the one before. From `LARGE` on they have its sign.
     """
     if count == 1:
         return [apply("bf16", x)]
     size = apply("abs", x)
-    finite = apply("lt", size, _number(float("inf")))
+    finite, large = apply("lt", size, _number(float("inf"))), apply("ge", size, _number(LARGE))
     some = apply("copysign", apply("max", size, _number(SMALLEST)), x)
-    first = _cut(apply("where", apply("eq", x, _number(0.0)), x, some))
+    first = _rounded(apply("where", apply("eq", x, _number(0.0)), x, some), large)
     found: list[Node] = [apply("where", finite, first, apply("bf16", apply("sign", x)))]
     left = _left(x, found[0])
     for _ in range(count - 2):
-        found.append(apply("where", finite, _cut(left), l.Literal(0.0, bf16)))
+        found.append(apply("where", finite, _rounded(left, large), l.Literal(0.0, bf16)))
         left = _left(left, found[-1])
     return [*found, apply("bf16", left)]
 
@@ -84,12 +89,12 @@ def total(products: Sequence[Node], count: int) -> Node:
     return reduce(partial(apply, "add"), sums)
 
 
-def _cut(x: Node) -> Node:
-    """The bfloat16 next to a number towards zero: the nearest one, or where that is larger, the one nearest to a number
-    that is half to one unit in the last place smaller.
+def _rounded(x: Node, large: Node) -> Node:
+    """The nearest bfloat16. Where the number is large, the next one towards zero: the nearest, or where that is larger,
+    the one nearest to a number that is half to one unit in the last place smaller.
     """
     near = apply("bf16", x)
-    above = apply("gt", apply("abs", apply("f32", near)), apply("abs", x))
+    above = apply("and_", large, apply("gt", apply("abs", apply("f32", near)), apply("abs", x)))
     return apply("where", above, apply("bf16", apply("mul", x, _number(1 - 2.0**-8))), near)
 
 
@@ -125,40 +130,43 @@ def into_parts(program: l.Program, log: Log, count: int, refusal: Refusal) -> l.
                     in0 = x[a0, a1]
                     v0 = abs(in0)
                     v1 = lt(v0, f32(inf))
-                    v2 = eq(in0, f32(0.0))
-                    v3 = max(v0, f32(9.183549615799121e-41))
-                    v4 = copysign(v3, in0)
-                    v5 = where(v2, in0, v4)
-                    v6 = bf16(v5)
-                    v7 = f32(v6)
-                    v8 = abs(v7)
-                    v9 = abs(v5)
-                    v10 = gt(v8, v9)
-                    v11 = mul(v5, f32(0.99609375))
-                    v12 = bf16(v11)
-                    v13 = where(v10, v12, v6)
-                    v14 = sign(in0)
-                    v15 = bf16(v14)
-                    v16 = where(v1, v13, v15)
-                    v17 = f32(v16)
-                    v18 = sub(in0, v17)
-                    v19 = mul(v18, f32(64.0))
-                    v20 = bf16(v19)
-                    v21 = f32(v20)
-                    v22 = abs(v21)
-                    v23 = abs(v19)
-                    v24 = gt(v22, v23)
-                    v25 = mul(v19, f32(0.99609375))
-                    v26 = bf16(v25)
-                    v27 = where(v24, v26, v20)
-                    v28 = where(v1, v27, bf16(0.0))
-                    v29 = f32(v28)
-                    v30 = sub(v19, v29)
-                    v31 = mul(v30, f32(64.0))
-                    v32 = bf16(v31)
-                    x_1[a0, a1] = v16
-                    x_2[a0, a1] = v28
-                    x_3[a0, a1] = v32
+                    v2 = ge(v0, f32(1.152921504606847e+18))
+                    v3 = eq(in0, f32(0.0))
+                    v4 = max(v0, f32(9.183549615799121e-41))
+                    v5 = copysign(v4, in0)
+                    v6 = where(v3, in0, v5)
+                    v7 = bf16(v6)
+                    v8 = f32(v7)
+                    v9 = abs(v8)
+                    v10 = abs(v6)
+                    v11 = gt(v9, v10)
+                    v12 = and_(v2, v11)
+                    v13 = mul(v6, f32(0.99609375))
+                    v14 = bf16(v13)
+                    v15 = where(v12, v14, v7)
+                    v16 = sign(in0)
+                    v17 = bf16(v16)
+                    v18 = where(v1, v15, v17)
+                    v19 = f32(v18)
+                    v20 = sub(in0, v19)
+                    v21 = mul(v20, f32(64.0))
+                    v22 = bf16(v21)
+                    v23 = f32(v22)
+                    v24 = abs(v23)
+                    v25 = abs(v21)
+                    v26 = gt(v24, v25)
+                    v27 = and_(v2, v26)
+                    v28 = mul(v21, f32(0.99609375))
+                    v29 = bf16(v28)
+                    v30 = where(v27, v29, v22)
+                    v31 = where(v1, v30, bf16(0.0))
+                    v32 = f32(v31)
+                    v33 = sub(v21, v32)
+                    v34 = mul(v33, f32(64.0))
+                    v35 = bf16(v34)
+                    x_1[a0, a1] = v18
+                    x_2[a0, a1] = v31
+                    x_3[a0, a1] = v35
         with kernel('y', y=f32[4, 4]):
             for a0 in free(4):
                 for a1 in free(4):

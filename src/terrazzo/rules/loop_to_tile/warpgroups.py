@@ -43,7 +43,7 @@ GROUP = 8
 RESULTS = 2
 """Subtiles of results on their way."""
 PROMOTION = 100.0
-"""Nanoseconds for waiting for those of a step's products that are scaled alike and adding them up, where no other
+"""Nanoseconds for waiting for those of a step's products that are promoted together and adding them up, where no other
 warpgroup multiplies meanwhile. Not measured: 64 additions, and the time until products begin again.
 """
 REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
@@ -189,6 +189,14 @@ def promotes(p: Product) -> bool:
     return any(len(c.terms) > 1 for c in p.sites)
 
 
+def _promotions(p: Product, tile: Tile) -> int:
+    """How often in a step: products that are scaled alike are added up together, the large ones of a long step in two
+    halves.
+    """
+    scales = len(set(p.sites[0].scales))
+    return scales + (scales > 1 and tile.k == STEP)
+
+
 def _shares(tile: Tile, split: Any) -> bool:
     """Whether what the blocks of a cluster have in common is wide enough to be fetched in halves."""
     return (tile.n if split is tile.rows else tile.m) >= 16
@@ -301,7 +309,7 @@ def _time(p: Product, tile: Tile, pieces: int, gpu: Gpu) -> float:
         results=4 * count if pieces > 1 else results(p).stored,
         rate=_rate(p, tile, has) if pieces == 1 else has.direct,
         least=2 * sum(map(p.touched, p.operands)) + stored,
-        extra=PROMOTION * len(set(p.sites[0].scales)) if promotes(p) and tile.groups == 1 else 0.0,
+        extra=PROMOTION * _promotions(p, tile) if promotes(p) and tile.groups == 1 else 0.0,
         depth=tile.k,
         after=after(p, tile.m * tile.n, has) if pieces == 1 else 0.0,
         readers=_readers(tile, gpu.processors // tile.blocks / pieces),

@@ -394,27 +394,45 @@ class Pipeline:
     ) -> None:
         """The products of step t, until all but `left` groups of them are done. Those that are scaled alike are added
         up before the others begin; the sums of the last ones are still to be promoted.
+
+        Every instruction cuts its sums off towards zero. The small products are too small for that to matter; the sums
+        of the large ones are promoted after two instructions, so that results are not smaller than they should be.
         """
         if not self.outermost(p) and not p.early:
             self.declare(p)
         first = self.draft.products[p.sites[0]]
         *small, last = dict.fromkeys(first.scales) if p.promote else (1.0,)
-        for scale in small:
-            self.product(p, t, values, slots, scale)
+        pieces = self.halves(p) if small else 1
+        for scale, piece in [*((s, (0, 1)) for s in small), *((last, (n, pieces)) for n in range(pieces - 1))]:
+            self.product(p, t, values, slots, scale, piece)
             self.settle(p, 0)
             self.promotion.add()
-        self.product(p, t, values, slots, last)
+        self.product(p, t, values, slots, last, (pieces - 1, pieces))
         self.settle(p, left)
 
+    def halves(self, p: Product) -> int:
+        """Into how many pieces a step of a warpgroup's product is cut: two where that leaves two instructions each."""
+        site, sums = self.draft.site(p.sites[0]), self.draft.products[p.sites[0]]
+        factors = [f for a in sums.reduce.axes for f in self.draft.binding(a, site)]
+        deep = [f.size for f in factors if f.level == "reg" and f.size > 1]
+        own = isinstance(matrix(p.on), WarpgroupInstruction) and self.turns is None
+        return 2 if own and len(deep) == 1 and deep[0] % 4 == 0 else 1
+
     def product(
-        self, p: Product, t: IntExpr, values: dict[Node, k.Registers], slots: dict[str, IntExpr] | None, scale: float
+        self,
+        p: Product,
+        t: IntExpr,
+        values: dict[Node, k.Registers],
+        slots: dict[str, IntExpr] | None,
+        scale: float,
+        piece: tuple[int, int] = (0, 1),
     ) -> None:
-        """The products of step t that are scaled so, on their instruction."""
+        """The products of step t that are scaled so, on their instruction; or a piece of the step, of so many."""
         sites = tuple(self.draft.products[x] for x in p.sites)
         scales = sites[0].scales
         sites = tuple(c.scaled(scale) for c in sites) if p.promote else sites
         site = self.draft.site(p.sites[0])
-        inner = {a: self.inner(a, site) for a in sites[0].reduce.axes}
+        inner = {a: self.inner(a, site, *piece) for a in sites[0].reduce.axes}
         given = {r.name: (slots or {}).get(r.name, self.slot(r, t)[0]) for r in self.rings}
         m, n = (axis_called(self.draft, x) for x in (p.m, p.n))
         totals = tuple(self.fragments[c.reduce] for c in sites)
@@ -427,13 +445,16 @@ class Pipeline:
         loops = [(v, False) for v in where.values() if isinstance(v, Var)]
         self.builder.loops(loops, lambda: self.multiply.write(group))
 
-    def inner(self, axis: Any, site: Any) -> tuple[Digit, ...]:
-        """The digits of a reduce axis inside a step."""
+    def inner(self, axis: Any, site: Any, piece: int = 0, pieces: int = 1) -> tuple[Digit, ...]:
+        """The digits of a reduce axis inside a step, or a piece of it: the loop over instructions is a part then."""
         found = []
         stride = 1
         for f in reversed(self.draft.binding(axis, site)):
             if f.level == "reg":
-                found.append(Digit("reg", f.size, self.bindings.loop_variable("k", f.size), stride))
+                size = f.size // pieces if f.size > 1 else 1
+                found.append(Digit("reg", size, self.bindings.loop_variable("k", size), stride))
+                if size < f.size:
+                    found.append(Digit("piece", pieces, piece, stride * size))
             elif f.level in ("lane", "warp", "warpgroup") and f.size > 1:
                 inner = self.bindings.inner(f, axis_name(axis), site)
                 number = {"lane": k.LANE, "warp": self.bindings.warp, "warpgroup": self.bindings.group}[f.level]
