@@ -109,6 +109,7 @@ CATALOG: dict[str, Rewrite] = {
     "fuse:inline": of(fuse._Fusion.inlines, fusion("inlines")),
     "fuse:merge": of(fuse._Fusion.merges, fusion("merges")),
     "fuse:fold_indices": of(fold.fold_indices, kernels(lambda k: (fold.fold_indices(k),))),
+    "fuse:extremes_once": of(fold.extremes_once, kernels(lambda k: (fold.extremes_once(k),))),
     "fuse:recompute": of(fold.fold, lambda p: fold.fold(p, Log())),
     "lookups:store_lookups": of(lookups.store_lookups, lambda p: lookups.store_lookups(p, Log(), LAUNCHED)),
     "store_as_read:narrow": of(narrow.narrow, lambda p: narrow.narrow(p, Log())),

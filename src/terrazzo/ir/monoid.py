@@ -46,7 +46,7 @@ def _arg(better: str, last: bool) -> Callable[[Builder, Values, Values], tuple[A
 
     def combine(f: Builder, a: Values, b: Values) -> tuple[Any, ...]:
         nan_a, nan_b = f("ne", a[0], a[0]), f("ne", b[0], b[0])
-        wins = f("or_", f("and_", nan_b, f("not_", nan_a)), f("and_", f(better, b[0], a[0]), f("not_", nan_a)))
+        wins = f("or_", f(better, b[0], a[0]), f("and_", nan_b, f("not_", nan_a)))  # nothing is better than NaN
         tie = f("or_", f("eq", a[0], b[0]), f("and_", nan_a, nan_b))
         take = f("or_", wins, f("and_", tie, f("gt" if last else "lt", b[1], a[1])))
         return f("where", take, b[0], a[0]), f("where", take, b[1], a[1])

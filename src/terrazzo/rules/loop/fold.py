@@ -116,13 +116,61 @@ def fold_indices(kernel: l.Kernel) -> l.Kernel:
     return kernel if stores == kernel.stores else l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
 
 
+def extremes_once(kernel: l.Kernel) -> l.Kernel:
+    """`kernel` with the largest and the smallest elements taken from the reductions that find where these are.
+
+    @loop
+    def f(x: f32[4, 8]):
+        with kernel('best', best=f32[4], where=i32[4]):
+            for a0 in free(4):
+                for r0 in reduce(8):
+                    in0 = x[a0, r0]
+                    acc0 <- max(in0)
+                    acc1 <- argmax(in0, i32(index(r0)))
+                v0 = get(acc1, 1)
+                best[a0] = acc0
+                where[a0] = v0
+        return (best, where)
+    =>
+    @loop
+    def f(x: f32[4, 8]):
+        with kernel('best', best=f32[4], where=i32[4]):
+            for a0 in free(4):
+                for r0 in reduce(8):
+                    in0 = x[a0, r0]
+                    acc0 <- argmax(in0, i32(index(r0)))
+                v0 = get(acc0, 0)
+                v1 = get(acc0, 1)
+                best[a0] = v0
+                where[a0] = v1
+        return (best, where)
+    """
+    found = [x for x in topological(kernel.stores) if isinstance(x, l.Reduce)]
+    places = {(x.monoid.name, x.axes, x.args[0]): x for x in found if x.monoid.name in ("argmax", "argmin")}
+    taken: dict[Node, Any] = {}
+    for x in found:
+        if (place := places.get((f"arg{x.monoid.name}", x.axes, x.args[0]))) is not None:
+            taken[x] = l.Get(place, 0)
+    if not taken:
+        return kernel
+    stores = tuple(transform(s, lambda x: taken.get(x, x)) for s in kernel.stores)
+    return l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
+
+
+KERNELS: dict[str, tuple[Callable[[l.Kernel], l.Kernel], str]] = {
+    "fold_indices": (fold_indices, "what is known of indices is not computed"),
+    "extremes_once": (extremes_once, "who finds where an extreme is has found it"),
+}
+
+
 def _kernel(kernel: l.Kernel, log: Log) -> l.Kernel:
     """A kernel with its terms folded, which is told."""
-    if (made := fold_indices(kernel)) is kernel:
-        return kernel
-    log.add(Event(PASS, "fold_indices", kernel.name, True, "what is known of indices is not computed"))
-    log.applied(PASS, "fold_indices", kernel.name, [kernel], [made])
-    return made
+    for name, (rewrite, why) in KERNELS.items():
+        if (made := rewrite(kernel)) is not kernel:
+            log.add(Event(PASS, name, kernel.name, True, why))
+            log.applied(PASS, name, kernel.name, [kernel], [made])
+            kernel = made
+    return kernel
 
 
 def cheap(x: Node) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -66,7 +67,10 @@ class Accumulators:
             for bit in range(d.size.bit_length() - 1):
                 self.each(lambda bit=bit, d=d: self.shuffle(r, places, d.inner << bit))  # type: ignore[misc]
         warps = [d for ds in digits for d in ds if d.level == "warp"]
-        if warps:
+        together = math.prod(d.size for ds in digits for d in ds if d.level == "lane") == k.WARP
+        if warps and together and math.prod(d.size for d in warps) <= k.WARP:
+            self.meet_in_lanes(r, places, warps)
+        elif warps:
             self.meet_warps(r, places, warps)
         if any(d.level == "cluster" for ds in digits for d in ds):
             self.meet_blocks(r, places)
@@ -90,6 +94,28 @@ class Accumulators:
             self.combine(places, [l.Load(m, (*self.at, at, k.LANE)) for m in meeting], r)
 
         self.builder.loops([(v, True) for v in variables], lambda: self.each(one))
+        if self.builder.depth:
+            self.builder.add(self.bindings.sync)  # before the next step of a loop writes there again
+
+    def meet_in_lanes(self, r: Any, places: Places, warps: Sequence[Digit]) -> None:
+        """The lanes of every warp, which have the same, take what the warps have that share the reduction, one each,
+        and combine it as they did before: in as many steps as the number of warps has bits.
+        """
+        shape = (*(n for p in places[:1] for n in p.type.static_shape), self.bindings.warps)
+        meeting = [self.builder.memory("meet", Type(p.type.dtype, shape)) for p in places]
+        for m, p in zip(meeting, places, strict=True):
+            store = l.Store(m, (*self.at, self.bindings.warp), self.load(p))
+            self.builder.where([-k.LANE], lambda store=store: self.each(lambda: self.builder.add(store)))  # type: ignore[misc]
+        self.builder.add(self.bindings.sync)
+        at, count = self.bindings.warp, 1
+        for d in warps:
+            at = at + (k.LANE // count % d.size - d.value) * d.inner
+            count *= d.size
+        for m, p in zip(meeting, places, strict=True):
+            found = l.Store(p, self.at, l.Load(m, (*self.at, at)))
+            self.each(lambda found=found: self.builder.add(found))  # type: ignore[misc]
+        for bit in range(count.bit_length() - 1):
+            self.each(lambda bit=bit: self.shuffle(r, places, 1 << bit))  # type: ignore[misc]
         if self.builder.depth:
             self.builder.add(self.bindings.sync)  # before the next step of a loop writes there again
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects.torch import Aten
-from terrazzo.ir.types import Type, bool_, i64
+from terrazzo.ir.types import Type, bool_, i32, i64
 from terrazzo.rewrite.rule import Rule, need
 from terrazzo.rules.torch_to_tensor.common import aten, dims, normalize, result
 from terrazzo.rules.torch_to_tensor.pointwise import c
@@ -79,8 +79,11 @@ def with_index(name: str, x: Any, axis: int) -> tuple[Any, Any]:
     """
     wide = t.cast(x, x.type.dtype.compute)
     numbers = t.cast(x, i64) if x.type.dtype is bool_ else wide  # bools are told apart as integers
-    _, index = t.reduce(f"arg{name}", (numbers, t.iota(x.type.shape, t.coordinates(x.type.shape)[axis])), [axis])
-    return t.reduce(name, wide, [axis]), index
+    extent = x.type.shape[axis]
+    whole = i32 if isinstance(extent, int) and extent < 1 << 31 else i64  # a GPU compares these in one instruction
+    places = t.cast(t.iota(x.type.shape, t.coordinates(x.type.shape)[axis]), whole)
+    _, index = t.reduce(f"arg{name}", (numbers, places), [axis])
+    return t.reduce(name, wide, [axis]), t.cast(index, i64)
 
 
 def _extreme_with_index(name: str) -> Rule:
