@@ -174,14 +174,21 @@ def _reachable(roots: Sequence[Node], done: set[Node]) -> list[Node]:
     out.
     """
     order: list[Node] = []
-    seen: set[Node] = set()
-    stack: list[tuple[Node, bool]] = [(r, False) for r in reversed(roots)]
-    while stack:
-        node, ready = stack.pop()
-        if ready:
-            order.append(node)
-        elif node not in seen and node not in done:
+    seen = set(done)
+    path: list[Node] = []
+    rest = [iter(roots)]
+    while rest:
+        for node in rest[-1]:
+            if node in seen:
+                continue
             seen.add(node)
-            stack.append((node, True))
-            stack.extend((c, False) for c in reversed(list(children_in_scope(node))))
+            if below := children_in_scope(node):
+                path.append(node)
+                rest.append(iter(below))
+                break
+            order.append(node)
+        else:
+            rest.pop()
+            if path:
+                order.append(path.pop())
     return order
