@@ -180,6 +180,16 @@ class Kernel(Node, dialect="loop", op="kernel"):
         return tuple(topological([s.value for s in self.stores]))
 
     @derived
+    def carried(self) -> tuple[Reduce | Scan, ...]:
+        """The reductions and scans among its terms, children first."""
+        return tuple(x for x in self.terms if isinstance(x, Reduce | Scan))
+
+    @derived
+    def scans(self) -> tuple[Scan, ...]:
+        """The scans among its terms, children first."""
+        return tuple(x for x in self.carried if isinstance(x, Scan))
+
+    @derived
     def reads(self) -> tuple[Buffer, ...]:
         """The buffers loaded from, each once, in order of first use."""
         return tuple(dict.fromkeys(n.buffer for n in self.terms if isinstance(n, Load)))
@@ -197,8 +207,7 @@ class Kernel(Node, dialect="loop", op="kernel"):
         axes = frozenset(self.axes)
         return all(
             n.at is last and n.free <= axes and n.axis.extent == n.at.extent and not any(n.at in a.free for a in n.args)
-            for n in self.terms
-            if isinstance(n, Scan)
+            for n in self.scans
         )
 
 
