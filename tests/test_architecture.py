@@ -28,7 +28,7 @@ FLOORS = (
 )
 FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts}
 # These may be imported from anywhere, so they import nothing but each other.
-ANYWHERE = {"errors", "options", "progress"}
+ANYWHERE = {"collector", "errors", "options", "progress"}
 
 # What would let a file or a cache entry run code.
 EXECUTING_CALLS = {"eval", "exec", "__import__"}

@@ -12,6 +12,7 @@ from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
+from terrazzo.collector import paused
 from terrazzo.errors import CompilerBug, UserError
 from terrazzo.hw.gpu import GPUS, Gpu
 from terrazzo.interp.kernel.sample import check_blocks
@@ -282,6 +283,7 @@ class Lowering:
         return {p.name: seconds for p, _, seconds in self.stages}
 
 
+@paused()
 def lowering(program: Any, options: Options, log: Log | None = None, tried: Experience | None = None) -> Lowering:
     """Any program down to fused Loop IR, with all that is between. A CompilerBug says how to see it again."""
     log = log or Log()

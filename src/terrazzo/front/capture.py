@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from terrazzo.collector import paused
 from terrazzo.errors import Limitation, TerrazzoError, UserError
 from terrazzo.front.decompositions import table
 from terrazzo.front.effects import (
@@ -74,6 +75,7 @@ def attention_by_definition() -> Iterator[None]:
         yield
 
 
+@paused()
 def capture(
     fn: Callable[..., Any],
     args: Sequence[Any],

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from functools import cached_property, lru_cache, reduce
+from functools import lru_cache, reduce
 from typing import Any, Union, cast
 
 from terrazzo.errors import UserError
-from terrazzo.ir.node import Node, topological
+from terrazzo.ir.node import Node, derived, topological
 
 IntExpr = Union[int, "Expr"]
 Range = tuple[int | None, int | None]
@@ -66,17 +66,17 @@ class Expr(Node):
     __radd__ = __add__
     __rmul__ = __mul__
 
-    @cached_property
+    @derived
     def range(self) -> Range:
         """What values this can take, from the ranges of its variables."""
         raise NotImplementedError
 
-    @cached_property
+    @derived
     def sized(self) -> bool:
         """Whether a symbolic dimension occurs in it."""
         return isinstance(self, Size) or any(isinstance(n, Size) for n in topological([self]))
 
-    @cached_property
+    @derived
     def order(self) -> tuple[Any, ...]:
         """A total order that does not depend on the process, for the normal form."""
         return (type(self).__name__, *(_order(v) for v in self.values))
@@ -85,7 +85,7 @@ class Expr(Node):
 class _Below(Expr):
     """Base of what lies in [0, extent)."""
 
-    @cached_property
+    @derived
     def range(self) -> Range:
         hi = bounds(self.extent)[1]  # type: ignore[attr-defined]
         return 0, None if hi is None else max(hi - 1, 0)
@@ -94,7 +94,7 @@ class _Below(Expr):
 class Variable(_Below):
     """Base of the variables: free in themselves."""
 
-    @cached_property
+    @derived
     def free(self) -> frozenset[Any]:
         return frozenset((self,))
 
@@ -124,7 +124,7 @@ class Size(Expr, dialect="index", op="size"):
     lo: int = 0
     hi: int | None = None
 
-    @cached_property
+    @derived
     def range(self) -> Range:
         return self.lo, self.hi
 
@@ -152,7 +152,7 @@ class Sum(Expr, dialect="index", op="sum"):
             total = total + product
         return total
 
-    @cached_property
+    @derived
     def range(self) -> Range:
         lo: int | None = self.constant
         hi: int | None = self.constant
@@ -173,7 +173,7 @@ class FloorDiv(Expr, dialect="index", op="floordiv"):
     def make(cls, a: IntExpr, b: IntExpr) -> IntExpr:
         return floordiv(a, b)
 
-    @cached_property
+    @derived
     def range(self) -> Range:
         lo, hi = bounds(self.a)
         blo, bhi = bounds(self.b)
@@ -193,7 +193,7 @@ class Mod(Expr, dialect="index", op="mod"):
     def make(cls, a: IntExpr, b: IntExpr) -> IntExpr:
         return mod(a, b)
 
-    @cached_property
+    @derived
     def range(self) -> Range:
         hi = bounds(self.b)[1]
         top = bounds(self.a)

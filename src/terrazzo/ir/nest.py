@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, TypeAlias
 
 from terrazzo.ir.dialects.loop import Kernel, Literal, Reduce, Scan, Store, Term, children_in_scope
@@ -67,7 +68,7 @@ def nest(kernel: Kernel) -> tuple[Statement, ...]:
             _Sink(index | store.value.free, (store.value, *(e for e in store.index if isinstance(e, Expr))), store)
         )
     terms = _reachable([u for s in sinks for u in s.uses], set())
-    if any(isinstance(x, Reduce | Scan) for x in terms):
+    if any(type(x) is Reduce or type(x) is Scan for x in terms):
         return tuple(_level(frozenset(), kernel.axes, sinks, set()))
     return _points(kernel.axes, terms, sinks)
 
@@ -84,7 +85,8 @@ def accumulators(kernel: Kernel) -> dict[str, Reduce | Scan]:
             elif isinstance(s, Accumulate):
                 found.setdefault(s.into)
 
-    walk(nest(kernel))
+    if kernel.carried:
+        walk(nest(kernel))
     return {f"acc{k}": site for k, site in enumerate(found)}
 
 
@@ -93,11 +95,12 @@ def _points(axes: Sequence[Any], terms: Sequence[Node], sinks: Sequence[_Sink]) 
     depth = {axis: n + 1 for n, axis in enumerate(axes)}
     levels: list[list[Statement]] = [[] for _ in range(len(axes) + 2)]  # the last is of what is bound nowhere
 
+    @cache
     def level(variables: frozenset[Any]) -> list[Statement]:
         return levels[max((depth.get(v, len(axes) + 1) for v in variables), default=0)]
 
     for x in terms:
-        if isinstance(x, Term) and not isinstance(x, Literal):
+        if isinstance(x, Term) and type(x) is not Literal:
             level(x.free).append(Let(x))
     for s in sinks:
         level(s.vars).append(s.statement)
@@ -174,14 +177,21 @@ def _reachable(roots: Sequence[Node], done: set[Node]) -> list[Node]:
     out.
     """
     order: list[Node] = []
-    seen: set[Node] = set()
-    stack: list[tuple[Node, bool]] = [(r, False) for r in reversed(roots)]
-    while stack:
-        node, ready = stack.pop()
-        if ready:
-            order.append(node)
-        elif node not in seen and node not in done:
+    seen = set(done)
+    path: list[Node] = []
+    rest = [iter(roots)]
+    while rest:
+        for node in rest[-1]:
+            if node in seen:
+                continue
             seen.add(node)
-            stack.append((node, True))
-            stack.extend((c, False) for c in reversed(list(children_in_scope(node))))
+            if below := children_in_scope(node):
+                path.append(node)
+                rest.append(iter(below))
+                break
+            order.append(node)
+        else:
+            rest.pop()
+            if path:
+                order.append(path.pop())
     return order

@@ -21,8 +21,9 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cached_property, wraps
-from typing import Any, ClassVar, TypeVar, dataclass_transform
+from functools import wraps
+from operator import attrgetter
+from typing import Any, ClassVar, Generic, TypeVar, dataclass_transform, overload
 
 N = TypeVar("N", bound="Node")
 T = TypeVar("T")
@@ -30,9 +31,28 @@ T = TypeVar("T")
 _table: weakref.WeakValueDictionary[tuple[Any, ...], Node] = weakref.WeakValueDictionary()
 
 
+class derived(Generic[T]):
+    """What follows from the fields of a node, computed when it is first asked for: `functools.cached_property` without
+    the lock, which takes longer than most of it.
+    """
+
+    def __init__(self, fn: Callable[[Any], T]) -> None:
+        self.fn, self.name, self.__doc__ = fn, fn.__name__, fn.__doc__
+
+    @overload
+    def __get__(self, node: None, owner: type) -> derived[T]: ...
+    @overload
+    def __get__(self, node: Any, owner: type) -> T: ...
+    def __get__(self, node: Any, owner: type) -> Any:
+        if node is None:
+            return self
+        found = node.__dict__[self.name] = self.fn(node)
+        return found
+
+
 def _key(value: Any) -> Any:
     kind = type(value)
-    if kind is int or kind is str or isinstance(value, Node):
+    if kind is int or kind is str or type(kind) is _Interned:  # the last is isinstance(value, Node), sooner
         return value
     if kind is tuple:
         return tuple(map(_key, value))
@@ -61,6 +81,7 @@ class Node(metaclass=_Interned):
     op: ClassVar[str] = ""
     _fields: ClassVar[tuple[str, ...]] = ()
     _defaults: ClassVar[dict[str, Any]] = {}
+    _get: ClassVar[Callable[[Any], tuple[Any, ...]] | None] = None
 
     def __init_subclass__(cls, dialect: str = "", op: str = "") -> None:
         super().__init_subclass__()
@@ -69,6 +90,7 @@ class Node(metaclass=_Interned):
         cls.op = op or cls.__name__.lower()
         fields = dataclasses.fields(cls)  # type: ignore[arg-type]
         cls._fields = tuple(f.name for f in fields)
+        cls._get = attrgetter(*cls._fields) if len(fields) > 1 else None
         cls._defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
         if dialect:
             OPS.setdefault(cls.dialect, {})[cls.op] = cls
@@ -100,17 +122,20 @@ class Node(metaclass=_Interned):
     @property
     def values(self) -> tuple[Any, ...]:
         """The values of the fields, in order."""
-        return tuple(getattr(self, f) for f in self._fields)
+        get = type(self)._get
+        return get(self) if get else tuple(getattr(self, f) for f in self._fields)
 
-    @cached_property
+    @derived
     def children(self) -> tuple[Node, ...]:
         """Every node in the fields, in order, looking into tuples."""
-        return tuple(_nodes(self.values))
+        found: list[Node] = []
+        _collect(self.values, found)
+        return tuple(found)
 
-    @cached_property
+    @derived
     def free(self) -> frozenset[Any]:
         """The index variables that occur free below this node; variables and binders override this."""
-        return frozenset().union(*(c.free for c in self.children))
+        return free_in(self.children)
 
     def with_children(self: N, new: Iterable[Any]) -> Any:
         """The same node with its children replaced, in the order of `children`."""
@@ -140,16 +165,27 @@ OPS: dict[str, dict[str, type[Node]]] = {}
 """Every op of every dialect, filled by the class declarations themselves."""
 
 
-def _nodes(value: Any) -> Iterator[Node]:
-    if isinstance(value, Node):
-        yield value
-    elif type(value) is tuple:
-        for item in value:
-            yield from _nodes(item)
+def free_in(nodes: Iterable[Node]) -> frozenset[Any]:
+    """The index variables that occur free below any of the nodes: a set that is there already, where one has all."""
+    found: frozenset[Any] = frozenset()
+    for node in nodes:
+        own = node.free
+        if not own <= found:
+            found = found | own if found else own
+    return found
+
+
+def _collect(values: tuple[Any, ...], found: list[Node]) -> None:
+    for value in values:
+        kind = type(value)
+        if type(kind) is _Interned:
+            found.append(value)
+        elif kind is tuple:
+            _collect(value, found)
 
 
 def _refill(value: Any, rest: Iterator[Any]) -> Any:
-    if isinstance(value, Node):
+    if type(type(value)) is _Interned:
         return next(rest)
     if type(value) is tuple:
         return tuple(_refill(item, rest) for item in value)
@@ -159,20 +195,24 @@ def _refill(value: Any, rest: Iterator[Any]) -> Any:
 def topological(roots: Iterable[Node], stop: Callable[[Node], bool] | None = None) -> list[Node]:
     """Every node reachable from `roots`, children first, each once. `stop(n)` keeps n and does not look into it."""
     order: list[Node] = []
-    open_: set[Node] = set()
-    done: set[Node] = set()
-    stack = list(roots)[::-1]
-    while stack:  # a node stays on the stack until what is below it is done
-        node = stack[-1]
-        if node not in open_:
-            open_.add(node)
-            if node.children and (stop is None or not stop(node)):
-                stack += [c for c in node.children[::-1] if c not in open_]
+    seen: set[Node] = set()
+    path: list[Node] = []
+    rest = [iter(roots)]
+    while rest:
+        for node in rest[-1]:
+            if node in seen:
                 continue
-        stack.pop()
-        if node not in done:
-            done.add(node)
+            seen.add(node)
+            below = node.children
+            if below and (stop is None or not stop(node)):
+                path.append(node)
+                rest.append(iter(below))
+                break
             order.append(node)
+        else:  # all that is below the last node of the path is done
+            rest.pop()
+            if path:
+                order.append(path.pop())
     return order
 
 

@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from terrazzo.collector import paused
 from terrazzo.errors import CompilerBug, UserError, about
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
@@ -254,6 +255,7 @@ def _work(
     return [_Work(g[0], x, b, e) for g, x, b, e in zip(groups, launches, begins, ends, strict=True)]
 
 
+@paused()
 def compile_program(
     program: Program | l.Program | tile.Program, bound: Mapping[str, Any], options: Options, device: str | None = None
 ) -> Any:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from terrazzo.errors import UserError
@@ -19,7 +18,7 @@ from terrazzo.ir.dialects import scalar as sc
 from terrazzo.ir.dialects.scalar import Scalar
 from terrazzo.ir.expr import Bound, Expr, IntExpr, Var, at_least
 from terrazzo.ir.monoid import Monoid
-from terrazzo.ir.node import Node, substitute, topological
+from terrazzo.ir.node import Node, derived, free_in, substitute, topological
 from terrazzo.ir.types import DType, Type, i64
 
 
@@ -33,7 +32,7 @@ class Buffer(Node, dialect="loop", op="buffer"):
 class Term(Node):
     """A scalar at every point of the loops around it. `dtype` is its type, or a tuple of types for several values."""
 
-    @cached_property
+    @derived
     def dtype(self) -> Any:
         return self.infer()
 
@@ -103,9 +102,9 @@ class Reduce(Term, dialect="loop", op="reduce"):
         axes, args = close(axes, args)
         return cls(monoid, axes, args)
 
-    @cached_property
+    @derived
     def free(self) -> frozenset[Any]:
-        return frozenset().union(*(a.free for a in self.args)) - frozenset(self.axes)
+        return free_in(self.args) - frozenset(self.axes)
 
     def infer(self) -> Any:
         return _monoid_type(self.monoid, self.args)
@@ -124,12 +123,12 @@ class Scan(Term, dialect="loop", op="scan"):
         (axis,), args = close((axis,), args)
         return cls(monoid, axis, args, at)
 
-    @cached_property
+    @derived
     def free(self) -> frozenset[Any]:
-        own = frozenset().union(*(a.free for a in self.args)) - {self.axis}
+        own = free_in(self.args) - {self.axis}
         return own | (self.at.free if isinstance(self.at, Node) else frozenset())
 
-    @cached_property
+    @derived
     def step(self) -> tuple[Node, ...]:
         """What is combined in at the point `at`."""
         return tuple(substitute(a, {self.axis: self.at}) for a in self.args)
@@ -175,21 +174,31 @@ class Kernel(Node, dialect="loop", op="kernel"):
     stores: tuple[Store, ...]
     source: str = ""
 
-    @cached_property
+    @derived
     def terms(self) -> tuple[Node, ...]:
         """What the stored values are made of, children first."""
         return tuple(topological([s.value for s in self.stores]))
 
-    @cached_property
+    @derived
+    def carried(self) -> tuple[Reduce | Scan, ...]:
+        """The reductions and scans among its terms, children first."""
+        return tuple(x for x in self.terms if isinstance(x, Reduce | Scan))
+
+    @derived
+    def scans(self) -> tuple[Scan, ...]:
+        """The scans among its terms, children first."""
+        return tuple(x for x in self.carried if isinstance(x, Scan))
+
+    @derived
     def reads(self) -> tuple[Buffer, ...]:
         """The buffers loaded from, each once, in order of first use."""
         return tuple(dict.fromkeys(n.buffer for n in self.terms if isinstance(n, Load)))
 
-    @cached_property
+    @derived
     def writes(self) -> tuple[Buffer, ...]:
         return tuple(s.buffer for s in self.stores)
 
-    @cached_property
+    @derived
     def scans_in_order(self) -> bool:
         """True if every scan runs along the whole of the last axis, outside reductions, so that the innermost loop
         carries it.
@@ -198,8 +207,7 @@ class Kernel(Node, dialect="loop", op="kernel"):
         axes = frozenset(self.axes)
         return all(
             n.at is last and n.free <= axes and n.axis.extent == n.at.extent and not any(n.at in a.free for a in n.args)
-            for n in self.terms
-            if isinstance(n, Scan)
+            for n in self.scans
         )
 
 
@@ -235,12 +243,12 @@ class Call(Node, dialect="loop", op="call"):
     order: int = 0
     source: str = ""
 
-    @cached_property
+    @derived
     def reads(self) -> tuple[Buffer, ...]:
         inside = itertools.chain(_buffers(self.args), *(_buffers((v,)) for _, v in self.kwargs))
         return tuple(dict.fromkeys(inside))
 
-    @cached_property
+    @derived
     def writes(self) -> tuple[Buffer, ...]:
         return tuple(b for b in self.results if b is not None)
 
@@ -290,9 +298,11 @@ def may_divide_by_zero(x: Node) -> bool:
     )
 
 
-def children_in_scope(node: Node) -> Iterable[Node]:
+def children_in_scope(node: Node) -> tuple[Node, ...]:
     """The children of a term, with a scan seen at the point where it is."""
-    return (*node.step, *((node.at,) if isinstance(node.at, Expr) else ())) if isinstance(node, Scan) else node.children
+    if type(node) is not Scan:
+        return node.children
+    return (*node.step, node.at) if isinstance(node.at, Expr) else node.step
 
 
 _fresh = itertools.count()

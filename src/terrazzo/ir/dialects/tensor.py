@@ -13,7 +13,6 @@ attention, convolution, losses are compositions of these.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 from terrazzo.errors import UserError
@@ -22,14 +21,14 @@ from terrazzo.ir.dialects import scalar as sc
 from terrazzo.ir.dialects.scalar import Scalar
 from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var, at_least, bounds
 from terrazzo.ir.monoid import Monoid, monoid
-from terrazzo.ir.node import Node, substitute, topological
+from terrazzo.ir.node import Node, derived, substitute, topological
 from terrazzo.ir.types import DType, Type, i64
 
 
 class Value(Node):
     """A tensor, or a tuple of tensors, with its type."""
 
-    @cached_property
+    @derived
     def type(self) -> Any:
         """A Type, or a tuple of them where there are several results (None for one that is absent)."""
         return self.infer()

@@ -429,7 +429,7 @@ class _Fusion:
 
 def _scanned_last(kernel: l.Kernel) -> l.Kernel:
     """`kernel` with the axis that its scans run along as the last one, which takes their steps."""
-    at = {x.at for x in topological([s.value for s in kernel.stores]) if isinstance(x, l.Scan)}
+    at = {x.at for x in kernel.scans}
     if len(at) != 1 or not at <= set(kernel.axes):
         return kernel
     axes = sorted(kernel.axes, key=lambda a: a in at)
@@ -440,9 +440,8 @@ def _reduces_in_order(kernel: l.Kernel) -> bool:
     """Whether there is a reduction in the steps of a scan, of its terms or of what is made of it, which threads cannot
     share then.
     """
-    terms = topological([s.value for s in kernel.stores])
-    scans = [x for x in terms if isinstance(x, l.Scan)]
-    inside = [(s.axis, x) for s in scans for x in topological(s.args)] + [(s.at, x) for s in scans for x in terms]
+    scans = kernel.scans
+    inside = [(s.axis, x) for s in scans for x in topological(s.args)] + [(s.at, x) for s in scans for x in kernel.terms]
     reduces = [(axis, x) for axis, x in inside if isinstance(x, l.Reduce)]
     return any(axis in x.free and any(a.extent != 1 for a in x.axes) for axis, x in reduces)
 
@@ -450,7 +449,7 @@ def _reduces_in_order(kernel: l.Kernel) -> bool:
 def _scans_again(kernel: l.Kernel) -> bool:
     """Whether a scan is taken at points of an axis that makes no difference to it."""
     axes = {a for a in kernel.axes if a.extent != 1}
-    return any(axes - x.free for x in topological([s.value for s in kernel.stores]) if isinstance(x, l.Scan))
+    return any(axes - x.free for x in kernel.scans)
 
 
 def _is_view(value: Any) -> bool:

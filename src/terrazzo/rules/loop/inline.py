@@ -19,7 +19,7 @@ Replace = Callable[[l.Load], Any]
 def inline(consumer: l.Kernel, producer: l.Kernel) -> l.Kernel:
     """`consumer` with every load of what `producer` stores replaced by the stored term."""
     stored = {s.buffer: s for s in producer.stores}
-    binds = any(isinstance(x, l.Reduce | l.Scan) for x in producer.terms)
+    binds = bool(producer.carried)
 
     def replace(load: l.Load) -> Any:
         store = stored.get(load.buffer)

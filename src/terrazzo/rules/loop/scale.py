@@ -21,7 +21,7 @@ scaled to; and a negative one makes -0 of a sum that is 0.
 
 def scale_after(kernel: l.Kernel) -> l.Kernel:
     """`kernel` with the constants of its contractions' factors multiplied into their results."""
-    if all(_scaled(x) is x for x in kernel.terms if isinstance(x, l.Reduce)):
+    if all(_scaled(x) is x for x in kernel.carried):
         return kernel
     return l.Kernel(kernel.name, kernel.axes, tuple(transform(s, _scaled) for s in kernel.stores), kernel.source)
 

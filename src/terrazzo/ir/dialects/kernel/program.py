@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.kernel.control import walk
 from terrazzo.ir.dialects.kernel.moves import Map, TensorLoad, TensorStore, map_of
 from terrazzo.ir.dialects.kernel.values import WARP, Shared, shared_bytes
 from terrazzo.ir.dialects.loop import Buffer
-from terrazzo.ir.node import Node
+from terrazzo.ir.node import Node, derived
 
 REGISTER_FILE = 65536
 """32-bit registers of a processor."""
@@ -44,13 +43,13 @@ class Kernel(Node, dialect="kernel", op="kernel"):
         """The buffers in global memory that are not written."""
         return tuple(b for b in self.params if b not in self.writes)
 
-    @cached_property
+    @derived
     def maps(self) -> tuple[Map, ...]:
         """The tensor maps it takes, each once."""
         boxes = [s for s in walk(self.body) if isinstance(s, TensorLoad | TensorStore)]
         return tuple(dict.fromkeys(map_of(s) for s in boxes))
 
-    @cached_property
+    @derived
     def offsets(self) -> dict[Shared, int]:
         """Where each part of shared memory begins, in bytes."""
         found, at = {}, 0
@@ -60,7 +59,7 @@ class Kernel(Node, dialect="kernel", op="kernel"):
             at += shared_bytes(s)
         return found
 
-    @cached_property
+    @derived
     def shared_bytes(self) -> int:
         """How much shared memory a block takes."""
         return max((at + shared_bytes(s) for s, at in self.offsets.items()), default=0)
