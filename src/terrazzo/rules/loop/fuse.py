@@ -441,7 +441,8 @@ def _reduces_in_order(kernel: l.Kernel) -> bool:
     share then.
     """
     scans = kernel.scans
-    inside = [(s.axis, x) for s in scans for x in topological(s.args)] + [(s.at, x) for s in scans for x in kernel.terms]
+    inside = [(s.axis, x) for s in scans for x in topological(s.args)]
+    inside += [(s.at, x) for s in scans for x in kernel.terms]
     reduces = [(axis, x) for axis, x in inside if isinstance(x, l.Reduce)]
     return any(axis in x.free and any(a.extent != 1 for a in x.axes) for axis, x in reduces)
 

@@ -108,7 +108,7 @@ def operands_stored(
             if value not in known:
                 if name in names or name in [k.name for k in made]:
                     return None
-                place = l.Buffer(name, Type(x.dtype, tuple(a.extent for a in axes)))  # type: ignore[attr-defined]
+                place = l.Buffer(name, Type(x.dtype, tuple(a.extent for a in axes)))
                 made.append(l.Kernel(name, axes, (l.Store(place, axes, value),), kernel.source))
             else:
                 place = known[value]

@@ -294,11 +294,12 @@ def _as_memory_runs(node: Any) -> Any:
     sizes = [(a, _digits(a, args)) for a in axes]
     digits = {a: [Var(l.fresh_name(), n) for n in found] for a, found in sizes}
     every = [d for a in axes for d in digits[a]]
-    if len(every) < 2 or not all(isinstance(d.extent, int) and d.extent > 0 for d in every):
+    extents = [d.extent for d in every if isinstance(d.extent, int) and d.extent > 0]
+    if len(every) < 2 or len(extents) < len(every):
         return node
     inner = [substitute(x, {a: _number(digits[a]) for a in axes}) for x in args]
     loads = [x for x in topological(inner) if isinstance(x, l.Load) and not x.inside and set(every) <= x.free]
-    if not loads or math.prod(d.extent for d in every) <= SHORT:
+    if not loads or math.prod(extents) <= SHORT:
         return node
     steps = [coefficient(flatten(loads[0].index, loads[0].buffer.type.element_strides), d) for d in every]
     if not all(isinstance(s, int) for s in steps):

@@ -366,7 +366,11 @@ def _lines(x: Any, lanes: tuple[tuple[Any, int, int], ...], width: int) -> int:
         inner *= count
     env |= dict.fromkeys((a for e in x.index if isinstance(e, Node) for a in e.free if a not in env), 0)
     try:
-        env |= {e: _computed(e.value, env) for e in topological([_offset(x)]) if isinstance(e, Loaded)}
+        env |= {
+            e: _computed(e.value, env)
+            for e in topological([e for e in x.index if isinstance(e, Node)])
+            if isinstance(e, Loaded)
+        }
         offset = evaluate(_offset(x), env)
     except UserError:
         return SCATTERED

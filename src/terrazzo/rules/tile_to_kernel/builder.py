@@ -57,8 +57,8 @@ class Builder:
         `inside`, where the others cannot fail.
         """
         if fixed := [e for e in inside if digits and not any(mentions(e, d.variable) for d in digits)]:
-            rest = [e for e in inside if e not in fixed]
-            return self.where(fixed, partial(self.peeled, digits, rest, write))
+            moving = [e for e in inside if e not in fixed]
+            return self.where(fixed, partial(self.peeled, digits, moving, write))
         self.depth += len(digits)
         body = self.inside(write)
         self.depth -= len(digits)
