@@ -126,16 +126,22 @@ TZ double tz_cos(double x) { return cos(x); }
 #define TZ_BYTES 16
 #define TZ_ROWS 4
 #endif
-template <class T> struct tz_vec { typedef T type __attribute__((vector_size(TZ_BYTES), aligned(sizeof(T)))); static constexpr int lanes = TZ_BYTES / sizeof(T); };
+// `type` is for registers, which the compiler may keep on the stack, aligned; `memory` is what lies anywhere.
+template <class T> struct tz_vec {
+  typedef T type __attribute__((vector_size(TZ_BYTES)));
+  typedef T memory __attribute__((vector_size(TZ_BYTES), aligned(sizeof(T))));
+  static constexpr int lanes = TZ_BYTES / sizeof(T);
+};
 template <class T> constexpr int tz_cols() { return 2 * tz_vec<T>::lanes; }
 
 template <class T, int rows> TZ void tz_tile(const T* a, int64_t am, int64_t ak, const T* panel, int64_t kc, T* c, bool first) {
   using V = typename tz_vec<T>::type;
+  using M = typename tz_vec<T>::memory;
   constexpr int L = tz_vec<T>::lanes;
   V acc[rows][2];
   for (int i = 0; i < rows; i++) acc[i][0] = acc[i][1] = V{};  // a panel's sum starts at 0: shorter sums round less
   for (int64_t k = 0; k < kc; k++) {
-    V b0 = *(const V*)(panel + k * 2 * L), b1 = *(const V*)(panel + k * 2 * L + L);
+    V b0 = *(const M*)(panel + k * 2 * L), b1 = *(const M*)(panel + k * 2 * L + L);
     for (int i = 0; i < rows; i++) {
       T x = a[i * am + k * ak];
       acc[i][0] += x * b0;
@@ -143,7 +149,7 @@ template <class T, int rows> TZ void tz_tile(const T* a, int64_t am, int64_t ak,
     }
   }
   for (int i = 0; i < rows; i++) {
-    V *to = (V*)(c + i * 2 * L), *next = (V*)(c + i * 2 * L + L);
+    M *to = (M*)(c + i * 2 * L), *next = (M*)(c + i * 2 * L + L);
     *to = first ? acc[i][0] : *to + acc[i][0];
     *next = first ? acc[i][1] : *next + acc[i][1];
   }
