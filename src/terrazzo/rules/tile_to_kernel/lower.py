@@ -36,6 +36,7 @@ from terrazzo.rules.tile_to_kernel.jam import Jam as Jammed
 from terrazzo.rules.tile_to_kernel.memory import Memory, share
 from terrazzo.rules.tile_to_kernel.pipeline import Pipeline
 from terrazzo.rules.tile_to_kernel.scope import Scope
+from terrazzo.rules.tile_to_kernel.sums import ShortSums
 from terrazzo.rules.tile_to_kernel.walk import Walker
 
 
@@ -169,7 +170,7 @@ def write(draft: Draft, plan: Plan) -> k.Kernel:
     limit = max([1, *(x.resident for x in plan.all(Limit))])
     return k.Kernel(
         kernel.name, (*reads, *kernel.writes), kernel.writes, order.blocks, sum(a.warps for a in agents),
-        tuple(builder.shared), tuple(builder.out), limit, kernel.source, order.cluster_size,
+        tuple(builder.shared), ShortSums(builder, everyone).body(builder.out), limit, kernel.source, order.cluster_size,
     )  # fmt: skip
 
 
