@@ -57,6 +57,7 @@ from terrazzo.rules.tile.complete import program as complete
 from terrazzo.rules.tile_to_kernel.lower import program as derive
 from terrazzo.rules.torch_to_tensor.library import Libraries
 from terrazzo.rules.torch_to_tensor.lower import lower as to_tensor
+from terrazzo.rules.torch_to_tensor.together import sums_together
 from terrazzo.targets import target
 from terrazzo.targets.cuda.check import check
 
@@ -69,6 +70,12 @@ switch of PyTorch, "auto" is its "highest".
 
 def _texts(options: Options) -> Callable[[Any], str] | None:
     return show if options.verbose > 1 else None
+
+
+def _together(p: Program, log: Log, options: Options) -> Program:
+    """Sums of products as one, where tensors are so cheap to move as on a GPU."""
+    goal = target(options.target)
+    return sums_together(p, log, goal.rates) if goal.gpu and options.fuse else p
 
 
 def _images(p: Any, log: Log, options: Options) -> Any:
@@ -112,7 +119,7 @@ class Pass:
 
 PASSES = (
     Pass("torch_to_tensor", "torch", "tensor", "each ATen op becomes a composition of primitives, or an opaque call",
-         lambda p, log, o, tried: to_tensor(p, torch_to_tensor.RULES, log, _texts(o), libraries(o))),
+         lambda p, log, o, tried: to_tensor(_together(p, log, o), torch_to_tensor.RULES, log, _texts(o), libraries(o))),
     Pass("tensor_to_loop", "tensor", "loop", "each primitive becomes a kernel that stores its term",
          lambda p, log, o, tried: lift(p, log=log)),
     Pass("gradients", "loop", "loop", "the gradient of a softmax computes its weights again, and no sums of their rows",

@@ -55,17 +55,17 @@ def _ring(*_: Any) -> None:
 
 def _apart() -> None:
     """Gives every temporary memory of its own, and poisons the rest of it."""
-    from terrazzo.run import compiled, plan
+    from terrazzo.run import arena, compiled, plan
 
     sanitizer = ctypes.CDLL(None)
     poison, unpoison = (getattr(sanitizer, f"__asan_{x}poison_memory_region") for x in ("", "un"))
     poison.argtypes = unpoison.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
-    def allocate(program: Any, buffers: Sequence[Any]) -> tuple[dict[Any, int], int]:
+    def allocate(program: Any, buffers: Sequence[Any], places: Any = ()) -> tuple[dict[Any, int], int]:
         offsets, at = {}, 0
         for b in buffers:
             offsets[b] = at
-            at += -(-(b.type.span + GAP) // plan.ALIGN) * plan.ALIGN
+            at += -(-(b.type.span + GAP) // arena.ALIGN) * plan.ALIGN
         return offsets, at
 
     class Frame(compiled._Frame):

@@ -24,6 +24,7 @@ from terrazzo.rules.tensor_to_loop.lift import lift
 from terrazzo.rules.tile_to_kernel import lower as deriving
 from terrazzo.rules.torch_to_tensor import RULES as LOWERINGS
 from terrazzo.rules.torch_to_tensor import lower as lowering
+from terrazzo.rules.torch_to_tensor import together
 from terrazzo.targets import target
 
 GPU = gpu("sm_80")
@@ -104,6 +105,7 @@ def derive(program: Any) -> Any:
 
 CATALOG: dict[str, Rewrite] = {
     "torch_to_tensor:opaque": Rewrite(lowering.opaque.doc, lambda p: lowering.lower(p, LOWERINGS, Log())),
+    "torch_to_tensor:sums_together": of(together.sums_together, lambda p: together.sums_together(p, Log(), LAUNCHED)),
     **{f"tensor_to_loop:{r.name}": Rewrite(r.doc, lift) for r in tensor_to_loop.RULES},
     "fuse:view": of(fuse._Fusion.views, fusion("views")),
     "fuse:inline": of(fuse._Fusion.inlines, fusion("inlines")),

@@ -16,7 +16,8 @@ from terrazzo.errors import UserError
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.torch import TorchName
 from terrazzo.ir.types import DTYPES, Type, f32
-from terrazzo.run.plan import ALIGN, Plan, Step, allocate, decode, encode, make, slots_in
+from terrazzo.run.arena import ALIGN
+from terrazzo.run.plan import Plan, Step, allocate, decode, encode, make, slots_in
 
 often = settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 

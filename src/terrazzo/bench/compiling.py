@@ -19,6 +19,7 @@ from typing import Any
 
 from terrazzo.bench.harness import surroundings
 from terrazzo.bench.models import known, of, resnet50
+from terrazzo.hw.gpu import GPUS
 from terrazzo.options import Options
 from terrazzo.progress import at
 
@@ -198,7 +199,7 @@ def _cold(program: Any, options: Options, cache: Any, seconds: dict[str, float])
     seconds["deriving"] = sum(passes.get(p, 0.0) for p in _DERIVING)
     seconds["fusion"] = sum(passes.values()) - seconds["choosing"] - seconds["deriving"]
     seconds |= {"emitting": built.seconds["emit"], "nvrtc": built.seconds["compile"]}
-    return make(built.program, built.entries), built
+    return make(built.program, built.entries, GPUS[options.target].processors), built
 
 
 def _here() -> str:

@@ -71,6 +71,12 @@ def _one_step(cell: Cell) -> Callable[..., Any]:
     return run
 
 
+CHUNK = 16
+"""Steps whose inputs are multiplied together where a layer reads the one below it, so that it can begin before that is
+through.
+"""
+
+
 def _net(cell: Cell) -> Callable[..., Any]:
     import torch
 
@@ -83,34 +89,41 @@ def _net(cell: Cell) -> Callable[..., Any]:
         ways = 2 if both else 1
         each = len(weights) // (layers * ways)
         last: list[State] = []
+        parts = [x]
         for layer in range(layers):
             outputs = []
             for way in range(ways):
                 number = layer * ways + way
                 mine = list(weights[number * each : (number + 1) * each])
-                found, state = _layer(cell, x, tuple(s.select(0, number) for s in first), mine, bias, bool(way))
+                found, state = _layer(cell, parts, tuple(s.select(0, number) for s in first), mine, bias, bool(way))
                 outputs.append(found)
                 last.append(state)
-            x = torch.cat(outputs, -1) if both else outputs[0]
-            if dropout and train and layer < layers - 1:
-                x = torch.dropout(x, dropout, True)
+            if both or (dropout and train) or layer == layers - 1:
+                x = torch.cat([torch.stack(way) for way in outputs], -1) if both else torch.stack(outputs[0])
+                parts = [torch.dropout(x, dropout, True) if dropout and train and layer < layers - 1 else x]
+            else:
+                parts = [torch.stack(outputs[0][n : n + CHUNK]) for n in range(0, len(outputs[0]), CHUNK)]
+        (x,) = parts
         return (x.transpose(0, 1) if batch_first else x, *(torch.stack(s) for s in zip(*last, strict=True)))
 
     return run
 
 
-def _layer(cell: Cell, x: Any, state: State, weights: Sequence[Any], bias: bool, backward: bool) -> tuple[Any, State]:
-    """The outputs of a layer, and its state after the last step. One product has what all inputs contribute."""
-    import torch
+def _layer(
+    cell: Cell, parts: Sequence[Any], state: State, weights: Sequence[Any], bias: bool, backward: bool
+) -> tuple[list[Any], State]:
+    """The outputs of a layer, and its state after the last step. One product has what all inputs of a part of the steps
+    contribute.
+    """
     from torch.nn.functional import linear
 
     w_ih, w_hh, *rest = weights
     b_ih, b_hh = rest[:2] if bias else (None, None)
     project = rest[2 if bias else 0 :]
-    steps = linear(x, w_ih, b_ih).unbind(0)
+    steps = [step for x in parts for step in linear(x, w_ih, b_ih).unbind(0)]
     outputs = []
     for step in steps[::-1] if backward else steps:
         new = cell(step, linear(state[0], w_hh, b_hh), state)
         state = (linear(new[0], *project), *new[1:]) if project else new
         outputs.append(state[0])
-    return torch.stack(outputs[::-1] if backward else outputs), state
+    return outputs[::-1] if backward else outputs, state

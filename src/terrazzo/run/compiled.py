@@ -8,7 +8,7 @@ import itertools
 import warnings
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,13 +26,15 @@ from terrazzo.reproduce import failing, reproducible
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop_to_tile.experience import Experience
 from terrazzo.rules.torch_to_tensor.library import chosen, takes_any_strides
+from terrazzo.run.arena import ALIGN
 from terrazzo.run.cache import Cache, digest
 from terrazzo.run.compiler import find_compiler
 from terrazzo.run.cpu import Cpu
 from terrazzo.run.cuda import Cuda, architecture
 from terrazzo.run.interpreted import interpreted
 from terrazzo.run.nvrtc import abandoned_on_error
-from terrazzo.run.plan import ALIGN, Fallback, Plan, Step, decode, make, misfit, slots_in, spans
+from terrazzo.run.plan import Fallback, Plan, Step, decode, make, misfit, places_in, slots_in, spans
+from terrazzo.run.streams import Streams
 from terrazzo.run.switched import Switched
 from terrazzo.run.tensors import Expected
 from terrazzo.targets import target
@@ -64,6 +66,7 @@ class Compiled:
     def __post_init__(self) -> None:
         self.varying = [k for k in self.plan.inputs if k not in self.bound]
         self.expected = [Expected(self.plan.slots[k], self.machine.device) for k in self.varying]
+        self.branched = self.plan.branches > 1
 
     def rebound(self, bound: Mapping[str, Any]) -> Compiled:
         """The program with other weights; machine code and log are shared."""
@@ -115,7 +118,10 @@ class Compiled:
             frame = _Frame(self.plan, self.machine, self.functions, self.as_graph, self.bound.keys())
         frame.point(tensors)
         try:
-            self._run(frame, tensors, queue)
+            if self.branched and self.machine.capturing():
+                self._run_beside(frame, tensors)
+            else:
+                self._run(frame, tensors, queue)
         finally:
             pool.append(frame)
         taken: set[int] = set(self.plan.inputs)  # a result is always a tensor of its own, as it is in eager
@@ -137,6 +143,25 @@ class Compiled:
                 self._operate(self.plan.steps[work.number], frame, tensors)
             for k in work.ends:
                 del tensors[k]
+
+    def _run_beside(self, frame: _Frame, tensors: dict[int, Any]) -> None:
+        """The same where a graph is captured, with a stream for every branch. Results are there from the start, and
+        nothing goes before the end: PyTorch hands memory on as if the current stream were the only one.
+        """
+        made = {k: expected.empty() for work in frame.single for k, expected in work.begins}
+        tensors.update(made)
+        frame.point(made)
+        frame.streams.begin()
+        for work in frame.single:
+            queue = frame.streams.before(work.number)
+            if work.launch is not None:
+                work.launch(queue, frame.streams.alone(work.number))
+            else:
+                self._operate(self.plan.steps[work.number], frame, tensors)
+            frame.streams.after(work.number)
+        frame.streams.end()
+        for k in {k for work in frame.single for k in work.ends}:
+            del tensors[k]
 
     def _operate(self, step: Step, frame: _Frame, tensors: dict[int, Any]) -> None:
         """Call an op of PyTorch. Its result stays where it is, if it lies as the program has it."""
@@ -176,7 +201,7 @@ class _Frame:
     ) -> None:
         import torch
 
-        self.plan = plan
+        self.plan, self.machine = plan, machine
         try:
             self.arena = torch.empty(plan.arena + ALIGN, dtype=torch.uint8, device=machine.device)
         except RuntimeError:  # which is how PyTorch says that the CPU's memory does not suffice
@@ -199,12 +224,20 @@ class _Frame:
                     where, offset = (k, 0) if slot.within is None else (slot.within, slot.offset)
                     self.pointers.setdefault(where, []).append((array, position, offset))
             launches.append(machine.prepare(step, function, array, number, plan.slots))
-        groups = [[n] for n in range(len(launches))]
+        self.single = _work(plan, launches, [[n] for n in range(len(launches))], machine.device, bound)
+        self.work = self.single
         if as_graph and not isinstance(machine, Cpu):  # the launches between calls of PyTorch are a graph each
             groups = [list(g) for _, g in itertools.groupby(range(len(launches)), lambda n: launches[n] is None or -1)]
             groups = [g for group in groups for g in ([[n] for n in group] if launches[group[0]] is None else [group])]
-            launches = [machine.graph([launches[n] for n in g]) if launches[g[0]] else None for g in groups]
-        self.work = _work(plan, launches, groups, machine.device, bound)
+            graphs = [
+                machine.graph([launches[n] for n in g], places_in(plan, g)) if launches[g[0]] else None for g in groups
+            ]
+            self.work = _work(plan, graphs, groups, machine.device, bound)
+
+    @cached_property
+    def streams(self) -> Streams:
+        """What the branches of the plan run on while a graph is captured."""
+        return Streams(self.machine, places_in(self.plan, range(len(self.plan.steps))))
 
     def point(self, tensors: Mapping[int, Any]) -> None:
         """Write the addresses of tensors that are no temporaries of ours."""
@@ -347,11 +380,14 @@ def _build(
         from terrazzo.run import dump
 
         dump.write(options.dump, built.lowering, options)
-    plan = make(built.program, built.entries)
+    plan = make(built.program, built.entries, machine.processors)
     cache.put(key, ".plan", plan.to_json())
     done = _bind(plan, built.paths, machine, bound, options)
     done.program, done.log, done.sources = built.program, built.lowering.log, built.sources
     done.timings = {**built.lowering.seconds, **built.seconds}
+    if plan.branches > 1:
+        reason = f"kernels of few blocks run side by side: {len(plan.steps)} steps in {plan.branches} branches"
+        done.log.add(Event("run", "side_by_side", program.name, True, reason))
     return done
 
 

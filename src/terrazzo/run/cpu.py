@@ -46,6 +46,7 @@ class Cpu:
     threads: int
     device: str = "cpu"
     suffix: str = SUFFIX
+    processors: int = 0  # that kernels share: each has all of them
 
     def key(self, cache: Cache) -> str:
         """What machine code here depends on."""
@@ -98,6 +99,10 @@ class Cpu:
         function = getattr(ctypes.CDLL(str(paths[step.key])), step.name)
         function.restype, function.argtypes = ctypes.c_int, [ctypes.c_void_p, ctypes.c_int]
         return function
+
+    def capturing(self) -> bool:
+        """Work here is done at once."""
+        return False
 
     def queue(self) -> int:
         """Which of several queues of work a call joins: here there is one."""

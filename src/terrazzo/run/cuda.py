@@ -6,7 +6,6 @@ import ctypes
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from terrazzo.ir.canonical import twin
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.types import DTYPES
 from terrazzo.options import Options
+from terrazzo.run.branches import Place
 from terrazzo.run.cache import Cache
 from terrazzo.run.cpu import Built
 from terrazzo.run.measured import Measured
@@ -211,9 +211,32 @@ class Cuda:
                 f"kernel {step.label} ({step.source}), in an earlier call: an index is out of range for its dimension"
             )
 
-    def graph(self, launches: Sequence[Launch]) -> Graph:
-        """The launches, one after the other, as one CUDA graph."""
-        return Graph(self, launches)
+    @property
+    def processors(self) -> int:
+        """How many blocks run at a time at least."""
+        return GPUS[self.arch].processors
+
+    def capturing(self) -> bool:
+        """Whether PyTorch's current stream is captured as a graph."""
+        import torch
+
+        return bool(torch.cuda.is_current_stream_capturing())
+
+    def fork(self) -> Any:
+        """A stream beside the current one."""
+        import torch
+
+        return torch.cuda.Stream(self.index)
+
+    def stream(self) -> Any:
+        """PyTorch's current stream, as it has it."""
+        import torch
+
+        return torch.cuda.current_stream(self.index)
+
+    def graph(self, launches: Sequence[Launch], places: Sequence[Place]) -> Graph:
+        """The launches as one CUDA graph."""
+        return Graph(self, launches, places)
 
 
 class Launch:
@@ -236,17 +259,17 @@ class Launch:
         if notes:
             self.pointers[count + len(self.maps)] = ctypes.addressof(self.flag)
         self.blocks, self.threads, self.shared, self.at = blocks, threads, shared, ctypes.addressof(self.pointers)
-        self.stream, self.config = 0, self._config()
+        self.stream, self.configs = 0, (self._config(False), self._config(machine.overlaps))
         self.launch, self.success = machine.driver.cuLaunchKernelEx, machine.driver.CUresult.CUDA_SUCCESS
 
-    def _config(self) -> Any:
-        """Where the machine can, a kernel is launched while the one before it still runs, and waits for it itself."""
+    def _config(self, overlaps: bool) -> Any:
+        """How it is launched: where it `overlaps`, while the kernel before it still runs, for which it waits itself."""
         driver = self.machine.driver
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = self.blocks, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
         config.sharedMemBytes = self.shared
-        if self.machine.overlaps:
+        if overlaps:
             early = driver.CUlaunchAttribute()
             early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             early.value.programmaticStreamSerializationAllowed = 1
@@ -258,12 +281,13 @@ class Launch:
         for m in self.maps:
             m.encode()
 
-    def __call__(self, stream: int) -> None:
+    def __call__(self, stream: int, alone: bool = True) -> None:
+        """`alone` says that it waits for nothing but what is on its stream."""
         if self.maps:
             self.ready()
         if stream != self.stream:
-            self.config.hStream = self.stream = stream
-        (status,) = self.launch(self.config, self.function, self.at, 0)
+            self.configs[0].hStream = self.configs[1].hStream = self.stream = stream
+        (status,) = self.launch(self.configs[alone], self.function, self.at, 0)
         if status != self.success:
             raise UserError(
                 f"kernel {self.step.label} ({self.step.source}) failed to launch: {status.name}; "
@@ -299,25 +323,30 @@ class _Map:
 class Graph:
     """Launches as one CUDA graph. Arguments that changed are set in its nodes, so nothing is copied."""
 
-    def __init__(self, machine: Cuda, launches: Sequence[Launch]) -> None:
+    def __init__(self, machine: Cuda, launches: Sequence[Launch], places: Sequence[Place]) -> None:
         self.machine, self.launches = machine, launches
         call = machine.call
         graph = call("cuGraphCreate", 0)
         self.nodes: list[Any] = []
-        for launch in launches:
+        last: dict[int, tuple[int]] = {}
+        edges: list[tuple[Any, Any, Any]] = []
+        for launch, place in zip(launches, places, strict=True):
             launch.ready()
             self.nodes.append(call("cuGraphAddKernelNode", graph, None, 0, self._parameters(launch)))
-        if edges := list(pairwise(self.nodes)):
-            kinds = [self._edge()] * len(edges)
-            call("cuGraphAddDependencies", graph, [a for a, _ in edges], [b for _, b in edges], kinds, len(edges))
+            for n in (*last.get(place.branch, ()), *place.after):
+                edges.append((self.nodes[n], self.nodes[-1], self._edge(early=not place.after)))
+            last[place.branch] = (len(self.nodes) - 1,)
+        if edges:
+            before, after, kinds = map(list, zip(*edges, strict=True))
+            call("cuGraphAddDependencies", graph, before, after, kinds, len(edges))
         self.known = [bytes(x.addresses) for x in launches]
         self.executable = call("cuGraphInstantiate", graph, 0)
 
-    def _edge(self) -> Any:
-        """That one kernel follows another: as launches do it."""
+    def _edge(self, early: bool) -> Any:
+        """That one kernel follows another: as launches do it; `early` where it needs no other one."""
         driver = self.machine.driver
         edge = driver.CUgraphEdgeData()
-        if self.machine.overlaps:
+        if self.machine.overlaps and early:
             edge.type = driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC.value
             edge.from_port = driver.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
         return edge

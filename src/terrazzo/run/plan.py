@@ -20,9 +20,10 @@ from terrazzo.ir.dialects.tensor import Opaque
 from terrazzo.ir.dialects.torch import Aten, TorchName
 from terrazzo.ir.node import topological
 from terrazzo.ir.types import DTYPES, DType, Type
+from terrazzo.run.arena import ALIGN, allocate, hosts
+from terrazzo.run.branches import LITTLE, MOST, ROOM, Ahead, Place, side_by_side
 
-VERSION = 6
-ALIGN = 256
+VERSION = 7
 
 
 Map = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
@@ -64,7 +65,8 @@ class Step:
 
     `args` of a kernel are slots; of a call they are encoded values (see `encode`). `launch` is for a GPU: blocks,
     threads of a block, bytes of shared memory, and whether the kernel notes indices that are out of range (1 or 0).
-    `maps` are the tensor maps it takes.
+    `maps` are the tensor maps it takes. Where steps may run side by side, it is the next of its `branch`, and waits for
+    the steps `after` of others.
     """
 
     key: str
@@ -76,6 +78,8 @@ class Step:
     label: str
     launch: tuple[int, ...] = ()
     maps: tuple[Map, ...] = ()
+    branch: int = 0
+    after: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,11 @@ class Plan:
     steps: tuple[Step, ...]
     arena: int
 
+    @property
+    def branches(self) -> int:
+        """How many steps may run at a time."""
+        return 1 + max((s.branch for s in self.steps), default=0)
+
     def to_json(self) -> bytes:
         """The plan as text."""
         return json.dumps({"version": VERSION, **asdict(self)}, separators=(",", ":")).encode()
@@ -115,7 +124,7 @@ class Plan:
             if given.pop("version") != VERSION:
                 raise ValueError("another version")
             slots = tuple(_slot(s) for s in given["slots"])
-            steps = tuple(_step(s, len(slots)) for s in given["steps"])
+            steps = tuple(_step(s, len(slots), n) for n, s in enumerate(given["steps"]))
             inputs, results = (tuple(_index(i, len(slots)) for i in given[k]) for k in ("inputs", "results"))
             arena = _natural(given["arena"])
             if any(not _fits(v, slots) for s in steps if not s.key for v in _views([s.args, *s.kwargs.values()])):
@@ -165,6 +174,8 @@ def _operators(program: Any) -> set[str]:
 def _shared(plan: Plan) -> str:
     """Which tensors of a plan share memory while both are in use; "" if none do."""
     first, last = _uses(plan)
+    if plan.branches > 1 and (why := _side_by_side(plan, first)):
+        return why
     placed: dict[int | None, list[int]] = {}
     for k, s in enumerate(plan.slots):
         if k in first and s.bytes and s.kind == "arena":
@@ -182,16 +193,49 @@ def _shared(plan: Plan) -> str:
     return ""
 
 
+def _side_by_side(plan: Plan, first: Mapping[int, int]) -> str:
+    """Which tensors of a plan may be used before they are there, or share memory while both are in use; "" if none."""
+    users: dict[int, list[int]] = {}
+    for n, s in enumerate(plan.steps):
+        for k in _mentioned(s):
+            users.setdefault(k, []).append(n)
+    ahead = Ahead(places_in(plan, range(len(plan.steps))))
+    for k, steps in users.items():
+        if plan.slots[k].kind != "input" and not all(ahead(steps[:1], n) for n in steps[1:] if n != steps[0]):
+            return f"{plan.slots[k].name} is used before it is there"
+    lying = sorted((s.within or -1, s.offset, k) for k, s in enumerate(plan.slots) if s.kind == "arena" and k in first)
+    for n, (place, offset, a) in enumerate(lying):
+        for other, begins, b in lying[n + 1 :]:
+            if other != place or begins >= offset + plan.slots[a].bytes:
+                break
+            if not ahead(users[a], first[b]) and not ahead(users[b], first[a]):
+                return f"{plan.slots[a].name} and {plan.slots[b].name} share memory"
+        if place >= 0 and place in first and not ahead(users[a], first[place]):
+            return f"{plan.slots[a].name} and {plan.slots[place].name} share memory"
+    return ""
+
+
+def _mentioned(s: Step) -> list[int]:
+    """The slots that a step mentions."""
+    found = s.args if s.key else [*slots_in([s.args, *s.kwargs.values()]), *s.results]
+    return [k for k in found if k is not None]
+
+
 def _uses(plan: Plan) -> tuple[dict[int, int], dict[int, int]]:
     """The first step that mentions a slot, and the last."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for n, s in enumerate(plan.steps):
-        for k in s.args if s.key else [*slots_in([s.args, *s.kwargs.values()]), *s.results]:
-            if k is not None:
-                first.setdefault(k, n)
-                last[k] = n
+        for k in _mentioned(s):
+            first.setdefault(k, n)
+            last[k] = n
     return first, last
+
+
+def places_in(plan: Plan, group: Sequence[int]) -> list[Place]:
+    """The places of steps in a row, as if there were no others."""
+    steps = [plan.steps[n] for n in group]
+    return [Place(s.branch, tuple(d - group[0] for d in s.after if d >= group[0])) for s in steps]
 
 
 def spans(plan: Plan) -> tuple[dict[int, int], dict[int, int]]:
@@ -203,15 +247,35 @@ def spans(plan: Plan) -> tuple[dict[int, int], dict[int, int]]:
     return first, last
 
 
-def make(program: l.Program | kernel.Program, entries: Mapping[Any, Entry]) -> Plan:
-    """The plan of a program (of Loop IR, or of Kernel IR) whose kernels have this machine code."""
+def make(program: l.Program | kernel.Program, entries: Mapping[Any, Entry], processors: int = 0) -> Plan:
+    """The plan of a program (of Loop IR, or of Kernel IR) whose kernels have this machine code. Small ones may run side
+    by side on a GPU with so many processors.
+    """
+    plain = _made(program, entries, [Place()] * len(program.steps))
+    if not processors:
+        return plain
+
+    def small(s: Any) -> bool:
+        if isinstance(s, l.Call) and s.order:
+            return False
+        few = s in entries and entries[s].launch[0] < processors
+        return few or sum(b.type.span for b in s.writes) <= LITTLE
+
+    moved, places = side_by_side(program, small)
+    if all(p.branch == 0 for p in places):
+        return plain
+    beside = _made(moved, entries, places)
+    return beside if beside.arena <= plain.arena + ROOM else plain
+
+
+def _made(program: l.Program | kernel.Program, entries: Mapping[Any, Entry], places: Sequence[Place]) -> Plan:
     buffers = list(dict.fromkeys([*program.inputs, *(b for s in program.steps for b in s.writes)]))
     number = {b: k for k, b in enumerate(buffers)}
     called = {b for s in program.steps if isinstance(s, l.Call) for b in s.writes}
     own = set(program.inputs) | set(program.results) | called
     temporaries = [b for b in buffers if b not in own]
-    within = hosts(program, temporaries)
-    offsets, arena = allocate(program, [b for b in temporaries if b not in within])
+    within = hosts(program, temporaries, places)
+    offsets, arena = allocate(program, [b for b in temporaries if b not in within], places)
     offsets |= {b: offset for b, (_, offset) in within.items()}
     slots = []
     for b in buffers:
@@ -221,16 +285,16 @@ def make(program: l.Program | kernel.Program, entries: Mapping[Any, Entry]) -> P
         host = number[within[b][0]] if b in within else None
         slots.append(Slot(b.name, b.type.dtype.name, b.type.static_shape, strides, kind, offsets.get(b, 0), host))
     steps = []
-    for s in program.steps:
+    for s, p in zip(program.steps, places, strict=True):
         if not isinstance(s, l.Call):
             e = entries[s]
-            steps.append(
-                Step(e.key, e.name, tuple(number[b] for b in e.buffers), {}, (), s.source, s.name, e.launch, e.maps)
-            )
+            used = tuple(number[b] for b in e.buffers)
+            steps.append(Step(e.key, e.name, used, {}, (), s.source, s.name, e.launch, e.maps, p.branch, p.after))
         else:
             kwargs = {k: encode(v, number) for k, v in s.kwargs}
             results = tuple(None if b is None else number[b] for b in s.results)
-            steps.append(Step("", s.name, encode(s.args, number), kwargs, results, s.source, s.name))
+            args = encode(s.args, number)
+            steps.append(Step("", s.name, args, kwargs, results, s.source, s.name, (), (), p.branch, p.after))
     return Plan(
         tuple(number[b] for b in program.inputs),
         tuple(number[b] for b in program.results),
@@ -238,95 +302,6 @@ def make(program: l.Program | kernel.Program, entries: Mapping[Any, Entry]) -> P
         tuple(steps),
         arena,
     )
-
-
-MOST = 4000
-"""Temporaries of which there may be more than one try at where they lie."""
-
-
-def allocate(program: l.Program | kernel.Program, buffers: Sequence[l.Buffer]) -> tuple[dict[l.Buffer, int], int]:
-    """Offsets for temporaries such that buffers that live at the same time do not overlap; and the total. They are
-    placed one after the other where there is room first: as they come, the large ones first, or those that live long;
-    whichever takes least.
-    """
-    lives = _lives(program)
-    given = [b for b in lives if b in set(buffers)]
-    longest = sorted(given, key=lambda b: (lives[b][0] - lives[b][1], -b.type.span))
-    orders = [given, sorted(given, key=lambda b: -b.type.span), longest]
-    return min((_placed(order, lives) for order in orders[: 1 if len(given) > MOST else 3]), key=lambda x: x[1])
-
-
-def _placed(buffers: Sequence[l.Buffer], lives: Mapping[l.Buffer, tuple[int, int]]) -> tuple[dict[l.Buffer, int], int]:
-    """Where buffers lie that are placed in this order; and the total."""
-    taken: list[tuple[int, int, int, int]] = []  # offset, end, first and last step
-    offsets: dict[l.Buffer, int] = {}
-    for b in buffers:
-        first, last = lives[b]
-        size = _padded(b)
-        place = 0
-        for start, end in sorted((x, y) for x, y, begins, ends in taken if begins <= last and first <= ends):
-            if start - place >= size:
-                break
-            place = max(place, end)
-        offsets[b] = place
-        taken.append((place, place + size, first, last))
-    return offsets, max((end for _, end, *_ in taken), default=0)
-
-
-def _lives(program: l.Program | kernel.Program) -> dict[l.Buffer, tuple[int, int]]:
-    """The first and the last step that mention a buffer, in the order of the first."""
-    found: dict[l.Buffer, tuple[int, int]] = {}
-    for k, step in enumerate(program.steps):
-        for b in (*step.reads, *step.writes):
-            found[b] = found.get(b, (k, k))[0], k
-    return found
-
-
-def _padded(b: l.Buffer) -> int:
-    """The bytes a temporary takes: what begins after it is aligned."""
-    return (max(b.type.span, 1) + ALIGN - 1) // ALIGN * ALIGN
-
-
-WORTH = 1 << 20
-"""Bytes of temporaries from which on it is worth looking for room in results."""
-
-
-def hosts(program: l.Program | kernel.Program, buffers: Sequence[l.Buffer]) -> dict[l.Buffer, tuple[l.Buffer, int]]:
-    """Temporaries that lie in the memory of a result, which is written after their last use, and at which offset; none
-    where that does not lower the memory in use at any time.
-    """
-    _, alone = allocate(program, buffers)
-    if alone < WORTH:
-        return {}
-    called = {b for s in program.steps if isinstance(s, l.Call) for b in (*s.reads, *s.writes)}
-    lives = _lives(program)
-    first, last = ({b: x[n] for b, x in lives.items()} for n in (0, 1))
-    rooms = [b for b in dict.fromkeys(program.results) if b in first and b not in called and b not in program.inputs]
-    found: dict[l.Buffer, tuple[l.Buffer, int]] = {}
-    for b in sorted((b for b in buffers if b not in called), key=lambda b: -b.type.span):
-        size = _padded(b)
-        for room in rooms:
-            taken = sorted(
-                (offset, offset + x.type.span)
-                for x, (place, offset) in found.items()
-                if place is room and first[x] <= last[b] and first[b] <= last[x]
-            )
-            offset = 0
-            for start, end in taken:
-                if start - offset >= size:
-                    break
-                offset = max(offset, (end + ALIGN - 1) // ALIGN * ALIGN)
-            if last[b] < first[room] and offset + size <= room.type.span:
-                found[b] = room, offset
-                break
-    _, rest = allocate(program, [b for b in buffers if b not in found])
-
-    def most(arena: int, begin: Mapping[l.Buffer, int]) -> int:
-        """The most that results and the arena take in any step."""
-        return arena + max(sum(b.type.span for b in rooms if begin[b] <= k) for k in range(len(program.steps)))
-
-    early = {r: min([first[r], *(first[b] for b, (place, _) in found.items() if place is r)]) for r in rooms}
-    return found if rooms and most(rest, early) < most(alone, first) else {}
 
 
 def encode(value: Any, number: Mapping[l.Buffer, int]) -> Any:
@@ -425,7 +400,7 @@ def _slot(s: Any) -> Slot:
     return Slot(_text(s["name"]), s["dtype"], shape, strides, s["kind"], _natural(s["offset"]), within)
 
 
-def _step(s: Any, count: int) -> Step:
+def _step(s: Any, count: int, number: int) -> Step:
     args, kwargs = s["args"], s["kwargs"]
     if s["key"]:
         args = tuple(_index(i, count) for i in args)
@@ -440,9 +415,10 @@ def _step(s: Any, count: int) -> Step:
         (_index(p, max(len(args), 1)), _naturals(shape), _naturals(strides), _naturals(box), _natural(swizzle))
         for p, shape, strides, box, swizzle in s["maps"]
     )
-    return Step(
-        _text(s["key"]), _text(s["name"]), args, kwargs, results, _text(s["source"]), _text(s["label"]), launch, maps
-    )
+    after = tuple(_index(n, number) for n in s["after"])
+    branch = _index(s["branch"], MOST)
+    key, name, source, label = (_text(s[k]) for k in ("key", "name", "source", "label"))
+    return Step(key, name, args, kwargs, results, source, label, launch, maps, branch, after)
 
 
 def _natural(x: Any) -> int:
