@@ -171,6 +171,21 @@ def test_schedules_are_chosen_without_catching_errors() -> None:
     assert wrong == []
 
 
+def test_the_writer_refuses_nothing() -> None:
+    """What cannot be written is no plan: rules and the verifier say so (`rules/tile/loops.py`). `lower.py` names errors
+    because it raises those of plans again, and says what is over a machine's budget.
+    """
+    wrong = [
+        f"{place(file)}:{node.lineno}: {ast.unparse(node)}"
+        for file in FILES
+        if "tile_to_kernel" in file.parts
+        for node in ast.walk(tree(file))
+        if isinstance(node, ast.Raise)
+        or (isinstance(node, ast.Name) and node.id in ("UserError", "Limitation", "need") and file.name != "lower.py")
+    ]
+    assert [x for x in wrong if "CompilerBug(" not in x and "lower.py" not in x] == []
+
+
 def test_no_files_import_each_other_in_a_circle() -> None:
     """Not even inside functions; what is imported for annotations only does not count."""
     names = {".".join(("terrazzo", *file.relative_to(SOURCE).with_suffix("").parts)): file for file in FILES}

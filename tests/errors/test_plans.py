@@ -55,6 +55,7 @@ def refused(name: str, before: str, after: str) -> str:
 X = re.search(r"    x_s = .*\n", HOPPER_PLAN)[0]  # type: ignore[index]
 PRODUCT = re.search(r"    product.*\n", HOPPER_PLAN)[0]  # type: ignore[index]
 RESULT = re.search(r"\n    result.*", HOPPER_PLAN)[0]  # type: ignore[index]
+CONVERT = re.search(r"\n    convert.*", HOPPER_PLAN)[0]  # type: ignore[index]
 AGENTS = re.search(r"    load = .*\n    math = .*\n", HOPPER_PLAN)[0]  # type: ignore[index]
 
 
@@ -133,6 +134,14 @@ AGENTS = re.search(r"    load = .*\n    math = .*\n", HOPPER_PLAN)[0]  # type: i
         ('put="stmatrix"', 'put="movmatrix"', "9: 'movmatrix' puts no bf16 into shared memory"),
         ('put="stmatrix", by="tma"', 'put="stmatrix", by="ld"', "9: by is ld, and the schedule has tma"),
         (RESULT, '\n    result(store="mm", agent=math)', "9: the schedule has it gather in shared memory"),
+        # conversions
+        ("stmatrix.x4", "stmatrix.x2", "10: mm comes to mm_s by stmatrix.x4, not by stmatrix.x2"),
+        ("reg: n1 m8 n8", "reg: n1 m8",
+         "10: by stmatrix.x4, registers have `reg: n1 m8 n8; lane: n2 n4 m1 m2 m4`, "
+         "not `reg: n1 m8; lane: n2 n4 m1 m2 m4`"),
+        ('to="mm_s"', 'to="acc0.a"', "10: mm is not converted to acc0.a: mm to mm_s is"),
+        (CONVERT, "", "1: nothing brings mm to the layout of mm_s: `convert("),
+        (CONVERT, CONVERT * 2, "11: the conversion of mm to mm_s is decided twice"),
         # what the kernel does not have
         (RESULT, f'{RESULT}\n    combine(site="acc0", lanes=32)',
          "10: by the schedule its partial states are to meet as nowhere: each is whole"),
@@ -170,6 +179,9 @@ def test_a_plan_for_warpgroups(before: str, after: str, message: str) -> None:
          "3: agents are all, or load and math, not load, all"),
         ('result(store="mm", agent=all)', 'result(store="mm", agent=all, width=8)',
          "8: only what gathers in shared memory has rows, columns or a way there"),
+        ("ldmatrix.x4", "ldmatrix.x1", "9: x_s comes to acc0.a by ldmatrix.x4, not by ldmatrix.x1"),
+        ('convert(value="x_s", to="acc0.a"', 'convert(value="x_s", to="acc0.b"',
+         "9: x_s is not converted to acc0.b: x_s to acc0.a, w_s to acc0.b is"),
     ],
 )  # fmt: skip
 def test_a_plan_for_warps(before: str, after: str, message: str) -> None:

@@ -43,6 +43,7 @@ with plan("mm", target="sm_90a"):
     x_s = stream(operand="x[a0, r0]", ring=ring0, axes=(a0(128), r0(64)), memory=r0, vector=0, swizzle=128)
     w_s = stream(operand="w[a1, r0]", ring=ring0, axes=(a1(256), r0(64)), memory=r0, vector=0, swizzle=128, multicast=2)
     result(store="mm", agent=math, slab="mm_s", rows=a0, columns=a1, width=64, slots=2, swizzle=128, put="stmatrix", by="tma")
+    convert(value="mm", to="mm_s", by="stmatrix.x4", layout="reg: n1 m8 n8; lane: n2 n4 m1 m2 m4")
 """  # noqa: E501 - a plan is printed a line for each decision
 
 
@@ -182,7 +183,7 @@ def test_a_plan_stands_below_its_schedule() -> None:
     below = "a plan stands below the schedule that it completes"
     for text, message in (
         (HOPPER_PLAN, f"line 1, column 1: {below}"),
-        (HOPPER + HOPPER_PLAN + HOPPER_PLAN, f"line 25, column 1: {below}"),
+        (HOPPER + HOPPER_PLAN + HOPPER_PLAN, f"line 26, column 1: {below}"),
         (HOPPER + HOPPER_PLAN.replace('"mm", target="sm_90a"', '"mm", target="sm_80"'),
          "the plan is one of mm for sm_80, and the schedule above it one of mm for sm_90a"),
     ):  # fmt: skip

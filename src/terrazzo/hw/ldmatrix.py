@@ -7,6 +7,7 @@ an instruction can load a fragment, and which rows its lanes must name then, fol
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -131,6 +132,7 @@ def move(name: str) -> MatrixMove:
     return MOVES[name]
 
 
+@lru_cache(maxsize=1024)
 def loader(fragment: Layout, arch: int, along: str | None = None) -> tuple[MatrixMove, tuple[Vector, ...]] | None:
     """The load that brings in this fragment whole, on this architecture, with the rows its lanes name; None where there
     is none.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from functools import lru_cache
+
 from terrazzo.errors import UserError
 from terrazzo.hw.gpu import Gpu
 from terrazzo.hw.instruction import MatrixInstruction
@@ -9,7 +12,7 @@ from terrazzo.hw.mma_sync import PRODUCTS as OF_A_WARP
 from terrazzo.hw.transfer import FMA
 from terrazzo.hw.wgmma import PRODUCTS as OF_A_WARPGROUP
 from terrazzo.hw.wgmma import WarpgroupInstruction
-from terrazzo.ir.layout import Layout
+from terrazzo.ir.layout import Layout, moves
 
 Matrix = MatrixInstruction | WarpgroupInstruction
 
@@ -45,17 +48,18 @@ def warps(instruction: Matrix | None) -> int:
     return 4 if isinstance(instruction, WarpgroupInstruction) else 1
 
 
-def continues(first: Matrix, second: Matrix) -> bool:
-    """Whether the sums of one instruction, packed, are the first factor of another, part by part: what was a column is
-    a k.
+@lru_cache(maxsize=1024)
+def continued(first: Matrix, second: Matrix) -> str:
+    """How the sums of one instruction, packed, come to be the first factor of another, part by part, where what was a
+    column is a k: by "nothing", or through "registers", "lanes" or "memory".
     """
-    sums, factor = _places(first.d.layout, "n"), _places(second.a.layout, "k")
-    deep, wide = dict(second.a.layout.extents)["k"], dict(first.d.layout.extents)["n"]
-    part = [x for x in sums["reg"] if x[0] == "m" or int(x[1:]) < 1 << deep]
-    return {**sums, "reg": part + [f"k{1 << bit}" for bit in range(wide, deep)]} == factor
-
-
-def _places(layout: Layout, along: str) -> dict[str, list[str]]:
-    """What every bit of each part adds to the coordinates, `along` being called k."""
-    parts = (part.split(":") for part in str(layout).split(";"))
-    return {name.strip(): images.replace(along, "k").split() for name, images in parts}
+    factor, deep = second.a.layout, dict(second.a.layout.extents)["k"]
+    wide = dict(first.d.layout.extents)["n"]
+    sums = re.sub(r"\bn(?=\d)", "k", str(first.d.layout))
+    if wide > deep:  # of so many columns a factor has a part, which is a part of each lane's registers
+        sums = re.sub(r" k(\d+)", lambda x: x[0] if int(x[1]) < 1 << deep else "", sums)
+    more = "".join(f" k{1 << bit}" for bit in range(wide, deep))  # columns of the next instruction
+    rows = 1 << dict(first.d.layout.extents)["m"]
+    beside = f"; warp: m{rows} m{2 * rows}" if warps(first) < warps(second) else ""  # each has the next rows
+    source = Layout.parse(sums.replace("; lane", f"{more}; lane") + beside)
+    return moves(source, factor) if source.extents == factor.extents else "memory"

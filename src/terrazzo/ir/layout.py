@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from terrazzo.errors import UserError
@@ -66,6 +66,7 @@ class Layout:
     extents: tuple[tuple[str, int], ...]
 
     @classmethod
+    @lru_cache(maxsize=4096)
     def parse(cls, text: str) -> Layout:
         """Read `reg: n1 m8; lane: n2 n4 m1 m2 m4`: the images of a part's bits, lowest first; m8+n1 is a sum, 0 a
         replica.

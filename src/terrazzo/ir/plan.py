@@ -197,6 +197,21 @@ class Product(Line, dialect="plan", op="product"):
     early: bool = False
 
 
+class Convert(Line, dialect="plan", op="convert"):
+    """A value comes to the layout that its use wants: an operand's slab to the fragments of a product's first or second
+    factor (`to="acc0.a"`), the sums of a product to the first factor of another, a store's values to their slab.
+
+    `by` is an instruction that moves whole matrices, "st" where neighbours are put there plainly, or "registers", where
+    values lie as is wanted and are rounded where they are. `layout` says which register of which lane has which element
+    on the side of the registers, for as much as is moved at once.
+    """
+
+    value: str
+    to: str
+    by: str
+    layout: str
+
+
 class Frame(Line, dialect="plan", op="frame"):
     """A product's values are weighted by exp(score - top), where the maximum `top` and the sum of weights `total` are
     found in the same steps: sums are brought to the new maximum whenever it grows.

@@ -18,9 +18,9 @@ from terrazzo.ir.expr import IntExpr
 from terrazzo.ir.node import Node, substitute
 from terrazzo.ir.plan import Ring
 from terrazzo.rules.access import box
+from terrazzo.rules.tile.digits import Bindings, zero
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.copies import Copies, Slab
-from terrazzo.rules.tile_to_kernel.digits import Bindings, zero
 
 
 class Writer(Protocol):

@@ -23,6 +23,7 @@ from terrazzo.rules.access import WIDEST
 from terrazzo.rules.loop_to_tile.results import results
 from terrazzo.rules.loop_to_tile.threads import ceil, step
 from terrazzo.rules.loop_to_tile.warpgroups import REGISTERS, RESULTS, ROWS, SLOTS, STEP, Work, after, lasts
+from terrazzo.rules.swizzles import swizzled
 from terrazzo.rules.tile.complete import Refused, complete
 
 COLUMNS = (32, 64, 96, 128, 192, 256)
@@ -246,6 +247,7 @@ def _schedule(x: Moved, plan: Plan, gpu: Gpu, gathered: bool) -> Schedule:
         ("math", Word("warpgroup", (t.groups,))),
         ("registers", REGISTERS[t.groups]),
     )
+    slab = Operand("smem", (("by", "tma"), ("swizzle", swizzled(2 * x.step))))
     site = Site(
         (x.name,),
         (
@@ -253,7 +255,7 @@ def _schedule(x: Moved, plan: Plan, gpu: Gpu, gathered: bool) -> Schedule:
             (x.columns.name, (Factor("inst.n", t.n),)),
             (depth, (Factor("reg", x.step // 16), Factor("inst.k", 16))),
         ),
-        tuple((called(o), Operand("smem", (("by", "tma"), ("swizzle", 2 * x.step)))) for o in (x.image, x.filters)),
+        tuple((called(o), slab) for o in (x.image, x.filters)),
         plan.instruction.name,
     )
     return Schedule(
@@ -293,7 +295,7 @@ def _results(x: Moved, t: Tile, gathered: bool) -> Sequence[Site]:
         Site(
             (name,),
             ((x.columns.name, (time, Factor("block", width))),),
-            ((name, Operand("smem", (("by", "tma"), ("swizzle", 2 * width)))),),
+            ((name, Operand("smem", (("by", "tma"), ("swizzle", swizzled(2 * width))))),),
         )
         for name in names
     ]

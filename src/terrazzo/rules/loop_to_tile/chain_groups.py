@@ -17,9 +17,10 @@ from terrazzo.ir.node import substitute
 from terrazzo.ir.schedule import Factor, Operand, Schedule, Site, Word
 from terrazzo.ir.sites import called, loads
 from terrazzo.rules.loop_to_tile.chain import Chain
-from terrazzo.rules.loop_to_tile.chain_schedules import Tile, alike, panels, parts
+from terrazzo.rules.loop_to_tile.chain_schedules import Tile, alike, parts
 from terrazzo.rules.loop_to_tile.threads import ceil
 from terrazzo.rules.loop_to_tile.warpgroups import REGISTERS, ROWS
+from terrazzo.rules.swizzles import swizzled
 from terrazzo.rules.tile.draft import axis_name
 
 STEP = 128
@@ -140,7 +141,7 @@ def _depth(axis: Any, size: int) -> tuple[str, tuple[Factor, ...]]:
 def _by_tma(width: int, slots: int = 1) -> Operand:
     """By TMA, in panels as wide as a swizzle."""
     more = (("slots", slots),) if slots > 1 else ()
-    return Operand("smem", (("by", "tma"), ("swizzle", 2 * panels(width)), *more))
+    return Operand("smem", (("by", "tma"), ("swizzle", swizzled(2 * width)), *more))
 
 
 def _wide(c: Chain) -> list[Any]:
@@ -152,7 +153,7 @@ def _gathered(c: Chain) -> tuple[Site, ...]:
     """Results leave through shared memory, a part of the columns at a time; those of rows from their registers."""
     width, part = c.width, parts(c.width)
     times = Factor("time", width // part, (("ring", gathering(c)),)), Factor("block", part)
-    through = Operand("smem", (("by", "tma"), ("swizzle", 2 * part)))
+    through = Operand("smem", (("by", "tma"), ("swizzle", swizzled(2 * part))))
     names = [s.buffer.name for s in _wide(c)]
     out = {x: Site((x,), ((c.columns.name, times),), ((x, through),)) for x in names}
     return tuple(out.get(s.names[0], s) for s in alike(c))

@@ -12,6 +12,7 @@ from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
 from terrazzo.ir.sites import called
 from terrazzo.rules.loop_to_tile.chain import Chain
 from terrazzo.rules.loop_to_tile.threads import ceil, grid
+from terrazzo.rules.swizzles import swizzled
 from terrazzo.rules.tile.draft import axis_name
 
 SLOTS = 2
@@ -143,13 +144,8 @@ def _warps(count: int) -> tuple[Factor, ...]:
 
 def _copied(width: int, by: str) -> Operand:
     """In panels as wide as a swizzle. Eight rows of an odd number of 16 bytes lie in different banks as they are."""
-    swizzle = 2 * panels(width)
+    swizzle = swizzled(2 * width)
     return Operand("smem", (("by", by), *((("swizzle", swizzle),) if swizzle else ())))
-
-
-def panels(width: int) -> int:
-    """Elements of 16 bits in the widest swizzle that divides rows so long, or none."""
-    return next((s for s in (64, 32, 16) if width % s == 0), 0)
 
 
 def parts(width: int) -> int:

@@ -19,6 +19,7 @@ from terrazzo.ir.sites import Product, called, loads
 from terrazzo.rules.access import WIDEST
 from terrazzo.rules.loop_to_tile.results import results
 from terrazzo.rules.loop_to_tile.threads import ceil, grid
+from terrazzo.rules.swizzles import swizzled
 from terrazzo.rules.tile.complete import Refused, complete
 
 
@@ -381,7 +382,7 @@ def _schedule(p: Product, plan: Plan, gpu: Gpu, transport: str) -> Schedule:
             (p.n.name, _factors(("warp", t.warps[1]), ("reg", t.n // t.warps[1] // nn), ("inst.n", nn))),
             (f"r{last.label}", _factors(("reg", step // k), ("inst.k", k))),
         ]
-        rows = [(called(x), 64 if _row(x, p, t, step) == 32 else 128) for x in p.operands]
+        rows = [(called(x), swizzled(_row(x, p, t, step)) or 128) for x in p.operands]
         swizzles = {
             name: min(s for other, s in rows if other == name) for name, _ in rows
         }  # two loads of one buffer are held alike
@@ -426,12 +427,13 @@ def _threads(size: int, lanes: int, inner: int) -> tuple[tuple[str, int], ...]:
 
 
 def _row(x: Node, p: Product, t: Tile, step: int) -> int:
-    """Elements in a row of an operand's slab."""
+    """Bytes of a row of an operand's slab."""
     (load,) = loads(x)
+    each: int = x.dtype.size  # type: ignore[attr-defined]
     offset = flatten(load.index, load.buffer.type.element_strides)
     for a, size in ((p.axes[-1], step), (p.m, t.m), (p.n, t.n)):
         if a in x.free and coefficient(offset, a) == 1:
-            return size
+            return size * each
     return 0
 
 

@@ -12,7 +12,7 @@ from terrazzo.ir.node import topological
 from terrazzo.ir.schedule import Factor, Like, Schedule
 from terrazzo.rules.loop_to_tile.collapse import merge_axes
 from terrazzo.rules.loop_to_tile.threads import WARP, ceil, grid, size_of, step, vector_at, vector_of, warps_of
-from terrazzo.rules.tile_to_kernel.scans import in_order
+from terrazzo.rules.tile import bodies
 
 STEP = 400.0
 """Nanoseconds of a step of a scan, of which one thread takes one after the other, loads and all. On an H200 (22
@@ -39,7 +39,8 @@ def scan(kernel: l.Kernel) -> n.Loop | None:
             return None
         (found,) = loops
         if found.kind == "scan":
-            return None if in_order(found) or not all(isinstance(size_of(a), int) for a in kernel.axes) else found
+            known = all(isinstance(size_of(a), int) for a in kernel.axes)
+            return found if known and not bodies.loops(found.body) else None
         body = found.body
 
 

@@ -21,6 +21,7 @@ from terrazzo.ir.sites import Product, called
 from terrazzo.rules.access import box
 from terrazzo.rules.loop_to_tile.results import results
 from terrazzo.rules.loop_to_tile.threads import ceil, grid
+from terrazzo.rules.swizzles import swizzled
 
 STEP = 64
 """Elements of k in a step: 128 bytes, the widest swizzle."""
@@ -384,7 +385,7 @@ def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
 def _operand(x: Any, t: Tile) -> Operand:
     """By TMA, for both blocks of a cluster where they need the same."""
     shared = (("multicast", True),) if t.split is not None and t.split not in x.free else ()
-    return Operand("smem", (("by", "tma"), ("swizzle", min(2 * _along(x, t), 128)), *shared))
+    return Operand("smem", (("by", "tma"), ("swizzle", swizzled(2 * _along(x, t))), *shared))
 
 
 def _along(x: Any, t: Tile) -> int:
@@ -414,7 +415,7 @@ def _results(p: Product, t: Tile, by: str) -> Sequence[Site]:
         Site(
             (b.name,),
             ((t.columns.name, (time, Factor("block", width))),),
-            ((b.name, Operand("smem", (("by", by), ("swizzle", 2 * width)))),),
+            ((b.name, Operand("smem", (("by", by), ("swizzle", swizzled(2 * width))))),),
         )
         for b in dict.fromkeys(p.kernel.writes)
     ]

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from terrazzo.errors import Limitation, UserError
+from terrazzo.errors import UserError
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir import nest as n
 from terrazzo.ir.address import coefficient, evaluate, flatten
@@ -31,8 +31,8 @@ from terrazzo.rules.access import WIDEST, wide
 from terrazzo.rules.loop_to_tile.collapse import collapse
 from terrazzo.rules.loop_to_tile.packed import copied_along
 from terrazzo.rules.moves import moves, slides
+from terrazzo.rules.tile.bodies import flat
 from terrazzo.rules.tile.draft import axis_name
-from terrazzo.rules.tile_to_kernel.jam import flat
 
 WARP, WARPS = 32, 4
 SHORT, MANY = 16, 1 << 16
@@ -148,10 +148,9 @@ def _form(kernel: l.Kernel) -> _Form | None:
     """A kernel as one nest of loops over points around reductions of few steps, of which some load moves with both, or
     which are so short that a thread takes each by itself, and no tiles are worth it.
     """
-    try:
-        axes, statements = flat(kernel)
-    except Limitation:
+    if isinstance(found := flat(kernel), str):
         return None
+    axes, statements = found
     loops = tuple(s for s in statements if isinstance(s, n.Loop))
     every = [*axes, *(a for s in loops for a in s.axes)]
     if not loops or not axes or any(not isinstance(a.extent, int) or a.extent < 1 for a in every):

@@ -15,6 +15,7 @@ from terrazzo.ir.plan import (
     Agent,
     Align,
     Combine,
+    Convert,
     Frame,
     Jam,
     Keep,
@@ -34,6 +35,7 @@ from terrazzo.rules.access import WIDEST
 from terrazzo.rules.tile.agents import LOAD, MATH, bound_warps
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.frames import move_frames
+from terrazzo.rules.tile.layouts import conversions
 from terrazzo.rules.tile.order import clusters, grid
 from terrazzo.rules.tile.overlap import check as overlap
 from terrazzo.rules.tile.overlap import freed_late, may_take_turns
@@ -341,6 +343,15 @@ def _gathers(line: Result, store: l.Store, plan: Plan, draft: Draft) -> None:
     )
 
 
+def _convert(line: Convert, plan: Plan, draft: Draft) -> None:
+    meant = {(c.value, c.to): c for c in conversions(plan, draft)}
+    told = ", ".join(f"{value} to {to}" for value, to in meant) or "nothing"
+    need((line.value, line.to) in meant, f"{line.value} is not converted to {line.to}: {told} is")
+    found = meant[line.value, line.to]
+    need(line.by == found.by, f"{line.value} comes to {line.to} by {found.by}, not by {line.by}")
+    need(line.layout == found.layout, f"by {line.by}, registers have `{found.layout}`, not `{line.layout}`")
+
+
 def _limit(line: Limit, plan: Plan, draft: Draft) -> None:
     need(line.resident >= 1, "a block at least is to fit on a processor")
     if asked := draft.schedule.directive("resident"):
@@ -365,5 +376,6 @@ CHECKS: tuple[tuple[type[Line], Callable[..., None]], ...] = (
     (Jam, _jam),
     (Align, _align),
     (Result, _result),
+    (Convert, _convert),
     (Limit, _limit),
 )

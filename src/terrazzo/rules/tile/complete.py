@@ -14,9 +14,10 @@ from terrazzo.ir.dialects import tile
 from terrazzo.ir.plan import Agent, Order, Plan, Product, Ring, Stream
 from terrazzo.ir.schedule import Schedule
 from terrazzo.rewrite.engine import rewrite
-from terrazzo.rewrite.rule import Event, Log
-from terrazzo.rules.tile import agents, frames, order, overlap, products, reach, results, rings, vectors
+from terrazzo.rewrite.rule import Declined, Event, Log
+from terrazzo.rules.tile import agents, frames, layouts, order, overlap, products, reach, results, rings, vectors
 from terrazzo.rules.tile.draft import Draft
+from terrazzo.rules.tile.loops import walk
 from terrazzo.rules.tile.verify import problems, verify
 
 PASS = "plan"
@@ -31,7 +32,11 @@ RULES = (
     *overlap.RULES,
     *vectors.RULES,
     *results.RULES,
+    *layouts.RULES,
 )
+
+FOLLOWS = (frames.move_frames.name, layouts.convert_layouts.name)
+"""The rules whose lines follow from the term and from others, and cannot be left out."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +108,8 @@ def _judged(plan: Plan, draft: Draft, log: Log) -> Plan | Refused:
     if missing:
         why = declined[-1] if declined else f"a block's part of {draft.tiled[0].name} is divided by no product"
         return Refused(Limitation(f"{plan.kernel}: {why}"))
-    if stuck := [e.reason for e in log.events if e.rule == frames.move_frames.name and not e.fired]:
-        return Refused(Limitation(f"{plan.kernel}: {stuck[-1]}"))  # what follows from the term cannot be left out
+    if stuck := [e.reason for e in log.events if e.rule in FOLLOWS and not e.fired]:
+        return Refused(Limitation(f"{plan.kernel}: {stuck[-1]}"))
     if plan.open:
         word = plan.open[0]
         where = draft.schedule.locate(word)
@@ -113,4 +118,10 @@ def _judged(plan: Plan, draft: Draft, log: Log) -> Plan | Refused:
         error.brief = f"the schedule of {plan.kernel}: nothing reads `{word}`{hint}"
         error.about = draft.schedule.part(word.site, word.line, word.word)
         return Refused(error)
+    try:
+        walk(plan, draft)
+    except Declined as why:
+        return Refused(Limitation(f"{plan.kernel}: {why}"))
+    except (UserError, Limitation) as why:
+        return Refused(why.with_traceback(None))
     return plan

@@ -7,7 +7,7 @@ from typing import Any
 
 from terrazzo.hw.instruction import MatrixInstruction
 from terrazzo.hw.ldmatrix import loader
-from terrazzo.hw.products import Matrix, continues, missing, operands, warps
+from terrazzo.hw.products import Matrix, continued, missing, operands, warps
 from terrazzo.hw.transfer import FMA
 from terrazzo.ir.contraction import Contraction, operand
 from terrazzo.ir.dialects import loop as l
@@ -182,9 +182,13 @@ def _follows(draft: Draft, name: str, instruction: Matrix | None, m: Any) -> Non
         assert instruction is not None
         (columns,) = c.reduce.axes
         need(m in computed[0].free, f"{name}: what {inner} sums is its first factor, in registers")
+        need(first is not None, f"{name}: what {inner} sums lies as no instruction has it")
+        assert first is not None
+        way = continued(first, instruction)
         need(
-            first is not None and continues(first, instruction),
-            f"{name}: what {inner} sums does not lie as {instruction.name} takes its first factor",
+            way == "nothing",
+            f"{name}: what {inner} sums does not lie as {instruction.name} takes its first factor: "
+            f"it would have to move through {way}",
         )
         for axis, where in ((m, "inst.m"), (columns, "inst.n")):
             mine, its = (_threads(draft, axis, x) for x in (site, other))

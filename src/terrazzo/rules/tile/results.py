@@ -14,6 +14,7 @@ from terrazzo.ir.plan import EVERYONE, Agent, Align, Combine, Jam, Keep, Plan, P
 from terrazzo.ir.schedule import Factor, Like, Named, Site, Word
 from terrazzo.rewrite.rule import need, rule
 from terrazzo.rules.access import WIDEST, box
+from terrazzo.rules.swizzles import swizzled
 from terrazzo.rules.tile.agents import MATH
 from terrazzo.rules.tile.draft import Draft, axis_name
 
@@ -62,6 +63,8 @@ def _gathered(plan: Plan, draft: Draft, site: Site, s: l.Store, agent: str) -> R
     length = draft.length(columns, draft.site(product.sites[0]))
     swizzle, pad, by = options.get("swizzle", 0), options.get("pad", 0), options.get("by", "ld")
     width = length // math.prod(f.size for f in times) if times else swizzle // size if swizzle else length
+    if not {"swizzle", "pad"} & {*options} and swizzled(width * size) == width * size:
+        swizzle = width * size
     need(length % width == 0 and width % 8 == 0, f"{name}: {length} columns are no subtiles of {width}")
     need(
         not swizzle or width * size == swizzle,

@@ -20,6 +20,7 @@ from terrazzo.ir.sites import called, loads
 from terrazzo.ir.types import Type
 from terrazzo.rewrite.rule import need, rule
 from terrazzo.rules.access import WIDEST, box, wide
+from terrazzo.rules.swizzles import swizzled
 from terrazzo.rules.tile.agents import LOAD
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.spans import span, spanned
@@ -283,7 +284,8 @@ class Slab:
         along = next(a for a in axes if axis_name(a) == asked)
         axes.sort(key=lambda a: a is along)
         words = tuple(Word(axis_name(a), (sizes[a],)) for a in axes)
-        swizzle, pad = self.options.get("swizzle", 0), self.options.get("pad", 0)
+        pad = self.options.get("pad", 0)
+        swizzle = self.swizzle(sizes[along])
         panel, cast = self.panel(axes, sizes, swizzle), self.cast(axes, bool(self.options.get("multicast")))
         vector = 0
         if not self.by.boxes:
@@ -328,6 +330,16 @@ class Slab:
             raise self.draft.fail(
                 f"{line.name}: its rows lie {rows} elements apart, and ldmatrix reads pieces of {WIDEST} bytes"
             )
+
+    def swizzle(self, row: int) -> int:
+        """As the schedule says; where it leaves that open, what matrices of such rows want, unless these are padded.
+        What threads read number by number needs none.
+        """
+        vector = self.instruction is None or len(self.sizes) == 1
+        if "swizzle" in self.options or "pad" in self.options or vector:
+            asked: int = self.options.get("swizzle", 0)
+            return asked
+        return swizzled(row * self.term.dtype.size)  # type: ignore[attr-defined]
 
     def panel(self, axes: Sequence[Any], sizes: dict[Any, int], swizzle: int) -> int:
         """How wide the panels of a slab are whose rows are wider than its swizzle, along k, m or n: as wide as that."""

@@ -22,6 +22,7 @@ from terrazzo.ir.plan import (
     Agent,
     Align,
     Combine,
+    Convert,
     Frame,
     Jam,
     Keep,
@@ -39,6 +40,8 @@ from terrazzo.ir.schedule import WARPS_IN_A_GROUP, Schedule
 from terrazzo.rewrite.rule import Declined
 from terrazzo.rules.tile.checks import CHECKS, derived
 from terrazzo.rules.tile.draft import Draft, axis_name
+from terrazzo.rules.tile.layouts import conversions
+from terrazzo.rules.tile.loops import walk
 from terrazzo.rules.tile.results import aligned, combination, jammed, kept
 from terrazzo.rules.tile.rings import brought, operand_text, slab_type
 from terrazzo.rules.tile.vectors import vectors
@@ -83,9 +86,11 @@ def problems(plan: Plan, draft: Draft) -> Iterator[Problem]:
             if why := _reason(check, line, plan, draft):
                 yield plan.lines.index(line) + FIRST, why
         yield from ((HEAD, why) for why in MISSING[kind](plan, draft))
+    if why := _reason(lambda _, *both: walk(*both), plan, plan, draft):
+        yield HEAD, why
 
 
-def _reason(check: Callable[..., None], line: Line, plan: Plan, draft: Draft) -> str:
+def _reason(check: Callable[..., None], line: Node, plan: Plan, draft: Draft) -> str:
     try:
         check(line, plan, draft)
     except (Declined, TerrazzoError) as why:
@@ -104,6 +109,8 @@ def _subjects(line: Line) -> list[tuple[str, str]]:
             return [("", line.name), ("the stream of", line.operand)]
         case Agent() | Ring():
             return [("", line.name)]
+        case Convert():
+            return [("the conversion of", f"{line.value} to {line.to}")]
         case Frame():
             return [("the frame of", line.product)]
         case Reach():
@@ -211,6 +218,15 @@ def _unstored(plan: Plan, draft: Draft) -> Iterator[str]:
     yield from (f"nothing says how {name} leaves: a line `result` is missing" for name in names if name not in done)
 
 
+def _unconverted(plan: Plan, draft: Draft) -> Iterator[str]:
+    try:
+        meant = [line for line in conversions(plan, draft) if line not in plan.lines]
+    except Declined as why:
+        yield str(why)
+        return
+    yield from (f"nothing brings {x.value} to the layout of {x.to}: `{x}` is missing" for x in meant)
+
+
 def _nothing(plan: Plan, draft: Draft) -> Iterator[str]:
     return iter(())
 
@@ -261,5 +277,6 @@ MISSING: dict[type[Line], Callable[[Plan, Draft], Iterator[str]]] = {
     Jam: _unjammed,
     Align: _unaligned,
     Result: _unstored,
+    Convert: _unconverted,
     Limit: _nothing,
 }

@@ -11,8 +11,8 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr
 from terrazzo.ir.node import Node
 from terrazzo.ir.types import Type
+from terrazzo.rules.tile.digits import Bindings, Digit
 from terrazzo.rules.tile_to_kernel.builder import Builder
-from terrazzo.rules.tile_to_kernel.digits import Bindings, Digit
 
 Places = tuple[k.Registers, ...]
 

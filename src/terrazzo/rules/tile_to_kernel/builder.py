@@ -11,7 +11,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, Var, at_least
 from terrazzo.ir.node import Node, substitute
 from terrazzo.ir.types import DType, Type, u64
-from terrazzo.rules.tile_to_kernel.digits import Digit
+from terrazzo.rules.tile.digits import Digit
 
 
 class Builder:

@@ -14,9 +14,9 @@ from terrazzo.ir.expr import IntExpr, at_least
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.plan import Ring, Stream
 from terrazzo.rules.loop.inline import guarded
+from terrazzo.rules.tile.digits import Bindings, Digit
 from terrazzo.rules.tile.spans import Span
 from terrazzo.rules.tile_to_kernel.builder import Builder
-from terrazzo.rules.tile_to_kernel.digits import Bindings, Digit
 from terrazzo.rules.tile_to_kernel.scope import Scope
 
 

@@ -21,8 +21,8 @@ from terrazzo.ir.expr import IntExpr, Loaded, Var
 from terrazzo.ir.node import substitute, topological
 from terrazzo.ir.plan import Limit, Plan
 from terrazzo.rules.access import together, wide
+from terrazzo.rules.tile.digits import LOOPED, Bindings, Digit, zero
 from terrazzo.rules.tile_to_kernel.builder import Builder
-from terrazzo.rules.tile_to_kernel.digits import LOOPED, Bindings, Digit, zero
 from terrazzo.rules.tile_to_kernel.gather import Leaf
 from terrazzo.rules.tile_to_kernel.multiply import Fragment
 from terrazzo.rules.tile_to_kernel.scope import Scope

@@ -14,13 +14,13 @@ from terrazzo.ir.expr import IntExpr
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.plan import Frame as FrameLine
 from terrazzo.ir.plan import Plan, Product
+from terrazzo.rules.tile.digits import Bindings, Digit, value
 from terrazzo.rules.tile.draft import Draft
 from terrazzo.rules.tile.frames import framed, reductions
 from terrazzo.rules.tile.overlap import made_before, made_first, multiples
 from terrazzo.rules.tile.reach import Either, grows, masked
 from terrazzo.rules.tile.rings import axis_called, staggered
 from terrazzo.rules.tile_to_kernel.copies import Copies, Part
-from terrazzo.rules.tile_to_kernel.digits import Bindings, Digit, value
 from terrazzo.rules.tile_to_kernel.frame import Frame, beyond
 from terrazzo.rules.tile_to_kernel.made import Made
 from terrazzo.rules.tile_to_kernel.multiply import Fragment

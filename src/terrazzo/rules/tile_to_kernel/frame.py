@@ -17,11 +17,11 @@ from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.types import i64
 from terrazzo.rules.access import wide
 from terrazzo.rules.loop.inline import guarded
+from terrazzo.rules.tile.digits import Bindings, Digit, zero
 from terrazzo.rules.tile.frames import Framed
 from terrazzo.rules.tile.reach import Either
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.copies import Copies, Part
-from terrazzo.rules.tile_to_kernel.digits import Bindings, Digit, zero
 from terrazzo.rules.tile_to_kernel.meet import meet
 from terrazzo.rules.tile_to_kernel.multiply import Fragment
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from terrazzo.errors import Limitation
 from terrazzo.hw import ldmatrix
 from terrazzo.hw.products import Matrix
 from terrazzo.ir import nest as n
@@ -17,14 +16,14 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, Var, at_least
 from terrazzo.ir.layout import Layout
 from terrazzo.ir.node import substitute
-from terrazzo.ir.plan import Result
+from terrazzo.ir.plan import Convert, Result
 from terrazzo.ir.schedule import WARPS_IN_A_GROUP
 from terrazzo.ir.types import Type
 from terrazzo.rules.access import WIDEST, box, together, wide
+from terrazzo.rules.tile.digits import Bindings, zero
 from terrazzo.rules.tile.draft import axis_name
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.copies import Part
-from terrazzo.rules.tile_to_kernel.digits import Bindings, zero
 from terrazzo.rules.tile_to_kernel.multiply import Fragment, component, spread
 from terrazzo.rules.tile_to_kernel.scope import Scope
 
@@ -50,10 +49,7 @@ def leaf(s: n.Loop, left: Callable[[Sequence[n.Statement]], list[n.Statement]]) 
     axes, lets = list(s.axes), []
     body = left(s.body)
     while loops := [x for x in body if isinstance(x, n.Loop)]:
-        rest = [x for x in body if x is not loops[0]]
-        if len(loops) > 1 or loops[0].kind != "free" or any(not isinstance(x, n.Let) for x in rest):
-            raise Limitation("results gather in shared memory where they are stored at every point of a tile")
-        lets += [x for x in rest if isinstance(x, n.Let)]
+        lets += [x for x in body if isinstance(x, n.Let)]
         axes += loops[0].axes
         body = left(loops[0].body)
     lets += [x for x in body if isinstance(x, n.Let)]
@@ -163,9 +159,10 @@ class Gather:
 
     def put(self, tile: _Tile, c: IntExpr, operands: Mapping[l.Load, k.Registers]) -> None:
         """This thread's values of subtile c (of all subtiles, where they go at once)."""
-        group, move, lanes = _way(tile.line, tile.instruction.d.layout)
+        converts = self.bindings.plan.all(Convert)
+        group, move, layout, lanes = _way(next(x for x in converts if x.to == tile.line.slab))
         regs = [x for p in (*tile.rows, tile.columns) for x in p.digits if x.level == "reg"]
-        d, each = tile.instruction.d, tile.each
+        each = tile.each
         q = self.bindings.loop_variable("q", each // group)
         e = self.bindings.loop_variable("e", group)
         first = q * group + c * each
@@ -178,8 +175,8 @@ class Gather:
             row, column = tile.row(first, lanes=move is None), tile.column(first, lanes=move is None)
             if move is not None:
                 row, column = (
-                    row + spread(component(lanes, d.layout, "m")),
-                    column + spread(component(lanes, d.layout, "n")),
+                    row + spread(component(lanes, layout, "m")),
+                    column + spread(component(lanes, layout, "n")),
                 )
                 self.builder.add(k.StoreMatrix(move.name, tile.place, self.at(tile, c, row, column), held, (0,)))
             else:
@@ -338,17 +335,13 @@ def _parts(line: Result, fragment: Fragment) -> tuple[tuple[Part, ...], Part]:
     return tuple(by_name[x] for x in line.box or (line.rows,)), by_name[line.columns]
 
 
-def _way(line: Result, layout: Layout) -> tuple[int, ldmatrix.MatrixMove | None, tuple[int, ...]]:
-    """How many registers go at once, by which instruction, and what the bits of a lane's number add to the row it
-    names.
+def _way(line: Convert) -> tuple[int, ldmatrix.MatrixMove | None, Layout, tuple[int, ...]]:
+    """How many registers go at once, by which instruction, with which layout, and what the bits of a lane's number add
+    to the row it names.
     """
-    if line.put == "stmatrix":
-        for move in sorted(ldmatrix.INSTRUCTIONS, key=lambda x: -x.count):
-            registers = layout.part("reg")[: move.count.bit_length()]
-            some = Layout((("reg", registers), ("lane", layout.part("lane"))), layout.extents)
-            if move.store and (lanes := move.rows(some, "n")) is not None:
-                return 2 * move.count, move, tuple(lanes)
-    return 2, None, ()
+    layout = Layout.parse(line.layout)
+    move = ldmatrix.MOVES.get(line.by)
+    return 1 << layout.bits("reg"), move, layout, (move.rows(layout, "n") or ()) if move else ()
 
 
 def at_once(columns: Part) -> bool:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from terrazzo.errors import Limitation
 from terrazzo.ir import nest as n
 from terrazzo.ir.address import mentions
 from terrazzo.ir.dialects import kernel as k
@@ -22,29 +21,11 @@ from terrazzo.ir.plan import Jam as Line
 from terrazzo.ir.plan import Plan
 from terrazzo.rules.access import together, wide
 from terrazzo.rules.moves import moves
+from terrazzo.rules.tile import bodies
+from terrazzo.rules.tile.digits import LOOPED, Bindings, Digit, extent, value, zero
 from terrazzo.rules.tile.draft import axis_name
 from terrazzo.rules.tile_to_kernel.builder import Builder
-from terrazzo.rules.tile_to_kernel.digits import LOOPED, Bindings, Digit, extent, value, zero
 from terrazzo.rules.tile_to_kernel.scope import Scope
-
-
-def flat(kernel: l.Kernel) -> tuple[tuple[Any, ...], tuple[n.Statement, ...]]:
-    """The free axes of a kernel that is one nest of loops, and its statements. Limitation where it is not."""
-    axes: list[Any] = []
-    found: list[n.Statement] = []
-    body: Sequence[n.Statement] = n.nest(kernel)
-    while loops := [x for x in body if isinstance(x, n.Loop) and x.kind == "free"]:
-        rest = [x for x in body if x is not loops[0]]
-        if len(loops) > 1 or any(isinstance(x, l.Store) for x in rest):
-            raise Limitation(f"{kernel.name}: points take steps together where all stores are at every point")
-        found += rest
-        axes += loops[0].axes
-        body = loops[0].body
-    found += body
-    loops = [x for x in found if isinstance(x, n.Loop)]
-    if any(x.kind == "scan" or any(isinstance(y, n.Loop) for y in x.body) for x in loops):
-        raise Limitation(f"{kernel.name}: points take the steps of reductions together, of which none is in another")
-    return tuple(axes), tuple(found)
 
 
 class Jam:
@@ -60,7 +41,9 @@ class Jam:
 
     def write(self) -> None:
         """All of it."""
-        axes, statements = flat(self.kernel)
+        found = bodies.flat(self.kernel)
+        assert not isinstance(found, str)
+        axes, statements = found
         scope, outer, inside = Scope(), [], []
         for a in axes:
             digits = self.bindings.digits(axis_name(a), None, extent(a))
@@ -172,9 +155,7 @@ class Jam:
         unrolled: list[Var] = []
         for a in s.axes:
             digits = self.bindings.digits(axis_name(a), site, extent(a))
-            inner.env[a] = at = value(digits)
-            if any(d.level not in LOOPED for d in digits) or not at_least(extent(a) - 1 - at, 0):
-                raise Limitation(f"{self.kernel.name}: each thread takes all steps of {axis_name(a)}, and no others")
+            inner.env[a] = value(digits)
             serial += [d for d in digits if d.level == "time"]
             self.loops[a] = [d.variable for d in digits if d.level != "time"]
             unrolled += self.loops[a]

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from terrazzo.errors import Limitation, UserError, about, again
+from terrazzo.errors import CompilerBug, Limitation, UserError, about, again
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir import nest as n
 from terrazzo.ir.canonical import form_of, remember
@@ -23,13 +23,13 @@ from terrazzo.ir.places import TextLine
 from terrazzo.ir.plan import Agent, Jam, Limit, Order, Plan, Reach, Result, Ring
 from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.verify_kernel import REGISTERS, declared
-from terrazzo.rewrite.rule import Event, Log
+from terrazzo.rewrite.rule import Declined, Event, Log
 from terrazzo.rules.tile.agents import LOAD
 from terrazzo.rules.tile.complete import Refused, complete
+from terrazzo.rules.tile.digits import Bindings, extent
 from terrazzo.rules.tile.draft import Draft
 from terrazzo.rules.tile.verify import HEAD, verify, wrong
 from terrazzo.rules.tile_to_kernel.builder import Builder
-from terrazzo.rules.tile_to_kernel.digits import Bindings, extent
 from terrazzo.rules.tile_to_kernel.everyone import Everyone
 from terrazzo.rules.tile_to_kernel.gather import result_place
 from terrazzo.rules.tile_to_kernel.jam import Jam as Jammed
@@ -141,8 +141,9 @@ def derived(kernel: l.Kernel, schedule: Schedule, gpu: Gpu, plan: Plan | None = 
         return found
     try:
         done = write(Draft(kernel, schedule, gpu), found)
-    except (UserError, Limitation) as why:
-        return Refused(why.with_traceback(None))
+    except (UserError, Limitation, Declined) as why:
+        told = f"its plan was found to be in order, and no kernel is written from it: {why}"
+        return Refused(CompilerBug(f"{kernel.name}: {told}"))
     over = _over_budget(done, gpu)
     return Refused(UserError(f"{kernel.name}: {over}")) if over else done
 
@@ -233,13 +234,8 @@ class _Team:
             return None, scope
         for a in self.draft.kernel.axes:
             if a in self.draft.tiled:
-                if any(f.level == "time" and f.size > 1 for f in self.draft.schedule.binding(None, a.name)):
-                    raise Limitation(f"{a.name}: only the grid walks the tiles of a contraction yet")
                 continue
             digits = self.bindings.digits(a.name, None, extent(a))
-            if any(d.level != "grid" for d in digits):
-                names = ", ".join(sorted(x.name for x in self.draft.tiled))
-                raise Limitation(f"{a.name} lies inside a tile of {names}, so only the grid can walk it")
             scope.env[a] = sum((d.value * d.stride for d in digits), start=0)
         kind = Everyone if len(self.plan.all(Agent)) == 1 else Pipeline
         return kind(self.draft, self.plan, self.builder, self.bindings, scope, self.memory), scope

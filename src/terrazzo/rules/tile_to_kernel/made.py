@@ -12,10 +12,10 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.rules.loop.inline import guarded
+from terrazzo.rules.tile.digits import zero
 from terrazzo.rules.tile.reach import Either
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.copies import Copies, Part
-from terrazzo.rules.tile_to_kernel.digits import zero
 from terrazzo.rules.tile_to_kernel.frame import Kept, beyond, data_says, held, loaded, seen
 from terrazzo.rules.tile_to_kernel.multiply import Fragment
 

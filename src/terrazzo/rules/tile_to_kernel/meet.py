@@ -11,8 +11,8 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Var
 from terrazzo.ir.schedule import WARPS_IN_A_GROUP
 from terrazzo.ir.types import Type
+from terrazzo.rules.tile.digits import Bindings, Digit, zero
 from terrazzo.rules.tile_to_kernel.builder import Builder
-from terrazzo.rules.tile_to_kernel.digits import Bindings, Digit, zero
 
 
 def meet(

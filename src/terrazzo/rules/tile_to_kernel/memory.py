@@ -8,11 +8,11 @@ from terrazzo.hw.products import matrix, warps
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.node import Node
 from terrazzo.ir.plan import Plan, Product, Ring, Stream
+from terrazzo.rules.tile.digits import Bindings
 from terrazzo.rules.tile.draft import Draft
 from terrazzo.rules.tile.rings import brought, operand_text, slab_type
 from terrazzo.rules.tile.vectors import vectors
 from terrazzo.rules.tile_to_kernel.builder import Builder
-from terrazzo.rules.tile_to_kernel.digits import Bindings
 from terrazzo.rules.transports import TRANSPORTS
 
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from terrazzo.errors import Limitation
+from terrazzo.hw import ldmatrix
 from terrazzo.hw.instruction import MatrixInstruction
-from terrazzo.hw.ldmatrix import loader
 from terrazzo.hw.products import Matrix
 from terrazzo.hw.wgmma import WarpgroupInstruction
 from terrazzo.ir.address import coefficient, divides, flatten, unflatten
@@ -19,12 +18,12 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, at_least
 from terrazzo.ir.layout import Layout
 from terrazzo.ir.node import Node, substitute
+from terrazzo.ir.plan import Convert
 from terrazzo.ir.types import u32
 from terrazzo.rules.access import WIDEST
-from terrazzo.rules.tile.draft import axis_name
+from terrazzo.rules.tile.digits import Bindings, Digit, value
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.copies import Part, Slab
-from terrazzo.rules.tile_to_kernel.digits import Bindings, Digit, value
 
 
 @dataclass(frozen=True)
@@ -43,11 +42,6 @@ class Fragment:
 
     def index(self, digits: Mapping[Any, Sequence[Digit]]) -> tuple[IntExpr, ...]:
         """The place of the element that digits of the axes name, which divide them as the accumulators are divided."""
-        for p in self.parts:
-            if [d.role for d in digits[p.axis] if d.level not in ("grid", "cluster")] != [d.role for d in p.digits]:
-                raise Limitation(
-                    f"{axis_name(p.axis)} is divided otherwise than its accumulators are: like(...) divides both alike"
-                )
         own = tuple(d.value for a in self.axes for d in digits[a] if d.level == "reg")
         if self.instruction is None:
             return own
@@ -71,7 +65,7 @@ class Group:
     columns, `k` is what a step goes along; `values` has the factors that lie in registers already, in place of slabs. A
     warpgroup's sums begin with the first product where `step` is 0. `where` says where the loops inside a step are. A
     warpgroup's first factor comes to the registers `turns`, where there are such: to one half of them while the other
-    is multiplied.
+    is multiplied. `converts` says how factors come to fragments.
     """
 
     sites: tuple[Contraction, ...]
@@ -87,6 +81,7 @@ class Group:
     step: IntExpr
     where: dict[Any, IntExpr]
     turns: k.Registers | None = None
+    converts: tuple[Convert, ...] = ()
 
     @property
     def axes(self) -> tuple[Any, ...]:
@@ -100,6 +95,15 @@ class Group:
     def terms(self, c: Contraction) -> list[tuple[Node, Node]]:
         """The products that are summed, each as the factor of m and that of n."""
         return [pair if self.m in pair[0].free else (pair[1], pair[0]) for pair in c.terms]
+
+    def brought(self, slab: Slab, letter: str) -> tuple[ldmatrix.MatrixMove, Layout, tuple[int, ...]]:
+        """What loads a factor's fragments from its slab, what of them at once, and the rows that the lanes name."""
+        line = next(x for x in self.converts if x.value == slab.stream.name and x.to.endswith(f".{letter}"))
+        move, layout = ldmatrix.move(line.by), Layout.parse(line.layout)
+        axis, coordinate = (self.m, "m") if letter == "a" else (self.n, "n")
+        rows = move.rows(layout, coordinate if slab.parts[-1].axis is axis else "k")
+        assert rows is not None
+        return move, layout, rows
 
     def slot(self, slab: Slab) -> IntExpr:
         """The slot a slab is in."""
@@ -191,16 +195,13 @@ class Multiply:
             loaded: dict[Node, tuple[k.Registers, tuple[IntExpr, ...]]] = {}
             parts = group.fragments[0].parts
             for a, b in (pair for c in group.sites for pair in group.terms(c)):
-                for factor, x, layout, name in (
-                    (a, group.m, instruction.a.layout, "m"),
-                    (b, group.n, instruction.b.layout, "n"),
-                ):
+                for factor, x, letter in ((a, group.m, "a"), (b, group.n, "b")):
                     term, part = operand(factor), next(p for p in parts if p.axis is x)
                     if term in group.values:
                         held = group.values[term]
                         loaded[term] = held, self._held(group, held, part, instruction)
                     elif term not in loaded:
-                        loaded[term] = self._load(group, group.slabs[term], part, depth, layout, name)
+                        loaded[term] = self._load(group, group.slabs[term], part, depth, letter)
             order = [p for p in parts if p.axis not in (group.n, group.m)]  # those of neither first, then m fastest
             order += [next(p for p in parts if p.axis is x) for x in (group.n, group.m)]
             loops = [(d.variable, True) for p in order for d in p.digits if d.level == "reg"]
@@ -214,7 +215,7 @@ class Multiply:
         self.builder.loops([(d.variable, True) for d in regs], body)
 
     def _load(
-        self, group: Group, slab: Slab, part: Part, depth: IntExpr, layout: Layout, name: str
+        self, group: Group, slab: Slab, part: Part, depth: IntExpr, letter: str
     ) -> tuple[k.Registers, tuple[IntExpr, ...]]:
         """All fragments of an operand along its axis, two at a time where an instruction loads two; for every value of
         the axes that are no instruction's.
@@ -222,16 +223,10 @@ class Multiply:
         others = [p for p in slab.parts if p.axis not in (part.axis, group.k)]
         more = [d for p in others for d in p.digits if d.level == "reg"]
         regs = [d for d in part.digits if d.level == "reg"]
-        size = 1 << dict(layout.extents)[name]
-        along = name if slab.parts[-1].axis is part.axis else "k"
-        pair = 1
-        double = Layout.parse(str(layout).replace("; lane", f" {name}{size}; lane"))
-        if regs and regs[-1].stride == size and regs[-1].size % 2 == 0 and loader(double, 90, along):
-            layout, pair = double, 2
-        found = loader(layout, 90, along)
-        if found is None:
-            raise Limitation(f"{slab.place.name}: no load brings it into the fragments of the instruction")
-        move, rows = found
+        assert isinstance(group.instruction, MatrixInstruction)
+        move, layout, rows = group.brought(slab, letter)
+        own, name = (group.instruction.a, "m") if letter == "a" else (group.instruction.b, "n")
+        size, pair = 1 << dict(own.layout.extents)[name], 1 << layout.bits("reg") - own.layout.bits("reg")
         count = move.count // pair
         place = self.builder.registers(_named(slab, "f"), u32, [*(d.size for d in (*more, *regs)), count])
         row = {c: spread(component(rows, layout, c)) for c, _ in layout.extents}
@@ -315,11 +310,7 @@ class Multiply:
         """Fragments of the first factor come to one half of its registers, once these were multiplied."""
         assert group.turns is not None
         (_, depth), slab = group.depth(group.k), group.slabs[operand(group.terms(group.sites[0])[0][0])]
-        layout = instruction.a.layout
-        found = loader(layout, 90, "k" if slab.parts[-1].axis is group.k else "m")
-        if found is None:
-            raise Limitation(f"{slab.place.name}: no load brings it into the fragments of the instruction")
-        move, rows = found
+        move, layout, rows = group.brought(slab, "a")
         first, down = (spread(component(rows, layout, c)) for c in "km")
         at = [
             depth + first

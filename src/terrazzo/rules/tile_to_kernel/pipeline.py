@@ -19,10 +19,11 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, Var, at_least
 from terrazzo.ir.node import Node, substitute
+from terrazzo.ir.plan import Convert, Plan, Product, Reach, Ring, Stream
 from terrazzo.ir.plan import Frame as FrameLine
-from terrazzo.ir.plan import Plan, Product, Reach, Ring, Stream
 from terrazzo.ir.types import u32
 from terrazzo.rules.tile.agents import LOAD
+from terrazzo.rules.tile.digits import Bindings, Digit, zero
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.reach import Visits, reached, visited
 from terrazzo.rules.tile.rings import axis_called, brought, outermost, staggered, steps, twin_axes
@@ -30,7 +31,6 @@ from terrazzo.rules.tile.spans import span, spanned
 from terrazzo.rules.tile.vectors import vectors
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.copies import Copies, Part, Slab, Steps
-from terrazzo.rules.tile_to_kernel.digits import Bindings, Digit, zero
 from terrazzo.rules.tile_to_kernel.factors import Factors
 from terrazzo.rules.tile_to_kernel.meet import meet
 from terrazzo.rules.tile_to_kernel.memory import Memory, freed_by_teams, operands
@@ -441,7 +441,10 @@ class Pipeline:
         step = t if self.outermost(p) and not p.promote else 0
         depth = next((a for a in inner if self.draft.length(a, site) > 1), sites[0].reduce.axes[-1])
         where: dict[Any, IntExpr] = {a: self.bindings.loop_variable("s", a.extent) for a in spanned(self.draft)}
-        group = Group(sites, fragments, matrix(p.on), inner, m, n, depth, slabs, given, values, step, where, self.turns)
+        converts = tuple(x for x in self.plan.all(Convert) if x.to.rpartition(".")[0] == p.sites[0])
+        group = Group(
+            sites, fragments, matrix(p.on), inner, m, n, depth, slabs, given, values, step, where, self.turns, converts
+        )
         loops = [(v, False) for v in where.values() if isinstance(v, Var)]
         self.builder.loops(loops, lambda: self.multiply.write(group))
 

@@ -10,8 +10,8 @@ from functools import partial
 from terrazzo.hw.wgmma import WarpgroupInstruction
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
+from terrazzo.rules.tile.digits import Bindings, zero
 from terrazzo.rules.tile_to_kernel.builder import Builder
-from terrazzo.rules.tile_to_kernel.digits import Bindings, zero
 from terrazzo.rules.tile_to_kernel.multiply import Fragment
 
 

@@ -11,27 +11,17 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from terrazzo.errors import Limitation, UserError
 from terrazzo.ir import nest as n
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import topological
 from terrazzo.rules.access import together
-from terrazzo.rules.tile.draft import axis_name
+from terrazzo.rules.tile.digits import Digit
 from terrazzo.rules.tile_to_kernel.accumulate import Places
-from terrazzo.rules.tile_to_kernel.digits import Digit
 from terrazzo.rules.tile_to_kernel.scope import Scope
 
 if TYPE_CHECKING:
     from terrazzo.rules.tile_to_kernel.walk import Walker
-
-ORDER = ("time", "warp", "lane", "reg")
-"""How the digits of an axis stand that threads scan: who comes later has later steps."""
-
-
-def in_order(s: n.Loop) -> bool:
-    """Whether one thread has to take the steps of a scan: loops stand inside them."""
-    return any(isinstance(x, n.Loop) for x in s.body)
 
 
 class SharedScan:
@@ -40,17 +30,6 @@ class SharedScan:
     def __init__(self, walker: Walker, s: n.Loop, digits: Sequence[Digit], name: str) -> None:
         self.walker, self.builder, self.accumulators = walker, walker.builder, walker.accumulators
         self.loop, self.digits = s, digits
-        axis = axis_name(s.axes[0])
-        if in_order(s):
-            raise Limitation(f"{name}: {axis} is bound to threads, and loops stand inside the steps of its scan")
-        levels = [d.level for d in digits]
-        if any(x not in ORDER for x in levels):
-            raise UserError(f"{name}: {axis} is bound to blocks, and a scan along it goes from one to the next")
-        inner = [x for x in levels if x != "time"]
-        if levels != sorted(levels, key=ORDER.index) or len(set(inner)) < len(inner):
-            raise UserError(
-                f"{name}: a scan along {axis} is bound as time, warp, lane, reg, each once and in this order"
-            )
         self.times = [d for d in digits if d.level == "time"]
         self.lanes = [d for d in digits if d.level == "lane"]
         self.warps = [d for d in digits if d.level == "warp"]

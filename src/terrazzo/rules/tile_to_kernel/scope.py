@@ -9,7 +9,7 @@ from typing import Any
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.expr import IntExpr
 from terrazzo.ir.node import Node, substitute
-from terrazzo.rules.tile_to_kernel.digits import Digit
+from terrazzo.rules.tile.digits import Digit
 
 
 @dataclass

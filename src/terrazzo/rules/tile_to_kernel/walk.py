@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from terrazzo.errors import Limitation, UserError
 from terrazzo.ir import nest as n
 from terrazzo.ir.address import mentions
 from terrazzo.ir.dialects import kernel as k
@@ -20,11 +19,12 @@ from terrazzo.ir.node import Node, substitute
 from terrazzo.ir.plan import Align, Keep, Plan, Result
 from terrazzo.ir.schedule import Site
 from terrazzo.rules.access import before, together, wide
+from terrazzo.rules.tile import bodies
+from terrazzo.rules.tile.digits import LOOPED, Bindings, Digit, extent, value, zero
 from terrazzo.rules.tile.draft import axis_name
-from terrazzo.rules.tile_to_kernel import bodies
+from terrazzo.rules.tile.loops import columns
 from terrazzo.rules.tile_to_kernel.accumulate import Accumulators
 from terrazzo.rules.tile_to_kernel.builder import Builder
-from terrazzo.rules.tile_to_kernel.digits import LOOPED, Bindings, Digit, extent, value, zero
 from terrazzo.rules.tile_to_kernel.direct import Direct, beside, room
 from terrazzo.rules.tile_to_kernel.gather import Gather, Leaf, leaf
 from terrazzo.rules.tile_to_kernel.multiply import Fragment
@@ -126,7 +126,8 @@ class Walker:
         if s.kind == "scan" and any(d.level not in LOOPED for d in digits[0]):
             return SharedScan(self, s, digits[0], self.kernel.name).write(scope)
         outer = self.accumulators.columns
-        self.accumulators.columns = outer or self.columns(s, digits[0])
+        side = None if self.fragments else columns(s, self.left(s.body), digits[0])
+        self.accumulators.columns = outer or side
         self.divided(s, digits, scope)
         self.accumulators.columns = outer
 
@@ -135,21 +136,10 @@ class Walker:
         for r in s.carried:
             scope.env[r] = self.accumulators.declare(r)
         inner = scope.inner()
-        mine = {bit for ds in digits for d in ds for bit in d.bits}
-        if mine & scope.threads:
-            names = ", ".join(map(axis_name, s.axes))
-            raise UserError(
-                f"{self.kernel.name}: {names} is bound to threads that an axis around it is bound to already"
-            )
-        inner.threads |= mine
+        inner.threads |= {bit for ds in digits for d in ds for bit in d.bits}
         inside = self.enter(s.axes, digits, inner)
         inside, inner.pending = [*inside, *inner.pending], ()
         if self.parts(inside, s.body):
-            if s.kind == "reduce":
-                raise Limitation(
-                    f"{self.kernel.name}: threads not all inside {axis_name(s.axes[0])} "
-                    "meet in a reduction of its steps"
-                )
             inside, inner.pending = [], tuple(inside)
         if axis_name(s.axes[-1]) in self.aligned:
             self.ragged(s, digits, inside, scope, inner)
@@ -227,8 +217,6 @@ class Walker:
         and behind them, of which a thread takes an element.
         """
         axis, own, size = s.axes[-1], digits[-1], digits[-1][-1].size
-        if bodies.loops(self.left(s.body)) or s.kind == "scan" or self.accumulators.columns is not None:
-            raise UserError(f"{axis_name(axis)}: aligned=True is said of an axis that has no loops inside")
         terms = (x.term if isinstance(x, n.Let) else x for x in s.body)
         accesses = [x for x in terms if isinstance(x, l.Load | l.Store)]
         first: IntExpr = scope(before(accesses, axis, size))
@@ -405,19 +393,6 @@ class Walker:
                 scope.env[l.Get(r, p)] = self.accumulators.load(place)
 
     # -- columns side by side -----------------------------------------------------------------------------------------
-
-    def columns(self, s: n.Loop, digits: Sequence[Digit]) -> Digit | None:
-        """The registers' digit of a free axis around reductions, where a thread can compute all of its values side by
-        side, so that it loads and stores them at once. The other way is a loop over them around whole reductions.
-        """
-        j = digits[-1].value if digits and digits[-1].level == "reg" else None
-        if s.kind != "free" or self.fragments or not isinstance(j, Var):
-            return None
-        if not bodies.abreast(self.left(s.body), s.axes[0]):
-            return None
-        size = digits[-1].size
-        beyond = extent(s.axes[0]) - 1 - value(digits)
-        return digits[-1] if size & size - 1 == 0 and (at_least(beyond, 0) or together(beyond, j, size)) else None
 
     def side_by_side(self, body: Sequence[n.Statement], columns: Digit, scope: Scope) -> None:
         """Statements between the loops of a body, for all columns at once; what is used after a loop is kept."""

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from terrazzo.errors import Limitation, UserError
 from terrazzo.hw.instruction import Fragment
 from terrazzo.hw.products import Matrix, matrix, warps
 from terrazzo.ir.dialects.kernel import BLOCK, LANE, WARP, Integer, Sync
@@ -19,7 +18,7 @@ from terrazzo.ir.layout import Layout
 from terrazzo.ir.plan import Agent, Order, Plan, Product
 from terrazzo.ir.schedule import WARPS_IN_A_GROUP, Factor, Like, Schedule, Site
 from terrazzo.ir.types import DType
-from terrazzo.rules.tile.draft import axis_name
+from terrazzo.rewrite.rule import need
 
 LOOPED = ("time", "reg", "frag")
 """The levels whose digit is a loop's variable. "frag" is the part of an instruction's axis that lies in a lane's own
@@ -139,8 +138,8 @@ class Bindings:
     def factors(self, axis: str, site: Site | None, default: int) -> tuple[Factor, ...]:
         """The factors of an axis as a site sees it. What is left of a block is of one element, or nobody walks it."""
         found = self.schedule.binding(site, axis) or (Factor("time", default),)
-        if left := [f for f in found if f.level == "block" and f.size > 1]:
-            raise UserError(f"{axis}: {left[0]} is divided among threads by no site that needs it")
+        left = [f for f in found if f.level == "block" and f.size > 1]
+        need(not left, f"{axis}: {left[0] if left else ''} is divided among threads by no site that needs it")
         return found
 
     def digits(self, axis: str, site: Site | None, default: int) -> list[Digit]:
@@ -176,7 +175,7 @@ class Bindings:
             ):
                 out += self._fragment(instruction.d, f.level[-1], stride, self.inner(f, axis, site), f.size)
             else:
-                raise Limitation(f"{axis} = ... {f} ...: nothing derives a kernel from the level {f.level} there")
+                need(False, f"{axis} = ... {f} ...: nothing derives a kernel from the level {f.level} there")
         return out
 
     def base(self, axis: str, site: Site | None) -> IntExpr:
@@ -319,7 +318,6 @@ def zero(dtype: DType) -> bool | int | float:
 
 
 def extent(axis: Any) -> int:
-    """The extent of an axis, which must be known."""
-    if not isinstance(axis.extent, int):
-        raise Limitation(f"the axis {axis_name(axis)} has a symbolic extent")
+    """The extent of an axis: schedules bind none that is symbolic."""
+    assert isinstance(axis.extent, int)
     return axis.extent

@@ -82,3 +82,22 @@ def only(s: n.Loop, wanted: Sequence[l.Store]) -> n.Loop:
 def computes(x: n.Let | n.Accumulate | n.Loop) -> Sequence[Any]:
     """The terms that a statement gives a value."""
     return x.carried if isinstance(x, n.Loop) else (x.term,) if isinstance(x, n.Let) else (x.into,)
+
+
+def flat(kernel: l.Kernel) -> tuple[tuple[Any, ...], tuple[n.Statement, ...]] | str:
+    """The free axes of a kernel that is one nest of loops around reductions, and its statements; or why it is not."""
+    axes: list[Any] = []
+    found: list[n.Statement] = []
+    body: Sequence[n.Statement] = n.nest(kernel)
+    while free := [x for x in body if isinstance(x, n.Loop) and x.kind == "free"]:
+        rest = [x for x in body if x is not free[0]]
+        if len(free) > 1 or any(isinstance(x, l.Store) for x in rest):
+            return "points take steps together where all stores are at every point"
+        found += rest
+        axes += free[0].axes
+        body = free[0].body
+    found += body
+    inside = [x for x in found if isinstance(x, n.Loop)]
+    if any(x.kind == "scan" or loops(x.body) for x in inside):
+        return "points take the steps of reductions together, of which none is in another"
+    return tuple(axes), tuple(found)

@@ -1,0 +1,114 @@
+"""Where values change their layout: what brings them from how they lie to how their next use wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from terrazzo.hw import ldmatrix
+from terrazzo.hw.ldmatrix import MatrixMove, loader
+from terrazzo.hw.products import Matrix, matrix
+from terrazzo.ir.contraction import operand
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.layout import Layout
+from terrazzo.ir.node import topological
+from terrazzo.ir.plan import Convert, Plan, Product, Result, Ring, Stream
+from terrazzo.rewrite.rule import need, rule
+from terrazzo.rules.tile.draft import Draft
+from terrazzo.rules.tile.rings import axis_called, operand_text
+
+
+@rule(keys=(Plan,))
+def convert_layouts(plan: Plan, draft: Draft) -> Plan | None:
+    """An instruction wants its factors as its record says, and results leave shared memory as rows. Where values lie
+    otherwise, the layout engine finds what moves them: matrices, neighbours, or nothing but their names.
+    """
+    if plan.all(Convert) or not all(any(isinstance(x, kind) for x in plan.lines) for kind in (Ring, Stream, Result)):
+        return None
+    lines = tuple(conversions(plan, draft))
+    return plan.plus(*lines) if lines else None
+
+
+def conversions(plan: Plan, draft: Draft) -> Iterator[Convert]:
+    """The lines that a plan needs. Declines, with the reason, where nothing moves a value so."""
+    for p in plan.all(Product):
+        instruction = matrix(p.on)
+        if instruction is not None:
+            yield from _factors(plan, draft, p, instruction)
+    for r in plan.all(Result):
+        if r.slab:
+            yield _result(plan, r)
+
+
+def _factors(plan: Plan, draft: Draft, p: Product, instruction: Matrix) -> Iterator[Convert]:
+    """How both factors of a product come to its fragments, where these are registers."""
+    streams = {x: s for s in plan.all(Stream) for x in (s.operand, *s.also)}
+    m = axis_called(draft, p.m)
+    for letter, source in (("a", p.a), ("b", p.b)):
+        to = f"{p.sites[0]}.{letter}"
+        terms: dict[Any, None] = {}
+        for name in p.sites:
+            for pair in draft.products[name].terms:
+                first, second = pair if m in pair[0].free else pair[::-1]
+                terms[operand(first if letter == "a" else second)] = None
+        if source == "values":
+            made = [x for x in topological(list(terms)) if isinstance(x, l.Reduce)]
+            sums = [name for name, c in draft.products.items() if c.reduce in made]
+            yield Convert(sums[0], to, "registers", str(instruction.a.layout))
+        elif source == "ldmatrix":
+            for x in terms:
+                s = streams[operand_text(x)]
+                move, layout = fragments(draft, p, instruction, letter, s)
+                yield Convert(s.name, to, move.name, str(layout))
+
+
+def fragments(draft: Draft, p: Product, instruction: Matrix, letter: str, stream: Stream) -> tuple[MatrixMove, Layout]:
+    """The instruction that loads a factor's fragments from its slab, and what of these it loads at once: two fragments
+    along m or n, where a warp has two side by side and one instruction loads both.
+    """
+    layout = (instruction.a if letter == "a" else instruction.b).layout  # type: ignore[union-attr]
+    coordinate, axis = ("m", p.m) if letter == "a" else ("n", p.n)
+    along = coordinate if stream.axes[-1].name == axis else "k"
+    size = 1 << dict(layout.extents)[coordinate]
+    if layout.bits("warp") == 0 and _side_by_side(draft, p, axis, size):
+        double = Layout.parse(str(layout).replace("; lane", f" {coordinate}{size}; lane"))
+        if (found := loader(double, draft.gpu.number, along)) is not None:
+            return found[0], double
+    found = loader(layout, draft.gpu.number, along)
+    need(found is not None, f"{stream.name}: no load brings it into the fragments of {instruction.name}")
+    assert found is not None
+    return found[0], layout
+
+
+def _side_by_side(draft: Draft, p: Product, axis: str, size: int) -> bool:
+    """Whether a warp's registers have an even number of an instruction's parts of an axis, one beside the other."""
+    site, apart = draft.site(p.sites[0]), 1
+    for f in reversed(draft.binding(axis_called(draft, axis), site)):
+        if f.level == "reg" and f.size > 1:
+            return apart == size and f.size % 2 == 0
+        apart *= f.size
+    return False
+
+
+def _result(plan: Plan, r: Result) -> Convert:
+    """How a store's values come from the sums' registers to its slab: as many matrices at once as there are."""
+    product = next(p for p in reversed(plan.all(Product)) if matrix(p.on) is not None)
+    instruction = matrix(product.on)
+    assert instruction is not None
+    layout = instruction.d.layout
+    if r.put == "st":
+        return Convert(r.store, r.slab, "st", str(_part(layout, 1)))
+    for move in sorted(ldmatrix.INSTRUCTIONS, key=lambda x: -x.count):
+        some = _part(layout, move.count.bit_length())
+        if move.store and move.rows(some, "n") is not None:
+            return Convert(r.store, r.slab, move.name, str(some))
+    need(False, f"{r.store}: no matrices are made of what {product.on} sums")
+    raise AssertionError
+
+
+def _part(layout: Layout, bits: int) -> Layout:
+    """The first registers of a layout, in all lanes of a warp."""
+    return Layout((("reg", layout.part("reg")[:bits]), ("lane", layout.part("lane"))), layout.extents)
+
+
+RULES = (convert_layouts,)

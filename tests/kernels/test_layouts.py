@@ -1,0 +1,118 @@
+"""Values have layouts: where they change them is a line of the plan, and the layout engine says how."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.kernels.arrangements import EVERY, Product
+from tests.kernels.chains import EVERY as CHAINS
+from tests.kernels.chains import GROUPS, Chain
+from tests.kernels.test_arrangements import derived, right
+
+from terrazzo.errors import Limitation
+from terrazzo.hw.instruction import MatrixInstruction
+from terrazzo.hw.memory import matrix_wavefronts
+from terrazzo.hw.products import PRODUCTS, continued
+from terrazzo.hw.wgmma import WarpgroupInstruction
+from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.layout import HARDWARE, Layout
+from terrazzo.ir.plan import Convert, Plan, Stream
+from terrazzo.ir.text import parse
+from terrazzo.options import Options
+from terrazzo.pipelines import lowering
+from terrazzo.rules.swizzles import swizzled
+
+
+def plan(case: Product | Chain) -> Plan:
+    ((_, found),) = lowering(parse(case.text), Options(target=case.target)).at("tile").plans
+    return found
+
+
+def ways(case: Product | Chain) -> dict[tuple[str, str], str]:
+    return {(x.value, x.to): x.by for x in plan(case).all(Convert)}
+
+
+def test_fragments_sums_and_results_are_converted() -> None:
+    plain = {("x_s", "acc0.a"): "ldmatrix.x4", ("w_s", "acc0.b"): "ldmatrix.x4"}
+    assert ways(EVERY["mma"]) == plain
+    assert ways(EVERY["wgmma"]) == {} == ways(EVERY["fma"])  # wgmma reads slabs as they are, multiply-adds elements
+    assert ways(EVERY["x in registers"]) == {("x_s", "acc0.a"): "ldmatrix.x4"}
+    assert ways(EVERY["staged by tma"]) == {("y", "y_s"): "stmatrix.x4"}
+    assert ways(EVERY["f32 staged"]) == {("y", "y_s"): "st"}
+    assert ways(CHAINS["warpgroups"]) == {("acc3", "acc4.a"): "registers"}
+    assert ways(CHAINS["products of k = 8"])["v_s", "acc4.b"] == "ldmatrix.x2.trans"
+
+
+@pytest.mark.parametrize(
+    "name", ["mma", "mma, both turned", "x in registers", "staged by tma", "mma, staged by stmatrix"]
+)
+def test_the_kernel_moves_matrices_as_its_plan_says(name: str) -> None:
+    (kernel,) = derived(EVERY[name].text).steps
+    moves = {s.instruction for s in k.walk(kernel.body) if isinstance(s, k.LoadMatrix | k.StoreMatrix)}
+    assert moves == {x for x in ways(EVERY[name]).values() if "matrix" in x}
+
+
+def test_what_sums_have_to_move_through() -> None:
+    """Sums of an instruction are the next one's first factor where the layouts agree; else it is known how far off
+    they are.
+    """
+    halves = [x for x in PRODUCTS.values() if "i8" not in x.name]
+    for first in halves:
+        for second in halves:
+            there = isinstance(first, MatrixInstruction) or isinstance(second, WarpgroupInstruction)
+            assert (continued(first, second) == "nothing") == there, (first.name, second.name)
+    bytes_ = PRODUCTS["mma.m16n8k32.i32.i8"]
+    assert continued(bytes_, bytes_) == "lanes"
+
+
+def test_a_chain_of_unlike_instructions_is_refused() -> None:
+    text = Chain(**GROUPS).text
+    changed = text.replace(
+        """on="wgmma.m64n32k16.f32.bf16"):
+            a1 = warpgroup(1) * inst.m(64)
+            r2 = inst.n(32)""",
+        """on="mma.m16n8k16.f32.bf16"):
+            a1 = warp(4) * inst.m(16)
+            r2 = reg(4) * inst.n(8)""",
+    )
+    assert changed != text
+    with pytest.raises(Limitation, match="acc4: threads divide a1 otherwise than those of acc3"):
+        derived(changed)
+
+
+def test_sums_that_do_not_lie_as_a_factor_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("terrazzo.rules.tile.products.continued", lambda first, second: "lanes")
+    with pytest.raises(Limitation, match=r"does not lie as .* takes its first factor: it would have to move"):
+        derived(Chain(shape=(48, 96, 64, 64)).text)
+
+
+@pytest.mark.parametrize("row", range(16, 1040, 16))
+def test_swizzles_leave_no_conflicts(row: int) -> None:
+    """Of all rows that a swizzle divides, and of an odd number of 16 bytes without one."""
+    span = swizzled(row)
+    width = span or row
+    assert row % width == 0
+    rounds, _ = matrix_wavefronts(HARDWARE[span](np.arange(32) % 8 * width)[None], np.ones((1, 32), bool), 1)
+    assert rounds[0] == 1
+    assert span == max(s for s in HARDWARE if not s or row % s == 0)  # panels are as wide as they can be
+
+
+@pytest.mark.parametrize(
+    ("case", "spans"),
+    [
+        (Product(swizzle=0), [128, 128]),
+        (Product(swizzle=0, tile=(64, 64, 32)), [64, 64]),
+        (Product(swizzle=0, on="mma", target="sm_80", by="cp.async", tile=(64, 64, 16), shape=(64, 64, 80)), [32, 32]),
+        (Product(swizzle=0, on="mma", target="sm_90a", by="tma", tile=(64, 64, 128), shape=(64, 64, 256)), [128, 128]),
+    ],
+)  # fmt: skip
+def test_a_swizzle_that_nobody_wrote_follows_from_the_rows(case: Product, spans: list[int]) -> None:
+    assert "swizzle" not in case.text
+    assert [s.swizzle for s in plan(case).all(Stream)] == spans
+    right(case.text)
+
+
+def test_layouts_read_back() -> None:
+    for name in ("mma", "x in registers", "staged by tma"):
+        for x in plan(EVERY[name]).all(Convert):
+            assert str(Layout.parse(x.layout)) == x.layout
