@@ -13,7 +13,7 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import FloorDiv, IntExpr, Loaded, Mod, Sum, at_least, comparison
 from terrazzo.ir.node import Node
-from terrazzo.ir.ranges import Span, stays
+from terrazzo.ir.ranges import Range, stays
 from terrazzo.ir.types import DType
 
 
@@ -26,7 +26,7 @@ def c_type(dtype: DType) -> str:
 class Scope:
     """What terms and variables are called where code is being written. Inner scopes see outer names.
 
-    `notes_zero` says whether the code notes divisions of whole numbers by zero; `spans` what named whole numbers may
+    `notes_zero` says whether the code notes divisions of whole numbers by zero; `spans` what named numbers may
     be, and `whole` the type of the code's indices.
     """
 
@@ -34,7 +34,7 @@ class Scope:
     buffers: dict[l.Buffer, str] = field(default_factory=dict)
     counter: list[int] = field(default_factory=lambda: [0])
     notes_zero: bool = False
-    spans: dict[Node, Span] = field(default_factory=dict)
+    spans: dict[Node, Range] = field(default_factory=dict)
     whole: str = "i64"
 
     def inner(self) -> Scope:

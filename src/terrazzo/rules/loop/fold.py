@@ -19,6 +19,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var, at_least, floordiv, mod
 from terrazzo.ir.node import Node, substitute, topological, transform
+from terrazzo.ir.ranges import decided, range_of
 from terrazzo.ir.types import DType, i64
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.inline import inline
@@ -141,7 +142,13 @@ EASY = (*COMPARED, "eq", "ne", "and_", "or_", "not_", "where", "add", "sub", "mu
 
 def folded(x: Any) -> Any:
     """A term that means the same, with what is known of indices folded."""
-    return transform(x, _folded)
+
+    def visit(node: Any) -> Any:
+        found = _folded(node)
+        range_of(found)  # is kept: nobody has to go down all of a term for it
+        return found
+
+    return transform(x, visit)
 
 
 def _folded(x: Any) -> Any:
@@ -166,6 +173,20 @@ def _folded(x: Any) -> Any:
         return _cast(x, args[0])
     if len(args) == 2 and (both := [place(a) for a in args]) and None not in both:
         return _arithmetic(x, name, *both)
+    return _in_range(x, name, args)
+
+
+def _in_range(x: l.Apply, name: str, args: Any) -> Any:
+    """Comparisons, minima and maxima of what lies in known ranges that do not meet."""
+    if (known := decided(x, range_of)) is not None:
+        return l.Literal(known, x.dtype)
+    if name in ("min", "max") and None not in (both := [range_of(a) for a in args]):
+        (low, high), (least, most) = both  # type: ignore[misc]
+        whole = not x.dtype.is_float  # of zeros of both signs either may be the greater one
+        if low > most or (whole and low == most):
+            return args[name == "min"]
+        if high < least or (whole and high == least):
+            return args[name == "max"]
     return x
 
 

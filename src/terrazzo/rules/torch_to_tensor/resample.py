@@ -53,13 +53,15 @@ class Taps:
     """Along one dimension: which element each tap reads (i64) and its weight. The last dimension of both counts the
     taps.
 
-    `axes` says which dimensions of the result the others are; `inside` is where a tap hits the image, if that may fail.
+    `axes` says which dimensions of the result the others are. Where taps may miss the image, places are counted from
+    `before` it, in what is `wide` elements then: they read nothing there, and have 0.
     """
 
     place: Any
     weight: Any
     axes: tuple[int, ...]
-    inside: Any = None
+    before: int = 0
+    wide: int = 0
 
 
 def weighted(x: Any, out: Type, along: Sequence[Taps]) -> Any:
@@ -70,32 +72,45 @@ def weighted(x: Any, out: Type, along: Sequence[Taps]) -> Any:
     index: list[IntExpr] = list(here[:lead])
     factors, inside = [], []
     for d, taps in enumerate(along):
-        at = (*(here[a] for a in taps.axes), here[out.rank + d])
-        index.append(t.loaded(taps.place, at, x.type.shape[lead + d]))
+        at, n = (*(here[a] for a in taps.axes), here[out.rank + d]), x.type.shape[lead + d]
+        place = t.loaded(taps.place, at, taps.wide or n) - taps.before
+        inside += [place, n - 1 - place] if taps.wide else []
+        index.append(place)
         factors.append(t.index_map(taps.weight, space, at))
-        inside += [t.index_map(taps.inside, space, at)] if taps.inside is not None else []
-    value = t.index_map(t.cast(x, out.dtype.compute), space, index)
+    value = t.cast(t.index_map(x, space, index, inside), out.dtype.compute)
     weight = factors[0]
     for f in factors[1:]:
         weight = t.apply("mul", weight, f)
-    value = t.apply("mul", value, weight)
-    if inside:
-        hit = inside[0]
-        for test in inside[1:]:
-            hit = t.apply("and_", hit, test)
-        value = t.where(hit, value, c(0.0, value))
-    return t.cast(t.reduce("sum", value, range(out.rank, len(space))), out.dtype)
+    total = t.reduce("sum", t.apply("mul", value, weight), range(out.rank, len(space)))
+    return t.cast(total, out.dtype)
 
 
 def _limited(place: Any, extent: int) -> Any:
     return t.apply("min", t.apply("max", place, c(0, place)), c(extent - 1, place))
 
 
-def _around(real: Any, count: int, kernel: Kernel, whole: DType = i64) -> tuple[Any, Any]:
-    """(places, weights) of the `count` elements around each of `real`; the places may be outside."""
+FAR, BEFORE = 4, 7
+"""How far outside of an image a place is moved that is farther away: all taps around it are outside there. And what is
+more than that for every tap.
+"""
+
+
+def _near(real: Any, n: int) -> Any:
+    """Whole numbers of which those far outside an image of n elements come nearer, so that few bits have them; NaN is
+    0.
+    """
+    near = t.apply("fmin", t.apply("fmax", real, c(-float(FAR), real)), c(float(n + FAR), real))
+    return t.where(t.apply("eq", real, real), near, c(0.0, near))
+
+
+def _around(real: Any, count: int, kernel: Kernel, whole: DType, n: int = 0) -> tuple[Any, Any]:
+    """(places, weights) of the `count` elements around each of `real`; the places may be outside. Where nothing is read
+    outside of an image of n elements, they are near to it.
+    """
     shape = (*real.type.shape, count)
     *here, k = t.coordinates(shape)
-    first = t.cast(t.apply("floor", real), whole)
+    first = t.apply("floor", real)
+    first = t.cast(_near(first, n) if n else first, whole)
     step = t.cast(t.iota(shape, k - (count // 2 - 1)), whole)
     place = t.apply("add", t.index_map(first, shape, here), step)
     return place, kernel(t.apply("sub", t.index_map(real, shape, here), t.cast(place, real.type.dtype)))
@@ -225,16 +240,21 @@ def grid_sampler(node: Aten, x: Any, grid: Any, mode: int, padding: int, align: 
     along = []
     for d, n in enumerate(x.type.shape[2:]):
         real = _in_image(t.index_map(t.cast(grid, dtype), sites, (*t.coordinates(sites), spatial - 1 - d)), n, align)
+        whole, axes = _whole(n), (0, *range(2, 2 + spatial))
         if mode == 0:
-            place, weight = _around(_padded(real, n, padding, align), 2, linear)
+            place, weight = _around(_padded(real, n, padding, align), 2, linear, whole, n)
         elif mode == 1:
-            place = t.reshape(t.cast(t.apply("round", _padded(real, n, padding, align)), i64), (*sites, 1))
+            nearest = _near(t.apply("round", _padded(real, n, padding, align)), n)
+            place = t.reshape(t.cast(nearest, whole), (*sites, 1))
             weight = t.literal(1.0, dtype, place.type.shape)
         else:
-            place, weight = _around(real, 4, cubic)
-            place = t.cast(_padded(t.cast(place, dtype), n, padding, align), i64)
-        limited = _limited(place, n)
-        along.append(Taps(limited, weight, (0, *range(2, 2 + spatial)), t.apply("eq", place, limited)))
+            place, weight = _around(real, 4, cubic, whole, 0 if padding else n)
+            place = t.cast(_padded(t.cast(place, dtype), n, padding, align), whole)
+        if mode == 2 and padding:
+            along.append(Taps(_limited(place, n), weight, axes))  # all of them are inside
+        else:
+            place = t.apply("add", place, c(BEFORE, place))
+            along.append(Taps(place, weight, axes, BEFORE, n + 2 * BEFORE))
     return weighted(x, out, along)
 
 

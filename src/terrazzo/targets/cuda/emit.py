@@ -17,16 +17,15 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr, Loaded, terms_of
 from terrazzo.ir.node import Node, topological
-from terrazzo.ir.ranges import span
 from terrazzo.targets.cuda.counting import counters
 from terrazzo.targets.cuda.settle import settled
+from terrazzo.targets.cuda.short import Short
 from terrazzo.targets.names import Names, comment, identifier, words
 from terrazzo.targets.terms import (
     Scope,
     address,
     c_type,
     element,
-    expression,
     guard,
     index,
     literal,
@@ -100,6 +99,7 @@ class _Writer:
         self.varying = k.varying(kernel.body, ("lane",))
         self.converged = True
         largest = max((k.shared_bytes(b) // b.type.dtype.size for b in kernel.params), default=0)
+        self.short = Short(self.scope)
         self.int = self.scope.whole = "int" if largest < 1 << 31 else "i64"
 
     def source(self) -> tuple[str, str]:
@@ -173,23 +173,17 @@ class _Writer:
 
     def statements(self, body: Iterable[Node], indent: str) -> list[str]:
         names, buffers, spans = dict(self.scope.names), dict(self.scope.buffers), dict(self.scope.spans)
+        short, self.short = self.short, self.short.inner()
         with self.names.block():
             lines = [indent + line for s in body for line in self.statement(s)]
-        self.scope.names, self.scope.buffers, self.scope.spans = names, buffers, spans  # what was declared ends with the braces around it
+        self.short, self.scope.spans = short, spans  # what was declared ends with the braces around it
+        self.scope.names, self.scope.buffers = names, buffers
         return lines
 
     def statement(self, s: Node) -> list[str]:
         match s:
-            case k.Let(term=l.Apply(args=(x,))) if s.value in self.rounded or x in self.rounded:
-                text = term(x, self.scope)
-                self.scope.names[s.value] = name = self.names.local(plain(s.value.name))
-                return [f"const f32 {name} = {f'tz_round_bf16({text})' if s.value in self.rounded else text};"]
             case k.Let():
-                text = expression(s.term, self.scope) if not isinstance(s.term, k.Value) else self.scope.names[s.term]
-                self.scope.names[s.value] = name = self.names.local(plain(s.value.name))
-                if s.value.type.is_integer:
-                    self.scope.spans[s.value] = span(s.term, self.scope.spans)
-                return [f"const {c_type(s.value.type)} {name} = {text};"]
+                return [self.let(s)]
             case k.Declare():
                 return self.declare(s)
             case k.DeclareInteger():
@@ -270,6 +264,20 @@ class _Writer:
         before, self.converged = self.converged, self.converged and not apart
         yield
         self.converged = before
+
+    def let(self, s: k.Let) -> str:
+        """A value with its term. Whole numbers that fit into 32 bits are in 32 bits."""
+        rounded = isinstance(s.term, l.Apply) and (s.value in self.rounded or s.term.args[0] in self.rounded)
+        name = self.names.local(plain(s.value.name))
+        kind = "f32" if rounded else c_type(s.value.type)
+        text = self.short.text(s.term)
+        if isinstance(s.term, l.Apply) and rounded:
+            text = term(s.term.args[0], self.scope)
+            text = f"tz_round_bf16({text})" if s.value in self.rounded else text
+        elif self.short.fits(s.term):
+            kind, text = "i32", text or f"(i32){term(s.term, self.scope)}"
+        self.short.let(s, name)
+        return f"const {kind} {name} = {text or term(s.term, self.scope)};"
 
     def declare(self, s: k.Declare) -> list[str]:
         kind = c_type(s.place.type.dtype)

@@ -1,0 +1,102 @@
+"""Whole numbers that are known to fit into 32 bits are computed in 32 bits, and indices known to be in range have no
+test.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.kernels.programs import b, lowered, r
+
+from terrazzo.interp.loop import run_kernel
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import Var
+from terrazzo.ir.ranges import range_of
+from terrazzo.ir.types import Type, f32, i64
+from terrazzo.targets.cuda.emit import emit
+
+RESIZED: dict[str, Any] = {
+    "linear": lambda x: F.interpolate(x, size=(19, 11), mode="bilinear"),
+    "nearest": lambda x: F.interpolate(x, size=(19, 11), mode="nearest"),
+    "cubic": lambda x: F.interpolate(x, size=(19, 11), mode="bicubic"),
+    "corners": lambda x: F.interpolate(x, size=(19, 11), mode="bilinear", align_corners=True),
+}
+
+
+@pytest.mark.parametrize("name", RESIZED)
+def test_places_in_an_image_are_short(name: str) -> None:
+    x = torch.randn(1, 3, 8, 9)
+    found = lowered(RESIZED[name], (x,), "sm_90a")
+    for kernel in found.kernels:
+        _, text = emit(kernel)
+        assert "tz_at" not in text and not re.search(r"const i64|i64>", text), text
+    wanted = RESIZED[name](x.double()).numpy()
+    np.testing.assert_allclose(found.simulated()[0], wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])
+@pytest.mark.parametrize("mode", ["bilinear", "nearest", "bicubic"])
+def test_places_far_outside(mode: str, padding: str) -> None:
+    """Who reads nothing outside of an image is as far outside as he likes."""
+    grid = r(2, 9, 10, 2) * 3
+    grid[0, 0, :4, 0] = torch.tensor([1e30, -1e30, 3e9, -2.0**31])
+    if padding != "zeros":
+        grid = grid.clamp(-50, 50)
+
+    def read(x: Any, g: Any) -> Any:
+        return F.grid_sample(x, g, mode=mode, padding_mode=padding, align_corners=False)
+
+    x = r(2, 4, 8, 7)
+    found = lowered(read, (x, grid), "sm_90a")
+    np.testing.assert_allclose(found.simulated()[0], read(x, grid).numpy(), atol=2e-4)
+
+
+def test_nothing_is_loaded_outside() -> None:
+    """Guards, and no clamped places; without int64."""
+    found = lowered(lambda x, g: F.grid_sample(x, g, align_corners=True), (b(2, 8, 8, 8), b(2, 9, 10, 2)), "sm_90a")
+    (kernel,) = found.kernels
+    _, text = emit(kernel)
+    assert "tz_at" not in text and not re.search(r"const i64|i64>", text), text
+
+
+def test_data_says_where() -> None:
+    """What data says is as long as it is, and tested."""
+    found = lowered(lambda x, i: x[i], (r(7, 5), torch.tensor([3, 1, 6])), "sm_90a")
+    text = "".join(emit(kernel)[1] for kernel in found.kernels)
+    assert "tz_at" in text and "i64" in text
+    np.testing.assert_array_equal(found.simulated()[0], found.args[0][found.args[1]].numpy())
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_values_are_in_their_ranges(seed: int) -> None:
+    """Random terms of an index, which no value leaves."""
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(2, 400))
+    at = Var("a0", n)
+    terms: list[Any] = [l.Index(at), l.apply("f32", l.Index(at))]
+    for _ in range(12):
+        x: Any = terms[rng.integers(len(terms))]
+        if x.dtype is i64:
+            c = l.Literal(int(rng.integers(-9, 9)), i64)
+            name = str(rng.choice(["add", "sub", "mul", "min", "max", "neg", "abs", "f32"]))
+        else:
+            c = l.Literal(float(np.float32(rng.normal() * 3)), f32)
+            name = str(rng.choice(["add", "sub", "mul", "div", "min", "fmax", "floor", "round", "neg", "abs", "i64"]))
+        terms.append(
+            l.apply(name, x) if name in ("neg", "abs", "f32", "i64", "floor", "round") else l.apply(name, x, c)
+        )
+    for x in terms:
+        found = range_of(x)
+        if found is None:
+            continue
+        kind = l.Buffer("z", Type(x.dtype, (n,)))
+        kernel = l.Kernel("z", (at,), (l.Store(kind, (at,), x),))
+        memory: dict[l.Buffer, Any] = {kind: np.zeros(n, x.dtype.numpy)}
+        run_kernel(kernel, memory)
+        values = memory[kind]
+        assert found[0] <= values.min() and values.max() <= found[1], (x, found)
