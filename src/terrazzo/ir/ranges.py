@@ -59,6 +59,8 @@ def _applied(x: l.Apply, given: list[Span], whole: Span) -> Span:
             return a + c, b + d
         case "sub", [(a, b), (c, d)]:
             return a - d, b - c
+        case "shr", [(a, b), (c, d)] if 0 <= a and 0 <= c:
+            return a >> d, b >> c
         case "min" | "max", [(a, b), (c, d)]:
             choose = min if x.fn.name == "min" else max
             return choose(a, c), choose(b, d)
