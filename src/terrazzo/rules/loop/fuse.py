@@ -51,6 +51,7 @@ def fuse(
     work.operands()
     work.inlines(work.scales)  # and constants leave it, before what they scale is tied to them
     work.inlines()
+    work.inlines(work.fewer)  # what several kernels read that have become one
     work.merges()
     return work.program()
 
@@ -79,6 +80,7 @@ class _Fusion:
         self.prices: WeakKeyDictionary[l.Kernel, float] = WeakKeyDictionary()
         self.products: WeakKeyDictionary[l.Kernel, tuple[int, int]] = WeakKeyDictionary()
         self.apart: set[tuple[l.Kernel, l.Kernel]] = set()
+        self.stored: dict[l.Buffer, int] = {}  # what is not inlined, and how many kernels read it when that was found
         self.readers: dict[l.Buffer, set[int]] = {}
         self.callers: dict[l.Buffer, list[int]] = {}
         for i, call in self.calls.items():
@@ -206,6 +208,7 @@ class _Fusion:
             choice = self.choice(name, inlined=found, apart=before, **stored)
         prices = choice.prices() + self._leaves(before, found)
         if self.decide(choice) != "inlined":
+            self.stored |= dict.fromkeys((b for kernel in kernels for b in kernel.writes), len(readers))
             self._skip("inline", name, prices)
             return
         if why := unproved(found):
@@ -372,6 +375,10 @@ class _Fusion:
         terms = topological([s for j in readers for s in self.kernels[j].stores])
         uses = [x for x in terms for y in x.children if isinstance(y, l.Load) and y.buffer in kernel.writes]
         return bool(uses) and all(isinstance(x, l.Reduce) for x in uses)
+
+    def fewer(self, kernel: l.Kernel, readers: list[int]) -> bool:
+        """Whether fewer kernels read what one stores than when that was found to pay."""
+        return 0 < len(readers) < max((self.stored.get(b, 0) for b in kernel.writes), default=0)
 
     def scales(self, kernel: l.Kernel, readers: list[int]) -> bool:
         """Whether a kernel multiplies what it reads by a constant, and nothing else."""

@@ -123,6 +123,8 @@ def _width(kernel: l.Kernel, axis: Any, ragged: int, gpu: Gpu) -> int:
     sooner, until there are many waves of them; and few points go to many processors.
     """
     vector = max(vector_of(kernel.stores, axis), ragged)
+    if any(s.buffer.type.dtype.size == WIDEST // 2 for s in kernel.stores):  # lanes that store more leave half sectors
+        vector = min(vector, 2)
     loads = {
         x for x in topological([s.value for s in kernel.stores]) if isinstance(x, l.Load) and stride_one([x], axis)
     }

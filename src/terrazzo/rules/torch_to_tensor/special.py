@@ -335,16 +335,24 @@ def _search(values: Any, rows: Any, row: Sequence[Any], right: bool) -> Any:
     it.
     """
     shape, count = values.type.shape, rows.type.shape[-1]
-    low: Any = t.literal(0, i64, shape)
-    high: Any = t.literal(count, i64, shape)
+    whole = i32 if count < 1 << 30 else i64
+    low: Any = t.literal(0, whole, shape)
+    high: Any = t.literal(count, whole, shape)
+    least = count  # of what lies between both
     for _ in range(count.bit_length()):
         middle = t.apply("shr", t.apply("add", low, high), c(1, low))
         safe = t.apply("min", middle, c(count - 1, middle))
         found = t.index_map(rows, shape, [*row, t.loaded(safe, t.coordinates(shape), count)])
-        before = t.apply("not_", t.apply("gt" if right else "ge", found, values))
-        open_ = t.apply("lt", low, high)
-        low = t.where(t.apply("and_", open_, before), t.apply("add", middle, c(1, middle)), low)
-        high = t.where(t.apply("and_", open_, t.apply("not_", before)), middle, high)
+        after = t.apply("gt" if right else "ge", found, values)
+        if least > 0:
+            low, high = t.where(after, low, t.apply("add", middle, c(1, middle))), t.where(after, middle, high)
+        else:  # it may be found already
+            open_ = t.apply("lt", low, high)
+            low = t.where(
+                t.apply("and_", open_, t.apply("not_", after)), t.apply("add", middle, c(1, middle)), low
+            )
+            high = t.where(t.apply("and_", open_, after), middle, high)
+        least = (least + 1) // 2 - 1
     return low
 
 
