@@ -17,8 +17,8 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Var
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.types import f32
+from terrazzo.rules.tile.digits import Bindings
 from terrazzo.rules.tile_to_kernel.builder import Builder
-from terrazzo.rules.tile_to_kernel.digits import Bindings
 
 LONG = 32
 """Terms of a sum that is cut."""
