@@ -100,7 +100,7 @@ def test_what_is_kept_is_found_for_the_same_precision_only() -> None:
 
 @pytest.mark.parametrize(("way", "products"), [("auto", 6), ("exact", 0), ("split", 6), ("tf32", 3), ("bf16", 1)])
 def test_ways_to_multiply(way: str, products: int) -> None:
-    program = capture(torch.matmul, (torch.zeros(512, 1024), torch.zeros(1024, 512)), {}).program
+    program = capture(torch.matmul, (torch.zeros(1024, 1024), torch.zeros(1024, 1024)), {}).program
     done = lowering(program, Options(target="sm_90a", fp32=way, libraries="never"))
     told = [e.reason for e in done.log.events if e.pass_name == "parts" and e.subject == "mm"]
     assert told == ([f"a product of float32 is {products} of bfloat16"] if products else [])
