@@ -45,6 +45,7 @@ from terrazzo.rules.loop.narrow import narrow
 from terrazzo.rules.loop.online import online
 from terrazzo.rules.loop.parts import into_parts
 from terrazzo.rules.loop.relax import relax
+from terrazzo.rules.loop.remake import remake
 from terrazzo.rules.loop.rounded import rounded_weights
 from terrazzo.rules.loop.views import pass_views
 from terrazzo.rules.loop_to_tile import chains
@@ -141,6 +142,8 @@ PASSES = (
          lambda p, log, o, tried: _chained(p, log, o, tried) if o.fuse else p),
     Pass("parts", "loop", "loop", "products in float32 become products of bfloat16, where that is faster",
          lambda p, log, o, tried: in_parts(p, log, o, tried)),
+    Pass("remake", "loop", "loop", "what lives long and is made fast is made again where it is needed",
+         lambda p, log, o, tried: remake(p, log, target(o.target).rates) if o.fuse else p),
     Pass("schedule", "loop", "tile",
          "every kernel gets a schedule: the user's, or the best by the model of the machine",
          _scheduled),
@@ -151,7 +154,7 @@ PASSES = (
 )  # fmt: skip
 
 LOWER = tuple(p.name for p in PASSES)
-GPU_ONLY = ("online", "parts", "schedule", "plan", "derive")
+GPU_ONLY = ("online", "parts", "remake", "schedule", "plan", "derive")
 
 for _a, _b in pairwise(PASSES):
     assert _a.dst == _b.src, f"pass {_b.name} takes {_b.src} but follows one that gives {_a.dst}"
