@@ -132,7 +132,8 @@ class Made:
 
         def read() -> None:
             places = {x: loaded(self.builder, load, last) for x, load in self.came.items()}
-            found = {x: l.Load(place, tuple(d.value for d in last)) for x, place in places.items()}
+            at = tuple(d.value for d in last)
+            found: dict[Node, Node] = {x: l.Load(place, at) for x, place in places.items()}
             self.builder.loops([(d.variable, True) for d in inner], lambda: write(found))
 
         self.builder.loops([(d.variable, True) for d in outer], read)

@@ -65,7 +65,8 @@ def share(draft: Draft, plan: Plan, builder: Builder, bindings: Bindings) -> Mem
 
 def lagging(plan: Plan) -> Ring:
     """The ring whose slots say how far a team may be before the one that lags behind it."""
-    return next(r for name in plan.all(Product)[0].rings if (r := plan.named(name)).over)
+    every: list[Ring] = [plan.named(name) for name in plan.all(Product)[0].rings]
+    return next(r for r in every if r.over)
 
 
 def arrivals(plan: Plan, ring: Ring, bindings: Bindings) -> int:
