@@ -28,7 +28,8 @@ from terrazzo.rules.tile.complete import complete
 @dataclass(frozen=True)
 class Both:
     """The gradients of keys and of values of two heads, where `mask` says which queries see a key: "later" ones, those
-    of a "window" of 80, or all. `groups` warpgroups divide the keys, and `stay` blocks walk all tiles.
+    of a "window" of 80, or all. `groups` warpgroups divide the keys, and `lag` behind one another; `stay` blocks walk
+    all tiles.
     """
 
     queries: int = 192
@@ -40,6 +41,8 @@ class Both:
     slots: int = 3
     stay: int = 0
     overlap: bool = True
+    lag: bool = True
+    registers: int = 240
 
     @property
     def text(self) -> str:
@@ -80,6 +83,7 @@ class Both:
         rows, w = 64 * self.groups, self.width
         panel = 2 * min(w & -w, 64)
         mine = f"    a1 = warpgroup({self.groups}) * inst.m(64)"
+        lag = ", lag=True" if self.lag and self.overlap and self.groups > 1 else ""
         count, by = -(-self.queries // self.step), f'smem(by="tma", swizzle={panel})'
         inner, outer = (f'on="wgmma.m64n{n}k16.f32.bf16"' for n in (self.step, w))
         first = [mine, f"    r1 = inst.n({self.step})", f"    r0 = reg({w // 16}) * inst.k(16)"]
@@ -91,7 +95,7 @@ class Both:
             f"    a2 = block({w})",
             f"    r1 = time({count}, ring={self.slots}{', overlap=1' * self.overlap}) * block({self.step})",
             *([f"    persistent({self.stay})"] if self.stay else []),
-            f"    roles(load=warp(1), math=warpgroup({self.groups}), registers=(24, 240))",
+            f"    roles(load=warp(1), math=warpgroup({self.groups}), registers=(24, {self.registers}){lag})",
             *(f"    {x}" for x in (f'with site("acc2", {inner}):', *first, f"    key = {by}", f"    q = {by}")),
             *(f"    {x}" for x in (f'with site("acc3", {inner}):', *first, f"    v = {by}", f"    g = {by}")),
             *(f"    {x}" for x in (f'with site("acc0", {outer}):', *last, f"    q = {by}")),
@@ -129,6 +133,8 @@ EVERY = {
     "ends anywhere, masked": Both(queries=200, keys=150),
     "rows no box can have": Both(queries=130, keys=70),
     "one after the other": Both(overlap=False),
+    "together": Both(lag=False),
+    "three behind one another": Both(groups=3, keys=384, stay=2, width=32, registers=160),
 }
 
 

@@ -98,7 +98,9 @@ class Order(Line, dialect="plan", op="order"):
 
 class Agent(Line, dialect="plan", op="agent"):
     """Warps `first` to `first + warps - 1`, which do the same. `teams` of them work and wait each by itself: on their
-    parts of a tile, or, with `turns`, on one tile after the other, in which one multiplies while others store.
+    parts of a tile, or, with `turns`, on one tile after the other, in which one multiplies while others store. With
+    `lag`, a team begins a step when the one before it has the sums that its factors are made of: one multiplies while
+    another makes factors.
 
     With `registers`, a thread has so many; else as many as it began with.
     """
@@ -109,6 +111,7 @@ class Agent(Line, dialect="plan", op="agent"):
     teams: int = 1
     registers: int = 0
     turns: bool = False
+    lag: bool = False
 
     @property
     def each(self) -> int:

@@ -124,11 +124,12 @@ def gathering(c: Chain) -> int:
 
 
 def _directives(way: Groups) -> tuple[Any, ...]:
-    roles = (
+    roles: tuple[tuple[str, Any], ...] = (
         ("load", Word("warp", (1,))),
         ("math", Word("warpgroup", (way.count,))),
         ("registers", REGISTERS[way.count] if way.count != 2 else (24, 240)),
     )
+    roles += (("lag", True),) if way.turns and way.count > 1 else ()
     order = (("order", Word("grouped", (way.together,))),) if way.together else ()
     stay = (("persistent", (way.blocks,), order),) if way.blocks else ()
     return (*stay, ("roles", (), roles))
@@ -182,7 +183,7 @@ def _in_turns(c: Chain, gpu: Gpu) -> Iterator[Groups]:
     """With several sums inside, each of which is waited for by itself: all are in registers, and so is what is summed
     outside, and what is made of the former for it.
     """
-    for step, count, gathered in product((STEP, STEP // 2), (2, 1), (True, False)):
+    for step, count, gathered in product((STEP, 3 * STEP // 4, STEP // 2), (2, 1), (True, False)):
         sums = len(c.outside) * c.width // 2 + len(c.sums) * step // 2
         factors = sum(step // 4 for _ in c.outside)
         if sums > HELD or sums + factors > FULL or (count - 1) * ROWS >= c.rows.extent or step > c.steps.extent:

@@ -121,6 +121,8 @@ def _agent(line: Agent, plan: Plan, draft: Draft) -> None:
     meant = 1
     turns = line.name == MATH and dict(draft.schedule.options("roles")).get("turns") is True
     need(line.turns == turns, f"its teams {'take' if turns else 'do not take'} turns")
+    lag = line.name == MATH and dict(draft.schedule.options("roles")).get("lag") is True
+    need(line.lag == lag, f"its teams {'lag' if lag else 'do not lag'} behind one another")
     if line.name != LOAD:
         _same("warps are", line.each if turns else line.warps, bound_warps(draft))
         meant = line.warps // WARPS_IN_A_GROUP if groups and line.name == MATH else 1

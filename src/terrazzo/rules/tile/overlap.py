@@ -64,6 +64,10 @@ def take_turns(plan: Plan, draft: Draft) -> Plan | None:
     if not rings or any(r.late for r in rings) or not staggered(draft, products):
         return None
     may_take_turns(plan, draft)
+    need(
+        not any(a.lag for a in plan.all(Agent)) or len(plan.all(Agent)) == 2,
+        "warpgroups lag behind one another behind warps that load",
+    )
     lines = tuple(_late(x) if isinstance(x, Ring) and freed_late(x, plan, draft) else x for x in plan.lines)
     read = [w for a, _ in steps(draft) for w in draft.read(None, axis_name(a), "overlap")]
     return Plan(plan.kernel, plan.target, lines, plan.open).plus(read=read)

@@ -64,7 +64,7 @@ class Factors:
             if "values" in (p.a, p.b):
                 made = self.point_by_point(p)
                 for each in (*filter(None, [self.firsts.get(p.sites[0])]), made):
-                    each.begin({**self.scope.env, **{x.axis: x.base + value(x.digits) for x in made.parts}})
+                    each.begin({**self.scope.env, **{x.axis: x.base + value(x.digits) for x in each.parts}})
 
     def meet(self, sums: Fragment, digits: Sequence[Digit]) -> None:
         """Threads that share the steps, as these digits divide them, have their sums in one frame."""
@@ -106,20 +106,24 @@ class Factors:
         if p.sites[0] not in self.made:
             c, m = self.draft.products[p.sites[0]], axis_called(self.draft, p.m)
             term: Any = operand(c.factors[0] if m in c.factors[0].free else c.factors[1])
-            sums = tuple(x for x in topological([term]) if isinstance(x, l.Reduce))
-            first = next(x for x in self.plan.all(Product) if self.draft.products[x.sites[0]].reduce in sums)
-            site, n = self.draft.site(first.sites[0]), axis_called(self.draft, first.n)
-            parts = [self.part(a, site) for a in self.draft.tiled if a in sums[0].free]
-            columns, hidden = self.part(n, site), masked(self.draft, p)
+            hidden = masked(self.draft, p)
             assert hidden is not None
-            every, before = (*parts, columns), tuple(made_before(self.draft, self.plan, p).values())
-            known = tuple(self.point_by_point(q) for q in before)
+            known = tuple(self.point_by_point(q) for q in made_before(self.draft, self.plan, p).values())
             if staggered(self.draft, self.plan.all(Product)) and (part := made_first(self.draft, self.plan, p)):
-                mine = tuple(x for x in topological([part]) if isinstance(x, l.Reduce))
-                known = (Made(self.copies, self.fragments, part, part, mine, every, columns),)
+                known = (self.in_place(part, part),)
                 self.firsts[p.sites[0]] = known[0]
-            self.made[p.sites[0]] = Made(self.copies, self.fragments, term, hidden.bare, sums, every, columns, known)
+            self.made[p.sites[0]] = self.in_place(term, hidden.bare, known)
         return self.made[p.sites[0]]
+
+    def in_place(self, term: Node, bare: Node, known: tuple[Made, ...] = ()) -> Made:
+        """What is made in place of sums: of those that nothing is in place of that was made before."""
+        sums = tuple(x for x in topological([term]) if isinstance(x, l.Reduce))
+        home = next((x for x in sums if all(x is not made.home for made in known)), sums[0])
+        first = next(x for x in self.plan.all(Product) if home in [self.draft.products[s].reduce for s in x.sites])
+        site = self.draft.site(first.sites[0])
+        columns = self.part(axis_called(self.draft, first.n), site)
+        every = (*(self.part(a, site) for a in self.draft.tiled if a in home.free), columns)
+        return Made(self.copies, self.fragments, term, bare, sums, home, every, columns, known)
 
     @property
     def begun(self) -> Frame:
@@ -145,10 +149,12 @@ class Factors:
         else:
             self.frame.round(self.scores(p)[0])
 
-    def places(self, p: Product, t: IntExpr) -> tuple[Part, Part, dict[Any, Any]]:
-        """The rows and columns of what step t has multiplied, and how to compute what is at one of them."""
+    def places(self, p: Product, t: IntExpr, made: Made | None = None) -> tuple[Part, Part, dict[Any, Any]]:
+        """The rows and columns of what step t has multiplied, and how to compute what is at one of them: where a factor
+        is made, or a part of it.
+        """
         first = self.steps.firsts(t)
-        parts = self.point_by_point(p).parts if self.frame is None else self.scores(p)[0].parts
+        parts = (made or self.point_by_point(p)).parts if self.frame is None else self.scores(p)[0].parts
         env = {**self.scope.env, **first}
         for part in parts:
             env[part.axis] = first.get(part.axis, part.base) + value(part.digits)
@@ -159,9 +165,9 @@ class Factors:
         """What the factor of step t is made of besides products, on its way while these are."""
         rows, columns, env = self.places(p, t)
         if self.frame is None:
+            self.point_by_point(p).fetch(env, {*self.came(self.point_by_point(p), t)})
             if part := self.firsts.get(p.sites[0]):
-                part.fetch(env, {*self._came(part, t)})
-            self.point_by_point(p).fetch(env, {*self.came(p, t)})
+                part.fetch(self.places(p, t, part)[2], {*self.came(part, t)})
             return
         hidden = masked(self.draft, p)
         assert hidden is not None
@@ -179,7 +185,7 @@ class Factors:
         inside = [(substituted(x, env), self.cut(e, rows.axis, columns.axis, t)) for x, e in tests]
         inside += [((e,), t + self.steps.first - columns.axis.extent // self.steps.depth[columns.axis]) for e in last]
         if self.frame is None:
-            self.point_by_point(p).read(self.came(p, t))
+            self.point_by_point(p).read(self.came(self.point_by_point(p), t))
             done = {substituted(x, env) for q in multiples(self.draft, self.plan, p) for x in self.hides(q)}
             edges = last if multiples(self.draft, self.plan, p) else ()
             inside = [(x, cut) for x, cut in inside if x not in done and x not in [(e,) for e in edges]]
@@ -198,19 +204,16 @@ class Factors:
     def weigh_first(self, p: Product, t: IntExpr) -> None:
         """That part, in place of these sums."""
         part = self.firsts[p.sites[0]]
-        part.read(self._came(part, t))
-        part.make(self.places(p, t)[2], ())
+        part.read(self.came(part, t))
+        part.make(self.places(p, t, part)[2], ())
 
     def hides(self, p: Product) -> tuple[Either, ...]:
         """The tests of what hides parts of a product's factor."""
         hidden = masked(self.draft, p)
         return hidden.inside if hidden is not None else ()
 
-    def came(self, p: Product, t: IntExpr) -> dict[l.Load, l.Load]:
+    def came(self, made: Made, t: IntExpr) -> dict[l.Load, l.Load]:
         """What a factor is made of that came with the slabs of step t, in shared memory."""
-        return self._came(self.point_by_point(p), t)
-
-    def _came(self, made: Made, t: IntExpr) -> dict[l.Load, l.Load]:
         places = {x: self.beside(x, t) for x in made.loads()}
         column = value(made.columns.digits)
         return {x: l.Load(place, (slot, column)) for x, found in places.items() if found for place, slot in [found]}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.rules.loop.inline import guarded
-from terrazzo.rules.tile.digits import zero
+from terrazzo.rules.tile.digits import Digit, zero
 from terrazzo.rules.tile.reach import Either
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.copies import Copies, Part
@@ -22,8 +22,8 @@ from terrazzo.rules.tile_to_kernel.multiply import Fragment
 
 @dataclass
 class Made:
-    """What one team makes: `term` of the `sums`; or what that is rounded from, in place of the first of them. It is
-    `bare` where no mask hides it.
+    """What one team makes: `term` of the `sums`; or what that is rounded from, in place of one of them, its `home`. It
+    is `bare` where no mask hides it.
 
     `parts` are those of the axes that the sums have. Where a load knows nothing of a step's `columns`, it is `begun`
     once for a tile; others are fetched for every step. What was made `before` in this step, it may be made of.
@@ -34,11 +34,13 @@ class Made:
     term: Node
     bare: Node
     sums: tuple[l.Reduce, ...]
+    home: l.Reduce
     parts: tuple[Part, ...]
     columns: Part
     before: tuple[Made, ...] = ()
     begun: Kept = field(default_factory=dict)
     fetched: Kept = field(default_factory=dict)
+    came: dict[l.Load, l.Load] = field(default_factory=dict)
 
     @property
     def builder(self) -> Builder:
@@ -48,7 +50,7 @@ class Made:
     @property
     def first(self) -> Fragment:
         """The sums in whose place the factor is made."""
-        return self.fragments[self.sums[0]]
+        return self.fragments[self.home]
 
     @property
     def rounds(self) -> bool:
@@ -80,13 +82,8 @@ class Made:
         return [place for x in self.before for place, _ in x.fetched.values()]
 
     def read(self, places: Mapping[l.Load, l.Load]) -> None:
-        """What came with slabs comes to registers from where it is."""
-        free = self.free
-        for x, load in places.items():
-            mine = [d for p in self.parts for d in held(p) if d.value in load.free]
-            place = loaded(self.builder, load, mine, free)
-            free = [y for y in free if y is not place]
-            self.fetched[x] = place, tuple(d.value for d in mine)
+        """What came with slabs is read from where it is."""
+        self.came = dict(places)
 
     def begin(self, env: dict[Any, Any]) -> None:
         """What rows have, once for the tile."""
@@ -101,8 +98,8 @@ class Made:
         edges = tuple(e for part in self.parts for e in beyond(part, env[part.axis]))
         kind: Any = self.bare
 
-        def one() -> None:
-            self.builder.add(l.Store(place, at, self.copies.computed(self.bare, dict(env), edges)))
+        def one(read: Mapping[Node, Node]) -> None:
+            self.builder.add(l.Store(place, at, self.copies.computed(self.bare, {**env, **read}, edges)))
 
         def hide(tests: Sequence[Either]) -> None:
             x: Node = l.Load(place, at)
@@ -110,7 +107,7 @@ class Made:
                 x = self.builder.let(l.apply("where", seen(e), x, l.Literal(zero(kind.dtype), kind.dtype)))
             self.builder.add(l.Store(place, at, x))
 
-        self._everywhere(one)
+        self._reading(one)
         for cut in dict.fromkeys(cut for _, cut in hidden):
             tests = [e for e, other in hidden if other == cut]
             self.builder.where([cut], partial(self._everywhere, partial(hide, tests)))
@@ -122,11 +119,29 @@ class Made:
             given = l.Apply(term.fn, (l.Load(self.first.place, self.at),))
             self._everywhere(lambda: self.builder.add(l.Store(self.values, self.at, given)))
 
-    def _everywhere(self, write: Any) -> None:
-        """At all elements in the order of their registers, so that what a column has is wanted for a short time."""
+    def _everywhere(self, write: Callable[[], None]) -> None:
+        """At all elements in the order of their registers."""
+        self.builder.loops([(d.variable, True) for d in self._digits], write)
+
+    def _reading(self, write: Callable[[Mapping[Node, Node]], None]) -> None:
+        """The same, where what came for neighbours comes to registers just before it is wanted, for a short time."""
+        every = self._digits
+        last = [d for d in held(self.columns) if d is every[-1]]
+        outer = [d for d in held(self.columns) if d not in last]
+        inner = [d for d in every if d not in outer]
+
+        def read() -> None:
+            places = {x: loaded(self.builder, load, last) for x, load in self.came.items()}
+            at = tuple(d.value for d in last)
+            found: dict[Node, Node] = {x: l.Load(place, at) for x, place in places.items()}
+            self.builder.loops([(d.variable, True) for d in inner], lambda: write(found))
+
+        self.builder.loops([(d.variable, True) for d in outer], read)
+
+    @property
+    def _digits(self) -> list[Digit]:
         digits = [d for p in self.first.parts for d in held(p)]
-        digits.sort(key=lambda d: (d.level == "frag", -d.place))
-        self.builder.loops([(d.variable, True) for d in digits], write)
+        return sorted(digits, key=lambda d: (d.level == "frag", -d.place))
 
     def loads(self) -> list[l.Load]:
         """What the factor is made of besides sums."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from terrazzo.hw.products import matrix, warps
 from terrazzo.ir.dialects import kernel as k
@@ -19,13 +19,14 @@ from terrazzo.rules.transports import TRANSPORTS
 @dataclass(frozen=True)
 class Memory:
     """What the agents of a block share: a place for every stream, two sets of barriers for every ring that needs them,
-    and one that says whose turn it is to multiply.
+    one that says whose turn it is to multiply, and those by which teams lag behind one another.
     """
 
     places: dict[str, k.Shared]
     full: dict[str, k.Barriers]
     empty: dict[str, k.Barriers]
     turn: k.Barriers | None = None
+    lag: k.Barriers | None = None
 
 
 def operands(draft: Draft, plan: Plan) -> dict[str, Node]:
@@ -51,11 +52,21 @@ def share(draft: Draft, plan: Plan, builder: Builder, bindings: Bindings) -> Mem
             memory.empty[ring.name] = builder.barriers("empty", ring.slots, arrivals(plan, ring, bindings))
     if bindings.agent.turns:
         memory = Memory(places, memory.full, memory.empty, builder.barriers("turn", bindings.agent.teams, 1))
-    every = (*memory.full.values(), *memory.empty.values(), *([memory.turn] if memory.turn else []))
+    if bindings.agent.lag:
+        slots = lagging(plan).slots * (bindings.agent.teams - 1)
+        memory = replace(memory, lag=builder.barriers("lag", slots, 1))
+    more = [x for x in (memory.turn, memory.lag) if x is not None]
+    every = (*memory.full.values(), *memory.empty.values(), *more)
     if every:
         builder.where([-bindings.everyone, -k.LANE], lambda: builder.add(*map(k.InitBarriers, every)))
         builder.add(k.ClusterSync() if bindings.order.cluster_size > 1 else k.Sync())
     return memory
+
+
+def lagging(plan: Plan) -> Ring:
+    """The ring whose slots say how far a team may be before the one that lags behind it."""
+    every: list[Ring] = [plan.named(name) for name in plan.all(Product)[0].rings]
+    return next(r for r in every if r.over)
 
 
 def arrivals(plan: Plan, ring: Ring, bindings: Bindings) -> int:

@@ -33,7 +33,7 @@ from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.copies import Copies, Part, Slab, Steps
 from terrazzo.rules.tile_to_kernel.factors import Factors
 from terrazzo.rules.tile_to_kernel.meet import meet
-from terrazzo.rules.tile_to_kernel.memory import Memory, freed_by_teams, operands
+from terrazzo.rules.tile_to_kernel.memory import Memory, freed_by_teams, lagging, operands
 from terrazzo.rules.tile_to_kernel.multiply import Fragment, Group, Multiply
 from terrazzo.rules.tile_to_kernel.promote import Promotion
 from terrazzo.rules.tile_to_kernel.scope import Scope
@@ -244,6 +244,20 @@ class Pipeline:
         if (turn := self.memory.turn) is not None:
             then = (self.bindings.team + 1) % self.bindings.agent.teams
             self.builder.where(self.bindings.leader, lambda: self.builder.add(k.Arrive(turn, then)))
+
+    def follow(self, t: IntExpr) -> None:
+        """Wait until the team before, if there is one, has the sums that its factors of step t are made of."""
+        if self.memory.lag is not None and self.bindings.team:
+            slot, turn = self.slot(ring := lagging(self.plan), t)
+            place = (self.bindings.team - 1) * ring.slots + slot
+            self.builder.add(k.WaitBarrier(self.memory.lag, place, turn % 2))
+
+    def lead(self, t: IntExpr) -> None:
+        """The team behind, if there is one, may begin step t."""
+        if (lag := self.memory.lag) is not None and self.bindings.team < self.bindings.agent.teams - 1:
+            slot, _ = self.slot(ring := lagging(self.plan), t)
+            place = self.bindings.team * ring.slots + slot
+            self.builder.where(self.bindings.leader, lambda: self.builder.add(k.Arrive(lag, place)))
 
     def step_variable(self) -> Var:
         """The number of a step."""

@@ -45,6 +45,12 @@ class Writer(Protocol):
     def settle(self, p: Product, left: int) -> None:
         """Until all but the last `left` products are done."""
 
+    def follow(self, t: IntExpr) -> None:
+        """Wait until the team before has the first sums of step t."""
+
+    def lead(self, t: IntExpr) -> None:
+        """The team behind may begin step t."""
+
     def moving(self, p: Product) -> list[Ring]:
         """The rings of a product whose slots change with the steps."""
 
@@ -82,6 +88,7 @@ class Staggered:
         """One step, in which the last products of the step before are still open, if there was one."""
         self.open, self.waited = [*self.last], set()
         one, *more = self.first
+        self.writer.follow(t)
         self.begin(one, t)
         self.factors.fetch(self.last[0], t)
         self.until(self.last[-1])
@@ -93,6 +100,8 @@ class Staggered:
                 self.factors.fetch(p, t)
             self.make(p, t)
         for p in self.last:
+            self.factors.round(p)
+        for p in self.last:
             self.begin(p, t)
 
     def make(self, p: Product, t: Var) -> None:
@@ -103,7 +112,6 @@ class Staggered:
             self.factors.weigh_first(p, t)
         self.done([q for q in self.first if q in self.open and not {*self.writer.sums(q)}.isdisjoint(needed)], t)
         self.factors.weigh(p, t)
-        self.factors.round(p)
 
     def done(self, products: Sequence[Product], t: Var) -> None:
         """Wait for products, and free the slots that no other one of the step takes."""
@@ -114,6 +122,8 @@ class Staggered:
         rings = {r.name: r for q in products for r in self.writer.moving(q) if r.name not in held}
         for ring in rings.values():
             self.writer.free(ring, t)
+        if not any(q in self.open for q in self.first):
+            self.writer.lead(t)
 
     def begin(self, p: Product, t: Var) -> None:
         """A product is on its way."""
