@@ -167,7 +167,7 @@ def test_a_plan_for_warpgroups(before: str, after: str, message: str) -> None:
         ('by="cp.async"', 'by="tma"', "4: tma needs sm_90, and the target is sm_80"),
         ('by="cp.async"', 'by="ld"', "4: ld fills 2 slots at most"),
         ("consumer=all", "consumer=all, late=True",
-         "4: slots are freed late by one product of warpgroups only"),
+         "4: slots are freed late by one product of warpgroups only, or by several that overlap"),
         ("vector=8", "vector=16", "6: 16 elements of x[a0, r0] do not lie together wherever a thread begins"),
         ("vector=8", "vector=3", "6: 3 elements of x[a0, r0] do not lie together wherever a thread begins"),
         ("vector=8", "vector=1", "6: cp.async needs a plain load of which 4 bytes at least lie together"),
