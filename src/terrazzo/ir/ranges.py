@@ -52,7 +52,10 @@ def reach(x: Any, of: Callable[[Node], Range | None]) -> Range | None:
         case l.Literal():
             return (x.value, x.value) if _counts(x.type) and math.isfinite(x.value) else None
         case l.Apply() if _counts(x.dtype):
-            return _applied(x, [of(a) for a in x.args])
+            found = _applied(x, [of(a) for a in x.args])
+            return found if found is not None or x.dtype.is_float else (x.dtype.lowest, x.dtype.highest)
+        case l.Load() if x.dtype.is_integer:
+            return x.dtype.lowest, x.dtype.highest
     return None
 
 
@@ -96,6 +99,8 @@ def _applied(x: l.Apply, args: list[Range | None]) -> Range | None:
     if name in ("add", "sub", "mul", "div"):
         return _computed(x, name, *known)
     low, high = known[0]
+    if name == "shr" and low >= 0 and known[1][0] >= 0:
+        return low >> known[1][1], high >> known[1][0]
     if name in _ROUNDED:
         return float(_ROUNDED[name](low)), float(_ROUNDED[name](high))
     if name not in ("neg", "abs"):

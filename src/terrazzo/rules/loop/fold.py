@@ -193,7 +193,8 @@ def folded(x: Any) -> Any:
 
     def visit(node: Any) -> Any:
         found = _folded(node)
-        range_of(found)  # is kept: nobody has to go down all of a term for it
+        if isinstance(found, l.Apply):
+            range_of(found)  # is kept: nobody has to go down all of a term for it
         return found
 
     return transform(x, visit)
