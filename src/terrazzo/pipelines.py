@@ -57,6 +57,7 @@ from terrazzo.rules.tensor_to_loop.lift import lift
 from terrazzo.rules.tile.complete import program as complete
 from terrazzo.rules.tile_to_kernel.lower import program as derive
 from terrazzo.rules.torch_to_tensor.library import Libraries
+from terrazzo.rules.torch_to_tensor.loops import parts_stacked, products_together, stacks_whole
 from terrazzo.rules.torch_to_tensor.lower import lower as to_tensor
 from terrazzo.rules.torch_to_tensor.together import sums_together
 from terrazzo.targets import target
@@ -74,9 +75,12 @@ def _texts(options: Options) -> Callable[[Any], str] | None:
 
 
 def _together(p: Program, log: Log, options: Options) -> Program:
-    """Sums of products as one, where tensors are so cheap to move as on a GPU."""
+    """What a loop does step by step, at once, where tensors are so cheap to move as on a GPU."""
     goal = target(options.target)
-    return sums_together(p, log, goal.rates) if goal.gpu and options.fuse else p
+    if not goal.gpu or not options.fuse:
+        return p
+    sums = sums_together(parts_stacked(p, log), log, goal.rates)
+    return stacks_whole(products_together(sums, log, goal.rates), log)
 
 
 def _images(p: Any, log: Log, options: Options) -> Any:

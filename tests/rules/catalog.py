@@ -23,8 +23,8 @@ from terrazzo.rules.loop_to_tile import split as splitting
 from terrazzo.rules.tensor_to_loop.lift import lift
 from terrazzo.rules.tile_to_kernel import lower as deriving
 from terrazzo.rules.torch_to_tensor import RULES as LOWERINGS
+from terrazzo.rules.torch_to_tensor import loops, together
 from terrazzo.rules.torch_to_tensor import lower as lowering
-from terrazzo.rules.torch_to_tensor import together
 from terrazzo.targets import target
 
 GPU = gpu("sm_80")
@@ -106,6 +106,11 @@ def derive(program: Any) -> Any:
 CATALOG: dict[str, Rewrite] = {
     "torch_to_tensor:opaque": Rewrite(lowering.opaque.doc, lambda p: lowering.lower(p, LOWERINGS, Log())),
     "torch_to_tensor:sums_together": of(together.sums_together, lambda p: together.sums_together(p, Log(), LAUNCHED)),
+    "torch_to_tensor:parts_stacked": of(loops.parts_stacked, lambda p: loops.parts_stacked(p, Log())),
+    "torch_to_tensor:stacks_whole": of(loops.stacks_whole, lambda p: loops.stacks_whole(p, Log())),
+    "torch_to_tensor:products_together": of(
+        loops.products_together, lambda p: loops.products_together(p, Log(), LAUNCHED)
+    ),
     **{f"tensor_to_loop:{r.name}": Rewrite(r.doc, lift) for r in tensor_to_loop.RULES},
     "fuse:view": of(fuse._Fusion.views, fusion("views")),
     "fuse:inline": of(fuse._Fusion.inlines, fusion("inlines")),

@@ -86,9 +86,7 @@ OURS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "a norm": (lambda x: F.layer_norm(x, x.shape[-1:]), (meta(4096, 4096),)),
     "long rows scanned": (lambda x: x.cumsum(-1), (meta(16, 1 << 20),)),
     "columns scanned": (lambda x: x.cumsum(0), (meta(4096, 4096),)),
-    "three tensors side by side": (
-        lambda *x: torch.cat(x, -1), (meta(8192, 1024), meta(8192, 2048), meta(8192, 1000))
-    ),
+    "three tensors side by side": (lambda *x: torch.cat(x, -1), (meta(8192, 1024), meta(8192, 2048), meta(8192, 1000))),
     "a function in float32": (torch.erfinv, (meta(4096, 8192),)),
     "a Bessel function": (torch.i0, (meta(4096, 8192, dtype=BF16),)),
     "one hot": (lambda i: F.one_hot(i, 32), (meta(8192, dtype=torch.int64),)),

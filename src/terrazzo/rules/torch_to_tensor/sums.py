@@ -52,21 +52,17 @@ def replaced(
 
     def now(node: Node) -> Any:
         for n in topological([node], stop=memo.__contains__):
-            if n not in memo:
-                memo[n] = rebuilt(n, memo)
+            if n in memo:
+                continue
+            memo[n] = old = rebuilt(n, memo)
+            if n in new:
+                memo[n] = new[n](now)
+                log.applied(PASS, rule, program.names.get(n, ""), [old], [memo[n]])
         return memo[node]
 
-    for node in topological(program.results):
-        if node in memo and node not in new:
-            continue
-        old = rebuilt(node, memo)
-        memo[node] = new[node](now) if node in new else old
-        if node in new:
-            log.applied(PASS, rule, program.names.get(node, ""), [old], [memo[node]])
+    results = tuple(map(now, program.results))
     names = {memo[n]: name for n, name in program.names.items() if n in memo}
-    return Program(
-        "torch", program.name, program.inputs, tuple(memo[r] for r in program.results), names, program.sources
-    )
+    return Program("torch", program.name, program.inputs, results, names, program.sources)
 
 
 def is_call(node: Any, *names: str) -> bool:
