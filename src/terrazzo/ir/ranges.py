@@ -96,6 +96,9 @@ def _applied(x: l.Apply, args: list[Range | None]) -> Range | None:
     if name in ("add", "sub", "mul", "div"):
         return _computed(x, name, *known)
     low, high = known[0]
+    if name == "shr":
+        least, most = known[1]
+        return (low >> most, high >> least) if low >= 0 and least >= 0 else None
     if name in _ROUNDED:
         return float(_ROUNDED[name](low)), float(_ROUNDED[name](high))
     if name not in ("neg", "abs"):
