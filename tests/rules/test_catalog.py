@@ -100,6 +100,7 @@ def seasoned(program: Program) -> Program:
     heads = t.apply("floor", t.broadcast(row, (2, 3, n)))
     merged = t.reduce("sum", t.reshape(t.permute(heads, (1, 0, 2)), (3, 2 * n)), [1])  # read as one dimension
     largest = t.reduce("max", deep, [0, 2])
+    where = t.reduce("argmax", (row, t.iota((n,), t.coordinates((n,))[0])), [0])[1], t.reduce("max", row, [0])
     i = t.coordinates((2, 3, 5, n))
     factors = t.index_map(deep, (2, 3, 5, n), (i[0], i[1], i[3])), t.index_map(narrow, (2, 3, 5, n), (i[2] % 2, i[3]))
     batched = t.reduce("sum", t.apply("mul", *factors), [3])  # a product with two axes of rows
@@ -126,6 +127,7 @@ def seasoned(program: Program) -> Program:
         both,
         looked_up,
         t.literal(2.0, f32, (3,)),
+        *where,
         *moments(t.scan("sum", t.cast(t.iota((7, 8), t.coordinates((7, 8))[1]), f32), 0)),
         late(t.scan("sum", t.cast(t.iota((60, 8), t.coordinates((60, 8))[1]), f32), 0)),
     )
@@ -174,7 +176,8 @@ def alone(name: str, program: Program) -> tuple[Any, Any]:
     before = lift(program)
     if name.startswith("store_as_read") and "channels" not in name:  # these look at what is left when views are gone
         before = CATALOG["fuse:view"].apply(before)
-    elif not name.startswith(("fuse", "remake")):  # fusion keeps little that is made fast
+    elif name == "fuse:extremes_once" or not name.startswith(("fuse", "remake")):
+        # fusion keeps little that is made fast; extremes are looked at in what became one kernel
         before = fuse(before, Log(), Rates())
         before = CATALOG["store_as_read:narrow"].apply(before) if "channels" in name else before
     if name in ("schedule:share_rows", "schedule:split_frames"):  # which look at what is in a moving frame

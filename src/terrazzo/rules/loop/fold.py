@@ -125,11 +125,13 @@ def extremes_once(kernel: l.Kernel) -> l.Kernel:
             for a0 in free(4):
                 for r0 in reduce(8):
                     in0 = x[a0, r0]
+                    v0 = index(r0)
+                    v1 = i32(v0)
                     acc0 <- max(in0)
-                    acc1 <- argmax(in0, i32(index(r0)))
-                v0 = get(acc1, 1)
+                    acc1 <- argmax(in0, v1)
+                v2 = get(acc1, 1)
                 best[a0] = acc0
-                where[a0] = v0
+                where[a0] = v2
         return (best, where)
     =>
     @loop
@@ -138,11 +140,13 @@ def extremes_once(kernel: l.Kernel) -> l.Kernel:
             for a0 in free(4):
                 for r0 in reduce(8):
                     in0 = x[a0, r0]
-                    acc0 <- argmax(in0, i32(index(r0)))
-                v0 = get(acc0, 0)
-                v1 = get(acc0, 1)
-                best[a0] = v0
-                where[a0] = v1
+                    v0 = index(r0)
+                    v1 = i32(v0)
+                    acc0 <- argmax(in0, v1)
+                v2 = get(acc0, 0)
+                v3 = get(acc0, 1)
+                best[a0] = v2
+                where[a0] = v3
         return (best, where)
     """
     found = [x for x in topological(kernel.stores) if isinstance(x, l.Reduce)]

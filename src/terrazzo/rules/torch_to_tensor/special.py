@@ -348,9 +348,7 @@ def _search(values: Any, rows: Any, row: Sequence[Any], right: bool) -> Any:
             low, high = t.where(after, low, t.apply("add", middle, c(1, middle))), t.where(after, middle, high)
         else:  # it may be found already
             open_ = t.apply("lt", low, high)
-            low = t.where(
-                t.apply("and_", open_, t.apply("not_", after)), t.apply("add", middle, c(1, middle)), low
-            )
+            low = t.where(t.apply("and_", open_, t.apply("not_", after)), t.apply("add", middle, c(1, middle)), low)
             high = t.where(t.apply("and_", open_, after), middle, high)
         least = (least + 1) // 2 - 1
     return low
