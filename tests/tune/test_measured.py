@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import threading
 import time
@@ -12,10 +13,13 @@ import pytest
 import torch
 
 from terrazzo.front.capture import capture
+from terrazzo.hw.gpu import gpu
+from terrazzo.ir.canonical import canonical
 from terrazzo.ir.dialects import loop as l
 from terrazzo.options import Options
 from terrazzo.pipelines import LOWER, stages
 from terrazzo.rewrite.rule import Log
+from terrazzo.rules.loop_to_tile.candidates import candidates
 from terrazzo.run import measured
 from terrazzo.run.measured import Measured, Timing
 
@@ -101,3 +105,23 @@ def test_processes_that_write_wait_for_each_other(tmp_path: Path) -> None:
     Measured(tmp_path, "H200").keep(known, ROWS[:1])
     assert time.monotonic() - start > 0.2
     assert Measured(tmp_path, "H200").fastest(known) == "a"
+
+
+def test_what_is_shipped_is_of_this_version_and_still_a_candidate(tmp_path: Path) -> None:
+    (place,) = Path(measured.__file__).parents[1].glob("hw/measured/NVIDIA H200.json")
+    known = json.loads(place.read_text())
+    assert known["version"] == measured.VERSION and len(known["kernels"]) >= 40
+    given = tuple(torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((16, 4096), (14336, 4096)))
+    program = capture(torch.nn.functional.linear, given, {}).program
+    (found,) = stages(program, Options(target="sm_90a"), Log(), UPPER)[-1][1].steps
+    assert isinstance(found, l.Kernel)
+    form = canonical(found).kernel
+    fastest = Measured(tmp_path, "NVIDIA H200").fastest(form)
+    assert fastest in {c.text for c in candidates(form, gpu("sm_90a"), {})}
+    other = l.Kernel("otherstzz", form.axes, form.stores)  # whatever it is called
+    assert Measured(tmp_path, "NVIDIA H200").fastest(other) == fastest.replace(form.name, other.name) != fastest
+    assert Measured(tmp_path, "NVIDIA T4").fastest(form) == ""
+    own = Measured(tmp_path, "NVIDIA H200")
+    own.keep(form, [Timing(0, fastest, 3.0), Timing(1, "b", 2.0)])
+    assert own.fastest(form) == Measured(tmp_path, "NVIDIA H200").fastest(other) == "b"
+    assert [t.schedules for t in own.timings(other)] == [fastest.replace(form.name, other.name), "b"]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
+from terrazzo.bench.choice import Choice, choices
 from terrazzo.bench.compiling import PHASES
 from terrazzo.bench.harness import busy
 from terrazzo.bench.programs import report as programs
@@ -111,6 +114,8 @@ def page(results: Path) -> str:
             f"Geometric mean: **{record['geomean']:.2f}x** of eager.",
             "",
         ]
+    if (fits := results.parent / "fits" / "h200-tiles.json").exists():
+        parts += _choices(fits)
     return "\n".join(parts)
 
 
@@ -232,6 +237,35 @@ def _programs(record: Mapping[str, Any]) -> list[str]:
         *_markdown(programs.rows(record)),
         "",
     ]
+
+
+def choice_rows(found: Sequence[Choice]) -> list[tuple[str, ...]]:
+    """How far the model's choices are from the fastest schedules that were measured, those first that lose most."""
+    head = ("product", "chosen (µs)", "fastest", "of", "lost", "model off by", "cuBLAS", "chosen / cuBLAS")
+    lines = [
+        (
+            f"{' x '.join(map(str, c.shape))}", f"{c.chosen:.1f}", f"{c.best:.1f}", str(c.count),
+            f"{100 * (c.lost - 1):.0f} %", f"{100 * c.off:.0f} %", f"{c.cublas:.1f}", f"{c.cublas / c.chosen:.2f}x",
+        )
+        for c in sorted(found, key=lambda c: -c.lost)
+    ]  # fmt: skip
+    return [head, *lines]
+
+
+def _choices(fits: Path) -> list[str]:
+    """The model's choices among schedules that were measured."""
+    from terrazzo.hw.gpu import gpu
+
+    found = choices(fits, gpu("sm_90a"))
+    lost = math.exp(sum(math.log(c.lost) for c in found) / len(found)) - 1
+    off = math.exp(math.sqrt(sum(math.log1p(c.off) ** 2 for c in found) / len(found))) - 1
+    told = (
+        f"Of {sum(c.count for c in found)} schedules of {len(found)} products of bf16 (rows x steps x columns) that"
+        f" were measured on an H200, those that the model has first take {100 * lost:.1f} % longer than the fastest in the"
+        f" geometric mean, {100 * max(c.lost - 1 for c in found):.0f} % at most. It is off by {100 * off:.0f} % for"
+        " schedules that take at most half as long again as these. It was fitted to the same measurements."
+    )
+    return ["## The model's choices", "", *wrap(told, 120), "", *_markdown(choice_rows(found)), ""]
 
 
 def _markdown(table: Sequence[Sequence[str]]) -> list[str]:

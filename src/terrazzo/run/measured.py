@@ -6,12 +6,16 @@ old, or of a candidate that is none any more can make a kernel slow and never wr
 
 from __future__ import annotations
 
+import json
+import re
 import sqlite3
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +26,9 @@ from terrazzo.run.cache import digest
 
 T = TypeVar("T")
 
-VERSION = 1
+NAME = "tzz"
+"""What kernels are called here, and what names of canonical forms end with."""
+VERSION = 2
 """Raised when schedules come to mean other kernels, or their kernels to take another time: old rows are not read."""
 PATIENCE = 10.0
 """Seconds to wait for another process that writes."""
@@ -42,9 +48,28 @@ class Timing:
 
 
 def text(kernel: l.Kernel) -> str:
-    """A kernel up to names, with the types of what it reads."""
+    """A kernel up to names, its own too, with the types of what it reads."""
     form = canonical(kernel).kernel
+    form = l.Kernel(NAME, form.axes, form.stores)
     return show(l.Program("measured", form.reads, (form,), form.writes))
+
+
+def _nameless(schedules: str, kernel: l.Kernel) -> str:
+    """Schedules of a kernel in its canonical form as those of one with a name that says nothing."""
+    return schedules.replace(kernel.name, NAME) if kernel.name.endswith(NAME) else schedules
+
+
+def _named(schedules: str, kernel: l.Kernel) -> str:
+    """The reverse."""
+    return re.sub(rf"\b{NAME}", kernel.name, schedules) if kernel.name.endswith(NAME) else schedules
+
+
+@lru_cache(maxsize=8)
+def shipped(gpu: str) -> Mapping[str, str]:
+    """What was measured on GPUs of this name where this package was made: the schedules of kernels, by their keys."""
+    place = resources.files("terrazzo.hw") / "measured" / f"{gpu}.json"
+    found: dict[str, Any] = json.loads(place.read_text()) if place.is_file() else {}
+    return found["kernels"] if found.get("version") == VERSION else {}
 
 
 @dataclass
@@ -67,22 +92,25 @@ class Measured:
         """The candidates of a kernel that were measured, in the model's order."""
         key = digest("measured", text(kernel))
         if key in self.own:
-            return self.own[key]
+            return [replace(t, schedules=_named(t.schedules, kernel)) for t in self.own[key]]
         query = "SELECT rank, schedules, us, why FROM timings WHERE gpu = ? AND version = ? AND key = ? ORDER BY rank"
         rows: list[Any] = self._with(lambda db: db.execute(query, (self.gpu, VERSION, key)).fetchall(), [])
-        return [Timing(*row) for row in rows]
+        return [Timing(rank, _named(schedules, kernel), us, why) for rank, schedules, us, why in rows]
 
     def fastest(self, kernel: l.Kernel) -> str:
-        """The schedules of the fastest candidate; "" where none was measured."""
-        done = [t for t in self.timings(kernel) if t.us is not None]
-        return min(done, key=lambda t: t.us or 0.0).schedules if done else ""
+        """The schedules of the fastest candidate, here or where this package was made; "" where none was measured."""
+        if timings := self.timings(kernel):
+            done = [t for t in timings if t.us is not None]
+            return min(done, key=lambda t: t.us or 0.0).schedules if done else ""
+        known = shipped(self.gpu)
+        return _named(known.get(digest("measured", text(kernel)), ""), kernel) if known else ""
 
     def keep(self, kernel: l.Kernel, timings: Sequence[Timing]) -> None:
         """Replace what is known of a kernel."""
         told = text(kernel)
         key = digest("measured", told)
-        self.own[key] = list(timings)
-        rows = [(self.gpu, VERSION, key, t.rank, t.schedules, t.us, t.why, told) for t in timings]
+        self.own[key] = [replace(t, schedules=_nameless(t.schedules, kernel)) for t in timings]
+        rows = [(self.gpu, VERSION, key, t.rank, _nameless(t.schedules, kernel), t.us, t.why, told) for t in timings]
 
         def write(db: sqlite3.Connection) -> None:
             with db:

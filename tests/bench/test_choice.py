@@ -1,0 +1,24 @@
+"""How far the model's choices are from the fastest schedules that were measured."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from terrazzo.bench.choice import choices
+from terrazzo.hw.gpu import gpu
+
+RECORD = Path(__file__).parents[2] / "benchmarks" / "fits" / "h200-tiles.json"
+
+
+def test_the_model_chooses_nearly_the_fastest(tmp_path: Path) -> None:
+    """Every sixth product, so that who changes the model or its constants is told what that loses."""
+    cases = json.loads(RECORD.read_text())["cases"]
+    some = sorted({(c["m"], c["k"], c["n"]) for c in cases})[::6]
+    few = tmp_path / "some.json"
+    few.write_text(json.dumps({"cases": [c for c in cases if (c["m"], c["k"], c["n"]) in some]}))
+    found = choices(few, gpu("sm_90a"))
+    assert [c.shape for c in found] and len(found) == len(some)
+    assert math.exp(sum(math.log(c.lost) for c in found) / len(found)) <= 1.04
+    assert max(c.lost for c in found) <= 1.2
