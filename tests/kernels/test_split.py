@@ -390,6 +390,21 @@ SCALED = text(256, 128, 192, blocks=1).replace(
 )
 
 
+ONE = "mul(f32(x{}[a0, r0]), f32(w{}[a1, r0]))".format
+LAST = f"mul(add(add({ONE(3, 1)}, {ONE(2, 2)}), {ONE(1, 3)}), f32(0.25))"
+SMALL = f"add({LAST}, mul(add({ONE(2, 1)}, {ONE(1, 2)}), f32(0.5)))"
+THREE = re.sub(r"sum\(.*\)\n", f"sum(add({SMALL}, {ONE(1, 1)}))\n", SCALED)
+SHORT = THREE.replace("time(3,", "time(6,").replace("block(64)", "block(32)").replace("reg(4)", "reg(2)")
+
+
+@pytest.mark.parametrize(("source", "begun"), [(THREE, 4), (SHORT.replace("swizzle=128", "swizzle=64"), 3)])
+def test_the_large_products_of_three_scales_are_promoted_every_32(source: str, begun: int) -> None:
+    """By each of two warpgroups: twice in a step of 64, once in one of 32."""
+    assert "f32(0.5)" in source
+    right(source)
+    assert str(derived(source)).count("fresh") == 2 * begun
+
+
 def test_products_that_are_scaled_are_added_up_by_themselves() -> None:
     """In one set of registers: three products, which CUDA cores add, scaled; then three more."""
     assert "0.25" in SCALED
@@ -397,7 +412,7 @@ def test_products_that_are_scaled_are_added_up_by_themselves() -> None:
     steps = str(derived(SCALED))
     assert re.findall(r"fresh|mul\(part\d\[e\d+\], f32\(0.25\)\)", steps)[:2] == ["fresh", "mul(part0[e9], f32(0.25))"]
     assert len(set(re.findall(r"part\d = registers", steps))) == 2  # one for each team
-    assert steps.count("fresh") == 6  # the sums of the last three are begun twice in a step
+    assert steps.count("fresh") == 4
 
 
 def test_what_is_scaled_is_promoted() -> None:

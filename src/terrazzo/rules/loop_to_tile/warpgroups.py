@@ -191,11 +191,11 @@ def promotes(p: Product) -> bool:
 
 
 def _promotions(p: Product, tile: Tile) -> int:
-    """How often in a step: products that are scaled alike are added up together, the large ones of a long step in two
-    halves.
+    """How often in a step: products that are scaled alike are added up together; of three scales, the large ones of a
+    long step in two halves.
     """
     scales = len(set(p.sites[0].scales))
-    return scales + (scales > 1 and tile.k == STEP)
+    return scales + (scales > 2 and tile.k == STEP)
 
 
 def _shares(tile: Tile, split: Any) -> bool:

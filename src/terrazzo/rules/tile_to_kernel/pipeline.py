@@ -409,14 +409,15 @@ class Pipeline:
         """The products of step t, until all but `left` groups of them are done. Those that are scaled alike are added
         up before the others begin; the sums of the last ones are still to be promoted.
 
-        Every instruction cuts its sums off towards zero. The small products are too small for that to matter; the sums
-        of the large ones are promoted after two instructions, so that results are not smaller than they should be.
+        Every instruction cuts its sums off towards zero. Where someone wants all digits of float32 (six products of
+        three scales), the small products are too small for that to matter, and the sums of the large ones are promoted
+        after two instructions, so that results are not smaller than they should be.
         """
         if not self.outermost(p) and not p.early:
             self.declare(p)
         first = self.draft.products[p.sites[0]]
         *small, last = dict.fromkeys(first.scales) if p.promote else (1.0,)
-        pieces = self.halves(p) if small else 1
+        pieces = self.halves(p) if len(small) > 1 else 1
         for scale, piece in [*((s, (0, 1)) for s in small), *((last, (n, pieces)) for n in range(pieces - 1))]:
             self.product(p, t, values, slots, scale, piece)
             self.settle(p, 0)
