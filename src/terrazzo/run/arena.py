@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from terrazzo.ir.dialects import kernel
 from terrazzo.ir.dialects import loop as l
 from terrazzo.run.branches import Place, clocks
 
+T = TypeVar("T")
 ALIGN = 256
 MOST = 4000
 """Temporaries of which there may be more than one try at where they lie."""
@@ -53,28 +55,36 @@ def allocate(
     given = [b for b in lives.first if b in set(buffers)]
     longest = sorted(given, key=lambda b: (lives.first[b] - lives.last[b], -b.type.span))
     orders = [given, sorted(given, key=lambda b: -b.type.span), longest]
-    return min((_placed(order, lives) for order in orders[: 1 if len(given) > MOST else 3]), key=lambda x: x[1])
+    return min(
+        (placed(order, _padded, lives.apart) for order in orders[: 1 if len(given) > MOST else 3]), key=lambda x: x[1]
+    )
 
 
-def _placed(buffers: Sequence[l.Buffer], lives: Lives) -> tuple[dict[l.Buffer, int], int]:
-    """Where buffers lie that are placed in this order; and the total."""
-    taken: list[tuple[int, int, l.Buffer]] = []  # offset, end
-    offsets: dict[l.Buffer, int] = {}
-    for b in buffers:
-        size = _padded(b)
+def placed(items: Sequence[T], size: Callable[[T], int], apart: Callable[[T, T], bool]) -> tuple[dict[T, int], int]:
+    """Where items of these sizes lie, of which those that are not `apart` share no memory, placed in this order; and
+    the total.
+    """
+    taken: list[tuple[int, int, T]] = []  # offset, end
+    offsets: dict[T, int] = {}
+    for b in items:
         place = 0
-        for start, end in sorted((start, end) for start, end, x in taken if not lives.apart(x, b)):
-            if start - place >= size:
+        for start, end in sorted((start, end) for start, end, x in taken if not apart(x, b)):
+            if start - place >= size(b):
                 break
             place = max(place, end)
         offsets[b] = place
-        taken.append((place, place + size, b))
+        taken.append((place, place + size(b), b))
     return offsets, max((end for _, end, _ in taken), default=0)
 
 
 def _padded(b: l.Buffer) -> int:
     """The bytes a temporary takes: what begins after it is aligned."""
-    return (max(b.type.span, 1) + ALIGN - 1) // ALIGN * ALIGN
+    return padded(b.type.span)
+
+
+def padded(size: int) -> int:
+    """So many bytes, of which there is at least one, up to where something else may begin."""
+    return (max(size, 1) + ALIGN - 1) // ALIGN * ALIGN
 
 
 def hosts(

@@ -33,6 +33,7 @@ from terrazzo.run.cpu import Cpu
 from terrazzo.run.cuda import Cuda, architecture
 from terrazzo.run.interpreted import interpreted
 from terrazzo.run.nvrtc import abandoned_on_error
+from terrazzo.run.own import layout
 from terrazzo.run.plan import Fallback, Plan, Step, decode, make, misfit, places_in, slots_in, spans
 from terrazzo.run.streams import Streams
 from terrazzo.run.switched import Switched
@@ -61,7 +62,7 @@ class Compiled:
     log: Log = field(default_factory=Log)
     sources: list[tuple[str, str]] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
-    frames: dict[int, list[_Frame]] = field(default_factory=dict)
+    frames: dict[tuple[int, bool], list[_Frame]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.varying = [k for k in self.plan.inputs if k not in self.bound]
@@ -111,14 +112,15 @@ class Compiled:
     def _run_all(self, tensors: dict[int, Any]) -> list[Any]:
         self.machine.before()
         queue = self.machine.queue()
-        pool = self.frames.setdefault(queue, [])
+        beside = self.branched and self.machine.capturing()
+        pool = self.frames.setdefault((queue, beside), [])
         try:
             frame = pool.pop()
         except IndexError:
-            frame = _Frame(self.plan, self.machine, self.functions, self.as_graph, self.bound.keys())
+            frame = _Frame(self.plan, self.machine, self.functions, self.as_graph, self.bound.keys(), beside)
         frame.point(tensors)
         try:
-            if self.branched and self.machine.capturing():
+            if beside:
                 self._run_beside(frame, tensors)
             else:
                 self._run(frame, tensors, queue)
@@ -194,20 +196,29 @@ class Compiled:
 
 
 class _Frame:
-    """Temporaries and prepared launches of one call at a time."""
+    """Temporaries and prepared launches of one call at a time, whose steps run one after the other, or `beside` each
+    other.
+    """
 
     def __init__(
-        self, plan: Plan, machine: Cpu | Cuda, functions: Sequence[Any], as_graph: bool, bound: Set[int]
+        self,
+        plan: Plan,
+        machine: Cpu | Cuda,
+        functions: Sequence[Any],
+        as_graph: bool,
+        bound: Set[int],
+        beside: bool = False,
     ) -> None:
         import torch
 
         self.plan, self.machine = plan, machine
+        self.layout = layout(plan, machine.hands_on and not as_graph and not beside)
         try:
-            self.arena = torch.empty(plan.arena + ALIGN, dtype=torch.uint8, device=machine.device)
+            self.arena = torch.empty(self.layout.size + ALIGN, dtype=torch.uint8, device=machine.device)
         except RuntimeError:  # which is how PyTorch says that the CPU's memory does not suffice
             if machine.device != "cpu":
                 raise
-            raise MemoryError(f"temporaries take {plan.arena} bytes") from None
+            raise MemoryError(f"temporaries take {self.layout.size} bytes") from None
         self.base = (self.arena.data_ptr() + ALIGN - 1) // ALIGN * ALIGN
         launches: list[Any] = []
         self.pointers: dict[int, list[tuple[Any, int, int]]] = {}
@@ -218,13 +229,14 @@ class _Frame:
             array = (ctypes.c_void_p * len(step.args))()
             for position, k in enumerate(step.args):
                 slot = plan.slots[k]
-                if slot.kind == "arena" and slot.within is None:
-                    array[position] = self.base + slot.offset
+                if k in self.layout.offsets:
+                    array[position] = self.base + self.layout.offsets[k]
                 else:
                     where, offset = (k, 0) if slot.within is None else (slot.within, slot.offset)
                     self.pointers.setdefault(where, []).append((array, position, offset))
             launches.append(machine.prepare(step, function, array, number, plan.slots))
-        self.single = _work(plan, launches, [[n] for n in range(len(launches))], machine.device, bound)
+        singly = [[n] for n in range(len(launches))]
+        self.single = _work(plan, launches, singly, machine.device, bound, self.layout.own)
         self.work = self.single
         if as_graph and not isinstance(machine, Cpu):  # the launches between calls of PyTorch are a graph each
             groups = [list(g) for _, g in itertools.groupby(range(len(launches)), lambda n: launches[n] is None or -1)]
@@ -248,7 +260,7 @@ class _Frame:
     def view(self, k: int) -> Any:
         """A temporary as a tensor."""
         slot = self.plan.slots[k]
-        start = self.base - self.arena.data_ptr() + slot.offset
+        start = self.base - self.arena.data_ptr() + self.layout.offsets[k]
         dtype = to_torch_dtype(DTYPES[slot.dtype])
         return self.arena[start : start + slot.bytes].view(dtype).as_strided(slot.shape, slot.strides)
 
@@ -272,18 +284,25 @@ class _Work:
 
 
 def _work(
-    plan: Plan, launches: Sequence[Any], groups: Sequence[Sequence[int]], device: str, bound: Set[int]
+    plan: Plan,
+    launches: Sequence[Any],
+    groups: Sequence[Sequence[int]],
+    device: str,
+    bound: Set[int],
+    own: Set[int] = frozenset(),
 ) -> list[_Work]:
-    """What a call does in order: launches, each of a group of steps. What is never written exists from the start."""
+    """What a call does in order: launches, each of a group of steps. What is never written exists from the start; of
+    temporaries those exist that have memory of their `own`.
+    """
     at = {n: k for k, group in enumerate(groups) for n in group}
     first, last = spans(plan)
     begins: list[list[tuple[int, Expected]]] = [[] for _ in groups]
     ends: list[list[int]] = [[] for _ in groups]
     called = {k for s in plan.steps if not s.key for k in s.results}
     for k, slot in enumerate(plan.slots):
-        if slot.kind == "result" and k not in called and groups:
+        if (k in own or (slot.kind == "result" and k not in called)) and groups:
             begins[at[first.get(k, 0)]].append((k, Expected(slot, device)))
-        if slot.kind in ("input", "call") and k not in bound and k not in plan.results and k in last:
+        if (k in own or slot.kind in ("input", "call")) and k not in bound and k not in plan.results and k in last:
             ends[at[last[k]]].append(k)
     return [_Work(g[0], x, b, e) for g, x, b, e in zip(groups, launches, begins, ends, strict=True)]
 

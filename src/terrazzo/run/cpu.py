@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from terrazzo.errors import DivisionByZero, IndexOutOfRange, about
 from terrazzo.ir.dialects import loop as l
@@ -47,6 +47,7 @@ class Cpu:
     device: str = "cpu"
     suffix: str = SUFFIX
     processors: int = 0  # that kernels share: each has all of them
+    hands_on: ClassVar[bool] = False  # memory that is free: what is large goes back to the system, page by page
 
     def key(self, cache: Cache) -> str:
         """What machine code here depends on."""

@@ -81,6 +81,7 @@ class Cuda:
     """A GPU as a place where plans run."""
 
     suffix = ".cubin"
+    hands_on = True
 
     def __init__(self, device: str, arch: str) -> None:
         """UserError where PyTorch sees no GPU, where the driver is too old, or where this GPU is of another

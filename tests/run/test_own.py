@@ -1,0 +1,61 @@
+"""Large temporaries have memory of their own where that takes less: what it saves, and that calls stay right."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import terrazzo
+from terrazzo.bench import memory
+from terrazzo.run.cpu import Cpu
+from terrazzo.run.own import layout
+
+pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
+
+
+def saved_for_later(x: torch.Tensor, ws: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Much is kept at first, and then, step by step, given up for results."""
+    kept = [x]
+    for w in ws:
+        kept.append(torch.tanh(kept[-1] @ w))
+    out, g = [], kept[-1]
+    for w, y in zip(reversed(ws), reversed(kept[:-1]), strict=True):
+        out.append(y.t() @ g)
+        g = torch.sort(g @ w.t(), -1).values  # a call of PyTorch in between
+    return out
+
+
+def compiled(cache: Path, *args: Any) -> Any:
+    return terrazzo.compile(saved_for_later, *args, options={"cache_dir": cache})
+
+
+@pytest.mark.parametrize("hands_on", [False, True])
+def test_memory_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hands_on: bool) -> None:
+    monkeypatch.setattr(Cpu, "hands_on", hands_on)
+    torch.manual_seed(0)
+    args = torch.randn(900, 600), [torch.randn(600, 600) / 25 for _ in range(12)]
+    ours = compiled(tmp_path, *args)
+    first = ours(*args)
+    for got, want in zip(first, saved_for_later(*args), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+    other = ours(2 * args[0], args[1])
+    assert all(map(torch.equal, first, ours(*args))) and not torch.equal(first[-1], other[-1])
+    ((frame,),) = ours.compiled.frames.values()
+    assert bool(frame.layout.own) == hands_on
+    assert set(frame.layout.offsets).isdisjoint(frame.layout.own)
+    whole = frame.arena.numel() + memory._watched(lambda: ours(*args))
+    plain = layout(ours.compiled.plan, apart=False).size + sum(x.numel() * 4 for x in first)
+    assert whole < 0.9 * plain if hands_on else whole > 0.95 * plain
+
+
+def test_no_more_than_it_saves(tmp_path: Path) -> None:
+    """Small temporaries, and those whose arena takes no more than they do, stay where they are."""
+    x = torch.randn(64, 64)
+    plan = compiled(tmp_path, x, [x, x]).compiled.plan
+    assert not layout(plan, apart=True).own
+    chain = terrazzo.compile(lambda x: torch.sort(x.exp().cumsum(0), -1).values.sum(), torch.randn(900, 900))
+    assert not layout(chain.compiled.plan, apart=True).own
