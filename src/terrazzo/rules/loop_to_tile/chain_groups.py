@@ -181,14 +181,20 @@ def arrangements(c: Chain, gpu: Gpu) -> Iterator[Groups]:
 
 def _in_turns(c: Chain, gpu: Gpu) -> Iterator[Groups]:
     """With several sums inside, each of which is waited for by itself: all are in registers, and so is what is summed
-    outside, and what is made of the former for it.
+    outside, and what is made of the former for it. One warpgroup waits for what it makes itself, so there are two where
+    there is room.
     """
-    for step, count, gathered in product((STEP, 3 * STEP // 4, STEP // 2), (2, 1), (True, False)):
-        sums = len(c.outside) * c.width // 2 + len(c.sums) * step // 2
-        factors = sum(step // 4 for _ in c.outside)
-        if sums > HELD or sums + factors > FULL or (count - 1) * ROWS >= c.rows.extent or step > c.steps.extent:
-            continue
-        yield from _roomiest(Groups(count, step, MOST_SLOTS, True, gathered, turns=True), c, gpu)
+    for count in (2, 1):
+        found: list[Groups] = []
+        for step, gathered in product((STEP, 3 * STEP // 4, STEP // 2), (True, False)):
+            sums = len(c.outside) * c.width // 2 + len(c.sums) * step // 2
+            factors = sum(step // 4 for _ in c.outside)
+            if sums > HELD or sums + factors > FULL or (count - 1) * ROWS >= c.rows.extent or step > c.steps.extent:
+                continue
+            found += _roomiest(Groups(count, step, MOST_SLOTS, True, gathered, turns=True), c, gpu)
+        if found:
+            yield from found
+            return
 
 
 def _roomiest(way: Groups, c: Chain, gpu: Gpu, least: int = 2) -> Iterator[Groups]:
