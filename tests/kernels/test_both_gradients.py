@@ -7,22 +7,31 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from tests.hw.sass import sass
 from tests.kernels.programs import lowered
 from tests.kernels.test_arrangements import derived, right
 from tests.kernels.test_training import causal, gradients, plain, tensors
 from tests.rules.test_catalog import assert_same, example
 
+from terrazzo.errors import UserError
+from terrazzo.front.capture import capture
 from terrazzo.hw.gpu import gpu
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.plan import Plan, Product, Ring, Stream
 from terrazzo.ir.text import parse, show
+from terrazzo.options import Options
+from terrazzo.pipelines import PASSES, stages
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop import beside
-from terrazzo.rules.tile.complete import complete
+from terrazzo.rules.tile.complete import Refused, complete
+from terrazzo.rules.tile.verify import verify
 
 
 @dataclass(frozen=True)
@@ -192,3 +201,55 @@ def test_all_gradients_in_adverse_orders(fn: Any, tokens: int) -> None:
     ]
     assert [sum(len(s.also) for s in plan.all(Stream)) for plan in turns] == [1, 2]
     right(show(program))
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_weights_are_found_while_the_second_sums_are_on_their_way(width: int, tmp_path: Path) -> None:
+    """In the loop of each warpgroup all exponentials stand between the wait for the first sums and that for the second
+    ones; nothing is spilled, and one multiplication and addition in one is all that a weight takes besides.
+    """
+    kernel = replace(Both(), queries=2048, keys=2048, width=width, stay=16, slots=2)
+    lines = sass(derived(kernel.text).steps[0], "sm_90a", tmp_path)
+    assert not any(line.startswith(("STL", "LDL")) for line in lines)
+    waits = [n for n, line in enumerate(lines) if line.startswith("WARPGROUP.DEPBAR")]
+    inside = [lines[n:m] for n, m in pairwise(waits) if lines[n].endswith("0x1") and lines[m].endswith("0x0")]
+    assert [sum("MUFU.EX2" in line for line in body) for body in inside] == [32, 32]
+    assert all(32 <= sum("FFMA" in line for line in body) <= 40 for body in inside)
+    assert sum("HGMMA" in line for line in lines) == 2 * (2 * width // 16 + 2 * 4)
+
+
+@pytest.mark.parametrize(
+    ("both", "before", "after", "reason"),
+    [
+        (Both(groups=1), "(24, 240)", "(24, 240), lag=True", "where several have parts of one tile"),
+        (Both(overlap=False), "(24, 240)", "(24, 240), lag=True", "nothing reads `roles = ... lag=True ...`"),
+        (Both(), "mul(v5, sub", "mul(mul(v5, acc2), sub", "acc0 takes what is made of sums in whose place there is"),
+        (Both(), "bf16(mul(v5, sub(acc3, d[a0, r1])))", "bf16(f64(mul(v5, sub(acc3, d[a0, r1]))))", "made of no 32"),
+        (Both(slots=1), "v1 = ge", "v1 = ge", "each operand has two slots at least"),
+    ],
+)  # fmt: skip
+def test_what_cannot_begin_one_by_one(both: Both, before: str, after: str, reason: str) -> None:
+    assert before in both.text
+    program = parse(both.text.replace(before, after))
+    found, _ = complete(program.loop.steps[0], program.schedules[0][1], gpu("sm_90a"))
+    assert isinstance(found, Refused) and reason in found.reason, found
+
+
+def test_teams_lag_as_the_schedule_has_it() -> None:
+    program = parse(Both().text)
+    kernel, schedule = program.loop.steps[0], program.schedules[0][1]
+    text = f"{Both().text}".replace("    return (dk, dv)\n", "")
+    plan = "\n".join(f"    {line}" for line in str(Both().plan).splitlines())
+    edited = parse(f"{text}{plan.replace(', lag=True', '')}\n    return (dk, dv)\n")
+    assert "lag=True" in plan
+    with pytest.raises(UserError, match="its teams lag behind one another"):
+        verify(kernel, schedule, dict(edited.plans)[0], gpu("sm_90a"))
+
+
+@pytest.mark.parametrize(("width", "dtype"), [(256, torch.bfloat16), (128, torch.float16)])
+def test_memory_grows_with_tokens_alone(width: int, dtype: torch.dtype) -> None:
+    """No weight is stored for wide heads either."""
+    args = tuple(torch.empty(1, 4, 2048, width, dtype=dtype, device="meta") for _ in range(4))
+    names = tuple(p.name for p in PASSES if p.dst in ("tensor", "loop"))
+    made = stages(capture(gradients(causal), args, {}).program, Options(target="sm_90a"), Log(), names)[-1][1]
+    assert max(b.type.numel for s in made.steps for b in s.writes) == 4 * 2048 * width

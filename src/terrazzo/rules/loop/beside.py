@@ -113,9 +113,10 @@ def _needs(program: l.Program, last: l.Kernel, first: l.Kernel) -> bool:
 def together(c: Chain, d: Chain) -> l.Kernel | None:
     """Two chains as one kernel of both results; None where they share no sum inside."""
     one, other = c.kernel, d.kernel
-    if [a.extent for a in one.axes] != [a.extent for a in other.axes]:
+    mine, its = ([*(a for a in x.kernel.axes if a not in (x.rows, x.columns)), x.rows, x.columns] for x in (c, d))
+    if [a.extent for a in mine] != [a.extent for a in its]:
         return None
-    places = dict(zip(other.axes, one.axes, strict=True))
+    places = dict(zip(its, mine, strict=True))
     stores = tuple(substitute(s, places) for s in other.stores)
     made = l.Kernel(one.name, one.axes, (*one.stores, *stores), one.source)
     found = chain(made)

@@ -40,7 +40,7 @@ EXPONENTIALS = 27.2
 BESIDE = {(False, 1): 1.0, (False, 2): 0.8, (False, 3): 0.7, (True, 1): 0.6, (True, 2): 0.5, (True, 3): 0.35}
 """How much of the time for exponentials is not hidden behind products: whether steps overlap, and by the number of
 warpgroups. 4 x 32 x 2048 x 128 took 497 us with two on an H200 and 455 overlapped (a text by hand); that three hide
-more, and what one does, are estimates.
+more, and what one does, are estimates. One whose products take turns waits for what it makes itself.
 """
 TURNAROUND = 250.0
 """Nanoseconds from a warpgroup's scores to its next ones, besides its products and exponentials. An estimate."""
@@ -226,7 +226,7 @@ def price(way: Groups, c: Chain, gpu: Gpu, steps: Sequence[int]) -> float:
     deep = depth * len(c.sums), width * len(c.outside)
     inner, outer = (2 * way.count * ROWS * way.step * n / rate for n in deep)
     found = way.count * ROWS * way.step / EXPONENTIALS
-    busy = inner + outer + BESIDE[way.overlap, way.count] * found
+    busy = inner + outer + (1.0 if way.turns and way.count == 1 else BESIDE[way.overlap, way.count]) * found
     alone = (inner + (0.0 if way.overlap else outer) + found) / way.count + TURNAROUND
     each = max(busy, alone)
     times = math.prod(outside(c))

@@ -11,6 +11,7 @@ from terrazzo.ir import nest as n
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import substitute, topological
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site
+from terrazzo.rules.access import WIDEST
 from terrazzo.rules.loop_to_tile.collapse import merge_axes
 from terrazzo.rules.loop_to_tile.threads import (
     DEAR,
@@ -53,6 +54,8 @@ def reduction(kernel: l.Kernel, gpu: Gpu, most: int = 32, whole: bool = True) ->
     length, count = size_of(longest), math.prod(map(size_of, rows))
     if length <= 16 and not inner and rows:
         return Schedule(kernel.name, gpu.arch, _row_lines(rows, (*warps_of(4), Factor("lane", WARP)), 4 * WARP))
+    if not inner and rows and count >= MANY * gpu.processors and (lanes := _lanes(kernel, top, vector)):
+        return _several_rows(kernel, gpu, rows, lanes, vector)
     if length <= WARP * vector * 4 and rows and count >= gpu.processors:
         warps, lines = 1, _row_lines(rows, warps_of(4), 4)
     else:
@@ -91,6 +94,33 @@ def reduction(kernel: l.Kernel, gpu: Gpu, most: int = 32, whole: bool = True) ->
     keep = tuple((b, Operand("reg")) for b, uses in loads.items() if uses > 1) if per_thread <= KEPT * 2 else ()
     terms = tuple((name, Operand("reg")) for name in _again(kernel, top, inner)) if per_thread <= KEPT else ()
     return Schedule(kernel.name, gpu.arch, lines, (*keep[:2], *terms[:1]), (), tuple(sites))
+
+
+MANY = 64
+"""Rows for each processor from which on a warp may take several short ones at once."""
+
+
+def _lanes(kernel: l.Kernel, top: Sequence[l.Reduce], vector: int) -> int:
+    """The lanes that share a row in one access each of 16 bytes, where they are fewer than a warp has; else 0."""
+    sizes = {tuple(map(size_of, r.axes)) for r in top}
+    if len(sizes) > 1 or len(top[0].axes) > 1 or {*n.accumulators(kernel).values()} != {*top}:
+        return 0
+    if any(x in top for r in top for x in topological(r.args)):
+        return 0
+    ((length,),) = sizes
+    lanes = length // vector
+    widest = max((x.dtype.size for x in _loads(top)), default=0) * vector == WIDEST
+    return lanes if widest and lanes * vector == length and lanes in (4, 8, 16) else 0
+
+
+def _several_rows(kernel: l.Kernel, gpu: Gpu, rows: Sequence[Any], lanes: int, vector: int) -> Schedule:
+    """A warp takes as many short rows as its lanes have 16 bytes of: enough is on its way at once."""
+    each = WARP // lanes
+    lines = _row_lines(rows, (*warps_of(8), Factor("lane", each)), 8 * each)
+    names = [(name, r) for name, r in n.accumulators(kernel).items() if isinstance(r, l.Reduce)]
+    share = (Factor("lane", lanes), *vector_at(vector))
+    sites = tuple(Site((name,), ((axis_name(r.axes[-1]), share),)) for name, r in names)
+    return Schedule(kernel.name, gpu.arch, lines, (), (), sites)
 
 
 def _ragged(kernel: l.Kernel, top: Sequence[l.Reduce], inner: Sequence[Any], longest: Any) -> int:

@@ -16,7 +16,7 @@ def assign_warps(plan: Plan, draft: Draft) -> Plan | None:
     """All warps do everything, or, with `roles`, those that load stand before those that compute.
 
     A role with registers of its own is of whole warpgroups. Warpgroups that multiply each work and wait by themselves;
-    with `turns=True` each has a tile of its own, with `lag=True` each begins a step after the one before it.
+    with `turns=True` each has a tile of its own.
     """
     if plan.all(Agent):
         return None
@@ -40,12 +40,8 @@ def assign_warps(plan: Plan, draft: Draft) -> Plan | None:
     first = -(-asked[LOAD] // whole) * whole
     load = Agent(LOAD, 0, first, 1, registers[0])
     every = asked[MATH]
-    lag = options.get("lag", False) is True
-    teams = every // WARPS_IN_A_GROUP if groups else 1
-    if lag and (teams < 2 or turns):
-        raise draft.fail("roles: warpgroups lag behind one another where several have parts of one tile")
-    math = Agent(MATH, first, every, teams, registers[1], turns, lag)
-    return plan.plus(load, math, read=draft.read(None, "roles", "roles", LOAD, MATH, "registers", "turns", "lag"))
+    math = Agent(MATH, first, every, every // WARPS_IN_A_GROUP if groups else 1, registers[1], turns)
+    return plan.plus(load, math, read=draft.read(None, "roles", "roles", LOAD, MATH, "registers", "turns"))
 
 
 def bound_warps(draft: Draft) -> int:

@@ -9,6 +9,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import Node, topological
 from terrazzo.ir.plan import Agent, Frame, Plan, Product, Ring
 from terrazzo.rewrite.rule import need, rule
+from terrazzo.rules.tile.agents import MATH
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.reach import masked, reached
 from terrazzo.rules.tile.rings import outermost, overlaps, staggered, steps
@@ -64,13 +65,28 @@ def take_turns(plan: Plan, draft: Draft) -> Plan | None:
     if not rings or any(r.late for r in rings) or not staggered(draft, products):
         return None
     may_take_turns(plan, draft)
-    need(
-        not any(a.lag for a in plan.all(Agent)) or len(plan.all(Agent)) == 2,
-        "warpgroups lag behind one another behind warps that load",
+    behind = lags(draft)
+    lines = tuple(
+        _late(x)
+        if isinstance(x, Ring) and freed_late(x, plan, draft)
+        else _lagging(x)
+        if isinstance(x, Agent) and x.name == MATH and behind
+        else x
+        for x in plan.lines
     )
-    lines = tuple(_late(x) if isinstance(x, Ring) and freed_late(x, plan, draft) else x for x in plan.lines)
     read = [w for a, _ in steps(draft) for w in draft.read(None, axis_name(a), "overlap")]
+    read += draft.read(None, "roles", "lag")
     return Plan(plan.kernel, plan.target, lines, plan.open).plus(read=read)
+
+
+def lags(draft: Draft) -> bool:
+    """Whether the schedule has warpgroups lag behind one another."""
+    return dict(draft.schedule.options("roles")).get("lag") is True
+
+
+def _lagging(a: Agent) -> Agent:
+    need(a.teams > 1 and not a.turns, "warpgroups lag behind one another where several have parts of one tile")
+    return Agent(a.name, a.first, a.warps, a.teams, a.registers, a.turns, lag=True)
 
 
 def _late(r: Ring) -> Ring:

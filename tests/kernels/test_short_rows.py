@@ -1,0 +1,34 @@
+"""Sums over many short rows: a warp has several of them at once, so that enough is on its way from memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.kernels.programs import lowered
+
+
+@pytest.mark.parametrize(
+    ("fn", "rows", "length", "dtype", "lanes"),
+    [
+        (lambda x, y: (x.float() * y.float()).sum(-1), 8452, 64, torch.bfloat16, 8),
+        (lambda x, y: (x.float() * y.float()).sum(-1), 8448, 128, torch.float16, 16),
+        (lambda x, y: (x + y).amax(-1), 8449, 16, torch.float32, 0),
+        (lambda x, y: (x + y).amax(-1), 8449, 32, torch.float32, 8),
+        (lambda x, y: (x.float() * y.float()).sum(-1), 8000, 64, torch.bfloat16, 0),
+        (lambda x, y: (x.float() * y.float()).sum(-1), 8452, 96, torch.bfloat16, 0),
+    ],
+)  # fmt: skip
+def test_short_rows(fn: Any, rows: int, length: int, dtype: torch.dtype, lanes: int) -> None:
+    torch.manual_seed(1)
+    args = tuple(torch.randn(rows, length).to(dtype) for _ in range(2))
+    found = lowered(fn, args, "sm_90a")
+    ((_, schedule),) = found.lowering.at("tile").schedules
+    shared = [f.size for s in schedule.sites for _, b in s.axes for f in b if f.level == "lane"]
+    assert (shared == [lanes]) if lanes else shared in ([], [32])
+    (ours,) = found.simulated()
+    np.testing.assert_allclose(
+        np.asarray(ours, np.float64), fn(*(a.double() for a in args)).numpy(), rtol=1e-4, atol=1e-4
+    )
