@@ -9,15 +9,19 @@ import numpy as np
 import pytest
 
 from terrazzo.interp.loop import run as run_loop
-from terrazzo.ir import node
+from terrazzo.ir import node, operators
 from terrazzo.ir.canonical import Form, twin
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.nest import accumulators
+from terrazzo.ir.program import Input
 from terrazzo.ir.text import parse
+from terrazzo.ir.types import DTYPES, Type
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from terrazzo.rules.loop import fuse as fusion
 from terrazzo.rules.loop import online, order
-from terrazzo.rules.loop_to_tile import choose
+from terrazzo.rules.loop_to_tile import choose, tiles
+from terrazzo.rules.loop_to_tile.product_candidates import best
 from terrazzo.rules.tile_to_kernel import lower as derive
 from terrazzo.rules.torch_to_tensor.lower import _Grown
 
@@ -158,6 +162,38 @@ def test_a_state_that_several_read_is_stored_once_and_not_computed_again() -> No
     assert {x.name for s in kernels for x in s.writes} >= {f"c_{n}" for n in range(11)}
     assert len({twin(s) for s in done.at("kernel").steps}) <= 8
     assert any("stored by a reader" in e.reason for e in done.log.events)
+
+
+def test_what_pytorch_gives_for_a_call_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    inner = operators._shapes
+    monkeypatch.setattr(operators, "_shapes", lambda *args: asked.append(args) or inner(*args))
+    x = Type(DTYPES["i64"], (4, 4))
+    operators._tried.clear()
+    for number in (1, 1.0, True, 1):  # which are three: PyTorch gives them other types
+        found = operators.tried("aten.add.Tensor", (Input("x", x), number), (), lambda node: node.type)
+        assert found.dtype.name == ("f32" if type(number) is float else "i64")
+    assert len(asked) == 3
+    assert operators.tried("aten.add.Tensor", (Input("x", x), 1), (), lambda node: None) is None
+
+
+def test_tiles_of_a_product_are_enumerated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    inner = tiles.products.plans
+    monkeypatch.setattr(tiles.products, "plans", lambda *args: seen.append(args) or inner(*args))
+    tiles.plans.cache_clear()
+    best.cache_clear()
+    lowering(parse(layers(1).replace("48", "192").replace("32, ", "320, ")), Options(target="sm_90a"))
+    assert seen
+    assert len(seen) == len(set(seen))
+
+
+def test_what_reduces_nothing_has_no_nest_to_find_that_out() -> None:
+    program = parse("@torch\ndef f(x: f32[977]):\n    y: f32[977] = aten.sin.default(x)\n    return (y,)\n")
+    (kernel,) = lowering(program, Options(target="cpu")).loop.steps
+    fresh = l.Kernel("another", kernel.axes, kernel.stores)
+    assert accumulators(fresh) == {}
+    assert not any("nest" in name for name in vars(fresh))
 
 
 def test_what_lies_between_two_products_is_judged_once_for_all_that_are_alike(work: Counter[str]) -> None:

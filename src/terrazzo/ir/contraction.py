@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from terrazzo.ir.dialects.loop import Apply, Literal, Reduce, Scan
@@ -32,7 +32,7 @@ class Contraction:
         """Those of the first term, which know the axes that all do."""
         return self.terms[0]
 
-    @property
+    @cached_property
     def operands(self) -> tuple[Node, ...]:
         """What lies in memory, each once."""
         return tuple(dict.fromkeys(operand(f) for pair in self.terms for f in pair))

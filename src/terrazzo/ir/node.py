@@ -50,12 +50,13 @@ class derived(Generic[T]):
         return found
 
 
-def _key(value: Any) -> Any:
+def key_of(value: Any) -> Any:
+    """What tells a value of a field from others: 1, 1.0 and True are three."""
     kind = type(value)
     if kind is int or kind is str or type(kind) is _Interned:  # the last is isinstance(value, Node), sooner
         return value
     if kind is tuple:
-        return tuple(map(_key, value))
+        return tuple(map(key_of, value))
     if kind is float:
         return (float, value.hex())
     return (kind, value)
@@ -65,12 +66,16 @@ class _Interned(type):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != len(cls._fields):  # type: ignore[attr-defined]
             args = cls._bind(args, kwargs)  # type: ignore[attr-defined]
-        key = (cls, *map(_key, args))
+        key = (cls, *map(key_of, args))
         known = _table.data.get(key)  # type: ignore[attr-defined]
         found = known() if known is not None else None
         if found is not None:
             return found
-        return _table.setdefault(key, super().__call__(*args))
+        node: Any = object.__new__(cls)  # type: ignore[arg-type]
+        fields = cls._fields  # type: ignore[attr-defined]
+        node.__dict__.update(zip(fields, args, strict=True))  # what a dataclass would do field by field
+        node.check()
+        return _table.setdefault(key, node)  # another thread may have made it meanwhile
 
 
 @dataclass_transform(frozen_default=True, eq_default=False)
@@ -112,9 +117,6 @@ class Node(metaclass=_Interned):
     def make(cls, *args: Any) -> Any:
         """Rebuild from field values; a class with a normal form overrides this to go through it."""
         return cls(*args)
-
-    def __post_init__(self) -> None:
-        self.check()
 
     def check(self) -> None:
         """Raise UserError where the fields do not fit together, so that an ill-formed node cannot exist."""

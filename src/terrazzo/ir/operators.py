@@ -118,8 +118,7 @@ def tried(name: str, args: Any, kwargs: Any, of: Any) -> Any:
     """What an operator gives by PyTorch's own word, with strides: a type, or a tuple of them; None where only running
     it tells. `of` gives the types of the nodes among the arguments, or None.
     """
-    from terrazzo.ir.node import Node
-    from terrazzo.ir.torch_types import type_of
+    from terrazzo.ir.node import Node, key_of
 
     def typed(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -131,7 +130,27 @@ def tried(name: str, args: Any, kwargs: Any, of: Any) -> Any:
         return _Typed(found)
 
     try:
-        found = _shapes(operator(name), typed(args), {k: typed(v) for k, v in kwargs}, True)
+        given = typed(args), tuple((k, typed(v)) for k, v in kwargs)
+    except UserError:
+        return None
+    key = name, key_of(given)
+    if key not in _tried:
+        if len(_tried) == TRIED:
+            _tried.clear()
+        _tried[key] = _types(name, *given)
+    return _tried[key]
+
+
+TRIED = 4096
+"""Calls whose results are remembered."""
+_tried: dict[Any, Any] = {}
+
+
+def _types(name: str, args: Any, kwargs: Any) -> Any:
+    from terrazzo.ir.torch_types import type_of
+
+    try:
+        found = _shapes(operator(name), args, dict(kwargs), True)
         several = isinstance(found, tuple | list)
         types = tuple(None if x is None else type_of(x) for x in (found if several else (found,)))
     except (UserError, Limitation):  # the op works on real tensors only

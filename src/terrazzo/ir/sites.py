@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from terrazzo.ir import nest
@@ -91,9 +91,9 @@ class Product:
     def axes(self) -> tuple[Any, ...]:
         return self.sites[0].reduce.axes
 
-    @property
-    def operands(self) -> list[Node]:
-        return list(dict.fromkeys(x for c in self.sites for x in c.operands))
+    @cached_property
+    def operands(self) -> tuple[Node, ...]:
+        return tuple(dict.fromkeys(x for c in self.sites for x in c.operands))
 
     def touched(self, operand: Node) -> int:
         """Elements of an operand that are read, each once, however many of the axes it misses."""

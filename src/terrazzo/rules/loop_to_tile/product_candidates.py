@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import loop as l
@@ -90,8 +91,8 @@ def in_tiles(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedu
     for form in found:
         again = product(form.kernel)
         assert again is not None
-        for cores in (False, True) if form is whole else (False,):
-            for plan in tiles.plans(again, gpu, cores):
+        for plans in (tiles.plans, tiles.on_cores) if form is whole else (tiles.plans,):
+            for plan in plans(again, gpu):
                 for candidate in _planned(again, plan, gpu, pinned):
                     yield candidate.after(*form.rewrites)
 
@@ -104,6 +105,7 @@ def _planned(p: Product, plan: tiles.Plan, gpu: Gpu, pinned: Mapping[str, Schedu
         yield from in_pieces(p.kernel, [c.reduce for c in p.sites], plan.pieces, gpu, pinned, plan.unit)
 
 
+@lru_cache(maxsize=1024)
 def best(kernel: l.Kernel, gpu: Gpu) -> float:
     """By the model, the nanoseconds of the best tile of a product that can be derived."""
     if (p := product(kernel)) is None:

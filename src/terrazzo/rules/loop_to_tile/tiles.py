@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 from terrazzo.hw.gpu import Gpu
@@ -22,14 +23,23 @@ kind of tile is better.
 Plan = products.Plan | warpgroups.Plan
 
 
-def plans(p: Product, gpu: Gpu, cores: bool = False) -> list[Plan]:
-    """The best plan of every tile, best first; with `cores`, only those on CUDA cores."""
-    found: list[Plan] = [*products.plans(p, gpu, cores)]
-    found += [] if cores else on_warpgroups(p, gpu)
+@lru_cache(maxsize=256)
+def plans(p: Product, gpu: Gpu) -> tuple[Plan, ...]:
+    """The best plan of every tile, best first."""
+    return _each([*products.plans(p, gpu), *on_warpgroups(p, gpu)])
+
+
+def on_cores(p: Product, gpu: Gpu) -> tuple[Plan, ...]:
+    """The same, of those on CUDA cores."""
+    return _each(products.plans(p, gpu, True))
+
+
+def _each(found: Sequence[Plan]) -> tuple[Plan, ...]:
+    """The best plan of every tile."""
     best: dict[Any, Plan] = {}
     for plan in sorted(found, key=lambda x: warpgroups.alike(x.time)):
         best.setdefault((plan.tile, plan.instruction), plan)
-    return list(best.values())
+    return tuple(best.values())
 
 
 def on_warpgroups(p: Product, gpu: Gpu) -> list[warpgroups.Plan]:
