@@ -203,6 +203,14 @@ def test_why_no_tensor_cores(terrazzo: Terrazzo, code: str, target: str, answers
     assert "    plan      order(tiles=" in out
 
 
+def test_why_sums_stay_where_they_are(terrazzo: Terrazzo) -> None:
+    """Weights of attention are the second product's first factor as they lie."""
+    code = "q = torch.zeros(2, 4, 1024, 64, dtype=torch.bfloat16)\ntorch.softmax(q @ q.mT, -1) @ q"
+    out = terrazzo("explain", "-c", code, *GPU).stdout
+    assert "layout: acc3: its sums lie as acc4.a wants them, and are rounded where they are" in out
+    assert 'convert(value="acc3", to="acc4.a", by="registers", layout="reg: k1 m8 k8; lane: k2 k4 m1 m2 m4' in out
+
+
 def test_what_multiplies_nothing_is_not_asked_for_tensor_cores(terrazzo: Terrazzo) -> None:
     assert "tensor_cores" not in terrazzo("explain", "-c", SOFTMAX, *GPU).stdout
 

@@ -302,7 +302,7 @@ class _Drawer:
         lines: list[tuple[str, Binding]] = []
         block: dict[str, int] = {}
         product = any(s.instruction for s in self.default.sites) and chain(self.kernel) is None
-        alone = self.draw(st.booleans())  # whether the threads are divided once, for all sites
+        alone = not product and self.draw(st.booleans())  # whether the threads are divided once, for all sites
         ordered = self.scanned if self.one((*(True,) * 9, False)) else set()
         threads = self.shared([a for a in self.free if a not in ordered], warps) if alone else {}
         for axis in self.free:
@@ -312,13 +312,14 @@ class _Drawer:
             elif alone:
                 inner = threads.get(axis, ())
                 lines.append((axis, (Factor(self.one(("grid", "grid", "time")), 1), *inner)))
-            elif (kind := self.one(("grid", "block", "none") if product else ("grid", "grid", "none"))) != "none":
+            elif (kind := self.kind(product, axis, block)) != "none":
                 block[axis] = self.one((1, 2, 4, 8, 16, 32)) if kind == "block" else 0
                 lines.append((axis, (Factor("grid", 1), *([Factor("block", block[axis])] if kind == "block" else []))))
         sites: list[Site] = []
         for name, own in [*self.own.items(), *((s, {}) for s in self.stores)]:
             here = [a for a in self.free if block.get(a, 1)] if not alone else []
-            if sites and self.one((True, False)) and (product or name in self.stores):
+            alike = self.one((True, True, True, True, False) if product else (True, False))
+            if sites and alike and (product or name in self.stores):
                 sites.append(Site((name,), tuple((a, Like(sites[0].names[0])) for a in here)))
                 continue
             divided = self.shared([*here, *own], 1 if alone else warps, 1 if alone else 32)
@@ -331,6 +332,12 @@ class _Drawer:
                 step = self.one((1, 4, 8, 16, 32))
                 lines.append((axis, (Factor("time", 1, (("ring", self.one((1, 2, 3))),)), Factor("block", step))))
         return self.covering(Schedule(self.kernel.name, self.default.target, tuple(lines), (), (), tuple(sites)))
+
+    def kind(self, product: bool, axis: str, block: dict[str, int]) -> str:
+        """Whether blocks walk an axis, or have parts of it: of one at least, where there is a product."""
+        if product and axis == [*self.free][-1] and not any(block.values()):
+            return "block"
+        return str(self.one(("grid", "block", "none") if product else ("grid", "grid", "none")))
 
     def shared(self, axes: Sequence[str], warps: int, lanes: int = 32) -> dict[str, tuple[Factor, ...]]:
         """Warps and lanes dealt out to axes in powers of two, with registers between them."""
@@ -380,7 +387,9 @@ class _Drawer:
         return replace(s, axes=lines, sites=sites)
 
     def operand(self) -> Operand:
-        by = self.one(("ld", "ld", "cp.async", "tma"))
+        number = int(self.default.target.removeprefix("sm_").rstrip("a"))
+        known = [by for by, since in (("ld", 0), ("ld", 0), ("cp.async", 80), ("tma", 90)) if since <= number]
+        by = self.one((*known * 4, "tma"))
         options: dict[str, Any] = {"by": by}
         if self.one((True, False)):
             options |= self.one(

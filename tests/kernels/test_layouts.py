@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from tests.kernels.arrangements import EVERY, Product
@@ -9,7 +11,7 @@ from tests.kernels.chains import EVERY as CHAINS
 from tests.kernels.chains import GROUPS, Chain
 from tests.kernels.test_arrangements import derived, right
 
-from terrazzo.errors import Limitation
+from terrazzo.errors import Limitation, UserError
 from terrazzo.hw.instruction import MatrixInstruction
 from terrazzo.hw.memory import matrix_wavefronts
 from terrazzo.hw.products import PRODUCTS, continued
@@ -116,3 +118,20 @@ def test_layouts_read_back() -> None:
     for name in ("mma", "x in registers", "staged by tma"):
         for x in plan(EVERY[name]).all(Convert):
             assert str(Layout.parse(x.layout)) == x.layout
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "reason"),
+    [
+        ("swizzle=64", "swizzle=7", "x: slabs are swizzled by 32, 64 or 128 bytes, or not (0): not by 7"),
+        ("swizzle=64", "swizzle=256", "x: slabs are swizzled by 32, 64 or 128 bytes, or not (0): not by 256"),
+        ("swizzle=64", "pad=-8", "x: a pad is a number of elements, not -8"),
+        ("y = smem(swizzle=128", "y = smem(swizzle=12", "y: slabs are swizzled by 32, 64 or 128 bytes"),
+        ("y = smem(swizzle=128", "y = smem(pad=-1", "y: a pad is a number of elements, not -1"),
+    ],
+)
+def test_what_no_slab_can_lie_like_is_refused(before: str, after: str, reason: str) -> None:
+    text = EVERY["mma, staged"].text
+    assert before in text
+    with pytest.raises(UserError, match=re.escape(reason)):
+        derived(text.replace(before, after, 1))

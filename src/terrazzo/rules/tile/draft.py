@@ -15,6 +15,7 @@ from terrazzo.ir import nest as n
 from terrazzo.ir.contraction import Contraction, nested_contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Var
+from terrazzo.ir.layout import HARDWARE
 from terrazzo.ir.node import topological
 from terrazzo.ir.schedule import Factor, Like, Named, Operand, Schedule, Site, Value
 
@@ -100,6 +101,17 @@ class Draft:
         for w in self.schedule.words:
             if w.site in where and w.line == line and (not words or w.word.split("=")[0] in words):
                 yield w
+
+    def spread(self, name: str, options: dict[str, Any]) -> tuple[int | None, int]:
+        """How the schedule has rows lie in shared memory: the span of their swizzle (None: it says nothing), and the
+        elements between them.
+        """
+        swizzle, pad = options.get("swizzle"), options.get("pad", 0)
+        if swizzle is not None and (swizzle not in HARDWARE or isinstance(swizzle, bool)):
+            raise self.fail(f"{name}: slabs are swizzled by 32, 64 or 128 bytes, or not (0): not by {swizzle}")
+        if not isinstance(pad, int) or isinstance(pad, bool) or pad < 0:
+            raise self.fail(f"{name}: a pad is a number of elements, not {pad}")
+        return (0 if pad else None) if swizzle is None else swizzle, pad
 
     def option(self, factor: Factor, name: str, default: Value) -> Value:
         """An option of a factor."""

@@ -9,7 +9,7 @@ import numpy as np
 from terrazzo.hw.memory import matrix_wavefronts
 from terrazzo.hw.products import matrix, warps
 from terrazzo.ir.layout import HARDWARE
-from terrazzo.ir.plan import Plan, Product, Result, Stream
+from terrazzo.ir.plan import Convert, Plan, Product, Result, Stream
 from terrazzo.rules.tile.draft import Draft
 from terrazzo.rules.tile.rings import brought, operand_text
 
@@ -30,6 +30,9 @@ def reasons(plan: Plan, draft: Draft) -> Iterator[tuple[str, str]]:
                     "multicast",
                     f"{s.name}: the {s.multicast} blocks of a cluster need the same of it; each fetches a part",
                 )
+    for c in plan.all(Convert):
+        if c.by == "registers":
+            yield "layout", f"{c.value}: its sums lie as {c.to} wants them, and are rounded where they are"
     for r in plan.all(Result):
         if r.slab:
             size = next(x.buffer.type.dtype.size for x in draft.kernel.stores if x.buffer.name == r.store)

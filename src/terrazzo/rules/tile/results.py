@@ -61,10 +61,10 @@ def _gathered(plan: Plan, draft: Draft, site: Site, s: l.Store, agent: str) -> R
     )
     times = [f for f in draft.schedule.binding(site, product.n) if f.level == "time"]
     length = draft.length(columns, draft.site(product.sites[0]))
-    swizzle, pad, by = options.get("swizzle", 0), options.get("pad", 0), options.get("by", "ld")
+    (swizzle, pad), by = draft.spread(name, options), options.get("by", "ld")
     width = length // math.prod(f.size for f in times) if times else swizzle // size if swizzle else length
-    if not {"swizzle", "pad"} & {*options} and swizzled(width * size) == width * size:
-        swizzle = width * size
+    if swizzle is None:
+        swizzle = width * size if swizzled(width * size) == width * size else 0
     need(length % width == 0 and width % 8 == 0, f"{name}: {length} columns are no subtiles of {width}")
     need(
         not swizzle or width * size == swizzle,

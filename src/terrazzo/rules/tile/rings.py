@@ -284,8 +284,8 @@ class Slab:
         along = next(a for a in axes if axis_name(a) == asked)
         axes.sort(key=lambda a: a is along)
         words = tuple(Word(axis_name(a), (sizes[a],)) for a in axes)
-        pad = self.options.get("pad", 0)
-        swizzle = self.swizzle(sizes[along])
+        swizzle, pad = self.draft.spread(self.name, self.options)
+        swizzle = self.swizzle(sizes[along]) if swizzle is None else swizzle
         panel, cast = self.panel(axes, sizes, swizzle), self.cast(axes, bool(self.options.get("multicast")))
         vector = 0
         if not self.by.boxes:
@@ -332,13 +332,9 @@ class Slab:
             )
 
     def swizzle(self, row: int) -> int:
-        """As the schedule says; where it leaves that open, what matrices of such rows want, unless these are padded.
-        What threads read number by number needs none.
-        """
-        vector = self.instruction is None or len(self.sizes) == 1
-        if "swizzle" in self.options or "pad" in self.options or vector:
-            asked: int = self.options.get("swizzle", 0)
-            return asked
+        """What matrices of such rows want. What threads read number by number needs none."""
+        if self.instruction is None or len(self.sizes) == 1:
+            return 0
         return swizzled(row * self.term.dtype.size)  # type: ignore[attr-defined]
 
     def panel(self, axes: Sequence[Any], sizes: dict[Any, int], swizzle: int) -> int:
