@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 from terrazzo.ir.contraction import contraction
@@ -70,9 +71,10 @@ def products_apart(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     return _stored(kernel, {f"{kernel.name}_sum{n}": r for n, r in enumerate(sums[:-1])})
 
 
-def results_apart(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
+def results_apart(kernel: l.Kernel, first: Collection[Any] = ()) -> tuple[l.Kernel, ...]:
     """A kernel of one product as one that stores its sums, rounded where they are rounded at once, and one that reads
-    these and does all the rest.
+    these and does all the rest. Sums lie in memory as the kernel's axes do, but for some that come `first`, where there
+    may be two.
 
     @loop
     def f(x: f32[3, 4], w: f32[5, 4], u: f32[3, 5]):
@@ -116,13 +118,12 @@ def results_apart(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
         return (z,)
     """
     sums = [r for r in accumulators(kernel).values() if isinstance(r, l.Reduce) and contraction(r) is not None]
-    if (
-        len(sums) != 1
-        or len(accumulators(kernel)) != 1
-        or any(x.name == f"{kernel.name}_product" for x in kernel.reads)
-    ):
+    names = [f"{kernel.name}_product{n or ''}" for n in range(len(sums))]
+    if len(sums) != len(accumulators(kernel)) or len(sums) not in ((1, 2) if first else (1,)):
         return (kernel,)
-    return _stored(kernel, {f"{kernel.name}_product": sums[0]})
+    if any(x.name in names for x in kernel.reads):
+        return (kernel,)
+    return _stored(kernel, dict(zip(names, sums, strict=True)), first)
 
 
 def stores_apart(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
@@ -178,13 +179,13 @@ def _dear(value: Any) -> bool:
     return any(isinstance(x, l.Apply) and not is_cast(x.fn) for x in topological([value]))
 
 
-def _stored(kernel: l.Kernel, sums: dict[str, l.Reduce]) -> tuple[l.Kernel, ...]:
+def _stored(kernel: l.Kernel, sums: dict[str, l.Reduce], outer: Collection[Any] = ()) -> tuple[l.Kernel, ...]:
     """Kernels that store these sums of a kernel, by the names of what they are stored to, and what is left of it."""
     first: list[l.Kernel] = []
     taken: dict[Node, Any] = {}
     for name, r in sums.items():
         value = _rounded(kernel, r)
-        axes = tuple(a for a in kernel.axes if a in r.free)
+        axes = tuple(sorted((a for a in kernel.axes if a in r.free), key=lambda a: a not in outer))
         kind = Type(value.dtype, tuple(a.extent for a in axes))
         place = l.Buffer(name, kind)
         first.append(l.Kernel(place.name, axes, (l.Store(place, axes, value),), kernel.source))

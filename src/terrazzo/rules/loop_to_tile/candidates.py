@@ -11,7 +11,7 @@ from terrazzo.ir import nest as n
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import topological
 from terrazzo.ir.schedule import Schedule
-from terrazzo.ir.sites import product
+from terrazzo.ir.sites import Product, product
 from terrazzo.rules.loop_to_tile import chains, reductions, scans, threads, windows
 from terrazzo.rules.loop_to_tile.apart import products_apart, results_apart, stores_apart
 from terrazzo.rules.loop_to_tile.candidate import Candidate, Chosen, Rewrite, joined
@@ -22,7 +22,7 @@ from terrazzo.rules.loop_to_tile.pieces import in_pieces, meeting, partial_state
 from terrazzo.rules.loop_to_tile.product_candidates import after_stores, best, copied, in_boxes, in_tiles
 from terrazzo.rules.loop_to_tile.results import results
 from terrazzo.rules.loop_to_tile.split import moments, reduced_first, split_moments
-from terrazzo.rules.loop_to_tile.threads import size_of
+from terrazzo.rules.loop_to_tile.threads import SECTOR, size_of, step
 
 
 def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
@@ -37,6 +37,7 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> It
         sums = [c.reduce for c in p.sites]
         if not frozenset(a for a in kernel.axes if size_of(a) > 1) <= frozenset().union(*(r.free for r in sums)):
             yield from _apart_from(kernel, sums, gpu, pinned)  # tiles would compute them again at points of other axes
+        yield from _across(kernel, p, gpu, pinned)
         yield from _results(kernel, gpu, pinned)
         yield from in_boxes(kernel, p, gpu, pinned)
         yield from after_stores(kernel, p, gpu, pinned)
@@ -122,6 +123,21 @@ def _results(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iter
     """
     if _in_two(kernel, gpu) < SURE * _best(kernel, gpu):
         apart = results_apart(kernel)
+        whole = joined(next(candidates(x, gpu, pinned)) for x in apart)
+        yield whole.after(("results_apart", kernel, apart))
+
+
+def _across(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
+    """A product whose results lie along an axis of its batch, where each would be alone in a sector: its sums are
+    stored tile by tile, and a kernel of its own turns them, whose lanes lie along both.
+    """
+    stores = [l.Load(s.buffer, s.index) for s in kernel.stores]
+    if gpu.warpgroups is None or not any(size_of(a) > 1 and all(step(s, a) == 1 for s in stores) for a in p.batch):
+        return
+    points, size = math.prod(map(size_of, kernel.axes)), max(s.dtype.size for s in stores)
+    turning = 2 * points * size / gpu.memory + gpu.launch
+    apart = results_apart(kernel, p.batch)
+    if len(apart) > 1 and turning < points * (SECTOR - size) / gpu.cache:
         whole = joined(next(candidates(x, gpu, pinned)) for x in apart)
         yield whole.after(("results_apart", kernel, apart))
 

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from itertools import count
 from typing import Any
 
 from terrazzo.ir.address import coefficient, flatten, mentions
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Mod, Var, at_least
 from terrazzo.ir.node import Node, substitute, topological, transform
-from terrazzo.ir.sites import called, loads, product
+from terrazzo.ir.sites import Product, called, loads, product
 from terrazzo.ir.types import Type, ordered_strides
 from terrazzo.rules.access import WIDEST, box
 from terrazzo.rules.loop_to_tile.collapse import collapse
@@ -114,12 +115,14 @@ def stored_first(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     made: list[l.Kernel] = []
     for x in p.operands if p is not None else ():
         walked = [a for a in (*kernel.axes, *p.axes) if a in x.free]  # type: ignore[union-attr]
-        if isinstance(x, l.Load) and not isinstance(box(x, dict.fromkeys(walked, 1)), str) and not _digits_uneven(x):
+        across = _across(x, p)  # type: ignore[arg-type]
+        fits = isinstance(x, l.Load) and not isinstance(box(x, dict.fromkeys(walked, 1)), str)
+        if x in taken or (fits and not across and not _digits_uneven(x)):  # type: ignore[arg-type]
             continue
-        name = f"{kernel.name}_{called(x)}"
-        if name in [y.name for y in made]:
-            return (kernel,)
-        walked.sort(key=lambda a: -_step(x, a))
+        taken_names = {y.name for y in made}
+        name = next(n for n in (f"{kernel.name}_{called(x)}{'_' * k}" for k in count()) if n not in taken_names)
+        inner = (p.m, p.n, *p.axes) if across else ()  # type: ignore[union-attr]
+        walked.sort(key=lambda a: (inner.index(a) + 1 if a in inner else 0, -_step(x, a)))
         shape = tuple(a.extent for a in walked)
         room = WIDEST // x.dtype.size  # type: ignore[attr-defined]
         strides = ordered_strides(shape, range(len(shape)), room)
@@ -242,6 +245,16 @@ def _uneven(buffer: l.Buffer) -> int | None:
     if 1 not in steps or all(isinstance(s, int) and s * buffer.type.dtype.size % WIDEST == 0 for s in steps if s != 1):
         return None
     return max(d for d, s in enumerate(buffer.type.element_strides) if s == 1 and buffer.type.shape[d] != 1)
+
+
+def _across(x: Node, p: Product) -> bool:
+    """Whether memory runs along an axis of the batch where an operand lies, so that none of the product's boxes have
+    neighbours in it.
+    """
+    if not isinstance(x, l.Load):
+        return False
+    found = box(x, dict.fromkeys((a for a in (p.m, p.n, *p.axes) if a in x.free), 1))
+    return not isinstance(found, str) and found.along[-1] is None and any(_contiguous(x, a) for a in p.batch)
 
 
 def _step(x: Node, axis: Any) -> int:

@@ -153,7 +153,11 @@ def instructions_for(p: Product, gpu: Gpu) -> tuple[list[WarpgroupInstruction], 
 def _no_boxes(x: Any, p: Product) -> str:
     """Why TMA moves no boxes of an operand, however long they are; nothing where it may."""
     found = box(x, {a: 1 for a in (p.m, p.n, *p.axes) if a in x.free})
-    return found if isinstance(found, str) else tma.problem(found.place.tensor, (*found.sides[:-1], LEAST // 2), 0)
+    if isinstance(found, str):
+        return found
+    if found.along[-1] is None:
+        return "memory runs along no axis of the product"
+    return tma.problem(found.place.tensor, (*found.sides[:-1], LEAST // 2), 0)
 
 
 def _tiles(p: Product, n: int) -> Iterator[Tile]:
