@@ -116,8 +116,12 @@ def rules() -> str:
     from terrazzo.rules.loop_to_tile import collapse, packed, split
     from terrazzo.rules.tile import complete
     from terrazzo.rules.tile_to_kernel import lower
+    from terrazzo.rules.torch_to_tensor import loops, together
 
-    out = ["# Rules", "", GENERATED, "## Torch IR to Tensor IR", "", *_doc(torch_to_tensor), ""]
+    out = ["# Rules", "", GENERATED, "## Torch IR", ""]
+    for rewrite in (loops.parts_stacked, together.sums_together, loops.products_together, loops.stacks_whole):
+        out += [f"### {rewrite.__name__}", "", *_example(inspect.getdoc(rewrite) or ""), ""]
+    out += ["## Torch IR to Tensor IR", "", *_doc(torch_to_tensor), ""]
     for module in (m for m in vars(torch_to_tensor).values() if inspect.ismodule(m) and hasattr(m, "RULES")):
         out += [f"### {module.__name__.rsplit('.', 1)[-1]}", "", *_doc(module), ""]
         for rule in module.RULES:
