@@ -141,6 +141,9 @@ SCALARS = _table(
     Scalar("exp2", 1, _same(*_FLOAT), np.exp2, "exp2{f}({0})", 10),
     Scalar("approx_logistic", 1, _same(*_FLOAT), _logistic, "tz_approx_logistic({0})", 4),  # 1 / (1 + 2^x), to 2^-22
     Scalar("approx_exp2", 1, _same(*_FLOAT), np.exp2, "tz_approx_exp2({0})", 2),  # to two units in the last place
+    # 2^-22 off at most, which is far from exact where x is near 1
+    Scalar("approx_log2", 1, _same(*_FLOAT), np.log2, "tz_approx_log2({0})", 2),
+    Scalar("approx_sqrt", 1, _same(*_FLOAT), np.sqrt, "tz_approx_sqrt({0})", 2),  # to a unit in the last place
     Scalar("expm1", 1, _same(*_FLOAT), np.expm1, "expm1{f}({0})", 14),
     Scalar("log", 1, _same(*_FLOAT), np.log, "log{f}({0})", 10),
     Scalar("log2", 1, _same(*_FLOAT), np.log2, "log2{f}({0})", 10),

@@ -164,11 +164,11 @@ at most.
 
 
 def _erfinv_single(x: Any) -> Any:
-    """x times a polynomial of log(1 - x²), or of its root."""
+    """x times a polynomial of log(1 - x²), or of its root. What the logarithm is off near 1 is little beside 2.5."""
     one = c(1.0, x)
-    w = t.apply("neg", t.apply("log", t.apply("mul", t.apply("sub", one, x), t.apply("add", one, x))))
+    w = _k("mul", t.apply("approx_log2", t.apply("mul", t.apply("sub", one, x), t.apply("add", one, x))), -math.log(2))
     near = _polynomial(_k("sub", w, 2.5), ERFINV_NEAR)
-    far = _polynomial(_k("sub", t.apply("sqrt", w), 3.168), ERFINV_FAR)
+    far = _polynomial(_k("sub", t.apply("approx_sqrt", w), 3.168), ERFINV_FAR)
     return t.apply("mul", x, t.where(t.apply("lt", w, c(5.0, w)), near, far))
 
 

@@ -102,6 +102,8 @@ TZ_SIMD(acosh) TZ_SIMD(atanh) TZ_SIMD(erfc) TZ_SIMD2(pow) TZ_SIMD2(atan2) TZ_SIM
 #endif
 template <class T> TZ T tz_approx_div(T a, T b) { return a / b; }
 template <class T> TZ T tz_approx_exp2(T x) { return std::exp2(x); }
+template <class T> TZ T tz_approx_log2(T x) { return std::log2(x); }
+template <class T> TZ T tz_approx_sqrt(T x) { return std::sqrt(x); }
 template <class T> TZ T tz_approx_logistic(T x) { return T(1) / (T(1) + std::exp2(x)); }
 TZ float tz_exp2(float x) { return exp2f(x); }
 TZ float tz_sin(float x) { return sinf(x); }

@@ -104,6 +104,10 @@ TZ float tz_approx_div(float a, float b) { float y; asm("div.full.f32 %0, %1, %2
 TZ double tz_approx_div(double a, double b) { return a / b; }
 TZ float tz_approx_exp2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 TZ double tz_approx_exp2(double x) { return exp2(x); }
+TZ float tz_approx_log2(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+TZ double tz_approx_log2(double x) { return log2(x); }
+TZ float tz_approx_sqrt(float x) { float y; asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+TZ double tz_approx_sqrt(double x) { return sqrt(x); }
 TZ float tz_approx_logistic(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.0f + tz_approx_exp2(x))); return y; }
 TZ double tz_approx_logistic(double x) { return 1.0 / (1.0 + exp2(x)); }
 template <class To, class From> TZ To tz_from_float(From x) {
