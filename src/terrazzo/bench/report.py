@@ -261,8 +261,8 @@ def _choices(fits: Path) -> list[str]:
     off = math.exp(math.sqrt(sum(math.log1p(c.off) ** 2 for c in found) / len(found))) - 1
     told = (
         f"Of {sum(c.count for c in found)} schedules of {len(found)} products of bf16 (rows x steps x columns) that"
-        f" were measured on an H200, those that the model has first take {100 * lost:.1f} % longer than the fastest in the"
-        f" geometric mean, {100 * max(c.lost - 1 for c in found):.0f} % at most. It is off by {100 * off:.0f} % for"
+        f" were measured on an H200, those that the model has first take {100 * lost:.1f} % longer than the fastest in"
+        f" the geometric mean, {100 * max(c.lost - 1 for c in found):.0f} % at most. It is off by {100 * off:.0f} % for"
         " schedules that take at most half as long again as these. It was fitted to the same measurements."
     )
     return ["## The model's choices", "", *wrap(told, 120), "", *_markdown(choice_rows(found)), ""]
