@@ -39,7 +39,16 @@ BOXES = (
 )
 """The boxes and rings of the text by hand."""
 CHAINS = tuple(
-    Chain(shape=(rows, rows, 128, 128), between="relu", heads=heads, step=128, groups=2, **more, **GROUPS)
+    Chain(
+        shape=(rows, rows, 128, 128),
+        between="relu",
+        heads=heads,
+        step=128,
+        groups=2,
+        registers=(24, 240),
+        **more,
+        **GROUPS,
+    )
     for heads, rows in ((4 * 32, 2048), (32, 8192), (16 * 16, 1024))
     for more in ({}, {"overlap": True}, {"overlap": True, "stay": 132, "held": 2})
 )

@@ -15,7 +15,8 @@ class Chain:
     to its own, one of "window" the last 80 of these, one of "later" those from its own on. `shape` has m, k, d and n.
     On `mma`, warps divide m and k as `warps` says, each with `each` times 16 rows, and `by` brings a step's `step`
     keys; on `wgmma`, `groups` warpgroups divide m, behind a warp that loads, and steps may `overlap`. Keys are stored
-    as rows, or turned. `stay` blocks walk all tiles, `together` heads at a time; queries have `held` slots.
+    as rows, or turned. `stay` blocks walk all tiles, `together` heads at a time; queries have `held` slots. Threads
+    that load and that multiply have so many `registers`.
     """
 
     shape: tuple[int, int, int, int] = (64, 128, 64, 64)
@@ -38,6 +39,7 @@ class Chain:
     stay: int = 0
     together: int = 0
     held: int = 1
+    registers: tuple[int, int] | None = None
 
     @property
     def rows(self) -> int:
@@ -127,7 +129,8 @@ class Chain:
             grouped = f", order=grouped({self.together})" if self.together else ""
             lines.append(f"    persistent({self.stay}{grouped})")
         if self.on == "wgmma":
-            lines.append(f"    roles(load=warp(1), math=warpgroup({self.groups}))")
+            registers = f", registers={self.registers}" if self.registers else ""
+            lines.append(f"    roles(load=warp(1), math=warpgroup({self.groups}){registers})")
         elif self.roles:
             lines.append(f"    roles(load=warp(1), math=warp({self.warps[0] * self.warps[1]}))")
         rows, across, along, depth, columns, first, second = self.divided()
