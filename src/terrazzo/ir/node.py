@@ -56,7 +56,11 @@ def key_of(value: Any) -> Any:
     if kind is int or kind is str or type(kind) is _Interned:  # the last is isinstance(value, Node), sooner
         return value
     if kind is tuple:
-        return tuple(map(key_of, value))
+        for x in value:
+            kind = type(x)
+            if not (kind is int or kind is str or type(kind) is _Interned):
+                return tuple(map(key_of, value))
+        return value
     if kind is float:
         return (float, value.hex())
     return (kind, value)

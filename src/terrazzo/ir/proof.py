@@ -28,7 +28,7 @@ from terrazzo.ir.expr import (
     mod,
     terms_of,
 )
-from terrazzo.ir.node import substitute, topological
+from terrazzo.ir.node import per_node, substitute, topological
 
 POINTS = 1 << 20
 """Points that are tried for one proof, at most."""
@@ -135,7 +135,13 @@ def ill(exprs: Sequence[IntExpr]) -> str:
     """What is wrong with expressions in themselves: a divisor that may be 0, a number that 64 bits may not hold."""
     if any(not isinstance(e, Expr) and abs(e) > WIDEST for e in exprs):
         return "it has a number beyond 64 bits"
-    for e in topological([e for e in exprs if isinstance(e, Expr)]):
+    return next(filter(None, (_ill(e) for e in exprs if isinstance(e, Expr))), "")
+
+
+@per_node
+def _ill(whole: Expr) -> str:
+    """The same for one that is no number: most occur in many places."""
+    for e in topological([whole]):
         if isinstance(e, FloorDiv | Mod) and not at_least(e.b, 1) and not _sizes_only(e.b):
             return f"the divisor of {e} may be 0"
         if isinstance(e, Loaded) and not at_least(e.extent, 0):
