@@ -253,3 +253,13 @@ def test_memory_grows_with_tokens_alone(width: int, dtype: torch.dtype) -> None:
     names = tuple(p.name for p in PASSES if p.dst in ("tensor", "loop"))
     made = stages(capture(gradients(causal), args, {}).program, Options(target="sm_90a"), Log(), names)[-1][1]
     assert max(b.type.numel for s in made.steps for b in s.writes) == 4 * 2048 * width
+
+
+def test_the_pass_before_spills_nothing(tmp_path: Path) -> None:
+    """With numbers of rows for its gradient, three warpgroups have registers for nothing else: sums of weights are one
+    sum for each row.
+    """
+    args = tuple(torch.empty(16, 16, 1024, 64, dtype=torch.bfloat16, device="meta") for _ in range(4))
+    first = lowered(gradients(plain), args, "sm_90a").kernels[0]
+    assert first.warps == 16 and len(first.writes) == 2
+    assert not any(line.startswith(("STL", "LDL")) for line in sass(first, "sm_90a", tmp_path))

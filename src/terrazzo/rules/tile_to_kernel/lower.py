@@ -20,7 +20,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
 from terrazzo.ir.expr import IntExpr
 from terrazzo.ir.places import TextLine
-from terrazzo.ir.plan import Agent, Jam, Limit, Order, Plan, Reach, Result, Ring
+from terrazzo.ir.plan import Agent, Frame, Jam, Limit, Order, Plan, Reach, Result, Ring
 from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.verify_kernel import REGISTERS, declared
 from terrazzo.rewrite.rule import Declined, Event, Log
@@ -169,9 +169,12 @@ def write(draft: Draft, plan: Plan) -> k.Kernel:
         builder.add(k.ClusterSync())  # nobody leaves while others still free its slots
     reads = tuple(b for b in kernel.reads if b not in kernel.writes)
     limit = max([1, *(x.resident for x in plan.all(Limit))])
+    body = tuple(builder.out)
+    if not plan.all(Frame):  # beside weights in registers there is no room for further sums
+        body = ShortSums(builder, everyone).body(body)
     return k.Kernel(
         kernel.name, (*reads, *kernel.writes), kernel.writes, order.blocks, sum(a.warps for a in agents),
-        tuple(builder.shared), ShortSums(builder, everyone).body(builder.out), limit, kernel.source, order.cluster_size,
+        tuple(builder.shared), body, limit, kernel.source, order.cluster_size,
     )  # fmt: skip
 
 
