@@ -11,7 +11,9 @@ import pytest
 
 import terrazzo
 from terrazzo.front.capture import capture
-from terrazzo.front.recurrent import recurrent_nets_by_definition
+from terrazzo.front.recurrent import CHUNK, recurrent_nets_by_definition
+from terrazzo.ir.node import topological
+from terrazzo.rules.torch_to_tensor.sums import is_call
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -55,6 +57,21 @@ def test_dropout_between_layers() -> None:
     torch.manual_seed(1)
     with recurrent_nets_by_definition():
         torch.testing.assert_close(net(x), expected)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_layer_begins_before_the_one_below_is_through(kind: Any) -> None:
+    """What it multiplies first needs 16 steps of that, and no more."""
+    net, x = kind(5, 7, 2), torch.randn(2 * CHUNK + 3, 2, 5)
+    expected = net(x)
+    with recurrent_nets_by_definition():
+        torch.testing.assert_close(net(x), expected)
+    program = capture(net, (x,)).program
+    inputs = {n: len(n.args[0]) for n in topological(program.results) if is_call(n, "aten.stack.default")}
+    assert sorted(inputs.values())[-4:] == [3, CHUNK, CHUNK, 2 * CHUNK + 3]
+    first = min((n for n, count in inputs.items() if count == CHUNK), key=lambda n: len(topological([n])))
+    steps = [n for n in topological([first]) if is_call(n, "aten.tanh.default")]
+    assert len(steps) == CHUNK * (2 if kind is nn.LSTM else 1)
 
 
 def test_packed_sequences_are_left_to_pytorch() -> None:
