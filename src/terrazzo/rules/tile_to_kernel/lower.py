@@ -169,12 +169,12 @@ def write(draft: Draft, plan: Plan) -> k.Kernel:
         builder.add(k.ClusterSync())  # nobody leaves while others still free its slots
     reads = tuple(b for b in kernel.reads if b not in kernel.writes)
     limit = max([1, *(x.resident for x in plan.all(Limit))])
-    body = tuple(builder.out)
+    done = tuple(builder.out)
     if not plan.all(Frame):  # beside weights in registers there is no room for further sums
-        body = ShortSums(builder, everyone).body(body)
+        done = ShortSums(builder, everyone).body(done)
     return k.Kernel(
         kernel.name, (*reads, *kernel.writes), kernel.writes, order.blocks, sum(a.warps for a in agents),
-        tuple(builder.shared), body, limit, kernel.source, order.cluster_size,
+        tuple(builder.shared), done, limit, kernel.source, order.cluster_size,
     )  # fmt: skip
 
 
