@@ -85,6 +85,15 @@ WINDOWS: dict[str, tuple[Any, tuple[Any, ...]]] = {
         lambda x, w: F.conv_transpose2d(x, w, stride=2, padding=1, groups=8),
         (b(1, 8, 9, 9), b(8, 1, 3, 3)),
     ),
+    "in groups": (lambda x, w: F.conv2d(x, w, padding=1, groups=4), (b(2, 16, 14, 14), b(16, 4, 3, 3))),
+    "in groups, channels last": (
+        lambda x, w: F.conv2d(x, w, padding=1, groups=8),
+        (b(2, 32, 14, 14).to(memory_format=LAST), b(32, 4, 3, 3)),
+    ),
+    "in groups, every second": (
+        lambda x, w: F.conv2d(x, w, padding=1, stride=2, groups=2).relu(),
+        (r(1, 8, 15, 17), r(12, 4, 3, 3)),
+    ),
     "two steps": (lambda x, w, c: F.linear(x, w, c).tanh(), (b(70, 2), b(48, 2), b(48))),
     "seven steps of a batch": (lambda x, w: (x @ w).relu(), (r(3, 33, 7), r(3, 7, 20))),
 }  # fmt: skip
@@ -210,3 +219,23 @@ def test_what_a_thread_sums_by_itself_comes_in_vectors() -> None:
         assert {e.rule for e in found.log.events if e.pass_name == "schedule" and e.fired} >= {"window"}
         moved = [c for (_, kind), c in predict(kernel).costs.accesses.items() if kind.startswith("global")]
         assert max(c.bytes / c.requests for c in moved) == 32 * 16
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_groups_of_few_channels_are_windows(last: bool) -> None:
+    """Patches of all groups are nine times the image, and instructions would compute twice as much as is wanted."""
+    x = torch.empty((32, 128, 56, 56), dtype=torch.bfloat16, device="meta")
+    w = torch.empty((128, 4, 3, 3), dtype=torch.bfloat16, device="meta")
+    x = x.to(memory_format=LAST) if last else x
+    found = lowering_of(lambda x, w: F.conv2d(x, w, padding=1, groups=32).relu(), (x, w), libraries="never")
+    assert any(e.rule == "window" and e.fired for e in found.log.events)
+    assert all(x.grid < 1 << 14 for x in found.at("kernel").steps)
+
+
+def test_pixels_are_one_axis_where_channels_come_first() -> None:
+    """A 1 x 1 convolution of images: all pixels of one are the rows of a product, which none of the others follow."""
+    x = torch.empty((32, 96, 56, 56), dtype=torch.bfloat16, device="meta")
+    w = torch.empty((96, 96, 1, 1), dtype=torch.bfloat16, device="meta")
+    found = lowering_of(lambda x, w: F.conv2d(x, w).relu() + x, (x, w), libraries="never")
+    (kernel,) = found.at("tile").loop.steps
+    assert [a.extent for a in kernel.axes] == [32, 3136, 96]

@@ -15,7 +15,7 @@ from terrazzo.hw.products import missing
 from terrazzo.hw.wgmma import INSTRUCTIONS, WarpgroupInstruction
 from terrazzo.ir.address import coefficient, flatten, mentions
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import bounds
+from terrazzo.ir.expr import bounds, terms_of
 from terrazzo.ir.node import substitute
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
 from terrazzo.ir.sites import called, loads, product
@@ -114,12 +114,12 @@ def copying(kernel: l.Kernel, gpu: Gpu) -> float:
 
 
 def _copied(load: l.Load, store: l.Store, axes: Sequence[Any]) -> float:
+    overlap = any(sum(map(bool, terms_of(e))) > 1 for e in load.index)  # padding reads every element once
+    if overlap and math.prod(a.extent for a in axes) > math.prod(load.buffer.type.static_shape) > 1 and load.inside:
+        return PATCHES
     along = next((a for a in axes if step(store, a) == 1), None)
     if along is None or (along in load.free and step(load, along) not in (0, 1)):
         return TRANSPOSED
-    overlap = any(sum(mentions(e, a) for a in axes) > 1 for e in load.index)  # padding reads every element once
-    if overlap and math.prod(a.extent for a in axes) > math.prod(load.buffer.type.static_shape) > 1 and load.inside:
-        return PATCHES
     return UNEVEN if load.inside else COPIED
 
 

@@ -22,6 +22,7 @@ from terrazzo.rules.loop_to_tile.pieces import in_pieces, meeting, partial_state
 from terrazzo.rules.loop_to_tile.product_candidates import after_stores, best, copied, in_boxes, in_tiles
 from terrazzo.rules.loop_to_tile.results import results
 from terrazzo.rules.loop_to_tile.split import moments, reduced_first, split_moments
+from terrazzo.rules.loop_to_tile.stored import stored
 from terrazzo.rules.loop_to_tile.threads import SECTOR, size_of, step
 
 
@@ -37,17 +38,17 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> It
         sums = [c.reduce for c in p.sites]
         if not frozenset(a for a in kernel.axes if size_of(a) > 1) <= frozenset().union(*(r.free for r in sums)):
             yield from _apart_from(kernel, sums, gpu, pinned)  # tiles would compute them again at points of other axes
+        if windows.of_few_columns(kernel):
+            found = windows.window(kernel, gpu)
+            if found is not None and found.time < _soonest(kernel, p, gpu):
+                yield from _windows(kernel, gpu, pinned)
         yield from _across(kernel, p, gpu, pinned)
         yield from _results(kernel, gpu, pinned)
         yield from in_boxes(kernel, p, gpu, pinned)
         yield from after_stores(kernel, p, gpu, pinned)
         yield from _each(kernel, gpu, pinned)
         yield from in_tiles(kernel, p, gpu, pinned)
-    if (found := windows.window(kernel, gpu)) is not None:
-        first, _ = copied(found.copies, "a thread reads the filters of points that lie side by side", gpu, pinned)
-        done = joined((first, Candidate(((found.kernel, found.schedule, "window", str(found)),))))
-        rewrite = "copied_along" if found.copies else "collapse"
-        yield done.after((rewrite, kernel, (*found.copies, found.kernel)))
+    yield from _windows(kernel, gpu, pinned)
     flat = flat_reductions(kernel)
     flattened: Rewrite = ("flat_reductions", kernel, (flat,))
     reduces = [r for r in n.accumulators(flat).values() if isinstance(r, l.Reduce)]
@@ -69,6 +70,21 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> It
             yield Candidate(((even, *chosen),)).after(flattened, evened)
     plain = threads.plain(flat, gpu), "plain", "a thread computes a point at a time"
     yield Candidate(((flat, *plain),)).after(flattened)
+
+
+def _windows(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
+    """Windows, of which a thread computes several points together."""
+    if (found := windows.window(kernel, gpu)) is not None:
+        first, _ = copied(found.copies, "a thread reads the filters of points that lie side by side", gpu, pinned)
+        done = joined((first, Candidate(((found.kernel, found.schedule, "window", str(found)),))))
+        rewrite = "copied_along" if found.copies else "collapse"
+        yield done.after((rewrite, kernel, (*found.copies, found.kernel)))
+
+
+def _soonest(kernel: l.Kernel, p: Product, gpu: Gpu) -> float:
+    """Nanoseconds of the best tiles of a product, whose operands may be stored first, by the model."""
+    ways = stored(merged(kernel, p, gpu).kernel, gpu)
+    return min(_best(kernel, gpu), *(x.time + way.before(gpu) for way in ways for x in way.plans(gpu)[:1]), math.inf)
 
 
 def _stores_apart(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:

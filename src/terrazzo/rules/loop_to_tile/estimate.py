@@ -114,6 +114,8 @@ def _tiled(kernel: l.Kernel, gpu: Gpu) -> float | None:
             found += [plan.time] if whole_derives else []
         else:
             found.append(plan.time)
+    if windows.of_few_columns(kernel) and (window := windows.window(kernel, gpu)) is not None:
+        found.append(window.time)
     return min([*found, *_in_boxes(kernel, gpu), *_stored(p.kernel, gpu)], default=None)
 
 

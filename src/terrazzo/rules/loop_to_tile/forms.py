@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.node import topological
 from terrazzo.ir.sites import Product, product
 from terrazzo.rules.loop_to_tile import warpgroups
 from terrazzo.rules.loop_to_tile.candidate import Rewrite
-from terrazzo.rules.loop_to_tile.collapse import digits_apart, flat_products, merge_product_axes
+from terrazzo.rules.loop_to_tile.collapse import digits_apart, flat_products, merge_axes, merge_product_axes
+from terrazzo.rules.loop_to_tile.threads import size_of, step
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,33 @@ def merged(kernel: l.Kernel, p: Product, gpu: Gpu) -> Form:
 
 
 def apart(form: Form) -> Form:
-    """An axis for every digit."""
-    return form.then("digits_apart", digits_apart(form.kernel))
+    """An axis for every digit, but one for those along which all that is read and stored runs as if it were one: pixels
+    of an image whose channels come first.
+    """
+    digits = form.then("digits_apart", digits_apart(form.kernel))
+    found = product(digits.kernel)
+    for run in _runs(found) if found is not None else ():
+        digits = digits.then("merge_axes", merge_axes(digits.kernel, run))
+    return digits
+
+
+def _runs(p: Product) -> list[list[Any]]:
+    """Neighbouring axes of a product that the same factors know, and that are one in memory wherever they are read."""
+    terms = topological([s.value for s in p.kernel.stores])
+    accesses = [x for x in terms if isinstance(x, l.Load)] + [l.Load(s.buffer, s.index) for s in p.kernel.stores]
+
+    def one(a: Any, b: Any) -> bool:
+        knows = [(a in f.free, b in f.free) for c in p.sites for f in c.factors]
+        both = [(step(x, a), step(x, b)) for x in accesses if a in x.free or b in x.free]
+        return all(x == y for x, y in knows) and all(y is not None and x == y * size_of(b) for x, y in both)
+
+    runs: list[list[Any]] = []
+    for a in p.kernel.axes:
+        if runs and one(runs[-1][-1], a):
+            runs[-1].append(a)
+        else:
+            runs.append([a])
+    return [x for x in runs if len(x) > 1]
 
 
 def for_warpgroups(kernel: l.Kernel, gpu: Gpu) -> list[Form]:

@@ -121,8 +121,10 @@ def stored_first(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
             continue
         taken_names = {y.name for y in made}
         name = next(n for n in (f"{kernel.name}_{called(x)}{'_' * k}" for k in count()) if n not in taken_names)
-        inner = (p.m, p.n, *p.axes) if across else ()  # type: ignore[union-attr]
-        walked.sort(key=lambda a: (inner.index(a) + 1 if a in inner else 0, -_step(x, a)))
+        walked.sort(key=lambda a: -_step(x, a))
+        inner = (p.m, p.n, *p.axes)  # type: ignore[union-attr]
+        if walked[-1] not in inner:  # boxes would have no neighbours in memory
+            walked.sort(key=lambda a: inner.index(a) + 1 if a in inner else 0)
         shape = tuple(a.extent for a in walked)
         room = WIDEST // x.dtype.size  # type: ignore[attr-defined]
         strides = ordered_strides(shape, range(len(shape)), room)

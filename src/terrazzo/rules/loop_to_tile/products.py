@@ -19,6 +19,7 @@ from terrazzo.ir.sites import Product, called, loads
 from terrazzo.rules.access import WIDEST
 from terrazzo.rules.loop_to_tile.results import results
 from terrazzo.rules.loop_to_tile.threads import ceil, grid
+from terrazzo.rules.loop_to_tile.warpgroups import after
 from terrazzo.rules.swizzles import swizzled
 from terrazzo.rules.tile.complete import Refused, complete
 
@@ -326,11 +327,16 @@ def _plan(p: Product, gpu: Gpu, t: Tile, pieces: int, instruction: str | None, b
     time = max(arithmetic, traffic / gpu.cache, least / gpu.memory, latency) * gathering
     time += has.fill + gpu.wave * (waves - 1) if has else gpu.launch
     time += 0.75 * results(p).moved / gpu.memory
-    time += results(p).operations * results(p).points / (gpu.fma / 2)
+    time += busiest * pieces * after(p, ceil(results(p).points, blocks), has) if has else _computing(p, gpu)
     if pieces > 1:
         time += has.part if has else gpu.launch
         time += 2.5 * pieces * batch * p.m.extent * p.n.extent * count * 4 / gpu.cache
     return Plan(t, pieces, instruction, time, by)
+
+
+def _computing(p: Product, gpu: Gpu) -> float:
+    """Nanoseconds in which all processors compute the results from sums."""
+    return results(p).operations * results(p).points / (gpu.fma / 2)
 
 
 @lru_cache(maxsize=1024)

@@ -37,6 +37,8 @@ from terrazzo.rules.tile.draft import axis_name
 WARP, WARPS = 32, 4
 SHORT, MANY = 16, 1 << 16
 """Steps that a thread takes by itself, at most; points from which on there are threads enough for that."""
+FEW = 8
+"""Columns of a product, as those of a convolution in groups, of which instructions compute more than is wanted."""
 MOST_STEPS = 512
 """Steps of a window at most: beyond, a row is long enough for threads to share it."""
 CODE = 640
@@ -161,8 +163,14 @@ def _form(kernel: l.Kernel) -> _Form | None:
     reduces = [r for s in loops for r in s.carried if isinstance(r, l.Reduce)]
     many = math.prod(a.extent for a in axes) >= MANY
     short = all(math.prod(a.extent for a in r.axes) <= SHORT and (many or contraction(r) is not None) for r in reduces)
-    moved = product(kernel) is None and any(map(slides, reduces))
+    moved = any(map(slides, reduces)) and (product(kernel) is None or of_few_columns(kernel))
     return _Form(kernel, axes, terms, loops) if moved or short else None
+
+
+def of_few_columns(kernel: l.Kernel) -> bool:
+    """Whether a kernel is a product of which the tile of an instruction would be mostly empty."""
+    p = product(kernel)
+    return p is not None and min(p.m.extent, p.n.extent) <= FEW
 
 
 @dataclass(frozen=True)
