@@ -69,7 +69,7 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     ),
     Equivalent(CHOSEN, ("wrong box",), r"tensor_store\(.*\[64, 16\]\)` -> .*\[32, 16\]", "rows beyond the last"),
     Equivalent(
-        ("warps in roles", "convolution"),
+        ("warps in roles", "convolution", "transposed matmul of bfloat16"),
         PREDICATE,
         r"`if warp (% 4 == 0|< 2) and lane == 0:`",
         "who stored nothing has nothing to wait for",
