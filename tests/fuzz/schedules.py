@@ -132,7 +132,7 @@ def schedules(draw: Any, term: Term) -> Schedule:
         schedule = drawer.arranged(found)
     else:
         schedule = drawer.divided() if drawer.one((*(True,) * 6, False)) else term.default
-    for _ in range(drawer.one((*(0,) * 9, 1, 2)) if schedule is not term.default else drawer.one((1, 1, 2, 3))):
+    for _ in range(drawer.one((*(0,) * 16, 1, 2)) if schedule is not term.default else drawer.one((1, 1, 2, 3))):
         schedule = drawer.changed(schedule)
         schedule = drawer.covering(schedule) if draw(st.sampled_from((True, True, True, False))) else schedule
     return schedule

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from terrazzo.ir import proof
 from terrazzo.ir.address import evaluate
 from terrazzo.ir.expr import IntExpr, Var
 from terrazzo.ir.proof import holds
@@ -82,3 +83,13 @@ def test_what_is_proved_is_so(e: IntExpr, guards: list[IntExpr]) -> None:
         for x, y in itertools.product(range(40), range(5)):
             env = {X: x, Y: y}
             assert evaluate(e, env) >= 0 or any(evaluate(g, env) < 0 for g in guards)
+
+
+def test_an_expression_is_proved_to_be_sound_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    walked: list[object] = []
+    inner = proof.topological
+    monkeypatch.setattr(proof, "topological", lambda roots: walked.append(roots) or inner(roots))
+    a = Var("once", 977)
+    for _ in range(3):
+        assert proof.ill((a * 3 + 1, 5, a * 3 + 1)) == ""
+    assert len(walked) == 1

@@ -205,3 +205,23 @@ def test_erfinv_is_right() -> None:
     torch.testing.assert_close(found.double(), torch.erfinv(near.double()), rtol=5e-7, atol=0)
     ends = interpreted(torch.erfinv, torch.tensor([-1.0, 0.0, 1.0, 1.5]))
     assert ends.tolist()[:3] == [float("-inf"), 0.0, float("inf")] and ends[3].isnan()
+
+
+# -- rows that begin anywhere --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_thread_is_in_one_row_of_those_that_have_numbers(dtype: torch.dtype) -> None:
+    x = torch.randn(3, 4099, generator=torch.Generator().manual_seed(2)).to(dtype)
+    w = torch.tensor([2.0, -1.0, 0.5]).to(dtype)
+    (found,) = simulated(lambda x, w: x * w[:, None] + 1, x, w)
+    np.testing.assert_array_equal(found, (x * w[:, None] + 1).numpy())
+
+
+def test_the_gradient_of_a_loss_divides_for_no_point() -> None:
+    def gradient(x: torch.Tensor, y: torch.Tensor, g: torch.Tensor) -> Any:
+        return torch.ops.aten.nll_loss_backward(g, x, y, None, 0, -100, torch.zeros((), device="meta"))
+
+    x, y = meta(4096, 50257, dtype=torch.float32), torch.empty(4096, dtype=torch.int64, device="meta")
+    source = emit(kernels(gradient, x, y, meta(4096, dtype=torch.float32))[-1])[1]
+    assert "/ 50257" not in source and "move<4>" in source

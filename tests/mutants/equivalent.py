@@ -60,7 +60,7 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         r"`if (warp % 4 == 0 and )?lane == 0:` -> `(for|if|wait_groups|sync)",
         "a slot is free later than it could be",
     ),
-    Equivalent(CHOSEN, ("wrong registers",), r"registers=40\):` -> .*=48", "a processor has as many registers"),
+    Equivalent(CHOSEN, ("wrong registers",), r"registers=40\):` -> .*=(48|104)", "a processor has as many registers"),
     Equivalent(
         CHOSEN,
         ("no wait", "waits for too little", "no barrier", "moved barrier"),
@@ -69,10 +69,28 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     ),
     Equivalent(CHOSEN, ("wrong box",), r"tensor_store\(.*\[64, 16\]\)` -> .*\[32, 16\]", "rows beyond the last"),
     Equivalent(
-        ("warps in roles", "convolution"),
+        ("warps in roles", "convolution", "transposed matmul of bfloat16"),
         PREDICATE,
         r"`if warp (% 4 == 0|< 2) and lane == 0:`",
         "who stored nothing has nothing to wait for",
+    ),
+    Equivalent(
+        ("warps in roles",),
+        ("moved wait",),
+        r"-> `if warp < 2 and lane == 0:`",
+        "it waits for the stores before the products, not after",
+    ),
+    Equivalent(
+        ("boxes",),
+        MOVED,
+        r"`wait_barrier\(full0.* -> `sync\(\)`",
+        "all wait for the boxes and for each other, in either order",
+    ),
+    Equivalent(
+        ("first factor in registers",),
+        ("no wait", "waits for too little", "wrong kind of group", "moved wait"),
+        r"^line 29 `wait_groups\(1",
+        "those who waited for half of the registers have waited for the step before",
     ),
     Equivalent(
         (*PANELS, "registers for wgmma"),
@@ -88,8 +106,8 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     ),
     Equivalent(
         ("registers for wgmma", "lanes share steps"),
-        ("no store",),
-        r"_r0\[i\d+, \d\] = .*\(0.0\)` is gone",
+        ("no store", "off by one"),
+        r"_r0\[i\d+, \d\] = .*\(0.0\)` (is gone|->)",
         "what is left there of the step before meets zeros of the other factor, or a row that is not stored",
     ),
     Equivalent(
@@ -101,19 +119,13 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     Equivalent(
         ("warps share steps", "warpgroups share steps"),
         ("wrong slot",),
-        r"`meet0\[.*\] = ",
+        r"(`meet0\[.*\] = |= add\(acc0\[.*meet0\[)",
         "the warps exchange what they add, before a barrier of both",
     ),
     Equivalent(
         SUMS, PREDICATE, r"`if lane == 0( and warp == 0)?:`", "every thread has the result, so any may store it"
     ),
     Equivalent(MET, PREDICATE, r"`if warp == 0( and .*)?:`", "every warp has the result, so any may store it"),
-    Equivalent(
-        ("argmax", "softmax", "softmax of columns", "cross entropy", "attention", "attention of half"),
-        ("no store",),
-        r"`acc0\w*\[\(\)\] = (f32\(-inf\)|i64\(9223372036854775807\))`",
-        "what a warp has found is among what the warps have found: taken twice, it is still the largest",
-    ),
     Equivalent(
         RINGS,
         ("no wait", "waits for too little", "wrong kind of group", "moved wait", "moved barrier"),
@@ -205,7 +217,12 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         r"`for j in unrolled\(24\):` -> `wait_groups\(0",
         "it waits for the second product before it is done with the first, not after",
     ),
-    Equivalent(("conv2d",), PREDICATE, r"block \* 32 \+ lane < 36", "pixels beyond the last are not stored"),
+    Equivalent(
+        ("conv2d",),
+        PREDICATE,
+        r"(block|\(warp % 2\)) \* 32 \+ lane < 36",
+        "pixels beyond the last are not stored",
+    ),
     Equivalent(
         ("conv1d", "conv2d"),
         ("wrong number of steps",),
@@ -274,7 +291,7 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     Equivalent(
         CHAINS[1:],
         ("wrong barrier",),
-        r"`(wait_barrier|arrive)\(empty[12]\[.*\+ 2\) % 3",
+        r"`((wait_barrier|arrive)\(empty[12]\[.*\+ 2\) % 3|wait_barrier\(empty2\[.*\+ 1\) % 3)",
         "slots are waited for in turn: one is a step late, and behind it all others are free",
     ),
     Equivalent(

@@ -16,7 +16,7 @@ from terrazzo.ir.dialects import tile
 from terrazzo.ir.node import topological
 from terrazzo.rewrite.rule import Choice, Log
 from terrazzo.rules import tensor_to_loop
-from terrazzo.rules.loop import channels, fold, fuse, layout, lookups, narrow, parts, relax, remake
+from terrazzo.rules.loop import channels, fold, fuse, layout, lookups, narrow, parts, relax, remake, sooner
 from terrazzo.rules.loop.cost import Rates
 from terrazzo.rules.loop_to_tile import apart, choose, collapse, few_rows, packed, reductions
 from terrazzo.rules.loop_to_tile import split as splitting
@@ -30,6 +30,9 @@ from terrazzo.targets import target
 GPU = gpu("sm_80")
 LAUNCHED = replace(target("sm_80").rates, launch=0.0, byte=0.0)
 """Rates of a GPU on which a further kernel costs nothing, nor what it stores, so that small examples are worth one."""
+
+FREE = replace(LAUNCHED, op=0.0, load=0.0)
+"""Rates at which nothing but sums takes time."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,8 @@ CATALOG: dict[str, Rewrite] = {
     "parts:into_parts": of(parts.into_parts, lambda p: parts.into_parts(p, Log(), 3, lambda old, new: "")),
     "store_as_read:channels_last": of(channels.channels_last, lambda p: channels.channels_last(p, Log())),
     "relax:approx_div": of(relax.relax, lambda p: relax.relax(p, Log())),
-    "remake:make_again": of(remake.remake, lambda p: remake.remake(p, Log(), replace(LAUNCHED, op=0.0), 0)),
+    "remake:store_sooner": of(sooner.store_sooner, lambda p: sooner.store_sooner(p, Log(), FREE, 1, "remake")),
+    "remake:make_again": of(remake.remake, lambda p: remake.remake(p, Log(), FREE, 0)),
     "schedule:collapse": of(collapse.collapse, kernels(lambda k: (collapse.collapse(k),))),
     "schedule:merge_product_axes": of(collapse.merge_product_axes, kernels(product_axes)),
     "schedule:digits_apart": of(collapse.digits_apart, kernels(lambda k: (collapse.digits_apart(k),))),

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from terrazzo.ir.contraction import contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import substitute, topological
 from terrazzo.rewrite.rule import Event, Log
@@ -19,6 +18,7 @@ from terrazzo.rules.loop.cost import Rates, cost
 from terrazzo.rules.loop.fold import fold_indices
 from terrazzo.rules.loop.inline import inline, unproved
 from terrazzo.rules.loop.lifetimes import WORTH, in_order, in_use
+from terrazzo.rules.loop.sooner import store_sooner, takes_in
 
 PASS = "remake"
 RULE = "make_again"
@@ -123,7 +123,7 @@ def remake(program: l.Program, log: Log, rates: Rates, worth: int = WORTH) -> l.
                     out[a0, a1] = v1
         return (out,)
     """
-    program = in_order(program, log, PASS)
+    program = in_order(store_sooner(program, log, rates, max(worth, 1), PASS), log, PASS)
     work = _Remake(rates)
     for _ in range(ROUNDS):
         used = in_use(program.steps, program.results)
@@ -220,10 +220,10 @@ class _Remake:
         found: list[_Way] = []
         for n, made in enumerate(steps[:at]):
             alive = [b for b in made.writes if b not in kept and uses[b][-1] > at and at not in uses[b]]
-            if not alive or not isinstance(made, l.Kernel) or not light(made):
+            if not alive or not isinstance(made, l.Kernel) or not takes_in(made):
                 continue
             readers = {b: [r for r in uses[b] if r > at] for b in alive}
-            simple = {b for b in alive if all(_takes_in(steps[r]) for r in readers[b]) and _pointwise(made, b)}
+            simple = {b for b in alive if all(takes_in(steps[r]) for r in readers[b]) and _pointwise(made, b)}
             for some, inline_it in ((simple, True), (set(alive) - simple, False)):
                 if not some:
                     continue
@@ -247,17 +247,6 @@ class _Remake:
             new = tuple(fold_indices(inline(x, part)) for x in readers)
             self.inlined[key] = () if unproved(new) else new
         return self.inlined[key]
-
-
-def light(kernel: l.Kernel) -> bool:
-    """Whether a kernel multiplies nothing and looks nothing up in order: it is as fast as memory."""
-    sums = [x for x in topological(kernel.stores) if isinstance(x, l.Reduce | l.Scan)]
-    return not any(isinstance(x, l.Scan) or contraction(x) is not None for x in sums)
-
-
-def _takes_in(step: l.Kernel | l.Call) -> bool:
-    """Whether a step may compute what it reads on the way: products read operands from memory."""
-    return isinstance(step, l.Kernel) and light(step)
 
 
 def _pointwise(kernel: l.Kernel, buffer: l.Buffer) -> bool:

@@ -19,6 +19,7 @@ from terrazzo.rules.loop_to_tile.threads import (
     grid,
     ordered,
     pointwise,
+    ragged_vector,
     size_of,
     step,
     vector_at,
@@ -40,7 +41,31 @@ def points(kernel: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule, str, str]:
         why = "lanes lie along what is read, and a thread stores neighbours along what is written"
         return (*found, why, "digits_apart")
     one = collapse(kernel)
+    if (rows := _uneven_rows(kernel)) is not None:
+        return rows, pointwise(rows, gpu), "a thread is in one row, which begins anywhere", "digits_apart"
     return one, pointwise(one, gpu), "every thread computes points of its own", "collapse"
+
+
+LONG = 4096
+"""Points of a row from which on blocks have enough to do in one."""
+
+
+def _uneven_rows(kernel: l.Kernel) -> l.Kernel | None:
+    """A kernel that stores long rows which whole vectors do not divide, and looks up something for each: with the axes
+    of rows as one. None for others, whose points are divided as if they were one row: there every point finds its row.
+    """
+    kernel = digits_apart(kernel)
+    *outer, last = kernel.axes or (None,)
+    if not outer or ordered(kernel) or not all(isinstance(a.extent, int) for a in kernel.axes):
+        return None
+    if size_of(last) < LONG or any(not s.free >= frozenset(kernel.axes) for s in kernel.stores):
+        return None
+    stored = [l.Load(s.buffer, s.index) for s in kernel.stores]
+    loads = [x for x in topological([s.value for s in kernel.stores]) if isinstance(x, l.Load)]
+    if any(step(s, last) != 1 for s in stored) or vector_of(stored, last) > 1 or ragged_vector(kernel.stores, last) < 2:
+        return None
+    own = [x for x in loads if x.free and last not in x.free]
+    return merge_axes(kernel, outer) if own else None
 
 
 def crossed(kernel: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule] | None:

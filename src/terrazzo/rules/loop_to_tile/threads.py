@@ -129,7 +129,8 @@ def _width(kernel: l.Kernel, axis: Any, ragged: int, gpu: Gpu) -> int:
         x for x in topological([s.value for s in kernel.stores]) if isinstance(x, l.Load) and stride_one([x], axis)
     }
     size, wave = sum(x.dtype.size for x in loads), gpu.processors * THREADS
-    while vector > 1 and size_of(axis) // vector < (4 * wave if vector * size > WIDEST else wave // 12):
+    count = math.prod(size_of(a) for a in kernel.axes if a not in ordered(kernel))
+    while vector > 1 and count // vector < (4 * wave if vector * size > WIDEST else wave // 12):
         vector //= 2
     return vector
 
