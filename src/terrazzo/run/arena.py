@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+import numpy as np
+
 from terrazzo.ir.dialects import kernel
 from terrazzo.ir.dialects import loop as l
 from terrazzo.run.branches import Place, clocks
@@ -21,27 +23,32 @@ class Lives:
     """When the buffers of a program are in use: from the first to the last step that mentions them, by branches."""
 
     def __init__(self, program: l.Program | kernel.Program, places: Sequence[Place] = ()) -> None:
+        places = places or [Place()] * len(program.steps)
+        count = 1 + max((p.branch for p in places), default=0)
         self.first: dict[l.Buffer, int] = {}
         self.last: dict[l.Buffer, int] = {}
-        self.ends: dict[l.Buffer, dict[int, int]] = {}
-        self.clocks = clocks(places) if any(p.branch for p in places) else None
+        self.number: dict[l.Buffer, int] = {}
+        ends: list[list[int]] = []  # the last steps of every buffer, by branches
         for k, step in enumerate(program.steps):
             for b in (*step.reads, *step.writes):
-                self.first.setdefault(b, k)
-                self.last[b] = k
-                if self.clocks:
-                    self.ends.setdefault(b, {})[places[k].branch] = k
+                if b not in self.first:
+                    self.first[b], self.number[b] = k, len(ends)
+                    ends.append([-1] * count)
+                self.last[b] = ends[self.number[b]][places[k].branch] = k
+        self.through = clocks(places)
+        begins = [self.through[k] for k in self.first.values()]
+        self.ends, self.begins = (np.array(x, dtype=np.int64).reshape(-1, count) for x in (ends, begins))
 
     def over(self, b: l.Buffer, k: int) -> bool:
         """Whether all that uses a buffer is through when a step begins."""
-        if self.clocks is None or self.last[b] >= k:
-            return self.last[b] < k
-        clock = self.clocks[k]
-        return all(clock[branch] >= end for branch, end in self.ends[b].items())
+        return bool((self.ends[self.number[b]] <= np.array(self.through[k])).all())
 
-    def apart(self, a: l.Buffer, b: l.Buffer) -> bool:
-        """Whether two buffers may share memory."""
-        return self.over(a, self.first[b]) or self.over(b, self.first[a])
+    def apart(self, b: l.Buffer, others: Sequence[l.Buffer]) -> list[bool]:
+        """Which of others a buffer may share memory with."""
+        n, them = self.number[b], [self.number[x] for x in others]
+        before = (self.ends[them] <= self.begins[n]).all(axis=1)
+        found: list[bool] = (before | (self.ends[n] <= self.begins[them]).all(axis=1)).tolist()
+        return found
 
 
 def allocate(
@@ -55,26 +62,26 @@ def allocate(
     given = [b for b in lives.first if b in set(buffers)]
     longest = sorted(given, key=lambda b: (lives.first[b] - lives.last[b], -b.type.span))
     orders = [given, sorted(given, key=lambda b: -b.type.span), longest]
-    return min(
-        (placed(order, _padded, lives.apart) for order in orders[: 1 if len(given) > MOST else 3]), key=lambda x: x[1]
-    )
+    many = len(given) > MOST or any(p.branch for p in places)  # of what runs side by side, most shares nothing
+    return min((placed(order, _padded, lives.apart) for order in orders[: 1 if many else 3]), key=lambda x: x[1])
 
 
-def placed(items: Sequence[T], size: Callable[[T], int], apart: Callable[[T, T], bool]) -> tuple[dict[T, int], int]:
-    """Where items of these sizes lie, of which those that are not `apart` share no memory, placed in this order; and
-    the total.
+def placed(
+    items: Sequence[T], size: Callable[[T], int], apart: Callable[[T, Sequence[T]], Sequence[bool]]
+) -> tuple[dict[T, int], int]:
+    """Where items of these sizes lie, placed in this order, and the total. `apart` says which of those placed before
+    one may share memory with.
     """
-    taken: list[tuple[int, int, T]] = []  # offset, end
-    offsets: dict[T, int] = {}
-    for b in items:
+    taken: list[tuple[int, int]] = []  # offset, end
+    for n, b in enumerate(items):
         place = 0
-        for start, end in sorted((start, end) for start, end, x in taken if not apart(x, b)):
+        for start, end in sorted(x for x, free in zip(taken, apart(b, items[:n]), strict=True) if not free):
             if start - place >= size(b):
                 break
             place = max(place, end)
-        offsets[b] = place
-        taken.append((place, place + size(b), b))
-    return offsets, max((end for _, end, _ in taken), default=0)
+        taken.append((place, place + size(b)))
+    offsets = {b: place for b, (place, _) in zip(items, taken, strict=True)}
+    return offsets, max((end for _, end in taken), default=0)
 
 
 def _padded(b: l.Buffer) -> int:
@@ -87,17 +94,15 @@ def padded(size: int) -> int:
     return (max(size, 1) + ALIGN - 1) // ALIGN * ALIGN
 
 
-def hosts(
-    program: l.Program | kernel.Program, buffers: Sequence[l.Buffer], places: Sequence[Place] = ()
-) -> dict[l.Buffer, tuple[l.Buffer, int]]:
+def hosts(program: l.Program | kernel.Program, buffers: Sequence[l.Buffer]) -> dict[l.Buffer, tuple[l.Buffer, int]]:
     """Temporaries that lie in the memory of a result, which is written after their last use, and at which offset; none
     where that does not lower the memory in use at any time.
     """
-    _, alone = allocate(program, buffers, places)
+    _, alone = allocate(program, buffers)
     if alone < WORTH:
         return {}
     called = {b for s in program.steps if isinstance(s, l.Call) for b in (*s.reads, *s.writes)}
-    lives = Lives(program, places)
+    lives = Lives(program)
     first = lives.first
     rooms = [b for b in dict.fromkeys(program.results) if b in first and b not in called and b not in program.inputs]
     found: dict[l.Buffer, tuple[l.Buffer, int]] = {}
@@ -107,7 +112,7 @@ def hosts(
             taken = sorted(
                 (offset, offset + x.type.span)
                 for x, (place, offset) in found.items()
-                if place is room and not lives.apart(x, b)
+                if place is room and not all(lives.apart(b, [x]))
             )
             offset = 0
             for start, end in taken:
@@ -117,7 +122,7 @@ def hosts(
             if lives.over(b, first[room]) and offset + size <= room.type.span:
                 found[b] = room, offset
                 break
-    _, rest = allocate(program, [b for b in buffers if b not in found], places)
+    _, rest = allocate(program, [b for b in buffers if b not in found])
 
     def most(arena: int, begin: Mapping[l.Buffer, int]) -> int:
         """The most that results and the arena take in any step."""

@@ -6,7 +6,7 @@ forward pass is through, and the gradients are there in the end, which is more t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from terrazzo.run.arena import padded, placed
@@ -38,9 +38,11 @@ def layout(plan: Plan, apart: bool) -> Layout:
         return whole
     large = frozenset(k for k in temporary if plan.slots[k].bytes >= LARGE and k in first)
     rest = sorted((k for k in temporary if k not in large and k in first), key=lambda k: -plan.slots[k].bytes)
-    offsets, size = placed(
-        rest, lambda k: padded(plan.slots[k].bytes), lambda a, b: last[a] < first[b] or last[b] < first[a]
-    )
+
+    def beside(k: int, others: Sequence[int]) -> list[bool]:
+        return [last[x] < first[k] or last[k] < first[x] for x in others]
+
+    offsets, size = placed(rest, lambda k: padded(plan.slots[k].bytes), beside)
     found = Layout(offsets, size, large)
     before, after = (_most(plan, x, first, last) for x in (whole, found))
     return found if after <= (1 - GAIN) * before else whole

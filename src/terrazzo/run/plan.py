@@ -274,7 +274,7 @@ def _made(program: l.Program | kernel.Program, entries: Mapping[Any, Entry], pla
     called = {b for s in program.steps if isinstance(s, l.Call) for b in s.writes}
     own = set(program.inputs) | set(program.results) | called
     temporaries = [b for b in buffers if b not in own]
-    within = hosts(program, temporaries, places)
+    within = {} if any(p.branch for p in places) else hosts(program, temporaries)
     offsets, arena = allocate(program, [b for b in temporaries if b not in within], places)
     offsets |= {b: offset for b, (_, offset) in within.items()}
     slots = []
