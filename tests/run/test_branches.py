@@ -16,6 +16,7 @@ import terrazzo
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Var
 from terrazzo.ir.types import Type, f32
+from terrazzo.options import Options
 from terrazzo.run.arena import allocate
 from terrazzo.run.branches import ROOM, Ahead, Place, side_by_side
 from terrazzo.run.plan import Entry, Plan, make, misfit
@@ -208,7 +209,8 @@ def test_both_directions_of_a_net_on_a_gpu(mode: str, tmp_path: Path) -> None:
     net = torch.nn.GRU(64, 64, 1, bidirectional=True, device="cuda").eval()
     sets = [torch.randn(12, 8, 64, device="cuda") for _ in range(3)]
     with torch.no_grad():
-        compiled = terrazzo.compile(net, sets[0], mode=mode, options={"cache_dir": tmp_path, "fp32": "exact"})
+        options = replace(Options.from_mode(mode), cache_dir=tmp_path, fp32="exact")
+        compiled = terrazzo.compile(net, sets[0], options=options)
         assert compiled.compiled.plan.branches > 1
         expected = [net(x)[0] for x in sets]
         for _ in range(3):

@@ -260,7 +260,8 @@ class Launch:
         if notes:
             self.pointers[count + len(self.maps)] = ctypes.addressof(self.flag)
         self.blocks, self.threads, self.shared, self.at = blocks, threads, shared, ctypes.addressof(self.pointers)
-        self.stream, self.configs = 0, (self._config(False), self._config(machine.overlaps))
+        self.early = machine.overlaps and blocks <= k.EARLY
+        self.stream, self.configs = 0, (self._config(False), self._config(self.early))
         self.launch, self.success = machine.driver.cuLaunchKernelEx, machine.driver.CUresult.CUDA_SUCCESS
 
     def _config(self, overlaps: bool) -> Any:
@@ -335,7 +336,7 @@ class Graph:
             launch.ready()
             self.nodes.append(call("cuGraphAddKernelNode", graph, None, 0, self._parameters(launch)))
             for n in (*last.get(place.branch, ()), *place.after):
-                edges.append((self.nodes[n], self.nodes[-1], self._edge(early=not place.after)))
+                edges.append((self.nodes[n], self.nodes[-1], self._edge(launch.early and not place.after)))
             last[place.branch] = (len(self.nodes) - 1,)
         if edges:
             before, after, kinds = map(list, zip(*edges, strict=True))
@@ -344,10 +345,10 @@ class Graph:
         self.executable = call("cuGraphInstantiate", graph, 0)
 
     def _edge(self, early: bool) -> Any:
-        """That one kernel follows another: as launches do it; `early` where it needs no other one."""
+        """That one kernel follows another: as launches do it; `early` where it may, and needs no other one."""
         driver = self.machine.driver
         edge = driver.CUgraphEdgeData()
-        if self.machine.overlaps and early:
+        if early:
             edge.type = driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC.value
             edge.from_port = driver.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
         return edge

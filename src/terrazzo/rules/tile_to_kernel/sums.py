@@ -24,6 +24,10 @@ LONG = 32
 """Terms of a sum that is cut."""
 SHORT = 8
 """Terms of a part of it, at least."""
+SMALL = 8
+"""Statements of a step, at most, for the steps of a part to be written one after the other: their loads are on their
+way together then.
+"""
 FEW = 8
 """Sums of a thread at most: more leave no registers."""
 
@@ -62,7 +66,8 @@ class ShortSums:
                 return s
             inner, outer = (self.bindings.loop_variable("i", n) for n in (size, extent // size))
             body = tuple(substitute(x, {s.axis: outer * size + inner}) for x in s.body)
-            return self.cut(k.For(outer, (k.For(inner, body, s.unrolled),), s.unrolled), places)
+            at_once = s.unrolled or (size <= SHORT and len(list(k.walk(body))) <= SMALL)
+            return self.cut(k.For(outer, (k.For(inner, body, at_once),), s.unrolled), places)
         own = {p: k.Registers(self.builder.fresh("sum"), p.type) for p in places}
         zero = l.Literal(0.0, f32)
         body = self.body([substitute(x, own) for x in s.body])

@@ -135,7 +135,7 @@ class _Writer:
             lines.append(f"  {kind}* const {place} = reinterpret_cast<{kind}*>(shared + {at});")
         first = self.before_memory()
         lines += self.statements(kernel.body[:first], "  ")
-        lines.append("  if (!tz_begins()) return;")
+        lines += ["  if (!tz_begins()) return;"] * kernel.early
         lines += self.statements(kernel.body[first:], "  ")
         return name, "\n".join([*lines, "}"]) + "\n"
 

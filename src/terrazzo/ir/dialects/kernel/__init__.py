@@ -29,7 +29,7 @@ from terrazzo.ir.dialects.kernel.moves import (
     TensorStore,
     map_of,
 )
-from terrazzo.ir.dialects.kernel.program import REGISTER_FILE, Kernel, Program
+from terrazzo.ir.dialects.kernel.program import EARLY, REGISTER_FILE, Kernel, Program
 from terrazzo.ir.dialects.kernel.statement import PLACES, Argument, Cuda, Function, Statement, written
 from terrazzo.ir.dialects.kernel.values import (
     BLOCK,
@@ -62,6 +62,7 @@ from terrazzo.ir.dialects.kernel.waits import (
 
 __all__ = [
     "BLOCK",
+    "EARLY",
     "FENCES",
     "KINDS",
     "LANE",

@@ -14,6 +14,11 @@ from terrazzo.ir.node import Node, derived
 REGISTER_FILE = 65536
 """32-bit registers of a processor."""
 
+EARLY = 5280
+"""Blocks, at most, of a kernel that is launched while the one before it still runs: each waits for that one by itself,
+which takes longer than a launch where there are many (ADR 014).
+"""
+
 
 class Kernel(Node, dialect="kernel", op="kernel"):
     """One launch of `grid` blocks of `warps` warps. `params` are the buffers in global memory, those read first.
@@ -37,6 +42,11 @@ class Kernel(Node, dialect="kernel", op="kernel"):
     def threads(self) -> int:
         """Threads of a block."""
         return self.warps * WARP
+
+    @property
+    def early(self) -> bool:
+        """Whether it is launched while the kernel before it still runs, where the machine can (ADR 014)."""
+        return self.grid <= EARLY
 
     @property
     def reads(self) -> tuple[Buffer, ...]:
