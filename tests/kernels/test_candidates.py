@@ -236,9 +236,6 @@ def test_the_plainest_schedule_always_exists_and_is_right(
     assert all(not kernel.shared for kernel in found.kernels)
     if name == "sum of very many" or sum(kernel.grid for kernel in found.kernels) > 2000:
         return  # one thread rounds 300,000 times; so many blocks, of a warp each, take the simulator long
-    if name == "sum of all":  # one thread adds 7,000 numbers, one after the other, and rounds as often
-        assert found.simulated()[0] == np.add.accumulate(next(iter(found.inputs.values())).ravel())[-1]
-        return
     for ours, exact in zip(
         found.simulated(), loop.run(found.lowering.at("loop"), found.inputs, call=call_numpy), strict=True
     ):

@@ -35,7 +35,7 @@ def caught(found: Lowered, text: str) -> str:
     return str(bug.value)
 
 
-RING = ("matmul of bfloat16", "matmul of half", "matmul", "bmm", "einsum", "long product", "conv1d")
+RING = ("matmul of bfloat16", "matmul of half", "matmul", "bmm", "einsum", "long product")
 SHARED = (
     "softmax of long rows",
     "rms norm of prime width",

@@ -101,6 +101,8 @@ def _moved(program: l.Program, order: Sequence[int]) -> l.Program:
 
 def _better(program: l.Program, log: Log, pass_name: str) -> list[int]:
     """The order of steps in which less memory is in use at a time; empty where they stay as they are."""
+    if any(not isinstance(e, int) for s in program.steps for b in s.writes for e in b.type.shape):
+        return []  # who needs the sizes says where they are missing
     before = max(in_use(program.steps, program.results), default=0)
     if before < WORTH:
         return []
