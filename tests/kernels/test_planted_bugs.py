@@ -44,7 +44,7 @@ SHARED = (
     "sum of very many",
     "logsumexp",
 )
-SLABS = ("linear", "matmul, both transposed", "bmm", "conv2d")
+SLABS = ("linear", "matmul, both transposed", "bmm")
 OTHER_WARP = "|".join(
     (
         "as another warp wrote it, with no barrier between",

@@ -27,7 +27,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Any:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_each_has_a_kernel(dtype: torch.dtype) -> None:
     """Lanes lie along memory in each: no warp writes a sector for each of its elements."""
-    args = meta(50000, 128, dtype=dtype), meta(400000, dtype=torch.int64), meta(50000, dtype=torch.float32)
+    args = meta(50000, 16, dtype=dtype), meta(400000, dtype=torch.int64), meta(50000, dtype=torch.float32)
     done = lowering(capture(messages, args, {}).program, Options(target="sm_90a"))
     assert [e for e in done.log.events if e.rule == "merge" and e.fired]  # which is what is undone
     kernels = [s for s in done.at("kernel").steps if isinstance(s, k.Kernel)]

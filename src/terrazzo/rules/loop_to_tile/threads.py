@@ -40,11 +40,26 @@ def pointwise(kernel: l.Kernel, gpu: Gpu) -> Schedule:
     apart = vector > 1 and ragged == 1 and _narrow(kernel, axis)
     points = size_of(axis) // vector
     threads = 8 if points > 8 * WARP * gpu.processors else 4 if points > 4 * WARP else 1
-    lines = [(a.name, grid(size_of(a))) for a in free if a is not axis]
+    others = [a for a in free if a is not axis]
+    beside = max(others, key=size_of, default=None)
+    if threads > 1 or math.prod(map(size_of, others)) <= BLOCKS * gpu.processors or size_of(beside) < TOGETHER:
+        beside = None
+    lines = [(a.name, _with_warps(a) if a is beside else grid(size_of(a))) for a in others]
     last = vector_at(vector, aligned=ragged > 1)
     inner = (*last, Factor("lane", WARP)) if apart else (Factor("lane", WARP), *last)
     own = (Factor("grid", ceil(size_of(axis), threads * WARP * vector)), *warps_of(threads), *inner)
     return Schedule(kernel.name, gpu.arch, (*lines, (axis.name, own)))
+
+
+BLOCKS = 32
+"""Of a processor, at once: more of a warp each would come and go."""
+TOGETHER = 8
+"""Warps of a block that have a point of another axis each."""
+
+
+def _with_warps(axis: Any) -> tuple[Factor, ...]:
+    """An axis over the grid, of which every warp of a block has a point."""
+    return Factor("grid", ceil(size_of(axis), TOGETHER)), Factor("warp", TOGETHER)
 
 
 def walked(kernel: l.Kernel, gpu: Gpu) -> float:

@@ -285,7 +285,7 @@ class Slab:
         axes.sort(key=lambda a: a is along)
         words = tuple(Word(axis_name(a), (sizes[a],)) for a in axes)
         swizzle, pad = self.draft.spread(self.name, self.options)
-        swizzle = self.swizzle(sizes[along]) if swizzle is None else swizzle
+        swizzle = self.swizzle(sizes, along) if swizzle is None else swizzle
         panel, cast = self.panel(axes, sizes, swizzle), self.cast(axes, bool(self.options.get("multicast")))
         vector = 0
         if not self.by.boxes:
@@ -331,11 +331,16 @@ class Slab:
                 f"{line.name}: its rows lie {rows} elements apart, and ldmatrix reads pieces of {WIDEST} bytes"
             )
 
-    def swizzle(self, row: int) -> int:
-        """What matrices of such rows want. What threads read number by number needs none."""
-        if self.instruction is None or len(self.sizes) == 1:
+    def swizzle(self, sizes: dict[Any, int], along: Any) -> int:
+        """What matrices of such rows want. What threads read number by number needs none, and a box that ends where no
+        swizzle repeats, as one with a halo may, has none where it may lie plainly.
+        """
+        if self.instruction is None or len(sizes) == 1:
             return 0
-        return swizzled(row * self.term.dtype.size)  # type: ignore[attr-defined]
+        size: int = self.term.dtype.size  # type: ignore[attr-defined]
+        found = swizzled(sizes[along] * size)
+        ragged = self.by.boxes and math.prod(sizes.values()) * size % max(found * 8, 128)
+        return 0 if ragged and warps(self.instruction) == 1 else found
 
     def panel(self, axes: Sequence[Any], sizes: dict[Any, int], swizzle: int) -> int:
         """How wide the panels of a slab are whose rows are wider than its swizzle, along k, m or n: as wide as that."""
