@@ -187,7 +187,7 @@ def alone(name: str, program: Program) -> tuple[Any, Any]:
     before = lift(program)
     if name.startswith("store_as_read") and "channels" not in name:  # these look at what is left when views are gone
         before = CATALOG["fuse:view"].apply(before)
-    elif name == "fuse:extremes_once" or not name.startswith(("fuse", "remake:make")):
+    elif name == "fuse:extremes_once" or not name.startswith("fuse"):
         # fusion keeps little that is made fast; extremes are looked at in what became one kernel
         before = fuse(before, Log(), Rates())
         before = CATALOG["store_as_read:narrow"].apply(before) if "channels" in name else before
