@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 _NOTHING = nullcontext()
 LEAST_DRIVER = 12000
 """The oldest driver whose cubins and graphs we use, as CUDA numbers versions."""
+OVERLAPPING_DRIVER = 12030
+"""The oldest driver whose graphs have edges between kernels that overlap."""
 STATIC_SHARED = 48 << 10
 """Bytes of shared memory a kernel may have without asking for more."""
 KEPT_MAPS = 64
@@ -105,7 +107,7 @@ class Cuda:
         if architecture(self.index) != arch:
             raise UserError(f"the target is {arch}, and {device} is {architecture(self.index)}")
         self.device, self.arch, self.driver = f"cuda:{self.index}", arch, driver
-        self.overlaps = GPUS[arch].number >= 90
+        self.overlaps = GPUS[arch].number >= 90 and version >= OVERLAPPING_DRIVER
         self.flags: Any = None
         self.raised = memoryview(b"")
         self.unraised = b""
