@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from terrazzo.ir.types import Type, f32
 from terrazzo.options import Options
 from terrazzo.run.arena import allocate
 from terrazzo.run.branches import ROOM, Ahead, Place, side_by_side
+from terrazzo.run.cuda import Graph
 from terrazzo.run.plan import Entry, Plan, make, misfit
 from terrazzo.run.streams import Streams
 
@@ -224,3 +226,35 @@ def test_both_directions_of_a_net_on_a_gpu(mode: str, tmp_path: Path) -> None:
         torch.cuda.synchronize()
         for x, y in zip(found, expected, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
+class Recorder:
+    """A machine that only notes what a graph is made of."""
+
+    def __init__(self) -> None:
+        self.driver = pytest.importorskip("cuda.bindings.driver")
+        self.nodes: list[list[int]] = []
+        self.early: list[tuple[int, int]] = []
+
+    def call(self, name: str, *args: Any) -> Any:
+        if name == "cuGraphAddKernelNode":
+            self.nodes.append(args[1])
+            return len(self.nodes) - 1
+        if name == "cuGraphAddDependencies":
+            _, first, second, kinds, count = args
+            assert {x.type for x in kinds} == {1} and len(kinds) == count
+            self.early = list(zip(first, second, strict=True))
+        return None
+
+
+def test_kernels_of_a_graph_overlap_where_they_wait_for_one_branch() -> None:
+    machine = Recorder()
+
+    def launch(early: bool) -> Any:
+        values = dict.fromkeys(("function", "blocks", "threads", "shared", "at"), 0)
+        return SimpleNamespace(early=early, ready=lambda: None, addresses=b"", **values)
+
+    launches = [launch(early) for early in (True, True, False, True, True)]
+    places = [Place(), Place(), Place(), Place(1, (1,)), Place(0, (3,))]
+    Graph(machine, launches, places)  # type: ignore[arg-type]
+    assert machine.nodes == [[], [], [1], [1], [2, 3]] and machine.early == [(0, 1)]

@@ -333,26 +333,27 @@ class Graph:
         graph = call("cuGraphCreate", 0)
         self.nodes: list[Any] = []
         last: dict[int, tuple[int]] = {}
-        edges: list[tuple[Any, Any, Any]] = []
+        early: list[tuple[Any, Any]] = []
         for launch, place in zip(launches, places, strict=True):
             launch.ready()
-            self.nodes.append(call("cuGraphAddKernelNode", graph, None, 0, self._parameters(launch)))
-            for n in (*last.get(place.branch, ()), *place.after):
-                edges.append((self.nodes[n], self.nodes[-1], self._edge(launch.early and not place.after)))
+            before = [self.nodes[n] for n in (*last.get(place.branch, ()), *place.after)]
+            overlaps = launch.early and not place.after
+            waits = [] if overlaps else before
+            self.nodes.append(call("cuGraphAddKernelNode", graph, waits, len(waits), self._parameters(launch)))
+            early += [(n, self.nodes[-1]) for n in before] if overlaps else []
             last[place.branch] = (len(self.nodes) - 1,)
-        if edges:
-            before, after, kinds = map(list, zip(*edges, strict=True))
-            call("cuGraphAddDependencies", graph, before, after, kinds, len(edges))
+        if early:
+            first, second = map(list, zip(*early, strict=True))
+            call("cuGraphAddDependencies", graph, first, second, [self._edge()] * len(early), len(early))
         self.known = [bytes(x.addresses) for x in launches]
         self.executable = call("cuGraphInstantiate", graph, 0)
 
-    def _edge(self, early: bool) -> Any:
-        """That one kernel follows another: as launches do it; `early` where it may, and needs no other one."""
+    def _edge(self) -> Any:
+        """That one kernel follows another, which it waits for by itself."""
         driver = self.machine.driver
         edge = driver.CUgraphEdgeData()
-        if early:
-            edge.type = driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC.value
-            edge.from_port = driver.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
+        edge.type = driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC.value
+        edge.from_port = driver.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
         return edge
 
     def _parameters(self, launch: Launch) -> Any:
