@@ -7,7 +7,7 @@ then, where they are few, all points are tried. What none of these shows is not 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,7 +59,7 @@ def _parted(e: IntExpr, given: Sequence[IntExpr]) -> tuple[IntExpr, Sequence[Int
     """`e` and guards with a variable for the quotient and one for the remainder of a number of which guards have both,
     and its axis made of them: 14 * q + m + 1 for the a of which q is (a - 1) // 14 and m is (a - 1) % 14.
     """
-    for m in topological([g for g in given if isinstance(g, Expr)]):
+    for m in _parts(given):
         if not isinstance(m, Mod) or not isinstance(m.b, int):
             continue
         q = floordiv(m.a, m.b)
@@ -72,7 +72,7 @@ def _parted(e: IntExpr, given: Sequence[IntExpr]) -> tuple[IntExpr, Sequence[Int
             quotient, remainder = Var("$quotient", high - low + 1) + low, Var("$remainder", m.b)
             axis = (quotient * m.b + remainder - rest) * c
             new: dict[Any, IntExpr] = {q: quotient, m: remainder, v: axis}
-            return substitute(e, new), [*(substitute(g, new) for g in given), axis, v.extent - 1 - axis]
+            return _replaced(e, new), [*(_replaced(g, new) for g in given), axis, v.extent - 1 - axis]
     return None
 
 
@@ -82,19 +82,31 @@ def _digits(e: IntExpr, given: Sequence[IntExpr]) -> tuple[IntExpr, Sequence[Int
     """
     new: dict[Any, IntExpr] = {}
     known: list[tuple[Var, Any, int]] = []
-    for y in topological([g for g in given if isinstance(g, Expr)]):
+    for y in _parts(given):
         if (found := _digit(y)) is not None:
             v, place, size = found
             known.append((Var(f"${len(known)}", size), v, place))
             new[y] = known[-1][0]
-    for x in topological([e]) if known and isinstance(e, Expr) else ():
+    for x in _parts([e]) if known else ():
         if x not in new and (found := _digit(x)) is not None:
             v, place, size = found
             for y, whose, below in known:
                 step, rest = divmod(place, below)
                 if whose is v and not rest and y.extent % (size * step) == 0:
                     new[x] = mod(floordiv(y, step), size)
-    return (substitute(e, new), [substitute(g, new) for g in given]) if new else (e, given)
+    return (_replaced(e, new), [_replaced(g, new) for g in given]) if new else (e, given)
+
+
+def _parts(exprs: Sequence[IntExpr]) -> list[Any]:
+    """What expressions are made of. A number that data says is one thing, whatever it is computed from."""
+    return topological([e for e in exprs if isinstance(e, Expr)], stop=lambda x: isinstance(x, Loaded))
+
+
+def _replaced(e: IntExpr, new: Mapping[Any, IntExpr]) -> IntExpr:
+    """An expression with others for parts of it."""
+    data = {x: x for x in _parts([e]) if isinstance(x, Loaded)}
+    found: IntExpr = substitute(e, {**new, **data})
+    return found
 
 
 def _digit(x: Any) -> tuple[Any, int, int] | None:

@@ -216,7 +216,7 @@ class DeformableAttention(nn.Module):
         return self.out((read * weight[:, None]).sum(-1).view(count, channels, -1).transpose(1, 2))
 
 
-@program(small={"images": 1, "queries": 6, "size": 5, "width": 16, "heads": 2, "points": 3}, dtypes=("f32",))  # places
+@program(small={"images": 2, "queries": 9, "size": 5, "width": 16, "heads": 2, "points": 3}, dtypes=("f32",))  # places
 def deformable_attention(
     images: int = 4, queries: int = 900, size: int = 64, width: int = 256, heads: int = 8, points: int = 4
 ) -> Made:
