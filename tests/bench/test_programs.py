@@ -41,7 +41,7 @@ def test_there_are_programs_of_every_family_a_third_of_them_trained() -> None:
     assert 3 * sum(programs()[n].training for n in MODELS) >= sum(not programs()[n].training for n in MODELS)
 
 
-@pytest.mark.parametrize("name", random.Random(7).sample(SMALL, 3))
+@pytest.mark.parametrize("name", [*random.Random(7).sample(SMALL, 3), "deformable_attention"])  # found wrong once
 def test_a_small_program_is_lowered_for_a_gpu(name: str, tmp_path: Path) -> None:
     module, inputs = programs()[name].made(programs()[name].dtypes[-1], "meta", small=True)
     options = Options(target="sm_90a", libraries="never", cache_dir=tmp_path)
