@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 from terrazzo.bench.choice import choices
+from terrazzo.bench.report import SHAPES, shape_rows
 from terrazzo.hw.gpu import gpu
 
 RECORD = Path(__file__).parents[2] / "benchmarks" / "fits" / "h200-tiles.json"
@@ -22,3 +23,14 @@ def test_the_model_chooses_nearly_the_fastest(tmp_path: Path) -> None:
     assert [c.shape for c in found] and len(found) == len(some)
     assert math.exp(sum(math.log(c.lost) for c in found) / len(found)) <= 1.04
     assert max(c.lost for c in found) <= 1.2
+
+
+def test_shapes_are_a_row_for_each_group() -> None:
+    """By hand: 3 / 2 and 2 / 4 of the better peer have a geometric mean of 0.87."""
+    cases = [
+        {"group": group, "us": us}
+        for group in SHAPES
+        for us in ({"terrazzo": 2.0, "eager": 9.0, "cudnn": 3.0}, {"terrazzo": 4.0, "eager": 2.0})
+    ]
+    _, *rows = shape_rows({"cases": cases})
+    assert len(rows) == len(SHAPES) and {row[1:] for row in rows} == {("2", "**0.87x**", "0.50x", "1.50x")}

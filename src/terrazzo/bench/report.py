@@ -92,6 +92,9 @@ def page(results: Path) -> str:
         if record.get("suite") == "programs":
             parts += _programs(record)
             continue
+        if record.get("suite") == "shapes":
+            parts += _shapes(record)
+            continue
         if "meta" in record:
             parts += (
                 _counters(record) if "counters" in record["meta"] else _gpu_part(record) if "geomean" in record else []
@@ -237,6 +240,38 @@ def _programs(record: Mapping[str, Any]) -> list[str]:
         *_markdown(programs.rows(record)),
         "",
     ]
+
+
+SHAPES = {
+    "square": "squares, beside cuBLAS",
+    "proj": "projections of decoder models, beside cuBLAS",
+    "proj32": "projections of Qwen2.5-7B in float32, their weights split at every call",
+    "odd": "products of odd sizes, beside cuBLAS",
+    "batched": "batched products, beside cuBLAS",
+    "fused": "products with what surrounds them, beside the better of eager and torch.compile",
+    "att": "attention, beside the best of eager, cuDNN and FlashAttention",
+    "backward": "attention forward and backward, beside the same",
+    "decode": "attention of one query, beside the same",
+    "masks": "attention under masks and with changed scores, beside eager",
+    "ce": "cross-entropy with its projection, beside the better of eager and torch.compile",
+}
+
+
+def shape_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """How many times as fast ours is as the best peer, a row for each group of shapes."""
+    rows: list[tuple[str, ...]] = [("shapes", "cases", "geometric mean", "least", "most")]
+    for group, told in SHAPES.items():
+        each = [case["us"] for case in record["cases"] if case["group"] == group]
+        ratios = sorted(min(t for name, t in us.items() if name != "terrazzo") / us["terrazzo"] for us in each)
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        rows.append((told, str(len(ratios)), f"**{mean:.2f}x**", f"{ratios[0]:.2f}x", f"{ratios[-1]:.2f}x"))
+    return rows
+
+
+def _shapes(record: Mapping[str, Any]) -> list[str]:
+    meta = record["meta"]
+    told = f"{meta['gpu']}, commit {meta['commit']}, libraries {meta['libraries']}: {meta['what']}."
+    return ["## Shapes that models have", "", *wrap(told, 120), "", *_markdown(shape_rows(record)), ""]
 
 
 def choice_rows(found: Sequence[Choice]) -> list[tuple[str, ...]]:

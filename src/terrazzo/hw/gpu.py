@@ -79,9 +79,10 @@ H200 = Warpgroups(
     direct=30.0, fill=1260.0, cluster=1070.0, part=1370.0, states=6.8, flying=36000.0, read=18.0, after=120.0,
     crowd=1.95, straddling=2.17,
 )  # fmt: skip
-"""Fitted to the times of 2,300 schedules of 80 products of bf16 (benchmarks/fits/h200-tiles.json), by how far they were
-off and by how much was lost where they chose: 4 % of the best of these schedules in the mean, 14 % at most. `rate`,
-`shared`, `cache` and the memory's rate were held. `rows` is an estimate. `read` and `after` are of three products each,
+"""Fitted to the times of 2,238 schedules of 79 products of bf16 (benchmarks/fits/h200-tiles.json), and to those of 118
+that an earlier model had chosen for some of them (not kept), by how far they were off and by how much was lost where
+they chose; docs/performance.md has what is. `rate`, `shared`, `cache` and the memory's rate were held. `rows` is an
+estimate. `read` and `after` are of three products each,
 with a residual or GELU beside bias and ReLU (22 November 2026): 13 to 21 bytes, where one took nothing, and 65 to 235
 operations.
 """
@@ -104,7 +105,7 @@ GPUS = {
             60000,
             480000,
             (4800, 67000, 989000),
-            wave=2100.0,
+            wave=2100.0,  # fitted with the tiles of `mma.sync` (rules/loop_to_tile/products.py)
             features=("wgmma",),
             warpgroups=H200,
         ),

@@ -455,10 +455,12 @@ def plan_key(program: Any, options: Options, machine: str) -> str:
 
 @lru_cache(maxsize=1)
 def own_version() -> str:
-    """A digest of Terrazzo's own sources: whoever changes a rule must not meet plans made by the old one."""
+    """A digest of Terrazzo's own sources, and of what is shipped with them: whoever changes a rule must not meet plans
+    made by the old one.
+    """
     root = Path(__file__).parent.parent
     total = hashlib.sha256()
-    for path in sorted([*root.rglob("*.py"), *root.rglob("*.h")]):
+    for path in sorted(p for kind in ("py", "h", "cuh", "json") for p in root.rglob(f"*.{kind}")):
         total.update(path.read_bytes())
     return total.hexdigest()
 

@@ -91,7 +91,7 @@ WITH_TMA = (
     Tile(16, 64, 128, (1, 4), 0.23, resident=2),
 )
 """Tiles on tensor cores where operands come by TMA, from sm_90 on. Their rates, and what is said of TMA below, are
-fitted to 240 schedules on an H200 (benchmarks/fits/h200-tiles.json), of which a third were off by more than 14 %.
+fitted to 239 schedules on an H200 (benchmarks/fits/h200-tiles.json), of which 36 % are off by more than 14 %.
 """
 
 
@@ -275,7 +275,7 @@ ISSUED = 4
 """Instructions that a processor begins in a clock."""
 GATHERED = 4.3
 """How much longer the steps of a product on `mma.sync` take than its model says where an operand's place follows from
-divisions: a 1x1 convolution of 32 x 256 x 56 x 56 took 71.8 us on an H200 (21 November 2026), and the model says 16.5.
+divisions: a 1x1 convolution of 32 x 256 x 56 x 56 took 71.8 us on an H200 (21 November 2026), and the model said 16.5.
 """
 STREAMED = 1.3
 """How much longer than memory needs a product on matrix instructions takes that waits for it."""

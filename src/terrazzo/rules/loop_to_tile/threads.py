@@ -29,7 +29,9 @@ KEPT = 32
 
 
 def pointwise(kernel: l.Kernel, gpu: Gpu) -> Schedule:
-    """One axis over the grid, warps, lanes and a vector; further axes are walked."""
+    """One axis over the grid, warps, lanes and a vector. A block has one point of each further axis, or, where one warp
+    takes the first axis and there are many such blocks, one of the longest for each of its warps.
+    """
     if not kernel.axes:
         return Schedule(kernel.name, gpu.arch, ())
     free = [a for a in kernel.axes if a not in ordered(kernel)]
@@ -64,7 +66,7 @@ def _with_warps(axis: Any) -> tuple[Factor, ...]:
 
 def walked(kernel: l.Kernel, gpu: Gpu) -> float:
     """Nanoseconds of a kernel without reductions under the schedule `pointwise`: what it moves, and the sectors that
-    its warps touch. A block has one point of each axis that lanes do not lie along, so all that is there is touched by
+    its warps touch. A warp has one point of each axis that lanes do not lie along, so all that is there is touched by
     every warp, whatever axes it knows.
     """
     axis = _lanes_along(kernel, kernel.axes, gpu)
