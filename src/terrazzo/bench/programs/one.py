@@ -15,6 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -278,7 +279,9 @@ def main(name: str, dtype: str, libraries: str, folder: str) -> None:
         try:
             found = measured(name, dtype, Options(libraries=libraries, cache_dir=Path(cache)), room)
         except Exception as error:  # whatever it is, the others go on
-            found = {"failed": f"{type(error).__name__}: {error}"[:2000]}
+            frames = traceback.extract_tb(error.__traceback__)[-3:]
+            where = ", ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in frames)
+            found = {"failed": f"{type(error).__name__}: {error}"[:2000] + f" ({where})"}
         (room / f"{name}.{dtype}.json").write_text(json.dumps(found))
 
 
