@@ -71,7 +71,7 @@ def measured(name: str, dtype: str, options: Options, room: Path) -> dict[str, A
     with using(room), torch.no_grad():
         ours(*inputs)
         kept = torch.cuda.memory_allocated() - before
-        memory = {"terrazzo": kept + peak(lambda: ours(*inputs)), "eager": eager}
+        memory = {"terrazzo": kept + peak(lambda: ours(*inputs)), "eager": eager, "held": before}
         found = judged(tensors(ours(*inputs)), tensors(module(*inputs)), module, inputs, ours, dtype)
         torch.cuda.empty_cache()
         sets = turned(module, inputs)
