@@ -44,7 +44,7 @@ def test_places_in_an_image_are_short(name: str) -> None:
 def test_places_far_outside(mode: str, padding: str) -> None:
     """Who reads nothing outside of an image is as far outside as he likes."""
     grid = r(2, 9, 10, 2) * 3
-    grid[0, 0, :4, 0] = torch.tensor([1e30, -1e30, 3e9, -2.0**31])
+    grid[0, 0, :4, 0] = torch.tensor([1e30, -1e30, 3e9, -(2.0**31)])
     if padding != "zeros":
         grid = grid.clamp(-50, 50)
 
