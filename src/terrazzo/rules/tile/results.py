@@ -138,7 +138,7 @@ def column_parts(draft: Draft, name: str, blocks: int) -> int:
     or fewer, where each has whole subtiles of every result, and of the instruction's eight columns.
     """
     site = draft.site(name)
-    (columns,) = [a for a in draft.kernel.axes if any(f.level == "inst.n" for f in draft.binding(a, site))] or [None]
+    columns = next((a for a in draft.kernel.axes if any(f.level == "inst.n" for f in draft.binding(a, site))), None)
     if blocks == 1 or columns is None:
         return 1
     length, each = draft.length(columns, site), EIGHT
@@ -146,7 +146,7 @@ def column_parts(draft: Draft, name: str, blocks: int) -> int:
         own = draft.site(store.buffer.name)
         if own is not None and store.buffer.name in dict(own.operands):
             each = math.lcm(each, _width(draft, own, store, columns, length))
-    return max(d for d in range(1, blocks + 1) if blocks % d == 0 and length % (d * each) == 0 or d == 1)
+    return max(d for d in range(1, blocks + 1) if (blocks % d == 0 and length % (d * each) == 0) or d == 1)
 
 
 def _width(draft: Draft, site: Site, store: l.Store, columns: Any, length: int) -> int:

@@ -12,6 +12,7 @@ from terrazzo.hw.wgmma import WarpgroupInstruction
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr
+from terrazzo.ir.node import Node
 from terrazzo.ir.schedule import WARPS_IN_A_GROUP, Site
 from terrazzo.ir.types import Type
 from terrazzo.rules.tile.digits import Bindings
@@ -52,10 +53,11 @@ def take(builder: Builder, bindings: Bindings, given: Given, columns: str, site:
     there = (*rows, bindings.rank * (count // parts) + number if parts > 1 else number, *_thread(bindings))
 
     def add() -> None:
-        total: l.Term | None = None
-        for rank in range(bindings.order.cluster_size):
-            one = builder.let(k.Remote(given.place, there, rank), "other")
-            total = one if total is None else l.apply("add", total, one)
+        ranks = range(bindings.order.cluster_size)
+        first, *others = [builder.let(k.Remote(given.place, there, rank), "other") for rank in ranks]
+        total: Node = first
+        for one in others:
+            total = l.apply("add", total, one)
         builder.add(l.Store(held, at, total))
 
     builder.loops([(v, True) for v in at], add)

@@ -30,8 +30,8 @@ from terrazzo.rules.tile.digits import Bindings, extent
 from terrazzo.rules.tile.draft import Draft
 from terrazzo.rules.tile.verify import HEAD, verify, wrong
 from terrazzo.rules.tile_to_kernel.builder import Builder
-from terrazzo.rules.tile_to_kernel.everyone import Everyone
 from terrazzo.rules.tile_to_kernel.cluster import Given, give, take
+from terrazzo.rules.tile_to_kernel.everyone import Everyone
 from terrazzo.rules.tile_to_kernel.gather import result_place
 from terrazzo.rules.tile_to_kernel.jam import Jam as Jammed
 from terrazzo.rules.tile_to_kernel.memory import Memory, share
