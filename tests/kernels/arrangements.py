@@ -12,8 +12,9 @@ class Product:
     The operands are stored as `x_axes` and `w_axes` say ("mk" or "km", "nk" or "kn"). `tile` has a block's part of m, n
     and a step's part of k. On `wgmma`, `groups` warpgroups divide m, on `mma` warps divide m and n as `warps` says, on
     `fma` these and 32 lanes; `depth` is how they divide a step's k. With `promote`, CUDA cores add up the steps' sums.
-    `cluster` is the axis that so many blocks divide, with what misses it multicast. With `turns`, so many warpgroups
-    have a tile each, one after the other. `first` is where the first operand is multiplied from.
+    `cluster` is the axis that so many blocks divide, with what misses it multicast; of "k", they share sums. With
+    `turns`, so many warpgroups have a tile each, one after the other. `first` is where the first operand is multiplied
+    from.
     """
 
     shape: tuple[int, int, int] = (128, 128, 192)
@@ -99,13 +100,16 @@ class Product:
                 + (f"cluster({shared}) * " if shared > 1 else "")
                 + f"block({tile})"
             )
-        steps = -(-self.shape[2] // self.tile[2])
+        shared = self.blocks if self.cluster == "k" else 1
+        steps = -(-self.shape[2] // (self.tile[2] * shared))
+        promote = ", promote=True" * self.promote
+        deep = f"time({steps}, ring={self.ring}{promote}) * block({self.tile[2]})"
         lines = [f'with schedule("y", target="{self.target}"):']
         lines += [f"    a0 = grid({self.batch})"] if self.batch else []
         lines += [
             f"    {cuts['m']}",
             f"    {cuts['n']}",
-            f"    r0 = time({steps}, ring={self.ring}{', promote=True' * self.promote}) * block({self.tile[2]})",
+            f"    r0 = cluster({shared}) * {deep}" if shared > 1 else f"    r0 = {deep}",
         ]
         if self.persistent:
             order = f", order=grouped({self.grouped})" if self.grouped else ""
@@ -289,6 +293,31 @@ WARPGROUPS: dict[str, Product] = {
     "cp.async, two warpgroups": Product(by="cp.async", groups=2, tile=(128, 64, 64)),
     "cp.async, both turned": Product(by="cp.async", x_axes="km", w_axes="kn"),
 }
+K = {"cluster": "k", "roles": True, "registers": None}
+CLUSTERED: dict[str, Product] = {
+    "shared sums": Product(**K, shape=(128, 128, 256)),
+    "shared sums, staged by tma": Product(**K, shape=(128, 128, 256), staged=TMA),
+    "shared sums, a subtile for each block": Product(**K, shape=(64, 128, 256), tile=(64, 128, 64), staged=TMA),
+    "shared sums of four": Product(**K, shape=(64, 128, 1000), tile=(64, 128, 64), blocks=4, ring=4),
+    "shared sums of four, two subtiles": Product(**K, shape=(64, 128, 1000), tile=(64, 128, 64), blocks=4, staged=TMA),
+    "shared sums of three": Product(
+        **K, shape=(64, 96, 384), tile=(64, 96, 64), blocks=3, staged='by="tma", swizzle=64', width=32
+    ),
+    "shared sums of eight, few columns": Product(**K, shape=(64, 16, 1024), tile=(64, 16, 64), blocks=8),
+    "shared sums, eight columns": Product(**K, shape=(128, 8, 256), tile=(64, 8, 64)),
+    "shared sums, ragged": Product(**K, shape=RAGGED),
+    "shared sums, ragged, staged": Product(**K, shape=RAGGED, staged="swizzle=128"),
+    "shared sums, odd columns": Product(**K, shape=(100, 71, 200)),
+    "shared sums, two warpgroups": Product(**K, shape=(128, 64, 384), groups=2, tile=(128, 64, 64), staged=TMA),
+    "shared sums, two products down": Product(**K, shape=(128, 64, 256), tile=(128, 64, 64)),
+    "shared sums, both turned": Product(**K, shape=(128, 64, 256), x_axes="km", w_axes="kn"),
+    "shared sums, batch": Product(**K, batch=3, shape=(64, 64, 256)),
+    "shared sums, x in registers": Product(**K, first="reg", shape=(64, 64, 256)),
+    "shared sums, promoted": Product(**K, promote=True, shape=(64, 64, 256)),
+    "shared sums, f32": Product(**K, out="f32", shape=(128, 64, 256), staged=TMA),
+    "shared sums, residual": Product(**K, **RESIDUAL, shape=(128, 128, 256), tile=(64, 128, 64), staged=TMA),
+    "shared sums, two results": Product(**K, **TWO, shape=(128, 128, 256), tile=(64, 128, 64)),
+}
 REGISTERS: dict[str, Product] = {
     "x in registers": Product(first="reg"),
     "x in registers, roles": Product(first="reg", roles=True),
@@ -390,7 +419,7 @@ PROMOTED: dict[str, Product] = {
     "promoted, mma, roles": Product(**M90 | {"promote": True, "roles": True}),
 }
 
-EVERY = WARPGROUPS | REGISTERS | TURNS | WARPS | ELEMENTS | SHARED | ENDS | PROMOTED
+EVERY = WARPGROUPS | CLUSTERED | REGISTERS | TURNS | WARPS | ELEMENTS | SHARED | ENDS | PROMOTED
 
 BY_HAND: dict[str, Product] = {
     "registers": Product(shape=(64, 64, 128), ring=2, out="f32", first="reg"),

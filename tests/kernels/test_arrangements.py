@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.kernels import by_hand
-from tests.kernels.arrangements import BY_HAND, EVERY, F90, M90, M, Product
+from tests.kernels.arrangements import BY_HAND, EVERY, F90, M90, K, M, Product
 from tests.kernels.programs import lowered
 
-from terrazzo.errors import Limitation, UserError
+from terrazzo.errors import CompilerBug, Limitation, UserError
 from terrazzo.hw.gpu import gpu
 from terrazzo.interp import kernel as simulator
 from terrazzo.interp import loop
@@ -109,7 +109,23 @@ def test_what_would_race_or_wait_for_ever_is_refused(product: Product, reason: s
     [
         (
             Product(shape=(64, 64, 256)), "r0 = time(4", "r0 = cluster(2) * time(2",
-            "acc0: blocks of a cluster share no steps of a tile",
+            "acc0: blocks of a cluster share the steps of tiles that some warps load and others multiply",
+        ),
+        (
+            Product(shape=(64, 64, 256), roles=True), "r0 = time(4", "r0 = cluster(2) * time(2",
+            "who stores in the end has no registers of a role",
+        ),
+        (
+            Product(**K, shape=(64, 64, 256), persistent=2), "", "",
+            "the blocks of a cluster share the sums over r0 of one tile: persistent walks several",
+        ),
+        (
+            Product(**K, shape=(64, 128, 256), tile=(64, 128, 64), columns=2), "", "",
+            "blocks of a cluster share the steps of tiles whose columns are an instruction's alone, not reg(2)",
+        ),
+        (
+            Product(**M90 | {"roles": True, "shape": (64, 64, 256)}), "r0 = time(8", "r0 = cluster(2) * time(4",
+            "acc0: blocks of a cluster share the steps of one product of warpgroups",
         ),
         (
             Product(roles=True, depth="warpgroup(2) * reg(2) * inst.k(16)"), "math=warpgroup(1)", "math=warpgroup(2)",
@@ -121,6 +137,22 @@ def test_what_is_not_derived_is_refused(product: Product, before: str, after: st
     assert before in product.text
     with pytest.raises(Limitation, match=re.escape(reason)):
         derived(product.text.replace(before, after))
+
+
+@pytest.mark.parametrize("which", [1, 2])
+def test_blocks_that_share_sums_meet_before_they_take_them_and_before_they_leave(which: int) -> None:
+    """Without either barrier of the cluster, the simulator finds a race or a block that left."""
+    text = EVERY["shared sums"].text
+    (kernel,) = derived(text).steps
+    assert isinstance(kernel, k.Kernel)
+    places = [n for n, s in enumerate(kernel.body) if isinstance(s, k.ClusterSync)]
+    assert len(places) == 3 and kernel.cluster == 2
+    body = tuple(s for n, s in enumerate(kernel.body) if n != places[which])
+    program = parse(text)
+    fields = {name: getattr(kernel, name) for name in kernel._fields}
+    wrong = k.Program("f", program.loop.inputs, (k.Kernel(**fields | {"body": body}),), program.loop.results)
+    with pytest.raises(CompilerBug, match=r"given0|may have ended"):
+        simulator.run(wrong, inputs(program))
 
 
 SPLIT = """\

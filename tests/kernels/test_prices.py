@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -217,3 +218,27 @@ def f(x: bf16[100352, 9]):
                 p[a0, a1] = in0
     return (p,)
 """
+
+
+def test_blocks_of_a_cluster_share_sums_where_the_machine_says_what_that_takes() -> None:
+    """Only where all clusters run at once. Each has as many steps; the sums they give take shared memory from slots."""
+    (kernel,) = on_meta(plain, 32, 4096, 4096)
+    has = HOPPER.warpgroups
+    assert has is not None
+    found = {
+        given: warpgroups.plans(site(kernel), replace(HOPPER, warpgroups=replace(has, meeting=600.0, given=given)))
+        for given in (0.0, 40.0, 80.0)
+    }
+    assert {x.tile.share for x in found[0.0]} == {1}
+    assert {x.tile.share for x in found[40.0]} == {1, 2, 4, 8}
+    for x in found[40.0]:
+        blocks = warpgroups._clusters(site(kernel), x.tile) * x.tile.share
+        assert x.tile.share == 1 or (blocks <= 128 and x.pieces == 1 and x.tile.split is None)
+    slow, fast = ({(x.tile, x.pieces): x.time for x in found[given]} for given in (40.0, 80.0))
+    sharing = [x for x in slow if x[0].share > 1]
+    assert sharing and all(fast[x] <= slow[x] for x in sharing)
+    shared = next(x for x in found[40.0] if x.tile.share == 4 and x.tile.n == 128)
+    alone = replace(shared.tile, share=1)
+    assert warpgroups._slots(site(kernel), shared.tile, HOPPER) < warpgroups._slots(site(kernel), alone, HOPPER)
+    text = str(warpgroups.schedule(site(kernel), shared, HOPPER))
+    assert "r0 = cluster(4) * time(16, ring=" in text and "persistent" not in text and "registers" not in text

@@ -20,7 +20,9 @@ class Warpgroups:
     takes `fill` until its first step, one of clusters `cluster` more, and one of partial sums `part` more and `states`
     times as long for these as the cache would need. `flying` bytes must be on their way in a processor for its share of
     the memory's rate. A step of blocks that all fetch the same rows takes `crowd` for each of them, since one slice of
-    the cache serves a row, and rows that begin anywhere in its lines take `straddling` times as long.
+    the cache serves a row, and rows that begin anywhere in its lines take `straddling` times as long. Blocks of a
+    cluster that share sums take `meeting` until all have theirs, and a block then gives and takes `given` bytes; where
+    that is 0, none share sums.
     """
 
     rate: float
@@ -41,6 +43,8 @@ class Warpgroups:
     after: float
     crowd: float = 0.0
     straddling: float = 1.0
+    meeting: float = 0.0
+    given: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,11 @@ class WarpgroupInstruction:
         matrix[at["m"], at["k"]] = held
         return matrix
 
+    def narrow(self, parts: int) -> WarpgroupInstruction:
+        """The instruction of so many-th of the columns, whose sums lie as this one's first ones do."""
+        m, n, _ = self.shape
+        return product(self.name.replace(f".m{m}n{n}k", f".m{m}n{n // parts}k"))
+
     def function(self, transposed: str = "") -> str:
         """The name of its function in CUDA; of `transposed` operands, "a" or "b" or both, rows go along m or n."""
         return self.name.replace(".", "_") + (f"_t{transposed}" if transposed else "")

@@ -239,13 +239,15 @@ class Reach(Line, dialect="plan", op="reach"):
 
 class Combine(Line, dialect="plan", op="combine"):
     """Where the partial states of a reduction or a scan meet: `lanes` by shuffles, `warps` through shared memory,
-    `blocks` of a cluster through each other's.
+    `blocks` of a cluster through each other's. Of a product's tile, each of the first `parts` blocks then has the sums
+    of so many-th of the columns.
     """
 
     site: str
     lanes: int = 1
     warps: int = 1
     blocks: int = 1
+    parts: int = 1
 
 
 class Keep(Line, dialect="plan", op="keep"):

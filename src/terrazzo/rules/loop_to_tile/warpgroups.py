@@ -39,6 +39,10 @@ COLUMNS = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 24
 """Columns of the instructions that are tried."""
 SLOTS = 8
 """Of a ring, at most."""
+CLUSTERS = (2, 4, 8)
+"""Blocks of a cluster that share the steps of a tile. A machine's processors are in groups, which clusters divide: so
+many as clusters of the largest have are taken to be there.
+"""
 GROUP = 8
 """Rows of tiles that are walked together, at most."""
 RESULTS = 2
@@ -57,6 +61,7 @@ class Tile:
     `k` products.
 
     `rows` and `columns` are the product's axes that the instruction's are; a cluster of two divides the `split` one.
+    Or the blocks of a cluster have the same tile, and `share` its steps.
     """
 
     rows: Any
@@ -66,6 +71,7 @@ class Tile:
     n: int
     k: int = STEP
     split: Any = None
+    share: int = 1
 
     @property
     def m(self) -> int:
@@ -75,12 +81,19 @@ class Tile:
     @property
     def blocks(self) -> int:
         """Blocks in a cluster."""
-        return 1 if self.split is None else 2
+        return self.share if self.split is None else 2
+
+    @property
+    def parts(self) -> int:
+        """How many of the blocks that share sums store a part of the columns each, of whole subtiles."""
+        return next(
+            d for d in range(self.share, 0, -1) if self.share % d == 0 and (self.n % (d * LEAST) == 0 or d == 1)
+        )
 
     def covered(self, axis: Any) -> int:
         """How much of an axis a cluster covers."""
         size = self.m if axis is self.rows else self.n
-        return size * (self.blocks if axis is self.split else 1)
+        return size * (2 if axis is self.split else 1)
 
 
 @dataclass(frozen=True)
@@ -100,6 +113,7 @@ class Plan:
     def __str__(self) -> str:
         t = self.tile
         cluster = f", clusters of 2 along {t.split.name}" if t.split else ""
+        cluster += f", whose steps {t.share} blocks share" if t.share > 1 else ""
         tile = f"{t.m} ({t.rows.name}) x {t.n} ({t.columns.name}) x {t.k}"
         return f"{tile} on {self.instruction.name}{cluster}: {self.time / 1000:.1f} us by the model"
 
@@ -115,6 +129,7 @@ def plans(p: Product, gpu: Gpu) -> tuple[Plan, ...]:
         if i.shape[1] in COLUMNS:
             for tile in _tiles(p, i.shape[1]):
                 found += [Plan(tile, s, i, _time(p, tile, s, gpu)) for s in _pieces(p, tile, gpu)]
+                found += [Plan(x, 1, i, _time(p, x, 1, gpu)) for x in _shared(p, tile, gpu)]
 
     def order(x: Plan) -> tuple[int, ...]:
         blocks = _clusters(p, x.tile) * x.tile.blocks * x.pieces
@@ -225,6 +240,15 @@ def pieces(steps: int, most: int, least: int) -> Iterator[int]:
     yield from dict.fromkeys(ceil(steps, each) for s in wanted if (each := ceil(steps, s)) >= least)
 
 
+def _shared(p: Product, tile: Tile, gpu: Gpu) -> Iterator[Tile]:
+    """The tile where blocks of a cluster share its steps, two at least each, while all clusters run at once."""
+    (_, inner), tiles = steps(p, tile), _clusters(p, tile)
+    for share in CLUSTERS if tile.split is None and gpu.warpgroups and gpu.warpgroups.given else ():
+        each = ceil(inner, share)
+        if each > 1 and ceil(inner, each) == share and tiles <= gpu.processors // CLUSTERS[-1] * CLUSTERS[-1] // share:
+            yield replace(tile, share=share)
+
+
 def _clusters(p: Product, tile: Tile) -> int:
     batch: int = math.prod(a.extent for a in p.batch)
     found: int = batch * math.prod(ceil(a.extent, tile.covered(a)) for a in (tile.rows, tile.columns))
@@ -238,7 +262,8 @@ def _bytes(p: Product, tile: Tile) -> int:
 
 def _slots(p: Product, tile: Tile, gpu: Gpu) -> int:
     results = RESULTS * tile.m * _width(tile) * 2 * len(set(p.kernel.writes))
-    return min(SLOTS, (gpu.shared - 2048 - results) // _bytes(p, tile))
+    given = tile.m * tile.n * 4 * len(p.sites) if tile.share > 1 else 0
+    return min(SLOTS, (gpu.shared - 2048 - results - given) // _bytes(p, tile))
 
 
 @dataclass(frozen=True)
@@ -307,22 +332,28 @@ def _time(p: Product, tile: Tile, pieces: int, gpu: Gpu) -> float:
     stored = results(p).moved if pieces == 1 else 4 * count * batch * p.m.extent * p.n.extent
     work = Work(
         tile.m, tile.n, sum(len(c.terms) for c in p.sites), _clusters(p, tile) * pieces, tile.blocks,
-        steps=outer * ceil(inner, pieces),
+        steps=outer * ceil(inner, pieces * tile.share),
         fetched=sum(_fetched(x, tile) * (has.straddling if _straddles(x) else 1) for x in p.operands),
         held=_bytes(p, tile),
         slots=_slots(p, tile, gpu),
         results=4 * count if pieces > 1 else results(p).stored,
-        rate=_rate(p, tile, has) if pieces == 1 else has.direct,
+        rate=_rate(p, tile, has) * tile.parts if pieces == 1 else has.direct,
         least=2 * sum(map(p.touched, p.operands)) + stored,
         extra=PROMOTION * _promotions(p, tile) if promotes(p) and tile.groups == 1 else 0.0,
         depth=tile.k,
-        after=after(p, tile.m * tile.n, has) if pieces == 1 else 0.0,
+        after=after(p, tile.m * tile.n // tile.parts, has) + _meeting(p, tile, has) if pieces == 1 else 0.0,
         readers=_readers(tile, gpu.processors // tile.blocks / pieces),
     )  # fmt: skip
     time = lasts(work, gpu)
     if pieces > 1:
         time += has.part + has.states * pieces * batch * p.m.extent * p.n.extent * count * 4 / gpu.cache
     return time
+
+
+def _meeting(p: Product, tile: Tile, has: Warpgroups) -> float:
+    """What sums take that the blocks of a cluster give to each other."""
+    each = tile.m * tile.n * 4 * len(p.sites)
+    return has.meeting + each * (1 + tile.share / tile.parts) / has.given if tile.share > 1 else 0.0
 
 
 def _fetched(x: Any, tile: Tile) -> float:
@@ -359,15 +390,14 @@ def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
     lines += [(f"r{a.label}", (Factor("time", a.extent),)) for a in outer]
     name = f"r{depth.label}"
     options = (("ring", _slots(p, t, gpu)), *([("promote", True)] if promotes(p) else []))
-    lines.append((name, (Factor("time", ceil(depth.extent, t.k), options), Factor("block", t.k))))
+    sharing = (Factor("cluster", t.share),) if t.share > 1 else ()
+    lines.append((name, (*sharing, Factor("time", ceil(depth.extent, t.k * t.share), options), Factor("block", t.k))))
     group = next(g for g in (GROUP, 4, 2, 1) if tiles[p.m] % g == 0)
     order = (("order", Word("grouped", (group,))),) if group > 1 else ()
     blocks = gpu.processors // t.blocks * t.blocks
-    roles = (
-        ("load", Word("warp", (1,))),
-        ("math", Word("warpgroup", (t.groups,))),
-        ("registers", REGISTERS[t.groups]),
-    )
+    walk = (("persistent", (blocks,), order),) if t.share == 1 else ()
+    registers = (("registers", REGISTERS[t.groups]),) if t.share == 1 else ()
+    roles = ("load", Word("warp", (1,))), ("math", Word("warpgroup", (t.groups,))), *registers
     each = (Factor("reg", t.each),) if t.each > 1 else ()
     site = Site(
         p.names,
@@ -381,7 +411,7 @@ def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
     )
     return Schedule(
         p.kernel.name, gpu.arch, tuple(lines), (),
-        (("persistent", (blocks,), order), ("roles", (), roles)),
+        (*walk, ("roles", (), roles)),
         (site, *_results(p, t, leaves(p, t))),
     )  # fmt: skip
 
@@ -405,7 +435,8 @@ def _runs(x: Any, axis: Any) -> bool:
 
 def _width(t: Tile) -> int:
     """Columns of a subtile of results: a power of two, as swizzles are."""
-    return min(t.n & -t.n, 64)
+    part = t.n // t.parts
+    return min(part & -part, 64)
 
 
 def _results(p: Product, t: Tile, by: str) -> Sequence[Site]:

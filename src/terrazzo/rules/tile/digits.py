@@ -12,10 +12,11 @@ from typing import Any
 
 from terrazzo.hw.instruction import Fragment
 from terrazzo.hw.products import Matrix, matrix, warps
+from terrazzo.hw.wgmma import WarpgroupInstruction
 from terrazzo.ir.dialects.kernel import BLOCK, LANE, WARP, Integer, Sync
 from terrazzo.ir.expr import IntExpr, Var
 from terrazzo.ir.layout import Layout
-from terrazzo.ir.plan import Agent, Order, Plan, Product
+from terrazzo.ir.plan import Agent, Combine, Order, Plan, Product
 from terrazzo.ir.schedule import WARPS_IN_A_GROUP, Factor, Like, Schedule, Site
 from terrazzo.ir.types import DType
 from terrazzo.rewrite.rule import need
@@ -108,6 +109,7 @@ class Bindings:
             self.turn = self.wave * agent.teams + team if agent.turns else self.wave
             self.tile = self.tile + self.turn * self.order.walkers
         self.grid = _grid_digits(self.order, self.tile)
+        self.parts = {p.n: c.parts for p in plan.all(Product) for c in plan.all(Combine) if c.site in p.sites}
 
     @property
     def alone(self) -> bool:
@@ -142,8 +144,10 @@ class Bindings:
         need(not left, f"{axis}: {left[0] if left else ''} is divided among threads by no site that needs it")
         return found
 
-    def digits(self, axis: str, site: Site | None, default: int) -> list[Digit]:
-        """The digits of an axis, outermost first. One that nothing binds is a serial loop of `default` steps."""
+    def digits(self, axis: str, site: Site | None, default: int, whole: bool = False) -> list[Digit]:
+        """The digits of an axis, outermost first. One that nothing binds is a serial loop of `default` steps. Where
+        blocks of a cluster share sums, each has a part of a tile's columns in the end, and in its steps the `whole`.
+        """
         site = self.divided(axis, site)
         factors = self.factors(axis, site, default)
         instruction = self.instruction(site, axis)
@@ -173,7 +177,12 @@ class Bindings:
                 and instruction is not None
                 and f.level[-1] in dict(instruction.d.layout.extents)
             ):
-                out += self._fragment(instruction.d, f.level[-1], stride, self.inner(f, axis, site), f.size)
+                parts = 1 if whole or f.level != "inst.n" else self.parts.get(axis, 1)
+                size, inner = f.size // parts, self.inner(f, axis, site)
+                if parts > 1 and isinstance(instruction, WarpgroupInstruction):
+                    out.append(Digit("cluster", parts, self.rank, stride * size))
+                    instruction = instruction.narrow(parts)
+                out += self._fragment(instruction.d, f.level[-1], stride, inner, size)
             else:
                 need(False, f"{axis} = ... {f} ...: nothing derives a kernel from the level {f.level} there")
         return out

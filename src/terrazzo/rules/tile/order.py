@@ -36,6 +36,11 @@ def walk_tiles(plan: Plan, draft: Draft) -> Plan | None:
     count = math.prod(w.args[0] for w in tiles)
     read = [w for a, f in lines if f.level == "grid" for w in draft.read(None, a, "order")]
     blocks, persistent = count * size, schedule.directive("persistent")
+    summed = [w.name for w in cluster[:1] if w.name not in free and draft.products]
+    need(
+        not summed or not persistent,
+        f"the blocks of a cluster share the sums over {', '.join(summed)} of one tile: persistent walks several",
+    )
     if persistent:
         (most,) = persistent
         if not isinstance(most, int) or most < size or most % size:

@@ -7,6 +7,7 @@ from typing import Any
 
 from terrazzo.errors import Limitation
 from terrazzo.hw import tma
+from terrazzo.hw.products import warps
 from terrazzo.ir.address import coefficient, divides, flatten
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import substitute
@@ -17,6 +18,9 @@ from terrazzo.rules.access import WIDEST, box
 from terrazzo.rules.swizzles import swizzled
 from terrazzo.rules.tile.agents import MATH
 from terrazzo.rules.tile.draft import Draft, axis_name
+
+EIGHT = 8
+"""Columns that every instruction of a warpgroup has a multiple of."""
 
 
 @rule(keys=(Plan,))
@@ -62,7 +66,7 @@ def _gathered(plan: Plan, draft: Draft, site: Site, s: l.Store, agent: str) -> R
     times = [f for f in draft.schedule.binding(site, product.n) if f.level == "time"]
     length = draft.length(columns, draft.site(product.sites[0]))
     (swizzle, pad), by = draft.spread(name, options), options.get("by", "ld")
-    width = length // math.prod(f.size for f in times) if times else swizzle // size if swizzle else length
+    width = _width(draft, site, s, columns, length)
     if swizzle is None:
         swizzle = width * size if swizzled(width * size) == width * size else 0
     need(length % width == 0 and width % 8 == 0, f"{name}: {length} columns are no subtiles of {width}")
@@ -125,7 +129,32 @@ def meet(plan: Plan, draft: Draft) -> Plan | None:
 def combination(draft: Draft, name: str) -> Combine | None:
     """Where the partial states of a reduction are; None where every one is whole."""
     lanes, warps, groups, blocks = _shares(draft, name)
-    return Combine(name, lanes, warps * groups, blocks) if max(lanes, warps, groups, blocks) > 1 else None
+    parts = column_parts(draft, name, blocks) if name in draft.products else 1
+    return Combine(name, lanes, warps * groups, blocks, parts) if max(lanes, warps, groups, blocks) > 1 else None
+
+
+def column_parts(draft: Draft, name: str, blocks: int) -> int:
+    """Into how many parts the columns of a product's tile go whose blocks share the sums: as many as there are blocks,
+    or fewer, where each has whole subtiles of every result, and of the instruction's eight columns.
+    """
+    site = draft.site(name)
+    columns = next((a for a in draft.kernel.axes if any(f.level == "inst.n" for f in draft.binding(a, site))), None)
+    if blocks == 1 or columns is None:
+        return 1
+    length, each = draft.length(columns, site), EIGHT
+    for store in draft.kernel.stores:
+        own = draft.site(store.buffer.name)
+        if own is not None and store.buffer.name in dict(own.operands):
+            each = math.lcm(each, _width(draft, own, store, columns, length))
+    return max(d for d in range(1, blocks + 1) if (blocks % d == 0 and length % (d * each) == 0) or d == 1)
+
+
+def _width(draft: Draft, site: Site, store: l.Store, columns: Any, length: int) -> int:
+    """Columns of a subtile of a store, of a tile of so many."""
+    name, size = store.buffer.name, store.buffer.type.dtype.size
+    times = [f for f in draft.schedule.binding(site, axis_name(columns)) if f.level == "time"]
+    swizzle, _ = draft.spread(name, dict(dict(site.operands)[name].options))
+    return length // math.prod(f.size for f in times) if times else swizzle // size if swizzle else length
 
 
 def _shares(draft: Draft, name: str) -> tuple[int, int, int, int]:
@@ -146,14 +175,28 @@ def _apart(plan: Plan, draft: Draft, name: str) -> str:
         return "blocks of a cluster share no scan"
     if name not in draft.products:
         return "warpgroups share no reduction but a product's" if groups > 1 else ""
-    if blocks > 1:
-        return "blocks of a cluster share no steps of a tile"
     products = plan.all(Product)
+    if blocks > 1 and (why := _alone(plan, draft, products, max(lanes, warps, groups))):
+        return f"blocks of a cluster share the steps of {why}"
     if max(lanes, warps, groups) > 1 and len(products) > 1 and (name not in products[-1].sites or lanes * groups > 1):
         return "warps alone share the reduction of a chain of products, and of the outer one only"
     if groups > 1 and any(a.teams > 1 for a in plan.all(Agent)):
         return "warpgroups that wait by themselves share no reduction"
     return ""
+
+
+def _alone(plan: Plan, draft: Draft, products: tuple[Product, ...], threads: int) -> str:
+    """Of what tiles blocks of a cluster share the steps, where this is none; else nothing."""
+    if len(products) > 1 or warps(draft.instruction(draft.site(products[0].sites[0]))) == 1:
+        return "one product of warpgroups"
+    if threads > 1:
+        return "tiles whose threads share none"
+    agents = plan.all(Agent)
+    if len(agents) == 1 or agents[-1].turns or agents[-1].registers:
+        return "tiles that some warps load and others multiply: who stores in the end has no registers of a role"
+    columns = [f for a, b in draft.schedule.lines(draft.site(products[0].sites[0])) if a == products[0].n for f in b]
+    inner = [f for f in columns if f.level not in ("grid", "cluster", "time", "block", "inst.n") and f.size > 1]
+    return f"tiles whose columns are an instruction's alone, not {inner[0]}" if inner else ""
 
 
 @rule(keys=(Plan,))

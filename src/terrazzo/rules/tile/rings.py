@@ -369,7 +369,7 @@ class Slab:
         order = self.plan.one(Order)
         need(order.cluster_size > 1, f"{self.name}: there is no cluster to multicast to")
         need(
-            not any(a.name == order.cluster[0].name and a in self.term.free for a in self.draft.kernel.axes),
+            axis_called(self.draft, order.cluster[0].name) not in self.term.free,
             f"{self.name}: every block of the cluster has its own part of it",
         )
         need(self.by.boxes, f"{self.name}: only TMA multicasts")

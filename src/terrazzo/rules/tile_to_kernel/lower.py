@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from terrazzo.errors import CompilerBug, Limitation, UserError, about, again
@@ -20,7 +20,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
 from terrazzo.ir.expr import IntExpr
 from terrazzo.ir.places import TextLine
-from terrazzo.ir.plan import Agent, Frame, Jam, Limit, Order, Plan, Reach, Result, Ring
+from terrazzo.ir.plan import Agent, Combine, Frame, Jam, Limit, Order, Plan, Product, Reach, Result, Ring
 from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.verify_kernel import REGISTERS, declared
 from terrazzo.rewrite.rule import Declined, Event, Log
@@ -30,10 +30,12 @@ from terrazzo.rules.tile.digits import Bindings, extent
 from terrazzo.rules.tile.draft import Draft
 from terrazzo.rules.tile.verify import HEAD, verify, wrong
 from terrazzo.rules.tile_to_kernel.builder import Builder
+from terrazzo.rules.tile_to_kernel.cluster import Given, give, take
 from terrazzo.rules.tile_to_kernel.everyone import Everyone
 from terrazzo.rules.tile_to_kernel.gather import result_place
 from terrazzo.rules.tile_to_kernel.jam import Jam as Jammed
 from terrazzo.rules.tile_to_kernel.memory import Memory, share
+from terrazzo.rules.tile_to_kernel.multiply import Fragment
 from terrazzo.rules.tile_to_kernel.pipeline import Pipeline
 from terrazzo.rules.tile_to_kernel.scope import Scope
 from terrazzo.rules.tile_to_kernel.sums import ShortSums
@@ -156,17 +158,20 @@ def write(draft: Draft, plan: Plan) -> k.Kernel:
     everyone = Bindings(draft.schedule, plan, agents[-1], 0, numbers)
     memory = share(draft, plan, builder, everyone) if draft.tiled else Memory({}, {}, {})
     places: dict[str, k.Shared] = {}
+    teams = []
     for agent in agents:
         for team in range(agent.teams):
             bindings = Bindings(draft.schedule, plan, agent, team, numbers)
-            body = _Team(draft, plan, builder, bindings, memory, places).write
+            teams.append(_Team(draft, plan, builder, bindings, memory, places))
             if len(agents) == agent.teams == 1:
-                body()
+                teams[-1].write()
             else:
-                first = agent.first + team * agent.each
-                builder.add(k.Role(first, agent.each, builder.inside(body), agent.registers))
+                builder.add(teams[-1].role(teams[-1].write))
+    if any(team.given for team in teams):
+        builder.add(k.ClusterSync())
+        builder.add(*(team.role(team.finish) for team in teams if team.given))
     if order.cluster_size > 1 and memory.empty:
-        builder.add(k.ClusterSync())  # nobody leaves while others still free its slots
+        builder.add(k.ClusterSync())  # nobody leaves while others still free its slots, or take its sums
     reads = tuple(b for b in kernel.reads if b not in kernel.writes)
     limit = max([1, *(x.resident for x in plan.all(Limit))])
     done = tuple(builder.out)
@@ -192,6 +197,13 @@ class _Team:
     ) -> None:
         self.draft, self.plan, self.builder, self.bindings = draft, plan, builder, bindings
         self.memory, self.places = memory, places
+        self.given: dict[l.Reduce, Given] = {}
+
+    def role(self, write: Callable[[], None]) -> k.Role:
+        """What `write` writes, for the warps of this team."""
+        agent, bindings = self.bindings.agent, self.bindings
+        first = agent.first + bindings.team * agent.each
+        return k.Role(first, agent.each, self.builder.inside(write), agent.registers)
 
     def write(self) -> None:
         """All tiles of the team, one after the other."""
@@ -200,8 +212,23 @@ class _Team:
             one = [-self.bindings.warp, -k.LANE]
             return self.builder.where(one, lambda: self.tiles(self.load))
         self.tiles(self.compute)
-        sent = [r for r in self.plan.all(Result) if r.by == "tma"]
-        if sent:
+        if not self.given:
+            self.leave()
+
+    def finish(self) -> None:
+        """The results of the only tile, once the blocks of the cluster have their shares of its sums."""
+        p, (parts,) = self.plan.one(Product), {c.parts for c in self.plan.all(Combine)}
+        whole = partial(take, self.builder, self.bindings, columns=p.n, site=self.draft.site(p.sites[0]), parts=parts)
+
+        def store() -> None:
+            self.results({r: whole(x) for r, x in self.given.items()})
+            self.leave()
+
+        self.builder.where([parts - 1 - self.bindings.rank], store)
+
+    def leave(self) -> None:
+        """Until boxes of results were read."""
+        if any(r.by == "tma" for r in self.plan.all(Result)):
             self.builder.where(self.bindings.leader, lambda: self.builder.add(k.WaitGroups(0, "bulk")))
 
     def tiles(self, write: Callable[[], None]) -> None:
@@ -254,17 +281,21 @@ class _Team:
         if self.plan.all(Jam):
             return Jammed(self.draft.kernel, self.plan, self.builder, self.bindings).write()
         steps, _ = self.pipeline()
-        fragments = {}
         if steps is not None:
             steps.compute()
-            last = self.draft.products[list(self.draft.products)[-1]].reduce
-            fragments = steps.fragments
-            for line in self.plan.all(Result):
-                if line.slab and line.store not in self.places:
-                    store = next(s for s in self.draft.kernel.stores if s.buffer.name == line.store)
-                    self.places[line.store] = result_place(
-                        self.builder, line, store, self.bindings.places, fragments[last]
-                    )
+        fragments = steps.fragments if steps is not None else {}
+        if fragments and any(c.blocks > 1 for c in self.plan.all(Combine)):
+            self.given = {r: give(self.builder, self.bindings, x) for r, x in fragments.items()}
+        else:
+            self.results(fragments)
+
+    def results(self, fragments: dict[l.Reduce, Fragment]) -> None:
+        """What follows from sums."""
+        for line in self.plan.all(Result) if fragments else ():
+            if line.slab and line.store not in self.places:
+                last = self.draft.products[list(self.draft.products)[-1]].reduce
+                store = next(s for s in self.draft.kernel.stores if s.buffer.name == line.store)
+                self.places[line.store] = result_place(self.builder, line, store, self.bindings.places, fragments[last])
         walker = Walker(self.draft.kernel, self.plan, self.builder, self.bindings, fragments, self.places)
         walker.statements(n.nest(self.draft.kernel), Scope())
 

@@ -51,9 +51,12 @@ class Pipeline:
         self.scope, self.memory = scope, memory
         times = tuple((a, f.size) for a, f in steps(draft))
         depth: dict[Any, int] = {}
+        base: dict[Any, IntExpr] = {}
         for c_name, c in draft.products.items():
-            depth.update({a: draft.length(a, draft.site(c_name)) for a in c.reduce.axes if a not in depth})
-        self.steps = Steps(times, depth)
+            site = draft.site(c_name)
+            depth.update({a: draft.length(a, site) for a in c.reduce.axes if a not in depth})
+            base.update({a: bindings.base(axis_name(a), site) for a in c.reduce.axes if a not in base})
+        self.steps = Steps(times, depth, base)
         self.copies = Copies(builder, bindings, self.steps, scope)
         self.multiply = Multiply(builder, bindings)
         self.rings = plan.all(Ring)
@@ -96,7 +99,7 @@ class Pipeline:
         base, length = self.bindings.base(axis_name(axis), site), self.draft.length(axis, site)
         if self.bindings.agent.name == LOAD:
             return Part(axis, base, length, ())
-        digits = self.bindings.digits(axis_name(axis), site, axis.extent)
+        digits = self.bindings.digits(axis_name(axis), site, axis.extent, whole=True)
         return Part(axis, base, length, tuple(d for d in digits if d.level not in outer))
 
     def own_axes(self, site: Any) -> tuple[Any, ...]:
