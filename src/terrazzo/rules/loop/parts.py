@@ -217,6 +217,7 @@ class _Parts:
         self.made: dict[Any, tuple[l.Buffer, ...]] = {}
         self.names = {b.name for b in program.inputs} | {b.name for s in program.steps for b in s.writes}
         self.windows: set[Node] = set()
+        self.inside: set[Node] = set()
 
     def kernel(self, kernel: l.Kernel) -> None:
         """One kernel, where it multiplies numbers in float32. Parts are of whole tensors; or else, where it reads less,
@@ -240,7 +241,8 @@ class _Parts:
         before, made, names = list(self.steps), dict(self.made), set(self.names)
         for c in products:
             for x in c.operands:
-                self.make(x, c, kernel)
+                if x not in self.inside:
+                    self.make(x, c, kernel)
         self.steps[self.steps.index(kernel)] = self.multiplied(kernel, products)
         self.forget()
         old, new = ([s for s in a if s not in b] for a, b in ((before, self.steps), (self.steps, before)))
@@ -342,8 +344,10 @@ class _Parts:
         stores = tuple(substitute(s, new) for s in kernel.stores)
         return l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
 
-    def loads(self, x: Node, c: Contraction, kernel: l.Kernel) -> list[l.Load]:
-        """What a factor is in the products of parts."""
+    def loads(self, x: Node, c: Contraction, kernel: l.Kernel) -> list[Node]:
+        """What a factor is in the products of parts: loads of parts, or terms of the factor as it lies in memory."""
+        if x in self.inside:
+            return parts(x, self.count)
         source, free = self.key(x, c, kernel)
         if isinstance(x, l.Load) and isinstance(source, l.Buffer):
             return [l.Load(b, x.index, x.inside) for b in self.made[source, free]]
