@@ -63,12 +63,12 @@ def parts(x: Node, count: int) -> list[Node]:
         return [apply("bf16", x)]
     size = apply("abs", x)
     finite, large = apply("lt", size, _number(float("inf"))), apply("ge", size, _number(LARGE))
-    some = apply("copysign", apply("max", size, _number(SMALLEST)), x)
-    first = _rounded(apply("where", apply("eq", x, _number(0.0)), x, some), large)
-    found: list[Node] = [apply("where", finite, first, apply("bf16", apply("sign", x)))]
+    some = apply("where", finite, apply("max", size, _number(SMALLEST)), _number(1.0))
+    first = apply("where", apply("eq", x, _number(0.0)), x, apply("copysign", some, x))
+    found: list[Node] = [_rounded(first, large)]
     left = _left(x, found[0])
     for _ in range(count - 2):
-        found.append(apply("where", finite, _rounded(left, large), l.Literal(0.0, bf16)))
+        found.append(_rounded(left, large, finite))
         left = _left(left, found[-1])
     return [*found, apply("bf16", left)]
 
@@ -89,13 +89,10 @@ def total(products: Sequence[Node], count: int) -> Node:
     return reduce(partial(apply, "add"), sums)
 
 
-def _rounded(x: Node, large: Node) -> Node:
-    """The nearest bfloat16. Where the number is large, the next one towards zero: the nearest, or where that is larger,
-    the one nearest to a number that is half to one unit in the last place smaller.
-    """
-    near = apply("bf16", x)
-    above = apply("and_", large, apply("gt", apply("abs", apply("f32", near)), apply("abs", x)))
-    return apply("where", above, apply("bf16", apply("mul", x, _number(1 - 2.0**-8))), near)
+def _rounded(x: Node, large: Node, finite: Node | None = None) -> Node:
+    """The nearest bfloat16, or, where the number is large, the next one towards zero; 0 where it is not finite."""
+    near = apply("where", large, x, apply("f32", apply("bf16", x)))
+    return apply("cut_bf16", apply("where", finite, near, _number(0.0)) if finite else near)
 
 
 def _number(value: float) -> l.Literal:
