@@ -86,4 +86,5 @@ def freed_by_teams(plan: Plan, ring: Ring) -> bool:
     users = [p for p in plan.all(Product) if ring.name in p.rings]
     if any(s.read for s in plan.all(Stream) if s.ring == ring.name):
         return False
-    return any(warps(matrix(p.on)) > 1 for p in users) and all(p.a not in ("ldmatrix", CONVERTED) and p.b != "ldmatrix" for p in users)
+    held = any({p.a, p.b} & {"ldmatrix", CONVERTED} for p in users)
+    return any(warps(matrix(p.on)) > 1 for p in users) and not held
