@@ -52,7 +52,7 @@ from terrazzo.rules.loop_to_tile import chains
 from terrazzo.rules.loop_to_tile.choose import schedule
 from terrazzo.rules.loop_to_tile.estimate import expected
 from terrazzo.rules.loop_to_tile.experience import NONE, Experience
-from terrazzo.rules.loop_to_tile.precision import refusal
+from terrazzo.rules.loop_to_tile.precision import gain
 from terrazzo.rules.tensor_to_loop.lift import lift
 from terrazzo.rules.tile.complete import program as complete
 from terrazzo.rules.tile_to_kernel.lower import program as derive
@@ -202,19 +202,21 @@ def in_parts(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
     if options.fp32 not in PARTS:
         return p
     gpu = machine(options)
-    judged: dict[Any, str] = {}
+    judged: dict[Any, tuple[float, str]] = {}
 
-    def why(old: Sequence[l.Kernel], new: Sequence[l.Kernel]) -> str:
-        """What there is against it, asked once of kernels that differ in names only, unless it names one."""
+    def gains(old: Sequence[l.Kernel], new: Sequence[l.Kernel]) -> tuple[float, str]:
+        """What is gained, or what there is against it, asked once of kernels that differ in names only, unless it names
+        one.
+        """
         forms = tuple(canonical(x).kernel for x in (*old, *new))
         found = judged.get(forms)
         if found is None:
-            found = refusal(old, new, gpu, tried)
-            if new[-1].name not in found:
+            found = gain(old, new, gpu, tried)
+            if new[-1].name not in found[1]:
                 judged[forms] = found
         return found
 
-    return into_parts(p, log, PARTS[options.fp32], why)
+    return into_parts(p, log, PARTS[options.fp32], gains)
 
 
 def pinned(options: Options) -> tuple[dict[str, Schedule], dict[str, Plan]]:

@@ -38,7 +38,7 @@ def f(x: f32[{m}, {k}], w: f32[{n}, {k}]):
 
 def split(source: str, count: int = 3, log: Log | None = None) -> l.Program:
     """A program with all products in parts, whatever they cost."""
-    found = into_parts(parse(source), log or Log(), count, lambda old, new: "")
+    found = into_parts(parse(source), log or Log(), count, lambda old, new: (1.0, ""))
     verify(found, "parts")
     assert parse(show(found)) == found
     return found

@@ -95,6 +95,11 @@ class Product:
     def operands(self) -> tuple[Node, ...]:
         return tuple(dict.fromkeys(x for c in self.sites for x in c.operands))
 
+    @cached_property
+    def sources(self) -> tuple[l.Load, ...]:
+        """What of its operands lies in memory, each once: an operand, or what one is computed of."""
+        return tuple(dict.fromkeys(y for x in self.operands for y in loads(x)))
+
     def touched(self, operand: Node) -> int:
         """Elements of an operand that are read, each once, however many of the axes it misses."""
         found: int = math.prod(a.extent for a in (*self.kernel.axes, *self.axes) if a in operand.free)

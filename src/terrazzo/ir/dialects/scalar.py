@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from terrazzo.errors import UserError
-from terrazzo.ir.types import DTYPES, DType, bool_
+from terrazzo.ir.types import DTYPES, DType, bf16, bool_, f32
 
 Rule = Callable[[Sequence[DType]], "DType | None"]
 
@@ -99,6 +99,11 @@ def _integer_power(a: Any, b: Any) -> Any:
         square, n = square * square, n >> 1
     unit = (a == 1) | (a == -1)  # a negative power of an integer is 0 but for 1 and -1
     return np.where(b < 0, np.where(unit, np.where(b % 2 == 0, np.ones_like(a), a), np.zeros_like(a)), out)
+
+
+def _upper(x: Any) -> Any:
+    """The upper half of numbers in float32, as numbers in bfloat16."""
+    return (np.asarray(x, np.float32).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32).astype(bf16.numpy)
 
 
 def _table(*rows: Scalar) -> dict[str, Scalar]:
@@ -187,6 +192,8 @@ SCALARS = _table(
     Scalar("not_", 1, _same("bool", *_INT), np.invert, "tz_not({0})"),
     Scalar("shl", 2, _same(*_INT), np.left_shift, "tz_shl({0}, {1})"),
     Scalar("shr", 2, _same(*_INT), np.right_shift, "tz_shr({0}, {1})"),
+    # the bfloat16 next towards zero; of a NaN, that or an infinity
+    Scalar("cut_bf16", 1, lambda a: bf16 if a[0] is f32 else None, _upper, "tz_cut_bf16({0})"),
     Scalar("where", 3, _select, np.where, "({0} ? {1} : {2})"),
 )
 

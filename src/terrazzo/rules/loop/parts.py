@@ -27,11 +27,12 @@ from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any
 
-from terrazzo.ir.contraction import Contraction, contraction
+from terrazzo.ir.contraction import Contraction, contraction, operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.loop import apply
 from terrazzo.ir.expr import Bound, Loaded, Var
 from terrazzo.ir.node import Node, substitute, topological
+from terrazzo.ir.sites import product
 from terrazzo.ir.types import Type, bf16, f32, ordered_strides
 from terrazzo.rewrite.rule import Event, Log
 
@@ -46,8 +47,8 @@ LARGE = 2.0**60
 ALIGNED = 8
 """Rows of parts begin at multiples of so many: 16 bytes, as TMA takes them."""
 
-Refusal = Callable[[Sequence[l.Kernel], Sequence[l.Kernel]], str]
-"""Why kernels are not worth having in place of others, or nothing."""
+Gain = Callable[[Sequence[l.Kernel], Sequence[l.Kernel]], tuple[float, str]]
+"""What is gained by kernels in place of others, or why they are not worth having."""
 
 
 def pairs(count: int) -> list[tuple[int, int]]:
@@ -63,12 +64,12 @@ def parts(x: Node, count: int) -> list[Node]:
         return [apply("bf16", x)]
     size = apply("abs", x)
     finite, large = apply("lt", size, _number(float("inf"))), apply("ge", size, _number(LARGE))
-    some = apply("copysign", apply("max", size, _number(SMALLEST)), x)
-    first = _rounded(apply("where", apply("eq", x, _number(0.0)), x, some), large)
-    found: list[Node] = [apply("where", finite, first, apply("bf16", apply("sign", x)))]
+    some = apply("where", finite, apply("max", size, _number(SMALLEST)), _number(1.0))
+    first = apply("where", apply("eq", x, _number(0.0)), x, apply("copysign", some, x))
+    found: list[Node] = [_rounded(first, large)]
     left = _left(x, found[0])
     for _ in range(count - 2):
-        found.append(apply("where", finite, _rounded(left, large), l.Literal(0.0, bf16)))
+        found.append(_rounded(left, large, finite))
         left = _left(left, found[-1])
     return [*found, apply("bf16", left)]
 
@@ -89,25 +90,23 @@ def total(products: Sequence[Node], count: int) -> Node:
     return reduce(partial(apply, "add"), sums)
 
 
-def _rounded(x: Node, large: Node) -> Node:
-    """The nearest bfloat16. Where the number is large, the next one towards zero: the nearest, or where that is larger,
-    the one nearest to a number that is half to one unit in the last place smaller.
-    """
-    near = apply("bf16", x)
-    above = apply("and_", large, apply("gt", apply("abs", apply("f32", near)), apply("abs", x)))
-    return apply("where", above, apply("bf16", apply("mul", x, _number(1 - 2.0**-8))), near)
+def _rounded(x: Node, large: Node, finite: Node | None = None) -> Node:
+    """The nearest bfloat16, or, where the number is large, the next one towards zero; 0 where it is not finite."""
+    near = apply("where", large, x, apply("f32", apply("bf16", x)))
+    return apply("cut_bf16", apply("where", finite, near, _number(0.0)) if finite else near)
 
 
 def _number(value: float) -> l.Literal:
     return l.Literal(value, f32)
 
 
-def into_parts(program: l.Program, log: Log, count: int, refusal: Refusal) -> l.Program:
-    """`program` with its products of float32 as `count` * (`count` + 1) / 2 products of bfloat16, where `refusal` has
-    nothing against it.
+def into_parts(program: l.Program, log: Log, count: int, gain: Gain) -> l.Program:
+    """`program` with its products of float32 as `count` * (`count` + 1) / 2 products of bfloat16, in the way that gains
+    most.
 
     Parts of a tensor are stored by a kernel of their own, once for all who multiply it; or by the kernel that makes
-    it, which keeps it for those who need it whole.
+    it, which keeps it for those who need it whole. Those of one factor may be terms of the product, which makes them on
+    their way (ADR 016).
 
     @loop
     def f(x: f32[4, 8]):
@@ -200,7 +199,7 @@ def into_parts(program: l.Program, log: Log, count: int, refusal: Refusal) -> l.
                     y[a0, a1] = acc0
         return (y,)
     """
-    work = _Parts(program, log, count, refusal)
+    work = _Parts(program, log, count, gain)
     for kernel in [s for s in program.steps if isinstance(s, l.Kernel)]:
         work.kernel(kernel)
     return l.Program(program.name, program.inputs, tuple(work.steps), program.results)
@@ -211,12 +210,13 @@ class _Parts:
     and its axes.
     """
 
-    def __init__(self, program: l.Program, log: Log, count: int, refusal: Refusal) -> None:
-        self.program, self.log, self.count, self.refusal = program, log, count, refusal
+    def __init__(self, program: l.Program, log: Log, count: int, gain: Gain) -> None:
+        self.program, self.log, self.count, self.gain = program, log, count, gain
         self.steps = list(program.steps)
         self.made: dict[Any, tuple[l.Buffer, ...]] = {}
         self.names = {b.name for b in program.inputs} | {b.name for s in program.steps for b in s.writes}
         self.windows: set[Node] = set()
+        self.inside: frozenset[Node] = frozenset()
 
     def kernel(self, kernel: l.Kernel) -> None:
         """One kernel, where it multiplies numbers in float32. Parts are of whole tensors; or else, where it reads less,
@@ -232,27 +232,42 @@ class _Parts:
             self.windows = {x for c in products for x in c.operands if _window(x)}
             why = self.replace(kernel, products) if self.windows else why
             self.windows = set()
+        self.inside = frozenset()
         if why:
             self.log.add(Event(PASS, RULE, kernel.name, False, why))
 
     def replace(self, kernel: l.Kernel, products: Sequence[Contraction]) -> str:
-        """Put products of parts in a kernel's place, or say why not."""
+        """Put products of parts in a kernel's place, in the way that gains most, or say why not."""
         before, made, names = list(self.steps), dict(self.made), set(self.names)
-        for c in products:
-            for x in c.operands:
-                self.make(x, c, kernel)
-        self.steps[self.steps.index(kernel)] = self.multiplied(kernel, products)
-        self.forget()
-        old, new = ([s for s in a if s not in b] for a, b in ((before, self.steps), (self.steps, before)))
-        if why := self.refusal(old, new):  # type: ignore[arg-type]
-            self.steps, self.made, self.names = before, made, names
-            return why
+        best: tuple[float, frozenset[Node]] | None = None
+        first = ""
+        for self.inside in (frozenset(), *_sides(kernel)):
+            gained, why = self.gain(*self.put(kernel, products))
+            first = first or why
+            if not why and (best is None or gained > best[0]):
+                best = gained, self.inside
+            self.steps, self.made, self.names = list(before), dict(made), set(names)
+        if best is None:
+            return first
+        _, self.inside = best
+        old, new = self.put(kernel, products)
         what = f"a product of float32 is {len(pairs(self.count))} of bfloat16"
         for s in new:
             role = what if s.name == kernel.name else f"it stores parts of what {kernel.name} multiplies"
             self.log.add(Event(PASS, RULE, s.name, True, role))
         self.log.applied(PASS, RULE, kernel.name, old, new)
         return ""
+
+    def put(self, kernel: l.Kernel, products: Sequence[Contraction]) -> tuple[list[Any], list[Any]]:
+        """Put products of parts in a kernel's place: what is there no longer, and what is instead."""
+        before = list(self.steps)
+        for c in products:
+            for x in c.operands:
+                if x not in self.inside:
+                    self.make(x, c, kernel)
+        self.steps[self.steps.index(kernel)] = self.multiplied(kernel, products)
+        self.forget()
+        return [s for s in before if s not in self.steps], [s for s in self.steps if s not in before]
 
     def why_not(self, kernel: l.Kernel, sums: Sequence[Any], products: Sequence[Contraction]) -> str:
         """Why a kernel stays as it is, whatever that costs; or nothing."""
@@ -342,12 +357,22 @@ class _Parts:
         stores = tuple(substitute(s, new) for s in kernel.stores)
         return l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
 
-    def loads(self, x: Node, c: Contraction, kernel: l.Kernel) -> list[l.Load]:
-        """What a factor is in the products of parts."""
+    def loads(self, x: Node, c: Contraction, kernel: l.Kernel) -> list[Node]:
+        """What a factor is in the products of parts: loads of parts, or terms of the factor as it lies in memory."""
+        if x in self.inside:
+            return parts(x, self.count)
         source, free = self.key(x, c, kernel)
         if isinstance(x, l.Load) and isinstance(source, l.Buffer):
             return [l.Load(b, x.index, x.inside) for b in self.made[source, free]]
         return [l.Load(b, free) for b in self.made[source, free]]
+
+
+def _sides(kernel: l.Kernel) -> list[frozenset[Node]]:
+    """The operands of either side of a product, the larger ones first: their parts may be made on their way."""
+    if (p := product(kernel)) is None:
+        return []
+    sides = [frozenset(operand(p.factors(c)[n]) for c in p.sites) for n in range(2)]
+    return sorted(sides, key=lambda side: -sum(map(p.touched, side)))
 
 
 def _window(x: Node) -> bool:

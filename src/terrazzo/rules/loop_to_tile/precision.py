@@ -24,28 +24,39 @@ ROWS = 64
 """An instruction's."""
 
 
-def refusal(before: Sequence[l.Kernel], after: Sequence[l.Kernel], gpu: Gpu, lost: Callable[[k.Kernel], str]) -> str:
-    """Why `after`, the last of which multiplies parts, is not worth having in place of `before`; or nothing."""
+def gain(
+    before: Sequence[l.Kernel], after: Sequence[l.Kernel], gpu: Gpu, lost: Callable[[k.Kernel], str]
+) -> tuple[float, str]:
+    """The nanoseconds gained by `after`, the last of which multiplies parts, in place of `before`; or why they are not
+    worth having.
+    """
+    time, why = _in_parts(after, gpu, lost)
+    if why:
+        return 0.0, why
+    old = expected(before, gpu)
+    new = time + expected(after[:-1], gpu)
+    told = f"{new / 1000:.1f} us with parts made, {old / 1000:.1f} us as it is, by the model"
+    return old - new, "" if new < old else told
+
+
+def _in_parts(after: Sequence[l.Kernel], gpu: Gpu, lost: Callable[[k.Kernel], str]) -> tuple[float, str]:
+    """What the last of the kernels, a product of parts, takes on warpgroups; or why it is none that they take."""
     if "wgmma" not in gpu.features:
-        return f"parts are multiplied by wgmma, and the target is {gpu.arch}"
+        return math.inf, f"parts are multiplied by wgmma, and the target is {gpu.arch}"
     if (p := product(after[-1])) is None:
-        return no_product(after[-1]) or "it is no product"
+        return math.inf, no_product(after[-1]) or "it is no product"
     whole = product(merged(after[-1], p, gpu).kernel) or p
     if min(whole.m.extent, whole.n.extent) < ROWS:
-        return f"{whole.m.extent} x {whole.n.extent} results fill no tile of {ROWS} rows"
+        return math.inf, f"{whole.m.extent} x {whole.n.extent} results fill no tile of {ROWS} rows"
     depth = math.prod(a.extent for a in whole.axes)
     if depth < DEPTH and any(len(c.terms) > 3 for c in whole.sites):
-        return f"it sums {depth} products, and CUDA cores are as exact where there are fewer than {DEPTH}"
+        return math.inf, f"it sums {depth} products, and CUDA cores are as exact where there are fewer than {DEPTH}"
     time, why = _multiplied(after[-1], gpu, lost)
     if len(each := products_apart(after[-1])) > 1:  # fewer parts of more products fit in a tile together
         found = [_multiplied(x, gpu, lost) for x in each]
         if (apart := sum(t for t, _ in found)) < time:
             time, why = apart, ""
-    if why:
-        return why
-    old = expected(before, gpu)
-    new = time + expected(after[:-1], gpu)
-    return "" if new < old else f"{new / 1000:.1f} us with parts made, {old / 1000:.1f} us as it is, by the model"
+    return time, why
 
 
 def _multiplied(kernel: l.Kernel, gpu: Gpu, lost: Callable[[k.Kernel], str]) -> tuple[float, str]:

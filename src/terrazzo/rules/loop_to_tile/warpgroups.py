@@ -17,7 +17,7 @@ from terrazzo.hw.wgmma import INSTRUCTIONS, WarpgroupInstruction
 from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
-from terrazzo.ir.sites import Product, called
+from terrazzo.ir.sites import Product, called, loads
 from terrazzo.rules.access import box
 from terrazzo.rules.loop_to_tile.results import results
 from terrazzo.rules.loop_to_tile.threads import ceil, grid
@@ -51,6 +51,10 @@ PROMOTION = 100.0
 """Nanoseconds for waiting for those of a step's products that are promoted together and adding them up, where no other
 warpgroup multiplies meanwhile. Not measured: 64 additions, and the time until products begin again.
 """
+MADE = 26
+"""Instructions in which a thread makes the parts of a number of what lies in shared memory: counted in SASS."""
+BESIDE = 0.15
+"""How much of the time in which one warpgroup makes factors the products of another do not hide. Not measured."""
 REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
 """Of a thread that loads and of one that multiplies, by the number of warpgroups that multiply."""
 
@@ -150,9 +154,9 @@ def instructions_for(p: Product, gpu: Gpu) -> tuple[list[WarpgroupInstruction], 
         return [], "its factors are of different types"
     if (short := p.axes[-1].extent) < STEP and len(p.axes) > 1:
         return [], f"it sums over {len(p.axes)} axes, the last of which has {short} elements of a step's {STEP}"
-    if computed := [called(x) for x in p.operands if not isinstance(x, l.Load)]:
-        return [], f"{computed[0]} is computed on its way, and TMA brings what lies in memory"
-    for x in p.operands:
+    if why := _made(p):
+        return [], why
+    for x in p.sources:
         if why := _no_boxes(x, p):
             return [], f"{called(x)}: {why}"
     (kind,) = types
@@ -163,6 +167,24 @@ def instructions_for(p: Product, gpu: Gpu) -> tuple[list[WarpgroupInstruction], 
     if lacks := missing(known[0], gpu):
         return [], f"it needs {lacks}, and the target is {gpu.arch}"
     return known, ""
+
+
+def converted(p: Product) -> tuple[Any, ...]:
+    """The operands that threads make of others, in registers."""
+    return tuple(x for x in p.operands if not isinstance(x, l.Load))
+
+
+def _made(p: Product) -> str:
+    """Why operands that are computed on their way are not made in registers; nothing where they are: those of the rows,
+    each of one tensor. So are parts of numbers in float32; what else is computed is stored first.
+    """
+    for x in converted(p):
+        alone = len(found := loads(x)) == 1 and found[0].free == x.free
+        if not promotes(p) or not alone:
+            return f"{called(x)} is computed on its way, and TMA brings what lies in memory"
+    if len({p.m in x.free for x in converted(p)}) > 1:
+        return "both of its factors are computed on their way, and instructions take the first one from registers"
+    return ""
 
 
 def _no_boxes(x: Any, p: Product) -> str:
@@ -181,11 +203,11 @@ def _tiles(p: Product, n: int) -> Iterator[Tile]:
     for rows, columns in ((p.m, p.n), (p.n, p.m)):
         for groups, each in ((1, 1), (2, 1), (2, 2)):
             tile = Tile(rows, columns, groups, each, n, step(p))
-            if count * each * n // 2 > 128:
+            if count * each * n // 2 > 128 or any(rows not in x.free or each > 1 for x in converted(p)):
                 continue
             if tile.m >= 2 * max(rows.extent, ROWS) or n >= 2 * max(columns.extent, 8):
                 continue
-            if any(w not in (16, 32) and w % STEP for w in (_along(x, tile) for x in p.operands)):
+            if any(w not in (16, 32) and w % STEP for w in (_along(x, tile) for x in p.sources)):
                 continue
             yield tile
             for split in (rows, columns):
@@ -257,7 +279,8 @@ def _clusters(p: Product, tile: Tile) -> int:
 
 def _bytes(p: Product, tile: Tile) -> int:
     """Of a step in shared memory: every operand has a slab of its own."""
-    return sum(tile.m if tile.rows in x.free else tile.n for x in p.operands) * tile.k * 2
+    across: int = sum((tile.m if tile.rows in x.free else tile.n) * x.dtype.size for x in p.sources)
+    return across * tile.k
 
 
 def _slots(p: Product, tile: Tile, gpu: Gpu) -> int:
@@ -270,9 +293,9 @@ def _slots(p: Product, tile: Tile, gpu: Gpu) -> int:
 class Work:
     """What a kernel does, as far as its time depends on it: so many tiles of m rows and n columns for each of `count`
     products, by clusters of so many blocks, in steps for which a block fetches some bytes into one of its slots of so
-    many `held` bytes, and which take `extra` nanoseconds. Results leave at a rate, and computing a tile's of its sums
-    takes `after` nanoseconds. `least` bytes of memory are touched. A step has `depth` products of each sum. So many
-    `readers` fetch the same rows at once.
+    many `held` bytes, and which take `extra` nanoseconds, and `making` on CUDA cores beside their products. Results
+    leave at a rate, and computing a tile's of its sums takes `after` nanoseconds. `least` bytes of memory are touched.
+    A step has `depth` products of each sum. So many `readers` fetch the same rows at once.
     """
 
     m: int
@@ -288,6 +311,7 @@ class Work:
     rate: float
     least: float
     extra: float = 0.0
+    making: float = 0.0
     depth: int = STEP
     after: float = 0.0
     readers: float = 0.0
@@ -305,7 +329,8 @@ def lasts(work: Work, gpu: Gpu) -> float:
     each = 2.0 * work.m * work.n * work.depth * work.count
     arithmetic = each * gpu.processors * (work.n + has.start) / work.n / has.rate
     fetched = max(work.fetched * active / has.cache, work.fetched / has.shared)
-    step = max(arithmetic, fetched, has.latency / work.slots, has.crowd * work.readers) + has.step + work.extra
+    step = max(arithmetic, fetched, has.latency / work.slots, has.crowd * work.readers, work.making)
+    step += has.step + work.extra
     tile = work.steps * step + work.m * work.n * work.results / work.rate + work.after
 
     def wave(tiles: int, count: int) -> float:
@@ -333,13 +358,14 @@ def _time(p: Product, tile: Tile, pieces: int, gpu: Gpu) -> float:
     work = Work(
         tile.m, tile.n, sum(len(c.terms) for c in p.sites), _clusters(p, tile) * pieces, tile.blocks,
         steps=outer * ceil(inner, pieces * tile.share),
-        fetched=sum(_fetched(x, tile) * (has.straddling if _straddles(x) else 1) for x in p.operands),
+        fetched=sum(_fetched(x, tile) * (has.straddling if _straddles(x) else 1) for x in p.sources),
         held=_bytes(p, tile),
         slots=_slots(p, tile, gpu),
         results=4 * count if pieces > 1 else results(p).stored,
         rate=_rate(p, tile, has) * tile.parts if pieces == 1 else has.direct,
-        least=2 * sum(map(p.touched, p.operands)) + stored,
-        extra=PROMOTION * _promotions(p, tile) if promotes(p) and tile.groups == 1 else 0.0,
+        least=sum(p.touched(x) * x.dtype.size for x in p.sources) + stored,
+        extra=_extra(p, tile, gpu),
+        making=_making(p, tile, gpu),
         depth=tile.k,
         after=after(p, tile.m * tile.n // tile.parts, has) + _meeting(p, tile, has) if pieces == 1 else 0.0,
         readers=_readers(tile, gpu.processors // tile.blocks / pieces),
@@ -356,10 +382,26 @@ def _meeting(p: Product, tile: Tile, has: Warpgroups) -> float:
     return has.meeting + each * (1 + tile.share / tile.parts) / has.given if tile.share > 1 else 0.0
 
 
+def _making(p: Product, tile: Tile, gpu: Gpu) -> float:
+    """Nanoseconds of a step in which threads make factors of what lies in shared memory, and add up sums."""
+    made = {loads(x)[0] for x in converted(p)}
+    if not made:
+        return 0.0
+    added = _promotions(p, tile) * tile.m * tile.n * len(p.sites)
+    return (len(made) * tile.m * tile.k * MADE + added) * gpu.processors / (gpu.fma / 2)
+
+
+def _extra(p: Product, tile: Tile, gpu: Gpu) -> float:
+    """Nanoseconds of a step that nothing hides."""
+    alone = PROMOTION * _promotions(p, tile) if promotes(p) and tile.groups == 1 else 0.0
+    return alone + (1.0 if tile.groups == 1 else BESIDE) * _making(p, tile, gpu)
+
+
 def _fetched(x: Any, tile: Tile) -> float:
     """Bytes of an operand that a block fetches for a step; blocks of a cluster fetch halves of what both need."""
     shared = tile.split is not None and tile.split not in x.free
-    return (tile.m if tile.rows in x.free else tile.n) * tile.k * 2 / (2 if shared else 1)
+    found: int = (tile.m if tile.rows in x.free else tile.n) * tile.k * x.dtype.size
+    return found / (2 if shared else 1)
 
 
 @lru_cache(maxsize=4096)
@@ -367,7 +409,7 @@ def _straddles(x: Any) -> bool:
     """Whether rows of an operand begin anywhere in the cache's lines."""
     offset = flatten(x.index, x.buffer.type.element_strides)
     steps = (coefficient(offset, a) for a in x.free)
-    return any(c != 1 and (not isinstance(c, int) or 2 * c % LINE) for c in steps)
+    return any(c != 1 and (not isinstance(c, int) or x.dtype.size * c % LINE) for c in steps)
 
 
 def _readers(tile: Tile, clusters: float) -> float:
@@ -406,7 +448,7 @@ def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
             (t.columns.name, (Factor("inst.n", t.n),)),
             (name, (Factor("reg", t.k // 16), Factor("inst.k", 16))),
         ),
-        tuple({called(x): _operand(x, t) for x in p.operands}.items()),
+        tuple({called(x): _operand(x, t) for x in p.sources}.items()),
         plan.instruction.name,
     )
     return Schedule(
@@ -419,7 +461,7 @@ def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
 def _operand(x: Any, t: Tile) -> Operand:
     """By TMA, for both blocks of a cluster where they need the same."""
     shared = (("multicast", True),) if t.split is not None and t.split not in x.free else ()
-    return Operand("smem", (("by", "tma"), ("swizzle", swizzled(2 * _along(x, t))), *shared))
+    return Operand("smem", (("by", "tma"), ("swizzle", swizzled(x.dtype.size * _along(x, t))), *shared))
 
 
 def _along(x: Any, t: Tile) -> int:

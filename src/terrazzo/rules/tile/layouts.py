@@ -13,8 +13,10 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.layout import Layout
 from terrazzo.ir.node import topological
 from terrazzo.ir.plan import Convert, Plan, Product, Result, Ring, Stream
+from terrazzo.ir.sites import loads
 from terrazzo.rewrite.rule import need, rule
 from terrazzo.rules.tile.draft import Draft
+from terrazzo.rules.tile.products import CONVERTED
 from terrazzo.rules.tile.rings import axis_called, operand_text
 
 
@@ -55,6 +57,9 @@ def _factors(plan: Plan, draft: Draft, p: Product, instruction: Matrix) -> Itera
             made = [x for x in topological(list(terms)) if isinstance(x, l.Reduce)]
             sums = [name for name, c in draft.products.items() if c.reduce in made]
             yield Convert(sums[0], to, "registers", str(instruction.a.layout))
+        elif source == CONVERTED:
+            (raw,) = {x for term in terms for x in loads(term)}
+            yield Convert(streams[operand_text(raw)].name, to, "ld", str(instruction.a.layout))
         elif source == "ldmatrix":
             for x in terms:
                 s = streams[operand_text(x)]

@@ -19,6 +19,8 @@ from terrazzo.rewrite.rule import need, rule
 from terrazzo.rules.tile.agents import MATH
 from terrazzo.rules.tile.draft import Draft, axis_name
 
+CONVERTED = "converted"
+"""Where a first factor comes from that threads make in registers of a slab that lies in shared memory."""
 THREADS = ("warp", "warpgroup", "lane")
 
 
@@ -43,7 +45,7 @@ def place_products(plan: Plan, draft: Draft) -> Plan | None:
         site = draft.site(name)
         assert site is not None
         rows = tuple(map(axis_name, box(draft, site, instruction, m, n)))
-        held = "values" in (a, b) or (a == "ldmatrix" and warps(instruction) > 1)
+        held = "values" in (a, b) or (a in ("ldmatrix", CONVERTED) and warps(instruction) > 1)
         need(not (rows and held), f"{name}: what lies in registers is no box of several axes")
         promote = promoted(draft, together)
         lines.append(Product(tuple(together), on, agent, (), axis_name(m), axis_name(n), a, b, promote, rows))
@@ -225,6 +227,8 @@ def _sources(draft: Draft, site: Site, instruction: Matrix | None, c: Contractio
                 len(draft.products) == len(c.terms) == 1,
                 f"{called(operand(a))}: fragments in registers are for a product alone, of one term",
             )
+        if converts(draft, site, c, a):
+            return CONVERTED, "shared"
         return "values" if _computed(a) else "ldmatrix" if held[0] == "reg" else "shared", "shared"
     assert isinstance(instruction, MatrixInstruction)
     sources = []
@@ -242,6 +246,22 @@ def _sources(draft: Draft, site: Site, instruction: Matrix | None, c: Contractio
         )
         sources.append("ldmatrix")
     return sources[0], sources[1]
+
+
+def converts(draft: Draft, site: Site, c: Contraction, a: Node) -> bool:
+    """Whether the first factor of a warpgroup's product is made in registers, point by point, of a slab that TMA brings
+    in. All terms are made of the same one then.
+    """
+    name = called(operand(a))
+    made = [operand(f) for pair in c.terms for f in pair if f.free == a.free]
+    if _computed(a) or isinstance(operand(a), l.Load) or dict(draft.held(site, name).options).get("by") != "tma":
+        return False
+    sources = {x for term in made for x in loads(term)}
+    need(len(sources) == 1, f"{name}: fragments are made of one slab, and these of {len(sources)}")
+    need(sources <= {x for x in sources if x.free == a.free}, f"{name}: fragments are made of all that is brought in")
+    need(len(draft.products) == 1, f"{name}: fragments are made for a product alone")
+    need(draft.schedule.options("roles"), f"{name}: fragments are made of what others load, and there are no roles")
+    return True
 
 
 def _computed(factor: Node) -> bool:

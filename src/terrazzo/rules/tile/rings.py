@@ -23,6 +23,7 @@ from terrazzo.rules.access import WIDEST, box, wide
 from terrazzo.rules.swizzles import swizzled
 from terrazzo.rules.tile.agents import LOAD
 from terrazzo.rules.tile.draft import Draft, axis_name
+from terrazzo.rules.tile.products import CONVERTED
 from terrazzo.rules.tile.spans import span, spanned
 from terrazzo.rules.transports import PLAIN, TRANSPORTS, Transport
 
@@ -34,12 +35,13 @@ def operand_text(term: Node) -> str:
 
 def brought(draft: Draft, product: Product) -> list[Node]:
     """The operands of a product that come from memory, each once."""
-    found = []
+    found: list[Node] = []
     for name in product.sites:
         c = draft.products[name]
         for pair in c.terms:
             a, b = pair if axis_called(draft, product.m) in pair[0].free else pair[::-1]
-            found += [operand(f) for f, source in ((a, product.a), (b, product.b)) if source != "values"]
+            for f, source in ((a, product.a), (b, product.b)):
+                found += loads(f) if source == CONVERTED else [operand(f)] if source != "values" else []
     return list(dict.fromkeys(found))
 
 
@@ -118,7 +120,7 @@ def pipeline(plan: Plan, draft: Draft) -> Plan | None:
         need(boxes or not apart, f"who only loads does so by TMA, not by {by.name}")
         count = min(count, by.most or count)
         late = warps(matrix(products[0].on)) > 1 and len(products) == 1 and by.beside and count > (1 if apart else 3)
-        late = late and not products[0].promote
+        late = late and not products[0].promote and products[0].a != CONVERTED
         ahead = count if apart else count - 1 - late
         consumer = products[users[key][0]].agent
         rings[key] = Ring(f"ring{len(rings)}", over, count, ahead, by.name, LOAD if apart else EVERYONE, consumer, late)

@@ -10,6 +10,7 @@ from terrazzo.ir.node import Node
 from terrazzo.ir.plan import Plan, Product, Ring, Stream
 from terrazzo.rules.tile.digits import Bindings
 from terrazzo.rules.tile.draft import Draft
+from terrazzo.rules.tile.products import CONVERTED
 from terrazzo.rules.tile.rings import brought, operand_text, slab_type
 from terrazzo.rules.tile.vectors import vectors
 from terrazzo.rules.tile_to_kernel.builder import Builder
@@ -85,4 +86,5 @@ def freed_by_teams(plan: Plan, ring: Ring) -> bool:
     users = [p for p in plan.all(Product) if ring.name in p.rings]
     if any(s.read for s in plan.all(Stream) if s.ring == ring.name):
         return False
-    return any(warps(matrix(p.on)) > 1 for p in users) and all("ldmatrix" not in (p.a, p.b) for p in users)
+    held = any({p.a, p.b} & {"ldmatrix", CONVERTED} for p in users)
+    return any(warps(matrix(p.on)) > 1 for p in users) and not held

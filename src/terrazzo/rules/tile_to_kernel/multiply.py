@@ -250,9 +250,9 @@ class Multiply:
         """Where an instruction's part of values begins that lie as another product's sums do: its rows are this one's,
         and its columns go along this one's k, as many registers as a fragment has for each part.
         """
-        steps, _ = group.depth(group.k)
+        _, depth = group.depth(group.k)
         rows = tuple(d.variable for d in part.digits if d.level == "reg")
-        first = value(steps) // instruction.shape[2] * instruction.a.elements
+        first = depth // instruction.shape[2] * instruction.a.elements
         return (*rows, *unflatten(first, place.type.static_shape[len(rows) :]))
 
     # -- instructions of a warpgroup -----------------------------------------------------------------------------------
@@ -362,14 +362,14 @@ def component(rows: Sequence[int], layout: Layout, coordinate: str) -> list[int]
     return []
 
 
-def spread(images: Sequence[int]) -> IntExpr:
-    """The sum over the lane's bits of what each adds, neighbours that stay neighbours together."""
+def spread(images: Sequence[int], number: IntExpr = k.LANE) -> IntExpr:
+    """The sum over the bits of a number, the lane's, of what each adds, neighbours that stay neighbours together."""
     total: IntExpr = 0
     bit = 0
     while bit < len(images):
         end = bit + 1
         while images[bit] and end < len(images) and images[end] == images[bit] << end - bit:
             end += 1
-        total = total + k.LANE // (1 << bit) % (1 << end - bit) * images[bit]
+        total = total + number // (1 << bit) % (1 << end - bit) * images[bit]
         bit = end
     return total

@@ -30,6 +30,7 @@ from terrazzo.rules.tile.rings import axis_called, brought, outermost, staggered
 from terrazzo.rules.tile.spans import span, spanned
 from terrazzo.rules.tile.vectors import vectors
 from terrazzo.rules.tile_to_kernel.builder import Builder
+from terrazzo.rules.tile_to_kernel.converted import Converted
 from terrazzo.rules.tile_to_kernel.copies import Copies, Part, Slab, Steps
 from terrazzo.rules.tile_to_kernel.factors import Factors
 from terrazzo.rules.tile_to_kernel.meet import meet
@@ -64,10 +65,11 @@ class Pipeline:
         self.fragments: dict[l.Reduce, Fragment] = {}
         self.promotion = Promotion(builder, bindings)
         self.turns: k.Registers | None = None  # what a warpgroup's first factor comes to, where it is in registers
+        self.slabs: dict[Node, Slab] = {}
         self.factors = Factors(draft, plan, bindings, self.copies, self.fragments, self.part, self.beside)
+        self.converted = Converted(draft, plan, bindings, self.copies, self.slabs, self.slot)
         terms, beside = operands(draft, plan), vectors(draft, plan)
         self.parts: dict[Any, Part] = {}
-        self.slabs: dict[Node, Slab] = {}
         for p in plan.all(Product):
             site = draft.site(p.sites[0])
             mine_too = [x for x, q in beside.items() if q is p]
@@ -166,6 +168,7 @@ class Pipeline:
                     if name not in waited:
                         self.wait(self.plan.named(name), t)
                         waited.add(name)
+                values = values | self.converted.values(p, t)
                 self.products(p, t, values, left=1 if late else 0)
                 for name in p.rings:
                     ring = self.plan.named(name)

@@ -37,6 +37,7 @@ TZ bf16 tz_narrow_bf16(float x) {
   uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
   return (bf16)(uint16_t)(x != x ? 0x7fc0u : rounded);
 }
+TZ bf16 tz_cut_bf16(float x) { return (bf16)(uint16_t)(tz_bits<uint32_t>(x) >> 16); }
 TZ f16 tz_narrow_f16(float x) {
   uint32_t u = tz_bits<uint32_t>(x), sign = u >> 16 & 0x8000u;
   u &= 0x7fffffffu;
