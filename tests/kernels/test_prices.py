@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -217,3 +218,27 @@ def f(x: bf16[100352, 9]):
                 p[a0, a1] = in0
     return (p,)
 """
+
+
+def narrow(x: Any, w: Any, y: Any, mean: Any, var: Any, g: Any, b: Any) -> Any:
+    """A convolution of 1 x 1 with its norm, added to what another one made."""
+    return F.relu(F.batch_norm(F.conv2d(x, w), mean, var, g, b) + y)
+
+
+@pytest.mark.parametrize(("images", "channels", "side"), [(32, 96, 56), (1, 128, 64), (64, 256, 28)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_columns_lie_along_memory(images: int, channels: int, side: int, dtype: torch.dtype) -> None:
+    """Where results read much and a channel's norm is dear, a thread has many points of few channels, not the other
+    way round.
+    """
+    image = torch.empty((images, channels, side, side), device="meta", dtype=dtype)
+    vector = torch.empty(channels, device="meta", dtype=dtype)
+    w = torch.empty((channels, channels, 1, 1), device="meta", dtype=dtype)
+    done = lowering(capture(narrow, (image, w, image, *(vector,) * 4), {}).program, Options(target="sm_90a"))
+    (p,) = [p for x in done.at("tile").loop.steps if isinstance(x, l.Kernel) and (p := product(x)) is not None]
+    tile = warpgroups.plans(p, HOPPER)[0].tile
+    assert results(p).across[tile.columns] == 0
+    turned = replace(tile, rows=tile.columns, columns=tile.rows)
+    assert HOPPER.warpgroups is not None
+    cheap, dear = (warpgroups.after(p, 4096, HOPPER.warpgroups, x) for x in (tile, turned))
+    assert cheap < dear or results(p).read == 0
