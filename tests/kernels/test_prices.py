@@ -242,3 +242,27 @@ def test_blocks_of_a_cluster_share_sums_where_the_machine_says_what_that_takes()
     assert warpgroups._slots(site(kernel), shared.tile, HOPPER) < warpgroups._slots(site(kernel), alone, HOPPER)
     text = str(warpgroups.schedule(site(kernel), shared, HOPPER))
     assert "r0 = cluster(4) * time(16, ring=" in text and "persistent" not in text and "registers" not in text
+
+
+def narrow(x: Any, w: Any, y: Any, mean: Any, var: Any, g: Any, b: Any) -> Any:
+    """A convolution of 1 x 1 with its norm, added to what another one made."""
+    return F.relu(F.batch_norm(F.conv2d(x, w), mean, var, g, b) + y)
+
+
+@pytest.mark.parametrize(("images", "channels", "side"), [(32, 96, 56), (1, 128, 64), (64, 256, 28)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_columns_lie_along_memory(images: int, channels: int, side: int, dtype: torch.dtype) -> None:
+    """Where results read much and a channel's norm is dear, a thread has many points of few channels, not the other
+    way round.
+    """
+    image = torch.empty((images, channels, side, side), device="meta", dtype=dtype)
+    vector = torch.empty(channels, device="meta", dtype=dtype)
+    w = torch.empty((channels, channels, 1, 1), device="meta", dtype=dtype)
+    done = lowering(capture(narrow, (image, w, image, *(vector,) * 4), {}).program, Options(target="sm_90a"))
+    (p,) = [p for x in done.at("tile").loop.steps if isinstance(x, l.Kernel) and (p := product(x)) is not None]
+    tile = warpgroups.plans(p, HOPPER)[0].tile
+    assert results(p).across[tile.columns] == 0
+    turned = replace(tile, rows=tile.columns, columns=tile.rows)
+    assert HOPPER.warpgroups is not None
+    cheap, dear = (warpgroups.after(p, 4096, HOPPER.warpgroups, x) for x in (tile, turned))
+    assert cheap < dear or results(p).read == 0

@@ -51,8 +51,11 @@ def cost(kernel: l.Kernel, rates: Rates) -> float:
     reductions = found.carried.values()
     steps = {r.axes if isinstance(r, l.Reduce) else () for r in reductions}  # products over other steps are not blocked
     tiled = {c.reduce: c for c in found.contractions.values() if not looked_up(c.operands)}
-    if rates.matrix and not found.everywhere:
-        tiled = {}  # tiles of a product store at every point
+    if rates.matrix:
+        points = {a for a in kernel.axes if a.extent != 1} if found.everywhere else {None}
+        tiled = {
+            r: c for r, c in tiled.items() if points <= r.free
+        }  # tiles store at every point, and sum once for each
     fma = rates.fma if len(tiled) == len(reductions) and len(steps) < 2 else rates.mixed
     bill = _Bill(rates, fma, tiled)
     bill.walk(n.nest(kernel), 1)
@@ -68,10 +71,14 @@ def on_matrix(r: Any, rates: Rates) -> bool:
     if not isinstance(r, l.Reduce) or (c := contraction(r)) is None or r.dtype.name != "f32":
         return False
     plain = all(isinstance(x, l.Load) and (not x.inside or (rates.boxes and _padded(x))) for x in c.operands)
-    one, other = (f.free - frozenset(r.axes) for f in c.factors)
-    wide = all(any(getattr(x, "extent", 2) != 1 for x in own) for own in (one - other, other - one))
     types = {x.dtype for x in c.operands}  # type: ignore[attr-defined]
-    return plain and wide and not looked_up(c.operands) and len(types) == 1 and types.pop().name in rates.matrix
+    return plain and all(_own(c)) and not looked_up(c.operands) and len(types) == 1 and types.pop().name in rates.matrix
+
+
+def _own(c: Contraction) -> list[bool]:
+    """Whether each factor has a free axis that the other does not know."""
+    one, other = (f.free - frozenset(c.reduce.axes) for f in c.factors)
+    return [any(getattr(x, "extent", 2) != 1 for x in own) for own in (one - other, other - one)]
 
 
 def looked_up(terms: Sequence[Any]) -> bool:
@@ -134,10 +141,14 @@ class _Bill:
                 self.work += max(points - once, 0) * size * self.rates.byte * (once * size >= FAR)
 
     def product(self, r: Any) -> float:
-        """The multiply-adds of a point of a contraction."""
-        return len(self.products[r].terms) * (
-            self.rates.tensor if self.fma == self.rates.fma and on_matrix(r, self.rates) else self.fma
-        )
+        """The multiply-adds of a point of a contraction, and what is loaded at every one: a factor is loaded for a
+        whole tile only where the other has an axis of its own, along which the tile lies.
+        """
+        c = self.products[r]
+        if self.fma == self.rates.fma and on_matrix(r, self.rates):
+            return len(c.terms) * self.rates.tensor
+        alone = self.rates.load if self.rates.matrix and not all(_own(c)) else 0.0
+        return len(c.terms) * (self.fma + alone)
 
     def operands(self, body: Sequence[n.Statement], points: int) -> None:
         """A contraction's products are paid; what its operands need beyond loads and conversions is paid at every

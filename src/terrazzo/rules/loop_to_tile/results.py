@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.node import topological
@@ -18,7 +20,8 @@ from terrazzo.rules.loop_to_tile.threads import size_of
 class Results:
     """Of each result: the bytes it reads that neither its row nor its column shares, those it stores, and its
     operations, conversions aside. Every store computes anew what it is made of. There are `points`, and `moved` are all
-    bytes of memory that they touch.
+    bytes of memory that they touch. Some operations are those of a row or of a column alone, by the product's axis;
+    `across` are the bytes of what memory runs across that axis in.
     """
 
     points: int
@@ -26,6 +29,8 @@ class Results:
     stored: int
     operations: float
     moved: int
+    alone: Mapping[Any, float]
+    across: Mapping[Any, int]
 
 
 @lru_cache(maxsize=1024)
@@ -36,11 +41,23 @@ def results(p: Product) -> Results:
     terms = {x: None for found in each for x in found}
     inner = [x for found in each for x in found if {p.m, p.n} <= x.free and x not in sums]
     loads = [x for x in inner if isinstance(x, l.Load)]
-    work = sum(x.fn.cost for x in inner if isinstance(x, l.Apply) and not is_cast(x.fn))
+    work = _operations(inner)
     size = sum(b.type.dtype.size for b in p.kernel.writes)
     moved = sum(map(_touched, {x.buffer: x for x in terms if isinstance(x, l.Load)}.values()))
     points = math.prod(map(size_of, p.kernel.axes))
-    return Results(points, sum(x.dtype.size for x in loads), size, work, moved + size * points)
+    alone = {a: _operations(x for x in terms if a in x.free and b not in x.free) for a, b in ((p.m, p.n), (p.n, p.m))}
+    across = {a: sum(x.dtype.size for x in loads if not along(x, a)) for a in (p.m, p.n)}
+    return Results(points, sum(x.dtype.size for x in loads), size, work, moved + size * points, alone, across)
+
+
+def _operations(terms: Iterable[Any]) -> float:
+    return sum(x.fn.cost for x in terms if isinstance(x, l.Apply) and not is_cast(x.fn))
+
+
+@lru_cache(maxsize=4096)
+def along(x: Any, axis: Any) -> bool:
+    """Whether an access goes along an axis where memory does."""
+    return axis in x.free and coefficient(flatten(x.index, x.buffer.type.element_strides), axis) == 1
 
 
 def _touched(x: Any) -> int:

@@ -19,7 +19,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
 from terrazzo.ir.sites import Product, called, loads
 from terrazzo.rules.access import box
-from terrazzo.rules.loop_to_tile.results import results
+from terrazzo.rules.loop_to_tile.results import along, results
 from terrazzo.rules.loop_to_tile.threads import ceil, grid
 from terrazzo.rules.swizzles import swizzled
 
@@ -341,10 +341,16 @@ def lasts(work: Work, gpu: Gpu) -> float:
     return wave(walkers, full) + wave(rest, 1) + has.fill + (has.cluster if work.blocks > 1 else 0)
 
 
-def after(p: Product, points: int, has: Warpgroups) -> float:
-    """Nanoseconds in which a processor computes so many results of a product from its sums."""
+def after(p: Product, points: int, has: Warpgroups, tile: Tile | None = None) -> float:
+    """Nanoseconds in which a processor computes so many results of a product from its sums. A thread has those of two
+    rows, and loads two of a row at once: in a tile, it computes for both what depends on the column alone, and loads
+    one by one what memory runs across the rows in.
+    """
     r = results(p)
-    return points * (r.read / has.read + r.operations / has.after)
+    if tile is None:
+        return points * (r.read / has.read + r.operations / has.after)
+    computed = r.operations + r.alone[tile.columns] / 2 + r.alone[tile.rows] * 4 / tile.n
+    return points * ((r.read + r.across[tile.columns]) / has.read + computed / has.after)
 
 
 def _time(p: Product, tile: Tile, pieces: int, gpu: Gpu) -> float:
@@ -367,7 +373,7 @@ def _time(p: Product, tile: Tile, pieces: int, gpu: Gpu) -> float:
         extra=_extra(p, tile, gpu),
         making=_making(p, tile, gpu),
         depth=tile.k,
-        after=after(p, tile.m * tile.n // tile.parts, has) + _meeting(p, tile, has) if pieces == 1 else 0.0,
+        after=after(p, tile.m * tile.n // tile.parts, has, tile) + _meeting(p, tile, has) if pieces == 1 else 0.0,
         readers=_readers(tile, gpu.processors // tile.blocks / pieces),
     )  # fmt: skip
     time = lasts(work, gpu)
@@ -466,13 +472,7 @@ def _operand(x: Any, t: Tile) -> Operand:
 
 def _along(x: Any, t: Tile) -> int:
     """Elements of a slab that lie in a row: of whichever axis runs through memory. A swizzle takes whole rows of it."""
-    return next((n for a, n in ((t.rows, t.m), (t.columns, t.n)) if _runs(x, a)), t.k)
-
-
-@lru_cache(maxsize=4096)
-def _runs(x: Any, axis: Any) -> bool:
-    """Whether an access goes along an axis where memory does."""
-    return axis in x.free and coefficient(flatten(x.index, x.buffer.type.element_strides), axis) == 1
+    return next((n for a, n in ((t.rows, t.m), (t.columns, t.n)) if along(x, a)), t.k)
 
 
 def _width(t: Tile) -> int:
@@ -508,7 +508,7 @@ def leaves(p: Product, t: Tile) -> str:
     """How results of 16 bits leave shared memory: by TMA, where they are boxes, or by the threads, in whole rows, where
     rows begin anywhere. Others, and those that run along the tile's rows, leave registers (nothing).
     """
-    if t.n < LEAST or not all(_runs(s, t.columns) and s.buffer.type.dtype.size == 2 for s in p.kernel.stores):
+    if t.n < LEAST or not all(along(s, t.columns) and s.buffer.type.dtype.size == 2 for s in p.kernel.stores):
         return ""
     return "tma" if all(_is_box(s, t.rows, t.m, t.columns, _width(t)) for s in p.kernel.stores) else "ld"
 

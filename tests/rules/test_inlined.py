@@ -1,0 +1,74 @@
+"""Products that other kernels read at places of their own: they are stored, where each of their sums would be taken for
+one point, or again for many.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from terrazzo.front.capture import capture
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.sites import product, sites
+from terrazzo.options import Options
+from terrazzo.pipelines import LOWER, stages
+from terrazzo.rewrite.rule import Log
+from terrazzo.rules.loop.cost import cost
+from terrazzo.targets import target
+
+UPPER = LOWER[: LOWER.index("fuse") + 1]
+
+
+def relative(q: Any, k: Any, p: Any) -> Any:
+    """Scores of distances, each row moved by one place more than the one before it (Transformer-XL's)."""
+    batch, heads, rows, _ = q.shape
+    far = F.pad(q @ p.mT, (1, 0)).view(batch, heads, -1, rows)[:, :, 1:].view(batch, heads, rows, -1)
+    return q @ k.mT + far[..., :rows]
+
+
+def styled(s: Any, w: Any, weight: Any) -> Any:
+    """Weights of a convolution, scaled for every image."""
+    return weight * (1 + F.linear(s, w))[:, None, :, None, None]
+
+
+def modulated(t: Any, w: Any, x: Any) -> Any:
+    """A time step's features, added to every place."""
+    return x + F.silu(F.linear(t, w))[:, None]
+
+
+def fused(fn: Any, shapes: Any, dtype: torch.dtype, arch: str) -> list[l.Kernel]:
+    args = [torch.empty(s, dtype=dtype, device="meta") for s in shapes]
+    program = capture(fn, args, {}).program
+    steps = stages(program, Options(target=arch, libraries="never"), Log(), UPPER)[-1][1].steps
+    return [s for s in steps if isinstance(s, l.Kernel)]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("fn", "shapes"),
+    [
+        (relative, ((2, 12, 249, 64), (2, 12, 249, 64), (1, 12, 497, 64))),
+        (relative, ((64, 4, 100, 32), (64, 4, 100, 32), (1, 4, 199, 32))),
+        (styled, ((8, 512), (256, 512), (1, 256, 256, 3, 3))),
+        (styled, ((64, 100), (96, 100), (1, 33, 96, 1, 1))),
+        (modulated, ((8, 512), (768, 512), (8, 1024, 768))),
+    ],
+)
+def test_they_are_tiles(fn: Any, shapes: Any, dtype: torch.dtype, arch: str) -> None:
+    """Every sum of products is one of a kernel that is a product."""
+    found = [x for x in fused(fn, shapes, dtype, arch) if sites(x).contractions]
+    assert found
+    assert all(product(x) is not None for x in found)
+
+
+def test_what_is_loaded_at_every_point_has_a_price() -> None:
+    """The larger factor, where the other has no axis of its own."""
+    rates = target("sm_90a").rates
+    (one,) = fused(lambda a, b: (a * b).sum(-1), ((512, 1024), (1, 1024)), torch.float32, "sm_90a")
+    (tile,) = fused(lambda a, b: a @ b.mT, ((512, 1024), (512, 1024)), torch.float32, "sm_90a")
+    assert cost(one, rates) - rates.launch > 512 * 1024 * rates.load
+    assert cost(tile, rates) - rates.launch < 512 * 512 * 1024 * rates.load / 4
