@@ -158,9 +158,9 @@ def test_what_is_imported_is_there() -> None:
 
 def test_schedules_are_chosen_without_catching_errors() -> None:
     """Whether a candidate can be derived is asked (`lower.derived`), and not tried: who catches an error may hide
-    others. Where a kernel is taken as it is read or pinned, asking would be no shorter.
+    others. Where a kernel is taken as it is pinned, asking would be no shorter.
     """
-    asking = {"pinned.py", "windows.py"}
+    asking = {"pinned.py"}
     wrong = [
         f"{place(file)}:{node.lineno}"
         for file in FILES

@@ -74,11 +74,6 @@ EXTENTS = axes(SECTIONS[4][1])
         ),
         (
             "a0 = warp(2) * reg(4) * inst.m(16)",
-            "a0 = warp(2) * reg(8) * inst.m(8)",
-            "has m = 16, and inst.m is bound to 8",
-        ),
-        (
-            "a0 = warp(2) * reg(4) * inst.m(16)",
             "a0 = warp(3) * reg(4) * inst.m(16)",
             "a0: warp(3) must be a power of two",
         ),

@@ -19,7 +19,7 @@ class Equivalent:
         return kernel in self.kernels and operator in self.operators and re.search(self.change, change) is not None
 
 
-SUMS = ("sum of rows", "argmax", "variance", "cross entropy")
+SUMS = ("sum of rows", "argmax", "variance", "cross entropy", "softmax", "layer norm")
 MET = ("sum of columns", "split product", "softmax of columns", "warps share steps")
 RINGS = (
     "linear",
@@ -60,18 +60,24 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         r"`if (warp % 4 == 0 and )?lane == 0:` -> `(for|if|wait_groups|sync)",
         "a slot is free later than it could be",
     ),
+    Equivalent(
+        CHOSEN,
+        ("no arrive", *PREDICATE),
+        r"(`arrive\(empty0\[i3 \* 10 \+ 1\]\)`|^line (35|32|31) `if warp % 4 == 0 and lane == 0:` -> `if .*lane < 0:)",
+        "a block has one tile, so nobody waits for the slot of its last step",
+    ),
     Equivalent(CHOSEN, ("wrong registers",), r"registers=40\):` -> .*=(48|104)", "a processor has as many registers"),
     Equivalent(
         CHOSEN,
-        ("no wait", "waits for too little", "no barrier", "moved barrier"),
-        r"`(wait_groups\(1, 'bulk'\)|sync\(1, 4\))` (is gone|->)",
+        ("no wait", "waits for too little", "wrong kind of group", "no barrier", "moved barrier"),
+        r"`(wait_groups\(1, 'bulk'\)|sync\(1, 4\))` (is gone|->)|^line 35 .* -> `sync\(1, 4\)",
         "a tile has no more subtiles than there are slots, and a block one tile",
     ),
     Equivalent(CHOSEN, ("wrong box",), r"tensor_store\(.*\[64, 16\]\)` -> .*\[32, 16\]", "rows beyond the last"),
     Equivalent(
         ("warps in roles", "convolution", "transposed matmul of bfloat16"),
         PREDICATE,
-        r"`if warp (% 4 == 0|< 2) and lane == 0:`",
+        r"^line (35|49|51) `if warp (% 4 == 0|< 2) and lane == 0:`",
         "who stored nothing has nothing to wait for",
     ),
     Equivalent(
@@ -81,7 +87,7 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "it waits for the stores before the products, not after",
     ),
     Equivalent(
-        ("boxes",),
+        PANELS,
         MOVED,
         r"`wait_barrier\(full0.* -> `sync\(\)`",
         "all wait for the boxes and for each other, in either order",
@@ -101,7 +107,7 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     Equivalent(
         PANELS,
         (*BARRIER, *MOVED),
-        r"(`sync\(\)` is gone, before `for [ei]|`(wait_groups\(0, 'wgmma'\)|for t\d+ in serial\(\d+\):)` -> `sync)",
+        r"(`sync\(\)` (is gone, before|->) `for [ei]|`(wait_groups\(0, 'wgmma'\)|for t\d+ in serial.*:)` -> `sync)",
         "every step has a barrier, and the next tile's first boxes come to other slots than the last step's",
     ),
     Equivalent(
@@ -125,7 +131,24 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     Equivalent(
         SUMS, PREDICATE, r"`if lane == 0( and warp == 0)?:`", "every thread has the result, so any may store it"
     ),
-    Equivalent(MET, PREDICATE, r"`if warp == 0( and .*)?:`", "every warp has the result, so any may store it"),
+    Equivalent(
+        (*MET, "lanes share steps"),
+        PREDICATE,
+        r"`if [^`]*(lane|warp)[^`]* == 0[^`]*:`",
+        "every lane and every warp of those that add up has the result, so any may store it",
+    ),
+    Equivalent(
+        ("warps, staged",),
+        PREDICATE,
+        r"`in0 = b\[.* < 60 and .* -> `in0 = b\[",
+        "a row beyond the last has the same columns of b, and is not stored",
+    ),
+    Equivalent(
+        ("registers for wgmma",),
+        PREDICATE,
+        r"^line (18|50) ",
+        "what more threads load stays in their registers: the condition of the store leaves it out",
+    ),
     Equivalent(
         RINGS,
         ("no wait", "waits for too little", "wrong kind of group", "moved wait", "moved barrier"),
@@ -133,16 +156,19 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "the groups that are left after the last step are empty",
     ),
     Equivalent(
-        (*RINGS, BOXES), BARRIER, r"`sync\(\)` is gone, before `for [ie]\d+", "nobody uses shared memory after it"
+        (*RINGS, BOXES),
+        BARRIER,
+        r"`sync\(\)` is gone, before `(for [ie]\d+|once0 = registers)",
+        "nobody uses shared memory after it",
     ),
     Equivalent(
         (*RINGS, BOXES),
         MOVED,
-        r"(`sync\(\)` -> `for i|`for t\d+ in serial\(\d+\):` -> `sync)",
+        r"(`sync\(\)` -> `(for i|once0 = registers)|`for t\d+ in serial\(\d+\):` -> `sync)",
         "nobody uses shared memory after it",
     ),
     Equivalent(
-        RINGS,
+        (*RINGS, "lanes share steps"),
         PREDICATE,
         r"`if t\d+ (< \d+|== 0):` (-> `if t|is gone)",
         "one slab more is of zeros, and nobody reads it",
@@ -218,12 +244,6 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "it waits for the second product before it is done with the first, not after",
     ),
     Equivalent(
-        ("conv2d",),
-        PREDICATE,
-        r"(block|\(warp % 2\)) \* 32 \+ lane < 36",
-        "pixels beyond the last are not stored",
-    ),
-    Equivalent(
         ("conv1d", "conv2d"),
         ("wrong number of steps",),
         r"`for k8 in unrolled\(4\):`",
@@ -247,10 +267,10 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "a condition inside leaves out what is beyond the row or the tile",
     ),
     Equivalent(
-        ("softmax", "attention", "attention of half"),
-        ("off by one",),
-        r"`v\d+ = (sub|mul|f32)\(",
-        "nobody uses that value",
+        ("softmax of columns",),
+        ("wrong number of steps",),
+        r"^line (12|46) `for i\d in unrolled\(2\):`",
+        "8 rows are left for 16 threads: a condition inside leaves out the second step, and any beyond",
     ),
     Equivalent(
         ("attention", "attention of half"),
@@ -265,7 +285,7 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "all threads of the warp, or of the block, have the same number to write",
     ),
     Equivalent(
-        CHAINS,
+        (*CHAINS, "attention of half"),
         ("wrong beginning",),
         r"`(total|acc)0 = registers",
         "the first maximum scales to zero whatever was added up before",
@@ -311,6 +331,18 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         PREDICATE,
         r"`if .*(<= t11|<= t11 \+ 1|t11 \* 32 <= .*|== 0):` is gone",
         "the mask hides nothing in the other steps",
+    ),
+    Equivalent(
+        ("overlapped chain that stays",),
+        ("no store", "off by one", "of another warp"),
+        r"^line 80 `worth0\[e4\] = v3`",
+        "sums are not scaled in the first step, and each other writes its own factor before it scales",
+    ),
+    Equivalent(
+        CHAINS[:1],
+        ("no store",),
+        r"`top1\[i15\] = f32\(-inf\)` is gone",
+        "a warp's own maximum is among those that it goes through next",
     ),
     Equivalent(
         CHAINS[:1],

@@ -44,7 +44,7 @@ def spread(rows: int, columns: int) -> torch.Tensor:
 
 def steep(x: torch.Tensor) -> torch.Tensor:
     """x with every second row so large that the differences of its products do not fit exp()."""
-    x[:, ::2] *= 80
+    x[:, ::2] *= 800
     return x
 
 
@@ -141,7 +141,7 @@ ARRANGED: dict[str, Product | Convolution | Chain] = {
         staged="swizzle=64", extra="b: bf16[40]", epilogue="y[{at}] = {out}(add(acc0, f32(b[{n}])))",
     ),
     "first factor in registers": Product(
-        tile=(64, 16, 64), shape=(64, 16, 320), ring=3, first="reg", roles=True, registers=None, persistent=1
+        tile=(64, 16, 64), shape=(128, 16, 320), ring=3, first="reg", roles=True, registers=None, persistent=1
     ),
     "threads in roles": Product(
         on="fma", dtype="f32", tile=(16, 16, 16), shape=(32, 16, 80), swizzle=0, roles=True, ring=3, persistent=1,
@@ -173,7 +173,7 @@ def subject(name: str) -> Subject:
         program = lowering(parse(arranged.text), Options(target=arranged.target)).at("kernel")
         given = by_hand.inputs(program, seed=2)
         if isinstance(arranged, Chain):
-            given["q"][:, ::2] *= 80  # differences of scores that do not fit exp()
+            given["q"][:, ::2] *= 800  # differences of scores that do not fit exp()
         return Subject(name, program, given, gpu(arranged.target))
     target, fn, make = DERIVED[name]
     torch.manual_seed(0)

@@ -343,8 +343,8 @@ def wrong_beginning(site: Site) -> Kernels:
         if not isinstance(site.s.init.value, bool) and site.s.init.value in (0, 1):
             yield site.but(init=replace(site.s.init, value=site.s.init.value + 1))
     if isinstance(site.s, k.MultiplyAsync):
-        if site.s.fresh == -1:
-            yield site.but(fresh=0)
+        if isinstance(site.s.fresh, int):
+            yield site.but(fresh=-1 - site.s.fresh)
         else:
             yield from (site.but(fresh=e) for e in (-1, 0, site.s.fresh + 1, -1 - site.s.fresh))
 

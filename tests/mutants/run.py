@@ -39,6 +39,8 @@ SEEDS = (None, 0, 1)
 STAGES = ("verifier", "check", "simulator", "result")
 """Who kills mutants, in order."""
 GOAL = 0.99
+FEW = 12
+"""How many mutants of each line of `EQUIVALENT` a sample has. Of most lines these are all there are."""
 PART = 20
 """How many mutants a process takes at once."""
 DIGITS = {"bfloat16": 8, "float16": 11, "float32": 20, "float64": 48}
@@ -61,7 +63,18 @@ class Verdict:
     @property
     def excuse(self) -> Equivalent | None:
         """Why it is no bug that it survives."""
-        return next((e for e in EQUIVALENT if e.covers(self.kernel, self.operator, self.change)), None)
+        return excuse(self.kernel, self.operator, self.change)
+
+
+def excuse(kernel: str, operator: str, change: str) -> Equivalent | None:
+    """The first line of `EQUIVALENT` that speaks of a mutant."""
+    return next((e for e in EQUIVALENT if e.covers(kernel, operator, change)), None)
+
+
+@cache
+def excused(name: str) -> tuple[Equivalent | None, ...]:
+    """Why each mutant of a program may survive."""
+    return tuple(excuse(name, m.operator, m.change) for _, m in every(name))
 
 
 @cache
@@ -144,22 +157,24 @@ def alarms(name: str, seeds: Sequence[int], until: float = math.inf) -> tuple[in
 
 
 def sample(names: Iterable[str], count: int, seed: int) -> list[tuple[str, int]]:
-    """Some mutants: of all kernels by all operators alike, and every one that `EQUIVALENT` speaks of. 0 is all."""
+    """Some mutants: of all kernels by all operators alike, and some that each line of `EQUIVALENT` speaks of. 0 is all.
+    """
     shuffle = random.Random(seed)
     cells: dict[tuple[str, str], list[tuple[str, int]]] = {}
-    excused = []
+    right: dict[Equivalent, list[tuple[str, int]]] = {}
     for name in names:
-        for n, (_, m) in enumerate(every(name)):
-            if any(e.covers(name, m.operator, m.change) for e in EQUIVALENT):
-                excused.append((name, n))
+        for n, ((_, m), why) in enumerate(zip(every(name), excused(name), strict=True)):
+            if why is not None:
+                right.setdefault(why, []).append((name, n))
             else:
                 cells.setdefault((name, m.operator), []).append((name, n))
-    for cell in cells.values():
+    for cell in (*cells.values(), *right.values()):
         shuffle.shuffle(cell)
     rows = list(cells.values())
     shuffle.shuffle(rows)
     ordered = [x for layer in zip_longest(*rows) for x in layer if x is not None]
-    return excused + ordered[: count or None]
+    few = [x for found in right.values() for x in (found[:FEW] if count else found)]
+    return few + ordered[: count or None]
 
 
 def table(title: str, verdicts: Sequence[Verdict], key: str) -> Iterator[str]:
@@ -208,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         verdicts,
         [x for xs in false for x in xs],
         f"{time.perf_counter() - start:.0f} s, seed {options.seed}, {options.seeds} orders for originals",
-        whole=len(verdicts) == len(chosen),
+        stale(verdicts, names),
     )
 
 
@@ -222,14 +237,19 @@ def in_parts(chosen: Sequence[tuple[str, int]], seed: int) -> list[tuple[str, in
     return [x for part in parts for x in part]
 
 
-def report(verdicts: Sequence[Verdict], false: Sequence[str], how: str, whole: bool = True) -> int:
-    """Print what was found; 1 if the goals are not met. Of a part nobody can say that an excuse is needed no longer."""
+def stale(verdicts: Sequence[Verdict], names: Sequence[str]) -> list[Equivalent]:
+    """The lines of `EQUIVALENT` that nothing needs any longer: every mutant they speak of was judged, and killed."""
+    there = Counter(why for name in names for why in excused(name))
+    judged = Counter(v.excuse for v in verdicts)
+    used = {v.excuse for v in verdicts if not v.by}
+    return [e for e in EQUIVALENT if {*e.kernels} <= {*names} and judged[e] == there[e] and e not in used]
+
+
+def report(verdicts: Sequence[Verdict], false: Sequence[str], how: str, stale: Sequence[Equivalent] = ()) -> int:
+    """Print what was found; 1 if the goals are not met, or the list of equivalent mutants is wrong."""
     for line in (*table("operator", verdicts, "operator"), *table("kernel", verdicts, "kernel")):
         print(line)
     wrong = [v for v in verdicts if v.by not in STAGES and not v.excuse]
-    seen = {v.kernel for v in verdicts}
-    used = {v.excuse for v in verdicts if not v.by}
-    stale = [e for e in EQUIVALENT if whole and seen >= {*e.kernels} and e not in used]
     judged = [v for v in verdicts if not (v.excuse and not v.by)]
     rate = 1 - len(wrong) / max(len(judged), 1)
     for v in wrong:

@@ -53,16 +53,74 @@ class Site:
 
 
 def sites(kernel: k.Kernel) -> Iterator[Site]:
-    """Every statement of a kernel, also in loops, conditions and roles."""
+    """Every statement of a kernel that does something, also in loops, conditions and roles. Of others every mutant that
+    may run means the same.
+    """
+    some = working(kernel)
 
     def within(body: Body, rebuild: Callable[[Body], k.Kernel]) -> Iterator[Site]:
         for n, s in enumerate(body):
             site = Site(body, n, rebuild)
-            yield site
-            if isinstance(s, k.For | k.If | k.Role):
+            if s in some:
+                yield site
+            if isinstance(s, k.For | k.If | k.Role) and runs(s):
                 yield from within(s.body, lambda inner, site=site: site.but(body=inner))  # type: ignore[misc]
 
     yield from within(kernel.body, lambda body: replace(kernel, body=body))
+
+
+def runs(s: Node) -> bool:
+    """Whether a thread may come to what is inside a statement: the condition of tails that a tile has none of never
+    holds.
+    """
+    return not (isinstance(s, k.If) and any(bounds(e)[1] < 0 for e in s.inside))
+
+
+def working(kernel: k.Kernel) -> set[Node]:
+    """The statements that do something: all but those that compute what nobody reads, or where nobody comes to."""
+
+    def within(body: Body) -> Iterator[Node]:
+        for s in body:
+            yield s
+            if isinstance(s, k.For | k.If | k.Role) and runs(s):
+                yield from within(s.body)
+
+    left = {*within(kernel.body)}
+    found: set[Node] = set()
+    read: set[Node] = set()
+    while new := {s for s in left if _into(s) is None or _into(s) in read}:
+        found |= new
+        left -= new
+        read.update(x for s in new for x in topological(_reads(s)))
+    return found
+
+
+def _into(s: Node) -> Node | None:
+    """The register that a statement does nothing but write."""
+    match s:
+        case k.Let():
+            return s.value
+        case k.Declare():
+            return s.place
+        case l.Store() if isinstance(s.buffer, k.Registers):
+            return s.buffer
+    return None
+
+
+def _reads(s: Any) -> list[Node]:
+    """What a statement is made of, but for what it alone writes, and what is inside."""
+    match s:
+        case k.Let():
+            return [s.term]
+        case k.Declare():
+            return []
+        case l.Store() if isinstance(s.buffer, k.Registers):
+            return [s.value, *(e for e in s.index if isinstance(e, Node))]
+        case k.For() | k.Role():
+            return []
+        case k.If():
+            return [e for e in s.inside if isinstance(e, Node)]
+    return [s]
 
 
 def indices(site: Site) -> Iterator[tuple[l.Buffer, tuple[IntExpr, ...], Callable[[tuple[IntExpr, ...]], k.Kernel]]]:

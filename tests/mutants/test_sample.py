@@ -5,9 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.mutants.kernels import NAMES
+from terrazzo.ir.dialects import kernel as k
+from tests.mutants.equivalent import Equivalent
+from tests.mutants.kernels import NAMES, subject
 from tests.mutants.operators import OPERATORS
-from tests.mutants.run import GOAL, Verdict, alarms, every, in_parts, judge, report, same, sample
+from tests.mutants.run import GOAL, Verdict, alarms, every, in_parts, judge, report, same, sample, stale
+from tests.mutants.sites import sites, working
 
 QUICK = (
     "sum of rows",
@@ -68,3 +71,30 @@ def test_what_is_beyond_rounding() -> None:
     assert same(x, x) and same(x * np.float32(1 + 2**-23), x)
     assert not same(x * np.float32(1 + 2**-12), x)
     assert not same(x[::-1], x) and not same(np.arange(3), np.arange(3) + 1)
+
+
+def test_lines_of_equivalents_that_nothing_needs_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that a mutant of the sample needs, one whose mutants are all killed, and one of which too few were judged."""
+    monkeypatch.setattr("tests.mutants.run.excused", lambda name: (NEEDED, KILLED, FEW, FEW))
+    monkeypatch.setattr("tests.mutants.run.EQUIVALENT", (NEEDED, KILLED, FEW, OF_ANOTHER))
+    verdicts = [
+        Verdict("softmax", n, "no barrier", change, by, "", 0.1)
+        for n, (change, by) in enumerate([("needed", ""), ("killed", "simulator"), ("few", "simulator")])
+    ]
+    assert stale(verdicts, ["softmax"]) == [KILLED]
+
+
+NEEDED, KILLED, FEW = (Equivalent(("softmax",), ("no barrier",), x, "") for x in ("needed", "killed", "few"))
+OF_ANOTHER = Equivalent(("gelu",), ("no barrier",), "killed", "")
+
+
+def test_what_does_nothing_is_not_changed() -> None:
+    """A value that nobody reads, and what is under a condition that holds for no thread."""
+    steps = subject("attention of half").program.steps
+    first = next(s for s in steps if isinstance(s, k.Kernel))
+    some = working(first)
+    idle = [s for s in k.walk(first.body) if s not in some]
+    assert {s.value.name for s in idle if isinstance(s, k.Let)} >= {"v6"}
+    assert any(isinstance(s, k.Move) for s in idle)
+    assert all(site.s in some for site in sites(first))
+    assert any(isinstance(s, k.Let) for s in some) and any(isinstance(s, k.Move) for s in some)

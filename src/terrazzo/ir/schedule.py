@@ -13,7 +13,6 @@ A schedule is plain data beside a kernel, which it never changes. Its text is Py
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -254,12 +253,7 @@ class Schedule:
         if not any(f.level in SITE_LEVELS for f in used):
             return 0
         lanes = math.prod(f.size for f in used if f.level == "lane")
-        if shape := _shape(instruction):
-            for level, size in shape.items():
-                have = math.prod(f.size for f in used if f.level == f"inst.{level}")
-                if have != size:
-                    raise UserError(f"{name}: {instruction} has {level} = {size}, and inst.{level} is bound to {have}")
-        elif site and any(f.level.startswith("inst") for _, b in site.axes for f in _factors(b)):
+        if site and not instruction and any(f.level.startswith("inst") for _, b in site.axes for f in _factors(b)):
             raise UserError(f"{name} binds axes of an instruction and names none (on=...)")
         bound = any(f.level.startswith("inst") for f in used)
         if (lanes > 1 and bound) or lanes > 32 or (site and lanes not in (1, 32)):
@@ -318,13 +312,6 @@ def _levels(axis: str, binding: Binding, extent: int) -> None:
     needed = max(-(-extent // rest), 1)
     if factors[0].size != needed:
         raise UserError(f"{axis} = {_text(binding)}: {factors[0].level} must be {needed} to cover {extent}")
-
-
-def _shape(instruction: str | None) -> dict[str, int]:
-    """m, n and k of an instruction, from its name; those without a shape do one element."""
-    if instruction is None or (found := re.search(r"\.m(\d+)n(\d+)k(\d+)", instruction)) is None:
-        return {}
-    return dict(zip("mnk", map(int, found.groups()), strict=True))
 
 
 def _text(binding: Binding) -> str:

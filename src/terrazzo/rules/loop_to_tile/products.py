@@ -10,6 +10,7 @@ from typing import Any
 
 from terrazzo.hw import mma_sync
 from terrazzo.hw.gpu import Gpu
+from terrazzo.hw.products import matrix
 from terrazzo.ir.address import coefficient, divides, flatten
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, FloorDiv, Mod
@@ -380,8 +381,8 @@ def _schedule(p: Product, plan: Plan, gpu: Gpu, transport: str) -> Schedule:
     *outer, last = p.axes
     lines += [(f"r{a.label}", (Factor("time", a.extent),)) for a in outer]
     step = min(t.k, 1 << (last.extent - 1).bit_length())
-    if plan.instruction:
-        m, nn, k = (int(x) for x in (16, 8, plan.instruction.split("k")[1].split(".")[0]))
+    if instruction := matrix(plan.instruction or None):
+        m, nn, k = instruction.shape
         step = max(step, k)
         site = [
             (p.m.name, _factors(("warp", t.warps[0]), ("reg", t.m // t.warps[0] // m), ("inst.m", m))),

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from terrazzo.errors import UserError
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir import nest as n
 from terrazzo.ir.address import coefficient, evaluate, flatten
@@ -372,30 +371,28 @@ def _lines(x: Any, lanes: tuple[tuple[Any, int, int], ...], width: int) -> int:
         env[a] = lane // inner % count * points
         inner *= count
     env |= dict.fromkeys((a for e in x.index if isinstance(e, Node) for a in e.free if a not in env), 0)
-    try:
-        env |= {
-            e: _computed(e.value, env)
-            for e in topological([e for e in x.index if isinstance(e, Node)])
-            if isinstance(e, Loaded)
-        }
-        offset = evaluate(_offset(x), env)
-    except UserError:
-        return SCATTERED
+    for e in topological([e for e in x.index if isinstance(e, Node)]):
+        if isinstance(e, Loaded):
+            if (value := _computed(e.value, env)) is None:
+                return SCATTERED
+            env[e] = value
+    offset = evaluate(_offset(x), env)
     size = x.buffer.type.dtype.size
     begins = np.broadcast_to(offset, (WARP,)) * size
     return len({*(begins // LINE).tolist(), *((begins + size * width - 1) // LINE).tolist()})
 
 
-def _computed(term: Any, env: dict[Any, Any]) -> Any:
-    """The value of a term made of places and numbers, as interpolation has them; UserError where data says."""
+def _computed(term: Any, env: dict[Any, Any]) -> Any | None:
+    """The value of a term made of places and numbers, as interpolation has them; None where data says."""
     match term:
         case l.Index():
             return np.asarray(evaluate(term.value, env), np.int64)
         case l.Literal():
             return np.asarray(term.value, term.dtype.numpy)
         case l.Apply():
-            return term.fn.numpy(*(_computed(x, env) for x in term.args))
-    raise UserError(f"data says what {term} is")
+            values = [_computed(x, env) for x in term.args]
+            return None if any(v is None for v in values) else term.fn.numpy(*values)
+    return None
 
 
 @lru_cache(maxsize=4096)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from terrazzo.errors import UserError, about
 from terrazzo.hw.instruction import MatrixInstruction
 from terrazzo.hw.ldmatrix import loader
 from terrazzo.hw.products import Matrix, continued, missing, operands, warps
@@ -69,6 +70,7 @@ def place(draft: Draft, name: str) -> tuple[list[str], Matrix | None, Any, Any, 
         "a block is divided among threads for contractions over the same axes only",
     )
     instruction = draft.instruction(site)
+    _covers(draft, site, instruction)
     m, n = _rows_and_columns(draft, site, [draft.products[x] for x in together], instruction)
     if instruction is not None:
         _fits(draft, site, instruction, [draft.products[x] for x in together], m)
@@ -92,6 +94,24 @@ def promoted(draft: Draft, together: list[str]) -> bool:
     need(draft.instruction(site) is not None, f"{together[0]}: sums on CUDA cores need no promotion")
     need(len(together) == len(draft.products), f"{together[0]}: sums of a chain of products are not promoted")
     return True
+
+
+def _covers(draft: Draft, site: Site, instruction: Matrix | None) -> None:
+    """As much is bound to each axis of an instruction as it has."""
+    used = [f for _, binding in draft.schedule.lines(site) for f in binding]
+    if not any(f.level.startswith("inst") for f in used):
+        return
+    name, where = site.names[0], draft.schedule.part(site.names[0])
+    if instruction is None:
+        with about(*where):
+            raise UserError(f"{name} binds axes of an instruction, and {site.instruction} has none")
+    for axis, size in zip("mnk", instruction.shape, strict=True):
+        have = math.prod(f.size for f in used if f.level == f"inst.{axis}")
+        if have != size:
+            with about(*where):
+                raise UserError(
+                    f"{name}: {instruction.name} has {axis} = {size}, and inst.{axis} is bound to {have}"
+                )
 
 
 def _rows_and_columns(
