@@ -72,6 +72,7 @@ def test_a_schedule_of_the_adr_is_right(name: str) -> None:
     right(ADR[name].read_text())
 
 
+UNEVEN = {"shape": (512, 128, 192), "cluster": "m", "roles": True, "persistent": 4, "grouped": 8}
 MULTICAST = "w: who multicasts must know that slots of other blocks are free"
 GROUPS = "warpgroup(2) * reg(2) * inst.k(16)"
 
@@ -96,6 +97,7 @@ GROUPS = "warpgroup(2) * reg(2) * inst.k(16)"
         ),
         (Product(roles=True, turns=2), "roles: warpgroups that take turns multiply a tile each"),
         (Product(roles=True, turns=2, persistent=1, groups=2, tile=(128, 64, 64)), "roles: warpgroups that take turns"),
+        (Product(**UNEVEN), "groups of 8 rows do not divide a0(4)"),
         (Product(ring=1), "TMA fills a ring of two slots at least where all warps do everything"),
     ],
 )  # fmt: skip

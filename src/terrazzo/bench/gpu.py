@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from terrazzo.bench import products
 from terrazzo.bench.article import article
 from terrazzo.bench.gpu_suites import Case, attention, block, convolution, fp32, gemm, pointwise, reduction
 from terrazzo.bench.harness import accuracy, surroundings
@@ -26,6 +27,12 @@ SUITES: dict[str, Callable[[], tuple[Case, ...]]] = {
     "convolution": convolution,
     "block": block,
     "article": article,
+    "squares": products.squares,
+    "projections": products.projections,
+    "odd": products.odd,
+    "batched": products.batched,
+    "fused": products.fused,
+    "staircase": products.staircase,
 }
 PEERS = ("eager", "compile", "max-autotune")
 REPLAYS = 25
@@ -91,7 +98,8 @@ def _case(case: Case, options: Options, peers: Sequence[str]) -> dict[str, Any]:
     wanted = min(MOST_SETS, max(2, math.ceil(COLD * cache / max(size, 1))))
     sets += [make() for _ in range(wanted - 1)]
     start = time.perf_counter()
-    ours = terrazzo.compile(fn, *sets[0], options=options)
+    pinned = replace(options, schedules=(case.schedule,)) if case.schedule else options
+    ours = terrazzo.compile(fn, *sets[0], options=pinned)
     seconds = time.perf_counter() - start
     calls: dict[str, Callable[..., Any]] = {"terrazzo": ours}
     with torch.no_grad():

@@ -68,7 +68,7 @@ MODELS = {"TinyLlama": "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "Qwen2.5-7B": "Qwen
 class Case:
     """`bytes` and `operations` are the least any implementation moves and computes in one call, for the roofline.
 
-    `said` is the ratio to eager that somebody else published for it, on another machine.
+    `said` is the ratio to eager that somebody else published for it, on another machine. A `schedule` is pinned.
     """
 
     name: str
@@ -77,6 +77,7 @@ class Case:
     bytes: int
     operations: float = 0.0
     said: str = ""
+    schedule: str = ""
 
 
 def pointwise() -> tuple[Case, ...]:

@@ -95,6 +95,9 @@ def page(results: Path) -> str:
         if record.get("suite") == "shapes":
             parts += _shapes(record)
             continue
+        if record.get("suite") == "staircase":
+            parts += _staircase(record)
+            continue
         if "meta" in record:
             parts += (
                 _counters(record) if "counters" in record["meta"] else _gpu_part(record) if "geomean" in record else []
@@ -274,6 +277,37 @@ def _shapes(record: Mapping[str, Any]) -> list[str]:
     return ["## Shapes that models have", "", *wrap(told, 120), "", *_markdown(shape_rows(record)), ""]
 
 
+def stair_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """What each ingredient of a product's schedule gains, in the order in which they come."""
+    rows: list[tuple[str, ...]] = [("and then", "µs", "TFLOP/s", "of the step before", "of cuBLAS")]
+    before = 0.0
+    for case in record["cases"]:
+        us = case["us"]["terrazzo"]
+        gain = f"{before / us:.2f}x" if before else ""
+        told = f"**{case['problem']}**" if case["problem"] else f"{case['us']['eager'] / us:.2f}x"
+        rows.append((case["case"], f"{us:.0f}", f"{case['operations'] / us / 1e6:.0f}", gain, told))
+        before = us
+    return rows
+
+
+def _staircase(record: Mapping[str, Any]) -> list[str]:
+    return [
+        "## One product, ingredient by ingredient",
+        "",
+        _where(record),
+        "",
+        *STAIRS,
+        "",
+        *_markdown(stair_rows(record)),
+        "",
+    ]
+
+
+STAIRS = """8192 cubed in bf16 under pinned schedules (`bench/products.py`): each has what those above it have, and one
+thing more. `terrazzo bench gpu --suite staircase` measures anew.
+""".splitlines()
+
+
 def choice_rows(found: Sequence[Choice]) -> list[tuple[str, ...]]:
     """How far the model's choices are from the fastest schedules that were measured, those first that lose most."""
     head = ("product", "chosen (µs)", "fastest", "of", "lost", "model off by", "cuBLAS", "chosen / cuBLAS")
@@ -395,6 +429,11 @@ GPU_TITLES = {
     "convolution": "GPU: convolutions",
     "block": "GPU: decoder layers",
     "article": "GPU: the kernels of a decoder layer, one at a time",
+    "squares": "GPU: squares in bf16 and f16",
+    "projections": "GPU: projections of decoder models in bf16",
+    "odd": "GPU: products of odd sizes, stored along either axis",
+    "batched": "GPU: batches of squares in bf16",
+    "fused": "GPU: products with what surrounds them, in bf16",
 }
 
 HEAD = """# Performance

@@ -33,6 +33,12 @@ class GpuSuite(StrEnum):
     convolution = "convolution"
     block = "block"
     article = "article"
+    squares = "squares"
+    projections = "projections"
+    odd = "odd"
+    batched = "batched"
+    fused = "fused"
+    staircase = "staircase"
     programs = "programs"
 
 

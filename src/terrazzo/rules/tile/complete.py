@@ -106,7 +106,9 @@ def _judged(plan: Plan, draft: Draft, log: Log) -> Plan | Refused:
     missing = [kind for kind in needed if not plan.all(kind)]
     declined = [e.reason for e in log.events if not e.fired]
     if missing:
-        why = declined[-1] if declined else f"a block's part of {draft.tiled[0].name} is divided by no product"
+        unwalked = [e.reason for e in log.events if not e.fired and e.rule == order.walk_tiles.name]
+        told = unwalked if Order in missing and unwalked else declined
+        why = told[-1] if told else f"a block's part of {draft.tiled[0].name} is divided by no product"
         return Refused(Limitation(f"{plan.kernel}: {why}"))
     if stuck := [e.reason for e in log.events if e.rule in FOLLOWS and not e.fired]:
         return Refused(Limitation(f"{plan.kernel}: {stuck[-1]}"))

@@ -368,6 +368,7 @@ class Slab:
         """To how many blocks of the cluster a box goes: all, where the operand misses the axis they divide."""
         if not wanted:
             return 1
+        need(self.plan.all(Order), f"{self.name}: nobody walks the tiles, so it is not known who shares it")
         order = self.plan.one(Order)
         need(order.cluster_size > 1, f"{self.name}: there is no cluster to multicast to")
         need(
