@@ -105,6 +105,16 @@ def test_chains_run_side_by_side() -> None:
     assert places == [Place()] * 21
 
 
+def test_large_steps_come_before_chains_that_they_need_nothing_of() -> None:
+    """Each direction of a net begins with a product of all its inputs."""
+    moved, places = side_by_side(program(chains(2, 10), [20]), lambda s: s.name not in ("t0", "t10"))
+    assert [s.name for s in moved.steps[:2]] == ["t0", "t10"]
+    assert [p.branch for p in places].count(1) == 9
+    needed = [[], [0], [1], [2], [2], [4]]  # t3 is large, and needs what is in the run
+    moved, places = side_by_side(program(needed, [5]), lambda s: s.name != "t3")
+    assert [s.name for s in moved.steps] == [f"t{n}" for n in range(6)]
+
+
 def test_what_nothing_waits_for_does_not_hold_up_a_chain() -> None:
     """Gradients by weights beside the steps back in time: those end no later than alone, by a crossing."""
     steps = 12

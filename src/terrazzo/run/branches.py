@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
-from itertools import groupby
 from typing import Any
 
 from terrazzo.ir.dialects import kernel
@@ -74,18 +73,20 @@ def side_by_side(
     program: l.Program | kernel.Program, small: Callable[[Any], bool]
 ) -> tuple[l.Program | kernel.Program, list[Place]]:
     """The program with steps in the order in which they begin, and the place of each. Only runs of steps that are
-    `small` are cut into branches: what follows a run waits for all of it. PyTorch's ops stay in the first branch.
+    `small` are cut into branches: what follows a run waits for all of it, and others that need nothing of it come
+    before it. PyTorch's ops stay in the first branch.
     """
     needs = _needs(program.steps)
     order: list[int] = []
     places: list[Place] = []
     at: dict[int, int] = {}
     open_ends: tuple[int, ...] = ()
-    for run in _runs([small(s) for s in program.steps]):
+    for run in _runs([small(s) for s in program.steps], needs):
         before, last = open_ends, dict[int, int]()
-        for n, branch in _branches(run, needs, [isinstance(program.steps[n], l.Call) for n in run]):
+        inside = set(run)
+        for n, branch in _branches(run, needs, {n for n in run if isinstance(program.steps[n], l.Call)}):
             begins = before if branch not in last else ()
-            after = {*begins, *(at[d] for d in needs[n] if d in run)}
+            after = {*begins, *(at[d] for d in needs[n] & inside)}
             last[branch] = at[n] = len(order)
             order.append(n)
             places.append(Place(branch, tuple(sorted(after))))
@@ -126,46 +127,57 @@ def _needs(steps: Sequence[Any]) -> list[set[int]]:
     return found
 
 
-def _runs(small: Sequence[bool]) -> Iterator[range]:
-    """Runs of steps that are small, and every other step by itself."""
-    for kind, group in groupby(range(len(small)), small.__getitem__):
-        first, *rest = group
-        yield from [range(first, first + 1 + len(rest))] if kind else (range(n, n + 1) for n in (first, *rest))
+def _runs(small: Sequence[bool], needs: Sequence[set[int]]) -> Iterator[Sequence[int]]:
+    """Runs of steps that are small, and every other step by itself, before the run that it stands in where it needs
+    nothing of that: the layers and directions of a net begin with products that are larger than their steps.
+    """
+    run: dict[int, None] = {}
+    for n, little in enumerate(small):
+        if little:
+            run[n] = None
+            continue
+        if run.keys() & needs[n]:
+            yield list(run)
+            run = {}
+        yield [n]
+    if run:
+        yield list(run)
 
 
-def _branches(run: range, needs: Sequence[set[int]], first: Sequence[bool]) -> list[tuple[int, int]]:
-    """The steps of a run with their branches, in the order in which they begin; one branch where that is as good.
+def _branches(run: Sequence[int], needs: Sequence[set[int]], first: set[int]) -> list[tuple[int, int]]:
+    """The steps of a run with their branches, in the order in which they begin; one branch where that is as good. Some
+    are to be in the `first` branch.
 
     Of the steps that could begin first, the one goes first after which most others follow in a row.
     """
+    inside = set(run)
+    needed = {n: needs[n] & inside for n in run}
     readers: dict[int, list[int]] = {n: [] for n in run}
     for n in run:
-        for d in needs[n]:
-            if d in run:
-                readers[d].append(n)
+        for d in needed[n]:
+            readers[d].append(n)
     follow: dict[int, int] = {}
     for n in reversed(run):
         follow[n] = 1 + max((follow[r] for r in readers[n]), default=0)
-    open_needs = {n: sum(d in run for d in needs[n]) for n in run}
-    ready = [(0.0, -follow[n], n) for n in run if not open_needs[n]]
+    waits = {n: len(needed[n]) for n in run}
+    ready = [(0.0, -follow[n], n) for n in run if not waits[n]]
     heapify(ready)
     free, branch, end = [0.0] * MOST, dict[int, int](), dict[int, float]()
     found: list[tuple[float, int, int]] = []
     while ready:
         _, _, n = heappop(ready)
-        mine = [d for d in needs[n] if d in run]
 
-        def begins(b: int, mine: list[int] = mine) -> float:
+        def begins(b: int, mine: Iterable[int] = needed[n]) -> float:
             return max([free[b], *(end[d] + (branch[d] != b) * CROSSING for d in mine)])
 
-        branch[n] = 0 if first[n - run[0]] else min(range(MOST), key=begins)
+        branch[n] = 0 if n in first else min(range(MOST), key=begins)
         start = begins(branch[n])
         free[branch[n]] = end[n] = start + 1
         found.append((start, n, branch[n]))
         for r in readers[n]:
-            open_needs[r] -= 1
-            if not open_needs[r]:
-                heappush(ready, (max(end[d] for d in needs[r] if d in run), -follow[r], r))
+            waits[r] -= 1
+            if not waits[r]:
+                heappush(ready, (max(end[d] for d in needed[r]), -follow[r], r))
     if max(end.values()) + CROSSING > WORTH * len(run):
         return [(n, 0) for n in run]
     return [(n, b) for _, n, b in sorted(found)]

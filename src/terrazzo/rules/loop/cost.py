@@ -51,11 +51,9 @@ def cost(kernel: l.Kernel, rates: Rates) -> float:
     reductions = found.carried.values()
     steps = {r.axes if isinstance(r, l.Reduce) else () for r in reductions}  # products over other steps are not blocked
     tiled = {c.reduce: c for c in found.contractions.values() if not looked_up(c.operands)}
-    if rates.matrix:
+    if rates.matrix:  # tiles store at every point, and have a sum for each
         points = {a for a in kernel.axes if a.extent != 1} if found.everywhere else {None}
-        tiled = {
-            r: c for r, c in tiled.items() if points <= r.free
-        }  # tiles store at every point, and sum once for each
+        tiled = {r: c for r, c in tiled.items() if points <= r.free}
     fma = rates.fma if len(tiled) == len(reductions) and len(steps) < 2 else rates.mixed
     bill = _Bill(rates, fma, tiled)
     bill.walk(n.nest(kernel), 1)
