@@ -124,7 +124,7 @@ CATALOG: dict[str, Rewrite] = {
     "lookups:store_lookups": of(lookups.store_lookups, lambda p: lookups.store_lookups(p, Log(), LAUNCHED)),
     "store_as_read:narrow": of(narrow.narrow, lambda p: narrow.narrow(p, Log())),
     "store_as_read:merge_dimensions": of(layout.store_as_read, lambda p: layout.store_as_read(p, Log())),
-    "parts:into_parts": of(parts.into_parts, lambda p: parts.into_parts(p, Log(), 3, lambda old, new: "")),
+    "parts:into_parts": of(parts.into_parts, lambda p: parts.into_parts(p, Log(), 3, lambda old, new: (1.0, ""))),
     "store_as_read:channels_last": of(channels.channels_last, lambda p: channels.channels_last(p, Log())),
     "relax:approx_div": of(relax.relax, lambda p: relax.relax(p, Log())),
     "remake:store_sooner": of(sooner.store_sooner, lambda p: sooner.store_sooner(p, Log(), FREE, 1, "remake")),

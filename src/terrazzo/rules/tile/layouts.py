@@ -58,8 +58,8 @@ def _factors(plan: Plan, draft: Draft, p: Product, instruction: Matrix) -> Itera
             sums = [name for name, c in draft.products.items() if c.reduce in made]
             yield Convert(sums[0], to, "registers", str(instruction.a.layout))
         elif source == CONVERTED:
-            (raw,) = {x for term in terms for x in loads(term)}
-            yield Convert(streams[operand_text(raw)].name, to, "ld", str(instruction.a.layout))
+            for x in dict.fromkeys(x for term in terms for x in loads(term)):
+                yield Convert(streams[operand_text(x)].name, to, "ld", str(instruction.a.layout))
         elif source == "ldmatrix":
             for x in terms:
                 s = streams[operand_text(x)]

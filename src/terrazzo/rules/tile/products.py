@@ -277,9 +277,10 @@ def converts(draft: Draft, site: Site, c: Contraction, a: Node) -> bool:
     if _computed(a) or isinstance(operand(a), l.Load) or dict(draft.held(site, name).options).get("by") != "tma":
         return False
     sources = {x for term in made for x in loads(term)}
-    need(len(sources) == 1, f"{name}: fragments are made of one slab, and these of {len(sources)}")
-    need(sources <= {x for x in sources if x.free == a.free}, f"{name}: fragments are made of all that is brought in")
-    need(len(draft.products) == 1, f"{name}: fragments are made for a product alone")
+    alone = len(sources) == 1 and all(x.free == a.free for x in sources)
+    need(alone, f"{name}: fragments are made of one slab, point by point, and these of other loads too")
+    chain = any(x.reduce.axes != c.reduce.axes for x in draft.products.values())
+    need(not chain, f"{name}: fragments are not made for a chain of products")
     need(draft.schedule.options("roles"), f"{name}: fragments are made of what others load, and there are no roles")
     return True
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from terrazzo.hw.products import matrix
@@ -36,25 +36,34 @@ class Converted:
         self.draft, self.plan, self.bindings, self.slabs, self.slots = draft, plan, bindings, slabs, slots
         self.copies, self.builder = copies, copies.builder
 
-    def terms(self, p: Product) -> list[Any]:
-        """What is multiplied, each once."""
-        c, m = self.draft.products[p.sites[0]], axis_called(self.draft, p.m)
-        return list(dict.fromkeys(operand(f) for pair in c.terms for f in pair if m in f.free))
+    def terms(self, p: Product) -> dict[l.Load, list[Any]]:
+        """What is multiplied, each once, by the load that it is made of."""
+        m, found = axis_called(self.draft, p.m), dict[l.Load, list[Any]]()
+        factors = (f for name in p.sites for pair in self.draft.products[name].terms for f in pair)
+        for x in dict.fromkeys(operand(f) for f in factors if m in f.free):
+            (raw,) = loads(x)
+            found.setdefault(raw, []).append(x)
+        return found
 
     def values(self, p: Product, t: IntExpr) -> dict[Node, k.Registers]:
-        """The fragments of step t, whose slab is there: registers for every term; nothing where no factor is made."""
+        """The fragments of step t, whose slabs are there: registers for every term; nothing where no factor is made."""
         if p.a != CONVERTED:
             return {}
-        terms, instruction = self.terms(p), matrix(p.on)
+        found: dict[Node, k.Registers] = {}
+        for raw, terms in self.terms(p).items():
+            found |= self.made(p, t, raw, terms)
+        return found
+
+    def made(self, p: Product, t: IntExpr, raw: l.Load, terms: Sequence[Any]) -> dict[Node, k.Registers]:
+        """What is made of one slab: two neighbours after the other, of each all terms."""
+        slab, instruction = self.slabs[raw], matrix(p.on)
         assert isinstance(instruction, WarpgroupInstruction)
-        (raw,) = {x for term in terms for x in loads(term)}
-        slab = self.slabs[raw]
         rows = next(x for x in slab.parts if x.axis is axis_called(self.draft, p.m))
         (deep,) = [x for x in slab.parts if x is not rows]
         each, count = instruction.a.elements, deep.size // instruction.shape[2]
         down = [d for d in rows.digits if d.level == "reg"]
         shape = (*(d.size for d in down), count * each)
-        found = {x: self.builder.registers("made", x.dtype, shape) for x in terms}
+        found: dict[Node, k.Registers] = {x: self.builder.registers("made", x.dtype, shape) for x in terms}
         line = next(x for x in self.plan.all(Convert) if x.value == slab.stream.name)
         layout = Layout.parse(line.layout)
         step, pair, j = (self.bindings.loop_variable(x, n) for x, n in (("k", count), ("e", each // 2), ("j", 2)))
