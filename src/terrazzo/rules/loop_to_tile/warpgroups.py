@@ -21,10 +21,9 @@ from terrazzo.ir.sites import Product, called, loads
 from terrazzo.rules.access import box
 from terrazzo.rules.loop_to_tile.results import along, results
 from terrazzo.rules.loop_to_tile.threads import ceil, grid
+from terrazzo.rules.loop_to_tile.work import STEP, Work, lasts
 from terrazzo.rules.swizzles import swizzled
 
-STEP = 64
-"""Elements of k in a step: 128 bytes, the widest swizzle."""
 SHORT = 256
 """Sums of fewer products are added up twice as often where someone wants to be exact: what a tensor core truncates is
 still seen in them.
@@ -287,58 +286,6 @@ def _slots(p: Product, tile: Tile, gpu: Gpu) -> int:
     results = RESULTS * tile.m * _width(tile) * 2 * len(set(p.kernel.writes))
     given = tile.m * tile.n * 4 * len(p.sites) if tile.share > 1 else 0
     return min(SLOTS, (gpu.shared - 2048 - results - given) // _bytes(p, tile))
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a kernel does, as far as its time depends on it: so many tiles of m rows and n columns for each of `count`
-    products, by clusters of so many blocks, in steps for which a block fetches some bytes into one of its slots of so
-    many `held` bytes, and which take `extra` nanoseconds, and `making` on CUDA cores beside their products. Results
-    leave at a rate, and computing a tile's of its sums takes `after` nanoseconds. `least` bytes of memory are touched.
-    A step has `depth` products of each sum. So many `readers` fetch the same rows at once.
-    """
-
-    m: int
-    n: int
-    count: int
-    tiles: int
-    blocks: int
-    steps: int
-    fetched: float
-    held: int
-    slots: int
-    results: int
-    rate: float
-    least: float
-    extra: float = 0.0
-    making: float = 0.0
-    depth: int = STEP
-    after: float = 0.0
-    readers: float = 0.0
-
-
-def lasts(work: Work, gpu: Gpu) -> float:
-    """Waves of the slowest of arithmetic, cache, latency and memory, in nanoseconds. In the last one few blocks may be
-    left, which have less on their way.
-    """
-    has = gpu.warpgroups
-    if has is None or work.slots < 2:
-        return math.inf
-    walkers = gpu.processors // work.blocks
-    active = min(work.tiles, walkers) * work.blocks
-    each = 2.0 * work.m * work.n * work.depth * work.count
-    arithmetic = each * gpu.processors * (work.n + has.start) / work.n / has.rate
-    fetched = max(work.fetched * active / has.cache, work.fetched / has.shared)
-    step = max(arithmetic, fetched, has.latency / work.slots, has.crowd * work.readers, work.making)
-    step += has.step + work.extra
-    tile = work.steps * step + work.m * work.n * work.results / work.rate + work.after
-
-    def wave(tiles: int, count: int) -> float:
-        flying = min(1.0, tiles * work.blocks * work.slots * work.held / (gpu.processors * has.flying))
-        return count * max(tile, work.least / work.tiles * tiles / (gpu.memory * flying)) if tiles else 0.0
-
-    full, rest = divmod(work.tiles, walkers)
-    return wave(walkers, full) + wave(rest, 1) + has.fill + (has.cluster if work.blocks > 1 else 0)
 
 
 def after(p: Product, points: int, has: Warpgroups, tile: Tile | None = None) -> float:

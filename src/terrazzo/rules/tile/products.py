@@ -109,9 +109,7 @@ def _covers(draft: Draft, site: Site, instruction: Matrix | None) -> None:
         have = math.prod(f.size for f in used if f.level == f"inst.{axis}")
         if have != size:
             with about(*where):
-                raise UserError(
-                    f"{name}: {instruction.name} has {axis} = {size}, and inst.{axis} is bound to {have}"
-                )
+                raise UserError(f"{name}: {instruction.name} has {axis} = {size}, and inst.{axis} is bound to {have}")
 
 
 def _rows_and_columns(

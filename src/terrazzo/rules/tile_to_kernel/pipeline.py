@@ -81,10 +81,8 @@ class Pipeline:
                     whole = span(draft, term)
                     names = [w.name for w in s.axes]
                     names = names if text == s.operand else twin_axes(names, terms[s.operand], term)
-                    sizes = [w.args[0] for w in s.axes]
-                    parts_of = [self.part(axis_called(draft, name), site) for name in names]
-                    mine = zip(parts_of, sizes, strict=True)
-                    parts = tuple(replace(x, size=size, halo=whole.halo(x.axis)) for x, size in mine)
+                    mine = ((self.part(axis_called(draft, x), site), w) for x, w in zip(names, s.axes, strict=True))
+                    parts = tuple(replace(x, size=w.args[0], halo=whole.halo(x.axis)) for x, w in mine)
                     self.slabs[term] = Slab(s, plan.named(s.ring), term, memory.places[s.name], parts, whole)
 
     def part(self, axis: Any, site: Any) -> Part:
