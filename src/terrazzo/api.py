@@ -28,9 +28,6 @@ class CompiledCall:
         self.single = captured.structure == pytree.tree_structure(0)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        import torch
-        from torch.utils import _pytree as pytree
-
         captured, results = self.captured, self.captured.results
         assert results is not None  # it was captured with views
         inputs = [*captured.state, *self._tensors(self._leaves(args, kwargs))]
@@ -38,7 +35,10 @@ class CompiledCall:
             self._refuse_aliases(inputs)
         values = self.compiled(inputs)
         if self.single and results.fresh and not captured.changed:
-            return results.make((), values)[0]
+            return results.only(values)
+        import torch
+        from torch.utils import _pytree as pytree
+
         computed = len(results.layouts)
         with torch.no_grad():
             for k, new in zip(captured.changed, values[computed:], strict=True):
@@ -47,10 +47,10 @@ class CompiledCall:
 
     def _leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any]:
         """The arguments without their nesting; UserError where that is another than that of the example."""
-        from torch.utils import _pytree as pytree
-
         if not kwargs and len(args) == self.positional:  # nothing was nested
             return args
+        from torch.utils import _pytree as pytree
+
         flat, tree = pytree.tree_flatten((args, kwargs))
         if tree != self.captured.arguments:
             raise UserError(

@@ -14,7 +14,7 @@ class Product:
     `fma` these and 32 lanes; `depth` is how they divide a step's k. With `promote`, CUDA cores add up the steps' sums.
     `cluster` is the axis that so many blocks divide, with what misses it multicast; of "k", they share sums. With
     `turns`, so many warpgroups have a tile each, one after the other. `first` is where the first operand is multiplied
-    from.
+    from; steps may `begin` by the tile of an axis.
     """
 
     shape: tuple[int, int, int] = (128, 128, 192)
@@ -45,6 +45,7 @@ class Product:
     depth: str = ""
     first: str = "smem"
     promote: bool = False
+    begin: str = ""
     epilogue: str = "y[{at}] = {out}(acc0)"
     extra: str = ""
 
@@ -102,8 +103,8 @@ class Product:
             )
         shared = self.blocks if self.cluster == "k" else 1
         steps = -(-self.shape[2] // (self.tile[2] * shared))
-        promote = ", promote=True" * self.promote
-        deep = f"time({steps}, ring={self.ring}{promote}) * block({self.tile[2]})"
+        options = ", promote=True" * self.promote + (f', begin="{self.begin}"' if self.begin else "")
+        deep = f"time({steps}, ring={self.ring}{options}) * block({self.tile[2]})"
         lines = [f'with schedule("y", target="{self.target}"):']
         lines += [f"    a0 = grid({self.batch})"] if self.batch else []
         lines += [
@@ -316,6 +317,13 @@ CLUSTERED: dict[str, Product] = {
     "shared sums, promoted": Product(**K, promote=True, shape=(64, 64, 256)),
     "shared sums, f32": Product(**K, out="f32", shape=(128, 64, 256), staged=TMA),
     "shared sums, residual": Product(**K, **RESIDUAL, shape=(128, 128, 256), tile=(64, 128, 64), staged=TMA),
+    "shared sums, begun by columns": Product(**K, shape=(64, 192, 504), begin="a1"),
+    "begun by columns": Product(roles=True, begin="a1"),
+    "begun by rows, ragged, staged by tma": Product(shape=RAGGED, roles=True, staged=TMA, begin="a0"),
+    "begun by columns, persistent": Product(shape=(64, 320, 192), roles=True, persistent=2, begin="a1"),
+    "begun by columns, all warps load": Product(begin="a1", shape=(64, 192, 200)),
+    "begun by columns, cp.async": Product(by="cp.async", begin="a1", shape=(64, 192, 200)),
+    "begun by columns, batch": Product(batch=3, roles=True, begin="a2"),
     "shared sums, two results": Product(**K, **TWO, shape=(128, 128, 256), tile=(64, 128, 64)),
 }
 REGISTERS: dict[str, Product] = {
@@ -354,6 +362,7 @@ WARPS: dict[str, Product] = {
     "mma, through registers, one slab": Product(**M | {"by": "ld", "ring": 1}),
     "mma, less than a step": Product(**M | {"by": "ld", "ring": 2, "shape": (64, 64, 20)}),
     "mma, persistent": Product(**M | {"persistent": 2, "grouped": 2}),
+    "mma, begun by columns": Product(**M | {"begin": "a1"}),
     "mma, staged": Product(**M | {"staged": "swizzle=128"}),
     "mma, staged with a pad": Product(**M | {"staged": PADDED}),
     "mma, staged, persistent": Product(**M | {"staged": "swizzle=128", "persistent": 2}),

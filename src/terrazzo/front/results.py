@@ -71,6 +71,10 @@ class Results:
         """Whether the results are the computed values, in order."""
         return self.each == tuple(Result("value", k) for k in range(len(self.layouts)))
 
+    def only(self, values: Sequence[Any]) -> Any:
+        """The one result that is the one computed value."""
+        return laid_out(values[0], *self.layouts[0])
+
     def make(self, inputs: Any, values: Sequence[Any]) -> list[Any]:
         """The results, from the inputs of the call (those that are needed, by number) and the values of the program."""
         values = [laid_out(v, *layout) for v, layout in zip(values, self.layouts, strict=True)]

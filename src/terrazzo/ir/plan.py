@@ -62,7 +62,8 @@ class Order(Line, dialect="plan", op="order"):
     """Which tiles there are, and who walks them.
 
     The last axis of `tiles` counts fastest, but for an axis of `grouped`, of which so many rows are walked down first.
-    The tiles of `backward` axes are walked from the last to the first.
+    The tiles of `backward` axes are walked from the last to the first. The steps of a tile begin with that of its
+    number along `begin` and go around, so that tiles which differ in it do not ask for the same at once.
     The blocks of a cluster divide `cluster`'s axis. Where the order is `persistent`, every cluster walks all tiles
     whose numbers are `blocks` (over the cluster's size) apart, from its own number on.
     """
@@ -73,6 +74,7 @@ class Order(Line, dialect="plan", op="order"):
     grouped: tuple[Word, ...] = ()
     backward: tuple[str, ...] = ()
     persistent: bool = False
+    begin: str = ""
 
     @property
     def count(self) -> int:

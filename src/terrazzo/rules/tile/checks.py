@@ -36,7 +36,7 @@ from terrazzo.rules.tile.agents import LOAD, MATH, bound_warps
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.frames import move_frames
 from terrazzo.rules.tile.layouts import conversions
-from terrazzo.rules.tile.order import clusters, grid
+from terrazzo.rules.tile.order import begun, clusters, grid
 from terrazzo.rules.tile.overlap import check as overlap
 from terrazzo.rules.tile.overlap import freed_late, lags, may_take_turns
 from terrazzo.rules.tile.products import box, place, promoted
@@ -96,6 +96,7 @@ def _order(line: Order, plan: Plan, draft: Draft) -> None:
             line.tiles[names.index(w.name)].args[0] % w.args[0] == 0,
             f"groups of {w} do not divide {line.tiles[names.index(w.name)]}",
         )
+    _same("steps begin by", line.begin, begun(draft))
     size, every = line.cluster_size, line.count * line.cluster_size
     if not line.persistent:
         need(not draft.schedule.directive("persistent"), "the schedule is persistent")

@@ -7,7 +7,7 @@ import math
 from terrazzo.ir.plan import Limit, Order, Plan
 from terrazzo.ir.schedule import Factor, Like, Word
 from terrazzo.rewrite.rule import need, rule
-from terrazzo.rules.tile.draft import Draft
+from terrazzo.rules.tile.draft import Draft, axis_name
 
 
 @rule(keys=(Plan,))
@@ -54,7 +54,26 @@ def walk_tiles(plan: Plan, draft: Draft) -> Plan | None:
             grouped = (Word(rows.name, order.args),)
             read += draft.read(None, "persistent", "order")
         read += draft.read(None, "persistent", "persistent")
-    return plan.plus(Order(tiles, blocks, cluster[:1], grouped, backward, bool(persistent)), read=read)
+    begin = begun(draft)
+    read += [w for c in draft.products.values() for a in c.reduce.axes for w in draft.read(None, axis_name(a), "begin")]
+    return plan.plus(Order(tiles, blocks, cluster[:1], grouped, backward, bool(persistent), begin), read=read)
+
+
+def begun(draft: Draft) -> str:
+    """The axis by whose tile the steps begin; nothing where they all begin with the first."""
+    every = {a: None for c in draft.products.values() for a in c.reduce.axes}
+    times = [f for a in every for f in draft.schedule.binding(None, axis_name(a)) if f.level == "time"]
+    asked = [v for f in times if (v := draft.option(f, "begin", ""))]
+    if not asked:
+        return ""
+    walked = [w.name for w in grid(draft)]
+    if asked[0] not in walked or len(set(asked)) > 1:
+        raise draft.fail(f"begin is an axis of tiles, by which steps begin: {' or '.join(walked)}, not {asked[0]}")
+    need(
+        len({c.reduce.axes for c in draft.products.values()}) == 1,
+        f"the steps of a chain of products begin with the first, and not by {asked[0]}",
+    )
+    return str(asked[0])
 
 
 def _factors(draft: Draft) -> list[tuple[str, Factor]]:

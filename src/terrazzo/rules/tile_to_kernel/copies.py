@@ -74,14 +74,15 @@ class Slab:
 @dataclass
 class Steps:
     """The steps of a tile: `times` has the axes whose loops make them, `depth` what a step covers of every axis that is
-    no tile's. They are counted from the first that is visited, number `first`; a block's part of an axis begins at its
-    `base`.
+    no tile's. They are counted from the first that is visited, number `first`, or from number `begin` on, and go
+    around; a block's part of an axis begins at its `base`.
     """
 
     times: tuple[tuple[Any, int], ...]
     depth: dict[Any, int]
     base: dict[Any, IntExpr]
     first: IntExpr = 0
+    begin: IntExpr = 0
 
     @property
     def count(self) -> int:
@@ -90,7 +91,7 @@ class Steps:
     def firsts(self, t: IntExpr) -> dict[Any, IntExpr]:
         """Where every axis begins in step t."""
         found: dict[Any, IntExpr] = {a: self.base.get(a, 0) for a in self.depth}
-        t = t + self.first
+        t = t + self.first if isinstance(self.begin, int) else (t + self.begin) % self.count
         rest = self.count
         for a, count in self.times:
             rest //= count
