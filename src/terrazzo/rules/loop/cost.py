@@ -103,8 +103,8 @@ def _read_by(factor: Any) -> dict[Any, set[Any]]:
     for x in topological([factor]):
         for a in x.children:
             if isinstance(a, Var):
-                digit = isinstance(x, FloorDiv | Mod) and x.a is a and isinstance(x.b, int)
-                found.setdefault(a, set()).add((type(x), x.b) if digit else WHOLE)
+                by = (type(x), x.b) if isinstance(x, FloorDiv | Mod) and x.a is a and isinstance(x.b, int) else WHOLE
+                found.setdefault(a, set()).add(by)
     return found
 
 
