@@ -39,6 +39,16 @@ def modulated(t: Any, w: Any, x: Any) -> Any:
     return x + F.silu(F.linear(t, w))[:, None]
 
 
+def merged(s: Any, v: Any, r: Any) -> Any:
+    """Heads side by side, with what they are added to: the second factor alone knows where in its head it is."""
+    return F.relu((s @ v).transpose(1, 2).flatten(2) + r)
+
+
+def gated(x: Any, w: Any, p: Any) -> Any:
+    """A number for each row, times its few columns: taken before these."""
+    return p * F.linear(x, w)
+
+
 def fused(fn: Any, shapes: Any, dtype: torch.dtype, arch: str) -> list[l.Kernel]:
     args = [torch.empty(s, dtype=dtype, device="meta") for s in shapes]
     program = capture(fn, args, {}).program
@@ -63,6 +73,12 @@ def test_they_are_tiles(fn: Any, shapes: Any, dtype: torch.dtype, arch: str) -> 
     found = [x for x in fused(fn, shapes, dtype, arch) if sites(x).contractions]
     assert found
     assert all(product(x) is not None for x in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_is_taken_once_is_inlined(dtype: torch.dtype) -> None:
+    assert len(fused(merged, ((4096, 2, 39, 39), (4096, 2, 39, 32), (4096, 39, 64)), dtype, "sm_90a")) == 1
+    assert len(fused(gated, ((20000, 64), (1, 64), (20000, 3)), dtype, "sm_90a")) == 1
 
 
 def test_what_is_loaded_at_every_point_has_a_price() -> None:

@@ -15,7 +15,7 @@ from terrazzo.ir import nest as n
 from terrazzo.ir.contraction import Contraction, contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
-from terrazzo.ir.expr import IntExpr, Loaded, bounds
+from terrazzo.ir.expr import FloorDiv, IntExpr, Loaded, Mod, Var, bounds
 from terrazzo.ir.node import topological
 from terrazzo.ir.sites import sites
 
@@ -51,9 +51,8 @@ def cost(kernel: l.Kernel, rates: Rates) -> float:
     reductions = found.carried.values()
     steps = {r.axes if isinstance(r, l.Reduce) else () for r in reductions}  # products over other steps are not blocked
     tiled = {c.reduce: c for c in found.contractions.values() if not looked_up(c.operands)}
-    if rates.matrix:  # tiles store at every point, and have a sum for each
-        points = {a for a in kernel.axes if a.extent != 1} if found.everywhere else {None}
-        tiled = {r: c for r, c in tiled.items() if points <= r.free}
+    if rates.matrix:
+        tiled = {r: c for r, c in tiled.items() if found.everywhere and _once(kernel, c)}
     fma = rates.fma if len(tiled) == len(reductions) and len(steps) < 2 else rates.mixed
     bill = _Bill(rates, fma, tiled)
     bill.walk(n.nest(kernel), 1)
@@ -73,10 +72,44 @@ def on_matrix(r: Any, rates: Rates) -> bool:
     return plain and all(_own(c)) and not looked_up(c.operands) and len(types) == 1 and types.pop().name in rates.matrix
 
 
+def _once(kernel: l.Kernel, c: Contraction) -> bool:
+    """Whether every sum is taken once: a tile has one at each of its points; others are taken in the loops around the
+    last axis that they know.
+    """
+    known = [a in c.reduce.free for a in kernel.axes if _longer(a)]
+    while known and not known[-1] and not all(_own(c)):
+        known.pop()
+    return all(known)
+
+
 def _own(c: Contraction) -> list[bool]:
-    """Whether each factor has a free axis that the other does not know."""
-    one, other = (f.free - frozenset(c.reduce.axes) for f in c.factors)
-    return [any(getattr(x, "extent", 2) != 1 for x in own) for own in (one - other, other - one)]
+    """Whether each factor has a free axis, or a digit of one, that the other does not know."""
+    one, other = map(_read_by, c.factors)
+    return [any(_adds(by, y.get(a)) for a, by in x.items() if _longer(a) and a not in c.reduce.axes)
+            for x, y in ((one, other), (other, one))]  # fmt: skip
+
+
+def _adds(by: set[Any], known: set[Any] | None) -> bool:
+    """Whether who reads an axis by some of its digits knows more of it than who reads it by others, or not at all."""
+    return known is None or (WHOLE not in known and not by <= known)
+
+
+WHOLE = "whole"
+
+
+def _read_by(factor: Any) -> dict[Any, set[Any]]:
+    """By which digits of which axes a factor is read, or that it is by the whole of one."""
+    found: dict[Any, set[Any]] = {}
+    for x in topological([factor]):
+        for a in x.children:
+            if isinstance(a, Var):
+                by = (type(x), x.b) if isinstance(x, FloorDiv | Mod) and x.a is a and isinstance(x.b, int) else WHOLE
+                found.setdefault(a, set()).add(by)
+    return found
+
+
+def _longer(axis: Any) -> bool:
+    return getattr(axis, "extent", 2) != 1
 
 
 def looked_up(terms: Sequence[Any]) -> bool:
