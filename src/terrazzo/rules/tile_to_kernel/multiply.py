@@ -22,6 +22,7 @@ from terrazzo.ir.plan import Convert
 from terrazzo.ir.types import u32
 from terrazzo.rules.access import WIDEST
 from terrazzo.rules.tile.digits import Bindings, Digit, value
+from terrazzo.rules.tile.products import THREADS
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.copies import Part, Slab
 
@@ -248,11 +249,12 @@ class Multiply:
 
     def _held(self, group: Group, place: k.Registers, part: Part, instruction: Matrix) -> tuple[IntExpr, ...]:
         """Where an instruction's part of values begins that lie as another product's sums do: its rows are this one's,
-        and its columns go along this one's k, as many registers as a fragment has for each part.
+        and its columns go along this one's k, as many registers as a fragment has for each part. Where warps share k,
+        each has its own.
         """
-        _, depth = group.depth(group.k)
+        own = value([d for d in group.inner[group.k] if d.level not in THREADS])
         rows = tuple(d.variable for d in part.digits if d.level == "reg")
-        first = depth // instruction.shape[2] * instruction.a.elements
+        first = own // instruction.shape[2] * instruction.a.elements
         return (*rows, *unflatten(first, place.type.static_shape[len(rows) :]))
 
     # -- instructions of a warpgroup -----------------------------------------------------------------------------------
