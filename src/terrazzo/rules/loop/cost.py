@@ -68,8 +68,10 @@ def on_matrix(r: Any, rates: Rates) -> bool:
     if not isinstance(r, l.Reduce) or (c := contraction(r)) is None or r.dtype.name != "f32":
         return False
     plain = all(isinstance(x, l.Load) and (not x.inside or (rates.boxes and _padded(x))) for x in c.operands)
+    one, other = (f.free - frozenset(r.axes) for f in c.factors)
+    wide = all(any(map(_longer, own)) for own in (one - other, other - one))
     types = {x.dtype for x in c.operands}  # type: ignore[attr-defined]
-    return plain and all(_own(c)) and not looked_up(c.operands) and len(types) == 1 and types.pop().name in rates.matrix
+    return plain and wide and not looked_up(c.operands) and len(types) == 1 and types.pop().name in rates.matrix
 
 
 def _once(kernel: l.Kernel, c: Contraction) -> bool:
