@@ -215,7 +215,7 @@ def test_weights_are_not_stored_where_that_is_faster() -> None:
     program = capture(F.linear, (torch.zeros(128, 3584), torch.zeros(18944, 3584)), {}).program
     done = lowering(program, Options(target="sm_90a", fp32="split", libraries="never"))
     stored = [b.type.static_shape for s in done.loop.steps for b in s.writes]
-    assert stored == [(128, 3584)] * 3 + [(128, 18944)]
+    assert (18944, 3584) not in stored and stored[:3] == [(128, 3584)] * 3
     plans = [str(plan) for _, plan in done.at("tile").plans]
     assert any('a="converted"' in x and "tiles=(s(" in x for x in plans)
 
