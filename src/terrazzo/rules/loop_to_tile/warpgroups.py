@@ -50,10 +50,16 @@ PROMOTION = 100.0
 """Nanoseconds for waiting for those of a step's products that are promoted together and adding them up, where no other
 warpgroup multiplies meanwhile. Not measured: 64 additions, and the time until products begin again.
 """
-MADE = 26
-"""Instructions in which a thread makes the parts of a number of what lies in shared memory: counted in SASS."""
-BESIDE = 0.15
-"""How much of the time in which one warpgroup makes factors the products of another do not hide. Not measured."""
+MADE = 45
+"""Instructions in which a thread makes the parts of a number of what lies in shared memory, those that begin at half
+the rate counted twice. Nothing hides them: steps of 128 x 128 and of 128 x 64 took 1.31 and 1.42 us longer than those
+whose parts were stored (H200, 22 November 2026).
+"""
+MADE_WAVES = 8
+"""Tiles for each processor that products are cut into which make a factor: it is that of the rows, which come in many,
+and blocks that are left over take a piece and not all of a tile. 128 x 3584 x 18944 took 385 us with 148 tiles and 251
+with eight times as many (H200, 22 November 2026).
+"""
 REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
 """Of a thread that loads and of one that multiplies, by the number of warpgroups that multiply."""
 
@@ -250,7 +256,8 @@ def _pieces(p: Product, tile: Tile, gpu: Gpu) -> Iterator[int]:
     yield 1
     blocks = _clusters(p, tile) * tile.blocks
     outer, inner = steps(p, tile)
-    yield from pieces(inner, 2 * gpu.processors // blocks, ceil(8, outer))
+    waves = MADE_WAVES if converted(p) else 2
+    yield from pieces(inner, waves * gpu.processors // blocks, ceil(8, outer))
 
 
 def pieces(steps: int, most: int, least: int) -> Iterator[int]:
@@ -318,7 +325,6 @@ def _time(p: Product, tile: Tile, pieces: int, gpu: Gpu) -> float:
         rate=_rate(p, tile, has) * tile.parts if pieces == 1 else has.direct,
         least=sum(p.touched(x) * x.dtype.size for x in p.sources) + stored,
         extra=_extra(p, tile, gpu),
-        making=_making(p, tile, gpu),
         depth=tile.k,
         after=after(p, tile.m * tile.n // tile.parts, has, tile) + _meeting(p, tile, has) if pieces == 1 else 0.0,
         readers=_readers(tile, gpu.processors // tile.blocks / pieces),
@@ -335,19 +341,11 @@ def _meeting(p: Product, tile: Tile, has: Warpgroups) -> float:
     return has.meeting + each * (1 + tile.share / tile.parts) / has.given if tile.share > 1 else 0.0
 
 
-def _making(p: Product, tile: Tile, gpu: Gpu) -> float:
-    """Nanoseconds of a step in which threads make factors of what lies in shared memory, and add up sums."""
-    made = {loads(x)[0] for x in converted(p)}
-    if not made:
-        return 0.0
-    added = _promotions(p, tile) * tile.m * tile.n * len(p.sites)
-    return (len(made) * tile.m * tile.k * MADE + added) * gpu.processors / (gpu.fma / 2)
-
-
 def _extra(p: Product, tile: Tile, gpu: Gpu) -> float:
-    """Nanoseconds of a step that nothing hides."""
+    """Nanoseconds of a step that nothing hides: threads make factors of what lies in shared memory, and add up sums."""
+    made = len({loads(x)[0] for x in converted(p)}) * tile.m * tile.k * MADE
     alone = PROMOTION * _promotions(p, tile) if promotes(p) and tile.groups == 1 else 0.0
-    return alone + (1.0 if tile.groups == 1 else BESIDE) * _making(p, tile, gpu)
+    return alone + made * gpu.processors / (gpu.fma / 2)
 
 
 def _fetched(x: Any, tile: Tile) -> float:

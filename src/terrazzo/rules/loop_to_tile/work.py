@@ -15,9 +15,9 @@ STEP = 64
 class Work:
     """What a kernel does, as far as its time depends on it: so many tiles of m rows and n columns for each of `count`
     products, by clusters of so many blocks, in steps for which a block fetches some bytes into one of its slots of so
-    many `held` bytes, and which take `extra` nanoseconds, and `making` on CUDA cores beside their products. Results
-    leave at a rate, and computing a tile's of its sums takes `after` nanoseconds. `least` bytes of memory are touched.
-    A step has `depth` products of each sum. So many `readers` fetch the same rows at once.
+    many `held` bytes, and which take `extra` nanoseconds. Results leave at a rate, and computing a tile's of its sums
+    takes `after` nanoseconds. `least` bytes of memory are touched. A step has `depth` products of each sum. So many
+    `readers` fetch the same rows at once.
     """
 
     m: int
@@ -33,7 +33,6 @@ class Work:
     rate: float
     least: float
     extra: float = 0.0
-    making: float = 0.0
     depth: int = STEP
     after: float = 0.0
     readers: float = 0.0
@@ -51,8 +50,7 @@ def lasts(work: Work, gpu: Gpu) -> float:
     each = 2.0 * work.m * work.n * work.depth * work.count
     arithmetic = each * gpu.processors * (work.n + has.start) / work.n / has.rate
     fetched = max(work.fetched * active / has.cache, work.fetched / has.shared)
-    step = max(arithmetic, fetched, has.latency / work.slots, has.crowd * work.readers, work.making)
-    step += has.step + work.extra
+    step = max(arithmetic, fetched, has.latency / work.slots, has.crowd * work.readers) + has.step + work.extra
     tile = work.steps * step + work.m * work.n * work.results / work.rate + work.after
 
     def wave(tiles: int, count: int) -> float:
