@@ -74,7 +74,7 @@ class Groups:
         """Bytes of shared memory."""
         depth, width, rows = c.deep, c.width, self.count * ROWS
         down = sum(c.rows in x.free for x in c.inside)
-        more = [x for x in outer_operands(c) if not (self.turns and _brought(c, x))]
+        more = [x for x in c.along if not (self.turns and _brought(c, x))]
         along = (len(c.inside) - down) * depth + len(more) * width
         operands = 2 * (down * self.held * rows * depth + self.slots * self.step * along)
         results = 2 * len(c.outside) * gathering(c) * rows * parts(width)
@@ -98,19 +98,15 @@ def on_warpgroups(c: Chain, gpu: Gpu, way: Groups, longest_first: bool = False) 
         along = {called(x): _by_tma(depth, way.held if c.rows in x.free else 1) for x in terms}
         return Site(names, (mine, across, _depth(c.depth, depth)), (*along.items(),), inner)
 
-    def last(sum_: str, v: Any) -> Site:
-        return Site((sum_,), (mine, columns, _depth(c.steps, step)), ((called(v), _by_tma(width)),), outer)
+    def last(sum_: str, terms: Sequence[Any]) -> Site:
+        along = {called(x): _by_tma(width) for x in terms}
+        return Site((sum_,), (mine, columns, _depth(c.steps, step)), (*along.items(),), outer)
 
-    each = [((x,), pair) for x, *pair in ((c.inner, *c.operands[:2]), *c.beside)] if way.turns else [(c.sums, c.inside)]
-    sites = (*(first(*x) for x in each), *(last(*x) for x in c.outside))
+    each = [(x,) for x in c.sums] if way.turns else [c.sums]
+    sites = (*(first(x, c.read(*x)) for x in each), *(last(x, c.read(x)) for x, _ in c.outside))
     results = _gathered(c) if way.gathered else alike(c)
     lines = Tile(way.count * ROWS, step, way.slots).lines(c, longest_first, overlap=way.overlap)
     return Schedule(c.kernel.name, gpu.arch, tuple(lines), (), _directives(way), (*sites, *results))
-
-
-def outer_operands(c: Chain) -> list[Any]:
-    """What the sums outside multiply by, each once."""
-    return [*dict.fromkeys(x for _, x in c.outside)]
 
 
 def _brought(c: Chain, x: Any) -> bool:
@@ -165,11 +161,14 @@ def _gathered(c: Chain) -> tuple[Site, ...]:
 
 def arrangements(c: Chain, gpu: Gpu) -> Iterator[Groups]:
     """What a processor has room for, one block for each tile."""
+    if c.terms > 1:
+        yield from _of_parts(c, gpu)
+        return
     if c.beside or c.others:
         yield from _in_turns(c, gpu)
     most = STEP if c.width <= 128 and not c.beside else STEP // 2  # each sum of a step is in registers
     counts = [n for n in (1, 2, 3) if (n - 1) * ROWS < c.rows.extent]
-    brought = {x.buffer for operand in (*c.inside, *outer_operands(c)) for x in loads(operand)}
+    brought = {x.buffer for operand in (*c.inside, *c.along) for x in loads(operand)}
     others = {*c.kernel.reads} - brought
     fewer = others and most == STEP  # what columns are made of besides is in registers too
     steps = dict.fromkeys(min(n, ceil(c.steps.extent, 16) * 16) for n in ((most, STEP // 2) if fewer else (most,)))
@@ -177,6 +176,21 @@ def arrangements(c: Chain, gpu: Gpu) -> Iterator[Groups]:
         if count == 3 and (c.width > 64 or others):
             continue  # 160 registers hold no more sums, nor a mask, beside 128 scores
         yield from _roomiest(Groups(count, step, MOST_SLOTS, overlap, gathered), c, gpu)
+
+
+def _of_parts(c: Chain, gpu: Gpu) -> Iterator[Groups]:
+    """With sums of several terms, whose steps take long: one warpgroup multiplies while another finds weights. Sums of
+    a step are registers beside those of the tile, and so are parts of weights.
+    """
+    if c.beside or c.others:
+        return
+    parts_of, width = len(c.read(c.outer)), c.width // 2
+    steps = dict.fromkeys(min(n, ceil(c.steps.extent, 16) * 16) for n in (STEP, STEP // 2, STEP // 4))
+    for step, count in product(steps, (2, 1)):
+        factors = parts_of * step // 4
+        if width + max(width, step // 2) + factors > FULL or (count - 1) * ROWS >= c.rows.extent:
+            continue
+        yield from _roomiest(Groups(count, step, 2, False, False), c, gpu, least=1)
 
 
 def _in_turns(c: Chain, gpu: Gpu) -> Iterator[Groups]:

@@ -19,6 +19,7 @@ from terrazzo.ir.sites import called, loads
 from terrazzo.rewrite.rule import need, rule
 from terrazzo.rules.tile.agents import MATH
 from terrazzo.rules.tile.draft import Draft, axis_name
+from terrazzo.rules.tile.rings import overlaps
 
 CONVERTED = "converted"
 """Where a first factor comes from that threads make in registers of a slab that lies in shared memory."""
@@ -92,7 +93,10 @@ def promoted(draft: Draft, together: list[str]) -> bool:
         return False
     need(not scaled or len(scales) == 1, f"{together[0]}: its sums are scaled otherwise than those beside them")
     need(draft.instruction(site) is not None, f"{together[0]}: sums on CUDA cores need no promotion")
-    need(len(together) == len(draft.products), f"{together[0]}: sums of a chain of products are not promoted")
+    need(
+        len(together) == len(draft.products) or not overlaps(draft),
+        f"{together[0]}: sums of a chain whose steps overlap are not promoted",
+    )
     return True
 
 
