@@ -298,11 +298,13 @@ class _Parts:
         """Why a kernel stays as it is, whatever that costs; or nothing."""
         if len(products) < len(sums) or any(len(c.terms) > 1 for c in products):
             return "not all it sums are products of two factors"
-        if any(isinstance(x, Loaded | l.Index) for c in products for x in topological(c.operands)):
+        read = [x for c in products for x in c.operands if not _made(x)]
+        if any(isinstance(x, Loaded | l.Index) for x in topological(read)):
             return "where a factor is read depends on data, or a factor on its place"
-        for x in [x for x in topological([y for c in products for y in c.operands]) if isinstance(x, l.Load)]:
-            if sum(x.buffer in s.writes for s in self.program.steps) + (x.buffer in self.program.inputs) != 1:
-                return f"{x.buffer.name} is written more than once"
+        later = self.steps[self.steps.index(kernel) :]
+        for x in [x for x in topological(read) if isinstance(x, l.Load)]:
+            if any(x.buffer in s.writes for s in later):
+                return f"{x.buffer.name} is written again later"
         sizes = [*kernel.axes, *(a for c in products for a in c.reduce.axes)]
         if not all(isinstance(a.extent, int) and a.extent > 0 for a in sizes):
             return "an axis is empty, or its extent is not known"
@@ -345,8 +347,12 @@ class _Parts:
         self.steps.insert(self.steps.index(reader), maker)
 
     def beside(self, step: Any, buffer: l.Buffer, parts_of: tuple[l.Buffer, ...]) -> bool:
-        """Have the kernel that stores a buffer store its parts too, where that is no product itself."""
+        """Have the kernel that stores a buffer store its parts too, where that is no product itself, and nobody else
+        stores some of it.
+        """
         if not isinstance(step, l.Kernel) or buffer not in step.writes:
+            return False
+        if buffer in self.program.inputs or sum(buffer in s.writes for s in self.steps) > 1:
             return False
         if any(isinstance(x, l.Reduce) and contraction(x) is not None for x in topological(step.stores)):
             return False

@@ -37,6 +37,8 @@ BARRIERS = 1024
 """Bytes of shared memory for barriers, and for what slabs begin at multiples of."""
 EXPONENTIALS = 27.2
 """Exponentials that a processor finds in a nanosecond: 16 in each of 1.7 cycles."""
+ROUNDED = 40.0
+"""Parts of weights that a processor makes in a nanosecond: four instructions each. An estimate."""
 BESIDE = {(False, 1): 1.0, (False, 2): 0.8, (False, 3): 0.7, (True, 1): 0.6, (True, 2): 0.5, (True, 3): 0.35}
 """How much of the time for exponentials is not hidden behind products: whether steps overlap, and by the number of
 warpgroups. 4 x 32 x 2048 x 128 took 497 us with two on an H200 and 455 overlapped (a text by hand); that three hide
@@ -220,7 +222,8 @@ def staying(way: Groups, c: Chain, gpu: Gpu, unlike: bool) -> Iterator[Groups]:
     others = outside(c)
     if math.prod(others) * ceil(c.rows.extent, way.count * ROWS) <= gpu.processors:
         return
-    size = 2 * c.steps.extent * (c.deep + c.width)  # of what goes along with the steps
+    along = sum(c.deep for x in c.inside if c.rows not in x.free) + len(c.along) * c.width
+    size = 2 * c.steps.extent * along  # of what goes along with the steps
     rows = others[-1] if others and unlike else 1
     groups = [n for n in range(1, rows + 1) if rows % n == 0 and (n == 1 or n * size <= CACHED)]
     for together in groups:
@@ -233,13 +236,18 @@ def staying(way: Groups, c: Chain, gpu: Gpu, unlike: bool) -> Iterator[Groups]:
 
 
 def price(way: Groups, c: Chain, gpu: Gpu, steps: Sequence[int]) -> float:
-    """Nanoseconds, where a tile visits so many steps for each part of the rows, in the order they are walked in."""
+    """Nanoseconds, where a tile visits so many steps for each part of the rows, in the order they are walked in. Both
+    factors of a product inside come from shared memory, 128 bytes at a time: an instruction of fewer than 64 columns
+    waits for its rows.
+    """
     width, depth = c.width, c.deep
     assert gpu.warpgroups is not None
     rate = gpu.warpgroups.rate / gpu.processors
     deep = depth * len(c.sums), width * len(c.outside)
-    inner, outer = (2 * way.count * ROWS * way.step * n / rate for n in deep)
+    inner, outer = (2 * way.count * ROWS * way.step * n * c.terms / rate for n in deep)
+    inner *= max(1.0, (ROWS + way.step) / (2 * way.step))
     found = way.count * ROWS * way.step / EXPONENTIALS
+    found += (len(c.read(c.outer)) - 1) * way.count * ROWS * way.step / ROUNDED if c.terms > 1 else 0.0
     busy = inner + outer + (1.0 if way.turns and way.count == 1 else BESIDE[way.overlap, way.count]) * found
     alone = (inner + (0.0 if way.overlap else outer) + found) / way.count + TURNAROUND
     each = max(busy, alone)

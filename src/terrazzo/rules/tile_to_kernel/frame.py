@@ -192,12 +192,18 @@ class Frame:
         """The last weights, which lie in place of their scores, as the product takes them."""
         at = scores.index({p.axis: p.digits for p in scores.parts})
         loops = [(d.variable, True) for d in (*held(self.rows), *held(self.columns))]
-        known: dict[Node, Node] = {self.found.weight: l.Load(scores.place, at)}
-        stores = []
-        for x, place in self.weights.items():  # of parts, each is made of what those before leave
-            stores.append(l.Store(place, at, substitute(x, known)))
-            known[x] = l.Load(place, at)
-        self.builder.loops(loops, lambda: self.builder.add(*stores))
+        (*first, last), builder = self.weights.items(), self.builder
+
+        def one() -> None:
+            known: dict[Node, Node] = {self.found.weight: l.Load(scores.place, at)}
+            for x, place in first:  # of parts, each is made of what those before leave, which is found in 32 bits
+                kind: Any = x
+                rounded = builder.let(l.apply("f32", builder.let(substitute(x, known))))
+                builder.add(l.Store(place, at, l.apply(kind.dtype.name, rounded)))
+                known[l.apply("f32", x)] = rounded
+            builder.add(l.Store(last[1], at, substitute(last[0], known)))
+
+        builder.loops(loops, one)
 
     def moved(self, old: Node, new: Node) -> tuple[Node, Node]:
         """What to subtract in a new frame, and what sums of the old one are worth in it. Where there is no score yet,
