@@ -199,7 +199,9 @@ def softmax_into_product(kernel: l.Kernel, sizes: tuple[int, ...] = (2,)) -> l.K
         return None  # weights of 16 bits are exact enough for results of 16 bits only
     (size,) = kinds
     for r in topological([s.value for s in kernel.stores if s not in rows]):
-        if isinstance(r, l.Reduce) and r.monoid.name == "sum" and len(r.axes) == 1 and (new := _framed(r, bool(rows), size)):
+        if not isinstance(r, l.Reduce) or r.monoid.name != "sum" or len(r.axes) != 1:
+            continue
+        if new := _framed(r, bool(rows), size):
             stores = tuple(substitute(s, new.again if s in rows else {r: new.value}) for s in kernel.stores)
             if not any(_reductions(s.value, new.kept) for s in stores):
                 return l.Kernel(kernel.name, kernel.axes, stores, kernel.source)

@@ -410,7 +410,7 @@ class _Parts:
 def _outside(c: Chain) -> list[Contraction]:
     """The sums outside of a chain."""
     every = accumulators(c.kernel)
-    found = [nested_contraction(every[name]) for name, _ in c.outside]  # type: ignore[arg-type]
+    found = [nested_contraction(every[name]) for name, _ in c.outside]
     return [x for x in found if x is not None]
 
 

@@ -59,7 +59,8 @@ class Groups:
     """`count` warpgroups have 64 rows each, and `step` columns of the inner product in a step, of which operands have
     `slots`. Steps overlap, or do not; results gather in shared memory, or do not. There are `blocks` that stay for
     several tiles (0: each has one), and walk `together` rows of tiles at a time; what is held for a tile has `held`
-    slots: the next one's comes while this one is multiplied. Where products take `turns`, each begins by itself.
+    slots: the next one's comes while this one is multiplied. Where products take `turns`, each begins by itself. One
+    warpgroup may lag `behind` another by a step's first product.
     """
 
     count: int
@@ -71,6 +72,7 @@ class Groups:
     together: int = 0
     held: int = 1
     turns: bool = False
+    behind: bool = False
 
     def shared(self, c: Chain) -> int:
         """Bytes of shared memory."""
@@ -127,7 +129,7 @@ def _directives(way: Groups) -> tuple[Any, ...]:
         ("math", Word("warpgroup", (way.count,))),
         ("registers", REGISTERS[way.count] if way.count != 2 else (24, 240)),
     )
-    roles += (("lag", True),) if way.turns and way.count > 1 else ()
+    roles += (("lag", True),) if (way.turns or way.behind) and way.count > 1 else ()
     order = (("order", Word("grouped", (way.together,))),) if way.together else ()
     stay = (("persistent", (way.blocks,), order),) if way.blocks else ()
     return (*stay, ("roles", (), roles))
@@ -192,7 +194,7 @@ def _of_parts(c: Chain, gpu: Gpu) -> Iterator[Groups]:
         factors = parts_of * step // 4
         if width + max(width, step // 2) + factors > FULL or (count - 1) * ROWS >= c.rows.extent:
             continue
-        yield from _roomiest(Groups(count, step, 2, False, False), c, gpu, least=1)
+        yield from _roomiest(Groups(count, step, 2, False, False, behind=count > 1), c, gpu, least=1)
 
 
 def _in_turns(c: Chain, gpu: Gpu) -> Iterator[Groups]:

@@ -18,8 +18,8 @@ EXPONENTIALS = ("exp", "exp2", "approx_exp2")
 
 @dataclass(frozen=True)
 class Framed:
-    """A weight: `rounded` are what the product takes (one, or parts), made of `weight` = f(`score` - `top`), or of f of a multiple: of
-    the difference times `by`, or, where it was multiplied `early`, of the difference of both times `by`.
+    """A weight: `rounded` are what the product takes, one or parts, made of `weight` = f(`score` - `top`), or of f of a
+    multiple: of the difference times `by`, or, where it was multiplied `early`, of the difference of both times `by`.
     """
 
     rounded: tuple[Node, ...]

@@ -169,7 +169,12 @@ class Pipeline:
                         self.wait(self.plan.named(name), t)
                         waited.add(name)
                 values = values | self.converted.values(p, t)
+                first = not self.outermost(p)
+                if first:
+                    self.follow(t)
                 self.products(p, t, values, left=1 if late else 0)
+                if first:
+                    self.lead(t)
                 for name in p.rings:
                     ring = self.plan.named(name)
                     if ring.over and not any(name in q.rings for q in todo):
