@@ -19,7 +19,6 @@ from terrazzo.ir.sites import called, loads
 from terrazzo.rewrite.rule import need, rule
 from terrazzo.rules.tile.agents import MATH
 from terrazzo.rules.tile.draft import Draft, axis_name
-from terrazzo.rules.tile.rings import overlaps
 
 CONVERTED = "converted"
 """Where a first factor comes from that threads make in registers of a slab that lies in shared memory."""
@@ -93,8 +92,9 @@ def promoted(draft: Draft, together: list[str]) -> bool:
         return False
     need(not scaled or len(scales) == 1, f"{together[0]}: its sums are scaled otherwise than those beside them")
     need(draft.instruction(site) is not None, f"{together[0]}: sums on CUDA cores need no promotion")
+    overlaps = any(draft.option(f, "overlap", 0) for a in c.reduce.axes for f in draft.times(a, site))
     need(
-        len(together) == len(draft.products) or not overlaps(draft),
+        len(together) == len(draft.products) or not overlaps,
         f"{together[0]}: sums of a chain whose steps overlap are not promoted",
     )
     return True
@@ -113,9 +113,7 @@ def _covers(draft: Draft, site: Site, instruction: Matrix | None) -> None:
         have = math.prod(f.size for f in used if f.level == f"inst.{axis}")
         if have != size:
             with about(*where):
-                raise UserError(
-                    f"{name}: {instruction.name} has {axis} = {size}, and inst.{axis} is bound to {have}"
-                )
+                raise UserError(f"{name}: {instruction.name} has {axis} = {size}, and inst.{axis} is bound to {have}")
 
 
 def _rows_and_columns(
