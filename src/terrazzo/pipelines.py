@@ -43,7 +43,7 @@ from terrazzo.rules.loop.lifetimes import in_order, kernels_in_order
 from terrazzo.rules.loop.lookups import store_lookups
 from terrazzo.rules.loop.narrow import narrow
 from terrazzo.rules.loop.online import online
-from terrazzo.rules.loop.parts import into_parts
+from terrazzo.rules.loop.parts import into_parts, parts_of
 from terrazzo.rules.loop.relax import relax
 from terrazzo.rules.loop.remake import remake
 from terrazzo.rules.loop.rounded import rounded_weights
@@ -99,9 +99,15 @@ def _gradients(p: l.Program, log: Log, options: Options) -> l.Program:
 def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.Program:
     """Softmaxes, and products that are only multiplied, in the kernels that read them. Other weights are rounded."""
     gpu = machine(options)
-    refused = partial(chains.refusal, gpu=gpu, lost=tried)
+    count = PARTS.get(options.fp32, 0)
+
+    def refused(kernel: l.Kernel) -> str:
+        """Why a chain is not worth one kernel: where it multiplies in float32, one of parts."""
+        return chains.refusal(parts_of(kernel, count)[-1] if count else kernel, gpu, tried)
+
     price = partial(expected, gpu=gpu)
-    made = products_again(online(p, log, refused), log, price, refused, options.materialize)
+    sizes = (2, 4) if count and "wgmma" in gpu.features else (2,)
+    made = products_again(online(p, log, refused, sizes), log, price, refused, options.materialize)
     return rounded_weights(chains_beside(made, log, price, refused), log, target(options.target).rates.matrix)
 
 

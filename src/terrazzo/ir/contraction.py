@@ -54,7 +54,7 @@ def contraction(reduce: Reduce) -> Contraction | None:
 
 @lru_cache(maxsize=4096)
 def nested_contraction(reduce: Reduce) -> Contraction | None:
-    """The same, where the factors of a single term may hold reductions themselves: products of products."""
+    """The same, where factors may hold reductions themselves: products of products."""
     if reduce.monoid.name != "sum":
         return None
     found = list(summands(reduce.args[0]))
@@ -64,8 +64,6 @@ def nested_contraction(reduce: Reduce) -> Contraction | None:
     a, b = pairs[0]
     axes = frozenset(reduce.axes)
     if not (a.free & axes and b.free & axes) or a.free - axes == b.free - axes:
-        return None
-    if len(pairs) > 1 and any(isinstance(x, (Reduce, Scan)) for x in topological([x for pair in pairs for x in pair])):
         return None
     alike = [(x, y) if (x.free, y.free) == (a.free, b.free) else (y, x) for x, y in pairs]
     if any((x.free, y.free) != (a.free, b.free) for x, y in alike):

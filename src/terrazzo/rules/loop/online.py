@@ -45,9 +45,9 @@ Refusal = Callable[[l.Kernel], str]
 """Why a kernel is not worth having, or nothing."""
 
 
-def online(program: l.Program, log: Log, refusal: Refusal) -> l.Program:
+def online(program: l.Program, log: Log, refusal: Refusal, sizes: tuple[int, ...] = (2,)) -> l.Program:
     """`program` with scores, softmax and the product with values in one kernel, where nobody else reads what lies
-    between them and `refusal` has nothing against it.
+    between them and `refusal` has nothing against it. Values and results have so many bytes.
     """
     program = _values_stored(program, log)
     steps = _Steps(program)
@@ -61,7 +61,7 @@ def online(program: l.Program, log: Log, refusal: Refusal) -> l.Program:
         group = together(tuple(masks_told(x, known_masks) for x in (*found, last)))
         if group.kernel not in made_of:  # each once, whatever its buffers are called
             whole = with_rows(group.kernel[:-1], group.kernel[-1])
-            made_of[group.kernel] = softmax_into_product(whole) if whole is not None else None
+            made_of[group.kernel] = softmax_into_product(whole, sizes) if whole is not None else None
         made = group.named(made_of[group.kernel])
         if made is None:
             log.add(
@@ -189,15 +189,19 @@ def with_rows(found: tuple[l.Kernel, ...], last: l.Kernel) -> l.Kernel | None:
     return l.Kernel(whole.name, whole.axes, (*stores, *whole.stores), whole.source)
 
 
-def softmax_into_product(kernel: l.Kernel) -> l.Kernel | None:
+def softmax_into_product(kernel: l.Kernel, sizes: tuple[int, ...] = (2,)) -> l.Kernel | None:
     """`kernel` with its sum over weights times values framed: no weight is divided, the sum is. None where its weights
     are no softmax. What it stores of rows besides is made of the maximum and the sum that are known then.
     """
     rows = split_stores(kernel)[1]
-    if any(s.buffer.type.dtype.size != 2 for s in kernel.stores if s not in rows):
+    kinds = {s.buffer.type.dtype.size for s in kernel.stores if s not in rows}
+    if len(kinds) > 1 or not kinds <= {*sizes}:
         return None  # weights of 16 bits are exact enough for results of 16 bits only
+    (size,) = kinds
     for r in topological([s.value for s in kernel.stores if s not in rows]):
-        if isinstance(r, l.Reduce) and r.monoid.name == "sum" and len(r.axes) == 1 and (new := _framed(r, bool(rows))):
+        if not isinstance(r, l.Reduce) or r.monoid.name != "sum" or len(r.axes) != 1:
+            continue
+        if new := _framed(r, bool(rows), size):
             stores = tuple(substitute(s, new.again if s in rows else {r: new.value}) for s in kernel.stores)
             if not any(_reductions(s.value, new.kept) for s in stores):
                 return l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
@@ -218,9 +222,9 @@ def _reductions(x: Any, known: set[Any]) -> list[Any]:
     return [y for y in topological([x], stop=known.__contains__) if isinstance(y, l.Reduce) and y not in known]
 
 
-def _framed(r: l.Reduce, told: bool) -> _Framed | None:
-    """sum(w * v), where w = exp(s - t) in places where only multiples of it are wanted. Where others are `told` of the
-    maximum, they compute the scores again, and round them as they were rounded.
+def _framed(r: l.Reduce, told: bool, size: int) -> _Framed | None:
+    """sum(w * v), where w = exp(s - t) in places where only multiples of it are wanted, and v has `size` bytes. Where
+    others are `told` of the maximum, they compute the scores again, and round them as they were rounded.
     """
     (axis,), (product,) = l.open_binder(r)
     if not isinstance(product, l.Apply) or product.fn.name != "mul":
@@ -228,7 +232,7 @@ def _framed(r: l.Reduce, told: bool) -> _Framed | None:
     for weight, value in (product.args, product.args[::-1]):
         v = operand(value)
         kind: DType = v.dtype  # type: ignore[attr-defined]
-        if not any(isinstance(x, l.Reduce) for x in topological([weight])) or kind.size != 2 or not kind.is_float:
+        if not any(isinstance(x, l.Reduce) for x in topological([weight])) or kind.size != size or not kind.is_float:
             continue
         core, rebuild = _peeled(weight if told else plain(weight), axis)
         if not isinstance(core, l.Apply) or core.fn.name != "exp":
@@ -236,7 +240,8 @@ def _framed(r: l.Reduce, told: bool) -> _Framed | None:
         score, t = taken_off(core.args[0], axis)
         if not any(isinstance(x, l.Reduce) and axis in x.free for x in topological([score])):
             continue
-        bare: Any = capped(hidden_alone(score, axis))
+        bare: Any = hidden_alone(score, axis)
+        bare = capped(bare) if size == 2 else bare
         early = stays_finite(bare, LOG2E)
         s: Any
         s, by = unscaled(scaled(bare, LOG2E)) if early else (scaled(bare, 1.0), None)

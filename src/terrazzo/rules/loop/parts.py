@@ -27,14 +27,16 @@ from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any
 
-from terrazzo.ir.contraction import Contraction, contraction, operand
+from terrazzo.ir.contraction import Contraction, contraction, nested_contraction, operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.loop import apply
 from terrazzo.ir.expr import Bound, Loaded, Var
+from terrazzo.ir.nest import accumulators
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.sites import product
 from terrazzo.ir.types import Type, bf16, f32, ordered_strides
 from terrazzo.rewrite.rule import Event, Log
+from terrazzo.rules.loop_to_tile.chain import Chain, chain
 
 PASS = "parts"
 RULE = "into_parts"
@@ -56,8 +58,8 @@ def pairs(count: int) -> list[tuple[int, int]]:
     return [(rank - j, j) for rank in reversed(range(count)) for j in range(rank + 1)]
 
 
-def parts(x: Node, count: int) -> list[Node]:
-    """A term in float32 as so many terms in bfloat16 that add up to it, each but the first times `SCALE` once more than
+def parts(x: Node, count: int, scale: float = SCALE) -> list[Node]:
+    """A term in float32 as so many terms in bfloat16 that add up to it, each but the first times `scale` once more than
     the one before. From `LARGE` on they have its sign.
     """
     if count == 1:
@@ -67,26 +69,36 @@ def parts(x: Node, count: int) -> list[Node]:
     some = apply("where", finite, apply("max", size, _number(SMALLEST)), _number(1.0))
     first = apply("where", apply("eq", x, _number(0.0)), x, apply("copysign", some, x))
     found: list[Node] = [_rounded(first, large)]
-    left = _left(x, found[0])
+    left = _left(x, found[0], scale)
     for _ in range(count - 2):
         found.append(_rounded(left, large, finite))
-        left = _left(left, found[-1])
+        left = _left(left, found[-1], scale)
     return [*found, apply("bf16", left)]
 
 
-def _left(x: Node, part: Node) -> Node:
+def small_parts(x: Node, count: int) -> list[Node]:
+    """The same of a number that is neither large nor infinite, as weights are: what parts leave, rounded."""
+    found: list[Node] = []
+    for _ in range(count):
+        found.append(apply("bf16", x))
+        x = _left(x, found[-1], 1.0)
+    return found
+
+
+def _left(x: Node, part: Node, scale: float) -> Node:
     """What a part leaves of a number, scaled."""
-    return apply("mul", apply("sub", x, apply("f32", part)), _number(SCALE))
+    left = apply("sub", x, apply("f32", part))
+    return apply("mul", left, _number(scale)) if scale != 1 else left
 
 
-def total(products: Sequence[Node], count: int) -> Node:
+def total(products: Sequence[Node], count: int, scale: float = SCALE) -> Node:
     """The sum of the products of `pairs`: those of one rank are added up and scaled together."""
     left = list(products)
     sums = []
     for rank in reversed(range(count)):
         mine = [left.pop(0) for _ in range(rank + 1)]
         one = reduce(partial(apply, "add"), mine)
-        sums.append(apply("mul", one, _number(SCALE**-rank)) if rank else one)
+        sums.append(apply("mul", one, _number(scale**-rank)) if rank and scale != 1 else one)
     return reduce(partial(apply, "add"), sums)
 
 
@@ -193,6 +205,14 @@ def into_parts(program: l.Program, log: Log, count: int, gain: Gain) -> l.Progra
     return l.Program(program.name, program.inputs, tuple(work.steps), program.results)
 
 
+def parts_of(kernel: l.Kernel, count: int) -> tuple[l.Kernel, ...]:
+    """A kernel by itself as products of parts, after those that store parts; alone where it has no products of
+    float32.
+    """
+    alone = l.Program("alone", tuple(b for b in kernel.reads), (kernel,), kernel.writes)
+    return into_parts(alone, Log(), count, lambda old, new: (0.0, "")).steps  # type: ignore[return-value]
+
+
 class _Parts:
     """The steps of a program on their way, and the parts that are in memory, by what they are of: a buffer, or a term
     and its axes.
@@ -202,6 +222,7 @@ class _Parts:
         self.program, self.log, self.count, self.gain = program, log, count, gain
         self.steps = list(program.steps)
         self.made: dict[Any, tuple[l.Buffer, ...]] = {}
+        self.scale = SCALE
         self.names = {b.name for b in program.inputs} | {b.name for s in program.steps for b in s.writes}
         self.windows: set[Node] = set()
         self.inside: frozenset[Node] = frozenset()
@@ -212,10 +233,14 @@ class _Parts:
         """
         sums = [x for x in topological(kernel.stores) if isinstance(x, l.Reduce | l.Scan)]
         products = [c for r in sums if isinstance(r, l.Reduce) and (c := contraction(r)) is not None]
-        types = {x.dtype for c in products for x in (c.reduce, *c.operands)}  # type: ignore[attr-defined]
+        both = chain(kernel) if products else None
+        outside = _outside(both) if both is not None else []
+        types = {x.dtype for c in (*products, *outside) for x in (c.reduce, *c.operands)}  # type: ignore[attr-defined]
         if types != {f32}:
             return
-        why = self.why_not(kernel, sums, products)
+        products += outside
+        self.scale = SCALE if both is None else 1.0
+        why = self.why_not(kernel, sums if both is None else (), products)
         if not why and (why := self.replace(kernel, products)):
             self.windows = {x for c in products for x in c.operands if _window(x)}
             why = self.replace(kernel, products) if self.windows else why
@@ -251,7 +276,7 @@ class _Parts:
         before = list(self.steps)
         for c in products:
             for x in c.operands:
-                if x not in self.inside:
+                if x not in self.inside and not _made(x):
                     self.make(x, c, kernel)
         self.steps[self.steps.index(kernel)] = self.multiplied(kernel, products)
         self.forget()
@@ -261,11 +286,13 @@ class _Parts:
         """Why a kernel stays as it is, whatever that costs; or nothing."""
         if len(products) < len(sums) or any(len(c.terms) > 1 for c in products):
             return "not all it sums are products of two factors"
-        if any(isinstance(x, Loaded | l.Index) for c in products for x in topological(c.operands)):
+        read = [x for c in products for x in c.operands if not _made(x)]
+        if any(isinstance(x, Loaded | l.Index) for x in topological(read)):
             return "where a factor is read depends on data, or a factor on its place"
-        for x in [x for x in topological([y for c in products for y in c.operands]) if isinstance(x, l.Load)]:
-            if sum(x.buffer in s.writes for s in self.program.steps) + (x.buffer in self.program.inputs) != 1:
-                return f"{x.buffer.name} is written more than once"
+        later = self.steps[self.steps.index(kernel) :]
+        for x in [x for x in topological(read) if isinstance(x, l.Load)]:
+            if any(x.buffer in s.writes for s in later):
+                return f"{x.buffer.name} is written again later"
         sizes = [*kernel.axes, *(a for c in products for a in c.reduce.axes)]
         if not all(isinstance(a.extent, int) and a.extent > 0 for a in sizes):
             return "an axis is empty, or its extent is not known"
@@ -273,16 +300,20 @@ class _Parts:
 
     # -- parts in memory -----------------------------------------------------------------------------------------------
 
-    def key(self, x: Node, c: Contraction, reader: l.Kernel) -> tuple[Any, tuple[Any, ...]]:
-        """What parts of an operand are of: a buffer as it is, or a term at every point of axes."""
+    def key(self, x: Node, c: Contraction, reader: l.Kernel) -> tuple[Any, tuple[Any, ...], float]:
+        """What parts of an operand are of: a buffer as it is, or a term at every point of axes; and how they are
+        scaled.
+        """
         if isinstance(x, l.Load) and x not in self.windows:
-            return x.buffer, ()
-        return x, tuple(a for a in (*reader.axes, *c.reduce.axes) if a in x.free)
+            return x.buffer, (), self.scale
+        own = (*reader.axes, *c.reduce.axes)
+        steps = sorted((a for a in x.free if isinstance(a, Bound) and a not in own), key=lambda a: a.label)
+        return x, tuple(a for a in (*own, *steps) if a in x.free), self.scale
 
     def make(self, x: Node, c: Contraction, reader: l.Kernel) -> None:
         """Have the parts of an operand stored, before who multiplies them."""
-        source, free = self.key(x, c, reader)
-        if (source, free) in self.made:
+        source, free, _ = key = self.key(x, c, reader)
+        if key in self.made:
             return
         whole = source
         if isinstance(source, l.Buffer):
@@ -293,26 +324,31 @@ class _Parts:
             kind = _laid_out(Type(f32, tuple(a.extent for a in free)))
             name = next((y.buffer.name for y in topological([x]) if isinstance(y, l.Load)), "factor")
         buffers = tuple(l.Buffer(self.fresh(f"{name}_{p + 1}"), kind) for p in range(self.count))
-        self.made[self.key(x, c, reader)] = buffers
+        self.made[key] = buffers
         if isinstance(source, l.Buffer) and any(self.beside(s, source, buffers) for s in self.steps):
             return
         order = sorted(range(kind.rank), key=lambda d: -_stride(kind, d))
         axes = tuple(Var(f"a{order.index(d)}", a.extent) for d, a in enumerate(free))
-        values = parts(substitute(whole, dict(zip(free, axes, strict=True))), self.count)
+        values = parts(substitute(whole, dict(zip(free, axes, strict=True))), self.count, self.scale)
         stores = tuple(l.Store(b, axes, v) for b, v in zip(buffers, values, strict=True))
         maker = l.Kernel(self.fresh(f"{name}_parts"), tuple(axes[d] for d in order), stores, reader.source)
         self.steps.insert(self.steps.index(reader), maker)
 
     def beside(self, step: Any, buffer: l.Buffer, parts_of: tuple[l.Buffer, ...]) -> bool:
-        """Have the kernel that stores a buffer store its parts too, where that is no product itself."""
+        """Have the kernel that stores a buffer store its parts too, where that is no product itself, and nobody else
+        stores some of it.
+        """
         if not isinstance(step, l.Kernel) or buffer not in step.writes:
+            return False
+        if buffer in self.program.inputs or sum(buffer in s.writes for s in self.steps) > 1:
             return False
         if any(isinstance(x, l.Reduce) and contraction(x) is not None for x in topological(step.stores)):
             return False
         store, *others = (s for s in step.stores if s.buffer is buffer)
         if others:  # each stores a part of it
             return False
-        more = (l.Store(b, store.index, v) for b, v in zip(parts_of, parts(store.value, self.count), strict=True))
+        values = parts(store.value, self.count, self.scale)
+        more = (l.Store(b, store.index, v) for b, v in zip(parts_of, values, strict=True))
         self.steps[self.steps.index(step)] = l.Kernel(step.name, step.axes, (*step.stores, *more), step.source)
         return True
 
@@ -320,7 +356,7 @@ class _Parts:
         """Kernels that store parts no longer store the whole, where nobody reads it any more."""
         read = {b for s in self.steps for b in s.reads} | set(self.program.results)
         for n, s in enumerate(self.steps):
-            gone = {b for b in s.writes if (b, ()) in self.made and b not in read}
+            gone = {b for b in s.writes if any((b, (), x) in self.made for x in (SCALE, 1.0)) and b not in read}
             if isinstance(s, l.Kernel) and gone and gone < set(s.writes):
                 kept = tuple(x for x in s.stores if x.buffer not in gone)
                 self.steps[n] = l.Kernel(s.name, s.axes, kept, s.source)
@@ -334,25 +370,41 @@ class _Parts:
     # -- their products ------------------------------------------------------------------------------------------------
 
     def multiplied(self, kernel: l.Kernel, products: Sequence[Contraction]) -> l.Kernel:
-        """A kernel whose products are those of parts."""
+        """A kernel whose products are those of parts, inner ones first."""
         new: dict[Any, Any] = {}
         for c in products:
             axes, _ = l.open_binder(c.reduce)
             own: dict[Any, Any] = dict(zip(c.reduce.axes, axes, strict=True))
-            a, b = ([substitute(p, own) for p in self.loads(x, c, kernel)] for x in c.factors)
+            a, b = ([substitute(p, own) for p in self.factor(operand(x), c, kernel, new)] for x in c.factors)
             terms = [apply("mul", apply("f32", a[i]), apply("f32", b[j])) for i, j in pairs(self.count)]
-            new[c.reduce] = l.Reduce.make(c.reduce.monoid, axes, (total(terms, self.count),))
+            new[c.reduce] = l.Reduce.make(c.reduce.monoid, axes, (total(terms, self.count, self.scale),))
         stores = tuple(substitute(s, new) for s in kernel.stores)
         return l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
+
+    def factor(self, x: Node, c: Contraction, kernel: l.Kernel, new: dict[Any, Any]) -> Sequence[Node]:
+        """What a factor is in the products of parts: read from where they are, or made of what was summed inside."""
+        return small_parts(substitute(x, new), self.count) if _made(x) else self.loads(x, c, kernel)
 
     def loads(self, x: Node, c: Contraction, kernel: l.Kernel) -> list[Node]:
         """What a factor is in the products of parts: loads of parts, or terms of the factor as it lies in memory."""
         if x in self.inside:
             return parts(x, self.count)
-        source, free = self.key(x, c, kernel)
+        source, free, _ = key = self.key(x, c, kernel)
         if isinstance(x, l.Load) and isinstance(source, l.Buffer):
-            return [l.Load(b, x.index, x.inside) for b in self.made[source, free]]
-        return [l.Load(b, free) for b in self.made[source, free]]
+            return [l.Load(b, x.index, x.inside) for b in self.made[key]]
+        return [l.Load(b, free) for b in self.made[key]]
+
+
+def _outside(c: Chain) -> list[Contraction]:
+    """The sums outside of a chain."""
+    every = accumulators(c.kernel)
+    found = [nested_contraction(every[name]) for name, _ in c.outside]
+    return [x for x in found if x is not None]
+
+
+def _made(x: Node) -> bool:
+    """Whether a factor is made of what was summed inside."""
+    return any(isinstance(y, l.Reduce) for y in topological([x]))
 
 
 def _sides(kernel: l.Kernel) -> list[frozenset[Node]]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from terrazzo.ir.contraction import contraction, nested_contraction, operand
+from terrazzo.ir.contraction import Contraction, contraction, nested_contraction, operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.nest import accumulators
 from terrazzo.ir.node import Node, topological
@@ -19,7 +19,8 @@ WHOLE = 16
 class Chain:
     """sum over `steps` of f(sum over `depth` of a * b) * c: `rows` only a knows, `columns` only c. f may have further
     such sums `beside` the first, each with its own a and b, over the same axes. There may be `others` of such f and c,
-    which share sums inside.
+    which share sums inside. Sums may have several `terms`, as those of parts of float32: a, b and c are the first one's
+    then, and `factors` has all.
     """
 
     kernel: l.Kernel
@@ -32,6 +33,8 @@ class Chain:
     operands: tuple[Node, Node, Node]
     beside: tuple[tuple[str, Node, Node], ...] = ()
     others: tuple[tuple[str, Node], ...] = ()
+    factors: tuple[tuple[str, tuple[Node, ...]], ...] = ()
+    terms: int = 1
 
     @property
     def sums(self) -> tuple[str, ...]:
@@ -43,6 +46,20 @@ class Chain:
         """The sums outside, by name, each with its c."""
         return ((self.outer, self.operands[2]), *self.others)
 
+    def read(self, *names: str) -> tuple[Node, ...]:
+        """What some sums multiply that lies in memory, each once."""
+        return tuple(dict.fromkeys(x for name, found in self.factors if name in names for x in found))
+
+    @property
+    def inside(self) -> tuple[Node, ...]:
+        """What the sums inside multiply, each once."""
+        return self.read(*self.sums)
+
+    @property
+    def along(self) -> tuple[Node, ...]:
+        """What the sums outside multiply that lies in memory, each once."""
+        return self.read(*(name for name, _ in self.outside))
+
     @property
     def width(self) -> int:
         """Columns as instructions take them: what lies beyond is brought in as zeros, and not stored."""
@@ -53,11 +70,6 @@ class Chain:
         """What the sums inside go along, as instructions take it."""
         return -(-int(self.depth.extent) // WHOLE) * WHOLE
 
-    @property
-    def inside(self) -> tuple[Node, ...]:
-        """What the sums inside multiply, each once."""
-        return tuple(dict.fromkeys((*self.operands[:2], *(x for _, *pair in self.beside for x in pair))))
-
 
 def chain(kernel: l.Kernel) -> Chain | None:
     """The kernel as a chain of products, or None."""
@@ -65,19 +77,25 @@ def chain(kernel: l.Kernel) -> Chain | None:
     if not found:
         return None
     inner = list(dict.fromkeys(x for sums, *_ in found for x in sums))
-    (name, a, b, depth), *more = inner
-    (_, outer, steps, c), *rest = found
+    (name, pairs, depth), *more = inner
+    (_, outer, steps, along), *rest = found
     if any(d is not depth for *_, d in more) or any(x is not steps for *_, x, _ in rest):
         return None
-    others = tuple((other, x) for _, other, _, x in rest)
-    outside = (c, *(x for _, x in others))
-    first, last = (a, *(x for _, x, *_ in more)), (b, *(x for *_, x, _ in more))
+    if len({len(x) for x in (along, *(x for *_, x in rest), *(x for _, x, _ in inner))}) > 1:
+        return None
+    others = tuple((other, x[0]) for _, other, _, x in rest)
+    outside = (along[0], *(x for _, x in others))
+    first, last = (tuple(x[0][side] for _, x, _ in inner) for side in (0, 1))
     rows = [x for x in kernel.axes if _in_each(x, first) and not _in_any(x, (*last, *outside))]
     columns = [x for x in kernel.axes if _in_each(x, outside) and not _in_any(x, (*first, *last))]
     if not rows or not columns:
         return None
-    beside = tuple((other, x, y) for other, x, y, _ in more)
-    return Chain(kernel, name, outer, rows[-1], columns[-1], steps, depth, (a, b, c), beside, others)
+    beside = tuple((other, *x[0]) for other, x, _ in more)
+    factors = [(x, tuple(y for pair in found for y in pair)) for x, found, _ in inner]
+    factors += [(outer, along), *((x, found) for _, x, _, found in rest)]
+    operands = *pairs[0], along[0]
+    sums = name, outer, rows[-1], columns[-1], steps, depth, operands, beside, others
+    return Chain(kernel, *sums, tuple(factors), len(along))
 
 
 def _in_each(axis: Any, terms: tuple[Node, ...]) -> bool:
@@ -94,18 +112,22 @@ Nested = tuple[str, str, Any, Any, tuple[Node, Node, Node]]
 
 def nested(kernel: l.Kernel) -> Iterator[Nested]:
     """The products of which one is a factor of the other, each over one axis."""
-    for inner, outer, steps, c in _nested(kernel):
-        if len(inner) == 1:
-            ((name, a, b, depth),) = inner
-            yield name, outer, steps, depth, (a, b, c)
+    for inner, outer, steps, along in _nested(kernel):
+        if len(inner) == len(along) == 1:
+            ((name, ((a, b),), depth),) = inner
+            yield name, outer, steps, depth, (a, b, along[0])
 
 
-Inner = tuple[str, Node, Node, Any]
-"""A sum by name, its operands, of which the second knows the steps of the sum around it, and what it sums over."""
+Inner = tuple[str, tuple[tuple[Node, Node], ...], Any]
+"""A sum by name, its pairs of operands, of which the second ones know the steps of the sum around it, and what it sums
+over.
+"""
 
 
-def _nested(kernel: l.Kernel) -> Iterator[tuple[list[Inner], str, Any, Node]]:
-    """The products that have products in a factor: these, the outer one by name, its axis, and its other factor."""
+def _nested(kernel: l.Kernel) -> Iterator[tuple[list[Inner], str, Any, tuple[Node, ...]]]:
+    """The products that have products in a factor: these, the outer one by name, its axis, and its other factors, one
+    for each of its terms.
+    """
     names = {r: name for name, r in accumulators(kernel).items() if isinstance(r, l.Reduce)}
     for r, name in names.items():
         outer = nested_contraction(r)
@@ -113,15 +135,19 @@ def _nested(kernel: l.Kernel) -> Iterator[tuple[list[Inner], str, Any, Node]]:
             kernel.axes
         ):  # it would be computed again at every point of an axis it does not know
             continue
-        if outer is None or len(r.axes) != 1 or len(outer.terms) > 1 or contraction(r) is not None:
+        if outer is None or len(r.axes) != 1 or contraction(r) is not None:
             continue
         (steps,) = r.axes
-        for f, g in (outer.factors, outer.factors[::-1]):
-            found = [contraction(x) for x in topological([f]) if isinstance(x, l.Reduce)]
+        for side in (0, 1):
+            made = [pair[side] for pair in outer.terms]
+            found = [contraction(x) for x in topological(made) if isinstance(x, l.Reduce)]
             inner = [c for c in found if c and c.reduce in names and steps in c.reduce.free]
-            inner = [c for c in inner if len(c.reduce.axes) == len(c.terms) == 1]
-            pairs = [c.factors if steps in c.factors[1].free else c.factors[::-1] for c in inner]
+            inner = [c for c in inner if len(c.reduce.axes) == 1]
             if inner:
-                each = zip(inner, pairs, strict=True)
-                sums = [(names[c.reduce], operand(a), operand(b), c.reduce.axes[0]) for c, (a, b) in each]
-                yield sums, name, steps, operand(g)
+                sums: list[Inner] = [(names[c.reduce], _pairs(c, steps), c.reduce.axes[0]) for c in inner]
+                yield sums, name, steps, tuple(operand(pair[1 - side]) for pair in outer.terms)
+
+
+def _pairs(c: Contraction, steps: Any) -> tuple[tuple[Node, Node], ...]:
+    """What is multiplied, the factors that know the steps last."""
+    return tuple((operand(a), operand(b)) if steps in b.free else (operand(b), operand(a)) for a, b in c.terms)

@@ -37,6 +37,8 @@ BARRIERS = 1024
 """Bytes of shared memory for barriers, and for what slabs begin at multiples of."""
 EXPONENTIALS = 27.2
 """Exponentials that a processor finds in a nanosecond: 16 in each of 1.7 cycles."""
+ROUNDED = 40.0
+"""Parts of weights that a processor makes in a nanosecond: four instructions each. An estimate."""
 BESIDE = {(False, 1): 1.0, (False, 2): 0.8, (False, 3): 0.7, (True, 1): 0.6, (True, 2): 0.5, (True, 3): 0.35}
 """How much of the time for exponentials is not hidden behind products: whether steps overlap, and by the number of
 warpgroups. 4 x 32 x 2048 x 128 took 497 us with two on an H200 and 455 overlapped (a text by hand); that three hide
@@ -57,7 +59,8 @@ class Groups:
     """`count` warpgroups have 64 rows each, and `step` columns of the inner product in a step, of which operands have
     `slots`. Steps overlap, or do not; results gather in shared memory, or do not. There are `blocks` that stay for
     several tiles (0: each has one), and walk `together` rows of tiles at a time; what is held for a tile has `held`
-    slots: the next one's comes while this one is multiplied. Where products take `turns`, each begins by itself.
+    slots: the next one's comes while this one is multiplied. Where products take `turns`, each begins by itself. One
+    warpgroup may lag `behind` another by a step's first product.
     """
 
     count: int
@@ -69,12 +72,13 @@ class Groups:
     together: int = 0
     held: int = 1
     turns: bool = False
+    behind: bool = False
 
     def shared(self, c: Chain) -> int:
         """Bytes of shared memory."""
         depth, width, rows = c.deep, c.width, self.count * ROWS
         down = sum(c.rows in x.free for x in c.inside)
-        more = [x for x in outer_operands(c) if not (self.turns and _brought(c, x))]
+        more = [x for x in c.along if not (self.turns and _brought(c, x))]
         along = (len(c.inside) - down) * depth + len(more) * width
         operands = 2 * (down * self.held * rows * depth + self.slots * self.step * along)
         results = 2 * len(c.outside) * gathering(c) * rows * parts(width)
@@ -98,19 +102,15 @@ def on_warpgroups(c: Chain, gpu: Gpu, way: Groups, longest_first: bool = False) 
         along = {called(x): _by_tma(depth, way.held if c.rows in x.free else 1) for x in terms}
         return Site(names, (mine, across, _depth(c.depth, depth)), (*along.items(),), inner)
 
-    def last(sum_: str, v: Any) -> Site:
-        return Site((sum_,), (mine, columns, _depth(c.steps, step)), ((called(v), _by_tma(width)),), outer)
+    def last(sum_: str, terms: Sequence[Any]) -> Site:
+        along = {called(x): _by_tma(width) for x in terms}
+        return Site((sum_,), (mine, columns, _depth(c.steps, step)), (*along.items(),), outer)
 
-    each = [((x,), pair) for x, *pair in ((c.inner, *c.operands[:2]), *c.beside)] if way.turns else [(c.sums, c.inside)]
-    sites = (*(first(*x) for x in each), *(last(*x) for x in c.outside))
+    each = [(x,) for x in c.sums] if way.turns else [c.sums]
+    sites = (*(first(x, c.read(*x)) for x in each), *(last(x, c.read(x)) for x, _ in c.outside))
     results = _gathered(c) if way.gathered else alike(c)
     lines = Tile(way.count * ROWS, step, way.slots).lines(c, longest_first, overlap=way.overlap)
     return Schedule(c.kernel.name, gpu.arch, tuple(lines), (), _directives(way), (*sites, *results))
-
-
-def outer_operands(c: Chain) -> list[Any]:
-    """What the sums outside multiply by, each once."""
-    return [*dict.fromkeys(x for _, x in c.outside)]
 
 
 def _brought(c: Chain, x: Any) -> bool:
@@ -129,7 +129,7 @@ def _directives(way: Groups) -> tuple[Any, ...]:
         ("math", Word("warpgroup", (way.count,))),
         ("registers", REGISTERS[way.count] if way.count != 2 else (24, 240)),
     )
-    roles += (("lag", True),) if way.turns and way.count > 1 else ()
+    roles += (("lag", True),) if (way.turns or way.behind) and way.count > 1 else ()
     order = (("order", Word("grouped", (way.together,))),) if way.together else ()
     stay = (("persistent", (way.blocks,), order),) if way.blocks else ()
     return (*stay, ("roles", (), roles))
@@ -165,11 +165,14 @@ def _gathered(c: Chain) -> tuple[Site, ...]:
 
 def arrangements(c: Chain, gpu: Gpu) -> Iterator[Groups]:
     """What a processor has room for, one block for each tile."""
+    if c.terms > 1:
+        yield from _of_parts(c, gpu)
+        return
     if c.beside or c.others:
         yield from _in_turns(c, gpu)
     most = STEP if c.width <= 128 and not c.beside else STEP // 2  # each sum of a step is in registers
     counts = [n for n in (1, 2, 3) if (n - 1) * ROWS < c.rows.extent]
-    brought = {x.buffer for operand in (*c.inside, *outer_operands(c)) for x in loads(operand)}
+    brought = {x.buffer for operand in (*c.inside, *c.along) for x in loads(operand)}
     others = {*c.kernel.reads} - brought
     fewer = others and most == STEP  # what columns are made of besides is in registers too
     steps = dict.fromkeys(min(n, ceil(c.steps.extent, 16) * 16) for n in ((most, STEP // 2) if fewer else (most,)))
@@ -177,6 +180,21 @@ def arrangements(c: Chain, gpu: Gpu) -> Iterator[Groups]:
         if count == 3 and (c.width > 64 or others):
             continue  # 160 registers hold no more sums, nor a mask, beside 128 scores
         yield from _roomiest(Groups(count, step, MOST_SLOTS, overlap, gathered), c, gpu)
+
+
+def _of_parts(c: Chain, gpu: Gpu) -> Iterator[Groups]:
+    """With sums of several terms, whose steps take long: one warpgroup multiplies while another finds weights. Sums of
+    a step are registers beside those of the tile, and so are parts of weights.
+    """
+    if c.beside or c.others:
+        return
+    parts_of, width = len(c.read(c.outer)), c.width // 2
+    steps = dict.fromkeys(min(n, ceil(c.steps.extent, 16) * 16) for n in (STEP, STEP // 2, STEP // 4))
+    for step, count in product(steps, (2, 1)):
+        factors = parts_of * step // 4
+        if width + max(width, step // 2) + factors > FULL or (count - 1) * ROWS >= c.rows.extent:
+            continue
+        yield from _roomiest(Groups(count, step, 2, False, False, behind=count > 1), c, gpu, least=1)
 
 
 def _in_turns(c: Chain, gpu: Gpu) -> Iterator[Groups]:
@@ -206,7 +224,8 @@ def staying(way: Groups, c: Chain, gpu: Gpu, unlike: bool) -> Iterator[Groups]:
     others = outside(c)
     if math.prod(others) * ceil(c.rows.extent, way.count * ROWS) <= gpu.processors:
         return
-    size = 2 * c.steps.extent * (c.deep + c.width)  # of what goes along with the steps
+    along = sum(c.deep for x in c.inside if c.rows not in x.free) + len(c.along) * c.width
+    size = 2 * c.steps.extent * along  # of what goes along with the steps
     rows = others[-1] if others and unlike else 1
     groups = [n for n in range(1, rows + 1) if rows % n == 0 and (n == 1 or n * size <= CACHED)]
     for together in groups:
@@ -219,13 +238,18 @@ def staying(way: Groups, c: Chain, gpu: Gpu, unlike: bool) -> Iterator[Groups]:
 
 
 def price(way: Groups, c: Chain, gpu: Gpu, steps: Sequence[int]) -> float:
-    """Nanoseconds, where a tile visits so many steps for each part of the rows, in the order they are walked in."""
+    """Nanoseconds, where a tile visits so many steps for each part of the rows, in the order they are walked in. Both
+    factors of a product inside come from shared memory, 128 bytes at a time: an instruction of fewer than 64 columns
+    waits for its rows.
+    """
     width, depth = c.width, c.deep
     assert gpu.warpgroups is not None
     rate = gpu.warpgroups.rate / gpu.processors
     deep = depth * len(c.sums), width * len(c.outside)
-    inner, outer = (2 * way.count * ROWS * way.step * n / rate for n in deep)
+    inner, outer = (2 * way.count * ROWS * way.step * n * c.terms / rate for n in deep)
+    inner *= max(1.0, (ROWS + way.step) / (2 * way.step))
     found = way.count * ROWS * way.step / EXPONENTIALS
+    found += (len(c.read(c.outer)) - 1) * way.count * ROWS * way.step / ROUNDED if c.terms > 1 else 0.0
     busy = inner + outer + (1.0 if way.turns and way.count == 1 else BESIDE[way.overlap, way.count]) * found
     alone = (inner + (0.0 if way.overlap else outer) + found) / way.count + TURNAROUND
     each = max(busy, alone)

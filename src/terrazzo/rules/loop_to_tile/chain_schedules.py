@@ -43,7 +43,8 @@ class Tile:
         lines.append((c.columns.name, (*over, Factor("block", c.width))))
         count = ceil(c.steps.extent, self.step)
         early = (("overlap", 1),) if overlap and count > 1 else ()
-        steps = Factor("time", count, (("ring", self.slots), *early)), Factor("block", self.step)
+        exact = (("promote", True),) if c.terms > 1 else ()
+        steps = Factor("time", count, (("ring", self.slots), *early, *exact)), Factor("block", self.step)
         return [*lines, (axis_name(c.steps), steps)]
 
 

@@ -66,7 +66,7 @@ def estimate(kernel: l.Kernel, gpu: Gpu) -> Estimate:
         points = math.prod(a.extent for a in kernel.axes) // both.columns.extent * both.steps.extent
         points = int(points * _visited(kernel, both))
         deep = len(both.sums) * both.depth.extent + len(both.outside) * both.columns.extent
-        operations = 2 * points * deep
+        operations = 2 * points * deep * both.terms
         products, between = operations / (CHAINED * gpu.warpgroups.rate), points * BETWEEN
         work_time = max(products, between) + BESIDE * min(products, between)
         time = max(moved / gpu.memory, work_time) + gpu.launch

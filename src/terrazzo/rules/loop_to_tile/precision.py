@@ -9,8 +9,9 @@ from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.sites import Product, no_product, product
-from terrazzo.rules.loop_to_tile import tiles, warpgroups
+from terrazzo.rules.loop_to_tile import chains, tiles, warpgroups
 from terrazzo.rules.loop_to_tile.apart import products_apart
+from terrazzo.rules.loop_to_tile.chain import chain
 from terrazzo.rules.loop_to_tile.estimate import expected
 from terrazzo.rules.loop_to_tile.forms import for_warpgroups, merged
 from terrazzo.rules.tile.complete import Refused
@@ -31,7 +32,7 @@ def gain(
     worth having.
     """
     time, why = _in_parts(after, gpu, lost)
-    if why:
+    if why or chain(after[-1]) is not None:  # which stores no scores, and which nothing multiplies otherwise
         return 0.0, why
     old = expected(before, gpu)
     new = time + expected(after[:-1], gpu)
@@ -43,6 +44,9 @@ def _in_parts(after: Sequence[l.Kernel], gpu: Gpu, lost: Callable[[k.Kernel], st
     """What the last of the kernels, a product of parts, takes on warpgroups; or why it is none that they take."""
     if "wgmma" not in gpu.features:
         return math.inf, f"parts are multiplied by wgmma, and the target is {gpu.arch}"
+    if chain(after[-1]) is not None:
+        why = chains.refusal(after[-1], gpu, lost)
+        return (math.inf if why else 0.0), why
     if (p := product(after[-1])) is None:
         return math.inf, no_product(after[-1]) or "it is no product"
     whole = product(merged(after[-1], p, gpu).kernel) or p

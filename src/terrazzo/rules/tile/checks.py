@@ -38,7 +38,7 @@ from terrazzo.rules.tile.frames import move_frames
 from terrazzo.rules.tile.layouts import conversions
 from terrazzo.rules.tile.order import begun, clusters, grid
 from terrazzo.rules.tile.overlap import check as overlap
-from terrazzo.rules.tile.overlap import freed_late, lags, may_take_turns
+from terrazzo.rules.tile.overlap import freed_late, lags, may_fall_behind, may_take_turns
 from terrazzo.rules.tile.products import box, place, promoted
 from terrazzo.rules.tile.reach import skip_steps
 from terrazzo.rules.tile.results import aligned, combination, jammed, no_boxes
@@ -124,7 +124,9 @@ def _agent(line: Agent, plan: Plan, draft: Draft) -> None:
     need(line.turns == turns, f"its teams {'take' if turns else 'do not take'} turns")
     lag = line.name == MATH and lags(draft)
     need(line.lag == lag, f"its teams {'lag' if lag else 'do not lag'} behind one another")
-    need(not lag or staggered(draft, plan.all(Product)), "teams lag whose products begin one by one")
+    if lag and not staggered(draft, plan.all(Product)):
+        need(not overlaps(draft), "steps that overlap need no teams that lag")
+        may_fall_behind(plan)
     if line.name != LOAD:
         _same("warps are", line.each if turns else line.warps, bound_warps(draft))
         meant = line.warps // WARPS_IN_A_GROUP if groups and line.name == MATH else 1

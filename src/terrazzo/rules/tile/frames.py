@@ -18,11 +18,11 @@ EXPONENTIALS = ("exp", "exp2", "approx_exp2")
 
 @dataclass(frozen=True)
 class Framed:
-    """A weight: `rounded` is what the product takes, made of `weight` = f(`score` - `top`), or of f of a multiple: of
-    the difference times `by`, or, where it was multiplied `early`, of the difference of both times `by`.
+    """A weight: `rounded` are what the product takes, one or parts, made of `weight` = f(`score` - `top`), or of f of a
+    multiple: of the difference times `by`, or, where it was multiplied `early`, of the difference of both times `by`.
     """
 
-    rounded: Node
+    rounded: tuple[Node, ...]
     weight: l.Apply
     score: Node
     top: l.Reduce
@@ -55,7 +55,8 @@ def framed(draft: Draft, product: Product) -> Framed | None:
 
 def weight(c: Contraction) -> Framed | None:
     """The weight among a contraction's factors."""
-    for factor in c.factors:
+    for side, factor in enumerate(c.factors):
+        rounded = tuple(dict.fromkeys(operand(pair[side]) for pair in c.terms))
         tops = [x for x in reductions(factor) if x.monoid.name == "max"]
         if len(tops) != 1:
             continue
@@ -65,11 +66,11 @@ def weight(c: Contraction) -> Framed | None:
             inner, by = _multiple(e.args[0])
             match inner:
                 case l.Apply(fn=minus, args=(score, top)) if minus.name == "sub" and top is tops[0]:
-                    return Framed(operand(factor), e, score, tops[0], by)
+                    return Framed(rounded, e, score, tops[0], by)
                 case l.Apply(fn=minus, args=(one, other)) if minus.name == "sub" and by is None:
                     (score, by), (top, same) = _multiple(one), _multiple(other)
                     if by is not None and by is same and top is tops[0]:
-                        return Framed(operand(factor), e, score, tops[0], by, early=True)
+                        return Framed(rounded, e, score, tops[0], by, early=True)
     return None
 
 

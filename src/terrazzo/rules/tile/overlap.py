@@ -79,6 +79,28 @@ def take_turns(plan: Plan, draft: Draft) -> Plan | None:
     return Plan(plan.kernel, plan.target, lines, plan.open).plus(read=read)
 
 
+@rule(keys=(Plan,))
+def fall_behind(plan: Plan, draft: Draft) -> Plan | None:
+    """`roles(..., lag=True)` where a step's products come one after the other: a warpgroup begins a step when the one
+    before it has that step's first sums, so that one multiplies while the other makes factors.
+    """
+    if not plan.all(Ring) or not lags(draft) or any(a.lag for a in plan.all(Agent)) or overlaps(draft):
+        return None
+    may_fall_behind(plan)
+    lines = tuple(_lagging(x) if isinstance(x, Agent) and x.name == MATH else x for x in plan.lines)
+    return Plan(plan.kernel, plan.target, lines, plan.open).plus(read=draft.read(None, "roles", "lag"))
+
+
+def may_fall_behind(plan: Plan) -> None:
+    """Declines where warpgroups have nothing to do that others could multiply meanwhile."""
+    products = plan.all(Product)
+    need(
+        len(products) == 2 and products[-1].a == "values" and all(warps(matrix(p.on)) > 1 for p in products),
+        "warpgroups lag behind one another where a product of theirs takes what is made of another one's sums",
+    )
+    need(any(plan.named(x).over for x in products[0].rings), "warpgroups lag behind one another step by step")
+
+
 def lags(draft: Draft) -> bool:
     """Whether the schedule has warpgroups lag behind one another."""
     return dict(draft.schedule.options("roles")).get("lag") is True
@@ -169,4 +191,4 @@ def _factors(x: Any) -> list[Node]:
     return [x]
 
 
-RULES = (start_early, take_turns)
+RULES = (start_early, take_turns, fall_behind)

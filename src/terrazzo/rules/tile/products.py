@@ -92,7 +92,11 @@ def promoted(draft: Draft, together: list[str]) -> bool:
         return False
     need(not scaled or len(scales) == 1, f"{together[0]}: its sums are scaled otherwise than those beside them")
     need(draft.instruction(site) is not None, f"{together[0]}: sums on CUDA cores need no promotion")
-    need(len(together) == len(draft.products), f"{together[0]}: sums of a chain of products are not promoted")
+    overlaps = any(draft.option(f, "overlap", 0) for a in c.reduce.axes for f in draft.times(a, site))
+    need(
+        len(together) == len(draft.products) or not overlaps,
+        f"{together[0]}: sums of a chain whose steps overlap are not promoted",
+    )
     return True
 
 

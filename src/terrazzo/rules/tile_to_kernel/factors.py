@@ -99,7 +99,7 @@ class Factors:
         if self.frame is None:
             return self.point_by_point(p).declare()
         scores, _ = self.scores(p)
-        return {self.frame.found.rounded: self.frame.declare(scores)}
+        return self.frame.declare(scores)
 
     def point_by_point(self, p: Product) -> Made:
         """How a factor is made that is in no frame."""

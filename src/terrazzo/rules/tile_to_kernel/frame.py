@@ -86,14 +86,18 @@ class Frame:
         shape, kind = [d.size for d in held(rows)], found.top.dtype
         self.top = builder.registers("top", kind, shape, l.Literal(-math.inf, kind))
         self.total = builder.registers("total", kind, shape, l.Literal(0.0, kind))
-        self.weights: k.Registers | None = None
+        self.weights: dict[Node, k.Registers] = {}
         self.fetched: Kept = {}
         self.worth: k.Registers | None = None
 
-    def declare(self, scores: Fragment) -> k.Registers:
-        """Registers for the weights of a step, and for what the sums so far are worth in their frame."""
-        kind: Any = self.found.rounded
-        self.weights = self.builder.registers("w", kind.dtype, scores.place.type.static_shape)
+    def declare(self, scores: Fragment) -> dict[Node, k.Registers]:
+        """Registers for the weights of a step, or parts of them, and for what the sums so far are worth in their
+        frame.
+        """
+        rounded: Any = self.found.rounded
+        order: list[Any] = [x for x in topological(rounded, stop=lambda x: x is self.found.weight) if x in rounded]
+        shape = scores.place.type.static_shape
+        self.weights = {x: self.builder.registers("w", x.dtype, shape) for x in order}
         self.worth = self.builder.registers("worth", self.found.top.dtype, self.top.type.static_shape)
         return self.weights
 
@@ -186,12 +190,20 @@ class Frame:
 
     def round(self, scores: Fragment) -> None:
         """The last weights, which lie in place of their scores, as the product takes them."""
-        found, place, weights = self.found, scores.place, self.weights
-        assert weights is not None
         at = scores.index({p.axis: p.digits for p in scores.parts})
-        given = substitute(found.rounded, {found.weight: l.Load(place, at)})
         loops = [(d.variable, True) for d in (*held(self.rows), *held(self.columns))]
-        self.builder.loops(loops, lambda: self.builder.add(l.Store(weights, at, given)))
+        (*first, last), builder = self.weights.items(), self.builder
+
+        def one() -> None:
+            known: dict[Node, Node] = {self.found.weight: l.Load(scores.place, at)}
+            for x, place in first:  # of parts, each is made of what those before leave, which is found in 32 bits
+                kind: Any = x
+                rounded = builder.let(l.apply("f32", builder.let(substitute(x, known))))
+                builder.add(l.Store(place, at, l.apply(kind.dtype.name, rounded)))
+                known[l.apply("f32", x)] = rounded
+            builder.add(l.Store(last[1], at, substitute(last[0], known)))
+
+        builder.loops(loops, one)
 
     def moved(self, old: Node, new: Node) -> tuple[Node, Node]:
         """What to subtract in a new frame, and what sums of the old one are worth in it. Where there is no score yet,

@@ -36,7 +36,7 @@ from terrazzo.rules.tile_to_kernel.factors import Factors
 from terrazzo.rules.tile_to_kernel.meet import meet
 from terrazzo.rules.tile_to_kernel.memory import Memory, freed_by_teams, lagging, operands
 from terrazzo.rules.tile_to_kernel.multiply import Fragment, Group, Multiply
-from terrazzo.rules.tile_to_kernel.promote import Promotion
+from terrazzo.rules.tile_to_kernel.promote import Promotion, halves
 from terrazzo.rules.tile_to_kernel.scope import Scope
 from terrazzo.rules.tile_to_kernel.staggered import Staggered
 from terrazzo.rules.transports import TRANSPORTS, Transport
@@ -168,7 +168,11 @@ class Pipeline:
                         self.wait(self.plan.named(name), t)
                         waited.add(name)
                 values = values | self.converted.values(p, t)
+                if first := not self.outermost(p):
+                    self.follow(t)
                 self.products(p, t, values, left=1 if late else 0)
+                if first:
+                    self.lead(t)
                 for name in p.rings:
                     ring = self.plan.named(name)
                     if ring.over and not any(name in q.rings for q in todo):
@@ -422,21 +426,13 @@ class Pipeline:
             self.declare(p)
         first = self.draft.products[p.sites[0]]
         *small, last = dict.fromkeys(first.scales) if p.promote else (1.0,)
-        pieces = self.halves(p) if len(small) > 1 else 1
+        pieces = halves(self.draft, p) if len(small) > 1 else 1
         for scale, piece in [*((s, (0, 1)) for s in small), *((last, (n, pieces)) for n in range(pieces - 1))]:
             self.product(p, t, values, slots, scale, piece)
             self.settle(p, 0)
             self.promotion.add()
         self.product(p, t, values, slots, last, (pieces - 1, pieces))
         self.settle(p, left)
-
-    def halves(self, p: Product) -> int:
-        """Into how many pieces a step of a warpgroup's product is cut: two where that leaves two instructions each."""
-        site, sums = self.draft.site(p.sites[0]), self.draft.products[p.sites[0]]
-        factors = [f for a in sums.reduce.axes for f in self.draft.binding(a, site)]
-        deep = [f.size for f in factors if f.level == "reg" and f.size > 1]
-        own = isinstance(matrix(p.on), WarpgroupInstruction) and self.turns is None
-        return 2 if own and len(deep) == 1 and deep[0] % 4 == 0 else 1
 
     def product(
         self,

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from functools import partial
 
+from terrazzo.hw.products import matrix
 from terrazzo.hw.wgmma import WarpgroupInstruction
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.plan import Product
 from terrazzo.rules.tile.digits import Bindings, zero
+from terrazzo.rules.tile.draft import Draft
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.multiply import Fragment
 
@@ -55,3 +58,12 @@ class Promotion:
             both = l.apply("add", l.Load(total, at), more)
             self.builder.loops([(v, True) for v in at], partial(self.builder.add, l.Store(total, at, both)))
         self.open = []
+
+
+def halves(draft: Draft, p: Product) -> int:
+    """Into how many pieces a step of a warpgroup's product is cut: two where that leaves two instructions each."""
+    site, sums = draft.site(p.sites[0]), draft.products[p.sites[0]]
+    factors = [f for a in sums.reduce.axes for f in draft.binding(a, site)]
+    deep = [f.size for f in factors if f.level == "reg" and f.size > 1]
+    own = isinstance(matrix(p.on), WarpgroupInstruction) and p.a != "ldmatrix"
+    return 2 if own and len(deep) == 1 and deep[0] % 4 == 0 else 1

@@ -1,0 +1,73 @@
+"""Attention in float32: one kernel of products of parts, no scores in memory, as exact as eager."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.kernels.programs import Lowered, lowered
+from tests.kernels.test_attention import by_hand, causal, close, grouped, heads_last, lines, plain, tensors
+
+from terrazzo.ir.plan import Frame, Product, Reach
+
+
+def in_one(found: Lowered) -> bool:
+    """Whether there is one kernel beside those that store parts of what it multiplies."""
+    *makers, _ = found.kernels
+    return len(lines(found, Frame)) == 1 and len(makers) == 3 and all(len(s.writes) == 3 for s in makers)
+
+
+def hidden(q: Any, k: Any, v: Any) -> Any:
+    seen = torch.arange(k.shape[2])[None, :] <= torch.arange(q.shape[2])[:, None] * 2 + 5
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+
+CASES = [
+    (plain, ((1, 2, 128, 64),) * 3),
+    (plain, ((1, 1, 200, 128),) * 3),
+    (plain, ((1, 1, 150, 192),) * 3),
+    (plain, ((1, 2, 70, 40), (1, 2, 77, 40), (1, 2, 77, 40))),
+    (plain, ((1, 2, 64, 64), (1, 2, 300, 64), (1, 2, 300, 128))),
+    (causal, ((1, 1, 200, 64),) * 3),
+    (hidden, ((1, 1, 130, 96),) * 3),
+    (grouped, ((1, 4, 64, 64), (1, 2, 128, 64), (1, 2, 128, 64))),
+    (heads_last, ((1, 128, 2, 72),) * 3),
+    (by_hand, ((1, 2, 128, 64),) * 3),
+]
+
+
+@pytest.mark.parametrize(("fn", "shapes"), CASES)
+def test_one_kernel(fn: Any, shapes: tuple[tuple[int, ...], ...]) -> None:
+    args = tensors(*shapes, dtype=torch.float32)
+    found = lowered(fn, args, "sm_90a")
+    assert in_one(found)
+    close(found, fn, args)
+
+
+def test_sums_of_a_step_are_added_up_on_cuda_cores() -> None:
+    args = tensors(*((1, 1, 128, 64),) * 3, dtype=torch.float32)
+    found = lowered(plain, args, "sm_90a")
+    scores, values = lines(found, Product)
+    assert not scores.promote and values.promote and values.a == "values"
+
+
+def test_masks_are_known_in_float32() -> None:
+    args = tensors(*((1, 1, 512, 64),) * 3, dtype=torch.float32)
+    assert len(lines(lowered(causal, args, "sm_90a"), Reach)) == 1
+
+
+@pytest.mark.parametrize(("fp32", "parts"), [("tf32", 2), ("bf16", 1)])
+def test_fewer_parts(fp32: str, parts: int) -> None:
+    args = tensors(*((1, 1, 128, 64),) * 3, dtype=torch.float32)
+    found = lowered(plain, args, "sm_90a", fp32=fp32)
+    *makers, _ = found.kernels
+    assert len(lines(found, Frame)) == 1 and all(len(s.writes) == parts for s in makers)
+    exact = plain(*(x.double() for x in args)).numpy()
+    (ours,) = found.simulated()
+    assert abs(ours - exact).max() < {2: 1e-4, 1: 2e-2}[parts]
+
+
+def test_exact_products_are_no_chain() -> None:
+    args = tensors(*((1, 1, 128, 64),) * 3, dtype=torch.float32)
+    assert not lines(lowered(plain, args, "sm_90a", fp32="exact"), Frame)
