@@ -13,7 +13,7 @@ from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.contraction import Contraction, contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Loaded
-from terrazzo.ir.node import Node, topological
+from terrazzo.ir.node import Node, per_node, topological
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,12 @@ def _chain(body: Sequence[nest.Statement], beside: bool) -> bool:
 
 def loads(term: Node) -> list[l.Load]:
     """What a term reads."""
-    return [x for x in topological([term]) if isinstance(x, l.Load)]
+    return [*_read_below(term), *([term] if isinstance(term, l.Load) else [])]
+
+
+@per_node
+def _read_below(term: Node) -> tuple[l.Load, ...]:
+    return tuple(x for x in topological(term.children) if isinstance(x, l.Load))
 
 
 def called(term: Node) -> str:

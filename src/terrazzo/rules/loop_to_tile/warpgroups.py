@@ -133,18 +133,23 @@ def plans(p: Product, gpu: Gpu) -> tuple[Plan, ...]:
     those that are alike, as all are that wait for memory, that of fewer waves is first; then that of more blocks, which
     all ask at once, and of squarer tiles, which read less.
     """
-    found = []
+    found: list[tuple[Plan, int]] = []
+    if gpu.warpgroups is None:
+        return ()
     for i in instructions_for(p, gpu)[0]:
-        if i.shape[1] in COLUMNS:
-            for tile in _tiles(p, i.shape[1]):
-                found += [Plan(tile, s, i, _time(p, tile, s, gpu)) for s in _pieces(p, tile, gpu)]
-                found += [Plan(x, 1, i, _time(p, x, 1, gpu)) for x in _shared(p, tile, gpu)]
+        for tile in _tiles(p, i.shape[1]) if i.shape[1] in COLUMNS else ():
+            whole = _work(p, tile, gpu, gpu.warpgroups)
+            for s in _pieces(p, tile, whole.tiles, gpu):
+                found.append((Plan(tile, s, i, _time(p, tile, whole, s, gpu)), whole.tiles * tile.blocks * s))
+            for x in _shared(p, tile, whole.tiles, gpu):
+                work = _work(p, x, gpu, gpu.warpgroups)
+                found.append((Plan(x, 1, i, _time(p, x, work, 1, gpu)), work.tiles * x.blocks))
 
-    def order(x: Plan) -> tuple[int, ...]:
-        blocks = _clusters(p, x.tile) * x.tile.blocks * x.pieces
-        return alike(x.time), ceil(blocks, gpu.processors), -blocks, x.tile.m + x.tile.n
+    def order(x: tuple[Plan, int]) -> tuple[int, ...]:
+        plan, blocks = x
+        return alike(plan.time), ceil(blocks, gpu.processors), -blocks, plan.tile.m + plan.tile.n
 
-    return tuple(sorted((x for x in found if x.time < math.inf), key=order))
+    return tuple(plan for plan, _ in sorted((x for x in found if x[0].time < math.inf), key=order))
 
 
 def alike(time: float) -> int:
@@ -249,15 +254,14 @@ def _shares(tile: Tile, split: Any) -> bool:
     return (tile.n if split is tile.rows else tile.m) >= 16
 
 
-def _pieces(p: Product, tile: Tile, gpu: Gpu) -> Iterator[int]:
+def _pieces(p: Product, tile: Tile, tiles: int, gpu: Gpu) -> Iterator[int]:
     """Into how many pieces the last axis of k may be cut while blocks are few: of whole steps, so that each block has
     eight at least. The last may be shorter, since TMA brings zeros for what lies beyond the end.
     """
     yield 1
-    blocks = _clusters(p, tile) * tile.blocks
     outer, inner = steps(p, tile)
     waves = MADE_WAVES if converted(p) else 2
-    yield from pieces(inner, waves * gpu.processors // blocks, ceil(8, outer))
+    yield from pieces(inner, waves * gpu.processors // (tiles * tile.blocks), ceil(8, outer))
 
 
 def pieces(steps: int, most: int, least: int) -> Iterator[int]:
@@ -268,9 +272,9 @@ def pieces(steps: int, most: int, least: int) -> Iterator[int]:
     yield from dict.fromkeys(ceil(steps, each) for s in wanted if (each := ceil(steps, s)) >= least)
 
 
-def _shared(p: Product, tile: Tile, gpu: Gpu) -> Iterator[Tile]:
+def _shared(p: Product, tile: Tile, tiles: int, gpu: Gpu) -> Iterator[Tile]:
     """The tile where blocks of a cluster share its steps, two at least each, while all clusters run at once."""
-    (_, inner), tiles = steps(p, tile), _clusters(p, tile)
+    _, inner = steps(p, tile)
     for share in CLUSTERS if tile.split is None and gpu.warpgroups and gpu.warpgroups.given else ():
         each = ceil(inner, share)
         if each > 1 and ceil(inner, each) == share and tiles <= gpu.processors // CLUSTERS[-1] * CLUSTERS[-1] // share:
@@ -307,32 +311,43 @@ def after(p: Product, points: int, has: Warpgroups, tile: Tile | None = None) ->
     return points * ((r.read + r.across[tile.columns]) / has.read + computed / has.after)
 
 
-def _time(p: Product, tile: Tile, pieces: int, gpu: Gpu) -> float:
-    """What the kernel of a tile takes; a split pays for its partial sums."""
-    has, count = gpu.warpgroups, len(p.sites)
-    if has is None:
-        return math.inf
-    batch = math.prod(a.extent for a in p.batch)
+def _work(p: Product, tile: Tile, gpu: Gpu, has: Warpgroups) -> Work:
+    """What the kernel of a tile does, in one piece."""
     outer, inner = steps(p, tile)
-    stored = results(p).moved if pieces == 1 else 4 * count * batch * p.m.extent * p.n.extent
-    work = Work(
-        tile.m, tile.n, sum(len(c.terms) for c in p.sites), _clusters(p, tile) * pieces, tile.blocks,
-        steps=outer * ceil(inner, pieces * tile.share),
+    return Work(
+        tile.m, tile.n, sum(len(c.terms) for c in p.sites), _clusters(p, tile), tile.blocks,
+        steps=outer * ceil(inner, tile.share),
         fetched=sum(_fetched(x, tile) * (has.straddling if _straddles(x) else 1) for x in p.sources),
         held=_bytes(p, tile),
         slots=_slots(p, tile, gpu),
-        results=4 * count if pieces > 1 else results(p).stored,
-        rate=_rate(p, tile, has) * tile.parts if pieces == 1 else has.direct,
-        least=sum(p.touched(x) * x.dtype.size for x in p.sources) + stored,
+        results=results(p).stored,
+        rate=_rate(p, tile, has) * tile.parts,
+        least=sum(p.touched(x) * x.dtype.size for x in p.sources) + results(p).moved,
         extra=_extra(p, tile, gpu),
         depth=tile.k,
-        after=after(p, tile.m * tile.n // tile.parts, has, tile) + _meeting(p, tile, has) if pieces == 1 else 0.0,
-        readers=_readers(tile, gpu.processors // tile.blocks / pieces),
+        after=after(p, tile.m * tile.n // tile.parts, has, tile) + _meeting(p, tile, has),
+        readers=_readers(tile, gpu.processors // tile.blocks),
     )  # fmt: skip
-    time = lasts(work, gpu)
-    if pieces > 1:
-        time += has.part + has.states * pieces * batch * p.m.extent * p.n.extent * count * 4 / gpu.cache
-    return time
+
+
+def _time(p: Product, tile: Tile, whole: Work, pieces: int, gpu: Gpu) -> float:
+    """What the kernel of a tile takes; one in several pieces pays for its partial sums."""
+    has, count = gpu.warpgroups, len(p.sites)
+    if has is None or pieces == 1:
+        return lasts(whole, gpu)
+    sums: int = count * math.prod(a.extent for a in (*p.batch, p.m, p.n))
+    outer, inner = steps(p, tile)
+    work = replace(
+        whole,
+        tiles=whole.tiles * pieces,
+        steps=outer * ceil(inner, pieces * tile.share),
+        results=4 * count,
+        rate=has.direct,
+        least=whole.least - results(p).moved + 4 * sums,
+        after=0.0,
+        readers=_readers(tile, gpu.processors // tile.blocks / pieces),
+    )
+    return lasts(work, gpu) + has.part + has.states * pieces * sums * 4 / gpu.cache
 
 
 def _meeting(p: Product, tile: Tile, has: Warpgroups) -> float:

@@ -91,6 +91,7 @@ class _Thread:
         self.uses = cache(lambda s: [a for a in _touched(s) if a.place in self.rings])
         self.holds_registers = cache(lambda s: [a for a in accesses(s, Around()) if a.place in self.multiplied])
         self.relevant = cache(lambda body: tuple(s for s in body if self.matters(s)))
+        self.alone = cache(self.registers_alone)
         self.steps = cache(self.iterations)
         self.flat = cache(flatten)
         self.known = cache(_known)
@@ -115,6 +116,8 @@ class _Thread:
 
     def body(self, body: tuple[Node, ...]) -> None:
         for s in self.relevant(body):
+            if (places := self.alone(s)) is not None and places.isdisjoint(self.multiplying()):
+                continue
             if isinstance(s, k.If | k.Role):
                 if self.holds(s.inside) if isinstance(s, k.If) else self.plays(s):
                     self.body(s.body)
@@ -152,10 +155,27 @@ class _Thread:
             return bool(self.relevant(s.body))
         return isinstance(s, (*EVENTS, k.DeclareInteger, k.SetInteger)) or bool(self.uses(s) or self.holds_registers(s))
 
+    def registers_alone(self, s: Node) -> frozenset[Any] | None:
+        """The places whose registers a statement uses, where that is all that matters of it, as of most loops over a
+        thread's sums: it can do no wrong while no product on its way uses them.
+        """
+        inside = list(k.walk((s,)))
+        if any(isinstance(x, (*EVENTS, k.DeclareInteger, k.SetInteger)) or self.uses(x) for x in inside):
+            return None
+        return frozenset(a.place for x in inside for a in self.holds_registers(x))
+
+    def multiplying(self) -> set[Any]:
+        """The places whose registers products use that are on their way."""
+        return {place for product in self.late() for place, *_ in product}
+
+    def late(self) -> list[Any]:
+        """What products use that were not waited for."""
+        return [product for group in (self.begun["wgmma"], *self.groups["wgmma"]) for product in group]
+
     def iterations(self, loop: k.For, count: int) -> Sequence[int]:
         """The iterations to follow: one where all are alike, else the first and the last rounds of the rings."""
         inner = list(k.walk(self.relevant(loop.body)))
-        state = any(isinstance(s, EVENTS) and not isinstance(s, k.AsyncCopy) for s in inner)
+        state = any(isinstance(s, EVENTS) and not isinstance(s, k.AsyncCopy | k.MultiplyAsync) for s in inner)
         slots = [e for s in inner for e in (s.inside if isinstance(s, k.If) else [a.index[0] for a in self.uses(s)])]
         slots += [e for s in inner for a in self.holds_registers(s) for e in a.index]
         if not state and loop.axis not in _variables(slots):
@@ -208,7 +228,7 @@ class _Thread:
 
     def settled(self, s: Node, held: Sequence[Held]) -> None:
         """_Wrong where a product that was not waited for uses registers that a statement uses."""
-        late = [x for group in (self.begun["wgmma"], *self.groups["wgmma"]) for product in group for x in product]
+        late = [x for product in self.late() for x in product]
         for place, first, end in held:
             if any(place is other and first < last and start < end for other, start, last in late):
                 raise _Wrong(
