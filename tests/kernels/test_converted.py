@@ -66,7 +66,7 @@ def schedule(m: int, n: int, depth: int, columns: int = 128) -> str:
     a1 = grid({-(-n // 128)}) * block(128)
     r0 = time({-(-depth // 64)}, ring=2, promote=True) * block(64)
     persistent(2)
-    roles(load=warp(1), math=warpgroup(2), registers=(40, 232))
+    roles(load=warp(1), math=warpgroup(2), registers=(40, 232), lag=True)
     with site("acc0", on="wgmma.m64n{columns}k16.f32.bf16"):
         a1 = warpgroup(2) * inst.m(64)
         a0 = inst.n({columns})
@@ -170,15 +170,17 @@ def test_the_plan_says_who_makes_what_and_reads_back() -> None:
     lines = str(plan).splitlines()
     assert any('a="converted", b="shared"' in x for x in lines)
     assert any(x.strip().startswith('w_s = stream(operand="w[a1, r0]"') and "panel=32" in x for x in lines)
-    assert any('convert(value="w_s", to="acc0.a", by="ld"' in x for x in lines)
-    assert parse_plan(str(plan)) == plan
+    assert any('convert(value="w_s", to="acc0.a", by="parts"' in x for x in lines)
+    assert any("teams=2" in x and "lag=True" in x for x in lines)
+    assert str(parse_plan(str(plan))) == str(plan)
 
 
 @pytest.mark.parametrize(
     ("before", "after", "reason"),
     [
-        ('a="converted"', 'a="shared"', "a comes from shared: wgmma.m64n128k16.f32.bf16 takes converted"),
-        ('to="acc0.a", by="ld"', 'to="acc0.a", by="st"', "w_s comes to acc0.a by ld, not by st"),
+        ('b="shared"', 'b="ldmatrix"', "b comes from ldmatrix: wgmma.m64n128k16.f32.bf16 takes shared"),
+        ('to="acc0.a", by="parts"', 'to="acc0.a", by="ld"', "w_s comes to acc0.a by parts, not by ld"),
+        (", lag=True", "", "its teams lag behind one another"),
         ("panel=32", "panel=64", "panels are 64 wide, and wgmma.m64n128k16.f32.bf16 takes 32"),
     ],
 )
@@ -193,7 +195,7 @@ def test_a_plan_that_says_otherwise_is_refused(before: str, after: str, reason: 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (("    roles(load=warp(1), math=warpgroup(2), registers=(40, 232))\n", ""), "there are no roles"),
+        (("    roles(load=warp(1), math=warpgroup(2), registers=(40, 232), lag=True)\n", ""), "there are no roles"),
         (("w = smem(", "w = smem(pad=8, "), "TMA leaves no room between rows"),
     ],
 )

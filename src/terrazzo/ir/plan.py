@@ -101,8 +101,8 @@ class Order(Line, dialect="plan", op="order"):
 class Agent(Line, dialect="plan", op="agent"):
     """Warps `first` to `first + warps - 1`, which do the same. `teams` of them work and wait each by itself: on their
     parts of a tile, or, with `turns`, on one tile after the other, in which one multiplies while others store. With
-    `lag`, a team begins a step when the one before it has the sums that its factors are made of: one multiplies while
-    another makes factors.
+    `lag`, a team begins a step when the one before it has the sums that its factors are made of, or has made them of
+    slabs: one multiplies while another makes factors.
 
     With `registers`, a thread has so many; else as many as it began with.
     """
@@ -207,9 +207,10 @@ class Convert(Line, dialect="plan", op="convert"):
     """A value comes to the layout that its use wants: an operand's slab to the fragments of a product's first or second
     factor (`to="acc0.a"`), the sums of a product to the first factor of another, a store's values to their slab.
 
-    `by` is an instruction that moves whole matrices, "st" where neighbours are put there plainly, or "registers", where
-    values lie as is wanted and are rounded where they are. `layout` says which register of which lane has which element
-    on the side of the registers, for as much as is moved at once.
+    `by` is an instruction that moves whole matrices, "st" where neighbours are put there plainly, "ld" where threads
+    load neighbours and compute a factor of them, "parts" where that are the parts of numbers, which most of them need
+    few operations for, or "registers", where values lie as is wanted and are rounded where they are. `layout` says
+    which register of which lane has which element on the side of the registers, for as much as is moved at once.
     """
 
     value: str

@@ -85,6 +85,25 @@ def small_parts(x: Node, count: int) -> list[Node]:
     return found
 
 
+def ordinary(x: Node, count: int) -> tuple[list[Node], Node, Node]:
+    """The parts of a number that is neither large nor tiny nor 0, in few operations, its size, and that of its first
+    part: where the one is below `LARGE` and the other above 0, its parts are these.
+    """
+    found: list[Node] = []
+    left, first = x, x
+    for _ in range(count - 1):
+        near = apply("f32", apply("bf16", left))
+        first = first if found else near
+        found.append(apply("cut_bf16", near))
+        left = apply("mul", apply("sub", left, near), _number(SCALE))
+    return [*found, apply("bf16", left)], apply("abs", x), apply("abs", first)
+
+
+def counted(terms: Sequence[Node], x: Node) -> int:
+    """Into how many parts a number is, where terms are the parts of it; else 0."""
+    return next((n for n in (2, 3) if set(terms) == set(parts(x, n))), 0)
+
+
 def _left(x: Node, part: Node, scale: float) -> Node:
     """What a part leaves of a number, scaled."""
     left = apply("sub", x, apply("f32", part))

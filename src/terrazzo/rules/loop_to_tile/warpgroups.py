@@ -405,7 +405,8 @@ def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
     blocks = gpu.processors // t.blocks * t.blocks
     walk = (("persistent", (blocks,), order),) if t.share == 1 else ()
     registers = (("registers", REGISTERS[t.groups]),) if t.share == 1 else ()
-    roles = ("load", Word("warp", (1,))), ("math", Word("warpgroup", (t.groups,))), *registers
+    lag = (("lag", True),) if converted(p) and t.groups > 1 else ()  # one makes a factor while another multiplies
+    roles = ("load", Word("warp", (1,))), ("math", Word("warpgroup", (t.groups,))), *registers, *lag
     each = (Factor("reg", t.each),) if t.each > 1 else ()
     site = Site(
         p.names,

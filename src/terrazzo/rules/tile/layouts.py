@@ -15,6 +15,7 @@ from terrazzo.ir.node import topological
 from terrazzo.ir.plan import Convert, Plan, Product, Result, Ring, Stream
 from terrazzo.ir.sites import loads
 from terrazzo.rewrite.rule import need, rule
+from terrazzo.rules.loop.parts import counted
 from terrazzo.rules.tile.draft import Draft
 from terrazzo.rules.tile.products import CONVERTED
 from terrazzo.rules.tile.rings import axis_called, operand_text
@@ -59,7 +60,8 @@ def _factors(plan: Plan, draft: Draft, p: Product, instruction: Matrix) -> Itera
             yield Convert(sums[0], to, "registers", str(instruction.a.layout))
         elif source == CONVERTED:
             for x in dict.fromkeys(x for term in terms for x in loads(term)):
-                yield Convert(streams[operand_text(x)].name, to, "ld", str(instruction.a.layout))
+                by = "parts" if counted([term for term in terms if x in loads(term)], x) else "ld"
+                yield Convert(streams[operand_text(x)].name, to, by, str(instruction.a.layout))
         elif source == "ldmatrix":
             for x in terms:
                 s = streams[operand_text(x)]

@@ -11,6 +11,7 @@ from terrazzo.ir.plan import Agent, Frame, Plan, Product, Ring
 from terrazzo.rewrite.rule import need, rule
 from terrazzo.rules.tile.agents import MATH
 from terrazzo.rules.tile.draft import Draft, axis_name
+from terrazzo.rules.tile.products import CONVERTED
 from terrazzo.rules.tile.reach import masked, reached
 from terrazzo.rules.tile.rings import outermost, overlaps, staggered, steps
 
@@ -82,7 +83,8 @@ def take_turns(plan: Plan, draft: Draft) -> Plan | None:
 @rule(keys=(Plan,))
 def fall_behind(plan: Plan, draft: Draft) -> Plan | None:
     """`roles(..., lag=True)` where a step's products come one after the other: a warpgroup begins a step when the one
-    before it has that step's first sums, so that one multiplies while the other makes factors.
+    before it has that step's first sums, or has made its factors of a slab, so that one multiplies while the other
+    makes factors.
     """
     if not plan.all(Ring) or not lags(draft) or any(a.lag for a in plan.all(Agent)) or overlaps(draft):
         return None
@@ -94,9 +96,11 @@ def fall_behind(plan: Plan, draft: Draft) -> Plan | None:
 def may_fall_behind(plan: Plan) -> None:
     """Declines where warpgroups have nothing to do that others could multiply meanwhile."""
     products = plan.all(Product)
+    made = (len(products) == 2 and products[-1].a == "values") or any(p.a == CONVERTED for p in products)
     need(
-        len(products) == 2 and products[-1].a == "values" and all(warps(matrix(p.on)) > 1 for p in products),
-        "warpgroups lag behind one another where a product of theirs takes what is made of another one's sums",
+        made and all(warps(matrix(p.on)) > 1 for p in products),
+        "warpgroups lag behind one another where a product of theirs takes what is made of another one's sums, or of a "
+        "slab",
     )
     need(any(plan.named(x).over for x in products[0].rings), "warpgroups lag behind one another step by step")
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.hw.products import matrix
@@ -10,17 +11,18 @@ from terrazzo.hw.wgmma import WarpgroupInstruction
 from terrazzo.ir.contraction import operand
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import IntExpr
+from terrazzo.ir.expr import IntExpr, Loaded, Var
 from terrazzo.ir.layout import Layout
 from terrazzo.ir.node import Node
 from terrazzo.ir.plan import Convert, Plan, Product, Ring
 from terrazzo.ir.schedule import WARPS_IN_A_GROUP
 from terrazzo.ir.sites import loads
+from terrazzo.ir.types import f32, i64
+from terrazzo.rules.loop.parts import LARGE, counted, ordinary, parts
 from terrazzo.rules.tile.digits import Bindings, value
 from terrazzo.rules.tile.draft import Draft
-from terrazzo.rules.tile.products import CONVERTED
 from terrazzo.rules.tile.rings import axis_called
-from terrazzo.rules.tile_to_kernel.copies import Copies, Slab
+from terrazzo.rules.tile_to_kernel.copies import Copies, Part, Slab
 from terrazzo.rules.tile_to_kernel.multiply import component, spread
 
 Slots = Callable[[Ring, IntExpr], tuple[IntExpr, IntExpr]]
@@ -46,9 +48,7 @@ class Converted:
         return found
 
     def values(self, p: Product, t: IntExpr) -> dict[Node, k.Registers]:
-        """The fragments of step t, whose slabs are there: registers for every term; nothing where no factor is made."""
-        if p.a != CONVERTED:
-            return {}
+        """The fragments of step t, whose slabs are there: registers for every term."""
         found: dict[Node, k.Registers] = {}
         for raw, terms in self.terms(p).items():
             found |= self.made(p, t, raw, terms)
@@ -66,26 +66,28 @@ class Converted:
         found: dict[Node, k.Registers] = {x: self.builder.registers("made", x.dtype, shape) for x in terms}
         line = next(x for x in self.plan.all(Convert) if x.value == slab.stream.name)
         layout = Layout.parse(line.layout)
-        step, pair, j = (self.bindings.loop_variable(x, n) for x, n in (("k", count), ("e", each // 2), ("j", 2)))
-        at = {
-            rows.axis: value([d for d in rows.digits if d.level in ("warpgroup", "reg")])
-            + self.place(layout, "m", pair),
-            deep.axis: step * instruction.shape[2] + self.place(layout, "k", pair),
-        }
-
-        def two() -> None:
-            held = self.read(slab, self.slots(slab.ring, t)[0], at, deep.axis)
-
-            def one() -> None:
-                env: dict[Any, Any] = {raw: l.Load(held, (j,))}
-                for x, place in found.items():
-                    index = (*(d.variable for d in down), step * each + pair * 2 + j)
-                    self.builder.add(l.Store(place, index, self.copies.computed(x, env)))
-
-            self.builder.loops([(j, True)], one)
-
-        self.builder.loops([(v, True) for v in (*(d.variable for d in down), step, pair)], two)
+        work = _Work(self, slab, raw, found, tuple(d.variable for d in down), each, count, rows, deep, layout)
+        slot = self.slots(slab.ring, t)[0]
+        if line.by == "parts":
+            self.guessed(work, slot, terms)
+        else:
+            work.write(slot, {x: x for x in terms})
         return found
+
+    def guessed(self, work: _Work, slot: IntExpr, terms: Sequence[Any]) -> None:
+        """Parts as ordinary numbers have them; where a warp has others, all of its are made again."""
+        count = counted(terms, work.raw)
+        found, size, first = ordinary(work.raw, count)
+        known = dict(zip(parts(work.raw, count), found, strict=True))
+        largest, least = (self.builder.registers("edge", f32, (1,), l.Literal(x, f32)) for x in (0.0, 1.0))
+        extremes = ((largest, "max", size), (least, "min", first))
+        work.write(slot, {x: known[x] for x in terms}, extremes)
+        here = [l.Load(place, (0,)) for place in (largest, least)]
+        tests = ((f, x, l.Literal(edge, f32)) for f, x, edge in (("lt", here[0], LARGE), ("gt", here[1], 0.0)))
+        fits = l.apply("and_", *(self.builder.let(l.apply(*test)) for test in tests))
+        all_fit = self.builder.let(k.Vote("all", self.builder.let(fits)))
+        number = self.builder.let(l.apply("where", all_fit, l.Literal(0, i64), l.Literal(1, i64)))
+        self.builder.where([Loaded(number, 2) - 1], lambda: work.write(slot, {x: x for x in terms}))
 
     def place(self, layout: Layout, coordinate: str, pair: IntExpr) -> IntExpr:
         """Where this thread's neighbours lie along a coordinate: the first bit of a register's number is k's."""
@@ -97,15 +99,64 @@ class Converted:
             (spread(component(images[part], layout, coordinate), number) for part, number in numbers.items()), start=0
         )
 
-    def read(self, slab: Slab, slot: IntExpr, at: dict[Any, IntExpr], deep: Any) -> k.Registers:
+
+@dataclass
+class _Work:
+    """What one team makes of a slab in a step, and where it goes."""
+
+    whole: Converted
+    slab: Slab
+    raw: l.Load
+    places: dict[Node, k.Registers]
+    down: tuple[Var, ...]
+    each: int
+    count: int
+    rows: Part
+    deep: Part
+    layout: Layout
+
+    def write(
+        self, slot: IntExpr, terms: Mapping[Any, Any], extremes: Sequence[tuple[k.Registers, str, Node]] = ()
+    ) -> None:
+        """Two neighbours after the other, of each the `terms` that stand for those of the product; `extremes` are kept
+        of all.
+        """
+        whole, builder = self.whole, self.whole.builder
+        step, pair, j = (
+            whole.bindings.loop_variable(x, n) for x, n in (("k", self.count), ("e", self.each // 2), ("j", 2))
+        )
+        rows = value([d for d in self.rows.digits if d.level in ("warpgroup", "reg")])
+        at = {
+            self.rows.axis: rows + whole.place(self.layout, "m", pair),
+            self.deep.axis: step * (self.deep.size // self.count) + whole.place(self.layout, "k", pair),
+        }
+
+        def two() -> None:
+            held = self.read(slot, at)
+
+            def one() -> None:
+                env: dict[Any, Any] = {self.raw: l.Load(held, (j,))}
+                for x, term in terms.items():
+                    index = (*self.down, step * self.each + pair * 2 + j)
+                    builder.add(l.Store(self.places[x], index, whole.copies.computed(term, env)))
+                for place, function, term in extremes:
+                    both = l.apply(function, l.Load(place, (0,)), whole.copies.computed(term, env))
+                    builder.add(l.Store(place, (0,), both))
+
+            builder.loops([(j, True)], one)
+
+        builder.loops([(v, True) for v in (*self.down, step, pair)], two)
+
+    def read(self, slot: IntExpr, at: dict[Any, IntExpr]) -> k.Registers:
         """Two neighbours along k, at once where memory runs so."""
-        held = self.builder.registers("raw", slab.place.type.dtype, (2,))
+        slab, builder = self.slab, self.whole.builder
+        held = builder.registers("raw", slab.place.type.dtype, (2,))
 
         def place(more: int) -> tuple[IntExpr, ...]:
-            return slab.at(slot, [at[p.axis] + (more if p.axis is deep else 0) for p in slab.parts])
+            return slab.at(slot, [at[p.axis] + (more if p is self.deep else 0) for p in slab.parts])
 
-        if slab.parts[-1].axis is deep:
-            self.builder.add(k.Move(held, (0,), slab.place, place(0), 2))
+        if slab.parts[-1] is self.deep:
+            builder.add(k.Move(held, (0,), slab.place, place(0), 2))
         else:
-            self.builder.add(*(k.Move(held, (n,), slab.place, place(n), 1) for n in range(2)))
+            builder.add(*(k.Move(held, (n,), slab.place, place(n), 1) for n in range(2)))
         return held

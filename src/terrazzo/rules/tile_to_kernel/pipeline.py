@@ -25,6 +25,7 @@ from terrazzo.ir.types import u32
 from terrazzo.rules.tile.agents import LOAD
 from terrazzo.rules.tile.digits import Bindings, Digit, zero
 from terrazzo.rules.tile.draft import Draft, axis_name
+from terrazzo.rules.tile.products import CONVERTED
 from terrazzo.rules.tile.reach import Visits, reached, visited
 from terrazzo.rules.tile.rings import axis_called, brought, outermost, staggered, steps, twin_axes
 from terrazzo.rules.tile.spans import span, spanned
@@ -111,10 +112,9 @@ class Pipeline:
 
     def load(self) -> None:
         """What an agent does that only loads: one thread asks for boxes as soon as slots are free."""
-        held = [r for r in self.rings if not r.over]
         moving = [r for r in self.rings if r.over]
         self.begin()
-        for ring in held:
+        for ring in (r for r in self.rings if not r.over):
             self.fill(ring, 0)
         t = self.step_variable()
 
@@ -167,7 +167,10 @@ class Pipeline:
                     if name not in waited:
                         self.wait(self.plan.named(name), t)
                         waited.add(name)
-                values = values | self.converted.values(p, t)
+                if p.a == CONVERTED:
+                    self.follow(t)
+                    values = self.converted.values(p, t)
+                    self.lead(t)
                 if first := not self.outermost(p):
                     self.follow(t)
                 self.products(p, t, values, left=1 if late else 0)
@@ -255,7 +258,7 @@ class Pipeline:
             self.builder.where(self.bindings.leader, lambda: self.builder.add(k.Arrive(turn, then)))
 
     def follow(self, t: IntExpr) -> None:
-        """Wait until the team before, if there is one, has the sums that its factors of step t are made of."""
+        """Wait until the team before, if there is one, has what its factors of step t are made of, or these."""
         if self.memory.lag is not None and self.bindings.team:
             slot, turn = self.slot(ring := lagging(self.plan), t)
             place = (self.bindings.team - 1) * ring.slots + slot

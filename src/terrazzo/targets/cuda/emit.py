@@ -17,6 +17,7 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr, Loaded, terms_of
 from terrazzo.ir.node import Node, topological
+from terrazzo.ir.ranges import Range, span, stays
 from terrazzo.targets.cuda.counting import counters
 from terrazzo.targets.cuda.settle import settled
 from terrazzo.targets.cuda.short import Short
@@ -54,8 +55,14 @@ def emit(kernel: k.Kernel) -> tuple[str, str]:
 
 
 def gathers(kernel: k.Kernel) -> bool:
-    """Whether a kernel has indices from data: it takes one more argument, where it notes that one was out of range."""
-    return any(isinstance(x, Loaded) for x in topological(kernel.body))
+    """Whether a kernel has indices from data that may be out of range: it takes one more argument, where it notes that
+    one was.
+    """
+    known: dict[Node, Range] = {}
+    for s in k.walk(kernel.body):
+        if isinstance(s, k.Let) and (found := span(s.term, known)) is not None:
+            known[s.value] = found
+    return any(isinstance(x, Loaded) and not stays(x.value, x.extent, known) for x in topological(kernel.body))
 
 
 def _rounded(kernel: k.Kernel) -> set[Node]:
