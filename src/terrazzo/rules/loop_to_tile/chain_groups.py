@@ -78,7 +78,7 @@ class Groups:
         """Bytes of shared memory."""
         depth, width, rows = c.deep, c.width, self.count * ROWS
         down = sum(c.rows in x.free for x in c.inside)
-        more = [x for x in c.along if not (self.turns and _brought(c, x))]
+        more = [x for x in c.along if not ((self.turns or c.terms > 1) and _brought(c, x))]
         along = (len(c.inside) - down) * depth + len(more) * width
         operands = 2 * (down * self.held * rows * depth + self.slots * self.step * along)
         results = 2 * len(c.outside) * gathering(c) * rows * parts(width)
