@@ -93,21 +93,31 @@ def _gradients(p: l.Program, log: Log, options: Options) -> l.Program:
     """Gradients of softmaxes, found where views are seen through."""
     rates = target(options.target).rates
     views = partial(seen_through, rates=rates, materialize=options.materialize)
-    return gradients(p, log, rates, views, options.materialize)
+    return gradients(p, log, rates, views, options.materialize, 4 in _sizes(options))
+
+
+def _sizes(options: Options) -> tuple[int, ...]:
+    """Of how many bytes numbers may be that chains multiply: of four, where they multiply parts of float32."""
+    gpu = target(options.target).gpu
+    return (2, 4) if gpu and "wgmma" in gpu.features and options.fp32 in PARTS else (2,)
 
 
 def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.Program:
     """Softmaxes, and products that are only multiplied, in the kernels that read them. Other weights are rounded."""
-    gpu = machine(options)
-    count = PARTS.get(options.fp32, 0)
+    gpu, sizes = machine(options), _sizes(options)
 
     def refused(kernel: l.Kernel) -> str:
         """Why a chain is not worth one kernel: where it multiplies in float32, one of parts."""
-        return chains.refusal(parts_of(kernel, count)[-1] if count else kernel, gpu, tried)
+        return chains.refusal(parts_of(kernel, PARTS[options.fp32])[-1] if 4 in sizes else kernel, gpu, tried)
 
-    price = partial(expected, gpu=gpu)
-    sizes = (2, 4) if count and "wgmma" in gpu.features else (2,)
-    made = products_again(online(p, log, refused, sizes), log, price, refused, options.materialize)
+    def price(steps: Sequence[l.Kernel]) -> float:
+        """What kernels take, those that multiply in float32 as products of parts where these are faster."""
+        if 4 not in sizes:
+            return expected(steps, gpu)
+        alone = l.Program("alone", tuple(b for s in steps for b in s.reads), tuple(steps), steps[-1].writes)
+        return expected(in_parts(alone, Log(), options, tried).steps, gpu)
+
+    made = products_again(online(p, log, refused, sizes), log, price, refused, options.materialize, sizes)
     return rounded_weights(chains_beside(made, log, price, refused), log, target(options.target).rates.matrix)
 
 

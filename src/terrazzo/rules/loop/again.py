@@ -29,18 +29,28 @@ LARGEST = 1 << 30
 SURE = 0.9
 """By how much the model must favour chains where little would be stored: theirs is the less certain price."""
 
+WIDE = 1.1
+"""The same where 32 bits of each would be stored, which nobody else does: memory counts too."""
+
 Price = Callable[[Sequence[l.Kernel]], float]
 Refusal = Callable[[l.Kernel], str]
 
 
 def products_again(
-    program: l.Program, log: Log, price: Price, refusal: Refusal, materialize: Iterable[str] = ()
+    program: l.Program,
+    log: Log,
+    price: Price,
+    refusal: Refusal,
+    materialize: Iterable[str] = (),
+    sizes: tuple[int, ...] = (2,),
 ) -> l.Program:
     """`program` with products that are only factors of other products in these, where that is faster by the model, or
     much would be stored otherwise. `refusal` says why a kernel is not worth having; `materialize` names what is kept.
+    Factors have so many bytes.
     """
     kept = {*program.inputs, *program.results, *(b for s in program.steps if isinstance(s, l.Call) for b in s.reads)}
-    kernels = [s for s in program.steps if isinstance(s, l.Kernel)]
+    each = {s: _each(s, sizes) for s in program.steps if isinstance(s, l.Kernel)}
+    kernels = [x for found in each.values() for x in found]
     kept |= {b for s in kernels for b in s.writes if b.name in frozenset(materialize)}
     gone: set[l.Kernel] = set()
     made: dict[l.Kernel, l.Kernel] = {}
@@ -49,7 +59,7 @@ def products_again(
         for b in s.reads:
             readers_of.setdefault(b, []).append(s)
     for maker in kernels:
-        group = _group(maker, readers_of, kept)
+        group = _group(maker, readers_of, kept, sizes)
         if group is None or any(s in gone or s in made for s in chain(*group)):  # a chain is of two products
             continue
         makers, readers = group
@@ -59,7 +69,8 @@ def products_again(
         subject = ", ".join(s.name for s in makers)
         times = f"{after / 1000:.1f} us as chains, {before / 1000:.1f} us stored, by the model"
         why = next(filter(None, map(refusal, new)), "")
-        if why or (after > SURE * before and stored <= LARGEST):
+        sure = SURE if all(b.type.dtype.size == 2 for s in makers for b in s.writes) else WIDE
+        if why or (after > sure * before and stored <= LARGEST):
             log.add(Event(PASS, RULE, subject, False, why or times))
             continue
         into = ", ".join(s.name for s in readers)
@@ -67,18 +78,32 @@ def products_again(
         log.applied(PASS, RULE, subject, [*makers, *readers], new)
         gone |= {*makers}
         made |= dict(zip(readers, new, strict=True))
-    return in_order(program, [made.get(s, s) if isinstance(s, l.Kernel) else s for s in program.steps if s not in gone])
+    whole = {s for s, found in each.items() if not {*found} & (gone | {*made})}
+    every = [x for s in program.steps for x in ([s] if s in whole or isinstance(s, l.Call) else each[s])]
+    return in_order(program, [made.get(s, s) if isinstance(s, l.Kernel) else s for s in every if s not in gone])
+
+
+def _each(kernel: l.Kernel, sizes: tuple[int, ...]) -> list[l.Kernel]:
+    """Products of 32 bits that became one kernel since they share an operand, each by itself: a chain has its own."""
+    sums = [[x for x in topological([s]) if isinstance(x, l.Reduce)] for s in kernel.stores]
+    alone = all(len(x) == 1 and contraction(x[0]) is not None for x in sums) and len({x[0] for x in sums}) == len(sums)
+    if len(sums) < 2 or not alone or any(s.buffer.type.dtype.size != 4 for s in kernel.stores) or 4 not in sizes:
+        return [kernel]
+    return [l.Kernel(s.buffer.name, kernel.axes, (s,), kernel.source) for s in kernel.stores]
 
 
 def _group(
-    maker: l.Kernel, readers_of: Mapping[l.Buffer, Sequence[l.Kernel]], kept: set[l.Buffer]
+    maker: l.Kernel,
+    readers_of: Mapping[l.Buffer, Sequence[l.Kernel]],
+    kept: set[l.Buffer],
+    sizes: tuple[int, ...],
 ) -> tuple[list[l.Kernel], list[l.Kernel]] | None:
-    """The products that store factors in 16 bits, from one on, and the products that these are factors of. None where
+    """The products that store factors of these sizes, from one on, and the products these are factors of. None where
     somebody else reads them.
     """
     makers, readers = [maker], []
     for s in makers:
-        if product(s) is None or any(b in kept or b.type.dtype.size != 2 for b in s.writes):
+        if product(s) is None or any(b in kept or b.type.dtype.size not in sizes for b in s.writes):
             return None
         for reader in dict.fromkeys(k for b in s.writes for k in readers_of.get(b, ())):
             if _multiplies(reader, s):

@@ -52,16 +52,17 @@ def gradients(
     rates: Rates,
     views: Callable[[l.Program, Log], l.Program],
     materialize: Iterable[str] = (),
+    wide: bool = False,
 ) -> l.Program:
-    """`program` with the gradients of its softmaxes rewritten, where there are matrix instructions for 16 bits; `views`
-    has a program's views seen through, which is done only where there is such a gradient. Weights that `materialize`
-    names stay as they are.
+    """`program` with the gradients of its softmaxes rewritten, where there are matrix instructions for 16 bits, or for
+    products of 32 bits (`wide`); `views` has a program's views seen through, which is done only where there is such a
+    gradient. Weights that `materialize` names stay as they are.
     """
     terms = topological(_kernels(program)) if rates.matrix else []
     if not any(isinstance(x, l.Apply) and x.fn.name == "exp" for x in terms):
         return program
     seen = views(program, Log())
-    work = _Gradients(seen, rates)
+    work = _Gradients(seen, rates, wide)
     for w in work.softmaxes:
         if w.buffer.name not in frozenset(materialize):
             work.rewrite(w)
@@ -96,8 +97,9 @@ class Product:
 class _Gradients:
     """A program on its way: its steps, what is known of them, and what there is to say."""
 
-    def __init__(self, program: l.Program, rates: Rates) -> None:
+    def __init__(self, program: l.Program, rates: Rates, wide: bool) -> None:
         self.program, self.rates = program, rates
+        self.kinds = {*rates.matrix, *(("f32",) if wide else ())}
         self.known = Definitions(program)
         self.names = {b.name for s in program.steps for b in s.writes} | {b.name for b in program.inputs}
         self.events: list[Event] = []
@@ -185,7 +187,9 @@ class _Gradients:
         """The same where nobody stored it, as in a graph that computes weights again from what another graph kept: a
         product that becomes one kernel with the softmax, where that costs less than to write and read the other factor.
         """
-        kinds = [k for x in wanted.factors if not _loads(x, w.buffer) and (k := self.narrow(x)) is not None]
+        others = [x for x in wanted.factors if not _loads(x, w.buffer)]
+        kinds = [k for x in others if (k := self.narrow(x)) is not None]
+        kinds = kinds or [x.dtype for x in others if x.dtype.name in self.kinds]
         if len(wanted.factors) != 2 or not kinds or not isinstance(depth.extent, int):
             return None
         both = 2 * depth.extent * self.rates.tensor  # scores again, and the results
@@ -207,11 +211,11 @@ class _Gradients:
     # -- weights from their rows' sums
 
     def weights_again(self, w: Softmax, result: l.Store) -> None:
-        """Have all but the first product read weights that are computed again, in 16 bits."""
+        """Have all but the first product read weights that are computed again, in the type of what that stores."""
         kind = result.buffer.type.dtype
         readers, behind = self.known.readers.get(w.buffer, []), self.behind(result.buffer)
         others = [s for s in readers if s not in behind]
-        if kind.name not in self.rates.matrix or len(readers) != len(others) + 1 or w.buffer in self.known.kept:
+        if kind.name not in self.kinds or len(readers) != len(others) + 1 or w.buffer in self.known.kept:
             return
         made: dict[l.Buffer, l.Kernel] = {}
         score = self.again(w, w.score, made)
@@ -225,7 +229,7 @@ class _Gradients:
         above = l.apply("sub", score, l.Load(sums, rows))
         weight = l.apply("approx_exp2", l.apply("mul", above, l.Literal(LOG2E, above.dtype)))
         again = l.Buffer(self.fresh(f"{w.buffer.name}_again"), aligned(kind, w.buffer.type))
-        last = l.Store(again, store.index, l.apply(kind.name, weight))
+        last = l.Store(again, store.index, _as(weight, kind))
         weights = l.Kernel(again.name, columns, (last,), w.kernel.source)
         self.weights.add(again)
 

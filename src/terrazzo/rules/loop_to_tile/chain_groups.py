@@ -78,7 +78,7 @@ class Groups:
         """Bytes of shared memory."""
         depth, width, rows = c.deep, c.width, self.count * ROWS
         down = sum(c.rows in x.free for x in c.inside)
-        more = [x for x in c.along if not (self.turns and _brought(c, x))]
+        more = [x for x in c.along if not ((self.turns or c.terms > 1) and _brought(c, x))]
         along = (len(c.inside) - down) * depth + len(more) * width
         operands = 2 * (down * self.held * rows * depth + self.slots * self.step * along)
         results = 2 * len(c.outside) * gathering(c) * rows * parts(width)
@@ -186,13 +186,13 @@ def _of_parts(c: Chain, gpu: Gpu) -> Iterator[Groups]:
     """With sums of several terms, whose steps take long: one warpgroup multiplies while another finds weights. Sums of
     a step are registers beside those of the tile, and so are parts of weights.
     """
-    if c.beside or c.others:
+    if c.others:
         return
     parts_of, width = len(c.read(c.outer)), c.width // 2
     steps = dict.fromkeys(min(n, ceil(c.steps.extent, 16) * 16) for n in (STEP, STEP // 2, STEP // 4))
     for step, count in product(steps, (2, 1)):
-        factors = parts_of * step // 4
-        if width + max(width, step // 2) + factors > FULL or (count - 1) * ROWS >= c.rows.extent:
+        factors, sums = parts_of * step // 4, len(c.sums) * step // 2
+        if width + max(width, sums) + factors > FULL or (count - 1) * ROWS >= c.rows.extent:
             continue
         yield from _roomiest(Groups(count, step, 2, False, False, behind=count > 1), c, gpu, least=1)
 

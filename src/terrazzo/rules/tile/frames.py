@@ -55,8 +55,7 @@ def framed(draft: Draft, product: Product) -> Framed | None:
 
 def weight(c: Contraction) -> Framed | None:
     """The weight among a contraction's factors."""
-    for side, factor in enumerate(c.factors):
-        rounded = tuple(dict.fromkeys(operand(pair[side]) for pair in c.terms))
+    for factor in c.factors:
         tops = [x for x in reductions(factor) if x.monoid.name == "max"]
         if len(tops) != 1:
             continue
@@ -66,12 +65,24 @@ def weight(c: Contraction) -> Framed | None:
             inner, by = _multiple(e.args[0])
             match inner:
                 case l.Apply(fn=minus, args=(score, top)) if minus.name == "sub" and top is tops[0]:
-                    return Framed(rounded, e, score, tops[0], by)
+                    return Framed(computed(c), e, score, tops[0], by)
                 case l.Apply(fn=minus, args=(one, other)) if minus.name == "sub" and by is None:
                     (score, by), (top, same) = _multiple(one), _multiple(other)
                     if by is not None and by is same and top is tops[0]:
-                        return Framed(rounded, e, score, tops[0], by, early=True)
+                        return Framed(computed(c), e, score, tops[0], by, early=True)
     return None
+
+
+def computed(c: Contraction) -> tuple[Node, ...]:
+    """The factor of a contraction that is made of reductions, as the product takes it: one term, or its parts, of which
+    each is made of what those before leave. Nothing where no factor is, or both are.
+    """
+    sides = [[operand(pair[side]) for pair in c.terms] for side in (0, 1)]
+    made = [x for x in sides if reductions(x[0])]
+    if len(made) != 1:
+        return ()
+    (found,) = made
+    return tuple(x for x in topological(found, stop=lambda x: isinstance(x, l.Reduce)) if x in found)
 
 
 def _multiple(x: Any) -> tuple[Any, l.Literal | None]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.ir.address import coefficient, evaluate, mentions
-from terrazzo.ir.contraction import Contraction, operand
+from terrazzo.ir.contraction import Contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Loaded, Var, at_least, terms_of
@@ -19,7 +19,7 @@ from terrazzo.ir.plan import Agent, Order, Plan, Product, Reach
 from terrazzo.ir.show_expr import show_expr
 from terrazzo.rewrite.rule import rule
 from terrazzo.rules.tile.draft import Draft, axis_name
-from terrazzo.rules.tile.frames import reductions, weight
+from terrazzo.rules.tile.frames import computed, weight
 from terrazzo.rules.tile.rings import axis_called
 
 PLACES = 5
@@ -181,10 +181,9 @@ def hidden(c: Contraction) -> Mask | None:
     (axis,) = c.reduce.axes
     if (found := weight(c)) is not None:
         return mask(found.score, -math.inf, axis)
-    computed = [f for f in map(operand, c.factors) if reductions(f)]
-    if len(computed) != 1:
+    if not (parts := computed(c)):
         return None
-    (term,) = computed
+    term = parts[0]
     wide = isinstance(term, l.Apply) and is_cast(term.fn) and term.args[0].dtype is c.reduce.dtype  # type: ignore[attr-defined]
     return mask(term.args[0] if wide else term, 0.0, axis)  # type: ignore[attr-defined]
 

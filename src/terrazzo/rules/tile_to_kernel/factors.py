@@ -7,16 +7,16 @@ from typing import Any
 
 from terrazzo.errors import CompilerBug
 from terrazzo.ir.address import coefficient, mentions
-from terrazzo.ir.contraction import operand
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import IntExpr
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.plan import Frame as FrameLine
 from terrazzo.ir.plan import Plan, Product
 from terrazzo.rules.tile.digits import Bindings, Digit, value
 from terrazzo.rules.tile.draft import Draft
-from terrazzo.rules.tile.frames import framed, reductions
+from terrazzo.rules.tile.frames import computed, framed, reductions
 from terrazzo.rules.tile.overlap import made_before, made_first, multiples
 from terrazzo.rules.tile.reach import Either, grows, masked
 from terrazzo.rules.tile.rings import axis_called, staggered
@@ -104,26 +104,26 @@ class Factors:
     def point_by_point(self, p: Product) -> Made:
         """How a factor is made that is in no frame."""
         if p.sites[0] not in self.made:
-            c, m = self.draft.products[p.sites[0]], axis_called(self.draft, p.m)
-            term: Any = operand(c.factors[0] if m in c.factors[0].free else c.factors[1])
+            terms = computed(self.draft.products[p.sites[0]])
             hidden = masked(self.draft, p)
             assert hidden is not None
             known = tuple(self.point_by_point(q) for q in made_before(self.draft, self.plan, p).values())
             if staggered(self.draft, self.plan.all(Product)) and (part := made_first(self.draft, self.plan, p)):
-                known = (self.in_place(part, part),)
+                known = (self.in_place((part,), part),)
                 self.firsts[p.sites[0]] = known[0]
-            self.made[p.sites[0]] = self.in_place(term, hidden.bare, known)
+            self.made[p.sites[0]] = self.in_place(terms, hidden.bare, known)
         return self.made[p.sites[0]]
 
-    def in_place(self, term: Node, bare: Node, known: tuple[Made, ...] = ()) -> Made:
+    def in_place(self, terms: tuple[Any, ...], bare: Node, known: tuple[Made, ...] = ()) -> Made:
         """What is made in place of sums: of those that nothing is in place of that was made before."""
-        sums = tuple(x for x in topological([term]) if isinstance(x, l.Reduce))
+        sums = tuple(x for x in topological(terms[:1]) if isinstance(x, l.Reduce))
+        whole = terms[0].args[0] if isinstance(terms[0], l.Apply) and is_cast(terms[0].fn) else terms[0]
         home = next((x for x in sums if all(x is not made.home for made in known)), sums[0])
         first = next(x for x in self.plan.all(Product) if home in [self.draft.products[s].reduce for s in x.sites])
         site = self.draft.site(first.sites[0])
         columns = self.part(axis_called(self.draft, first.n), site)
         every = (*(self.part(a, site) for a in self.draft.tiled if a in home.free), columns)
-        return Made(self.copies, self.fragments, term, bare, sums, home, every, columns, known)
+        return Made(self.copies, self.fragments, terms, whole, bare, sums, home, every, columns, known)
 
     @property
     def begun(self) -> Frame:

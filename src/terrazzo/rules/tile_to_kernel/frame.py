@@ -94,10 +94,7 @@ class Frame:
         """Registers for the weights of a step, or parts of them, and for what the sums so far are worth in their
         frame.
         """
-        rounded: Any = self.found.rounded
-        order: list[Any] = [x for x in topological(rounded, stop=lambda x: x is self.found.weight) if x in rounded]
-        shape = scores.place.type.static_shape
-        self.weights = {x: self.builder.registers("w", x.dtype, shape) for x in order}
+        self.weights = factors(self.builder, self.found.rounded, scores)
         self.worth = self.builder.registers("worth", self.found.top.dtype, self.top.type.static_shape)
         return self.weights
 
@@ -190,20 +187,8 @@ class Frame:
 
     def round(self, scores: Fragment) -> None:
         """The last weights, which lie in place of their scores, as the product takes them."""
-        at = scores.index({p.axis: p.digits for p in scores.parts})
         loops = [(d.variable, True) for d in (*held(self.rows), *held(self.columns))]
-        (*first, last), builder = self.weights.items(), self.builder
-
-        def one() -> None:
-            known: dict[Node, Node] = {self.found.weight: l.Load(scores.place, at)}
-            for x, place in first:  # of parts, each is made of what those before leave, which is found in 32 bits
-                kind: Any = x
-                rounded = builder.let(l.apply("f32", builder.let(substitute(x, known))))
-                builder.add(l.Store(place, at, l.apply(kind.dtype.name, rounded)))
-                known[l.apply("f32", x)] = rounded
-            builder.add(l.Store(last[1], at, substitute(last[0], known)))
-
-        builder.loops(loops, one)
+        self.builder.loops(loops, lambda: rounded(self.builder, self.weights, self.found.weight, scores))
 
     def moved(self, old: Node, new: Node) -> tuple[Node, Node]:
         """What to subtract in a new frame, and what sums of the old one are worth in it. Where there is no score yet,
@@ -272,6 +257,26 @@ class Frame:
         if total is not None:
             found[total] = Rows(self.total, (self.rows,), None)
         return found
+
+
+def factors(builder: Builder, terms: Sequence[Any], sums: Fragment) -> dict[Node, k.Registers]:
+    """Registers for what is made in place of sums, as a product takes it: one term, or parts."""
+    return {x: builder.registers("w", x.dtype, sums.place.type.static_shape) for x in terms}
+
+
+def rounded(builder: Builder, places: Mapping[Node, k.Registers], made: Node, sums: Fragment) -> None:
+    """An element of what was `made` in place of sums, as a product takes it. Of parts, each is made of what those
+    before leave, which is found in 32 bits.
+    """
+    at = sums.index({p.axis: p.digits for p in sums.parts})
+    known: dict[Node, Node] = {made: l.Load(sums.place, at)}
+    (*first, last) = places.items()
+    for x, place in first:
+        kind: Any = x
+        near = builder.let(l.apply("f32", builder.let(substitute(x, known))))
+        builder.add(l.Store(place, at, l.apply(kind.dtype.name, near)))
+        known[l.apply("f32", x)] = near
+    builder.add(l.Store(last[1], at, substitute(last[0], known)))
 
 
 def beyond(part: Part, at: IntExpr) -> tuple[IntExpr, ...]:

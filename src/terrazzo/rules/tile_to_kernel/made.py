@@ -16,14 +16,14 @@ from terrazzo.rules.tile.digits import Digit, zero
 from terrazzo.rules.tile.reach import Either
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.copies import Copies, Part
-from terrazzo.rules.tile_to_kernel.frame import Kept, beyond, data_says, held, loaded, seen
+from terrazzo.rules.tile_to_kernel.frame import Kept, beyond, data_says, factors, held, loaded, rounded, seen
 from terrazzo.rules.tile_to_kernel.multiply import Fragment
 
 
 @dataclass
 class Made:
-    """What one team makes: `term` of the `sums`; or what that is rounded from, in place of one of them, its `home`. It
-    is `bare` where no mask hides it.
+    """What one team makes: `terms` of the `sums`, one or parts; or what these are rounded from, in place of one of the
+    sums, their `home`. It is `bare` where no mask hides it, and `whole` where one may.
 
     `parts` are those of the axes that the sums have. Where a load knows nothing of a step's `columns`, it is `begun`
     once for a tile; others are fetched for every step. What was made `before` in this step, it may be made of.
@@ -31,7 +31,8 @@ class Made:
 
     copies: Copies
     fragments: dict[l.Reduce, Fragment]
-    term: Node
+    terms: tuple[Node, ...]
+    whole: Node
     bare: Node
     sums: tuple[l.Reduce, ...]
     home: l.Reduce
@@ -41,6 +42,7 @@ class Made:
     begun: Kept = field(default_factory=dict)
     fetched: Kept = field(default_factory=dict)
     came: dict[l.Load, l.Load] = field(default_factory=dict)
+    values: dict[Node, k.Registers] = field(default_factory=dict)
 
     @property
     def builder(self) -> Builder:
@@ -65,9 +67,8 @@ class Made:
 
     def declare(self) -> dict[Node, k.Registers]:
         """Registers for what a product takes."""
-        kind: Any = self.term
-        self.values = self.builder.registers("w", kind.dtype, self.first.place.type.static_shape)
-        return {self.term: self.values}
+        self.values = factors(self.builder, self.terms, self.first)
+        return self.values
 
     def fetch(self, env: dict[Any, Any], others: Collection[l.Load] = ()) -> None:
         """What the factor is made of besides sums comes to registers, while products are on their way; but for
@@ -91,7 +92,7 @@ class Made:
 
     def make(self, env: dict[Any, Any], hidden: Sequence[tuple[Either, IntExpr]]) -> None:
         """The factor, 0 where it is `hidden` unless one of some is >= 0, tested where what stands beside these is."""
-        at, place = self.at, self.first.place if self.rounds else self.values
+        at, place = self.at, self.first.place if self.rounds else self.values[self.terms[0]]
         env = env | {x: l.Load(place, index) for x, (place, index) in (*self.begun.items(), *self.fetched.items())}
         env |= {r: l.Load(self.fragments[r].place, at) for r in self.sums}
         env |= {x.bare: l.Load(x.first.place, at) for x in self.before}
@@ -115,9 +116,7 @@ class Made:
     def round(self) -> None:
         """The factor as a product takes it."""
         if self.rounds:
-            term: Any = self.term
-            given = l.Apply(term.fn, (l.Load(self.first.place, self.at),))
-            self._everywhere(lambda: self.builder.add(l.Store(self.values, self.at, given)))
+            self._everywhere(lambda: rounded(self.builder, self.values, self.whole, self.first))
 
     def _everywhere(self, write: Callable[[], None]) -> None:
         """At all elements in the order of their registers."""
