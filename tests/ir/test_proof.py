@@ -33,6 +33,7 @@ def pixels(tokens: int, parts: tuple[IntExpr, IntExpr]) -> list[tuple[IntExpr, l
     [
         (383 - (A + B * 904) // 197 * 12 - LARGE % 12, [6303 - A - B * 904]),  # 6303 // 197 * 12 + 11 is 383
         ((LARGE // 262144) % 24 - 16, [(LARGE // 16384) % 384 - 256]),  # a digit of a digit
+        (LARGE // 200704 - 1, [(LARGE // 200704) % 8 - 1]),  # a frame before, in a clip of eight
         (LARGE // 8 - 4, [LARGE - 32]),
         ((LARGE - 100) // 8 + 12, [LARGE - 5]),
         ((A * 6 + B - 6) // 24576 + LARGE, [B - 6]),  # a numerator that is less than 0 without its guard
@@ -51,6 +52,7 @@ def test_what_kernels_need_is_proved(e: IntExpr, guards: list[IntExpr]) -> None:
         (382 - (A + B * 904) // 197 * 12 - LARGE % 12, [6303 - A - B * 904]),
         ((LARGE // 262144) % 24 - 17, [(LARGE // 16384) % 384 - 256]),
         ((LARGE // 262144) % 48 - 16, [(LARGE // 16384) % 384 - 256]),  # not of that digit alone
+        (LARGE // 200704 - 2, [(LARGE // 200704) % 8 - 1]),
         (LARGE // 8 - 4, [LARGE - 31]),
         ((A * 6 + B - 6) // 24570 + LARGE, [B - 5]),
         *pixels(197, (R * 14 + S - 17, 209 - R * 14 - S)),
@@ -93,3 +95,13 @@ def test_an_expression_is_proved_to_be_sound_once(monkeypatch: pytest.MonkeyPatc
     for _ in range(3):
         assert proof.ill((a * 3 + 1, 5, a * 3 + 1)) == ""
     assert len(walked) == 1
+
+
+def test_what_an_index_mentions_is_found_once_for_each_of_its_parts() -> None:
+    """A path that is followed back reads each step at what the one after it said: both are in the index twice."""
+    from terrazzo.ir.address import mentions
+
+    e: Any = A
+    for _ in range(200):
+        e = (e + 1) // 2 + (e + 1) % 2
+    assert mentions(e, A) and not mentions(e, B)

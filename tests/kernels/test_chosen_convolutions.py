@@ -256,3 +256,24 @@ def test_the_library_is_called_where_boxes_are_slow(
     x, w = (v.to(memory_format=LAST) for v in given)
     found = programs.lowered(conv(padding=1, stride=2 if image[2] == 57 else 1), (x, w), "sm_90a", libraries="auto")
     assert any(isinstance(s, l.Call) for s in found.lowering.loop.steps) == called
+
+
+def shuffled(x: torch.Tensor, w: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    return F.pixel_shuffle(F.conv2d(x, w, c, padding=1), 2)
+
+
+def test_a_convolution_whose_pixels_are_shuffled_is_one() -> None:
+    """Each of its axes is one factor's own again: what was one axis of the result is a row's and a filter's digit."""
+    found = lowered(shuffled, (t(2, 64, 8, 8), t(128, 64, 3, 3), t(128)))
+    assert uses(found)[-1][1:] == (True, True) and len(found.kernels) == 1
+    right(found)
+
+
+def test_no_shuffle_takes_a_convolution_off_the_tensor_cores() -> None:
+    """At a real size, where memory runs through the image along its pixels."""
+    x, w = (torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((8, 64, 96, 96), (256, 64, 3, 3)))
+    for fn in (lambda y: F.pixel_shuffle(y, 2), lambda y: y.view(8, 64, 4, -1).mT):
+        shuffle = lambda x, w, fn=fn: fn(F.conv2d(x, w, padding=1))  # noqa: E731
+        steps = lowering(programs.capture(shuffle, (x, w), {}).program, Options(target="sm_90a", libraries="never"))
+        kernels = [s for s in steps.at("kernel").steps if isinstance(s, k.Kernel)]
+        assert any(isinstance(s, k.MultiplyAsync) for x in kernels for s in k.walk(x.body))

@@ -77,6 +77,8 @@ WINDOWS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "maximum": (lambda x: F.max_pool2d(x, 3, 2, 1), (b(2, 8, 28, 28),)),
     "maximum with indices": (lambda x: F.max_pool2d(x, 2, return_indices=True)[0], (r(2, 8, 16, 16),)),
     "adaptive": (lambda x: F.adaptive_avg_pool2d(x, (5, 7)), (b(2, 8, 28, 28),)),
+    "pooled to few": (lambda x: F.adaptive_avg_pool2d(x, 2), (b(2, 8, 40, 40),)),
+    "heads, normed": (lambda x: F.normalize(x.unflatten(-1, (2, 8)).permute(0, 2, 3, 1), dim=-1), (r(2, 20, 16),)),
     "bilinear": (lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear"), (b(2, 4, 8, 8),)),
     "bicubic": (lambda x: F.interpolate(x, scale_factor=2.0, mode="bicubic"), (b(2, 4, 8, 8),)),
     "grid sample": (lambda x, g: F.grid_sample(x, g, align_corners=False), (r(2, 8, 8, 8), r(2, 9, 10, 2))),
@@ -230,6 +232,29 @@ def test_groups_of_few_channels_are_windows(last: bool) -> None:
     found = lowering_of(lambda x, w: F.conv2d(x, w, padding=1, groups=32).relu(), (x, w), libraries="never")
     assert any(e.rule == "window" and e.fired for e in found.log.events)
     assert all(x.grid < 1 << 14 for x in found.at("kernel").steps)
+
+
+def heads_normed(x: Any) -> Any:
+    y = x.unflatten(-1, (8, 48)).permute(0, 2, 3, 1)
+    return F.normalize(y, dim=-1)
+
+
+def heads_with_more(x: Any, more: Any) -> Any:
+    return torch.cat((more, F.rms_norm(x.unflatten(-1, (8, 64)).transpose(1, 2), (64,))), 2)
+
+
+@pytest.mark.parametrize(
+    ("fn", "shapes"),
+    [
+        (lambda x: F.adaptive_avg_pool2d(x, 3), ((4, 512, 60, 60),)),  # each of few points has 400 steps
+        (heads_normed, ((32, 196, 384),)),  # a sum that 196 points need
+        (heads_with_more, ((4, 1024, 512), (4, 8, 154, 64))),
+    ],
+)
+def test_windows_with_no_place_in_common_are_rows_that_threads_share(fn: Any, shapes: Any) -> None:
+    found = lowering_of(fn, tuple(torch.empty(s, dtype=torch.bfloat16, device="meta") for s in shapes))
+    rules = {e.rule for e in found.log.events if e.pass_name == "schedule" and e.fired}
+    assert "share" in rules and "window" not in rules
 
 
 def test_pixels_are_one_axis_where_channels_come_first() -> None:

@@ -61,7 +61,9 @@ def divides(d: int, e: IntExpr) -> bool:
 
 def mentions(e: Any, atom: Expr) -> bool:
     """True if `atom` occurs anywhere in `e`."""
-    return isinstance(e, Node) and (e is atom or any(mentions(c, atom) for c in e.children))
+    if not isinstance(e, Node) or not atom.free <= e.free:
+        return False
+    return e is atom or any(x is atom for x in topological([e]))
 
 
 def digit(e: IntExpr) -> tuple[IntExpr, int, int | None]:

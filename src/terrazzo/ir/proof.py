@@ -78,7 +78,7 @@ def _parted(e: IntExpr, given: Sequence[IntExpr]) -> tuple[IntExpr, Sequence[Int
 
 def _digits(e: IntExpr, given: Sequence[IntExpr]) -> tuple[IntExpr, Sequence[IntExpr]]:
     """`e` and guards with a variable for every digit v // place % size of the guards, which digits of `e` are made of
-    where they are part of one: v // 8 % 3 is y // 4 for the y that is v // 2 % 12.
+    where they are part of one: v // 8 % 3 is y // 4 for the y that is v // 2 % 12; and v // 2 is y + 12 * more.
     """
     new: dict[Any, IntExpr] = {}
     known: list[tuple[Var, Any, int]] = []
@@ -94,6 +94,10 @@ def _digits(e: IntExpr, given: Sequence[IntExpr]) -> tuple[IntExpr, Sequence[Int
                 step, rest = divmod(place, below)
                 if whose is v and not rest and y.extent % (size * step) == 0:
                     new[x] = mod(floordiv(y, step), size)
+    for y, v, below in known:
+        low, high = bounds(whole := floordiv(v, below))
+        if isinstance(whole, FloorDiv) and low == 0 and high is not None:
+            new[whole] = y + y.extent * Var(f"{y.name}/", high // y.extent + 1)
     return (_replaced(e, new), [_replaced(g, new) for g in given]) if new else (e, given)
 
 

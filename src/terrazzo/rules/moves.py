@@ -76,6 +76,26 @@ def slides(r: l.Reduce) -> bool:
     )
 
 
+def overlaps(r: l.Reduce) -> bool:
+    """Whether the windows of a reduction have places in common, or may have: not those of heads that lie side by side
+    in a row, nor those of a pooling that steps over its whole window.
+    """
+    loads = [x for x in topological(r.args) if isinstance(x, l.Load)]
+    return any(_shared(e, r.axes) for x in loads for e in x.index if isinstance(e, Expr))
+
+
+def _shared(e: Expr, axes: Sequence[Any]) -> bool:
+    mine = [a for a in axes if mentions(e, a)]
+    if not mine or not e.free - frozenset(axes):
+        return False
+    steps = [_steps((e,), a) for a in (*mine, *(e.free - frozenset(axes)))]
+    if None in steps:
+        return True
+    inner, outer = ([abs(s[0]) for s in part if s] for part in (steps[: len(mine)], steps[len(mine) :]))
+    reach = sum(c * (a.extent - 1) for c, a in zip(inner, mine, strict=True))
+    return any(0 < c <= reach for c in outer)
+
+
 @lru_cache(maxsize=4096)
 def _steps(indices: tuple[IntExpr, ...], v: Any) -> tuple[int, ...] | None:
     """What a variable adds to every index with each of its steps."""

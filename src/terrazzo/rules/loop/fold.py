@@ -22,6 +22,7 @@ from terrazzo.ir.node import Node, substitute, topological, transform
 from terrazzo.ir.ranges import decided, range_of
 from terrazzo.ir.types import DType, i64
 from terrazzo.rewrite.rule import Event, Log
+from terrazzo.rules.loop.digits import factors_apart
 from terrazzo.rules.loop.inline import inline
 
 PASS = "fuse"
@@ -163,6 +164,7 @@ def extremes_once(kernel: l.Kernel) -> l.Kernel:
 
 KERNELS: dict[str, tuple[Callable[[l.Kernel], l.Kernel], str]] = {
     "fold_indices": (fold_indices, "what is known of indices is not computed"),
+    "factors_apart": (factors_apart, "an axis of which each factor of a product knows other digits is as many axes"),
     "extremes_once": (extremes_once, "who finds where an extreme is has found it"),
 }
 

@@ -150,7 +150,8 @@ def _across(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedul
     stored tile by tile, and a kernel of its own turns them, whose lanes lie along both.
     """
     stores = [l.Load(s.buffer, s.index) for s in kernel.stores]
-    if gpu.warpgroups is None or not any(size_of(a) > 1 and all(step(s, a) == 1 for s in stores) for a in p.batch):
+    batch = [a for a in p.batch if all((a in x.free) == (a in y.free) for x, y in map(p.factors, p.sites))]
+    if gpu.warpgroups is None or not any(size_of(a) > 1 and all(step(s, a) == 1 for s in stores) for a in batch):
         return
     points, size = math.prod(map(size_of, kernel.axes)), max(s.dtype.size for s in stores)
     turning = 2 * points * size / gpu.memory + gpu.launch

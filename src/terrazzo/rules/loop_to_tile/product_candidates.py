@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import Expr
 from terrazzo.ir.schedule import Schedule
-from terrazzo.ir.sites import Product, product
+from terrazzo.ir.sites import Product, loads, product
 from terrazzo.rules.loop_to_tile import boxes, tiles, warpgroups
 from terrazzo.rules.loop_to_tile.candidate import Candidate, Rewrite, joined
+from terrazzo.rules.loop_to_tile.collapse import merge_axes
 from terrazzo.rules.loop_to_tile.crossed import points
 from terrazzo.rules.loop_to_tile.forms import Form, apart, merged, on_warpgroups
 from terrazzo.rules.loop_to_tile.packed import packed
@@ -25,7 +28,8 @@ def in_boxes(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedu
     """A product of what is read at moved places, in boxes, where the model says that it is faster than other tiles.
     Operands are copied first, where memory runs otherwise than boxes do.
     """
-    *copies, form = packed(kernel) if gpu.warpgroups else (kernel,)
+    whole = merge_axes(kernel, _columns(p))
+    *copies, form = packed(whole) if gpu.warpgroups else (kernel,)
     found, _ = boxes.moved(form)
     if found is None or not (plans := boxes.plans(found, gpu)):
         return
@@ -35,7 +39,18 @@ def in_boxes(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedu
     for plan in plans:
         if plan.time + before < others:
             chosen = form, boxes.schedule(found, plan, gpu), "boxes", str(plan)
-            yield joined((first, Candidate((chosen,)))).after(("packed", kernel, (*copies, form)))
+            done = joined((first, Candidate((chosen,))))
+            yield done.after(("merge_axes", kernel, (whole,)), ("packed", whole, (*copies, form)))
+
+
+def _columns(p: Product) -> list[Any]:
+    """The axes of filters, which instructions take as one: those that the factor knows that is read nowhere beside its
+    place.
+    """
+    for f, g in (pair for c in p.sites for pair in (c.factors, c.factors[::-1])):
+        if any(e.free & set(p.axes) and e.free - set(p.axes) for x in loads(f) for e in x.index if isinstance(e, Expr)):
+            return [a for a in p.kernel.axes if a in g.free - f.free]
+    return []
 
 
 def copied(copies: Sequence[l.Kernel], why: str, gpu: Gpu, pinned: Mapping[str, Schedule]) -> tuple[Candidate, float]:

@@ -29,7 +29,7 @@ from terrazzo.ir.sites import product
 from terrazzo.rules.access import WIDEST, wide
 from terrazzo.rules.loop_to_tile.collapse import collapse
 from terrazzo.rules.loop_to_tile.packed import copied_along
-from terrazzo.rules.moves import moves, slides
+from terrazzo.rules.moves import moves, overlaps, slides
 from terrazzo.rules.tile.bodies import flat
 from terrazzo.rules.tile.draft import axis_name
 
@@ -147,7 +147,8 @@ def _stride(x: Any, axis: Any) -> IntExpr | None:
 
 def _form(kernel: l.Kernel) -> _Form | None:
     """A kernel as one nest of loops over points around reductions of few steps, of which some load moves with both, or
-    which are so short that a thread takes each by itself, and no tiles are worth it.
+    which are so short that a thread takes each by itself, and no tiles are worth it. Windows that have no place in
+    common are rows that threads had better share, unless every one of many points has its own.
     """
     if isinstance(found := flat(kernel), str):
         return None
@@ -162,7 +163,9 @@ def _form(kernel: l.Kernel) -> _Form | None:
     reduces = [r for s in loops for r in s.carried if isinstance(r, l.Reduce)]
     many = math.prod(a.extent for a in axes) >= MANY
     short = all(math.prod(a.extent for a in r.axes) <= SHORT and (many or contraction(r) is not None) for r in reduces)
-    moved = any(map(slides, reduces)) and (product(kernel) is None or of_few_columns(kernel))
+    own = many and all(a in r.free for r in reduces for a in axes)
+    moving = any(slides(r) and (own or overlaps(r)) for r in reduces)
+    moved = moving and (product(kernel) is None or of_few_columns(kernel))
     return _Form(kernel, axes, terms, loops) if moved or short else None
 
 
