@@ -14,6 +14,8 @@ from tests.kernels.programs import Lowered, lowered
 from tests.kernels.test_attention import close, lines, tensors
 
 from terrazzo.front.capture import capture
+from terrazzo.interp import kernel as simulator
+from terrazzo.interp.torch import to_numpy
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import Node
@@ -37,6 +39,53 @@ def by_columns(x: Any, w: Any, r: Any, mean: Any, var: Any) -> Any:
 
 IMAGES = tensors((3, 50, 64), (128, 64), (3, 128, 50), (128,), (128,))
 ROWS = tensors((70, 64), (90, 64), (70, 90), (90,), (90,), dtype=torch.float32)
+
+
+FADED = """
+@loop
+def f(x: bf16[2, 64, 64], w: bf16[2, 128, 64], r: bf16[2, 64, 128]):
+    with kernel('y', y=bf16[128, 128]):
+        for a0 in free(2):
+            v0 = index(a0)
+            v1 = f32(v0)
+            v2 = pow(f32(2.0), v1)
+            v3 = log(v2)
+            for a3 in free(64):
+                v4 = index(a3)
+                v5 = f32(v4)
+                v6 = mul(v3, v5)
+                v7 = tanh(v6)
+                for a4 in free(128):
+                    in0 = r[a0, a3, a4]
+                    v8 = f32(in0)
+                    for r0 in reduce(64):
+                        in1 = x[a0, a3, r0]
+                        v9 = f32(in1)
+                        in2 = w[a0, a4, r0]
+                        v10 = f32(in2)
+                        v11 = mul(v9, v10)
+                        acc0 <- sum(v11)
+                    v12 = mul(acc0, v7)
+                    v13 = add(v12, v8)
+                    v14 = bf16(v13)
+                    y[a4, a0 * 64 + a3] = v14
+    return (y,)
+"""
+"""Products by heads, times what a head's rate and a column make."""
+IN_COLUMNS = """
+with schedule("y", target="sm_90a"):
+    a0 = grid(2)
+    a4 = grid(1) * block(128)
+    a3 = grid(1) * block(64)
+    r0 = time(1, ring=2) * block(64)
+    roles(load=warp(1), math=warpgroup(2), registers=(40, 232))
+    with site("acc0", on="wgmma.m64n64k16.f32.bf16"):
+        a4 = warpgroup(2) * inst.m(64)
+        a3 = inst.n(64)
+        r0 = reg(4) * inst.k(16)
+        x = smem(by="tma", swizzle=128)
+        w = smem(by="tma", swizzle=128)
+"""
 
 
 def walked(body: Sequence[Node], times: int = 1) -> list[tuple[Node, int]]:
@@ -143,3 +192,19 @@ def test_what_several_columns_share_is_not_read_where_all_are_off(target: str) -
 
     args = tensors((64, 400), (624, 400), (64, 39))
     close(lowered(fn, args, target), fn, args)
+
+
+def test_what_is_the_same_for_a_tile_is_computed_before_its_loops() -> None:
+    """Kept for each row it had no value where the columns began."""
+    program = parse(FADED)
+    made = lowering(program, Options(target="sm_90a", schedules=(IN_COLUMNS,))).at("kernel")
+    (kernel,) = made.steps
+    each = [n for s, n in walked(kernel.body) if isinstance(s, k.Let) and isinstance(s.term, l.Apply)
+            and s.term.fn.name == "log"]  # fmt: skip
+    assert each == [1, 1]  # in each team
+    given = {b.name: torch.randn(b.type.static_shape).bfloat16() for b in program.inputs}
+    x, w, r = (given[n].double() for n in "xwr")
+    weight = torch.tanh(torch.tensor([[0.0], [1.0]]).double() * math.log(2) * torch.arange(64.0))
+    wanted = torch.einsum("hpk,hck,hp->chp", x, w, weight) + r.permute(2, 0, 1)
+    (ours,) = simulator.run(made, {n: to_numpy(v) for n, v in given.items()})
+    torch.testing.assert_close(torch.from_numpy(ours.astype("float64")).view(128, 2, 64), wanted, rtol=2e-2, atol=2e-2)

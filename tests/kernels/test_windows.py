@@ -264,3 +264,20 @@ def test_pixels_are_one_axis_where_channels_come_first() -> None:
     found = lowering_of(lambda x, w: F.conv2d(x, w).relu() + x, (x, w), libraries="never")
     (kernel,) = found.at("tile").loop.steps
     assert [a.extent for a in kernel.axes] == [32, 3136, 96]
+
+
+def per_head(x: Any, w: Any, g: Any) -> Any:
+    """The gradient of an RMS norm by heads that lie in one row of memory."""
+    y = x.view(*g.shape)
+    scale = torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6)
+    return g * w * scale - y * scale**3 * (g * w * y).mean(-1, keepdim=True)
+
+
+def test_a_row_among_others_is_no_window() -> None:
+    """Heads beside each other share no element; threads share a row's sum, and none is computed for every point."""
+    x, w, g = (torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((2048, 2048), (256,), (2048, 8, 256)))
+    found = lowering_of(per_head, (x, w, g), libraries="never")
+    fired = {e.rule for e in found.log.events if e.pass_name == "schedule" and e.fired}
+    assert fired == {"share"}
+    pooled = lowering_of(lambda x: F.avg_pool2d(x, 7), (torch.empty(64, 512, 49, 49, device="meta"),))
+    assert "window" in {e.rule for e in pooled.log.events if e.pass_name == "schedule" and e.fired}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -10,9 +11,13 @@ from torch.nn import functional as f
 
 from terrazzo.front.capture import capture
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.text import parse
+from terrazzo.ir.verify import problem
 from terrazzo.options import Options
 from terrazzo.pipelines import LOWER, stages
 from terrazzo.rewrite.rule import Log
+from terrazzo.rules.loop.cost import looked_up
+from terrazzo.rules.loop.lookups import operands_stored
 
 UPPER = LOWER[: LOWER.index("store_as_read")]
 
@@ -46,3 +51,43 @@ def test_few_products_are_not_worth_a_kernel() -> None:
     table, w = torch.zeros(9000, 16), torch.zeros(8, 16)
     (step,) = fused(lambda t, w, i: f.linear(f.embedding(i, t), w), table, w, torch.zeros(64, dtype=torch.int64))
     assert any(b.name == "t" for b in step.reads)
+
+
+def pooled(x: Any, near: Any, w: Any) -> Any:
+    return f.linear(x[near], w).relu().amax(1)
+
+
+def test_a_product_of_what_is_looked_up_is_not_part_of_a_reduction() -> None:
+    """It is stored before, on tensor cores; in the reduction it would be computed on none."""
+    x, w = torch.zeros(20000, 128, dtype=torch.bfloat16), torch.zeros(128, 128, dtype=torch.bfloat16)
+    steps = fused(pooled, x, torch.zeros(20000, 10, dtype=torch.int64), w)
+    assert [s.stores[0].buffer.type.shape for s in steps] == [(20000, 10, 128), (20000, 10, 128), (20000, 128)]
+
+
+def test_what_is_looked_up_in_the_steps_of_another_reduction_is_stored_for_all_of_them() -> None:
+    """As a maximum over neighbours of products of what they are; the operand knows the neighbour."""
+    text = """
+        @loop
+        def f(x: bf16[500, 64], near: i64[4096, 10], w: bf16[64, 64]):
+            with kernel('z', z=f32[4096, 64]):
+                for a0 in free(4096):
+                    for a1 in free(64):
+                        for r1 in reduce(10):
+                            in0 = near[a0, r1]
+                            for r0 in reduce(64):
+                                in1 = x[at(in0, 500), r0]
+                                v0 = f32(in1)
+                                in2 = w[a1, r0]
+                                v1 = f32(in2)
+                                v2 = mul(v0, v1)
+                                acc1 <- sum(v2)
+                            acc0 <- max(acc1)
+                        z[a0, a1] = acc0
+            return (z,)
+    """
+    (kernel,) = parse(dedent(text)).steps
+    found = operands_stored(kernel, lambda x: looked_up([x]), frozenset(), {})
+    assert found is not None
+    made, whole = found
+    assert made.stores[0].buffer.type.shape == (4096, 10, 64)
+    assert not problem(l.Program("f", kernel.reads, (made, whole), whole.writes))

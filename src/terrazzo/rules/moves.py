@@ -64,16 +64,31 @@ def moves(indices: Sequence[IntExpr], loops: Sequence[tuple[Any, int]]) -> tuple
 
 
 def slides(r: l.Reduce) -> bool:
-    """Whether the places that a reduction reads move with its steps and with points of its result along one dimension:
-    they are a window.
+    """Whether the places that a reduction reads move with its steps and with points of its result along one dimension,
+    and points share some, or lie beside each other along several dimensions, as those of pooling: they are a window.
+    A row that lies among others in one dimension, as that of a head, is none.
     """
-    loads = [x for x in topological(r.args) if isinstance(x, l.Load)]
-    return any(
-        any(mentions(e, a) for a in r.axes) and bool(e.free - frozenset(r.axes))
-        for x in loads
-        for e in x.index
-        if isinstance(e, Expr)
-    )
+    for x in topological(r.args):
+        if isinstance(x, l.Load):
+            beside = [found for e in x.index if isinstance(e, Expr) and (found := _moved(e, r.axes)) is not None]
+            if any(beside) or len(beside) > 1:
+                return True
+    return False
+
+
+def _moved(e: Expr, steps: Sequence[Any]) -> bool | None:
+    """Whether neighbouring points share places along a dimension that steps run over, or may; None where points do not
+    move these places.
+    """
+    along = [a for a in steps if mentions(e, a)]
+    points = sorted(e.free - frozenset(steps), key=str)
+    if not along or not points:
+        return None
+    reach, least = [coefficient(e, a) for a in along], [coefficient(e, p) for p in points]
+    if not all(isinstance(c, int) for c in (*reach, *least, *(a.extent for a in along))):
+        return True
+    span = 1 + sum(abs(c) * (a.extent - 1) for c, a in zip(reach, along, strict=True))  # type: ignore[arg-type]
+    return any(abs(c) < span for c in least)  # type: ignore[arg-type]
 
 
 def overlaps(r: l.Reduce) -> bool:

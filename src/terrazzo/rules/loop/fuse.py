@@ -21,9 +21,10 @@ from terrazzo.ir.node import substitute, topological
 from terrazzo.ir.sites import sites
 from terrazzo.rewrite.rule import Choice, Event, Log, cheapest
 from terrazzo.rules.loop.alike import alike, by_axes, crossed
-from terrazzo.rules.loop.cost import Rates, cost, on_matrix
+from terrazzo.rules.loop.cost import Rates, on_matrix
 from terrazzo.rules.loop.definitions import in_order
 from terrazzo.rules.loop.inline import inline, unproved
+from terrazzo.rules.loop.lookups import with_lookups_stored
 from terrazzo.rules.loop.order import Order
 from terrazzo.rules.loop.scale import is_scaled, scale_after, uncast
 
@@ -309,7 +310,7 @@ class _Fusion:
 
     def price(self, kernel: l.Kernel) -> float:
         if kernel not in self.prices:
-            self.prices[kernel] = cost(kernel, self.rates)
+            self.prices[kernel] = with_lookups_stored(kernel, self.rates)
         return self.prices[kernel]
 
     def _rounds(self, value: Any) -> bool:

@@ -11,7 +11,7 @@ from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.contraction import Contraction, contraction, operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Var
-from terrazzo.ir.node import substitute, topological, transform
+from terrazzo.ir.node import substitute, transform
 from terrazzo.ir.sites import loads
 from terrazzo.ir.types import Type
 from terrazzo.rewrite.rule import Event, Log
@@ -83,6 +83,13 @@ def store_lookups(program: l.Program, log: Log, rates: Rates) -> l.Program:
     return l.Program(program.name, program.inputs, tuple(steps), program.results)
 
 
+def with_lookups_stored(kernel: l.Kernel, rates: Rates) -> float:
+    """What a kernel costs, whether operands of its products that are looked up are stored first or not."""
+    inlined = cost(kernel, rates)
+    found = operands_stored(kernel, _looked_up, frozenset(), {}) if rates.matrix and inlined > rates.launch else None
+    return min(inlined, sum(cost(k, rates) for k in found)) if found is not None else inlined
+
+
 def _looked_up(x: Any) -> bool:
     return isinstance(x, l.Load) and looked_up([x])
 
@@ -96,12 +103,15 @@ def operands_stored(
     """
     taken: dict[Any, Any] = {}
     made: list[l.Kernel] = []
-    for r in topological(kernel.stores):
-        c = contraction(r) if isinstance(r, l.Reduce) else None
+    reduces = [r for r in kernel.terms if isinstance(r, l.Reduce)]
+    scanned = {s.axis for s in kernel.scans}
+    for r in reduces:
+        c = contraction(r)
         for x in _read_again(c) if c is not None else ():
-            if x in taken or not wanted(x):
+            if x in taken or not wanted(x) or scanned & x.free:  # type: ignore[attr-defined]
                 continue
-            walked = _in_order([a for a in (*kernel.axes, *r.axes) if a in x.free], x)  # type: ignore[attr-defined]
+            around = [a for y in reversed(reduces) if y is not r for a in y.axes]  # reductions that this one is within
+            walked = _in_order([a for a in dict.fromkeys((*kernel.axes, *around, *r.axes)) if a in x.free], x)  # type: ignore[attr-defined]
             axes = tuple(Var(f"a{d}", a.extent) for d, a in enumerate(walked))
             value = substitute(x, dict(zip(walked, axes, strict=True)))
             name = f"{kernel.name}_{_read(x).buffer.name}"

@@ -139,8 +139,11 @@ class Direct:
         rest = [x for x in body if not isinstance(x, n.Let) or (x.term in needed and x.term not in used)]
         known = set(topological(used))
         mine = [x for x in free if x in known]
+        before = self.alike(mine, used, inside, scope, (*over, *later))
+        mine, used = ([x for x in xs if x not in before] for xs in (mine, used))
         places = {x: self.builder.registers(ONCE, x.dtype, sizes) for x in used}
         here = scope.inner()
+        here.env |= before
         here.pending = (*here.pending, *(e for e in inside if not any(mentions(e, v) for v in later)))
 
         def step() -> None:
@@ -149,9 +152,27 @@ class Direct:
             for x, place in places.items():
                 self.builder.add(l.Store(place, tuple(over), here(x)))
 
-        self.builder.loops(_unrolled(over), step)
+        if places:
+            self.builder.loops(_unrolled(over), step)
         scope.env.update({x: l.Load(place, tuple(over)) for x, place in places.items()})
         return rest
+
+    def alike(
+        self, terms: Sequence[Any], used: Sequence[Any], inside: Sequence[IntExpr], scope: Scope, loops: Sequence[Var]
+    ) -> dict[Any, Any]:
+        """Those of the terms that are the same at all points of a tile, computed before all loops: what is made of one
+        of them is computed where no loop that the others are kept for has begun.
+        """
+        same = [x for x in terms if not x.free & (self.axis | self.axes)]
+        if not any(x in same for x in used):
+            return {}
+        here = scope.inner()
+        here.pending = (*here.pending, *(e for e in inside if not any(mentions(e, v) for v in loops)))
+        for x in same:
+            self.compute(x, here)
+        found = {x: here(x) for x in same}
+        scope.env.update({x: found[x] for x in same if x in used})
+        return found
 
     def operands(self, body: Sequence[n.Statement], room: int) -> list[Operand]:
         """What is loaded for the points of a tile, as far as there is room for one column of it; not what data says the
