@@ -16,7 +16,7 @@ from terrazzo.collector import paused
 from terrazzo.errors import CompilerBug, UserError
 from terrazzo.hw.gpu import GPUS, Gpu
 from terrazzo.interp.kernel.sample import check_blocks
-from terrazzo.ir.canonical import canonical, twin
+from terrazzo.ir.canonical import canonical, once_per_form, twin
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
@@ -99,10 +99,24 @@ def _gradients(p: l.Program, log: Log, options: Options) -> l.Program:
 def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.Program:
     """Softmaxes, and products that are only multiplied, in the kernels that read them. Other weights are rounded."""
     gpu = machine(options)
-    refused = partial(chains.refusal, gpu=gpu, lost=tried)
-    price = partial(expected, gpu=gpu)
-    made = products_again(online(p, log, refused), log, price, refused, options.materialize)
+    price, refused = partial(expected, gpu=gpu), _refusal(gpu, tried)
+    softmaxes = online(p, log, _refusal(gpu, tried, used=True))
+    made = products_again(softmaxes, log, price, refused, options.materialize)
     return rounded_weights(chains_beside(made, log, price, refused), log, target(options.target).rates.matrix)
+
+
+def _refusal(gpu: Gpu, tried: Experience, used: bool = False) -> Callable[[l.Kernel], str]:
+    """Why a chain of products is not worth one kernel, or nothing: found once for all that differ in names only. It is
+    `used` wherever nothing is against it.
+    """
+
+    def why(kernel: l.Kernel) -> str:
+        def found(known: Experience) -> str:
+            return chains.refusal(kernel, gpu, known if used else known.lost)
+
+        return tried.once(("chain", used, kernel), found)
+
+    return once_per_form(why)
 
 
 def _scheduled(p: l.Program, log: Log, options: Options, tried: Experience) -> tile.Program:
@@ -205,14 +219,12 @@ def in_parts(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
     judged: dict[Any, str] = {}
 
     def why(old: Sequence[l.Kernel], new: Sequence[l.Kernel]) -> str:
-        """What there is against it, asked once of kernels that differ in names only, unless it names one."""
-        forms = tuple(canonical(x).kernel for x in (*old, *new))
-        found = judged.get(forms)
-        if found is None:
-            found = refusal(old, new, gpu, tried)
-            if new[-1].name not in found:
-                judged[forms] = found
-        return found
+        """What there is against it, asked once of kernels that differ in names only."""
+        before, after = (tuple(canonical(x).kernel for x in side) for side in (old, new))
+        forms = before, after
+        if forms not in judged:
+            judged[forms] = tried.once(("parts", forms), lambda known: refusal(before, after, gpu, known.lost))
+        return canonical(new[-1]).named(judged[forms])
 
     return into_parts(p, log, PARTS[options.fp32], why)
 
