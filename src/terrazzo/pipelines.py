@@ -16,7 +16,7 @@ from terrazzo.collector import paused
 from terrazzo.errors import CompilerBug, UserError
 from terrazzo.hw.gpu import GPUS, Gpu
 from terrazzo.interp.kernel.sample import check_blocks
-from terrazzo.ir.canonical import canonical, twin
+from terrazzo.ir.canonical import canonical, once_per_form, twin
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
@@ -105,10 +105,7 @@ def _sizes(options: Options) -> tuple[int, ...]:
 def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.Program:
     """Softmaxes, and products that are only multiplied, in the kernels that read them. Other weights are rounded."""
     gpu, sizes = machine(options), _sizes(options)
-
-    def refused(kernel: l.Kernel) -> str:
-        """Why a chain is not worth one kernel: where it multiplies in float32, one of parts."""
-        return chains.refusal(parts_of(kernel, PARTS[options.fp32])[-1] if 4 in sizes else kernel, gpu, tried)
+    refused = _refusal(options, tried)
 
     def price(steps: Sequence[l.Kernel]) -> float:
         """What kernels take, those that multiply in float32 as products of parts where these are faster."""
@@ -117,8 +114,25 @@ def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
         alone = l.Program("alone", tuple(b for s in steps for b in s.reads), tuple(steps), steps[-1].writes)
         return expected(in_parts(alone, Log(), options, tried).steps, gpu)
 
-    made = products_again(online(p, log, refused, sizes), log, price, refused, options.materialize, sizes)
+    softmaxes = online(p, log, _refusal(options, tried, used=True), sizes)
+    made = products_again(softmaxes, log, price, refused, options.materialize, sizes)
     return rounded_weights(chains_beside(made, log, price, refused), log, target(options.target).rates.matrix)
+
+
+def _refusal(options: Options, tried: Experience, used: bool = False) -> Callable[[l.Kernel], str]:
+    """Why a chain of products is not worth one kernel, or nothing: found once for all that differ in names only. Where
+    it multiplies in float32, that is a chain of parts. It is `used` wherever nothing is against it.
+    """
+    gpu, count = machine(options), PARTS[options.fp32] if 4 in _sizes(options) else 0
+
+    def why(kernel: l.Kernel) -> str:
+        def found(known: Experience) -> str:
+            made = parts_of(kernel, count)[-1] if count else kernel
+            return chains.refusal(made, gpu, known if used else known.lost)
+
+        return tried.once(("chain", used, count, kernel), found)
+
+    return once_per_form(why)
 
 
 def _scheduled(p: l.Program, log: Log, options: Options, tried: Experience) -> tile.Program:
@@ -221,16 +235,13 @@ def in_parts(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
     judged: dict[Any, tuple[float, str]] = {}
 
     def gains(old: Sequence[l.Kernel], new: Sequence[l.Kernel]) -> tuple[float, str]:
-        """What is gained, or what there is against it, asked once of kernels that differ in names only, unless it names
-        one.
-        """
-        forms = tuple(canonical(x).kernel for x in (*old, *new))
-        found = judged.get(forms)
-        if found is None:
-            found = gain(old, new, gpu, tried)
-            if new[-1].name not in found[1]:
-                judged[forms] = found
-        return found
+        """What is gained, or what there is against it, asked once of kernels that differ in names only."""
+        before, after = (tuple(canonical(x).kernel for x in side) for side in (old, new))
+        forms = before, after
+        if forms not in judged:
+            judged[forms] = tried.once(("parts", forms), lambda known: gain(before, after, gpu, known.lost))
+        gained, why = judged[forms]
+        return gained, canonical(new[-1]).named(why)
 
     return into_parts(p, log, PARTS[options.fp32], gains)
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.rules.test_growth import layers, parse
 
+from terrazzo import pipelines
+from terrazzo.ir.dialects import kernel as k
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
+from terrazzo.rules.loop_to_tile.experience import Experience
 from terrazzo.run import nvrtc
 from terrazzo.run.cache import Cache
 from terrazzo.run.cuda import build
@@ -33,13 +37,79 @@ def test_what_is_chosen_begins_to_be_compiled_at_once(monkeypatch: pytest.Monkey
     compiled: list[str] = []
     monkeypatch.setattr(nvrtc, "_compile", lambda source, arch: (compiled.append(source), (b"cubin", nvrtc.Facts()))[1])
     options = Options(target=ARCH)
-    done = lowering(parse(layers(3)), options, tried=nvrtc.Tried(ARCH, cache, ahead=True))
+    tried = nvrtc.Tried(ARCH, cache, ahead=True)
+    done = lowering(parse(layers(3)), options, tried=tried)
     nvrtc._pool().submit(lambda: None).result()  # all that began has ended
     begun = list(compiled)
-    built = build(done, options, cache, ARCH)
+    built = build(done, options, cache, ARCH, tried=tried)
     assert begun and compiled == begun  # nothing was left to be compiled, and nothing was in vain
     assert {source for _, source in built.sources} == set(begun)
     assert len(begun) < len(built.entries)
+
+
+def test_a_kernel_that_spills_is_replaced_however_soon_that_is_known(
+    monkeypatch: pytest.MonkeyPatch, cache: Cache
+) -> None:
+    compiled: list[str] = []
+
+    def first_spills(source: str, arch: str) -> tuple[bytes, nvrtc.Facts]:
+        compiled.append(source)
+        return b"cubin", nvrtc.Facts(255, 8 if len(compiled) == 1 else 0)
+
+    monkeypatch.setattr(nvrtc, "_compile", first_spills)
+    options, tried = Options(target=ARCH), nvrtc.Tried(ARCH, cache, ahead=True)
+    done = lowering(parse(layers(3)), options, tried=tried)
+    nvrtc._pool().submit(lambda: None).result()  # what was chosen first is known to spill before anybody waits for it
+    built = build(done, options, cache, ARCH, tried=tried)
+    assert compiled[0] not in {source for _, source in built.sources}
+    assert any("it lost: it spills 8 bytes" in e.reason for e in built.lowering.log.events)
+
+
+def test_another_kernel_is_chosen_while_others_are_compiled(monkeypatch: pytest.MonkeyPatch, cache: Cache) -> None:
+    pool, again, waited = ThreadPoolExecutor(2), threading.Event(), []
+    monkeypatch.setattr(nvrtc, "_pool", lambda: pool)
+    order: list[str] = []
+
+    def slow(source: str, arch: str) -> tuple[bytes, nvrtc.Facts]:
+        order.append(source)
+        if source == order[0]:
+            return b"cubin", nvrtc.Facts(255, 8)
+        if source == order[1]:
+            waited.append(again.wait(60))
+        return b"cubin", nvrtc.Facts()
+
+    def rescheduled(*given: Any) -> Any:
+        again.set()
+        return chosen_again(*given)
+
+    chosen_again = pipelines.rescheduled
+    monkeypatch.setattr(nvrtc, "_compile", slow)
+    monkeypatch.setattr(pipelines, "rescheduled", rescheduled)
+    options, tried = Options(target=ARCH), nvrtc.Tried(ARCH, cache)
+    build(lowering(parse(layers(3)), options, tried=tried), options, cache, ARCH, tried=tried)
+    assert waited == [True]
+
+
+def test_what_is_only_considered_is_not_compiled_and_found_once(monkeypatch: pytest.MonkeyPatch, cache: Cache) -> None:
+    compiled: list[str] = []
+    monkeypatch.setattr(nvrtc, "_compile", lambda source, arch: (compiled.append(source), (b"cubin", nvrtc.Facts()))[1])
+    program = lowering(parse(layers(1)), Options(target=ARCH)).at("kernel")
+    kernel = next(s for s in program.steps if isinstance(s, k.Kernel))
+    tried, found = nvrtc.Tried(ARCH, cache, ahead=True), []
+
+    def find(known: Experience) -> str:
+        found.append(known.lost(kernel))
+        return found[-1]
+
+    assert tried.once("x", find) == tried.once("x", find) == ""
+    assert len(found) == 1
+    nvrtc.remember(nvrtc.emitted(kernel), ARCH, cache, nvrtc.Facts(255, 8))
+    assert "spills 8 bytes" in tried.once("x", find)  # what is known has changed, so it is found again
+    assert len(found) == 2
+    assert not compiled
+    nvrtc.Tried(ARCH, Cache(cache.directory / "other", 1 << 30), ahead=True)(kernel)
+    nvrtc._pool().submit(lambda: None).result()
+    assert compiled == [nvrtc.emitted(kernel)]
 
 
 def test_ctrl_c_keeps_what_was_compiled_and_drops_the_rest(monkeypatch: pytest.MonkeyPatch, cache: Cache) -> None:

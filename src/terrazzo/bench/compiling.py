@@ -191,13 +191,15 @@ def _cold(program: Any, options: Options, cache: Any, seconds: dict[str, float])
     from terrazzo.run.nvrtc import Tried, abandoned_on_error
     from terrazzo.run.plan import make
 
+    tried = Tried(options.target, cache, options.spills, ahead=True)
     with abandoned_on_error():
-        done = lowering(program, options, tried=Tried(options.target, cache, options.spills, ahead=True))
-        built = build(done, options, cache, options.target)
-    passes = built.lowering.seconds
+        done = lowering(program, options, tried=tried)
+        built = build(done, options, cache, options.target, tried=tried)
+    passes = done.seconds
     seconds["choosing"] = sum(passes.get(p, 0.0) for p in _CHOOSING)
     seconds["deriving"] = sum(passes.get(p, 0.0) for p in _DERIVING)
     seconds["fusion"] = sum(passes.values()) - seconds["choosing"] - seconds["deriving"]
+    seconds["choosing"] += built.seconds["again"]
     seconds |= {"emitting": built.seconds["emit"], "nvrtc": built.seconds["compile"]}
     return make(built.program, built.entries, GPUS[options.target].processors), built
 

@@ -61,6 +61,19 @@ def canonical(kernel: l.Kernel) -> Form:
     return Form(form.kernel[0], form.names, form.source)
 
 
+def once_per_form(fn: Callable[[l.Kernel], T]) -> Callable[[l.Kernel], T]:
+    """`fn` of a kernel's canonical form, with the kernel's names; found once for all that have the form."""
+    known: dict[l.Kernel, T] = {}
+
+    def named(kernel: l.Kernel) -> T:
+        form = canonical(kernel)
+        if form.kernel not in known:
+            known[form.kernel] = fn(form.kernel)
+        return form.named(known[form.kernel])
+
+    return named
+
+
 def together(kernels: Sequence[l.Kernel]) -> Form:
     """The canonical form of several kernels, a tuple of theirs. What is made of it is called as the last of them."""
     last = kernels[-1]

@@ -388,13 +388,14 @@ def _load(
 def _build(
     key: str, cache: Cache, machine: Cpu | Cuda, program: Any, bound: Mapping[str, Any], options: Options
 ) -> Compiled:
+    tried: Any = machine.lost(options, cache)
     with abandoned_on_error():
-        lowering = _lowering(program, options, machine.lost(options, cache))
+        lowering = _lowering(program, options, tried)
     with (
         reproducible(options),
         failing("code generation", lowering.at("tile") or lowering.at("loop") or lowering.source),
     ):
-        built = machine.build(lowering, options, cache)
+        built = machine.build(lowering, options, cache, tried)
     if options.dump is not None and built.lowering is not lowering:
         from terrazzo.run import dump
 

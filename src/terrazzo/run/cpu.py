@@ -56,7 +56,7 @@ class Cpu:
     def lost(self, options: Options, cache: Cache) -> None:
         """There is one way to run a kernel here, so none is known to have lost."""
 
-    def build(self, lowering: Lowering, options: Options, cache: Cache) -> Built:
+    def build(self, lowering: Lowering, options: Options, cache: Cache, tried: None = None) -> Built:
         """The kernels of a program, compiled where the cache lacks them."""
         from terrazzo.targets.cpu.emit import arguments, emit
 

@@ -6,6 +6,7 @@ import ctypes
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,9 +127,9 @@ class Cuda:
         """What is known of kernels that were tried here."""
         return Tried(self.arch, cache, options.spills, ahead=True, measured=self.measured(cache))
 
-    def build(self, lowering: Lowering, options: Options, cache: Cache) -> Built:
+    def build(self, lowering: Lowering, options: Options, cache: Cache, tried: Tried | None = None) -> Built:
         """The kernels of a program, compiled where the cache lacks them, all of which this GPU's driver loads."""
-        return build(lowering, options, cache, self.arch, self.refuses, self.measured(cache))
+        return build(lowering, options, cache, self.arch, self.refuses, tried or self.lost(options, cache))
 
     def refuses(self, entry: Entry, path: Path) -> str:
         """Why the driver does not take a kernel; nothing where it does, or where something else is wrong."""
@@ -387,35 +388,44 @@ def build(
     cache: Cache,
     arch: str,
     refuses: Callable[[Entry, Path], str] = lambda entry, path: "",
-    measured: Measured | None = None,
+    tried: Tried | None = None,
 ) -> Built:
-    """The kernels of a program whose schedules were chosen by what is known of those tried before.
+    """The kernels of a program whose schedules were chosen by what was known of those `tried` before.
 
     A kernel that spills, that does not compile or that the driver `refuses` is a candidate that lost: the next one is
-    chosen, which the log tells. Where all lost, the last runs if it can at all. What the user wrote is not replaced: a
-    UserError has the compiler's words. CompilerBug where nothing is left to try.
+    chosen, while others are still compiled, and the log tells. Where all lost, the last runs if it can at all. What the
+    user wrote is not replaced: a UserError has the compiler's words. CompilerBug where nothing is left to try.
     """
     from terrazzo.pipelines import rescheduled
 
-    tried = Tried(arch, cache, options.spills, measured=measured)
-    seconds = {"emit": 0.0, "compile": 0.0}
+    tried = tried or Tried(arch, cache, options.spills)
+    seconds = {"emit": 0.0, "compile": 0.0, "again": 0.0}
+    known: set[str] = set()
     while True:
         start = time.perf_counter()
         entries, sources, compiled = emit_all(lowering.at("kernel"), arch)
-        emitted = time.perf_counter()
-        known = {source for source in compiled if tried.of(source)}
-        made = compile_each(compiled, arch, cache)
+        begun = time.perf_counter()
+        known |= {source for source in compiled if tried.told.get(source)}
+        made = compile_each(compiled, arch, cache, partial(_fails, tried, known))
         of = dict(zip(entries, (source for _, source in sources), strict=True))
-        for kernel, source in of.items():
+        for kernel, source in of.items() if len(made) == len(compiled) else ():
             if (path := made[source].path) and (why := refuses(entries[kernel], path)):
                 tried.refused[source] = why
-        seconds["emit"] += emitted - start
-        seconds["compile"] += time.perf_counter() - emitted
+        ended = time.perf_counter()
+        seconds["emit"] += begun - start
+        seconds["compile"] += ended - begun
         if not _lost(lowering, options, of, known, made, tried):
             break
+        known |= {source for source in made if tried.of(source)}  # who is chosen again is the last there is
         lowering = rescheduled(lowering, options, tried)
+        seconds["again"] += time.perf_counter() - ended
     paths = {entries[kernel].key: path for kernel, source in of.items() if (path := made[source].path)}
     return Built(lowering.at("kernel"), entries, paths, sources, seconds, lowering)
+
+
+def _fails(tried: Tried, known: Container[str], source: str) -> bool:
+    """Whether a source lost that was not `known` to when it was chosen."""
+    return source not in known and bool(tried.of(source))
 
 
 def _lost(
@@ -426,13 +436,13 @@ def _lost(
     made: Mapping[str, Made],
     tried: Tried,
 ) -> bool:
-    """Whether a kernel lost that was not `known` to: the schedule of one that was is the last there is."""
+    """Whether a kernel of those `made` lost that was not `known` to: the last schedule there is of one that was, is taken."""
     from terrazzo.pipelines import dialect, pinned
 
     theirs = dialect(lowering.source) in ("tile", "kernel")
     lost = False
     for kernel, source in sources.items():
-        if not (why := tried.of(source)):
+        if source not in made or not (why := tried.of(source)):
             continue
         told = failure(why, source, tried.arch, made[source].facts, tried.cache)
         if theirs or kernel.name in pinned(options)[0]:

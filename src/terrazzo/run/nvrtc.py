@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache as once
 from pathlib import Path
+from typing import Any, TypeVar
 
 from terrazzo.errors import Limitation, UserError
 from terrazzo.ir.dialects import kernel as k
@@ -19,6 +20,8 @@ from terrazzo.progress import at
 from terrazzo.rules.loop_to_tile.experience import Experience
 from terrazzo.run.cache import Cache, digest
 from terrazzo.run.measured import Measured
+
+T = TypeVar("T")
 
 _FLAGS = ("--std=c++17", "-default-device")
 
@@ -86,15 +89,21 @@ def nvrtc_version() -> str:
     return f"{major}.{minor}"
 
 
-def compile_each(sources: Sequence[str], arch: str, cache: Cache) -> dict[str, Made]:
-    """What becomes of each source (without the prelude); those the cache lacks are compiled in parallel. Limitation
-    where NVRTC is missing or does not know the architecture.
+def compile_each(
+    sources: Sequence[str], arch: str, cache: Cache, enough: Callable[[str], object] = lambda source: False
+) -> dict[str, Made]:
+    """What becomes of each source (without the prelude); those the cache lacks are compiled in parallel. Where one is
+    `enough`, nobody waits for the others, which go on. Limitation where NVRTC is missing or does not know the
+    architecture.
     """
     with abandoned_on_error():
-        begun = {source: begin(source, arch, cache) for source in dict.fromkeys(sources)}
-        for done, _ in enumerate(as_completed(begun.values())):
+        begun = {begin(source, arch, cache): source for source in dict.fromkeys(sources)}
+        for done, future in enumerate(as_completed(begun)):
             at("compiling kernels with NVRTC", done + 1, len(begun))
-        return {source: future.result() for source, future in begun.items()}
+            future.result()
+            if enough(begun[future]):
+                break
+        return {source: future.result() for future, source in begun.items() if future.done()}
 
 
 _begun: dict[tuple[str, str, str], Future[Made]] = {}
@@ -204,6 +213,8 @@ class Tried(Experience):
     """Called with a kernel for a GPU: why it could not be built or is not to be used, as far as that was ever tried.
     What a driver `refused` to load, by source, is not kept: it may be the driver's trouble. What nobody tried yet
     begins to be compiled `ahead` of the rest, where that is asked for: it will be used.
+
+    `told` has what was last said of each source, `found` what was found once, with what was said for it then.
     """
 
     arch: str
@@ -212,20 +223,58 @@ class Tried(Experience):
     refused: dict[str, str] = field(default_factory=dict)
     ahead: bool = False
     measured: Measured | None = None
+    told: dict[str, str] = field(default_factory=dict)
+    found: dict[Hashable, tuple[Any, dict[k.Kernel, str]]] = field(default_factory=dict)
 
     def fastest(self, kernel: l.Kernel) -> str:
         return self.measured.fastest(kernel) if self.measured else ""
 
     def __call__(self, kernel: k.Kernel) -> str:
-        from terrazzo.targets.cuda.emit import emit
-
-        source = emit(kernel)[1]
-        why = self.of(source)
+        why, source = self.lost(kernel), emitted(kernel)
         if self.ahead and not why:
             begin(source, self.arch, self.cache)
+        return why
+
+    def lost(self, kernel: k.Kernel) -> str:
+        source = emitted(kernel)
+        why = self.told[source] = self.of(source)
         return why
 
     def of(self, source: str) -> str:
         """The same for a kernel's source."""
         facts = known(source, self.arch, self.cache)
         return self.refused.get(source) or (facts.problem(self.spills) if facts else "")
+
+    def once(self, what: Hashable, find: Callable[[Experience], T]) -> T:
+        if what in self.found:
+            value, told = self.found[what]
+            if all(self.lost(kernel) == why for kernel, why in told.items()):
+                return value  # type: ignore[no-any-return]
+        asked = _Asked(self)
+        found = find(asked)
+        self.found[what] = found, asked.told
+        return found
+
+
+class _Asked(Experience):
+    """What somebody knows, and what was said when it was asked."""
+
+    def __init__(self, whom: Experience) -> None:
+        self.whom = whom
+        self.told: dict[k.Kernel, str] = {}
+        self.fastest = whom.fastest  # type: ignore[method-assign]
+
+    def __call__(self, kernel: k.Kernel) -> str:
+        why = self.told[kernel] = self.whom(kernel)
+        return why
+
+    def lost(self, kernel: k.Kernel) -> str:
+        why = self.told[kernel] = self.whom.lost(kernel)
+        return why
+
+
+def emitted(kernel: k.Kernel) -> str:
+    """The source of a kernel."""
+    from terrazzo.targets.cuda.emit import emit
+
+    return emit(kernel)[1]

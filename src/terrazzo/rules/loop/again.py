@@ -68,10 +68,10 @@ def products_again(
         before, after = price([*makers, *readers]), price(new)
         subject = ", ".join(s.name for s in makers)
         times = f"{after / 1000:.1f} us as chains, {before / 1000:.1f} us stored, by the model"
-        why = next(filter(None, map(refusal, new)), "")
         sure = SURE if all(b.type.dtype.size == 2 for s in makers for b in s.writes) else WIDE
-        if why or (after > sure * before and stored <= LARGEST):
-            log.add(Event(PASS, RULE, subject, False, why or times))
+        slower = after > sure * before and stored <= LARGEST
+        if why := times if slower else next(filter(None, map(refusal, new)), ""):
+            log.add(Event(PASS, RULE, subject, False, why))
             continue
         into = ", ".join(s.name for s in readers)
         log.add(Event(PASS, RULE, subject, True, f"{into} compute it again: {times}, {stored >> 20} MiB not stored"))

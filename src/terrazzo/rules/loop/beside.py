@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.node import substitute
+from terrazzo.ir.node import substitute, topological
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.definitions import in_order
 from terrazzo.rules.loop_to_tile.chain import Chain, chain
@@ -82,10 +82,11 @@ def chains_beside(program: l.Program, log: Log, price: Price, refusal: Refusal) 
     """
     kernels = [s for s in program.steps if isinstance(s, l.Kernel)]
     found = [(s, c) for s in kernels if len(s.stores) == 1 and (c := chain(s)) is not None]
+    near = _near([c for _, c in found])
     steps = list(program.steps)
     done: set[l.Kernel] = set()
     for number, (one, c) in enumerate(found):
-        for other, d in found[number + 1 :]:
+        for other, d in (found[n] for n in near[number]):
             if {one, other} & done or (made := together(c, d)) is None or _needs(program, other, one):
                 continue
             subject = f"{one.name}, {other.name}"
@@ -99,6 +100,16 @@ def chains_beside(program: l.Program, log: Log, price: Price, refusal: Refusal) 
                 steps.remove(other)
                 done |= {one, other}
     return in_order(program, steps) if done else program
+
+
+def _near(chains: Sequence[Chain]) -> list[list[int]]:
+    """For every chain those after it that multiply inside what it multiplies there: others share no sum with it."""
+    inside = [{x.buffer for x in topological(c.inside) if isinstance(x, l.Load)} for c in chains]
+    users: dict[l.Buffer, list[int]] = {}
+    for n, buffers in enumerate(inside):
+        for b in buffers:
+            users.setdefault(b, []).append(n)
+    return [sorted({m for b in buffers for m in users[b] if m > n}) for n, buffers in enumerate(inside)]
 
 
 def _needs(program: l.Program, last: l.Kernel, first: l.Kernel) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -75,7 +76,8 @@ def _as_its_form(
     form = canonical(kernel)
     if not any(name.startswith(kernel.name) for name in pinned):
         if form.kernel not in known:
-            known[form.kernel] = _known(form.kernel, gpu, tried)
+            find = partial(_known, form.kernel, gpu)
+            known[form.kernel] = tried.once(("schedule", form.kernel), find)
         found, events, met = known[form.kernel]
         if isinstance(found, Candidate) and not form.clashes(met):
             named = form.named(found)

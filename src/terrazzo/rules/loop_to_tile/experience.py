@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+from typing import TypeVar
+
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
+
+T = TypeVar("T")
 
 
 class Experience:
     """Nothing is: what somebody knows is said by a subclass."""
 
     def __call__(self, kernel: k.Kernel) -> str:
-        """Why a kernel could not be built when that was tried; "" where it could, or was not tried."""
+        """Why a kernel that is to be used could not be built; "" where it could, or nobody tried."""
+        return self.lost(kernel)
+
+    def lost(self, kernel: k.Kernel) -> str:
+        """The same for a kernel that may not be used after all."""
         return ""
+
+    def once(self, what: Hashable, find: Callable[[Experience], T]) -> T:
+        """What `find` finds for `what` with what is known; that of an earlier time, where the same was known then."""
+        return find(self)
 
     def fastest(self, kernel: l.Kernel) -> str:
         """The texts of the schedules with which a kernel, in its canonical form, was the fastest when candidates were
