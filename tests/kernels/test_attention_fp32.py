@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.kernels.programs import Lowered, lowered
 from tests.kernels.test_attention import by_hand, causal, close, grouped, heads_last, lines, plain, tensors
 
-from terrazzo.ir.plan import Frame, Product, Reach
+from terrazzo.interp import kernel as simulator
+from terrazzo.ir.plan import Agent, Frame, Product, Reach
+from terrazzo.rules.loop import again
 
 
 def in_one(found: Lowered) -> bool:
@@ -71,3 +74,46 @@ def test_fewer_parts(fp32: str, parts: int) -> None:
 def test_exact_products_are_no_chain() -> None:
     args = tensors(*((1, 1, 128, 64),) * 3, dtype=torch.float32)
     assert not lines(lowered(plain, args, "sm_90a", fp32="exact"), Frame)
+
+
+def gradient(fn: Any) -> Any:
+    """The gradients of q, k and v."""
+
+    def found(q: Any, k: Any, v: Any, g: Any) -> Any:
+        with torch.enable_grad():
+            leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
+            return torch.autograd.grad(fn(*leaves), leaves, g)
+
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fn", "shape"), [(plain, (1, 1, 192, 64)), (causal, (1, 2, 200, 64)), (plain, (1, 1, 130, 128))]
+)
+def test_gradients_store_no_scores(fn: Any, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(again, "WIDE", 1e9)
+    args = tensors(*(shape,) * 4, dtype=torch.float32)
+    found = lowered(gradient(fn), args, "sm_90a")
+    assert all(b.type.numel < shape[1] * shape[2] * shape[2] for s in found.kernels for b in s.writes)
+    assert sum(p.promote for p in lines(found, Product)) == 4
+    exact = gradient(fn)(*(x.double() for x in args))
+    eager = gradient(fn)(*args)
+    for ours, x, y in zip(found.simulated(), exact, eager, strict=True):
+        assert np.linalg.norm(ours - x.numpy()) <= 2 * np.linalg.norm(y.double().numpy() - x.numpy())
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_one_warpgroup_lags_behind_another(seed: int) -> None:
+    """Two warpgroups, several steps, blocks that stay: under adverse orders."""
+    args = tensors((1, 133, 65, 16), (1, 133, 129, 16), (1, 133, 129, 16), dtype=torch.float32)
+    found = lowered(plain, args, "sm_90a")
+    assert lines(found, Agent)[-1].lag
+    (ours,) = simulator.run(found.program, found.inputs, seed=seed)
+    np.testing.assert_allclose(ours, plain(*args).numpy(), atol=2e-6)
+
+
+def test_warpgroups_lag_where_there_is_something_to_wait_for() -> None:
+    """Steps that overlap need no teams that lag."""
+    args = tensors(*((1, 1, 256, 64),) * 3, dtype=torch.bfloat16)
+    found = lowered(plain, args, "sm_90a")
+    assert not any(a.lag for a in lines(found, Agent))
