@@ -436,7 +436,7 @@ def _lost(
     made: Mapping[str, Made],
     tried: Tried,
 ) -> bool:
-    """Whether a kernel of those `made` lost that was not `known` to: the last schedule there is of one that was, is taken."""
+    """Whether a kernel of those `made` lost that was not `known` to; of one that was, the last schedule is taken."""
     from terrazzo.pipelines import dialect, pinned
 
     theirs = dialect(lowering.source) in ("tile", "kernel")
