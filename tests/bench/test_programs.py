@@ -201,6 +201,24 @@ def test_where_a_module_takes_no_float64_the_captured_program_does(tmp_path: Pat
     assert torch.allclose(found, x.double().square().sum(-1), rtol=1e-12)
 
 
+class Views(torch.nn.Module):
+    """Results that share memory, of an op that takes no float64."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if x.dtype is torch.float64:
+            raise RuntimeError("not in float64")
+        y = x.exp()
+        return y, y, y.t()[1], y * 2
+
+
+def test_a_reference_has_all_results_where_some_share_memory(tmp_path: Path) -> None:
+    x = torch.randn(5, 4)
+    ours = terrazzo.compile(Views(), x, options=Options(target="interpreter", cache_dir=tmp_path))
+    with torch.no_grad():
+        found = one.exact(Views(), (x,), ours)
+    torch.testing.assert_close([a.float() for a in found], list(Views()(x)))
+
+
 def good(case: str = "a", us: float = 2.0) -> dict[str, Any]:
     times = {"terrazzo": us, "eager": 3.0}
     size = {"terrazzo": 21, "eager": 20}

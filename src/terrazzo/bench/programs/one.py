@@ -194,6 +194,7 @@ def exact(module: Any, inputs: Sequence[Any], ours: Any) -> list[Any]:
     import torch
 
     from terrazzo.errors import CallFailed
+    from terrazzo.front.capture import capture
     from terrazzo.interp import torch as interpreter
 
     def of(kind: Any) -> list[Any]:
@@ -212,7 +213,7 @@ def exact(module: Any, inputs: Sequence[Any], ours: Any) -> list[Any]:
     except RuntimeError:
         if not hasattr(ours, "captured"):
             return of(torch.float32)
-        captured = ours.captured
+        captured = capture(module, inputs)  # each result is a value of its own there
         given = {**captured.bound, **captured.given(inputs, {})}
         try:
             return interpreter.run(captured.program, given, precise=True)[: captured.structure.num_leaves]
