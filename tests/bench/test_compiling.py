@@ -29,6 +29,13 @@ def test_every_phase_is_timed_and_a_second_start_finds_the_plan(tmp_path: Path, 
     assert set(warm["seconds"]) == {"capture", "loading"}
 
 
+def test_one_product_is_one_kernel_of_warpgroups(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(compiling, "_here", lambda: "")
+    case = compiling.cases()[0]
+    cold = compiling.one(case, "sm_90a", tmp_path)
+    assert case.name.startswith("a product") and (cold["kernels"], cold["sources"]) == (1, 1)
+
+
 def test_programs_of_each_family_grow() -> None:
     sizes: dict[str, list[int]] = {}
     for case in compiling.cases():

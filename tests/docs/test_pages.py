@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from terrazzo.ir.plan import Line
+from terrazzo.rules.tile.complete import RULES
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
@@ -50,3 +55,19 @@ def test_the_glossary_has_every_word_of_ours() -> None:
     }
     ours = "slab box digit meet place site frame ring slot phase term nest monoid role agent team tail pin plan"
     assert set(ours.split()) <= defined
+
+
+def test_what_the_adr_of_plans_counts() -> None:
+    """Kinds of lines and rules as they are; conditions and errors, which come and go with every change, nearly."""
+    adr = next((ROOT / "docs/adr").glob("008*")).read_text(encoding="utf-8")
+    counts = r"All (\d+) kinds of lines .*?: (\d+) of them, with (\d+) conditions .*? (\d+) errors"
+    told = re.search(counts, adr, re.DOTALL)
+    assert told is not None
+    lines, rules, conditions, errors = map(int, told.groups())
+    assert (lines, rules) == (len(Line.__subclasses__()), len(RULES))
+    files = (ROOT / "src/terrazzo/rules/tile").glob("*.py")
+    trees = [ast.parse(f.read_text(encoding="utf-8")) for f in files]
+    calls = [n.func for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    found = Counter(f.id if isinstance(f, ast.Name) else getattr(f, "attr", "") for f in calls)
+    assert 0.9 <= found["need"] / conditions <= 1.1
+    assert 0.8 <= (found["fail"] + found["UserError"]) / errors <= 1.2

@@ -77,7 +77,9 @@ def runs(s: Node) -> bool:
 
 
 def working(kernel: k.Kernel) -> set[Node]:
-    """The statements that do something: all but those that compute what nobody reads, or where nobody comes to."""
+    """The statements that do something: all but those that compute what nobody reads, or where nobody comes to, and
+    what is around nothing else.
+    """
 
     def within(body: Body) -> Iterator[Node]:
         for s in body:
@@ -92,7 +94,9 @@ def working(kernel: k.Kernel) -> set[Node]:
         found |= new
         left -= new
         read.update(x for s in new for x in topological(_reads(s)))
-    return found
+    around = (k.For, k.If, k.Role)
+    acts = {s for s in found if not isinstance(s, around)}
+    return acts | {s for s in found - acts if any(x in acts for x in within(s.body))}
 
 
 def _into(s: Node) -> Node | None:

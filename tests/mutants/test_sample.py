@@ -98,3 +98,6 @@ def test_what_does_nothing_is_not_changed() -> None:
     assert any(isinstance(s, k.Move) for s in idle)
     assert all(site.s in some for site in sites(first))
     assert any(isinstance(s, k.Let) for s in some) and any(isinstance(s, k.Move) for s in some)
+    (columns,) = (s for s in subject("softmax of columns").program.steps if isinstance(s, k.Kernel))
+    empty = [s for s in k.walk(columns.body) if isinstance(s, k.For) and not s.body]
+    assert empty and not {*empty} & working(columns)

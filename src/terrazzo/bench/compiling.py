@@ -52,11 +52,19 @@ def cases() -> tuple[Case, ...]:
         ("elementwise functions in a chain", chain, (1000, 5000, 20000)),
     )
     return (
+        Case("a product of 4096 x 4096 x 4096", 0, product),
         Case("GPT-2, 4 x 512", 0, lambda: known("gpt2", 4, 512, "bf16")),
         Case("ResNet-50, 32 images", 0, lambda: of(resnet50(), (32, 3, 224, 224), "bf16")),
         Case("a decoder layer of Llama-3-8B, 512 tokens", 0, lambda: known("llama-3-8b", 1, 512, "bf16", layer=0)),
         *(Case(family, n, lambda make=make, n=n: make(n)) for family, make, sizes in grown for n in sizes),  # type: ignore[misc]
     )
+
+
+def product() -> Any:
+    """A linear layer: one kernel."""
+    from torch import nn
+
+    return _half(lambda: nn.Linear(4096, 4096, bias=False), (4096, 4096))
 
 
 def layers(count: int) -> Any:

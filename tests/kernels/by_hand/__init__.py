@@ -1,4 +1,6 @@
-"""Kernels in the text of Kernel IR that no schedule becomes yet: what they compute, and inputs for them."""
+"""Kernels in the text of Kernel IR that were written by hand: what they compute, and inputs for them. Most follow from
+a schedule by now (`test_arrangements.py`, which has some of them from the `.tile` files here).
+"""
 
 from __future__ import annotations
 
