@@ -220,49 +220,44 @@ def f(x: bf16[100352, 9]):
 """
 
 
-def test_blocks_of_a_cluster_share_sums_where_the_machine_says_what_that_takes() -> None:
-    """Only where all clusters run at once. Each has as many steps; the sums they give take shared memory from slots."""
-    (kernel,) = on_meta(plain, 32, 4096, 4096)
-    has = HOPPER.warpgroups
-    assert has is not None
-    found = {
-        given: warpgroups.plans(site(kernel), replace(HOPPER, warpgroups=replace(has, meeting=600.0, given=given)))
-        for given in (0.0, 40.0, 80.0)
-    }
-    assert {x.tile.share for x in found[0.0]} == {1}
-    assert {x.tile.share for x in found[40.0]} == {1, 2, 4, 8}
-    for x in found[40.0]:
-        blocks = warpgroups._clusters(site(kernel), x.tile) * x.tile.share
-        assert x.tile.share == 1 or (blocks <= 128 and x.pieces == 1 and x.tile.split is None)
-    slow, fast = ({(x.tile, x.pieces): x.time for x in found[given]} for given in (40.0, 80.0))
-    sharing = [x for x in slow if x[0].share > 1]
-    assert sharing and all(fast[x] <= slow[x] for x in sharing)
-    shared = next(x for x in found[40.0] if x.tile.share == 4 and x.tile.n == 128)
-    alone = replace(shared.tile, share=1)
-    assert warpgroups._slots(site(kernel), shared.tile, HOPPER) < warpgroups._slots(site(kernel), alone, HOPPER)
-    text = str(warpgroups.schedule(site(kernel), shared, HOPPER))
-    assert "r0 = cluster(4) * time(16, ring=" in text and "persistent" not in text and "registers" not in text
-
-
-def narrow(x: Any, w: Any, y: Any, mean: Any, var: Any, g: Any, b: Any) -> Any:
-    """A convolution of 1 x 1 with its norm, added to what another one made."""
-    return F.relu(F.batch_norm(F.conv2d(x, w), mean, var, g, b) + y)
-
-
-@pytest.mark.parametrize(("images", "channels", "side"), [(32, 96, 56), (1, 128, 64), (64, 256, 28)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_columns_lie_along_memory(images: int, channels: int, side: int, dtype: torch.dtype) -> None:
-    """Where results read much and a channel's norm is dear, a thread has many points of few channels, not the other
-    way round.
+def test_blocks_of_a_cluster_share_sums_where_all_clusters_run_at_once() -> None:
+    """Each has as many steps; the sums they give take shared memory from slots. Tiles that read the larger operand
+    once are better than those that read it twice.
     """
-    image = torch.empty((images, channels, side, side), device="meta", dtype=dtype)
-    vector = torch.empty(channels, device="meta", dtype=dtype)
-    w = torch.empty((channels, channels, 1, 1), device="meta", dtype=dtype)
-    done = lowering(capture(narrow, (image, w, image, *(vector,) * 4), {}).program, Options(target="sm_90a"))
-    (p,) = [p for x in done.at("tile").loop.steps if isinstance(x, l.Kernel) and (p := product(x)) is not None]
-    tile = warpgroups.plans(p, HOPPER)[0].tile
-    assert results(p).across[tile.columns] == 0
-    turned = replace(tile, rows=tile.columns, columns=tile.rows)
-    assert HOPPER.warpgroups is not None
-    cheap, dear = (warpgroups.after(p, 4096, HOPPER.warpgroups, x) for x in (tile, turned))
-    assert cheap < dear or results(p).read == 0
+    (kernel,) = on_meta(plain, 128, 4096, 4096)
+    p, has = site(kernel), HOPPER.warpgroups
+    assert has is not None
+    found = warpgroups.plans(p, HOPPER)
+    assert {x.tile.share for x in found} == {1, 2, 4}
+    for x in found:
+        alone = x.pieces == 1 and x.tile.split is None
+        assert x.tile.share == 1 or (alone and warpgroups._clusters(p, x.tile) <= dict(has.clusters)[x.tile.share])
+    without = replace(HOPPER, warpgroups=replace(has, clusters=()))
+    assert {x.tile.share for x in warpgroups.plans(p, without)} == {1}
+    slow, fast = (
+        {(x.tile, x.pieces): x.time for x in warpgroups.plans(p, replace(HOPPER, warpgroups=replace(has, given=rate)))}
+        for rate in (40.0, 80.0)
+    )
+    sharing = [x for x in slow if x[0].share > 1]
+    assert sharing and all(fast[x] <= slow[x] for x in sharing) and any(fast[x] < slow[x] for x in sharing)
+    shared = next(x for x in found if x.tile.share == 2 and x.tile.n == 128 and x.tile.rows is p.m)
+    assert warpgroups._slots(p, shared.tile, HOPPER) < warpgroups._slots(p, replace(shared.tile, share=1), HOPPER)
+    text = str(warpgroups.schedule(p, shared, HOPPER))
+    assert "r0 = cluster(2) * time(32, ring=" in text and "persistent" not in text and "registers" not in text
+    alike = next(
+        x for x in found if x.tile.share == 2 and x.tile.n == 128 and x.tile.rows is p.n and x.tile.groups == 1
+    )
+    assert alike.tile.m == shared.tile.m == 64 and alike.time < shared.time  # all rows in a tile, which is turned
+
+
+def test_what_boxes_have_beyond_the_end_takes_time() -> None:
+    """Of 32 rows, tiles of 64 bring in as many zeros; turned, the batch is on the instruction's columns."""
+    (kernel,) = on_meta(plain, 32, 4096, 4096)
+    p, has = site(kernel), HOPPER.warpgroups
+    assert has is not None
+    tiles = {x.tile: x.tile for x in warpgroups.plans(p, HOPPER) if x.pieces == 1}
+    rows = next(t for t in tiles if t.rows is p.m and t.groups == 1 and t.n == 64)
+    turned = next(t for t in tiles if t.rows is p.n and t.groups == 1 and t.n == 32)
+    assert warpgroups._overhang(p, turned, has) == 0.0
+    assert warpgroups._overhang(p, rows, has) == has.overhang * 2 * 32 * 4096 * 64
+    assert min(warpgroups.plans(p, HOPPER), key=lambda x: x.time).tile.rows is p.n

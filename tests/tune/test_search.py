@@ -74,7 +74,7 @@ def test_the_fastest_is_chosen_from_then_on(tmp_path: Path) -> None:
     ((_, was),), ((_, now),) = before.at("tile").schedules, after.at("tile").schedules
     assert str(now).replace("mm", "mmtzz") != str(was) and now != was
     (event,) = [e for e in after.log.events if e.pass_name == "schedule" and e.fired and e.subject == "mm"]
-    assert "of those measured on this GPU it is the fastest" in event.reason
+    assert "of those measured on such a GPU it is the fastest" in event.reason
 
 
 def test_what_is_no_candidate_any_more_is_not_chosen(tmp_path: Path) -> None:

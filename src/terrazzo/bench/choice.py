@@ -60,7 +60,8 @@ def _choice(shape: tuple[int, int, int], cases: list[Mapping[str, Any]], times: 
 def _key(case: Mapping[str, Any]) -> Key:
     if case["on"] != "wgmma":
         return tuple(case["tile"]), case["pieces"]
-    return tuple(case["tile"]), case["groups"], case["turned"], case["cluster"], case["pieces"]
+    share = case.get("share", 1)
+    return tuple(case["tile"]), case["groups"], case["turned"], case["cluster"], case["pieces"], share
 
 
 def _times(p: Product, gpu: Gpu) -> Iterator[tuple[Key, float]]:
@@ -68,7 +69,7 @@ def _times(p: Product, gpu: Gpu) -> Iterator[tuple[Key, float]]:
     for plan in warpgroups.plans(p, gpu):
         t = plan.tile
         split = "" if t.split is None else "rows" if t.split is t.rows else "columns"
-        yield ((t.m, t.n, t.k), t.groups, t.rows is not p.m, split, plan.pieces), plan.time / 1e3
+        yield ((t.m, t.n, t.k), t.groups, t.rows is not p.m, split, plan.pieces, t.share), plan.time / 1e3
     for other in products.plans(p, gpu):
         yield ((other.tile.m, other.tile.n, other.tile.k), other.pieces), other.time / 1e3
 

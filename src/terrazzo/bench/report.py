@@ -120,7 +120,7 @@ def page(results: Path) -> str:
             f"Geometric mean: **{record['geomean']:.2f}x** of eager.",
             "",
         ]
-    if (fits := results.parent / "fits" / "h200-tiles.json").exists():
+    if fits := [x for name in FITS if (x := results.parent / "fits" / f"{name}.json").exists()]:
         parts += _choices(fits)
     return "\n".join(parts)
 
@@ -321,11 +321,15 @@ def choice_rows(found: Sequence[Choice]) -> list[tuple[str, ...]]:
     return [head, *lines]
 
 
-def _choices(fits: Path) -> list[str]:
+FITS = ("h200-tiles", "h200-shared")
+"""Records of schedules that were measured; of a product, the later one counts."""
+
+
+def _choices(fits: Sequence[Path]) -> list[str]:
     """The model's choices among schedules that were measured."""
     from terrazzo.hw.gpu import gpu
 
-    found = choices(fits, gpu("sm_90a"))
+    found = [*{c.shape: c for path in fits for c in choices(path, gpu("sm_90a"))}.values()]
     lost = math.exp(sum(math.log(c.lost) for c in found) / len(found)) - 1
     off = math.exp(math.sqrt(sum(math.log1p(c.off) ** 2 for c in found) / len(found))) - 1
     told = (

@@ -20,9 +20,11 @@ class Warpgroups:
     takes `fill` until its first step, one of clusters `cluster` more, and one of partial sums `part` more and `states`
     times as long for these as the cache would need. `flying` bytes must be on their way in a processor for its share of
     the memory's rate. A step of blocks that all fetch the same rows takes `crowd` for each of them, since one slice of
-    the cache serves a row, and rows that begin anywhere in its lines take `straddling` times as long. Blocks of a
-    cluster that share sums take `meeting` until all have theirs, and a block then gives and takes `given` bytes; where
-    that is 0, none share sums.
+    the cache serves a row, and rows that begin anywhere in its lines take `straddling` times as long. What boxes have
+    beyond the end of a tensor takes `overhang` of the time that memory needs for as much. Blocks of a cluster that
+    share sums take `meeting` until all have theirs, and a block then gives and takes `given` bytes; of what they fetch
+    more than once of the larger operand, all take `again` bytes; `clusters` has how many clusters of so many blocks run
+    at once.
     """
 
     rate: float
@@ -43,8 +45,11 @@ class Warpgroups:
     after: float
     crowd: float = 0.0
     straddling: float = 1.0
+    overhang: float = 0.0
     meeting: float = 0.0
-    given: float = 0.0
+    given: float = 1.0
+    again: float = 1.0
+    clusters: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,14 +86,17 @@ class Gpu:
 H200 = Warpgroups(
     rate=830000, start=38.0, step=17.0, latency=920.0, shared=144.0, cache=14000.0, gathered=20.6, rows=18.0,
     direct=30.0, fill=1260.0, cluster=1070.0, part=1370.0, states=6.8, flying=36000.0, read=18.0, after=120.0,
-    crowd=1.95, straddling=2.17,
+    crowd=1.95, straddling=2.17, overhang=0.5, meeting=600.0, given=40.0, again=10000.0,
+    clusters=((2, 66), (4, 30), (8, 15)),
 )  # fmt: skip
 """Fitted to the times of 2,238 schedules of 79 products of bf16 (benchmarks/fits/h200-tiles.json), and to those of 118
 that an earlier model had chosen for some of them (not kept), by how far they were off and by how much was lost where
 they chose; docs/performance.md has what is. `rate`, `shared`, `cache` and the memory's rate were held. `rows` is an
 estimate. `read` and `after` are of three products each,
 with a residual or GELU beside bias and ReLU (22 November 2026): 13 to 21 bytes, where one took nothing, and 65 to 235
-operations.
+operations. `overhang`, `meeting`, `given` and `again` were fitted to how much is lost by what is chosen of 461
+schedules of 34 products, of which 176 share sums (benchmarks/fits/h200-shared.json): the good ones of these take 10 %
+longer than the model says. `clusters` is what the driver says of blocks with 200,000 bytes of shared memory.
 """
 
 # Those of sm_90a were measured on an H200; the others are estimates from data sheets.

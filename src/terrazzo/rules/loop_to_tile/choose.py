@@ -147,7 +147,7 @@ def _ordered(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], tried: 
         for candidate in candidates(kernel, gpu, pinned):
             if candidate.text == fastest:
                 (first, chosen, rule, reason), *rest = candidate.kernels
-                reason += "; of those measured on this GPU it is the fastest"
+                reason += "; of those measured on such a GPU it is the fastest"
                 yield replace(candidate, kernels=((first, chosen, rule, reason), *rest))
                 break
     yield from candidates(kernel, gpu, pinned)

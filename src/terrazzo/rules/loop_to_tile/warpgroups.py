@@ -38,10 +38,6 @@ COLUMNS = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 24
 """Columns of the instructions that are tried."""
 SLOTS = 8
 """Of a ring, at most."""
-CLUSTERS = (2, 4, 8)
-"""Blocks of a cluster that share the steps of a tile. A machine's processors are in groups, which clusters divide: so
-many as clusters of the largest have are taken to be there.
-"""
 GROUP = 8
 """Rows of tiles that are walked together, at most."""
 RESULTS = 2
@@ -275,9 +271,10 @@ def pieces(steps: int, most: int, least: int) -> Iterator[int]:
 def _shared(p: Product, tile: Tile, tiles: int, gpu: Gpu) -> Iterator[Tile]:
     """The tile where blocks of a cluster share its steps, two at least each, while all clusters run at once."""
     _, inner = steps(p, tile)
-    for share in CLUSTERS if tile.split is None and gpu.warpgroups and gpu.warpgroups.given else ():
+    alone = tile.split is None and not converted(p)
+    for share, most in gpu.warpgroups.clusters if alone and gpu.warpgroups else ():
         each = ceil(inner, share)
-        if each > 1 and ceil(inner, each) == share and tiles <= gpu.processors // CLUSTERS[-1] * CLUSTERS[-1] // share:
+        if each > 1 and ceil(inner, each) == share and tiles <= most:
             yield replace(tile, share=share)
 
 
@@ -322,11 +319,12 @@ def _work(p: Product, tile: Tile, gpu: Gpu, has: Warpgroups) -> Work:
         slots=_slots(p, tile, gpu),
         results=results(p).stored,
         rate=_rate(p, tile, has) * tile.parts,
-        least=sum(p.touched(x) * x.dtype.size for x in p.sources) + results(p).moved,
+        least=sum(p.touched(x) * x.dtype.size for x in p.sources) + results(p).moved + _overhang(p, tile, has),
         extra=_extra(p, tile, gpu),
         depth=tile.k,
         after=after(p, tile.m * tile.n // tile.parts, has, tile) + _meeting(p, tile, has),
         readers=_readers(tile, gpu.processors // tile.blocks),
+        shared=tile.share > 1,
     )  # fmt: skip
 
 
@@ -350,10 +348,28 @@ def _time(p: Product, tile: Tile, whole: Work, pieces: int, gpu: Gpu) -> float:
     return lasts(work, gpu) + has.part + has.states * pieces * sums * 4 / gpu.cache
 
 
+def _overhang(p: Product, tile: Tile, has: Warpgroups) -> float:
+    """As many bytes of memory as take the time of what boxes have beyond the end of an operand, for all tiles."""
+    batch, deep = math.prod(a.extent for a in p.batch), math.prod(a.extent for a in p.axes)
+    found = 0.0
+    for a, b in ((tile.rows, tile.columns), (tile.columns, tile.rows)):
+        size = sum(x.dtype.size for x in p.sources if a in x.free)
+        beyond = ceil(a.extent, tile.covered(a)) * tile.covered(a) - a.extent
+        found += size * beyond * deep * batch * ceil(b.extent, tile.covered(b))
+    return found * has.overhang
+
+
 def _meeting(p: Product, tile: Tile, has: Warpgroups) -> float:
-    """What sums take that the blocks of a cluster give to each other."""
+    """What it takes that blocks of a cluster give sums to each other, and that clusters far apart, which walk one tile
+    each, fetch the larger operand again.
+    """
+    if tile.share == 1:
+        return 0.0
     each = tile.m * tile.n * 4 * len(p.sites)
-    return has.meeting + each * (1 + tile.share / tile.parts) / has.given if tile.share > 1 else 0.0
+    larger = max(p.sources, key=lambda x: p.touched(x) * x.dtype.size)
+    times = math.prod(ceil(a.extent, tile.covered(a)) for a in (tile.rows, tile.columns) if a not in larger.free)
+    again: float = (times - 1) * p.touched(larger) * larger.dtype.size / has.again
+    return has.meeting + again + each * (1 + tile.share / tile.parts) / has.given
 
 
 def _extra(p: Product, tile: Tile, gpu: Gpu) -> float:

@@ -17,7 +17,7 @@ class Work:
     products, by clusters of so many blocks, in steps for which a block fetches some bytes into one of its slots of so
     many `held` bytes, and which take `extra` nanoseconds. Results leave at a rate, and computing a tile's of its sums
     takes `after` nanoseconds. `least` bytes of memory are touched. A step has `depth` products of each sum. So many
-    `readers` fetch the same rows at once.
+    `readers` fetch the same rows at once. Sums may be `shared` by the blocks of a cluster.
     """
 
     m: int
@@ -36,6 +36,7 @@ class Work:
     depth: int = STEP
     after: float = 0.0
     readers: float = 0.0
+    shared: bool = False
 
 
 def lasts(work: Work, gpu: Gpu) -> float:
@@ -58,4 +59,4 @@ def lasts(work: Work, gpu: Gpu) -> float:
         return count * max(tile, work.least / work.tiles * tiles / (gpu.memory * flying)) if tiles else 0.0
 
     full, rest = divmod(work.tiles, walkers)
-    return wave(walkers, full) + wave(rest, 1) + has.fill + (has.cluster if work.blocks > 1 else 0)
+    return wave(walkers, full) + wave(rest, 1) + has.fill + (has.cluster if work.blocks > 1 and not work.shared else 0)

@@ -109,6 +109,7 @@ class Bindings:
             self.turn = self.wave * agent.teams + team if agent.turns else self.wave
             self.tile = self.tile + self.turn * self.order.walkers
         self.grid = _grid_digits(self.order, self.tile)
+        self.begin: IntExpr = self.grid[self.order.begin] if self.order.begin else 0  # where a tile's steps begin
         self.parts = {p.n: c.parts for p in plan.all(Product) for c in plan.all(Combine) if c.site in p.sites}
 
     @property

@@ -58,8 +58,7 @@ class Pipeline:
             site = draft.site(c_name)
             depth.update({a: draft.length(a, site) for a in c.reduce.axes if a not in depth})
             base.update({a: bindings.base(axis_name(a), site) for a in c.reduce.axes if a not in base})
-        order = bindings.order
-        self.steps = Steps(times, depth, base, begin=bindings.grid[order.begin] if order.begin else 0)
+        self.steps = Steps(times, depth, base, begin=bindings.begin)
         self.copies = Copies(builder, bindings, self.steps, scope)
         self.multiply = Multiply(builder, bindings)
         self.rings = plan.all(Ring)
