@@ -11,10 +11,12 @@ import pytest
 
 from terrazzo.interp import loop
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import Var
 from terrazzo.ir.text import parse, show
+from terrazzo.ir.types import Type, f32
 from terrazzo.ir.verify import verify
 from terrazzo.rewrite.rule import Log
-from terrazzo.rules.loop.parts import LARGE, SCALE, into_parts, pairs
+from terrazzo.rules.loop.parts import LARGE, SCALE, into_parts, ordinary, pairs
 
 MAX, LEAST = np.finfo(np.float32).max, np.float32(2.0**-149)
 SPECIAL = np.array(
@@ -92,6 +94,29 @@ def test_parts_of_large_numbers_have_their_sign(count: int) -> None:
     x = numbers()
     x = x[np.abs(x) >= LARGE]
     assert len(x) > 100 and all((np.sign(p) * x >= 0).all() for p in parts(x, count))
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_ordinary_numbers_have_the_same_parts_in_fewer_operations(count: int) -> None:
+    """To the bit, where a number is not large and its first part is not 0; elsewhere some have others."""
+    x = np.concatenate([numbers(), SPECIAL, np.float32([0.0, 2.0**59, 2.0**-133, 2.0**-134])])
+    a = Var("a0", len(x))
+    source = l.Buffer("x", Type(f32, (len(x),)))
+    found, size, first = ordinary(l.Load(source, (a,)), count)
+    names = [f"p{n}" for n in range(count + 2)]
+    stores = [
+        l.Store(l.Buffer(n, Type(v.dtype, (len(x),))), (a,), v)  # type: ignore[attr-defined]
+        for n, v in zip(names, (*found, size, first), strict=True)
+    ]
+    kernel = l.Kernel("k", (a,), tuple(stores))
+    with np.errstate(all="ignore"):
+        *ours, size, first = loop.run(l.Program("f", (source,), (kernel,), kernel.writes), {"x": x})
+    usual = (size < LARGE) & (first > 0)
+    same = [
+        m.astype(np.float32).view(np.uint32) == t.view(np.uint32) for m, t in zip(ours, parts(x, count), strict=True)
+    ]
+    assert usual.sum() > 500 and all(s[usual].all() for s in same)
+    assert not np.all(same, axis=0)[~usual].all()
 
 
 def test_what_products_of_parts_leave_out_is_of_either_sign() -> None:

@@ -94,7 +94,7 @@ def ordinary(x: Node, count: int) -> tuple[list[Node], Node, Node]:
     for _ in range(count - 1):
         near = apply("f32", apply("bf16", left))
         first = first if found else near
-        found.append(apply("cut_bf16", near))
+        found.append(apply("bf16", near))  # of two neighbours at once, where each is rounded by itself
         left = apply("mul", apply("sub", left, near), _number(SCALE))
     return [*found, apply("bf16", left)], apply("abs", x), apply("abs", first)
 

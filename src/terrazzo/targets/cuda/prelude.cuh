@@ -63,18 +63,17 @@ TZ float tz_widen(bf16 x) { return __uint_as_float((u32)x << 16); }
 TZ float tz_widen(f16 x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"((u16)x)); return y; }
 TZ f16 tz_narrow_f16(float x) { u16 y; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x)); return (f16)y; }
 TZ bf16 tz_cut_bf16(float x) { return (bf16)(u16)(__float_as_uint(x) >> 16); }
-// The conversion of two numbers, of which one is 0, is an instruction of the usual rate; that of one is not.
 TZ bf16 tz_narrow_bf16(float x) {
 #if __CUDA_ARCH__ >= 800
-  u32 y;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(0.0f), "f"(x));
-  return (bf16)(u16)y;
+  u16 y;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
+  return (bf16)y;
 #else
   u32 u = __float_as_uint(x);
   return (bf16)(u16)(x != x ? 0x7fc0u : (u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
 #endif
 }
-// To bf16 and back.
+// To bf16 and back. The conversion of two, of which the lower one is 0, is one instruction of the usual rate.
 TZ float tz_round_bf16(float x) {
 #if __CUDA_ARCH__ >= 800
   u32 y;
