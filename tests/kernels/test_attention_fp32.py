@@ -10,8 +10,11 @@ import torch
 from tests.kernels.programs import Lowered, lowered
 from tests.kernels.test_attention import by_hand, causal, close, grouped, heads_last, lines, plain, tensors
 
+from terrazzo.front.capture import capture
 from terrazzo.interp import kernel as simulator
-from terrazzo.ir.plan import Agent, Frame, Product, Reach
+from terrazzo.ir.plan import Frame, Order, Product, Reach
+from terrazzo.options import Options
+from terrazzo.pipelines import lowering
 from terrazzo.rules.loop import again
 
 
@@ -103,17 +106,17 @@ def test_gradients_store_no_scores(fn: Any, shape: tuple[int, ...], monkeypatch:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_one_warpgroup_lags_behind_another(seed: int) -> None:
-    """Two warpgroups, several steps, blocks that stay: under adverse orders."""
-    args = tensors((1, 133, 65, 16), (1, 133, 129, 16), (1, 133, 129, 16), dtype=torch.float32)
+def test_slots_of_parts_under_adverse_orders(seed: int) -> None:
+    """Two warpgroups, several steps."""
+    args = tensors((1, 2, 130, 64), (1, 2, 300, 64), (1, 2, 300, 64), dtype=torch.float32)
     found = lowered(plain, args, "sm_90a")
-    assert lines(found, Agent)[-1].lag
     (ours,) = simulator.run(found.program, found.inputs, seed=seed)
     np.testing.assert_allclose(ours, plain(*args).numpy(), atol=2e-6)
 
 
-def test_warpgroups_lag_where_there_is_something_to_wait_for() -> None:
-    """Steps that overlap need no teams that lag."""
-    args = tensors(*((1, 1, 256, 64),) * 3, dtype=torch.bfloat16)
-    found = lowered(plain, args, "sm_90a")
-    assert not any(a.lag for a in lines(found, Agent))
+def test_blocks_of_parts_have_one_tile_and_wide_steps() -> None:
+    args = tuple(torch.empty(4, 16, 2048, 64, device="meta") for _ in range(3))
+    done = lowering(capture(plain, args, {}).program, Options(target="sm_90a", libraries="never"))
+    *_, (_, plan) = done.at("tile").plans
+    assert not plan.one(Order).persistent
+    assert "n128k16" in plan.all(Product)[0].on
