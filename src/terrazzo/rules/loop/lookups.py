@@ -114,7 +114,7 @@ def operands_stored(
     for r in reduces:
         c = contraction(r)
         for x in _read_again(c) if c is not None else ():
-            if x in taken or scanned & x.free:  # type: ignore[attr-defined]
+            if x in taken or scanned & x.free:
                 continue
             around = [a for y in reversed(reduces) if y is not r for a in y.axes]  # reductions that this one is within
             whole, places = image(x, kernel.axes, r.axes) if images else (x, {})
