@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from textwrap import dedent
 from typing import Any
 
 import pytest
 import torch
+from tests.kernels.programs import r
 from torch.nn import functional as f
 
 from terrazzo.front.capture import capture
+from terrazzo.interp import loop
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.sites import sites
 from terrazzo.ir.text import parse
 from terrazzo.ir.verify import problem
 from terrazzo.options import Options
 from terrazzo.pipelines import LOWER, stages
 from terrazzo.rewrite.rule import Log
+from terrazzo.rules.loop import lookups
 from terrazzo.rules.loop.cost import looked_up
+from terrazzo.rules.loop.images import strewn
 from terrazzo.rules.loop.lookups import operands_stored
+from terrazzo.targets import target
 
 UPPER = LOWER[: LOWER.index("store_as_read")]
 
 
-def fused(fn: Any, *args: Any, target: str = "sm_90a") -> list[l.Kernel]:
+def fused(fn: Any, *args: Any, arch: str = "sm_90a") -> list[l.Kernel]:
     """The kernels of a program after lookups were stored."""
     program = capture(fn, args, {}).program
-    return list(stages(program, Options(target=target, libraries="never"), Log(), UPPER)[-1][1].steps)
+    return list(stages(program, Options(target=arch, libraries="never"), Log(), UPPER)[-1][1].steps)
 
 
 def towers(table: Any, w: Any, v: Any, i: Any) -> Any:
@@ -43,7 +50,7 @@ def test_products_that_look_up_the_same_read_what_is_stored_once(dtype: torch.dt
 
 def test_on_a_processor_they_are_looked_up_on_the_way() -> None:
     table, w, v = (torch.zeros(*shape) for shape in ((9000, 128), (512, 128), (256, 128)))
-    steps = fused(towers, table, w, v, torch.zeros(4096, dtype=torch.int64), target="cpu")
+    steps = fused(towers, table, w, v, torch.zeros(4096, dtype=torch.int64), arch="cpu")
     assert all(any(b.name == "table" for b in s.reads) for s in steps)
 
 
@@ -91,3 +98,53 @@ def test_what_is_looked_up_in_the_steps_of_another_reduction_is_stored_for_all_o
     made, whole = found
     assert made.stores[0].buffer.type.shape == (4096, 10, 64)
     assert not problem(l.Program("f", kernel.reads, (made, whole), whole.writes))
+
+
+def shuffled(x: Any, w: Any) -> Any:
+    return f.conv2d(f.pixel_shuffle(x, 2), w, padding=1)
+
+
+def repeated(x: Any, w: Any) -> Any:
+    return f.conv2d(f.interpolate(x, scale_factor=2), w, padding=1)
+
+
+def reflected(x: Any, w: Any) -> Any:
+    return f.conv2d(f.pad(x, (2, 2, 2, 2), mode="reflect"), w, stride=2, dilation=2)
+
+
+def twice(x: Any, w: Any) -> Any:
+    return f.pixel_shuffle(shuffled(x, w), 2)
+
+
+def rolled(x: Any, w: Any) -> Any:
+    return f.conv2d(x.roll((1, 2), (2, 3)), w, padding=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("fn", "channels"), [(shuffled, 16), (repeated, 64), (reflected, 64), (rolled, 64)])
+@pytest.mark.parametrize(("images", "side"), [(4, 48), (1, 33)])
+def test_images_under_windows_are_stored(fn: Any, channels: int, images: int, side: int, dtype: torch.dtype) -> None:
+    """Once, with their border; the windows read them at places that steps move evenly."""
+    x = torch.zeros(images, 64, side, side, dtype=dtype)
+    w = torch.zeros(96, channels, 3, 3, dtype=dtype)
+    image, product_ = fused(fn, x, w)
+    (site,) = sites(product_).contractions.values()
+    assert not any(strewn(y, site.reduce.axes) for y in site.operands) and not looked_up(site.operands)
+    assert image.stores[0].buffer.type.numel <= 4.5 * x.numel()
+
+
+def test_pixels_are_not_shuffled_on_the_way_between_convolutions() -> None:
+    """The image of the first, the product, and what is shuffled of that: a tile has a digit of no axis."""
+    steps = fused(twice, torch.zeros(4, 256, 48, 48), torch.zeros(256, 64, 3, 3))
+    assert len(steps) == 3 and [len(sites(s).contractions) for s in steps] == [0, 1, 0]
+
+
+@pytest.mark.parametrize("fn", [shuffled, repeated, reflected, rolled])
+def test_stored_images_are_right(fn: Any) -> None:
+    x, w = r(2, 16, 9, 10), r(24, 4 if fn is shuffled else 16, 3, 3)
+    program = capture(fn, (x, w), {}).program
+    before = stages(program, Options(target="sm_90a", libraries="never"), Log(), UPPER[:-1])[-1][1]
+    cheap = lookups.store_lookups(before, Log(), replace(target("sm_90a").rates, launch=0.0))
+    assert len(cheap.steps) == len(before.steps) + 1
+    ours = loop.run(cheap, {"x": x.numpy(), "w": w.numpy()})[0]
+    torch.testing.assert_close(torch.from_numpy(ours), fn(x, w), rtol=1e-4, atol=1e-4)

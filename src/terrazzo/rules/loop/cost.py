@@ -18,6 +18,7 @@ from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import FloorDiv, IntExpr, Loaded, Mod, Var, bounds
 from terrazzo.ir.node import topological
 from terrazzo.ir.sites import sites
+from terrazzo.rules.loop.images import image, strewn
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,17 @@ class Rates:
     boxes: bool = False
 
 
-def cost(kernel: l.Kernel, rates: Rates) -> float:
-    """Nanoseconds, by the model."""
+def cost(kernel: l.Kernel, rates: Rates, as_it_is: bool = False) -> float:
+    """Nanoseconds, by the model. Images that are stored first for the kernel's windows count as stored, unless it is
+    priced `as_it_is`.
+    """
     found = sites(kernel)
     reductions = found.carried.values()
     steps = {r.axes if isinstance(r, l.Reduce) else () for r in reductions}  # products over other steps are not blocked
     tiled = {c.reduce: c for c in found.contractions.values() if not looked_up(c.operands)}
     if rates.matrix:
-        tiled = {r: c for r, c in tiled.items() if found.everywhere and _once(kernel, c)}
+        every = found.contractions.values() if found.everywhere else ()
+        tiled = {c.reduce: c for c in every if _once(kernel, c) and not _crossed(c) and _boxes(kernel, c, as_it_is)}
     fma = rates.fma if len(tiled) == len(reductions) and len(steps) < 2 else rates.mixed
     bill = _Bill(rates, fma, tiled)
     bill.walk(n.nest(kernel), 1)
@@ -82,6 +86,20 @@ def _once(kernel: l.Kernel, c: Contraction) -> bool:
     while known and not known[-1] and not all(_own(c)):
         known.pop()
     return all(known)
+
+
+def _boxes(kernel: l.Kernel, c: Contraction, as_it_is: bool) -> bool:
+    """Whether operands lie in boxes, or images of them do that are stored first."""
+    steps = c.reduce.axes
+    images = [x for x in c.operands if not as_it_is and strewn(x, steps) and image(x, kernel.axes, steps)[1]]
+    others = [x for x in c.operands if x not in images]
+    return not looked_up(others) and not any(strewn(x, steps) for x in others)
+
+
+def _crossed(c: Contraction) -> bool:
+    """Whether each factor is read by digits of an axis that the other is not read by: tiles lie along neither."""
+    one, other = map(_read_by, c.factors)
+    return any(a in other and _adds(by, other[a]) and _adds(other[a], by) for a, by in one.items())
 
 
 def _own(c: Contraction) -> list[bool]:

@@ -1,5 +1,6 @@
 """Operands of products that are looked up at places that data says are stored first: tiles of operands lie in memory,
-where it is known before.
+where it is known before. So are images under windows whose places are found by division or reflection, as those of
+pixels that are shuffled or repeated.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from terrazzo.ir.sites import loads
 from terrazzo.ir.types import Type
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.cost import Rates, cost, looked_up
+from terrazzo.rules.loop.images import image
 
 PASS = "lookups"
 RULE = "store_lookups"
@@ -68,9 +70,9 @@ def store_lookups(program: l.Program, log: Log, rates: Rates) -> l.Program:
     known: dict[Any, l.Buffer] = {}
     names = {b.name for s in program.steps for b in s.writes} | {b.name for b in program.inputs}
     for s in program.steps:
-        if isinstance(s, l.Kernel) and (found := operands_stored(s, _looked_up, names, known)) is not None:
+        if isinstance(s, l.Kernel) and (found := operands_stored(s, _looked_up, names, known, True)) is not None:
             *made, whole = found
-            apart, inlined = sum(cost(k, rates) for k in found), cost(s, rates)
+            apart, inlined = sum(cost(k, rates) for k in found), cost(s, rates, as_it_is=True)
             prices = f"{inlined / 1000:.1f} us looked up on the way, {apart / 1000:.1f} us stored first"
             log.add(Event(PASS, RULE, s.name, apart < inlined, prices))
             if apart < inlined:
@@ -95,11 +97,15 @@ def _looked_up(x: Any) -> bool:
 
 
 def operands_stored(
-    kernel: l.Kernel, wanted: Callable[[Any], bool], names: Set[str], known: Mapping[Any, l.Buffer]
+    kernel: l.Kernel,
+    wanted: Callable[[Any], bool],
+    names: Set[str],
+    known: Mapping[Any, l.Buffer],
+    images: bool = False,
 ) -> tuple[l.Kernel, ...] | None:
     """Kernels that store those operands of products that are `wanted` and read more than once, at the points of an axis
-    that only the other factor has, but for what is `known` to be stored; and the kernel that reads them. None where
-    there are none, or one of their names is among `names`.
+    that only the other factor has, but for what is `known` to be stored; and the kernel that reads them. With `images`,
+    so are images under windows. None where there are none, or one of their names is among `names`.
     """
     taken: dict[Any, Any] = {}
     made: list[l.Kernel] = []
@@ -108,12 +114,16 @@ def operands_stored(
     for r in reduces:
         c = contraction(r)
         for x in _read_again(c) if c is not None else ():
-            if x in taken or not wanted(x) or scanned & x.free:
+            if x in taken or scanned & x.free:
                 continue
             around = [a for y in reversed(reduces) if y is not r for a in y.axes]  # reductions that this one is within
-            walked = _in_order([a for a in dict.fromkeys((*kernel.axes, *around, *r.axes)) if a in x.free], x)
+            whole, places = image(x, kernel.axes, r.axes) if images else (x, {})
+            if not (places or wanted(x)):
+                continue
+            walked = [a for a in dict.fromkeys((*kernel.axes, *around, *r.axes, *places)) if a in whole.free]
+            walked = walked if places else _in_order(walked, x)
             axes = tuple(Var(f"a{d}", a.extent) for d, a in enumerate(walked))
-            value = substitute(x, dict(zip(walked, axes, strict=True)))
+            value = substitute(whole, dict(zip(walked, axes, strict=True)))
             name = f"{kernel.name}_{_read(x).buffer.name}"
             if value not in known:
                 if name in names or name in [k.name for k in made]:
@@ -122,7 +132,7 @@ def operands_stored(
                 made.append(l.Kernel(name, axes, (l.Store(place, axes, value),), kernel.source))
             else:
                 place = known[value]
-            taken[x] = l.Load.make(place, tuple(walked), ())
+            taken[x] = l.Load.make(place, tuple(places.get(a, a) for a in walked), ())
     if not taken:
         return None
     stores = tuple(transform(s, lambda x: taken.get(x, x)) for s in kernel.stores)

@@ -1,0 +1,55 @@
+"""Images under windows: operands of products that steps move, at places that division finds, or that are looked up, as
+where pixels are shuffled, repeated or reflected around a convolution. Points side by side read no box of such a one,
+but they do of the image at the places that points and steps add up to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from math import gcd
+from typing import Any
+
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Loaded, Mod, Sum, Var
+from terrazzo.ir.node import topological, transform
+
+
+def strewn(x: Any, steps: Sequence[Any]) -> bool:
+    """Whether steps move a place of an operand that is found by division or looked up."""
+    loads = [y for y in topological([x]) if isinstance(y, l.Load)]
+    places = [e for y in loads for e in y.index if isinstance(e, Expr) and e.free & {*steps}]
+    return any(isinstance(y, FloorDiv | Mod | Loaded) and y.free - {*steps} for y in topological(places))
+
+
+def image(x: Any, axes: Sequence[Any], steps: Sequence[Any]) -> tuple[Any, dict[Var, IntExpr]]:
+    """An operand at the places that a window's points and steps add up to, and what each place is; the operand as it
+    is, and none, where there is no such image. It has a border where the window reads beyond the tensor.
+    """
+    found: dict[Any, Any] = {}
+    for y in topological([x]):
+        if isinstance(y, FloorDiv | Mod | Loaded):
+            found |= dict.fromkeys(z for z in topological([y]) if isinstance(z, Sum))
+    new: dict[Any, tuple[Var, int, int]] = {}
+    for one in found:
+        moved = {f: c for c, (f, *more) in one.terms if not more}
+        for a, r in product((a for a in axes if a in moved), (r for r in steps if r in moved)):
+            g = gcd(moved[a], moved[r])
+            s, d = abs(moved[a]) // g, abs(moved[r]) // g
+            if moved[a] * moved[r] > 0 and isinstance(a.extent, int) and isinstance(r.extent, int):
+                extent = s * (a.extent - 1) + d * (r.extent - 1) + 1
+                new.setdefault((a, r), (Var(l.fresh_name(), extent), s, d))
+
+    def placed(node: Any) -> Any:
+        if isinstance(node, Sum):
+            moved = {f: c for c, (f, *more) in node.terms if not more}
+            for (a, r), (p, s, d) in new.items():
+                if a in moved and r in moved and moved[a] * d == moved[r] * s:
+                    node = node + (p - a * s - r * d) * (moved[a] // s)
+        return node
+
+    there = transform(x, placed) if new else x
+    left = there.free
+    if any(a in left or r in left for a, r in new):
+        return x, {}
+    return there, {p: a * s + r * d for (a, r), (p, s, d) in new.items()}
