@@ -159,7 +159,7 @@ def pooled_beside(x: Any, y: Any) -> Any:
 
 def test_a_window_may_be_that_of_all_points() -> None:
     """What no point of a thread moves is computed once for all, from sums that each of them has."""
-    right(programs.lowered(pooled_beside, (r(8, 3, 16, 16), r(16, 16)), "sm_90a"))
+    right(programs.lowered(lambda x, y: torch.stack(pooled_beside(x, y)), (r(8, 3, 16, 16), r(16, 16)), "sm_90a"))
     found = lowering_of(pooled_beside, tuple(torch.empty(s, device="meta") for s in ((8, 3, 256, 256), (256, 256))))
     ((_, schedule),) = found.at("tile").schedules
     assert "a0 = grid(1) * reg(8, jam=True)" in str(schedule) and found.at("kernel").steps
