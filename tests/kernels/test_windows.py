@@ -152,6 +152,19 @@ def lowering_of(fn: Any, args: tuple[Any, ...], **options: Any) -> Any:
     return lowering(capture(fn, args, {}).program, Options(target="sm_90a", **options))
 
 
+def pooled_beside(x: Any, y: Any) -> Any:
+    a, c = F.avg_pool2d(x, 2), F.avg_pool2d(y.expand_as(x), 2)
+    return a * c, a, c, c * c
+
+
+def test_a_window_may_be_that_of_all_points() -> None:
+    """What no point of a thread moves is computed once for all, from sums that each of them has."""
+    right(programs.lowered(lambda x, y: torch.stack(pooled_beside(x, y)), (r(8, 3, 16, 16), r(16, 16)), "sm_90a"))
+    found = lowering_of(pooled_beside, tuple(torch.empty(s, device="meta") for s in ((8, 3, 256, 256), (256, 256))))
+    ((_, schedule),) = found.at("tile").schedules
+    assert "a0 = grid(1) * reg(8, jam=True)" in str(schedule) and found.at("kernel").steps
+
+
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("taps", [3, 7])
 def test_a_window_is_loaded_once_for_several_points(taps: int, last: bool) -> None:

@@ -12,6 +12,10 @@ FAMILIES = (
     "language",
     "multimodal",
     "vision",
+    "backbones",
+    "restoration",
+    "imaging",
+    "volumes",
     "detection",
     "diffusion",
     "audio",
@@ -20,6 +24,7 @@ FAMILIES = (
     "recommender",
     "graph",
     "science",
+    "physics",
     "training",
     "operators",
 )

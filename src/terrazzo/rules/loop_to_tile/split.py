@@ -314,6 +314,8 @@ def reduced_first(kernel: l.Kernel, reduces: Sequence[l.Reduce]) -> tuple[l.Kern
     early = [s for s, new in zip(kernel.stores, rest, strict=True) if new not in inner]
     first = (*(s for s in stores if s.buffer in used), *early)
     mine = tuple(a for a in axes if any(a in s.free for s in first))
+    if all(s.buffer.name != own_name for s in first):  # the rest, which reads none of them, may be divided so again
+        own_name = f"{own_name}_{first[0].buffer.name}"
     return (
         l.Kernel(own_name, mine, first, kernel.source),
         l.Kernel(kernel.name, kernel.axes, tuple(inner), kernel.source),

@@ -165,8 +165,10 @@ class Jam:
         step = partial(self.step, s, inner, unrolled, mine)
         self.builder.loops([(d.variable, False) for d in serial], step)
         for r in s.carried:
+            own = self.moving(r)  # of the points that it does not know, each has the same
             for p, place in enumerate(inner.env[r]):
-                scope.env[r if r.monoid.width == 1 else l.Get(r, p)] = l.Load(place, tuple(mine))
+                at = tuple(v if v in own else 0 for v in mine)
+                scope.env[r if r.monoid.width == 1 else l.Get(r, p)] = l.Load(place, at)
 
     def declare(self, r: l.Reduce, mine: Sequence[Var]) -> list[k.Registers]:
         """Accumulators at their identity, for every point."""
