@@ -10,6 +10,8 @@ if TYPE_CHECKING:  # PyTorch is imported where programs are made
 
 FAMILIES = (
     "language",
+    "mixers",
+    "serving",
     "multimodal",
     "vision",
     "detection",
@@ -20,6 +22,8 @@ FAMILIES = (
     "recommender",
     "graph",
     "science",
+    "relations",
+    "agents",
     "training",
     "operators",
 )

@@ -108,10 +108,10 @@ def operands_stored(
     for r in reduces:
         c = contraction(r)
         for x in _read_again(c) if c is not None else ():
-            if x in taken or not wanted(x) or scanned & x.free:  # type: ignore[attr-defined]
+            if x in taken or not wanted(x) or scanned & x.free:
                 continue
             around = [a for y in reversed(reduces) if y is not r for a in y.axes]  # reductions that this one is within
-            walked = _in_order([a for a in dict.fromkeys((*kernel.axes, *around, *r.axes)) if a in x.free], x)  # type: ignore[attr-defined]
+            walked = _in_order([a for a in dict.fromkeys((*kernel.axes, *around, *r.axes)) if a in x.free], x)
             axes = tuple(Var(f"a{d}", a.extent) for d, a in enumerate(walked))
             value = substitute(x, dict(zip(walked, axes, strict=True)))
             name = f"{kernel.name}_{_read(x).buffer.name}"
