@@ -12,7 +12,7 @@ from typing import Any
 
 from terrazzo.ir.address import coefficient, mentions
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Expr, IntExpr
+from terrazzo.ir.expr import Expr, IntExpr, terms_of
 from terrazzo.ir.node import topological
 
 
@@ -80,15 +80,16 @@ def _moved(e: Expr, steps: Sequence[Any]) -> bool | None:
     """Whether neighbouring points share places along a dimension that steps run over, or may; None where points do not
     move these places.
     """
-    along = [a for a in steps if mentions(e, a)]
-    points = sorted(e.free - frozenset(steps), key=str)
-    if not along or not points:
-        return None
-    reach, least = [coefficient(e, a) for a in along], [coefficient(e, p) for p in points]
-    if not all(isinstance(c, int) for c in (*reach, *least, *(a.extent for a in along))):
-        return True
-    span = 1 + sum(abs(c) * (a.extent - 1) for c, a in zip(reach, along, strict=True))  # type: ignore[arg-type]
-    return any(abs(c) < span for c in least)  # type: ignore[arg-type]
+    span, apart = 1, 0
+    for factors, c in terms_of(e).items():
+        along = [a for a in steps if any(mentions(f, a) for f in factors)]
+        if not along:
+            apart = math.gcd(apart, c) if factors else apart
+        elif factors == (along[0],) and isinstance(along[0].extent, int):
+            span += abs(c) * (along[0].extent - 1)
+        else:
+            return True if e.free - frozenset(steps) else None
+    return apart < span if apart and span > 1 else None
 
 
 def overlaps(r: l.Reduce) -> bool:

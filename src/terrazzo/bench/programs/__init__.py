@@ -10,6 +10,8 @@ if TYPE_CHECKING:  # PyTorch is imported where programs are made
 
 FAMILIES = (
     "language",
+    "mixers",
+    "serving",
     "multimodal",
     "vision",
     "backbones",
@@ -25,6 +27,8 @@ FAMILIES = (
     "graph",
     "science",
     "physics",
+    "relations",
+    "agents",
     "training",
     "operators",
 )

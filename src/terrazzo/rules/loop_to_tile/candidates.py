@@ -59,6 +59,7 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> It
         yield from (x.after(flattened) for x in _stores_apart(flat, gpu, pinned))
         form, own, why, rewrite = points(flat, gpu)
         yield Candidate(((form, own, "points", why),)).after(flattened, (rewrite, flat, (form,)))
+        yield from (x.after(flattened) for x in _narrower(flat, own, gpu))
     else:
         if before := scans.reduced_before(flat):
             yield from (x.after(flattened) for x in _apart_from(flat, before, gpu, pinned))
@@ -96,6 +97,18 @@ def _stores_apart(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) ->
     if len(apart) > 1 and static and sum(threads.walked(collapse(x), gpu) for x in apart) < threads.walked(kernel, gpu):
         whole = joined(next(candidates(x, gpu, pinned)) for x in apart)
         yield whole.after(("stores_apart", kernel, apart))
+
+
+def _narrower(kernel: l.Kernel, widest: Schedule, gpu: Gpu) -> Iterator[Candidate]:
+    """Points in shorter vectors: those of a long term with many results may not fit into a thread's registers."""
+    form = collapse(kernel)
+    tried = [widest]
+    for most in (4, 2, 1):
+        own = threads.pointwise(form, gpu, most)
+        if own not in tried:
+            tried.append(own)
+            done = Candidate(((form, own, "points", f"every thread computes {most} of its own at a time"),))
+            yield done.after(("collapse", kernel, (form,)))
 
 
 def _chained(kernel: l.Kernel, way: chains.Way, gpu: Gpu) -> Candidate:

@@ -28,8 +28,8 @@ KEPT = 32
 """Elements of one operand that a thread keeps in registers between two uses, at most."""
 
 
-def pointwise(kernel: l.Kernel, gpu: Gpu) -> Schedule:
-    """One axis over the grid, warps, lanes and a vector. A block has one point of each further axis, or, where one warp
+def pointwise(kernel: l.Kernel, gpu: Gpu, most: int = 8) -> Schedule:
+    """One axis over the grid, warps, lanes and a vector of `most` elements at most. A block has one point of each further axis, or, where one warp
     takes the first axis and there are many such blocks, one of the longest for each of its warps.
     """
     if not kernel.axes:
@@ -38,7 +38,7 @@ def pointwise(kernel: l.Kernel, gpu: Gpu) -> Schedule:
     if not free:
         return Schedule(kernel.name, gpu.arch, ())
     axis = _lanes_along(kernel, free, gpu)
-    ragged, vector = _vector(kernel, axis, gpu)
+    ragged, vector = (min(x, most) for x in _vector(kernel, axis, gpu))
     apart = vector > 1 and ragged == 1 and _narrow(kernel, axis)
     points = size_of(axis) // vector
     threads = 8 if points > 8 * WARP * gpu.processors else 4 if points > 4 * WARP else 1
@@ -128,7 +128,7 @@ def plain(kernel: l.Kernel, gpu: Gpu) -> Schedule:
     free = [a for a in kernel.axes if a not in ordered(kernel)]
     if not free:
         return Schedule(kernel.name, gpu.arch, ())
-    axis = max(free, key=lambda a: (stride_one([kernel], a), size_of(a)))
+    axis = _lanes_along(kernel, free, gpu)
     lines = [(a.name, grid(size_of(a))) for a in free if a is not axis]
     return Schedule(kernel.name, gpu.arch, (*lines, (axis.name, grid(ceil(size_of(axis), WARP), ("lane", WARP)))))
 
