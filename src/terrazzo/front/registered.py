@@ -29,9 +29,7 @@ def register() -> None:
 class _Registry(MetaPathFinder):
     """Finds PyTorch's list of backends as others do, and registers the backend once it is loaded."""
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != REGISTRY:
             return None
         sys.meta_path.remove(self)

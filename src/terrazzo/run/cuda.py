@@ -436,8 +436,7 @@ def _lost(
     made: Mapping[str, Made],
     tried: Tried,
 ) -> bool:
-    """Whether a kernel of those `made` lost that was not `known` to: the schedule of one that was is the last there is.
-    """
+    """Whether a kernel of those `made` lost that was not `known` to: the schedule of one that was is the last there is."""
     from terrazzo.pipelines import dialect, pinned
 
     theirs = dialect(lowering.source) in ("tile", "kernel")
