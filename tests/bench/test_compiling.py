@@ -73,6 +73,29 @@ def test_the_command_writes_a_record_and_the_page_shows_it(tmp_path: Path, monke
     assert "| functions in a chain, 3 |" in page
 
 
+def test_a_record_goes_on_where_it_ends(tmp_path: Path, monkeypatch: Any) -> None:
+    made = tuple(compiling.Case("a chain", n, SMALL.make) for n in (1, 2)) + (compiling.Case("a layer", 0, SMALL.make),)
+    limits: dict[str, list[float]] = {}
+
+    def took(name: str, target: str, room: Path, limit: float) -> dict[str, Any]:
+        limits.setdefault(name, []).append(limit)
+        return {"seconds": {}, "total": 1.0, "kernels": 1, "sources": 1}
+
+    monkeypatch.setattr(compiling, "cases", lambda: made)
+    monkeypatch.setattr(compiling, "in_a_process", took)
+    none = compiling.measure(within=0.0)
+    assert none["cases"] == [] and not limits
+    first = compiling.measure(["chain, 2", "layer"], within=50.0)
+    assert [(c["family"], c["size"]) for c in first["cases"]] == [("a chain", 2), ("a layer", 0)]
+    assert all(0 < x <= 50 for given in limits.values() for x in given)
+    whole = compiling.measure(before=first)
+    assert [c["size"] for c in whole["cases"]] == [1, 2, 0]
+    assert {name: len(given) for name, given in limits.items()} == {"a chain, 1": 2, "a chain, 2": 2, "a layer": 2}
+    assert len(compiling.measure(["a layer"], before={**whole, "commit": "another"})["cases"]) == 1
+    (tmp_path / "damaged").write_text("{")
+    assert compiling.recorded(tmp_path / "damaged") is None is compiling.recorded(tmp_path / "nothing")
+
+
 @pytest.mark.parametrize(
     ("given", "told"), [(["--only", "zebra"], "no program's name contains 'zebra'"), (["--target", "sm_1"], "sm_1")]
 )

@@ -7,12 +7,13 @@ kernels are loaded too.
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,24 +124,54 @@ def _half(make: Callable[[], Any], shape: tuple[int, ...]) -> Any:
         return make().bfloat16().eval(), (torch.empty(shape, dtype=torch.bfloat16),), {}
 
 
-def measure(only: str = "", target: str = "", limit: float = LIMIT) -> dict[str, Any]:
-    """The record: for every case what each phase took, cold, and what starting again took, in seconds."""
+def measure(
+    only: Sequence[str] = (),
+    target: str = "",
+    limit: float = LIMIT,
+    within: float = math.inf,
+    before: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The record: for every case what each phase took, cold, and what starting again took, in seconds.
+
+    `only` are parts of names. No case begins after `within` seconds; what a record from `before` has of this commit and
+    target is not measured again.
+    """
+    start = time.perf_counter()
     target = target or _here() or "sm_90a"
-    found = []
-    chosen = [c for c in cases() if only in c.name]
-    for number, case in enumerate(chosen):
-        with tempfile.TemporaryDirectory() as room:
-            cold = in_a_process(case.name, target, Path(room), limit)
-            warm = {} if "failed" in cold else in_a_process(case.name, target, Path(room), limit)
-        at(f"compiled {case.name}", number + 1, len(chosen))
-        found.append({"family": case.family, "size": case.size, **cold, "warm": warm})
-    return {
+    record = {
         "suite": "compile",
         **surroundings(os.cpu_count() or 1),
         "target": target,
         "loaded": bool(_here()),
-        "cases": found,
     }
+    same = before is not None and all(before.get(x) == record[x] for x in ("suite", "commit", "target", "loaded"))
+    found = {(c["family"], c["size"]): c for c in before["cases"] if "failed" not in c} if before and same else {}
+    chosen = [c for c in cases() if any(x in c.name for x in only or ("",)) and (c.family, c.size) not in found]
+    for number, case in enumerate(chosen):
+        left = within - (time.perf_counter() - start)
+        if left <= 0:
+            break
+        found[case.family, case.size] = _measured(case, target, min(limit, left))
+        at(f"compiled {case.name}", number + 1, len(chosen))
+    order = [(c.family, c.size) for c in cases()]
+    return {**record, "cases": sorted(found.values(), key=lambda c: order.index((c["family"], c["size"])))}
+
+
+def recorded(path: Path) -> dict[str, Any] | None:
+    """The record of a file, if there is one."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and found.get("suite") == "compile" else None
+
+
+def _measured(case: Case, target: str, limit: float) -> dict[str, Any]:
+    """A case, cold and then again."""
+    with tempfile.TemporaryDirectory() as room:
+        cold = in_a_process(case.name, target, Path(room), limit)
+        warm = {} if "failed" in cold else in_a_process(case.name, target, Path(room), limit)
+    return {"family": case.family, "size": case.size, **cold, "warm": warm}
 
 
 def in_a_process(name: str, target: str, room: Path, limit: float = LIMIT) -> dict[str, Any]:
@@ -161,6 +192,8 @@ def one(case: Case, target: str, room: Path) -> dict[str, Any]:
 
     The modules that compiling needs are imported before.
     """
+    import terrazzo.pipelines
+    import terrazzo.run.cuda  # noqa: F401
     from terrazzo.front.capture import capture
     from terrazzo.run.cache import Cache
     from terrazzo.run.compiled import plan_key

@@ -127,9 +127,14 @@ def memory(
 
 @app.command("compile")
 def compile_(
-    only: Annotated[str, typer.Option(help="Only programs whose name contains this.")] = "",
+    only: Annotated[
+        list[str] | None, typer.Option(help="Only programs whose name contains this. Repeatable.", show_default=False)
+    ] = None,
     target: Annotated[str, typer.Option(help="A GPU; this machine's, or sm_90a where there is none.")] = "",
     limit: Annotated[float, typer.Option(help="Seconds after which a program is given up.")] = 600.0,
+    within: Annotated[
+        float, typer.Option(help="Seconds after which no program begins; called again, it goes on.", show_default=False)
+    ] = float("inf"),
     json: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Where the record goes.", show_default=False)
     ] = None,
@@ -137,9 +142,9 @@ def compile_(
     """Measure how long models and growing programs take to compile for a GPU, and to start again from the cache.
 
     Each is compiled in a process of its own. Without a GPU all is done but loading kernels. The record goes to
-    benchmarks/results of the checkout.
+    benchmarks/results of the checkout; what it has of this commit and target is not measured again.
     """
-    from terrazzo.bench.compiling import measure
+    from terrazzo.bench.compiling import measure, recorded
     from terrazzo.bench.measure import save
     from terrazzo.bench.report import compile_rows
     from terrazzo.cli.output import unknown
@@ -148,13 +153,14 @@ def compile_(
 
     if target and target not in GPUS:
         raise UserError(unknown("target", target, list(GPUS)))
+    path = json or _folder("model") / "compile.json"
     with working("compiling"):
-        record = measure(only, target, limit)
+        record = measure(only or (), target, limit, within, recorded(path))
     if not record["cases"]:
-        raise UserError(f"no program's name contains {only!r}")
+        raise UserError(f"no program's name contains {' or '.join(map(repr, only or ()))}")
     for k, line in enumerate(columns(compile_rows(record), right=range(1, 10))):
         say(line, "bold" if k == 0 else None)
-    save(record, json or _folder("model") / "compile.json")
+    save(record, path)
 
 
 @app.command()

@@ -42,10 +42,24 @@ def holds(e: IntExpr, given: Sequence[IntExpr] = ()) -> bool:
     """True if e >= 0 is proved for all points at which every expression of `given` is >= 0."""
     if at_least(e, 0) or any(not isinstance(g, Expr) and g < 0 for g in given):
         return True
+    e = _settled(e, given)
     if _follows(*_digits(e, given)) or ((parts := _parted(e, given)) is not None and _follows(*parts)):
         return True
     guards = [g for g in given if isinstance(g, Expr)]
     return bool(guards) and _tried(e, guards)
+
+
+def _settled(e: IntExpr, given: Sequence[IntExpr]) -> IntExpr:
+    """`e` without the quotients and remainders that guards make plain: a // 9 is 0, and a % 9 is a, where a is one of 0
+    to 8.
+    """
+    new: dict[Any, IntExpr] = {}
+    for x in _parts([e]):
+        if isinstance(x, FloorDiv | Mod) and isinstance(x.b, int) and not bounds(x)[0]:
+            a = _replaced(x.a, new)
+            if all(at_least(y, 0) or _follows(y, given) for y in (a, x.b - 1 - a)):
+                new[x] = 0 if isinstance(x, FloorDiv) else a
+    return _replaced(e, new) if new else e
 
 
 def _follows(e: IntExpr, given: Sequence[IntExpr]) -> bool:

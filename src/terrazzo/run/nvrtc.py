@@ -18,6 +18,7 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.progress import at
 from terrazzo.rules.loop_to_tile.experience import Experience
+from terrazzo.run import limit
 from terrazzo.run.cache import Cache, digest
 from terrazzo.run.measured import Measured
 
@@ -169,7 +170,8 @@ def _compile(source: str, arch: str) -> tuple[bytes | None, Facts]:
 
     _, program = nvrtc.nvrtcCreateProgram((prelude() + source).encode(), b"kernel.cu", 0, [], [])
     flags = [*_FLAGS, f"--gpu-architecture={arch}", "--ptxas-options=-v"]
-    (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), [f.encode() for f in flags])
+    with limit.stopped(program, limit.LIMIT):
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), [f.encode() for f in flags])
     _, size = nvrtc.nvrtcGetProgramLogSize(program)
     log = b" " * size
     nvrtc.nvrtcGetProgramLog(program, log)
@@ -184,7 +186,14 @@ def _compile(source: str, arch: str) -> tuple[bytes | None, Facts]:
     elif "OUT_OF_MEMORY" in str(status):
         raise UserError("NVRTC ran out of memory")
     nvrtc.nvrtcDestroyProgram(program)
+    if "CANCELLED" in str(status):
+        return None, late()
     return cubin, _facts(told, cubin is not None)
+
+
+def late() -> Facts:
+    """What is known of a source that took too long."""
+    return Facts(wrong=f"NVRTC was stopped: it took more than {limit.LIMIT:g} s", runs=False)
 
 
 def _facts(told: str, runs: bool) -> Facts:
