@@ -105,3 +105,12 @@ def test_what_an_index_mentions_is_found_once_for_each_of_its_parts() -> None:
     for _ in range(200):
         e = (e + 1) // 2 + (e + 1) % 2
     assert mentions(e, A) and not mentions(e, B)
+
+
+def test_guards_together_lower_the_range_of_a_quotient() -> None:
+    """Windows of 3 x 3 in rows of 288: by ranges the quotient is 6 at most, by both guards 5."""
+    c, up, left = Var("c", 192), Var("up", 4), Var("left", 4)
+    q = (c * 9 + up * 3 + left) // 288
+    assert holds(5 - q, [2 - up, 2 - left])
+    assert not holds(5 - q, [2 - up])
+    assert not holds(4 - q, [2 - up, 2 - left])

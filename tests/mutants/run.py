@@ -157,7 +157,9 @@ def alarms(name: str, seeds: Sequence[int], until: float = math.inf) -> tuple[in
 
 
 def sample(names: Iterable[str], count: int, seed: int) -> list[tuple[str, int]]:
-    """Some mutants: of all kernels by all operators alike, and some that each line of `EQUIVALENT` speaks of. 0 is all."""
+    """Some mutants: of all kernels by all operators alike, and some that each line of `EQUIVALENT` speaks of. 0 is
+    all.
+    """
     shuffle = random.Random(seed)
     cells: dict[tuple[str, str], list[tuple[str, int]]] = {}
     right: dict[Equivalent, list[tuple[str, int]]] = {}

@@ -34,6 +34,8 @@ POINTS = 1 << 20
 """Points that are tried for one proof, at most."""
 GUARDS = 4
 """Guards that are combined in one proof, at most."""
+LOWERED = 3
+"""By how much guards are tried to lower the range of a quotient."""
 WIDEST = 1 << 62
 """No part of an index may be larger than this, so that 64 bits hold every sum on the way."""
 
@@ -42,30 +44,16 @@ def holds(e: IntExpr, given: Sequence[IntExpr] = ()) -> bool:
     """True if e >= 0 is proved for all points at which every expression of `given` is >= 0."""
     if at_least(e, 0) or any(not isinstance(g, Expr) and g < 0 for g in given):
         return True
-    e = _settled(e, given)
     if _follows(*_digits(e, given)) or ((parts := _parted(e, given)) is not None and _follows(*parts)):
         return True
     guards = [g for g in given if isinstance(g, Expr)]
     return bool(guards) and _tried(e, guards)
 
 
-def _settled(e: IntExpr, given: Sequence[IntExpr]) -> IntExpr:
-    """`e` without the quotients and remainders that guards make plain: a // 9 is 0, and a % 9 is a, where a is one of 0
-    to 8.
-    """
-    new: dict[Any, IntExpr] = {}
-    for x in _parts([e]):
-        if isinstance(x, FloorDiv | Mod) and isinstance(x.b, int) and not bounds(x)[0]:
-            a = _replaced(x.a, new)
-            if all(at_least(y, 0) or _follows(y, given) for y in (a, x.b - 1 - a)):
-                new[x] = 0 if isinstance(x, FloorDiv) else a
-    return _replaced(e, new) if new else e
-
-
 def _follows(e: IntExpr, given: Sequence[IntExpr]) -> bool:
     """The same for digits that are variables."""
     whole = [g for g in (_tight(_undivided(g)) for g in given) if isinstance(g, Expr)]
-    more = [*whole, *_quotients(e, given)]
+    more = [*whole, *_quotients(e, given), *_lowered(e, whole)]
     return bool(whole) and (_combined(_tight(_undivided(e)), more, GUARDS) or _tried(e, whole))
 
 
@@ -145,6 +133,20 @@ def _quotients(e: IntExpr, given: Sequence[IntExpr]) -> list[IntExpr]:
             least = _numbers(q.a, given)
             found += [min(most) // q.b - q] if most else []
             found += [q - max(least) // q.b] if least else []
+    return found
+
+
+def _lowered(e: IntExpr, whole: Sequence[Expr]) -> list[IntExpr]:
+    """What is >= 0 because guards together say that quotients in `e` are smaller than their ranges: (9 * a + 3 * b + c)
+    // 288 is at most 5 where a is, at most, 191 and b and c are 2.
+    """
+    found: list[IntExpr] = []
+    for q in topological([e]) if isinstance(e, Expr) else ():
+        if isinstance(q, FloorDiv) and isinstance(q.b, int) and (high := bounds(q)[1]) is not None:
+            most = high
+            while most > high - LOWERED and _combined(_tight(_undivided(most * q.b - 1 - q.a)), whole, GUARDS):
+                most -= 1
+            found += [most - q] if most < high else []
     return found
 
 
