@@ -18,7 +18,7 @@ from terrazzo.rewrite.rule import Choice, Log
 from terrazzo.rules import tensor_to_loop
 from terrazzo.rules.loop import channels, digits, fold, fuse, layout, lookups, narrow, parts, relax, remake, sooner
 from terrazzo.rules.loop.cost import Rates
-from terrazzo.rules.loop_to_tile import apart, choose, collapse, few_rows, packed, reductions
+from terrazzo.rules.loop_to_tile import apart, choose, collapse, few_rows, packed, rows
 from terrazzo.rules.loop_to_tile import split as splitting
 from terrazzo.rules.tensor_to_loop.lift import lift
 from terrazzo.rules.tile_to_kernel import lower as deriving
@@ -91,7 +91,7 @@ def split(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
 
 def reduced_first(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     """The reductions of a kernel that need no other, in a kernel of their own."""
-    top = reductions.parts(kernel)[2]
+    top = rows.parts(kernel)[2]
     first = [r for r in top if not any(x in top for x in topological(r.args))]
     return splitting.reduced_first(kernel, first) if first else (kernel,)
 

@@ -19,7 +19,7 @@ from terrazzo.ir.expr import IntExpr
 from terrazzo.ir.layout import HARDWARE
 
 if TYPE_CHECKING:
-    from terrazzo.interp.kernel.team import Team
+    from terrazzo.interp.kernel.threads import Threads
 
 Done = Callable[[Any], None]
 
@@ -60,7 +60,7 @@ class Groups:
         self.begun[kind] = [x for x in self.begun[kind] if x.mask.any()]
 
 
-def async_copy(team: Team, s: k.AsyncCopy) -> None:
+def async_copy(team: Threads, s: k.AsyncCopy) -> None:
     """The copy may write from now on; it has written once its group was waited for."""
     inside = team.holds(s.inside)
     reading = team.active & inside
@@ -84,15 +84,15 @@ def async_copy(team: Team, s: k.AsyncCopy) -> None:
     team.groups.begin("cp.async", team.active, done)
 
 
-def commit(team: Team, s: k.Commit) -> None:
+def commit(team: Threads, s: k.Commit) -> None:
     team.groups.commit(s.kind, team.active)
 
 
-def wait_groups(team: Team, s: k.WaitGroups) -> None:
+def wait_groups(team: Threads, s: k.WaitGroups) -> None:
     team.groups.wait(s.kind, team.active, s.open)
 
 
-def fence(team: Team, s: k.Fence) -> None:
+def fence(team: Threads, s: k.Fence) -> None:
     if s.kind == "wgmma":
         team.fragments.fence(team.active)
     else:
@@ -100,19 +100,19 @@ def fence(team: Team, s: k.Fence) -> None:
         team.machine.clocks.fence(team.block[i, 0, 0], team.warp[0, j, 0])
 
 
-def init_barriers(team: Team, s: k.InitBarriers) -> None:
+def init_barriers(team: Threads, s: k.InitBarriers) -> None:
     for b, w, where in team.one_thread(s):
         if why := team.machine.rings[s.barriers].make(b, w):
             team.fail(s, why, where)
 
 
-def expect(team: Team, s: k.Expect) -> None:
+def expect(team: Threads, s: k.Expect) -> None:
     for (b, w, where), n in zip(team.one_thread(s), team.chosen(s.slot), strict=True):
         if why := ring(team, s, b, (b, w), int(n)).arrive(b, int(n), (b, w), s.bytes):
             team.fail(s, why, where)
 
 
-def arrive(team: Team, s: k.Arrive) -> None:
+def arrive(team: Threads, s: k.Arrive) -> None:
     """Every thread that executes it arrives."""
     ranks = None if s.rank is None else team.chosen(s.rank)
     for i, ((x, y, z), n) in enumerate(zip(np.argwhere(team.active), team.chosen(s.slot), strict=True)):
@@ -122,14 +122,14 @@ def arrive(team: Team, s: k.Arrive) -> None:
             team.fail(s, why, (x, y, z))
 
 
-def peer(team: Team, s: Any, b: int, rank: int) -> int:
+def peer(team: Threads, s: Any, b: int, rank: int) -> int:
     """The block of the same cluster with this rank."""
     if not 0 <= rank < team.kernel.cluster:
         team.fail(s, f"names block {rank} of a cluster of {team.kernel.cluster}")
     return b - b % team.kernel.cluster + rank
 
 
-def ring(team: Team, s: Any, b: int, by: tuple[int, int], n: int) -> Ring:
+def ring(team: Threads, s: Any, b: int, by: tuple[int, int], n: int) -> Ring:
     """The barriers of a block that a statement names, used by a warp (block, warp)."""
     found = team.machine.rings[s.barriers]
     if why := found.unusable(b, by):
@@ -139,7 +139,7 @@ def ring(team: Team, s: Any, b: int, by: tuple[int, int], n: int) -> Ring:
     return found
 
 
-def wait_barrier(team: Team, s: k.WaitBarrier) -> Iterator[Wait]:
+def wait_barrier(team: Threads, s: k.WaitBarrier) -> Iterator[Wait]:
     """All warps of a block that are here wait for one barrier; what came before its phase ended, they know then."""
     slots, phases = (np.broadcast_to(team.number_of(e), team.shape) for e in (s.slot, s.phase))
     waits: list[tuple[int, int, int, int]] = []
@@ -176,7 +176,7 @@ def wait_barrier(team: Team, s: k.WaitBarrier) -> Iterator[Wait]:
         team.machine.clocks.acquire(barriers.released[n], np.array([b]), np.array([w]))
 
 
-def box(team: Team, place: k.Shared, to: tuple[IntExpr, ...], size: int, s: Any) -> list[Any]:
+def box(team: Threads, place: k.Shared, to: tuple[IntExpr, ...], size: int, s: Any) -> list[Any]:
     """For every thread that is here, the elements of a box's slab, as many as `size`."""
     starts = team.start(place, to)[team.active]
     if (starts < 0).any() or (starts + size > team.size(place)).any():
@@ -187,7 +187,7 @@ def box(team: Team, place: k.Shared, to: tuple[IntExpr, ...], size: int, s: Any)
     return [int(x) + np.arange(size) for x in starts]
 
 
-def tensor_load(team: Team, s: k.TensorLoad) -> None:
+def tensor_load(team: Threads, s: k.TensorLoad) -> None:
     """Boxes set out now; where they go, nobody may still be reading. They have come when the phase of their barrier
     ends.
     """
@@ -213,7 +213,7 @@ def tensor_load(team: Team, s: k.TensorLoad) -> None:
                 team.fail(s, why, where)
 
 
-def tensor_store(team: Team, s: k.TensorStore) -> None:
+def tensor_store(team: Threads, s: k.TensorStore) -> None:
     """The box is read from now until its group was waited for; what it wrote is seen when the kernel has ended."""
     threads = team.one_thread(s)
     at = [team.chosen(e) for e in s.to]
@@ -240,7 +240,7 @@ def tensor_store(team: Team, s: k.TensorStore) -> None:
         team.groups.begin("bulk", one, done)
 
 
-MEANING: dict[type, Callable[[Team, Any], None]] = {
+MEANING: dict[type, Callable[[Threads, Any], None]] = {
     k.AsyncCopy: async_copy,
     k.Commit: commit,
     k.WaitGroups: wait_groups,

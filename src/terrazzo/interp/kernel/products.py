@@ -16,7 +16,7 @@ from terrazzo.ir.layout import HARDWARE
 from terrazzo.ir.node import Node
 
 if TYPE_CHECKING:
-    from terrazzo.interp.kernel.team import Team
+    from terrazzo.interp.kernel.threads import Threads
 
 
 class InFlight:
@@ -35,13 +35,13 @@ class InFlight:
         self.users: dict[k.Registers, Any] = {}
         self.touched: dict[k.Registers, Any] = {place: np.zeros(shape, bool) for place in used}
 
-    def take(self, team: Team, place: k.Registers, at: int, count: int, step: int) -> None:
+    def take(self, team: Threads, place: k.Registers, at: int, count: int, step: int) -> None:
         """One product more (step 1) or less (-1) uses registers of the threads of a team that are here."""
         if place not in self.users:
             self.users[place] = np.zeros(team.registers[place].shape, np.int16)
         self.users[place][..., at : at + count] += step * team.active[..., None]
 
-    def refuse(self, team: Team, place: k.Registers, at: int, count: int, s: Node) -> None:
+    def refuse(self, team: Threads, place: k.Registers, at: int, count: int, s: Node) -> None:
         """CompilerBug where threads use registers that a product uses."""
         if (users := self.users.get(place)) is not None and (
             late := users[..., at : at + count].any(axis=-1) & team.active
@@ -60,14 +60,14 @@ class InFlight:
         self.touched = {place: touched & ~threads for place, touched in self.touched.items()}
 
 
-def whole_warps(team: Team, s: Node) -> None:
+def whole_warps(team: Threads, s: Node) -> None:
     """CompilerBug unless whole warps execute an instruction."""
     some = team.active.any(axis=2)
     if (team.active.all(axis=2) != some).any():
         team.fail(s, "is executed by some lanes of a warp only", np.argwhere(team.active)[0])
 
 
-def rows(team: Team, s: k.LoadMatrix | k.StoreMatrix, place: k.Shared, index: Any) -> Any:
+def rows(team: Threads, s: k.LoadMatrix | k.StoreMatrix, place: k.Shared, index: Any) -> Any:
     """The elements of shared memory that each lane gets or gives, from the rows that lanes name."""
     whole_warps(team, s)
     record = ldmatrix.move(s.instruction)
@@ -87,20 +87,20 @@ def _places(record: ldmatrix.MatrixMove) -> dict[str, Any]:
     return record.layout.coordinates(reg=reg, lane=lane)
 
 
-def load_matrix(team: Team, s: k.LoadMatrix) -> None:
+def load_matrix(team: Threads, s: k.LoadMatrix) -> None:
     data = np.ascontiguousarray(team.get(s.source, rows(team, s, s.source, s.at), s))
     held = data.view(np.uint32)
     team.put(s.target, team.at(s.target, s.to, held.shape[-1], s), held, s)
 
 
-def store_matrix(team: Team, s: k.StoreMatrix) -> None:
+def store_matrix(team: Threads, s: k.StoreMatrix) -> None:
     at = rows(team, s, s.target, s.to)
     count = at.shape[-1] * s.target.type.dtype.size // s.source.type.dtype.size
     held = np.ascontiguousarray(team.get(s.source, team.at(s.source, s.at, count, s), s, count))
     team.put(s.target, at, held.view(s.target.type.dtype.numpy), s)
 
 
-def multiply(team: Team, s: k.Multiply) -> None:
+def multiply(team: Threads, s: k.Multiply) -> None:
     whole_warps(team, s)
     record = mma_sync.product(s.instruction)
     operands = []
@@ -111,7 +111,7 @@ def multiply(team: Team, s: k.Multiply) -> None:
     team.put(s.d, team.at(s.d, s.d_at, record.d.elements, s), record.run(*operands), s)
 
 
-def multiply_async(team: Team, s: k.MultiplyAsync) -> None:
+def multiply_async(team: Threads, s: k.MultiplyAsync) -> None:
     """The product is computed now, and until it was waited for nobody may use its registers, nor write what it
     reads.
     """
@@ -164,7 +164,7 @@ def multiply_async(team: Team, s: k.MultiplyAsync) -> None:
     team.groups.begin("wgmma", team.active, done)
 
 
-def _warpgroups(team: Team, s: Node) -> list[tuple[int, int]]:
+def _warpgroups(team: Threads, s: Node) -> list[tuple[int, int]]:
     """The warpgroups that execute an instruction whole: block and first warp, as the team counts them."""
     whole: Any = team.active.all(axis=2)
     some: Any = team.active.any(axis=2)
@@ -178,7 +178,7 @@ def _warpgroups(team: Team, s: Node) -> list[tuple[int, int]]:
     return list(dict.fromkeys(found))
 
 
-def _fresh(team: Team, s: k.MultiplyAsync) -> Any:
+def _fresh(team: Threads, s: k.MultiplyAsync) -> Any:
     """The threads whose accumulators begin with this product: all or none of a warpgroup."""
     fresh = np.broadcast_to(team.number_of(s.fresh) >= 0, team.shape)
     for i, first in _warpgroups(team, s):
@@ -188,7 +188,7 @@ def _fresh(team: Team, s: k.MultiplyAsync) -> Any:
 
 
 def _slab(
-    team: Team, s: k.MultiplyAsync, operand: str, place: Any, index: Any, i: int, first: int, agent: Any, time: Any
+    team: Threads, s: k.MultiplyAsync, operand: str, place: Any, index: Any, i: int, first: int, agent: Any, time: Any
 ) -> Any:
     """An operand of a warpgroup's product in shared memory, [rows of m or n, k], where its descriptor says it is."""
     record, transposed = wgmma.product(s.instruction), operand in s.transposed
@@ -217,7 +217,7 @@ def _slab(
     return found.T if transposed else found
 
 
-MEANING: dict[type, Callable[[Team, Any], None]] = {
+MEANING: dict[type, Callable[[Threads, Any], None]] = {
     k.LoadMatrix: load_matrix,
     k.StoreMatrix: store_matrix,
     k.Multiply: multiply,

@@ -12,7 +12,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import topological
 from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.sites import Product, product
-from terrazzo.rules.loop_to_tile import chains, reductions, scans, threads, windows
+from terrazzo.rules.loop_to_tile import chains, cuts, reductions, rows, scans, threads, windows
 from terrazzo.rules.loop_to_tile.apart import products_apart, results_apart, stores_apart
 from terrazzo.rules.loop_to_tile.candidate import Candidate, Chosen, Rewrite, joined
 from terrazzo.rules.loop_to_tile.collapse import collapse, digits_apart, flat_reductions
@@ -63,7 +63,7 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> It
     else:
         if before := scans.reduced_before(flat):
             yield from (x.after(flattened) for x in _apart_from(flat, before, gpu, pinned))
-        even = reductions.flattened(flat)
+        even = rows.flattened(flat)
         evened: Rewrite = ("merge_axes", flat, (even,))
         for cut in _cut(even, gpu, pinned):
             yield cut.after(flattened, evened)
@@ -209,17 +209,17 @@ def _cut(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator
     then, and where threads cannot divide these points alike, where they are many for few blocks, and where it has
     nothing to do with what is reduced.
     """
-    _, inner, top = reductions.parts(kernel)
+    _, inner, top = rows.parts(kernel)
     first = [r for r in top if not any(x in top for x in topological(r.args))]
     both = moments(kernel) is not None
-    pieces = reductions.pieces(kernel, gpu, both)
-    rest = len(inner) > 1 or (inner and pieces > 1) or reductions.strangers(kernel)
-    if rest or reductions.crowded(kernel, gpu):
+    pieces = cuts.pieces(kernel, gpu, both)
+    rest = len(inner) > 1 or (inner and pieces > 1) or cuts.strangers(kernel)
+    if rest or cuts.crowded(kernel, gpu):
         yield from _apart_from(kernel, top, gpu, pinned)
     elif _uneven(kernel, gpu):
-        yield from _apart_from(kernel, reductions.uneven(kernel), gpu, pinned)
+        yield from _apart_from(kernel, cuts.uneven(kernel), gpu, pinned)
     elif pieces > 1 and len(first) == len(top):
-        yield from in_pieces(kernel, top, pieces, gpu, pinned, reductions.unit(top))
+        yield from in_pieces(kernel, top, pieces, gpu, pinned, cuts.unit(top))
     elif pieces > 1 and both and (found := split_moments(kernel, pieces)) is not None:
         part, second = found
         for chosen in partial_states(part, pieces, gpu, pinned):
@@ -230,9 +230,9 @@ def _cut(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator
 
 def _uneven(kernel: l.Kernel, gpu: Gpu, before: int = 1) -> bool:
     """Whether reductions that are not equally long gain where they are apart, since one of the kernels is cut then."""
-    apart = reduced_first(kernel, reductions.uneven(kernel))
+    apart = reduced_first(kernel, cuts.uneven(kernel))
     return len(apart) > 1 and any(
-        reductions.pieces(x, gpu, moments(x) is not None, before) > 1 or _uneven(x, gpu, before + 1) for x in apart
+        cuts.pieces(x, gpu, moments(x) is not None, before) > 1 or _uneven(x, gpu, before + 1) for x in apart
     )
 
 

@@ -12,7 +12,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import substitute, topological
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site
 from terrazzo.rules.access import WIDEST
-from terrazzo.rules.loop_to_tile.collapse import merge_axes
+from terrazzo.rules.loop_to_tile.rows import column_of, leaves, loaded, parts
 from terrazzo.rules.loop_to_tile.threads import (
     DEAR,
     KEPT,
@@ -20,7 +20,6 @@ from terrazzo.rules.loop_to_tile.threads import (
     WARP,
     ceil,
     grid,
-    ordered,
     pointwise,
     ragged_vector,
     size_of,
@@ -46,7 +45,7 @@ def reduction(kernel: l.Kernel, gpu: Gpu, most: int = 32, whole: bool = True) ->
         return columns(kernel, gpu, column, whole)
     longest = max((r.axes[-1] for r in top), key=size_of)
     vector = min(
-        [vector_of(_leaves([r]), r.axes[-1]) for r in top]
+        [vector_of(leaves([r]), r.axes[-1]) for r in top]
         + [vector_of(kernel.stores, a) for a in inner if size_of(a) == size_of(longest)]
     )
     ragged = _ragged(kernel, top, inner, longest) if vector == 1 else 1
@@ -109,7 +108,7 @@ def _lanes(kernel: l.Kernel, top: Sequence[l.Reduce], vector: int) -> int:
         return 0
     ((length,),) = sizes
     lanes = length // vector
-    widest = max((x.dtype.size for x in _loads(top)), default=0) * vector == WIDEST
+    widest = max((x.dtype.size for x in loaded(top)), default=0) * vector == WIDEST
     return lanes if widest and lanes * vector == length and lanes in (4, 8, 16) else 0
 
 
@@ -127,9 +126,9 @@ def _ragged(kernel: l.Kernel, top: Sequence[l.Reduce], inner: Sequence[Any], lon
     """Elements that threads take at once of rows that begin anywhere, where an element is less than a word: a warp's
     access would be less than a line of the cache.
     """
-    along = [(_leaves([r]), r.axes[-1]) for r in top if size_of(r.axes[-1]) == size_of(longest)]
+    along = [(leaves([r]), r.axes[-1]) for r in top if size_of(r.axes[-1]) == size_of(longest)]
     along += [(list(kernel.stores), a) for a in inner if size_of(a) == size_of(longest)]
-    loads = [x for r in top for x in _loads([r]) if step(x, r.axes[-1]) == 1]
+    loads = [x for r in top for x in loaded([r]) if step(x, r.axes[-1]) == 1]
     return min(ragged_vector(*x) for x in along) if any(x.dtype.size < WORD for x in loads) else 1
 
 
@@ -138,168 +137,6 @@ def _row(axis: Any, threads: int, vector: int, ragged: int, length: int) -> tupl
     if ragged > 1 and size_of(axis) == length:
         return shared_axis(length, threads, ragged, aligned=True)
     return shared_axis(size_of(axis), threads, vector if size_of(axis) % vector == 0 else 1)
-
-
-def parts(kernel: l.Kernel) -> tuple[list[Any], list[Any], list[l.Reduce]]:
-    """The axes of rows, those inside them, and the reductions that threads share: others lie in loops that threads
-    share, so each thread computes its own.
-    """
-    top = _outermost(kernel)
-    rows = _rows(kernel, top)
-    top = [r for r in top if r.free <= frozenset(rows)]
-    rest = [a for a in kernel.axes if a not in ordered(kernel)]
-    return [a for a in rest if a in rows], [a for a in rest if a not in rows], top
-
-
-def column_of(rows: Sequence[Any], top: Sequence[l.Reduce]) -> Any:
-    """The axis of rows along which memory runs, by most of what reductions read; None where it runs along these."""
-    along = sum(_bytes(x) for r in top for x in _loads([r]) if step(x, r.axes[-1]) == 1)
-    found = {a: sum(_bytes(x) for x in _loads(top) if step(x, a) == 1) for a in rows}
-    best = max(rows, key=lambda a: found[a], default=None)
-    return best if best is not None and found[best] > along else None
-
-
-def _loads(reduces: Sequence[l.Reduce]) -> list[l.Load]:
-    return [x for x in topological(_leaves(reduces)) if isinstance(x, l.Load)]
-
-
-def _bytes(load: l.Load) -> int:
-    """How much of memory a load reads."""
-    points = math.prod(size_of(a) for a in load.free)
-    return int(load.dtype.size * min(points, math.prod(load.buffer.type.static_shape)))
-
-
-def flattened(kernel: l.Kernel) -> l.Kernel:
-    """`kernel` with what lies inside a row as one axis, so that threads divide all of it; and with its rows as one axis
-    that runs as memory does, where lanes take them as columns.
-    """
-    rows, inner, top = parts(kernel)
-    found = merge_axes(kernel, sorted(inner, key=lambda a: -_far(kernel.stores, a))) if top else kernel
-    if column_of(rows, top) is None:
-        return found
-    return merge_axes(found, sorted(rows, key=lambda a: -_far(sorted(_loads(top), key=_bytes, reverse=True), a)))
-
-
-def _far(accesses: Sequence[Any], axis: Any) -> int:
-    """The step of an axis in the first access that goes along it."""
-    return next((abs(d) for x in accesses if axis in x.free and (d := step(x, axis)) is not None), 0)
-
-
-BLOCKS = 4
-"""Blocks for each processor that a reduction is cut into, at most: so many of 256 threads are on one at a time."""
-LEAST = 16384
-"""Bytes that a block reads at least, where reductions are cut: the states of less are much beside it."""
-NEAR = 32768
-"""Bytes that a block reads twice at most, where it can be helped: the second time they come from the cache beside it,
-which blocks share.
-"""
-
-
-def pieces(kernel: l.Kernel, gpu: Gpu, together: bool = False, before: int = 0) -> int:
-    """Into how many pieces the reductions of a kernel are cut, by what the model says of both ways: 1 where it cannot
-    be, or is not worth it.
-
-    A block reads as fast as a processor's share of the memory at most, so many blocks are faster than few. Pieces take
-    a launch more, and their states are written and read; so many kernels come `before` that would not otherwise. Where
-    a piece has a state for one reduction after the other, `together`, it is short enough to be read from memory once.
-    """
-    rows, inner, top = parts(kernel)
-    found = n.accumulators(kernel).values()
-    nested = any(x in found and x not in top for x in topological(top))
-    if not top or nested or len({tuple(map(size_of, r.axes)) for r in top}) > 1:
-        return 1
-    if inner and column_of(rows, top) is not None:
-        return 1  # what is read by columns and stored by rows is transposed on its way, in one kernel
-    chosen = reduction(kernel, gpu, whole=False)
-    blocks = _blocks(chosen)
-    first = [r for r in top if not any(x in top for x in topological(r.args))]
-    once, read = (sum(map(_bytes, {x for r in found for x in _loads([r])})) for found in (first, top))
-    read = sum(sum(map(_bytes, _loads([r]))) for r in top if r not in first) + once
-    rest = sum(map(_bytes, _inside(kernel, inner)))
-    far = together and not chosen.operands and once // blocks > NEAR
-    most = max(ceil(BLOCKS * gpu.processors, blocks), once // (blocks * NEAR) if far else 1)
-    length = size_of(top[0].axes[-1])
-    if (most := min(most, once // (blocks * LEAST), length // 8)) < 2:
-        return 1
-    states = 8 * most * sum(math.prod(size_of(a) for a in rows if a in r.free) for r in top)
-    launches = before + (1 if together or len(first) == len(top) else 2 * _stages(top) - 1) + bool(rest)
-    share = gpu.memory / gpu.processors
-    stored = sum(_bytes(l.Load(s.buffer, s.index)) for s in kernel.stores)
-    whole = once + stored if chosen.operands else (once if together and not far else read) + rest
-    cut = (once if together else read) / min(gpu.memory, blocks * most * share) + rest / gpu.memory
-    cut += states / gpu.cache + launches * gpu.launch
-    return _even(length, most, unit(top)) if cut < whole / min(gpu.memory, blocks * share) else 1
-
-
-def crowded(kernel: l.Kernel, gpu: Gpu) -> bool:
-    """Whether the few blocks that share short reductions have so many points of rows to compute that the others would
-    be faster, even a launch later.
-    """
-    rows, inner, top = parts(kernel)
-    if not (inner and top) or column_of(rows, top) is not None:
-        return False
-    chosen = reduction(kernel, gpu)
-    speed = min(gpu.memory, _blocks(chosen) * gpu.memory / gpu.processors)
-    read, rest = (sum(map(_bytes, found)) for found in (set(_loads(top)), _inside(kernel, inner)))
-    stored = sum(_bytes(l.Load(s.buffer, s.index)) for s in kernel.stores)
-    whole = read + stored if chosen.operands else read + rest
-    return read / speed + rest / gpu.memory + gpu.launch < whole / speed
-
-
-def _blocks(schedule: Schedule) -> int:
-    lines = [b for _, b in schedule.axes if not isinstance(b, Like)]
-    return math.prod(f.size for b in lines for f in b if f.level == "grid")
-
-
-def uneven(kernel: l.Kernel) -> list[l.Reduce]:
-    """Of reductions that are not equally long, which pieces of one size cannot divide: the longest, or where those need
-    others, what needs none. None where all are alike.
-    """
-    _, _, top = parts(kernel)
-    sizes = [math.prod(map(size_of, r.axes)) for r in top]
-    longest = [r for r, size in zip(top, sizes, strict=True) if size == max(sizes)]
-    if len(longest) == len(top):
-        return []
-    first = [r for r in top if not any(x in top for x in topological(r.args))]
-    return longest if set(longest) <= set(first) else first
-
-
-def _stages(top: Sequence[l.Reduce]) -> int:
-    """How many reductions come one after the other."""
-    depth: dict[l.Reduce, int] = {}
-    for r in topological(top):
-        if isinstance(r, l.Reduce) and r in top:
-            depth[r] = 1 + max((depth[x] for x in topological(r.args) if x in depth), default=0)
-    return max(depth.values())
-
-
-def unit(top: Sequence[l.Reduce]) -> int:
-    """What the pieces of reductions should be multiples of: what is loaded at once."""
-    return min(vector_of(_leaves([r]), r.axes[-1]) for r in top)
-
-
-def _even(length: int, most: int, unit: int) -> int:
-    """As many pieces as there may be, or up to half of that where they are of one size then."""
-    found = (s for u in (unit, 1) for s in range(most, most // 2, -1) if length % s == 0 and length // s % u == 0)
-    return next(found, -(-length // (-(-length // (most * unit)) * unit)))
-
-
-def strangers(kernel: l.Kernel) -> bool:
-    """Whether what is computed at the points of rows needs none of their reductions and reads other places than these
-    do: only the extents of their axes are alike.
-    """
-    _, inner, top = parts(kernel)
-    points = [s for s in kernel.stores if s.free & set(inner)]
-    terms = set(topological(points))
-    read = {substitute(x, {r.axes[-1]: a}) for r in top for x in _loads([r]) if r.axes[-1] in x.free for a in inner}
-    return bool(points) and bool(top) and not terms & {*top, *read}
-
-
-def _inside(kernel: l.Kernel, inner: Sequence[Any]) -> set[l.Load]:
-    """What is loaded or stored at every point of a row, as loads."""
-    loads = [x for x in topological(kernel.stores) if isinstance(x, l.Load)]
-    stores = [l.Load(s.buffer, s.index) for s in kernel.stores]
-    return {x for x in (*loads, *stores) if x.free & set(inner)}
 
 
 AHEAD = 4
@@ -320,12 +157,12 @@ def columns(kernel: l.Kernel, gpu: Gpu, column: Any, whole: bool = True) -> Sche
     """
     rows, inner, top = parts(kernel)
     across = [s for s in kernel.stores if any(a in s.free and step(s, a) == 1 for a in inner)]
-    vector = 1 if across else vector_of(_leaves(top), column)
+    vector = 1 if across else vector_of(leaves(top), column)
     while vector > 1 and vector * len(top) > COLUMNS:
         vector //= 2
     lanes = min(WARP, 1 << (ceil(size_of(column), vector) - 1).bit_length())
     length = max(size_of(r.axes[-1]) for r in top)
-    points, narrow = math.prod(map(size_of, rows)), min(x.dtype.size for x in _loads(top) if column in x.free)
+    points, narrow = math.prod(map(size_of, rows)), min(x.dtype.size for x in loaded(top) if column in x.free)
     while whole and lanes * vector * narrow > SECTOR and ceil(points, vector * lanes) < gpu.processors:
         lanes //= 2
     count = ceil(points, vector * lanes)
@@ -336,7 +173,7 @@ def columns(kernel: l.Kernel, gpu: Gpu, column: Any, whole: bool = True) -> Sche
         share //= 2  # there are warps enough, each with few rows
     apart = next(w for w in (8, 4, 2, 1) if w == 1 or (w * share <= 8 and count >= 2 * w * gpu.processors))
     threads = (*warps_of(share), *lanes_of(WARP // lanes))
-    steps = [sum(vector * x.dtype.size for x in _loads([r]) if r.axes[-1] in x.free) for r in top]
+    steps = [sum(vector * x.dtype.size for x in loaded([r]) if r.axes[-1] in x.free) for r in top]
     ahead = max(1, min(8 if vector > 1 else 16, FLYING // max(1, *steps)))
     own = grid(ceil(size_of(column), apart * lanes * vector))
     own = (*own, *warps_of(apart), *lanes_of(lanes), *vector_at(vector))
@@ -444,30 +281,3 @@ def _row_lines(rows: Sequence[Any], inner: tuple[Factor, ...], size: int) -> tup
         *((a.name, grid(size_of(a))) for a in outer),
         (last.name, (Factor("grid", max(ceil(size_of(last), size), 1)), *inner)),
     )
-
-
-def _rows(kernel: l.Kernel, top: Sequence[l.Reduce]) -> list[Any]:
-    """The axes around all of the outermost reductions: those they depend on, and the loops around these."""
-    last = max((k for k, a in enumerate(kernel.axes) if all(a in r.free for r in top)), default=-1)
-    return list(kernel.axes[: last + 1])
-
-
-def _outermost(kernel: l.Kernel) -> list[l.Reduce]:
-    """Reductions that are in no other one."""
-    found: list[l.Reduce] = []
-    for s in n.nest(kernel):
-        found += _carried(s)
-    return found
-
-
-def _carried(s: n.Statement) -> Iterator[l.Reduce]:
-    if isinstance(s, n.Loop):
-        if s.kind == "reduce":
-            yield from (r for r in s.carried if isinstance(r, l.Reduce))
-        else:
-            for x in s.body:
-                yield from _carried(x)
-
-
-def _leaves(reduces: Sequence[l.Reduce]) -> list[Any]:
-    return [a for r in reduces for a in r.args]
