@@ -64,4 +64,4 @@ def test_no_other_file_knows_a_transport_by_name() -> None:
         if isinstance(node, ast.Constant) and node.value in TRANSPORTS
     }
     assert len(files) > 20
-    assert found == {"checks.py", "gather.py", "lower.py", "products.py", "results.py"}
+    assert found == {"checks.py", "gather.py", "layouts.py", "lower.py", "products.py", "results.py"}

@@ -17,12 +17,16 @@ from tests.kernels.programs import Lowered, b, h, r
 from terrazzo.front.capture import capture
 from terrazzo.hw.gpu import gpu
 from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.torch import Aten
+from terrazzo.ir.expr import Loaded, Var
 from terrazzo.ir.node import topological
 from terrazzo.ir.sites import product
+from terrazzo.ir.types import Type, f32, i64
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from terrazzo.rules.loop_to_tile import windows
+from terrazzo.rules.loop_to_tile.cache_lines import SCATTERED, lines_of
 from terrazzo.rules.loop_to_tile.collapse import merge_product_axes
 from terrazzo.rules.loop_to_tile.stored import stored
 from terrazzo.rules.torch_to_tensor.library import price
@@ -294,3 +298,22 @@ def test_a_row_among_others_is_no_window() -> None:
     assert fired == {"share"}
     pooled = lowering_of(lambda x: F.avg_pool2d(x, 7), (torch.empty(64, 512, 49, 49, device="meta"),))
     assert "window" in {e.rule for e in pooled.log.events if e.pass_name == "schedule" and e.fired}
+
+
+def test_lines_that_a_warp_asks_the_cache_for() -> None:
+    """Of an element for each lane: side by side, in steps, in rows; where numbers say, and where data does."""
+    axis, row = Var("a", 1024), Var("b", 8)
+    x = l.Buffer("x", Type(f32, (8, 4096)))
+
+    def asked(*index: Any, lanes: Any = ((axis, 32, 1),), width: int = 1) -> int:
+        return lines_of(l.Load(x, index), lanes, width)
+
+    assert asked(0, axis) == 1
+    assert asked(0, axis, lanes=((axis, 32, 4),), width=4) == 4
+    assert asked(0, axis * 2) == 2
+    assert asked(0, axis * 64) == 32
+    assert asked(row, axis, lanes=((row, 4, 1), (axis, 8, 1))) == 4
+    half = l.apply("floordiv", l.Index(axis), l.Literal(2, i64))
+    assert asked(0, Loaded(half, 512)) == 1
+    read = l.Load(l.Buffer("i", Type(i64, (1024,))), (axis,))
+    assert asked(0, Loaded(read, 4096)) == asked(0, Loaded(l.apply("add", half, read), 4096)) == SCATTERED

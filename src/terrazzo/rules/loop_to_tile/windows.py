@@ -14,19 +14,17 @@ from functools import cached_property, lru_cache
 from itertools import combinations
 from typing import Any
 
-import numpy as np
-
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir import nest as n
-from terrazzo.ir.address import coefficient, evaluate, flatten
 from terrazzo.ir.contraction import contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
-from terrazzo.ir.expr import IntExpr, Loaded, Var
-from terrazzo.ir.node import Node, substitute, topological
+from terrazzo.ir.expr import IntExpr
+from terrazzo.ir.node import Node, topological
 from terrazzo.ir.schedule import Factor, Schedule, Site
 from terrazzo.ir.sites import product
-from terrazzo.rules.access import WIDEST, wide
+from terrazzo.rules.access import WIDEST
+from terrazzo.rules.loop_to_tile.cache_lines import at_once, lines_of, stride_of
 from terrazzo.rules.loop_to_tile.collapse import collapse
 from terrazzo.rules.loop_to_tile.packed import copied_along
 from terrazzo.rules.moves import moves, overlaps, slides
@@ -61,11 +59,8 @@ in a branch of its own, and what its place is made of is computed there.
 """
 OVERHEAD = 30
 """Instructions of a thread that find its points."""
-LINE = 128
-"""Bytes that the cache of a processor gives in a cycle, in which it issues ISSUES instructions."""
 ISSUES = 4
-SCATTERED = 8
-"""Lines that a warp asks for where places are computed of what was loaded. An estimate."""
+"""Instructions that a processor issues in a cycle, in which its cache gives one line."""
 BUSY = 12
 """Warps on a processor that hide how long memory and arithmetic take."""
 
@@ -127,22 +122,11 @@ class _Form:
         """Axes that memory runs along in some access, or nearly."""
         found: dict[Any, None] = {}
         for x in self.accesses:
-            steps = {a: _stride(x, a) for a in self.axes}
+            steps = {a: stride_of(x, a) for a in self.axes}
             near = {a: abs(s) for a, s in steps.items() if isinstance(s, int) and s}
             if near:
                 found[min(near, key=lambda a: near[a])] = None
         return tuple(found) or self.axes[-1:]
-
-
-@lru_cache(maxsize=1024)
-def _offset(x: Any) -> IntExpr:
-    """Where an access lies in its buffer."""
-    return flatten(x.index, x.buffer.type.element_strides)
-
-
-@lru_cache(maxsize=4096)
-def _stride(x: Any, axis: Any) -> IntExpr | None:
-    return coefficient(_offset(x), axis)
 
 
 def _form(kernel: l.Kernel) -> _Form | None:
@@ -205,7 +189,7 @@ class _Way:
     def threads(self) -> dict[Any, tuple[int, int]]:
         """Lanes and warps along every axis. Lanes lie along memory first, as far as few of them have no point."""
         parts = {a: -(-a.extent // self.sizes.get(a, 1)) for a in self.form.axes}
-        near = [abs(s) for x in self.form.accesses if isinstance(s := _stride(x, self.lane), int) and s]
+        near = [abs(s) for x in self.form.accesses if isinstance(s := stride_of(x, self.lane), int) and s]
         size = min(x.buffer.type.dtype.size for x in self.form.accesses) * self.vector * min(near, default=1)
         order = dict.fromkeys([self.lane, *(a for a, _ in self.points), *reversed(self.form.axes)])
         lanes = dict.fromkeys(order, 1)
@@ -263,7 +247,7 @@ class _Way:
 
     def wide(self, x: Any) -> bool:
         """Whether a thread loads all values along the lanes' axis at once."""
-        return self.vector > 1 and _wide(x, self.lane, self.vector)
+        return self.vector > 1 and at_once(x, self.lane, self.vector)
 
     @cached_property
     def work(self) -> tuple[float, float]:
@@ -293,7 +277,7 @@ class _Way:
             times = serial * all_ / (self.vector if row else 1)
             guard = GUARD + (self.vector // 2 if row else 0) if getattr(t, "inside", ()) else 1
             guard += MASKED if any(a in t.free and a.extent % size for a, size in self.points) else 0
-            return issued + times * (1 + guard), lines + times * _lines(t, self.lanes, self.vector if row else 1)
+            return issued + times * (1 + guard), lines + times * lines_of(t, self.lanes, self.vector if row else 1)
         if isinstance(t, l.Apply):
             return issued + serial * self.times(t) * (1 if is_cast(t.fn) else t.fn.cost), lines
         return issued, lines
@@ -354,48 +338,6 @@ def _ways(form: _Form, gpu: Gpu) -> Iterator[_Way]:
             for points in others:
                 every = (_Way(form, lane, vector, points, serial, gpu) for serial in subsets)
                 yield from (w for w in every if w.written <= CODE and w.registers <= REGISTERS)
-
-
-@lru_cache(maxsize=4096)
-def _wide(x: Any, axis: Any, size: int) -> bool:
-    """Whether an access is one of all points of a thread, which begin at a multiple of their number."""
-    part, point = Var("$part", max(axis.extent // size, 1)), Var("$point", size)
-    found = l.Load(x.buffer, x.index, getattr(x, "inside", ()))
-    return wide(substitute(found, {axis: part * size + point}), point, size)
-
-
-@lru_cache(maxsize=4096)
-def _lines(x: Any, lanes: tuple[tuple[Any, int, int], ...], width: int) -> int:
-    """Lines of the cache that a warp asks for at once, for so many elements each."""
-    lane = np.arange(WARP)
-    env: dict[Any, Any] = dict.fromkeys(x.free, 0)
-    inner = 1
-    for a, count, points in reversed(lanes):
-        env[a] = lane // inner % count * points
-        inner *= count
-    env |= dict.fromkeys((a for e in x.index if isinstance(e, Node) for a in e.free if a not in env), 0)
-    for e in topological([e for e in x.index if isinstance(e, Node)]):
-        if isinstance(e, Loaded):
-            if (value := _computed(e.value, env)) is None:
-                return SCATTERED
-            env[e] = value
-    offset = evaluate(_offset(x), env)
-    size = x.buffer.type.dtype.size
-    begins = np.broadcast_to(offset, (WARP,)) * size
-    return len({*(begins // LINE).tolist(), *((begins + size * width - 1) // LINE).tolist()})
-
-
-def _computed(term: Any, env: dict[Any, Any]) -> Any | None:
-    """The value of a term made of places and numbers, as interpolation has them; None where data says."""
-    match term:
-        case l.Index():
-            return np.asarray(evaluate(term.value, env), np.int64)
-        case l.Literal():
-            return np.asarray(term.value, term.dtype.numpy)
-        case l.Apply():
-            values = [_computed(x, env) for x in term.args]
-            return None if any(v is None for v in values) else term.fn.numpy(*values)
-    return None
 
 
 @lru_cache(maxsize=4096)

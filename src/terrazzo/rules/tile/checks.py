@@ -43,7 +43,6 @@ from terrazzo.rules.tile.products import box, place, promoted
 from terrazzo.rules.tile.reach import skip_steps
 from terrazzo.rules.tile.results import aligned, combination, jammed, no_boxes
 from terrazzo.rules.tile.rings import (
-    Slab,
     brought,
     held_slots,
     loops_of,
@@ -53,6 +52,7 @@ from terrazzo.rules.tile.rings import (
     steps,
     twins,
 )
+from terrazzo.rules.tile.slabs import Slab
 from terrazzo.rules.tile.vectors import vectors
 from terrazzo.rules.transports import PLAIN, TRANSPORTS
 

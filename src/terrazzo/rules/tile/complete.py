@@ -15,7 +15,7 @@ from terrazzo.ir.plan import Agent, Order, Plan, Product, Ring, Stream
 from terrazzo.ir.schedule import Schedule
 from terrazzo.rewrite.engine import rewrite
 from terrazzo.rewrite.rule import Declined, Event, Log
-from terrazzo.rules.tile import agents, frames, layouts, order, overlap, products, reach, results, rings, vectors
+from terrazzo.rules.tile import agents, frames, layouts, order, overlap, products, reach, results, rings, slabs, vectors
 from terrazzo.rules.tile.draft import Draft
 from terrazzo.rules.tile.loops import walk
 from terrazzo.rules.tile.verify import problems, verify
@@ -29,6 +29,7 @@ RULES = (
     *frames.RULES,
     *reach.RULES,
     *rings.RULES,
+    *slabs.RULES,
     *overlap.RULES,
     *vectors.RULES,
     *results.RULES,

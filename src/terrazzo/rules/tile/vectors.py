@@ -10,7 +10,8 @@ from terrazzo.ir.plan import Plan, Product, Stream
 from terrazzo.rewrite.rule import rule
 from terrazzo.rules.tile.draft import Draft
 from terrazzo.rules.tile.reach import masked
-from terrazzo.rules.tile.rings import Slab, axis_called, operand_text, staggered
+from terrazzo.rules.tile.rings import axis_called, operand_text, staggered
+from terrazzo.rules.tile.slabs import Slab
 
 
 def vectors(draft: Draft, plan: Plan) -> dict[Node, Product]:

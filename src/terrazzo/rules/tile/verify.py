@@ -43,7 +43,8 @@ from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.layouts import conversions
 from terrazzo.rules.tile.loops import walk
 from terrazzo.rules.tile.results import aligned, combination, jammed, kept
-from terrazzo.rules.tile.rings import brought, operand_text, slab_type
+from terrazzo.rules.tile.rings import brought, operand_text
+from terrazzo.rules.tile.slabs import slab_type
 from terrazzo.rules.tile.vectors import vectors
 
 THREADS = 1024

@@ -11,7 +11,8 @@ from terrazzo.ir.plan import Plan, Product, Ring, Stream
 from terrazzo.rules.tile.digits import Bindings
 from terrazzo.rules.tile.draft import Draft
 from terrazzo.rules.tile.products import CONVERTED
-from terrazzo.rules.tile.rings import brought, operand_text, slab_type
+from terrazzo.rules.tile.rings import brought, operand_text
+from terrazzo.rules.tile.slabs import slab_type
 from terrazzo.rules.tile.vectors import vectors
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.transports import TRANSPORTS
