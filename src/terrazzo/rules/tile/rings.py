@@ -376,6 +376,10 @@ class Slab:
             f"{self.name}: every block of the cluster has its own part of it",
         )
         need(self.by.boxes, f"{self.name}: only TMA multicasts")
+        made = self.product.a == CONVERTED
+        need(
+            not made, f"{self.name}: slots that threads read themselves are freed in their own block, with no multicast"
+        )
         need(
             self.ring.producer != self.ring.consumer and warps(self.instruction) > 1,
             f"{self.name}: who multicasts must know that slots of other blocks are free: roles and wgmma say so",
