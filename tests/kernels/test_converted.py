@@ -213,6 +213,14 @@ def test_fragments_are_made_of_one_slab() -> None:
         kernel(made(scaled), schedule(128, 256, 192))
 
 
+def test_slabs_that_threads_read_are_not_multicast() -> None:
+    """The simulator saw boxes come to a slot that a warp of the other block still read."""
+    text = schedule(128, 256, 192, columns=64).replace("a0 = grid(2)", "a0 = grid(1) * cluster(2)")
+    text = text.replace("w = smem(", "w = smem(multicast=True, ")
+    with pytest.raises(Limitation, match="w: slots that threads read themselves are freed in their own block"):
+        kernel(made(plain(128, 256, 192)), text)
+
+
 def test_weights_are_not_stored_where_that_is_faster() -> None:
     """128 rows, which took 251 us so and 337 with parts stored (H200, 22 November 2026); pieces fill the last wave."""
     program = capture(F.linear, (torch.zeros(128, 3584), torch.zeros(18944, 3584)), {}).program

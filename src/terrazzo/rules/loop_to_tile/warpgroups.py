@@ -216,7 +216,7 @@ def _tiles(p: Product, n: int) -> Iterator[Tile]:
             if any(w not in (16, 32) and w % STEP for w in (_along(x, tile) for x in p.sources)):
                 continue
             yield tile
-            for split in (rows, columns):
+            for split in () if converted(p) else (rows, columns):  # multicast: what threads read is their block's
                 if ceil(split.extent, tile.covered(split)) % 2 == 0 and _shares(tile, split):
                     yield replace(tile, split=split)
 

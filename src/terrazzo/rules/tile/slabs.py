@@ -20,6 +20,7 @@ from terrazzo.rewrite.rule import need, rule
 from terrazzo.rules.access import WIDEST, box, wide
 from terrazzo.rules.swizzles import swizzled
 from terrazzo.rules.tile.draft import Draft, axis_name
+from terrazzo.rules.tile.products import CONVERTED
 from terrazzo.rules.tile.rings import axis_called, brought, loops_of, operand_text, slab_sizes, steps, twins
 from terrazzo.rules.tile.spans import span, spanned
 from terrazzo.rules.transports import TRANSPORTS
@@ -182,6 +183,10 @@ class Slab:
             f"{self.name}: every block of the cluster has its own part of it",
         )
         need(self.by.boxes, f"{self.name}: only TMA multicasts")
+        made = self.product.a == CONVERTED
+        need(
+            not made, f"{self.name}: slots that threads read themselves are freed in their own block, with no multicast"
+        )
         need(
             self.ring.producer != self.ring.consumer and warps(self.instruction) > 1,
             f"{self.name}: who multicasts must know that slots of other blocks are free: roles and wgmma say so",
