@@ -93,10 +93,10 @@ def _gradients(p: l.Program, log: Log, options: Options) -> l.Program:
     """Gradients of softmaxes, found where views are seen through."""
     rates = target(options.target).rates
     views = partial(seen_through, rates=rates, materialize=options.materialize)
-    return gradients(p, log, rates, views, options.materialize, 4 in _sizes(options))
+    return gradients(p, log, rates, views, options.materialize, 4 in chained_sizes(options))
 
 
-def _sizes(options: Options) -> tuple[int, ...]:
+def chained_sizes(options: Options) -> tuple[int, ...]:
     """Of how many bytes numbers may be that chains multiply: of four, where they multiply parts of float32."""
     gpu = target(options.target).gpu
     return (2, 4) if gpu and "wgmma" in gpu.features and options.fp32 in PARTS else (2,)
@@ -104,7 +104,7 @@ def _sizes(options: Options) -> tuple[int, ...]:
 
 def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.Program:
     """Softmaxes, and products that are only multiplied, in the kernels that read them. Other weights are rounded."""
-    gpu, sizes = machine(options), _sizes(options)
+    gpu, sizes = machine(options), chained_sizes(options)
     refused = _refusal(options, tried)
 
     def price(steps: Sequence[l.Kernel]) -> float:
@@ -123,7 +123,7 @@ def _refusal(options: Options, tried: Experience, used: bool = False) -> Callabl
     """Why a chain of products is not worth one kernel, or nothing: found once for all that differ in names only. Where
     it multiplies in float32, that is a chain of parts. It is `used` wherever nothing is against it.
     """
-    gpu, count = machine(options), PARTS[options.fp32] if 4 in _sizes(options) else 0
+    gpu, count = machine(options), PARTS[options.fp32] if 4 in chained_sizes(options) else 0
 
     def why(kernel: l.Kernel) -> str:
         def found(known: Experience) -> str:

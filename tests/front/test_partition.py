@@ -8,6 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._functorch.aot_autograd import aot_module_simplified
+
+from terrazzo.front.capture import attention_by_definition
+from terrazzo.front.decompositions import table
+from terrazzo.front.partition import partition
 
 TOKENS, WIDTH, HEADS = 40, 32, 2
 
@@ -69,3 +74,30 @@ def test_dropout_is_the_same_in_both_graphs() -> None:
     linear = sum((g.double() * v.double()).sum() for g, v in zip(slopes, values, strict=True))
     size = sum((g.double() * v.double()).abs().sum() for g, v in zip(slopes, values, strict=True))
     assert abs(linear - loss.double()) <= 2**-8 * size
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_weights_of_float32_are_kept_where_no_kernel_has_them(causal: bool, wide: bool) -> None:
+    """What the two graphs compute is the same either way."""
+    torch.manual_seed(0)
+    model, x = Attention(causal), torch.randn(2, TOKENS, WIDTH)
+    kept: list[int] = []
+
+    def apart(joint: Any, inputs: Any, **options: Any) -> Any:
+        forward, backward = partition(joint, inputs, wide=wide, **options)
+        (output,) = forward.graph.find_nodes(op="output")
+        kept.extend(y.meta["val"].numel() for y in output.args[0] if isinstance(y, torch.fx.Node))
+        return forward, backward
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        with attention_by_definition():
+            options = {"fw_compiler": lambda graph, _: graph.forward, "decompositions": table()}
+            return aot_module_simplified(gm, inputs, partition_fn=apart, **options)
+
+    torch._dynamo.reset()
+    found, _ = trained(torch.compile(model, backend=backend), x, x)
+    eager, _ = trained(model, x, x)
+    for ours, theirs in zip(found, eager, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert (2 * HEADS * TOKENS * TOKENS in kept) == (not wide)

@@ -65,7 +65,7 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options) -> Any:
                 bw_compiler=partial(compiler, views=False),  # gradients are tensors of their own
                 inference_compiler=compiler,
                 decompositions=table(),
-                partition_fn=partition,
+                partition_fn=partial(partition, wide=_wide(example_inputs, options)),
             )
     except GuardOnDataDependentSymNode as why:
         _say(f"a shape depends on data ({str(why).splitlines()[0]})")
@@ -75,6 +75,20 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options) -> Any:
             raise
         _say(f"AOTAutograd does not take the graph ({str(why).strip().splitlines()[0]})")
         return gm
+
+
+def _wide(inputs: Sequence[Any], options: Options) -> bool:
+    """Whether attention in 32 bits is one kernel on the one device that tensors are on."""
+    import torch
+
+    from terrazzo.pipelines import chained_sizes
+    from terrazzo.run.compiled import resolved
+
+    devices = {str(x.device) for x in inputs if isinstance(x, torch.Tensor)}
+    try:
+        return len(devices) == 1 and 4 in chained_sizes(resolved(options, *devices))
+    except Limitation:  # a GPU there is no record of, which is told where it is compiled for
+        return False
 
 
 def _graph(graph: Any, options: Options, views: bool) -> Any:

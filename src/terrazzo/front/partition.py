@@ -2,21 +2,24 @@
 
 PyTorch's default is everything that the backward pass reads. Of attention in 16 bits that is weights in 32 bits, tokens
 times tokens of them, and q, k and v in 32 bits. They are computed again instead, from q, k and v in 16 bits: memory
-grows with the number of tokens, and products have factors in 16 bits.
+grows with the number of tokens, and products have factors in 16 bits. Of attention in 32 bits scores and weights are
+computed again from q and k, where a machine does so in one kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
-def partition(joint: Any, inputs: Any, **options: Any) -> tuple[Any, Any]:
-    """The forward and the backward graph of a joint one: a `partition_fn` for AOTAutograd."""
+def partition(joint: Any, inputs: Any, *, wide: bool = False, **options: Any) -> tuple[Any, Any]:
+    """The forward and the backward graph of a joint one: a `partition_fn` for AOTAutograd. `wide`: weights in 32 bits
+    are computed in the kernel that multiplies them.
+    """
     from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
     from torch.utils.checkpoint import CheckpointPolicy
 
-    again = computed_again(joint.graph)
+    again = computed_again(joint.graph, wide)
     if not again:
         found: tuple[Any, Any] = default_partition(joint, inputs, **options)
         return found
@@ -25,32 +28,43 @@ def partition(joint: Any, inputs: Any, **options: Any) -> tuple[Any, Any]:
     return min_cut_rematerialization_partition(joint, inputs, **options)  # type: ignore[no-any-return]
 
 
-def computed_again(graph: Any) -> set[Any]:
-    """The nodes of softmaxes in 32 bits of what was in 16 bits, as far as what their weights are multiplied with."""
+def computed_again(graph: Any, wide: bool = False) -> set[Any]:
+    """The nodes of softmaxes in 32 bits of what was in 16 bits, as far as what their weights are multiplied with; and,
+    where it is `wide`, those from products in 32 bits to what multiplies their weights.
+    """
     import torch
 
     aten = torch.ops.aten
+    multiplied = (aten.bmm.default, aten.mm.default)
     shaped = {aten.where.self, aten.expand.default, aten.view.default, aten.alias.default, aten._to_copy.default}
     found: set[Any] = set()
     for softmax in graph.find_nodes(op="call_function", target=aten._softmax.default):
         before = _behind([softmax])
-        if all(_bits(source) != 16 for node in before for source in node.all_input_nodes):
-            continue
+        narrow = any(_bits(source) == 16 for node in before for source in node.all_input_nodes)
+        if not narrow:
+            before = _behind([softmax], multiplied)
+            if not wide or not any(node.target in multiplied for node in before):
+                continue
         weights = [softmax]
         for node in weights:
             readers = [x for x in node.users if x.target in shaped and x not in weights]
             weights += readers
             before |= {x for r in readers for x in _between(r, before)}
-        products = {x for node in weights for x in node.users if x.target in (aten.bmm.default, aten.mm.default)}
-        found |= before | {*weights} | _behind(y for x in products for y in x.all_input_nodes)
+        products = {x for node in weights for x in node.users if x.target in multiplied}
+        if products or narrow:
+            found |= before | {*weights}
+        if narrow:
+            found |= _behind(y for x in products for y in x.all_input_nodes)
     return found
 
 
-def _behind(nodes: Iterable[Any]) -> set[Any]:
-    """Nodes in 32 bits, and those that they are made of."""
+def _behind(nodes: Iterable[Any], until: Sequence[Any] = ()) -> set[Any]:
+    """Nodes in 32 bits, and those that they are made of, but for what some are made of `until` which it goes."""
     todo = [x for x in nodes if x.op == "call_function" and _bits(x) == 32]
     seen = set(todo)
     for node in todo:
+        if node.target in until:
+            continue
         more = {x for x in node.all_input_nodes if x.op == "call_function" and _bits(x) == 32} - seen
         seen |= more
         todo += more

@@ -55,14 +55,15 @@ def gradients(
     wide: bool = False,
 ) -> l.Program:
     """`program` with the gradients of its softmaxes rewritten, where there are matrix instructions for 16 bits, or for
-    products of 32 bits (`wide`); `views` has a program's views seen through, which is done only where there is such a
-    gradient. Weights that `materialize` names stay as they are.
+    products of 32 bits (`wide`) where nothing is in 16. `views` has a program's views seen through, which is done only
+    where there is such a gradient. Weights that `materialize` names stay as they are.
     """
     terms = topological(_kernels(program)) if rates.matrix else []
     if not any(isinstance(x, l.Apply) and x.fn.name == "exp" for x in terms):
         return program
     seen = views(program, Log())
-    work = _Gradients(seen, rates, wide)
+    narrow = any(b.type.dtype.name in rates.matrix for s in _kernels(seen) for b in (*s.reads, *s.writes))
+    work = _Gradients(seen, rates, wide and not narrow)
     for w in work.softmaxes:
         if w.buffer.name not in frozenset(materialize):
             work.rewrite(w)

@@ -23,7 +23,7 @@ from terrazzo.ir.canonical import together
 from terrazzo.ir.contraction import contraction, nested_contraction, operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
-from terrazzo.ir.expr import Var
+from terrazzo.ir.expr import Var, terms_of
 from terrazzo.ir.monoid import monoid
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.types import DType, f32
@@ -178,11 +178,26 @@ def with_rows(found: tuple[l.Kernel, ...], last: l.Kernel) -> l.Kernel | None:
         return None
     beside = reduce(inline, found[1:], l.Kernel(found[0].name, found[0].axes, rows, found[0].source))
     stores = [substitute(s, axes_at(main, loads[0].index)) for s in beside.stores]
-    walked = [[e for e in s.index if e in last.axes] for s in stores]
-    sizes = [[n for n in s.buffer.type.shape if n != 1] for s in stores]
-    if [[e.extent for e in row] for row in walked] != sizes or any(len({*row}) < len(row) for row in walked):
-        return None  # not every row, each once
+    if not all(_every_row(s, last.axes) for s in stores):
+        return None
     return l.Kernel(whole.name, whole.axes, (*stores, *whole.stores), whole.source)
+
+
+def _every_row(store: l.Store, axes: tuple[Var, ...]) -> bool:
+    """Whether a store reaches every element of its buffer once: an index is an axis, or has axes as its digits."""
+    walked: list[Any] = []
+    for e, size in zip(store.index, store.buffer.type.shape, strict=True):
+        reached: Any = 1
+        for atoms, stride in sorted(terms_of(e).items(), key=lambda x: x[1]) if size != 1 else ():
+            if atoms or stride:
+                axis: Any = atoms[0] if len(atoms) == 1 else None
+                if axis not in axes or stride != reached:
+                    return False
+                reached *= axis.extent
+                walked.append(axis)
+        if reached != size:
+            return False
+    return len({*walked}) == len(walked)
 
 
 def softmax_into_product(kernel: l.Kernel, sizes: tuple[int, ...] = (2,)) -> l.Kernel | None:

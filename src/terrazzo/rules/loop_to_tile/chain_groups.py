@@ -31,6 +31,10 @@ HELD, FULL = 200, 224
 """Registers of a thread for what is summed, at most, and with factors made of that: what is left of 240 is for what
 these are made of besides, and for addresses.
 """
+WIDE = 192
+"""Columns of sums of parts that a warpgroup has registers for: two blocks share more, and find the scores both."""
+WIDTHS = 128, 96, 64, 48, 32
+"""Columns of the inner product that a warpgroup has in a step of parts."""
 VECTORS = 2
 """Vectors of numbers of 32 bits that come with a step's slabs: what its columns have once each."""
 BARRIERS = 1024
@@ -63,7 +67,8 @@ class Groups:
     """`count` warpgroups have 64 rows each, and `step` columns of the inner product in a step, of which operands have
     `slots`. Steps overlap, or do not; results gather in shared memory, or do not. There are `blocks` that stay for
     several tiles (0: each has one), and walk `together` rows of tiles at a time; what is held for a tile has `held`
-    slots: the next one's comes while this one is multiplied. Where products take `turns`, each begins by itself.
+    slots: the next one's comes while this one is multiplied. Where products take `turns`, each begins by itself. Blocks
+    may share the outer columns: so many lie `blocks_across`.
     """
 
     count: int
@@ -75,10 +80,11 @@ class Groups:
     together: int = 0
     held: int = 1
     turns: bool = False
+    blocks_across: int = 1
 
     def shared(self, c: Chain) -> int:
         """Bytes of shared memory."""
-        depth, width, rows = c.deep, c.width, self.count * ROWS
+        depth, width, rows = c.deep, c.width // self.blocks_across, self.count * ROWS
         down = sum(c.rows in x.free for x in c.inside)
         more = [x for x in c.along if not ((self.turns or c.terms > 1) and _brought(c, x))]
         along = (len(c.inside) - down) * depth + len(more) * width
@@ -91,7 +97,7 @@ class Groups:
 def on_warpgroups(c: Chain, gpu: Gpu, way: Groups, longest_first: bool = False) -> Schedule | None:
     """A producer warp, warpgroups of 64 rows each, slots for the operands of a step. None where no instruction fits."""
     kind = c.operands[0].dtype.name  # type: ignore[attr-defined]
-    width, depth, step = c.width, c.deep, way.step
+    width, depth, step = c.width // way.blocks_across, c.deep, way.step
     inner, outer = (f"wgmma.m64n{n}k16.f32.{kind}" for n in (step, width))
     if inner not in PRODUCTS or outer not in PRODUCTS or len(_wide(c)) != len(c.outside):
         return None
@@ -111,7 +117,7 @@ def on_warpgroups(c: Chain, gpu: Gpu, way: Groups, longest_first: bool = False) 
     each = [(x,) for x in c.sums] if way.turns else [c.sums]
     sites = (*(first(x, c.read(*x)) for x in each), *(last(x, c.read(x)) for x, _ in c.outside))
     results = _gathered(c) if way.gathered else alike(c)
-    lines = Tile(way.count * ROWS, step, way.slots).lines(c, longest_first, overlap=way.overlap)
+    lines = Tile(way.count * ROWS, step, way.slots, way.blocks_across).lines(c, longest_first, overlap=way.overlap)
     return Schedule(c.kernel.name, gpu.arch, tuple(lines), (), _directives(way), (*sites, *results))
 
 
@@ -190,13 +196,14 @@ def _of_parts(c: Chain, gpu: Gpu) -> Iterator[Groups]:
     """
     if c.others:
         return
-    parts_of, width = len(c.read(c.outer)), c.width // 2
-    steps = dict.fromkeys(min(n, ceil(c.steps.extent, 16) * 16) for n in (STEP, STEP // 2, STEP // 4))
+    across = 1 if c.width <= WIDE or c.width % (2 * 16) else 2
+    parts_of, width = len(c.read(c.outer)), c.width // 2 // across
+    steps = dict.fromkeys(min(n, ceil(c.steps.extent, 16) * 16) for n in WIDTHS)
     for step, count in product(steps, (2, 1)):
         factors, sums = parts_of * step // 4, len(c.sums) * step // 2
         if width + max(width, sums) + factors > FULL or (count - 1) * ROWS >= c.rows.extent:
             continue
-        yield from _roomiest(Groups(count, step, 2, False, False), c, gpu, least=1)
+        yield from _roomiest(Groups(count, step, 2, False, False, blocks_across=across), c, gpu, least=1)
 
 
 def _in_turns(c: Chain, gpu: Gpu) -> Iterator[Groups]:
@@ -245,7 +252,7 @@ def price(way: Groups, c: Chain, gpu: Gpu, steps: Sequence[int]) -> float:
     factors of a product inside come from shared memory, 128 bytes at a time: an instruction of fewer than 64 columns
     waits for its rows.
     """
-    width, depth = c.width, c.deep
+    width, depth = c.width // way.blocks_across, c.deep
     assert gpu.warpgroups is not None
     rate = gpu.warpgroups.rate / gpu.processors
     deep = depth * len(c.sums), width * len(c.outside)
@@ -257,7 +264,7 @@ def price(way: Groups, c: Chain, gpu: Gpu, steps: Sequence[int]) -> float:
     busy = begun + inner + outer + (1.0 if way.turns and way.count == 1 else BESIDE[way.overlap, way.count]) * found
     alone = (inner + (0.0 if way.overlap else outer) + found) / way.count + TURNAROUND
     each = max(busy, alone)
-    times = math.prod(outside(c))
+    times = math.prod(outside(c)) * way.blocks_across
     if way.blocks:
         return BLOCK + _longest([each * n + TILE for n in steps], times, way)
     return _listed([each * n + BLOCK for n in steps], times, gpu.processors)
