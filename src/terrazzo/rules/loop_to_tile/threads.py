@@ -29,8 +29,9 @@ KEPT = 32
 
 
 def pointwise(kernel: l.Kernel, gpu: Gpu, most: int = 8) -> Schedule:
-    """One axis over the grid, warps, lanes and a vector of `most` elements at most. A block has one point of each further axis, or, where one warp
-    takes the first axis and there are many such blocks, one of the longest for each of its warps.
+    """One axis over the grid, warps, lanes and a vector of `most` elements at most. A block has one point of each
+    further axis, or, where one warp takes the first axis and there are many such blocks, one of the longest for each of
+    its warps.
     """
     if not kernel.axes:
         return Schedule(kernel.name, gpu.arch, ())
