@@ -265,3 +265,29 @@ def test_a_role_has_registers_for_all_it_declares() -> None:
     (kernel,) = lowering(parse(THREE), Options(target="sm_90a")).at("kernel").steps
     roles = [s for s in k.walk(kernel.body) if isinstance(s, k.Role)]
     assert roles and all(declared(s.body) <= s.registers for s in roles)
+
+
+ROWS_OF_ONE_DIMENSION = """
+@loop
+def f(x: bf16[10, 896, 256], w: bf16[8960, 256]):
+    with kernel('y', y=f32[256, 256]):
+        for a0 in free(256):
+            for a1 in free(256):
+                for r0, r1 in reduce(10, 896):
+                    in0 = x[r0, r1, a0]
+                    v0 = f32(in0)
+                    in1 = w[r0 * 896 + r1, a1]
+                    v1 = f32(in1)
+                    v2 = mul(v0, v1)
+                    acc0 <- sum(v2)
+                y[a0, a1] = acc0
+    return (y,)
+"""
+
+
+def test_pieces_of_a_part_of_a_dimension_are_equally_long() -> None:
+    """Beyond the end of a short one lie other rows, and no zeros: it would be computed on CUDA cores."""
+    done = lowering(parse(ROWS_OF_ONE_DIMENSION), Options(target="sm_90a"))
+    first, *_ = done.at("tile").loop.steps
+    (why,) = [e.reason for e in done.log.events if e.pass_name == "schedule" and e.fired and e.subject == first.name]
+    assert "wgmma" in why and 896 % int(why.split()[0]) == 0

@@ -9,7 +9,10 @@ import pytest
 import torch
 from tests.kernels.programs import Lowered, lowered
 
+from terrazzo.front.capture import capture
 from terrazzo.interp.costs import Count
+from terrazzo.options import Options
+from terrazzo.pipelines import lowering
 from terrazzo.targets.cuda.predict import predict
 
 
@@ -74,3 +77,20 @@ def test_rows_that_begin_anywhere_are_stored_by_neighbouring_lanes() -> None:
     found = lowered(lambda x: torch.nn.functional.pad(x, (0, 6))[:, :2051] * 2, (x,), "sm_90a")
     _, written = sectors(found)
     assert written <= 1.6
+
+
+def test_points_are_fewer_where_registers_run_out() -> None:
+    """States of sixteen chunks, each made of the one before and stored: eight of them at a time are too many."""
+
+    def states(x: Any, decay: Any) -> Any:
+        state, found = torch.zeros_like(x[:, 0]), []
+        for k in range(x.shape[1]):
+            found.append((state.bfloat16(), (state * 0.5).bfloat16(), torch.tanh(state).bfloat16()))
+            state = state * decay[:, k, :, None] + x[:, k]
+        return tuple(y for three in found for y in three)
+
+    x, decay = torch.empty(16, 24, 256, 256, device="meta"), torch.empty(16, 24, 256, device="meta")
+    found = lowering(capture(states, (x, decay), {}).program, Options(target="sm_90a"))
+    reasons = [e.reason for e in found.log.events if e.pass_name == "schedule" and e.fired]
+    assert any("of its own at a time" in r for r in reasons)
+    assert not any("a point at a time" in r for r in reasons)

@@ -317,3 +317,16 @@ def test_lines_that_a_warp_asks_the_cache_for() -> None:
     assert asked(0, Loaded(half, 512)) == 1
     read = l.Load(l.Buffer("i", Type(i64, (1024,))), (axis,))
     assert asked(0, Loaded(read, 4096)) == asked(0, Loaded(l.apply("add", half, read), 4096)) == SCATTERED
+
+
+def test_a_long_row_beside_what_is_looked_up_is_shared() -> None:
+    """What a factorization machine adds up: weights of features, and products with long rows, which do not move."""
+
+    def summed(i: Any, table: Any, x: Any, w: Any) -> Any:
+        return table[i].sum(1) + x @ w
+
+    i = torch.empty(2048, 26, dtype=torch.int64, device="meta")
+    table, x, w = (torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((260000,), (2048, 400), (400,)))
+    found = lowering_of(summed, (i, table, x, w), libraries="never")
+    assert {e.rule for e in found.log.events if e.pass_name == "schedule" and e.fired} == {"share"}
+    assert all(windows.window(x, gpu("sm_90a")) is None for x in found.at("tile").loop.steps)

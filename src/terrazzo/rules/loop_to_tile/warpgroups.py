@@ -14,7 +14,7 @@ from terrazzo.hw import tma
 from terrazzo.hw.gpu import Gpu, Warpgroups
 from terrazzo.hw.products import missing
 from terrazzo.hw.wgmma import INSTRUCTIONS, WarpgroupInstruction
-from terrazzo.ir.address import coefficient, flatten
+from terrazzo.ir.address import coefficient, flatten, mentions
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
 from terrazzo.ir.sites import Product, called, loads
@@ -252,12 +252,17 @@ def _shares(tile: Tile, split: Any) -> bool:
 
 def _pieces(p: Product, tile: Tile, tiles: int, gpu: Gpu) -> Iterator[int]:
     """Into how many pieces the last axis of k may be cut while blocks are few: of whole steps, so that each block has
-    eight at least. The last may be shorter, since TMA brings zeros for what lies beyond the end.
+    eight at least. The last may be shorter, since TMA brings zeros for what lies beyond the end: unless other points
+    lie there, where the axis is a part of a dimension.
     """
     yield 1
     outer, inner = steps(p, tile)
     waves = MADE_WAVES if converted(p) else 2
-    yield from pieces(inner, waves * gpu.processors // (tiles * tile.blocks), ceil(8, outer))
+    axis = p.axes[-1]
+    ends = all(e is axis for x in p.sources for e in x.index if mentions(e, axis))
+    for s in pieces(inner, waves * gpu.processors // (tiles * tile.blocks), ceil(8, outer)):
+        if ends or (inner % s == 0 and axis.extent % tile.k == 0):
+            yield s
 
 
 def pieces(steps: int, most: int, least: int) -> Iterator[int]:

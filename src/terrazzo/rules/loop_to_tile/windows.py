@@ -132,7 +132,8 @@ class _Form:
 def _form(kernel: l.Kernel) -> _Form | None:
     """A kernel as one nest of loops over points around reductions of few steps, of which some load moves with both, or
     which are so short that a thread takes each by itself, and no tiles are worth it. Windows that have no place in
-    common are rows that threads had better share, unless every one of many points has its own.
+    common are rows that threads had better share, unless every one of many points has its own; so is a long row beside
+    them that does not move.
     """
     if isinstance(found := flat(kernel), str):
         return None
@@ -148,7 +149,8 @@ def _form(kernel: l.Kernel) -> _Form | None:
     many = math.prod(a.extent for a in axes) >= MANY
     short = all(math.prod(a.extent for a in r.axes) <= SHORT and (many or contraction(r) is not None) for r in reduces)
     own = many and all(a in r.free for r in reduces for a in axes)
-    moving = any(slides(r) and (own or overlaps(r)) for r in reduces)
+    long = [r for r in reduces if math.prod(a.extent for a in r.axes) > SHORT]
+    moving = any(slides(r) and (own or overlaps(r)) for r in reduces) and all(map(slides, long))
     moved = moving and (product(kernel) is None or of_few_columns(kernel))
     return _Form(kernel, axes, terms, loops) if moved or short else None
 
