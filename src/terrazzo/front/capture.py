@@ -254,8 +254,10 @@ def trace(fn: Callable[[list[Any]], list[Any]], tensors: Sequence[Any]) -> tuple
     import torch
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
     from torch._subclasses.functional_tensor import dispatch_functionalize
+    from torch.fx import Interpreter
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+    from torch.fx.traceback import preserve_node_meta
 
     traced = partial(make_fx, tracing_mode="fake", record_stack_traces=True, _allow_non_fake_inputs=True)
     versions = [t._version for t in tensors]
@@ -274,7 +276,8 @@ def trace(fn: Callable[[list[Any]], list[Any]], tensors: Sequence[Any]) -> tuple
             wrapped = dispatch_functionalize(functional)
             gm = traced(wrapped, decomposition_table=table())(*tensors)
             if any(_mutates(node) for node in gm.graph.nodes):  # a decomposition worked in place on a value of its own
-                gm = traced(dispatch_functionalize(gm))(*tensors)
+                with preserve_node_meta():  # where in the user's program each is from
+                    gm = traced(dispatch_functionalize(Interpreter(gm).run))(*tensors)
     except TerrazzoError:
         raise
     except (DataDependentOutputException, DynamicOutputShapeException) as e:
