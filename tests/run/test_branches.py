@@ -21,7 +21,7 @@ from terrazzo.ir.types import Type, f32
 from terrazzo.options import Options
 from terrazzo.run.arena import allocate
 from terrazzo.run.branches import ROOM, Ahead, Place, side_by_side
-from terrazzo.run.cuda import Graph
+from terrazzo.run.launch import Graph
 from terrazzo.run.plan import Entry, Plan, make, misfit
 from terrazzo.run.streams import Streams
 

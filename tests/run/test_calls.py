@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import terrazzo  # noqa: E402
-from terrazzo.run import cuda  # noqa: E402
+from terrazzo.run import launch as launches  # noqa: E402
 
 
 def functions_called(call: Callable[[], Any]) -> list[str]:
@@ -44,7 +44,7 @@ def test_a_linear_layer_goes_through_few_functions() -> None:
     assert len(found) <= 24, found
 
 
-def launch(tensors: int, maps: int) -> tuple[cuda.Launch, Any, list[Any]]:
+def launch(tensors: int, maps: int) -> tuple[launches.Launch, Any, list[Any]]:
     """A prepared launch of a kernel with so many tensors and maps, its addresses, and what the driver is told."""
     told: list[Any] = []
 
@@ -58,12 +58,12 @@ def launch(tensors: int, maps: int) -> tuple[cuda.Launch, Any, list[Any]]:
     machine: Any = SimpleNamespace(driver=driver, overlaps=False)
     step: Any = SimpleNamespace(launch=(132, 256, 1024, 0), label="mm", source="")
     addresses = (ctypes.c_void_p * tensors)()
-    return cuda.Launch(machine, step, None, addresses, [(n, None) for n in range(maps)]), addresses, told  # type: ignore[misc]
+    return launches.Launch(machine, step, None, addresses, [(n, None) for n in range(maps)]), addresses, told  # type: ignore[misc]
 
 
 def test_a_launch_goes_through_few_functions_and_encodes_only_what_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     encoded: list[int] = []
-    monkeypatch.setattr(cuda, "encode", lambda tensor_map, address: encoded.append(address) or bytes(128))
+    monkeypatch.setattr(launches, "encode", lambda tensor_map, address: encoded.append(address) or bytes(128))
     prepared, addresses, told = launch(3, 2)
     addresses[0], addresses[1] = 1024, 2048
     prepared(7)
