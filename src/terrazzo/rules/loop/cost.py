@@ -56,7 +56,7 @@ def cost(kernel: l.Kernel, rates: Rates, as_it_is: bool = False) -> float:
     tiled = {c.reduce: c for c in found.contractions.values() if not looked_up(c.operands)}
     if rates.matrix:
         every = found.contractions.values() if found.everywhere else ()
-        tiled = {c.reduce: c for c in every if _once(kernel, c) and not _crossed(c) and _boxes(kernel, c, as_it_is)}
+        tiled = {c.reduce: c for c in every if _once(kernel, c) and _boxes(kernel, c, as_it_is)}
     fma = rates.fma if len(tiled) == len(reductions) and len(steps) < 2 else rates.mixed
     bill = _Bill(rates, fma, tiled)
     bill.walk(n.nest(kernel), 1)
@@ -94,12 +94,6 @@ def _boxes(kernel: l.Kernel, c: Contraction, as_it_is: bool) -> bool:
     images = [x for x in c.operands if not as_it_is and strewn(x, steps) and image(x, kernel.axes, steps)[1]]
     others = [x for x in c.operands if x not in images]
     return not looked_up(others) and not any(strewn(x, steps) for x in others)
-
-
-def _crossed(c: Contraction) -> bool:
-    """Whether each factor is read by digits of an axis that the other is not read by: tiles lie along neither."""
-    one, other = map(_read_by, c.factors)
-    return any(a in other and _adds(by, other[a]) and _adds(other[a], by) for a, by in one.items())
 
 
 def _own(c: Contraction) -> list[bool]:

@@ -16,10 +16,13 @@ from terrazzo.ir.node import topological, transform
 
 
 def strewn(x: Any, steps: Sequence[Any]) -> bool:
-    """Whether steps move a place of an operand that is found by division or looked up."""
+    """Whether steps move what is divided or looked up to find a place of an operand. (Digits of a point alone come
+    apart, as axes of their own.)
+    """
     loads = [y for y in topological([x]) if isinstance(y, l.Load)]
-    places = [e for y in loads for e in y.index if isinstance(e, Expr) and e.free & {*steps}]
-    return any(isinstance(y, FloorDiv | Mod | Loaded) and y.free - {*steps} for y in topological(places))
+    places = [e for y in loads for e in y.index if isinstance(e, Expr)]
+    found = [y.free for y in topological(places) if isinstance(y, FloorDiv | Mod | Loaded)]
+    return any(free & {*steps} and free - {*steps} for free in found)
 
 
 def image(x: Any, axes: Sequence[Any], steps: Sequence[Any]) -> tuple[Any, dict[Var, IntExpr]]:
