@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from tests.run.cpu import COMPILER, MARCHES, OutOfRange, Suite, program
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.program import Input
 from terrazzo.ir.types import DType, Type, bf16, bool_, f16, f32, f64, i8, i32, i64, u8
+from terrazzo.options import Options
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
@@ -264,3 +266,18 @@ def test_results_do_not_depend_on_the_number_of_threads(nests: Suite) -> None:
         _, inputs, _ = CASES[name]
         one, many = nests.run(name, inputs, threads=1), nests.run(name, inputs, threads=3)
         assert all(np.array_equal(a, b) for a, b in zip(one, many, strict=True))
+
+
+def test_a_sum_over_several_axes_is_as_exact_as_eager(tmp_path: Path) -> None:
+    """Shorter sums are summed: of 16384 squares in one accumulator the error was 60 times eager's."""
+    torch = pytest.importorskip("torch")
+    import terrazzo
+
+    torch.manual_seed(0)
+    x = torch.randn(2, 32, 16, 16)
+
+    def mean(x: Any) -> Any:
+        return x.square().mean()
+
+    ours = terrazzo.compile(mean, x, options=Options(target="cpu", cache_dir=tmp_path))(x)
+    assert abs(float(ours) - float(mean(x.double()))) < 2e-7

@@ -41,6 +41,8 @@ PARALLEL = 20_000
 CHUNKS = 64
 """Pieces a reduction without enough loops around it is cut into: fixed, so that the result does not depend on the
 threads."""
+ROUNDED = 1024
+"""Steps of a sum from which on it is one of shorter sums: what is rounded away grows with them."""
 
 TILE = 32
 """Side of the squares in which two loops are walked when memory is read across the inner one."""
@@ -288,6 +290,8 @@ class _Writer:
         last = s.axes[-1].extent
         if is_leaf(s) and isinstance(last, int) and last >= 32 and vectorises(s.body):
             return self.in_lanes(s, scope, start, end, 64 if last >= 512 else 16)
+        if len(s.axes) > 1 and trips([s]) >= ROUNDED and all(_rounds(r) for r in s.carried):
+            return self.by_rows(s, scope, start, end)
         lines = declare(s, scope)
         inner = scope.inner()
         bounds = [(start, end), *(("0", index(a.extent, scope)) for a in s.axes[1:])]
@@ -296,6 +300,18 @@ class _Writer:
         ]
         lines += ["  " * len(s.axes) + x for x in self.body(s, inner)]
         return lines + ["  " * k + "}" for k in reversed(range(len(s.axes)))]
+
+    def by_rows(self, s: n.Loop, scope: Scope, start: str, end: str) -> list[str]:
+        """Sums over the first axis of sums over the others: the shorter each of them is, the less is rounded away."""
+        lines = declare(s, scope)
+        outside = {r: accumulators(r, scope) for r in s.carried}
+        inner = scope.inner()
+        head = _header(s.axes[0], inner, "reduce", start, end)
+        rest = n.Loop(s.kind, s.axes[1:], s.body, s.carried)
+        body = self.reduce_loops(rest, inner, "0", index(rest.axes[0].extent, scope))
+        for r, names in outside.items():
+            body += accumulate(names, r, accumulators(r, inner), scope)
+        return [*lines, head, *("  " + x for x in body), "}"]
 
     def in_lanes(self, s: n.Loop, scope: Scope, start: str, end: str, lanes: int) -> list[str]:
         """A reduction in so many lanes, each with accumulators of its own: it vectorises, and no sum waits for the last
@@ -356,6 +372,11 @@ class _Writer:
         for r, names in outside.items():
             lines += ["  " + x for x in accumulate(names, r, [f"{name}_part[{chunk}]" for name in names], scope)]
         return [*lines, "}"]
+
+
+def _rounds(r: l.Reduce | l.Scan) -> bool:
+    """Whether it sums numbers that are rounded."""
+    return isinstance(r, l.Reduce) and r.monoid.name == "sum" and not types(r)[0].is_integer
 
 
 def _groups(body: Sequence[n.Statement]) -> list[list[n.Statement]]:
