@@ -320,7 +320,7 @@ class Rwkv7(nn.Module):
         b, n, d = x.shape
         prev = f.pad(x, (0, 0, 1, -1))
         r, w, k, v, a, g = (x + (prev - x) * m for m in self.mix)
-        r, k, v, a, g = (p(t) for p, t in zip(self.p, (r, k, v, a, g), strict=True))
+        r, k, v, a, g = (p(t) for p, t in zip(self.p[:5], (r, k, v, a, g), strict=True))
         w = torch.exp(-0.606531 * torch.sigmoid(self.w2(torch.tanh(self.w1(w))).float()))
         a, g = (torch.sigmoid(a), torch.sigmoid(g))
         kk = f.normalize(k.view(b, n, self.h, -1).float(), dim=-1)

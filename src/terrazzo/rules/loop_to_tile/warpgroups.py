@@ -258,11 +258,9 @@ def _pieces(p: Product, tile: Tile, tiles: int, gpu: Gpu) -> Iterator[int]:
     yield 1
     outer, inner = steps(p, tile)
     waves = MADE_WAVES if converted(p) else 2
-    axis = p.axes[-1]
+    axis, found = p.axes[-1], pieces(inner, waves * gpu.processors // (tiles * tile.blocks), ceil(8, outer))
     ends = all(e is axis for x in p.sources for e in x.index if mentions(e, axis))
-    for s in pieces(inner, waves * gpu.processors // (tiles * tile.blocks), ceil(8, outer)):
-        if ends or (inner % s == 0 and axis.extent % tile.k == 0):
-            yield s
+    yield from (s for s in found if ends or not (inner % s or axis.extent % tile.k))
 
 
 def pieces(steps: int, most: int, least: int) -> Iterator[int]:
