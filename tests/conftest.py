@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
 from typing import Any
 
 from hypothesis import settings
@@ -11,16 +10,6 @@ from hypothesis import settings
 # --hypothesis-profile=default.
 settings.register_profile("same", derandomize=True)
 settings.load_profile("same")
-
-
-def pytest_configure() -> None:
-    """Where Terrazzo is on the path but not installed, nothing announces its backend to PyTorch."""
-    if not entry_points(group="torch_dynamo_backends", name="terrazzo"):
-        from torch._dynamo import register_backend
-
-        from terrazzo.front.dynamo import terrazzo
-
-        register_backend(terrazzo, name="terrazzo")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
