@@ -114,3 +114,14 @@ def test_guards_together_lower_the_range_of_a_quotient() -> None:
     assert holds(5 - q, [2 - up, 2 - left])
     assert not holds(5 - q, [2 - up])
     assert not holds(4 - q, [2 - up, 2 - left])
+
+
+def test_a_guard_over_pieces_bounds_a_quotient_in_each_of_them() -> None:
+    """Pieces of 1144 of 12544 numbers, eight to a row of which there are 1568, each for 12 heads."""
+    r, head, s = Var("r", 1144), Var("h", 12), Var("s", 11)
+    place = r // 8 * 12 + head + s * 1716
+    inside = [12543 - r - s * 1144]
+    assert holds(18815 - place, inside) and not holds(18815 - place)
+    assert not holds(18814 - place, inside)
+    odd = r // 8 * 12 + head + s * 1715
+    assert not holds(18804 - odd, [12543 - r - s * 1143])

@@ -125,7 +125,9 @@ def _digit(x: Any) -> tuple[Any, int, int] | None:
 
 
 def _quotients(e: IntExpr, given: Sequence[IntExpr]) -> list[IntExpr]:
-    """What is >= 0 because of what guards say of the numerators in `e`: a // 8 <= 3 where a + b <= 31."""
+    """What is >= 0 because of what guards say of the numerators in `e`: a // 8 <= 3 where a + b <= 31, and a // 8 <= 3
+    - 2 * b where a + 16 * b <= 31.
+    """
     found: list[IntExpr] = []
     for q in topological([e]) if isinstance(e, Expr) else ():
         if isinstance(q, FloorDiv) and isinstance(q.b, int):
@@ -133,6 +135,9 @@ def _quotients(e: IntExpr, given: Sequence[IntExpr]) -> list[IntExpr]:
             least = _numbers(q.a, given)
             found += [min(most) // q.b - q] if most else []
             found += [q - max(least) // q.b] if least else []
+            for rest in (-1 * less for g in given for less in _less(q.a * -1, g, 1)):
+                steps = [c for factors, c in terms_of(rest).items() if factors]
+                found += [floordiv(rest, q.b) - q] if steps and all(c % q.b == 0 for c in steps) else []
     return found
 
 
