@@ -57,3 +57,10 @@ def test_words_that_a_product_has_no_use_for(before: str, after: str, reason: st
     text = TENSOR_CORES.replace(before, after, 1)
     with pytest.raises((UserError, Limitation), match=re.escape(reason)):
         lowered(matmul, tensors(*HALVES, dtype=torch.bfloat16), "sm_90a", schedules=(text,))
+
+
+@pytest.mark.parametrize("word", ["longest_first", "grouped(2)"])
+def test_only_the_grid_has_an_order(word: str) -> None:
+    text = f'with schedule("mul", target="sm_90a"):\n    a0 = grid(1) * lane(32, order={word})\n'
+    with pytest.raises(UserError, match="a0: order is that in which tiles are walked: grid has one, and not lane"):
+        lowered(lambda x: x * 2, tensors((32,)), "sm_90a", schedules=(text,))

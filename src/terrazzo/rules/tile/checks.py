@@ -84,7 +84,11 @@ def _order(line: Order, plan: Plan, draft: Draft) -> None:
     )
     names = [w.name for w in line.tiles]
     longest = {
-        a for a, b in draft.schedule.axes if not isinstance(b, Like) for f in b if ("order", LONGEST) in f.options
+        a
+        for a, b in draft.schedule.axes
+        if not isinstance(b, Like)
+        for f in b
+        if f.level == "grid" and ("order", LONGEST) in f.options
     }
     need(
         longest <= {*line.backward} <= {*names},

@@ -23,6 +23,9 @@ def walk_tiles(plan: Plan, draft: Draft) -> Plan | None:
         not shared,
         f"blocks share the reduction over {', '.join(shared)} in two kernels only, each with a schedule of its own",
     )
+    for a, f in lines:
+        if f.level != "grid" and dict(f.options).get("order"):
+            raise draft.fail(f"{a}: order is that in which tiles are walked: grid has one, and not {f.level}")
     tiles = grid(draft)
     grouped = tuple(Word(a, w.args) for a, f in lines if f.level == "grid" and (w := _rows(draft, f)))
     last = Word("longest_first")
