@@ -161,6 +161,7 @@ ARRANGED: dict[str, Product | Convolution | Chain] = {
     ),
     "cluster of m": Product(**ROLES, shape=(256, 32, 320), cluster="m", persistent=2),
     "cluster of n": Product(**ROLES, shape=(128, 32, 192), ring=2, cluster="n", persistent=2),
+    "blocks share sums": Product(**ROLES, shape=(64, 32, 512), ring=2, cluster="k"),
     "both turned": Product(
         **ROLES | {"tile": (64, 64, 32)}, shape=(64, 128, 160), ring=2, x_axes="km", w_axes="kn", persistent=1
     ),
