@@ -352,6 +352,12 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "sums are not scaled in the first step, and each other writes its own factor before it scales",
     ),
     Equivalent(
+        ("argmax",),
+        ("no store",),
+        r"^line 72 `acc0_0\[\(\)\] = ",
+        "the last maximum is compared with nothing more: only where it is matters",
+    ),
+    Equivalent(
         CHAINS[:1],
         ("no store",),
         r"`top1\[i15\] = f32\(-inf\)` is gone",
