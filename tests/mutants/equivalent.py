@@ -62,9 +62,22 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     ),
     Equivalent(
         CHOSEN,
-        ("no arrive", *PREDICATE),
-        r"(`arrive\(empty0\[i3 \* 10 \+ 1\]\)`|^line (35|32|31) `if warp % 4 == 0 and lane == 0:` -> `if .*lane < 0:)",
+        ("no arrive", "moved wait", *PREDICATE),
+        r"(`arrive\(empty0\[i3 \* 10 \+ 1\]\)`|`wait_groups\(0, 'wgmma'\)` -> `if warp|"
+        r"^line (35|32|31) `if warp % 4 == 0 and lane == 0:` -> `if .*lane < 0:)",
         "a block has one tile, so nobody waits for the slot of its last step",
+    ),
+    Equivalent(
+        ("blocks share sums",),
+        ("no arrive", "moved arrive", "moved wait", *PREDICATE),
+        r"^line (29|30|31) ",
+        "a block has one tile, so nobody waits for the slot of its last step",
+    ),
+    Equivalent(
+        ("blocks share sums",),
+        ("wrong role",),
+        r"^line 35 ",
+        "what all blocks summed lies in shared memory, so any four warps may add it up",
     ),
     Equivalent(CHOSEN, ("wrong registers",), r"registers=40\):` -> .*=(48|104)", "a processor has as many registers"),
     Equivalent(
@@ -337,6 +350,12 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         ("no store", "off by one", "of another warp"),
         r"^line 80 `worth0\[e4\] = v3`",
         "sums are not scaled in the first step, and each other writes its own factor before it scales",
+    ),
+    Equivalent(
+        ("argmax",),
+        ("no store",),
+        r"^line 72 `acc0_0\[\(\)\] = ",
+        "the last maximum is compared with nothing more: only where it is matters",
     ),
     Equivalent(
         CHAINS[:1],

@@ -33,12 +33,12 @@ class Subject:
 
 
 def spread(rows: int, columns: int) -> torch.Tensor:
-    """Normal numbers, one of which is far above the others in every second row: exp() of a sum without it does not
-    fit.
+    """Normal numbers, one of which is far above the others in every third row: exp() of a sum without it does not
+    fit. Of four rows that a thread takes together each is such a one somewhere.
     """
     x = r(rows, columns)
-    for i in range(0, rows, 2):
-        x[i, i * (columns - 1) // ((rows - 1) // 2 * 2)] += 200
+    for i in range(0, rows, 3):
+        x[i, i * (columns - 1) // ((rows - 1) // 3 * 3) | i % 2] += 200
     return x
 
 
@@ -161,6 +161,7 @@ ARRANGED: dict[str, Product | Convolution | Chain] = {
     ),
     "cluster of m": Product(**ROLES, shape=(256, 32, 320), cluster="m", persistent=2),
     "cluster of n": Product(**ROLES, shape=(128, 32, 192), ring=2, cluster="n", persistent=2),
+    "blocks share sums": Product(**ROLES, shape=(64, 32, 512), ring=2, cluster="k"),
     "both turned": Product(
         **ROLES | {"tile": (64, 64, 32)}, shape=(64, 128, 160), ring=2, x_axes="km", w_axes="kn", persistent=1
     ),
