@@ -115,7 +115,10 @@ def seasoned(program: Program) -> Program:
     i = t.coordinates((4, 3, 9))
     taken = t.index_map(table, (4, 3, 9), (i[0], i[2])), t.index_map(table, (4, 3, 9), (i[1] + 1, i[2]))
     rows = t.reduce("sum", t.apply("mul", *taken), [2])  # a product of rows that begin at no multiples of 16 bytes
-    more = (quotient, narrow, merged, largest, batched, weighted, columns, numbers, channels, rows)
+    j = t.coordinates((2, 4, 9))
+    taken = t.index_map(table, (2, 4, 9), (j[1] // 2, j[2])), t.index_map(table, (2, 4, 9), (j[0] * 2 + j[1] % 2, j[2]))
+    shuffled = t.reduce("sum", t.apply("mul", *taken), [2])  # each factor knows another digit of the columns
+    more = (quotient, narrow, merged, largest, batched, weighted, columns, numbers, channels, rows, shuffled)
     other = t.index_map(table, (4, 3, 9), (i[0], i[2])), t.index_map(table, (4, 3, 9), (3 - i[1], i[2]))
     both = t.apply("mul", t.apply("tanh", rows), t.reduce("sum", t.apply("mul", *other), [2]))  # of two products
     i = t.coordinates((6, 3, 9))
@@ -187,6 +190,8 @@ def alone(name: str, program: Program) -> tuple[Any, Any]:
     before = lift(program)
     if name.startswith("store_as_read") and "channels" not in name:  # these look at what is left when views are gone
         before = CATALOG["fuse:view"].apply(before)
+    elif name == "fuse:factors_apart":
+        before = CATALOG["fuse:inline"].apply(CATALOG["fuse:view"].apply(before))
     elif name == "fuse:extremes_once" or not name.startswith("fuse"):
         # fusion keeps little that is made fast; extremes are looked at in what became one kernel
         before = fuse(before, Log(), Rates())
