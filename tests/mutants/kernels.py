@@ -93,7 +93,7 @@ DERIVED: dict[str, tuple[str, Callable[..., Any], Callable[[], tuple[Any, ...]]]
 """For each: the target, the function, and its arguments (after seeding)."""
 
 PINNED = {
-    "transposed matmul of bfloat16": '''\
+    "transposed matmul of bfloat16": """\
 with schedule("mm", target="sm_90a"):
     a0 = grid(1) * block(64)
     a1 = grid(3) * block(16)
@@ -109,8 +109,8 @@ with schedule("mm", target="sm_90a"):
     with site("mm"):
         a1 = time(1, ring=2) * block(16)
         mm = smem(by="tma", swizzle=32)
-''',
-    "bmm of half": '''\
+""",
+    "bmm of half": """\
 with schedule("bmm", target="sm_90a"):
     a0 = grid(2)
     a1 = grid(4) * block(8)
@@ -127,8 +127,8 @@ with schedule("bmm", target="sm_90a"):
     with site("bmm"):
         a1 = like("acc0")
         a2 = like("acc0")
-''',
-    "swiglu": '''\
+""",
+    "swiglu": """\
 with schedule("mul", target="sm_90a"):
     a0 = grid(1) * block(64)
     a1 = grid(2) * block(8)
@@ -145,7 +145,7 @@ with schedule("mul", target="sm_90a"):
     with site("mul"):
         a0 = like("acc0")
         a1 = like("acc0")
-''',
+""",
 }
 """Schedules of some of them, so that they stay as they are whatever is chosen."""
 
