@@ -10,9 +10,12 @@ import torch
 from tests.kernels.programs import Lowered, lowered
 
 from terrazzo.front.capture import capture
+from terrazzo.hw.gpu import gpu
 from terrazzo.interp.costs import Count
+from terrazzo.ir.dialects import loop as l
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
+from terrazzo.rules.loop_to_tile.pieces import together
 from terrazzo.targets.cuda.predict import predict
 
 
@@ -94,3 +97,24 @@ def test_points_are_fewer_where_registers_run_out() -> None:
     reasons = [e.reason for e in found.log.events if e.pass_name == "schedule" and e.fired]
     assert any("of its own at a time" in r for r in reasons)
     assert not any("a point at a time" in r for r in reasons)
+
+
+@pytest.mark.parametrize(
+    ("fn", "shapes"),
+    [
+        (lambda x, w: torch.softmax(x * w, -1), ((7, 1000), (1000,))),
+        (lambda x: (x * x).sum(-1), ((70, 333),)),
+        (lambda x: x.sum(0), ((300, 70),)),
+    ],
+    ids=["softmax", "rows", "columns"],
+)
+def test_threads_that_share_rows_may_take_an_element_at_a_time(fn: Any, shapes: Any) -> None:
+    """Where a row's terms are too long for the registers of several at a time, a row a thread would be far slower."""
+    args = tuple(torch.randn(s) for s in shapes)
+    done = lowered(fn, args, "sm_90a")
+    kernel = next(s for s in done.lowering.at("tile").loop.steps if isinstance(s, l.Kernel))
+    found = {what: own for own, _, what in together(kernel, gpu("sm_90a"))}
+    (own,) = (x for what, x in found.items() if what.endswith("an element at a time"))
+    assert "reg(" not in str(own).replace("a0 =", "").split("site", 1)[1] and "time(" in str(own)
+    (ours,) = lowered(fn, args, "sm_90a", schedules=(str(own),)).simulated()
+    np.testing.assert_allclose(np.asarray(ours), fn(*(x.double() for x in args)).numpy(), rtol=1e-4, atol=1e-5)

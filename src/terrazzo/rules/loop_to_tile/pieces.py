@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from terrazzo.hw.gpu import Gpu
+from terrazzo.ir import nest as n
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.schedule import Schedule
+from terrazzo.ir.schedule import Factor, Like, Schedule
 from terrazzo.ir.sites import Product, product
 from terrazzo.rules.loop_to_tile import reductions, threads, tiles
 from terrazzo.rules.loop_to_tile.candidate import Candidate, Chosen, Rewrite
 from terrazzo.rules.loop_to_tile.collapse import collapse
 from terrazzo.rules.loop_to_tile.pinned import as_pinned
 from terrazzo.rules.loop_to_tile.split import split
+from terrazzo.rules.loop_to_tile.threads import size_of
+from terrazzo.rules.tile.draft import axis_name
 
 
 def in_pieces(
@@ -70,7 +74,23 @@ def together(kernel: l.Kernel, gpu: Gpu) -> Iterator[tuple[Schedule, str, str]]:
         if other not in tried:
             yield other, "share", why
             tried.append(other)
+    yield _one_at_a_time(kernel, first), "share", f"{what}; a thread takes an element at a time"
     yield threads.pointwise(kernel, gpu), "alone", "every thread reduces by itself"
+
+
+def _one_at_a_time(kernel: l.Kernel, schedule: Schedule) -> Schedule:
+    """Threads share rows as they do, and go along them step by step: what is long to compute needs many registers."""
+    axes = {a.name: a for a in kernel.axes}
+    axes |= {axis_name(a): a for r in n.accumulators(kernel).values() if isinstance(r, l.Reduce) for a in r.axes}
+
+    def stepped(name: str, binding: tuple[Factor, ...] | Like) -> tuple[Factor, ...] | Like:
+        if isinstance(binding, Like):
+            return binding
+        used = tuple(f for f in binding if f.level not in ("time", "reg"))
+        return (Factor("time", threads.ceil(size_of(axes[name]), math.prod(f.size for f in used))), *used)
+
+    sites = tuple(replace(s, axes=tuple((a, stepped(a, b)) for a, b in s.axes)) for s in schedule.sites)
+    return replace(schedule, operands=(), sites=sites)
 
 
 def tiled(p: Product, plan: tiles.Plan, gpu: Gpu) -> Chosen:
