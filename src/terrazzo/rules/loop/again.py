@@ -32,6 +32,9 @@ SURE = 0.9
 WIDE = 1.1
 """The same where 32 bits of each would be stored, which nobody else does: memory counts too."""
 
+MOST = 4
+"""Products that make each other and are computed again in 32 bits, at most: gradients of attention have two."""
+
 Price = Callable[[Sequence[l.Kernel]], float]
 Refusal = Callable[[l.Kernel], str]
 
@@ -63,13 +66,18 @@ def products_again(
         if group is None or any(s in gone or s in made for s in chain(*group)):  # a chain is of two products
             continue
         makers, readers = group
-        new = [_whole(reader, makers) for reader in readers]
-        stored = sum(b.type.span for s in makers for b in s.writes)
-        before, after = price([*makers, *readers]), price(new)
         subject = ", ".join(s.name for s in makers)
+        results = dict.fromkeys(b for s in makers for b in s.writes)
+        stored = sum(b.type.span for b in results)
+        wide = any(b.type.dtype.size != 2 for b in results)
+        if wide and len(makers) > MOST:
+            why = f"more than {MOST} make each other, and to price what would be computed again takes long"
+            log.add(Event(PASS, RULE, subject, False, why))
+            continue
+        new = [_whole(reader, makers) for reader in readers]
+        before, after = price([*makers, *readers]), price(new)
         times = f"{after / 1000:.1f} us as chains, {before / 1000:.1f} us stored, by the model"
-        sure = SURE if all(b.type.dtype.size == 2 for s in makers for b in s.writes) else WIDE
-        slower = after > sure * before and stored <= LARGEST
+        slower = after > (WIDE if wide else SURE) * before and stored <= LARGEST
         if why := times if slower else next(filter(None, map(refusal, new)), ""):
             log.add(Event(PASS, RULE, subject, False, why))
             continue
