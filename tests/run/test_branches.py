@@ -240,6 +240,26 @@ def test_both_directions_of_a_net_on_a_gpu(mode: str, tmp_path: Path) -> None:
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.gpu
+def test_a_program_that_runs_as_graphs_is_captured_in_another_graph(tmp_path: Path) -> None:
+    import torch
+
+    net = torch.nn.Sequential(torch.nn.Linear(64, 64, device="cuda"), torch.nn.Tanh()).eval()
+    x = torch.randn(16, 64, device="cuda")
+    options = replace(Options.from_mode("reduce-overhead"), cache_dir=tmp_path, fp32="exact")
+    with torch.no_grad():
+        compiled = terrazzo.compile(net, x, options=options)
+        exact = copy.deepcopy(net).double()
+        torch.testing.assert_close(compiled(x), exact(x.double()).float(), rtol=1e-4, atol=1e-4)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = compiled(x)
+        x.normal_()
+        graph.replay()
+        torch.testing.assert_close(y, exact(x.double()).float(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(compiled(x), y)
+
+
 class Recorder:
     """A machine that only notes what a graph is made of."""
 

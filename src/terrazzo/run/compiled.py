@@ -112,12 +112,14 @@ class Compiled:
     def _run_all(self, tensors: dict[int, Any]) -> list[Any]:
         self.machine.before()
         queue = self.machine.queue()
-        beside = self.branched and self.machine.capturing()
-        pool = self.frames.setdefault((queue, beside), [])
+        captured = (self.branched or self.as_graph) and self.machine.capturing()
+        beside = self.branched and captured
+        pool = self.frames.setdefault((queue, captured), [])
         try:
             frame = pool.pop()
-        except IndexError:
-            frame = _Frame(self.plan, self.machine, self.functions, self.as_graph, self.bound.keys(), beside)
+        except IndexError:  # a graph of ours cannot be made while another is captured, which takes the launches singly
+            graphs = self.as_graph and not captured
+            frame = _Frame(self.plan, self.machine, self.functions, graphs, self.bound.keys(), beside)
         frame.point(tensors)
         try:
             if beside:
