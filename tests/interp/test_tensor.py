@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from typing import Any
 
 import numpy as np
@@ -124,6 +125,18 @@ def test_an_index_may_come_from_data() -> None:
     here = t.coordinates((3, 6, 5))
     taken = t.index_map(given("x", X), (3, 6, 5), (here[0], t.loaded(given("k", K), here[1:2], 4), here[2]))
     np.testing.assert_array_equal(value(taken, x=X, k=K), X[:, K])
+
+
+def test_an_index_may_be_made_by_more_ops_than_python_recurses() -> None:
+    """What an index reads has a graph of its own, which nothing goes down into where the index is moved."""
+    made: Any = given("k", K)
+    for _ in range(2 * sys.getrecursionlimit()):
+        made = t.apply("neg", made)
+    i, j = t.coordinates((6, 5))
+    taken = t.index_map(given("x", X[0]), (6, 5), (t.loaded(made, (i,), 4), j))
+    moved = t.index_map(t.reshape(taken, (2, 3, 5)), (2, 5), (*t.coordinates((2, 5))[:1], 1, t.coordinates((2, 5))[1]))
+    assert not taken.free and set(t.coordinates((2, 5))) == {v for e in moved.index_nodes for v in e.free}
+    np.testing.assert_array_equal(value(moved, x=X[0], k=K), X[0][K][1::3])
 
 
 @pytest.mark.parametrize("bad", [-1, 4])

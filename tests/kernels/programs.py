@@ -230,13 +230,11 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-PINNED = {
-    ("transposed matmul of bfloat16 in many steps", "sm_90a"): (
-        """\
+TURNED = """\
 with schedule("mm", target="sm_90a"):
     a0 = grid(1) * block(64)
-    a1 = grid(5) * block(16)
-    r0 = time(17, ring=8) * block(64)
+    a1 = grid({tiles}) * block(16)
+    r0 = time({steps}, ring=8) * block(64)
     persistent(132)
     roles(load=warp(1), math=warpgroup(1), registers=(40, 240))
     with site("acc0", on="wgmma.m64n16k16.f32.bf16"):
@@ -248,9 +246,10 @@ with schedule("mm", target="sm_90a"):
     with site("mm"):
         a1 = time(1, ring=2) * block(16)
         mm = smem(by="tma", swizzle=32)
-""",
-    ),
-}
+"""
+"""A product of a transposed factor in boxes: tiles of 16 columns, so many, and steps of 64."""
+
+PINNED = {("transposed matmul of bfloat16 in many steps", "sm_90a"): (TURNED.format(tiles=5, steps=17),)}
 """Schedules of some of them for a target, so that they stay as they are whatever is chosen."""
 
 

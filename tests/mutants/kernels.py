@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from tests.kernels import by_hand
 from tests.kernels.arrangements import Product
 from tests.kernels.chains import GROUPS, TMA, Chain
 from tests.kernels.convolutions import Convolution
-from tests.kernels.programs import attention, b, h, lowered, n, r, swiglu
+from tests.kernels.programs import TURNED, attention, b, h, lowered, n, r, swiglu
 
 
 @dataclass(frozen=True)
@@ -92,62 +93,18 @@ DERIVED: dict[str, tuple[str, Callable[..., Any], Callable[[], tuple[Any, ...]]]
 }
 """For each: the target, the function, and its arguments (after seeding)."""
 
-PINNED = {
-    "transposed matmul of bfloat16": """\
-with schedule("mm", target="sm_90a"):
-    a0 = grid(1) * block(64)
-    a1 = grid(3) * block(16)
-    r0 = time(10, ring=8) * block(64)
-    persistent(132)
-    roles(load=warp(1), math=warpgroup(1), registers=(40, 240))
-    with site("acc0", on="wgmma.m64n16k16.f32.bf16"):
-        a0 = warpgroup(1) * inst.m(64)
-        a1 = inst.n(16)
-        r0 = reg(4) * inst.k(16)
-        x = smem(by="tma", swizzle=128)
-        w = smem(by="tma", swizzle=32)
-    with site("mm"):
-        a1 = time(1, ring=2) * block(16)
-        mm = smem(by="tma", swizzle=32)
-""",
-    "bmm of half": """\
-with schedule("bmm", target="sm_90a"):
-    a0 = grid(2)
-    a1 = grid(4) * block(8)
-    a2 = grid(1) * block(64)
-    r0 = time(10, ring=8) * block(64)
-    persistent(132)
-    roles(load=warp(1), math=warpgroup(1), registers=(40, 240))
-    with site("acc0", on="wgmma.m64n8k16.f32.f16"):
-        a2 = warpgroup(1) * inst.m(64)
-        a1 = inst.n(8)
-        r0 = reg(4) * inst.k(16)
-        x = smem(by="tma", swizzle=128)
-        w = smem(by="tma", swizzle=128)
-    with site("bmm"):
-        a1 = like("acc0")
-        a2 = like("acc0")
-""",
-    "swiglu": """\
-with schedule("mul", target="sm_90a"):
-    a0 = grid(1) * block(64)
-    a1 = grid(2) * block(8)
-    r0 = time(10, ring=8) * block(64)
-    persistent(132)
-    roles(load=warp(1), math=warpgroup(1), registers=(40, 240))
-    with site("acc0", "acc1", on="wgmma.m64n8k16.f32.bf16"):
-        a0 = warpgroup(1) * inst.m(64)
-        a1 = inst.n(8)
-        r0 = reg(4) * inst.k(16)
-        x = smem(by="tma", swizzle=128)
-        gate = smem(by="tma", swizzle=128)
-        up = smem(by="tma", swizzle=128)
-    with site("mul"):
-        a0 = like("acc0")
-        a1 = like("acc0")
-""",
-}
-"""Schedules of some of them, so that they stay as they are whatever is chosen."""
+SCHEDULES = Path(__file__).with_name("schedules.txt")
+
+
+def pinned() -> dict[str, str]:
+    """A schedule for each of them, so that they stay as they are whatever is chosen. What finishes a product that
+    blocks share has none: it is chosen.
+    """
+    parts = SCHEDULES.read_text(encoding="utf-8").split("# ")[1:]
+    return dict(part.split("\n", 1) for part in parts)
+
+
+PINNED = {**pinned(), "transposed matmul of bfloat16": TURNED.format(tiles=3, steps=10)}
 
 ROLES: dict[str, Any] = {"tile": (64, 16, 64), "roles": True, "registers": None}
 BOTH: dict[str, Any] = {"tile": (128, 16, 64), "groups": 2}
@@ -235,5 +192,5 @@ def subject(name: str) -> Subject:
         return Subject(name, program, given, gpu(arranged.target))
     target, fn, make = DERIVED[name]
     torch.manual_seed(0)
-    found = lowered(fn, make(), target, schedules=(PINNED[name],) if name in PINNED else ())
+    found = lowered(fn, make(), target, schedules=(PINNED[name],))
     return Subject(name, found.program, found.inputs, gpu(target))

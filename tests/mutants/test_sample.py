@@ -7,7 +7,7 @@ import pytest
 
 from terrazzo.ir.dialects import kernel as k
 from tests.mutants.equivalent import Equivalent
-from tests.mutants.kernels import NAMES, subject
+from tests.mutants.kernels import DERIVED, NAMES, PINNED, subject
 from tests.mutants.operators import OPERATORS
 from tests.mutants.run import GOAL, Verdict, alarms, every, in_parts, judge, report, same, sample, stale
 from tests.mutants.sites import sites, working
@@ -25,6 +25,11 @@ QUICK = (
 @pytest.mark.parametrize("name", QUICK)
 def test_an_original_is_right_in_every_order(name: str) -> None:
     assert alarms(name, range(2)) == (2, [])
+
+
+def test_what_is_derived_has_a_schedule_that_is_pinned() -> None:
+    """What `equivalent.py` says of a kernel is said of its lines, which another choice would change."""
+    assert PINNED.keys() == DERIVED.keys()
 
 
 def test_mutants_are_killed() -> None:

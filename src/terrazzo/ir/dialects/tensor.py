@@ -21,7 +21,7 @@ from terrazzo.ir.dialects import scalar as sc
 from terrazzo.ir.dialects.scalar import Scalar
 from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var, at_least, bounds
 from terrazzo.ir.monoid import Monoid, monoid
-from terrazzo.ir.node import Node, derived, substitute, topological
+from terrazzo.ir.node import Node, derived, free_in, substitute, topological
 from terrazzo.ir.types import DType, Type, i64
 
 
@@ -32,6 +32,11 @@ class Value(Node):
     def type(self) -> Any:
         """A Type, or a tuple of them where there are several results (None for one that is absent)."""
         return self.infer()
+
+    @derived
+    def free(self) -> frozenset[Any]:
+        """Nothing: the coordinates that a tensor is made with are its own."""
+        return frozenset()
 
     def check(self) -> None:
         _ = self.type
@@ -115,6 +120,10 @@ class Read(Value, dialect="tensor", op="read"):
 
     x: Node
     index: tuple[IntExpr, ...]
+
+    @derived
+    def free(self) -> frozenset[Any]:
+        return free_in(e for e in self.index if isinstance(e, Expr))
 
     def infer(self) -> Type:
         source = _type("read", self.x)
@@ -221,7 +230,7 @@ def _check_scope(op: str, exprs: Sequence[IntExpr], shape: Sequence[IntExpr]) ->
 
 
 def tensors_read(e: Any) -> dict[Node, Node]:
-    """The tensors an index reads from, each mapped to itself: what a substitution of coordinates must not look into."""
+    """The tensors an index reads from, each mapped to itself: what a transformation of indices must not look into."""
     inside = (
         topological([e], stop=lambda n: isinstance(n, Value) and not isinstance(n, Read)) if isinstance(e, Node) else []
     )
@@ -230,7 +239,7 @@ def tensors_read(e: Any) -> dict[Node, Node]:
 
 def moved(e: IntExpr, where: Mapping[Any, Any]) -> Any:
     """An index expression at other coordinates."""
-    return substitute(e, {**where, **tensors_read(e)})
+    return substitute(e, where)  # what it reads from has none of them free
 
 
 # Builders: the everyday ways to make Tensor IR. They fold what costs nothing to fold.
