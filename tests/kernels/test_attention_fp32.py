@@ -122,3 +122,24 @@ def test_blocks_of_parts_have_one_tile_and_wide_steps() -> None:
     *_, (_, plan) = done.at("tile").plans
     assert not plan.one(Order).persistent
     assert "n128k16" in plan.all(Product)[0].on
+
+
+def columns_first(q: Any, k: Any, v: Any) -> Any:
+    """As blocks of convolutional nets write attention: channels before places, in the results too."""
+    return v.mT @ torch.softmax(q @ k.mT, -1).mT
+
+
+@pytest.mark.parametrize("rows", [64, 784])
+def test_results_whose_columns_are_stored_first(rows: int) -> None:
+    args = tensors((1, rows, 64), (1, 196, 64), (1, 196, 64), dtype=torch.float32)
+    close(lowered(columns_first, args, "sm_90a"), columns_first, args)
+
+
+def pooled_keys(x: Any, q: Any, k: Any) -> Any:
+    """A product of which both factors are made of products, one through a maximum."""
+    return (x.mT @ q) @ torch.nn.functional.max_pool1d(k.mT @ x, 4)
+
+
+def test_a_factor_that_is_made_on_the_way_ends_no_chain() -> None:
+    args = tensors((1, 8, 36), (1, 8, 4), (1, 8, 4), dtype=torch.float32)
+    close(lowered(pooled_keys, args, "sm_90a"), pooled_keys, args)

@@ -85,6 +85,8 @@ def chain(kernel: l.Kernel) -> Chain | None:
         return None
     others = tuple((other, x[0]) for _, other, _, x in rest)
     outside = (along[0], *(x for _, x in others))
+    if any(isinstance(x, l.Reduce) for x in topological(list(outside))):  # made on the way too
+        return None
     first, last = (tuple(x[0][side] for _, x, _ in inner) for side in (0, 1))
     rows = [x for x in kernel.axes if _in_each(x, first) and not _in_any(x, (*last, *outside))]
     columns = [x for x in kernel.axes if _in_each(x, outside) and not _in_any(x, (*first, *last))]

@@ -206,9 +206,10 @@ class Frame:
     def bring_sums(self, sums: Fragment, row: tuple[IntExpr, ...], worth: Node) -> None:
         """What the product has summed for a row, to a new frame."""
         far = {p.axis: p.digits for p in sums.parts}
-        own = {d.variable: r for d, r in zip(held(sums.parts[0]), row, strict=True)}
+        (mine,) = (p for p in sums.parts if p.axis is self.rows.axis)  # where columns are stored first, not the first
+        own = {d.variable: r for d, r in zip(held(mine), row, strict=True)}
         there = tuple(substitute(e, own) for e in sums.index(far))
-        rest = [(d.variable, True) for p in sums.parts[1:] for d in held(p)]
+        rest = [(d.variable, True) for p in sums.parts if p.axis is not self.rows.axis for d in held(p)]
         self.builder.loops(rest, partial(self.bring, sums.place, there, worth))
 
     def meet_warps(self, bindings: Bindings, sums: Fragment, digits: Sequence[Digit]) -> None:
