@@ -311,6 +311,94 @@ _add("int_arith", lambda x: (x * 3 + 7) % 1000 // 3, places(1 << 20, 1 << 24))
 _add("bitwise", lambda x, y: (x & y) ^ (x << 3), places(1 << 20, 1 << 24), places(1 << 20, 1 << 24))
 _add("polar", lambda r, a: torch.view_as_real(torch.polar(r.float(), a.float())), positive(1 << 23), (1 << 23,))
 
+# Axes that memory does not run along, of three and four.
+SEGMENTS, MIDDLE, FEATURES = (16, 21, 512, 512), (64, 512, 1024), (32, 96, 128, 128)
+for name in ("softmax", "log_softmax", "logsumexp", "argmax", "amax", "var"):
+    _add(f"{name}_segments", lambda x, f=name: getattr(torch, f)(x, 1), SEGMENTS, grad=name in ("softmax", "amax"))
+for name in ("norm", "max", "argmin", "prod", "std", "cumsum", "cummax", "all", "median", "sort"):
+    _add(f"{name}_middle", lambda x, f=name: getattr(torch, f)(x, dim=1), MIDDLE, grad=name in ("norm", "max", "std"))
+_add("normalize_channels", lambda x: F.normalize(x, dim=1), FEATURES, grad=True)
+_add("layer_norm_channels", lambda x, w: F.layer_norm(x.permute(0, 2, 3, 1), (96,), w).permute(0, 3, 1, 2), FEATURES,
+     (96,), grad=True)  # fmt: skip
+_add("sort_columns", lambda x: x.sort(0), (4096, 4096))
+_add("topk_columns", lambda x: x.topk(8, 0), (4096, 4096))
+_add("mode", lambda x: torch.mode(x), places(64, 65536, 64))
+_add("quantile", lambda x: torch.quantile(x.float(), 0.9, dim=-1), (4096, 1024))
+_add("roll_rows", lambda x: x.roll(1, 0), (8192, 4096))
+_add("roll_columns", lambda x: x.roll(7, -1), (8192, 4096))
+_add("flip_rows", lambda x: x.flip(0), (8192, 4096))
+_add("prelu", F.prelu, FEATURES, (96,), grad=True)
+_add("local_response", lambda x: F.local_response_norm(x, 5), FEATURES, grad=True)
+
+# Losses of images and sequences, and with weights.
+_add("cross_entropy_segments", F.cross_entropy, SEGMENTS, places(21, 16, 512, 512), grad=True)
+_add(
+    "nll_segments",
+    lambda x, w, y: F.nll_loss(x, y, w.detach()),
+    SEGMENTS,
+    positive(21),
+    places(21, 16, 512, 512),
+    grad=True,
+)
+_add("cross_entropy_weights", lambda x, w, y: F.cross_entropy(x, y, w.detach(), label_smoothing=0.1, ignore_index=3),
+     (8192, 32000), positive(32000), places(32000, 8192), grad=True)  # fmt: skip
+_add("cross_entropy_soft", lambda x, y: F.cross_entropy(x, y.softmax(-1)), (16384, 1000), (16384, 1000), grad=True)
+_add("ctc", lambda x, y: F.ctc_loss(x.float().log_softmax(-1), y, (512,) * 32, (64,) * 32), (512, 32, 1024),
+     Fill((32, 64), torch.int64, 1, 1023))  # fmt: skip
+_add("cosine_embedding", lambda x, y, s: F.cosine_embedding_loss(x, y, s.sign()), (65536, 256), (65536, 256), (65536,),
+     grad=True)  # fmt: skip
+_add("multi_margin", F.multi_margin_loss, (16384, 1000), places(1000, 16384))
+
+# Places that data picks.
+for mode in ("sum", "mean", "max"):
+    _add(f"embedding_bag_{mode}", lambda i, w, m=mode: F.embedding_bag(i, w, mode=m), places(100000, 16384, 32),
+         (100000, 128), grad=mode != "max")  # fmt: skip
+_add("index_put_add", lambda x, i, y: x.index_put((i,), y, accumulate=True), (65536, 256), places(65536, 131072),
+     (131072, 256), grad=True)  # fmt: skip
+_add("index_put_two", lambda x, i, j, y: x.index_put((i, j), y, accumulate=True), (4096, 4096),
+     places(4096, 1 << 20), places(4096, 1 << 20), (1 << 20,))  # fmt: skip
+_add("edges", lambda x, i, j: x[i] - x[j], (32768, 64), places(32768, 1 << 19), places(32768, 1 << 19), grad=True)
+_add("messages", lambda x, i, y: x.scatter_add(0, i[:, None].expand(-1, 64), y), (32768, 64), places(32768, 1 << 19),
+     (1 << 19, 64), grad=True)  # fmt: skip
+for mode in ("mean", "amax"):
+    _add(f"messages_{mode}", lambda x, i, y, m=mode: x.index_reduce(0, i, y, m), (32768, 64), places(32768, 1 << 18),
+         (1 << 18, 64))  # fmt: skip
+
+# Images, the rarer ways.
+_add("grid_sample_3d", lambda x, g: F.grid_sample(x, g, align_corners=False), (4, 16, 32, 64, 64), (4, 32, 64, 64, 3),
+     grad=True)  # fmt: skip
+_add("max_unpool", lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2), FEATURES)
+_add("lp_pool", lambda x: F.lp_pool2d(x, 2, 2), FEATURES, grad=True)
+_add("avg_pool3d_grad", lambda x: F.avg_pool3d(x, 2), (4, 64, 16, 112, 112), grad=True)
+_add("adaptive_max_grad", lambda x: F.adaptive_max_pool2d(x, (7, 7)), FEATURES, grad=True)
+_add("unfold_grad", lambda x: F.unfold(x, 3, padding=1), (16, 64, 96, 96), grad=True)
+_add("up_align", lambda x: F.interpolate(x, size=(256, 256), mode="bilinear", align_corners=True), FEATURES, grad=True)
+_add("down_antialias", lambda x: F.interpolate(x, size=(80, 80), mode="bilinear", antialias=True), FEATURES, grad=True)
+_add("depthwise_7", lambda x, w: F.conv2d(x, w, padding=3, groups=96), FEATURES, (96, 1, 7, 7), grad=True)
+_add("depthwise_1d", lambda x, w: F.conv1d(x, w, padding=3, groups=2048), (8, 2048, 4096), (2048, 1, 4), grad=True)
+
+# Small problems, many of them; complex numbers; transforms.
+_add("bmm_4", torch.bmm, (1 << 18, 4, 4), (1 << 18, 4, 4), grad=True)
+_add("bmm_16", torch.bmm, (1 << 14, 16, 16), (1 << 14, 16, 64), grad=True)
+for name, solved in (
+    ("inverse", torch.linalg.inv),
+    ("determinant", torch.linalg.det),
+    ("cholesky", lambda x: torch.linalg.cholesky(x @ x.mT + 0.1 * torch.eye(32, device=x.device))),
+    ("solve", lambda x: torch.linalg.solve(x, x.flip(-1))),
+):
+    _add(name, lambda x, f=solved: f(x.float()), (8192, 32, 32))
+_add("cdist_points", torch.cdist, (16, 2048, 3), (16, 2048, 3), grad=True)
+_add("rfft", lambda x: torch.view_as_real(torch.fft.rfft(x.float())), (4096, 4096))
+_add("fft_filter", lambda x, w: torch.fft.irfft(torch.fft.rfft(x.float()) * torch.fft.rfft(w.float())), (4096, 4096),
+     (4096,))  # fmt: skip
+_add(
+    "complex_product",
+    lambda x, y: torch.view_as_real(torch.view_as_complex(x.float()) * torch.view_as_complex(y.float())),
+    (4096, 2048, 2),
+    (2048, 2),
+    grad=True,
+)
+
 
 def by_hand(index: int) -> Iterator[Case]:
     """A case in both types, and its gradients."""

@@ -208,6 +208,32 @@ def test_a_compiler_without_openmp_falls_back_to_simd(cache: Cache, tmp_path: Pa
 
 
 @needs_compiler
+def test_vector_functions_that_the_c_library_lacks_are_not_used(cache: Cache, tmp_path: Path) -> None:
+    """A shared object of them links, since what it lacks may come from elsewhere, and cannot be loaded."""
+    body = 'for a; do [ "$a" = -DTZ_VECTOR_MATH ] && sed -i s/erff/vector_erff/ kernel.cpp; done\nexec c++ "$@"'
+    old = script(tmp_path / "old", body)
+    found = find_compiler(old, cache)
+    assert found is not None and found.parallel
+    assert "-DTZ_VECTOR_MATH" not in found.flags
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ("s/erff(x.i.)/(__builtin_trap(), 0)/", r"does not run on this processor \(Illegal instruction\)"),
+        ("s/erff(x.i.)/x[i]/", "does not run here: it miscalculates"),
+        ("s/erff(x.i.)/({ extern float none(float); none(x[i]); })/", "does not run here: .*undefined symbol"),
+    ],
+)
+def test_a_compiler_for_another_machine_is_refused(cache: Cache, tmp_path: Path, change: str, why: str) -> None:
+    body = f'[ "$1" = --version ] || sed -i "{change}" kernel.cpp\nexec c++ "$@"'
+    other = script(tmp_path / "other", body)
+    with pytest.raises(UserError, match=f"other' is not a C\\+\\+ compiler that can .*: what it builds {why}"):
+        find_compiler(other, cache)
+
+
+@needs_compiler
 def test_a_full_disk_is_not_our_bug(cache: Cache, tmp_path: Path) -> None:
     full = script(
         tmp_path / "full",
@@ -232,6 +258,7 @@ def test_a_key_tells_everything_that_matters_apart() -> None:
 def test_the_processor_is_described() -> None:
     assert processor().splitlines()[0] == os.uname().machine
     assert processor() == processor()
+    assert (os.confstr("CS_GNU_LIBC_VERSION") or "") in processor()
 
 
 INTERRUPTED = """

@@ -1,7 +1,7 @@
 """The machine's C++ compiler: finding it, and making shared objects of C++ sources.
 
-Nothing is assumed about a compiler that is found. A small probe is built with the best set of flags, then with the next
-best, and the first that works is what kernels are built with; the answer is kept in the cache.
+Nothing is assumed about a compiler that is found. A small probe is built and run with the best set of flags, then with
+the next best, and the first that works is what kernels are built with; the answer is kept in the cache.
 """
 
 from __future__ import annotations
@@ -44,9 +44,18 @@ _CHOICES = (
     ((*_COMMON, "-fopenmp-simd"), ("-lm",)),
 )
 
+# A shared object may lack functions (the vector forms that an older glibc has not), and its instructions may be another
+# processor's: so the probe is loaded and run, with vectors as wide as those of products, in a process of its own.
 _PROBE = """
 #include <cmath>
 #include <cstdint>
+#if defined(__AVX512F__)
+typedef float wide __attribute__((vector_size(64), aligned(4)));
+#elif defined(__AVX__)
+typedef float wide __attribute__((vector_size(32), aligned(4)));
+#else
+typedef float wide __attribute__((vector_size(16), aligned(4)));
+#endif
 #ifdef TZ_VECTOR_MATH
 extern "C" __attribute__((simd("notinbranch"))) float erff(float) noexcept;
 #endif
@@ -57,10 +66,17 @@ extern "C" int threads() { return omp_get_max_threads(); }
 extern "C" void probe(float* x, std::int64_t n) {
     #pragma omp parallel for simd
     for (std::int64_t i = 0; i < n; ++i) x[i] = erff(x[i]);
+    for (std::int64_t i = 0; i < n; i += sizeof(wide) / 4) *(wide*)(x + i) += *(wide*)(x + i);
 }
 """
+_RUN = """
+import ctypes, math, sys
+x = (ctypes.c_float * 64)(*[k / 32 - 1 for k in range(64)])
+ctypes.CDLL(sys.argv[1]).probe(x, ctypes.c_int64(64))
+sys.exit("it miscalculates" if any(abs(v - 2 * math.erf(k / 32 - 1)) > 1e-5 for k, v in enumerate(x)) else 0)
+"""
 
-# Seconds that a compiler has: to say what it is, to build the probe, and to build one source of kernels.
+# Seconds that a compiler has: to say what it is, to build the probe (and this, to run), to build one source of kernels.
 _SAYS, _PROBES, _BUILDS = 20.0, 120.0, 600.0
 
 # What a compiler says when the machine, and neither the source nor our flags, is at fault.
@@ -143,7 +159,7 @@ def compile_all(sources: Sequence[str], options: Options, cache: Cache) -> list[
 
 @functools.cache
 def processor() -> str:
-    """What -march=native depends on: the name and the features of the processor."""
+    """What machine code here depends on: the name and the features of the processor, and the C library."""
     told: dict[str, str] = {}
     with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
         # The first paragraph is the first processor's; those of the others, there can be hundreds, repeat it.
@@ -152,7 +168,14 @@ def processor() -> str:
             told[name.strip()] = value.strip()
     # x86 says "model name" and "flags", Arm says "CPU part" and "Features".
     known = [told.get(name, "") for name in ("model name", "flags", "CPU implementer", "CPU part", "Features")]
-    return "\n".join([platform.machine(), platform.processor(), *known])
+    return "\n".join([platform.machine(), platform.processor(), *known, _library()])
+
+
+def _library() -> str:
+    """The C library and its version, if it is glibc: vector functions came with some versions of it."""
+    with suppress(AttributeError, ValueError, OSError):
+        return os.confstr("CS_GNU_LIBC_VERSION") or ""
+    return ""
 
 
 @dataclass(frozen=True)
@@ -325,13 +348,34 @@ def _probe(command: tuple[str, ...], cache: Cache) -> Compiler | str:
         return choices[names.index(text)]
     for name, choice in zip(names, choices, strict=True):
         result = _Builds(_PROBES).build(choice, _PROBE)
-        if result.data is not None:
-            cache.put(key, ".txt", name.encode())
-            return choice
         if result.late:
             return f"ten lines took it more than {_PROBES:g} s"
-    said = next(iter(result.errors.strip().splitlines()), "it made no file")
-    return f"it cannot build ten lines of C++17: {said[:300]}"
+        if result.data is None:
+            said = next(iter(result.errors.strip().splitlines()), "it made no file")
+            problem = f"it cannot build ten lines of C++17: {said[:300]}"
+        elif not (problem := _runs(result.data)):
+            cache.put(key, ".txt", name.encode())
+            return choice
+    return problem
+
+
+def _runs(probe: bytes) -> str:
+    """Why the probe does not run here, in a process that may end on its first instruction; "" if it does."""
+    if not sys.executable:  # an embedded Python, which cannot be started
+        return ""
+    with tempfile.TemporaryDirectory(prefix="terrazzo-") as directory:
+        path = Path(directory) / "probe.so"
+        path.write_bytes(probe)
+        command = [sys.executable, "-I", "-S", "-c", _RUN, str(path)]
+        try:
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+                                  timeout=_PROBES)  # fmt: skip
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"what it builds cannot be tried here: {error}"
+    if done.returncode < 0:
+        return f"what it builds does not run on this processor ({signal.strsignal(-done.returncode)})"
+    said = next(reversed(done.stderr.strip().splitlines()), "no word why")
+    return f"what it builds does not run here: {said[:300]}" if done.returncode else ""
 
 
 def _for(command: tuple[str, ...], flags: tuple[str, ...]) -> tuple[str, ...]:
