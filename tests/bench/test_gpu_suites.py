@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 torch = pytest.importorskip("torch")
 
 from terrazzo.bench import article, gpu, gpu_suites, products, report  # noqa: E402
-from terrazzo.cli.bench import GpuSuite  # noqa: E402
+from terrazzo.cli.bench import GpuSuite, app  # noqa: E402
+from terrazzo.errors import UserError  # noqa: E402
 from terrazzo.front.capture import capture  # noqa: E402
 from terrazzo.ir.torch_types import to_torch_dtype  # noqa: E402
 from terrazzo.ir.types import DTYPES  # noqa: E402
@@ -100,3 +104,74 @@ def test_a_staircase_says_what_each_step_gains() -> None:
     assert first == ("first", "400", "1", "", "0.25x")
     assert second[3:] == ("3.20x", "0.80x")
     assert third[3:] == ("1.04x", "**an error**")
+
+
+def _measured(monkeypatch: pytest.MonkeyPatch, commit: str = "abc") -> list[str]:
+    """Cases that take no GPU; which were measured. The one called `bad` fails."""
+    done: list[str] = []
+
+    def one(case: gpu_suites.Case, options: Options, peers: list[str]) -> dict[str, object]:
+        done.append(case.name)
+        if case.name == "bad":
+            raise RuntimeError("out of memory\n  of the GPU")
+        us = {"terrazzo": 1.0, **dict.fromkeys(peers, 2.0)}
+        told = {"bytes": 1, "operations": 0.0, "error": 0.0, "error_eager": 0.0}
+        return {"case": case.name, "dtype": case.dtype, "us": us, "ok": True, "problem": "", **told}
+
+    cases = [gpu_suites.Case(n, "bf16", lambda: pytest.fail("is not made"), 1) for n in ("a", "b", "bad", "c", "d")]
+    monkeypatch.setitem(gpu.SUITES, "squares", lambda: tuple(cases))
+    monkeypatch.setattr(gpu, "measured_on", lambda: {"commit": commit, "gpu": "NVIDIA H200"})
+    monkeypatch.setattr(gpu, "_case", one)
+    return done
+
+
+def test_a_suite_goes_on_where_it_was_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = _measured(monkeypatch)
+    assert not gpu.measure("squares", Options(), ["eager"], within=-1.0, folder=tmp_path)["cases"]
+    assert not [*tmp_path.iterdir()]
+    gpu.measure("squares", Options(), ["eager"], only="b", folder=tmp_path)
+    assert done == ["b", "bad"]
+    record = gpu.measure("squares", Options(), ["eager"], folder=tmp_path)
+    assert done == ["b", "bad", "a", "c", "d"]
+    assert [c["case"] for c in record["cases"]] == ["a", "b", "bad", "c", "d"]
+    assert json.loads((tmp_path / "squares.json").read_text()) == record
+    assert record["geomean"] == {"eager": 2.0}
+    gpu.measure("squares", Options(), ["eager", "compile"], folder=tmp_path)
+    assert len(done) == 9, "another peer is measured beside those that did not fail"
+    _measured(monkeypatch, commit="later")
+    assert len(gpu.measure("squares", Options(), ["eager"], only="c", folder=tmp_path)["cases"]) == 1
+
+
+def test_parts_of_a_suite_are_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = _measured(monkeypatch)
+    for number in (1, 2):
+        gpu.measure("squares", Options(), ["eager"], part=(number, 2), folder=tmp_path)
+    assert done == ["a", "bad", "d", "b", "c"]
+    assert len(gpu.parts_of("squares", tmp_path)) == 2
+    record = gpu.measure("squares", Options(), ["eager"], folder=tmp_path)
+    assert len(done) == 5
+    assert [c["case"] for c in record["cases"]] == ["a", "b", "bad", "c", "d"]
+    assert [p.name for p in tmp_path.iterdir()] == ["squares.json"]
+
+
+def test_what_a_case_ended_with_is_in_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _measured(monkeypatch)
+    record = gpu.measure("squares", Options(), ["eager"])
+    head, *rows = report.gpu_rows(record)
+    assert {len(r) for r in rows} == {len(head)}
+    assert rows[2] == ("bad", "bf16", *("" for _ in head[3:]), "RuntimeError: out of memory of the GPU")
+    (tmp_path / "results").mkdir()
+    meta = {"gpu": "NVIDIA H200", "driver": "", "nvrtc": "", "versions": {}, "commit": "", "date": ""}
+    (tmp_path / "results" / "squares.json").write_text(json.dumps({**record, "meta": meta}))
+    stairs = {**record, "suite": "staircase", "meta": meta}
+    (tmp_path / "results" / "staircase.json").write_text(json.dumps(stairs))
+    page = report.page(tmp_path / "results")
+    assert page.count("RuntimeError: out of memory of the GPU") == 2
+    assert report.GPU_TITLES["squares"] in page
+
+
+def test_a_part_is_one_of_so_many() -> None:
+    for part in ("0/2", "3/2", "2", "a/b", "1/"):
+        found = CliRunner().invoke(app, ["gpu", "--part", part])
+        assert isinstance(found.exception, UserError)
+        assert "it must be K/N" in str(found.exception)

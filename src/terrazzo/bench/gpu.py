@@ -4,18 +4,22 @@ medians, a roofline.
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from terrazzo.bench import products
 from terrazzo.bench.article import article
 from terrazzo.bench.gpu_suites import Case, attention, block, convolution, fp32, gemm, pointwise, reduction
 from terrazzo.bench.harness import accuracy, surroundings
+from terrazzo.bench.measure import save
 from terrazzo.options import Options
+from terrazzo.progress import at
 from terrazzo.run.timing import graph_of, in_turns
 
 SUITES: dict[str, Callable[[], tuple[Case, ...]]] = {
@@ -42,20 +46,78 @@ COLD = 2.0
 MOST_SETS = 160
 
 
-def measure(suite: str, options: Options, peers: Sequence[str], only: str = "") -> dict[str, Any]:
-    """The record of a suite: what it was measured on, and every case (whose name contains `only`)."""
+def measure(
+    suite: str,
+    options: Options,
+    peers: Sequence[str],
+    only: str = "",
+    within: float = math.inf,
+    part: tuple[int, int] = (1, 1),
+    folder: Path | None = None,
+) -> dict[str, Any]:
+    """The record of a suite: what it was measured on, and every case whose name contains `only`, of these the k-th of
+    every n for `part` k, n. No case begins after `within` seconds.
+
+    It is written to the `folder` after every case. What the records there have of this commit and GPU, those of other
+    parts included, is not measured again.
+    """
     import torch
 
     torch.backends.cuda.matmul.allow_tf32 = False
     if suite == "fp32":
         options = replace(options, fp32="split")
-    cases = []
-    for case in SUITES[suite]():
-        if only in case.name:
-            cases.append(_case(case, options, peers))
-            torch.cuda.empty_cache()
-    ratios = {p: _geomean([c["us"][p] / c["us"]["terrazzo"] for c in cases if p in c["us"] and c["ok"]]) for p in peers}
-    return {"suite": suite, "meta": measured_on(), "geomean": ratios, "cases": cases}
+    start, meta = time.perf_counter(), measured_on()
+    every = SUITES[suite]()
+    found = recorded(suite, folder, meta, peers)
+    number, count = part
+    mine = [c for c in every if only in c.name][number - 1 :: count]
+    missing = [c for c in mine if (c.name, c.dtype) not in found]
+
+    def record() -> dict[str, Any]:
+        cases = [found[key] for c in every if (key := (c.name, c.dtype)) in found]
+        right = [c["us"] for c in cases if c["ok"]]
+        ratios = {p: _geomean([us[p] / us["terrazzo"] for us in right if p in us]) for p in peers}
+        return {"suite": suite, "meta": meta, "geomean": ratios, "cases": cases}
+
+    for done, case in enumerate(missing):
+        if time.perf_counter() - start > within:
+            break
+        found[case.name, case.dtype] = _tried(case, options, peers)
+        if folder is not None:
+            save(record(), kept(suite, folder, part))
+        torch.cuda.empty_cache()  # an error of the GPU comes up here: nothing can be measured after it
+        at(f"measured {case.name}", done + 1, len(missing))
+    if folder is not None and found:
+        save(record(), kept(suite, folder, part))
+        for other in parts_of(suite, folder) if count == 1 else ():
+            other.unlink()
+    return record()
+
+
+def kept(suite: str, folder: Path, part: tuple[int, int]) -> Path:
+    """Where the record of a suite is, or of a part of it."""
+    number, count = part
+    return folder / (f"{suite}.json" if count == 1 else f"{suite}.{number}-of-{count}.part")
+
+
+def parts_of(suite: str, folder: Path) -> list[Path]:
+    """The records of parts."""
+    return sorted(folder.glob(f"{suite}.*-of-*.part"))
+
+
+def recorded(
+    suite: str, folder: Path | None, meta: Mapping[str, Any], peers: Sequence[str]
+) -> dict[tuple[str, str], dict[str, Any]]:
+    """The cases that were measured at this commit on such a GPU beside these peers, by name and type."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for path in (kept(suite, folder, (1, 1)), *parts_of(suite, folder)) if folder is not None else ():
+        try:
+            record = json.loads(path.read_text())
+        except (OSError, ValueError):
+            continue
+        if all(record["meta"].get(x) == meta[x] for x in ("commit", "gpu")):
+            found |= {(c["case"], c["dtype"]): c for c in record["cases"] if not c["us"] or {*peers} <= {*c["us"]}}
+    return found
 
 
 def measured_on() -> dict[str, Any]:
@@ -82,6 +144,16 @@ def _installed() -> set[str]:
     import importlib.metadata
 
     return {d.name.lower() for d in importlib.metadata.distributions()}
+
+
+def _tried(case: Case, options: Options, peers: Sequence[str]) -> dict[str, Any]:
+    """A case, or what became of it."""
+    try:
+        return _case(case, options, peers)
+    except Exception as error:  # the other cases are to be measured, whatever this one ends with
+        told = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        known = {"bytes": case.bytes, "operations": case.operations, "said": case.said}
+        return {"case": case.name, "dtype": case.dtype, "us": {}, "ok": False, "problem": told, **known}
 
 
 def _case(case: Case, options: Options, peers: Sequence[str]) -> dict[str, Any]:

@@ -53,6 +53,9 @@ def gpu_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
     found = [("case", "dtype", "terrazzo", *peers, "rate", *(f"/ {p}" for p in peers), *said, "error / eager's")]
     for c in record["cases"]:
         us = c["us"]
+        if not us:
+            found.append((c["case"], c["dtype"], *("" for _ in range(len(found[0]) - 3)), c["problem"]))
+            continue
         rate = (
             f"{c['operations'] / us['terrazzo'] / 1e6:.1f} TFLOP/s"
             if c["operations"]
@@ -282,6 +285,9 @@ def stair_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("and then", "µs", "TFLOP/s", "of the step before", "of cuBLAS")]
     before = 0.0
     for case in record["cases"]:
+        if not case["us"]:
+            rows.append((case["case"], "", "", "", f"**{case['problem']}**"))
+            continue
         us = case["us"]["terrazzo"]
         gain = f"{before / us:.2f}x" if before else ""
         told = f"**{case['problem']}**" if case["problem"] else f"{case['us']['eager'] / us:.2f}x"
@@ -394,7 +400,8 @@ def _gpu_part(record: Mapping[str, Any]) -> list[str]:
     lines.insert(1, "|---|---|" + "---:|" * (len(table[0]) - 2))
     where = _where(record)
     means = ", ".join(f"**{ratio:.2f}x** of {name}" for name, ratio in record["geomean"].items())
-    plots = [line for dtype in dict.fromkeys(c["dtype"] for c in record["cases"]) for line in _plot(record, dtype)]
+    kinds = dict.fromkeys(c["dtype"] for c in record["cases"] if c["us"])
+    plots = [line for dtype in kinds for line in _plot(record, dtype)]
     return [
         f"## {GPU_TITLES.get(record['suite'], record['suite'])}",
         "",
@@ -412,7 +419,7 @@ def _plot(record: Mapping[str, Any], dtype: str) -> list[str]:
     """How many times as fast as every peer, as a chart that renders where Markdown does. A bar per case, a line per
     further peer.
     """
-    cases = [c for c in record["cases"] if c["dtype"] == dtype]
+    cases = [c for c in record["cases"] if c["dtype"] == dtype and c["us"]]
     first, *others = list(record["geomean"])
     series = {p: [round(c["us"][p] / c["us"]["terrazzo"], 2) for c in cases] for p in (first, *others)}
     most = max(x for values in series.values() for x in values)

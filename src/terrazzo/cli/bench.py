@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -180,14 +181,20 @@ def gpu(
         list[str] | None, typer.Option(help="Of the programs: f32 or bf16. Repeatable.", show_default=False)
     ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Programs that are compiled at once.")] = 4,
+    within: Annotated[
+        float, typer.Option(help="Seconds after which no case begins; called again, it goes on.", show_default=False)
+    ] = float("inf"),
+    part: Annotated[
+        str, typer.Option(metavar="K/N", help="Only the K-th of every N cases, as on one GPU of several.")
+    ] = "1/1",
 ) -> None:
     """Compare with PyTorch on this GPU; records go to benchmarks/results/<gpu> of the checkout.
 
     Every case is checked against float64 first; then CUDA graphs over inputs larger than the caches are replayed in
-    turns. `--suite programs` takes long, and is left out where no suite is named; it goes on where its record ends.
+    turns. Records are written after every case, and what they have of this commit is not measured again; called without
+    `--part`, it puts those of parts together. `--suite programs` takes long, and is left out where no suite is named.
     """
     from terrazzo.bench.gpu import PEERS, measure
-    from terrazzo.bench.measure import save
     from terrazzo.bench.report import gpu_rows
     from terrazzo.cli.output import unknown
     from terrazzo.errors import UserError
@@ -206,17 +213,22 @@ def gpu(
     for name in peers:
         if name not in PEERS:
             raise UserError(unknown("peer", name, PEERS))
+    share = _part(part)
     if not devices():
         raise UserError(
             "`terrazzo bench gpu` needs a GPU, and PyTorch sees none; `terrazzo bench cpu` measures on the processor"
         )
-    wrong = []
+    import torch
+
+    wrong, start = [], time.monotonic()
     for chosen in suite or [s for s in GpuSuite if s is not GpuSuite.programs]:
         if chosen is GpuSuite.programs:
             wrong += _programs(out, libraries, only, dtypes, workers)
             continue
+        left = within - (time.monotonic() - start)
+        folder = out or _folder(torch.cuda.get_device_name().split()[-1].lower())
         with working(f"measuring {chosen.value}"):
-            record = measure(chosen.value, Options(libraries="never"), peers, only)
+            record = measure(chosen.value, Options(libraries="never"), peers, only, left, share, folder)
         for k, line in enumerate(columns(gpu_rows(record), right=(2, 3, 4, 5, 6))):
             say(line, "bold" if k == 0 else None)
         say(
@@ -224,12 +236,20 @@ def gpu(
             + ", ".join(f"{ratio:.2f}x of {name}" for name, ratio in record["geomean"].items())
             + ", geometric means"
         )
-        name = record["meta"]["gpu"].split()[-1].lower()
-        save(record, (out or _folder(name)) / f"{chosen.value}.json")
         wrong += [f"{c['case']} {c['dtype']}: {c['problem']}" for c in record["cases"] if not c["ok"]]
     if wrong:
         say("wrong: " + "; ".join(wrong), "bold red")
         raise typer.Exit(1)
+
+
+def _part(text: str) -> tuple[int, int]:
+    """`2/4` as numbers."""
+    from terrazzo.errors import UserError
+
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise UserError(f"--part {text}: it must be K/N with 1 <= K <= N, as 2/4 for the second of every four cases")
+    return int(number), int(count)
 
 
 def _programs(out: Path | None, libraries: str, only: str, dtypes: list[str], workers: int) -> list[str]:
