@@ -219,6 +219,13 @@ def test_a_plan_for_attention(before: str, after: str, message: str) -> None:
     assert re.match(message, refused("attention", before, after))
 
 
+def test_a_step_multiplies_in_order() -> None:
+    """A product whose first factor is made of another one's sums comes after it."""
+    first, second = (without("attention", f'product(sites=("{name}",)') for name in ("acc3", "acc4"))
+    told = refused("attention", first + second, second + first)
+    assert re.match(r"\d+: a step multiplies for acc3 before it does for acc4, which stands above it", told)
+
+
 def without(name: str, start: str) -> str:
     program = made(name).lowering.at("tile")
     text = str(program.plans[0][1])

@@ -234,6 +234,13 @@ def test_a_schedule_for_another_machine_is_refused() -> None:
          "acc0: mma.m16n8k16.f32.bf16 has m = 16, and inst.m is bound to 8"),
         ("sm_80", [("r0 = reg(2) * inst.k(16)", "r0 = reg(4) * inst.k(8)")],
          "acc0: mma.m16n8k16.f32.bf16 has k = 16, and inst.k is bound to 8"),
+        ("sm_80", [("warp(2) * reg(2) * inst.m(16)", "inst.m(16) * warp(2) * reg(2)")],
+         "acc0: mma.m16n8k16.f32.bf16 has its part of a0 side by side: what is bound to the instruction stands last in "
+         "the binding"),
+        ("sm_80", [("reg(2) * inst.n(8)", "inst.n(8) * reg(2)")],
+         "acc0: mma.m16n8k16.f32.bf16 has its part of a1 side by side"),
+        ("sm_80", [("reg(2) * inst.k(16)", "inst.k(16) * reg(2)")],
+         "acc0: mma.m16n8k16.f32.bf16 has its part of r0 side by side"),
         ("sm_80", [("mma.m16n8k16.f32.bf16", "fma.f32")],
          "acc0 binds axes of an instruction, and fma.f32 has none"),
         ("sm_80", [("mma.m16n8k16.f32.bf16", "mmma.m16n8k16.f32.bf16")],

@@ -146,6 +146,9 @@ def _product(line: Product, plan: Plan, draft: Draft) -> None:
             name in draft.products,
             f"a block is divided for no contraction {name}; for {', '.join(draft.products) or 'none'}",
         )
+    order, above = [*draft.products], plan.all(Product)[: plan.all(Product).index(line)]
+    late = [p.sites[0] for p in above if order.index(p.sites[0]) > order.index(line.sites[0])]
+    need(not late, f"a step multiplies for {line.sites[0]} before it does for {', '.join(late)}, which stands above it")
     agent = plan.all(Agent)[-1].name
     need(line.agent == agent, f"{agent} computes, not {line.agent}")
     together, instruction, m, n, a, b = place(draft, line.sites[0])

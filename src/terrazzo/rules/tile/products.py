@@ -101,7 +101,7 @@ def promoted(draft: Draft, together: list[str]) -> bool:
 
 
 def _covers(draft: Draft, site: Site, instruction: Matrix | None) -> None:
-    """As much is bound to each axis of an instruction as it has."""
+    """As much is bound to each axis of an instruction as it has, and it has it side by side."""
     used = [f for _, binding in draft.schedule.lines(site) for f in binding]
     if not any(f.level.startswith("inst") for f in used):
         return
@@ -114,6 +114,14 @@ def _covers(draft: Draft, site: Site, instruction: Matrix | None) -> None:
         if have != size:
             with about(*where):
                 raise UserError(f"{name}: {instruction.name} has {axis} = {size}, and inst.{axis} is bound to {have}")
+    for line, binding in draft.schedule.lines(site):
+        within = [f.level.startswith("inst") for f in binding if f.size > 1]
+        if within != sorted(within):
+            with about(*draft.schedule.part(name, line)):
+                raise UserError(
+                    f"{name}: {instruction.name} has its part of {line} side by side: what is bound to the instruction "
+                    "stands last in the binding"
+                )
 
 
 def _rows_and_columns(
