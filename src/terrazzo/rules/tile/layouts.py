@@ -17,7 +17,7 @@ from terrazzo.ir.sites import loads
 from terrazzo.rewrite.rule import need, rule
 from terrazzo.rules.loop.parts import counted
 from terrazzo.rules.tile.draft import Draft
-from terrazzo.rules.tile.products import CONVERTED
+from terrazzo.rules.tile.products import CONVERTED, HELD
 from terrazzo.rules.tile.rings import axis_called, operand_text
 
 
@@ -62,7 +62,7 @@ def _factors(plan: Plan, draft: Draft, p: Product, instruction: Matrix) -> Itera
             for x in dict.fromkeys(x for term in terms for x in loads(term)):
                 by = "parts" if counted([term for term in terms if x in loads(term)], x) else "ld"
                 yield Convert(streams[operand_text(x)].name, to, by, str(instruction.a.layout))
-        elif source == "ldmatrix":
+        elif source in ("ldmatrix", HELD):
             for x in terms:
                 s = streams[operand_text(x)]
                 move, layout = fragments(draft, p, instruction, letter, s)
