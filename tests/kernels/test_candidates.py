@@ -25,11 +25,12 @@ from terrazzo.ir.verify_kernel import declared
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from terrazzo.rules.loop_to_tile import choose
+from terrazzo.rules.loop_to_tile.experience import Experience
 from terrazzo.rules.tile.complete import Refused
 from terrazzo.run import nvrtc
 from terrazzo.run.cache import Cache
 from terrazzo.run.cpu import Built
-from terrazzo.run.cuda import build
+from terrazzo.run.cuda import build, emit_all
 from terrazzo.run.nvrtc import Facts, Tried, known
 
 pytest.importorskip("cuda.bindings")
@@ -122,17 +123,18 @@ def test_what_was_learned_is_kept(cache: Cache, monkeypatch: pytest.MonkeyPatch)
     assert not sources and again.sources == first.sources and lost(again) == lost(first)
 
 
-def test_after_matrix_instructions_come_cuda_cores_and_then_a_plain_schedule(
+def test_after_matrix_instructions_come_cuda_cores_and_a_plain_schedule_and_the_one_that_spills_least_runs(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at_most(monkeypatch, 1)
     built = compiled(cache, mm, e(16, 64, dtype=BF16), e(64, 16, dtype=BF16))
     tried = [e.rule + e.reason for e in built.lowering.log.events if "it lost: " in e.reason]
     kinds = list(dict.fromkeys(next((x for x in ("wgmma", "mma", "CUDA cores") if x in t), "none") for t in tried))
-    assert {*kinds[:2]} == {"wgmma", "mma"} and kinds[2:] == ["CUDA cores", "none"] and tried[-1].startswith("plain")
-    assert taken(built) == [
-        "plain: a thread computes a point at a time; it runs all the same, for nothing else can be built"
-    ]
+    assert {*kinds[:2]} == {"wgmma", "mma"} and kinds[2:] == ["CUDA cores"]
+    (chosen,) = taken(built)
+    assert (
+        chosen.startswith("tile: ") and "it runs all the same, for what is left reads memory for every point" in chosen
+    )
     assert [p.read_bytes()[:4] for p in built.paths.values()] == [b"\x7fELF"]
 
 
@@ -146,6 +148,60 @@ def test_a_source_that_does_not_compile_lost_too(cache: Cache, monkeypatch: pyte
     built = compiled(cache, mm, e(16, 64, dtype=BF16), e(64, 16, dtype=BF16))
     assert set(lost(built)) == {"the CUDA generated for it does not compile"}
     assert "on CUDA cores" in taken(built)[0]
+
+
+class Lost(Experience):
+    """Some sources lost, which cannot be built or spill so many bytes."""
+
+    def __init__(self, sources: dict[str, float]) -> None:
+        self.sources = sources
+
+    def lost(self, kernel: k.Kernel) -> str:
+        return "it is said to be lost" if nvrtc.emitted(kernel) in self.sources else ""
+
+    def spilled(self, kernel: k.Kernel) -> float:
+        return self.sources[nvrtc.emitted(kernel)]
+
+
+def gated(x: torch.Tensor, w: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """Two products, which are kernels of their own."""
+    return F.silu(x @ w.T) * (x @ u.T)
+
+
+GATED = e(2048, 4096, dtype=BF16), e(14336, 4096, dtype=BF16), e(14336, 4096, dtype=BF16)
+
+
+def scheduled(
+    fn: Any, given: tuple[torch.Tensor, ...], sources: dict[str, float]
+) -> tuple[list[str], list[Any], list[str]]:
+    """What the steps of a function are called, their schedules, and their sources, where some lost."""
+    given = tuple(x.to("meta") for x in given)
+    options = Options(target=ARCH, libraries="never")
+    done = lowering(capture(fn, given, {}).program, options, tried=Lost(sources))
+    tiles = done.at("tile")
+    return (
+        [s.name for s in tiles.loop.steps],
+        [x for _, x in tiles.schedules],
+        [text for _, text in emit_all(done.at("kernel"), ARCH)[1]],
+    )
+
+
+def test_where_one_of_several_kernels_lost_only_that_one_is_chosen_again() -> None:
+    names, schedules, sources = scheduled(gated, GATED, {})
+    again, others, _ = scheduled(gated, GATED, {sources[0]: float("inf")})
+    assert again == names == ["mul_sum0", "mul"]
+    assert others[0] != schedules[0] and others[1] == schedules[1]
+    assert "wgmma" in str(others[0])
+
+
+def test_a_product_that_spills_a_little_is_better_than_one_that_reads_memory_for_every_point() -> None:
+    lost: dict[str, float] = {}
+    for n in range(500):
+        _, schedules, sources = scheduled(mm, (e(64, 64, dtype=BF16),) * 2, lost)
+        if sources[0] in lost:
+            break
+        lost[sources[0]] = 8.0 if n == 3 else 800.0
+    assert lost[sources[0]] == 8.0 and "mma" in str(schedules[0])
 
 
 def test_what_the_driver_does_not_load_lost_too(cache: Cache) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -249,8 +250,13 @@ class Tried(Experience):
         why = self.told[source] = self.of(source)
         return why
 
+    def spilled(self, kernel: k.Kernel) -> float:
+        source = emitted(kernel)
+        facts = known(source, self.arch, self.cache)
+        return facts.spilled if facts and facts.runs and source not in self.refused else math.inf
+
     def of(self, source: str) -> str:
-        """The same for a kernel's source."""
+        """Why a source lost."""
         facts = known(source, self.arch, self.cache)
         return self.refused.get(source) or (facts.problem(self.spills) if facts else "")
 
@@ -272,6 +278,7 @@ class _Asked(Experience):
         self.whom = whom
         self.told: dict[k.Kernel, str] = {}
         self.fastest = whom.fastest  # type: ignore[method-assign]
+        self.spilled = whom.spilled  # type: ignore[method-assign]
 
     def __call__(self, kernel: k.Kernel) -> str:
         why = self.told[kernel] = self.whom(kernel)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir import nest as n
@@ -19,34 +18,38 @@ from terrazzo.rules.loop_to_tile.collapse import collapse, digits_apart, flat_re
 from terrazzo.rules.loop_to_tile.crossed import points
 from terrazzo.rules.loop_to_tile.forms import Form, for_warpgroups, merged
 from terrazzo.rules.loop_to_tile.pieces import in_pieces, meeting, partial_states, together
-from terrazzo.rules.loop_to_tile.product_candidates import after_stores, best, copied, in_boxes, in_tiles
+from terrazzo.rules.loop_to_tile.product_candidates import after_stores, best, boxed, copied, in_boxes, in_tiles
 from terrazzo.rules.loop_to_tile.results import results
 from terrazzo.rules.loop_to_tile.split import moments, reduced_first, split_moments
 from terrazzo.rules.loop_to_tile.stored import stored
 from terrazzo.rules.loop_to_tile.threads import SECTOR, size_of, step
 
+Pick = Callable[[Iterator[Candidate]], Candidate]
+"""Which of its candidates a kernel runs as that is one of several in the place of another."""
 
-def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
+
+def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick: Pick = next) -> Iterator[Candidate]:
     """Ways to run a kernel, the best by the model first. The last is the plainest there is: it asks for next to
     nothing, so it can be built whatever the kernel computes.
     """
     yield from (_chained(kernel, way, gpu) for way in chains.ways(kernel, gpu) if isinstance(way, chains.Way))
     apart = digits_apart(kernel)
     if product(kernel) is None and product(apart) is not None:  # an axis of which both factors know a part, as of heads
-        yield from (x.after(("digits_apart", kernel, (apart,))) for x in candidates(apart, gpu, pinned))
+        yield from (x.after(("digits_apart", kernel, (apart,))) for x in candidates(apart, gpu, pinned, pick))
     if (p := product(kernel)) is not None:
         sums = [c.reduce for c in p.sites]
         if not frozenset(a for a in kernel.axes if size_of(a) > 1) <= frozenset().union(*(r.free for r in sums)):
-            yield from _apart_from(kernel, sums, gpu, pinned)  # tiles would compute them again at points of other axes
+            # tiles would compute them again at points of other axes
+            yield from _apart_from(kernel, sums, gpu, pinned, pick)
         if windows.of_few_columns(kernel):
             found = windows.window(kernel, gpu)
             if found is not None and found.time < _soonest(kernel, p, gpu):
                 yield from _windows(kernel, gpu, pinned)
-        yield from _across(kernel, p, gpu, pinned)
-        yield from _results(kernel, gpu, pinned)
+        yield from _across(kernel, p, gpu, pinned, pick)
+        yield from _results(kernel, gpu, pinned, pick)
+        yield from _each(kernel, gpu, pinned, pick)
         yield from in_boxes(kernel, p, gpu, pinned)
         yield from after_stores(kernel, p, gpu, pinned)
-        yield from _each(kernel, gpu, pinned)
         yield from in_tiles(kernel, p, gpu, pinned)
     yield from _windows(kernel, gpu, pinned)
     flat = flat_reductions(kernel)
@@ -56,16 +59,16 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> It
         if (sharing := scans.shared(flat, gpu)) is not None:
             whole, bound, what = sharing
             yield Candidate(((whole, bound, "scan", what),)).after(flattened, ("merge_axes", flat, (whole,)))
-        yield from (x.after(flattened) for x in _stores_apart(flat, gpu, pinned))
+        yield from (x.after(flattened) for x in _stores_apart(flat, gpu, pinned, pick))
         form, own, why, rewrite = points(flat, gpu)
         yield Candidate(((form, own, "points", why),)).after(flattened, (rewrite, flat, (form,)))
         yield from (x.after(flattened) for x in _narrower(flat, own, gpu))
     else:
         if before := scans.reduced_before(flat):
-            yield from (x.after(flattened) for x in _apart_from(flat, before, gpu, pinned))
+            yield from (x.after(flattened) for x in _apart_from(flat, before, gpu, pinned, pick))
         even = rows.flattened(flat)
         evened: Rewrite = ("merge_axes", flat, (even,))
-        for cut in _cut(even, gpu, pinned):
+        for cut in _cut(even, gpu, pinned, pick):
             yield cut.after(flattened, evened)
         for chosen in together(even, gpu):
             yield Candidate(((even, *chosen),)).after(flattened, evened)
@@ -88,14 +91,14 @@ def _soonest(kernel: l.Kernel, p: Product, gpu: Gpu) -> float:
     return min(_best(kernel, gpu), *(x.time + way.before(gpu) for way in ways for x in way.plans(gpu)[:1]), math.inf)
 
 
-def _stores_apart(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
+def _stores_apart(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick: Pick) -> Iterator[Candidate]:
     """What is stored at points of different axes in kernels of their own, where lanes lie along memory in each then,
     and that gains more than launches take and what is read again.
     """
     apart = stores_apart(kernel)
     static = all(isinstance(a.extent, int) for a in kernel.axes)
     if len(apart) > 1 and static and sum(threads.walked(collapse(x), gpu) for x in apart) < threads.walked(kernel, gpu):
-        whole = joined(next(candidates(x, gpu, pinned)) for x in apart)
+        whole = joined(pick(candidates(x, gpu, pinned, pick)) for x in apart)
         yield whole.after(("stores_apart", kernel, apart))
 
 
@@ -125,15 +128,18 @@ def _chained(kernel: l.Kernel, way: chains.Way, gpu: Gpu) -> Candidate:
     return Candidate(done).after(*rewrites)
 
 
-def _each(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
-    """Several products as kernels of their own, where wider tiles gain more than storing what the first ones sum, and
-    reading it again, takes: accumulators of all must fit in registers otherwise.
+def _each(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick: Pick) -> Iterator[Candidate]:
+    """Several products as kernels of their own, where wider tiles, or boxes of images of which one has only those of a
+    single one, gain more than storing what the first ones sum, and reading it again, takes: accumulators of all must
+    fit in registers otherwise.
     """
     apart = products_apart(kernel)
     kinds = [x.stores[0].buffer.type for x in apart[:-1]]
     reading = sum(math.prod(t.static_shape) * t.dtype.size for t in kinds) / gpu.memory  # who writes it, pays for that
-    if len(apart) > 1 and sum(map(partial(_expected, gpu=gpu), apart)) + reading < _best(kernel, gpu):
-        whole = joined(next(candidates(x, gpu, pinned)) for x in apart)
+    if len(apart) == 1:
+        return
+    if sum(_anyhow(x, _expected(x, gpu), gpu) for x in apart) + reading < _anyhow(kernel, _best(kernel, gpu), gpu):
+        whole = joined(pick(candidates(x, gpu, pinned, pick)) for x in apart)
         yield whole.after(("products_apart", kernel, apart))
 
 
@@ -148,17 +154,17 @@ says 482 (H200).
 """
 
 
-def _results(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
+def _results(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick: Pick) -> Iterator[Candidate]:
     """A product that stores its sums, and its results in a kernel of their own: few warps multiply, and take longer for
     what is dear than many would.
     """
     if _in_two(kernel, gpu) < SURE * _best(kernel, gpu):
         apart = results_apart(kernel)
-        whole = joined(next(candidates(x, gpu, pinned)) for x in apart)
+        whole = joined(pick(candidates(x, gpu, pinned, pick)) for x in apart)
         yield whole.after(("results_apart", kernel, apart))
 
 
-def _across(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
+def _across(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule], pick: Pick) -> Iterator[Candidate]:
     """A product whose results lie along an axis of its batch, where each would be alone in a sector: its sums are
     stored tile by tile, and a kernel of its own turns them, whose lanes lie along both.
     """
@@ -170,8 +176,14 @@ def _across(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedul
     turning = 2 * points * size / gpu.memory + gpu.launch
     apart = results_apart(kernel, p.batch)
     if len(apart) > 1 and turning < points * (SECTOR - size) / gpu.cache:
-        whole = joined(next(candidates(x, gpu, pinned)) for x in apart)
+        whole = joined(pick(candidates(x, gpu, pinned, pick)) for x in apart)
         yield whole.after(("results_apart", kernel, apart))
+
+
+def _anyhow(kernel: l.Kernel, tiled: float, gpu: Gpu) -> float:
+    """Nanoseconds of a product that takes so many in tiles, or fewer in boxes or after its operands were stored."""
+    p = product(kernel)
+    return min(tiled, boxed(kernel, p, gpu), _soonest(kernel, p, gpu)) if p is not None else tiled
 
 
 def _expected(kernel: l.Kernel, gpu: Gpu) -> float:
@@ -202,7 +214,7 @@ def _best(kernel: l.Kernel, gpu: Gpu) -> float:
     return min(best(x.kernel, gpu) for x in forms)
 
 
-def _cut(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
+def _cut(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick: Pick) -> Iterator[Candidate]:
     """Rows divided among blocks, where these are few for what there is to read: reductions in pieces; a sum of squares
     together with the mean it is around; else those that others need in kernels before these, and of reductions that
     are not equally long the longest in one of its own. What is computed at the points of a row is a kernel of its own
@@ -215,9 +227,9 @@ def _cut(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator
     pieces = cuts.pieces(kernel, gpu, both)
     rest = len(inner) > 1 or (inner and pieces > 1) or cuts.strangers(kernel)
     if rest or cuts.crowded(kernel, gpu):
-        yield from _apart_from(kernel, top, gpu, pinned)
+        yield from _apart_from(kernel, top, gpu, pinned, pick)
     elif _uneven(kernel, gpu):
-        yield from _apart_from(kernel, cuts.uneven(kernel), gpu, pinned)
+        yield from _apart_from(kernel, cuts.uneven(kernel), gpu, pinned, pick)
     elif pieces > 1 and len(first) == len(top):
         yield from in_pieces(kernel, top, pieces, gpu, pinned, cuts.unit(top))
     elif pieces > 1 and both and (found := split_moments(kernel, pieces)) is not None:
@@ -225,7 +237,7 @@ def _cut(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator
         for chosen in partial_states(part, pieces, gpu, pinned):
             yield Candidate((chosen, meeting(second, gpu)), (("split_moments", kernel, (part, second)),))
     elif pieces > 1:
-        yield from _apart_from(kernel, first, gpu, pinned)
+        yield from _apart_from(kernel, first, gpu, pinned, pick)
 
 
 def _uneven(kernel: l.Kernel, gpu: Gpu, before: int = 1) -> bool:
@@ -237,10 +249,10 @@ def _uneven(kernel: l.Kernel, gpu: Gpu, before: int = 1) -> bool:
 
 
 def _apart_from(
-    kernel: l.Kernel, reduces: Sequence[l.Reduce], gpu: Gpu, pinned: Mapping[str, Schedule]
+    kernel: l.Kernel, reduces: Sequence[l.Reduce], gpu: Gpu, pinned: Mapping[str, Schedule], pick: Pick
 ) -> Iterator[Candidate]:
     """Some reductions of a kernel in one before it."""
     *before, after = reduced_first(kernel, reduces)
     if before:
-        done = joined(next(candidates(x, gpu, pinned)) for x in (*before, after))
+        done = joined(pick(candidates(x, gpu, pinned, pick)) for x in (*before, after))
         yield done.after(("reduced_first", kernel, (*before, after)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -15,16 +16,22 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
 from terrazzo.ir.schedule import Schedule
+from terrazzo.ir.sites import product
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop_to_tile import tiles
 from terrazzo.rules.loop_to_tile.candidate import Candidate
-from terrazzo.rules.loop_to_tile.candidates import candidates
+from terrazzo.rules.loop_to_tile.candidates import Pick, candidates
 from terrazzo.rules.loop_to_tile.experience import NONE, Experience
 from terrazzo.rules.loop_to_tile.pinned import as_pinned, forms, in_two
 from terrazzo.rules.tile.complete import Refused, complete
 from terrazzo.rules.tile_to_kernel.lower import derived
 
 PASS = "schedule"
+RESORTS = ("plain", "share", "alone")
+"""The rules of schedules that are last resorts for products: they read both factors from memory for every point, and
+took 4 ms instead of 0.1 (H200), where a tile that spills a few bytes is hardly slower than one that does not. The
+plainest is one whatever a kernel computes.
+"""
 
 Show = Callable[[Any], str] | None
 Known = tuple[Candidate | Refused, tuple[Event, ...], frozenset[str]]
@@ -114,40 +121,79 @@ def _judged(
 def _choose(
     kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], log: Log, tried: Experience
 ) -> Candidate | Refused:
-    """What the user pinned, unjudged; else the first candidate, by price, that can be derived and is not lost. Where
-    all are lost, the last that can be derived: slow is better than nothing.
-    """
+    """What the user pinned, unjudged; else the first candidate, by price, that can be derived and is not lost."""
     if kernel.name in pinned:
         done = as_pinned(forms(kernel), pinned, gpu)
         return in_two(done, gpu).after(("pin", kernel, (done[0],)))
-    last: Candidate | None = None
-    why = ""
-    for candidate in _ordered(kernel, gpu, pinned, tried):
-        if any(x.name in pinned for x, *_ in candidate.kernels):
-            return candidate
-        made = [derived(x, chosen, gpu) for x, chosen, *_ in candidate.kernels]
-        refused = [x.reason for x in made if isinstance(x, Refused)]
-        last = last if refused else candidate
-        why = next(chain(refused, filter(None, (tried(x) for x in made if isinstance(x, k.Kernel)))), "")
-        if not why:
-            return candidate
+
+    def lost(candidate: Candidate, why: str) -> None:
         *_, rule, reason = candidate.kernels[0]
         log.add(Event(PASS, rule, kernel.name, False, f"{reason}; it lost: {why}"))
-    if last is None:
+
+    def part(found: Iterator[Candidate]) -> Candidate:
+        return _first(found, gpu, pinned, tried.lost, tried.spilled)[0]
+
+    taken, why = _first(_ordered(kernel, gpu, pinned, tried, part), gpu, pinned, tried, tried.spilled, lost)
+    if why:
         what = f"{kernel.name}: no schedule of it fits {gpu.arch}; the plainest does not, for {why}"
         return Refused(Limitation(what))
-    (kernel, chosen, rule, reason), *rest = last.kernels
-    reason = f"{reason}; it runs all the same, for nothing else can be built"
-    return Candidate(((kernel, chosen, rule, reason), *rest), last.rewrites)
+    return taken
 
 
-def _ordered(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], tried: Experience) -> Iterator[Candidate]:
+def _first(
+    found: Iterator[Candidate],
+    gpu: Gpu,
+    pinned: Mapping[str, Schedule],
+    ask: Callable[[k.Kernel], str],
+    spilled: Callable[[k.Kernel], float],
+    lost: Callable[[Candidate, str], None] = lambda candidate, why: None,
+) -> tuple[Candidate, str]:
+    """The first candidate that can be derived, is not lost, and is no last resort. Else, of those that lost and run all
+    the same, one that spills least. Else a last resort, or the last that can be derived: slow is better than nothing.
+    Where none can, the last, and why.
+    """
+    slow: list[tuple[float, Candidate]] = []
+    resorts: list[Candidate] = []
+    last: list[Candidate] = []
+    for candidate in found:
+        if any(x.name in pinned for x, *_ in candidate.kernels):
+            return candidate, ""
+        made = [derived(x, chosen, gpu) for x, chosen, *_ in candidate.kernels]
+        refused = [x.reason for x in made if isinstance(x, Refused)]
+        told = {x: why for x in made if isinstance(x, k.Kernel) and (why := ask(x))}
+        resort = any(rule in RESORTS and (rule == "plain" or product(x)) for x, _, rule, _ in candidate.kernels)
+        why = next(chain(refused, told.values()), "")
+        if not why and not resort:
+            return candidate, ""
+        if why:
+            lost(candidate, why)
+        if not refused:
+            last = [candidate]
+            resorts += [candidate] if not why else []
+            slow += [(sum(map(spilled, told)), candidate)] if not resort else []
+    bytes_spilled, least = min(slow, key=lambda x: x[0], default=(math.inf, None))
+    if least is not None and bytes_spilled < math.inf:
+        return _all_the_same(least, "what is left reads memory for every point"), ""
+    if resorts:
+        return resorts[0], ""
+    return (_all_the_same(last[0], "nothing else can be built"), "") if last else (candidate, why)
+
+
+def _all_the_same(candidate: Candidate, why: str) -> Candidate:
+    """A candidate that lost and is taken."""
+    (kernel, chosen, rule, reason), *rest = candidate.kernels
+    return replace(candidate, kernels=((kernel, chosen, rule, f"{reason}; it runs all the same, for {why}"), *rest))
+
+
+def _ordered(
+    kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], tried: Experience, part: Pick
+) -> Iterator[Candidate]:
     """The candidates: the one that was measured to be the fastest, if there is one, and then as the model has them."""
     if fastest := tried.fastest(kernel):
-        for candidate in candidates(kernel, gpu, pinned):
+        for candidate in candidates(kernel, gpu, pinned, part):
             if candidate.text == fastest:
                 (first, chosen, rule, reason), *rest = candidate.kernels
                 reason += "; of those measured on such a GPU it is the fastest"
                 yield replace(candidate, kernels=((first, chosen, rule, reason), *rest))
                 break
-    yield from candidates(kernel, gpu, pinned)
+    yield from candidates(kernel, gpu, pinned, part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 from typing import TypeVar
 
@@ -21,6 +22,12 @@ class Experience:
     def lost(self, kernel: k.Kernel) -> str:
         """The same for a kernel that may not be used after all."""
         return ""
+
+    def spilled(self, kernel: k.Kernel) -> float:
+        """How many bytes of registers a kernel that lost spills, where it runs all the same; infinitely many where it
+        does not.
+        """
+        return math.inf
 
     def once(self, what: Hashable, find: Callable[[Experience], T]) -> T:
         """What `find` finds for `what` with what is known; that of an earlier time, where the same was known then."""

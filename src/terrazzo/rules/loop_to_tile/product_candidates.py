@@ -28,9 +28,7 @@ def in_boxes(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedu
     """A product of what is read at moved places, in boxes, where the model says that it is faster than other tiles.
     Operands are copied first, where memory runs otherwise than boxes do.
     """
-    whole = merge_axes(kernel, _columns(p))
-    *copies, form = packed(whole) if gpu.warpgroups else (kernel,)
-    found, _ = boxes.moved(form)
+    whole, copies, form, found = _boxes(kernel, p, gpu)
     if found is None or not (plans := boxes.plans(found, gpu)):
         return
     why = "boxes are brought in along what is summed over, and memory runs otherwise"
@@ -41,6 +39,22 @@ def in_boxes(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedu
             chosen = form, boxes.schedule(found, plan, gpu), "boxes", str(plan)
             done = joined((first, Candidate((chosen,))))
             yield done.after(("merge_axes", kernel, (whole,)), ("packed", whole, (*copies, form)))
+
+
+def boxed(kernel: l.Kernel, p: Product, gpu: Gpu) -> float:
+    """Nanoseconds of a product in the best of its boxes, with the copies of operands; infinity where it has none."""
+    _, copies, _, found = _boxes(kernel, p, gpu)
+    plans = boxes.plans(found, gpu) if found is not None else []
+    return min((x.time for x in plans), default=math.inf) + sum(boxes.copying(x, gpu) for x in copies)
+
+
+def _boxes(kernel: l.Kernel, p: Product, gpu: Gpu) -> tuple[l.Kernel, Sequence[l.Kernel], l.Kernel, boxes.Moved | None]:
+    """A product whose filters lie along one axis, the copies of its operands, itself after these, and what it reads at
+    moved places.
+    """
+    whole = merge_axes(kernel, _columns(p))
+    *copies, form = packed(whole) if gpu.warpgroups else (kernel,)
+    return whole, copies, form, boxes.moved(form)[0]
 
 
 def _columns(p: Product) -> list[Any]:
