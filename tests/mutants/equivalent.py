@@ -19,7 +19,7 @@ class Equivalent:
         return kernel in self.kernels and operator in self.operators and re.search(self.change, change) is not None
 
 
-SUMS = ("sum of rows", "argmax", "variance", "cross entropy", "softmax", "layer norm")
+SUMS = ("sum of rows", "argmax", "variance", "cross entropy", "softmax", "layer norm", "rms norm", "attention")
 MET = ("sum of columns", "split product", "softmax of columns", "warps share steps")
 RINGS = (
     "linear",
@@ -50,7 +50,7 @@ CHOSEN = ("transposed matmul of bfloat16", "bmm of half", "swiglu")
 PANELS = ("boxes", "boxes in panels", "warpgroups share steps")
 CHAINS = ("chain of warps that share keys", "overlapped chain that stays", "chain that stays")
 WAVES = (
-    *FREED, *PANELS, *CHAINS, "copies for wgmma", "warps share steps", "warps, staged", "persistent by hand",
+    *FREED, *PANELS, *CHAINS, "turns", "copies for wgmma", "warps share steps", "warps, staged", "persistent by hand",
 )  # fmt: skip
 
 EQUIVALENT: tuple[Equivalent, ...] = (
@@ -64,7 +64,7 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         CHOSEN,
         ("no arrive", "moved wait", *PREDICATE),
         r"(`arrive\(empty0\[i3 \* 10 \+ 1\]\)`|`wait_groups\(0, 'wgmma'\)` -> `if warp|"
-        r"^line (35|32|31) `if warp % 4 == 0 and lane == 0:` -> `if .*lane < 0:)",
+        r"^line (35|32|31) `if warp % 4 == 0 and lane == 0:` -> `if .* < 0)",
         "a block has one tile, so nobody waits for the slot of its last step",
     ),
     Equivalent(
@@ -88,9 +88,9 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     ),
     Equivalent(CHOSEN, ("wrong box",), r"tensor_store\(.*\[64, 16\]\)` -> .*\[32, 16\]", "rows beyond the last"),
     Equivalent(
-        ("warps in roles", "convolution", "transposed matmul of bfloat16"),
+        ("warps in roles", "convolution", "roles, staged", "transposed matmul of bfloat16"),
         PREDICATE,
-        r"^line (35|49|51) `if warp (% 4 == 0|< 2) and lane == 0:`",
+        r"^line (35|37|49|51) `if warp (% 4 == 0|< 2) and lane == 0:`",
         "who stored nothing has nothing to wait for",
     ),
     Equivalent(
@@ -108,7 +108,7 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     Equivalent(
         ("first factor in registers",),
         ("no wait", "waits for too little", "wrong kind of group", "moved wait"),
-        r"^line 29 `wait_groups\(1",
+        r"^line (29 `wait_groups\(1|23 .*-> `wait_groups\(1)",
         "those who waited for half of the registers have waited for the step before",
     ),
     Equivalent(
@@ -181,10 +181,10 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "nobody uses shared memory after it",
     ),
     Equivalent(
-        (*RINGS, "lanes share steps"),
+        (*RINGS, "lanes share steps", "registers for wgmma"),
         PREDICATE,
         r"`if t\d+ (< \d+|== 0):` (-> `if t|is gone)",
-        "one slab more is of zeros, and nobody reads it",
+        "one slab more is of zeros or of the step before, and nobody reads it",
     ),
     Equivalent(
         (BOXES, "registers by hand", "split by hand"),
@@ -227,16 +227,22 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "it waits for the stores before the products, not after",
     ),
     Equivalent(
-        ("split product", "conv1d"),
+        ("split product", "conv1d", "warps, staged"),
         MOVED,
-        r"`sync\(\)` -> `if t5 == 0:`",
-        "only the first step fills a slot, which nobody has used: there are four steps and four slots",
+        r"`sync\(\)` -> `if t[58] == 0:`",
+        "only the first step fills a slot, which nobody has used: there are as many steps as slots",
     ),
     Equivalent(
         ("split product", "copies for wgmma", "warps, staged"),
         PREDICATE,
         r"`async_copy\(",
         "the condition around it says the same of the step",
+    ),
+    Equivalent(
+        ("conv1d",),
+        PREDICATE,
+        r"^line (7|17) .* < 33 and",
+        "the condition around it leaves 16 rows, so none of them is beyond the last",
     ),
     Equivalent(
         ("chain by hand",),
@@ -269,6 +275,7 @@ EQUIVALENT: tuple[Equivalent, ...] = (
             "split product",
             "ragged matmul of bfloat16",
             "swiglu",
+            "conv1d",
             "conv2d",
             "attention",
             "attention of half",
@@ -288,8 +295,20 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     Equivalent(
         ("attention", "attention of half"),
         ("wrong beginning",),
-        r"`acc0 = registers",
+        r"`(acc0 = registers|acc1 = registers\(f32\[4, 4\])",
         "the same number added to all scores changes no softmax",
+    ),
+    Equivalent(
+        ("attention of half",),
+        PREDICATE,
+        r"`if lane % 2 == 0 and \(lane // 2\) % 2 == 0:`",
+        "the four lanes of a row have its maximum and its sum, so any of them may store these",
+    ),
+    Equivalent(
+        ("attention of half",),
+        ("wrong number of steps",),
+        r"`for t8 in unrolled\(1\):` -> .*\(2\)",
+        "what the first step brings once more comes to the same places, before anybody reads them",
     ),
     Equivalent(
         ("cluster_sum by hand",),
@@ -322,9 +341,9 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "who loads is two steps ahead at most, so the next but one tile is never asked for before its turn",
     ),
     Equivalent(
-        CHAINS[1:],
+        (*CHAINS[1:], "convolution", "first factor in registers"),
         ("wrong barrier",),
-        r"`((wait_barrier|arrive)\(empty[12]\[.*\+ 2\) % 3|wait_barrier\(empty2\[.*\+ 1\) % 3)",
+        r"-> `(wait_barrier|arrive)\(empty\d\[\(.*% 3\) \+ [12]\) % 3",
         "slots are waited for in turn: one is a step late, and behind it all others are free",
     ),
     Equivalent(
@@ -340,6 +359,30 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "the fence before the other product is for both; ptxas wants one in front of a factor in registers",
     ),
     Equivalent(
+        CHAINS[1:2],
+        ("moved wait",),
+        r"^line 95 ",
+        "keys come again after values whose slot is freed later in this step",
+    ),
+    Equivalent(
+        CHAINS[1:],
+        PREDICATE,
+        r"`if .*( - 49:` -> `.* - 32:|<= t11 \+ 1:` -> `.* <= t11 \+ 2:)`",
+        "the mask hides nothing in the other steps",
+    ),
+    Equivalent(
+        CHAINS[2:],
+        ("wrong number of steps",),
+        r"^line 61 .*\(3\)",
+        "the window hides nothing of the last eight keys of its first step",
+    ),
+    Equivalent(
+        CHAINS[:1],
+        PREDICATE,
+        r"^line 150 ",
+        "both warps have the sums of all keys, so either may store them",
+    ),
+    Equivalent(
         CHAINS,
         PREDICATE,
         r"`if .*(<= t11|<= t11 \+ 1|t11 \* 32 <= .*|== 0):` is gone",
@@ -348,8 +391,8 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     Equivalent(
         ("overlapped chain that stays",),
         ("no store", "off by one", "of another warp"),
-        r"^line 80 `worth0\[e4\] = v3`",
-        "sums are not scaled in the first step, and each other writes its own factor before it scales",
+        r"^line (74 `total0\[e4\] = mul\(total0|80 `worth0\[e4\] = v3)",
+        "sums are zero or not scaled in the first step, and each other writes its own factor before it scales",
     ),
     Equivalent(
         ("argmax",),

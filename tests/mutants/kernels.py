@@ -49,6 +49,14 @@ def steep(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def told_late(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The same with one of the last keys far ahead of all others for the first query, so that no maximum does without
+    it.
+    """
+    keys[:, -10] = q[:, 0] / 100
+    return q, keys, values
+
+
 def infinite(x: torch.Tensor, first: int) -> torch.Tensor:
     """x with an infinity in each of some rows: what is left of it where zeros should be makes a sum NaN."""
     for i in range(8):
@@ -86,7 +94,7 @@ DERIVED: dict[str, tuple[str, Callable[..., Any], Callable[[], tuple[Any, ...]]]
     "ragged matmul of bfloat16": ("sm_80", lambda x, w: x @ w, lambda: (b(23, 584), b(584, 40))),
     "bmm of half": ("sm_90a", lambda x, w: torch.bmm(x, w), lambda: (h(2, 32, 616), h(2, 616, 32))),
     "swiglu": ("sm_90a", swiglu, lambda: (b(32, 616), b(16, 616), b(16, 616))),
-    "attention": ("sm_90a", attention, lambda: (steep(r(1, 8, 180)), r(1, 180, 180), r(1, 180, 24))),
+    "attention": ("sm_90a", attention, lambda: told_late(steep(r(1, 8, 180)), r(1, 180, 180), r(1, 180, 24))),
     "attention of half": ("sm_80", attention, lambda: (steep(h(1, 24, 616)), h(1, 616, 616), h(1, 616, 24))),
     "conv2d": ("sm_80", lambda x, w, c: F.conv2d(x, w, c, padding=1), lambda: (r(1, 5, 6, 6), r(16, 5, 3, 3), r(16))),
     "conv1d": ("sm_90a", lambda x, w: F.conv1d(x, w, dilation=2), lambda: (r(1, 4, 36), r(32, 4, 3))),
