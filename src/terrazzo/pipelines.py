@@ -47,6 +47,7 @@ from terrazzo.rules.loop.parts import into_parts, parts_of
 from terrazzo.rules.loop.relax import relax
 from terrazzo.rules.loop.remake import remake
 from terrazzo.rules.loop.rounded import rounded_weights
+from terrazzo.rules.loop.rounds import sums_inside
 from terrazzo.rules.loop.views import pass_views
 from terrazzo.rules.loop_to_tile import chains
 from terrazzo.rules.loop_to_tile.choose import schedule
@@ -116,6 +117,7 @@ def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
 
     softmaxes = online(p, log, _refusal(options, tried, used=True), sizes)
     made = products_again(softmaxes, log, price, refused, options.materialize, sizes)
+    made = sums_inside(made, log, price, refused)
     return rounded_weights(chains_beside(made, log, price, refused), log, target(options.target).rates.matrix)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,8 @@ class Chain:
     """sum over `steps` of f(sum over `depth` of a * b) * c: `rows` only a knows, `columns` only c. f may have further
     such sums `beside` the first, each with its own a and b, over the same axes. There may be `others` of such f and c,
     which share sums inside. Sums may have several `terms`, as those of parts of float32: a, b and c are the first one's
-    then, and `factors` has all.
+    then, and `factors` has all. Sums outside may go over the steps in several `rounds`: those of other axes, as heads
+    are that share keys, which a knows nothing of.
     """
 
     kernel: l.Kernel
@@ -35,6 +37,12 @@ class Chain:
     others: tuple[tuple[str, Node], ...] = ()
     factors: tuple[tuple[str, tuple[Node, ...]], ...] = ()
     terms: int = 1
+    rounds: tuple[Any, ...] = ()
+
+    @property
+    def times(self) -> int:
+        """How often a tile goes over the steps."""
+        return math.prod(a.extent for a in self.rounds)
 
     @property
     def sums(self) -> tuple[str, ...]:
@@ -78,11 +86,13 @@ def chain(kernel: l.Kernel) -> Chain | None:
         return None
     inner = list(dict.fromkeys(x for sums, *_ in found for x in sums))
     (name, pairs, depth), *more = inner
-    (_, outer, steps, along), *rest = found
-    if any(d is not depth for *_, d in more) or any(x is not steps for *_, x, _ in rest):
+    (_, outer, (*rounds, steps), along), *rest = found
+    if any(d is not depth for *_, d in more) or any(x != (*rounds, steps) for *_, x, _ in rest):
         return None
     if len({len(x) for x in (along, *(x for *_, x in rest), *(x for _, x, _ in inner))}) > 1:
         return None
+    if any(x.free & {*rounds} and steps not in x.free for x in topological(kernel.stores) if isinstance(x, l.Load)):
+        return None  # what is held for a tile is the same in all rounds
     others = tuple((other, x[0]) for _, other, _, x in rest)
     outside = (along[0], *(x for _, x in others))
     if any(isinstance(x, l.Reduce) for x in topological(list(outside))):  # made on the way too
@@ -97,7 +107,7 @@ def chain(kernel: l.Kernel) -> Chain | None:
     factors += [(outer, along), *((x, found) for _, x, _, found in rest)]
     operands = *pairs[0], along[0]
     sums = name, outer, rows[-1], columns[-1], steps, depth, operands, beside, others
-    return Chain(kernel, *sums, tuple(factors), len(along))
+    return Chain(kernel, *sums, tuple(factors), len(along), tuple(rounds))
 
 
 def _in_each(axis: Any, terms: tuple[Node, ...]) -> bool:
@@ -115,9 +125,9 @@ Nested = tuple[str, str, Any, Any, tuple[Node, Node, Node]]
 def nested(kernel: l.Kernel) -> Iterator[Nested]:
     """The products of which one is a factor of the other, each over one axis."""
     for inner, outer, steps, along in _nested(kernel):
-        if len(inner) == len(along) == 1:
+        if len(inner) == len(along) == len(steps) == 1:
             ((name, ((a, b),), depth),) = inner
-            yield name, outer, steps, depth, (a, b, along[0])
+            yield name, outer, steps[0], depth, (a, b, along[0])
 
 
 Inner = tuple[str, tuple[tuple[Node, Node], ...], Any]
@@ -126,9 +136,9 @@ over.
 """
 
 
-def _nested(kernel: l.Kernel) -> Iterator[tuple[list[Inner], str, Any, tuple[Node, ...]]]:
-    """The products that have products in a factor: these, the outer one by name, its axis, and its other factors, one
-    for each of its terms.
+def _nested(kernel: l.Kernel) -> Iterator[tuple[list[Inner], str, tuple[Any, ...], tuple[Node, ...]]]:
+    """The products that have products in a factor: these, the outer one by name, its axes, of which the last one has
+    the steps, and its other factors, one for each of its terms.
     """
     names = {r: name for name, r in accumulators(kernel).items() if isinstance(r, l.Reduce)}
     for r, name in names.items():
@@ -137,9 +147,9 @@ def _nested(kernel: l.Kernel) -> Iterator[tuple[list[Inner], str, Any, tuple[Nod
             kernel.axes
         ):  # it would be computed again at every point of an axis it does not know
             continue
-        if outer is None or len(r.axes) != 1 or contraction(r) is not None:
+        if outer is None or contraction(r) is not None:
             continue
-        (steps,) = r.axes
+        *_, steps = r.axes
         for side in (0, 1):
             made = [pair[side] for pair in outer.terms]
             found = [contraction(x) for x in topological(made) if isinstance(x, l.Reduce)]
@@ -147,7 +157,7 @@ def _nested(kernel: l.Kernel) -> Iterator[tuple[list[Inner], str, Any, tuple[Nod
             inner = [c for c in inner if len(c.reduce.axes) == 1]
             if inner:
                 sums: list[Inner] = [(names[c.reduce], _pairs(c, steps), c.reduce.axes[0]) for c in inner]
-                yield sums, name, steps, tuple(operand(pair[1 - side]) for pair in outer.terms)
+                yield sums, name, r.axes, tuple(operand(pair[1 - side]) for pair in outer.terms)
 
 
 def _pairs(c: Contraction, steps: Any) -> tuple[tuple[Node, Node], ...]:

@@ -48,7 +48,8 @@ class Tile:
         early = (("overlap", 1),) if overlap and count > 1 else ()
         exact = (("promote", True),) if c.terms > 1 else ()
         steps = Factor("time", count, (("ring", self.slots), *early, *exact)), Factor("block", self.step)
-        return [*lines, (axis_name(c.steps), steps)]
+        around = [(axis_name(a), (Factor("time", a.extent),)) for a in c.rounds]
+        return [*lines, *around, (axis_name(c.steps), steps)]
 
 
 def alike(c: Chain) -> tuple[Site, ...]:
@@ -91,7 +92,7 @@ def arrangements(c: Chain, gpu: Gpu) -> Iterator[Warps]:
     """How warps may divide a step that a block has room for, best first: many rows, for each of which fragments of the
     other operands are loaded once; where there are few rows, warps divide the columns.
     """
-    if c.beside or c.others:
+    if c.beside or c.others or c.rounds:
         return
     most = ceil(c.steps.extent, 16) * 16
     few = c.rows.extent <= FEW

@@ -63,7 +63,7 @@ def estimate(kernel: l.Kernel, gpu: Gpu) -> Estimate:
     plan = min(plans, key=lambda x: x.time, default=None)
     both = chain(kernel) if p is None else None
     if both is not None and gpu.warpgroups is not None:
-        points = math.prod(a.extent for a in kernel.axes) // both.columns.extent * both.steps.extent
+        points = math.prod(a.extent for a in kernel.axes) // both.columns.extent * both.steps.extent * both.times
         points = int(points * _visited(kernel, both))
         deep = len(both.sums) * both.depth.extent + len(both.outside) * both.columns.extent
         operations = 2 * points * deep * both.terms

@@ -126,7 +126,8 @@ def move_frames(plan: Plan, draft: Draft) -> Plan | None:
         f"{product.sites[0]}: its factor holds a reduction that is no frame",
     )
     assert found is not None
-    (axis,) = draft.products[product.sites[0]].reduce.axes
+    *rounds, axis = draft.products[product.sites[0]].reduce.axes
+    need(not rounds, f"{product.sites[0]}: a frame goes along in one round of steps")
     need(len(found.top.axes) == 1 and at(found.top, axis) is found.score, "the frame is the maximum of other scores")
     names = {r: name for name, r in draft.names.items()}
     totals = [

@@ -210,11 +210,11 @@ def _follows(draft: Draft, name: str, instruction: Matrix | None, m: Any) -> Non
         other = draft.site(inner)
         first = draft.instruction(other)
         need(
-            instruction is not None and len(c.reduce.axes) == 1,
+            instruction is not None,
             f"{name}: what {inner} sums is multiplied by no matrix instruction, along one axis",
         )
         assert instruction is not None
-        (columns,) = c.reduce.axes
+        *_, columns = c.reduce.axes
         need(m in computed[0].free, f"{name}: what {inner} sums is its first factor, in registers")
         need(first is not None, f"{name}: what {inner} sums lies as no instruction has it")
         assert first is not None

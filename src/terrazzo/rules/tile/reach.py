@@ -20,7 +20,7 @@ from terrazzo.ir.show_expr import show_expr
 from terrazzo.rewrite.rule import rule
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.frames import computed, weight
-from terrazzo.rules.tile.rings import axis_called
+from terrazzo.rules.tile.rings import axis_called, rounds
 
 PLACES = 5
 """Places at which bounds of what rows see are compared."""
@@ -176,11 +176,9 @@ def hidden(c: Contraction) -> Mask | None:
     """What hides parts of a contraction's computed factor: of its scores, where it is weighted by them; of itself,
     before it is rounded, where it is in no frame.
     """
-    if len(c.reduce.axes) > 1:
-        return None
-    (axis,) = c.reduce.axes
+    *rounds, axis = c.reduce.axes
     if (found := weight(c)) is not None:
-        return mask(found.score, -math.inf, axis)
+        return None if rounds else mask(found.score, -math.inf, axis)
     if not (parts := computed(c)):
         return None
     term = parts[0]
@@ -190,7 +188,7 @@ def hidden(c: Contraction) -> Mask | None:
 
 def share(c: Contraction, rows: Any) -> float:
     """How much of a contraction's steps a mask leaves, on average over the rows."""
-    (axis,), found = c.reduce.axes, hidden(c)
+    (*_, axis), found = c.reduce.axes, hidden(c)
     if found is None or not isinstance(axis.extent, int) or not isinstance(rows.extent, int):
         return 1.0
     bounds = [
@@ -221,7 +219,8 @@ def visited(
 ) -> Visits | None:
     """Which steps a tile visits whose rows begin at `first`: None where that may be all of them."""
     found = masked(draft, product)
-    if found is None:
+    around = {a for a, _ in rounds(draft)}
+    if found is None or any(isinstance(e, Expr) and e.free & around for e in (found.upper, found.lower)):
         return None
     until: IntExpr = count
     since: IntExpr | None = None
@@ -263,7 +262,7 @@ def skip_steps(plan: Plan, draft: Draft) -> Plan | None:
     if found is None or any(x != found for x in others):
         return None
     product = chained[-1]
-    (axis,) = draft.products[product.sites[0]].reduce.axes
+    *_, axis = draft.products[product.sites[0]].reduce.axes
     since = show_expr(found.since) if found.since is not None else ""
     return plan.plus(Reach(axis_name(axis), product.m, show_expr(found.until), since))
 
@@ -271,7 +270,7 @@ def skip_steps(plan: Plan, draft: Draft) -> Plan | None:
 def _visits(draft: Draft, product: Product) -> Visits | None:
     """Which steps a tile visits whose number along the rows is `first`: None where that may be all of them."""
     rows, site = axis_called(draft, product.m), draft.site(product.sites[0])
-    (axis,) = draft.products[product.sites[0]].reduce.axes
+    *_, axis = draft.products[product.sites[0]].reduce.axes
     length, step = draft.length(rows, site), draft.length(axis, site)
     tiles = -(-rows.extent // length)
     first = Var("first", tiles) * length
@@ -282,13 +281,13 @@ def reached(plan: Plan, draft: Draft) -> list[int]:
     """How many steps a tile visits for each part of the rows, the first one first."""
     product = plan.all(Product)[-1]
     rows, site = axis_called(draft, product.m), draft.site(product.sites[0])
-    axes = draft.products[product.sites[0]].reduce.axes
-    tiles = -(-rows.extent // draft.length(rows, site))
-    every = math.prod(f.size for a in axes for f in draft.times(a, site))
+    *_, axis = draft.products[product.sites[0]].reduce.axes
+    tiles, around = -(-rows.extent // draft.length(rows, site)), math.prod(f.size for _, f in rounds(draft))
+    every = math.prod(f.size for f in draft.times(axis, site))
     found = _visits(draft, product) if plan.all(Reach) else None
     if found is None:
-        return [every] * tiles
-    return [min(_at(found.until, n), every) - max(_at(found.since or 0, n), 0) for n in range(tiles)]
+        return [around * every] * tiles
+    return [around * (min(_at(found.until, n), every) - max(_at(found.since or 0, n), 0)) for n in range(tiles)]
 
 
 def _at(e: IntExpr, first: int) -> int:

@@ -72,6 +72,14 @@ def steps(draft: Draft) -> list[tuple[Any, Factor]]:
     return [(a, f) for a in draft.products[name].reduce.axes if a not in inside for f in draft.times(a, site)]
 
 
+def rounds(draft: Draft) -> list[tuple[Any, Factor]]:
+    """The loops around those of a chain's steps: its sums go on from one round to the next, and what is held for a tile
+    stays.
+    """
+    chained = len({c.reduce.axes for c in draft.products.values()}) > 1
+    return steps(draft)[:-1] if chained else []
+
+
 @rule(keys=(Plan,))
 def pipeline(plan: Plan, draft: Draft) -> Plan | None:
     """Operands that change in the same steps for the same products share the slots of a ring; one that does not change

@@ -28,6 +28,7 @@ from terrazzo.rules.tile.agents import LOAD
 from terrazzo.rules.tile.complete import Refused, complete
 from terrazzo.rules.tile.digits import Bindings, extent
 from terrazzo.rules.tile.draft import Draft
+from terrazzo.rules.tile.rings import rounds as ring_rounds
 from terrazzo.rules.tile.verify import HEAD, verify, wrong
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.cluster import Given, give, take
@@ -234,23 +235,30 @@ class _Team:
     def tiles(self, write: Callable[[], None]) -> None:
         """`write` for every tile."""
         order, wave = self.bindings.order, self.bindings.wave
-        if wave is None:
+        rounds = bool(self.draft.products and ring_rounds(self.draft))
+        if wave is None and not rounds:
             return write()
         inside = [order.count - 1 - self.bindings.tile]
-        if self.plan.all(Reach):
-            return self.unlike(inside, write)
+        if self.plan.all(Reach) or rounds:
+            return self.counted(inside, write, rounds)
+        assert wave is not None
         self.builder.loops([(wave, False)], lambda: self.builder.where(inside, write))
 
-    def unlike(self, inside: Sequence[IntExpr], write: Callable[[], None]) -> None:
-        """`write` for tiles of so many steps each, which are counted: slots go on from tile to tile."""
+    def counted(self, inside: Sequence[IntExpr], write: Callable[[], None], rounds: bool) -> None:
+        """`write` for tiles of so many steps each, which are counted: slots go on from tile to tile, and from one of
+        several `rounds` to the next, which counts them itself.
+        """
         wave, bindings = self.bindings.wave, self.bindings
-        assert wave is not None
         again = 2 * math.lcm(*(r.slots for r in self.plan.all(Ring) if r.over))
         bindings.steps = k.Integer(self.builder.fresh("n"), again)
         self.builder.add(k.DeclareInteger(bindings.steps, 0))
+        if wave is None:
+            return write()
 
         def tile() -> None:
             write()
+            if rounds:
+                return
             steps, _ = self.pipeline()
             assert steps is not None and bindings.steps is not None
             self.builder.add(k.SetInteger(bindings.steps, (bindings.steps + steps.visited) % again))

@@ -355,7 +355,7 @@ class Multiply:
 
     def _place(self, group: Group) -> k.Registers:
         """The registers that fragments of a warpgroup's first factor come to."""
-        found = group.turns or group.held
+        found: k.Registers | None = group.held if group.turns is None else group.turns
         assert found is not None
         return found
 

@@ -8,9 +8,9 @@ when it is empty. Where all warps do everything, they fill a slot ahead, and a b
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from terrazzo.hw.products import matrix
@@ -28,7 +28,7 @@ from terrazzo.rules.tile.digits import Bindings, Digit, zero
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.products import CONVERTED, HELD
 from terrazzo.rules.tile.reach import Visits, reached, visited
-from terrazzo.rules.tile.rings import axis_called, brought, outermost, staggered, steps, twin_axes
+from terrazzo.rules.tile.rings import axis_called, brought, outermost, rounds, staggered, steps, twin_axes
 from terrazzo.rules.tile.spans import span, spanned
 from terrazzo.rules.tile.vectors import vectors
 from terrazzo.rules.tile_to_kernel.builder import Builder
@@ -52,13 +52,16 @@ class Pipeline:
     ) -> None:
         self.draft, self.plan, self.builder, self.bindings = draft, plan, builder, bindings
         self.scope, self.memory = scope, memory
-        times = tuple((a, f.size) for a, f in steps(draft))
+        self.rounds = {a: bindings.loop_variable("u", f.size) for a, f in rounds(draft)}
+        scope.env.update(self.rounds)
+        times = tuple((a, f.size) for a, f in steps(draft) if a not in self.rounds)
         depth: dict[Any, int] = {}
         base: dict[Any, IntExpr] = {}
         for c_name, c in draft.products.items():
             site = draft.site(c_name)
-            depth.update({a: draft.length(a, site) for a in c.reduce.axes if a not in depth})
-            base.update({a: bindings.base(axis_name(a), site) for a in c.reduce.axes if a not in base})
+            own = [a for a in c.reduce.axes if a not in self.rounds]
+            depth.update({a: draft.length(a, site) for a in own if a not in depth})
+            base.update({a: bindings.base(axis_name(a), site) for a in own if a not in base})
         self.steps = Steps(times, depth, base, begin=bindings.begin)
         self.copies = Copies(builder, bindings, self.steps, scope)
         self.multiply = Multiply(builder, bindings)
@@ -123,7 +126,19 @@ class Pipeline:
             for ring in moving:
                 self.fill(ring, t)
 
-        self.builder.loops([(t, False)], body)
+        self.go_around(lambda: self.builder.loops([(t, False)], body))
+
+    def go_around(self, write: Callable[[], None]) -> None:
+        """The steps of a tile, as often as there are rounds of them, which are counted: slots go on."""
+        counted = self.bindings.steps
+        if not self.rounds or counted is None:
+            return write()
+
+        def one() -> None:
+            write()
+            self.builder.add(k.SetInteger(counted, (counted + self.visited) % counted.extent))
+
+        self.builder.loops([(v, False) for v in self.rounds.values()], one)
 
     def fill(self, ring: Ring, t: IntExpr) -> None:
         """Wait for a free slot, and start what step t needs on its way there."""
@@ -148,18 +163,22 @@ class Pipeline:
         for ring in held:
             if ring.name in kept:
                 self.free(ring, 0)
-        if any(p.early for p in self.plan.all(Product)):
-            self.overlapped()
-        elif staggered(self.draft, self.plan.all(Product)):
-            Staggered(self, self.plan.all(Product), self.factors, self.builder).write()
-        else:
-            self.in_order({r.name for r in held})
+        self.go_around(partial(self.multiplied, {r.name for r in held}))
         for ring in held:
             if ring.name not in kept:
                 self.free(ring, 0)
         self.pass_turn()
         self.factors.finish()
         self.meet(self.plan.all(Product)[-1])
+
+    def multiplied(self, held: set[str]) -> None:
+        """All steps, as they are arranged; some rings are `held`, and were waited for."""
+        if any(p.early for p in self.plan.all(Product)):
+            self.overlapped()
+        elif staggered(self.draft, self.plan.all(Product)):
+            Staggered(self, self.plan.all(Product), self.factors, self.builder).write()
+        else:
+            self.in_order(held)
 
     def in_order(self, held: set[str]) -> None:
         """Step by step, one product after the other."""
@@ -492,7 +511,7 @@ class Pipeline:
         given = {r.name: (slots or {}).get(r.name, self.slot(r, t)[0]) for r in self.rings}
         m, n = (axis_called(self.draft, x) for x in (p.m, p.n))
         slabs = {x: s for x, s in self.slabs.items() if any(x in c.operands for c in sites)}
-        step = t if self.outermost(p) and not p.promote else 0
+        step = sum(self.rounds.values(), start=t) if self.outermost(p) and not p.promote else 0
         depth = next((a for a in inner if self.draft.length(a, site) > 1), sites[0].reduce.axes[-1])
         where: dict[Any, IntExpr] = {a: self.bindings.loop_variable("s", a.extent) for a in spanned(self.draft)}
         converts = tuple(x for x in self.plan.all(Convert) if x.to.rpartition(".")[0] == p.sites[0])

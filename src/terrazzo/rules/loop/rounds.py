@@ -1,0 +1,129 @@
+"""Sums over what chains of products store go inside: a chain goes over its steps in rounds.
+
+Where heads of queries share keys, the gradient of a key is summed over all queries of all these heads. A chain for each
+head would store a gradient in 32 bits, and a kernel of its own would add them up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.monoid import monoid
+from terrazzo.ir.node import topological, transform
+from terrazzo.rewrite.rule import Event, Log
+from terrazzo.rules.loop.definitions import in_order
+from terrazzo.rules.loop.inline import inline
+from terrazzo.rules.loop_to_tile.chain import chain
+
+PASS = "online"
+RULE = "sums_inside"
+
+Price = Callable[[Sequence[l.Kernel]], float]
+Refusal = Callable[[l.Kernel], str]
+
+
+def sums_inside(program: l.Program, log: Log, price: Price, refusal: Refusal) -> l.Program:
+    """`program` with sums of what chains store in these, where that is faster by the model. `refusal` says why a kernel
+    is not worth having.
+
+    @loop
+    def f(x: f32[4, 6], y: f32[2, 5, 6], u: f32[2, 5, 3]):
+        with kernel('w', w=f32[2, 4, 3]):
+            for a0 in free(2):
+                for a1 in free(4):
+                    for a2 in free(3):
+                        for r1 in reduce(5):
+                            in0 = u[a0, r1, a2]
+                            for r0 in reduce(6):
+                                in1 = x[a1, r0]
+                                in2 = y[a0, r1, r0]
+                                v0 = mul(in1, in2)
+                                acc1 <- sum(v0)
+                            v1 = exp(acc1)
+                            v2 = mul(v1, in0)
+                            acc0 <- sum(v2)
+                        w[a0, a1, a2] = acc0
+        with kernel('z', z=f32[4, 3]):
+            for a0 in free(4):
+                for a1 in free(3):
+                    for r0 in reduce(2):
+                        in0 = w[r0, a0, a1]
+                        v0 = mul(in0, f32(0.25))
+                        acc0 <- sum(v0)
+                    z[a0, a1] = acc0
+        return (z,)
+    =>
+    @loop
+    def f(x: f32[4, 6], y: f32[2, 5, 6], u: f32[2, 5, 3]):
+        with kernel('z', z=f32[4, 3]):
+            for a0 in free(4):
+                for a1 in free(3):
+                    for r1, r2 in reduce(2, 5):
+                        in0 = u[r1, r2, a1]
+                        for r0 in reduce(6):
+                            in1 = x[a0, r0]
+                            in2 = y[r1, r2, r0]
+                            v0 = mul(in1, in2)
+                            acc1 <- sum(v0)
+                        v1 = exp(acc1)
+                        v2 = mul(v1, in0)
+                        acc0 <- sum(v2)
+                    v3 = mul(acc0, f32(0.25))
+                    z[a0, a1] = v3
+        return (z,)
+    """
+    kept = {*program.results, *(b for s in program.steps if isinstance(s, l.Call) for b in s.reads)}
+    readers: dict[l.Buffer, list[l.Kernel]] = {}
+    kernels = [s for s in program.steps if isinstance(s, l.Kernel)]
+    for s in kernels:
+        for b in s.reads:
+            readers.setdefault(b, []).append(s)
+    steps = list(program.steps)
+    for maker in [s for s in kernels if len(s.stores) == 1]:
+        buffer = maker.stores[0].buffer
+        if buffer in kept or len(readers.get(buffer, ())) != 1 or chain(maker) is None:
+            continue
+        (reader,) = readers[buffer]
+        if (made := summed(maker, reader)) is None:
+            continue
+        before, after = price([maker, reader]), price([made])
+        times = f"{after / 1000:.1f} us in rounds, {before / 1000:.1f} us apart, by the model"
+        why = refusal(made) or (times if after > before else "")
+        log.add(Event(PASS, RULE, f"{maker.name}, {reader.name}", not why, why or f"the sum goes on: {times}"))
+        if not why:
+            log.applied(PASS, RULE, f"{maker.name}, {reader.name}", [maker, reader], [made])
+            steps[steps.index(reader)] = made
+            steps.remove(maker)
+    return in_order(program, steps) if steps != [*program.steps] else program
+
+
+def summed(maker: l.Kernel, reader: l.Kernel) -> l.Kernel | None:
+    """A chain and the sum of what it stores as one chain in rounds; None where that is something else."""
+    sums = [x for x in topological(reader.stores) if isinstance(x, l.Reduce)]
+    if len(sums) != 1 or len(reader.stores) != 1 or sums[0].monoid.name != "sum":
+        return None
+    whole = inline(reader, maker)
+    stores = tuple(transform(s, _flat) for s in whole.stores)
+    made = l.Kernel(reader.name, reader.axes, stores, reader.source)
+    found = chain(made)
+    return made if found is not None and found.rounds else None
+
+
+def _flat(x: Any) -> Any:
+    """A sum of sums as one, with constants that each is multiplied by outside."""
+    if not isinstance(x, l.Reduce) or x.monoid.name != "sum":
+        return x
+    axes, (term,) = l.open_binder(x)
+    constants = []
+    while isinstance(term, l.Apply) and term.fn.name == "mul" and isinstance(term.args[1], l.Literal):
+        constants.append(term.args[1])
+        term = term.args[0]
+    if not isinstance(term, l.Reduce) or term.monoid.name != "sum":
+        return x
+    inner, args = l.open_binder(term)
+    made: Any = l.Reduce.make(monoid("sum"), (*axes, *inner), args)
+    for c in reversed(constants):
+        made = l.apply("mul", made, c)
+    return made
