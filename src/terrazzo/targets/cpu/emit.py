@@ -43,6 +43,8 @@ CHUNKS = 64
 threads."""
 ROUNDED = 1024
 """Steps of a sum from which on it is one of shorter sums: what is rounded away grows with them."""
+SHORT = 32
+"""Steps of such a shorter one, where columns are added up side by side, and sums of it that are one in turn."""
 
 TILE = 32
 """Side of the squares in which two loops are walked when memory is read across the inner one."""
@@ -267,14 +269,45 @@ class _Writer:
             full = f"if ({start} + {lanes} <= {extent}) {full} else {step}({start}, {extent} - {start});"
         return [*lines, "  " + full]
 
-    def side_by_side(self, s: n.Loop, scope: Scope, head: list[str], lanes: int) -> list[str]:
-        """A reduction or scan for a block of lanes at a time, each with its own accumulators."""
+    def side_by_side(
+        self, s: n.Loop, scope: Scope, head: list[str], lanes: int, start: str = "0", end: str = "", steps: int = 0
+    ) -> list[str]:
+        """A reduction or scan for a block of lanes at a time, each with its own accumulators; its first axis from
+        `start` to `end`, which are so many `steps` at most, where they are given.
+        """
+        extent = s.axes[0].extent
+        end, steps = end or index(extent, scope), steps or (extent if isinstance(extent, int) else SHORT**3)
+        if all(_rounds(r) for r in s.carried) and (steps > SHORT or len(s.axes) > 1):
+            return self.short_columns(s, scope, head, lanes, start, end, steps)
         lines = declare_lanes(s, lanes, scope)
         inner = scope.inner()
-        lines += ["  " * k + _header(a, inner, s.kind) for k, a in enumerate(s.axes)]
+        bounds = [(start, end), *(("0", index(a.extent, scope)) for a in s.axes[1:])]
+        lines += ["  " * k + _header(a, inner, s.kind, *b) for k, (a, b) in enumerate(zip(s.axes, bounds, strict=True))]
         depth = "  " * len(s.axes)
         lines += [depth + x for x in (*head, *("  " + x for x in self.body(s, inner)), "}")]
         return lines + ["  " * k + "}" for k in reversed(range(len(s.axes)))]
+
+    def short_columns(
+        self, s: n.Loop, scope: Scope, head: list[str], lanes: int, start: str, end: str, steps: int
+    ) -> list[str]:
+        """Long sums for a block of lanes as sums of shorter ones: of pieces of the first axis, while it is long, and of
+        what the other axes are summed over.
+        """
+        lines = declare_lanes(s, lanes, scope)
+        outside = {r: accumulators(r, scope) for r in s.carried}
+        inner = scope.inner()
+        if steps > SHORT:
+            piece, size = scope.fresh("piece"), next(x for x in (SHORT**3, SHORT**2, SHORT) if x < steps)
+            lines.append(f"for (int64_t {piece} = {start}; {piece} < {end}; {piece} += {size}) {{")
+            until = f"std::min<int64_t>({piece} + {size}, {end})"
+            body = self.side_by_side(s, inner, head, lanes, piece, until, size)
+        else:
+            lines.append(_header(s.axes[0], inner, s.kind, start, end))
+            body = self.side_by_side(n.Loop(s.kind, s.axes[1:], s.body, s.carried), inner, head, lanes)
+        body += ["#pragma omp simd", "for (int64_t l = 0; l < lanes; l++) {"]
+        for r, names in outside.items():
+            body += ["  " + x for x in accumulate(names, r, accumulators(r, inner), scope)]
+        return [*lines, *("  " + x for x in (*body, "}")), "}"]
 
     def reduction(self, s: n.Loop, scope: Scope) -> list[str]:
         """Accumulators at their identity, then the loops. A long one that nothing around makes parallel is cut into
