@@ -15,7 +15,7 @@ from terrazzo.errors import Limitation, UserError
 from terrazzo.ir.text import parse, show
 from terrazzo.run.cache import Cache
 from terrazzo.run.cuda import Cuda
-from terrazzo.run.nvrtc import Facts, compile_each, cubin_key, failure, nvrtc_version
+from terrazzo.run.nvrtc import Facts, _facts, compile_each, cubin_key, failure, nvrtc_version
 from terrazzo.targets.cuda.emit import emit
 
 pytest.importorskip("cuda.bindings")
@@ -182,3 +182,16 @@ def test_without_a_gpu_nothing_runs_and_a_message_says_so(tmp_path: Path) -> Non
         Cuda("cuda:0", "sm_90a")
     with pytest.raises(UserError, match="the target sm_80 needs a GPU to run"):
         terrazzo.compile(torch.relu, torch.ones(3), options={"target": "sm_80", "cache_dir": tmp_path})
+
+
+ARRIVES = "ptxas info : (C7519) warpgroup.arrive is injected in around line 1552 by compiler to allow use of registers"
+SERIAL = (
+    "ptxas info : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to insufficient"
+)
+WAITS = "ptxas info : (C7520) warpgroup.wait is injected in around line 12 by compiler to allow use of registers"
+
+
+@pytest.mark.parametrize(("told", "wrong"), [(ARRIVES, False), (SERIAL, True), (WAITS, True), (ARRIVES + WAITS, True)])
+def test_a_kernel_is_serialised_where_ptxas_waits_and_not_where_it_adds_a_fence(told: str, wrong: bool) -> None:
+    found = _facts(f"{told} in function 'k'\nptxas info : Used 168 registers", True)
+    assert found.problem() == ("ptxas serialises its wgmma" if wrong else "") and found.runs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from terrazzo.ir.contraction import contraction
@@ -15,8 +15,8 @@ from terrazzo.ir.types import Type
 
 
 def products_apart(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
-    """A kernel of several products as one for each, of which the last does all the rest. What is rounded at once is
-    stored so.
+    """A kernel of several products as one for each. Results that have no product in common are kernels of their own; of
+    several products for the same results the last does all the rest, and what is rounded at once is stored so.
 
     @loop
     def f(x: f32[3, 4], w: f32[5, 4], u: f32[5, 4]):
@@ -68,7 +68,33 @@ def products_apart(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     sums = [r for r in accumulators(kernel).values() if isinstance(r, l.Reduce) and contraction(r) is not None]
     if len(sums) < 2 or len(sums) < len(accumulators(kernel)):
         return (kernel,)
-    return _stored(kernel, {f"{kernel.name}_sum{n}": r for n, r in enumerate(sums[:-1])})
+    made: list[l.Kernel] = []
+    for stores, own in _of_their_own(kernel, sums):
+        name = kernel.name if stores[-1] is kernel.stores[-1] else stores[-1].buffer.name
+        one = l.Kernel(name, kernel.axes, stores, kernel.source)
+        made += _stored(one, {f"{kernel.name}_sum{sums.index(r)}": r for r in own[:-1]})
+    return tuple(made)
+
+
+def _of_their_own(kernel: l.Kernel, sums: Sequence[l.Reduce]) -> list[tuple[tuple[l.Store, ...], tuple[l.Reduce, ...]]]:
+    """The stores of a kernel with the sums they are made of, those that have a sum in common together; what is made of
+    none goes with the last.
+    """
+    of = {s: {r for r in sums if r in topological([s.value])} for s in kernel.stores}
+    groups: list[set[l.Reduce]] = []
+    for mine in filter(None, of.values()):
+        meeting = [g for g in groups if g & mine]
+        groups = [*(g for g in groups if g not in meeting), set().union(mine, *meeting)]
+    if not of[kernel.stores[-1]]:  # it names the kernel
+        groups = [set().union(*groups)]
+    groups.sort(key=lambda g: g >= of[kernel.stores[-1]])
+    return [
+        (
+            tuple(s for s in kernel.stores if of[s] & g or (not of[s] and g is groups[-1])),
+            tuple(r for r in sums if r in g),
+        )
+        for g in groups
+    ]
 
 
 def results_apart(kernel: l.Kernel, first: Collection[Any] = ()) -> tuple[l.Kernel, ...]:

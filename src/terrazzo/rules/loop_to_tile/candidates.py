@@ -134,7 +134,7 @@ def _each(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick: Pick
     fit in registers otherwise.
     """
     apart = products_apart(kernel)
-    kinds = [x.stores[0].buffer.type for x in apart[:-1]]
+    kinds = [b.type for x in apart for b in x.writes if b not in kernel.writes]
     reading = sum(math.prod(t.static_shape) * t.dtype.size for t in kinds) / gpu.memory  # who writes it, pays for that
     if len(apart) == 1:
         return
