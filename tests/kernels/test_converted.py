@@ -207,10 +207,15 @@ def test_a_schedule_that_does_not_fit_says_why(change: tuple[str, str], reason: 
         kernel(made(plain(128, 256, 192)), text.replace(*change))
 
 
-def test_fragments_are_made_of_one_slab() -> None:
-    scaled = plain(128, 256, 192, w="mul(w[a1, r0], s[r0])", inputs="x: f32[128, 192], w: f32[256, 192], s: f32[192]")
-    with pytest.raises(Limitation, match="fragments are made of one slab, point by point, and these of other loads"):
-        kernel(made(scaled), schedule(128, 256, 192))
+def test_fragments_are_made_of_a_slab_and_of_what_lies_beside_it() -> None:
+    """Scales along what is summed over, which threads load themselves, step by step."""
+    scaled = plain(64, 256, 192, w="mul(w[a1, r0], s[r0])", inputs="x: f32[64, 192], w: f32[256, 192], s: f32[192]")
+    rng = np.random.default_rng(0)
+    given = {b.name: rng.standard_normal(b.type.static_shape).astype(np.float32) for b in scaled.inputs}
+    y = run(made(scaled), schedule(64, 256, 192, columns=64), given, None)
+    x, w, s = (v.astype(np.float64) for v in given.values())
+    exact, usual = x @ (w * s).T, given["x"] @ (given["w"] * given["s"]).T
+    assert np.linalg.norm(y - exact) <= np.linalg.norm(usual - exact)
 
 
 def test_slabs_that_threads_read_are_not_multicast() -> None:

@@ -94,10 +94,19 @@ def _adds(x: Node) -> bool:
 
 
 def operand(factor: Node) -> Node:
-    """A factor without the conversions that only widen it: what lies in memory."""
+    """A factor without the conversions that only widen it: what lies in memory. A whole number that becomes a number of
+    16 bits is one that is made, as tensor cores take it.
+    """
     while isinstance(factor, Apply) and is_cast(factor.fn) and _size(factor.args[0]) < _size(factor):
+        if _size(factor) == 2 and _kind(factor) != _kind(factor.args[0]):
+            break
         factor = factor.args[0]
     return factor
+
+
+def _kind(x: Any) -> str:
+    found: str = x.dtype.kind
+    return found
 
 
 def _size(x: Any) -> int:

@@ -12,7 +12,7 @@ from terrazzo.ir import nest
 from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.contraction import Contraction, contraction
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Loaded
+from terrazzo.ir.expr import Loaded, bounds
 from terrazzo.ir.node import Node, per_node, topological
 
 
@@ -97,8 +97,8 @@ class Product:
 
     @cached_property
     def sources(self) -> tuple[l.Load, ...]:
-        """What of its operands lies in memory, each once: an operand, or what one is computed of."""
-        return tuple(dict.fromkeys(y for x in self.operands for y in loads(x)))
+        """What of its operands lies in memory, each once: an operand, or what one is made of."""
+        return tuple(dict.fromkeys(y for x in self.operands if (y := made_of(x)) is not None))
 
     def touched(self, operand: Node) -> int:
         """Elements of an operand that are read, each once, however many of the axes it misses."""
@@ -188,7 +188,42 @@ def _read_below(term: Node) -> tuple[l.Load, ...]:
     return tuple(x for x in topological(term.children) if isinstance(x, l.Load))
 
 
+@per_node
+def made_of(term: Node) -> l.Load | None:
+    """The load that a term is made of, point by point: of several the one that reads most. None where it reads
+    nothing.
+    """
+    return max(loads(term), key=read, default=None)
+
+
+BESIDE = 8
+"""How many times as much as from each other tensor that a factor is made of, scales perhaps, is read at least from the
+one that it is made of point by point.
+"""
+
+
+def not_made(x: Node) -> str:
+    """Why a factor is not made on its way to instructions of warpgroups; nothing where it is: of one tensor, point by
+    point, and of few numbers beside it.
+    """
+    if (source := made_of(x)) is None or source.free != x.free:
+        return f"{called(x)} is computed on its way, and TMA brings what lies in memory"
+    if any(BESIDE * read(y) > read(source) for y in loads(x) if y is not source):
+        return f"{called(x)} is computed of several tensors, and TMA brings one that a factor is made of"
+    if any(isinstance(y, Loaded | l.Index) for y in topological([x])):
+        return f"{called(x)} is computed of where it lies, or read where data says"
+    return ""
+
+
+def read(load: l.Load) -> int:
+    """How many elements a load reads at most: each once, however many axes its place follows from. A dimension of
+    which nothing is known counts as one element.
+    """
+    sides = [bounds(e) for e in load.index]
+    return math.prod((high or 0) - (low or 0) + 1 for low, high in sides)
+
+
 def called(term: Node) -> str:
-    """What schedules call an operand: the first buffer it reads."""
-    found = loads(term)
-    return found[0].buffer.name if found else "slab"
+    """What schedules call an operand: the buffer that it is made of."""
+    found = made_of(term)
+    return found.buffer.name if found is not None else "slab"

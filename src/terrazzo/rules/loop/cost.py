@@ -7,6 +7,7 @@ of it that are touched, once per kernel. It decides fusion only; it does not pre
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,9 @@ from terrazzo.ir import nest as n
 from terrazzo.ir.contraction import Contraction, contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
-from terrazzo.ir.expr import FloorDiv, IntExpr, Loaded, Mod, Var, bounds
+from terrazzo.ir.expr import Bound, FloorDiv, IntExpr, Loaded, Mod, Var, bounds
 from terrazzo.ir.node import topological
-from terrazzo.ir.sites import sites
+from terrazzo.ir.sites import made_of, not_made, sites
 from terrazzo.rules.loop.images import image, strewn
 
 
@@ -71,11 +72,28 @@ def on_matrix(r: Any, rates: Rates) -> bool:
     """
     if not isinstance(r, l.Reduce) or (c := contraction(r)) is None or r.dtype.name != "f32":
         return False
-    plain = all(isinstance(x, l.Load) and (not x.inside or (rates.boxes and _padded(x))) for x in c.operands)
+    plain = all(
+        (isinstance(x, l.Load) and (not x.inside or (rates.boxes and _padded(x)))) or (rates.boxes and widened(x))
+        for x in c.operands
+    )
     one, other = (f.free - frozenset(r.axes) for f in c.factors)
     wide = all(any(map(_longer, own)) for own in (one - other, other - one))
     types = {x.dtype for x in c.operands}  # type: ignore[attr-defined]
     return plain and wide and not looked_up(c.operands) and len(types) == 1 and types.pop().name in rates.matrix
+
+
+def widened(x: Any) -> bool:
+    """Whether a factor is made of whole numbers, such as quantised weights: products make it on its way, or have
+    it stored first, whichever is cheaper.
+    """
+    source = made_of(x)
+    return (
+        source is not None
+        and not isinstance(x, l.Load)
+        and source.dtype.is_integer
+        and not source.inside
+        and not not_made(x)
+    )
 
 
 def _once(kernel: l.Kernel, c: Contraction) -> bool:
@@ -170,7 +188,7 @@ class _Bill:
                     blocked = not in_reduction and reduces and all(r in self.products for r in s.carried)
                     if blocked:
                         self.work += points * sum(map(self.product, s.carried))
-                        self.operands(s.body, points)
+                        self.operands(s.body, points, self.made(s.carried))
                         self.work -= points * self.rates.op * len(s.carried)  # the products are in the price of an fma
                     else:
                         self.again(s, trips, points)
@@ -195,16 +213,26 @@ class _Bill:
         alone = self.rates.load if self.rates.matrix and not all(_own(c)) else 0.0
         return len(c.terms) * (self.fma + alone)
 
-    def operands(self, body: Sequence[n.Statement], points: int) -> None:
+    def made(self, carried: Sequence[Any]) -> dict[Any, int]:
+        """How often what is made on its way to matrix instructions is made."""
+        found: dict[Any, int] = {}
+        for r in carried:
+            for x in self.products[r].operands if on_matrix(r, self.rates) else ():
+                if not isinstance(x, l.Load):
+                    count = math.prod(_count(a.extent) for a in x.free if isinstance(a, Var | Bound))
+                    found |= dict.fromkeys(topological([x]), count)
+        return found
+
+    def operands(self, body: Sequence[n.Statement], points: int, made: Mapping[Any, int]) -> None:
         """A contraction's products are paid; what its operands need beyond loads and conversions is paid at every
-        point.
+        point, but for what is `made` less often.
         """
         for s in body:
             match s:
                 case n.Let(term=l.Load() as load):
                     self.touch(load.buffer, points)
                 case n.Let(term=l.Apply() as f) if not is_cast(f.fn):
-                    self.work += points * f.fn.cost * self.rates.op
+                    self.work += made.get(f, points) * f.fn.cost * self.rates.op
                 case n.Loop():
                     self.walk([s], points, True, True)
 

@@ -101,6 +101,8 @@ def ordinary(x: Node, count: int) -> tuple[list[Node], Node, Node]:
 
 def counted(terms: Sequence[Node], x: Node) -> int:
     """Into how many parts a number is, where terms are the parts of it; else 0."""
+    if x.dtype is not f32:  # type: ignore[attr-defined]
+        return 0
     return next((n for n in (2, 3) if set(terms) == set(parts(x, n))), 0)
 
 

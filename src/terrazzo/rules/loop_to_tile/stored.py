@@ -13,6 +13,7 @@ from terrazzo.ir.sites import Product, product
 from terrazzo.rules.loop_to_tile import boxes, warpgroups
 from terrazzo.rules.loop_to_tile.collapse import digits_apart, flat_products
 from terrazzo.rules.loop_to_tile.forms import on_warpgroups
+from terrazzo.rules.loop_to_tile.making import converted, promotes
 from terrazzo.rules.loop_to_tile.packed import padded, stored_first
 
 MOST = 1 << 29
@@ -41,16 +42,23 @@ class Stored:
 
 
 def stored(merged: l.Kernel, gpu: Gpu) -> Iterator[Stored]:
-    """A product that runs on instructions of warpgroups only after its operands were stored: as it is, or with digits
-    of its axes apart; and with one axis of steps, where a filter's taps are steps beside channels.
+    """A product that runs on instructions of warpgroups only after its operands were stored, or that makes one on its
+    way otherwise: as it is, or with digits of its axes apart; and with one axis of steps, where a filter's taps are
+    steps beside channels.
     """
-    if gpu.warpgroups is None or on_warpgroups(merged, gpu):
+    if gpu.warpgroups is None or (on_warpgroups(merged, gpu) and not _makes(merged)):
         return
     ways = (("merge_product_axes", merged), ("digits_apart", digits_apart(merged)))
     first = next(filter(None, (_stored(rewrite, base, gpu) for rewrite, base in dict.fromkeys(ways))), None)
     flat = flat_products(merged)
     one = _stored("flat_products", flat, gpu) if flat.stores != merged.stores else None
     yield from filter(None, (first, one))
+
+
+def _makes(kernel: l.Kernel) -> bool:
+    """Whether a product makes an operand on its way. Of parts, of which several are made at once, none are stored."""
+    p = product(kernel)
+    return p is not None and not promotes(p) and bool(converted(p))
 
 
 def _stored(rewrite: str, base: l.Kernel, gpu: Gpu) -> Stored | None:

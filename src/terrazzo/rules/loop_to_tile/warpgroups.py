@@ -17,8 +17,9 @@ from terrazzo.hw.wgmma import INSTRUCTIONS, WarpgroupInstruction
 from terrazzo.ir.address import coefficient, flatten, mentions
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
-from terrazzo.ir.sites import Product, called, loads
+from terrazzo.ir.sites import Product, called
 from terrazzo.rules.access import box
+from terrazzo.rules.loop_to_tile.making import MADE_WAVES, converted, making, not_converted, promotes
 from terrazzo.rules.loop_to_tile.results import along, results
 from terrazzo.rules.loop_to_tile.threads import ceil, grid
 from terrazzo.rules.loop_to_tile.work import STEP, Work, lasts
@@ -45,16 +46,6 @@ RESULTS = 2
 PROMOTION = 100.0
 """Nanoseconds for waiting for those of a step's products that are promoted together and adding them up, where no other
 warpgroup multiplies meanwhile. Not measured: 64 additions, and the time until products begin again.
-"""
-MADE = 45
-"""Instructions in which a thread makes the parts of a number of what lies in shared memory, those that begin at half
-the rate counted twice. Nothing hides them: steps of 128 x 128 and of 128 x 64 took 1.31 and 1.42 us longer than those
-whose parts were stored (H200, 22 November 2026).
-"""
-MADE_WAVES = 8
-"""Tiles for each processor that products are cut into which make a factor: it is that of the rows, which come in many,
-and blocks that are left over take a piece and not all of a tile. 128 x 3584 x 18944 took 385 us with 148 tiles and 251
-with eight times as many (H200, 22 November 2026).
 """
 REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
 """Of a thread that loads and of one that multiplies, by the number of warpgroups that multiply."""
@@ -160,7 +151,7 @@ def instructions_for(p: Product, gpu: Gpu) -> tuple[list[WarpgroupInstruction], 
         return [], "its factors are of different types"
     if (short := p.axes[-1].extent) < STEP and len(p.axes) > 1:
         return [], f"it sums over {len(p.axes)} axes, the last of which has {short} elements of a step's {STEP}"
-    if why := _made(p):
+    if why := not_converted(p, step(p)):
         return [], why
     for x in p.sources:
         if why := _no_boxes(x, p):
@@ -175,24 +166,6 @@ def instructions_for(p: Product, gpu: Gpu) -> tuple[list[WarpgroupInstruction], 
     return known, ""
 
 
-def converted(p: Product) -> tuple[Any, ...]:
-    """The operands that threads make of others, in registers."""
-    return tuple(x for x in p.operands if not isinstance(x, l.Load))
-
-
-def _made(p: Product) -> str:
-    """Why operands that are computed on their way are not made in registers; nothing where they are: those of the rows,
-    each of one tensor. So are parts of numbers in float32; what else is computed is stored first.
-    """
-    for x in converted(p):
-        alone = len(found := loads(x)) == 1 and found[0].free == x.free
-        if not promotes(p) or not alone:
-            return f"{called(x)} is computed on its way, and TMA brings what lies in memory"
-    if len({p.m in x.free for x in converted(p)}) > 1:
-        return "both of its factors are computed on their way, and instructions take the first one from registers"
-    return ""
-
-
 def _no_boxes(x: Any, p: Product) -> str:
     """Why TMA moves no boxes of an operand, however long they are; nothing where it may."""
     found = box(x, {a: 1 for a in (p.m, p.n, *p.axes) if a in x.free})
@@ -200,7 +173,7 @@ def _no_boxes(x: Any, p: Product) -> str:
         return found
     if found.along[-1] is None:
         return "memory runs along no axis of the product"
-    return tma.problem(found.place.tensor, (*found.sides[:-1], LEAST // 2), 0)
+    return tma.problem(found.place.tensor, (*found.sides[:-1], LEAST // x.dtype.size), 0)
 
 
 def _tiles(p: Product, n: int) -> Iterator[Tile]:
@@ -232,11 +205,6 @@ def steps(p: Product, tile: Tile) -> tuple[int, int]:
     return math.prod(a.extent for a in outer), ceil(last.extent, tile.k)
 
 
-def promotes(p: Product) -> bool:
-    """Whether sums of steps are added up on CUDA cores: where there are several terms, someone wants to be exact."""
-    return any(len(c.terms) > 1 for c in p.sites)
-
-
 def _promotions(p: Product, tile: Tile) -> int:
     """How often in a step: products that are scaled alike are added up together; of three scales, the large ones of a
     long step in two halves.
@@ -260,6 +228,7 @@ def _pieces(p: Product, tile: Tile, tiles: int, gpu: Gpu) -> Iterator[int]:
     waves = MADE_WAVES if converted(p) else 2
     axis, found = p.axes[-1], pieces(inner, waves * gpu.processors // (tiles * tile.blocks), ceil(8, outer))
     ends = all(e is axis for x in p.sources for e in x.index if mentions(e, axis))
+    ends = ends and (promotes(p) or not converted(p))
     yield from (s for s in found if ends or not (inner % s or axis.extent % tile.k))
 
 
@@ -377,7 +346,7 @@ def _meeting(p: Product, tile: Tile, has: Warpgroups) -> float:
 
 def _extra(p: Product, tile: Tile, gpu: Gpu) -> float:
     """Nanoseconds of a step that nothing hides: threads make factors of what lies in shared memory, and add up sums."""
-    made = len({loads(x)[0] for x in converted(p)}) * tile.m * tile.k * MADE
+    made = making(p) * tile.m * tile.k
     alone = PROMOTION * _promotions(p, tile) if promotes(p) and tile.groups == 1 else 0.0
     return alone + made * gpu.processors / (gpu.fma / 2)
 

@@ -13,7 +13,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.layout import Layout
 from terrazzo.ir.node import topological
 from terrazzo.ir.plan import Convert, Plan, Product, Result, Ring, Stream
-from terrazzo.ir.sites import loads
+from terrazzo.ir.sites import made_of
 from terrazzo.rewrite.rule import need, rule
 from terrazzo.rules.loop.parts import counted
 from terrazzo.rules.tile.draft import Draft
@@ -59,8 +59,9 @@ def _factors(plan: Plan, draft: Draft, p: Product, instruction: Matrix) -> Itera
             sums = [name for name, c in draft.products.items() if c.reduce in made]
             yield Convert(sums[0], to, "registers", str(instruction.a.layout))
         elif source == CONVERTED:
-            for x in dict.fromkeys(x for term in terms for x in loads(term)):
-                by = "parts" if counted([term for term in terms if x in loads(term)], x) else "ld"
+            for x in dict.fromkeys(made_of(term) for term in terms):
+                assert x is not None
+                by = "parts" if counted([term for term in terms if made_of(term) is x], x) else "ld"
                 yield Convert(streams[operand_text(x)].name, to, by, str(instruction.a.layout))
         elif source in ("ldmatrix", HELD):
             for x in terms:

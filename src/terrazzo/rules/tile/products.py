@@ -15,8 +15,9 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import Node, topological
 from terrazzo.ir.plan import EVERYONE, Agent, Plan, Product
 from terrazzo.ir.schedule import Named, Site
-from terrazzo.ir.sites import called, loads
+from terrazzo.ir.sites import called, loads, made_of
 from terrazzo.rewrite.rule import need, rule
+from terrazzo.rules.loop.parts import counted
 from terrazzo.rules.tile.agents import MATH
 from terrazzo.rules.tile.draft import Draft, axis_name
 
@@ -284,15 +285,20 @@ def _sources(draft: Draft, site: Site, instruction: Matrix | None, c: Contractio
 
 def converts(draft: Draft, site: Site, c: Contraction, a: Node) -> bool:
     """Whether the first factor of a warpgroup's product is made in registers, point by point, of a slab that TMA brings
-    in. All terms are made of the same one then.
+    in, and of what threads load beside it. All terms are made of the same slab then.
     """
     name = called(operand(a))
     made = [operand(f) for pair in c.terms for f in pair if f.free == a.free]
     if _computed(a) or isinstance(operand(a), l.Load) or dict(draft.held(site, name).options).get("by") != "tma":
         return False
-    sources = {x for term in made for x in loads(term)}
-    alone = len(sources) == 1 and all(x.free == a.free for x in sources)
-    need(alone, f"{name}: fragments are made of one slab, point by point, and these of other loads too")
+    sources = {made_of(term) for term in made}
+    alone = len(sources) == 1 and all(x is not None and x.free == a.free for x in sources)
+    need(alone, f"{name}: fragments are made of one slab, point by point, and these of several")
+    (source,) = sources
+    assert source is not None
+    whole = not source.inside and all(x.extent % draft.length(x, site) == 0 for x in c.reduce.axes)
+    nothing = whole or counted(made, source)
+    need(nothing, f"{name}: fragments are made beyond the end of what is summed over too, where they need not be 0")
     chain = any(x.reduce.axes != c.reduce.axes for x in draft.products.values())
     need(not chain, f"{name}: fragments are not made for a chain of products")
     need(draft.schedule.options("roles"), f"{name}: fragments are made of what others load, and there are no roles")

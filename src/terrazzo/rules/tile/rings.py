@@ -12,7 +12,7 @@ from terrazzo.ir.node import Node, substitute
 from terrazzo.ir.plan import EVERYONE, Agent, Order, Plan, Product, Ring
 from terrazzo.ir.schedule import Factor, Site, Word
 from terrazzo.ir.show import show
-from terrazzo.ir.sites import called, loads
+from terrazzo.ir.sites import called, made_of
 from terrazzo.rewrite.rule import need, rule
 from terrazzo.rules.tile.agents import LOAD
 from terrazzo.rules.tile.draft import Draft, axis_name
@@ -28,13 +28,14 @@ def operand_text(term: Node) -> str:
 
 def brought(draft: Draft, product: Product) -> list[Node]:
     """The operands of a product that come from memory, each once."""
-    found: list[Node] = []
+    found: list[Any] = []
     for name in product.sites:
         c = draft.products[name]
         for pair in c.terms:
             a, b = pair if axis_called(draft, product.m) in pair[0].free else pair[::-1]
             for f, source in ((a, product.a), (b, product.b)):
-                found += loads(f) if source == CONVERTED else [operand(f)] if source != "values" else []
+                if source != "values":
+                    found += [made_of(f) if source == CONVERTED else operand(f)]
     return list(dict.fromkeys(found))
 
 

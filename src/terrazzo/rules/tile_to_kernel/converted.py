@@ -1,4 +1,6 @@
-"""First factors that threads make in registers, point by point, of a slab that TMA brought (ADR 016)."""
+"""First factors that threads make in registers, point by point, of a slab that TMA brought and of scales perhaps, which
+they load beside it (ADR 016).
+"""
 
 from __future__ import annotations
 
@@ -8,19 +10,22 @@ from typing import Any
 
 from terrazzo.hw.products import matrix
 from terrazzo.hw.wgmma import WarpgroupInstruction
+from terrazzo.ir.address import mentions
 from terrazzo.ir.contraction import operand
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import IntExpr, Loaded, Var
+from terrazzo.ir.expr import IntExpr, Loaded, Var, at_least
 from terrazzo.ir.layout import Layout
-from terrazzo.ir.node import Node
+from terrazzo.ir.node import Node, substitute
 from terrazzo.ir.plan import Convert, Plan, Product, Ring
 from terrazzo.ir.schedule import WARPS_IN_A_GROUP
-from terrazzo.ir.sites import loads
+from terrazzo.ir.sites import loads, made_of
 from terrazzo.ir.types import f32, i64
+from terrazzo.rules.loop.inline import guarded
 from terrazzo.rules.loop.parts import LARGE, counted, ordinary, parts
 from terrazzo.rules.tile.digits import Bindings, value
 from terrazzo.rules.tile.draft import Draft
+from terrazzo.rules.tile.products import CONVERTED
 from terrazzo.rules.tile.rings import axis_called
 from terrazzo.rules.tile_to_kernel.copies import Copies, Part, Slab
 from terrazzo.rules.tile_to_kernel.multiply import component, spread
@@ -37,15 +42,59 @@ class Converted:
     ) -> None:
         self.draft, self.plan, self.bindings, self.slabs, self.slots = draft, plan, bindings, slabs, slots
         self.copies, self.builder = copies, copies.builder
+        self.beside: dict[l.Load, _Beside] = {}
 
     def terms(self, p: Product) -> dict[l.Load, list[Any]]:
         """What is multiplied, each once, by the load that it is made of."""
         m, found = axis_called(self.draft, p.m), dict[l.Load, list[Any]]()
         factors = (f for name in p.sites for pair in self.draft.products[name].terms for f in pair)
         for x in dict.fromkeys(operand(f) for f in factors if m in f.free):
-            (raw,) = loads(x)
+            raw = made_of(x)
+            assert raw is not None
             found.setdefault(raw, []).append(x)
         return found
+
+    def begin(self, p: Product) -> None:
+        """What factors are made of besides slabs comes to registers, once for a tile where no step changes it."""
+        self.fetch(p, 0, moving=False)
+
+    def fetch(self, p: Product, t: IntExpr, moving: bool = True) -> None:
+        """The same that changes from step to step, while slabs are on their way."""
+        for raw, terms in self.terms(p).items() if p.a == CONVERTED else ():
+            for x in dict.fromkeys(y for term in terms for y in loads(term) if y is not raw):
+                if moving == any(a in x.free for a in self.copies.steps.depth):
+                    self.beside[x] = self.fetched(p, raw, x, t)
+
+    def fetched(self, p: Product, raw: l.Load, x: l.Load, t: IntExpr) -> _Beside:
+        """Registers with all that a thread needs of a load for the slab of step t: one for each of its places that
+        differ in it.
+        """
+        work, slab = self.work(p, raw, {}), self.slabs[raw]
+        step, j = (self.bindings.loop_variable(name, n) for name, n in (("k", work.count), ("j", 2)))
+        bits = [self.bindings.loop_variable("e", 2) for _ in range(work.bits)]
+        at = work.at(step, sum((b * (1 << n) for n, b in enumerate(bits)), start=0))
+        at[work.deep.axis] = at[work.deep.axis] + j
+        env = self.copies.coordinates(slab, [at[part.axis] for part in slab.parts], t)
+        edges = (part.axis.extent - 1 - env[part.axis] for part in slab.parts if part.axis in x.free)
+        found = guarded(substitute(x, env), tuple(e for e in edges if not at_least(e, 0)))
+        variables = (*work.down, step, *bits, j)
+        used = tuple(n for n, v in enumerate(variables) if any(mentions(e, v) for e in (*found.index, *found.inside)))
+        own = tuple(variables[n] for n in used)
+        shape: Any = tuple(v.extent for v in own)
+        place = self.builder.registers("beside", x.dtype, shape)
+        self.builder.loops([(v, True) for v in own], lambda: self.builder.add(l.Store(place, own, found)))
+        return _Beside(place, used)
+
+    def work(self, p: Product, raw: l.Load, places: dict[Node, k.Registers]) -> _Work:
+        """How a slab is divided among threads and steps of an instruction."""
+        slab, instruction = self.slabs[raw], matrix(p.on)
+        assert isinstance(instruction, WarpgroupInstruction)
+        rows = next(x for x in slab.parts if x.axis is axis_called(self.draft, p.m))
+        (deep,) = [x for x in slab.parts if x is not rows]
+        each, count = instruction.a.elements, deep.size // instruction.shape[2]
+        down = tuple(d.variable for d in rows.digits if d.level == "reg")
+        line = next(x for x in self.plan.all(Convert) if x.value == slab.stream.name)
+        return _Work(self, slab, raw, places, down, each, count, rows, deep, Layout.parse(line.layout))
 
     def values(self, p: Product, t: IntExpr) -> dict[Node, k.Registers]:
         """The fragments of step t, whose slabs are there: registers for every term."""
@@ -56,18 +105,12 @@ class Converted:
 
     def made(self, p: Product, t: IntExpr, raw: l.Load, terms: Sequence[Any]) -> dict[Node, k.Registers]:
         """What is made of one slab: two neighbours after the other, of each all terms."""
-        slab, instruction = self.slabs[raw], matrix(p.on)
-        assert isinstance(instruction, WarpgroupInstruction)
-        rows = next(x for x in slab.parts if x.axis is axis_called(self.draft, p.m))
-        (deep,) = [x for x in slab.parts if x is not rows]
-        each, count = instruction.a.elements, deep.size // instruction.shape[2]
-        down = [d for d in rows.digits if d.level == "reg"]
-        shape = (*(d.size for d in down), count * each)
-        found: dict[Node, k.Registers] = {x: self.builder.registers("made", x.dtype, shape) for x in terms}
-        line = next(x for x in self.plan.all(Convert) if x.value == slab.stream.name)
-        layout = Layout.parse(line.layout)
-        work = _Work(self, slab, raw, found, tuple(d.variable for d in down), each, count, rows, deep, layout)
+        found: dict[Node, k.Registers] = {}
+        work, slab = self.work(p, raw, found), self.slabs[raw]
+        shape: Any = (*(v.extent for v in work.down), work.count * work.each)
+        found |= {x: self.builder.registers("made", x.dtype, shape) for x in terms}
         slot = self.slots(slab.ring, t)[0]
+        line = next(x for x in self.plan.all(Convert) if x.value == slab.stream.name)
         if line.by == "parts":
             self.guessed(work, slot, terms)
         else:
@@ -100,6 +143,16 @@ class Converted:
         )
 
 
+@dataclass(frozen=True)
+class _Beside:
+    """Registers with what was loaded beside a slab, indexed by so many-th of the variables that say where a thread is
+    in it.
+    """
+
+    place: k.Registers
+    used: tuple[int, ...]
+
+
 @dataclass
 class _Work:
     """What one team makes of a slab in a step, and where it goes."""
@@ -115,6 +168,19 @@ class _Work:
     deep: Part
     layout: Layout
 
+    @property
+    def bits(self) -> int:
+        """Of the number of a pair of neighbours in a fragment."""
+        return (self.each // 2).bit_length() - 1
+
+    def at(self, step: IntExpr, pair: IntExpr) -> dict[Any, IntExpr]:
+        """Where in its slab the first of two neighbours lies."""
+        rows = value([d for d in self.rows.digits if d.level in ("warpgroup", "reg")])
+        return {
+            self.rows.axis: rows + self.whole.place(self.layout, "m", pair),
+            self.deep.axis: step * (self.deep.size // self.count) + self.whole.place(self.layout, "k", pair),
+        }
+
     def write(
         self, slot: IntExpr, terms: Mapping[Any, Any], extremes: Sequence[tuple[k.Registers, str, Node]] = ()
     ) -> None:
@@ -125,17 +191,15 @@ class _Work:
         step, pair, j = (
             whole.bindings.loop_variable(x, n) for x, n in (("k", self.count), ("e", self.each // 2), ("j", 2))
         )
-        rows = value([d for d in self.rows.digits if d.level in ("warpgroup", "reg")])
-        at = {
-            self.rows.axis: rows + whole.place(self.layout, "m", pair),
-            self.deep.axis: step * (self.deep.size // self.count) + whole.place(self.layout, "k", pair),
-        }
+        at = self.at(step, pair)
+        here = (*self.down, step, *(pair // (1 << n) % 2 for n in range(self.bits)), j)
+        beside = {x: l.Load(b.place, tuple(here[n] for n in b.used)) for x, b in whole.beside.items()}
 
         def two() -> None:
             held = self.read(slot, at)
 
             def one() -> None:
-                env: dict[Any, Any] = {self.raw: l.Load(held, (j,))}
+                env: dict[Any, Any] = {**beside, self.raw: l.Load(held, (j,))}
                 for x, term in terms.items():
                     index = (*self.down, step * self.each + pair * 2 + j)
                     builder.add(l.Store(self.places[x], index, whole.copies.computed(term, env)))

@@ -85,16 +85,15 @@ class Pipeline:
                     if s.ring not in p.rings or term not in (*brought(draft, p), *mine_too):
                         continue
                     whole = span(draft, term)
-                    names = [w.name for w in s.axes]
-                    names = names if text == s.operand else twin_axes(names, terms[s.operand], term)
+                    own = [w.name for w in s.axes]
+                    names = own if text == s.operand else twin_axes(own, terms[s.operand], term)
                     mine = ((self.part(axis_called(draft, x), site), w) for x, w in zip(names, s.axes, strict=True))
                     parts = tuple(replace(x, size=w.args[0], halo=whole.halo(x.axis)) for x, w in mine)
                     self.slabs[term] = Slab(s, plan.named(s.ring), term, memory.places[s.name], parts, whole)
 
     def part(self, axis: Any, site: Any) -> Part:
         """The block's part of an axis, as a site divides it. One for each, since its digits are loops' variables."""
-        key = axis, site.names
-        if key not in self.parts:
+        if (key := (axis, site.names)) not in self.parts:
             self.parts[key] = self._part(axis, site)
         return self.parts[key]
 
@@ -152,6 +151,7 @@ class Pipeline:
         for p in self.plan.all(Product):
             if self.outermost(p):
                 self.declare(p)
+            self.converted.begin(p)
         self.factors.begin()
         held = [r for r in self.rings if not r.over]
         for ring in held:
@@ -190,7 +190,8 @@ class Pipeline:
             todo = list(self.plan.all(Product))
             while todo:
                 p = todo.pop(0)
-                values = self.factors.values(p, t)  # while slabs are still on their way
+                values = self.factors.values(p, t)  # while slabs are still on their way, as what is fetched beside them
+                self.converted.fetch(p, t)
                 for name in p.rings:
                     if name not in waited:
                         self.wait(self.plan.named(name), t)

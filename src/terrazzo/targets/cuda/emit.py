@@ -18,6 +18,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr, Loaded, terms_of
 from terrazzo.ir.node import Node, topological
 from terrazzo.ir.ranges import Range, span, stays
+from terrazzo.ir.types import DType, f32
 from terrazzo.targets.cuda.counting import counters
 from terrazzo.targets.cuda.settle import settled
 from terrazzo.targets.cuda.short import Short
@@ -66,8 +67,8 @@ def gathers(kernel: k.Kernel) -> bool:
 
 
 def _rounded(kernel: k.Kernel) -> set[Node]:
-    """Values of bf16 that numbers of f32 are rounded to and that are only converted back: they stay in f32, where one
-    instruction rounds.
+    """Values of bf16 that numbers of f32 or whole numbers are rounded to and that are only converted back: they stay in
+    f32, where one instruction rounds.
     """
     found: set[Node] = set()
     others: set[Node] = set()
@@ -75,7 +76,7 @@ def _rounded(kernel: k.Kernel) -> set[Node]:
         match s:
             case k.Let(term=l.Apply(fn=fn, args=(k.Value(),))) if fn.name == "f32":
                 continue
-            case k.Let(term=l.Apply(fn=fn, args=(l.Term() as x,))) if (fn.name, x.dtype.name) == ("bf16", "f32"):
+            case k.Let(term=l.Apply(fn=fn, args=(l.Term() as x,))) if fn.name == "bf16" and _rounds(x.dtype):
                 found.add(s.value)
                 used: Any = [x]
             case k.Let():
@@ -88,6 +89,15 @@ def _rounded(kernel: k.Kernel) -> set[Node]:
                 used = s.children
         others |= set(topological([x for x in used if isinstance(x, Node)]))
     return found - others
+
+
+EXACT = 1 << 8
+"""Whole numbers up to this size, of either sign, are numbers of bf16."""
+
+
+def _rounds(kind: DType) -> bool:
+    """Whether numbers of a type become bf16 by way of f32."""
+    return kind is f32 or kind.is_integer
 
 
 def _sends(s: Node) -> bool:
@@ -279,12 +289,20 @@ class _Writer:
         kind = "f32" if rounded else c_type(s.value.type)
         text = self.short.text(s.term)
         if isinstance(s.term, l.Apply) and rounded:
-            text = term(s.term.args[0], self.scope)
-            text = f"tz_round_bf16({text})" if s.value in self.rounded else text
+            text = self.held(s.term.args[0]) if s.value in self.rounded else term(s.term.args[0], self.scope)
         elif self.short.fits(s.term):
             kind, text = "i32", text or f"(i32){term(s.term, self.scope)}"
         self.short.let(s, name)
         return f"const {kind} {name} = {text or term(s.term, self.scope)};"
+
+    def held(self, x: Any) -> str:
+        """A number rounded to bf16, in f32: a small whole number is one already."""
+        given = term(x, self.scope)
+        if x.dtype is f32:
+            return f"tz_round_bf16({given})"
+        reach = self.short.of(x)
+        small = reach is not None and -EXACT <= reach[0] <= reach[1] <= EXACT
+        return f"tz_cast<f32>({given})" if small else f"tz_round_bf16(tz_cast<f32>({given}))"
 
     def declare(self, s: k.Declare) -> list[str]:
         kind = c_type(s.place.type.dtype)

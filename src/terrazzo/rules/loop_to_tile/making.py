@@ -1,0 +1,72 @@
+"""Factors of products that threads make in registers, on their way to the instructions of warpgroups (ADR 016): of what
+that is done, and what it costs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects.scalar import is_cast
+from terrazzo.ir.node import topological
+from terrazzo.ir.sites import Product, called, made_of, not_made
+
+MADE = 45
+"""Instructions in which a thread makes the parts of a number of what lies in shared memory, those that begin at half
+the rate counted twice. Nothing hides them: steps of 128 x 128 and of 128 x 64 took 1.31 and 1.42 us longer than those
+whose parts were stored (H200, 22 November 2026).
+"""
+READ = 2
+"""Instructions in which a thread reads an element that a factor is made of, and packs what it made with a neighbour.
+Those that make it are counted. Not measured.
+"""
+MADE_WAVES = 8
+"""Tiles for each processor that products are cut into which make a factor: it is that of the rows, which come in many,
+and blocks that are left over take a piece and not all of a tile. 128 x 3584 x 18944 took 385 us with 148 tiles and 251
+with eight times as many (H200, 22 November 2026).
+"""
+
+
+def promotes(p: Product) -> bool:
+    """Whether sums of steps are added up on CUDA cores: where there are several terms, someone wants to be exact."""
+    return any(len(c.terms) > 1 for c in p.sites)
+
+
+def converted(p: Product) -> tuple[Any, ...]:
+    """The operands that threads make of others, in registers."""
+    return tuple(x for x in p.operands if not isinstance(x, l.Load))
+
+
+def not_converted(p: Product, step: int) -> str:
+    """Why operands that are computed on their way are not made in registers, in steps of so many products; nothing
+    where they are: those of the rows, each of one tensor, and of few numbers beside it. Others are stored first.
+    """
+    for x in converted(p):
+        if why := not_made(x):
+            return why
+        if not promotes(p) and (made_of(x).inside or p.axes[-1].extent % step):  # type: ignore[union-attr]
+            return f"{called(x)} is computed on its way, and what is summed over ends within a step"
+    if len({p.m in x.free for x in converted(p)}) > 1:
+        return "both of its factors are computed on their way, and instructions take the first one from registers"
+    return ""
+
+
+def making(p: Product) -> float:
+    """Instructions in which a thread makes one element of what a factor is made of: all its parts, or one number."""
+    if promotes(p):
+        return len({made_of(x) for x in converted(p)}) * MADE
+    return sum(READ + sum(map(_instructions, _own(x))) for x in converted(p))
+
+
+def _own(x: Any) -> list[l.Apply]:
+    """What is computed for each element of a factor, and not for a row of them: of what it is made of."""
+    source = made_of(x)
+    return [y for y in topological([x]) if isinstance(y, l.Apply) and source in topological([y])]
+
+
+def _instructions(x: l.Apply) -> int:
+    """A number becomes one of another kind at half the rate, and a longer one of its kind for nothing."""
+    if not is_cast(x.fn):
+        return 1
+    of: Any = x.args[0]
+    return 2 if of.dtype.kind != x.dtype.kind else int(of.dtype.size > x.dtype.size)

@@ -1,0 +1,118 @@
+"""Products whose first factor is made in registers, point by point, of whole numbers and scales (ADR 016)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from terrazzo.front.capture import capture
+from terrazzo.hw.gpu import gpu
+from terrazzo.interp import kernel as simulator
+from terrazzo.ir.dialects import kernel as k
+from terrazzo.options import Options
+from terrazzo.pipelines import lowering
+from terrazzo.targets.cuda.check import check
+
+HALF = torch.bfloat16
+Make = Callable[[int, int, int], tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]]
+
+
+def whole(*shape: int, dtype: torch.dtype = torch.int8) -> torch.Tensor:
+    given = torch.Generator().manual_seed(1)
+    low = 0 if dtype is torch.uint8 else -127
+    return torch.randint(low, 128, shape, generator=given, dtype=torch.int32).to(dtype)
+
+
+def normal(*shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+
+
+def scaled_after(m: int, n: int, depth: int) -> Any:
+    return lambda x, q, s: F.linear(x, q.to(x.dtype)) * s, (normal(m, depth), whole(n, depth), normal(n))
+
+
+def by_channel(m: int, n: int, depth: int) -> Any:
+    return lambda x, q, s: F.linear(x, q.to(x.dtype) * s[:, None]), (normal(m, depth), whole(n, depth), normal(n))
+
+
+def by_group(m: int, n: int, depth: int, group: int = 128) -> Any:
+    def product(x: Any, q: Any, s: Any, z: Any) -> Any:
+        w = (q.view(n, depth // group, group).to(x.dtype) - z[:, :, None]) * s[:, :, None]
+        return F.linear(x, w.view(n, depth))
+
+    groups = n, depth // group
+    return product, (normal(m, depth), whole(n, depth, dtype=torch.uint8), normal(*groups), normal(*groups))
+
+
+def by_row(m: int, n: int, depth: int) -> Any:
+    """Scales along what is summed over, and weights that memory runs across."""
+    return lambda x, q, s: x @ (q.to(x.dtype) * s[:, None]), (normal(m, depth), whole(depth, n), normal(depth))
+
+
+def in_half(m: int, n: int, depth: int) -> Any:
+    given = normal(m, depth, dtype=torch.float16), whole(n, depth), normal(n, dtype=torch.float32)
+    return lambda x, q, s: F.linear(x, (q.float() * s[:, None] * 0.1).to(x.dtype)), given
+
+
+MAKERS: dict[str, Make] = {f.__name__: f for f in (scaled_after, by_channel, by_group, by_row, in_half)}
+
+
+def lowered(fn: Any, given: tuple[torch.Tensor, ...], **options: Any) -> Any:
+    program = capture(fn, given, {}).program
+    return program, lowering(program, Options(target="sm_90a", libraries="never", **options))
+
+
+def made(kernel: k.Kernel) -> bool:
+    """Whether a kernel makes the first factor of its products in registers."""
+    return any(isinstance(s, k.Declare) and s.place.name.startswith("made") for s in k.walk(kernel.body))
+
+
+def numbers(x: torch.Tensor) -> Any:
+    return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if x.dtype is HALF else x.numpy()
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("name", MAKERS)
+def test_factors_made_on_their_way_are_as_exact_as_eager(name: str, seed: int | None) -> None:
+    """Where rows and columns fill no tile, whichever way memory runs, in the fair order and in another."""
+    fn, given = MAKERS[name](5, 208, 256)
+    _, done = lowered(fn, given)
+    program = done.at("kernel")
+    assert any(made(s) for s in program.steps), "no kernel makes a factor"
+    check(program, gpu("sm_90a"))
+    inputs = {b.name: numbers(x) for b, x in zip(program.inputs, given, strict=True)}
+    (y,) = simulator.run(program, inputs, seed=seed)
+    exact = fn(*(x.double() if x.is_floating_point() else x for x in given)).numpy()
+    eager = fn(*given).double().numpy()
+    off, usual = (np.linalg.norm(z - exact) for z in (y.astype(np.float64), eager))
+    assert off <= 1.05 * usual
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("rows", [1, 16, 64])
+def test_few_rows_read_quantised_weights_once(name: str, rows: int) -> None:
+    """No kernel stores a weight of 16 bits, where few rows are multiplied by it: memory is read once, in bytes."""
+    fn, given = MAKERS[name](rows, 4096, 4096)
+    _, done = lowered(fn, tuple(x.to("meta") for x in given))
+    stored = [b.type.numel for s in done.at("kernel").steps for b in s.params if b not in done.at("kernel").inputs]
+    assert max(stored) < 4096 * 4096
+
+
+def test_many_rows_have_weights_stored_where_that_is_cheaper() -> None:
+    """A weight is made again for every tile of rows: the model says when it is stored first."""
+    fn, given = by_channel(8192, 4096, 4096)
+    _, done = lowered(fn, tuple(x.to("meta") for x in given))
+    assert not any(made(s) for s in done.at("kernel").steps)
+
+
+def test_sums_that_end_within_a_step_have_their_factor_stored() -> None:
+    """Beyond the end a made factor need not be 0, and where it is infinite, times 0 is none."""
+    fn, given = by_channel(16, 256, 200)
+    _, done = lowered(fn, given)
+    assert not any(made(s) for s in done.at("kernel").steps)
