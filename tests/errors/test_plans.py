@@ -90,6 +90,8 @@ AGENTS = re.search(r"    load = .*\n    math = .*\n", HOPPER_PLAN)[0]  # type: i
         ("first=4, warps=8", "first=6, warps=8", "4: its first warp is 6, and 4 warps stand before it"),
         ("first=4, warps=8", "first=4, warps=4", "4: warps are 4, and the schedule has 8"),
         ("teams=2", "teams=4", "4: teams are 4, and 2 of it wait by themselves"),
+        ("teams=2", "teams=3", "4: 8 warps are no 3 teams of as many each"),
+        ("teams=2", "teams=0", "4: 8 warps are no 0 teams of as many each"),
         ("registers=40", "registers=48", "3: registers are 48, and the schedule has 40"),
         ("warps=4, registers", "warps=24, registers", "4: its first warp is 4, and 24 warps stand before it"),
         ("load = agent", "lord = agent", "5: there is no agent load above; there is lord, math"),

@@ -305,6 +305,12 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "the four lanes of a row have its maximum and its sum, so any of them may store these",
     ),
     Equivalent(
+        ("matmul of half",),
+        PREDICATE,
+        r"^line (44|55) .* < 19\d:` -> .* < 1[89]\d:",
+        "the second step of a piece is whole, or wholly beyond the last",
+    ),
+    Equivalent(
         ("attention of half",),
         ("wrong number of steps",),
         r"`for t8 in unrolled\(1\):` -> .*\(2\)",

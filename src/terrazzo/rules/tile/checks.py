@@ -122,6 +122,8 @@ def _agent(line: Agent, plan: Plan, draft: Draft) -> None:
         f"its first warp is {line.first}, and {first} warps stand before it: none is of two, none of nobody",
     )
     need(line.warps > 0, "it has no warp")
+    whole = line.teams > 0 and line.warps % line.teams == 0
+    need(whole, f"{line.warps} warps are no {line.teams} teams of as many each")
     groups = any(warps(draft.instruction(s)) > 1 for s in draft.schedule.sites)
     meant = 1
     turns = line.name == MATH and dict(draft.schedule.options("roles")).get("turns") is True
