@@ -13,9 +13,11 @@ import torch.nn.functional as F
 
 from terrazzo.hw.gpu import Gpu, gpu
 from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.dialects import tile
 from terrazzo.ir.text import parse
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
+from terrazzo.rules.tile_to_kernel.lower import program as of_plans
 from tests.kernels import by_hand
 from tests.kernels.arrangements import Product
 from tests.kernels.chains import GROUPS, TMA, Chain
@@ -185,6 +187,14 @@ NAMES = (*DERIVED, *ARRANGED, *(f"{name} by hand" for name in by_hand.MEANING))
 
 
 @cache
+def tiled(name: str) -> tile.Program:
+    """One of `ARRANGED`, with its schedule and its plan."""
+    arranged = ARRANGED[name]
+    found: tile.Program = lowering(parse(arranged.text), Options(target=arranged.target)).at("tile")
+    return found
+
+
+@cache
 def subject(name: str) -> Subject:
     """A kernel to mutate."""
     if name.endswith(" by hand"):
@@ -192,7 +202,7 @@ def subject(name: str) -> Subject:
         return Subject(name, program, by_hand.inputs(program, seed=2), gpu("sm_90a"))
     if name in ARRANGED:
         arranged = ARRANGED[name]
-        program = lowering(parse(arranged.text), Options(target=arranged.target)).at("kernel")
+        program = of_plans(tiled(name), gpu(arranged.target))
         given = by_hand.inputs(program, seed=2)
         if isinstance(arranged, Chain):
             given["q"][:, ::2] *= 800  # differences of scores that do not fit exp()
