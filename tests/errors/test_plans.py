@@ -12,13 +12,16 @@ import pytest
 import torch
 from tests.cli.conftest import Terrazzo
 from tests.ir.test_plan import HOPPER, HOPPER_PLAN, attention, product
+from tests.kernels.arrangements import Product
 from tests.kernels.programs import Lowered, case, lowered
 from tests.kernels.test_schedules import HALVES, TENSOR_CORES, matmul, tensors
 
 from terrazzo.errors import UserError
 from terrazzo.hw.gpu import gpu
 from terrazzo.ir.parse_plan import parse_plan
-from terrazzo.ir.text import show
+from terrazzo.ir.text import parse, show
+from terrazzo.options import Options
+from terrazzo.pipelines import lowering
 from terrazzo.rules.tile.complete import Refused
 from terrazzo.rules.tile.verify import verify
 from terrazzo.rules.tile_to_kernel import lower as deriving
@@ -35,9 +38,17 @@ def made(name: str) -> Lowered:
     return attention() if name == "attention" else case(name, "sm_80")
 
 
+def tiled(name: str) -> Any:
+    """The same as Tile IR; also warpgroups that take turns, as their schedule says."""
+    if name == "turns":
+        turns = Product(shape=(320, 16, 192), tile=(64, 16, 64), roles=True, persistent=1, turns=2, registers=None)
+        return lowering(parse(turns.text), Options(target="sm_90a")).at("tile")
+    return made(name).lowering.at("tile")
+
+
 def refused(name: str, before: str, after: str) -> str:
     """What is said of a plan of which something is replaced."""
-    program = made(name).lowering.at("tile")
+    program = tiled(name)
     ((_, schedule),), ((number, plan),) = program.schedules, program.plans
     target = gpu(plan.target)
     verify(program.loop.steps[number], schedule, plan, target)
@@ -84,14 +95,18 @@ AGENTS = re.search(r"    load = .*\n    math = .*\n", HOPPER_PLAN)[0]  # type: i
         ("blocks=4", "blocks=16", "2: 16 blocks: at most 8, a multiple of 2"),
         (", persistent=True", "", "2: the schedule is persistent"),
         ("grouped=(a0(2),)", "grouped=(a0(3),)", "2: groups of a0(3) do not divide a0(2)"),
+        ("grouped=(a0(2),)", "grouped=(a0(2), a0(2))", "2: grouped are (a0(2), a0(2)): an axis once"),
         ("grouped=(a0(2),)", "grouped=(a1(2),)", "2: rows of a1 are grouped, and no axis of tiles is inside of it"),
         # who
         ("first=4, warps=8", "first=3, warps=8", "4: its first warp is 3, and 4 warps stand before it"),
         ("first=4, warps=8", "first=6, warps=8", "4: its first warp is 6, and 4 warps stand before it"),
         ("first=4, warps=8", "first=4, warps=4", "4: warps are 4, and the schedule has 8"),
         ("teams=2", "teams=4", "4: teams are 4, and 2 of it wait by themselves"),
+        ("teams=2", "teams=3", "4: 8 warps are no 3 teams of as many each"),
+        ("teams=2", "teams=0", "4: 8 warps are no 0 teams of as many each"),
         ("registers=40", "registers=48", "3: registers are 48, and the schedule has 40"),
-        ("warps=4, registers", "warps=24, registers", "4: its first warp is 4, and 24 warps stand before it"),
+        ("warps=4, registers", "warps=24, registers", "3: warps are 24, and the schedule has 4"),
+        ("first=0, warps=4", "first=0, warps=0", "3: it has no warp"),
         ("load = agent", "lord = agent", "5: there is no agent load above; there is lord, math"),
         # rings
         ("over=(r0(4),)", "over=(r0(2),)", "5: its steps are (r0(2)), and those of the tile (r0(4))"),
@@ -191,6 +206,19 @@ def test_a_plan_for_warps(before: str, after: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
+        ("warps=8, teams=2", "warps=12, teams=3", "4: warps are 12, and the schedule has 8"),
+        ("warps=8, teams=2", "warps=9, teams=2", "4: 9 warps are no 2 teams of as many each"),
+        (", turns=True", "", "4: its teams take turns"),
+        (", turns=True", ", lag=True", "4: its teams take turns"),
+    ],
+)  # fmt: skip
+def test_a_plan_for_warpgroups_that_take_turns(before: str, after: str, message: str) -> None:
+    assert refused("turns", before, after) == message
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
         ('combine(site="acc0"', 'combine(site="acc1"', r"\d: the combination of acc1 is decided twice"),
         ("lanes=32", "lanes=16",
          r'\d: by the schedule its partial states are to meet as combine\(site="acc0", lanes=32'),
@@ -227,7 +255,7 @@ def test_a_step_multiplies_in_order() -> None:
 
 
 def without(name: str, start: str) -> str:
-    program = made(name).lowering.at("tile")
+    program = tiled(name)
     text = str(program.plans[0][1])
     return next(x for x in text.splitlines() if x.strip().startswith(start)) + "\n"
 
@@ -249,7 +277,7 @@ def test_over_budget(words: tuple[str, str], after: tuple[str, str], message: st
     """A plan for more shared memory than there is, below a schedule that asks for as much."""
     from terrazzo.ir.parse_schedule import parse_schedule
 
-    program = made("ampere").lowering.at("tile")
+    program = tiled("ampere")
     ((_, schedule),), ((number, plan),) = program.schedules, program.plans
     text, bound = str(plan).replace(words[0], after[0]), str(schedule).replace(words[1], after[1])
     with pytest.raises(UserError, match=re.escape(f"the plan of mm, line {message}")):
@@ -259,7 +287,7 @@ def test_over_budget(words: tuple[str, str], after: tuple[str, str], message: st
 def test_more_registers_than_a_processor_has() -> None:
     from terrazzo.ir.parse_schedule import parse_schedule
 
-    program = made("hopper").lowering.at("tile")
+    program = tiled("hopper")
     (kernel,) = program.loop.steps
     for registers, message in (
         (240, "4: 73728 registers with those before it, and a processor has 65536"),
@@ -272,7 +300,7 @@ def test_more_registers_than_a_processor_has() -> None:
 
 
 def test_a_plan_of_something_else() -> None:
-    program = made("ampere").lowering.at("tile")
+    program = tiled("ampere")
     ((number, plan),) = program.plans
     other: Any = parse_plan(str(plan).replace('plan("mm"', 'plan("nn"'))
     with pytest.raises(UserError, match="line 1: it is not one of mm for sm_80"):
@@ -281,7 +309,7 @@ def test_a_plan_of_something_else() -> None:
 
 def test_what_cannot_be_written_is_the_plan_s_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the checks found an edited plan in order, and no kernel can be written from it."""
-    program = made("ampere").lowering.at("tile")
+    program = tiled("ampere")
     ((number, plan),) = program.plans
     edited = parse_plan(str(plan).replace("ahead=3", "ahead=2"))
     refusal = Refused(UserError("mm: the schedule needs 320 registers of a thread, and sm_80 has 255"))
@@ -294,7 +322,7 @@ def test_what_cannot_be_written_is_the_plan_s_fault(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("passes", ["plan", "derive"])
 def test_on_the_command_line(terrazzo: Terrazzo, tmp_path: Path, passes: str) -> None:
     """The file is read, and the line that is wrong is told, whichever pass looks at it first."""
-    text = show(made("ampere").lowering.at("tile"))
+    text = show(tiled("ampere"))
     file = tmp_path / "tile.txt"
     file.write_text(text.replace("ahead=3", "ahead=7"))
     line = 1 + next(n for n, line in enumerate(text.splitlines()) if "ahead=3" in line)

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -26,11 +27,14 @@ from terrazzo.ir.text import parse, show
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from terrazzo.rules.tile.complete import complete
+from terrazzo.rules.tile_to_kernel.lower import program as of_plans
 from terrazzo.targets.cuda.emit import emit
 from tests.fuzz.hostile import Crashed, victim
 from tests.fuzz.judge import Judge
 from tests.fuzz.schedules import Term
 from tests.harness import random_inputs
+from tests.mutants.kernels import subject, tiled
+from tests.mutants.run import killed
 
 SECONDS = 60
 """How long one example may take; whatever takes longer hangs."""
@@ -110,6 +114,30 @@ def plan(term: Term, s: Schedule, source: str) -> str:
         return "right"
 
     return _finding(check, lambda: f"{show(term.program)}{show(term.kernel)}\n{s}\n{source}")
+
+
+def arrangement(name: str, source: str) -> str:
+    """The edited plan of a pinned kernel is refused with the line that is wrong, or gives the same results in every
+    order.
+    """
+    program, of = tiled(name), subject(name)
+    ((number, given),) = program.plans
+
+    def check() -> str:
+        try:
+            edited = parse_plan(source)
+            kernels = of_plans(replace(program, plans=((number, edited),)), of.gpu)
+        except (UserError, Limitation) as why:
+            if not re.search(r"line \d+", str(why)):
+                raise Found(f"it is refused, and no line named: {why}") from why
+            return f"refused: {_kind(why)}"
+        if edited == given:
+            return "nothing changed"
+        by, told = killed(of, kernels)
+        _right(f"{by}: {told}" if by else "")
+        return "right"
+
+    return _finding(check, lambda: f"{show(replace(program, plans=()))}\n{source}")
 
 
 def text(source: str) -> str:

@@ -1,4 +1,6 @@
-"""Plans of random schedules, edited: lines, numbers and words of them are dropped, doubled, exchanged and changed."""
+"""Plans of random schedules, and of pinned arrangements, edited: lines, numbers and words of them are dropped, doubled,
+exchanged and changed.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ from terrazzo.ir.schedule import Schedule
 from terrazzo.rules.tile.complete import Refused, complete
 from tests.fuzz.schedules import TERMS, Term, schedules, terms
 from tests.kernels.programs import TARGETS
+from tests.mutants.kernels import ARRANGED, tiled
 
 NUMBER = re.compile(r"(?<![\w.])\d+(?!\w)")
 WORD = re.compile(r"\"[^\"]*\"|True|False|(?<=[=( ])[a-z]\w*(?=[,)])")
@@ -34,10 +37,26 @@ def plans(draw: Any) -> tuple[Term, Schedule, str]:
     if isinstance(plan, Refused):
         schedule = term.default
         plan, _ = complete(term.kernel, schedule, gpu(schedule.target))
-    lines = str(plan).splitlines()
+    return term, schedule, _after_edits(str(plan), one)
+
+
+@st.composite
+def arrangements(draw: Any) -> tuple[str, str]:
+    """The name of a kernel under a schedule that is pinned, and the text of its plan after an edit or two."""
+
+    def one(items: Any) -> Any:
+        return draw(st.sampled_from(items))
+
+    name = one(tuple(ARRANGED))
+    ((_, plan),) = tiled(name).plans
+    return name, _after_edits(str(plan), one)
+
+
+def _after_edits(plan: str, one: Any) -> str:
+    lines = plan.splitlines()
     for _ in range(one((1, 1, 2))):
         lines = _edited(lines, one)
-    return term, schedule, "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def _edited(lines: list[str], one: Any) -> list[str]:

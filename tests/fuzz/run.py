@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from tests.fuzz import aliases, checks
 from tests.fuzz.hostile import hostile, library
-from tests.fuzz.plans import plans
+from tests.fuzz.plans import arrangements, plans
 from tests.fuzz.programs import tensor_programs
 from tests.fuzz.schedules import TERMS, schedules, terms
 from tests.fuzz.texts import texts
@@ -47,6 +47,7 @@ KINDS: dict[str, tuple[Any, Callable[..., str]]] = {
     "programs": (_programs(), checks.program),
     "schedules": (_schedules(), checks.schedule),
     "plans": (plans(), checks.plan),
+    "arrangements": (arrangements(), checks.arrangement),
     "texts": (st.tuples(texts()), checks.text),
     "aliases": (st.tuples(aliases.cases()), aliases.under_torch_compile),
     "effects": (st.tuples(aliases.cases(breaks=False, grad=False)), aliases.under_terrazzo_compile),

@@ -28,12 +28,20 @@ from tests.harness import random_inputs
 
 @pytest.mark.parametrize(
     ("kind", "count"),
-    [("programs", 50), ("schedules", 30), ("plans", 60), ("texts", 300), ("aliases", 30), ("effects", 100)],
+    [
+        ("programs", 50),
+        ("schedules", 30),
+        ("plans", 60),
+        ("arrangements", 60),
+        ("texts", 300),
+        ("aliases", 30),
+        ("effects", 100),
+    ],
 )
 def test_nothing_is_found(kind: str, count: int) -> None:
     outcomes, found = run.fuzz(kind, count, seed=0)
     assert not found, "\n".join(found)
-    told = "refused: the plan of" if kind == "plans" else "read" if kind == "texts" else "right"
+    told = "refused: the plan of" if kind in ("plans", "arrangements") else "read" if kind == "texts" else "right"
     assert outcomes.total() >= count * 0.9
     few = 30 if kind == "texts" else 20  # most edits of a text leave one that nobody reads
     assert sum(n for outcome, n in outcomes.items() if outcome.startswith(told)) >= count // few

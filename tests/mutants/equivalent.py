@@ -241,7 +241,7 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     Equivalent(
         ("conv1d",),
         PREDICATE,
-        r"^line (7|17) .* < 33 and",
+        r"^line (7|17) .*( < 33 and|\] if lane % 4 < 3 else)",
         "the condition around it leaves 16 rows, so none of them is beyond the last",
     ),
     Equivalent(
@@ -303,6 +303,12 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         PREDICATE,
         r"`if lane % 2 == 0 and \(lane // 2\) % 2 == 0:`",
         "the four lanes of a row have its maximum and its sum, so any of them may store these",
+    ),
+    Equivalent(
+        ("matmul of half",),
+        PREDICATE,
+        r"^line (44|55) .* < 19\d:` -> .* < 1[89]\d:",
+        "the second step of a piece is whole, or wholly beyond the last",
     ),
     Equivalent(
         ("attention of half",),

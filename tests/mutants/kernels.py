@@ -13,9 +13,11 @@ import torch.nn.functional as F
 
 from terrazzo.hw.gpu import Gpu, gpu
 from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.dialects import tile
 from terrazzo.ir.text import parse
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
+from terrazzo.rules.tile_to_kernel.lower import program as of_plans
 from tests.kernels import by_hand
 from tests.kernels.arrangements import Product
 from tests.kernels.chains import GROUPS, TMA, Chain
@@ -49,11 +51,10 @@ def steep(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def told_late(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The same with one of the last keys far ahead of all others for the first query, so that no maximum does without
-    it.
-    """
-    keys[:, -10] = q[:, 0] / 100
+def ahead(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The same with a key far ahead of all others for each of two queries, so that no maximum does without either."""
+    for query, key in (0, 171), (2, 101):
+        keys[:, key] = q[:, query] / 100
     return q, keys, values
 
 
@@ -88,13 +89,13 @@ DERIVED: dict[str, tuple[str, Callable[..., Any], Callable[[], tuple[Any, ...]]]
     "matmul of half": (
         "sm_75",
         lambda x, w: x @ w,
-        lambda: (infinite(h(320, 32), 200).t().contiguous(), infinite(h(320, 32), 200)),
+        lambda: (infinite(h(320, 32), 256).t().contiguous(), infinite(h(320, 32), 256)),
     ),
     "transposed matmul of bfloat16": ("sm_90a", lambda x, w: x.t() @ w, lambda: (b(640, 32), b(640, 40))),
     "ragged matmul of bfloat16": ("sm_80", lambda x, w: x @ w, lambda: (b(23, 584), b(584, 40))),
     "bmm of half": ("sm_90a", lambda x, w: torch.bmm(x, w), lambda: (h(2, 32, 616), h(2, 616, 32))),
     "swiglu": ("sm_90a", swiglu, lambda: (b(32, 616), b(16, 616), b(16, 616))),
-    "attention": ("sm_90a", attention, lambda: told_late(steep(r(1, 8, 180)), r(1, 180, 180), r(1, 180, 24))),
+    "attention": ("sm_90a", attention, lambda: ahead(steep(r(1, 8, 180)), r(1, 180, 180), r(1, 180, 24))),
     "attention of half": ("sm_80", attention, lambda: (steep(h(1, 24, 616)), h(1, 616, 616), h(1, 616, 24))),
     "conv2d": ("sm_80", lambda x, w, c: F.conv2d(x, w, c, padding=1), lambda: (r(1, 5, 6, 6), r(16, 5, 3, 3), r(16))),
     "conv1d": ("sm_90a", lambda x, w: F.conv1d(x, w, dilation=2), lambda: (r(1, 4, 36), r(32, 4, 3))),
@@ -186,6 +187,14 @@ NAMES = (*DERIVED, *ARRANGED, *(f"{name} by hand" for name in by_hand.MEANING))
 
 
 @cache
+def tiled(name: str) -> tile.Program:
+    """One of `ARRANGED`, with its schedule and its plan."""
+    arranged = ARRANGED[name]
+    found: tile.Program = lowering(parse(arranged.text), Options(target=arranged.target)).at("tile")
+    return found
+
+
+@cache
 def subject(name: str) -> Subject:
     """A kernel to mutate."""
     if name.endswith(" by hand"):
@@ -193,7 +202,7 @@ def subject(name: str) -> Subject:
         return Subject(name, program, by_hand.inputs(program, seed=2), gpu("sm_90a"))
     if name in ARRANGED:
         arranged = ARRANGED[name]
-        program = lowering(parse(arranged.text), Options(target=arranged.target)).at("kernel")
+        program = of_plans(tiled(name), gpu(arranged.target))
         given = by_hand.inputs(program, seed=2)
         if isinstance(arranged, Chain):
             given["q"][:, ::2] *= 800  # differences of scores that do not fit exp()

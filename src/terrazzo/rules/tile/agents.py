@@ -26,7 +26,7 @@ def assign_warps(plan: Plan, draft: Draft) -> Plan | None:
     options = dict(schedule.options("roles"))
     if not options:
         return plan.plus(Agent(EVERYONE, 0, count))
-    asked = {name: _warps(draft, name, options.get(name)) for name in (LOAD, MATH)}
+    asked = role_warps(draft)
     turns = options.get("turns", False) is True
     alone = groups and count == WARPS_IN_A_GROUP and asked[MATH] % count == 0
     if turns and not (alone and schedule.directive("persistent")):
@@ -36,12 +36,22 @@ def assign_warps(plan: Plan, draft: Draft) -> Plan | None:
     registers = options.get("registers", (0, 0))
     if not isinstance(registers, tuple) or len(registers) != 2 or not all(isinstance(r, int) for r in registers):
         raise draft.fail("roles: registers are two numbers, those of a thread that loads and of one that computes")
-    whole = WARPS_IN_A_GROUP if groups or any(registers) else 1
-    first = -(-asked[LOAD] // whole) * whole
+    first = asked[LOAD]
     load = Agent(LOAD, 0, first, 1, registers[0])
     every = asked[MATH]
     math = Agent(MATH, first, every, every // WARPS_IN_A_GROUP if groups else 1, registers[1], turns)
     return plan.plus(load, math, read=draft.read(None, "roles", "roles", LOAD, MATH, "registers", "turns"))
+
+
+def role_warps(draft: Draft) -> dict[str, int]:
+    """How many warps each role has. Those that load are whole warpgroups where these have registers of their own, or
+    multiply.
+    """
+    options = dict(draft.schedule.options("roles"))
+    groups = any(warps(draft.instruction(s)) > 1 for s in draft.schedule.sites)
+    whole = WARPS_IN_A_GROUP if groups or options.get("registers", (0, 0)) != (0, 0) else 1
+    asked = {name: _warps(draft, name, options.get(name)) for name in (LOAD, MATH)}
+    return asked | {LOAD: -(-asked[LOAD] // whole) * whole}
 
 
 def bound_warps(draft: Draft) -> int:

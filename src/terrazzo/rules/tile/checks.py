@@ -32,7 +32,7 @@ from terrazzo.ir.plan import (
 from terrazzo.ir.schedule import WARPS_IN_A_GROUP, Like, Word
 from terrazzo.rewrite.rule import Rule, need
 from terrazzo.rules.access import WIDEST
-from terrazzo.rules.tile.agents import LOAD, MATH, bound_warps
+from terrazzo.rules.tile.agents import LOAD, MATH, bound_warps, role_warps
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.frames import move_frames
 from terrazzo.rules.tile.layouts import conversions
@@ -94,6 +94,7 @@ def _order(line: Order, plan: Plan, draft: Draft) -> None:
         longest <= {*line.backward} <= {*names},
         f"backward are {_told(line.backward)}, and the schedule has {_told(tuple(longest))}",
     )
+    need(len({w.name for w in line.grouped}) == len(line.grouped), f"grouped are {_told(line.grouped)}: an axis once")
     for w in line.grouped:
         need(w.name in names[:-1], f"rows of {w.name} are grouped, and no axis of tiles is inside of it")
         need(
@@ -122,6 +123,8 @@ def _agent(line: Agent, plan: Plan, draft: Draft) -> None:
         f"its first warp is {line.first}, and {first} warps stand before it: none is of two, none of nobody",
     )
     need(line.warps > 0, "it has no warp")
+    whole = line.teams > 0 and line.warps % line.teams == 0
+    need(whole, f"{line.warps} warps are no {line.teams} teams of as many each")
     groups = any(warps(draft.instruction(s)) > 1 for s in draft.schedule.sites)
     meant = 1
     turns = line.name == MATH and dict(draft.schedule.options("roles")).get("turns") is True
@@ -136,6 +139,8 @@ def _agent(line: Agent, plan: Plan, draft: Draft) -> None:
         meant = line.warps // WARPS_IN_A_GROUP if groups and line.name == MATH else 1
     need(line.teams == meant, f"teams are {line.teams}, and {meant} of it wait by themselves")
     roles = dict(draft.schedule.options("roles"))
+    if roles and line.name in (LOAD, MATH):
+        _same("warps are", line.warps, role_warps(draft)[line.name])
     if isinstance(asked := roles.get("registers"), tuple) and line.name in (LOAD, MATH):
         _same("registers are", line.registers, asked[(LOAD, MATH).index(line.name)])
 
