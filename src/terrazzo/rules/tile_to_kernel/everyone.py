@@ -19,7 +19,7 @@ class Everyone(Pipeline):
 
     def compute(self) -> None:
         """Fill slots and multiply, step by step."""
-        self.begin()
+        self.visiting.begin()
         for p in self.plan.all(Product):
             if self.outermost(p):
                 self.declare(p)

@@ -8,9 +8,9 @@ when it is empty. Where all warps do everything, they fill a slot ahead, and a b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from terrazzo.hw.products import matrix
@@ -18,16 +18,15 @@ from terrazzo.hw.wgmma import WarpgroupInstruction
 from terrazzo.ir.contraction import Contraction
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import IntExpr, Var, at_least
-from terrazzo.ir.node import Node, substitute
-from terrazzo.ir.plan import Convert, Plan, Product, Reach, Ring, Stream
+from terrazzo.ir.expr import IntExpr, Var
+from terrazzo.ir.node import Node
+from terrazzo.ir.plan import Convert, Plan, Product, Ring, Stream
 from terrazzo.ir.plan import Frame as FrameLine
 from terrazzo.ir.types import u32
 from terrazzo.rules.tile.agents import LOAD
 from terrazzo.rules.tile.digits import Bindings, Digit, zero
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.products import CONVERTED, HELD
-from terrazzo.rules.tile.reach import Visits, reached, visited
 from terrazzo.rules.tile.rings import axis_called, brought, outermost, rounds, staggered, steps, twin_axes
 from terrazzo.rules.tile.spans import span, spanned
 from terrazzo.rules.tile.vectors import vectors
@@ -41,6 +40,7 @@ from terrazzo.rules.tile_to_kernel.multiply import Fragment, Group, Multiply
 from terrazzo.rules.tile_to_kernel.promote import Promotion, halves
 from terrazzo.rules.tile_to_kernel.scope import Scope
 from terrazzo.rules.tile_to_kernel.staggered import Staggered
+from terrazzo.rules.tile_to_kernel.visiting import Visiting
 from terrazzo.rules.transports import TRANSPORTS, Transport
 
 
@@ -52,17 +52,18 @@ class Pipeline:
     ) -> None:
         self.draft, self.plan, self.builder, self.bindings = draft, plan, builder, bindings
         self.scope, self.memory = scope, memory
-        self.rounds = {a: bindings.loop_variable("u", f.size) for a, f in rounds(draft)}
-        scope.env.update(self.rounds)
-        times = tuple((a, f.size) for a, f in steps(draft) if a not in self.rounds)
+        around = {a: bindings.loop_variable("u", f.size) for a, f in rounds(draft)}
+        scope.env.update(around)
+        times = tuple((a, f.size) for a, f in steps(draft) if a not in around)
         depth: dict[Any, int] = {}
         base: dict[Any, IntExpr] = {}
         for c_name, c in draft.products.items():
             site = draft.site(c_name)
-            own = [a for a in c.reduce.axes if a not in self.rounds]
+            own = [a for a in c.reduce.axes if a not in around]
             depth.update({a: draft.length(a, site) for a in own if a not in depth})
             base.update({a: bindings.base(axis_name(a), site) for a in own if a not in base})
         self.steps = Steps(times, depth, base, begin=bindings.begin)
+        self.visiting = Visiting(draft, plan, builder, bindings, scope, self.steps, tuple(around.values()))
         self.copies = Copies(builder, bindings, self.steps, scope)
         self.multiply = Multiply(builder, bindings)
         self.rings = plan.all(Ring)
@@ -116,7 +117,7 @@ class Pipeline:
     def load(self) -> None:
         """What an agent does that only loads: one thread asks for boxes as soon as slots are free."""
         moving = [r for r in self.rings if r.over]
-        self.begin()
+        self.visiting.begin()
         for ring in (r for r in self.rings if not r.over):
             self.fill(ring, 0)
         t = self.step_variable()
@@ -125,19 +126,7 @@ class Pipeline:
             for ring in moving:
                 self.fill(ring, t)
 
-        self.go_around(lambda: self.builder.loops([(t, False)], body))
-
-    def go_around(self, write: Callable[[], None]) -> None:
-        """The steps of a tile, as often as there are rounds of them, which are counted: slots go on."""
-        counted = self.bindings.steps
-        if not self.rounds or counted is None:
-            return write()
-
-        def one() -> None:
-            write()
-            self.builder.add(k.SetInteger(counted, (counted + self.visited) % counted.extent))
-
-        self.builder.loops([(v, False) for v in self.rounds.values()], one)
+        self.visiting.go_around(lambda: self.builder.loops([(t, False)], body))
 
     def fill(self, ring: Ring, t: IntExpr) -> None:
         """Wait for a free slot, and start what step t needs on its way there."""
@@ -147,7 +136,7 @@ class Pipeline:
     def compute(self) -> None:
         """What an agent does that only computes: wait for full slots, multiply, free them; in turn, where teams do."""
         self.take_turn()
-        self.begin()
+        self.visiting.begin()
         for p in self.plan.all(Product):
             if self.outermost(p):
                 self.declare(p)
@@ -163,7 +152,7 @@ class Pipeline:
         for ring in held:
             if ring.name in kept:
                 self.free(ring, 0)
-        self.go_around(partial(self.multiplied, {r.name for r in held}))
+        self.visiting.go_around(partial(self.multiplied, {r.name for r in held}))
         for ring in held:
             if ring.name not in kept:
                 self.free(ring, 0)
@@ -304,57 +293,10 @@ class Pipeline:
         """The number of a step."""
         return self.bindings.loop_variable("t", self.visited)
 
-    @cached_property
-    def visits(self) -> Visits | None:
-        """Which steps there are, where a mask leaves nothing of others."""
-        if not self.plan.all(Reach):
-            return None
-        p = self.plan.all(Product)[-1]
-        site, rows = self.draft.site(p.sites[0]), axis_called(self.draft, p.m)
-        base, length = self.bindings.base(rows.name, site), self.draft.length(rows, site)
-        ((axis, count),) = self.steps.times
-        found = visited(self.draft, p, rows, base, length, self.steps.depth[axis], count)
-        if found is None:  # there is only one tile, which visits all
-            return None
-        since, until = (substitute(e, self.scope.env) for e in (found.since, found.until))
-        return Visits(since, until)
-
-    def begin(self) -> None:
-        """The first step that is visited and the end of them, where a mask hides others: not before the first there is,
-        and not after the last.
-        """
-        if self.visits is None:
-            return
-        count, bindings, (first, until) = self.steps.count, self.bindings, (self.visits.since, self.visits.until)
-        if first is not None:
-            bindings.since = self.integer(bindings.since, "since", count, 0)
-            self.set(bindings.since, first, first - 1)
-            self.steps.first = bindings.since
-        if not at_least(count - until, 0):
-            bindings.until = self.integer(bindings.until, "until", count + 1, count)
-            self.set(bindings.until, until, count - 1 - until)
-
-    def integer(self, known: k.Integer | None, name: str, extent: int, value: int) -> k.Integer:
-        """A number that is counted in, which is `value` at first."""
-        found = known or k.Integer(self.builder.fresh(name), extent)
-        self.builder.add(k.DeclareInteger(found, value))
-        return found
-
-    def set(self, place: k.Integer, value: IntExpr, where: IntExpr) -> None:
-        """A number takes a value where something is >= 0."""
-        self.builder.where([where], lambda: self.builder.add(k.SetInteger(place, value)))
-
-    @cached_property
-    def idle(self) -> bool:
-        """Whether there are tiles of which a mask leaves no step, so that nothing begins their sums."""
-        return bool(self.plan.all(Reach)) and min(reached(self.plan, self.draft)) < 1
-
     @property
     def visited(self) -> IntExpr:
         """How many steps there are: all, or those that a mask leaves anything of."""
-        if self.visits is None:
-            return self.steps.count
-        return (self.bindings.until or self.visits.until) - (self.bindings.since or 0)
+        return self.visiting.count
 
     # -- slots ---------------------------------------------------------------------------------------------------------
 
@@ -430,7 +372,7 @@ class Pipeline:
             own = isinstance(instruction, WarpgroupInstruction)  # which begins with its first product
             framed = any(f.product == name for f in self.plan.all(FrameLine))  # which is multiplied before it, or after
             framed = framed and not any(x.early for x in self.plan.all(Product))
-            init = l.Literal(zero(dtype), dtype) if framed or p.promote or not own or self.idle else None
+            init = l.Literal(zero(dtype), dtype) if framed or p.promote or not own or self.visiting.idle else None
             place = self.builder.registers("acc", dtype, [*shape, *extra], init)
             self.fragments[reduce] = Fragment(place, parts, instruction)
         if isinstance(instruction, WarpgroupInstruction) and p.a == "ldmatrix":
@@ -512,7 +454,7 @@ class Pipeline:
         given = {r.name: (slots or {}).get(r.name, self.slot(r, t)[0]) for r in self.rings}
         m, n = (axis_called(self.draft, x) for x in (p.m, p.n))
         slabs = {x: s for x, s in self.slabs.items() if any(x in c.operands for c in sites)}
-        step = sum(self.rounds.values(), start=t) if self.outermost(p) and not p.promote else 0
+        step = sum(self.visiting.rounds, start=t) if self.outermost(p) and not p.promote else 0
         depth = next((a for a in inner if self.draft.length(a, site) > 1), sites[0].reduce.axes[-1])
         where: dict[Any, IntExpr] = {a: self.bindings.loop_variable("s", a.extent) for a in spanned(self.draft)}
         converts = tuple(x for x in self.plan.all(Convert) if x.to.rpartition(".")[0] == p.sites[0])

@@ -1,0 +1,99 @@
+"""Which steps a tile visits: all, or those that a mask leaves anything of; in one round, or in several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+
+from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.expr import IntExpr, Var, at_least
+from terrazzo.ir.node import substitute
+from terrazzo.ir.plan import Plan, Product, Reach
+from terrazzo.rules.tile.digits import Bindings
+from terrazzo.rules.tile.draft import Draft
+from terrazzo.rules.tile.reach import Visits, reached, visited
+from terrazzo.rules.tile.rings import axis_called
+from terrazzo.rules.tile_to_kernel.builder import Builder
+from terrazzo.rules.tile_to_kernel.copies import Steps
+from terrazzo.rules.tile_to_kernel.scope import Scope
+
+
+class Visiting:
+    """The steps of a tile, as one team counts them. `rounds` are the variables of the loops around them."""
+
+    def __init__(
+        self,
+        draft: Draft,
+        plan: Plan,
+        builder: Builder,
+        bindings: Bindings,
+        scope: Scope,
+        steps: Steps,
+        rounds: tuple[Var, ...],
+    ) -> None:
+        self.draft, self.plan, self.builder, self.bindings = draft, plan, builder, bindings
+        self.scope, self.steps, self.rounds = scope, steps, rounds
+
+    @cached_property
+    def visits(self) -> Visits | None:
+        """Which steps there are, where a mask leaves nothing of others."""
+        if not self.plan.all(Reach):
+            return None
+        p = self.plan.all(Product)[-1]
+        site, rows = self.draft.site(p.sites[0]), axis_called(self.draft, p.m)
+        base, length = self.bindings.base(rows.name, site), self.draft.length(rows, site)
+        ((axis, count),) = self.steps.times
+        found = visited(self.draft, p, rows, base, length, self.steps.depth[axis], count)
+        if found is None:  # there is only one tile, which visits all
+            return None
+        since, until = (substitute(e, self.scope.env) for e in (found.since, found.until))
+        return Visits(since, until)
+
+    @property
+    def count(self) -> IntExpr:
+        """How many steps there are in a round."""
+        if self.visits is None:
+            return self.steps.count
+        return (self.bindings.until or self.visits.until) - (self.bindings.since or 0)
+
+    @cached_property
+    def idle(self) -> bool:
+        """Whether there are tiles of which a mask leaves no step, so that nothing begins their sums."""
+        return bool(self.plan.all(Reach)) and min(reached(self.plan, self.draft)) < 1
+
+    def begin(self) -> None:
+        """The first step that is visited and the end of them, where a mask hides others: not before the first there is,
+        and not after the last.
+        """
+        if self.visits is None:
+            return
+        count, bindings, (first, until) = self.steps.count, self.bindings, (self.visits.since, self.visits.until)
+        if first is not None:
+            bindings.since = self._integer(bindings.since, "since", count, 0)
+            self._set(bindings.since, first, first - 1)
+            self.steps.first = bindings.since
+        if not at_least(count - until, 0):
+            bindings.until = self._integer(bindings.until, "until", count + 1, count)
+            self._set(bindings.until, until, count - 1 - until)
+
+    def go_around(self, write: Callable[[], None]) -> None:
+        """`write` in every round, after which its steps are counted: slots go on from one to the next."""
+        counted = self.bindings.steps
+        if not self.rounds or counted is None:
+            return write()
+
+        def one() -> None:
+            write()
+            self.builder.add(k.SetInteger(counted, (counted + self.count) % counted.extent))
+
+        self.builder.loops([(v, False) for v in self.rounds], one)
+
+    def _integer(self, known: k.Integer | None, name: str, extent: int, value: int) -> k.Integer:
+        """A number that is counted in, which is `value` at first."""
+        found = known or k.Integer(self.builder.fresh(name), extent)
+        self.builder.add(k.DeclareInteger(found, value))
+        return found
+
+    def _set(self, place: k.Integer, value: IntExpr, where: IntExpr) -> None:
+        """A number takes a value where something is >= 0."""
+        self.builder.where([where], lambda: self.builder.add(k.SetInteger(place, value)))
