@@ -16,6 +16,7 @@ from tests.kernels.programs import Lowered, b, h, r
 
 from terrazzo.front.capture import capture
 from terrazzo.hw.gpu import gpu
+from terrazzo.ir import nest as n
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.torch import Aten
@@ -330,3 +331,51 @@ def test_a_long_row_beside_what_is_looked_up_is_shared() -> None:
     found = lowering_of(summed, (i, table, x, w), libraries="never")
     assert {e.rule for e in found.log.events if e.pass_name == "schedule" and e.fired} == {"share"}
     assert all(windows.window(x, gpu("sm_90a")) is None for x in found.at("tile").loop.steps)
+
+
+def patches_normed(x: Any, w: Any) -> Any:
+    """The first layer of a transformer of overlapping patches."""
+    return F.layer_norm(F.unfold(x, 7, stride=4, padding=2).transpose(1, 2), (147,), w)
+
+
+def test_a_norm_of_overlapping_windows_is_found_once() -> None:
+    """Threads share a window's sums; a thread of a few of its points would find them for itself."""
+    x, w = (torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((32, 3, 224, 224), (147,)))
+    found = lowering_of(patches_normed, (x, w), libraries="never")
+    assert {e.rule for e in found.log.events if e.pass_name == "schedule" and e.fired} == {"share"}
+
+
+def pooled_for_a_product(x: Any, w: Any) -> Any:
+    """Pooled for a convolution, which takes its channels last."""
+    return F.conv2d(F.adaptive_avg_pool2d(x, 3), w)
+
+
+def pyramid(x: Any, w: Any) -> Any:
+    """Pooled twice: a window of a whole image beside others."""
+    return F.adaptive_avg_pool2d(x, 1), F.conv2d(F.adaptive_avg_pool2d(x, 6), w)
+
+
+@pytest.mark.parametrize("fn", [pooled_for_a_product, pyramid])
+def test_long_windows_across_memory_are_rows(fn: Any) -> None:
+    """Lanes that had one each would lie across images; none is taken again at every point of another."""
+    x, w = (torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((8, 2048, 60, 60), (512, 2048, 1, 1)))
+    found = lowering_of(fn, (x, w), libraries="never")
+    rules = {s.name: s for s in found.at("tile").loop.steps}
+    fired = [e.rule for e in found.log.events if e.pass_name == "schedule" and e.fired and e.subject in rules]
+    assert "window" not in fired and fired.count("share") == (2 if fn is pyramid else 1)
+    for kernel in rules.values():
+        reduces = [r for r in n.accumulators(kernel).values() if isinstance(r, l.Reduce)]
+        assert all(r.free == reduces[0].free for r in reduces)
+
+
+def preferred(scores: Any, tokens: Any, mask: Any) -> Any:
+    """What tokens after the first weigh together, in each of a few sequences."""
+    return (scores.gather(2, tokens[:, 1:, None])[..., 0] * mask[:, 1:]).sum(-1)
+
+
+def test_few_long_windows_are_rows() -> None:
+    """Four threads with 511 steps each would wait for memory all the time."""
+    tokens = torch.empty(4, 512, dtype=torch.int64, device="meta")
+    scores, mask = (torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((4, 511, 32000), (4, 512)))
+    found = lowering_of(preferred, (scores, tokens, mask), libraries="never")
+    assert {e.rule for e in found.log.events if e.pass_name == "schedule" and e.fired} == {"share"}

@@ -94,6 +94,21 @@ def uneven(kernel: l.Kernel) -> list[l.Reduce]:
     return longest if set(longest) <= set(first) else first
 
 
+def again(kernel: l.Kernel, gpu: Gpu) -> list[l.Reduce]:
+    """Reductions that rows would compute again for an axis around them that they do not know, where reading that much
+    again takes longer than a kernel of their own.
+    """
+    rows, _, top = parts(kernel)
+    first = [r for r in top if not any(x in top for x in topological(r.args))]
+    found = []
+    for r in first:
+        times = math.prod(size_of(a) for a in rows if a not in r.free)
+        read = sum(map(bytes_of, loaded([r])))
+        if (times - 1) * read / gpu.cache > 2 * gpu.launch:
+            found.append(r)
+    return found if len(found) < len(top) else []
+
+
 def _stages(top: Sequence[l.Reduce]) -> int:
     """How many reductions come one after the other."""
     depth: dict[l.Reduce, int] = {}

@@ -94,7 +94,40 @@ def window(kernel: l.Kernel, gpu: Gpu) -> Window | None:
             found += [_Way(new, w.lane, w.vector, w.points, w.serial, w.gpu, before, tuple(copies))
                       for w in _ways(new, gpu) if w.lane.name == axis.name]  # fmt: skip
     best = min(found, key=lambda w: (w.time, w.busy), default=None)
-    return best.window() if best is not None else None
+    return best.window() if best is not None and best.time <= _by_rows(form, gpu) else None
+
+
+ROW = 60
+"""Instructions of a warp that finds its row, and lanes that combine what they have."""
+APART = 10
+"""Instructions of a step of a row beside its load: where it lies is found by dividing."""
+
+
+def _by_rows(form: _Form, gpu: Gpu) -> float:
+    """Nanoseconds of long windows as rows, each of a warp whose lanes lie along the steps: threads that have one each may
+    lie across memory, or be few. Infinity for products, and where a window is short.
+    """
+    reduces = [r for s in form.loops for r in s.carried if isinstance(r, l.Reduce)]
+    if any(contraction(r) is not None for r in reduces):
+        return math.inf
+    issued = lines = 0.0
+    for s in form.loops:
+        steps = math.prod(int(a.extent) for a in s.axes)
+        if steps <= SHORT:
+            return math.inf
+        times = -(-steps // WARP)
+        for x in s.body:
+            if isinstance(x, n.Let) and isinstance(x.term, l.Load):
+                lanes = tuple((a, min(int(a.extent), WARP), 1) for a in s.axes)
+                issued += times * (GUARD + APART)
+                lines += times * lines_of(x.term, lanes, 1)
+            elif isinstance(x, n.Let) and isinstance(x.term, l.Apply):
+                issued += times * x.term.fn.cost
+        issued += ROW * len(s.carried)
+    rows = math.prod(int(a.extent) for a in form.axes)
+    waits = max(1.0, gpu.processors * BUSY / rows)
+    busy = rows * max(issued, ISSUES * lines) / (gpu.fma / 2 / WARP) * waits
+    return max(busy, _moved_bytes(form) / gpu.memory) + gpu.launch
 
 
 def _copying(copy: l.Kernel, gpu: Gpu) -> float:
@@ -133,7 +166,7 @@ def _form(kernel: l.Kernel) -> _Form | None:
     """A kernel as one nest of loops over points around reductions of few steps, of which some load moves with both, or
     which are so short that a thread takes each by itself, and no tiles are worth it. Windows that have no place in
     common are rows that threads had better share, unless every one of many points has its own; so is a long row beside
-    them that does not move.
+    them that does not move, and a long window that more points share than a thread takes, as that of a norm.
     """
     if isinstance(found := flat(kernel), str):
         return None
@@ -151,6 +184,8 @@ def _form(kernel: l.Kernel) -> _Form | None:
     own = many and all(a in r.free for r in reduces for a in axes)
     long = [r for r in reduces if math.prod(a.extent for a in r.axes) > SHORT]
     moving = any(slides(r) and (own or overlaps(r)) for r in reduces) and all(map(slides, long))
+    known = max((k for k, a in enumerate(axes) if any(a in r.free for r in reduces)), default=-1)
+    moving = moving and not (long and math.prod(a.extent for a in axes[known + 1 :]) > max(POINTS))
     moved = moving and (product(kernel) is None or of_few_columns(kernel))
     return _Form(kernel, axes, terms, loops) if moved or short else None
 
