@@ -14,11 +14,18 @@ import torch.nn.functional as F
 from terrazzo.front.capture import capture
 from terrazzo.hw.gpu import gpu
 from terrazzo.interp import kernel as simulator
+from terrazzo.interp import loop
 from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.sites import product
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
+from terrazzo.rules.loop_to_tile import warpgroups
+from terrazzo.rules.loop_to_tile.unpacked import digits_summed
+from terrazzo.rules.tile_to_kernel.lower import lower
 from terrazzo.targets.cuda.check import check
 
+H = gpu("sm_90a")
 HALF = torch.bfloat16
 Make = Callable[[int, int, int], tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]]
 
@@ -60,7 +67,34 @@ def in_half(m: int, n: int, depth: int) -> Any:
     return lambda x, q, s: F.linear(x, (q.float() * s[:, None] * 0.1).to(x.dtype)), given
 
 
-MAKERS: dict[str, Make] = {f.__name__: f for f in (scaled_after, by_channel, by_group, by_row, in_half)}
+def two_in_a_byte(m: int, n: int, depth: int, group: int = 128) -> Any:
+    """Four bits each, the lower ones first."""
+
+    def product(x: Any, q: Any, s: Any, z: Any) -> Any:
+        w = torch.stack([q & 0xF, q >> 4], -1).view(n, depth).to(x.dtype)
+        w = (w.view(n, depth // group, group) - z[:, :, None]) * s[:, :, None]
+        return F.linear(x, w.view(n, depth))
+
+    groups = n, depth // group
+    return product, (normal(m, depth), whole(n, depth // 2, dtype=torch.uint8), normal(*groups), normal(*groups))
+
+
+def eight_in_a_word(m: int, n: int, depth: int, group: int = 128) -> Any:
+    """As GPTQ has them: along what is summed over, zeros in words of their own."""
+
+    def product(x: Any, q: Any, s: Any, z: Any) -> Any:
+        shift = torch.arange(0, 32, 4, dtype=torch.int32, device=q.device)
+        w = ((q[:, None, :] >> shift[None, :, None]) & 0xF).reshape(depth, n)
+        zero = ((z[:, :, None] >> shift[None, None, :]) & 0xF).reshape(depth // group, n)
+        w = (w.view(depth // group, group, n) - zero[:, None, :]).to(x.dtype) * s[:, None, :]
+        return x @ w.view(depth, n)
+
+    words = whole(depth // 8, n, dtype=torch.int32) * 16843009, whole(depth // group, n // 8, dtype=torch.int32) * 65793
+    return product, (normal(m, depth), words[0], normal(depth // group, n), words[1])
+
+
+KINDS = (scaled_after, by_channel, by_group, by_row, in_half, two_in_a_byte, eight_in_a_word)
+MAKERS: dict[str, Make] = {f.__name__: f for f in KINDS}
 
 
 def lowered(fn: Any, given: tuple[torch.Tensor, ...], **options: Any) -> Any:
@@ -78,20 +112,48 @@ def numbers(x: torch.Tensor) -> Any:
 
 
 @pytest.mark.parametrize("seed", [None, 1])
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", [f.__name__ for f in KINDS[:5]])
 def test_factors_made_on_their_way_are_as_exact_as_eager(name: str, seed: int | None) -> None:
     """Where rows and columns fill no tile, whichever way memory runs, in the fair order and in another."""
     fn, given = MAKERS[name](5, 208, 256)
     _, done = lowered(fn, given)
     program = done.at("kernel")
     assert any(made(s) for s in program.steps), "no kernel makes a factor"
-    check(program, gpu("sm_90a"))
+    check(program, H)
     inputs = {b.name: numbers(x) for b, x in zip(program.inputs, given, strict=True)}
     (y,) = simulator.run(program, inputs, seed=seed)
+    as_exact_as_eager(y, fn, given)
+
+
+def as_exact_as_eager(y: Any, fn: Any, given: tuple[torch.Tensor, ...]) -> None:
+    """Results have no larger an error than those of PyTorch, which rounds as often."""
     exact = fn(*(x.double() if x.is_floating_point() else x for x in given)).numpy()
     eager = fn(*given).double().numpy()
     off, usual = (np.linalg.norm(z - exact) for z in (y.astype(np.float64), eager))
     assert off <= 1.05 * usual
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("name", [f.__name__ for f in KINDS[5:]])
+def test_elements_that_share_a_number_are_terms_of_a_product(name: str, seed: int | None) -> None:
+    """Each with its own part of the other factor, which is copied for that; all of one slab of numbers."""
+    fn, given = MAKERS[name](5, 208, 256)
+    _, done = lowered(fn, given)
+    *before, whole = done.at("loop").steps
+    copy, form = digits_summed(whole)
+    assert len(product(form).sites[0].terms) == (2 if name == "two_in_a_byte" else 8)
+    plan = next(x for x in warpgroups.plans(product(form), H) if x.pieces == 1)
+    last = lower(form, warpgroups.schedule(product(form), plan, H), H)
+    assert made(last)
+    inputs = {b.name: numbers(x) for b, x in zip(done.at("loop").inputs, given, strict=True)}
+    steps = (*before, copy)
+    stored = tuple(b for s in steps for b in s.writes)
+    found = loop.run(l.Program("f", done.at("loop").inputs, steps, stored), inputs)
+    inputs |= {b.name: v for b, v in zip(stored, found, strict=True)}
+    kernels = k.Program("f", form.reads, (last,), form.writes)
+    check(kernels, H)
+    (y,) = simulator.run(kernels, {b.name: inputs[b.name] for b in form.reads}, seed=seed)
+    as_exact_as_eager(y, fn, given)
 
 
 @pytest.mark.parametrize("name", MAKERS)

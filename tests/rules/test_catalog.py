@@ -129,6 +129,7 @@ def seasoned(program: Program) -> Program:
         *more,
         both,
         looked_up,
+        two_in_one(table),
         t.literal(2.0, f32, (3,)),
         *where,
         *moments(t.scan("sum", t.cast(t.iota((7, 8), t.coordinates((7, 8))[1]), f32), 0)),
@@ -136,6 +137,17 @@ def seasoned(program: Program) -> Program:
         *rounded(wide),
     )
     return Program("tensor", program.name, program.inputs, (*program.results, *more))
+
+
+def two_in_one(x: Any) -> Any:
+    """A product with whole numbers each of which holds two elements of a factor."""
+    shape = (3, 5, 8)
+    i = t.coordinates(shape)
+    numbers = t.scan("sum", t.iota((5, 4), t.coordinates((5, 4))[1]), 0)
+    held = t.index_map(numbers, shape, (i[1], i[2] // 2))
+    digit = t.apply("and_", t.apply("shr", held, t.iota(shape, i[2] % 2)), t.literal(1, i64, shape))
+    factors = t.index_map(x, shape, (i[0], i[2])), t.cast(t.cast(digit, bf16), f32)
+    return t.reduce("sum", t.apply("mul", *factors), [2])
 
 
 def late(x: Any) -> Any:

@@ -44,6 +44,12 @@ class Sites:
         return any(isinstance(x, Loaded | l.Index) for x in topological(every))
 
     @property
+    def looked_up(self) -> bool:
+        """Whether where factors are read depends on data."""
+        every = [x for c in self.contractions.values() for x in c.operands]
+        return any(isinstance(x, Loaded) for x in topological(every))
+
+    @property
     def one_chain(self) -> bool:
         """Whether its loops are in one another, beside reductions that hold no others."""
         return _chain(nest.nest(self.kernel), beside=True)
@@ -144,8 +150,8 @@ def _product(kernel: l.Kernel) -> Product | str:
     extents = [a.extent for a in (*kernel.axes, *products[0].reduce.axes)]
     if not all(isinstance(e, int) and e > 0 for e in extents):
         return "an axis is empty, or its extent is not known"
-    if found.placed:
-        return "where a factor is read depends on data, or a factor on its place"
+    if found.looked_up:
+        return "where a factor is read depends on data"
     if not found.everywhere:
         return "a store is not at every point of its axes"
     best: Product | None = None
@@ -199,7 +205,7 @@ def made_of(term: Node) -> l.Load | None:
     return max(loads(term), key=read, default=None)
 
 
-BESIDE = 8
+BESIDE = 4
 """How many times as much as from each other tensor that a factor is made of, scales perhaps, is read at least from the
 one that it is made of point by point.
 """
@@ -211,11 +217,19 @@ def not_made(x: Node) -> str:
     """
     if (source := made_of(x)) is None or source.free != x.free:
         return f"{called(x)} is computed on its way, and TMA brings what lies in memory"
-    if any(BESIDE * read(y) > read(source) for y in loads(x) if y is not source):
+    if not alone(x) or any(y is not source and y.buffer is source.buffer for y in loads(x)):
         return f"{called(x)} is computed of several tensors, and TMA brings one that a factor is made of"
-    if any(isinstance(y, Loaded | l.Index) for y in topological([x])):
-        return f"{called(x)} is computed of where it lies, or read where data says"
+    if any(isinstance(y, Loaded) for y in topological([x])):
+        return f"{called(x)} is read where data says"
     return ""
+
+
+def alone(x: Node) -> bool:
+    """Whether a factor is made of one tensor, and of few numbers beside it."""
+    source = made_of(x)
+    return source is not None and all(
+        BESIDE * read(y) <= read(source) for y in loads(x) if y.buffer is not source.buffer
+    )
 
 
 def read(load: l.Load) -> int:

@@ -16,9 +16,9 @@ from terrazzo.ir import nest as n
 from terrazzo.ir.contraction import Contraction, contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
-from terrazzo.ir.expr import Bound, FloorDiv, IntExpr, Loaded, Mod, Var, bounds
+from terrazzo.ir.expr import Bound, Expr, FloorDiv, IntExpr, Loaded, Mod, Var, bounds
 from terrazzo.ir.node import topological
-from terrazzo.ir.sites import made_of, not_made, sites
+from terrazzo.ir.sites import alone, made_of, not_made, sites
 from terrazzo.rules.loop.images import image, strewn
 
 
@@ -87,13 +87,14 @@ def widened(x: Any) -> bool:
     it stored first, whichever is cheaper.
     """
     source = made_of(x)
-    return (
-        source is not None
-        and not isinstance(x, l.Load)
-        and source.dtype.is_integer
-        and not source.inside
-        and not not_made(x)
-    )
+    whole = source is not None and source.dtype.is_integer and not isinstance(x, l.Load)
+    return whole and alone(x) and not looked_up([x]) and (not not_made(x) or _several(source))
+
+
+def _several(source: Any) -> bool:
+    """Whether a number that is read holds several elements along what is summed over."""
+    every = topological([e for e in (*source.index, *source.inside) if isinstance(e, Expr)])
+    return any(isinstance(x, FloorDiv | Mod) and any(isinstance(a, Bound) for a in x.free) for x in every)
 
 
 def _once(kernel: l.Kernel, c: Contraction) -> bool:

@@ -16,9 +16,9 @@ MADE = 45
 the rate counted twice. Nothing hides them: steps of 128 x 128 and of 128 x 64 took 1.31 and 1.42 us longer than those
 whose parts were stored (H200, 22 November 2026).
 """
-READ = 2
-"""Instructions in which a thread reads an element that a factor is made of, and packs what it made with a neighbour.
-Those that make it are counted. Not measured.
+READ, PACKED = 1, 1
+"""Instructions in which a thread reads an element that factors are made of, and packs one with its neighbour. Those
+that make it are counted. Not measured.
 """
 MADE_WAVES = 8
 """Tiles for each processor that products are cut into which make a factor: it is that of the rows, which come in many,
@@ -28,8 +28,10 @@ with eight times as many (H200, 22 November 2026).
 
 
 def promotes(p: Product) -> bool:
-    """Whether sums of steps are added up on CUDA cores: where there are several terms, someone wants to be exact."""
-    return any(len(c.terms) > 1 for c in p.sites)
+    """Whether sums of steps are added up on CUDA cores: where there are several terms of the same parts, someone wants
+    to be exact.
+    """
+    return any(len(c.terms) > 1 and len(c.operands) < 2 * len(c.terms) for c in p.sites)
 
 
 def converted(p: Product) -> tuple[Any, ...]:
@@ -55,7 +57,8 @@ def making(p: Product) -> float:
     """Instructions in which a thread makes one element of what a factor is made of: all its parts, or one number."""
     if promotes(p):
         return len({made_of(x) for x in converted(p)}) * MADE
-    return sum(READ + sum(map(_instructions, _own(x))) for x in converted(p))
+    found = sum(PACKED + sum(map(_instructions, _own(x))) for x in converted(p))
+    return len({made_of(x) for x in converted(p)}) * READ + found
 
 
 def _own(x: Any) -> list[l.Apply]:

@@ -95,7 +95,7 @@ def after_stores(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Sc
         rewrites: list[Rewrite] = [
             *form.rewrites,
             (way.rewrite, form.kernel, (way.base,)),
-            ("stored_first", way.base, (*way.made, way.whole)),
+            (way.how, way.base, (*way.made, way.whole)),
             ("padded", way.whole, (*way.copies, way.form)),
         ]
         plans = [x for x in tiles.on_warpgroups(way.product, gpu) if x.time + before < others]

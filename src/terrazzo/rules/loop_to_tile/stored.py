@@ -15,6 +15,7 @@ from terrazzo.rules.loop_to_tile.collapse import digits_apart, flat_products
 from terrazzo.rules.loop_to_tile.forms import on_warpgroups
 from terrazzo.rules.loop_to_tile.making import converted, promotes
 from terrazzo.rules.loop_to_tile.packed import padded, stored_first
+from terrazzo.rules.loop_to_tile.unpacked import digits_summed
 
 MOST = 1 << 29
 """Elements of an operand that is stored first, at most: patches that overlap are many times what the image is."""
@@ -22,7 +23,9 @@ MOST = 1 << 29
 
 @dataclass(frozen=True)
 class Stored:
-    """A product, `base` of it under other axes, and what became of that: `made` and `copies` come before `form`."""
+    """A product, `base` of it under other axes, and what became of that by the rewrite `how`: `made` and `copies` come
+    before `form`.
+    """
 
     rewrite: str
     base: l.Kernel
@@ -31,6 +34,7 @@ class Stored:
     copies: tuple[l.Kernel, ...]
     form: l.Kernel
     product: Product
+    how: str = "stored_first"
 
     def before(self, gpu: Gpu) -> float:
         """Nanoseconds of what comes first, by the model."""
@@ -52,7 +56,16 @@ def stored(merged: l.Kernel, gpu: Gpu) -> Iterator[Stored]:
     first = next(filter(None, (_stored(rewrite, base, gpu) for rewrite, base in dict.fromkeys(ways))), None)
     flat = flat_products(merged)
     one = _stored("flat_products", flat, gpu) if flat.stores != merged.stores else None
-    yield from filter(None, (first, one))
+    yield from filter(None, (first, one, _unpacked(merged, gpu)))
+
+
+def _unpacked(base: l.Kernel, gpu: Gpu) -> Stored | None:
+    """Steps along numbers that hold several elements of a factor each, after the other factor was copied for that."""
+    *made, whole = digits_summed(base)
+    again = product(whole)
+    if not made or again is None or not on_warpgroups(whole, gpu):
+        return None
+    return Stored("merge_product_axes", base, tuple(made), whole, (), whole, again, "digits_summed")
 
 
 def _makes(kernel: l.Kernel) -> bool:

@@ -194,7 +194,9 @@ def _tiles(p: Product, n: int) -> Iterator[Tile]:
 
 def step(p: Product) -> int:
     """Elements of k in a step of a product."""
-    return STEP // 2 if promotes(p) and math.prod(a.extent for a in p.axes) < SHORT else STEP
+    if promotes(p):
+        return STEP // 2 if math.prod(a.extent for a in p.axes) < SHORT else STEP
+    return max(16, STEP * 4 // max(len(p.sites[0].terms), 4))  # all terms of a step are in registers at once
 
 
 def steps(p: Product, tile: Tile) -> tuple[int, int]:

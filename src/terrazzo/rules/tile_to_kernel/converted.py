@@ -16,7 +16,7 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, Loaded, Var, at_least
 from terrazzo.ir.layout import Layout
-from terrazzo.ir.node import Node, substitute
+from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.plan import Convert, Plan, Product, Ring
 from terrazzo.ir.schedule import WARPS_IN_A_GROUP
 from terrazzo.ir.sites import loads, made_of
@@ -112,25 +112,25 @@ class Converted:
         slot = self.slots(slab.ring, t)[0]
         line = next(x for x in self.plan.all(Convert) if x.value == slab.stream.name)
         if line.by == "parts":
-            self.guessed(work, slot, terms)
+            self.guessed(work, slot, t, terms)
         else:
-            work.write(slot, {x: x for x in terms})
+            work.write(slot, t, {x: x for x in terms})
         return found
 
-    def guessed(self, work: _Work, slot: IntExpr, terms: Sequence[Any]) -> None:
+    def guessed(self, work: _Work, slot: IntExpr, t: IntExpr, terms: Sequence[Any]) -> None:
         """Parts as ordinary numbers have them; where a warp has others, all of its are made again."""
         count = counted(terms, work.raw)
         found, size, first = ordinary(work.raw, count)
         known = dict(zip(parts(work.raw, count), found, strict=True))
         largest, least = (self.builder.registers("edge", f32, (1,), l.Literal(x, f32)) for x in (0.0, 1.0))
         extremes = ((largest, "max", size), (least, "min", first))
-        work.write(slot, {x: known[x] for x in terms}, extremes)
+        work.write(slot, t, {x: known[x] for x in terms}, extremes)
         here = [l.Load(place, (0,)) for place in (largest, least)]
         tests = ((f, x, l.Literal(edge, f32)) for f, x, edge in (("lt", here[0], LARGE), ("gt", here[1], 0.0)))
         fits = l.apply("and_", *(self.builder.let(l.apply(*test)) for test in tests))
         all_fit = self.builder.let(k.Vote("all", self.builder.let(fits)))
         number = self.builder.let(l.apply("where", all_fit, l.Literal(0, i64), l.Literal(1, i64)))
-        self.builder.where([Loaded(number, 2) - 1], lambda: work.write(slot, {x: x for x in terms}))
+        self.builder.where([Loaded(number, 2) - 1], lambda: work.write(slot, t, {x: x for x in terms}))
 
     def place(self, layout: Layout, coordinate: str, pair: IntExpr) -> IntExpr:
         """Where this thread's neighbours lie along a coordinate: the first bit of a register's number is k's."""
@@ -182,7 +182,11 @@ class _Work:
         }
 
     def write(
-        self, slot: IntExpr, terms: Mapping[Any, Any], extremes: Sequence[tuple[k.Registers, str, Node]] = ()
+        self,
+        slot: IntExpr,
+        t: IntExpr,
+        terms: Mapping[Any, Any],
+        extremes: Sequence[tuple[k.Registers, str, Node]] = (),
     ) -> None:
         """Two neighbours after the other, of each the `terms` that stand for those of the product; `extremes` are kept
         of all.
@@ -199,7 +203,7 @@ class _Work:
             held = self.read(slot, at)
 
             def one() -> None:
-                env: dict[Any, Any] = {**beside, self.raw: l.Load(held, (j,))}
+                env: dict[Any, Any] = {**self.axes(t, at, j, terms), **beside, self.raw: l.Load(held, (j,))}
                 for x, term in terms.items():
                     index = (*self.down, step * self.each + pair * 2 + j)
                     builder.add(l.Store(self.places[x], index, whole.copies.computed(term, env)))
@@ -210,6 +214,13 @@ class _Work:
             builder.loops([(j, True)], one)
 
         builder.loops([(v, True) for v in (*self.down, step, pair)], two)
+
+    def axes(self, t: IntExpr, at: Mapping[Any, IntExpr], j: IntExpr, terms: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Where an element lies in its tensor, where terms are made of that."""
+        if not any(isinstance(x, l.Index) for x in topological([*terms.values()])):
+            return {}
+        parts = self.slab.parts
+        return self.whole.copies.coordinates(self.slab, [at[p.axis] + (j if p is self.deep else 0) for p in parts], t)
 
     def read(self, slot: IntExpr, at: dict[Any, IntExpr]) -> k.Registers:
         """Two neighbours along k, at once where memory runs so."""
