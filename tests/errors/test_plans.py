@@ -290,7 +290,7 @@ def test_more_registers_than_a_processor_has() -> None:
     program = tiled("hopper")
     (kernel,) = program.loop.steps
     for registers, message in (
-        (240, "4: 73728 registers with those before it, and a processor has 65536"),
+        (240, "4: 73728 registers with those before it, and a block of 384 threads has 64512"),
         (236, "4: registers are for whole warpgroups from sm_90 on, and a multiple of 8 from 24 to 240"),
     ):
         mine = HOPPER_PLAN.replace("232", str(registers)).replace("registers=40", "registers=96")

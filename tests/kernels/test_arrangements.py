@@ -103,6 +103,12 @@ GROUPS = "warpgroup(2) * reg(2) * inst.k(16)"
         ),
         (Product(roles=True, turns=2), "roles: warpgroups that take turns multiply a tile each"),
         (Product(roles=True, turns=2, persistent=1, groups=2, tile=(128, 64, 64)), "roles: warpgroups that take turns"),
+        (Product(roles=True, registers=(40, 236)), "roles: math: registers are for whole warpgroups from sm_90 on"),
+        (Product(roles=True, registers=(20, 232)), "roles: load: registers are for whole warpgroups from sm_90 on"),
+        (
+            Product(roles=True, turns=3, persistent=1, registers=(40, 232)),
+            "roles: math: 94208 registers with those before it, and a block of 512 threads has 65536",
+        ),
         (Product(roles=True, begin="r0"), "begin is an axis of tiles, by which steps begin: a0 or a1, not r0"),
         (Product(**UNEVEN), "groups of 8 rows do not divide a0(4)"),
         (Product(ring=1), "TMA fills a ring of two slots at least where all warps do everything"),

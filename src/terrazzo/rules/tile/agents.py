@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
+from terrazzo.hw.gpu import Gpu
 from terrazzo.hw.products import warps
+from terrazzo.ir.dialects.kernel import REGISTER_FILE, WARP
 from terrazzo.ir.plan import EVERYONE, Agent, Plan
 from terrazzo.ir.schedule import WARPS_IN_A_GROUP, Word
 from terrazzo.rewrite.rule import rule
@@ -40,7 +44,26 @@ def assign_warps(plan: Plan, draft: Draft) -> Plan | None:
     load = Agent(LOAD, 0, first, 1, registers[0])
     every = asked[MATH]
     math = Agent(MATH, first, every, every // WARPS_IN_A_GROUP if groups else 1, registers[1], turns)
+    resident = schedule.directive("resident") or (1,)
+    for agent, why in beyond((load, math), resident[0] if isinstance(resident[0], int) else 1, draft.gpu):
+        raise draft.fail(f"roles: {agent.name}: {why}")
     return plan.plus(load, math, read=draft.read(None, "roles", "roles", LOAD, MATH, "registers", "turns"))
+
+
+def beyond(agents: Sequence[Agent], resident: int, gpu: Gpu) -> Iterator[tuple[Agent, str]]:
+    """What is wrong with the registers that agents are given, where so many blocks are to fit on a processor: their
+    threads share those that a block begins with.
+    """
+    threads = WARP * sum(a.warps for a in agents)
+    each = REGISTER_FILE // max(threads * resident, 1) // 8 * 8
+    taken = 0
+    for a in agents if any(a.registers for a in agents) else ():
+        whole = a.first % WARPS_IN_A_GROUP == a.warps % WARPS_IN_A_GROUP == 0 and gpu.number >= 90
+        if a.registers and not (whole and a.registers in range(24, 241, 8)):
+            yield a, "registers are for whole warpgroups from sm_90 on, and a multiple of 8 from 24 to 240"
+        taken += WARP * a.warps * (a.registers or each)
+        if taken > each * threads:
+            yield a, f"{taken} registers with those before it, and a block of {threads} threads has {each * threads}"
 
 
 def role_warps(draft: Draft) -> dict[str, int]:

@@ -36,8 +36,9 @@ from terrazzo.ir.plan import (
     Ring,
     Stream,
 )
-from terrazzo.ir.schedule import WARPS_IN_A_GROUP, Schedule
+from terrazzo.ir.schedule import Schedule
 from terrazzo.rewrite.rule import Declined
+from terrazzo.rules.tile.agents import beyond
 from terrazzo.rules.tile.checks import CHECKS, derived
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.layouts import conversions
@@ -236,23 +237,13 @@ def budget(plan: Plan, draft: Draft) -> Iterator[Problem]:
     """What the machine has no room for: threads, registers, slabs in shared memory. Results, partial states and
     barriers come on top, which the kernel says that is written.
     """
-    arch, threads, registers, used = draft.gpu.arch, 0, 0, 0
+    arch, threads, used = draft.gpu.arch, 0, 0
     for agent in plan.all(Agent):
         threads += 32 * agent.warps
-        registers += 32 * agent.warps * agent.registers
         if threads > THREADS:
             yield plan.lines.index(agent) + FIRST, f"{threads} threads in a block, and {arch} has {THREADS}"
-        whole = agent.first % WARPS_IN_A_GROUP == agent.warps % WARPS_IN_A_GROUP == 0 and draft.gpu.number >= 90
-        if agent.registers and not (whole and agent.registers in range(24, 241, 8)):
-            yield (
-                plan.lines.index(agent) + FIRST,
-                "registers are for whole warpgroups from sm_90 on, and a multiple of 8 from 24 to 240",
-            )
-        if registers > k.REGISTER_FILE:
-            yield (
-                plan.lines.index(agent) + FIRST,
-                f"{registers} registers with those before it, and a processor has {k.REGISTER_FILE}",
-            )
+    resident = max([1, *(x.resident for x in plan.all(Limit))])
+    yield from ((plan.lines.index(a) + FIRST, why) for a, why in beyond(plan.all(Agent), resident, draft.gpu))
     every = [*(x for p in plan.all(Product) for x in brought(draft, p)), *vectors(draft, plan)]
     terms: dict[str, Node] = {operand_text(x): x for x in every}
     for line in plan.all(Stream):
