@@ -53,7 +53,7 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick:
         yield from in_tiles(kernel, p, gpu, pinned)
     yield from _windows(kernel, gpu, pinned)
     if again := cuts.again(kernel, gpu):
-        yield from _apart_from(kernel, again, gpu, pinned)
+        yield from _apart_from(kernel, again, gpu, pinned, pick)
     flat = flat_reductions(kernel)
     flattened: Rewrite = ("flat_reductions", kernel, (flat,))
     reduces = [r for r in n.accumulators(flat).values() if isinstance(r, l.Reduce)]
