@@ -379,3 +379,12 @@ def test_few_long_windows_are_rows() -> None:
     scores, mask = (torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((4, 511, 32000), (4, 512)))
     found = lowering_of(preferred, (scores, tokens, mask), libraries="never")
     assert {e.rule for e in found.log.events if e.pass_name == "schedule" and e.fired} == {"share"}
+
+
+def test_what_rows_do_not_know_is_summed_once() -> None:
+    """As forward derivatives have it: a product with zeros is a sum that no row has a part in."""
+    x, w = (torch.empty(s, dtype=torch.float32, device="meta") for s in ((4096, 256), (256, 256)))
+    found = lowering_of(lambda x, w: torch.zeros_like(x) @ w + x, (x, w), libraries="never")
+    first, last = found.at("tile").loop.steps
+    assert first.stores[0].buffer.type.static_shape == (256,)
+    assert not any(isinstance(r, l.Reduce) for r in n.accumulators(last).values())
