@@ -16,6 +16,7 @@ from terrazzo.rules.loop_to_tile.apart import products_apart, results_apart, sto
 from terrazzo.rules.loop_to_tile.candidate import Candidate, Chosen, Rewrite, joined
 from terrazzo.rules.loop_to_tile.collapse import collapse, digits_apart, flat_reductions
 from terrazzo.rules.loop_to_tile.crossed import points
+from terrazzo.rules.loop_to_tile.estimate import estimate
 from terrazzo.rules.loop_to_tile.forms import Form, for_warpgroups, merged
 from terrazzo.rules.loop_to_tile.pieces import in_pieces, meeting, partial_states, together
 from terrazzo.rules.loop_to_tile.product_candidates import after_stores, best, boxed, copied, in_boxes, in_tiles
@@ -23,6 +24,7 @@ from terrazzo.rules.loop_to_tile.results import results
 from terrazzo.rules.loop_to_tile.split import moments, reduced_first, split_moments
 from terrazzo.rules.loop_to_tile.stored import stored
 from terrazzo.rules.loop_to_tile.threads import SECTOR, size_of, step
+from terrazzo.rules.loop_to_tile.unpacked import digits_summed
 
 Pick = Callable[[Iterator[Candidate]], Candidate]
 """Which of its candidates a kernel runs as that is one of several in the place of another."""
@@ -66,6 +68,8 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick:
         yield Candidate(((form, own, "points", why),)).after(flattened, (rewrite, flat, (form,)))
         yield from (x.after(flattened) for x in _narrower(flat, own, gpu))
     else:
+        if product(kernel) is None:
+            yield from _unpacked(kernel, gpu, pinned, pick)
         if before := scans.reduced_before(flat):
             yield from (x.after(flattened) for x in _apart_from(flat, before, gpu, pinned, pick))
         even = rows.flattened(flat)
@@ -248,6 +252,16 @@ def _uneven(kernel: l.Kernel, gpu: Gpu, before: int = 1) -> bool:
     return len(apart) > 1 and any(
         cuts.pieces(x, gpu, moments(x) is not None, before) > 1 or _uneven(x, gpu, before + 1) for x in apart
     )
+
+
+def _unpacked(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick: Pick) -> Iterator[Candidate]:
+    """A vector times a matrix several of whose elements lie in a number, with a term for each of these, where that is
+    faster by the model.
+    """
+    made = digits_summed(kernel)
+    if len(made) > 1 and sum(estimate(x, gpu).time for x in made) < estimate(kernel, gpu).time:
+        whole = joined(pick(candidates(x, gpu, pinned, pick)) for x in made)
+        yield whole.after(("digits_summed", kernel, made))
 
 
 def _apart_from(

@@ -9,7 +9,7 @@ from terrazzo.ir.contraction import Contraction, operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import FloorDiv, Mod, Var
 from terrazzo.ir.node import Node, substitute, topological, transform
-from terrazzo.ir.sites import made_of, not_made, product
+from terrazzo.ir.sites import made_of, not_made, sites
 from terrazzo.ir.types import Type, ordered_strides
 from terrazzo.rules.access import WIDEST
 from terrazzo.rules.loop.fold import folded
@@ -74,17 +74,17 @@ def digits_summed(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
                     z[a0, a1] = acc0
         return (z,)
     """
-    p = product(kernel)
-    if p is None or len(p.sites) != 1 or len(p.sites[0].terms) > 1 or len(p.axes) > 1:
+    found = sites(kernel)
+    (c, *others) = found.contractions.values() or (None,)
+    if c is None or others or not found.multiplies or len(c.terms) > 1 or len(c.reduce.axes) > 1:
         return (kernel,)
-    (c,) = p.sites
     for plain, packed in (c.factors, c.factors[::-1]):
         x = operand(plain)
         if not isinstance(x, l.Load) or x.inside:
             continue
-        for count in _divisors(packed, p.axes[0]):
-            if found := _digits(kernel, c, (plain, x), packed, count):
-                return found
+        for count in _divisors(packed, c.reduce.axes[0]):
+            if made := _digits(kernel, c, (plain, x), packed, count):
+                return made
     return (kernel,)
 
 
