@@ -305,3 +305,69 @@ def test_three_products_are_closer_than_tf32() -> None:
     tf32 = [(v.view(np.uint32) + 0x1000 & 0xFFFFE000).view(np.float32).astype(np.float64) for v in (x, w)]
     ours, other = (np.linalg.norm(y - exact) for y in (on_tensor_cores(x, w, 2), tf32[0] @ tf32[1].T))
     assert ours * 20 < other
+
+
+# -- factors with a diagonal ---------------------------------------------------------------------------------------
+
+
+def scored(value: str) -> str:
+    """A product of a matrix that another kernel stores, whose element at (a0, a1) is `value`."""
+    return f"""@loop
+def f(s: f32[512, 512], w: f32[512, 64]):
+    with kernel('p', p=f32[512, 512]):
+        for a0 in free(512):
+            for a1 in free(512):
+                p[a0, a1] = {value}
+    with kernel('y', y=f32[512, 64]):
+        for a0 in free(512):
+            for a1 in free(64):
+                for r0 in reduce(512):
+                    acc0 <- sum(mul(p[a0, r0], w[r0, a1]))
+                y[a0, a1] = acc0
+    return (y,)
+"""
+
+
+ONE = "where(eq(index(a0), index(a1)), f32(-1.0), f32(0.0))"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        f"sub({ONE}, exp(s[a0, a1]))",
+        f"div(add(exp(s[a0, a1]), mul(f32(0.5), {ONE})), f32(0.05))",
+        f"where(ge(s[a0, a1], f32(0.0)), add({ONE}, s[a0, a1]), f32(0.0))",
+    ],
+)
+def test_a_factor_with_a_diagonal_is_not_cut(value: str) -> None:
+    """Beside the one large number of a row tensor cores cut off the others, and who adds up rows sees it."""
+    log = Log()
+    found = split(scored(value), log=log)
+    assert len(found.steps) == 2
+    (event,) = [e for e in log.events if not e.fired]
+    assert event.subject == "y" and "numbers added on its diagonal" in event.reason
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        ONE,  # all others are 0
+        f"exp(add(s[a0, a1], {ONE}))",  # a mask of scores
+        f"mul(s[a0, a1], {ONE})",
+        "add(s[a0, a1], where(ge(s[a1, a0], f32(0.0)), f32(1.0), f32(0.0)))",
+    ],
+)
+def test_other_factors_are(value: str) -> None:
+    assert len(split(scored(value)).steps) > 2
+
+
+def test_sums_of_rows_lose_more_on_tensor_cores_where_there_is_a_diagonal() -> None:
+    """What the rule is for: the gradient by softmax of scores of unit vectors, added up over rows."""
+    rng = np.random.default_rng(0)
+    v, w = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in rng.standard_normal((2, 256, 32)) + 1)
+    scores = np.exp(v @ w.T / 0.05)
+    p = (scores / scores.sum(1, keepdims=True) - np.eye(256)).astype(np.float32)
+    exact = (p.astype(np.float64) @ w.astype(np.float32)).sum(0)
+    columns = np.ascontiguousarray(w.T, np.float32)
+    off, plain = (f(p, columns).sum(0, np.float64) - exact for f in (on_tensor_cores, on_cuda_cores))
+    assert np.linalg.norm(off) > 2 * np.linalg.norm(plain)

@@ -37,6 +37,7 @@ from terrazzo.ir.sites import product
 from terrazzo.ir.types import Type, bf16, f32, ordered_strides
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.definitions import unused
+from terrazzo.rules.loop.peaks import peaked
 from terrazzo.rules.loop_to_tile.chain import Chain, chain
 
 PASS = "parts"
@@ -312,6 +313,8 @@ class _Parts:
         read = [x for c in products for x in c.operands if not _made(x)]
         if any(isinstance(x, Loaded | l.Index) for x in topological(read)):
             return "where a factor is read depends on data, or a factor on its place"
+        if self.count == 3 and any(peaked(x, self.steps) for x in read):
+            return "a factor has numbers added on its diagonal, beside which tensor cores cut off the others"
         later = self.steps[self.steps.index(kernel) :]
         for x in [x for x in topological(read) if isinstance(x, l.Load)]:
             if any(x.buffer in s.writes for s in later):
