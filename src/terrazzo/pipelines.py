@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from terrazzo.collector import paused
 from terrazzo.errors import CompilerBug, UserError
@@ -64,6 +64,7 @@ from terrazzo.rules.torch_to_tensor.together import sums_together
 from terrazzo.targets import target
 from terrazzo.targets.cuda.check import check
 
+T = TypeVar("T")
 Run = Callable[[Any, Log, Options, Experience], Any]
 PARTS = {"auto": 3, "split": 3, "tf32": 2, "bf16": 1}
 """As how many parts in bfloat16 numbers in float32 are multiplied, by the option `fp32`. Where nobody looks at the
@@ -108,15 +109,18 @@ def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
     gpu, sizes = machine(options), chained_sizes(options)
     refused = _refusal(options, tried)
 
-    def price(steps: Sequence[l.Kernel]) -> float:
+    def price(steps: Sequence[l.Kernel], known: Experience = tried) -> float:
         """What kernels take, those that multiply in float32 as products of parts where these are faster."""
         if 4 not in sizes:
             return expected(steps, gpu)
         alone = l.Program("alone", tuple(b for s in steps for b in s.reads), tuple(steps), steps[-1].writes)
-        return expected(in_parts(alone, Log(), options, tried).steps, gpu)
+        return expected(in_parts(alone, Log(), options, known).steps, gpu)
+
+    def once(what: Hashable, find: Callable[..., T]) -> T:
+        return tried.once(("again", what), lambda known: find(partial(price, known=known), _refusal(options, known)))
 
     softmaxes = online(p, log, _refusal(options, tried, used=True), sizes)
-    made = products_again(softmaxes, log, price, refused, options.materialize, sizes)
+    made = products_again(softmaxes, log, once, options.materialize, sizes)
     made = sums_inside(made, log, price, refused)
     return rounded_weights(chains_beside(made, log, price, refused), log, target(options.target).rates.matrix)
 

@@ -10,16 +10,17 @@ import pytest
 
 from terrazzo.interp.loop import run as run_loop
 from terrazzo.ir import node, operators
-from terrazzo.ir.canonical import Form, twin
+from terrazzo.ir.canonical import Form, canonical, twin
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import Var
 from terrazzo.ir.nest import accumulators
 from terrazzo.ir.program import Input
 from terrazzo.ir.text import parse
 from terrazzo.ir.types import DTYPES, Type
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
+from terrazzo.rules.loop import again, online, order
 from terrazzo.rules.loop import fuse as fusion
-from terrazzo.rules.loop import online, order
 from terrazzo.rules.loop_to_tile import choose, tiles
 from terrazzo.rules.loop_to_tile.product_candidates import best
 from terrazzo.rules.tile_to_kernel import lower as derive
@@ -247,3 +248,43 @@ def test_a_program_is_the_same_whether_its_kernels_share_or_not(monkeypatch: pyt
     assert shared.at("kernel") == alone.at("kernel")
     assert shared.at("tile") == alone.at("tile")
     assert shared.log.events == alone.log.events
+
+
+def test_products_that_may_be_computed_again_are_judged_once_for_all_that_are_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    judged: list[Any] = []
+    inner = again._judged
+    monkeypatch.setattr(again, "_judged", lambda *args: judged.append(args) or inner(*args))
+    steps = [f"    up_{n}: bf16[128, 64] = aten.mm.default({f'down_{n - 1}' if n else 'x'}, w)\n"
+             f"    tanh_{n}: bf16[128, 64] = aten.tanh.default(up_{n})\n"
+             f"    down_{n}: bf16[128, 64] = aten.mm.default(tanh_{n}, v)\n" for n in range(6)]  # fmt: skip
+    text = f"@torch\ndef f(x: bf16[128, 64], w: bf16[64, 64], v: bf16[64, 64]):\n{''.join(steps)}    return (down_5,)\n"
+    done = lowering(parse(text), Options(target="sm_90a", libraries="never"))
+    told = {e.subject: e.reason for e in done.log.events if e.rule == again.RULE}
+    assert len(told) == 6 and len(judged) == 1
+    assert not any("tz" in reason for reason in told.values())
+
+
+def test_sums_over_several_axes_are_not_put_into_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(again, "_whole", None)  # nobody asks for it
+    image = "bf16[2, 64, 16, 16]"
+    call = "aten.convolution.default({}, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)"
+    text = (
+        f"@torch\ndef f(x: {image}, w: bf16[64, 64, 3, 3]):\n    y: {image} = {call.format('x')}\n"
+        f"    z: {image} = {call.format('y')}\n    return (z,)\n"
+    )
+    done = lowering(parse(text), Options(target="sm_90a", libraries="never"))
+    assert any(e.rule == again.RULE and "over several axes" in e.reason for e in done.log.events)
+
+
+def test_sums_of_indices_that_nobody_keeps_are_not_made_again() -> None:
+    i, j = Var("i", 64), Var("j", 64)
+    offset = i * 64 + j  # which keeps no i * 64
+    made = id(i * 64)
+    assert offset is not None and id(i * 64) == made and (i * 64 + j) is offset
+
+
+def test_a_form_is_its_own_form() -> None:
+    (kernel, *_) = lowering(parse(layers(1)), Options(target="cpu")).loop.steps
+    assert canonical(canonical(kernel).kernel).kernel is canonical(kernel).kernel

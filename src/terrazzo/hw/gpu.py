@@ -77,6 +77,9 @@ class Gpu:
     features: tuple[str, ...] = ()
     warpgroups: Warpgroups | None = None
 
+    def __hash__(self) -> int:
+        return hash(self.arch)  # one of few, and asked for again and again
+
     @property
     def number(self) -> int:
         """90 for sm_90a."""

@@ -78,7 +78,7 @@ def together(kernels: Sequence[l.Kernel]) -> Form:
     """The canonical form of several kernels, a tuple of theirs. What is made of it is called as the last of them."""
     last = kernels[-1]
     buffers = dict.fromkeys(b for kernel in kernels for b in (*kernel.writes, *kernel.reads))
-    name = re.sub(r"\W|_*\d+", "", last.name, flags=re.ASCII).strip("_") + "tzz"
+    name = re.sub(r"\W|_*\d+|tzz$", "", last.name, flags=re.ASCII).strip("_") + "tzz"  # a form is its own form
     names = {_MARK.format(n): b.name for n, b in enumerate(buffers)}
     new: dict[Any, Any] = {b: l.Buffer(mark, b.type) for b, mark in zip(buffers, names, strict=True)}
     forms = tuple(l.Kernel(name, x.axes, tuple(substitute(s, new) for s in x.stores)) for x in kernels)

@@ -26,10 +26,7 @@ class Expr(Node):
     """An integer. Use the operators; they normalise."""
 
     def __add__(self, other: IntExpr) -> IntExpr:
-        if isinstance(other, int):  # no terms meet
-            constant, terms = (self.constant, self.terms) if isinstance(self, Sum) else (0, ((1, (self,)),))
-            return _sum(constant + other, terms)
-        return _polynomial(terms_of(self), terms_of(other))
+        return _plus(self, other)
 
     def __sub__(self, other: IntExpr) -> IntExpr:
         return self + other * -1
@@ -41,15 +38,7 @@ class Expr(Node):
         return self * -1
 
     def __mul__(self, other: IntExpr) -> IntExpr:
-        if isinstance(other, int):
-            constant, terms = (self.constant, self.terms) if isinstance(self, Sum) else (0, ((1, (self,)),))
-            return _sum(constant * other, tuple((c * other, f) for c, f in terms)) if other else 0
-        out: dict[tuple[Expr, ...], int] = {}
-        for a, x in terms_of(self).items():
-            for b, y in terms_of(other).items():
-                key = tuple(sorted(a + b, key=_order))
-                out[key] = out.get(key, 0) + x * y
-        return _polynomial(out)
+        return _times(self, other)
 
     def __floordiv__(self, other: IntExpr) -> IntExpr:
         return floordiv(self, other)
@@ -262,6 +251,29 @@ def at_most(e: IntExpr, most: IntExpr) -> bool:
         hi = bounds(e)[1]
         return hi is not None and hi <= most
     return at_least(most - e, 0)
+
+
+@lru_cache(maxsize=1 << 15)
+def _plus(a: Expr, b: IntExpr) -> IntExpr:
+    """a + b in normal form. The same few sums are asked for again and again, and nobody keeps those on the way."""
+    if isinstance(b, int):  # no terms meet
+        constant, terms = (a.constant, a.terms) if isinstance(a, Sum) else (0, ((1, (a,)),))
+        return _sum(constant + b, terms)
+    return _polynomial(terms_of(a), terms_of(b))
+
+
+@lru_cache(maxsize=1 << 15)
+def _times(a: Expr, b: IntExpr) -> IntExpr:
+    """a * b in normal form."""
+    if isinstance(b, int):
+        constant, terms = (a.constant, a.terms) if isinstance(a, Sum) else (0, ((1, (a,)),))
+        return _sum(constant * b, tuple((c * b, f) for c, f in terms)) if b else 0
+    out: dict[tuple[Expr, ...], int] = {}
+    for f, x in terms_of(a).items():
+        for g, y in terms_of(b).items():
+            key = tuple(sorted(f + g, key=_order))
+            out[key] = out.get(key, 0) + x * y
+    return _polynomial(out)
 
 
 @lru_cache(maxsize=1 << 14)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import wraps
+from functools import lru_cache, wraps
 from operator import attrgetter
 from typing import Any, ClassVar, Generic, TypeVar, dataclass_transform, overload
 
@@ -50,17 +50,17 @@ class derived(Generic[T]):
         return found
 
 
+_PLAIN: set[type] = {int, str}
+"""Types whose values tell themselves from others: these, and every class of nodes."""
+
+
 def key_of(value: Any) -> Any:
     """What tells a value of a field from others: 1, 1.0 and True are three."""
     kind = type(value)
-    if kind is int or kind is str or type(kind) is _Interned:  # the last is isinstance(value, Node), sooner
+    if kind in _PLAIN:
         return value
     if kind is tuple:
-        for x in value:
-            kind = type(x)
-            if not (kind is int or kind is str or type(kind) is _Interned):
-                return tuple(map(key_of, value))
-        return value
+        return value if _PLAIN.issuperset(map(type, value)) else tuple(map(key_of, value))
     if kind is float:
         return (float, value.hex())
     return (kind, value)
@@ -70,7 +70,7 @@ class _Interned(type):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != len(cls._fields):  # type: ignore[attr-defined]
             args = cls._bind(args, kwargs)  # type: ignore[attr-defined]
-        key = (cls, *map(key_of, args))
+        key = (cls, *args) if _PLAIN.issuperset(map(type, args)) else (cls, *map(key_of, args))
         known = _table.data.get(key)  # type: ignore[attr-defined]
         found = known() if known is not None else None
         if found is not None:
@@ -95,6 +95,7 @@ class Node(metaclass=_Interned):
     def __init_subclass__(cls, dialect: str = "", op: str = "") -> None:
         super().__init_subclass__()
         dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
+        _PLAIN.add(cls)
         cls.dialect = dialect or cls.dialect
         cls.op = op or cls.__name__.lower()
         fields = dataclasses.fields(cls)  # type: ignore[arg-type]
@@ -200,6 +201,16 @@ def _refill(value: Any, rest: Iterator[Any]) -> Any:
 
 def topological(roots: Iterable[Node], stop: Callable[[Node], bool] | None = None) -> list[Node]:
     """Every node reachable from `roots`, children first, each once. `stop(n)` keeps n and does not look into it."""
+    return _walked(roots, stop) if stop else list(_below(tuple(roots)))
+
+
+@lru_cache(maxsize=1024)
+def _below(roots: tuple[Node, ...]) -> tuple[Node, ...]:
+    """All nodes of some roots, which are asked for several times each: kernels are looked at by many."""
+    return tuple(_walked(roots))
+
+
+def _walked(roots: Iterable[Node], stop: Callable[[Node], bool] | None = None) -> list[Node]:
     order: list[Node] = []
     seen: set[Node] = set()
     path: list[Node] = []
@@ -235,8 +246,15 @@ def rebuilt(node: N, memo: Mapping[Any, Any]) -> N:
     """A node whose children are what `memo` has for them: itself where they are its own."""
     for c in node.children:
         if memo[c] is not c:
-            return node.with_children([memo[c] for c in node.children])  # type: ignore[no-any-return]
+            return type(node).make(*_mapped(node.values, memo))  # type: ignore[no-any-return]
     return node
+
+
+def _mapped(values: tuple[Any, ...], memo: Mapping[Any, Any]) -> tuple[Any, ...]:
+    """Values of fields with what `memo` has for nodes."""
+    return tuple([
+        memo[v] if type(type(v)) is _Interned else _mapped(v, memo) if type(v) is tuple else v for v in values
+    ])  # fmt: skip
 
 
 def per_node(fn: Callable[[N], T]) -> Callable[[N], T]:
@@ -261,14 +279,24 @@ def substitute(root: Any, mapping: Mapping[Any, Any]) -> Any:
     if not isinstance(root, Node) or not mapping:
         return root
     memo: dict[Any, Any] = dict(mapping)
-    variables = frozenset(mapping) if all(x in x.free for x in mapping) else None  # nothing above others is replaced
-
-    def stop(x: Node) -> bool:
-        if x not in memo and variables is not None and variables.isdisjoint(x.free):
-            memo[x] = x
-        return x in memo
-
-    for node in topological([root], stop):
-        if node not in memo:
-            memo[node] = rebuilt(node, memo)
+    if root in memo:
+        return memo[root]
+    only = all(x in x.free for x in mapping)  # variables: what does not mention them stays
+    variables = frozenset(mapping)
+    path = [root]
+    while path:
+        node = path[-1]
+        below: list[Node] = []
+        for c in node.children:
+            if c not in memo:
+                if only and variables.isdisjoint(c.free):
+                    memo[c] = c
+                else:
+                    below.append(c)
+        if below:
+            path += below
+        else:
+            if node not in memo:
+                memo[node] = rebuilt(node, memo)
+            path.pop()
     return memo[root]

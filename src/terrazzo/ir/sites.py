@@ -83,7 +83,10 @@ class Product:
     m: Any
     n: Any
 
-    @property
+    def __hash__(self) -> int:
+        return hash(self.kernel)  # the rest follows from it
+
+    @cached_property
     def batch(self) -> list[Any]:
         return [a for a in self.kernel.axes if a is not self.m and a is not self.n]
 

@@ -262,20 +262,25 @@ class Tried(Experience):
         return self.refused.get(source) or (facts.problem(self.spills) if facts else "")
 
     def once(self, what: Hashable, find: Callable[[Experience], T]) -> T:
+        found: T = self.asked(what, find)[0]
+        return found
+
+    def asked(self, what: Hashable, find: Callable[[Experience], T]) -> tuple[T, dict[k.Kernel, str]]:
+        """What `find` finds, and what was said for it."""
         if what in self.found:
             value, told = self.found[what]
             if all(self.lost(kernel) == why for kernel, why in told.items()):
-                return value  # type: ignore[no-any-return]
-        asked = _Asked(self)
-        found = find(asked)
-        self.found[what] = found, asked.told
-        return found
+                return value, told
+        asking = _Asked(self)
+        found = find(asking)
+        self.found[what] = found, asking.told
+        return found, asking.told
 
 
 class _Asked(Experience):
     """What somebody knows, and what was said when it was asked."""
 
-    def __init__(self, whom: Experience) -> None:
+    def __init__(self, whom: Tried) -> None:
         self.whom = whom
         self.told: dict[k.Kernel, str] = {}
         self.fastest = whom.fastest  # type: ignore[method-assign]
@@ -288,6 +293,11 @@ class _Asked(Experience):
     def lost(self, kernel: k.Kernel) -> str:
         why = self.told[kernel] = self.whom.lost(kernel)
         return why
+
+    def once(self, what: Hashable, find: Callable[[Experience], T]) -> T:
+        found, told = self.whom.asked(what, find)
+        self.told |= told
+        return found
 
 
 def emitted(kernel: k.Kernel) -> str:

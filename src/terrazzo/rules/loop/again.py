@@ -8,10 +8,12 @@ more arithmetic and less traffic, so both ways have a price; and what is too lar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
+from terrazzo.ir.canonical import together
 from terrazzo.ir.contraction import contraction, operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
@@ -37,19 +39,18 @@ MOST = 4
 
 Price = Callable[[Sequence[l.Kernel]], float]
 Refusal = Callable[[l.Kernel], str]
+Verdict = tuple[str, str]
+"""Why products are not computed again, or nothing; and what both ways take."""
+Once = Callable[[Hashable, Callable[[Price, Refusal], Verdict]], Verdict]
+"""What is found with what is known of prices and refusals, or was found for the same before."""
 
 
 def products_again(
-    program: l.Program,
-    log: Log,
-    price: Price,
-    refusal: Refusal,
-    materialize: Iterable[str] = (),
-    sizes: tuple[int, ...] = (2,),
+    program: l.Program, log: Log, once: Once, materialize: Iterable[str] = (), sizes: tuple[int, ...] = (2,)
 ) -> l.Program:
     """`program` with products that are only factors of other products in these, where that is faster by the model, or
-    much would be stored otherwise. `refusal` says why a kernel is not worth having; `materialize` names what is kept.
-    Factors have so many bytes.
+    much would be stored otherwise. A refusal says why a kernel is not worth having; `materialize` names what is kept.
+    Factors have so many bytes. Those that differ in names only are judged `once`.
     """
     kept = {*program.inputs, *program.results, *(b for s in program.steps if isinstance(s, l.Call) for b in s.reads)}
     each = {s: _each(s, sizes) for s in program.steps if isinstance(s, l.Kernel)}
@@ -58,6 +59,7 @@ def products_again(
     gone: set[l.Kernel] = set()
     made: dict[l.Kernel, l.Kernel] = {}
     readers_of: dict[l.Buffer, list[l.Kernel]] = {}
+    known: dict[Hashable, Verdict] = {}
     for s in kernels:
         for b in s.reads:
             readers_of.setdefault(b, []).append(s)
@@ -67,28 +69,64 @@ def products_again(
             continue
         makers, readers = group
         subject = ", ".join(s.name for s in makers)
-        results = dict.fromkeys(b for s in makers for b in s.writes)
-        stored = sum(b.type.span for b in results)
-        wide = any(b.type.dtype.size != 2 for b in results)
-        if wide and len(makers) > MOST:
-            why = f"more than {MOST} make each other, and to price what would be computed again takes long"
+        if not (why := _not_tried(makers, readers)):
+            form = together((*makers, *readers))
+            count = len(makers)
+            key = form.kernel, count
+            if key not in known:
+                known[key] = once(key, partial(_judged, form.kernel[:count], form.kernel[count:]))
+            why, times = form.named(known[key])
+        if why:
             log.add(Event(PASS, RULE, subject, False, why))
             continue
         new = [_whole(reader, makers) for reader in readers]
-        before, after = price([*makers, *readers]), price(new)
-        times = f"{after / 1000:.1f} us as chains, {before / 1000:.1f} us stored, by the model"
-        slower = after > (WIDE if wide else SURE) * before and stored <= LARGEST
-        if why := times if slower else next(filter(None, map(refusal, new)), ""):
-            log.add(Event(PASS, RULE, subject, False, why))
-            continue
         into = ", ".join(s.name for s in readers)
-        log.add(Event(PASS, RULE, subject, True, f"{into} compute it again: {times}, {stored >> 20} MiB not stored"))
+        saved = f"{_stored(makers) >> 20} MiB not stored"
+        log.add(Event(PASS, RULE, subject, True, f"{into} compute it again: {times}, {saved}"))
         log.applied(PASS, RULE, subject, [*makers, *readers], new)
         gone |= {*makers}
         made |= dict(zip(readers, new, strict=True))
     whole = {s for s, found in each.items() if not {*found} & (gone | {*made})}
     every = [x for s in program.steps for x in ([s] if s in whole or isinstance(s, l.Call) else each[s])]
     return in_order(program, [made.get(s, s) if isinstance(s, l.Kernel) else s for s in every if s not in gone])
+
+
+def _judged(makers: Sequence[l.Kernel], readers: Sequence[l.Kernel], price: Price, refusal: Refusal) -> Verdict:
+    """Whether readers are to compute again what makers store."""
+    new = [_whole(reader, makers) for reader in readers]
+    before, after = price([*makers, *readers]), price(new)
+    times = f"{after / 1000:.1f} us as chains, {before / 1000:.1f} us stored, by the model"
+    slower = after > (WIDE if _wide(makers) else SURE) * before and _stored(makers) <= LARGEST
+    return times if slower else next(filter(None, map(refusal, new)), ""), times
+
+
+def _stored(makers: Sequence[l.Kernel]) -> int:
+    """Bytes that kernels store."""
+    return sum(b.type.span for b in dict.fromkeys(b for s in makers for b in s.writes))
+
+
+def _wide(makers: Sequence[l.Kernel]) -> bool:
+    """Whether kernels store numbers of 32 bits."""
+    return any(b.type.dtype.size != 2 for s in makers for b in s.writes)
+
+
+def _not_tried(makers: Sequence[l.Kernel], readers: Sequence[l.Kernel]) -> str:
+    """Why it is not tried to compute again what makers store, or nothing. Both sums of a chain are over one axis: those
+    of images are over three, and would take long to put into each other.
+    """
+    if len(makers) > 1:
+        tried = not _wide(makers) or len(makers) <= MOST
+        why = f"more than {MOST} make each other, and to price what would be computed again takes long"
+        return "" if tried else why
+    for side in (makers, readers):
+        if not any(_long(r) == 1 for s in side for r in topological(s.stores) if isinstance(r, l.Reduce)):
+            return "it sums over several axes, and chains of products over one each"
+    return ""
+
+
+def _long(r: l.Reduce) -> int:
+    """How many axes a sum has that are not of one element."""
+    return sum(not isinstance(a.extent, int) or a.extent > 1 for a in r.axes)
 
 
 def _each(kernel: l.Kernel, sizes: tuple[int, ...]) -> list[l.Kernel]:

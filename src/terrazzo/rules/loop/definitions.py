@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
+from itertools import count
 from typing import Any
 
 from terrazzo.ir.dialects import loop as l
@@ -50,6 +51,11 @@ class Definitions:
         if isinstance(term, l.Apply) and term.fn.name == "mul":
             return [f for arg in term.args for f in self.factors(arg)]
         return [x]
+
+
+def unused(name: str, names: Container[str]) -> str:
+    """`name`, or the first of name_2, name_3 ... that is not among `names`."""
+    return next(x for k in count(1) if (x := f"{name}_{k}" if k > 1 else name) not in names)
 
 
 def in_order(program: l.Program, steps: Iterable[l.Kernel | l.Call]) -> l.Program:

@@ -32,7 +32,7 @@ from terrazzo.ir.node import substitute, topological, transform
 from terrazzo.ir.types import DType, Type
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.cost import Rates
-from terrazzo.rules.loop.definitions import Definitions, in_order
+from terrazzo.rules.loop.definitions import Definitions, in_order, unused
 from terrazzo.rules.loop.rounded import aligned
 from terrazzo.rules.loop.softmax import Softmax, softmaxes
 
@@ -360,7 +360,7 @@ class _Gradients:
 
     def fresh(self, name: str) -> str:
         """A name that no buffer has."""
-        found = next(x for x in (name, *(f"{name}_{k}" for k in range(2, 9999))) if x not in self.names)
+        found = unused(name, self.names)
         self.names.add(found)
         return found
 

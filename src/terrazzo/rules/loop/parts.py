@@ -36,6 +36,7 @@ from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.sites import product
 from terrazzo.ir.types import Type, bf16, f32, ordered_strides
 from terrazzo.rewrite.rule import Event, Log
+from terrazzo.rules.loop.definitions import unused
 from terrazzo.rules.loop_to_tile.chain import Chain, chain
 
 PASS = "parts"
@@ -301,7 +302,8 @@ class _Parts:
                     self.make(x, c, kernel)
         self.steps[self.steps.index(kernel)] = self.multiplied(kernel, products)
         self.forget()
-        return [s for s in before if s not in self.steps], [s for s in self.steps if s not in before]
+        old, new = set(before), set(self.steps)
+        return [s for s in before if s not in new], [s for s in self.steps if s not in old]
 
     def why_not(self, kernel: l.Kernel, sums: Sequence[Any], products: Sequence[Contraction]) -> str:
         """Why a kernel stays as it is, whatever that costs; or nothing."""
@@ -346,7 +348,7 @@ class _Parts:
             name = next((y.buffer.name for y in topological([x]) if isinstance(y, l.Load)), "factor")
         buffers = tuple(l.Buffer(self.fresh(f"{name}_{p + 1}"), kind) for p in range(self.count))
         self.made[key] = buffers
-        if isinstance(source, l.Buffer) and any(self.beside(s, source, buffers) for s in self.steps):
+        if isinstance(source, l.Buffer) and self.beside(source, buffers):
             return
         order = sorted(range(kind.rank), key=lambda d: -_stride(kind, d))
         axes = tuple(Var(f"a{order.index(d)}", a.extent) for d, a in enumerate(free))
@@ -355,13 +357,12 @@ class _Parts:
         maker = l.Kernel(self.fresh(f"{name}_parts"), tuple(axes[d] for d in order), stores, reader.source)
         self.steps.insert(self.steps.index(reader), maker)
 
-    def beside(self, step: Any, buffer: l.Buffer, parts_of: tuple[l.Buffer, ...]) -> bool:
+    def beside(self, buffer: l.Buffer, parts_of: tuple[l.Buffer, ...]) -> bool:
         """Have the kernel that stores a buffer store its parts too, where that is no product itself, and nobody else
         stores some of it.
         """
-        if not isinstance(step, l.Kernel) or buffer not in step.writes:
-            return False
-        if buffer in self.program.inputs or sum(buffer in s.writes for s in self.steps) > 1:
+        makers = [s for s in self.steps if buffer in s.writes]
+        if len(makers) != 1 or buffer in self.program.inputs or not isinstance(step := makers[0], l.Kernel):
             return False
         if any(isinstance(x, l.Reduce) and contraction(x) is not None for x in topological(step.stores)):
             return False
@@ -375,16 +376,18 @@ class _Parts:
 
     def forget(self) -> None:
         """Kernels that store parts no longer store the whole, where nobody reads it any more."""
-        read = {b for s in self.steps for b in s.reads} | set(self.program.results)
-        for n, s in enumerate(self.steps):
-            gone = {b for b in s.writes if any((b, (), x) in self.made for x in (SCALE, 1.0)) and b not in read}
+        whole = {source for source, free, _ in self.made if not free}
+        found = [(n, s) for n, s in enumerate(self.steps) if len(s.writes) > 1 and not whole.isdisjoint(s.writes)]
+        read = {b for s in self.steps for b in s.reads} | set(self.program.results) if found else set()
+        for n, s in found:
+            gone = {b for b in s.writes if b in whole and b not in read}
             if isinstance(s, l.Kernel) and gone and gone < set(s.writes):
                 kept = tuple(x for x in s.stores if x.buffer not in gone)
                 self.steps[n] = l.Kernel(s.name, s.axes, kept, s.source)
 
     def fresh(self, name: str) -> str:
         """A name that no buffer has."""
-        found = next(x for x in (name, *(f"{name}_{k}" for k in range(2, 999))) if x not in self.names)
+        found = unused(name, self.names)
         self.names.add(found)
         return found
 

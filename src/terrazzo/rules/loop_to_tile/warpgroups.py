@@ -14,7 +14,7 @@ from terrazzo.hw import tma
 from terrazzo.hw.gpu import Gpu, Warpgroups
 from terrazzo.hw.products import missing
 from terrazzo.hw.wgmma import INSTRUCTIONS, WarpgroupInstruction
-from terrazzo.ir.address import coefficient, flatten, mentions
+from terrazzo.ir.address import mentions
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
 from terrazzo.ir.sites import Product, called
@@ -22,7 +22,7 @@ from terrazzo.rules.access import box
 from terrazzo.rules.loop_to_tile.making import MADE_WAVES, converted, making, not_converted, promotes
 from terrazzo.rules.loop_to_tile.results import along, results
 from terrazzo.rules.loop_to_tile.threads import ceil, grid
-from terrazzo.rules.loop_to_tile.work import STEP, Work, lasts
+from terrazzo.rules.loop_to_tile.work import STEP, Source, Work, facts_of, lasts
 from terrazzo.rules.swizzles import swizzled
 
 SHORT = 256
@@ -31,8 +31,6 @@ still seen in them.
 """
 ROWS = 64
 """Rows of an instruction."""
-LINE = 128
-"""Bytes of a line of the cache."""
 LEAST = 16
 """Bytes of a row of a box, and columns of results that leave in boxes, at least."""
 COLUMNS = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
@@ -251,15 +249,14 @@ def _shared(p: Product, tile: Tile, tiles: int, gpu: Gpu) -> Iterator[Tile]:
 
 
 def _clusters(p: Product, tile: Tile) -> int:
-    batch: int = math.prod(a.extent for a in p.batch)
-    found: int = batch * math.prod(ceil(a.extent, tile.covered(a)) for a in (tile.rows, tile.columns))
-    return found
+    rows, columns = tile.rows, tile.columns
+    return facts_of(p).batch * ceil(rows.extent, tile.covered(rows)) * ceil(columns.extent, tile.covered(columns))
 
 
 def _bytes(p: Product, tile: Tile) -> int:
     """Of a step in shared memory: every operand has a slab of its own."""
-    across: int = sum((tile.m if tile.rows in x.free else tile.n) * x.dtype.size for x in p.sources)
-    return across * tile.k
+    m, n, rows = tile.m, tile.n, tile.rows
+    return sum((m if rows in x.free else n) * x.size for x in facts_of(p).sources) * tile.k
 
 
 def _slots(p: Product, tile: Tile, gpu: Gpu) -> int:
@@ -283,15 +280,16 @@ def after(p: Product, points: int, has: Warpgroups, tile: Tile | None = None) ->
 def _work(p: Product, tile: Tile, gpu: Gpu, has: Warpgroups) -> Work:
     """What the kernel of a tile does, in one piece."""
     outer, inner = steps(p, tile)
+    facts = facts_of(p)
     return Work(
-        tile.m, tile.n, sum(len(c.terms) for c in p.sites), _clusters(p, tile), tile.blocks,
+        tile.m, tile.n, facts.terms, _clusters(p, tile), tile.blocks,
         steps=outer * ceil(inner, tile.share),
-        fetched=sum(_fetched(x, tile) * (has.straddling if _straddles(x) else 1) for x in p.sources),
+        fetched=sum(_fetched(x, tile) * (has.straddling if x.straddles else 1) for x in facts.sources),
         held=_bytes(p, tile),
         slots=_slots(p, tile, gpu),
         results=results(p).stored,
         rate=_rate(p, tile, has) * tile.parts,
-        least=sum(p.touched(x) * x.dtype.size for x in p.sources) + results(p).moved + _overhang(p, tile, has),
+        least=sum(x.bytes for x in facts.sources) + results(p).moved + _overhang(p, tile, has),
         extra=_extra(p, tile, gpu),
         depth=tile.k,
         after=after(p, tile.m * tile.n // tile.parts, has, tile) + _meeting(p, tile, has),
@@ -307,8 +305,7 @@ def _time(p: Product, tile: Tile, whole: Work, pieces: int, gpu: Gpu) -> float:
         return lasts(whole, gpu)
     sums: int = count * math.prod(a.extent for a in (*p.batch, p.m, p.n))
     outer, inner = steps(p, tile)
-    work = replace(
-        whole,
+    work = whole._replace(
         tiles=whole.tiles * pieces,
         steps=outer * ceil(inner, pieces * tile.share),
         results=4 * count,
@@ -322,12 +319,12 @@ def _time(p: Product, tile: Tile, whole: Work, pieces: int, gpu: Gpu) -> float:
 
 def _overhang(p: Product, tile: Tile, has: Warpgroups) -> float:
     """As many bytes of memory as take the time of what boxes have beyond the end of an operand, for all tiles."""
-    batch, deep = math.prod(a.extent for a in p.batch), math.prod(a.extent for a in p.axes)
+    facts = facts_of(p)
     found = 0.0
     for a, b in ((tile.rows, tile.columns), (tile.columns, tile.rows)):
-        size = sum(x.dtype.size for x in p.sources if a in x.free)
-        beyond = ceil(a.extent, tile.covered(a)) * tile.covered(a) - a.extent
-        found += size * beyond * deep * batch * ceil(b.extent, tile.covered(b))
+        if beyond := -a.extent % tile.covered(a):
+            size = sum(x.size for x in facts.sources if a in x.free)
+            found += size * beyond * facts.deep * facts.batch * ceil(b.extent, tile.covered(b))
     return found * has.overhang
 
 
@@ -351,19 +348,11 @@ def _extra(p: Product, tile: Tile, gpu: Gpu) -> float:
     return alone + made * gpu.processors / (gpu.fma / 2)
 
 
-def _fetched(x: Any, tile: Tile) -> float:
+def _fetched(x: Source, tile: Tile) -> float:
     """Bytes of an operand that a block fetches for a step; blocks of a cluster fetch halves of what both need."""
     shared = tile.split is not None and tile.split not in x.free
-    found: int = (tile.m if tile.rows in x.free else tile.n) * tile.k * x.dtype.size
+    found: int = (tile.m if tile.rows in x.free else tile.n) * tile.k * x.size
     return found / (2 if shared else 1)
-
-
-@lru_cache(maxsize=4096)
-def _straddles(x: Any) -> bool:
-    """Whether rows of an operand begin anywhere in the cache's lines."""
-    offset = flatten(x.index, x.buffer.type.element_strides)
-    steps = (coefficient(offset, a) for a in x.free)
-    return any(c != 1 and (not isinstance(c, int) or x.dtype.size * c % LINE) for c in steps)
 
 
 def _readers(tile: Tile, clusters: float) -> float:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from terrazzo.hw.gpu import Gpu
+from terrazzo.ir.address import coefficient, flatten
+from terrazzo.ir.sites import Product
 
 STEP = 64
 """Elements of k in a step: 128 bytes, the widest swizzle."""
+LINE = 128
+"""Bytes of a line of the cache."""
 
 
-@dataclass(frozen=True)
-class Work:
-    """What a kernel does, as far as its time depends on it: so many tiles of m rows and n columns for each of `count`
-    products, by clusters of so many blocks, in steps for which a block fetches some bytes into one of its slots of so
+class Work(NamedTuple):
+    """What a kernel does, as far as its time depends on it: so many tiles of m rows and n columns for each of so many
+    `products`, by clusters of so many blocks, in steps for which a block fetches some bytes into one of its slots of so
     many `held` bytes, and which take `extra` nanoseconds. Results leave at a rate, and computing a tile's of its sums
     takes `after` nanoseconds. `least` bytes of memory are touched. A step has `depth` products of each sum. So many
     `readers` fetch the same rows at once. Sums may be `shared` by the blocks of a cluster.
@@ -22,7 +27,7 @@ class Work:
 
     m: int
     n: int
-    count: int
+    products: int
     tiles: int
     blocks: int
     steps: int
@@ -48,7 +53,7 @@ def lasts(work: Work, gpu: Gpu) -> float:
         return math.inf
     walkers = gpu.processors // work.blocks
     active = min(work.tiles, walkers) * work.blocks
-    each = 2.0 * work.m * work.n * work.depth * work.count
+    each = 2.0 * work.m * work.n * work.depth * work.products
     arithmetic = each * gpu.processors * (work.n + has.start) / work.n / has.rate
     fetched = max(work.fetched * active / has.cache, work.fetched / has.shared)
     step = max(arithmetic, fetched, has.latency / work.slots, has.crowd * work.readers) + has.step + work.extra
@@ -60,3 +65,45 @@ def lasts(work: Work, gpu: Gpu) -> float:
 
     full, rest = divmod(work.tiles, walkers)
     return wave(walkers, full) + wave(rest, 1) + has.fill + (has.cluster if work.blocks > 1 and not work.shared else 0)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What of a product lies in memory: the axes it knows, the bytes of an element and of all that is read of it, and
+    whether its rows begin anywhere in the cache's lines.
+    """
+
+    free: frozenset[Any]
+    size: int
+    bytes: int
+    straddles: bool
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What follows from a product whatever its tiles are: points of the batch and of k, the terms of its sums, and what
+    lies in memory.
+    """
+
+    batch: int
+    deep: int
+    terms: int
+    sources: tuple[Source, ...]
+
+
+@lru_cache(maxsize=256)
+def facts_of(p: Product) -> Facts:
+    """Of a product, once for all of its tiles."""
+    return Facts(
+        math.prod(a.extent for a in p.batch),
+        math.prod(a.extent for a in p.axes),
+        sum(len(c.terms) for c in p.sites),
+        tuple(Source(x.free, x.dtype.size, p.touched(x) * x.dtype.size, _straddles(x)) for x in p.sources),
+    )
+
+
+def _straddles(x: Any) -> bool:
+    """Whether rows of an operand begin anywhere in the cache's lines."""
+    offset = flatten(x.index, x.buffer.type.element_strides)
+    steps = (coefficient(offset, a) for a in x.free)
+    return any(c != 1 and (not isinstance(c, int) or x.dtype.size * c % LINE) for c in steps)
