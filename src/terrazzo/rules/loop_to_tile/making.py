@@ -4,6 +4,7 @@ that is done, and what it costs.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 from terrazzo.ir.dialects import loop as l
@@ -53,6 +54,7 @@ def not_converted(p: Product, step: int) -> str:
     return ""
 
 
+@lru_cache(maxsize=256)
 def making(p: Product) -> float:
     """Instructions in which a thread makes one element of what a factor is made of: all its parts, or one number."""
     if promotes(p):

@@ -19,7 +19,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
 from terrazzo.ir.sites import Product, called
 from terrazzo.rules.access import box
-from terrazzo.rules.loop_to_tile.making import MADE_WAVES, converted, not_converted, promotes
+from terrazzo.rules.loop_to_tile.making import MADE_WAVES, converted, making, not_converted, promotes
 from terrazzo.rules.loop_to_tile.results import along, results
 from terrazzo.rules.loop_to_tile.threads import ceil, grid
 from terrazzo.rules.loop_to_tile.work import STEP, Source, Work, facts_of, lasts
@@ -345,7 +345,7 @@ def _meeting(p: Product, tile: Tile, has: Warpgroups) -> float:
 
 def _extra(p: Product, tile: Tile, gpu: Gpu) -> float:
     """Nanoseconds of a step that nothing hides: threads make factors of what lies in shared memory, and add up sums."""
-    made = facts_of(p).made * tile.m * tile.k
+    made = making(p) * tile.m * tile.k
     alone = PROMOTION * _promotions(p, tile) if promotes(p) and tile.groups == 1 else 0.0
     return alone + made * gpu.processors / (gpu.fma / 2)
 

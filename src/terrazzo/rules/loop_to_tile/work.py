@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.sites import Product
-from terrazzo.rules.loop_to_tile.making import making
 
 STEP = 64
 """Elements of k in a step: 128 bytes, the widest swizzle."""
@@ -82,15 +81,14 @@ class Source:
 
 @dataclass(frozen=True)
 class Facts:
-    """What follows from a product whatever its tiles are: points of the batch and of k, the terms of its sums, what
-    lies in memory, and the instructions in which threads make an element of its factors.
+    """What follows from a product whatever its tiles are: points of the batch and of k, the terms of its sums, and what
+    lies in memory.
     """
 
     batch: int
     deep: int
     terms: int
     sources: tuple[Source, ...]
-    made: float
 
 
 @lru_cache(maxsize=256)
@@ -101,7 +99,6 @@ def facts_of(p: Product) -> Facts:
         math.prod(a.extent for a in p.axes),
         sum(len(c.terms) for c in p.sites),
         tuple(Source(x.free, x.dtype.size, p.touched(x) * x.dtype.size, _straddles(x)) for x in p.sources),
-        making(p),
     )
 
 
