@@ -213,7 +213,7 @@ def softmax_into_product(kernel: l.Kernel, sizes: tuple[int, ...] = (2,)) -> l.K
         if not isinstance(r, l.Reduce) or r.monoid.name != "sum" or len(r.axes) != 1:
             continue
         if new := _framed(r, bool(rows), size):
-            stores = tuple(substitute(s, new.again if s in rows else {r: new.value}) for s in kernel.stores)
+            stores = tuple(new.row(s) if s in rows else substitute(s, {r: new.value}) for s in kernel.stores)
             if not any(_reductions(s.value, new.kept) for s in stores):
                 return l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
     return None
@@ -224,8 +224,12 @@ class _Framed:
     """A sum whose weights are in a frame, what other reductions of the scores are in it, and those that are left."""
 
     value: Any
-    again: dict[Any, Any]
+    known: Known
     kept: set[Any]
+
+    def row(self, s: l.Store) -> l.Store:
+        """What is stored of a row, as it is known then."""
+        return l.Store(s.buffer, s.index, self.known.rewritten(s.value))
 
 
 def _reductions(x: Any, known: set[Any]) -> list[Any]:
@@ -272,7 +276,7 @@ def _framed(r: l.Reduce, told: bool, size: int) -> _Framed | None:
             return None
         new = known.rewritten(rebuild(total if worth is None else l.apply("mul", total, worth)))
         if not _reductions(new, kept):
-            return _Framed(new, {**known.found, known.top: highest}, kept)
+            return _Framed(new, known, kept)
     return None
 
 

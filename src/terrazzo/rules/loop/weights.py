@@ -106,6 +106,12 @@ class Known:
         """The highest score as others have it."""
         return l.Reduce.make(monoid("max"), (self.axis,), (self.score,))
 
+    @property
+    def finite(self) -> Any:
+        """The highest score where it is a number, else 0: what logarithms of sums of exponentials are taken of."""
+        no = l.apply("eq", l.apply("abs", self.top), l.Literal(math.inf, self.score.dtype))
+        return l.apply("where", no, l.Literal(0.0, self.score.dtype), self.top)
+
     def rewritten(self, x: Any) -> Any:
         """A term with what is known for its reductions."""
         inside = topological([x], stop=lambda y: isinstance(y, l.Reduce))
@@ -132,6 +138,9 @@ class Known:
         score, t = apart(body.args[0] if exp else body, self.axis)
         if score is not self.score or (not exp and r.monoid.name != "max"):
             return None
+        if exp and t is self.finite:
+            no = l.apply("eq", l.apply("abs", self.highest), l.Literal(math.inf, self.sums.dtype))
+            return l.apply("where", no, l.apply("exp", self.highest), self.sums)
         if exp:
             worth = self.worth(t)
             return self.sums if worth is None else l.apply("mul", self.sums, worth)
