@@ -24,6 +24,7 @@ from terrazzo.options import Options
 from terrazzo.pipelines import PASSES, lowering, stages
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop import again
+from terrazzo.rules.loop_to_tile.estimate import work
 
 ONE = (1, 2, 128, 64)
 
@@ -239,3 +240,29 @@ def test_products_that_share_a_mask_alone_stay_apart() -> None:
     reasons = {e.reason for e in found.lowering.log.events if e.rule == "merge" and not e.fired}
     assert "what one multiplies, the other does not" in reasons
     assert all(len(s.stores) == 1 for s in found.lowering.loop.steps)
+
+
+def of_channels(x: Any, qkv: Any, o: Any) -> Any:
+    """Attention between the 48 channels of heads of 196 tokens, after a layer and before another: weights are fewer
+    than what their scores and their results are made of.
+    """
+    b, n, c = x.shape
+    q, k, v = torch.tanh(x @ qkv).reshape(b, n, 3, 2, c // 2).permute(2, 0, 3, 4, 1)
+    return (torch.softmax(q @ k.transpose(-1, -2), -1) @ v).permute(0, 3, 1, 2).reshape(b, n, c) @ o
+
+
+@pytest.mark.parametrize("tokens", [196, 24])
+def test_the_gradients_of_a_small_softmax_compute_neither_values_nor_the_net_before_it_again(tokens: int) -> None:
+    """Sums change places for sums over rows alone: gradients of values multiply what is a product, for every column.
+    Scores are computed again, and not what they multiply.
+    """
+    shapes = (4, tokens, 96), (96, 288), (96, 96), (4, tokens, 96)
+    both = gradients(of_channels)
+    given = tuple(torch.empty(s, device="meta") for s in shapes)
+    options = Options(target="sm_90a", libraries="never")
+    program = capture(both, given, {}).program
+    done = {p.name: x for p, x, _ in stages(program, options, Log()) if p.dst == "loop"}
+    again = [s.name for s in done["gradients"].steps if s.name.endswith("_again")]
+    assert len(again) <= 2, again
+    flops = sum(work(s)[0] for s in done["online"].steps if isinstance(s, l.Kernel))
+    assert flops < 12 * 4 * tokens * 96 * (288 + 96 + 96 + 48 * 4)

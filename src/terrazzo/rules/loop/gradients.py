@@ -138,7 +138,7 @@ class _Gradients:
             moving = [x for x in factors if p.axis in x.free]
             fixed = [x for x in factors if p.axis not in x.free]
             rest = [x for x in p.factors if x is not inner]
-            if any(depth not in x.free for x in factors) or not fixed or not any(_loads(x, w.buffer) for x in rest):
+            if any(depth not in x.free for x in factors) or not fixed or not any(_in_rows(x, w, p) for x in rest):
                 continue
             wanted = Product(p.kernel, p.axis, [*rest, *moving])
             place = self.stored(w, wanted, depth) or self.computed(w, wanted, depth)
@@ -245,7 +245,9 @@ class _Gradients:
         self.say("weights_again", w.buffer.name, what)
 
     def again(self, w: Softmax, term: Any, made: dict[l.Buffer, l.Kernel]) -> Any:
-        """A term whose temporaries of a number for every weight are computed anew, by what is `made` for them."""
+        """A term whose temporaries of a number for every weight are computed anew, by what is `made` for them: up to
+        the products of the scores, and not what these multiply, which may be the whole net before them.
+        """
         size = math.prod(w.buffer.type.static_shape)
 
         def visit(x: Any) -> Any:
@@ -255,7 +257,8 @@ class _Gradients:
             if x.buffer not in made:
                 (store,) = maker.stores
                 copy = l.Buffer(self.fresh(f"{x.buffer.name}_again"), x.buffer.type)
-                value = self.again(w, store.value, made)
+                summed = any(isinstance(y, l.Reduce) for y in topological([store.value]))
+                value = store.value if summed else self.again(w, store.value, made)
                 made[x.buffer] = l.Kernel(copy.name, maker.axes, (l.Store(copy, store.index, value),), maker.source)
             return l.Load(made[x.buffer].stores[0].buffer, x.index, x.inside)
 
@@ -430,6 +433,17 @@ def _times(factors: list[Any]) -> Any:
 
 def _loads(x: Any, buffer: l.Buffer) -> bool:
     return isinstance(x, l.Load) and x.buffer is buffer
+
+
+def _in_rows(x: Any, w: Softmax, p: Product) -> bool:
+    """Whether a factor is weights, and a product sums over each of their rows alone: it has no axes but theirs. Values
+    that are products, and gradients of these, it multiplies for every column.
+    """
+    if not _loads(x, w.buffer) or not {*p.kernel.axes} <= x.free:
+        return False
+    (store,) = w.kernel.stores
+    places = [x.index[d] for d, e in enumerate(store.index) if isinstance(e, Expr) and w.column in e.free]
+    return all(isinstance(e, Expr) and p.axis in e.free for e in places)
 
 
 def _widens(x: Any) -> bool:
