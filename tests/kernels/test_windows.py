@@ -382,9 +382,9 @@ def test_few_long_windows_are_rows() -> None:
 
 
 def test_what_rows_do_not_know_is_summed_once() -> None:
-    """As forward derivatives have it: a product with zeros is a sum that no row has a part in."""
-    x, w = (torch.empty(s, dtype=torch.float32, device="meta") for s in ((4096, 256), (256, 256)))
-    found = lowering_of(lambda x, w: torch.zeros_like(x) @ w + x, (x, w), libraries="never")
-    first, last = found.at("tile").loop.steps
-    assert first.stores[0].buffer.type.static_shape == (256,)
+    """As forward derivatives have products with zeros: sums that no row has a part in."""
+    x, w, v = (torch.empty(s, dtype=torch.float32, device="meta") for s in ((4096, 256), (256, 256), (256,)))
+    found = lowering_of(lambda x, w, v: v.expand_as(x) @ w + x, (x, w, v), libraries="never")
+    *first, last = found.at("tile").loop.steps
+    assert first and all(s.buffer.type.static_shape[-1] == 256 for x in first for s in x.stores)
     assert not any(isinstance(r, l.Reduce) for r in n.accumulators(last).values())

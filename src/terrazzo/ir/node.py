@@ -63,6 +63,8 @@ def key_of(value: Any) -> Any:
         return value if _PLAIN.issuperset(map(type, value)) else tuple(map(key_of, value))
     if kind is float:
         return (float, value.hex())
+    if kind is complex:
+        return (complex, value.real.hex(), value.imag.hex())
     return (kind, value)
 
 

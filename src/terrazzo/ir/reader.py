@@ -154,6 +154,10 @@ class Reader:
                     return -v
             case ast.Name(id="inf" | "nan" as name):
                 return float(name)
+            case ast.Call(func=ast.Name(id="complex"), args=[real, imaginary], keywords=[]):
+                parts = [self.constant(part) for part in (real, imaginary)]
+                if all(isinstance(v, float) for v in parts):
+                    return complex(*parts)
         self.fail(x, "expected a constant")
 
     def expr(self, x: ast.AST, scope: Scope) -> IntExpr:

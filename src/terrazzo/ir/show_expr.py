@@ -81,8 +81,10 @@ def show_inside(inside: Iterable[IntExpr], name: Namer | None = None) -> str:
     return f" if {tests} else 0" if tests else ""
 
 
-def number(v: bool | int | float) -> str:
+def number(v: bool | int | float | complex) -> str:
     """A Python number that reads back as itself; inf and nan are names."""
+    if isinstance(v, complex):
+        return f"complex({number(v.real)}, {number(v.imag)})"
     if isinstance(v, float) and not math.isfinite(v):
         return "nan" if math.isnan(v) else ("inf" if v > 0 else "-inf")
     return repr(v)

@@ -121,7 +121,7 @@ def _argument(v: Any, name: Namer) -> str:
         return name(v)
     if isinstance(v, tuple):
         return "[" + ", ".join(_argument(i, name) for i in v) + "]"
-    if isinstance(v, (bool, int, float)):
+    if isinstance(v, (bool, int, float, complex)):
         return number(v)
     if isinstance(v, DType):
         return v.name

@@ -61,7 +61,7 @@ def from_torch(value: Any) -> Any:
     """An argument of a call as our constant: numbers and strings as they are, sequences as tuples, the rest by name."""
     import torch
 
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or isinstance(value, (bool, int, float, complex, str)):
         return value
     if isinstance(value, torch.dtype):
         return from_torch_dtype(value)

@@ -318,6 +318,8 @@ def encode(value: Any, number: Mapping[l.Buffer, int]) -> Any:
         return {"torch": value.name}
     if isinstance(value, float):
         return {"float": value.hex() if math.isfinite(value) else repr(value)}
+    if isinstance(value, complex):
+        return {"complex": [encode(part, number) for part in (value.real, value.imag)]}
     if value is None or isinstance(value, (bool, int, str)):
         return value
     raise UserError(f"an argument of type {type(value).__name__} cannot be kept in a plan")
@@ -342,6 +344,8 @@ def decode(value: Any, tensors: Mapping[int, Any], whole: Callable[[int, Any], A
             return TorchName(inner)
         if kind == "float" and isinstance(inner, str):
             return float.fromhex(inner) if inner not in ("inf", "-inf", "nan") else float(inner)
+        if kind == "complex" and isinstance(inner, list) and len(inner) == 2:
+            return complex(*(decode(part, tensors) for part in inner))
     if value is None or isinstance(value, (bool, int, str)):
         return value
     raise ValueError(f"not an argument: {value!r}")

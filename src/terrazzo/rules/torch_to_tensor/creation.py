@@ -125,10 +125,11 @@ TRIANGLE_INDICES = (_triangle_indices("tril", True), _triangle_indices("triu", F
 
 @aten("_to_copy.default", "to.dtype", "prims.convert_element_type.default")
 def to_copy(node: Aten, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """x in another type, rounded once."""
+    """x in another type, rounded once. vmap writes numbers so."""
     need(kwargs.get("device") is None or "cpu" in str(kwargs["device"]), "it moves the tensor to another device")
-    need("complex" not in (x.type.dtype.kind, result(node).dtype.kind), "complex numbers are not compiled")
-    return t.cast(x, result(node).dtype)
+    kind = type(x).__name__ if isinstance(x, bool | int | float | complex) else x.type.dtype.kind
+    need("complex" not in (kind, result(node).dtype.kind), "complex numbers are not compiled")
+    return operand(x, result(node).dtype, result(node).shape)
 
 
 @aten(
