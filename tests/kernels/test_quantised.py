@@ -189,3 +189,12 @@ def test_a_gpu_is_as_exact_as_eager(name: str, rows: int) -> None:
     there = tuple(x.cuda() for x in given)
     ours = terrazzo.compile(fn, *there, options=Options(libraries="never"))
     as_exact_as_eager(ours(*there).float().cpu().numpy(), fn, given)
+
+
+def test_of_two_computed_factors_the_smaller_is_stored() -> None:
+    """Few rows and a weight, both in float32 and multiplied in bfloat16: the weight is read as it is."""
+    x, w = torch.empty(16, 4096, device="meta"), torch.empty(4096, 4096, device="meta")
+    _, done = lowered(lambda x, w: F.linear(x.to(HALF), w.to(HALF)), (x, w))
+    stored = [b.type.static_shape for s in done.at("kernel").steps for b in s.params if b.name.endswith("_x")]
+    assert stored and set(stored) == {(16, 4096)}
+    assert any(made(s) for s in done.at("kernel").steps)
