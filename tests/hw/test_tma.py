@@ -133,3 +133,11 @@ def test_the_gpu_agrees(tensor_map: TensorMap, at: tuple[int, ...]) -> None:
     encoded = np.frombuffer(encode(tensor_map, there.data_ptr()), np.uint8)
     out, _ = run_block(MBARRIERS + source(tensor_map, at), np.zeros(tensor_map.bytes, np.uint8), encoded)
     assert np.array_equal(out, tensor_map.load(view, at))
+
+
+def test_every_whole_number_and_float_has_a_type_of_the_driver() -> None:
+    """Weights may be packed into numbers of any length, signed or not."""
+    from terrazzo.ir.types import DTYPES
+    from terrazzo.run.tensor_map import _TYPES
+
+    assert {t.name for t in DTYPES.values() if t.kind != "complex"} == {*_TYPES}

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import terrazzo
 from terrazzo.front.capture import capture
 from terrazzo.hw.gpu import gpu
 from terrazzo.interp import kernel as simulator
@@ -178,3 +179,22 @@ def test_sums_that_end_within_a_step_have_their_factor_stored() -> None:
     fn, given = by_channel(16, 256, 200)
     _, done = lowered(fn, given)
     assert not any(made(s) for s in done.at("kernel").steps)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("rows", [1, 5, 16, 200])
+def test_a_gpu_is_as_exact_as_eager(name: str, rows: int) -> None:
+    fn, given = MAKERS[name](rows, 4096, 2048)
+    there = tuple(x.cuda() for x in given)
+    ours = terrazzo.compile(fn, *there, options=Options(libraries="never"))
+    as_exact_as_eager(ours(*there).float().cpu().numpy(), fn, given)
+
+
+def test_of_two_computed_factors_the_smaller_is_stored() -> None:
+    """Few rows and a weight, both in float32 and multiplied in bfloat16: the weight is read as it is."""
+    x, w = torch.empty(16, 4096, device="meta"), torch.empty(4096, 4096, device="meta")
+    _, done = lowered(lambda x, w: F.linear(x.to(HALF), w.to(HALF)), (x, w))
+    stored = [b.type.static_shape for s in done.at("kernel").steps for b in s.params if b.name.endswith("_x")]
+    assert stored and set(stored) == {(16, 4096)}
+    assert any(made(s) for s in done.at("kernel").steps)

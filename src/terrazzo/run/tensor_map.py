@@ -9,7 +9,8 @@ from terrazzo.errors import CompilerBug, UserError
 from terrazzo.hw.tma import TensorMap
 
 _TYPES = {
-    "u8": "UINT8", "i8": "UINT8", "bool": "UINT8", "u16": "UINT16", "i16": "UINT16", "i32": "INT32", "i64": "INT64",
+    "u8": "UINT8", "i8": "UINT8", "bool": "UINT8", "u16": "UINT16", "i16": "UINT16", "u32": "UINT32", "i32": "INT32",
+    "u64": "UINT64", "i64": "INT64",
     "f16": "FLOAT16", "bf16": "BFLOAT16", "f32": "FLOAT32", "f64": "FLOAT64",
 }  # fmt: skip
 

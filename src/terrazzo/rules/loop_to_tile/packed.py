@@ -5,7 +5,7 @@ that is summed over, or in rows that begin at multiples of 16 bytes; and stored,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import count
 from typing import Any
 
@@ -74,9 +74,9 @@ def packed(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     return _reading(kernel, copies, taken)
 
 
-def stored_first(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
+def stored_first(kernel: l.Kernel, kept: Collection[Node] = ()) -> tuple[l.Kernel, ...]:
     """Kernels that store the operands of a product that are computed on their way, or lie in no boxes of memory, and
-    `kernel`, which reads these.
+    `kernel`, which reads these. Some may be `kept`, which are made on their way.
 
     @loop
     def f(x: f32[3, 9], w: f32[5, 9]):
@@ -117,7 +117,7 @@ def stored_first(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
         walked = [a for a in (*kernel.axes, *p.axes) if a in x.free]  # type: ignore[union-attr]
         across = _across(x, p)  # type: ignore[arg-type]
         fits = isinstance(x, l.Load) and not isinstance(box(x, dict.fromkeys(walked, 1)), str)
-        if x in taken or (fits and not across and not _digits_uneven(x)):  # type: ignore[arg-type]
+        if x in taken or x in kept or (fits and not across and not _digits_uneven(x)):  # type: ignore[arg-type]
             continue
         taken_names = {y.name for y in made}
         name = next(n for n in (f"{kernel.name}_{called(x)}{'_' * k}" for k in count()) if n not in taken_names)

@@ -56,7 +56,7 @@ def stored(merged: l.Kernel, gpu: Gpu) -> Iterator[Stored]:
     first = next(filter(None, (_stored(rewrite, base, gpu) for rewrite, base in dict.fromkeys(ways))), None)
     flat = flat_products(merged)
     one = _stored("flat_products", flat, gpu) if flat.stores != merged.stores else None
-    yield from filter(None, (first, one, _unpacked(merged, gpu)))
+    yield from filter(None, (first, one, _unpacked(merged, gpu), _larger_made(merged, gpu)))
 
 
 def _unpacked(base: l.Kernel, gpu: Gpu) -> Stored | None:
@@ -66,6 +66,19 @@ def _unpacked(base: l.Kernel, gpu: Gpu) -> Stored | None:
     if not made or again is None or not on_warpgroups(whole, gpu):
         return None
     return Stored("merge_product_axes", base, tuple(made), whole, (), whole, again, "digits_summed")
+
+
+def _larger_made(base: l.Kernel, gpu: Gpu) -> Stored | None:
+    """The smaller factor alone is stored first, where both are computed: the larger one is made on its way."""
+    p = product(base)
+    kept = [x for x in converted(p) if p.touched(x) == max(map(p.touched, p.operands))] if p is not None else []
+    if p is None or not kept or len(kept) == len(converted(p)):
+        return None
+    *made, form = stored_first(base, kept)
+    again = product(form)
+    if again is None or not on_warpgroups(form, gpu):
+        return None
+    return Stored("merge_product_axes", base, tuple(made), form, (), form, again)
 
 
 def _makes(kernel: l.Kernel) -> bool:
