@@ -5,7 +5,7 @@ points lie under it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -68,12 +68,22 @@ def slides(r: l.Reduce) -> bool:
     and points share some, or lie beside each other along several dimensions, as those of pooling: they are a window.
     A row that lies among others in one dimension, as that of a head, is none.
     """
+    return any(any(moved) or len(moved) > 1 for moved in _windows(r))
+
+
+def overlaps(r: l.Reduce) -> bool:
+    """Whether the windows of a reduction have places in common, or may have: not those of a pooling that steps over its
+    whole window.
+    """
+    return any(map(any, _windows(r)))
+
+
+def _windows(r: l.Reduce) -> Iterator[list[bool]]:
+    """For each load of a reduction: whether points share places, of every dimension that steps and points move."""
     for x in topological(r.args):
         if isinstance(x, l.Load):
-            beside = [found for e in x.index if isinstance(e, Expr) and (found := _moved(e, r.axes)) is not None]
-            if any(beside) or len(beside) > 1:
-                return True
-    return False
+            moved = (_moved(e, r.axes) for e in x.index if isinstance(e, Expr))
+            yield [shared for shared in moved if shared is not None]
 
 
 def _moved(e: Expr, steps: Sequence[Any]) -> bool | None:
@@ -90,26 +100,6 @@ def _moved(e: Expr, steps: Sequence[Any]) -> bool | None:
         else:
             return True if e.free - frozenset(steps) else None
     return apart < span if apart and span > 1 else None
-
-
-def overlaps(r: l.Reduce) -> bool:
-    """Whether the windows of a reduction have places in common, or may have: not those of heads that lie side by side
-    in a row, nor those of a pooling that steps over its whole window.
-    """
-    loads = [x for x in topological(r.args) if isinstance(x, l.Load)]
-    return any(_shared(e, r.axes) for x in loads for e in x.index if isinstance(e, Expr))
-
-
-def _shared(e: Expr, axes: Sequence[Any]) -> bool:
-    mine = [a for a in axes if mentions(e, a)]
-    if not mine or not e.free - frozenset(axes):
-        return False
-    steps = [_steps((e,), a) for a in (*mine, *(e.free - frozenset(axes)))]
-    if None in steps:
-        return True
-    inner, outer = ([abs(s[0]) for s in part if s] for part in (steps[: len(mine)], steps[len(mine) :]))
-    reach = sum(c * (a.extent - 1) for c, a in zip(inner, mine, strict=True))
-    return any(0 < c <= reach for c in outer)
 
 
 @lru_cache(maxsize=4096)
