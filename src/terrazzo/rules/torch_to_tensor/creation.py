@@ -127,6 +127,8 @@ TRIANGLE_INDICES = (_triangle_indices("tril", True), _triangle_indices("triu", F
 def to_copy(node: Aten, x: Any, *args: Any, **kwargs: Any) -> Any:
     """x in another type, rounded once."""
     need(kwargs.get("device") is None or "cpu" in str(kwargs["device"]), "it moves the tensor to another device")
+    if isinstance(x, int | float | bool):  # as vmap hands them on
+        return operand(x, result(node).dtype, result(node).shape)
     need("complex" not in (x.type.dtype.kind, result(node).dtype.kind), "complex numbers are not compiled")
     return t.cast(x, result(node).dtype)
 
