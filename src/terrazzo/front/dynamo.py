@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -56,6 +57,7 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options) -> Any:
         dump = options.dump and options.dump / f"graph-{next(_graphs):03}"
         return _graph(graph, replace(options, dump=dump), views)
 
+    _define_flex_attention(gm)
     try:
         with attention_by_definition():
             return aot_module_simplified(
@@ -75,6 +77,17 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options) -> Any:
             raise
         _say(f"AOTAutograd does not take the graph ({str(why).strip().splitlines()[0]})")
         return gm
+
+
+def _define_flex_attention(gm: Any) -> None:
+    """Have a graph compute FlexAttention as it is defined: scores, changed and masked, their softmax, and what is known
+    of rows. It is traced with the rest then, and is one kernel where the rules find that.
+    """
+    flex = importlib.import_module("torch._higher_order_ops.flex_attention")
+    if found := gm.graph.find_nodes(op="call_function", target=flex.flex_attention):
+        for node in found:
+            node.target = flex.math_attention
+        gm.recompile()
 
 
 def _wide(inputs: Sequence[Any], options: Options) -> bool:

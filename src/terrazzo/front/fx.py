@@ -151,14 +151,15 @@ def _plain(tensor: Any) -> Type:
 
 
 def _is_number(node: Any, tensor: Any) -> bool:
-    """Whether a constant of the graph is one that the program text has, as in x[..., [-2]] and torch.tensor(3): nobody
-    can change it later.
+    """Whether a constant of the graph is one that the program text has, as in x[..., [-2]] and torch.tensor(3.0):
+    nobody can change it later.
     """
     import torch
 
     literal = all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
-    known = type(tensor) is torch.Tensor and tensor.device.type != "meta" and tensor.dtype is torch.int64
-    return bool(node.users) and literal and known and tensor.numel() == 1
+    known = type(tensor) is torch.Tensor and tensor.device.type != "meta"
+    kind = tensor.dtype is torch.int64 or tensor.is_floating_point()
+    return bool(node.users) and literal and known and kind and tensor.numel() == 1
 
 
 def _attribute(gm: Any, path: str) -> Any:
