@@ -297,6 +297,7 @@ def _work(p: Product, tile: Tile, gpu: Gpu, has: Warpgroups) -> Work:
         after=after(p, tile.m * tile.n // tile.parts, has, tile) + _meeting(p, tile, has),
         readers=_readers(tile, gpu.processors // tile.blocks),
         shared=tile.share > 1,
+        parts=promotes(p) and tile.k == STEP,
     )  # fmt: skip
 
 

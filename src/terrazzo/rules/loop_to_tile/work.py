@@ -22,7 +22,8 @@ class Work(NamedTuple):
     `products`, by clusters of so many blocks, in steps for which a block fetches some bytes into one of its slots of so
     many `held` bytes, and which take `extra` nanoseconds. Results leave at a rate, and computing a tile's of its sums
     takes `after` nanoseconds. `least` bytes of memory are touched. A step has `depth` products of each sum. So many
-    `readers` fetch the same rows at once. Sums may be `shared` by the blocks of a cluster.
+    `readers` fetch the same rows at once. Sums may be `shared` by the blocks of a cluster. Factors may be `parts` of
+    numbers, of which each is multiplied several times in a long step.
     """
 
     m: int
@@ -42,6 +43,7 @@ class Work(NamedTuple):
     after: float = 0.0
     readers: float = 0.0
     shared: bool = False
+    parts: bool = False
 
 
 def lasts(work: Work, gpu: Gpu) -> float:
@@ -54,7 +56,8 @@ def lasts(work: Work, gpu: Gpu) -> float:
     walkers = gpu.processors // work.blocks
     active = min(work.tiles, walkers) * work.blocks
     each = 2.0 * work.m * work.n * work.depth * work.products
-    arithmetic = each * gpu.processors * (work.n + has.start) / work.n / has.rate
+    rate, start = has.parts if work.parts else (has.rate, has.start)
+    arithmetic = each * gpu.processors * (work.n + start) / work.n / rate
     fetched = max(work.fetched * active / has.cache, work.fetched / has.shared)
     step = max(arithmetic, fetched, has.latency / work.slots, has.crowd * work.readers) + has.step + work.extra
     tile = work.steps * step + work.m * work.n * work.results / work.rate + work.after
