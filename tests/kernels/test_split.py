@@ -250,6 +250,19 @@ def test_parts_are_of_windows_where_whole_tensors_are_refused() -> None:
     assert types["x_1"] == (512, 1024)
 
 
+def test_parts_are_of_what_a_product_reads_where_that_is_no_box_of_the_buffer() -> None:
+    """The gradient of the weights of queries, keys and values, which are stacked: rows of these are columns there."""
+
+    def fn(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return g.permute(0, 3, 5, 1, 2, 4).reshape(768, 1792) @ x
+
+    program = capture(fn, (torch.zeros(3, 8, 8, 4, 28, 64), torch.zeros(1792, 256)), {}).program
+    done = lowering(program, Options(target="sm_90a", fp32="split", libraries="never"))
+    types = {b.name: b.type.static_shape for s in done.loop.steps for b in s.writes}
+    assert types["g_1"] == (1792, 768) and types["x_1"] == (1792, 256)  # columns lie side by side, as they did
+    assert any("wgmma" in str(chosen) for _, chosen in done.at("tile").schedules)
+
+
 def test_who_multiplies_the_same_term_shares_its_parts() -> None:
     both = parse("""@loop
 def f(x: f32[64, 64], w: f32[64, 64]):

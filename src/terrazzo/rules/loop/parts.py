@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any
 
+from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.contraction import Contraction, contraction, nested_contraction, operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.loop import apply
@@ -39,6 +40,7 @@ from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.definitions import unused
 from terrazzo.rules.loop.peaks import peaked
 from terrazzo.rules.loop_to_tile.chain import Chain, chain
+from terrazzo.rules.loop_to_tile.threads import step
 
 PASS = "parts"
 RULE = "into_parts"
@@ -265,7 +267,7 @@ class _Parts:
         self.scale = SCALE if both is None else 1.0
         why = self.why_not(kernel, sums if both is None else (), products)
         if not why and (why := self.replace(kernel, products)):
-            self.windows = {x for c in products for x in c.operands if _window(x)}
+            self.windows = {x for c in products for x in c.operands if _window(x) or _rearranged(x)}
             why = self.replace(kernel, products) if self.windows else why
             self.windows = set()
         self.inside = frozenset()
@@ -334,7 +336,10 @@ class _Parts:
             return x.buffer, (), self.scale
         own = (*reader.axes, *c.reduce.axes)
         steps = sorted((a for a in x.free if isinstance(a, Bound) and a not in own), key=lambda a: a.label)
-        return x, tuple(a for a in (*own, *steps) if a in x.free), self.scale
+        axes = [a for a in (*own, *steps) if a in x.free]
+        if x in self.windows:  # they lie as what they are of does: a copy that turns it stores number by number
+            axes.sort(key=lambda a: step(x, a) == 1)
+        return x, tuple(axes), self.scale
 
     def make(self, x: Node, c: Contraction, reader: l.Kernel) -> None:
         """Have the parts of an operand stored, before who multiplies them."""
@@ -448,6 +453,16 @@ def _window(x: Node) -> bool:
         return False
     read: int = math.prod(a.extent for a in x.free if isinstance(a, Var | Bound))  # type: ignore[misc]
     return read < math.prod(x.buffer.type.static_shape)
+
+
+def _rearranged(x: Node) -> bool:
+    """Whether an axis of a product goes through memory in no even steps, as heads do in gradients that are stacked:
+    where that is no box of memory, parts of the buffer would not be either.
+    """
+    if not isinstance(x, l.Load) or x.inside:
+        return False
+    place = flatten(x.index, x.buffer.type.element_strides)
+    return any(coefficient(place, a) is None for a in x.free if isinstance(a, Var | Bound))
 
 
 def _laid_out(kind: Type) -> Type:
