@@ -104,8 +104,8 @@ APART = 10
 
 
 def _by_rows(form: _Form, gpu: Gpu) -> float:
-    """Nanoseconds of long windows as rows, each of a warp whose lanes lie along the steps: threads that have one each may
-    lie across memory, or be few. Infinity for products, and where a window is short.
+    """Nanoseconds of long windows as rows, each of a warp whose lanes lie along the steps: threads that have one each
+    may lie across memory, or be few. Infinity for products, and where a window is short.
     """
     reduces = [r for s in form.loops for r in s.carried if isinstance(r, l.Reduce)]
     if any(contraction(r) is not None for r in reduces):
