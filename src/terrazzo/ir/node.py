@@ -178,6 +178,9 @@ def free_in(nodes: Iterable[Node]) -> frozenset[Any]:
     """The index variables that occur free below any of the nodes: a set that is there already, where one has all."""
     found: frozenset[Any] = frozenset()
     for node in nodes:
+        if "free" not in node.__dict__:  # children first, however deep they lie: lookups nest with every step of a loop
+            for x in topological([node], stop=lambda x: "free" in x.__dict__):
+                x.free  # noqa: B018
         own = node.free
         if not own <= found:
             found = found | own if found else own
