@@ -20,6 +20,7 @@ from terrazzo.ir.expr import Expr
 from terrazzo.ir.node import substitute, topological
 from terrazzo.ir.sites import sites
 from terrazzo.rewrite.rule import Choice, Event, Log, cheapest
+from terrazzo.rules.loop.across import rows_first
 from terrazzo.rules.loop.alike import alike, by_axes, crossed
 from terrazzo.rules.loop.cost import Rates, on_matrix
 from terrazzo.rules.loop.definitions import in_order
@@ -344,7 +345,7 @@ class _Fusion:
         found = []
         name = ", ".join(kernel.name for kernel in kernels)
         for j in readers:
-            new = _scanned_last(scale_after(reduce(inline, kernels, self.kernels[j])))
+            new = self._cheaper(_scanned_last(scale_after(reduce(inline, kernels, self.kernels[j]))))
             if not new.scans_in_order:
                 return f"the scan of {name} must run along the last axis of its kernel"
             if _reduces_in_order(new):
@@ -358,6 +359,10 @@ class _Fusion:
         if self._products(kernels)[0] and self._products(found)[0] > before:
             return f"{name} is a product, which would be computed more than once"
         return found
+
+    def _cheaper(self, kernel: l.Kernel) -> l.Kernel:
+        """A kernel, or the same with its rows first, whichever costs less."""
+        return min((kernel, rows_first(kernel) or kernel), key=self.price)
 
     def _beside(self, i: int, readers: list[int]) -> dict[str, list[l.Kernel]]:
         """A kernel of which several read, merged with one of them, which comes later: the state of a recurrent net is

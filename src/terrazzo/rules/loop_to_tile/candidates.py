@@ -53,10 +53,11 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick:
         yield from in_boxes(kernel, p, gpu, pinned)
         yield from after_stores(kernel, p, gpu, pinned)
         yield from in_tiles(kernel, p, gpu, pinned)
-    yield from _windows(kernel, gpu, pinned)
+    flat = flat_reductions(kernel)
+    if reductions.held(rows.flattened(flat), gpu) is None:
+        yield from _windows(kernel, gpu, pinned)
     if again := cuts.again(kernel, gpu):
         yield from _apart_from(kernel, again, gpu, pinned, pick)
-    flat = flat_reductions(kernel)
     flattened: Rewrite = ("flat_reductions", kernel, (flat,))
     reduces = [r for r in n.accumulators(flat).values() if isinstance(r, l.Reduce)]
     if not reduces or not any(isinstance(a.extent, int) and a.extent > 1 for r in reduces for a in r.axes):

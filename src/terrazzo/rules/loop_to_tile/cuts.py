@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from terrazzo.hw.gpu import Gpu
-from terrazzo.ir import nest as n
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import substitute, topological
 from terrazzo.ir.schedule import Like, Schedule
@@ -34,9 +33,7 @@ def pieces(kernel: l.Kernel, gpu: Gpu, together: bool = False, before: int = 0) 
     a piece has a state for one reduction after the other, `together`, it is short enough to be read from memory once.
     """
     rows, inner, top = parts(kernel)
-    found = n.accumulators(kernel).values()
-    nested = any(x in found and x not in top for x in topological(top))
-    if not top or nested or len({tuple(map(size_of, r.axes)) for r in top}) > 1:
+    if not top or len({tuple(map(size_of, r.axes)) for r in top}) > 1:
         return 1
     if inner and column_of(rows, top) is not None:
         return 1  # what is read by columns and stored by rows is transposed on its way, in one kernel

@@ -156,6 +156,8 @@ def columns(kernel: l.Kernel, gpu: Gpu, column: Any, whole: bool = True) -> Sche
     Where results go along rows, lanes take a column each, and a thread stores several of its elements at once.
     """
     rows, inner, top = parts(kernel)
+    if (short := held(kernel, gpu)) is not None:
+        return short
     across = [s for s in kernel.stores if any(a in s.free and step(s, a) == 1 for a in inner)]
     vector = 1 if across else vector_of(leaves(top), column)
     while vector > 1 and vector * len(top) > COLUMNS:
@@ -171,6 +173,8 @@ def columns(kernel: l.Kernel, gpu: Gpu, column: Any, whole: bool = True) -> Sche
         share *= 2  # there are few warps, each with many rows
     while share > 1 and length // share < 16 and count * share > 64 * gpu.processors:
         share //= 2  # there are warps enough, each with few rows
+    while vector * narrow > WORD and points < 2 * gpu.processors * WARP * vector:
+        vector //= 2
     apart = next(w for w in (8, 4, 2, 1) if w == 1 or (w * share <= 8 and count >= 2 * w * gpu.processors))
     threads = (*warps_of(share), *lanes_of(WARP // lanes))
     steps = [sum(vector * x.dtype.size for x in loaded([r]) if r.axes[-1] in x.free) for r in top]
@@ -190,6 +194,55 @@ def columns(kernel: l.Kernel, gpu: Gpu, column: Any, whole: bool = True) -> Sche
             binding = _divided(size_of(axis), (*threads, *vector_at(width)), 1 if width > 1 else ahead)
             sites.append(Site((s.buffer.name,), ((axis.name, binding),)))
     return Schedule(kernel.name, gpu.arch, lines, (), (), tuple(sites))
+
+
+def held(kernel: l.Kernel, gpu: Gpu) -> Schedule | None:
+    """Columns so short that registers hold them, where what reductions read is wanted again: threads read all of a
+    column (or, where it is longer, their part of it) at once, and nothing twice. None where that is not so.
+    """
+    rows, inner, top = parts(kernel)
+    column, points = column_of(rows, top) if top else None, math.prod(map(size_of, rows))
+    if column is None or kernel.scans or len(inner) > 1 or any(len(r.axes) != 1 for r in top):
+        return None
+    along = [(r.axes[0], leaves([r])) for r in top] + [(a, kernel.stores) for a in inner]
+    again = _read_again(along, column)[:2]
+    lengths = {size_of(a) for a, _ in along}
+    if len(lengths) > 1 or not again or any(step(s, a) == 1 for s in kernel.stores for a in inner):
+        return None
+    narrow = min(x.dtype.size for x in loaded(top) if column in x.free)
+    widest = vector_of(leaves(top), column)
+    for share in (1, 2, 4, 8):
+        each = ceil(*lengths, share)
+        vector = next((v for v in (8, 4, 2, 1) if v <= widest and v * each * len(again) <= 2 * KEPT), 0)
+        if vector * narrow >= min(WORD, widest * narrow):
+            break
+    else:
+        return None
+    while vector * narrow > WORD and points < 2 * gpu.processors * WARP * vector:
+        vector //= 2
+    blocks = [(w, points // (WARP * vector * w)) for w in (8, 4, 2, 1) if w * share <= 8]
+    apart, count = next((x for x in blocks if x[1] >= 2 * gpu.processors), blocks[-1])
+    if count < gpu.processors:
+        return None
+    own = (*grid(ceil(size_of(column), apart * WARP * vector)), *warps_of(apart), Factor("lane", WARP))
+    lines = tuple((a.name, (*own, *vector_at(vector)) if a is column else grid(size_of(a))) for a in rows)
+    binding = (Factor("reg", each), *warps_of(share))
+    names = [(name, r.axes[0]) for name, r in n.accumulators(kernel).items() if r in top]
+    names += [(s.buffer.name, a) for s in kernel.stores for a in inner if a in s.free]
+    sites = tuple(Site((name,), ((axis_name(a), binding),)) for name, a in names)
+    terms = tuple((name, Operand("reg")) for name in _again(kernel, top, inner)) if vector * each <= KEPT else ()
+    keep = tuple((name, Operand("reg")) for name in again)
+    return Schedule(kernel.name, gpu.arch, lines, (*keep, *terms[:1]), (), sites)
+
+
+def _read_again(along: Sequence[tuple[Any, Sequence[Any]]], column: Any) -> list[str]:
+    """The buffers that several loops read, and read alike: the same columns, element by element."""
+    first = along[0][0]
+    read = [{substitute(x, {a: first}) for x in topological(terms) if isinstance(x, l.Load) and {a, column} <= x.free}
+            for a, terms in along]  # fmt: skip
+    found = [x for each in read for x in each]
+    return [x.buffer.name for x in dict.fromkeys(found)
+            if found.count(x) > 1 and all(y is x for y in found if y.buffer is x.buffer)]  # fmt: skip
 
 
 def lanes_of(count: int) -> tuple[Factor, ...]:

@@ -159,6 +159,8 @@ class Walker:
         looped = [d for ds in digits for d in ds if d.level in LOOPED and d is not columns]
         if columns is not None:
             inside = [substitute(e, {columns.value: 0}) for e in inside]
+            if not bodies.loops(self.left(s.body)):
+                self.keep_terms(s, [*digits, [columns]], scope, inner)
             return self.builder.peeled(looped, inside, lambda: self.statements(s.body, inner))
         leaf = not bodies.loops(self.left(s.body))
         vector = (
@@ -364,7 +366,7 @@ class Walker:
         looped = [d for ds in digits for d in ds if d.level in LOOPED]
         if not self.keep or any(d.level == "time" for d in looped):
             return
-        variables = tuple(d.value for d in looped)
+        variables = tuple(d.value for d in looped)  # columns that lie side by side come last, and are the same in all
         same = {v: Var(f"kept{p}", d.size) for p, (v, d) in enumerate(zip(variables, looped, strict=True))}
         summands = {a for r in s.carried if self.names[r] in self.keep for a in r.args}
         made = dict(inner.env)  # what every term is made of, down to what registers hold

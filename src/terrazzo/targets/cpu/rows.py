@@ -119,18 +119,18 @@ def vectorises(body: Sequence[n.Statement]) -> bool:
 
 
 def in_columns(s: n.Loop) -> bool:
-    """True for a free loop whose reductions and scans read memory along it, so that lanes of it should run side by
-    side.
+    """True for a free loop whose reductions and scans read memory along it, and what follows them writes along it, so
+    that lanes of it should run side by side.
     """
     inner = [x for x in s.body if isinstance(x, n.Loop)]
-    if s.kind != "free" or not inner or not all(is_leaf(x) and x.kind != "free" for x in inner):
+    if s.kind != "free" or all(x.kind == "free" for x in inner) or not all(map(is_leaf, inner)):
         return False
     if not isinstance(s.axes[0].extent, int) or s.axes[0].extent < 16:
         return False
     along, across = 0, 0
     for x in inner:
-        for load in _loads(x.body):
-            offset = flatten(load.index, load.buffer.type.element_strides)
+        for access in (*_loads(x.body), *(y for y in x.body if isinstance(y, l.Store))):
+            offset = flatten(access.index, access.buffer.type.element_strides)
             along += coefficient(offset, s.axes[0]) == 1
             across += coefficient(offset, x.axes[-1]) == 1
         if not vectorises([y for y in x.body if isinstance(y, n.Let)]):

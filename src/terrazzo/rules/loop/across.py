@@ -1,0 +1,38 @@
+"""Short reductions across memory: over the channels of an image, say, of which every point has its own sum."""
+
+from __future__ import annotations
+
+import math
+
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.sites import sites
+
+SHORT = 256
+"""Elements of a row that the threads of a block keep in registers, so that what comes after reads none again."""
+MANY = 1 << 14
+"""Rows that fill a machine where a thread has one or more of them, or shares one with a few others."""
+
+
+def rows_first(kernel: l.Kernel) -> l.Kernel | None:
+    """`kernel` with the axes that its reductions do not know as the last ones, where they are others now, rows are
+    short and many, and none is a product: each row is reduced once, before its elements are computed.
+
+    Kernels of softmax over the channels of (16, 21, 512, 512) run over images, rows, columns, then channels.
+    """
+    found = sites(kernel)
+    reduces = [r for r in found.carried.values() if isinstance(r, l.Reduce)]
+    if not reduces or kernel.scans or found.contractions:
+        return None
+    known = {frozenset(r.free) & frozenset(kernel.axes) for r in reduces}
+    if len(known) != 1:
+        return None
+    (rows,) = known
+    inner = [a for a in kernel.axes if a not in rows]
+    axes = (*(a for a in kernel.axes if a in rows), *inner)
+    extents = [a.extent for a in axes] + [a.extent for r in reduces for a in r.axes]
+    if axes == kernel.axes or not rows or not all(isinstance(e, int) for e in extents):
+        return None
+    lengths = [math.prod(a.extent for a in inner), *(math.prod(a.extent for a in r.axes) for r in reduces)]
+    if max(lengths) > SHORT or math.prod(a.extent for a in rows) < MANY:
+        return None
+    return l.Kernel(kernel.name, axes, kernel.stores, kernel.source)
