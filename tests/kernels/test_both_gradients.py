@@ -24,7 +24,7 @@ from terrazzo.front.capture import capture
 from terrazzo.hw.gpu import gpu
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.plan import Plan, Product, Ring, Stream
+from terrazzo.ir.plan import Order, Plan, Product, Ring, Stream
 from terrazzo.ir.schedule import Word
 from terrazzo.ir.text import parse, show
 from terrazzo.options import Options
@@ -235,8 +235,10 @@ def test_sums_of_what_chains_store_go_inside() -> None:
 
 
 def test_heads_that_share_keys_are_rounds() -> None:
-    """Gradients of keys and values are summed over all heads in one kernel, and none is stored in 32 bits."""
-    q, kv = (1, 4, 192, 64), (1, 2, 192, 64)
+    """Gradients of keys and values are summed over all heads in one kernel, and none is stored in 32 bits. The longest
+    tiles of all heads come first.
+    """
+    q, kv = (1, 4, 320, 64), (1, 2, 320, 64)
 
     def fn(q: Any, k: Any, v: Any) -> Any:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -248,6 +250,8 @@ def test_heads_that_share_keys_are_rounds() -> None:
     assert {b.type.shape for b in steps[-1].writes} == {kv}
     plan = found.lowering.at("tile").plans[-1][1]
     assert all(r.over[0] == Word("r1", (2,)) for r in plan.all(Ring) if r.over)
+    order = plan.one(Order)
+    assert order.tiles[0].name == plan.all(Product)[0].m and not order.persistent
     close(found, gradients(fn), args)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,16 @@ def test_a_kernel(name: str) -> None:
     found = case(name, target())
     for ours, simulated in zip(on_gpu(found.program, found.inputs), found.simulated(), strict=True):
         agree(ours, simulated)
+
+
+def test_a_kernel_of_another_thread() -> None:
+    """Kernels are loaded in whichever thread compiles, though it has used no GPU before."""
+    found = case(next(iter(CASES)), target())
+    with ThreadPoolExecutor(1) as pool:
+        compiled = pool.submit(compile_program, found.program, {}, Options(target=target()), "cuda:0").result()
+    results = compiled([from_numpy(found.inputs[b.name]).cuda() for b in found.program.inputs])
+    for ours, simulated in zip(results, found.simulated(), strict=True):
+        agree(to_numpy(ours.cpu()), simulated)
 
 
 @pytest.mark.parametrize("name", by_hand.MEANING)

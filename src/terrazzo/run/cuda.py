@@ -133,7 +133,7 @@ class Cuda:
         import torch
 
         with torch.cuda.device(self.index):
-            torch.cuda.current_stream()  # makes the context
+            torch.cuda.mem_get_info()  # makes the context, in this thread too
             try:
                 self._function(entry, {entry.key: path})
             except UserError as why:
@@ -161,7 +161,7 @@ class Cuda:
             self.flags = torch.zeros(len(steps), dtype=torch.int32, pin_memory=True)
             self.raised, self.unraised = memoryview(self.flags.numpy()).cast("B"), bytes(4 * len(steps))
         with torch.cuda.device(self.index):
-            torch.cuda.current_stream()  # makes the context
+            torch.cuda.mem_get_info()  # makes the context, in this thread too
             return [self._function(s, paths) if s.key else None for s in steps]
 
     def _function(self, step: Step | Entry, paths: dict[str, Path]) -> Any:

@@ -68,7 +68,8 @@ class Groups:
     `slots`. Steps overlap, or do not; results gather in shared memory, or do not. There are `blocks` that stay for
     several tiles (0: each has one), and walk `together` rows of tiles at a time; what is held for a tile has `held`
     slots: the next one's comes while this one is multiplied. Where products take `turns`, each begins by itself. Blocks
-    may share the outer columns: so many lie `blocks_across`.
+    may share the outer columns: so many lie `blocks_across`. Tiles may be `sorted`: the longest ones of all heads come
+    first.
     """
 
     count: int
@@ -81,6 +82,7 @@ class Groups:
     held: int = 1
     turns: bool = False
     blocks_across: int = 1
+    sorted: bool = False
 
     def shared(self, c: Chain) -> int:
         """Bytes of shared memory."""
@@ -117,7 +119,8 @@ def on_warpgroups(c: Chain, gpu: Gpu, way: Groups, longest_first: bool = False) 
     each = [(x,) for x in c.sums] if way.turns else [c.sums]
     sites = (*(first(x, c.read(*x)) for x in each), *(last(x, c.read(x)) for x, _ in c.outside))
     results = _gathered(c) if way.gathered else alike(c)
-    lines = Tile(way.count * ROWS, step, way.slots, way.blocks_across).lines(c, longest_first, overlap=way.overlap)
+    tile = Tile(way.count * ROWS, step, way.slots, way.blocks_across, way.sorted)
+    lines = tile.lines(c, longest_first, overlap=way.overlap)
     return Schedule(c.kernel.name, gpu.arch, tuple(lines), (), _directives(way), (*sites, *results))
 
 
@@ -229,9 +232,12 @@ def _roomiest(way: Groups, c: Chain, gpu: Gpu, least: int = 2) -> Iterator[Group
 def staying(way: Groups, c: Chain, gpu: Gpu, unlike: bool) -> Iterator[Groups]:
     """The same with blocks that stay for several tiles. Where tiles are `unlike`, long ones of several rows come before
     short ones, of as many as fit in the cache. Blocks of parts do not stay: their tiles take long, and who is free
-    first takes the next one (608 us and 646 of 4 x 16 x 2048 x 64 in float32 on an H200).
+    first takes the next one (608 us and 646 of 4 x 16 x 2048 x 64 in float32 on an H200). Where there are several
+    rounds of steps, tiles are few and long: those of other heads come before shorter ones, whatever the cache holds.
     """
     others = outside(c)
+    if unlike and c.rounds:
+        yield replace(way, sorted=True)
     if math.prod(others) * ceil(c.rows.extent, way.count * ROWS) <= gpu.processors or c.terms > 1:
         return
     along = sum(c.deep for x in c.inside if c.rows not in x.free) + len(c.along) * c.width
@@ -267,7 +273,10 @@ def price(way: Groups, c: Chain, gpu: Gpu, steps: Sequence[int]) -> float:
     times = math.prod(outside(c)) * way.blocks_across
     if way.blocks:
         return BLOCK + _longest([each * n + TILE for n in steps], times, way)
-    return _listed([each * n + BLOCK for n in steps], times, gpu.processors)
+    tiles = [each * n + BLOCK for n in steps]
+    if way.sorted:
+        return _listed([x for x in tiles for _ in range(times)], 1, gpu.processors)
+    return _listed(tiles, times, gpu.processors)
 
 
 def outside(c: Chain) -> list[int]:

@@ -29,19 +29,22 @@ MORE = 20
 @dataclass(frozen=True)
 class Tile:
     """What a block has in a step: `rows` and `step` columns of the inner product, in so many slots. Of the outer
-    columns it has all, or so many blocks share them.
+    columns it has all, or so many blocks share them. Tiles of all heads may come before the next rows' are begun
+    (`down_last`).
     """
 
     rows: int
     step: int
     slots: int = SLOTS
     shared: int = 1
+    down_last: bool = False
 
     def lines(self, c: Chain, longest_first: bool, *, overlap: bool = False) -> list[tuple[str, Any]]:
         """The kernel's axes: the grid walks the rows, a block the steps."""
         order = (("order", Word("longest_first")),) if longest_first else ()
         lines: list[tuple[str, Any]] = [(a.name, grid(_size(a))) for a in c.kernel.axes if a not in (c.rows, c.columns)]
-        lines.append((c.rows.name, (Factor("grid", ceil(c.rows.extent, self.rows), order), Factor("block", self.rows))))
+        rows = Factor("grid", ceil(c.rows.extent, self.rows), order), Factor("block", self.rows)
+        lines.insert(0 if self.down_last else len(lines), (c.rows.name, rows))
         over = (Factor("grid", self.shared),) if c.width > c.columns.extent or self.shared > 1 else ()
         lines.append((c.columns.name, (*over, Factor("block", c.width // self.shared))))
         count = ceil(c.steps.extent, self.step)
