@@ -102,8 +102,8 @@ with a residual or GELU beside bias and ReLU (22 November 2026): 13 to 21 bytes,
 operations. `overhang`, `meeting`, `given` and `again` were fitted to how much is lost by what is chosen of 461
 schedules of 34 products, of which 176 share sums (benchmarks/fits/h200-shared.json): the good ones of these take 10 %
 longer than the model says. `clusters` is what the driver says of blocks with 200,000 bytes of shared memory. `parts`
-are fitted to 11 products of stored parts (benchmarks/fits/h200-parts.json, less the kernels that store them by the
-model): the model is off by 25 % at most, by 5 % in the middle.
+are fitted to 28 calls with stored parts (benchmarks/fits/h200-parts.json), less what storing these takes by the model:
+it is off by 15 % at most, by 4 % in the middle.
 """
 
 # Those of sm_90a were measured on an H200; the others are estimates from data sheets.

@@ -19,7 +19,15 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
 from terrazzo.ir.sites import Product, called
 from terrazzo.rules.access import box
-from terrazzo.rules.loop_to_tile.making import MADE_WAVES, converted, making, not_converted, promotes
+from terrazzo.rules.loop_to_tile.making import (
+    MADE,
+    MADE_ALONE,
+    MADE_WAVES,
+    converted,
+    making,
+    not_converted,
+    promotes,
+)
 from terrazzo.rules.loop_to_tile.results import along, results
 from terrazzo.rules.loop_to_tile.threads import ceil, grid
 from terrazzo.rules.loop_to_tile.work import STEP, Source, Work, facts_of, lasts
@@ -294,7 +302,7 @@ def _work(p: Product, tile: Tile, gpu: Gpu, has: Warpgroups) -> Work:
         least=sum(x.bytes for x in facts.sources) + results(p).moved + _overhang(p, tile, has),
         extra=_extra(p, tile, gpu),
         depth=tile.k,
-        after=after(p, tile.m * tile.n // tile.parts, has, tile) + _meeting(p, tile, has),
+        after=after(p, tile.m * tile.n // tile.parts, has, tile) + _meeting(p, tile, has) + _first(p, tile, gpu),
         readers=_readers(tile, gpu.processors // tile.blocks),
         shared=tile.share > 1,
         parts=promotes(p) and tile.k == STEP,
@@ -314,7 +322,7 @@ def _time(p: Product, tile: Tile, whole: Work, pieces: int, gpu: Gpu) -> float:
         results=4 * count,
         rate=has.direct,
         least=whole.least - results(p).moved + 4 * sums,
-        after=0.0,
+        after=_first(p, tile, gpu),
         readers=_readers(tile, gpu.processors // tile.blocks / pieces),
     )
     return lasts(work, gpu) + has.part + has.states * pieces * sums * 4 / gpu.cache
@@ -346,9 +354,16 @@ def _meeting(p: Product, tile: Tile, has: Warpgroups) -> float:
 
 def _extra(p: Product, tile: Tile, gpu: Gpu) -> float:
     """Nanoseconds of a step that nothing hides: threads make factors of what lies in shared memory, and add up sums."""
-    made = making(p) * tile.m * tile.k
+    turns = not promotes(p) or tile.groups > 1
+    made = making(p) * (1 if turns else MADE_ALONE / MADE) * tile.m * tile.k
     alone = PROMOTION * _promotions(p, tile) if promotes(p) and tile.groups == 1 else 0.0
     return alone + made * gpu.processors / (gpu.fma / 2)
+
+
+def _first(p: Product, tile: Tile, gpu: Gpu) -> float:
+    """Nanoseconds in which a tile's first parts are made, while nothing is multiplied."""
+    found = len(converted(p)) > 0 and promotes(p)
+    return found * MADE_ALONE * tile.m * tile.k * gpu.processors / (gpu.fma / 2)
 
 
 def _fetched(x: Source, tile: Tile) -> float:
