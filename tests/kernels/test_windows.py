@@ -388,3 +388,19 @@ def test_what_rows_do_not_know_is_summed_once() -> None:
     *first, last = found.at("tile").loop.steps
     assert first and all(s.buffer.type.static_shape[-1] == 256 for x in first for s in x.stores)
     assert not any(isinstance(r, l.Reduce) for r in n.accumulators(last).values())
+
+
+@pytest.mark.parametrize(("taps", "alone"), [(25, True), (40, False)])
+def test_threads_have_short_rows_beside_which_most_is_computed(taps: int, alone: bool) -> None:
+    """Filters of pixels: their softmax is over what lies side by side, and all else is computed for each pixel. Lanes
+    that share a row would all do that.
+    """
+
+    def filtered(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        weights = torch.softmax(k.view(8, 256, 256, taps), -1)
+        return sum(weights[..., n] * torch.roll(x, n % 5, 2) for n in range(taps))  # type: ignore[return-value]
+
+    given = torch.empty(8, 256, 256, device="meta"), torch.empty(8, 256, 256 * taps, device="meta", dtype=torch.float16)
+    done = lowering(capture(filtered, given, {}).program, Options(target="sm_90a", libraries="never")).at("tile")
+    last = str(done.schedules[-1][1])
+    assert ("site" not in last) is alone, last

@@ -439,7 +439,7 @@ def _in_rows(x: Any, w: Softmax, p: Product) -> bool:
     """Whether a factor is weights, and a product sums over each of their rows alone: it has no axes but theirs. Values
     that are products, and gradients of these, it multiplies for every column.
     """
-    if not _loads(x, w.buffer) or not {*p.kernel.axes} <= x.free:
+    if not _loads(x, w.buffer) or not {a for a in p.kernel.axes if a.extent != 1} <= x.free:
         return False
     (store,) = w.kernel.stores
     places = [x.index[d] for d, e in enumerate(store.index) if isinstance(e, Expr) and w.column in e.free]

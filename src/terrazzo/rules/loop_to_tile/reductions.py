@@ -51,7 +51,7 @@ def reduction(kernel: l.Kernel, gpu: Gpu, most: int = 32, whole: bool = True) ->
     ragged = _ragged(kernel, top, inner, longest) if vector == 1 else 1
     vector = max(vector, ragged)
     length, count = size_of(longest), math.prod(map(size_of, rows))
-    if length <= 16 and not inner and rows:
+    if (length <= 16 or _mostly_beside(kernel, top, length, count, gpu)) and not inner and rows:
         return Schedule(kernel.name, gpu.arch, _row_lines(rows, (*warps_of(4), Factor("lane", WARP)), 4 * WARP))
     if not inner and rows and count >= MANY * gpu.processors and (lanes := _lanes(kernel, top, vector)):
         return _several_rows(kernel, gpu, rows, lanes, vector)
@@ -93,6 +93,19 @@ def reduction(kernel: l.Kernel, gpu: Gpu, most: int = 32, whole: bool = True) ->
     keep = tuple((b, Operand("reg")) for b, uses in loads.items() if uses > 1) if per_thread <= KEPT * 2 else ()
     terms = tuple((name, Operand("reg")) for name in _again(kernel, top, inner)) if per_thread <= KEPT else ()
     return Schedule(kernel.name, gpu.arch, lines, (*keep[:2], *terms[:1]), (), tuple(sites))
+
+
+def _mostly_beside(kernel: l.Kernel, top: Sequence[l.Reduce], length: int, count: int, gpu: Gpu) -> bool:
+    """Whether more is computed beside short rows than along them, which all lanes that share a row would compute: as
+    the filters of pixels, which weigh what lies around these. A thread has a row where rows are a few sectors, which
+    its loads find in the cache, and there are many.
+    """
+    size = max((x.dtype.size for x in loaded(top)), default=0)
+    if length * size > 2 * SECTOR or count < WARP * MANY * gpu.processors:
+        return False
+    beside = topological([s.value for s in kernel.stores], stop=lambda x: x in top)
+    cost = sum(x.fn.cost for x in beside if isinstance(x, l.Apply)) + sum(isinstance(x, l.Load) for x in beside)
+    return cost > WARP * 2
 
 
 MANY = 64
