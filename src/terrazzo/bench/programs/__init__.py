@@ -29,6 +29,9 @@ FAMILIES = (
     "physics",
     "relations",
     "agents",
+    "blocks",
+    "sequences",
+    "decisions",
     "training",
     "operators",
 )
