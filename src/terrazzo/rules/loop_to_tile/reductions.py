@@ -173,8 +173,6 @@ def columns(kernel: l.Kernel, gpu: Gpu, column: Any, whole: bool = True) -> Sche
         share *= 2  # there are few warps, each with many rows
     while share > 1 and length // share < 16 and count * share > 64 * gpu.processors:
         share //= 2  # there are warps enough, each with few rows
-    while vector * narrow > WORD and points < 2 * gpu.processors * WARP * vector:
-        vector //= 2
     apart = next(w for w in (8, 4, 2, 1) if w == 1 or (w * share <= 8 and count >= 2 * w * gpu.processors))
     threads = (*warps_of(share), *lanes_of(WARP // lanes))
     steps = [sum(vector * x.dtype.size for x in loaded([r]) if r.axes[-1] in x.free) for r in top]
