@@ -210,7 +210,7 @@ def held(kernel: l.Kernel, gpu: Gpu) -> Schedule | None:
     narrow = min(x.dtype.size for x in loaded(top) if column in x.free)
     widest = vector_of(leaves(top), column)
     for share in (1, 2, 4, 8):
-        each = ceil(*lengths, share)
+        each = ceil(max(lengths), share)
         vector = next((v for v in (8, 4, 2, 1) if v <= widest and v * each * len(again) <= 2 * KEPT), 0)
         if vector * narrow >= min(WORD, widest * narrow):
             break
