@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.node import substitute, topological
 from terrazzo.ir.sites import sites
 
 SHORT = 256
@@ -32,7 +34,16 @@ def rows_first(kernel: l.Kernel) -> l.Kernel | None:
     extents = [a.extent for a in axes] + [a.extent for r in reduces for a in r.axes]
     if axes == kernel.axes or not rows or not all(isinstance(e, int) for e in extents):
         return None
+    if not _read_again(kernel, reduces, inner):
+        return None
     lengths = [math.prod(a.extent for a in inner), *(math.prod(a.extent for a in r.axes) for r in reduces)]
     if max(lengths) > SHORT or math.prod(a.extent for a in rows) < MANY:
         return None
     return l.Kernel(kernel.name, axes, kernel.stores, kernel.source)
+
+
+def _read_again(kernel: l.Kernel, reduces: list[l.Reduce], inner: list[Any]) -> bool:
+    """Whether something is computed of the elements that are reduced, at the same places of a row."""
+    loads = {x for x in topological(kernel.stores) if isinstance(x, l.Load)}
+    return any(substitute(x, {r.axes[0]: a}) in loads for r in reduces if len(r.axes) == 1 for a in inner
+               for x in topological(r.args) if isinstance(x, l.Load) and r.axes[0] in x.free)  # fmt: skip

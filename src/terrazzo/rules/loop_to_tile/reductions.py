@@ -186,8 +186,6 @@ def columns(kernel: l.Kernel, gpu: Gpu, column: Any, whole: bool = True) -> Sche
         share *= 2  # there are few warps, each with many rows
     while share > 1 and length // share < 16 and count * share > 64 * gpu.processors:
         share //= 2  # there are warps enough, each with few rows
-    while vector * narrow > WORD and points < 2 * gpu.processors * WARP * vector:
-        vector //= 2
     apart = next(w for w in (8, 4, 2, 1) if w == 1 or (w * share <= 8 and count >= 2 * w * gpu.processors))
     threads = (*warps_of(share), *lanes_of(WARP // lanes))
     steps = [sum(vector * x.dtype.size for x in loaded([r]) if r.axes[-1] in x.free) for r in top]
@@ -225,7 +223,7 @@ def held(kernel: l.Kernel, gpu: Gpu) -> Schedule | None:
     narrow = min(x.dtype.size for x in loaded(top) if column in x.free)
     widest = vector_of(leaves(top), column)
     for share in (1, 2, 4, 8):
-        each = ceil(*lengths, share)
+        each = ceil(max(lengths), share)
         vector = next((v for v in (8, 4, 2, 1) if v <= widest and v * each * len(again) <= 2 * KEPT), 0)
         if vector * narrow >= min(WORD, widest * narrow):
             break

@@ -129,7 +129,8 @@ def in_columns(s: n.Loop) -> bool:
         return False
     along, across = 0, 0
     for x in inner:
-        for access in (*_loads(x.body), *(y for y in x.body if isinstance(y, l.Store))):
+        accesses: list[l.Load | l.Store] = [*_loads(x.body), *(y for y in x.body if isinstance(y, l.Store))]
+        for access in accesses:
             offset = flatten(access.index, access.buffer.type.element_strides)
             along += coefficient(offset, s.axes[0]) == 1
             across += coefficient(offset, x.axes[-1]) == 1
