@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.hw.sass import sass
 
 import terrazzo
 from terrazzo.front.capture import capture
@@ -198,3 +201,15 @@ def test_of_two_computed_factors_the_smaller_is_stored() -> None:
     stored = [b.type.static_shape for s in done.at("kernel").steps for b in s.params if b.name.endswith("_x")]
     assert stored and set(stored) == {(16, 4096)}
     assert any(made(s) for s in done.at("kernel").steps)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_machine_code(name: str, tmp_path: Path) -> None:
+    """First factors in registers, nothing spilled, and no conversion of the slow kind."""
+    fn, given = MAKERS[name](16, 4096, 2048)
+    _, done = lowered(fn, tuple(x.to("meta") for x in given))
+    (kernel,) = [s for s in done.at("kernel").steps if made(s)]
+    lines = sass(kernel, "sm_90a", tmp_path)
+    products = [x for x in lines if "HGMMA" in x]
+    assert products and all(re.search(r"F32(.BF16)? R\d+, R\d+, gdesc", x) for x in products)
+    assert not any(op in x for x in lines for op in ("F2F.", "I2F.", "LDL", "STL", "CALL"))
