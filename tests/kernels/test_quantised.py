@@ -137,6 +137,19 @@ def as_exact_as_eager(y: Any, fn: Any, given: tuple[torch.Tensor, ...]) -> None:
     assert off <= 1.05 * usual
 
 
+@pytest.mark.parametrize("name", [f.__name__ for f in KINDS[5:]])
+@pytest.mark.parametrize("rows", [2, 3, 8])
+def test_as_many_rows_as_elements_in_a_number_are_no_others(name: str, rows: int) -> None:
+    """Axes of a copy may be called as the kernel's, and be as long: int4 with 2 rows was wrong on an H200."""
+    fn, given = MAKERS[name](rows, 40, 256)
+    _, done = lowered(fn, given)
+    *before, whole = done.at("loop").steps
+    program = l.Program("f", done.at("loop").inputs, (*before, *digits_summed(whole)), whole.writes)
+    assert len(program.steps) == len(before) + 2
+    (y,) = loop.run(program, {b.name: numbers(x) for b, x in zip(program.inputs, given, strict=True)})
+    as_exact_as_eager(y, fn, given)
+
+
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("name", [f.__name__ for f in KINDS[5:]])
 def test_elements_that_share_a_number_are_terms_of_a_product(name: str, seed: int | None) -> None:
