@@ -103,7 +103,7 @@ def _digits(
     plain, x = other
     (axis,) = c.reduce.axes
     quotient = Var(l.fresh_name(), axis.extent // count)
-    terms = [_at(packed, axis, quotient * count + d) for d in range(count)]
+    terms = [_at(packed, {axis: quotient * count + d}) for d in range(count)]
     sources = {made_of(t) for t in terms}
     if len(sources) > 1 or any(not_made(t) for t in terms) or not all(y.dtype.is_integer for y in sources if y):
         return ()
@@ -113,8 +113,8 @@ def _digits(
     dense = ordered_strides(shape, range(len(shape)), 1)
     place = l.Buffer(f"{kernel.name}_{x.buffer.name}", Type(x.dtype, shape, None if strides == dense else strides))
     axes = [Var(f"a{n}", size) for n, size in enumerate(shape)]
-    here: dict[Any, Any] = dict(zip(walked, axes[1:-1], strict=True))
-    value = substitute(_at(x, axis, quotient * count + axes[0]), here | {quotient: axes[-1]})
+    here: dict[Any, Any] = dict(zip(walked, axes[1:-1], strict=True))  # at once: these may be called as those
+    value = _at(x, {**here, axis: axes[-1] * count + axes[0]})
     copy = l.Kernel(place.name, tuple(axes), (l.Store(place, tuple(axes), value),), kernel.source)
     products = [
         l.apply("mul", substitute(plain, {x: l.Load(place, (d, *walked, quotient))}), t) for d, t in enumerate(terms)
@@ -124,10 +124,10 @@ def _digits(
     return collapse(copy), l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
 
 
-def _at(x: Any, axis: Any, place: Any) -> Any:
-    """A term at a place of an axis, with what is known of that folded."""
+def _at(x: Any, places: dict[Any, Any]) -> Any:
+    """A term at places of some axes, with what is known of these folded."""
 
     def visit(y: Any) -> Any:
         return l.Load.make(y.buffer, y.index, y.inside) if isinstance(y, l.Load) else y
 
-    return folded(transform(substitute(x, {axis: place}), visit))
+    return folded(transform(substitute(x, places), visit))
