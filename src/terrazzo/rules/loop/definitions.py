@@ -6,6 +6,7 @@ from collections.abc import Container, Iterable
 from itertools import count
 from typing import Any
 
+from terrazzo.errors import CompilerBug
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.node import Node
@@ -59,10 +60,13 @@ def unused(name: str, names: Container[str]) -> str:
 
 
 def in_order(program: l.Program, steps: Iterable[l.Kernel | l.Call]) -> l.Program:
-    """A program of `steps`, each after what it reads; calls that must keep their order do."""
+    """A program of `steps`, each after what it reads; calls that must keep their order do. CompilerBug where steps read
+    each other's results.
+    """
     found = list(steps)
     writer = {b: s for s in found for b in s.writes}
     done: dict[Any, None] = {}
+    begun: set[Any] = set()
 
     def visit(root: Node) -> None:
         stack: list[tuple[Any, bool]] = [(root, False)]
@@ -71,6 +75,9 @@ def in_order(program: l.Program, steps: Iterable[l.Kernel | l.Call]) -> l.Progra
             if ready:
                 done.setdefault(s)
             elif s not in done:
+                if s in begun:
+                    raise CompilerBug(f"{s.name} reads what is made of its own results")
+                begun.add(s)
                 stack.append((s, True))
                 stack.extend((writer[b], False) for b in reversed(s.reads) if b in writer and writer[b] not in done)
 

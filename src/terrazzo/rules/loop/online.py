@@ -67,10 +67,7 @@ def online(program: l.Program, log: Log, refusal: Refusal, sizes: tuple[int, ...
                 Event(PASS, "softmax_into_product", last.name, False, "what lies between the products is no softmax")
             )
             continue
-        if why := unproved([made]):
-            log.add(Event(PASS, "softmax_into_product", last.name, False, why))
-            continue
-        if why := refusal(made):
+        if why := steps.around(found[0], last) or unproved([made]) or refusal(made):
             log.add(Event(PASS, "softmax_into_product", last.name, False, why))
             continue
         steps.replace(found, last, made)
@@ -114,6 +111,7 @@ class _Steps:
         self.outside = {*program.inputs, *program.results}
         self.writers = {b: s for s in program.steps for b in s.writes}
         self.readers: dict[l.Buffer, set[Any]] = {}
+        self.place = {s: n for n, s in enumerate(program.steps)}
         for s in program.steps:
             for b in s.reads:
                 self.readers.setdefault(b, set()).add(s)
@@ -125,11 +123,25 @@ class _Steps:
         writer = self.writers[load.buffer]
         return writer if isinstance(writer, l.Kernel) and split_stores(writer)[0].buffer is load.buffer else None
 
+    def around(self, first: l.Kernel, last: l.Kernel) -> str:
+        """Why two kernels cannot be one: the second reads what others make of the first one's results. Else nothing."""
+        front = [s for b in first.writes for s in self.readers.get(b, ()) if s is not last]
+        seen = set(front)
+        while front:
+            for reader in (s for b in front.pop().writes for s in self.readers.get(b, ())):
+                if reader is last:
+                    return f"it reads what is made of other results of {first.name}"
+                if reader not in seen and self.place[reader] < self.place[last]:
+                    seen.add(reader)
+                    front.append(reader)
+        return ""
+
     def replace(self, gone: tuple[l.Kernel, ...], last: l.Kernel, made: l.Kernel) -> None:
         """One kernel in the place of the last of several."""
         for s in gone:
             del self.made[s]
         self.made[last] = made
+        self.place[made] = self.place[last]
         self.writers.update(dict.fromkeys(made.writes, made))
         for b in {b for s in (*gone, last) for b in s.reads}:
             self.readers[b] -= {*gone, last}

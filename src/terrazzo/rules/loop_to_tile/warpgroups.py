@@ -6,16 +6,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from terrazzo.hw import tma
 from terrazzo.hw.gpu import Gpu, Warpgroups
 from terrazzo.hw.products import missing
 from terrazzo.hw.wgmma import INSTRUCTIONS, WarpgroupInstruction
-from terrazzo.ir.address import mentions
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.node import derived
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
 from terrazzo.ir.sites import Product, called
 from terrazzo.rules.access import box
@@ -75,19 +75,21 @@ class Tile:
     split: Any = None
     share: int = 1
 
-    @property
+    @derived
     def m(self) -> int:
         """Rows of a block."""
         return self.groups * self.each * ROWS
 
-    @property
+    @derived
     def blocks(self) -> int:
         """Blocks in a cluster."""
         return self.share if self.split is None else 2
 
-    @property
+    @derived
     def parts(self) -> int:
         """How many of the blocks that share sums store a part of the columns each, of whole subtiles."""
+        if self.share == 1:
+            return 1
         return next(
             d for d in range(self.share, 0, -1) if self.share % d == 0 and (self.n % (d * LEAST) == 0 or d == 1)
         )
@@ -98,8 +100,7 @@ class Tile:
         return size * (2 if axis is self.split else 1)
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """A tile of a product, in so many pieces of k, and the nanoseconds the model gives it."""
 
     tile: Tile
@@ -197,7 +198,7 @@ def _tiles(p: Product, n: int) -> Iterator[Tile]:
             yield tile
             for split in () if converted(p) else (rows, columns):  # multicast: what threads read is their block's
                 if ceil(split.extent, tile.covered(split)) % 2 == 0 and _shares(tile, split):
-                    yield replace(tile, split=split)
+                    yield Tile(rows, columns, groups, each, n, tile.k, split)
 
 
 def step(p: Product) -> int:
@@ -235,8 +236,7 @@ def _pieces(p: Product, tile: Tile, tiles: int, gpu: Gpu) -> Iterator[int]:
     outer, inner = steps(p, tile)
     waves = MADE_WAVES if converted(p) else 2
     axis, found = p.axes[-1], pieces(inner, waves * gpu.processors // (tiles * tile.blocks), ceil(8, outer))
-    ends = all(e is axis for x in p.sources for e in x.index if mentions(e, axis))
-    ends = ends and (promotes(p) or not converted(p))
+    ends = facts_of(p).ends and (promotes(p) or not converted(p))
     yield from (s for s in found if ends or not (inner % s or axis.extent % tile.k))
 
 
@@ -255,7 +255,7 @@ def _shared(p: Product, tile: Tile, tiles: int, gpu: Gpu) -> Iterator[Tile]:
     for share, most in gpu.warpgroups.clusters if alone and gpu.warpgroups else ():
         each = ceil(inner, share)
         if each > 1 and ceil(inner, each) == share and tiles <= most:
-            yield replace(tile, share=share)
+            yield Tile(tile.rows, tile.columns, tile.groups, tile.each, tile.n, tile.k, share=share)
 
 
 def _clusters(p: Product, tile: Tile) -> int:

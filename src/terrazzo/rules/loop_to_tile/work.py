@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from terrazzo.hw.gpu import Gpu
-from terrazzo.ir.address import coefficient, flatten
+from terrazzo.ir.address import coefficient, flatten, mentions
 from terrazzo.ir.sites import Product
 
 STEP = 64
@@ -84,14 +84,15 @@ class Source:
 
 @dataclass(frozen=True)
 class Facts:
-    """What follows from a product whatever its tiles are: points of the batch and of k, the terms of its sums, and what
-    lies in memory.
+    """What follows from a product whatever its tiles are: points of the batch and of k, the terms of its sums, what
+    lies in memory, and whether that ends where k does.
     """
 
     batch: int
     deep: int
     terms: int
     sources: tuple[Source, ...]
+    ends: bool
 
 
 @lru_cache(maxsize=256)
@@ -102,6 +103,7 @@ def facts_of(p: Product) -> Facts:
         math.prod(a.extent for a in p.axes),
         sum(len(c.terms) for c in p.sites),
         tuple(Source(x.free, x.dtype.size, p.touched(x) * x.dtype.size, _straddles(x)) for x in p.sources),
+        all(e is p.axes[-1] for x in p.sources for e in x.index if mentions(e, p.axes[-1])),
     )
 
 

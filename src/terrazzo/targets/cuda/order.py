@@ -8,14 +8,15 @@ of the rings, which are all that matters of an address here. Long loops are shor
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, lru_cache, partial
+from operator import itemgetter
 from typing import Any
 
 from terrazzo.errors import CompilerBug
-from terrazzo.ir.address import evaluate, flatten
+from terrazzo.ir.address import flatten
 from terrazzo.ir.dialects import kernel as k
-from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var
+from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Loaded, Mod, Sum, Var
 from terrazzo.ir.node import Node, topological
 from terrazzo.ir.show_kernel import statement
 from terrazzo.targets.cuda.accesses import Access, Around, accesses, slabs
@@ -94,7 +95,6 @@ class _Thread:
         self.alone = cache(self.registers_alone)
         self.steps = cache(self.iterations)
         self.flat = cache(flatten)
-        self.known = cache(_known)
 
     def run(self) -> None:
         """Follow the thread; _Wrong where it does what it may not."""
@@ -289,18 +289,45 @@ class _Thread:
 
     def number(self, e: IntExpr) -> int | None:
         """The value of an expression for this thread; None where it depends on data."""
-        if isinstance(e, int):
-            return e
-        if (variables := self.known(e)) is None:
-            return None
-        known: dict[Expr, Any] = {x: self.env[x.name] for x in variables}
-        return None if None in known.values() else int(evaluate(e, known))
+        return e if isinstance(e, int) else _reader(e)(self.env)
 
 
-def _known(e: Expr) -> tuple[Var, ...] | None:
-    """The variables of an expression; None where it depends on data."""
-    parts = topological([e], stop=lambda x: isinstance(x, Var))
-    return None if any(isinstance(x, Loaded) for x in parts) else tuple(x for x in parts if isinstance(x, Var))
+Env = Mapping[str, int | None]
+Reader = Callable[[Env], int | None]
+"""The value of an expression where variables have values, by name; None where one has none, or data decides."""
+
+
+@lru_cache(maxsize=4096)
+def _reader(e: IntExpr) -> Reader:
+    """What evaluates an expression, which is done for every step that is followed."""
+    match e:
+        case int() | Loaded():
+            value = e if isinstance(e, int) else None
+            return lambda env: value
+        case Var():
+            return itemgetter(e.name)
+        case Sum():
+            products = [(c, [_reader(f) for f in factors]) for c, factors in e.terms]
+            return partial(_total, e.constant, products)
+        case FloorDiv() | Mod():
+            return partial(_divided, _reader(e.a), _reader(e.b), isinstance(e, Mod))
+    raise CompilerBug(f"{e} has no value here")
+
+
+def _total(constant: int, products: Sequence[tuple[int, Sequence[Reader]]], env: Env) -> int | None:
+    total = constant
+    for product, factors in products:
+        for factor in factors:
+            if (x := factor(env)) is None:
+                return None
+            product *= x
+        total += product
+    return total
+
+
+def _divided(a: Reader, b: Reader, rest: bool, env: Env) -> int | None:
+    x, y = a(env), b(env)
+    return None if x is None or y is None else x % y if rest else x // y
 
 
 def _rings(kernel: k.Kernel) -> set[Any]:

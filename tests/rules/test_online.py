@@ -1,0 +1,94 @@
+"""A softmax between two products becomes part of the second one, unless that reads what is made of it otherwise."""
+
+from __future__ import annotations
+
+import pytest
+
+from terrazzo.errors import CompilerBug
+from terrazzo.ir.text import parse
+from terrazzo.rewrite.rule import Log
+from terrazzo.rules.loop.definitions import in_order
+from terrazzo.rules.loop.online import online
+
+BESIDE = """@loop
+def f(x: bf16[128, 64], y: bf16[128, 64], v: bf16[128, 64]):
+    with kernel('scores', scores=bf16[128, 128]):
+        for a0 in free(128):
+            for a1 in free(128):
+                for r0 in reduce(64):
+                    in0 = x[a0, r0]
+                    v0 = f32(in0)
+                    in1 = y[a1, r0]
+                    v1 = f32(in1)
+                    v2 = mul(v0, v1)
+                    acc0 <- sum(v2)
+                v3 = bf16(acc0)
+                scores[a0, a1] = v3
+    with kernel('weights', top=f32[128], weights=bf16[128, 128]):
+        for a0 in free(128):
+            for r0 in reduce(128):
+                in0 = scores[a0, r0]
+                v0 = f32(in0)
+                acc0 <- max(v0)
+            top[a0] = acc0
+            for r0 in reduce(128):
+                in1 = scores[a0, r0]
+                v1 = f32(in1)
+                v2 = sub(v1, acc0)
+                v3 = exp(v2)
+                acc1 <- sum(v3)
+            for a1 in free(128):
+                in2 = scores[a0, a1]
+                v4 = f32(in2)
+                v5 = sub(v4, acc0)
+                v6 = exp(v5)
+                v7 = div(v6, acc1)
+                v8 = bf16(v7)
+                weights[a0, a1] = v8
+    with kernel('values', values=bf16[128, 64]):
+        for a0 in free(128):
+            for a1 in free(64):
+                in0 = v[a0, a1]
+                v0 = f32(in0)
+                in1 = top[a0]
+                v1 = mul(v0, in1)
+                v2 = bf16(v1)
+                values[a0, a1] = v2
+    with kernel('out', out=bf16[128, 64]):
+        for a0 in free(128):
+            for a1 in free(64):
+                for r0 in reduce(128):
+                    in0 = weights[a0, r0]
+                    v0 = f32(in0)
+                    in1 = values[r0, a1]
+                    v1 = f32(in1)
+                    v2 = mul(v0, v1)
+                    acc0 <- sum(v2)
+                v3 = bf16(acc0)
+                out[a0, a1] = v3
+    return (out, top)
+"""
+"""Weights whose values are made of the weights' highest scores, which their kernel stores besides."""
+
+
+def test_kernels_are_not_joined_around_one_that_reads_the_first_for_the_second() -> None:
+    log = Log()
+    done = online(parse(BESIDE), log, lambda kernel: "")
+    assert [s.name for s in done.steps] == ["scores", "weights", "values", "out"]
+    assert [e.reason for e in log.events] == ["it reads what is made of other results of weights"]
+
+
+def test_kernels_that_store_more_of_a_row_are_joined_where_nobody_makes_something_of_that_for_them() -> None:
+    apart = parse(BESIDE.replace("values[r0, a1]", "v[r0, a1]"))
+    log = Log()
+    assert [s.name for s in online(apart, log, lambda kernel: "").steps] == ["out", "values"]
+    assert [e.fired for e in log.events] == [True]
+
+
+def test_steps_that_read_each_other_have_no_order() -> None:
+    program = parse(BESIDE)
+    scores, weights, values, out = program.steps
+    around = online(parse(BESIDE.replace("values[r0, a1]", "v[r0, a1]")), Log(), lambda kernel: "").steps[0]
+    reads = type(out)("out", out.axes, (*around.stores[:1], *out.stores), "")  # it stores top, which values reads
+    with pytest.raises(CompilerBug, match="out reads what is made of its own results"):
+        in_order(program, [scores, weights, reads, values])
