@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from terrazzo.hw.wgmma import truncated
 from terrazzo.interp import loop
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Var
@@ -197,21 +198,6 @@ def test_small_numbers_lose_what_no_bfloat16_holds(name: str) -> None:
 # -- errors, on tensor cores that truncate -----------------------------------------------------------------------------
 
 
-def truncated(v: Any, unit: Any) -> Any:
-    return np.trunc(v / unit) * unit
-
-
-def instruction(c: Any, a: Any, b: Any) -> Any:
-    """c + a b as Hopper's tensor cores add: sixteen products and c are aligned to the largest of them, with two bits
-    more than float32 has; what is below is cut off, of the result too (see ADR 009).
-    """
-    products = a[:, None].astype(np.float64) * b[None].astype(np.float64)
-    largest = np.maximum(np.abs(products).max(-1), np.abs(c))
-    unit = np.ldexp(1.0, np.maximum(np.frexp(largest)[1] - 1, -126) - 25)
-    total = truncated(products, unit[..., None]).sum(-1) + truncated(c, unit)
-    return truncated(total, np.ldexp(1.0, np.maximum(np.frexp(total)[1] - 1, -126) - 23))
-
-
 def on_tensor_cores(x: Any, w: Any, count: int = 3, chunk: int = 64) -> Any:
     """What a kernel of the schedule computes: a sum on CUDA cores of sums over `chunk`, and over 32 of the large
     products.
@@ -225,7 +211,7 @@ def on_tensor_cores(x: Any, w: Any, count: int = 3, chunk: int = 64) -> Any:
                 c = np.zeros(total.shape)
                 for i, j in terms:
                     for k in range(begin, begin + (chunk if rank else 32), 16):
-                        c = instruction(c, a[i][:, k : k + 16], b[j][:, k : k + 16])
+                        c = truncated(c, a[i][:, k : k + 16], b[j][:, k : k + 16].T)
                 total = (total + c / SCALE**rank).astype(np.float32)
     return total
 

@@ -37,13 +37,14 @@ def run(
     call: Call | None = None,
     seed: int | None = None,
     costs: Costs | None = None,
+    truncates: bool = False,
 ) -> list[Any]:
-    """The results of `program`. See run_kernel for `seed` and `costs`."""
+    """The results of `program`. See run_kernel for `seed`, `costs` and `truncates`."""
     memory: dict[l.Buffer, Any] = {b: np.asarray(inputs[b.name]).astype(b.type.dtype.numpy) for b in program.inputs}
     for step in program.steps:
         with about(step):
             if isinstance(step, k.Kernel):
-                run_kernel(step, memory, seed=seed, costs=costs)
+                run_kernel(step, memory, seed=seed, costs=costs, truncates=truncates)
             else:
                 run_call(step, memory, False, call)
     return [memory[b] for b in program.results]
@@ -56,12 +57,13 @@ def run_kernel(
     seed: int | None = None,
     blocks: Sequence[int] | None = None,
     costs: Costs | None = None,
+    truncates: bool = False,
 ) -> None:
     """Run a kernel on `memory`, arrays in the shape of their buffers; adds those it writes.
 
     With a `seed` every warp goes its own way, in an order that a scheduler with that seed finds adverse. `blocks` are
-    those to run (with the others of their clusters), else all; `costs` counts what is used. CompilerBug where the
-    kernel is wrong.
+    those to run (with the others of their clusters), else all; `costs` counts what is used. Where it
+    `truncates`, wgmma adds up in float32 as a Hopper does. CompilerBug where the kernel is wrong.
     """
     flat = {b: flat_memory(b, memory[b]) for b in kernel.params if b not in kernel.writes}
     outputs = {b: Output(b, memory.get(b)) for b in kernel.writes}
@@ -72,7 +74,7 @@ def run_kernel(
     step = max(min(TOGETHER // kernel.threads, SHADOW // max(cells, 1)) // kernel.cluster, 1)
     for first in range(0, len(clusters), step):
         ids = [c * kernel.cluster + rank for c in clusters[first : first + step] for rank in range(kernel.cluster)]
-        Machine(kernel, flat, outputs, np.array(ids), seed, costs).run()
+        Machine(kernel, flat, outputs, np.array(ids), seed, costs, truncates).run()
     for b in kernel.writes:
         if blocks is None and outputs[b].fresh and (left := np.argwhere(view(b.type, outputs[b].block) == NOBODY)).size:
             raise CompilerBug(
@@ -94,7 +96,9 @@ class Machine:
         ids: Any,
         seed: int | None,
         costs: Costs | None,
+        truncates: bool = False,
     ) -> None:
+        self.truncates = truncates
         self.kernel, self.memory, self.outputs, self.ids, self.costs = kernel, memory, outputs, ids, costs
         self.random = None if seed is None else random.Random(seed)
         self.teams: list[Team] = []

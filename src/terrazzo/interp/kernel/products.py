@@ -146,7 +146,7 @@ def multiply_async(team: Threads, s: k.MultiplyAsync) -> None:
             left = _slab(team, s, "a", s.a, s.a_at, i, first, agent, time)
         right = _slab(team, s, "b", s.b, s.b_at, i, first, agent, time)
         before = None if fresh[i, first, 0] else held[i, four].reshape(128, count)
-        held[i, four] = record.run(left, right, before).reshape(4, k.WARP, count)
+        held[i, four] = record.run(left, right, before, team.machine.truncates).reshape(4, k.WARP, count)
         learned.append((i, first, b, agent, time))
     for place, at, n in used:
         team.fragments.take(team, place, at, n, 1)
