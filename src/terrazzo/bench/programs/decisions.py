@@ -162,7 +162,7 @@ def waves(u: Tensor, v: Tensor, speed: Tensor, steps: int) -> Any:
 @program(small={"n": 16, "steps": 3})
 def wave_equation(n: int = 1024, steps: int = 20) -> Made:
     """A wave in a box."""
-    return lambda *x: waves(*x, steps), normal(n, n), normal(n, n), uniform(n, n) * 0.2
+    return lambda u, v, speed: waves(u, v, speed, steps), normal(n, n), normal(n, n), uniform(n, n) * 0.2
 
 
 def conjugate(a: Tensor, b: Tensor, steps: int) -> Any:
