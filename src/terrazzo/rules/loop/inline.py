@@ -99,8 +99,8 @@ def _in_bounds(load: l.Load) -> bool:
 
 
 def _looked_up(load: l.Load, inside: Sequence[IntExpr]) -> l.Load:
-    """The load, at 0 where a guard does not hold and where it reads is computed: it is in its range elsewhere only. What
-    is loaded, to be looked up, is 0 there by itself.
+    """The load, at 0 where a guard does not hold and where it reads is computed: it is in its range elsewhere only.
+    What is loaded, to be looked up, is 0 there by itself.
     """
     places = topological([e for e in load.index if isinstance(e, Node)], stop=lambda x: isinstance(x, Loaded))
     computed = [x for x in places if isinstance(x, Loaded) and not keeps_zero(x.value)]
