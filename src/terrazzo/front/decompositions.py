@@ -35,7 +35,45 @@ def table() -> dict[Any, Any]:
         packet = getattr(aten, name, None)
         for overload in packet.overloads() if packet is not None else ():
             found.pop(getattr(packet, overload), None)
+    found[aten._linalg_slogdet.default] = _slogdet
+    found[aten._linalg_det.default] = _det
+    found[aten._efficientzerotensor.default] = _zeros
     return found
+
+
+def _zeros(size: Any, **kwargs: Any) -> Any:
+    """The zeros of forward derivatives, which no kernel can read, as others."""
+    import torch
+
+    return torch.zeros(size, dtype=kwargs.get("dtype"), device=kwargs.get("device"))
+
+
+def _factors(x: Any) -> Any:
+    """The factors of `x`, where it lies otherwise than in rows, and what makes its determinant of them.
+
+    Of rows the ops for determinants factor the transpose, and their gradients go by how `x` lay when they were
+    recorded. We give them rows in any case, so what lay otherwise is factored by an op that means `x` itself.
+    """
+    import torch
+
+    factors, pivots, _ = torch.ops.aten.linalg_lu_factor_ex.default(x)
+    swaps = (pivots != torch.arange(1, pivots.shape[-1] + 1, device=x.device)).sum(-1)
+    sign = (1 - 2 * (swaps % 2)).to(x.dtype)
+    return factors, pivots, factors.diagonal(dim1=-2, dim2=-1), sign
+
+
+def _slogdet(x: Any) -> Any:
+    if x.is_contiguous() or x.is_complex():
+        return NotImplemented
+    factors, pivots, diagonal, sign = _factors(x)
+    return sign * diagonal.sign().prod(-1), diagonal.abs().log().sum(-1), factors, pivots
+
+
+def _det(x: Any) -> Any:
+    if x.is_contiguous() or x.is_complex():
+        return NotImplemented
+    factors, pivots, diagonal, sign = _factors(x)
+    return sign * diagonal.prod(-1), factors, pivots
 
 
 EXTRA = (

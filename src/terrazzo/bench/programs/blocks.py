@@ -353,4 +353,5 @@ def decoded(heat: Tensor, size: Tensor, off: Tensor, count: int) -> Any:
 @program(small={"b": 2, "k": 3, "s": 8, "count": 5})
 def peak_decoding(b: int = 16, k: int = 80, s: int = 128, count: int = 100) -> Made:
     """What a CenterNet finds."""
-    return lambda *maps: decoded(*maps, count), normal(b, k, s, s), normal(b, 2, s, s), normal(b, 2, s, s)
+    maps = normal(b, k, s, s), normal(b, 2, s, s), normal(b, 2, s, s)
+    return lambda heat, size, off: decoded(heat, size, off, count), *maps

@@ -55,7 +55,8 @@ def advantages(r: Tensor, v: Tensor, after: Tensor, done: Tensor, new: Tensor, o
     c = torch.exp(new - old).clamp(max=1)
     g = 0.99 * (1 - done.float())
     delta = c * (r + g * after - v)
-    a, targets = torch.zeros_like(v[:, 0]), []
+    a = torch.zeros_like(v[:, 0])
+    targets: list[Tensor] = []
     for i in reversed(range(v.shape[1])):
         a = delta[:, i] + g[:, i] * c[:, i] * a
         targets.insert(0, a + v[:, i])
@@ -92,7 +93,7 @@ def fisher_product(b: int = 4096, d: int = 256) -> Made:
 def planned(first: Tensor, mean: Tensor, noise: Tensor, into: Tensor, out: Tensor, cost: Tensor) -> Any:
     """Many rollouts of a model, weighed; and the best of them."""
     u = (mean + noise).clamp(-1, 1)
-    s, total = first.expand(len(noise), -1), 0.0
+    s, total = first.expand(len(noise), -1), torch.zeros_like(noise[:, 0, 0])
     for t in range(mean.shape[0]):
         s = s + torch.tanh(torch.cat((s, u[:, t]), -1) @ into) @ out
         total = total + (s @ cost)[:, 0] - 0.01 * u[:, t].square().sum(-1)
@@ -162,7 +163,7 @@ def waves(u: Tensor, v: Tensor, speed: Tensor, steps: int) -> Any:
 @program(small={"n": 16, "steps": 3})
 def wave_equation(n: int = 1024, steps: int = 20) -> Made:
     """A wave in a box."""
-    return lambda *x: waves(*x, steps), normal(n, n), normal(n, n), uniform(n, n) * 0.2
+    return lambda u, v, speed: waves(u, v, speed, steps), normal(n, n), normal(n, n), uniform(n, n) * 0.2
 
 
 def conjugate(a: Tensor, b: Tensor, steps: int) -> Any:
@@ -186,7 +187,7 @@ def conjugate_gradients(n: int = 2048, steps: int = 20) -> Made:
 
 def filtered(x: Tensor, seen: Tensor, noise: Tensor, at: Tensor) -> Any:
     """Particles, weighed by what is seen and drawn anew by sorted search."""
-    total = 0.0
+    total = torch.zeros_like(seen[0])
     for i in range(len(seen)):
         x = x / 2 + 25 * x / (1 + x * x) + 8 * math.cos(1.2 * i) + noise[i]
         w = -0.5 * (seen[i] - x * x / 20).square()

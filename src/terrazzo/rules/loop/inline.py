@@ -8,7 +8,7 @@ from typing import Any
 from terrazzo.ir.address import axis_digits, coefficient, digit
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
-from terrazzo.ir.expr import Expr, IntExpr, Var, at_least
+from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var, at_least
 from terrazzo.ir.node import Node, rebuilt, substitute, topological, transform
 from terrazzo.ir.types import i64
 from terrazzo.ir.verify import kernel_problem
@@ -42,7 +42,7 @@ def element(store: l.Store, index: tuple[IntExpr, ...], inside: tuple[IntExpr, .
         return value
     if keeps_zero(value):
         return rewrite_loads(value, lambda load: guarded(load, inside))
-    value = rewrite_loads(value, lambda load: load if _in_bounds(load) else guarded(load, inside))
+    value = rewrite_loads(value, lambda load: _looked_up(load, inside) if _in_bounds(load) else guarded(load, inside))
     return select(inside, _dividing_only(value, inside))
 
 
@@ -96,6 +96,18 @@ def _in_bounds(load: l.Load) -> bool:
     return all(
         at_least(e, 0) and at_least(n - 1 - e, 0) for e, n in zip(load.index, load.buffer.type.shape, strict=True)
     )
+
+
+def _looked_up(load: l.Load, inside: Sequence[IntExpr]) -> l.Load:
+    """The load, at 0 where a guard does not hold and where it reads is computed: it is in its range elsewhere only.
+    What is loaded, to be looked up, is 0 there by itself.
+    """
+    places = topological([e for e in load.index if isinstance(e, Node)], stop=lambda x: isinstance(x, Loaded))
+    computed = [x for x in places if isinstance(x, Loaded) and not keeps_zero(x.value)]
+    if not computed:
+        return load
+    where = {x: Loaded(select(inside, x.value), x.extent) for x in computed}
+    return l.Load.make(load.buffer, tuple(substitute(e, where) for e in load.index), load.inside)
 
 
 def select(inside: Sequence[IntExpr], value: Any, other: float = 0) -> Any:
