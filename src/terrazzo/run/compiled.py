@@ -34,7 +34,7 @@ from terrazzo.run.cuda import Cuda, architecture
 from terrazzo.run.interpreted import interpreted
 from terrazzo.run.nvrtc import abandoned_on_error
 from terrazzo.run.own import layout
-from terrazzo.run.plan import Fallback, Plan, Step, decode, make, misfit, places_in, slots_in, spans
+from terrazzo.run.plan import Fallback, Plan, Slot, Step, decode, make, misfit, places_in, slots_in, spans
 from terrazzo.run.streams import Streams
 from terrazzo.run.switched import Switched
 from terrazzo.run.tensors import Expected
@@ -181,20 +181,32 @@ class Compiled:
         kwargs = {name: to_torch(decode(v, given, whole)) for name, v in step.kwargs.items()}
         with torch.no_grad(), about(*(self.plan.slots[k].name for k in step.results if k is not None)):
             out = operator(step.name)(*args, **kwargs)
-        theirs = {t.untyped_storage().data_ptr() for t in given.values()}
-        made = {}
+        slots, places = self.plan.slots, {k: t.untyped_storage().data_ptr() for k, t in given.items()}
+        made: dict[int, Any] = {}
         for k, value in zip(step.results, out if isinstance(out, (tuple, list)) else (out,), strict=True):
             if k is None:
                 continue
-            expected = Expected(self.plan.slots[k], self.machine.device)
-            if self.plan.slots[k].bytes and not expected.may_keep(value, theirs):
+            expected = Expected(slots[k], self.machine.device)
+            theirs = {at for n, at in places.items() if not _may_share(slots[n], slots[k])}
+            theirs.update(t.untyped_storage().data_ptr() for t in made.values())
+            keep = expected.may_keep(value, theirs)
+            if keep and slots[k].kind == "result" and value.untyped_storage().data_ptr() in places.values():
+                others = {tensors[r].untyped_storage().data_ptr() for r in self.plan.results if r in tensors}
+                keep = expected.may_keep(value, others)  # no two results are one
+            if slots[k].bytes and not keep:
                 value = expected.empty().copy_(value)
-            elif not self.plan.slots[k].bytes:  # a result declared empty may be anything
+            elif not slots[k].bytes:  # a result declared empty may be anything
                 value = expected.empty()
-            theirs.add(value.untyped_storage().data_ptr())
             made[k] = value
         tensors.update(made)
         frame.point(made)
+
+
+def _may_share(given: Slot, result: Slot) -> bool:
+    """Whether what an op gives may lie in the memory of what it was given: PyTorch keeps what is its own as long as
+    somebody needs it, and inputs, which nobody writes while a plan runs, are not given back as results.
+    """
+    return given.kind == "call" or (given.kind == "input" and result.kind == "call")
 
 
 class _Frame:
