@@ -81,7 +81,7 @@ def alternate(p: Product, columns: int) -> bool:
 
 
 def shown(p: Product, groups: int, columns: int) -> float:
-    """Of the instructions that make an element, those that nothing hides, with so many warpgroups of so many columns."""
+    """Of the instructions that make an element, those that nothing hides: with so many warpgroups and columns."""
     if promotes(p):
         return making(p) * (1.0 if groups > 1 else MADE_ALONE / MADE)
     return making(p) * (SHOWN if groups > 1 and alternate(p, columns) else 1.0)
