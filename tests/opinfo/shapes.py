@@ -97,9 +97,8 @@ for s in IMAGES:
     at = "x".join(map(str, s))
     c = s[1:2]
     last = Fill(s, torch.float32, -1, 1, True)
-    _add(
-        f"batch_norm_{at}", lambda x, m, v, w, b: F.batch_norm(x, m.detach(), v.detach(), w, b, True), s, c, positive(*c), c, c, grad=True
-    )
+    training = lambda x, m, v, w, b: F.batch_norm(x, m.detach(), v.detach(), w, b, True)  # noqa: E731
+    _add(f"batch_norm_{at}", training, s, c, positive(*c), c, c, grad=True)
     _add(f"batch_norm_eval_{at}", lambda x, m, v, w, b: F.batch_norm(x, m, v, w, b, False), s, c, positive(*c), c, c)
     _add(f"group_norm_{at}", lambda x, w, b: F.group_norm(x, 32, w, b), s, c, c, grad=True)
     _add(f"group_norm_last_{at}", lambda x, w, b: F.group_norm(x, 32, w, b), last, c, c)
