@@ -116,6 +116,55 @@ def test_a_word_of_a_schedule(
     assert message in refused(terrazzo, tmp_path / "schedule.txt", alone, words, 2, marked)
 
 
+PRODUCT = """@loop
+def f(x: bf16[128, 320], w: bf16[96, 320]):
+    with kernel("y", y=f32[128, 96]):
+        for a0 in free(128):
+            for a1 in free(96):
+                for r0 in reduce(320):
+                    acc0 <- sum(mul(f32(x[a0, r0]), f32(w[a1, r0])))
+                y[a0, a1] = acc0
+    return (y,)
+"""
+PINNED = """with schedule("y", target="sm_90a"):
+    a0 = grid(2) * block(64)
+    a1 = grid(3) * block(32)
+    r0 = time(10, ring=4) * block(32)
+    with site("acc0", on="mma.m16n8k16.f32.bf16"):
+        a0 = warp(2) * reg(2) * inst.m(16)
+        a1 = warp(2) * reg(2) * inst.n(8)
+        r0 = reg(2) * inst.k(16)
+        x = smem(by="cp.async", swizzle=64)
+        w = smem(by="cp.async", swizzle=64)
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message", "marked"),
+    [
+        ("f32.bf16", "f32.f16", "mma.m16n8k16.f32.f16 takes f16, and x is bf16", 'on="mma'),
+        ("k16.f32", "k64.f32", "unknown instruction mma.m16n8k64.f32.bf16; known: fma.f32", 'on="mma'),
+        ("inst.n(8)", "inst.n(4) * reg(2)", "acc0: mma.m16n8k16.f32.bf16 has n = 8, and inst.n is bound to 4", "with"),
+        ("reg(2) * inst.n(8)", "inst.n(8) * reg(2)", "has its part of a1 side by side", "a1 ="),
+        ('x = smem(by="cp.async"', 'x = smem(by="bus"', "x is brought in by 'bus'; known: ld, cp.async", 'by="bus"'),
+        ("swizzle=64)\n        w", "swizzle=48)\n        w", "64 or 128 bytes, or not (0): not by 48", "swizzle=48"),
+        ("swizzle=64)\n        w", "pad=-8)\n        w", "x: a pad is a number of elements, not -8", "pad=-8"),
+        ("    with site", "    persistent(0)\n    with site", "persistent takes a number of blocks", "persistent(0)"),
+        ("    with site", "    roles(load=warp(0), math=warp(4))\n    with site", "load is given warp(n)", "roles("),
+        ("    with site", "    resident(0.5)\n    with site", "resident takes a number of blocks", "resident("),
+    ],
+)  # fmt: skip
+def test_a_word_that_does_not_fit_a_product(
+    terrazzo: Terrazzo, tmp_path: Path, before: str, after: str, message: str, marked: str
+) -> None:
+    assert before in PINNED
+    loops = tmp_path / "loop.txt"
+    loops.write_text(PRODUCT)
+    words = ("compile", "--from", "loop", str(loops), "--schedule", "FILE", "--target", "sm_90a", "--ir", "kernel")
+    text = PINNED.replace(before, after, 1)
+    assert message in refused(terrazzo, tmp_path / "schedule.txt", text, words, 2, marked)
+
+
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [

@@ -25,7 +25,8 @@ def matrix(name: str | None) -> Matrix | None:
     if name in (None, FMA.name):
         return None
     if name not in PRODUCTS:
-        raise UserError(f"unknown instruction {name}; known: {', '.join((FMA.name, *PRODUCTS))}")
+        wide = "and wgmma.m64n8k16.f32.f16 or .bf16, with any n up to 256 that is a multiple of 8"
+        raise UserError(f"unknown instruction {name}; known: {', '.join((FMA.name, *OF_A_WARP))}, {wide}")
     return PRODUCTS[name]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from terrazzo.errors import UserError, about
 from terrazzo.hw.gpu import Gpu
+from terrazzo.hw.products import matrix
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
 from terrazzo.ir.schedule import Schedule
@@ -30,6 +31,9 @@ def as_pinned(forms: Sequence[l.Kernel], pinned: Mapping[str, Schedule], gpu: Gp
     if chosen.target != gpu.arch:
         with about(*chosen.part()):
             raise UserError(f"the schedule of {chosen.kernel} is one for {chosen.target}, and the target is {gpu.arch}")
+    for site in chosen.sites:
+        with about(*chosen.part(site.names[0], "on", site.instruction or "")):
+            matrix(site.instruction)
     why = []
     for kernel in forms:
         try:

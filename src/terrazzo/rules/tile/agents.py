@@ -13,6 +13,8 @@ from terrazzo.rewrite.rule import rule
 from terrazzo.rules.tile.draft import Draft
 
 LOAD, MATH = "load", "math"
+ROLES = ("", "roles")
+"""The line of a schedule that says who does what."""
 
 
 @rule(keys=(Plan,))
@@ -34,19 +36,21 @@ def assign_warps(plan: Plan, draft: Draft) -> Plan | None:
     turns = options.get("turns", False) is True
     alone = groups and count == WARPS_IN_A_GROUP and asked[MATH] % count == 0
     if turns and not (alone and schedule.directive("persistent")):
-        raise draft.fail("roles: warpgroups that take turns multiply a tile each, of those a persistent block walks")
+        why = "roles: warpgroups that take turns multiply a tile each, of those a persistent block walks"
+        raise draft.fail(why, *ROLES)
     if asked[MATH] != count and not turns:
-        raise draft.fail(f"roles give {asked[MATH]} warps to {MATH}, and its sites bind {count}")
+        raise draft.fail(f"roles give {asked[MATH]} warps to {MATH}, and its sites bind {count}", *ROLES)
     registers = options.get("registers", (0, 0))
     if not isinstance(registers, tuple) or len(registers) != 2 or not all(isinstance(r, int) for r in registers):
-        raise draft.fail("roles: registers are two numbers, those of a thread that loads and of one that computes")
+        why = "roles: registers are two numbers, those of a thread that loads and of one that computes"
+        raise draft.fail(why, *ROLES)
     first = asked[LOAD]
     load = Agent(LOAD, 0, first, 1, registers[0])
     every = asked[MATH]
     math = Agent(MATH, first, every, every // WARPS_IN_A_GROUP if groups else 1, registers[1], turns)
     resident = schedule.directive("resident") or (1,)
     for agent, why in beyond((load, math), resident[0] if isinstance(resident[0], int) else 1, draft.gpu):
-        raise draft.fail(f"roles: {agent.name}: {why}")
+        raise draft.fail(f"roles: {agent.name}: {why}", *ROLES)
     return plan.plus(load, math, read=draft.read(None, "roles", "roles", LOAD, MATH, "registers", "turns"))
 
 
@@ -89,7 +93,7 @@ def _warps(draft: Draft, name: str, given: object) -> int:
             return count
         case Word("warpgroup", (count,)) if count > 0:
             return count * WARPS_IN_A_GROUP
-    raise draft.fail(f"roles: {name} is given warp(n) or warpgroup(n), not {given}")
+    raise draft.fail(f"roles: {name} is given warp(n) or warpgroup(n), not {given}", *ROLES)
 
 
 RULES = (assign_warps,)

@@ -108,15 +108,23 @@ class Draft:
         """
         swizzle, pad = options.get("swizzle"), options.get("pad", 0)
         if swizzle is not None and (swizzle not in HARDWARE or isinstance(swizzle, bool)):
-            raise self.fail(f"{name}: slabs are swizzled by 32, 64 or 128 bytes, or not (0): not by {swizzle}")
+            why = f"{name}: slabs are swizzled by 32, 64 or 128 bytes, or not (0): not by {swizzle}"
+            raise self.fail(why, *self.line(name), f"swizzle={swizzle}")
         if not isinstance(pad, int) or isinstance(pad, bool) or pad < 0:
-            raise self.fail(f"{name}: a pad is a number of elements, not {pad}")
+            raise self.fail(f"{name}: a pad is a number of elements, not {pad}", *self.line(name), f"pad={pad}")
         return (0 if pad else None) if swizzle is None else swizzle, pad
 
     def option(self, factor: Factor, name: str, default: Value) -> Value:
         """An option of a factor."""
         return dict(factor.options).get(name, default)
 
-    def fail(self, why: str) -> UserError:
-        """An error of whoever wrote the schedule."""
-        return UserError(f"{self.kernel.name}: {why}")
+    def fail(self, why: str, *where: str) -> UserError:
+        """An error of whoever wrote the schedule: of a word, a line or a site of it, from the outside in."""
+        error = UserError(f"{self.kernel.name}: {why}")
+        error.about = self.schedule.part(*where)
+        return error
+
+    def line(self, operand: str) -> tuple[str, str]:
+        """Where the schedule speaks of an operand: the site, and the line."""
+        sites = [s.names[0] for s in self.schedule.sites if operand in dict(s.operands)]
+        return (sites[0] if sites else ""), operand

@@ -25,7 +25,8 @@ def walk_tiles(plan: Plan, draft: Draft) -> Plan | None:
     )
     for a, f in lines:
         if f.level != "grid" and dict(f.options).get("order"):
-            raise draft.fail(f"{a}: order is that in which tiles are walked: grid has one, and not {f.level}")
+            why = f"{a}: order is that in which tiles are walked: grid has one, and not {f.level}"
+            raise draft.fail(why, "", a)
     tiles = grid(draft)
     grouped = tuple(Word(a, w.args) for a, f in lines if f.level == "grid" and (w := _rows(draft, f)))
     last = Word("longest_first")
@@ -47,7 +48,8 @@ def walk_tiles(plan: Plan, draft: Draft) -> Plan | None:
     if persistent:
         (most,) = persistent
         if not isinstance(most, int) or most < size or most % size:
-            raise draft.fail(f"persistent takes a number of blocks, a multiple of the cluster's {size}")
+            why = f"persistent takes a number of blocks, a multiple of the cluster's {size}"
+            raise draft.fail(why, "", "persistent")
         blocks = min(most, blocks)
         order = dict(schedule.options("persistent")).get("order")
         if isinstance(order, Word) and order.name == "grouped":
@@ -113,7 +115,7 @@ def limit_registers(plan: Plan, draft: Draft) -> Plan | None:
         return None
     (blocks,) = draft.schedule.directive("resident")
     if not isinstance(blocks, int) or blocks < 1:
-        raise draft.fail("resident takes a number of blocks")
+        raise draft.fail("resident takes a number of blocks", "", "resident")
     return plan.plus(Limit(blocks), read=draft.read(None, "resident"))
 
 

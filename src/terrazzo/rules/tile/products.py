@@ -186,14 +186,16 @@ def box(draft: Draft, site: Site, instruction: Matrix | None, m: Any, n: Any) ->
 def _fits(draft: Draft, site: Site, instruction: Matrix, products: list[Contraction], m: Any) -> None:
     """The machine has the instruction, and it takes the operands as they are."""
     if needs := missing(instruction, draft.gpu):
-        raise draft.fail(f"{instruction.name} needs {needs}, and the target is {draft.gpu.arch}")
+        why = f"{instruction.name} needs {needs}, and the target is {draft.gpu.arch}"
+        raise draft.fail(why, site.names[0], "on", instruction.name)
     for c in products:
         pairs = [pair if m in pair[0].free else pair[::-1] for pair in c.terms]
         given = [(operand(f), takes) for pair in pairs for f, takes in zip(pair, operands(instruction), strict=True)]
         for x, takes in (*given, (c.reduce, instruction.d.dtype)):
             if x.dtype is not takes:  # type: ignore[attr-defined]
                 named = loads(x)[0].buffer.name if isinstance(x, l.Load) else site.names[0]
-                raise draft.fail(f"{instruction.name} takes {takes}, and {named} is {x.dtype}")  # type: ignore[attr-defined]
+                why = f"{instruction.name} takes {takes}, and {named} is {x.dtype}"  # type: ignore[attr-defined]
+                raise draft.fail(why, site.names[0], "on", instruction.name)
 
 
 def _follows(draft: Draft, name: str, instruction: Matrix | None, m: Any) -> None:

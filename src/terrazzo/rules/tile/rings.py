@@ -179,7 +179,7 @@ def held_slots(draft: Draft, plan: Plan, products: Sequence[Product], users: Seq
     for p, x in held:
         slots = dict(draft.held(draft.site(p.sites[0]), called(x)).options).get("slots", 1)
         if not isinstance(slots, int) or slots < 1:
-            raise draft.fail(f"{called(x)}: slots are a number, not {slots}")
+            raise draft.fail(f"{called(x)}: slots are a number, not {slots}", *draft.line(called(x)))
         count = max(count, slots)
     apart = any(a.name == LOAD for a in plan.all(Agent))
     need(
@@ -201,10 +201,12 @@ def _transport(draft: Draft, site: Site | None, x: Node) -> type[Transport]:
     name = called(x)
     by = str(dict(draft.held(site, name).options).get("by", PLAIN.name))
     if by not in TRANSPORTS:
-        raise draft.fail(f"{name} is brought in by {by!r}; known: {', '.join(TRANSPORTS)}")
+        why = f"{name} is brought in by {by!r}; known: {', '.join(TRANSPORTS)}"
+        raise draft.fail(why, *draft.line(name), f'by="{by}"')
     if draft.gpu.number < TRANSPORTS[by].since:
         needs = f"sm_{TRANSPORTS[by].since}"
-        raise draft.fail(f"{name} is brought in by {by}, which needs {needs}, and the target is {draft.gpu.arch}")
+        why = f"{name} is brought in by {by}, which needs {needs}, and the target is {draft.gpu.arch}"
+        raise draft.fail(why, *draft.line(name), f'by="{by}"')
     return TRANSPORTS[by]
 
 

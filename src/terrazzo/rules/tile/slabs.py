@@ -89,7 +89,8 @@ class Slab:
         asked = self.options.get("along", axis_name(memory))
         if asked not in map(axis_name, axes):
             found = ", ".join(map(axis_name, axes))
-            raise self.draft.fail(f"{self.name}: its rows cannot run along {asked}: it has {found} in a step")
+            why = f"{self.name}: its rows cannot run along {asked}: it has {found} in a step"
+            raise self.draft.fail(why, *self.draft.line(self.name))
         along = next(a for a in axes if axis_name(a) == asked)
         axes.sort(key=lambda a: a is along)
         words = tuple(Word(axis_name(a), (sizes[a],)) for a in axes)
