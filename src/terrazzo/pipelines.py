@@ -121,7 +121,8 @@ def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
 
     softmaxes = online(p, log, _refusal(options, tried, used=True), sizes)
     made = products_again(softmaxes, log, once, options.materialize, sizes)
-    made = sums_inside(made, log, price, refused)
+    busy = lambda steps: sum(chains.fastest(s, gpu) or price([s]) for s in steps)  # noqa: E731
+    made = sums_inside(made, log, busy, refused)
     return rounded_weights(chains_beside(made, log, price, refused), log, target(options.target).rates.matrix)
 
 

@@ -251,17 +251,19 @@ def test_heads_that_share_keys_are_rounds() -> None:
     close(found, gradients(fn), args)
 
 
-def test_the_longest_tiles_of_all_heads_come_first() -> None:
-    """Where there are rounds, and a mask makes tiles unlike."""
-    q, kv = (torch.empty(1, h, 2048, 64, dtype=torch.bfloat16, device="meta") for h in (64, 16))
+@pytest.mark.parametrize(("heads", "inside"), [(16, True), (1, False)])
+def test_the_longest_tiles_of_all_heads_come_first(heads: int, inside: bool) -> None:
+    """Where there are rounds, and a mask makes tiles unlike. There are none where few tiles would be left."""
+    q, kv = (torch.empty(1, h, 2048, 64, dtype=torch.bfloat16, device="meta") for h in (4 * heads, heads))
 
     def fn(q: Any, k: Any, v: Any) -> Any:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-    names = tuple(p.name for p in PASSES if p.dst != "kernel")
-    program = stages(capture(gradients(fn), (q, kv, kv, q), {}).program, Options(target="sm_90a"), Log(), names)[-1][1]
-    order = program.plans[-1][1].one(Order)
-    assert order.tiles[0].name == program.plans[-1][1].all(Product)[0].m and not order.persistent
+    names, log = tuple(p.name for p in PASSES if p.dst != "kernel"), Log()
+    program = stages(capture(gradients(fn), (q, kv, kv, q), {}).program, Options(target="sm_90a"), log, names)[-1][1]
+    assert [e.fired for e in log.events if e.rule == rounds.RULE] == [inside, inside]
+    order = program.plans[-1][1].one(Order) if inside else None
+    assert order is None or (order.tiles[0].name == program.plans[-1][1].all(Product)[0].m and not order.persistent)
 
 
 @pytest.mark.parametrize(("fn", "tokens"), [(causal, 320), (plain, 200)])

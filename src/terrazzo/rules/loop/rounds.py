@@ -80,22 +80,27 @@ def sums_inside(program: l.Program, log: Log, price: Price, refusal: Refusal) ->
     for s in kernels:
         for b in s.reads:
             readers.setdefault(b, []).append(s)
-    steps = list(program.steps)
+    found: dict[Any, list[tuple[l.Kernel, l.Kernel, l.Kernel]]] = {}
     for maker in [s for s in kernels if len(s.stores) == 1]:
         buffer = maker.stores[0].buffer
         if buffer in kept or len(readers.get(buffer, ())) != 1 or chain(maker) is None:
             continue
         (reader,) = readers[buffer]
-        if (made := summed(maker, reader)) is None:
-            continue
-        before, after = price([maker, reader]), price([made])
+        if (made := summed(maker, reader)) is not None and (c := chain(made)) is not None:
+            alike = tuple(a.extent for a in (*made.axes, *c.rounds, c.steps))
+            found.setdefault(alike, []).append((maker, reader, made))
+    steps = list(program.steps)
+    for group in found.values():  # chains of the same axes become one kernel, so they go around together
+        before, after = price([s for maker, reader, _ in group for s in (maker, reader)]), price([x for *_, x in group])
         times = f"{after / 1000:.1f} us in rounds, {before / 1000:.1f} us apart, by the model"
-        why = refusal(made) or (times if after > before else "")
-        log.add(Event(PASS, RULE, f"{maker.name}, {reader.name}", not why, why or f"the sum goes on: {times}"))
-        if not why:
-            log.applied(PASS, RULE, f"{maker.name}, {reader.name}", [maker, reader], [made])
-            steps[steps.index(reader)] = made
-            steps.remove(maker)
+        why = next(filter(None, (refusal(made) for *_, made in group)), "") or (times if after > before else "")
+        for maker, reader, made in group:
+            subject = f"{maker.name}, {reader.name}"
+            log.add(Event(PASS, RULE, subject, not why, why or f"the sum goes on: {times}"))
+            if not why:
+                log.applied(PASS, RULE, subject, [maker, reader], [made])
+                steps[steps.index(reader)] = made
+                steps.remove(maker)
     return in_order(program, steps) if steps != [*program.steps] else program
 
 

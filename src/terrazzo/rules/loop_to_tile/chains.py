@@ -67,10 +67,31 @@ def _on_warpgroups(c: Chain, gpu: Gpu) -> Iterator[Way | str]:
     """Where the machine has such, and there are rows for them, by what the model says: as many steps as a mask leaves
     a tile, and blocks that have a tile or several.
     """
+    priced: list[tuple[float, int, Groups]] = []
+    for x in _priced(c, gpu):
+        if isinstance(x, str):
+            yield x
+        else:
+            priced.append((x[0], len(priced), x[1]))
+    for _, _, way in sorted(priced, key=lambda x: x[:2]):
+        yield _planned(c.kernel, partial(on_warpgroups, c, gpu, way), gpu)
+
+
+def fastest(kernel: l.Kernel, gpu: Gpu) -> float | None:
+    """Nanoseconds of a chain in the best of the ways on warpgroups, by the model, in which processors may be idle; None
+    where there is none.
+    """
+    found = chain(kernel)
+    if found is None or any(not isinstance(a.extent, int) for a in (*kernel.axes, found.steps, found.depth)):
+        return None
+    return min((x[0] for x in _priced(found, gpu) if not isinstance(x, str)), default=None)
+
+
+def _priced(c: Chain, gpu: Gpu) -> Iterator[tuple[float, Groups] | str]:
+    """The ways on warpgroups with what the model says of each, and why there are no others."""
     if "wgmma" not in gpu.features or c.rows.extent <= FEW:
         return
     every = list(chain_groups.arrangements(c, gpu))
-    priced: list[tuple[float, int, Groups]] = []
     for tile in dict.fromkeys((way.count, way.step) for way in every):
         same = [way for way in every if (way.count, way.step) == tile]
         steps = _visits(c, gpu, same)
@@ -80,9 +101,7 @@ def _on_warpgroups(c: Chain, gpu: Gpu) -> Iterator[Way | str]:
         walked = steps[::-1] if _grows(steps) else steps
         for way in same:
             for x in (way, *chain_groups.staying(way, c, gpu, len({*steps}) > 1)):
-                priced.append((chain_groups.price(x, c, gpu, walked), len(priced), x))
-    for _, _, way in sorted(priced, key=lambda x: x[:2]):
-        yield _planned(c.kernel, partial(on_warpgroups, c, gpu, way), gpu)
+                yield chain_groups.price(x, c, gpu, walked), x
 
 
 def _visits(c: Chain, gpu: Gpu, same: Sequence[Groups]) -> list[int] | str:
