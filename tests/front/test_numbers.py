@@ -1,10 +1,11 @@
-"""Numbers in programs that are no tensors: those of vmap, and complex ones."""
+"""Numbers in programs that are no tensors: those of vmap, and complex ones; and gradients within calls."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import terrazzo
@@ -45,3 +46,33 @@ def test_complex_numbers_are_kept_in_plans() -> None:
     for value in (2 + 1j, complex(-0.0, float("inf"))):
         found = decode(encode(value, {}), {})
         assert repr(found) == repr(value)
+
+
+class Rounded(torch.autograd.Function):
+    """Rounds; its gradient is that of what it rounds, where this is small."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        ctx.save_for_backward(x)
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, g: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        return g * (x.abs() < 1)
+
+
+def inner_gradient(x: Any) -> Any:
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad((Rounded.apply(x * 1.5) * x).sum(), [x])[0]
+
+
+@pytest.mark.parametrize("target", ["interpreter", "cpu"])
+def test_gradients_within_a_call_are_not_traced(target: str, tmp_path: Path) -> None:
+    """The graph breaks at autograd.grad, and what runs it is ours: dynamo leaves that alone."""
+    torch._dynamo.reset()
+    given = {"target": target, "strict": True, "cache_dir": str(tmp_path)}
+    ours = torch.compile(inner_gradient, backend="terrazzo", options=given)
+    x = torch.randn(4, 5)
+    torch.testing.assert_close(ours(x), inner_gradient(x))

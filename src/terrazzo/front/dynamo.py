@@ -49,6 +49,7 @@ def terrazzo(
 
 
 def _compile(gm: Any, example_inputs: Sequence[Any], options: Options) -> Any:
+    import torch
     from torch._dynamo.exc import TorchDynamoException
     from torch._functorch.aot_autograd import aot_module_simplified
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -57,6 +58,10 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options) -> Any:
         dump = options.dump and options.dump / f"graph-{next(_graphs):03}"
         return _graph(graph, replace(options, dump=dump), views)
 
+    def backward(graph: Any, inputs: Sequence[Any]) -> Any:
+        """Gradients are tensors of their own. PyTorch asks for them within code that dynamo may be tracing."""
+        return torch._dynamo.disable(compiler(graph, inputs, views=False))
+
     _define_flex_attention(gm)
     try:
         with attention_by_definition():
@@ -64,7 +69,7 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options) -> Any:
                 gm,
                 example_inputs,
                 fw_compiler=compiler,
-                bw_compiler=partial(compiler, views=False),  # gradients are tensors of their own
+                bw_compiler=backward,
                 inference_compiler=compiler,
                 decompositions=table(),
                 partition_fn=partial(partition, wide=_wide(example_inputs, options)),
