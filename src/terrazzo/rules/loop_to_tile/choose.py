@@ -28,9 +28,9 @@ from terrazzo.rules.tile_to_kernel.lower import derived
 
 PASS = "schedule"
 RESORTS = ("plain", "share", "alone")
-"""The rules of schedules that are last resorts for products: they read both factors from memory for every point, and
-took 4 ms instead of 0.1 (H200), where a tile that spills a few bytes is hardly slower than one that does not. The
-plainest is one whatever a kernel computes.
+"""The rules of schedules that are last resorts for products: they read both factors from memory for every point. With
+one such product a training step took 51 ms, and 2.1 without (H200), where a tile that spills a few bytes is hardly
+slower than one that does not. The plainest is one whatever a kernel computes.
 """
 
 Show = Callable[[Any], str] | None
