@@ -145,6 +145,30 @@ def test_two_products_apart_are_right() -> None:
     assert np.array_equal(*(loop.run(p, given)[0] for p in (whole, done.loop)))
 
 
+def of_one_filter(x: Any, y: Any, w: Any) -> Any:
+    """Convolutions of two images with the same filter."""
+    return tuple(torch.relu(torch.nn.functional.conv2d(i, w, padding=1)) for i in (x, y))
+
+
+def test_results_that_share_a_filter_alone_are_kernels_of_their_own() -> None:
+    """Boxes are of one image: with both, patches of each were stored first, nine times what an image is."""
+    done = chosen(of_one_filter, (1, 64, 256, 256), (1, 64, 256, 256), (64, 64, 3, 3))
+    sums = [len(accumulators(s)) for s in done.at("tile").loop.steps]
+    assert sums.count(1) == 2 and max(sums) == 1
+    assert max(b.type.numel for s in done.at("tile").loop.steps for b in s.writes) == 64 * 256 * 256
+
+
+def test_products_of_different_results_apart_are_right() -> None:
+    done = chosen(lambda x, y, w: (torch.relu(x @ w.T), y @ w.T), (128, 64), (128, 64), (64, 64))
+    kernel = next(s for s in done.loop.steps if len(accumulators(s)) == 2)
+    apart = products_apart(kernel)
+    assert [x.writes for x in apart] == [(b,) for b in kernel.writes]  # nothing is stored that was not
+    given = {b.name: _array(torch.randn(b.type.static_shape).to(torch.bfloat16)) for b in done.loop.inputs}
+    whole = l.Program("f", done.loop.inputs, apart, done.loop.results)
+    for ours, theirs in zip(*(loop.run(p, given) for p in (whole, done.loop)), strict=True):
+        assert np.array_equal(ours, theirs)
+
+
 def test_few_rows_take_one_wave() -> None:
     """18944 columns are 148 tiles of 128, and a machine has 132 processors: those of the second wave wait alone."""
     done = chosen(torch.nn.functional.linear, (32, 3584), (18944, 3584))
