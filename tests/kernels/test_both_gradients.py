@@ -39,7 +39,7 @@ from terrazzo.rules.tile.verify import verify
 class Both:
     """The gradients of keys and of values of two heads, where `mask` says which queries see a key: "later" ones, those
     of a "window" of 80, or all. `groups` warpgroups divide the keys, and `lag` behind one another; `stay` blocks walk
-    all tiles. What is `held` for a tile lies in registers. Keys are those of several `heads` of queries.
+    all tiles. Keys are those of several `heads` of queries.
     """
 
     queries: int = 192
@@ -53,7 +53,6 @@ class Both:
     overlap: bool = True
     lag: bool = True
     registers: int = 240
-    held: tuple[str, ...] = ()
     heads: int = 1
 
     @property
@@ -102,7 +101,6 @@ class Both:
         lag = ", lag=True" if self.lag and self.overlap and self.groups > 1 else ""
         count, by = -(-self.queries // self.step), f'smem(by="tma", swizzle={panel})'
         inner, outer = (f'on="wgmma.m64n{n}k16.f32.bf16"' for n in (self.step, w))
-        key, v = (f"    {x} = {by.replace('smem', 'reg') if x in self.held else by}" for x in ("key", "v"))
         first = [mine, f"    r1 = inst.n({self.step})", f"    r0 = reg({w // 16}) * inst.k(16)"]
         last = [mine, f"    a2 = inst.n({w})", f"    r1 = reg({self.step // 16}) * inst.k(16)"]
         return [
@@ -114,8 +112,8 @@ class Both:
             f"    r1 = time({count}, ring={self.slots}{', overlap=1' * self.overlap}) * block({self.step})",
             *([f"    persistent({self.stay})"] if self.stay else []),
             f"    roles(load=warp(1), math=warpgroup({self.groups}), registers=(24, {self.registers}){lag})",
-            *(f"    {x}" for x in (f'with site("acc2", {inner}):', *first, key, f"    q = {by}")),
-            *(f"    {x}" for x in (f'with site("acc3", {inner}):', *first, v, f"    g = {by}")),
+            *(f"    {x}" for x in (f'with site("acc2", {inner}):', *first, f"    key = {by}", f"    q = {by}")),
+            *(f"    {x}" for x in (f'with site("acc3", {inner}):', *first, f"    v = {by}", f"    g = {by}")),
             *(f"    {x}" for x in (f'with site("acc0", {outer}):', *last, f"    q = {by}")),
             *(f"    {x}" for x in (f'with site("acc1", {outer}):', *last, f"    g = {by}")),
             *self.results("dk", panel // 2),
@@ -154,12 +152,10 @@ EVERY = {
     "together": Both(lag=False),
     "heads": Both(heads=3),
     "heads, all queries": Both(heads=2, mask="", groups=1, lag=False),
-    "heads, blocks stay": Both(heads=2, keys=384, queries=256, stay=2, slots=2, held=("v",)),
+    "heads, blocks stay": Both(heads=2, keys=384, queries=256, stay=2, slots=2),
     "heads, a window, blocks stay": Both(heads=2, keys=384, queries=256, stay=3, mask="window"),
     "heads, blocks stay, all queries": Both(heads=3, keys=384, queries=128, stay=2, mask=""),
     "heads, one after the other": Both(heads=2, overlap=False),
-    "held in registers": Both(held=("key", "v"), keys=384, stay=2, slots=2),
-    "values in registers": Both(held=("v",), width=80),
     "three behind one another": Both(groups=3, keys=384, stay=2, width=32, registers=160),
 }
 
@@ -181,21 +177,6 @@ def test_what_both_need_comes_once() -> None:
 def test_what_is_no_box_comes_to_registers() -> None:
     streams = {s.operand for s in replace(Both(), queries=130, keys=70).plan.all(Stream)}
     assert not {"t[a0, r1]", "d[a0, r1]"} & streams
-
-
-def test_what_is_held_for_a_tile_comes_to_registers_once() -> None:
-    """Its slot is free as soon as every warp has it, and the products in the loop read no shared memory for it."""
-    (kernel,) = derived(replace(Both(), held=("v",)).text).steps
-    roles = [s for s in kernel.body if isinstance(s, k.Role)][1:]
-    for role in roles:
-        steps = [s for s in k.walk(role.body) if isinstance(s, k.For) and s.axis.name[0] == "t"]
-        inside = {id(x) for s in steps for x in k.walk(s.body)}
-        loads = [s for s in k.walk(role.body) if isinstance(s, k.LoadMatrix)]
-        assert len(loads) == 1 and id(loads[0]) not in inside
-        products = [s for s in k.walk(role.body) if isinstance(s, k.MultiplyAsync)]
-        assert [isinstance(s.a, k.Shared) for s in products] == [True, False, False, False]
-    plan = replace(Both(), held=("v",)).plan
-    assert [p.a for p in plan.all(Product)] == ["shared", "held", "values", "values"]
 
 
 def test_products_go_on_while_the_next_step_begins() -> None:
@@ -282,12 +263,12 @@ def test_all_gradients_in_adverse_orders(fn: Any, tokens: int) -> None:
     right(show(program))
 
 
-@pytest.mark.parametrize(("width", "held"), [(64, ()), (128, ()), (64, ("key", "v"))])
-def test_weights_are_found_while_the_second_sums_are_on_their_way(width: int, held: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("width", [64, 128])
+def test_weights_are_found_while_the_second_sums_are_on_their_way(width: int, tmp_path: Path) -> None:
     """In the loop of each warpgroup all exponentials stand between the wait for the first sums and that for the second
     ones; nothing is spilled, and one multiplication and addition in one is all that a weight takes besides.
     """
-    kernel = replace(Both(), queries=2048, keys=2048, width=width, stay=16, slots=2, held=held)
+    kernel = replace(Both(), queries=2048, keys=2048, width=width, stay=16, slots=2)
     lines = sass(derived(kernel.text).steps[0], "sm_90a", tmp_path)
     assert not any(line.startswith(("STL", "LDL")) for line in lines)
     waits = [n for n, line in enumerate(lines) if line.startswith("WARPGROUP.DEPBAR")]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -12,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.hw.sass import sass
 
 import terrazzo
 from terrazzo.front.capture import capture
@@ -214,32 +211,3 @@ def test_of_two_computed_factors_the_smaller_is_stored() -> None:
     stored = [b.type.static_shape for s in done.at("kernel").steps for b in s.params if b.name.endswith("_x")]
     assert stored and set(stored) == {(16, 4096)}
     assert any(made(s) for s in done.at("kernel").steps)
-
-
-@pytest.mark.parametrize("name", MAKERS)
-def test_machine_code(name: str, tmp_path: Path) -> None:
-    """First factors in registers, nothing spilled, and no conversion of the slow kind."""
-    fn, given = MAKERS[name](16, 4096, 2048)
-    _, done = lowered(fn, tuple(x.to("meta") for x in given))
-    (kernel,) = [s for s in done.at("kernel").steps if made(s)]
-    lines = sass(kernel, "sm_90a", tmp_path)
-    products = [x for x in lines if "HGMMA" in x]
-    assert products and all(re.search(r"F32(.BF16)? R\d+, R\d+, gdesc", x) for x in products)
-    assert not any(op in x for x in lines for op in ("F2F.", "I2F.", "LDL", "STL", "CALL"))
-
-
-@pytest.mark.parametrize("in_turn", [True, False])
-def test_two_warpgroups_make_factors_in_turn_where_multiplying_is_long(in_turn: bool) -> None:
-    """One multiplies while the other makes; where there is little to multiply, both make at once."""
-    fn, given = by_channel(100, 256, 256)
-    _, done = lowered(fn, given)
-    (whole,) = [s for s in done.at("loop").steps if product(s) is not None]
-    p = product(whole)
-    plans = [x for x in warpgroups.plans(p, H) if x.pieces == 1 and x.tile.groups == 2]
-    plan = next(x for x in plans if x.tile.n == (96 if in_turn else 16))
-    schedule = warpgroups.schedule(p, plan, H)
-    assert ("lag=True" in str(schedule)) == in_turn
-    kernels = k.Program("f", whole.reads, (lower(whole, schedule, H),), whole.writes)
-    inputs = {b.name: numbers(x) for b, x in zip(done.at("loop").inputs, given, strict=True)}
-    (y,) = simulator.run(kernels, inputs, seed=2)
-    as_exact_as_eager(y, fn, given)

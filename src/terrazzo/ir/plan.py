@@ -182,11 +182,11 @@ class Product(Line, dialect="plan", op="product"):
     of several axes, these are a `box`, and m is the first that the instruction divides.
 
     Factors come from "shared" memory or from "registers", to which fragments are brought by an instruction
-    ("ldmatrix"), once for a tile ("held"), by plain loads ("ld"), in which they are made of a slab point by point
-    ("converted"), or in which what was computed already lies ("values"). With `promote`, its sums begin afresh in every
-    step, and CUDA cores add them to those of the tile: a tensor core truncates as it adds. With `early`, those of the
-    next step start before what is made of this step's is multiplied: CUDA cores compute the next weights while the
-    tensor cores multiply by the last ones.
+    ("ldmatrix"), by plain loads ("ld"), in which they are made of a slab point by point ("converted"), or in which what
+    was computed already lies ("values"). With `promote`, its sums begin afresh in every step, and CUDA cores add them
+    to those of the tile: a tensor core truncates as it adds. With `early`, those of the next step start before what is
+    made of this step's is multiplied: CUDA cores compute the next weights while the tensor cores multiply by the last
+    ones.
     """
 
     references = {"agent": "agent", "rings": "ring", "m": AXIS, "n": AXIS, "box": AXIS}

@@ -1,17 +1,15 @@
 // The scalar functions that C++ and CUDA lack, shared by both. Our own code only.
-// Whoever includes this has tz_widen and tz_narrow_* for 16-bit floats, tz_to_odd, tz_from_float, tz_from_byte for the
-// types that tz_byte says, tz_exp2 and TZ.
+// Whoever includes this has tz_widen and tz_narrow_* for 16-bit floats, tz_to_odd, tz_from_float, tz_exp2 and TZ.
 template <class To, class From> TZ To tz_cast(From x) {
   if constexpr (std::is_same_v<To, From>) return x;
   else if constexpr (tz_half<From>) return tz_cast<To>(tz_widen(x));
   else if constexpr (tz_half<To>) {
     float f;
     if constexpr (std::is_same_v<From, double>) f = tz_to_odd(x);
-    else f = tz_cast<float>(x);
+    else f = (float)x;
     if constexpr (std::is_same_v<To, f16>) return tz_narrow_f16(f);
     else return tz_narrow_bf16(f);
   }
-  else if constexpr (std::is_same_v<To, float> && tz_byte<From>) return tz_from_byte(x);
   else if constexpr (std::is_same_v<To, bool>) return x != (From)0;
   else if constexpr (std::is_floating_point_v<From> && std::is_integral_v<To>) return tz_from_float<To>(x);
   else return (To)x;

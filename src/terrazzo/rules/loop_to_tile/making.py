@@ -25,11 +25,6 @@ READ, PACKED = 1, 1
 """Instructions in which a thread reads an element that factors are made of, and packs one with its neighbour. Those
 that make it are counted. Not measured.
 """
-SHOWN = 0.6
-"""What is left of the time that numbers take to be made where another warpgroup multiplies meanwhile. 512 x 4096 x
-14336 with weights of int8 took 112 to 120 us in tiles of 256 columns (H200, 22 November 2026): the model has 100 where
-none is left, and 129 to 138 where all is. 16 rows took 39 us with warpgroups that made them one after the other.
-"""
 MADE_WAVES = 8
 """Tiles for each processor that products are cut into which make a factor: it is that of the rows, which come in many,
 and blocks that are left over take a piece and not all of a tile. 128 x 3584 x 18944 took 385 us with 148 tiles and 251
@@ -70,21 +65,6 @@ def making(p: Product) -> float:
         return len({made_of(x) for x in converted(p)}) * MADE
     found = sum(PACKED + sum(map(_instructions, _own(x))) for x in converted(p))
     return len({made_of(x) for x in converted(p)}) * READ + found
-
-
-def alternate(p: Product, columns: int) -> bool:
-    """Whether two warpgroups with so many columns make their factors one after the other: where multiplying takes as
-    long as making, by the clocks of instructions, one multiplies meanwhile. Where it does not, both make at once, so
-    that each fills the gaps of the other.
-    """
-    return promotes(p) or len(p.sites[0].terms) * columns >= 16 * making(p)
-
-
-def shown(p: Product, groups: int, columns: int) -> float:
-    """Of the instructions that make an element, those that nothing hides: with so many warpgroups and columns."""
-    if promotes(p):
-        return making(p) * (1.0 if groups > 1 else MADE_ALONE / MADE)
-    return making(p) * (SHOWN if groups > 1 and alternate(p, columns) else 1.0)
 
 
 def _own(x: Any) -> list[l.Apply]:

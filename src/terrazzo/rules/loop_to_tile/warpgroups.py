@@ -20,13 +20,13 @@ from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
 from terrazzo.ir.sites import Product, called
 from terrazzo.rules.access import box
 from terrazzo.rules.loop_to_tile.making import (
+    MADE,
     MADE_ALONE,
     MADE_WAVES,
-    alternate,
     converted,
+    making,
     not_converted,
     promotes,
-    shown,
 )
 from terrazzo.rules.loop_to_tile.results import along, results
 from terrazzo.rules.loop_to_tile.threads import ceil, grid
@@ -354,7 +354,8 @@ def _meeting(p: Product, tile: Tile, has: Warpgroups) -> float:
 
 def _extra(p: Product, tile: Tile, gpu: Gpu) -> float:
     """Nanoseconds of a step that nothing hides: threads make factors of what lies in shared memory, and add up sums."""
-    made = shown(p, tile.groups, tile.n) * tile.m * tile.k
+    turns = not promotes(p) or tile.groups > 1
+    made = making(p) * (1 if turns else MADE_ALONE / MADE) * tile.m * tile.k
     alone = PROMOTION * _promotions(p, tile) if promotes(p) and tile.groups == 1 else 0.0
     return alone + made * gpu.processors / (gpu.fma / 2)
 
@@ -399,7 +400,7 @@ def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
     blocks = gpu.processors // t.blocks * t.blocks
     walk = (("persistent", (blocks,), order),) if t.share == 1 else ()
     registers = (("registers", REGISTERS[t.groups]),) if t.share == 1 else ()
-    lag = (("lag", True),) if converted(p) and t.groups > 1 and alternate(p, t.n) else ()
+    lag = (("lag", True),) if converted(p) and t.groups > 1 else ()  # one makes a factor while another multiplies
     roles = ("load", Word("warp", (1,))), ("math", Word("warpgroup", (t.groups,))), *registers, *lag
     each = (Factor("reg", t.each),) if t.each > 1 else ()
     site = Site(

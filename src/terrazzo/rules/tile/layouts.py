@@ -17,7 +17,7 @@ from terrazzo.ir.sites import made_of
 from terrazzo.rewrite.rule import need, rule
 from terrazzo.rules.loop.parts import counted
 from terrazzo.rules.tile.draft import Draft
-from terrazzo.rules.tile.products import CONVERTED, HELD
+from terrazzo.rules.tile.products import CONVERTED
 from terrazzo.rules.tile.rings import axis_called, operand_text
 
 
@@ -63,7 +63,7 @@ def _factors(plan: Plan, draft: Draft, p: Product, instruction: Matrix) -> Itera
                 assert x is not None
                 by = "parts" if counted([term for term in terms if made_of(term) is x], x) else "ld"
                 yield Convert(streams[operand_text(x)].name, to, by, str(instruction.a.layout))
-        elif source in ("ldmatrix", HELD):
+        elif source == "ldmatrix":
             for x in terms:
                 s = streams[operand_text(x)]
                 move, layout = fragments(draft, p, instruction, letter, s)

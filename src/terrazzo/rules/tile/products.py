@@ -23,8 +23,6 @@ from terrazzo.rules.tile.draft import Draft, axis_name
 
 CONVERTED = "converted"
 """Where a first factor comes from that threads make in registers of a slab that lies in shared memory."""
-HELD = "held"
-"""Where a first factor comes from whose fragments stay in registers for a tile."""
 THREADS = ("warp", "warpgroup", "lane")
 
 
@@ -49,7 +47,7 @@ def place_products(plan: Plan, draft: Draft) -> Plan | None:
         site = draft.site(name)
         assert site is not None
         rows = tuple(map(axis_name, box(draft, site, instruction, m, n)))
-        held = "values" in (a, b) or (a in ("ldmatrix", CONVERTED, HELD) and warps(instruction) > 1)
+        held = "values" in (a, b) or (a in ("ldmatrix", CONVERTED) and warps(instruction) > 1)
         need(not (rows and held), f"{name}: what lies in registers is no box of several axes")
         promote = promoted(draft, together)
         lines.append(Product(tuple(together), on, agent, (), axis_name(m), axis_name(n), a, b, promote, rows))
@@ -257,8 +255,6 @@ def _sources(draft: Draft, site: Site, instruction: Matrix | None, c: Contractio
     if warps(instruction) > 1:
         held = [draft.held(site, called(operand(f))).place for f in (a, b)]
         need(not _computed(b) and held[1] == "smem", "wgmma reads its second factor from shared memory")
-        if held[0] == "reg" and stays(draft, c, operand(a)):
-            return HELD, "shared"
         if held[0] == "reg":
             need(
                 len(draft.products) == len(c.terms) == 1,
@@ -305,12 +301,6 @@ def converts(draft: Draft, site: Site, c: Contraction, a: Node) -> bool:
     need(not chain, f"{name}: fragments are not made for a chain of products")
     need(draft.schedule.options("roles"), f"{name}: fragments are made of what others load, and there are no roles")
     return True
-
-
-def stays(draft: Draft, c: Contraction, a: Node) -> bool:
-    """Whether the first factor of a product inside a chain is the same in all steps of a tile."""
-    last = draft.products[list(draft.products)[-1]].reduce
-    return c.reduce.axes != last.axes and len(c.terms) == 1 and isinstance(a, l.Load) and a.free.isdisjoint(last.axes)
 
 
 def _computed(factor: Node) -> bool:

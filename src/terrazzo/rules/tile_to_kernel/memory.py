@@ -10,7 +10,7 @@ from terrazzo.ir.node import Node
 from terrazzo.ir.plan import Plan, Product, Ring, Stream
 from terrazzo.rules.tile.digits import Bindings
 from terrazzo.rules.tile.draft import Draft
-from terrazzo.rules.tile.products import CONVERTED, HELD
+from terrazzo.rules.tile.products import CONVERTED
 from terrazzo.rules.tile.rings import brought, operand_text
 from terrazzo.rules.tile.slabs import slab_type
 from terrazzo.rules.tile.vectors import vectors
@@ -87,5 +87,5 @@ def freed_by_teams(plan: Plan, ring: Ring) -> bool:
     users = [p for p in plan.all(Product) if ring.name in p.rings]
     if any(s.read for s in plan.all(Stream) if s.ring == ring.name):
         return False
-    held = any({p.a, p.b} & {"ldmatrix", CONVERTED} or (p.a == HELD and not ring.over) for p in users)
+    held = any({p.a, p.b} & {"ldmatrix", CONVERTED} for p in users)
     return any(warps(matrix(p.on)) > 1 for p in users) and not held

@@ -66,7 +66,7 @@ class Group:
     columns, `k` is what a step goes along; `values` has the factors that lie in registers already, in place of slabs. A
     warpgroup's sums begin with the first product where `step` is 0. `where` says where the loops inside a step are. A
     warpgroup's first factor comes to the registers `turns`, where there are such: to one half of them while the other
-    is multiplied; or all of it is in those `held` for the tile. `converts` says how factors come to fragments.
+    is multiplied. `converts` says how factors come to fragments.
     """
 
     sites: tuple[Contraction, ...]
@@ -83,7 +83,6 @@ class Group:
     where: dict[Any, IntExpr]
     turns: k.Registers | None = None
     converts: tuple[Convert, ...] = ()
-    held: k.Registers | None = None
 
     @property
     def axes(self) -> tuple[Any, ...]:
@@ -289,14 +288,12 @@ class Multiply:
                     at_a = self._held(group, held, rows, instruction)
                 elif group.turns is not None:
                     left, at_a = group.turns, self._half(group, instruction, group.slabs[operand(a)])
-                elif group.held is not None:
-                    left, at_a = group.held, self._half(group, instruction, group.slabs[operand(a)])
                 else:
                     left, at_a = self._operand(group, operand(a), axis, depth)
                 assert isinstance(right, k.Shared)
                 turned = "".join(
                     x for x, place in (("a", a), ("b", b)) if operand(place) in group.slabs
-                    and (x == "b" or group.turns is group.held is None)
+                    and (x == "b" or group.turns is None)
                     and group.slabs[operand(place)].parts[-1].axis is not axis
                 )  # fmt: skip
                 product = k.MultiplyAsync(
@@ -314,19 +311,6 @@ class Multiply:
     def _turn(self, group: Group, instruction: WarpgroupInstruction) -> None:
         """Fragments of the first factor come to one half of its registers, once these were multiplied."""
         assert group.turns is not None
-        self.builder.add(k.WaitGroups(group.turns.type.static_shape[0] - 1, "wgmma"))
-        self._fragments(group, instruction)
-        self.builder.add(k.Fence("wgmma"))
-
-    def hold(self, group: Group) -> None:
-        """All fragments of the first factor come to the registers that hold them for the tile."""
-        assert isinstance(group.instruction, WarpgroupInstruction)
-        steps, _ = group.depth(group.k)
-        bring = partial(self._fragments, group, group.instruction)
-        self.builder.loops([(d.variable, True) for d in steps], bring)
-
-    def _fragments(self, group: Group, instruction: WarpgroupInstruction) -> None:
-        """The fragments of a part of a step's k come to their registers."""
         (_, depth), slab = group.depth(group.k), group.slabs[operand(group.terms(group.sites[0])[0][0])]
         move, layout, rows = group.brought(slab, "a")
         first, down = (spread(component(rows, layout, c)) for c in "km")
@@ -339,25 +323,22 @@ class Multiply:
         ]
         load = k.LoadMatrix(
             move.name,
-            self._place(group),
+            group.turns,
             self._half(group, instruction, slab),
             slab.place,
             slab.seen(group.slot(slab), at, group.where),
         )
         regs = [(d.variable, True) for p in slab.parts for d in p.digits if d.level == "reg" and p.axis is not group.k]
+        self.builder.add(k.WaitGroups(group.turns.type.static_shape[0] - 1, "wgmma"))
         self.builder.loops(regs, partial(self.builder.add, load))
+        self.builder.add(k.Fence("wgmma"))
 
     def _half(self, group: Group, instruction: WarpgroupInstruction, slab: Slab) -> tuple[IntExpr, ...]:
         """Where the fragments of a part of a step are."""
+        assert group.turns is not None
         steps, _ = group.depth(group.k)
         regs = [d.value for p in slab.parts for d in p.digits if d.level == "reg" and p.axis is not group.k]
-        return (value(steps) // instruction.shape[2] % self._place(group).type.static_shape[0], *regs, 0)
-
-    def _place(self, group: Group) -> k.Registers:
-        """The registers that fragments of a warpgroup's first factor come to."""
-        found: k.Registers | None = group.held if group.turns is None else group.turns
-        assert found is not None
-        return found
+        return (value(steps) // instruction.shape[2] % group.turns.type.static_shape[0], *regs, 0)
 
     def _operand(self, group: Group, term: Node, axis: Any, depth: IntExpr) -> tuple[k.Shared, tuple[IntExpr, ...]]:
         """Where an instruction's part of a slab begins."""

@@ -15,7 +15,6 @@ from typing import Any
 
 from terrazzo.hw.products import matrix
 from terrazzo.hw.wgmma import WarpgroupInstruction
-from terrazzo.ir.contraction import Contraction
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, Var
@@ -26,7 +25,7 @@ from terrazzo.ir.types import u32
 from terrazzo.rules.tile.agents import LOAD
 from terrazzo.rules.tile.digits import Bindings, Digit, zero
 from terrazzo.rules.tile.draft import Draft, axis_name
-from terrazzo.rules.tile.products import CONVERTED, HELD
+from terrazzo.rules.tile.products import CONVERTED
 from terrazzo.rules.tile.rings import axis_called, brought, outermost, rounds, staggered, steps, twin_axes
 from terrazzo.rules.tile.spans import span, spanned
 from terrazzo.rules.tile.vectors import vectors
@@ -71,7 +70,6 @@ class Pipeline:
         self.fragments: dict[l.Reduce, Fragment] = {}
         self.promotion = Promotion(builder, bindings)
         self.turns: k.Registers | None = None  # what a warpgroup's first factor comes to, where it is in registers
-        self.held: dict[str, k.Registers] = {}  # the first factors of products that stay in registers
         self.slabs: dict[Node, Slab] = {}
         self.factors = Factors(draft, plan, bindings, self.copies, self.fragments, self.part, self.beside)
         self.converted = Converted(draft, plan, bindings, self.copies, self.slabs, self.slot)
@@ -145,17 +143,9 @@ class Pipeline:
         held = [r for r in self.rings if not r.over]
         for ring in held:
             self.wait(ring, 0)
-        for p in self.plan.all(Product):
-            if p.a == HELD:
-                self.hold(p)
-        kept = {name for p in self.plan.all(Product) if p.a == HELD for name in p.rings}
-        for ring in held:
-            if ring.name in kept:
-                self.free(ring, 0)
         self.visiting.go_around(partial(self.multiplied, {r.name for r in held}))
         for ring in held:
-            if ring.name not in kept:
-                self.free(ring, 0)
+            self.free(ring, 0)
         self.pass_turn()
         self.factors.finish()
         self.meet(self.plan.all(Product)[-1])
@@ -381,17 +371,6 @@ class Pipeline:
             halves = 1 if math.prod(d.size for d in inner if d.level == "reg") % 2 else 2
             self.turns = self.builder.registers("turn", u32, [halves, *down, instruction.a.registers])
 
-    def hold(self, p: Product) -> None:
-        """The first factor of a product comes to registers for the tile, and its slot may be filled again."""
-        site, instruction = self.draft.site(p.sites[0]), matrix(p.on)
-        assert isinstance(instruction, WarpgroupInstruction)
-        reduce = self.draft.products[p.sites[0]].reduce
-        down = [d.size for d in self.part(axis_called(self.draft, p.m), site).digits if d.level == "reg"]
-        inner = [d.size for a in reduce.axes for d in self.inner(a, site) if d.level == "reg"]
-        place = self.builder.registers("held", u32, [math.prod(inner), *down, instruction.a.registers])
-        self.held[p.sites[0]] = place
-        self.multiply.hold(self.group(p, 0, (self.draft.products[p.sites[0]],)))
-
     def products(
         self,
         p: Product,
@@ -432,36 +411,22 @@ class Pipeline:
         sites = tuple(self.draft.products[x] for x in p.sites)
         scales = sites[0].scales
         sites = tuple(c.scaled(scale) for c in sites) if p.promote else sites
-        totals = tuple(self.fragments[c.reduce] for c in sites)
-        fragments = self.promotion.begin(totals, scale, scale == scales[0]) if p.promote else totals
-        group = self.group(p, t, sites, fragments, values, slots, piece)
-        loops = [(v, False) for v in group.where.values() if isinstance(v, Var)]
-        self.builder.loops(loops, lambda: self.multiply.write(group))
-
-    def group(
-        self,
-        p: Product,
-        t: IntExpr,
-        sites: tuple[Contraction, ...],
-        fragments: tuple[Fragment, ...] = (),
-        values: dict[Node, k.Registers] | None = None,
-        slots: dict[str, IntExpr] | None = None,
-        piece: tuple[int, int] = (0, 1),
-    ) -> Group:
-        """Products of step t, with what is where."""
         site = self.draft.site(p.sites[0])
         inner = {a: self.inner(a, site, *piece) for a in sites[0].reduce.axes}
         given = {r.name: (slots or {}).get(r.name, self.slot(r, t)[0]) for r in self.rings}
         m, n = (axis_called(self.draft, x) for x in (p.m, p.n))
+        totals = tuple(self.fragments[c.reduce] for c in sites)
+        fragments = self.promotion.begin(totals, scale, scale == scales[0]) if p.promote else totals
         slabs = {x: s for x, s in self.slabs.items() if any(x in c.operands for c in sites)}
         step = sum(self.visiting.rounds, start=t) if self.outermost(p) and not p.promote else 0
         depth = next((a for a in inner if self.draft.length(a, site) > 1), sites[0].reduce.axes[-1])
         where: dict[Any, IntExpr] = {a: self.bindings.loop_variable("s", a.extent) for a in spanned(self.draft)}
         converts = tuple(x for x in self.plan.all(Convert) if x.to.rpartition(".")[0] == p.sites[0])
-        return Group(
-            sites, fragments, matrix(p.on), inner, m, n, depth, slabs, given, values or {}, step, where, self.turns,
-            converts, self.held.get(p.sites[0]),
-        )  # fmt: skip
+        group = Group(
+            sites, fragments, matrix(p.on), inner, m, n, depth, slabs, given, values, step, where, self.turns, converts
+        )
+        loops = [(v, False) for v in where.values() if isinstance(v, Var)]
+        self.builder.loops(loops, lambda: self.multiply.write(group))
 
     def inner(self, axis: Any, site: Any, piece: int = 0, pieces: int = 1) -> tuple[Digit, ...]:
         """The digits of a reduce axis inside a step, or a piece of it: the loop over instructions is a part then."""

@@ -25,8 +25,6 @@ enum class bf16 : uint16_t {};
 template <class To, class From> TZ To tz_bits(From x) { To y; static_assert(sizeof(To) == sizeof(From)); memcpy(&y, &x, sizeof y); return y; }
 
 // Conversions of 16-bit floats are integer arithmetic without branches, so that they vectorise with every compiler.
-template <class T> constexpr bool tz_byte = false;
-template <class T> TZ float tz_from_byte(T x) { return (float)x; }
 TZ float tz_widen(bf16 x) { return tz_bits<float>((uint32_t)x << 16); }
 TZ float tz_widen(f16 x) {
   float scaled = tz_bits<float>(((uint32_t)x & 0x7fffu) << 13) * 0x1p112f;  // moves the exponent's bias; subnormals come out normal

@@ -59,10 +59,6 @@ template <> struct numeric_limits<double> {
 };
 }  // namespace std
 
-// Bytes become the last bits of a float: that takes no conversion, of which few begin at once.
-template <class T> constexpr bool tz_byte = std::is_same_v<T, i8> || std::is_same_v<T, u8>;
-TZ float tz_from_byte(u8 x) { return __uint_as_float(0x4b000000u | x) - 8388608.0f; }
-TZ float tz_from_byte(i8 x) { return __uint_as_float(0x4b000000u | (u8)(x ^ 0x80)) - 8388736.0f; }
 TZ float tz_widen(bf16 x) { return __uint_as_float((u32)x << 16); }
 TZ float tz_widen(f16 x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"((u16)x)); return y; }
 TZ f16 tz_narrow_f16(float x) { u16 y; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x)); return (f16)y; }
