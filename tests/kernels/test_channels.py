@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from tests.kernels.programs import lowered
 
 from terrazzo.front.capture import capture
+from terrazzo.ir.dialects import kernel as k
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 
@@ -62,6 +63,38 @@ def test_what_follows_a_reduction_is_computed_in_its_kernel_where_rows_are_short
     softmax = lambda x: torch.softmax(x, 1)  # noqa: E731
     assert kernels(softmax, 16, 21, 512, 512) == kernels(layer_norm, 32, 96, 56, 56) == 1
     assert kernels(softmax, 16, 2048, 64, 64) > 1
+
+
+def test_rows_that_data_picks_stay_in_registers_beside_their_numbers() -> None:
+    """Columns side by side have one number: it is kept once for both, not once for each."""
+    torch.manual_seed(1)
+    table, rows = random(30000, 16, dtype=torch.bfloat16), torch.randint(0, 30000, (1200, 39))
+    found = lowered(lambda rows, table: table[rows].var(1), (rows, table), "sm_90a")
+    ((_, schedule),) = found.lowering.at("tile").schedules
+    assert dict(schedule.operands).keys() == {"rows", "table"}
+    (kernel,) = found.kernels
+    kept = [s.place for s in k.walk(kernel.body) if isinstance(s, k.Declare)]
+    sizes = {b.name.rsplit("_", 1)[0]: b.type.shape for b in kept}
+    assert len(sizes["table"]) == 2
+    assert sizes["rows"] == sizes["table"][:1]
+    (ours,) = found.simulated()
+    exact = table.double()[rows].var(1).numpy()
+    np.testing.assert_allclose(np.asarray(ours, np.float64), exact, rtol=1e-2, atol=1e-2)
+
+
+def test_what_one_loop_reads_for_several_sums_is_not_kept() -> None:
+    """Nothing is read again of the vectors of a factorisation machine, whose sums one loop carries."""
+    torch.manual_seed(1)
+    table, rows = torch.randint(-1, 3, (30000, 16)).bfloat16(), torch.randint(0, 30000, (1200, 39))
+
+    def pairs(rows: Any, table: Any) -> Any:
+        v = table[rows]
+        return v.sum(1).square() - v.square().sum(1)
+
+    found = lowered(pairs, (rows, table), "sm_90a")
+    assert not any(schedule.operands for _, schedule in found.lowering.at("tile").schedules)
+    (ours,) = found.simulated()
+    np.testing.assert_array_equal(np.asarray(ours, np.float64), pairs(rows, table).double().numpy())
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 200, 300), (70000, 8)])

@@ -12,7 +12,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import substitute, topological
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site
 from terrazzo.rules.access import WIDEST
-from terrazzo.rules.loop_to_tile.rows import column_of, leaves, loaded, parts
+from terrazzo.rules.loop_to_tile.rows import column_of, leaves, loaded, parts, reducing
 from terrazzo.rules.loop_to_tile.threads import (
     DEAR,
     KEPT,
@@ -215,7 +215,8 @@ def held(kernel: l.Kernel, gpu: Gpu) -> Schedule | None:
     column, points = column_of(rows, top) if top else None, math.prod(map(size_of, rows))
     if column is None or kernel.scans or len(inner) > 1 or any(len(r.axes) != 1 for r in top):
         return None
-    along = [(r.axes[0], leaves([r])) for r in top] + [(a, kernel.stores) for a in inner]
+    loops = [[r for r in s.carried if r in top] for s in reducing(n.nest(kernel))]
+    along = [(rs[0].axes[0], leaves(rs)) for rs in loops if rs] + [(a, kernel.stores) for a in inner]
     again = _read_again(along, column)[:2]
     lengths = {size_of(a) for a, _ in along}
     if len(lengths) > 1 or not again or any(step(s, a) == 1 for s in kernel.stores for a in inner):

@@ -67,19 +67,16 @@ def _rows(kernel: l.Kernel, top: Sequence[l.Reduce]) -> list[Any]:
 
 def _outermost(kernel: l.Kernel) -> list[l.Reduce]:
     """Reductions that are in no other one."""
-    found: list[l.Reduce] = []
-    for s in n.nest(kernel):
-        found += _carried(s)
-    return found
+    return [r for s in reducing(n.nest(kernel)) for r in s.carried if isinstance(r, l.Reduce)]
 
 
-def _carried(s: n.Statement) -> Iterator[l.Reduce]:
-    if isinstance(s, n.Loop):
-        if s.kind == "reduce":
-            yield from (r for r in s.carried if isinstance(r, l.Reduce))
-        else:
-            for x in s.body:
-                yield from _carried(x)
+def reducing(body: Sequence[n.Statement]) -> Iterator[n.Loop]:
+    """The loops of reductions that are in no other one. One loop may carry several."""
+    for s in body:
+        if isinstance(s, n.Loop) and s.kind == "reduce":
+            yield s
+        elif isinstance(s, n.Loop):
+            yield from reducing(s.body)
 
 
 def leaves(reduces: Sequence[l.Reduce]) -> list[Any]:

@@ -366,8 +366,8 @@ class Walker:
         looped = [d for ds in digits for d in ds if d.level in LOOPED]
         if not self.keep or any(d.level == "time" for d in looped):
             return
-        variables = tuple(d.value for d in looped)  # columns that lie side by side come last, and are the same in all
-        same = {v: Var(f"kept{p}", d.size) for p, (v, d) in enumerate(zip(variables, looped, strict=True))}
+        columns = self.accumulators.columns  # what is the same for all of them is kept once
+        same = {d.value: Var(f"kept{p}", d.size) for p, d in enumerate(looped)}
         summands = {a for r in s.carried if self.names[r] in self.keep for a in r.args}
         made = dict(inner.env)  # what every term is made of, down to what registers hold
         for x in s.body:
@@ -376,13 +376,15 @@ class Walker:
             made[x.term] = substitute(x.term, made)
             key = substitute(made[x.term], same)
             wanted = x.term.buffer.name in self.keep if isinstance(x.term, l.Load) else x.term in summands
+            own = [d for d in looped if d is not columns or mentions(made[x.term], d.variable)]
+            variables = tuple(d.value for d in own)
             if key in scope.places:
                 inner.env[x.term] = made[x.term] = l.Load(scope.places[key], variables)
             elif wanted:
                 name = x.term.buffer.name if isinstance(x.term, l.Load) else "term"
                 guarded = isinstance(x.term, l.Load) and x.term.inside  # it is 0 where nothing is loaded
                 init = l.Literal(zero(x.term.dtype), x.term.dtype) if guarded else None
-                scope.places[key] = self.builder.registers(name + "_", x.term.dtype, [d.size for d in looped], init)
+                scope.places[key] = self.builder.registers(name + "_", x.term.dtype, [d.size for d in own], init)
                 inner.kept[x.term] = scope.places[key], variables
                 made[x.term] = l.Load(scope.places[key], variables)
 
