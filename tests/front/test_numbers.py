@@ -12,6 +12,8 @@ import terrazzo
 from terrazzo.front.capture import capture
 from terrazzo.ir.text import parse, show
 from terrazzo.options import Options
+from terrazzo.pipelines import stages
+from terrazzo.rewrite.rule import Log
 from terrazzo.run.plan import decode, encode
 
 
@@ -31,6 +33,19 @@ def test_numbers_that_vmap_converts(tmp_path: Path) -> None:
     ours = terrazzo.compile(energies, x, options=Options(target="interpreter", cache_dir=tmp_path))
     assert not ours.compiled.fallbacks
     torch.testing.assert_close(ours(x), energies(x))
+
+
+def test_what_has_its_type_already_is_not_stored_twice() -> None:
+    """Axes of one number are no reason to read it elsewhere."""
+
+    def twice(x: Any) -> Any:
+        y = x.exp()
+        return y, torch.ops.aten._to_copy.default(y, dtype=y.dtype)
+
+    options = Options(target="interpreter")
+    found = stages(capture(twice, (torch.randn(1, 1, 5),)).program, options, Log(), ("torch_to_tensor",))
+    first, second = found[-1][1].results
+    assert second is first
 
 
 def test_complex_numbers_are_arguments_of_what_pytorch_runs(tmp_path: Path) -> None:

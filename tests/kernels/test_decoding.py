@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from tests.kernels.programs import Lowered, lowered
 from tests.kernels.test_attention import close, grouped, lines, plain, tensors
 
+from terrazzo.errors import UserError
 from terrazzo.interp import kernel as simulator
 from terrazzo.ir.plan import Combine, Order
 from terrazzo.ir.schedule import Word
@@ -118,3 +119,26 @@ def test_keys_may_be_split_over_the_grid_by_a_schedule(keys: int) -> None:
     assert (part.name, part.grid, part.warps, whole.name) == (f"{name}_part", 16, 4, name)
     assert rules(found) == ["pin", "finish"]
     close(found, grouped, args)
+
+
+def written(q: Any, k: Any, v: Any) -> Any:
+    """With a key for each query, as nothing is hidden: the maximum is in the sums alone."""
+    return torch.softmax(q @ k.transpose(-1, -2), -1) @ v
+
+
+@pytest.mark.parametrize("fn", [plain, written])
+@pytest.mark.parametrize(
+    ("site", "line", "why"),
+    [("", "r1 = reg(512)", "leave r1 out"), ("acc0", "r1 = warp(4) * reg(128)", "does not fit a piece that blocks")],
+)
+def test_steps_that_blocks_share_are_bound_once(fn: Any, site: str, line: str, why: str) -> None:
+    """The maximum of the scores goes along the same keys: it is cut as they are."""
+    args = tensors((2, 2, 16, 128), (2, 2, 512, 128), (2, 2, 512, 128))
+    name = lowered(fn, args, "sm_80").kernels[-1].name
+    given = NINE.format(name=name, pieces=4)
+    more = f'    with site("{site}"):\n        {line}\n' if site else f"    {line}\n"
+    at = given.index(f'    with site("{name if site else "acc3"}"')
+    with pytest.raises(UserError, match=why) as e:
+        lowered(fn, args, "sm_80", schedules=(given[:at] + more + given[at:],))
+    _, word = e.value.about[0]
+    assert (word.site, word.line) == (site, "r1")

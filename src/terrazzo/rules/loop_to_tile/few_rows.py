@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from terrazzo.errors import UserError, about
 from terrazzo.ir.address import unflatten
 from terrazzo.ir.contraction import nested_contraction
 from terrazzo.ir.dialects import loop as l
@@ -324,6 +325,8 @@ def pinned_frames(kernel: l.Kernel, schedule: Schedule) -> tuple[l.Kernel, Sched
     """A chain in a moving frame as two kernels, where its schedule binds the steps to the grid: that of states, with
     the rest of the schedule, and that which combines them. None where it binds them to no grid, or nothing is in a
     frame.
+
+    UserError where the schedule binds other axes of the steps as well: they are cut as these are.
     """
     c = chain(kernel)
     binding = dict(schedule.axes).get(axis_name(c.steps), ()) if c is not None else ()
@@ -332,6 +335,14 @@ def pinned_frames(kernel: l.Kernel, schedule: Schedule) -> tuple[l.Kernel, Sched
     grid, *rest = binding
     if (made := split_frames(kernel, grid.size, math.prod(f.size for f in rest))) is None:
         return None
+    steps = axis_name(c.steps)
+    sums = [r for r in accumulators(kernel).values() if isinstance(r, l.Reduce)]
+    alike = {axis_name(a) for r in sums for a in r.axes if a is not c.depth} - {steps}
+    for a in (a for a, _ in schedule.axes if a in alike):
+        with about(*schedule.part("", a)):
+            raise UserError(
+                f"the schedule of {kernel.name}: blocks share {steps}, and {a} goes along the same steps: leave {a} out"
+            )
     first, second = made
     (found,) = [x for x in [chain(first)] if x is not None]
     called = {c.inner: found.inner, c.outer: found.outer, kernel.stores[0].buffer.name: f"{kernel.name}_part"}
@@ -343,7 +354,8 @@ def pinned_frames(kernel: l.Kernel, schedule: Schedule) -> tuple[l.Kernel, Sched
         )
         for s in schedule.sites
     )
-    steps, part = axis_name(c.steps), first.axes[0]
+    part = first.axes[0]
     axes = tuple((axis_name(found.steps), tuple(rest)) if a == steps else (a, b) for a, b in schedule.axes)
     whole = (part.name, (replace(grid, size=_size(part)),))
-    return first, replace(schedule, kernel=first.name, axes=(whole, *axes), sites=sites), second
+    bound = replace(schedule, kernel=first.name, axes=(whole, *axes), sites=sites, origin=schedule)
+    return first, bound, second

@@ -47,13 +47,20 @@ def as_pinned(forms: Sequence[l.Kernel], pinned: Mapping[str, Schedule], gpu: Gp
 
 
 def in_two(done: Chosen, gpu: Gpu) -> Candidate:
-    """A kernel as it was pinned: as two, where the schedule binds an axis that is reduced to the grid."""
+    """A kernel as it was pinned: as two, where the schedule binds an axis that is reduced to the grid; UserError where
+    the rest of it fits no piece.
+    """
     kernel, chosen, rule, reason = done
     framed = pinned_frames(kernel, chosen)
     found = framed or pinned_split(kernel, chosen)
     if found is None:
         return Candidate((done,))
     first, bound, second = found
+    try:
+        tile.fit(bound, first)
+    except UserError as why:
+        with about(*why.about, *chosen.part()):
+            raise UserError(f"the schedule of {kernel.name} does not fit a piece that blocks share: {why}") from why
     rest = (second, reductions.finish(second, gpu), "finish", "partial states meet, in order")
     rewrite = "split_frames" if framed else "split"
     return Candidate(((first, bound, rule, reason), rest), ((rewrite, kernel, (first, second)),))

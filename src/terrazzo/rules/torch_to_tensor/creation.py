@@ -6,6 +6,7 @@ from typing import Any
 
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects.torch import Aten
+from terrazzo.ir.node import Node
 from terrazzo.ir.types import f64, i64
 from terrazzo.rewrite.rule import Rule, need
 from terrazzo.rules.torch_to_tensor.common import aten, operand, result
@@ -125,11 +126,11 @@ TRIANGLE_INDICES = (_triangle_indices("tril", True), _triangle_indices("triu", F
 
 @aten("_to_copy.default", "to.dtype", "prims.convert_element_type.default")
 def to_copy(node: Aten, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """x in another type, rounded once. vmap writes numbers so."""
+    """x in another type, rounded once, and x itself where that is its type. vmap writes numbers so."""
     need(kwargs.get("device") is None or "cpu" in str(kwargs["device"]), "it moves the tensor to another device")
     kind = type(x).__name__ if isinstance(x, bool | int | float | complex) else x.type.dtype.kind
     need("complex" not in (kind, result(node).dtype.kind), "complex numbers are not compiled")
-    return operand(x, result(node).dtype, result(node).shape)
+    return t.cast(x, result(node).dtype) if isinstance(x, Node) else operand(x, result(node).dtype, result(node).shape)
 
 
 @aten(
