@@ -404,28 +404,3 @@ def test_threads_have_short_rows_beside_which_most_is_computed(taps: int, alone:
     done = lowering(capture(filtered, given, {}).program, Options(target="sm_90a", libraries="never")).at("tile")
     last = str(done.schedules[-1][1])
     assert ("site" not in last) is alone, last
-
-
-def decomposed(x: Any) -> Any:
-    """A series without its moving average: time lies across memory where it is read, and along it where stored."""
-    y = x.transpose(1, 2)
-    slow = F.avg_pool1d(F.pad(y, (12, 12), mode="replicate"), 25, 1)
-    return (y - slow).contiguous(), slow
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_long_windows_read_across_memory_is_copied_first(dtype: torch.dtype) -> None:
-    """Lanes would lie across memory in 25 loads of a point, or in its stores; a mean of two points is not worth it."""
-    found = lowering_of(decomposed, (torch.empty((64, 512, 321), dtype=dtype, device="meta"),))
-    first, second = found.at("tile").loop.steps
-    assert first.stores[0].buffer.type.strides == (512 * 321, 1, 512)
-    assert second.reads == (first.stores[0].buffer,)
-    short = lowering_of(lambda x: F.avg_pool1d(x.transpose(1, 2), 2, 1), (torch.empty((64, 512, 321), device="meta"),))
-    assert len(short.at("tile").loop.steps) == 1
-
-
-def test_windows_of_what_was_copied_are_right(many: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(windows, "copying", lambda copy, gpu: 0.0)
-    found = programs.lowered(lambda x: decomposed(x)[0], (r(2, 96, 35),), "sm_90a")
-    assert len(found.kernels) == 2
-    right(found)

@@ -86,7 +86,7 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick:
 def _windows(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
     """Windows, of which a thread computes several points together."""
     if (found := windows.window(kernel, gpu)) is not None:
-        first, _ = copied(found.copies, "lanes of a window read what lies side by side", gpu, pinned)
+        first, _ = copied(found.copies, "a thread reads the filters of points that lie side by side", gpu, pinned)
         done = joined((first, Candidate(((found.kernel, found.schedule, "window", str(found)),))))
         rewrite = "copied_along" if found.copies else "collapse"
         yield done.after((rewrite, kernel, (*found.copies, found.kernel)))

@@ -189,13 +189,11 @@ def padded(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
 
 SMALL = 8
 """How many times smaller than the largest a buffer is at least that is copied for how it lies in memory."""
-AGAIN = 16
-"""How many times each element of a buffer is read at least, on average, for which a larger one is copied so too."""
 
 
 def copied_along(kernel: l.Kernel, axis: Any) -> tuple[l.Kernel, ...]:
-    """Copies of the buffers of which an axis of points walks a dimension in long steps, with that dimension contiguous,
-    and `kernel`, which reads these: of small buffers, and of those whose elements long windows read again and again.
+    """Copies of the small buffers of which an axis of points walks a dimension in long steps, with that dimension
+    contiguous, and `kernel`, which reads these.
 
     @loop
     def f(x: f32[40, 3], w: f32[3, 4]):
@@ -231,11 +229,9 @@ def copied_along(kernel: l.Kernel, axis: Any) -> tuple[l.Kernel, ...]:
     largest = max((math.prod(x.buffer.type.static_shape) for x in loads), default=0)
     copies: dict[l.Buffer, l.Kernel] = {}
     taken: dict[Node, l.Load] = {}
-    again = {x.buffer: d for x in loads if (d := _read_again(x, axis)) is not None}
     for x in loads:
-        dimension = again.get(x.buffer, _dimension(x, axis))
-        small = math.prod(x.buffer.type.static_shape) * SMALL <= largest
-        if dimension is None or _contiguous(x, axis) or not (small or x.buffer in again):
+        dimension = _dimension(x, axis)
+        if dimension is None or _contiguous(x, axis) or math.prod(x.buffer.type.static_shape) * SMALL > largest:
             continue
         if x.buffer not in copies:
             copies[x.buffer] = _copy(f"{kernel.name}_{x.buffer.name}", x.buffer, dimension)
@@ -298,17 +294,6 @@ def _dimension(x: l.Load, axis: Any) -> int | None:
     """The dimension that an axis walks by itself, where it is in no other."""
     found = [d for d, e in enumerate(x.index) if mentions(e, axis)]
     return found[0] if len(found) == 1 and x.index[found[0]] is axis else None
-
-
-def _read_again(x: l.Load, axis: Any) -> int | None:
-    """The dimension that an axis walks beside the steps of a long window, where memory does not run along it."""
-    found = [d for d, e in enumerate(x.index) if mentions(e, axis)]
-    places = math.prod(a.extent for a in x.free)
-    if len(found) != 1 or x.inside or places < AGAIN * math.prod(x.buffer.type.static_shape):
-        return None
-    steps = [s for s, n in zip(x.buffer.type.element_strides, x.buffer.type.static_shape, strict=True) if n != 1]
-    (dimension,) = found
-    return dimension if 1 in steps and x.buffer.type.element_strides[dimension] != 1 else None
 
 
 def _copy(name: str, source: l.Buffer, last: int, room: int = 1) -> l.Kernel:

@@ -24,7 +24,6 @@ from terrazzo.ir.node import Node, topological
 from terrazzo.ir.schedule import Factor, Schedule, Site
 from terrazzo.ir.sites import product
 from terrazzo.rules.access import WIDEST
-from terrazzo.rules.loop_to_tile.boxes import copying
 from terrazzo.rules.loop_to_tile.cache_lines import at_once, lines_of, stride_of
 from terrazzo.rules.loop_to_tile.collapse import collapse
 from terrazzo.rules.loop_to_tile.packed import copied_along
@@ -91,7 +90,7 @@ def window(kernel: l.Kernel, gpu: Gpu) -> Window | None:
     for axis in form.lanes:
         *copies, other = copied_along(kernel, axis)
         if copies and (new := _form(other)) is not None:
-            before = sum(copying(x, gpu) for x in copies)
+            before = sum(_copying(x, gpu) for x in copies)
             found += [_Way(new, w.lane, w.vector, w.points, w.serial, w.gpu, before, tuple(copies))
                       for w in _ways(new, gpu) if w.lane.name == axis.name]  # fmt: skip
     best = min(found, key=lambda w: (w.time, w.busy), default=None)
@@ -129,6 +128,11 @@ def _by_rows(form: _Form, gpu: Gpu) -> float:
     waits = max(1.0, gpu.processors * BUSY / rows)
     busy = rows * max(issued, ISSUES * lines) / (gpu.fma / 2 / WARP) * waits
     return max(busy, _moved_bytes(form) / gpu.memory) + gpu.launch
+
+
+def _copying(copy: l.Kernel, gpu: Gpu) -> float:
+    size = sum(2 * math.prod(s.buffer.type.static_shape) * s.buffer.type.dtype.size for s in copy.stores)
+    return gpu.launch + size / gpu.memory
 
 
 @dataclass(frozen=True)
