@@ -249,11 +249,7 @@ def _programs(record: Mapping[str, Any]) -> list[str]:
 
 
 SHAPES = {
-    "square": "squares, beside cuBLAS",
-    "proj": "projections of decoder models, beside cuBLAS",
     "proj32": "projections of Qwen2.5-7B in float32, their weights split at every call",
-    "odd": "products of odd sizes, beside cuBLAS",
-    "batched": "batched products, beside cuBLAS",
     "fused": "products with what surrounds them, beside the better of eager and torch.compile",
     "att": "attention, beside the best of eager, cuDNN and FlashAttention",
     "backward": "attention forward and backward, beside the same",

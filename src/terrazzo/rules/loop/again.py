@@ -22,6 +22,7 @@ from terrazzo.ir.sites import product
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.definitions import in_order
 from terrazzo.rules.loop.inline import inline
+from terrazzo.rules.loop.judging import Price, Refusal
 from terrazzo.rules.loop.online import apart, scaled, stays_finite, unrounded
 
 PASS = "online"
@@ -37,8 +38,6 @@ WIDE = 1.1
 MOST = 4
 """Products that make each other and are computed again in 32 bits, at most: gradients of attention have two."""
 
-Price = Callable[[Sequence[l.Kernel]], float]
-Refusal = Callable[[l.Kernel], str]
 Verdict = tuple[str, str]
 """Why products are not computed again, or nothing; and what both ways take."""
 Once = Callable[[Hashable, Callable[[Price, Refusal], Verdict]], Verdict]

@@ -6,19 +6,17 @@ compute these once, and bring in once what both multiply.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import substitute, topological
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.definitions import in_order
+from terrazzo.rules.loop.judging import Price, Refusal
 from terrazzo.rules.loop_to_tile.chain import Chain, chain
 
 PASS = "online"
 RULE = "chains_beside"
-
-Price = Callable[[Sequence[l.Kernel]], float]
-Refusal = Callable[[l.Kernel], str]
 
 
 def chains_beside(program: l.Program, log: Log, price: Price, refusal: Refusal) -> l.Program:

@@ -31,6 +31,7 @@ from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.definitions import in_order
 from terrazzo.rules.loop.fold import cheap, folded, negated
 from terrazzo.rules.loop.inline import axes_at, inline, unproved
+from terrazzo.rules.loop.judging import Refusal
 from terrazzo.rules.loop.lookups import operands_stored
 from terrazzo.rules.loop.told import both, conjuncts, every, masks, masks_told
 from terrazzo.rules.loop.weights import Known, plain
@@ -40,9 +41,6 @@ PASS = "online"
 LOG2E = math.log2(math.e)
 LOWEST = {-float(np.finfo(np.float32).max), -float(np.finfo(np.float16).max), -float.fromhex("0x1.fep127")}
 """The lowest numbers of f32, f16 and bf16."""
-
-Refusal = Callable[[l.Kernel], str]
-"""Why a kernel is not worth having, or nothing."""
 
 
 def online(program: l.Program, log: Log, refusal: Refusal, sizes: tuple[int, ...] = (2,)) -> l.Program:

@@ -6,7 +6,6 @@ head would store a gradient in 32 bits, and a kernel of its own would add them u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from terrazzo.ir.dialects import loop as l
@@ -15,13 +14,11 @@ from terrazzo.ir.node import topological, transform
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.definitions import in_order
 from terrazzo.rules.loop.inline import inline
+from terrazzo.rules.loop.judging import Price, Refusal
 from terrazzo.rules.loop_to_tile.chain import chain
 
 PASS = "online"
 RULE = "sums_inside"
-
-Price = Callable[[Sequence[l.Kernel]], float]
-Refusal = Callable[[l.Kernel], str]
 
 
 def sums_inside(program: l.Program, log: Log, price: Price, refusal: Refusal) -> l.Program:
