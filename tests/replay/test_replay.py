@@ -198,17 +198,26 @@ for n, line in enumerate(sys.stdin):
 """
 
 
-def test_both_sides_are_timed_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With two processes that only pretend: no GPU is needed for what is between them."""
+@pytest.mark.parametrize("jobs", (1, 2))
+def test_both_sides_are_timed_in_turns(jobs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With processes that only pretend: no GPU is needed for what is between them."""
     (tmp_path / "worker.py").write_text(ANSWERS)
     folders = [tmp_path / "before", tmp_path / "after"]
     for folder in folders:
         folder.mkdir()
     monkeypatch.setattr(run, "WORKER", tmp_path / "worker.py")
-    assert run.times(folders, ["gpu gemm: a", "gpu gemm: b"]) == {
+    assert run.times(folders, ["gpu gemm: a", "gpu gemm: b"], jobs) == {
         "gpu gemm: a": {"before": 5, "after": 7},  # medians: one of the rounds took 100
         "gpu gemm: b": {"failed": "after: UserError: no"},
     }
+
+
+@pytest.mark.gpu
+def test_a_checkout_is_as_fast_as_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    """Built in several processes first, then timed: nothing fails, and no time is made up."""
+    status = run.main([str(run.ROOT), "--only", "gpu pointwise: gelu 32 x 2048", "--time", "all", "--jobs", "2", "-v"])
+    said = capsys.readouterr().out
+    assert status in (0, 1) and "not timed" not in said and " us -> " in said
 
 
 def test_only_benchmarks_that_changed_are_timed() -> None:
