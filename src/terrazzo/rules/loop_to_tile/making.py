@@ -32,6 +32,7 @@ with eight times as many (H200, 22 November 2026).
 """
 
 
+@lru_cache(maxsize=256)
 def promotes(p: Product) -> bool:
     """Whether sums of steps are added up on CUDA cores: where there are several terms of the same parts, someone wants
     to be exact.
@@ -39,6 +40,7 @@ def promotes(p: Product) -> bool:
     return any(len(c.terms) > 1 and len(c.operands) < 2 * len(c.terms) for c in p.sites)
 
 
+@lru_cache(maxsize=256)
 def converted(p: Product) -> tuple[Any, ...]:
     """The operands that threads make of others, in registers."""
     return tuple(x for x in p.operands if not isinstance(x, l.Load))

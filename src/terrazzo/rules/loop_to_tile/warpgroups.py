@@ -99,6 +99,12 @@ class Tile:
         size = self.m if axis is self.rows else self.n
         return size * (2 if axis is self.split else 1)
 
+    @derived
+    def clusters(self) -> tuple[int, int]:
+        """How many clusters the axis of the rows takes, and that of the columns."""
+        rows, columns = self.rows, self.columns
+        return ceil(rows.extent, self.covered(rows)), ceil(columns.extent, self.covered(columns))
+
 
 class Plan(NamedTuple):
     """A tile of a product, in so many pieces of k, and the nanoseconds the model gives it."""
@@ -132,7 +138,10 @@ def plans(p: Product, gpu: Gpu) -> tuple[Plan, ...]:
         return ()
     for i in instructions_for(p, gpu)[0]:
         for tile in _tiles(p, i.shape[1]) if i.shape[1] in COLUMNS else ():
-            whole = _work(p, tile, gpu, gpu.warpgroups)
+            if tile.split is None:  # those that clusters divide follow it
+                alone = whole = _work(p, tile, gpu, gpu.warpgroups)
+            else:
+                whole = _divided(p, tile, alone, gpu, gpu.warpgroups)
             for s in _pieces(p, tile, whole.tiles, gpu):
                 found.append((Plan(tile, s, i, _time(p, tile, whole, s, gpu)), whole.tiles * tile.blocks * s))
             for x in _shared(p, tile, whole.tiles, gpu):
@@ -210,8 +219,7 @@ def step(p: Product) -> int:
 
 def steps(p: Product, tile: Tile) -> tuple[int, int]:
     """Of a tile: along all axes but the last, which are walked one by one, and along that."""
-    *outer, last = p.axes
-    return math.prod(a.extent for a in outer), ceil(last.extent, tile.k)
+    return facts_of(p).outer, ceil(p.axes[-1].extent, tile.k)
 
 
 def _promotions(p: Product, tile: Tile) -> int:
@@ -259,8 +267,7 @@ def _shared(p: Product, tile: Tile, tiles: int, gpu: Gpu) -> Iterator[Tile]:
 
 
 def _clusters(p: Product, tile: Tile) -> int:
-    rows, columns = tile.rows, tile.columns
-    return facts_of(p).batch * ceil(rows.extent, tile.covered(rows)) * ceil(columns.extent, tile.covered(columns))
+    return facts_of(p).batch * math.prod(tile.clusters)
 
 
 def _bytes(p: Product, tile: Tile) -> int:
@@ -290,16 +297,15 @@ def after(p: Product, points: int, has: Warpgroups, tile: Tile | None = None) ->
 def _work(p: Product, tile: Tile, gpu: Gpu, has: Warpgroups) -> Work:
     """What the kernel of a tile does, in one piece."""
     outer, inner = steps(p, tile)
-    facts = facts_of(p)
     return Work(
-        tile.m, tile.n, facts.terms, _clusters(p, tile), tile.blocks,
+        tile.m, tile.n, facts_of(p).terms, _clusters(p, tile), tile.blocks,
         steps=outer * ceil(inner, tile.share),
-        fetched=sum(_fetched(x, tile) * (has.straddling if x.straddles else 1) for x in facts.sources),
+        fetched=_fetched(p, tile, has),
         held=_bytes(p, tile),
         slots=_slots(p, tile, gpu),
         results=results(p).stored,
         rate=_rate(p, tile, has) * tile.parts,
-        least=sum(x.bytes for x in facts.sources) + results(p).moved + _overhang(p, tile, has),
+        least=_least(p, tile, has),
         extra=_extra(p, tile, gpu),
         depth=tile.k,
         after=after(p, tile.m * tile.n // tile.parts, has, tile) + _meeting(p, tile, has) + _first(p, tile, gpu),
@@ -309,12 +315,23 @@ def _work(p: Product, tile: Tile, gpu: Gpu, has: Warpgroups) -> Work:
     )  # fmt: skip
 
 
+def _divided(p: Product, tile: Tile, alone: Work, gpu: Gpu, has: Warpgroups) -> Work:
+    """The same of a tile of which blocks of a cluster divide an axis, by what one alone does."""
+    return alone._replace(
+        tiles=_clusters(p, tile),
+        blocks=tile.blocks,
+        fetched=_fetched(p, tile, has),
+        least=_least(p, tile, has),
+        readers=_readers(tile, gpu.processors // tile.blocks),
+    )
+
+
 def _time(p: Product, tile: Tile, whole: Work, pieces: int, gpu: Gpu) -> float:
     """What the kernel of a tile takes; one in several pieces pays for its partial sums."""
     has, count = gpu.warpgroups, len(p.sites)
     if has is None or pieces == 1:
         return lasts(whole, gpu)
-    sums: int = count * math.prod(a.extent for a in (*p.batch, p.m, p.n))
+    sums = count * results(p).points
     outer, inner = steps(p, tile)
     work = whole._replace(
         tiles=whole.tiles * pieces,
@@ -332,10 +349,10 @@ def _overhang(p: Product, tile: Tile, has: Warpgroups) -> float:
     """As many bytes of memory as take the time of what boxes have beyond the end of an operand, for all tiles."""
     facts = facts_of(p)
     found = 0.0
-    for a, b in ((tile.rows, tile.columns), (tile.columns, tile.rows)):
+    for a, others in zip((tile.rows, tile.columns), reversed(tile.clusters), strict=True):
         if beyond := -a.extent % tile.covered(a):
             size = sum(x.size for x in facts.sources if a in x.free)
-            found += size * beyond * facts.deep * facts.batch * ceil(b.extent, tile.covered(b))
+            found += size * beyond * facts.deep * facts.batch * others
     return found * has.overhang
 
 
@@ -347,7 +364,8 @@ def _meeting(p: Product, tile: Tile, has: Warpgroups) -> float:
         return 0.0
     each = tile.m * tile.n * 4 * len(p.sites)
     larger = max(p.sources, key=lambda x: p.touched(x) * x.dtype.size)
-    times = math.prod(ceil(a.extent, tile.covered(a)) for a in (tile.rows, tile.columns) if a not in larger.free)
+    axes = zip((tile.rows, tile.columns), tile.clusters, strict=True)
+    times = math.prod(count for a, count in axes if a not in larger.free)
     again: float = (times - 1) * p.touched(larger) * larger.dtype.size / has.again
     return has.meeting + again + each * (1 + tile.share / tile.parts) / has.given
 
@@ -366,18 +384,26 @@ def _first(p: Product, tile: Tile, gpu: Gpu) -> float:
     return found * MADE_ALONE * tile.m * tile.k * gpu.processors / (gpu.fma / 2)
 
 
-def _fetched(x: Source, tile: Tile) -> float:
-    """Bytes of an operand that a block fetches for a step; blocks of a cluster fetch halves of what both need."""
-    shared = tile.split is not None and tile.split not in x.free
-    found: int = (tile.m if tile.rows in x.free else tile.n) * tile.k * x.size
-    return found / (2 if shared else 1)
+def _least(p: Product, tile: Tile, has: Warpgroups) -> float:
+    """Bytes of memory that are touched."""
+    return sum(x.bytes for x in facts_of(p).sources) + results(p).moved + _overhang(p, tile, has)
+
+
+def _fetched(p: Product, tile: Tile, has: Warpgroups) -> float:
+    """Bytes of all operands that a block fetches for a step; blocks of a cluster fetch halves of what both need."""
+    found = 0.0
+    for x in facts_of(p).sources:
+        shared = tile.split is not None and tile.split not in x.free
+        size: int = (tile.m if tile.rows in x.free else tile.n) * tile.k * x.size
+        found += size / (2 if shared else 1) * (has.straddling if x.straddles else 1)
+    return found
 
 
 def _readers(tile: Tile, clusters: float) -> float:
     """How many clusters fetch the same rows of an operand at once where so many work at once: those of one product
     lie in as many rows of tiles as a group has, or fewer.
     """
-    rows, columns = (ceil(a.extent, tile.covered(a)) for a in (tile.rows, tile.columns))
+    rows, columns = tile.clusters
     return min(clusters, rows * columns) / min(GROUP, rows, columns)
 
 

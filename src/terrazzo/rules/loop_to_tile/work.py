@@ -63,8 +63,10 @@ def lasts(work: Work, gpu: Gpu) -> float:
     tile = work.steps * step + work.m * work.n * work.results / work.rate + work.after
 
     def wave(tiles: int, count: int) -> float:
+        if not tiles or not count:
+            return 0.0
         flying = min(1.0, tiles * work.blocks * work.slots * work.held / (gpu.processors * has.flying))
-        return count * max(tile, work.least / work.tiles * tiles / (gpu.memory * flying)) if tiles else 0.0
+        return count * max(tile, work.least / work.tiles * tiles / (gpu.memory * flying))
 
     full, rest = divmod(work.tiles, walkers)
     return wave(walkers, full) + wave(rest, 1) + has.fill + (has.cluster if work.blocks > 1 and not work.shared else 0)
@@ -84,12 +86,13 @@ class Source:
 
 @dataclass(frozen=True)
 class Facts:
-    """What follows from a product whatever its tiles are: points of the batch and of k, the terms of its sums, what
-    lies in memory, and whether that ends where k does.
+    """What follows from a product whatever its tiles are: points of the batch, of k, and of `outer`, all of k's axes but
+    the last; the terms of its sums, what lies in memory, and whether that ends where k does.
     """
 
     batch: int
     deep: int
+    outer: int
     terms: int
     sources: tuple[Source, ...]
     ends: bool
@@ -101,6 +104,7 @@ def facts_of(p: Product) -> Facts:
     return Facts(
         math.prod(a.extent for a in p.batch),
         math.prod(a.extent for a in p.axes),
+        math.prod(a.extent for a in p.axes[:-1]),
         sum(len(c.terms) for c in p.sites),
         tuple(Source(x.free, x.dtype.size, p.touched(x) * x.dtype.size, _straddles(x)) for x in p.sources),
         all(e is p.axes[-1] for x in p.sources for e in x.index if mentions(e, p.axes[-1])),

@@ -133,17 +133,17 @@ def lower(kernel: l.Kernel, schedule: Schedule, gpu: Gpu, plan: Plan | None = No
     return found
 
 
-@lru_cache(maxsize=512)
 def derived(kernel: l.Kernel, schedule: Schedule, gpu: Gpu, plan: Plan | None = None) -> k.Kernel | Refused:
-    """The same, with the reason as data where it cannot be.
-
-    Kept, because whoever chooses a schedule asks for it, and equal layers have equal kernels.
-    """
+    """The same, with the reason as data where it cannot be."""
     found = plan or complete(kernel, schedule, gpu)[0]
-    if isinstance(found, Refused):
-        return found
+    return found if isinstance(found, Refused) else _written(kernel, schedule, gpu, found)
+
+
+@lru_cache(maxsize=512)
+def _written(kernel: l.Kernel, schedule: Schedule, gpu: Gpu, plan: Plan) -> k.Kernel | Refused:
+    """Kept, because whoever chooses a schedule asks for what it becomes, and equal layers have equal kernels."""
     try:
-        done = write(Draft(kernel, schedule, gpu), found)
+        done = write(Draft(kernel, schedule, gpu), plan)
     except (UserError, Limitation, Declined) as why:
         told = f"its plan was found to be in order, and no kernel is written from it: {why}"
         return Refused(CompilerBug(f"{kernel.name}: {told}"))

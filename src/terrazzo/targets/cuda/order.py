@@ -37,9 +37,10 @@ def problems(kernel: k.Kernel) -> list[str]:
         for s in k.walk(kernel.body)
         if isinstance(s, k.TensorLoad) and s.barriers not in waited
     ]
+    uses = _Uses(kernel)
     for warp in sorted({0, kernel.warps - 1, *(s.first for s in k.walk(kernel.body) if isinstance(s, k.Role))}):
         try:
-            _Thread(kernel, warp).run()
+            _Thread(kernel, warp, uses).run()
         except _Wrong as why:
             found.append(str(why))
     return list(dict.fromkeys(found))
@@ -54,6 +55,29 @@ Held = tuple[k.Registers, int, int]
 """Registers that a product uses: of which place, from which element to before which."""
 
 
+class _Uses:
+    """What the statements of a kernel use, whoever executes them: found once for all threads that are followed."""
+
+    def __init__(self, kernel: k.Kernel) -> None:
+        self.plainly = cache(lambda s: [*accesses(s, Around())])
+        self.slabs = cache(lambda s: [*slabs(s, Around())])
+        self.rings = self._rings(kernel)
+        """The places that copies write whose first index is the same for all threads wherever they are used: a slot."""
+        self.of_rings = cache(lambda s: [a for a in self._touched(s) if a.place in self.rings])
+
+    def _rings(self, kernel: k.Kernel) -> set[Any]:
+        every = list(k.walk(kernel.body))
+        written = {s.target for s in every if isinstance(s, COPIES)}
+        used = [(a.place, a.index) for s in every for a in (*self.plainly(s), *self.slabs(s)) if a.place in written]
+        varying = k.varying(kernel.body, ("warp", "lane"))
+        apart = {place for place, index in used if len(index) < 2 or k.depends(index[0], k.THREADS, varying)}
+        return written - apart
+
+    def _touched(self, s: Node) -> list[Access]:
+        """The accesses of a statement by this thread; where a box goes to is looked at apart."""
+        return [*self.plainly(s), *(self.slabs(s) if not isinstance(s, k.TensorLoad) else [])]
+
+
 class _Thread:
     """The first lane of a warp of block 0.
 
@@ -62,7 +86,7 @@ class _Thread:
     in all if it never does.
     """
 
-    def __init__(self, kernel: k.Kernel, warp: int) -> None:
+    def __init__(self, kernel: k.Kernel, warp: int, uses: _Uses) -> None:
         self.kernel, self.warp = kernel, warp
         self.env: dict[str, int | None] = {k.BLOCK: 0, "warp": warp, "lane": 0}
         self.begun: dict[str, list[Any]] = {kind: [] for kind in k.KINDS}
@@ -86,11 +110,10 @@ class _Thread:
             p for s in every if isinstance(s, k.MultiplyAsync) for p in (s.d, s.a) if isinstance(p, k.Registers)
         }
         self.full = {s.barriers for s in k.walk(kernel.body) if isinstance(s, k.TensorLoad)}
-        self.rings = _rings(kernel)
+        self.rings, self.uses = uses.rings, uses.of_rings
         extents = [s.type.static_shape[0] for s in kernel.shared if s in self.rings or isinstance(s, k.Barriers)]
         self.round = 2 * math.lcm(1, *extents)
-        self.uses = cache(lambda s: [a for a in _touched(s) if a.place in self.rings])
-        self.holds_registers = cache(lambda s: [a for a in accesses(s, Around()) if a.place in self.multiplied])
+        self.holds_registers = cache(lambda s: [a for a in uses.plainly(s) if a.place in self.multiplied])
         self.relevant = cache(lambda body: tuple(s for s in body if self.matters(s)))
         self.alone = cache(self.registers_alone)
         self.steps = cache(self.iterations)
@@ -103,7 +126,7 @@ class _Thread:
             if self.begun[kind] or any(self.groups[kind]):
                 raise _Wrong(f"ends while work of {kind} is on its way that no wait_groups waits for")
         for key in {*self.announced, *self.boxes}:
-            self.balance(key, "the end of the kernel")
+            self.balance(key)
 
     def reachable(self, body: tuple[Node, ...]) -> Iterator[Node]:
         for s in body:
@@ -247,14 +270,17 @@ class _Thread:
                 )
             )
         self.phases[key] = phase
-        self.balance(key, f"`{statement(s)[0]}`")
+        self.balance(key, s)
         self.announced.pop(key, None)
         self.filled |= {to for to, *_ in self.boxes.pop(key, []) if to is not None}
 
-    def balance(self, key: Slot, where: str) -> None:
-        """The bytes of the boxes sent are those announced, where no other block sends some."""
+    def balance(self, key: Slot, s: Node | None = None) -> None:
+        """At a statement, or at the end, the bytes of the boxes sent are those announced, where no other block sends
+        some.
+        """
         announced, come = self.announced.get(key, 0), sum(size for *_, size in self.boxes.get(key, []))
         if come != announced and key[0] not in self.elsewhere:
+            where = f"`{statement(s)[0]}`" if s is not None else "the end of the kernel"
             raise _Wrong(f"announces {announced} bytes at {key[0].name}[{key[1]}], and {come} come, at {where}")
 
     def free(self, s: Node, slot: Slot | None, what: str, at: Any = None) -> None:
@@ -328,20 +354,6 @@ def _total(constant: int, products: Sequence[tuple[int, Sequence[Reader]]], env:
 def _divided(a: Reader, b: Reader, rest: bool, env: Env) -> int | None:
     x, y = a(env), b(env)
     return None if x is None or y is None else x % y if rest else x // y
-
-
-def _rings(kernel: k.Kernel) -> set[Any]:
-    """The places that copies write whose first index is the same for all threads wherever they are used: a slot."""
-    written = {s.target for s in k.walk(kernel.body) if isinstance(s, COPIES)}
-    used = [(a.place, a.index) for s in k.walk(kernel.body) for a in (*accesses(s, Around()), *slabs(s, Around()))]
-    varying = k.varying(kernel.body, ("warp", "lane"))
-    apart = {place for place, index in used if len(index) < 2 or k.depends(index[0], k.THREADS, varying)}
-    return written - apart
-
-
-def _touched(s: Node) -> list[Access]:
-    """The accesses of a statement by this thread; where a box goes to is looked at apart."""
-    return [*accesses(s, Around()), *(slabs(s, Around()) if not isinstance(s, k.TensorLoad) else [])]
 
 
 def _variables(exprs: Sequence[IntExpr]) -> list[Var]:
