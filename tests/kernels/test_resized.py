@@ -114,3 +114,10 @@ def test_repeated_pixels_are_stored_along_memory() -> None:
     with torch.no_grad():
         found = lowering(capture(fn, (empty(32, 32, 32, 128),), {}).program, Options(target="sm_90a"))
     assert "lanes lie along what is read" in " ".join(e.reason for e in found.log.events)
+
+
+def test_what_is_widened_and_rounded_back_is_looked_up_as_it_is() -> None:
+    """An operand that data picks is stored before its product, and so is one that went through float32 on its way."""
+    fn = lambda x, i, w: x[i].float().to(torch.bfloat16) @ w  # noqa: E731
+    found = kernels(fn, empty(5000, 512), empty(8192, dtype=torch.int64), empty(512, 512))
+    assert sorted(found.values()) == ["points", "tile"]
