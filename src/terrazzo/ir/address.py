@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from terrazzo.errors import UserError
-from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Mod, Sum, Var, terms_of
+from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Mod, Sum, Var, floordiv, terms_of
 from terrazzo.ir.node import Node, topological
 
 
@@ -48,6 +48,23 @@ def coefficient(e: IntExpr, atom: Expr) -> IntExpr | None:
         if count == 1:
             found = found + others
     return found
+
+
+LONGEST_PERIOD = 64
+"""Divisors that are tried, at most."""
+
+
+def quotient(values: Sequence[int], v: Expr) -> IntExpr | None:
+    """(a * v + b) // c that has these values for v = 0, 1, ..., with the smallest c; None where there is none."""
+    n = len(values)
+    for c in range(1, min(n - 1, LONGEST_PERIOD) + 1):
+        a = values[c] - values[0]
+        if any(values[k + c] - values[k] != a for k in range(n - c)):
+            continue
+        for b in range(c * values[0], c * (values[0] + 1)):
+            if all((a * k + b) // c == x for k, x in enumerate(values[:c])):
+                return floordiv(v * a + b, c)
+    return None
 
 
 def divides(d: int, e: IntExpr) -> bool:

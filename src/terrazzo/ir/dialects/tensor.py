@@ -15,11 +15,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from terrazzo.errors import UserError
-from terrazzo.ir.address import unflatten
+from terrazzo.ir.address import evaluate, quotient, unflatten
 from terrazzo.ir.dialects import scalar as sc
 from terrazzo.ir.dialects.scalar import Scalar
-from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var, at_least, bounds
+from terrazzo.ir.expr import Bound, Expr, IntExpr, Loaded, Size, Var, at_least, bounds
 from terrazzo.ir.monoid import Monoid, monoid
 from terrazzo.ir.node import Node, derived, free_in, substitute, topological
 from terrazzo.ir.types import DType, Type, i64
@@ -385,9 +387,52 @@ def follows(x: Any, index: Sequence[IntExpr]) -> IntExpr | None:
         return substitute(x.index, here)  # type: ignore[no-any-return]
     if isinstance(x, IndexMap):
         return None if x.inside else follows(x.x, tuple(substitute(e, here) for e in x.index))
-    if x.fn.name not in ("add", "sub", "mul"):
+    if x.fn.name in ("add", "sub", "mul"):
+        a, b = (follows(y, index) for y in x.args)
+        if a is not None and b is not None:
+            return a + b if x.fn.name == "add" else a - b if x.fn.name == "sub" else a * b
+    return _quotient(x, index)
+
+
+MOST_VALUES = 1 << 14
+"""How many values of a coordinate are tried, at most."""
+
+
+def _quotient(x: Elementwise, index: Sequence[IntExpr]) -> IntExpr | None:
+    """(a * i + b) // c where that is the value for each value of the only coordinate i of `index`, whatever arithmetic
+    on floats leads there: places in an image that is resized to its nearest pixels are computed so, and products can
+    only be brought in as boxes where they are known.
+    """
+    variables = free_in(e for e in index if isinstance(e, Expr))
+    i = next(iter(variables), None)
+    if len(variables) != 1 or not isinstance(i, Var | Bound) or not isinstance(i.extent, int):
         return None
-    a, b = (follows(y, index) for y in x.args)
-    if a is None or b is None:
+    if not 1 < i.extent <= MOST_VALUES or (found := _values(x, tuple(index), i, {})) is None:
         return None
-    return a + b if x.fn.name == "add" else a - b if x.fn.name == "sub" else a * b
+    return quotient(found.tolist(), i)
+
+
+def _values(x: Any, index: tuple[IntExpr, ...], i: Any, known: dict[Any, Any]) -> Any:
+    """The values of a tensor at `index` for each value of i; None where it is not made of coordinates alone."""
+    if (x, index) in known:
+        return known[x, index]
+    found = None
+    if isinstance(x, Literal):
+        found = np.full(i.extent, x.value, x.dtype.numpy)
+    elif isinstance(x, Elementwise):
+        args = [_values(y, index, i, known) for y in x.args]
+        found = None if any(y is None for y in args) else np.asarray(x.fn.numpy(*args))
+    elif isinstance(x, Iota | IndexMap) and not _open((*(x.index if isinstance(x, IndexMap) else (x.index,)), *index)):
+        here = dict(zip(coordinates(x.type.shape), index, strict=True))
+        if isinstance(x, Iota):
+            value = evaluate(substitute(x.index, here), {i: np.arange(i.extent)})
+            found = np.broadcast_to(np.asarray(value, np.int64), (i.extent,))
+        elif not x.inside:
+            found = _values(x.x, tuple(substitute(e, here) for e in x.index), i, known)
+    known[x, index] = found
+    return found
+
+
+def _open(index: Sequence[IntExpr]) -> bool:
+    """Whether an index depends on data or on sizes that are not known."""
+    return any(isinstance(n, Loaded | Size) for n in topological([e for e in index if isinstance(e, Expr)]))

@@ -27,6 +27,7 @@ from terrazzo.rules.loop.definitions import in_order
 from terrazzo.rules.loop.inline import inline, unproved
 from terrazzo.rules.loop.lookups import with_lookups_stored
 from terrazzo.rules.loop.order import Order
+from terrazzo.rules.loop.repeated import repeated
 from terrazzo.rules.loop.scale import is_scaled, scale_after, uncast
 
 PASS = "fuse"
@@ -200,7 +201,7 @@ class _Fusion:
         if reason := next(filter(None, map(self._pinned, kernels)), ""):
             self._skip("inline", name, reason)
             return
-        found = self._inlined(kernels, readers)
+        found = repeated(kernels, [self.kernels[j] for j in readers], self.rates) or self._inlined(kernels, readers)
         if isinstance(found, str):
             self._skip("inline", name, found)
             return

@@ -131,8 +131,22 @@ def rewrite_loads(root: Node, replace: Replace, only: set[l.Buffer] | None = Non
             memo[node] = _in_binder(node, replace, only)
             continue
         new = rebuilt(node, memo)
-        memo[node] = replace(new) if isinstance(new, l.Load) else new
+        memo[node] = replace(new) if isinstance(new, l.Load) else _narrowed(new)
     return memo[root]
+
+
+def _narrowed(x: Any) -> Any:
+    """What is converted to a wider type and back is what it was: bf16(f32(x)) of an x in bf16, as where PyTorch resizes
+    an image in float32. A factor of a product is a plain load again then.
+    """
+    if not isinstance(x, l.Apply) or not is_cast(x.fn):
+        return x
+    wide = x.args[0]
+    if not isinstance(wide, l.Apply) or not is_cast(wide.fn):
+        return x
+    source: Any = wide.args[0]
+    same = source.dtype is x.dtype and source.dtype.kind == wide.dtype.kind
+    return source if same and wide.dtype.size > source.dtype.size else x
 
 
 def _in_binder(node: l.Reduce | l.Scan, replace: Replace, only: set[l.Buffer] | None) -> Any:

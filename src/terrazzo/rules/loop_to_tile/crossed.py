@@ -69,8 +69,15 @@ def _uneven_rows(kernel: l.Kernel) -> l.Kernel | None:
 
 
 def crossed(kernel: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule] | None:
-    """A kernel whose loads run along another axis than its stores, and its schedule; None for others."""
-    apart = digits_apart(kernel)
+    """A kernel whose loads run along another axis than its stores, and its schedule; None for others. An axis of which
+    only a quotient is read, as of an image whose pixels are repeated, is taken whole where its digits are too short.
+    """
+    forms = dict.fromkeys((digits_apart(kernel), kernel))
+    return next(filter(None, (_crossed(x, gpu) for x in forms)), None)
+
+
+def _crossed(apart: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule] | None:
+    """The same for a kernel with these axes."""
     every = frozenset(apart.axes)
     if any(not isinstance(a.extent, int) or a.extent < 1 for a in every) or ordered(apart):
         return None
