@@ -119,10 +119,10 @@ def compile(
 ) -> CompiledCall:
     """Compile a module or a function for the shapes and types of the example inputs.
 
-    Parameters and buffers of a module are bound: later in-place changes to them are seen, replacing them is not, nor is
-    `.eval()` or `.train()`. Tensors that the call changes in place are changed; a call with other side effects is
-    refused, and so is one whose other arguments are not those of the example. `options` is an `Options` or a mapping of
-    its fields. Raises UserError where the call cannot be captured.
+    Parameters and buffers of a module are bound: later in-place changes to them are seen (with `freezing`, those that
+    PyTorch counts), replacing them is not, nor is `.eval()` or `.train()`. Tensors that the call changes in place are
+    changed; a call with other side effects is refused, and so is one whose other arguments are not those of the
+    example. `options` is an `Options` or a mapping of its fields. Raises UserError where the call cannot be captured.
     """
     import torch
     from torch.utils import _pytree as pytree
@@ -136,5 +136,6 @@ def compile(
     tensors = [x for x in pytree.tree_leaves((example_inputs, kwargs)) if isinstance(x, torch.Tensor)]
     devices = [t.device for t in (*captured.bound.values(), *captured.state, *tensors) if t.device.type != "cpu"]
     device = str(devices[0]) if devices else "cpu"
+    chosen = chosen.bound(captured.bound)
     tune(captured.program, chosen, device)
     return CompiledCall(captured, compile_program(captured.program, captured.bound, chosen, device))

@@ -6,8 +6,8 @@ The environment is read in this file and under `cli/`, nowhere else.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,11 @@ class Options:
                  six products of bfloat16, as exactly as float32; "tf32" by three, more exactly than tf32; "bf16" by
                  one. "auto" obeys torch.set_float32_matmul_precision: "highest" is "split", "high" "tf32", "medium"
                  "bf16".
+    freezing     parameters and buffers are constants where no gradients are asked for: what depends on them alone, such
+                 as the parts of weights in float32, is computed once and kept, as long as they are. It is computed
+                 again when PyTorch counts a change (`tensor._version`) or other memory. Changes that it does not count
+                 are not seen: through `.data`, by a fused optimizer, by a replayed CUDA graph, by other libraries.
+    frozen       inputs (by their name in the listing) of which the same is true.
     tune         on a GPU, seconds that may be spent on measuring schedules for kernels of which none were measured yet.
     spills       accept kernels that spill registers to memory; otherwise another schedule is tried first.
     strict       under torch.compile a compiler bug is an error; otherwise it is a warning, and PyTorch runs the graph.
@@ -71,6 +76,8 @@ class Options:
     libraries: str = "auto"
     schedules: tuple[str, ...] = ()
     fp32: str = "auto"
+    freezing: bool = False
+    frozen: tuple[str, ...] = ()
     tune: int = 0
     spills: bool = False
     strict: bool = False
@@ -105,6 +112,10 @@ class Options:
             if name not in converters:
                 raise UserError(f"there is no option {name!r}{_suggestion(name, tuple(converters))}")
         return cls(**{name: converters[name](name, value) for name, value in mapping.items()})
+
+    def bound(self, names: Iterable[str]) -> Options:
+        """The same with what `freezing` asks for: inputs that are bound, and only read, are frozen."""
+        return replace(self, frozen=(*self.frozen, *names)) if self.freezing else self
 
     @classmethod
     def from_mode(cls, mode: str) -> Options:

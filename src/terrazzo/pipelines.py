@@ -36,6 +36,7 @@ from terrazzo.rules.loop.again import products_again
 from terrazzo.rules.loop.beside import chains_beside
 from terrazzo.rules.loop.channels import channels_last
 from terrazzo.rules.loop.fold import fold
+from terrazzo.rules.loop.frozen import constants, stored_once, varying
 from terrazzo.rules.loop.fuse import fuse, seen_through
 from terrazzo.rules.loop.gradients import gradients
 from terrazzo.rules.loop.layout import store_as_read
@@ -83,6 +84,12 @@ def _together(p: Program, log: Log, options: Options) -> Program:
         return p
     sums = sums_together(parts_stacked(p, log), log, goal.rates)
     return stacks_whole(products_together(sums, log, goal.rates), log)
+
+
+def _fused(p: l.Program, log: Log, options: Options) -> l.Program:
+    """Kernels fused, but for what is named, and what is computed once."""
+    kept = (*options.materialize, *stored_once(p, options.frozen, log))
+    return fuse(p, log, target(options.target).rates, kept, _texts(options))
 
 
 def _images(p: Any, log: Log, options: Options) -> Any:
@@ -167,8 +174,7 @@ PASSES = (
     Pass("gradients", "loop", "loop", "the gradient of a softmax computes its weights again, and no sums of their rows",
          lambda p, log, o, tried: _gradients(p, log, o) if o.fuse else p),
     Pass("fuse", "loop", "loop", "terms replace the buffers they were stored in, where that pays",
-         lambda p, log, o, tried: fold(fuse(p, log, target(o.target).rates, o.materialize, _texts(o)), log)
-         if o.fuse else p),
+         lambda p, log, o, tried: fold(_fused(p, log, o), log) if o.fuse else p),
     Pass("lookups", "loop", "loop", "operands of products that data says where to look up are stored first",
          lambda p, log, o, tried: store_lookups(p, log, target(o.target).rates) if o.fuse else p),
     Pass("store_as_read", "loop", "loop", "buffers that are only read transposed, reshaped or converted are stored so",
@@ -240,10 +246,11 @@ def in_parts(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
         return p
     gpu = machine(options)
     judged: dict[Any, tuple[float, str]] = {}
+    known = constants(p, options.frozen) if options.frozen else set()
 
     def gains(old: Sequence[l.Kernel], new: Sequence[l.Kernel]) -> tuple[float, str]:
-        """What is gained, or what there is against it, asked once of kernels that differ in names only."""
-        before, after = (tuple(canonical(x).kernel for x in side) for side in (old, new))
+        """What a call gains, or what there is against it, asked once of kernels that differ in names only."""
+        before, after = (tuple(canonical(x).kernel for x in varying(side, known)) for side in (old, new))
         forms = before, after
         if forms not in judged:
             judged[forms] = tried.once(("parts", forms), lambda known: gain(before, after, gpu, known.lost))

@@ -66,4 +66,5 @@ def save(program: Any, options: Options) -> tuple[Path, str] | None:
     words += ["--fp32", options.fp32] if options.fp32 != "auto" else []
     words += [] if options.fuse else ["--no-fuse"]
     words += [word for name in options.materialize for word in ("--materialize", name)]
+    words += [word for name in options.frozen for word in ("--frozen", name)]
     return path, shlex.join(words)

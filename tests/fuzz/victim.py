@@ -68,7 +68,7 @@ def _apart() -> None:
             at += -(-(b.type.span + GAP) // arena.ALIGN) * plan.ALIGN
         return offsets, at
 
-    class Frame(compiled._Frame):
+    class Frame(compiled.Frame):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             poison(self.arena.data_ptr(), self.arena.numel())
@@ -77,7 +77,7 @@ def _apart() -> None:
                     unpoison(self.base + slot.offset, slot.bytes)
 
     plan.allocate = allocate
-    compiled._Frame = Frame  # type: ignore[misc]
+    compiled.Frame = Frame  # type: ignore[misc]
 
 
 def _trusting() -> None:

@@ -59,7 +59,7 @@ def _peak(call: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 
 def _kept(step: Callable[[], Any], module: Any) -> int:
-    """What plans keep between calls: their temporaries, which the first call makes."""
+    """What plans keep between calls: their temporaries, which the first call makes, and what is computed once."""
     from terrazzo.run.compiled import Compiled
 
     made: list[Compiled] = []
@@ -75,7 +75,8 @@ def _kept(step: Callable[[], Any], module: Any) -> int:
     finally:
         Compiled.__post_init__ = before  # type: ignore[method-assign]
     module.zero_grad()
-    return sum(frame.arena.numel() for one in made for pool in one.frames.values() for frame in pool)
+    arenas: int = sum(frame.arena.numel() for one in made for pool in one.frames.values() for frame in pool)
+    return arenas + sum(one.once.bytes for one in made if one.once)
 
 
 def _watched(call: Callable[[], Any]) -> int:

@@ -39,7 +39,7 @@ def native(options: Options) -> Native | None:
             return None
     elif not devices() or architecture() != options.target:
         return None
-    quiet = replace(options, fuse=False, materialize=(), schedules=(), graph=False, verbose=0, dump=None)
+    quiet = replace(options, fuse=False, materialize=(), frozen=(), schedules=(), graph=False, verbose=0, dump=None)
 
     def run(kernel: l.Kernel, bound: Bound | None, memory: Mapping[l.Buffer, Any]) -> dict[l.Buffer, Any]:
         inputs = tuple(b for b in kernel.reads if b not in kernel.writes)

@@ -27,6 +27,7 @@ def explain(request: Request, json: Json = False) -> None:
     from terrazzo.cli.lowering import lower, show_events
     from terrazzo.cli.subject import load
     from terrazzo.ir.dialects.loop import Kernel
+    from terrazzo.rules.loop.frozen import split
     from terrazzo.targets import target
 
     done = lower(load(request), request)
@@ -46,6 +47,10 @@ def explain(request: Request, json: Json = False) -> None:
             steps[-1] |= gpu_facts(s, *bound, steps[-1], events, chosen.gpu) | access_facts(
                 done.at("kernel").steps[number]
             )
+    if (first := split(done.loop, request.options.frozen)[0]) is not None:
+        kept = sum(b.type.span for b in first.results)
+        for number, s in enumerate(done.loop.steps):
+            steps[number]["once"] = s in first.steps
     groups = alike(done.loop.steps, steps)
     for group in groups:
         for number in group:
@@ -56,7 +61,10 @@ def explain(request: Request, json: Json = False) -> None:
     show_events(events, request.options.verbose)
     for group in sorted(groups, key=lambda group: -_price([steps[n] for n in group])):
         _show(group, steps)
-    _totals(steps)
+    each = [f for f in steps if not f.get("once")]
+    if len(each) < len(steps):
+        say(f"{_plural(len(steps) - len(each), 'step')} of frozen inputs alone: computed once, and {size(kept)} kept")
+    _totals(each)
 
 
 def alike(steps: Sequence[Kernel | Call], facts: Sequence[dict[str, Any]]) -> list[list[int]]:
@@ -247,6 +255,7 @@ def _show(group: Sequence[int], steps: Sequence[dict[str, Any]]) -> None:
     else:
         rows["runs"] = facts["name"]
         rows["costs"] = f"{duration(facts['price_ns'])} by the model" if "price_ns" in facts else ""
+    rows["runs"] = "once: it depends on frozen inputs alone" if facts.get("once") else rows.get("runs", "")
     if len(group) > 1:
         together = f", {duration(_price([steps[n] for n in group]))} together" if "price_ns" in facts else ""
         others = ", ".join(map(str, group[1:12])) + (f" and {len(group) - 12} more" if len(group) > 12 else "")

@@ -105,6 +105,14 @@ def request(
             metavar="NAME", help="Write this buffer to memory: undo its fusion. Repeatable.", rich_help_panel=_HOW
         ),
     ] = None,
+    frozen: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="This input is a constant: what depends on such alone is computed once. Repeatable.",
+            rich_help_panel=_HOW,
+        ),
+    ] = None,
     schedule: Annotated[
         list[Path] | None,
         typer.Option(
@@ -185,7 +193,14 @@ def request(
     read = [_read(path) for path in schedule or ()]
     texts = tuple(places.text for places in read)
     options = Options.from_mapping(
-        {**chosen, "materialize": materialize or (), "schedules": texts, "graph": graph, "spills": spills}
+        {
+            **chosen,
+            "materialize": materialize or (),
+            "frozen": frozen or (),
+            "schedules": texts,
+            "graph": graph,
+            "spills": spills,
+        }
     )
     return Request(model, code, source, sizes, allow_fallback, options, (Places(), *read))
 

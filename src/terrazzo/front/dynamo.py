@@ -54,9 +54,12 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options) -> Any:
     from torch._functorch.aot_autograd import aot_module_simplified
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-    def compiler(graph: Any, inputs: Sequence[Any], views: bool = True) -> Any:
+    def compiler(graph: Any, inputs: Sequence[Any], views: bool = True, static: Sequence[int] = ()) -> Any:
         dump = options.dump and options.dump / f"graph-{next(_graphs):03}"
-        return _graph(graph, replace(options, dump=dump), views)
+        return _graph(graph, replace(options, dump=dump), views, static)
+
+    def inference(graph: Any, inputs: Sequence[Any]) -> Any:
+        return compiler(graph, inputs, static=_only_read() if options.freezing else ())
 
     def backward(graph: Any, inputs: Sequence[Any]) -> Any:
         """Gradients are tensors of their own. PyTorch asks for them within code that dynamo may be tracing."""
@@ -70,7 +73,7 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options) -> Any:
                 example_inputs,
                 fw_compiler=compiler,
                 bw_compiler=backward,
-                inference_compiler=compiler,
+                inference_compiler=inference,
                 decompositions=table(),
                 partition_fn=partial(partition, wide=_wide(example_inputs, options)),
             )
@@ -109,8 +112,20 @@ def _wide(inputs: Sequence[Any], options: Options) -> bool:
         return False
 
 
-def _graph(graph: Any, options: Options, views: bool) -> Any:
-    """One ATen graph as a function of its inputs. Results that are no tensors (None, numbers) are passed on."""
+def _only_read() -> list[int]:
+    """Which inputs of the graph that AOTAutograd compiles are parameters and buffers that it does not change."""
+    import torch
+
+    context = torch._guards.TracingContext.try_get()
+    meta = context.fw_metadata if context else None
+    changed = set(meta.mutated_inp_runtime_indices) if meta else set()
+    return [k for k in meta.static_input_indices if k not in changed] if meta else []
+
+
+def _graph(graph: Any, options: Options, views: bool, static: Sequence[int] = ()) -> Any:
+    """One ATen graph as a function of its inputs, of which the `static` ones are frozen, as constants of the graph are,
+    where there are any. Results that are no tensors (None, numbers) are passed on.
+    """
     import torch
     from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
     from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -120,6 +135,8 @@ def _graph(graph: Any, options: Options, views: bool) -> Any:
 
     output = next(n for n in graph.graph.nodes if n.op == "output")
     wanted = list(output.args[0])
+    placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    taken = [k for k, n in enumerate(placeholders) if isinstance(n.meta.get("val"), torch.Tensor)]
     try:
         with unset_fake_temporarily(), failing("compiling a graph", None):  # constants of the graph are real tensors
             computed, results = arrange(graph, wanted, views=views)
@@ -128,6 +145,9 @@ def _graph(graph: Any, options: Options, views: bool) -> Any:
             output.args = (tuple(computed),)
             program, constants = from_graph(graph, "forward")
             bound = {name: t.detach() for name, t in constants.items()}
+            if static:
+                names = dict(zip(taken, program.input_names, strict=False))
+                options = options.bound([*(names[k] for k in static if k in names), *bound])
             tune(program, options, _device(graph))
             compiled = compile_program(program, bound, options, _device(graph))
     except Limitation as why:
@@ -142,8 +162,6 @@ def _graph(graph: Any, options: Options, views: bool) -> Any:
         return make_boxed_func(torch.fx.Interpreter(graph).run)
     finally:
         output.args = (tuple(wanted),)
-    placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
-    taken = [k for k, n in enumerate(placeholders) if isinstance(n.meta.get("val"), torch.Tensor)]
     given = {r.k for r in results.each if r.of == "input"}
 
     def call(args: list[Any]) -> Any:

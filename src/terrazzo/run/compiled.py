@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
-import itertools
 import warnings
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,24 +17,23 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
 from terrazzo.ir.program import Program
 from terrazzo.ir.text import show
-from terrazzo.ir.torch_types import operator, to_torch, to_torch_dtype
-from terrazzo.ir.types import DTYPES
+from terrazzo.ir.torch_types import operator, to_torch
 from terrazzo.options import Options
 from terrazzo.progress import working
 from terrazzo.reproduce import failing, reproducible
 from terrazzo.rewrite.rule import Event, Log
+from terrazzo.rules.loop.frozen import split
 from terrazzo.rules.loop_to_tile.experience import Experience
 from terrazzo.rules.torch_to_tensor.library import chosen, takes_any_strides
-from terrazzo.run.arena import ALIGN
 from terrazzo.run.cache import Cache, digest
 from terrazzo.run.compiler import find_compiler
 from terrazzo.run.cpu import Cpu
 from terrazzo.run.cuda import Cuda, architecture
+from terrazzo.run.frame import Frame
 from terrazzo.run.interpreted import interpreted
 from terrazzo.run.nvrtc import abandoned_on_error
-from terrazzo.run.own import layout
-from terrazzo.run.plan import Fallback, Plan, Slot, Step, decode, make, misfit, places_in, slots_in, spans
-from terrazzo.run.streams import Streams
+from terrazzo.run.once import Once
+from terrazzo.run.plan import Fallback, Plan, Slot, Step, decode, make, misfit, slots_in
 from terrazzo.run.switched import Switched
 from terrazzo.run.tensors import Expected
 from terrazzo.targets import target
@@ -49,8 +47,9 @@ class Compiled:
     """A program bound to its weights, ready to be called with its varying inputs, in order.
 
     Calls are re-entrant: each takes a frame (temporaries and prepared arguments) from the pool of its queue of work
-    (PyTorch's stream). `program`, `log` and `sources` are there when this process compiled the program, and empty when
-    it came from the cache.
+    (PyTorch's stream). `once` computes what depends on frozen inputs alone, which `plan` takes as further inputs.
+    `program`, `log` and `sources` are there when this process compiled the program, and empty when it came from the
+    cache.
     """
 
     plan: Plan
@@ -58,26 +57,30 @@ class Compiled:
     functions: list[Any]
     bound: dict[int, Any]
     as_graph: bool = False
+    once: Once | None = None
     program: Any = None
     log: Log = field(default_factory=Log)
     sources: list[tuple[str, str]] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
-    frames: dict[tuple[int, bool], list[_Frame]] = field(default_factory=dict)
+    frames: dict[tuple[int, bool], list[Frame]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.varying = [k for k in self.plan.inputs if k not in self.bound]
+        made = self.once.results if self.once else ()
+        self.varying = [k for k in self.plan.inputs if k not in self.bound and k not in made]
         self.expected = [Expected(self.plan.slots[k], self.machine.device) for k in self.varying]
         self.branched = self.plan.branches > 1
 
     def rebound(self, bound: Mapping[str, Any]) -> Compiled:
         """The program with other weights; machine code and log are shared."""
-        return replace(self, bound=_weights(self.plan, self.machine, bound), frames={})
+        once = self.once.again() if self.once else None
+        return replace(self, bound=_weights(self.plan, self.machine, bound), once=once, frames={})
 
     @property
     def fallbacks(self) -> list[Fallback]:
         """The ops PyTorch runs, each once."""
-        calls = (s for s in self.plan.steps if not s.key)
-        return list(dict.fromkeys(Fallback(s.name, s.source, _chosen(s, self.plan)) for s in calls))
+        plans = [self.once.compiled.plan, self.plan] if self.once else [self.plan]
+        calls = ((s, plan) for plan in plans for s in plan.steps if not s.key)
+        return list(dict.fromkeys(Fallback(s.name, s.source, _chosen(s, plan)) for s, plan in calls))
 
     @property
     def kernels(self) -> list[tuple[str, str]]:
@@ -107,6 +110,8 @@ class Compiled:
 
     def _call(self, tensors: dict[int, Any]) -> list[Any]:
         with self.machine.current():
+            if self.once is not None:
+                tensors |= self.once(tensors)
             return self._run_all(tensors)
 
     def _run_all(self, tensors: dict[int, Any]) -> list[Any]:
@@ -119,7 +124,7 @@ class Compiled:
             frame = pool.pop()
         except IndexError:  # a graph of ours cannot be made while another is captured, which takes the launches singly
             graphs = self.as_graph and not captured
-            frame = _Frame(self.plan, self.machine, self.functions, graphs, self.bound.keys(), beside)
+            frame = Frame(self.plan, self.machine, self.functions, graphs, self.bound.keys(), beside)
         frame.point(tensors)
         try:
             if beside:
@@ -135,7 +140,7 @@ class Compiled:
             taken.add(k)
         return out
 
-    def _run(self, frame: _Frame, tensors: dict[int, Any], queue: int) -> None:
+    def _run(self, frame: Frame, tensors: dict[int, Any], queue: int) -> None:
         for work in frame.work:
             if work.begins:
                 made = {k: expected.empty() for k, expected in work.begins}
@@ -148,7 +153,7 @@ class Compiled:
             for k in work.ends:
                 del tensors[k]
 
-    def _run_beside(self, frame: _Frame, tensors: dict[int, Any]) -> None:
+    def _run_beside(self, frame: Frame, tensors: dict[int, Any]) -> None:
         """The same where a graph is captured, with a stream for every branch. Results are there from the start, and
         nothing goes before the end: PyTorch hands memory on as if the current stream were the only one.
         """
@@ -167,7 +172,7 @@ class Compiled:
         for k in {k for work in frame.single for k in work.ends}:
             del tensors[k]
 
-    def _operate(self, step: Step, frame: _Frame, tensors: dict[int, Any]) -> None:
+    def _operate(self, step: Step, frame: Frame, tensors: dict[int, Any]) -> None:
         """Call an op of PyTorch. Its result stays where it is, if it lies as the program has it."""
         import torch
 
@@ -209,116 +214,10 @@ def _may_share(given: Slot, result: Slot) -> bool:
     return given.kind == "call" or (given.kind == "input" and result.kind == "call")
 
 
-class _Frame:
-    """Temporaries and prepared launches of one call at a time, whose steps run one after the other, or `beside` each
-    other.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        machine: Cpu | Cuda,
-        functions: Sequence[Any],
-        as_graph: bool,
-        bound: Set[int],
-        beside: bool = False,
-    ) -> None:
-        import torch
-
-        self.plan, self.machine = plan, machine
-        self.layout = layout(plan, machine.hands_on and not as_graph and not beside)
-        try:
-            self.arena = torch.empty(self.layout.size + ALIGN, dtype=torch.uint8, device=machine.device)
-        except RuntimeError:  # which is how PyTorch says that the CPU's memory does not suffice
-            if machine.device != "cpu":
-                raise
-            raise MemoryError(f"temporaries take {self.layout.size} bytes") from None
-        self.base = (self.arena.data_ptr() + ALIGN - 1) // ALIGN * ALIGN
-        launches: list[Any] = []
-        self.pointers: dict[int, list[tuple[Any, int, int]]] = {}
-        for number, (step, function) in enumerate(zip(plan.steps, functions, strict=True)):
-            if function is None:
-                launches.append(None)
-                continue
-            array = (ctypes.c_void_p * len(step.args))()
-            for position, k in enumerate(step.args):
-                slot = plan.slots[k]
-                if k in self.layout.offsets:
-                    array[position] = self.base + self.layout.offsets[k]
-                else:
-                    where, offset = (k, 0) if slot.within is None else (slot.within, slot.offset)
-                    self.pointers.setdefault(where, []).append((array, position, offset))
-            launches.append(machine.prepare(step, function, array, number, plan.slots))
-        singly = [[n] for n in range(len(launches))]
-        self.single = _work(plan, launches, singly, machine.device, bound, self.layout.own)
-        self.work = self.single
-        if as_graph and not isinstance(machine, Cpu):  # the launches between calls of PyTorch are a graph each
-            groups = [list(g) for _, g in itertools.groupby(range(len(launches)), lambda n: launches[n] is None or -1)]
-            groups = [g for group in groups for g in ([[n] for n in group] if launches[group[0]] is None else [group])]
-            graphs = [
-                machine.graph([launches[n] for n in g], places_in(plan, g)) if launches[g[0]] else None for g in groups
-            ]
-            self.work = _work(plan, graphs, groups, machine.device, bound)
-
-    @cached_property
-    def streams(self) -> Streams:
-        """What the branches of the plan run on while a graph is captured."""
-        return Streams(self.machine, places_in(self.plan, range(len(self.plan.steps))))
-
-    def point(self, tensors: Mapping[int, Any]) -> None:
-        """Write the addresses of tensors that are no temporaries of ours."""
-        for k, tensor in tensors.items():
-            for array, position, offset in self.pointers.get(k, ()):
-                array[position] = tensor.data_ptr() + offset
-
-    def view(self, k: int) -> Any:
-        """A temporary as a tensor."""
-        slot = self.plan.slots[k]
-        start = self.base - self.arena.data_ptr() + self.layout.offsets[k]
-        dtype = to_torch_dtype(DTYPES[slot.dtype])
-        return self.arena[start : start + slot.bytes].view(dtype).as_strided(slot.shape, slot.strides)
-
-
 def _chosen(step: Step, plan: Plan) -> bool:
     """Whether a call is one of an op that our kernels could compute too."""
     tensors = slots_in(step.args)
     return bool(tensors) and chosen(step.name, plan.slots[tensors[0]].dtype)
-
-
-@dataclass(frozen=True)
-class _Work:
-    """A launch, or the call of PyTorch that step `number` is; the results that exist from here on, and the tensors that
-    nothing needs after it.
-    """
-
-    number: int
-    launch: Any
-    begins: list[tuple[int, Expected]]
-    ends: list[int]
-
-
-def _work(
-    plan: Plan,
-    launches: Sequence[Any],
-    groups: Sequence[Sequence[int]],
-    device: str,
-    bound: Set[int],
-    own: Set[int] = frozenset(),
-) -> list[_Work]:
-    """What a call does in order: launches, each of a group of steps. What is never written exists from the start; of
-    temporaries those exist that have memory of their `own`.
-    """
-    at = {n: k for k, group in enumerate(groups) for n in group}
-    first, last = spans(plan)
-    begins: list[list[tuple[int, Expected]]] = [[] for _ in groups]
-    ends: list[list[int]] = [[] for _ in groups]
-    called = {k for s in plan.steps if not s.key for k in s.results}
-    for k, slot in enumerate(plan.slots):
-        if (k in own or (slot.kind == "result" and k not in called)) and groups:
-            begins[at[first.get(k, 0)]].append((k, Expected(slot, device)))
-        if (k in own or slot.kind in ("input", "call")) and k not in bound and k not in plan.results and k in last:
-            ends[at[last[k]]].append(k)
-    return [_Work(g[0], x, b, e) for g, x, b, e in zip(groups, launches, begins, ends, strict=True)]
 
 
 @paused()
@@ -330,6 +229,9 @@ def compile_program(
     The target "auto" is where the tensors are: `device` ("cpu", "cuda:1") says so, or else the bound tensors do. Where
     there is no C++ compiler the interpreter runs, and says so once.
     """
+    whole: Any = getattr(program, "loop", program)
+    if strange := sorted({*options.frozen} - {b.name for b in whole.inputs}):
+        raise UserError(f"option frozen: {program.name} has no input {strange[0]!r}")
     where = device or next((str(t.device) for t in bound.values()), "cpu")
     options = resolved(options, where)
     if options.fp32 == "auto" and target(options.target).gpu:
@@ -384,19 +286,22 @@ def _load(
     path = cache.get(key, ".plan")
     if path is None or options.verbose or options.dump or options.check:
         return ""
+    first = cache.get(key, ".once")
     try:
-        plan = Plan.from_json(path.read_bytes())
+        plan, once = Plan.from_json(path.read_bytes()), Plan.from_json(first.read_bytes()) if first else None
     except (ValueError, OSError) as error:
         return f"the plan in the cache cannot be read ({error})"
-    if why := misfit(plan, program):
+    if why := misfit(plan, program, once):
         return f"the plan in the cache is of another program: {why}"
-    found = {k: cache.get(k, machine.suffix) for k in {s.key for s in plan.steps if s.key}}
+    steps = (*once.steps, *plan.steps) if once else plan.steps
+    found = {k: cache.get(k, machine.suffix) for k in {s.key for s in steps if s.key}}
     paths = {k: p for k, p in found.items() if p}
     if len(paths) < len(found):
         return "a kernel of the plan in the cache is missing"
-    if why := machine.misfit(plan, paths):
-        return f"the plan in the cache is of other kernels: {why}"
-    return _bind(plan, paths, machine, bound, options)
+    for one in (once, plan) if once else (plan,):
+        if why := machine.misfit(one, paths):
+            return f"the plan in the cache is of other kernels: {why}"
+    return _bind(plan, once, paths, machine, bound, options)
 
 
 def _build(
@@ -414,9 +319,13 @@ def _build(
         from terrazzo.run import dump
 
         dump.write(options.dump, built.lowering, options)
-    plan = make(built.program, built.entries, machine.processors)
+    first, rest = split(built.program, options.frozen)
+    plan = make(rest, built.entries, machine.processors)
+    once = make(first, built.entries) if first else None
+    if once:
+        cache.put(key, ".once", once.to_json())
     cache.put(key, ".plan", plan.to_json())
-    done = _bind(plan, built.paths, machine, bound, options)
+    done = _bind(plan, once, built.paths, machine, bound, options)
     done.program, done.log, done.sources = built.program, built.lowering.log, built.sources
     done.timings = {**built.lowering.seconds, **built.seconds}
     if plan.branches > 1:
@@ -426,13 +335,25 @@ def _build(
 
 
 def _bind(
-    plan: Plan, paths: dict[str, Path], machine: Cpu | Cuda, bound: Mapping[str, Any], options: Options
+    plan: Plan,
+    first: Plan | None,
+    paths: dict[str, Path],
+    machine: Cpu | Cuda,
+    bound: Mapping[str, Any],
+    options: Options,
 ) -> Compiled:
     weights = _weights(plan, machine, bound)
-    for step in plan.steps:
-        if not step.key and not _chosen(step, plan):
-            _report(step.name, step.source)
-    return Compiled(plan, machine, machine.load(plan.steps, paths), weights, options.graph)
+    for one in filter(None, (first, plan)):
+        for step in one.steps:
+            if not step.key and not _chosen(step, one):
+                _report(step.name, step.source)
+    once = None
+    if first:
+        own = copy(machine)  # which notes for each plan by itself what its kernels complain of
+        number = {plan.slots[k].name: k for k in plan.inputs}
+        sources, results = ([number[first.slots[k].name] for k in x] for x in (first.inputs, first.results))
+        once = Once(Compiled(first, own, own.load(first.steps, paths), {}), sources, results)
+    return Compiled(plan, machine, machine.load(plan.steps, paths), weights, options.graph, once)
 
 
 def _weights(plan: Plan, machine: Cpu | Cuda, bound: Mapping[str, Any]) -> dict[int, Any]:
@@ -464,7 +385,7 @@ def _lowering(program: Any, options: Options, tried: Experience | None = None) -
 def plan_key(program: Any, options: Options, machine: str) -> str:
     """Names the plan of a program for a machine in the cache."""
     o = options
-    choices = repr((o.fuse, o.materialize, o.target, o.schedules, o.spills, o.libraries, o.fp32))
+    choices = repr((o.fuse, o.materialize, o.target, o.schedules, o.spills, o.libraries, o.fp32, o.frozen))
     return digest("plan", show(program), choices, machine, own_version())
 
 

@@ -105,6 +105,9 @@ class Cpu:
         """Work here is done at once."""
         return False
 
+    def settle(self) -> None:
+        """Wait for all work: here it is done."""
+
     def queue(self) -> int:
         """Which of several queues of work a call joins: here there is one."""
         return 0

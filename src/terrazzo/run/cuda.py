@@ -223,6 +223,12 @@ class Cuda:
 
         return bool(torch.cuda.is_current_stream_capturing())
 
+    def settle(self) -> None:
+        """Wait for all work of this GPU."""
+        import torch
+
+        torch.cuda.synchronize(self.index)
+
     def fork(self) -> Any:
         """A stream beside the current one."""
         import torch

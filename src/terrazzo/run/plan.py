@@ -137,14 +137,28 @@ class Plan:
             raise ValueError(f"not a plan: {e}") from None
 
 
-def misfit(plan: Plan, program: Any) -> str:
-    """Why a plan that was read back is none for this program, in any IR; "" if all that can be compared agrees."""
+def misfit(plan: Plan, program: Any, once: Plan | None = None) -> str:
+    """Why a plan that was read back is none for this program, in any IR; "" if all that can be compared agrees. The
+    results of what is computed `once` are its last inputs.
+    """
     whole = getattr(program, "loop", program)
     wanted = [(b.name, *_kind(b.type), whole_strides(b.type)) for b in whole.inputs]
+    if once is not None:
+        taken = [_described(once.slots[k]) for k in once.inputs]
+        if any(x not in wanted for x in taken):
+            return "what is computed once has other inputs"
+        if why := _odd(once, whole):
+            return why
+        wanted += [_described(once.slots[k]) for k in once.results]
     if [_described(plan.slots[k]) for k in plan.inputs] != wanted:
         return "its inputs are others"
     if [_described(plan.slots[k])[1:3] for k in plan.results] != [_kind(r.type) for r in whole.results]:
         return "its results are others"
+    return _odd(plan, whole)
+
+
+def _odd(plan: Plan, whole: Any) -> str:
+    """What a plan does that one of this program would not do."""
     if stray := {s.name for s in plan.steps if not s.key} - _operators(whole):
         return f"it calls {min(stray)}"
     called = {k for s in plan.steps if not s.key for k in s.results}

@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def _ready(text: str, options: Options, device: str, sets: list[dict[str, Any]],
     assert isinstance(program, tile.Program)
     names = [i.name for i in program.loop.inputs]
     sets += [] if sets else _inputs(program.loop.inputs, device)
-    call = compile_program(program, {}, options, device)
+    call = compile_program(program, {}, replace(options, frozen=()), device)
     poison = [torch.full_like(t, math.nan if t.is_floating_point() else 1) for t in reference]
     del poison  # results will lie where this was: what nobody writes is not right by accident
     results = call([sets[0][name] for name in names])

@@ -1,0 +1,126 @@
+"""What a call works in: its temporaries, its prepared launches, and what it does in which order."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from terrazzo.ir.torch_types import to_torch_dtype
+from terrazzo.ir.types import DTYPES
+from terrazzo.run.arena import ALIGN
+from terrazzo.run.cpu import Cpu
+from terrazzo.run.cuda import Cuda
+from terrazzo.run.own import layout
+from terrazzo.run.plan import Plan, places_in, spans
+from terrazzo.run.streams import Streams
+from terrazzo.run.tensors import Expected
+
+
+class Frame:
+    """Temporaries and prepared launches of one call at a time, whose steps run one after the other, or `beside` each
+    other.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        machine: Cpu | Cuda,
+        functions: Sequence[Any],
+        as_graph: bool,
+        bound: Set[int],
+        beside: bool = False,
+    ) -> None:
+        import torch
+
+        self.plan, self.machine = plan, machine
+        self.layout = layout(plan, machine.hands_on and not as_graph and not beside)
+        try:
+            self.arena = torch.empty(self.layout.size + ALIGN, dtype=torch.uint8, device=machine.device)
+        except RuntimeError:  # which is how PyTorch says that the CPU's memory does not suffice
+            if machine.device != "cpu":
+                raise
+            raise MemoryError(f"temporaries take {self.layout.size} bytes") from None
+        self.base = (self.arena.data_ptr() + ALIGN - 1) // ALIGN * ALIGN
+        launches: list[Any] = []
+        self.pointers: dict[int, list[tuple[Any, int, int]]] = {}
+        for number, (step, function) in enumerate(zip(plan.steps, functions, strict=True)):
+            if function is None:
+                launches.append(None)
+                continue
+            array = (ctypes.c_void_p * len(step.args))()
+            for position, k in enumerate(step.args):
+                slot = plan.slots[k]
+                if k in self.layout.offsets:
+                    array[position] = self.base + self.layout.offsets[k]
+                else:
+                    where, offset = (k, 0) if slot.within is None else (slot.within, slot.offset)
+                    self.pointers.setdefault(where, []).append((array, position, offset))
+            launches.append(machine.prepare(step, function, array, number, plan.slots))
+        singly = [[n] for n in range(len(launches))]
+        self.single = _work(plan, launches, singly, machine.device, bound, self.layout.own)
+        self.work = self.single
+        if as_graph and not isinstance(machine, Cpu):  # the launches between calls of PyTorch are a graph each
+            groups = [list(g) for _, g in itertools.groupby(range(len(launches)), lambda n: launches[n] is None or -1)]
+            groups = [g for group in groups for g in ([[n] for n in group] if launches[group[0]] is None else [group])]
+            graphs = [
+                machine.graph([launches[n] for n in g], places_in(plan, g)) if launches[g[0]] else None for g in groups
+            ]
+            self.work = _work(plan, graphs, groups, machine.device, bound)
+
+    @cached_property
+    def streams(self) -> Streams:
+        """What the branches of the plan run on while a graph is captured."""
+        return Streams(self.machine, places_in(self.plan, range(len(self.plan.steps))))
+
+    def point(self, tensors: Mapping[int, Any]) -> None:
+        """Write the addresses of tensors that are no temporaries of ours."""
+        for k, tensor in tensors.items():
+            for array, position, offset in self.pointers.get(k, ()):
+                array[position] = tensor.data_ptr() + offset
+
+    def view(self, k: int) -> Any:
+        """A temporary as a tensor."""
+        slot = self.plan.slots[k]
+        start = self.base - self.arena.data_ptr() + self.layout.offsets[k]
+        dtype = to_torch_dtype(DTYPES[slot.dtype])
+        return self.arena[start : start + slot.bytes].view(dtype).as_strided(slot.shape, slot.strides)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A launch, or the call of PyTorch that step `number` is; the results that exist from here on, and the tensors that
+    nothing needs after it.
+    """
+
+    number: int
+    launch: Any
+    begins: list[tuple[int, Expected]]
+    ends: list[int]
+
+
+def _work(
+    plan: Plan,
+    launches: Sequence[Any],
+    groups: Sequence[Sequence[int]],
+    device: str,
+    bound: Set[int],
+    own: Set[int] = frozenset(),
+) -> list[Work]:
+    """What a call does in order: launches, each of a group of steps. What is never written exists from the start; of
+    temporaries those exist that have memory of their `own`.
+    """
+    at = {n: k for k, group in enumerate(groups) for n in group}
+    first, last = spans(plan)
+    begins: list[list[tuple[int, Expected]]] = [[] for _ in groups]
+    ends: list[list[int]] = [[] for _ in groups]
+    called = {k for s in plan.steps if not s.key for k in s.results}
+    for k, slot in enumerate(plan.slots):
+        if (k in own or (slot.kind == "result" and k not in called)) and groups:
+            begins[at[first.get(k, 0)]].append((k, Expected(slot, device)))
+        if (k in own or slot.kind in ("input", "call")) and k not in bound and k not in plan.results and k in last:
+            ends[at[last[k]]].append(k)
+    return [Work(g[0], x, b, e) for g, x, b, e in zip(groups, launches, begins, ends, strict=True)]
