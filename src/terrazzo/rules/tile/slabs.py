@@ -9,6 +9,7 @@ from typing import Any
 from terrazzo.hw import tma
 from terrazzo.hw.products import matrix, warps
 from terrazzo.ir.address import coefficient, divides, flatten
+from terrazzo.ir.concatenated import concatenated, loaded
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, Var, at_least
 from terrazzo.ir.node import Node, substitute
@@ -103,8 +104,7 @@ class Slab:
             vector = next(v for v in (16, 8, 4, 2, 1) if v <= most and self.fits(axes, sizes, memory, pad, v))
             need(not (why := self.by.refuses(self.term, vector)), f"{self.name}: {why}")
         text, along = operand_text(self.term), axis_name(memory)
-        boxes = box(self.load(name), sizes, None, self.draft.kernel.axes) if self.by.boxes else ""
-        by_axes = not isinstance(boxes, str) and boxes.by_axes
+        by_axes = self.by.boxes and any(self.by_axes(x, sizes) for x in self.loads(name))
         line = Stream(name, text, self.ring.name, words, along, vector, swizzle, pad, panel, cast, by_axes)
         self.aligned(line, axes, sizes)
         if self.by.boxes:
@@ -227,11 +227,16 @@ class Slab:
         uniform = at_least(extent - 1 - env[last], 0) or divides(width, extent)
         return uniform and wide(found, j, width)
 
-    def load(self, name: str) -> l.Load:
-        """The operand as a load. Declines, where it is more than that."""
-        need(isinstance(self.term, l.Load), f"{name}: TMA brings in plain loads only")
-        assert isinstance(self.term, l.Load)
-        return self.term
+    def loads(self, name: str) -> list[l.Load]:
+        """The operand as a load, or as several that are one after the other. Declines, where it is more than that."""
+        found = loaded(self.term)
+        need(found, f"{name}: TMA brings in plain loads only")
+        return found
+
+    def by_axes(self, load: l.Load, sizes: dict[Any, int]) -> bool:
+        """Whether boxes of a load are those of its memory as a tensor of the axes."""
+        found = box(load, sizes, None, self.draft.kernel.axes)
+        return not isinstance(found, str) and found.by_axes
 
     def box(self, line: Stream, axes: list[Any], sizes: dict[Any, int]) -> None:
         """Declines, with the reason, where the slab is no box of the tensor."""
@@ -243,8 +248,17 @@ class Slab:
     def no_box(
         self, axes: list[Any], sizes: dict[Any, int], by_axes: bool | None, panel: int = 0, swizzle: int = 0
     ) -> str:
-        """Why the slab is no box of the tensor, or nothing."""
-        term = self.load(self.name)
+        """Why the slab is no box of the tensor, or nothing; of several tensors that are one after the other, of one."""
+        for x in concatenated(self.term):
+            if x.axis not in sizes or x.first % sizes[x.axis]:
+                return "a tensor ends within a step, and another begins"
+        every = (self.box_of(x, axes, sizes, by_axes, panel, swizzle) for x in self.loads(self.name))
+        return next(filter(None, every), "")
+
+    def box_of(
+        self, term: l.Load, axes: list[Any], sizes: dict[Any, int], by_axes: bool | None, panel: int, swizzle: int
+    ) -> str:
+        """Why the slab is no box of a tensor, or nothing."""
         found = box(term, sizes, by_axes, self.draft.kernel.axes)
         if isinstance(found, str):
             return found
