@@ -25,29 +25,18 @@ class Piece:
 @per_node
 def concatenated(term: Node) -> tuple[Piece, ...]:
     """The pieces of a term that is several loads one after the other, each from where another ends; none where it is
-    anything else. It is written `where(r < 4096, x[..., r], y[..., r - 4096])`.
+    anything else. It is written `where(r < 4096, x[..., r], y[..., r - 4096])`, and for more of them either may be such
+    a term itself.
     """
-    found: list[Piece] = []
-    rest: Any = term
-    first, axis = 0, None
-    while isinstance(rest, l.Apply) and rest.fn.name == "where":
-        test, load, rest = rest.args
-        border = _border(test)
-        if border is None or not isinstance(load, l.Load) or (axis is not None and border[0] is not axis):
-            return ()
-        axis, end = border
-        if not first < end < axis.extent:
-            return ()
-        found.append(Piece(axis, first, end, load))
-        first = end
-    if not found or not isinstance(rest, l.Load):
+    if not isinstance(term, l.Apply) or term.fn.name != "where" or (found := _border(term.args[0])) is None:
         return ()
-    return (*found, Piece(axis, first, axis.extent, rest))
-
-
-def loaded(term: Node) -> list[l.Load]:
-    """The loads that a term is, one after the other; none where it is anything else."""
-    return [term] if isinstance(term, l.Load) else [x.load for x in concatenated(term)]
+    axis, border = found
+    sides = [concatenated(x) or _whole(x, axis) for x in term.args[1:]]
+    if not all(sides) or any(x.axis is not axis for side in sides for x in side):
+        return ()
+    before = [Piece(axis, x.first, min(x.end, border), x.load) for x in sides[0]]
+    behind = [Piece(axis, max(x.first, border), x.end, x.load) for x in sides[1]]
+    return tuple(x for x in (*before, *behind) if x.first < x.end)
 
 
 def _border(test: Any) -> tuple[Any, int] | None:
@@ -56,6 +45,15 @@ def _border(test: Any) -> tuple[Any, int] | None:
         case l.Apply(fn=fn, args=(l.Index(value=axis), l.Literal(value=int() as end))) if fn.name == "lt":
             return (axis, end) if isinstance(getattr(axis, "extent", None), int) else None
     return None
+
+
+def _whole(x: Any, axis: Any) -> tuple[Piece, ...]:
+    return (Piece(axis, 0, axis.extent, x),) if isinstance(x, l.Load) else ()
+
+
+def loaded(term: Node) -> list[l.Load]:
+    """The loads that a term is, one after the other; none where it is anything else."""
+    return [term] if isinstance(term, l.Load) else [x.load for x in concatenated(term)]
 
 
 def after_one_another(loads: list[l.Load], axis: Any, borders: list[int]) -> Node:

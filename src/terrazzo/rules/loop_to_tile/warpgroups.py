@@ -38,6 +38,10 @@ SHORT = 256
 """Sums of fewer products are added up twice as often where someone wants to be exact: what a tensor core truncates is
 still seen in them.
 """
+PIECES = 8
+"""Tensors that an operand may be one after the other, at most: each has a tensor map of 128 bytes among the arguments
+of a kernel, of 4096 in all, and who loads asks in every step which of them it is.
+"""
 ROWS = 64
 """Rows of an instruction."""
 LEAST = 16
@@ -162,8 +166,8 @@ def instructions_for(p: Product, gpu: Gpu) -> tuple[list[WarpgroupInstruction], 
     if why := not_converted(p, step(p)):
         return [], why
     for x in p.operands:
-        every = dict.fromkeys(loaded(x) or [made_of(x)])
-        if why := next(filter(None, (_no_steps(x, p), *(_no_boxes(y, p) for y in every))), ""):
+        every = dict.fromkeys([*loaded(x), made_of(x)])
+        if why := next(filter(None, (_no_steps(x, p), *(_no_boxes(y, p) for y in every if y is not None))), ""):
             return [], f"{called(x)}: {why}"
     (kind,) = types
     total = p.sites[0].reduce.dtype
@@ -180,6 +184,8 @@ def _no_steps(x: Any, p: Product) -> str:
     such a one: a step has one of them, which all lie alike.
     """
     pieces = concatenated(x)
+    if len(pieces) > PIECES:
+        return f"it is {len(pieces)} tensors one after the other, and a kernel takes {PIECES} at most"
     if any(y.axis is not p.axes[-1] or y.first % step(p) for y in pieces):
         return "a tensor ends within a step, and another begins"
     runs = {next((a for a in (p.m, p.n, *p.axes) if along(y.load, a)), None) for y in pieces}

@@ -104,7 +104,9 @@ class Slab:
             vector = next(v for v in (16, 8, 4, 2, 1) if v <= most and self.fits(axes, sizes, memory, pad, v))
             need(not (why := self.by.refuses(self.term, vector)), f"{self.name}: {why}")
         text, along = operand_text(self.term), axis_name(memory)
-        by_axes = self.by.boxes and any(self.by_axes(x, sizes) for x in self.loads(name))
+        plain = self.by.boxes and isinstance(self.term, l.Load)
+        boxes = box(self.term, sizes, None, self.draft.kernel.axes) if plain else ""  # type: ignore[arg-type]
+        by_axes = not isinstance(boxes, str) and boxes.by_axes
         line = Stream(name, text, self.ring.name, words, along, vector, swizzle, pad, panel, cast, by_axes)
         self.aligned(line, axes, sizes)
         if self.by.boxes:
@@ -233,11 +235,6 @@ class Slab:
         need(found, f"{name}: TMA brings in plain loads only")
         return found
 
-    def by_axes(self, load: l.Load, sizes: dict[Any, int]) -> bool:
-        """Whether boxes of a load are those of its memory as a tensor of the axes."""
-        found = box(load, sizes, None, self.draft.kernel.axes)
-        return not isinstance(found, str) and found.by_axes
-
     def box(self, line: Stream, axes: list[Any], sizes: dict[Any, int]) -> None:
         """Declines, with the reason, where the slab is no box of the tensor."""
         if line.pad:
@@ -248,18 +245,27 @@ class Slab:
     def no_box(
         self, axes: list[Any], sizes: dict[Any, int], by_axes: bool | None, panel: int = 0, swizzle: int = 0
     ) -> str:
-        """Why the slab is no box of the tensor, or nothing; of several tensors that are one after the other, of one."""
-        for x in concatenated(self.term):
-            if x.axis not in sizes or x.first % sizes[x.axis]:
-                return "a tensor ends within a step, and another begins"
-        every = (self.box_of(x, axes, sizes, by_axes, panel, swizzle) for x in self.loads(self.name))
-        return next(filter(None, every), "")
+        """Why the slab is no box of the tensor, or of those that are one after the other, or nothing."""
+        every, pieces = self.loads(self.name), concatenated(self.term)
+        if any(x.axis not in sizes or x.first % sizes[x.axis] for x in pieces):
+            return "a tensor ends within a step, and another begins"
+        free = [(*self.draft.kernel.axes, *(x.axis for x in pieces[:1])) for _ in every[:-1]]  # the next begins there
+        free += [self.draft.kernel.axes]
+        whys = (self.box_of(x, axes, sizes, by_axes, panel, swizzle, f) for x, f in zip(every, free, strict=True))
+        return next(filter(None, whys), "")
 
     def box_of(
-        self, term: l.Load, axes: list[Any], sizes: dict[Any, int], by_axes: bool | None, panel: int, swizzle: int
+        self,
+        term: l.Load,
+        axes: list[Any],
+        sizes: dict[Any, int],
+        by_axes: bool | None,
+        panel: int,
+        swizzle: int,
+        free: Sequence[Any],
     ) -> str:
         """Why the slab is no box of a tensor, or nothing."""
-        found = box(term, sizes, by_axes, self.draft.kernel.axes)
+        found = box(term, sizes, by_axes, free)
         if isinstance(found, str):
             return found
         if any(e not in found.place.bounds for e in term.inside):
