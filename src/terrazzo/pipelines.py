@@ -39,6 +39,7 @@ from terrazzo.rules.loop.fold import fold
 from terrazzo.rules.loop.frozen import constants, stored_once, varying
 from terrazzo.rules.loop.fuse import fuse, seen_through
 from terrazzo.rules.loop.gradients import gradients
+from terrazzo.rules.loop.joined import products_joined
 from terrazzo.rules.loop.layout import store_as_read
 from terrazzo.rules.loop.lifetimes import in_order, kernels_in_order
 from terrazzo.rules.loop.lookups import store_lookups
@@ -130,7 +131,8 @@ def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
     made = products_again(softmaxes, log, once, options.materialize, sizes)
     busy = lambda steps: sum(chains.fastest(s, gpu) or price([s]) for s in steps)  # noqa: E731
     made = sums_inside(made, log, busy, refused)
-    return rounded_weights(chains_beside(made, log, price, refused), log, target(options.target).rates.matrix)
+    made = products_joined(chains_beside(made, log, price, refused), log, price)
+    return rounded_weights(made, log, target(options.target).rates.matrix)
 
 
 def _refusal(options: Options, tried: Experience, used: bool = False) -> Callable[[l.Kernel], str]:

@@ -10,11 +10,13 @@ only load, these acquire and start, and the others wait and release.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import ClassVar, Protocol
 
+from terrazzo.ir.concatenated import concatenated
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import IntExpr
+from terrazzo.ir.expr import IntExpr, at_least
 from terrazzo.ir.node import Node, substitute
 from terrazzo.ir.plan import Ring
 from terrazzo.rules.access import box
@@ -322,9 +324,16 @@ class Boxes(Transport):
         self.builder.add(k.WaitBarrier(self.full, slot, turn % 2))
 
     def ask(self, s: Slab, t: IntExpr, slot: IntExpr) -> None:
-        """For the boxes of a slab: one for each of its panels. Of what goes to several blocks, each asks for a part."""
-        load = s.term
-        assert isinstance(load, l.Load)
+        """For the boxes of a slab, in each step of the tensor it is in then."""
+        if isinstance(s.term, l.Load):
+            return self.ask_for(s, s.term, t, slot)
+        for x in concatenated(s.term):
+            at = self.copies.coordinates(s, [0] * len(s.parts), t)[x.axis]
+            own = [e for e in (at - x.first, x.end - 1 - at) if not at_least(e, 0)]
+            self.builder.where(own, partial(self.ask_for, s, x.load, t, slot))
+
+    def ask_for(self, s: Slab, load: l.Load, t: IntExpr, slot: IntExpr) -> None:
+        """For boxes of a tensor: one for each panel. Of what goes to several blocks, each asks for a part."""
         sizes = {p.axis: p.size for p in s.parts}
         found = box(load, sizes, s.stream.by_axes, sizes)
         assert not isinstance(found, str)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+from terrazzo.ir.concatenated import loaded
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.node import topological
@@ -43,7 +44,7 @@ def promotes(p: Product) -> bool:
 @lru_cache(maxsize=256)
 def converted(p: Product) -> tuple[Any, ...]:
     """The operands that threads make of others, in registers."""
-    return tuple(x for x in p.operands if not isinstance(x, l.Load))
+    return tuple(x for x in p.operands if not loaded(x))
 
 
 def not_converted(p: Product, step: int) -> str:

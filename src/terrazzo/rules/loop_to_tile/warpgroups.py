@@ -14,10 +14,11 @@ from terrazzo.hw import tma
 from terrazzo.hw.gpu import Gpu, Warpgroups
 from terrazzo.hw.products import missing
 from terrazzo.hw.wgmma import INSTRUCTIONS, WarpgroupInstruction
+from terrazzo.ir.concatenated import concatenated, loaded
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import derived
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
-from terrazzo.ir.sites import Product, called
+from terrazzo.ir.sites import Product, called, made_of
 from terrazzo.rules.access import box
 from terrazzo.rules.loop_to_tile.making import (
     MADE,
@@ -36,6 +37,10 @@ from terrazzo.rules.swizzles import swizzled
 SHORT = 256
 """Sums of fewer products are added up twice as often where someone wants to be exact: what a tensor core truncates is
 still seen in them.
+"""
+PIECES = 8
+"""Tensors that an operand may be one after the other, at most: each has a tensor map of 128 bytes among the arguments
+of a kernel, of 4096 in all, and who loads asks in every step which of them it is.
 """
 ROWS = 64
 """Rows of an instruction."""
@@ -169,8 +174,9 @@ def instructions_for(p: Product, gpu: Gpu) -> tuple[list[WarpgroupInstruction], 
         return [], f"it sums over {len(p.axes)} axes, the last of which has {short} elements of a step's {STEP}"
     if why := not_converted(p, step(p)):
         return [], why
-    for x in p.sources:
-        if why := _no_boxes(x, p):
+    for x in p.operands:
+        every = dict.fromkeys([*loaded(x), made_of(x)])
+        if why := next(filter(None, (_no_steps(x, p), *(_no_boxes(y, p) for y in every if y is not None))), ""):
             return [], f"{called(x)}: {why}"
     (kind,) = types
     total = p.sites[0].reduce.dtype
@@ -180,6 +186,19 @@ def instructions_for(p: Product, gpu: Gpu) -> tuple[list[WarpgroupInstruction], 
     if lacks := missing(known[0], gpu):
         return [], f"it needs {lacks}, and the target is {gpu.arch}"
     return known, ""
+
+
+def _no_steps(x: Any, p: Product) -> str:
+    """Why an operand that is one tensor after the other does not come step by step; nothing where it does, or is not
+    such a one: a step has one of them, which all lie alike.
+    """
+    pieces = concatenated(x)
+    if len(pieces) > PIECES:
+        return f"it is {len(pieces)} tensors one after the other, and a kernel takes {PIECES} at most"
+    if any(y.axis is not p.axes[-1] or y.first % step(p) for y in pieces):
+        return "a tensor ends within a step, and another begins"
+    runs = {next((a for a in (p.m, p.n, *p.axes) if along(y.load, a)), None) for y in pieces}
+    return "memory runs along one axis of a tensor, and along another of the next" if len(runs) > 1 else ""
 
 
 def _no_boxes(x: Any, p: Product) -> str:
@@ -244,6 +263,8 @@ def _pieces(p: Product, tile: Tile, tiles: int, gpu: Gpu) -> Iterator[int]:
     outer, inner = steps(p, tile)
     waves = MADE_WAVES if converted(p) else 2
     axis, found = p.axes[-1], pieces(inner, waves * gpu.processors // (tiles * tile.blocks), ceil(8, outer))
+    if any(map(concatenated, p.operands)):
+        return
     ends = facts_of(p).ends and (promotes(p) or not converted(p))
     yield from (s for s in found if ends or not (inner % s or axis.extent % tile.k))
 

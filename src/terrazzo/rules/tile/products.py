@@ -10,6 +10,7 @@ from terrazzo.hw.instruction import MatrixInstruction
 from terrazzo.hw.ldmatrix import loader
 from terrazzo.hw.products import Matrix, continued, missing, operands, warps
 from terrazzo.hw.transfer import FMA
+from terrazzo.ir.concatenated import loaded
 from terrazzo.ir.contraction import Contraction, operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import Node, topological
@@ -287,7 +288,7 @@ def converts(draft: Draft, site: Site, c: Contraction, a: Node) -> bool:
     """
     name = called(operand(a))
     made = [operand(f) for pair in c.terms for f in pair if f.free == a.free]
-    if _computed(a) or isinstance(operand(a), l.Load) or dict(draft.held(site, name).options).get("by") != "tma":
+    if _computed(a) or loaded(operand(a)) or dict(draft.held(site, name).options).get("by") != "tma":
         return False
     sources = {made_of(term) for term in made}
     alone = len(sources) == 1 and all(x is not None and x.free == a.free for x in sources)

@@ -9,6 +9,7 @@ from typing import Any
 from terrazzo.hw import tma
 from terrazzo.hw.products import matrix, warps
 from terrazzo.ir.address import coefficient, divides, flatten
+from terrazzo.ir.concatenated import concatenated, loaded
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, Var, at_least
 from terrazzo.ir.node import Node, substitute
@@ -103,7 +104,8 @@ class Slab:
             vector = next(v for v in (16, 8, 4, 2, 1) if v <= most and self.fits(axes, sizes, memory, pad, v))
             need(not (why := self.by.refuses(self.term, vector)), f"{self.name}: {why}")
         text, along = operand_text(self.term), axis_name(memory)
-        boxes = box(self.load(name), sizes, None, self.draft.kernel.axes) if self.by.boxes else ""
+        plain = self.by.boxes and isinstance(self.term, l.Load)
+        boxes = box(self.term, sizes, None, self.draft.kernel.axes) if plain else ""  # type: ignore[arg-type]
         by_axes = not isinstance(boxes, str) and boxes.by_axes
         line = Stream(name, text, self.ring.name, words, along, vector, swizzle, pad, panel, cast, by_axes)
         self.aligned(line, axes, sizes)
@@ -227,11 +229,11 @@ class Slab:
         uniform = at_least(extent - 1 - env[last], 0) or divides(width, extent)
         return uniform and wide(found, j, width)
 
-    def load(self, name: str) -> l.Load:
-        """The operand as a load. Declines, where it is more than that."""
-        need(isinstance(self.term, l.Load), f"{name}: TMA brings in plain loads only")
-        assert isinstance(self.term, l.Load)
-        return self.term
+    def loads(self, name: str) -> list[l.Load]:
+        """The operand as a load, or as several that are one after the other. Declines, where it is more than that."""
+        found = loaded(self.term)
+        need(found, f"{name}: TMA brings in plain loads only")
+        return found
 
     def box(self, line: Stream, axes: list[Any], sizes: dict[Any, int]) -> None:
         """Declines, with the reason, where the slab is no box of the tensor."""
@@ -243,9 +245,27 @@ class Slab:
     def no_box(
         self, axes: list[Any], sizes: dict[Any, int], by_axes: bool | None, panel: int = 0, swizzle: int = 0
     ) -> str:
-        """Why the slab is no box of the tensor, or nothing."""
-        term = self.load(self.name)
-        found = box(term, sizes, by_axes, self.draft.kernel.axes)
+        """Why the slab is no box of the tensor, or of those that are one after the other, or nothing."""
+        every, pieces = self.loads(self.name), concatenated(self.term)
+        if any(x.axis not in sizes or x.first % sizes[x.axis] for x in pieces):
+            return "a tensor ends within a step, and another begins"
+        free = [(*self.draft.kernel.axes, *(x.axis for x in pieces[:1])) for _ in every[:-1]]  # the next begins there
+        free += [self.draft.kernel.axes]
+        whys = (self.box_of(x, axes, sizes, by_axes, panel, swizzle, f) for x, f in zip(every, free, strict=True))
+        return next(filter(None, whys), "")
+
+    def box_of(
+        self,
+        term: l.Load,
+        axes: list[Any],
+        sizes: dict[Any, int],
+        by_axes: bool | None,
+        panel: int,
+        swizzle: int,
+        free: Sequence[Any],
+    ) -> str:
+        """Why the slab is no box of a tensor, or nothing."""
+        found = box(term, sizes, by_axes, free)
         if isinstance(found, str):
             return found
         if any(e not in found.place.bounds for e in term.inside):

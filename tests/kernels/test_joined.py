@@ -1,0 +1,153 @@
+"""Products that are only added are one product, whose steps go along one tensor and then the next."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.hw.sass import sass
+from tests.kernels.test_quantised import as_exact_as_eager, numbers
+from tests.rules.test_catalog import assert_same, example
+
+import terrazzo
+from terrazzo.front.capture import capture
+from terrazzo.hw.gpu import gpu
+from terrazzo.interp import kernel as simulator
+from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.text import parse, show
+from terrazzo.options import Options
+from terrazzo.pipelines import lowering
+from terrazzo.rewrite.rule import Log
+from terrazzo.rules.loop import joined
+from terrazzo.targets.cuda.check import check
+
+H = gpu("sm_90a")
+Case = tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]
+
+
+def r(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def two(x: Any, w: Any, y: Any, u: Any) -> Any:
+    return F.linear(x, w) + F.linear(y, u)
+
+
+def biased(x: Any, w: Any, b: Any, y: Any, u: Any, c: Any) -> Any:
+    return torch.tanh(F.linear(x, w, b) + F.linear(y, u, c))
+
+
+def three(x: Any, w: Any, y: Any, u: Any, z: Any, v: Any) -> Any:
+    return F.linear(x, w) + F.linear(y, u) + F.linear(z, v)
+
+
+def across(x: Any, w: Any, y: Any, u: Any) -> Any:
+    return x @ w + y @ u
+
+
+def concatenation(x: Any, y: Any, w: Any) -> Any:
+    return F.linear(torch.cat([x, y], -1), w)
+
+
+M, N = 72, 80
+CASES: dict[str, Case] = {
+    "two": (two, (r(M, 128), r(N, 128), r(M, 64), r(N, 64))),
+    "a bias each": (biased, (r(M, 128), r(N, 128), r(N), r(M, 192), r(N, 192), r(N))),
+    "ends within a step": (two, (r(M, 72), r(N, 72), r(M, 128), r(N, 128))),
+    "both end within a step": (two, (r(M, 72), r(N, 72), r(M, 104), r(N, 104))),
+    "three": (three, (r(M, 64), r(N, 64), r(M, 128), r(N, 128), r(M, 72), r(N, 72))),
+    "memory across": (across, (r(M, 128), r(128, N), r(M, 64), r(64, N))),
+    "a batch": (across, (r(3, 72, 128), r(3, 128, 80), r(3, 72, 64), r(3, 64, 80))),
+    "half": (two, tuple(r(*s, dtype=torch.float16) for s in ((M, 64), (N, 64), (M, 128), (N, 128)))),
+    "concatenated": (concatenation, (r(M, 128), r(M, 72), r(N, 200))),
+    "many steps of few rows": (two, (r(16, 1024), r(256, 1024), r(16, 512), r(256, 512))),
+}
+
+
+def lowered(fn: Any, given: tuple[torch.Tensor, ...], **options: Any) -> Any:
+    return lowering(capture(fn, given, {}).program, Options(target="sm_90a", libraries="never", **options))
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_one_kernel_is_as_exact_as_eager(name: str, seed: int | None) -> None:
+    """In the fair order and in others; each factor comes to the same slots, from one tensor and then from the next."""
+    fn, given = CASES[name]
+    program = lowered(fn, given).at("kernel")
+    (kernel,) = program.steps
+    check(program, H)
+    boxes = {s.tensor for s in k.walk(kernel.body) if isinstance(s, k.TensorLoad)}
+    assert len(boxes) == len([x for x in given if x.ndim > 1])
+    (y,) = simulator.run(program, {b.name: numbers(x) for b, x in zip(program.inputs, given, strict=True)}, seed=seed)
+    as_exact_as_eager(y, fn, given)
+
+
+def fewest(steps: Sequence[l.Kernel]) -> float:
+    """A price by which fewer products are cheaper."""
+    return float(sum(len(s.carried) + 1 for s in steps))
+
+
+def test_the_example() -> None:
+    before, after = example(inspect.getdoc(joined.products_joined) or "", "products_joined")
+    found = joined.products_joined(parse(before), Log(), fewest)
+    assert show(found) == after
+    assert_same(parse(before), found)
+
+
+@pytest.mark.parametrize(
+    ("fn", "shapes"),
+    [
+        (lambda x, w, y, u: F.linear(x, w) * F.linear(y, u), ((8, 16), (8, 16), (8, 24), (8, 24))),
+        (
+            lambda x, w, y, u: (a := F.linear(x, w)) + torch.relu(a + F.linear(y, u)),
+            ((8, 16), (8, 16), (8, 24), (8, 24)),
+        ),
+        (lambda x, w, y, u: F.linear(x, w) + y @ u, ((8, 16), (8, 16), (8, 24), (24, 8))),
+        (lambda x, w, y: F.linear(x, w) + y, ((8, 16), (8, 16), (8, 8))),
+    ],
+    ids=["multiplied", "used twice", "another layout", "one product"],
+)
+def test_what_is_not_only_added_or_lies_otherwise_stays(fn: Any, shapes: tuple[tuple[int, ...], ...]) -> None:
+    before = lowered(fn, tuple(r(*s) for s in shapes)).at("loop")
+    assert joined.products_joined(before, Log(), fewest) is before
+
+
+@pytest.mark.parametrize(("m", "k", "n"), [(4096, 4096, 4096), (512, 3584, 18944), (2048, 4096, 14336)])
+def test_the_sum_of_two_products_is_one_kernel(m: int, k: int, n: int, tmp_path: Path) -> None:
+    """Where the second one is short, what it would store and read again is dear; nothing spills."""
+    shapes = (m, k), (n, k), (m, 1024), (n, 1024)
+    given = tuple(torch.empty(s, dtype=torch.bfloat16, device="meta") for s in shapes)
+    (kernel,) = lowered(two, given).at("kernel").steps
+    found = "\n".join(sass(kernel, "sm_90a", tmp_path))
+    assert "HGMMA" in found and "STL" not in found
+
+
+def test_a_concatenation_is_multiplied_and_not_stored() -> None:
+    shapes = (4096, 2048), (4096, 512), (1024, 2560)
+    given = tuple(torch.empty(s, dtype=torch.bfloat16, device="meta") for s in shapes)
+    (kernel,) = lowered(concatenation, given).at("kernel").steps
+    assert [b.type.static_shape for b in kernel.params] == [*shapes, (4096, 1024)]
+
+
+def test_too_many_tensors_are_stored_one_after_the_other() -> None:
+    """Each has a tensor map among the arguments of the kernel."""
+    given = tuple(torch.empty(4096, 64, dtype=torch.bfloat16, device="meta") for _ in range(9))
+    w = torch.empty(1024, 9 * 64, dtype=torch.bfloat16, device="meta")
+    done = lowered(lambda w, *x: F.linear(torch.cat(x, -1), w), (w, *given))
+    first, _ = done.at("kernel").steps
+    assert first.writes[0].type.static_shape == (4096, 9 * 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_a_gpu_is_as_exact_as_eager(name: str) -> None:
+    fn, given = CASES[name]
+    there = tuple(x.cuda() for x in given)
+    ours = terrazzo.compile(fn, *there, options=Options(libraries="never"))
+    as_exact_as_eager(ours(*there).float().cpu().numpy(), fn, given)
