@@ -110,7 +110,7 @@ def _measured(monkeypatch: pytest.MonkeyPatch, commit: str = "abc") -> list[str]
     """Cases that take no GPU; which were measured. The one called `bad` fails."""
     done: list[str] = []
 
-    def one(case: gpu_suites.Case, options: Options, peers: list[str]) -> dict[str, object]:
+    def one(case: gpu_suites.Case, options: Options, peers: list[str], *_: Path | None) -> dict[str, object]:
         done.append(case.name)
         if case.name == "bad":
             raise RuntimeError("out of memory\n  of the GPU")

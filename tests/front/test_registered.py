@@ -37,3 +37,26 @@ def test_the_backend_is_known_without_an_entry_point(imports: str, torch: bool) 
     program = PROGRAM.format(imports=imports, torch=torch)
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert ended.returncode == 0, ended.stderr
+
+
+ENTERED = """
+import importlib.metadata
+from importlib.metadata import EntryPoint, EntryPoints
+
+point = EntryPoint("terrazzo", "terrazzo.front.dynamo:terrazzo", "torch_dynamo_backends")
+found = EntryPoints([point])  # as where it is installed
+importlib.metadata.entry_points = lambda **of: found.select(**of)
+{imports}
+import torch
+
+assert torch.equal(torch.compile(lambda x: torch.relu(x) + 1, backend="terrazzo")(torch.ones(4)), 2 * torch.ones(4))
+"""
+
+
+@pytest.mark.parametrize("imports", ["", "import terrazzo"])
+def test_the_backend_of_an_entry_point_is_not_registered_twice(imports: str) -> None:
+    """PyTorch imports the package when it is asked for the backend by name."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    program = ENTERED.format(imports=imports)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert ended.returncode == 0, ended.stderr

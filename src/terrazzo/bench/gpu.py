@@ -8,15 +8,18 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from terrazzo.bench import products
 from terrazzo.bench.article import article
-from terrazzo.bench.gpu_suites import Case, attention, block, convolution, fp32, gemm, pointwise, reduction
-from terrazzo.bench.harness import accuracy, surroundings
+from terrazzo.bench.attention import attention
+from terrazzo.bench.gpu_suites import Case, block, convolution, fp32, gemm, pointwise, reduction
+from terrazzo.bench.harness import accuracy, peak, surroundings, using
 from terrazzo.bench.measure import save
 from terrazzo.options import Options
 from terrazzo.progress import at
@@ -59,7 +62,8 @@ def measure(
     every n for `part` k, n. No case begins after `within` seconds.
 
     It is written to the `folder` after every case. What the records there have of this commit and GPU, those of other
-    parts included, is not measured again.
+    parts included, is not measured again. Processes with the same folder compile side by side, and measure one at a
+    time.
     """
     import torch
 
@@ -76,13 +80,15 @@ def measure(
     def record() -> dict[str, Any]:
         cases = [found[key] for c in every if (key := (c.name, c.dtype)) in found]
         right = [c["us"] for c in cases if c["ok"]]
-        ratios = {p: _geomean([us[p] / us["terrazzo"] for us in right if p in us]) for p in peers}
+        others = dict.fromkeys(name for c in cases for name in c["us"] if c.get("group") and name != "terrazzo")
+        every_peer = [*others] if others else peers
+        ratios = {p: _geomean([us[p] / us["terrazzo"] for us in right if p in us]) for p in every_peer}
         return {"suite": suite, "meta": meta, "geomean": ratios, "cases": cases}
 
     for done, case in enumerate(missing):
         if time.perf_counter() - start > within:
             break
-        found[case.name, case.dtype] = _tried(case, options, peers)
+        found[case.name, case.dtype] = _tried(case, options, peers, folder)
         if folder is not None:
             save(record(), kept(suite, folder, part))
         torch.cuda.empty_cache()  # an error of the GPU comes up here: nothing can be measured after it
@@ -116,7 +122,8 @@ def recorded(
         except (OSError, ValueError):
             continue
         if all(record["meta"].get(x) == meta[x] for x in ("commit", "gpu")):
-            found |= {(c["case"], c["dtype"]): c for c in record["cases"] if not c["us"] or {*peers} <= {*c["us"]}}
+            known = (c for c in record["cases"] if not c["us"] or c.get("group") or {*peers} <= {*c["us"]})
+            found |= {(c["case"], c["dtype"]): c for c in known}
     return found
 
 
@@ -146,61 +153,119 @@ def _installed() -> set[str]:
     return {d.name.lower() for d in importlib.metadata.distributions()}
 
 
-def _tried(case: Case, options: Options, peers: Sequence[str]) -> dict[str, Any]:
+def _tried(case: Case, options: Options, peers: Sequence[str], folder: Path | None) -> dict[str, Any]:
     """A case, or what became of it."""
+    known = {"case": case.name, "dtype": case.dtype, "bytes": case.bytes, "operations": case.operations}
+    known |= {"said": case.said, "group": case.group}
     try:
-        return _case(case, options, peers)
+        return {**known, **_case(case, options, peers, folder)}
     except Exception as error:  # the other cases are to be measured, whatever this one ends with
-        told = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        known = {"bytes": case.bytes, "operations": case.operations, "said": case.said}
-        return {"case": case.name, "dtype": case.dtype, "us": {}, "ok": False, "problem": told, **known}
+        return {**known, "us": {}, "ok": False, "problem": _told(error)}
 
 
-def _case(case: Case, options: Options, peers: Sequence[str]) -> dict[str, Any]:
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _case(case: Case, options: Options, peers: Sequence[str], folder: Path | None) -> dict[str, Any]:
     import torch
-
-    import terrazzo
 
     torch.manual_seed(0)
     torch._dynamo.reset()
-    fn, make, exact = case.make()
-    sets = [make()]
-    size = sum(t.numel() * t.element_size() for t in sets[0])
-    cache = torch.cuda.get_device_properties(0).L2_cache_size
-    wanted = min(MOST_SETS, max(2, math.ceil(COLD * cache / max(size, 1))))
-    sets += [make() for _ in range(wanted - 1)]
-    start = time.perf_counter()
-    pinned = replace(options, schedules=(case.schedule,)) if case.schedule else options
-    ours = terrazzo.compile(fn, *sets[0], options=pinned)
-    seconds = time.perf_counter() - start
-    calls: dict[str, Callable[..., Any]] = {"terrazzo": ours}
-    with torch.no_grad():
+    alone = using(folder, alone=True) if folder is not None else nullcontext()
+    with alone:
+        fn, make, exact = case.make()
+        sets = _sets(make)
+        before = torch.cuda.memory_allocated()
+    with said() as warned:
+        ours, seconds = _ours(case, fn, sets[0], options)
+    alone = using(folder, alone=True) if folder is not None else nullcontext()
+    with alone, torch.no_grad():
         found = accuracy(_leaves(ours(*sets[0])), _leaves(fn(*sets[0])), _leaves(exact(*sets[0])))
-        for peer in peers:
-            mode = {"eager": None, "compile": "default", "max-autotune": "max-autotune-no-cudagraphs"}[peer]
-            calls[peer] = fn if mode is None else torch.compile(fn, dynamic=False, mode=mode)
+        torch.cuda.empty_cache()
+        kept = torch.cuda.memory_allocated() - before
+        named = case.peers(fn) if case.peers else {p: _peer(p, fn) for p in peers}
+        calls, without = {"terrazzo": ours}, {}
+        for name, call in named.items():
+            try:
+                call(*sets[0])
+            except Exception as error:
+                if not case.peers:
+                    raise
+                without[name] = _told(error)
+            else:
+                calls[name] = call
+        memory = {name: peak(lambda call=call: call(*sets[0])) for name, call in calls.items()}  # type: ignore[misc]
+        memory["terrazzo"] += kept
         graphs = {name: graph_of(call, sets) for name, call in calls.items()}
         times = in_turns(graphs, len(sets), REPLAYS)
         wall = _wall(ours, sets)
     us = {name: statistics.median(values) for name, values in times.items()}
-    spread = {name: [_at(values, 0.1), _at(values, 0.9)] for name, values in times.items()}
     problem = found.problem or _roofline(case, us, options)
     return {
-        "case": case.name,
-        "dtype": case.dtype,
         "us": us,
-        "spread": spread,
+        "spread": {name: [_at(values, 0.1), _at(values, 0.9)] for name, values in times.items()},
         "wall_us": wall,
         "compile_s": seconds,
+        "memory": memory,
+        "without": without,
         "error": found.ours,
         "error_eager": found.eager,
         "ok": not problem,
         "problem": problem,
-        "bytes": case.bytes,
-        "operations": case.operations,
-        "said": case.said,
-        "fallbacks": [f.op for f in ours.compiled.fallbacks],
+        "fallbacks": [*warned, *(f.op for f in (ours.compiled.fallbacks if hasattr(ours, "compiled") else ()))],
     }
+
+
+def _sets(make: Callable[[], tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Inputs that no cache holds together."""
+    import torch
+
+    sets = [make()]
+    size = sum(t.numel() * t.element_size() for t in sets[0])
+    cache = torch.cuda.get_device_properties(0).L2_cache_size
+    wanted = min(MOST_SETS, max(2, math.ceil(COLD * cache / max(size, 1))))
+    return sets + [make() for _ in range(wanted - 1)]
+
+
+def _ours(case: Case, fn: Any, args: tuple[Any, ...], options: Options) -> tuple[Any, float]:
+    """The case, compiled, and the seconds that took."""
+    import torch
+
+    import terrazzo
+
+    start = time.perf_counter()
+    ours: Any
+    if case.ours is None:
+        pinned = replace(options, schedules=(case.schedule,)) if case.schedule else options
+        ours = terrazzo.compile(fn, *args, options=pinned)
+    else:
+        ours = case.ours(options)
+        with torch.no_grad():
+            ours(*args)
+    return ours, time.perf_counter() - start
+
+
+def _peer(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    import torch
+
+    mode = {"eager": None, "compile": "default", "max-autotune": "max-autotune-no-cudagraphs"}[name]
+    return fn if mode is None else torch.compile(fn, dynamic=False, mode=mode)
+
+
+@contextmanager
+def said() -> Iterator[list[str]]:
+    """What we warn of within it, be it for the first time or not: that PyTorch runs something."""
+    from terrazzo.front import dynamo
+    from terrazzo.run import compiled
+
+    told: list[str] = []
+    dynamo._said.clear()
+    compiled._said.clear()
+    with warnings.catch_warnings(record=True) as every:
+        warnings.simplefilter("always")
+        yield told
+    told += [str(w.message).split(chr(10))[0] for w in every if str(w.message).startswith("terrazzo:")]
 
 
 def _leaves(x: Any) -> list[Any]:

@@ -5,9 +5,11 @@ float64.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
+
+from terrazzo.options import Options
 
 Made = tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], Callable[..., Any]]
 """What is called, a maker of its inputs, and how the exact results come from such inputs."""
@@ -29,17 +31,6 @@ LINEAR = {
     "4096 cubed": (4096, 4096, 4096),
 }
 SQUARES = (1024, 1536, 2048, 3072, 4096, 6144, 8192)
-ATTENTION = (
-    # batch, heads, tokens, head dimension, causal
-    (4, 32, 2048, 128, False),
-    (4, 32, 2048, 128, True),
-    (1, 32, 8192, 128, True),
-    (16, 16, 1024, 128, False),
-    (16, 12, 512, 64, False),
-    (4, 16, 2048, 64, True),
-    (2, 16, 2048, 256, False),
-    (4, 16, 1000, 96, False),
-)
 CONVOLUTION = (
     # images, channels, filters, size, taps, stride, channels last
     (32, 64, 64, 56, 3, 1, True),
@@ -68,7 +59,9 @@ MODELS = {"TinyLlama": "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "Qwen2.5-7B": "Qwen
 class Case:
     """`bytes` and `operations` are the least any implementation moves and computes in one call, for the roofline.
 
-    `said` is the ratio to eager that somebody else published for it, on another machine. A `schedule` is pinned.
+    `said` is the ratio to eager that somebody else published for it, on another machine. A `schedule` is pinned. Cases
+    of a `group` are summed up together. `peers` makes those that one has of its own, in place of what the command
+    names; `ours` is how it is compiled, where not by `terrazzo.compile`.
     """
 
     name: str
@@ -78,6 +71,9 @@ class Case:
     operations: float = 0.0
     said: str = ""
     schedule: str = ""
+    group: str = ""
+    peers: Callable[[Callable[..., Any]], Mapping[str, Callable[..., Any]]] | None = None
+    ours: Callable[[Options], Callable[..., Any]] | None = None
 
 
 def pointwise() -> tuple[Case, ...]:
@@ -158,24 +154,6 @@ def _linear(name: str, m: int, k: int, n: int, dtype: str) -> Case:
     return Case(name, dtype, make, size * (m * k + n * k + m * n), 2.0 * m * n * k)
 
 
-def attention() -> tuple[Case, ...]:
-    """Attention in bf16; the peer is whichever of its kernels PyTorch takes."""
-    from torch.nn import functional as f
-
-    def case(b: int, h: int, n: int, d: int, causal: bool) -> Case:
-        def attend(q: Any, k: Any, v: Any) -> Any:
-            return f.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-        def make() -> Made:
-            given = lambda: tuple(normal((b, h, n, d), "bf16") for _ in range(3))  # noqa: E731
-            return attend, given, lambda *x: attend(*(y.double() for y in x))
-
-        name = f"{b} x {h} heads, {n} tokens, {d}{', causal' if causal else ''}"
-        return Case(name, "bf16", make, 8 * b * h * n * d, 4.0 * b * h * n * n * d * (0.5 if causal else 1))
-
-    return tuple(case(*shape) for shape in ATTENTION)
-
-
 def convolution() -> tuple[Case, ...]:
     """Convolutions of images in bf16, with a bias and ReLU."""
     import torch
@@ -202,19 +180,20 @@ def convolution() -> tuple[Case, ...]:
 
 def block() -> tuple[Case, ...]:
     """A decoder layer with random weights."""
-    return tuple(_block(m, length, dtype) for dtype in DTYPES for m in MODELS for length in (32, 128, 512))
+    found = [(m, n, length, dtype) for dtype in DTYPES for m, n in MODELS.items() for length in (32, 128, 512)]
+    return tuple(replace(layer(*x), said=LAYERS[x[0], x[2]] if x[3] == "f32" else "") for x in found)
 
 
-def _block(model: str, length: int, dtype: str) -> Case:
+def layer(model: str, name: str, length: int, dtype: str) -> Case:
+    """A decoder layer of a model as a function of its hidden states; `name` is what Hugging Face calls it."""
+
     def make() -> Made:
         import torch
         from torch.utils import _pytree as pytree
 
         from terrazzo.front import huggingface
 
-        module, args, kwargs = huggingface.load(
-            MODELS[model], layer=0, seq_len=length, dtype=dtype, random_weights=True
-        )
+        module, args, kwargs = huggingface.load(name, layer=0, seq_len=length, dtype=dtype, random_weights=True)
         module = module.cuda().eval()
         (hidden, *rest), named = pytree.tree_map_only(torch.Tensor, lambda t: t.cuda(), (args, kwargs))
 
@@ -243,7 +222,7 @@ def _block(model: str, length: int, dtype: str) -> Case:
 
         return Layer(module, (rest, named)), lambda: (torch.randn_like(hidden),), exact
 
-    return Case(f"{model} layer, {length} tokens", dtype, make, 0, said=LAYERS[model, length] if dtype == "f32" else "")
+    return Case(f"{model} layer, {length} tokens", dtype, make, 0)
 
 
 def normal(shape: tuple[int, ...], dtype: str) -> Any:

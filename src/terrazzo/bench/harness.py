@@ -4,13 +4,16 @@ spread.
 
 from __future__ import annotations
 
+import fcntl
+import gc
 import math
 import os
 import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -136,6 +139,31 @@ def _timing(values: Sequence[float]) -> Timing:
     ordered = sorted(values)
     last = len(ordered) - 1
     return Timing(statistics.median(ordered), ordered[round(last * 0.1)], ordered[round(last * 0.9)], len(ordered))
+
+
+@contextmanager
+def using(room: Path, alone: bool = False) -> Iterator[None]:
+    """The GPU, with others or alone. Who waits at the door lets nobody pass, so that those who share leave it some
+    time.
+    """
+    with (room / "gpu").open("a") as inside, (room / "door").open("a") as door:
+        fcntl.flock(door, fcntl.LOCK_EX)
+        fcntl.flock(inside, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(door, fcntl.LOCK_UN)
+        yield
+
+
+def peak(call: Callable[[], Any]) -> int:
+    """The most bytes that are allocated at a time within a call, over what was before."""
+    import torch
+
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = int(torch.cuda.memory_allocated())
+    call()
+    torch.cuda.synchronize()
+    return int(torch.cuda.max_memory_allocated()) - before
 
 
 def surroundings(threads: int) -> dict[str, Any]:

@@ -50,7 +50,9 @@ def gpu_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """
     peers = list(record["geomean"])
     said = ["the article's / eager"] if any(c.get("said") for c in record["cases"]) else []
-    found = [("case", "dtype", "terrazzo", *peers, "rate", *(f"/ {p}" for p in peers), *said, "error / eager's")]
+    peak = ["peak, of the least peer's"] if any(c.get("group") for c in record["cases"]) else []
+    ratios = [f"/ {p}" for p in peers]
+    found = [("case", "dtype", "terrazzo", *peers, "rate", *ratios, *said, *peak, "error / eager's")]
     for c in record["cases"]:
         us = c["us"]
         if not us:
@@ -62,9 +64,9 @@ def gpu_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
             else f"{c['bytes'] / us['terrazzo'] / 1e3:.0f} GB/s"
         )
         error = c["error"] / c["error_eager"] if c["error_eager"] else 0.0
-        ratios = [f"{us[p] / us['terrazzo']:.2f}x" for p in peers]
-        others = [c["said"]] if said else []
-        times = [f"{us[name]:.1f} us" for name in ("terrazzo", *peers)]
+        ratios = [f"{us[p] / us['terrazzo']:.2f}x" if p in us else "" for p in peers]
+        others = [*([c["said"]] if said else ()), *([_peak(c["memory"])] if peak else ())]
+        times = [f"{us[name]:.1f} us" if name in us else "" for name in ("terrazzo", *peers)]
         found.append(
             (
                 c["case"],
@@ -77,6 +79,30 @@ def gpu_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
             )
         )
     return found
+
+
+def _peak(memory: Mapping[str, int]) -> str:
+    """What a call takes at its peak, and what part that is of what the peer takes that needs least."""
+    least = min(n for name, n in memory.items() if name != "terrazzo")
+    return f"{memory['terrazzo'] / 1e6:.1f} MB, {memory['terrazzo'] / max(least, 1):.2f}"
+
+
+def group_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """How many times as fast ours is as the best peer, a row for each group of cases and type; none without groups."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for c in record["cases"]:
+        if c.get("group") and c["us"]:
+            best = min(t for name, t in c["us"].items() if name != "terrazzo")
+            found.setdefault((c["group"], c["dtype"]), []).append(best / c["us"]["terrazzo"])
+    rows = [
+        (*key, str(len(each)), f"{_mean(each):.2f}x", f"{min(each):.2f}x", f"{max(each):.2f}x")
+        for key, each in found.items()
+    ]
+    return [("group", "type", "cases", "of the best peer", "least", "most"), *rows] if rows else []
+
+
+def _mean(ratios: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
 def conditions(record: Mapping[str, Any]) -> str:
@@ -265,8 +291,7 @@ def shape_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
     for group, told in SHAPES.items():
         each = [case["us"] for case in record["cases"] if case["group"] == group]
         ratios = sorted(min(t for name, t in us.items() if name != "terrazzo") / us["terrazzo"] for us in each)
-        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-        rows.append((told, str(len(ratios)), f"**{mean:.2f}x**", f"{ratios[0]:.2f}x", f"{ratios[-1]:.2f}x"))
+        rows.append((told, str(len(ratios)), f"**{_mean(ratios):.2f}x**", f"{ratios[0]:.2f}x", f"{ratios[-1]:.2f}x"))
     return rows
 
 
@@ -397,12 +422,14 @@ def _gpu_part(record: Mapping[str, Any]) -> list[str]:
     where = _where(record)
     means = ", ".join(f"**{ratio:.2f}x** of {name}" for name, ratio in record["geomean"].items())
     kinds = dict.fromkeys(c["dtype"] for c in record["cases"] if c["us"])
-    plots = [line for dtype in kinds for line in _plot(record, dtype)]
+    groups = [*_markdown(sums), ""] if (sums := group_rows(record)) else []
+    plots = [] if groups else [line for dtype in kinds for line in _plot(record, dtype)]
     return [
         f"## {GPU_TITLES.get(record['suite'], record['suite'])}",
         "",
         where,
         "",
+        *groups,
         *plots,
         *lines,
         "",
@@ -432,7 +459,7 @@ GPU_TITLES = {
     "reduction": "GPU: norms and softmax",
     "gemm": "GPU: linear layers (f32 without tf32)",
     "fp32": "GPU: products in float32 on tensor cores, as exactly (`--fp32 split`)",
-    "attention": "GPU: attention",
+    "attention": "GPU: attention (each case beside the peers that it has times of)",
     "convolution": "GPU: convolutions",
     "block": "GPU: decoder layers",
     "article": "GPU: the kernels of a decoder layer, one at a time",

@@ -195,7 +195,7 @@ def gpu(
     `--part`, it puts those of parts together. `--suite programs` takes long, and is left out where no suite is named.
     """
     from terrazzo.bench.gpu import PEERS, measure
-    from terrazzo.bench.report import gpu_rows
+    from terrazzo.bench.report import gpu_rows, group_rows
     from terrazzo.cli.output import unknown
     from terrazzo.errors import UserError
     from terrazzo.options import LIBRARIES, Options
@@ -229,8 +229,9 @@ def gpu(
         folder = out or _folder(torch.cuda.get_device_name().split()[-1].lower())
         with working(f"measuring {chosen.value}"):
             record = measure(chosen.value, Options(libraries="never"), peers, only, left, share, folder)
-        for k, line in enumerate(columns(gpu_rows(record), right=(2, 3, 4, 5, 6))):
-            say(line, "bold" if k == 0 else None)
+        for table in filter(None, (gpu_rows(record), group_rows(record))):
+            for k, line in enumerate(columns(table, right=(2, 3, 4, 5, 6))):
+                say(line, "bold" if k == 0 else None)
         say(
             f"{chosen.value}: "
             + ", ".join(f"{ratio:.2f}x of {name}" for name, ratio in record["geomean"].items())

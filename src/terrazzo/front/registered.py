@@ -46,7 +46,8 @@ class _Registry(MetaPathFinder):
 
 
 def _enter(registry: Any) -> None:
-    if "terrazzo" not in registry._COMPILER_FNS:
+    """Register the backend, but where PyTorch knows it by its entry point, which may be what imports the package."""
+    if "terrazzo" not in registry._BACKENDS:
         registry.register_backend(terrazzo)
 
 

@@ -7,7 +7,6 @@ Processes share FOLDER/gpu: many may use the GPU at once, but who measures times
 from __future__ import annotations
 
 import copy
-import fcntl
 import gc
 import json
 import math
@@ -16,14 +15,13 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from terrazzo.bench.gpu import COLD, REPLAYS
-from terrazzo.bench.harness import Accuracy, accuracy
+from terrazzo.bench.harness import Accuracy, accuracy, peak, using
 from terrazzo.options import Options
 from terrazzo.run.timing import graph_of, in_turns
 
@@ -38,18 +36,6 @@ MOVED = 1 / 16
 """The part of the weights that are off by a rounding then: every sum has some, and few are off."""
 OFF = {"f32": 5e-7, "bf16": 4e-3}
 """A loss may be off by this part, where eager's is nearer by chance: by a rounding of bfloat16, or some of float32."""
-
-
-@contextmanager
-def using(room: Path, alone: bool = False) -> Iterator[None]:
-    """The GPU, with others or alone. Who waits at the door lets nobody pass, so that those who share leave it some
-    time.
-    """
-    with (room / "gpu").open("a") as inside, (room / "door").open("a") as door:
-        fcntl.flock(door, fcntl.LOCK_EX)
-        fcntl.flock(inside, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        fcntl.flock(door, fcntl.LOCK_UN)
-        yield
 
 
 def measured(name: str, dtype: str, options: Options, room: Path) -> dict[str, Any]:
@@ -131,19 +117,6 @@ def tensors(results: Any) -> list[Any]:
     from torch.utils import _pytree as pytree
 
     return [x for x in pytree.tree_leaves(results) if isinstance(x, torch.Tensor)]
-
-
-def peak(call: Callable[[], Any]) -> int:
-    """The most bytes that are allocated at a time within a call, over what was before."""
-    import torch
-
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    torch.cuda.synchronize()
-    return int(torch.cuda.max_memory_allocated()) - before
 
 
 def judged(
