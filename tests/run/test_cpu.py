@@ -20,6 +20,7 @@ from terrazzo.options import Options
 from terrazzo.run.cache import Cache
 from terrazzo.run.compiler import compile_all
 from terrazzo.targets.cpu.emit import prelude
+from terrazzo.targets.terms import Scope
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
@@ -206,3 +207,11 @@ def test_sines_for_gpus_are_right_to_two_units_in_the_last_place(on: int, exact:
     true = exact(x.astype(np.float64))
     assert np.all(np.abs(y - true) <= 2 * np.spacing(np.abs(true).astype(np.float32)).astype(np.float64))
     assert np.array_equal(np.signbit(y[x == 0]), np.signbit(exact(x[x == 0])))
+
+
+def test_no_variable_is_called_like_a_type() -> None:
+    """The 64th name of a kernel was that of an index, i64, and what followed was no C++."""
+    scope = Scope()
+    names = [scope.fresh(prefix) for _ in range(70) for prefix in ("i", "u", "f", "v")]
+    assert len(set(names)) == len(names) and not set(names) & set(DTYPES)
+    assert [Scope(counter=[n]).fresh("i") for n in (8, 16, 32, 64)] == ["i9", "i17", "i33", "i65"]

@@ -14,7 +14,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import FloorDiv, IntExpr, Loaded, Mod, Sum, at_least, comparison
 from terrazzo.ir.node import Node
 from terrazzo.ir.ranges import Range, stays
-from terrazzo.ir.types import DType
+from terrazzo.ir.types import DTYPES, DType
 
 
 def c_type(dtype: DType) -> str:
@@ -41,8 +41,10 @@ class Scope:
         return Scope(dict(self.names), self.buffers, self.counter, self.notes_zero, self.spans, self.whole)
 
     def fresh(self, prefix: str) -> str:
+        """A name that nothing else has; no type either (the 64th name of all is no index called i64)."""
         self.counter[0] += 1
-        return f"{prefix}{self.counter[0] - 1}"
+        name = f"{prefix}{self.counter[0] - 1}"
+        return self.fresh(prefix) if name in DTYPES else name
 
 
 def index(e: IntExpr, scope: Scope) -> str:

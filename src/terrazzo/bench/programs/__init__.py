@@ -33,6 +33,11 @@ FAMILIES = (
     "sequences",
     "decisions",
     "training",
+    "losses",
+    "spaces",
+    "samplers",
+    "signals",
+    "quantised",
     "operators",
 )
 

@@ -101,6 +101,18 @@ class Function(nn.Module):
         return self.function(*tensors)
 
 
+class Learned(nn.Module):
+    """A function of tensors that are learned, and of its inputs behind them."""
+
+    def __init__(self, function: Callable[..., Any], *learned: Tensor) -> None:
+        super().__init__()
+        self.function = function
+        self.learned = nn.ParameterList(nn.Parameter(x) for x in learned)
+
+    def forward(self, *tensors: Tensor) -> Any:
+        return self.function(*self.learned, *tensors)
+
+
 class Gradients(nn.Module):
     """The loss of a module (`distance` of its first result) and its gradients by every parameter that has one."""
 
