@@ -138,8 +138,8 @@ def test_all_operations_that_no_program_can_hold_are_named_at_once(terrazzo: Ter
     ("code", "message"),
     [
         (
-            "torch.linalg.inv(torch.randn(3, 3))",
-            "aten._linalg_check_errors.default checks its data and returns nothing",
+            "torch._linalg_check_errors(torch.zeros((), dtype=torch.int32), 'mine', is_matrix=True)",
+            "mine checks data that no op of PyTorch checks by itself",
         ),
         ("x = torch.randn(3)\nx + 1 if torch.equal(x, x) else x", "aten.equal.default gives what depends on the data"),
         ("x = torch.randn(3)\nif x.sum() > 0: x = x + 1\nx * 2", "the call branches on its data"),

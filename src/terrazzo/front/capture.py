@@ -26,6 +26,7 @@ from terrazzo.front.effects import (
     watched,
 )
 from terrazzo.front.fx import from_graph
+from terrazzo.front.looking import checks_inside, functions_by_definition
 from terrazzo.front.recurrent import recurrent_nets_by_definition
 from terrazzo.front.results import Result, Results, arrange, storage, view
 from terrazzo.ir.program import Program
@@ -271,8 +272,8 @@ def trace(fn: Callable[[list[Any]], list[Any]], tensors: Sequence[Any]) -> tuple
         return [*results, *(given[k] for k in changed)]
 
     try:
-        definitions = attention_by_definition(), recurrent_nets_by_definition()
-        with torch.no_grad(), definitions[0], definitions[1], _said_to_be_traced():
+        definitions = attention_by_definition(), recurrent_nets_by_definition(), functions_by_definition()
+        with torch.no_grad(), definitions[0], definitions[1], definitions[2], checks_inside(), _said_to_be_traced():
             wrapped = dispatch_functionalize(functional)
             gm = traced(wrapped, decomposition_table=table())(*tensors)
             if any(_mutates(node) for node in gm.graph.nodes):  # a decomposition worked in place on a value of its own

@@ -8,6 +8,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+from terrazzo.front import looking
+
 WHOLE = (
     "_softmax", "_log_softmax", "native_layer_norm", "native_group_norm", "_fused_rms_norm", "gelu", "silu", "sigmoid",
     "addmm", "_to_copy", "embedding", "var", "std", "var_mean", "std_mean", "mean", "cumsum", "cumprod", "logsumexp",
@@ -38,6 +40,11 @@ def table() -> dict[Any, Any]:
     found[aten._linalg_slogdet.default] = _slogdet
     found[aten._linalg_det.default] = _det
     found[aten._efficientzerotensor.default] = _zeros
+    found[aten._linalg_check_errors.default] = looking.check_errors
+    found.update({op: looking.ctc_loss(op) for op in (aten._ctc_loss.default, aten._ctc_loss.Tensor)})
+    backward = (aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor)
+    found.update({op: looking.ctc_loss_backward(op) for op in backward})
+    found[aten.linalg_lstsq.default] = looking.lstsq(aten.linalg_lstsq.default)
     return found
 
 

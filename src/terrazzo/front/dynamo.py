@@ -13,6 +13,7 @@ from terrazzo.errors import CompilerBug, Limitation, TerrazzoError
 from terrazzo.front.capture import attention_by_definition
 from terrazzo.front.decompositions import table
 from terrazzo.front.fx import from_graph
+from terrazzo.front.looking import checks_inside
 from terrazzo.front.partition import partition
 from terrazzo.front.results import arrange
 from terrazzo.options import Options
@@ -67,7 +68,7 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options) -> Any:
 
     _define_flex_attention(gm)
     try:
-        with attention_by_definition():
+        with attention_by_definition(), checks_inside():
             return aot_module_simplified(
                 gm,
                 example_inputs,

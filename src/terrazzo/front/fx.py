@@ -85,7 +85,10 @@ class _Reader:
         if node.op != "call_function":
             raise Limitation(f"a {node.op} is no ATen op")
         if getattr(node.target, "__name__", "") == "getitem":
-            return Get(self.values[node.args[0]], node.args[1])
+            found = Get(self.values[node.args[0]], node.args[1])
+            if found.type is None and node.users:
+                raise Limitation(f"the shape of result {node.args[1]} of {node.args[0].target} depends on the data")
+            return found
         _reads_its_operand(node)
         random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         self._random_ops += random

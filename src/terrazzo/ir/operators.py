@@ -24,7 +24,7 @@ from terrazzo.ir.types import Type
 PLAIN = ("Tensor", "number", "bool", "int", "float", "str", "Device", "Generator")
 """What an argument of an operator may be: one of these, an optional one or a list of them."""
 PRIVATE = (
-    "_conj", "_conj_physical", "_trilinear", "_index_put_impl",
+    "_conj", "_conj_physical", "_trilinear", "_index_put_impl", "_ctc_loss",
     "_histogramdd_bin_edges", "_histogramdd_from_bin_cts", "_histogramdd_from_bin_tensors",
 )  # fmt: skip
 """Operators that are captured although PyTorch neither takes them apart nor tells their shapes."""
