@@ -31,7 +31,7 @@ from terrazzo.rules.loop_to_tile.making import (
 )
 from terrazzo.rules.loop_to_tile.results import along, results
 from terrazzo.rules.loop_to_tile.threads import ceil, grid
-from terrazzo.rules.loop_to_tile.work import STEP, Source, Work, facts_of, lasts
+from terrazzo.rules.loop_to_tile.work import STEP, Work, facts_of, lasts
 from terrazzo.rules.swizzles import swizzled
 
 SHORT = 256

@@ -86,8 +86,8 @@ class Source:
 
 @dataclass(frozen=True)
 class Facts:
-    """What follows from a product whatever its tiles are: points of the batch, of k, and of `outer`, all of k's axes but
-    the last; the terms of its sums, what lies in memory, and whether that ends where k does.
+    """What follows from a product whatever its tiles are: points of the batch, of k, and of `outer`, all of k's axes
+    but the last; the terms of its sums, what lies in memory, and whether that ends where k does.
     """
 
     batch: int
