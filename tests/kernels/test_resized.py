@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -121,3 +122,21 @@ def test_what_is_widened_and_rounded_back_is_looked_up_as_it_is() -> None:
     fn = lambda x, i, w: x[i].float().to(torch.bfloat16) @ w  # noqa: E731
     found = kernels(fn, empty(5000, 512), empty(8192, dtype=torch.int64), empty(512, 512))
     assert sorted(found.values()) == ["points", "tile"]
+
+
+def regions(x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+    """Regions of an image, resampled and pooled."""
+    return F.avg_pool2d(F.grid_sample(x.expand(len(grid), -1, -1, -1), grid, align_corners=False), 2)
+
+
+def test_regions_of_few_pixels_fill_the_lanes() -> None:
+    """7 x 7 pixels of each channel: lanes lie along rows too, and a thread loads all of its taps at once."""
+    with torch.no_grad():
+        captured = capture(regions, (empty(1, 256, 64, 64), empty(512, 14, 14, 2)), {})
+    found = lowering(captured.program, Options(target="sm_90a", libraries="never"))
+    (schedule,) = (s for _, s in found.at("tile").schedules if s.kernel == "avg_pool2d")
+    assert math.prod(f.size for _, line in schedule.axes for f in line if f.level == "lane") == 32
+    assert sum(f.size for _, line in schedule.axes[:-1] for f in line if f.level == "lane") > 1
+    assert all(f.level == "reg" for site in schedule.sites for _, line in site.axes for f in line)
+    x, grid = torch.randn(1, 4, 12, 12), torch.rand(3, 14, 14, 2) * 2.2 - 1.1
+    assert np.allclose(lowered(regions, (x, grid), "sm_90a").simulated()[0], regions(x, grid), atol=1e-5)

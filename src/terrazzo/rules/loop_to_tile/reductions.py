@@ -19,6 +19,7 @@ from terrazzo.rules.loop_to_tile.threads import (
     SECTOR,
     WARP,
     ceil,
+    divided,
     grid,
     pointwise,
     ragged_vector,
@@ -27,6 +28,7 @@ from terrazzo.rules.loop_to_tile.threads import (
     vector_at,
     vector_of,
     warps_of,
+    waste,
 )
 from terrazzo.rules.tile.draft import axis_name
 
@@ -52,7 +54,7 @@ def reduction(kernel: l.Kernel, gpu: Gpu, most: int = 32, whole: bool = True) ->
     vector = max(vector, ragged)
     length, count = size_of(longest), math.prod(map(size_of, rows))
     if (length <= 16 or _mostly_beside(kernel, top, length, count, gpu)) and not inner and rows:
-        return Schedule(kernel.name, gpu.arch, _row_lines(rows, (*warps_of(4), Factor("lane", WARP)), 4 * WARP))
+        return Schedule(kernel.name, gpu.arch, _thread_each(rows), (), (), _written_out(kernel))
     if not inner and rows and count >= MANY * gpu.processors and (lanes := _lanes(kernel, top, vector)):
         return _several_rows(kernel, gpu, rows, lanes, vector)
     if length <= WARP * vector * 4 and rows and count >= gpu.processors:
@@ -337,6 +339,40 @@ def _block(length: int, vector: int, rows: int, size: int, gpu: Gpu) -> int:
         if w <= most and length % (w * WARP * vector) == 0 and length // (w * WARP) * size <= 128
     )
     return next(whole, most)
+
+
+def _thread_each(rows: Sequence[Any]) -> tuple[tuple[str, tuple[Factor, ...]], ...]:
+    """A row for each thread: of the last axis, and where that is short, of those before it too. Of regions of 7 x 7
+    pixels 128 threads along the last axis would have 7 that do anything (818 us on an H200 where a library took 200).
+    """
+    if len(rows) == 1 or waste(size_of(rows[-1]), 4 * WARP) < 2:
+        return _row_lines(rows, (*warps_of(4), Factor("lane", WARP)), 4 * WARP)
+    sizes, order = {a: size_of(a) for a in rows}, list(reversed(rows))
+    lanes = dict.fromkeys(order, 1)
+    longest = max(order, key=size_of)
+    lanes[longest] *= divided(WARP, order, sizes, lanes)
+    both = dict(lanes)
+    divided(4, order, sizes, both)
+    return tuple(
+        (a.name, (*grid(ceil(sizes[a], both[a])), *warps_of(both[a] // lanes[a]), *lanes_of(lanes[a]))) for a in rows
+    )
+
+
+UNROLLED = 64
+"""Steps of a thread's short reductions that are written out, at most."""
+
+
+def _written_out(kernel: l.Kernel) -> tuple[Site, ...]:
+    """Reductions within others, as windows that are pooled, with all of their steps written out: a thread waits for
+    what it loads once then, and not in every step, and what steps have in common is computed once.
+    """
+    found = {name: r for name, r in n.accumulators(kernel).items() if isinstance(r, l.Reduce)}
+    steps = math.prod(size_of(a) for r in found.values() for a in r.axes)
+    if steps > UNROLLED or all(r.axes == s.axes for r in found.values() for s in found.values()):
+        return ()
+    return tuple(
+        Site((name,), tuple((axis_name(a), (Factor("reg", size_of(a)),)) for a in r.axes)) for name, r in found.items()
+    )
 
 
 def _row_lines(rows: Sequence[Any], inner: tuple[Factor, ...], size: int) -> tuple[tuple[str, tuple[Factor, ...]], ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -234,3 +234,22 @@ def ceil(a: int, b: int) -> int:
 def size_of(axis: Any) -> int:
     found: int = axis.extent
     return found
+
+
+POWERS = (32, 16, 8, 4, 2, 1)
+SPARE = 1.15
+"""How many times as many threads there may be as have a point."""
+
+
+def divided(threads: int, axes: Iterable[Any], parts: Mapping[Any, int], bound: dict[Any, int]) -> int:
+    """Bind so many threads to axes, each as many as it has use for, besides those `bound`; how many are left."""
+    for a in axes:
+        most = SPARE * waste(parts[a], bound[a])
+        k = next(k for k in POWERS if k == 1 or (k <= threads and waste(parts[a], bound[a] * k) <= most))
+        bound[a], threads = bound[a] * k, threads // k
+    return threads
+
+
+def waste(points: int, threads: int) -> float:
+    """How many times as many threads there are as have a point."""
+    return -(-points // threads) * threads / points

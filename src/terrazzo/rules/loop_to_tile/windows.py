@@ -8,7 +8,7 @@ axis the lanes lie, and which steps are unrolled is priced by counting what a th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import combinations
@@ -27,11 +27,12 @@ from terrazzo.rules.access import WIDEST
 from terrazzo.rules.loop_to_tile.cache_lines import at_once, lines_of, stride_of
 from terrazzo.rules.loop_to_tile.collapse import collapse
 from terrazzo.rules.loop_to_tile.packed import copied_along
+from terrazzo.rules.loop_to_tile.threads import POWERS, WARP, divided, waste
 from terrazzo.rules.moves import moves, overlaps, slides
 from terrazzo.rules.tile.bodies import flat
 from terrazzo.rules.tile.draft import axis_name
 
-WARP, WARPS = 32, 4
+WARPS = 4
 SHORT, MANY = 16, 1 << 16
 """Steps that a thread takes by itself, at most; points from which on there are threads enough for that."""
 FEW = 8
@@ -46,11 +47,8 @@ still fit on a processor.
 """
 POINTS = (2, 4, 7, 8)
 """Points of a thread along an axis: images are often 7 * 2^n wide."""
-POWERS = (32, 16, 8, 4, 2, 1)
 SEGMENT = 64
 """Bytes that lanes read side by side, at least, where that is possible."""
-SPARE = 1.15
-"""How many times as many threads there may be as have a point."""
 GUARD = 3
 """Instructions beside a load that test whether its place is inside, and have 0 if not."""
 MASKED = 8
@@ -231,14 +229,14 @@ class _Way:
         order = dict.fromkeys([self.lane, *(a for a, _ in self.points), *reversed(self.form.axes)])
         lanes = dict.fromkeys(order, 1)
         lanes[self.lane] = min(
-            POWERS, key=lambda k: _waste(parts[self.lane], k) * (1 + max(0, SEGMENT - k * size) / (2 * SEGMENT))
+            POWERS, key=lambda k: waste(parts[self.lane], k) * (1 + max(0, SEGMENT - k * size) / (2 * SEGMENT))
         )
-        rest = _divided(WARP // lanes[self.lane], [a for a in order if a is not self.lane], parts, lanes)
+        rest = divided(WARP // lanes[self.lane], [a for a in order if a is not self.lane], parts, lanes)
         if rest > 1:
-            a = min(order, key=lambda a: _waste(parts[a], lanes[a] * rest) / _waste(parts[a], lanes[a]))
+            a = min(order, key=lambda a: waste(parts[a], lanes[a] * rest) / waste(parts[a], lanes[a]))
             lanes[a] *= rest
         both = dict(lanes)
-        _divided(WARPS, order, parts, both)
+        divided(WARPS, order, parts, both)
         return {a: (lanes[a], both[a] // lanes[a]) for a in self.form.axes}
 
     @cached_property
@@ -392,20 +390,6 @@ def _indices(term: Node) -> tuple[IntExpr, ...]:
 def _summed(term: Node, s: n.Loop) -> bool:
     """Whether a product goes into a sum, so both are one instruction."""
     return any(term in x.args for x in s.body if isinstance(x, n.Accumulate))
-
-
-def _divided(threads: int, axes: Iterable[Any], parts: dict[Any, int], bound: dict[Any, int]) -> int:
-    """Bind so many threads to axes, each as many as it has use for, besides those `bound`; how many are left."""
-    for a in axes:
-        most = SPARE * _waste(parts[a], bound[a])
-        k = next(k for k in POWERS if k == 1 or (k <= threads and _waste(parts[a], bound[a] * k) <= most))
-        bound[a], threads = bound[a] * k, threads // k
-    return threads
-
-
-def _waste(points: int, threads: int) -> float:
-    """How many times as many threads there are as have a point."""
-    return -(-points // threads) * threads / points
 
 
 def _moved_bytes(form: _Form) -> float:
