@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 torch = pytest.importorskip("torch")
 
-from terrazzo.bench import article, gpu, gpu_suites, products, report  # noqa: E402
+from terrazzo.bench import article, fp32, gpu, gpu_suites, products, report  # noqa: E402
 from terrazzo.cli.bench import GpuSuite, app  # noqa: E402
 from terrazzo.errors import UserError  # noqa: E402
 from terrazzo.front.capture import capture  # noqa: E402
@@ -19,11 +19,13 @@ from terrazzo.ir.torch_types import to_torch_dtype  # noqa: E402
 from terrazzo.ir.types import DTYPES  # noqa: E402
 from terrazzo.options import Options  # noqa: E402
 from terrazzo.pipelines import lowering  # noqa: E402
+from terrazzo.rules.loop.frozen import split  # noqa: E402
 
 PRODUCTS = ("squares", "projections", "odd", "batched", "fused", "staircase")
+FLOATS = ("fp32", "fp32-frozen", "fp32-small", "fp32-hard")
 
 
-@pytest.mark.parametrize("suite", ["pointwise", "reduction", "gemm", "fp32", "convolution", "article", *PRODUCTS])
+@pytest.mark.parametrize("suite", ["pointwise", "reduction", "gemm", "convolution", "article", *PRODUCTS, *FLOATS])
 def test_a_case_moves_the_bytes_it_says(suite: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every operand read once, the result written once; the roofline check and the rates rest on it."""
 
@@ -175,3 +177,29 @@ def test_a_part_is_one_of_so_many() -> None:
         found = CliRunner().invoke(app, ["gpu", "--part", part])
         assert isinstance(found.exception, UserError)
         assert "it must be K/N" in str(found.exception)
+
+
+def test_frozen_weights_are_those_of_the_case() -> None:
+    """The inputs that a case names are inputs, and their parts are made once."""
+    case = fp32.once()[0]
+    fn, _, _ = case.make()
+    x = torch.empty(1024, 1024, device="meta")
+    options = Options(target="sm_90a", libraries="never", fp32="split", frozen=case.frozen)
+    first, rest = split(lowering(capture(fn, (x, x.clone()), {}).program, options).at("kernel"), case.frozen)
+    assert [b.name for b in first.inputs] == list(case.frozen) == ["w"]
+    assert not any(b.name == "w" for s in rest.steps for b in s.reads)
+
+
+def test_hard_numbers_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten distributions, of which float32 can hold the products."""
+    monkeypatch.setattr(fp32, "HARD", (64, 128, 32))
+    monkeypatch.setattr(gpu_suites, "normal", lambda shape, dtype: torch.randn(shape))
+    torch.manual_seed(0)
+    cases = fp32.hard()
+    assert len(cases) == 10
+    for case in cases:
+        fn, make, exact = case.make()
+        x, w = make()
+        assert (x.shape, w.shape, x.dtype, w.dtype) == ((64, 128), (32, 128), torch.float32, torch.float32)
+        off = (fn(x, w) - exact(x, w)).norm() / (x.double().abs() @ w.double().abs().t()).norm()
+        assert 0 <= off < 1e-6, case.name

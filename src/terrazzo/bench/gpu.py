@@ -15,10 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from terrazzo.bench import products
+from terrazzo.bench import fp32, products
 from terrazzo.bench.article import article
 from terrazzo.bench.attention import attention
-from terrazzo.bench.gpu_suites import Case, block, convolution, fp32, gemm, pointwise, reduction
+from terrazzo.bench.gpu_suites import Case, block, convolution, gemm, pointwise, reduction
 from terrazzo.bench.harness import accuracy, peak, surroundings, using
 from terrazzo.bench.measure import save
 from terrazzo.options import Options
@@ -29,7 +29,10 @@ SUITES: dict[str, Callable[[], tuple[Case, ...]]] = {
     "pointwise": pointwise,
     "reduction": reduction,
     "gemm": gemm,
-    "fp32": fp32,
+    "fp32": fp32.large,
+    "fp32-frozen": fp32.once,
+    "fp32-small": fp32.small,
+    "fp32-hard": fp32.hard,
     "attention": attention,
     "convolution": convolution,
     "block": block,
@@ -68,7 +71,7 @@ def measure(
     import torch
 
     torch.backends.cuda.matmul.allow_tf32 = False
-    if suite == "fp32":
+    if suite.startswith("fp32"):
         options = replace(options, fp32="split")
     start, meta = time.perf_counter(), measured_on()
     every = SUITES[suite]()
@@ -197,6 +200,8 @@ def _case(case: Case, options: Options, peers: Sequence[str], folder: Path | Non
                 calls[name] = call
         memory = {name: peak(lambda call=call: call(*sets[0])) for name, call in calls.items()}  # type: ignore[misc]
         memory["terrazzo"] += kept
+        for args in sets if case.frozen else ():
+            ours(*args)
         graphs = {name: graph_of(call, sets) for name, call in calls.items()}
         times = in_turns(graphs, len(sets), REPLAYS)
         wall = _wall(ours, sets)
@@ -238,7 +243,7 @@ def _ours(case: Case, fn: Any, args: tuple[Any, ...], options: Options) -> tuple
     ours: Any
     if case.ours is None:
         pinned = replace(options, schedules=(case.schedule,)) if case.schedule else options
-        ours = terrazzo.compile(fn, *args, options=pinned)
+        ours = terrazzo.compile(fn, *args, options=replace(pinned, frozen=case.frozen))
     else:
         ours = case.ours(options)
         with torch.no_grad():

@@ -30,7 +30,6 @@ LINEAR = {
     "1024 cubed": (1024, 1024, 1024),
     "4096 cubed": (4096, 4096, 4096),
 }
-SQUARES = (1024, 1536, 2048, 3072, 4096, 6144, 8192)
 CONVOLUTION = (
     # images, channels, filters, size, taps, stride, channels last
     (32, 64, 64, 56, 3, 1, True),
@@ -59,9 +58,10 @@ MODELS = {"TinyLlama": "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "Qwen2.5-7B": "Qwen
 class Case:
     """`bytes` and `operations` are the least any implementation moves and computes in one call, for the roofline.
 
-    `said` is the ratio to eager that somebody else published for it, on another machine. A `schedule` is pinned. Cases
-    of a `group` are summed up together. `peers` makes those that one has of its own, in place of what the command
-    names; `ours` is how it is compiled, where not by `terrazzo.compile`.
+    `said` is the ratio to eager that somebody else published for it, on another machine. A `schedule` is pinned. What
+    depends on the inputs `frozen` alone is computed before anything is timed. Cases of a `group` are summed up
+    together. `peers` makes those that one has of its own, in place of what the command names; `ours` is how it is
+    compiled, where not by `terrazzo.compile`.
     """
 
     name: str
@@ -71,6 +71,7 @@ class Case:
     operations: float = 0.0
     said: str = ""
     schedule: str = ""
+    frozen: tuple[str, ...] = ()
     group: str = ""
     peers: Callable[[Callable[..., Any]], Mapping[str, Callable[..., Any]]] | None = None
     ours: Callable[[Options], Callable[..., Any]] | None = None
@@ -132,12 +133,6 @@ def _rows(name: str, fn: Any, rows: int, width: int, dtype: str, tensors: int, v
 def gemm() -> tuple[Case, ...]:
     """Linear layers without bias; f32 without tf32."""
     return tuple(_linear(name, *shape, dtype) for dtype in DTYPES for name, shape in LINEAR.items())
-
-
-def fp32() -> tuple[Case, ...]:
-    """Linear layers and squares in f32, of 128 rows and more, with the option `fp32="split"`."""
-    squares = {f"{n} cubed": (n, n, n) for n in SQUARES}
-    return tuple(_linear(name, *shape, "f32") for name, shape in (LINEAR | squares).items() if shape[0] >= 128)
 
 
 def _linear(name: str, m: int, k: int, n: int, dtype: str) -> Case:

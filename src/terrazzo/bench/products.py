@@ -26,20 +26,25 @@ SIDE = 8192
 
 def squares() -> tuple[Case, ...]:
     """Squares in bf16, and one in f16."""
-    return tuple(_linear(f"{n} cubed", n, n, n, "bf16") for n in SIDES) + (
-        _linear("4096 cubed", 4096, 4096, 4096, "f16"),
+    return tuple(linear(f"{n} cubed", n, n, n, "bf16") for n in SIDES) + (
+        linear("4096 cubed", 4096, 4096, 4096, "f16"),
     )
 
 
 def projections() -> tuple[Case, ...]:
     """The linear layers of three decoder models in bf16."""
     found = []
-    for model, (hidden, keys, inner) in MODELS.items():
-        layers = {"qo": (hidden, hidden), "kv": (hidden, keys), "up": (hidden, inner), "down": (inner, hidden)}
+    for model in MODELS:
         found += [
-            _linear(f"{model} {name}, {m} rows", m, k, n, "bf16") for name, (k, n) in layers.items() for m in ROWS
+            linear(f"{model} {name}, {m} rows", m, k, n, "bf16") for name, (k, n) in layers(model).items() for m in ROWS
         ]
     return tuple(found)
+
+
+def layers(model: str) -> dict[str, tuple[int, int]]:
+    """The inputs and outputs of a model's projections."""
+    hidden, keys, inner = MODELS[model]
+    return {"qo": (hidden, hidden), "kv": (hidden, keys), "up": (hidden, inner), "down": (inner, hidden)}
 
 
 def odd() -> tuple[Case, ...]:
@@ -63,7 +68,7 @@ def odd() -> tuple[Case, ...]:
 
         size = 4 if dtype == "f32" else 2
         moved = size * (m * k + k * n + m * n)
-        found.append(_case(f"{m} x {k} x {n}, {letters}", dtype, torch.matmul, given, moved, 2.0 * m * k * n))
+        found.append(case(f"{m} x {k} x {n}, {letters}", dtype, torch.matmul, given, moved, 2.0 * m * k * n))
     return tuple(found)
 
 
@@ -71,11 +76,11 @@ def batched() -> tuple[Case, ...]:
     """Batches of squares in bf16."""
     import torch
 
-    def case(count: int, n: int) -> Case:
+    def batch(count: int, n: int) -> Case:
         given = lambda: tuple(gpu_suites.normal((count, n, n), "bf16") for _ in range(2))  # noqa: E731
-        return _case(f"{count} x {n} cubed", "bf16", torch.bmm, given, 6 * count * n * n, 2.0 * count * n**3)
+        return case(f"{count} x {n} cubed", "bf16", torch.bmm, given, 6 * count * n * n, 2.0 * count * n**3)
 
-    return tuple(case(*x) for x in BATCHES)
+    return tuple(batch(*x) for x in BATCHES)
 
 
 def fused() -> tuple[Case, ...]:
@@ -136,14 +141,14 @@ def _fused(m: int, k: int, n: int) -> tuple[Case, ...]:
         ("SwiGLU", swiglu, whole("x", "w", "v"), moved + 2 * n * k, 2 * product),
         ("RMS norm before it", norm, whole("x", "g", "w"), moved + 2 * k, product),
     )  # fmt: skip
-    return tuple(_case(f"{name}, {m} x {k} x {n}", "bf16", *rest) for name, *rest in rows)
+    return tuple(case(f"{name}, {m} x {k} x {n}", "bf16", *rest) for name, *rest in rows)
 
 
 def staircase() -> tuple[Case, ...]:
     """One square in bf16 with a schedule for each step: every one has what those before it have, and one thing more.
     The last is what is chosen.
     """
-    return tuple(_linear(name, SIDE, SIDE, SIDE, "bf16", text) for name, text in stairs())
+    return tuple(linear(name, SIDE, SIDE, SIDE, "bf16", text) for name, text in stairs())
 
 
 def stairs(side: int = SIDE) -> tuple[tuple[str, str], ...]:
@@ -221,7 +226,8 @@ def _schedule(
     return "\n".join([*lines, ""])
 
 
-def _linear(name: str, m: int, k: int, n: int, dtype: str, schedule: str = "") -> Case:
+def linear(name: str, m: int, k: int, n: int, dtype: str, schedule: str = "", frozen: tuple[str, ...] = ()) -> Case:
+    """A linear layer without bias, of so many rows, sums and columns."""
     from torch.nn import functional as f
 
     def product(x: Any, w: Any) -> Any:
@@ -229,10 +235,10 @@ def _linear(name: str, m: int, k: int, n: int, dtype: str, schedule: str = "") -
 
     size = 4 if dtype == "f32" else 2
     given = lambda: (gpu_suites.normal((m, k), dtype), gpu_suites.normal((n, k), dtype))  # noqa: E731
-    return _case(name, dtype, product, given, size * (m * k + n * k + m * n), 2.0 * m * k * n, schedule)
+    return case(name, dtype, product, given, size * (m * k + n * k + m * n), 2.0 * m * k * n, schedule, frozen)
 
 
-def _case(
+def case(
     name: str,
     dtype: str,
     fn: Callable[..., Any],
@@ -240,8 +246,11 @@ def _case(
     moved: int,
     operations: float,
     schedule: str = "",
+    frozen: tuple[str, ...] = (),
 ) -> Case:
+    """A case of a function that computes the exact results of inputs in float64."""
+
     def make() -> Made:
         return fn, given, lambda *a: fn(*(x.double() for x in a))
 
-    return Case(name, dtype, make, moved, operations, schedule=schedule)
+    return Case(name, dtype, make, moved, operations, schedule=schedule, frozen=frozen)

@@ -6,10 +6,13 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from terrazzo.run.compiled import Compiled
+
+_version = attrgetter("_version")
 
 
 @dataclass(frozen=True)
@@ -17,7 +20,7 @@ class _Made:
     """What was computed of tensors, and what was known of these then."""
 
     of: tuple[weakref.ref[Any], ...]
-    state: tuple[tuple[int, int], ...]
+    state: tuple[list[int], list[int]]
     values: list[Any]
 
 
@@ -46,15 +49,15 @@ class Once:
     def __call__(self, tensors: Mapping[int, Any]) -> dict[int, Any]:
         """By slots, what depends on frozen inputs among these tensors."""
         given = [tensors[k] for k in self.sources]
-        key, state = tuple(map(id, given)), tuple(map(_state, given))
+        key, state = tuple(map(id, given)), _state(given)
         if not _holds(found := self.made.get(key), given, state):
-            with self.lock:
+            with self.lock:  # in which another thread may have computed it
                 if not _holds(found := self.made.get(key), given, state):
                     found = self._make(key, given, state)
         assert found is not None
         return dict(zip(self.results, found.values, strict=True))
 
-    def _make(self, key: tuple[int, ...], given: list[Any], state: tuple[tuple[int, int], ...]) -> _Made:
+    def _make(self, key: tuple[int, ...], given: list[Any], state: tuple[list[int], list[int]]) -> _Made:
         """Compute it. What is computed while a graph is captured is part of the graph, and not kept: it is there only
         when that is replayed. What replaced older values lies where these do: graphs may have captured where that is.
         """
@@ -68,7 +71,7 @@ class Once:
             machine.settle()  # any stream may read it, and none still reads what was there
             self.compiled.frames.clear()  # with their temporaries
             old = self.made.get(key)
-            if old is not None and all(r() is t for r, t in zip(old.of, given, strict=True)):
+            if old is not None and _of(old, given):  # they were changed
                 for kept, new in zip(old.values, values, strict=True):
                     kept.copy_(new)
                 values = old.values
@@ -86,11 +89,22 @@ class Once:
         self.made.pop(key, None)
 
 
-def _holds(made: _Made | None, given: Sequence[Any], state: tuple[tuple[int, int], ...]) -> bool:
-    """Whether what was computed is what these tensors give."""
-    return made is not None and made.state == state and all(r() is t for r, t in zip(made.of, given, strict=True))
+def _holds(made: _Made | None, given: Sequence[Any], state: tuple[list[int], list[int]]) -> bool:
+    """Whether something is what these tensors give."""
+    return made is not None and made.state == state and _of(made, given)
 
 
-def _state(t: Any) -> tuple[int, int]:
-    """Where a tensor lies, and how often it was changed, as far as PyTorch counts that."""
-    return t.data_ptr(), -1 if t.is_inference() else t._version
+def _of(made: _Made, given: Sequence[Any]) -> bool:
+    """Whether something was computed of these very tensors."""
+    return all(map(is_, [r() for r in made.of], given))
+
+
+def _state(given: Sequence[Any]) -> tuple[list[int], list[int]]:
+    """Where tensors lie, and how often each was changed, as far as PyTorch counts that: it does not for tensors that
+    were made in inference mode.
+    """
+    pointers = [t.data_ptr() for t in given]
+    try:
+        return pointers, list(map(_version, given))
+    except RuntimeError:
+        return pointers, [-1 if t.is_inference() else _version(t) for t in given]
