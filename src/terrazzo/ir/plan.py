@@ -154,10 +154,11 @@ class Stream(Line, dialect="plan", op="stream"):
     one box (`vector` 0), of which each of `multicast` blocks of a cluster fetches its share for all. In shared memory
     rows are padded by `pad` elements or swizzled; where they are wider than the swizzle, there are panels, one behind
     the other, `panel` elements wide. A box is one of the buffer or, `by_axes`, of its memory as a tensor that has a
-    dimension for every axis of the operand. Operands that are the same slab `also` come with it.
+    dimension for every axis of the operand. Operands that are the same slab `also` come with it. A slab may lie
+    `behind` another one, as more columns of the same instruction.
     """
 
-    references = {"ring": "ring", "memory": AXIS}
+    references = {"ring": "ring", "memory": AXIS, "behind": "stream"}
     name: str
     operand: str
     ring: str
@@ -170,6 +171,7 @@ class Stream(Line, dialect="plan", op="stream"):
     multicast: int = 1
     by_axes: bool = False
     also: tuple[str, ...] = ()
+    behind: str = ""
 
     @property
     def read(self) -> bool:

@@ -87,6 +87,11 @@ class Site:
     operands: tuple[tuple[str, Operand], ...] = ()
     instruction: str | None = None
 
+    def abreast(self, columns: int) -> int:
+        """How many of its sums share an instruction of so many columns: each is bound to so many-th of them."""
+        bound = [f.size for _, b in self.axes if not isinstance(b, Like) for f in b if f.level == "inst.n"]
+        return max(1, columns // math.prod(bound)) if bound and len(self.names) > 1 else 1
+
 
 @dataclass(frozen=True)
 class Named:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -65,7 +65,7 @@ REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
 @dataclass(frozen=True)
 class Tile:
     """A block's part of a product: `groups` warpgroups with `each` instructions of 64 rows and `n` columns, in steps of
-    `k` products.
+    `k` products. Or `abreast` sums share an instruction, and each has n of its columns.
 
     `rows` and `columns` are the product's axes that the instruction's are; a cluster of two divides the `split` one.
     Or the blocks of a cluster have the same tile, and `share` its steps.
@@ -79,6 +79,7 @@ class Tile:
     k: int = STEP
     split: Any = None
     share: int = 1
+    abreast: int = 1
 
     @derived
     def m(self) -> int:
@@ -142,7 +143,7 @@ def plans(p: Product, gpu: Gpu) -> tuple[Plan, ...]:
     if gpu.warpgroups is None:
         return ()
     for i in instructions_for(p, gpu)[0]:
-        for tile in _tiles(p, i.shape[1]) if i.shape[1] in COLUMNS else ():
+        for tile in (*(_tiles(p, i.shape[1]) if i.shape[1] in COLUMNS else ()), *_abreast(p, i.shape[1])):
             if tile.split is None:  # those that clusters divide follow it
                 alone = whole = _work(p, tile, gpu, gpu.warpgroups)
             else:
@@ -229,6 +230,22 @@ def _tiles(p: Product, n: int) -> Iterator[Tile]:
                     yield Tile(rows, columns, groups, each, n, tile.k, split)
 
 
+def _abreast(p: Product, columns: int) -> Iterator[Tile]:
+    """Tiles of which all sums share an instruction of so many columns: they have the factor of the rows in common, and
+    instructions read it once, whose second factors lie one behind the other. Results begin with whole subtiles.
+    """
+    count = len(p.sites)
+    n = columns // count
+    plain = all(isinstance(x, l.Load) for x in p.operands) and len(p.operands) == facts_of(p).terms + 1 == count + 1
+    if count == 1 or columns % (count * LEAST) or n not in COLUMNS or not plain:
+        return
+    for tile in _tiles(p, n):
+        firsts, seconds = ([x for x in p.operands if (tile.rows in x.free) == side] for side in (True, False))
+        panels = n % STEP == 0 and n > STEP
+        if len(firsts) == 1 and (panels or not any(along(x, tile.columns) for x in seconds)):
+            yield replace(tile, abreast=count)
+
+
 def step(p: Product) -> int:
     """Elements of k in a step of a product."""
     if promotes(p):
@@ -263,7 +280,7 @@ def _pieces(p: Product, tile: Tile, tiles: int, gpu: Gpu) -> Iterator[int]:
     outer, inner = steps(p, tile)
     waves = MADE_WAVES if converted(p) else 2
     axis, found = p.axes[-1], pieces(inner, waves * gpu.processors // (tiles * tile.blocks), ceil(8, outer))
-    if any(map(concatenated, p.operands)):
+    if any(map(concatenated, p.operands)) or tile.abreast > 1:
         return
     ends = facts_of(p).ends and (promotes(p) or not converted(p))
     yield from (s for s in found if ends or not (inner % s or axis.extent % tile.k))
@@ -280,7 +297,7 @@ def pieces(steps: int, most: int, least: int) -> Iterator[int]:
 def _shared(p: Product, tile: Tile, tiles: int, gpu: Gpu) -> Iterator[Tile]:
     """The tile where blocks of a cluster share its steps, two at least each, while all clusters run at once."""
     _, inner = steps(p, tile)
-    alone = tile.split is None and not converted(p)
+    alone = tile.split is None and not converted(p) and tile.abreast == 1
     for share, most in gpu.warpgroups.clusters if alone and gpu.warpgroups else ():
         each = ceil(inner, share)
         if each > 1 and ceil(inner, each) == share and tiles <= most:
@@ -333,6 +350,7 @@ def _work(p: Product, tile: Tile, gpu: Gpu, has: Warpgroups) -> Work:
         readers=_readers(tile, gpu.processors // tile.blocks),
         shared=tile.share > 1,
         parts=promotes(p) and tile.k == STEP,
+        wide=tile.n * tile.abreast,
     )  # fmt: skip
 
 

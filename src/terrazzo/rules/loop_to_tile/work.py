@@ -23,7 +23,7 @@ class Work(NamedTuple):
     many `held` bytes, and which take `extra` nanoseconds. Results leave at a rate, and computing a tile's of its sums
     takes `after` nanoseconds. `least` bytes of memory are touched. A step has `depth` products of each sum. So many
     `readers` fetch the same rows at once. Sums may be `shared` by the blocks of a cluster. Factors may be `parts` of
-    numbers, of which each is multiplied several times in a long step.
+    numbers, of which each is multiplied several times in a long step. Instructions have `wide` columns.
     """
 
     m: int
@@ -44,6 +44,7 @@ class Work(NamedTuple):
     readers: float = 0.0
     shared: bool = False
     parts: bool = False
+    wide: int = 0
 
 
 def lasts(work: Work, gpu: Gpu) -> float:
@@ -57,7 +58,8 @@ def lasts(work: Work, gpu: Gpu) -> float:
     active = min(work.tiles, walkers) * work.blocks
     each = 2.0 * work.m * work.n * work.depth * work.products
     rate, start = has.parts if work.parts else (has.rate, has.start)
-    arithmetic = each * gpu.processors * (work.n + start) / work.n / rate
+    wide = work.wide or work.n
+    arithmetic = each * gpu.processors * (wide + start) / wide / rate
     fetched = max(work.fetched * active / has.cache, work.fetched / has.shared)
     step = max(arithmetic, fetched, has.latency / work.slots, has.crowd * work.readers) + has.step + work.extra
     tile = work.steps * step + work.m * work.n * work.results / work.rate + work.after

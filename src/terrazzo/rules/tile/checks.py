@@ -52,7 +52,7 @@ from terrazzo.rules.tile.rings import (
     steps,
     twins,
 )
-from terrazzo.rules.tile.slabs import Slab
+from terrazzo.rules.tile.slabs import Slab, beside_it
 from terrazzo.rules.tile.vectors import vectors
 from terrazzo.rules.transports import PLAIN, TRANSPORTS
 
@@ -218,6 +218,9 @@ def _stream(line: Stream, plan: Plan, draft: Draft) -> None:
     loops = loops_of(draft, plan.all(Product), term)
     same = tuple(operand_text(y) for y, x in twins(plan, draft).items() if x is term)
     _same("the same slab are", line.also, same)
+    texts = [operand_text(y) for y in beside_it(draft, product, term)][:1]
+    first = next((s.name for s in plan.all(Stream) if s.operand in texts and s is not line), "")
+    _same("it lies behind", line.behind, first)
     need(ring.over == loops, f"it changes with {_told(loops)}, and the slots of {ring.name} with {_told(ring.over)}")
     sizes = {axis_name(a): (a, size) for a, size in slab.sizes.items()}
     parts = tuple(Word(name, (size,)) for name, (_, size) in sizes.items())

@@ -224,7 +224,9 @@ class Bindings:
         while site is not None and isinstance(like := dict(site.axes).get(axis), Like):
             name, _, other = like.site.partition(".")
             site, axis = self.site([name]), other or axis
-        return matrix(site.instruction) if site else None
+        found = matrix(site.instruction) if site else None
+        count = site.abreast(found.shape[1]) if site is not None and isinstance(found, WarpgroupInstruction) else 1
+        return found.narrow(count) if count > 1 and isinstance(found, WarpgroupInstruction) else found
 
     def _fragment(self, fragment: Fragment, coordinate: str, stride: int, inner: int, size: int) -> list[Digit]:
         """The digits of an axis that has `size` points of an instruction's coordinate, `inner` of it apart."""

@@ -68,6 +68,11 @@ class Draft:
         """The matrix instruction of a site; None on CUDA cores."""
         return matrix(site.instruction) if site else None
 
+    def abreast(self, site: Site | None) -> int:
+        """How many sums of a site share an instruction: each has so many-th of its columns."""
+        instruction = self.instruction(site)
+        return site.abreast(instruction.shape[1]) if site is not None and instruction is not None else 1
+
     def binding(self, axis: Any, site: Site | None) -> tuple[Factor, ...]:
         """The factors of an axis as a site sees it; an axis nobody binds is a serial loop."""
         return self.schedule.binding(site, axis_name(axis)) or (Factor("time", axis.extent),)

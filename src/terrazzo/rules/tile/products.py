@@ -10,6 +10,7 @@ from terrazzo.hw.instruction import MatrixInstruction
 from terrazzo.hw.ldmatrix import loader
 from terrazzo.hw.products import Matrix, continued, missing, operands, warps
 from terrazzo.hw.transfer import FMA
+from terrazzo.hw.wgmma import WarpgroupInstruction
 from terrazzo.ir.concatenated import loaded
 from terrazzo.ir.contraction import Contraction, operand
 from terrazzo.ir.dialects import loop as l
@@ -24,6 +25,7 @@ from terrazzo.rules.tile.draft import Draft, axis_name
 
 CONVERTED = "converted"
 """Where a first factor comes from that threads make in registers of a slab that lies in shared memory."""
+SHARING = "sums that share an instruction"
 THREADS = ("warp", "warpgroup", "lane")
 
 
@@ -76,6 +78,8 @@ def place(draft: Draft, name: str) -> tuple[list[str], Matrix | None, Any, Any, 
     m, n = _rows_and_columns(draft, site, [draft.products[x] for x in together], instruction)
     if instruction is not None:
         _fits(draft, site, instruction, [draft.products[x] for x in together], m)
+    if draft.abreast(site) > 1:
+        _side_by_side(draft, site, instruction, [draft.products[x] for x in together], m)
     for x in together:
         _follows(draft, x, instruction, m)
     return together, instruction, m, n, *_sources(draft, site, instruction, draft.products[together[0]], m)
@@ -111,8 +115,10 @@ def _covers(draft: Draft, site: Site, instruction: Matrix | None) -> None:
     if instruction is None:
         with about(*where):
             raise UserError(f"{name} binds axes of an instruction, and {site.instruction} has none")
+    count = draft.abreast(site)
     for axis, size in zip("mnk", instruction.shape, strict=True):
         have = math.prod(f.size for f in used if f.level == f"inst.{axis}")
+        have *= count if axis == "n" and count == len(site.names) else 1
         if have != size:
             with about(*where):
                 raise UserError(f"{name}: {instruction.name} has {axis} = {size}, and inst.{axis} is bound to {have}")
@@ -195,6 +201,27 @@ def _fits(draft: Draft, site: Site, instruction: Matrix, products: list[Contract
                 named = loads(x)[0].buffer.name if isinstance(x, l.Load) else site.names[0]
                 why = f"{instruction.name} takes {takes}, and {named} is {x.dtype}"  # type: ignore[attr-defined]
                 raise draft.fail(why, site.names[0], "on", instruction.name)
+
+
+def _side_by_side(draft: Draft, site: Site, instruction: Matrix | None, products: list[Contraction], m: Any) -> None:
+    """Sums that share an instruction have the first factor in common, and second ones that lie one behind the other."""
+    name = site.names[0]
+    pairs = [pair if m in pair[0].free else pair[::-1] for c in products for pair in c.terms]
+    firsts, seconds = ({operand(pair[side]) for pair in pairs} for side in (0, 1))
+    whole = len(pairs) == len(products) == len(draft.products)
+    need(
+        isinstance(instruction, WarpgroupInstruction) and whole,
+        f"{name}: {SHARING} of warpgroups are all of a kernel's",
+    )
+    need(
+        len(firsts) == 1 and len(seconds) == len(pairs),
+        f"{name}: {SHARING} have the first factor in common, and no more",
+    )
+    need(all(isinstance(x, l.Load) for x in (*firsts, *seconds)), f"{name}: {SHARING} have factors that lie in memory")
+    need(draft.held(site, called(*firsts)).place == "smem", f"{name}: {SHARING} have a first factor in shared memory")
+    steps = [f for c in products for a in c.reduce.axes for f in draft.binding(a, site)]
+    meet = any(f.level == "cluster" or draft.option(f, "promote", False) for f in steps)
+    need(not meet, f"{name}: {SHARING} are not promoted, and no blocks of a cluster share their steps")
 
 
 def _follows(draft: Draft, name: str, instruction: Matrix | None, m: Any) -> None:

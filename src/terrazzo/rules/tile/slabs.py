@@ -10,6 +10,7 @@ from terrazzo.hw import tma
 from terrazzo.hw.products import matrix, warps
 from terrazzo.ir.address import coefficient, divides, flatten
 from terrazzo.ir.concatenated import concatenated, loaded
+from terrazzo.ir.contraction import operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, Var, at_least
 from terrazzo.ir.node import Node, substitute
@@ -51,7 +52,9 @@ def lay_out_operands(plan: Plan, draft: Draft) -> Plan | None:
             taken = [s.name for s in lines.values()]
             name = next(m for m in (name, *(f"{name}{k}" for k in range(1, 99))) if m not in taken)
             if x not in lines:
-                lines[x] = Slab(draft, plan, p, ring, x).stream(name)
+                slab = Slab(draft, plan, p, ring, x)
+                first = next((y for y in beside_it(draft, p, x) if y in lines), None)
+                lines[x] = slab.stream(name) if first is None else slab.behind(name, lines[first])
             held = draft.held(site, called(x))
             words = [held.place, "by", "swizzle", "pad", "along", "over", *([] if over else ["slots"])]
             words += ["multicast"] if lines[x].multicast > 1 else []
@@ -59,6 +62,17 @@ def lay_out_operands(plan: Plan, draft: Draft) -> Plan | None:
             if held.place == "smem" or where is not None:
                 read += draft.read(where, called(x), *words)
     return plan.plus(*lines.values(), read=read)
+
+
+def beside_it(draft: Draft, p: Product, x: Node) -> list[Node]:
+    """The second factors of a product that share columns of an instruction with one of them, in order; none where
+    nothing is shared, or this is no such factor.
+    """
+    if draft.abreast(draft.site(p.sites[0])) == 1:
+        return []
+    n = axis_called(draft, p.n)
+    every = [operand(f) for name in p.sites for pair in draft.products[name].terms for f in pair if n in f.free]
+    return every if x in every else []
 
 
 LIES = ("vector", "swizzle", "pad", "panel", "multicast")
@@ -121,6 +135,17 @@ class Slab:
         need(lies == its, f"{self.name}: two products take the same slab of it, and it would lie otherwise for one")
         fields = {f: getattr(line, f) for f in line._fields}
         return Stream(**{**fields, "also": (*line.also, mine.operand)})
+
+    def behind(self, name: str, line: Stream) -> Stream:
+        """A stream whose slab lies behind another one's, as more columns. Declines where it would lie otherwise."""
+        mine = self.stream(name)
+        lies = (*mine.axes, *(getattr(mine, f) for f in LIES))
+        need(
+            lies == (*line.axes, *(getattr(line, f) for f in LIES)), f"{name}: it would lie otherwise than {line.name}"
+        )
+        along = mine.axes[-1].name == self.product.n
+        need(not along or mine.panel, f"{name}: its rows run along columns, and are no panels that others lie behind")
+        return Stream(**{**{f: getattr(mine, f) for f in mine._fields}, "behind": line.name})
 
     def memory(self, axes: Sequence[Any]) -> Any:
         """The axis along which global memory is contiguous, or else the last."""

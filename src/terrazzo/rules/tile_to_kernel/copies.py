@@ -35,7 +35,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Slab:
-    """A stream with its place, which is indexed by the slot and by the parts, the last one contiguous."""
+    """A stream with its place, which is indexed by the slot and by the parts, the last one contiguous. It may `begin`
+    further on there, behind another one.
+    """
 
     stream: Stream
     ring: Ring
@@ -43,6 +45,7 @@ class Slab:
     place: k.Shared
     parts: tuple[Part, ...]
     span: Span
+    begin: tuple[int, ...] = ()
 
     @property
     def memory(self) -> int:
@@ -65,6 +68,8 @@ class Slab:
 
     def at(self, slot: IntExpr, index: Sequence[IntExpr]) -> tuple[IntExpr, ...]:
         """The place of an element of the slab."""
+        if self.begin:
+            index = [x + first for x, first in zip(index, self.begin, strict=True)]
         if self.stream.panel:
             *rows, last = index
             return (slot, last // self.stream.panel, *rows, last % self.stream.panel)

@@ -45,7 +45,7 @@ def room(plan: Plan, bindings: Bindings, fragments: Mapping[l.Reduce, Fragment])
     """32-bit registers for what results are made of."""
     resident = max([1, *(x.resident for x in plan.all(Limit))])
     most = min(OF_A_THREAD, OF_A_PROCESSOR // (bindings.warps * k.WARP * resident))
-    sums = sum(k.shared_bytes(f.place) // 4 for f in fragments.values())
+    sums = sum(k.shared_bytes(x) // 4 for x in {f.place for f in fragments.values()})
     return min(ROOM, (bindings.agent.registers or most) - sums - OTHERS)
 
 

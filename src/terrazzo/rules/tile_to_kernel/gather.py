@@ -112,7 +112,7 @@ class Gather:
         terms = [let.term for let in tile.leaf.lets if isinstance(let.term, l.Load) and let.term not in here.env]
         paired = [x for x in terms if tile.columns.axis in x.free and not x.inside and wide(here(x), j, 2)]
         sizes = [tile.each * x.dtype.size // 4 for x in paired]
-        sums = sum(k.shared_bytes(f.place) // 4 for f in tile.fragments.values())
+        sums = sum(k.shared_bytes(x) // 4 for x in {f.place for f in tile.fragments.values()})
         room = min(ROOM, (self.bindings.agent.registers or MOST) - sums - OTHERS) // len(tile.leaf.stores)
         slots = 2 if 2 * sum(sizes) <= room else 1
         taken = [x for n, x in enumerate(paired) if slots * sum(sizes[: n + 1]) <= room]

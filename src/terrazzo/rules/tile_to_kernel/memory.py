@@ -8,6 +8,7 @@ from terrazzo.hw.products import matrix, warps
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.node import Node
 from terrazzo.ir.plan import Plan, Product, Ring, Stream
+from terrazzo.ir.schedule import Word
 from terrazzo.rules.tile.digits import Bindings
 from terrazzo.rules.tile.draft import Draft
 from terrazzo.rules.tile.products import CONVERTED
@@ -37,13 +38,24 @@ def operands(draft: Draft, plan: Plan) -> dict[str, Node]:
     return {operand_text(x): x for x in (*every, *vectors(draft, plan))}
 
 
+def whole(plan: Plan, s: Stream) -> Stream:
+    """A stream with the columns of those that lie behind it."""
+    count = 1 + sum(x.behind == s.name for x in plan.all(Stream))
+    columns = {p.n for p in plan.all(Product)} if count > 1 else {}
+    axes = tuple(Word(w.name, (w.args[0] * count,)) if w.name in columns else w for w in s.axes)
+    return Stream(**{**{f: getattr(s, f) for f in s._fields}, "axes": axes})
+
+
 def share(draft: Draft, plan: Plan, builder: Builder, bindings: Bindings) -> Memory:
     """Shared memory for streams, and the barriers of rings that boxes come to."""
     terms = operands(draft, plan)
-    places = {}
+    places: dict[str, k.Shared] = {}
     for s in plan.all(Stream):
         ring: Ring = plan.named(s.ring)
-        kind = slab_type(s, terms[s.operand].dtype, ring.slots)  # type: ignore[attr-defined]
+        if s.behind:
+            places[s.name] = places[s.behind]
+            continue
+        kind = slab_type(whole(plan, s), terms[s.operand].dtype, ring.slots)  # type: ignore[attr-defined]
         places[s.name] = builder.memory(s.name, kind, s.swizzle)
     memory = Memory(places, {}, {})
     for ring in plan.all(Ring):

@@ -30,12 +30,13 @@ from terrazzo.rules.tile_to_kernel.copies import Part, Slab
 @dataclass(frozen=True)
 class Fragment:
     """Where a reduction's accumulators lie: indexed by the register digits of `parts`, then by the instruction's
-    registers.
+    registers, of which those before `first` are those of sums that share the instruction.
     """
 
     place: k.Registers
     parts: tuple[Part, ...]
     instruction: Matrix | None
+    first: int = 0
 
     @property
     def axes(self) -> tuple[Any, ...]:
@@ -46,7 +47,7 @@ class Fragment:
         own = tuple(d.value for a in self.axes for d in digits[a] if d.level == "reg")
         if self.instruction is None:
             return own
-        number: IntExpr = 0
+        number: IntExpr = self.first
         for a in self.axes:
             for d in digits[a]:
                 if d.level == "frag":
@@ -55,7 +56,7 @@ class Fragment:
 
     def element(self, number: IntExpr) -> tuple[IntExpr, ...]:
         """The place of register `number` of an instruction's results."""
-        return (*(d.value for p in self.parts for d in p.digits if d.level == "reg"), number)
+        return (*(d.value for p in self.parts for d in p.digits if d.level == "reg"), number + self.first)
 
 
 @dataclass(frozen=True)
@@ -274,7 +275,7 @@ class Multiply:
             if group.turns is not None:
                 self._turn(group, instruction)
             for c, fragment in zip(group.sites, group.fragments, strict=True):
-                if number >= len(c.terms):
+                if number >= len(c.terms) or fragment.first:  # which the first one's instruction sums too
                     continue
                 a, b = group.terms(c)[number]
                 fresh = -1 if number or at_least(first - 1, 0) else -first

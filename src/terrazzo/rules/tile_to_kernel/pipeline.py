@@ -88,7 +88,16 @@ class Pipeline:
                     names = own if text == s.operand else twin_axes(own, terms[s.operand], term)
                     mine = ((self.part(axis_called(draft, x), site), w) for x, w in zip(names, s.axes, strict=True))
                     parts = tuple(replace(x, size=w.args[0], halo=whole.halo(x.axis)) for x, w in mine)
-                    self.slabs[term] = Slab(s, plan.named(s.ring), term, memory.places[s.name], parts, whole)
+                    begin = self.behind(s)
+                    self.slabs[term] = Slab(s, plan.named(s.ring), term, memory.places[s.name], parts, whole, begin)
+
+    def behind(self, s: Stream) -> tuple[int, ...]:
+        """Where a slab begins in its place: behind those before it, along an instruction's columns."""
+        if not s.behind:
+            return ()
+        before = [x.name for x in self.plan.all(Stream) if s.behind in (x.name, x.behind)].index(s.name)
+        columns = {p.n for p in self.plan.all(Product)}
+        return tuple(before * w.args[0] if w.name in columns else 0 for w in s.axes)
 
     def part(self, axis: Any, site: Any) -> Part:
         """The block's part of an axis, as a site divides it. One for each, since its digits are loops' variables."""
@@ -350,12 +359,18 @@ class Pipeline:
     def declare(self, p: Product) -> None:
         """Accumulators at zero."""
         site, instruction = self.draft.site(p.sites[0]), matrix(p.on)
+        abreast = self.draft.abreast(site)
         mine = [axis_called(self.draft, x) for x in (p.m, p.n)]
         axes = [a for a in self.draft.tiled if a in self.draft.products[p.sites[0]].reduce.free]
         axes += [a for a in mine if a not in axes]
         parts = tuple(self.part(a, site) for a in axes)
-        for name in p.sites:
+        for number, name in enumerate(p.sites):
             reduce = self.draft.products[name].reduce
+            if abreast > 1 and number:
+                one = self.fragments[self.draft.products[p.sites[0]].reduce]
+                each = instruction.d.elements // abreast  # type: ignore[union-attr]
+                self.fragments[reduce] = replace(one, first=number * each)
+                continue
             shape = [d.size for part in parts for d in part.digits if d.level == "reg"]
             extra = [instruction.d.elements] if instruction else []
             dtype = reduce.dtype
@@ -364,7 +379,8 @@ class Pipeline:
             framed = framed and not any(x.early for x in self.plan.all(Product))
             init = l.Literal(zero(dtype), dtype) if framed or p.promote or not own or self.visiting.idle else None
             place = self.builder.registers("acc", dtype, [*shape, *extra], init)
-            self.fragments[reduce] = Fragment(place, parts, instruction)
+            part = instruction.narrow(abreast) if own and abreast > 1 else instruction  # type: ignore[union-attr]
+            self.fragments[reduce] = Fragment(place, parts, part)
         if isinstance(instruction, WarpgroupInstruction) and p.a == "ldmatrix":
             down = [d.size for d in self.part(mine[0], site).digits if d.level == "reg"]
             inner = [d for a in self.draft.products[p.sites[0]].reduce.axes for d in self.inner(a, site)]
