@@ -45,6 +45,7 @@ from terrazzo.rules.loop.lifetimes import in_order, kernels_in_order
 from terrazzo.rules.loop.lookups import store_lookups
 from terrazzo.rules.loop.narrow import narrow
 from terrazzo.rules.loop.online import online
+from terrazzo.rules.loop.pages import look_up_on_the_way
 from terrazzo.rules.loop.parts import into_parts, parts_of
 from terrazzo.rules.loop.relax import relax
 from terrazzo.rules.loop.remake import remake
@@ -130,7 +131,7 @@ def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
     softmaxes = online(p, log, _refusal(options, tried, used=True), sizes)
     made = products_again(softmaxes, log, once, options.materialize, sizes)
     busy = lambda steps: sum(chains.fastest(s, gpu) or price([s]) for s in steps)  # noqa: E731
-    made = sums_inside(made, log, busy, refused)
+    made = look_up_on_the_way(sums_inside(made, log, busy, refused), log, price, refused)
     made = products_joined(chains_beside(made, log, price, refused), log, price)
     return rounded_weights(made, log, target(options.target).rates.matrix)
 

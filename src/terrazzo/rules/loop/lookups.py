@@ -11,7 +11,7 @@ from typing import Any
 from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.contraction import Contraction, contraction, operand
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Var
+from terrazzo.ir.expr import Loaded, Var
 from terrazzo.ir.node import substitute, transform
 from terrazzo.ir.sites import loads
 from terrazzo.ir.types import Type
@@ -152,7 +152,16 @@ def _read(x: Any) -> l.Load:
 
 
 def _in_order(axes: list[Any], x: Any) -> list[Any]:
-    """Axes as memory runs through them in what a term reads, where it does along them all."""
-    place = flatten(_read(x).index, _read(x).buffer.type.element_strides)
-    steps: dict[Any, Any] = {a: coefficient(place, a) or 0 for a in axes}
+    """Axes as memory runs through them in what a term reads, where it does along them all. What data says where to find
+    is as far apart as what lies beside it in its dimension.
+    """
+    load = _read(x)
+    strides = load.buffer.type.element_strides
+    place = flatten(load.index, strides)
+
+    def step(a: Any) -> Any:
+        looked = (s for e, s in zip(load.index, strides, strict=True) if isinstance(e, Loaded) and a in e.free)
+        return coefficient(place, a) or next(looked, 0)
+
+    steps = {a: step(a) for a in axes}
     return sorted(axes, key=lambda a: -steps[a]) if all(steps.values()) else axes

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from terrazzo.ir.address import unflatten
 from terrazzo.ir.canonical import together
 from terrazzo.ir.contraction import contraction, nested_contraction, operand
 from terrazzo.ir.dialects import loop as l
@@ -220,13 +221,24 @@ def softmax_into_product(kernel: l.Kernel, sizes: tuple[int, ...] = (2,)) -> l.K
         return None  # weights of 16 bits are exact enough for results of 16 bits only
     (size,) = kinds
     for r in topological([s.value for s in kernel.stores if s not in rows]):
-        if not isinstance(r, l.Reduce) or r.monoid.name != "sum" or len(r.axes) != 1:
+        if not isinstance(r, l.Reduce) or r.monoid.name != "sum":
             continue
-        if new := _framed(r, bool(rows), size):
+        if new := _framed(_along_one(r), bool(rows), size):
             stores = tuple(new.row(s) if s in rows else substitute(s, {r: new.value}) for s in kernel.stores)
             if not any(_reductions(s.value, new.kept) for s in stores):
                 return l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
     return None
+
+
+def _along_one(r: l.Reduce) -> l.Reduce:
+    """A sum along several axes along one, as scores are: keys that lie in pages, say."""
+    if len(r.axes) == 1:
+        return r
+    axes, args = l.open_binder(r)
+    whole = Var(l.fresh_name(), math.prod(a.extent for a in axes))
+    digits = dict(zip(axes, unflatten(whole, tuple(a.extent for a in axes)), strict=True))
+    made: l.Reduce = l.Reduce.make(r.monoid, (whole,), tuple(substitute(x, digits) for x in args))
+    return made
 
 
 @dataclass(frozen=True)

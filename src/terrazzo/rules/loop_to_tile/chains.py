@@ -47,13 +47,10 @@ class Way:
 
 def ways(kernel: l.Kernel, gpu: Gpu) -> Iterator[Way | str]:
     """The ways that are plans, best first, and why others are none."""
-    form = kernel
-    if (found := chain(kernel)) is None or found.rows.extent <= FEW:
-        form = share_rows(kernel)
-    found = chain(form)
+    found = formed(kernel)
     if found is None:
         yield "no two products in one loop of steps on this machine"
-    elif any(not isinstance(a.extent, int) for a in (*form.axes, found.steps, found.depth)):
+    elif any(not isinstance(a.extent, int) for a in (*found.kernel.axes, found.steps, found.depth)):
         yield "an axis has no size that is known"
     else:
         kinds = [_on_warpgroups(found, gpu), _on_warps(found, gpu)]
@@ -61,6 +58,12 @@ def ways(kernel: l.Kernel, gpu: Gpu) -> Iterator[Way | str]:
         few = found.rows.extent <= MOST and first is not None and _pieces(found, first, gpu) > 1
         for kind in kinds[::-1] if few else kinds:
             yield from kind
+
+
+def formed(kernel: l.Kernel) -> Chain | None:
+    """The kernel as a chain, few rows made one axis with those that share their keys; None where it is none."""
+    found = chain(kernel)
+    return chain(share_rows(kernel)) if found is None or found.rows.extent <= FEW else found
 
 
 def _on_warpgroups(c: Chain, gpu: Gpu) -> Iterator[Way | str]:

@@ -149,7 +149,7 @@ class Slab:
 
     def memory(self, axes: Sequence[Any]) -> Any:
         """The axis along which global memory is contiguous, or else the last."""
-        found = loads(self.term)
+        found = [self.term] if isinstance(self.term, l.Load) else loads(self.term)  # not what says where it is
         offset = flatten(found[0].index, found[0].buffer.type.element_strides) if found else 0
         return next((a for a in axes if coefficient(offset, a) == 1), axes[-1])
 
