@@ -28,10 +28,11 @@ from unittest.mock import patch
 
 import torch
 import torch._dynamo
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from terrazzo.bench.operators.drawn import RANDOM, name_of, op_db
+from terrazzo.bench.operators.judge import difference, exactly, raised
 from terrazzo.errors import Limitation, TerrazzoError
 from terrazzo.front import dynamo
 from terrazzo.front.capture import Captured, capture
@@ -49,7 +50,6 @@ from terrazzo.run import compiled
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool)
 ORDER = ("own", "random", "fallback", "skipped", "crash", "wrong")
-RANDOM = ("rand", "bernoulli", "nn.functional.dropout", "normal")
 SECONDS = 60
 """For one sample; a slower one counts as skipped, with that reason."""
 
@@ -74,11 +74,6 @@ class Verdict:
 def operators(pattern: str = "") -> list[Any]:
     """The entries of the database whose name contains `pattern`, named apart by their variant."""
     return [op for op in op_db if pattern in op.name]
-
-
-def name_of(op: Any) -> str:
-    """The operator's name with its variant."""
-    return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
 
 
 def judge(op: Any, dtype: torch.dtype, level: str, most: int | None = None) -> Verdict:
@@ -145,62 +140,9 @@ def _one(op: Any, sample: Any, level: str, verdict: Verdict) -> None:
         if any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip(expected, outcome.results, strict=True)):
             verdict.worsen("wrong", "shape or dtype of a random result")
         return
-    reason = difference(expected, outcome.results, _exact(call, args, kwargs))
+    reason = difference(expected, outcome.results, exactly(call, args, kwargs))
     if reason and not _ideal(outcome.results, call, args, kwargs):
         verdict.worsen("wrong", reason)
-
-
-def difference(expected: list[Any], results: list[Any], exact: list[Any] | None) -> str:
-    """Why our results are not as good as eager's, or nothing. Integers and bools must be equal, floats no further from
-    float64.
-    """
-    if len(expected) != len(results):
-        return f"{len(results)} results instead of {len(expected)}"
-    for k, (a, b) in enumerate(zip(expected, results, strict=True)):
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return f"result {k} is {b.dtype}{list(b.shape)}, not {a.dtype}{list(a.shape)}"
-        a, b = _real(a), _real(b)
-        if not a.is_floating_point():
-            if not torch.equal(a, b):
-                return f"result {k} differs in {(a != b).sum().item()} of {a.numel()} elements"
-            continue
-        wide = _real(exact[k]) if exact is not None else None
-        reference = wide if wide is not None and wide.shape == a.shape and wide.is_floating_point() else a.double()
-        finite = a.isfinite() & b.isfinite()
-        special = ~finite & ~_alike(a, b) & ~_alike(reference.to(a.dtype), b)
-        if special.any():
-            return f"result {k} has {b[special][0].item()} where eager has {a[special][0].item()}"
-        a, b, reference = (torch.where(finite & reference.isfinite(), x, 0) for x in (a, b, reference))
-        if not torch._dynamo.utils.same(a, b, reference, log_error=_quiet):
-            worst = (b.double() - reference).abs().max().item()
-            return f"result {k} is off by up to {worst:.3g}"
-    return ""
-
-
-def _real(x: torch.Tensor) -> torch.Tensor:
-    """A complex tensor as pairs of real numbers, judged as such: PyTorch's own transforms round by the strides of what
-    they are given.
-    """
-    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
-
-
-def _alike(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Equal, or both NaN."""
-    return (a == b) | (a.isnan() & b.isnan())
-
-
-def _quiet(*args: Any, **kwargs: Any) -> None:
-    """What `same` has to say is in our own message."""
-
-
-def _exact(call: Callable[..., Any], args: Any, kwargs: Any) -> list[Any] | None:
-    """The results in float64, where PyTorch can compute them."""
-    try:
-        given, named = pytree.tree_map(_raised, (args, kwargs))
-        torch.manual_seed(0)
-        return list(pytree.tree_leaves(call(*given, **named)))
-    except Exception:
-        return None
 
 
 class _EveryOpExact(TorchDispatchMode):
@@ -210,7 +152,7 @@ class _EveryOpExact(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if torch.Tag.inplace_view in func.tags or func._schema.is_mutable or func.is_view:
             return out
-        given, named = pytree.tree_map(_raised, (args, kwargs or {}))
+        given, named = pytree.tree_map(raised, (args, kwargs or {}))
         return pytree.tree_map(
             lambda o, w: w.to(o.dtype) if isinstance(o, torch.Tensor) else o, out, func(*given, **named)
         )
@@ -227,13 +169,6 @@ def _ideal(results: list[Any], call: Callable[..., Any], args: Any, kwargs: Any)
     except Exception:
         return False
     return all(torch.equal(a, b) for a, b in zip(ideal, results, strict=True))
-
-
-def _raised(x: Any) -> Any:
-    """A float tensor, or the name of a float type, in float64."""
-    if isinstance(x, torch.Tensor):
-        return x.double() if x.is_floating_point() else x.clone()
-    return torch.float64 if isinstance(x, torch.dtype) and x.is_floating_point else x
 
 
 def _copy(x: Any) -> Any:

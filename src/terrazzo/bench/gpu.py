@@ -118,15 +118,21 @@ def recorded(
     suite: str, folder: Path | None, meta: Mapping[str, Any], peers: Sequence[str]
 ) -> dict[tuple[str, str], dict[str, Any]]:
     """The cases that were measured at this commit on such a GPU beside these peers, by name and type."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    cases = [c for record in recorded_at(suite, folder, meta) for c in record["cases"]]
+    known = (c for c in cases if not c["us"] or c.get("group") or {*peers} <= {*c["us"]})
+    return {(c["case"], c["dtype"]): c for c in known}
+
+
+def recorded_at(suite: str, folder: Path | None, meta: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The records of a suite and of parts of it that are of this commit and such a GPU."""
+    found = []
     for path in (kept(suite, folder, (1, 1)), *parts_of(suite, folder)) if folder is not None else ():
         try:
             record = json.loads(path.read_text())
         except (OSError, ValueError):
             continue
         if all(record["meta"].get(x) == meta[x] for x in ("commit", "gpu")):
-            known = (c for c in record["cases"] if not c["us"] or c.get("group") or {*peers} <= {*c["us"]})
-            found |= {(c["case"], c["dtype"]): c for c in known}
+            found.append(record)
     return found
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from terrazzo.bench.choice import Choice, choices
 from terrazzo.bench.compiling import PHASES
 from terrazzo.bench.harness import busy
+from terrazzo.bench.operators import report as operators
 from terrazzo.bench.programs import report as programs
 
 TITLES = {
@@ -120,6 +121,9 @@ def page(results: Path) -> str:
         record = json.loads(path.read_text())
         if record.get("suite") == "programs":
             parts += _programs(record)
+            continue
+        if record.get("suite") == "operators":
+            parts += _operators(record)
             continue
         if record.get("suite") == "shapes":
             parts += _shapes(record)
@@ -272,6 +276,12 @@ def _programs(record: Mapping[str, Any]) -> list[str]:
         *_markdown(programs.rows(record)),
         "",
     ]
+
+
+def _operators(record: Mapping[str, Any]) -> list[str]:
+    """Single operators: a table of sums, and one of what is weak."""
+    tables = [x for table in (operators.summary, operators.weak) for x in (*_markdown(table(record)), "")]
+    return [f"## {operators.title(record)}", "", _where(record), "", *operators.WHAT, "", *tables]
 
 
 SHAPES = {

@@ -43,7 +43,12 @@ class GpuSuite(StrEnum):
     batched = "batched"
     fused = "fused"
     staircase = "staircase"
+    operators = "operators"
     programs = "programs"
+
+
+LONG = (GpuSuite.operators, GpuSuite.programs)
+"""Suites that are measured only where they are named."""
 
 
 @app.callback()
@@ -177,13 +182,13 @@ def gpu(
     ] = None,
     only: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the records go.", show_default=False)] = None,
-    libraries: Annotated[str, typer.Option(help="Of the programs: whether libraries may be called, auto or never.")] = (
-        "never"
-    ),
+    libraries: Annotated[
+        str, typer.Option(help="Of programs and operators: whether libraries may be called, auto or never.")
+    ] = "never",
     dtype: Annotated[
         list[str] | None, typer.Option(help="Of the programs: f32 or bf16. Repeatable.", show_default=False)
     ] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Programs that are compiled at once.")] = 4,
+    workers: Annotated[int, typer.Option(min=1, help="Programs or operators that are compiled at once.")] = 4,
     within: Annotated[
         float, typer.Option(help="Seconds after which no case begins; called again, it goes on.", show_default=False)
     ] = float("inf"),
@@ -195,7 +200,8 @@ def gpu(
 
     Every case is checked against float64 first; then CUDA graphs over inputs larger than the caches are replayed in
     turns. Records are written after every case, and what they have of this commit is not measured again; called without
-    `--part`, it puts those of parts together. `--suite programs` takes long, and is left out where no suite is named.
+    `--part`, it puts those of parts together. The suites `programs` and `operators` take long, and are left out where
+    no suite is named.
     """
     from terrazzo.bench.gpu import PEERS, measure
     from terrazzo.bench.report import gpu_rows, group_rows
@@ -224,12 +230,15 @@ def gpu(
     import torch
 
     wrong, start = [], time.monotonic()
-    for chosen in suite or [s for s in GpuSuite if s is not GpuSuite.programs]:
-        if chosen is GpuSuite.programs:
-            wrong += _programs(out, libraries, only, dtypes, workers)
-            continue
+    folder = out or _folder(torch.cuda.get_device_name().split()[-1].lower())
+    for chosen in suite or [s for s in GpuSuite if s not in LONG]:
         left = within - (time.monotonic() - start)
-        folder = out or _folder(torch.cuda.get_device_name().split()[-1].lower())
+        if chosen is GpuSuite.programs:
+            wrong += _programs(folder, libraries, only, dtypes, workers)
+            continue
+        if chosen is GpuSuite.operators:
+            wrong += _operators(folder, libraries, only, workers, left, share)
+            continue
         with working(f"measuring {chosen.value}"):
             record = measure(chosen.value, Options(libraries="never"), peers, only, left, share, folder)
         for table in filter(None, (gpu_rows(record), group_rows(record))):
@@ -256,14 +265,31 @@ def _part(text: str) -> tuple[int, int]:
     return int(number), int(count)
 
 
-def _programs(out: Path | None, libraries: str, only: str, dtypes: list[str], workers: int) -> list[str]:
+def _operators(
+    folder: Path, libraries: str, only: str, workers: int, within: float, part: tuple[int, int]
+) -> list[str]:
+    """Measure the operators that the record lacks; what is wrong with those of that name."""
+    from terrazzo.bench.gpu import measured_on
+    from terrazzo.bench.operators import report
+    from terrazzo.bench.operators.measure import measure
+
+    with working("measuring operators"):
+        record = measure(folder, measured_on(), libraries, only, workers, within, part)
+    shown = [c for c in record["cases"] if only in c["case"]]
+    for table, right in ((report.weak, range(4, 9)), (report.summary, range(2, 8))):
+        for k, line in enumerate(columns(table({**record, "cases": shown}), right=right)):
+            say(line, "bold" if k == 0 else None)
+    return [f"{c['case']} {c['dtype']} {c['form']}: {why}" for c in shown if (why := report.fails(c))]
+
+
+def _programs(folder: Path, libraries: str, only: str, dtypes: list[str], workers: int) -> list[str]:
     """Measure the programs that the record lacks; what is wrong with those of that name."""
     from terrazzo.bench.gpu import measured_on
     from terrazzo.bench.programs import report
     from terrazzo.bench.programs.measure import in_a_process, measure
 
     meta = measured_on()
-    path = (out or _folder(meta["gpu"].split()[-1].lower())) / f"programs-{libraries}.json"
+    path = folder / f"programs-{libraries}.json"
     with working("measuring programs"):
         record = measure(path, meta, libraries, only, dtypes, workers, in_a_process)
     shown = [c for c in record["cases"] if only in c["case"]]

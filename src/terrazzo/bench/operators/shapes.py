@@ -1,4 +1,4 @@
-"""Single operators at shapes that models have, for `tests.opinfo.large`: what no rule draws from small samples."""
+"""Single operators at shapes that models have, of the suite: what no rule draws from small samples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tests.opinfo.grow import Case, Fill
+from terrazzo.bench.operators.fills import Case, Fill
 
 Shape = tuple[int, ...]
 CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], bool]] = {}
@@ -159,11 +159,12 @@ _add("linear_1d", lambda x: F.interpolate(x, scale_factor=2, mode="linear"), (64
 _add("trilinear", lambda x: F.interpolate(x, scale_factor=2, mode="trilinear"), (4, 32, 16, 56, 56))
 
 CUBE = (64, 512, 1024)
-for p in ((0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)):
-    _add(f"permute_{''.join(map(str, p))}", lambda x, p=p: x.permute(p).contiguous(), CUBE)
-    _add(f"permute_odd_{''.join(map(str, p))}", lambda x, p=p: x.permute(p).contiguous(), (65, 511, 1021))
-for p in ((0, 2, 1, 3), (0, 3, 1, 2), (0, 2, 3, 1), (3, 2, 1, 0), (0, 1, 3, 2), (2, 0, 3, 1)):
-    _add(f"permute_{''.join(map(str, p))}", lambda x, p=p: x.permute(p).contiguous(), (32, 128, 64, 128))
+for order in ((0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)):
+    _add(f"permute_{''.join(map(str, order))}", lambda x, p=order: x.permute(p).contiguous(), CUBE)
+    _add(f"permute_odd_{''.join(map(str, order))}", lambda x, p=order: x.permute(p).contiguous(), (65, 511, 1021))
+FOUR: tuple[Shape, ...] = ((0, 2, 1, 3), (0, 3, 1, 2), (0, 2, 3, 1), (3, 2, 1, 0), (0, 1, 3, 2), (2, 0, 3, 1))
+for axes in FOUR:
+    _add(f"permute_{''.join(map(str, axes))}", lambda x, p=axes: x.permute(p).contiguous(), (32, 128, 64, 128))
 _add("add_transposed", lambda x, y: x + y.t(), (4096, 8192), (8192, 4096))
 _add("add_row", lambda x, y: x + y, (8192, 4096), (4096,))
 _add("add_column", lambda x, y: x + y, (8192, 4096), (8192, 1))
@@ -399,9 +400,9 @@ _add(
 )
 
 
-def by_hand(index: int) -> Iterator[Case]:
+def by_hand(name: str) -> Iterator[Case]:
     """A case in both types, and its gradients."""
-    name, (call, given, grad) = list(CASES.items())[index]
+    call, given, grad = CASES[name]
     for dtype in DTYPES:
         fills = tuple(_fill(x, dtype) for x in given)
         told, kind = ", ".join(str(list(f.shape)) for f in fills), str(dtype).removeprefix("torch.")

@@ -1,0 +1,1 @@
+"""`terrazzo bench gpu --suite operators`: single operators at large shapes, beside eager."""
