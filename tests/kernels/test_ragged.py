@@ -53,6 +53,13 @@ def test_rows_are_loaded_in_vectors(fn: Callable[..., Any], length: int) -> None
     right(found)
 
 
+def test_vectors_are_words_where_a_weight_begins_elsewhere() -> None:
+    """In loads of single elements, lanes are as far apart as vectors are long: of 16 bytes, they would be four lines."""
+    found = lowered(lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b), (x(3, 4097), x(4097), x(4097)), "sm_90a")
+    assert widths(found) == {2}
+    right(found)
+
+
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
 def test_points_of_any_number_are_stored_in_vectors(dtype: torch.dtype) -> None:
     count = 1_100_003

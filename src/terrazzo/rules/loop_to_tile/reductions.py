@@ -18,6 +18,7 @@ from terrazzo.rules.loop_to_tile.threads import (
     KEPT,
     SECTOR,
     WARP,
+    WORD,
     ceil,
     divided,
     grid,
@@ -160,8 +161,6 @@ FLYING = 128
 """Bytes that a thread has on their way at once, at most: registers hold them."""
 COLUMNS = 32
 """Accumulators of a thread that takes several columns, at most."""
-WORD = 4
-"""Bytes of which a line of the cache has one for every lane."""
 
 
 def columns(kernel: l.Kernel, gpu: Gpu, column: Any, whole: bool = True) -> Schedule:

@@ -207,6 +207,8 @@ def vector_of(terms: Sequence[Any], axis: Any) -> int:
     return 1
 
 
+WORD = 4
+"""Bytes of which a line of the cache has one for every lane."""
 LONG = 8
 """Vectors for each lane of a warp that a row has at least, where its ends are taken element by element."""
 
@@ -214,16 +216,25 @@ LONG = 8
 def ragged_vector(terms: Sequence[Any], axis: Any) -> int:
     """The widest vector along an axis whose rows begin and end anywhere, as `vector_of`, where what is no whole
     vector is taken element by element; 1 for short rows.
+
+    Where something along the axis begins elsewhere than the rest, as the weight of a norm does, it is taken element by
+    element everywhere, and vectors are words: lanes are as far apart in each of these accesses as vectors are long.
     """
     every = [x for x in topological(terms) if isinstance(x, l.Load | l.Store) and axis in x.free]
     accesses = [x for x in every if coefficient(flatten(x.index, x.buffer.type.element_strides), axis) == 1]
     if not accesses or not all(isinstance(a.extent, int) for a in (axis, *{v for x in every for v in x.free})):
         return 1
-    size = min(8, WIDEST // min(x.buffer.type.dtype.size for x in accesses))
-    q, j = Var("$q", ceil(size_of(axis), size)), Var("$j", size)
-    at = q * size + j + before(accesses, axis, size)
-    moved = [substitute(l.Load(x.buffer, x.index, getattr(x, "inside", ())), {axis: at}) for x in accesses]
-    return size if size_of(axis) >= LONG * WARP * size and any(wide(x, j, size) for x in moved) else 1
+    narrowest = min(x.buffer.type.dtype.size for x in accesses)
+    widest = min(8, WIDEST // narrowest)
+    if size_of(axis) < LONG * WARP * widest:
+        return 1
+    for size in (widest, max(1, WORD // narrowest)):
+        q, j = Var("$q", ceil(size_of(axis), size)), Var("$j", size)
+        at = q * size + j + before(accesses, axis, size)
+        moved = [substitute(l.Load(x.buffer, x.index, getattr(x, "inside", ())), {axis: at}) for x in accesses]
+        if all(wide(x, j, size) for x in moved):
+            return size
+    return size if any(wide(x, j, size) for x in moved) else 1
 
 
 def ceil(a: int, b: int) -> int:
