@@ -4,6 +4,7 @@ own where wider tiles gain more.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -18,8 +19,10 @@ from terrazzo.interp import kernel as simulator
 from terrazzo.interp import loop
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.nest import accumulators
+from terrazzo.ir.sites import product
 from terrazzo.options import Options
 from terrazzo.pipelines import Lowering, lowering
+from terrazzo.rules.loop_to_tile import products
 from terrazzo.rules.loop_to_tile.apart import products_apart
 from terrazzo.targets import TARGETS
 from terrazzo.targets.cuda.check import check
@@ -113,6 +116,21 @@ def test_odd_rows_are_copied_where_many_multiply_them() -> None:
 def test_pieces_fill_the_machine(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> None:
     done = chosen(lambda a, b: a.T @ b, *shapes, dtype=dtype)
     assert blocks(done) >= 110
+
+
+@pytest.mark.parametrize("depth", [100000, 99991, 77777])
+def test_no_tile_lacks_the_pieces_that_fill_the_machine(depth: int) -> None:
+    """Steps need not be a multiple of the pieces: 6250 of them in 132 are 48 each, which 131 pieces have."""
+    kernel = chosen(lambda a, b: a.T @ b, (depth, 64), (depth, 64), dtype=torch.float32).at("loop").steps[0]
+    p = product(kernel)
+    assert p is not None
+    found: dict[tuple[int, int], int] = {}
+    for plan in products.plans(p, gpu("sm_90a"), cores=True):
+        size = plan.tile.m, plan.tile.n
+        found[size] = max(found.get(size, 0), plan.pieces * math.ceil(64 / size[0]) * math.ceil(64 / size[1]))
+        length = math.ceil(math.ceil(depth / plan.tile.k) / plan.pieces) * plan.tile.k
+        assert (plan.pieces - 1) * length < depth, "the last piece has something to do"
+    assert found[64, 64] > 396 and min(found.values()) > 132
 
 
 def test_threads_share_the_states_of_many_pieces() -> None:

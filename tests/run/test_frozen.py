@@ -387,3 +387,54 @@ def test_parts_of_weights_are_stored_once() -> None:
         assert bool(first) == stored
         assert stored == any(b.name == "w_1" for s in rest.steps for b in s.reads)
     assert [b.name for b in first.results] == ["w_1", "w_2", "w_3"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", [False, True])
+def test_on_a_gpu(cache: Path, graph: bool) -> None:
+    """A captured graph reads what is kept where it lies, so it sees a weight that changed as soon as a call did; other
+    streams see it too.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = False
+    layer, x = torch.nn.Linear(512, 1024, bias=False, device="cuda"), torch.randn(256, 512, device="cuda")
+    options = {"freezing": True, "graph": graph, "libraries": "never", "fp32": "split", "cache_dir": cache}
+    run = terrazzo.compile(layer, x, options=options)
+    assert run.compiled.once.bytes == 0
+
+    def right(found: Any) -> bool:
+        exact = x.double() @ layer.weight.double().t()
+        return bool((found.double() - exact).norm() < 1e-6 * exact.norm())
+
+    captured = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        assert right(run(x)) and run.compiled.once.bytes >= 6 * layer.weight.numel()
+        with torch.cuda.graph(captured):
+            out = run(x)
+        captured.replay()
+        assert right(out)
+        layer.weight.mul_(torch.rand_like(layer.weight))
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            found = run(x)
+        torch.cuda.current_stream().wait_stream(side)
+        captured.replay()
+        torch.cuda.synchronize()
+        assert right(found) and right(out)
+
+
+@pytest.mark.gpu
+def test_captured_before_anything_is_kept(cache: Path) -> None:
+    """Parts are made anew in every replay then."""
+    w, x = torch.randn(1024, 512, device="cuda"), torch.randn(256, 512, device="cuda")
+    options = {"freezing": True, "libraries": "never", "fp32": "split", "cache_dir": cache}
+    run = terrazzo.compile(lambda x: x @ w.t(), x, options=options)
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        out = run(x)
+    assert run.compiled.once.bytes == 0
+    for _ in range(2):
+        w.normal_()
+        captured.replay()
+        exact = x.double() @ w.double().t()
+        assert (out.double() - exact).norm() < 1e-6 * exact.norm()

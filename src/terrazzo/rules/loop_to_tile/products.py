@@ -244,6 +244,7 @@ def _pieces(p: Product, t: Tile, gpu: Gpu, instruction: str | None, by: str) -> 
     blocks = _blocks(p, t)
     yield 1
     full = (w * gpu.processors // blocks for w in (1, 2, 4))
+    full = (ceil(steps, ceil(steps, s)) for s in full if s > 0)  # of which the last has something to do
     for s in (*range(2, 33), *(s for s in full if s > 32)):
         each = ceil(steps, s)
         if (
