@@ -20,6 +20,8 @@ MOST, LARGEST = 30, 5000
 BATCHES = ((64, 512), (256, 256), (1024, 128), (4096, 64))
 FUSED = ((4096, 4096, 4096), (512, 3584, 18944), (2048, 4096, 14336))
 """Rows, sums and columns of products with what surrounds them."""
+GROUP = 128
+"""Weights of four bits that have a scale in common."""
 SIDE = 8192
 """Of the square that is taken step by step."""
 
@@ -94,7 +96,7 @@ def _fused(m: int, k: int, n: int) -> tuple[Case, ...]:
 
     second = 1024  # the depth of a second product
     shapes = {"x": (m, k), "w": (n, k), "b": (n,), "r": (m, n), "v": (n, k), "g": (k,)}
-    shapes |= {"y": (m, second), "u": (n, second)}
+    shapes |= {"s": (n, k // GROUP), "y": (m, second), "u": (n, second)}
 
     def whole(*names: str) -> Callable[[], tuple[Any, ...]]:
         return lambda: tuple(gpu_suites.normal(shapes[x], "bf16") for x in names)
@@ -102,6 +104,11 @@ def _fused(m: int, k: int, n: int) -> tuple[Case, ...]:
     def quantised() -> tuple[Any, ...]:
         x, w, s = whole("x", "w", "b")()
         return x, (w.float() * 40).clamp(-127, 127).to(torch.int8), s
+
+    def packed() -> tuple[Any, ...]:
+        x, s = whole("x", "s")()
+        low, high = (gpu_suites.normal((n, k // 2), "f32").mul(4).add(8).clamp(0, 15).to(torch.uint8) for _ in range(2))
+        return x, low + 16 * high, s
 
     def bias_gelu(x: Any, w: Any, b: Any) -> Any:
         return f.gelu(f.linear(x, w, b))
@@ -117,6 +124,10 @@ def _fused(m: int, k: int, n: int) -> tuple[Case, ...]:
 
     def int8_weights(x: Any, q: Any, s: Any) -> Any:
         return f.linear(x, q.to(x.dtype)) * s
+
+    def int4_weights(x: Any, q: Any, s: Any) -> Any:
+        w = torch.stack([q & 15, q >> 4], -1).view(n, k // GROUP, GROUP).to(x.dtype) - 8
+        return f.linear(x, (w * s[:, :, None]).view(n, k))
 
     def two_products(x: Any, w: Any, y: Any, u: Any) -> Any:
         return f.linear(x, w) + f.linear(y, u)
@@ -134,6 +145,7 @@ def _fused(m: int, k: int, n: int) -> tuple[Case, ...]:
         ("a residual", residual, whole("x", "w", "r"), moved + 2 * m * n, product),
         ("ReLU before it", relu_first, whole("x", "w"), moved, product),
         ("int8 weights", int8_weights, quantised, moved - n * k + 2 * n, product),
+        ("int4 weights", int4_weights, packed, moved - 3 * n * k // 2 + 2 * n * k // GROUP, product),
         (
             "two products", two_products, whole("x", "w", "y", "u"), moved + 2 * second * (m + n),
             product + 2.0 * m * n * second,

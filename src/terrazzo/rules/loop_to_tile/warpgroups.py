@@ -411,8 +411,7 @@ def _meeting(p: Product, tile: Tile, has: Warpgroups) -> float:
 
 def _extra(p: Product, tile: Tile, gpu: Gpu) -> float:
     """Nanoseconds of a step that nothing hides: threads make factors of what lies in shared memory, and add up sums."""
-    turns = not promotes(p) or tile.groups > 1
-    made = making(p) * (1 if turns else MADE_ALONE / MADE) * tile.m * tile.k
+    made = making(p) * (1 if tile.groups > 1 else MADE_ALONE / MADE) * tile.m * tile.k
     alone = PROMOTION * _promotions(p, tile) if promotes(p) and tile.groups == 1 else 0.0
     return alone + made * gpu.processors / (gpu.fma / 2)
 
