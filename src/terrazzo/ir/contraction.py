@@ -72,13 +72,16 @@ def nested_contraction(reduce: Reduce) -> Contraction | None:
 
 
 def summands(x: Node) -> Iterator[tuple[Node, float]]:
-    """What is added up, from the left, and by what power of two each is scaled: which changes no digit of a sum."""
+    """What is added up, from the left, and by what power of two each is scaled: which changes no digit of a sum. A
+    product by itself is not scaled so.
+    """
+    several = _adds(x)
     todo = [(x, 1.0)]
     while todo:
         x, scale = todo.pop()
-        if isinstance(x, Apply) and x.fn.name == "add":
-            todo += [(y, scale) for y in x.args[::-1]]
-        elif isinstance(x, Apply) and x.fn.name == "mul" and _is_scale(x.args[1]) and _adds(x.args[0]):
+        if _adds(x):
+            todo += [(y, scale) for y in x.args[::-1]]  # type: ignore[attr-defined]
+        elif _multiplies(x) and _is_scale(x.args[1]) and (_adds(x.args[0]) or several and _multiplies(x.args[0])):  # type: ignore[attr-defined]
             todo.append((x.args[0], scale * x.args[1].value))  # type: ignore[attr-defined]
         else:
             yield x, scale
@@ -91,6 +94,10 @@ def _is_scale(x: Node) -> bool:
 
 def _adds(x: Node) -> bool:
     return isinstance(x, Apply) and x.fn.name == "add"
+
+
+def _multiplies(x: Node) -> bool:
+    return isinstance(x, Apply) and x.fn.name == "mul"
 
 
 def operand(factor: Node) -> Node:

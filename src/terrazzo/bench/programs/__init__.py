@@ -38,6 +38,8 @@ FAMILIES = (
     "samplers",
     "signals",
     "quantised",
+    "derivatives",
+    "rendering",
     "operators",
 )
 

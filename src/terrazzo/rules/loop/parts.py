@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
+from itertools import groupby
 from typing import Any
 
 from terrazzo.ir.address import coefficient, flatten
@@ -35,7 +36,7 @@ from terrazzo.ir.expr import Bound, Loaded, Var
 from terrazzo.ir.nest import accumulators
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.sites import product
-from terrazzo.ir.types import Type, bf16, f32, ordered_strides
+from terrazzo.ir.types import Type, bf16, bool_, f32, i8, ordered_strides, u8
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.definitions import unused
 from terrazzo.rules.loop.peaks import peaked
@@ -50,6 +51,8 @@ SMALLEST = 2.0**-133
 """The smallest bfloat16 above 0."""
 LARGE = 2.0**60
 """Numbers from here on are cut. Of smaller ones, no sum of a step's products overflows."""
+EXACT = (bf16, i8, u8, bool_)
+"""What a bfloat16 holds as it is: three products less for a factor of such a type beside one of float32, or two."""
 ALIGNED = 8
 """Rows of parts begin at multiples of so many: 16 bytes, as TMA takes them."""
 
@@ -78,6 +81,19 @@ def parts(x: Node, count: int, scale: float = SCALE) -> list[Node]:
         found.append(_rounded(left, large, finite))
         left = _left(left, found[-1], scale)
     return [*found, apply("bf16", left)]
+
+
+def few_parts(x: Node, count: int) -> list[Node | None]:
+    """The same of a number of `EXACT`, which is its own first part: None where a part is 0 whatever the number is. One
+    of floating point that is not finite is the last part, which alone may be that.
+    """
+    first, last = apply("bf16", x) if x.dtype is not bf16 else x, None  # type: ignore[attr-defined]
+    if x.dtype is bf16 and count > 1:  # type: ignore[attr-defined]
+        wide = apply("f32", x)
+        finite = apply("lt", apply("abs", wide), _number(float("inf")))
+        first = apply("bf16", apply("where", finite, wide, apply("copysign", _number(1.0), wide)))
+        last = apply("bf16", apply("where", finite, _number(0.0), wide))
+    return [first, *(None for _ in range(count - 2)), last][:count]
 
 
 def small_parts(x: Node, count: int) -> list[Node]:
@@ -116,13 +132,11 @@ def _left(x: Node, part: Node, scale: float) -> Node:
     return apply("mul", left, _number(scale)) if scale != 1 else left
 
 
-def total(products: Sequence[Node], count: int, scale: float = SCALE) -> Node:
-    """The sum of the products of `pairs`: those of one rank are added up and scaled together."""
-    left = list(products)
+def total(products: Sequence[tuple[int, Node]], scale: float = SCALE) -> Node:
+    """The sum of the products of `pairs`, each with its rank: those of one rank are added up and scaled together."""
     sums = []
-    for rank in reversed(range(count)):
-        mine = [left.pop(0) for _ in range(rank + 1)]
-        one = reduce(partial(apply, "add"), mine)
+    for rank, mine in groupby(products, key=lambda x: x[0]):
+        one = reduce(partial(apply, "add"), [x for _, x in mine])
         sums.append(apply("mul", one, _number(scale**-rank)) if rank and scale != 1 else one)
     return reduce(partial(apply, "add"), sums)
 
@@ -246,7 +260,7 @@ class _Parts:
     def __init__(self, program: l.Program, log: Log, count: int, gain: Gain) -> None:
         self.program, self.log, self.count, self.gain = program, log, count, gain
         self.steps = list(program.steps)
-        self.made: dict[Any, tuple[l.Buffer, ...]] = {}
+        self.made: dict[Any, tuple[l.Buffer | None, ...]] = {}
         self.scale = SCALE
         self.names = {b.name for b in program.inputs} | {b.name for s in program.steps for b in s.writes}
         self.windows: set[Node] = set()
@@ -260,8 +274,9 @@ class _Parts:
         products = [c for r in sums if isinstance(r, l.Reduce) and (c := contraction(r)) is not None]
         both = chain(kernel) if products else None
         outside = _outside(both) if both is not None else []
-        types = {x.dtype for c in (*products, *outside) for x in (c.reduce, *c.operands)}  # type: ignore[attr-defined]
-        if types != {f32}:
+        types = {x.dtype for c in (*products, *outside) for x in c.operands}  # type: ignore[attr-defined]
+        whole = types == {f32} or (both is None and f32 in types and types <= {f32, *EXACT})
+        if not whole or any(c.reduce.dtype is not f32 for c in (*products, *outside)):
             return
         products += outside
         self.scale = SCALE if both is None else 1.0
@@ -289,7 +304,8 @@ class _Parts:
             return first
         _, self.inside = best
         old, new = self.put(kernel, products)
-        what = f"a product of float32 is {len(pairs(self.count))} of bfloat16"
+        terms = max(len(c.terms) for x in topological(new[-1].stores) if (c := _summed(x)))
+        what = f"a product of float32 is {terms} of bfloat16"
         for s in new:
             role = what if s.name == kernel.name else f"it stores parts of what {kernel.name} multiplies"
             self.log.add(Event(PASS, RULE, s.name, True, role))
@@ -354,18 +370,22 @@ class _Parts:
         else:
             kind = _laid_out(Type(f32, tuple(a.extent for a in free)))
             name = next((y.buffer.name for y in topological([x]) if isinstance(y, l.Load)), "factor")
-        buffers = tuple(l.Buffer(self.fresh(f"{name}_{p + 1}"), kind) for p in range(self.count))
+        buffers = tuple(p and l.Buffer(self.fresh(f"{name}_{n}"), kind) for n, p in enumerate(self.split(x), 1))
         self.made[key] = buffers
         if isinstance(source, l.Buffer) and self.beside(source, buffers):
             return
         order = sorted(range(kind.rank), key=lambda d: -_stride(kind, d))
         axes = tuple(Var(f"a{order.index(d)}", a.extent) for d, a in enumerate(free))
-        values = parts(substitute(whole, dict(zip(free, axes, strict=True))), self.count, self.scale)
-        stores = tuple(l.Store(b, axes, v) for b, v in zip(buffers, values, strict=True))
+        values = self.split(substitute(whole, dict(zip(free, axes, strict=True))))
+        stores = tuple(l.Store(b, axes, v) for b, v in zip(buffers, values, strict=True) if b)
         maker = l.Kernel(self.fresh(f"{name}_parts"), tuple(axes[d] for d in order), stores, reader.source)
         self.steps.insert(self.steps.index(reader), maker)
 
-    def beside(self, buffer: l.Buffer, parts_of: tuple[l.Buffer, ...]) -> bool:
+    def split(self, x: Any) -> list[Any]:
+        """The parts of a term: None for those that are always 0."""
+        return parts(x, self.count, self.scale) if x.dtype is f32 else few_parts(x, self.count)
+
+    def beside(self, buffer: l.Buffer, parts_of: Sequence[l.Buffer | None]) -> bool:
         """Have the kernel that stores a buffer store its parts too, where that is no product itself, and nobody else
         stores some of it.
         """
@@ -377,8 +397,8 @@ class _Parts:
         store, *others = (s for s in step.stores if s.buffer is buffer)
         if others:  # each stores a part of it
             return False
-        values = parts(store.value, self.count, self.scale)
-        more = (l.Store(b, store.index, v) for b, v in zip(parts_of, values, strict=True))
+        values = self.split(store.value)
+        more = (l.Store(b, store.index, v) for b, v in zip(parts_of, values, strict=True) if b)
         self.steps[self.steps.index(step)] = l.Kernel(step.name, step.axes, (*step.stores, *more), step.source)
         return True
 
@@ -407,24 +427,27 @@ class _Parts:
         for c in products:
             axes, _ = l.open_binder(c.reduce)
             own: dict[Any, Any] = dict(zip(c.reduce.axes, axes, strict=True))
-            a, b = ([substitute(p, own) for p in self.factor(operand(x), c, kernel, new)] for x in c.factors)
-            terms = [apply("mul", apply("f32", a[i]), apply("f32", b[j])) for i, j in pairs(self.count)]
-            new[c.reduce] = l.Reduce.make(c.reduce.monoid, axes, (total(terms, self.count, self.scale),))
+            a, b = (self.factor(operand(x), c, kernel, new) for x in c.factors)
+            there = [(i + j, x, y) for i, j in pairs(self.count) if (x := a[i]) is not None and (y := b[j]) is not None]
+            terms = [
+                (rank, apply("mul", *(apply("f32", substitute(p, own)) for p in (x, y)))) for rank, x, y in there
+            ]
+            new[c.reduce] = l.Reduce.make(c.reduce.monoid, axes, (total(terms, self.scale),))
         stores = tuple(substitute(s, new) for s in kernel.stores)
         return l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
 
-    def factor(self, x: Node, c: Contraction, kernel: l.Kernel, new: dict[Any, Any]) -> Sequence[Node]:
+    def factor(self, x: Node, c: Contraction, kernel: l.Kernel, new: dict[Any, Any]) -> Sequence[Node | None]:
         """What a factor is in the products of parts: read from where they are, or made of what was summed inside."""
         return small_parts(substitute(x, new), self.count) if _made(x) else self.loads(x, c, kernel)
 
-    def loads(self, x: Node, c: Contraction, kernel: l.Kernel) -> list[Node]:
+    def loads(self, x: Node, c: Contraction, kernel: l.Kernel) -> Sequence[Node | None]:
         """What a factor is in the products of parts: loads of parts, or terms of the factor as it lies in memory."""
         if x in self.inside:
             return parts(x, self.count)
         source, free, _ = key = self.key(x, c, kernel)
         if isinstance(x, l.Load) and isinstance(source, l.Buffer):
-            return [l.Load(b, x.index, x.inside) for b in self.made[key]]
-        return [l.Load(b, free) for b in self.made[key]]
+            return [b and l.Load(b, x.index, x.inside) for b in self.made[key]]
+        return [b and l.Load(b, free) for b in self.made[key]]
 
 
 def _outside(c: Chain) -> list[Contraction]:
@@ -432,6 +455,10 @@ def _outside(c: Chain) -> list[Contraction]:
     every = accumulators(c.kernel)
     found = [nested_contraction(every[name]) for name, _ in c.outside]
     return [x for x in found if x is not None]
+
+
+def _summed(x: Node) -> Contraction | None:
+    return nested_contraction(x) if isinstance(x, l.Reduce) else None
 
 
 def _made(x: Node) -> bool:
@@ -444,6 +471,7 @@ def _sides(kernel: l.Kernel) -> list[frozenset[Node]]:
     if (p := product(kernel)) is None:
         return []
     sides = [frozenset(operand(p.factors(c)[n]) for c in p.sites) for n in range(2)]
+    sides = [side for side in sides if all(x.dtype is f32 for x in side)]  # type: ignore[attr-defined]
     return sorted(sides, key=lambda side: -sum(map(p.touched, side)))
 
 

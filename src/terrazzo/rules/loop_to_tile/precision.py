@@ -9,6 +9,7 @@ from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.sites import Product, no_product, product
+from terrazzo.rules.loop.parts import SCALE
 from terrazzo.rules.loop_to_tile import chains, tiles, warpgroups
 from terrazzo.rules.loop_to_tile.apart import products_apart
 from terrazzo.rules.loop_to_tile.chain import chain
@@ -53,7 +54,7 @@ def _in_parts(after: Sequence[l.Kernel], gpu: Gpu, lost: Callable[[k.Kernel], st
     if min(whole.m.extent, whole.n.extent) < ROWS:
         return math.inf, f"{whole.m.extent} x {whole.n.extent} results fill no tile of {ROWS} rows"
     depth = math.prod(a.extent for a in whole.axes)
-    if depth < DEPTH and any(len(c.terms) > 3 for c in whole.sites):
+    if depth < DEPTH and any(min(c.scales) <= SCALE**-2 for c in whole.sites):
         return math.inf, f"it sums {depth} products, and CUDA cores are as exact where there are fewer than {DEPTH}"
     time, why = _multiplied(after[-1], gpu, lost)
     if len(each := products_apart(after[-1])) > 1:  # fewer parts of more products fit in a tile together
