@@ -54,7 +54,7 @@ def test_rows_are_loaded_in_vectors(fn: Callable[..., Any], length: int) -> None
 
 
 def test_vectors_are_words_where_a_weight_begins_elsewhere() -> None:
-    """In loads of single elements, lanes are as far apart as vectors are long: of 16 bytes, they would be four lines."""
+    """In loads of single elements lanes are as far apart as vectors are long: 16 bytes would be four lines."""
     found = lowered(lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b), (x(3, 4097), x(4097), x(4097)), "sm_90a")
     assert widths(found) == {2}
     right(found)
