@@ -90,6 +90,17 @@ def fastest(kernel: l.Kernel, gpu: Gpu) -> float | None:
     return min((x[0] for x in _priced(found, gpu) if not isinstance(x, str)), default=None)
 
 
+def idle(c: Chain, gpu: Gpu) -> float:
+    """How many times longer a chain on the instructions of warps takes than if all processors had a part of it: of 256
+    rows two blocks have 128 each, and 130 processors none (400 us on an H200, and 8 by the arithmetic).
+    """
+    way = next(arrangements(c, gpu), None)
+    if way is None or split_frames(c.kernel, STEPS, way.step) is not None:
+        return 1.0
+    blocks = math.prod(chain_groups.outside(c)) * ceil(c.rows.extent, way.rows)
+    return max(1.0, gpu.processors / blocks)
+
+
 def _priced(c: Chain, gpu: Gpu) -> Iterator[tuple[float, Groups] | str]:
     """The ways on warpgroups with what the model says of each, and why there are no others."""
     if "wgmma" not in gpu.features or c.rows.extent <= FEW:

@@ -19,7 +19,7 @@ from terrazzo.ir.node import topological
 from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.sites import product
 from terrazzo.ir.types import f64
-from terrazzo.rules.loop_to_tile import boxes, scans, tiles, warpgroups, windows
+from terrazzo.rules.loop_to_tile import boxes, chains, scans, tiles, warpgroups, windows
 from terrazzo.rules.loop_to_tile.chain import Chain, chain
 from terrazzo.rules.loop_to_tile.collapse import merge_product_axes
 from terrazzo.rules.loop_to_tile.packed import packed
@@ -69,7 +69,8 @@ def estimate(kernel: l.Kernel, gpu: Gpu) -> Estimate:
         operations = 2 * points * deep * both.terms
         products, between = operations / (CHAINED * gpu.warpgroups.rate), points * BETWEEN
         work_time = max(products, between) + BESIDE * min(products, between)
-        time = max(moved / gpu.memory, work_time) + gpu.launch
+        time = max(moved / gpu.memory, work_time, chains.fastest(kernel, gpu) or work_time * chains.idle(both, gpu))
+        time += gpu.launch
     elif plan is not None:
         time = plan.time
     elif (found := windows.window(kernel, gpu)) is not None:
