@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.kernels.programs import Lowered, lowered
-from tests.kernels.test_attention import lines
-from tests.rules.test_catalog import example
+from tests.kernels.test_attention import lines, tensors
+from tests.rules.test_catalog import assert_same, example
 
 from terrazzo.interp import kernel as simulator
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.parse import parse
-from terrazzo.ir.plan import Stream
+from terrazzo.ir.plan import Reach, Stream
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop import pages
 
@@ -71,14 +71,37 @@ def test_pages_are_looked_up_by_the_chain(page: int, queries: int, target: str) 
 
 
 def test_lengths_are_data() -> None:
-    """The same kernels, whatever the counts are: none, one, or all."""
+    """The same kernels, whatever the counts are: none, one, all, or more than there is room for."""
     args = cache(32, 384)
     found = lowered(paged, args, "sm_90a")
-    for counts in ((0, 1, 384), (384, 17, 64)):
+    for counts in ((0, 1, 384), (384, 17, 64), (1 << 40, 500, -3)):
         given = (*args[:3], torch.tensor(counts).view(3, 1, 1, 1), args[4])
         again = lowered(paged, given, "sm_90a")
         assert [str(x) for x in again.kernels] == [str(x) for x in found.kernels]
         close(again, given)
+
+
+def counted(q: Any, k: Any, v: Any, count: Any) -> Any:
+    seen = torch.arange(k.shape[2], device=q.device) < count
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+
+
+@pytest.mark.parametrize(("target", "queries"), [("sm_90a", 1), ("sm_80", 1), ("sm_80", 64)])
+def test_steps_that_data_hides_are_not_visited(target: str, queries: int) -> None:
+    """What lies beyond the last step of a length is not read: it may be no number."""
+    q, k, v = tensors((3, 4, queries, 64), (3, 2, 512, 64), (3, 2, 512, 64))
+    count = torch.tensor(COUNTS).view(3, 1, 1, 1)
+    exact = counted(*(x.double() for x in (q, k, v)), count).numpy()
+    eager = counted(q, k, v, count).double().numpy()
+    for x in (k, v):
+        for number, keys in enumerate(COUNTS):
+            x[number, :, -(-keys // 64) * 64 :] = torch.nan
+    found = lowered(counted, (q, k, v, count), target)
+    (reach,) = lines(found, Reach)
+    assert "count[a0, 0, 0, 0]" in reach.length
+    (ours,) = found.simulated()
+    error, allowed = (np.sqrt(np.mean((np.asarray(x, np.float64) - exact) ** 2)) for x in (ours, eager))
+    assert error <= 2 * allowed
 
 
 def test_many_queries_read_a_copy() -> None:
@@ -107,6 +130,7 @@ def test_the_example() -> None:
 
     cheap = lambda steps: float(len(steps))  # noqa: E731
     assert made(cheap) == after
+    assert_same(before, after)
     assert made(cheap, "it is not worth having") == before
     assert made(lambda steps: -float(len(steps))) == before
 

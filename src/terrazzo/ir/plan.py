@@ -233,7 +233,8 @@ class Frame(Line, dialect="plan", op="frame"):
 
 class Reach(Line, dialect="plan", op="reach"):
     """Only steps along an axis before `until` are visited, and from `since` on, where that is not negative, given which
-    tile of `rows` it is (its number is `first`): a mask leaves nothing of the others.
+    tile of `rows` it is (its number is `first`): a mask leaves nothing of the others. Of these no more than hold the
+    `length` that data says are visited.
     """
 
     references = {"axis": AXIS, "rows": AXIS}
@@ -241,6 +242,7 @@ class Reach(Line, dialect="plan", op="reach"):
     rows: str
     until: str
     since: str = ""
+    length: str = ""
 
 
 class Combine(Line, dialect="plan", op="combine"):

@@ -12,7 +12,7 @@ from terrazzo.rewrite.rule import need, rule
 from terrazzo.rules.tile.agents import MATH
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.products import CONVERTED
-from terrazzo.rules.tile.reach import masked, reached
+from terrazzo.rules.tile.reach import idle, masked
 from terrazzo.rules.tile.rings import outermost, overlaps, staggered, steps
 
 
@@ -53,7 +53,7 @@ def check(plan: Plan, draft: Draft) -> None:
         "products that overlap take their operands from slots of their own",
     )
     need(min(moving.values()) > 1, "one step starts before another has ended, so each operand has two slots at least")
-    need(min(reached(plan, draft)) > 0, "what overlaps are steps, of which every tile has one at least")
+    need(not idle(plan, draft), "what overlaps are steps, of which every tile has one at least")
 
 
 @rule(keys=(Plan,))
@@ -140,7 +140,7 @@ def may_take_turns(plan: Plan, draft: Draft) -> None:
         min(r.slots for r in plan.all(Ring) if r.over) > 1,
         "one step starts before another has ended, so each operand has two slots at least",
     )
-    need(min(reached(plan, draft)) > 0, "what overlaps are steps, of which every tile has one at least")
+    need(not idle(plan, draft), "what overlaps are steps, of which every tile has one at least")
     gone: set[Node] = set()
     for p in last:
         bare, known = made(draft, p), made_before(draft, plan, p)

@@ -20,7 +20,8 @@ from terrazzo.ir.show_expr import show_expr
 from terrazzo.rewrite.rule import rule
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.frames import computed, weight
-from terrazzo.rules.tile.rings import axis_called, rounds
+from terrazzo.rules.tile.lengths import length
+from terrazzo.rules.tile.rings import axis_called, operand_text, rounds
 
 PLACES = 5
 """Places at which bounds of what rows see are compared."""
@@ -207,30 +208,41 @@ def share(c: Contraction, rows: Any) -> float:
 @dataclass(frozen=True)
 class Visits:
     """The steps a tile visits: from `since` on, or from the first where that is negative, and those before `until`, as
-    far as there are such.
+    far as there are such; of these no more than hold the `length` that data says.
     """
 
     since: IntExpr | None
     until: IntExpr
+    length: Node | None = None
 
 
 def visited(
-    draft: Draft, product: Product, rows: Any, first: IntExpr, length: int, step: int, count: int
+    draft: Draft, product: Product, rows: Any, first: IntExpr, size: int, step: int, count: int
 ) -> Visits | None:
-    """Which steps a tile visits whose rows begin at `first`: None where that may be all of them."""
+    """Which steps a tile visits whose `size` rows begin at `first`: None where that may be all of them."""
     found = masked(draft, product)
+    *_, axis = draft.products[product.sites[0]].reduce.axes
     around = {a for a, _ in rounds(draft)}
     if found is None or any(isinstance(e, Expr) and e.free & around for e in (found.upper, found.lower)):
         return None
     until: IntExpr = count
     since: IntExpr | None = None
     if grows(found.upper, rows):
-        until = substitute(found.upper, {rows: first + (length - 1)}) // step + 1
+        until = substitute(found.upper, {rows: first + (size - 1)}) // step + 1
         until = until if at_least(until, 0) and not at_least(until - count, 0) else count
     if grows(found.lower, rows):
         since = substitute(found.lower, {rows: first}) // step
         since = since if not at_least(-since, 0) and at_least(count - 1 - since, 0) else None
-    return Visits(since, until) if since is not None or until != count else None
+    told = _told(draft, product, axis, rows) if since is None else None
+    return Visits(since, until, told) if since is not None or until != count or told is not None else None
+
+
+def _told(draft: Draft, product: Product, axis: Any, rows: Any) -> Node | None:
+    """The length along the steps that data says: of scores in a frame, whose steps all warps walk together."""
+    c = draft.products[product.sites[0]]
+    framed = weight(c)
+    alone = not draft.schedule.directive("roles") and not rounds(draft)
+    return length(framed.score, -math.inf, axis, rows) if framed is not None and alone else None
 
 
 def grows(bound: IntExpr | None, rows: Any) -> bool:
@@ -264,17 +276,17 @@ def skip_steps(plan: Plan, draft: Draft) -> Plan | None:
     product = chained[-1]
     *_, axis = draft.products[product.sites[0]].reduce.axes
     since = show_expr(found.since) if found.since is not None else ""
-    return plan.plus(Reach(axis_name(axis), product.m, show_expr(found.until), since))
+    told = operand_text(found.length) if found.length is not None else ""
+    return plan.plus(Reach(axis_name(axis), product.m, show_expr(found.until), since, told))
 
 
 def _visits(draft: Draft, product: Product) -> Visits | None:
     """Which steps a tile visits whose number along the rows is `first`: None where that may be all of them."""
     rows, site = axis_called(draft, product.m), draft.site(product.sites[0])
     *_, axis = draft.products[product.sites[0]].reduce.axes
-    length, step = draft.length(rows, site), draft.length(axis, site)
-    tiles = -(-rows.extent // length)
-    first = Var("first", tiles) * length
-    return visited(draft, product, rows, first, length, step, -(-axis.extent // step))
+    size, step = draft.length(rows, site), draft.length(axis, site)
+    first = Var("first", -(-rows.extent // size)) * size
+    return visited(draft, product, rows, first, size, step, -(-axis.extent // step))
 
 
 def reached(plan: Plan, draft: Draft) -> list[int]:
@@ -288,6 +300,11 @@ def reached(plan: Plan, draft: Draft) -> list[int]:
     if found is None:
         return [around * every] * tiles
     return [around * (min(_at(found.until, n), every) - max(_at(found.since or 0, n), 0)) for n in range(tiles)]
+
+
+def idle(plan: Plan, draft: Draft) -> bool:
+    """Whether there may be tiles of which a mask leaves no step."""
+    return min(reached(plan, draft)) < 1 or any(x.length for x in plan.all(Reach))
 
 
 def _at(e: IntExpr, first: int) -> int:

@@ -11,7 +11,8 @@ from terrazzo.ir.node import substitute
 from terrazzo.ir.plan import Plan, Product, Reach
 from terrazzo.rules.tile.digits import Bindings
 from terrazzo.rules.tile.draft import Draft
-from terrazzo.rules.tile.reach import Visits, reached, visited
+from terrazzo.rules.tile.lengths import steps_of
+from terrazzo.rules.tile.reach import Visits, idle, visited
 from terrazzo.rules.tile.rings import axis_called
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.copies import Steps
@@ -46,8 +47,8 @@ class Visiting:
         found = visited(self.draft, p, rows, base, length, self.steps.depth[axis], count)
         if found is None:  # there is only one tile, which visits all
             return None
-        since, until = (substitute(e, self.scope.env) for e in (found.since, found.until))
-        return Visits(since, until)
+        since, until, told = (substitute(e, self.scope.env) for e in (found.since, found.until, found.length))
+        return Visits(since, until, told)
 
     @property
     def count(self) -> IntExpr:
@@ -59,7 +60,7 @@ class Visiting:
     @cached_property
     def idle(self) -> bool:
         """Whether there are tiles of which a mask leaves no step, so that nothing begins their sums."""
-        return bool(self.plan.all(Reach)) and min(reached(self.plan, self.draft)) < 1
+        return bool(self.plan.all(Reach)) and idle(self.plan, self.draft)
 
     def begin(self) -> None:
         """The first step that is visited and the end of them, where a mask hides others: not before the first there is,
@@ -72,9 +73,15 @@ class Visiting:
             bindings.since = self._integer(bindings.since, "since", count, 0)
             self._set(bindings.since, first, first - 1)
             self.steps.first = bindings.since
-        if not at_least(count - until, 0):
+        told = self.visits.length
+        if told is not None or not at_least(count - until, 0):
             bindings.until = self._integer(bindings.until, "until", count + 1, count)
+        if bindings.until is not None and not at_least(count - until, 0):
             self._set(bindings.until, until, count - 1 - until)
+        if bindings.until is not None and told is not None:
+            ((axis, _),) = self.steps.times
+            steps = steps_of(self.builder.let(told), axis.extent, self.steps.depth[axis])
+            self._set(bindings.until, steps, bindings.until - 1 - steps)
 
     def go_around(self, write: Callable[[], None]) -> None:
         """`write` in every round, after which its steps are counted: slots go on from one to the next."""
