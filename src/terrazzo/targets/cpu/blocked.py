@@ -156,10 +156,11 @@ class _Blocked:
         if depth <= DEPTH * PANELS:
             out.append(f"  tz_rows<{self.type}>({start}, panel, kc, tile[{k}], mc, k0 == 0);")
         else:
+            before = f"(k0 < {PANELS} * K ? 0 : tile[{k}][x])"
             out += [
                 f"  tz_rows<{self.type}>({start}, panel, kc, part, mc, k0 % ({PANELS} * K) == 0);",
                 f"  if ((k0 / K + 1) % {PANELS} == 0 || k0 + K >= {depth})",
-                f"    for (int64_t x = 0; x < mc * N; x++) tile[{k}][x] = (k0 < {PANELS} * K ? 0 : tile[{k}][x]) + part[x];",
+                f"    for (int64_t x = 0; x < mc * N; x++) tile[{k}][x] = {before} + part[x];",
             ]
         out.append("}")
         if depth == 0:
