@@ -24,6 +24,8 @@ from terrazzo.targets.terms import Scope, c_type, expression, index, term
 DEPTH = 128
 """Extent of k in one panel: it stays in the first-level cache, and sums of 128 products added up round less than one
 long sum."""
+PANELS = 32
+"""Panels whose sums are added up in order; more of them are several such sums."""
 ROWS = 192
 """Extent of m in one block: the tile of results stays in the second-level cache."""
 
@@ -117,6 +119,8 @@ class _Blocked:
         out += heads[:-1] + [heads[-1] + " {"]
         out.append(f"  const int64_t mc = std::min<int64_t>(M, {m} - m0), nc = std::min<int64_t>(N, {columns} - n0);")
         out.append(f"  alignas(64) static thread_local {self.type} panel[K * N], tile[{len(self.sites)}][M * N];")
+        if any(_depth(site) > DEPTH * PANELS for site in self.sites):
+            out.append(f"  alignas(64) static thread_local {self.type} part[M * N];")
         for k, site in enumerate(self.sites):
             out += ["  " + x for x in self.product(k, site, lefts.get(site.left))]
         out += ["  " + x for x in self.epilogue()]
@@ -130,8 +134,8 @@ class _Blocked:
         return self.scope.names[axis]
 
     def product(self, k: int, site: Site, left: str | None) -> list[str]:
-        """tile[k] = the product, one panel of depth K after the other."""
-        depth = _numel([a.extent for a in site.reduce.axes])
+        """tile[k] = the product, one panel of depth K after the other; of many panels, the sum of sums of some."""
+        depth = _depth(site)
         out = [
             f"for (int64_t k0 = 0; k0 < {depth}; k0 += K) {{",
             f"  const int64_t kc = std::min<int64_t>(K, {depth} - k0);",
@@ -149,7 +153,15 @@ class _Blocked:
             start = f"{self.scope.buffers[load.buffer]} + {place} + k0 * {along_k}, {along_m}, {along_k}"
         else:
             start = f"{left} + ({self.row(site, 'm0')}) * {depth} + k0, {depth}, 1"
-        out.append(f"  tz_rows<{self.type}>({start}, panel, kc, tile[{k}], mc, k0 == 0);")
+        if depth <= DEPTH * PANELS:
+            out.append(f"  tz_rows<{self.type}>({start}, panel, kc, tile[{k}], mc, k0 == 0);")
+        else:
+            before = f"(k0 < {PANELS} * K ? 0 : tile[{k}][x])"
+            out += [
+                f"  tz_rows<{self.type}>({start}, panel, kc, part, mc, k0 % ({PANELS} * K) == 0);",
+                f"  if ((k0 / K + 1) % {PANELS} == 0 || k0 + K >= {depth})",
+                f"    for (int64_t x = 0; x < mc * N; x++) tile[{k}][x] = {before} + part[x];",
+            ]
         out.append("}")
         if depth == 0:
             out.append(f"for (int64_t x = 0; x < M * N; x++) tile[{k}][x] = 0;")
@@ -280,6 +292,11 @@ def _computed(x: Node, scope: Scope) -> list[str]:
 
 def _gathers(load: l.Load) -> bool:
     return any(isinstance(x, Loaded) for x in topological([e for e in load.index if isinstance(e, Expr)]))
+
+
+def _depth(site: Site) -> int:
+    """How many products are added up."""
+    return _numel([a.extent for a in site.reduce.axes])
 
 
 def _extent(axis: Var) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 from terrazzo.ir import nest as n
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import Node, topological
+from terrazzo.ir.types import f32
 from terrazzo.targets.terms import Scope, c_type, component, expression, literal, term
 
 Carried = l.Reduce | l.Scan
@@ -18,6 +19,11 @@ def types(r: Carried) -> tuple[Any, ...]:
     found = r.dtype if r.monoid.width > 1 else (r.dtype,)
     assert isinstance(found, tuple)
     return found
+
+
+def doubled(r: Carried) -> bool:
+    """Whether it runs along in float64: what a scan in float32 rounds away goes on to all that follows."""
+    return isinstance(r, l.Scan) and r.monoid.name in ("sum", "prod") and r.dtype is f32
 
 
 def accumulators(r: Carried, scope: Scope) -> list[str]:
@@ -64,7 +70,8 @@ def _identities(r: Carried, prefix: str, scope: Scope) -> list[tuple[str, str, s
     scope.names[r] = scope.fresh(prefix)
     given = types(r)
     values = [literal(v, t) for v, t in zip(r.monoid.identity(given), given, strict=True)]
-    return list(zip(map(c_type, given), accumulators(r, scope), values, strict=True))
+    kinds = ["double"] if doubled(r) else map(c_type, given)
+    return list(zip(kinds, accumulators(r, scope), values, strict=True))
 
 
 def accumulate(into: Sequence[str], r: Carried, args: Sequence[str], scope: Scope) -> list[str]:

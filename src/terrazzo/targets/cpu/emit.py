@@ -10,6 +10,7 @@ blocked (see blocked.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib import resources
@@ -21,7 +22,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr, Loaded
 from terrazzo.ir.node import Node, topological
 from terrazzo.targets.cpu import blocked
-from terrazzo.targets.cpu.combine import accumulate, accumulators, declare, declare_lanes, meet, types
+from terrazzo.targets.cpu.combine import accumulate, accumulators, declare, declare_lanes, doubled, meet, types
 from terrazzo.targets.cpu.rows import (
     in_columns,
     is_leaf,
@@ -41,10 +42,8 @@ PARALLEL = 20_000
 CHUNKS = 64
 """Pieces a reduction without enough loops around it is cut into: fixed, so that the result does not depend on the
 threads."""
-ROUNDED = 1024
-"""Steps of a sum from which on it is one of shorter sums: what is rounded away grows with them."""
 SHORT = 32
-"""Steps of such a shorter one, where columns are added up side by side, and sums of it that are one in turn."""
+"""Steps of a sum at most, and of a sum of such sums in turn: what is rounded away grows with them."""
 
 TILE = 32
 """Side of the squares in which two loops are walked when memory is read across the inner one."""
@@ -124,6 +123,9 @@ class _Writer:
                         lines.append(f"{keep[s.term]} = {scope.names[s.term]};")
                 case n.Accumulate():
                     lines += accumulate(accumulators(s.into, scope), s.into, [term(a, scope) for a in s.args], scope)
+                    if doubled(s.into):
+                        text, scope.names[s.into] = scope.names[s.into], scope.fresh("v")
+                        lines.append(f"const {c_type(s.into.dtype)} {scope.names[s.into]} = {text};")
                 case l.Store():
                     place = index(flatten(s.index, s.buffer.type.element_strides), scope)
                     lines.append(f"{scope.buffers[s.buffer]}[{place}] = {term(s.value, scope)};")
@@ -322,45 +324,53 @@ class _Writer:
         """The accumulators and the loops of a reduction whose first axis runs from `start` to `end`."""
         last = s.axes[-1].extent
         if is_leaf(s) and isinstance(last, int) and last >= 32 and vectorises(s.body):
-            return self.in_lanes(s, scope, start, end, 64 if last >= 512 else 16)
-        if len(s.axes) > 1 and trips([s]) >= ROUNDED and all(_rounds(r) for r in s.carried):
-            return self.by_rows(s, scope, start, end)
-        lines = declare(s, scope)
-        inner = scope.inner()
-        bounds = [(start, end), *(("0", index(a.extent, scope)) for a in s.axes[1:])]
-        lines += [
-            "  " * k + _header(a, inner, "reduce", *b) for k, (a, b) in enumerate(zip(s.axes, bounds, strict=True))
-        ]
-        lines += ["  " * len(s.axes) + x for x in self.body(s, inner)]
-        return lines + ["  " * k + "}" for k in reversed(range(len(s.axes)))]
+            lanes = 64 if last >= 512 else 16
+            return [*self.sums(s, scope, start, end, lanes), *meet(s, lanes, scope)]
+        return self.sums(s, scope, start, end)
 
-    def by_rows(self, s: n.Loop, scope: Scope, start: str, end: str) -> list[str]:
-        """Sums over the first axis of sums over the others: the shorter each of them is, the less is rounded away."""
-        lines = declare(s, scope)
+    def sums(self, s: n.Loop, scope: Scope, start: str, end: str, lanes: int = 1, most: int = 0) -> list[str]:
+        """A reduction, its first axis from `start` to `end`, which are `most` indices at most; in so many lanes, each
+        with accumulators of its own. A long sum is one of shorter sums: of pieces of the first axis, while it is long,
+        and of what the other axes are summed over.
+        """
+        first, *rest = (a.extent if isinstance(a.extent, int) else SHORT**3 for a in s.axes)
+        count = -(-(most or first) // (1 if rest else lanes))  # steps of the first axis
+        steps = -(-math.prod(rest) // lanes)  # within one of them
+        if not all(map(_rounds, s.carried)) or count * steps <= SHORT:
+            return self.in_order(s, scope, start, end, lanes)
+        lines = declare_lanes(s, lanes, scope) if lanes > 1 else declare(s, scope)
         outside = {r: accumulators(r, scope) for r in s.carried}
         inner = scope.inner()
-        head = _header(s.axes[0], inner, "reduce", start, end)
-        rest = n.Loop(s.kind, s.axes[1:], s.body, s.carried)
-        body = self.reduce_loops(rest, inner, "0", index(rest.axes[0].extent, scope))
-        for r, names in outside.items():
-            body += accumulate(names, r, accumulators(r, inner), scope)
-        return [*lines, head, *("  " + x for x in body), "}"]
+        short = max(SHORT // steps, 1)  # steps of the first axis that are a short sum
+        if count > short:
+            size = next(x for x in (short * SHORT**2, short * SHORT, short) if x < count) * (1 if rest else lanes)
+            piece = scope.fresh("piece")
+            head = f"for (int64_t {piece} = {start}; {piece} < {end}; {piece} += {size}) {{"
+            body = self.sums(s, inner, piece, f"std::min<int64_t>({piece} + {size}, {end})", lanes, size)
+        else:
+            head = _header(s.axes[0], inner, s.kind, start, end)
+            others = n.Loop(s.kind, s.axes[1:], s.body, s.carried)
+            body = self.sums(others, inner, "0", index(others.axes[0].extent, scope), lanes)
+        added = [x for r, names in outside.items() for x in accumulate(names, r, accumulators(r, inner), scope)]
+        if lanes > 1:
+            added = ["#pragma omp simd", f"for (int64_t l = 0; l < {lanes}; l++) {{", *("  " + x for x in added), "}"]
+        return [*lines, head, *("  " + x for x in (*body, *added)), "}"]
 
-    def in_lanes(self, s: n.Loop, scope: Scope, start: str, end: str, lanes: int) -> list[str]:
-        """A reduction in so many lanes, each with accumulators of its own: it vectorises, and no sum waits for the last
-        one.
-        """
-        lines = declare_lanes(s, lanes, scope)
+    def in_order(self, s: n.Loop, scope: Scope, start: str, end: str, lanes: int) -> list[str]:
+        """One accumulation after the other; or in so many lanes: it vectorises, and no sum waits for the last one."""
+        lines = declare_lanes(s, lanes, scope) if lanes > 1 else declare(s, scope)
         inner = scope.inner()
+        outer, last = (s.axes[:-1], s.axes[-1]) if lanes > 1 else (s.axes, None)
+        bounds = [(start, end), *(("0", index(a.extent, scope)) for a in s.axes[1:])]
+        heads = [_header(a, inner, "reduce", *b) for a, b in zip(outer, bounds, strict=False)]
+        text = self.body(s, inner) if last is None else self.step(s, inner, *bounds[-1], lanes)
+        lines += ["  " * k + x for k, x in enumerate(heads)]
+        lines += ["  " * len(heads) + x for x in text]
+        return lines + ["  " * k + "}" for k in reversed(range(len(heads)))]
+
+    def step(self, s: n.Loop, inner: Scope, start: str, end: str, lanes: int) -> list[str]:
+        """The last axis of a reduction in lanes, as many of them at a time."""
         last = s.axes[-1]
-        heads = [
-            _header(a, inner, "reduce", *((start, end) if k == 0 else ("0", index(a.extent, scope))))
-            for k, a in enumerate(s.axes[:-1])
-        ]
-        lines += ["  " * k + h for k, h in enumerate(heads)]
-        if len(s.axes) > 1:
-            start, end = "0", index(last.extent, scope)
-        depth = "  " * len(heads)
         inner.names[last], block, step = inner.fresh("i"), inner.fresh("b"), inner.fresh("step")
         body = [f"const int64_t {inner.names[last]} = {block} + l;", *self.body(s, inner)]
         text = [
@@ -376,9 +386,7 @@ class _Writer:
         ]
         if not (start.isdigit() and end.isdigit() and (int(end) - int(start)) % lanes == 0):
             text.append(f"{step}({block}, {end} - {block});")
-        lines += [depth + x for x in text]
-        lines += ["  " * k + "}" for k in reversed(range(len(heads)))]
-        return lines + meet(s, lanes, scope)
+        return text
 
     def chunked(self, s: n.Loop, scope: Scope) -> list[str]:
         """A reduction in a fixed number of chunks, which threads share, combined in order."""
