@@ -18,7 +18,8 @@ from terrazzo.rules.loop_to_tile.chain import Chain, chain
 from terrazzo.rules.loop_to_tile.chain_groups import Groups, on_warpgroups
 from terrazzo.rules.loop_to_tile.chain_schedules import FEW, Warps, arrangements, on_warps
 from terrazzo.rules.loop_to_tile.few_rows import MOST, share_rows, split_frames
-from terrazzo.rules.loop_to_tile.threads import ceil
+from terrazzo.rules.loop_to_tile.threads import WARP, ceil
+from terrazzo.rules.loop_to_tile.warpgroups import ROWS
 from terrazzo.rules.tile.complete import Refused, complete
 from terrazzo.rules.tile.draft import Draft
 from terrazzo.rules.tile.reach import reached
@@ -90,15 +91,20 @@ def fastest(kernel: l.Kernel, gpu: Gpu) -> float | None:
     return min((x[0] for x in _priced(found, gpu) if not isinstance(x, str)), default=None)
 
 
+BY_WARPS = 1.6
+"""How much slower than those of warpgroups the instructions of warps multiply on a Hopper."""
+
+
 def idle(c: Chain, gpu: Gpu) -> float:
-    """How many times longer a chain on the instructions of warps takes than if all processors had a part of it: of 256
-    rows two blocks have 128 each, and 130 processors none (400 us on an H200, and 8 by the arithmetic).
+    """How many times longer a chain takes than on the warpgroups of all processors. A block has all of the steps, but
+    where frames of few rows meet, and so many rows: of 256 rows and 4096 steps four blocks take 400 us on an H200,
+    where all processors would take 3; 8192 x 128 through 512 columns took 24 in blocks of 128 rows on warps.
     """
-    way = next(arrangements(c, gpu), None)
-    if way is None or split_frames(c.kernel, STEPS, way.step) is not None:
+    if c.rows.extent <= MOST and not c.rounds and split_frames(c.kernel, STEPS, WARP) is not None:
         return 1.0
-    blocks = math.prod(chain_groups.outside(c)) * ceil(c.rows.extent, way.rows)
-    return max(1.0, gpu.processors / blocks)
+    way = next(arrangements(c, gpu), None) if fastest(c.kernel, gpu) is None else None
+    blocks = math.prod(chain_groups.outside(c)) * ceil(c.rows.extent, way.rows if way else ROWS)
+    return (BY_WARPS if way else 1.0) * max(1.0, gpu.processors / blocks)
 
 
 def _priced(c: Chain, gpu: Gpu) -> Iterator[tuple[float, Groups] | str]:
