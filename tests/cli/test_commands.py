@@ -127,6 +127,13 @@ def test_explain_gives_a_reason_for_each_boundary(terrazzo: Terrazzo) -> None:
     assert re.search(r"^2 kernels, 0 calls of PyTorch; 12\.1 MB moved", out, re.MULTILINE)
 
 
+def test_explain_tells_what_is_computed_once(terrazzo: Terrazzo) -> None:
+    code = "x = torch.randn(8, 64)\nw = torch.randn(48, 64)\nx @ (w / w.norm(dim=1, keepdim=True)).t()"
+    out = terrazzo("explain", "-c", code, "--frozen", "w").stdout
+    assert "runs      once: it depends on frozen inputs alone\n" in out
+    assert "\n1 step of frozen inputs alone: computed once, and 12.3 kB kept\n1 kernel, 0 calls of PyTorch; " in out
+
+
 LAYERS = """
 from torch.nn import GELU, Linear, RMSNorm, Sequential
 Sequential(*(Sequential(RMSNorm(96), Linear(96, 200), GELU(), Linear(200, 96)) for _ in range(6)))(torch.randn(8, 96))

@@ -32,6 +32,7 @@ def f(x: f32[4]):
             ["compile", "-c", RELU, "--materialize", "rely"],
             "there is no buffer 'rely'; did you mean 'relu'? The known ones are relu.",
         ),
+        (["compile", "-c", RELU, "--frozen", "w"], "there is no input 'w'. The known ones are x.\n"),
         # code
         (
             ["compile", "-c", "torch.relu("],

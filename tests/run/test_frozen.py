@@ -208,6 +208,17 @@ def test_other_memory(cache: Path) -> None:
         same(run, module, x)
 
 
+@pytest.mark.filterwarnings("ignore:terrazzo. sizes")
+def test_sizes_that_vary(cache: Path) -> None:
+    """Each size is a program of its own, in which weights are frozen too."""
+    module = model()
+    with torch.no_grad(), seen() as made:
+        run = compiled(module, cache)
+        for count in (8, 5, 6):
+            same(run, module, torch.randn(count, 64))
+    assert len([c for c in made if c.once]) == 3
+
+
 def test_training_never_freezes(cache: Path) -> None:
     """Where gradients are asked for, weights change at every step."""
     module, x = model().train(), torch.randn(8, 64)

@@ -49,7 +49,8 @@ def terrazzo(
     return _compile(gm, example_inputs, chosen)
 
 
-def _compile(gm: Any, example_inputs: Sequence[Any], options: Options) -> Any:
+def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: Sequence[int] = ()) -> Any:
+    """A graph compiled for its inputs, of which the `static` ones are known to be parameters and buffers."""
     import torch
     from torch._dynamo.exc import TorchDynamoException
     from torch._functorch.aot_autograd import aot_module_simplified
@@ -60,7 +61,7 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options) -> Any:
         return _graph(graph, replace(options, dump=dump), views, static)
 
     def inference(graph: Any, inputs: Sequence[Any]) -> Any:
-        return compiler(graph, inputs, static=_only_read() if options.freezing else ())
+        return compiler(graph, inputs, static=_only_read(static) if options.freezing else ())
 
     def backward(graph: Any, inputs: Sequence[Any]) -> Any:
         """Gradients are tensors of their own. PyTorch asks for them within code that dynamo may be tracing."""
@@ -113,14 +114,15 @@ def _wide(inputs: Sequence[Any], options: Options) -> bool:
         return False
 
 
-def _only_read() -> list[int]:
-    """Which inputs of the graph that AOTAutograd compiles are parameters and buffers that it does not change."""
+def _only_read(static: Sequence[int]) -> list[int]:
+    """Which inputs of the graph that AOTAutograd compiles are parameters and buffers that it does not change: of those
+    it knows, and `static`.
+    """
     import torch
 
     context = torch._guards.TracingContext.try_get()
     meta = context.fw_metadata if context else None
-    changed = set(meta.mutated_inp_runtime_indices) if meta else set()
-    return [k for k in meta.static_input_indices if k not in changed] if meta else []
+    return sorted({*meta.static_input_indices, *static} - {*meta.mutated_inp_runtime_indices}) if meta else []
 
 
 def _graph(graph: Any, options: Options, views: bool, static: Sequence[int] = ()) -> Any:
@@ -243,10 +245,13 @@ def _specialised(gm: Any, args: Sequence[Any], options: Options) -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     fixed = copy.deepcopy(gm)
-    kept = []
+    kept: list[Any] = []
+    static: list[int] = []  # parameters and buffers, as Dynamo marks them, which a copy no longer tells AOTAutograd
     for node, value in zip([n for n in fixed.graph.nodes if n.op == "placeholder"], args, strict=True):
+        known = node.meta.get("tensor_dict", {})
         node.meta.clear()
         if isinstance(value, torch.Tensor):
+            static += [len(kept)] if known.get("_dynamo_static_input_type") else []
             kept.append(value)
             continue
         with fixed.graph.inserting_before(node):
@@ -255,7 +260,7 @@ def _specialised(gm: Any, args: Sequence[Any], options: Options) -> Any:
     fixed.recompile()
     mode = FakeTensorMode()
     with torch._guards.tracing(torch._guards.TracingContext(mode)):
-        inner = _compile(fixed, [mode.from_tensor(t, static_shapes=True) for t in kept], options)
+        inner = _compile(fixed, [mode.from_tensor(t, static_shapes=True) for t in kept], options, static)
     return lambda *given: inner(*(g for g in given if isinstance(g, torch.Tensor)))
 
 
