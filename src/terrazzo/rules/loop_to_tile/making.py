@@ -23,9 +23,9 @@ MADE_ALONE = 45
 measured.
 """
 ALONE = 3.35
-"""How many times as long a warpgroup that is alone makes anything else, while nothing is multiplied, unless it waits for
-memory anyway: int8 weights of 512 x 3584 x 18944 in tiles of 64 x 256 took 198 us (H200, at c7168f7), where 145 were
-expected without this.
+"""How many times as long a warpgroup that is alone makes anything else, while nothing is multiplied, unless it waits
+for memory anyway: int8 weights of 512 x 3584 x 18944 in tiles of 64 x 256 took 198 us (H200, at c7168f7), where 145
+were expected without this.
 """
 READ, PACKED = 1, 1
 """Instructions in which a thread reads an element that factors are made of, and packs one with its neighbour. Those
