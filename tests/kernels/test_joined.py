@@ -151,3 +151,14 @@ def test_a_gpu_is_as_exact_as_eager(name: str) -> None:
     there = tuple(x.cuda() for x in given)
     ours = terrazzo.compile(fn, *there, options=Options(libraries="never"))
     as_exact_as_eager(ours(*there).float().cpu().numpy(), fn, given)
+
+
+@pytest.mark.parametrize(
+    ("rows", "deep", "hidden", "out"), [(65536, 64, 256, 64), (65536, 256, 256, 256), (32768, 128, 128, 16)]
+)
+def test_two_products_with_few_numbers_in_between_are_one_kernel(rows: int, deep: int, hidden: int, out: int) -> None:
+    """A chain, whose first sums never leave registers."""
+    shapes = (rows, deep), (hidden, deep), (hidden,), (out, hidden), (out,)
+    given = tuple(torch.empty(s, dtype=torch.bfloat16, device="meta") for s in shapes)
+    (kernel,) = lowered(lambda x, w, b, v, c: F.linear(F.relu(F.linear(x, w, b)), v, c), given).at("kernel").steps
+    assert len({s.instruction for s in k.walk(kernel.body) if isinstance(s, k.MultiplyAsync)}) in (1, 2)

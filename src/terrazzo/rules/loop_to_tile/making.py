@@ -19,9 +19,13 @@ memory, where two warpgroups take turns. Fitted to 16 products (benchmarks/fits/
 4 % off in the middle, those in several take up to 20 % longer than the model says.
 """
 MADE_ALONE = 45
-"""The same where a warpgroup has no other to take turns with: all of them, those that begin at half the rate twice.
-What else is made takes as many times as long then: int8 weights of 512 x 3584 x 18944 in tiles of one warpgroup took
-198 us where 145 were expected without this (H200, at c7168f7), 0.71 a step where 0.52.
+"""The same where a warpgroup has no other to take turns with: all of them, those that begin at half the rate twice. Not
+measured.
+"""
+ALONE = 3.35
+"""How many times as long a warpgroup that is alone makes anything else, while nothing is multiplied, unless it waits
+for memory anyway: int8 weights of 512 x 3584 x 18944 in tiles of 64 x 256 took 198 us (H200, at c7168f7), where 145
+were expected without this.
 """
 READ, PACKED = 1, 1
 """Instructions in which a thread reads an element that factors are made of, and packs one with its neighbour. Those

@@ -21,6 +21,7 @@ from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
 from terrazzo.ir.sites import Product, called, made_of
 from terrazzo.rules.access import box
 from terrazzo.rules.loop_to_tile.making import (
+    ALONE,
     MADE,
     MADE_ALONE,
     MADE_WAVES,
@@ -351,6 +352,7 @@ def _work(p: Product, tile: Tile, gpu: Gpu, has: Warpgroups) -> Work:
         shared=tile.share > 1,
         parts=promotes(p) and tile.k == STEP,
         wide=tile.n * tile.abreast,
+        idle=_idle(p, tile, gpu),
     )  # fmt: skip
 
 
@@ -411,9 +413,17 @@ def _meeting(p: Product, tile: Tile, has: Warpgroups) -> float:
 
 def _extra(p: Product, tile: Tile, gpu: Gpu) -> float:
     """Nanoseconds of a step that nothing hides: threads make factors of what lies in shared memory, and add up sums."""
-    made = making(p) * (1 if tile.groups > 1 else MADE_ALONE / MADE) * tile.m * tile.k
+    turns = not promotes(p) or tile.groups > 1
+    made = making(p) * (1 if turns else MADE_ALONE / MADE) * tile.m * tile.k
     alone = PROMOTION * _promotions(p, tile) if promotes(p) and tile.groups == 1 else 0.0
     return alone + made * gpu.processors / (gpu.fma / 2)
+
+
+def _idle(p: Product, tile: Tile, gpu: Gpu) -> float:
+    """Nanoseconds of a step in which a warpgroup that is alone makes factors, and nothing is multiplied."""
+    if promotes(p) or tile.groups > 1:
+        return 0.0
+    return (ALONE - 1) * making(p) * tile.m * tile.k * gpu.processors / (gpu.fma / 2)
 
 
 def _first(p: Product, tile: Tile, gpu: Gpu) -> float:

@@ -23,7 +23,8 @@ class Work(NamedTuple):
     many `held` bytes, and which take `extra` nanoseconds. Results leave at a rate, and computing a tile's of its sums
     takes `after` nanoseconds. `least` bytes of memory are touched. A step has `depth` products of each sum. So many
     `readers` fetch the same rows at once. Sums may be `shared` by the blocks of a cluster. Factors may be `parts` of
-    numbers, of which each is multiplied several times in a long step. Instructions have `wide` columns.
+    numbers, of which each is multiplied several times in a long step. Instructions have `wide` columns. Nothing
+    is multiplied for `idle` nanoseconds of a step.
     """
 
     m: int
@@ -45,6 +46,7 @@ class Work(NamedTuple):
     shared: bool = False
     parts: bool = False
     wide: int = 0
+    idle: float = 0.0
 
 
 def lasts(work: Work, gpu: Gpu) -> float:
@@ -59,7 +61,7 @@ def lasts(work: Work, gpu: Gpu) -> float:
     each = 2.0 * work.m * work.n * work.depth * work.products
     rate, start = has.parts if work.parts else (has.rate, has.start)
     wide = work.wide or work.n
-    arithmetic = each * gpu.processors * (wide + start) / wide / rate
+    arithmetic = each * gpu.processors * (wide + start) / wide / rate + work.idle
     fetched = max(work.fetched * active / has.cache, work.fetched / has.shared)
     step = max(arithmetic, fetched, has.latency / work.slots, has.crowd * work.readers) + has.step + work.extra
     tile = work.steps * step + work.m * work.n * work.results / work.rate + work.after
