@@ -81,7 +81,7 @@ def summands(x: Node) -> Iterator[tuple[Node, float]]:
         x, scale = todo.pop()
         if _adds(x):
             todo += [(y, scale) for y in x.args[::-1]]  # type: ignore[attr-defined]
-        elif _multiplies(x) and _is_scale(x.args[1]) and (_adds(x.args[0]) or several and _multiplies(x.args[0])):  # type: ignore[attr-defined]
+        elif _multiplies(x) and _is_scale(x.args[1]) and (_adds(x.args[0]) or (several and _multiplies(x.args[0]))):  # type: ignore[attr-defined]
             todo.append((x.args[0], scale * x.args[1].value))  # type: ignore[attr-defined]
         else:
             yield x, scale
