@@ -1,4 +1,4 @@
-"""Chains of products that would leave most processors idle are two kernels: what is between their products is stored."""
+"""Chains of products that would leave most processors idle are two kernels: what lies between is stored."""
 
 from __future__ import annotations
 

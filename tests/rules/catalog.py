@@ -18,7 +18,7 @@ from terrazzo.rewrite.rule import Choice, Log
 from terrazzo.rules import tensor_to_loop
 from terrazzo.rules.loop import channels, digits, fold, fuse, layout, lookups, narrow, parts, relax, remake, sooner
 from terrazzo.rules.loop.cost import Rates
-from terrazzo.rules.loop_to_tile import apart, choose, collapse, few_rows, packed, rows, unpacked
+from terrazzo.rules.loop_to_tile import apart, choose, collapse, few_rows, packed, rows, unpacked, written_out
 from terrazzo.rules.loop_to_tile import split as splitting
 from terrazzo.rules.tensor_to_loop.lift import lift
 from terrazzo.rules.tile_to_kernel import lower as deriving
@@ -141,6 +141,7 @@ CATALOG: dict[str, Rewrite] = {
     "schedule:stores_apart": of(apart.stores_apart, kernels(apart.stores_apart)),
     "schedule:results_apart": of(apart.results_apart, kernels(apart.results_apart)),
     "schedule:digits_summed": of(unpacked.digits_summed, kernels(unpacked.digits_summed)),
+    "schedule:written_out": of(written_out.written_out, kernels(lambda k: written_out.written_out(k, 1))),
     "schedule:padded": of(packed.padded, kernels(packed.padded)),
     "schedule:split": of(splitting.split, kernels(split)),
     "schedule:split_moments": of(splitting.split_moments, kernels(lambda k: splitting.split_moments(k, 2) or (k,))),

@@ -40,6 +40,8 @@ FAMILIES = (
     "quantised",
     "derivatives",
     "rendering",
+    "molecules",
+    "probability",
     "operators",
 )
 

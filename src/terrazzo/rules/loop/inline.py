@@ -121,14 +121,28 @@ def select(inside: Sequence[IntExpr], value: Any, other: float = 0) -> Any:
     return value if condition is None else l.apply("where", condition, value, none)
 
 
-def rewrite_loads(root: Node, replace: Replace, only: set[l.Buffer] | None = None, binds: bool = True) -> Any:
+def rewrite_loads(
+    root: Node,
+    replace: Replace,
+    only: set[l.Buffer] | None = None,
+    binds: bool = True,
+    memo: dict[Node, Any] | None = None,
+) -> Any:
     """`root` with `replace` applied to its loads (of the buffers `only`), inside reductions too, with their axes kept
-    apart where what loads become `binds` axes itself.
+    apart where what loads become `binds` axes itself. What stands in several reductions is rewritten once: `memo` has
+    it, so that reductions of reductions, each read twice, take no longer than there are of them.
     """
-    memo: dict[Node, Any] = {}
-    for node in topological([root], stop=(lambda n: isinstance(n, l.Reduce | l.Scan)) if binds else None):
+    memo = {} if memo is None else memo
+    within = memo
+
+    def known(node: Node) -> bool:
+        return node in within or (binds and isinstance(node, l.Reduce | l.Scan))
+
+    for node in topological([root], stop=known):
+        if node in memo:
+            continue
         if binds and isinstance(node, l.Reduce | l.Scan):
-            memo[node] = _in_binder(node, replace, only)
+            memo[node] = _in_binder(node, replace, only, memo)
             continue
         new = rebuilt(node, memo)
         memo[node] = replace(new) if isinstance(new, l.Load) else _narrowed(new)
@@ -149,11 +163,13 @@ def _narrowed(x: Any) -> Any:
     return source if same and wide.dtype.size > source.dtype.size else x
 
 
-def _in_binder(node: l.Reduce | l.Scan, replace: Replace, only: set[l.Buffer] | None) -> Any:
+def _in_binder(
+    node: l.Reduce | l.Scan, replace: Replace, only: set[l.Buffer] | None, memo: dict[Node, Any]
+) -> l.Reduce | l.Scan:
     if only is not None and not any(isinstance(n, l.Load) and n.buffer in only for n in topological([node])):
         return node
     axes, args = l.open_binder(node)
-    new = tuple(rewrite_loads(a, replace, only) for a in args)
+    new = tuple(rewrite_loads(a, replace, only, memo=memo) for a in args)
     if isinstance(node, l.Reduce):
         return l.Reduce.make(node.monoid, axes, new)
     return l.Scan.make(node.monoid, axes[0], new, node.at)

@@ -429,9 +429,7 @@ class _Parts:
             own: dict[Any, Any] = dict(zip(c.reduce.axes, axes, strict=True))
             a, b = (self.factor(operand(x), c, kernel, new) for x in c.factors)
             there = [(i + j, x, y) for i, j in pairs(self.count) if (x := a[i]) is not None and (y := b[j]) is not None]
-            terms = [
-                (rank, apply("mul", *(apply("f32", substitute(p, own)) for p in (x, y)))) for rank, x, y in there
-            ]
+            terms = [(rank, apply("mul", *(apply("f32", substitute(p, own)) for p in (x, y)))) for rank, x, y in there]
             new[c.reduce] = l.Reduce.make(c.reduce.monoid, axes, (total(terms, self.scale),))
         stores = tuple(substitute(s, new) for s in kernel.stores)
         return l.Kernel(kernel.name, kernel.axes, stores, kernel.source)

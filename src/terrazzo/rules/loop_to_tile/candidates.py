@@ -25,7 +25,12 @@ from terrazzo.rules.loop_to_tile.split import moments, reduced_first, split_mome
 from terrazzo.rules.loop_to_tile.stored import stored
 from terrazzo.rules.loop_to_tile.threads import SECTOR, size_of, step
 from terrazzo.rules.loop_to_tile.unpacked import digits_summed
+from terrazzo.rules.loop_to_tile.written_out import written_out
 
+FILLED = 0.7
+"""How much of the time of its tiles a product may take whose results are written out instead: by what is moved and
+computed alone, while tiles are priced with all they wait for.
+"""
 Pick = Callable[[Iterator[Candidate]], Candidate]
 """Which of its candidates a kernel runs as that is one of several in the place of another."""
 
@@ -47,6 +52,7 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick:
             found = windows.window(kernel, gpu)
             if found is not None and found.time < _soonest(kernel, p, gpu):
                 yield from _windows(kernel, gpu, pinned)
+        yield from _written_out(kernel, p, gpu, pinned, pick)
         yield from _across(kernel, p, gpu, pinned, pick)
         yield from _results(kernel, gpu, pinned, pick)
         yield from _each(kernel, gpu, pinned, pick)
@@ -169,6 +175,16 @@ def _results(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick: P
         apart = results_apart(kernel)
         whole = joined(pick(candidates(x, gpu, pinned, pick)) for x in apart)
         yield whole.after(("results_apart", kernel, apart))
+
+
+def _written_out(
+    kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule], pick: Pick
+) -> Iterator[Candidate]:
+    """A product of few results as sums beside each other, which all threads share."""
+    *before, after = written_out(kernel)
+    if before and sum(estimate(x, gpu).time for x in (*before, after)) < FILLED * _soonest(kernel, p, gpu):
+        whole = joined(pick(candidates(x, gpu, pinned, pick)) for x in (*before, after))
+        yield whole.after(("written_out", kernel, (*before, after)))
 
 
 def _across(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule], pick: Pick) -> Iterator[Candidate]:

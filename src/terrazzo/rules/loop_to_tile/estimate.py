@@ -34,8 +34,8 @@ attention with heads of 64, 128 and 256 on an H200 (22 November 2026): within 15
 """
 
 OPERATION = 6e-5
-"""The nanoseconds that an operation on such a number takes, where they are more than those of a softmax: with 8192 x 512
-of tanh between products on warps, which have 128 rows a block, a kernel took 24 us, and 19 by this (H200, November
+"""The nanoseconds that an operation on such a number takes, where they are more than those of a softmax: with 8192 x
+512 of tanh between products on warps, which have 128 rows a block, a kernel took 24 us, and 19 by this (H200, November
 2026).
 """
 
