@@ -26,6 +26,7 @@ from terrazzo.ir.plan import Plan
 from terrazzo.ir.program import Input, Program
 from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.show import show
+from terrazzo.ir.sites import product
 from terrazzo.ir.verify import problem, verify
 from terrazzo.options import Options
 from terrazzo.progress import at
@@ -56,7 +57,7 @@ from terrazzo.rules.loop_to_tile import chains
 from terrazzo.rules.loop_to_tile.choose import schedule
 from terrazzo.rules.loop_to_tile.estimate import expected
 from terrazzo.rules.loop_to_tile.experience import NONE, Experience
-from terrazzo.rules.loop_to_tile.precision import gain
+from terrazzo.rules.loop_to_tile.precision import gain, no_gain
 from terrazzo.rules.tensor_to_loop.lift import lift
 from terrazzo.rules.tile.complete import program as complete
 from terrazzo.rules.tile_to_kernel.lower import program as derive
@@ -125,8 +126,14 @@ def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
         alone = l.Program("alone", tuple(b for s in steps for b in s.reads), tuple(steps), steps[-1].writes)
         return expected(in_parts(alone, Log(), options, known).steps, gpu)
 
+    def least(steps: Sequence[l.Kernel]) -> float:
+        """What chains take where nothing is against them, in parts or not; of other kernels nothing is said."""
+        ways = [(s, parts_of(s, PARTS[options.fp32])[-1]) if 4 in sizes else (s,) for s in steps if not product(s)]
+        return sum(min(expected([x], gpu) for x in way) for way in ways)
+
     def once(what: Hashable, find: Callable[..., T]) -> T:
-        return tried.once(("again", what), lambda known: find(partial(price, known=known), _refusal(options, known)))
+        ask = lambda known: find(partial(price, known=known), least, _refusal(options, known))  # noqa: E731
+        return tried.once(("again", what), ask)
 
     softmaxes = online(p, log, _refusal(options, tried, used=True), sizes)
     made = products_again(softmaxes, log, once, options.materialize, sizes)
@@ -260,7 +267,7 @@ def in_parts(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
         gained, why = judged[forms]
         return gained, canonical(new[-1]).named(why)
 
-    return into_parts(p, log, PARTS[options.fp32], gains)
+    return into_parts(p, log, PARTS[options.fp32], gains, partial(no_gain, gpu=gpu))
 
 
 def pinned(options: Options) -> tuple[dict[str, Schedule], dict[str, Plan]]:

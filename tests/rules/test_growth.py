@@ -19,8 +19,9 @@ from terrazzo.ir.program import Input
 from terrazzo.ir.text import parse
 from terrazzo.ir.types import DTYPES, Type
 from terrazzo.options import Options
-from terrazzo.pipelines import lowering
-from terrazzo.rules.loop import again, online, order
+from terrazzo.pipelines import LOWER, lowering, stages
+from terrazzo.rewrite.rule import Log
+from terrazzo.rules.loop import again, online, order, parts
 from terrazzo.rules.loop import fuse as fusion
 from terrazzo.rules.loop.inline import rewrite_loads
 from terrazzo.rules.loop_to_tile import choose, tiles
@@ -140,7 +141,7 @@ def test_work_grows_no_faster_than_programs(
     monkeypatch.setattr(fusion, "NEAR", 6)  # so that few steps are many
     counts = []
     for n in (12, 48):
-        derive.derived.cache_clear()
+        derive._written.cache_clear()
         work.clear()
         lowering(parse(program(n)), Options(target=target))
         counts.append(dict(work))
@@ -266,6 +267,50 @@ def test_products_that_may_be_computed_again_are_judged_once_for_all_that_are_al
     told = {e.subject: e.reason for e in done.log.events if e.rule == again.RULE}
     assert len(told) == 6 and len(judged) == 1
     assert not any("tz" in reason for reason in told.values())
+
+
+def test_chains_that_are_slower_at_best_are_not_built() -> None:
+    text = (
+        "@torch\ndef f(x: f32[256, 256], w: f32[256, 256], v: f32[256, 256]):\n"
+        "    y: f32[256, 256] = aten.mm.default(x, w)\n    z: f32[256, 256] = aten.mm.default(y, v)\n"
+        "    return (z,)\n"
+    )
+    names = LOWER[: LOWER.index("online")]
+    first, second = stages(parse(text), Options(target="sm_90a", libraries="never"), Log(), names)[-1][1].steps
+    asked: list[Any] = []
+
+    def price(steps: Any) -> float:
+        asked.extend(steps)
+        return 1000.0
+
+    why, _ = again._judged([first], [second], price, lambda new: 2000.0, lambda kernel: asked.append(kernel) or "")
+    assert why == "2.0 us as chains, 1.0 us stored, by the model" and asked == [first, second]
+    again._judged([first], [second], price, lambda new: 500.0, lambda kernel: asked.append(kernel) or "")
+    assert len(asked[2:]) == 4  # what is stored, the chain, and whether it is refused
+
+
+@pytest.mark.parametrize(("rows", "depth", "why"), [(16, 256, "fill no tile"), (64, 64, "CUDA cores are as exact")])
+def test_parts_of_products_too_small_for_them_are_not_written_down(
+    rows: int, depth: int, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "parts", None)
+    text = (
+        f"@torch\ndef f(x: f32[{rows}, {depth}], w: f32[{depth}, 128]):\n"
+        f"    y: f32[{rows}, 128] = aten.mm.default(x, w)\n    return (y,)\n"
+    )
+    log = Log()
+    stages(parse(text), Options(target="sm_90a", libraries="never"), log, LOWER[: LOWER.index("schedule")])
+    assert [e.reason for e in log.events if e.rule == parts.RULE and why in e.reason]
+
+
+def test_a_kernel_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever chooses its schedule asks for it, then the pass that derives it, then the plan it has."""
+    written: list[Any] = []
+    derive._written.cache_clear()
+    inner = derive.write
+    monkeypatch.setattr(derive, "write", lambda draft, plan: written.append((draft.kernel, plan)) or inner(draft, plan))
+    lowering(parse(layers(2)), Options(target="sm_90a", libraries="never"))
+    assert written and len(written) == len(set(written))
 
 
 def test_sums_over_several_axes_are_not_put_into_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

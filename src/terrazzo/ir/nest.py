@@ -69,7 +69,7 @@ def nest(kernel: Kernel) -> tuple[Statement, ...]:
         )
     terms = _reachable([u for s in sinks for u in s.uses], set())
     if any(type(x) is Reduce or type(x) is Scan for x in terms):
-        return tuple(_level(frozenset(), kernel.axes, sinks, set()))
+        return tuple(_level(frozenset(), kernel.axes, sinks, set(), any(type(x) is Scan for x in terms)))
     return _points(kernel.axes, terms, sinks)
 
 
@@ -111,8 +111,10 @@ def _points(axes: Sequence[Any], terms: Sequence[Node], sinks: Sequence[_Sink]) 
     return tuple(body)
 
 
-def _level(bound: frozenset[Any], rest: Sequence[Any], sinks: list[_Sink], done: set[Node]) -> list[Statement]:
-    """Statements of the scope where `bound` is bound, with loops over `rest` inside."""
+def _level(
+    bound: frozenset[Any], rest: Sequence[Any], sinks: list[_Sink], done: set[Node], scanned: bool
+) -> list[Statement]:
+    """Statements of the scope where `bound` is bound, with loops over `rest` inside, which scans may run along."""
     out: list[Statement] = []
     _compute([u for s in sinks for u in s.uses], bound, done, out)
     now = [s for s in sinks if s.vars <= bound]
@@ -120,10 +122,9 @@ def _level(bound: frozenset[Any], rest: Sequence[Any], sinks: list[_Sink], done:
     later = [s for s in sinks if not s.vars <= bound]
     if later and rest:
         axis = rest[0]
-        scans = tuple(
-            n for n in _reachable([u for s in later for u in s.uses], done) if isinstance(n, Scan) and n.at is axis
-        )
-        body = _level(bound | {axis}, rest[1:], later, set(done))
+        below = _reachable([u for s in later for u in s.uses], done) if scanned else []
+        scans = tuple(n for n in below if isinstance(n, Scan) and n.at is axis)
+        body = _level(bound | {axis}, rest[1:], later, set(done), scanned)
         out.append(Loop("scan" if scans else "free", (axis,), tuple(body), scans))
     return out
 
@@ -141,7 +142,9 @@ def _compute(uses: Sequence[Node], bound: frozenset[Any], done: set[Node], out: 
     stages: dict[int, _Stage] = {}
     depth: dict[Node, int] = {}
     for node in _reachable(uses, done):
-        below = max((depth[c] for c in children_in_scope(node) if c in depth), default=0)
+        below = 0
+        for c in node.children if type(node) is not Scan else children_in_scope(node):
+            below = max(below, depth.get(c, 0))
         if isinstance(node, Reduce) and node.free <= bound:
             below = max((depth[c] for c in _inner(node, done) if c in depth), default=0)
             stages.setdefault(below, _Stage()).reductions.setdefault(node.axes, []).append(node)
@@ -185,7 +188,7 @@ def _reachable(roots: Sequence[Node], done: set[Node]) -> list[Node]:
             if node in seen:
                 continue
             seen.add(node)
-            if below := children_in_scope(node):
+            if below := node.children if type(node) is not Scan else children_in_scope(node):
                 path.append(node)
                 rest.append(iter(below))
                 break

@@ -270,10 +270,12 @@ def close(axes: Sequence[Any], args: Sequence[Node]) -> tuple[tuple[Bound, ...],
     bound = tuple(Bound(base + k, a.extent) for k, a in enumerate(axes))
     if bound == tuple(axes):
         return bound, tuple(args)
-    fresh = {a: Var(fresh_name(), a.extent) for a in axes}  # two steps: labels may be permuted
-    opened = [substitute(a, fresh) for a in args]
-    rename = dict(zip(fresh.values(), bound, strict=True))
-    return bound, tuple(substitute(a, rename) for a in opened)
+    own: Sequence[Any] = axes
+    if any(isinstance(a, Bound) for a in axes):  # two steps: labels may be permuted
+        own = [Var(fresh_name(), a.extent) for a in axes]
+        args = [substitute(a, dict(zip(axes, own, strict=True))) for a in args]
+    rename: dict[Any, Any] = dict(zip(own, bound, strict=True))
+    return bound, tuple(substitute(a, rename) for a in args)
 
 
 def open_binder(node: Reduce | Scan) -> tuple[tuple[Var, ...], tuple[Node, ...]]:

@@ -8,6 +8,7 @@ more arithmetic and less traffic, so both ways have a price; and what is too lar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -40,8 +41,10 @@ MOST = 4
 
 Verdict = tuple[str, str]
 """Why products are not computed again, or nothing; and what both ways take."""
-Once = Callable[[Hashable, Callable[[Price, Refusal], Verdict]], Verdict]
-"""What is found with what is known of prices and refusals, or was found for the same before."""
+Once = Callable[[Hashable, Callable[[Price, Price, Refusal], Verdict]], Verdict]
+"""What is found with what is known of prices, of what kernels take at least and of refusals, or was found for the same
+before.
+"""
 
 
 def products_again(
@@ -90,13 +93,19 @@ def products_again(
     return in_order(program, [made.get(s, s) if isinstance(s, l.Kernel) else s for s in every if s not in gone])
 
 
-def _judged(makers: Sequence[l.Kernel], readers: Sequence[l.Kernel], price: Price, refusal: Refusal) -> Verdict:
-    """Whether readers are to compute again what makers store."""
+def _judged(
+    makers: Sequence[l.Kernel], readers: Sequence[l.Kernel], price: Price, least: Price, refusal: Refusal
+) -> Verdict:
+    """Whether readers are to compute again what makers store. Where they would be slower at best, nobody asks whether
+    they can be built, which takes long.
+    """
     new = [_whole(reader, makers) for reader in readers]
-    before, after = price([*makers, *readers]), price(new)
+    before = price([*makers, *readers])
+    most = (WIDE if _wide(makers) else SURE) * before if _stored(makers) <= LARGEST else math.inf
+    if (after := least(new)) <= most:
+        after = price(new)
     times = f"{after / 1000:.1f} us as chains, {before / 1000:.1f} us stored, by the model"
-    slower = after > (WIDE if _wide(makers) else SURE) * before and _stored(makers) <= LARGEST
-    return times if slower else next(filter(None, map(refusal, new)), ""), times
+    return times if after > most else next(filter(None, map(refusal, new)), ""), times
 
 
 def _stored(makers: Sequence[l.Kernel]) -> int:

@@ -18,7 +18,6 @@ from terrazzo.ir.contraction import contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr
 from terrazzo.ir.node import substitute, topological
-from terrazzo.ir.sites import sites
 from terrazzo.rewrite.rule import Choice, Event, Log, cheapest
 from terrazzo.rules.loop.across import rows_first
 from terrazzo.rules.loop.alike import alike, by_axes, crossed
@@ -328,8 +327,8 @@ class _Fusion:
         """How many contractions kernels compute, and how many of them matrix instructions can."""
         for k in kernels:
             if k not in self.products:
-                found = sites(k).contractions.values()
-                self.products[k] = len(found), sum(on_matrix(c.reduce, self.rates) for c in found)
+                found = [r for r in k.carried if isinstance(r, l.Reduce) and contraction(r) is not None]
+                self.products[k] = len(found), sum(on_matrix(r, self.rates) for r in found)
         return sum(self.products[k][0] for k in kernels), sum(self.products[k][1] for k in kernels)
 
     def _multiply_apart(self, merged: l.Kernel, first: l.Kernel) -> bool:

@@ -58,6 +58,8 @@ ALIGNED = 8
 
 Gain = Callable[[Sequence[l.Kernel], Sequence[l.Kernel]], tuple[float, str]]
 """What is gained by kernels in place of others, or why they are not worth having."""
+Refused = Callable[[l.Kernel, int], str]
+"""Why a kernel is not worth having as products of so many parts, whatever it becomes; or nothing."""
 
 
 def pairs(count: int) -> list[tuple[int, int]]:
@@ -151,9 +153,11 @@ def _number(value: float) -> l.Literal:
     return l.Literal(value, f32)
 
 
-def into_parts(program: l.Program, log: Log, count: int, gain: Gain) -> l.Program:
+def into_parts(
+    program: l.Program, log: Log, count: int, gain: Gain, refused: Refused = lambda kernel, count: ""
+) -> l.Program:
     """`program` with its products of float32 as `count` * (`count` + 1) / 2 products of bfloat16, in the way that gains
-    most.
+    most. What is `refused` is not tried.
 
     Parts of a tensor are stored by a kernel of their own, once for all who multiply it; or by the kernel that makes
     it, which keeps it for those who need it whole. Those of one factor may be terms of the product, which makes them on
@@ -238,7 +242,7 @@ def into_parts(program: l.Program, log: Log, count: int, gain: Gain) -> l.Progra
                     y[a0, a1] = acc0
         return (y,)
     """
-    work = _Parts(program, log, count, gain)
+    work = _Parts(program, log, count, gain, refused)
     for kernel in [s for s in program.steps if isinstance(s, l.Kernel)]:
         work.kernel(kernel)
     return l.Program(program.name, program.inputs, tuple(work.steps), program.results)
@@ -257,8 +261,8 @@ class _Parts:
     and its axes.
     """
 
-    def __init__(self, program: l.Program, log: Log, count: int, gain: Gain) -> None:
-        self.program, self.log, self.count, self.gain = program, log, count, gain
+    def __init__(self, program: l.Program, log: Log, count: int, gain: Gain, refused: Refused) -> None:
+        self.program, self.log, self.count, self.gain, self.refused = program, log, count, gain, refused
         self.steps = list(program.steps)
         self.made: dict[Any, tuple[l.Buffer | None, ...]] = {}
         self.scale = SCALE
@@ -281,6 +285,7 @@ class _Parts:
         products += outside
         self.scale = SCALE if both is None else 1.0
         why = self.why_not(kernel, sums if both is None else (), products)
+        why = why or self.refused(kernel, self.count)
         if not why and (why := self.replace(kernel, products)):
             self.windows = {x for c in products for x in c.operands if _window(x) or _rearranged(x)}
             why = self.replace(kernel, products) if self.windows else why

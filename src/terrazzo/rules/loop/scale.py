@@ -42,12 +42,14 @@ def uncast(value: Any) -> Any:
 def _scaled(node: Any) -> Any:
     if not isinstance(node, l.Reduce) or (c := contraction(node)) is None or len(c.terms) > 1:
         return node
-    axes, (product,) = l.open_binder(node)
-    (a, p), (b, q) = map(_apart, product.children)
-    if p == q == 1.0 and (a, b) != product.children:  # what is multiplied by one
-        return l.Reduce.make(node.monoid, axes, (l.apply("mul", a, b),))
-    if p * q == 1.0 or node.dtype.size < 4 or not SMALL < p * q < LARGE:
+    p, q = (c for _, c in map(_apart, node.args[0].children))
+    ones = p == q == 1.0 and any(_apart(x)[0] is not x for x in node.args[0].children)
+    if not ones and (p * q == 1.0 or node.dtype.size < 4 or not SMALL < p * q < LARGE):
         return node
+    axes, (product,) = l.open_binder(node)
+    a, b = (rest for rest, _ in map(_apart, product.children))
+    if ones:  # what is multiplied by one
+        return l.Reduce.make(node.monoid, axes, (l.apply("mul", a, b),))
     return l.apply("mul", l.Reduce.make(node.monoid, axes, (l.apply("mul", a, b),)), l.Literal(p * q, node.dtype))
 
 

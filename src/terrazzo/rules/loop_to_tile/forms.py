@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from terrazzo.hw.gpu import Gpu
@@ -27,6 +28,7 @@ class Form:
         return Form(kernel, (*self.rewrites, (rewrite, self.kernel, (kernel,))))
 
 
+@lru_cache(maxsize=256)
 def merged(kernel: l.Kernel, p: Product, gpu: Gpu) -> Form:
     """Axes that the same factors know as one; and those of steps, where instructions of warpgroups take that."""
     form = Form(kernel).then("merge_product_axes", merge_product_axes(kernel, p.sites))
@@ -35,6 +37,7 @@ def merged(kernel: l.Kernel, p: Product, gpu: Gpu) -> Form:
     return form.then("flat_products", flat) if steps else form
 
 
+@lru_cache(maxsize=256)
 def apart(form: Form) -> Form:
     """An axis for every digit, but one for those along which all that is read and stored runs as if it were one: pixels
     of an image whose channels come first.

@@ -15,6 +15,7 @@ from terrazzo.rules.loop_to_tile.apart import products_apart
 from terrazzo.rules.loop_to_tile.chain import chain
 from terrazzo.rules.loop_to_tile.estimate import expected
 from terrazzo.rules.loop_to_tile.forms import for_warpgroups, merged
+from terrazzo.rules.loop_to_tile.threads import size_of
 from terrazzo.rules.tile.complete import Refused
 from terrazzo.rules.tile_to_kernel.lower import derived
 
@@ -41,21 +42,42 @@ def gain(
     return old - new, "" if new < old else told
 
 
+def no_gain(kernel: l.Kernel, count: int, gpu: Gpu) -> str:
+    """Why a kernel is not worth having as products of so many parts, whichever are stored: found before any is written
+    down, since most small products of a long graph are none. Nothing where that is to be seen.
+    """
+    if "wgmma" not in gpu.features:
+        return f"parts are multiplied by wgmma, and the target is {gpu.arch}"
+    if chain(kernel) is not None or (p := product(kernel)) is None:
+        return ""
+    a, b = p.factors(p.sites[0])
+    sides = a.free - b.free, b.free - a.free
+    rows, columns = (math.prod(size_of(x) for x in kernel.axes if x in own) for own in sides)
+    return _few(rows, columns) or _short(p, SCALE ** (1 - count))
+
+
+def _few(rows: int, columns: int) -> str:
+    """Why so many results, of all axes that one factor alone knows, are too few; or nothing."""
+    return f"{rows} x {columns} results fill no tile of {ROWS} rows" if min(rows, columns) < ROWS else ""
+
+
+def _short(p: Product, least: float) -> str:
+    """Why sums are too short of which the smallest products are scaled so; or nothing."""
+    depth = math.prod(map(size_of, p.axes))
+    few = f"it sums {depth} products, and CUDA cores are as exact where there are fewer than {DEPTH}"
+    return few if depth < DEPTH and least <= SCALE**-2 else ""
+
+
 def _in_parts(after: Sequence[l.Kernel], gpu: Gpu, lost: Callable[[k.Kernel], str]) -> tuple[float, str]:
     """What the last of the kernels, a product of parts, takes on warpgroups; or why it is none that they take."""
-    if "wgmma" not in gpu.features:
-        return math.inf, f"parts are multiplied by wgmma, and the target is {gpu.arch}"
     if chain(after[-1]) is not None:
         why = chains.refusal(after[-1], gpu, lost)
         return (math.inf if why else 0.0), why
     if (p := product(after[-1])) is None:
         return math.inf, no_product(after[-1]) or "it is no product"
     whole = product(merged(after[-1], p, gpu).kernel) or p
-    if min(whole.m.extent, whole.n.extent) < ROWS:
-        return math.inf, f"{whole.m.extent} x {whole.n.extent} results fill no tile of {ROWS} rows"
-    depth = math.prod(a.extent for a in whole.axes)
-    if depth < DEPTH and any(min(c.scales) <= SCALE**-2 for c in whole.sites):
-        return math.inf, f"it sums {depth} products, and CUDA cores are as exact where there are fewer than {DEPTH}"
+    if why := _few(whole.m.extent, whole.n.extent) or _short(whole, min(min(c.scales) for c in whole.sites)):
+        return math.inf, why
     time, why = _multiplied(after[-1], gpu, lost)
     if len(each := products_apart(after[-1])) > 1:  # fewer parts of more products fit in a tile together
         found = [_multiplied(x, gpu, lost) for x in each]

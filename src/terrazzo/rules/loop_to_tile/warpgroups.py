@@ -109,8 +109,7 @@ class Tile:
     @derived
     def clusters(self) -> tuple[int, int]:
         """How many clusters the axis of the rows takes, and that of the columns."""
-        rows, columns = self.rows, self.columns
-        return ceil(rows.extent, self.covered(rows)), ceil(columns.extent, self.covered(columns))
+        return ceil(self.rows.extent, self.covered(self.rows)), ceil(self.columns.extent, self.covered(self.columns))
 
 
 class Plan(NamedTuple):
@@ -451,8 +450,7 @@ def _readers(tile: Tile, clusters: float) -> float:
     """How many clusters fetch the same rows of an operand at once where so many work at once: those of one product
     lie in as many rows of tiles as a group has, or fewer.
     """
-    rows, columns = tile.clusters
-    return min(clusters, rows * columns) / min(GROUP, rows, columns)
+    return min(clusters, math.prod(tile.clusters)) / min(GROUP, *tile.clusters)
 
 
 def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
