@@ -22,7 +22,8 @@ from terrazzo.ir.sites import called, loads, product
 from terrazzo.rules.access import WIDEST
 from terrazzo.rules.loop_to_tile.results import results
 from terrazzo.rules.loop_to_tile.threads import ceil, step
-from terrazzo.rules.loop_to_tile.warpgroups import REGISTERS, RESULTS, ROWS, SLOTS, after
+from terrazzo.rules.loop_to_tile.warpgroup_tiles import ROWS
+from terrazzo.rules.loop_to_tile.warpgroups import REGISTERS, RESULTS, SLOTS, after
 from terrazzo.rules.loop_to_tile.work import STEP, Work, lasts
 from terrazzo.rules.swizzles import swizzled
 from terrazzo.rules.tile.complete import Refused, complete
