@@ -139,7 +139,7 @@ def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
     made = products_again(softmaxes, log, once, options.materialize, sizes)
     busy = lambda steps: sum(chains.fastest(s, gpu) or price([s]) for s in steps)  # noqa: E731
     made = look_up_on_the_way(sums_inside(made, log, busy, refused), log, price, refused)
-    made = products_joined(chains_beside(made, log, price, refused), log, price)
+    made = products_joined(chains_beside(made, log, price, refused), log, price, options.materialize)
     return rounded_weights(made, log, target(options.target).rates.matrix)
 
 

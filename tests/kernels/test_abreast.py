@@ -102,6 +102,22 @@ def test_they_are_as_exact_as_eager(name: str, split: bool, groups: int, seed: i
     as_exact_as_eager(y, fn, given)
 
 
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_warpgroups_that_take_turns_have_them_too(seed: int | None) -> None:
+    fn, given = CASES["gated"]
+    kernel = kernel_of("gated")
+    plan = next(x for x in plans(kernel) if x.tile.groups == x.tile.each == 1 and x.tile.n == 64 and not x.tile.split)
+    text = str(scheduled(kernel, plan))
+    turns = text.replace("math=warpgroup(1), registers=(40, 240)", "math=warpgroup(2), registers=(40, 232), turns=True")
+    assert turns != text
+    last = lower(kernel, parse_schedule(turns), H)
+    program = k.Program("f", kernel.reads, (last,), kernel.writes)
+    check(program, H)
+    inputs = dict(zip("xwv", map(numbers, given), strict=True))
+    (y,) = simulator.run(program, {b.name: inputs[b.name] for b in kernel.reads}, seed=seed)
+    as_exact_as_eager(y, fn, given)
+
+
 def test_their_slabs_lie_one_behind_the_other_and_the_plan_says_so() -> None:
     kernel = kernel_of("gated")
     chosen = scheduled(kernel, plans(kernel)[0])

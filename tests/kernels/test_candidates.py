@@ -163,12 +163,13 @@ class Lost(Experience):
         return self.sources[nvrtc.emitted(kernel)]
 
 
-def gated(x: torch.Tensor, w: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """Two products, which are kernels of their own."""
-    return F.silu(x @ w.T) * (x @ u.T)
+def gated(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """Two products that have no factor in common, which are kernels of their own."""
+    return F.silu(x @ w.T) * (y @ u.T)
 
 
-GATED = e(2048, 4096, dtype=BF16), e(14336, 4096, dtype=BF16), e(14336, 4096, dtype=BF16)
+ROWS, COLUMNS = e(2048, 4096, dtype=BF16), e(14336, 4096, dtype=BF16)
+GATED = ROWS, COLUMNS, ROWS.clone(), COLUMNS.clone()
 
 
 def scheduled(

@@ -118,6 +118,12 @@ def test_what_is_not_only_added_or_lies_otherwise_stays(fn: Any, shapes: tuple[t
     assert joined.products_joined(before, Log(), fewest) is before
 
 
+def test_what_is_pinned_is_stored() -> None:
+    shapes = (4096, 4096), (4096, 4096), (4096, 1024), (4096, 1024)
+    given = tuple(torch.empty(s, dtype=torch.bfloat16, device="meta") for s in shapes)
+    assert [s.name for s in lowered(two, given, materialize=("mm_1",)).at("loop").steps] == ["mm_1", "add"]
+
+
 @pytest.mark.parametrize(("m", "k", "n"), [(4096, 4096, 4096), (512, 3584, 18944), (2048, 4096, 14336)])
 def test_the_sum_of_two_products_is_one_kernel(m: int, k: int, n: int, tmp_path: Path) -> None:
     """Where the second one is short, what it would store and read again is dear; nothing spills."""

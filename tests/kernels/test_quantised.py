@@ -194,6 +194,14 @@ def test_many_rows_have_weights_stored_where_that_is_cheaper() -> None:
     assert not any(made(s) for s in done.at("kernel").steps)
 
 
+@pytest.mark.parametrize("m", [512, 2048])
+def test_what_was_stacked_is_no_patch(m: int) -> None:
+    """A copy of weights of four bits reads each byte where two lie: it is priced as other copies are."""
+    fn, given = two_in_a_byte(m, 18944, 3584)
+    _, done = lowered(fn, tuple(x.to("meta") for x in given))
+    assert not any(made(s) for s in done.at("kernel").steps)
+
+
 def test_sums_that_end_within_a_step_have_their_factor_stored() -> None:
     """Beyond the end a made factor need not be 0, and where it is infinite, times 0 is none."""
     fn, given = by_channel(16, 256, 200)

@@ -6,7 +6,7 @@ tiles. As one sum over both axes it has one set of accumulators: only what a ste
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -32,9 +32,9 @@ that, both factors are 0.
 """
 
 
-def products_joined(program: l.Program, log: Log, price: Price) -> l.Program:
+def products_joined(program: l.Program, log: Log, price: Price, materialize: Iterable[str] = ()) -> l.Program:
     """`program` with products of 16 bits that are only added as one product, where that is faster by the model. They
-    are added before they are rounded, so the result is rounded once.
+    are added before they are rounded, so the result is rounded once. `materialize` names what is kept.
 
     @loop
     def f(x: bf16[3, 64], w: bf16[5, 64], y: bf16[3, 32], u: bf16[5, 32], b: bf16[5]):
@@ -99,11 +99,14 @@ def products_joined(program: l.Program, log: Log, price: Price) -> l.Program:
     """
     steps = [*program.steps]
     known = Definitions(program)
+    kept = frozenset(materialize)
     prices: dict[Hashable, tuple[float, float]] = {}
     todo = [s for s in steps if isinstance(s, l.Kernel)]
     while todo:
         last = todo.pop(0)
         for before, made in _ways(last, known) if last in steps else ():
+            if kept & ({b.name for s in before for b in s.writes} - {b.name for s in made for b in s.writes}):
+                continue
             if (form := together(before).kernel) not in prices:
                 prices[form] = price(before), price(made)
             apart, time = prices[form]

@@ -22,7 +22,8 @@ from terrazzo.ir.sites import called, loads, product
 from terrazzo.rules.access import WIDEST
 from terrazzo.rules.loop_to_tile.results import results
 from terrazzo.rules.loop_to_tile.threads import ceil, step
-from terrazzo.rules.loop_to_tile.warpgroups import REGISTERS, RESULTS, ROWS, SLOTS, after
+from terrazzo.rules.loop_to_tile.warpgroup_tiles import ROWS
+from terrazzo.rules.loop_to_tile.warpgroups import REGISTERS, RESULTS, SLOTS, after
 from terrazzo.rules.loop_to_tile.work import STEP, Work, lasts
 from terrazzo.rules.swizzles import swizzled
 from terrazzo.rules.tile.complete import Refused, complete
@@ -115,13 +116,27 @@ def copying(kernel: l.Kernel, gpu: Gpu) -> float:
 
 
 def _copied(load: l.Load, store: l.Store, axes: Sequence[Any]) -> float:
-    overlap = any(sum(map(bool, terms_of(e))) > 1 for e in load.index)  # padding reads every element once
+    digits = _single(load)
+    places = [substitute(e, digits) for e in load.index]
+    overlap = any(sum(map(bool, terms_of(e))) > 1 for e in places)  # padding reads every element once
     if overlap and math.prod(a.extent for a in axes) > math.prod(load.buffer.type.static_shape) > 1 and load.inside:
         return PATCHES
     along = next((a for a in axes if step(store, a) == 1), None)
     if along is None or (along in load.free and step(load, along) not in (0, 1)):
         return TRANSPOSED
     return UNEVEN if load.inside else COPIED
+
+
+def _single(load: l.Load) -> dict[Any, int]:
+    """The digits of which a load's conditions leave one value: of r % 2 where r % 2 is 0, as of what was stacked."""
+    found: dict[Any, int] = {}
+    for e in load.inside:
+        terms = {factors: c for factors, c in terms_of(e).items() if factors}
+        if len(terms) == 1 and bounds(e)[1] == 0:
+            ((digit, *more), c), *_ = terms.items()
+            if not more and abs(c) == 1:
+                found[digit] = -terms_of(e).get((), 0) // c
+    return found
 
 
 @dataclass(frozen=True)

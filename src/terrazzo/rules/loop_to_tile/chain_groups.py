@@ -19,7 +19,8 @@ from terrazzo.ir.sites import called, loads
 from terrazzo.rules.loop_to_tile.chain import Chain
 from terrazzo.rules.loop_to_tile.chain_schedules import Tile, alike, parts
 from terrazzo.rules.loop_to_tile.threads import ceil
-from terrazzo.rules.loop_to_tile.warpgroups import REGISTERS, ROWS
+from terrazzo.rules.loop_to_tile.warpgroup_tiles import ROWS
+from terrazzo.rules.loop_to_tile.warpgroups import REGISTERS
 from terrazzo.rules.swizzles import swizzled
 from terrazzo.rules.tile.draft import axis_name
 

@@ -19,7 +19,7 @@ from terrazzo.rules.loop_to_tile.chain_groups import Groups, on_warpgroups
 from terrazzo.rules.loop_to_tile.chain_schedules import FEW, Warps, arrangements, on_warps
 from terrazzo.rules.loop_to_tile.few_rows import MOST, share_rows, split_frames
 from terrazzo.rules.loop_to_tile.threads import WARP, ceil
-from terrazzo.rules.loop_to_tile.warpgroups import ROWS
+from terrazzo.rules.loop_to_tile.warpgroup_tiles import ROWS
 from terrazzo.rules.tile.complete import Refused, complete
 from terrazzo.rules.tile.draft import Draft
 from terrazzo.rules.tile.reach import reached

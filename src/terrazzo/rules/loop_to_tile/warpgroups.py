@@ -5,8 +5,7 @@ each costs. The model's numbers are those of the machine's record.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -16,7 +15,6 @@ from terrazzo.hw.products import missing
 from terrazzo.hw.wgmma import INSTRUCTIONS, WarpgroupInstruction
 from terrazzo.ir.concatenated import concatenated, loaded
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.node import derived
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
 from terrazzo.ir.sites import Product, called, made_of
 from terrazzo.rules.access import box
@@ -24,7 +22,6 @@ from terrazzo.rules.loop_to_tile.making import (
     ALONE,
     MADE,
     MADE_ALONE,
-    MADE_WAVES,
     converted,
     making,
     not_converted,
@@ -32,23 +29,26 @@ from terrazzo.rules.loop_to_tile.making import (
 )
 from terrazzo.rules.loop_to_tile.results import along, results
 from terrazzo.rules.loop_to_tile.threads import ceil, grid
+from terrazzo.rules.loop_to_tile.warpgroup_tiles import (
+    COLUMNS,
+    LEAST,
+    ROWS,
+    Tile,
+    abreast,
+    cuts,
+    runs,
+    shapes,
+    sharing,
+    step,
+    steps,
+)
 from terrazzo.rules.loop_to_tile.work import STEP, Work, facts_of, lasts
 from terrazzo.rules.swizzles import swizzled
 
-SHORT = 256
-"""Sums of fewer products are added up twice as often where someone wants to be exact: what a tensor core truncates is
-still seen in them.
-"""
 PIECES = 8
 """Tensors that an operand may be one after the other, at most: each has a tensor map of 128 bytes among the arguments
 of a kernel, of 4096 in all, and who loads asks in every step which of them it is.
 """
-ROWS = 64
-"""Rows of an instruction."""
-LEAST = 16
-"""Bytes of a row of a box, and columns of results that leave in boxes, at least."""
-COLUMNS = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
-"""Columns of the instructions that are tried."""
 SLOTS = 8
 """Of a ring, at most."""
 GROUP = 8
@@ -61,55 +61,6 @@ warpgroup multiplies meanwhile. Not measured: 64 additions, and the time until p
 """
 REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
 """Of a thread that loads and of one that multiplies, by the number of warpgroups that multiply."""
-
-
-@dataclass(frozen=True)
-class Tile:
-    """A block's part of a product: `groups` warpgroups with `each` instructions of 64 rows and `n` columns, in steps of
-    `k` products. Or `abreast` sums share an instruction, and each has n of its columns.
-
-    `rows` and `columns` are the product's axes that the instruction's are; a cluster of two divides the `split` one.
-    Or the blocks of a cluster have the same tile, and `share` its steps.
-    """
-
-    rows: Any
-    columns: Any
-    groups: int
-    each: int
-    n: int
-    k: int = STEP
-    split: Any = None
-    share: int = 1
-    abreast: int = 1
-
-    @derived
-    def m(self) -> int:
-        """Rows of a block."""
-        return self.groups * self.each * ROWS
-
-    @derived
-    def blocks(self) -> int:
-        """Blocks in a cluster."""
-        return self.share if self.split is None else 2
-
-    @derived
-    def parts(self) -> int:
-        """How many of the blocks that share sums store a part of the columns each, of whole subtiles."""
-        if self.share == 1:
-            return 1
-        return next(
-            d for d in range(self.share, 0, -1) if self.share % d == 0 and (self.n % (d * LEAST) == 0 or d == 1)
-        )
-
-    def covered(self, axis: Any) -> int:
-        """How much of an axis a cluster covers."""
-        size = self.m if axis is self.rows else self.n
-        return size * (2 if axis is self.split else 1)
-
-    @derived
-    def clusters(self) -> tuple[int, int]:
-        """How many clusters the axis of the rows takes, and that of the columns."""
-        return ceil(self.rows.extent, self.covered(self.rows)), ceil(self.columns.extent, self.covered(self.columns))
 
 
 class Plan(NamedTuple):
@@ -143,14 +94,14 @@ def plans(p: Product, gpu: Gpu) -> tuple[Plan, ...]:
     if gpu.warpgroups is None:
         return ()
     for i in instructions_for(p, gpu)[0]:
-        for tile in (*(_tiles(p, i.shape[1]) if i.shape[1] in COLUMNS else ()), *_abreast(p, i.shape[1])):
+        for tile in (*(shapes(p, i.shape[1]) if i.shape[1] in COLUMNS else ()), *abreast(p, i.shape[1])):
             if tile.split is None:  # those that clusters divide follow it
                 alone = whole = _work(p, tile, gpu, gpu.warpgroups)
             else:
                 whole = _divided(p, tile, alone, gpu, gpu.warpgroups)
-            for s in _pieces(p, tile, whole.tiles, gpu):
+            for s in cuts(p, tile, whole.tiles, gpu):
                 found.append((Plan(tile, s, i, _time(p, tile, whole, s, gpu)), whole.tiles * tile.blocks * s))
-            for x in _shared(p, tile, whole.tiles, gpu):
+            for x in sharing(p, tile, whole.tiles, gpu):
                 work = _work(p, x, gpu, gpu.warpgroups)
                 found.append((Plan(x, 1, i, _time(p, x, work, 1, gpu)), work.tiles * x.blocks))
 
@@ -212,96 +163,12 @@ def _no_boxes(x: Any, p: Product) -> str:
     return tma.problem(found.place.tensor, (*found.sides[:-1], LEAST // x.dtype.size), 0)
 
 
-def _tiles(p: Product, n: int) -> Iterator[Tile]:
-    """Tiles whose accumulators have room and whose slabs wgmma reads, and of which no axis fills less than half."""
-    count = len(p.sites) * (2 if promotes(p) else 1)
-    for rows, columns in ((p.m, p.n), (p.n, p.m)):
-        for groups, each in ((1, 1), (2, 1), (2, 2)):
-            tile = Tile(rows, columns, groups, each, n, step(p))
-            if count * each * n // 2 > 128 or any(rows not in x.free or each > 1 for x in converted(p)):
-                continue
-            if tile.m >= 2 * max(rows.extent, ROWS) or n >= 2 * max(columns.extent, 8):
-                continue
-            if any(w not in (16, 32) and w % STEP for w in (_along(x, tile) for x in p.sources)):
-                continue
-            yield tile
-            for split in () if converted(p) else (rows, columns):  # multicast: what threads read is their block's
-                if ceil(split.extent, tile.covered(split)) % 2 == 0 and _shares(tile, split):
-                    yield Tile(rows, columns, groups, each, n, tile.k, split)
-
-
-def _abreast(p: Product, columns: int) -> Iterator[Tile]:
-    """Tiles of which all sums share an instruction of so many columns: they have the factor of the rows in common, and
-    instructions read it once, whose second factors lie one behind the other. Results begin with whole subtiles.
-    """
-    count = len(p.sites)
-    n = columns // count
-    plain = all(isinstance(x, l.Load) for x in p.operands) and len(p.operands) == facts_of(p).terms + 1 == count + 1
-    if count == 1 or columns % (count * LEAST) or n not in COLUMNS or not plain:
-        return
-    for tile in _tiles(p, n):
-        firsts, seconds = ([x for x in p.operands if (tile.rows in x.free) == side] for side in (True, False))
-        panels = n % STEP == 0 and n > STEP
-        if len(firsts) == 1 and (panels or not any(along(x, tile.columns) for x in seconds)):
-            yield replace(tile, abreast=count)
-
-
-def step(p: Product) -> int:
-    """Elements of k in a step of a product."""
-    if promotes(p):
-        return STEP // 2 if math.prod(a.extent for a in p.axes) < SHORT else STEP
-    return max(16, STEP * 4 // max(len(p.sites[0].terms), 4))  # all terms of a step are in registers at once
-
-
-def steps(p: Product, tile: Tile) -> tuple[int, int]:
-    """Of a tile: along all axes but the last, which are walked one by one, and along that."""
-    return facts_of(p).outer, ceil(p.axes[-1].extent, tile.k)
-
-
 def _promotions(p: Product, tile: Tile) -> int:
     """How often in a step: products that are scaled alike are added up together; of three scales, the large ones of a
     long step in two halves.
     """
     scales = len(set(p.sites[0].scales))
     return scales + (scales > 2 and tile.k == STEP)
-
-
-def _shares(tile: Tile, split: Any) -> bool:
-    """Whether what the blocks of a cluster have in common is wide enough to be fetched in halves."""
-    return (tile.n if split is tile.rows else tile.m) >= 16
-
-
-def _pieces(p: Product, tile: Tile, tiles: int, gpu: Gpu) -> Iterator[int]:
-    """Into how many pieces the last axis of k may be cut while blocks are few: of whole steps, so that each block has
-    eight at least. The last may be shorter, since TMA brings zeros for what lies beyond the end: unless other points
-    lie there, where the axis is a part of a dimension.
-    """
-    yield 1
-    outer, inner = steps(p, tile)
-    waves = MADE_WAVES if converted(p) else 2
-    axis, found = p.axes[-1], pieces(inner, waves * gpu.processors // (tiles * tile.blocks), ceil(8, outer))
-    if any(map(concatenated, p.operands)) or tile.abreast > 1:
-        return
-    ends = facts_of(p).ends and (promotes(p) or not converted(p))
-    yield from (s for s in found if ends or not (inner % s or axis.extent % tile.k))
-
-
-def pieces(steps: int, most: int, least: int) -> Iterator[int]:
-    """Into how many pieces of `least` steps or more these may be cut, none of them empty: few, or a half of `most` or
-    all of it, which fill a machine once and twice.
-    """
-    wanted = (*range(2, min(most, 16) + 1), *(x for x in (most // 2, most) if x > 16))
-    yield from dict.fromkeys(ceil(steps, each) for s in wanted if (each := ceil(steps, s)) >= least)
-
-
-def _shared(p: Product, tile: Tile, tiles: int, gpu: Gpu) -> Iterator[Tile]:
-    """The tile where blocks of a cluster share its steps, two at least each, while all clusters run at once."""
-    _, inner = steps(p, tile)
-    alone = tile.split is None and not converted(p) and tile.abreast == 1
-    for share, most in gpu.warpgroups.clusters if alone and gpu.warpgroups else ():
-        each = ceil(inner, share)
-        if each > 1 and ceil(inner, each) == share and tiles <= most:
-            yield Tile(tile.rows, tile.columns, tile.groups, tile.each, tile.n, tile.k, share=share)
 
 
 def _clusters(p: Product, tile: Tile) -> int:
@@ -495,12 +362,7 @@ def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
 def _operand(x: Any, t: Tile) -> Operand:
     """By TMA, for both blocks of a cluster where they need the same."""
     shared = (("multicast", True),) if t.split is not None and t.split not in x.free else ()
-    return Operand("smem", (("by", "tma"), ("swizzle", swizzled(x.dtype.size * _along(x, t))), *shared))
-
-
-def _along(x: Any, t: Tile) -> int:
-    """Elements of a slab that lie in a row: of whichever axis runs through memory. A swizzle takes whole rows of it."""
-    return next((n for a, n in ((t.rows, t.m), (t.columns, t.n)) if along(x, a)), t.k)
+    return Operand("smem", (("by", "tma"), ("swizzle", swizzled(x.dtype.size * runs(x, t))), *shared))
 
 
 def _width(t: Tile) -> int:
