@@ -59,6 +59,11 @@ PROMOTION = 100.0
 """Nanoseconds for waiting for those of a step's products that are promoted together and adding them up, where no other
 warpgroup multiplies meanwhile. Not measured: 64 additions, and the time until products begin again.
 """
+ACCUMULATORS, PROMOTED = 128, 160
+"""Registers of a thread for sums, at most; and where some of these are those of a step, which are added to the others.
+With 144 columns the 18944 of a layer are 132 tiles, one for each processor; NVRTC 13.5 spills nothing. What makes its
+factors in registers needs more beside its sums.
+"""
 REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
 """Of a thread that loads and of one that multiplies, by the number of warpgroups that multiply."""
 
@@ -216,10 +221,11 @@ def _no_boxes(x: Any, p: Product) -> str:
 def _tiles(p: Product, n: int) -> Iterator[Tile]:
     """Tiles whose accumulators have room and whose slabs wgmma reads, and of which no axis fills less than half."""
     count = len(p.sites) * (2 if promotes(p) else 1)
+    most = PROMOTED if promotes(p) and not converted(p) else ACCUMULATORS
     for rows, columns in ((p.m, p.n), (p.n, p.m)):
         for groups, each in ((1, 1), (2, 1), (2, 2)):
             tile = Tile(rows, columns, groups, each, n, step(p))
-            if count * each * n // 2 > 128 or any(rows not in x.free or each > 1 for x in converted(p)):
+            if count * each * n // 2 > most or any(rows not in x.free or each > 1 for x in converted(p)):
                 continue
             if tile.m >= 2 * max(rows.extent, ROWS) or n >= 2 * max(columns.extent, 8):
                 continue
