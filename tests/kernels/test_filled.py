@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from terrazzo import pipelines
 from terrazzo.front.capture import capture
 from terrazzo.hw.gpu import gpu
 from terrazzo.interp import kernel as simulator
@@ -22,7 +23,7 @@ from terrazzo.ir.nest import accumulators
 from terrazzo.ir.sites import product
 from terrazzo.options import Options
 from terrazzo.pipelines import Lowering, lowering
-from terrazzo.rules.loop_to_tile import products
+from terrazzo.rules.loop_to_tile import products, tiles, warpgroups
 from terrazzo.rules.loop_to_tile.apart import products_apart
 from terrazzo.targets import TARGETS
 from terrazzo.targets.cuda.check import check
@@ -266,3 +267,41 @@ def test_products_with_vectors_ask_for_enough_at_once(name: str) -> None:
     assert blocks(done) >= 3 * gpu("sm_90a").processors
     (_, first), *_ = done.at("tile").schedules
     assert "reg(8)" in str(first) and "reg(4)" in str(first)
+
+
+def test_parts_have_tiles_of_one_wave() -> None:
+    """18944 columns are 132 tiles of 144. What makes its factors in registers has no room for sums of so many."""
+    x, w = (torch.empty(n, 3584, device="meta") for n in (128, 18944))
+    program = capture(lambda x, w: x @ w.t(), (x, w), {}).program
+    options = Options(target="sm_90a", libraries="never", fp32="split")
+    for frozen, columns in ((("w",), 144), ((), 128)):
+        done = lowering(program, replace(options, frozen=frozen))
+        (schedule,) = [s for _, s in done.at("tile").schedules if "wgmma" in str(s)]
+        assert f"m64n{columns}k16" in str(schedule) and "promote=True" in str(schedule)
+        assert (blocks_of(done) == 132) == bool(frozen)
+
+
+def blocks_of(done: Lowering) -> int:
+    """The tiles of the kernel that multiplies on warpgroups."""
+    (plan,) = [p for _, p in done.at("tile").plans if "wgmma" in str(p)]
+    return int(np.prod([w.args[0] for w in next(x for x in plan.lines if x.op == "order").tiles]))
+
+
+@pytest.mark.parametrize("columns", [144, 160])
+def test_wide_tiles_of_parts_are_right(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With rows and columns that end within a tile."""
+    plans = warpgroups.plans
+    wide = lambda p, gpu: tuple(  # noqa: E731
+        x for x in plans(p, gpu) if (x.tile.n, x.tile.groups, x.tile.rows, x.pieces) == (columns, 2, p.m, 1)
+    )
+    monkeypatch.setattr(warpgroups, "plans", wide)
+    monkeypatch.setattr(tiles, "plans", tiles.plans.__wrapped__)  # which remembers those of other columns
+    monkeypatch.setattr(pipelines, "gain", lambda before, after, gpu, lost: (1.0, ""))
+    torch.manual_seed(0)
+    x, w = torch.randn(130, 192), torch.randn(300, 192)
+    options = Options(target="sm_90a", libraries="never", fp32="split")
+    done = lowering(capture(lambda x, w: torch.relu(x @ w.t() + 1), (x, w), {}).program, options)
+    assert f"m64n{columns}k16" in str(done.at("tile").schedules)
+    (y,) = simulator.run(done.at("kernel"), {"x": x.numpy(), "w": w.numpy()}, seed=3)
+    exact = torch.relu(x.double() @ w.double().t() + 1).numpy()
+    assert np.linalg.norm(y - exact) <= 2e-7 * np.linalg.norm(exact)

@@ -27,6 +27,11 @@ LEAST = 16
 """Bytes of a row of a box, and columns of results that leave in boxes, at least."""
 COLUMNS = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
 """Columns of the instructions that are tried."""
+ACCUMULATORS, PROMOTED = 128, 160
+"""Registers of a thread for sums, at most; and where some of these are those of a step, which are added to the others.
+With 144 columns the 18944 of a layer are 132 tiles, one for each processor; NVRTC 13.5 spills nothing. What makes its
+factors in registers needs more beside its sums.
+"""
 
 
 @dataclass(frozen=True)
@@ -82,10 +87,11 @@ class Tile:
 def shapes(p: Product, n: int) -> Iterator[Tile]:
     """Tiles whose accumulators have room and whose slabs wgmma reads, and of which no axis fills less than half."""
     count = len(p.sites) * (2 if promotes(p) else 1)
+    most = PROMOTED if promotes(p) and not converted(p) else ACCUMULATORS
     for rows, columns in ((p.m, p.n), (p.n, p.m)):
         for groups, each in ((1, 1), (2, 1), (2, 2)):
             tile = Tile(rows, columns, groups, each, n, step(p))
-            if count * each * n // 2 > 128 or any(rows not in x.free or each > 1 for x in converted(p)):
+            if count * each * n // 2 > most or any(rows not in x.free or each > 1 for x in converted(p)):
                 continue
             if tile.m >= 2 * max(rows.extent, ROWS) or n >= 2 * max(columns.extent, 8):
                 continue
