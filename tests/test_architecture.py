@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import importlib
 import pkgutil
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -169,6 +170,37 @@ def test_schedules_are_chosen_without_catching_errors() -> None:
         if isinstance(node, ast.Try) or (isinstance(node, ast.With) and "suppress" in ast.unparse(node.items[0]))
     ]
     assert wrong == []
+
+
+BELOW = ("rules/loop", "rules/loop_to_tile", "rules/tile", "rules/tile_to_kernel", "targets", "hw", "interp/kernel")
+"""What never hears of PyTorch's ops."""
+OPS = re.compile(r"aten|attention|flash|sdpa|softmax|matmul|\bb?mm\b|layer_norm|conv2d|linear|embedding")
+
+
+def _asked(file: Path) -> Iterator[tuple[int, str]]:
+    """The text that a file compares something with, in whatever way; and what names of kernels are compared with."""
+    for node in ast.walk(tree(file)):
+        inside: list[ast.expr] = []
+        if isinstance(node, ast.Compare):
+            inside = [node.left, *node.comparators]
+            named = [x for x in inside if ast.unparse(x) in ("kernel.name", "s.name", "step.name", "kernel.source")]
+            for x in inside if named else ():
+                if isinstance(x, ast.Constant):
+                    yield node.lineno, f"{ast.unparse(named[0])} against a constant"
+        elif isinstance(node, ast.MatchValue):
+            inside = [node.value]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("startswith", "endswith", "re.match")):
+            inside = [*node.args]
+        texts = (y for x in inside for y in ast.walk(x) if isinstance(y, ast.Constant) and isinstance(y.value, str))
+        yield from ((y.lineno, y.value) for y in texts if OPS.search(y.value))
+
+
+def test_nothing_below_tensors_goes_by_names_of_ops_or_kernels() -> None:
+    """What a kernel is, is found in its terms: there is no branch for attention, nor for anything else by its name."""
+    below = [file for file in FILES if file.relative_to(SOURCE).as_posix().startswith(BELOW)]
+    library = {"library.py"}  # what PyTorch's own kernels reach, by what they compute
+    assert len(below) > 100
+    assert [f"{place(f)}:{line}: {what}" for f in below if f.name not in library for line, what in _asked(f)] == []
 
 
 def test_the_writer_refuses_nothing() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -107,7 +107,7 @@ def _decode(b: int, h: int, kv: int, n: int, kind: str, d: int = 128) -> Case:
     import torch
     from torch.nn import functional as f
 
-    lengths = [n - 1 - 37 * i % (n // 2) for i in range(b)]
+    lengths = [n - i * n // (2 * b) for i in range(b)]  # from all of the cache to half of it
 
     def whole(q: Any, k: Any, v: Any) -> Any:
         return f.scaled_dot_product_attention(q, k, v, enable_gqa=True)
@@ -140,7 +140,7 @@ def _decode(b: int, h: int, kv: int, n: int, kind: str, d: int = 128) -> Case:
             return {"eager": fn, "cudnn": _on("CUDNN_ATTENTION", fn), "flash": _on("FLASH_ATTENTION", fn)}
         found = _beside_compile(fn)
         if kind == "lengths":
-            found["flex"] = _flexible(n, 1, lambda i, h, _, j: j < torch.tensor(lengths, device=j.device)[i], b)
+            found["flex"] = _flexible(n, 1, lengths=lengths)
         return found
 
     told = {"whole": "", "lengths": ", lengths on the device", "pages": f", in pages of {PAGE}"}[kind]
@@ -285,14 +285,20 @@ def _on(kernel: str, fn: Fn) -> Fn:
     return call
 
 
-def _flexible(n: int, queries: int, mask: Fn | None, batch: int | None = None, score: Fn | None = None) -> Fn:
-    """FlexAttention by torch.compile, its mask's blocks found once; `score` is given what is besides q, k and v."""
+def _flexible(
+    n: int, queries: int, mask: Fn | None = None, lengths: Sequence[int] = (), score: Fn | None = None
+) -> Fn:
+    """FlexAttention by torch.compile, the blocks of its mask found once: that of a batch of `lengths`, where these are
+    given. `score` is given what is besides q, k and v.
+    """
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     @cache
     def compiled(device: Any) -> Fn:
-        blocks = create_block_mask(mask, batch, None, queries, n, device=device) if mask else None
+        count = torch.tensor(lengths, device=device)
+        seen = (lambda b, h, i, j: j < count[b]) if lengths else mask
+        blocks = create_block_mask(seen, len(lengths) or None, None, queries, n, device=device) if seen else None
 
         def call(q: Any, k: Any, v: Any, *rest: Any) -> Any:
             changed = score(*rest) if score else None

@@ -11,11 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from terrazzo.front.row_numbers import keep_row_numbers
+
 
 def partition(joint: Any, inputs: Any, *, wide: bool = False, **options: Any) -> tuple[Any, Any]:
     """The forward and the backward graph of a joint one: a `partition_fn` for AOTAutograd. `wide`: weights in 32 bits
     are computed in the kernel that multiplies them.
     """
+    import torch
     from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
     from torch.utils.checkpoint import CheckpointPolicy
 
@@ -23,9 +26,29 @@ def partition(joint: Any, inputs: Any, *, wide: bool = False, **options: Any) ->
     if not again:
         found: tuple[Any, Any] = default_partition(joint, inputs, **options)
         return found
-    for node in again:
+    softmaxes = [x for x in again if x.target == torch.ops.aten._softmax.default]
+    kept, more = keep_row_numbers(joint.graph, softmaxes)
+    for node in (again & {*joint.graph.nodes}) | more | made_of_nothing(joint.graph):
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    for node in kept:
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     return min_cut_rematerialization_partition(joint, inputs, **options)  # type: ignore[no-any-return]
+
+
+def made_of_nothing(graph: Any) -> set[Any]:
+    """The nodes that no input and no chance has a part in, as masks of places are: who reads them knows what they say,
+    and not only what is kept of that.
+    """
+    import torch
+
+    found: set[Any] = set()
+    for node in graph.nodes:
+        chance = isinstance(node.target, torch._ops.OpOverload) and (
+            torch.Tag.nondeterministic_seeded in node.target.tags or node.target._schema.is_mutable
+        )
+        if node.op == "call_function" and not chance and all(x in found for x in node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def computed_again(graph: Any, wide: bool = False) -> set[Any]:

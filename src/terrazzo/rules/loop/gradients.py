@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import permutations
@@ -30,16 +30,14 @@ from terrazzo.ir.expr import Expr, Var
 from terrazzo.ir.monoid import monoid
 from terrazzo.ir.node import substitute, topological, transform
 from terrazzo.ir.types import DType, Type
-from terrazzo.rewrite.rule import Event, Log
+from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop.cost import Rates
-from terrazzo.rules.loop.definitions import Definitions, in_order, unused
+from terrazzo.rules.loop.edited import FAR, Edited, kernels_of
 from terrazzo.rules.loop.rounded import aligned
-from terrazzo.rules.loop.softmax import Softmax, softmaxes
+from terrazzo.rules.loop.softmax import Exponential, Softmax, exponentials, softmaxes
 
 PASS = "gradients"
 LOG2E = math.log2(math.e)
-FAR = 4
-"""Kernels from weights to what is stored of the product they are a factor of, at most."""
 PASSES = 4
 """Of 32 bits over a number for every weight, at least, that it takes where they are kept: weights and their gradients
 are written, and read.
@@ -58,15 +56,18 @@ def gradients(
     products of 32 bits (`wide`) where nothing is in 16. `views` has a program's views seen through, which is done only
     where there is such a gradient. Weights that `materialize` names stay as they are.
     """
-    terms = topological(_kernels(program)) if rates.matrix else []
+    terms = topological(kernels_of(program)) if rates.matrix else []
     if not any(isinstance(x, l.Apply) and x.fn.name == "exp" for x in terms):
         return program
     seen = views(program, Log())
-    narrow = any(b.type.dtype.name in rates.matrix for s in _kernels(seen) for b in (*s.reads, *s.writes))
+    narrow = any(b.type.dtype.name in rates.matrix for s in kernels_of(seen) for b in (*s.reads, *s.writes))
     work = _Gradients(seen, rates, wide and not narrow)
     for w in work.softmaxes:
         if w.buffer.name not in frozenset(materialize):
             work.rewrite(w)
+    for e in exponentials(work.program, work.known):
+        if e.buffer.name not in frozenset(materialize):
+            work.round_weights(e) if e.row.buffer in program.inputs else work.rows_beside(e)
     if not work.events:
         return program
     work.round_factors()
@@ -77,10 +78,6 @@ def gradients(
     old, new = ([s for s in a.steps if s not in b.steps] for a, b in ((seen, made), (made, seen)))
     log.applied(PASS, "gradients", ", ".join(s.name for s in old), old, new)
     return made
-
-
-def _kernels(program: l.Program) -> list[l.Kernel]:
-    return [s for s in program.steps if isinstance(s, l.Kernel)]
 
 
 # -- what is done ------------------------------------------------------------------------------------------------------
@@ -95,15 +92,13 @@ class Product:
     factors: list[Any]
 
 
-class _Gradients:
-    """A program on its way: its steps, what is known of them, and what there is to say."""
+class _Gradients(Edited):
+    """A program with softmaxes and their gradients."""
 
     def __init__(self, program: l.Program, rates: Rates, wide: bool) -> None:
-        self.program, self.rates = program, rates
+        super().__init__(program, PASS)
+        self.rates = rates
         self.kinds = {*rates.matrix, *(("f32",) if wide else ())}
-        self.known = Definitions(program)
-        self.names = {b.name for s in program.steps for b in s.writes} | {b.name for b in program.inputs}
-        self.events: list[Event] = []
         self.softmaxes = softmaxes(program, self.known)
         self.weights = {w.buffer for w in self.softmaxes}
 
@@ -227,11 +222,18 @@ class _Gradients:
             total = l.apply("where", w.empty, l.Literal(math.inf, total.dtype), total)
         columns = (*rows, w.column)
         stored = l.Kernel(w.kernel.name, columns, (l.Store(sums, rows, total), store), w.kernel.source)
-        above = l.apply("sub", score, l.Load(sums, rows))
+        weights, changed = self.rounded(w, columns, l.apply("sub", score, l.Load(sums, rows)), kind, others)
+        self.replace({w.kernel: [stored, *made.values(), weights], **changed})
+        what = f"{result.buffer.name} alone reads it; the others read {weights.name}, made of {sums.name}"
+        self.say("weights_again", w.buffer.name, what)
+
+    def rounded(
+        self, w: Softmax | Exponential, columns: tuple[Var, ...], above: Any, kind: DType, readers: Sequence[l.Kernel]
+    ) -> tuple[l.Kernel, dict[l.Kernel, list[l.Kernel]]]:
+        """A kernel that stores exp(above) in `kind`, and some readers of weights with that in their place."""
         weight = l.apply("approx_exp2", l.apply("mul", above, l.Literal(LOG2E, above.dtype)))
         again = l.Buffer(self.fresh(f"{w.buffer.name}_again"), aligned(kind, w.buffer.type))
-        last = l.Store(again, store.index, _as(weight, kind))
-        weights = l.Kernel(again.name, columns, (last,), w.kernel.source)
+        last = l.Store(again, w.kernel.stores[0].index, _as(weight, kind))
         self.weights.add(again)
 
         def visit(x: Any) -> Any:
@@ -239,10 +241,53 @@ class _Gradients:
                 return _as(l.Load(again, x.index, x.inside), x.dtype)
             return x
 
-        changed = {s: [transform(s, visit)] for s in others}
-        self.replace({w.kernel: [stored, *made.values(), weights], **changed})
-        what = f"{result.buffer.name} alone reads it; the others read {again.name}, made of {sums.name}"
-        self.say("weights_again", w.buffer.name, what)
+        kernel = l.Kernel(again.name, columns, (last,), w.kernel.source)
+        return kernel, {s: [transform(s, visit)] for s in readers}
+
+    def round_weights(self, w: Exponential) -> None:
+        """Have all who read weights that another program kept a number of each row for read them in the type of what
+        they are multiplied with, where that is one type.
+        """
+        readers = self.known.readers.get(w.buffer, [])
+        products = [p for s in self.readers(w.buffer, FAR) if (p := self.product(s)) is not None]
+        others = [x for p in products for x in p.factors if not self.multiple_of(x, w.buffer)]
+        kinds = {k.name: k for x in others if (k := self.narrow(x)) is not None}
+        if not kinds and w.score.dtype.name in self.kinds:
+            kinds = {w.score.dtype.name: w.score.dtype}
+        if w.buffer in self.known.kept or len(kinds) != 1 or next(iter(kinds)) == "f16":
+            return
+        (kind,) = kinds.values()
+        weights, changed = self.rounded(w, w.kernel.axes, l.apply("sub", w.score, w.row), kind, readers)
+        self.replace({w.kernel: [weights], **changed})
+        self.say("weights_again", w.buffer.name, f"{weights.name} has them in {kind.name}, made of {w.row.buffer.name}")
+
+    def rows_beside(self, w: Exponential) -> None:
+        """Have the kernel of weights store what the program keeps of their rows too, as who makes a product of weights
+        and values one kernel with the scores wants it.
+        """
+
+        def visit(x: Any) -> Any:
+            inner = isinstance(x, l.Load) and x is not w.score and x.buffer is not getattr(w.score, "buffer", None)
+            term = self.known.of(x) if inner else None
+            return x if term is None else transform(term, visit)
+
+        maker = self.known.makers.get(w.row.buffer)
+        if maker is None or not w.row.free <= {*w.kernel.axes}:
+            return
+        row = transform(self.known.of(w.row), visit)
+        if not any(isinstance(x, l.Reduce) for x in topological([row])):
+            return
+        (store,) = w.kernel.stores
+        weight = l.apply("exp", l.apply("sub", w.score, row))
+        stores = l.Store(w.row.buffer, w.row.index, row), l.Store(store.buffer, store.index, weight)
+        both = l.Kernel(w.kernel.name, w.kernel.axes, stores, w.kernel.source)
+        self.replace({w.kernel: [both], maker: []})
+        self.say("weights_again", w.buffer.name, f"its kernel stores {w.row.buffer.name} too")
+
+    def multiple_of(self, x: Any, buffer: l.Buffer) -> bool:
+        """Whether a factor is made of some weights."""
+        loads = [y for y in topological([self.known.unfold(x)]) if isinstance(y, l.Load)]
+        return any(y.buffer is buffer for y in loads)
 
     def again(self, w: Softmax, term: Any, made: dict[l.Buffer, l.Kernel]) -> Any:
         """A term whose temporaries of a number for every weight are computed anew, by what is `made` for them: up to
@@ -271,7 +316,7 @@ class _Gradients:
         these are what the product is rounded to.
         """
         rounded: dict[tuple[l.Buffer, DType], l.Buffer] = {}
-        for kernel in _kernels(self.program):
+        for kernel in kernels_of(self.program):
             value = kernel.stores[0].value
             if not isinstance(value, l.Apply) or value.fn.name != "mul" or len(kernel.stores) > 1:
                 continue
@@ -338,73 +383,6 @@ class _Gradients:
             if not any(x.dtype is kind for x in linear) and not self.ends_in(s, kind):
                 return False
         return True
-
-    # -- bookkeeping
-
-    def readers(self, buffer: l.Buffer, far: int) -> list[l.Kernel]:
-        """Who reads a buffer, or what is made of it, over so many kernels; the near ones first."""
-        found: dict[l.Kernel, None] = {}
-        front = [buffer]
-        for _ in range(far):
-            near = [s for b in front for s in self.known.readers.get(b, ()) if s not in found]
-            found.update(dict.fromkeys(near))
-            front = [b for s in near for b in s.writes]
-        return list(found)
-
-    def behind(self, buffer: l.Buffer) -> set[l.Kernel]:
-        """The last kernels that lead to what is stored in a buffer."""
-        found: set[l.Kernel] = set()
-        front = {buffer}
-        for _ in range(FAR):
-            near = {self.known.makers[b] for b in front if b in self.known.makers} - found
-            found |= near
-            front = {b for s in near for b in s.reads}
-        return found
-
-    def fresh(self, name: str) -> str:
-        """A name that no buffer has."""
-        found = unused(name, self.names)
-        self.names.add(found)
-        return found
-
-    def replace(self, new: dict[l.Kernel, list[l.Kernel]]) -> None:
-        """Put kernels in the places of others."""
-        steps = [x for s in self.program.steps for x in (new.get(s, [s]) if isinstance(s, l.Kernel) else [s])]
-        self.program = l.Program(self.program.name, self.program.inputs, tuple(steps), self.program.results)
-        self.known = Definitions(self.program)
-
-    def say(self, rule: str, subject: str, reason: str) -> None:
-        self.events.append(Event(PASS, rule, subject, True, reason))
-
-    def done(self, before: l.Program) -> l.Program:
-        """The program without what nobody reads any more, every step after what it reads. Numbers in 32 bits that are
-        made of rounded weights now are called otherwise.
-        """
-        while gone := {s for s in _kernels(self.program) if self.unread(s)}:
-            self.replace({s: [] for s in gone})
-        old = {x for s in _kernels(before) for x in s.stores}
-        written = {x.buffer for x in old} - self.known.kept
-        new: dict[l.Buffer, l.Buffer] = {}
-        steps: list[l.Kernel | l.Call] = []
-        for s in in_order(self.program, self.program.steps).steps:
-            for x in s.stores if isinstance(s, l.Kernel) else ():
-                changed = x not in old or new.keys() & {*s.reads}
-                if changed and x.buffer in written and x.buffer.type.dtype.size == 4:
-                    new[x.buffer] = l.Buffer(self.fresh(f"{x.buffer.name}_rounded"), x.buffer.type)
-            steps.append(transform(s, partial(_renamed, new)) if isinstance(s, l.Kernel) else s)
-        return l.Program(before.name, before.inputs, tuple(steps), before.results)
-
-    def unread(self, kernel: l.Kernel) -> bool:
-        """Whether nobody wants what a kernel stores."""
-        return not any(b in self.known.kept or self.known.readers.get(b) for b in kernel.writes)
-
-
-def _renamed(new: dict[l.Buffer, l.Buffer], x: Any) -> Any:
-    if isinstance(x, l.Load):
-        return l.Load(new.get(x.buffer, x.buffer), x.index, x.inside)
-    if isinstance(x, l.Store):
-        return l.Store(new.get(x.buffer, x.buffer), x.index, x.value)
-    return x
 
 
 def _matches(p: Product, wanted: Product, depth: Var) -> Iterator[dict[Any, Any]]:

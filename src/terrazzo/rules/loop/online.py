@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from terrazzo.ir.address import unflatten
+from terrazzo.ir.address import flatten, unflatten
 from terrazzo.ir.canonical import together
 from terrazzo.ir.contraction import contraction, nested_contraction, operand
 from terrazzo.ir.dialects import loop as l
@@ -27,7 +27,7 @@ from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Var, terms_of
 from terrazzo.ir.monoid import monoid
 from terrazzo.ir.node import Node, substitute, topological
-from terrazzo.ir.types import DType, f32
+from terrazzo.ir.types import DType, contiguous_strides, f32
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.definitions import in_order
 from terrazzo.rules.loop.fold import cheap, folded, negated
@@ -195,20 +195,18 @@ def with_rows(found: tuple[l.Kernel, ...], last: l.Kernel) -> l.Kernel | None:
 
 
 def _every_row(store: l.Store, axes: tuple[Var, ...]) -> bool:
-    """Whether a store reaches every element of its buffer once: an index is an axis, or has axes as its digits."""
+    """Whether a store reaches every element of its buffer once: its elements, counted through, have axes as digits."""
+    reached: Any = 1
+    shape = store.buffer.type.static_shape
     walked: list[Any] = []
-    for e, size in zip(store.index, store.buffer.type.shape, strict=True):
-        reached: Any = 1
-        for atoms, stride in sorted(terms_of(e).items(), key=lambda x: x[1]) if size != 1 else ():
-            if atoms or stride:
-                axis: Any = atoms[0] if len(atoms) == 1 else None
-                if axis not in axes or stride != reached:
-                    return False
-                reached *= axis.extent
-                walked.append(axis)
-        if reached != size:
-            return False
-    return len({*walked}) == len(walked)
+    for atoms, stride in sorted(terms_of(flatten(store.index, contiguous_strides(shape))).items(), key=lambda x: x[1]):
+        if atoms or stride:
+            axis: Any = atoms[0] if len(atoms) == 1 else None
+            if axis not in axes or stride != reached:
+                return False
+            reached *= axis.extent
+            walked.append(axis)
+    return reached == math.prod(shape) and len({*walked}) == len(walked)
 
 
 def softmax_into_product(kernel: l.Kernel, sizes: tuple[int, ...] = (2,)) -> l.Kernel | None:
@@ -294,8 +292,6 @@ def _framed(r: l.Reduce, told: bool, size: int) -> _Framed | None:
         kept = {total, m, sums}
         known = Known(axis, score, highest, sums, nothing, frozenset(kept))
         worth = known.worth(t)
-        if told and worth is not None:
-            return None
         new = known.rewritten(rebuild(total if worth is None else l.apply("mul", total, worth)))
         if not _reductions(new, kept):
             return _Framed(new, known, kept)

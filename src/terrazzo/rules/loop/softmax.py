@@ -74,6 +74,47 @@ def softmax(known: Definitions, kernel: l.Kernel) -> Softmax | None:
     return Softmax(kernel, columns[0], score, top, total, empty)
 
 
+@dataclass(frozen=True)
+class Exponential:
+    """A kernel that stores exp(score - row) along `column`, where `row` is a number of each row that is stored: the
+    logarithm of its sum, which another program keeps, or is given.
+    """
+
+    kernel: l.Kernel
+    column: Var
+    score: Any
+    row: l.Load
+
+    @property
+    def buffer(self) -> l.Buffer:
+        return self.kernel.stores[0].buffer
+
+
+def exponentials(program: l.Program, known: Definitions) -> list[Exponential]:
+    """The kernels that store such weights."""
+    kernels = [s for s in program.steps if isinstance(s, l.Kernel) and len(s.stores) == 1]
+    outside = {*program.inputs, *program.results}
+    return [w for s in kernels if (w := _exponential(known, s)) is not None and w.row.buffer in outside]
+
+
+def _exponential(known: Definitions, kernel: l.Kernel) -> Exponential | None:
+    match kernel.stores[0].value:
+        case l.Apply(fn=fn, args=(difference,), dtype=kind) if fn.name == "exp" and kind.name == "f32":
+            pass
+        case _:
+            return None
+    match known.unfold(difference):
+        case l.Apply(fn=fn, args=(score, row)) if fn.name == "sub":
+            while isinstance(row, l.Load) and row.buffer not in known.kept and isinstance(known.of(row), l.Load):
+                row = known.of(row)
+        case _:
+            return None
+    columns = [a for a in kernel.axes if a in score.free and a not in row.free]
+    if len(columns) != 1 or not isinstance(row, l.Load) or row.inside:
+        return None
+    return Exponential(kernel, columns[0], score, row)
+
+
 def _over(axis: Var, name: str, term: Any) -> l.Reduce:
     return l.Reduce.make(monoid(name), (axis,), (term,))
 

@@ -1,0 +1,211 @@
+"""What a training graph keeps of attention for its backward pass: a number for each row of scores, and its results.
+
+The gradient of scores s with weights w = softmax(s), gradients dw of these and results o = w v is
+
+    ds = w * (dw - sum(dw * w)),      w = exp(s - logsumexp(s)),      sum over keys(dw * w) = sum over columns(g * o)
+
+where g is the gradient of o. PyTorch's graph has the left forms, so its backward part would compute the softmax of all
+scores again, and their product with v, to have two numbers for each row. With the right ones it keeps the first number,
+and makes the second one of results that are there anyway.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """dw * w - w * sum(dw * w), which `end` is: `weights` is w, `softmax` what it is made of, `rows` the sum."""
+
+    end: Any
+    weights: Any
+    softmax: Any
+    above: Any
+    rows: Any
+
+
+def keep_row_numbers(graph: Any, softmaxes: Iterable[Any]) -> tuple[set[Any], set[Any]]:
+    """Have the gradients of some softmaxes in a joint graph computed from a number for each row, where what the rows
+    are summed to is a product; the nodes that are to be kept, and those to be computed again.
+
+    Not where values are float16: weights are rounded to what they are multiplied with, and of an exponential of any
+    difference nobody knows that it has so small a range.
+    """
+    kept: set[Any] = set()
+    again: set[Any] = set()
+    wanted = {*softmaxes}
+    for found in [x for node in graph.nodes if (x := _gradient(node)) is not None]:
+        results = _results(found) if found.softmax in wanted else None
+        if results is not None and not _of_halves(results[1]):
+            _rewrite(graph, found, *results, kept, again)
+    if kept:
+        graph.eliminate_dead_code()
+        graph.lint()
+    return {x for x in kept if x in graph.nodes}, {x for x in again if x in graph.nodes}
+
+
+def _rewrite(graph: Any, found: Gradient, gradient: Any, results: Any, kept: set[Any], again: set[Any]) -> None:
+    """A softmax and its gradient, in place."""
+    import torch
+
+    aten = torch.ops.aten
+    before = _Nodes(graph, found.softmax)
+    scores = found.softmax.args[0]
+    top = before.add(aten.amax.default, scores, [-1], True)
+    each = before.add(aten.exp.default, before.add(aten.sub.Tensor, scores, top))
+    total = before.add(aten.sum.dim_IntList, each, [-1], True)
+    rows = before.add(aten.add.Tensor, top, before.add(aten.log.default, total))
+    whole = _whole(found.weights)
+    if whole is not found.softmax:  # exp(-inf - inf) is the 0 that rows have of which all is hidden
+        none = before.add(aten.eq.Scalar, top, -math.inf)
+        rows = before.add(aten.where.self, none, before.add(aten.full_like.default, rows, math.inf), rows)
+    above = before.add(aten.sub.Tensor, scores, rows)
+    weights = before.add(aten.exp.default, above)
+    stored, more = _kept_results(graph, results, again)
+    last = _Nodes(graph, found.end)
+    summed = last.add(aten.sum.dim_IntList, last.add(aten.mul.Tensor, gradient, more), [-1], True)
+    summed = last.add(aten.view.default, summed, [*found.rows.meta["val"].shape])
+    end = last.add(aten.mul.Tensor, weights, last.add(aten.sub.Tensor, found.above, summed))
+    found.end.replace_all_uses_with(end)
+    whole.replace_all_uses_with(weights)
+    kept |= {rows, stored}
+    again |= {above, weights}
+
+
+def _kept_results(graph: Any, results: Any, again: set[Any]) -> tuple[Any, Any]:
+    """What is kept of results, rounded where others want them so, and the results made of it."""
+    import torch
+
+    aten = torch.ops.aten
+    seen = [results]
+    for node in seen:
+        seen += [x for x in node.users if x.target == aten.view.default]
+    casts = [x for node in seen for x in node.users if x.target == aten._to_copy.default]
+    rounded = next((x for x in casts if x.meta["val"].dtype.itemsize == 2), None)
+    if rounded is None:
+        return results, results
+    after = _Nodes(graph, rounded.next)
+    wide = after.add(aten._to_copy.default, rounded, dtype=results.meta["val"].dtype)
+    whole = after.add(aten.view.default, wide, [*results.meta["val"].shape])
+    again |= {wide, whole}
+    return rounded, whole
+
+
+class _Nodes:
+    """New nodes of a graph, before one that it has."""
+
+    def __init__(self, graph: Any, place: Any) -> None:
+        self.graph, self.place = graph, place
+
+    def add(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        """A node, with what it gives."""
+        import torch
+
+        with self.graph.inserting_before(self.place):
+            made = self.graph.call_function(target, args, kwargs)
+        values = torch.fx.map_arg((args, kwargs), lambda x: x.meta["val"])
+        given = next(x.meta["val"] for x in made.all_input_nodes)
+        with given.fake_mode:
+            made.meta["val"] = target(*values[0], **values[1])
+        return made
+
+
+def _of_halves(product: Any) -> bool:
+    """Whether a factor of a product was float16, before it was converted."""
+    import torch
+
+    for node in product.args:
+        while len(node.all_input_nodes) == 1 and getattr(node.meta["val"], "dtype", None) is torch.float32:
+            (node,) = node.all_input_nodes
+        if getattr(node.meta["val"], "dtype", None) is torch.float16:
+            return True
+    return False
+
+
+def _gradient(node: Any) -> Gradient | None:
+    """A node as the end of a softmax's gradient."""
+    import torch
+
+    aten = torch.ops.aten
+    if node.target != aten.sub.Tensor or len(node.args) != 2 or node.kwargs:
+        return None
+    one, other = node.args
+    if getattr(one, "target", None) != aten.mul.Tensor or getattr(other, "target", None) != aten.mul.Tensor:
+        return None
+    for weights, rows in (other.args, other.args[::-1]):
+        summed = getattr(rows, "target", None) == aten.sum.dim_IntList and rows.args[0] is one
+        if not summed or list(rows.args[1]) != [-1] or rows.args[2:] != (True,) or weights not in one.args:
+            continue
+        above = one.args[0] if one.args[1] is weights else one.args[1]
+        softmax = _softmax(weights)
+        if softmax is not None:
+            return Gradient(node, weights, softmax, above, rows)
+    return None
+
+
+def _softmax(node: Any) -> Any:
+    """The softmax that weights are: itself, or with rows of zeros where all scores are -inf."""
+    import torch
+
+    aten = torch.ops.aten
+    node = _whole(node)
+    if node.target == aten.where.self:
+        node = node.args[2] if _hidden(node.args[0]) is node.args[2].args[0] else node
+    last = node.target == aten._softmax.default and node.args[1] in (-1, node.meta["val"].dim() - 1)
+    return node if last and not node.args[2] else None
+
+
+def _whole(node: Any) -> Any:
+    """What weights are another name of."""
+    import torch
+
+    while node.target == torch.ops.aten.alias.default:
+        node = node.args[0]
+    return node
+
+
+def _hidden(node: Any) -> Any:
+    """The scores of which a condition says that all of a row are -inf; None where it says something else."""
+    import torch
+
+    aten = torch.ops.aten
+    if node.target != aten.all.dim or node.args[1:] != (-1, True):
+        return None
+    (test,) = node.args[:1]
+    return test.args[0] if test.target == aten.eq.Scalar and test.args[1] == -math.inf else None
+
+
+def _results(found: Gradient) -> tuple[Any, Any] | None:
+    """The gradient of what weights are multiplied to, and that: a product of both with the same values is what the
+    gradient of the weights is, and what they are multiplied to.
+    """
+    import torch
+
+    aten = torch.ops.aten
+    inward = _seen(found.above)
+    if inward.target != aten.bmm.default or inward.args[1].target != aten.permute.default:
+        return None
+    gradient, turned = inward.args
+    if list(turned.args[1]) != [0, 2, 1]:
+        return None
+    values = turned.args[0]
+    products = (x for x in values.users if x.target == aten.bmm.default and x.args[1] is values)
+    results = next((x for x in products if _softmax(_seen(x.args[0])) is found.softmax), None)
+    if results is None or results.meta["val"].shape != gradient.meta["val"].shape:
+        return None
+    return gradient, results
+
+
+def _seen(node: Any) -> Any:
+    """What a node is a view of."""
+    import torch
+
+    aten = torch.ops.aten
+    views = (aten.view.default, aten.expand.default, aten.alias.default, aten._unsafe_view.default)
+    while node.target in views and node.args[0].meta["val"].numel() == node.meta["val"].numel():
+        node = node.args[0]
+    return node
