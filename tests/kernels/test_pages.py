@@ -55,9 +55,7 @@ def close(found: Lowered, args: tuple[Any, ...], seed: int | None = None) -> Non
 
 
 @pytest.mark.parametrize("target", ["sm_90a", "sm_80"])
-@pytest.mark.parametrize(
-    ("page", "queries"), [(64, 1), (16, 1), (128, 1), (8, 3)], ids=lambda x: str(x)
-)
+@pytest.mark.parametrize(("page", "queries"), [(64, 1), (16, 1), (128, 1), (8, 3)], ids=lambda x: str(x))
 def test_pages_are_looked_up_by_the_chain(page: int, queries: int, target: str) -> None:
     """No keys are copied, and no scores are stored."""
     args = cache(page, 384, queries=queries)

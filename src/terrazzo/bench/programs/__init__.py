@@ -42,6 +42,8 @@ FAMILIES = (
     "rendering",
     "molecules",
     "probability",
+    "memories",
+    "robots",
     "operators",
 )
 

@@ -272,7 +272,7 @@ def depth_from_motion(images: int = 8, size: int = 320) -> Made:
 
 def planes(images: Tensor, weights: Tensor, cameras: int) -> Tensor:
     """MVSNet: features of other views warped by planes, their variance as a cost, a soft argmin over depths."""
-    b, c, h, w = images.shape[0] // cameras, *images.shape[1:]
+    b, (c, h, w) = images.shape[0] // cameras, images.shape[1:]
     feature = f.relu(f.conv2d(images, weights[:, :c], padding=1)).unflatten(0, (b, cameras))
     total, square = feature[:, 0][:, :, None].expand(-1, -1, 16, -1, -1), feature[:, 0].square()[:, :, None]
     square = square.expand(-1, -1, 16, -1, -1)

@@ -5,6 +5,7 @@ pixels that are shuffled or repeated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Set
 from typing import Any
 
@@ -17,8 +18,12 @@ from terrazzo.ir.sites import loads
 from terrazzo.ir.types import Type
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.cost import Rates, cost, looked_up
-from terrazzo.rules.loop.images import image
+from terrazzo.rules.loop.images import image, strewn
 
+LONG = 32
+"""Steps of a window from which on points that a thread computes together gain more by places that they share than
+storing the image takes, although the filter is one for all.
+"""
 PASS = "lookups"
 RULE = "store_lookups"
 
@@ -112,13 +117,15 @@ def operands_stored(
     reduces = [r for r in kernel.terms if isinstance(r, l.Reduce)]
     scanned = {s.axis for s in kernel.scans}
     for r in reduces:
-        c = contraction(r)
-        for x in _read_again(c) if c is not None else ():
+        if (c := contraction(r)) is None:
+            continue
+        again = _read_again(c)
+        for x in (*again, *(_long(c) if images else ())):
             if x in taken or scanned & x.free:
                 continue
             around = [a for y in reversed(reduces) if y is not r for a in y.axes]  # reductions that this one is within
             whole, places = image(x, kernel.axes, r.axes) if images else (x, {})
-            if not (places or wanted(x)):
+            if not (places or (wanted(x) and x in again)):
                 continue
             walked = [a for a in dict.fromkeys((*kernel.axes, *around, *r.axes, *places)) if a in whole.free]
             walked = walked if places else _in_order(walked, x)
@@ -144,6 +151,15 @@ def _read_again(c: Contraction) -> tuple[Any, ...]:
     points = [f.free - frozenset(c.reduce.axes) for f in c.factors]
     more = [any(getattr(a, "extent", 2) != 1 for a in other - own) for own, other in (points, points[::-1])]
     return tuple(dict.fromkeys(operand(f) for pair in c.terms for f, again in zip(pair, more, strict=True) if again))
+
+
+def _long(c: Contraction) -> tuple[Any, ...]:
+    """The operands at places that division finds at every step of a long window, whatever the other factor knows: what
+    a filter of many taps reads of what was turned.
+    """
+    steps = c.reduce.axes
+    long = all(isinstance(a.extent, int) for a in steps) and math.prod(a.extent for a in steps) >= LONG
+    return tuple(x for x in c.operands if strewn(x, steps)) if long else ()
 
 
 def _read(x: Any) -> l.Load:
