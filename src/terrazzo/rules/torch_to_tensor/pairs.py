@@ -1,6 +1,6 @@
-"""Complex numbers as pairs of real ones (docs/adr/019). Only PyTorch has complex tensors; where a program computes with some, it
-computes with what `view_as_real` gives of them, which the other rules lower and fuse: rotary embeddings, filters of
-spectra. What stays complex (transforms, products of matrices) is called, and reads and gives views of pairs.
+"""Complex numbers as pairs of real ones (docs/adr/019). Only PyTorch has complex tensors; where a program computes with
+some, it computes with what `view_as_real` gives of them, which the other rules lower and fuse: rotary embeddings,
+filters of spectra. What stays complex (transforms, products of matrices) is called, and reads and gives views of pairs.
 """
 
 from __future__ import annotations
