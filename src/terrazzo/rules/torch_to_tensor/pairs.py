@@ -5,7 +5,7 @@ filters of spectra. What stays complex (transforms, products of matrices) is cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -51,12 +51,40 @@ def complex_as_pairs(program: Program, log: Log) -> Program:
         d: f32[3, 4, 2] = aten.stack.default([v6, v9], -1)
         return (d,)
     """
+    found = [n for n in topological(program.results) if isinstance(n, Aten) and _function(n) and _defined(n)]
     new: dict[Node, Callable[[Now], Any]] = {}
-    for node in topological(program.results):
-        if isinstance(node, Aten) and (fn := COMPUTED.get(node.name) or MOVED.get(node.name)) and _defined(node):
-            moves = node.name in MOVED
-            new[node] = partial(_moved if moves else _computed, fn, node)
+    for node in _worth(found):
+        moves = node.name in MOVED
+        new[node] = partial(_moved if moves else _computed, _function(node), node)
     return replaced(program, log, "complex_as_pairs", new) if new else program
+
+
+def _function(node: Aten) -> Any:
+    return COMPUTED.get(node.name) or MOVED.get(node.name)
+
+
+def _worth(nodes: Sequence[Aten]) -> list[Aten]:
+    """Those that real numbers go into, or come out of, or of which several compute: one op between two calls of PyTorch
+    has nothing to be fused with, and what it computes would be copied to where the second call takes it.
+    """
+    group: dict[Node, Node] = {n: n for n in nodes}
+
+    def root(n: Node) -> Node:
+        while group[n] is not n:
+            group[n] = group[group[n]]
+            n = group[n]
+        return n
+
+    for n in nodes:
+        for c in n.children:
+            if c in group and _real(c) is not None:
+                group[root(c)] = root(n)
+    count: dict[Node, int] = {}
+    for n in nodes:
+        real = _real(n) is None or any(is_call(c, FROM_PAIRS) or _real(c) is None for c in n.children)
+        computes = n.name in COMPUTED and bool(n.children)
+        count[root(n)] = count.get(root(n), 0) + (2 if real and computes else int(computes))
+    return [n for n in nodes if count[root(n)] > 1]
 
 
 def _defined(node: Aten) -> bool:
