@@ -174,7 +174,7 @@ class _Bill:
         for s in body:
             match s:
                 case n.Let():
-                    self.term(s.term, trips)
+                    self.term(s.term, trips, in_reduction)
                 case n.Accumulate():
                     simple = s.into.monoid.width == 1 and isinstance(s.into, l.Reduce)
                     self.work += trips * (self.rates.op if simple else self.rates.serial)
@@ -237,17 +237,18 @@ class _Bill:
                 case n.Loop():
                     self.walk([s], points, True, True)
 
-    def term(self, term: l.Term, trips: int) -> None:
+    def term(self, term: l.Term, trips: int, in_reduction: bool) -> None:
         if isinstance(term, l.Load):
             self.touch(term.buffer, trips)
-            self.work += trips * self.rates.load * _reading(term)
+            self.work += trips * self.rates.load * (1.0 if in_reduction else _reading(term))
         elif isinstance(term, l.Apply):
             self.work += trips * term.fn.cost * self.rates.op
 
 
 def _reading(x: l.Load) -> float:
     """The part of the points that load at all, where a digit of few values says which, as of what is stacked: one of
-    two in `x[i // 2] if i % 2 == 0 else 0`. A thread has them all, and loads nothing for the others.
+    two in `x[i // 2] if i % 2 == 0 else 0`. A thread has them all, and loads nothing for the others. (Not where it
+    reduces: whose columns these are, is not known then.)
     """
     atoms = {d for d in topological([e for e in x.inside if isinstance(e, Expr)]) if isinstance(d, Mod | Var)}
     part = 1.0
