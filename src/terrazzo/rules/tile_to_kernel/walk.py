@@ -326,7 +326,7 @@ class Walker:
         """
         for load in loads:
             self.wide_load(load, j, size, scope)
-        taken = {*loads, *self.out_of_order(body, loads, j, size, scope)}
+        taken = {*loads, *self.out_of_order(body, (*loads, *keep), j, size, scope)}
         out = {x: self.builder.registers("out", x.buffer.type.dtype, (size,)) for x in stores}
         later = {x: self.builder.registers("term", x.dtype, (size,)) for x in keep}
 
@@ -362,10 +362,14 @@ class Walker:
         scope.env[load] = l.Load(place, index)
 
     def out_of_order(
-        self, body: Sequence[n.Statement], loads: Sequence[l.Load], j: Var, size: int, scope: Scope
+        self, body: Sequence[n.Statement], others: Sequence[Any], j: Var, size: int, scope: Scope
     ) -> list[l.Load]:
-        """Load what points read of a piece of memory in another order than their own, and which loads these are."""
-        own = [x.term for x in body if isinstance(x, n.Let) and isinstance(x.term, l.Load) and x.term not in loads]
+        """Load what points read of a piece of memory in another order than their own, and which loads these are. All
+        points are in range, or none.
+        """
+        if not all(together(e, j, size) for e in scope.pending):
+            return []
+        own = [x.term for x in body if isinstance(x, n.Let) and isinstance(x.term, l.Load) and x.term not in others]
         found = pieces([(x, scope(x)) for x in own if x not in scope.env and x not in scope.kept], j, size)
         pending = tuple(substitute(e, {j: 0}) for e in scope.pending)
         for piece in found:
