@@ -64,6 +64,7 @@ from terrazzo.rules.tile_to_kernel.lower import program as derive
 from terrazzo.rules.torch_to_tensor.library import Libraries
 from terrazzo.rules.torch_to_tensor.loops import parts_stacked, products_together, stacks_whole
 from terrazzo.rules.torch_to_tensor.lower import lower as to_tensor
+from terrazzo.rules.torch_to_tensor.pairs import complex_as_pairs
 from terrazzo.rules.torch_to_tensor.together import sums_together
 from terrazzo.targets import target
 from terrazzo.targets.cuda.check import check
@@ -81,7 +82,10 @@ def _texts(options: Options) -> Callable[[Any], str] | None:
 
 
 def _together(p: Program, log: Log, options: Options) -> Program:
-    """What a loop does step by step, at once, where tensors are so cheap to move as on a GPU."""
+    """Complex numbers as pairs; and what a loop does step by step, at once, where tensors are so cheap to move as on a
+    GPU.
+    """
+    p = complex_as_pairs(p, log)
     goal = target(options.target)
     if not goal.gpu or not options.fuse:
         return p

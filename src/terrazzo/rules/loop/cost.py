@@ -17,7 +17,7 @@ from terrazzo.ir.contraction import Contraction, contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Bound, Expr, FloorDiv, IntExpr, Loaded, Mod, Var, bounds
-from terrazzo.ir.node import topological
+from terrazzo.ir.node import substitute, topological
 from terrazzo.ir.sites import alone, made_of, not_made, sites
 from terrazzo.rules.loop.images import image, strewn
 
@@ -174,7 +174,7 @@ class _Bill:
         for s in body:
             match s:
                 case n.Let():
-                    self.term(s.term, trips)
+                    self.term(s.term, trips, in_reduction)
                 case n.Accumulate():
                     simple = s.into.monoid.width == 1 and isinstance(s.into, l.Reduce)
                     self.work += trips * (self.rates.op if simple else self.rates.serial)
@@ -237,12 +237,32 @@ class _Bill:
                 case n.Loop():
                     self.walk([s], points, True, True)
 
-    def term(self, term: l.Term, trips: int) -> None:
+    def term(self, term: l.Term, trips: int, in_reduction: bool) -> None:
         if isinstance(term, l.Load):
             self.touch(term.buffer, trips)
-            self.work += trips * self.rates.load
+            self.work += trips * self.rates.load * (1.0 if in_reduction else _reading(term))
         elif isinstance(term, l.Apply):
             self.work += trips * term.fn.cost * self.rates.op
+
+
+def _reading(x: l.Load) -> float:
+    """The part of the points that load at all, where a digit of few values says which, as of what is stacked: one of
+    two in `x[i // 2] if i % 2 == 0 else 0`. A thread has them all, and loads nothing for the others. (Not where it
+    reduces: whose columns these are, is not known then.)
+    """
+    atoms = {d for d in topological([e for e in x.inside if isinstance(e, Expr)]) if isinstance(d, Mod | Var)}
+    part = 1.0
+    for d in atoms:
+        low, high = bounds(d)
+        if low != 0 or not isinstance(high, int) or high >= FEW:
+            continue
+        tested = ([substitute(e, {d: v}) for e in x.inside] for v in range(high + 1))
+        part *= sum(all(not isinstance(e, int) or e >= 0 for e in y) for y in tested) / (high + 1)
+    return part
+
+
+FEW = 8
+"""Values of a digit whose points one thread has side by side, at most."""
 
 
 def _count(extent: IntExpr) -> int:

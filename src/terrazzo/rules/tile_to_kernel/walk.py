@@ -28,6 +28,7 @@ from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.direct import Direct, beside, room
 from terrazzo.rules.tile_to_kernel.gather import Gather, Leaf, leaf
 from terrazzo.rules.tile_to_kernel.multiply import Fragment
+from terrazzo.rules.tile_to_kernel.pieces import pieces
 from terrazzo.rules.tile_to_kernel.scans import SharedScan
 from terrazzo.rules.tile_to_kernel.scope import Scope
 
@@ -325,6 +326,7 @@ class Walker:
         """
         for load in loads:
             self.wide_load(load, j, size, scope)
+        taken = {*loads, *self.out_of_order(body, (*loads, *keep), j, size, scope)}
         out = {x: self.builder.registers("out", x.buffer.type.dtype, (size,)) for x in stores}
         later = {x: self.builder.registers("term", x.dtype, (size,)) for x in keep}
 
@@ -334,7 +336,7 @@ class Walker:
             for x in body:
                 if isinstance(x, l.Store) and x in out:
                     self.builder.add(l.Store(out[x], (j,), here(x.value)))
-                elif not isinstance(x, n.Let) or x.term not in loads:
+                elif not isinstance(x, n.Let) or x.term not in taken:
                     self.statement(x, here)
                     if isinstance(x, n.Let) and x.term in later:
                         self.builder.add(l.Store(later[x.term], (j,), here.env[x.term]))
@@ -358,6 +360,27 @@ class Walker:
         inside = [substitute(e, {j: 0}) for e in (*found.inside, *scope.pending)]
         self.builder.where(inside, lambda: self.builder.add(k.Move(place, (*index[:-1], 0), load.buffer, at, size)))
         scope.env[load] = l.Load(place, index)
+
+    def out_of_order(
+        self, body: Sequence[n.Statement], others: Sequence[Any], j: Var, size: int, scope: Scope
+    ) -> list[l.Load]:
+        """Load what points read of a piece of memory in another order than their own, and which loads these are. All
+        points are in range, or none.
+        """
+        if not all(together(e, j, size) for e in scope.pending):
+            return []
+        own = [x.term for x in body if isinstance(x, n.Let) and isinstance(x.term, l.Load) and x.term not in others]
+        found = pieces([(x, scope(x)) for x in own if x not in scope.env and x not in scope.kept], j, size)
+        pending = tuple(substitute(e, {j: 0}) for e in scope.pending)
+        for piece in found:
+            inside = (*piece.inside, *pending)
+            init = l.Literal(zero(piece.buffer.type.dtype), piece.buffer.type.dtype) if inside else None
+            place = self.builder.registers("in", piece.buffer.type.dtype, (piece.count,), init)
+            self.builder.where(
+                inside, partial(self.builder.add, k.Move(place, (0,), piece.buffer, piece.at, piece.count))
+            )
+            scope.env.update({x: l.Load.make(place, (at,), where) for x, at, where in piece.loads})
+        return [x for piece in found for x, _, _ in piece.loads]
 
     def keep_terms(self, s: n.Loop, digits: Sequence[Sequence[Digit]], scope: Scope, inner: Scope) -> None:
         """Terms of a leaf that registers keep, as the schedule says: found in those an earlier leaf filled, or to fill

@@ -1,0 +1,134 @@
+"""Complex numbers are computed with as pairs: what PyTorch computes, with no call of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import terrazzo
+from terrazzo.front.capture import capture
+from terrazzo.ir.dialects import loop as l
+from terrazzo.options import Options
+from terrazzo.pipelines import lowering
+
+torch.manual_seed(0)
+X, Y = torch.randn(3, 4, 6, dtype=torch.complex64), torch.randn(4, 6, dtype=torch.complex64)
+R = torch.randn(4, 6)
+WIDER = {"x": (3, 4, 12), "one": (1, 4, 6)}
+
+
+def _put(x: Tensor, y: Tensor) -> Tensor:
+    out = torch.zeros(WIDER["x"], dtype=x.dtype)
+    out[:, :, :6] = x * y
+    return out
+
+
+COMPUTED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "mul": lambda x, y, r: x * y,
+    "by real": lambda x, y, r: x * r + r * y,
+    "by numbers": lambda x, y, r: x * 2.5 + r * 1j + y * (2 + 1j),
+    "div": lambda x, y, r: x / (r.abs() + 1) + y / 3,
+    "add": lambda x, y, r: torch.add(x, y, alpha=2) + r + 1,
+    "sub": lambda x, y, r: torch.sub(x, y, alpha=2) - r - (1 + 2j),
+    "neg": lambda x, y, r: -x,
+    "conj": lambda x, y, r: (x.conj() * y).conj() + 0,
+    "abs": lambda x, y, r: (x * y).abs(),
+    "angle": lambda x, y, r: (x * y).angle(),
+    "parts": lambda x, y, r: (x * y).real + (x * y).imag,
+    "complex": lambda x, y, r: torch.complex(r, r + 1) * x,
+    "polar": lambda x, y, r: torch.polar(r, r + 1) * x,
+    "exp": lambda x, y, r: torch.exp(x * y),
+    "to complex": lambda x, y, r: r.to(torch.complex64) * x,
+    "wider": lambda x, y, r: (x * y).to(torch.complex128),
+    "sum": lambda x, y, r: (x * y).sum() + (x * y).sum((0, -1)).sum(0, keepdim=True),
+    "mean": lambda x, y, r: (x * y).mean(1),
+    "where": lambda x, y, r: torch.where(r > 0, x * y, x),
+    "square": lambda x, y, r: torch.square(x * y),
+    "ones": lambda x, y, r: torch.ones_like(x) * y,
+    "view": lambda x, y, r: (x * y).view(12, 6) * 2,
+    "reshape": lambda x, y, r: (x * y).transpose(0, 1).reshape(-1) * 2,
+    "expand": lambda x, y, r: (y * 2)[None].expand(3, -1, -1) * x,
+    "permute": lambda x, y, r: (x * y).permute(2, 0, 1).contiguous(),
+    "t": lambda x, y, r: (y * 2).t() * 1,
+    "unsqueeze": lambda x, y, r: (x * y).unsqueeze(-1) * x.unsqueeze(-2),
+    "squeeze": lambda x, y, r: (x * y)[:1].squeeze(0) * y,
+    "select": lambda x, y, r: (x * y)[:, -1] * 2,
+    "slice": lambda x, y, r: (x * y)[:, :, 1::2] * 2,
+    "cat": lambda x, y, r: torch.cat([x * y, x], -1) * 2,
+    "stack": lambda x, y, r: torch.stack([x * y, x], -1) * 2,
+    "index": lambda x, y, r: (x * y)[torch.tensor([0, 2])] * 2,
+    "index_select": lambda x, y, r: (x * y).index_select(-1, torch.tensor([0, 2])) * 2,
+    "pad": lambda x, y, r: torch.nn.functional.pad(x * y, (1, 2, 0, 1)) * 2,
+    "flip": lambda x, y, r: (x * y).flip(-1, 0) * 2,
+    "put": lambda x, y, r: _put(x, y),
+    "inputs moved": lambda x, y, r: torch.view_as_real(x[:, 1:3].transpose(0, 1)) + 0,
+}
+
+
+def _calls(fn: Callable[..., Any], given: tuple[Tensor, ...]) -> list[str]:
+    """The ops of PyTorch that a compiled call runs, but for views."""
+    program = lowering(capture(fn, given).program, Options()).at("loop")
+    found = [s.name for s in program.steps if isinstance(s, l.Call)]
+    return [name for name in found if name not in ("aten.view_as_real.default", "aten.view_as_complex.default")]
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_it_is_what_pytorch_computes_and_nothing_is_called(name: str) -> None:
+    given = X, Y, R
+
+    def fn(x: Tensor, y: Tensor, r: Tensor) -> Tensor:
+        out = COMPUTED[name](x, y, r)
+        return torch.view_as_real(out) if out.is_complex() else out
+
+    assert _calls(fn, given) == []
+    torch.testing.assert_close(terrazzo.compile(fn, *given)(*given), fn(*given), rtol=2e-5, atol=2e-5)
+
+
+def test_gradients() -> None:
+    """Those of a rotary embedding as Llama's authors write it, in one kernel, and no call."""
+
+    def rotary(x: Tensor, angle: Tensor) -> Tensor:
+        turn = torch.polar(torch.ones_like(angle), angle)
+        pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs * turn[None, :, None]).flatten(3).type_as(x)
+
+    def step(x: Tensor, angle: Tensor) -> tuple[Tensor, ...]:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            out = rotary(x, angle)
+            return out, torch.autograd.grad(out.square().sum(), x)[0]
+
+    given = torch.randn(2, 5, 3, 8), torch.randn(5, 4)
+    assert _calls(step, given) == []
+    program = lowering(capture(rotary, given).program, Options()).at("loop")
+    assert len(program.steps) == 1
+    for a, b in zip(terrazzo.compile(step, *given)(*given), step(*given), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
+
+
+def test_between_two_calls_several_ops_are_one_kernel_and_one_stays_a_call() -> None:
+    """Filters of a spectrum. What one op computes would be copied to where the next call of PyTorch takes it."""
+
+    def filtered(x: Tensor, w: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x) * torch.fft.rfft(w))
+
+    def shifted(x: Tensor, w: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x) * torch.fft.rfft(w) + torch.fft.rfft(w).conj())
+
+    given = torch.randn(4, 32), torch.randn(32)
+    transforms = {"aten._fft_r2c.default", "aten._fft_c2r.default"}
+    assert {*_calls(filtered, given)} - transforms == {"aten.mul.Tensor"}
+    assert {*_calls(shifted, given)} == transforms
+    for fn in (filtered, shifted):
+        torch.testing.assert_close(terrazzo.compile(fn, *given)(*given), fn(*given), rtol=2e-5, atol=2e-5)
+
+
+def test_what_overflows_is_left_to_pytorch() -> None:
+    """A quotient of large complex numbers, whose squares have no room."""
+    x = X * 1e25
+    assert _calls(lambda a, b: a / b, (x, x)) == ["aten.div.Tensor"]
+    assert terrazzo.compile(lambda a: (a * 1).abs(), x)(x).isfinite().all()
