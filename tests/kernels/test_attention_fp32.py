@@ -14,7 +14,8 @@ from terrazzo.front.capture import capture
 from terrazzo.interp import kernel as simulator
 from terrazzo.ir.plan import Frame, Order, Product, Reach
 from terrazzo.options import Options
-from terrazzo.pipelines import lowering
+from terrazzo.pipelines import PASSES, lowering, stages
+from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop import again
 
 
@@ -105,6 +106,18 @@ def test_gradients_store_no_scores(fn: Any, shape: tuple[int, ...], monkeypatch:
     eager = gradient(fn)(*args)
     for ours, x, y in zip(found.simulated(), exact, eager, strict=True):
         assert np.linalg.norm(ours - x.numpy()) <= 2 * np.linalg.norm(y.double().numpy() - x.numpy())
+
+
+@pytest.mark.parametrize(("head", "moved"), [(128, True), (256, False)])
+def test_rows_are_summed_from_what_is_stored_where_heads_make_no_chain(head: int, moved: bool) -> None:
+    """So rows of gradients add up to 0, whatever tensor cores cut off of the product that both are made of."""
+    args = tuple(torch.empty(1, 2, 256, head, device="meta") for _ in range(4))
+    log = Log()
+    upper = tuple(p.name for p in PASSES if p.name in ("torch_to_tensor", "tensor_to_loop", "gradients"))
+    stages(capture(gradient(plain), args, {}).program, Options(target="sm_90a", libraries="never"), log, upper)
+    events = [e for e in log.events if e.rule == "row_sums"]
+    assert {e.fired for e in events} == {moved}
+    assert moved or "heads of 256 in float32 make no chain" in events[0].reason
 
 
 @pytest.mark.parametrize("seed", [1, 2])

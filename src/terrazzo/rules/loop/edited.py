@@ -60,8 +60,9 @@ class Edited:
         self.program = l.Program(self.program.name, self.program.inputs, tuple(steps), self.program.results)
         self.known = Definitions(self.program)
 
-    def say(self, rule: str, subject: str, reason: str) -> None:
-        self.events.append(Event(self.label, rule, subject, True, reason))
+    def say(self, rule: str, subject: str, reason: str, fired: bool = True) -> None:
+        """What a rule did, or why it did not where it might have."""
+        self.events.append(Event(self.label, rule, subject, fired, reason))
 
     def done(self, before: l.Program) -> l.Program:
         """The program without what nobody reads any more, every step after what it reads. Numbers in 32 bits that are
