@@ -30,7 +30,8 @@ def test_gradients_of_embeddings(rows: int, called: int) -> None:
     assert not any("index_put" in name for name in ops)
     compiled = terrazzo.compile(gradient, table, ids)
     assert len(compiled.compiled.fallbacks) == called
-    torch.testing.assert_close(compiled(table, ids), gradient(table, ids))
+    exact = gradient(table.double(), ids)  # eager's sum of 700 equal numbers is further off
+    torch.testing.assert_close(compiled(table, ids).double(), exact, rtol=1.3e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize(("rows", "called"), [(3, 0), (5000, 1)])

@@ -39,9 +39,8 @@ def lower(subject: Subject, request: Request) -> Lowering:
 
         dump.write(request.options.dump, done, request.options)
     unknown_buffers(done, request.options.materialize)
-    known = [b.name for b in done.loop.inputs]
     for name in request.options.frozen:
-        if name not in known:
+        if name not in (known := [b.name for b in done.loop.inputs]):
             raise UserError(unknown("input", name, known))
     steps = (done.at("kernel") or done.loop).steps
     refuse([(s.name, s.source) for s in steps if isinstance(s, l.Call) and not is_called(s)], request)

@@ -407,30 +407,47 @@ def _quotient(x: Elementwise, index: Sequence[IntExpr]) -> IntExpr | None:
     i = next(iter(variables), None)
     if len(variables) != 1 or not isinstance(i, Var | Bound) or not isinstance(i.extent, int):
         return None
-    if not 1 < i.extent <= MOST_VALUES or (found := _values(x, tuple(index), i, {})) is None:
+    if not 1 < i.extent <= MOST_VALUES or (found := _values(x, tuple(index), i)) is None:
         return None
     return quotient(found.tolist(), i)
 
 
-def _values(x: Any, index: tuple[IntExpr, ...], i: Any, known: dict[Any, Any]) -> Any:
+def _values(x: Any, index: tuple[IntExpr, ...], i: Any) -> Any:
     """The values of a tensor at `index` for each value of i; None where it is not made of coordinates alone."""
-    if (x, index) in known:
-        return known[x, index]
-    found = None
-    if isinstance(x, Literal):
-        found = np.full(i.extent, x.value, x.dtype.numpy)
-    elif isinstance(x, Elementwise):
-        args = [_values(y, index, i, known) for y in x.args]
-        found = None if any(y is None for y in args) else np.asarray(x.fn.numpy(*args))
-    elif isinstance(x, Iota | IndexMap) and not _open((*(x.index if isinstance(x, IndexMap) else (x.index,)), *index)):
+    known: dict[Any, Any] = {}
+    todo = [(x, index)]
+    while todo:
+        read = _read_there(*todo[-1])
+        if missing := [y for y in read if y not in known]:
+            todo += missing
+            continue
+        made = [known[y] for y in read]
+        known[todo[-1]] = None if any(y is None for y in made) else _value_of(*todo[-1], i, made)
+        todo.pop()
+    return known[x, index]
+
+
+def _read_there(x: Any, index: tuple[IntExpr, ...]) -> list[tuple[Any, tuple[IntExpr, ...]]]:
+    """What an element is made of: tensors, and where they are read."""
+    if isinstance(x, Elementwise):
+        return [(y, index) for y in x.args]
+    if isinstance(x, IndexMap) and not x.inside and not _open((*x.index, *index)):
         here = dict(zip(coordinates(x.type.shape), index, strict=True))
-        if isinstance(x, Iota):
-            value = evaluate(substitute(x.index, here), {i: np.arange(i.extent)})
-            found = np.broadcast_to(np.asarray(value, np.int64), (i.extent,))
-        elif not x.inside:
-            found = _values(x.x, tuple(substitute(e, here) for e in x.index), i, known)
-    known[x, index] = found
-    return found
+        return [(x.x, tuple(substitute(e, here) for e in x.index))]
+    return []
+
+
+def _value_of(x: Any, index: tuple[IntExpr, ...], i: Any, made: Sequence[Any]) -> Any:
+    """The values of an element for each value of i, by those of what it is made of; None where they are not known."""
+    if isinstance(x, Literal):
+        return np.full(i.extent, x.value, x.dtype.numpy)
+    if isinstance(x, Elementwise):
+        return np.asarray(x.fn.numpy(*made))
+    if isinstance(x, Iota) and not _open((x.index, *index)):
+        here = dict(zip(coordinates(x.type.shape), index, strict=True))
+        value = evaluate(substitute(x.index, here), {i: np.arange(i.extent)})
+        return np.broadcast_to(np.asarray(value, np.int64), (i.extent,))
+    return made[0] if made else None
 
 
 def _open(index: Sequence[IntExpr]) -> bool:
