@@ -9,7 +9,7 @@ from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.sites import Product, no_product, product
-from terrazzo.rules.loop.parts import SCALE
+from terrazzo.rules.loop.number_parts import SCALE
 from terrazzo.rules.loop_to_tile import chains, tiles, warpgroups
 from terrazzo.rules.loop_to_tile.apart import products_apart
 from terrazzo.rules.loop_to_tile.chain import chain

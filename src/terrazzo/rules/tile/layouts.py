@@ -15,7 +15,7 @@ from terrazzo.ir.node import topological
 from terrazzo.ir.plan import Convert, Plan, Product, Result, Ring, Stream
 from terrazzo.ir.sites import made_of
 from terrazzo.rewrite.rule import need, rule
-from terrazzo.rules.loop.parts import counted
+from terrazzo.rules.loop.number_parts import counted
 from terrazzo.rules.tile.draft import Draft
 from terrazzo.rules.tile.products import CONVERTED
 from terrazzo.rules.tile.rings import axis_called, operand_text
