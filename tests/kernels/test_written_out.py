@@ -20,7 +20,7 @@ FEW: dict[str, tuple[Any, tuple[tuple[int, ...], ...]]] = {
     "rows": (lambda x, w: x @ w.T, ((2, 40000), (5, 40000))),
     "columns": (lambda x, w: x.T @ w, ((40000, 3), (40000, 2))),
     "in batches": (lambda x, w: x @ w.transpose(1, 2), ((3, 2, 20000), (3, 3, 20000))),
-    "two axes of rows": (lambda x, w: torch.einsum("abk,ck->abc", x, w), ((2, 2, 30000), (3, 30000))),
+    "two axes of rows": (lambda x, w: torch.einsum("abk,ck->abc", x, w), ((2, 2, 60000), (3, 60000))),
     "of what is computed on its way": (lambda x, w: torch.tanh(x) @ torch.exp(w).T, ((2, 40000), (4, 40000))),
     "and what follows": (lambda x, w: torch.tanh(x @ w.T) + 1, ((2, 40000), (2, 40000))),
 }
