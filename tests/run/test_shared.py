@@ -28,8 +28,13 @@ def as_complex(x: Any) -> Any:
 X, Y = torch.randn(8, 4, 2), torch.randn(4, 2)
 
 
-def test_products_of_complex_numbers_are_views_to_their_ends() -> None:
-    assert copies(lambda x, y: torch.view_as_real(as_complex(x) * as_complex(y)), X, Y) == 0
+def test_transforms_of_complex_numbers_are_views_to_their_ends() -> None:
+    assert copies(lambda x: torch.view_as_real(torch.fft.fft(as_complex(x))), X) == 0
+
+
+def test_products_of_complex_numbers_are_ours_and_copied_once() -> None:
+    """They are given back as what PyTorch makes of pairs of ours, in memory of their own."""
+    assert copies(lambda x, y: torch.view_as_real(as_complex(x) * as_complex(y)), X, Y) == 1
 
 
 def test_what_a_kernel_computed_is_copied_since_its_memory_is_used_again() -> None:
