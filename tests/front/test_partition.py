@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from terrazzo.front.capture import attention_by_definition
 from terrazzo.front.decompositions import table
 from terrazzo.front.partition import partition
+from terrazzo.front.row_numbers import keep_row_numbers
 
 TOKENS, WIDTH, HEADS = 40, 32, 2
 
@@ -103,3 +105,31 @@ def test_weights_of_float32_are_kept_where_no_kernel_has_them(causal: bool, wide
     for ours, theirs in zip(found, eager, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     assert (2 * HEADS * TOKENS * TOKENS in kept) == (not wide)
+
+
+@pytest.mark.parametrize(("dtype", "size", "numbers"), [
+    (torch.float32, 128, True), (torch.float32, 256, False), (torch.bfloat16, 256, True), (torch.float16, 64, False),
+])  # fmt: skip
+def test_numbers_of_rows_are_kept_where_their_sums_are_exact(
+    dtype: torch.dtype, size: int, numbers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wide heads in float32 make no chain of products, in which what tensor cores cut off would be the same."""
+    kept: list[int] = []
+
+    def keep(graph: Any, softmaxes: Any) -> Any:
+        found = keep_row_numbers(graph, softmaxes)
+        kept.append(len(found[0]))
+        return found
+
+    monkeypatch.setattr("terrazzo.front.partition.keep_row_numbers", keep)
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        with attention_by_definition():
+            options = {"fw_compiler": lambda graph, _: graph.forward, "decompositions": table()}
+            apart = functools.partial(partition, wide=True)
+            return aot_module_simplified(gm, inputs, partition_fn=apart, **options)
+
+    torch._dynamo.reset()
+    q, k, v = (torch.randn(1, 2, 16, size, dtype=dtype, requires_grad=True) for _ in range(3))
+    torch.compile(F.scaled_dot_product_attention, backend=backend)(q, k, v).float().sum().backward()
+    assert any(kept) == numbers

@@ -16,6 +16,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+HEAD = 128
+"""Numbers of a head in float32 whose gradients are chains of products, at most."""
+
 
 @dataclass(frozen=True)
 class Gradient:
@@ -33,14 +36,16 @@ def keep_row_numbers(graph: Any, softmaxes: Iterable[Any]) -> tuple[set[Any], se
     are summed to is a product; the nodes that are to be kept, and those to be computed again.
 
     Not where values are float16: weights are rounded to what they are multiplied with, and of an exponential of any
-    difference nobody knows that it has so small a range.
+    difference nobody knows that it has so small a range. And not where heads in float32 are wider than `HEAD`: they
+    make no chain of products, and what tensor cores cut off of g * o and of dw is not the same, so rows of ds would no
+    longer add up to 0.
     """
     kept: set[Any] = set()
     again: set[Any] = set()
     wanted = {*softmaxes}
     for found in [x for node in graph.nodes if (x := _gradient(node)) is not None]:
         results = _results(found) if found.softmax in wanted else None
-        if results is not None and not _of_halves(results[1]):
+        if results is not None and _exact(results[1]):
             _rewrite(graph, found, *results, kept, again)
     if kept:
         graph.eliminate_dead_code()
@@ -114,16 +119,19 @@ class _Nodes:
         return made
 
 
-def _of_halves(product: Any) -> bool:
-    """Whether a factor of a product was float16, before it was converted."""
+def _exact(product: Any) -> bool:
+    """Whether the rows of its weights' gradient may be summed from a product, by what its factors were before they were
+    converted.
+    """
     import torch
 
+    kinds = set()
     for node in product.args:
         while len(node.all_input_nodes) == 1 and getattr(node.meta["val"], "dtype", None) is torch.float32:
             (node,) = node.all_input_nodes
-        if getattr(node.meta["val"], "dtype", None) is torch.float16:
-            return True
-    return False
+        kinds.add(getattr(node.meta["val"], "dtype", None))
+    wide = kinds == {torch.float32} and product.meta["val"].shape[-1] > HEAD
+    return torch.float16 not in kinds and not wide
 
 
 def _gradient(node: Any) -> Gradient | None:
