@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from terrazzo.bench import attention, gpu, gpu_suites, report  # noqa: E402
+from terrazzo.bench import attention, gpu, gpu_report, gpu_suites  # noqa: E402
 from terrazzo.ir.torch_types import to_torch_dtype  # noqa: E402
 from terrazzo.ir.types import DTYPES  # noqa: E402
 from terrazzo.options import Options  # noqa: E402
@@ -116,9 +116,9 @@ def test_groups_are_summed_up_beside_the_best_peer() -> None:
     times = ({"terrazzo": 2.0, "eager": 9.0, "cudnn": 3.0}, {"terrazzo": 4.0, "eager": 2.0})
     cases = [{"case": str(us), "group": "forward", "us": us, "memory": memory, **told} for us in times]
     record = {"suite": "attention", "geomean": {"eager": 1.0, "cudnn": 1.0}, "cases": cases}
-    assert report.group_rows(record)[1] == ("forward", "bf16", "2", "0.87x", "0.50x", "1.50x")
-    head, first, second = report.gpu_rows(record)
+    assert gpu_report.group_rows(record)[1] == ("forward", "bf16", "2", "0.87x", "0.50x", "1.50x")
+    head, first, second = gpu_report.gpu_rows(record)
     assert len(head) == len(first) == len(second)
     assert dict(zip(head, second, strict=True))["/ cudnn"] == ""
     assert dict(zip(head, first, strict=True))["peak, of the least peer's"] == "3.0 MB, 1.50"
-    assert report.group_rows({"cases": [{**cases[0], "group": ""}]}) == []
+    assert gpu_report.group_rows({"cases": [{**cases[0], "group": ""}]}) == []

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 from terrazzo.bench.choice import choices
-from terrazzo.bench.report import SHAPES, shape_rows
+from terrazzo.bench.gpu_report import SHAPES, shape_rows
 from terrazzo.hw.gpu import gpu
 
 RECORD = Path(__file__).parents[2] / "benchmarks" / "fits" / "h200-tiles.json"

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 torch = pytest.importorskip("torch")
 
-from terrazzo.bench import article, fp32, gpu, gpu_suites, products, report  # noqa: E402
+from terrazzo.bench import article, fp32, gpu, gpu_report, gpu_suites, products, report  # noqa: E402
 from terrazzo.cli.bench import GpuSuite, app  # noqa: E402
 from terrazzo.errors import UserError  # noqa: E402
 from terrazzo.front.capture import capture  # noqa: E402
@@ -67,9 +67,9 @@ def test_a_table_shows_what_others_published() -> None:
         "problem": "",
     }
     case |= {"bytes": 4000, "operations": 0.0}
-    head, row = report.gpu_rows({"geomean": {"eager": 2.0}, "cases": [case]})
+    head, row = gpu_report.gpu_rows({"geomean": {"eager": 2.0}, "cases": [case]})
     assert "the article's / eager" not in head
-    head, row = report.gpu_rows({"geomean": {"eager": 2.0}, "cases": [case | {"said": "1.31x"}]})
+    head, row = gpu_report.gpu_rows({"geomean": {"eager": 2.0}, "cases": [case | {"said": "1.31x"}]})
     assert dict(zip(head, row, strict=True))["the article's / eager"] == "1.31x"
     assert dict(zip(head, row, strict=True))["/ eager"] == "2.00x"
 
@@ -102,7 +102,7 @@ def test_a_staircase_says_what_each_step_gains() -> None:
         {"case": n, "us": {"terrazzo": us, "eager": 100.0}, "operations": 4e8, "problem": problem}
         for n, us, problem in (("first", 400.0, ""), ("second", 125.0, ""), ("third", 120.0, "an error"))
     ]
-    _, first, second, third = report.stair_rows({"cases": cases})
+    _, first, second, third = gpu_report.stair_rows({"cases": cases})
     assert first == ("first", "400", "1", "", "0.25x")
     assert second[3:] == ("3.20x", "0.80x")
     assert third[3:] == ("1.04x", "**an error**")
@@ -159,7 +159,7 @@ def test_parts_of_a_suite_are_put_together(tmp_path: Path, monkeypatch: pytest.M
 def test_what_a_case_ended_with_is_in_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _measured(monkeypatch)
     record = gpu.measure("squares", Options(), ["eager"])
-    head, *rows = report.gpu_rows(record)
+    head, *rows = gpu_report.gpu_rows(record)
     assert {len(r) for r in rows} == {len(head)}
     assert rows[2] == ("bad", "bf16", *("" for _ in head[3:]), "RuntimeError: out of memory of the GPU")
     (tmp_path / "results").mkdir()
@@ -169,7 +169,7 @@ def test_what_a_case_ended_with_is_in_the_tables(tmp_path: Path, monkeypatch: py
     (tmp_path / "results" / "staircase.json").write_text(json.dumps(stairs))
     page = report.page(tmp_path / "results")
     assert page.count("RuntimeError: out of memory of the GPU") == 2
-    assert report.GPU_TITLES["squares"] in page
+    assert gpu_report.GPU_TITLES["squares"] in page
 
 
 def test_a_part_is_one_of_so_many() -> None:

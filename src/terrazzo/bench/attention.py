@@ -285,9 +285,7 @@ def _on(kernel: str, fn: Fn) -> Fn:
     return call
 
 
-def _flexible(
-    n: int, queries: int, mask: Fn | None = None, lengths: Sequence[int] = (), score: Fn | None = None
-) -> Fn:
+def _flexible(n: int, queries: int, mask: Fn | None = None, lengths: Sequence[int] = (), score: Fn | None = None) -> Fn:
     """FlexAttention by torch.compile, the blocks of its mask found once: that of a batch of `lengths`, where these are
     given. `score` is given what is besides q, k and v.
     """

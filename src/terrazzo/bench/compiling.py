@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def cases() -> tuple[Case, ...]:
         Case("GPT-2, 4 x 512", 0, lambda: known("gpt2", 4, 512, "bf16")),
         Case("ResNet-50, 32 images", 0, lambda: of(resnet50(), (32, 3, 224, 224), "bf16")),
         Case("a decoder layer of Llama-3-8B, 512 tokens", 0, lambda: known("llama-3-8b", 1, 512, "bf16", layer=0)),
-        *(Case(family, n, lambda make=make, n=n: make(n)) for family, make, sizes in grown for n in sizes),  # type: ignore[misc]
+        *(Case(family, n, partial(make, n)) for family, make, sizes in grown for n in sizes),
     )
 
 

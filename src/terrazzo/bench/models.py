@@ -9,6 +9,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from terrazzo.ir.program import Program
@@ -30,7 +31,7 @@ def models() -> tuple[Model, ...]:
         Model("BERT-base, 16 x 128", lambda dtype: known("bert-base", 16, 128, dtype)),
         Model("ViT-B/16, 32 images", lambda dtype: known("vit-b-16", 32, 0, dtype)),
         *(
-            Model(f"{name} layer, 512 tokens", lambda dtype, name=name: known(name, 1, 512, dtype, layer=0))  # type: ignore[misc]
+            Model(f"{name} layer, 512 tokens", partial(known, name, 1, 512, layer=0))
             for name in ("tinyllama", "qwen2.5-7b", "llama-3-8b")
         ),
         Model("ResNet-50, 32 images, channels last", lambda dtype: of(resnet50(), (32, 3, 224, 224), dtype)),

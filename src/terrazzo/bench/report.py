@@ -11,6 +11,7 @@ from typing import Any
 
 from terrazzo.bench.choice import Choice, choices
 from terrazzo.bench.compiling import PHASES
+from terrazzo.bench.gpu_report import counters, markdown, shapes, staircase, suite, where
 from terrazzo.bench.harness import busy
 from terrazzo.bench.operators import report as operators
 from terrazzo.bench.programs import report as programs
@@ -45,67 +46,6 @@ def _time(seconds: float) -> str:
     return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
 
 
-def gpu_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """A header and a row per case of a GPU's record: microseconds, what part of the data sheet's rate that is, and
-    ratios.
-    """
-    peers = list(record["geomean"])
-    said = ["the article's / eager"] if any(c.get("said") for c in record["cases"]) else []
-    peak = ["peak, of the least peer's"] if any(c.get("group") for c in record["cases"]) else []
-    ratios = [f"/ {p}" for p in peers]
-    found = [("case", "dtype", "terrazzo", *peers, "rate", *ratios, *said, *peak, "error / eager's")]
-    for c in record["cases"]:
-        us = c["us"]
-        if not us:
-            found.append((c["case"], c["dtype"], *("" for _ in range(len(found[0]) - 3)), c["problem"]))
-            continue
-        rate = (
-            f"{c['operations'] / us['terrazzo'] / 1e6:.1f} TFLOP/s"
-            if c["operations"]
-            else f"{c['bytes'] / us['terrazzo'] / 1e3:.0f} GB/s"
-        )
-        error = c["error"] / c["error_eager"] if c["error_eager"] else 0.0
-        ratios = [f"{us[p] / us['terrazzo']:.2f}x" if p in us else "" for p in peers]
-        others = [*([c["said"]] if said else ()), *([_peak(c["memory"])] if peak else ())]
-        times = [f"{us[name]:.1f} us" if name in us else "" for name in ("terrazzo", *peers)]
-        found.append(
-            (
-                c["case"],
-                c["dtype"],
-                *times,
-                rate if c["bytes"] else "",
-                *ratios,
-                *others,
-                c["problem"] or f"{error:.2f}",
-            )
-        )
-    return found
-
-
-def _peak(memory: Mapping[str, int]) -> str:
-    """What a call takes at its peak, and what part that is of what the peer takes that needs least."""
-    least = min(n for name, n in memory.items() if name != "terrazzo")
-    return f"{memory['terrazzo'] / 1e6:.1f} MB, {memory['terrazzo'] / max(least, 1):.2f}"
-
-
-def group_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """How many times as fast ours is as the best peer, a row for each group of cases and type; none without groups."""
-    found: dict[tuple[str, str], list[float]] = {}
-    for c in record["cases"]:
-        if c.get("group") and c["us"]:
-            best = min(t for name, t in c["us"].items() if name != "terrazzo")
-            found.setdefault((c["group"], c["dtype"]), []).append(best / c["us"]["terrazzo"])
-    rows = [
-        (*key, str(len(each)), f"{_mean(each):.2f}x", f"{min(each):.2f}x", f"{max(each):.2f}x")
-        for key, each in found.items()
-    ]
-    return [("group", "type", "cases", "of the best peer", "least", "most"), *rows] if rows else []
-
-
-def _mean(ratios: Sequence[float]) -> float:
-    return math.exp(sum(map(math.log, ratios)) / len(ratios))
-
-
 def conditions(record: Mapping[str, Any]) -> str:
     """Where and when a record was measured."""
     versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
@@ -119,25 +59,11 @@ def page(results: Path) -> str:
     parts = [HEAD]
     for path in sorted(results.rglob("*.json")):
         record = json.loads(path.read_text())
-        if record.get("suite") == "programs":
-            parts += _programs(record)
-            continue
-        if record.get("suite") == "operators":
-            parts += _operators(record)
-            continue
-        if record.get("suite") == "shapes":
-            parts += _shapes(record)
-            continue
-        if record.get("suite") == "staircase":
-            parts += _staircase(record)
+        if (part := PARTS.get(record.get("suite", ""))) is not None:
+            parts += part(record)
             continue
         if "meta" in record:
-            parts += (
-                _counters(record) if "counters" in record["meta"] else _gpu_part(record) if "geomean" in record else []
-            )
-            continue
-        if (part := {"libraries": _libraries, "memory": _memory, "compile": _compile}.get(record["suite"])) is not None:
-            parts += part(record)
+            parts += counters(record) if "counters" in record["meta"] else suite(record) if "geomean" in record else []
             continue
         table = rows(record)
         lines = ["| " + " | ".join(row) + " |" for row in table]
@@ -210,8 +136,8 @@ def _compile(record: Mapping[str, Any]) -> list[str]:
     """Seconds that programs take to compile, as a table, and a chart for each family that grows."""
     families = dict.fromkeys(c["family"] for c in record["cases"] if c["size"])
     plots = [line for family in families for line in _growth(record, family)]
-    where = f"{conditions(record)}; target {record['target']}, {'loaded' if record['loaded'] else 'not loaded'}."
-    return ["## Compile time", "", where, "", *COMPILE, "", *plots, *_markdown(compile_rows(record)), ""]
+    told = f"{conditions(record)}; target {record['target']}, {'loaded' if record['loaded'] else 'not loaded'}."
+    return ["## Compile time", "", told, "", *COMPILE, "", *plots, *markdown(compile_rows(record)), ""]
 
 
 def _growth(record: Mapping[str, Any], family: str) -> list[str]:
@@ -239,7 +165,7 @@ kernels in the cache (`terrazzo bench compile` measures anew).
 
 def _memory(record: Mapping[str, Any]) -> list[str]:
     """The peak memory of calls."""
-    return ["## Peak memory of a call", "", *MEMORY, "", *_markdown(memory_rows(record)), ""]
+    return ["## Peak memory of a call", "", *MEMORY, "", *markdown(memory_rows(record)), ""]
 
 
 MEMORY = """What a call takes at its peak on a processor, over weights and inputs, by PyTorch's own account of its
@@ -255,7 +181,7 @@ def _libraries(record: Mapping[str, Any]) -> list[str]:
         "",
         *LIBRARIES,
         "",
-        *_markdown(library_rows(record)),
+        *markdown(library_rows(record)),
         "",
         f"Ops called since a library is faster, in all: **{total}**; it is to fall to zero.",
         "",
@@ -267,82 +193,21 @@ def _programs(record: Mapping[str, Any]) -> list[str]:
     return [
         f"## {programs.title(record)}",
         "",
-        _where(record),
+        where(record),
         "",
         *programs.WHAT,
         "",
-        *_markdown(programs.summary(record)),
+        *markdown(programs.summary(record)),
         "",
-        *_markdown(programs.rows(record)),
+        *markdown(programs.rows(record)),
         "",
     ]
 
 
 def _operators(record: Mapping[str, Any]) -> list[str]:
     """Single operators: a table of sums, and one of what is weak."""
-    tables = [x for table in (operators.summary, operators.weak) for x in (*_markdown(table(record)), "")]
-    return [f"## {operators.title(record)}", "", _where(record), "", *operators.WHAT, "", *tables]
-
-
-SHAPES = {
-    "proj32": "projections of Qwen2.5-7B in float32, their weights split at every call",
-    "fused": "products with what surrounds them, beside the better of eager and torch.compile",
-    "att": "attention, beside the best of eager, cuDNN and FlashAttention",
-    "backward": "attention forward and backward, beside the same",
-    "decode": "attention of one query, beside the same",
-    "masks": "attention under masks and with changed scores, beside eager",
-    "ce": "cross-entropy with its projection, beside the better of eager and torch.compile",
-}
-
-
-def shape_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """How many times as fast ours is as the best peer, a row for each group of shapes."""
-    rows: list[tuple[str, ...]] = [("shapes", "cases", "geometric mean", "least", "most")]
-    for group, told in SHAPES.items():
-        each = [case["us"] for case in record["cases"] if case["group"] == group]
-        ratios = sorted(min(t for name, t in us.items() if name != "terrazzo") / us["terrazzo"] for us in each)
-        rows.append((told, str(len(ratios)), f"**{_mean(ratios):.2f}x**", f"{ratios[0]:.2f}x", f"{ratios[-1]:.2f}x"))
-    return rows
-
-
-def _shapes(record: Mapping[str, Any]) -> list[str]:
-    meta = record["meta"]
-    told = f"{meta['gpu']}, commit {meta['commit']}, libraries {meta['libraries']}: {meta['what']}."
-    return ["## Shapes that models have", "", *wrap(told, 120), "", *_markdown(shape_rows(record)), ""]
-
-
-def stair_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """What each ingredient of a product's schedule gains, in the order in which they come."""
-    rows: list[tuple[str, ...]] = [("and then", "µs", "TFLOP/s", "of the step before", "of cuBLAS")]
-    before = 0.0
-    for case in record["cases"]:
-        if not case["us"]:
-            rows.append((case["case"], "", "", "", f"**{case['problem']}**"))
-            continue
-        us = case["us"]["terrazzo"]
-        gain = f"{before / us:.2f}x" if before else ""
-        told = f"**{case['problem']}**" if case["problem"] else f"{case['us']['eager'] / us:.2f}x"
-        rows.append((case["case"], f"{us:.0f}", f"{case['operations'] / us / 1e6:.0f}", gain, told))
-        before = us
-    return rows
-
-
-def _staircase(record: Mapping[str, Any]) -> list[str]:
-    return [
-        "## One product, ingredient by ingredient",
-        "",
-        _where(record),
-        "",
-        *STAIRS,
-        "",
-        *_markdown(stair_rows(record)),
-        "",
-    ]
-
-
-STAIRS = """8192 cubed in bf16 under pinned schedules (`bench/products.py`): each has what those above it have, and one
-thing more. `terrazzo bench gpu --suite staircase` measures anew.
-""".splitlines()
+    tables = [x for table in (operators.summary, operators.weak) for x in (*markdown(table(record)), "")]
+    return [f"## {operators.title(record)}", "", where(record), "", *operators.WHAT, "", *tables]
 
 
 def choice_rows(found: Sequence[Choice]) -> list[tuple[str, ...]]:
@@ -375,12 +240,7 @@ def _choices(fits: Sequence[Path]) -> list[str]:
         f" the geometric mean, {100 * max(c.lost - 1 for c in found):.0f} % at most. It is off by {100 * off:.0f} % for"
         " schedules that take at most half as long again as these. It was fitted to the same measurements."
     )
-    return ["## The model's choices", "", *wrap(told, 120), "", *_markdown(choice_rows(found)), ""]
-
-
-def _markdown(table: Sequence[Sequence[str]]) -> list[str]:
-    lines = ["| " + " | ".join(row) + " |" for row in table]
-    return [lines[0], "|---" * len(table[0]) + "|", *lines[1:]]
+    return ["## The model's choices", "", *wrap(told, 120), "", *markdown(choice_rows(found)), ""]
 
 
 LIBRARIES = """By the model of an H200, with `libraries="auto"`, the default; `terrazzo bench libraries` counts anew.
@@ -390,98 +250,16 @@ What is measured on this page is measured with `libraries="never"`. Ops without 
 """.splitlines()
 
 
-def _counters(record: Mapping[str, Any]) -> list[str]:
-    """What was predicted of kernels beside what the hardware counted."""
-    kinds = list(record["meta"]["counters"])
-    lines = [f"| kernel | {' | '.join(kinds)} |", "|---|" + "---:|" * len(kinds)]
-    for c in record["cases"]:
-        pairs = [(c["predicted"][kind], c["counted"][kind]) for kind in kinds]
-        said = " | ".join(str(a) if a == b else f"{a}, **{b}** counted" for a, b in pairs)
-        lines.append(f"| {c['case']}: {c['kernel']} | {said} |")
-    return [
-        "## GPU: wavefronts of shared memory and sectors of global memory, predicted",
-        "",
-        _where(record),
-        "",
-        *COUNTERS,
-        *lines,
-        "",
-    ]
-
-
-COUNTERS = """What `targets/cuda/predict.py` says of a kernel's text, which is what the simulator counts; and what
-Nsight Compute counts on the GPU, where that differs: NVRTC drops reads of shared memory of which only some threads need
-the result, and copies of 16 bytes (`cp.async`) without a condition take more wavefronts where rows are swizzled, padded
-or partly off, in an order that is not modelled.
-
-""".splitlines()
-
-
-def _where(record: Mapping[str, Any]) -> str:
-    meta = record["meta"]
-    versions = ", ".join(f"{name} {number}" for name, number in meta["versions"].items())
-    return (
-        f"{meta['gpu']}, {meta['driver']}, NVRTC {meta['nvrtc']}, {versions}, commit {meta['commit']}, {meta['date']}."
-    )
-
-
-def _gpu_part(record: Mapping[str, Any]) -> list[str]:
-    table = gpu_rows(record)
-    lines = ["| " + " | ".join(row) + " |" for row in table]
-    lines.insert(1, "|---|---|" + "---:|" * (len(table[0]) - 2))
-    where = _where(record)
-    means = ", ".join(f"**{ratio:.2f}x** of {name}" for name, ratio in record["geomean"].items())
-    kinds = dict.fromkeys(c["dtype"] for c in record["cases"] if c["us"])
-    groups = [*_markdown(sums), ""] if (sums := group_rows(record)) else []
-    plots = [] if groups else [line for dtype in kinds for line in _plot(record, dtype)]
-    return [
-        f"## {GPU_TITLES.get(record['suite'], record['suite'])}",
-        "",
-        where,
-        "",
-        *groups,
-        *plots,
-        *lines,
-        "",
-        f"Geometric means: {means}.",
-        "",
-    ]
-
-
-def _plot(record: Mapping[str, Any], dtype: str) -> list[str]:
-    """How many times as fast as every peer, as a chart that renders where Markdown does. A bar per case, a line per
-    further peer.
-    """
-    cases = [c for c in record["cases"] if c["dtype"] == dtype and c["us"]]
-    first, *others = list(record["geomean"])
-    series = {p: [round(c["us"][p] / c["us"]["terrazzo"], 2) for c in cases] for p in (first, *others)}
-    most = max(x for values in series.values() for x in values)
-    shown = ", ".join([f"{first} (bars)", *(f"{p} (line)" for p in others)])
-    lines = ["```mermaid", "xychart-beta", f'  title "{dtype}: times as fast as {shown}"']
-    lines.append(f"  x-axis [{', '.join(str(k + 1) for k in range(len(cases)))}]")
-    lines.append(f'  y-axis "in the order of the table" 0 --> {most + 0.1:.1f}')
-    lines.append(f"  bar {series[first]}")
-    return [*lines, *(f"  line {series[p]}" for p in others), "```", ""]
-
-
-GPU_TITLES = {
-    "pointwise": "GPU: pointwise operations",
-    "reduction": "GPU: norms and softmax",
-    "gemm": "GPU: linear layers (f32 without tf32)",
-    "fp32": "GPU: products in float32 on tensor cores, as exactly (`--fp32 split`)",
-    "fp32-frozen": "GPU: the same with frozen weights, which are split once",
-    "fp32-small": "GPU: products in float32 of few rows",
-    "fp32-hard": "GPU: products of float32 that are hard to compute exactly",
-    "attention": "GPU: attention (each case beside the peers that it has times of)",
-    "convolution": "GPU: convolutions",
-    "block": "GPU: decoder layers",
-    "article": "GPU: the kernels of a decoder layer, one at a time",
-    "squares": "GPU: squares in bf16 and f16",
-    "projections": "GPU: projections of decoder models in bf16",
-    "odd": "GPU: products of odd sizes, stored along either axis",
-    "batched": "GPU: batches of squares in bf16",
-    "fused": "GPU: products with what surrounds them, in bf16",
+PARTS = {
+    "programs": _programs,
+    "operators": _operators,
+    "shapes": shapes,
+    "staircase": staircase,
+    "libraries": _libraries,
+    "memory": _memory,
+    "compile": _compile,
 }
+"""What a page says of the records of a suite; of those that are not here, a table of cases."""
 
 HEAD = """# Performance
 

@@ -204,7 +204,7 @@ def gpu(
     no suite is named.
     """
     from terrazzo.bench.gpu import PEERS, measure
-    from terrazzo.bench.report import gpu_rows, group_rows
+    from terrazzo.bench.gpu_report import gpu_rows, group_rows
     from terrazzo.cli.output import unknown
     from terrazzo.errors import UserError
     from terrazzo.options import LIBRARIES, Options

@@ -16,8 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-HEAD = 128
-"""Numbers of a head in float32 whose gradients are chains of products, at most."""
+from terrazzo.rules.loop.gradients import HEAD
 
 
 @dataclass(frozen=True)

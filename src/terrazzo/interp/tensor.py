@@ -80,7 +80,8 @@ def evaluate(node: t.Value, values: Mapping[Node, Any], precise: bool = False, c
             out = monoid.reduce(node.monoid, [values[a] for a in node.args], node.axes, dtypes)
             return out if node.monoid.width > 1 else out[0]
         case t.Scan():
-            out = monoid.scan(node.monoid, [values[a] for a in node.args], node.axis, [a.type.dtype for a in node.args])  # type: ignore[attr-defined]
+            dtypes = [a.type.dtype for a in node.args]  # type: ignore[attr-defined]
+            out = monoid.scan(node.monoid, [values[a] for a in node.args], node.axis, dtypes)
             return out if node.monoid.width > 1 else out[0]
         case t.Get():
             return values[node.x][node.index]

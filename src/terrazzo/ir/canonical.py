@@ -139,7 +139,8 @@ class _Renaming:
             return self.node(x)
         if dataclasses.is_dataclass(x) and not isinstance(x, _NAMELESS):
             old = {f.name: getattr(x, f.name) for f in dataclasses.fields(x)}
-            return dataclasses.replace(x, **{name: self.of(value) for name, value in old.items()})  # type: ignore[type-var]
+            new = {name: self.of(value) for name, value in old.items()}
+            return dataclasses.replace(x, **new)  # type: ignore[type-var]
         return x
 
     def node(self, root: Node) -> Any:

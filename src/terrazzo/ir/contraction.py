@@ -71,20 +71,25 @@ def nested_contraction(reduce: Reduce) -> Contraction | None:
     return Contraction(reduce, tuple(alike), tuple(scale for _, scale in found))
 
 
+def _has_terms(x: Node, several: bool) -> bool:
+    """Whether what is scaled is a sum, or, where it stands in one, a product."""
+    return _adds(x) or (several and _multiplies(x))
+
+
 def summands(x: Node) -> Iterator[tuple[Node, float]]:
     """What is added up, from the left, and by what power of two each is scaled: which changes no digit of a sum. A
     product by itself is not scaled so.
     """
     several = _adds(x)
-    todo = [(x, 1.0)]
+    todo: list[tuple[Any, float]] = [(x, 1.0)]
     while todo:
-        x, scale = todo.pop()
-        if _adds(x):
-            todo += [(y, scale) for y in x.args[::-1]]  # type: ignore[attr-defined]
-        elif _multiplies(x) and _is_scale(x.args[1]) and (_adds(x.args[0]) or (several and _multiplies(x.args[0]))):  # type: ignore[attr-defined]
-            todo.append((x.args[0], scale * x.args[1].value))  # type: ignore[attr-defined]
+        term, scale = todo.pop()
+        if _adds(term):
+            todo += [(y, scale) for y in term.args[::-1]]
+        elif _multiplies(term) and _is_scale(term.args[1]) and _has_terms(term.args[0], several):
+            todo.append((term.args[0], scale * term.args[1].value))
         else:
-            yield x, scale
+            yield term, scale
 
 
 def _is_scale(x: Node) -> bool:

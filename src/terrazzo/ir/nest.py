@@ -160,7 +160,8 @@ def _compute(uses: Sequence[Node], bound: frozenset[Any], done: set[Node], out: 
     for k in sorted(stages):
         out.extend(stages[k].lets)
         for statement in stages[k].lets:
-            done.add(statement.into if isinstance(statement, Accumulate) else statement.term)  # type: ignore[union-attr]
+            made = statement.into if isinstance(statement, Accumulate) else statement.term  # type: ignore[union-attr]
+            done.add(made)
         for axes, reductions in stages[k].reductions.items():
             inner = bound | set(axes)
             body: list[Statement] = []

@@ -132,7 +132,8 @@ def _module(
     for s in body[:-1]:
         values.value_statement(s, kind, scope, names, sources)
     returned = reader.results(body[-1], scope, Node)
-    return reader.build(f, Program, kind, f.name, tuple(inputs), returned, names, sources)  # type: ignore[no-any-return]
+    built: Program = reader.build(f, Program, kind, f.name, tuple(inputs), returned, names, sources)
+    return built
 
 
 def _plain(args: ast.arguments) -> bool:

@@ -169,7 +169,8 @@ class Reader:
             case ast.BinOp(left=a, op=op, right=b):
                 return self._arithmetic(x, op, self.expr(a, scope), self.expr(b, scope))
             case ast.Call(func=ast.Name(id="at"), args=[value, extent]):
-                return self.build(x, Loaded, self._read(value, scope), self.expr(extent, scope))  # type: ignore[no-any-return]
+                read: Expr = self.build(x, Loaded, self._read(value, scope), self.expr(extent, scope))
+                return read
             case ast.Name():
                 found: Expr = self.lookup(x, scope, Expr)
                 return found

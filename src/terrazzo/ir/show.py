@@ -102,7 +102,8 @@ def value_names(p: Program) -> dict[Node, str]:
 
 def _program(p: Program) -> str:
     names, values = value_names(p), _values(p)
-    lines = header(p.dialect, p.name, p.inputs, sizes([i.type for i in p.inputs] + [x.type for x in values]))  # type: ignore[attr-defined]
+    types = [x.type for x in (*p.inputs, *values)]  # type: ignore[attr-defined]
+    lines = header(p.dialect, p.name, p.inputs, sizes(types))
     for x in values:
         line = f"    {names[x]}: {show_type(x.type)} = {_value(x, names.__getitem__)}"  # type: ignore[attr-defined]
         source = p.sources.get(names[x])

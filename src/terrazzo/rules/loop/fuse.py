@@ -338,7 +338,8 @@ class _Fusion:
         sides: tuple[set[Any], set[Any]] = set(), set()
         for s in merged.stores:
             found = [x for x in topological([s]) if isinstance(x, l.Reduce) and on_matrix(x, self.rates)]
-            sides[s.buffer in first.writes].update(x for r in found for x in contraction(r).operands)  # type: ignore[union-attr]
+            factors = (x for r in found for x in contraction(r).operands)  # type: ignore[union-attr]
+            sides[s.buffer in first.writes].update(factors)
         return all(sides) and not sides[0] & sides[1]
 
     def _inlined(self, kernels: list[l.Kernel], readers: list[int]) -> list[l.Kernel] | str:

@@ -395,6 +395,7 @@ class _Gradients(Edited):
                 return False
         return True
 
+
 def _matches(p: Product, wanted: Product, depth: Var) -> Iterator[dict[Any, Any]]:
     """What the axes of a product's kernel must be for it to be the wanted one."""
     for mine in p.factors:
@@ -435,7 +436,8 @@ def _in_rows(x: Any, w: Softmax, p: Product) -> bool:
 
 
 def _widens(x: Any) -> bool:
-    return isinstance(x, l.Apply) and is_cast(x.fn) and x.args[0].dtype.size < x.dtype.size  # type: ignore[attr-defined]
+    casts = isinstance(x, l.Apply) and is_cast(x.fn)
+    return casts and x.args[0].dtype.size < x.dtype.size
 
 
 def _as(x: Any, kind: DType) -> Any:

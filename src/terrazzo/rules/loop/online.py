@@ -356,7 +356,8 @@ def unrounded(x: Any) -> Any:
     args = tuple(map(unrounded, x.args))
     if is_cast(x.fn) and isinstance(inner := args[0], l.Apply) and is_cast(inner.fn):
         wide = inner.args[0]
-        if x.dtype.is_float and inner.dtype.is_float and inner.dtype.size == 2 and wide.dtype is x.dtype:  # type: ignore[attr-defined]
+        half = inner.dtype.is_float and inner.dtype.size == 2
+        if x.dtype.is_float and half and wide.dtype is x.dtype:  # type: ignore[attr-defined]
             return wide
     return l.Apply(x.fn, args)
 

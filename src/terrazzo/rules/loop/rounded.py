@@ -54,9 +54,11 @@ def _weights(last: l.Kernel, known: Definitions, matrix: Container[str]) -> tupl
         for x, y in (c.factors, c.factors[::-1]):
             kind: DType = operand(y).dtype  # type: ignore[attr-defined]
             alone = isinstance(x, l.Load) and x.dtype is f32 and known.readers.get(x.buffer) == [last]
-            if not alone or kind.name not in matrix or kind.size != 2 or x.buffer in known.kept:  # type: ignore[attr-defined]
+            if not alone or kind.name not in matrix or kind.size != 2:
                 continue
             assert isinstance(x, l.Load)
+            if x.buffer in known.kept:
+                continue
             once = sum(isinstance(z, l.Load) and z.buffer is x.buffer for z in topological(last.stores)) == 1
             if once and x.buffer in known.makers and _weighs(known.of(x), known):
                 return x, kind

@@ -256,7 +256,8 @@ class Bindings:
         are like another site's, threads are numbered as there.
         """
         if site is not None and (other := self.schedule.alike(site)) is not None:
-            name = dict(site.axes)[axis].site.partition(".")[2] if axis in dict(site.axes) else ""  # type: ignore[union-attr]
+            like = dict(site.axes).get(axis)
+            name = like.site.partition(".")[2] if like is not None else ""  # type: ignore[union-attr]
             return self.inner(factor, name or axis, other)
         ranked = []
         own = dict(site.axes) if site else {}

@@ -182,9 +182,10 @@ def hidden(c: Contraction) -> Mask | None:
         return None if rounds else mask(found.score, -math.inf, axis)
     if not (parts := computed(c)):
         return None
-    term = parts[0]
-    wide = isinstance(term, l.Apply) and is_cast(term.fn) and term.args[0].dtype is c.reduce.dtype  # type: ignore[attr-defined]
-    return mask(term.args[0] if wide else term, 0.0, axis)  # type: ignore[attr-defined]
+    term: Any = parts[0]
+    casts = isinstance(term, l.Apply) and is_cast(term.fn)
+    wide = casts and term.args[0].dtype is c.reduce.dtype
+    return mask(term.args[0] if wide else term, 0.0, axis)
 
 
 def share(c: Contraction, rows: Any) -> float:

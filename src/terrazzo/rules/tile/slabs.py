@@ -188,7 +188,8 @@ class Slab:
             wider = self.instruction is not None and swizzle and sizes[axes[-1]] > width
             return width if wider and sizes[axes[-1]] % width == 0 else 0
         need(swizzle in (32, 64, 128), f"{self.name}: wgmma reads slabs swizzled by 32, 64 or 128 bytes")
-        shape = dict(zip((self.product.m, self.product.n), self.instruction.shape, strict=False))  # type: ignore[union-attr]
+        extents = self.instruction.shape  # type: ignore[union-attr]
+        shape = dict(zip((self.product.m, self.product.n), extents, strict=False))
         along = axis_name(axes[-1])
         need(along not in self.product.box, f"{self.name}: its rows are a box, and run along {along}, one of its axes")
         each = shape.get(along, width)

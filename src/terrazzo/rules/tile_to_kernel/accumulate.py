@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from terrazzo.ir.dialects import kernel as k
@@ -105,7 +106,7 @@ class Accumulators:
         meeting = [self.builder.memory("meet", Type(p.type.dtype, shape)) for p in places]
         for m, p in zip(meeting, places, strict=True):
             store = l.Store(m, (*self.at, self.bindings.warp), self.load(p))
-            self.builder.where([-k.LANE], lambda store=store: self.each(lambda: self.builder.add(store)))  # type: ignore[misc]
+            self.builder.where([-k.LANE], partial(self.each, partial(self.builder.add, store)))
         self.builder.add(self.bindings.sync)
         at, count = self.bindings.warp, 1
         for d in warps:

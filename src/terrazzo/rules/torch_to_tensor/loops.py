@@ -56,9 +56,10 @@ def parts_stacked(program: Program, log: Log) -> Program:
     new: dict[Node, Any] = {}
     for total, terms in sums(program, read).items():
         parts: dict[int, Pieces] = {}
+        x: Any
         for x in terms:
-            if read[x] == 1 and is_call(x, "aten.select_scatter.default") and _is_zero(x.args[0]):  # type: ignore[attr-defined]
-                _, part, dim, n = x.args  # type: ignore[attr-defined]
+            if read[x] == 1 and is_call(x, "aten.select_scatter.default") and _is_zero(x.args[0]):
+                _, part, dim, n = x.args
                 dim %= len(shape(x))
                 parts.setdefault(dim, {}).setdefault(n % shape(x)[dim], (x, part))
         dim, most = max(parts.items(), key=lambda x: len(x[1]), default=(0, {}))

@@ -131,7 +131,8 @@ def rms_norm(node: Aten, x: Any, shape: Sequence[int], weight: Any, eps: float |
     axes = range(x.type.rank - len(shape), x.type.rank)
     total = t.reduce("sum", t.apply("mul", wide, wide), axes, keepdim=True)
     count = math.prod(x.type.shape[a] for a in axes)
-    small = float(ml_dtypes.finfo(x.type.dtype.compute.numpy).eps) if eps is None else eps  # type: ignore[no-untyped-call]
+    least = ml_dtypes.finfo(x.type.dtype.compute.numpy).eps  # type: ignore[no-untyped-call]
+    small = float(least) if eps is None else eps
     rstd = t.apply("rsqrt", t.apply("add", t.apply("div", total, c(count, total)), c(small, total)))
     value = t.apply("mul", wide, t.broadcast(rstd, x.type.shape))
     value = _affine(value, weight, None, lambda w: t.broadcast(w, x.type.shape))

@@ -84,8 +84,11 @@ class _Together:
     def __post_init__(self) -> None:
         self.uses = uses(self.source)
         for n in topological(self.source.results):
-            if is_call(n, "aten.stack.default", "aten.cat.default") and (n.args[1:] or (0,)) == (0,) and not n.kwargs:  # type: ignore[attr-defined]
-                self.known(n.args[0], n)  # type: ignore[attr-defined]
+            if not is_call(n, "aten.stack.default", "aten.cat.default"):
+                continue
+            values, *rest = n.args  # type: ignore[attr-defined]
+            if rest in ([], [0]) and not n.kwargs:  # type: ignore[attr-defined]
+                self.known(values, n)
         every = {total: [(x, self.term(x)) for x in terms] for total, terms in sums(self.source, self.uses).items()}
         for total, terms in every.items():
             found = [x for _, x in terms if x and x.y]

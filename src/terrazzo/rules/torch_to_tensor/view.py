@@ -140,7 +140,8 @@ def split(node: Aten, x: Any, sizes: Any, dim: int = 0) -> Any:
 def unbind(node: Aten, x: Any, dim: int = 0) -> Any:
     """Every index of one dimension by itself."""
     dim = normalize(dim, x.type.rank)
-    return tuple(reshaped(narrowed(x, dim, k, 1), result(node, k).shape) for k in range(len(node.type)))  # type: ignore[arg-type]
+    count = len(node.type)  # type: ignore[arg-type]
+    return tuple(reshaped(narrowed(x, dim, k, 1), result(node, k).shape) for k in range(count))
 
 
 @aten("cat.default", "concat.default", "concatenate.default")

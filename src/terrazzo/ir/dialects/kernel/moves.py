@@ -54,8 +54,9 @@ class Atomic(Statement, dialect="kernel", op="atomic"):
         kind = self.buffer.type.dtype
         if kind.name not in ("f32", "i32") or (kind.is_float and self.function != "add"):
             raise UserError(f"there is no atomic {self.function} of {kind}")
-        if self.value.dtype is not kind:  # type: ignore[attr-defined]
-            raise UserError(f"atomic: {self.value.dtype} into {self.buffer.name}, which holds {kind}")  # type: ignore[attr-defined]
+        given = self.value.dtype  # type: ignore[attr-defined]
+        if given is not kind:
+            raise UserError(f"atomic: {given} into {self.buffer.name}, which holds {kind}")
 
     def cuda(self, w: Cuda) -> list[str]:
         at = f"&{w.element(self.buffer, self.index)}"
