@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+import terrazzo
 from terrazzo.hw.gpu import GPUS
 from terrazzo.run.room import RESERVED, crowded, even
 
@@ -35,3 +37,14 @@ def test_where_two_launches_do_not_fit_no_processor_takes_more_than_its_share(
 def test_memory_is_divided_for_who_takes_most_of_it() -> None:
     assert not crowded([(8, 32), (16, 1024)], LARGEST)
     assert crowded([(8, 32), (3, 69088)], LARGEST) and crowded([(1, LARGEST)], LARGEST)
+
+
+@pytest.mark.gpu
+def test_softmax_asks_for_its_share() -> None:
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    x = torch.randn(4 * processors - 16, 3584, device="cuda")
+    ours = terrazzo.compile(lambda x: torch.softmax(x, -1), x)
+    machine = ours.compiled.machine
+    share = (GPUS[machine.arch].shared + RESERVED) // (machine.shared[0] + RESERVED)
+    assert share == 4 or machine.shared[0] < 1024  # which has room for two launches, or takes its share
+    torch.testing.assert_close(ours(x), torch.softmax(x, -1))
