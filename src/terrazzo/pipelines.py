@@ -271,7 +271,7 @@ def in_parts(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
         gained, why = judged[forms]
         return gained, canonical(new[-1]).named(why)
 
-    return into_parts(p, log, PARTS[options.fp32], gains, partial(no_gain, gpu=gpu))
+    return into_parts(p, log, PARTS[options.fp32], gains, partial(no_gain, gpu=gpu), known)
 
 
 def pinned(options: Options) -> tuple[dict[str, Schedule], dict[str, Plan]]:

@@ -58,6 +58,23 @@ def parts(x: Any, count: int = 3) -> list[Any]:
     return [p[:, 0].astype(np.float32) for p in loop.run(whole, {"x": column, "w": column})]
 
 
+@pytest.mark.parametrize(
+    "m, n, k, constant, makers",
+    [
+        (64, 64, 64, "", ["x_parts"]),
+        (64, 64, 64, "xw", ["x_parts"]),
+        (64, 64, 64, "w", ["x_parts", "w_parts"]),  # which is stored once, and x's in every call
+        (64, 128, 64, "", ["x_parts", "w_parts"]),
+        (2048, 2048, 1024, "", ["x_parts", "w_parts"]),  # a launch is nothing beside what they move
+    ],
+)
+def test_one_launch_stores_small_parts_of_one_shape(m: int, n: int, k: int, constant: str, makers: list[str]) -> None:
+    program = parse(text(m, n, k))
+    same = [b for b in program.inputs if b.name in constant]
+    found = into_parts(program, Log(), 3, lambda old, new: (1.0, ""), constant=same)
+    assert [s.name for s in found.steps] == [*makers, "y"]
+
+
 def numbers() -> Any:
     """Numbers in float32 of every exponent."""
     bits = np.random.default_rng(0).integers(0, 2**32, 1500, np.uint64).astype(np.uint32)
