@@ -69,6 +69,7 @@ class Pipeline:
         self.transports: dict[str, Transport] = {}
         self.fragments: dict[l.Reduce, Fragment] = {}
         self.promotion = Promotion(builder, bindings)
+        self.passed = False  # the turn, to the next team
         self.turns: k.Registers | None = None  # what a warpgroup's first factor comes to, where it is in registers
         self.slabs: dict[Node, Slab] = {}
         self.factors = Factors(draft, plan, bindings, self.copies, self.fragments, self.part, self.beside)
@@ -210,6 +211,8 @@ class Pipeline:
         self.builder.loops([(t, False)], body)
         self.promotion.gather()
         if late:
+            if not self.visiting.rounds:
+                self.pass_turn()  # what the next team begins comes behind what is open
             self.builder.add(k.WaitGroups(0, "wgmma"))
         for ring in late:
             self.free(ring, self.steps.count - 1)
@@ -269,14 +272,16 @@ class Pipeline:
         return [ring for name in p.rings if (ring := self.plan.named(name)).over]
 
     def take_turn(self) -> None:
-        """Wait until the team before has multiplied. The first team begins."""
+        """Wait until the team before has begun all it multiplies. The first team begins."""
+        self.passed = False
         wave, team = self.bindings.wave, self.bindings.team
         if self.memory.turn is not None and wave is not None:
             self.builder.add(k.WaitBarrier(self.memory.turn, team, (wave + (team == 0)) % 2))
 
     def pass_turn(self) -> None:
-        """The next team may multiply."""
-        if (turn := self.memory.turn) is not None:
+        """The next team may multiply, if it was not told so before."""
+        if (turn := self.memory.turn) is not None and not self.passed:
+            self.passed = True
             then = (self.bindings.team + 1) % self.bindings.agent.teams
             self.builder.where(self.bindings.leader, lambda: self.builder.add(k.Arrive(turn, then)))
 
