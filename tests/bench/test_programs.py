@@ -123,6 +123,45 @@ def test_which_side_of_a_kink_is_chance_and_a_smooth_result_is_not() -> None:
         assert "result 1" in off.problem and "result 0" not in off.problem
 
 
+def test_whole_numbers_are_judged_by_how_many_lie_on_the_other_side_of_a_rounding() -> None:
+    right = torch.arange(8192)
+
+    def differing(*places: int) -> Any:
+        return right.index_add(0, torch.tensor(places, dtype=torch.int64), torch.ones(len(places), dtype=torch.int64))
+
+    assert accuracy([differing(5)], [differing(5)], [right]).ok
+    assert accuracy([right], [differing(5)], [right]).ok
+    assert accuracy([differing(6, 7)], [differing(5)], [right]).ok
+    found = accuracy([differing(6, 7, 8)], [differing(5)], [right])
+    assert found.problem == "result 0: 4 of 8192 elements differ, from float64's 3, and 1 of eager's"
+    assert not accuracy([differing(5)], [right], [right]).ok
+    many = differing(*range(64))  # float64 is no judge of these
+    assert not accuracy([differing(*range(63))], [many], [right]).ok
+    assert accuracy([many], [many], [right]).ok
+
+
+class Levels(torch.nn.Module):
+    """Whole numbers of what an input is rounded to."""
+
+    def forward(self, x: Any) -> Any:
+        return (x * 3).round().to(torch.int32)
+
+
+def test_which_whole_number_is_chance_where_an_input_lies_between_two() -> None:
+    torch.manual_seed(2)
+    x = torch.randn(1 << 17).mul(9).round().div(9)
+    x[:64] = ((torch.arange(64) + 0.5) / 3).float()
+    module = Levels()
+    (right,) = one.exact(module, (x,), None)
+    other = module(x * (1 + 1e-7))
+    assert int((other != right).sum()) in range(1, 65)
+    with torch.no_grad():
+        eager = right.clone()
+        assert not accuracy([other], [eager], [right]).ok
+        assert one.judged([other], [eager], module, (x,), None, "f32").ok
+        assert not one.judged([right + 1], [eager], module, (x,), None, "f32").ok
+
+
 class FastGelu(torch.nn.Module):
     """A module that a fast path computes otherwise, as PyTorch's encoder layers on a GPU."""
 

@@ -234,7 +234,7 @@ class Frame(Line, dialect="plan", op="frame"):
 class Reach(Line, dialect="plan", op="reach"):
     """Only steps along an axis before `until` are visited, and from `since` on, where that is not negative, given which
     tile of `rows` it is (its number is `first`): a mask leaves nothing of the others. Of these no more than hold the
-    `length` that data says are visited.
+    `length` that data says are visited, and those of blocks from the number `at_first` on and before `at_last`.
     """
 
     references = {"axis": AXIS, "rows": AXIS}
@@ -243,6 +243,8 @@ class Reach(Line, dialect="plan", op="reach"):
     until: str
     since: str = ""
     length: str = ""
+    at_first: str = ""
+    at_last: str = ""
 
 
 class Combine(Line, dialect="plan", op="combine"):

@@ -33,7 +33,7 @@ MOST_SETS = 32
 DRAWS = 8
 """How often eager computes again, at most, to see how far off it is by chance."""
 MOVED = 1 / 16
-"""The part of the weights that are off by a rounding then: every sum has some, and few are off."""
+"""The part of the weights and inputs that are off by a rounding then: every sum has some, and few are off."""
 OFF = {"f32": 5e-7, "bf16": 4e-3}
 """A loss may be off by this part, where eager's is nearer by chance: by a rounding of bfloat16, or some of float32."""
 
@@ -125,9 +125,9 @@ def judged(
     """How far results are from float64. One that is further off than eager's may yet be as near as eager's would be
     another time: which side of a kink something lies on, and the gradients behind it, change when sums are rounded
     otherwise. A few in a million numbers are that close to a ReLU's kink, so one computation meets some and another
-    none. Where there is a problem, eager computes again with some weights off by a rounding, and a result is compared
-    with the worst of what that gives. Sums that are less exact than eager's gain nothing: but for kinks, what eager is
-    off by is the same each time.
+    none. Where there is a problem, eager computes again with some weights and inputs off by a rounding, and a result is
+    compared with the worst of what that gives. Sums that are less exact than eager's gain nothing: but for kinks, what
+    eager is off by is the same each time.
     """
     right = exact(module, inputs, compiled)
     found = accuracy(ours, eager, right, OFF[dtype])
@@ -135,7 +135,7 @@ def judged(
     for _ in range(DRAWS):
         if not left.problem:
             break
-        drawn = tensors(rounded(module, dtype)(*inputs))
+        drawn = tensors(rounded(module, dtype)(*(off(x, dtype) for x in inputs)))
         quads = zip(ours, others, drawn, right, strict=True)
         others = [d if accuracy([o], [e], [r], OFF[dtype]).problem else e for o, e, d, r in quads]
         left = accuracy(ours, others, right, OFF[dtype])
@@ -144,16 +144,23 @@ def judged(
 
 def rounded(module: Any, dtype: str) -> Any:
     """The module, some of its weights replaced by numbers next to them."""
+    found = copy.deepcopy(module)
+    for p in found.parameters():
+        p.copy_(off(p, dtype))
+    return found
+
+
+def off(x: Any, dtype: str) -> Any:
+    """A tensor, some of its numbers replaced by those next to them; whole ones stay."""
     import torch
 
     from terrazzo.bench.programs.registry import DTYPES
 
-    found = copy.deepcopy(module)
-    for p in found.parameters():
-        at = torch.rand_like(p)
-        step = (at < MOVED).double() * torch.where(at < MOVED / 2, 0.75, -0.75)
-        p.copy_(p.double() * (1 + torch.finfo(DTYPES[dtype]).eps * step))
-    return found
+    if not x.is_floating_point():
+        return x
+    at = torch.rand_like(x)
+    step = (at < MOVED).double() * torch.where(at < MOVED / 2, 0.75, -0.75)
+    return (x.double() * (1 + torch.finfo(DTYPES[dtype]).eps * step)).to(x.dtype)
 
 
 def exact(module: Any, inputs: Sequence[Any], ours: Any) -> list[Any]:

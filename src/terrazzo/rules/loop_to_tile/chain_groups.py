@@ -58,7 +58,9 @@ HELD_UP = 1.25
 """How much longer steps take in blocks that stay for several tiles which are unlike, where what is held for a tile has
 one slot, so that the next tile's comes when this one is done: of heads of 256, causal, 4 x 32 x 2048 took 527 us on an
 H200 where the model without it says 423, and 16 x 16 x 1024 283 where it says 233; 1 x 32/8 x 16384, with a block for
-each tile, took 6210 where it says 6063 (22 November 2026).
+each tile, took 6210 where it says 6063 (22 November 2026). So it is with one warpgroup whose products take turns:
+gradients of keys and of values of 4 x 32 x 2048 x 256, causal, took 867 and 904 us, and 698 and 820 with a block for
+each tile. With two, one multiplies while the other waits (328 us and 359; 23 November 2026).
 """
 TURNAROUND = 250.0
 """Nanoseconds from a warpgroup's scores to its next ones, besides its products and exponentials. An estimate."""
@@ -280,7 +282,8 @@ def price(way: Groups, c: Chain, gpu: Gpu, steps: Sequence[int]) -> float:
     each = max(busy, alone)
     times = math.prod(outside(c)) * way.blocks_across
     if way.blocks:
-        each *= HELD_UP if way.held == 1 and not way.turns and len({*steps}) > 1 else 1.0
+        waits = way.held == 1 and (not way.turns or way.count == 1)
+        each *= HELD_UP if waits and len({*steps}) > 1 else 1.0
         return BLOCK + _longest([each * n + TILE for n in steps], times, way)
     tiles = [each * n + BLOCK for n in steps]
     if way.sorted:

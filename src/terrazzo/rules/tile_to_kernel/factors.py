@@ -10,7 +10,7 @@ from terrazzo.ir.address import coefficient, mentions
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
-from terrazzo.ir.expr import IntExpr
+from terrazzo.ir.expr import IntExpr, Loaded
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.plan import Frame as FrameLine
 from terrazzo.ir.plan import Plan, Product
@@ -47,6 +47,7 @@ class Factors:
         self.builder, self.steps, self.scope = copies.builder, copies.steps, copies.scope
         self.fragments, self.part, self.beside = fragments, part, beside
         self.frame: Frame | None = None
+        self.whole: k.Value | None = None  # whether all of a step is seen
         self.made: dict[str, Made] = {}
         self.firsts: dict[str, Made] = {}
 
@@ -175,6 +176,7 @@ class Factors:
         env[source] = self.score(scores)
         edges = (*beyond(rows, env[rows.axis]), *beyond(columns, env[columns.axis]))
         self.frame.fetch(self.copies, env, hidden.bare, edges, scores)
+        self.whole = self.seen_whole(p, t)
 
     def weigh(self, p: Product, t: IntExpr) -> None:
         """The factor of step t in place of its scores, in the frame of the scores so far if there is one."""
@@ -194,7 +196,18 @@ class Factors:
         scores, source = self.scores(p)
         env[source] = self.score(scores)
         edges = (*beyond(rows, env[rows.axis]), *last)
-        self.frame.weigh(self.copies, env, hidden.bare, inside, edges, scores)
+        whole, self.whole = self.whole or self.seen_whole(p, t), None
+        told = (hidden.blocks.predicate, -Loaded(whole, 2)) if whole is not None and hidden.blocks is not None else None
+        self.frame.weigh(self.copies, env, hidden.bare, inside, edges, scores, told)
+
+    def seen_whole(self, p: Product, t: IntExpr) -> k.Value | None:
+        """Whether data says that all of step t is seen by all rows; None where it says nothing of that."""
+        hidden = masked(self.draft, p)
+        if hidden is None or hidden.blocks is None or hidden.blocks.whole is None:
+            return None
+        rows, columns, env = self.places(p, t)
+        first = {rows.axis: rows.base, columns.axis: self.steps.firsts(t)[columns.axis]}
+        return self.builder.let(substitute(hidden.blocks.whole, {**env, **first}), "whole")
 
     def has_first(self, p: Product) -> bool:
         """Whether a part of a product's factor needs the first sums alone."""

@@ -123,10 +123,12 @@ class Frame:
         inside: Sequence[tuple[Either, IntExpr]],
         edges: tuple[IntExpr, ...],
         scores: Fragment,
+        told: tuple[Node, IntExpr] | None = None,
     ) -> None:
         """The weights of a step in place of its scores, in the frame of the scores so far. `env` says how to compute
         the term that scores are where one at least of each of `inside` is >= 0; each is tested in the steps where what
-        stands beside it is >= 0. `edges` hold where there is a row and a column at all.
+        stands beside it is >= 0, and so is what data says (`told`). `edges` hold where there is a row and a column at
+        all.
         """
         builder, found, kind = self.builder, self.found, self.found.top.dtype
         place, moved = scores.place, self.worth
@@ -149,6 +151,11 @@ class Frame:
             for e in hidden:
                 x = builder.let(l.apply("where", seen(e), x, nothing))
             builder.add(l.Store(place, at, x))
+
+        def look(predicate: Node) -> None:
+            """The same of what data hides."""
+            shown = copies.computed(predicate, dict(env), edges)
+            builder.add(l.Store(place, at, l.apply("where", shown, l.Load(place, at), nothing)))
 
         def highest(new: k.Registers) -> None:
             builder.add(l.Store(new, (), l.apply("max", l.Load(new, ()), l.Load(place, at))))
@@ -176,6 +183,9 @@ class Frame:
         for cut in dict.fromkeys(cut for _, cut in inside):
             hidden = [e for e, other in inside if other is cut or other == cut]
             builder.where([cut], partial(builder.loops, [*rows, *columns], partial(hide, hidden)))
+        if told is not None:
+            predicate, cut = told
+            builder.where([cut], partial(builder.loops, [*rows, *columns], partial(look, predicate)))
         builder.loops(rows, one)
 
     def move(self, sums: Fragment) -> None:
