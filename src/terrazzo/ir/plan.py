@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
 from terrazzo.errors import UserError
-from terrazzo.ir.node import Node
+from terrazzo.ir.node import Node, derived
 from terrazzo.ir.schedule import Word, show_value
 
 EVERYONE = "all"
@@ -324,7 +324,15 @@ class Plan(Node, dialect="plan", op="plan"):
 
     def all(self, kind: type[L]) -> tuple[L, ...]:
         """The lines of one kind."""
-        return tuple(x for x in self.lines if isinstance(x, kind))
+        known: dict[type[Line], Any] = self._kinds
+        if kind not in known:
+            known[kind] = tuple(x for x in self.lines if isinstance(x, kind))
+        found: tuple[L, ...] = known[kind]
+        return found
+
+    @derived
+    def _kinds(self) -> dict[type[Line], Any]:
+        return {}
 
     def one(self, kind: type[L]) -> L:
         """The only line of a kind."""

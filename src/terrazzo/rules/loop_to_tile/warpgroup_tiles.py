@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from terrazzo.hw.gpu import Gpu
-from terrazzo.ir.concatenated import concatenated
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import derived
 from terrazzo.ir.sites import Product
@@ -142,21 +142,24 @@ def cuts(p: Product, tile: Tile, tiles: int, gpu: Gpu) -> Iterator[int]:
     lie there, where the axis is a part of a dimension.
     """
     yield 1
-    outer, inner = steps(p, tile)
-    waves = MADE_WAVES if converted(p) else 2
-    axis, found = p.axes[-1], pieces(inner, waves * gpu.processors // (tiles * tile.blocks), ceil(8, outer))
-    if any(map(concatenated, p.operands)) or tile.abreast > 1:
+    facts, made = facts_of(p), bool(converted(p))
+    if tile.abreast > 1 or facts.several:
         return
-    ends = facts_of(p).ends and (promotes(p) or not converted(p))
-    yield from (s for s in found if ends or not (inner % s or axis.extent % tile.k))
+    outer, inner = steps(p, tile)
+    most = (MADE_WAVES if made else 2) * gpu.processors // (tiles * tile.blocks)
+    found = pieces(inner, most, ceil(8, outer))
+    if not (facts.ends and (promotes(p) or not made)):  # and no piece may be shorter
+        found = tuple(s for s in found if not (inner % s or p.axes[-1].extent % tile.k))
+    yield from found
 
 
-def pieces(steps: int, most: int, least: int) -> Iterator[int]:
+@lru_cache(maxsize=1024)
+def pieces(steps: int, most: int, least: int) -> tuple[int, ...]:
     """Into how many pieces of `least` steps or more these may be cut, none of them empty: few, or a half of `most` or
     all of it, which fill a machine once and twice.
     """
     wanted = (*range(2, min(most, 16) + 1), *(x for x in (most // 2, most) if x > 16))
-    yield from dict.fromkeys(ceil(steps, each) for s in wanted if (each := ceil(steps, s)) >= least)
+    return tuple(dict.fromkeys(-(-steps // each) for s in wanted if (each := -(-steps // s)) >= least))
 
 
 def sharing(p: Product, tile: Tile, tiles: int, gpu: Gpu) -> Iterator[Tile]:

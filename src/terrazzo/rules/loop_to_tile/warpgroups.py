@@ -84,12 +84,16 @@ class Plan(NamedTuple):
         return f"{tile} on {self.instruction.name}{cluster}: {self.time / 1000:.1f} us by the model"
 
 
-@lru_cache(maxsize=256)
 def plans(p: Product, gpu: Gpu) -> tuple[Plan, ...]:
     """Every plan that may fit, best first; none where the machine has no such instructions or they take other types. Of
     those that are alike, as all are that wait for memory, that of fewer waves is first; then that of more blocks, which
     all ask at once, and of squarer tiles, which read less.
     """
+    return _plans(p.nameless, gpu)
+
+
+@lru_cache(maxsize=256)
+def _plans(p: Product, gpu: Gpu) -> tuple[Plan, ...]:
     found: list[tuple[Plan, int]] = []
     if gpu.warpgroups is None:
         return ()
