@@ -198,8 +198,10 @@ class _Block:
                 return l.apply(name, *(self._judged(a, some) for a in args))
             if name == "not_":
                 return l.apply("not_", self._judged(args[0], not some))
-            if name in COMPARISONS and (spans := [self._span(a) for a in args]) and None not in spans:
-                return COMPARISONS[name](*spans, some)  # type: ignore[misc]
+            if name in COMPARISONS:
+                one, other = map(self._span, args)
+                if one is not None and other is not None:
+                    return COMPARISONS[name](one, other, some)
         if len(mine) == 1 and p.dtype.kind == "bool":
             return self._over(p, "any" if some else "all")
         return l.Literal(some, p.dtype)

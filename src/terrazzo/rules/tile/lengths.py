@@ -65,7 +65,8 @@ def _block(p: Any, axis: Any, known: Blocks | None) -> Blocks | None:
     size = _size(index.value, axis)
     if not size or not _fits(known, size):
         return None
-    return replace(known or Blocks(size), **{"last" if p.fn.name == "lt" else "first": load})
+    found = known or Blocks(size)
+    return replace(found, last=load) if p.fn.name == "lt" else replace(found, first=load)
 
 
 def _fits(known: Blocks | None, size: int) -> bool:

@@ -257,8 +257,8 @@ def visited(
         since = since if not at_least(-since, 0) and at_least(count - 1 - since, 0) else None
     told = _told(draft, product, axis, rows) if since is None else None
     if (blocks := found.blocks) is not None:
-        ends = (substitute(x, {rows: first}) if x is not None else None for x in (blocks.first, blocks.last))
-        return Visits(since, until, told, *ends, blocks.size // step)
+        begin, end = (substitute(x, {rows: first}) if x is not None else None for x in (blocks.first, blocks.last))
+        return Visits(since, until, told, begin, end, blocks.size // step)
     return Visits(since, until, told) if since is not None or until != count or told is not None else None
 
 

@@ -99,20 +99,25 @@ class Frame:
         return self.weights
 
     def fetch(
-        self, copies: Copies, env: dict[Any, Any], term: Node, edges: tuple[IntExpr, ...], scores: Fragment
+        self,
+        copies: Copies,
+        env: dict[Any, Any],
+        term: Node,
+        edges: tuple[IntExpr, ...],
+        came: Mapping[l.Load, l.Load],
     ) -> None:
         """What scores are made of besides the product, a mask's elements, into registers: several at once, where they
         lie side by side in memory and in a thread, and each once, where rows or columns share it. They are on their way
-        while products are.
+        while products are. What `came` with slabs is read from where it is.
         """
         digits = [*held(self.rows), *held(self.columns)]
         self.fetched = {}
         for x in topological([term], stop=lambda x: x in env or isinstance(x, l.Reduce)):
             if not isinstance(x, l.Load) or x in env or data_says(x):
                 continue
-            load = guarded(substitute(x, env), edges)
+            load = came[x] if x in came else guarded(substitute(x, env), edges)
             mine = [d for d in digits if d.value in load.free]
-            if len(mine) < len(digits) or wide(load, mine[-1].variable, mine[-1].size):
+            if x in came or len(mine) < len(digits) or wide(load, mine[-1].variable, mine[-1].size):
                 self.fetched[x] = loaded(self.builder, load, mine), tuple(d.value for d in mine)
 
     def weigh(

@@ -327,10 +327,10 @@ class Pipeline:
             n = self.bindings.turn * (self.steps.count if ring.over else 1) + n
         return n % ring.slots, n // ring.slots
 
-    def beside(self, x: Node, t: IntExpr) -> tuple[k.Shared, IntExpr] | None:
-        """Where a vector is that came with the slabs of step t, and in which slot."""
+    def beside(self, x: Node, t: IntExpr) -> tuple[Slab, IntExpr] | None:
+        """The slab of what came with those of step t for threads to read, and in which slot it is."""
         found = self.slabs.get(x)
-        return (found.place, self.slot(found.ring, t)[0]) if found is not None else None
+        return (found, self.slot(found.ring, t)[0]) if found is not None else None
 
     def wait(self, ring: Ring, t: IntExpr) -> None:
         """Until step t is in its slot."""

@@ -48,7 +48,8 @@ class Visiting:
         if found is None:  # there is only one tile, which visits all
             return None
         ends = (found.since, found.until, found.length, found.first, found.last)
-        return Visits(*(substitute(e, self.scope.env) for e in ends), found.each)
+        since, until, length, begin, end = (substitute(e, self.scope.env) for e in ends)
+        return Visits(since, until, length, begin, end, found.each)
 
     @property
     def count(self) -> IntExpr:
