@@ -162,6 +162,33 @@ def test_which_whole_number_is_chance_where_an_input_lies_between_two() -> None:
         assert not one.judged([right + 1], [eager], module, (x,), None, "f32").ok
 
 
+class OneHinge(torch.nn.Module):
+    """Gradients behind a ReLU one of whose many arguments is so near its kink that few roundings meet it."""
+
+    def forward(self, x: Any) -> Any:
+        y = x - 0.5
+        return torch.where(y > 0, y, 0), (y > 0).to(x.dtype), torch.tanh(y)
+
+
+def test_a_kink_within_reach_is_found_in_float64() -> None:
+    torch.manual_seed(3)
+    module, x = OneHinge(), torch.randn(4096)
+    x[7] = 0.5 + 3e-7
+    with torch.no_grad():
+        right = one.exact(module, (x,), None)
+        value, hinge, smooth = one.jumps(module, (x,), None, right, "f32")
+        assert hinge == pytest.approx(1 / 64)
+        assert value < 1e-7
+        assert smooth < 1e-10
+        eager = [r.float() for r in right]
+        other = eager[1].clone()
+        other[7] = 1 - other[7]
+        assert one.judged([eager[0], other, eager[2]], eager, module, (x,), None, "f32").ok
+        other[8:12] = 1 - other[8:12]  # four more, which no kink explains
+        assert not one.judged([eager[0], other, eager[2]], eager, module, (x,), None, "f32").ok
+        assert not one.judged([*eager[:2], eager[2] * (1 + 4e-7)], eager, module, (x,), None, "f32").ok
+
+
 class FastGelu(torch.nn.Module):
     """A module that a fast path computes otherwise, as PyTorch's encoder layers on a GPU."""
 
@@ -200,6 +227,21 @@ def test_the_judge_rounds_nothing_to_float32() -> None:
     loss = (y - torch.cos(torch.arange(32, dtype=torch.float64))).square().mean()
     (gradient,) = torch.autograd.grad(loss, [weight])
     torch.testing.assert_close(found, [loss.detach(), gradient], rtol=1e-13, atol=0)
+
+
+class Ranges(torch.nn.Module):
+    """Numbers that only the sizes of its input say."""
+
+    def forward(self, x: Any) -> Any:
+        n = x.shape[-1]
+        return x * ((torch.arange(n, device=x.device) + 0.5) / n) + torch.full((n,), 0.1, device=x.device)
+
+
+def test_the_judge_rounds_no_numbers_that_a_module_makes() -> None:
+    x = torch.randn(4, 51)
+    (found,) = one.exact(Ranges(), (x,), None)
+    torch.testing.assert_close(found, x.double() * ((torch.arange(51).double() + 0.5) / 51) + 0.1, rtol=1e-15, atol=0)
+    assert torch.get_default_dtype() == torch.float32
 
 
 class Branching(torch.nn.Module):
