@@ -40,6 +40,7 @@ from terrazzo.rules.loop.channels import channels_last
 from terrazzo.rules.loop.fold import fold
 from terrazzo.rules.loop.frozen import constants, stored_once, varying
 from terrazzo.rules.loop.fuse import fuse, seen_through
+from terrazzo.rules.loop.gathered import rows_gathered
 from terrazzo.rules.loop.gradients import gradients
 from terrazzo.rules.loop.joined import products_joined
 from terrazzo.rules.loop.layout import store_as_read
@@ -96,8 +97,8 @@ def _together(p: Program, log: Log, options: Options) -> Program:
 
 def _fused(p: l.Program, log: Log, options: Options) -> l.Program:
     """Kernels fused, but for what is named, and what is computed once."""
-    kept = (*options.materialize, *stored_once(p, options.frozen, log))
-    return fuse(p, log, target(options.target).rates, kept, _texts(options))
+    kept, rates = (*options.materialize, *stored_once(p, options.frozen, log)), target(options.target).rates
+    return rows_gathered(fuse(p, log, rates, kept, _texts(options)), log, rates, kept)
 
 
 def _images(p: Any, log: Log, options: Options) -> Any:
