@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from tests.kernels.programs import Lowered, lowered
 from tests.kernels.test_attention import close, lines, together
 from tests.kernels.test_attention import tensors as random
+from tests.kernels.test_training import gradients
 
 from terrazzo.front.capture import capture
 from terrazzo.ir.plan import Order, Ring, Stream
@@ -60,3 +62,18 @@ def test_tiles_that_share_a_bias_run_side_by_side() -> None:
     found = Lowered(biased, (), {}, lowering(program, Options(target="sm_90a", libraries="never")))
     (order,) = lines(found, Order)
     assert [w.args[0] for w in order.tiles] == [32, 16, 4] and len(brought(found)) == 1
+
+
+def test_gradients_read_a_bias_where_it_lies() -> None:
+    """That of a query's row, which keys go along."""
+    q, k, v, g = random(*((1, 2, 320, 128),) * 4)
+    bias = torch.randn(2, 320, 320).bfloat16()
+    fn = gradients(biased)
+    args = (q, k, v, bias[None], g)
+    found = lowered(fn, args, "sm_90a")
+    assert brought(found)
+    exact = fn(*(x.double() for x in args))
+    for ours, eager, wanted in zip(found.simulated(), fn(*args), exact, strict=True):
+        both = (torch.tensor(np.asarray(x, np.float64)) for x in (ours, eager.double()))
+        error, allowed = (float((x - wanted).square().mean().sqrt()) for x in both)
+        assert error <= 2 * allowed
