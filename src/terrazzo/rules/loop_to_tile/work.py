@@ -63,7 +63,9 @@ def lasts(work: Work, gpu: Gpu) -> float:
     wide = work.wide or work.n
     arithmetic = each * gpu.processors * (wide + start) / wide / rate + work.idle
     fetched = max(work.fetched * active / has.cache, work.fetched / has.shared)
-    step = max(arithmetic, fetched, has.latency / work.slots, has.crowd * work.readers) + has.step + work.extra
+    coming = work.least / (work.tiles * work.steps) * min(work.tiles, walkers) / gpu.memory
+    waited = has.latency + (coming + arithmetic if work.parts else 0)
+    step = max(arithmetic, fetched, waited / work.slots, has.crowd * work.readers) + has.step + work.extra
     tile = work.steps * step + work.m * work.n * work.results / work.rate + work.after
 
     def wave(tiles: int, count: int) -> float:
