@@ -64,7 +64,9 @@ def lasts(work: Work, gpu: Gpu) -> float:
     wide = work.wide or work.n
     arithmetic = each * gpu.processors * (wide + start) / wide / rate + work.idle
     fetched = max(work.fetched * min(tiles, walkers) * blocks / has.cache, work.fetched / has.shared)
-    step = max(arithmetic, fetched, has.latency / slots, has.crowd * work.readers) + has.step + work.extra
+    coming = work.least / (tiles * work.steps) * min(tiles, walkers) / gpu.memory
+    waited = has.latency + (coming + arithmetic if work.parts else 0)
+    step = max(arithmetic, fetched, waited / slots, has.crowd * work.readers) + has.step + work.extra
     tile = work.steps * step + work.m * work.n * work.results / work.rate + work.after
     time = 0.0
     for wave, count in ((walkers, tiles // walkers), (tiles % walkers, 1)):
