@@ -1,5 +1,5 @@
 """Random attention: scores changed point by point, masks of places and of data, heads of any size, in groups, and the
-ways programs write it. What it gives may be twice as far from float64 as eager is.
+ways programs write it; its gradients, too. What it gives may be twice as far from float64 as eager is.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from terrazzo.pipelines import lowering
 from terrazzo.rules.loop import blocks
 from terrazzo.targets.cuda.emit import emit
 from tests.fuzz.checks import Found, _finding, _kind
+from tests.kernels.test_training import gradients
 
 CHANGES = (
     "5 * torch.tanh(s / 5)", "30 * torch.tanh(s * (4 / 30))", "s + slope * (j - i)", "s - slope * (i - j).abs()",
@@ -50,7 +51,7 @@ WORK = 1 << 23
 @dataclass(frozen=True)
 class Case:
     """An example: its shapes, changes one after the other, a predicate, how it hides, and the machine. Blocks are found
-    at any price where `blocked`.
+    at any price where `blocked`; gradients of q, k and v are asked for where it is `trained`.
     """
 
     batch: int
@@ -66,6 +67,7 @@ class Case:
     way: str
     target: str
     blocked: bool
+    trained: bool
 
 
 @st.composite
@@ -78,7 +80,8 @@ def cases(draw: Any) -> Case:
     queries, keys = one(LENGTHS), one(LENGTHS)
     queries = keys if one((True, True, False)) else queries
     width = size if one((True, True, True, False)) else one(SIZES)
-    while batch * heads * queries * keys * (size + width) > WORK:
+    trained = one((True, False, False, False))
+    while batch * heads * queries * keys * (size + width) > (WORK // 4 if trained else WORK):
         batch, heads, group = (1, heads, group) if batch > 1 else (1, max(heads // 2, 1), 1) if heads > 1 else (1, 1, 1)
         if batch * heads == 1:
             queries, keys = max(queries // 2, 1), max(keys // 2, 1)
@@ -91,7 +94,7 @@ def cases(draw: Any) -> Case:
     changes = tuple(one(CHANGES) for _ in range(one((0, 0, 1, 1, 2))))
     way = one(WAYS if not changes else WAYS[1:])
     return Case(batch, heads, group, queries, keys, size, width, one(("bfloat16", "float16")), changes, predicate,
-                way, one(("sm_90a", "sm_90a", "sm_80")), one((True, False)))  # fmt: skip
+                way, one(("sm_90a", "sm_90a", "sm_80")), one((True, False)), trained)  # fmt: skip
 
 
 def data(c: Case) -> dict[str, Any]:
@@ -157,8 +160,11 @@ def check(c: Case) -> str:
         q, k, v = (torch.randn((c.batch, *s), generator=draw).to(getattr(torch, c.dtype)) for s in shapes)
         given = data(c)
         fn, args = function(c, tuple(given)), (q, k, v, *given.values())
-        exact = fn(*(x.double() if x.is_floating_point() else x for x in args)).numpy()
-        eager = fn(*args).double().numpy()
+        if c.trained:
+            fn = gradients(fn)
+            args = (*args, torch.randn((c.batch, c.heads, c.queries, c.width), generator=draw).to(q.dtype))
+        exact = [x.numpy() for x in several(fn(*(x.double() if x.is_floating_point() else x for x in args)))]
+        eager = [x.double().numpy() for x in several(fn(*args))]
         worth, blocks.WORTH = blocks.WORTH, 0 if c.blocked else blocks.WORTH
         try:
             captured = capture(fn, args, {})
@@ -173,15 +179,20 @@ def check(c: Case) -> str:
             x.name: to_numpy(captured.bound[x.name] if x.name in captured.bound else next(varying))
             for x in found.loop.inputs
         }
-        (ours,) = simulator.run(kernels, inputs, call=call_numpy)
-        if why := problem(np.asarray(ours, np.float64), eager, exact):
-            raise Found(why)
+        ours = [np.asarray(x, np.float64) for x in simulator.run(kernels, inputs, call=call_numpy)]
+        whys = [why for x in zip(ours, eager, exact, strict=True) if (why := problem(*x))]
+        if whys:
+            raise Found("; ".join(whys))
         for s in kernels.steps:
             if not isinstance(s, l.Call):
                 emit(s)
         return "right: one kernel" if len(kernels.steps) == 1 else "right"
 
     return _finding(judged, lambda: f"{c}\n")
+
+
+def several(x: Any) -> tuple[Any, ...]:
+    return x if isinstance(x, tuple) else (x,)
 
 
 def problem(ours: Any, eager: Any, exact: Any) -> str:
