@@ -242,7 +242,7 @@ def test_blocks_of_a_cluster_share_sums_where_all_clusters_run_at_once() -> None
     sharing = [x for x in slow if x[0].share > 1]
     assert sharing and all(fast[x] <= slow[x] for x in sharing) and any(fast[x] < slow[x] for x in sharing)
     shared = next(x for x in found if x.tile.share == 2 and x.tile.n == 128 and x.tile.rows is p.m)
-    assert warpgroups._slots(p, shared.tile, HOPPER) < warpgroups._slots(p, replace(shared.tile, share=1), HOPPER)
+    assert warpgroups._slots(p, shared.tile, HOPPER) == warpgroups._slots(p, replace(shared.tile, share=1), HOPPER)
     text = str(warpgroups.schedule(p, shared, HOPPER))
     assert "r0 = cluster(2) * time(32, ring=" in text and "persistent" not in text and "registers" not in text
     alike = next(

@@ -30,12 +30,12 @@ from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.types import DType, contiguous_strides, f32
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.definitions import in_order
-from terrazzo.rules.loop.fold import cheap, folded, negated
+from terrazzo.rules.loop.fold import folded, negated
 from terrazzo.rules.loop.inline import axes_at, inline, unproved
 from terrazzo.rules.loop.judging import Refusal
 from terrazzo.rules.loop.lookups import operands_stored
 from terrazzo.rules.loop.multiples import is_value, scaled, stays_finite, unscaled
-from terrazzo.rules.loop.told import both, conjuncts, every, masks, masks_told
+from terrazzo.rules.loop.told import both, conjuncts, easy, every, masks, masks_told
 from terrazzo.rules.loop.weights import Known, plain
 from terrazzo.rules.loop.weights import apart as taken_off
 
@@ -52,6 +52,7 @@ def online(program: l.Program, log: Log, refusal: Refusal, sizes: tuple[int, ...
     program = _values_stored(program, log)
     steps = _Steps(program)
     made_of: dict[tuple[l.Kernel, ...], l.Kernel | None] = {}
+    told: set[l.Kernel] = set()  # those whose masks others make again
     for last in [s for s in program.steps if isinstance(s, l.Kernel)]:
         found = _between(steps, last)
         if not found:
@@ -74,8 +75,11 @@ def online(program: l.Program, log: Log, refusal: Refusal, sizes: tuple[int, ...
         names = " and ".join(kernel.name for kernel in found[::-1])
         log.add(Event(PASS, "softmax_into_product", last.name, True, f"{names} became part of it"))
         makers = dict.fromkeys(known_masks.values())
+        told |= {*makers}
         log.applied(PASS, "softmax_into_product", last.name, [*makers, *found[::-1], last], [*makers, made])
-    return in_order(program, steps.made.values())
+    masks_read = {b for s in steps.made.values() for b in s.reads} | {*program.results}
+    left = [s for s in steps.made.values() if s not in told or masks_read & {*s.writes}]
+    return in_order(program, left)
 
 
 def _values_stored(program: l.Program, log: Log) -> l.Program:
@@ -385,7 +389,7 @@ def _apart(x: Any) -> tuple[Any, Any, bool]:
     if is_cast(x.fn) and x.dtype.is_float and args[0].dtype.is_float:
         bare, seen, lowest = _apart(args[0])
         return (l.Apply(x.fn, (bare,)) if bare is not args[0] else x), seen, lowest
-    for hidden in (args[2], args[1]) if name == "where" and cheap(args[0]) else ():
+    for hidden in (args[2], args[1]) if name == "where" and easy(args[0]) else ():
         shown = args[0] if hidden is args[2] else negated(args[0])
         if _low(hidden) and shown is not None:
             return _both(args[3 - args.index(hidden)], shown, not math.isinf(hidden.value))
@@ -405,13 +409,13 @@ def _apart(x: Any) -> tuple[Any, Any, bool]:
 
 
 def _hides(x: Any) -> tuple[Any, bool] | None:
-    """The predicate on indices under which a term that is added is 0, where it is -inf or the lowest number otherwise,
+    """The predicate under which a term that is added is 0, where it is -inf or the lowest number otherwise,
     and whether it may be that; None where it is none of these.
     """
     if isinstance(x, l.Apply) and x.fn.name == "add":
         one, other = map(_hides, x.args)
         return None if one is None or other is None else (l.apply("and_", one[0], other[0]), one[1] or other[1])
-    if not isinstance(x, l.Apply) or x.fn.name != "where" or not cheap(x.args[0]):
+    if not isinstance(x, l.Apply) or x.fn.name != "where" or not easy(x.args[0]):
         return None
     condition, one, other = tuple[Any, ...](x.args)
     if is_value(other, 0.0) and _low(one):

@@ -99,11 +99,16 @@ class Frame:
         return self.weights
 
     def fetch(
-        self, copies: Copies, env: dict[Any, Any], term: Node, edges: tuple[IntExpr, ...], scores: Fragment
+        self,
+        copies: Copies,
+        env: dict[Any, Any],
+        term: Node,
+        edges: tuple[IntExpr, ...],
+        came: Mapping[l.Load, l.Load],
     ) -> None:
         """What scores are made of besides the product, a mask's elements, and what weights are multiplied by, into
         registers: several at once, where they lie side by side in memory and in a thread, and each once, where rows or
-        columns share it. They are on their way while products are.
+        columns share it. They are on their way while products are. What `came` with slabs is read from where it is.
         """
         digits = [*held(self.rows), *held(self.columns)]
         self.fetched = {}
@@ -111,9 +116,9 @@ class Frame:
         for x in topological([term, self.found.whole], stop=lambda x: x in known or isinstance(x, l.Reduce)):
             if not isinstance(x, l.Load) or x in env or data_says(x):
                 continue
-            load = guarded(substitute(x, env), edges)
+            load = came[x] if x in came else guarded(substitute(x, env), edges)
             mine = [d for d in digits if d.value in load.free]
-            if len(mine) < len(digits) or wide(load, mine[-1].variable, mine[-1].size):
+            if x in came or len(mine) < len(digits) or wide(load, mine[-1].variable, mine[-1].size):
                 self.fetched[x] = loaded(self.builder, load, mine), tuple(d.value for d in mine)
 
     def weigh(
@@ -124,10 +129,12 @@ class Frame:
         inside: Sequence[tuple[Either, IntExpr]],
         edges: tuple[IntExpr, ...],
         scores: Fragment,
+        told: tuple[Node, IntExpr] | None = None,
     ) -> None:
         """The weights of a step in place of its scores, in the frame of the scores so far. `env` says how to compute
         the term that scores are where one at least of each of `inside` is >= 0; each is tested in the steps where what
-        stands beside it is >= 0. `edges` hold where there is a row and a column at all.
+        stands beside it is >= 0, and so is what data says (`told`). `edges` hold where there is a row and a column at
+        all.
         """
         builder, found, kind = self.builder, self.found, self.found.top.dtype
         place, moved = scores.place, self.worth
@@ -151,6 +158,11 @@ class Frame:
             for e in hidden:
                 x = builder.let(l.apply("where", seen(e), x, nothing))
             builder.add(l.Store(place, at, x))
+
+        def look(predicate: Node) -> None:
+            """The same of what data hides."""
+            shown = copies.computed(predicate, dict(env), edges)
+            builder.add(l.Store(place, at, l.apply("where", shown, l.Load(place, at), nothing)))
 
         def highest(new: k.Registers) -> None:
             builder.add(l.Store(new, (), l.apply("max", l.Load(new, ()), l.Load(place, at))))
@@ -179,6 +191,9 @@ class Frame:
         for cut in dict.fromkeys(cut for _, cut in inside):
             hidden = [e for e, other in inside if other is cut or other == cut]
             builder.where([cut], partial(builder.loops, [*rows, *columns], partial(hide, hidden)))
+        if told is not None:
+            predicate, cut = told
+            builder.where([cut], partial(builder.loops, [*rows, *columns], partial(look, predicate)))
         builder.loops(rows, one)
 
     def move(self, sums: Fragment) -> None:
