@@ -15,10 +15,29 @@ from itertools import groupby
 from typing import Any
 
 from terrazzo.ir.dialects import kernel as k
-from terrazzo.ir.expr import Expr, Sum, Var, terms_of
+from terrazzo.ir.expr import Expr, IntExpr, Sum, Var, terms_of
 from terrazzo.ir.node import Node, substitute
 
 TEAM = "team"
+
+
+class TeamSync(k.Statement):
+    """Where the warps of a team meet, each team at a barrier of its own."""
+
+    together = "warp"
+
+    number: IntExpr
+    warps: int
+
+    @classmethod
+    def make(cls, number: IntExpr, warps: int) -> k.Statement:
+        return k.Sync(number, warps) if isinstance(number, int) else cls(number, warps)
+
+    def functions(self, cluster: int) -> tuple[k.Function, ...]:
+        return (("named",),)
+
+    def cuda(self, w: k.Cuda) -> list[str]:
+        return [f"sync({w.index(self.number)}, {self.warps * k.WARP});"]
 
 
 class _Apart(Exception):
@@ -82,6 +101,8 @@ class _Pair:
             return tuple(self.value(a, b, number) for a, b in zip(x, y, strict=True))
         if isinstance(x, k.Registers | k.Value | Var):
             return self.named(x, y)
+        if isinstance(x, k.Sync) and isinstance(y, k.Sync) and x.warps == y.warps > 0:
+            return TeamSync.make(self.expression(x.number, y.number), x.warps)
         if isinstance(x, Node) and type(x) is type(y) and not isinstance(x, Expr):
             return type(x).make(*self.fields(x, y))
         if isinstance(x, int | Expr) and isinstance(y, int | Expr) and number and not isinstance(x, bool):

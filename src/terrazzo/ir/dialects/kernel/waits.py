@@ -5,7 +5,7 @@ from __future__ import annotations
 from terrazzo.errors import UserError
 from terrazzo.ir.dialects.kernel.statement import Cuda, Function, Statement, one_of
 from terrazzo.ir.dialects.kernel.values import WARP, Barriers
-from terrazzo.ir.expr import IntExpr, bounds
+from terrazzo.ir.expr import IntExpr
 
 KINDS = {"cp.async": "cp_async", "wgmma": "wgmma", "bulk": "tma"}
 """What is grouped, each kind by itself: copies into shared memory, products of warpgroups, boxes on their way to global
@@ -51,7 +51,7 @@ class Sync(Statement, dialect="kernel", op="sync"):
     seen by all.
     """
 
-    number: IntExpr = 0
+    number: int = 0
     warps: int = 0
 
     @property
@@ -60,8 +60,7 @@ class Sync(Statement, dialect="kernel", op="sync"):
         return "warp" if self.warps else "block"
 
     def check(self) -> None:
-        low, high = bounds(self.number)
-        if not (self.number == self.warps == 0 or (1 <= (low or 0) <= (high or 16) <= 15 and 1 <= self.warps <= 32)):
+        if not (self.number == self.warps == 0 or (1 <= self.number <= 15 and 1 <= self.warps <= 32)):
             raise UserError(
                 f"sync(number, warps) has numbers 1 to 15 and 1 to 32 warps, not {self.number} and {self.warps}"
             )
@@ -70,7 +69,7 @@ class Sync(Statement, dialect="kernel", op="sync"):
         return (("named",),) if self.warps else ()
 
     def cuda(self, w: Cuda) -> list[str]:
-        return [f"sync({w.index(self.number)}, {self.warps * WARP});" if self.warps else "__syncthreads();"]
+        return [f"sync({self.number}, {self.warps * WARP});" if self.warps else "__syncthreads();"]
 
 
 class ClusterSync(Statement, dialect="kernel", op="cluster_sync"):
