@@ -15,7 +15,7 @@ from terrazzo.front.capture import capture
 from terrazzo.hw.gpu import gpu
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import topological
-from terrazzo.ir.plan import Agent, Order
+from terrazzo.ir.plan import Agent, Frame, Order
 from terrazzo.ir.sites import Product, product
 from terrazzo.ir.text import parse
 from terrazzo.options import Options
@@ -242,7 +242,7 @@ def test_blocks_of_a_cluster_share_sums_where_all_clusters_run_at_once() -> None
     sharing = [x for x in slow if x[0].share > 1]
     assert sharing and all(fast[x] <= slow[x] for x in sharing) and any(fast[x] < slow[x] for x in sharing)
     shared = next(x for x in found if x.tile.share == 2 and x.tile.n == 128 and x.tile.rows is p.m)
-    assert warpgroups._slots(p, shared.tile, HOPPER) < warpgroups._slots(p, replace(shared.tile, share=1), HOPPER)
+    assert warpgroups._slots(p, shared.tile, HOPPER) == warpgroups._slots(p, replace(shared.tile, share=1), HOPPER)
     text = str(warpgroups.schedule(p, shared, HOPPER))
     assert "r0 = cluster(2) * time(32, ring=" in text and "persistent" not in text and "registers" not in text
     alike = next(
@@ -279,3 +279,20 @@ def test_heads_with_no_room_for_the_next_tile_have_a_block_for_each(tokens: int,
     ((_, plan),) = done.at("tile").plans
     assert plan.one(Order).persistent == (size == 128)
     assert [x.teams for x in plan.all(Agent)] == [1, 2]
+
+
+@pytest.mark.parametrize(("size", "stays"), [(256, [False] * 3), (128, [True] * 2)])
+def test_gradients_of_heads_with_one_warpgroup_have_a_block_for_each_tile(size: int, stays: list[bool]) -> None:
+    """Nobody multiplies while it waits for the next tile's rows: 867 and 904 us of 4 x 32 x 2048 x 256, causal, were
+    698 and 820 then (H200, 23 November 2026).
+    """
+
+    def gradients(*args: Any) -> Any:
+        with torch.enable_grad():
+            q, k, v = (x.detach().requires_grad_() for x in args[:3])
+            return torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), args[3])
+
+    args = tuple(torch.empty(4, 32, 2048, size, device="meta", dtype=torch.bfloat16) for _ in range(4))
+    done = lowering(capture(gradients, args, {}).program, Options(target="sm_90a", libraries="never"))
+    plans = [p for _, p in done.at("tile").plans if len(p.all(Agent)) == 2 and not p.all(Frame)]
+    assert [p.one(Order).persistent for p in plans] == stays

@@ -300,7 +300,7 @@ def f(x: f32[64, 64], w: f32[64, 64]):
     return (y, z, t)
 """)
     made = into_parts(both, Log(), 3, lambda old, new: (1.0, ""))
-    assert [s.name for s in made.steps] == ["x_parts", "w_parts", "y", "z", "x_parts_2", "t"]
+    assert [s.name for s in made.steps] == ["x_parts", "y", "z", "x_parts_2", "t"]  # and w's with x's
     x = {n: np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32) for n in "xw"}
     for ours, theirs in zip(loop.run(made, x), loop.run(both, x, precise=True), strict=True):
         assert np.abs(ours - theirs).max() < 1e-5 * np.abs(theirs).max()
@@ -423,12 +423,24 @@ THREE = re.sub(r"sum\(.*\)\n", f"sum(add({SMALL}, {ONE(1, 1)}))\n", SCALED)
 SHORT = THREE.replace("time(3,", "time(6,").replace("block(64)", "block(32)").replace("reg(4)", "reg(2)")
 
 
-@pytest.mark.parametrize(("source", "begun"), [(THREE, 4), (SHORT.replace("swizzle=128", "swizzle=64"), 3)])
+@pytest.mark.parametrize(("source", "begun"), [(THREE, 3), (SHORT.replace("swizzle=128", "swizzle=64"), 2)])
 def test_the_large_products_of_three_scales_are_promoted_every_32(source: str, begun: int) -> None:
     """By each of two warpgroups: twice in a step of 64, once in one of 32."""
     assert "f32(0.5)" in source
     right(source)
-    assert str(derived(source)).count("fresh") == 2 * begun
+    steps = str(derived(source))
+    assert steps.count("fresh") == 2 * begun and len(re.findall(r"add\(acc\d\[", steps)) == 2 * begun
+
+
+@pytest.mark.parametrize(("steps", "columns", "held"), [(6, 128, True), (3, 128, False), (6, 144, False)])
+def test_sums_of_a_few_steps_are_held_where_registers_have_room(steps: int, columns: int, held: bool) -> None:
+    """A third set of sums, for 128 columns and fewer."""
+    source = re.sub(r"\b192\b", str(64 * steps), THREE).replace("time(3,", f"time({steps},")
+    source = source.replace("128", str(columns)).replace(f"swizzle={columns}", "swizzle=128")
+    source = source.replace(f"a0 = grid(2) * block({columns})", "a0 = grid(2) * block(128)")
+    if columns == 128:
+        right(source)
+    assert ("few0" in str(derived(source))) == held
 
 
 def test_products_that_are_scaled_are_added_up_by_themselves() -> None:
