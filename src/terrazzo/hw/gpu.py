@@ -103,9 +103,10 @@ estimate. `read` and `after` are of three products each,
 with a residual or GELU beside bias and ReLU (22 November 2026): 13 to 21 bytes, where one took nothing, and 65 to 235
 operations. `overhang`, `meeting`, `given` and `again` were fitted to how much is lost by what is chosen of 461
 schedules of 34 products, of which 176 share sums (benchmarks/fits/h200-shared.json): the good ones of these take 10 %
-longer than the model says. `clusters` is what the driver says of blocks with 200,000 bytes of shared memory. `parts`
-are fitted to 28 calls with stored parts (benchmarks/fits/h200-parts.json), less what storing these takes by the model:
-it is off by 15 % at most, by 4 % in the middle.
+longer than the model says. `clusters` is what the driver says of blocks with 200,000 bytes of shared memory. `parts`,
+`parts_states` and `parts_meeting` are fitted to 182 tiles of 20 products (benchmarks/fits/h200-parts-tiles.json): what
+is chosen of them takes 1.6 % longer than the best, where it took 6 %; times are off by 13 % (root mean square), most of
+them of tiles of few columns, or that blocks of a cluster share.
 """
 
 # Those of sm_90a were measured on an H200; the others are estimates from data sheets.
