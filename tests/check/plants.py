@@ -226,7 +226,7 @@ PLANTS: dict[str, Plant] = {
     "a quotient upside down": Plant(
         function(relax, "_rounded", lambda right, node: swapped(right(node), "approx_div")),
         lambda x, y: (x / y).bfloat16(), lambda: (r(40), r(40) + 9),
-        "relax:approx_div", "_to_copy", "_to_copy", "sm_80",
+        "relax:approximate", "_to_copy", "_to_copy", "sm_80",
     ),
     "a pass that says nothing": Plant(
         function(pipelines, "relax", unrecorded), lambda x, y: x.sin() - y, lambda: (r(40), r(40)),

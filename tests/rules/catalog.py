@@ -16,7 +16,20 @@ from terrazzo.ir.dialects import tile
 from terrazzo.ir.node import topological
 from terrazzo.rewrite.rule import Choice, Log
 from terrazzo.rules import tensor_to_loop
-from terrazzo.rules.loop import channels, digits, fold, fuse, layout, lookups, narrow, parts, relax, remake, sooner
+from terrazzo.rules.loop import (
+    channels,
+    digits,
+    fold,
+    fuse,
+    gathered,
+    layout,
+    lookups,
+    narrow,
+    parts,
+    relax,
+    remake,
+    sooner,
+)
 from terrazzo.rules.loop.cost import Rates
 from terrazzo.rules.loop_to_tile import apart, choose, collapse, few_rows, packed, rows, unpacked, written_out
 from terrazzo.rules.loop_to_tile import split as splitting
@@ -122,13 +135,14 @@ CATALOG: dict[str, Rewrite] = {
     "fuse:fold_indices": of(fold.fold_indices, kernels(lambda k: (fold.fold_indices(k),))),
     "fuse:factors_apart": of(digits.factors_apart, kernels(lambda k: (digits.factors_apart(k),))),
     "fuse:extremes_once": of(fold.extremes_once, kernels(lambda k: (fold.extremes_once(k),))),
+    "fuse:rows_gathered": of(gathered.rows_gathered, lambda p: gathered.rows_gathered(p, Log(), Rates())),
     "fuse:recompute": of(fold.fold, lambda p: fold.fold(p, Log())),
     "lookups:store_lookups": of(lookups.store_lookups, lambda p: lookups.store_lookups(p, Log(), LAUNCHED)),
     "store_as_read:narrow": of(narrow.narrow, lambda p: narrow.narrow(p, Log())),
     "store_as_read:merge_dimensions": of(layout.store_as_read, lambda p: layout.store_as_read(p, Log())),
     "parts:into_parts": of(parts.into_parts, lambda p: parts.into_parts(p, Log(), 3, lambda old, new: (1.0, ""))),
     "store_as_read:channels_last": of(channels.channels_last, lambda p: channels.channels_last(p, Log())),
-    "relax:approx_div": of(relax.relax, lambda p: relax.relax(p, Log())),
+    "relax:approximate": of(relax.relax, lambda p: relax.relax(p, Log())),
     "remake:store_sooner": of(sooner.store_sooner, lambda p: sooner.store_sooner(p, Log(), FREE, 1, "remake")),
     "remake:make_again": of(remake.remake, lambda p: remake.remake(p, Log(), FREE, 0)),
     "schedule:collapse": of(collapse.collapse, kernels(lambda k: (collapse.collapse(k),))),

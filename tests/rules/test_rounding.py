@@ -77,3 +77,38 @@ def test_a_temporary_is_rounded_by_its_writer_if_by_every_reader(all_round: bool
     after = narrow(program, Log())
     assert ("t=bf16[4]" in show(after)) == all_round
     assert_same_meaning(program, after)
+
+
+ACTIVATION = """
+@loop
+def f(x: f32[64]):
+    with kernel('z', z={z}[64]):
+        for a0 in free(64):
+            in0 = x[a0]
+            {terms}
+            z[a0] = v9
+    return (z,)
+"""
+SIGMOID = ("v0 = neg(in0)", "v1 = exp(v0)", "v2 = add(v1, f32(1.0))", "v3 = div({top}, v2)")
+
+
+@pytest.mark.parametrize(
+    ("terms", "found", "left"),
+    [
+        ((*(x.format(top="f32(1.0)") for x in SIGMOID), "v4 = mul(in0, v3)"), "approx_logistic", "exp("),
+        ((*(x.format(top="in0") for x in SIGMOID), "v4 = neg(v3)"), "", "exp("),
+        ((*(x.format(top="in0") for x in SIGMOID), "v4 = mul(v3, f32(3.0))"), "approx_logistic", "exp("),
+        (("v0 = tanh(in0)", "v1 = add(f32(1.0), v0)", "v4 = mul(in0, v1)"), "approx_logistic", "tanh("),
+        (("v0 = tanh(in0)", "v4 = mul(in0, v0)"), "", "tanh("),
+        (("v0 = ndtr(in0)", "v4 = mul(in0, v0)"), "approx_ndtr", " ndtr("),
+        (("v0 = ndtr(in0)", "v4 = add(in0, v0)"), "", " ndtr("),
+    ],
+)
+def test_factors_of_activations_are_relaxed(terms: tuple[str, ...], found: str, left: str) -> None:
+    """Not the hyperbolic tangent itself, of which 1 - 2 / (1 + exp(2 x)) leaves nothing near 0."""
+    lines = "\n            ".join((*terms, "v9 = bf16(v4)"))
+    program = parse(ACTIVATION.format(z="bf16", terms=lines))
+    after = relax(program, Log())
+    assert (found in show(after)) if found else after.steps == program.steps
+    assert (left in show(after)) != bool(found)
+    assert_same_meaning(program, after)

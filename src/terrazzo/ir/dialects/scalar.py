@@ -174,6 +174,7 @@ SCALARS = _table(
     Scalar("erf", 1, _same(*_FLOAT), _torch("erf"), "erf{f}({0})", 14),
     Scalar("erfc", 1, _same(*_FLOAT), _torch("erfc"), "erfc{f}({0})", 20),
     Scalar("ndtr", 1, _same(*_FLOAT), _torch("ndtr"), "tz_ndtr({0})", 12),  # to an absolute error; its tail is erfc's
+    Scalar("approx_ndtr", 1, _same(*_FLOAT), _torch("ndtr"), "tz_approx_ndtr({0})", 8),  # to 2^-17 from -6 on
     Scalar("lgamma", 1, _same(*_FLOAT), _torch("gammaln"), "lgamma{f}({0})", 60),
     Scalar("hypot", 2, _same(*_FLOAT), np.hypot, "hypot{f}({0}, {1})", 10),
     Scalar("copysign", 2, _same(*_FLOAT), np.copysign, "copysign{f}({0}, {1})"),

@@ -16,6 +16,10 @@ STEP = 64
 """Elements of k in a step: 128 bytes, the widest swizzle."""
 LINE = 128
 """Bytes of a line of the cache."""
+PAIRED = 1.013
+"""How much faster parts are multiplied of which a half comes to both blocks of a cluster: their slabs are all that the
+cache can give (benchmarks/fits/h200-parts-tiles.json).
+"""
 
 
 class Work(NamedTuple):
@@ -61,10 +65,13 @@ def lasts(work: Work, gpu: Gpu) -> float:
     walkers = gpu.processors // blocks
     each = 2.0 * work.m * work.n * work.depth * work.products
     rate, start = has.parts if work.parts else (has.rate, has.start)
+    rate *= PAIRED if work.parts and work.blocks > 1 and not work.shared else 1
     wide = work.wide or work.n
     arithmetic = each * gpu.processors * (wide + start) / wide / rate + work.idle
     fetched = max(work.fetched * min(tiles, walkers) * blocks / has.cache, work.fetched / has.shared)
-    step = max(arithmetic, fetched, has.latency / slots, has.crowd * work.readers) + has.step + work.extra
+    coming = work.least / (tiles * work.steps) * min(tiles, walkers) / gpu.memory
+    waited = has.latency + (coming + arithmetic if work.parts else 0)
+    step = max(arithmetic, fetched, waited / slots, has.crowd * work.readers) + has.step + work.extra
     tile = work.steps * step + work.m * work.n * work.results / work.rate + work.after
     time = 0.0
     for wave, count in ((walkers, tiles // walkers), (tiles % walkers, 1)):
