@@ -239,7 +239,8 @@ def ragged_vector(terms: Sequence[Any], axis: Any) -> int:
 
 def ceil(a: int, b: int) -> int:
     """a / b, rounded up, and at least 1: what is empty has one block, whose threads find nothing to do."""
-    return max(-(-a // b), 1)
+    found = -(-a // b)
+    return found if found > 0 else 1
 
 
 def size_of(axis: Any) -> int:
