@@ -346,3 +346,26 @@ def f(x: f32[4, {points}]):
 """
         schedule = str(reductions.finish(parse(text).steps[0], HOPPER))
         assert f"* warp(4) * lane(32){each}\n" in schedule
+
+
+def gated(x: Any, w: Any, r: Any, b: Any) -> Any:
+    return F.silu(F.linear(x, w)) * F.linear(x, w + 1)
+
+
+def test_warpgroups_take_turns_where_their_tiles_fill_the_machine_and_others_do_not() -> None:
+    """792 tiles of 128 x 96 are six waves; of a square, tiles of 192 columns leave a third of the last one."""
+    (p,) = [x for k in on_meta(gated, 512, 3584, 18944) if (x := product(k)) is not None and len(x.sites) == 2]
+    best = warpgroups.plans(p, HOPPER)[0]
+    assert best.tile.turns and (best.tile.m, best.tile.n) == (128, 96) and "in turns" in str(best)
+    (square,) = [x for k in on_meta(plain, 4096, 4096, 4096) if (x := product(k)) is not None]
+    assert not warpgroups.plans(square, HOPPER)[0].tile.turns
+
+
+def test_nobody_takes_turns_with_one_tile_or_with_results_that_leave_registers() -> None:
+    def turns(m: int, n: int, fn: Any = plain) -> bool:
+        (p,) = [x for k in on_meta(fn, m, 4096, n) if (x := product(k)) is not None]
+        return any(x.tile.turns for x in warpgroups.plans(p, HOPPER))
+
+    assert turns(4096, 4096)
+    assert not turns(512, 512)
+    assert not turns(4096, 4096, lambda x, w, r, b: F.linear(x, w).float())
