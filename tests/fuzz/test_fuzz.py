@@ -19,7 +19,8 @@ from terrazzo.ir.node import topological
 from terrazzo.ir.program import Program
 from terrazzo.ir.text import parse
 from terrazzo.ir.types import DTYPES, Type
-from tests.fuzz import checks, run
+from terrazzo.rules.loop import blocks
+from tests.fuzz import checks, run, scores
 from tests.fuzz.judge import Judge
 from tests.fuzz.programs import tensor_programs
 from tests.fuzz.schedules import terms
@@ -46,6 +47,14 @@ def test_nothing_is_found(kind: str, count: int) -> None:
     assert outcomes.total() >= count * 0.9
     few = 30 if kind == "texts" else 20  # most edits of a text leave one that nobody reads
     assert sum(n for outcome, n in outcomes.items() if outcome.startswith(told)) >= count // few
+
+
+def test_a_wrong_range_of_blocks_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = scores.Case(1, 1, 1, 264, 264, 32, 32, "bfloat16", (), "(ids == idk)", "sdpa", "sm_90a", True, False)
+    assert scores.check(case) == "right"
+    monkeypatch.setitem(blocks.COMPARISONS, "eq", lambda a, b, some: blocks.l.apply("lt", a[0], b[0]))
+    with pytest.raises(checks.Found, match="an error of"):
+        scores.check(case)
 
 
 def test_a_seed_means_the_same_examples(monkeypatch: pytest.MonkeyPatch) -> None:

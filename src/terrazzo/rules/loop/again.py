@@ -101,9 +101,12 @@ def _judged(
     they can be built, which takes long.
     """
     new = [_whole(reader, makers) for reader in readers]
+    if math.isinf(after := least(new)):
+        why = "a block has no room for two products in one loop of steps"
+        return why, why
     before = price([*makers, *readers])
     most = (WIDE if _wide(makers) else SURE) * before if _stored(makers) <= LARGEST else math.inf
-    if (after := least(new)) <= most:
+    if after <= most:
         after = price(new)
     times = f"{after / 1000:.1f} us as chains, {before / 1000:.1f} us stored, by the model"
     return times if after > most else next(filter(None, map(refusal, new)), ""), times

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain as chain_of
 from typing import Any
 
 from terrazzo.hw.gpu import Gpu
@@ -190,6 +191,16 @@ def _pieces(c: Chain, way: Warps, gpu: Gpu) -> int:
 
     best = min(range(1, max(steps // STEPS, 1) + 1), key=rounds)
     return best if rounds(1) >= WORTH * rounds(best) else 1
+
+
+def nowhere(kernel: l.Kernel, gpu: Gpu) -> bool:
+    """Whether a kernel is no chain, or one whose sizes no block has room for: it has no schedule, let alone a plan."""
+    c = formed(kernel)
+    if c is None or any(not isinstance(a.extent, int) for a in (*c.kernel.axes, c.steps, c.depth)):
+        return True
+    groups = "wgmma" in gpu.features and c.rows.extent > FEW
+    tiles = (on_warpgroups(c, gpu, way) for way in chain_groups.arrangements(c, gpu)) if groups else ()
+    return all(x is None for x in chain_of(tiles, (on_warps(c, gpu, way) for way in arrangements(c, gpu))))
 
 
 def refusal(kernel: l.Kernel, gpu: Gpu, lost: Callable[[k.Kernel], str]) -> str:

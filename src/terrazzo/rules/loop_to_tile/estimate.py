@@ -10,7 +10,7 @@ from typing import Any
 
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir import nest as n
-from terrazzo.ir.canonical import nameless
+from terrazzo.ir.canonical import canonical
 from terrazzo.ir.contraction import nested_contraction
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
@@ -114,7 +114,7 @@ def _between(kernel: l.Kernel, found: Chain) -> float:
 
 def expected(steps: Iterable[l.Kernel | l.Call], gpu: Gpu) -> float:
     """What the kernels among the steps take together, before schedules are chosen, in nanoseconds."""
-    return sum(_expected(nameless(s), gpu) for s in steps if isinstance(s, l.Kernel))
+    return sum(_expected(canonical(s).kernel, gpu) for s in steps if isinstance(s, l.Kernel))
 
 
 @lru_cache(maxsize=1024)

@@ -21,10 +21,6 @@ SHORT = 256
 """Sums of fewer products are added up twice as often where someone wants to be exact: what a tensor core truncates is
 still seen in them.
 """
-SHORTER, TWO_SLABS = 32, 80
-"""Products in a short step where parts are multiplied, and the columns from which on a processor has room for slabs of
-two long ones only.
-"""
 ROWS = 64
 """Rows of an instruction."""
 LEAST = 16
@@ -92,15 +88,9 @@ def shapes(p: Product, n: int) -> Iterator[Tile]:
     """Tiles whose accumulators have room and whose slabs wgmma reads, and of which no axis fills less than half."""
     count = len(p.sites) * (2 if promotes(p) else 1)
     most = PROMOTED if promotes(p) and not converted(p) else ACCUMULATORS
-    whole = step(p)
     for rows, columns in ((p.m, p.n), (p.n, p.m)):
-        for groups, each, k in (
-            (1, 1, whole),
-            (2, 1, whole),
-            (2, 2, whole),
-            *([(2, 1, SHORTER)] if wide(p, n) else []),
-        ):
-            tile = Tile(rows, columns, groups, each, n, k)
+        for groups, each in ((1, 1), (2, 1), (2, 2)):
+            tile = Tile(rows, columns, groups, each, n, step(p))
             if count * each * n // 2 > most or any(rows not in x.free or each > 1 for x in converted(p)):
                 continue
             if tile.m >= 2 * max(rows.extent, ROWS) or n >= 2 * max(columns.extent, 8):
@@ -108,9 +98,7 @@ def shapes(p: Product, n: int) -> Iterator[Tile]:
             if any(w not in (16, 32) and w % STEP for w in (runs(x, tile) for x in p.sources)):
                 continue
             yield tile
-            for split in (
-                () if converted(p) or k < whole else (rows, columns)
-            ):  # multicast: what threads read is their block's
+            for split in () if converted(p) else (rows, columns):  # multicast: what threads read is their block's
                 if ceil(split.extent, tile.covered(split)) % 2 == 0 and _shares(tile, split):
                     yield Tile(rows, columns, groups, each, n, tile.k, split)
 
@@ -129,13 +117,6 @@ def abreast(p: Product, columns: int) -> Iterator[Tile]:
         panels = n % STEP == 0 and n > STEP
         if len(firsts) == 1 and (panels or not any(along(x, tile.columns) for x in seconds)):
             yield replace(tile, abreast=count)
-
-
-def wide(p: Product, n: int) -> bool:
-    """Whether there is room for two slabs of long steps only, where parts are multiplied: of short ones more are on
-    their way.
-    """
-    return promotes(p) and not converted(p) and step(p) == STEP and n >= TWO_SLABS
 
 
 def step(p: Product) -> int:

@@ -59,10 +59,6 @@ PROMOTION = 100.0
 """Nanoseconds for waiting for those of a step's products that are promoted together and adding them up, where no other
 warpgroup multiplies meanwhile. Not measured: 64 additions, and the time until products begin again.
 """
-AGAIN = 50.0
-"""Nanoseconds of a short step: two have two promotions more than a long one. Of that a promotion takes so long where
-another warpgroup multiplies meanwhile: two more in a step of 128 x 128 x 64 took 5 % longer.
-"""
 REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
 """Of a thread that loads and of one that multiplies, by the number of warpgroups that multiply."""
 
@@ -225,7 +221,7 @@ def _work(p: Product, tile: Tile, gpu: Gpu, has: Warpgroups) -> Work:
         after=after(p, tile.m * tile.n // tile.parts, has, tile) + _meeting(p, tile, has) + _first(p, tile, gpu),
         readers=_readers(tile, gpu.processors // tile.blocks),
         shared=tile.share > 1,
-        parts=promotes(p) and step(p) == STEP,
+        parts=promotes(p) and tile.k == STEP,
         wide=tile.n * tile.abreast,
         idle=_idle(p, tile, gpu),
     )  # fmt: skip
@@ -293,7 +289,6 @@ def _extra(p: Product, tile: Tile, gpu: Gpu) -> float:
     turns = not promotes(p) or tile.groups > 1
     made = making(p) * (1 if turns else MADE_ALONE / MADE) * tile.m * tile.k
     alone = PROMOTION * _promotions(p, tile) if promotes(p) and tile.groups == 1 else 0.0
-    alone += AGAIN * (tile.k < step(p))
     return alone + made * gpu.processors / (gpu.fma / 2)
 
 

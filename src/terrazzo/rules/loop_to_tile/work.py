@@ -72,12 +72,13 @@ def lasts(work: Work, gpu: Gpu) -> float:
     coming = work.least / (tiles * work.steps) * min(tiles, walkers) / gpu.memory
     waited = has.latency + (coming + arithmetic if work.parts else 0)
     step = max(arithmetic, fetched, waited / slots, has.crowd * work.readers) + has.step + work.extra
+    memory = has.parts_memory if work.parts else gpu.memory
     tile = work.steps * step + work.m * work.n * work.results / work.rate + work.after
     time = 0.0
     for wave, count in ((walkers, tiles // walkers), (tiles % walkers, 1)):
         if wave and count:
             flying = min(1.0, wave * blocks * slots * work.held / (gpu.processors * has.flying))
-            time += count * max(tile, work.least / tiles * wave / (gpu.memory * flying))
+            time += count * max(tile, work.least / tiles * wave / (memory * flying))
     return time + has.fill + (has.cluster if blocks > 1 and not work.shared else 0)
 
 

@@ -8,7 +8,7 @@ from terrazzo.errors import UserError
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.kernel.values import Integer, Registers, Value
 from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var, bounds
-from terrazzo.ir.node import Node, topological
+from terrazzo.ir.node import Node, per_node, topological
 
 
 class Let(Node, dialect="kernel", op="let"):
@@ -87,8 +87,17 @@ def walk(body: tuple[Node, ...]) -> Iterator[Node]:
     """Every statement, also inside loops, conditions and roles, in order."""
     for s in body:
         yield s
-        if isinstance(s, For | If | Role):
-            yield from walk(s.body)
+        if type(s) in AROUND:
+            yield from _within(s)
+
+
+AROUND = frozenset((For, If, Role))
+"""Statements that have others in them."""
+
+
+@per_node
+def _within(s: For | If | Role) -> tuple[Node, ...]:
+    return tuple(walk(s.body))
 
 
 def changed(body: tuple[Node, ...]) -> frozenset[Integer]:
