@@ -95,13 +95,15 @@ def _gathered(steps: list[Any], names: set[str]) -> list[l.Kernel]:
     parts = reduced_first(made, reduces)
     if len(parts) != 2 or any(isinstance(x, l.Reduce) for x in topological(parts[1].stores)):
         return []
-    first, rest = _named(parts, names)
+    first, rest = _named(parts, names - {b.name for b in made.writes})
     new = [first, *(inline(x, rest) for x in readers)]
     return [] if unproved(new) else new
 
 
 def _named(parts: tuple[l.Kernel, ...], names: set[str]) -> tuple[l.Kernel, ...]:
-    """Kernels whose first one stores to buffers of names that nothing else has."""
+    """Kernels whose first one stores to buffers of names that nothing else has. What is stored by the kernel they were
+    is stored under its name: others read it.
+    """
     first = parts[0]
     new: dict[Any, Any] = {}
     for b in first.writes:
