@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects.scalar import is_cast
 
 
 def scaled(x: Any, by: float) -> Any:
@@ -65,3 +66,18 @@ def stays_finite(x: Any, by: float) -> bool:
     if isinstance(x, l.Apply) and x.fn.name in ("add", "sub", "where"):
         return all(stays_finite(a, by) for a in x.args[x.fn.name == "where" :])
     return by <= 1
+
+
+def at_most(x: Any) -> float:
+    """What a term is at most, without its sign, by its constants alone; an infinity where they do not say."""
+    if isinstance(x, l.Literal):
+        return abs(x.value)
+    if not isinstance(x, l.Apply):
+        return 1.0 if x.dtype.name == "bool" else math.inf
+    if is_cast(x.fn):
+        return at_most(x.args[0])
+    if x.fn.name == "mul":
+        return math.prod(map(at_most, x.args))
+    if x.fn.name == "where":
+        return max(map(at_most, x.args[1:]))
+    return 1.0 if x.dtype.name == "bool" else math.inf

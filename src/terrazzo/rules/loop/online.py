@@ -34,13 +34,15 @@ from terrazzo.rules.loop.fold import folded, negated
 from terrazzo.rules.loop.inline import axes_at, inline, unproved
 from terrazzo.rules.loop.judging import Refusal
 from terrazzo.rules.loop.lookups import operands_stored
-from terrazzo.rules.loop.multiples import is_value, scaled, stays_finite, unscaled
+from terrazzo.rules.loop.multiples import at_most, is_value, scaled, stays_finite, unscaled
 from terrazzo.rules.loop.told import both, conjuncts, easy, every, masks, masks_told
 from terrazzo.rules.loop.weights import Known, plain
 from terrazzo.rules.loop.weights import apart as taken_off
 
 PASS = "online"
 LOG2E = math.log2(math.e)
+LARGEST_GATE = 1024.0
+"""What weights in float16 are multiplied by at most, in whose frame the product is still one."""
 LOWEST = {-float(np.finfo(np.float32).max), -float(np.finfo(np.float16).max), -float.fromhex("0x1.fep127")}
 """The lowest numbers of f32, f16 and bf16."""
 
@@ -285,6 +287,8 @@ def _framed(r: l.Reduce, told: bool, size: int) -> _Framed | None:
         core, gates, rebuild = _peeled(weight if told else plain(weight), axis)
         if not isinstance(core, l.Apply) or core.fn.name != "exp":
             continue
+        if kind.name == "f16" and math.prod(map(at_most, gates)) > LARGEST_GATE:
+            continue  # the largest weight of a row is 1 in its frame, and less outside
         score, t = taken_off(core.args[0], axis)
         if not any(isinstance(x, l.Reduce) and axis in x.free for x in topological([score])):
             continue
