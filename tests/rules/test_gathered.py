@@ -28,3 +28,15 @@ def test_rows_of_which_much_is_read_are_stored() -> None:
     x, labels = torch.randn(64, 4000), torch.randint(0, 4000, (64, 4000))
     program = lowered(lambda x, i: torch.softmax(x, -1).gather(-1, i).exp(), (x, labels), "sm_90a").lowering.loop
     assert max(in_use(program.steps, program.results)) >= 64 * 4000 * 4
+
+
+def test_what_is_stored_of_rows_besides_keeps_its_name() -> None:
+    """Which elements are the largest of their rows, for a gradient, beside the largest themselves."""
+
+    def late(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.func.grad(lambda y: ((y @ w.mT).amax(-1).sum(-1) - 1).relu().mean())(x)
+
+    torch.manual_seed(0)
+    found = lowered(late, (torch.randn(16, 8, 32), torch.randn(16, 96, 32)), "sm_90a")
+    exact = late(*(torch.as_tensor(x).double() for x in found.args))
+    assert torch.allclose(torch.as_tensor(found.simulated()[0]).double(), exact, atol=1e-4)
