@@ -114,7 +114,9 @@ def carried(c: Chain, gpu: Gpu) -> int:
     """
     way = next(arrangements(c, gpu), None) if fastest(c.kernel, gpu) is None else None
     blocks = math.prod(chain_groups.outside(c)) * ceil(c.rows.extent, way.rows if way else 2 * ROWS)
-    return 2 * blocks * c.steps.extent * (c.deep * len(c.sums) + c.width * len(c.outside)) * (3 if c.terms > 1 else 1)
+    steps: Any = c.steps.extent
+    along: int = c.deep * len(c.sums) + c.width * len(c.outside)
+    return 2 * blocks * int(steps) * along * (3 if c.terms > 1 else 1)
 
 
 def _priced(c: Chain, gpu: Gpu) -> Iterator[tuple[float, Groups] | str]:
