@@ -66,3 +66,15 @@ def test_what_others_read_of_such_rows_keeps_its_name() -> None:
     x, i = np.random.default_rng(0).standard_normal((4096, 512)).astype(np.float32), np.arange(4096) % 512
     before, after = (interpreter.run(p, {"x": x, "i": i}) for p in (program, found))
     assert all(map(np.array_equal, before, after))
+
+
+def test_what_is_stored_of_rows_besides_keeps_its_name() -> None:
+    """Which elements are the largest of their rows, for a gradient, beside the largest themselves."""
+
+    def late(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.func.grad(lambda y: ((y @ w.mT).amax(-1).sum(-1) - 1).relu().mean())(x)
+
+    torch.manual_seed(0)
+    found = lowered(late, (torch.randn(16, 8, 32), torch.randn(16, 96, 32)), "sm_90a")
+    exact = late(*(torch.as_tensor(x).double() for x in found.args))
+    assert torch.allclose(torch.as_tensor(found.simulated()[0]).double(), exact, atol=1e-4)

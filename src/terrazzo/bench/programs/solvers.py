@@ -131,14 +131,14 @@ def checkered_sweeps(count: int = 16, size: int = 1026) -> Made:
 
 def three_diagonals(lower: Tensor, main: Tensor, upper: Tensor, x: Tensor) -> Tensor:
     """Thomas' algorithm: an elimination down and a substitution up, row by row."""
-    c, d, n = [], [], x.shape[-1]
+    c, d = list[Tensor](), list[Tensor]()
     main = 3 + main.abs()
-    for i in range(n):
+    for i in range(x.shape[-1]):
         over = main[:, i] - (lower[:, i] * c[-1] if i else 0)
         c.append(upper[:, i] / over)
         d.append((x[:, i] - (lower[:, i] * d[-1] if i else 0)) / over)
     found = [d[-1]]
-    for i in reversed(range(n - 1)):
+    for i in reversed(range(len(d) - 1)):
         found.append(d[i] - c[i] * found[-1])
     return torch.stack(found[::-1], -1)
 

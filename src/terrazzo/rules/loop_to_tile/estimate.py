@@ -76,7 +76,8 @@ def estimate(kernel: l.Kernel, gpu: Gpu) -> Estimate:
         products = operations / (CHAINED * gpu.warpgroups.rate)
         between = points * max(BETWEEN, OPERATION * _between(kernel, both))
         work_time = max(products, between) + BESIDE * min(products, between)
-        time = max(moved / gpu.memory, work_time * chains.idle(both, gpu)) + gpu.launch
+        brought = chains.carried(both, gpu) * _visited(kernel, both) / gpu.cache
+        time = max(moved / gpu.memory, brought, work_time * chains.idle(both, gpu)) + gpu.launch
         if both.terms > 1:  # whose steps are long, and have few slots
             time = max(time, chains.fastest(kernel, gpu) or 0.0)
     elif plan is not None:

@@ -87,12 +87,8 @@ def walk(body: tuple[Node, ...]) -> Iterator[Node]:
     """Every statement, also inside loops, conditions and roles, in order."""
     for s in body:
         yield s
-        if type(s) in AROUND:
+        if isinstance(s, For | If | Role):
             yield from _within(s)
-
-
-AROUND = frozenset((For, If, Role))
-"""Statements that have others in them."""
 
 
 @per_node
