@@ -47,7 +47,7 @@ adverse: $(READY) ## the pinned schedules, each simulated in N adverse orders an
 opinfo: $(READY) ## PyTorch's whole operator database, interpreted and compiled, and the table in the docs (long)
 	PYTHONPATH=src:. $(RUN) -m tests.opinfo.run --table docs/operators.md $(ARGS)
 
-fuzz: $(READY) ## random programs, schedules, texts, aliases: make fuzz N=2000 (SEED=7 KIND=programs|schedules|plans|arrangements|texts|hostile|aliases|effects)
+fuzz: $(READY) ## random programs, schedules, texts, aliases: make fuzz N=2000 (SEED=7 KIND=programs|schedules|plans|arrangements|texts|hostile|aliases|effects|scores)
 	PYTHONPATH=src:. OMP_NUM_THREADS=1 $(RUN) -m tests.fuzz.run $(or $(N),200) $(if $(SEED),--seed $(SEED)) $(if $(KIND),--kind $(KIND)) $(ARGS)
 
 replay: $(READY) ## every kernel of the benchmarks and tests, at a commit and now: make replay BASE=main (ARGS=--help)

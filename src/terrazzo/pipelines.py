@@ -35,10 +35,12 @@ from terrazzo.rewrite.rule import Log
 from terrazzo.rules import torch_to_tensor
 from terrazzo.rules.loop.again import products_again
 from terrazzo.rules.loop.beside import chains_beside
+from terrazzo.rules.loop.blocks import blocks_seen
 from terrazzo.rules.loop.channels import channels_last
 from terrazzo.rules.loop.fold import fold
 from terrazzo.rules.loop.frozen import constants, stored_once, varying
 from terrazzo.rules.loop.fuse import fuse, seen_through
+from terrazzo.rules.loop.gathered import rows_gathered
 from terrazzo.rules.loop.gradients import gradients
 from terrazzo.rules.loop.joined import products_joined
 from terrazzo.rules.loop.layout import store_as_read
@@ -95,8 +97,8 @@ def _together(p: Program, log: Log, options: Options) -> Program:
 
 def _fused(p: l.Program, log: Log, options: Options) -> l.Program:
     """Kernels fused, but for what is named, and what is computed once."""
-    kept = (*options.materialize, *stored_once(p, options.frozen, log))
-    return fuse(p, log, target(options.target).rates, kept, _texts(options))
+    kept, rates = (*options.materialize, *stored_once(p, options.frozen, log)), target(options.target).rates
+    return rows_gathered(fuse(p, log, rates, kept, _texts(options)), log, rates, kept)
 
 
 def _images(p: Any, log: Log, options: Options) -> Any:
@@ -144,6 +146,7 @@ def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
     busy = lambda steps: sum(chains.fastest(s, gpu) or price([s]) for s in steps)  # noqa: E731
     made = look_up_on_the_way(sums_inside(made, log, busy, refused), log, price, refused)
     made = products_joined(chains_beside(made, log, price, refused), log, price, options.materialize)
+    made = blocks_seen(made, log, price)
     return rounded_weights(made, log, target(options.target).rates.matrix)
 
 
@@ -271,7 +274,7 @@ def in_parts(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
         gained, why = judged[forms]
         return gained, canonical(new[-1]).named(why)
 
-    return into_parts(p, log, PARTS[options.fp32], gains, partial(no_gain, gpu=gpu))
+    return into_parts(p, log, PARTS[options.fp32], gains, partial(no_gain, gpu=gpu), known)
 
 
 def pinned(options: Options) -> tuple[dict[str, Schedule], dict[str, Plan]]:

@@ -15,7 +15,7 @@ from terrazzo.ir.torch_types import to_torch_dtype  # noqa: E402
 from terrazzo.ir.types import DTYPES  # noqa: E402
 from terrazzo.options import Options  # noqa: E402
 
-GROUPS = {"decode": 9, "masks": 6, "backward": 28, "forward": 72, "odd": 12, "loss": 1, "layers": 15}
+GROUPS = {"decode": 9, "masks": 6, "backward": 28, "forward": 72, "odd": 12, "loss": 1, "layers": 14}
 
 
 def test_what_is_asked_for_is_in_the_suite() -> None:

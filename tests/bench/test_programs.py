@@ -123,6 +123,72 @@ def test_which_side_of_a_kink_is_chance_and_a_smooth_result_is_not() -> None:
         assert "result 1" in off.problem and "result 0" not in off.problem
 
 
+def test_whole_numbers_are_judged_by_how_many_lie_on_the_other_side_of_a_rounding() -> None:
+    right = torch.arange(8192)
+
+    def differing(*places: int) -> Any:
+        return right.index_add(0, torch.tensor(places, dtype=torch.int64), torch.ones(len(places), dtype=torch.int64))
+
+    assert accuracy([differing(5)], [differing(5)], [right]).ok
+    assert accuracy([right], [differing(5)], [right]).ok
+    assert accuracy([differing(6, 7)], [differing(5)], [right]).ok
+    found = accuracy([differing(6, 7, 8)], [differing(5)], [right])
+    assert found.problem == "result 0: 4 of 8192 elements differ, from float64's 3, and 1 of eager's"
+    assert not accuracy([differing(5)], [right], [right]).ok
+    many = differing(*range(64))  # float64 is no judge of these
+    assert not accuracy([differing(*range(63))], [many], [right]).ok
+    assert accuracy([many], [many], [right]).ok
+
+
+class Levels(torch.nn.Module):
+    """Whole numbers of what an input is rounded to."""
+
+    def forward(self, x: Any) -> Any:
+        return (x * 3).round().to(torch.int32)
+
+
+def test_which_whole_number_is_chance_where_an_input_lies_between_two() -> None:
+    torch.manual_seed(2)
+    x = torch.randn(1 << 17).mul(9).round().div(9)
+    x[:64] = ((torch.arange(64) + 0.5) / 3).float()
+    module = Levels()
+    (right,) = one.exact(module, (x,), None)
+    other = module(x * (1 + 1e-7))
+    assert int((other != right).sum()) in range(1, 65)
+    with torch.no_grad():
+        eager = right.clone()
+        assert not accuracy([other], [eager], [right]).ok
+        assert one.judged([other], [eager], module, (x,), None, "f32").ok
+        assert not one.judged([right + 1], [eager], module, (x,), None, "f32").ok
+
+
+class OneHinge(torch.nn.Module):
+    """Gradients behind a ReLU one of whose many arguments is so near its kink that few roundings meet it."""
+
+    def forward(self, x: Any) -> Any:
+        y = x - 0.5
+        return torch.where(y > 0, y, 0), (y > 0).to(x.dtype), torch.tanh(y)
+
+
+def test_a_kink_within_reach_is_found_in_float64() -> None:
+    torch.manual_seed(3)
+    module, x = OneHinge(), torch.randn(4096)
+    x[7] = 0.5 + 3e-7
+    with torch.no_grad():
+        right = one.exact(module, (x,), None)
+        value, hinge, smooth = one.jumps(module, (x,), None, right, "f32")
+        assert hinge == pytest.approx(1 / 64)
+        assert value < 1e-7
+        assert smooth < 1e-10
+        eager = [r.float() for r in right]
+        other = eager[1].clone()
+        other[7] = 1 - other[7]
+        assert one.judged([eager[0], other, eager[2]], eager, module, (x,), None, "f32").ok
+        other[8:12] = 1 - other[8:12]  # four more, which no kink explains
+        assert not one.judged([eager[0], other, eager[2]], eager, module, (x,), None, "f32").ok
+        assert not one.judged([*eager[:2], eager[2] * (1 + 4e-7)], eager, module, (x,), None, "f32").ok
+
+
 class FastGelu(torch.nn.Module):
     """A module that a fast path computes otherwise, as PyTorch's encoder layers on a GPU."""
 
@@ -161,6 +227,21 @@ def test_the_judge_rounds_nothing_to_float32() -> None:
     loss = (y - torch.cos(torch.arange(32, dtype=torch.float64))).square().mean()
     (gradient,) = torch.autograd.grad(loss, [weight])
     torch.testing.assert_close(found, [loss.detach(), gradient], rtol=1e-13, atol=0)
+
+
+class Ranges(torch.nn.Module):
+    """Numbers that only the sizes of its input say."""
+
+    def forward(self, x: Any) -> Any:
+        n = x.shape[-1]
+        return x * ((torch.arange(n, device=x.device) + 0.5) / n) + torch.full((n,), 0.1, device=x.device)
+
+
+def test_the_judge_rounds_no_numbers_that_a_module_makes() -> None:
+    x = torch.randn(4, 51)
+    (found,) = one.exact(Ranges(), (x,), None)
+    torch.testing.assert_close(found, x.double() * ((torch.arange(51).double() + 0.5) / 51) + 0.1, rtol=1e-15, atol=0)
+    assert torch.get_default_dtype() == torch.float32
 
 
 class Branching(torch.nn.Module):

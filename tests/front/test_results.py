@@ -140,3 +140,35 @@ def test_a_copy_of_an_expanded_input(target: str) -> None:
     x = torch.arange(24.0).reshape(4, 6)
     compiled = torch.compile(ravelled, backend="terrazzo", options={"target": target})
     assert torch.equal(compiled(x), ravelled(x))
+
+
+def test_gradients_lie_plainly_and_as_their_leaves_lie() -> None:
+    """The traced gradient of keys has its tokens innermost: as nobody relies on that, it is not copied to lie so. What
+    autograd keeps lies as the leaf does, and what flows into another graph lies as that one was traced.
+    """
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    def apart(x: Any, y: Any) -> Any:
+        z = (x @ y).t().mul(y)
+        torch._dynamo.graph_break()
+        return (x @ z.t()).exp().t()
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    fast = torch.compile(attend, backend="terrazzo", dynamic=False, options={"target": "interpreter"})
+    q, k, v, g = (torch.randn(1, 2, 6, 4) for _ in range(4))
+    plain = [x.clone().requires_grad_() for x in (q, k, v)]
+    ours, eager = (torch.autograd.grad(f(*plain), plain, g) for f in (fast, attend))
+    assert [x.is_contiguous() for x in ours] == [True] * 3
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    fast(*turned).backward(g)
+    assert [x.grad.stride() for x in turned] == [x.stride() for x in turned]
+    for a, b, c in zip(ours, turned, eager, strict=True):
+        torch.testing.assert_close(a, c)
+        torch.testing.assert_close(b.grad, c)
+    broken = torch.compile(apart, backend="terrazzo", dynamic=False, options={"target": "interpreter"})
+    x, y = (torch.randn(4, 4).requires_grad_() for _ in range(2))
+    found = [torch.autograd.grad(f(x, y).square().sum(), (x, y)) for f in (broken, apart)]
+    torch.testing.assert_close(*found)

@@ -21,7 +21,7 @@ import hypothesis
 from hypothesis import HealthCheck, Phase, Verbosity, given, settings
 from hypothesis import strategies as st
 
-from tests.fuzz import aliases, checks
+from tests.fuzz import aliases, checks, scores
 from tests.fuzz.hostile import hostile, library
 from tests.fuzz.plans import arrangements, plans
 from tests.fuzz.programs import tensor_programs
@@ -48,6 +48,7 @@ KINDS: dict[str, tuple[Any, Callable[..., str]]] = {
     "schedules": (_schedules(), checks.schedule),
     "plans": (plans(), checks.plan),
     "arrangements": (arrangements(), checks.arrangement),
+    "scores": (st.tuples(scores.cases()), scores.check),
     "texts": (st.tuples(texts()), checks.text),
     "aliases": (st.tuples(aliases.cases()), aliases.under_torch_compile),
     "effects": (st.tuples(aliases.cases(breaks=False, grad=False)), aliases.under_terrazzo_compile),

@@ -36,6 +36,7 @@ from tests.harness import random_inputs
         ("texts", 300),
         ("aliases", 30),
         ("effects", 100),
+        ("scores", 6),
     ],
 )
 def test_nothing_is_found(kind: str, count: int) -> None:

@@ -203,3 +203,16 @@ def test_who_has_only_the_extents_of_axes_in_common_stays_apart() -> None:
     found = lowered(both, (given,), "sm_90a")
     for ours, right in zip(found.simulated(), both(given), strict=True):
         assert np.allclose(ours, right, atol=1e-4)
+
+
+def test_what_is_read_once_for_a_row_is_no_column() -> None:
+    """A sum of what is computed of places and of one number a row: what its rows are multiplied with was computed in
+    two blocks, whose lanes had a row each.
+    """
+
+    def fn(mean: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return x * (mean[:, None] - torch.cos(torch.arange(16384.0))).sum(1)[:, None]
+
+    args = x(32, dtype=torch.float32), x(32, 65536, dtype=torch.float32)
+    found = lowering(capture(fn, args).program, Options(target="sm_90a"), Log()).at("kernel")
+    assert found.steps[-1].grid >= 132

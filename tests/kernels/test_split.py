@@ -95,14 +95,19 @@ def test_products_of_parts_are_right(pairs: tuple[tuple[int, int], ...]) -> None
     right(text(256, 128, 192, pairs, blocks=1))
 
 
-def test_products_of_parts_in_clusters_are_right() -> None:
-    alone = text(512, 128, 192, blocks=2)
-    pairs = {"a0 = grid(4) * block(128)": "a0 = grid(2) * cluster(2) * block(128)", "grouped(4)": "grouped(2)"}
+def paired(alone: str, rows: int) -> str:
+    """Clusters of two along so many rows of tiles, whose blocks fetch halves of what both need."""
+    pairs = {f"a0 = grid({rows}) * block(128)": f"a0 = grid({rows // 2}) * cluster(2) * block(128)"}
+    pairs |= {"grouped(4)": "grouped(2)"} if rows == 4 else {}
     pairs |= {f"w{p} = smem(": f"w{p} = smem(multicast=True, " for p in (1, 2, 3)}
     for before, after in pairs.items():
         assert before in alone
         alone = alone.replace(before, after)
-    right(alone)
+    return alone
+
+
+def test_products_of_parts_in_clusters_are_right() -> None:
+    right(paired(text(512, 128, 192, blocks=2), 4))
 
 
 def test_six_products_are_as_exact_as_float32() -> None:
@@ -300,7 +305,7 @@ def f(x: f32[64, 64], w: f32[64, 64]):
     return (y, z, t)
 """)
     made = into_parts(both, Log(), 3, lambda old, new: (1.0, ""))
-    assert [s.name for s in made.steps] == ["x_parts", "w_parts", "y", "z", "x_parts_2", "t"]
+    assert [s.name for s in made.steps] == ["x_parts", "y", "z", "x_parts_2", "t"]  # and w's with x's
     x = {n: np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32) for n in "xw"}
     for ours, theirs in zip(loop.run(made, x), loop.run(both, x, precise=True), strict=True):
         assert np.abs(ours - theirs).max() < 1e-5 * np.abs(theirs).max()
@@ -335,11 +340,12 @@ def test_making_parts_is_a_wide_copy(tmp_path: Path) -> None:
 
 
 def test_the_model_takes_the_kernel_that_was_measured() -> None:
-    """4096 x 4096 x 4096: 128 x 128 on two warpgroups, a ring of two, six products a step."""
+    """4096 x 4096 x 4096: 128 x 128 on two warpgroups, a ring of two, six products a step, clusters of two."""
     program = capture(F.linear, (torch.zeros(4096, 4096), torch.zeros(4096, 4096)), {}).program
     chosen = lowering(program, Options(target="sm_90a", fp32="split", libraries="never")).at("tile")
     plan = str(chosen.plans[-1][1])
-    wanted = str(lowering(parse(text(4096, 4096, 4096)), Options(target="sm_90a")).at("tile").plans[0][1])
+    measured = parse(paired(text(4096, 4096, 4096), 32))
+    wanted = str(lowering(measured, Options(target="sm_90a")).at("tile").plans[0][1])
     for line in ("order(", "load =", "math =", "ring0 =", "product("):
         (ours,), (theirs,) = ([x for x in p.splitlines() if x.strip().startswith(line)] for p in (plan, wanted))
         assert ours == theirs
@@ -423,12 +429,24 @@ THREE = re.sub(r"sum\(.*\)\n", f"sum(add({SMALL}, {ONE(1, 1)}))\n", SCALED)
 SHORT = THREE.replace("time(3,", "time(6,").replace("block(64)", "block(32)").replace("reg(4)", "reg(2)")
 
 
-@pytest.mark.parametrize(("source", "begun"), [(THREE, 4), (SHORT.replace("swizzle=128", "swizzle=64"), 3)])
+@pytest.mark.parametrize(("source", "begun"), [(THREE, 3), (SHORT.replace("swizzle=128", "swizzle=64"), 2)])
 def test_the_large_products_of_three_scales_are_promoted_every_32(source: str, begun: int) -> None:
     """By each of two warpgroups: twice in a step of 64, once in one of 32."""
     assert "f32(0.5)" in source
     right(source)
-    assert str(derived(source)).count("fresh") == 2 * begun
+    steps = str(derived(source))
+    assert steps.count("fresh") == 2 * begun and len(re.findall(r"add\(acc\d\[", steps)) == 2 * begun
+
+
+@pytest.mark.parametrize(("steps", "columns", "held"), [(6, 128, True), (3, 128, False), (6, 144, False)])
+def test_sums_of_a_few_steps_are_held_where_registers_have_room(steps: int, columns: int, held: bool) -> None:
+    """A third set of sums, for 128 columns and fewer."""
+    source = re.sub(r"\b192\b", str(64 * steps), THREE).replace("time(3,", f"time({steps},")
+    source = source.replace("128", str(columns)).replace(f"swizzle={columns}", "swizzle=128")
+    source = source.replace(f"a0 = grid(2) * block({columns})", "a0 = grid(2) * block(128)")
+    if columns == 128:
+        right(source)
+    assert ("few0" in str(derived(source))) == held
 
 
 def test_products_that_are_scaled_are_added_up_by_themselves() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -178,9 +179,9 @@ def _failure(failed: Mapping[str, str] | None) -> str:
 # --- times ---
 
 
-def ratios(times: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """How many times as long as before a case takes, slowest first."""
-    found = {case: t["after"] / t["before"] for case, t in times.items() if "before" in t and "after" in t}
+def ratios(times: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """How many times as long as before a case takes, in the median of its openings, slowest first."""
+    found = {case: statistics.median(t["ratios"]) for case, t in times.items() if "ratios" in t}
     return dict(sorted(found.items(), key=lambda x: -x[1]))
 
 
@@ -195,7 +196,9 @@ def timing(times: Mapping[str, Mapping[str, Any]], everything: bool = False) -> 
     slower = {case: r for case, r in found.items() if r > SLOWER}
     yield f"{len(found)} cases timed, {len(slower)} of them more than {SLOWER - 1:.0%} slower"
     for case, r in (found if everything else slower).items():
-        yield f"  {r:6.3f}x  {times[case]['before']:10.1f} us -> {times[case]['after']:10.1f} us  {case}"
+        took, own = times[case], times[case]["ratios"]
+        openings = f" ({min(own):.3f} to {max(own):.3f} in {len(own)} openings)" if len(own) > 1 else ""
+        yield f"  {r:6.3f}x  {took['before']:10.1f} us -> {took['after']:10.1f} us  {case}{openings}"
     for case, t in times.items():
         if "failed" in t:
             yield f"  not timed: {case}: {t['failed']}"

@@ -120,14 +120,15 @@ def test_another_price_alone_is_no_change() -> None:
 
 def test_what_is_slower_is_listed_with_means_of_each_suite() -> None:
     times = {
-        "gpu gemm: a": {"before": 10.0, "after": 20.0},
-        "gpu gemm: b": {"before": 10.0, "after": 5.0},
-        "gpu block: c": {"before": 10.0, "after": 10.2},
+        "gpu gemm: a": {"before": 10.0, "after": 20.0, "ratios": [2.5, 2.0, 1.9]},
+        "gpu gemm: b": {"before": 10.0, "after": 5.0, "ratios": [0.5]},
+        "gpu block: c": {"before": 10.0, "after": 10.2, "ratios": [1.04, 1.02, 1.01]},
         "gpu block: d": {"failed": "after: UserError: no"},
     }
     said = list(compare.timing(times))
     assert said[0] == "3 cases timed, 1 of them more than 3% slower"
-    assert [line for line in said if " us -> " in line] == ["   2.000x        10.0 us ->       20.0 us  gpu gemm: a"]
+    slower = "   2.000x        10.0 us ->       20.0 us  gpu gemm: a (1.900 to 2.500 in 3 openings)"
+    assert [line for line in said if " us -> " in line] == [slower]
     assert "  not timed: gpu block: d: after: UserError: no" in said
     assert "  gpu gemm: 1.000x (geometric mean)" in said and "  gpu block: 1.020x (geometric mean)" in said
     assert list(compare.ratios(times)) == ["gpu gemm: a", "gpu block: c", "gpu gemm: b"]
@@ -189,10 +190,11 @@ def test_what_fails_now_is_the_status(
 
 ANSWERS = """\
 import json, os, sys
-slow = os.getcwd().endswith("after")
+after = os.getcwd().endswith("after")
 for n, line in enumerate(sys.stdin):
-    failed = line.strip() == "open gpu gemm: b" and slow
-    us = 100 if n == 2 else 7 if slow else 5
+    case = line.strip().removeprefix("open ") if line.startswith("open") else case
+    failed = line.strip() == "open gpu gemm: b" and after
+    us = 100 if n == 2 else 7 if after and case == "gpu gemm: a" else 5
     answer = {"failed": {"type": "UserError", "message": "no"}} if failed else {"us": us}
     print(json.dumps(answer), flush=True)
 """
@@ -206,9 +208,10 @@ def test_both_sides_are_timed_in_turns(jobs: int, tmp_path: Path, monkeypatch: p
     for folder in folders:
         folder.mkdir()
     monkeypatch.setattr(run, "WORKER", tmp_path / "worker.py")
-    assert run.times(folders, ["gpu gemm: a", "gpu gemm: b"], jobs) == {
-        "gpu gemm: a": {"before": 5, "after": 7},  # medians: one of the rounds took 100
+    assert run.times(folders, ["gpu gemm: a", "gpu gemm: b", "gpu gemm: c"], jobs) == {
+        "gpu gemm: a": {"before": 5, "after": 7, "ratios": [1.4] * 5},  # medians: one of the rounds took 100
         "gpu gemm: b": {"failed": "after: UserError: no"},
+        "gpu gemm: c": {"before": 5, "after": 5, "ratios": [1.0]},  # what does not seem slower is opened once
     }
 
 

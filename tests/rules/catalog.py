@@ -16,7 +16,20 @@ from terrazzo.ir.dialects import tile
 from terrazzo.ir.node import topological
 from terrazzo.rewrite.rule import Choice, Log
 from terrazzo.rules import tensor_to_loop
-from terrazzo.rules.loop import channels, digits, fold, fuse, layout, lookups, narrow, parts, relax, remake, sooner
+from terrazzo.rules.loop import (
+    channels,
+    digits,
+    fold,
+    fuse,
+    gathered,
+    layout,
+    lookups,
+    narrow,
+    parts,
+    relax,
+    remake,
+    sooner,
+)
 from terrazzo.rules.loop.cost import Rates
 from terrazzo.rules.loop_to_tile import apart, choose, collapse, few_rows, packed, rows, unpacked, written_out
 from terrazzo.rules.loop_to_tile import split as splitting
@@ -122,6 +135,7 @@ CATALOG: dict[str, Rewrite] = {
     "fuse:fold_indices": of(fold.fold_indices, kernels(lambda k: (fold.fold_indices(k),))),
     "fuse:factors_apart": of(digits.factors_apart, kernels(lambda k: (digits.factors_apart(k),))),
     "fuse:extremes_once": of(fold.extremes_once, kernels(lambda k: (fold.extremes_once(k),))),
+    "fuse:rows_gathered": of(gathered.rows_gathered, lambda p: gathered.rows_gathered(p, Log(), Rates())),
     "fuse:recompute": of(fold.fold, lambda p: fold.fold(p, Log())),
     "lookups:store_lookups": of(lookups.store_lookups, lambda p: lookups.store_lookups(p, Log(), LAUNCHED)),
     "store_as_read:narrow": of(narrow.narrow, lambda p: narrow.narrow(p, Log())),

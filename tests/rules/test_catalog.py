@@ -132,6 +132,7 @@ def seasoned(program: Program) -> Program:
         two_in_one(table),
         t.literal(2.0, f32, (3,)),
         *where,
+        few_of_rows(t.scan("sum", t.cast(t.iota((6, 400), sum(t.coordinates((6, 400))) % 3), f32), 1)),
         *moments(t.scan("sum", t.cast(t.iota((7, 8), t.coordinates((7, 8))[1]), f32), 0)),
         late(wide := t.scan("sum", t.cast(t.iota((60, 8), t.coordinates((60, 8))[1]), f32), 0)),
         *rounded(wide),
@@ -177,6 +178,14 @@ def moments(x: Any) -> tuple[Any, Any]:
     return t.reduce("sum", t.apply("mul", far, far), [1]), t.apply("exp", below)
 
 
+def few_of_rows(x: Any) -> Any:
+    """The largest of some elements, with the other sign, across rows that were divided by their sums."""
+    e = t.apply("exp", x)
+    shares = t.apply("div", e, t.broadcast(t.reduce("sum", e, [1], keepdim=True), (6, 400)))
+    i = t.coordinates((6, 40))
+    return t.reduce("max", t.apply("neg", t.index_map(shares, (6, 40), (i[0], i[1] * 10 + i[0]))), [0])
+
+
 def attention(x: Any, n: int) -> Any:
     """Four rows of scores, weights and values, made of one row; two of them have keys in common."""
     i = t.coordinates((4, 5, 4))
@@ -204,8 +213,8 @@ def alone(name: str, program: Program) -> tuple[Any, Any]:
         before = CATALOG["fuse:view"].apply(before)
     elif name == "fuse:factors_apart":
         before = CATALOG["fuse:inline"].apply(CATALOG["fuse:view"].apply(before))
-    elif name == "fuse:extremes_once" or not name.startswith("fuse"):
-        # fusion keeps little that is made fast; extremes are looked at in what became one kernel
+    elif name in ("fuse:extremes_once", "fuse:rows_gathered") or not name.startswith("fuse"):
+        # fusion keeps little that is made fast; extremes and rows are looked at in what became one kernel
         before = fuse(before, Log(), Rates())
         before = CATALOG["store_as_read:narrow"].apply(before) if "channels" in name else before
     if name in ("schedule:share_rows", "schedule:split_frames"):  # which look at what is in a moving frame

@@ -19,8 +19,10 @@ from terrazzo.ir.verify import verify
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop.number_parts import LARGE, SCALE, ordinary, pairs
 from terrazzo.rules.loop.parts import into_parts
+from terrazzo.rules.tile_to_kernel.promote import TOGETHER
 
 MAX, LEAST = np.finfo(np.float32).max, np.float32(2.0**-149)
+NEVER = 1 << 30
 SPECIAL = np.array(
     [0.0, -0.0, 1.0, -1.5, 1e30, -3e-20, 1e-40, LEAST, -LEAST, 3.3961775e38, MAX, -MAX, np.inf, -np.inf, np.nan],
     np.float32,
@@ -56,6 +58,23 @@ def parts(x: Any, count: int = 3) -> list[Any]:
     whole = l.Program("f", program.inputs, program.steps[:-1], tuple(stored[n] for n in names))
     column = x.reshape(-1, 1).astype(np.float32)
     return [p[:, 0].astype(np.float32) for p in loop.run(whole, {"x": column, "w": column})]
+
+
+@pytest.mark.parametrize(
+    "m, n, k, constant, makers",
+    [
+        (64, 64, 64, "", ["x_parts"]),
+        (64, 64, 64, "xw", ["x_parts"]),
+        (64, 64, 64, "w", ["x_parts", "w_parts"]),  # which is stored once, and x's in every call
+        (64, 128, 64, "", ["x_parts", "w_parts"]),
+        (1024, 1024, 1024, "", ["x_parts", "w_parts"]),  # a launch is nothing beside what they move
+    ],
+)
+def test_one_launch_stores_small_parts_of_one_shape(m: int, n: int, k: int, constant: str, makers: list[str]) -> None:
+    program = parse(text(m, n, k))
+    same = [b for b in program.inputs if b.name in constant]
+    found = into_parts(program, Log(), 3, lambda old, new: (1.0, ""), constant=same)
+    assert [s.name for s in found.steps] == [*makers, "y"]
 
 
 def numbers() -> Any:
@@ -130,14 +149,23 @@ def test_what_products_of_parts_leave_out_is_of_either_sign() -> None:
     assert abs(off.mean()) < 1e-9 and np.sqrt((off**2).mean()) < 1e-8
 
 
-def test_sums_on_tensor_cores_are_hardly_smaller_than_they_should_be() -> None:
+@pytest.mark.parametrize("together", [NEVER, TOGETHER])
+def test_sums_on_tensor_cores_are_hardly_smaller_than_they_should_be(together: int) -> None:
     """What tensor cores truncate makes all sums smaller, and a sum over many of them keeps that, as a gradient of a
     bias does. Cut parts, promoted every 64 products, made it 9e-8.
     """
     x, w = factors("normal", 64, 512)
     exact = x.astype(np.float64) @ w.T.astype(np.float64)
-    off = on_tensor_cores(x, w) - exact
+    off = on_tensor_cores(x, w, together=together) - exact
     assert -3e-8 < (off * exact).sum() / (exact**2).sum() < 1e-8
+
+
+def test_sums_of_a_few_steps_are_rounded_by_themselves() -> None:
+    """Long sums are further off by what CUDA cores round, less where there are registers for a third set of sums."""
+    x, w = factors("normal", 16, 4096)
+    exact = x.astype(np.float64) @ w.T.astype(np.float64)
+    off = [np.linalg.norm(on_tensor_cores(x, w, together=n) - exact) for n in (NEVER, TOGETHER)]
+    assert 2 * off[1] < off[0] < np.linalg.norm(on_cuda_cores(x, w) - exact) / 4
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -199,22 +227,27 @@ def test_small_numbers_lose_what_no_bfloat16_holds(name: str) -> None:
 # -- errors, on tensor cores that truncate -----------------------------------------------------------------------------
 
 
-def on_tensor_cores(x: Any, w: Any, count: int = 3, chunk: int = 64) -> Any:
-    """What a kernel of the schedule computes: a sum on CUDA cores of sums over `chunk`, and over 32 of the large
-    products.
+def on_tensor_cores(x: Any, w: Any, count: int = 3, chunk: int = 64, together: int = NEVER) -> Any:
+    """What a kernel of the schedule computes: a sum on CUDA cores of sums over `chunk` of the small products, those of
+    one scale after those of another, and of sums of the large ones over 32; those of a few chunks `together`, where
+    there are registers for them.
     """
     a, b = (np.stack(parts(v.reshape(-1), count)).reshape(count, *v.shape) for v in (x, w))
-    total = np.zeros((len(x), len(w)), np.float32)
+    total, few = (np.zeros((len(x), len(w)), np.float32) for _ in range(2))
     for first in range(0, x.shape[1], chunk):
+        c = np.zeros(total.shape)
         for rank, group in groupby(pairs(count), sum):
-            terms = list(group)
-            for begin in range(first, first + chunk, chunk if rank else 32):
-                c = np.zeros(total.shape)
+            terms, length = list(group), chunk if rank else 32
+            for begin in range(first, first + chunk, length):
                 for i, j in terms:
-                    for k in range(begin, begin + (chunk if rank else 32), 16):
+                    for k in range(begin, begin + length, 16):
                         c = truncated(c, a[i][:, k : k + 16], b[j][:, k : k + 16].T)
-                total = (total + c / SCALE**rank).astype(np.float32)
-    return total
+                if rank < 2:
+                    few, c = (few + c / SCALE**rank).astype(np.float32), np.zeros(total.shape)
+            c = c / SCALE
+        if first // chunk % together == together - 1:
+            total, few = total + few, np.zeros_like(few)
+    return total + few
 
 
 def on_cuda_cores(x: Any, w: Any) -> Any:
@@ -262,15 +295,16 @@ DISTRIBUTIONS = (
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("together", [NEVER, TOGETHER])
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
-def test_six_products_are_no_further_off_than_float32(name: str) -> None:
+def test_six_products_are_no_further_off_than_float32(name: str, together: int) -> None:
     """From 512 products on, where the rule takes them: in the norm of all errors, and in that of errors relative to the
     sum of absolute products.
     """
     x, w = factors(name, 16, 512)
     exact = x.astype(np.float64) @ w.T.astype(np.float64)
     size = np.abs(x).astype(np.float64) @ np.abs(w).T.astype(np.float64)
-    off, plain = (f(x, w) - exact for f in (on_tensor_cores, on_cuda_cores))
+    off, plain = on_tensor_cores(x, w, together=together) - exact, on_cuda_cores(x, w) - exact
     assert np.linalg.norm(off / size) <= np.linalg.norm(plain / size)
     if name != "Cauchy":  # whose norm is the error of one result
         assert np.linalg.norm(off) <= np.linalg.norm(plain)

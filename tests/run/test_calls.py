@@ -58,7 +58,8 @@ def launch(tensors: int, maps: int) -> tuple[launches.Launch, Any, list[Any]]:
     machine: Any = SimpleNamespace(driver=driver, overlaps=False)
     step: Any = SimpleNamespace(launch=(132, 256, 1024, 0), label="mm", source="")
     addresses = (ctypes.c_void_p * tensors)()
-    return launches.Launch(machine, step, None, addresses, [(n, None) for n in range(maps)]), addresses, told  # type: ignore[misc]
+    made = launches.Launch(machine, step, None, addresses, [(n, None) for n in range(maps)], 1024)  # type: ignore[misc]
+    return made, addresses, told
 
 
 def test_a_launch_goes_through_few_functions_and_encodes_only_what_moved(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,8 @@ MASKED = {"window": (1, 16, 16384), "documents": (1, 32, 8192), "scores": (2, 32
 WINDOW = 1024
 DOCUMENTS = 8
 LAYERS = (32, 128, 512, 2048, 8192)
+LONGEST = {"TinyLlama": 2048}
+"""The most tokens that a model has positions for, where that is less."""
 LOSS = (8192, 4096, 128256)
 """Rows, width and words of a cross-entropy with its projection."""
 
@@ -260,7 +262,8 @@ def loss() -> Case:
 def layers() -> tuple[Case, ...]:
     """Decoder layers of three models, beside torch.compile."""
     models = {**MODELS, "Llama-3-8B": "meta-llama/Meta-Llama-3-8B"}
-    found = [gpu_suites.layer(m, name, n, "bf16") for m, name in models.items() for n in LAYERS]
+    sizes = [(m, name, n) for m, name in models.items() for n in LAYERS if n <= LONGEST.get(m, n)]
+    found = [gpu_suites.layer(m, name, n, "bf16") for m, name, n in sizes]
     return tuple(replace(c, group="layers", peers=_beside_compile) for c in found)
 
 

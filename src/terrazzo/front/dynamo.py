@@ -64,7 +64,7 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: S
         return compiler(graph, inputs, static=_only_read(static) if options.freezing else ())
 
     def backward(graph: Any, inputs: Sequence[Any]) -> Any:
-        """Gradients are tensors of their own. PyTorch asks for them within code that dynamo may be tracing."""
+        """Gradients are tensors of their own."""
         return torch._dynamo.disable(compiler(graph, inputs, views=False))
 
     _define_flex_attention(gm)
@@ -74,7 +74,7 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: S
                 gm,
                 example_inputs,
                 fw_compiler=compiler,
-                bw_compiler=backward,
+                bw_compiler=torch._dynamo.disable(backward),  # called, and what it made, within code that dynamo traces
                 inference_compiler=inference,
                 decompositions=table(),
                 partition_fn=partial(partition, wide=_wide(example_inputs, options)),

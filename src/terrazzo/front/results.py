@@ -92,7 +92,8 @@ def arrange(
     """The nodes whose values a program must compute for the `wanted` ones of a traced graph, and what becomes of them.
 
     `known` says where results come from, as far as that is known already. Without `views` every other wanted value is
-    computed by itself, where it is no input.
+    computed by itself, where it is no input, and lies as it is computed: nobody relies on how gradients lie. Autograd
+    lays them out as the leaves lie that it keeps them for, and who takes them further as they were traced.
     """
     import torch
 
@@ -119,8 +120,18 @@ def arrange(
             each.append(Result("value", computed.setdefault(root, len(computed)), _between(w, root, hidden | alone)))
         else:
             each.append(Result("value", computed.setdefault(w, len(computed))))
-    layouts = tuple((tuple(n.meta["val"].shape), tuple(n.meta["val"].stride())) for n in computed)
+    layouts = tuple((tuple(v.shape), _strides(v, views)) for v in (n.meta["val"] for n in computed))
     return list(computed), Results(tuple(each), layouts)
+
+
+def _strides(value: Any, exactly: bool) -> tuple[int, ...]:
+    """How a value that was traced is to lie: as it did, or plainly, where that takes no more room."""
+    import torch
+
+    traced = tuple(value.stride())
+    if exactly or _span(value.shape, traced) < value.numel():
+        return traced
+    return tuple(torch.empty(value.shape, device="meta").stride())
 
 
 def _roots(graph: Any) -> tuple[dict[Any, Any], set[Any]]:

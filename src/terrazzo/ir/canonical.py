@@ -61,6 +61,13 @@ def canonical(kernel: l.Kernel) -> Form:
     return Form(form.kernel[0], form.names, form.source)
 
 
+@per_node
+def nameless(kernel: l.Kernel) -> l.Kernel:
+    """The canonical form of a kernel, whatever it is called: what a kernel takes does not depend on that."""
+    form = canonical(kernel).kernel
+    return l.Kernel("tzz", form.axes, form.stores)
+
+
 def once_per_form(fn: Callable[[l.Kernel], T]) -> Callable[[l.Kernel], T]:
     """`fn` of a kernel's canonical form, with the kernel's names; found once for all that have the form."""
     known: dict[l.Kernel, T] = {}
@@ -87,9 +94,22 @@ def together(kernels: Sequence[l.Kernel]) -> Form:
 
 def words(*made: Any) -> frozenset[str]:
     """Every word in nodes, records and texts."""
-    renaming = _Renaming({}, "")
-    renaming.of(made)
-    return frozenset(w for text in renaming.texts for w in re.findall(r"\w+", text))
+    texts: set[str] = set()
+    seen: set[Node] = set()
+    rest: list[Any] = [made]
+    while rest:
+        x = rest.pop()
+        if type(x) is str:
+            texts.add(x)
+        elif type(x) is tuple:
+            rest += x
+        elif isinstance(x, Node):
+            if x not in seen:
+                seen.add(x)
+                rest += x.values
+        elif dataclasses.is_dataclass(x) and not isinstance(x, _NAMELESS):
+            rest += (getattr(x, f.name) for f in dataclasses.fields(x))
+    return frozenset(w for text in texts for w in re.findall(r"\w+", text))
 
 
 def plain(name: str) -> str:

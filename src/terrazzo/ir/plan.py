@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
 from terrazzo.errors import UserError
-from terrazzo.ir.node import Node
+from terrazzo.ir.node import Node, derived
 from terrazzo.ir.schedule import Word, show_value
 
 EVERYONE = "all"
@@ -155,7 +155,8 @@ class Stream(Line, dialect="plan", op="stream"):
     rows are padded by `pad` elements or swizzled; where they are wider than the swizzle, there are panels, one behind
     the other, `panel` elements wide. A box is one of the buffer or, `by_axes`, of its memory as a tensor that has a
     dimension for every axis of the operand. Operands that are the same slab `also` come with it. A slab may lie
-    `behind` another one, as more columns of the same instruction.
+    `behind` another one, as more columns of the same instruction. Where it stands `beside` a product, it is no factor:
+    what is made of the product's sums is made of it too, where these lie.
     """
 
     references = {"ring": "ring", "memory": AXIS, "behind": "stream"}
@@ -172,11 +173,12 @@ class Stream(Line, dialect="plan", op="stream"):
     by_axes: bool = False
     also: tuple[str, ...] = ()
     behind: str = ""
+    beside: bool = False
 
     @property
     def read(self) -> bool:
-        """Whether threads read it themselves, number by number: it is a vector, and no factor of a product."""
-        return len(self.axes) == 1
+        """Whether threads read it themselves, number by number: it is a vector, or beside a product."""
+        return self.beside or len(self.axes) == 1
 
 
 class Product(Line, dialect="plan", op="product"):
@@ -234,7 +236,7 @@ class Frame(Line, dialect="plan", op="frame"):
 class Reach(Line, dialect="plan", op="reach"):
     """Only steps along an axis before `until` are visited, and from `since` on, where that is not negative, given which
     tile of `rows` it is (its number is `first`): a mask leaves nothing of the others. Of these no more than hold the
-    `length` that data says are visited.
+    `length` that data says are visited, and those of blocks from the number `at_first` on and before `at_last`.
     """
 
     references = {"axis": AXIS, "rows": AXIS}
@@ -243,6 +245,8 @@ class Reach(Line, dialect="plan", op="reach"):
     until: str
     since: str = ""
     length: str = ""
+    at_first: str = ""
+    at_last: str = ""
 
 
 class Combine(Line, dialect="plan", op="combine"):
@@ -322,7 +326,15 @@ class Plan(Node, dialect="plan", op="plan"):
 
     def all(self, kind: type[L]) -> tuple[L, ...]:
         """The lines of one kind."""
-        return tuple(x for x in self.lines if isinstance(x, kind))
+        known: dict[type[Line], Any] = self._kinds
+        if kind not in known:
+            known[kind] = tuple(x for x in self.lines if isinstance(x, kind))
+        found: tuple[L, ...] = known[kind]
+        return found
+
+    @derived
+    def _kinds(self) -> dict[type[Line], Any]:
+        return {}
 
     def one(self, kind: type[L]) -> L:
         """The only line of a kind."""

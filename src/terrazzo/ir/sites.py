@@ -10,6 +10,7 @@ from typing import Any
 
 from terrazzo.ir import nest
 from terrazzo.ir.address import coefficient, flatten
+from terrazzo.ir.canonical import nameless
 from terrazzo.ir.contraction import Contraction, contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Loaded, bounds
@@ -77,10 +78,10 @@ def sites(kernel: l.Kernel) -> Sites:
     return Sites(kernel, carried, {name: c for name, c in found.items() if c})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Product:
     """A kernel that is one tile of contractions and what follows them. `m` only the first factors know, `n` only the
-    second.
+    second. There is one of each kernel.
     """
 
     kernel: l.Kernel
@@ -89,8 +90,12 @@ class Product:
     m: Any
     n: Any
 
-    def __hash__(self) -> int:
-        return hash(self.kernel)  # the rest follows from it
+    @cached_property
+    def nameless(self) -> Product:
+        """The product that differs from this one in names only, and is the same for all that do. Axes are the same."""
+        found = product(nameless(self.kernel))
+        assert found is not None
+        return found
 
     @cached_property
     def batch(self) -> list[Any]:

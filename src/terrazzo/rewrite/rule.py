@@ -50,7 +50,7 @@ def cheapest(choice: Choice) -> str:
     return min(choice.options, key=choice.cost.__getitem__)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rule:
     """A named rewrite. `keys` are the node classes (or ATen names) it is tried on; `sorry` exempts it from the
     harness.

@@ -23,6 +23,7 @@ from terrazzo.run.launch import Graph, Launch
 from terrazzo.run.measured import Measured
 from terrazzo.run.nvrtc import Made, Tried, compile_each, cubin_key, failure, nvrtc_version
 from terrazzo.run.plan import Entry, Plan, Slot, Step, whole_strides
+from terrazzo.run.room import crowded, even
 
 if TYPE_CHECKING:
     from terrazzo.pipelines import Lowering
@@ -110,6 +111,7 @@ class Cuda:
         self.raised = memoryview(b"")
         self.unraised = b""
         self.steps: Sequence[Step] = ()
+        self.shared: Sequence[int] = ()
         self.modules: dict[str, Any] = {}
 
     def key(self, cache: Cache) -> str:
@@ -162,7 +164,33 @@ class Cuda:
             self.raised, self.unraised = memoryview(self.flags.numpy()).cast("B"), bytes(4 * len(steps))
         with torch.cuda.device(self.index):
             torch.cuda.mem_get_info()  # makes the context, in this thread too
-            return [self._function(s, paths) if s.key else None for s in steps]
+            functions = [self._function(s, paths) if s.key else None for s in steps]
+            self.shared = self._with_room(steps, functions)
+            return functions
+
+    def _with_room(self, steps: Sequence[Step], functions: Sequence[Any]) -> list[int]:
+        """Bytes of shared memory for a block of each step: so many that kernels which overlap land evenly."""
+        found = [s.launch[2] if s.key else 0 for s in steps]
+        early = [n for n, s in enumerate(steps) if s.key and self.overlaps and s.launch[0] <= k.EARLY]
+        names = self.driver.CUfunction_attribute
+        largest, processors = GPUS[self.arch].shared, self._processors()
+        taken = []
+        for n in early:
+            blocks, threads, shared, _ = steps[n].launch
+            slots = self.call("cuOccupancyMaxActiveBlocksPerMultiprocessor", functions[n], threads, shared)
+            found[n] = even(slots, blocks, processors, shared, largest)
+            taken.append((slots if found[n] == shared else -(-blocks // processors), found[n]))
+            if found[n] > max(shared, STATIC_SHARED):
+                size = names.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                self.call("cuFuncSetAttribute", functions[n], size, found[n])
+        for n in early if crowded(taken, largest) else ():
+            self.call("cuFuncSetAttribute", functions[n], names.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
+        return found
+
+    def _processors(self) -> int:
+        import torch
+
+        return int(torch.cuda.get_device_properties(self.index).multi_processor_count)
 
     def _function(self, step: Step | Entry, paths: dict[str, Path]) -> Any:
         if step.key not in self.modules:
@@ -192,7 +220,7 @@ class Cuda:
         for position, shape, strides, box, swizzle in step.maps:
             slot = slots[step.args[position]]
             maps.append((position, TensorMap(DTYPES[slot.dtype], shape, strides, box, swizzle)))
-        launch = Launch(self, step, function, addresses, maps)
+        launch = Launch(self, step, function, addresses, maps, self.shared[number])
         if self.flags is not None:
             launch.flag.value = self.flags.data_ptr() + number * self.flags.element_size()
         return launch

@@ -21,13 +21,19 @@ KEPT_MAPS = 64
 
 
 class Launch:
-    """A kernel with its arguments in place; called with a stream."""
+    """A kernel with its arguments in place, and bytes of shared memory for each block; called with a stream."""
 
     def __init__(
-        self, machine: Cuda, step: Step, function: Any, addresses: Any, maps: Sequence[tuple[int, TensorMap]]
+        self,
+        machine: Cuda,
+        step: Step,
+        function: Any,
+        addresses: Any,
+        maps: Sequence[tuple[int, TensorMap]],
+        shared: int,
     ) -> None:
         self.machine, self.step, self.function, self.addresses = machine, step, function, addresses
-        blocks, threads, shared, notes = step.launch
+        blocks, threads, _, notes = step.launch
         count = len(addresses)
         self.flag = ctypes.c_void_p(0)
         self.maps = [_Map(addresses, position, tensor_map) for position, tensor_map in maps]

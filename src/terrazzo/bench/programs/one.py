@@ -15,7 +15,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,9 @@ MOST_SETS = 32
 DRAWS = 8
 """How often eager computes again, at most, to see how far off it is by chance."""
 MOVED = 1 / 16
-"""The part of the weights that are off by a rounding then: every sum has some, and few are off."""
+"""The part of the weights and inputs that are off by a rounding then: every sum has some, and few are off."""
+REACH = 32
+"""Roundings of weights and inputs within which a kink is met: so far off float32 gets after some layers."""
 OFF = {"f32": 5e-7, "bf16": 4e-3}
 """A loss may be off by this part, where eager's is nearer by chance: by a rounding of bfloat16, or some of float32."""
 
@@ -125,35 +128,85 @@ def judged(
     """How far results are from float64. One that is further off than eager's may yet be as near as eager's would be
     another time: which side of a kink something lies on, and the gradients behind it, change when sums are rounded
     otherwise. A few in a million numbers are that close to a ReLU's kink, so one computation meets some and another
-    none. Where there is a problem, eager computes again with some weights off by a rounding, and a result is compared
-    with the worst of what that gives. Sums that are less exact than eager's gain nothing: but for kinks, what eager is
-    off by is the same each time.
+    none. Where there is a problem, eager computes again with some weights and inputs off by a rounding, and a result is
+    compared with the worst of what that gives; then with how far the results jump at kinks within reach. Sums that are
+    less exact than eager's gain nothing: but for kinks, what eager is off by is the same each time, and nothing jumps.
     """
+    import torch
+
     right = exact(module, inputs, compiled)
     found = accuracy(ours, eager, right, OFF[dtype])
     others, left = list(eager), found
     for _ in range(DRAWS):
         if not left.problem:
             break
-        drawn = tensors(rounded(module, dtype)(*inputs))
+        drawn = tensors(rounded(module, dtype)(*(off(x, dtype) for x in inputs)))
         quads = zip(ours, others, drawn, right, strict=True)
         others = [d if accuracy([o], [e], [r], OFF[dtype]).problem else e for o, e, d, r in quads]
         left = accuracy(ours, others, right, OFF[dtype])
+    if left.problem and all(x.dtype != torch.float32 for x in right):
+        left = accuracy(ours, others, right, OFF[dtype], jumps(module, inputs, compiled, right, dtype))
     return replace(found, problem=left.problem)
 
 
-def rounded(module: Any, dtype: str) -> Any:
-    """The module, some of its weights replaced by numbers next to them."""
+def jumps(module: Any, inputs: Sequence[Any], ours: Any, right: Sequence[Any], dtype: str) -> list[float]:
+    """How far results jump where weights and inputs go some roundings one way or the other, all in float64: what two
+    such steps in opposite directions give is twice what no step does, but for kinks. Of whole numbers, the part that
+    is another.
+    """
     import torch
 
     from terrazzo.bench.programs.registry import DTYPES
 
+    def off_by(x: Any, step: float, seed: int) -> Any:
+        if is_exact(x):
+            return x
+        drawn = torch.rand(x.shape, generator=torch.Generator(x.device).manual_seed(seed), device=x.device)
+        return x.double() * (1 + step * (drawn.double() * 2 - 1))
+
+    def stepped(step: float, seed: int) -> list[Any]:
+        there = copy.deepcopy(module).double()
+        for k, (p, q) in enumerate(zip(there.parameters(), module.parameters(), strict=True)):
+            p.copy_(off_by(q, step, seed + k))
+        return exact(there, [off_by(x, step, seed - 1 - k) for k, x in enumerate(inputs)], ours)
+
+    def apart(a: Any, b: Any, r: Any) -> float:
+        if not (r.is_floating_point() or r.is_complex()):
+            return float(((a != r) | (b != r)).double().mean())
+        d = (a + b - 2 * r).abs()
+        return float(d[torch.isfinite(d)].square().mean().sqrt()) if d.numel() else 0.0
+
+    step, found = REACH * torch.finfo(DTYPES[dtype]).eps / 2, [0.0] * len(right)
+    for draw in range(DRAWS):
+        both = stepped(step, draw << 20), stepped(-step, draw << 20)
+        found = [max(f, apart(a, b, r)) for f, a, b, r in zip(found, *both, right, strict=True)]
+    return found
+
+
+def rounded(module: Any, dtype: str) -> Any:
+    """The module, some of its weights replaced by numbers next to them."""
     found = copy.deepcopy(module)
     for p in found.parameters():
-        at = torch.rand_like(p)
-        step = (at < MOVED).double() * torch.where(at < MOVED / 2, 0.75, -0.75)
-        p.copy_(p.double() * (1 + torch.finfo(DTYPES[dtype]).eps * step))
+        p.copy_(off(p, dtype))
     return found
+
+
+def off(x: Any, dtype: str) -> Any:
+    """A tensor, some of its numbers replaced by those next to them."""
+    import torch
+
+    from terrazzo.bench.programs.registry import DTYPES
+
+    if is_exact(x):
+        return x
+    at = torch.rand_like(x)
+    step = (at < MOVED).double() * torch.where(at < MOVED / 2, 0.75, -0.75)
+    return (x.double() * (1 + torch.finfo(DTYPES[dtype]).eps * step)).to(x.dtype)
+
+
+def is_exact(x: Any) -> bool:
+    """Whether a tensor has whole numbers only, such as a mask: nothing of it was rounded."""
+    return not x.is_floating_point() or bool((x == x.round()).all())
 
 
 def exact(module: Any, inputs: Sequence[Any], ours: Any) -> list[Any]:
@@ -176,7 +229,7 @@ def exact(module: Any, inputs: Sequence[Any], ours: Any) -> list[Any]:
         try:
             wide = copy.deepcopy(module).to(kind)
             given = [x.to(kind) if x.is_floating_point() else x for x in inputs]
-            with widened():
+            with widened() if kind is torch.float64 else nullcontext():
                 return tensors(wide(*given))
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)
@@ -194,8 +247,11 @@ def exact(module: Any, inputs: Sequence[Any], ours: Any) -> list[Any]:
             return of(torch.float32)
 
 
-def widened() -> Any:
-    """Within it, ops that are given float64 give no float32."""
+@contextmanager
+def widened() -> Iterator[None]:
+    """Within it, ops that are given float64 give no float32, nor do numbers of Python's beside whole ones: 0.1 times a
+    range, which a GPU may round as no other device does.
+    """
     import torch
     from torch.utils import _pytree as pytree
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -208,7 +264,13 @@ def widened() -> Any:
                 args, kwargs = pytree.tree_map(lambda x: torch.float64 if x is torch.float32 else x, (args, kwargs))
             return func(*args, **kwargs)
 
-    return Widened()
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Widened():
+            yield
+    finally:
+        torch.set_default_dtype(usual)
 
 
 def turned(module: Any, inputs: Sequence[Any]) -> list[tuple[Any, ...]]:

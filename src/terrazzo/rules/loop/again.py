@@ -24,7 +24,8 @@ from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.definitions import in_order
 from terrazzo.rules.loop.inline import inline
 from terrazzo.rules.loop.judging import Price, Refusal
-from terrazzo.rules.loop.online import apart, scaled, stays_finite, unrounded
+from terrazzo.rules.loop.multiples import scaled, stays_finite
+from terrazzo.rules.loop.online import apart, unrounded
 
 PASS = "online"
 RULE = "product_into_products"

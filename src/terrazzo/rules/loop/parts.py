@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from terrazzo.ir.address import coefficient, flatten
@@ -29,6 +29,9 @@ RULE = "into_parts"
 ALIGNED = 8
 """Rows of parts begin at multiples of so many: 16 bytes, as TMA takes them."""
 
+LITTLE = 2 << 20
+"""Bytes that a kernel writes up to which it takes hardly longer than its launch."""
+
 Gain = Callable[[Sequence[l.Kernel], Sequence[l.Kernel]], tuple[float, str]]
 """What is gained by kernels in place of others, or why they are not worth having."""
 Refused = Callable[[l.Kernel, int], str]
@@ -36,14 +39,20 @@ Refused = Callable[[l.Kernel, int], str]
 
 
 def into_parts(
-    program: l.Program, log: Log, count: int, gain: Gain, refused: Refused = lambda kernel, count: ""
+    program: l.Program,
+    log: Log,
+    count: int,
+    gain: Gain,
+    refused: Refused = lambda kernel, count: "",
+    constant: Collection[l.Buffer] = (),
 ) -> l.Program:
     """`program` with its products of float32 as `count` * (`count` + 1) / 2 products of bfloat16, in the way that gains
     most. What is `refused` is not tried.
 
     Parts of a tensor are stored by a kernel of their own, once for all who multiply it; or by the kernel that makes
     it, which keeps it for those who need it whole. Those of one factor may be terms of the product, which makes them on
-    their way (ADR 016).
+    their way (ADR 016). One launch stores the parts of several factors that are small and of one shape, unless one of
+    them is `constant`: its parts are stored once, and those of others in every call.
 
     @loop
     def f(x: f32[4, 8]):
@@ -124,7 +133,7 @@ def into_parts(
                     y[a0, a1] = acc0
         return (y,)
     """
-    work = _Parts(program, log, count, gain, refused)
+    work = _Parts(program, log, count, gain, refused, constant)
     for kernel in [s for s in program.steps if isinstance(s, l.Kernel)]:
         work.kernel(kernel)
     return l.Program(program.name, program.inputs, tuple(work.steps), program.results)
@@ -143,8 +152,18 @@ class _Parts:
     and its axes.
     """
 
-    def __init__(self, program: l.Program, log: Log, count: int, gain: Gain, refused: Refused) -> None:
+    def __init__(
+        self,
+        program: l.Program,
+        log: Log,
+        count: int,
+        gain: Gain,
+        refused: Refused,
+        constant: Collection[l.Buffer],
+    ) -> None:
         self.program, self.log, self.count, self.gain, self.refused = program, log, count, gain, refused
+        self.constant = frozenset(constant)
+        self.makers: set[l.Kernel] = set()
         self.steps = list(program.steps)
         self.made: dict[Any, tuple[l.Buffer | None, ...]] = {}
         self.scale = SCALE
@@ -266,7 +285,26 @@ class _Parts:
         values = self.split(substitute(whole, dict(zip(free, axes, strict=True))))
         stores = tuple(l.Store(b, axes, v) for b, v in zip(buffers, values, strict=True) if b)
         maker = l.Kernel(self.fresh(f"{name}_parts"), tuple(axes[d] for d in order), stores, reader.source)
-        self.steps.insert(self.steps.index(reader), maker)
+        at = self.steps.index(reader)
+        if at and (both := self.in_one(self.steps[at - 1], maker)):
+            self.steps[at - 1] = maker = both
+        else:
+            self.steps.insert(at, maker)
+        self.makers.add(maker)
+
+    def in_one(self, first: Any, second: l.Kernel) -> l.Kernel | None:
+        """One kernel that stores the parts that two store, where these are small and of one shape, and either both or
+        none of them are the same in every call.
+        """
+        if first not in self.makers or [a.extent for a in first.axes] != [a.extent for a in second.axes]:
+            return None
+        if sum(b.type.span for b in (*first.writes, *second.writes)) > LITTLE:
+            return None
+        if self.constant.issuperset(first.reads) != self.constant.issuperset(second.reads):
+            return None
+        axes = dict(zip(second.axes, first.axes, strict=True))
+        stores = (*first.stores, *(substitute(s, axes) for s in second.stores))
+        return l.Kernel(first.name, first.axes, stores, first.source)
 
     def split(self, x: Any) -> list[Any]:
         """The parts of a term: None for those that are always 0."""

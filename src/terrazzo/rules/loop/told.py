@@ -1,7 +1,8 @@
 """What is known of a mask that lies in memory: where it hides keys whatever its data.
 
 A mask of positions and lengths, say, is stored once and read by every layer. Where positions alone hide a key, a reader
-that knows it need not look.
+that knows it need not look. One that compares what each row has with what each column has, such as the numbers of their
+documents, is made again where it is read: it is as large as the scores, and what it is made of is not.
 """
 
 from __future__ import annotations
@@ -13,29 +14,58 @@ from typing import Any
 
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
-from terrazzo.rules.loop.fold import cheap
+from terrazzo.ir.node import topological
+from terrazzo.rules.loop.fold import EASY, cheap
 from terrazzo.rules.loop.inline import element, rewrite_loads
 
 
 def masks(kernels: Sequence[l.Kernel], writers: Mapping[l.Buffer, Any]) -> dict[l.Buffer, l.Kernel]:
-    """The buffers that some kernels read of which others store something that places alone hide in part, with these."""
+    """The buffers that some kernels read of which others store something that places alone hide in part, or what is
+    made of tables, with these.
+    """
     found = {b: writers[b] for kernel in kernels for b in kernel.reads if isinstance(writers.get(b), l.Kernel)}
-    return {b: w for b, w in found.items() if w not in kernels and len(w.stores) == 1 and _seen(w.stores[0].value)}
+    alone = {b: w for b, w in found.items() if w not in kernels and len(w.stores) == 1}
+    return {b: w for b, w in alone.items() if _seen(w.stores[0].value) or of_tables(w.stores[0].value)}
 
 
 def masks_told(kernel: l.Kernel, known: Mapping[l.Buffer, l.Kernel]) -> l.Kernel:
-    """`kernel` with every load of such a buffer said to be -inf, or false, where places alone hide it."""
+    """`kernel` with every load of such a buffer said to be -inf, or false, where places alone hide it; or with the term
+    of it, where that is made of tables that do not know both of the last axes.
+    """
+    last = {*kernel.axes[-2:]}
 
     def replace(load: l.Load) -> Any:
         if load.buffer not in known or load.inside:
             return load
-        seen = both(_seen(element(known[load.buffer].stores[0], load.index)))
+        made = element(known[load.buffer].stores[0], load.index)
+        if of_tables(made) and not any(last <= y.free for y in topological([made]) if isinstance(y, l.Load)):
+            return made
+        seen = both(_seen(made))
         if load.dtype.kind == "bool":
             return both([seen, load])
         return l.apply("where", seen, load, l.Literal(-math.inf, load.dtype))
 
     stores = tuple(l.Store(s.buffer, s.index, rewrite_loads(s.value, replace)) for s in kernel.stores)
     return l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
+
+
+TABLES = 4
+"""Tables that a mask may be made of."""
+
+
+def of_tables(x: Any) -> bool:
+    """Whether a term is a few easy operations on whole numbers, or what is true, of a few tables."""
+    parts = topological([x])
+    loads = [y for y in parts if isinstance(y, l.Load)]
+    work = [y.fn for y in parts if isinstance(y, l.Apply) and not is_cast(y.fn)]
+    bare = not any(isinstance(y, l.Reduce | l.Scan | l.Get) for y in parts)
+    known = not any(y.dtype.is_float or y.inside for y in loads)
+    return bare and known and 0 < len(loads) <= TABLES and all(f.name in EASY for f in work)
+
+
+def easy(x: Any) -> bool:
+    """Whether a predicate is made of places, or of tables."""
+    return cheap(x) or of_tables(x)
 
 
 def _seen(x: Any) -> list[Any]:

@@ -13,7 +13,10 @@ import numpy as np
 
 from terrazzo.hw.gpu import Gpu
 from terrazzo.hw.wgmma import PRODUCTS
-from terrazzo.ir.node import substitute
+from terrazzo.ir.address import coefficient, flatten
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import Loaded
+from terrazzo.ir.node import substitute, topological
 from terrazzo.ir.schedule import Factor, Operand, Schedule, Site, Word
 from terrazzo.ir.sites import called, loads
 from terrazzo.rules.loop_to_tile.chain import Chain
@@ -58,13 +61,19 @@ HELD_UP = 1.25
 """How much longer steps take in blocks that stay for several tiles which are unlike, where what is held for a tile has
 one slot, so that the next tile's comes when this one is done: of heads of 256, causal, 4 x 32 x 2048 took 527 us on an
 H200 where the model without it says 423, and 16 x 16 x 1024 283 where it says 233; 1 x 32/8 x 16384, with a block for
-each tile, took 6210 where it says 6063 (22 November 2026).
+each tile, took 6210 where it says 6063 (22 November 2026). So it is with one warpgroup whose products take turns:
+gradients of keys and of values of 4 x 32 x 2048 x 256, causal, took 867 and 904 us, and 698 and 820 with a block for
+each tile. With two, one multiplies while the other waits (328 us and 359; 23 November 2026).
 """
 TURNAROUND = 250.0
 """Nanoseconds from a warpgroup's scores to its next ones, besides its products and exponentials. An estimate."""
 BLOCK, TILE = 3300.0, 1000.0
 """Nanoseconds that a block takes to begin and to end, and a tile where blocks stay for several: the former is what is
 left of 16 x 16 x 1024 x 128 and 4 x 32 x 2048 x 128 on an H200 (274 and 497 us), the latter an estimate.
+"""
+SCATTERED = 10.2
+"""What a processor loads of scores' own numbers in a nanosecond, where each thread loads two at a time of many rows:
+4 x 32 x 2048 x 128 with a bias took 824 us on an H200, and 427 without.
 """
 CACHED = 32 << 20
 """Bytes of the second level cache that operands of tiles that run at the same time may take."""
@@ -77,7 +86,7 @@ class Groups:
     several tiles (0: each has one), and walk `together` rows of tiles at a time; what is held for a tile has `held`
     slots: the next one's comes while this one is multiplied. Where products take `turns`, each begins by itself. Blocks
     may share the outer columns: so many lie `blocks_across`. Tiles may be `sorted`: the longest ones of all heads come
-    first.
+    first. What every score has of its own, as a bias, comes with the slabs of a step where it is `brought`.
     """
 
     count: int
@@ -91,6 +100,7 @@ class Groups:
     turns: bool = False
     blocks_across: int = 1
     sorted: bool = False
+    brought: bool = False
 
     def shared(self, c: Chain) -> int:
         """Bytes of shared memory."""
@@ -101,7 +111,8 @@ class Groups:
         operands = 2 * (down * self.held * rows * depth + self.slots * self.step * along)
         results = 2 * len(c.outside) * gathering(c) * rows * parts(width)
         vectors = 4 * VECTORS * self.slots * self.step if self.turns else 0
-        return operands + vectors + (results if self.gathered else 0)
+        own = sum(self.slots * rows * self.step * x.dtype.size for x in points(c)) if self.brought else 0
+        return operands + vectors + own + (results if self.gathered else 0)
 
 
 def on_warpgroups(c: Chain, gpu: Gpu, way: Groups, longest_first: bool = False) -> Schedule | None:
@@ -118,6 +129,7 @@ def on_warpgroups(c: Chain, gpu: Gpu, way: Groups, longest_first: bool = False) 
 
     def first(names: tuple[str, ...], terms: Sequence[Any]) -> Site:
         along = {called(x): _by_tma(depth, way.held if c.rows in x.free else 1) for x in terms}
+        along |= {called(x): _by_tma(step, 1, x.dtype.size) for x in points(c)} if way.brought else {}
         return Site(names, (mine, across, _depth(c.depth, depth)), (*along.items(),), inner)
 
     def last(sum_: str, terms: Sequence[Any]) -> Site:
@@ -127,9 +139,27 @@ def on_warpgroups(c: Chain, gpu: Gpu, way: Groups, longest_first: bool = False) 
     each = [(x,) for x in c.sums] if way.turns else [c.sums]
     sites = (*(first(x, c.read(*x)) for x in each), *(last(x, c.read(x)) for x, _ in c.outside))
     results = _gathered(c) if way.gathered else alike(c)
-    tile = Tile(way.count * ROWS, step, way.slots, way.blocks_across, way.sorted)
+    near = points(c) if not (longest_first or way.together or way.sorted) and _shares(c) else ()
+    tile = Tile(way.count * ROWS, step, way.slots, way.blocks_across, way.sorted, near)
     lines = tile.lines(c, longest_first, overlap=way.overlap)
     return Schedule(c.kernel.name, gpu.arch, tuple(lines), (), _directives(way), (*sites, *results))
+
+
+def points(c: Chain) -> tuple[Any, ...]:
+    """What is loaded for every score by itself, and is a box of memory for a step of a tile."""
+    loads = [x for x in c.kernel.terms if isinstance(x, l.Load) and {c.rows, c.steps} <= x.free and not x.inside]
+    places = {x: flatten(x.index, x.buffer.type.element_strides) for x in loads}
+    along = [x for x, e in places.items() if coefficient(e, c.steps) == 1 and coefficient(e, c.rows) is not None]
+    return tuple(x for x in along if not any(isinstance(e, Loaded) for e in topological([x])))
+
+
+def _shares(c: Chain) -> bool:
+    """Whether tiles that share what scores have of their own may run at the same time: what goes along with the steps
+    of all of them is in the cache then.
+    """
+    apart = [a.extent for a in outside_axes(c) if not any(a in x.free for x in points(c))]
+    size = 2 * c.steps.extent * (sum(c.deep for x in c.inside if c.rows not in x.free) + len(c.along) * c.width)
+    return bool(points(c)) and math.prod(apart) * size <= CACHED // 2
 
 
 def _brought(c: Chain, x: Any) -> bool:
@@ -158,10 +188,10 @@ def _depth(axis: Any, size: int) -> tuple[str, tuple[Factor, ...]]:
     return axis_name(axis), (Factor("reg", size // 16), Factor("inst.k", 16))
 
 
-def _by_tma(width: int, slots: int = 1) -> Operand:
-    """By TMA, in panels as wide as a swizzle."""
+def _by_tma(width: int, slots: int = 1, size: int = 2) -> Operand:
+    """By TMA, in panels as wide as a swizzle; of numbers of so many bytes."""
     more = (("slots", slots),) if slots > 1 else ()
-    return Operand("smem", (("by", "tma"), ("swizzle", swizzled(2 * width)), *more))
+    return Operand("smem", (("by", "tma"), ("swizzle", swizzled(size * width)), *more))
 
 
 def _wide(c: Chain) -> list[Any]:
@@ -198,7 +228,8 @@ def arrangements(c: Chain, gpu: Gpu) -> Iterator[Groups]:
     for step, count, overlap, gathered in () if c.others else product(steps, counts, (True, False), (True, False)):
         if count == 3 and (c.width > 64 or others):
             continue  # 160 registers hold no more sums, nor a mask, beside 128 scores
-        yield from _roomiest(Groups(count, step, MOST_SLOTS, overlap, gathered), c, gpu)
+        for along in (False, True) if points(c) else (False,):
+            yield from _roomiest(Groups(count, step, MOST_SLOTS, overlap, gathered, brought=along), c, gpu)
 
 
 def _of_parts(c: Chain, gpu: Gpu) -> Iterator[Groups]:
@@ -255,7 +286,8 @@ def staying(way: Groups, c: Chain, gpu: Gpu, unlike: bool) -> Iterator[Groups]:
     for together in groups:
         made = replace(way, blocks=gpu.processors, together=together if together > 1 else 0)
         if not way.turns:
-            yield from _roomiest(replace(made, held=2 if way.step == STEP else 1), c, gpu)
+            early = list(_roomiest(replace(made, held=2 if way.step == STEP else 1), c, gpu))
+            yield from early or (_roomiest(made, c, gpu) if way.brought else ())
             continue
         both = list(_roomiest(replace(made, held=2), c, gpu, least=min(way.slots, 3)))
         yield from both or _roomiest(made, c, gpu)
@@ -264,7 +296,8 @@ def staying(way: Groups, c: Chain, gpu: Gpu, unlike: bool) -> Iterator[Groups]:
 def price(way: Groups, c: Chain, gpu: Gpu, steps: Sequence[int]) -> float:
     """Nanoseconds, where a tile visits so many steps for each part of the rows, in the order they are walked in. Both
     factors of a product inside come from shared memory, 128 bytes at a time: an instruction of fewer than 64 columns
-    waits for its rows.
+    waits for its rows. Nothing multiplies while the only slot of a slab is filled that both products read: 8192 x 256
+    through 256 columns of float32, in steps of 48, took 84 us on an H200 (71 by this), and 43 is what the rest says.
     """
     width, depth = c.width // way.blocks_across, c.deep
     assert gpu.warpgroups is not None
@@ -275,12 +308,16 @@ def price(way: Groups, c: Chain, gpu: Gpu, steps: Sequence[int]) -> float:
     found = way.count * ROWS * way.step / EXPONENTIALS
     begun = BEGUN if c.terms > 1 else 0.0
     found += (len(c.read(c.outer)) - 1) * way.count * ROWS * way.step / ROUNDED if c.terms > 1 else 0.0
-    busy = begun + inner + outer + (1.0 if way.turns and way.count == 1 else BESIDE[way.overlap, way.count]) * found
-    alone = (inner + (0.0 if way.overlap else outer) + found) / way.count + TURNAROUND
-    each = max(busy, alone)
+    if way.slots == 1 and c.terms > 1 and any(_brought(c, x) for x in c.along):
+        begun += gpu.warpgroups.latency + (replace(way, slots=2).shared(c) - way.shared(c)) * gpu.processors / gpu.cache
+    own = 0.0 if way.brought else len(points(c)) * way.count * ROWS * way.step / SCATTERED
+    alone = way.turns and way.count == 1
+    busy = begun + inner + outer + own + (1.0 if alone else BESIDE[way.overlap, way.count]) * found
+    each = max(busy, (inner + (0.0 if way.overlap else outer) + found) / way.count + TURNAROUND)
     times = math.prod(outside(c)) * way.blocks_across
     if way.blocks:
-        each *= HELD_UP if way.held == 1 and not way.turns and len({*steps}) > 1 else 1.0
+        waits = way.held == 1 and (not way.turns or way.count == 1)
+        each *= HELD_UP if waits and len({*steps}) > 1 else 1.0
         return BLOCK + _longest([each * n + TILE for n in steps], times, way)
     tiles = [each * n + BLOCK for n in steps]
     if way.sorted:
@@ -288,10 +325,14 @@ def price(way: Groups, c: Chain, gpu: Gpu, steps: Sequence[int]) -> float:
     return _listed(tiles, times, gpu.processors)
 
 
+def outside_axes(c: Chain) -> list[Any]:
+    """The axes that only the grid walks."""
+    return [a for a in c.kernel.axes if a not in (c.rows, c.columns)]
+
+
 def outside(c: Chain) -> list[int]:
-    """The extents of the axes that only the grid walks."""
-    extents: list[Any] = [a.extent for a in c.kernel.axes if a not in (c.rows, c.columns)]
-    return extents
+    """Their extents."""
+    return [a.extent for a in outside_axes(c)]
 
 
 def _longest(tiles: Sequence[float], times: int, way: Groups) -> float:

@@ -30,7 +30,7 @@ MORE = 20
 class Tile:
     """What a block has in a step: `rows` and `step` columns of the inner product, in so many slots. Of the outer
     columns it has all, or so many blocks share them. Tiles of all heads may come before the next rows' are begun
-    (`down_last`).
+    (`down_last`), or those that differ in axes that what is `beside` the scores does not know, which share it.
     """
 
     rows: int
@@ -38,13 +38,17 @@ class Tile:
     slots: int = SLOTS
     shared: int = 1
     down_last: bool = False
+    beside: tuple[Any, ...] = ()
 
     def lines(self, c: Chain, longest_first: bool, *, overlap: bool = False) -> list[tuple[str, Any]]:
         """The kernel's axes: the grid walks the rows, a block the steps."""
         order = (("order", Word("longest_first")),) if longest_first else ()
-        lines: list[tuple[str, Any]] = [(a.name, grid(_size(a))) for a in c.kernel.axes if a not in (c.rows, c.columns)]
+        others = [a for a in c.kernel.axes if a not in (c.rows, c.columns)]
+        last = [a for a in others if self.beside and not any(a in x.free for x in self.beside)]
+        lines: list[tuple[str, Any]] = [(a.name, grid(_size(a))) for a in others if a not in last]
         rows = Factor("grid", ceil(c.rows.extent, self.rows), order), Factor("block", self.rows)
         lines.insert(0 if self.down_last else len(lines), (c.rows.name, rows))
+        lines += [(a.name, grid(_size(a))) for a in last]
         over = (Factor("grid", self.shared),) if c.width > c.columns.extent or self.shared > 1 else ()
         lines.append((c.columns.name, (*over, Factor("block", c.width // self.shared))))
         count = ceil(c.steps.extent, self.step)

@@ -25,9 +25,12 @@ def parts(kernel: l.Kernel) -> tuple[list[Any], list[Any], list[l.Reduce]]:
 
 
 def column_of(rows: Sequence[Any], top: Sequence[l.Reduce]) -> Any:
-    """The axis of rows along which memory runs, by most of what reductions read; None where it runs along these."""
+    """The axis of rows along which memory runs, by most of what reductions read in their steps; None where it runs
+    along these.
+    """
     along = sum(bytes_of(x) for r in top for x in loaded([r]) if step(x, r.axes[-1]) == 1)
-    found = {a: sum(bytes_of(x) for x in loaded(top) if step(x, a) == 1) for a in rows}
+    read = [x for x in loaded(top) if not x.free <= frozenset(rows)]  # not once for a row
+    found = {a: sum(bytes_of(x) for x in read if step(x, a) == 1) for a in rows}
     best = max(rows, key=lambda a: found[a], default=None)
     return best if best is not None and found[best] > along else None
 

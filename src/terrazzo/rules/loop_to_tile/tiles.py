@@ -23,9 +23,13 @@ kind of tile is better.
 Plan = products.Plan | warpgroups.Plan
 
 
-@lru_cache(maxsize=256)
 def plans(p: Product, gpu: Gpu) -> tuple[Plan, ...]:
     """The best plan of every tile, best first."""
+    return _plans(p.nameless, gpu)
+
+
+@lru_cache(maxsize=256)
+def _plans(p: Product, gpu: Gpu) -> tuple[Plan, ...]:
     return _each([*products.plans(p, gpu), *on_warpgroups(p, gpu)])
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from terrazzo.hw.gpu import Gpu
-from terrazzo.ir.concatenated import concatenated
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import derived
 from terrazzo.ir.sites import Product
@@ -20,6 +20,10 @@ from terrazzo.rules.loop_to_tile.work import STEP, facts_of
 SHORT = 256
 """Sums of fewer products are added up twice as often where someone wants to be exact: what a tensor core truncates is
 still seen in them.
+"""
+SHORTER, TWO_SLABS = 32, 80
+"""Products in a short step where parts are multiplied, and the columns from which on a processor has room for slabs of
+two long ones only.
 """
 ROWS = 64
 """Rows of an instruction."""
@@ -101,21 +105,29 @@ def shapes(p: Product, n: int) -> Iterator[Tile]:
     """Tiles whose accumulators have room and whose slabs wgmma reads, and of which no axis fills less than half."""
     count = len(p.sites) * (2 if promotes(p) else 1)
     most = PROMOTED if promotes(p) and not converted(p) else ACCUMULATORS
-    reads = results(p).moved > results(p).stored * results(p).points
-    in_turns = IN_TURNS - BESIDE * reads
+    whole = step(p)
+    in_turns = IN_TURNS - BESIDE * (results(p).moved > results(p).stored * results(p).points)
     for rows, columns in ((p.m, p.n), (p.n, p.m)):
-        for groups, each, turns in ((1, 1, False), (2, 1, False), (2, 2, False), (1, 2, True)):
-            tile = Tile(rows, columns, groups, each, n, step(p), turns=turns)
+        for groups, each, k, turns in (
+            (1, 1, whole, False),
+            (2, 1, whole, False),
+            (2, 2, whole, False),
+            *([(2, 1, SHORTER, False)] if wide(p, n) else []),
+            *([] if promotes(p) or converted(p) else [(1, 2, whole, True)]),
+        ):
+            tile = Tile(rows, columns, groups, each, n, k, turns=turns)
             if count * each * n // 2 > (in_turns if turns else most):
                 continue
-            if any(rows not in x.free or each > 1 or turns for x in converted(p)) or (turns and promotes(p)):
+            if any(rows not in x.free or each > 1 for x in converted(p)):
                 continue
             if tile.m >= 2 * max(rows.extent, ROWS) or n >= 2 * max(columns.extent, 8):
                 continue
             if any(w not in (16, 32) and w % STEP for w in (runs(x, tile) for x in p.sources)):
                 continue
             yield tile
-            for split in () if converted(p) else (rows, columns):  # multicast: what threads read is their block's
+            for split in (
+                () if converted(p) or k < whole else (rows, columns)
+            ):  # multicast: what threads read is their block's
                 if ceil(split.extent, tile.covered(split)) % 2 == 0 and _shares(tile, split):
                     yield replace(tile, split=split)
 
@@ -134,6 +146,13 @@ def abreast(p: Product, columns: int) -> Iterator[Tile]:
         panels = n % STEP == 0 and n > STEP
         if len(firsts) == 1 and (panels or not any(along(x, tile.columns) for x in seconds)):
             yield replace(tile, abreast=count)
+
+
+def wide(p: Product, n: int) -> bool:
+    """Whether there is room for two slabs of long steps only, where parts are multiplied: of short ones more are on
+    their way.
+    """
+    return promotes(p) and not converted(p) and step(p) == STEP and n >= TWO_SLABS
 
 
 def step(p: Product) -> int:
@@ -159,21 +178,24 @@ def cuts(p: Product, tile: Tile, tiles: int, gpu: Gpu) -> Iterator[int]:
     lie there, where the axis is a part of a dimension.
     """
     yield 1
-    outer, inner = steps(p, tile)
-    waves = MADE_WAVES if converted(p) else 2
-    axis, found = p.axes[-1], pieces(inner, waves * gpu.processors // (tiles * tile.blocks), ceil(8, outer))
-    if any(map(concatenated, p.operands)) or tile.abreast > 1 or tile.turns:
+    facts, made = facts_of(p), bool(converted(p))
+    if tile.abreast > 1 or tile.turns or facts.several:
         return
-    ends = facts_of(p).ends and (promotes(p) or not converted(p))
-    yield from (s for s in found if ends or not (inner % s or axis.extent % tile.k))
+    outer, inner = steps(p, tile)
+    most = (MADE_WAVES if made else 2) * gpu.processors // (tiles * tile.blocks)
+    found = pieces(inner, most, ceil(8, outer))
+    if not (facts.ends and (promotes(p) or not made)):  # and no piece may be shorter
+        found = tuple(s for s in found if not (inner % s or p.axes[-1].extent % tile.k))
+    yield from found
 
 
-def pieces(steps: int, most: int, least: int) -> Iterator[int]:
+@lru_cache(maxsize=1024)
+def pieces(steps: int, most: int, least: int) -> tuple[int, ...]:
     """Into how many pieces of `least` steps or more these may be cut, none of them empty: few, or a half of `most` or
     all of it, which fill a machine once and twice.
     """
     wanted = (*range(2, min(most, 16) + 1), *(x for x in (most // 2, most) if x > 16))
-    yield from dict.fromkeys(ceil(steps, each) for s in wanted if (each := ceil(steps, s)) >= least)
+    return tuple(dict.fromkeys(-(-steps // each) for s in wanted if (each := -(-steps // s)) >= least))
 
 
 def sharing(p: Product, tile: Tile, tiles: int, gpu: Gpu) -> Iterator[Tile]:

@@ -59,6 +59,10 @@ PROMOTION = 100.0
 """Nanoseconds for waiting for those of a step's products that are promoted together and adding them up, where no other
 warpgroup multiplies meanwhile. Not measured: 64 additions, and the time until products begin again.
 """
+AGAIN = 50.0
+"""Nanoseconds of a short step: two have two promotions more than a long one. Of that a promotion takes so long where
+another warpgroup multiplies meanwhile: two more in a step of 128 x 128 x 64 took 5 % longer.
+"""
 REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
 """Of a thread that loads and of one that multiplies, by the number of warpgroups that multiply."""
 
@@ -85,12 +89,16 @@ class Plan(NamedTuple):
         return f"{tile} on {self.instruction.name}{cluster}: {self.time / 1000:.1f} us by the model"
 
 
-@lru_cache(maxsize=256)
 def plans(p: Product, gpu: Gpu) -> tuple[Plan, ...]:
     """Every plan that may fit, best first; none where the machine has no such instructions or they take other types. Of
     those that are alike, as all are that wait for memory, that of fewer waves is first; then that of more blocks, which
     all ask at once, and of squarer tiles, which read less.
     """
+    return _plans(p.nameless, gpu)
+
+
+@lru_cache(maxsize=256)
+def _plans(p: Product, gpu: Gpu) -> tuple[Plan, ...]:
     found: list[tuple[Plan, int]] = []
     if gpu.warpgroups is None:
         return ()
@@ -192,9 +200,11 @@ def _bytes(p: Product, tile: Tile) -> int:
 
 
 def _slots(p: Product, tile: Tile, gpu: Gpu) -> int:
-    results = RESULTS * tile.m * _width(tile) * 2 * len(set(p.kernel.writes)) * tile.teams // tile.groups
-    given = tile.m * tile.n * 4 * len(p.sites) if tile.share > 1 else 0
-    return min(SLOTS, (gpu.shared - 2048 - results - given) // _bytes(p, tile))
+    rows = tile.m * tile.teams // tile.groups if leaves(p, tile) else 0
+    results = RESULTS * rows * _width(tile) * 2 * len(set(p.kernel.writes))
+    found = min(SLOTS, (gpu.shared - 2048 - results) // _bytes(p, tile))
+    given = tile.m * tile.n * 4 * len(p.sites) if tile.share > 1 else 0  # where the slabs were, or behind them
+    return found if given <= found * _bytes(p, tile) else found - ceil(given, _bytes(p, tile))
 
 
 def after(p: Product, points: int, has: Warpgroups, tile: Tile | None = None) -> float:
@@ -226,7 +236,7 @@ def _work(p: Product, tile: Tile, gpu: Gpu, has: Warpgroups) -> Work:
         after=after(p, tile.m * tile.n // tile.parts, has, tile) + _meeting(p, tile, has) + _first(p, tile, gpu),
         readers=_readers(tile, gpu.processors // tile.blocks),
         shared=tile.share > 1,
-        parts=promotes(p) and tile.k == STEP,
+        parts=promotes(p) and step(p) == STEP,
         wide=tile.n * tile.abreast,
         idle=_idle(p, tile, gpu),
         turns=tile.turns,
@@ -260,7 +270,8 @@ def _time(p: Product, tile: Tile, whole: Work, pieces: int, gpu: Gpu) -> float:
         after=_first(p, tile, gpu),
         readers=_readers(tile, gpu.processors // tile.blocks / pieces),
     )
-    return lasts(work, gpu) + has.part + has.states * pieces * sums * 4 / gpu.cache
+    states = has.parts_states if promotes(p) else has.states
+    return lasts(work, gpu) + has.part + states * pieces * sums * 4 / gpu.cache
 
 
 def _overhang(p: Product, tile: Tile, has: Warpgroups) -> float:
@@ -285,7 +296,8 @@ def _meeting(p: Product, tile: Tile, has: Warpgroups) -> float:
     axes = zip((tile.rows, tile.columns), tile.clusters, strict=True)
     times = math.prod(count for a, count in axes if a not in larger.free)
     again: float = (times - 1) * p.touched(larger) * larger.dtype.size / has.again
-    return has.meeting + again + each * (1 + tile.share / tile.parts) / has.given
+    meeting = has.parts_meeting if promotes(p) else has.meeting
+    return meeting + again + each * (1 + tile.share / tile.parts) / has.given
 
 
 def _extra(p: Product, tile: Tile, gpu: Gpu) -> float:
@@ -293,6 +305,7 @@ def _extra(p: Product, tile: Tile, gpu: Gpu) -> float:
     turns = not promotes(p) or tile.groups > 1
     made = making(p) * (1 if turns else MADE_ALONE / MADE) * tile.m * tile.k
     alone = PROMOTION * _promotions(p, tile) if promotes(p) and tile.groups == 1 else 0.0
+    alone += AGAIN * (tile.k < step(p))
     return alone + made * gpu.processors / (gpu.fma / 2)
 
 

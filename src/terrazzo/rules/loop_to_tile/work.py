@@ -9,12 +9,17 @@ from typing import Any, NamedTuple
 
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.address import coefficient, flatten, mentions
+from terrazzo.ir.concatenated import concatenated
 from terrazzo.ir.sites import Product
 
 STEP = 64
 """Elements of k in a step: 128 bytes, the widest swizzle."""
 LINE = 128
 """Bytes of a line of the cache."""
+PAIRED = 1.013
+"""How much faster parts are multiplied of which a half comes to both blocks of a cluster: their slabs are all that the
+cache can give (benchmarks/fits/h200-parts-tiles.json).
+"""
 
 HIDDEN = 0.6
 """Of computing and storing results, the part that another warpgroup's products hide where they take turns. Fitted to 19
@@ -64,27 +69,26 @@ def lasts(work: Work, gpu: Gpu) -> float:
     has = gpu.warpgroups
     if has is None or work.slots < 2:
         return math.inf
-    walkers = gpu.processors // work.blocks
-    active = min(work.tiles, walkers) * work.blocks
+    tiles, blocks, slots = work.tiles, work.blocks, work.slots
+    walkers = gpu.processors // blocks
     each = 2.0 * work.m * work.n * work.depth * work.products
     rate, start = has.parts if work.parts else (has.rate, has.start)
+    rate *= PAIRED if work.parts and work.blocks > 1 and not work.shared else 1
     wide = work.wide or work.n
     arithmetic = each * gpu.processors * (wide + start) / wide / rate + work.idle
-    fetched = max(work.fetched * active / has.cache, work.fetched / has.shared)
-    step = max(arithmetic, fetched, has.latency / work.slots, has.crowd * work.readers) + has.step + work.extra
+    fetched = max(work.fetched * min(tiles, walkers) * blocks / has.cache, work.fetched / has.shared)
+    coming = work.least / (tiles * work.steps) * min(tiles, walkers) / gpu.memory
+    waited = has.latency + (coming + arithmetic if work.parts else 0)
+    step = max(arithmetic, fetched, waited / slots, has.crowd * work.readers) + has.step + work.extra
     products, results = work.steps * step, work.m * work.n * work.results / work.rate + work.after
-    beside = HIDDEN * results if work.turns else 0.0  # while another warpgroup multiplies
-    tile = products + results - min(beside, products / 2)  # a warpgroup that is alone takes twice as long for results
-
-    def wave(tiles: int, count: int) -> float:
-        if not tiles or not count:
-            return 0.0
-        flying = min(1.0, tiles * work.blocks * work.slots * work.held / (gpu.processors * has.flying))
-        return count * max(tile, work.least / work.tiles * tiles / (gpu.memory * flying))
-
-    full, rest = divmod(work.tiles, walkers)
-    begun = has.fill + beside
-    return wave(walkers, full) + wave(rest, 1) + begun + (has.cluster if work.blocks > 1 and not work.shared else 0)
+    beside = min(HIDDEN * results, products / 2) if work.turns else 0.0  # alone, a warpgroup takes twice as long for it
+    tile = products + results - beside
+    time = 0.0
+    for wave, count in ((walkers, tiles // walkers), (tiles % walkers, 1)):
+        if wave and count:
+            flying = min(1.0, wave * blocks * slots * work.held / (gpu.processors * has.flying))
+            time += count * max(tile, work.least / tiles * wave / (gpu.memory * flying))
+    return time + has.fill + beside + (has.cluster if blocks > 1 and not work.shared else 0)
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,8 @@ class Source:
 @dataclass(frozen=True)
 class Facts:
     """What follows from a product whatever its tiles are: points of the batch, of k, and of `outer`, all of k's axes
-    but the last; the terms of its sums, what lies in memory, and whether that ends where k does.
+    but the last; the terms of its sums, what lies in memory, whether that ends where k does, and whether an operand is
+    `several` tensors.
     """
 
     batch: int
@@ -111,6 +116,7 @@ class Facts:
     terms: int
     sources: tuple[Source, ...]
     ends: bool
+    several: bool
 
 
 @lru_cache(maxsize=256)
@@ -123,6 +129,7 @@ def facts_of(p: Product) -> Facts:
         sum(len(c.terms) for c in p.sites),
         tuple(Source(x.free, x.dtype.size, p.touched(x) * x.dtype.size, _straddles(x)) for x in p.sources),
         all(e is p.axes[-1] for x in p.sources for e in x.index if mentions(e, p.axes[-1])),
+        any(map(concatenated, p.operands)),
     )
 
 

@@ -235,6 +235,8 @@ def _stream(line: Stream, plan: Plan, draft: Draft) -> None:
     asked = slab.options.get("by", ring.by)
     need(ring.by in (asked, PLAIN.name), f"{ring.name} comes by {ring.by}, and the schedule has this come by {asked}")
     need(line.swizzle in (0, 32, 64, 128) and line.pad >= 0, "slabs are swizzled by 32, 64 or 128 bytes, or not")
+    points = len(axes) > 1 and term in vectors(draft, plan)
+    need(line.beside == points, "what all points of a product have stands beside it, and no factor does")
     panel = slab.panel(axes, lengths, line.swizzle)
     need(line.panel == panel, f"panels are {line.panel} wide, and {product.on} takes {panel}")
     slab.aligned(line, axes, lengths)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from terrazzo.errors import CompilerBug, Limitation, TerrazzoError, UserError, about, again
@@ -52,18 +52,27 @@ class Refused:
         return str(self.error).splitlines()[0]
 
 
-@lru_cache(maxsize=1024)
-def complete(kernel: l.Kernel, schedule: Schedule, gpu: Gpu) -> tuple[Plan | Refused, tuple[Event, ...]]:
-    """The plan of a kernel under a schedule, or why there is none; with what every rule did.
-
-    Kept, because whoever chooses a schedule asks for its plan, and equal layers have equal kernels.
+def complete(
+    kernel: l.Kernel, schedule: Schedule, gpu: Gpu, show: bool = False
+) -> tuple[Plan | Refused, tuple[Event, ...]]:
+    """The plan of a kernel under a schedule, or why there is none; with what every rule did, and texts if these are to
+    be shown.
     """
+    return _completed(kernel, schedule, gpu, show)
+
+
+@lru_cache(maxsize=1024)
+def _completed(
+    kernel: l.Kernel, schedule: Schedule, gpu: Gpu, show: bool
+) -> tuple[Plan | Refused, tuple[Event, ...]]:
+    """Kept, because whoever chooses a schedule asks for its plan, and equal layers have equal kernels."""
     log = Log()
     draft = Draft(kernel, schedule, gpu)
     first = Plan(kernel.name, gpu.arch, (), schedule.words)
+    texts = str if show else None
     try:
         tile.fit(schedule, kernel)
-        (plan,) = rewrite([first], RULES, draft, log=log, pass_name=PASS, names={first: kernel.name}, show=str)
+        (plan,) = rewrite([first], RULES, draft, log=log, pass_name=PASS, names={first: kernel.name}, show=texts)
     except (UserError, Limitation) as why:
         return Refused(why.with_traceback(None)), tuple(log.events)
     return _judged(plan, draft, log), tuple(log.events)
@@ -87,8 +96,8 @@ def program(
             log.add(Event(PASS, "pin", kernel.name, True, "by the user"))
             continue
         form = form_of(kernel, schedule) or Form(kernel, {}, kernel.source, schedule)
-        found, events = complete(form.kernel, form.schedule, gpu)
-        for e in form.named(events if show else tuple(replace(e, before="", after="") for e in events)):
+        found, events = complete(form.kernel, form.schedule, gpu, show)
+        for e in form.named(events):
             log.add(e)
         if isinstance(found, Refused):
             with about(*schedule.part(), kernel):

@@ -20,8 +20,8 @@ from terrazzo.ir.show_expr import show_expr
 from terrazzo.rewrite.rule import rule
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.frames import computed, weight
-from terrazzo.rules.tile.lengths import length
-from terrazzo.rules.tile.rings import axis_called, operand_text, rounds
+from terrazzo.rules.tile.lengths import Blocks, length, without_blocks
+from terrazzo.rules.tile.rings import axis_called, operand_text, overlaps, rounds
 
 PLACES = 5
 """Places at which bounds of what rows see are compared."""
@@ -37,7 +37,7 @@ class Mask:
     """A term that is `bare` where of each of `inside` one at least is >= 0, and `nothing` elsewhere.
 
     `upper` is the last value of the steps' axis that is inside and `lower` the first, as far as they are expressions of
-    the other axes.
+    the other axes. Besides, what data says of `blocks` must hold.
     """
 
     bare: Node
@@ -45,17 +45,21 @@ class Mask:
     nothing: float
     upper: IntExpr | None
     lower: IntExpr | None
+    blocks: Blocks | None = None
 
 
-def mask(term: Node, nothing: float, axis: Any) -> Mask:
-    """A term apart from the predicates on indices that make it nothing (-inf of a score, 0 of a factor)."""
+def mask(term: Node, nothing: float, axis: Any, blocked: bool = True) -> Mask:
+    """A term apart from the predicates on indices that make it nothing (-inf of a score, 0 of a factor); and apart from
+    what is said of blocks, where tiles are `blocked`.
+    """
+    term, blocks = without_blocks(term, nothing, axis) if blocked else (term, None)
     bare, found = _apart(term, nothing)
     inside = tuple(tuple(_undivided(e, axis) for e in either) for either in found)
     uppers = [[e + axis for e in either if coefficient(e, axis) == -1] for either in inside]
     lowers = [axis - e for e, *more in inside if coefficient(e, axis) == 1 and not more]
     upper = _nearest([_most(x) for x, either in zip(uppers, inside, strict=True) if len(x) == len(either)], 1)
     lower = _nearest(lowers, -1)
-    return Mask(bare, inside, nothing, upper, lower)
+    return Mask(bare, inside, nothing, upper, lower, blocks)
 
 
 def _most(bounds: Sequence[IntExpr]) -> IntExpr | None:
@@ -170,16 +174,29 @@ def _index(x: Any) -> IntExpr | None:
 
 def masked(draft: Draft, product: Product) -> Mask | None:
     """What hides parts of a product's computed factor."""
-    return hidden(draft.products[product.sites[0]])
+    c = draft.products[product.sites[0]]
+    found = hidden(c)
+    whole = found is None or found.blocks is None or _blocked(draft, product, found.blocks)
+    return found if whole else hidden(c, blocked=False)
 
 
-def hidden(c: Contraction) -> Mask | None:
+def _blocked(draft: Draft, product: Product, blocks: Blocks) -> bool:
+    """Whether what is said of blocks is said of all of a step of a tile."""
+    rows, site = axis_called(draft, product.m), draft.site(product.sites[0])
+    *_, axis = draft.products[product.sites[0]].reduce.axes
+    places = [e for x in blocks.loads for e in x.index if mentions(e, rows)]
+    over = {e.b if isinstance(e, FloorDiv) and e.a is rows else 1 for e in places}
+    sizes = [blocks.size % draft.length(axis, site), *(n % draft.length(rows, site) for n in over)]
+    return not any(sizes)
+
+
+def hidden(c: Contraction, blocked: bool = True) -> Mask | None:
     """What hides parts of a contraction's computed factor: of its scores, where it is weighted by them; of itself,
     before it is rounded, where it is in no frame.
     """
     *rounds, axis = c.reduce.axes
     if (found := weight(c)) is not None:
-        return None if rounds else mask(found.score, -math.inf, axis)
+        return None if rounds else mask(found.score, -math.inf, axis, blocked)
     if not (parts := computed(c)):
         return None
     term: Any = parts[0]
@@ -209,12 +226,16 @@ def share(c: Contraction, rows: Any) -> float:
 @dataclass(frozen=True)
 class Visits:
     """The steps a tile visits: from `since` on, or from the first where that is negative, and those before `until`, as
-    far as there are such; of these no more than hold the `length` that data says.
+    far as there are such; of these no more than hold the `length` that data says, and those from block number `first`
+    on and before block number `last`, which are so many steps `each`.
     """
 
     since: IntExpr | None
     until: IntExpr
     length: Node | None = None
+    first: Node | None = None
+    last: Node | None = None
+    each: int = 1
 
 
 def visited(
@@ -235,6 +256,9 @@ def visited(
         since = substitute(found.lower, {rows: first}) // step
         since = since if not at_least(-since, 0) and at_least(count - 1 - since, 0) else None
     told = _told(draft, product, axis, rows) if since is None else None
+    if (blocks := found.blocks) is not None:
+        begin, end = (substitute(x, {rows: first}) if x is not None else None for x in (blocks.first, blocks.last))
+        return Visits(since, until, told, begin, end, blocks.size // step)
     return Visits(since, until, told) if since is not None or until != count or told is not None else None
 
 
@@ -277,8 +301,8 @@ def skip_steps(plan: Plan, draft: Draft) -> Plan | None:
     product = chained[-1]
     *_, axis = draft.products[product.sites[0]].reduce.axes
     since = show_expr(found.since) if found.since is not None else ""
-    told = operand_text(found.length) if found.length is not None else ""
-    return plan.plus(Reach(axis_name(axis), product.m, show_expr(found.until), since, told))
+    told, first, last = (operand_text(x) if x is not None else "" for x in (found.length, found.first, found.last))
+    return plan.plus(Reach(axis_name(axis), product.m, show_expr(found.until), since, told, first, last))
 
 
 def _visits(draft: Draft, product: Product) -> Visits | None:
@@ -304,8 +328,9 @@ def reached(plan: Plan, draft: Draft) -> list[int]:
 
 
 def idle(plan: Plan, draft: Draft) -> bool:
-    """Whether there may be tiles of which a mask leaves no step."""
-    return min(reached(plan, draft)) < 1 or any(x.length for x in plan.all(Reach))
+    """Whether there may be tiles of which a mask leaves no step. Where steps overlap, data leaves one of each."""
+    told = any(x.length or x.at_first or x.at_last for x in plan.all(Reach)) and not overlaps(draft)
+    return min(reached(plan, draft)) < 1 or told
 
 
 def _at(e: IntExpr, first: int) -> int:

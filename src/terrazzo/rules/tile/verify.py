@@ -46,7 +46,7 @@ from terrazzo.rules.tile.loops import walk
 from terrazzo.rules.tile.results import aligned, combination, jammed, kept
 from terrazzo.rules.tile.rings import brought, operand_text
 from terrazzo.rules.tile.slabs import slab_type
-from terrazzo.rules.tile.vectors import vectors
+from terrazzo.rules.tile.vectors import points, vectors
 
 THREADS = 1024
 """As many as a block may have."""
@@ -172,7 +172,8 @@ def _unmultiplied(plan: Plan, draft: Draft) -> Iterator[str]:
 
 def _unbrought(plan: Plan, draft: Draft) -> Iterator[str]:
     done = {x for s in plan.all(Stream) for x in (s.operand, *s.also)}
-    terms = dict.fromkeys(operand_text(x) for p in plan.all(Product) for x in brought(draft, p))
+    every = [*(x for p in plan.all(Product) for x in brought(draft, p)), *(points(draft, plan) if done else ())]
+    terms = dict.fromkeys(map(operand_text, every))
     yield from (f"nothing brings {text}: a line `stream` is missing" for text in terms if text not in done)
 
 

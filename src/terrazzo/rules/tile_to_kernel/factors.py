@@ -10,7 +10,7 @@ from terrazzo.ir.address import coefficient, mentions
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
-from terrazzo.ir.expr import IntExpr
+from terrazzo.ir.expr import IntExpr, Loaded
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.plan import Frame as FrameLine
 from terrazzo.ir.plan import Plan, Product
@@ -20,7 +20,7 @@ from terrazzo.rules.tile.frames import computed, framed, reductions
 from terrazzo.rules.tile.overlap import made_before, made_first, multiples
 from terrazzo.rules.tile.reach import Either, grows, masked
 from terrazzo.rules.tile.rings import axis_called, staggered
-from terrazzo.rules.tile_to_kernel.copies import Copies, Part
+from terrazzo.rules.tile_to_kernel.copies import Copies, Part, Slab
 from terrazzo.rules.tile_to_kernel.frame import Frame, beyond
 from terrazzo.rules.tile_to_kernel.made import Made
 from terrazzo.rules.tile_to_kernel.multiply import Fragment
@@ -29,8 +29,8 @@ from terrazzo.rules.tile_to_kernel.multiply import Fragment
 class Factors:
     """Writes values for the products of a tile's steps, and weights, whose frame goes along from step to step.
 
-    `fragments` has the accumulators as they are declared, `part` says how a site divides an axis, `beside` where a
-    vector is that came with the slabs of a step.
+    `fragments` has the accumulators as they are declared, `part` says how a site divides an axis, `beside` where
+    something is that came with the slabs of a step.
     """
 
     def __init__(
@@ -41,12 +41,13 @@ class Factors:
         copies: Copies,
         fragments: dict[l.Reduce, Fragment],
         part: Callable[[Any, Any], Part],
-        beside: Callable[[Node, IntExpr], tuple[k.Shared, IntExpr] | None],
+        beside: Callable[[Node, IntExpr], tuple[Slab, IntExpr] | None],
     ) -> None:
         self.draft, self.plan, self.bindings, self.copies = draft, plan, bindings, copies
         self.builder, self.steps, self.scope = copies.builder, copies.steps, copies.scope
         self.fragments, self.part, self.beside = fragments, part, beside
         self.frame: Frame | None = None
+        self.whole: k.Value | None = None  # whether all of a step is seen
         self.made: dict[str, Made] = {}
         self.firsts: dict[str, Made] = {}
 
@@ -174,7 +175,11 @@ class Factors:
         scores, source = self.scores(p)
         env[source] = self.score(scores)
         edges = (*beyond(rows, env[rows.axis]), *beyond(columns, env[columns.axis]))
-        self.frame.fetch(self.copies, env, hidden.bare, edges, scores)
+        every = topological([hidden.bare], stop=lambda x: isinstance(x, l.Reduce))
+        loads = [x for x in every if isinstance(x, l.Load)]
+        came = self.read(loads, (rows, columns), t)
+        self.frame.fetch(self.copies, env, hidden.bare, edges, came)
+        self.whole = self.seen_whole(p, t)
 
     def weigh(self, p: Product, t: IntExpr) -> None:
         """The factor of step t in place of its scores, in the frame of the scores so far if there is one."""
@@ -194,7 +199,19 @@ class Factors:
         scores, source = self.scores(p)
         env[source] = self.score(scores)
         edges = (*beyond(rows, env[rows.axis]), *last)
-        self.frame.weigh(self.copies, env, hidden.bare, inside, edges, scores)
+        whole, self.whole = self.whole or self.seen_whole(p, t), None
+        predicate = hidden.blocks.predicate if hidden.blocks is not None else None
+        told = (predicate, -Loaded(whole, 2)) if whole is not None and predicate is not None else None
+        self.frame.weigh(self.copies, env, hidden.bare, inside, edges, scores, told)
+
+    def seen_whole(self, p: Product, t: IntExpr) -> k.Value | None:
+        """Whether data says that all of step t is seen by all rows; None where it says nothing of that."""
+        hidden = masked(self.draft, p)
+        if hidden is None or hidden.blocks is None or hidden.blocks.whole is None:
+            return None
+        rows, columns, env = self.places(p, t)
+        first = {rows.axis: rows.base, columns.axis: self.steps.firsts(t)[columns.axis]}
+        return self.builder.let(substitute(hidden.blocks.whole, {**env, **first}), "whole")
 
     def has_first(self, p: Product) -> bool:
         """Whether a part of a product's factor needs the first sums alone."""
@@ -214,9 +231,18 @@ class Factors:
 
     def came(self, made: Made, t: IntExpr) -> dict[l.Load, l.Load]:
         """What a factor is made of that came with the slabs of step t, in shared memory."""
-        places = {x: self.beside(x, t) for x in made.loads()}
-        column = value(made.columns.digits)
-        return {x: l.Load(place, (slot, column)) for x, found in places.items() if found for place, slot in [found]}
+        return self.read(made.loads(), made.parts, t)
+
+    def read(self, loads: Sequence[l.Load], parts: Sequence[Part], t: IntExpr) -> dict[l.Load, l.Load]:
+        """Loads of what came with the slabs of step t, as loads of where it is, at these parts' elements."""
+        at = {part.axis: value(part.digits) for part in parts}
+        places = ((x, self.beside(x, t)) for x in loads)
+        return {
+            x: l.Load(slab.place, slab.at(slot, [at[part.axis] for part in slab.parts]))
+            for x, found in places
+            if found is not None
+            for slab, slot in [found]
+        }
 
     def score(self, scores: Fragment) -> l.Load:
         """A score, where its digits say."""

@@ -99,20 +99,26 @@ class Frame:
         return self.weights
 
     def fetch(
-        self, copies: Copies, env: dict[Any, Any], term: Node, edges: tuple[IntExpr, ...], scores: Fragment
+        self,
+        copies: Copies,
+        env: dict[Any, Any],
+        term: Node,
+        edges: tuple[IntExpr, ...],
+        came: Mapping[l.Load, l.Load],
     ) -> None:
-        """What scores are made of besides the product, a mask's elements, into registers: several at once, where they
-        lie side by side in memory and in a thread, and each once, where rows or columns share it. They are on their way
-        while products are.
+        """What scores are made of besides the product, a mask's elements, and what weights are multiplied by, into
+        registers: several at once, where they lie side by side in memory and in a thread, and each once, where rows or
+        columns share it. They are on their way while products are. What `came` with slabs is read from where it is.
         """
         digits = [*held(self.rows), *held(self.columns)]
         self.fetched = {}
-        for x in topological([term], stop=lambda x: x in env or isinstance(x, l.Reduce)):
+        known = {*env, self.found.weight}
+        for x in topological([term, self.found.whole], stop=lambda x: x in known or isinstance(x, l.Reduce)):
             if not isinstance(x, l.Load) or x in env or data_says(x):
                 continue
-            load = guarded(substitute(x, env), edges)
+            load = came[x] if x in came else guarded(substitute(x, env), edges)
             mine = [d for d in digits if d.value in load.free]
-            if len(mine) < len(digits) or wide(load, mine[-1].variable, mine[-1].size):
+            if x in came or len(mine) < len(digits) or wide(load, mine[-1].variable, mine[-1].size):
                 self.fetched[x] = loaded(self.builder, load, mine), tuple(d.value for d in mine)
 
     def weigh(
@@ -123,10 +129,12 @@ class Frame:
         inside: Sequence[tuple[Either, IntExpr]],
         edges: tuple[IntExpr, ...],
         scores: Fragment,
+        told: tuple[Node, IntExpr] | None = None,
     ) -> None:
         """The weights of a step in place of its scores, in the frame of the scores so far. `env` says how to compute
         the term that scores are where one at least of each of `inside` is >= 0; each is tested in the steps where what
-        stands beside it is >= 0. `edges` hold where there is a row and a column at all.
+        stands beside it is >= 0, and so is what data says (`told`). `edges` hold where there is a row and a column at
+        all.
         """
         builder, found, kind = self.builder, self.found, self.found.top.dtype
         place, moved = scores.place, self.worth
@@ -136,10 +144,11 @@ class Frame:
         at = scores.index(mine)
         columns = [(d.variable, True) for d in held(self.columns)]
         nothing = l.Literal(-math.inf, kind)
+        env = env | {x: l.Load(*kept) for x, kept in self.fetched.items()}
 
         def score() -> None:
             """The score in place of the product."""
-            x = copies.computed(term, env | {x: l.Load(*kept) for x, kept in self.fetched.items()}, edges)
+            x = copies.computed(term, {**env}, edges)
             if x is not l.Load(place, at):
                 builder.add(l.Store(place, at, x))
 
@@ -150,13 +159,19 @@ class Frame:
                 x = builder.let(l.apply("where", seen(e), x, nothing))
             builder.add(l.Store(place, at, x))
 
+        def look(predicate: Node) -> None:
+            """The same of what data hides."""
+            shown = copies.computed(predicate, dict(env), edges)
+            builder.add(l.Store(place, at, l.apply("where", shown, l.Load(place, at), nothing)))
+
         def highest(new: k.Registers) -> None:
             builder.add(l.Store(new, (), l.apply("max", l.Load(new, ()), l.Load(place, at))))
 
         def weight(base: Node) -> None:
             e = builder.let(found.above(l.Load(place, at), base))
             builder.add(l.Store(self.total, row, l.apply("add", l.Load(self.total, row), e)))
-            builder.add(l.Store(place, at, e))
+            gated = copies.computed(found.whole, env | {found.weight: e}, edges)
+            builder.add(l.Store(place, at, gated))
 
         def one() -> None:
             new = builder.registers("new", kind, ())
@@ -176,6 +191,9 @@ class Frame:
         for cut in dict.fromkeys(cut for _, cut in inside):
             hidden = [e for e, other in inside if other is cut or other == cut]
             builder.where([cut], partial(builder.loops, [*rows, *columns], partial(hide, hidden)))
+        if told is not None:
+            predicate, cut = told
+            builder.where([cut], partial(builder.loops, [*rows, *columns], partial(look, predicate)))
         builder.loops(rows, one)
 
     def move(self, sums: Fragment) -> None:
@@ -188,7 +206,7 @@ class Frame:
     def round(self, scores: Fragment) -> None:
         """The last weights, which lie in place of their scores, as the product takes them."""
         loops = [(d.variable, True) for d in (*held(self.rows), *held(self.columns))]
-        self.builder.loops(loops, lambda: rounded(self.builder, self.weights, self.found.weight, scores))
+        self.builder.loops(loops, lambda: rounded(self.builder, self.weights, self.found.whole, scores))
 
     def moved(self, old: Node, new: Node) -> tuple[Node, Node]:
         """What to subtract in a new frame, and what sums of the old one are worth in it. Where there is no score yet,

@@ -130,9 +130,10 @@ class Made:
         inner = [d for d in every if d not in outer]
 
         def read() -> None:
-            places = {x: loaded(self.builder, load, last) for x, load in self.came.items()}
-            at = tuple(d.value for d in last)
-            found: dict[Node, Node] = {x: l.Load(place, at) for x, place in places.items()}
+            found: dict[Node, Node] = {}
+            for x, load in self.came.items():
+                mine = [*(d for d in inner if d not in last and d.value in load.free), *last]
+                found[x] = l.Load(loaded(self.builder, load, mine), tuple(d.value for d in mine))
             self.builder.loops([(d.variable, True) for d in inner], lambda: write(found))
 
         self.builder.loops([(d.variable, True) for d in outer], read)

@@ -36,7 +36,7 @@ from terrazzo.rules.tile_to_kernel.factors import Factors
 from terrazzo.rules.tile_to_kernel.meet import meet
 from terrazzo.rules.tile_to_kernel.memory import Memory, freed_by_teams, lagging, operands
 from terrazzo.rules.tile_to_kernel.multiply import Fragment, Group, Multiply
-from terrazzo.rules.tile_to_kernel.promote import Promotion, halves
+from terrazzo.rules.tile_to_kernel.promote import Promotion, few, halves
 from terrazzo.rules.tile_to_kernel.scope import Scope
 from terrazzo.rules.tile_to_kernel.staggered import Staggered
 from terrazzo.rules.tile_to_kernel.visiting import Visiting
@@ -173,6 +173,10 @@ class Pipeline:
         """Step by step, one product after the other."""
         t = self.step_variable()
         late = [r for r in self.rings if r.late]
+        for p in self.plan.all(Product):
+            totals = [self.fragments[r] for r in self.sums(p)] if self.outermost(p) else []
+            if totals and few(self.draft, self.plan, p, totals, self.steps.count):
+                self.promotion.hold(totals)
 
         def body() -> None:
             waited = set(held)
@@ -202,8 +206,10 @@ class Pipeline:
                         else:
                             self.free(ring, t)
                 self.promotion.add()
+            self.promotion.end(t)
 
         self.builder.loops([(t, False)], body)
+        self.promotion.gather()
         if late:
             if not self.visiting.rounds:
                 self.pass_turn()  # what the next team begins comes behind what is open
@@ -321,10 +327,10 @@ class Pipeline:
             n = self.bindings.turn * (self.steps.count if ring.over else 1) + n
         return n % ring.slots, n // ring.slots
 
-    def beside(self, x: Node, t: IntExpr) -> tuple[k.Shared, IntExpr] | None:
-        """Where a vector is that came with the slabs of step t, and in which slot."""
+    def beside(self, x: Node, t: IntExpr) -> tuple[Slab, IntExpr] | None:
+        """The slab of what came with those of step t for threads to read, and in which slot it is."""
         found = self.slabs.get(x)
-        return (found.place, self.slot(found.ring, t)[0]) if found is not None else None
+        return (found, self.slot(found.ring, t)[0]) if found is not None else None
 
     def wait(self, ring: Ring, t: IntExpr) -> None:
         """Until step t is in its slot."""
@@ -403,20 +409,25 @@ class Pipeline:
         """The products of step t, until all but `left` groups of them are done. Those that are scaled alike are added
         up before the others begin; the sums of the last ones are still to be promoted.
 
-        Every instruction cuts its sums off towards zero. Where someone wants all digits of float32 (six products of
-        three scales), the small products are too small for that to matter, and the sums of the large ones are promoted
-        after two instructions, so that results are not smaller than they should be.
+        Every promotion rounds, and every instruction cuts its sums off towards zero. Where someone wants all digits of
+        float32 (six products of three scales), the small products are too small for that to matter: they are promoted
+        together. The sums of the large ones are promoted after two instructions, so that results are not smaller than
+        they should be; those of the small ones would make them so, had they these added.
         """
         if not self.outermost(p) and not p.early:
             self.declare(p)
-        first = self.draft.products[p.sites[0]]
-        *small, last = dict.fromkeys(first.scales) if p.promote else (1.0,)
+        *small, last = dict.fromkeys(self.draft.products[p.sites[0]].scales) if p.promote else (1.0,)
         pieces = halves(self.draft, p) if len(small) > 1 else 1
-        for scale, piece in [*((s, (0, 1)) for s in small), *((last, (n, pieces)) for n in range(pieces - 1))]:
-            self.product(p, t, values, slots, scale, piece)
+        for scale in small:
+            self.product(p, t, values, slots, scale)
             self.settle(p, 0)
+        if small:
             self.promotion.add()
-        self.product(p, t, values, slots, last, (pieces - 1, pieces))
+        for n in range(pieces):
+            if n:
+                self.settle(p, 0)
+                self.promotion.add()
+            self.product(p, t, values, slots, last, (n, pieces))
         self.settle(p, left)
 
     def product(
@@ -437,9 +448,13 @@ class Pipeline:
         given = {r.name: (slots or {}).get(r.name, self.slot(r, t)[0]) for r in self.rings}
         m, n = (axis_called(self.draft, x) for x in (p.m, p.n))
         totals = tuple(self.fragments[c.reduce] for c in sites)
-        fragments = self.promotion.begin(totals, scale, scale == scales[0]) if p.promote else totals
+        going = bool(p.promote and self.promotion.open)  # sums of products that are scaled otherwise
+        if going:
+            fragments = self.promotion.go_on(totals, scale)
+        else:
+            fragments = self.promotion.begin(totals, scale, scale == scales[0]) if p.promote else totals
         slabs = {x: s for x, s in self.slabs.items() if any(x in c.operands for c in sites)}
-        step = sum(self.visiting.rounds, start=t) if self.outermost(p) and not p.promote else 0
+        step = sum(self.visiting.rounds, start=t) if self.outermost(p) and not p.promote else int(going)
         depth = next((a for a in inner if self.draft.length(a, site) > 1), sites[0].reduce.axes[-1])
         where: dict[Any, IntExpr] = {a: self.bindings.loop_variable("s", a.extent) for a in spanned(self.draft)}
         converts = tuple(x for x in self.plan.all(Convert) if x.to.rpartition(".")[0] == p.sites[0])

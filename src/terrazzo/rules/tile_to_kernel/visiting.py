@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import cached_property
 
 from terrazzo.ir.dialects import kernel as k
-from terrazzo.ir.expr import IntExpr, Var, at_least
-from terrazzo.ir.node import substitute
+from terrazzo.ir.expr import IntExpr, Loaded, Var, at_least
+from terrazzo.ir.node import Node, substitute
 from terrazzo.ir.plan import Plan, Product, Reach
 from terrazzo.rules.tile.digits import Bindings
 from terrazzo.rules.tile.draft import Draft
@@ -47,8 +47,9 @@ class Visiting:
         found = visited(self.draft, p, rows, base, length, self.steps.depth[axis], count)
         if found is None:  # there is only one tile, which visits all
             return None
-        since, until, told = (substitute(e, self.scope.env) for e in (found.since, found.until, found.length))
-        return Visits(since, until, told)
+        ends = (found.since, found.until, found.length, found.first, found.last)
+        since, until, length, begin, end = (substitute(e, self.scope.env) for e in ends)
+        return Visits(since, until, length, begin, end, found.each)
 
     @property
     def count(self) -> IntExpr:
@@ -69,19 +70,51 @@ class Visiting:
         if self.visits is None:
             return
         count, bindings, (first, until) = self.steps.count, self.bindings, (self.visits.since, self.visits.until)
-        if first is not None:
-            bindings.since = self._integer(bindings.since, "since", count, 0)
-            self._set(bindings.since, first, first - 1)
+        begins, told = self.visits.first, (self.visits.length, self.visits.last)
+        if first is not None or begins is not None:
+            most = count if begins is None else self._many * self.visits.each + 1
+            bindings.since = self._integer(bindings.since, "since", most, 0)
             self.steps.first = bindings.since
-        told = self.visits.length
-        if told is not None or not at_least(count - until, 0):
+        if bindings.since is not None and first is not None:
+            self._set(bindings.since, first, first - 1)
+        if bindings.since is not None and begins is not None:
+            steps = self._blocks(begins)
+            self._set(bindings.since, steps, steps - 1 - bindings.since)
+        if told != (None, None) or not at_least(count - until, 0):
             bindings.until = self._integer(bindings.until, "until", count + 1, count)
         if bindings.until is not None and not at_least(count - until, 0):
             self._set(bindings.until, until, count - 1 - until)
-        if bindings.until is not None and told is not None:
+        many, ends = told
+        if bindings.until is not None and many is not None:
             ((axis, _),) = self.steps.times
-            steps = steps_of(self.builder.let(told), axis.extent, self.steps.depth[axis])
+            steps = steps_of(self.builder.let(many), axis.extent, self.steps.depth[axis])
             self._set(bindings.until, steps, bindings.until - 1 - steps)
+        if bindings.until is not None and ends is not None:
+            steps = self._blocks(ends)
+            self._set(bindings.until, steps, bindings.until - 1 - steps)
+        if begins is not None or told != (None, None):
+            self._one()
+
+    def _blocks(self, number: Node) -> IntExpr:
+        """The step that a block begins with."""
+        assert self.visits is not None
+        return Loaded(self.builder.let(number), self._many + 1) * self.visits.each
+
+    @property
+    def _many(self) -> int:
+        """How many blocks there are."""
+        assert self.visits is not None
+        return -(-self.steps.count // self.visits.each)
+
+    def _one(self) -> None:
+        """Where data leaves no step of a tile and steps overlap, one is visited in which all is masked; else none."""
+        since, until, last = self.bindings.since, self.bindings.until, self.steps.count - 1
+        if since is not None and until is not None and self.idle:
+            self._set(since, until, since - 1 - until)
+        if since is not None and not self.idle:
+            self._set(since, last, since - 1 - last)
+        if until is not None and not self.idle:
+            self._set(until, (since or 0) + 1, (since or 0) - until)
 
     def go_around(self, write: Callable[[], None]) -> None:
         """`write` in every round, after which its steps are counted: slots go on from one to the next."""

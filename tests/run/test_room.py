@@ -1,0 +1,50 @@
+"""Kernels that are launched early have room beside the one before them, or land evenly without it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import terrazzo
+from terrazzo.hw.gpu import GPUS
+from terrazzo.run.room import RESERVED, crowded, even
+
+LARGEST = GPUS["sm_90a"].shared
+
+
+@pytest.mark.parametrize(
+    "slots, blocks, shared, share",
+    [
+        (7, 512, 32, 4),  # a softmax: of the next one's blocks, 3 would find room on a processor, and the rest pile up
+        (3, 256, 69088, 2),  # a product on CUDA cores
+        (8, 512, 32, None),  # as many wait as run
+        (3, 392, 69088, None),  # full processors are even
+        (2, 128, 100 << 10, None),  # one block on a processor, and room for another
+        (16, 1320, 0, None),  # of ten blocks, one more is little
+        (8, 3584, 0, None),  # they come and go
+    ],
+)
+def test_where_two_launches_do_not_fit_no_processor_takes_more_than_its_share(
+    slots: int, blocks: int, shared: int, share: int | None
+) -> None:
+    found = even(slots, blocks, 132, shared, LARGEST)
+    if share is None:
+        assert found == shared
+    else:
+        assert shared < found <= LARGEST and (LARGEST + RESERVED) // (found + RESERVED) == share
+
+
+def test_memory_is_divided_for_who_takes_most_of_it() -> None:
+    assert not crowded([(8, 32), (16, 1024)], LARGEST)
+    assert crowded([(8, 32), (3, 69088)], LARGEST) and crowded([(1, LARGEST)], LARGEST)
+
+
+@pytest.mark.gpu
+def test_softmax_asks_for_its_share() -> None:
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    x = torch.randn(4 * processors - 16, 3584, device="cuda")
+    ours = terrazzo.compile(lambda x: torch.softmax(x, -1), x)
+    machine = ours.compiled.machine
+    share = (GPUS[machine.arch].shared + RESERVED) // (machine.shared[0] + RESERVED)
+    assert share == 4 or machine.shared[0] < 1024  # which has room for two launches, or takes its share
+    torch.testing.assert_close(ours(x), torch.softmax(x, -1))
