@@ -29,8 +29,8 @@ RATE = 4.0
 ROUNDS = 64
 """How often it is looked where most memory is in use."""
 IDLE = 8
-"""Rounds in which less was nowhere found, after which no more are made: of parts that one step reads, each is made again
-after the others, over and over.
+"""Rounds in which less was nowhere found, after which no more are made: of parts that one step reads, each is made
+again after the others, over and over.
 """
 
 

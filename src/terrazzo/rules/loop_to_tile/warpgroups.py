@@ -196,8 +196,9 @@ def _bytes(p: Product, tile: Tile) -> int:
 
 
 def _slots(p: Product, tile: Tile, gpu: Gpu) -> int:
-    results = RESULTS * tile.m * _width(tile) * 2 * len(set(p.kernel.writes)) if leaves(p, tile) else 0
-    found = min(SLOTS, (gpu.shared - 2048 - results * tile.teams // tile.groups) // _bytes(p, tile))
+    rows = tile.m * tile.teams // tile.groups if leaves(p, tile) else 0
+    results = RESULTS * rows * _width(tile) * 2 * len(set(p.kernel.writes))
+    found = min(SLOTS, (gpu.shared - 2048 - results) // _bytes(p, tile))
     given = tile.m * tile.n * 4 * len(p.sites) if tile.share > 1 else 0  # where the slabs were, or behind them
     return found if given <= found * _bytes(p, tile) else found - ceil(given, _bytes(p, tile))
 

@@ -82,13 +82,12 @@ def lasts(work: Work, gpu: Gpu) -> float:
     step = max(arithmetic, fetched, waited / slots, has.crowd * work.readers) + has.step + work.extra
     memory = has.parts_memory if work.parts else gpu.memory
     products, results = work.steps * step, work.m * work.n * work.results / work.rate + work.after
-    beside = HIDDEN * results if work.turns else 0.0  # while another warpgroup multiplies
-    tile = products + results - min(beside, products / 2)  # a warpgroup that is alone takes twice as long for results
+    beside = min(HIDDEN * results, products / 2) if work.turns else 0.0  # alone, a warpgroup takes twice as long for it
     time = has.fill + beside
     for wave, count in ((walkers, tiles // walkers), (tiles % walkers, 1)):
         if wave and count:
             flying = min(1.0, wave * blocks * slots * work.held / (gpu.processors * has.flying))
-            time += count * max(tile, work.least / tiles * wave / (memory * flying))
+            time += count * max(products + results - beside, work.least / tiles * wave / (memory * flying))
     return time + (has.cluster if blocks > 1 and not work.shared else 0)
 
 
