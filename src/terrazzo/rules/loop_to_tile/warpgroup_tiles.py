@@ -91,26 +91,26 @@ class Tile:
 def shapes(p: Product, n: int) -> Iterator[Tile]:
     """Tiles whose accumulators have room and whose slabs wgmma reads, and of which no axis fills less than half."""
     count = len(p.sites) * (2 if promotes(p) else 1)
-    most = PROMOTED if promotes(p) and not converted(p) else ACCUMULATORS
-    whole = step(p)
+    made, whole = converted(p), step(p)
+    most = PROMOTED if promotes(p) and not made else ACCUMULATORS
     for rows, columns in ((p.m, p.n), (p.n, p.m)):
+        if n >= 2 * max(columns.extent, 8):
+            continue
         for groups, each, k in (
             (1, 1, whole),
             (2, 1, whole),
             (2, 2, whole),
             *([(2, 1, SHORTER)] if wide(p, n) else []),
         ):
+            if count * each * n // 2 > most or any(rows not in x.free or each > 1 for x in made):
+                continue
+            if groups * each * ROWS >= 2 * max(rows.extent, ROWS):
+                continue
             tile = Tile(rows, columns, groups, each, n, k)
-            if count * each * n // 2 > most or any(rows not in x.free or each > 1 for x in converted(p)):
-                continue
-            if tile.m >= 2 * max(rows.extent, ROWS) or n >= 2 * max(columns.extent, 8):
-                continue
             if any(w not in (16, 32) and w % STEP for w in (runs(x, tile) for x in p.sources)):
                 continue
             yield tile
-            for split in (
-                () if converted(p) or k < whole else (rows, columns)
-            ):  # multicast: what threads read is their block's
+            for split in () if made or k < whole else (rows, columns):  # what threads read is their block's
                 if ceil(split.extent, tile.covered(split)) % 2 == 0 and _shares(tile, split):
                     yield Tile(rows, columns, groups, each, n, tile.k, split)
 
