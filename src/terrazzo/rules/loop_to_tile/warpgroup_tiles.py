@@ -100,22 +100,24 @@ class Tile:
 def shapes(p: Product, n: int) -> Iterator[Tile]:
     """Tiles whose accumulators have room and whose slabs wgmma reads, and of which no axis fills less than half."""
     count = len(p.sites) * (2 if promotes(p) else 1)
-    most = PROMOTED if promotes(p) and not converted(p) else ACCUMULATORS
-    reads = results(p).moved > results(p).stored * results(p).points
-    in_turns = IN_TURNS - BESIDE * reads
+    made = converted(p)
+    most = PROMOTED if promotes(p) and not made else ACCUMULATORS
+    in_turns = IN_TURNS - BESIDE * (results(p).moved > results(p).stored * results(p).points)
     for rows, columns in ((p.m, p.n), (p.n, p.m)):
+        if n >= 2 * max(columns.extent, 8):
+            continue
         for groups, each, turns in ((1, 1, False), (2, 1, False), (2, 2, False), (1, 2, True)):
-            tile = Tile(rows, columns, groups, each, n, step(p), turns=turns)
             if count * each * n // 2 > (in_turns if turns else most):
                 continue
-            if any(rows not in x.free or each > 1 or turns for x in converted(p)) or (turns and promotes(p)):
+            if any(rows not in x.free or each > 1 or turns for x in made) or (turns and promotes(p)):
                 continue
-            if tile.m >= 2 * max(rows.extent, ROWS) or n >= 2 * max(columns.extent, 8):
+            if groups * each * ROWS >= 2 * max(rows.extent, ROWS):
                 continue
+            tile = Tile(rows, columns, groups, each, n, step(p), turns=turns)
             if any(w not in (16, 32) and w % STEP for w in (runs(x, tile) for x in p.sources)):
                 continue
             yield tile
-            for split in () if converted(p) else (rows, columns):  # multicast: what threads read is their block's
+            for split in () if made else (rows, columns):  # multicast: what threads read is their block's
                 if ceil(split.extent, tile.covered(split)) % 2 == 0 and _shares(tile, split):
                     yield replace(tile, split=split)
 
