@@ -10,7 +10,8 @@ from contextlib import contextmanager
 @contextmanager
 def paused() -> Iterator[None]:
     """Within this no cycles are looked for. Nodes make none, and there are so many that a sixth of the time of a large
-    program went into going through them again and again.
+    program went into going through them again and again. What is left then is old: it is not gone through at once,
+    but where all there is is.
     """
     on = gc.isenabled()
     gc.disable()
@@ -18,4 +19,7 @@ def paused() -> Iterator[None]:
         yield
     finally:
         if on:
+            if not gc.get_freeze_count():  # else somebody froze objects, which stay so
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()

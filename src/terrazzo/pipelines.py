@@ -133,8 +133,12 @@ def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
         return expected(in_parts(alone, Log(), options, known).steps, gpu)
 
     def least(steps: Sequence[l.Kernel]) -> float:
-        """What chains take where nothing is against them, in parts or not; of other kernels nothing is said."""
+        """What chains take where nothing is against them, in parts or not; of other kernels nothing is said. Infinitely
+        long where one has no room anywhere, which is known soon.
+        """
         ways = [(s, parts_of(s, PARTS[options.fp32])[-1]) if 4 in sizes else (s,) for s in steps if not product(s)]
+        if any(chains.nowhere(way[-1], gpu) for way in ways):
+            return math.inf
         return sum(min(expected([x], gpu) for x in way) for way in ways)
 
     def once(what: Hashable, find: Callable[..., T]) -> T:

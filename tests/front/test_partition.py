@@ -80,6 +80,24 @@ def test_dropout_is_the_same_in_both_graphs() -> None:
     assert abs(linear - loss.double()) <= 2**-8 * size
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_is_dropped_is_not_kept(dtype: torch.dtype) -> None:
+    """A call draws two numbers; with the same ones it drops the same weights."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Attention(True, dropout=0.5).to(dtype)
+    x, weight = (torch.randn(2, TOKENS, WIDTH).to(dtype) for _ in range(2))
+    compiled = torch.compile(model, backend="terrazzo", options={"target": "interpreter"})
+    found = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        gradients, kept = trained(compiled, x, weight)
+        assert not any(t.numel() == 2 * HEADS * TOKENS * TOKENS for t in kept)
+        assert [t.numel() for t in kept if t.dtype is torch.int32] == [2]
+        found.append(gradients[0])
+    assert torch.equal(*found[:2]) and not torch.equal(*found[1:])
+
+
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_weights_of_float32_are_kept_where_no_kernel_has_them(causal: bool, wide: bool) -> None:
@@ -116,8 +134,8 @@ def test_numbers_of_rows_are_kept_where_their_sums_are_exact(
     """Wide heads in float32 make no chain of products, in which what tensor cores cut off would be the same."""
     kept: list[int] = []
 
-    def keep(graph: Any, softmaxes: Any) -> Any:
-        found = keep_row_numbers(graph, softmaxes)
+    def keep(graph: Any, *given: Any) -> Any:
+        found = keep_row_numbers(graph, *given)
         kept.append(len(found[0]))
         return found
 

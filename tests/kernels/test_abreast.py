@@ -4,6 +4,7 @@ other.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,14 +103,14 @@ def test_they_are_as_exact_as_eager(name: str, split: bool, groups: int, seed: i
 
 
 @pytest.mark.parametrize("seed", [None, 1, 2])
-def test_warpgroups_that_take_turns_have_them_too(seed: int | None) -> None:
+@pytest.mark.parametrize("each", [1, 2])
+def test_warpgroups_that_take_turns_have_them_too(each: int, seed: int | None) -> None:
     fn, given = CASES["gated"]
     kernel = kernel_of("gated")
     plan = next(x for x in plans(kernel) if x.tile.groups == x.tile.each == 1 and x.tile.n == 64 and not x.tile.split)
-    text = str(scheduled(kernel, plan))
-    turns = text.replace("math=warpgroup(1), registers=(40, 240)", "math=warpgroup(2), registers=(40, 232), turns=True")
-    assert turns != text
-    last = lower(kernel, parse_schedule(turns), H)
+    turns = scheduled(kernel, plan._replace(tile=replace(plan.tile, each=each, turns=True)))
+    assert "math=warpgroup(2), registers=(40, 232), turns=True" in str(turns)
+    last = lower(kernel, turns, H)
     program = k.Program("f", kernel.reads, (last,), kernel.writes)
     check(program, H)
     inputs = dict(zip("xwv", map(numbers, given), strict=True))
@@ -150,13 +151,15 @@ def test_what_cannot_share_is_refused(name: str, old: str, new: str, why: str) -
     assert why in found.reason if isinstance(found, Refused) else not why
 
 
-@pytest.mark.parametrize(("m", "k", "n"), [(4096, 4096, 4096), (512, 3584, 18944), (2048, 4096, 14336)])
-def test_a_gated_layer_is_one_kernel(m: int, k: int, n: int, tmp_path: Path) -> None:
-    """On the widest instruction, with no spills."""
+@pytest.mark.parametrize(
+    ("m", "k", "n", "wide"), [(4096, 4096, 4096, 256), (512, 3584, 18944, 192), (2048, 4096, 14336, 256)]
+)
+def test_a_gated_layer_is_one_kernel(m: int, k: int, n: int, wide: int, tmp_path: Path) -> None:
+    """On the widest instruction, or in turns on one whose tiles fill waves, with no spills."""
     given = tuple(torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((m, k), (n, k), (n, k)))
     (kernel,) = lowered(gated, given).at("kernel").steps
     found = "\n".join(sass(kernel, "sm_90a", tmp_path))
-    assert "HGMMA.64x256x16" in found and "STL" not in found
+    assert f"HGMMA.64x{wide}x16" in found and "STL" not in found
 
 
 @pytest.mark.gpu

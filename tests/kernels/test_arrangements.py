@@ -24,7 +24,7 @@ from terrazzo.interp import kernel as simulator
 from terrazzo.interp import loop
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import tile
-from terrazzo.ir.text import parse
+from terrazzo.ir.text import parse, show
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from terrazzo.targets.cuda.check import check
@@ -168,6 +168,21 @@ def test_blocks_that_share_sums_meet_before_they_take_them_and_before_they_leave
     wrong = k.Program("f", program.loop.inputs, (k.Kernel(**fields | {"body": body}),), program.loop.results)
     with pytest.raises(CompilerBug, match=r"given0|may have ended"):
         simulator.run(wrong, inputs(program))
+
+
+def test_shared_sums_lie_where_slabs_were() -> None:
+    """They take no memory of their own; given before all warpgroups are done with the slabs, they are a race."""
+    text = Product(**K, shape=(128, 128, 256), tile=(128, 64, 64), groups=2).text
+    (kernel,) = derived(text).steps
+    assert isinstance(kernel, k.Kernel)
+    given = [s for s in kernel.shared if s.name.startswith("given")]
+    slabs = [s for s in kernel.shared if s.swizzle]
+    assert given and all(kernel.offsets[s] + k.shared_bytes(s) <= sum(map(k.shared_bytes, slabs)) for s in given)
+    shown = show(derived(text))
+    assert parse(shown) == derived(text)
+    (meeting,) = set(re.findall(r"sync\(\d, \d\)", shown))
+    with pytest.raises(CompilerBug, match=r"nobody wrote|another warp"):
+        simulator.run(parse(shown.replace(meeting, "pass")), inputs(parse(text)))
 
 
 SPLIT = """\

@@ -22,7 +22,7 @@ from terrazzo.rules.loop import again
 def in_one(found: Lowered) -> bool:
     """Whether there is one kernel beside those that store parts of what it multiplies."""
     *makers, _ = found.kernels
-    return len(lines(found, Frame)) == 1 and len(makers) == 3 and all(len(s.writes) == 3 for s in makers)
+    return len(lines(found, Frame)) == 1 and sum(len(s.writes) for s in makers) == 9
 
 
 def hidden(q: Any, k: Any, v: Any) -> Any:
@@ -70,7 +70,7 @@ def test_fewer_parts(fp32: str, parts: int) -> None:
     args = tensors(*((1, 1, 128, 64),) * 3, dtype=torch.float32)
     found = lowered(plain, args, "sm_90a", fp32=fp32)
     *makers, _ = found.kernels
-    assert len(lines(found, Frame)) == 1 and all(len(s.writes) == parts for s in makers)
+    assert len(lines(found, Frame)) == 1 and sum(len(s.writes) for s in makers) == 3 * parts
     exact = plain(*(x.double() for x in args)).numpy()
     (ours,) = found.simulated()
     assert abs(ours - exact).max() < {2: 1e-4, 1: 2e-2}[parts]

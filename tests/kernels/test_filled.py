@@ -294,7 +294,7 @@ def test_wide_tiles_of_parts_are_right(columns: int, monkeypatch: pytest.MonkeyP
         x for x in plans(p, gpu) if (x.tile.n, x.tile.groups, x.tile.rows, x.pieces) == (columns, 2, p.m, 1)
     )
     monkeypatch.setattr(warpgroups, "plans", wide)
-    monkeypatch.setattr(tiles, "plans", tiles.plans.__wrapped__)  # which remembers those of other columns
+    monkeypatch.setattr(tiles, "_plans", tiles._plans.__wrapped__)  # which remembers those of other columns
     monkeypatch.setattr(pipelines, "gain", lambda before, after, gpu, lost: (1.0, ""))
     torch.manual_seed(0)
     x, w = torch.randn(130, 192), torch.randn(300, 192)

@@ -68,3 +68,15 @@ def f(q: bf16[{r}, 64], k: bf16[4096, 64], v: bf16[4096, 64]):
     assert chains.idle(chain(kernel(1 << 15)), machine) == 1.0  # type: ignore[arg-type]
     dear = "mul(tanh(acc1), add(tanh(mul(acc1, f32(0.5))), f32(1.0)))"
     assert estimate(kernel(1 << 15, dear), machine).time > 1.5 * estimate(kernel(1 << 15), machine).time
+
+
+def test_chains_whose_blocks_bring_more_than_they_multiply_are_two_kernels() -> None:
+    """Six rows for each of 1024 pairs of an image and an expert, whose factors each pair's block would bring whole."""
+
+    def mixed(y: Any, up: Any, x: Any) -> Any:
+        return torch.einsum("bepd,bmd->bmep", torch.einsum("ebph,edh->bepd", y, up), x)
+
+    sizes = (32, 32, 6, 768), (32, 384, 768), (32, 196, 384)
+    args = tuple(torch.empty(s, dtype=torch.bfloat16, device="meta") for s in sizes)
+    done = lowering(capture(mixed, args, {}).program, Options(target="sm_90a", libraries="never"))
+    assert not [s for s in done.loop.steps if isinstance(s, l.Kernel) and chain(s) is not None]

@@ -82,7 +82,54 @@ def test_a_maximum_is_left_alone() -> None:
     assert sums(largest) == ["acc0"]
 
 
-def test_products_on_cuda_cores_are_left_alone() -> None:
+def product(rows: int, tile: str) -> str:
+    """A product of few columns, of which each thread of a warp has a tile."""
+    m, n = (int(x) for x in tile.split("x"))
+    return f"""@tile
+def f(x: f32[{rows}, {4 * m}], w: f32[{rows}, {8 * n}]):
+    with kernel('y', y=f32[{4 * m}, {8 * n}]):
+        for a0 in free({4 * m}):
+            for a1 in free({8 * n}):
+                for r0 in reduce({rows}):
+                    acc0 <- sum(mul(x[r0, a0], w[r0, a1]))
+                y[a0, a1] = acc0
+    with schedule("y", target="sm_90a"):
+        a0 = grid(1) * block({4 * m})
+        a1 = grid(1) * block({8 * n})
+        r0 = time({rows // 16}, ring=2) * block(16)
+        with site("acc0", on="fma.f32"):
+            a0 = reg({m}) * lane(4)
+            a1 = reg({n}) * lane(8)
+            r0 = reg(16)
+            x = smem(by="cp.async")
+            w = smem(by="cp.async")
+        with site("y"):
+            a0 = like("acc0")
+            a1 = like("acc0")
+    return (y,)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rows", "tile", "cut"), [(128, "4x4", True), (256, "2x2", True), (64, "4x4", False), (128, "4x8", False)]
+)
+def test_long_products_of_small_tiles_are_cut(rows: int, tile: str, cut: bool) -> None:
+    """Larger tiles leave no registers: arithmetic takes the time there."""
+    right(product(rows, tile))
+    assert any(x.startswith("sum") for x in sums(product(rows, tile))) is cut
+
+
+def test_a_product_of_few_columns_is_as_exact_as_a_library_s() -> None:
+    rng = np.random.default_rng(0)
+    x, w = (np.abs(rng.standard_normal((1024, n))).astype(np.float32) for n in (8, 16))
+    exact, chain = x.astype(np.float64).T @ w, np.zeros((8, 16), np.float32)
+    for a, b in zip(x, w, strict=True):
+        chain = chain + a[:, None] * b
+    (ours,) = simulator.run(derived(product(1024, "2x2")), {"x": x, "w": w}, seed=1)
+    assert off(ours, exact) < off(chain, exact) / 4
+
+
+def test_large_tiles_of_products_are_left_alone() -> None:
     """They take arithmetic, not memory."""
     assert "acc0" in sums(Product(**CORES).text)
     assert not any(x.startswith("sum") for x in sums(Product(**CORES).text))

@@ -95,6 +95,13 @@ def test_a_kernel_written_by_hand_runs() -> None:
             "expected a loop, a condition",
         ),
         ("shared(f32[64])", "shared(f32[64], swizzle=48)", 4, "a swizzle spans 0, 32, 64 or 128 bytes"),
+        ("shared(f32[64])", "shared(f32[64], at=-16)", 4, "expected a number that is not negative"),
+        (
+            "shared(f32[64])",
+            "shared(f32[64], pad=4)",
+            4,
+            "shared memory has a type, a swizzle, and where it begins (at)",
+        ),
         ("shared(f32[64])", "shared(f99[64])", 4, "unknown dtype 'f99'"),
         ("f32(0.0)", "v0", 8, "registers start at a constant, such as f32(0.0)"),
         ("f32(0.0)", "f32(0.0), 1", 8, "registers(type) or registers(type, constant)"),
@@ -131,6 +138,9 @@ def test_where_and_what(before: str, after: str, line: int, message: str) -> Non
         ("_warps=2", "_warps=0"),
         ("_warps=2", "_warps=64"),
         ("acc0[1]", "acc0[lane % 2]"),
+        ("shared(f32[64])", "shared(f32[64], at=8)"),
+        ("shared(f32[64])", "shared(f32[64], swizzle=128, at=512)"),
+        ("s = shared(f32[64])", "full = barriers(1, 1)\n        s = shared(f32[64], at=0)"),
     ],
 )
 def test_what_no_kernel_can_be_is_refused(before: str, after: str) -> None:

@@ -16,7 +16,7 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.expr import IntExpr
 from terrazzo.ir.text import parse
 from terrazzo.rules import tile, tile_to_kernel
-from terrazzo.rules.tile.complete import complete
+from terrazzo.rules.tile.complete import _completed
 from terrazzo.rules.tile_to_kernel.lower import lower
 from terrazzo.rules.transports import TRANSPORTS, Copied
 
@@ -42,7 +42,7 @@ def test_another_transport_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(UserError, match=r"x is brought in by 'patient'; known: ld, cp\.async, tma"):
         right(text("patient"))
     monkeypatch.setitem(TRANSPORTS, OneByOne.name, OneByOne)
-    complete.cache_clear()
+    _completed.cache_clear()
     right(text("patient"))
     with pytest.raises(UserError, match="x is brought in by patient, which needs sm_86, and the target is sm_80"):
         right(text("patient", "sm_80"))

@@ -17,10 +17,11 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from terrazzo.front import dynamo
 from terrazzo.front.fx import from_graph
 from terrazzo.interp import kernel as simulator
-from terrazzo.interp.torch import from_numpy, to_numpy
+from terrazzo.interp.torch import call_numpy, from_numpy, to_numpy
 from terrazzo.ir.plan import Frame, Product, Reach
 from terrazzo.options import Options
 from terrazzo.pipelines import Lowering, lowering
+from terrazzo.rules.loop import again
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Lowering]:
 
         def call(*args: Any) -> tuple[torch.Tensor, ...]:
             inputs = {**bound, **{n: to_numpy(a.detach()) for n, a in zip(taken, args, strict=True)}}
-            made = simulator.run(done.at("kernel"), inputs)
+            made = simulator.run(done.at("kernel"), inputs, call=call_numpy)
             return tuple(from_numpy(np.asarray(x)) for x in made)
 
         return make_boxed_func(call)
@@ -81,4 +82,51 @@ def test_the_second_graph_computes_no_softmax(fn: Any, shapes: Any, graphs: list
     assert [t.numel for t in kept] == [numbers], "a number for each row"
     for ours, eager, exact in zip(found, step(fn, args), step(fn, [x.double() for x in args]), strict=True):
         error, allowed = (float((x.double() - exact).square().mean().sqrt()) for x in (ours, eager))
+        assert error <= 2 * allowed
+
+
+def kept(seeds: np.ndarray, shape: tuple[int, ...], part: float) -> torch.Tensor:
+    """Which weights are kept: a hash of 32 bits of the place of each, in 64."""
+    low = (1 << 32) - 1
+    first, second = (int(x) & low for x in seeds)
+    rows = np.arange(math.prod(shape[:-1]), dtype=np.uint64).reshape(*shape[:-1], 1)
+    x = (rows * np.uint64(2654435769) + np.arange(shape[-1], dtype=np.uint64) + np.uint64(first)) & np.uint64(low)
+    x = ((x ^ (x >> np.uint64(16))) * np.uint64(0x7FEB352D)) & np.uint64(low)
+    x ^= np.uint64(second)
+    x = ((x ^ (x >> np.uint64(15))) * np.uint64(0x846CA68B)) & np.uint64(low)
+    x ^= x >> np.uint64(16)
+    return torch.from_numpy(((x + np.uint64(1 << 31)) & np.uint64(low)) >= np.uint64(round(part * (1 << 32))))
+
+
+@pytest.mark.parametrize(("mask", "width"), [(False, 64), (True, 64), (True, 48)])
+def test_what_is_dropped_follows_from_places(
+    mask: bool, width: int, graphs: list[Lowering], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights are dropped by a hash of where they are, in both graphs: neither stores any."""
+    monkeypatch.setattr(again, "LARGEST", 0)
+    part, shape = 0.25, (1, 2, 192, width)
+
+    def dropped(q: Any, k: Any, v: Any) -> Any:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=part, is_causal=mask)
+
+    *args, g = tensors(*(shape,) * 4)
+    torch.manual_seed(1)
+    ours = step(torch.compile(dropped, backend=dynamo.terrazzo, dynamic=False), (*args, g))
+    assert [len(x.at("kernel").steps) for x in graphs] == [2, 4]
+    sizes = [b.type.numel for x in graphs for s in x.loop.steps for b in s.writes]
+    assert max(sizes) == math.prod(shape), "nothing is stored for a weight"
+    torch.manual_seed(1)
+    seeds = torch.randint(-(1 << 31), 1 << 31, [2], dtype=torch.int32)
+    keep = kept(seeds.numpy(), (1, 2, 192, 192), part)
+    assert abs(float(keep.double().mean()) - (1 - part)) < 0.01
+
+    def exact(q: Any, k: Any, v: Any) -> Any:
+        scores = q @ k.transpose(-1, -2) * width**-0.5
+        seen = torch.ones(192, 192, dtype=torch.bool).tril() if mask else torch.ones(192, 192, dtype=torch.bool)
+        weights = torch.softmax(scores.masked_fill(~seen, -torch.inf).double(), -1).to(scores.dtype)
+        return torch.where(keep, weights / (1 - part), 0) @ v
+
+    wanted = step(exact, [x.double() for x in (*args, g)])
+    for x, eager, y in zip(ours, step(exact, (*args, g)), wanted, strict=True):
+        error, allowed = (float((z.double() - y).square().mean().sqrt()) for z in (x, eager))
         assert error <= 2 * allowed

@@ -24,8 +24,7 @@ from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop import again, online, order, parts
 from terrazzo.rules.loop import fuse as fusion
 from terrazzo.rules.loop.inline import rewrite_loads
-from terrazzo.rules.loop_to_tile import choose, tiles
-from terrazzo.rules.loop_to_tile.product_candidates import best
+from terrazzo.rules.loop_to_tile import choose, product_candidates, tiles
 from terrazzo.rules.tile_to_kernel import lower as derive
 from terrazzo.rules.torch_to_tensor.lower import _Grown
 
@@ -185,8 +184,8 @@ def test_tiles_of_a_product_are_enumerated_once(monkeypatch: pytest.MonkeyPatch)
     seen: list[Any] = []
     inner = tiles.products.plans
     monkeypatch.setattr(tiles.products, "plans", lambda *args: seen.append(args) or inner(*args))
-    tiles.plans.cache_clear()
-    best.cache_clear()
+    tiles._plans.cache_clear()
+    product_candidates.best.cache_clear()
     lowering(parse(layers(1).replace("48", "192").replace("32, ", "320, ")), Options(target="sm_90a"))
     assert seen
     assert len(seen) == len(set(seen))

@@ -48,6 +48,8 @@ COMPUTED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "mean": lambda x, y, r: (x * y).mean(1),
     "where": lambda x, y, r: torch.where(r > 0, x * y, x),
     "square": lambda x, y, r: torch.square(x * y),
+    "product": lambda x, y, r: (y * 2) @ y.t() + r.to(torch.complex64) @ y.t(),
+    "products": lambda x, y, r: (x * y) @ x.transpose(1, 2).conj(),
     "ones": lambda x, y, r: torch.ones_like(x) * y,
     "view": lambda x, y, r: (x * y).view(12, 6) * 2,
     "reshape": lambda x, y, r: (x * y).transpose(0, 1).reshape(-1) * 2,
@@ -86,6 +88,11 @@ def test_it_is_what_pytorch_computes_and_nothing_is_called(name: str) -> None:
 
     assert _calls(fn, given) == []
     torch.testing.assert_close(terrazzo.compile(fn, *given)(*given), fn(*given), rtol=2e-5, atol=2e-5)
+
+
+def test_large_products_stay_calls() -> None:
+    x, y = (torch.randn(*s, dtype=torch.complex64) for s in ((8, 32), (32, 8)))
+    assert _calls(lambda x, y: torch.view_as_real((x * 2) @ y), (x, y)) == ["aten.mm.default"]
 
 
 def test_gradients() -> None:

@@ -1,4 +1,4 @@
-"""Kernels that are launched early have room beside the one before them, or land evenly without it."""
+"""Few blocks of kernels that are launched early land evenly on processors."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ LARGEST = GPUS["sm_90a"].shared
 @pytest.mark.parametrize(
     "slots, blocks, shared, share",
     [
-        (7, 512, 32, 4),  # a softmax: of the next one's blocks, 3 would find room on a processor, and the rest pile up
+        (7, 512, 32, 4),  # a softmax: of the next one's blocks, 3 find room on a processor, and the rest would pile up
         (3, 256, 69088, 2),  # a product on CUDA cores
-        (8, 512, 32, None),  # as many wait as run
+        (4, 128, 39120, 1),  # another, of which a processor that is through sooner would take four blocks
         (3, 392, 69088, None),  # full processors are even
-        (2, 128, 100 << 10, None),  # one block on a processor, and room for another
-        (16, 1320, 0, None),  # of ten blocks, one more is little
-        (8, 3584, 0, None),  # they come and go
+        (1, 132, 172120, None),
+        (16, 1320, 32, None),  # of ten blocks, one more is little
+        (8, 352, 0, None),  # who shares nothing by shared memory is left the cache
     ],
 )
-def test_where_two_launches_do_not_fit_no_processor_takes_more_than_its_share(
+def test_no_processor_takes_more_than_its_share_of_few_blocks(
     slots: int, blocks: int, shared: int, share: int | None
 ) -> None:
     found = even(slots, blocks, 132, shared, LARGEST)

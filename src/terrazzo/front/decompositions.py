@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from terrazzo.front import looking
+from terrazzo.front import foreach, looking
 
 WHOLE = (
     "_softmax", "_log_softmax", "native_layer_norm", "native_group_norm", "_fused_rms_norm", "gelu", "silu", "sigmoid",
@@ -37,9 +37,12 @@ def table() -> dict[Any, Any]:
         packet = getattr(aten, name, None)
         for overload in packet.overloads() if packet is not None else ():
             found.pop(getattr(packet, overload), None)
+    found.update(foreach.decompositions())
     found[aten._linalg_slogdet.default] = _slogdet
     found[aten._linalg_det.default] = _det
     found[aten._efficientzerotensor.default] = _zeros
+    found[aten.fft_fftfreq.default] = _fftfreq
+    found[aten.fft_rfftfreq.default] = _rfftfreq
     found[aten._linalg_check_errors.default] = looking.check_errors
     found.update({op: looking.ctc_loss(op) for op in (aten._ctc_loss.default, aten._ctc_loss.Tensor)})
     backward = (aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor)
@@ -53,6 +56,21 @@ def _zeros(size: Any, **kwargs: Any) -> Any:
     import torch
 
     return torch.zeros(size, dtype=kwargs.get("dtype"), device=kwargs.get("device"))
+
+
+def _fftfreq(n: int, d: float = 1.0, **kwargs: Any) -> Any:
+    """The frequencies of a Fourier transform's results: whole numbers from 0 up, the second half less n, scaled."""
+    import torch
+
+    k = torch.arange(n, dtype=kwargs.get("dtype") or torch.get_default_dtype(), device=kwargs.get("device"))
+    return torch.where(k >= (n + 1) // 2, k - n, k) * (1.0 / (n * d))
+
+
+def _rfftfreq(n: int, d: float = 1.0, **kwargs: Any) -> Any:
+    import torch
+
+    k = torch.arange(n // 2 + 1, dtype=kwargs.get("dtype") or torch.get_default_dtype(), device=kwargs.get("device"))
+    return k * (1.0 / (n * d))
 
 
 def _factors(x: Any) -> Any:

@@ -8,9 +8,10 @@ computed again from q and k, where a machine does so in one kernel.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from terrazzo.front.dropped import drop_by_places
 from terrazzo.front.row_numbers import keep_row_numbers
 
 
@@ -27,10 +28,12 @@ def partition(joint: Any, inputs: Any, *, wide: bool = False, **options: Any) ->
         found: tuple[Any, Any] = default_partition(joint, inputs, **options)
         return found
     softmaxes = [x for x in again if x.target == torch.ops.aten._softmax.default]
-    kept, more = keep_row_numbers(joint.graph, softmaxes)
-    for node in (again & {*joint.graph.nodes}) | more | made_of_nothing(joint.graph):
+    drawn, worth = drop_by_places(joint.graph, softmaxes)
+    again = computed_again(joint.graph, wide, worth) if worth else again
+    kept, more = keep_row_numbers(joint.graph, softmaxes, worth)
+    for node in ((again | worth) & {*joint.graph.nodes}) | more | made_of_nothing(joint.graph):
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    for node in kept:
+    for node in kept | drawn:
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     return min_cut_rematerialization_partition(joint, inputs, **options)  # type: ignore[no-any-return]
 
@@ -51,9 +54,10 @@ def made_of_nothing(graph: Any) -> set[Any]:
     return found
 
 
-def computed_again(graph: Any, wide: bool = False) -> set[Any]:
+def computed_again(graph: Any, wide: bool = False, worth: Collection[Any] = ()) -> set[Any]:
     """The nodes of softmaxes in 32 bits of what was in 16 bits, as far as what their weights are multiplied with; and,
-    where it is `wide`, those from products in 32 bits to what multiplies their weights.
+    where it is `wide`, those from products in 32 bits to what multiplies their weights. Weights are still weights when
+    they are multiplied by what each is `worth`.
     """
     import torch
 
@@ -70,7 +74,8 @@ def computed_again(graph: Any, wide: bool = False) -> set[Any]:
                 continue
         weights = [softmax]
         for node in weights:
-            readers = [x for x in node.users if x.target in shaped and x not in weights]
+            readers = [x for x in node.users if x.target in shaped or _times(x, worth)]
+            readers = [x for x in readers if x not in weights]
             weights += readers
             before |= {x for r in readers for x in _between(r, before)}
         products = {x for node in weights for x in node.users if x.target in multiplied}
@@ -79,6 +84,12 @@ def computed_again(graph: Any, wide: bool = False) -> set[Any]:
         if narrow:
             found |= _behind(y for x in products for y in x.all_input_nodes)
     return found
+
+
+def _times(node: Any, worth: Collection[Any]) -> bool:
+    import torch
+
+    return node.target == torch.ops.aten.mul.Tensor and any(x in worth for x in node.args)
 
 
 def _behind(nodes: Iterable[Any], until: Sequence[Any] = ()) -> set[Any]:

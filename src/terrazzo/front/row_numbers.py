@@ -12,10 +12,11 @@ and makes the second one of results that are there anyway.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from terrazzo.front.nodes import Nodes
 from terrazzo.rules.loop.gradients import HEAD
 
 
@@ -30,9 +31,10 @@ class Gradient:
     rows: Any
 
 
-def keep_row_numbers(graph: Any, softmaxes: Iterable[Any]) -> tuple[set[Any], set[Any]]:
+def keep_row_numbers(graph: Any, softmaxes: Iterable[Any], worth: Collection[Any] = ()) -> tuple[set[Any], set[Any]]:
     """Have the gradients of some softmaxes in a joint graph computed from a number for each row, where what the rows
-    are summed to is a product; the nodes that are to be kept, and those to be computed again.
+    are summed to is a product; the nodes that are to be kept, and those to be computed again. Weights may be multiplied
+    by what each is `worth`, where some are dropped.
 
     Not where values are float16: weights are rounded to what they are multiplied with, and of an exponential of any
     difference nobody knows that it has so small a range. And not where heads in float32 are wider than `HEAD`: they
@@ -43,7 +45,7 @@ def keep_row_numbers(graph: Any, softmaxes: Iterable[Any]) -> tuple[set[Any], se
     again: set[Any] = set()
     wanted = {*softmaxes}
     for found in [x for node in graph.nodes if (x := _gradient(node)) is not None]:
-        results = _results(found) if found.softmax in wanted else None
+        results = _results(found, worth) if found.softmax in wanted else None
         if results is not None and _exact(results[1]):
             _rewrite(graph, found, *results, kept, again)
     if kept:
@@ -57,7 +59,7 @@ def _rewrite(graph: Any, found: Gradient, gradient: Any, results: Any, kept: set
     import torch
 
     aten = torch.ops.aten
-    before = _Nodes(graph, found.softmax)
+    before = Nodes(graph, found.softmax)
     scores = found.softmax.args[0]
     top = before.add(aten.amax.default, scores, [-1], True)
     each = before.add(aten.exp.default, before.add(aten.sub.Tensor, scores, top))
@@ -70,7 +72,7 @@ def _rewrite(graph: Any, found: Gradient, gradient: Any, results: Any, kept: set
     above = before.add(aten.sub.Tensor, scores, rows)
     weights = before.add(aten.exp.default, above)
     stored, more = _kept_results(graph, results, again)
-    last = _Nodes(graph, found.end)
+    last = Nodes(graph, found.end)
     summed = last.add(aten.sum.dim_IntList, last.add(aten.mul.Tensor, gradient, more), [-1], True)
     summed = last.add(aten.view.default, summed, [*found.rows.meta["val"].shape])
     end = last.add(aten.mul.Tensor, weights, last.add(aten.sub.Tensor, found.above, summed))
@@ -92,30 +94,11 @@ def _kept_results(graph: Any, results: Any, again: set[Any]) -> tuple[Any, Any]:
     rounded = next((x for x in casts if x.meta["val"].dtype.itemsize == 2), None)
     if rounded is None:
         return results, results
-    after = _Nodes(graph, rounded.next)
+    after = Nodes(graph, rounded.next)
     wide = after.add(aten._to_copy.default, rounded, dtype=results.meta["val"].dtype)
     whole = after.add(aten.view.default, wide, [*results.meta["val"].shape])
     again |= {wide, whole}
     return rounded, whole
-
-
-class _Nodes:
-    """New nodes of a graph, before one that it has."""
-
-    def __init__(self, graph: Any, place: Any) -> None:
-        self.graph, self.place = graph, place
-
-    def add(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        """A node, with what it gives."""
-        import torch
-
-        with self.graph.inserting_before(self.place):
-            made = self.graph.call_function(target, args, kwargs)
-        values = torch.fx.map_arg((args, kwargs), lambda x: x.meta["val"])
-        given = next(x.meta["val"] for x in made.all_input_nodes)
-        with given.fake_mode:
-            made.meta["val"] = target(*values[0], **values[1])
-        return made
 
 
 def _exact(product: Any) -> bool:
@@ -186,14 +169,14 @@ def _hidden(node: Any) -> Any:
     return test.args[0] if test.target == aten.eq.Scalar and test.args[1] == -math.inf else None
 
 
-def _results(found: Gradient) -> tuple[Any, Any] | None:
+def _results(found: Gradient, worth: Collection[Any]) -> tuple[Any, Any] | None:
     """The gradient of what weights are multiplied to, and that: a product of both with the same values is what the
-    gradient of the weights is, and what they are multiplied to.
+    gradient of the weights is, and what they are multiplied to. Both are multiplied by what weights are worth.
     """
     import torch
 
     aten = torch.ops.aten
-    inward = _seen(found.above)
+    inward, times = _taken_off(found.above, worth)
     if inward.target != aten.bmm.default or inward.args[1].target != aten.permute.default:
         return None
     gradient, turned = inward.args
@@ -201,10 +184,28 @@ def _results(found: Gradient) -> tuple[Any, Any] | None:
         return None
     values = turned.args[0]
     products = (x for x in values.users if x.target == aten.bmm.default and x.args[1] is values)
-    results = next((x for x in products if _softmax(_seen(x.args[0])) is found.softmax), None)
+    results = next((x for x in products if _is_softmax(x.args[0], found.softmax, times, worth)), None)
     if results is None or results.meta["val"].shape != gradient.meta["val"].shape:
         return None
     return gradient, results
+
+
+def _is_softmax(node: Any, softmax: Any, times: Any, worth: Collection[Any]) -> bool:
+    """Whether a factor is the weights of a softmax, multiplied by the same."""
+    bare, found = _taken_off(node, worth)
+    return found is times and _softmax(bare) is softmax
+
+
+def _taken_off(node: Any, worth: Collection[Any]) -> tuple[Any, Any]:
+    """What a node is a view of, and what that is multiplied by of what weights are worth, if it is."""
+    import torch
+
+    node = _seen(node)
+    if node.target == torch.ops.aten.mul.Tensor:
+        for bare, times in (node.args, node.args[::-1]):
+            if times in worth:
+                return _seen(bare), times
+    return node, None
 
 
 def _seen(node: Any) -> Any:
@@ -212,7 +213,7 @@ def _seen(node: Any) -> Any:
     import torch
 
     aten = torch.ops.aten
-    views = (aten.view.default, aten.expand.default, aten.alias.default, aten._unsafe_view.default)
+    views = {aten.view.default, aten.expand.default, aten.alias.default, aten._unsafe_view.default, aten.clone.default}
     while node.target in views and node.args[0].meta["val"].numel() == node.meta["val"].numel():
         node = node.args[0]
     return node

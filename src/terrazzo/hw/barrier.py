@@ -37,8 +37,8 @@ __device__ __forceinline__ void barrier_arrive_at(unsigned barrier, unsigned ran
 """
 
 NAMED = """// Some warps of a block meet at one of its other barriers.
-template <int number, int threads> __device__ __forceinline__ void sync() {
-  asm volatile("bar.sync %0, %1;" :: "n"(number), "n"(threads) : "memory");
+__device__ __forceinline__ void sync(int number, int threads) {
+  asm volatile("bar.sync %0, %1;" :: "r"(number), "r"(threads) : "memory");
 }
 """
 

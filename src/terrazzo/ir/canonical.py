@@ -142,6 +142,29 @@ def twin(kernel: T) -> T:
     return form.kernel if form else kernel
 
 
+@per_node
+def _marked(x: Node) -> bool:
+    """Whether there are names in or below a node that stand for others, or it is a kernel, which has a source."""
+    return isinstance(x, l.Kernel | k.Kernel) or any(map(_has_marks, x.values))
+
+
+def _has_marks(x: Any) -> bool:
+    if type(x) is str:
+        return _MARKS.search(x) is not None
+    if type(x) is tuple:
+        return any(map(_has_marks, x))
+    if isinstance(x, Node):
+        return _marked(x)
+    return dataclasses.is_dataclass(x) and not isinstance(x, _NAMELESS)
+
+
+def _find_marks(root: Node) -> None:
+    """Ask it of all nodes below one, children first, however deep they lie."""
+    if (known := f"{__name__}._marked") not in root.__dict__:
+        for x in topological([root], stop=lambda x: known in x.__dict__):
+            _marked(x)
+
+
 class _Renaming:
     """Replaces names in nodes, records, tuples and texts."""
 
@@ -164,8 +187,12 @@ class _Renaming:
         return x
 
     def node(self, root: Node) -> Any:
-        for x in topological([root], stop=self.nodes.__contains__):
+        _find_marks(root)
+        for x in topological([root], stop=lambda x: x in self.nodes or not _marked(x)):
             if x in self.nodes:
+                continue
+            if not _marked(x):
+                self.nodes[x] = x
                 continue
             old = x.values
             new = tuple(self.nodes[v] if isinstance(v, Node) else self.of(v) for v in old)

@@ -14,12 +14,14 @@ import numpy as np
 
 from terrazzo.errors import UserError
 from terrazzo.ir.dialects.scalar import scalar
+from terrazzo.ir.node import distinct
 from terrazzo.ir.types import DType
 
 Builder = Callable[..., Any]
 Values = Sequence[Any]
 
 
+@distinct
 @dataclass(frozen=True, eq=False)
 class Monoid:
     """`width` values are combined together. `identity` gives their neutral element for their types.

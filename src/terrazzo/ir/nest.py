@@ -145,14 +145,14 @@ def _compute(uses: Sequence[Node], bound: frozenset[Any], done: set[Node], out: 
         below = 0
         for c in node.children if type(node) is not Scan else children_in_scope(node):
             below = max(below, depth.get(c, 0))
-        if isinstance(node, Reduce) and node.free <= bound:
+        if type(node) is Reduce and node.free <= bound:
             below = max((depth[c] for c in _inner(node, done) if c in depth), default=0)
             stages.setdefault(below, _Stage()).reductions.setdefault(node.axes, []).append(node)
             depth[node] = below + 1
         elif isinstance(node, Term) and node.free <= bound:
-            if isinstance(node, Scan):
+            if type(node) is Scan:
                 stages.setdefault(below, _Stage()).lets.append(Accumulate(node, node.step))
-            elif not isinstance(node, Literal):
+            elif type(node) is not Literal:
                 stages.setdefault(below, _Stage()).lets.append(Let(node))
             depth[node] = below
         else:

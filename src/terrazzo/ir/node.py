@@ -50,8 +50,16 @@ class derived(Generic[T]):
         return found
 
 
-_PLAIN: set[type] = {int, str}
-"""Types whose values tell themselves from others: these, and every class of nodes."""
+_PLAIN: set[type] = {int, str, type(None)}
+"""Types whose values tell themselves from others: these, every class of nodes, and what is said to be `distinct`."""
+
+C = TypeVar("C", bound=type)
+
+
+def distinct(kind: C) -> C:
+    """A class whose values are equal to no values of other classes, as fields of nodes."""
+    _PLAIN.add(kind)
+    return kind
 
 
 def key_of(value: Any) -> Any:
@@ -81,7 +89,10 @@ class _Interned(type):
         fields = cls._fields  # type: ignore[attr-defined]
         node.__dict__.update(zip(fields, args, strict=True))  # what a dataclass would do field by field
         node.check()
-        return _table.setdefault(key, node)  # another thread may have made it meanwhile
+        reference = weakref.KeyedRef(node, _table._remove, key)  # type: ignore[attr-defined]
+        if _table.data.setdefault(key, reference) is reference:  # type: ignore[attr-defined]
+            return node
+        return _table.setdefault(key, node)  # another thread made it meanwhile, or it was about to go
 
 
 @dataclass_transform(frozen_default=True, eq_default=False)

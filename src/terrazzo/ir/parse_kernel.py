@@ -82,17 +82,21 @@ class KernelReader(LoopReader):
             case ast.Assign(
                 targets=[ast.Name(id=name)], value=ast.Call(func=ast.Name(id="shared"), args=[kind]) as call
             ):
-                swizzle = self.natural(self.keyword(call, "swizzle")) if call.keywords else 0
-                if swizzle not in (0, 32, 64, 128):
+                said = {x.arg: self.natural(x.value) for x in call.keywords}
+                if not said.keys() <= {"swizzle", "at"}:
+                    self.fail(s, "shared memory has a type, a swizzle, and where it begins (at)")
+                if said.get("swizzle", 0) not in (0, 32, 64, 128):
                     self.fail(s, "a swizzle spans 0, 32, 64 or 128 bytes")
-                place: k.Shared = self.build(s, k.Shared, name, self.tensor_type(kind, scope), swizzle)
+                place: k.Shared = self.build(
+                    s, k.Shared, name, self.tensor_type(kind, scope), said.get("swizzle", 0), said.get("at", k.BEHIND)
+                )
                 self.define(s, name, place, scope)
                 return place
             case ast.Assign(
                 targets=[ast.Name(id=name)], value=ast.Call(func=ast.Name(id="barriers"), args=[count, arrivals])
             ):
                 ring = Type(u64, (self.natural(count),))
-                barriers: k.Barriers = self.build(s, k.Barriers, name, ring, 0, self.natural(arrivals))
+                barriers: k.Barriers = self.build(s, k.Barriers, name, ring, 0, k.BEHIND, self.natural(arrivals))
                 self.define(s, name, barriers, scope)
                 return barriers
         return None

@@ -34,7 +34,8 @@ def show_kernel(kernel: k.Kernel) -> list[str]:
             lines.append(f"    {s.name} = barriers({s.type.shape[0]}, {s.arrivals})")
             continue
         swizzle = f", swizzle={s.swizzle}" if s.swizzle else ""
-        lines.append(f"    {s.name} = shared({show_type(s.type)}{swizzle})")
+        at = f", at={s.at}" if s.at != k.BEHIND else ""
+        lines.append(f"    {s.name} = shared({show_type(s.type)}{swizzle}{at})")
     lines += ["    " + line for line in _statements(kernel.body)]
     return lines if len(lines) > 1 else [*lines, "    pass"]
 

@@ -11,11 +11,13 @@ import ml_dtypes
 import numpy as np
 
 from terrazzo.errors import UserError
+from terrazzo.ir.node import distinct
 
 if TYPE_CHECKING:
     from terrazzo.ir.expr import IntExpr
 
 
+@distinct
 @dataclass(frozen=True, eq=False)
 class DType:
     """One element type. `kind` is one of bool, int, uint, float, complex; `size` is in bytes."""
@@ -85,6 +87,7 @@ def dtype(name: str) -> DType:
     return DTYPES[name]
 
 
+@distinct
 @dataclass(frozen=True)
 class Type:
     """A tensor's element type, shape, and strides in elements (None: row-major contiguous)."""
@@ -117,7 +120,7 @@ class Type:
         steps = zip(self.static_shape, self.element_strides, strict=True)
         return (1 + sum((e - 1) * s for e, s in steps if isinstance(s, int))) * self.dtype.size
 
-    @property
+    @cached_property
     def static_shape(self) -> tuple[int, ...]:
         """The shape as plain ints; UserError where a dimension is symbolic."""
         for extent in self.shape:

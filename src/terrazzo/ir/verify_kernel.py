@@ -30,7 +30,7 @@ def problem(kernel: k.Kernel) -> str:
             return f"a role of warps {role.first} to {role.first + role.count - 1}, and there are {kernel.warps}"
         if any(isinstance(s, k.Role) or s == k.Sync() for s in k.walk(role.body)):
             return "a role has no roles in it, and does not wait for all threads of the block"
-    if why := _registers(kernel, roles):
+    if why := _registers(kernel, roles) or _shared(kernel):
         return why
     for s in k.walk(kernel.body):
         for place, index in places(s):
@@ -46,6 +46,21 @@ def problem(kernel: k.Kernel) -> str:
                 return f"{type(s).__name__} writes {target.name}, which the kernel only reads"
     known: set[Any] = {*kernel.params, *kernel.shared}
     return _problem(kernel.body, known, {"block", "warp", "lane"})
+
+
+def _shared(kernel: k.Kernel) -> str:
+    """What is wrong with where memory of the block lies."""
+    barriers = [s for s in kernel.shared if isinstance(s, k.Barriers)]
+    for s in kernel.shared:
+        first, align = kernel.offsets[s], 1024 if s.swizzle else 16
+        if s.at == k.BEHIND:
+            continue
+        if first % align:
+            return f"{s.name} begins at {first}, which is no multiple of {align} bytes"
+        for x in barriers:
+            if first < kernel.offsets[x] + k.shared_bytes(x) and kernel.offsets[x] < first + k.shared_bytes(s):
+                return f"{s.name} lies over the barriers {x.name}"
+    return ""
 
 
 def _registers(kernel: k.Kernel, roles: list[k.Role]) -> str:

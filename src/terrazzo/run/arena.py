@@ -43,11 +43,16 @@ class Lives:
         """Whether all that uses a buffer is through when a step begins."""
         return bool((self.ends[self.number[b]] <= np.array(self.through[k])).all())
 
-    def apart(self, b: l.Buffer, others: Sequence[l.Buffer]) -> list[bool]:
-        """Which of others a buffer may share memory with."""
-        n, them = self.number[b], [self.number[x] for x in others]
-        before = (self.ends[them] <= self.begins[n]).all(axis=1)
-        found: list[bool] = (before | (self.ends[n] <= self.begins[them]).all(axis=1)).tolist()
+    def meeting(self, items: Sequence[l.Buffer]) -> Callable[[int], list[int]]:
+        """Which of the items before one, by number, may not share memory with it."""
+        them = [self.number[b] for b in items]
+        ends, begins = self.ends[them], self.begins[them]
+
+        def found(n: int) -> list[int]:
+            apart = (ends[:n] <= begins[n]).all(axis=1) | (ends[n] <= begins[:n]).all(axis=1)
+            numbers: list[int] = np.flatnonzero(~apart).tolist()
+            return numbers
+
         return found
 
 
@@ -59,23 +64,25 @@ def allocate(
     whichever takes least.
     """
     lives = Lives(program, places)
-    given = [b for b in lives.first if b in set(buffers)]
+    wanted = set(buffers)
+    given = [b for b in lives.first if b in wanted]
     longest = sorted(given, key=lambda b: (lives.first[b] - lives.last[b], -b.type.span))
     orders = [given, sorted(given, key=lambda b: -b.type.span), longest]
     many = len(given) > MOST or any(p.branch for p in places)  # of what runs side by side, most shares nothing
-    return min((placed(order, _padded, lives.apart) for order in orders[: 1 if many else 3]), key=lambda x: x[1])
+    tried = (placed(order, _padded, lives.meeting(order)) for order in orders[: 1 if many else 3])
+    return min(tried, key=lambda x: x[1])
 
 
 def placed(
-    items: Sequence[T], size: Callable[[T], int], apart: Callable[[T, Sequence[T]], Sequence[bool]]
+    items: Sequence[T], size: Callable[[T], int], meeting: Callable[[int], Sequence[int]]
 ) -> tuple[dict[T, int], int]:
-    """Where items of these sizes lie, placed in this order, and the total. `apart` says which of those placed before
-    one may share memory with.
+    """Where items of these sizes lie, placed in this order, and the total. `meeting` says which of those placed before
+    the one of a number it may not share memory with, by their numbers.
     """
     taken: list[tuple[int, int]] = []  # offset, end
     for n, b in enumerate(items):
         place = 0
-        for start, end in sorted(x for x, free in zip(taken, apart(b, items[:n]), strict=True) if not free):
+        for start, end in sorted(taken[m] for m in meeting(n)):
             if start - place >= size(b):
                 break
             place = max(place, end)
@@ -112,7 +119,7 @@ def hosts(program: l.Program | kernel.Program, buffers: Sequence[l.Buffer]) -> d
             taken = sorted(
                 (offset, offset + x.type.span)
                 for x, (place, offset) in found.items()
-                if place is room and not all(lives.apart(b, [x]))
+                if place is room and lives.meeting((x, b))(1)
             )
             offset = 0
             for start, end in taken:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext
+from functools import cache as once
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -357,14 +358,21 @@ def emit_all(program: k.Program, arch: str) -> tuple[dict[k.Kernel, Entry], list
 
     entries: dict[k.Kernel, Entry] = {}
     sources: list[tuple[str, str]] = []
+
+    @once
+    def known(kernel: k.Kernel) -> tuple[str, str, str, int]:
+        """The function of a kernel, its source, where the cache has that, and whether it gathers."""
+        name, source = emit(kernel)
+        return name, source, cubin_key(source, arch), int(gathers(kernel))
+
     for kernel in program.steps:
         if isinstance(kernel, k.Kernel):
-            name, source = emit(twin(kernel))
-            launch = (kernel.grid, kernel.threads, kernel.shared_bytes, int(gathers(kernel)))
+            name, source, key, gathering = known(twin(kernel))
+            launch = (kernel.grid, kernel.threads, kernel.shared_bytes, gathering)
             maps = tuple(
                 (kernel.params.index(b), x.static_shape, whole_strides(x), box, swizzle)
                 for b, x, box, swizzle in kernel.maps
             )
-            entries[kernel] = Entry(cubin_key(source, arch), name, kernel.params, launch, maps)
+            entries[kernel] = Entry(key, name, kernel.params, launch, maps)
             sources.append((name, source))
     return entries, sources, list(dict.fromkeys(source for _, source in sources))

@@ -6,7 +6,7 @@ forward pass is through, and the gradients are there in the end, which is more t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from terrazzo.run.arena import padded, placed
@@ -39,10 +39,10 @@ def layout(plan: Plan, apart: bool) -> Layout:
     large = frozenset(k for k in temporary if plan.slots[k].bytes >= LARGE and k in first)
     rest = sorted((k for k in temporary if k not in large and k in first), key=lambda k: -plan.slots[k].bytes)
 
-    def beside(k: int, others: Sequence[int]) -> list[bool]:
-        return [last[x] < first[k] or last[k] < first[x] for x in others]
+    def meeting(n: int) -> list[int]:
+        return [m for m in range(n) if not (last[rest[m]] < first[rest[n]] or last[rest[n]] < first[rest[m]])]
 
-    offsets, size = placed(rest, lambda k: padded(plan.slots[k].bytes), beside)
+    offsets, size = placed(rest, lambda k: padded(plan.slots[k].bytes), meeting)
     found = Layout(offsets, size, large)
     before, after = (_most(plan, x, first, last) for x in (whole, found))
     return found if after <= (1 - GAIN) * before else whole

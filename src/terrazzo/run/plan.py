@@ -162,8 +162,9 @@ def _odd(plan: Plan, whole: Any) -> str:
     if stray := {s.name for s in plan.steps if not s.key} - _operators(whole):
         return f"it calls {min(stray)}"
     called = {k for s in plan.steps if not s.key for k in s.results}
+    inputs, ends = frozenset(plan.inputs), frozenset(plan.results)
     for k, slot in enumerate(plan.slots):
-        kind = "input" if k in plan.inputs else "result" if k in plan.results else "call" if k in called else "arena"
+        kind = "input" if k in inputs else "result" if k in ends else "call" if k in called else "arena"
         hidden = slot.within is not None and (kind != "arena" or plan.slots[slot.within].kind != "result")
         if slot.kind != kind or slot.offset % ALIGN or hidden:
             return f"{slot.name} lies elsewhere"
@@ -292,9 +293,10 @@ def _made(program: l.Program | kernel.Program, entries: Mapping[Any, Entry], pla
     offsets, arena = allocate(program, [b for b in temporaries if b not in within], places)
     offsets |= {b: offset for b, (_, offset) in within.items()}
     slots = []
+    inputs, ends = frozenset(program.inputs), frozenset(program.results)
     for b in buffers:
         kind = "call" if b in called else "arena"
-        kind = "input" if b in program.inputs else "result" if b in program.results else kind
+        kind = "input" if b in inputs else "result" if b in ends else kind
         strides = whole_strides(b.type)
         host = number[within[b][0]] if b in within else None
         slots.append(Slot(b.name, b.type.dtype.name, b.type.static_shape, strides, kind, offsets.get(b, 0), host))

@@ -1,8 +1,8 @@
 """Room on processors for kernels that are launched while the one before them still runs (ADR 014).
 
-Their blocks wait where there is room. Where that is not enough for all of them beside all of the other kernel's, the
-rest comes to the processors that are through first, and piles up there while others idle: of 512 blocks of a softmax on
-132 processors 7 landed on one and none on 29. Shared memory is what a launch can ask for to prevent it.
+Their blocks wait where there is room. What finds none comes to the processors that are through first, and piles up
+there while others idle: of 512 blocks of a softmax on 132 processors 7 landed on one and none on 29. Shared memory is
+what a launch can ask for to prevent it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ FEW = 8
 
 def even(slots: int, blocks: int, processors: int, shared: int, largest: int) -> int:
     """Bytes of shared memory for each of so many blocks, which uses `shared` of the `largest` that it may have; a
-    processor has `slots` for them. Where two launches do not fit into these, a block has so much that no processor
-    takes more than an even share of one.
+    processor has `slots` for them. Of few blocks it takes an even share at most. A kernel that uses no shared memory is
+    left the cache, in which its threads share what they read.
     """
     share = -(-blocks // processors)
-    if not share < slots < 2 * share or share > FEW:
+    if not shared or share >= slots or share > FEW:
         return shared
     return max(shared, ((largest + RESERVED) // share - RESERVED) // 128 * 128)
 

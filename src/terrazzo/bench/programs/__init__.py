@@ -44,6 +44,10 @@ FAMILIES = (
     "probability",
     "memories",
     "robots",
+    "solvers",
+    "searches",
+    "waves",
+    "cells",
     "operators",
 )
 

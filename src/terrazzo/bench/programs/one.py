@@ -37,6 +37,8 @@ MOVED = 1 / 16
 """The part of the weights and inputs that are off by a rounding then: every sum has some, and few are off."""
 REACH = 32
 """Roundings of weights and inputs within which a kink is met: so far off float32 gets after some layers."""
+PATIENCE = 20.0
+"""Seconds after which no more such steps are tried: float64 is slow on most GPUs."""
 OFF = {"f32": 5e-7, "bf16": 4e-3}
 """A loss may be off by this part, where eager's is nearer by chance: by a rounding of bfloat16, or some of float32."""
 
@@ -177,7 +179,10 @@ def jumps(module: Any, inputs: Sequence[Any], ours: Any, right: Sequence[Any], d
         return float(d[torch.isfinite(d)].square().mean().sqrt()) if d.numel() else 0.0
 
     step, found = REACH * torch.finfo(DTYPES[dtype]).eps / 2, [0.0] * len(right)
+    until = time.perf_counter() + PATIENCE
     for draw in range(DRAWS):
+        if time.perf_counter() > until:
+            break
         both = stepped(step, draw << 20), stepped(-step, draw << 20)
         found = [max(f, apart(a, b, r)) for f, a, b, r in zip(found, *both, right, strict=True)]
     return found

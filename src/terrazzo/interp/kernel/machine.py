@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, permutations
 from typing import Any, NoReturn
 
 import numpy as np
@@ -106,6 +106,10 @@ class Machine:
         rings = [s for s in kernel.shared if isinstance(s, k.Barriers)]
         self.clocks = Clocks(len(ids), kernel.warps, sum(r.type.static_shape[0] for r in rings), kernel.cluster)
         self.places = {s: Place(s, self.clocks) for s in kernel.shared if not isinstance(s, k.Barriers)}
+        for (s, one), (t, other) in permutations(self.places.items(), 2):
+            further = kernel.offsets[s] - kernel.offsets[t]
+            if -k.shared_bytes(s) < further < k.shared_bytes(t):
+                one.over.append((other, further))
         self.rings: dict[k.Shared, Ring] = {}
         first = 0
         for r in rings:

@@ -76,6 +76,7 @@ class Place:
         self.read_at = np.zeros((clocks.readers, *size), np.int32)
         self.reader = np.full(size, NOBODY, np.int32)
         self.flying = np.zeros(size, np.int8)
+        self.over: list[tuple[Place, int]] = []  # those that lie over it, and how many bytes further on it begins
 
     def check_read(self, b: Any, a: Any, w: Any, asynchronous: bool = False, by: Any = None) -> Conflict | None:
         """Whether these warps, of blocks `by` or the same, may read now, or let a copy read from now on."""
@@ -101,8 +102,24 @@ class Place:
         self, b: Any, a: Any, w: Any, landing: bool = False, asynchronous: bool = False, by: Any = None
     ) -> Conflict | None:
         """Whether these warps, of blocks `by` or the same, may write now, or let a copy write; `landing` where their
-        own copy arrives.
+        own copy arrives. What lies over the elements, or under them, holds nothing then.
         """
+        for other, further in self.over:
+            which, there = other.touched(a * self.data.itemsize + further, self.data.itemsize)
+            blocks, warps, writers = (None if x is None else x[which] for x in (b, w, by))
+            if wrong := other._check_write(blocks, there, warps, False, asynchronous, writers):
+                return Conflict(wrong.what, int(which[wrong.which]), wrong.agent, wrong.site)
+            other.writer[blocks, there] = NOBODY
+        return self._check_write(b, a, w, landing, asynchronous, by)
+
+    def touched(self, at: Any, size: int) -> tuple[Any, Any]:
+        """The elements in so many bytes at each of some places: the number of the place, and the element."""
+        each = self.data.itemsize
+        there = (at[:, None] + np.arange(0, size, min(size, each))) // each
+        which, _ = inside = np.nonzero((there >= 0) & (there < self.data.shape[1]))
+        return which, there[inside]
+
+    def _check_write(self, b: Any, a: Any, w: Any, landing: bool, asynchronous: bool, by: Any) -> Conflict | None:
         clocks, by = self.clocks, b if by is None else by
         early = self.read_at[:, b, a] > clocks.visible[by, w, : clocks.readers].T
         if early.any():

@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 
 from terrazzo.errors import UserError
+from terrazzo.ir.node import distinct
 from terrazzo.ir.types import DTYPES, DType, bf16, bool_, f32
 
 Rule = Callable[[Sequence[DType]], "DType | None"]
 
 
+@distinct
 @dataclass(frozen=True, eq=False)
 class Scalar:
     """One scalar function. `cost` is in units of one floating-point addition, vectorised."""

@@ -21,9 +21,8 @@ def rows_first(kernel: l.Kernel) -> l.Kernel | None:
 
     Kernels of softmax over the channels of (16, 21, 512, 512) run over images, rows, columns, then channels.
     """
-    found = sites(kernel)
-    reduces = [r for r in found.carried.values() if isinstance(r, l.Reduce)]
-    if not reduces or kernel.scans or found.contractions:
+    reduces = [r for r in kernel.carried if isinstance(r, l.Reduce)]
+    if not reduces or kernel.scans:
         return None
     known = {frozenset(r.free) & frozenset(kernel.axes) for r in reduces}
     if len(known) != 1:
@@ -34,7 +33,7 @@ def rows_first(kernel: l.Kernel) -> l.Kernel | None:
     extents = [a.extent for a in axes] + [a.extent for r in reduces for a in r.axes]
     if axes == kernel.axes or not rows or not all(isinstance(e, int) for e in extents):
         return None
-    if not _read_again(kernel, reduces, inner):
+    if sites(kernel).contractions or not _read_again(kernel, reduces, inner):
         return None
     lengths = [math.prod(a.extent for a in inner), *(math.prod(a.extent for a in r.axes) for r in reduces)]
     if max(lengths) > SHORT or math.prod(a.extent for a in rows) < MANY:

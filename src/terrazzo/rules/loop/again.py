@@ -24,7 +24,8 @@ from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.definitions import in_order
 from terrazzo.rules.loop.inline import inline
 from terrazzo.rules.loop.judging import Price, Refusal
-from terrazzo.rules.loop.online import apart, scaled, stays_finite, unrounded
+from terrazzo.rules.loop.multiples import scaled, stays_finite
+from terrazzo.rules.loop.online import apart, unrounded
 
 PASS = "online"
 RULE = "product_into_products"
@@ -100,9 +101,12 @@ def _judged(
     they can be built, which takes long.
     """
     new = [_whole(reader, makers) for reader in readers]
+    if math.isinf(after := least(new)):
+        why = "a block has no room for two products in one loop of steps"
+        return why, why
     before = price([*makers, *readers])
     most = (WIDE if _wide(makers) else SURE) * before if _stored(makers) <= LARGEST else math.inf
-    if (after := least(new)) <= most:
+    if after <= most:
         after = price(new)
     times = f"{after / 1000:.1f} us as chains, {before / 1000:.1f} us stored, by the model"
     return times if after > most else next(filter(None, map(refusal, new)), ""), times

@@ -95,17 +95,17 @@ def _gathered(steps: list[Any], names: set[str]) -> list[l.Kernel]:
     parts = reduced_first(made, reduces)
     if len(parts) != 2 or any(isinstance(x, l.Reduce) for x in topological(parts[1].stores)):
         return []
-    first, rest = _named(parts, names)
+    first, rest = _named(parts, {*parts[0].writes} - {*made.writes}, names)
     new = [first, *(inline(x, rest) for x in readers)]
     return [] if unproved(new) else new
 
 
-def _named(parts: tuple[l.Kernel, ...], names: set[str]) -> tuple[l.Kernel, ...]:
-    """Kernels whose first one stores to buffers of names that nothing else has."""
-    first = parts[0]
-    new: dict[Any, Any] = {}
-    for b in first.writes:
-        name = next(x for x in (f"{b.name}{'_' * n}" for n in count()) if x not in names)
+def _named(parts: tuple[l.Kernel, ...], made: set[l.Buffer], names: set[str]) -> tuple[l.Kernel, ...]:
+    """Kernels with buffers that were made for them under names that nothing else has."""
+    taken, new = {*names}, dict[Any, Any]()
+    for b in sorted(made, key=lambda b: b.name):
+        name = next(x for x in (f"{b.name}{'_' * n}" for n in count()) if x not in taken)
+        taken.add(name)
         new[b] = l.Buffer(name, b.type)
     if all(b.name == x.name for b, x in new.items()):
         return parts

@@ -12,7 +12,7 @@ values, as PyTorch's own kernels do it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
@@ -34,12 +34,15 @@ from terrazzo.rules.loop.fold import folded, negated
 from terrazzo.rules.loop.inline import axes_at, inline, unproved
 from terrazzo.rules.loop.judging import Refusal
 from terrazzo.rules.loop.lookups import operands_stored
+from terrazzo.rules.loop.multiples import at_most, is_value, scaled, stays_finite, unscaled
 from terrazzo.rules.loop.told import both, conjuncts, easy, every, masks, masks_told
 from terrazzo.rules.loop.weights import Known, plain
 from terrazzo.rules.loop.weights import apart as taken_off
 
 PASS = "online"
 LOG2E = math.log2(math.e)
+LARGEST_GATE = 1024.0
+"""What weights in float16 are multiplied by at most, in whose frame the product is still one."""
 LOWEST = {-float(np.finfo(np.float32).max), -float(np.finfo(np.float16).max), -float.fromhex("0x1.fep127")}
 """The lowest numbers of f32, f16 and bf16."""
 
@@ -160,7 +163,8 @@ def _between(steps: _Steps, last: l.Kernel) -> tuple[l.Kernel, ...]:
         if not isinstance(r, l.Reduce) or (c := nested_contraction(r)) is None:
             continue
         for factor in map(operand, c.factors):
-            middle = steps.producer(factor, last)
+            made = (steps.producer(x, last) for x in _factors(factor))
+            middle = next((s for s in made if s is not None), None)
             weights = [split_stores(middle)[0].value] if middle is not None else [factor]
             if not any(isinstance(x, l.Reduce) for x in topological(weights)):
                 continue
@@ -171,6 +175,13 @@ def _between(steps: _Steps, last: l.Kernel) -> tuple[l.Kernel, ...]:
                 if any(isinstance(y, l.Reduce) and contraction(y) for y in topological([first.stores[0].value])):
                     return (middle, first) if middle is not None else (first,)
     return ()
+
+
+def _factors(x: Any) -> list[Any]:
+    """What a factor is a product of, as weights are by what each is worth, without conversions."""
+    if isinstance(x, l.Apply) and x.fn.name == "mul":
+        return [y for a in x.args for y in _factors(operand(a))]
+    return [x]
 
 
 def split_stores(kernel: l.Kernel) -> tuple[l.Store, tuple[l.Store, ...]]:
@@ -273,9 +284,11 @@ def _framed(r: l.Reduce, told: bool, size: int) -> _Framed | None:
         kind: DType = v.dtype  # type: ignore[attr-defined]
         if not any(isinstance(x, l.Reduce) for x in topological([weight])) or kind.size != size or not kind.is_float:
             continue
-        core, rebuild = _peeled(weight if told else plain(weight), axis)
+        core, gates, rebuild = _peeled(weight if told else plain(weight), axis)
         if not isinstance(core, l.Apply) or core.fn.name != "exp":
             continue
+        if kind.name == "f16" and math.prod(map(at_most, gates)) > LARGEST_GATE:
+            continue  # the largest weight of a row is 1 in its frame, and less outside
         score, t = taken_off(core.args[0], axis)
         if not any(isinstance(x, l.Reduce) and axis in x.free for x in topological([score])):
             continue
@@ -287,7 +300,7 @@ def _framed(r: l.Reduce, told: bool, size: int) -> _Framed | None:
         m: Any = l.Reduce.make(monoid("max"), (axis,), (s,))
         difference = l.apply("sub", *(l.apply("mul", x, by) if by is not None else x for x in (s, m)))
         e: Any = l.apply("approx_exp2", difference if early else l.apply("mul", difference, l.Literal(LOG2E, r.dtype)))
-        rounded = _cast(_cast(e, kind), r.dtype)
+        rounded = _cast(_cast(_gated(e, gates), kind), r.dtype)
         total: l.Reduce = l.Reduce.make(r.monoid, (axis,), (l.apply("mul", rounded, value),))
         sums: l.Reduce = l.Reduce.make(r.monoid, (axis,), (e,))
         unit = (1.0 if by is None else by.value) / LOG2E
@@ -302,26 +315,32 @@ def _framed(r: l.Reduce, told: bool, size: int) -> _Framed | None:
     return None
 
 
-def _peeled(x: Any, axis: Var) -> tuple[Any, Callable[[Any], Any]]:
-    """What of a weight depends on the axis, and how the rest is made of a multiple of it: quotients, products, 0 under
-    a condition, and conversions, which are left out.
+def _peeled(x: Any, axis: Var) -> tuple[Any, tuple[Any, ...], Callable[[Any], Any]]:
+    """What of a weight depends on the axis, what else it is multiplied by there, as by what is dropped of weights, and
+    how the rest is made of a multiple of it: quotients, products, 0 under a condition, and conversions, which are left
+    out.
     """
     if not isinstance(x, l.Apply):
-        return x, lambda y: y
+        return x, (), lambda y: y
     if is_cast(x.fn):
         return _peeled(x.args[0], axis)
     fixed = [axis not in a.free for a in x.args]
     if x.fn.name in ("div", "approx_div") and fixed == [False, True]:
-        core, inner = _peeled(x.args[0], axis)
-        return core, lambda y: l.apply("approx_div", inner(y), x.args[1])  # 16 bits are wanted of it
+        core, gates, inner = _peeled(x.args[0], axis)
+        return core, gates, lambda y: l.apply("approx_div", inner(y), x.args[1])  # 16 bits are wanted of it
     if x.fn.name == "mul" and sum(fixed) == 1:
-        core, inner = _peeled(x.args[fixed.index(False)], axis)
-        return core, lambda y: l.apply("mul", inner(y), x.args[fixed.index(True)])
+        core, gates, inner = _peeled(x.args[fixed.index(False)], axis)
+        return core, gates, lambda y: l.apply("mul", inner(y), x.args[fixed.index(True)])
+    if x.fn.name == "mul" and not any(fixed):
+        given = [not any(isinstance(y, l.Reduce) for y in topological([a])) for a in x.args]
+        if sum(given) == 1:
+            core, gates, inner = _peeled(x.args[given.index(False)], axis)
+            return core, (*gates, x.args[given.index(True)]), inner
     zero = isinstance(x.args[1], l.Literal) and x.args[1].value == 0 if x.fn.name == "where" else False
     if zero and fixed == [True, True, False]:
-        core, inner = _peeled(x.args[2], axis)
-        return core, lambda y: l.apply("where", x.args[0], x.args[1], inner(y))
-    return x, lambda y: y
+        core, gates, inner = _peeled(x.args[2], axis)
+        return core, gates, lambda y: l.apply("where", x.args[0], x.args[1], inner(y))
+    return x, (), lambda y: y
 
 
 def hidden_alone(score: Any, axis: Var) -> Any:
@@ -378,11 +397,11 @@ def _apart(x: Any) -> tuple[Any, Any, bool]:
         shown = args[0] if hidden is args[2] else negated(args[0])
         if _low(hidden) and shown is not None:
             return _both(args[3 - args.index(hidden)], shown, not math.isinf(hidden.value))
-    if name == "where" and _is(args[2], -math.inf) and (places := conjuncts(args[0])):
+    if name == "where" and is_value(args[2], -math.inf) and (places := conjuncts(args[0])):
         rest = [y for y in every(args[0]) if y not in places]
         return _both(l.apply("where", both(rest), *args[1:]), both(places), False)
     for one, other in (args, args[::-1]) if name == "add" else ():
-        if _is(other, 0.0):
+        if is_value(other, 0.0):
             return _apart(one)
         if (found := _hides(other)) is not None:
             return _both(one, *found)
@@ -403,9 +422,9 @@ def _hides(x: Any) -> tuple[Any, bool] | None:
     if not isinstance(x, l.Apply) or x.fn.name != "where" or not easy(x.args[0]):
         return None
     condition, one, other = tuple[Any, ...](x.args)
-    if _is(other, 0.0) and _low(one):
+    if is_value(other, 0.0) and _low(one):
         one, other, condition = other, one, negated(condition)
-    if not _is(one, 0.0) or not _low(other) or condition is None:
+    if not is_value(one, 0.0) or not _low(other) or condition is None:
         return None
     return condition, not math.isinf(other.value)
 
@@ -424,63 +443,12 @@ def _low(x: Any) -> bool:
 def _always(seen: Any, axis: Var, x: Any) -> bool:
     """Whether every row sees the key number x."""
     inside = isinstance(x, int) or (x is not axis and x.extent == axis.extent)
-    return inside and _is(folded(substitute(seen, {axis: x})), True)
+    return inside and is_value(folded(substitute(seen, {axis: x})), True)
 
 
-def scaled(x: Any, by: float) -> Any:
-    """x times a positive constant, which constants of x take in."""
-    if isinstance(x, l.Literal):
-        return l.Literal(x.value * by, x.type)
-    if isinstance(x, l.Apply) and x.fn.name == "mul":
-        for one, other in (x.args, x.args[::-1]):
-            if isinstance(other, l.Literal):
-                return scaled(one, by * other.value) if other.value > 0 else l.apply("mul", one, scaled(other, by))
-    if isinstance(x, l.Apply) and x.fn.name == "div" and isinstance(x.args[1], l.Literal) and x.args[1].value > 0:
-        return scaled(x.args[0], by / x.args[1].value)
-    if isinstance(x, l.Apply) and x.fn.name in ("add", "sub"):
-        return l.apply(x.fn.name, *(scaled(a, by) for a in x.args))
-    if isinstance(x, l.Apply) and x.fn.name == "where":
-        return l.apply("where", x.args[0], *(scaled(a, by) for a in x.args[1:]))
-    return l.apply("mul", x, l.Literal(by, x.dtype)) if by != 1 else x
-
-
-def unscaled(x: Any) -> tuple[Any, l.Literal | None]:
-    """What x is a positive multiple of, at all places that are not -inf, and the constant: the largest x is that
-    multiple of the largest, and nobody has to multiply before the largest is known.
-    """
-    if not isinstance(x, l.Apply):
-        return x, None
-    args: Any = x.args
-    if x.fn.name == "mul" and isinstance(args[1], l.Literal) and 0 < args[1].value < math.inf:
-        return args[0], args[1]
-    if x.fn.name == "where" and _is(args[2], -math.inf):
-        inner, by = unscaled(args[1])
-        return l.apply("where", args[0], inner, args[2]), by
-    for one, other in (args, args[::-1]) if x.fn.name == "add" else ():
-        hides = isinstance(other, l.Apply) and other.fn.name == "where"
-        if hides and _is(other.args[1], 0.0) and _is(other.args[2], -math.inf):
-            inner, by = unscaled(one)
-            return l.apply("add", inner, other), by
-    return x, None
-
-
-def _is(x: Any, value: float | bool) -> bool:
-    return isinstance(x, l.Literal) and x.value == value
-
-
-def stays_finite(x: Any, by: float) -> bool:
-    """Whether no part of x that is finite becomes an infinity in `scaled(x, by)`, whatever the data."""
-    if isinstance(x, l.Literal):
-        return math.isinf(x.value) or abs(x.value * by) <= float(np.finfo(x.dtype.numpy).max)
-    if isinstance(x, l.Apply) and x.fn.name == "mul":
-        for one, other in (x.args, x.args[::-1]):
-            if isinstance(other, l.Literal):
-                return stays_finite(one, by * other.value) if other.value > 0 else by * -other.value <= 1
-    if isinstance(x, l.Apply) and x.fn.name == "div" and isinstance(x.args[1], l.Literal) and x.args[1].value > 0:
-        return stays_finite(x.args[0], by / x.args[1].value)
-    if isinstance(x, l.Apply) and x.fn.name in ("add", "sub", "where"):
-        return all(stays_finite(a, by) for a in x.args[x.fn.name == "where" :])
-    return by <= 1
+def _gated(weight: Any, gates: Sequence[Any]) -> Any:
+    """A weight, multiplied by what else it is multiplied by."""
+    return reduce(lambda x, gate: l.apply("mul", x, _cast(gate, weight.dtype)), gates, weight)
 
 
 def _cast(x: Any, to: DType) -> Any:

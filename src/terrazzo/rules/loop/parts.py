@@ -298,7 +298,7 @@ class _Parts:
         """
         if first not in self.makers or [a.extent for a in first.axes] != [a.extent for a in second.axes]:
             return None
-        if any(b.type.span > LITTLE for b in (*first.writes, *second.writes)):
+        if sum(b.type.span for b in (*first.writes, *second.writes)) > LITTLE:
             return None
         if self.constant.issuperset(first.reads) != self.constant.issuperset(second.reads):
             return None

@@ -7,6 +7,8 @@ is made again by a kernel of its own, right before who needs it, or by whoever r
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +28,10 @@ RATE = 4.0
 """How many times the part of memory must be saved that it takes of the time."""
 ROUNDS = 64
 """How often it is looked where most memory is in use."""
+IDLE = 8
+"""Rounds in which less was nowhere found, after which no more are made: of parts that one step reads, each is made
+again after the others, over and over.
+"""
 
 
 @dataclass(frozen=True)
@@ -125,10 +131,13 @@ def remake(program: l.Program, log: Log, rates: Rates, worth: int = WORTH) -> l.
     """
     program = in_order(store_sooner(program, log, rates, max(worth, 1), PASS), log, PASS)
     work = _Remake(rates)
+    best, least, idle = program, (sys.maxsize, 0), 0
     for _ in range(ROUNDS):
         used = in_use(program.steps, program.results)
         most = max(used, default=0)
-        if most < worth or not (ways := work.ways(program, used.index(most))):
+        now = most, used.count(most)
+        best, least, idle = (program, now, 0) if now < least else (best, least, idle + 1)
+        if most < worth or idle == IDLE or not (ways := work.ways(program, used.index(most))):
             break
         whole = sum(map(work.price, program.steps))
         ways = [x for x in ways if x.saves / most >= RATE * x.price / max(whole, 1.0)]
@@ -136,7 +145,7 @@ def remake(program: l.Program, log: Log, rates: Rates, worth: int = WORTH) -> l.
             break
         ways.sort(key=lambda x: max(x.price, 0.0) / x.saves)
         program = _applied(program, ways[: 1 + len(ways) // 8], most, log)
-    return program
+    return best
 
 
 def _applied(program: l.Program, ways: Sequence[_Way], most: int, log: Log) -> l.Program:
@@ -171,6 +180,7 @@ def _with_clone(part: l.Kernel, readers: Sequence[Any], names: set[str]) -> list
 
 def _fresh(name: str, names: set[str]) -> str:
     """A name that nothing has yet."""
+    name = re.sub(r"_again\d*$", "", name)
     found = next(x for k in range(1, 9999) if (x := f"{name}_again{k if k > 1 else ''}") not in names)
     names.add(found)
     return found

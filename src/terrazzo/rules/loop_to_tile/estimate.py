@@ -10,7 +10,7 @@ from typing import Any
 
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir import nest as n
-from terrazzo.ir.canonical import nameless
+from terrazzo.ir.canonical import canonical
 from terrazzo.ir.contraction import nested_contraction
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
@@ -76,7 +76,10 @@ def estimate(kernel: l.Kernel, gpu: Gpu) -> Estimate:
         products = operations / (CHAINED * gpu.warpgroups.rate)
         between = points * max(BETWEEN, OPERATION * _between(kernel, both))
         work_time = max(products, between) + BESIDE * min(products, between)
-        time = max(moved / gpu.memory, work_time * chains.idle(both, gpu)) + gpu.launch
+        brought = chains.carried(both, gpu) * _visited(kernel, both) / gpu.cache
+        time = max(moved / gpu.memory, brought, work_time * chains.idle(both, gpu)) + gpu.launch
+        if both.terms > 1:  # whose steps are long, and have few slots
+            time = max(time, chains.fastest(kernel, gpu) or 0.0)
     elif plan is not None:
         time = plan.time
     elif (found := windows.window(kernel, gpu)) is not None:
@@ -112,7 +115,7 @@ def _between(kernel: l.Kernel, found: Chain) -> float:
 
 def expected(steps: Iterable[l.Kernel | l.Call], gpu: Gpu) -> float:
     """What the kernels among the steps take together, before schedules are chosen, in nanoseconds."""
-    return sum(_expected(nameless(s), gpu) for s in steps if isinstance(s, l.Kernel))
+    return sum(_expected(canonical(s).kernel, gpu) for s in steps if isinstance(s, l.Kernel))
 
 
 @lru_cache(maxsize=1024)

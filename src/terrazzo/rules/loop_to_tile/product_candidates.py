@@ -8,7 +8,6 @@ from functools import lru_cache
 from typing import Any
 
 from terrazzo.hw.gpu import Gpu
-from terrazzo.ir.canonical import nameless
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr
 from terrazzo.ir.schedule import Schedule
@@ -135,13 +134,9 @@ def _planned(p: Product, plan: tiles.Plan, gpu: Gpu, pinned: Mapping[str, Schedu
         yield from in_pieces(p.kernel, [c.reduce for c in p.sites], plan.pieces, gpu, pinned, plan.unit)
 
 
+@lru_cache(maxsize=1024)
 def best(kernel: l.Kernel, gpu: Gpu) -> float:
     """By the model, the nanoseconds of the best tile of a product that can be derived."""
-    return _best(nameless(kernel), gpu)
-
-
-@lru_cache(maxsize=1024)
-def _best(kernel: l.Kernel, gpu: Gpu) -> float:
     if (p := product(kernel)) is None:
         return math.inf
     for plan in tiles.plans(p, gpu):

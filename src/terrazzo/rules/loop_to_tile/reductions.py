@@ -9,6 +9,7 @@ from typing import Any
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir import nest as n
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import Expr, Loaded
 from terrazzo.ir.node import substitute, topological
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site
 from terrazzo.rules.access import WIDEST
@@ -82,7 +83,7 @@ def reduction(kernel: l.Kernel, gpu: Gpu, most: int = 32, whole: bool = True) ->
             own = (
                 Like(same[size_of(axis)])
                 if size_of(axis) in same
-                else _row(axis, used, vector_of([store], axis), ragged, length)
+                else _row(axis, used, 1 if _looked_up(store, axis) else vector_of([store], axis), ragged, length)
             )
             if not any(dict(s.axes).keys() == {axis.name} and s.names[0] not in n.accumulators(kernel) for s in sites):
                 sites.append(Site((store.buffer.name,), ((axis.name, own),)))
@@ -95,9 +96,18 @@ def reduction(kernel: l.Kernel, gpu: Gpu, most: int = 32, whole: bool = True) ->
             loads[x.buffer.name] += 1
     keep = tuple((b, Operand("reg")) for b, uses in loads.items() if uses > 1) if per_thread <= KEPT * 2 else ()
     terms = tuple((name, Operand("reg")) for name in _again(kernel, top, inner)) if per_thread <= KEPT else ()
+    sites += _innermost(kernel, top)
     words = ragged > 1 and ragged * min(x.dtype.size for x in loaded(top)) <= WORD
     several = _resident(warps, per_thread) if words else ()
     return Schedule(kernel.name, gpu.arch, lines, (*keep[:2], *terms[:1]), several, tuple(sites))
+
+
+def _looked_up(store: l.Store, axis: Any) -> bool:
+    """Whether data says where points of an axis read: those that lie side by side may have something in common, so
+    lanes have these, and not one thread.
+    """
+    indices = [e for x in topological([store.value]) if isinstance(x, l.Load) for e in x.index if isinstance(e, Expr)]
+    return any(isinstance(x, Loaded) and axis in x.free for x in topological(indices))
 
 
 def _resident(warps: int, each: int) -> tuple[tuple[str, tuple[int], tuple[()]], ...]:
@@ -295,8 +305,9 @@ def _again(kernel: l.Kernel, top: Sequence[l.Reduce], inner: Sequence[Any]) -> I
 
 
 def finish(kernel: l.Kernel, gpu: Gpu) -> Schedule:
-    """What follows a split: short reductions of partial states, a thread for each point where there are many. Of more
-    states than a thread asks for at once, threads share them.
+    """What follows a split: short reductions of partial states, a thread for each point where there are many, or for a
+    few side by side where that leaves a block for each processor: 458,752 points took 5 us one by one, of two states
+    or of four. Of more states than a thread asks for at once, threads share them.
     """
     found = n.accumulators(kernel)
     states = max(size_of(a) for r in found.values() if isinstance(r, l.Reduce) for a in r.axes)
@@ -304,9 +315,12 @@ def finish(kernel: l.Kernel, gpu: Gpu) -> Schedule:
         return reduction(kernel, gpu)
     *outer, last = kernel.axes
     warps = 4 if size_of(last) >= 4 * WARP else 1
+    most = math.prod(map(size_of, kernel.axes)) // (warps * WARP * gpu.processors)
+    vector = next((v for v in (4, 2) if size_of(last) % v == 0 and v <= most), 1)
+    inner = [*([("warp", warps)] if warps > 1 else []), ("lane", WARP), *([("reg", vector)] if vector > 1 else [])]
     lines = (
         *((a.name, grid(size_of(a))) for a in outer),
-        (last.name, grid(ceil(size_of(last), warps * WARP), *([("warp", warps)] if warps > 1 else []), ("lane", WARP))),
+        (last.name, grid(ceil(size_of(last), warps * WARP * vector), *inner)),
     )
     sites = tuple(
         Site(
@@ -370,6 +384,18 @@ def _thread_each(rows: Sequence[Any]) -> tuple[tuple[str, tuple[Factor, ...]], .
 
 UNROLLED = 64
 """Steps of a thread's short reductions that are written out, at most."""
+FEW_STEPS = 8
+"""The same of those that lie in the steps of others: what is found for each of them, as where the corners of a cell lie
+and what they weigh, is found before these then, and not in each of them.
+"""
+
+
+def _innermost(kernel: l.Kernel, top: Sequence[l.Reduce]) -> list[Site]:
+    """Short reductions in the steps of others that each thread takes by itself, with all of their steps written out."""
+    found = [(name, r) for name, r in n.accumulators(kernel).items() if isinstance(r, l.Reduce) and r not in top]
+    inside = {x for _, r in found for x in topological(r.args) if isinstance(x, l.Reduce)}
+    short = [(name, r) for name, r in found if r in inside and math.prod(map(size_of, r.axes)) <= FEW_STEPS]
+    return [Site((name,), tuple((axis_name(a), (Factor("reg", size_of(a)),)) for a in r.axes)) for name, r in short]
 
 
 def _written_out(kernel: l.Kernel) -> tuple[Site, ...]:

@@ -138,7 +138,7 @@ def _width(kernel: l.Kernel, axis: Any, ragged: int, gpu: Gpu) -> int:
     """Elements for a thread of a pointwise kernel, the widest vector at most (or `ragged`, where there is none).
 
     A thread waits once for all that it loads. So more threads with less each, 16 bytes of all operands, are done
-    sooner, until they fill the processors one and a half times; and few points go to many processors.
+    sooner, until they fill the processors; and few points go to many processors.
     """
     vector = max(vector_of(kernel.stores, axis), ragged)
     if any(s.buffer.type.dtype.size == WIDEST // 2 for s in kernel.stores):  # lanes that store more leave half sectors
@@ -148,7 +148,7 @@ def _width(kernel: l.Kernel, axis: Any, ragged: int, gpu: Gpu) -> int:
     }
     size, wave = sum(x.dtype.size for x in loads), gpu.processors * THREADS
     count = math.prod(size_of(a) for a in kernel.axes if a not in ordered(kernel))
-    while vector > 1 and count // vector < (3 * wave // 2 if vector * size > WIDEST else wave // 12):
+    while vector > 1 and count // vector < (wave if vector * size > WIDEST else wave // 12):
         vector //= 2
     return vector
 
@@ -239,7 +239,8 @@ def ragged_vector(terms: Sequence[Any], axis: Any) -> int:
 
 def ceil(a: int, b: int) -> int:
     """a / b, rounded up, and at least 1: what is empty has one block, whose threads find nothing to do."""
-    return max(-(-a // b), 1)
+    found = -(-a // b)
+    return found if found > 0 else 1
 
 
 def size_of(axis: Any) -> int:

@@ -13,7 +13,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import derived
 from terrazzo.ir.sites import Product
 from terrazzo.rules.loop_to_tile.making import MADE_WAVES, converted, promotes
-from terrazzo.rules.loop_to_tile.results import along
+from terrazzo.rules.loop_to_tile.results import along, results
 from terrazzo.rules.loop_to_tile.threads import ceil
 from terrazzo.rules.loop_to_tile.work import STEP, facts_of
 
@@ -34,13 +34,20 @@ factors in registers needs more beside its sums.
 """
 
 
+IN_TURNS, BESIDE = 192, 32
+"""Registers of a thread for sums, at most, where warpgroups take turns, and so many fewer where results read something:
+it is fetched for two subtiles.
+"""
+
+
 @dataclass(frozen=True)
 class Tile:
     """A block's part of a product: `groups` warpgroups with `each` instructions of 64 rows and `n` columns, in steps of
     `k` products. Or `abreast` sums share an instruction, and each has n of its columns.
 
     `rows` and `columns` are the product's axes that the instruction's are; a cluster of two divides the `split` one.
-    Or the blocks of a cluster have the same tile, and `share` its steps.
+    Or the blocks of a cluster have the same tile, and `share` its steps. With `turns` a second warpgroup has a tile of
+    its own, and multiplies while the first one stores.
     """
 
     rows: Any
@@ -52,11 +59,17 @@ class Tile:
     split: Any = None
     share: int = 1
     abreast: int = 1
+    turns: bool = False
 
     @derived
     def m(self) -> int:
         """Rows of a block."""
         return self.groups * self.each * ROWS
+
+    @derived
+    def teams(self) -> int:
+        """Warpgroups that multiply in a block."""
+        return 2 if self.turns else self.groups
 
     @derived
     def blocks(self) -> int:
@@ -88,10 +101,14 @@ def shapes(p: Product, n: int) -> Iterator[Tile]:
     """Tiles whose accumulators have room and whose slabs wgmma reads, and of which no axis fills less than half."""
     count = len(p.sites) * (2 if promotes(p) else 1)
     most = PROMOTED if promotes(p) and not converted(p) else ACCUMULATORS
+    reads = results(p).moved > results(p).stored * results(p).points
+    in_turns = IN_TURNS - BESIDE * reads
     for rows, columns in ((p.m, p.n), (p.n, p.m)):
-        for groups, each in ((1, 1), (2, 1), (2, 2)):
-            tile = Tile(rows, columns, groups, each, n, step(p))
-            if count * each * n // 2 > most or any(rows not in x.free or each > 1 for x in converted(p)):
+        for groups, each, turns in ((1, 1, False), (2, 1, False), (2, 2, False), (1, 2, True)):
+            tile = Tile(rows, columns, groups, each, n, step(p), turns=turns)
+            if count * each * n // 2 > (in_turns if turns else most):
+                continue
+            if any(rows not in x.free or each > 1 or turns for x in converted(p)) or (turns and promotes(p)):
                 continue
             if tile.m >= 2 * max(rows.extent, ROWS) or n >= 2 * max(columns.extent, 8):
                 continue
@@ -100,7 +117,7 @@ def shapes(p: Product, n: int) -> Iterator[Tile]:
             yield tile
             for split in () if converted(p) else (rows, columns):  # multicast: what threads read is their block's
                 if ceil(split.extent, tile.covered(split)) % 2 == 0 and _shares(tile, split):
-                    yield Tile(rows, columns, groups, each, n, tile.k, split)
+                    yield replace(tile, split=split)
 
 
 def abreast(p: Product, columns: int) -> Iterator[Tile]:
@@ -143,7 +160,7 @@ def cuts(p: Product, tile: Tile, tiles: int, gpu: Gpu) -> Iterator[int]:
     """
     yield 1
     facts, made = facts_of(p), bool(converted(p))
-    if tile.abreast > 1 or facts.several:
+    if tile.abreast > 1 or tile.turns or facts.several:
         return
     outer, inner = steps(p, tile)
     most = (MADE_WAVES if made else 2) * gpu.processors // (tiles * tile.blocks)
@@ -165,11 +182,11 @@ def pieces(steps: int, most: int, least: int) -> tuple[int, ...]:
 def sharing(p: Product, tile: Tile, tiles: int, gpu: Gpu) -> Iterator[Tile]:
     """The tile where blocks of a cluster share its steps, two at least each, while all clusters run at once."""
     _, inner = steps(p, tile)
-    alone = tile.split is None and not converted(p) and tile.abreast == 1
+    alone = tile.split is None and not converted(p) and tile.abreast == 1 and not tile.turns
     for share, most in gpu.warpgroups.clusters if alone and gpu.warpgroups else ():
         each = ceil(inner, share)
         if each > 1 and ceil(inner, each) == share and tiles <= most:
-            yield Tile(tile.rows, tile.columns, tile.groups, tile.each, tile.n, tile.k, share=share)
+            yield replace(tile, share=share)
 
 
 def runs(x: Any, t: Tile) -> int:

@@ -80,6 +80,7 @@ class Plan(NamedTuple):
         t = self.tile
         cluster = f", clusters of 2 along {t.split.name}" if t.split else ""
         cluster += f", whose steps {t.share} blocks share" if t.share > 1 else ""
+        cluster += ", in turns" if t.turns else ""
         tile = f"{t.m} ({t.rows.name}) x {t.n} ({t.columns.name}) x {t.k}"
         return f"{tile} on {self.instruction.name}{cluster}: {self.time / 1000:.1f} us by the model"
 
@@ -103,6 +104,8 @@ def _plans(p: Product, gpu: Gpu) -> tuple[Plan, ...]:
                 alone = whole = _work(p, tile, gpu, gpu.warpgroups)
             else:
                 whole = _divided(p, tile, alone, gpu, gpu.warpgroups)
+            if tile.turns and not _takes_turns(p, tile, whole.tiles, gpu):
+                continue
             for s in cuts(p, tile, whole.tiles, gpu):
                 found.append((Plan(tile, s, i, _time(p, tile, whole, s, gpu)), whole.tiles * tile.blocks * s))
             for x in sharing(p, tile, whole.tiles, gpu):
@@ -114,6 +117,13 @@ def _plans(p: Product, gpu: Gpu) -> tuple[Plan, ...]:
         return alike(plan.time), ceil(blocks, gpu.processors), -blocks, plan.tile.m + plan.tile.n
 
     return tuple(plan for plan, _ in sorted((x for x in found if x[0].time < math.inf), key=order))
+
+
+def _takes_turns(p: Product, tile: Tile, tiles: int, gpu: Gpu) -> bool:
+    """Whether a block has several tiles, one of which may be stored while the next is multiplied. Where results leave
+    from registers, ptxas moves what is done with them to before the last products are waited for.
+    """
+    return tiles * tile.blocks > gpu.processors and leaves(p, tile) != ""
 
 
 def alike(time: float) -> int:
@@ -186,9 +196,11 @@ def _bytes(p: Product, tile: Tile) -> int:
 
 
 def _slots(p: Product, tile: Tile, gpu: Gpu) -> int:
-    results = RESULTS * tile.m * _width(tile) * 2 * len(set(p.kernel.writes))
-    given = tile.m * tile.n * 4 * len(p.sites) if tile.share > 1 else 0
-    return min(SLOTS, (gpu.shared - 2048 - results - given) // _bytes(p, tile))
+    rows = tile.m * tile.teams // tile.groups if leaves(p, tile) else 0
+    results = RESULTS * rows * _width(tile) * 2 * len(set(p.kernel.writes))
+    found = min(SLOTS, (gpu.shared - 2048 - results) // _bytes(p, tile))
+    given = tile.m * tile.n * 4 * len(p.sites) if tile.share > 1 else 0  # where the slabs were, or behind them
+    return found if given <= found * _bytes(p, tile) else found - ceil(given, _bytes(p, tile))
 
 
 def after(p: Product, points: int, has: Warpgroups, tile: Tile | None = None) -> float:
@@ -223,6 +235,7 @@ def _work(p: Product, tile: Tile, gpu: Gpu, has: Warpgroups) -> Work:
         parts=promotes(p) and tile.k == STEP,
         wide=tile.n * tile.abreast,
         idle=_idle(p, tile, gpu),
+        turns=tile.turns,
     )  # fmt: skip
 
 
@@ -253,7 +266,8 @@ def _time(p: Product, tile: Tile, whole: Work, pieces: int, gpu: Gpu) -> float:
         after=_first(p, tile, gpu),
         readers=_readers(tile, gpu.processors // tile.blocks / pieces),
     )
-    return lasts(work, gpu) + has.part + has.states * pieces * sums * 4 / gpu.cache
+    states = has.parts_states if promotes(p) else has.states
+    return lasts(work, gpu) + has.part + states * pieces * sums * 4 / gpu.cache
 
 
 def _overhang(p: Product, tile: Tile, has: Warpgroups) -> float:
@@ -278,7 +292,8 @@ def _meeting(p: Product, tile: Tile, has: Warpgroups) -> float:
     axes = zip((tile.rows, tile.columns), tile.clusters, strict=True)
     times = math.prod(count for a, count in axes if a not in larger.free)
     again: float = (times - 1) * p.touched(larger) * larger.dtype.size / has.again
-    return has.meeting + again + each * (1 + tile.share / tile.parts) / has.given
+    meeting = has.parts_meeting if promotes(p) else has.meeting
+    return meeting + again + each * (1 + tile.share / tile.parts) / has.given
 
 
 def _extra(p: Product, tile: Tile, gpu: Gpu) -> float:
@@ -342,9 +357,10 @@ def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
     order = (("order", Word("grouped", (group,))),) if group > 1 else ()
     blocks = gpu.processors // t.blocks * t.blocks
     walk = (("persistent", (blocks,), order),) if t.share == 1 else ()
-    registers = (("registers", REGISTERS[t.groups]),) if t.share == 1 else ()
+    registers = (("registers", REGISTERS[t.teams]),) if t.share == 1 else ()
     lag = (("lag", True),) if converted(p) and t.groups > 1 else ()  # one makes a factor while another multiplies
-    roles = ("load", Word("warp", (1,))), ("math", Word("warpgroup", (t.groups,))), *registers, *lag
+    turns = (("turns", True),) if t.turns else ()
+    roles = ("load", Word("warp", (1,))), ("math", Word("warpgroup", (t.teams,))), *registers, *lag, *turns
     each = (Factor("reg", t.each),) if t.each > 1 else ()
     site = Site(
         p.names,

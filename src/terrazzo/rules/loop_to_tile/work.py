@@ -16,6 +16,16 @@ STEP = 64
 """Elements of k in a step: 128 bytes, the widest swizzle."""
 LINE = 128
 """Bytes of a line of the cache."""
+PAIRED = 1.013
+"""How much faster parts are multiplied of which a half comes to both blocks of a cluster: their slabs are all that the
+cache can give (benchmarks/fits/h200-parts-tiles.json).
+"""
+
+HIDDEN = 0.6
+"""Of computing and storing results, the part that another warpgroup's products hide where they take turns. Fitted to 19
+schedules of 12 products on an H200 (23 November 2026), by how much faster they are than those of warpgroups that share
+a tile: 4 % off.
+"""
 
 
 class Work(NamedTuple):
@@ -25,7 +35,8 @@ class Work(NamedTuple):
     takes `after` nanoseconds. `least` bytes of memory are touched. A step has `depth` products of each sum. So many
     `readers` fetch the same rows at once. Sums may be `shared` by the blocks of a cluster. Factors may be `parts` of
     numbers, of which each is multiplied several times in a long step. Instructions have `wide` columns. Nothing
-    is multiplied for `idle` nanoseconds of a step.
+    is multiplied for `idle` nanoseconds of a step. Where warpgroups take `turns`, one computes and stores the results
+    of a tile while another multiplies.
     """
 
     m: int
@@ -48,6 +59,7 @@ class Work(NamedTuple):
     parts: bool = False
     wide: int = 0
     idle: float = 0.0
+    turns: bool = False
 
 
 def lasts(work: Work, gpu: Gpu) -> float:
@@ -61,17 +73,22 @@ def lasts(work: Work, gpu: Gpu) -> float:
     walkers = gpu.processors // blocks
     each = 2.0 * work.m * work.n * work.depth * work.products
     rate, start = has.parts if work.parts else (has.rate, has.start)
+    rate *= PAIRED if work.parts and work.blocks > 1 and not work.shared else 1
     wide = work.wide or work.n
     arithmetic = each * gpu.processors * (wide + start) / wide / rate + work.idle
     fetched = max(work.fetched * min(tiles, walkers) * blocks / has.cache, work.fetched / has.shared)
-    step = max(arithmetic, fetched, has.latency / slots, has.crowd * work.readers) + has.step + work.extra
-    tile = work.steps * step + work.m * work.n * work.results / work.rate + work.after
-    time = 0.0
+    coming = work.least / (tiles * work.steps) * min(tiles, walkers) / gpu.memory
+    waited = has.latency + (coming + arithmetic if work.parts else 0)
+    step = max(arithmetic, fetched, waited / slots, has.crowd * work.readers) + has.step + work.extra
+    memory = has.parts_memory if work.parts else gpu.memory
+    products, results = work.steps * step, work.m * work.n * work.results / work.rate + work.after
+    beside = min(HIDDEN * results, products / 2) if work.turns else 0.0  # alone, a warpgroup takes twice as long for it
+    time = has.fill + beside
     for wave, count in ((walkers, tiles // walkers), (tiles % walkers, 1)):
         if wave and count:
             flying = min(1.0, wave * blocks * slots * work.held / (gpu.processors * has.flying))
-            time += count * max(tile, work.least / tiles * wave / (gpu.memory * flying))
-    return time + has.fill + (has.cluster if blocks > 1 and not work.shared else 0)
+            time += count * max(products + results - beside, work.least / tiles * wave / (memory * flying))
+    return time + (has.cluster if blocks > 1 and not work.shared else 0)
 
 
 @dataclass(frozen=True)

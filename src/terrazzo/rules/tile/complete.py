@@ -62,9 +62,7 @@ def complete(
 
 
 @lru_cache(maxsize=1024)
-def _completed(
-    kernel: l.Kernel, schedule: Schedule, gpu: Gpu, show: bool
-) -> tuple[Plan | Refused, tuple[Event, ...]]:
+def _completed(kernel: l.Kernel, schedule: Schedule, gpu: Gpu, show: bool) -> tuple[Plan | Refused, tuple[Event, ...]]:
     """Kept, because whoever chooses a schedule asks for its plan, and equal layers have equal kernels."""
     log = Log()
     draft = Draft(kernel, schedule, gpu)

@@ -7,6 +7,7 @@ from typing import Any
 
 from terrazzo.ir.contraction import Contraction, operand
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.plan import Frame, Plan, Product
 from terrazzo.rewrite.rule import need, rule
@@ -28,6 +29,11 @@ class Framed:
     top: l.Reduce
     by: l.Literal | None = None
     early: bool = False
+
+    @property
+    def whole(self) -> Node:
+        """What is rounded: the weight, or what it is multiplied by besides."""
+        return _whole(self.rounded[0])
 
     def of(self, difference: Node) -> Node:
         """What a difference of scores weighs."""
@@ -83,6 +89,11 @@ def computed(c: Contraction) -> tuple[Node, ...]:
         return ()
     (found,) = made
     return tuple(x for x in topological(found, stop=lambda x: isinstance(x, l.Reduce)) if x in found)
+
+
+def _whole(x: Any) -> Node:
+    found: Node = x.args[0] if isinstance(x, l.Apply) and is_cast(x.fn) else x
+    return found
 
 
 def _multiple(x: Any) -> tuple[Any, l.Literal | None]:

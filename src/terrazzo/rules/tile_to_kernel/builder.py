@@ -94,15 +94,15 @@ class Builder:
         self.out.append(k.Declare(place, init))
         return place
 
-    def memory(self, prefix: str, kind: Type, swizzle: int = 0) -> k.Shared:
+    def memory(self, prefix: str, kind: Type, swizzle: int = 0, at: int = k.BEHIND) -> k.Shared:
         """Shared memory of the block."""
-        place = k.Shared(self.fresh(prefix), kind, swizzle)
+        place = k.Shared(self.fresh(prefix), kind, swizzle, at)
         self.shared.append(place)
         return place
 
     def barriers(self, prefix: str, slots: int, arrivals: int) -> k.Barriers:
         """mbarriers, one for each slot."""
-        place = k.Barriers(self.fresh(prefix), Type(u64, (slots,)), 0, arrivals)
+        place = k.Barriers(self.fresh(prefix), Type(u64, (slots,)), 0, k.BEHIND, arrivals)
         self.shared.append(place)
         return place
 

@@ -30,10 +30,16 @@ class Given:
     place: k.Shared
 
 
-def give(builder: Builder, bindings: Bindings, fragment: Fragment) -> Given:
-    """What a thread has of a tile's sums goes to shared memory."""
-    held = fragment.place
-    place = builder.memory("given", Type(held.type.dtype, (*held.type.static_shape, WARPS_IN_A_GROUP, k.WARP)))
+def give(builder: Builder, bindings: Bindings, fragment: Fragment, room: int) -> Given:
+    """What a thread has of a tile's sums goes to shared memory, to where the slabs of its steps were, where these have
+    `room` for those of all teams: once all of them are done with these.
+    """
+    held, agent = fragment.place, bindings.agent
+    kind = Type(held.type.dtype, (*held.type.static_shape, WARPS_IN_A_GROUP, k.WARP))
+    over = agent.teams * kind.span <= room
+    if over:
+        builder.add(k.Sync(1 + agent.teams, agent.warps))
+    place = builder.memory("given", kind, at=bindings.team * kind.span if over else k.BEHIND)
     at = tuple(bindings.loop_variable("e", n) for n in held.type.static_shape)
     put = l.Store(place, (*at, *_thread(bindings)), l.Load(held, at))
     builder.loops([(v, True) for v in at], partial(builder.add, put))

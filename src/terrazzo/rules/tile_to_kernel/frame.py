@@ -106,13 +106,14 @@ class Frame:
         edges: tuple[IntExpr, ...],
         came: Mapping[l.Load, l.Load],
     ) -> None:
-        """What scores are made of besides the product, a mask's elements, into registers: several at once, where they
-        lie side by side in memory and in a thread, and each once, where rows or columns share it. They are on their way
-        while products are. What `came` with slabs is read from where it is.
+        """What scores are made of besides the product, a mask's elements, and what weights are multiplied by, into
+        registers: several at once, where they lie side by side in memory and in a thread, and each once, where rows or
+        columns share it. They are on their way while products are. What `came` with slabs is read from where it is.
         """
         digits = [*held(self.rows), *held(self.columns)]
         self.fetched = {}
-        for x in topological([term], stop=lambda x: x in env or isinstance(x, l.Reduce)):
+        known = {*env, self.found.weight}
+        for x in topological([term, self.found.whole], stop=lambda x: x in known or isinstance(x, l.Reduce)):
             if not isinstance(x, l.Load) or x in env or data_says(x):
                 continue
             load = came[x] if x in came else guarded(substitute(x, env), edges)
@@ -143,10 +144,11 @@ class Frame:
         at = scores.index(mine)
         columns = [(d.variable, True) for d in held(self.columns)]
         nothing = l.Literal(-math.inf, kind)
+        env = env | {x: l.Load(*kept) for x, kept in self.fetched.items()}
 
         def score() -> None:
             """The score in place of the product."""
-            x = copies.computed(term, env | {x: l.Load(*kept) for x, kept in self.fetched.items()}, edges)
+            x = copies.computed(term, {**env}, edges)
             if x is not l.Load(place, at):
                 builder.add(l.Store(place, at, x))
 
@@ -168,7 +170,8 @@ class Frame:
         def weight(base: Node) -> None:
             e = builder.let(found.above(l.Load(place, at), base))
             builder.add(l.Store(self.total, row, l.apply("add", l.Load(self.total, row), e)))
-            builder.add(l.Store(place, at, e))
+            gated = copies.computed(found.whole, env | {found.weight: e}, edges)
+            builder.add(l.Store(place, at, gated))
 
         def one() -> None:
             new = builder.registers("new", kind, ())
@@ -203,7 +206,7 @@ class Frame:
     def round(self, scores: Fragment) -> None:
         """The last weights, which lie in place of their scores, as the product takes them."""
         loops = [(d.variable, True) for d in (*held(self.rows), *held(self.columns))]
-        self.builder.loops(loops, lambda: rounded(self.builder, self.weights, self.found.weight, scores))
+        self.builder.loops(loops, lambda: rounded(self.builder, self.weights, self.found.whole, scores))
 
     def moved(self, old: Node, new: Node) -> tuple[Node, Node]:
         """What to subtract in a new frame, and what sums of the old one are worth in it. Where there is no score yet,

@@ -35,7 +35,7 @@ from terrazzo.rules.tile_to_kernel.cluster import Given, give, take
 from terrazzo.rules.tile_to_kernel.everyone import Everyone
 from terrazzo.rules.tile_to_kernel.gather import result_place
 from terrazzo.rules.tile_to_kernel.jam import Jam as Jammed
-from terrazzo.rules.tile_to_kernel.memory import Memory, share
+from terrazzo.rules.tile_to_kernel.memory import Memory, room, share
 from terrazzo.rules.tile_to_kernel.multiply import Fragment
 from terrazzo.rules.tile_to_kernel.pipeline import Pipeline
 from terrazzo.rules.tile_to_kernel.scope import Scope
@@ -293,7 +293,8 @@ class _Team:
             steps.compute()
         fragments = steps.fragments if steps is not None else {}
         if fragments and any(c.blocks > 1 for c in self.plan.all(Combine)):
-            self.given = {r: give(self.builder, self.bindings, x) for r, x in fragments.items()}
+            free = room(self.draft, self.plan, self.memory) if len(fragments) == 1 else 0
+            self.given = {r: give(self.builder, self.bindings, x, free) for r, x in fragments.items()}
         else:
             self.results(fragments)
 

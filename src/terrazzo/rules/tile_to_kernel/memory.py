@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from terrazzo.hw.products import matrix, warps
 from terrazzo.ir.dialects import kernel as k
@@ -75,6 +76,15 @@ def share(draft: Draft, plan: Plan, builder: Builder, bindings: Bindings) -> Mem
         builder.where([-bindings.everyone, -k.LANE], lambda: builder.add(*map(k.InitBarriers, every)))
         builder.add(k.ClusterSync() if bindings.order.cluster_size > 1 else k.Sync())
     return memory
+
+
+def room(draft: Draft, plan: Plan, memory: Memory) -> int:
+    """Bytes at the beginning of the block's memory that nobody needs once all steps of a tile are done: slabs of what
+    products multiply.
+    """
+    every = {operand_text(x) for p in plan.all(Product) for x in brought(draft, p)}
+    slabs = takewhile(lambda s: s.operand in every and plan.named(s.ring).over, plan.all(Stream))
+    return sum(k.shared_bytes(x) for x in {memory.places[s.name]: None for s in slabs})
 
 
 def lagging(plan: Plan) -> Ring:

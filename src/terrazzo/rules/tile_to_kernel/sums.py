@@ -30,6 +30,13 @@ way together then.
 """
 FEW = 8
 """Sums of a thread at most: more leave no registers."""
+PRODUCTS = 128
+"""Products of a sum that is cut. A library has their sums of few results in pieces too, which it spreads over more
+processors; arithmetic may take the time there, so fewer are no matter, and each part has `TOGETHER` at least.
+"""
+TOGETHER = 16
+TILE = 16
+"""Sums of products of a thread at most: larger tiles leave no registers."""
 
 
 class ShortSums:
@@ -43,8 +50,8 @@ class ShortSums:
         return tuple(y for x in statements for y in self.statement(x))
 
     def statement(self, s: Node) -> Iterator[Node]:
-        if isinstance(s, k.For) and s.most > 1 and (long := [p for p, n in terms(s).items() if n >= LONG]):
-            yield self.cut(s, long)
+        if isinstance(s, k.For) and s.most > 1 and (places := long(s)):
+            yield self.cut(s, places)
         elif isinstance(s, k.For):
             yield k.For(s.axis, self.body(s.body), s.unrolled)
         elif isinstance(s, k.If):
@@ -83,23 +90,36 @@ class ShortSums:
         return found
 
 
+def long(loop: k.For) -> list[k.Registers]:
+    """The registers in which a loop adds up so much that it is cut."""
+    return [p for p, n in terms(loop).items() if n >= LONG]
+
+
 def terms(loop: k.For) -> dict[k.Registers, int]:
     """The registers in which each step of a loop adds up numbers, where it does nothing else with them, and how many
     terms each sum gets.
     """
     found: dict[k.Registers, int] = {}
+    products: set[k.Registers] = set()
     others: set[Any] = set()
     for s, around in _inside(loop, ()):
         if isinstance(s, l.Store) and isinstance(s.buffer, k.Registers) and _adds(s):
             own = [v for v in around if any(mentions(i, v) for i in s.index)]
             moving = [v.extent for v in around if v not in own and isinstance(v.extent, int)]
             found[s.buffer] = found.get(s.buffer, 0) + math.prod(moving)
+            products |= {s.buffer} if _multiplies(s) else set()
             others |= set(topological([s.value.args[1]]))  # type: ignore[attr-defined]
             others |= {s.buffer} if loop.axis in own else set()
         elif not isinstance(s, k.For | k.If):
             others |= set(topological([s]))
-    few = {p: n for p, n in found.items() if p.type.dtype is f32 and math.prod(p.type.static_shape) <= FEW}
-    return {p: n for p, n in few.items() if p not in others}
+    steps = loop.axis.extent if isinstance(loop.axis.extent, int) else 1
+
+    def may(p: k.Registers, n: int) -> bool:
+        most = TILE if p in products else FEW
+        enough = p not in products or (n >= PRODUCTS and n // steps >= TOGETHER)
+        return enough and p not in others and p.type.dtype is f32 and math.prod(p.type.static_shape) <= most
+
+    return {p: n for p, n in found.items() if may(p, n)}
 
 
 def _inside(s: Node, around: tuple[Var, ...]) -> Iterator[tuple[Node, tuple[Var, ...]]]:
@@ -111,8 +131,12 @@ def _inside(s: Node, around: tuple[Var, ...]) -> Iterator[tuple[Node, tuple[Var,
 
 
 def _adds(s: l.Store) -> bool:
-    """Whether a statement adds something to a number. No product: many are added where arithmetic takes the time."""
+    """Whether a statement adds something to a number."""
     v = s.value
-    if not isinstance(v, l.Apply) or v.fn.name != "add" or v.args[0] != l.Load(s.buffer, s.index):
-        return False
-    return not (isinstance(v.args[1], l.Apply) and v.args[1].fn.name == "mul")
+    return isinstance(v, l.Apply) and v.fn.name == "add" and v.args[0] == l.Load(s.buffer, s.index)
+
+
+def _multiplies(s: l.Store) -> bool:
+    """Whether what a statement adds is a product."""
+    term = s.value.args[1]  # type: ignore[attr-defined]
+    return isinstance(term, l.Apply) and term.fn.name == "mul"

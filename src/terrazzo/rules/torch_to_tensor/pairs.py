@@ -1,6 +1,7 @@
 """Complex numbers as pairs of real ones (docs/adr/019). Only PyTorch has complex tensors; where a program computes with
 some, it computes with what `view_as_real` gives of them, which the other rules lower and fuse: rotary embeddings,
-filters of spectra. What stays complex (transforms, products of matrices) is called, and reads and gives views of pairs.
+filters of spectra. What stays complex (transforms, large products of matrices) is called, and reads and gives views of
+pairs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from terrazzo.ir.types import DType, Type, f32, f64
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules.torch_to_tensor.sums import is_call, replaced
 
+SHORT = 16
+"""Terms of the sums of a product of matrices that is computed here: four products of so many are no more than what it
+takes to read and store them, and a library has no kernels for small ones.
+"""
 REAL = {"c64": f32, "c128": f64}
 """The type of the parts of a complex number, by its name."""
 TO_PAIRS, FROM_PAIRS = "aten.view_as_real.default", "aten.view_as_complex.default"
@@ -313,6 +318,22 @@ def _power(node: Aten, x: Any, exponent: Any) -> Any:
     return _mul(node, x, x) if exponent == 2 and _real(x) is not None else None
 
 
+def _product(name: str) -> Callable[..., Any]:
+    """A product of matrices of short sums, as many small ones beside each other are."""
+
+    def product(node: Aten, x: Any, y: Any) -> Any:
+        if x.type.shape[-1] > SHORT:
+            return None
+
+        def times(p: Part, q: Part) -> Part:
+            return call(name, p, q) if isinstance(p, Node) and isinstance(q, Node) else None
+
+        (a, b), (c, d) = parts(x), parts(y)
+        return stacked(node, _minus(times(a, c), times(b, d)), _plus(times(a, d), times(b, c)))
+
+    return product
+
+
 COMPUTED: dict[str, Callable[..., Any]] = {
     TO_PAIRS: _as_real,
     "aten.mul.Tensor": _mul,
@@ -343,6 +364,8 @@ COMPUTED: dict[str, Callable[..., Any]] = {
     "aten.ones_like.default": _like(1),
     "aten.where.self": _where,
     "aten.pow.Tensor_Scalar": _power,
+    "aten.mm.default": _product("mm.default"),
+    "aten.bmm.default": _product("bmm.default"),
 }
 """What is computed of complex numbers: pairs, or real numbers where that is the result; None where it is to be called
 all the same.

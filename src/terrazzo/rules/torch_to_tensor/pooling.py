@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects.torch import Aten
 from terrazzo.ir.expr import IntExpr
 from terrazzo.ir.types import Type, i64
-from terrazzo.rewrite.rule import Rule
+from terrazzo.rewrite.rule import Rule, need
 from terrazzo.rules.torch_to_tensor.common import aten, result
 from terrazzo.rules.torch_to_tensor.contraction import spread
 from terrazzo.rules.torch_to_tensor.pointwise import c
@@ -194,4 +195,64 @@ def max_pool_backward(
     return t.cast(total, out.dtype)
 
 
-RULES: tuple[Rule, ...] = (avg_pool, adaptive_avg_pool, max_pool, adaptive_max_pool, max_pool_backward)
+def _spread(share: Any, out: Type, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> Any:
+    """The sum of the shares of all windows that a place is in: of one, where windows lie side by side."""
+    lead = out.rank - len(kernel)
+    if tuple(kernel) == tuple(stride) and not any(padding):
+        here = t.coordinates(out.shape)
+        place = [i // k for i, k in zip(here[lead:], kernel, strict=True)]
+        ends = zip(place, share.type.shape[lead:], kernel, out.shape[lead:], strict=True)
+        inside = [m - 1 - i for i, m, k, n in ends if m * k < n]
+        return t.cast(t.index_map(share, out.shape, (*here[:lead], *place), inside), out.dtype)
+    space = (*out.shape, *kernel)
+    here = t.coordinates(space)
+    extents, alone = share.type.shape[lead:], (1,) * len(kernel)
+    place, inside = spread(here[lead : out.rank], here[out.rank :], extents, kernel, stride, padding, alone)
+    found = t.index_map(share, space, (*here[:lead], *place), inside)
+    return t.cast(t.reduce("sum", found, range(out.rank, len(space))), out.dtype)
+
+
+@aten("avg_pool2d_backward.default", "avg_pool3d_backward.default")
+def avg_pool_backward(
+    node: Aten,
+    grad: Any,
+    x: Any,
+    kernel: Any,
+    stride: Any,
+    padding: Any,
+    ceil_mode: bool,
+    count_pad: bool,
+    divisor: Any,
+) -> Any:
+    """Each place gets its share of the gradients of the windows it is in."""
+    out, spatial = result(node), _spatial(node)
+    kernel, padding = _per_dim(kernel, spatial), _per_dim(padding, spatial)
+    stride = _per_dim(stride, spatial) if stride not in ((), None) else kernel
+    windows = _fixed(x.type, grad.type.shape, kernel, stride, padding, (1,) * spatial)
+    given = t.cast(grad, out.dtype.compute)
+    counts = _counts(windows, grad.type.shape, kernel, stride, padding, count_pad)
+    count = c(divisor, given) if divisor is not None else t.cast(counts, given.type.dtype)
+    return _spread(t.apply("div", given, count), out, kernel, stride, padding)
+
+
+@aten("_adaptive_avg_pool2d_backward.default", "_adaptive_avg_pool3d_backward.default")
+def adaptive_avg_pool_backward(node: Aten, grad: Any, x: Any) -> Any:
+    """The same of windows that lie side by side, all of one size."""
+    out, spatial = result(node), _spatial(node)
+    pairs = list(zip(out.shape[-spatial:], grad.type.shape[-spatial:], strict=True))
+    need(all(n % m == 0 for n, m in pairs), "its windows are not all of one size")
+    kernel = [n // m for n, m in pairs]
+    given = t.cast(grad, out.dtype.compute)
+    share = t.apply("div", given, c(float(math.prod(kernel)), given))
+    return _spread(share, out, kernel, kernel, (0,) * spatial)
+
+
+RULES: tuple[Rule, ...] = (
+    avg_pool,
+    adaptive_avg_pool,
+    max_pool,
+    adaptive_max_pool,
+    max_pool_backward,
+    avg_pool_backward,
+    adaptive_avg_pool_backward,
+)

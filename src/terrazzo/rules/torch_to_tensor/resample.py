@@ -13,7 +13,7 @@ from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects.torch import Aten
 from terrazzo.ir.expr import IntExpr
 from terrazzo.ir.types import DType, Type, i32, i64
-from terrazzo.rewrite.rule import Rule
+from terrazzo.rewrite.rule import Rule, need
 from terrazzo.rules.torch_to_tensor.common import aten, result
 from terrazzo.rules.torch_to_tensor.pointwise import c
 
@@ -258,4 +258,20 @@ def grid_sampler(node: Aten, x: Any, grid: Any, mode: int, padding: int, align: 
     return weighted(x, out, along)
 
 
-RULES: tuple[Rule, ...] = (*UPSAMPLINGS, grid_sampler)
+@aten(*(f"upsample_nearest{d}d_backward.default" for d in (1, 2, 3)))
+def upsample_nearest_backward(node: Aten, grad: Any, size: Sequence[int], given: Sequence[int], *scales: Any) -> Any:
+    """Each element gets the gradients of all places that it was repeated at, as many times as a whole number says."""
+    out = result(node)
+    spatial = out.shape[2:]
+    times = [m // n for m, n in zip(size, spatial, strict=True)]
+    whole = all(m == n * k for m, n, k in zip(size, spatial, times, strict=True))
+    need(whole, "elements are not all repeated equally often")
+    need(all(s in (None, k) for s, k in zip(scales, times, strict=False)), "the scale is not that of the sizes")
+    space = (*out.shape, *times)
+    here = t.coordinates(space)
+    place = [here[2 + d] * k + here[out.rank + d] for d, k in enumerate(times)]
+    found = t.index_map(t.cast(grad, out.dtype.compute), space, (*here[:2], *place))
+    return t.cast(t.reduce("sum", found, range(out.rank, len(space))), out.dtype)
+
+
+RULES: tuple[Rule, ...] = (*UPSAMPLINGS, grid_sampler, upsample_nearest_backward)

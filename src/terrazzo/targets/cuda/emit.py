@@ -19,6 +19,7 @@ from terrazzo.ir.expr import Expr, IntExpr, Loaded, terms_of
 from terrazzo.ir.node import Node, topological
 from terrazzo.ir.ranges import Range, span, stays
 from terrazzo.ir.types import DType, f32
+from terrazzo.targets.cuda.alike import TEAM, alike
 from terrazzo.targets.cuda.counting import counters
 from terrazzo.targets.cuda.settle import settled
 from terrazzo.targets.cuda.short import Short
@@ -52,7 +53,7 @@ def emit(kernel: k.Kernel) -> tuple[str, str]:
     """(function name, CUDA source without the prelude) of a kernel. Kernels that differ only in names of buffers have
     the same source. Kept, because whoever chooses schedules asks whether what they become was built before.
     """
-    return _Writer(kernel).source()
+    return _Writer(*alike(kernel)).source()
 
 
 def gathers(kernel: k.Kernel) -> bool:
@@ -106,8 +107,8 @@ def _sends(s: Node) -> bool:
 
 
 class _Writer:
-    def __init__(self, kernel: k.Kernel) -> None:
-        self.kernel = kernel
+    def __init__(self, kernel: k.Kernel, team: str = "") -> None:
+        self.kernel, self.team = kernel, team
         self.scope = Scope()
         self.maps: dict[k.Map, str] = {}
         self.unrolled: set[Node] = set()
@@ -144,7 +145,7 @@ class _Writer:
             variables = [x for x in used if getattr(x, "name", None) == value]
             for v in variables:
                 self.scope.names[v] = value
-            if variables or (value == "warp" and self.statements_of(k.Role)):
+            if (variables and text) or (value == "warp" and self.statements_of(k.Role)):
                 lines.append(f"  const {self.int} {value} = {text};")
         for s, at in kernel.offsets.items():
             self.scope.buffers[s] = place = self.names.local(plain(s.name))
@@ -169,6 +170,7 @@ class _Writer:
             "block": "blockIdx.x",
             "warp": f"__shfl_sync(~0u, {warp}, 0)" if self.statements_of(k.MultiplyAsync) else warp,
             "lane": "threadIdx.x % 32",
+            TEAM: self.team,
         }
 
     def statements_of(self, *kinds: type) -> list[Node]:

@@ -117,6 +117,7 @@ class _Thread:
         self.relevant = cache(lambda body: tuple(s for s in body if self.matters(s)))
         self.alone = cache(self.registers_alone)
         self.steps = cache(self.iterations)
+        self.changes = cache(lambda loop: bool(k.changed(loop.body)))
         self.flat = cache(flatten)
 
     def run(self) -> None:
@@ -141,14 +142,18 @@ class _Thread:
         for s in self.relevant(body):
             if (places := self.alone(s)) is not None and places.isdisjoint(self.multiplying()):
                 continue
-            if isinstance(s, k.If | k.Role):
-                if self.holds(s.inside) if isinstance(s, k.If) else self.plays(s):
+            kind = type(s)
+            if kind is k.If:
+                if self.holds(s.inside):
                     self.body(s.body)
-            elif isinstance(s, k.For):
-                for i in self.carrying(s) if k.changed(s.body) else self.steps(s, self.count(s)):
+            elif kind is k.Role:
+                if self.plays(s):
+                    self.body(s.body)
+            elif kind is k.For:
+                for i in self.carrying(s) if self.changes(s) else self.steps(s, self.count(s)):
                     self.env[s.axis.name] = i
                     self.body(s.body)
-            elif isinstance(s, k.DeclareInteger | k.SetInteger):
+            elif kind is k.DeclareInteger or kind is k.SetInteger:
                 self.env[s.variable.name] = self.number(s.value)
             else:
                 self.statement(s)
@@ -311,7 +316,7 @@ class _Thread:
         return s.barriers, n
 
     def holds(self, inside: Sequence[IntExpr]) -> bool:
-        return all(n is None or n >= 0 for n in map(self.number, inside))
+        return all((n := self.number(e)) is None or n >= 0 for e in inside)
 
     def number(self, e: IntExpr) -> int | None:
         """The value of an expression for this thread; None where it depends on data."""

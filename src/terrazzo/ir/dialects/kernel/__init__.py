@@ -32,6 +32,7 @@ from terrazzo.ir.dialects.kernel.moves import (
 from terrazzo.ir.dialects.kernel.program import EARLY, REGISTER_FILE, Kernel, Program
 from terrazzo.ir.dialects.kernel.statement import PLACES, Argument, Cuda, Function, Statement, written
 from terrazzo.ir.dialects.kernel.values import (
+    BEHIND,
     BLOCK,
     LANE,
     THREADS,
@@ -61,6 +62,7 @@ from terrazzo.ir.dialects.kernel.waits import (
 )
 
 __all__ = [
+    "BEHIND",
     "BLOCK",
     "EARLY",
     "FENCES",

@@ -8,7 +8,7 @@ from terrazzo.errors import UserError
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.kernel.values import Integer, Registers, Value
 from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var, bounds
-from terrazzo.ir.node import Node, topological
+from terrazzo.ir.node import Node, per_node, topological
 
 
 class Let(Node, dialect="kernel", op="let"):
@@ -88,7 +88,12 @@ def walk(body: tuple[Node, ...]) -> Iterator[Node]:
     for s in body:
         yield s
         if isinstance(s, For | If | Role):
-            yield from walk(s.body)
+            yield from _within(s)
+
+
+@per_node
+def _within(s: For | If | Role) -> tuple[Node, ...]:
+    return tuple(walk(s.body))
 
 
 def changed(body: tuple[Node, ...]) -> frozenset[Integer]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.kernel.control import walk
 from terrazzo.ir.dialects.kernel.moves import Map, TensorLoad, TensorStore, map_of
-from terrazzo.ir.dialects.kernel.values import WARP, Shared, shared_bytes
+from terrazzo.ir.dialects.kernel.values import BEHIND, WARP, Shared, shared_bytes
 from terrazzo.ir.dialects.loop import Buffer
 from terrazzo.ir.node import Node, derived
 
@@ -65,8 +65,8 @@ class Kernel(Node, dialect="kernel", op="kernel"):
         found, at = {}, 0
         for s in self.shared:
             at = -(-at // 1024) * 1024 if s.swizzle else -(-at // 16) * 16
-            found[s] = at
-            at += shared_bytes(s)
+            found[s] = at if s.at == BEHIND else s.at
+            at += shared_bytes(s) if s.at == BEHIND else 0
         return found
 
     @derived

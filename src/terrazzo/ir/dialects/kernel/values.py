@@ -15,14 +15,18 @@ WARP = 32
 BLOCK = "block"
 THREADS = ("block", "warp", "lane")
 LANE = Var("lane", WARP)
+BEHIND = -1
+"""Where memory of the block lies that is nowhere in particular."""
 
 
 class Shared(Buffer, dialect="kernel", op="shared"):
     """Memory of the block. Bits of the byte offset are exchanged with a span of `swizzle` bytes (0, 32, 64 or 128; see
-    ir.layout).
+    ir.layout). It lies behind what was declared before it, or begins `at` a byte, and may lie over other memory then:
+    what is written to the one, the other holds no longer.
     """
 
     swizzle: int = 0
+    at: int = BEHIND
 
 
 class Barriers(Shared, dialect="kernel", op="barriers"):

@@ -69,7 +69,7 @@ class Sync(Statement, dialect="kernel", op="sync"):
         return (("named",),) if self.warps else ()
 
     def cuda(self, w: Cuda) -> list[str]:
-        return [f"sync<{self.number}, {self.warps * WARP}>();" if self.warps else "__syncthreads();"]
+        return [f"sync({self.number}, {self.warps * WARP});" if self.warps else "__syncthreads();"]
 
 
 class ClusterSync(Statement, dialect="kernel", op="cluster_sync"):
