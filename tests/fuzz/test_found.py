@@ -14,7 +14,7 @@ from terrazzo.ir.text import parse
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from tests.cli.conftest import Terrazzo
-from tests.fuzz import checks
+from tests.fuzz import checks, scores
 from tests.fuzz.aliases import Case, under_torch_compile
 from tests.fuzz.schedules import terms
 
@@ -464,3 +464,10 @@ ALIASED = {
 def test_writes_that_aotautograd_does_not_follow(name: str) -> None:
     """PyTorch runs these as they are; AOTAutograd refuses them, or loses the write."""
     assert under_torch_compile(ALIASED[name]) == "right, partly by PyTorch"
+
+
+def test_a_table_that_is_looked_up_beyond_the_last_row_and_key() -> None:
+    """Where there is no such row, the place in the table may be none."""
+    change = "s + table[(i - j).clamp(-4, 4) + 4]"
+    case = scores.Case(1, 1, 1, 3, 3, 16, 16, "bfloat16", (change,), "", "added", "sm_90a", True, False)
+    assert scores.check(case).startswith("right")

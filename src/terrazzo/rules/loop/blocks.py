@@ -13,7 +13,7 @@ here they follow from the predicate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,15 +46,15 @@ def blocks_seen(program: l.Program, log: Log, price: Callable[[Sequence[l.Kernel
         if isinstance(s, l.Kernel) and (asked := _asked(s)) is not None:
             seen = known.get(asked.form) or _found(asked, s, names)
             made = told(s, asked, seen)
-            finding, taken = (price([seen.kernel, seen.inside]) if asked.form not in known else 0.0), price([s])
-            fired = WORTH * finding <= taken and not unproved([seen.kernel, seen.inside, made])
+            finding, taken = (price(seen.kernels) if asked.form not in known else 0.0), price([s])
+            fired = WORTH * finding <= taken and not unproved([*seen.kernels, made])
             why = f"{finding / 1000:.1f} us to find what blocks of {BLOCK} rows see, {taken / 1000:.1f} us for all"
             log.add(Event(PASS, RULE, s.name, fired, why))
             if fired:
-                found = () if asked.form in known else (seen.kernel, seen.inside)
+                found = () if asked.form in known else seen.kernels
                 known[asked.form] = seen
                 names |= {b.name for x in found for b in x.writes}
-                log.applied(PASS, RULE, s.name, [s], [seen.kernel, seen.inside, made])
+                log.applied(PASS, RULE, s.name, [s], [*seen.kernels, made])
                 steps += [*found, made]
                 continue
         steps.append(s)
@@ -79,16 +79,15 @@ class _Asked:
 
 @dataclass(frozen=True)
 class _Seen:
-    """The kernel that stores the first block that each block of rows sees and the one after the last, and the kernel
-    that stores which blocks are seen whole.
+    """The kernels that find what blocks see: the last one stores the first block that each block of rows sees and the
+    one after the last, and which blocks are seen whole; it is made of what those before know of blocks.
     """
 
-    kernel: l.Kernel
-    inside: l.Kernel
+    kernels: tuple[l.Kernel, ...]
 
     @property
     def buffers(self) -> tuple[l.Buffer, ...]:
-        return (*self.kernel.writes, *self.inside.writes)
+        return self.kernels[-1].writes
 
 
 def _asked(kernel: l.Kernel) -> _Asked | None:
@@ -156,29 +155,65 @@ def _found(asked: _Asked, kernel: l.Kernel, names: set[str]) -> _Seen:
     axes = (*outer, *((blocks,) if by_rows or not outer else ()))
     shape = tuple(a.extent for a in axes)
     predicate = substitute(asked.predicate, dict(zip(asked.around, outer, strict=True)))
-    names_of = [unused(f"{kernel.name}_{what}", names) for what in ("first", "last", "whole")]
     first, last, whole = (
-        l.Buffer(name, Type(i64, (*shape, *more))) for name, more in zip(names_of, ((), (), (key,)), strict=True)
+        l.Buffer(unused(f"{kernel.name}_{what}", names), Type(i64, (*shape, *more)))
+        for what, more in (("first", ()), ("last", ()), ("whole", (key,)))
     )
-    keys = Var(l.fresh_name(), asked.keys.extent)
-    may = _Block({asked.rows: blocks}).may(substitute(predicate, {asked.keys: keys}))
-    at = l.Index(keys // BLOCK)
-    none = l.Literal(key, i64), l.Literal(0, i64)
-    ends = l.apply("where", may, at, none[0]), l.apply("where", may, l.apply("add", at, l.Literal(1, i64)), none[1])
-    least, most = (l.Reduce.make(monoid(m), (keys,), (x,)) for m, x in zip(("min", "max"), ends, strict=True))
-    bounds = l.Kernel(names_of[0], axes, (l.Store(first, axes, least), l.Store(last, axes, most)), kernel.source)
-    column = Var(f"a{len(axes)}", key)
-    must = _Block({asked.rows: blocks, asked.keys: column}).must(predicate)
-    value = l.apply("where", must, l.Literal(1, i64), l.Literal(0, i64))
-    inside = l.Kernel(names_of[2], (*axes, column), (l.Store(whole, (*axes, column), value),), kernel.source)
-    return _Seen(bounds, inside)
+    column, step = Var(f"a{len(axes)}", key), Var(l.fresh_name(), key)
+    ranges = _Ranges(f"{kernel.name}_blocks", outer, names, kernel.source)
+    may = _Block({asked.rows: blocks, asked.keys: step}, ranges).may(predicate)
+    must = _Block({asked.rows: blocks, asked.keys: column}, ranges).must(predicate)
+    at = l.Index(step)
+    ends = (
+        ("min", l.apply("where", may, at, l.Literal(key, i64))),
+        ("max", l.apply("where", may, l.apply("add", at, l.Literal(1, i64)), l.Literal(0, i64))),
+    )
+    least, most = (l.Reduce.make(monoid(m), (step,), (x,)) for m, x in ends)
+    inside = l.apply("where", must, l.Literal(1, i64), l.Literal(0, i64))
+    stores = l.Store(first, axes, least), l.Store(last, axes, most), l.Store(whole, (*axes, column), inside)
+    return _Seen((*ranges.kernels(), l.Kernel(first.name, (*axes, column), stores, kernel.source)))
+
+
+class _Ranges:
+    """What is known of terms of one axis over each of its blocks, each once, in kernels of their own."""
+
+    def __init__(self, name: str, outer: tuple[Var, ...], names: set[str], source: str) -> None:
+        self.name, self.outer, self.names, self.source = name, outer, {*names}, source
+        self.stores: dict[Any, tuple[tuple[Var, ...], l.Store]] = {}
+
+    def of(self, x: Any, axis: Any, at: Var, by: str) -> l.Load:
+        """A term over the block number `at` of an axis, combined `by` a monoid."""
+        around = tuple(a for a in self.outer if a in x.free)
+        block = Var(f"a{len(around)}", -(-axis.extent // BLOCK))
+        axes = (*(Var(f"a{n}", a.extent) for n, a in enumerate(around)), block)
+        each = Var(l.fresh_name(), BLOCK)
+        place: IntExpr = block * BLOCK + each
+        found = substitute(x, {axis: place, **dict(zip(around, axes, strict=False))})
+        if not at_least(left := axis.extent - 1 - place, 0):
+            found = rewrite_loads(found, lambda load: guarded(load, (left,)))
+            (nothing,) = monoid(by).identity([x.dtype])
+            here = l.apply("ge", l.Index(left), l.Literal(0, i64))
+            found = l.apply("where", here, found, l.Literal(nothing, x.dtype))
+        value = l.Reduce.make(monoid(by), (each,), (found,))
+        if value not in self.stores:
+            name = unused(self.name, self.names)
+            self.names.add(name)
+            place_of = l.Buffer(name, Type(x.dtype, tuple(a.extent for a in axes)))
+            self.stores[value] = axes, l.Store(place_of, axes, value)
+        return l.Load(self.stores[value][1].buffer, (*around, at))
+
+    def kernels(self) -> Iterator[l.Kernel]:
+        """One for all terms of the same axes."""
+        for axes in dict.fromkeys(a for a, _ in self.stores.values()):
+            stores = tuple(s for a, s in self.stores.values() if a == axes)
+            yield l.Kernel(stores[0].buffer.name, axes, stores, self.source)
 
 
 class _Block:
-    """What is known of terms over blocks: `at` says which block of an axis it is."""
+    """What is known of predicates over blocks: `at` says which block of an axis it is."""
 
-    def __init__(self, at: dict[Any, Var]) -> None:
-        self.at = at
+    def __init__(self, at: dict[Any, Var], ranges: _Ranges) -> None:
+        self.at, self.ranges = at, ranges
 
     def may(self, p: Any) -> Any:
         """A predicate that holds where p does somewhere in the blocks."""
@@ -220,20 +255,10 @@ class _Block:
                 return l.apply(x.fn.name, a[0], b[0]), l.apply(x.fn.name, a[1], b[1])
         return None
 
-    def _over(self, x: Any, by: str) -> l.Reduce:
+    def _over(self, x: Any, by: str) -> l.Load:
         """A term of one axis, over its block."""
         (axis,) = x.free & {*self.at}
-        each = Var(l.fresh_name(), BLOCK)
-        place: IntExpr = self.at[axis] * BLOCK + each
-        found = substitute(x, {axis: place})
-        if not at_least(left := axis.extent - 1 - place, 0):
-            found = rewrite_loads(found, lambda load: guarded(load, (left,)))
-            kind = monoid(by)
-            (nothing,) = kind.identity([x.dtype])
-            here = l.apply("ge", l.Index(left), l.Literal(0, i64))
-            found = l.apply("where", here, found, l.Literal(nothing, x.dtype))
-        made: l.Reduce = l.Reduce.make(monoid(by), (each,), (found,))
-        return made
+        return self.ranges.of(x, axis, self.at[axis], by)
 
 
 Span = tuple[Any, Any]

@@ -42,7 +42,7 @@ def element(store: l.Store, index: tuple[IntExpr, ...], inside: tuple[IntExpr, .
         return value
     if keeps_zero(value):
         return rewrite_loads(value, lambda load: guarded(load, inside))
-    value = rewrite_loads(value, lambda load: _looked_up(load, inside) if _in_bounds(load) else guarded(load, inside))
+    value = rewrite_loads(value, lambda load: looked_up(load, inside) if _in_bounds(load) else guarded(load, inside))
     return select(inside, _dividing_only(value, inside))
 
 
@@ -98,7 +98,7 @@ def _in_bounds(load: l.Load) -> bool:
     )
 
 
-def _looked_up(load: l.Load, inside: Sequence[IntExpr]) -> l.Load:
+def looked_up(load: l.Load, inside: Sequence[IntExpr]) -> l.Load:
     """The load, at 0 where a guard does not hold and where it reads is computed: it is in its range elsewhere only.
     What is loaded, to be looked up, is 0 there by itself.
     """

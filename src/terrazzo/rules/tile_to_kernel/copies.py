@@ -13,7 +13,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, at_least
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.plan import Ring, Stream
-from terrazzo.rules.loop.inline import guarded
+from terrazzo.rules.loop.inline import guarded, looked_up
 from terrazzo.rules.tile.digits import Bindings, Digit
 from terrazzo.rules.tile.spans import Span
 from terrazzo.rules.tile_to_kernel.builder import Builder
@@ -148,6 +148,8 @@ class Copies:
         for x in topological([term], stop=lambda x: x in env):
             if isinstance(x, l.Term) and not isinstance(x, l.Literal) and x not in env:
                 found = substitute(x, env)
-                env[x] = self.builder.let(guarded(found, inside) if isinstance(found, l.Load) else found)
+                if isinstance(found, l.Load):
+                    found = looked_up(guarded(found, inside), inside) if inside else found
+                env[x] = self.builder.let(found)
         result: Node = env[term]
         return result
