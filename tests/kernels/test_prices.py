@@ -325,6 +325,15 @@ def test_parts_that_come_from_memory_take_their_time() -> None:
     assert 120 <= best.pieces * best.tile.clusters[0] * best.tile.clusters[1] * best.tile.blocks <= 132
 
 
+@pytest.mark.parametrize(("rows", "third"), [(128, {"w"}), (512, set())])
+def test_weights_that_one_tile_needs_run_further_ahead(rows: int, third: set[str]) -> None:
+    """They come from memory, and the other factor from the cache; tiles that share them bring them there."""
+    p = parts_product(rows, 3584, 3584)
+    plan = next(x for x in warpgroups.plans(p, HOPPER) if x.tile.n == 112 and x.tile.rows is p.m and not x.tile.split)
+    (site, *_) = warpgroups.schedule(p, plan, HOPPER).sites
+    assert {name[0] for name, held in site.operands if ("slots", 3) in held.options} == third
+
+
 def test_slabs_of_few_columns_have_three_slots() -> None:
     """Results in float32 leave registers, and take no memory."""
     p = parts_product(1024, 1024, 1024)

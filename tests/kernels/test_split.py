@@ -110,6 +110,31 @@ def test_products_of_parts_in_clusters_are_right() -> None:
     right(paired(text(512, 128, 192, blocks=2), 4))
 
 
+def ahead(source: str) -> str:
+    """A product whose second factor comes in three slots, and the first one in two."""
+    for p in (1, 2, 3):
+        source = source.replace(f'w{p} = smem(by="tma", swizzle=128)', f'w{p} = smem(by="tma", swizzle=128, slots=3)')
+    return source
+
+
+def test_a_factor_may_run_further_ahead() -> None:
+    """In a ring of its own, which is filled first."""
+    source = ahead(
+        text(256, 64, 512, blocks=2).replace("block(128)\n        r0", "block(64)\n        r0").replace("n128", "n64")
+    )
+    source = source.replace("inst.n(128)", "inst.n(64)")
+    right(source)
+    plan = str(lowering(parse(source), Options(target="sm_90a")).at("tile").plans[0][1])
+    assert re.findall(r"ring\d = ring\(.*?slots=(\d)", plan) == ["3", "2"] and "rings=(ring0, ring1)" in plan
+    assert set(re.findall(r'operand="([xw]).*?ring=(ring\d)', plan)) == {("w", "ring0"), ("x", "ring1")}
+
+
+@pytest.mark.parametrize("slots", ["-1", '"three"'])
+def test_slots_are_a_number(slots: str) -> None:
+    with pytest.raises(UserError, match="slots are a number"):
+        derived(ahead(text(256, 128, 512, blocks=2)).replace("slots=3", f"slots={slots}"))
+
+
 def test_six_products_are_as_exact_as_float32() -> None:
     rng = np.random.default_rng(0)
     x, w = rng.standard_normal((256, 320), np.float32), rng.standard_normal((128, 320), np.float32)
@@ -142,7 +167,7 @@ def test_the_small_products_come_first_and_the_first_one_overwrites() -> None:
 
 
 def test_machine_code(tmp_path: Path) -> None:
-    """At full size: 24 products of warpgroups, the first overwriting, 64 additions, nothing spilled."""
+    """At full size: 24 products, the first overwriting, and 64 additions, for both warpgroups; nothing spilled."""
     (kernel,) = derived(text(4096, 4096, 4096)).steps
     lines = sass(kernel, "sm_90a", tmp_path)
     products = [line for line in lines if "HGMMA.64x128x16.F32.BF16" in line]

@@ -350,7 +350,8 @@ def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
     *outer, depth = p.axes
     lines += [(f"r{a.label}", (Factor("time", a.extent),)) for a in outer]
     name = f"r{depth.label}"
-    options = (("ring", _slots(p, t, gpu)), *([("promote", True)] if promotes(p) else []))
+    ahead, slots = _ahead(p, t, gpu), _slots(p, t, gpu) + 1
+    options = (("ring", slots - 1), *([("promote", True)] if promotes(p) else []))
     sharing = (Factor("cluster", t.share),) if t.share > 1 else ()
     lines.append((name, (*sharing, Factor("time", ceil(depth.extent, t.k * t.share), options), Factor("block", t.k))))
     group = next(g for g in (GROUP, 4, 2, 1) if tiles[p.m] % g == 0)
@@ -369,7 +370,7 @@ def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
             (t.columns.name, (Factor("inst.n", t.n),)),
             (name, (Factor("reg", t.k // 16), Factor("inst.k", 16))),
         ),
-        tuple({called(x): _operand(x, t) for x in p.sources}.items()),
+        tuple({called(x): _operand(x, t, slots if ahead in x.free else 0) for x in p.sources}.items()),
         plan.instruction.name,
     )
     return Schedule(
@@ -379,10 +380,24 @@ def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
     )  # fmt: skip
 
 
-def _operand(x: Any, t: Tile) -> Operand:
-    """By TMA, for both blocks of a cluster where they need the same."""
+def _operand(x: Any, t: Tile, slots: int) -> Operand:
+    """By TMA, for both blocks of a cluster where they need the same; in slots of its own, if any."""
     shared = (("multicast", True),) if t.split is not None and t.split not in x.free else ()
-    return Operand("smem", (("by", "tma"), ("swizzle", swizzled(x.dtype.size * runs(x, t))), *shared))
+    own = (("slots", slots),) if slots else ()
+    return Operand("smem", (("by", "tma"), ("swizzle", swizzled(x.dtype.size * runs(x, t))), *own, *shared))
+
+
+def _ahead(p: Product, t: Tile, gpu: Gpu) -> Any:
+    """The axis of the larger factor where its parts come from memory for one or two tiles, and there is room for a
+    third slot of it: the other one's come from the cache, and sooner. None where there is not.
+    """
+    slots, larger = _slots(p, t, gpu), max(p.sources, key=lambda x: p.touched(x) * x.dtype.size)
+    axis, size = (t.rows, t.m) if t.rows in larger.free else (t.columns, t.n)
+    other = t.clusters[0 if axis is t.columns else 1]
+    each = sum(x.size for x in facts_of(p).sources if axis in x.free) * size * t.k
+    alone = promotes(p) and not converted(p) and t.split is None and t.share == 1 and not leaves(p, t)
+    room = gpu.shared - 2048 - slots * _bytes(p, t) - each
+    return axis if alone and slots == 2 and other <= 2 and room >= 0 else None
 
 
 def _width(t: Tile) -> int:

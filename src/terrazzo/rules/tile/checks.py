@@ -48,6 +48,7 @@ from terrazzo.rules.tile.rings import (
     loops_of,
     operand_text,
     overlaps,
+    own_slots,
     staggered,
     steps,
     twins,
@@ -205,7 +206,9 @@ def _ring(line: Ring, plan: Plan, draft: Draft) -> None:
     need(least <= line.ahead <= most, f"{line.ahead} steps ahead, and of {line.slots} slots {most} can be filled early")
     asked = [v for _, f in steps(draft) if isinstance(v := draft.option(f, "ring", 0), int) and v]
     if asked and line.over and by.beside:
-        _same("slots are", line.slots, max(asked))
+        own = {own_slots(draft, p, x) for p in users for x in brought(draft, p)} - {0}
+        if line.slots not in own:
+            _same("slots are", line.slots, max(asked))
 
 
 def _stream(line: Stream, plan: Plan, draft: Draft) -> None:

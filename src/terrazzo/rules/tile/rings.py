@@ -83,8 +83,9 @@ def rounds(draft: Draft) -> list[tuple[Any, Factor]]:
 
 @rule(keys=(Plan,))
 def pipeline(plan: Plan, draft: Draft) -> Plan | None:
-    """Operands that change in the same steps for the same products share the slots of a ring; one that does not change
-    is held for the tile. Who loads runs ahead by all slots; where all do everything, by all but the one in use.
+    """Operands that change in the same steps for the same products share the slots of a ring, but for those that have
+    `slots` of their own; one that does not change is held for the tile. Who loads runs ahead by all slots; where all do
+    everything, by all but the one in use.
     """
     if plan.all(Ring) or not plan.all(Product):
         return None
@@ -104,15 +105,16 @@ def pipeline(plan: Plan, draft: Draft) -> Plan | None:
     of = {x: number for number, p in reversed([*enumerate(products)]) for x in brought(draft, p)}
     for number, p in enumerate(products):
         for x in brought(draft, p):
-            key = (of[same.get(x, x)] if apart else None, loops_of(draft, products, x))
+            over = loops_of(draft, products, x)
+            key = (of[same.get(x, x)] if apart else None, over, own_slots(draft, p, x) if over else 0)
             groups.setdefault(key, {})[_transport(draft, draft.site(p.sites[0]), x)] = None
             users.setdefault(key, []).append(number)
     rings: dict[tuple[Any, ...], Ring] = {}
-    for key, transports in groups.items():
+    for key, transports in sorted(groups.items(), key=lambda group: -group[0][2]):  # who runs further ahead goes first
         over = key[1]
         boxes = any(x.boxes for x in transports)
         need(not boxes or len(transports) == 1, "TMA brings in all operands of a contraction or none")
-        count = slots if over else held_slots(draft, plan, products, users[key])
+        count = key[2] or slots if over else held_slots(draft, plan, products, users[key])
         by = next(iter(transports)) if len(transports) == 1 else PLAIN
         by = PLAIN if by.beside and not boxes and over and count == 1 else by
         need(
@@ -170,6 +172,22 @@ def twin_axes(names: Sequence[str], x: Node, y: Node) -> list[str]:
     (new,) = [axis_name(a) for a in y.free - x.free]
     gone = {axis_name(a) for a in x.free - y.free}
     return [new if name in gone else name for name in names]
+
+
+def own_slots(draft: Draft, p: Product, x: Node) -> int:
+    """In how many slots an operand comes that has more than the loop says, or 0: what comes from memory takes longer
+    than what the cache has.
+    """
+    found = dict(draft.held(draft.site(p.sites[0]), called(x)).options).get("slots", 0)
+    if not isinstance(found, int) or found < 0:
+        raise draft.fail(f"{called(x)}: slots are a number, not {found}", *draft.line(called(x)))
+    return found
+
+
+def ring_of(draft: Draft, p: Product, x: Node, rings: Sequence[Ring]) -> Ring:
+    """Which of the rings of the same steps an operand comes in."""
+    own, others = own_slots(draft, p, x), {own_slots(draft, p, y) for y in brought(draft, p)} - {0}
+    return next(r for r in rings if len(rings) == 1 or (r.slots == own if own else r.slots not in others))
 
 
 def held_slots(draft: Draft, plan: Plan, products: Sequence[Product], users: Sequence[int]) -> int:

@@ -23,7 +23,16 @@ from terrazzo.rules.access import WIDEST, box, wide
 from terrazzo.rules.swizzles import swizzled
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.products import CONVERTED
-from terrazzo.rules.tile.rings import axis_called, brought, loops_of, operand_text, slab_sizes, steps, twins
+from terrazzo.rules.tile.rings import (
+    axis_called,
+    brought,
+    loops_of,
+    operand_text,
+    ring_of,
+    slab_sizes,
+    steps,
+    twins,
+)
 from terrazzo.rules.tile.spans import span, spanned
 from terrazzo.rules.transports import TRANSPORTS
 
@@ -47,7 +56,7 @@ def lay_out_operands(plan: Plan, draft: Draft) -> Plan | None:
                 read += draft.read(site, called(x))
                 continue
             over = loops_of(draft, plan.all(Product), x)
-            ring = next(r for r in rings if r.over == over)
+            ring = ring_of(draft, p, x, [r for r in rings if r.over == over])
             name = called(x) + "_s"
             taken = [s.name for s in lines.values()]
             name = next(m for m in (name, *(f"{name}{k}" for k in range(1, 99))) if m not in taken)
@@ -56,7 +65,7 @@ def lay_out_operands(plan: Plan, draft: Draft) -> Plan | None:
                 first = next((y for y in beside_it(draft, p, x) if y in lines), None)
                 lines[x] = slab.stream(name) if first is None else slab.behind(name, lines[first])
             held = draft.held(site, called(x))
-            words = [held.place, "by", "swizzle", "pad", "along", "over", *([] if over else ["slots"])]
+            words = [held.place, "by", "swizzle", "pad", "along", "over", "slots"]
             words += ["multicast"] if lines[x].multicast > 1 else []
             where = site if site and called(x) in dict(site.operands) else None
             if held.place == "smem" or where is not None:
