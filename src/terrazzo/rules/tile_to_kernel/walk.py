@@ -51,6 +51,7 @@ class Walker:
         self.fragments, self.places = fragments, places
         self.names: dict[Node, str] = {site: name for name, site in n.accumulators(kernel).items()}
         self.keep = {x.what for x in plan.all(Keep)}
+        self.filled: dict[k.Registers, list[IntExpr]] = {}  # kept registers: where, of all threads and steps
         self.gathered = {r.store: r for r in plan.all(Result) if r.slab}
         self.tiled = {a for f in fragments.values() for a in map(axis_name, f.axes)}
         self.aligned = {w.name: w.args[0] for x in plan.all(Align) for w in x.vectors}
@@ -161,7 +162,7 @@ class Walker:
         if columns is not None:
             inside = [substitute(e, {columns.value: 0}) for e in inside]
             if not bodies.loops(self.left(s.body)):
-                self.keep_terms(s, [*digits, [columns]], scope, inner)
+                self.keep_terms(s, [*digits, [columns]], inside, scope, inner)
             return self.builder.peeled(looped, inside, lambda: self.statements(s.body, inner))
         leaf = not bodies.loops(self.left(s.body))
         vector = (
@@ -170,7 +171,7 @@ class Walker:
             else None
         )
         if leaf:
-            self.keep_terms(s, digits, scope, inner)
+            self.keep_terms(s, digits, inside, scope, inner)
         step = self.vector(s, vector, inside, inner) if vector is not None else None
         if step is not None and vector is not None:
             inside = [substitute(e, {vector.value: 0}) for e in inside]
@@ -382,9 +383,11 @@ class Walker:
             scope.env.update({x: l.Load.make(place, (at,), where) for x, at, where in piece.loads})
         return [x for piece in found for x, _, _ in piece.loads]
 
-    def keep_terms(self, s: n.Loop, digits: Sequence[Sequence[Digit]], scope: Scope, inner: Scope) -> None:
-        """Terms of a leaf that registers keep, as the schedule says: found in those an earlier leaf filled, or to fill
-        new ones.
+    def keep_terms(
+        self, s: n.Loop, digits: Sequence[Sequence[Digit]], inside: Sequence[IntExpr], scope: Scope, inner: Scope
+    ) -> None:
+        """Terms of a leaf that registers keep, as the schedule says: found in those an earlier leaf filled, where its
+        conditions hold wherever those of this one do, or to fill new ones.
         """
         looped = [d for ds in digits for d in ds if d.level in LOOPED]
         if not self.keep or any(d.level == "time" for d in looped):
@@ -393,6 +396,7 @@ class Walker:
         same = {d.value: Var(f"kept{p}", d.size) for p, d in enumerate(looped)}
         summands = {a for r in s.carried if self.names[r] in self.keep for a in r.args}
         made = dict(inner.env)  # what every term is made of, down to what registers hold
+        where = [substitute(e, same) for e in (*inside, *inner.pending)]
         for x in s.body:
             if not isinstance(x, n.Let) or isinstance(x.term, l.Get):
                 continue
@@ -401,13 +405,15 @@ class Walker:
             wanted = x.term.buffer.name in self.keep if isinstance(x.term, l.Load) else x.term in summands
             own = [d for d in looped if d is not columns or mentions(made[x.term], d.variable)]
             variables = tuple(d.value for d in own)
-            if key in scope.places:
-                inner.env[x.term] = made[x.term] = l.Load(scope.places[key], variables)
+            filled = scope.places.get(key)
+            if filled is not None and all(any(at_least(e - x, 0) for x in where) for e in self.filled[filled]):
+                inner.env[x.term] = made[x.term] = l.Load(filled, variables)
             elif wanted:
                 name = x.term.buffer.name if isinstance(x.term, l.Load) else "term"
                 guarded = isinstance(x.term, l.Load) and x.term.inside  # it is 0 where nothing is loaded
                 init = l.Literal(zero(x.term.dtype), x.term.dtype) if guarded else None
                 scope.places[key] = self.builder.registers(name + "_", x.term.dtype, [d.size for d in own], init)
+                self.filled[scope.places[key]] = where
                 inner.kept[x.term] = scope.places[key], variables
                 made[x.term] = l.Load(scope.places[key], variables)
 
