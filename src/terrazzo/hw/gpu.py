@@ -107,9 +107,9 @@ with a residual or GELU beside bias and ReLU (22 November 2026): 13 to 21 bytes,
 operations. `overhang`, `meeting`, `given` and `again` were fitted to how much is lost by what is chosen of 461
 schedules of 34 products, of which 176 share sums (benchmarks/fits/h200-shared.json): the good ones of these take 10 %
 longer than the model says. `clusters` is what the driver says of blocks with 200,000 bytes of shared memory. `parts`,
-`parts_memory`, `parts_states` and `parts_meeting` are fitted to some 200 tiles of 20 products
-(benchmarks/fits/h200-parts-tiles.json): what is chosen of them takes 1.9 % longer than the best, where it took 6 %;
-times are off by 14 % (root mean square), most of them of tiles of few columns, or that blocks of a cluster share.
+`parts_states` and `parts_meeting` are fitted to 182 measurements of 20 products
+(benchmarks/fits/h200-parts-tiles.json); of those in several pieces it is not known for sure in which tile they ran.
+`parts_memory` is an estimate: what was chosen for 128 rows read 2.1 to 2.7 TB/s.
 """
 
 # Those of sm_90a were measured on an H200; the others are estimates from data sheets.
