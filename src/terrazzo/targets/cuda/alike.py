@@ -19,6 +19,10 @@ from terrazzo.ir.expr import Expr, IntExpr, Sum, Var, terms_of
 from terrazzo.ir.node import Node, substitute
 
 TEAM = "team"
+TIGHT = 160
+"""Registers of a thread, as three warpgroups have, of which none is left for the number of a team: attention of heads
+of 64 that keeps a number for each row spilled 16 bytes.
+"""
 
 
 class TeamSync(k.Statement):
@@ -50,7 +54,8 @@ def alike(kernel: k.Kernel) -> tuple[k.Kernel, str]:
     number = ""
     for (count, registers), run in groupby(kernel.body, _shape):
         roles: list[Any] = list(run)
-        while count and not number and len(roles) > 1:  # who loads may have as many warps
+        roomy = not registers or registers > TIGHT
+        while count and roomy and not number and len(roles) > 1:  # who loads may have as many warps
             if (shared := _shared(roles)) is not None:
                 number = f"(warp - {roles[0].first}) / {count}"
                 roles = [k.Role(roles[0].first, count * len(roles), shared, registers)]
