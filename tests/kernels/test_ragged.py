@@ -64,7 +64,7 @@ def test_vectors_are_words_where_a_weight_begins_elsewhere() -> None:
 def test_points_of_any_number_are_stored_in_vectors(dtype: torch.dtype) -> None:
     count = 1_100_003
     found = lowered(lambda x, y: x * y + 1, (x(count, dtype=dtype), x(count, dtype=dtype)), "sm_90a")
-    assert widths(found) == {4 if dtype is torch.bfloat16 else 2}
+    assert widths(found) == {4}
     right(found)
 
 

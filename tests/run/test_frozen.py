@@ -347,7 +347,8 @@ def test_nothing_grows(cache: Path) -> None:
 
     x, q = torch.randn(4, 64), torch.randint(-9, 9, (6, 64), dtype=torch.int8)
     run = terrazzo.compile(call, x, q, options={"frozen": ["q"], "freezing": True, "cache_dir": cache})
-    torch.testing.assert_close(run(x, q), call(x, q))
+    exact = x.double() @ (q.double() * scale.double().exp()).t()
+    torch.testing.assert_close(run(x, q).double(), exact, rtol=1e-5, atol=1e-4)  # sums of 64 numbers of about 10
     assert run.compiled.once.bytes == scale.numel() * 4
 
 

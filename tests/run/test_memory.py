@@ -129,15 +129,18 @@ def test_memory_that_runs_out_leaves_the_call_usable(cache: Path, monkeypatch: p
 @pytest.mark.gpu
 @pytest.mark.parametrize(("free", "mode"), [(8, None), (8, "reduce-overhead"), (72, None)])
 def test_memory_of_a_gpu_that_runs_out_leaves_the_process_usable(free: int, mode: str | None) -> None:
-    """Megabytes that are free: too few for temporaries; or enough for these, but not for the results of 16 calls."""
+    """Megabytes that are left: too few for temporaries; or enough for these, but not for the results of 16 calls."""
     x, w, v = (torch.randn(2048, 2048, device="cuda") for _ in range(3))
     torch._dynamo.reset()
     ours = torch.compile(big, backend="terrazzo", mode=mode)
     torch.cuda.empty_cache()
-    taken = torch.empty(torch.cuda.mem_get_info()[0] - free * 2**20, dtype=torch.uint8, device="cuda")
-    with pytest.raises(torch.cuda.OutOfMemoryError):
-        [ours(x, w, v) for _ in range(16)]
-    del taken
+    allowed = torch.cuda.memory_reserved() + free * 2**20
+    torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            [ours(x, w, v) for _ in range(16)]
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
     torch.cuda.empty_cache()
     torch.testing.assert_close(ours(x, w, v), big(x, w, v), rtol=1e-3, atol=1e-3)
 

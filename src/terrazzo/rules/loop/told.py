@@ -40,7 +40,9 @@ def masks_told(kernel: l.Kernel, known: Mapping[l.Buffer, l.Kernel]) -> l.Kernel
         made = element(known[load.buffer].stores[0], load.index)
         if of_tables(made) and not any(last <= y.free for y in topological([made]) if isinstance(y, l.Load)):
             return made
-        seen = both(_seen(made))
+        if not (parts := _seen(made)):
+            return load
+        seen = both(parts)
         if load.dtype.kind == "bool":
             return both([seen, load])
         return l.apply("where", seen, load, l.Literal(-math.inf, load.dtype))

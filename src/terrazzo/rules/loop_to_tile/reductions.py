@@ -96,7 +96,7 @@ def reduction(kernel: l.Kernel, gpu: Gpu, most: int = 32, whole: bool = True) ->
             loads[x.buffer.name] += 1
     keep = tuple((b, Operand("reg")) for b, uses in loads.items() if uses > 1) if per_thread <= KEPT * 2 else ()
     terms = tuple((name, Operand("reg")) for name in _again(kernel, top, inner)) if per_thread <= KEPT else ()
-    sites += _innermost(kernel, top)
+    sites += _innermost(kernel, top) if warps == 1 else []  # sites agree on the number of warps
     words = ragged > 1 and ragged * min(x.dtype.size for x in loaded(top)) <= WORD
     several = _resident(warps, per_thread) if words else ()
     return Schedule(kernel.name, gpu.arch, lines, (*keep[:2], *terms[:1]), several, tuple(sites))
