@@ -1,15 +1,21 @@
 """Python's collector of cycles rests while a program is compiled, and only then."""
 
 import gc
+import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from terrazzo.collector import paused
 from terrazzo.front.capture import capture
+from terrazzo.interp import kernel as simulator
+from terrazzo.interp.kernel import machine
+from terrazzo.ir.text import parse
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
+from tests.kernels.by_hand import FOLDER
 
 
 def collections(call: Any) -> int:
@@ -52,5 +58,48 @@ def test_an_error_turns_it_on_again_and_who_turned_it_off_keeps_it_off() -> None
         with paused():
             pass
         assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+class Graph:
+    """What holds itself, and much else."""
+
+    def __init__(self) -> None:
+        self.nodes = [[self] for _ in range(50_000)]
+
+
+def test_what_was_dropped_goes_when_others_are_compiled() -> None:
+    seen: list[weakref.ref[Graph]] = []
+    for _ in range(40):
+        with paused():
+            seen.append(weakref.ref(Graph()))
+    assert sum(s() is not None for s in seen) < 30
+
+
+def test_what_others_froze_stays_so() -> None:
+    gc.freeze()
+    try:
+        count = gc.get_freeze_count()
+        with paused():
+            pass
+        assert gc.get_freeze_count() == count
+    finally:
+        gc.unfreeze()
+
+
+def test_a_simulated_kernel_leaves_no_memory_to_the_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[weakref.ref[machine.Machine]] = []
+
+    def run(self: machine.Machine, own: Any = machine.Machine.run) -> None:
+        seen.append(weakref.ref(self))
+        own(self)
+
+    monkeypatch.setattr(machine.Machine, "run", run)
+    program = parse((FOLDER / "ring.kernel").read_text())
+    gc.disable()
+    try:
+        simulator.run(program, {b.name: np.zeros(b.type.static_shape) for b in program.inputs})
+        assert seen and not any(s() for s in seen)
     finally:
         gc.enable()

@@ -6,20 +6,48 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+SHARE = 2
+"""Cycles are looked for among all objects before a program is compiled when, for so many of them, one was made while
+others were, and nobody has looked since.
+"""
+
+_unseen = 0
+"""Objects made within `paused` that no collection has gone through."""
+_known = 0
+"""Objects there were when all were last gone through for us, or when we first came."""
+
 
 @contextmanager
 def paused() -> Iterator[None]:
     """Within this no cycles are looked for. Nodes make none, and there are so many that a sixth of the time of a large
-    program went into going through them again and again. What is left then is old: it is not gone through at once,
-    but where all there is is.
+    program went into going through them again and again. What is left then is old, and Python does not count it as
+    new: who compiles again has it gone through first, where there is much of it.
     """
-    on = gc.isenabled()
+    if not gc.isenabled():
+        yield
+        return
+    _look()
     gc.disable()
     try:
         yield
     finally:
-        if on:
-            if not gc.get_freeze_count():  # else somebody froze objects, which stay so
-                gc.freeze()
-                gc.unfreeze()
-            gc.enable()
+        if not gc.get_freeze_count():  # else somebody froze objects, which stay so
+            _grow_old()
+        gc.enable()
+
+
+def _look() -> None:
+    """Have all objects gone through, where many are unseen: what holds itself goes then, and all it holds."""
+    global _known, _unseen
+    if due := SHARE * _unseen > _known > 0:
+        gc.collect()
+    if due or not _known:
+        _known, _unseen = len(gc.get_objects()), 0
+
+
+def _grow_old() -> None:
+    """Have the young objects pass for old ones, without going through them."""
+    global _unseen
+    _unseen += gc.get_count()[0]
+    gc.freeze()
+    gc.unfreeze()

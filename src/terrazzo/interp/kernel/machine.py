@@ -139,6 +139,7 @@ class Machine:
                 else:
                     waiting[team] = found
         self.end()
+        self.let_go()
 
     def advance(self, team: Team, steps: Iterator[Wait]) -> Wait | None:
         """Run a team up to where it waits next, or to its end (None)."""
@@ -200,6 +201,12 @@ class Machine:
             raise CompilerBug(f"{self.kernel.name}: ends while boxes are read that it stores")
         if late:
             raise CompilerBug(f"{self.kernel.name}: ends while copies are on their way to {late[0]}")
+
+    def let_go(self) -> None:
+        """Break the cycles of references, which would keep all that memory until somebody looks for some."""
+        self.teams, self.rank = [], {}
+        for place in self.places.values():
+            place.over.clear()
 
     def meeting(self, number: int, warps: int) -> Meeting:
         """A barrier of the block: all of them by its number, and how many warps it is for."""
