@@ -24,7 +24,7 @@ from terrazzo.run.launch import Graph, Launch
 from terrazzo.run.measured import Measured
 from terrazzo.run.nvrtc import Made, Tried, compile_each, cubin_key, failure, nvrtc_version
 from terrazzo.run.plan import Entry, Plan, Slot, Step, whole_strides
-from terrazzo.run.room import crowded, even
+from terrazzo.run.room import asked
 
 if TYPE_CHECKING:
     from terrazzo.pipelines import Lowering
@@ -174,18 +174,20 @@ class Cuda:
         found = [s.launch[2] if s.key else 0 for s in steps]
         early = [n for n, s in enumerate(steps) if s.key and self.overlaps and s.launch[0] <= k.EARLY]
         names = self.driver.CUfunction_attribute
-        largest, processors = GPUS[self.arch].shared, self._processors()
-        taken = []
+        kernels = []
         for n in early:
             blocks, threads, shared, _ = steps[n].launch
             slots = self.call("cuOccupancyMaxActiveBlocksPerMultiprocessor", functions[n], threads, shared)
-            found[n] = even(slots, blocks, processors, shared, largest)
-            taken.append((slots if found[n] == shared else -(-blocks // processors), found[n]))
-            if found[n] > max(shared, STATIC_SHARED):
-                size = names.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                self.call("cuFuncSetAttribute", functions[n], size, found[n])
-        for n in early if crowded(taken, largest) else ():
-            self.call("cuFuncSetAttribute", functions[n], names.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
+            kernels.append((slots, blocks, shared))
+        asking, divided = asked(kernels, self._processors(), GPUS[self.arch].shared)
+        for n, size in zip(early, asking, strict=True):
+            if size > max(found[n], STATIC_SHARED):
+                most = names.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                self.call("cuFuncSetAttribute", functions[n], most, size)
+            if divided:
+                part = names.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+                self.call("cuFuncSetAttribute", functions[n], part, 100)
+            found[n] = size
         return found
 
     def _processors(self) -> int:
