@@ -67,6 +67,28 @@ def test_barriers_come_into_being_before_it() -> None:
     assert text.index("barrier_init(") < text.index("tz_begins()") < text.index("tma_load_2d(shared")
 
 
+def gated(kind: torch.dtype) -> list[torch.Tensor]:
+    return [torch.zeros(32, 2048, dtype=kind) for _ in range(2)]
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_all_is_asked_for_before_something_is_computed(kind: torch.dtype, tmp_path: Path) -> None:
+    """In machine code too: of silu(x) * y in float32 NVVM asks for y behind the first division, over whose branch ptxas
+    moves nothing.
+    """
+    (kernel,) = lowered(lambda x, y: F.silu(x) * y, gated(kind), "sm_90a").kernels
+    text = emit(kernel)[1]
+    assert text.index("move<2>(in1, ") < text.index("tz_asked();") < text.index("in0[i0]")
+    lines = sass(kernel, "sm_90a", tmp_path)
+    loads = [n for n, line in enumerate(lines) if "LDG" in line]
+    assert len(loads) == 2 and loads[1] < next(n for n, line in enumerate(lines) if "MUFU" in line)
+
+
+def test_who_asks_for_one_thing_needs_no_fence() -> None:
+    (kernel,) = lowered(lambda x: F.silu(x), gated(torch.float32)[:1], "sm_90a").kernels
+    assert "tz_asked" not in emit(kernel)[1]
+
+
 def test_boxes_are_sent_by_an_elected_lane_without_a_loop_over_lanes(tmp_path: Path) -> None:
     (kernel,) = by_hand.program("ring").steps
     _, text = emit(kernel)

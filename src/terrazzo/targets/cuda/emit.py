@@ -101,6 +101,11 @@ def _rounds(kind: DType) -> bool:
     return kind is f32 or kind.is_integer
 
 
+def _loads(s: Node) -> bool:
+    """Whether a statement gives a name to what is loaded."""
+    return isinstance(s, k.Let) and isinstance(s.term, l.Load)
+
+
 def _sends(s: Node) -> bool:
     """Whether a statement sends boxes, or waits for those that its own thread sent."""
     return isinstance(s, k.TensorLoad | k.TensorStore) or (isinstance(s, k.Commit | k.WaitGroups) and s.kind == "bulk")
@@ -154,7 +159,7 @@ class _Writer:
         first = self.before_memory()
         lines += self.statements(kernel.body[:first], "  ")
         lines += ["  if (!tz_begins()) return;"] * kernel.early
-        lines += self.statements(kernel.body[first:], "  ")
+        lines += self.statements(kernel.body[first:], "  ", self.asked(kernel.body[first:]))
         return name, "\n".join([*lines, "}"]) + "\n"
 
     def before_memory(self) -> int:
@@ -162,6 +167,22 @@ class _Writer:
         early = (k.If, k.InitBarriers, k.Sync, k.ClusterSync)
         late = (n for n, s in enumerate(self.kernel.body) if not all(isinstance(x, early) for x in k.walk((s,))))
         return next(late, len(self.kernel.body))
+
+    def asked(self, body: Sequence[Node]) -> int:
+        """How many statements, at first, ask global memory for several things, behind which a fence keeps them. NVVM
+        would ask for each where it is used, and ptxas moves nothing over the branch of a division: a thread would wait
+        once for each of them.
+        """
+        if not self.kernel.early:
+            return 0
+        loads = 0
+        for n, s in enumerate(body):
+            place = s.source if isinstance(s, k.Move) else s.term.buffer if _loads(s) else None
+            if place in self.kernel.reads:
+                loads += 1
+            elif not isinstance(s, k.Declare) or s.init:
+                return n if loads > 1 else 0
+        return 0
 
     def numbers(self) -> dict[str, str]:
         """The variables of a thread. wgmma wants descriptors that the compiler sees to be the same in all lanes."""
@@ -190,11 +211,14 @@ class _Writer:
                 called.append(("registers",))
         return [line for text in functions.texts(called) for line in text.rstrip().splitlines()]
 
-    def statements(self, body: Iterable[Node], indent: str) -> list[str]:
+    def statements(self, body: Iterable[Node], indent: str, asked: int = 0) -> list[str]:
+        """The lines of a block, with a fence behind those that are `asked` for."""
         names, buffers, spans = dict(self.scope.names), dict(self.scope.buffers), dict(self.scope.spans)
         short, self.short = self.short, self.short.inner()
         with self.names.block():
-            lines = [indent + line for s in body for line in self.statement(s)]
+            each = [self.statement(s) for s in body]
+            each[asked:asked] = [["tz_asked();"]] * (asked > 0)
+            lines = [indent + line for found in each for line in found]
         self.short, self.scope.spans = short, spans  # what was declared ends with the braces around it
         self.scope.names, self.scope.buffers = names, buffers
         return lines

@@ -31,6 +31,9 @@ TZ bool tz_begins() {
 #endif
 }
 
+// What is loaded before is asked for before anything behind it is computed.
+TZ void tz_asked() { asm volatile("" ::: "memory"); }
+
 namespace std {  // the few of its templates that scalars.h needs
 template <bool, class A, class B> struct conditional { using type = A; };
 template <class A, class B> struct conditional<false, A, B> { using type = B; };
