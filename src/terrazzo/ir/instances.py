@@ -7,7 +7,7 @@ written down when somebody needs it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -66,7 +66,7 @@ class Asked:
         self.ask = ask
         self.known: dict[Hashable, Any] = {}
 
-    def __call__(self, *group: Instance, given: Sequence[l.Buffer] = ()) -> Any:
+    def __call__(self, *group: Instance, given: Collection[l.Buffer] = ()) -> Any:
         """What is made of a group, and of buffers of theirs that are given besides."""
         number: dict[l.Buffer, int] = {}
         places = [tuple([number.setdefault(b, len(number)) for b in x.buffers]) for x in group]

@@ -101,9 +101,11 @@ def _rounds(kind: DType) -> bool:
     return kind is f32 or kind.is_integer
 
 
-def _loads(s: Node) -> bool:
-    """Whether a statement gives a name to what is loaded."""
-    return isinstance(s, k.Let) and isinstance(s.term, l.Load)
+def _asks(s: Node) -> l.Buffer | None:
+    """The memory that a statement only loads from, to give a name to what it finds."""
+    if isinstance(s, k.Move):
+        return s.source
+    return s.term.buffer if isinstance(s, k.Let) and isinstance(s.term, l.Load) else None
 
 
 def _sends(s: Node) -> bool:
@@ -177,8 +179,7 @@ class _Writer:
             return 0
         loads = 0
         for n, s in enumerate(body):
-            place = s.source if isinstance(s, k.Move) else s.term.buffer if _loads(s) else None
-            if place in self.kernel.reads:
+            if _asks(s) in self.kernel.reads:
                 loads += 1
             elif not isinstance(s, k.Declare) or s.init:
                 return n if loads > 1 else 0
