@@ -101,11 +101,6 @@ def _rounds(kind: DType) -> bool:
     return kind is f32 or kind.is_integer
 
 
-def _loads(s: Node) -> bool:
-    """Whether a statement gives a name to what is loaded."""
-    return isinstance(s, k.Let) and isinstance(s.term, l.Load)
-
-
 def _sends(s: Node) -> bool:
     """Whether a statement sends boxes, or waits for those that its own thread sent."""
     return isinstance(s, k.TensorLoad | k.TensorStore) or (isinstance(s, k.Commit | k.WaitGroups) and s.kind == "bulk")
@@ -177,11 +172,13 @@ class _Writer:
             return 0
         loads = 0
         for n, s in enumerate(body):
-            place = s.source if isinstance(s, k.Move) else s.term.buffer if _loads(s) else None
-            if place in self.kernel.reads:
-                loads += 1
-            elif not isinstance(s, k.Declare) or s.init:
-                return n if loads > 1 else 0
+            match s:
+                case k.Move(source=place) | k.Let(term=l.Load(buffer=place)) if place in self.kernel.reads:
+                    loads += 1
+                case k.Declare(init=None):
+                    continue
+                case _:
+                    return n if loads > 1 else 0
         return 0
 
     def numbers(self) -> dict[str, str]:
