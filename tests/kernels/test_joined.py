@@ -21,6 +21,7 @@ from terrazzo.interp import kernel as simulator
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.text import parse, show
+from terrazzo.ir.types import DTYPES, Type
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from terrazzo.rewrite.rule import Log
@@ -168,3 +169,21 @@ def test_two_products_with_few_numbers_in_between_are_one_kernel(rows: int, deep
     given = tuple(torch.empty(s, dtype=torch.bfloat16, device="meta") for s in shapes)
     (kernel,) = lowered(lambda x, w, b, v, c: F.linear(F.relu(F.linear(x, w, b)), v, c), given).at("kernel").steps
     assert len({s.instruction for s in k.walk(kernel.body) if isinstance(s, k.MultiplyAsync)}) in (1, 2)
+
+
+def test_long_sums_that_are_rounded_on_their_way_are_walked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What steps add to a state is rounded after each: who asks for a sum's addends asks for those of a rounded one."""
+    inner, asked = joined._addends, 0
+
+    def counted(x: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        return inner(x)
+
+    monkeypatch.setattr(joined, "_addends", counted)
+    total: Any = l.apply("f32", l.Load.make(l.Buffer("y0", Type(DTYPES["bf16"], (4,))), (0,)))
+    for n in range(40):
+        more = l.apply("f32", l.Load.make(l.Buffer(f"x{n}", Type(DTYPES["bf16"], (4,))), (0,)))
+        total = l.apply("f32", l.apply("bf16", l.apply("add", total, more)))
+    assert len(joined._addends(total)) == 41
+    assert asked < 200

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -75,3 +76,26 @@ def test_weights_are_found_while_products_are_open(width: int, causal: bool, tmp
         assert scores <= sum("FMNMX" in line for line in body) <= scores + 8
         assert not any("MEMBAR" in line for line in body)
     assert not [line for line in lines if "MEMBAR" in line and not line.endswith(".CTA")]
+
+
+SMALLEST = """@kernel
+def far(x: i16[64]):
+    with launch('far', _grid=1, _warps=2, _resident=1, _reads=[x], y=bool[64]):
+        y[lane + warp * 32] = gt(abs(x[lane + warp * 32]), i16(20000))
+    return (y,)
+"""
+
+
+def test_no_absolute_value_of_16_bits_is_taken_in_32(tmp_path: Path) -> None:
+    """The smallest number is its own; ptxas of CUDA 13.0 made 32768 of it, and compared that."""
+    (kernel,) = parse(SMALLEST).steps
+    assert not any(line.startswith("IABS") for line in sass(kernel, "sm_90a", tmp_path))
+
+
+@pytest.mark.gpu
+def test_the_smallest_number_is_its_own_absolute_value() -> None:
+    from tests.kernels.test_on_gpu import on_gpu
+
+    x = np.full(64, -32768, np.int16)
+    x[1::2] = -20001
+    np.testing.assert_array_equal(on_gpu(parse(SMALLEST), {"x": x})[0], np.arange(64) % 2 == 1)

@@ -126,6 +126,8 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         counted(module, "topological", "nodes", len)
     counted(order.Order, "apart", "searches")
     counted(fusion, "alike", "pairs")
+    counted(fusion, "with_lookups_stored", "priced")
+    counted(fusion, "scale_after", "inlined")
     counted(choose, "_choose", "scheduled")
     counted(online, "softmax_into_product", "softmaxes")
     counted(derive, "write", "written")
@@ -149,6 +151,8 @@ def test_work_grows_no_faster_than_programs(
         assert many[what] <= 4.8 * few[what], (what, few, many)
     assert few.get("scheduled") == many.get("scheduled")  # what is new is the same
     assert few.get("written") == many.get("written")
+    for what in ("priced", "inlined"):  # equal layers are fused once
+        assert 0 < many[what] <= few[what], (what, few, many)
 
 
 def test_equal_layers_are_one_kernel_under_many_names() -> None:

@@ -23,7 +23,13 @@ template <class T> TZ T tz_mul(T a, T b) { return (T)((tz_wrap<T>)a * (tz_wrap<T
 template <class T> TZ T tz_neg(T a) { return (T)(0 - (tz_wrap<T>)a); }
 template <class T> TZ T tz_min(T a, T b) { if constexpr (std::is_floating_point_v<T>) return a != a ? a : (a < b ? a : b); else return a < b ? a : b; }
 template <class T> TZ T tz_max(T a, T b) { if constexpr (std::is_floating_point_v<T>) return a != a ? a : (a > b ? a : b); else return a > b ? a : b; }
-template <class T> TZ T tz_abs(T x) { if constexpr (std::is_floating_point_v<T>) return std::fabs(x); else if constexpr (std::is_unsigned_v<T>) return x; else return x < 0 ? tz_neg(x) : x; }
+// The smallest number of 16 bits is its own absolute value. ptxas of CUDA 13.0 has abs.s16 in 32 bits and compares 32768.
+template <class T> TZ T tz_abs(T x) {
+  if constexpr (std::is_floating_point_v<T>) return std::fabs(x);
+  else if constexpr (std::is_unsigned_v<T>) return x;
+  else if constexpr (sizeof(T) < 4) { const int y = x; return (T)(y < 0 ? -y : y); }
+  else return x < 0 ? tz_neg(x) : x;
+}
 template <class T> TZ T tz_sign(T x) { if constexpr (std::is_floating_point_v<T>) return x != x ? x : (T)((x > 0) - (x < 0)); else return (T)((x > 0) - (x < 0)); }
 template <class T> TZ T tz_not(T x) { if constexpr (std::is_same_v<T, bool>) return !x; else return (T)~x; }
 // Integer division by zero and of the smallest number by -1 would trap: 0 and wrapping, as numpy has it.

@@ -13,25 +13,33 @@ from functools import reduce
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from terrazzo.errors import TerrazzoError
 from terrazzo.ir.contraction import contraction
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Expr
-from terrazzo.ir.node import substitute, topological
+from terrazzo.ir.instances import Asked, Instance
+from terrazzo.ir.node import topological
 from terrazzo.rewrite.rule import Choice, Event, Log, cheapest
 from terrazzo.rules.loop.across import rows_first
-from terrazzo.rules.loop.alike import alike, by_axes, crossed
+from terrazzo.rules.loop.alike import alike, crossed
 from terrazzo.rules.loop.cost import Rates, on_matrix
 from terrazzo.rules.loop.definitions import in_order
-from terrazzo.rules.loop.inline import inline, unproved
+from terrazzo.rules.loop.fused import (
+    LARGEST,
+    is_view,
+    merged,
+    only_reduced,
+    problem,
+    reduces_in_order,
+    scanned_last,
+    scans_again,
+    viewed,
+)
+from terrazzo.rules.loop.inline import inline
 from terrazzo.rules.loop.lookups import with_lookups_stored
 from terrazzo.rules.loop.order import Order
 from terrazzo.rules.loop.repeated import repeated
 from terrazzo.rules.loop.scale import is_scaled, scale_after, uncast
 
 PASS = "fuse"
-LARGEST = 600
-"""Nodes of a term beyond which nothing more is inlined into it: compilers get slow, and people cannot read it."""
 NEAR = 64
 """How many steps may lie between two kernels that share an operand and nothing else, if they are to merge: beyond, the
 pairs of an unrolled loop grow with its square, and what they share is long out of the cache.
@@ -77,11 +85,13 @@ class _Fusion:
             show,
             decide,
         )
-        self.kernels: dict[int, l.Kernel] = {i: s for i, s in enumerate(program.steps) if isinstance(s, l.Kernel)}
+        self.kernels = {i: Instance.of(s) for i, s in enumerate(program.steps) if isinstance(s, l.Kernel)}
         self.calls: dict[int, l.Call] = {i: s for i, s in enumerate(program.steps) if isinstance(s, l.Call)}
+        self.viewed, self.into, self.merged = Asked(viewed), Asked(self._into), Asked(merged)
+        self.multiply_apart, self.only_reduced = Asked(self._multiply_apart), Asked(only_reduced)
         self.prices: WeakKeyDictionary[l.Kernel, float] = WeakKeyDictionary()
         self.products: WeakKeyDictionary[l.Kernel, tuple[int, int]] = WeakKeyDictionary()
-        self.apart: set[tuple[l.Kernel, l.Kernel]] = set()
+        self.apart: set[tuple[Instance, Instance]] = set()
         self.stored: dict[l.Buffer, int] = {}  # what is not inlined, and how many kernels read it when that was found
         self.readers: dict[l.Buffer, set[int]] = {}
         self.callers: dict[l.Buffer, list[int]] = {}
@@ -126,20 +136,21 @@ class _Fusion:
         """
         for i in list(self.kernels):
             kernel = self.kernels[i]
-            store = kernel.stores[0]
-            if not _is_view(store.value) or self._rounds(store.value) or store.buffer.name in self.pinned:
+            value, buffer = kernel.form.stores[0].value, kernel.writes[0]
+            if not is_view(value) or self._rounds(value) or buffer.name in self.pinned:
                 continue
-            for j in sorted(self.readers.get(store.buffer, ())):
-                new = inline(self.kernels[j], kernel)
-                if why := unproved([new]):
-                    self._skip("view", f"{kernel.name} into {new.name}", why)
+            for j in sorted(self.readers.get(buffer, ())):
+                new = self.viewed(kernel, self.kernels[j])
+                subject = f"{kernel.name} into {new.name}"
+                if why := problem([new]):
+                    self._skip("view", subject, why)
                     continue
-                self.log.applied(PASS, "view", f"{kernel.name} into {new.name}", [kernel, self.kernels[j]], [new])
+                self._applied("view", subject, [kernel, self.kernels[j]], [new])
                 self._enter(j, new)
-            if store.buffer not in self.needed and not self.readers.get(store.buffer):
+            if buffer not in self.needed and not self.readers.get(buffer):
                 self._drop(i)
 
-    def inlines(self, which: Callable[[l.Kernel, list[int]], bool] = lambda *_: True) -> None:
+    def inlines(self, which: Callable[[Instance, list[int]], bool] = lambda *_: True) -> None:
         """Inline each buffer (of the kernels with these readers) into all its readers where that is cheaper, producers
         first.
 
@@ -200,7 +211,8 @@ class _Fusion:
         if reason := next(filter(None, map(self._pinned, kernels)), ""):
             self._skip("inline", name, reason)
             return
-        found = repeated(kernels, [self.kernels[j] for j in readers], self.rates) or self._inlined(kernels, readers)
+        forms = [k.form for k in kernels], [self.kernels[j].form for j in readers]
+        found = repeated(*forms, self.rates) or self._inlined(kernels, readers)
         if isinstance(found, str):
             self._skip("inline", name, found)
             return
@@ -213,7 +225,7 @@ class _Fusion:
             self.stored |= dict.fromkeys((b for kernel in kernels for b in kernel.writes), len(readers))
             self._skip("inline", name, prices)
             return
-        if why := unproved(found):
+        if why := problem(found):
             self._skip("inline", name, why)
             return
         into = ", ".join(self.kernels[j].name for j in readers)
@@ -269,7 +281,7 @@ class _Fusion:
     def _merge(self, i: int, j: int) -> bool:
         """Merge kernel i into kernel j, which may read what i stores."""
         first, second = self.kernels[i], self.kernels[j]
-        if (first, second) in self.apart or not alike(first, second):
+        if (first, second) in self.apart or not alike(first.form, second.form):
             return False
         self.apart.add((first, second))
         if not {*first.reads, *second.reads} & {*first.writes, *second.writes}:
@@ -277,15 +289,14 @@ class _Fusion:
         if self._pinned(first) or self._pinned(second) or not self.order.apart(i, j):
             return False
         read_only_here = {b for b in first.writes if b not in self.needed and self.readers.get(b, set()) <= {j}}
-        merged = _merged(first, second, read_only_here)
+        merged = self.merged(first, second, given=read_only_here)
         if merged is None:
             return False
-        if not {*first.reads} & {*second.writes} | {*second.reads} & {*first.writes} and self._multiply_apart(
-            merged, first
-        ):
+        reads_it = {*first.reads} & {*second.writes} | {*second.reads} & {*first.writes}
+        if not reads_it and self.multiply_apart(merged, first):
             self._skip("merge", f"{first.name} with {second.name}", "what one multiplies, the other does not")
             return False
-        if crossed(first, second):
+        if crossed(first.form, second.form):
             why = "memory runs along the rows of one, and across those of the other"
             self._skip("merge", f"{first.name} with {second.name}", why)
             return False
@@ -294,7 +305,7 @@ class _Fusion:
         if self.decide(choice) == "apart":
             self._skip("merge", choice.subject, prices)
             return False
-        if why := unproved([merged]):
+        if why := problem([merged]):
             self._skip("merge", choice.subject, why)
             return False
         self._fired("merge", choice.subject, prices, [first, second], [merged])
@@ -305,31 +316,32 @@ class _Fusion:
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------------
 
-    def choice(self, subject: str, **options: list[l.Kernel]) -> Choice:
+    def choice(self, subject: str, **options: list[Instance]) -> Choice:
         """Alternative sets of kernels, with their prices."""
         return Choice(subject, options, {name: sum(map(self.price, kernels)) for name, kernels in options.items()})
 
-    def price(self, kernel: l.Kernel) -> float:
-        if kernel not in self.prices:
-            self.prices[kernel] = with_lookups_stored(kernel, self.rates)
-        return self.prices[kernel]
+    def price(self, kernel: Instance) -> float:
+        if kernel.form not in self.prices:
+            self.prices[kernel.form] = with_lookups_stored(kernel.form, self.rates)
+        return self.prices[kernel.form]
 
     def _rounds(self, value: Any) -> bool:
         """Whether a term converts to a type of matrix instructions' operands what is not of such a type."""
         return value.dtype.name in self.rates.matrix and uncast(value).dtype.name not in self.rates.matrix
 
-    def _leaves(self, before: list[l.Kernel], after: list[l.Kernel]) -> str:
+    def _leaves(self, before: list[Instance], after: list[Instance]) -> str:
         """What to say of a fusion that takes products off the matrix instructions."""
         lost = self._products(before)[1] - self._products(after)[1]
         return f"; fused, {lost} product{'s leave' if lost > 1 else ' leaves'} the tensor cores" if lost > 0 else ""
 
-    def _products(self, kernels: list[l.Kernel]) -> tuple[int, int]:
+    def _products(self, kernels: list[Instance]) -> tuple[int, int]:
         """How many contractions kernels compute, and how many of them matrix instructions can."""
-        for k in kernels:
+        forms = [k.form for k in kernels]
+        for k in forms:
             if k not in self.products:
                 found = [r for r in k.carried if isinstance(r, l.Reduce) and contraction(r) is not None]
                 self.products[k] = len(found), sum(on_matrix(r, self.rates) for r in found)
-        return sum(self.products[k][0] for k in kernels), sum(self.products[k][1] for k in kernels)
+        return sum(self.products[k][0] for k in forms), sum(self.products[k][1] for k in forms)
 
     def _multiply_apart(self, merged: l.Kernel, first: l.Kernel) -> bool:
         """Whether matrix instructions compute products of both, of which no operand of one is an operand of the other:
@@ -342,18 +354,18 @@ class _Fusion:
             sides[s.buffer in first.writes].update(factors)
         return all(sides) and not sides[0] & sides[1]
 
-    def _inlined(self, kernels: list[l.Kernel], readers: list[int]) -> list[l.Kernel] | str:
+    def _inlined(self, kernels: list[Instance], readers: list[int]) -> list[Instance] | str:
         found = []
         name = ", ".join(kernel.name for kernel in kernels)
         for j in readers:
-            new = self._cheaper(_scanned_last(scale_after(reduce(inline, kernels, self.kernels[j]))))
-            if not new.scans_in_order:
+            new = self.into(*kernels, self.kernels[j])
+            if not new.form.scans_in_order:
                 return f"the scan of {name} must run along the last axis of its kernel"
-            if _reduces_in_order(new):
+            if reduces_in_order(new.form):
                 return f"with {name}, a scan would have a reduction in every one of its steps"
-            if _scans_again(new):
+            if scans_again(new.form):
                 return f"with {name}, a scan would be taken again along axes that it does not know"
-            if len(new.terms) > LARGEST:
+            if len(new.form.terms) > LARGEST:
                 return f"{new.name} would have more than {LARGEST} nodes"
             found.append(new)
         before = self._products([*kernels, *(self.kernels[j] for j in readers)])[0]
@@ -361,41 +373,44 @@ class _Fusion:
             return f"{name} is a product, which would be computed more than once"
         return found
 
-    def _cheaper(self, kernel: l.Kernel) -> l.Kernel:
-        """A kernel, or the same with its rows first, whichever costs less."""
-        return min((kernel, rows_first(kernel) or kernel), key=self.price)
+    def _into(self, *kernels: l.Kernel) -> l.Kernel:
+        """The last of some kernels with what the others store in it, or the same with its rows first, whichever costs
+        less.
+        """
+        *stored, reader = kernels
+        whole = scanned_last(scale_after(reduce(inline, stored, reader)))
+        turned = rows_first(whole)
+        return whole if turned is None else min((whole, turned), key=lambda k: self.price(Instance.of(k)))
 
-    def _beside(self, i: int, readers: list[int]) -> dict[str, list[l.Kernel]]:
+    def _beside(self, i: int, readers: list[int]) -> dict[str, list[Instance]]:
         """A kernel of which several read, merged with one of them, which comes later: the state of a recurrent net is
         stored by who reads it first, and not computed again by all that follow.
         """
         kernel = self.kernels[i]
         for j in readers if len(readers) > 1 else ():
-            if kernel.axes == self.kernels[j].axes and self.order.apart(i, j):
-                merged = _merged(kernel, self.kernels[j], set())
+            if kernel.form.axes == self.kernels[j].form.axes and self.order.apart(i, j):
+                merged = self.merged(kernel, self.kernels[j])
                 others = [self.kernels[k] for k in readers if k != j]
                 return {} if merged is None else {"stored by a reader": [merged, *others]}
         return {}
 
-    def summed(self, kernel: l.Kernel, readers: list[int]) -> bool:
+    def summed(self, kernel: Instance, readers: list[int]) -> bool:
         """Whether reductions are all that reads what a kernel stores."""
-        terms = topological([s for j in readers for s in self.kernels[j].stores])
-        uses = [x for x in terms for y in x.children if isinstance(y, l.Load) and y.buffer in kernel.writes]
-        return bool(uses) and all(isinstance(x, l.Reduce) for x in uses)
+        return bool(readers) and all(self.only_reduced(kernel, self.kernels[j]) for j in readers)
 
-    def fewer(self, kernel: l.Kernel, readers: list[int]) -> bool:
+    def fewer(self, kernel: Instance, readers: list[int]) -> bool:
         """Whether fewer kernels read what one stores than when that was found to pay."""
         return 0 < len(readers) < max((self.stored.get(b, 0) for b in kernel.writes), default=0)
 
-    def scales(self, kernel: l.Kernel, readers: list[int]) -> bool:
+    def scales(self, kernel: Instance, readers: list[int]) -> bool:
         """Whether a kernel multiplies what it reads by a constant, and nothing else."""
-        return bool(readers) and is_scaled(kernel.stores[0].value)
+        return bool(readers) and is_scaled(kernel.form.stores[0].value)
 
-    def _all_readers(self, kernel: l.Kernel) -> list[int]:
+    def _all_readers(self, kernel: Instance) -> list[int]:
         """The kernels that read what a kernel stores."""
         return sorted({j for b in kernel.writes for j in self.readers.get(b, ())})
 
-    def _enter(self, i: int, kernel: l.Kernel) -> None:
+    def _enter(self, i: int, kernel: Instance) -> None:
         old = self.kernels.get(i)
         for b in old.reads if old else ():
             self.readers.get(b, set()).discard(i)
@@ -409,7 +424,7 @@ class _Fusion:
         if i in self.order.place:
             self.order.drop(i)
 
-    def _pinned(self, kernel: l.Kernel) -> str:
+    def _pinned(self, kernel: Instance) -> str:
         return "pinned by materialize" if any(b.name in self.pinned for b in kernel.writes) else ""
 
     def _neighbours(self, i: int) -> list[int]:
@@ -424,73 +439,22 @@ class _Fusion:
 
     def _readers(self, i: int) -> list[int]:
         """The steps that read what step i writes."""
-        step = self.kernels[i] if i in self.kernels else self.calls[i]
+        step = self.kernels.get(i) or self.calls[i]
         return [j for b in step.writes for j in (*self.readers.get(b, ()), *self.callers.get(b, ()))]
 
     def _skip(self, rule: str, subject: str, reason: str) -> None:
         self.log.add(Event(PASS, rule, subject, False, reason))
 
-    def _fired(self, rule: str, subject: str, reason: str, before: list[l.Kernel], after: list[l.Kernel]) -> None:
-        texts = ["\n".join(map(self.show, ks)) for ks in (before, after)] if self.show else ["", ""]
+    def _fired(self, rule: str, subject: str, reason: str, before: list[Instance], after: list[Instance]) -> None:
+        texts = ["\n".join(self.show(k.kernel) for k in ks) for ks in (before, after)] if self.show else ["", ""]
         self.log.add(Event(PASS, rule, subject, True, reason, *texts))
-        self.log.applied(PASS, rule, subject, before, after)
+        self._applied(rule, subject, before, after)
+
+    def _applied(self, rule: str, subject: str, before: list[Instance], after: list[Instance]) -> None:
+        if self.log.applications is not None:
+            self.log.applied(PASS, rule, subject, [k.kernel for k in before], [k.kernel for k in after])
 
     def program(self) -> l.Program:
         """The steps in an order in which each comes after what it reads; calls that must keep their order do."""
-        steps: dict[int, Any] = {**self.kernels, **self.calls}
+        steps: dict[int, Any] = {**{i: k.kernel for i, k in self.kernels.items()}, **self.calls}
         return in_order(self.source, [steps[i] for i in sorted(steps)])
-
-
-def _scanned_last(kernel: l.Kernel) -> l.Kernel:
-    """`kernel` with the axis that its scans run along as the last one, which takes their steps."""
-    at = {x.at for x in kernel.scans}
-    if len(at) != 1 or not at <= set(kernel.axes):
-        return kernel
-    axes = sorted(kernel.axes, key=lambda a: a in at)
-    return l.Kernel(kernel.name, tuple(axes), kernel.stores, kernel.source)
-
-
-def _reduces_in_order(kernel: l.Kernel) -> bool:
-    """Whether there is a reduction in the steps of a scan, of its terms or of what is made of it, which threads cannot
-    share then.
-    """
-    scans = kernel.scans
-    inside = [(s.axis, x) for s in scans for x in topological(s.args)]
-    inside += [(s.at, x) for s in scans for x in kernel.terms]
-    reduces = [(axis, x) for axis, x in inside if isinstance(x, l.Reduce)]
-    return any(axis in x.free and any(a.extent != 1 for a in x.axes) for axis, x in reduces)
-
-
-def _scans_again(kernel: l.Kernel) -> bool:
-    """Whether a scan is taken at points of an axis that makes no difference to it."""
-    axes = {a for a in kernel.axes if a.extent != 1}
-    return any(axes - x.free for x in kernel.scans)
-
-
-def _is_view(value: Any) -> bool:
-    return isinstance(uncast(value), (l.Load, l.Literal, l.Index))
-
-
-def _depth(store: l.Store) -> int:
-    return sum(isinstance(e, Expr) for e in store.index)
-
-
-def _merged(first: l.Kernel, second: l.Kernel, dead: set[l.Buffer]) -> l.Kernel | None:
-    """One kernel that stores what both store, but for `dead`: `second` may read what `first` stores, through its
-    term.
-    """
-    long, short = by_axes(first, second)
-    try:
-        reader = inline(second, first)
-        rename: dict[Any, Any] = dict(zip(short.axes, long.axes, strict=False))
-        parts = {first: first.stores, second: reader.stores}
-        parts[short] = tuple(substitute(s, rename) for s in parts[short])
-        kept = [s for s in (*parts[first], *parts[second]) if s.buffer not in dead]
-        stores = sorted(kept, key=_depth)  # outermost first, as the nest has them
-        axes = tuple(a for a in long.axes if any(a in s.free for s in stores))
-        merged = l.Kernel(second.name, axes, tuple(stores), second.source or first.source)
-    except TerrazzoError:
-        return None
-    if not merged.scans_in_order or _reduces_in_order(merged) or _scans_again(merged) or len(merged.terms) > LARGEST:
-        return None
-    return merged

@@ -6,7 +6,8 @@ tiles. As one sum over both axes it has one set of accumulators: only what a ste
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -175,8 +176,8 @@ def joined(kernel: l.Kernel) -> l.Kernel | None:
     one = _joined(sorted(products, key=lambda c: _long(c) % STEP > 0))  # those of whole steps first
     if one is None:
         return None
-    sums = {c.reduce for c in products}
-    stores = tuple(l.Store(s.buffer, s.index, _added(s.value, sums, one)) for s in kernel.stores)
+    added = _adding({c.reduce for c in products}, one)
+    stores = tuple(l.Store(s.buffer, s.index, added(s.value)) for s in kernel.stores)
     if any(isinstance(x, l.Reduce) and x is not one for x in topological(stores)):
         return None
     return l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
@@ -219,16 +220,22 @@ def _memory(x: l.Load) -> Any:
     return next((a for a in x.free if coefficient(offset, a) == 1), None)
 
 
-def _added(x: Any, sums: set[Any], one: Node) -> Any:
-    """A term with `one` in place of the sums, where these are added, each once."""
-    if not isinstance(x, l.Apply):
-        return x
-    addends = _addends(x)
-    if {*addends} >= sums and sum(a in sums for a in addends) == len(sums):
-        for a in (a for a in addends if a not in sums):
-            one = l.apply("add", one, a)
-        return one
-    return l.Apply(x.fn, tuple(_added(a, sums, one) for a in x.args))
+def _adding(sums: set[Any], one: Node) -> Callable[[Any], Any]:
+    """Gives a term with `one` in place of the sums, where these are added, each once."""
+
+    @cache
+    def added(x: Any) -> Any:
+        if not isinstance(x, l.Apply):
+            return x
+        addends = _addends(x)
+        if {*addends} >= sums and sum(a in sums for a in addends) == len(sums):
+            found = one
+            for a in (a for a in addends if a not in sums):
+                found = l.apply("add", found, a)
+            return found
+        return l.Apply(x.fn, tuple(map(added, x.args)))
+
+    return added
 
 
 def _addends(x: Any) -> list[Any]:
@@ -238,6 +245,8 @@ def _addends(x: Any) -> list[Any]:
     if isinstance(x, l.Apply) and is_cast(x.fn) and x.dtype is f32:
         (inner,) = x.args
         wide: Any = inner.args[0] if isinstance(inner, l.Apply) and is_cast(inner.fn) and inner.dtype.is_float else None
-        if wide is not None and wide.dtype is f32 and (isinstance(wide, l.Reduce) or len(_addends(wide)) > 1):
-            return _addends(wide)
+        if wide is not None and wide.dtype is f32:
+            found = _addends(wide)
+            if isinstance(wide, l.Reduce) or len(found) > 1:
+                return found
     return [x]

@@ -101,6 +101,13 @@ def _rounds(kind: DType) -> bool:
     return kind is f32 or kind.is_integer
 
 
+def _asks(s: Node) -> l.Buffer | None:
+    """The memory that a statement only loads from, to give a name to what it finds."""
+    if isinstance(s, k.Move):
+        return s.source
+    return s.term.buffer if isinstance(s, k.Let) and isinstance(s.term, l.Load) else None
+
+
 def _sends(s: Node) -> bool:
     """Whether a statement sends boxes, or waits for those that its own thread sent."""
     return isinstance(s, k.TensorLoad | k.TensorStore) or (isinstance(s, k.Commit | k.WaitGroups) and s.kind == "bulk")
@@ -172,13 +179,10 @@ class _Writer:
             return 0
         loads = 0
         for n, s in enumerate(body):
-            match s:
-                case k.Move(source=place) | k.Let(term=l.Load(buffer=place)) if place in self.kernel.reads:
-                    loads += 1
-                case k.Declare(init=None):
-                    continue
-                case _:
-                    return n if loads > 1 else 0
+            if _asks(s) in self.kernel.reads:
+                loads += 1
+            elif not isinstance(s, k.Declare) or s.init:
+                return n if loads > 1 else 0
         return 0
 
     def numbers(self) -> dict[str, str]:
