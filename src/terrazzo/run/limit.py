@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-LIMIT = 60.0
-"""Seconds of a processor that a source has. The longest that we have seen took 9."""
+LIMIT = 20.0
+"""Seconds of a processor that a source has. The longest that we have seen finish took 9; a convolution whose 288
+accumulators were normed and stored twice had no end in sight at 10, and its next candidate took 2.
+"""
 
 
 @contextmanager
