@@ -50,12 +50,14 @@ from terrazzo.rules.loop.narrow import narrow
 from terrazzo.rules.loop.online import online
 from terrazzo.rules.loop.pages import look_up_on_the_way
 from terrazzo.rules.loop.parts import into_parts, parts_of
+from terrazzo.rules.loop.placed import along_results, copied_after
 from terrazzo.rules.loop.relax import relax
 from terrazzo.rules.loop.remake import remake
 from terrazzo.rules.loop.rounded import rounded_weights
 from terrazzo.rules.loop.rounds import sums_inside
 from terrazzo.rules.loop.views import pass_views
 from terrazzo.rules.loop_to_tile import chains
+from terrazzo.rules.loop_to_tile.chain import chain
 from terrazzo.rules.loop_to_tile.choose import schedule
 from terrazzo.rules.loop_to_tile.estimate import expected
 from terrazzo.rules.loop_to_tile.experience import NONE, Experience
@@ -67,6 +69,7 @@ from terrazzo.rules.torch_to_tensor.library import Libraries
 from terrazzo.rules.torch_to_tensor.loops import parts_stacked, products_together, stacks_whole
 from terrazzo.rules.torch_to_tensor.lower import lower as to_tensor
 from terrazzo.rules.torch_to_tensor.pairs import complex_as_pairs
+from terrazzo.rules.torch_to_tensor.placed import row_by_row
 from terrazzo.rules.torch_to_tensor.together import sums_together
 from terrazzo.targets import target
 from terrazzo.targets.cuda.check import check
@@ -95,6 +98,13 @@ def _together(p: Program, log: Log, options: Options) -> Program:
     return stacks_whole(products_together(sums, log, goal.rates), log)
 
 
+def _tensor(p: Program, log: Log, options: Options) -> Program:
+    """Tensor IR, whose results lie as Torch IR says."""
+    plain, strides = row_by_row(p)
+    together = _together(plain, log, options)
+    return to_tensor(together, torch_to_tensor.RULES, log, _texts(options), libraries(options), strides)
+
+
 def _fused(p: l.Program, log: Log, options: Options) -> l.Program:
     """Kernels fused, but for what is named, and what is computed once."""
     kept, rates = (*options.materialize, *stored_once(p, options.frozen, log)), target(options.target).rates
@@ -102,9 +112,9 @@ def _fused(p: l.Program, log: Log, options: Options) -> l.Program:
 
 
 def _images(p: Any, log: Log, options: Options) -> Any:
-    """Images channels last, where tensor cores read them so."""
+    """Images channels last, where tensor cores read them so; and kernels along what they store."""
     gpu = target(options.target).gpu
-    return channels_last(p, log) if gpu and gpu.warpgroups else p
+    return along_results(channels_last(p, log) if gpu and gpu.warpgroups else p, log)
 
 
 def _gradients(p: l.Program, log: Log, options: Options) -> l.Program:
@@ -151,6 +161,7 @@ def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
     made = look_up_on_the_way(sums_inside(made, log, busy, refused), log, price, refused)
     made = products_joined(chains_beside(made, log, price, refused), log, price, options.materialize)
     made = blocks_seen(made, log, price)
+    made = copied_after(made, log, lambda kernel: getattr(chain(kernel), "columns", None))
     return rounded_weights(made, log, target(options.target).rates.matrix)
 
 
@@ -189,7 +200,7 @@ class Pass:
 
 PASSES = (
     Pass("torch_to_tensor", "torch", "tensor", "each ATen op becomes a composition of primitives, or an opaque call",
-         lambda p, log, o, tried: to_tensor(_together(p, log, o), torch_to_tensor.RULES, log, _texts(o), libraries(o))),
+         lambda p, log, o, tried: _tensor(p, log, o)),
     Pass("tensor_to_loop", "tensor", "loop", "each primitive becomes a kernel that stores its term",
          lambda p, log, o, tried: lift(p, log=log)),
     Pass("gradients", "loop", "loop", "the gradient of a softmax computes its weights again, and no sums of their rows",

@@ -26,6 +26,7 @@ from terrazzo.rules.loop import (
     lookups,
     narrow,
     parts,
+    placed,
     relax,
     remake,
     sooner,
@@ -142,6 +143,10 @@ CATALOG: dict[str, Rewrite] = {
     "store_as_read:merge_dimensions": of(layout.store_as_read, lambda p: layout.store_as_read(p, Log())),
     "parts:into_parts": of(parts.into_parts, lambda p: parts.into_parts(p, Log(), 3, lambda old, new: (1.0, ""))),
     "store_as_read:channels_last": of(channels.channels_last, lambda p: channels.channels_last(p, Log())),
+    "store_as_read:along_results": of(placed.along_results, lambda p: placed.along_results(p, Log())),
+    "online:copied_after": of(
+        placed.copied_after, lambda p: placed.copied_after(p, Log(), lambda k: next(iter(k.axes[::-1]), None))
+    ),
     "relax:approximate": of(relax.relax, lambda p: relax.relax(p, Log())),
     "remake:store_sooner": of(sooner.store_sooner, lambda p: sooner.store_sooner(p, Log(), FREE, 1, "remake")),
     "remake:make_again": of(remake.remake, lambda p: remake.remake(p, Log(), FREE, 0)),

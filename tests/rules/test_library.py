@@ -196,30 +196,20 @@ def net(x: Any, w: Any, b: Any) -> Any:
     return u, a.cumsum(-1), a.transpose(1, 2) @ m[:, :, 1:9], F.conv_transpose2d(u, w, stride=2)
 
 
-PRODUCTS = (1, 2)
-"""Which results of `net` are made of products of matrices."""
-
-
 @pytest.mark.parametrize("last", [False, True])
 def test_results_are_eagers_own(forced: None, cache: Path, last: bool) -> None:
-    """In the same memory format, and bit for bit where operands lie as in eager mode; from the cache too, and again and
-    again. What a kernel of ours writes channels last for a convolution, products read where it lies row by row: BLAS
-    may add up in another order then, and on some processors does.
-    """
+    """Bit for bit, and in the same memory format; from the cache too, and again and again."""
     torch.manual_seed(0)
     x, w, b = torch.randn(2, 8, 8, 8), torch.randn(8, 8, 3, 3), torch.randn(8)
     if last:
         x, w = (t.to(memory_format=torch.channels_last) for t in (x, w))
-    wanted, exact = net(x, w, b), net(x.double(), w.double(), b.double())
+    wanted = net(x, w, b)
     for _ in range(2):
         compiled = terrazzo.compile(net, x, w, b, options={"cache_dir": cache})
         for _ in range(2):
-            for k, (found, eager) in enumerate(zip(compiled(x, w, b), wanted, strict=True)):
+            for found, eager in zip(compiled(x, w, b), wanted, strict=True):
                 assert found.stride() == eager.stride()
-                if last and k in PRODUCTS:
-                    assert (found - exact[k]).abs().max() <= 2 * (eager - exact[k]).abs().max()
-                else:
-                    assert torch.equal(found, eager)
+                assert torch.equal(found, eager)
     assert {f.op.split(".")[1] for f in compiled.compiled.fallbacks if f.chosen} == {"convolution", "bmm", "cumsum"}
 
 

@@ -170,12 +170,14 @@ def _capture(
     count = len(output.args[0]) - len(changed)
     wanted, new = output.args[0][:count], output.args[0][count:]
     results: Results | None = None
+    placed: Sequence[Any] = ()
     if views:
         wanted, results = arrange(gm, wanted, known=known)
+        placed = wanted
     output.args = ((*wanted, *new),)
     gm.graph.eliminate_dead_code()
     try:
-        program, constants = from_graph(gm, name)
+        program, constants = from_graph(gm, name, placed)
     except Limitation as why:
         raise Limitation(
             f'{why}\nUnder torch.compile(..., backend="terrazzo") PyTorch runs a graph that has them.'

@@ -146,7 +146,7 @@ def _graph(graph: Any, options: Options, views: bool, static: Sequence[int] = ()
             if not computed:
                 return make_boxed_func(lambda *args: results.make(args, ()))
             output.args = (tuple(computed),)
-            program, constants = from_graph(graph, "forward")
+            program, constants = from_graph(graph, "forward", computed if views else ())
             bound = {name: t.detach() for name, t in constants.items()}
             if static:
                 names = dict(zip(taken, program.input_names, strict=False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Any
 
 from terrazzo.errors import Limitation
@@ -10,15 +11,16 @@ from terrazzo.ir.dialects.torch import Aten, Get
 from terrazzo.ir.node import Node
 from terrazzo.ir.program import Input, Program
 from terrazzo.ir.torch_types import from_torch, type_of
-from terrazzo.ir.types import Type
+from terrazzo.ir.types import Type, dense
 
 
-def from_graph(gm: Any, name: str) -> tuple[Program, dict[str, Any]]:
-    """The graph as a program, and the constant tensors it holds, by the name of the input they became.
+def from_graph(gm: Any, name: str, placed: Collection[Any] = ()) -> tuple[Program, dict[str, Any]]:
+    """The graph as a program, and the constant tensors it holds, by the name of the input they became. The values of
+    nodes that are `placed` are to lie as they did when they were traced, where that has no gaps.
 
     A Limitation names every op that a program cannot hold, with its source line.
     """
-    reader = _Reader(gm)
+    reader = _Reader(gm, placed)
     for node in gm.graph.nodes:
         reader.read(node)
     if reader.refused:
@@ -34,8 +36,8 @@ def from_graph(gm: Any, name: str) -> tuple[Program, dict[str, Any]]:
 class _Reader:
     """Reads a graph node by node."""
 
-    def __init__(self, gm: Any) -> None:
-        self.gm = gm
+    def __init__(self, gm: Any, placed: Collection[Any]) -> None:
+        self.gm, self.placed = gm, placed
         self.values: dict[Any, Any] = {}
         self.inputs: list[Input] = []
         self.constants: dict[str, Any] = {}
@@ -76,7 +78,7 @@ class _Reader:
             if not isinstance(tensor, torch.Tensor):
                 raise Limitation(f"the input is no tensor but {type(tensor).__name__}; compile for concrete sizes")
             if node.op == "get_attr" and _is_number(node, tensor):
-                return Aten("aten.full.default", (tuple(tensor.shape), tensor.item()), (), _plain(tensor))
+                return Aten("aten.full.default", (tuple(tensor.shape), tensor.item()), (), _type(tensor))
             value = Input(label, type_of(tensor))
             self.inputs.append(value)
             if node.op == "get_attr":
@@ -94,7 +96,16 @@ class _Reader:
         self._random_ops += random
         kwargs = tuple((k, _argument(v, self.values)) for k, v in node.kwargs.items() if not _stays(node, k))
         args = tuple(_argument(a, self.values) for a in node.args)
-        return Aten(str(node.target), args, kwargs, _result(node), self._random_ops if random else 0)
+        return Aten(str(node.target), args, kwargs, self._result(node), self._random_ops if random else 0)
+
+    def _result(self, node: Any) -> Type | tuple[Type | None, ...]:
+        if "val" not in node.meta:
+            raise Limitation("it checks its data and returns nothing")
+        val = node.meta["val"]
+        if isinstance(val, (tuple, list)):
+            placed = {user.args[1] for user in node.users if user in self.placed}
+            return tuple(None if v is None else _type(v, k in placed) for k, v in enumerate(val))
+        return _type(val, node in self.placed)
 
 
 def _argument(value: Any, values: dict[Any, Any]) -> Any:
@@ -134,23 +145,14 @@ def _reads_its_operand(node: Any) -> None:
         raise Limitation("it reads the storage behind a view, which is no value of the program")
 
 
-def _result(node: Any) -> Type | tuple[Type | None, ...]:
-    if "val" not in node.meta:
-        raise Limitation("it checks its data and returns nothing")
-    val = node.meta["val"]
-    if isinstance(val, (tuple, list)):
-        return tuple(None if v is None else _plain(v) for v in val)
-    return _plain(val)
-
-
-def _plain(tensor: Any) -> Type:
-    """The type of a value inside the program: strides are ours to choose there."""
+def _type(tensor: Any, placed: bool = False) -> Type:
+    """The type of a value inside the program: strides are ours to choose there, unless it is `placed`."""
     import torch
 
     if not isinstance(tensor, torch.Tensor):
         raise Limitation(f"it returns a {type(tensor).__name__}, no tensor")
     found = type_of(tensor)
-    return Type(found.dtype, found.shape)
+    return dense(found) if placed else Type(found.dtype, found.shape)
 
 
 def _is_number(node: Any, tensor: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -142,6 +143,16 @@ def contiguous_strides(shape: tuple[IntExpr, ...]) -> tuple[IntExpr, ...]:
         strides.append(step)
         step = step * extent
     return tuple(reversed(strides))
+
+
+def dense(ty: Type) -> Type:
+    """A type whose strides are kept where every place is that of one element, as row by row otherwise."""
+    plain = Type(ty.dtype, ty.shape)
+    wide = [(s, e) for s, e in zip(ty.element_strides, ty.static_shape, strict=True) if e != 1]
+    places: list[tuple[Any, int]] = sorted(wide, key=lambda x: int(x[0]))
+    whole = all(s == math.prod(e for _, e in places[:k]) for k, (s, _) in enumerate(places))
+    same = all(e == 1 or a == b for e, a, b in zip(ty.shape, ty.element_strides, plain.element_strides, strict=True))
+    return plain if same or not whole or 0 in ty.shape else ty
 
 
 def ordered_strides(shape: Sequence[int], order: Sequence[int], room: int = 1) -> tuple[int, ...]:

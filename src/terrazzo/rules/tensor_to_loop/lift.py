@@ -226,7 +226,7 @@ RULES: tuple[Rule, ...] = (elementwise, index_map, literal, iota, reduce, scan, 
 
 def lift(program: Program, rules: Sequence[Rule] = RULES, log: Log | None = None) -> l.Program:
     """`program` as one kernel per value, opaque ops as calls. Constants and iotas are not stored; scans put their axis
-    last.
+    last. What is laid out as a result is stored so at once, for whoever reads it.
     """
     table = index(tuple(rules))
     buffers: dict[Node, l.Buffer] = {i: l.Buffer(i.name, i.type) for i in program.inputs}
@@ -237,6 +237,7 @@ def lift(program: Program, rules: Sequence[Rule] = RULES, log: Log | None = None
         if isinstance(n, t.Get):
             parts.setdefault(n.x, {})[n.index] = n
     # What somebody who is no kernel of ours needs in memory.
+    where = {r.x: r for r in program.results if isinstance(r, t.LaidOut) and _ours(r.x) and r.x not in program.results}
     outside = {*program.results, *(c for n in nodes if isinstance(n, t.Opaque) for c in n.children)}
     taken = {i.name for i in program.inputs}
     last: dict[str, int] = {}
@@ -284,18 +285,26 @@ def lift(program: Program, rules: Sequence[Rule] = RULES, log: Log | None = None
         axes = tuple(Var(f"a{d}", e) for d, e in enumerate(_loops(node.type.shape)))
         rest = iter(axes)
         here = tuple(0 if e == 1 else next(rest) for e in node.type.shape)
-        buffers[node] = buffer = l.Buffer(named(node), node.type)
+        placed = where.get(node, node)
+        buffers[node] = buffers[placed] = buffer = l.Buffer(named(placed), placed.type)
         store = l.Store(buffer, here, term(node, here, element))
         order = tuple(sorted(axes, key=lambda a: _scanned(store, a)))
-        steps.append(l.Kernel(buffer.name, order, (store,), program.sources.get(program.names.get(node, ""), "")))
+        steps.append(l.Kernel(buffer.name, order, (store,), program.sources.get(program.names.get(placed, ""), "")))
         if log is not None:
-            log.applied("tensor_to_loop", table[type(node)][0].name, buffer.name, [node], steps[-1:])
+            for value in dict.fromkeys((node, placed)):
+                log.applied("tensor_to_loop", table[type(value)][0].name, buffer.name, [value], steps[-1:])
     return l.Program(
         program.name,
         tuple(buffers[i] for i in program.inputs),
         tuple(steps),
         tuple(buffers[r] for r in program.results),
     )
+
+
+def _ours(x: Node) -> bool:
+    """Whether a kernel stores a value, and nobody has said where."""
+    called = isinstance(x.x if isinstance(x, t.Get) else x, t.Opaque)
+    return isinstance(x, t.Value) and not called and not isinstance(x, t.LaidOut | t.Literal | t.Iota)
 
 
 def _loops(shape: Sequence[IntExpr]) -> list[IntExpr]:

@@ -14,7 +14,7 @@ from terrazzo.ir.dialects.torch import Aten, Get
 from terrazzo.ir.node import Node, topological
 from terrazzo.ir.operators import tried
 from terrazzo.ir.program import Input, Program
-from terrazzo.ir.types import Type
+from terrazzo.ir.types import Type, dense
 from terrazzo.rewrite.rule import Choice, Event, Log
 
 PASS = "torch_to_tensor"
@@ -87,8 +87,8 @@ class Libraries:
         placed = [self.placed(x, new, exactly) for x, new in zip(node.children, lowered.children, strict=True)]
         new = lowered.with_children(placed)
         if isinstance(node.result, Type):
-            return t.Opaque(new.name, new.args, new.kwargs, _dense(self.laid_out(node)), new.order)
-        each = [r if r is None else _dense(self.laid_out(Get(node, k))) for k, r in enumerate(node.result)]
+            return t.Opaque(new.name, new.args, new.kwargs, dense(self.laid_out(node)), new.order)
+        each = [r if r is None else dense(self.laid_out(Get(node, k))) for k, r in enumerate(node.result)]
         call = t.Opaque(new.name, new.args, new.kwargs, tuple(each), new.order)
         return tuple(None if r is None else t.Get(call, k) for k, r in enumerate(each))
 
@@ -96,7 +96,7 @@ class Libraries:
         """A value in the memory it has in eager mode, where that has no gaps and is not row by row; or, `exactly`, row
         by row, too.
         """
-        wanted = _dense(self.laid_out(node))
+        wanted = dense(self.laid_out(node))
         same = lowered.type.strides == wanted.strides or (wanted.strides is None and not exactly)
         if same or isinstance(node, Input):
             return lowered
@@ -121,16 +121,6 @@ MOVES = (
     "slice", "select", "alias",
 )  # fmt: skip
 """Ops whose values are those of their first argument, or that times something."""
-
-
-def _dense(ty: Type) -> Type:
-    """A type whose strides are kept where every place is that of one element, as row by row otherwise."""
-    plain = Type(ty.dtype, ty.shape)
-    wide = [(s, e) for s, e in zip(ty.element_strides, ty.static_shape, strict=True) if e != 1]
-    places: list[tuple[Any, int]] = sorted(wide, key=lambda x: int(x[0]))
-    dense = all(s == math.prod(e for _, e in places[:k]) for k, (s, _) in enumerate(places))
-    same = all(e == 1 or a == b for e, a, b in zip(ty.shape, ty.element_strides, plain.element_strides, strict=True))
-    return plain if same or not dense or 0 in ty.shape else ty
 
 
 def is_called(op: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from textwrap import dedent
 from typing import Any
 
@@ -14,6 +14,7 @@ from terrazzo.ir.types import Type
 from terrazzo.rewrite.engine import rewrite
 from terrazzo.rewrite.rule import Event, Log, Rule, rule
 from terrazzo.rules.torch_to_tensor.library import Libraries, is_called
+from terrazzo.rules.torch_to_tensor.placed import Strides, placed, typed
 
 
 @rule(keys=(Aten,))
@@ -42,10 +43,12 @@ def lower(
     log: Log,
     show: Callable[[Any], str] | None = None,
     libraries: Libraries | None = None,
+    strides: Sequence[Strides] = (),
 ) -> Program:
     """`program` in Tensor IR. Values keep the names and source lines of their ops. `show` adds texts to the events.
-    Ops that `libraries` are better at are called.
+    Ops that `libraries` are better at are called. Results lie in memory with these `strides`, where they have any.
     """
+    wanted = {r: s for r, s in zip(program.results, strides, strict=False) if s}
     memo: dict[Node, Any] = {}
     done: dict[Node, str] = {}
     called = libraries.chosen(program, log) if libraries else set()
@@ -59,6 +62,7 @@ def lower(
                 log.add(_opaque_event(program, node, rules))
             lowered = node.with_children([memo[c] if c in memo else _got(c, memo) for c in node.children])
             memo[node] = libraries.call(node, lowered)
+            _place(node, memo, wanted)
             new = memo[node] if isinstance(memo[node], tuple) else (memo[node],)
             log.applied("torch_to_tensor", opaque.name, name, [lowered], new)
             done.update({v: f"{name}.{k}" if k else name for k, v in enumerate(new) if v is not None and v not in done})
@@ -70,7 +74,7 @@ def lower(
         memo[node] = found
         if isinstance(found, Aten):
             log.add(_opaque_event(program, node, rules))
-            memo[node] = libraries.call(node, found) if libraries else opaque.rewrite(found, None)
+            memo[node] = libraries.call(node, found) if libraries else opaque.rewrite(typed(found, node, wanted), None)
             log.applied(
                 "torch_to_tensor",
                 opaque.name,
@@ -80,11 +84,23 @@ def lower(
             )
         if libraries and node in given and isinstance(node.type, Type):
             memo[node] = libraries.placed(node, memo[node])
+        _place(node, memo, wanted)
         new = memo[node] if isinstance(memo[node], tuple) else (memo[node],)
         done.update({v: f"{name}.{k}" if k else name for k, v in enumerate(new) if v is not None and v not in done})
     results = rewrite(program.results, rules, log=log, pass_name="torch_to_tensor", memo=memo)
+    if wanted:  # of one value that is two results, one may lie row by row
+        pairs = zip(program.results, results, strict=True)
+        results = [x.x if isinstance(x, t.LaidOut) and r not in wanted else x for r, x in pairs]
     names, sources = _names(program, memo)
     return Program("tensor", program.name, program.inputs, tuple(results), names, sources)
+
+
+def _place(node: Aten, memo: dict[Node, Any], wanted: Mapping[Node, Strides]) -> None:
+    """Have what an op gives lie in memory as it is to, for whoever reads it."""
+    if isinstance(node.result, Type):
+        memo[node] = placed(memo[node], wanted.get(node))
+        return
+    memo[node] = tuple(v and placed(v, wanted.get(Get(node, k))) for k, v in enumerate(memo[node]))
 
 
 class _Grown:

@@ -15,6 +15,7 @@ from typing import Any
 
 from terrazzo.ir import nest as n
 from terrazzo.ir.address import coefficient, flatten
+from terrazzo.ir.contraction import Contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var
 from terrazzo.ir.node import Node, topological
@@ -60,7 +61,7 @@ def _sites(kernel: l.Kernel) -> tuple[list[Site], list[l.Term], list[l.Store], V
     every = (*kernel.axes, *(a for p in products for a in p.reduce.axes))
     if not all(isinstance(a.extent, int) for a in every):
         return None
-    for column in sorted(kernel.axes, key=lambda a: -_stride(kernel.stores, a)):
+    for column in sorted(kernel.axes, key=lambda a: -_stride(kernel.stores, a, products)):
         rows = [a for a in kernel.axes if found.sides(a, column)]
         if rows:
             m = max(rows, key=_extent)
@@ -82,11 +83,23 @@ def _rest(body: Sequence[n.Statement]) -> tuple[list[l.Term], list[l.Store]]:
     return lets, stores
 
 
-def _stride(stores: Sequence[l.Store], axis: Var) -> int:
-    """How good an axis is as columns: contiguous stores first, then long ones."""
+def _stride(stores: Sequence[l.Store], axis: Var, products: Sequence[Contraction]) -> int:
+    """How good an axis is as columns: contiguous stores first, then long ones. Contiguous stores are not worth writing
+    the patches of an image out as rows.
+    """
+    if any(_patches(f, p.reduce.axes) for p in products for f in p.factors if axis not in f.free):
+        return _extent(axis)
     offsets = [flatten(s.index, s.buffer.type.element_strides) for s in stores]
     contiguous = all(coefficient(o, axis) == 1 for o in offsets)
     return (1 << 40 if contiguous else 0) + _extent(axis)
+
+
+def _patches(factor: Node, steps: Sequence[Any]) -> bool:
+    """Whether a factor has the elements of a buffer several times each."""
+    if not isinstance(factor, l.Load):
+        return False
+    axes = {a for a in factor.free if isinstance(a, Var)} | {a for a in steps if a in factor.free}
+    return _numel([a.extent for a in axes]) >= 2 * _numel(factor.buffer.type.static_shape)
 
 
 class _Blocked:
