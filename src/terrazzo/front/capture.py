@@ -262,12 +262,12 @@ def trace(fn: Callable[[list[Any]], list[Any]], tensors: Sequence[Any]) -> tuple
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
     from torch.fx.traceback import preserve_node_meta
 
-    traced = partial(make_fx, tracing_mode="fake", record_stack_traces=True, _allow_non_fake_inputs=True)
+    traced = partial(make_fx, tracing_mode="fake", _allow_non_fake_inputs=True)
     versions = [t._version for t in tensors]
     changed: list[int] = []
 
     def functional(*given: Any) -> Any:
-        with watched() as watch:
+        with watched() as watch, preserve_node_meta():  # which has the line that `watch` notes
             results = fn(list(given))
         watch.refuse_writes_elsewhere()
         changed[:] = _changed(given, tensors)

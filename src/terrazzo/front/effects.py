@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.errors import UserError
+from terrazzo.front.lines import note_line
 
 _NO_STATE = ("_parameters", "_buffers", "_modules")
 
@@ -92,6 +93,7 @@ def watched() -> Any:
             self.elsewhere: dict[int, tuple[Any, Any]] = {}
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            note_line()
             kwargs = kwargs or {}
             if func._schema.is_mutable:
                 given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs

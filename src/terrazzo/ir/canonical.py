@@ -11,7 +11,8 @@ import re
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from operator import is_
 from typing import Any, TypeVar
 
 from terrazzo.ir.dialects import kernel as k
@@ -107,8 +108,8 @@ def words(*made: Any) -> frozenset[str]:
             if x not in seen:
                 seen.add(x)
                 rest += x.values
-        elif dataclasses.is_dataclass(x) and not isinstance(x, _NAMELESS):
-            rest += (getattr(x, f.name) for f in dataclasses.fields(x))
+        else:
+            rest += (getattr(x, name) for name in _fields(type(x)))
     return frozenset(w for text in texts for w in re.findall(r"\w+", text))
 
 
@@ -155,7 +156,7 @@ def _has_marks(x: Any) -> bool:
         return any(map(_has_marks, x))
     if isinstance(x, Node):
         return _marked(x)
-    return dataclasses.is_dataclass(x) and not isinstance(x, _NAMELESS)
+    return bool(_fields(type(x)))
 
 
 def _find_marks(root: Node) -> None:
@@ -163,6 +164,13 @@ def _find_marks(root: Node) -> None:
     if (known := f"{__name__}._marked") not in root.__dict__:
         for x in topological([root], stop=lambda x: known in x.__dict__):
             _marked(x)
+
+
+@cache
+def _fields(kind: type) -> tuple[str, ...]:
+    """The fields of a record that may have names in them."""
+    found = dataclasses.is_dataclass(kind) and not issubclass(kind, _NAMELESS)
+    return tuple(f.name for f in dataclasses.fields(kind)) if found else ()
 
 
 class _Renaming:
@@ -177,13 +185,13 @@ class _Renaming:
         if type(x) is str:
             return self.text(x)
         if type(x) is tuple:
-            return tuple(map(self.of, x))
+            items = tuple(map(self.of, x))
+            return x if all(map(is_, items, x)) else items
         if isinstance(x, Node):
             return self.node(x)
-        if dataclasses.is_dataclass(x) and not isinstance(x, _NAMELESS):
-            old = {f.name: getattr(x, f.name) for f in dataclasses.fields(x)}
-            new = {name: self.of(value) for name, value in old.items()}
-            return dataclasses.replace(x, **new)  # type: ignore[type-var]
+        if fields := _fields(type(x)):
+            new = {name: self.of(getattr(x, name)) for name in fields}
+            return x if all(new[n] is getattr(x, n) for n in fields) else dataclasses.replace(x, **new)
         return x
 
     def node(self, root: Node) -> Any:
