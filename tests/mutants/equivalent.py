@@ -76,7 +76,7 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     Equivalent(
         ("blocks share sums",),
         ("wrong role",),
-        r"^line 35 ",
+        r"^line 36 ",
         "what all blocks summed lies in shared memory, so any four warps may add it up",
     ),
     Equivalent(CHOSEN, ("wrong registers",), r"registers=40\):` -> .*=(48|104)", "a processor has as many registers"),
