@@ -432,3 +432,9 @@ def test_a_program_is_measured(name: str, tmp_path: Path) -> None:
     assert not report.fails(found), found
     assert found["us"]["terrazzo"] > 0
     assert found["memory"]["terrazzo"] > 0
+
+
+def test_what_transformers_makes_of_no_mask_is_not_traced(tmp_path: Path) -> None:
+    """Traced, a Nystromformer masked its landmarks' scores by a square of all tokens, and could not be captured."""
+    module, inputs = programs()["nystromformer"].made("f32", "meta", small=True)
+    assert capture(module, inputs).program.name

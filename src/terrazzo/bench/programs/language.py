@@ -9,12 +9,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as f
 
-from terrazzo.bench.programs.huggingface import TINY, TINY_DECODER, language
+from terrazzo.bench.programs.huggingface import TINY, TINY_DECODER, language, other, tokens
 from terrazzo.bench.programs.registry import Made, normal, program, whole
 
 TWO: dict[str, Any] = {"num_hidden_layers": 2}
 DECODER: dict[str, Any] = {**TWO, "use_cache": False}
 BASE: dict[str, Any] = {**TWO, "hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072}
+
+
+def unmasked(count: int, length: int) -> dict[str, Tensor]:
+    """Tokens, and a mask that hides none of them, of a shape that goes with a score of every landmark: traced,
+    transformers makes one of `length` squared of none.
+    """
+    return {"input_ids": tokens(count, length), "attention_mask": torch.zeros(count, 1, 1, length)}
+
 
 # Encoders.
 language("bert", "BertModel", (16, 512), TINY, training=True, **TWO)
@@ -29,9 +37,10 @@ language(
 language("mpnet", "MPNetModel", (16, 384), TINY, **TWO)
 language("fnet", "FNetModel", (8, 512), TINY, dtypes=("f32",), **TWO)  # PyTorch has no fft in bfloat16
 language("convbert", "ConvBertModel", (8, 512), {**TINY, "embedding_size": 64}, **TWO)
-language(
-    "nystromformer", "NystromformerModel", (2, 512), {**TINY, "num_landmarks": 8, "segment_means_seq_len": 32},
-    num_hidden_layers=1, segment_means_seq_len=512, max_position_embeddings=512, attention="eager", dtypes=("f32",),
+other(
+    "nystromformer", "language", "NystromformerModel", unmasked, (2, 512), (2, 32),
+    {**TINY, "num_landmarks": 8, "segment_means_seq_len": 32}, num_hidden_layers=1, segment_means_seq_len=512,
+    max_position_embeddings=512, attention="eager", dtypes=("f32",),
 )  # fmt: skip
 language("xlnet", "XLNetModel", (4, 512), {"d_model": 64, "n_head": 4, "d_inner": 128}, n_layer=2)
 language(
