@@ -129,7 +129,7 @@ def words(*made: Any) -> frozenset[str]:
                 seen.add(x)
                 rest += x.values
         else:
-            rest += (getattr(x, name) for name in _fields(type(x)))
+            rest += (getattr(x, name) for name in _fields(x))
     return frozenset(w for text in texts for w in re.findall(r"\w+", text))
 
 
@@ -176,7 +176,7 @@ def _has_marks(x: Any) -> bool:
         return any(map(_has_marks, x))
     if isinstance(x, Node):
         return _marked(x)
-    return bool(_fields(type(x)))
+    return bool(_fields(x))
 
 
 def _find_marks(root: Node) -> None:
@@ -186,9 +186,13 @@ def _find_marks(root: Node) -> None:
             _marked(x)
 
 
+def _fields(x: Any) -> tuple[str, ...]:
+    """The fields of a record that may have names in them; none of what is no record."""
+    return _of_class(type(x))  # type: ignore[arg-type]  # classes can be hashed
+
+
 @cache
-def _fields(kind: type) -> tuple[str, ...]:
-    """The fields of a record that may have names in them."""
+def _of_class(kind: type) -> tuple[str, ...]:
     found = dataclasses.is_dataclass(kind) and not issubclass(kind, _NAMELESS)
     return tuple(f.name for f in dataclasses.fields(kind)) if found else ()
 
@@ -209,7 +213,7 @@ class _Renaming:
             return x if all(map(is_, items, x)) else items
         if isinstance(x, Node):
             return self.node(x)
-        if fields := _fields(type(x)):
+        if fields := _fields(x):
             new = {name: self.of(getattr(x, name)) for name in fields}
             return x if all(new[n] is getattr(x, n) for n in fields) else dataclasses.replace(x, **new)
         return x

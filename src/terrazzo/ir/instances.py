@@ -7,7 +7,7 @@ written down when somebody needs it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,8 +17,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import per_node
 
 SHARED = 3
-"""How many kernels have a form in common, at least, where forms are worth finding: in GPT-2 13 have one, in a layer 1.5.
-"""
+"""How many kernels have a form in common, at least, where forms are worth finding: in GPT-2 13 have, in a layer 1.5."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class Asked:
         self.ask, self.instance = ask, instance
         self.known: dict[Hashable, Any] = {}
 
-    def __call__(self, *group: Instance, given: Sequence[l.Buffer] = ()) -> Any:
+    def __call__(self, *group: Instance, given: Collection[l.Buffer] = ()) -> Any:
         """What is made of a group, and of buffers of theirs that are given besides."""
         number: dict[l.Buffer, int] = {}
         places = [tuple([number.setdefault(b, len(number)) for b in x.buffers]) for x in group]
