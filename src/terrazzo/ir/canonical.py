@@ -18,8 +18,9 @@ from typing import Any, TypeVar
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import Scalar
+from terrazzo.ir.expr import Expr, Loaded
 from terrazzo.ir.monoid import Monoid
-from terrazzo.ir.node import Node, per_node, substitute, topological
+from terrazzo.ir.node import Node, mapped, per_node, rebuilt, topological
 from terrazzo.ir.types import DType, Type
 
 T = TypeVar("T")
@@ -89,8 +90,27 @@ def together(kernels: Sequence[l.Kernel]) -> Form:
     name = re.sub(r"\W|_*\d+|tzz$", "", last.name, flags=re.ASCII).strip("_") + "tzz"  # a form is its own form
     names = {_MARK.format(n): b.name for n, b in enumerate(buffers)}
     new: dict[Any, Any] = {b: l.Buffer(mark, b.type) for b, mark in zip(buffers, names, strict=True)}
-    forms = tuple(l.Kernel(name, x.axes, tuple(substitute(s, new) for s in x.stores)) for x in kernels)
+    forms = tuple(l.Kernel(name, x.axes, with_buffers(x.stores, new)) for x in kernels)
     return Form(forms, {**names, name: last.name}, last.source)
+
+
+def with_buffers(stores: Sequence[l.Store], new: Mapping[Any, Any]) -> tuple[l.Store, ...]:
+    """Stores with other buffers, of the same types, in place of theirs: what is in a normal form remains in it."""
+    memo: dict[Any, Any] = dict(new)
+    for x in topological(stores, stop=lambda x: x in memo or (isinstance(x, Expr) and _of_indices(x))):
+        if x in memo:
+            continue
+        if isinstance(x, Expr):
+            memo[x] = x if _of_indices(x) else rebuilt(x, memo)
+        else:
+            memo[x] = x if all(memo[y] is y for y in x.children) else type(x)(*mapped(x.values, memo))
+    return tuple(memo[s] for s in stores)
+
+
+@per_node
+def _of_indices(x: Node) -> bool:
+    """Whether nothing is loaded in an expression on indices."""
+    return not isinstance(x, Loaded) and all(map(_of_indices, x.children))
 
 
 def words(*made: Any) -> frozenset[str]:
@@ -109,7 +129,7 @@ def words(*made: Any) -> frozenset[str]:
                 seen.add(x)
                 rest += x.values
         else:
-            rest += (getattr(x, name) for name in _fields(type(x)))
+            rest += (getattr(x, name) for name in _fields(x))
     return frozenset(w for text in texts for w in re.findall(r"\w+", text))
 
 
@@ -156,7 +176,7 @@ def _has_marks(x: Any) -> bool:
         return any(map(_has_marks, x))
     if isinstance(x, Node):
         return _marked(x)
-    return bool(_fields(type(x)))
+    return bool(_fields(x))
 
 
 def _find_marks(root: Node) -> None:
@@ -166,9 +186,13 @@ def _find_marks(root: Node) -> None:
             _marked(x)
 
 
+def _fields(x: Any) -> tuple[str, ...]:
+    """The fields of a record that may have names in them; none of what is no record."""
+    return _of_class(type(x))  # type: ignore[arg-type]  # classes can be hashed
+
+
 @cache
-def _fields(kind: type) -> tuple[str, ...]:
-    """The fields of a record that may have names in them."""
+def _of_class(kind: type) -> tuple[str, ...]:
     found = dataclasses.is_dataclass(kind) and not issubclass(kind, _NAMELESS)
     return tuple(f.name for f in dataclasses.fields(kind)) if found else ()
 
@@ -189,7 +213,7 @@ class _Renaming:
             return x if all(map(is_, items, x)) else items
         if isinstance(x, Node):
             return self.node(x)
-        if fields := _fields(type(x)):
+        if fields := _fields(x):
             new = {name: self.of(getattr(x, name)) for name in fields}
             return x if all(new[n] is getattr(x, n) for n in fields) else dataclasses.replace(x, **new)
         return x

@@ -7,14 +7,17 @@ written down when somebody needs it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from terrazzo.ir.canonical import Form, canonical
+from terrazzo.ir.canonical import Form, canonical, with_buffers
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.node import per_node, substitute
+from terrazzo.ir.node import per_node
+
+SHARED = 3
+"""How many kernels have a form in common, at least, where forms are worth finding: in GPT-2 13 have, in a layer 1.5."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +30,9 @@ class Instance:
     source: str
 
     @staticmethod
-    def of(kernel: l.Kernel) -> Instance:
-        """A kernel as an instance of its form."""
-        made = Instance(canonical(kernel).kernel, _buffers(kernel), kernel.name, kernel.source)
+    def of(kernel: l.Kernel, form: l.Kernel | None = None) -> Instance:
+        """A kernel as an instance of its canonical form, or of another one."""
+        made = Instance(form or canonical(kernel).kernel, _buffers(kernel), kernel.name, kernel.source)
         made.__dict__["kernel"] = kernel
         return made
 
@@ -37,8 +40,7 @@ class Instance:
     def kernel(self) -> l.Kernel:
         """The kernel, written down."""
         new = dict(zip(_buffers(self.form), self.buffers, strict=True))
-        stores = tuple(substitute(s, new) for s in self.form.stores)
-        return l.Kernel(self.name, self.form.axes, stores, self.source)
+        return l.Kernel(self.name, self.form.axes, with_buffers(self.form.stores, new), self.source)
 
     @cached_property
     def writes(self) -> tuple[l.Buffer, ...]:
@@ -57,13 +59,22 @@ class Instance:
         return Form(self.form, {**names, self.form.name: self.name}, self.source).named(text)
 
 
+def instances(kernels: Iterable[l.Kernel]) -> Callable[[l.Kernel], Instance]:
+    """What makes instances of kernels of a program. Where few are alike, as in one layer, each is a form of its own: to
+    find the forms of all that is tried takes longer then than it saves.
+    """
+    every = list(kernels)
+    alike = len({canonical(k).kernel for k in every}) * SHARED <= len(every)
+    return Instance.of if alike else lambda kernel: Instance.of(kernel, kernel)
+
+
 class Asked:
     """A function of kernels, asked once for all groups of kernels that differ in names only. What it makes of them, if
     anything, is called as the last of them; whatever else it gives has no names in it.
     """
 
-    def __init__(self, ask: Callable[..., Any]) -> None:
-        self.ask = ask
+    def __init__(self, ask: Callable[..., Any], instance: Callable[[l.Kernel], Instance] = Instance.of) -> None:
+        self.ask, self.instance = ask, instance
         self.known: dict[Hashable, Any] = {}
 
     def __call__(self, *group: Instance, given: Collection[l.Buffer] = ()) -> Any:
@@ -75,8 +86,9 @@ class Asked:
         if key not in self.known:
             found = self.ask(*(x.kernel for x in group), *([frozenset(given)] if given else []))
             if isinstance(found, l.Kernel):
-                self.known[key] = _Made.of(found, group, number)
-                return Instance.of(found)
+                made = self.instance(found)
+                self.known[key] = _Made.of(made, group, number)
+                return made
             self.known[key] = found
         known = self.known[key]
         return known.again(group, tuple(number)) if isinstance(known, _Made) else known
@@ -91,9 +103,9 @@ class _Made:
     origin: int | None
 
     @staticmethod
-    def of(kernel: l.Kernel, group: Sequence[Instance], number: dict[l.Buffer, int]) -> _Made:
-        origin = max((n for n, x in enumerate(group) if x.source and x.source == kernel.source), default=None)
-        return _Made(canonical(kernel).kernel, tuple(number[b] for b in _buffers(kernel)), origin)
+    def of(made: Instance, group: Sequence[Instance], number: dict[l.Buffer, int]) -> _Made:
+        origin = max((n for n, x in enumerate(group) if x.source and x.source == made.source), default=None)
+        return _Made(made.form, tuple(number[b] for b in made.buffers), origin)
 
     def again(self, group: Sequence[Instance], buffers: Sequence[l.Buffer]) -> Instance:
         source = "" if self.origin is None else group[self.origin].source

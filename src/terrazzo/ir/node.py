@@ -262,14 +262,14 @@ def rebuilt(node: N, memo: Mapping[Any, Any]) -> N:
     """A node whose children are what `memo` has for them: itself where they are its own."""
     for c in node.children:
         if memo[c] is not c:
-            return type(node).make(*_mapped(node.values, memo))  # type: ignore[no-any-return]
+            return type(node).make(*mapped(node.values, memo))  # type: ignore[no-any-return]
     return node
 
 
-def _mapped(values: tuple[Any, ...], memo: Mapping[Any, Any]) -> tuple[Any, ...]:
+def mapped(values: tuple[Any, ...], memo: Mapping[Any, Any]) -> tuple[Any, ...]:
     """Values of fields with what `memo` has for nodes."""
     return tuple([
-        memo[v] if type(type(v)) is _Interned else _mapped(v, memo) if type(v) is tuple else v for v in values
+        memo[v] if type(type(v)) is _Interned else mapped(v, memo) if type(v) is tuple else v for v in values
     ])  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from terrazzo.ir.contraction import contraction
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.instances import Asked, Instance
+from terrazzo.ir.instances import Asked, Instance, instances
 from terrazzo.ir.node import topological
 from terrazzo.rewrite.rule import Choice, Event, Log, cheapest
 from terrazzo.rules.loop.across import rows_first
@@ -85,10 +85,12 @@ class _Fusion:
             show,
             decide,
         )
-        self.kernels = {i: Instance.of(s) for i, s in enumerate(program.steps) if isinstance(s, l.Kernel)}
+        self.instance = instances(s for s in program.steps if isinstance(s, l.Kernel))
+        self.kernels = {i: self.instance(s) for i, s in enumerate(program.steps) if isinstance(s, l.Kernel)}
         self.calls: dict[int, l.Call] = {i: s for i, s in enumerate(program.steps) if isinstance(s, l.Call)}
-        self.viewed, self.into, self.merged = Asked(viewed), Asked(self._into), Asked(merged)
-        self.multiply_apart, self.only_reduced = Asked(self._multiply_apart), Asked(only_reduced)
+        self.viewed, self.into, self.merged, self.multiply_apart, self.only_reduced = (
+            Asked(ask, self.instance) for ask in (viewed, self._into, merged, self._multiply_apart, only_reduced)
+        )
         self.prices: WeakKeyDictionary[l.Kernel, float] = WeakKeyDictionary()
         self.products: WeakKeyDictionary[l.Kernel, tuple[int, int]] = WeakKeyDictionary()
         self.apart: set[tuple[Instance, Instance]] = set()
@@ -380,7 +382,7 @@ class _Fusion:
         *stored, reader = kernels
         whole = scanned_last(scale_after(reduce(inline, stored, reader)))
         turned = rows_first(whole)
-        return whole if turned is None else min((whole, turned), key=lambda k: self.price(Instance.of(k)))
+        return whole if turned is None else min((whole, turned), key=lambda k: self.price(self.instance(k)))
 
     def _beside(self, i: int, readers: list[int]) -> dict[str, list[Instance]]:
         """A kernel of which several read, merged with one of them, which comes later: the state of a recurrent net is
