@@ -216,7 +216,7 @@ PLANTS: dict[str, Plant] = {
         "fuse:inline", "exp into add", "add",
     ),
     "merged and doubled": Plant(
-        function(fuse, "_merged", merged_twice), lambda x, y: (x + y, (x + y).amax(-1)), lambda: (r(64, 64), r(64, 64)),
+        function(fuse, "merged", merged_twice), lambda x, y: (x + y, (x + y).amax(-1)), lambda: (r(64, 64), r(64, 64)),
         "fuse:merge", "add with amax", "amax",
     ),
     "dimensions merged the wrong way": Plant(
