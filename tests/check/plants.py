@@ -121,7 +121,7 @@ def read_turned(right: Any, index: Any, group: Any, shape: Any) -> Any:
     return right(index, group[::-1] if read else group, shape)
 
 
-def merged_twice(right: Any, first: Any, second: Any, dead: Any) -> Any:
+def merged_twice(right: Any, first: Any, second: Any, dead: Any = frozenset()) -> Any:
     new = right(first, second, dead)
     if new is None:
         return None
