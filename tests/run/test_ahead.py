@@ -20,12 +20,6 @@ from terrazzo.run.cache import Cache
 from terrazzo.run.cuda import build
 
 ARCH = "sm_90a"
-PRODUCT = """
-@torch
-def f(x: bf16[1024, 1024], w: bf16[1024, 1024]):
-    mm: bf16[1024, 1024] = aten.mm.default(x, w)
-    return (mm,)
-"""
 
 
 @pytest.fixture
@@ -139,26 +133,3 @@ def test_ctrl_c_keeps_what_was_compiled_and_drops_the_rest(monkeypatch: pytest.M
     assert path is not None and path.read_bytes() == b"one"
     assert second.cancelled()
     assert nvrtc.compile_each(["one", "two"], ARCH, cache)["two"].path is not None  # and all goes on as before
-
-
-def test_those_after_one_that_lost_are_compiled_beside_the_next(monkeypatch: pytest.MonkeyPatch, cache: Cache) -> None:
-    compiled: list[str] = []
-
-    def some_spill(source: str, arch: str) -> tuple[bytes, nvrtc.Facts]:
-        compiled.append(source)
-        return b"cubin", nvrtc.Facts(255, 8 if len(compiled) in (1, 3) else 0)
-
-    rounds: list[int] = []
-    chosen_again = pipelines.rescheduled
-    monkeypatch.setattr(nvrtc, "_compile", some_spill)
-    monkeypatch.setattr(
-        pipelines, "rescheduled", lambda *given: (rounds.append(len(compiled)), chosen_again(*given))[1]
-    )
-    monkeypatch.setattr(nvrtc.os, "cpu_count", lambda: 8)
-    options, tried = Options(target=ARCH), nvrtc.Tried(ARCH, cache, ahead=True)
-    program = parse(PRODUCT)
-    built = build(lowering(program, options, tried=tried), options, cache, ARCH, tried=tried)
-    ((_, source),) = built.sources
-    nvrtc._pool().submit(lambda: None).result()
-    assert source == compiled[1] and compiled.index(source) < len(compiled) - 1  # others began, and nobody waited
-    assert rounds == [1]

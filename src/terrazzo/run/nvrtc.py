@@ -251,11 +251,6 @@ class Tried(Experience):
         why = self.told[source] = self.of(source)
         return why
 
-    def perhaps(self, kernel: k.Kernel) -> None:
-        """Have it compiled if a processor is idle otherwise."""
-        if self.ahead and len(_begun) < (os.cpu_count() or 1) and not self.of(source := emitted(kernel)):
-            begin(source, self.arch, self.cache)
-
     def spilled(self, kernel: k.Kernel) -> float:
         source = emitted(kernel)
         facts = known(source, self.arch, self.cache)
@@ -292,7 +287,6 @@ class _Asked(Experience):
         self.whom = whom
         self.told: dict[k.Kernel, str] = {}
         self.fastest = whom.fastest  # type: ignore[method-assign]
-        self.perhaps = whom.perhaps  # type: ignore[method-assign]
         self.spilled = whom.spilled  # type: ignore[method-assign]
 
     def __call__(self, kernel: k.Kernel) -> str:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 from terrazzo.errors import Limitation, UserError, about
@@ -32,9 +32,6 @@ RESORTS = ("plain", "share", "alone")
 one such product a training step took 51 ms, and 2.1 without (H200), where a tile that spills a few bytes is hardly
 slower than one that does not. The plainest is one whatever a kernel computes.
 """
-
-AFTER = 2
-"""Candidates that are told of as the next ones, for each that was built and lost."""
 
 Show = Callable[[Any], str] | None
 Known = tuple[Candidate | Refused, tuple[Event, ...], frozenset[str]]
@@ -129,32 +126,18 @@ def _choose(
         done = as_pinned(forms(kernel), pinned, gpu)
         return in_two(done, gpu).after(("pin", kernel, (done[0],)))
 
-    built: list[Candidate] = []
-
     def lost(candidate: Candidate, why: str) -> None:
-        built.extend([candidate] if _derived(candidate, gpu) else [])
         *_, rule, reason = candidate.kernels[0]
         log.add(Event(PASS, rule, kernel.name, False, f"{reason}; it lost: {why}"))
 
     def part(found: Iterator[Candidate]) -> Candidate:
         return _first(found, gpu, pinned, tried.lost, tried.spilled)[0]
 
-    found = _ordered(kernel, gpu, pinned, tried, part)
-    taken, why = _first(found, gpu, pinned, tried, tried.spilled, lost)
+    taken, why = _first(_ordered(kernel, gpu, pinned, tried, part), gpu, pinned, tried, tried.spilled, lost)
     if why:
         what = f"{kernel.name}: no schedule of it fits {gpu.arch}; the plainest does not, for {why}"
         return Refused(Limitation(what))
-    for candidate in islice(found, AFTER * len(built)):  # who is alike often loses for the same reason
-        for made in _derived(candidate, gpu):
-            tried.perhaps(made)
     return taken
-
-
-def _derived(candidate: Candidate, gpu: Gpu) -> list[k.Kernel]:
-    """The kernels of a candidate; none where one cannot be derived."""
-    made = [derived(x, chosen, gpu) for x, chosen, *_ in candidate.kernels]
-    found = [x for x in made if isinstance(x, k.Kernel)]
-    return found if len(found) == len(made) else []
 
 
 def _first(
