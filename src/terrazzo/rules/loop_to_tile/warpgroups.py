@@ -31,6 +31,7 @@ from terrazzo.rules.loop_to_tile.results import along, results
 from terrazzo.rules.loop_to_tile.threads import ceil, grid
 from terrazzo.rules.loop_to_tile.warpgroup_tiles import (
     COLUMNS,
+    GROUP,
     LEAST,
     ROWS,
     Tile,
@@ -56,8 +57,6 @@ ENOUGH = 5
 longer: Linear(3584, 18944) on 32 rows in bf16 was within 3 % of 36 us with five slots of 256 x 32 x 64, and took 50
 with a sixth, in the memory that results need where they do not leave registers (H200).
 """
-GROUP = 8
-"""Rows of tiles that are walked together, at most."""
 RESULTS = 2
 """Subtiles of results on their way."""
 PROMOTION = 100.0
@@ -192,7 +191,8 @@ def _promotions(p: Product, tile: Tile) -> int:
 
 
 def _clusters(p: Product, tile: Tile) -> int:
-    return facts_of(p).batch * math.prod(tile.clusters)
+    rows, columns = tile.clusters
+    return facts_of(p).batch * rows * columns
 
 
 def _bytes(p: Product, tile: Tile) -> int:
@@ -204,7 +204,7 @@ def _bytes(p: Product, tile: Tile) -> int:
 def _slots(p: Product, tile: Tile, gpu: Gpu) -> int:
     """Of a ring, beside results on their way, or in their place where they leave registers."""
     size, room, rows = _bytes(p, tile), gpu.shared - 2048, tile.m * tile.teams // tile.groups
-    found = min(SLOTS, (room - RESULTS * rows * _width(tile) * 2 * len(set(p.kernel.writes))) // size)
+    found = min(SLOTS, (room - RESULTS * rows * tile.width * 2 * len(set(p.kernel.writes))) // size)
     if not leaves(p, tile):
         found = max(found, min(SLOTS if promotes(p) else ENOUGH, room // size))
     given = tile.m * tile.n * 4 * len(p.sites) if tile.share > 1 else 0  # where the slabs were, or behind them
@@ -273,7 +273,8 @@ def _times(
             least = whole.least - results(p).moved + 4 * sums
             part = whole._replace(results=4 * count, rate=has.direct, least=least, after=_first(p, tile, gpu))
             parts, states = clock(part, gpu), has.parts_states if promotes(p) else has.states
-        readers = _readers(tile, gpu.processors // tile.blocks / pieces)
+            walkers, (most, rows) = gpu.processors // tile.blocks, tile.group
+        readers = (most if most < walkers / pieces else walkers / pieces) / rows
         time = parts(whole.tiles * pieces, outer * ceil(inner, pieces * tile.share), readers)
         yield pieces, time + has.part + states * pieces * sums * 4 / gpu.cache
 
@@ -306,6 +307,8 @@ def _meeting(p: Product, tile: Tile, has: Warpgroups) -> float:
 
 def _extra(p: Product, tile: Tile, gpu: Gpu) -> float:
     """Nanoseconds of a step that nothing hides: threads make factors of what lies in shared memory, and add up sums."""
+    if not (promotes(p) or converted(p)):
+        return 0.0
     turns = not promotes(p) or tile.groups > 1
     made = making(p) * (1 if turns else MADE_ALONE / MADE) * tile.m * tile.k
     alone = PROMOTION * _promotions(p, tile) if promotes(p) and tile.groups == 1 else 0.0
@@ -314,15 +317,16 @@ def _extra(p: Product, tile: Tile, gpu: Gpu) -> float:
 
 def _idle(p: Product, tile: Tile, gpu: Gpu) -> float:
     """Nanoseconds of a step in which a warpgroup that is alone makes factors, and nothing is multiplied."""
-    if promotes(p) or tile.groups > 1:
+    if promotes(p) or tile.groups > 1 or not converted(p):
         return 0.0
     return (ALONE - 1) * making(p) * tile.m * tile.k * gpu.processors / (gpu.fma / 2)
 
 
 def _first(p: Product, tile: Tile, gpu: Gpu) -> float:
     """Nanoseconds in which a tile's first parts are made, while nothing is multiplied."""
-    found = len(converted(p)) > 0 and promotes(p)
-    return found * MADE_ALONE * tile.m * tile.k * gpu.processors / (gpu.fma / 2)
+    if not (promotes(p) and converted(p)):
+        return 0.0
+    return MADE_ALONE * tile.m * tile.k * gpu.processors / (gpu.fma / 2)
 
 
 def _least(p: Product, tile: Tile, has: Warpgroups) -> float:
@@ -344,7 +348,8 @@ def _readers(tile: Tile, clusters: float) -> float:
     """How many clusters fetch the same rows of an operand at once where so many work at once: those of one product
     lie in as many rows of tiles as a group has, or fewer.
     """
-    return min(clusters, math.prod(tile.clusters)) / min(GROUP, *tile.clusters)
+    most, rows = tile.group
+    return min(clusters, most) / rows
 
 
 def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
@@ -408,18 +413,12 @@ def _ahead(p: Product, t: Tile, gpu: Gpu) -> Any:
     return axis if alone and slots == 2 and other <= 2 and room >= 0 else None
 
 
-def _width(t: Tile) -> int:
-    """Columns of a subtile of results: a power of two, as swizzles are."""
-    part = t.n // t.parts
-    return min(part & -part, 64)
-
-
 def _results(p: Product, t: Tile, by: str) -> Sequence[Site]:
     """How stores see the tile."""
     if not by:
         stores = tuple(dict.fromkeys(b.name for b in p.kernel.writes))
         return (Site(stores, tuple((a.name, Like(p.names[0])) for a in (p.m, p.n))),)
-    width = _width(t)
+    width = t.width
     time = Factor("time", t.n // width, (("ring", RESULTS),))
     return [
         Site(
@@ -433,15 +432,17 @@ def _results(p: Product, t: Tile, by: str) -> Sequence[Site]:
 
 def _rate(p: Product, t: Tile, has: Warpgroups) -> float:
     """Bytes of results in a nanosecond. Registers are stored one by one, whatever their size."""
-    narrow = min(s.buffer.type.dtype.size for s in p.kernel.stores) / 4
-    return {"tma": has.gathered, "ld": has.rows, "": has.direct * min(narrow, 1.0)}[leaves(p, t)]
+    by = leaves(p, t)
+    if not by:
+        return has.direct * min(min(s.buffer.type.dtype.size for s in p.kernel.stores) / 4, 1.0)
+    return has.gathered if by == "tma" else has.rows
 
 
 def leaves(p: Product, t: Tile) -> str:
     """How results of 16 bits leave shared memory: by TMA, where they are boxes, or by the threads, in whole rows, where
     rows begin anywhere. Others, and those that run along the tile's rows, leave registers (nothing).
     """
-    return _leave(p, t.rows, t.m, t.columns, _width(t)) if t.n >= LEAST else ""
+    return _leave(p, t.rows, t.m, t.columns, t.width) if t.n >= LEAST else ""
 
 
 @lru_cache(maxsize=4096)
