@@ -36,7 +36,7 @@ class Work(NamedTuple):
     `readers` fetch the same rows at once. Sums may be `shared` by the blocks of a cluster. Factors may be `parts` of
     numbers, of which each is multiplied several times in a long step. Instructions have `wide` columns. Nothing
     is multiplied for `idle` nanoseconds of a step. Where warpgroups take `turns`, one computes and stores the results
-    of a tile while another multiplies.
+    of a tile while another multiplies, which hides so much of it.
     """
 
     m: int
@@ -60,6 +60,7 @@ class Work(NamedTuple):
     wide: int = 0
     idle: float = 0.0
     turns: bool = False
+    hidden: float = HIDDEN
 
 
 def lasts(work: Work, gpu: Gpu) -> float:
@@ -82,7 +83,8 @@ def lasts(work: Work, gpu: Gpu) -> float:
     step = max(arithmetic, fetched, waited / slots, has.crowd * work.readers) + has.step + work.extra
     memory = has.parts_memory if work.parts else gpu.memory
     products, results = work.steps * step, work.m * work.n * work.results / work.rate + work.after
-    beside = min(HIDDEN * results, products / 2) if work.turns else 0.0  # alone, a warpgroup takes twice as long for it
+    hidden = min(work.hidden * results, products / 2)  # alone, a warpgroup takes twice as long for it
+    beside = hidden if work.turns else 0.0
     time = has.fill + beside
     for wave, count in ((walkers, tiles // walkers), (tiles % walkers, 1)):
         if wave and count:
