@@ -11,7 +11,7 @@ from typing import Any
 from terrazzo.ir import nest
 from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.canonical import nameless
-from terrazzo.ir.contraction import Contraction, contraction
+from terrazzo.ir.contraction import Contraction, contraction, nested_contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Loaded, bounds
 from terrazzo.ir.node import Node, per_node, topological
@@ -31,6 +31,16 @@ class Sites:
     def multiplies(self) -> bool:
         """Whether it sums products and does nothing else that goes from point to point."""
         return bool(self.contractions) and len(self.contractions) == len(self.carried)
+
+    @cached_property
+    def around(self) -> tuple[Any, ...]:
+        """The axes of reductions around its sums of products, outermost first; none where a sum of products is among
+        them: its steps go along its axes.
+        """
+        sums = {c.reduce for c in self.contractions.values()}
+        outer = [r for r in self.carried.values() if r not in sums and not sums.isdisjoint(topological([r]))]
+        found = [r for r in outer if isinstance(r, l.Reduce) and not nested_contraction(r)]
+        return tuple(dict.fromkeys(a for r in found for a in r.axes)) if len(found) == len(outer) else ()
 
     @property
     def everywhere(self) -> bool:
