@@ -143,11 +143,9 @@ def _visits(c: Chain, gpu: Gpu, same: Sequence[Groups]) -> list[int] | str:
     """
     why = "a block has no room for two products in one loop of steps"
     for way in same:
-        found = _planned(c.kernel, partial(on_warpgroups, c, gpu, way), gpu)
+        found = _made(c.kernel, on_warpgroups(c, gpu, way), gpu)
         if not isinstance(found, str):
-            plan, _ = complete(found.kernel, found.schedule, gpu)
-            assert isinstance(plan, Plan)
-            return reached(plan, Draft(found.kernel, found.schedule, gpu))
+            return reached(*found)
         why = found
     return why
 
@@ -177,13 +175,20 @@ def _skips(c: Chain, way: Warps, gpu: Gpu) -> bool:
 
 def _planned(kernel: l.Kernel, schedule: Callable[[bool], Schedule | None], gpu: Gpu) -> Way | str:
     """A kernel under a schedule, with the last rows' tiles first where these are longer; why there is no plan of it."""
-    if (made := schedule(False)) is None:
+    found = _made(kernel, schedule(False), gpu)
+    if isinstance(found, str):
+        return found
+    plan, draft = found
+    backward = bool(plan.all(Reach)) and _grows(reached(plan, draft))
+    return Way(kernel, kernel, schedule(True) or draft.schedule if backward else draft.schedule)
+
+
+def _made(kernel: l.Kernel, schedule: Schedule | None, gpu: Gpu) -> tuple[Plan, Draft] | str:
+    """The plan of a kernel under a schedule, or why there is none."""
+    if schedule is None:
         return "its sizes are on no instruction of this machine"
-    plan, _ = complete(kernel, made, gpu)
-    if isinstance(plan, Refused):
-        return plan.reason
-    backward = bool(plan.all(Reach)) and _grows(reached(plan, Draft(kernel, made, gpu)))
-    return Way(kernel, kernel, schedule(True) or made if backward else made)
+    plan, _ = complete(kernel, schedule, gpu)
+    return plan.reason if isinstance(plan, Refused) else (plan, Draft(kernel, schedule, gpu))
 
 
 def _grows(steps: Sequence[int]) -> bool:
