@@ -130,6 +130,18 @@ def test_what_counts_no_index_from_the_end(f: Any, target: str, tmp_path: Path) 
         compiled(x, ids)
 
 
+@pytest.mark.parametrize(
+    "choose",
+    [lambda x: x.max(), lambda x: x.min(), lambda x: x.max(0), lambda x: x.min(0).indices],
+    ids=("max", "min", "max of rows", "min of rows"),
+)
+def test_the_largest_of_nothing_is_an_error(choose: Any, tmp_path: Path) -> None:
+    """PyTorch's own: it is no infinity."""
+    nothing, options = torch.ones(0, 4), {"target": "interpreter", "cache_dir": tmp_path}
+    with pytest.raises((RuntimeError, IndexError), match="Expected reduction dim"):
+        terrazzo.compile(choose, nothing, options=options)(nothing)
+
+
 def floor(a: Any, b: Any) -> Any:
     return a // b
 
