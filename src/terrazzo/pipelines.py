@@ -37,6 +37,7 @@ from terrazzo.rules.loop.again import products_again
 from terrazzo.rules.loop.beside import chains_beside
 from terrazzo.rules.loop.blocks import blocks_seen
 from terrazzo.rules.loop.channels import channels_last
+from terrazzo.rules.loop.columns_reduced import columns_reduced
 from terrazzo.rules.loop.fold import fold
 from terrazzo.rules.loop.frozen import constants, stored_once, varying
 from terrazzo.rules.loop.fuse import fuse, seen_through
@@ -161,6 +162,7 @@ def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
     made = look_up_on_the_way(sums_inside(made, log, busy, refused), log, price, refused)
     made = products_joined(chains_beside(made, log, price, refused), log, price, options.materialize)
     made = blocks_seen(made, log, price)
+    made = columns_reduced(made, log, price, options.materialize)
     made = copied_after(made, log, lambda kernel: getattr(chain(kernel), "columns", None))
     return rounded_weights(made, log, target(options.target).rates.matrix)
 

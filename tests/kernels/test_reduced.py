@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 from tests.kernels.test_arrangements import SEEDS
+from tests.kernels.test_joined import lowered
+from tests.kernels.test_quantised import numbers
+from tests.rules.test_columns_reduced import fewest
 
+from terrazzo import pipelines
 from terrazzo.hw.gpu import gpu
 from terrazzo.interp import kernel as simulator
 from terrazzo.interp import loop
@@ -16,9 +23,11 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
 from terrazzo.ir.node import topological
 from terrazzo.ir.plan import Combine
+from terrazzo.ir.sites import reduced_product
 from terrazzo.ir.text import parse
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
+from terrazzo.rules.loop.columns_reduced import columns_reduced
 from terrazzo.targets.cuda.check import check
 
 LOSS = """@tile
@@ -157,3 +166,88 @@ def test_other_reductions_go_one_by_one(term: str, of: str) -> None:
     program = read(text(WARPGROUPS.replace(', "total"', ""), 512, 256, loss=plain))
     (ours,), (best,) = both(program, 0, inputs(program))
     np.testing.assert_allclose(ours, best, rtol=1e-2)
+
+
+# -- as they are chosen ------------------------------------------------------------------------------------------------
+
+
+def words(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape).bfloat16()
+
+
+def labels(rows: int, count: int) -> torch.Tensor:
+    found = torch.randint(0, count, (rows,))
+    found[:3] = torch.tensor([0, count - 1, -100])
+    return found
+
+
+def entropy(x: Any, w: Any, y: Any) -> Any:
+    return F.cross_entropy(F.linear(x, w).float(), y)
+
+
+def each(x: Any, w: Any, y: Any) -> Any:
+    return F.cross_entropy(F.linear(x, w).float(), y, reduction="none")
+
+
+def capped(x: Any, w: Any, c: Any, y: Any) -> Any:
+    return F.cross_entropy(torch.tanh(F.linear(x, w, c).float() / 3) * 3, y)
+
+
+def log_sum(x: Any, w: Any) -> Any:
+    return torch.logsumexp(F.linear(x, w).float(), -1)
+
+
+def best(x: Any, w: Any) -> Any:
+    return F.linear(x, w).amax(-1)
+
+
+def squares(x: Any, w: Any) -> Any:
+    return F.linear(x, w).float().square().sum(-1)
+
+
+LOSSES: dict[str, tuple[Any, tuple[torch.Tensor, ...]]] = {
+    "loss": (entropy, (words(256, 64), words(512, 64), labels(256, 512))),
+    "ragged": (entropy, (words(200, 72), words(520, 72), labels(200, 520))),
+    "a loss of each row": (each, (words(130, 64), words(384, 64), labels(130, 384))),
+    "bias and cap": (capped, (words(128, 64), words(512, 64), words(512), labels(128, 512))),
+    "sum of exponentials": (log_sum, (words(136, 64), words(700, 64))),
+    "maximum": (best, (words(136, 64), words(512, 64))),
+    "sum of squares": (squares, (words(136, 64), words(512, 64))),
+}
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results are reduced on their way wherever they can be."""
+    monkeypatch.setattr(pipelines, "columns_reduced", lambda p, log, price, kept: columns_reduced(p, log, fewest, kept))
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("name", LOSSES)
+def test_it_is_as_exact_as_eager(name: str, seed: int | None) -> None:
+    fn, given = LOSSES[name]
+    program = lowered(fn, given).at("kernel")
+    check(program, gpu("sm_90a"))
+    rows, count = given[0].shape[0], given[1].shape[0]
+    stored = [b for s in program.steps for b in s.writes]
+    assert not [b for b in stored if math.prod(b.type.static_shape) >= rows * count]
+    assert any(isinstance(s, k.MultiplyAsync) for x in program.steps for s in k.walk(x.body))
+    y = simulator.run(program, dict(zip((b.name for b in program.inputs), map(numbers, given), strict=True)), seed=seed)
+    exact = fn(*(x.double() if x.is_floating_point() else x for x in given)).numpy()
+    eager = fn(*given).double().numpy()
+    off, usual = (np.linalg.norm(z - exact) for z in (y[0].astype(np.float64), eager))
+    assert off <= 1.1 * usual + 1e-6 * np.linalg.norm(exact)
+
+
+def test_it_is_chosen_by_price_and_undone_by_name() -> None:
+    given = torch.empty(8192, 4096).bfloat16(), torch.empty(128256, 4096).bfloat16(), labels(8192, 128256)
+    chosen = lowered(entropy, given).at("tile")
+    first, *_ = chosen.loop.steps
+    assert reduced_product(first) is not None
+    assert "turns=True" in str(chosen.schedules[0][1]) and "multicast=True" in str(chosen.schedules[0][1])
+    assert math.prod(first.writes[0].type.static_shape) * 192 == 8192 * 128256
+    kept = lowered(entropy, given, materialize=("mm",)).at("loop")
+    assert any(b.name == "mm" for s in kept.steps for b in s.writes)
+    few = tuple(x[:1] if x.shape[0] == 8192 else x for x in given)
+    assert not [s for s in lowered(entropy, few).at("loop").steps if reduced_product(s)]

@@ -126,7 +126,8 @@ class Product:
 
     def touched(self, operand: Node) -> int:
         """Elements of an operand that are read, each once, however many of the axes it misses."""
-        found: int = math.prod(a.extent for a in (*self.kernel.axes, *self.axes) if a in operand.free)
+        axes = dict.fromkeys((*self.kernel.axes, self.n, *self.axes))
+        found: int = math.prod(a.extent for a in axes if a in operand.free)
         return found
 
     def factors(self, c: Contraction) -> tuple[Node, Node]:
@@ -184,6 +185,25 @@ def _product(kernel: l.Kernel) -> Product | str:
     if (depth := math.prod(a.extent for a in best.axes)) < 8:
         return f"it sums {depth} products only"
     return best
+
+
+@lru_cache(maxsize=1024)
+def reduced_product(kernel: l.Kernel) -> Product | None:
+    """A kernel as a product whose results are reduced along its columns, and not stored; None where it is none."""
+    found = sites(kernel)
+    sums = tuple(found.contractions.values())
+    if len(found.around) != 1 or len({c.reduce.axes for c in sums}) > 1 or found.looked_up or not found.everywhere:
+        return None
+    (column,) = found.around
+    inner = {c.reduce for c in sums}
+    others = [r for r in found.carried.values() if r not in inner]
+    if any(r.axes != (column,) or inner.isdisjoint(topological([r])) for r in others):  # type: ignore[union-attr]
+        return None
+    extents = [a.extent for a in (*kernel.axes, column, *sums[0].reduce.axes)]
+    rows: list[Any] = [a for a in kernel.axes if found.sides(a, column)]
+    if not rows or not all(isinstance(e, int) and e > 0 for e in extents):
+        return None
+    return Product(kernel, tuple(found.contractions), sums, max(rows, key=lambda a: a.extent), column)
 
 
 def _along(p: Product) -> bool:

@@ -11,7 +11,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import topological
 from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.sites import Product, product
-from terrazzo.rules.loop_to_tile import chains, cuts, reductions, rows, scans, threads, windows
+from terrazzo.rules.loop_to_tile import chains, cuts, reduced, reductions, rows, scans, threads, windows
 from terrazzo.rules.loop_to_tile.apart import products_apart, results_apart, stores_apart
 from terrazzo.rules.loop_to_tile.candidate import Candidate, Chosen, Rewrite, joined
 from terrazzo.rules.loop_to_tile.collapse import collapse, digits_apart, flat_reductions
@@ -40,6 +40,7 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick:
     nothing, so it can be built whatever the kernel computes.
     """
     yield from (_chained(kernel, way, gpu) for way in chains.ways(kernel, gpu) if isinstance(way, chains.Way))
+    yield from (_reduced(kernel, way, gpu) for way in reduced.ways(kernel, gpu))
     apart = digits_apart(kernel)
     if product(kernel) is None and product(apart) is not None:  # an axis of which both factors know a part, as of heads
         yield from (x.after(("digits_apart", kernel, (apart,))) for x in candidates(apart, gpu, pinned, pick))
@@ -139,6 +140,15 @@ def _chained(kernel: l.Kernel, way: chains.Way, gpu: Gpu) -> Candidate:
             (way.rest, reductions.finish(way.rest, gpu), "finish", "states meet in the highest frame, in order"),
         )
     return Candidate(done).after(*rewrites)
+
+
+def _reduced(kernel: l.Kernel, way: reduced.Way, gpu: Gpu) -> Candidate:
+    """A product whose results are reduced along its columns: the states of tiles, and what brings them together."""
+    part = way.part, way.schedule, "reduced", f"each tile's columns are reduced where they are summed; {way.plan}"
+    if way.rest is None:
+        return Candidate((part,))
+    rest = way.rest, reductions.finish(way.rest, gpu), "finish", "states of tiles meet, in order"
+    return Candidate((part, rest)).after(("split", kernel, (way.part, way.rest)))
 
 
 def _each(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick: Pick) -> Iterator[Candidate]:

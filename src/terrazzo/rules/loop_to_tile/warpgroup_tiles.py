@@ -102,7 +102,8 @@ def shapes(p: Product, n: int) -> Iterator[Tile]:
     count = len(p.sites) * (2 if promotes(p) else 1)
     made = converted(p)
     most = PROMOTED if promotes(p) and not made else ACCUMULATORS
-    in_turns = IN_TURNS - BESIDE * (results(p).moved > results(p).stored * results(p).points)
+    reads = p.n in p.kernel.axes and results(p).moved > results(p).stored * results(p).points  # none, where reduced
+    in_turns = IN_TURNS - BESIDE * reads
     for rows, columns in ((p.m, p.n), (p.n, p.m)):
         if n >= 2 * max(columns.extent, 8):
             continue

@@ -44,6 +44,7 @@ from terrazzo.rules.loop_to_tile.warpgroup_tiles import (
 )
 from terrazzo.rules.loop_to_tile.work import STEP, Work, clock, facts_of, lasts
 from terrazzo.rules.swizzles import swizzled
+from terrazzo.rules.tile.draft import axis_name
 
 PIECES = 8
 """Tensors that an operand may be one after the other, at most: each has a tensor map of 128 bytes among the arguments
@@ -83,10 +84,10 @@ class Plan(NamedTuple):
 
     def __str__(self) -> str:
         t = self.tile
-        cluster = f", clusters of 2 along {t.split.name}" if t.split else ""
+        cluster = f", clusters of 2 along {axis_name(t.split)}" if t.split else ""
         cluster += f", whose steps {t.share} blocks share" if t.share > 1 else ""
         cluster += ", in turns" if t.turns else ""
-        tile = f"{t.m} ({t.rows.name}) x {t.n} ({t.columns.name}) x {t.k}"
+        tile = f"{t.m} ({axis_name(t.rows)}) x {t.n} ({axis_name(t.columns)}) x {t.k}"
         return f"{tile} on {self.instruction.name}{cluster}: {self.time / 1000:.1f} us by the model"
 
 
@@ -106,7 +107,7 @@ def _plans(p: Product, gpu: Gpu) -> tuple[Plan, ...]:
     for i in instructions_for(p, gpu)[0]:
         for tile in (*(shapes(p, i.shape[1]) if i.shape[1] in COLUMNS else ()), *abreast(p, i.shape[1])):
             if tile.split is None:  # those that clusters divide follow it
-                alone = whole = _work(p, tile, gpu, gpu.warpgroups)
+                alone = whole = work_of(p, tile, gpu, gpu.warpgroups)
             else:
                 whole = _divided(p, tile, alone, gpu, gpu.warpgroups)
             if tile.turns and not _takes_turns(p, tile, whole.tiles, gpu):
@@ -115,7 +116,7 @@ def _plans(p: Product, gpu: Gpu) -> tuple[Plan, ...]:
             for s, time in _times(p, tile, whole, cuts(p, tile, whole.tiles, gpu), gpu, gpu.warpgroups):
                 found.append((Plan(tile, s, i, time), blocks * s))
             for x in sharing(p, tile, whole.tiles, gpu):
-                work = _work(p, x, gpu, gpu.warpgroups)
+                work = work_of(p, x, gpu, gpu.warpgroups)
                 found.append((Plan(x, 1, i, lasts(work, gpu)), work.tiles * x.blocks))
 
     def order(x: tuple[Plan, int]) -> tuple[int, ...]:
@@ -223,7 +224,7 @@ def after(p: Product, points: int, has: Warpgroups, tile: Tile | None = None) ->
     return points * ((r.read + r.across[tile.columns]) / has.read + computed / has.after)
 
 
-def _work(p: Product, tile: Tile, gpu: Gpu, has: Warpgroups) -> Work:
+def work_of(p: Product, tile: Tile, gpu: Gpu, has: Warpgroups) -> Work:
     """What the kernel of a tile does, in one piece."""
     outer, inner = steps(p, tile)
     return Work(
@@ -354,7 +355,7 @@ def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
     lines: list[tuple[str, Any]] = [(a.name, grid(a.extent)) for a in p.batch]
     for a in (p.m, p.n):
         cluster = (Factor("cluster", 2),) if a is t.split else ()
-        lines.append((a.name, (Factor("grid", tiles[a]), *cluster, Factor("block", t.m if a is t.rows else t.n))))
+        lines.append((axis_name(a), (Factor("grid", tiles[a]), *cluster, Factor("block", t.m if a is t.rows else t.n))))
     *outer, depth = p.axes
     lines += [(f"r{a.label}", (Factor("time", a.extent),)) for a in outer]
     name = f"r{depth.label}"
@@ -374,8 +375,8 @@ def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
     site = Site(
         p.names,
         (
-            (t.rows.name, (Factor("warpgroup", t.groups), *each, Factor("inst.m", ROWS))),
-            (t.columns.name, (Factor("inst.n", t.n),)),
+            (axis_name(t.rows), (Factor("warpgroup", t.groups), *each, Factor("inst.m", ROWS))),
+            (axis_name(t.columns), (Factor("inst.n", t.n),)),
             (name, (Factor("reg", t.k // 16), Factor("inst.k", 16))),
         ),
         tuple({called(x): _operand(x, t, slots if ahead in x.free else 0) for x in p.sources}.items()),
@@ -418,7 +419,7 @@ def _results(p: Product, t: Tile, by: str) -> Sequence[Site]:
     """How stores see the tile."""
     if not by:
         stores = tuple(dict.fromkeys(b.name for b in p.kernel.writes))
-        return (Site(stores, tuple((a.name, Like(p.names[0])) for a in (p.m, p.n))),)
+        return (Site(stores, tuple((axis_name(a), Like(p.names[0])) for a in (p.m, p.n))),)
     width = _width(t)
     time = Factor("time", t.n // width, (("ring", RESULTS),))
     return [

@@ -6,15 +6,19 @@ are sums and one, each of which waits for the one before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from terrazzo.ir import nest as n
+from terrazzo.ir.address import coefficient, mentions
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import IntExpr
-from terrazzo.ir.node import Node
+from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.types import f32
+from terrazzo.rules.loop.multiples import is_value
 from terrazzo.rules.loop.relax import LOG2E
 from terrazzo.rules.tile.digits import Bindings, Digit
 from terrazzo.rules.tile_to_kernel.builder import Builder
@@ -22,48 +26,93 @@ from terrazzo.rules.tile_to_kernel.meet import meet
 from terrazzo.rules.tile_to_kernel.scope import Scope
 
 
-def in_frame(
-    builder: Builder,
-    bindings: Bindings,
-    s: n.Loop,
-    digits: Sequence[Sequence[Digit]],
-    inside: Sequence[IntExpr],
-    scope: Scope,
-    write: Callable[[Sequence[n.Statement], Scope], None],
-) -> None:
-    """Fill the accumulators of a loop whose steps can be taken twice; `write` writes what they compute."""
-    every = [d for ds in digits for d in ds]
-    looped = [d for d in every if d.level in ("reg", "frag")]
-    shared = [d for d in every if d.level in ("lane", "warp", "warpgroup")]
-    steps = [x for x in s.body if isinstance(x, n.Accumulate)]
-    terms = [x for x in s.body if not isinstance(x, n.Accumulate)]
+class InFrame:
+    """Fills the accumulators of a loop whose steps can be taken several times; `write` writes what they compute."""
 
-    def higher() -> None:
-        for x in steps:
-            top, (bare, _) = scope.env[x.into][0], growing(x.args[0])
-            builder.add(l.Store(top, (), l.apply(x.into.monoid.frame, l.Load(top, ()), scope(bare))))
+    def __init__(
+        self,
+        builder: Builder,
+        bindings: Bindings,
+        s: n.Loop,
+        digits: Sequence[Sequence[Digit]],
+        inside: Sequence[IntExpr],
+        scope: Scope,
+        write: Callable[[Sequence[n.Statement], Scope], None],
+    ) -> None:
+        every = [d for ds in digits for d in ds]
+        self.builder, self.bindings, self.inside, self.scope, self.compute = builder, bindings, inside, scope, write
+        self.axes = s.axes
+        self.looped = [d for d in every if d.level in ("reg", "frag")]
+        self.shared = [d for d in every if d.level in ("lane", "warp", "warpgroup")]
+        self.terms = [x for x in s.body if not isinstance(x, n.Accumulate)]
+        steps = [x for x in s.body if isinstance(x, n.Accumulate)]
+        self.framed = [x for x in steps if x.into.monoid.frame]
+        self.others = [x for x in steps if not x.into.monoid.frame]
 
-    def more() -> None:
-        here = scope.inner()
-        write(terms, here)
-        for x in steps:
+    def write(self) -> None:
+        """All of it."""
+        builder, scope = self.builder, self.scope
+        builder.peeled(self.looped, self.inside, self.higher)
+        bases: dict[Any, Node] = {}
+        for x in self.framed:
+            (top, *_), (_, rebuild) = scope.env[x.into], growing(x.args[0])
+            meet(builder, self.bindings, top, self.shared, x.into.monoid.frame)
+            builder.add(l.Store(top, (), rebuild(l.Load(top, ()))))
+            bases[x.into] = builder.let(finite(l.Load(top, ())))
+        builder.peeled(self.looped, self.inside, partial(self.add_up, bases))
+        for x in self.others:
+            here = [scope(e) for e in somewhere(x.args[0], self.axes)]
+            add = partial(builder.peeled, self.looped, self.inside, partial(self.combine, x))
+            builder.where(here, add)
+        for x in self.framed:
+            for place in scope.env[x.into][1:]:
+                meet(builder, self.bindings, place, self.shared)
+        for x in self.others:
+            meet(builder, self.bindings, scope.env[x.into][0], self.shared, FUNCTIONS[x.into.monoid.name])
+
+    def higher(self) -> None:
+        """The frames so far, and those of one more element."""
+        for x in self.framed:
+            top, (bare, _) = self.scope.env[x.into][0], growing(x.args[0])
+            self.builder.add(l.Store(top, (), l.apply(x.into.monoid.frame, l.Load(top, ()), self.scope(bare))))
+
+    def add_up(self, bases: Mapping[Any, Node]) -> None:
+        """The sums so far, and what those of one more element are worth in the frame."""
+        here, builder = self.scope.inner(), self.builder
+        self.compute([x for x in self.terms if self.needed(x)], here)
+        for x in self.framed:
             args = here.all(x.args)
             worth = builder.let(exponential(l.apply("sub", args[0], bases[x.into])))
-            for place, y in zip(scope.env[x.into][1:], args[1:], strict=True):
+            for place, y in zip(self.scope.env[x.into][1:], args[1:], strict=True):
                 term = worth if isinstance(y, l.Literal) and y.value == 1 else l.apply("mul", y, worth)
                 builder.add(l.Store(place, (), l.apply("add", l.Load(place, ()), term)))
 
-    builder.peeled(looped, inside, higher)
-    bases: dict[Any, Node] = {}
-    for x in steps:
-        (top, *_), (_, rebuild) = scope.env[x.into], growing(x.args[0])
-        meet(builder, bindings, top, shared, x.into.monoid.frame)
-        builder.add(l.Store(top, (), rebuild(l.Load(top, ()))))
-        bases[x.into] = builder.let(finite(l.Load(top, ())))
-    builder.peeled(looped, inside, more)
-    for x in steps:
-        for place in scope.env[x.into][1:]:
-            meet(builder, bindings, place, shared)
+    def needed(self, x: Any) -> bool:
+        """Whether a term is one that what is in a frame is made of."""
+        return x.term in topological([a for y in self.framed for a in y.args])
+
+    def combine(self, x: n.Accumulate) -> None:
+        """One more element of a reduction that is in no frame."""
+        (place,) = self.scope.env[x.into]
+        new = x.into.monoid.combine(l.apply, [l.Load(place, ())], self.scope.all(x.args))
+        self.builder.add(l.Store(place, (), new[0]))
+
+
+FUNCTIONS = {"sum": "add", "max": "max", "min": "min"}
+"""The scalar functions that combine what threads have, by monoid."""
+
+
+def somewhere(x: Any, axes: Sequence[Any]) -> tuple[IntExpr, ...]:
+    """What is >= 0 where a term is something else than 0 for any value of an axis: one that data says is picked."""
+    if not isinstance(x, l.Apply) or x.fn.name != "where" or not is_value(x.args[2], 0.0) or len(axes) != 1:
+        return ()
+    (axis,) = axes
+    match x.args[0]:
+        case l.Apply(fn=fn, args=(l.Index(value=place), l.Index(value=wanted))) if fn.name == "eq":
+            if coefficient(place, axis) == 1 and not mentions(wanted, axis):
+                first = substitute(place, {axis: 0})
+                return wanted - first, first + (axis.extent - 1) - wanted
+    return somewhere(x.args[1], axes)
 
 
 def growing(x: Any) -> tuple[Any, Callable[[Any], Any]]:
@@ -73,6 +122,9 @@ def growing(x: Any) -> tuple[Any, Callable[[Any], Any]]:
     if isinstance(x, l.Apply) and is_cast(x.fn) and x.dtype.is_float and x.args[0].dtype.is_float:  # type: ignore[attr-defined]
         bare, inner = growing(x.args[0])
         return bare, lambda y: l.Apply(x.fn, (inner(y),))
+    if isinstance(x, l.Apply) and x.fn.name == "where" and is_value(x.args[2], -math.inf):
+        bare, inner = growing(x.args[1])  # which rounds -inf to itself
+        return l.apply("where", x.args[0], bare, l.Literal(-math.inf, bare.dtype)), inner
     return x, lambda y: y
 
 
@@ -90,8 +142,9 @@ def exponential(difference: Any) -> Node:
 
 
 def twice(s: n.Loop, body: Sequence[n.Statement], digits: Sequence[Sequence[Digit]]) -> bool:
-    """Whether all reductions of a loop are in frames, and a thread has all that they take in registers."""
-    framed = all(isinstance(r, l.Reduce) and r.monoid.frame for r in s.carried)
+    """Whether some reduction of a loop is in a frame, and a thread has all that its steps take in registers."""
+    framed = any(r.monoid.frame for r in s.carried)
     plain = all(isinstance(x, n.Accumulate | n.Let) for x in body)
     loads = any(isinstance(x, n.Let) and isinstance(x.term, l.Load) for x in body)
-    return bool(s.carried) and framed and plain and not loads and all(d.level != "time" for ds in digits for d in ds)
+    known = all(isinstance(r, l.Reduce) and (r.monoid.frame or r.monoid.name in FUNCTIONS) for r in s.carried)
+    return framed and plain and known and not loads and all(d.level != "time" for ds in digits for d in ds)

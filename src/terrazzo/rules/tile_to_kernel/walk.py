@@ -28,7 +28,7 @@ from terrazzo.rules.tile_to_kernel.accumulate import Accumulators
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.direct import Direct, beside, room
 from terrazzo.rules.tile_to_kernel.gather import Gather, Leaf, leaf
-from terrazzo.rules.tile_to_kernel.in_frame import in_frame, twice
+from terrazzo.rules.tile_to_kernel.in_frame import InFrame, twice
 from terrazzo.rules.tile_to_kernel.multiply import Fragment
 from terrazzo.rules.tile_to_kernel.pieces import pieces
 from terrazzo.rules.tile_to_kernel.scans import SharedScan
@@ -147,7 +147,8 @@ class Walker:
             inside, inner.pending = [], tuple(inside)
         body = self.left(s.body)
         if self.fragments and twice(s, body, digits):
-            in_frame(self.builder, self.bindings, replace(s, body=tuple(body)), digits, inside, inner, self.statements)
+            steps = replace(s, body=tuple(body))
+            InFrame(self.builder, self.bindings, steps, digits, inside, inner, self.statements).write()
             return self.name_results(s, scope)
         if axis_name(s.axes[-1]) in self.aligned:
             self.ragged(s, digits, inside, scope, inner)
