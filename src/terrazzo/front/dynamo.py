@@ -13,7 +13,7 @@ from terrazzo.errors import CompilerBug, Limitation, TerrazzoError
 from terrazzo.front.capture import attention_by_definition
 from terrazzo.front.decompositions import table
 from terrazzo.front.fx import from_graph
-from terrazzo.front.looking import checks_inside
+from terrazzo.front.looking import checks_inside, multilabel_margin_loss
 from terrazzo.front.partition import partition
 from terrazzo.front.results import arrange
 from terrazzo.options import Options
@@ -67,7 +67,7 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: S
         """Gradients are tensors of their own."""
         return torch._dynamo.disable(compiler(graph, inputs, views=False))
 
-    _define_flex_attention(gm)
+    _define(gm)
     try:
         with attention_by_definition(), checks_inside():
             return aot_module_simplified(
@@ -89,14 +89,20 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: S
         return gm
 
 
-def _define_flex_attention(gm: Any) -> None:
-    """Have a graph compute FlexAttention as it is defined: scores, changed and masked, their softmax, and what is known
-    of rows. It is traced with the rest then, and is one kernel where the rules find that.
+def _define(gm: Any) -> None:
+    """Have a graph compute by definition what PyTorch would have it call, or takes apart wrongly: FlexAttention, which
+    is scores, changed and masked, their softmax, and what is known of rows, traced with the rest and one kernel where
+    the rules find that; and the margins of several labels.
     """
+    import torch
+
     flex = importlib.import_module("torch._higher_order_ops.flex_attention")
-    if found := gm.graph.find_nodes(op="call_function", target=flex.flex_attention):
-        for node in found:
-            node.target = flex.math_attention
+    margins = torch.nn.functional.multilabel_margin_loss
+    meant = {flex.flex_attention: flex.math_attention, margins: multilabel_margin_loss}
+    found = [n for op in meant for n in gm.graph.find_nodes(op="call_function", target=op)]
+    for node in found:
+        node.target = meant[node.target]
+    if found:
         gm.recompile()
 
 

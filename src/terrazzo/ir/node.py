@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from _weakref import _remove_dead_weakref  # type: ignore[attr-defined]
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache, wraps
 from operator import attrgetter
@@ -28,7 +29,24 @@ from typing import Any, ClassVar, Generic, TypeVar, dataclass_transform, overloa
 N = TypeVar("N", bound="Node")
 T = TypeVar("T")
 
-_table: weakref.WeakValueDictionary[tuple[Any, ...], Node] = weakref.WeakValueDictionary()
+class _Reference(weakref.ref["Node"]):
+    """What the table has of a node, and where."""
+
+    __slots__ = ("key",)
+    key: tuple[Any, ...]
+
+
+_table: dict[tuple[Any, ...], _Reference] = {}
+"""Every node there is, by its class and what tells its fields from others."""
+
+
+def _gone(
+    reference: _Reference,
+    table: dict[tuple[Any, ...], _Reference] = _table,
+    remove: Callable[[dict[Any, Any], Any], None] = _remove_dead_weakref,
+) -> None:
+    """A node is no more. Where its like was made meanwhile, that stays. (When Python ends, globals are gone first.)"""
+    remove(table, reference.key)
 
 
 class derived(Generic[T]):
@@ -81,7 +99,7 @@ class _Interned(type):
         if kwargs or len(args) != len(cls._fields):  # type: ignore[attr-defined]
             args = cls._bind(args, kwargs)  # type: ignore[attr-defined]
         key = (cls, *args) if _PLAIN.issuperset(map(type, args)) else (cls, *map(key_of, args))
-        known = _table.data.get(key)  # type: ignore[attr-defined]
+        known = _table.get(key)
         found = known() if known is not None else None
         if found is not None:
             return found
@@ -89,10 +107,13 @@ class _Interned(type):
         fields = cls._fields  # type: ignore[attr-defined]
         node.__dict__.update(zip(fields, args, strict=True))  # what a dataclass would do field by field
         node.check()
-        reference = weakref.KeyedRef(node, _table._remove, key)  # type: ignore[attr-defined]
-        if _table.data.setdefault(key, reference) is reference:  # type: ignore[attr-defined]
-            return node
-        return _table.setdefault(key, node)  # another thread made it meanwhile, or it was about to go
+        reference = _Reference(node, _gone)
+        reference.key = key
+        while (known := _table.setdefault(key, reference)) is not reference:
+            if (found := known()) is not None:  # another thread made it meanwhile
+                return found
+            _remove_dead_weakref(_table, key)  # it was about to go
+        return node
 
 
 @dataclass_transform(frozen_default=True, eq_default=False)

@@ -200,7 +200,7 @@ def reduced_product(kernel: l.Kernel) -> Product | None:
     if any(r.axes != (column,) or inner.isdisjoint(topological([r])) for r in others):  # type: ignore[union-attr]
         return None
     extents = [a.extent for a in (*kernel.axes, column, *sums[0].reduce.axes)]
-    rows = [a for a in kernel.axes if found.sides(a, column)]
+    rows: list[Any] = [a for a in kernel.axes if found.sides(a, column)]
     if not rows or not all(isinstance(e, int) and e > 0 for e in extents):
         return None
     return Product(kernel, tuple(found.contractions), sums, max(rows, key=lambda a: a.extent), column)

@@ -24,11 +24,11 @@ def problem(kernel: k.Kernel) -> str:
         return f"a cluster has 1 to 8 blocks, and the grid a multiple of them, not {kernel.cluster} of {kernel.grid}"
     if kernel.resident < 1:
         return f"at least 1 block is resident on a processor, not {kernel.resident}"
-    roles = [s for s in k.walk(kernel.body) if isinstance(s, k.Role)]
+    roles, everyone = [s for s in k.walk(kernel.body) if isinstance(s, k.Role)], k.Sync()
     for role in roles:
         if not 0 <= role.first < role.first + role.count <= kernel.warps:
             return f"a role of warps {role.first} to {role.first + role.count - 1}, and there are {kernel.warps}"
-        if any(isinstance(s, k.Role) or s == k.Sync() for s in k.walk(role.body)):
+        if any(isinstance(s, k.Role) or s is everyone for s in k.walk(role.body)):
             return "a role has no roles in it, and does not wait for all threads of the block"
     if why := _registers(kernel, roles) or _shared(kernel):
         return why
@@ -114,9 +114,10 @@ def _problem(body: tuple[Node, ...], known: set[Any], variables: set[str]) -> st
             and not (f == "variable" and isinstance(s, k.DeclareInteger))
         ]
         mine = [] if isinstance(s, k.Declare) else [*mine, s.axis.extent] if isinstance(s, k.For) else mine
-        if why := ill([x for x in topological(list(_flat(mine))) if isinstance(x, FloorDiv | Mod | Sum | Loaded)]):
+        below = topological(list(_flat(mine)))
+        if why := ill([x for x in below if isinstance(x, FloorDiv | Mod | Sum | Loaded)]):
             return f"{type(s).__name__}: {why}"
-        for x in topological(list(_flat(mine))):
+        for x in below:
             if isinstance(x, Buffer | k.Value) and x not in known:
                 return f"{type(s).__name__} uses {x.name}, which does not exist there"
             if isinstance(x, k.Integer) and x not in known:

@@ -8,7 +8,7 @@ from typing import Any
 from terrazzo.ir.address import axis_digits, coefficient, digit
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
-from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var, at_least
+from terrazzo.ir.expr import Bound, Expr, IntExpr, Loaded, Var, at_least
 from terrazzo.ir.node import Node, rebuilt, substitute, topological, transform
 from terrazzo.ir.types import i64
 from terrazzo.ir.verify import kernel_problem
@@ -40,9 +40,11 @@ def element(store: l.Store, index: tuple[IntExpr, ...], inside: tuple[IntExpr, .
     inside = tuple(e for e in inside if not at_least(e, 0))
     if not inside:
         return value
+    binds = any(isinstance(v, Bound) for e in inside if isinstance(e, Expr) for v in e.free)
     if keeps_zero(value):
-        return rewrite_loads(value, lambda load: guarded(load, inside))
-    value = rewrite_loads(value, lambda load: looked_up(load, inside) if _in_bounds(load) else guarded(load, inside))
+        return rewrite_loads(value, lambda load: guarded(load, inside), binds=binds)
+    guard = lambda load: looked_up(load, inside) if _in_bounds(load) else guarded(load, inside)  # noqa: E731
+    value = rewrite_loads(value, guard, binds=binds)
     return select(inside, _dividing_only(value, inside))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain as chain_of
 from typing import Any
 
@@ -82,14 +82,26 @@ def _on_warpgroups(c: Chain, gpu: Gpu) -> Iterator[Way | str]:
         yield _planned(c.kernel, partial(on_warpgroups, c, gpu, way), gpu)
 
 
+@lru_cache(maxsize=512)
 def fastest(kernel: l.Kernel, gpu: Gpu) -> float | None:
     """Nanoseconds of a chain in the best of the ways on warpgroups, by the model, in which processors may be idle; None
     where there is none.
     """
+    return min(_on_groups(kernel, gpu), default=None)
+
+
+def _on_groups(kernel: l.Kernel, gpu: Gpu) -> Iterator[float]:
+    """Nanoseconds of a chain in each of its ways on warpgroups."""
     found = chain(kernel)
     if found is None or any(not isinstance(a.extent, int) for a in (*kernel.axes, found.steps, found.depth)):
-        return None
-    return min((x[0] for x in _priced(found, gpu) if not isinstance(x, str)), default=None)
+        return
+    yield from (x[0] for x in _priced(found, gpu) if not isinstance(x, str))
+
+
+@lru_cache(maxsize=512)
+def _no_groups(kernel: l.Kernel, gpu: Gpu) -> bool:
+    """Whether a chain has no way on warpgroups."""
+    return next(_on_groups(kernel, gpu), None) is None
 
 
 BY_WARPS = 1.6
@@ -103,7 +115,7 @@ def idle(c: Chain, gpu: Gpu) -> float:
     """
     if c.rows.extent <= MOST and not c.rounds and split_frames(c.kernel, STEPS, WARP) is not None:
         return 1.0
-    way = next(arrangements(c, gpu), None) if fastest(c.kernel, gpu) is None else None
+    way = next(arrangements(c, gpu), None) if _no_groups(c.kernel, gpu) else None
     blocks = math.prod(chain_groups.outside(c)) * ceil(c.rows.extent, way.rows if way else ROWS)
     return (BY_WARPS if way else 1.0) * max(1.0, gpu.processors / blocks)
 
@@ -113,7 +125,7 @@ def carried(c: Chain, gpu: Gpu) -> int:
     have of them. 6 rows for each of 1024 blocks, through 384 columns of 768 steps in 16 bits, took some 300 us on an
     H200: blocks brought 780 MB, where 13 us is what multiplying takes.
     """
-    way = next(arrangements(c, gpu), None) if fastest(c.kernel, gpu) is None else None
+    way = next(arrangements(c, gpu), None) if _no_groups(c.kernel, gpu) else None
     blocks = math.prod(chain_groups.outside(c)) * ceil(c.rows.extent, way.rows if way else 2 * ROWS)
     steps: Any = c.steps.extent
     along: int = c.deep * len(c.sums) + c.width * len(c.outside)
@@ -143,11 +155,9 @@ def _visits(c: Chain, gpu: Gpu, same: Sequence[Groups]) -> list[int] | str:
     """
     why = "a block has no room for two products in one loop of steps"
     for way in same:
-        found = _planned(c.kernel, partial(on_warpgroups, c, gpu, way), gpu)
+        found = _made(c.kernel, on_warpgroups(c, gpu, way), gpu)
         if not isinstance(found, str):
-            plan, _ = complete(found.kernel, found.schedule, gpu)
-            assert isinstance(plan, Plan)
-            return reached(plan, Draft(found.kernel, found.schedule, gpu))
+            return reached(*found)
         why = found
     return why
 
@@ -177,13 +187,20 @@ def _skips(c: Chain, way: Warps, gpu: Gpu) -> bool:
 
 def _planned(kernel: l.Kernel, schedule: Callable[[bool], Schedule | None], gpu: Gpu) -> Way | str:
     """A kernel under a schedule, with the last rows' tiles first where these are longer; why there is no plan of it."""
-    if (made := schedule(False)) is None:
+    found = _made(kernel, schedule(False), gpu)
+    if isinstance(found, str):
+        return found
+    plan, draft = found
+    backward = bool(plan.all(Reach)) and _grows(reached(plan, draft))
+    return Way(kernel, kernel, schedule(True) or draft.schedule if backward else draft.schedule)
+
+
+def _made(kernel: l.Kernel, schedule: Schedule | None, gpu: Gpu) -> tuple[Plan, Draft] | str:
+    """The plan of a kernel under a schedule, or why there is none."""
+    if schedule is None:
         return "its sizes are on no instruction of this machine"
-    plan, _ = complete(kernel, made, gpu)
-    if isinstance(plan, Refused):
-        return plan.reason
-    backward = bool(plan.all(Reach)) and _grows(reached(plan, Draft(kernel, made, gpu)))
-    return Way(kernel, kernel, schedule(True) or made if backward else made)
+    plan, _ = complete(kernel, schedule, gpu)
+    return plan.reason if isinstance(plan, Refused) else (plan, Draft(kernel, schedule, gpu))
 
 
 def _grows(steps: Sequence[int]) -> bool:

@@ -88,7 +88,7 @@ class Tile:
     def covered(self, axis: Any) -> int:
         """How much of an axis a cluster covers."""
         size = self.m if axis is self.rows else self.n
-        return size * (2 if axis is self.split else 1)
+        return 2 * size if axis is self.split else size
 
     @derived
     def clusters(self) -> tuple[int, int]:
@@ -115,12 +115,12 @@ def shapes(p: Product, n: int) -> Iterator[Tile]:
             if groups * each * ROWS >= 2 * max(rows.extent, ROWS):
                 continue
             tile = Tile(rows, columns, groups, each, n, step(p), turns=turns)
-            if any(w not in (16, 32) and w % STEP for w in (runs(x, tile) for x in p.sources)):
+            if any(w not in (16, 32) and w % STEP for w in _run_lengths(p, rows, columns, tile.m, n, tile.k)):
                 continue
             yield tile
             for split in () if made else (rows, columns):  # multicast: what threads read is their block's
                 if ceil(split.extent, tile.covered(split)) % 2 == 0 and _shares(tile, split):
-                    yield replace(tile, split=split)
+                    yield Tile(rows, columns, groups, each, n, tile.k, split, turns=turns)
 
 
 def abreast(p: Product, columns: int) -> Iterator[Tile]:
@@ -192,6 +192,12 @@ def sharing(p: Product, tile: Tile, tiles: int, gpu: Gpu) -> Iterator[Tile]:
             yield replace(tile, share=share)
 
 
+@lru_cache(maxsize=1024)
+def _run_lengths(p: Product, rows: Any, columns: Any, m: int, n: int, k: int) -> frozenset[int]:
+    """Elements of the slabs of all sources that lie in a row."""
+    return frozenset(m if along(x, rows) else n if along(x, columns) else k for x in p.sources)
+
+
 def runs(x: Any, t: Tile) -> int:
     """Elements of a slab that lie in a row: of whichever axis runs through memory. A swizzle takes whole rows of it."""
-    return next((n for a, n in ((t.rows, t.m), (t.columns, t.n)) if along(x, a)), t.k)
+    return t.m if along(x, t.rows) else t.n if along(x, t.columns) else t.k

@@ -5,7 +5,7 @@ each costs. The model's numbers are those of the machine's record.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -42,7 +42,7 @@ from terrazzo.rules.loop_to_tile.warpgroup_tiles import (
     step,
     steps,
 )
-from terrazzo.rules.loop_to_tile.work import STEP, Work, facts_of, lasts
+from terrazzo.rules.loop_to_tile.work import STEP, Work, clock, facts_of, lasts
 from terrazzo.rules.swizzles import swizzled
 from terrazzo.rules.tile.draft import axis_name
 
@@ -112,11 +112,12 @@ def _plans(p: Product, gpu: Gpu) -> tuple[Plan, ...]:
                 whole = _divided(p, tile, alone, gpu, gpu.warpgroups)
             if tile.turns and not _takes_turns(p, tile, whole.tiles, gpu):
                 continue
-            for s in cuts(p, tile, whole.tiles, gpu):
-                found.append((Plan(tile, s, i, _time(p, tile, whole, s, gpu)), whole.tiles * tile.blocks * s))
+            blocks = whole.tiles * tile.blocks
+            for s, time in _times(p, tile, whole, cuts(p, tile, whole.tiles, gpu), gpu, gpu.warpgroups):
+                found.append((Plan(tile, s, i, time), blocks * s))
             for x in sharing(p, tile, whole.tiles, gpu):
                 work = work_of(p, x, gpu, gpu.warpgroups)
-                found.append((Plan(x, 1, i, _time(p, x, work, 1, gpu)), work.tiles * x.blocks))
+                found.append((Plan(x, 1, i, lasts(work, gpu)), work.tiles * x.blocks))
 
     def order(x: tuple[Plan, int]) -> tuple[int, ...]:
         plan, blocks = x
@@ -258,24 +259,24 @@ def _divided(p: Product, tile: Tile, alone: Work, gpu: Gpu, has: Warpgroups) -> 
     )
 
 
-def _time(p: Product, tile: Tile, whole: Work, pieces: int, gpu: Gpu) -> float:
-    """What the kernel of a tile takes; one in several pieces pays for its partial sums."""
-    has, count = gpu.warpgroups, len(p.sites)
-    if has is None or pieces == 1:
-        return lasts(whole, gpu)
-    sums = count * results(p).points
-    outer, inner = steps(p, tile)
-    work = whole._replace(
-        tiles=whole.tiles * pieces,
-        steps=outer * ceil(inner, pieces * tile.share),
-        results=4 * count,
-        rate=has.direct,
-        least=whole.least - results(p).moved + 4 * sums,
-        after=_first(p, tile, gpu),
-        readers=_readers(tile, gpu.processors // tile.blocks / pieces),
-    )
-    states = has.parts_states if promotes(p) else has.states
-    return lasts(work, gpu) + has.part + states * pieces * sums * 4 / gpu.cache
+def _times(
+    p: Product, tile: Tile, whole: Work, cut: Iterable[int], gpu: Gpu, has: Warpgroups
+) -> Iterator[tuple[int, float]]:
+    """What the kernel of a tile takes in so many pieces each; in several it pays for its partial sums."""
+    parts: Callable[[int, int, float], float] | None = None
+    for pieces in cut:
+        if pieces == 1:
+            yield 1, lasts(whole, gpu)
+            continue
+        if parts is None:
+            count, (outer, inner) = len(p.sites), steps(p, tile)
+            sums = count * results(p).points
+            least = whole.least - results(p).moved + 4 * sums
+            part = whole._replace(results=4 * count, rate=has.direct, least=least, after=_first(p, tile, gpu))
+            parts, states = clock(part, gpu), has.parts_states if promotes(p) else has.states
+        readers = _readers(tile, gpu.processors // tile.blocks / pieces)
+        time = parts(whole.tiles * pieces, outer * ceil(inner, pieces * tile.share), readers)
+        yield pieces, time + has.part + states * pieces * sums * 4 / gpu.cache
 
 
 def _overhang(p: Product, tile: Tile, has: Warpgroups) -> float:
@@ -327,7 +328,7 @@ def _first(p: Product, tile: Tile, gpu: Gpu) -> float:
 
 def _least(p: Product, tile: Tile, has: Warpgroups) -> float:
     """Bytes of memory that are touched."""
-    return sum(x.bytes for x in facts_of(p).sources) + results(p).moved + _overhang(p, tile, has)
+    return facts_of(p).bytes + results(p).moved + _overhang(p, tile, has)
 
 
 def _fetched(p: Product, tile: Tile, has: Warpgroups) -> float:
@@ -441,9 +442,14 @@ def leaves(p: Product, t: Tile) -> str:
     """How results of 16 bits leave shared memory: by TMA, where they are boxes, or by the threads, in whole rows, where
     rows begin anywhere. Others, and those that run along the tile's rows, leave registers (nothing).
     """
-    if t.n < LEAST or not all(along(s, t.columns) and s.buffer.type.dtype.size == 2 for s in p.kernel.stores):
+    return _leave(p, t.rows, t.m, t.columns, _width(t)) if t.n >= LEAST else ""
+
+
+@lru_cache(maxsize=4096)
+def _leave(p: Product, rows: Any, m: int, columns: Any, width: int) -> str:
+    if not all(along(s, columns) and s.buffer.type.dtype.size == 2 for s in p.kernel.stores):
         return ""
-    return "tma" if all(_is_box(s, t.rows, t.m, t.columns, _width(t)) for s in p.kernel.stores) else "ld"
+    return "tma" if all(_is_box(s, rows, m, columns, width) for s in p.kernel.stores) else "ld"
 
 
 @lru_cache(maxsize=4096)

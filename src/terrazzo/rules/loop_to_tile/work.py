@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -64,33 +65,46 @@ class Work(NamedTuple):
 
 
 def lasts(work: Work, gpu: Gpu) -> float:
-    """Waves of the slowest of arithmetic, cache, latency and memory, in nanoseconds. In the last one few blocks may be
-    left, which have less on their way.
+    """Waves of the slowest of arithmetic, cache, latency and memory, in nanoseconds."""
+    return clock(work, gpu)(work.tiles, work.steps, work.readers)
+
+
+def clock(work: Work, gpu: Gpu) -> Callable[[int, int, float], float]:
+    """What a kernel takes with so many tiles, of so many steps, for which so many readers fetch the same rows: as its
+    own, or as it has when it is cut in pieces. In the last wave few blocks may be left, which have less on their way.
     """
     has = gpu.warpgroups
     if has is None or work.slots < 2:
-        return math.inf
-    tiles, blocks, slots = work.tiles, work.blocks, work.slots
+        return lambda tiles, steps, readers: math.inf
+    blocks, slots, least, extra = work.blocks, work.slots, work.least, work.extra
     walkers = gpu.processors // blocks
     each = 2.0 * work.m * work.n * work.depth * work.products
     rate, start = has.parts if work.parts else (has.rate, has.start)
     rate *= PAIRED if work.parts and work.blocks > 1 and not work.shared else 1
     wide = work.wide or work.n
     arithmetic = each * gpu.processors * (wide + start) / wide / rate + work.idle
-    fetched = max(work.fetched * min(tiles, walkers) * blocks / has.cache, work.fetched / has.shared)
-    coming = work.least / (tiles * work.steps) * min(tiles, walkers) / gpu.memory
-    waited = has.latency + (coming + arithmetic if work.parts else 0)
-    step = max(arithmetic, fetched, waited / slots, has.crowd * work.readers) + has.step + work.extra
+    alone = work.fetched / has.shared
     memory = has.parts_memory if work.parts else gpu.memory
-    products, results = work.steps * step, work.m * work.n * work.results / work.rate + work.after
-    hidden = min(work.hidden * results, products / 2)  # alone, a warpgroup takes twice as long for it
-    beside = hidden if work.turns else 0.0
-    time = has.fill + beside
-    for wave, count in ((walkers, tiles // walkers), (tiles % walkers, 1)):
-        if wave and count:
-            flying = min(1.0, wave * blocks * slots * work.held / (gpu.processors * has.flying))
-            time += count * max(products + results - beside, work.least / tiles * wave / (memory * flying))
-    return time + (has.cluster if blocks > 1 and not work.shared else 0)
+    results = work.m * work.n * work.results / work.rate + work.after
+    cluster = has.cluster if blocks > 1 and not work.shared else 0
+
+    def time(tiles: int, steps: int, readers: float) -> float:
+        at_once = tiles if tiles < walkers else walkers
+        fetched = max(work.fetched * at_once * blocks / has.cache, alone)
+        waited = has.latency
+        if work.parts:
+            waited += least / (tiles * steps) * at_once / gpu.memory + arithmetic
+        step = max(arithmetic, fetched, waited / slots, has.crowd * readers) + has.step + extra
+        products = steps * step
+        beside = min(work.hidden * results, products / 2) if work.turns else 0.0  # alone, it takes twice as long
+        found = has.fill + beside
+        for wave, count in ((walkers, tiles // walkers), (tiles % walkers, 1)):
+            if wave and count:
+                flying = min(1.0, wave * blocks * slots * work.held / (gpu.processors * has.flying))
+                found += count * max(products + results - beside, least / tiles * wave / (memory * flying))
+        return found + cluster
+
+    return time
 
 
 @dataclass(frozen=True)
@@ -108,8 +122,8 @@ class Source:
 @dataclass(frozen=True)
 class Facts:
     """What follows from a product whatever its tiles are: points of the batch, of k, and of `outer`, all of k's axes
-    but the last; the terms of its sums, what lies in memory, whether that ends where k does, and whether an operand is
-    `several` tensors.
+    but the last; the terms of its sums, what lies in memory and its `bytes`, whether that ends where k does, and
+    whether an operand is `several` tensors.
     """
 
     batch: int
@@ -117,6 +131,7 @@ class Facts:
     outer: int
     terms: int
     sources: tuple[Source, ...]
+    bytes: int
     ends: bool
     several: bool
 
@@ -124,12 +139,14 @@ class Facts:
 @lru_cache(maxsize=256)
 def facts_of(p: Product) -> Facts:
     """Of a product, once for all of its tiles."""
+    sources = tuple(Source(x.free, x.dtype.size, p.touched(x) * x.dtype.size, _straddles(x)) for x in p.sources)
     return Facts(
         math.prod(a.extent for a in p.batch),
         math.prod(a.extent for a in p.axes),
         math.prod(a.extent for a in p.axes[:-1]),
         sum(len(c.terms) for c in p.sites),
-        tuple(Source(x.free, x.dtype.size, p.touched(x) * x.dtype.size, _straddles(x)) for x in p.sources),
+        sources,
+        sum(x.bytes for x in sources),
         all(e is p.axes[-1] for x in p.sources for e in x.index if mentions(e, p.axes[-1])),
         any(map(concatenated, p.operands)),
     )

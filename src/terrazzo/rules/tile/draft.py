@@ -18,7 +18,7 @@ from terrazzo.ir.expr import Var
 from terrazzo.ir.layout import HARDWARE
 from terrazzo.ir.node import topological
 from terrazzo.ir.schedule import Factor, Like, Named, Operand, Schedule, Site, Value
-from terrazzo.ir.sites import sites
+from terrazzo.ir.sites import called, sites
 
 
 def _sums_inside(r: l.Reduce | l.Scan) -> int:
@@ -66,9 +66,29 @@ class Draft:
                 found[name] = c
         return found
 
+    @cached_property
+    def sites(self) -> dict[str, Site]:
+        """What the schedule says of sites, by every name of theirs."""
+        return {name: s for s in self.schedule.sites[::-1] for name in s.names}
+
+    @cached_property
+    def operands(self) -> dict[tuple[str, ...], dict[str, Operand]]:
+        """What the schedule says of operands, by the names of the site; by none what it says for the whole kernel."""
+        return {(): dict(self.schedule.operands), **{s.names: dict(s.operands) for s in self.schedule.sites[::-1]}}
+
+    @cached_property
+    def spans(self) -> dict[str, tuple[str, ...]]:
+        """The loops that slabs span (`over=`), by the operand of a product."""
+        found: dict[str, tuple[str, ...]] = {}
+        for name, c in self.products.items():
+            for x in map(called, c.operands):
+                given = dict(self.held(self.site(name), x).options).get("over", ())
+                found[x] = given if isinstance(given, tuple) else (given,)
+        return found
+
     def site(self, name: str) -> Site | None:
         """What the schedule says of a site."""
-        return next((s for s in self.schedule.sites if name in s.names), None)
+        return self.sites.get(name)
 
     def instruction(self, site: Site | None) -> Matrix | None:
         """The matrix instruction of a site; None on CUDA cores."""
@@ -94,10 +114,8 @@ class Draft:
 
     def held(self, site: Site | None, name: str) -> Operand:
         """What the schedule says of an operand: in its site, or for the whole kernel."""
-        for operands in (site.operands if site else (), self.schedule.operands):
-            if name in dict(operands):
-                return dict(operands)[name]
-        return Operand("smem")
+        found = self.operands[site.names].get(name) if site else None
+        return found or self.operands[()].get(name) or Operand("smem")
 
     def warps(self, site: Site | None) -> int:
         """The warps a site binds; 0 where it binds none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from terrazzo.ir.contraction import Contraction, operand
@@ -59,6 +60,7 @@ def framed(draft: Draft, product: Product) -> Framed | None:
     return weight(draft.products[product.sites[0]])
 
 
+@lru_cache(maxsize=1024)
 def weight(c: Contraction) -> Framed | None:
     """The weight among a contraction's factors."""
     for factor in c.factors:
@@ -79,6 +81,7 @@ def weight(c: Contraction) -> Framed | None:
     return None
 
 
+@lru_cache(maxsize=1024)
 def computed(c: Contraction) -> tuple[Node, ...]:
     """The factor of a contraction that is made of reductions, as the product takes it: one term, or its parts, of which
     each is made of what those before leave. Nothing where no factor is, or both are.

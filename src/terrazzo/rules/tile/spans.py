@@ -21,11 +21,7 @@ from terrazzo.rules.tile.draft import Draft, axis_name
 
 def spanned(draft: Draft) -> tuple[Any, ...]:
     """The axes whose loops run inside a step, since every operand's slab spans them; in the order of the term."""
-    asked: dict[str, tuple[str, ...]] = {}
-    for name, c in draft.products.items():
-        for x in c.operands:
-            given = dict(draft.held(draft.site(name), called(x)).options).get("over", ())
-            asked[called(x)] = given if isinstance(given, tuple) else (given,)
+    asked = draft.spans
     if not any(asked.values()):
         return ()
     need(len(draft.products) == 1, "slabs span loops of one product only")

@@ -39,6 +39,12 @@ def _affordable(comparisons: int, elements: int) -> None:
     need(comparisons <= max(SMALL, FEW * elements), f"it takes {comparisons} comparisons to write {elements} elements")
 
 
+def _points(index: Any, place: IntExpr, extent: Any) -> Any:
+    """Whether an index from data is `place`. It is checked as one that is read by: no source may vanish unsaid."""
+    space = index.type.shape
+    return t.apply("eq", t.iota(space, t.loaded(index, t.coordinates(space), extent)), t.iota(space, place))
+
+
 def _last(hit: Any) -> Any:
     """The last position along the last axis that hits, or -1."""
     shape = hit.type.shape
@@ -97,7 +103,7 @@ def scattered(x: Any, dim: int, index: Any, source: Any, reduction: str = "", in
     here = t.coordinates(space)
     place = [here[-1] if d == dim else e for d, e in enumerate(here[:-1])]
     inside = [n - 1 - e for d, (e, n) in enumerate(zip(place, index.type.shape, strict=True)) if d != dim]
-    hit = t.apply("eq", t.index_map(index, space, place, inside), t.iota(space, here[dim]))
+    hit = _points(t.index_map(index, space, place, inside), here[dim], shape[dim])
     hit = t.apply("and_", hit, holds(space, [e for e in inside if not isinstance(e, int)]))
     if reduction:
         return combined(x, t.index_map(source, space, place, inside), hit, reduction, include)
@@ -143,18 +149,18 @@ def index_reduce(
         return scattered(x, 0, index, source, reduce, include_self)
     d = normalize(dim, x.type.rank)
     shape = source.type.shape
-    wide = t.index_map(wrapped(index, x.type.shape[d]), shape, [t.coordinates(shape)[d]] if index.type.rank else [])
+    wide = t.index_map(t.cast(index, i64), shape, [t.coordinates(shape)[d]] if index.type.rank else [])
     return scattered(x, dim, wide, source, reduce, include_self)
 
 
 def _hits(indices: Sequence[Any], extents: Sequence[int], space: Sequence[Any], place: Sequence[IntExpr]) -> Any:
-    """Over `space`, whose last axis numbers the entries of the indices: whether entry k points at `place`."""
+    """Over `space`, whose last axis numbers the entries of the indices, of i64: whether entry k points at `place`."""
     shared = _broadcast_shape([i.type.shape for i in indices])
     count = math.prod(shared)
     hit: Any = None
     for i, n, e in zip(indices, extents, place, strict=True):
-        flat = t.reshape(t.broadcast(wrapped(i, n), shared), (count,))
-        same = t.apply("eq", t.index_map(flat, space, [t.coordinates(space)[-1]]), t.iota(space, e))
+        flat = t.reshape(t.broadcast(i, shared), (count,))
+        same = _points(t.index_map(flat, space, [t.coordinates(space)[-1]]), e, n)
         hit = same if hit is None else t.apply("and_", hit, same)
     return hit
 
@@ -165,11 +171,14 @@ def _broadcast_shape(shapes: Sequence[tuple[Any, ...]]) -> tuple[int, ...]:
     return tuple(next((e for e in extents if e != 1), 1) for extents in zip(*padded, strict=True))
 
 
-def put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool) -> Any:
-    """x with x[indices] set to `values`, the last of several winning, or with `values` added."""
+def put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool, from_end: bool = True) -> Any:
+    """x with x[indices] set to `values`, the last of several winning, or with `values` added. Negative indices count
+    from the end, or are out of range.
+    """
     shape = x.type.shape
     used = [d for d, i in enumerate(indices) if i is not None]
-    given, extents = [indices[d] for d in used], [shape[d] for d in used]
+    extents = [shape[d] for d in used]
+    given = [wrapped(indices[d], shape[d]) if from_end else t.cast(indices[d], i64) for d in used]
     shared = _broadcast_shape([i.type.shape for i in given])
     count = math.prod(shared)
     if not count or 0 in shape:
@@ -240,8 +249,8 @@ def index_add(node: Aten, x: Any, dim: int, index: Any, source: Any, *, alpha: f
         source = t.cast(t.apply("mul", t.cast(source, dtype.compute), scale), dtype)
     index = t.reshape(index, index.type.shape or (1,))
     if not x.type.rank:
-        return t.reshape(put(t.reshape(x, (1,)), [index], t.reshape(source, (1,)), True), ())
-    return put(x, [*(None,) * normalize(dim, x.type.rank), index], source, True)
+        return t.reshape(put(t.reshape(x, (1,)), [index], t.reshape(source, (1,)), True, False), ())
+    return put(x, [*(None,) * normalize(dim, x.type.rank), index], source, True, False)
 
 
 @aten("put.default")

@@ -1,5 +1,5 @@
 """Fences: what threads use plainly, TMA and wgmma may use only behind one. Followed in the order of the text, loops
-twice.
+again where that may tell more.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ class _Path:
         for s in body:
             match s:
                 case k.For():
+                    before = self.used()
                     self.follow(s.body)
-                    self.follow(s.body)
+                    if self.used() != before:  # else a second step is like the first
+                        self.follow(s.body)
                 case k.If() | k.Role():
                     self.follow(s.body)
                 case k.Fence(kind="proxy"):
@@ -58,6 +60,10 @@ class _Path:
                     self.need(s, "proxy", self.plain & {s.target})
                 case _:
                     self.use(s)
+
+    def used(self) -> tuple[set[Buffer], ...]:
+        """What was used, as it is now."""
+        return {*self.plain}, {*self.late}, {*self.touched}
 
     def need(self, s: Node, kind: str, used: set[Buffer]) -> None:
         self.found += [
