@@ -72,7 +72,7 @@ def lasts(work: Work, gpu: Gpu) -> float:
     tiles, blocks, slots = work.tiles, work.blocks, work.slots
     walkers = gpu.processors // blocks
     each = 2.0 * work.m * work.n * work.depth * work.products
-    rate, start = has.parts if work.parts else (has.rate, has.start)
+    rate, start = has.parts if work.parts else (has.rate, has.turns if work.turns else has.start)
     rate *= PAIRED if work.parts and work.blocks > 1 and not work.shared else 1
     wide = work.wide or work.n
     arithmetic = each * gpu.processors * (wide + start) / wide / rate + work.idle
