@@ -25,7 +25,7 @@ def fewest(steps: Sequence[l.Kernel]) -> float:
 
 
 def reduced(program: l.Program, **given: Any) -> l.Program:
-    return rules.columns_reduced(program, Log(), fewest, **given)
+    return rules.columns_reduced(program, Log(), fewest, lambda _: "", **given)
 
 
 def framed(program: l.Program) -> l.Program:
@@ -69,10 +69,12 @@ def test_a_user_may_want_them_there() -> None:
 
 
 def test_what_is_dearer_by_the_model_is_left() -> None:
-    log, program = Log(), parse(BEFORE)
-    assert rules.columns_reduced(program, log, lambda steps: 1.0) is program  # type: ignore[arg-type]
-    (event,) = log.events
-    assert not event.fired and "us stored, by the model" in event.reason
+    program: Any = parse(BEFORE)
+    for refusal, why in ("", "us stored, by the model"), ("no tile", "no tile"):
+        log = Log()
+        assert rules.columns_reduced(program, log, lambda _: 1.0, lambda _, refusal=refusal: refusal) is program  # type: ignore[misc]
+        (event,) = log.events
+        assert not event.fired and why in event.reason
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])

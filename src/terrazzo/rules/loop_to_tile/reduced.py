@@ -20,8 +20,10 @@ from terrazzo.rules.loop_to_tile.split import split
 from terrazzo.rules.loop_to_tile.threads import ceil, size_of
 from terrazzo.rules.loop_to_tile.warpgroup_tiles import COLUMNS, Tile, shapes
 from terrazzo.rules.loop_to_tile.work import Work, lasts
+from terrazzo.rules.tile.complete import Refused
 from terrazzo.rules.tile.draft import axis_name
 from terrazzo.rules.tile_to_kernel.in_frame import somewhere
+from terrazzo.rules.tile_to_kernel.lower import derived
 
 STATES = 6.0
 """Operations of a result for each value of its state. With two, a maximum and a sum of exponentials, tiles of 128 x 256
@@ -105,6 +107,17 @@ def ways(kernel: l.Kernel, gpu: Gpu) -> Iterator[Way]:
         if q is not None and q.n.extent == n:
             own = replace(plan.tile, rows=q.m, columns=q.n)
             yield Way(part, schedule(q, plan._replace(tile=own), gpu), rest, pieces, plan)
+
+
+def refusal(kernel: l.Kernel, gpu: Gpu) -> str:
+    """Why a kernel is no product that tiles are reduced of where they are summed; nothing where it is one."""
+    p = reduced_product(kernel)
+    if p is None or gpu.warpgroups is None:
+        return "it has no tiles that are reduced where they are summed"
+    if why := warpgroups.instructions_for(p, gpu)[1]:
+        return why
+    made = (derived(way.part, way.schedule, gpu) for way in ways(kernel, gpu))
+    return next((x.reason if isinstance(x, Refused) else "" for x in made), "no tile of it is filled by half")
 
 
 def schedule(p: Product, plan: warpgroups.Plan, gpu: Gpu) -> Schedule:
