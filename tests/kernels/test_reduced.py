@@ -133,6 +133,11 @@ def capped(x: Any, w: Any, c: Any, y: Any) -> Any:
     return F.cross_entropy(torch.tanh(F.linear(x, w, c).float() / 3) * 3, y)
 
 
+def shifted(x: Any, w: Any, y: Any) -> Any:
+    """As language models were trained: no token has the logits of its own place."""
+    return F.cross_entropy(F.linear(x, w)[:, :-1].float().reshape(-1, w.shape[0]), y[:, 1:].reshape(-1))
+
+
 def log_sum(x: Any, w: Any) -> Any:
     return torch.logsumexp(F.linear(x, w).float(), -1)
 
@@ -150,6 +155,7 @@ LOSSES: dict[str, tuple[Any, tuple[torch.Tensor, ...]]] = {
     "ragged": (entropy, (words(200, 72), words(520, 72), labels(200, 520))),
     "a loss of each row": (each, (words(130, 64), words(384, 64), labels(130, 384))),
     "bias and cap": (capped, (words(128, 64), words(512, 64), words(512), labels(128, 512))),
+    "places shifted": (shifted, (words(2, 80, 64), words(512, 64), torch.randint(0, 512, (2, 80)))),
     "sum of exponentials": (log_sum, (words(136, 64), words(700, 64))),
     "maximum": (best, (words(136, 64), words(512, 64))),
     "sum of squares": (squares, (words(136, 64), words(512, 64))),
@@ -169,9 +175,9 @@ def test_it_is_as_exact_as_eager(name: str, seed: int | None) -> None:
     fn, given = LOSSES[name]
     program = lowered(fn, given).at("kernel")
     check(program, gpu("sm_90a"))
-    rows, count = given[0].shape[0], given[1].shape[0]
+    rows, count = math.prod(given[0].shape[:-1]), given[1].shape[0]
     stored = [b for s in program.steps for b in s.writes]
-    assert not [b for b in stored if math.prod(b.type.static_shape) >= rows * count]
+    assert not [b for b in stored if math.prod(b.type.static_shape) >= rows * count / 2]
     assert any(isinstance(s, k.MultiplyAsync) for x in program.steps for s in k.walk(x.body))
     y = simulator.run(program, dict(zip((b.name for b in program.inputs), map(numbers, given), strict=True)), seed=seed)
     exact = fn(*(x.double() if x.is_floating_point() else x for x in given)).numpy()

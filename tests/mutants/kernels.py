@@ -181,7 +181,7 @@ ARRANGED: dict[str, Product | Convolution | Chain | Reduced] = {
     "chain that stays": Chain(
         heads=1, between="window", roles=True, shape=(96, 160, 16, 16), ring=3, stay=1, held=2, **TMA
     ),
-    "reduced columns": Reduced(64, 40, 192, registers=False),
+    "reduced columns": Reduced(64, 40, 320, registers=False),
 }  # fmt: skip
 """Products, chains of two, and products whose columns are reduced, under schedules that are pinned."""
 

@@ -145,10 +145,11 @@ def _chained(kernel: l.Kernel, way: chains.Way, gpu: Gpu) -> Candidate:
 def _reduced(kernel: l.Kernel, way: reduced.Way, gpu: Gpu) -> Candidate:
     """A product whose results are reduced along its columns: the states of tiles, and what brings them together."""
     part = way.part, way.schedule, "reduced", f"each tile's columns are reduced where they are summed; {way.plan}"
+    apart: Rewrite = ("digits_apart", kernel, (way.whole,))
     if way.rest is None:
-        return Candidate((part,))
+        return Candidate((part,)).after(apart)
     rest = way.rest, reductions.finish(way.rest, gpu), "finish", "states of tiles meet, in order"
-    return Candidate((part, rest)).after(("split", kernel, (way.part, way.rest)))
+    return Candidate((part, rest)).after(apart, ("split", way.whole, (way.part, way.rest)))
 
 
 def _each(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick: Pick) -> Iterator[Candidate]:
