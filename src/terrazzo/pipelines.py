@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -200,6 +200,7 @@ class Pass:
     run: Run
 
 
+SCHEDULE = "schedule"
 PASSES = (
     Pass("torch_to_tensor", "torch", "tensor", "each ATen op becomes a composition of primitives, or an opaque call",
          lambda p, log, o, tried: _tensor(p, log, o)),
@@ -225,7 +226,7 @@ PASSES = (
          lambda p, log, o, tried: in_parts(p, log, o, tried)),
     Pass("remake", "loop", "loop", "what lives long and is made fast is made again where it is needed",
          lambda p, log, o, tried: remake(p, log, target(o.target).rates) if o.fuse else p),
-    Pass("schedule", "loop", "tile",
+    Pass(SCHEDULE, "loop", "tile",
          "every kernel gets a schedule: the user's, or the best by the model of the machine",
          _scheduled),
     Pass("plan", "tile", "tile", "every schedule is completed: who walks which tiles, brings what, multiplies on what",
@@ -235,7 +236,7 @@ PASSES = (
 )  # fmt: skip
 
 LOWER = tuple(p.name for p in PASSES)
-GPU_ONLY = ("online", "parts", "remake", "schedule", "plan", "derive")
+GPU_ONLY = ("online", "parts", "remake", SCHEDULE, "plan", "derive")
 
 for _a, _b in pairwise(PASSES):
     assert _a.dst == _b.src, f"pass {_b.name} takes {_b.src} but follows one that gives {_a.dst}"
@@ -301,10 +302,15 @@ def pinned(options: Options) -> tuple[dict[str, Schedule], dict[str, Plan]]:
 
 
 def stages(
-    program: Any, options: Options, log: Log, names: tuple[str, ...] = LOWER, tried: Experience = NONE
+    program: Any,
+    options: Options,
+    log: Log,
+    names: tuple[str, ...] = LOWER,
+    tried: Experience = NONE,
+    asked: dict[str, Experience] | None = None,
 ) -> list[tuple[Pass, Any, float]]:
     """Run the passes `names` that apply from the program's IR on; each with its result and the seconds it took. No
-    schedule is chosen of which `tried` says why its kernel could not be built.
+    schedule is chosen of which `tried` says why its kernel could not be built; what each pass `asked` is kept there.
     """
     if why := problem(program):
         raise UserError(f"{program.name} is not valid: {why}")
@@ -315,11 +321,13 @@ def stages(
     for n, p in enumerate(PASSES):
         if p.name in names and p.src == dialect(program):
             at(f"lowering: {p.name}", n, len(PASSES))
-            start = time.perf_counter()
+            start, known = time.perf_counter(), tried.asking()
             with failing(f"pass {p.name}", program):
-                done = p.run(program, log, options, tried)
+                done = p.run(program, log, options, known)
                 verify(done, p.name)
             program = done
+            if asked is not None:
+                asked[p.name] = known
             if p.dst == "kernel":
                 checked(program, machine(options), options, CompilerBug)
             out.append((p, program, time.perf_counter() - start))
@@ -341,11 +349,14 @@ def checked(program: k.Program, gpu: Gpu, options: Options, error: type[Exceptio
 
 @dataclass(frozen=True)
 class Lowering:
-    """A program on its way down: what it was, every pass with its result and seconds, and what happened."""
+    """A program on its way down: what it was, every pass with its result and seconds, what happened, and what passes
+    asked of kernels that were tried.
+    """
 
     source: Program | l.Program
     stages: list[tuple[Pass, Any, float]]
     log: Log
+    asked: dict[str, Experience] = field(default_factory=dict)
 
     @property
     def loop(self) -> l.Program:
@@ -377,21 +388,26 @@ class Lowering:
 @paused()
 def lowering(program: Any, options: Options, log: Log | None = None, tried: Experience | None = None) -> Lowering:
     """Any program down to fused Loop IR, with all that is between. A CompilerBug says how to see it again."""
-    log = log or Log()
+    log, asked = log or Log(), dict[str, Experience]()
     with reproducible(options):
-        return Lowering(program, stages(program, options, log, tried=tried or NONE), log)
+        return Lowering(program, stages(program, options, log, tried=tried or NONE, asked=asked), log, asked)
 
 
+@paused()
 def rescheduled(done: Lowering, options: Options, tried: Experience) -> Lowering:
     """The same with schedules chosen anew, now that more kernels are known not to be built. What the log said of the
-    old ones is gone.
+    old ones is gone. Passes before that, of which none asked for what is said otherwise now, do not run again.
     """
-    log = done.log
-    log.forget(GPU_ONLY)
-    upper = [stage for stage in done.stages if stage[0].name not in GPU_ONLY]
+    log, asked = done.log, dict(done.asked)
+    again: tuple[str, ...] = GPU_ONLY
+    while again[0] != SCHEDULE and (again[0] not in asked or asked[again[0]].agrees(tried)):
+        again = again[1:]
+    log.forget(again)
+    kept = [stage for stage in done.stages if stage[0].name not in again]
     with reproducible(options):
-        program = upper[-1][1] if upper else done.source
-        return Lowering(done.source, [*upper, *stages(program, options, log, GPU_ONLY, tried)], log)
+        program = kept[-1][1] if kept else done.source
+        below = stages(program, options, log, again, tried, asked)
+        return Lowering(done.source, [*kept, *below], log, asked)
 
 
 def lower(program: Any, options: Options, log: Log) -> l.Program:

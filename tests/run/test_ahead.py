@@ -63,6 +63,9 @@ def test_a_kernel_that_spills_is_replaced_however_soon_that_is_known(
     built = build(done, options, cache, ARCH, tried=tried)
     assert compiled[0] not in {source for _, source in built.sources}
     assert any("it lost: it spills 8 bytes" in e.reason for e in built.lowering.log.events)
+    before, after = ({p.name: program for p, program, _ in x.stages} for x in (done, built.lowering))
+    assert before["remake"] is after["remake"]  # what comes before schedules asked for nothing that is known now
+    assert before["schedule"] is not after["schedule"] and [*before] == [*after]
 
 
 def test_another_kernel_is_chosen_while_others_are_compiled(monkeypatch: pytest.MonkeyPatch, cache: Cache) -> None:

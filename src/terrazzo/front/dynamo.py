@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -21,6 +22,9 @@ from terrazzo.reproduce import failing
 
 MANY = 3
 """Sets of sizes that a graph is compiled for before we say what to do about it."""
+
+SHARING = ("unfold", "as_strided")
+"""Functions whose results may have elements that share places, other than by a stride of 0, which AOTAutograd sees."""
 
 _graphs = count()
 """Numbers the graphs of this process, so that each is dumped beside the others."""
@@ -69,7 +73,7 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: S
 
     _define(gm)
     try:
-        with attention_by_definition(), checks_inside():
+        with attention_by_definition(), checks_inside(), _gradients_apart(gm):
             return aot_module_simplified(
                 gm,
                 example_inputs,
@@ -87,6 +91,21 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: S
             raise
         _say(f"AOTAutograd does not take the graph ({str(why).strip().splitlines()[0]})")
         return gm
+
+
+@contextmanager
+def _gradients_apart(gm: Any) -> Iterator[None]:
+    """Within this, AOTAutograd does not expect the gradient of a result to lie as the result does, if that may have
+    elements that share places: it would copy a gradient there, where one element overwrites another.
+    """
+    from torch._functorch import config
+
+    shared = any(str(getattr(n.target, "__name__", n.target)) in SHARING for n in gm.graph.nodes)
+    if not shared or not hasattr(config, "guess_tangent_strides_as_outputs"):
+        yield
+        return
+    with config.patch(guess_tangent_strides_as_outputs=False):
+        yield
 
 
 def _define(gm: Any) -> None:

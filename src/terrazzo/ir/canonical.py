@@ -142,8 +142,11 @@ _forms: weakref.WeakKeyDictionary[Node, dict[Hashable, Form]] = weakref.WeakKeyD
 
 
 def remember(kernel: Node, form: Form, schedule: Hashable = None) -> None:
-    """Keep what a kernel (under a schedule) is the same as."""
-    _forms.setdefault(kernel, {})[schedule] = form
+    """Keep what a kernel (under a schedule) is the same as; where that was known, with all that has its names."""
+    known = _forms.setdefault(kernel, {})
+    was = known.get(schedule)
+    if was is None or (was.kernel, was.schedule, was.names) != (form.kernel, form.schedule, form.names):
+        known[schedule] = form
 
 
 def form_of(kernel: Node, schedule: Hashable = None) -> Form | None:

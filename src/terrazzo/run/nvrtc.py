@@ -261,6 +261,9 @@ class Tried(Experience):
         facts = known(source, self.arch, self.cache)
         return self.refused.get(source) or (facts.problem(self.spills) if facts else "")
 
+    def asking(self) -> Experience:
+        return _Asked(self)
+
     def once(self, what: Hashable, find: Callable[[Experience], T]) -> T:
         found: T = self.asked(what, find)[0]
         return found
@@ -293,6 +296,9 @@ class _Asked(Experience):
     def lost(self, kernel: k.Kernel) -> str:
         why = self.told[kernel] = self.whom.lost(kernel)
         return why
+
+    def agrees(self, other: Experience) -> bool:
+        return all(other.lost(kernel) == why for kernel, why in self.told.items())
 
     def once(self, what: Hashable, find: Callable[[Experience], T]) -> T:
         found, told = self.whom.asked(what, find)

@@ -33,6 +33,14 @@ class Experience:
         """What `find` finds for `what` with what is known; that of an earlier time, where the same was known then."""
         return find(self)
 
+    def asking(self) -> Experience:
+        """The same, for somebody of whom it is kept what he asks."""
+        return self
+
+    def agrees(self, other: Experience) -> bool:
+        """Whether somebody else would say the same of all that this one was asked, as far as that was kept."""
+        return False
+
     def fastest(self, kernel: l.Kernel) -> str:
         """The texts of the schedules with which a kernel, in its canonical form, was the fastest when candidates were
         measured; "" where none were.

@@ -18,7 +18,7 @@ from terrazzo.rewrite.rule import Declined, Event, Log
 from terrazzo.rules.tile import agents, frames, layouts, order, overlap, products, reach, results, rings, slabs, vectors
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.loops import walk
-from terrazzo.rules.tile.verify import problems, verify
+from terrazzo.rules.tile.verify import Problem, problems, verify
 
 PASS = "plan"
 
@@ -83,7 +83,6 @@ def program(
     complete. UserError where the former is not in order.
     """
     plans = dict(scheduled.plans)
-    judged: set[tuple[l.Kernel, Schedule]] = set()
     for number, schedule in scheduled.schedules:
         kernel = scheduled.loop.steps[number]
         assert isinstance(kernel, l.Kernel)
@@ -100,12 +99,17 @@ def program(
         if isinstance(found, Refused):
             with about(*schedule.part(), kernel):
                 raise again(found.error)
-        if (form.kernel, form.schedule) not in judged:
-            judged.add((form.kernel, form.schedule))
-            for line, why in problems(found, Draft(form.kernel, form.schedule, gpu)):
-                raise CompilerBug(f"rules made a plan that is not in order, line {line}: {why}\n{found}")
+        for line, why in _faults(form.kernel, form.schedule, gpu):
+            raise CompilerBug(f"rules made a plan that is not in order, line {line}: {why}\n{found}")
         plans[number] = form.named(found)
     return tile.Program(scheduled.loop, scheduled.schedules, tuple(sorted(plans.items())))
+
+
+@lru_cache(maxsize=1024)
+def _faults(kernel: l.Kernel, schedule: Schedule, gpu: Gpu) -> tuple[Problem, ...]:
+    """What is wrong with the plan that rules make of a schedule, if there is one."""
+    plan, _ = complete(kernel, schedule, gpu)
+    return () if isinstance(plan, Refused) else tuple(problems(plan, Draft(kernel, schedule, gpu)))
 
 
 def _judged(plan: Plan, draft: Draft, log: Log) -> Plan | Refused:
