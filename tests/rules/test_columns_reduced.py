@@ -17,6 +17,7 @@ from terrazzo.ir.sites import reduced_product
 from terrazzo.ir.text import parse, show
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop import columns_reduced as rules
+from terrazzo.rules.loop import frames
 
 
 def fewest(steps: Sequence[l.Kernel]) -> float:
@@ -29,11 +30,11 @@ def reduced(program: l.Program, **given: Any) -> l.Program:
 
 
 def framed(program: l.Program) -> l.Program:
-    steps = tuple(rules.in_frames(s) if isinstance(s, l.Kernel) else s for s in program.steps)
+    steps = tuple(frames.in_frames(s) if isinstance(s, l.Kernel) else s for s in program.steps)
     return l.Program(program.name, program.inputs, steps, program.results)
 
 
-@pytest.mark.parametrize(("rule", "apply"), [(rules.columns_reduced, reduced), (rules.in_frames, framed)])
+@pytest.mark.parametrize(("rule", "apply"), [(rules.columns_reduced, reduced), (frames.in_frames, framed)])
 def test_the_example_is_what_it_says(rule: Callable[..., Any], apply: Callable[[Any], l.Program]) -> None:
     before, after = example(inspect.getdoc(rule) or "", rule.__name__)
     program: Any = parse(before)
