@@ -29,6 +29,7 @@ from typing import Any, ClassVar, Generic, TypeVar, dataclass_transform, overloa
 N = TypeVar("N", bound="Node")
 T = TypeVar("T")
 
+
 class _Reference(weakref.ref["Node"]):
     """What the table has of a node, and where."""
 

@@ -79,7 +79,7 @@ def clock(work: Work, gpu: Gpu) -> Callable[[int, int, float], float]:
     blocks, slots, least, extra = work.blocks, work.slots, work.least, work.extra
     walkers = gpu.processors // blocks
     each = 2.0 * work.m * work.n * work.depth * work.products
-    rate, start = has.parts if work.parts else (has.rate, has.start)
+    rate, start = has.parts if work.parts else (has.rate, has.turns if work.turns else has.start)
     rate *= PAIRED if work.parts and work.blocks > 1 and not work.shared else 1
     wide = work.wide or work.n
     arithmetic = each * gpu.processors * (wide + start) / wide / rate + work.idle

@@ -39,12 +39,6 @@ def _affordable(comparisons: int, elements: int) -> None:
     need(comparisons <= max(SMALL, FEW * elements), f"it takes {comparisons} comparisons to write {elements} elements")
 
 
-def _points(index: Any, place: IntExpr, extent: Any) -> Any:
-    """Whether an index from data is `place`. It is checked as one that is read by: no source may vanish unsaid."""
-    space = index.type.shape
-    return t.apply("eq", t.iota(space, t.loaded(index, t.coordinates(space), extent)), t.iota(space, place))
-
-
 def _last(hit: Any) -> Any:
     """The last position along the last axis that hits, or -1."""
     shape = hit.type.shape
@@ -103,7 +97,7 @@ def scattered(x: Any, dim: int, index: Any, source: Any, reduction: str = "", in
     here = t.coordinates(space)
     place = [here[-1] if d == dim else e for d, e in enumerate(here[:-1])]
     inside = [n - 1 - e for d, (e, n) in enumerate(zip(place, index.type.shape, strict=True)) if d != dim]
-    hit = _points(t.index_map(index, space, place, inside), here[dim], shape[dim])
+    hit = t.apply("eq", t.index_map(index, space, place, inside), t.iota(space, here[dim]))
     hit = t.apply("and_", hit, holds(space, [e for e in inside if not isinstance(e, int)]))
     if reduction:
         return combined(x, t.index_map(source, space, place, inside), hit, reduction, include)
@@ -153,14 +147,14 @@ def index_reduce(
     return scattered(x, dim, wide, source, reduce, include_self)
 
 
-def _hits(indices: Sequence[Any], extents: Sequence[int], space: Sequence[Any], place: Sequence[IntExpr]) -> Any:
+def _hits(indices: Sequence[Any], space: Sequence[Any], place: Sequence[IntExpr]) -> Any:
     """Over `space`, whose last axis numbers the entries of the indices, of i64: whether entry k points at `place`."""
     shared = _broadcast_shape([i.type.shape for i in indices])
     count = math.prod(shared)
     hit: Any = None
-    for i, n, e in zip(indices, extents, place, strict=True):
+    for i, e in zip(indices, place, strict=True):
         flat = t.reshape(t.broadcast(i, shared), (count,))
-        same = _points(t.index_map(flat, space, [t.coordinates(space)[-1]]), e, n)
+        same = t.apply("eq", t.index_map(flat, space, [t.coordinates(space)[-1]]), t.iota(space, e))
         hit = same if hit is None else t.apply("and_", hit, same)
     return hit
 
@@ -197,11 +191,11 @@ def put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool, from_end:
         _affordable(math.prod(shape) * count, math.prod(shape))
         space = (*shape, count)
         here = t.coordinates(space)
-        hit = _hits(given, extents, space, [here[d] for d in used])
+        hit = _hits(given, space, [here[d] for d in used])
         return combined(x, t.index_map(source, space, entry(here[-1], here)), hit, "sum", True)
     _affordable(math.prod(extents) * count, math.prod(shape))
     space = (*extents, count)
-    winner = _last(_hits(given, extents, space, t.coordinates(space)[:-1]))
+    winner = _last(_hits(given, space, t.coordinates(space)[:-1]))
     at = t.coordinates(shape)
     k = t.loaded(_safe(winner), [at[d] for d in used], count)
     return _won(x, t.index_map(winner, shape, [at[d] for d in used]), t.index_map(source, shape, entry(k, at)))
