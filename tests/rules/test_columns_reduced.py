@@ -17,6 +17,7 @@ from terrazzo.ir.sites import reduced_product
 from terrazzo.ir.text import parse, show
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop import columns_reduced as rules
+from terrazzo.rules.loop import frames
 
 
 def fewest(steps: Sequence[l.Kernel]) -> float:
@@ -25,15 +26,15 @@ def fewest(steps: Sequence[l.Kernel]) -> float:
 
 
 def reduced(program: l.Program, **given: Any) -> l.Program:
-    return rules.columns_reduced(program, Log(), fewest, **given)
+    return rules.columns_reduced(program, Log(), fewest, lambda _: "", **given)
 
 
 def framed(program: l.Program) -> l.Program:
-    steps = tuple(rules.in_frames(s) if isinstance(s, l.Kernel) else s for s in program.steps)
+    steps = tuple(frames.in_frames(s) if isinstance(s, l.Kernel) else s for s in program.steps)
     return l.Program(program.name, program.inputs, steps, program.results)
 
 
-@pytest.mark.parametrize(("rule", "apply"), [(rules.columns_reduced, reduced), (rules.in_frames, framed)])
+@pytest.mark.parametrize(("rule", "apply"), [(rules.columns_reduced, reduced), (frames.in_frames, framed)])
 def test_the_example_is_what_it_says(rule: Callable[..., Any], apply: Callable[[Any], l.Program]) -> None:
     before, after = example(inspect.getdoc(rule) or "", rule.__name__)
     program: Any = parse(before)
@@ -69,10 +70,12 @@ def test_a_user_may_want_them_there() -> None:
 
 
 def test_what_is_dearer_by_the_model_is_left() -> None:
-    log, program = Log(), parse(BEFORE)
-    assert rules.columns_reduced(program, log, lambda steps: 1.0) is program  # type: ignore[arg-type]
-    (event,) = log.events
-    assert not event.fired and "us stored, by the model" in event.reason
+    program: Any = parse(BEFORE)
+    for refusal, why in ("", "us stored, by the model"), ("no tile", "no tile"):
+        log = Log()
+        assert rules.columns_reduced(program, log, lambda _: 1.0, lambda _, refusal=refusal: refusal) is program  # type: ignore[misc]
+        (event,) = log.events
+        assert not event.fired and why in event.reason
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])

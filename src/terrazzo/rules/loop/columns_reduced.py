@@ -10,7 +10,6 @@ sum over its row of what is 0 everywhere else: computed again, it would be round
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.ir.dialects import loop as l
@@ -20,16 +19,21 @@ from terrazzo.ir.node import Node, substitute, topological, transform
 from terrazzo.ir.sites import product, reduced_product
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.definitions import Definitions, in_order
+from terrazzo.rules.loop.frames import in_frames
 from terrazzo.rules.loop.inline import inline, unproved
-from terrazzo.rules.loop.judging import Price
+from terrazzo.rules.loop.judging import Price, Refusal
 
 PASS = "online"
 RULE = "columns_reduced"
+SURE = 0.98
+"""How much of the time may be left where nothing is stored: less than the model knows of two kernels."""
 
 
-def columns_reduced(program: l.Program, log: Log, price: Price, materialize: Collection[str] = ()) -> l.Program:
+def columns_reduced(
+    program: l.Program, log: Log, price: Price, refusal: Refusal, materialize: Collection[str] = ()
+) -> l.Program:
     """`program` with products in the kernels that reduce them along their columns, where nobody else reads them, nobody
-    wants them in memory (`materialize`), and that is faster by the model.
+    wants them in memory (`materialize`), and that is faster by the model. `refusal` says why a kernel has no tiles.
 
     @loop
     def f(x: bf16[4, 8], w: bf16[6, 8], y: i64[4]):
@@ -89,9 +93,10 @@ def columns_reduced(program: l.Program, log: Log, price: Price, materialize: Col
             made = _reduced(first, last)
             if made is None:
                 continue
-            before, after = price([first, last]), price([made])
-            times = f"{after / 1000:.1f} us reduced on its way, {before / 1000:.1f} us stored, by the model"
-            why = unproved([made]) or (times if after >= before else "")
+            if not (why := unproved([made]) or refusal(made)):
+                before, after = price([first, last]), price([made])
+                times = f"{after / 1000:.1f} us reduced on its way, {before / 1000:.1f} us stored, by the model"
+                why = "" if after < SURE * before else times
             log.add(Event(PASS, RULE, last.name, not why, why or f"{first.name} is not stored: {times}"))
             if not why:
                 log.applied(PASS, RULE, last.name, [first, last], [made])
@@ -139,70 +144,3 @@ def _picked(looked_up: l.Load, along: l.Load) -> Node | None:
     here = l.apply("eq", l.Index(at), l.Index(where))
     total: Any = l.Reduce.make(monoid("sum"), (at,), (l.apply("where", here, value, l.Literal(0.0, wide)),))
     return total if wide is found.dtype else l.apply(found.dtype.name, total)
-
-
-@dataclass(frozen=True)
-class _Frame:
-    """A sum of exponentials below a maximum, or below what is made of that where it is infinite."""
-
-    top: l.Reduce
-    total: l.Reduce
-    base: Any
-
-
-def in_frames(kernel: l.Kernel) -> l.Kernel:
-    """A kernel whose maxima, and the sums of exponentials below them, are one reduction each.
-
-    @loop
-    def f(x: f32[3, 4]):
-        with kernel('z', z=f32[3]):
-            for a0 in free(3):
-                for r0 in reduce(4):
-                    acc0 <- max(x[a0, r0])
-                for r1 in reduce(4):
-                    acc1 <- sum(exp(sub(x[a0, r1], acc0)))
-                z[a0] = add(acc0, log(acc1))
-        return (z,)
-    =>
-    @loop
-    def f(x: f32[3, 4]):
-        with kernel('z', z=f32[3]):
-            for a0 in free(3):
-                for r0 in reduce(4):
-                    in0 = x[a0, r0]
-                    acc0 <- logsumexp(in0, f32(1.0))
-                v0 = get(acc0, 0)
-                v1 = get(acc0, 1)
-                v2 = sub(v0, v0)
-                v3 = exp(v2)
-                v4 = mul(v1, v3)
-                v5 = log(v4)
-                v6 = add(v0, v5)
-                z[a0] = v6
-        return (z,)
-    """
-    found = [f for r in kernel.carried if isinstance(r, l.Reduce) and (f := _frame(r)) is not None]
-    known: dict[Node, Node] = {}
-    for f in found:
-        (axis,), (score,) = l.open_binder(f.top)
-        both: Any = l.Reduce.make(monoid("logsumexp"), (axis,), (score, l.Literal(1.0, f.total.dtype)))
-        known[f.top] = top = l.Get(both, 0)
-        base = substitute(f.base, {f.top: top})
-        known[f.total] = l.apply("mul", l.Get(both, 1), l.apply("exp", l.apply("sub", top, base)))
-    stores = tuple(transform(s, lambda x: x, dict(known)) for s in kernel.stores)
-    return l.Kernel(kernel.name, kernel.axes, stores, kernel.source) if found else kernel
-
-
-def _frame(r: l.Reduce) -> _Frame | None:
-    """A sum as one of exponentials below the maximum of their exponents."""
-    if r.monoid.name != "sum" or len(r.axes) != 1:
-        return None
-    (axis,), (term,) = l.open_binder(r)
-    match term:
-        case l.Apply(fn=fn, args=(l.Apply(fn=minus, args=(score, base)),)) if (fn.name, minus.name) == ("exp", "sub"):
-            tops = [x for x in topological([base]) if isinstance(x, l.Reduce)]
-            if len(tops) == 1 and axis not in base.free and tops[0].monoid.name == "max" and len(tops[0].axes) == 1:
-                (own,), (arg,) = l.open_binder(tops[0])
-                if own.extent == axis.extent and substitute(arg, {own: axis}) is score:
-                    return _Frame(tops[0], r, base)
-    return None

@@ -15,13 +15,16 @@ from terrazzo.ir.nest import accumulators
 from terrazzo.ir.schedule import Like, Schedule, Site
 from terrazzo.ir.sites import Product, reduced_product
 from terrazzo.rules.loop_to_tile import warpgroups
+from terrazzo.rules.loop_to_tile.collapse import digits_apart
 from terrazzo.rules.loop_to_tile.making import converted, promotes
 from terrazzo.rules.loop_to_tile.split import split
 from terrazzo.rules.loop_to_tile.threads import ceil, size_of
 from terrazzo.rules.loop_to_tile.warpgroup_tiles import COLUMNS, Tile, shapes
 from terrazzo.rules.loop_to_tile.work import Work, lasts
+from terrazzo.rules.tile.complete import Refused
 from terrazzo.rules.tile.draft import axis_name
 from terrazzo.rules.tile_to_kernel.in_frame import somewhere
+from terrazzo.rules.tile_to_kernel.lower import derived
 
 STATES = 6.0
 """Operations of a result for each value of its state. With two, a maximum and a sum of exponentials, tiles of 128 x 256
@@ -32,10 +35,11 @@ results; and those of 128 x 192 in turns 11.9 ms: nothing but products seems to 
 
 @dataclass(frozen=True)
 class Way:
-    """`part`, which is the kernel itself or computes the states of so many `pieces` of its columns, under a schedule;
-    `rest` is the kernel in which these meet.
+    """`part`, which is `whole` or computes the states of so many `pieces` of its columns, under a schedule; `rest` is
+    the kernel in which these meet. `whole` means the same as the kernel it was made of.
     """
 
+    whole: l.Kernel
     part: l.Kernel
     schedule: Schedule
     rest: l.Kernel | None
@@ -91,20 +95,36 @@ def _around(p: Product) -> list[l.Reduce]:
 
 
 def ways(kernel: l.Kernel, gpu: Gpu) -> Iterator[Way]:
-    """The ways to run such a product, best first."""
+    """The ways to run such a product, best first: with its own axes, or, where TMA knows no tensor by these, with one
+    for every digit.
+    """
+    if reduced_product(kernel) is None:
+        return
+    if not plans(kernel, gpu):
+        kernel = digits_apart(kernel)
     p = reduced_product(kernel)
     for plan in plans(kernel, gpu):
         assert p is not None
         n = plan.tile.n
         pieces = ceil(p.n.extent, n)
         if pieces == 1:
-            yield Way(kernel, schedule(p, plan, gpu), None, 1, plan)
+            yield Way(kernel, kernel, schedule(p, plan, gpu), None, 1, plan)
             continue
         part, rest = split(kernel, _around(p), pieces, n)
         q = reduced_product(part)
         if q is not None and q.n.extent == n:
             own = replace(plan.tile, rows=q.m, columns=q.n)
-            yield Way(part, schedule(q, plan._replace(tile=own), gpu), rest, pieces, plan)
+            yield Way(kernel, part, schedule(q, plan._replace(tile=own), gpu), rest, pieces, plan)
+
+
+def refusal(kernel: l.Kernel, gpu: Gpu) -> str:
+    """Why a kernel is no product that tiles are reduced of where they are summed; nothing where it is one."""
+    p = reduced_product(kernel)
+    if p is None or gpu.warpgroups is None:
+        return "it has no tiles that are reduced where they are summed"
+    made = (derived(way.part, way.schedule, gpu) for way in ways(kernel, gpu))
+    why = warpgroups.instructions_for(p, gpu)[1] or "no tile of it is filled by half"
+    return next((x.reason if isinstance(x, Refused) else "" for x in made), why)
 
 
 def schedule(p: Product, plan: warpgroups.Plan, gpu: Gpu) -> Schedule:

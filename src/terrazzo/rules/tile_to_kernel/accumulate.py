@@ -29,6 +29,7 @@ class Accumulators:
     def __init__(self, builder: Builder, bindings: Bindings) -> None:
         self.builder, self.bindings = builder, bindings
         self.columns: Digit | None = None
+        self.collect: dict[Any, Callable[[Sequence[Node]], None]] = {}
 
     @property
     def at(self) -> tuple[IntExpr, ...]:
@@ -56,7 +57,9 @@ class Accumulators:
         return l.Load(place, self.at)
 
     def combine(self, places: Any, args: Sequence[Node], r: Any) -> None:
-        """places = combine(places, args)."""
+        """places = combine(places, args); or, where these are collected, they are kept."""
+        if r in self.collect:
+            return self.collect[r](args)
         if isinstance(places, l.Load):  # a scan, of one value, that was named already
             places = (places.buffer,)
         new = r.monoid.combine(l.apply, list(map(self.load, places)), list(args))

@@ -13,6 +13,7 @@ from typing import Any
 
 from terrazzo.ir import nest as n
 from terrazzo.ir.address import coefficient, mentions
+from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import IntExpr
@@ -21,6 +22,7 @@ from terrazzo.ir.types import f32
 from terrazzo.rules.loop.multiples import is_value
 from terrazzo.rules.loop.relax import LOG2E
 from terrazzo.rules.tile.digits import Bindings, Digit
+from terrazzo.rules.tile_to_kernel.accumulate import Accumulators
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.meet import meet
 from terrazzo.rules.tile_to_kernel.scope import Scope
@@ -96,6 +98,59 @@ class InFrame:
         (place,) = self.scope.env[x.into]
         new = x.into.monoid.combine(l.apply, [l.Load(place, ())], self.scope.all(x.args))
         self.builder.add(l.Store(place, (), new[0]))
+
+
+class StepFrame:
+    """Fills the accumulators of reductions in frames from memory: what a thread loads in a step is in one frame, to
+    which the sums so far are brought before it is added.
+    """
+
+    def __init__(
+        self, accumulators: Accumulators, own: Sequence[Any], digits: Sequence[Sequence[Digit]], scope: Scope
+    ) -> None:
+        self.accumulators, self.builder, self.own, self.scope = accumulators, accumulators.builder, own, scope
+        self.times = [d for ds in digits for d in ds if d.level == "time"]
+        self.rest = [[d for d in ds if d.level != "time"] for ds in digits]
+        self.looped = [d for ds in self.rest for d in ds if d.level in ("reg", "frag")]
+
+    def write(self, steps: Callable[[Sequence[Sequence[Digit]]], None]) -> None:
+        """All of it; `steps` goes over the digits inside a step."""
+        self.builder.loops([(d.variable, False) for d in self.times], partial(self.step, steps))
+
+    def step(self, steps: Callable[[Sequence[Sequence[Digit]]], None]) -> None:
+        builder, at = self.builder, tuple(d.variable for d in self.looped)
+        held: dict[Any, tuple[k.Registers, k.Registers]] = {}
+        for r in self.own:
+            top, kind = self.scope.env[r][0], r.dtype[0]
+            new = builder.registers("new", kind, ())
+            builder.add(l.Store(new, (), l.Load(top, ())))
+            held[r] = builder.registers("score", kind, [d.size for d in self.looped], l.Literal(-math.inf, kind)), new
+            self.accumulators.collect[r] = partial(self.keep, r, *held[r])
+        steps(self.rest)
+        for r, (scores, new) in held.items():
+            del self.accumulators.collect[r]
+            top, total = self.scope.env[r]
+            base = builder.let(finite(l.Load(new, ())))
+            worth = exponential(l.apply("sub", l.Load(top, ()), base))
+            builder.add(l.Store(total, (), l.apply("mul", l.Load(total, ()), worth)), l.Store(top, (), l.Load(new, ())))
+            one = exponential(l.apply("sub", l.Load(scores, at), base))
+            more = l.Store(total, (), l.apply("add", l.Load(total, ()), one))
+            builder.loops([(d.variable, True) for d in self.looped], partial(builder.add, more))
+
+    def keep(self, r: Any, scores: k.Registers, new: k.Registers, args: Sequence[Node]) -> None:
+        """One more element: its score, and the frame of all so far."""
+        at = tuple(d.variable for d in self.looped)
+        self.builder.add(l.Store(scores, at, args[0]))
+        self.builder.add(l.Store(new, (), l.apply(r.monoid.frame, l.Load(new, ()), l.Load(scores, at))))
+
+
+def stepwise(s: n.Loop, body: Sequence[n.Statement]) -> list[Any]:
+    """The reductions of a loop that are sums of what each score is worth in a frame; none where loops stand inside."""
+    if s.kind != "reduce" or any(isinstance(x, n.Loop) for x in body):
+        return []
+    steps = [x for x in body if isinstance(x, n.Accumulate) and x.into.monoid.frame]
+    ones = [x.into for x in steps if all(isinstance(y, l.Literal) and y.value == 1 for y in x.args[1:])]
+    return [r for r in ones if r.monoid.width == 2]
 
 
 FUNCTIONS = {"sum": "add", "max": "max", "min": "min"}

@@ -28,7 +28,7 @@ from terrazzo.rules.tile_to_kernel.accumulate import Accumulators
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.direct import Direct, beside, room
 from terrazzo.rules.tile_to_kernel.gather import Gather, Leaf, leaf
-from terrazzo.rules.tile_to_kernel.in_frame import InFrame, twice
+from terrazzo.rules.tile_to_kernel.in_frame import InFrame, StepFrame, stepwise, twice
 from terrazzo.rules.tile_to_kernel.multiply import Fragment
 from terrazzo.rules.tile_to_kernel.pieces import pieces
 from terrazzo.rules.tile_to_kernel.scans import SharedScan
@@ -152,6 +152,9 @@ class Walker:
             return self.name_results(s, scope)
         if axis_name(s.axes[-1]) in self.aligned:
             self.ragged(s, digits, inside, scope, inner)
+        elif self.accumulators.columns is None and not self.keep and (own := stepwise(s, body)):
+            frame = StepFrame(self.accumulators, own, digits, scope)
+            frame.write(lambda rest: self.steps(s, rest, inside, scope, inner))
         else:
             self.steps(s, digits, inside, scope, inner)
         if s.kind == "reduce":
