@@ -132,8 +132,13 @@ def _takes_turns(p: Product, tile: Tile, tiles: int, gpu: Gpu) -> bool:
     fetched subtile by subtile, and where these are many little of that is hidden: a residual of 8192 x 2048 took 115 us
     with tiles of 128 columns and 136 with 160, which have five subtiles for two (H200).
     """
-    alone = results(p).moved == results(p).stored * results(p).points
-    return tiles * tile.blocks > gpu.processors and leaves(p, tile) != "" and (alone or _width(tile) == WIDE)
+    wide = _width(tile) == WIDE or not _reads(p)
+    return tiles * tile.blocks > gpu.processors and leaves(p, tile) != "" and wide
+
+
+def _reads(p: Product) -> bool:
+    """Whether results are made of more than sums."""
+    return results(p).moved > results(p).stored * results(p).points
 
 
 def alike(time: float) -> int:
@@ -266,7 +271,8 @@ def _time(p: Product, tile: Tile, whole: Work, pieces: int, gpu: Gpu) -> float:
     """What the kernel of a tile takes; one in several pieces pays for its partial sums."""
     has, count = gpu.warpgroups, len(p.sites)
     if has is None or pieces == 1:
-        return lasts(whole, gpu)
+        waits = 1 + has.sharing * max(tile.share - 2, 0) if has is not None and not promotes(p) else 1
+        return lasts(whole, gpu) * waits
     sums = count * results(p).points
     outer, inner = steps(p, tile)
     work = whole._replace(
