@@ -119,7 +119,8 @@ def _plans(p: Product, gpu: Gpu) -> tuple[Plan, ...]:
                 found.append((Plan(tile, s, i, time), blocks * s))
             for x in sharing(p, tile, whole.tiles, gpu):
                 work = work_of(p, x, gpu, gpu.warpgroups)
-                found.append((Plan(x, 1, i, lasts(work, gpu)), work.tiles * x.blocks))
+                waits = 1 + (0.0 if promotes(p) else gpu.warpgroups.sharing * max(x.share - 2, 0))
+                found.append((Plan(x, 1, i, lasts(work, gpu) * waits), work.tiles * x.blocks))
 
     def order(x: tuple[Plan, int]) -> tuple[int, ...]:
         plan, blocks = x
@@ -134,8 +135,13 @@ def _takes_turns(p: Product, tile: Tile, tiles: int, gpu: Gpu) -> bool:
     fetched subtile by subtile, and where these are many little of that is hidden: a residual of 8192 x 2048 took 115 us
     with tiles of 128 columns and 136 with 160, which have five subtiles for two (H200).
     """
-    alone = results(p).moved == results(p).stored * results(p).points
-    return tiles * tile.blocks > gpu.processors and leaves(p, tile) != "" and (alone or _width(tile) == WIDE)
+    wide = _width(tile) == WIDE or not _reads(p)
+    return tiles * tile.blocks > gpu.processors and leaves(p, tile) != "" and wide
+
+
+def _reads(p: Product) -> bool:
+    """Whether results are made of more than sums."""
+    return results(p).moved > results(p).stored * results(p).points
 
 
 def alike(time: float) -> int:
