@@ -37,6 +37,7 @@ from terrazzo.rules.loop.again import products_again
 from terrazzo.rules.loop.beside import chains_beside
 from terrazzo.rules.loop.blocks import blocks_seen
 from terrazzo.rules.loop.channels import channels_last
+from terrazzo.rules.loop.columns_reduced import columns_reduced
 from terrazzo.rules.loop.fold import fold
 from terrazzo.rules.loop.frozen import constants, stored_once, varying
 from terrazzo.rules.loop.fuse import fuse, seen_through
@@ -56,7 +57,7 @@ from terrazzo.rules.loop.remake import remake
 from terrazzo.rules.loop.rounded import rounded_weights
 from terrazzo.rules.loop.rounds import sums_inside
 from terrazzo.rules.loop.views import pass_views
-from terrazzo.rules.loop_to_tile import chains
+from terrazzo.rules.loop_to_tile import chains, reduced
 from terrazzo.rules.loop_to_tile.chain import chain
 from terrazzo.rules.loop_to_tile.choose import schedule
 from terrazzo.rules.loop_to_tile.estimate import expected
@@ -161,6 +162,7 @@ def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
     made = look_up_on_the_way(sums_inside(made, log, busy, refused), log, price, refused)
     made = products_joined(chains_beside(made, log, price, refused), log, price, options.materialize)
     made = blocks_seen(made, log, price)
+    made = columns_reduced(made, log, price, partial(reduced.refusal, gpu=gpu), options.materialize)
     made = copied_after(made, log, lambda kernel: getattr(chain(kernel), "columns", None))
     return rounded_weights(made, log, target(options.target).rates.matrix)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -133,3 +135,28 @@ def test_nothing_is_left_changed() -> None:
     terrazzo.compile(_likely, POSITIVE, RIGHT[..., 0])
     with pytest.raises(ValueError, match="constraint"):
         torch.distributions.Normal(torch.zeros(3), -torch.ones(3))
+
+
+LABELS = torch.tensor([[3, 0, -1, 1, 2], [1, -1, 0, 0, 0], [0, 1, 2, 3, 4], [-1, 0, 1, 2, 3], [2, 2, 0, -1, -1]])
+MARGINS = torch.randn(5, 5, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_labels_end_at_the_first_that_is_none(reduction: str, tmp_path: Path) -> None:
+    """PyTorch's decomposition, which every trace would take, has a loss for what is behind that too."""
+    loss = partial(f.multilabel_margin_loss, reduction=reduction)
+    options = {"target": "interpreter", "cache_dir": tmp_path}
+    leaves = [MARGINS.clone().requires_grad_() for _ in range(2)]
+    torch._dynamo.reset()
+    ours = [
+        torch.compile(loss, backend="terrazzo", options=options)(leaves[0], LABELS),
+        terrazzo.compile(loss, MARGINS, LABELS, options=options)(MARGINS, LABELS),
+    ]
+    expected = loss(leaves[1], LABELS)
+    for found in ours:
+        torch.testing.assert_close(found, expected)
+    ours[0].sum().backward()
+    expected.sum().backward()
+    torch.testing.assert_close(leaves[0].grad, leaves[1].grad)
+    row = terrazzo.compile(loss, MARGINS[0], LABELS[0], options=options)
+    torch.testing.assert_close(row(MARGINS[0], LABELS[0]), loss(MARGINS[0], LABELS[0]))

@@ -172,3 +172,24 @@ def test_gradients_lie_plainly_and_as_their_leaves_lie() -> None:
     x, y = (torch.randn(4, 4).requires_grad_() for _ in range(2))
     found = [torch.autograd.grad(f(x, y).square().sum(), (x, y)) for f in (broken, apart)]
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize(
+    "share",
+    [
+        lambda x: (x * 2).unfold(-1, 3, 2),
+        lambda x: (x * 2).as_strided((3, 3), (1, 2)),
+        lambda x: (x * 2)[None].expand(3, 8),
+    ],
+    ids=("unfold", "as_strided", "expand"),
+)
+def test_gradients_of_results_whose_elements_share_places(share: Callable[..., Any]) -> None:
+    """AOTAutograd would lay such a gradient out as the result, where one element overwrites another."""
+    found = []
+    for f in (share, torch.compile(share, backend="terrazzo")):
+        torch._dynamo.reset()
+        x = torch.arange(8.0).requires_grad_()
+        y = f(x)
+        (y * torch.arange(1.0, y.numel() + 1).reshape(y.shape)).sum().backward()
+        found.append(x.grad)
+    assert torch.equal(*found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -12,6 +13,7 @@ torch = pytest.importorskip("torch")
 import terrazzo  # noqa: E402
 from terrazzo.front import foreach  # noqa: E402
 from terrazzo.options import Options  # noqa: E402
+from terrazzo.run import compiled  # noqa: E402
 
 NUMBERS = [0.5, 2.0]
 
@@ -64,3 +66,24 @@ def test_every_overload_is_known() -> None:
     names = {f"{s.name.removeprefix('aten::')}.{s.overload_name or 'default'}" for s in schemas}
     plain = {n for n in names if "out" not in n and not n.split(".")[0].endswith("_")}
     assert {n for n in plain - found if n not in foreach.LEFT and n.split(".")[0] not in foreach.LEFT} == set()
+
+
+def test_a_factor_in_a_tensor_is_compiled(tmp_path: Path) -> None:
+    """Newer Dynamo writes this as a multiplication that is added to, an op of Inductor's."""
+
+    def step(x: Any, a: Any, b: Any, rate: Any) -> Any:
+        return x.clone().addcmul_(a, b, value=rate)
+
+    given = [torch.randn(4, 5) for _ in range(3)]
+    seen: list[Any] = []
+
+    def spy(*args: Any) -> Any:
+        seen.append(compile_program(*args))
+        return seen[-1]
+
+    compile_program = compiled.compile_program
+    torch._dynamo.reset()
+    with patch.object(compiled, "compile_program", spy):
+        ours = torch.compile(step, backend="terrazzo", options={"target": "interpreter", "cache_dir": tmp_path})
+        torch.testing.assert_close(ours(*given, torch.tensor(0.5)), step(*given, torch.tensor(0.5)))
+    assert not [f for done in seen for f in done.fallbacks]

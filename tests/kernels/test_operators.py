@@ -148,12 +148,13 @@ def test_loads_of_a_column_are_in_no_branches_of_their_own(
     assert not any(isinstance(s, k.If) and n for s, n in found)
 
 
-def test_warps_that_share_a_row_meet_in_lanes() -> None:
-    (kernel,) = kernels(lambda x: x.sum(-1), meta(4096, 4096))
+@pytest.mark.parametrize("length, steps", [(4096, 0), (8192, 3)])
+def test_many_warps_that_share_a_row_meet_in_lanes(length: int, steps: int) -> None:
+    (kernel,) = kernels(lambda x: x.sum(-1), meta(4096, length))
     (meeting,) = kernel.shared
     assert meeting.type.shape == (kernel.warps,)
     shuffled = [s for s in k.walk(kernel.body) if isinstance(s, k.Let) and isinstance(s.term, k.Shuffle)]
-    assert len(shuffled) == 5 + (kernel.warps.bit_length() - 1)
+    assert len(shuffled) == 5 + steps
 
 
 @pytest.mark.parametrize("call", [lambda x: x.sum(-1), lambda x: x.max(-1), lambda x: x.min(-1), lambda x: x.var(-1)])

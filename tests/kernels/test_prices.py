@@ -378,6 +378,26 @@ def test_warpgroups_take_turns_where_their_tiles_fill_the_machine_and_others_do_
     assert not warpgroups.plans(square, HOPPER)[0].tile.turns
 
 
+def test_few_blocks_share_the_steps_of_a_long_sum() -> None:
+    (p,) = [x for k in on_meta(plain, 128, 18944, 3584) if (x := product(k)) is not None]
+    assert warpgroups.plans(p, HOPPER)[0].tile.share == 2
+
+
+@pytest.mark.parametrize(("shape", "columns"), [((2048, 2048, 5632), 80), ((2048, 3584, 18944), 96)])
+def test_gated_layers_of_many_rows_take_turns(shape: tuple[int, int, int], columns: int) -> None:
+    (p,) = [x for k in on_meta(gated, *shape) if (x := product(k)) is not None and len(x.sites) == 2]
+    best = warpgroups.plans(p, HOPPER)[0]
+    assert best.tile.turns and best.tile.n == columns
+
+
+def test_what_results_read_comes_in_wide_subtiles_where_warpgroups_take_turns() -> None:
+    added = on_meta(lambda x, w, r, b: F.linear(x, w) + r, 8192, 2048, 2048)
+    (p,) = [x for k in added if (x := product(k)) is not None]
+    assert {x.tile.n for x in warpgroups.plans(p, HOPPER) if x.tile.turns} == {64, 128}
+    (p,) = [x for k in on_meta(plain, 8192, 2048, 2048) if (x := product(k)) is not None]
+    assert {96, 160, 192} <= {x.tile.n for x in warpgroups.plans(p, HOPPER) if x.tile.turns}
+
+
 def test_nobody_takes_turns_with_one_tile_or_with_results_that_leave_registers() -> None:
     def turns(m: int, n: int, fn: Any = plain) -> bool:
         (p,) = [x for k in on_meta(fn, m, 4096, n) if (x := product(k)) is not None]

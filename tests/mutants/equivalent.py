@@ -299,7 +299,7 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "the same number added to all scores changes no softmax",
     ),
     Equivalent(
-        ("attention of half",),
+        ("attention of half", "reduced columns"),
         PREDICATE,
         r"`if lane % 2 == 0 and \(lane // 2\) % 2 == 0:`",
         "the four lanes of a row have its maximum and its sum, so any of them may store these",

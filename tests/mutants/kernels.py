@@ -23,6 +23,7 @@ from tests.kernels.arrangements import Product
 from tests.kernels.chains import GROUPS, TMA, Chain
 from tests.kernels.convolutions import Convolution
 from tests.kernels.programs import TURNED, attention, b, h, lowered, n, r, swiglu
+from tests.kernels.reduced import Reduced, losses
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ PINNED = {**pinned(), "transposed matmul of bfloat16": TURNED.format(tiles=3, st
 
 ROLES: dict[str, Any] = {"tile": (64, 16, 64), "roles": True, "registers": None}
 BOTH: dict[str, Any] = {"tile": (128, 16, 64), "groups": 2}
-ARRANGED: dict[str, Product | Convolution | Chain] = {
+ARRANGED: dict[str, Product | Convolution | Chain | Reduced] = {
     "boxes": Product(**BOTH, shape=(256, 16, 320), ring=4, persistent=1),
     "boxes in panels": Product(tile=(128, 16, 128), groups=2, shape=(200, 20, 600), persistent=2),
     "roles": Product(**ROLES, shape=(192, 16, 320), persistent=1),
@@ -180,8 +181,9 @@ ARRANGED: dict[str, Product | Convolution | Chain] = {
     "chain that stays": Chain(
         heads=1, between="window", roles=True, shape=(96, 160, 16, 16), ring=3, stay=1, held=2, **TMA
     ),
+    "reduced columns": Reduced(64, 40, 320, registers=False),
 }  # fmt: skip
-"""Products and chains of two under schedules that are pinned."""
+"""Products, chains of two, and products whose columns are reduced, under schedules that are pinned."""
 
 NAMES = (*DERIVED, *ARRANGED, *(f"{name} by hand" for name in by_hand.MEANING))
 
@@ -206,6 +208,8 @@ def subject(name: str) -> Subject:
         given = by_hand.inputs(program, seed=2)
         if isinstance(arranged, Chain):
             given["q"][:, ::2] *= 800  # differences of scores that do not fit exp()
+        if isinstance(arranged, Reduced):
+            given = losses(arranged, steep=20.0)
         return Subject(name, program, given, gpu(arranged.target))
     target, fn, make = DERIVED[name]
     torch.manual_seed(0)

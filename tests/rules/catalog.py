@@ -20,6 +20,7 @@ from terrazzo.rules.loop import (
     channels,
     digits,
     fold,
+    frames,
     fuse,
     gathered,
     layout,
@@ -110,7 +111,7 @@ def reduced_first(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     return splitting.reduced_first(kernel, first) if first else (kernel,)
 
 
-def frames(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
+def split_frames(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     """Split a chain in a moving frame in two."""
     return few_rows.split_frames(few_rows.share_rows(kernel), 2) or (kernel,)
 
@@ -163,10 +164,11 @@ CATALOG: dict[str, Rewrite] = {
     "schedule:digits_summed": of(unpacked.digits_summed, kernels(unpacked.digits_summed)),
     "schedule:written_out": of(written_out.written_out, kernels(lambda k: written_out.written_out(k, 1))),
     "schedule:padded": of(packed.padded, kernels(packed.padded)),
+    "schedule:in_frames": of(frames.in_frames, kernels(lambda k: (frames.in_frames(k),))),
     "schedule:split": of(splitting.split, kernels(split)),
     "schedule:split_moments": of(splitting.split_moments, kernels(lambda k: splitting.split_moments(k, 2) or (k,))),
     "schedule:reduced_first": of(splitting.reduced_first, kernels(reduced_first)),
     "schedule:share_rows": of(few_rows.share_rows, kernels(lambda k: (few_rows.share_rows(k),))),
-    "schedule:split_frames": of(few_rows.split_frames, kernels(frames)),
+    "schedule:split_frames": of(few_rows.split_frames, kernels(split_frames)),
     "derive:derive": of(deriving.lower, derive),
 }

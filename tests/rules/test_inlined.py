@@ -88,3 +88,21 @@ def test_what_is_loaded_at_every_point_has_a_price() -> None:
     (tile,) = fused(lambda a, b: a @ b.mT, ((512, 1024), (512, 1024)), torch.float32, "sm_90a")
     assert cost(one, rates) - rates.launch > 512 * 1024 * rates.load
     assert cost(tile, rates) - rates.launch < 512 * 512 * 1024 * rates.load / 4
+
+
+def turned(q: Any, k: Any, v: Any, cos: Any, sin: Any) -> Any:
+    """Attention whose queries and keys are turned by their places."""
+
+    def turn(x: Any) -> Any:
+        one, other = x.chunk(2, -1)
+        return x * cos + torch.cat((-other, one), -1) * sin
+
+    return F.scaled_dot_product_attention(turn(q), turn(k), v, is_causal=True)
+
+
+@pytest.mark.parametrize("heads", [32, 28])
+def test_queries_of_few_tokens_are_turned_before_their_scores(heads: int) -> None:
+    """On their way to the products they would be made of five loads for each of their elements, on CUDA cores."""
+    shapes = [(1, heads, 32, 128)] * 3 + [(1, 1, 32, 128)] * 2
+    kernels = fused(turned, shapes, torch.bfloat16, "sm_90a")
+    assert [len(x.reads) for x in kernels if sites(x).contractions] == [2, 2]

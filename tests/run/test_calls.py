@@ -58,7 +58,7 @@ def launch(tensors: int, maps: int) -> tuple[launches.Launch, Any, list[Any]]:
     machine: Any = SimpleNamespace(driver=driver, overlaps=False)
     step: Any = SimpleNamespace(launch=(132, 256, 1024, 0), label="mm", source="")
     addresses = (ctypes.c_void_p * tensors)()
-    made = launches.Launch(machine, step, None, addresses, [(n, None) for n in range(maps)], 1024)  # type: ignore[misc]
+    made = launches.Launch(machine, step, None, addresses, [(n, None) for n in range(maps)], 1024, False)  # type: ignore[misc]
     return made, addresses, told
 
 

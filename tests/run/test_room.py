@@ -7,7 +7,7 @@ import torch
 
 import terrazzo
 from terrazzo.hw.gpu import GPUS
-from terrazzo.run.room import RESERVED, asked, crowded, even
+from terrazzo.run.room import LONG, RESERVED, Launched, even, lopsided
 
 LARGEST = GPUS["sm_90a"].shared
 
@@ -21,37 +21,34 @@ LARGEST = GPUS["sm_90a"].shared
         (3, 392, 69088, None),  # full processors are even
         (1, 132, 172120, None),
         (16, 1320, 32, None),  # of ten blocks, one more is little
+        (16, 256, 0, None),  # who shares nothing by shared memory is left the cache
     ],
 )
 def test_no_processor_takes_more_than_its_share_of_few_blocks(
     slots: int, blocks: int, shared: int, share: int | None
 ) -> None:
-    found = even(slots, blocks, shared, 132, LARGEST)
+    found = even(Launched(slots, blocks, shared, 0), 132, LARGEST)
     if share is None:
         assert found == shared
     else:
-        assert shared < found <= LARGEST and (LARGEST + RESERVED) // (found + RESERVED) == share
+        assert (LARGEST + RESERVED) // (found + RESERVED) == share
+        assert (LARGEST + RESERVED) // (found + RESERVED - 128) == share + 1  # the rest is cache
 
 
-PART, FINISH, POINTS = (4, 128, 38368), (16, 256, 0), (8, 352, 0)
-
-
-def test_who_comes_after_a_kernel_that_fills_shared_memory_takes_its_share_too() -> None:
-    """128 blocks leave 4 of 132 processors idle, to which as many of the next kernel's come as there are slots."""
-    (part, finish, points), divided = asked([PART, FINISH, POINTS], 132, LARGEST)
-    assert divided and part == even(*PART, 132, LARGEST) and finish == even(*FINISH, 132, LARGEST)
-    assert (LARGEST + RESERVED) // (finish + RESERVED) == 2
-    assert points == 0  # nothing that fills shared memory is before it
-
-
-def test_who_shares_nothing_by_shared_memory_is_left_the_cache() -> None:
-    assert asked([POINTS, FINISH, POINTS], 132, LARGEST) == ([0, 0, 0], False)
-    assert asked([(16, 1320, 32), POINTS], 132, LARGEST) == ([32, 0], False)
-
-
-def test_memory_is_divided_for_who_takes_most_of_it() -> None:
-    assert not crowded([(8, 32), (16, 1024)], LARGEST)
-    assert crowded([(8, 32), (3, 69088)], LARGEST) and crowded([(1, LARGEST)], LARGEST)
+@pytest.mark.parametrize(
+    "slots, blocks, late",
+    [
+        (1, 74, True),  # they fill some parts of the chip, and leave others empty
+        (2, 148, True),  # two on each of 74 processors
+        (1, 119, False),
+        (1, 132, False),
+        (1, 148, False),  # the last come wherever a processor is through
+        (16, 1400, False),
+    ],
+)
+def test_long_work_of_few_blocks_comes_to_an_idle_chip(slots: int, blocks: int, late: bool) -> None:
+    assert lopsided(Launched(slots, blocks, 82000, LONG), 132) == late
+    assert not lopsided(Launched(slots, blocks, 82000, LONG - 1), 132)
 
 
 @pytest.mark.gpu
@@ -60,6 +57,6 @@ def test_softmax_asks_for_its_share() -> None:
     x = torch.randn(4 * processors - 16, 3584, device="cuda")
     ours = terrazzo.compile(lambda x: torch.softmax(x, -1), x)
     machine = ours.compiled.machine
-    share = (GPUS[machine.arch].shared + RESERVED) // (machine.shared[0] + RESERVED)
-    assert share == 4 or machine.shared[0] < 1024  # which has room for two launches, or takes its share
+    shared, early = machine.room[0]
+    assert early and ((GPUS[machine.arch].shared + RESERVED) // (shared + RESERVED) == 4 or shared < 1024)
     torch.testing.assert_close(ours(x), torch.softmax(x, -1))

@@ -23,9 +23,18 @@ WHOLE = (
 )  # fmt: skip
 
 
-@lru_cache(maxsize=1)
 def table() -> dict[Any, Any]:
-    """The decompositions, by overload."""
+    """The decompositions, by overload. Newer Dynamo writes addcmul_ with a tensor for its value as an op of Inductor's,
+    which is there once it did.
+    """
+    import torch
+
+    fused = getattr(torch.ops.prims, "fma", None)
+    return {**_table(), fused.default: lambda a, b, c: a * b + c} if fused else _table()
+
+
+@lru_cache(maxsize=1)
+def _table() -> dict[Any, Any]:
     import torch
     from torch._decomp import core_aten_decompositions, get_decompositions
 

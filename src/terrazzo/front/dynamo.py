@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -13,7 +14,7 @@ from terrazzo.errors import CompilerBug, Limitation, TerrazzoError
 from terrazzo.front.capture import attention_by_definition
 from terrazzo.front.decompositions import table
 from terrazzo.front.fx import from_graph
-from terrazzo.front.looking import checks_inside
+from terrazzo.front.looking import checks_inside, multilabel_margin_loss
 from terrazzo.front.partition import partition
 from terrazzo.front.results import arrange
 from terrazzo.options import Options
@@ -21,6 +22,9 @@ from terrazzo.reproduce import failing
 
 MANY = 3
 """Sets of sizes that a graph is compiled for before we say what to do about it."""
+
+SHARING = ("unfold", "as_strided")
+"""Functions whose results may have elements that share places, other than by a stride of 0, which AOTAutograd sees."""
 
 _graphs = count()
 """Numbers the graphs of this process, so that each is dumped beside the others."""
@@ -67,9 +71,9 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: S
         """Gradients are tensors of their own."""
         return torch._dynamo.disable(compiler(graph, inputs, views=False))
 
-    _define_flex_attention(gm)
+    _define(gm)
     try:
-        with attention_by_definition(), checks_inside():
+        with attention_by_definition(), checks_inside(), _gradients_apart(gm):
             return aot_module_simplified(
                 gm,
                 example_inputs,
@@ -89,14 +93,35 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: S
         return gm
 
 
-def _define_flex_attention(gm: Any) -> None:
-    """Have a graph compute FlexAttention as it is defined: scores, changed and masked, their softmax, and what is known
-    of rows. It is traced with the rest then, and is one kernel where the rules find that.
+@contextmanager
+def _gradients_apart(gm: Any) -> Iterator[None]:
+    """Within this, AOTAutograd does not expect the gradient of a result to lie as the result does, if that may have
+    elements that share places: it would copy a gradient there, where one element overwrites another.
     """
+    from torch._functorch import config
+
+    shared = any(str(getattr(n.target, "__name__", n.target)) in SHARING for n in gm.graph.nodes)
+    if not shared or not hasattr(config, "guess_tangent_strides_as_outputs"):
+        yield
+        return
+    with config.patch(guess_tangent_strides_as_outputs=False):
+        yield
+
+
+def _define(gm: Any) -> None:
+    """Have a graph compute by definition what PyTorch would have it call, or takes apart wrongly: FlexAttention, which
+    is scores, changed and masked, their softmax, and what is known of rows, traced with the rest and one kernel where
+    the rules find that; and the margins of several labels.
+    """
+    import torch
+
     flex = importlib.import_module("torch._higher_order_ops.flex_attention")
-    if found := gm.graph.find_nodes(op="call_function", target=flex.flex_attention):
-        for node in found:
-            node.target = flex.math_attention
+    margins = torch.nn.functional.multilabel_margin_loss
+    meant = {flex.flex_attention: flex.math_attention, margins: multilabel_margin_loss}
+    found = [n for op in meant for n in gm.graph.find_nodes(op="call_function", target=op)]
+    for node in found:
+        node.target = meant[node.target]
+    if found:
         gm.recompile()
 
 

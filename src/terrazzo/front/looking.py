@@ -121,6 +121,7 @@ def functions_by_definition() -> Iterator[None]:
         torch.nn.functional.gaussian_nll_loss: _gaussian_nll_loss,
         torch.nn.functional.ctc_loss: _ctc_loss,
         torch.ctc_loss: _ctc_loss,
+        torch.nn.functional.multilabel_margin_loss: multilabel_margin_loss,
     }
 
     class Mode(TorchFunctionMode):  # type: ignore[misc]
@@ -222,6 +223,28 @@ def _gaussian_nll_loss(
     var = var + (torch.maximum(var, least) - var).detach()  # gradients go past the bound
     loss = 0.5 * (var.log() + (x - target) ** 2 / var) + (0.5 * math.log(2 * math.pi) if full else 0)
     return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
+
+
+def multilabel_margin_loss(
+    input: Any, target: Any, size_average: Any = None, reduce: Any = None, reduction: str = "mean"
+) -> Any:
+    """As PyTorch has it, whose own decomposition takes what is behind a row's last label (-1) for labels too."""
+    import torch
+    from torch.nn import _reduction, functional
+
+    if input.shape != target.shape or input.dim() > 2 or not input.numel():  # for which PyTorch has an error
+        return functional.multilabel_margin_loss(input, target, size_average, reduce, reduction)
+    if size_average is not None or reduce is not None:
+        reduction = _reduction.legacy_get_string(size_average, reduce)
+    x, labels = (t.reshape(-1, t.shape[-1] if t.dim() else 1) for t in (input, target))
+    given = (labels == -1).cumsum(1) == 0
+    labels = torch.where(given, labels, 0)
+    wanted = ((labels[:, :, None] == torch.arange(x.shape[1], device=x.device)) & given[:, :, None]).any(1)
+    margins = (1 - x.gather(1, labels)[:, :, None] + x[:, None]).relu()
+    loss = torch.where(given[:, :, None] & ~wanted[:, None], margins, 0).sum((1, 2)) / x.shape[1]
+    if reduction == "none":
+        return loss if input.dim() == 2 else loss[0]
+    return loss.mean() if reduction == "mean" else loss.sum()
 
 
 def _ctc_loss(

@@ -26,7 +26,8 @@ Values = Sequence[Any]
 class Monoid:
     """`width` values are combined together. `identity` gives their neutral element for their types.
 
-    `ufunc` is numpy's name for a monoid of one value.
+    `ufunc` is numpy's name for a monoid of one value. A monoid in a `frame` combines its first values by that
+    function; the others are sums, each in the frame of all, where they are exp(own frame - that of all) times as much.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Monoid:
     identity: Callable[[Sequence[DType]], tuple[Any, ...]]
     combine: Callable[[Builder, Values, Values], tuple[Any, ...]]
     ufunc: Any = None
+    frame: str = ""
 
     def __repr__(self) -> str:
         return self.name
@@ -99,7 +101,7 @@ MONOIDS = {
         Monoid("argmax_last", 2, _arg_identity("lowest", True), _arg("gt", True)),
         Monoid("argmin_last", 2, _arg_identity("highest", True), _arg("lt", True)),
         Monoid("welford", 3, lambda t: (0.0, 0.0, 0.0), _welford),
-        Monoid("logsumexp", 2, lambda t: (t[0].lowest, 0.0), _logsumexp),
+        Monoid("logsumexp", 2, lambda t: (t[0].lowest, 0.0), _logsumexp, None, "max"),
     )
 }
 

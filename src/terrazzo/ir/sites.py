@@ -11,7 +11,7 @@ from typing import Any
 from terrazzo.ir import nest
 from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.canonical import nameless
-from terrazzo.ir.contraction import Contraction, contraction
+from terrazzo.ir.contraction import Contraction, contraction, nested_contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Loaded, bounds
 from terrazzo.ir.node import Node, per_node, topological
@@ -31,6 +31,16 @@ class Sites:
     def multiplies(self) -> bool:
         """Whether it sums products and does nothing else that goes from point to point."""
         return bool(self.contractions) and len(self.contractions) == len(self.carried)
+
+    @cached_property
+    def around(self) -> tuple[Any, ...]:
+        """The axes of reductions around its sums of products, outermost first; none where a sum of products is among
+        them: its steps go along its axes.
+        """
+        sums = {c.reduce for c in self.contractions.values()}
+        outer = [r for r in self.carried.values() if r not in sums and not sums.isdisjoint(topological([r]))]
+        found = [r for r in outer if isinstance(r, l.Reduce) and not nested_contraction(r)]
+        return tuple(dict.fromkeys(a for r in found for a in r.axes)) if len(found) == len(outer) else ()
 
     @property
     def everywhere(self) -> bool:
@@ -116,7 +126,8 @@ class Product:
 
     def touched(self, operand: Node) -> int:
         """Elements of an operand that are read, each once, however many of the axes it misses."""
-        found: int = math.prod(a.extent for a in (*self.kernel.axes, *self.axes) if a in operand.free)
+        axes = dict.fromkeys((*self.kernel.axes, self.n, *self.axes))
+        found: int = math.prod(a.extent for a in axes if a in operand.free)
         return found
 
     def factors(self, c: Contraction) -> tuple[Node, Node]:
@@ -174,6 +185,25 @@ def _product(kernel: l.Kernel) -> Product | str:
     if (depth := math.prod(a.extent for a in best.axes)) < 8:
         return f"it sums {depth} products only"
     return best
+
+
+@lru_cache(maxsize=1024)
+def reduced_product(kernel: l.Kernel) -> Product | None:
+    """A kernel as a product whose results are reduced along its columns, and not stored; None where it is none."""
+    found = sites(kernel)
+    sums = tuple(found.contractions.values())
+    if len(found.around) != 1 or len({c.reduce.axes for c in sums}) > 1 or found.looked_up or not found.everywhere:
+        return None
+    (column,) = found.around
+    inner = {c.reduce for c in sums}
+    others = [r for r in found.carried.values() if r not in inner]
+    if any(r.axes != (column,) or inner.isdisjoint(topological([r])) for r in others):  # type: ignore[union-attr]
+        return None
+    extents = [a.extent for a in (*kernel.axes, column, *sums[0].reduce.axes)]
+    rows: list[Any] = [a for a in kernel.axes if found.sides(a, column)]
+    if not rows or not all(isinstance(e, int) and e > 0 for e in extents):
+        return None
+    return Product(kernel, tuple(found.contractions), sums, max(rows, key=lambda a: a.extent), column)
 
 
 def _along(p: Product) -> bool:

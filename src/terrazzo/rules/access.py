@@ -41,9 +41,11 @@ def before(accesses: Sequence[l.Load | l.Store], axis: Any, size: int) -> IntExp
 
 
 def together(e: IntExpr, j: Var, size: int) -> bool:
-    """Whether e >= 0 for all j in [0, size) or for none: e = -j + multiples of size + (size - 1), or free of j."""
+    """Whether e >= 0 for all j in [0, size) or for none, so that j = 0 says which: e = -j + multiples of size + (size -
+    1), j + multiples of size, or free of j.
+    """
     c = coefficient(e, j)
-    return c == 0 or (c == -1 and divides(size, e + j - (size - 1)))
+    return c == 0 or (c == -1 and divides(size, e + j - (size - 1))) or (c == 1 and divides(size, e - j))
 
 
 MOST_DIMENSIONS = 5

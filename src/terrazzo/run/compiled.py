@@ -352,8 +352,8 @@ def _bind(
         own = copy(machine)  # which notes for each plan by itself what its kernels complain of
         number = {plan.slots[k].name: k for k in plan.inputs}
         sources, results = ([number[first.slots[k].name] for k in x] for x in (first.inputs, first.results))
-        once = Once(Compiled(first, own, own.load(first.steps, paths), {}), sources, results)
-    return Compiled(plan, machine, machine.load(plan.steps, paths), weights, options.graph, once)
+        once = Once(Compiled(first, own, own.load(first, paths), {}), sources, results)
+    return Compiled(plan, machine, machine.load(plan, paths), weights, options.graph, once)
 
 
 def _weights(plan: Plan, machine: Cpu | Cuda, bound: Mapping[str, Any]) -> dict[int, Any]:

@@ -77,9 +77,9 @@ class Cpu:
             lowering,
         )
 
-    def load(self, steps: Sequence[Step], paths: dict[str, Path]) -> list[Any]:
-        """For every step its function, which takes an array of addresses; None for calls of PyTorch."""
-        return [self._function(s, paths) if s.key else None for s in steps]
+    def load(self, plan: Plan, paths: dict[str, Path]) -> list[Any]:
+        """For every step of a plan its function, which takes an array of addresses; None for calls of PyTorch."""
+        return [self._function(s, paths) if s.key else None for s in plan.steps]
 
     def misfit(self, plan: Plan, paths: dict[str, Path]) -> str:
         """Why the machine code is none for this plan: it would use other memory than it is given; "" if it fits."""

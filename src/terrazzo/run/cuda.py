@@ -24,7 +24,7 @@ from terrazzo.run.launch import Graph, Launch
 from terrazzo.run.measured import Measured
 from terrazzo.run.nvrtc import Made, Tried, compile_each, cubin_key, failure, nvrtc_version
 from terrazzo.run.plan import Entry, Plan, Slot, Step, whole_strides
-from terrazzo.run.room import asked
+from terrazzo.run.room import Launched, even, lopsided
 
 if TYPE_CHECKING:
     from terrazzo.pipelines import Lowering
@@ -112,7 +112,7 @@ class Cuda:
         self.raised = memoryview(b"")
         self.unraised = b""
         self.steps: Sequence[Step] = ()
-        self.shared: Sequence[int] = ()
+        self.room: Sequence[tuple[int, bool]] = ()
         self.modules: dict[str, Any] = {}
 
     def key(self, cache: Cache) -> str:
@@ -155,45 +155,38 @@ class Cuda:
                 return f"{step.label} has more threads or memory than a block"
         return ""
 
-    def load(self, steps: Sequence[Step], paths: dict[str, Path]) -> list[Any]:
-        """For every step its function on this GPU; None for calls of PyTorch."""
+    def load(self, plan: Plan, paths: dict[str, Path]) -> list[Any]:
+        """For every step of a plan its function on this GPU; None for calls of PyTorch."""
         import torch
 
-        self.steps = steps
+        self.steps = steps = plan.steps
         if any(s.launch and s.launch[3] for s in steps):
             self.flags = torch.zeros(len(steps), dtype=torch.int32, pin_memory=True)
             self.raised, self.unraised = memoryview(self.flags.numpy()).cast("B"), bytes(4 * len(steps))
         with torch.cuda.device(self.index):
             torch.cuda.mem_get_info()  # makes the context, in this thread too
             functions = [self._function(s, paths) if s.key else None for s in steps]
-            self.shared = self._with_room(steps, functions)
+            self.room = [self._room(s, plan, f) if f else (0, False) for s, f in zip(steps, functions, strict=True)]
             return functions
 
-    def _with_room(self, steps: Sequence[Step], functions: Sequence[Any]) -> list[int]:
-        """Bytes of shared memory for a block of each step: so many that kernels which overlap land evenly."""
-        found = [s.launch[2] if s.key else 0 for s in steps]
-        early = [n for n, s in enumerate(steps) if s.key and self.overlaps and s.launch[0] <= k.EARLY]
-        names = self.driver.CUfunction_attribute
-        kernels = []
-        for n in early:
-            blocks, threads, shared, _ = steps[n].launch
-            slots = self.call("cuOccupancyMaxActiveBlocksPerMultiprocessor", functions[n], threads, shared)
-            kernels.append((slots, blocks, shared))
-        asking, divided = asked(kernels, self._processors(), GPUS[self.arch].shared)
-        for n, size in zip(early, asking, strict=True):
-            if size > max(found[n], STATIC_SHARED):
-                most = names.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                self.call("cuFuncSetAttribute", functions[n], most, size)
-            if divided:
-                part = names.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-                self.call("cuFuncSetAttribute", functions[n], part, 100)
-            found[n] = size
-        return found
-
-    def _processors(self) -> int:
+    def _room(self, step: Step, plan: Plan, function: Any) -> tuple[int, bool]:
+        """Bytes of shared memory for a block of a kernel, and whether it is launched while the one before it runs: so
+        that kernels which overlap land evenly.
+        """
         import torch
 
-        return int(torch.cuda.get_device_properties(self.index).multi_processor_count)
+        blocks, threads, shared, _ = step.launch
+        if not self.overlaps or blocks > k.EARLY:
+            return shared, False
+        slots = self.call("cuOccupancyMaxActiveBlocksPerMultiprocessor", function, threads, shared)
+        touched = sum(plan.slots[n].bytes for n in set(step.args))
+        kernel = Launched(slots, blocks, shared, touched)
+        processors = int(torch.cuda.get_device_properties(self.index).multi_processor_count)
+        size = even(kernel, processors, GPUS[self.arch].shared)
+        if size > max(shared, STATIC_SHARED):
+            most = self.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            self.call("cuFuncSetAttribute", function, most, size)
+        return size, not lopsided(kernel, processors)
 
     def _function(self, step: Step | Entry, paths: dict[str, Path]) -> Any:
         if step.key not in self.modules:
@@ -223,7 +216,7 @@ class Cuda:
         for position, shape, strides, box, swizzle in step.maps:
             slot = slots[step.args[position]]
             maps.append((position, TensorMap(DTYPES[slot.dtype], shape, strides, box, swizzle)))
-        launch = Launch(self, step, function, addresses, maps, self.shared[number])
+        launch = Launch(self, step, function, addresses, maps, *self.room[number])
         if self.flags is not None:
             launch.flag.value = self.flags.data_ptr() + number * self.flags.element_size()
         return launch

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from terrazzo.errors import UserError
 from terrazzo.hw.tma import TensorMap
-from terrazzo.ir.dialects import kernel as k
 from terrazzo.run.branches import Place
 from terrazzo.run.plan import Step
 from terrazzo.run.tensor_map import encode
@@ -21,7 +20,9 @@ KEPT_MAPS = 64
 
 
 class Launch:
-    """A kernel with its arguments in place, and bytes of shared memory for each block; called with a stream."""
+    """A kernel with its arguments in place, with bytes of shared memory for each block; called with a stream. One that
+    is `early` is launched while the one before it still runs, for which it waits itself.
+    """
 
     def __init__(
         self,
@@ -31,6 +32,7 @@ class Launch:
         addresses: Any,
         maps: Sequence[tuple[int, TensorMap]],
         shared: int,
+        early: bool,
     ) -> None:
         self.machine, self.step, self.function, self.addresses = machine, step, function, addresses
         blocks, threads, _, notes = step.launch
@@ -46,8 +48,8 @@ class Launch:
         if notes:
             self.pointers[count + len(self.maps)] = ctypes.addressof(self.flag)
         self.blocks, self.threads, self.shared, self.at = blocks, threads, shared, ctypes.addressof(self.pointers)
-        self.early = machine.overlaps and blocks <= k.EARLY
-        self.stream, self.configs = 0, (self._config(False), self._config(self.early))
+        self.early = early
+        self.stream, self.configs = 0, (self._config(False), self._config(early))
         self.launch, self.success = machine.driver.cuLaunchKernelEx, machine.driver.CUresult.CUDA_SUCCESS
 
     def _config(self, overlaps: bool) -> Any:

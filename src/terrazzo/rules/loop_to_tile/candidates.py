@@ -9,9 +9,10 @@ from terrazzo.hw.gpu import Gpu
 from terrazzo.ir import nest as n
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import topological
-from terrazzo.ir.schedule import Schedule
+from terrazzo.ir.schedule import Like, Schedule
 from terrazzo.ir.sites import Product, product
-from terrazzo.rules.loop_to_tile import chains, cuts, reductions, rows, scans, threads, windows
+from terrazzo.rules.loop.frames import in_frames
+from terrazzo.rules.loop_to_tile import chains, cuts, reduced, reductions, rows, scans, threads, windows
 from terrazzo.rules.loop_to_tile.apart import products_apart, results_apart, stores_apart
 from terrazzo.rules.loop_to_tile.candidate import Candidate, Chosen, Rewrite, joined
 from terrazzo.rules.loop_to_tile.collapse import collapse, digits_apart, flat_reductions
@@ -40,6 +41,7 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick:
     nothing, so it can be built whatever the kernel computes.
     """
     yield from (_chained(kernel, way, gpu) for way in chains.ways(kernel, gpu) if isinstance(way, chains.Way))
+    yield from (_reduced(kernel, way, gpu) for way in reduced.ways(kernel, gpu))
     apart = digits_apart(kernel)
     if product(kernel) is None and product(apart) is not None:  # an axis of which both factors know a part, as of heads
         yield from (x.after(("digits_apart", kernel, (apart,))) for x in candidates(apart, gpu, pinned, pick))
@@ -81,6 +83,9 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick:
             yield from (x.after(flattened) for x in _apart_from(flat, before, gpu, pinned, pick))
         even = rows.flattened(flat)
         evened: Rewrite = ("merge_axes", flat, (even,))
+        if (framed := in_frames(even)) is not even and _walked(even, gpu):
+            once: Rewrite = ("in_frames", even, (framed,))
+            yield from (x.after(flattened, evened, once) for x in candidates(framed, gpu, pinned, pick))
         for cut in _cut(even, gpu, pinned, pick):
             yield cut.after(flattened, evened)
         for chosen in together(even, gpu):
@@ -139,6 +144,16 @@ def _chained(kernel: l.Kernel, way: chains.Way, gpu: Gpu) -> Candidate:
             (way.rest, reductions.finish(way.rest, gpu), "finish", "states meet in the highest frame, in order"),
         )
     return Candidate(done).after(*rewrites)
+
+
+def _reduced(kernel: l.Kernel, way: reduced.Way, gpu: Gpu) -> Candidate:
+    """A product whose results are reduced along its columns: the states of tiles, and what brings them together."""
+    part = way.part, way.schedule, "reduced", f"each tile's columns are reduced where they are summed; {way.plan}"
+    apart: Rewrite = ("digits_apart", kernel, (way.whole,))
+    if way.rest is None:
+        return Candidate((part,)).after(apart)
+    rest = way.rest, reductions.finish(way.rest, gpu), "finish", "states of tiles meet, in order"
+    return Candidate((part, rest)).after(apart, ("split", way.whole, (way.part, way.rest)))
 
 
 def _each(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick: Pick) -> Iterator[Candidate]:
@@ -261,6 +276,12 @@ def _cut(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick: Pick)
             yield Candidate((chosen, meeting(second, gpu)), (("split_moments", kernel, (part, second)),))
     elif pieces > 1:
         yield from _apart_from(kernel, first, gpu, pinned, pick)
+
+
+def _walked(kernel: l.Kernel, gpu: Gpu) -> bool:
+    """Whether rows are so long that threads walk them in steps, and read memory again for each reduction."""
+    sites = reductions.reduction(kernel, gpu).sites
+    return any(f.level == "time" and f.size > 1 for s in sites for _, b in s.axes if not isinstance(b, Like) for f in b)
 
 
 def _uneven(kernel: l.Kernel, gpu: Gpu, before: int = 1) -> bool:

@@ -19,7 +19,7 @@ from terrazzo.ir.node import Node, topological
 from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.sites import product
 from terrazzo.ir.types import f64
-from terrazzo.rules.loop_to_tile import boxes, chains, scans, tiles, warpgroups, windows
+from terrazzo.rules.loop_to_tile import boxes, chains, reduced, scans, tiles, warpgroups, windows
 from terrazzo.rules.loop_to_tile.chain import Chain, chain
 from terrazzo.rules.loop_to_tile.collapse import merge_product_axes
 from terrazzo.rules.loop_to_tile.packed import packed
@@ -66,6 +66,7 @@ def estimate(kernel: l.Kernel, gpu: Gpu) -> Estimate:
     plans: list[tiles.Plan | boxes.Plan] = [x for x in tiles.plans(p, gpu) if x.pieces == 1] if p else []
     if (image := boxes.moved(kernel)[0]) is not None:
         plans += boxes.plans(image, gpu)
+    plans += reduced.plans(kernel, gpu)[:1]
     plan = min(plans, key=lambda x: x.time, default=None)
     both = chain(kernel) if p is None else None
     if both is not None and gpu.warpgroups is not None:
@@ -120,7 +121,15 @@ def expected(steps: Iterable[l.Kernel | l.Call], gpu: Gpu) -> float:
 
 @lru_cache(maxsize=1024)
 def _expected(kernel: l.Kernel, gpu: Gpu) -> float:
-    return _tiled(kernel, gpu) or estimate(kernel, gpu).time
+    return _reduced(kernel, gpu) or _tiled(kernel, gpu) or estimate(kernel, gpu).time
+
+
+def _reduced(kernel: l.Kernel, gpu: Gpu) -> float | None:
+    """What a product takes whose results are reduced along its columns, with the meeting of states."""
+    for way in reduced.ways(kernel, gpu):
+        if _derives(way.part, way.schedule, gpu):
+            return way.plan.time + (_expected(way.rest, gpu) if way.rest is not None else 0.0)
+    return None
 
 
 def _tiled(kernel: l.Kernel, gpu: Gpu) -> float | None:

@@ -125,11 +125,15 @@ def _moved(r: l.Reduce, args: Sequence[Any], axis: Var, to: IntExpr) -> tuple[An
     moved, inside = [substitute(a, {axis: to}) for a in args], (axis.extent - 1 - to,)
     if at_least(*inside, 0):
         return tuple(moved)
-    found = [rewrite_loads(a, lambda load: guarded(load, inside)) for a in moved]
+    along = frozenset(to.free) if isinstance(to, Node) else frozenset()
+    found = [rewrite_loads(a, lambda load: guarded(load, inside) if along & load.free else load) for a in moved]
     if r.monoid.name == "sum" and (contraction(r) is not None or keeps_zero(args[0])):
         return tuple(found)
     types = r.dtype if r.monoid.width > 1 else (r.dtype,)
-    return tuple(select(inside, a, x) for a, x in zip(found, r.monoid.identity(types), strict=True))
+    identity = r.monoid.identity(types)
+    if r.monoid.frame:  # what lies infinitely far below a frame is worth nothing, whatever it is
+        return (select(inside, found[0], identity[0]), *found[1:])
+    return tuple(select(inside, a, x) for a, x in zip(found, identity, strict=True))
 
 
 def moments(kernel: l.Kernel) -> tuple[l.Reduce, l.Reduce] | None:

@@ -64,7 +64,7 @@ def unused(kernel: l.Kernel, chosen: Iterable[Schedule], gpu: Gpu) -> Iterator[t
     issued = [warps(found) for s in chosen for site in s.sites if (found := matrix(site.instruction))]
     p = product(kernel)
     if p is None:
-        if why := no_product(kernel):
+        if not issued and (why := no_product(kernel)):
             yield "tensor_cores", why
         return
     p = product(merge_product_axes(kernel, p.sites)) or p

@@ -25,6 +25,8 @@ ROWS = 64
 """Rows of an instruction."""
 GROUP = 8
 """Rows of tiles that are walked together, at most."""
+WIDE = 64
+"""Columns of a subtile of results, at most."""
 LEAST = 16
 """Bytes of a row of a box, and columns of results that leave in boxes, at least."""
 COLUMNS = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
@@ -96,7 +98,7 @@ class Tile:
     def width(self) -> int:
         """Columns of a subtile of results: a power of two, as swizzles are."""
         part = self.n // self.parts
-        return min(part & -part, 64)
+        return min(part & -part, WIDE)
 
     @derived
     def group(self) -> tuple[int, int]:
@@ -120,7 +122,8 @@ def shapes(p: Product, n: int) -> Iterator[Tile]:
     count = len(p.sites) * (2 if promotes(p) else 1)
     made = converted(p)
     most = PROMOTED if promotes(p) and not made else ACCUMULATORS
-    in_turns = IN_TURNS - BESIDE * (results(p).moved > results(p).stored * results(p).points)
+    reads = p.n in p.kernel.axes and results(p).moved > results(p).stored * results(p).points  # none, where reduced
+    in_turns = IN_TURNS - BESIDE * reads
     for rows, columns in ((p.m, p.n), (p.n, p.m)):
         if n >= 2 * max(columns.extent, 8):
             continue

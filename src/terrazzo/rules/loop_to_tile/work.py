@@ -37,7 +37,7 @@ class Work(NamedTuple):
     `readers` fetch the same rows at once. Sums may be `shared` by the blocks of a cluster. Factors may be `parts` of
     numbers, of which each is multiplied several times in a long step. Instructions have `wide` columns. Nothing
     is multiplied for `idle` nanoseconds of a step. Where warpgroups take `turns`, one computes and stores the results
-    of a tile while another multiplies.
+    of a tile while another multiplies, which hides so much of it.
     """
 
     m: int
@@ -61,6 +61,7 @@ class Work(NamedTuple):
     wide: int = 0
     idle: float = 0.0
     turns: bool = False
+    hidden: float = HIDDEN
 
 
 def lasts(work: Work, gpu: Gpu) -> float:
@@ -78,7 +79,7 @@ def clock(work: Work, gpu: Gpu) -> Callable[[int, int, float], float]:
     blocks, slots, least, extra = work.blocks, work.slots, work.least, work.extra
     walkers = gpu.processors // blocks
     each = 2.0 * work.m * work.n * work.depth * work.products
-    rate, start = has.parts if work.parts else (has.rate, has.start)
+    rate, start = has.parts if work.parts else (has.rate, has.turns if work.turns else has.start)
     rate *= PAIRED if work.parts and work.blocks > 1 and not work.shared else 1
     wide = work.wide or work.n
     arithmetic = each * gpu.processors * (wide + start) / wide / rate + work.idle
@@ -95,7 +96,7 @@ def clock(work: Work, gpu: Gpu) -> Callable[[int, int, float], float]:
             waited += least / (tiles * steps) * at_once / gpu.memory + arithmetic
         step = max(arithmetic, fetched, waited / slots, has.crowd * readers) + has.step + extra
         products = steps * step
-        beside = min(HIDDEN * results, products / 2) if work.turns else 0.0  # alone, a warpgroup takes twice as long
+        beside = min(work.hidden * results, products / 2) if work.turns else 0.0  # alone, it takes twice as long
         found = has.fill + beside
         for wave, count in ((walkers, tiles // walkers), (tiles % walkers, 1)):
             if wave and count:

@@ -16,7 +16,7 @@ from terrazzo.ir.schedule import Schedule
 from terrazzo.rewrite.engine import rewrite
 from terrazzo.rewrite.rule import Declined, Event, Log
 from terrazzo.rules.tile import agents, frames, layouts, order, overlap, products, reach, results, rings, slabs, vectors
-from terrazzo.rules.tile.draft import Draft
+from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.loops import walk
 from terrazzo.rules.tile.verify import Problem, problems, verify
 
@@ -120,7 +120,7 @@ def _judged(plan: Plan, draft: Draft, log: Log) -> Plan | Refused:
     if missing:
         unwalked = [e.reason for e in log.events if not e.fired and e.rule == order.walk_tiles.name]
         told = unwalked if Order in missing and unwalked else declined
-        why = told[-1] if told else f"a block's part of {draft.tiled[0].name} is divided by no product"
+        why = told[-1] if told else f"a block's part of {axis_name(draft.tiled[0])} is divided by no product"
         return Refused(Limitation(f"{plan.kernel}: {why}"))
     if stuck := [e.reason for e in log.events if e.rule in FOLLOWS and not e.fired]:
         return Refused(Limitation(f"{plan.kernel}: {stuck[-1]}"))

@@ -18,7 +18,7 @@ from terrazzo.ir.expr import Var
 from terrazzo.ir.layout import HARDWARE
 from terrazzo.ir.node import topological
 from terrazzo.ir.schedule import Factor, Like, Named, Operand, Schedule, Site, Value
-from terrazzo.ir.sites import called
+from terrazzo.ir.sites import called, sites
 
 
 def _sums_inside(r: l.Reduce | l.Scan) -> int:
@@ -47,7 +47,12 @@ class Draft:
     def tiled(self) -> tuple[Any, ...]:
         """The axes of which a block has a part that its threads divide: there is a tile."""
         blocks = {a for a, b in self.schedule.axes if not isinstance(b, Like) for f in b if f.level == "block"}
-        return tuple(a for a in self.kernel.axes if a.name in blocks)
+        return tuple(a for a in self.axes if axis_name(a) in blocks)
+
+    @cached_property
+    def axes(self) -> tuple[Any, ...]:
+        """The axes that a tile may have a part of: the kernel's, and those of reductions around sums of products."""
+        return (*self.kernel.axes, *sites(self.kernel).around)
 
     @cached_property
     def products(self) -> dict[str, Contraction]:

@@ -86,7 +86,7 @@ class _Walk:
             times = [f for f in self.draft.schedule.binding(None, axis.name) if f.level == "time" and f.size > 1]
             need(not times, f"{axis.name}: only the grid walks the tiles of a contraction yet")
             return
-        names = ", ".join(sorted(x.name for x in self.draft.tiled))
+        names = ", ".join(sorted(map(axis_name, self.draft.tiled)))
         digits = self.bindings.digits(axis.name, None, extent(axis))
         need(
             all(d.level == "grid" for d in digits),

@@ -136,7 +136,7 @@ def _rows_and_columns(
     draft: Draft, site: Site, products: list[Contraction], instruction: Matrix | None
 ) -> tuple[Any, Any]:
     """The axes of an instruction's rows and columns; on CUDA cores the first of the tile's axes and the last."""
-    free = dict.fromkeys((*draft.kernel.axes, *(a for c in draft.products.values() for a in c.reduce.axes)))
+    free = dict.fromkeys((*draft.axes, *(a for c in draft.products.values() for a in c.reduce.axes)))
     if instruction is None:
         return draft.tiled[0], draft.tiled[-1]
     found = []

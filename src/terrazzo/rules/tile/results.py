@@ -17,6 +17,7 @@ from terrazzo.rewrite.rule import need, rule
 from terrazzo.rules.access import WIDEST, box
 from terrazzo.rules.swizzles import swizzled
 from terrazzo.rules.tile.agents import MATH
+from terrazzo.rules.tile.digits import runs
 from terrazzo.rules.tile.draft import Draft, axis_name
 
 EIGHT = 8
@@ -161,10 +162,17 @@ def _shares(draft: Draft, name: str) -> tuple[int, int, int, int]:
     """Among how many lanes, warps, warpgroups and blocks of a cluster a reduction is divided."""
     r = draft.names[name]
     axes = r.axes if isinstance(r, l.Reduce) else (r.at,)
-    factors = [f for a in axes for f in draft.binding(a, draft.site(name))]
+    around = draft.site(name) is None and draft.products and {*axes} <= {*draft.tiled}
+    site = draft.site(next(iter(draft.products))) if around else draft.site(name)
+    factors = [f for a in axes for f in draft.binding(a, site)]
     lanes, warps, groups, blocks = (
         math.prod(f.size for f in factors if f.level == level) for level in ("lane", "warp", "warpgroup", "cluster")
     )
+    if around and (instruction := draft.instruction(site)) is not None:
+        own, layout = [f.level[-1] for f in factors if f.level in ("inst.m", "inst.n")], instruction.d.layout
+        inside = [x for c in own for x in runs(layout, c, 0, dict(layout.extents)[c])]
+        lanes *= math.prod(count for part, _, _, count in inside if part == "lane")
+        warps *= math.prod(count for part, _, _, count in inside if part == "warp")
     return lanes, warps, groups, blocks
 
 

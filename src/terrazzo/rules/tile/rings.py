@@ -41,7 +41,7 @@ def brought(draft: Draft, product: Product) -> list[Node]:
 
 def axis_called(draft: Draft, name: str) -> Any:
     """The axis of this name, of the kernel or of one of its products."""
-    every = [*draft.kernel.axes, *(a for c in draft.products.values() for a in c.reduce.axes)]
+    every = [*draft.axes, *(a for c in draft.products.values() for a in c.reduce.axes)]
     return next(a for a in every if axis_name(a) == name)
 
 
@@ -233,7 +233,7 @@ def slab_sizes(draft: Draft, product: Product, term: Node) -> dict[Any, int]:
     site, whole = draft.site(product.sites[0]), span(draft, term)
     reduce = draft.products[product.sites[0]].reduce
     m, n = axis_called(draft, product.m), axis_called(draft, product.n)
-    inner = [a for a in (m, n) if a not in draft.kernel.axes and a not in reduce.axes]
+    inner = [a for a in (m, n) if a not in draft.axes and a not in reduce.axes]
     free = [a for a in (*draft.tiled, *inner) if a in term.free]
     reduced = [a for a in reduce.axes if a in term.free and draft.length(a, site) > 1]
     parts = {a: draft.length(a, site) + whole.halo(a) for a in (*free, *reduced)}

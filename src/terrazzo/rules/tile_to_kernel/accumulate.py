@@ -17,6 +17,9 @@ from terrazzo.rules.tile_to_kernel.builder import Builder
 
 Places = tuple[k.Registers, ...]
 
+FEW = 4
+"""Warps whose values every lane reads and combines, at most."""
+
 
 class Accumulators:
     """Writes what happens to accumulators. `columns` is the digit of a free axis whose values a thread reduces side by
@@ -26,6 +29,7 @@ class Accumulators:
     def __init__(self, builder: Builder, bindings: Bindings) -> None:
         self.builder, self.bindings = builder, bindings
         self.columns: Digit | None = None
+        self.collect: dict[Any, Callable[[Sequence[Node]], None]] = {}
 
     @property
     def at(self) -> tuple[IntExpr, ...]:
@@ -53,7 +57,9 @@ class Accumulators:
         return l.Load(place, self.at)
 
     def combine(self, places: Any, args: Sequence[Node], r: Any) -> None:
-        """places = combine(places, args)."""
+        """places = combine(places, args); or, where these are collected, they are kept."""
+        if r in self.collect:
+            return self.collect[r](args)
         if isinstance(places, l.Load):  # a scan, of one value, that was named already
             places = (places.buffer,)
         new = r.monoid.combine(l.apply, list(map(self.load, places)), list(args))
@@ -70,7 +76,7 @@ class Accumulators:
         warps = [d for ds in digits for d in ds if d.level == "warp"]
         together = math.prod(d.size for ds in digits for d in ds if d.level == "lane") == k.WARP
         if warps and together and math.prod(d.size for d in warps) <= k.WARP:
-            self.meet_in_lanes(r, places, warps)
+            self.meet_together(r, places, warps)
         elif warps:
             self.meet_warps(r, places, warps)
         if any(d.level == "cluster" for ds in digits for d in ds):
@@ -82,25 +88,17 @@ class Accumulators:
         self.combine(places, others, r)
 
     def meet_warps(self, r: Any, places: Places, warps: Sequence[Digit]) -> None:
-        """Every warp combines what those that share the reduction have, in order."""
+        """Every warp combines what those that share the reduction have, lane by lane."""
         meeting = self.meeting(places)
         self.builder.add(self.bindings.sync)
-        self.reset(r, places)
-        variables = [self.bindings.loop_variable("w", d.size) for d in warps]
-        at: IntExpr = self.bindings.warp
-        for d, v in zip(warps, variables, strict=True):
-            at = at + (v - d.value) * d.inner
-
-        def one() -> None:
-            self.combine(places, [l.Load(m, (*self.at, at, k.LANE)) for m in meeting], r)
-
-        self.builder.loops([(v, True) for v in variables], lambda: self.each(one))
+        self.combine_each(r, places, warps, meeting, k.LANE)
         if self.builder.depth:
             self.builder.add(self.bindings.sync)  # before the next step of a loop writes there again
 
-    def meet_in_lanes(self, r: Any, places: Places, warps: Sequence[Digit]) -> None:
-        """The lanes of every warp, which have the same, take what the warps have that share the reduction, one each,
-        and combine it as they did before: in as many steps as the number of warps has bits.
+    def meet_together(self, r: Any, places: Places, warps: Sequence[Digit]) -> None:
+        """The lanes of every warp, which have the same, combine what the warps have that share the reduction. Few are
+        read by every lane, in order, which takes no shuffle; of many the lanes take one each, and combine it as they
+        did before: in as many steps as the number of warps has bits.
         """
         shape = (*(n for p in places[:1] for n in p.type.static_shape), self.bindings.warps)
         meeting = [self.builder.memory("meet", Type(p.type.dtype, shape)) for p in places]
@@ -108,6 +106,30 @@ class Accumulators:
             store = l.Store(m, (*self.at, self.bindings.warp), self.load(p))
             self.builder.where([-k.LANE], partial(self.each, partial(self.builder.add, store)))
         self.builder.add(self.bindings.sync)
+        if len(places) == 1 and math.prod(d.size for d in warps) <= FEW:
+            self.combine_each(r, places, warps, meeting)
+        else:
+            self.combine_lanes(r, places, warps, meeting)
+        if self.builder.depth:
+            self.builder.add(self.bindings.sync)  # before the next step of a loop writes there again
+
+    def combine_each(
+        self, r: Any, places: Places, warps: Sequence[Digit], meeting: Sequence[k.Shared], *lane: IntExpr
+    ) -> None:
+        """Accumulators become what the warps left that share the reduction, combined in order."""
+        self.reset(r, places)
+        variables = [self.bindings.loop_variable("w", d.size) for d in warps]
+        at: IntExpr = self.bindings.warp
+        for d, v in zip(warps, variables, strict=True):
+            at = at + (v - d.value) * d.inner
+
+        def one() -> None:
+            self.combine(places, [l.Load(m, (*self.at, at, *lane)) for m in meeting], r)
+
+        self.builder.loops([(v, True) for v in variables], lambda: self.each(one))
+
+    def combine_lanes(self, r: Any, places: Places, warps: Sequence[Digit], meeting: Sequence[k.Shared]) -> None:
+        """The same, by lanes that begin with one each."""
         at, count = self.bindings.warp, 1
         for d in warps:
             at = at + (k.LANE // count % d.size - d.value) * d.inner
@@ -117,8 +139,6 @@ class Accumulators:
             self.each(lambda found=found: self.builder.add(found))  # type: ignore[misc]
         for bit in range(count.bit_length() - 1):
             self.each(lambda bit=bit: self.shuffle(r, places, 1 << bit))  # type: ignore[misc]
-        if self.builder.depth:
-            self.builder.add(self.bindings.sync)  # before the next step of a loop writes there again
 
     def meet_blocks(self, r: Any, places: Places) -> None:
         """The blocks of a cluster combine what they have in the order of their ranks, each for itself."""

@@ -7,6 +7,7 @@ those in lanes meet by shuffles, those in warps through shared memory; every thr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,7 @@ from terrazzo.rules.tile_to_kernel.accumulate import Accumulators
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.direct import Direct, beside, room
 from terrazzo.rules.tile_to_kernel.gather import Gather, Leaf, leaf
+from terrazzo.rules.tile_to_kernel.in_frame import InFrame, StepFrame, stepwise, twice
 from terrazzo.rules.tile_to_kernel.multiply import Fragment
 from terrazzo.rules.tile_to_kernel.pieces import pieces
 from terrazzo.rules.tile_to_kernel.scans import SharedScan
@@ -143,13 +145,25 @@ class Walker:
         inside, inner.pending = [*inside, *inner.pending], ()
         if self.parts(inside, s.body):
             inside, inner.pending = [], tuple(inside)
+        body = self.left(s.body)
+        if self.fragments and twice(s, body, digits):
+            steps = replace(s, body=tuple(body))
+            InFrame(self.builder, self.bindings, steps, digits, inside, inner, self.statements).write()
+            return self.name_results(s, scope)
         if axis_name(s.axes[-1]) in self.aligned:
             self.ragged(s, digits, inside, scope, inner)
+        elif self.accumulators.columns is None and not self.keep and (own := stepwise(s, body)):
+            frame = StepFrame(self.accumulators, own, digits, scope)
+            frame.write(lambda rest: self.steps(s, rest, inside, scope, inner))
         else:
             self.steps(s, digits, inside, scope, inner)
         if s.kind == "reduce":
             for r in s.carried:
                 self.accumulators.meet(r, scope.env[r], digits)
+        self.name_results(s, scope)
+
+    def name_results(self, s: n.Loop, scope: Scope) -> None:
+        """From here on, uses of what a loop carried read its accumulators."""
         for r in s.carried:
             self.name_result(r, scope.env[r], scope)
 

@@ -51,19 +51,19 @@ def index_select(node: Aten, x: Any, dim: int, index: Any) -> Any:
 
 @aten("gather.default")
 def gather(node: Aten, x: Any, dim: int, index: Any, **kwargs: Any) -> Any:
-    """out[i..] = x[.., index[i..], ..]."""
+    """out[i..] = x[.., index[i..], ..]; no index is negative."""
     shape = result(node).shape
     if not x.type.rank or not index.type.rank:
         return t.reshape(x, shape) if x.type.numel == 1 else _first(x, index, shape)
     dim = normalize(dim, x.type.rank)
     here = list[IntExpr](t.coordinates(shape))
-    here[dim] = t.loaded(wrapped(index, x.type.shape[dim]), t.coordinates(shape), x.type.shape[dim])
+    here[dim] = t.loaded(t.cast(index, i64), t.coordinates(shape), x.type.shape[dim])
     return t.index_map(x, shape, here)
 
 
 def _first(x: Any, index: Any, shape: Any) -> Any:
     """gather with a 0-d index into a vector."""
-    return t.index_map(x, shape, [t.loaded(wrapped(index, x.type.shape[0]), (), x.type.shape[0])])
+    return t.index_map(x, shape, [t.loaded(t.cast(index, i64), (), x.type.shape[0])])
 
 
 @aten("index.Tensor", "_unsafe_index.Tensor")

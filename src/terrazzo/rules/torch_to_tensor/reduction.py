@@ -53,10 +53,14 @@ def prod(node: Aten, x: Any, dim: Any = None, keepdim: bool = False, dtype: Any 
     return reduced("prod", accumulated(x, out), dims(dim, x.type.rank), out)
 
 
+NONE = "there is no element to choose, which PyTorch says"
+
+
 def _extreme(names: tuple[str, ...], m: str) -> Rule:
     def lower(node: Aten, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
-        out = result(node)
-        return reduced(m, t.cast(x, out.dtype.compute), dims(dim, x.type.rank), out)
+        out, axes = result(node), dims(dim, x.type.rank)
+        need(0 not in (x.type.shape[a] for a in axes) or 0 in out.shape, NONE)
+        return reduced(m, t.cast(x, out.dtype.compute), axes, out)
 
     rule = aten(*names)(lower)
     return Rule(f"a{m}", rule.keys, rule.rewrite, f"The {m}; NaN wins.")
@@ -90,8 +94,9 @@ def _extreme_with_index(name: str) -> Rule:
     def lower(node: Aten, x: Any, dim: int, keepdim: bool = False) -> Any:
         if not x.type.rank:
             return x, t.literal(0, i64, ())
-        value, index = with_index(name, x, normalize(dim, x.type.rank))
-        out = result(node, 0)
+        out, axis = result(node, 0), normalize(dim, x.type.rank)
+        need(x.type.shape[axis] != 0 or 0 in out.shape, NONE)
+        value, index = with_index(name, x, axis)
         return t.cast(reshaped(value, out.shape), out.dtype), reshaped(index, out.shape)
 
     rule = aten(f"{name}.dim")(lower)

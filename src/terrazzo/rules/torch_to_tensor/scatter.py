@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from terrazzo.ir.address import flatten, unflatten
+from terrazzo.ir.dialects import scalar as sc
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects.torch import Aten
 from terrazzo.ir.expr import IntExpr
+from terrazzo.ir.program import Input
 from terrazzo.ir.types import Type, bool_, i64
 from terrazzo.rewrite.rule import Rule, need
 from terrazzo.rules.torch_to_tensor.common import aten, normalize, operand, result
@@ -37,6 +39,22 @@ REDUCTIONS = {
 
 def _affordable(comparisons: int, elements: int) -> None:
     need(comparisons <= max(SMALL, FEW * elements), f"it takes {comparisons} comparisons to write {elements} elements")
+
+
+def _points(index: Any, place: IntExpr, extent: Any, given: bool) -> Any:
+    """Whether an index is `place`. One that is `given` is checked, as one that is read by: no source vanishes unsaid.
+    Others are computed where a kernel has a result, and by threads beyond its end too, where they may be anything.
+    """
+    space = index.type.shape
+    value = t.iota(space, t.loaded(index, t.coordinates(space), extent)) if given else index
+    return t.apply("eq", value, t.iota(space, place))
+
+
+def _given(index: Any) -> bool:
+    """Whether indices are in memory: an input, or what PyTorch computes, seen through views and conversions."""
+    while isinstance(index, t.IndexMap | t.Get) or (isinstance(index, t.Elementwise) and index.fn in sc.CASTS.values()):
+        index = index.args[0] if isinstance(index, t.Elementwise) else index.x
+    return isinstance(index, Input | t.Opaque)
 
 
 def _last(hit: Any) -> Any:
@@ -97,7 +115,7 @@ def scattered(x: Any, dim: int, index: Any, source: Any, reduction: str = "", in
     here = t.coordinates(space)
     place = [here[-1] if d == dim else e for d, e in enumerate(here[:-1])]
     inside = [n - 1 - e for d, (e, n) in enumerate(zip(place, index.type.shape, strict=True)) if d != dim]
-    hit = t.apply("eq", t.index_map(index, space, place, inside), t.iota(space, here[dim]))
+    hit = _points(t.index_map(index, space, place, inside), here[dim], shape[dim], _given(index))
     hit = t.apply("and_", hit, holds(space, [e for e in inside if not isinstance(e, int)]))
     if reduction:
         return combined(x, t.index_map(source, space, place, inside), hit, reduction, include)
@@ -143,18 +161,22 @@ def index_reduce(
         return scattered(x, 0, index, source, reduce, include_self)
     d = normalize(dim, x.type.rank)
     shape = source.type.shape
-    wide = t.index_map(wrapped(index, x.type.shape[d]), shape, [t.coordinates(shape)[d]] if index.type.rank else [])
+    wide = t.index_map(t.cast(index, i64), shape, [t.coordinates(shape)[d]] if index.type.rank else [])
     return scattered(x, dim, wide, source, reduce, include_self)
 
 
-def _hits(indices: Sequence[Any], extents: Sequence[int], space: Sequence[Any], place: Sequence[IntExpr]) -> Any:
-    """Over `space`, whose last axis numbers the entries of the indices: whether entry k points at `place`."""
+def _hits(
+    indices: Sequence[Any], extents: Sequence[int], space: Sequence[Any], place: Sequence[IntExpr], from_end: bool
+) -> Any:
+    """Over `space`, whose last axis numbers the entries of the indices: whether entry k points at `place`. Negative
+    ones count `from_end`, or are out of range.
+    """
     shared = _broadcast_shape([i.type.shape for i in indices])
     count = math.prod(shared)
     hit: Any = None
     for i, n, e in zip(indices, extents, place, strict=True):
-        flat = t.reshape(t.broadcast(wrapped(i, n), shared), (count,))
-        same = t.apply("eq", t.index_map(flat, space, [t.coordinates(space)[-1]]), t.iota(space, e))
+        flat = t.reshape(t.broadcast(wrapped(i, n) if from_end else t.cast(i, i64), shared), (count,))
+        same = _points(t.index_map(flat, space, [t.coordinates(space)[-1]]), e, n, _given(i))
         hit = same if hit is None else t.apply("and_", hit, same)
     return hit
 
@@ -165,7 +187,7 @@ def _broadcast_shape(shapes: Sequence[tuple[Any, ...]]) -> tuple[int, ...]:
     return tuple(next((e for e in extents if e != 1), 1) for extents in zip(*padded, strict=True))
 
 
-def put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool) -> Any:
+def put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool, from_end: bool = True) -> Any:
     """x with x[indices] set to `values`, the last of several winning, or with `values` added."""
     shape = x.type.shape
     used = [d for d, i in enumerate(indices) if i is not None]
@@ -188,11 +210,11 @@ def put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool) -> Any:
         _affordable(math.prod(shape) * count, math.prod(shape))
         space = (*shape, count)
         here = t.coordinates(space)
-        hit = _hits(given, extents, space, [here[d] for d in used])
+        hit = _hits(given, extents, space, [here[d] for d in used], from_end)
         return combined(x, t.index_map(source, space, entry(here[-1], here)), hit, "sum", True)
     _affordable(math.prod(extents) * count, math.prod(shape))
     space = (*extents, count)
-    winner = _last(_hits(given, extents, space, t.coordinates(space)[:-1]))
+    winner = _last(_hits(given, extents, space, t.coordinates(space)[:-1], from_end))
     at = t.coordinates(shape)
     k = t.loaded(_safe(winner), [at[d] for d in used], count)
     return _won(x, t.index_map(winner, shape, [at[d] for d in used]), t.index_map(source, shape, entry(k, at)))
@@ -240,8 +262,8 @@ def index_add(node: Aten, x: Any, dim: int, index: Any, source: Any, *, alpha: f
         source = t.cast(t.apply("mul", t.cast(source, dtype.compute), scale), dtype)
     index = t.reshape(index, index.type.shape or (1,))
     if not x.type.rank:
-        return t.reshape(put(t.reshape(x, (1,)), [index], t.reshape(source, (1,)), True), ())
-    return put(x, [*(None,) * normalize(dim, x.type.rank), index], source, True)
+        return t.reshape(put(t.reshape(x, (1,)), [index], t.reshape(source, (1,)), True, False), ())
+    return put(x, [*(None,) * normalize(dim, x.type.rank), index], source, True, False)
 
 
 @aten("put.default")
