@@ -89,13 +89,62 @@ def test_an_index_out_of_range(pick: Any, target: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_gather_counts_no_index_from_the_end(target: str, tmp_path: Path) -> None:
-    x, ids = torch.randn(4, 2), torch.tensor([[0, -1]])
-    with pytest.raises(RuntimeError, match="out of"):
-        x.gather(0, ids)
-    compiled = terrazzo.compile(lambda x, i: x.gather(0, i), x, ids.abs(), options={"target": target})
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x, ids: x.scatter(0, ids[:, None], 9.0),
+        lambda x, ids: x.scatter_add(0, ids[:, None].expand(2, 2), x[:2]),
+        lambda x, ids: x.index_add(0, ids, x[:2]),
+        lambda x, ids: x.index_put((ids,), x[:2]),
+        lambda x, ids: x.index_reduce(0, ids, x[:2], "amax"),
+    ],
+    ids=("scatter", "scatter_add", "index_add", "index_put", "index_reduce"),
+)
+def test_a_place_out_of_range_is_not_written_to_nowhere(write: Any, target: str, tmp_path: Path) -> None:
+    options = {"cache_dir": tmp_path, "target": target}
+    x = torch.randn(4, 2)
+    compiled = terrazzo.compile(write, x, torch.tensor([0, 1]), options=options)
+    assert torch.equal(compiled(x, torch.tensor([3, 1])), write(x, torch.tensor([3, 1])))
+    for wrong in (4, -5):
+        with pytest.raises(IndexError, match="out of range"):
+            compiled(x, torch.tensor([0, wrong]))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, ids: x.gather(0, ids[:, None].expand(2, 2)),
+        lambda x, ids: x.scatter_add(0, ids[:, None].expand(2, 2), x[:2]),
+        lambda x, ids: x.index_add(0, ids, x[:2]),
+        lambda x, ids: x.index_reduce(0, ids, x[:2], "prod"),
+    ],
+    ids=("gather", "scatter_add", "index_add", "index_reduce"),
+)
+def test_what_counts_no_index_from_the_end(f: Any, target: str, tmp_path: Path) -> None:
+    x, ids = torch.randn(4, 2), torch.tensor([0, -1])
+    with pytest.raises((RuntimeError, IndexError), match="out of"):
+        f(x, ids)
+    compiled = terrazzo.compile(f, x, ids.abs(), options={"cache_dir": tmp_path, "target": target})
     with pytest.raises(IndexError, match="out of range"):
         compiled(x, ids)
+
+
+@pytest.mark.parametrize("bad", [0, 777, 39_999])
+def test_one_index_of_many(bad: int, tmp_path: Path) -> None:
+    """What one thread or lane notes is not lost by what the others do not."""
+
+    def counts(table: Any, ids: Any) -> Any:
+        return table[ids] * 2, torch.zeros(4).index_add(0, ids[:8], table[:8, 0]), table.gather(0, ids[:, None]) + 1
+
+    table, ids = torch.randn(40, 3), torch.arange(40_000) % 4
+    compiled = terrazzo.compile(counts, table, ids, options={"cache_dir": tmp_path, "target": "cpu"})
+    for a, b in zip(compiled(table, ids), counts(table, ids), strict=True):
+        torch.testing.assert_close(a, b)
+    ids[bad] = 40
+    for _ in range(20):
+        with pytest.raises(IndexError, match="out of range"):
+            compiled(table, ids)
 
 
 @pytest.mark.parametrize(

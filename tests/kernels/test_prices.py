@@ -378,6 +378,11 @@ def test_warpgroups_take_turns_where_their_tiles_fill_the_machine_and_others_do_
     assert not warpgroups.plans(square, HOPPER)[0].tile.turns
 
 
+def test_few_blocks_share_the_steps_of_a_long_sum() -> None:
+    (p,) = [x for k in on_meta(plain, 128, 18944, 3584) if (x := product(k)) is not None]
+    assert warpgroups.plans(p, HOPPER)[0].tile.share == 2
+
+
 @pytest.mark.parametrize(("shape", "columns"), [((2048, 2048, 5632), 80), ((2048, 3584, 18944), 96)])
 def test_gated_layers_of_many_rows_take_turns(shape: tuple[int, int, int], columns: int) -> None:
     (p,) = [x for k in on_meta(gated, *shape) if (x := product(k)) is not None and len(x.sites) == 2]

@@ -36,13 +36,20 @@ def _moves(found: Any) -> list[k.Move]:
 
 @pytest.mark.parametrize(
     ("fn", "m", "n", "reads", "slots"),
-    [(residual, 384, 384, 1, 2), (gate, 384, 384, 1, 2), (both, 384, 384, 2, 1), (residual, 392, 328, 1, 2)],
+    [
+        (residual, 384, 384, 1, 1),
+        (residual, 1024, 1024, 1, 2),
+        (residual, 2048, 768, 1, 3),
+        (gate, 1024, 1024, 1, 2),
+        (both, 384, 384, 2, 1),
+        (residual, 392, 328, 1, 1),
+    ],
 )
 def test_neighbours_are_loaded_at_once_and_ahead(
     fn: Any, m: int, n: int, reads: int, slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two 16-bit values at a time, for all of a subtile; where there is room, while the one before is computed."""
-    if slots == 1:
+    """Two 16-bit values at a time, for all of a subtile; for all subtiles, or as many as there is room for."""
+    if reads == 2:
         monkeypatch.setattr(gather, "ROOM", gather.ROOM // 2)
     args = tensors((m, 64), (n, 64), *((m, n),) * reads)
     found = lowered(fn, args, "sm_90a")

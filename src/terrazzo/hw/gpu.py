@@ -24,9 +24,10 @@ class Warpgroups:
     rows takes `crowd` for each of them, since one slice of the cache serves a row, and rows that begin anywhere in its
     lines take `straddling` times as long. What boxes have beyond the end of a tensor takes `overhang` of the time that
     memory needs for as much. Blocks of a cluster that share sums take `meeting` until all have theirs, and a block then
-    gives and takes `given` bytes; of what they fetch more than once of the larger operand, all take `again` bytes;
-    `clusters` has how many clusters of so many blocks run at once. `parts_states` and `parts_meeting` are in the places
-    of `states` and `meeting` where factors are parts; these come from memory at `parts_memory`.
+    gives and takes `given` bytes; for each beyond two of them everything takes `sharing` of its time more; of what they
+    fetch more than once of the larger operand, all take `again` bytes; `clusters` has how many clusters of so many
+    blocks run at once. `parts_states` and `parts_meeting` are in the places of `states` and `meeting` where factors are
+    parts; these come from memory at `parts_memory`.
     """
 
     rate: float
@@ -51,6 +52,7 @@ class Warpgroups:
     straddling: float = 1.0
     overhang: float = 0.0
     meeting: float = 0.0
+    sharing: float = 0.0
     given: float = 1.0
     again: float = 1.0
     clusters: tuple[tuple[int, int], ...] = ()
@@ -96,8 +98,8 @@ class Gpu:
 H200 = Warpgroups(
     rate=830000, start=38.0, turns=30.0, parts=(930000, 26.0), step=17.0, latency=920.0, shared=144.0, cache=14000.0,
     gathered=20.6, rows=18.0, direct=30.0, fill=1260.0, cluster=1070.0, part=1370.0, states=6.8, flying=36000.0,
-    read=18.0, after=120.0, crowd=1.95, straddling=2.17, overhang=0.5, meeting=600.0, given=40.0, again=10000.0,
-    clusters=((2, 66), (4, 30), (8, 15)), parts_memory=2500.0, parts_states=2.0,
+    read=18.0, after=120.0, crowd=1.95, straddling=2.17, overhang=0.5, meeting=600.0, sharing=0.006,
+    given=40.0, again=10000.0, clusters=((2, 66), (4, 30), (8, 15)), parts_memory=2500.0, parts_states=2.0,
     parts_meeting=5000.0,
 )  # fmt: skip
 """Fitted to the times of 2,238 schedules of 79 products of bf16 (benchmarks/fits/h200-tiles.json), and to those of 118
@@ -110,6 +112,8 @@ schedules of 34 products, of which 176 share sums (benchmarks/fits/h200-shared.j
 longer than the model says. `clusters` is what the driver says of blocks with 200,000 bytes of shared memory. `parts`,
 `parts_states` and `parts_meeting` are fitted to 182 measurements of 20 products
 (benchmarks/fits/h200-parts-tiles.json); of those in several pieces it is not known for sure in which tile they ran.
+`sharing` is of one product, 128 x 18944 x 3584, of which eight blocks to a tile took 51 us and two 47
+(benchmarks/fits/h200-few.json); it loses 2.2 % in the products there, 2.6 without it, and in those 461 2.1 (2.0).
 `turns` is fitted to 166 schedules of 36 products (benchmarks/fits/h200-turns.json), by how much is lost where it
 chooses: 0.7 %, and 2.8 % with `start` in its place. `parts_memory` is an estimate: what was chosen for 128 rows read
 2.1 to 2.7 TB/s.

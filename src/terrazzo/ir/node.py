@@ -99,7 +99,9 @@ class _Interned(type):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != len(cls._fields):  # type: ignore[attr-defined]
             args = cls._bind(args, kwargs)  # type: ignore[attr-defined]
-        key = (cls, *args) if _PLAIN.issuperset(map(type, args)) else (cls, *map(key_of, args))
+        key = (cls, *args)
+        if not _PLAIN.issuperset(map(type, args)):
+            key = (cls, *[x if type(x) in _PLAIN else key_of(x) for x in args])
         known = _table.get(key)
         found = known() if known is not None else None
         if found is not None:
@@ -321,6 +323,8 @@ def substitute(root: Any, mapping: Mapping[Any, Any]) -> Any:
         return memo[root]
     only = all(x in x.free for x in mapping)  # variables: what does not mention them stays
     variables = frozenset(mapping)
+    if only and variables.isdisjoint(root.free):
+        return root
     path = [root]
     while path:
         node = path[-1]

@@ -291,7 +291,7 @@ def _extent(axis: str, extents: Mapping[str, int]) -> int:
 
 
 def _of(pairs: tuple[tuple[str, Any], ...], name: str) -> Any:
-    return dict(pairs).get(name, ())
+    return next((value for other, value in reversed(pairs) if other == name), ())
 
 
 def _factors(binding: Binding) -> tuple[Factor, ...]:

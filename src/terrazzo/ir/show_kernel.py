@@ -8,7 +8,7 @@ from typing import Any
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr
-from terrazzo.ir.node import Node
+from terrazzo.ir.node import Node, per_node
 from terrazzo.ir.show_expr import show_condition, show_conditions, show_expr, show_inside, show_list, show_type
 from terrazzo.ir.show_loop import header, opaque, show_term
 
@@ -40,6 +40,7 @@ def show_kernel(kernel: k.Kernel) -> list[str]:
     return lines if len(lines) > 1 else [*lines, "    pass"]
 
 
+@per_node
 def lines(s: Node) -> int:
     """How many lines of text a statement takes, one for itself and one for each in its body (one for an empty one)."""
     return 1 + (sum(map(lines, s.body)) or 1) if isinstance(s, k.For | k.If | k.Role) else 1

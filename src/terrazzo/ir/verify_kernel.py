@@ -94,14 +94,16 @@ def declared(body: tuple[Node, ...]) -> int:
     return mine + max((declared(s.body) for s in body if isinstance(s, k.For | k.If | k.Role)), default=0)
 
 
-def places(s: Node) -> Iterator[tuple[Buffer, tuple[IntExpr, ...]]]:
+@per_node
+def places(s: Node) -> tuple[tuple[Buffer, tuple[IntExpr, ...]], ...]:
     """The places that a statement names, itself or in a term, with the indices."""
     terms = [s.term] if isinstance(s, k.Let) else [s.value] if isinstance(s, l.Store | k.Atomic) else []
-    yield from ((x.buffer, x.index) for x in topological(terms) if isinstance(x, l.Load | k.Remote))
+    found = [(x.buffer, x.index) for x in topological(terms) if isinstance(x, l.Load | k.Remote)]
     if isinstance(s, l.Store):
-        yield s.buffer, s.index
+        found.append((s.buffer, s.index))
     elif isinstance(s, k.Statement):
-        yield from ((place, index) for _, place, _, index in s.places())
+        found += [(place, index) for _, place, _, index in s.places()]
+    return tuple(found)
 
 
 def _problem(body: tuple[Node, ...], known: set[Any], variables: set[str]) -> str:

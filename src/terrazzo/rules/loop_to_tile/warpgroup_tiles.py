@@ -23,6 +23,10 @@ still seen in them.
 """
 ROWS = 64
 """Rows of an instruction."""
+GROUP = 8
+"""Rows of tiles that are walked together, at most."""
+WIDE = 64
+"""Columns of a subtile of results, at most."""
 LEAST = 16
 """Bytes of a row of a box, and columns of results that leave in boxes, at least."""
 COLUMNS = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
@@ -89,6 +93,17 @@ class Tile:
         return next(
             d for d in range(self.share, 0, -1) if self.share % d == 0 and (self.n % (d * LEAST) == 0 or d == 1)
         )
+
+    @derived
+    def width(self) -> int:
+        """Columns of a subtile of results: a power of two, as swizzles are."""
+        part = self.n // self.parts
+        return min(part & -part, WIDE)
+
+    @derived
+    def group(self) -> tuple[int, int]:
+        """How many clusters there are for a product, and in how many rows of tiles those lie that work at once."""
+        return math.prod(self.clusters), min(GROUP, *self.clusters)
 
     def covered(self, axis: Any) -> int:
         """How much of an axis a cluster covers."""

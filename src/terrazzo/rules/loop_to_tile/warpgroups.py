@@ -31,8 +31,10 @@ from terrazzo.rules.loop_to_tile.results import along, results
 from terrazzo.rules.loop_to_tile.threads import ceil, grid
 from terrazzo.rules.loop_to_tile.warpgroup_tiles import (
     COLUMNS,
+    GROUP,
     LEAST,
     ROWS,
+    WIDE,
     Tile,
     abreast,
     cuts,
@@ -57,12 +59,8 @@ ENOUGH = 5
 longer: Linear(3584, 18944) on 32 rows in bf16 was within 3 % of 36 us with five slots of 256 x 32 x 64, and took 50
 with a sixth, in the memory that results need where they do not leave registers (H200).
 """
-GROUP = 8
-"""Rows of tiles that are walked together, at most."""
 RESULTS = 2
 """Subtiles of results on their way."""
-WIDE = 64
-"""Columns of a subtile, at most."""
 PROMOTION = 100.0
 """Nanoseconds for waiting for those of a step's products that are promoted together and adding them up, where no other
 warpgroup multiplies meanwhile. Not measured: 64 additions, and the time until products begin again.
@@ -119,7 +117,8 @@ def _plans(p: Product, gpu: Gpu) -> tuple[Plan, ...]:
                 found.append((Plan(tile, s, i, time), blocks * s))
             for x in sharing(p, tile, whole.tiles, gpu):
                 work = work_of(p, x, gpu, gpu.warpgroups)
-                found.append((Plan(x, 1, i, lasts(work, gpu)), work.tiles * x.blocks))
+                waits = 1 + (0.0 if promotes(p) else gpu.warpgroups.sharing * max(x.share - 2, 0))
+                found.append((Plan(x, 1, i, lasts(work, gpu) * waits), work.tiles * x.blocks))
 
     def order(x: tuple[Plan, int]) -> tuple[int, ...]:
         plan, blocks = x
@@ -134,8 +133,13 @@ def _takes_turns(p: Product, tile: Tile, tiles: int, gpu: Gpu) -> bool:
     fetched subtile by subtile, and where these are many little of that is hidden: a residual of 8192 x 2048 took 115 us
     with tiles of 128 columns and 136 with 160, which have five subtiles for two (H200).
     """
-    alone = results(p).moved == results(p).stored * results(p).points
-    return tiles * tile.blocks > gpu.processors and leaves(p, tile) != "" and (alone or _width(tile) == WIDE)
+    wide = tile.width == WIDE or not _reads(p)
+    return tiles * tile.blocks > gpu.processors and leaves(p, tile) != "" and wide
+
+
+def _reads(p: Product) -> bool:
+    """Whether results are made of more than sums."""
+    return results(p).moved > results(p).stored * results(p).points
 
 
 def alike(time: float) -> int:
@@ -198,7 +202,8 @@ def _promotions(p: Product, tile: Tile) -> int:
 
 
 def _clusters(p: Product, tile: Tile) -> int:
-    return facts_of(p).batch * math.prod(tile.clusters)
+    rows, columns = tile.clusters
+    return facts_of(p).batch * rows * columns
 
 
 def _bytes(p: Product, tile: Tile) -> int:
@@ -210,7 +215,7 @@ def _bytes(p: Product, tile: Tile) -> int:
 def _slots(p: Product, tile: Tile, gpu: Gpu) -> int:
     """Of a ring, beside results on their way, or in their place where they leave registers."""
     size, room, rows = _bytes(p, tile), gpu.shared - 2048, tile.m * tile.teams // tile.groups
-    found = min(SLOTS, (room - RESULTS * rows * _width(tile) * 2 * len(set(p.kernel.writes))) // size)
+    found = min(SLOTS, (room - RESULTS * rows * tile.width * 2 * len(set(p.kernel.writes))) // size)
     if not leaves(p, tile):
         found = max(found, min(SLOTS if promotes(p) else ENOUGH, room // size))
     given = tile.m * tile.n * 4 * len(p.sites) if tile.share > 1 else 0  # where the slabs were, or behind them
@@ -279,7 +284,8 @@ def _times(
             least = whole.least - results(p).moved + 4 * sums
             part = whole._replace(results=4 * count, rate=has.direct, least=least, after=_first(p, tile, gpu))
             parts, states = clock(part, gpu), has.parts_states if promotes(p) else has.states
-        readers = _readers(tile, gpu.processors // tile.blocks / pieces)
+            walkers, (most, rows) = gpu.processors // tile.blocks, tile.group
+        readers = (most if most < walkers / pieces else walkers / pieces) / rows
         time = parts(whole.tiles * pieces, outer * ceil(inner, pieces * tile.share), readers)
         yield pieces, time + has.part + states * pieces * sums * 4 / gpu.cache
 
@@ -312,6 +318,8 @@ def _meeting(p: Product, tile: Tile, has: Warpgroups) -> float:
 
 def _extra(p: Product, tile: Tile, gpu: Gpu) -> float:
     """Nanoseconds of a step that nothing hides: threads make factors of what lies in shared memory, and add up sums."""
+    if not (promotes(p) or converted(p)):
+        return 0.0
     turns = not promotes(p) or tile.groups > 1
     made = making(p) * (1 if turns else MADE_ALONE / MADE) * tile.m * tile.k
     alone = PROMOTION * _promotions(p, tile) if promotes(p) and tile.groups == 1 else 0.0
@@ -320,15 +328,16 @@ def _extra(p: Product, tile: Tile, gpu: Gpu) -> float:
 
 def _idle(p: Product, tile: Tile, gpu: Gpu) -> float:
     """Nanoseconds of a step in which a warpgroup that is alone makes factors, and nothing is multiplied."""
-    if promotes(p) or tile.groups > 1:
+    if promotes(p) or tile.groups > 1 or not converted(p):
         return 0.0
     return (ALONE - 1) * making(p) * tile.m * tile.k * gpu.processors / (gpu.fma / 2)
 
 
 def _first(p: Product, tile: Tile, gpu: Gpu) -> float:
     """Nanoseconds in which a tile's first parts are made, while nothing is multiplied."""
-    found = len(converted(p)) > 0 and promotes(p)
-    return found * MADE_ALONE * tile.m * tile.k * gpu.processors / (gpu.fma / 2)
+    if not (promotes(p) and converted(p)):
+        return 0.0
+    return MADE_ALONE * tile.m * tile.k * gpu.processors / (gpu.fma / 2)
 
 
 def _least(p: Product, tile: Tile, has: Warpgroups) -> float:
@@ -350,7 +359,8 @@ def _readers(tile: Tile, clusters: float) -> float:
     """How many clusters fetch the same rows of an operand at once where so many work at once: those of one product
     lie in as many rows of tiles as a group has, or fewer.
     """
-    return min(clusters, math.prod(tile.clusters)) / min(GROUP, *tile.clusters)
+    most, rows = tile.group
+    return min(clusters, most) / rows
 
 
 def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
@@ -414,18 +424,12 @@ def _ahead(p: Product, t: Tile, gpu: Gpu) -> Any:
     return axis if alone and slots == 2 and other <= 2 and room >= 0 else None
 
 
-def _width(t: Tile) -> int:
-    """Columns of a subtile of results: a power of two, as swizzles are."""
-    part = t.n // t.parts
-    return min(part & -part, WIDE)
-
-
 def _results(p: Product, t: Tile, by: str) -> Sequence[Site]:
     """How stores see the tile."""
     if not by:
         stores = tuple(dict.fromkeys(b.name for b in p.kernel.writes))
         return (Site(stores, tuple((axis_name(a), Like(p.names[0])) for a in (p.m, p.n))),)
-    width = _width(t)
+    width = t.width
     time = Factor("time", t.n // width, (("ring", RESULTS),))
     return [
         Site(
@@ -439,15 +443,17 @@ def _results(p: Product, t: Tile, by: str) -> Sequence[Site]:
 
 def _rate(p: Product, t: Tile, has: Warpgroups) -> float:
     """Bytes of results in a nanosecond. Registers are stored one by one, whatever their size."""
-    narrow = min(s.buffer.type.dtype.size for s in p.kernel.stores) / 4
-    return {"tma": has.gathered, "ld": has.rows, "": has.direct * min(narrow, 1.0)}[leaves(p, t)]
+    by = leaves(p, t)
+    if not by:
+        return has.direct * min(min(s.buffer.type.dtype.size for s in p.kernel.stores) / 4, 1.0)
+    return has.gathered if by == "tma" else has.rows
 
 
 def leaves(p: Product, t: Tile) -> str:
     """How results of 16 bits leave shared memory: by TMA, where they are boxes, or by the threads, in whole rows, where
     rows begin anywhere. Others, and those that run along the tile's rows, leave registers (nothing).
     """
-    return _leave(p, t.rows, t.m, t.columns, _width(t)) if t.n >= LEAST else ""
+    return _leave(p, t.rows, t.m, t.columns, t.width) if t.n >= LEAST else ""
 
 
 @lru_cache(maxsize=4096)

@@ -77,6 +77,11 @@ class Draft:
         return {(): dict(self.schedule.operands), **{s.names: dict(s.operands) for s in self.schedule.sites[::-1]}}
 
     @cached_property
+    def bindings(self) -> dict[tuple[Any, tuple[str, ...]], tuple[Factor, ...]]:
+        """The factors of axes as sites see them, as far as somebody asked."""
+        return {}
+
+    @cached_property
     def spans(self) -> dict[str, tuple[str, ...]]:
         """The loops that slabs span (`over=`), by the operand of a product."""
         found: dict[str, tuple[str, ...]] = {}
@@ -101,7 +106,10 @@ class Draft:
 
     def binding(self, axis: Any, site: Site | None) -> tuple[Factor, ...]:
         """The factors of an axis as a site sees it; an axis nobody binds is a serial loop."""
-        return self.schedule.binding(site, axis_name(axis)) or (Factor("time", axis.extent),)
+        where = axis, site.names if site else ()
+        if where not in self.bindings:
+            self.bindings[where] = self.schedule.binding(site, axis_name(axis)) or (Factor("time", axis.extent),)
+        return self.bindings[where]
 
     def length(self, axis: Any, site: Site | None) -> int:
         """How much of an axis a block has in one step: what its threads, registers and instructions divide."""

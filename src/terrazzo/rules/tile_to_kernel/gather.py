@@ -31,6 +31,8 @@ ROOM, OTHERS = 48, 48
 """32-bit registers of a thread for what the results of two subtiles load, at most, and for what is neither that nor an
 accumulator: so many beside 128 accumulators do not spill.
 """
+SUBTILES = 8
+"""Subtiles whose operands are on their way, at most."""
 MOST = 168
 """Registers that a thread without a role is taken to have: what 384 threads find. Fewer threads may have more."""
 
@@ -84,7 +86,7 @@ class Gather:
             self.after(tile, range(count))
             return
         c = self.bindings.loop_variable("c", count)
-        operands = self.operands(tile)
+        operands = self.operands(tile, count)
         soon = min((place.type.static_shape[0] for place in operands.values()), default=1) - 1
 
         def subtile() -> None:
@@ -93,15 +95,16 @@ class Gather:
             self.put(tile, c, operands)
             self.after(tile, [c])
 
-        if soon:
-            self.fetch(tile, 0, operands)
+        for first in range(soon):
+            self.fetch(tile, first, operands)
         self.builder.loops([(c, True)], subtile)
 
     # -- operands of the results ---------------------------------------------------------------------------------------
 
-    def operands(self, tile: _Tile) -> dict[l.Load, k.Registers]:
-        """Registers for what the values of a subtile load, neighbours at once: for two subtiles where there is room, of
-        which one is fetched while the other is computed. What has no neighbours, or no room, is loaded value by value.
+    def operands(self, tile: _Tile, count: int) -> dict[l.Load, k.Registers]:
+        """Registers for what the values of a subtile load, neighbours at once: for as many of the `count` subtiles as
+        there is room for, of which all but one are on their way while that is computed, which takes less than loading
+        it. What has no neighbours, or no room, is loaded value by value.
         """
         if any(x.level == "reg" for p in tile.rows for x in p.digits):
             return {}
@@ -114,7 +117,7 @@ class Gather:
         sizes = [tile.each * x.dtype.size // 4 for x in paired]
         sums = sum(k.shared_bytes(x) // 4 for x in {f.place for f in tile.fragments.values()})
         room = min(ROOM, (self.bindings.agent.registers or MOST) - sums - OTHERS) // len(tile.leaf.stores)
-        slots = 2 if 2 * sum(sizes) <= room else 1
+        slots = max(1, min(room // max(sum(sizes), 1), count, SUBTILES))
         taken = [x for n, x in enumerate(paired) if slots * sum(sizes[: n + 1]) <= room]
         init = {x: l.Literal(zero(x.dtype), x.dtype) if here.pending else None for x in taken}
         return {x: self.builder.registers("in", x.dtype, (slots, tile.each), init[x]) for x in taken}

@@ -22,7 +22,6 @@ from terrazzo.ir.expr import IntExpr
 from terrazzo.ir.places import TextLine
 from terrazzo.ir.plan import Agent, Combine, Frame, Jam, Limit, Order, Plan, Product, Reach, Result, Ring
 from terrazzo.ir.schedule import Schedule
-from terrazzo.ir.verify_kernel import REGISTERS, declared
 from terrazzo.rewrite.rule import Declined, Event, Log
 from terrazzo.rules.tile.agents import LOAD
 from terrazzo.rules.tile.complete import Refused, complete
@@ -30,6 +29,7 @@ from terrazzo.rules.tile.digits import Bindings, extent
 from terrazzo.rules.tile.draft import Draft
 from terrazzo.rules.tile.rings import rounds as ring_rounds
 from terrazzo.rules.tile.verify import HEAD, verify, wrong
+from terrazzo.rules.tile_to_kernel.budget import over_budget
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.cluster import Given, give, take
 from terrazzo.rules.tile_to_kernel.everyone import Everyone
@@ -147,7 +147,7 @@ def _written(kernel: l.Kernel, schedule: Schedule, gpu: Gpu, plan: Plan) -> k.Ke
     except (UserError, Limitation, Declined) as why:
         told = f"its plan was found to be in order, and no kernel is written from it: {why}"
         return Refused(CompilerBug(f"{kernel.name}: {told}"))
-    over = _over_budget(done, gpu)
+    over = over_budget(done, gpu)
     return Refused(UserError(f"{kernel.name}: {over}")) if over else done
 
 
@@ -307,19 +307,3 @@ class _Team:
                 self.places[line.store] = result_place(self.builder, line, store, self.bindings.places, fragments[last])
         walker = Walker(self.draft.kernel, self.plan, self.builder, self.bindings, fragments, self.places)
         walker.statements(n.nest(self.draft.kernel), Scope())
-
-
-def _over_budget(kernel: k.Kernel, gpu: Gpu) -> str:
-    """What a block would need that it cannot have; nothing where there is room for it."""
-    for what, needs, has in (
-        ("bytes of shared memory", kernel.shared_bytes, gpu.shared),
-        ("threads in a block", kernel.threads, 1024),
-        ("registers of a thread", declared(kernel.body), REGISTERS),
-        ("blocks", kernel.grid, (1 << 31) - 1),
-    ):
-        if needs > has:
-            return f"the schedule needs {needs} {what}, and {gpu.arch} has {has}"
-    for role in (s for s in k.walk(kernel.body) if isinstance(s, k.Role) and s.registers):
-        if (needs := declared(role.body)) > role.registers:
-            return f"the schedule needs {needs} registers of a thread that computes, and its role has {role.registers}"
-    return ""

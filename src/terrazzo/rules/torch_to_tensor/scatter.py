@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from terrazzo.ir.address import flatten, unflatten
+from terrazzo.ir.dialects import scalar as sc
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects.torch import Aten
 from terrazzo.ir.expr import IntExpr
+from terrazzo.ir.program import Input
 from terrazzo.ir.types import Type, bool_, i64
 from terrazzo.rewrite.rule import Rule, need
 from terrazzo.rules.torch_to_tensor.common import aten, normalize, operand, result
@@ -37,6 +39,22 @@ REDUCTIONS = {
 
 def _affordable(comparisons: int, elements: int) -> None:
     need(comparisons <= max(SMALL, FEW * elements), f"it takes {comparisons} comparisons to write {elements} elements")
+
+
+def _points(index: Any, place: IntExpr, extent: Any, given: bool) -> Any:
+    """Whether an index is `place`. One that is `given` is checked, as one that is read by: no source vanishes unsaid.
+    Others are computed where a kernel has a result, and by threads beyond its end too, where they may be anything.
+    """
+    space = index.type.shape
+    value = t.iota(space, t.loaded(index, t.coordinates(space), extent)) if given else index
+    return t.apply("eq", value, t.iota(space, place))
+
+
+def _given(index: Any) -> bool:
+    """Whether indices are in memory: an input, or what PyTorch computes, seen through views and conversions."""
+    while isinstance(index, t.IndexMap | t.Get) or (isinstance(index, t.Elementwise) and index.fn in sc.CASTS.values()):
+        index = index.args[0] if isinstance(index, t.Elementwise) else index.x
+    return isinstance(index, Input | t.Opaque)
 
 
 def _last(hit: Any) -> Any:
@@ -97,7 +115,7 @@ def scattered(x: Any, dim: int, index: Any, source: Any, reduction: str = "", in
     here = t.coordinates(space)
     place = [here[-1] if d == dim else e for d, e in enumerate(here[:-1])]
     inside = [n - 1 - e for d, (e, n) in enumerate(zip(place, index.type.shape, strict=True)) if d != dim]
-    hit = t.apply("eq", t.index_map(index, space, place, inside), t.iota(space, here[dim]))
+    hit = _points(t.index_map(index, space, place, inside), here[dim], shape[dim], _given(index))
     hit = t.apply("and_", hit, holds(space, [e for e in inside if not isinstance(e, int)]))
     if reduction:
         return combined(x, t.index_map(source, space, place, inside), hit, reduction, include)
@@ -147,14 +165,18 @@ def index_reduce(
     return scattered(x, dim, wide, source, reduce, include_self)
 
 
-def _hits(indices: Sequence[Any], space: Sequence[Any], place: Sequence[IntExpr]) -> Any:
-    """Over `space`, whose last axis numbers the entries of the indices, of i64: whether entry k points at `place`."""
+def _hits(
+    indices: Sequence[Any], extents: Sequence[int], space: Sequence[Any], place: Sequence[IntExpr], from_end: bool
+) -> Any:
+    """Over `space`, whose last axis numbers the entries of the indices: whether entry k points at `place`. Negative
+    ones count `from_end`, or are out of range.
+    """
     shared = _broadcast_shape([i.type.shape for i in indices])
     count = math.prod(shared)
     hit: Any = None
-    for i, e in zip(indices, place, strict=True):
-        flat = t.reshape(t.broadcast(i, shared), (count,))
-        same = t.apply("eq", t.index_map(flat, space, [t.coordinates(space)[-1]]), t.iota(space, e))
+    for i, n, e in zip(indices, extents, place, strict=True):
+        flat = t.reshape(t.broadcast(wrapped(i, n) if from_end else t.cast(i, i64), shared), (count,))
+        same = _points(t.index_map(flat, space, [t.coordinates(space)[-1]]), e, n, _given(i))
         hit = same if hit is None else t.apply("and_", hit, same)
     return hit
 
@@ -166,13 +188,10 @@ def _broadcast_shape(shapes: Sequence[tuple[Any, ...]]) -> tuple[int, ...]:
 
 
 def put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool, from_end: bool = True) -> Any:
-    """x with x[indices] set to `values`, the last of several winning, or with `values` added. Negative indices count
-    from the end, or are out of range.
-    """
+    """x with x[indices] set to `values`, the last of several winning, or with `values` added."""
     shape = x.type.shape
     used = [d for d, i in enumerate(indices) if i is not None]
-    extents = [shape[d] for d in used]
-    given = [wrapped(indices[d], shape[d]) if from_end else t.cast(indices[d], i64) for d in used]
+    given, extents = [indices[d] for d in used], [shape[d] for d in used]
     shared = _broadcast_shape([i.type.shape for i in given])
     count = math.prod(shared)
     if not count or 0 in shape:
@@ -191,11 +210,11 @@ def put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool, from_end:
         _affordable(math.prod(shape) * count, math.prod(shape))
         space = (*shape, count)
         here = t.coordinates(space)
-        hit = _hits(given, space, [here[d] for d in used])
+        hit = _hits(given, extents, space, [here[d] for d in used], from_end)
         return combined(x, t.index_map(source, space, entry(here[-1], here)), hit, "sum", True)
     _affordable(math.prod(extents) * count, math.prod(shape))
     space = (*extents, count)
-    winner = _last(_hits(given, space, t.coordinates(space)[:-1]))
+    winner = _last(_hits(given, extents, space, t.coordinates(space)[:-1], from_end))
     at = t.coordinates(shape)
     k = t.loaded(_safe(winner), [at[d] for d in used], count)
     return _won(x, t.index_map(winner, shape, [at[d] for d in used]), t.index_map(source, shape, entry(k, at)))

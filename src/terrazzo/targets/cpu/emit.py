@@ -77,7 +77,8 @@ def emit(kernel: l.Kernel) -> tuple[str, str]:
             f"  {const}{c_type(b.type.dtype)}* __restrict {formal} = ({const}{c_type(b.type.dtype)}*)buffers[{k}];"
         )
     body = blocked.emit(kernel, scope) or _Writer(kernel, scope).lines()
-    lines += ["  " + line for line in body]
+    noting = any("tz_at(" in line or "tz_divisor(" in line for line in body)
+    lines += ["  " + (_noting(line) if noting else line) for line in body]
     lines += ["  return bad;", "}"]
     lines.append(f'extern "C" int64_t {name}_spans[];')
     lines.append(f"int64_t {name}_spans[] = {{{', '.join(map(str, (len(spans), *spans)))}}};")
@@ -238,7 +239,7 @@ class _Writer:
         inner.names[axis], step, start = inner.fresh("i"), inner.fresh("columns"), inner.fresh("b")
         outer, self.parallel = self.parallel, True
         lines = [
-            f"const auto {step} = [&](int64_t {start}, int64_t lanes) __attribute__((always_inline)) "
+            f"const auto {step} = [&](int64_t {start}, int64_t lanes, int& bad) __attribute__((always_inline)) "
             "{  // free, side by side"
         ]
         head = [
@@ -266,9 +267,9 @@ class _Writer:
         if parallel:
             lines.append("#pragma omp parallel for num_threads(threads) schedule(static)")
         lines.append(f"for (int64_t {start} = 0; {start} < {extent}; {start} += {lanes})")
-        full = f"{step}({start}, {lanes});"
+        full = f"{step}({start}, {lanes}, bad);"
         if extent % lanes:
-            full = f"if ({start} + {lanes} <= {extent}) {full} else {step}({start}, {extent} - {start});"
+            full = f"if ({start} + {lanes} <= {extent}) {full} else {step}({start}, {extent} - {start}, bad);"
         return [*lines, "  " + full]
 
     def side_by_side(
@@ -374,7 +375,7 @@ class _Writer:
         inner.names[last], block, step = inner.fresh("i"), inner.fresh("b"), inner.fresh("step")
         body = [f"const int64_t {inner.names[last]} = {block} + l;", *self.body(s, inner)]
         text = [
-            f"const auto {step} = [&](int64_t {block}, int64_t lanes) __attribute__((always_inline)) "
+            f"const auto {step} = [&](int64_t {block}, int64_t lanes, int& bad) __attribute__((always_inline)) "
             f"{{  // reduce, {lanes} at a time",
             "  #pragma omp simd",
             "  for (int64_t l = 0; l < lanes; l++) {",
@@ -382,10 +383,10 @@ class _Writer:
             "  }",
             "};",
             f"int64_t {block} = {start};",
-            f"for (; {block} + {lanes} <= {end}; {block} += {lanes}) {step}({block}, {lanes});",
+            f"for (; {block} + {lanes} <= {end}; {block} += {lanes}) {step}({block}, {lanes}, bad);",
         ]
         if not (start.isdigit() and end.isdigit() and (int(end) - int(start)) % lanes == 0):
-            text.append(f"{step}({block}, {end} - {block});")
+            text.append(f"{step}({block}, {end} - {block}, bad);")
         return text
 
     def chunked(self, s: n.Loop, scope: Scope) -> list[str]:
@@ -413,6 +414,11 @@ class _Writer:
         for r, names in outside.items():
             lines += ["  " + x for x in accumulate(names, r, [f"{name}_part[{chunk}]" for name in names], scope)]
         return [*lines, "}"]
+
+
+def _noting(line: str) -> str:
+    """A line of a kernel that notes what is bad: threads and lanes note each for themselves."""
+    return line + " reduction(|:bad)" if "#pragma omp" in line else line
 
 
 def _rounds(r: l.Reduce | l.Scan) -> bool:

@@ -78,7 +78,7 @@ template <class T> TZ bool tz_signbit(T x) {
 // An index that came from data: out of range is noted, and reads element 0 until the kernel returns.
 TZ int64_t tz_at(int64_t i, int64_t extent, int& bad) {
   bool outside = (uint64_t)i >= (uint64_t)extent;
-  if (outside) bad |= 1;
+  bad |= outside;  // no branch, so that loops vectorise
   return outside ? 0 : i;
 }
 // A whole divisor: zero is noted.

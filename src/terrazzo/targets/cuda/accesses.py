@@ -11,7 +11,7 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.loop import Buffer
 from terrazzo.ir.expr import Expr, IntExpr, Var, bounds
-from terrazzo.ir.node import Node, topological
+from terrazzo.ir.node import Node, per_node, topological
 from terrazzo.ir.show_kernel import lines
 
 
@@ -136,6 +136,8 @@ def slabs(s: Node, around: Around) -> Iterator[Access]:
                     yield Access(s, place, at, size // place.type.dtype.size, False, around, around.inside)
 
 
-def terms(s: Node) -> list[Node]:
+@per_node
+def terms(s: Node) -> tuple[Node, ...]:
     """The parts of the term of a statement, each once, as CUDA computes equal ones once."""
-    return topological([s.term] if isinstance(s, k.Let) else [s.value] if isinstance(s, l.Store | k.Atomic) else [])
+    roots = [s.term] if isinstance(s, k.Let) else [s.value] if isinstance(s, l.Store | k.Atomic) else []
+    return tuple(topological(roots))

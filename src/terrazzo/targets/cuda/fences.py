@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.loop import Buffer
-from terrazzo.ir.node import Node
+from terrazzo.ir.node import Node, per_node
 from terrazzo.ir.show_kernel import statement
 from terrazzo.ir.verify_kernel import places
 
@@ -72,11 +72,20 @@ class _Path:
 
     def use(self, s: Node) -> None:
         """A plain statement, or a cp.async."""
-        named = [place for place, _ in places(s)] + ([s.place] if isinstance(s, k.Declare) else [])
-        self.touched |= {place for place in named if isinstance(place, k.Registers)}
-        if isinstance(s, k.AsyncCopy):
-            self.late.add(s.target)
-        elif isinstance(s, l.Store) and isinstance(s.buffer, k.Shared):
-            self.plain.add(s.buffer)
-        else:
-            self.plain |= {place for place in k.written(s) if isinstance(place, k.Shared)}
+        touched, plain, late = _uses(s)
+        self.touched |= touched
+        self.plain |= plain
+        self.late |= late
+
+
+@per_node
+def _uses(s: Node) -> tuple[frozenset[Buffer], frozenset[Buffer], frozenset[Buffer]]:
+    """The registers that a plain statement touches, the places in shared memory that it writes, and those where a
+    cp.async does.
+    """
+    named = [place for place, _ in places(s)] + ([s.place] if isinstance(s, k.Declare) else [])
+    touched = frozenset(place for place in named if isinstance(place, k.Registers))
+    if isinstance(s, k.AsyncCopy):
+        return touched, frozenset(), frozenset([s.target])
+    written = [s.buffer] if isinstance(s, l.Store) and isinstance(s.buffer, k.Shared) else k.written(s)
+    return touched, frozenset(place for place in written if isinstance(place, k.Shared)), frozenset()
