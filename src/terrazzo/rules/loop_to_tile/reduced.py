@@ -39,15 +39,14 @@ ONE_BY_ONE = 48.0
 
 @dataclass(frozen=True)
 class Way:
-    """`part`, which is `whole` or computes the states of so many `pieces` of its columns, under a schedule; `rest` is
-    the kernel in which these meet. `whole` means the same as the kernel it was made of.
+    """`part`, which is `whole` or computes the states of pieces of its columns, under a schedule; `rest` is the kernel
+    in which these meet. `whole` means the same as the kernel it was made of.
     """
 
     whole: l.Kernel
     part: l.Kernel
     schedule: Schedule
     rest: l.Kernel | None
-    pieces: int
     plan: warpgroups.Plan
 
 
@@ -113,13 +112,13 @@ def ways(kernel: l.Kernel, gpu: Gpu) -> Iterator[Way]:
         n = plan.tile.n
         pieces = ceil(p.n.extent, n)
         if pieces == 1:
-            yield Way(kernel, kernel, schedule(p, plan, gpu), None, 1, plan)
+            yield Way(kernel, kernel, schedule(p, plan, gpu), None, plan)
             continue
         part, rest = split(kernel, _around(p), pieces, n)
         q = reduced_product(part)
         if q is not None and q.n.extent == n:
             own = replace(plan.tile, rows=q.m, columns=q.n)
-            yield Way(kernel, part, schedule(q, plan._replace(tile=own), gpu), rest, pieces, plan)
+            yield Way(kernel, part, schedule(q, plan._replace(tile=own), gpu), rest, plan)
 
 
 def refusal(kernel: l.Kernel, gpu: Gpu) -> str:
