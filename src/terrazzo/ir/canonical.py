@@ -48,8 +48,10 @@ class Form:
         """Whether names of the kernel meet other ones of `words`, those of what was made of the canonical form. A
         kernel may be called as what it writes.
         """
-        seen = [w for w in words if "tzz" not in w]
-        return len({self._renaming.marks(w) for w in seen}) < len(seen)
+        seen = {w for w in words if "tzz" not in w}
+        marked = {w for w in seen if "tz" in w}  # others are not replaced
+        new = {self._renaming.marks(w) for w in marked}
+        return len(new) < len(marked) or not new.isdisjoint(seen - marked)
 
     @cached_property
     def _renaming(self) -> _Renaming:

@@ -172,11 +172,6 @@ def plans(x: Moved, gpu: Gpu) -> list[Plan]:
     for i in INSTRUCTIONS:
         if i.operand is x.image.dtype is x.filters.dtype and i.shape[1] in COLUMNS and not missing(i, gpu):
             found += [Plan(tile, i, _time(x, tile, gpu)) for tile in _tiles(x, i.shape[1])]
-    return sorted((p for p in found if p.time < math.inf), key=lambda p: (p.time, _reach(x, p.tile)))[:MOST]
-
-
-def _reach(x: Moved, tile: Tile) -> int:
-    """Points of the image that the taps of a box touch: what the cache holds for it."""
     span = [bounds(substitute(e, dict.fromkeys(x.rows, 0))) for e in x.image.index]
     wide = {
         a: hi - lo
@@ -184,7 +179,12 @@ def _reach(x: Moved, tile: Tile) -> int:
         for a in x.rows
         if mentions(e, a) and lo is not None and hi is not None
     }
-    return math.prod(side + wide.get(a, 0) for a, side in zip(x.rows, tile.box, strict=True))
+
+    def reach(tile: Tile) -> int:
+        """Points of the image that the taps of a box touch: what the cache holds for it."""
+        return math.prod(side + wide.get(a, 0) for a, side in zip(x.rows, tile.box, strict=True))
+
+    return sorted((p for p in found if p.time < math.inf), key=lambda p: (p.time, reach(p.tile)))[:MOST]
 
 
 def _tiles(x: Moved, n: int) -> Iterator[Tile]:

@@ -81,11 +81,17 @@ def report(kernel: k.Kernel, gpu: Gpu) -> Report:
     problems: list[tuple[str, int]] = [(why, 0) for why in budgets(kernel, gpu)]
     unproved: list[tuple[Node, int]] = []
     count = 0
+    sizes_around: dict[Around, dict[str, Any]] = {}
+    apart: dict[tuple[str, Around], tuple[str, ...]] = {}  # what may not be where, by who is to reach it together
     for s, around, line in statements(kernel):
-        sizes: dict[str, Any] = {k.BLOCK: kernel.grid, "warp": kernel.warps, "lane": k.WARP} | {
-            v.name: most(v.extent) for v in around.loops
-        }
-        problems += [(f"`{statement(s)[0]}` {why}", line) for why in (*operands(s), *together(s, around, sizes))]
+        if around not in sizes_around:
+            loops = {v.name: most(v.extent) for v in around.loops}
+            sizes_around[around] = {k.BLOCK: kernel.grid, "warp": kernel.warps, "lane": k.WARP} | loops
+        sizes, who = sizes_around[around], together(s)
+        if who and (who, around) not in apart:
+            apart[who, around] = tuple(divided(who, around, sizes))
+        why_not = (*operands(s), *(apart[who, around] if who else ()))
+        problems += [(f"`{statement(s)[0]}` {why}", line) for why in why_not]
         for access in (*accesses(s, around), *slabs(s, around)):
             why, proved = inside(access, sizes)
             problems += [(f"`{statement(s)[0]}` {why}", line)] if why else []
@@ -125,22 +131,21 @@ def operands(s: Node) -> Iterator[str]:
             yield f"takes {' or '.join(x.name for x in wanted)}, and {place.name} holds {place.type.dtype}"
 
 
-def together(s: Node, around: Around, sizes: dict[str, Any]) -> Iterator[str]:
-    """What only some threads reach of those that must reach it together (of a block, a warpgroup, a warp), or several,
-    and is for one.
-    """
+def together(s: Node) -> str:
+    """Who must reach a statement together (a block, a warpgroup, a warp), or that it is for one lane; or nobody."""
     who = s.together if isinstance(s, k.Statement) else ""
-    if not who and any(isinstance(x, k.Shuffle | k.Vote) for x in terms(s)):
-        who = "warp"
-    if not who:
-        return
+    return who or ("warp" if any(isinstance(x, k.Shuffle | k.Vote) for x in terms(s)) else "")
+
+
+def divided(who: str, around: Around, sizes: dict[str, Any]) -> Iterator[str]:
+    """What only some threads reach of those that must reach it together, or several, and is for one."""
     one, whole = who == "lane", {"lane": 1, "warp": 1, "warpgroup": 4}.get(who, sizes["warp"])
     conditions = [g for g in around.inside if not at_least(g, 0)]
-    divided = ("lane",) if who == "warp" else ("lane", "warp")
+    names = ("lane",) if who == "warp" else ("lane", "warp")
     if any(v.name in k.THREADS[1:] for g in conditions if integers((g,)) for v in _variables((g,))):
         return
     if (
-        not (one or any(v.name in divided for v in _variables(conditions)))
+        not (one or any(v.name in names for v in _variables(conditions)))
         or (tried := _tried(conditions, sizes)) is None
     ):
         return
