@@ -39,7 +39,8 @@ from terrazzo.rules.tile.verify import verify
 class Both:
     """The gradients of keys and of values of two heads, where `mask` says which queries see a key: "later" ones, those
     of a "window" of 80, or all. `groups` warpgroups divide the keys, and `lag` behind one another; `stay` blocks walk
-    all tiles. Keys are those of several `heads` of queries.
+    all tiles. Keys are those of several `heads` of queries. What results are made of may be `given` to them in tensors
+    of their own, which come in slots of their own.
     """
 
     queries: int = 192
@@ -54,6 +55,12 @@ class Both:
     lag: bool = True
     registers: int = 240
     heads: int = 1
+    given: bool = False
+
+    @property
+    def last(self) -> tuple[str, str]:
+        """The tensors that results are made of."""
+        return ("p", "h") if self.given else ("q", "g")
 
     @property
     def text(self) -> str:
@@ -64,7 +71,7 @@ class Both:
         text = "\n".join([
             "@tile",
             f"def f(q: bf16[{own}, {w}], g: bf16[{own}, {w}], key: bf16[2, {n}, {w}], v: bf16[2, {n}, {w}], "
-            f"t: f32[{own}], d: f32[{own}]):",
+            f"t: f32[{own}], d: f32[{own}]{''.join(f', {x}: bf16[{own}, {w}]' for x in self.last if self.given)}):",
             f"    with kernel('dk', dk=bf16[2, {n}, {w}], dv=bf16[2, {n}, {w}]):",
             "        for a0 in free(2):",
             f"            for a1 in free({n}):",
@@ -90,8 +97,8 @@ class Both:
             f"v4 = approx_exp2(sub(mul(acc2, f32(0.0625)), mul(t[{at}], f32(1.5))))",
             "v5 = where(v1, v4, f32(0.0))" if self.mask else "v5 = v4",
             f"v6 = bf16(mul(v5, sub(acc3, d[{at}])))",
-            f"acc0 <- sum(mul(f32(v6), f32(q[{at}, a2])))",
-            f"acc1 <- sum(mul(f32(bf16(v5)), f32(g[{at}, a2])))",
+            f"acc0 <- sum(mul(f32(v6), f32({self.last[0]}[{at}, a2])))",
+            f"acc1 <- sum(mul(f32(bf16(v5)), f32({self.last[1]}[{at}, a2])))",
         ]
 
     def schedule(self) -> list[str]:
@@ -114,8 +121,8 @@ class Both:
             f"    roles(load=warp(1), math=warpgroup({self.groups}), registers=(24, {self.registers}){lag})",
             *(f"    {x}" for x in (f'with site("acc2", {inner}):', *first, f"    key = {by}", f"    q = {by}")),
             *(f"    {x}" for x in (f'with site("acc3", {inner}):', *first, f"    v = {by}", f"    g = {by}")),
-            *(f"    {x}" for x in (f'with site("acc0", {outer}):', *last, f"    q = {by}")),
-            *(f"    {x}" for x in (f'with site("acc1", {outer}):', *last, f"    g = {by}")),
+            *(f"    {x}" for x in (f'with site("acc0", {outer}):', *last, f"    {self.last[0]} = {by}")),
+            *(f"    {x}" for x in (f'with site("acc1", {outer}):', *last, f"    {self.last[1]} = {by}")),
             *self.results("dk", panel // 2),
             *self.results("dv", panel // 2),
         ]
@@ -150,6 +157,8 @@ EVERY = {
     "rows no box can have": Both(queries=130, keys=70),
     "one after the other": Both(overlap=False),
     "together": Both(lag=False),
+    "slots of their own": Both(given=True, slots=2),
+    "slots of their own, together": Both(given=True, slots=2, lag=False, keys=256, stay=2),
     "heads": Both(heads=3),
     "heads, all queries": Both(heads=2, mask="", groups=1, lag=False),
     "heads, blocks stay": Both(heads=2, keys=384, queries=256, stay=2, slots=2),

@@ -75,9 +75,11 @@ def loss(x: Any, y: Any) -> Any:
     return F.cross_entropy(x.float(), y)
 
 
-@pytest.mark.parametrize(("columns", "once"), [(128256, True), (8192, False)])
-def test_rows_that_registers_do_not_hold_are_read_once(columns: int, once: bool) -> None:
-    given = torch.empty(2048, columns).bfloat16(), torch.zeros(2048, dtype=torch.int64)
+@pytest.mark.parametrize(
+    ("rows", "columns", "once"), [(2048, 128256, True), (2048, 8192, False), (2048, 50257, False), (64, 128256, False)]
+)
+def test_rows_that_neither_registers_nor_the_cache_hold_are_read_once(rows: int, columns: int, once: bool) -> None:
+    given = torch.empty(rows, columns).bfloat16(), torch.zeros(rows, dtype=torch.int64)
     program = lowered(loss, given).at("tile").loop
     monoids = [r.monoid.name for s in program.steps if isinstance(s, l.Kernel) for r in s.carried]
     assert ("logsumexp" in monoids) == once

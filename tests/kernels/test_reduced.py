@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.hw.sass import sass
 from tests.kernels.reduced import EVERY, Reduced, losses
 from tests.kernels.test_arrangements import SEEDS
 from tests.kernels.test_joined import lowered
 from tests.kernels.test_quantised import numbers
 from tests.rules.test_columns_reduced import fewest
 
+import terrazzo
 from terrazzo import pipelines
 from terrazzo.front.capture import capture
 from terrazzo.hw.gpu import gpu
@@ -205,3 +208,24 @@ def test_without_tiles_results_are_stored(target: str) -> None:
     given = torch.randn(128, 64), torch.randn(64, 64), labels(128, 64)
     program = lowering(capture(entropy, given, {}).program, Options(target=target, libraries="never"))
     assert not [s for s in program.at("loop").steps if reduced_product(s)]
+
+
+def test_a_tile_of_sums_fits_into_registers(tmp_path: Path) -> None:
+    """Beside 192 sums of a thread; of each it takes one exponential, in one text for both warpgroups or in two."""
+    given = torch.empty(8192, 4096).bfloat16(), torch.empty(128256, 4096).bfloat16(), labels(8192, 128256)
+    kernel, *_ = lowered(entropy, given).at("kernel").steps
+    found = "\n".join(sass(kernel, "sm_90a", tmp_path))
+    assert "HGMMA.64x192x16" in found and "STL" not in found
+    assert found.count("MUFU.EX2") in (192, 384)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_gpu_is_as_exact_as_eager(name: str) -> None:
+    fn, given = LOSSES[name]
+    there = tuple(x.cuda() for x in given)
+    ours = terrazzo.compile(fn, *there, options=Options(libraries="never"))(*there).double().cpu().numpy()
+    exact = fn(*(x.double() if x.is_floating_point() else x for x in given)).numpy()
+    off, usual = (np.linalg.norm(z - exact) for z in (ours, fn(*there).double().cpu().numpy()))
+    assert off <= 2 * usual + 1e-6 * np.linalg.norm(exact)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from terrazzo.front.capture import capture
 from terrazzo.ir.dialects import loop as l
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
+from terrazzo.run import compiled
 
 torch.manual_seed(0)
 X, Y = torch.randn(3, 4, 6, dtype=torch.complex64), torch.randn(4, 6, dtype=torch.complex64)
@@ -139,3 +141,22 @@ def test_what_overflows_is_left_to_pytorch() -> None:
     x = X * 1e25
     assert _calls(lambda a, b: a / b, (x, x)) == ["aten.div.Tensor"]
     assert terrazzo.compile(lambda a: (a * 1).abs(), x)(x).isfinite().all()
+
+
+def test_no_kernel_moves_complex_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A result that is to lie across, as in eager mode, is moved by PyTorch: CUDA has no such type."""
+
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        return (x * y) * y + x
+
+    given: list[Any] = []
+    before = compiled.compile_program
+    monkeypatch.setattr(compiled, "compile_program", lambda p, *rest: given.append(p) or before(p, *rest))
+    across = X.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    torch._dynamo.reset()
+    ours = torch.compile(f, backend="terrazzo", options={"cache_dir": tmp_path})(across, Y)
+    torch.testing.assert_close(ours, f(across, Y))
+    assert ours.stride() == f(across, Y).stride() != X.stride()
+    steps = lowering(given[0], Options(target="sm_90a")).loop.steps
+    kernels = [s for s in steps if isinstance(s, l.Kernel)]
+    assert kernels and not any(b.type.dtype.kind == "complex" for s in kernels for b in (*s.reads, *s.writes))

@@ -105,6 +105,8 @@ def expression(x: Node, scope: Scope) -> str:
     match x:
         case l.Literal():
             return literal(x.value, x.type)
+        case l.Index(value=Loaded() as e) if scope.notes_zero and not stays(e.value, e.extent, scope.spans):
+            return f"tz_among({term(e.value, scope)}, {index(e.extent, scope)}, bad)"
         case l.Index():
             return f"(int64_t){index(x.value, scope)}"
         case l.Load():

@@ -31,19 +31,22 @@ STATES = 6.0
 took 12.4 ms for 8192 rows of 4096 to 128,256 words, 1.01 of cuBLAS's product alone, as tiles do that store their
 results; and those of 128 x 192 in turns 11.9 ms: nothing but products seems to take time (H200, 23 November 2026).
 """
+ONE_BY_ONE = 48.0
+"""The same, of states of several values in no frame: each waits for the one before it. The largest of 32,000 words took
+347 us for 2048 rows of 2048, and where it is 405, as with the product stored (H200, 23 November 2026).
+"""
 
 
 @dataclass(frozen=True)
 class Way:
-    """`part`, which is `whole` or computes the states of so many `pieces` of its columns, under a schedule; `rest` is
-    the kernel in which these meet. `whole` means the same as the kernel it was made of.
+    """`part`, which is `whole` or computes the states of pieces of its columns, under a schedule; `rest` is the kernel
+    in which these meet. `whole` means the same as the kernel it was made of.
     """
 
     whole: l.Kernel
     part: l.Kernel
     schedule: Schedule
     rest: l.Kernel | None
-    pieces: int
     plan: warpgroups.Plan
 
 
@@ -81,10 +84,11 @@ def _work(p: Product, tile: Tile, gpu: Gpu) -> Work:
     """What all tiles do, whose results stay where they are: of each row, a state leaves."""
     has = gpu.warpgroups
     assert has is not None
-    values = sum(r.monoid.width for r in _around(p) if not any(somewhere(x, r.axes) for x in r.args))
+    around = [r for r in _around(p) if not any(somewhere(x, r.axes) for x in r.args)]
+    each = sum(r.monoid.width * (STATES if r.monoid.frame or r.monoid.width == 1 else ONE_BY_ONE) for r in around)
     work = warpgroups.work_of(p, tile, gpu, has)
     read = sum(p.touched(x) * x.dtype.size for x in p.sources)
-    after = work.after + tile.m * tile.n * STATES * values / has.after
+    after = work.after + tile.m * tile.n * each / has.after
     return work._replace(results=0, rate=1.0, after=after, least=read, hidden=1.0)
 
 
@@ -108,13 +112,13 @@ def ways(kernel: l.Kernel, gpu: Gpu) -> Iterator[Way]:
         n = plan.tile.n
         pieces = ceil(p.n.extent, n)
         if pieces == 1:
-            yield Way(kernel, kernel, schedule(p, plan, gpu), None, 1, plan)
+            yield Way(kernel, kernel, schedule(p, plan, gpu), None, plan)
             continue
         part, rest = split(kernel, _around(p), pieces, n)
         q = reduced_product(part)
         if q is not None and q.n.extent == n:
             own = replace(plan.tile, rows=q.m, columns=q.n)
-            yield Way(kernel, part, schedule(q, plan._replace(tile=own), gpu), rest, pieces, plan)
+            yield Way(kernel, part, schedule(q, plan._replace(tile=own), gpu), rest, plan)
 
 
 def refusal(kernel: l.Kernel, gpu: Gpu) -> str:

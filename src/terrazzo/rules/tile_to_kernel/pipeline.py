@@ -354,6 +354,10 @@ class Pipeline:
         """Which threads say that a slot is free: one of each that waits by itself."""
         return self.bindings.leader if freed_by_teams(self.plan, ring) else [-k.LANE]
 
+    def read(self, ring: Ring) -> bool:
+        """Whether threads read what comes to a ring, rather than products alone."""
+        return not freed_by_teams(self.plan, ring)
+
     def fence(self) -> None:
         """Who only loads does so in boxes, which nobody has to fence."""
 

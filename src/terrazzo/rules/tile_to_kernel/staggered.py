@@ -60,6 +60,9 @@ class Writer(Protocol):
     def free(self, ring: Ring, t: IntExpr) -> None:
         """The slot of step t may be filled again."""
 
+    def read(self, ring: Ring) -> bool:
+        """Whether threads read what comes to a ring, rather than products alone."""
+
 
 class Staggered:
     """Writes the steps of a tile for one team. `first` are the products of what is in memory, `last` those of what is
@@ -73,6 +76,7 @@ class Staggered:
         self.values: dict[str, dict[Node, k.Registers]] = {}
         self.open: list[Product] = []
         self.waited: set[str] = set()
+        self.late: dict[str, Ring] = {}
 
     def write(self) -> None:
         """All steps."""
@@ -86,7 +90,7 @@ class Staggered:
 
     def step(self, t: Var) -> None:
         """One step, in which the last products of the step before are still open, if there was one."""
-        self.open, self.waited = [*self.last], set()
+        self.open, self.waited, self.late = [*self.last], set(), {}
         one, *more = self.first
         self.writer.follow(t)
         self.begin(one, t)
@@ -103,6 +107,8 @@ class Staggered:
             self.factors.round(p)
         for p in self.last:
             self.begin(p, t)
+        for ring in self.late.values():
+            self.writer.free(ring, t)
 
     def make(self, p: Product, t: Var) -> None:
         """The factor of a product, once what it is made of is there."""
@@ -114,14 +120,19 @@ class Staggered:
         self.factors.weigh(p, t)
 
     def done(self, products: Sequence[Product], t: Var) -> None:
-        """Wait for products, and free the slots that no other one of the step takes."""
+        """Wait for products, and free the slots that no other one of the step takes; `late` are those of which threads
+        read what factors are made of, which all threads of a warp have done when it begins the last products.
+        """
         if not products:
             return
         self.until(products[-1])
         held = {r.name for q in (*self.last, *self.open) for r in self.writer.moving(q)}
         rings = {r.name: r for q in products for r in self.writer.moving(q) if r.name not in held}
         for ring in rings.values():
-            self.writer.free(ring, t)
+            if self.writer.read(ring):
+                self.late[ring.name] = ring
+            else:
+                self.writer.free(ring, t)
         if not any(q in self.open for q in self.first):
             self.writer.lead(t)
 

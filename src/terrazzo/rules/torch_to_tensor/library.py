@@ -16,6 +16,7 @@ from terrazzo.ir.operators import tried
 from terrazzo.ir.program import Input, Program
 from terrazzo.ir.types import Type, dense
 from terrazzo.rewrite.rule import Choice, Event, Log
+from terrazzo.rules.torch_to_tensor.placed import moved
 
 PASS = "torch_to_tensor"
 LIBRARY, OURS = "the library", "ours"
@@ -100,7 +101,7 @@ class Libraries:
         same = lowered.type.strides == wanted.strides or (wanted.strides is None and not exactly)
         if same or isinstance(node, Input):
             return lowered
-        return t.LaidOut(lowered, wanted.element_strides)  # type: ignore[arg-type]
+        return moved(lowered, wanted.element_strides)  # type: ignore[arg-type]
 
 
 def _widened(node: Node) -> bool:

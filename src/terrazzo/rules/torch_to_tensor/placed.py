@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from terrazzo.errors import UserError
@@ -62,4 +62,12 @@ def _strided(kind: Type, strides: Strides) -> Type:
 
 def placed(value: Any, strides: Strides) -> Any:
     """A value of Tensor IR in memory as it is to lie."""
-    return value if strides is None or value.type.strides == strides else t.LaidOut(value, strides)
+    return value if strides is None or value.type.strides == strides else moved(value, strides)
+
+
+def moved(value: Any, strides: Sequence[int]) -> Any:
+    """A value where it is to lie. Complex numbers PyTorch moves: no kernel has them."""
+    kind = Type(value.type.dtype, value.type.shape, tuple(strides))
+    if kind.dtype.kind == "complex":
+        return t.Opaque("aten.clone.default", (value,), (), kind)
+    return t.LaidOut(value, tuple(strides))

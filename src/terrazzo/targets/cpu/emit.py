@@ -77,7 +77,7 @@ def emit(kernel: l.Kernel) -> tuple[str, str]:
             f"  {const}{c_type(b.type.dtype)}* __restrict {formal} = ({const}{c_type(b.type.dtype)}*)buffers[{k}];"
         )
     body = blocked.emit(kernel, scope) or _Writer(kernel, scope).lines()
-    noting = any("tz_at(" in line or "tz_divisor(" in line for line in body)
+    noting = any("tz_among(" in line for line in body)
     lines += ["  " + (_noting(line) if noting else line) for line in body]
     lines += ["  return bad;", "}"]
     lines.append(f'extern "C" int64_t {name}_spans[];')
@@ -417,7 +417,7 @@ class _Writer:
 
 
 def _noting(line: str) -> str:
-    """A line of a kernel that notes what is bad: threads and lanes note each for themselves."""
+    """A line of a kernel that notes what is bad without a branch: threads and lanes note each for themselves."""
     return line + " reduction(|:bad)" if "#pragma omp" in line else line
 
 

@@ -78,7 +78,13 @@ template <class T> TZ bool tz_signbit(T x) {
 // An index that came from data: out of range is noted, and reads element 0 until the kernel returns.
 TZ int64_t tz_at(int64_t i, int64_t extent, int& bad) {
   bool outside = (uint64_t)i >= (uint64_t)extent;
-  bad |= outside;  // no branch, so that loops vectorise
+  if (outside) bad |= 1;
+  return outside ? 0 : i;
+}
+// The same of one that is only compared, without a branch, so that loops vectorise: threads and lanes each need a `bad`.
+TZ int64_t tz_among(int64_t i, int64_t extent, int& bad) {
+  bool outside = (uint64_t)i >= (uint64_t)extent;
+  bad |= outside;
   return outside ? 0 : i;
 }
 // A whole divisor: zero is noted.
