@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from terrazzo.ir.text import parse
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from terrazzo.rules.loop.parts import parts_of
-from terrazzo.rules.loop_to_tile import boxes, products, reductions, warpgroups
+from terrazzo.rules.loop_to_tile import boxes, products, reductions, warpgroup_tiles, warpgroups
 from terrazzo.rules.loop_to_tile.chain import nested
 from terrazzo.rules.loop_to_tile.collapse import merge_product_axes
 from terrazzo.rules.loop_to_tile.results import results
@@ -406,3 +407,18 @@ def test_nobody_takes_turns_with_one_tile_or_with_results_that_leave_registers()
     assert turns(4096, 4096)
     assert not turns(512, 512)
     assert not turns(4096, 4096, lambda x, w, r, b: F.linear(x, w).float())
+
+
+def test_nobody_takes_turns_where_tiles_end_with_columns_that_are_normed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ends(fn: Any) -> bool:
+        """Whether there are such turns whose last tile has columns beyond the end."""
+        (p,) = [x for k in on_meta(fn, 16384, 4096, 320) if (x := product(k)) is not None]
+        return any(x.tile.turns and x.tile.columns.extent % x.tile.n for x in warpgroups.plans(p, HOPPER))
+
+    def normed(x: Any, w: Any, r: Any, b: Any) -> Any:
+        return (F.linear(x, w).float() * (1 / (b.float() + 1).sqrt())).bfloat16()
+
+    assert ends(biased) and not ends(normed)
+    monkeypatch.setattr(warpgroup_tiles, "ROOTS", math.inf)
+    warpgroups._plans.cache_clear()
+    assert ends(normed)
