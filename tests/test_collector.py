@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from terrazzo import collector
 from terrazzo.collector import paused
 from terrazzo.front.capture import capture
 from terrazzo.interp import kernel as simulator
@@ -69,12 +70,13 @@ class Graph:
         self.nodes = [[self] for _ in range(50_000)]
 
 
-def test_what_was_dropped_goes_when_others_are_compiled() -> None:
+def test_what_was_dropped_goes_when_others_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collector, "_known", 0)
     seen: list[weakref.ref[Graph]] = []
-    for _ in range(40):
+    for _ in range(40 + len(gc.get_objects()) // 50_000):  # as many objects as there are, whoever made those
         with paused():
             seen.append(weakref.ref(Graph()))
-    assert sum(s() is not None for s in seen) < 30
+    assert sum(s() is not None for s in seen) < 0.75 * len(seen)
 
 
 def test_what_others_froze_stays_so() -> None:

@@ -137,7 +137,7 @@ def test_nothing_is_left_changed() -> None:
         torch.distributions.Normal(torch.zeros(3), -torch.ones(3))
 
 
-LABELS = torch.tensor([[3, 0, -1, 1, 2], [1, -1, 0, 0, 0], [0, 1, 2, 3, 4], [-1, 0, 1, 2, 3], [2, 2, 0, -1, -1]])
+TARGETS = torch.tensor([[3, 0, -1, 1, 2], [1, -1, 0, 0, 0], [0, 1, 2, 3, 4], [-1, 0, 1, 2, 3], [2, 2, 0, -1, -1]])
 MARGINS = torch.randn(5, 5, generator=torch.Generator().manual_seed(1))
 
 
@@ -149,14 +149,14 @@ def test_labels_end_at_the_first_that_is_none(reduction: str, tmp_path: Path) ->
     leaves = [MARGINS.clone().requires_grad_() for _ in range(2)]
     torch._dynamo.reset()
     ours = [
-        torch.compile(loss, backend="terrazzo", options=options)(leaves[0], LABELS),
-        terrazzo.compile(loss, MARGINS, LABELS, options=options)(MARGINS, LABELS),
+        torch.compile(loss, backend="terrazzo", options=options)(leaves[0], TARGETS),
+        terrazzo.compile(loss, MARGINS, TARGETS, options=options)(MARGINS, TARGETS),
     ]
-    expected = loss(leaves[1], LABELS)
+    expected = loss(leaves[1], TARGETS)
     for found in ours:
         torch.testing.assert_close(found, expected)
     ours[0].sum().backward()
     expected.sum().backward()
     torch.testing.assert_close(leaves[0].grad, leaves[1].grad)
-    row = terrazzo.compile(loss, MARGINS[0], LABELS[0], options=options)
-    torch.testing.assert_close(row(MARGINS[0], LABELS[0]), loss(MARGINS[0], LABELS[0]))
+    row = terrazzo.compile(loss, MARGINS[0], TARGETS[0], options=options)
+    torch.testing.assert_close(row(MARGINS[0], TARGETS[0]), loss(MARGINS[0], TARGETS[0]))

@@ -130,10 +130,9 @@ class StepFrame:
         for r, (scores, new) in held.items():
             del self.accumulators.collect[r]
             top, total = self.scope.env[r]
-            base = builder.let(finite(l.Load(new, ())))
-            worth = exponential(l.apply("sub", l.Load(top, ()), base))
-            builder.add(l.Store(total, (), l.apply("mul", l.Load(total, ()), worth)), l.Store(top, (), l.Load(new, ())))
-            one = exponential(l.apply("sub", l.Load(scores, at), base))
+            worth = l.apply("mul", l.Load(total, ()), apart(l.Load(top, ()), l.Load(new, ())))
+            builder.add(l.Store(total, (), worth), l.Store(top, (), l.Load(new, ())))
+            one = apart(l.Load(scores, at), l.Load(new, ()))
             more = l.Store(total, (), l.apply("add", l.Load(total, ()), one))
             builder.loops([(d.variable, True) for d in self.looped], partial(builder.add, more))
 
@@ -187,6 +186,12 @@ def finite(top: l.Load) -> Node:
     """A frame, or, where that is infinite, another one, from which the difference of what is equal is no NaN."""
     zero = l.Literal(0.0, top.dtype)
     return l.apply("where", l.apply("eq", l.apply("sub", top, top), zero), top, zero)
+
+
+def apart(score: l.Load, top: l.Load) -> Node:
+    """What a score is worth in a frame; 1 where it is the highest, an infinite one as well."""
+    worth = exponential(l.apply("sub", score, top))
+    return l.apply("where", l.apply("eq", score, top), l.Literal(1.0, top.dtype), worth)
 
 
 def exponential(difference: Any) -> Node:

@@ -19,8 +19,7 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, Var
 from terrazzo.ir.node import Node
-from terrazzo.ir.plan import Convert, Plan, Product, Ring, Stream
-from terrazzo.ir.plan import Frame as FrameLine
+from terrazzo.ir.plan import Convert, Frame, Plan, Product, Ring, Stream
 from terrazzo.ir.types import u32
 from terrazzo.rules.tile.agents import LOAD
 from terrazzo.rules.tile.digits import Bindings, Digit, zero
@@ -390,7 +389,7 @@ class Pipeline:
             extra = [instruction.d.elements] if instruction else []
             dtype = reduce.dtype
             own = isinstance(instruction, WarpgroupInstruction)  # which begins with its first product
-            framed = any(f.product == name for f in self.plan.all(FrameLine))  # which is multiplied before it, or after
+            framed = any(f.product == name for f in self.plan.all(Frame))  # which is multiplied before it, or after
             framed = framed and not any(x.early for x in self.plan.all(Product))
             init = l.Literal(zero(dtype), dtype) if framed or p.promote or not own or self.visiting.idle else None
             place = self.builder.registers("acc", dtype, [*shape, *extra], init)
