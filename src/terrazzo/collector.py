@@ -14,7 +14,7 @@ others were, and nobody has looked since.
 _unseen = 0
 """Objects made within `paused` that no collection has gone through."""
 _known = 0
-"""Objects there were when all were last gone through for us, or when we first came."""
+"""Objects there were when all had last been gone through for us, or we had first come, which imports much; 0 before."""
 
 
 @contextmanager
@@ -38,16 +38,17 @@ def paused() -> Iterator[None]:
 
 def _look() -> None:
     """Have all objects gone through, where many are unseen: what holds itself goes then, and all it holds."""
-    global _known, _unseen
-    if due := SHARE * _unseen > _known > 0:
+    global _known
+    if SHARE * _unseen > _known > 0:
         gc.collect()
-    if due or not _known:
-        _known, _unseen = len(gc.get_objects()), 0
+        _known = 0
 
 
 def _grow_old() -> None:
     """Have the young objects pass for old ones, without going through them."""
-    global _unseen
+    global _known, _unseen
     _unseen += gc.get_count()[0]
     gc.freeze()
+    if not _known:
+        _known, _unseen = gc.get_freeze_count(), 0
     gc.unfreeze()

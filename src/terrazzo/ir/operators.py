@@ -141,6 +141,13 @@ def tried(name: str, args: Any, kwargs: Any, of: Any) -> Any:
     return _tried[key]
 
 
+def pointwise(name: str) -> bool:
+    """Whether an operator goes point by point, as PyTorch marks it."""
+    import torch
+
+    return torch.Tag.pointwise in operator(name).tags
+
+
 TRIED = 4096
 """Calls whose results are remembered."""
 _tried: dict[Any, Any] = {}

@@ -12,7 +12,7 @@ from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects.torch import Aten, Get
 from terrazzo.ir.node import Node, topological
-from terrazzo.ir.operators import tried
+from terrazzo.ir.operators import pointwise, tried
 from terrazzo.ir.program import Input, Program
 from terrazzo.ir.types import Type, dense
 from terrazzo.rewrite.rule import Choice, Event, Log
@@ -68,7 +68,9 @@ class Libraries:
         for x in topological([node], stop=self.layouts.__contains__):
             if x in self.layouts:
                 continue
-            if isinstance(x, Aten):
+            if isinstance(x, Aten) and row_by_row(x, [self.layouts[y] for y in x.children]):
+                self.layouts[x] = x.type
+            elif isinstance(x, Aten):
                 self.layouts[x] = tried(x.name, x.args, x.kwargs, self.layouts.__getitem__)
             elif isinstance(x, Get):
                 several = self.layouts[x.x]
@@ -102,6 +104,24 @@ class Libraries:
         if same or isinstance(node, Input):
             return lowered
         return moved(lowered, wanted.element_strides)  # type: ignore[arg-type]
+
+
+def row_by_row(op: Aten, given: Sequence[Any]) -> bool:
+    """Whether the result of an op on what is given lies row by row, as far as that is plain: asking PyTorch takes a
+    millisecond.
+    """
+    name = op.name.split(".")[1]
+    if not isinstance(op.result, Type) or "memory_format" in dict(op.kwargs):
+        return False
+    if name in PRODUCTS:
+        return True
+    return all(isinstance(x, Type) and x.strides is None for x in given) and (name in KEEP or pointwise(op.name))
+
+
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+"""Ops whose results lie row by row whatever they are given."""
+KEEP = ("_to_copy", "view", "_unsafe_view", "mean", "sum", "amax")
+"""Ops whose results lie row by row where all that they are given does so, beside those that go point by point."""
 
 
 def _widened(node: Node) -> bool:
