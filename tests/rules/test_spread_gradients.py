@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,17 @@ def gradient(f: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
 CASES: dict[str, Callable[[Any], Any]] = {
     "repeated": lambda x: F.interpolate(x, scale_factor=2, mode="nearest"),
     "repeated by sizes": lambda x: F.interpolate(x, size=(18, 36), mode="nearest"),
+    "repeated unequally": lambda x: F.interpolate(x, size=(20, 17), mode="nearest"),
+    "repeated by a number": lambda x: F.interpolate(x, scale_factor=1.7, mode="nearest"),
+    "some left out": lambda x: F.interpolate(x, size=(5, 7), mode="nearest"),
+    "repeated around middles": lambda x: F.interpolate(x, size=(20, 17), mode="nearest-exact"),
+    "between, twice": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
+    "between, by a number": lambda x: F.interpolate(x, scale_factor=1.7, mode="bilinear"),
+    "between, of fewer": lambda x: F.interpolate(x, size=(4, 5), mode="bilinear"),
+    "between corners": lambda x: F.interpolate(x, size=(20, 17), mode="bilinear", align_corners=True),
+    "between corners, one": lambda x: F.interpolate(x, size=(1, 17), mode="bilinear", align_corners=True),
+    "between, in a volume": lambda x: F.interpolate(x[None], size=(6, 9, 11), mode="trilinear"),
+    "between, along a line": lambda x: F.interpolate(x.flatten(2), size=150, mode="linear"),
     "means side by side": lambda x: F.avg_pool2d(x, 3),
     "what windows leave over": lambda x: F.avg_pool2d(x, 2),
     "means that overlap": lambda x: F.avg_pool2d(x, 3, 2, 1),
@@ -47,3 +59,29 @@ def test_places_gather_their_gradients(name: str, dtype: torch.dtype) -> None:
     )
     one, other = (np.sqrt(np.mean((y - exact) ** 2)) for y in (ours, eager))
     assert one <= 2 * other + 1e-7, (one, other)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear"])
+def test_they_do_so_under_torch_compile(mode: str) -> None:
+    """PyTorch would take what resamples images apart before autograd sees it, and scatter gradients."""
+    torch._dynamo.reset()
+    x = torch.randn(2, 3, 9, 12, requires_grad=True)
+
+    def f(x: Any) -> Any:
+        return F.interpolate(x.sin(), size=(20, 17), mode=mode)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)  # an op that is left to PyTorch is told once
+        compiled = torch.compile(f, backend="terrazzo", options={"strict": True})
+        (ours,) = torch.autograd.grad(compiled(x).square().sum(), x)
+    torch.testing.assert_close(ours, torch.autograd.grad(f(x).square().sum(), x)[0])
+
+
+@pytest.mark.parametrize("mode", ["nearest", "bilinear"])
+def test_an_infinite_gradient_is_that_of_its_own(mode: str) -> None:
+    x, w = torch.randn(1, 1, 9, 12), torch.ones(4096)
+    w[5 * 17 + 7] = torch.inf  # of 17 columns
+    fn = gradient(lambda x: F.interpolate(x, size=(20, 17), mode=mode))
+    ours, eager = lowered(fn, (x, w), "sm_90a").simulated()[0], fn(x, w)
+    np.testing.assert_array_equal(np.isinf(ours), np.isinf(eager))
+    assert not np.isnan(ours).any()

@@ -15,7 +15,7 @@ from typing import Any
 
 from terrazzo.collector import paused
 from terrazzo.errors import Limitation, TerrazzoError, UserError
-from terrazzo.front.decompositions import table
+from terrazzo.front.decompositions import resampled_whole, table
 from terrazzo.front.effects import (
     Set,
     attributes_set,
@@ -274,8 +274,15 @@ def trace(fn: Callable[[list[Any]], list[Any]], tensors: Sequence[Any]) -> tuple
         return [*results, *(given[k] for k in changed)]
 
     try:
-        definitions = attention_by_definition(), recurrent_nets_by_definition(), functions_by_definition()
-        with torch.no_grad(), definitions[0], definitions[1], definitions[2], checks_inside(), _said_to_be_traced():
+        with (
+            torch.no_grad(),
+            attention_by_definition(),
+            recurrent_nets_by_definition(),
+            functions_by_definition(),
+            resampled_whole(),
+            checks_inside(),
+            _said_to_be_traced(),
+        ):
             wrapped = dispatch_functionalize(functional)
             gm = traced(wrapped, decomposition_table=table())(*tensors)
             if any(_mutates(node) for node in gm.graph.nodes):  # a decomposition worked in place on a value of its own

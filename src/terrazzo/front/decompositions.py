@@ -5,6 +5,8 @@ Core ATen's table, less the ops we lower ourselves to better terms or with exact
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -96,6 +98,30 @@ def _factors(x: Any) -> Any:
     return factors, pivots, factors.diagonal(dim1=-2, dim2=-1), sign
 
 
+@contextmanager
+def resampled_whole() -> Iterator[None]:
+    """Within this, autograd sees ops that resample images whole: PyTorch would take them apart before, and then
+    gradients are scattered, those of one tap after those of the other.
+    """
+    import torch
+    from torch._C import DispatchKey
+
+    kinds = [f"nearest{d}d" for d in (1, 2, 3)] + ["linear1d", "bilinear2d", "trilinear3d", "bicubic2d"]
+    names = [f"upsample_{kind}" for kind in kinds] + [f"_upsample_nearest_exact{d}d" for d in (1, 2, 3)]
+    packets = [getattr(torch.ops.aten, name) for name in names]
+    ops = [getattr(packet, o) for packet in packets for o in ("default", "vec")]
+    keys = DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd
+    taken = {op: {key: op.py_kernels.pop(key) for key in keys if key in op.py_kernels} for op in ops}
+    try:
+        for op in ops:
+            op._dispatch_cache.clear()
+        yield
+    finally:
+        for op, kernels in taken.items():
+            op.py_kernels.update(kernels)
+            op._dispatch_cache.clear()
+
+
 def _slogdet(x: Any) -> Any:
     if x.is_contiguous() or x.is_complex():
         return NotImplemented
@@ -113,7 +139,9 @@ def _det(x: Any) -> Any:
 EXTRA = (
     "linear", "matmul", "native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm",
     "_native_batch_norm_legit_no_training", "_native_batch_norm_legit_functional", "_unsafe_index", "norm",
-    "upsample_bilinear2d", "upsample_nearest2d", "native_batch_norm_backward", "native_layer_norm_backward",
+    "upsample_bilinear2d", "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d",
+    "_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d",
+    "native_batch_norm_backward", "native_layer_norm_backward",
     "native_group_norm_backward", "threshold_backward", "gelu_backward", "silu_backward", "sigmoid_backward",
     "tanh_backward",
     "_softmax_backward_data", "_log_softmax_backward_data", "nll_loss_backward",

@@ -12,7 +12,7 @@ from typing import Any
 
 from terrazzo.errors import CompilerBug, Limitation, TerrazzoError
 from terrazzo.front.capture import attention_by_definition
-from terrazzo.front.decompositions import table
+from terrazzo.front.decompositions import resampled_whole, table
 from terrazzo.front.fx import from_graph
 from terrazzo.front.looking import checks_inside, multilabel_margin_loss
 from terrazzo.front.partition import partition
@@ -73,7 +73,7 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: S
 
     _define(gm)
     try:
-        with attention_by_definition(), checks_inside(), _gradients_apart(gm):
+        with attention_by_definition(), checks_inside(), resampled_whole(), _gradients_apart(gm):
             return aot_module_simplified(
                 gm,
                 example_inputs,

@@ -26,6 +26,7 @@ PLAIN = ("Tensor", "number", "bool", "int", "float", "str", "Device", "Generator
 PRIVATE = (
     "_conj", "_conj_physical", "_trilinear", "_index_put_impl", "_ctc_loss",
     "_histogramdd_bin_edges", "_histogramdd_from_bin_cts", "_histogramdd_from_bin_tensors",
+    *(f"_upsample_nearest_exact{d}d_backward" for d in (1, 2, 3)),
 )  # fmt: skip
 """Operators that are captured although PyTorch neither takes them apart nor tells their shapes."""
 UNCHECKED = ("_reshape_alias",)

@@ -6,14 +6,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
+
+import numpy as np
 
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects.torch import Aten
 from terrazzo.ir.expr import IntExpr
 from terrazzo.ir.types import DType, Type, i32, i64
-from terrazzo.rewrite.rule import Rule, need
+from terrazzo.rewrite.rule import Rule
 from terrazzo.rules.torch_to_tensor.common import aten, result
 from terrazzo.rules.torch_to_tensor.pointwise import c
 
@@ -130,6 +133,14 @@ def _scale(n: int, m: int, align: bool, scale: float | None) -> float:
     return 1 / scale if scale else n / m
 
 
+def _real(position: Any, step: float, align: bool) -> Any:
+    """Where in the image an element of the result is, when one is `step` elements of the image."""
+    if align:
+        return t.apply("mul", position, c(step, position))
+    middle = t.apply("mul", t.apply("add", position, c(0.5, position)), c(step, position))
+    return t.apply("sub", middle, c(0.5, middle))
+
+
 def _interpolated(count: int, kernel: Kernel, extend: bool) -> Callable[..., Any]:
     """Interpolation by a kernel of `count` taps; places before the first element are moved to it unless `extend`."""
 
@@ -139,12 +150,8 @@ def _interpolated(count: int, kernel: Kernel, extend: bool) -> Callable[..., Any
         for d, (m, scale) in enumerate(zip(size, scales or (None,) * len(size), strict=True)):
             n = x.type.shape[2 + d]
             step = _scale(n, m, align, scale)
-            position = t.cast(t.iota((m,), t.coordinates((m,))[0]), dtype)
-            real = t.apply("mul", position, c(step, position))
-            if not align:
-                half = t.apply("mul", t.apply("add", position, c(0.5, position)), c(step, position))
-                real = t.apply("sub", half, c(0.5, half))
-                real = real if extend else t.apply("max", real, c(0.0, real))
+            real = _real(t.cast(t.iota((m,), t.coordinates((m,))[0]), dtype), step, align)
+            real = real if extend or align else t.apply("max", real, c(0.0, real))
             place, weight = _around(real, count, kernel, _whole(n))
             along.append(Taps(_limited(place, n), weight, (2 + d,)))
         return weighted(x, out, along)
@@ -258,20 +265,100 @@ def grid_sampler(node: Aten, x: Any, grid: Any, mode: int, padding: int, align: 
     return weighted(x, out, along)
 
 
-@aten(*(f"upsample_nearest{d}d_backward.default" for d in (1, 2, 3)))
-def upsample_nearest_backward(node: Aten, grad: Any, size: Sequence[int], given: Sequence[int], *scales: Any) -> Any:
-    """Each element gets the gradients of all places that it was repeated at, as many times as a whole number says."""
-    out = result(node)
-    spatial = out.shape[2:]
-    times = [m // n for m, n in zip(size, spatial, strict=True)]
-    whole = all(m == n * k for m, n, k in zip(size, spatial, times, strict=True))
-    need(whole, "elements are not all repeated equally often")
-    need(all(s in (None, k) for s, k in zip(scales, times, strict=False)), "the scale is not that of the sizes")
-    space = (*out.shape, *times)
+@dataclass(frozen=True)
+class Readers:
+    """Along one dimension: the elements of the result that may read an element of the image, so many from the `first`
+    on, or `all` of which read it. The place of a reader and that of the element have a weight; None where all have 1.
+    """
+
+    first: Callable[[IntExpr], IntExpr]
+    count: int
+    all: bool
+    weight: Callable[[Any, Any], Any] | None
+
+
+def _readers(first: Any, behind: Any, m: int, pace: float, weight: Callable[[Any, Any], Any]) -> Readers:
+    """As few of m for every element as have those from `first` up to `behind` for each, where one is about `pace` times
+    as far as the last.
+    """
+    each = Fraction(pace).limit_denominator(1 << 20)
+    even = np.arange(len(first)) * each.numerator // each.denominator
+    read = first < behind
+    shift = int((first - even)[read].min())
+    count = int((behind - even)[read].max()) - shift
+    start = even + shift
+    every = bool((np.maximum(start, 0) == first).all() and (np.minimum(start + count, m) == behind).all())
+    return Readers(lambda i: i * each.numerator // each.denominator + shift, count, every, weight)
+
+
+def gathered(grad: Any, out: Type, along: Sequence[Readers]) -> Any:
+    """The sum over all readers of grad * the product of the weights, where that is not 0, for the last dimensions."""
+    lead, dtype = out.rank - len(along), out.dtype.compute
+    space = (*out.shape, *(r.count for r in along))
     here = t.coordinates(space)
-    place = [here[2 + d] * k + here[out.rank + d] for d, k in enumerate(times)]
-    found = t.index_map(t.cast(grad, out.dtype.compute), space, (*here[:2], *place))
-    return t.cast(t.reduce("sum", found, range(out.rank, len(space))), out.dtype)
+    index, inside, factors = list[IntExpr](here[:lead]), list[IntExpr](), []
+    for d, r in enumerate(along):
+        i, k = here[lead + d], here[out.rank + d]
+        place = r.first(i) + k
+        index.append(place)
+        inside += [place, grad.type.shape[lead + d] - 1 - place]
+        if r.weight is not None:
+            shape = (out.shape[lead + d], r.count)
+            own, number = t.coordinates(shape)
+            reader, element = (t.cast(t.iota(shape, e), dtype) for e in (r.first(own) + number, own))
+            factors.append((t.index_map(r.weight(reader, element), space, (i, k)), r.all))
+    value = t.cast(t.index_map(grad, space, index, inside), dtype)
+    for f, every in factors:
+        new = t.apply("mul", value, f)  # where nothing reads, an infinite gradient is none, and no NaN
+        value = new if every else t.where(t.apply("gt", f, c(0.0, f)), new, c(0.0, value))
+    return t.cast(t.reduce("sum", value, range(out.rank, len(space))), out.dtype)
 
 
-RULES: tuple[Rule, ...] = (*UPSAMPLINGS, grid_sampler, upsample_nearest_backward)
+def _nearest_backward(name: str, middle: float) -> Rule:
+    def lower(node: Aten, grad: Any, size: Sequence[int], given: Sequence[int], *scales: float | None) -> Any:
+        out, along = result(node), []
+        for m, n, scale in zip(size, out.static_shape[2:], scales or (None,) * len(size), strict=True):
+            step = _scale(n, m, False, scale)
+
+            def reads(reader: Any, element: Any, n: int = n, step: float = step) -> Any:
+                place = t.apply("mul", t.apply("add", reader, c(middle, reader)), c(step, reader))
+                last = t.apply("min", t.apply("floor", place), c(n - 1.0, place))
+                return t.cast(t.apply("eq", last, element), reader.type.dtype)
+
+            places = (np.arange(m, dtype=np.float32) + np.float32(middle)) * np.float32(step)
+            ends = np.searchsorted(np.minimum(places, np.float32(n - 1)), np.arange(n + 1))
+            found = _readers(ends[:-1], ends[1:], m, 1 / step, reads)
+            along.append(replace(found, weight=None) if found.all else found)
+        return gathered(grad, out, along)
+
+    rule = aten(*(f"{name}{d}d_backward.default" for d in (1, 2, 3)))(lower)
+    return Rule(f"{name}_backward", rule.keys, rule.rewrite, "Each element gets the gradients of all that read it.")
+
+
+@aten(*(f"upsample_{name}_backward.default" for name in ("linear1d", "bilinear2d", "trilinear3d")))
+def upsample_linear_backward(
+    node: Aten, grad: Any, size: Sequence[int], given: Sequence[int], align: bool, *scales: float | None
+) -> Any:
+    """Each element gets the gradients of all that lie between its neighbours, weighted by how near they are."""
+    out, along = result(node), []
+    for m, n, scale in zip(size, out.static_shape[2:], scales or (None,) * len(size), strict=True):
+        step = _scale(n, m, align, scale)
+
+        def near(reader: Any, element: Any, n: int = n, step: float = step) -> Any:
+            place = _real(reader, step, align)
+            place = t.apply("min", t.apply("max", place, c(0.0, place)), c(n - 1.0, place))
+            return linear(t.apply("sub", place, element))
+
+        offset = 0.0 if align else 0.5
+        places, i = np.clip((np.arange(m) + offset) * step - offset, 0, n - 1), np.arange(n)
+        first, behind = np.searchsorted(places, i - 1, "right"), np.searchsorted(places, i + 1)
+        along.append(_readers(first, behind, m, 1 / step if step else 0.0, near))
+    return gathered(grad, out, along)
+
+
+BACKWARD = (
+    _nearest_backward("upsample_nearest", 0.0),
+    _nearest_backward("_upsample_nearest_exact", 0.5),
+    upsample_linear_backward,
+)
+RULES: tuple[Rule, ...] = (*UPSAMPLINGS, grid_sampler, *BACKWARD)
