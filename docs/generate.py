@@ -112,7 +112,7 @@ def scalars() -> str:
 def rules() -> str:
     """Every rule with its docstring, below the file it is in."""
     from terrazzo.rules import tensor_to_loop, torch_to_tensor
-    from terrazzo.rules.loop import channels, fuse, gathered, layout, narrow, relax
+    from terrazzo.rules.loop import channels, fuse, gathered, layout, narrow, places, relax
     from terrazzo.rules.loop_to_tile import collapse, packed, split
     from terrazzo.rules.tile import complete
     from terrazzo.rules.tile_to_kernel import lower
@@ -138,7 +138,7 @@ def rules() -> str:
         ("rows_gathered", gathered.rows_gathered),
     ):
         out += [f"#### {name}", "", *_example(inspect.getdoc(rewrite) or ""), ""]
-    for rewrite in (layout.store_as_read, channels.channels_last, narrow.narrow, relax.relax):
+    for rewrite in (layout.store_as_read, channels.channels_last, narrow.narrow, relax.relax, places.round_places):
         out += [
             f"### {rewrite.__name__}",
             "",

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from tests.kernels.programs import lowered
 
+import terrazzo
 from terrazzo.front.capture import capture
 from terrazzo.ir.address import evaluate, quotient
 from terrazzo.ir.dialects import tensor as t
@@ -20,6 +21,7 @@ from terrazzo.ir.node import topological
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering, stages
 from terrazzo.rewrite.rule import Log
+from terrazzo.targets.cuda.emit import emit
 
 Fn = Callable[..., torch.Tensor]
 
@@ -140,3 +142,18 @@ def test_regions_of_few_pixels_fill_the_lanes() -> None:
     assert all(f.level == "reg" for site in schedule.sites for _, line in site.axes for f in line)
     x, grid = torch.randn(1, 4, 12, 12), torch.rand(3, 14, 14, 2) * 2.2 - 1.1
     assert np.allclose(lowered(regions, (x, grid), "sm_90a").simulated()[0], regions(x, grid), atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("size", [(5, 6), (20, 6), (7, 3), (3, 7)])
+def test_places_and_their_weights_are_those_of_the_same_elements(mode: str, size: tuple[int, int]) -> None:
+    """Also where they are computed in two kernels, and one is contracted: a place may be just a whole number."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, 9, 10)
+    fn = resized(size=size, mode=mode, antialias=True)
+    torch.testing.assert_close(terrazzo.compile(fn, x)(x), fn(x), rtol=1e-5, atol=1e-5)
+
+
+def test_products_that_places_are_made_of_are_rounded() -> None:
+    found = lowered(resized(size=(5, 6), mode="bilinear", antialias=True), (torch.randn(2, 4, 9, 10),), "sm_90a")
+    assert len(found.kernels) == 2 and all("tz_rounded_mul(" in emit(x)[1] for x in found.kernels)

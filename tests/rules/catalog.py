@@ -28,6 +28,7 @@ from terrazzo.rules.loop import (
     narrow,
     parts,
     placed,
+    places,
     relax,
     remake,
     sooner,
@@ -148,6 +149,7 @@ CATALOG: dict[str, Rewrite] = {
     "online:copied_after": of(
         placed.copied_after, lambda p: placed.copied_after(p, Log(), lambda k: next(iter(k.axes[::-1]), None))
     ),
+    "places:round_places": of(places.round_places, lambda p: places.round_places(p, Log())),
     "relax:approximate": of(relax.relax, lambda p: relax.relax(p, Log())),
     "remake:store_sooner": of(sooner.store_sooner, lambda p: sooner.store_sooner(p, Log(), FREE, 1, "remake")),
     "remake:make_again": of(remake.remake, lambda p: remake.remake(p, Log(), FREE, 0)),

@@ -97,7 +97,8 @@ def seasoned(program: Program) -> Program:
         "neg", t.cast(t.broadcast(t.cast(t.apply("exp", row), bf16), (2, n)), f32)
     )  # rounded by every reader
     deep = t.apply("tanh", t.broadcast(row, (2, 3, n)))
-    heads = t.apply("floor", t.broadcast(row, (2, 3, n)))
+    moved = t.apply("add", t.apply("mul", row, t.literal(1.75, f32, (n,))), row)
+    heads = t.apply("floor", t.broadcast(moved, (2, 3, n)))  # which needs a rounded product
     merged = t.reduce("sum", t.reshape(t.permute(heads, (1, 0, 2)), (3, 2 * n)), [1])  # read as one dimension
     largest = t.reduce("max", deep, [0, 2])
     where = t.reduce("argmax", (row, t.iota((n,), t.coordinates((n,))[0])), [0])[1], t.reduce("max", row, [0])

@@ -107,6 +107,16 @@ TZ_SIMD(exp) TZ_SIMD(log) TZ_SIMD(sin) TZ_SIMD(cos) TZ_SIMD(tanh) TZ_SIMD(erf) T
 TZ_SIMD(log2) TZ_SIMD(log10) TZ_SIMD(tan) TZ_SIMD(asin) TZ_SIMD(acos) TZ_SIMD(atan) TZ_SIMD(sinh) TZ_SIMD(cosh) TZ_SIMD(asinh)
 TZ_SIMD(acosh) TZ_SIMD(atanh) TZ_SIMD(erfc) TZ_SIMD2(pow) TZ_SIMD2(atan2) TZ_SIMD2(hypot)
 #endif
+template <class T> TZ T tz_rounded_mul(T a, T b) {
+#if defined(__clang__)  // which contracts within an expression only
+  return a * b;
+#elif __GNUC__ >= 12
+  return __builtin_assoc_barrier(a * b);
+#else
+  volatile T product = a * b;
+  return product;
+#endif
+}
 template <class T> TZ T tz_approx_div(T a, T b) { return a / b; }
 template <class T> TZ T tz_approx_exp2(T x) { return std::exp2(x); }
 template <class T> TZ T tz_approx_log2(T x) { return std::log2(x); }

@@ -103,6 +103,8 @@ TZ float tz_to_odd(double x) {
 TZ float tz_min(float a, float b) { float y; asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b)); return y; }
 TZ float tz_max(float a, float b) { float y; asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b)); return y; }
 #endif
+TZ float tz_rounded_mul(float a, float b) { return __fmul_rn(a, b); }
+TZ double tz_rounded_mul(double a, double b) { return __dmul_rn(a, b); }
 TZ float tz_exp2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 TZ float tz_approx_div(float a, float b) { float y; asm("div.full.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b)); return y; }
 TZ double tz_approx_div(double a, double b) { return a / b; }
