@@ -61,11 +61,12 @@ def test_places_gather_their_gradients(name: str, dtype: torch.dtype) -> None:
     assert one <= 2 * other + 1e-7, (one, other)
 
 
+@pytest.mark.parametrize("images", [2, 0])
 @pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear"])
-def test_they_do_so_under_torch_compile(mode: str) -> None:
+def test_they_do_so_under_torch_compile(mode: str, images: int) -> None:
     """PyTorch would take what resamples images apart before autograd sees it, and scatter gradients."""
     torch._dynamo.reset()
-    x = torch.randn(2, 3, 9, 12, requires_grad=True)
+    x = torch.randn(images, 3, 9, 12, requires_grad=True)
 
     def f(x: Any) -> Any:
         return F.interpolate(x.sin(), size=(20, 17), mode=mode)

@@ -279,7 +279,7 @@ def trace(fn: Callable[[list[Any]], list[Any]], tensors: Sequence[Any]) -> tuple
             attention_by_definition(),
             recurrent_nets_by_definition(),
             functions_by_definition(),
-            resampled_whole(),
+            resampled_whole(tensors),
             checks_inside(),
             _said_to_be_traced(),
         ):

@@ -5,7 +5,7 @@ Core ATen's table, less the ops we lower ourselves to better terms or with exact
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -99,13 +99,16 @@ def _factors(x: Any) -> Any:
 
 
 @contextmanager
-def resampled_whole() -> Iterator[None]:
+def resampled_whole(given: Iterable[Any]) -> Iterator[None]:
     """Within this, autograd sees ops that resample images whole: PyTorch would take them apart before, and then
-    gradients are scattered, those of one tap after those of the other.
+    gradients are scattered, those of one tap after those of the other. Of empty images it does not tell the shapes.
     """
     import torch
     from torch._C import DispatchKey
 
+    if any(isinstance(x, torch.Tensor) and not x.numel() for x in given):
+        yield
+        return
     kinds = [f"nearest{d}d" for d in (1, 2, 3)] + ["linear1d", "bilinear2d", "trilinear3d", "bicubic2d"]
     names = [f"upsample_{kind}" for kind in kinds] + [f"_upsample_nearest_exact{d}d" for d in (1, 2, 3)]
     packets = [getattr(torch.ops.aten, name) for name in names]

@@ -73,7 +73,7 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: S
 
     _define(gm)
     try:
-        with attention_by_definition(), checks_inside(), resampled_whole(), _gradients_apart(gm):
+        with attention_by_definition(), checks_inside(), resampled_whole(example_inputs), _gradients_apart(gm):
             return aot_module_simplified(
                 gm,
                 example_inputs,
