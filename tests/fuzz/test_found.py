@@ -66,6 +66,24 @@ def f(special: f32[3, 128]):
     v2: f32 = get(v1, 1)
     return (v2,)
 """,
+    "sums of rows of which there are none, two axes of them": """@tensor
+def f(x: f32[0, 4, 0]):
+    v0: f32[0, 4, 0] = opaque('aten.neg.default', x)
+    v1: f32[0, 0] = reduce.sum(v0, axes=[1])
+    return (v1,)
+""",
+    "a softmax of short columns in 64 bits": """@tensor
+def f(x0: f64[2, 2]):
+    v0: f32[2, 2] = f32(x0)
+    v1: f32[2] = reduce.max(v0, axes=[0])
+    v2: f32[2, 2] = index_map(lambda i0, i1: v1[i1])
+    v3: f32[2, 2] = sub(v0, v2)
+    v4: f32[2, 2] = exp(v3)
+    v5: f32[2] = reduce.sum(v4, axes=[0])
+    v6: f32[2, 2] = index_map(lambda i0, i1: v5[i1])
+    v7: f32[2, 2] = div(v4, v6)
+    return (v7,)
+""",
     "a log-sum-exp that begins with NaN": """@tensor
 def f(special: f32[1, 40]):
     v0: f32[1, 40] = literal(1.0)

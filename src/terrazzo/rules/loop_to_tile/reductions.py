@@ -252,7 +252,7 @@ def held(kernel: l.Kernel, gpu: Gpu) -> Schedule | None:
             break
     else:
         return None
-    while vector * narrow > WORD and points < 2 * gpu.processors * WARP * vector:
+    while vector > 1 and vector * narrow > WORD and points < 2 * gpu.processors * WARP * vector:
         vector //= 2
     blocks = [(w, points // (WARP * vector * w)) for w in (8, 4, 2, 1) if w * share <= 8]
     apart, count = next((x for x in blocks if x[1] >= 2 * gpu.processors), blocks[-1])

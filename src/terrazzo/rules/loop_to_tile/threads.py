@@ -263,5 +263,5 @@ def divided(threads: int, axes: Iterable[Any], parts: Mapping[Any, int], bound: 
 
 
 def waste(points: int, threads: int) -> float:
-    """How many times as many threads there are as have a point."""
-    return -(-points // threads) * threads / points
+    """How many times as many threads there are as have a point; 1 where there are no points."""
+    return -(-points // threads) * threads / points if points else 1.0
