@@ -84,6 +84,13 @@ def f(x0: f64[2, 2]):
     v7: f32[2, 2] = div(v4, v6)
     return (v7,)
 """,
+    "a constant below 0 in a type without a sign": """@tensor
+def f(whole0: u64[5]):
+    v0: i64[5] = iota(lambda i0: -1)
+    v1: u64[5] = u64(v0)
+    v2: u64[5] = add(whole0, v1)
+    return (v2,)
+""",
     "a log-sum-exp that begins with NaN": """@tensor
 def f(special: f32[1, 40]):
     v0: f32[1, 40] = literal(1.0)

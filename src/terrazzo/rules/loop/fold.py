@@ -332,6 +332,7 @@ def _converted(x: Any, to: DType) -> l.Literal | None:
         return None
     exact = x.type.is_float and to.is_float and float(np.asarray(x.value, to.numpy)) == x.value
     whole = not x.type.is_float and to.is_integer and abs(int(x.value)) < 1 << 15
+    whole = whole and to.lowest <= int(x.value) <= to.highest
     if exact:
         return l.Literal(float(x.value), to)
     return l.Literal(int(x.value), to) if whole else None
