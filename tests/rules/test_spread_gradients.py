@@ -46,7 +46,7 @@ CASES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", CASES)
 def test_places_gather_their_gradients(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)

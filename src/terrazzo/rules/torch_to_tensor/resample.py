@@ -15,7 +15,7 @@ import numpy as np
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects.torch import Aten
 from terrazzo.ir.expr import IntExpr
-from terrazzo.ir.types import DType, Type, i32, i64
+from terrazzo.ir.types import DType, Type, f32, i32, i64
 from terrazzo.rewrite.rule import Rule
 from terrazzo.rules.torch_to_tensor.common import aten, result
 from terrazzo.rules.torch_to_tensor.pointwise import c
@@ -321,9 +321,12 @@ def _nearest_backward(name: str, middle: float) -> Rule:
             step = _scale(n, m, False, scale)
 
             def reads(reader: Any, element: Any, n: int = n, step: float = step) -> Any:
-                place = t.apply("mul", t.apply("add", reader, c(middle, reader)), c(step, reader))
+                here, own = (
+                    t.cast(x, f32) for x in (reader, element)
+                )  # as PyTorch has it
+                place = t.apply("mul", t.apply("add", here, c(middle, here)), c(step, here))
                 last = t.apply("min", t.apply("floor", place), c(n - 1.0, place))
-                return t.cast(t.apply("eq", last, element), reader.type.dtype)
+                return t.cast(t.apply("eq", last, own), reader.type.dtype)
 
             places = (np.arange(m, dtype=np.float32) + np.float32(middle)) * np.float32(step)
             ends = np.searchsorted(np.minimum(places, np.float32(n - 1)), np.arange(n + 1))
