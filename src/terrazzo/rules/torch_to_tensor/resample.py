@@ -321,9 +321,7 @@ def _nearest_backward(name: str, middle: float) -> Rule:
             step = _scale(n, m, False, scale)
 
             def reads(reader: Any, element: Any, n: int = n, step: float = step) -> Any:
-                here, own = (
-                    t.cast(x, f32) for x in (reader, element)
-                )  # as PyTorch has it
+                here, own = (t.cast(x, f32) for x in (reader, element))  # as PyTorch has it
                 place = t.apply("mul", t.apply("add", here, c(middle, here)), c(step, here))
                 last = t.apply("min", t.apply("floor", place), c(n - 1.0, place))
                 return t.cast(t.apply("eq", last, own), reader.type.dtype)
