@@ -96,7 +96,7 @@ def _applied(x: l.Apply, args: list[Range | None]) -> Range | None:
     known: Any = args
     if is_cast(x.fn):
         return _converted(x, *known[0])
-    if name in ("add", "sub", "mul", "div"):
+    if name in ("add", "sub", "mul", "rounded_mul", "div"):
         return _computed(x, name, *known)
     low, high = known[0]
     if name == "shr" and low >= 0 and known[1][0] >= 0:
@@ -147,7 +147,7 @@ def _computed(x: l.Apply, name: str, a: Range, b: Range) -> Range | None:
     elif name == "sub":
         ends = low - most, high - least
     else:
-        found = [p * q if name == "mul" else p / q for p in a for q in b]
+        found = [p / q if name == "div" else p * q for p in a for q in b]
         ends = min(found), max(found)
     return _wider(*ends, x.dtype.numpy.type) if x.dtype.is_float else _in_type(x, *ends)
 
