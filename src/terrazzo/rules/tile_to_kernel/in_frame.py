@@ -173,8 +173,9 @@ def growing(x: Any) -> tuple[Any, Callable[[Any], Any]]:
     """What a term is rounded from, and how it is. Roundings keep what is highest, so they are done once, to that: ptxas
     would keep the rounded values beside the others, for which there are no registers.
     """
-    if isinstance(x, l.Apply) and is_cast(x.fn) and x.dtype.is_float and x.args[0].dtype.is_float:  # type: ignore[attr-defined]
-        bare, inner = growing(x.args[0])
+    before: Any = x.args[0] if isinstance(x, l.Apply) and is_cast(x.fn) else None
+    if before is not None and x.dtype.is_float and before.dtype.is_float:
+        bare, inner = growing(before)
         return bare, lambda y: l.Apply(x.fn, (inner(y),))
     if isinstance(x, l.Apply) and x.fn.name == "where" and is_value(x.args[2], -math.inf):
         bare, inner = growing(x.args[1])  # which rounds -inf to itself
