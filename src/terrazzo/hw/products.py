@@ -56,7 +56,7 @@ def continued(first: Matrix, second: Matrix, letter: str = "a", along: str = "n"
     was `along` its rows or columns ("m" or "n") is a k: by "nothing", through "registers", by "movmatrix", or through
     "lanes" or "memory". Where four warps have one instruction and each another, what they have lies side by side.
     """
-    factor, other = (second.a, "m") if letter == "a" else (second.b, "n")
+    factor, other = (second.a, "m") if letter == "a" else (second.b, "n")  # type: ignore[union-attr]
     names = {along: "k", "n" if along == "m" else "m": "f"}
     source, target = str(first.d.layout), str(factor.layout)
     source = re.sub(r"\b[mn](?=\d)", lambda x: names[x[0]], source)

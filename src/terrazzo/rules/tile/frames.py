@@ -165,10 +165,10 @@ def _rows_lie_alike(plan: Plan, draft: Draft, product: Product) -> None:
     (inner, *_), name = summed(draft, product.sites[0]), product.rows
     rows = axis_called(draft, name)
     sites = [draft.site(x) for x in (product.sites[0], inner)]
-    alike = [divided(draft, rows, site) for site in sites]
-    alike += [[d.role for d in bindings.digits(name, s, rows.extent) if d.level in OF_A_WARP] for s in sites]
+    of_warps = [divided(draft, rows, site) for site in sites]
+    inside = [[d.role for d in bindings.digits(name, s, rows.extent) if d.level in OF_A_WARP] for s in sites]
     need(
-        alike[0] == alike[1] and alike[2] == alike[3],
+        of_warps[0] == of_warps[1] and inside[0] == inside[1],
         f"{product.sites[0]}: its frame moves with rows ({name}), which lie otherwise in its sums than in those of "
         f"{inner}",
     )

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from terrazzo.hw.instruction import Fragment as Layouts
 from terrazzo.hw.movmatrix import TURN
 from terrazzo.hw.products import matrix
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import IntExpr
+from terrazzo.ir.expr import IntExpr, Var
 from terrazzo.ir.node import Node
 from terrazzo.ir.plan import Convert, Plan, Product
 from terrazzo.rules.tile.digits import THREADS, Bindings, value
@@ -21,9 +21,6 @@ from terrazzo.rules.tile.rings import axis_called
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.multiply import Fragment
 from terrazzo.rules.tile_to_kernel.parts import Parts
-
-MATRIX = 8
-"""Rows and columns of the matrices that fragments are made of."""
 
 
 class Handed:
@@ -59,9 +56,9 @@ class Handed:
         down = [d for d in self.part(rows, site).digits if d.level == "reg"]
         across = [d for d in self.part.inner(steps, site) if d.level not in THREADS]
         count = instruction.shape[2]
-        shape = [*(d.size for d in down), value_count(across), fragment.elements]
+        shape = [*(d.size for d in down), math.prod(d.size for d in across), fragment.elements]
         place = self.builder.registers("w", source.type.dtype, shape)
-        at, bits = {rows: value(down), steps: value(across)}, []
+        at, bits = {rows: value(down), steps: value(across)}, list[Var]()
         for n, (coordinate, step) in enumerate(fragment.steps):
             if n:  # the first are neighbours, which a register has
                 bit = self.bindings.loop_variable("e", 2)
@@ -82,11 +79,3 @@ class Handed:
         for n in range(2):
             there, here = (*to[:-1], to[-1] + n), (*at[:-1], at[-1] + n)
             self.builder.add(l.Store(place, there, l.Load(source, here)))
-
-
-def value_count(digits: Any) -> int:
-    """How many values digits have together."""
-    total = 1
-    for d in digits:
-        total *= d.size
-    return total
