@@ -63,11 +63,17 @@ SMALL: dict[str, Callable[[], tuple[Any, ...]]] = {
     "attention of half": lambda: (h(1, 40, 32), h(1, 72, 32), h(1, 72, 32).abs()),
     "causal attention": lambda: (b(1, 2, 80, 32), b(1, 2, 80, 32), b(1, 2, 80, 32).abs()),
     "grouped attention": lambda: (b(2, 4, 1, 32), b(2, 2, 150, 32), b(2, 2, 150, 32).abs()),
+    "relu between products": lambda: (b(1, 2, 80, 32), b(1, 2, 100, 32), b(1, 2, 100, 64)),
     "scalar": lambda: (torch.tensor(3.0),),
     "empty sum": lambda: (r(0, 4),),
 }
 """Arguments, small enough to simulate many schedules, for functions of `tests/kernels/programs.py`."""
 TERMS = tuple(SMALL)
+OWN: dict[str, Callable[..., Any]] = {
+    "rms norm of prime width": lambda x, w: torch.nn.functional.rms_norm(x, w.shape, w),
+    "relu between products": lambda q, k, v: torch.relu(q @ k.transpose(-1, -2)) @ v,
+}
+"""Functions that are no such program, or whose shapes are others here."""
 INSTRUCTIONS = (
     *(
         "fma.f32",
@@ -106,7 +112,7 @@ def terms(name: str, target: str) -> tuple[Term, ...]:
     """The kernels of one of `TERMS`, as they are before and as they are after axes were merged for a schedule."""
     torch.manual_seed(0)
     args = SMALL[name]()
-    fn = (lambda x, w: torch.nn.functional.rms_norm(x, w.shape, w)) if "rms" in name else CASES[name].fn
+    fn = OWN.get(name) or CASES[name].fn
     captured = capture(fn, args, {})
     found = lowering(captured.program, Options(target=target))
     program: Program = found.at("tensor")

@@ -10,7 +10,7 @@ from terrazzo.ir.contraction import Contraction, operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.node import Node, substitute, topological
-from terrazzo.ir.plan import Agent, Frame, Plan, Product
+from terrazzo.ir.plan import Agent, Frame, Order, Plan, Product
 from terrazzo.rewrite.rule import need, rule
 from terrazzo.rules.tile.digits import Bindings
 from terrazzo.rules.tile.draft import Draft
@@ -131,7 +131,7 @@ def move_frames(plan: Plan, draft: Draft) -> Plan | None:
     is worth in the new one.
     """
     chained = [p for p in plan.all(Product) if p.made]
-    if plan.all(Frame) or not chained:
+    if plan.all(Frame) or not chained or not plan.all(Order):
         return None
     inside = {x for p in chained for f in draft.products[p.sites[0]].factors for x in reductions(f)}
     others = inside - {c.reduce for c in draft.products.values()}
