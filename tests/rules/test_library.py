@@ -305,7 +305,7 @@ def test_a_view_stays_in_its_buffer(view: str, why: str) -> None:
 
 
 def test_operators_that_are_special_methods_are_known() -> None:
-    """x >> y of tensors is aten.__rshift__ in some versions of PyTorch, and is looked up where a library is a choice."""
+    """x >> y of tensors is aten.__rshift__ in some versions of PyTorch, and is known where a library is a choice."""
 
     def shifted(x: Any, y: Any) -> Any:
         return torch.ops.aten.__rshift__.Tensor(x, y).cumsum(0)
