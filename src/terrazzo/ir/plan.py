@@ -26,6 +26,8 @@ from terrazzo.ir.schedule import Word, show_value
 
 EVERYONE = "all"
 """The agent of a kernel whose warps all do the same."""
+VALUES = "values"
+"""Where a factor comes from that was computed, and lies in registers."""
 AXIS = "axis"
 """What a field refers to that names an axis."""
 
@@ -205,6 +207,16 @@ class Product(Line, dialect="plan", op="product"):
     promote: bool = False
     box: tuple[str, ...] = ()
     early: bool = False
+
+    @property
+    def made(self) -> str:
+        """Which factor is made of other products' sums: "a" or "b", or neither."""
+        return next((x for x in ("a", "b") if getattr(self, x) == VALUES), "")
+
+    @property
+    def rows(self) -> str:
+        """The axis that its first factor has besides the steps', or the one that is made of sums."""
+        return self.n if self.made == "b" else self.m
 
 
 class Convert(Line, dialect="plan", op="convert"):

@@ -10,10 +10,15 @@ from terrazzo.ir.contraction import Contraction, operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.node import Node, substitute, topological
-from terrazzo.ir.plan import Frame, Plan, Product
+from terrazzo.ir.plan import Agent, Frame, Plan, Product
 from terrazzo.rewrite.rule import need, rule
+from terrazzo.rules.tile.digits import Bindings
 from terrazzo.rules.tile.draft import Draft
+from terrazzo.rules.tile.handed import divided, summed
+from terrazzo.rules.tile.rings import axis_called
 
+OF_A_WARP = ("lane", "reg", "frag")
+"""The levels that divide a warp's part of an axis."""
 EXPONENTIALS = ("exp", "exp2", "approx_exp2")
 """The functions f for which f(a - b) is f(a - c) * f(c - b)."""
 
@@ -125,7 +130,7 @@ def move_frames(plan: Plan, draft: Draft) -> Plan | None:
     """The maximum of the scores so far is the frame of the sums. When it grows, they are multiplied by what the old one
     is worth in the new one.
     """
-    chained = [p for p in plan.all(Product) if "values" in (p.a, p.b)]
+    chained = [p for p in plan.all(Product) if p.made]
     if plan.all(Frame) or not chained:
         return None
     inside = {x for p in chained for f in draft.products[p.sites[0]].factors for x in reductions(f)}
@@ -143,6 +148,7 @@ def move_frames(plan: Plan, draft: Draft) -> Plan | None:
     *rounds, axis = draft.products[product.sites[0]].reduce.axes
     need(not rounds, f"{product.sites[0]}: a frame goes along in one round of steps")
     need(len(found.top.axes) == 1 and at(found.top, axis) is found.score, "the frame is the maximum of other scores")
+    _rows_lie_alike(plan, draft, product)
     names = {r: name for name, r in draft.names.items()}
     totals = [
         name
@@ -151,6 +157,21 @@ def move_frames(plan: Plan, draft: Draft) -> Plan | None:
     ]
     need(len(totals) <= 1, "the weights are summed more than once")
     return plan.plus(Frame(names[found.top], product.sites[0], totals[0] if totals else ""))
+
+
+def _rows_lie_alike(plan: Plan, draft: Draft, product: Product) -> None:
+    """Declines where a thread has sums of other rows than those whose weights it knows."""
+    bindings = Bindings(draft.schedule, plan, plan.all(Agent)[-1])
+    (inner, *_), name = summed(draft, product.sites[0]), product.rows
+    rows = axis_called(draft, name)
+    sites = [draft.site(x) for x in (product.sites[0], inner)]
+    of_warps = [divided(draft, rows, site) for site in sites]
+    inside = [[d.role for d in bindings.digits(name, s, rows.extent) if d.level in OF_A_WARP] for s in sites]
+    need(
+        of_warps[0] == of_warps[1] and inside[0] == inside[1],
+        f"{product.sites[0]}: its frame moves with rows ({name}), which lie otherwise in its sums than in those of "
+        f"{inner}",
+    )
 
 
 RULES = (move_frames,)

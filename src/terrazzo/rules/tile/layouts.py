@@ -9,14 +9,13 @@ from terrazzo.hw import ldmatrix
 from terrazzo.hw.ldmatrix import MatrixMove, loader
 from terrazzo.hw.products import Matrix, matrix
 from terrazzo.ir.contraction import operand
-from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.layout import Layout
-from terrazzo.ir.node import topological
-from terrazzo.ir.plan import Convert, Plan, Product, Result, Ring, Stream
+from terrazzo.ir.plan import VALUES, Convert, Plan, Product, Result, Ring, Stream
 from terrazzo.ir.sites import made_of
 from terrazzo.rewrite.rule import need, rule
 from terrazzo.rules.loop.number_parts import counted
 from terrazzo.rules.tile.draft import Draft
+from terrazzo.rules.tile.handed import handed, summed
 from terrazzo.rules.tile.products import CONVERTED
 from terrazzo.rules.tile.rings import axis_called, operand_text
 
@@ -46,7 +45,7 @@ def conversions(plan: Plan, draft: Draft) -> Iterator[Convert]:
 def _factors(plan: Plan, draft: Draft, p: Product, instruction: Matrix) -> Iterator[Convert]:
     """How both factors of a product come to its fragments, where these are registers."""
     streams = {x: s for s in plan.all(Stream) for x in (s.operand, *s.also)}
-    m = axis_called(draft, p.m)
+    m, n = (axis_called(draft, x) for x in (p.m, p.n))
     for letter, source in (("a", p.a), ("b", p.b)):
         to = f"{p.sites[0]}.{letter}"
         terms: dict[Any, None] = {}
@@ -54,10 +53,10 @@ def _factors(plan: Plan, draft: Draft, p: Product, instruction: Matrix) -> Itera
             for pair in draft.products[name].terms:
                 first, second = pair if m in pair[0].free else pair[::-1]
                 terms[operand(first if letter == "a" else second)] = None
-        if source == "values":
-            made = [x for x in topological(list(terms)) if isinstance(x, l.Reduce)]
-            sums = [name for name, c in draft.products.items() if c.reduce in made]
-            yield Convert(sums[0], to, "registers", str(instruction.a.layout))
+        if source == VALUES:
+            _, by = handed(draft, p.sites[0], instruction, m, n)
+            layout = (instruction.a if letter == "a" else instruction.b).layout  # type: ignore[union-attr]
+            yield Convert(next(summed(draft, p.sites[0])), to, by, str(layout))
         elif source == CONVERTED:
             for x in dict.fromkeys(made_of(term) for term in terms):
                 assert x is not None

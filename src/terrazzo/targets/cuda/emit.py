@@ -398,6 +398,9 @@ class _Writer:
     def packed(self, place: l.Buffer, at: Sequence[IntExpr], count: int) -> str:
         return f"reinterpret_cast<const u32 (&)[{count}]>({self.element(place, at)})"
 
+    def words(self, place: l.Buffer, at: Sequence[IntExpr], count: int) -> str:
+        return f"reinterpret_cast<u32 (&)[{count}]>({self.element(place, at)})"
+
     def map(self, key: k.Map) -> str:
         return self.maps[key]
 
