@@ -126,7 +126,7 @@ def hosts(program: l.Program | kernel.Program, buffers: Sequence[l.Buffer]) -> d
                 if start - offset >= size:
                     break
                 offset = max(offset, (end + ALIGN - 1) // ALIGN * ALIGN)
-            if lives.over(b, first[room]) and offset + size <= room.type.span:
+            if lives.over(b, first[room]) and offset + b.type.span <= room.type.span:
                 found[b] = room, offset
                 break
     _, rest = allocate(program, [b for b in buffers if b not in found])
