@@ -17,6 +17,7 @@ from terrazzo.front.fx import Unheld, from_graph
 from terrazzo.front.in_parts import in_parts
 from terrazzo.front.looking import checks_inside, multilabel_margin_loss
 from terrazzo.front.partition import partition
+from terrazzo.front.regions import inline_regions
 from terrazzo.front.results import arrange
 from terrazzo.options import Options
 from terrazzo.reproduce import failing
@@ -72,6 +73,7 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: S
         """Gradients are tensors of their own."""
         return torch._dynamo.disable(compiler(graph, inputs, views=False))
 
+    inline_regions(gm)
     _define(gm)
     try:
         with attention_by_definition(), checks_inside(), resampled_whole(example_inputs), _gradients_apart(gm):

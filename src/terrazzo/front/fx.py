@@ -101,7 +101,7 @@ class _Reader:
                 raise Limitation(f"the shape of result {node.args[1]} of {node.args[0].target} depends on the data")
             return found
         if isinstance(node.target, torch._ops.HigherOrderOperator):
-            raise Limitation("what it runs is a graph of its own")
+            raise Limitation("it runs other operators or graphs")
         _reads_its_operand(node)
         random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         self._random_ops += random
