@@ -158,7 +158,7 @@ def row_by_row(op: Aten, given: Sequence[Any]) -> bool:
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 """Ops whose results lie row by row whatever they are given."""
-KEEP = ("_to_copy", "view", "_unsafe_view", "mean", "sum", "amax")
+KEEP = ("_to_copy", "view", "_unsafe_view", "mean", "sum", "amax", "cat", "stack")
 """Ops whose results lie row by row where all that they are given does so, beside those that go point by point."""
 
 
