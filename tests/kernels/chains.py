@@ -19,7 +19,8 @@ class Chain:
     as rows, or turned. `stay` blocks walk all tiles, `together` heads at a time; queries have `held` slots. Threads
     that load and that multiply have so many `registers`. Keys are `across` the first instruction ("n", its columns) or
     down it ("m", its rows), and weights the `second` one's first factor ("a") or second one ("b"); the second product
-    may be on something else (`then`). Weights lie where `weights` says.
+    may be on something else (`then`). Weights lie where `weights` says. Warps may divide rows and columns of the second
+    product otherwise (`apart`) than rows and keys of the first.
     """
 
     shape: tuple[int, int, int, int] = (64, 128, 64, 64)
@@ -47,6 +48,7 @@ class Chain:
     second: str = "a"
     then: str = ""
     weights: str = ""
+    apart: tuple[int, int] | None = None
 
     @property
     def groups_multiply(self) -> bool:
@@ -176,9 +178,10 @@ class Chain:
         two = self.parts(self.then or self.on, dict(zip(second, (n, self.rows), strict=True)), second[0], self.step)
         depth = "reg({}) * inst.k({})".format
         deep, along = (16 if x == "wgmma" else self.deep for x in (self.on, self.then or self.on))
-        shared = f"warp({self.warps[1]}) * " if self.warps[1] > 1 else ""
+        across = 1 if self.apart else self.warps[1]
+        shared = f"warp({across}) * " if across > 1 else ""
         return (
-            (one[first[1]], two[second[1]]), one[first[0]], shared + depth(self.step // self.warps[1] // along, along),
+            (one[first[1]], two[second[1]]), one[first[0]], shared + depth(self.step // across // along, along),
             depth(d // deep, deep), two[second[0]], one["on"], two["on"],
         )  # fmt: skip
 
@@ -191,9 +194,10 @@ class Chain:
             return {"m": f"warpgroup({self.groups}) * inst.m(64)", "n": f"inst.n({sizes['n']})", "on": name}
         down, across = self.warps
         down = 4 * self.groups // across if self.groups_multiply else down
+        down, across = (self.apart or (down, 1)) if depth else (down, across)
         found, each = {"on": f"mma.m16n8k{self.deep}.f32.{self.dtype}"}, {"m": 16, "n": 8}
         for x, size in sizes.items():
-            warps = down if x != columns else 1 if depth else across
+            warps = down if x != columns else across
             found[x] = f"warp({warps}) * reg({size // warps // each[x]}) * inst.{x}({each[x]})"
         return found
 
@@ -303,5 +307,31 @@ EVERY: dict[str, Chain] = {
     ),
     "warps with keys down, then warpgroups": Chain(then="wgmma", target="sm_90a", between="relu", across="m"),
     "warpgroups, then warps": Chain(then="mma", **GROUPS),
+    "through memory": Chain(weights="smem()"),
+    "through memory, one slot, relu": Chain(weights="smem(slots=1, swizzle=32)", between="relu", each=2),
+    "keys down, through memory": Chain(weights="smem()", **DOWN),
+    "through memory, copied by threads": Chain(
+        weights="smem()", between="relu", dtype="f16", deep=8, target="sm_75", by="ld"
+    ),
+    "rows apart, relu": Chain(between="relu", warps=(2, 1), apart=(1, 2)),
+    "keys apart, relu": Chain(between="relu", warps=(2, 2), apart=(4, 1), each=2, shape=(50, 100, 32, 32)),
+    "rows apart, roles, relu": Chain(
+        between="relu", warps=(2, 2), apart=(1, 4), roles=True, stay=1, held=2, heads=3, shape=(64, 96, 32, 64), **TMA
+    ),
+    "rows apart, roles, one slot, relu": Chain(
+        between="relu",
+        warps=(2, 1),
+        apart=(1, 2),
+        roles=True,
+        stay=2,
+        shape=(96, 96, 32, 64),
+        weights="smem(slots=1)",
+        **TMA,
+    ),
+    "warpgroups, weights second, relu": Chain(second="b", between="relu", **GROUPS),
+    "warpgroups, keys down, weights second, relu": Chain(between="relu", step=64, **DOWN, **GROUPS),
+    "warpgroups, keys down, weights first, relu": Chain(between="relu", across="m", step=64, **GROUPS),
+    "warps, then warpgroups, weights second, relu": Chain(then="wgmma", second="b", target="sm_90a", between="relu"),
+    "warpgroups, through memory": Chain(weights="smem()", groups=2, shape=(150, 128, 64, 64), **GROUPS),
     "two warpgroups, then warps": Chain(then="mma", groups=2, shape=(128, 128, 64, 64), **GROUPS),
 }

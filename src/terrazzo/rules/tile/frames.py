@@ -167,11 +167,14 @@ def _rows_lie_alike(plan: Plan, draft: Draft, product: Product) -> None:
     sites = [draft.site(x) for x in (product.sites[0], inner)]
     of_warps = [divided(draft, rows, site) for site in sites]
     inside = [[d.role for d in bindings.digits(name, s, rows.extent) if d.level in OF_A_WARP] for s in sites]
+    where = f"otherwise in its sums than in those of {inner}"
     need(
         of_warps[0] == of_warps[1] and inside[0] == inside[1],
-        f"{product.sites[0]}: its frame moves with rows ({name}), which lie otherwise in its sums than in those of "
-        f"{inner}",
+        f"{product.sites[0]}: its frame moves with rows ({name}), which lie {where}",
     )
+    *_, steps = draft.products[product.sites[0]].reduce.axes
+    shared = [divided(draft, steps, site) for site in sites]
+    need(shared[0] == shared[1], f"{product.sites[0]}: warps share the steps of its frame {where}")
 
 
 RULES = (move_frames,)

@@ -5,6 +5,7 @@ shared memory.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.hw.movmatrix import TURN
@@ -12,6 +13,7 @@ from terrazzo.hw.products import Matrix, continued, warps
 from terrazzo.ir.contraction import operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import Node, topological
+from terrazzo.ir.plan import STORED, VALUES
 from terrazzo.ir.schedule import WARPS_IN_A_GROUP, Operand, Site
 from terrazzo.rewrite.rule import need
 from terrazzo.rules.tile.draft import Draft, axis_name
@@ -21,14 +23,30 @@ REGISTERS = "registers"
 COPIES = "mov"
 """Each lane has what it needs, in other registers."""
 MEMORY = "memory"
+SIZE = 2
+"""Bytes of an element that goes that way: what ldmatrix and wgmma read."""
 WAYS = {"nothing": REGISTERS, "registers": COPIES, TURN.name: TURN.name}
 """The ways that the layout engine finds, but for those through memory."""
 
 
-def handed(draft: Draft, name: str, instruction: Matrix | None, m: Any, n: Any) -> tuple[str, str]:
-    """Which factor of a product is made of other products' sums ("a" or "b"), and how it comes to be one; nothing where
-    none is.
+@dataclass(frozen=True)
+class Way:
+    """How a factor of a product ("a" or "b") comes to be one that is made of what others sum; and why not in registers
+    alone, where it does not.
     """
+
+    letter: str = ""
+    by: str = ""
+    why: str = ""
+
+    @property
+    def source(self) -> str:
+        """Where the product takes it from."""
+        return STORED if self.by == MEMORY else VALUES
+
+
+def handed(draft: Draft, name: str, instruction: Matrix | None, m: Any, n: Any) -> Way:
+    """The way of a product's factor that is made of other products' sums; an empty one where none is."""
     c = draft.products[name]
     made = {x for x in topological(c.operands) if isinstance(x, l.Reduce)}
     need(
@@ -37,7 +55,7 @@ def handed(draft: Draft, name: str, instruction: Matrix | None, m: Any, n: Any) 
     )
     inside = list(summed(draft, name))
     if not inside:
-        return "", ""
+        return Way()
     need(
         instruction is not None,
         f"{name}: what {inside[0]} sums is multiplied by no matrix instruction, along one axis",
@@ -47,12 +65,11 @@ def handed(draft: Draft, name: str, instruction: Matrix | None, m: Any, n: Any) 
     need(len(factors) == 1, f"{name}: what {inside[0]} sums is one factor of it, and not both")
     letter, rows = ("a", m) if m in factors[0].free else ("b", n)
     found = {inner: _way(draft, name, inner, instruction, letter, rows) for inner in inside}
-    way = found[inside[0]]
     need(
-        len(inside) == 1 or {*found.values()} == {REGISTERS},
+        len(inside) == 1 or all(x.by == REGISTERS for x in found.values()),
         f"{name}: what {' and '.join(inside)} sum is one factor of it where it stays in their registers",
     )
-    return letter, way
+    return found[inside[0]]
 
 
 def summed(draft: Draft, name: str) -> Iterator[str]:
@@ -66,8 +83,8 @@ def asked(draft: Draft, site: Site | None, inner: str) -> Operand | None:
     return dict(site.operands).get(inner) if site is not None else None
 
 
-def _way(draft: Draft, name: str, inner: str, instruction: Matrix, letter: str, rows: Any) -> str:
-    """How one product's sums come to be a factor of another."""
+def _way(draft: Draft, name: str, inner: str, instruction: Matrix, letter: str, rows: Any) -> Way:
+    """How one product's sums come to be a factor of another: as the schedule has it, or in registers where they can."""
     site, other = draft.site(name), draft.site(inner)
     first = draft.instruction(other)
     need(first is not None, f"{name}: what {inner} sums lies as no instruction has it")
@@ -78,16 +95,37 @@ def _way(draft: Draft, name: str, inner: str, instruction: Matrix, letter: str, 
         along and {along, _coordinate(draft, rows, other)} == {"m", "n"},
         f"{name}: {axis_name(rows)} and {axis_name(steps)} are not the rows and columns of what {inner} sums",
     )
-    held = letter == "a" or warps(instruction) == 1  # fragments in registers
-    by = continued(first, instruction, letter, along) if held else MEMORY
-    by = "registers" if (by, letter) == ("nothing", "b") else by  # each instruction takes a part of those of the rows
-    by = WAYS.get(by, by)
-    why = f"it would have to move through {by}" if by not in WAYS.values() else ""
+    by, why = MEMORY, f"{instruction.name} reads its second factor there"
+    if letter == "a" or warps(instruction) == 1:
+        by = continued(first, instruction, letter, along)
+        if (by, letter) == ("nothing", "b"):  # each instruction takes a part of what one has of the rows
+            by = "registers"
+        by = WAYS.get(by, MEMORY)
+        why = "" if by != MEMORY else "what a lane has is wanted by other warps"
     for axis in (rows, steps):
         if not why and divided(draft, axis, site) != divided(draft, axis, other):
             why = f"threads divide {axis_name(axis)} otherwise than those of {inner}"
-    need(not why, f"{name}: what {inner} sums does not lie as {instruction.name} takes it: {why}")
-    return by
+    given = asked(draft, site, inner)
+    if given is not None and given.place == "reg":
+        need(not why, f"{name}: what {inner} sums does not stay in registers: {why}")
+    if not why and (given is None or given.place == "reg"):
+        return Way(letter, by)
+    for axis in (rows, steps):
+        mine, its = ({x for x in divided(draft, axis, s) if x[2] >= WARPS_IN_A_GROUP} for s in (site, other))
+        need(
+            mine == its or not draft.schedule.options("roles"),
+            f"{name}: {why or f'what {inner} sums is put into shared memory'}, and warpgroups that wait by themselves "
+            "share nothing there",
+        )
+    terms = made(draft.products[name])
+    need(
+        len(terms) == 1 and terms[0].dtype.size == SIZE,  # type: ignore[attr-defined]
+        f"{name}: what {inner} sums goes through shared memory as one number of 16 bits, not {len(terms)} of "
+        f"{terms[0].dtype}",  # type: ignore[attr-defined]
+    )
+    turns = dict(draft.schedule.options("roles")).get("turns", False)
+    need(not turns, f"{name}: warpgroups that take turns have no shared memory of their own for what {inner} sums")
+    return Way(letter, MEMORY, why or "the schedule has it lie there")
 
 
 def _coordinate(draft: Draft, axis: Any, site: Site | None) -> str:

@@ -7,10 +7,10 @@ from typing import Any
 
 from terrazzo.hw import ldmatrix
 from terrazzo.hw.ldmatrix import MatrixMove, loader
-from terrazzo.hw.products import Matrix, matrix
+from terrazzo.hw.products import Matrix, matrix, warps
 from terrazzo.ir.contraction import operand
 from terrazzo.ir.layout import Layout
-from terrazzo.ir.plan import VALUES, Convert, Plan, Product, Result, Ring, Stream
+from terrazzo.ir.plan import STORED, VALUES, Convert, Plan, Product, Result, Ring, Stage, Stream
 from terrazzo.ir.sites import made_of
 from terrazzo.rewrite.rule import need, rule
 from terrazzo.rules.loop.number_parts import counted
@@ -19,13 +19,18 @@ from terrazzo.rules.tile.handed import handed, summed
 from terrazzo.rules.tile.products import CONVERTED
 from terrazzo.rules.tile.rings import axis_called, operand_text
 
+STMATRIX = min(x.since for x in ldmatrix.INSTRUCTIONS if x.store)
+"""The first architecture that puts matrices into shared memory."""
+
 
 @rule(keys=(Plan,))
 def convert_layouts(plan: Plan, draft: Draft) -> Plan | None:
     """An instruction wants its factors as its record says, and results leave shared memory as rows. Where values lie
     otherwise, the layout engine finds what moves them: matrices, neighbours, or nothing but their names.
     """
-    if plan.all(Convert) or not all(any(isinstance(x, kind) for x in plan.lines) for kind in (Ring, Stream, Result)):
+    stored = any(STORED in (p.a, p.b) for p in plan.all(Product))
+    needed = (Ring, Stream, *([Stage] if stored else []), Result)
+    if plan.all(Convert) or not all(any(isinstance(x, kind) for x in plan.lines) for kind in needed):
         return None
     lines = tuple(conversions(plan, draft))
     return plan.plus(*lines) if lines else None
@@ -54,9 +59,19 @@ def _factors(plan: Plan, draft: Draft, p: Product, instruction: Matrix) -> Itera
                 first, second = pair if m in pair[0].free else pair[::-1]
                 terms[operand(first if letter == "a" else second)] = None
         if source == VALUES:
-            _, by = handed(draft, p.sites[0], instruction, m, n)
+            by = handed(draft, p.sites[0], instruction, m, n).by
             layout = (instruction.a if letter == "a" else instruction.b).layout  # type: ignore[union-attr]
             yield Convert(next(summed(draft, p.sites[0])), to, by, str(layout))
+        elif source == STORED:
+            inner = next(summed(draft, p.sites[0]))
+            stage = next((x for x in plan.all(Stage) if x.of == inner), None)
+            need(stage is not None, f"it is not said where what {inner} sums lies")
+            assert stage is not None
+            first = next(x for x in plan.all(Product) if inner in x.sites)
+            yield _put(inner, stage.name, first, "stmatrix" if draft.gpu.number >= STMATRIX else "st")
+            if warps(instruction) == 1:
+                move, layout = fragments(draft, p, instruction, letter, stage)
+                yield Convert(stage.name, to, move.name, str(layout))
         elif source == CONVERTED:
             for x in dict.fromkeys(made_of(term) for term in terms):
                 assert x is not None
@@ -69,7 +84,9 @@ def _factors(plan: Plan, draft: Draft, p: Product, instruction: Matrix) -> Itera
                 yield Convert(s.name, to, move.name, str(layout))
 
 
-def fragments(draft: Draft, p: Product, instruction: Matrix, letter: str, stream: Stream) -> tuple[MatrixMove, Layout]:
+def fragments(
+    draft: Draft, p: Product, instruction: Matrix, letter: str, stream: Stream | Stage
+) -> tuple[MatrixMove, Layout]:
     """The instruction that loads a factor's fragments from its slab, and what of these it loads at once: two fragments
     along m or n, where a warp has two side by side and one instruction loads both.
     """
@@ -100,16 +117,21 @@ def _side_by_side(draft: Draft, p: Product, axis: str, size: int) -> bool:
 def _result(plan: Plan, r: Result) -> Convert:
     """How a store's values come from the sums' registers to its slab: as many matrices at once as there are."""
     product = next(p for p in reversed(plan.all(Product)) if matrix(p.on) is not None)
+    return _put(r.store, r.slab, product, r.put)
+
+
+def _put(value: str, slab: str, product: Product, put: str) -> Convert:
+    """How what a product sums comes to a slab whose rows run along its columns."""
     instruction = matrix(product.on)
     assert instruction is not None
     layout = instruction.d.layout
-    if r.put == "st":
-        return Convert(r.store, r.slab, "st", str(_part(layout, 1)))
+    if put == "st":
+        return Convert(value, slab, "st", str(_part(layout, 1)))
     for move in sorted(ldmatrix.INSTRUCTIONS, key=lambda x: -x.count):
         some = _part(layout, move.count.bit_length())
         if move.store and move.rows(some, "n") is not None:
-            return Convert(r.store, r.slab, move.name, str(some))
-    need(False, f"{r.store}: no matrices are made of what {product.on} sums")
+            return Convert(value, slab, move.name, str(some))
+    need(False, f"{value}: no matrices are made of what {product.on} sums")
     raise AssertionError
 
 

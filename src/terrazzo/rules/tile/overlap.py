@@ -153,7 +153,7 @@ def may_take_turns(plan: Plan, draft: Draft) -> None:
 def stays(draft: Draft, p: Product) -> bool:
     """Whether a product's factor lies where the sums do that it is made of."""
     m, n = (axis_called(draft, x) for x in (p.m, p.n))
-    return p.a == VALUES and handed(draft, p.sites[0], matrix(p.on), m, n)[1] == REGISTERS
+    return p.a == VALUES and handed(draft, p.sites[0], matrix(p.on), m, n).by == REGISTERS
 
 
 def made(draft: Draft, product: Product) -> Node:

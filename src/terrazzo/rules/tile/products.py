@@ -22,7 +22,7 @@ from terrazzo.rewrite.rule import need, rule
 from terrazzo.rules.loop.number_parts import counted
 from terrazzo.rules.tile.agents import MATH
 from terrazzo.rules.tile.draft import Draft, axis_name
-from terrazzo.rules.tile.handed import handed, summed
+from terrazzo.rules.tile.handed import Way, handed, summed
 
 CONVERTED = "converted"
 """Where a first factor comes from that threads make in registers of a slab that lies in shared memory."""
@@ -81,9 +81,9 @@ def place(draft: Draft, name: str) -> tuple[list[str], Matrix | None, Any, Any, 
         _fits(draft, site, instruction, [draft.products[x] for x in together], m)
     if draft.abreast(site) > 1:
         _side_by_side(draft, site, instruction, [draft.products[x] for x in together], m)
-    for x in together:
-        handed(draft, x, instruction, m, n)
-    return together, instruction, m, n, *_sources(draft, site, instruction, draft.products[together[0]], m)
+    ways = [handed(draft, x, instruction, m, n) for x in together]
+    need(len({(w.letter, w.by) for w in ways}) == 1, f"{name}: what is made of sums comes to it in several ways")
+    return together, instruction, m, n, *_sources(draft, site, instruction, draft.products[together[0]], m, ways[0])
 
 
 def promoted(draft: Draft, together: list[str]) -> bool:
@@ -225,13 +225,16 @@ def _side_by_side(draft: Draft, site: Site, instruction: Matrix | None, products
     need(not meet, f"{name}: {SHARING} are not promoted, and no blocks of a cluster share their steps")
 
 
-def _sources(draft: Draft, site: Site, instruction: Matrix | None, c: Contraction, m: Any) -> tuple[str, str]:
+def _sources(
+    draft: Draft, site: Site, instruction: Matrix | None, c: Contraction, m: Any, way: Way
+) -> tuple[str, str]:
+    """Where both factors come from, of which one may be made of sums."""
     if instruction is None:
         return "ld", "ld"
     a, b = c.factors if m in c.factors[0].free else c.factors[::-1]
     if warps(instruction) > 1:
         held = [draft.held(site, called(operand(f))).place for f in (a, b)]
-        need(not _computed(b) and held[1] == "smem", "wgmma reads its second factor from shared memory")
+        need(held[1] == "smem", "wgmma reads its second factor from shared memory")
         if held[0] == "reg":
             need(
                 len(draft.products) == len(c.terms) == 1,
@@ -239,12 +242,14 @@ def _sources(draft: Draft, site: Site, instruction: Matrix | None, c: Contractio
             )
         if converts(draft, site, c, a):
             return CONVERTED, "shared"
-        return VALUES if _computed(a) else "ldmatrix" if held[0] == "reg" else "shared", "shared"
+        if way.letter:
+            return (way.source, "shared") if way.letter == "a" else ("shared", way.source)
+        return "ldmatrix" if held[0] == "reg" else "shared", "shared"
     assert isinstance(instruction, MatrixInstruction)
     sources = []
-    for factor, fragment in ((a, instruction.a), (b, instruction.b)):
-        if _computed(factor):
-            sources.append(VALUES)
+    for letter, fragment in (("a", instruction.a), ("b", instruction.b)):
+        if way.letter == letter:
+            sources.append(way.source)
             continue
         need(
             any(

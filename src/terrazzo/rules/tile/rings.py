@@ -9,7 +9,7 @@ from terrazzo.hw.products import matrix, warps
 from terrazzo.ir.contraction import operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import Node, substitute
-from terrazzo.ir.plan import EVERYONE, VALUES, Agent, Order, Plan, Product, Ring
+from terrazzo.ir.plan import COMPUTED, EVERYONE, Agent, Order, Plan, Product, Ring
 from terrazzo.ir.schedule import Factor, Site, Word
 from terrazzo.ir.show import show
 from terrazzo.ir.sites import called, made_of
@@ -34,7 +34,7 @@ def brought(draft: Draft, product: Product) -> list[Node]:
         for pair in c.terms:
             a, b = pair if axis_called(draft, product.m) in pair[0].free else pair[::-1]
             for f, source in ((a, product.a), (b, product.b)):
-                if source != VALUES:
+                if source not in COMPUTED:
                     found += [made_of(f) if source == CONVERTED else operand(f)]
     return list(dict.fromkeys(found))
 

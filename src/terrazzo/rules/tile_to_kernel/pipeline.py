@@ -75,7 +75,7 @@ class Pipeline:
         self.slabs: dict[Node, Slab] = {}
         self.factors = Factors(draft, plan, bindings, self.copies, self.fragments, self.part, self.beside)
         self.converted = Converted(draft, plan, bindings, self.copies, self.slabs, self.slot)
-        self.handed = Handed(draft, plan, builder, bindings, self.part, self.fragments)
+        self.handed = Handed(draft, plan, builder, bindings, self.part, self.fragments, memory.places, self.slot)
         terms, beside = operands(draft, plan), vectors(draft, plan)
         for p in plan.all(Product):
             site = draft.site(p.sites[0])
@@ -346,7 +346,7 @@ class Pipeline:
 
     def values(self, p: Product, t: IntExpr) -> dict[Node, k.Registers]:
         """What a product takes that is made of what step t has multiplied before, where it takes it from."""
-        return self.handed.over(p, self.factors.values(p, t))
+        return self.handed.over(p, self.factors.values(p, t), t)
 
     def outermost(self, p: Product) -> bool:
         """Whether a product's sums are those of the tile, and not of a step."""
@@ -434,7 +434,8 @@ class Pipeline:
         sites = tuple(c.scaled(scale) for c in sites) if p.promote else sites
         site = self.draft.site(p.sites[0])
         inner = {a: self.part.inner(a, site, *piece) for a in sites[0].reduce.axes}
-        given = {r.name: (slots or {}).get(r.name, self.slot(r, t)[0]) for r in self.rings}
+        rings = (*self.rings, *(s.ring for s in self.handed.slabs.values()))
+        given = {r.name: (slots or {}).get(r.name, self.slot(r, t)[0]) for r in rings}
         m, n = (axis_called(self.draft, x) for x in (p.m, p.n))
         totals = tuple(self.fragments[c.reduce] for c in sites)
         going = bool(p.promote and self.promotion.open)  # sums of products that are scaled otherwise
@@ -442,7 +443,8 @@ class Pipeline:
             fragments = self.promotion.go_on(totals, scale)
         else:
             fragments = self.promotion.begin(totals, scale, scale == scales[0]) if p.promote else totals
-        slabs = {x: s for x, s in self.slabs.items() if any(x in c.operands for c in sites)}
+        every = self.slabs | self.handed.slabs
+        slabs = {x: s for x, s in every.items() if any(x in c.operands for c in sites)}
         step = sum(self.visiting.rounds, start=t) if self.outermost(p) and not p.promote else int(going)
         depth = next((a for a in inner if self.draft.length(a, site) > 1), sites[0].reduce.axes[-1])
         where: dict[Any, IntExpr] = {a: self.bindings.loop_variable("s", a.extent) for a in spanned(self.draft)}
