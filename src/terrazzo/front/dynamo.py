@@ -14,7 +14,7 @@ from terrazzo.errors import CompilerBug, Limitation, TerrazzoError
 from terrazzo.front.capture import attention_by_definition
 from terrazzo.front.decompositions import resampled_whole, table
 from terrazzo.front.fx import Unheld, from_graph
-from terrazzo.front.in_parts import in_parts
+from terrazzo.front.in_parts import in_parts, run_by_pytorch
 from terrazzo.front.looking import checks_inside, multilabel_margin_loss
 from terrazzo.front.partition import partition
 from terrazzo.front.regions import inline_regions
@@ -181,23 +181,20 @@ def _graph(graph: Any, options: Options, views: bool, static: Sequence[int] = ()
                 options = options.bound([*(names[k] for k in static if k in names), *bound])
             tune(program, options, _device(graph))
             compiled = compile_program(program, bound, options, _device(graph))
-    except Unheld as why:
+    except Limitation as why:
         output.args = (tuple(wanted),)
-        if found := in_parts(graph, why.nodes, lambda part: _graph(part, options, views)):
+        refused = why.nodes if isinstance(why, Unheld) else ()
+        if refused and (found := in_parts(graph, refused, lambda part: _graph(part, options, views))):
             _warn(f"{why}\nPyTorch runs them, and what lies between is compiled")
             return found
         _say(str(why))
-        return make_boxed_func(torch.fx.Interpreter(graph).run)
-    except Limitation as why:
-        _say(str(why))
-        output.args = (tuple(wanted),)
-        return make_boxed_func(torch.fx.Interpreter(graph).run)
+        return run_by_pytorch(graph)
     except CompilerBug as bug:
         if options.strict:
             raise
         _say(f"A BUG OF THE COMPILER (an error with options={{'strict': True}}): {bug}\nPlease report it")
         output.args = (tuple(wanted),)
-        return make_boxed_func(torch.fx.Interpreter(graph).run)
+        return run_by_pytorch(graph)
     finally:
         output.args = (tuple(wanted),)
     given = {r.k for r in results.each if r.of == "input"}

@@ -49,7 +49,7 @@ def in_parts(gm: Any, refused: Collection[Any], compiled: Callable[[Any], Boxed]
         makes = [n for n in run if last.get(n, -1) > k or n in output.all_input_nodes]
         part = _extracted(gm, takes, run, makes)
         done = [x for x in takes if last[x] == k and x not in output.all_input_nodes]
-        run_it = compiled(part) if mine else torch.fx.Interpreter(part).boxed_run
+        run_it = compiled(part) if mine else run_by_pytorch(part)
         parts.append(Part(run_it, tuple(takes), makes, done))
 
     def call(args: list[Any]) -> Sequence[Any]:
@@ -64,6 +64,15 @@ def in_parts(gm: Any, refused: Collection[Any], compiled: Callable[[Any], Boxed]
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
+
+
+def run_by_pytorch(gm: Any) -> Boxed:
+    """The graph as PyTorch's code for it has it, op by op."""
+    from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
+
+    gm.recompile()
+    boxed: Boxed = make_boxed_func(gm.forward)
+    return boxed
 
 
 def _ours(graph: Any, refused: Collection[Any]) -> set[Any]:
