@@ -19,7 +19,7 @@ from typing import Any
 from terrazzo.errors import CompilerBug, UserError
 from terrazzo.ir import verify_kernel
 from terrazzo.ir.address import axis_digits, coefficient
-from terrazzo.ir.canonical import as_its_form
+from terrazzo.ir.canonical import as_its_form, canonical
 from terrazzo.ir.dialects import kernel, tile
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tensor as t
@@ -129,7 +129,14 @@ def results_problem(results: tuple[l.Buffer, ...], ready: Mapping[str, l.Buffer]
 
 @per_node
 def kernel_problem(k: l.Kernel) -> str:
-    """What is wrong with a kernel of Loop IR; "" if nothing."""
+    """What is wrong with a kernel of Loop IR; "" if nothing. It is found once for all that differ in names only."""
+    form = canonical(k)
+    why = _problem(form.kernel)
+    return form.named(why) if why else ""
+
+
+@per_node
+def _problem(k: l.Kernel) -> str:
     axes = frozenset(k.axes)
     if not k.scans_in_order:
         return "a scan must run along the whole of the last axis"

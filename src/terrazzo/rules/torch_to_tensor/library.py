@@ -124,9 +124,10 @@ def beside(op: Aten, gpu: Gpu) -> tuple[float, bool]:
     family, _ = FAMILIES.get(op.name, ("", None))
     count = len(set(op.children))
     types = [x.type for x in op.children]  # type: ignore[attr-defined]
-    if family != "cat" or not 1 < count == len(types) or not _plainly_beside(types, op.result):
+    result = _result(op)
+    if family != "cat" or not 1 < count == len(types) or not _plainly_beside(types, result):
         return 0.0, False
-    points, size = math.prod(op.result.static_shape), op.result.dtype.size
+    points, size = math.prod(result.static_shape), result.dtype.size
     # A kernel is one text for all points: each looks into every tensor.
     busy = max(2 * points * size / gpu.memory, count * points * size / gpu.cache)
     return busy + (gpu.launch if count < SEVERAL else 2 * gpu.launch), count <= ONE
