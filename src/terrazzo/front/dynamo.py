@@ -14,11 +14,11 @@ from terrazzo.errors import CompilerBug, Limitation, TerrazzoError
 from terrazzo.front.capture import attention_by_definition
 from terrazzo.front.decompositions import resampled_whole, table
 from terrazzo.front.fx import Unheld, from_graph
-from terrazzo.front.in_parts import in_parts, run_by_pytorch
 from terrazzo.front.looking import checks_inside, multilabel_margin_loss
 from terrazzo.front.partition import partition
 from terrazzo.front.regions import inline_regions
 from terrazzo.front.results import arrange
+from terrazzo.front.segments import in_segments, run_by_pytorch
 from terrazzo.options import Options
 from terrazzo.reproduce import failing
 
@@ -184,7 +184,7 @@ def _graph(graph: Any, options: Options, views: bool, static: Sequence[int] = ()
     except Limitation as why:
         output.args = (tuple(wanted),)
         refused = why.nodes if isinstance(why, Unheld) else ()
-        if refused and (found := in_parts(graph, refused, lambda part: _graph(part, options, views))):
+        if refused and (found := in_segments(graph, refused, lambda part: _graph(part, options, views))):
             _warn(f"{why}\nPyTorch runs them, and what lies between is compiled")
             return found
         _say(str(why))

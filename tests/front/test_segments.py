@@ -15,7 +15,7 @@ from terrazzo.front import dynamo
 
 
 @pytest.fixture
-def parts(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The ops of each graph that was compiled."""
     found: list[list[str]] = []
     whole = dynamo._graph
@@ -72,7 +72,7 @@ CASES: dict[str, tuple[Callable[..., Any], str]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_lies_between_is_compiled(name: str, parts: list[list[str]], cache: Path) -> None:
+def test_what_lies_between_is_compiled(name: str, graphs: list[list[str]], cache: Path) -> None:
     fn, why = CASES[name]
     compiled = torch.compile(fn, backend="terrazzo")
     for sign in (1, -1):
@@ -88,10 +88,10 @@ def test_what_lies_between_is_compiled(name: str, parts: list[list[str]], cache:
         for a, b in zip(*(r if isinstance(r, tuple) else (r,) for r in (found, wanted)), strict=True):
             assert a.dtype is b.dtype and a.stride() == b.stride()
             torch.testing.assert_close(a.float(), b.float())
-    assert len(parts) > 1 and all(parts)
+    assert len(graphs) > 1 and all(graphs)
 
 
-def test_gradients_go_through_all_parts(parts: list[list[str]], cache: Path) -> None:
+def test_gradients_go_through_all_of_them(graphs: list[list[str]], cache: Path) -> None:
     compiled = torch.compile(branches, backend="terrazzo")
     for sign in (1, -1):
         x = (torch.rand(5, 6) * sign).requires_grad_()
@@ -100,10 +100,10 @@ def test_gradients_go_through_all_parts(parts: list[list[str]], cache: Path) -> 
         torch.testing.assert_close(mine, torch.autograd.grad(branches(x)[:, 0].sum(), x)[0])
 
 
-def test_pytorch_runs_a_graph_of_nothing_else(parts: list[list[str]], cache: Path) -> None:
+def test_pytorch_runs_a_graph_of_nothing_else(graphs: list[list[str]], cache: Path) -> None:
     def fn(x: Any) -> Any:
         return x.to(torch.float8_e4m3fn)
 
     with pytest.warns(RuntimeWarning, match="PyTorch runs this graph"):
         found = torch.compile(fn, backend="terrazzo")(torch.rand(4))
-    assert found.dtype is torch.float8_e4m3fn and len(parts) == 1
+    assert found.dtype is torch.float8_e4m3fn and len(graphs) == 1

@@ -1,4 +1,4 @@
-"""A graph in parts, where a program cannot hold all of its operations: PyTorch runs those, and the rest is compiled."""
+"""A graph in segments, where a program cannot hold all of its operations: PyTorch runs those, and the rest is compiled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Boxed = Callable[[list[Any]], Sequence[Any]]
 
 
 @dataclass(frozen=True)
-class Part:
+class Segment:
     """A function of values of the graph, which it is given in order, and those it makes. Then `done` are needed by
     nobody.
     """
@@ -28,7 +28,7 @@ class Part:
     done: Sequence[Any]
 
 
-def in_parts(gm: Any, refused: Collection[Any], compiled: Callable[[Any], Boxed]) -> Boxed | None:
+def in_segments(gm: Any, refused: Collection[Any], compiled: Callable[[Any], Boxed]) -> Boxed | None:
     """The graph, whose operations run in its order: the `refused` ones by PyTorch, each run of others as it is
     `compiled`. None where PyTorch would run all of them.
     """
@@ -42,24 +42,24 @@ def in_parts(gm: Any, refused: Collection[Any], compiled: Callable[[Any], Boxed]
     if not ours:
         return None
     last = {x: k for k, (_, run) in enumerate(runs) for n in run for x in n.all_input_nodes}
-    parts = []
+    segments = []
     for k, (mine, run) in enumerate(runs):
         own = set(run)
         takes = dict.fromkeys(x for n in run for x in n.all_input_nodes if x not in own and x.op != "get_attr")
         makes = [n for n in run if last.get(n, -1) > k or n in output.all_input_nodes]
-        part = _extracted(gm, takes, run, makes)
+        own_graph = _extracted(gm, takes, run, makes)
         done = [x for x in takes if last[x] == k and x not in output.all_input_nodes]
-        run_it = compiled(part) if mine else run_by_pytorch(part)
-        parts.append(Part(run_it, tuple(takes), makes, done))
+        run_it = compiled(own_graph) if mine else run_by_pytorch(own_graph)
+        segments.append(Segment(run_it, tuple(takes), makes, done))
 
     def call(args: list[Any]) -> Sequence[Any]:
         values = {**constants, **dict(zip(inputs, args, strict=True))}
         args.clear()
-        for part in parts:
-            given = [values[x] for x in part.takes]
-            for x in part.done:
+        for segment in segments:
+            given = [values[x] for x in segment.takes]
+            for x in segment.done:
                 del values[x]
-            values.update(zip(part.makes, part.run(given), strict=True))
+            values.update(zip(segment.makes, segment.run(given), strict=True))
         return [values[x] if isinstance(x, torch.fx.Node) else x for x in output.args[0]]
 
     call._boxed_call = True  # type: ignore[attr-defined]
