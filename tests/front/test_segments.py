@@ -63,9 +63,9 @@ def picked(x: Any) -> Any:
 
 
 CASES: dict[str, tuple[Callable[..., Any], str]] = {
-    "cond": (branches, r"cond at test_in_parts.py:\d+: it runs other operators or graphs"),
-    "while_loop": (looped, r"while_loop at test_in_parts.py:\d+: it runs other operators or graphs"),
-    "scan": (scanned, r"scan at test_in_parts.py:\d+: it runs other operators or graphs"),
+    "cond": (branches, r"cond at test_segments.py:\d+: it runs other operators or graphs"),
+    "while_loop": (looped, r"while_loop at test_segments.py:\d+: it runs other operators or graphs"),
+    "scan": (scanned, r"scan at test_segments.py:\d+: it runs other operators or graphs"),
     "narrow": (narrow, "tensors of torch.float8_e4m3fn are not supported"),
     "picked": (picked, "tensors of torch.float8_e5m2 are not supported"),
 }

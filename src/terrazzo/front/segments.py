@@ -1,4 +1,4 @@
-"""A graph in segments, where a program cannot hold all of its operations: PyTorch runs those, and the rest is compiled."""
+"""A graph in segments, where no program holds all of its operations: PyTorch runs those, and the rest is compiled."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def in_segments(gm: Any, refused: Collection[Any], compiled: Callable[[Any], Box
         own = set(run)
         takes = dict.fromkeys(x for n in run for x in n.all_input_nodes if x not in own and x.op != "get_attr")
         makes = [n for n in run if last.get(n, -1) > k or n in output.all_input_nodes]
-        own_graph = _extracted(gm, takes, run, makes)
+        inner = _extracted(gm, takes, run, makes)
         done = [x for x in takes if last[x] == k and x not in output.all_input_nodes]
-        run_it = compiled(own_graph) if mine else run_by_pytorch(own_graph)
-        segments.append(Segment(run_it, tuple(takes), makes, done))
+        call_it = compiled(inner) if mine else run_by_pytorch(inner)
+        segments.append(Segment(call_it, tuple(takes), makes, done))
 
     def call(args: list[Any]) -> Sequence[Any]:
         values = {**constants, **dict(zip(inputs, args, strict=True))}
