@@ -308,7 +308,7 @@ EVERY: dict[str, Chain] = {
     "warps with keys down, then warpgroups": Chain(then="wgmma", target="sm_90a", between="relu", across="m"),
     "warpgroups, then warps": Chain(then="mma", **GROUPS),
     "through memory": Chain(weights="smem()"),
-    "through memory, one slot, relu": Chain(weights="smem(slots=1, swizzle=32)", between="relu", each=2),
+    "through memory, in panels, relu": Chain(weights="smem(slots=2, swizzle=32)", between="relu", each=2),
     "keys down, through memory": Chain(weights="smem()", **DOWN),
     "through memory, copied by threads": Chain(
         weights="smem()", between="relu", dtype="f16", deep=8, target="sm_75", by="ld"

@@ -99,14 +99,17 @@ def _turned(body: tuple[Node, ...]) -> int:
 @pytest.mark.parametrize(
     ("name", "lies", "meetings"),
     [
-        ("rows apart, relu", "axes=(a1(32), r1(32)), slots=2, swizzle=64", 1),
+        ("rows apart, relu", "axes=(a1(32), r1(32)), slots=1, swizzle=64", 1),
+        ("rows apart, roles, relu", "axes=(a1(32), r1(32)), slots=2, swizzle=64", 1),
         ("rows apart, roles, one slot, relu", "axes=(a1(32), r1(32)), slots=1, swizzle=64", 2),
-        ("through memory, one slot, relu", "axes=(a1(64), r1(32)), slots=1, swizzle=32, panel=16", 2),
+        ("through memory, in panels, relu", "axes=(a1(64), r1(32)), slots=2, swizzle=32, panel=16", 1),
         ("warpgroups, keys down, weights second, relu", "axes=(r1(64), a1(64)), slots=2, swizzle=128", 1),
     ],
 )
 def test_it_lies_in_shared_memory(name: str, lies: str, meetings: int) -> None:
-    """Swizzled as its rows are long. With two slots threads meet once where it is put there, with one twice."""
+    """Swizzled as its rows are long. Threads meet where it is put there, and before where others load and there is
+    one slot.
+    """
     assert [str(x) for x in plan(EVERY[name]).all(Stage)] == [f'acc1_s = stage(of="acc1", {lies})']
     kernel = written(EVERY[name])
     (place,) = [s for s in kernel.shared if s.name.startswith("acc1_s")]
@@ -157,7 +160,7 @@ def test_what_cannot_be_is_refused(chain: Chain, reason: str) -> None:
 
 
 STAGED = EVERY["rows apart, relu"]
-LINE = '    acc1_s = stage(of="acc1", axes=(a1(32), r1(32)), slots=2, swizzle=64)\n'
+LINE = '    acc1_s = stage(of="acc1", axes=(a1(32), r1(32)), slots=1, swizzle=64)\n'
 
 
 @pytest.mark.parametrize(
@@ -166,9 +169,9 @@ LINE = '    acc1_s = stage(of="acc1", axes=(a1(32), r1(32)), slots=2, swizzle=64
         ("rows apart, relu", LINE, "", "it is not said where what acc1 sums lies: a line `stage` is missing"),
         ("rows apart, relu", LINE, LINE + LINE.replace("acc1_s", "s"), "the stage of acc1 is decided twice"),
         ("rows apart, relu", 'stage(of="acc1"', 'stage(of="acc0"', "no product takes what acc0 sums from shared"),
-        ("rows apart, relu", "r1(32)), slots=2, swizzle=64)\n", "r1(16)), slots=2, swizzle=64)\n",
+        ("rows apart, relu", "r1(32)), slots=1, swizzle=64)\n", "r1(16)), slots=1, swizzle=64)\n",
          "axes of it are (a1(32), r1(16)), and the schedule has (a1(32), r1(32))"),
-        ("rows apart, relu", "slots=2, swizzle=64)\n    result", "slots=3, swizzle=64)\n    result", "or two, not 3"),
+        ("rows apart, relu", "slots=1, swizzle=64)\n    result", "slots=3, swizzle=64)\n    result", "or two, not 3"),
         ("rows apart, relu", "swizzle=64)\n    result", "swizzle=64, panel=16)\n    result", "panel of it is 16"),
         ("rows apart, relu", 'a="stored"', 'a="values"', "a comes from values: mma.m16n8k16.f32.bf16 takes stored"),
         ("rows apart, relu", 'to="acc1_s", by="st"', 'to="acc1_s", by="stmatrix.x2"', "acc1 comes to acc1_s by st"),
@@ -176,7 +179,7 @@ LINE = '    acc1_s = stage(of="acc1", axes=(a1(32), r1(32)), slots=2, swizzle=64
          "acc1_s comes to acc0.a by ldmatrix.x4, not by ldmatrix.x2"),
         ("keys down, weights second, relu", 'by="movmatrix"', 'by="registers"', "to acc0.b by movmatrix, not by regi"),
         ("keys down, weights second, relu", 'by="movmatrix"', 'by="mov"', "to acc0.b by movmatrix, not by mov"),
-        ("through memory, one slot, relu", "slots=1, swizzle=32", "slots=2, swizzle=32", "slots is 2, and the"),
+        ("through memory, in panels, relu", "slots=2, swizzle=32", "slots=1, swizzle=32", "slots is 1, and the"),
     ],
 )  # fmt: skip
 def test_a_plan_that_does_not_fit_is_refused(name: str, before: str, after: str, reason: str) -> None:
@@ -189,7 +192,7 @@ def test_a_plan_that_does_not_fit_is_refused(name: str, before: str, after: str,
 
 def test_a_plan_may_have_what_the_schedule_leaves_open() -> None:
     program, kernel, schedule = tiled(STAGED.text)
-    text = str(plan(STAGED)).replace(LINE, LINE.replace("slots=2, swizzle=64", "slots=1, swizzle=32, panel=16"))
+    text = str(plan(STAGED)).replace(LINE, LINE.replace("slots=1, swizzle=64", "slots=2, swizzle=32, panel=16"))
     edited, target = parse_plan(text), gpu(schedule.target)
     assert isinstance(edited, Plan)
     verify(kernel, schedule, edited, target)
@@ -213,7 +216,10 @@ def test_a_plan_may_have_what_the_schedule_leaves_open() -> None:
             "rows apart, relu",
             "acc1: what acc0 takes of it lies in shared memory: threads divide a1 otherwise",
         ),
-        ("through memory, one slot, relu", "acc1_s: ldmatrix reads 8 pieces of 16 bytes from rows of 32 bytes: 1 wave"),
+        (
+            "through memory, in panels, relu",
+            "acc1_s: ldmatrix reads 8 pieces of 16 bytes from rows of 32 bytes: 1",
+        ),
     ],
 )
 def test_it_is_told_why(name: str, why: str) -> None:

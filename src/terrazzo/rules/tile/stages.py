@@ -15,8 +15,10 @@ from terrazzo.rules.tile.handed import asked, made, summed
 from terrazzo.rules.tile.rings import axis_called
 from terrazzo.rules.tile.slabs import panels
 
-SLOTS = 2
-"""Slots of such a factor, where the schedule says nothing: threads need not wait for who reads the last step's."""
+SLOTS = {False: 1, True: 2}
+"""Slots of such a factor, where the schedule says nothing. Where others load (roles), threads need not wait then for
+who reads the last step's; where all do everything, they have met since.
+"""
 
 
 @rule(keys=(Plan,))
@@ -57,7 +59,7 @@ def stage(plan: Plan, draft: Draft, p: Product, name: str, swizzle: int | None =
     need(not pad, f"{inner}: what is put into shared memory for a product is swizzled, and has no pad")
     wanted = swizzle if swizzle is not None else wanted
     span = swizzled(sizes[axes[-1]] * size) if wanted is None else wanted
-    slots = slots or options.get("slots", SLOTS)
+    slots = slots or options.get("slots", SLOTS[bool(draft.schedule.options("roles"))])
     if slots not in (1, 2):
         raise draft.fail(f"{inner}: it has one slot or two, not {slots}", *draft.line(inner), f"slots={slots}")
     need(

@@ -122,9 +122,9 @@ class Handed:
 
     def store(self, p: Product, line: Convert, slab: Slab, source: k.Registers, t: IntExpr) -> None:
         """A team's part of a factor comes to its slot, and is there for all of the team. Who still reads the slot is
-        waited for, if there is no other.
+        waited for, if there is no other, and no barrier since: where all threads load, they met for this step.
         """
-        if slab.ring.slots == 1:
+        if slab.ring.slots == 1 and not self.bindings.alone:
             self.builder.add(self.bindings.sync)
         self.put(line, slab, source, self.slot(slab.ring, t)[0])
         if warps(matrix(p.on)) > 1:
