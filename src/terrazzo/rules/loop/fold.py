@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from terrazzo.ir.address import coefficient
+from terrazzo.ir.canonical import canonical
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var, at_least, floordiv, mod
-from terrazzo.ir.node import Node, substitute, topological, transform
+from terrazzo.ir.node import Node, per_node, substitute, topological, transform
 from terrazzo.ir.ranges import decided, range_of
 from terrazzo.ir.types import DType, i64
 from terrazzo.rewrite.rule import Event, Log
@@ -168,12 +169,20 @@ KERNELS: dict[str, tuple[Callable[[l.Kernel], l.Kernel], str]] = {
 
 def _kernel(kernel: l.Kernel, log: Log) -> l.Kernel:
     """A kernel with its terms folded, which is told."""
+    if _folded_already(canonical(kernel).kernel):
+        return kernel
     for name, (rewrite, why) in KERNELS.items():
         if (made := rewrite(kernel)) is not kernel:
             log.add(Event(PASS, name, kernel.name, True, why))
             log.applied(PASS, name, kernel.name, [kernel], [made])
             kernel = made
     return kernel
+
+
+@per_node
+def _folded_already(form: l.Kernel) -> bool:
+    """Whether there is nothing to fold in a kernel: asked once of all that differ in names only."""
+    return all(rewrite(form) is form for rewrite, _ in KERNELS.values())
 
 
 def cheap(x: Node) -> bool:
