@@ -22,6 +22,7 @@ CASES = {
     "from registers": replace(BESIDE, shape=(384, 128, 192), staged=""),
     "in turns": Product(shape=(1024, 64, 320), roles=True, persistent=2, turns=2, staged=TMA),
     "three": Product(shape=(384, 64, 192), tile=(192, 64, 64), groups=3, roles=True, registers=None),
+    "three that are short of registers": Product(shape=(384, 64, 192), tile=(192, 64, 64), groups=3, roles=True),
 }
 
 
