@@ -64,3 +64,11 @@ def test_teams_that_do_different_things_do_not() -> None:
     """Rows of the second one may lie beyond the last, and those of the first may not."""
     kernel = launched(replace(BESIDE, staged="").text)
     assert alike(kernel) == (kernel, "")
+
+
+def test_roles_are_alternatives() -> None:
+    """ptxas knows that the warps of each go together, whichever stand before it."""
+    kernel = launched(BESIDE.text)
+    roles = [s for s in kernel.body if isinstance(s, k.Role)]
+    text = _Writer(kernel).source()[1]
+    assert len(roles) == 3 and text.count("} else if (warp >= ") == 2 and text.count("\n  if (warp >= ") == 1
