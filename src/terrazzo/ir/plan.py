@@ -262,12 +262,14 @@ class Convert(Line, dialect="plan", op="convert"):
 
 class Frame(Line, dialect="plan", op="frame"):
     """A product's values are weighted by exp(score - top), where the maximum `top` and the sum of weights `total` are
-    found in the same steps: sums are brought to the new maximum whenever it grows.
+    found in the same steps: sums are brought to the new maximum whenever it grows; or, with `above`, only where a score
+    is so far above the one that they were brought to last: no weight is more than exp of that.
     """
 
     top: str
     product: str
     total: str = ""
+    above: int = 0
 
 
 class Reach(Line, dialect="plan", op="reach"):

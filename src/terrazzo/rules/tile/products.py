@@ -225,9 +225,7 @@ def _side_by_side(draft: Draft, site: Site, instruction: Matrix | None, products
     need(not meet, f"{name}: {SHARING} are not promoted, and no blocks of a cluster share their steps")
 
 
-def _sources(
-    draft: Draft, site: Site, instruction: Matrix | None, c: Contraction, m: Any, way: Way
-) -> tuple[str, str]:
+def _sources(draft: Draft, site: Site, instruction: Matrix | None, c: Contraction, m: Any, way: Way) -> tuple[str, str]:
     """Where both factors come from, of which one may be made of sums."""
     if instruction is None:
         return "ld", "ld"

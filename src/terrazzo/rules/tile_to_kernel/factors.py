@@ -60,7 +60,7 @@ class Factors:
             found = framed(self.draft, p)
             assert found is not None
             rows, columns = (self.part(x, site) for x in across(self.draft, p, inner))
-            self.frame = Frame(self.builder, found, rows, columns)
+            self.frame = Frame(self.builder, found, rows, columns, line.above)
         for p in self.plan.all(Product) if self.frame is None else ():
             if p.made:
                 made = self.point_by_point(p)
@@ -76,7 +76,7 @@ class Factors:
         """What lanes know of their rows' weights is summed, and known by name."""
         for line in self.plan.all(FrameLine):
             assert self.frame is not None
-            self.frame.finish()
+            self.frame.finish(self.fragments[self.draft.products[line.product].reduce])
             total = self.draft.names.get(line.total)
             assert total is None or isinstance(total, l.Reduce)
             self.fragments.update(self.frame.fragments(self.frame.found.top, total))
@@ -182,8 +182,10 @@ class Factors:
         self.frame.fetch(self.copies, env, hidden.bare, edges, came)
         self.whole = self.seen_whole(p, t)
 
-    def weigh(self, p: Product, t: IntExpr) -> None:
-        """The factor of step t in place of its scores, in the frame of the scores so far if there is one."""
+    def weigh(self, p: Product, t: IntExpr, begun: bool = True) -> None:
+        """The factor of step t in place of its scores, in the frame of the scores so far if there is one; whether the
+        product has `begun` to sum.
+        """
         rows, columns, env = self.places(p, t)
         hidden, last = masked(self.draft, p), beyond(columns, env[columns.axis])
         assert hidden is not None
@@ -203,7 +205,8 @@ class Factors:
         whole, self.whole = self.whole or self.seen_whole(p, t), None
         predicate = hidden.blocks.predicate if hidden.blocks is not None else None
         told = (predicate, -Loaded(whole, 2)) if whole is not None and predicate is not None else None
-        self.frame.weigh(self.copies, env, hidden.bare, inside, edges, scores, told)
+        sums = self.fragments[self.draft.products[p.sites[0]].reduce] if begun else None
+        self.frame.weigh(self.copies, env, hidden.bare, inside, edges, scores, told, sums)
 
     def seen_whole(self, p: Product, t: IntExpr) -> k.Value | None:
         """Whether data says that all of step t is seen by all rows; None where it says nothing of that."""

@@ -216,7 +216,7 @@ class Pipeline:
         def weigh(t: IntExpr, left: int) -> None:
             self.factors.fetch(second, t)
             self.end(first, t, left)
-            self.factors.weigh(second, t)
+            self.factors.weigh(second, t, begun=left > 0)
             self.fetch(second, t)
 
         begin(0)
