@@ -191,7 +191,8 @@ class Chain:
         """
         if on == "wgmma":
             name = f"wgmma.m64n{sizes['n']}k16.f32.{self.dtype}"
-            return {"m": f"warpgroup({self.groups}) * inst.m(64)", "n": f"inst.n({sizes['n']})", "on": name}
+            down = f"warpgroup({self.groups}) * reg({sizes['m'] // self.groups // 64}) * inst.m(64)"
+            return {"m": down, "n": f"inst.n({sizes['n']})", "on": name}
         down, across = self.warps
         down = 4 * self.groups // across if self.groups_multiply else down
         down, across = (self.apart or (down, 1)) if depth else (down, across)
