@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.kernels.chains import EVERY, GROUPS, Chain
-from tests.kernels.test_arrangements import ADR, SEEDS, derived, inputs
+from tests.kernels.test_arrangements import ADR, SEEDS, derived, inputs, right
 from tests.kernels.test_layouts import plan, ways
 
 from terrazzo.errors import Limitation, UserError
@@ -110,7 +110,7 @@ def test_it_lies_in_shared_memory(name: str, lies: str, meetings: int) -> None:
     """Swizzled as its rows are long. Threads meet where it is put there, and before where others load and there is
     one slot.
     """
-    assert [str(x) for x in plan(EVERY[name]).all(Stage)] == [f'acc1_s = stage(of="acc1", {lies})']
+    assert [str(x) for x in plan(EVERY[name]).all(Stage)] == [f'acc1_s = stage(of="acc1", product="acc0", {lies})']
     kernel = written(EVERY[name])
     (place,) = [s for s in kernel.shared if s.name.startswith("acc1_s")]
     found = [
@@ -159,16 +159,104 @@ def test_what_cannot_be_is_refused(chain: Chain, reason: str) -> None:
         derived(chain.text)
 
 
+def gated(chain: Chain, site: str = "") -> str:
+    """A chain whose weights are made of two sums, at the same site or at one of their own."""
+    k = chain.shape[1]
+    loop = f"                    for r1 in reduce({k}):\n"
+    product = "mul(f32(q[a0, a1, r0]), f32(other[a0, r1, r0]))"
+    more = f"                        for r0 in reduce(64):\n                            acc2 <- sum({product})\n"
+    held = '            key = smem(by="cp.async", swizzle=128)\n'
+    changes = {
+        "key: bf16": f"other: bf16[2, {k}, 64], key: bf16",
+        loop: loop + more,
+        "max(s_acc0, f32(0.0))": "mul(acc2, max(s_acc0, f32(0.0)))",
+        'site("acc1"': 'site("acc1"' if site else 'site("acc1", "acc2"',
+        held: held + (site or held.replace("key", "other")),
+    }
+    text = chain.text
+    for before, after in changes.items():
+        assert before in text, before
+        text = text.replace(before, after)
+    return text
+
+
+@pytest.mark.parametrize(
+    "chain", [RELU, replace(RELU, across="m", second="b"), replace(RELU, weights="smem()"), replace(RELU, second="b")]
+)
+def test_a_factor_is_made_of_two_sums(chain: Chain) -> None:
+    right(gated(chain))
+
+
+ALONE = """\
+        with site("acc2", on="mma.m16n8k16.f32.bf16"):
+            a1 = warp(2) * reg(2) * inst.n(8)
+            r1 = reg(2) * inst.m(16)
+            r0 = reg(4) * inst.k(16)
+            other = smem(by="cp.async", swizzle=128)
+"""
+BOTH = """\
+@tile
+def f(q: bf16[64, 64], key: bf16[96, 64], v: bf16[96, 32], u: bf16[64, 32]):
+    with kernel('o', o=bf16[64, 64]):
+        for a0 in free(64):
+            for a1 in free(64):
+                for r1 in reduce(96):
+                    for r0 in reduce(64):
+                        acc0 <- sum(mul(f32(q[a0, r0]), f32(key[r1, r0])))
+                    for r2 in reduce(32):
+                        acc2 <- sum(mul(f32(v[r1, r2]), f32(u[a1, r2])))
+                    acc1 <- sum(mul(f32(bf16(acc0)), f32(bf16(acc2))))
+                o[a0, a1] = bf16(acc1)
+    with schedule("o", target="sm_80"):
+        a0 = grid(2) * block(32)
+        a1 = block(64)
+        r1 = time(3, ring=2) * block(32)
+        with site("{one}", on="mma.m16n8k16.f32.bf16"):
+            a0 = warp(2) * inst.m(16)
+            r1 = reg(4) * inst.n(8)
+            r0 = reg(4) * inst.k(16)
+        with site("{two}", on="mma.m16n8k16.f32.bf16"):
+            r1 = warp(2) * inst.m(16)
+            a1 = reg(8) * inst.n(8)
+            r0 = reg(2) * inst.k(16)
+        with site("acc0", on="mma.m16n8k16.f32.bf16"):
+            a0 = warp(2) * inst.m(16)
+            a1 = reg(8) * inst.n(8)
+            r1 = reg(2) * inst.k(16)
+        with site("o"):
+            a0 = like("acc0")
+            a1 = like("acc0")
+    return (o,)
+"""
+
+
+def test_what_no_factor_can_be_is_refused() -> None:
+    """Sums of several sites that move, in registers and elsewhere, and products of two such factors."""
+    turns = replace(RELU, shape=(128, 96, 64, 64), stay=1, weights="smem()", **GROUPS).text
+    turns = turns.replace("math=warpgroup(1))", "math=warpgroup(2), turns=True)")
+    places = gated(replace(RELU, weights="smem()")).replace("acc1 = smem()", "acc1 = smem()\n            acc2 = reg()")
+    alone = gated(replace(RELU, across="m"), ALONE)
+    for text, reason in (
+        (turns, "acc0: warpgroups that take turns have no shared memory of their own for what acc1 sums"),
+        (places, "acc0: what acc1 and acc2 sum is one factor, and lies in one place"),
+        (alone, "acc0: what acc1 and acc2 sum at several sites is one factor where it stays in registers"),
+        (BOTH.format(one="acc1", two="acc2"), "is one factor of it, and not both"),
+    ):
+        with pytest.raises((Limitation, UserError), match=re.escape(reason)):
+            derived(text)
+
+
 STAGED = EVERY["rows apart, relu"]
-LINE = '    acc1_s = stage(of="acc1", axes=(a1(32), r1(32)), slots=1, swizzle=64)\n'
+LINE = '    acc1_s = stage(of="acc1", product="acc0", axes=(a1(32), r1(32)), slots=1, swizzle=64)\n'
 
 
 @pytest.mark.parametrize(
     ("name", "before", "after", "reason"),
     [
         ("rows apart, relu", LINE, "", "it is not said where what acc1 sums lies: a line `stage` is missing"),
-        ("rows apart, relu", LINE, LINE + LINE.replace("acc1_s", "s"), "the stage of acc1 is decided twice"),
-        ("rows apart, relu", 'stage(of="acc1"', 'stage(of="acc0"', "no product takes what acc0 sums from shared"),
+        ("rows apart, relu", LINE, LINE + LINE.replace("acc1_s", "s"), "the stage for acc0 is decided twice"),
+        ("rows apart, relu", 'stage(of="acc1"', 'stage(of="acc0"', "made of what is summed at acc0, and"),
+        ("rows apart, relu", 'product="acc0", axes', 'product="acc1", axes', "acc1 takes nothing that was"),
         ("rows apart, relu", "r1(32)), slots=1, swizzle=64)\n", "r1(16)), slots=1, swizzle=64)\n",
          "axes of it are (a1(32), r1(16)), and the schedule has (a1(32), r1(32))"),
         ("rows apart, relu", "slots=1, swizzle=64)\n    result", "slots=3, swizzle=64)\n    result", "or two, not 3"),

@@ -224,13 +224,14 @@ class Product(Line, dialect="plan", op="product"):
 
 
 class Stage(Line, dialect="plan", op="stage"):
-    """What is made of a product's sums, those of site `of`, lies in shared memory, from where another product takes it:
-    a slab of these axes, outermost first, with their lengths, in one of `slots`, step by step. It is swizzled as a
-    stream is, or in panels. Threads meet once in a step, and twice where others load and there is one slot only.
+    """What is made of the sums `of` a site lies in shared memory, from where another `product` takes it: a slab of
+    these axes, outermost first, with their lengths, in one of `slots`, step by step. It is swizzled as a stream is, or
+    in panels. Threads meet once in a step, and twice where others load and there is one slot only.
     """
 
     name: str
     of: str
+    product: str
     axes: tuple[Word, ...]
     slots: int
     swizzle: int = 0

@@ -37,7 +37,7 @@ from terrazzo.rules.access import WIDEST
 from terrazzo.rules.tile.agents import LOAD, MATH, bound_warps, role_warps
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.frames import move_frames
-from terrazzo.rules.tile.handed import asked, summed
+from terrazzo.rules.tile.handed import asked
 from terrazzo.rules.tile.layouts import conversions
 from terrazzo.rules.tile.order import begun, clusters, grid
 from terrazzo.rules.tile.overlap import check as overlap
@@ -263,12 +263,12 @@ def _stream(line: Stream, plan: Plan, draft: Draft) -> None:
 
 
 def _stage(line: Stage, plan: Plan, draft: Draft) -> None:
-    takes = [p for p in plan.all(Product) if STORED in (p.a, p.b) and line.of in summed(draft, p.sites[0])]
-    need(takes, f"no product takes what {line.of} sums from shared memory")
-    given = asked(draft, draft.site(takes[0].sites[0]), line.of)
-    if given is not None:
+    takes = [p for p in plan.all(Product) if STORED in (p.a, p.b) and line.product == p.sites[0]]
+    need(takes, f"{line.product} takes nothing that was summed from shared memory")
+    for given in asked(draft, line.product).values():
         _asked(dict(given.options), swizzle=line.swizzle, slots=line.slots)
     meant = stage(plan, draft, takes[0], line.name, line.swizzle, line.slots)
+    _same("it is made of what is summed at", line.of, meant.of)
     _same("axes of it are", line.axes, meant.axes)
     _same("panel of it is", line.panel, meant.panel)
 

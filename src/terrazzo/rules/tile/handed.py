@@ -64,12 +64,12 @@ def handed(draft: Draft, name: str, instruction: Matrix | None, m: Any, n: Any) 
     factors = [f for f in c.factors if any(isinstance(x, l.Reduce) for x in topological([f]))]
     need(len(factors) == 1, f"{name}: what {inside[0]} sums is one factor of it, and not both")
     letter, rows = ("a", m) if m in factors[0].free else ("b", n)
-    found = {inner: _way(draft, name, inner, instruction, letter, rows) for inner in inside}
-    need(
-        len(inside) == 1 or all(x.by == REGISTERS for x in found.values()),
-        f"{name}: what {' and '.join(inside)} sum is one factor of it where it stays in their registers",
-    )
-    return found[inside[0]]
+    given = {x.place for x in asked(draft, name).values()}
+    need(len(given) < 2, f"{name}: what {' and '.join(inside)} sum is one factor, and lies in one place")
+    ways = [_way(draft, name, inner, instruction, letter, rows, *given) for inner in inside]
+    alike = len({draft.site(x) for x in inside}) == 1 or all(x.by == REGISTERS for x in ways)
+    need(alike, f"{name}: what {' and '.join(inside)} sum at several sites is one factor where it stays in registers")
+    return ways[0]
 
 
 def summed(draft: Draft, name: str) -> Iterator[str]:
@@ -78,13 +78,14 @@ def summed(draft: Draft, name: str) -> Iterator[str]:
     yield from (x for x, c in draft.products.items() if x != name and c.reduce in inside)
 
 
-def asked(draft: Draft, site: Site | None, inner: str) -> Operand | None:
-    """Where the schedule has a factor lie that is made of a product's sums, if it says that."""
-    return dict(site.operands).get(inner) if site is not None else None
+def asked(draft: Draft, name: str) -> dict[str, Operand]:
+    """Where the schedule has a product's factor lie that is made of sums, by the name of these, if it says that."""
+    site, inside = draft.site(name), [*summed(draft, name)]
+    return {x: held for x, held in site.operands if x in inside} if site is not None else {}
 
 
-def _way(draft: Draft, name: str, inner: str, instruction: Matrix, letter: str, rows: Any) -> Way:
-    """How one product's sums come to be a factor of another: as the schedule has it, or in registers where they can."""
+def _way(draft: Draft, name: str, inner: str, instruction: Matrix, letter: str, rows: Any, given: str = "") -> Way:
+    """How one product's sums come to be a factor of another: as is `given`, or in registers where they can."""
     site, other = draft.site(name), draft.site(inner)
     first = draft.instruction(other)
     need(first is not None, f"{name}: what {inner} sums lies as no instruction has it")
@@ -105,10 +106,8 @@ def _way(draft: Draft, name: str, inner: str, instruction: Matrix, letter: str, 
     for axis in (rows, steps):
         if not why and divided(draft, axis, site) != divided(draft, axis, other):
             why = f"threads divide {axis_name(axis)} otherwise than those of {inner}"
-    given = asked(draft, site, inner)
-    if given is not None and given.place == "reg":
-        need(not why, f"{name}: what {inner} sums does not stay in registers: {why}")
-    if not why and (given is None or given.place == "reg"):
+    need(given != "reg" or not why, f"{name}: what {inner} sums does not stay in registers: {why}")
+    if not why and given != "smem":
         return Way(letter, by)
     for axis in (rows, steps):
         mine, its = ({x for x in divided(draft, axis, s) if x[2] >= WARPS_IN_A_GROUP} for s in (site, other))

@@ -64,7 +64,7 @@ def _factors(plan: Plan, draft: Draft, p: Product, instruction: Matrix) -> Itera
             yield Convert(next(summed(draft, p.sites[0])), to, by, str(layout))
         elif source == STORED:
             inner = next(summed(draft, p.sites[0]))
-            stage = next((x for x in plan.all(Stage) if x.of == inner), None)
+            stage = next((x for x in plan.all(Stage) if x.product in p.sites), None)
             need(stage is not None, f"it is not said where what {inner} sums lies")
             assert stage is not None
             first = next(x for x in plan.all(Product) if inner in x.sites)

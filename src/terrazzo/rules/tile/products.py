@@ -22,7 +22,7 @@ from terrazzo.rewrite.rule import need, rule
 from terrazzo.rules.loop.number_parts import counted
 from terrazzo.rules.tile.agents import MATH
 from terrazzo.rules.tile.draft import Draft, axis_name
-from terrazzo.rules.tile.handed import Way, handed, summed
+from terrazzo.rules.tile.handed import Way, asked, handed
 
 CONVERTED = "converted"
 """Where a first factor comes from that threads make in registers of a slab that lies in shared memory."""
@@ -55,7 +55,7 @@ def place_products(plan: Plan, draft: Draft) -> Plan | None:
         promote = promoted(draft, together)
         lines.append(Product(tuple(together), on, agent, (), axis_name(m), axis_name(n), a, b, promote, rows))
         read += draft.read(draft.site(name), "on")
-        read += [w for inner in summed(draft, name) for w in draft.read(site, inner, "reg")]
+        read += [w for inner in asked(draft, name) for w in draft.read(site, inner, "reg")]
         read += [w for a in draft.products[name].reduce.axes for w in draft.read(None, axis_name(a), "promote")]
     left = [x for x in draft.names if x not in done and draft.tiled and isinstance(draft.names[x], l.Reduce)]
     need(

@@ -12,7 +12,7 @@ from terrazzo.hw.products import matrix, warps
 from terrazzo.ir.layout import HARDWARE
 from terrazzo.ir.plan import STORED, Convert, Plan, Product, Result, Stage, Stream
 from terrazzo.rules.tile.draft import Draft
-from terrazzo.rules.tile.handed import COPIES, REGISTERS, SIZE, handed, summed
+from terrazzo.rules.tile.handed import COPIES, REGISTERS, SIZE, handed
 from terrazzo.rules.tile.rings import axis_called, brought, operand_text
 
 LAYOUT = {
@@ -47,7 +47,7 @@ def reasons(plan: Plan, draft: Draft) -> Iterator[tuple[str, str]]:
             m, n = (axis_called(draft, x) for x in (p.m, p.n))
             way = handed(draft, p.sites[0], matrix(p.on), m, n)
             for x in plan.all(Stage):
-                if x.of in summed(draft, p.sites[0]):
+                if x.product in p.sites:
                     yield "layout", f"{x.of}: what {p.sites[0]} takes of it lies in shared memory: {way.why}"
                     row = (x.panel or x.axes[-1].args[0]) * SIZE
                     who = "wgmma" if warps(matrix(p.on)) > 1 else "ldmatrix"

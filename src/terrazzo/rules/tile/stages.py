@@ -36,19 +36,18 @@ def stage_factors(plan: Plan, draft: Draft) -> Plan | None:
         if STORED not in (p.a, p.b):
             continue
         site, inner = draft.site(p.sites[0]), next(summed(draft, p.sites[0]))
+        given = next(iter(asked(draft, p.sites[0])), "")
         taken = {*(s.name for s in plan.all(Stream)), *(x.name for x in lines)}
         name = next(m for m in (f"{inner}_s", *(f"{inner}_s{k}" for k in range(1, 99))) if m not in taken)
         lines.append(stage(plan, draft, p, name))
-        if asked(draft, site, inner) is not None:
-            read += draft.read(site, inner, "smem", "swizzle", "slots")
+        read += draft.read(site, given, "smem", "swizzle", "slots") if given else []
     return plan.plus(*lines, read=read) if lines else None
 
 
 def stage(plan: Plan, draft: Draft, p: Product, name: str, swizzle: int | None = None, slots: int = 0) -> Stage:
     """How a product's factor lies in shared memory, given what is decided already."""
     site, inner = draft.site(p.sites[0]), next(summed(draft, p.sites[0]))
-    given = asked(draft, site, inner)
-    options: dict[str, Any] = dict(given.options) if given is not None else {}
+    options: dict[str, Any] = next((dict(x.options) for x in asked(draft, p.sites[0]).values()), {})
     first = next(x for x in plan.all(Product) if inner in x.sites)
     (term,) = made(draft.products[p.sites[0]])
     size: int = term.dtype.size  # type: ignore[attr-defined]
@@ -60,14 +59,14 @@ def stage(plan: Plan, draft: Draft, p: Product, name: str, swizzle: int | None =
     wanted = swizzle if swizzle is not None else wanted
     span = swizzled(sizes[axes[-1]] * size) if wanted is None else wanted
     slots = slots or options.get("slots", SLOTS[bool(draft.schedule.options("roles"))])
-    if slots not in (1, 2):
+    if slots not in (1, 2) or isinstance(slots, bool):
         raise draft.fail(f"{inner}: it has one slot or two, not {slots}", *draft.line(inner), f"slots={slots}")
     need(
         span in (0, 32, 64, 128) and sizes[axes[-1]] * size % (span or 16) == 0,
         f"{inner}: rows of {sizes[axes[-1]] * size} bytes are not swizzled by {span}",
     )
     words = tuple(Word(axis_name(a), (sizes[a],)) for a in axes)
-    return Stage(name, inner, words, slots, span, panels(inner, size, p, axes, sizes, span))
+    return Stage(name, inner, p.sites[0], words, slots, span, panels(inner, size, p, axes, sizes, span))
 
 
 RULES = (stage_factors,)

@@ -115,7 +115,7 @@ def _subjects(line: Line) -> list[tuple[str, str]]:
         case Agent() | Ring():
             return [("", line.name)]
         case Stage():
-            return [("", line.name), ("the stage of", line.of)]
+            return [("", line.name), ("the stage for", line.product)]
         case Convert():
             return [("the conversion of", f"{line.value} to {line.to}")]
         case Frame():
@@ -197,10 +197,10 @@ def _underived(kind: type[Line]) -> Callable[[Plan, Draft], Iterator[str]]:
 
 
 def _unstaged(plan: Plan, draft: Draft) -> Iterator[str]:
-    done = {x.of for x in plan.all(Stage)}
+    done = {x.product for x in plan.all(Stage)}
     for p in plan.all(Product):
-        inner = next(summed(draft, p.sites[0]), "") if STORED in (p.a, p.b) else ""
-        if inner and inner not in done:
+        if STORED in (p.a, p.b) and p.sites[0] not in done:
+            inner = next(summed(draft, p.sites[0]))
             yield f"it is not said where what {inner} sums lies: a line `stage` is missing"
 
 
@@ -260,11 +260,12 @@ def budget(plan: Plan, draft: Draft) -> Iterator[Problem]:
     yield from ((plan.lines.index(a) + FIRST, why) for a, why in beyond(plan.all(Agent), resident, draft.gpu))
     every = [*(x for p in plan.all(Product) for x in brought(draft, p)), *vectors(draft, plan)]
     terms: dict[str, Node] = {operand_text(x): x for x in every}
-    for p in plan.all(Product):
-        terms |= {inner: made(draft.products[p.sites[0]])[0] for inner in summed(draft, p.sites[0])}
-    slabs: list[tuple[Line, Stream, int]] = [(s, s, plan.named(s.ring).slots) for s in plan.all(Stream)]
-    for line, stream, slots in (*slabs, *((x, x.stream, x.slots) for x in plan.all(Stage))):
-        kind = slab_type(stream, terms[stream.operand].dtype, slots)  # type: ignore[attr-defined]
+    slabs: list[tuple[Line, Stream, Node, int]] = [
+        (s, s, terms[s.operand], plan.named(s.ring).slots) for s in plan.all(Stream)
+    ]
+    slabs += [(x, x.stream, made(draft.products[x.product])[0], x.slots) for x in plan.all(Stage)]
+    for line, stream, term, slots in slabs:
+        kind = slab_type(stream, term.dtype, slots)  # type: ignore[attr-defined]
         used += k.shared_bytes(k.Shared(stream.name, kind))
         if used > draft.gpu.shared:
             yield (

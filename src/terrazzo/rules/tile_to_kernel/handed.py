@@ -17,11 +17,11 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, Var
 from terrazzo.ir.layout import Layout
 from terrazzo.ir.node import Node
-from terrazzo.ir.plan import STORED, Convert, Plan, Product, Ring, Stage
+from terrazzo.ir.plan import Convert, Plan, Product, Ring, Stage
 from terrazzo.ir.schedule import Word
 from terrazzo.rules.tile.digits import THREADS, Bindings, value
 from terrazzo.rules.tile.draft import Draft, axis_name
-from terrazzo.rules.tile.handed import COPIES, made, summed
+from terrazzo.rules.tile.handed import COPIES, made
 from terrazzo.rules.tile.rings import axis_called, steps
 from terrazzo.rules.tile.spans import span
 from terrazzo.rules.tile_to_kernel.builder import Builder
@@ -50,7 +50,7 @@ class Handed:
         self.slabs: dict[Node, Slab] = {}
         times = tuple(Word(axis_name(a), (f.size,)) for a, f in steps(draft))
         for p in plan.all(Product):
-            for line in staged(plan, draft, p):
+            for line in staged(plan, p):
                 self.slabs |= {x: self.slab(p, line, x, places, times) for x in made(draft.products[p.sites[0]])}
 
     def slab(
@@ -68,7 +68,7 @@ class Handed:
         is shared memory.
         """
         converts = self.plan.all(Convert)
-        for stage in staged(self.plan, self.draft, p):
+        for stage in staged(self.plan, p):
             put = next(x for x in converts if x.to == stage.name)
             for x in made(self.draft.products[p.sites[0]]):
                 self.store(p, put, self.slabs[x], values.pop(x), t)
@@ -153,10 +153,9 @@ class Handed:
         self.builder.loops([(v, True) for v in (*regs, q)], lambda: self.builder.add(s))
 
 
-def staged(plan: Plan, draft: Draft, p: Product) -> list[Stage]:
-    """Where a product's factor lies in shared memory that is made of sums."""
-    inside = [*summed(draft, p.sites[0])] if STORED in (p.a, p.b) else []
-    return [x for x in plan.all(Stage) if x.of in inside]
+def staged(plan: Plan, p: Product) -> list[Stage]:
+    """Where a product's factor lies in shared memory that is made of sums, if it does."""
+    return [x for x in plan.all(Stage) if x.product in p.sites]
 
 
 def place(part: Part, number: IntExpr, lanes: bool) -> IntExpr:

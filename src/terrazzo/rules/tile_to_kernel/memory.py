@@ -7,7 +7,7 @@ from itertools import takewhile
 
 from terrazzo.hw.products import matrix, warps
 from terrazzo.ir.dialects import kernel as k
-from terrazzo.ir.node import Node, topological
+from terrazzo.ir.node import Node
 from terrazzo.ir.plan import Plan, Product, Ring, Stage, Stream
 from terrazzo.ir.schedule import Word
 from terrazzo.rules.tile.digits import Bindings
@@ -60,8 +60,7 @@ def share(draft: Draft, plan: Plan, builder: Builder, bindings: Bindings) -> Mem
         kind = slab_type(whole(plan, s), terms[s.operand].dtype, ring.slots)  # type: ignore[attr-defined]
         places[s.name] = builder.memory(s.name, kind, s.swizzle)
     for line in plan.all(Stage):
-        factors = (x for c in draft.products.values() for x in made(c))
-        term = next(x for x in factors if draft.products[line.of].reduce in topological([x]))
+        (term,) = made(draft.products[line.product])
         kind = slab_type(line.stream, term.dtype, line.slots)  # type: ignore[attr-defined]
         places[line.name] = builder.memory(line.name, kind, line.swizzle)
     memory = Memory(places, {}, {})
