@@ -32,6 +32,8 @@ class CompiledCall:
         captured, results = self.captured, self.captured.results
         assert results is not None  # it was captured with views
         inputs = [*captured.state, *self._tensors(self._leaves(args, kwargs))]
+        if captured.numbers:
+            self._refuse_changed()
         if captured.changed:
             self._refuse_aliases(inputs)
         values = self.compiled(inputs)
@@ -79,6 +81,16 @@ class CompiledCall:
                 )
         return tensors
 
+    def _refuse_changed(self) -> None:
+        """UserError where a number that the call branches on is not what it was when that was compiled."""
+        from terrazzo.front.capture import times_changed
+
+        for name, tensor, changed in self.captured.numbers:
+            if times_changed(tensor) != changed:
+                raise UserError(
+                    f"{name} was changed after the call was compiled, which branches on it: compile it again"
+                )
+
     def _refuse_aliases(self, inputs: list[Any]) -> None:
         """UserError where a tensor that is changed in place shares memory with another one."""
         from terrazzo.front.effects import shares_memory
@@ -122,9 +134,10 @@ def compile(
     """Compile a module or a function for the shapes and types of the example inputs.
 
     Parameters and buffers of a module are bound: later in-place changes to them are seen (with `freezing`, those that
-    PyTorch counts), replacing them is not, nor is `.eval()` or `.train()`. Tensors that the call changes in place are
-    changed; a call with other side effects is refused, and so is one whose other arguments are not those of the
-    example. `options` is an `Options` or a mapping of its fields. Raises UserError where the call cannot be captured.
+    PyTorch counts), replacing them is not, nor is `.eval()` or `.train()`; whole numbers that a module keeps as buffers
+    and branches on may not change. Tensors that the call changes in place are changed; a call with other side effects
+    is refused, and so is one whose other arguments are not those of the example. `options` is an `Options` or a mapping
+    of its fields. Raises UserError where the call cannot be captured.
     """
     import torch
     from torch.utils import _pytree as pytree

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -45,6 +45,7 @@ from terrazzo.rules.loop.gathered import rows_gathered
 from terrazzo.rules.loop.gradients import gradients
 from terrazzo.rules.loop.joined import products_joined
 from terrazzo.rules.loop.layout import store_as_read
+from terrazzo.rules.loop.lean_parts import lean_parts
 from terrazzo.rules.loop.lifetimes import in_order, kernels_in_order
 from terrazzo.rules.loop.lookups import store_lookups
 from terrazzo.rules.loop.narrow import narrow
@@ -295,7 +296,10 @@ def in_parts(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
         gained, why = judged[forms]
         return gained, canonical(new[-1]).named(why)
 
-    return into_parts(p, log, PARTS[options.fp32], gains, partial(no_gain, gpu=gpu), known)
+    def made(lean: Collection[l.Kernel], log: Log) -> l.Program:
+        return into_parts(p, log, PARTS[options.fp32], gains, partial(no_gain, gpu=gpu), known, lean)
+
+    return made((), log) if known else lean_parts(p, log, made, partial(expected, gpu=gpu))
 
 
 def pinned(options: Options) -> tuple[dict[str, Schedule], dict[str, Plan]]:

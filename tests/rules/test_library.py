@@ -306,6 +306,17 @@ def test_a_view_stays_in_its_buffer(view: str, why: str) -> None:
         parse(text)
 
 
+def test_operators_that_are_special_methods_are_known() -> None:
+    """x >> y of tensors is aten.__rshift__ in some versions of PyTorch, and is known where a library is a choice."""
+
+    def shifted(x: Any, y: Any) -> Any:
+        return torch.ops.aten.__rshift__.Tensor(x, y).cumsum(0)
+
+    program = capture(shifted, (torch.arange(8), torch.arange(8) % 3)).program
+    assert "aten.__rshift__.Tensor" in show(program) and parse(show(program)) == program
+    assert calls(shifted, torch.arange(8), torch.arange(8) % 3) == []
+
+
 def test_ops_that_no_rule_lowers_are_given_what_eager_gives_them() -> None:
     """A transposed weight of experts, and what is sorted along the first axis, are views: nothing is copied."""
 

@@ -18,6 +18,7 @@ from terrazzo.ir.expr import Var
 from terrazzo.ir.types import Type, f32
 from terrazzo.options import Options
 from terrazzo.run import plan
+from terrazzo.run.own import layout
 from terrazzo.run.tensors import Expected
 
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
@@ -50,6 +51,27 @@ def test_temporaries_lie_in_a_result_that_is_not_written_yet() -> None:
     assert result not in found
     small, buffers = chain(4, 100, 100, 100, 800)
     assert plan.hosts(small, buffers[1:-1]) == {}
+
+
+def test_a_result_of_the_same_odd_size_holds_a_temporary() -> None:
+    odd = (1 << 19) + 3  # what would begin behind it is aligned, but nothing does
+    program, (_, first, second, third, _) = chain(4, odd, odd, 8, odd)
+    assert next(b.name for b in plan.hosts(program, [first, second, third])) == "t1"
+
+
+def test_large_temporaries_leave_results_where_that_takes_less() -> None:
+    mega = 1 << 18
+    program, _ = chain(4, 4 * mega, 4 * mega, mega, 4 * mega)
+    entries = {s: plan.Entry("k", s.name, (*s.reads, *s.writes)) for s in program.steps if isinstance(s, l.Kernel)}
+    made = plan.make(program, entries)
+    numbers = {s.name: k for k, s in enumerate(made.slots)}
+    assert made.slots[numbers["t1"]].within == numbers["t4"]
+    assert layout(made, apart=False).own == frozenset()
+    found = layout(made, apart=True)
+    assert found.own == {numbers[x] for x in ("t1", "t2", "t3")}
+    first, last = plan.spans(made, found.moved)
+    assert (first[numbers["t4"]], last[numbers["t1"]]) == (3, 1)  # the result is not there while the first one is
+    assert plan.spans(made)[0][numbers["t4"]] == 0
 
 
 def test_a_result_that_is_smaller_holds_nothing() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from terrazzo.collector import paused
@@ -44,7 +45,8 @@ class Captured:
     that the call changes in place, and then the tensors among the arguments. `changed` says which of the inputs the
     call changes; their new values are the program's last results. `arguments` and `structure` are the trees that the
     arguments and the results come in, `leaves` the arguments with `TENSOR` for a tensor, and `names` what they are
-    called.
+    called. `numbers` are tensors of the module whose values at capture are part of the program, by name, with how often
+    each had been changed then.
     """
 
     program: Program
@@ -57,6 +59,7 @@ class Captured:
     names: tuple[str, ...]
     results: Results | None
     structure: Any
+    numbers: tuple[tuple[str, Any, int], ...] = ()
 
     def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The tensors of a call, by the names of `inputs`."""
@@ -90,16 +93,46 @@ def capture(
     Attributes that the call sets to numbers (and such) are left alone where all calls are one program with them too.
     The program's results are those of the call and then the new values of what it changes in place. With `views`, the
     results of the call are made of the program's as `results` says, so that they share memory where PyTorch's do.
+    A call that branches on whole numbers that the module keeps as buffers is the program for their values.
     """
+    numbers: Mapping[str, Any] = {}
     later: list[Set] = []
     more: list[Set] = []
-    found = _capture(fn, args, kwargs, name, views, later)
+    try:
+        found = _capture(fn, args, kwargs, name, views, later)
+    except _Branches as why:
+        if not (numbers := whole_numbers(fn)):
+            raise
+        later.clear()
+        try:
+            found = _capture(fn, args, kwargs, name, views, later, numbers)
+        except Limitation:
+            raise why from None
     if later:  # which makes no difference if later calls, of what has these values, are the same program
         with attributes_set(later):
-            again = _capture(fn, args, kwargs, name, views, more)
+            again = _capture(fn, args, kwargs, name, views, more, numbers)
         if more or not _same(found, again):
             raise not_set(later)
     return found
+
+
+class _Branches(Limitation):
+    """A call branches on its data."""
+
+
+def whole_numbers(fn: Any) -> dict[str, Any]:
+    """The buffers of a module that hold a whole number each, or whether something holds."""
+    import torch
+
+    buffers = fn.named_buffers() if isinstance(fn, torch.nn.Module) else ()
+    return {
+        n: t for n, t in buffers if t.ndim == 0 and not t.is_meta and not t.is_floating_point() and not t.is_complex()
+    }
+
+
+def times_changed(t: Any) -> int:
+    """How often a tensor was changed, as far as PyTorch counts that."""
+    return -1 if t.is_inference() else t._version
 
 
 def _same(a: Captured, b: Captured) -> bool:
@@ -122,8 +155,9 @@ def _capture(
     name: str,
     views: bool,
     later: list[Set],
+    numbers: Mapping[str, Any] = MappingProxyType({}),
 ) -> Captured:
-    """The same, where attributes that are set to plain values are noted."""
+    """The same, where attributes that are set to plain values are noted, and buffers may be `numbers`."""
     import torch
     from torch.utils import _pytree as pytree
 
@@ -131,13 +165,16 @@ def _capture(
     state: dict[str, Any] = {}
     if module is not None:
         state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        state = {n: t for n, t in state.items() if n not in numbers}
+    values = {n: (t.item(), t.dtype) for n, t in numbers.items()}
     flat, arguments = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
     varying = [k for k, v in enumerate(flat) if isinstance(v, torch.Tensor)]
     structure: list[Any] = []
     known: list[Result | None] = []
 
     def call(tensors: list[Any]) -> list[Any]:
-        weights = dict(zip(state, tensors, strict=False))
+        constants = {n: torch.tensor(value, dtype=dtype) for n, (value, dtype) in values.items()}
+        weights = {**dict(zip(state, tensors, strict=False)), **constants}
         leaves = list(flat)
         for k, v in zip(varying, tensors[len(state) :], strict=True):
             leaves[k] = v
@@ -152,6 +189,10 @@ def _capture(
                 f"the results must be tensors; found {', '.join(kinds)}. "
                 "Wrap the call in a function that returns tensors"
             )
+        if any(torch._functionalize_has_data_mutation(t.elem) for t in constants.values()):
+            raise _Branches("the call branches on its data, and changes whole numbers of the module")
+        if constants and not {x.device for x in found} <= {t.device for t in tensors}:
+            raise _Branches("the call branches on its data, and returns whole numbers of the module")
         structure.append(tree)
         known[:] = [_known(k, found, tensors) for k in range(len(found))] if views else []
         return found
@@ -198,6 +239,7 @@ def _capture(
         tuple(names),
         results,
         structure[-1],
+        tuple((n, t, times_changed(t)) for n, t in numbers.items()),
     )
 
 
@@ -291,9 +333,9 @@ def trace(fn: Callable[[list[Any]], list[Any]], tensors: Sequence[Any]) -> tuple
     except TerrazzoError:
         raise
     except (DataDependentOutputException, DynamicOutputShapeException) as e:
-        raise Limitation(f"{e.func} gives what depends on the data: a number that is branched on, or a shape") from None
+        raise _Branches(f"{e.func} gives what depends on the data: a number that is branched on, or a shape") from None
     except GuardOnDataDependentSymNode as e:
-        raise Limitation(f"the call branches on its data ({str(e).splitlines()[0]})") from None
+        raise _Branches(f"the call branches on its data ({str(e).splitlines()[0]})") from None
     except Exception as e:
         if effect := re.search(r"token for effect .* the function (\S+)", str(e)):
             raise Limitation(

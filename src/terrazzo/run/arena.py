@@ -127,7 +127,7 @@ def hosts(program: l.Program | kernel.Program, buffers: Sequence[l.Buffer]) -> d
     for b in sorted((b for b in buffers if b not in called), key=lambda b: -b.type.span):
         size = _padded(b)
         for room in lives.later(b, numbers):
-            if size > rooms[room].type.span:
+            if b.type.span > rooms[room].type.span:
                 continue
             others = lives.beside(b, [number for number, _, _ in lying[room]])
             offset = 0
@@ -135,7 +135,7 @@ def hosts(program: l.Program | kernel.Program, buffers: Sequence[l.Buffer]) -> d
                 if start - offset >= size:
                     break
                 offset = max(offset, (end + ALIGN - 1) // ALIGN * ALIGN)
-            if offset + size <= rooms[room].type.span:
+            if offset + b.type.span <= rooms[room].type.span:
                 found[b] = rooms[room], offset
                 lying[room].append((lives.number[b], offset, offset + b.type.span))
                 break

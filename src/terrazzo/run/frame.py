@@ -14,7 +14,7 @@ from terrazzo.ir.types import DTYPES
 from terrazzo.run.arena import ALIGN
 from terrazzo.run.cpu import Cpu
 from terrazzo.run.cuda import Cuda
-from terrazzo.run.own import layout
+from terrazzo.run.own import Layout, layout
 from terrazzo.run.plan import Plan, places_in, spans
 from terrazzo.run.streams import Streams
 from terrazzo.run.tensors import Expected
@@ -57,11 +57,12 @@ class Frame:
                 if k in self.layout.offsets:
                     array[position] = self.base + self.layout.offsets[k]
                 else:
-                    where, offset = (k, 0) if slot.within is None else (slot.within, slot.offset)
+                    alone = slot.within is None or k in self.layout.own
+                    where, offset = (k, 0) if alone else (slot.within, slot.offset)
                     self.pointers.setdefault(where, []).append((array, position, offset))
             launches.append(machine.prepare(step, function, array, number, plan.slots))
         singly = [[n] for n in range(len(launches))]
-        self.single = _work(plan, launches, singly, machine.device, bound, self.layout.own)
+        self.single = _work(plan, launches, singly, machine.device, bound, self.layout)
         self.work = self.single
         if as_graph and not isinstance(machine, Cpu):  # the launches between calls of PyTorch are a graph each
             groups = [list(g) for _, g in itertools.groupby(range(len(launches)), lambda n: launches[n] is None or -1)]
@@ -69,7 +70,7 @@ class Frame:
             graphs = [
                 machine.graph([launches[n] for n in g], places_in(plan, g)) if launches[g[0]] else None for g in groups
             ]
-            self.work = _work(plan, graphs, groups, machine.device, bound)
+            self.work = _work(plan, graphs, groups, machine.device, bound, self.layout)
 
     @cached_property
     def streams(self) -> Streams:
@@ -108,13 +109,14 @@ def _work(
     groups: Sequence[Sequence[int]],
     device: str,
     bound: Set[int],
-    own: Set[int] = frozenset(),
+    layout: Layout,
 ) -> list[Work]:
     """What a call does in order: launches, each of a group of steps. What is never written exists from the start; of
     temporaries those exist that have memory of their `own`.
     """
     at = {n: k for k, group in enumerate(groups) for n in group}
-    first, last = spans(plan)
+    own = layout.own
+    first, last = spans(plan, layout.moved)
     begins: list[list[tuple[int, Expected]]] = [[] for _ in groups]
     ends: list[list[int]] = [[] for _ in groups]
     called = {k for s in plan.steps if not s.key for k in s.results}

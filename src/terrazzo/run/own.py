@@ -6,7 +6,7 @@ forward pass is through, and the gradients are there in the end, which is more t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from terrazzo.run.arena import padded, placed
@@ -20,46 +20,61 @@ GAIN = 0.02
 
 @dataclass(frozen=True)
 class Layout:
-    """Where temporaries lie: at `offsets` of an arena of `size` bytes, or, those that are `own`, by themselves."""
+    """Where temporaries lie: at `offsets` of an arena of `size` bytes, or, those that are `own`, by themselves; all
+    others in the results that the plan names.
+    """
 
     offsets: Mapping[int, int]
     size: int
     own: frozenset[int] = frozenset()
 
+    @property
+    def moved(self) -> frozenset[int]:
+        """The temporaries that lie in no result."""
+        return self.own.union(self.offsets)
+
 
 def layout(plan: Plan, apart: bool) -> Layout:
     """Where the temporaries of a plan lie whose steps run one after the other. Large ones lie `apart`, if they may and
-    that takes less memory.
+    that takes less memory: those of the arena, or also those that lie in results, which are not there so early then.
     """
-    first, last = spans(plan)
-    temporary = [k for k, s in enumerate(plan.slots) if s.kind == "arena" and s.within is None]
-    whole = Layout({k: plan.slots[k].offset for k in temporary}, plan.arena)
-    if not apart or _most(plan, whole, first, last) - _most(plan, None, first, last) < LARGE:
+    temporary = [k for k, s in enumerate(plan.slots) if s.kind == "arena"]
+    mine = [k for k in temporary if plan.slots[k].within is None]
+    whole = Layout({k: plan.slots[k].offset for k in mine}, plan.arena)
+    before = _most(plan, whole)
+    if not apart or before - _most(plan, Layout({}, 0, frozenset(temporary))) < LARGE:
         return whole
-    large = frozenset(k for k in temporary if plan.slots[k].bytes >= LARGE and k in first)
-    rest = sorted((k for k in temporary if k not in large and k in first), key=lambda k: -plan.slots[k].bytes)
+    found = min((_apart(plan, some) for some in (mine, temporary)), key=lambda x: _most(plan, x))
+    return found if _most(plan, found) <= (1 - GAIN) * before else whole
+
+
+def _apart(plan: Plan, temporary: Sequence[int]) -> Layout:
+    """Of these temporaries the large ones by themselves, the others in an arena."""
+    first, last = spans(plan)
+    used = [k for k in temporary if k in first]
+    large = frozenset(k for k in used if plan.slots[k].bytes >= LARGE)
+    rest = sorted((k for k in used if k not in large), key=lambda k: -plan.slots[k].bytes)
 
     def meeting(n: int) -> list[int]:
         return [m for m in range(n) if not (last[rest[m]] < first[rest[n]] or last[rest[n]] < first[rest[m]])]
 
     offsets, size = placed(rest, lambda k: padded(plan.slots[k].bytes), meeting)
-    found = Layout(offsets, size, large)
-    before, after = (_most(plan, x, first, last) for x in (whole, found))
-    return found if after <= (1 - GAIN) * before else whole
+    return Layout(offsets, size, large)
 
 
-def _most(plan: Plan, layout: Layout | None, first: Mapping[int, int], last: Mapping[int, int]) -> int:
-    """The most bytes that are in use at a time, the arena included; without a layout, at least."""
+def _most(plan: Plan, layout: Layout) -> int:
+    """The most bytes that are in use at a time, the arena included."""
+    first, last = spans(plan, layout.moved)
     change = [0] * (len(plan.steps) + 2)
     for k, slot in enumerate(plan.slots):
-        if slot.kind == "input" or slot.within is not None or (k not in first and slot.kind != "result"):
+        if slot.kind == "input" or (slot.kind == "arena" and k not in layout.own):
             continue
-        if slot.kind == "arena" and layout is not None and k not in layout.own:
+        if k not in first and slot.kind != "result":
             continue
         change[first.get(k, 0)] += slot.bytes
         if slot.kind != "result" and k not in plan.results:
             change[last[k] + 1] -= slot.bytes
-    now, most = layout.size if layout else 0, 0
+    now, most = layout.size, 0
     for x in change[: len(plan.steps)]:
         now += x
         most = max(most, now)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -253,11 +253,13 @@ def places_in(plan: Plan, group: Sequence[int]) -> list[Place]:
     return [Place(s.branch, tuple(d - group[0] for d in s.after if d >= group[0])) for s in steps]
 
 
-def spans(plan: Plan) -> tuple[dict[int, int], dict[int, int]]:
-    """The first step and the last in which a slot's memory is in use, for itself or for what lies in it."""
+def spans(plan: Plan, moved: Collection[int] = ()) -> tuple[dict[int, int], dict[int, int]]:
+    """The first step and the last in which a slot's memory is in use, for itself or for what lies in it, but for what
+    was `moved` elsewhere.
+    """
     first, last = _uses(plan)
     for k, slot in enumerate(plan.slots):
-        if slot.within is not None and k in first:
+        if slot.within is not None and k in first and k not in moved:
             first[slot.within] = min(first[k], first.get(slot.within, first[k]))
     return first, last
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
@@ -19,6 +19,10 @@ WORTH = 1 << 20
 """Bytes of memory in use from which on it is worth asking for another order."""
 GAIN = 0.01
 """The part of it that another order must save: where nothing is gained, steps stay as the user has them."""
+ROUNDS = 64
+"""How often a step goes to the other side of where most is in use."""
+LARGEST = 16
+"""Of how many of the largest buffers in use there the steps that write or read them are tried."""
 
 Steps = Sequence[l.Kernel | l.Call]
 
@@ -136,7 +140,64 @@ def _order(program: l.Program) -> tuple[int, list[int]]:
     orders = [late, *(_freeing(program, needs, base) for base in (given, late))]
     each = [max(in_use([program.steps[i] for i in order], program.results)) for order in orders]
     best = min(range(len(each)), key=each.__getitem__)
-    return each[best], orders[best]
+    return _around_peaks(program, needs, orders[best])
+
+
+def _around_peaks(program: l.Program, needs: Sequence[set[int]], order: Sequence[int]) -> tuple[int, list[int]]:
+    """How many bytes are in use at a time, and an order, after steps went to the other side of where most is in use, as
+    long as that lowers it.
+    """
+
+    def height(order: Sequence[int]) -> tuple[int, int, int]:
+        """The most that is in use, in how many steps, and in which first."""
+        used = in_use([program.steps[i] for i in order], program.results)
+        return max(used), used.count(max(used)), used.index(max(used))
+
+    found, now = list(order), height(order)
+    for _ in range(ROUNDS):
+        tried = ((height(x), x) for x in _around(program, needs, found, now[2]))
+        better = next(((h, x) for h, x in tried if h[:2] < now[:2]), None)
+        if better is None:
+            break
+        now, found = better
+    return now[0], found
+
+
+def _around(program: l.Program, needs: Sequence[set[int]], order: Sequence[int], peak: int) -> Iterator[list[int]]:
+    """Orders in which a step that writes something large comes after the step at `peak`, with those before this that
+    need it; or one that reads something large for the last time comes before it, with those after it that it needs.
+    """
+    steps, at = program.steps, order[peak]
+    place = {i: n for n, i in enumerate(order)}
+    readers: list[list[int]] = [[] for _ in order]
+    for i, mine in enumerate(needs):
+        for j in mine:
+            readers[j].append(i)
+    last = {b: i for i in order for b in (*steps[i].reads, *steps[i].writes)}
+    first = {b: i for i in reversed(order) for b in steps[i].writes}
+    alive = [b for b, i in first.items() if place[i] <= peak and (place[last[b]] > peak or b in program.results)]
+    alive += [b for b, i in last.items() if i == at and b in first]
+    for b in sorted(dict.fromkeys(alive), key=lambda b: -b.type.span)[:LARGEST]:
+        later = _with(first[b], readers, lambda i: place[i] <= peak)
+        if at not in later:
+            yield [
+                *(i for i in order[: peak + 1] if i not in later),
+                *sorted(later, key=place.__getitem__),
+                *order[peak + 1 :],
+            ]
+        sooner = _with(last[b], needs, lambda i: place[i] >= peak) if place[last[b]] > peak else {at}
+        if at not in sooner:
+            yield [*order[:peak], *sorted(sooner, key=place.__getitem__), *(i for i in order[peak:] if i not in sooner)]
+
+
+def _with(step: int, others: Sequence[Iterable[int]], asked: Callable[[int], bool]) -> set[int]:
+    """A step and those that follow from it, one by one, as far as they are `asked` for."""
+    found, front = {step}, [step]
+    while front:
+        new = {i for i in others[front.pop()] if asked(i)} - found
+        found |= new
+        front += new
+    return found
 
 
 def _needs(steps: Steps) -> Iterator[set[int]]:

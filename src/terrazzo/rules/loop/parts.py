@@ -45,9 +45,10 @@ def into_parts(
     gain: Gain,
     refused: Refused = lambda kernel, count: "",
     constant: Collection[l.Buffer] = (),
+    lean: Collection[l.Kernel] = (),
 ) -> l.Program:
     """`program` with its products of float32 as `count` * (`count` + 1) / 2 products of bfloat16, in the way that gains
-    most. What is `refused` is not tried.
+    most, or, of the `lean` ones, that stores least. What is `refused` is not tried.
 
     Parts of a tensor are stored by a kernel of their own, once for all who multiply it; or by the kernel that makes
     it, which keeps it for those who need it whole. Those of one factor may be terms of the product, which makes them on
@@ -133,7 +134,7 @@ def into_parts(
                     y[a0, a1] = acc0
         return (y,)
     """
-    work = _Parts(program, log, count, gain, refused, constant)
+    work = _Parts(program, log, count, gain, refused, constant, lean)
     for kernel in [s for s in program.steps if isinstance(s, l.Kernel)]:
         work.kernel(kernel)
     return l.Program(program.name, program.inputs, tuple(work.steps), program.results)
@@ -160,9 +161,10 @@ class _Parts:
         gain: Gain,
         refused: Refused,
         constant: Collection[l.Buffer],
+        lean: Collection[l.Kernel],
     ) -> None:
         self.program, self.log, self.count, self.gain, self.refused = program, log, count, gain, refused
-        self.constant = frozenset(constant)
+        self.constant, self.lean = frozenset(constant), frozenset(lean)
         self.makers: set[l.Kernel] = set()
         self.steps = list(program.steps)
         self.made: dict[Any, tuple[l.Buffer | None, ...]] = {}
@@ -196,15 +198,17 @@ class _Parts:
             self.log.add(Event(PASS, RULE, kernel.name, False, why))
 
     def replace(self, kernel: l.Kernel, products: Sequence[Contraction]) -> str:
-        """Put products of parts in a kernel's place, in the way that gains most, or say why not."""
+        """Put products of parts in a kernel's place, in the way that gains most, or stores least, or say why not."""
         before, made, names = list(self.steps), dict(self.made), set(self.names)
-        best: tuple[float, frozenset[Node]] | None = None
+        best: tuple[tuple[float, float], frozenset[Node]] | None = None
         first = ""
         for self.inside in (frozenset(), *_sides(kernel)):
-            gained, why = self.gain(*self.put(kernel, products))
+            old, new = self.put(kernel, products)
+            gained, why = self.gain(old, new)
+            stored = sum(b.type.span for s in new for b in s.writes) if kernel in self.lean else 0
             first = first or why
-            if not why and (best is None or gained > best[0]):
-                best = gained, self.inside
+            if not why and (best is None or (-stored, gained) > best[0]):
+                best = (-stored, gained), self.inside
             self.steps, self.made, self.names = list(before), dict(made), set(names)
         if best is None:
             return first
