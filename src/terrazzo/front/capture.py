@@ -27,7 +27,7 @@ from terrazzo.front.effects import (
     watched,
 )
 from terrazzo.front.fx import from_graph
-from terrazzo.front.looking import checks_inside, functions_by_definition
+from terrazzo.front.looking import checks_inside, definitions, distributions_unchecked
 from terrazzo.front.recurrent import recurrent_nets_by_definition
 from terrazzo.front.results import Result, Results, arrange, storage, view
 from terrazzo.ir.program import Program
@@ -319,8 +319,8 @@ def trace(fn: Callable[[list[Any]], list[Any]], tensors: Sequence[Any]) -> tuple
         with (
             torch.no_grad(),
             attention_by_definition(),
-            recurrent_nets_by_definition(),
-            functions_by_definition(),
+            recurrent_nets_by_definition(definitions()),
+            distributions_unchecked(),
             resampled_whole(tensors),
             checks_inside(),
             _said_to_be_traced(),
