@@ -7,6 +7,7 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from terrazzo.collector import paused
 from terrazzo.errors import UserError
 from terrazzo.options import Options
 
@@ -126,6 +127,7 @@ def _equal(given: Any, expected: Any) -> bool:
     return type(given) is type(expected) and bool(given == expected or (given != given and expected != expected))
 
 
+@paused()  # one program is captured and compiled: cycles are looked for before, not between
 def compile(
     fn: Callable[..., Any], *example_inputs: Any, options: Options | Mapping[str, object] | None = None, **kwargs: Any
 ) -> CompiledCall:

@@ -147,6 +147,8 @@ IMPURE = {
     "aten._print.default('x')": "",
     "prims.iota.default(8)": "",
     "torch_nn.nothing.default(x)": "PyTorch has no operator",
+    "aten.__class__.default(x)": "PyTorch has no operator",
+    "aten.__iand__.Tensor(i, i)": "it changes its arguments",
     "aten.relu.default(x, device=torch('device:meta'))": "is no device a program runs on",
 }
 

@@ -91,10 +91,15 @@ def test_every_kind_of_line_has_been_read() -> None:
     seen = {type(line).op for found in (product(HOPPER), attention()) for plan in plans(found) for line in plan.lines}
     for name in ("softmax", "rms norm of prime width", "layer norm", "matmul", "max_pool2d"):
         seen |= {type(line).op for plan in plans(case(name, "sm_80")) for line in plan.lines}
+    from tests.kernels.chains import Chain
+    from tests.kernels.test_layouts import plan as plan_of
     from tests.kernels.test_ragged import SUM, x
 
     ragged = lowered(lambda x: x.sum(-1), (x(3, 1057),), "sm_90a", schedules=(SUM,))
     seen |= {type(line).op for plan in plans(ragged) for line in plan.lines}
+    staged = plan_of(Chain(between="relu", weights="smem()"))
+    assert parse_plan(str(staged)) == staged
+    seen |= {type(line).op for line in staged.lines}
     assert seen >= KINDS.keys() - {"keep", "limit"}
 
 

@@ -5,6 +5,7 @@ bound.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,10 @@ class Chain:
     On `mma`, warps divide m and k as `warps` says, each with `each` times 16 rows, and `by` brings a step's `step`
     keys; on `wgmma`, `groups` warpgroups divide m, behind a warp that loads, and steps may `overlap`. Keys are stored
     as rows, or turned. `stay` blocks walk all tiles, `together` heads at a time; queries have `held` slots. Threads
-    that load and that multiply have so many `registers`.
+    that load and that multiply have so many `registers`. Keys are `across` the first instruction ("n", its columns) or
+    down it ("m", its rows), and weights the `second` one's first factor ("a") or second one ("b"); the second product
+    may be on something else (`then`). Weights lie where `weights` says. Warps may divide rows and columns of the second
+    product otherwise (`apart`) than rows and keys of the first.
     """
 
     shape: tuple[int, int, int, int] = (64, 128, 64, 64)
@@ -40,10 +44,21 @@ class Chain:
     together: int = 0
     held: int = 1
     registers: tuple[int, int] | None = None
+    across: str = "n"
+    second: str = "a"
+    then: str = ""
+    weights: str = ""
+    apart: tuple[int, int] | None = None
+
+    @property
+    def groups_multiply(self) -> bool:
+        """Whether warpgroups do."""
+        return "wgmma" in (self.on, self.then)
 
     @property
     def rows(self) -> int:
-        return 64 * self.groups if self.on == "wgmma" else 16 * self.each * self.warps[0]
+        few = (self.across, self.second) == ("m", "b")  # rows are columns of both instructions
+        return 64 * self.groups if self.groups_multiply else (8 if few else 16) * self.each * self.warps[0]
 
     @property
     def text(self) -> str:
@@ -128,12 +143,12 @@ class Chain:
         if self.stay:
             grouped = f", order=grouped({self.together})" if self.together else ""
             lines.append(f"    persistent({self.stay}{grouped})")
-        if self.on == "wgmma":
+        if self.groups_multiply:
             registers = f", registers={self.registers}" if self.registers else ""
             lines.append(f"    roles(load=warp(1), math=warpgroup({self.groups}){registers})")
         elif self.roles:
             lines.append(f"    roles(load=warp(1), math=warp({self.warps[0] * self.warps[1]}))")
-        rows, across, along, depth, columns, first, second = self.divided()
+        (rows, outer_rows), across, along, depth, columns, first, second = self.divided()
         lines += [
             f'    with site("{inner}", on="{first}"):',
             f"        a1 = {rows}",
@@ -142,46 +157,53 @@ class Chain:
             f"        q = {self.brought(d, self.held)}",
             f"        key = {self.brought(self.step if self.turned else d)}",
             f'    with site("{outer}", on="{second}"):',
-            f"        a1 = {rows}",
+            f"        a1 = {outer_rows}",
             f"        a2 = {columns}",
             f"        {steps} = {along}",
             f"        v = {self.brought(n)}",
+            *([f"        {inner} = {self.weights}"] if self.weights else []),
             '    with site("o"):',
             f'        a1 = like("{outer}")',
             f'        a2 = like("{outer}")',
         ]
         return [x.replace("reg(1) * ", "").replace("warp(1) * ", "") for x in lines]
 
-    def divided(self) -> tuple[str, ...]:
-        """How rows, a step's keys as columns and as depth, the depth and the columns are divided, and on what."""
+    def divided(self) -> tuple[Any, ...]:
+        """How rows are divided, by each site, a step's keys as columns and as depth, the depth and the columns, and on
+        what.
+        """
         _, _, d, n = self.shape
-        if self.on == "wgmma":
-            names = (f"wgmma.m64n{x}k16.f32.{self.dtype}" for x in (self.step, n))
-            along, depth = (f"reg({x // 16}) * inst.k(16)" for x in (self.step, d))
-            return (
-                f"warpgroup({self.groups}) * inst.m(64)",
-                f"inst.n({self.step})",
-                along,
-                depth,
-                f"inst.n({n})",
-                *names,
-            )
-        down, across = self.warps
-        own, deep = self.step // across, self.deep
-        name = f"mma.m16n8k{deep}.f32.{self.dtype}"
+        first, second = ("mn", "nm")[self.across == "n"], ("mn", "nm")[self.second == "a"]
+        one = self.parts(self.on, dict(zip(first, (self.step, self.rows), strict=True)), first[0])
+        two = self.parts(self.then or self.on, dict(zip(second, (n, self.rows), strict=True)), second[0], self.step)
+        depth = "reg({}) * inst.k({})".format
+        deep, along = (16 if x == "wgmma" else self.deep for x in (self.on, self.then or self.on))
+        across = 1 if self.apart else self.warps[1]
+        shared = f"warp({across}) * " if across > 1 else ""
         return (
-            f"warp({down}) * reg({self.each}) * inst.m(16)",
-            f"warp({across}) * reg({own // 8}) * inst.n(8)",
-            f"warp({across}) * reg({own // deep}) * inst.k({deep})",
-            f"reg({d // deep}) * inst.k({deep})",
-            f"reg({n // 8}) * inst.n(8)",
-            name,
-            name,
-        )
+            (one[first[1]], two[second[1]]), one[first[0]], shared + depth(self.step // across // along, along),
+            depth(d // deep, deep), two[second[0]], one["on"], two["on"],
+        )  # fmt: skip
+
+    def parts(self, on: str, sizes: dict[str, int], columns: str, depth: int = 0) -> dict[str, str]:
+        """How an instruction's rows and columns are divided, of which one is the rows of the tile, and its name.
+        `depth` has the second product, whose columns all warps have.
+        """
+        if on == "wgmma":
+            name = f"wgmma.m64n{sizes['n']}k16.f32.{self.dtype}"
+            return {"m": f"warpgroup({self.groups}) * inst.m(64)", "n": f"inst.n({sizes['n']})", "on": name}
+        down, across = self.warps
+        down = 4 * self.groups // across if self.groups_multiply else down
+        down, across = (self.apart or (down, 1)) if depth else (down, across)
+        found, each = {"on": f"mma.m16n8k{self.deep}.f32.{self.dtype}"}, {"m": 16, "n": 8}
+        for x, size in sizes.items():
+            warps = down if x != columns else across
+            found[x] = f"warp({warps}) * reg({size // warps // each[x]}) * inst.{x}({each[x]})"
+        return found
 
     def brought(self, width: int, slots: int = 1) -> str:
         """An operand in shared memory whose rows are so long."""
-        by = "tma" if self.on == "wgmma" else self.by
+        by = "tma" if self.groups_multiply else self.by
         swizzle = next((s for s in (128, 64, 32) if 2 * width % s == 0), 0)
         more = f", slots={slots}" if slots > 1 else ""
         return f'smem(by="{by}"' + (f", swizzle={swizzle}" if swizzle else "") + more + ")"
@@ -189,6 +211,7 @@ class Chain:
 
 TMA = {"target": "sm_90a", "by": "tma"}
 GROUPS = {"target": "sm_90a", "on": "wgmma"}
+DOWN = {"across": "m", "second": "b"}
 ODD = (50, 100, 48, 40)
 EVERY: dict[str, Chain] = {
     **{name: Chain(between=name) for name in ("relu", "softmax", "causal")},
@@ -268,4 +291,47 @@ EVERY: dict[str, Chain] = {
     "warpgroups that stay, later": Chain(
         overlap=True, between="later", shape=(320, 320, 64, 64), step=64, groups=2, stay=3, held=2, **GROUPS
     ),
+    "rows across, weights second, relu": Chain(between="relu", second="b"),
+    "keys down, weights first, relu": Chain(between="relu", across="m"),
+    "keys down, weights second, relu": Chain(between="relu", weights="reg()", **DOWN),
+    "keys down, weights second": Chain(shape=(20, 100, 64, 48), **DOWN),
+    "keys down, weights second, causal": Chain(between="causal", shape=(60, 100, 32, 32), each=2, **DOWN),
+    "keys down, weights second, warps share keys": Chain(warps=(1, 4), step=128, shape=(8, 300, 64, 64), **DOWN),
+    "keys down, weights second, through registers": Chain(
+        dtype="f16", deep=8, target="sm_75", by="ld", between="relu", **DOWN
+    ),
+    "keys down, weights second, roles": Chain(roles=True, warps=(2, 2), between="window", **DOWN, **TMA),
+    "warps, then warpgroups": Chain(then="wgmma", target="sm_90a"),
+    "warps, then warpgroups, causal": Chain(
+        then="wgmma", target="sm_90a", groups=2, between="causal", shape=(160, 128, 64, 64)
+    ),
+    "warps with keys down, then warpgroups": Chain(then="wgmma", target="sm_90a", between="relu", across="m"),
+    "warpgroups, then warps": Chain(then="mma", **GROUPS),
+    "through memory": Chain(weights="smem()"),
+    "through memory, in panels, relu": Chain(weights="smem(slots=2, swizzle=32)", between="relu", each=2),
+    "keys down, through memory": Chain(weights="smem()", **DOWN),
+    "through memory, copied by threads": Chain(
+        weights="smem()", between="relu", dtype="f16", deep=8, target="sm_75", by="ld"
+    ),
+    "rows apart, relu": Chain(between="relu", warps=(2, 1), apart=(1, 2)),
+    "keys apart, relu": Chain(between="relu", warps=(2, 2), apart=(4, 1), each=2, shape=(50, 100, 32, 32)),
+    "rows apart, roles, relu": Chain(
+        between="relu", warps=(2, 2), apart=(1, 4), roles=True, stay=1, held=2, heads=3, shape=(64, 96, 32, 64), **TMA
+    ),
+    "rows apart, roles, one slot, relu": Chain(
+        between="relu",
+        warps=(2, 1),
+        apart=(1, 2),
+        roles=True,
+        stay=2,
+        shape=(96, 96, 32, 64),
+        weights="smem(slots=1)",
+        **TMA,
+    ),
+    "warpgroups, weights second, relu": Chain(second="b", between="relu", **GROUPS),
+    "warpgroups, keys down, weights second, relu": Chain(between="relu", step=64, **DOWN, **GROUPS),
+    "warpgroups, keys down, weights first, relu": Chain(between="relu", across="m", step=64, **GROUPS),
+    "warps, then warpgroups, weights second, relu": Chain(then="wgmma", second="b", target="sm_90a", between="relu"),
+    "warpgroups, through memory": Chain(weights="smem()", groups=2, shape=(150, 128, 64, 64), **GROUPS),
+    "two warpgroups, then warps": Chain(then="mma", groups=2, shape=(128, 128, 64, 64), **GROUPS),
 }

@@ -22,6 +22,7 @@ CASES = {
     "from registers": replace(BESIDE, shape=(384, 128, 192), staged=""),
     "in turns": Product(shape=(1024, 64, 320), roles=True, persistent=2, turns=2, staged=TMA),
     "three": Product(shape=(384, 64, 192), tile=(192, 64, 64), groups=3, roles=True, registers=None),
+    "three that are short of registers": Product(shape=(384, 64, 192), tile=(192, 64, 64), groups=3, roles=True),
 }
 
 
@@ -63,3 +64,11 @@ def test_teams_that_do_different_things_do_not() -> None:
     """Rows of the second one may lie beyond the last, and those of the first may not."""
     kernel = launched(replace(BESIDE, staged="").text)
     assert alike(kernel) == (kernel, "")
+
+
+def test_roles_are_alternatives() -> None:
+    """ptxas knows that the warps of each go together, whichever stand before it."""
+    kernel = launched(BESIDE.text)
+    roles = [s for s in kernel.body if isinstance(s, k.Role)]
+    text = _Writer(kernel).source()[1]
+    assert len(roles) == 3 and text.count("} else if (warp >= ") == 2 and text.count("\n  if (warp >= ") == 1

@@ -166,6 +166,36 @@ def test_rows_that_see_nothing_are_as_in_eager() -> None:
     assert np.allclose(np.asarray(ours, np.float32), eager, atol=0.02, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("most", [1.0, 3.0, 30.0])
+def test_the_frame_moves_where_scores_are_far_above_it(most: float, dtype: torch.dtype) -> None:
+    """Keys that grow: the highest score moves the frame in no step but the first, in some, or in each."""
+    q, k, v = tensors(*((1, 1, 128, 64), (1, 1, 640, 64), (1, 1, 640, 64)), dtype=dtype)
+    k = (k * torch.linspace(0.1, most, 640)[:, None]).to(dtype)
+    found = lowered(plain, (q, k, v), "sm_90a")
+    assert [x.above for x in lines(found, Frame)] == [8]
+    votes = [s for x in found.kernels for s in ir.walk(x.body) if isinstance(getattr(s, "term", None), ir.Vote)]
+    assert votes
+    close(found, plain, (q, k, v))
+
+
+def test_scores_that_are_infinite_are_as_in_eager() -> None:
+    q, k, v = tensors(*((1, 1, 128, 64), (1, 1, 384, 64), (1, 1, 384, 64)))
+    bias = torch.zeros(128, 384, dtype=torch.bfloat16)
+    bias[3, 200], bias[4, 5], bias[5, :256], bias[6, 300] = torch.inf, torch.inf, -torch.inf, torch.nan
+    bias[7, :255] = torch.finfo(torch.bfloat16).min
+
+    def biased(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        return torch.softmax((q @ k.transpose(-1, -2)).float() * 0.125 + bias, -1).to(q.dtype) @ v
+
+    found = lowered(biased, (q, k, v, bias), "sm_90a")
+    assert [x.above for x in lines(found, Frame)] == [8]
+    (ours,) = found.simulated()
+    eager = biased(q, k, v, bias).float().numpy()
+    assert np.isnan(eager[0, 0]).any(-1).nonzero()[0].tolist() == [3, 4, 6]
+    assert np.allclose(np.asarray(ours, np.float32), eager, atol=0.02, equal_nan=True)
+
+
 def lowest_added(q: Any, k: Any, v: Any, seen: Any) -> Any:
     scores = q @ k.transpose(-1, -2) * 0.125
     hidden = torch.where(seen, 0.0, torch.finfo(torch.bfloat16).min).to(q.dtype)

@@ -36,7 +36,7 @@ def test_a_chain_is_right(name: str) -> None:
         ("wgmma.m64n128k16.f32.bf16", "wgmma.m64n24k16.f32.bf16", True),
         ("wgmma.m64n24k16.f32.bf16", "wgmma.m64n128k16.f32.bf16", True),
         ("mma.m16n8k16.f32.bf16", "wgmma.m64n64k16.f32.bf16", True),  # what four warps have, one below the other
-        ("wgmma.m64n64k16.f32.bf16", "mma.m16n8k16.f32.bf16", False),
+        ("wgmma.m64n64k16.f32.bf16", "mma.m16n8k16.f32.bf16", True),
         ("mma.m16n8k16.f32.bf16", "mma.m16n8k32.i32.i8", False),
     ],
 )  # fmt: skip
@@ -54,11 +54,11 @@ ROWS = "a1 = warp(2) * inst.m(16)"
     [
         (
             f"{ROWS}\n            a2 = reg(8)", "a1 = reg(2) * inst.m(16)\n            a2 = warp(2) * reg(4)",
-            "acc4: threads divide a1 otherwise than those of acc3",
+            "acc4: its frame moves with rows (a1), which lie otherwise in its sums than in those of acc3",
         ),
         (
             f"{ROWS}\n            r2 = reg(4)", "a1 = reg(2) * inst.m(16)\n            r2 = warp(2) * reg(2)",
-            "acc4: threads divide a1 otherwise than those of acc3",
+            "acc4: its frame moves with rows (a1), which lie otherwise in its sums than in those of acc3",
         ),
         (
             f'on="mma.m16n8k16.f32.bf16"):\n            {ROWS}\n            a2 = reg(8) * inst.n(8)\n'

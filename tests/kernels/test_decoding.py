@@ -15,6 +15,7 @@ from tests.kernels.test_attention import close, grouped, lines, plain, tensors
 
 from terrazzo.errors import UserError
 from terrazzo.interp import kernel as simulator
+from terrazzo.ir.dialects import kernel as kernel_ir
 from terrazzo.ir.plan import Combine, Order
 from terrazzo.ir.schedule import Word
 
@@ -118,6 +119,43 @@ def test_keys_may_be_split_over_the_grid_by_a_schedule(keys: int) -> None:
     part, whole = found.kernels
     assert (part.name, part.grid, part.warps, whole.name) == (f"{name}_part", 16, 4, name)
     assert rules(found) == ["pin", "finish"]
+    close(found, grouped, args)
+
+
+DOWN = """\
+with schedule("{name}", target="sm_90a"):
+    a0 = grid(2)
+    a1 = grid(2)
+    a2 = grid(1) * block(8)
+    a3 = block(128)
+    r2 = grid(4) * time(2, ring=2) * block(64)
+    with site("acc3", on="mma.m16n8k16.f32.bf16"):
+        r2 = warp(2) * reg(2) * inst.m(16)
+        a2 = inst.n(8)
+        r0 = reg(8) * inst.k(16)
+        q = smem(by="cp.async", swizzle=128)
+        k = smem(by="cp.async", swizzle=128)
+    with site("acc4", on="mma.m16n8k16.f32.bf16"):
+        a3 = reg(8) * inst.m(16)
+        a2 = inst.n(8)
+        r2 = warp(2) * reg(2) * inst.k(16)
+        acc3 = reg()
+        v = smem(by="cp.async", swizzle=128)
+    with site("{name}"):
+        a2 = like("acc4")
+        a3 = like("acc4")
+"""
+
+
+@pytest.mark.parametrize("keys", [512, 450])
+def test_keys_may_be_rows_and_heads_columns(keys: int) -> None:
+    """Schedule 9 of ADR 004 as it stands there: the weights, in their frame, are the second factor of the values."""
+    args = tensors((2, 16, 1, 128), (2, 2, keys, 128), (2, 2, keys, 128))
+    name = lowered(grouped, args, "sm_90a").kernels[-1].name
+    found = lowered(grouped, args, "sm_90a", schedules=(DOWN.format(name=name),))
+    part, whole = found.kernels
+    assert (part.name, part.grid, part.warps, whole.name) == (f"{name}_part", 16, 2, name)
+    assert any(isinstance(s, kernel_ir.TurnMatrix) for s in kernel_ir.walk(part.body))
     close(found, grouped, args)
 
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from tests.kernels.arrangements import EVERY, Product
 from tests.kernels.chains import EVERY as CHAINS
-from tests.kernels.chains import GROUPS, Chain
+from tests.kernels.chains import Chain
 from tests.kernels.test_arrangements import derived, right
 
-from terrazzo.errors import Limitation, UserError
-from terrazzo.hw.instruction import MatrixInstruction
+from terrazzo.errors import UserError
+from terrazzo.hw.ldmatrix import loader
 from terrazzo.hw.memory import matrix_wavefronts
 from terrazzo.hw.products import PRODUCTS, continued
 from terrazzo.hw.wgmma import WarpgroupInstruction
@@ -61,31 +61,23 @@ def test_what_sums_have_to_move_through() -> None:
     halves = [x for x in PRODUCTS.values() if "i8" not in x.name]
     for first in halves:
         for second in halves:
-            there = isinstance(first, MatrixInstruction) or isinstance(second, WarpgroupInstruction)
-            assert (continued(first, second) == "nothing") == there, (first.name, second.name)
+            assert continued(first, second) == "nothing", (first.name, second.name)
+            four = isinstance(second, WarpgroupInstruction)  # whose rows four warps divide
+            down = "memory" if four and isinstance(first, WarpgroupInstruction) else "movmatrix"
+            assert continued(first, second, along="m") == down, (first.name, second.name)
+            if not four:
+                assert continued(first, second, "b", "m") == "movmatrix"
+                assert continued(first, second, "b", "n") in ("nothing", "registers")
     bytes_ = PRODUCTS["mma.m16n8k32.i32.i8"]
     assert continued(bytes_, bytes_) == "lanes"
 
 
-def test_a_chain_of_unlike_instructions_is_refused() -> None:
-    text = Chain(**GROUPS).text
-    changed = text.replace(
-        """on="wgmma.m64n32k16.f32.bf16"):
-            a1 = warpgroup(1) * inst.m(64)
-            r2 = inst.n(32)""",
-        """on="mma.m16n8k16.f32.bf16"):
-            a1 = warp(4) * inst.m(16)
-            r2 = reg(4) * inst.n(8)""",
-    )
-    assert changed != text
-    with pytest.raises(Limitation, match="acc4: threads divide a1 otherwise than those of acc3"):
-        derived(changed)
-
-
-def test_sums_that_do_not_lie_as_a_factor_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("terrazzo.rules.tile.products.continued", lambda first, second: "lanes")
-    with pytest.raises(Limitation, match=r"does not lie as .* takes its first factor: it would have to move"):
-        derived(Chain(shape=(48, 96, 64, 64)).text)
+def test_no_chain_needs_shuffles() -> None:
+    """Only factors of 8 bits would: and no load brings the other one of those from shared memory."""
+    for second in PRODUCTS.values():
+        ways = {continued(x, second, *how) for x in PRODUCTS.values() for how in (("a", "n"), ("a", "m"))}
+        brought = any(loader(second.a.layout, 90, x) for x in "mk") or isinstance(second, WarpgroupInstruction)
+        assert ("lanes" in ways) == (not brought), second.name
 
 
 @pytest.mark.parametrize("row", range(16, 1040, 16))

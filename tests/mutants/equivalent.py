@@ -21,7 +21,10 @@ class Equivalent:
 
 SUMS = ("sum of rows", "argmax", "variance", "cross entropy", "softmax", "layer norm", "rms norm", "attention")
 MET = ("sum of columns", "split product", "softmax of columns", "warps share steps")
+COPIED = ("chain of keys down", "chain of rows turned", "chain of rows across", "chain through a slot")
+HANDED = ("chain through memory", "chain of unlike instructions")
 RINGS = (
+    *COPIED,
     "linear",
     "split product",
     "matmul of bfloat16",
@@ -55,7 +58,7 @@ WAVES = (
 
 EQUIVALENT: tuple[Equivalent, ...] = (
     Equivalent(
-        (*FREED, *CHOSEN, *CHAINS),
+        (*FREED, *CHOSEN, *CHAINS, *HANDED),
         ("moved arrive",),
         r"`if (warp % 4 == 0 and )?lane == 0:` -> `(for|if|wait_groups|sync)",
         "a slot is free later than it could be",
@@ -280,7 +283,7 @@ EQUIVALENT: tuple[Equivalent, ...] = (
             "attention",
             "attention of half",
             *("copies for wgmma", "registers for wgmma", "warps share steps", "warps, staged", "lanes share steps"),
-            *("roles, staged", "three warpgroups"),
+            *("roles, staged", "three warpgroups", "chain of keys down"),
         ),
         ("wrong number of steps",),
         r"`for [ei]\d+ in unrolled\(([1248])\):` -> `.*\([2359]\)",
@@ -311,9 +314,9 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "the second step of a piece is whole, or wholly beyond the last",
     ),
     Equivalent(
-        ("attention of half",),
+        ("attention of half", *COPIED),
         ("wrong number of steps",),
-        r"`for t8 in unrolled\(1\):` -> .*\(2\)",
+        r"`for t\d+ in unrolled\(1\):` -> .*\(2\)",
         "what the first step brings once more comes to the same places, before anybody reads them",
     ),
     Equivalent(
@@ -323,19 +326,19 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "all threads of the warp, or of the block, have the same number to write",
     ),
     Equivalent(
-        (*CHAINS, "attention of half"),
+        (*CHAINS, "attention of half", "chain of keys down"),
         ("wrong beginning",),
         r"`(total|acc)0 = registers",
         "the first maximum scales to zero whatever was added up before",
     ),
     Equivalent(
-        CHAINS,
+        (*CHAINS, "chain of keys down"),
         ("wrong beginning",),
         r"`acc1 = registers",
         "the same number added to all scores changes no softmax",
     ),
     Equivalent(
-        CHAINS,
+        (*CHAINS, *HANDED),
         ("moved arrive",),
         r"`for i\d in unrolled\(\d\):` -> `if lane == 0:`",
         "what is multiplied has come to registers before",
@@ -353,7 +356,7 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "slots are waited for in turn: one is a step late, and behind it all others are free",
     ),
     Equivalent(
-        CHAINS,
+        (*CHAINS, *HANDED),
         ("moved wait",),
         r"-> `wait_barrier\(empty|`wait_barrier\(empty0.* -> `expect|`wait_barrier\(full2.* -> `wait_groups",
         "it waits sooner than it needs, announces what nobody sends yet, or waits for both in the other order",
@@ -407,7 +410,7 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "the last maximum is compared with nothing more: only where it is matters",
     ),
     Equivalent(
-        CHAINS[:1],
+        (CHAINS[0], "chain of keys down"),
         ("no store",),
         r"`top1\[i15\] = f32\(-inf\)` is gone",
         "a warp's own maximum is among those that it goes through next",
@@ -423,5 +426,41 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         (*BARRIER, *MOVED),
         r"^line (112|116|128|132|137|142) ",
         "there are other barriers before these places are written again",
+    ),
+    Equivalent(
+        ("chain of keys down",),
+        ("no store",),
+        r"`top0\[e2\] = top1\[e2\]` is gone",
+        "nobody asks for the maximum once all sums are in its frame",
+    ),
+    Equivalent(
+        ("chain of keys down",),
+        PREDICATE,
+        r"`if warp % 2 == 0:`",
+        "both warps have the sums of all keys, so either may store them",
+    ),
+    Equivalent(
+        ("chain of keys down",),
+        PREDICATE,
+        r"`async_copy\(q_s0",
+        "the condition around it leaves as many rows as there are",
+    ),
+    Equivalent(
+        HANDED,
+        MOVED,
+        r"`sync\(1, \d\)` -> `wait_barrier\(full2",
+        "threads wait for the values before they wait for each other, not after",
+    ),
+    Equivalent(
+        HANDED,
+        ("moved arrive",),
+        r"`for t\d+ in serial\(3\):` -> `if lane == 0:`",
+        "who loads is two steps ahead at most, so the next but one tile is never asked for before its turn",
+    ),
+    Equivalent(
+        HANDED[1:],
+        ("no arrive", "no wait", "wrong arrivals", *PREDICATE),
+        r"(`arrive\(empty0|`wait_barrier\(empty0|`empty0 = |^line 70 )",
+        "a block has one tile, so nobody waits for the slot of its queries",
     ),
 )

@@ -20,7 +20,7 @@ from terrazzo.pipelines import lowering
 from terrazzo.rules.tile_to_kernel.lower import program as of_plans
 from tests.kernels import by_hand
 from tests.kernels.arrangements import Product
-from tests.kernels.chains import GROUPS, TMA, Chain
+from tests.kernels.chains import DOWN, GROUPS, TMA, Chain
 from tests.kernels.convolutions import Convolution
 from tests.kernels.programs import TURNED, attention, b, h, lowered, n, r, swiglu
 from tests.kernels.reduced import Reduced, losses
@@ -181,6 +181,18 @@ ARRANGED: dict[str, Product | Convolution | Chain | Reduced] = {
     "chain that stays": Chain(
         heads=1, between="window", roles=True, shape=(96, 160, 16, 16), ring=3, stay=1, held=2, **TMA
     ),
+    "chain of keys down": Chain(heads=1, warps=(2, 2), shape=(32, 96, 32, 32), **DOWN),
+    "chain of rows turned": Chain(heads=1, between="relu", across="m", shape=(32, 96, 32, 32)),
+    "chain of rows across": Chain(heads=1, between="relu", second="b", shape=(32, 96, 32, 32)),
+    "chain through memory": Chain(
+        heads=1, between="relu", warps=(2, 1), apart=(1, 2), roles=True, shape=(96, 96, 32, 32), stay=1, held=2, **TMA
+    ),
+    "chain through a slot": Chain(
+        heads=1, between="relu", warps=(2, 1), apart=(1, 2), shape=(32, 96, 32, 32), weights="smem()"
+    ),
+    "chain of unlike instructions": Chain(
+        heads=1, between="relu", then="wgmma", second="b", target="sm_90a", shape=(64, 96, 16, 64)
+    ),
     "reduced columns": Reduced(64, 40, 320, registers=False),
 }  # fmt: skip
 """Products, chains of two, and products whose columns are reduced, under schedules that are pinned."""
@@ -206,7 +218,7 @@ def subject(name: str) -> Subject:
         arranged = ARRANGED[name]
         program = of_plans(tiled(name), gpu(arranged.target))
         given = by_hand.inputs(program, seed=2)
-        if isinstance(arranged, Chain):
+        if isinstance(arranged, Chain) and arranged.between != "relu":
             given["q"][:, ::2] *= 800  # differences of scores that do not fit exp()
         if isinstance(arranged, Reduced):
             given = losses(arranged, steep=20.0)

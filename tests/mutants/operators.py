@@ -63,7 +63,8 @@ def moves(kinds: tuple[type, ...]) -> Callable[[Site], Kernels]:
 for _kind, _types in KINDS.items():
     OPERATORS[f"no {_kind}"] = drops(_types)
     OPERATORS[f"moved {_kind}"] = moves(_types)
-OPERATORS["no copy"] = drops((k.AsyncCopy, k.TensorLoad, k.TensorStore, k.Move, k.LoadMatrix, k.StoreMatrix))
+MATRICES = (k.LoadMatrix, k.StoreMatrix, k.TurnMatrix)
+OPERATORS["no copy"] = drops((k.AsyncCopy, k.TensorLoad, k.TensorStore, k.Move, *MATRICES))
 OPERATORS["no product"] = drops((k.Multiply, k.MultiplyAsync))
 OPERATORS["no store"] = drops((l.Store, k.Atomic))
 OPERATORS["no barriers made"] = drops((k.InitBarriers,))
@@ -210,6 +211,14 @@ def wrong_fragment_row(site: Site) -> Kernels:
             yield site.but(
                 instruction=name.replace(f"x{ldmatrix.move(name).count}", f"x{ldmatrix.move(name).count // 2}")
             )
+
+
+@operator
+def not_turned(site: Site) -> Kernels:
+    """A matrix in registers stays as it is."""
+    if isinstance(site.s, k.TurnMatrix) and site.s.target.type.dtype is site.s.source.type.dtype:
+        s = site.s
+        yield site.put(k.Move(s.target, s.to, s.source, s.at, 4 // s.source.type.dtype.size))
 
 
 @operator

@@ -25,6 +25,7 @@ from terrazzo.rules.loop import again, online, order, parts
 from terrazzo.rules.loop import fuse as fusion
 from terrazzo.rules.loop.inline import rewrite_loads
 from terrazzo.rules.loop_to_tile import choose, product_candidates, tiles
+from terrazzo.rules.loop_to_tile.experience import Experience
 from terrazzo.rules.tile_to_kernel import lower as derive
 from terrazzo.rules.torch_to_tensor.lower import _Grown
 
@@ -356,3 +357,29 @@ def test_what_stands_in_several_reductions_is_rewritten_once() -> None:
 
     assert rewrite_loads(term, replace) is term
     assert len(seen) <= 1 + 2 * 20
+
+
+def test_candidates_after_one_that_was_lost_are_heard_of() -> None:
+    """Whoever builds kernels begins with them, where processors are idle: each takes up to a second to compile."""
+
+    class Lossy(Experience):
+        """The first kernel it is asked of was lost."""
+
+        def __init__(self, losses: int) -> None:
+            self.losses, self.seen, self.next = losses, list[Any](), list[Any]()
+
+        def lost(self, kernel: Any) -> str:
+            self.seen += [kernel] if kernel not in self.seen else []
+            return "it spills" if self.seen.index(kernel) < self.losses else ""
+
+        def perhaps(self, kernel: Any) -> None:
+            self.next.append(kernel)
+
+    text = "@torch\ndef f(x: bf16[512, 512], w: bf16[512, 512]):\n    y: bf16[512, 512] = aten.mm.default(x, w)\n"
+    names = LOWER[LOWER.index("schedule") :]
+    above = lowering(parse(f"{text}    return (y,)\n"), Options(target="sm_90a", libraries="never"))
+    program = above.stages[-len(names) - 1][1]
+    for losses, heard in ((0, 0), (1, choose.NEXT)):
+        tried = Lossy(losses)
+        stages(program, Options(target="sm_90a"), Log(), names, tried)
+        assert len(tried.next) == heard and not {*tried.next} & {*tried.seen}

@@ -18,13 +18,15 @@ from terrazzo.front.capture import capture
 from terrazzo.hw import library
 from terrazzo.hw.gpu import GPUS
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects.torch import Aten
+from terrazzo.ir.node import topological
 from terrazzo.ir.parse import parse
 from terrazzo.ir.text import show
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering, stages
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop.views import pass_views
-from terrazzo.rules.torch_to_tensor.library import Libraries, price
+from terrazzo.rules.torch_to_tensor.library import ONE, SEVERAL, Libraries, beside, price
 from terrazzo.run.plan import Plan
 
 BF16 = torch.bfloat16
@@ -304,6 +306,17 @@ def test_a_view_stays_in_its_buffer(view: str, why: str) -> None:
         parse(text)
 
 
+def test_operators_that_are_special_methods_are_known() -> None:
+    """x >> y of tensors is aten.__rshift__ in some versions of PyTorch, and is known where a library is a choice."""
+
+    def shifted(x: Any, y: Any) -> Any:
+        return torch.ops.aten.__rshift__.Tensor(x, y).cumsum(0)
+
+    program = capture(shifted, (torch.arange(8), torch.arange(8) % 3)).program
+    assert "aten.__rshift__.Tensor" in show(program) and parse(show(program)) == program
+    assert calls(shifted, torch.arange(8), torch.arange(8) % 3) == []
+
+
 def test_ops_that_no_rule_lowers_are_given_what_eager_gives_them() -> None:
     """A transposed weight of experts, and what is sorted along the first axis, are views: nothing is copied."""
 
@@ -321,3 +334,44 @@ def test_ops_that_no_rule_lowers_are_given_what_eager_gives_them() -> None:
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32, BF16])
 def test_scans_of_one_row_have_a_price_whatever_their_type(dtype: Any) -> None:
     assert calls(lambda x: x.cumsum(-1), meta(1, 1 << 24, dtype=dtype)) == ["aten.cumsum.default"]
+
+
+@pytest.mark.parametrize("target", ["sm_75", "sm_90a"])
+@pytest.mark.parametrize("op", [torch.cat, torch.stack])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32, BF16])
+def test_tensors_one_beside_the_other_are_priced_as_their_kernels_are(target: str, op: Any, dtype: Any) -> None:
+    gpu = GPUS[target]
+    for count, shape, dim in ((2, (7,), 0), (5, (200, 39, 8), 1), (ONE, (3, 16, 8), 2), (SEVERAL, (8, 16), 0)):
+        (node,) = (n for n in topological(side_by_side(op, count, shape, dim, dtype).results) if isinstance(n, Aten))
+        found, exact = beside(node, gpu)
+        ours = pipelines._alone(target, "auto", node)
+        assert exact == (count <= ONE)
+        assert ours == pytest.approx(found, rel=1e-9) if exact else ours >= found > 2 * gpu.launch
+
+
+def side_by_side(op: Any, count: int, shape: tuple[int, ...], dim: int, dtype: Any) -> Any:
+    given = [meta(*shape, dtype=dtype) for _ in range(count)]
+    return capture(lambda *x: op(x, dim), given).program
+
+
+def test_many_tensors_one_beside_the_other_are_not_lowered_to_know_that_a_library_is_faster() -> None:
+    def asked(op: Aten) -> float:
+        raise AssertionError(op)
+
+    for count in (24, 200):
+        log = Log()
+        program = side_by_side(torch.cat, count, (512, 128), 1, BF16)
+        assert len(Libraries(GPUS["sm_90a"], asked).chosen(program, log)) == 1
+        assert ("by the model at least" in log.events[0].reason) == (count > ONE)
+
+
+def test_other_tensors_one_beside_the_other_are_lowered_to_know_their_price() -> None:
+    x, none, columns = meta(8, 16), meta(0), meta(16, 8).t()
+    for given, fn in (
+        ((x,), lambda x: torch.cat((x, x))),
+        ((x, none), lambda x, y: torch.cat((x, y))),
+        ((x, columns), lambda x, y: torch.cat((x, y))),
+    ):
+        nodes = topological(capture(fn, given).program.results)
+        (node,) = (n for n in nodes if isinstance(n, Aten))
+        assert beside(node, GPUS["sm_90a"]) == (0.0, False)

@@ -21,6 +21,7 @@ from typing import Any
 
 from terrazzo.bench.harness import surroundings
 from terrazzo.bench.models import known, of, resnet50
+from terrazzo.collector import paused
 from terrazzo.hw.gpu import GPUS
 from terrazzo.options import Options
 from terrazzo.progress import at
@@ -197,13 +198,22 @@ def one(case: Case, target: str, room: Path) -> dict[str, Any]:
     import terrazzo.run.cuda  # noqa: F401
     from terrazzo.front.capture import capture
     from terrazzo.run.cache import Cache
-    from terrazzo.run.compiled import plan_key
-    from terrazzo.run.plan import Plan, misfit
 
     module, args, kwargs = case.make()
     capture(chain(2)[0], chain(2)[1])  # PyTorch imports much of itself in the first one
     options = Options(target=target, cache_dir=room / "cache")
     cache = Cache(options.cache_dir, options.cache_limit)
+    with paused():  # as `terrazzo.compile` does it
+        return _started(module, args, kwargs, options, cache)
+
+
+def _started(module: Any, args: Any, kwargs: Any, options: Options, cache: Any) -> dict[str, Any]:
+    """The same of a module."""
+    from terrazzo.front.capture import capture
+    from terrazzo.run.compiled import plan_key
+    from terrazzo.run.plan import Plan, misfit
+
+    target = options.target
     start = time.perf_counter()
     program = capture(module, args, kwargs).program
     seconds = {"capture": time.perf_counter() - start}

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-from terrazzo.front import foreach, looking
+from terrazzo.front import fast_paths, foreach, looking
 
 WHOLE = (
     "_softmax", "_log_softmax", "native_layer_norm", "native_group_norm", "_fused_rms_norm", "gelu", "silu", "sigmoid",
@@ -54,6 +54,8 @@ def _table() -> dict[Any, Any]:
     found[aten._efficientzerotensor.default] = _zeros
     found[aten.fft_fftfreq.default] = _fftfreq
     found[aten.fft_rfftfreq.default] = _rfftfreq
+    found[aten._native_multi_head_attention.default] = fast_paths.attention
+    found[aten._transformer_encoder_layer_fwd.default] = fast_paths.encoder_layer
     found[aten._linalg_check_errors.default] = looking.check_errors
     found.update({op: looking.ctc_loss(op) for op in (aten._ctc_loss.default, aten._ctc_loss.Tensor)})
     backward = (aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor)

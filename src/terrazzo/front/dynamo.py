@@ -13,10 +13,12 @@ from typing import Any
 from terrazzo.errors import CompilerBug, Limitation, TerrazzoError
 from terrazzo.front.capture import attention_by_definition
 from terrazzo.front.decompositions import resampled_whole, table
-from terrazzo.front.fx import from_graph
+from terrazzo.front.fx import Unheld, from_graph
 from terrazzo.front.looking import checks_inside, multilabel_margin_loss
 from terrazzo.front.partition import partition
+from terrazzo.front.regions import inline_regions
 from terrazzo.front.results import arrange
+from terrazzo.front.segments import in_segments, run_by_pytorch
 from terrazzo.options import Options
 from terrazzo.reproduce import failing
 
@@ -71,6 +73,7 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: S
         """Gradients are tensors of their own."""
         return torch._dynamo.disable(compiler(graph, inputs, views=False))
 
+    inline_regions(gm)
     _define(gm)
     try:
         with attention_by_definition(), checks_inside(), resampled_whole(example_inputs), _gradients_apart(gm):
@@ -179,15 +182,19 @@ def _graph(graph: Any, options: Options, views: bool, static: Sequence[int] = ()
             tune(program, options, _device(graph))
             compiled = compile_program(program, bound, options, _device(graph))
     except Limitation as why:
-        _say(str(why))
         output.args = (tuple(wanted),)
-        return make_boxed_func(torch.fx.Interpreter(graph).run)
+        refused = why.nodes if isinstance(why, Unheld) else ()
+        if refused and (found := in_segments(graph, refused, lambda part: _graph(part, options, views))):
+            _warn(f"{why}\nPyTorch runs them, and what lies between is compiled")
+            return found
+        _say(str(why))
+        return run_by_pytorch(graph)
     except CompilerBug as bug:
         if options.strict:
             raise
         _say(f"A BUG OF THE COMPILER (an error with options={{'strict': True}}): {bug}\nPlease report it")
         output.args = (tuple(wanted),)
-        return make_boxed_func(torch.fx.Interpreter(graph).run)
+        return run_by_pytorch(graph)
     finally:
         output.args = (tuple(wanted),)
     given = {r.k for r in results.each if r.of == "input"}

@@ -77,7 +77,6 @@ def watched() -> Any:
     """
     import torch
     from torch._subclasses.functional_tensor import FunctionalTensor
-    from torch.utils import _pytree as pytree
     from torch.utils._python_dispatch import TorchDispatchMode
 
     aten = torch.ops.aten
@@ -109,10 +108,12 @@ def watched() -> Any:
                     raise UserError(f"{func}: results are not written to `out`; use out.copy_(...)")
             if func is aten.lift_fresh.default:  # a literal
                 return func(*args, **kwargs)
-            return func(*pytree.tree_map(self.value, args), **pytree.tree_map(self.value, kwargs))
+            return func(*map(self.value, args), **{name: self.value(x) for name, x in kwargs.items()})
 
         def value(self, x: Any) -> Any:
-            """What stands for a tensor of the outside in the trace; anything else as it is."""
+            """What stands for a tensor of the outside in the trace, in lists of them too; anything else as it is."""
+            if type(x) in (list, tuple):
+                return type(x)(map(self.value, x))
             if type(x) not in (torch.Tensor, torch.nn.Parameter):
                 return x
             if id(x) not in self.elsewhere:

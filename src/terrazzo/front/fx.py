@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from terrazzo.errors import Limitation
@@ -24,13 +24,18 @@ def from_graph(gm: Any, name: str, placed: Collection[Any] = ()) -> tuple[Progra
     for node in gm.graph.nodes:
         reader.read(node)
     if reader.refused:
-        raise Limitation(
-            "\n".join(
-                ["a program cannot hold these operations:", *(f"    {line}" for line in dict.fromkeys(reader.refused))]
-            )
-        )
+        raise Unheld(reader.refused)
     program = Program("torch", name, tuple(reader.inputs), reader.results, reader.names, reader.sources)
     return program, reader.constants
+
+
+class Unheld(Limitation):
+    """A program cannot hold some operations of a graph: its `nodes`, each with the reason."""
+
+    def __init__(self, nodes: Mapping[Any, str]) -> None:
+        lines = dict.fromkeys(f"    {line}" for line in nodes.values())
+        super().__init__("\n".join(["a program cannot hold these operations:", *lines]))
+        self.nodes = nodes
 
 
 class _Reader:
@@ -44,14 +49,18 @@ class _Reader:
         self.names: dict[Node, str] = {}
         self.sources: dict[str, str] = {}
         self.results: tuple[Any, ...] = ()
-        self.refused: list[str] = []
+        self.refused: dict[Any, str] = {}
         self._taken: set[str] = set()
         self._without_value: set[Any] = set()
         self._random_ops = 0
 
     def read(self, node: Any) -> None:
         """The node's value; where there can be none, why, once for all that use it."""
-        if not self._without_value.isdisjoint(node.all_input_nodes):
+        import torch
+
+        graph = node.op == "get_attr" and isinstance(attribute(self.gm, node.target), torch.nn.Module)
+        calls = isinstance(node.target, torch._ops.HigherOrderOperator)  # refused for what it is, not for its graphs
+        if graph or not (calls or self._without_value.isdisjoint(node.all_input_nodes)):
             self._without_value.add(node)
             return
         if node.op == "output":
@@ -63,7 +72,7 @@ class _Reader:
         try:
             value = self.values[node] = self._value(node, label)
         except Limitation as why:
-            self.refused.append(f"{node.target}{f' at {source}' if source else ''}: {why}")
+            self.refused[node] = f"{node.target}{f' at {source}' if source else ''}: {why}"
             self._without_value.add(node)
             return
         self.names.setdefault(value, label)
@@ -74,7 +83,7 @@ class _Reader:
         import torch
 
         if node.op in ("placeholder", "get_attr"):
-            tensor = node.meta["val"] if node.op == "placeholder" else _attribute(self.gm, node.target)
+            tensor = node.meta["val"] if node.op == "placeholder" else attribute(self.gm, node.target)
             if not isinstance(tensor, torch.Tensor):
                 raise Limitation(f"the input is no tensor but {type(tensor).__name__}; compile for concrete sizes")
             if node.op == "get_attr" and _is_number(node, tensor):
@@ -91,6 +100,8 @@ class _Reader:
             if found.type is None and node.users:
                 raise Limitation(f"the shape of result {node.args[1]} of {node.args[0].target} depends on the data")
             return found
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            raise Limitation("it runs other operators or graphs")
         _reads_its_operand(node)
         random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         self._random_ops += random
@@ -167,7 +178,7 @@ def _is_number(node: Any, tensor: Any) -> bool:
     return bool(node.users) and literal and known and kind and tensor.numel() == 1
 
 
-def _attribute(gm: Any, path: str) -> Any:
+def attribute(gm: Any, path: str) -> Any:
     for part in path.split("."):
         gm = getattr(gm, part)
     return gm

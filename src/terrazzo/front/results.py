@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from terrazzo.errors import Limitation
-from terrazzo.front.fx import _attribute
+from terrazzo.front.fx import attribute
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def _roots(graph: Any) -> tuple[dict[Any, Any], set[Any]]:
     hidden = set()
     for n in graph.graph.nodes:
         if n.op == "get_attr" and "val" not in n.meta:
-            n.meta["val"] = _attribute(graph, n.target)
+            n.meta["val"] = attribute(graph, n.target)
         if not isinstance(n.meta.get("val"), torch.Tensor):
             continue
         root = roots.setdefault(storage(n.meta["val"]), n)

@@ -7,6 +7,7 @@ from typing import Any
 
 from terrazzo.hw import barrier, tma, wgmma
 from terrazzo.hw.ldmatrix import MatrixMove, move
+from terrazzo.hw.movmatrix import TURN
 from terrazzo.hw.products import Matrix, matrix
 from terrazzo.hw.transfer import CP_ASYNC, REMOTE, SHUFFLE, VOTE, WIDE
 
@@ -25,6 +26,7 @@ FUNCTIONS: dict[str, str | Callable[..., str]] = {
     "ld/st": WIDE.cuda,
     "shuffle": SHUFFLE.cuda,
     "vote": VOTE.cuda,
+    "movmatrix": TURN.cuda,
     "remote": REMOTE.cuda,
     "cp.async": CP_ASYNC.cuda,
     "mbarrier": barrier.MBARRIERS,

@@ -58,6 +58,12 @@ class Fragment:
             found["n"] = found["n"] + part * (1 << dict(self.layout.extents)["n"])
         return found
 
+    @property
+    def steps(self) -> list[tuple[str, int]]:
+        """Along which coordinate, and how far, each bit of an element's number goes."""
+        images = str(self.layout).partition(";")[0].removeprefix("reg:").split()
+        return [(x[0], int(x[1:])) for x in images]
+
     @cached_property
     def _coordinates(self) -> list[Any]:
         reg, lane = np.meshgrid(np.arange(self.elements), np.arange(1 << self.layout.bits("lane")))

@@ -9,6 +9,7 @@ from terrazzo.errors import UserError
 from terrazzo.hw.gpu import Gpu
 from terrazzo.hw.instruction import MatrixInstruction
 from terrazzo.hw.mma_sync import PRODUCTS as OF_A_WARP
+from terrazzo.hw.movmatrix import TURN
 from terrazzo.hw.transfer import FMA
 from terrazzo.hw.wgmma import PRODUCTS as OF_A_WARPGROUP
 from terrazzo.hw.wgmma import WarpgroupInstruction
@@ -50,17 +51,28 @@ def warps(instruction: Matrix | None) -> int:
 
 
 @lru_cache(maxsize=1024)
-def continued(first: Matrix, second: Matrix) -> str:
-    """How the sums of one instruction, packed, come to be the first factor of another, part by part, where what was a
-    column is a k: by "nothing", or through "registers", "lanes" or "memory".
+def continued(first: Matrix, second: Matrix, letter: str = "a", along: str = "n") -> str:
+    """How the sums of one instruction, packed, come to be a factor of another ("a" or "b"), part by part, where what
+    was `along` its rows or columns ("m" or "n") is a k: by "nothing", through "registers", by "movmatrix", or through
+    "lanes" or "memory". Where four warps have one instruction and each another, what they have lies side by side.
     """
-    factor, deep = second.a.layout, dict(second.a.layout.extents)["k"]
-    wide = dict(first.d.layout.extents)["n"]
-    sums = re.sub(r"\bn(?=\d)", "k", str(first.d.layout))
-    if wide > deep:  # of so many columns a factor has a part, which is a part of each lane's registers
-        sums = re.sub(r" k(\d+)", lambda x: x[0] if int(x[1]) < 1 << deep else "", sums)
-    more = "".join(f" k{1 << bit}" for bit in range(wide, deep))  # columns of the next instruction
-    rows = 1 << dict(first.d.layout.extents)["m"]
-    beside = f"; warp: m{rows} m{2 * rows}" if warps(first) < warps(second) else ""  # each has the next rows
-    source = Layout.parse(sums.replace("; lane", f"{more}; lane") + beside)
-    return moves(source, factor) if source.extents == factor.extents else "memory"
+    factor, other = (second.a, "m") if letter == "a" else (second.b, "n")  # type: ignore[union-attr]
+    names = {along: "k", "n" if along == "m" else "m": "f"}
+    source, target = str(first.d.layout), str(factor.layout)
+    source = re.sub(r"\b[mn](?=\d)", lambda x: names[x[0]], source)
+    target = re.sub(rf"\b{other}(?=\d)", "f", target)
+    beside = next((x for x in (source, target) if "warp" in x), "").partition("; warp:")[2]
+    layouts = [x if "warp" in x or not beside else f"{x}; warp:{beside}" for x in (source, target)]
+    bits = {c: max(dict(Layout.parse(x).extents).get(c, 0) for x in layouts) for c in "kf"}
+    one, two = (_whole(x, bits) for x in layouts)
+    way = moves(one, two)
+    if way == "lanes" and factor.dtype.size == 2 and moves(TURN.turned(one), two) in ("nothing", "registers"):
+        return TURN.name
+    return way
+
+
+def _whole(layout: str, bits: dict[str, int]) -> Layout:
+    """A layout with further parts in each lane's registers, up to so many bits of its coordinates."""
+    every = [f"{c}{1 << bit}" for c in "kf" for bit in range(bits[c])]
+    more = "".join(f" {x}" for x in every if x not in re.findall(r"\w+", layout))
+    return Layout.parse(layout.replace("; lane", f"{more}; lane"))

@@ -14,7 +14,7 @@ from typing import Any
 
 from terrazzo.ir.canonical import Form, canonical, with_buffers
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.node import per_node
+from terrazzo.ir.node import known_to_be, per_node
 
 SHARED = 3
 """How many kernels have a form in common, at least, where forms are worth finding: in GPT-2 13 have, in a layer 1.5."""
@@ -39,8 +39,13 @@ class Instance:
     @cached_property
     def kernel(self) -> l.Kernel:
         """The kernel, written down."""
-        new = dict(zip(_buffers(self.form), self.buffers, strict=True))
-        return l.Kernel(self.name, self.form.axes, with_buffers(self.form.stores, new), self.source)
+        old = _buffers(self.form)
+        new = dict(zip(old, self.buffers, strict=True))
+        made = l.Kernel(self.name, self.form.axes, with_buffers(self.form.stores, new), self.source)
+        if canonical(self.form).kernel is self.form:
+            names = {b.name: x.name for b, x in new.items()}
+            known_to_be(canonical, made, Form(self.form, {**names, self.form.name: self.name}, self.source))
+        return made
 
     @cached_property
     def writes(self) -> tuple[l.Buffer, ...]:

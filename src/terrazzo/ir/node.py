@@ -299,7 +299,7 @@ def mapped(values: tuple[Any, ...], memo: Mapping[Any, Any]) -> tuple[Any, ...]:
 
 def per_node(fn: Callable[[N], T]) -> Callable[[N], T]:
     """`fn` of a node, computed once for as long as the node lives."""
-    key = f"{fn.__module__}.{fn.__qualname__}"
+    key = _kept_as(fn)
 
     @wraps(fn)
     def call(node: N) -> T:
@@ -310,6 +310,15 @@ def per_node(fn: Callable[[N], T]) -> Callable[[N], T]:
         return found
 
     return call
+
+
+def _kept_as(fn: Callable[..., Any]) -> str:
+    return f"{fn.__module__}.{fn.__qualname__}"
+
+
+def known_to_be(fn: Callable[[N], T], node: N, value: T) -> None:
+    """Say what `fn`, computed once per node, is of one, where that is known."""
+    node.__dict__.setdefault(_kept_as(fn), value)
 
 
 def substitute(root: Any, mapping: Mapping[Any, Any]) -> Any:

@@ -26,6 +26,11 @@ from terrazzo.ir.schedule import Word, show_value
 
 EVERYONE = "all"
 """The agent of a kernel whose warps all do the same."""
+VALUES = "values"
+"""Where a factor comes from that was computed, and lies in registers."""
+STORED = "stored"
+"""Where one comes from that was computed, and lies in shared memory."""
+COMPUTED = (VALUES, STORED)
 AXIS = "axis"
 """What a field refers to that names an axis."""
 
@@ -187,7 +192,8 @@ class Product(Line, dialect="plan", op="product"):
 
     Factors come from "shared" memory or from "registers", to which fragments are brought by an instruction
     ("ldmatrix"), by plain loads ("ld"), in which they are made of a slab point by point ("converted"), or in which what
-    was computed already lies ("values"). With `promote`, its sums begin afresh in every step, and CUDA cores add them
+    was computed already lies ("values"); or what was computed is put into shared memory ("stored"), from where they
+    are read as those of others are. With `promote`, its sums begin afresh in every step, and CUDA cores add them
     to those of the tile: a tensor core truncates as it adds. With `early`, those of the next step start before what is
     made of this step's is multiplied: CUDA cores compute the next weights while the tensor cores multiply by the last
     ones.
@@ -206,15 +212,46 @@ class Product(Line, dialect="plan", op="product"):
     box: tuple[str, ...] = ()
     early: bool = False
 
+    @property
+    def made(self) -> str:
+        """Which factor is made of other products' sums: "a" or "b", or neither."""
+        return next((x for x in ("a", "b") if getattr(self, x) in COMPUTED), "")
+
+    @property
+    def rows(self) -> str:
+        """The axis that its first factor has besides the steps', or the one that is made of sums."""
+        return self.n if self.made == "b" else self.m
+
+
+class Stage(Line, dialect="plan", op="stage"):
+    """What is made of a product's sums, those of site `of`, lies in shared memory, from where another product takes it:
+    a slab of these axes, outermost first, with their lengths, in one of `slots`, step by step. It is swizzled as a
+    stream is, or in panels. Threads meet once in a step, and twice where others load and there is one slot only.
+    """
+
+    name: str
+    of: str
+    axes: tuple[Word, ...]
+    slots: int
+    swizzle: int = 0
+    panel: int = 0
+
+    @property
+    def stream(self) -> Stream:
+        """It as a stream, of a ring of its own."""
+        return Stream(self.name, self.of, self.name, self.axes, self.axes[-1].name, 0, self.swizzle, panel=self.panel)
+
 
 class Convert(Line, dialect="plan", op="convert"):
     """A value comes to the layout that its use wants: an operand's slab to the fragments of a product's first or second
-    factor (`to="acc0.a"`), the sums of a product to the first factor of another, a store's values to their slab.
+    factor (`to="acc0.a"`), the sums of a product to a factor of another or to a slab (`stage`), that slab to
+    fragments, a store's values to their slab.
 
     `by` is an instruction that moves whole matrices, "st" where neighbours are put there plainly, "ld" where threads
     load neighbours and compute a factor of them, "parts" where that are the parts of numbers, which most of them need
-    few operations for, or "registers", where values lie as is wanted and are rounded where they are. `layout` says
-    which register of which lane has which element on the side of the registers, for as much as is moved at once.
+    few operations for, "registers", where values lie as is wanted and are rounded where they are, "mov", where lanes
+    have them in other registers, or "movmatrix", which transposes matrices in registers. `layout` says which register
+    of which lane has which element on the side of the registers, for as much as is moved at once.
     """
 
     value: str
@@ -225,12 +262,14 @@ class Convert(Line, dialect="plan", op="convert"):
 
 class Frame(Line, dialect="plan", op="frame"):
     """A product's values are weighted by exp(score - top), where the maximum `top` and the sum of weights `total` are
-    found in the same steps: sums are brought to the new maximum whenever it grows.
+    found in the same steps: sums are brought to the new maximum whenever it grows; or, with `above`, only where a score
+    is so far above the one that they were brought to last: no weight is more than exp of that.
     """
 
     top: str
     product: str
     total: str = ""
+    above: int = 0
 
 
 class Reach(Line, dialect="plan", op="reach"):

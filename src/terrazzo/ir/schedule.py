@@ -197,6 +197,24 @@ class Schedule:
         own = dict(site.axes) if site else {}
         return [*((a, _factors(b)) for a, b in self.axes if a not in own), *((a, self.binding(site, a)) for a in own)]
 
+    def inner(self, factor: Factor, axis: str, site: Site | None) -> int:
+        """The place value of a factor in the number of its level. What axes have outside of the site, where all sites
+        must see it alike, counts fastest; then the axes' innermost factors, of these the later axes'. Where all axes
+        are like another site's, threads are numbered as there.
+        """
+        if site is not None and (other := self.alike(site)) is not None:
+            like = dict(site.axes).get(axis)
+            name = like.site.partition(".")[2] if isinstance(like, Like) else ""
+            return self.inner(factor, name or axis, other)
+        ranked = []
+        own = dict(site.axes) if site else {}
+        for n, (a, binding) in enumerate(self.lines(site)):
+            same = [f for f in binding if f.level == factor.level]
+            ranked += [(a in own, rank, -n, a, f) for rank, f in enumerate(reversed(same))]
+        ranked.sort(key=lambda x: x[:3])
+        mine = next(n for n, (*_, a, f) in enumerate(ranked) if f is factor and a == axis)
+        return math.prod(f.size for *_, f in ranked[:mine])
+
     def check(self, axes: Mapping[str, int], own: Mapping[str, Mapping[str, int]]) -> None:
         """UserError, with the reason, unless this can be a schedule of a kernel with these axes and sites.
 

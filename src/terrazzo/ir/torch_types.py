@@ -99,8 +99,9 @@ def operator(name: str) -> Any:
     parts = name.split(".")
     found: Any = torch.ops
     for part in parts:
-        found = getattr(found, part, None) if part.isidentifier() and not part.startswith("_" * 2) else None
-        if found is None:
+        found = getattr(found, part, None) if part.isidentifier() else None
+        special = part.startswith("_" * 2)  # aten.__rshift__ is an operator, and __class__ is none
+        if found is None or (special and not isinstance(found, torch._ops.OpOverloadPacket)):
             raise UserError(f"PyTorch has no operator {name}")
     if not isinstance(found, torch._ops.OpOverload):
         raise UserError(f"{name} is no operator overload; write it out, as in aten.add.Tensor")

@@ -13,13 +13,13 @@ place.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from terrazzo.errors import CompilerBug, UserError
 from terrazzo.ir import verify_kernel
 from terrazzo.ir.address import axis_digits, coefficient
-from terrazzo.ir.canonical import as_its_form
+from terrazzo.ir.canonical import as_its_form, canonical, form_of
 from terrazzo.ir.dialects import kernel, tile
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tensor as t
@@ -28,6 +28,7 @@ from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var, at_least, bounds
 from terrazzo.ir.node import Node, per_node, substitute, topological
 from terrazzo.ir.program import Input, Program
 from terrazzo.ir.proof import ill, leaves
+from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.types import Type
 
 _ALLOWED: dict[str, tuple[Any, ...]] = {"torch": (aten.Aten, aten.Get, Input), "tensor": (t.Value, Input, Expr)}
@@ -88,9 +89,8 @@ def _tile(p: tile.Program) -> str:
         step = p.loop.steps[number] if 0 <= number < len(p.loop.steps) else None
         if not isinstance(step, l.Kernel):
             return f"there is no kernel {number} for the schedule of {schedule.kernel}"
-        try:
-            tile.fit(schedule, step)
-        except UserError as why:
+        form = form_of(step, schedule)
+        if why := form.named(_misfit(form.schedule, form.kernel)) if form else _misfit(schedule, step):
             return f"kernel {step.name}: {why}"
     schedules = dict(p.schedules)
     for number, plan in p.plans:
@@ -98,6 +98,16 @@ def _tile(p: tile.Program) -> str:
         if above is None or (above.kernel, above.target) != (plan.kernel, plan.target):
             return f"there is no schedule that the plan of {plan.kernel} for {plan.target} completes"
     return _loop(p.loop)
+
+
+@lru_cache(maxsize=4096)
+def _misfit(schedule: Schedule, kernel: l.Kernel) -> str:
+    """Why a schedule does not fit a kernel; "" if it does. It is asked after several passes, of many that are alike."""
+    try:
+        tile.fit(schedule, kernel)
+    except UserError as why:
+        return str(why)
+    return ""
 
 
 def _loop(p: l.Program) -> str:
@@ -129,7 +139,14 @@ def results_problem(results: tuple[l.Buffer, ...], ready: Mapping[str, l.Buffer]
 
 @per_node
 def kernel_problem(k: l.Kernel) -> str:
-    """What is wrong with a kernel of Loop IR; "" if nothing."""
+    """What is wrong with a kernel of Loop IR; "" if nothing. It is found once for all that differ in names only."""
+    form = canonical(k)
+    why = _problem(form.kernel)
+    return form.named(why) if why else ""
+
+
+@per_node
+def _problem(k: l.Kernel) -> str:
     axes = frozenset(k.axes)
     if not k.scans_in_order:
         return "a scan must run along the whole of the last axis"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -35,13 +35,22 @@ class Lives:
                     self.first[b], self.number[b] = k, len(ends)
                     ends.append([-1] * count)
                 self.last[b] = ends[self.number[b]][places[k].branch] = k
-        self.through = clocks(places)
-        begins = [self.through[k] for k in self.first.values()]
+        through = clocks(places)
+        begins = [through[k] for k in self.first.values()]
         self.ends, self.begins = (np.array(x, dtype=np.int64).reshape(-1, count) for x in (ends, begins))
 
-    def over(self, b: l.Buffer, k: int) -> bool:
-        """Whether all that uses a buffer is through when a step begins."""
-        return bool((self.ends[self.number[b]] <= np.array(self.through[k])).all())
+    def later(self, b: l.Buffer, numbers: Sequence[int]) -> list[int]:
+        """Which of the buffers with these numbers come when all that uses one is through, by their places."""
+        found: list[int] = np.flatnonzero((self.ends[self.number[b]] <= self.begins[numbers]).all(axis=1)).tolist()
+        return found
+
+    def beside(self, b: l.Buffer, numbers: Sequence[int]) -> list[int]:
+        """Which of the buffers with these numbers may not share memory with one, by their places."""
+        own = self.number[b]
+        ends, begins = self.ends[numbers], self.begins[numbers]
+        apart = (ends <= self.begins[own]).all(axis=1) | (self.ends[own] <= begins).all(axis=1)
+        found: list[int] = np.flatnonzero(~apart).tolist()
+        return found
 
     def meeting(self, items: Sequence[l.Buffer]) -> Callable[[int], list[int]]:
         """Which of the items before one, by number, may not share memory with it."""
@@ -110,30 +119,27 @@ def hosts(program: l.Program | kernel.Program, buffers: Sequence[l.Buffer]) -> d
         return {}
     called = {b for s in program.steps if isinstance(s, l.Call) for b in (*s.reads, *s.writes)}
     lives = Lives(program)
-    first = lives.first
-    rooms = [b for b in dict.fromkeys(program.results) if b in first and b not in called and b not in program.inputs]
+    own = dict.fromkeys(b for b in program.results if b in lives.first)
+    rooms = [b for b in own if b not in called and b not in program.inputs]
+    numbers = [lives.number[room] for room in rooms]
+    lying: list[list[tuple[int, int, int]]] = [[] for _ in rooms]  # numbers of buffers, where they begin and end
     found: dict[l.Buffer, tuple[l.Buffer, int]] = {}
     for b in sorted((b for b in buffers if b not in called), key=lambda b: -b.type.span):
         size = _padded(b)
-        for room in rooms:
-            taken = sorted(
-                (offset, offset + x.type.span)
-                for x, (place, offset) in found.items()
-                if place is room and lives.meeting((x, b))(1)
-            )
+        for room in lives.later(b, numbers):
+            if b.type.span > rooms[room].type.span:
+                continue
+            others = lives.beside(b, [number for number, _, _ in lying[room]])
             offset = 0
-            for start, end in taken:
+            for _, start, end in sorted((lying[room][m] for m in others), key=lambda x: x[1:]):
                 if start - offset >= size:
                     break
                 offset = max(offset, (end + ALIGN - 1) // ALIGN * ALIGN)
-            if lives.over(b, first[room]) and offset + b.type.span <= room.type.span:
-                found[b] = room, offset
+            if offset + b.type.span <= rooms[room].type.span:
+                found[b] = rooms[room], offset
+                lying[room].append((lives.number[b], offset, offset + b.type.span))
                 break
+    if not found:
+        return {}
     _, rest = allocate(program, [b for b in buffers if b not in found])
-
-    def most(arena: int, begin: Mapping[l.Buffer, int]) -> int:
-        """The most that results and the arena take in any step."""
-        return arena + max(sum(b.type.span for b in rooms if begin[b] <= k) for k in range(len(program.steps)))
-
-    early = {r: min([first[r], *(first[b] for b, (place, _) in found.items() if place is r)]) for r in rooms}
-    return found if rooms and most(rest, early) < most(alone, first) else {}
+    return found if rest < alone else {}

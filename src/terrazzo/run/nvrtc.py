@@ -128,6 +128,11 @@ def begin(source: str, arch: str, cache: Cache) -> Future[Made]:
     return future
 
 
+def idle() -> bool:
+    """Whether there are processors for which nothing waits to be compiled."""
+    return sum(not x.done() for x in list(_begun.values())) < (os.cpu_count() or 1)
+
+
 @contextmanager
 def abandoned_on_error() -> Iterator[None]:
     """What did not begin to be compiled never does where this ends in an error, be it Ctrl-C: nobody waits for it."""
@@ -251,6 +256,10 @@ class Tried(Experience):
         why = self.told[source] = self.of(source)
         return why
 
+    def perhaps(self, kernel: k.Kernel) -> None:
+        if self.ahead and idle():
+            begin(emitted(kernel), self.arch, self.cache)
+
     def spilled(self, kernel: k.Kernel) -> float:
         source = emitted(kernel)
         facts = known(source, self.arch, self.cache)
@@ -287,6 +296,7 @@ class _Asked(Experience):
         self.whom = whom
         self.told: dict[k.Kernel, str] = {}
         self.fastest = whom.fastest  # type: ignore[method-assign]
+        self.perhaps = whom.perhaps  # type: ignore[method-assign]
         self.spilled = whom.spilled  # type: ignore[method-assign]
 
     def __call__(self, kernel: k.Kernel) -> str:

@@ -32,6 +32,7 @@ MEANING: dict[str, Callable[..., Any]] = {
     "chain": lambda q, k, v: np.maximum(q @ k.T, 0).astype(bfloat16).astype(float) @ v,
     # the lower triangle of a, tile by tile: steps that are left out, slots that go on from tile to tile
     "causal": lambda a, x: (np.kron(np.tril(np.ones((5, 5))), np.ones((64, 64))) * a) @ x.T,
+    "turned": lambda x: x.T,  # matrices are transposed in registers
     "cluster_sum": lambda x: x.sum(1),
     "histogram": lambda x: (
         np.bincount(x.astype(int) + 8, minlength=17) + np.arange(17) // 16 * (x.reshape(8, 4, 32) > 2).any(2).sum()

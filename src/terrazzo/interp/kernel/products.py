@@ -1,5 +1,5 @@
-"""What Kernel IR means by the instructions of whole warps: ldmatrix, stmatrix, mma.sync, and wgmma with accumulators in
-flight.
+"""What Kernel IR means by the instructions of whole warps: ldmatrix, stmatrix, movmatrix, mma.sync, and wgmma with
+accumulators in flight.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from terrazzo.hw import ldmatrix, mma_sync, wgmma
+from terrazzo.hw.movmatrix import TURN
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.layout import HARDWARE
 from terrazzo.ir.node import Node
@@ -98,6 +99,14 @@ def store_matrix(team: Threads, s: k.StoreMatrix) -> None:
     count = at.shape[-1] * s.target.type.dtype.size // s.source.type.dtype.size
     held = np.ascontiguousarray(team.get(s.source, team.at(s.source, s.at, count, s), s, count))
     team.put(s.target, at, held.view(s.target.type.dtype.numpy), s)
+
+
+def turn_matrix(team: Threads, s: k.TurnMatrix) -> None:
+    whole_warps(team, s)
+    count = 4 // s.source.type.dtype.size
+    held = np.ascontiguousarray(team.get(s.source, team.at(s.source, s.at, count, s), s, count))
+    turned = np.ascontiguousarray(TURN.run(held.view(np.uint16))).view(s.target.type.dtype.numpy)
+    team.put(s.target, team.at(s.target, s.to, turned.shape[-1], s), turned, s)
 
 
 def multiply(team: Threads, s: k.Multiply) -> None:
@@ -220,6 +229,7 @@ def _slab(
 MEANING: dict[type, Callable[[Threads, Any], None]] = {
     k.LoadMatrix: load_matrix,
     k.StoreMatrix: store_matrix,
+    k.TurnMatrix: turn_matrix,
     k.Multiply: multiply,
     k.MultiplyAsync: multiply_async,
 }

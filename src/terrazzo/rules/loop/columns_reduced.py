@@ -14,6 +14,7 @@ from typing import Any
 
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Bound, Loaded, Var
+from terrazzo.ir.instances import Asked, instances
 from terrazzo.ir.monoid import monoid
 from terrazzo.ir.node import Node, substitute, topological, transform
 from terrazzo.ir.sites import product, reduced_product
@@ -88,11 +89,15 @@ def columns_reduced(
     """
     known = Definitions(program)
     steps: list[Any] = list(program.steps)
-    for last in [s for s in program.steps if isinstance(s, l.Kernel) and s.carried]:
+    kernels = [s for s in program.steps if isinstance(s, l.Kernel)]
+    instance = instances(kernels)
+    reduced = Asked(_reduced, instance)  # each pair once, whatever its buffers are called
+    for last in [s for s in kernels if s.carried]:
         for first in _products(known, last, materialize):
-            made = _reduced(first, last)
-            if made is None:
+            found = reduced(instance(first), instance(last))
+            if found is None:
                 continue
+            made = found.kernel
             if not (why := unproved([made]) or refusal(made)):
                 before, after = price([first, last]), price([made])
                 times = f"{after / 1000:.1f} us reduced on its way, {before / 1000:.1f} us stored, by the model"

@@ -54,6 +54,36 @@ class Definitions:
         return [x]
 
 
+class Steps(dict[int, Any]):
+    """The steps of a program by their places, while others take these or they go; who reads what is known all along."""
+
+    def __init__(self, steps: Iterable[l.Kernel | l.Call]) -> None:
+        super().__init__()
+        self.readers: dict[l.Buffer, set[int]] = {}
+        for n, step in enumerate(steps):
+            self[n] = step
+
+    def __setitem__(self, n: int, step: l.Kernel | l.Call) -> None:
+        if n in self:
+            del self[n]
+        super().__setitem__(n, step)
+        for b in step.reads:
+            self.readers.setdefault(b, set()).add(n)
+
+    def __delitem__(self, n: int) -> None:
+        for b in self[n].reads:
+            self.readers[b].discard(n)
+        super().__delitem__(n)
+
+    def reading(self, step: l.Kernel | l.Call) -> list[int]:
+        """Where the steps are that read what one stores."""
+        return sorted({n for b in step.writes for n in self.readers.get(b, ())})
+
+    def in_order(self) -> tuple[Any, ...]:
+        """Those that are left, as they come."""
+        return tuple(self[n] for n in sorted(self))
+
+
 def unused(name: str, names: Container[str]) -> str:
     """`name`, or the first of name_2, name_3 ... that is not among `names`."""
     return next(x for k in count(1) if (x := f"{name}_{k}" if k > 1 else name) not in names)

@@ -15,13 +15,15 @@ from typing import Any
 import numpy as np
 
 from terrazzo.ir.address import coefficient
+from terrazzo.ir.canonical import canonical
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var, at_least, floordiv, mod
-from terrazzo.ir.node import Node, substitute, topological, transform
+from terrazzo.ir.node import Node, per_node, substitute, topological, transform
 from terrazzo.ir.ranges import decided, range_of
 from terrazzo.ir.types import DType, i64
 from terrazzo.rewrite.rule import Event, Log
+from terrazzo.rules.loop.definitions import Steps
 from terrazzo.rules.loop.digits import factors_apart
 from terrazzo.rules.loop.inline import inline
 
@@ -70,23 +72,19 @@ def fold(program: l.Program, log: Log) -> l.Program:
                     z[a0, a1] = v4
         return (z,)
     """
-    steps: list[Any] = [_kernel(s, log) if isinstance(s, l.Kernel) else s for s in program.steps]
-    kept = {*program.results, *(b for s in steps if isinstance(s, l.Call) for b in s.reads)}
-    n = 0
-    while n < len(steps):
-        first = steps[n]
+    steps = Steps(_kernel(s, log) if isinstance(s, l.Kernel) else s for s in program.steps)
+    kept = {*program.results, *(b for s in steps.values() if isinstance(s, l.Call) for b in s.reads)}
+    for n in sorted(steps):
+        first = steps[n]  # which may be cheap now that others were recomputed in it
         if not isinstance(first, l.Kernel) or kept & {*first.writes} or not all(cheap(s.value) for s in first.stores):
-            n += 1
             continue
-        for m, s in enumerate(steps):
-            if isinstance(s, l.Kernel) and {*s.reads} & {*first.writes}:
-                made = inline(s, first)
-                log.add(Event(PASS, "recompute", s.name, True, f"{first.name} is made of indices alone"))
-                log.applied(PASS, "recompute", s.name, [first, s], [made])
-                steps[m] = _kernel(made, log)
+        for m in steps.reading(first):
+            made = inline(steps[m], first)
+            log.add(Event(PASS, "recompute", made.name, True, f"{first.name} is made of indices alone"))
+            log.applied(PASS, "recompute", made.name, [first, steps[m]], [made])
+            steps[m] = _kernel(made, log)
         del steps[n]
-        n = 0  # what read it may be cheap now
-    return l.Program(program.name, program.inputs, tuple(steps), program.results)
+    return l.Program(program.name, program.inputs, steps.in_order(), program.results)
 
 
 def fold_indices(kernel: l.Kernel) -> l.Kernel:
@@ -171,12 +169,20 @@ KERNELS: dict[str, tuple[Callable[[l.Kernel], l.Kernel], str]] = {
 
 def _kernel(kernel: l.Kernel, log: Log) -> l.Kernel:
     """A kernel with its terms folded, which is told."""
+    if _folded_already(canonical(kernel).kernel):
+        return kernel
     for name, (rewrite, why) in KERNELS.items():
         if (made := rewrite(kernel)) is not kernel:
             log.add(Event(PASS, name, kernel.name, True, why))
             log.applied(PASS, name, kernel.name, [kernel], [made])
             kernel = made
     return kernel
+
+
+@per_node
+def _folded_already(form: l.Kernel) -> bool:
+    """Whether there is nothing to fold in a kernel: asked once of all that differ in names only."""
+    return all(rewrite(form) is form for rewrite, _ in KERNELS.values())
 
 
 def cheap(x: Node) -> bool:

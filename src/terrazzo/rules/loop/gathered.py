@@ -9,6 +9,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import substitute, topological
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.cost import Rates, cost
+from terrazzo.rules.loop.definitions import Steps
 from terrazzo.rules.loop.inline import inline, unproved
 from terrazzo.rules.loop.sooner import takes_in
 from terrazzo.rules.loop_to_tile.split import reduced_first
@@ -59,14 +60,14 @@ def rows_gathered(program: l.Program, log: Log, rates: Rates, kept: tuple[str, .
                 z[a0] = v1
         return (z,)
     """
-    steps = list(program.steps)
+    steps = Steps(program.steps)
     fixed = {*program.inputs, *program.results}
-    names = {b.name for s in steps for b in (*s.reads, *s.writes)}
-    for n in range(len(steps)):
+    names = {b.name for s in program.steps for b in (*s.reads, *s.writes)}
+    for n in sorted(steps):
         made = steps[n]
         if not isinstance(made, l.Kernel) or any(b in fixed or b.name in kept for b in made.writes):
             continue
-        places = [k for k, s in enumerate(steps) if {*made.writes} & {*s.reads}]
+        places = steps.reading(made)
         old: list[Any] = [made, *(steps[k] for k in places)]
         if not places or not (new := _gathered(old, names)):
             continue
@@ -79,7 +80,7 @@ def rows_gathered(program: l.Program, log: Log, rates: Rates, kept: tuple[str, .
                 steps[k] = s
             names |= {b.name for b in new[0].writes}
             log.applied(PASS, RULE, made.name, old, new)
-    return l.Program(program.name, program.inputs, tuple(steps), program.results)
+    return l.Program(program.name, program.inputs, steps.in_order(), program.results)
 
 
 def _gathered(steps: list[Any], names: set[str]) -> list[l.Kernel]:

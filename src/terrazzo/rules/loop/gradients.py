@@ -65,7 +65,7 @@ def gradients(
     terms = topological(kernels_of(program)) if rates.matrix else []
     if not any(isinstance(x, l.Apply) and x.fn.name == "exp" for x in terms):
         return program
-    seen = views(program, Log())
+    seen = views(program, log)
     narrow = any(b.type.dtype.name in rates.matrix for s in kernels_of(seen) for b in (*s.reads, *s.writes))
     work = _Gradients(seen, rates, wide and not narrow)
     for w in work.softmaxes:
@@ -79,9 +79,8 @@ def gradients(
     for event in work.events:
         log.add(event)
     if not fired:
-        return program
+        return seen
     made = work.done(seen)
-    views(program, log)
     old, new = ([s for s in a.steps if s not in b.steps] for a, b in ((seen, made), (made, seen)))
     log.applied(PASS, "gradients", ", ".join(s.name for s in old), old, new)
     return made

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.instances import Asked, instances
 from terrazzo.ir.monoid import monoid
 from terrazzo.ir.node import topological, transform
 from terrazzo.rewrite.rule import Event, Log
@@ -77,15 +78,18 @@ def sums_inside(program: l.Program, log: Log, price: Price, refusal: Refusal) ->
     for s in kernels:
         for b in s.reads:
             readers.setdefault(b, []).append(s)
+    instance = instances(kernels)
+    inside = Asked(summed, instance)  # each pair once, whatever its buffers are called
     found: dict[Any, list[tuple[l.Kernel, l.Kernel, l.Kernel]]] = {}
     for maker in [s for s in kernels if len(s.stores) == 1]:
         buffer = maker.stores[0].buffer
         if buffer in kept or len(readers.get(buffer, ())) != 1 or chain(maker) is None:
             continue
         (reader,) = readers[buffer]
-        if (made := summed(maker, reader)) is not None and (c := chain(made)) is not None:
-            alike = tuple(a.extent for a in (*made.axes, *c.rounds, c.steps))
-            found.setdefault(alike, []).append((maker, reader, made))
+        made = inside(instance(maker), instance(reader))
+        if made is not None and (c := chain(made.kernel)) is not None:
+            alike = tuple(a.extent for a in (*made.kernel.axes, *c.rounds, c.steps))
+            found.setdefault(alike, []).append((maker, reader, made.kernel))
     steps = list(program.steps)
     for group in found.values():  # chains of the same axes become one kernel, so they go around together
         before, after = price([s for maker, reader, _ in group for s in (maker, reader)]), price([x for *_, x in group])

@@ -32,6 +32,8 @@ def masks_told(kernel: l.Kernel, known: Mapping[l.Buffer, l.Kernel]) -> l.Kernel
     """`kernel` with every load of such a buffer said to be -inf, or false, where places alone hide it; or with the term
     of it, where that is made of tables that do not know both of the last axes.
     """
+    if known.keys().isdisjoint(kernel.reads):
+        return kernel
     last = {*kernel.axes[-2:]}
 
     def replace(load: l.Load) -> Any:

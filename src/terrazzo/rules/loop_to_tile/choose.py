@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 from terrazzo.errors import Limitation, UserError, about
@@ -31,6 +31,11 @@ RESORTS = ("plain", "share", "alone")
 """The rules of schedules that are last resorts for products: they read both factors from memory for every point. With
 one such product a training step took 51 ms, and 2.1 without (H200), where a tile that spills a few bytes is hardly
 slower than one that does not. The plainest is one whatever a kernel computes.
+"""
+
+NEXT = 2
+"""Candidates after the one that is taken that may be built at once where another was lost: each by itself takes up to a
+second to compile, and what is like one that spills may spill, too.
 """
 
 Show = Callable[[Any], str] | None
@@ -131,9 +136,9 @@ def _choose(
         log.add(Event(PASS, rule, kernel.name, False, f"{reason}; it lost: {why}"))
 
     def part(found: Iterator[Candidate]) -> Candidate:
-        return _first(found, gpu, pinned, tried.lost, tried.spilled)[0]
+        return _first(found, gpu, pinned, tried.lost, tried)[0]
 
-    taken, why = _first(_ordered(kernel, gpu, pinned, tried, part), gpu, pinned, tried, tried.spilled, lost)
+    taken, why = _first(_ordered(kernel, gpu, pinned, tried, part), gpu, pinned, tried, tried, lost)
     if why:
         what = f"{kernel.name}: no schedule of it fits {gpu.arch}; the plainest does not, for {why}"
         return Refused(Limitation(what))
@@ -145,12 +150,12 @@ def _first(
     gpu: Gpu,
     pinned: Mapping[str, Schedule],
     ask: Callable[[k.Kernel], str],
-    spilled: Callable[[k.Kernel], float],
+    tried: Experience,
     lost: Callable[[Candidate, str], None] = lambda candidate, why: None,
 ) -> tuple[Candidate, str]:
     """The first candidate that can be derived, is not lost, and is no last resort. Else, of those that lost and run all
     the same, one that spills least. Else a last resort, or the last that can be derived: slow is better than nothing.
-    Where none can, the last, and why.
+    Where none can, the last, and why. Where one was lost, those next to the first are heard of: they may be lost, too.
     """
     slow: list[tuple[float, Candidate]] = []
     resorts: list[Candidate] = []
@@ -164,19 +169,28 @@ def _first(
         resort = any(rule in RESORTS and (rule == "plain" or product(x)) for x, _, rule, _ in candidate.kernels)
         why = next(chain(refused, told.values()), "")
         if not why and not resort:
+            if slow:
+                for kernel in _derived(islice(found, NEXT), gpu):
+                    tried.perhaps(kernel)
             return candidate, ""
         if why:
             lost(candidate, why)
         if not refused:
             last = [candidate]
             resorts += [candidate] if not why else []
-            slow += [(sum(map(spilled, told)), candidate)] if not resort else []
+            slow += [(sum(map(tried.spilled, told)), candidate)] if not resort else []
     bytes_spilled, least = min(slow, key=lambda x: x[0], default=(math.inf, None))
     if least is not None and bytes_spilled < math.inf:
         return _all_the_same(least, "what is left reads memory for every point"), ""
     if resorts:
         return resorts[0], ""
     return (_all_the_same(last[0], "nothing else can be built"), "") if last else (candidate, why)
+
+
+def _derived(found: Iterable[Candidate], gpu: Gpu) -> Iterator[k.Kernel]:
+    """The kernels that can be derived of candidates."""
+    made = (derived(x, chosen, gpu) for candidate in found for x, chosen, *_ in candidate.kernels)
+    yield from (x for x in made if isinstance(x, k.Kernel))
 
 
 def _all_the_same(candidate: Candidate, why: str) -> Candidate:

@@ -23,6 +23,9 @@ class Experience:
         """The same for a kernel that may not be used after all."""
         return ""
 
+    def perhaps(self, kernel: k.Kernel) -> None:
+        """Hear of a kernel that is to be used if another one is lost."""
+
     def spilled(self, kernel: k.Kernel) -> float:
         """How many bytes of registers a kernel that lost spills, where it runs all the same; infinitely many where it
         does not.

@@ -12,6 +12,7 @@ from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.plan import (
     EVERYONE,
+    STORED,
     Agent,
     Align,
     Combine,
@@ -27,6 +28,7 @@ from terrazzo.ir.plan import (
     Reach,
     Result,
     Ring,
+    Stage,
     Stream,
 )
 from terrazzo.ir.schedule import WARPS_IN_A_GROUP, Like, Word
@@ -35,6 +37,7 @@ from terrazzo.rules.access import WIDEST
 from terrazzo.rules.tile.agents import LOAD, MATH, bound_warps, role_warps
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.frames import move_frames
+from terrazzo.rules.tile.handed import asked, summed
 from terrazzo.rules.tile.layouts import conversions
 from terrazzo.rules.tile.order import begun, clusters, grid
 from terrazzo.rules.tile.overlap import check as overlap
@@ -54,6 +57,7 @@ from terrazzo.rules.tile.rings import (
     twins,
 )
 from terrazzo.rules.tile.slabs import Slab, beside_it
+from terrazzo.rules.tile.stages import stage
 from terrazzo.rules.tile.vectors import vectors
 from terrazzo.rules.transports import PLAIN, TRANSPORTS
 
@@ -258,6 +262,17 @@ def _stream(line: Stream, plan: Plan, draft: Draft) -> None:
     need(not (why := slab.by.refuses(term, line.vector)), why)
 
 
+def _stage(line: Stage, plan: Plan, draft: Draft) -> None:
+    takes = [p for p in plan.all(Product) if STORED in (p.a, p.b) and line.of in summed(draft, p.sites[0])]
+    need(takes, f"no product takes what {line.of} sums from shared memory")
+    given = asked(draft, draft.site(takes[0].sites[0]), line.of)
+    if given is not None:
+        _asked(dict(given.options), swizzle=line.swizzle, slots=line.slots)
+    meant = stage(plan, draft, takes[0], line.name, line.swizzle, line.slots)
+    _same("axes of it are", line.axes, meant.axes)
+    _same("panel of it is", line.panel, meant.panel)
+
+
 def _rings_of(line: Product, plan: Plan, draft: Draft) -> None:
     """The rings of a product are those its operands come to."""
     streams = {x: s for s in plan.all(Stream) for x in (s.operand, *s.also)}
@@ -393,6 +408,7 @@ CHECKS: tuple[tuple[type[Line], Callable[..., None]], ...] = (
     (Product, _product),
     (Ring, _ring),
     (Stream, _stream),
+    (Stage, _stage),
     (Product, _rings_of),
     (Frame, _follows),
     (Product, _early),

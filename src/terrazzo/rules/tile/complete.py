@@ -15,7 +15,20 @@ from terrazzo.ir.plan import Agent, Order, Plan, Product, Ring, Stream
 from terrazzo.ir.schedule import Schedule
 from terrazzo.rewrite.engine import rewrite
 from terrazzo.rewrite.rule import Declined, Event, Log
-from terrazzo.rules.tile import agents, frames, layouts, order, overlap, products, reach, results, rings, slabs, vectors
+from terrazzo.rules.tile import (
+    agents,
+    frames,
+    layouts,
+    order,
+    overlap,
+    products,
+    reach,
+    results,
+    rings,
+    slabs,
+    stages,
+    vectors,
+)
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.loops import walk
 from terrazzo.rules.tile.verify import Problem, problems, verify
@@ -30,13 +43,14 @@ RULES = (
     *reach.RULES,
     *rings.RULES,
     *slabs.RULES,
+    *stages.RULES,
     *overlap.RULES,
     *vectors.RULES,
     *results.RULES,
     *layouts.RULES,
 )
 
-FOLLOWS = (frames.move_frames.name, layouts.convert_layouts.name)
+FOLLOWS = (frames.move_frames.name, stages.stage_factors.name, layouts.convert_layouts.name)
 """The rules whose lines follow from the term and from others, and cannot be left out."""
 
 

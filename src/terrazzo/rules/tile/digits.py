@@ -21,6 +21,8 @@ from terrazzo.ir.schedule import WARPS_IN_A_GROUP, Factor, Like, Schedule, Site
 from terrazzo.ir.types import DType
 from terrazzo.rewrite.rule import need
 
+THREADS = ("warp", "warpgroup", "lane")
+"""The levels whose digit is a part of a thread's number."""
 LOOPED = ("time", "reg", "frag")
 """The levels whose digit is a loop's variable. "frag" is the part of an instruction's axis that lies in a lane's own
 registers.
@@ -167,19 +169,18 @@ class Bindings:
                     Digit(f.level, f.size, self.loop_variable("t" if f.level == "time" else "i", f.size), stride)
                 )
             elif f.level == "warpgroup" and self.groups > 1:
-                inner = self.inner(f, axis, site)
-                out.append(Digit("warpgroup", f.size, self.group // inner % f.size, stride, inner))
+                inner = self.schedule.inner(f, axis, site)
+                out.append(Digit("warpgroup", f.size, self.number("warpgroup", site) // inner % f.size, stride, inner))
             elif f.level in ("warp", "lane"):
-                inner = self.inner(f, axis, site)
-                number = self.warp if f.level == "warp" else LANE
-                out.append(Digit(f.level, f.size, number // inner % f.size, stride, inner))
+                inner = self.schedule.inner(f, axis, site)
+                out.append(Digit(f.level, f.size, self.number(f.level, site) // inner % f.size, stride, inner))
             elif (
                 f.level.startswith("inst.")
                 and instruction is not None
                 and f.level[-1] in dict(instruction.d.layout.extents)
             ):
                 parts = 1 if whole or f.level != "inst.n" else self.parts.get(axis, 1)
-                size, inner = f.size // parts, self.inner(f, axis, site)
+                size, inner = f.size // parts, self.schedule.inner(f, axis, site)
                 if parts > 1 and isinstance(instruction, WarpgroupInstruction):
                     out.append(Digit("cluster", parts, self.rank, stride * size))
                     instruction = instruction.narrow(parts)
@@ -201,6 +202,9 @@ class Bindings:
 
     def first(self, threads: Set[tuple[str, int]]) -> list[IntExpr]:
         """Only the first of those who have the same, where axes are bound to these bits of the threads' numbers."""
+        if self.groups > 1:  # sites of warps count those of all warpgroups
+            inside = WARPS_IN_A_GROUP.bit_length() - 1
+            threads = {("warpgroup", n - inside) if x == "warp" and n >= inside else (x, n) for x, n in threads}
         apart = any(level == "warpgroup" for level, _ in threads)
         counts = {
             "lane": (LANE, WARP), "warp": (self.warp, WARPS_IN_A_GROUP if apart else self.warps),
@@ -250,23 +254,18 @@ class Bindings:
                 out.append(Digit("frag", count, self.loop_variable("e", count), at, 1 << first, first))
         return out
 
-    def inner(self, factor: Factor, axis: str, site: Site | None) -> int:
-        """The place value of a factor in the number of its level. What axes have outside of the site, where all sites
-        must see it alike, counts fastest; then the axes' innermost factors, of these the later axes'. Where all axes
-        are like another site's, threads are numbered as there.
+    def number(self, level: str, site: Site | None) -> IntExpr:
+        """Of this thread, among those that a site divides axes among: of its lane, its warp or its warpgroup. Sites of
+        warps count all of the agent's, where teams are warpgroups.
         """
-        if site is not None and (other := self.schedule.alike(site)) is not None:
-            like = dict(site.axes).get(axis)
-            name = like.site.partition(".")[2] if like is not None else ""  # type: ignore[union-attr]
-            return self.inner(factor, name or axis, other)
-        ranked = []
-        own = dict(site.axes) if site else {}
-        for n, (a, binding) in enumerate(self.schedule.lines(site)):
-            same = [f for f in binding if f.level == factor.level]
-            ranked += [(a in own, rank, -n, a, f) for rank, f in enumerate(reversed(same))]
-        ranked.sort(key=lambda x: x[:3])
-        mine = next(n for n, (*_, a, f) in enumerate(ranked) if f is factor and a == axis)
-        return math.prod(f.size for *_, f in ranked[:mine])
+        if level == "warpgroup":
+            return self.group
+        if level == "warp" and self.groups == self.agent.teams > 1 and warps(self._matrix(site)) == 1:
+            return self.team * WARPS_IN_A_GROUP + self.warp
+        return LANE if level == "lane" else self.warp
+
+    def _matrix(self, site: Site | None) -> Matrix | None:
+        return matrix(site.instruction) if site is not None else None
 
 
 def runs(layout: Layout, coordinate: str, low: int, high: int) -> list[tuple[str, int, int, int]]:

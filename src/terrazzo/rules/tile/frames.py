@@ -6,16 +6,24 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from terrazzo.hw.products import matrix, warps
 from terrazzo.ir.contraction import Contraction, operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.node import Node, substitute, topological
-from terrazzo.ir.plan import Frame, Plan, Product
+from terrazzo.ir.plan import Agent, Frame, Plan, Product
 from terrazzo.rewrite.rule import need, rule
+from terrazzo.rules.tile.digits import Bindings
 from terrazzo.rules.tile.draft import Draft
+from terrazzo.rules.tile.handed import divided, summed
+from terrazzo.rules.tile.rings import axis_called
 
+OF_A_WARP = ("lane", "reg", "frag")
+"""The levels that divide a warp's part of an axis."""
 EXPONENTIALS = ("exp", "exp2", "approx_exp2")
 """The functions f for which f(a - b) is f(a - c) * f(c - b)."""
+ABOVE = 8
+"""How far above the frame a score may be before the frame moves: 2^8 and e^8 are ordinary numbers of 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +57,18 @@ class Framed:
         return self.times(top) if self.early else top
 
     def above(self, score: Node, base: Node) -> Node:
-        """What a score weighs, given what is subtracted: one multiplication and addition in one, where `early`."""
-        if self.early:
-            return l.Apply(self.weight.fn, (l.apply("sub", self.times(score), base),))
-        return self.of(l.apply("sub", score, base))
+        """What a score weighs, given what is subtracted."""
+        return l.Apply(self.weight.fn, (self.height(score, base),))
+
+    def height(self, score: Node, base: Node) -> Node:
+        """How far a score is above what is subtracted: one multiplication and addition in one, where `early`."""
+        found: Node = l.apply("sub", self.times(score), base) if self.early else self.times(l.apply("sub", score, base))
+        return found
+
+    def between(self, base: Node, new: Node) -> Node:
+        """What sums are worth where something else is subtracted."""
+        less = l.apply("sub", base, new)
+        return l.Apply(self.weight.fn, (less if self.early else self.times(less),))
 
 
 def framed(draft: Draft, product: Product) -> Framed | None:
@@ -123,9 +139,10 @@ def at(reduce: l.Reduce, axis: Any) -> Node:
 @rule(keys=(Plan,))
 def move_frames(plan: Plan, draft: Draft) -> Plan | None:
     """The maximum of the scores so far is the frame of the sums. When it grows, they are multiplied by what the old one
-    is worth in the new one.
+    is worth in the new one. On the instructions of warpgroups that is done only where some lane has a score that is far
+    above the frame: lanes need not meet in the other steps, so weights are found sooner, and sums stay as they are.
     """
-    chained = [p for p in plan.all(Product) if "values" in (p.a, p.b)]
+    chained = [p for p in plan.all(Product) if p.made]
     if plan.all(Frame) or not chained:
         return None
     inside = {x for p in chained for f in draft.products[p.sites[0]].factors for x in reductions(f)}
@@ -143,6 +160,7 @@ def move_frames(plan: Plan, draft: Draft) -> Plan | None:
     *rounds, axis = draft.products[product.sites[0]].reduce.axes
     need(not rounds, f"{product.sites[0]}: a frame goes along in one round of steps")
     need(len(found.top.axes) == 1 and at(found.top, axis) is found.score, "the frame is the maximum of other scores")
+    _rows_lie_alike(plan, draft, product)
     names = {r: name for name, r in draft.names.items()}
     totals = [
         name
@@ -150,7 +168,26 @@ def move_frames(plan: Plan, draft: Draft) -> Plan | None:
         if isinstance(r, l.Reduce) and r.monoid.name == "sum" and len(r.axes) == 1 and at(r, axis) is found.weight
     ]
     need(len(totals) <= 1, "the weights are summed more than once")
-    return plan.plus(Frame(names[found.top], product.sites[0], totals[0] if totals else ""))
+    above = ABOVE if warps(matrix(product.on)) > 1 and not product.promote else 0
+    return plan.plus(Frame(names[found.top], product.sites[0], totals[0] if totals else "", above))
+
+
+def _rows_lie_alike(plan: Plan, draft: Draft, product: Product) -> None:
+    """Declines where a thread has sums of other rows than those whose weights it knows."""
+    bindings = Bindings(draft.schedule, plan, plan.all(Agent)[-1])
+    (inner, *_), name = summed(draft, product.sites[0]), product.rows
+    rows = axis_called(draft, name)
+    sites = [draft.site(x) for x in (product.sites[0], inner)]
+    of_warps = [divided(draft, rows, site) for site in sites]
+    inside = [[d.role for d in bindings.digits(name, s, rows.extent) if d.level in OF_A_WARP] for s in sites]
+    where = f"otherwise in its sums than in those of {inner}"
+    need(
+        of_warps[0] == of_warps[1] and inside[0] == inside[1],
+        f"{product.sites[0]}: its frame moves with rows ({name}), which lie {where}",
+    )
+    *_, steps = draft.products[product.sites[0]].reduce.axes
+    shared = [divided(draft, steps, site) for site in sites]
+    need(shared[0] == shared[1], f"{product.sites[0]}: warps share the steps of its frame {where}")
 
 
 RULES = (move_frames,)

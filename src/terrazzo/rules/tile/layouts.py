@@ -7,18 +7,20 @@ from typing import Any
 
 from terrazzo.hw import ldmatrix
 from terrazzo.hw.ldmatrix import MatrixMove, loader
-from terrazzo.hw.products import Matrix, matrix
+from terrazzo.hw.products import Matrix, matrix, warps
 from terrazzo.ir.contraction import operand
-from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.layout import Layout
-from terrazzo.ir.node import topological
-from terrazzo.ir.plan import Convert, Plan, Product, Result, Ring, Stream
+from terrazzo.ir.plan import STORED, VALUES, Convert, Plan, Product, Result, Ring, Stage, Stream
 from terrazzo.ir.sites import made_of
 from terrazzo.rewrite.rule import need, rule
 from terrazzo.rules.loop.number_parts import counted
 from terrazzo.rules.tile.draft import Draft
+from terrazzo.rules.tile.handed import handed, summed
 from terrazzo.rules.tile.products import CONVERTED
 from terrazzo.rules.tile.rings import axis_called, operand_text
+
+STMATRIX = min(x.since for x in ldmatrix.INSTRUCTIONS if x.store)
+"""The first architecture that puts matrices into shared memory."""
 
 
 @rule(keys=(Plan,))
@@ -26,7 +28,9 @@ def convert_layouts(plan: Plan, draft: Draft) -> Plan | None:
     """An instruction wants its factors as its record says, and results leave shared memory as rows. Where values lie
     otherwise, the layout engine finds what moves them: matrices, neighbours, or nothing but their names.
     """
-    if plan.all(Convert) or not all(any(isinstance(x, kind) for x in plan.lines) for kind in (Ring, Stream, Result)):
+    stored = any(STORED in (p.a, p.b) for p in plan.all(Product))
+    needed = (Ring, Stream, *([Stage] if stored else []), Result)
+    if plan.all(Convert) or not all(any(isinstance(x, kind) for x in plan.lines) for kind in needed):
         return None
     lines = tuple(conversions(plan, draft))
     return plan.plus(*lines) if lines else None
@@ -46,7 +50,7 @@ def conversions(plan: Plan, draft: Draft) -> Iterator[Convert]:
 def _factors(plan: Plan, draft: Draft, p: Product, instruction: Matrix) -> Iterator[Convert]:
     """How both factors of a product come to its fragments, where these are registers."""
     streams = {x: s for s in plan.all(Stream) for x in (s.operand, *s.also)}
-    m = axis_called(draft, p.m)
+    m, n = (axis_called(draft, x) for x in (p.m, p.n))
     for letter, source in (("a", p.a), ("b", p.b)):
         to = f"{p.sites[0]}.{letter}"
         terms: dict[Any, None] = {}
@@ -54,10 +58,20 @@ def _factors(plan: Plan, draft: Draft, p: Product, instruction: Matrix) -> Itera
             for pair in draft.products[name].terms:
                 first, second = pair if m in pair[0].free else pair[::-1]
                 terms[operand(first if letter == "a" else second)] = None
-        if source == "values":
-            made = [x for x in topological(list(terms)) if isinstance(x, l.Reduce)]
-            sums = [name for name, c in draft.products.items() if c.reduce in made]
-            yield Convert(sums[0], to, "registers", str(instruction.a.layout))
+        if source == VALUES:
+            by = handed(draft, p.sites[0], instruction, m, n).by
+            layout = (instruction.a if letter == "a" else instruction.b).layout  # type: ignore[union-attr]
+            yield Convert(next(summed(draft, p.sites[0])), to, by, str(layout))
+        elif source == STORED:
+            inner = next(summed(draft, p.sites[0]))
+            stage = next((x for x in plan.all(Stage) if x.of == inner), None)
+            need(stage is not None, f"it is not said where what {inner} sums lies")
+            assert stage is not None
+            first = next(x for x in plan.all(Product) if inner in x.sites)
+            yield _put(inner, stage.name, first, "stmatrix" if draft.gpu.number >= STMATRIX else "st")
+            if warps(instruction) == 1:
+                move, layout = fragments(draft, p, instruction, letter, stage)
+                yield Convert(stage.name, to, move.name, str(layout))
         elif source == CONVERTED:
             for x in dict.fromkeys(made_of(term) for term in terms):
                 assert x is not None
@@ -70,7 +84,9 @@ def _factors(plan: Plan, draft: Draft, p: Product, instruction: Matrix) -> Itera
                 yield Convert(s.name, to, move.name, str(layout))
 
 
-def fragments(draft: Draft, p: Product, instruction: Matrix, letter: str, stream: Stream) -> tuple[MatrixMove, Layout]:
+def fragments(
+    draft: Draft, p: Product, instruction: Matrix, letter: str, stream: Stream | Stage
+) -> tuple[MatrixMove, Layout]:
     """The instruction that loads a factor's fragments from its slab, and what of these it loads at once: two fragments
     along m or n, where a warp has two side by side and one instruction loads both.
     """
@@ -101,16 +117,21 @@ def _side_by_side(draft: Draft, p: Product, axis: str, size: int) -> bool:
 def _result(plan: Plan, r: Result) -> Convert:
     """How a store's values come from the sums' registers to its slab: as many matrices at once as there are."""
     product = next(p for p in reversed(plan.all(Product)) if matrix(p.on) is not None)
+    return _put(r.store, r.slab, product, r.put)
+
+
+def _put(value: str, slab: str, product: Product, put: str) -> Convert:
+    """How what a product sums comes to a slab whose rows run along its columns."""
     instruction = matrix(product.on)
     assert instruction is not None
     layout = instruction.d.layout
-    if r.put == "st":
-        return Convert(r.store, r.slab, "st", str(_part(layout, 1)))
+    if put == "st":
+        return Convert(value, slab, "st", str(_part(layout, 1)))
     for move in sorted(ldmatrix.INSTRUCTIONS, key=lambda x: -x.count):
         some = _part(layout, move.count.bit_length())
         if move.store and move.rows(some, "n") is not None:
-            return Convert(r.store, r.slab, move.name, str(some))
-    need(False, f"{r.store}: no matrices are made of what {product.on} sums")
+            return Convert(value, slab, move.name, str(some))
+    need(False, f"{value}: no matrices are made of what {product.on} sums")
     raise AssertionError
 
 

@@ -7,13 +7,14 @@ from typing import Any
 from terrazzo.hw.products import matrix, warps
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import Node, topological
-from terrazzo.ir.plan import Agent, Frame, Plan, Product, Ring
+from terrazzo.ir.plan import VALUES, Agent, Frame, Plan, Product, Ring
 from terrazzo.rewrite.rule import need, rule
 from terrazzo.rules.tile.agents import MATH
 from terrazzo.rules.tile.draft import Draft, axis_name
+from terrazzo.rules.tile.handed import REGISTERS, handed
 from terrazzo.rules.tile.products import CONVERTED
 from terrazzo.rules.tile.reach import idle, masked
-from terrazzo.rules.tile.rings import outermost, overlaps, staggered, steps
+from terrazzo.rules.tile.rings import axis_called, outermost, overlaps, staggered, steps
 
 
 @rule(keys=(Plan,))
@@ -38,7 +39,7 @@ def check(plan: Plan, draft: Draft) -> None:
     found: Any = masked(draft, products[-1])
     need(
         len(products) == 2
-        and products[-1].a == "values"
+        and stays(draft, products[-1])
         and found is not None
         and (plan.all(Frame) or found.bare.dtype.size == 4),
         "what overlaps are two products in a row, of which the second takes what is made of the first",
@@ -96,7 +97,7 @@ def fall_behind(plan: Plan, draft: Draft) -> Plan | None:
 def may_fall_behind(plan: Plan) -> None:
     """Declines where warpgroups have nothing to do that others could multiply meanwhile."""
     products = plan.all(Product)
-    made = (len(products) == 2 and products[-1].a == "values") or any(p.a == CONVERTED for p in products)
+    made = (len(products) == 2 and products[-1].a == VALUES) or any(p.a == CONVERTED for p in products)
     need(
         made and all(warps(matrix(p.on)) > 1 for p in products),
         "warpgroups lag behind one another where a product of theirs takes what is made of another one's sums, or of a "
@@ -133,7 +134,7 @@ def may_take_turns(plan: Plan, draft: Draft) -> None:
     )
     last = [p for p in products if outermost(draft, p)]
     need(
-        not plan.all(Frame) and last == [p for p in products if p.a == "values"] == [*products[-len(last) :]],
+        not plan.all(Frame) and last == [p for p in products if stays(draft, p)] == [*products[-len(last) :]],
         "several products overlap where the last ones take what is made of the first, in no frame",
     )
     need(
@@ -149,6 +150,12 @@ def may_take_turns(plan: Plan, draft: Draft) -> None:
         gone |= {x for x in topological([bare]) if isinstance(x, l.Reduce)}
 
 
+def stays(draft: Draft, p: Product) -> bool:
+    """Whether a product's factor lies where the sums do that it is made of."""
+    m, n = (axis_called(draft, x) for x in (p.m, p.n))
+    return p.a == VALUES and handed(draft, p.sites[0], matrix(p.on), m, n).by == REGISTERS
+
+
 def made(draft: Draft, product: Product) -> Node:
     """What a product's computed factor is rounded from, where no mask hides it. Declines where nothing is rounded."""
     found: Any = masked(draft, product)
@@ -161,7 +168,7 @@ def made_before(draft: Draft, plan: Plan, product: Product) -> dict[Node, Produc
     """What products before this one take, and this one's computed factor is made of, before it is rounded: it stands in
     place of sums then.
     """
-    every = [p for p in plan.all(Product) if p.a == "values"]
+    every = [p for p in plan.all(Product) if p.a == VALUES]
     if len(every) < 2:
         return {}
     bare = made(draft, product)

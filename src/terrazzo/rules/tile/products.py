@@ -8,25 +8,25 @@ from typing import Any
 from terrazzo.errors import UserError, about
 from terrazzo.hw.instruction import MatrixInstruction
 from terrazzo.hw.ldmatrix import loader
-from terrazzo.hw.products import Matrix, continued, missing, operands, warps
+from terrazzo.hw.products import Matrix, missing, operands, warps
 from terrazzo.hw.transfer import FMA
 from terrazzo.hw.wgmma import WarpgroupInstruction
 from terrazzo.ir.concatenated import loaded
 from terrazzo.ir.contraction import Contraction, operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import Node, topological
-from terrazzo.ir.plan import EVERYONE, Agent, Plan, Product
+from terrazzo.ir.plan import EVERYONE, VALUES, Agent, Plan, Product
 from terrazzo.ir.schedule import Named, Site
 from terrazzo.ir.sites import called, loads, made_of
 from terrazzo.rewrite.rule import need, rule
 from terrazzo.rules.loop.number_parts import counted
 from terrazzo.rules.tile.agents import MATH
 from terrazzo.rules.tile.draft import Draft, axis_name
+from terrazzo.rules.tile.handed import Way, handed, summed
 
 CONVERTED = "converted"
 """Where a first factor comes from that threads make in registers of a slab that lies in shared memory."""
 SHARING = "sums that share an instruction"
-THREADS = ("warp", "warpgroup", "lane")
 
 
 @rule(keys=(Plan,))
@@ -50,11 +50,12 @@ def place_products(plan: Plan, draft: Draft) -> Plan | None:
         site = draft.site(name)
         assert site is not None
         rows = tuple(map(axis_name, box(draft, site, instruction, m, n)))
-        held = "values" in (a, b) or (a in ("ldmatrix", CONVERTED) and warps(instruction) > 1)
+        held = VALUES in (a, b) or (a in ("ldmatrix", CONVERTED) and warps(instruction) > 1)
         need(not (rows and held), f"{name}: what lies in registers is no box of several axes")
         promote = promoted(draft, together)
         lines.append(Product(tuple(together), on, agent, (), axis_name(m), axis_name(n), a, b, promote, rows))
         read += draft.read(draft.site(name), "on")
+        read += [w for inner in summed(draft, name) for w in draft.read(site, inner, "reg")]
         read += [w for a in draft.products[name].reduce.axes for w in draft.read(None, axis_name(a), "promote")]
     left = [x for x in draft.names if x not in done and draft.tiled and isinstance(draft.names[x], l.Reduce)]
     need(
@@ -80,9 +81,9 @@ def place(draft: Draft, name: str) -> tuple[list[str], Matrix | None, Any, Any, 
         _fits(draft, site, instruction, [draft.products[x] for x in together], m)
     if draft.abreast(site) > 1:
         _side_by_side(draft, site, instruction, [draft.products[x] for x in together], m)
-    for x in together:
-        _follows(draft, x, instruction, m)
-    return together, instruction, m, n, *_sources(draft, site, instruction, draft.products[together[0]], m)
+    ways = [handed(draft, x, instruction, m, n) for x in together]
+    need(len({(w.letter, w.by) for w in ways}) == 1, f"{name}: what is made of sums comes to it in several ways")
+    return together, instruction, m, n, *_sources(draft, site, instruction, draft.products[together[0]], m, ways[0])
 
 
 def promoted(draft: Draft, together: list[str]) -> bool:
@@ -224,65 +225,14 @@ def _side_by_side(draft: Draft, site: Site, instruction: Matrix | None, products
     need(not meet, f"{name}: {SHARING} are not promoted, and no blocks of a cluster share their steps")
 
 
-def _follows(draft: Draft, name: str, instruction: Matrix | None, m: Any) -> None:
-    """Where a factor is made of another product's sums, they lie as the instruction takes it."""
-    c, site = draft.products[name], draft.site(name)
-    made = {x for x in topological(c.operands) if isinstance(x, l.Reduce)}
-    need(
-        not made or any(x.reduce in made for x in draft.products.values()),
-        f"{name}: what a factor of it is made of is summed at no site",
-    )
-    for inner, source in draft.products.items():
-        computed = [f for f in c.factors if source.reduce in topological([f])]
-        if inner == name or not computed:
-            continue
-        other = draft.site(inner)
-        first = draft.instruction(other)
-        need(
-            instruction is not None,
-            f"{name}: what {inner} sums is multiplied by no matrix instruction, along one axis",
-        )
-        assert instruction is not None
-        *_, columns = c.reduce.axes
-        need(m in computed[0].free, f"{name}: what {inner} sums is its first factor, in registers")
-        need(first is not None, f"{name}: what {inner} sums lies as no instruction has it")
-        assert first is not None
-        way = continued(first, instruction)
-        need(
-            way == "nothing",
-            f"{name}: what {inner} sums does not lie as {instruction.name} takes its first factor: "
-            f"it would have to move through {way}",
-        )
-        for axis, where in ((m, "inst.m"), (columns, "inst.n")):
-            mine, its = (_threads(draft, axis, x) for x in (site, other))
-            need(
-                mine == its and any(f.level == where for f in draft.binding(axis, other)),
-                f"{name}: threads divide {axis_name(axis)} otherwise than those of {inner}",
-            )
-        order, wanted = (
-            [a for a, b in draft.schedule.lines(x) if any(f.level in THREADS and f.size > 1 for f in b)]
-            for x in (site, other)
-        )
-        need(order == wanted, f"{name}: threads are numbered otherwise than those of {inner}: {order}, {wanted}")
-
-
-def _threads(draft: Draft, axis: Any, site: Site | None) -> list[tuple[str, int, int]]:
-    """Which levels of threads divide an axis, into how much each."""
-    found, stride = [], 1
-    for f in reversed(draft.binding(axis, site)):
-        if f.level in THREADS and f.size > 1:
-            found.append((f.level, f.size, stride))
-        stride *= f.size
-    return found
-
-
-def _sources(draft: Draft, site: Site, instruction: Matrix | None, c: Contraction, m: Any) -> tuple[str, str]:
+def _sources(draft: Draft, site: Site, instruction: Matrix | None, c: Contraction, m: Any, way: Way) -> tuple[str, str]:
+    """Where both factors come from, of which one may be made of sums."""
     if instruction is None:
         return "ld", "ld"
     a, b = c.factors if m in c.factors[0].free else c.factors[::-1]
     if warps(instruction) > 1:
         held = [draft.held(site, called(operand(f))).place for f in (a, b)]
-        need(not _computed(b) and held[1] == "smem", "wgmma reads its second factor from shared memory")
+        need(held[1] == "smem", "wgmma reads its second factor from shared memory")
         if held[0] == "reg":
             need(
                 len(draft.products) == len(c.terms) == 1,
@@ -290,12 +240,14 @@ def _sources(draft: Draft, site: Site, instruction: Matrix | None, c: Contractio
             )
         if converts(draft, site, c, a):
             return CONVERTED, "shared"
-        return "values" if _computed(a) else "ldmatrix" if held[0] == "reg" else "shared", "shared"
+        if way.letter:
+            return (way.source, "shared") if way.letter == "a" else ("shared", way.source)
+        return "ldmatrix" if held[0] == "reg" else "shared", "shared"
     assert isinstance(instruction, MatrixInstruction)
     sources = []
-    for factor, fragment in ((a, instruction.a), (b, instruction.b)):
-        if _computed(factor):
-            sources.append("values")
+    for letter, fragment in (("a", instruction.a), ("b", instruction.b)):
+        if way.letter == letter:
+            sources.append(way.source)
             continue
         need(
             any(

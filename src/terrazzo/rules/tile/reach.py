@@ -183,7 +183,7 @@ def masked(draft: Draft, product: Product) -> Mask | None:
 
 def _blocked(draft: Draft, product: Product, blocks: Blocks) -> bool:
     """Whether what is said of blocks is said of all of a step of a tile."""
-    rows, site = axis_called(draft, product.m), draft.site(product.sites[0])
+    rows, site = axis_called(draft, product.rows), draft.site(product.sites[0])
     *_, axis = draft.products[product.sites[0]].reduce.axes
     places = [e for x in blocks.loads for e in x.index if mentions(e, rows)]
     over = {e.b if isinstance(e, FloorDiv) and e.a is rows else 1 for e in places}
@@ -292,7 +292,7 @@ def _rises(atom: Any, rows: Any) -> bool:
 @rule(keys=(Plan,))
 def skip_steps(plan: Plan, draft: Draft) -> Plan | None:
     """A step all of whose points are masked adds nothing, and is not visited."""
-    chained = [p for p in plan.all(Product) if "values" in (p.a, p.b)]
+    chained = [p for p in plan.all(Product) if p.made]
     if plan.all(Reach) or not chained or not plan.all(Order) or not plan.all(Agent):
         return None
     if plan.one(Order).persistent and len(plan.all(Agent)) == 1:
@@ -304,12 +304,12 @@ def skip_steps(plan: Plan, draft: Draft) -> Plan | None:
     *_, axis = draft.products[product.sites[0]].reduce.axes
     since = show_expr(found.since) if found.since is not None else ""
     told, first, last = (operand_text(x) if x is not None else "" for x in (found.length, found.first, found.last))
-    return plan.plus(Reach(axis_name(axis), product.m, show_expr(found.until), since, told, first, last))
+    return plan.plus(Reach(axis_name(axis), product.rows, show_expr(found.until), since, told, first, last))
 
 
 def _visits(draft: Draft, product: Product) -> Visits | None:
     """Which steps a tile visits whose number along the rows is `first`: None where that may be all of them."""
-    rows, site = axis_called(draft, product.m), draft.site(product.sites[0])
+    rows, site = axis_called(draft, product.rows), draft.site(product.sites[0])
     *_, axis = draft.products[product.sites[0]].reduce.axes
     size, step = draft.length(rows, site), draft.length(axis, site)
     first = Var("first", -(-rows.extent // size)) * size
@@ -319,7 +319,7 @@ def _visits(draft: Draft, product: Product) -> Visits | None:
 def reached(plan: Plan, draft: Draft) -> list[int]:
     """How many steps a tile visits for each part of the rows, the first one first."""
     product = plan.all(Product)[-1]
-    rows, site = axis_called(draft, product.m), draft.site(product.sites[0])
+    rows, site = axis_called(draft, product.rows), draft.site(product.sites[0])
     *_, axis = draft.products[product.sites[0]].reduce.axes
     tiles, around = -(-rows.extent // draft.length(rows, site)), math.prod(f.size for _, f in rounds(draft))
     every = math.prod(f.size for f in draft.times(axis, site))

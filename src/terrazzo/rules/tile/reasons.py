@@ -7,11 +7,20 @@ from collections.abc import Iterator
 import numpy as np
 
 from terrazzo.hw.memory import matrix_wavefronts
+from terrazzo.hw.movmatrix import TURN
 from terrazzo.hw.products import matrix, warps
 from terrazzo.ir.layout import HARDWARE
-from terrazzo.ir.plan import Convert, Plan, Product, Result, Stream
+from terrazzo.ir.plan import STORED, Convert, Plan, Product, Result, Stage, Stream
 from terrazzo.rules.tile.draft import Draft
-from terrazzo.rules.tile.rings import brought, operand_text
+from terrazzo.rules.tile.handed import COPIES, REGISTERS, SIZE, handed, summed
+from terrazzo.rules.tile.rings import axis_called, brought, operand_text
+
+LAYOUT = {
+    REGISTERS: "its sums lie as {} wants them, and are rounded where they are",
+    COPIES: "lanes have what {} wants of its sums, in other registers",
+    TURN.name: "its sums are what {} wants once matrices of 8 x 8 are transposed, from lane to lane",
+}
+"""Why what was summed stays in registers."""
 
 
 def reasons(plan: Plan, draft: Draft) -> Iterator[tuple[str, str]]:
@@ -31,8 +40,18 @@ def reasons(plan: Plan, draft: Draft) -> Iterator[tuple[str, str]]:
                     f"{s.name}: the {s.multicast} blocks of a cluster need the same of it; each fetches a part",
                 )
     for c in plan.all(Convert):
-        if c.by == "registers":
-            yield "layout", f"{c.value}: its sums lie as {c.to} wants them, and are rounded where they are"
+        if c.by in LAYOUT:
+            yield "layout", f"{c.value}: {LAYOUT[c.by].format(c.to)}"
+    for p in plan.all(Product):
+        if STORED in (p.a, p.b):
+            m, n = (axis_called(draft, x) for x in (p.m, p.n))
+            way = handed(draft, p.sites[0], matrix(p.on), m, n)
+            for x in plan.all(Stage):
+                if x.of in summed(draft, p.sites[0]):
+                    yield "layout", f"{x.of}: what {p.sites[0]} takes of it lies in shared memory: {way.why}"
+                    row = (x.panel or x.axes[-1].args[0]) * SIZE
+                    who = "wgmma" if warps(matrix(p.on)) > 1 else "ldmatrix"
+                    yield "swizzle", f"{x.name}: {who} reads {_pieces(row, 0, x.swizzle)}"
     for r in plan.all(Result):
         if r.slab:
             size = next(x.buffer.type.dtype.size for x in draft.kernel.stores if x.buffer.name == r.store)

@@ -9,7 +9,7 @@ from terrazzo.hw.products import matrix, warps
 from terrazzo.ir.contraction import operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import Node, substitute
-from terrazzo.ir.plan import EVERYONE, Agent, Order, Plan, Product, Ring
+from terrazzo.ir.plan import COMPUTED, EVERYONE, Agent, Order, Plan, Product, Ring
 from terrazzo.ir.schedule import Factor, Site, Word
 from terrazzo.ir.show import show
 from terrazzo.ir.sites import called, made_of
@@ -34,7 +34,7 @@ def brought(draft: Draft, product: Product) -> list[Node]:
         for pair in c.terms:
             a, b = pair if axis_called(draft, product.m) in pair[0].free else pair[::-1]
             for f, source in ((a, product.a), (b, product.b)):
-                if source != "values":
+                if source not in COMPUTED:
                     found += [made_of(f) if source == CONVERTED else operand(f)]
     return list(dict.fromkeys(found))
 
@@ -49,6 +49,15 @@ def outermost(draft: Draft, product: Product) -> bool:
     """Whether a product's sums are those of a tile, and not of a step."""
     last = draft.products[list(draft.products)[-1]]
     return draft.products[product.sites[0]].reduce.axes == last.reduce.axes
+
+
+def across(draft: Draft, product: Product, inner: Product) -> tuple[Any, Any]:
+    """The rows and columns of what another product sums, as a factor of this one has them: its columns are the steps'
+    axis, wherever the other's instruction has that.
+    """
+    *_, steps = draft.products[product.sites[0]].reduce.axes
+    m, n = (axis_called(draft, x) for x in (inner.m, inner.n))
+    return (n, m) if m is steps else (m, n)
 
 
 def overlaps(draft: Draft) -> bool:

@@ -192,22 +192,7 @@ class Slab:
         """How wide the panels of a slab are whose rows are wider than its swizzle, along k, m or n: as wide as that."""
         if len(axes) == 1:
             return 0  # a vector, which threads read
-        width: int = swizzle // self.term.dtype.size  # type: ignore[attr-defined]
-        if warps(self.instruction) == 1:
-            wider = self.instruction is not None and swizzle and sizes[axes[-1]] > width
-            return width if wider and sizes[axes[-1]] % width == 0 else 0
-        need(swizzle in (32, 64, 128), f"{self.name}: wgmma reads slabs swizzled by 32, 64 or 128 bytes")
-        extents = self.instruction.shape  # type: ignore[union-attr]
-        shape = dict(zip((self.product.m, self.product.n), extents, strict=False))
-        along = axis_name(axes[-1])
-        need(along not in self.product.box, f"{self.name}: its rows are a box, and run along {along}, one of its axes")
-        each = shape.get(along, width)
-        need(
-            each % width == 0 or each >= sizes[axes[-1]],
-            f"{self.name}: every product takes {each} of {axis_name(axes[-1])}, which begin inside a panel of {width}",
-        )
-        need(sizes[axes[-1]] % width == 0, f"{self.name}: rows of {sizes[axes[-1]]} are no panels of {swizzle} bytes")
-        return width if sizes[axes[-1]] > width else 0
+        return panels(self.name, self.term.dtype.size, self.product, axes, sizes, swizzle)  # type: ignore[attr-defined]
 
     def cast(self, axes: Sequence[Any], wanted: bool) -> int:
         """To how many blocks of the cluster a box goes: all, where the operand misses the axis they divide."""
@@ -322,6 +307,26 @@ class Slab:
         """Why it cannot come as one more box with other slabs of the ring, or nothing."""
         sizes = self.sizes
         return self.no_box([*sizes], sizes, None) if len(sizes) == 1 else "it is no vector"
+
+
+def panels(name: str, size: int, product: Product, axes: Sequence[Any], sizes: dict[Any, int], swizzle: int) -> int:
+    """How wide the panels of a product's slab are, whose elements have so many bytes; 0 where it has none."""
+    width, instruction, rows = swizzle // size, matrix(product.on), sizes[axes[-1]]
+    if warps(instruction) == 1:
+        wider = instruction is not None and swizzle and rows > width
+        return width if wider and rows % width == 0 else 0
+    need(swizzle in (32, 64, 128), f"{name}: wgmma reads slabs swizzled by 32, 64 or 128 bytes")
+    extents = instruction.shape  # type: ignore[union-attr]
+    shape = dict(zip((product.m, product.n), extents, strict=False))
+    along = axis_name(axes[-1])
+    need(along not in product.box, f"{name}: its rows are a box, and run along {along}, one of its axes")
+    each = shape.get(along, width)
+    need(
+        each % width == 0 or each >= rows,
+        f"{name}: every product takes {each} of {along}, which begin inside a panel of {width}",
+    )
+    need(rows % width == 0, f"{name}: rows of {rows} are no panels of {swizzle} bytes")
+    return width if rows > width else 0
 
 
 def slab_type(stream: Stream, dtype: Any, slots: int) -> Type:

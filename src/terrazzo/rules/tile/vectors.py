@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import Node, topological
-from terrazzo.ir.plan import Plan, Product, Ring, Stream
+from terrazzo.ir.plan import VALUES, Plan, Product, Ring, Stream
 from terrazzo.ir.schedule import Named
 from terrazzo.ir.sites import called
 from terrazzo.rewrite.rule import need, rule
@@ -25,7 +25,7 @@ def vectors(draft: Draft, plan: Plan) -> dict[Node, Product]:
         return dict.fromkeys(points(draft, plan), products[0]) if products else {}
     columns, found = axis_called(draft, products[0].n), []
     for p in products:
-        hidden = masked(draft, p) if p.a == "values" else None
+        hidden = masked(draft, p) if p.a == VALUES else None
         inside = topological([hidden.bare], stop=lambda x: isinstance(x, l.Reduce)) if hidden else ()
         found += [x for x in inside if isinstance(x, l.Load) and columns in x.free and not {*draft.tiled} & x.free]
     return {x: products[0] for x in found if not x.inside}
@@ -34,7 +34,7 @@ def vectors(draft: Draft, plan: Plan) -> dict[Node, Product]:
 def points(draft: Draft, plan: Plan) -> list[Node]:
     """What is loaded for every score of a step, and comes to shared memory by the schedule."""
     first, last = plan.all(Product)[0], plan.all(Product)[-1]
-    hidden = masked(draft, last) if last.a == "values" else None
+    hidden = masked(draft, last) if last.a == VALUES else None
     asked = {name for name, held in getattr(draft.site(first.sites[0]), "operands", ()) if held.place == "smem"}
     if hidden is None or not asked:
         return []

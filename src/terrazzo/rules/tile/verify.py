@@ -19,6 +19,7 @@ from terrazzo.ir.node import Node
 from terrazzo.ir.places import TextLine
 from terrazzo.ir.plan import (
     AXIS,
+    STORED,
     Agent,
     Align,
     Combine,
@@ -34,6 +35,7 @@ from terrazzo.ir.plan import (
     Reach,
     Result,
     Ring,
+    Stage,
     Stream,
 )
 from terrazzo.ir.schedule import Schedule
@@ -41,6 +43,7 @@ from terrazzo.rewrite.rule import Declined
 from terrazzo.rules.tile.agents import beyond
 from terrazzo.rules.tile.checks import CHECKS, derived
 from terrazzo.rules.tile.draft import Draft, axis_name
+from terrazzo.rules.tile.handed import made, summed
 from terrazzo.rules.tile.layouts import conversions
 from terrazzo.rules.tile.loops import walk
 from terrazzo.rules.tile.results import aligned, combination, jammed, kept
@@ -111,6 +114,8 @@ def _subjects(line: Line) -> list[tuple[str, str]]:
             return [("", line.name), ("the stream of", line.operand)]
         case Agent() | Ring():
             return [("", line.name)]
+        case Stage():
+            return [("", line.name), ("the stage of", line.of)]
         case Convert():
             return [("the conversion of", f"{line.value} to {line.to}")]
         case Frame():
@@ -191,6 +196,14 @@ def _underived(kind: type[Line]) -> Callable[[Plan, Draft], Iterator[str]]:
     return missing
 
 
+def _unstaged(plan: Plan, draft: Draft) -> Iterator[str]:
+    done = {x.of for x in plan.all(Stage)}
+    for p in plan.all(Product):
+        inner = next(summed(draft, p.sites[0]), "") if STORED in (p.a, p.b) else ""
+        if inner and inner not in done:
+            yield f"it is not said where what {inner} sums lies: a line `stage` is missing"
+
+
 def _uncombined(plan: Plan, draft: Draft) -> Iterator[str]:
     done = {c.site for c in plan.all(Combine)}
     for name in draft.names:
@@ -247,9 +260,12 @@ def budget(plan: Plan, draft: Draft) -> Iterator[Problem]:
     yield from ((plan.lines.index(a) + FIRST, why) for a, why in beyond(plan.all(Agent), resident, draft.gpu))
     every = [*(x for p in plan.all(Product) for x in brought(draft, p)), *vectors(draft, plan)]
     terms: dict[str, Node] = {operand_text(x): x for x in every}
-    for line in plan.all(Stream):
-        kind = slab_type(line, terms[line.operand].dtype, plan.named(line.ring).slots)  # type: ignore[attr-defined]
-        used += k.shared_bytes(k.Shared(line.name, kind))
+    for p in plan.all(Product):
+        terms |= {inner: made(draft.products[p.sites[0]])[0] for inner in summed(draft, p.sites[0])}
+    slabs: list[tuple[Line, Stream, int]] = [(s, s, plan.named(s.ring).slots) for s in plan.all(Stream)]
+    for line, stream, slots in (*slabs, *((x, x.stream, x.slots) for x in plan.all(Stage))):
+        kind = slab_type(stream, terms[stream.operand].dtype, slots)  # type: ignore[attr-defined]
+        used += k.shared_bytes(k.Shared(stream.name, kind))
         if used > draft.gpu.shared:
             yield (
                 plan.lines.index(line) + FIRST,
@@ -263,6 +279,7 @@ MISSING: dict[type[Line], Callable[[Plan, Draft], Iterator[str]]] = {
     Product: _unmultiplied,
     Ring: _nothing,
     Stream: _unbrought,
+    Stage: _unstaged,
     Frame: _underived(Frame),
     Reach: _underived(Reach),
     Combine: _uncombined,

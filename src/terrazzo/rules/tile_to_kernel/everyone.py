@@ -79,7 +79,7 @@ class Everyone(Pipeline):
     def every_product(self, t: IntExpr, slots: dict[str, IntExpr], late: bool = False) -> None:
         """The products of step t, one after the other."""
         for p in self.plan.all(Product):
-            self.products(p, t, self.factors.values(p, t), slots, int(late))
+            self.products(p, t, self.values(p, t), slots, int(late))
             self.promotion.add()
 
     def finish(self, ring: Ring) -> None:

@@ -19,7 +19,7 @@ from terrazzo.rules.tile.draft import Draft
 from terrazzo.rules.tile.frames import computed, framed, reductions
 from terrazzo.rules.tile.overlap import made_before, made_first, multiples
 from terrazzo.rules.tile.reach import Either, grows, masked
-from terrazzo.rules.tile.rings import axis_called, staggered
+from terrazzo.rules.tile.rings import across, axis_called, outermost, staggered
 from terrazzo.rules.tile_to_kernel.copies import Copies, Part, Slab
 from terrazzo.rules.tile_to_kernel.frame import Frame, beyond
 from terrazzo.rules.tile_to_kernel.made import Made
@@ -59,10 +59,10 @@ class Factors:
             site = self.draft.site(inner.sites[0])
             found = framed(self.draft, p)
             assert found is not None
-            rows, columns = (self.part(axis_called(self.draft, x), site) for x in (inner.m, inner.n))
-            self.frame = Frame(self.builder, found, rows, columns)
+            rows, columns = (self.part(x, site) for x in across(self.draft, p, inner))
+            self.frame = Frame(self.builder, found, rows, columns, line.above)
         for p in self.plan.all(Product) if self.frame is None else ():
-            if "values" in (p.a, p.b):
+            if p.made:
                 made = self.point_by_point(p)
                 for each in (*filter(None, [self.firsts.get(p.sites[0])]), made):
                     each.begin({**self.scope.env, **{x.axis: x.base + value(x.digits) for x in each.parts}})
@@ -76,7 +76,7 @@ class Factors:
         """What lanes know of their rows' weights is summed, and known by name."""
         for line in self.plan.all(FrameLine):
             assert self.frame is not None
-            self.frame.finish()
+            self.frame.finish(self.fragments[self.draft.products[line.product].reduce])
             total = self.draft.names.get(line.total)
             assert total is None or isinstance(total, l.Reduce)
             self.fragments.update(self.frame.fragments(self.frame.found.top, total))
@@ -85,7 +85,7 @@ class Factors:
         """A factor that is made of what this step has multiplied before: computed where its accumulators lie. Nothing,
         where all factors come from memory.
         """
-        if "values" not in (p.a, p.b):
+        if not p.made:
             return {}
         found = self.declare(p)
         if self.frame is None:
@@ -122,7 +122,8 @@ class Factors:
         home = next((x for x in sums if all(x is not made.home for made in known)), sums[0])
         first = next(x for x in self.plan.all(Product) if home in [self.draft.products[s].reduce for s in x.sites])
         site = self.draft.site(first.sites[0])
-        columns = self.part(axis_called(self.draft, first.n), site)
+        outer = next(x for x in self.plan.all(Product) if outermost(self.draft, x))
+        columns = self.part(across(self.draft, outer, first)[1], site)
         every = (*(self.part(a, site) for a in self.draft.tiled if a in home.free), columns)
         return Made(self.copies, self.fragments, terms, whole, bare, sums, home, every, columns, known)
 
@@ -159,8 +160,8 @@ class Factors:
         env = {**self.scope.env, **first}
         for part in parts:
             env[part.axis] = first.get(part.axis, part.base) + value(part.digits)
-        m = axis_called(self.draft, p.m)
-        return next(x for x in parts if x.axis is m), next(x for x in parts if x.axis in first), env
+        mine = axis_called(self.draft, p.rows)
+        return next(x for x in parts if x.axis is mine), next(x for x in parts if x.axis in first), env
 
     def fetch(self, p: Product, t: IntExpr) -> None:
         """What the factor of step t is made of besides products, on its way while these are."""
@@ -181,8 +182,10 @@ class Factors:
         self.frame.fetch(self.copies, env, hidden.bare, edges, came)
         self.whole = self.seen_whole(p, t)
 
-    def weigh(self, p: Product, t: IntExpr) -> None:
-        """The factor of step t in place of its scores, in the frame of the scores so far if there is one."""
+    def weigh(self, p: Product, t: IntExpr, begun: bool = True) -> None:
+        """The factor of step t in place of its scores, in the frame of the scores so far if there is one; whether the
+        product has `begun` to sum.
+        """
         rows, columns, env = self.places(p, t)
         hidden, last = masked(self.draft, p), beyond(columns, env[columns.axis])
         assert hidden is not None
@@ -202,7 +205,8 @@ class Factors:
         whole, self.whole = self.whole or self.seen_whole(p, t), None
         predicate = hidden.blocks.predicate if hidden.blocks is not None else None
         told = (predicate, -Loaded(whole, 2)) if whole is not None and predicate is not None else None
-        self.frame.weigh(self.copies, env, hidden.bare, inside, edges, scores, told)
+        sums = self.fragments[self.draft.products[p.sites[0]].reduce] if begun else None
+        self.frame.weigh(self.copies, env, hidden.bare, inside, edges, scores, told, sums)
 
     def seen_whole(self, p: Product, t: IntExpr) -> k.Value | None:
         """Whether data says that all of step t is seen by all rows; None where it says nothing of that."""

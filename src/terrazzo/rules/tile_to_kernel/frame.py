@@ -8,7 +8,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
+from itertools import product
 from typing import Any
+
+import numpy as np
 
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
@@ -79,13 +82,18 @@ def held(part: Part) -> list[Digit]:
 
 
 class Frame:
-    """The state of one team's rows: `top` is the frame, `total` the sum of weights (of this thread's columns)."""
+    """The state of one team's rows: `top` is the highest score, `total` the sum of weights (of this thread's columns).
+    The frame is `top`, or, where it moves only for scores that are so far `above` it, what `base` says; `top` is what
+    each lane knows of it then.
+    """
 
-    def __init__(self, builder: Builder, found: Framed, rows: Part, columns: Part) -> None:
-        self.builder, self.found, self.rows, self.columns = builder, found, rows, columns
+    def __init__(self, builder: Builder, found: Framed, rows: Part, columns: Part, above: int = 0) -> None:
+        self.builder, self.found, self.rows, self.columns, self.above = builder, found, rows, columns, above
         shape, kind = [d.size for d in held(rows)], found.top.dtype
         self.top = builder.registers("top", kind, shape, l.Literal(-math.inf, kind))
         self.total = builder.registers("total", kind, shape, l.Literal(0.0, kind))
+        self.none = l.Literal(float(np.finfo(kind.numpy).min), kind)  # what is subtracted where no score is above -inf
+        self.base = builder.registers("base", kind, shape, self.none) if above else None
         self.weights: dict[Node, k.Registers] = {}
         self.fetched: Kept = {}
         self.worth: k.Registers | None = None
@@ -95,7 +103,8 @@ class Frame:
         frame.
         """
         self.weights = factors(self.builder, self.found.rounded, scores)
-        self.worth = self.builder.registers("worth", self.found.top.dtype, self.top.type.static_shape)
+        if self.base is None:
+            self.worth = self.builder.registers("worth", self.found.top.dtype, self.top.type.static_shape)
         return self.weights
 
     def fetch(
@@ -130,15 +139,15 @@ class Frame:
         edges: tuple[IntExpr, ...],
         scores: Fragment,
         told: tuple[Node, IntExpr] | None = None,
+        sums: Fragment | None = None,
     ) -> None:
         """The weights of a step in place of its scores, in the frame of the scores so far. `env` says how to compute
         the term that scores are where one at least of each of `inside` is >= 0; each is tested in the steps where what
         stands beside it is >= 0, and so is what data says (`told`). `edges` hold where there is a row and a column at
-        all.
+        all. `sums` are what the product has summed, if it has: a frame that moves rarely takes them along at once.
         """
         builder, found, kind = self.builder, self.found, self.found.top.dtype
         place, moved = scores.place, self.worth
-        assert moved is not None
         row = tuple(d.value for d in held(self.rows))
         mine = {p.axis: p.digits for p in scores.parts}
         at = scores.index(mine)
@@ -164,8 +173,8 @@ class Frame:
             shown = copies.computed(predicate, dict(env), edges)
             builder.add(l.Store(place, at, l.apply("where", shown, l.Load(place, at), nothing)))
 
-        def highest(new: k.Registers) -> None:
-            builder.add(l.Store(new, (), l.apply("max", l.Load(new, ()), l.Load(place, at))))
+        def highest(new: k.Registers, index: tuple[IntExpr, ...]) -> None:
+            builder.add(l.Store(new, index, l.apply("max", l.Load(new, index), l.Load(place, at))))
 
         def weight(base: Node) -> None:
             e = builder.let(found.above(l.Load(place, at), base))
@@ -176,13 +185,14 @@ class Frame:
         def one() -> None:
             new = builder.registers("new", kind, ())
             builder.add(l.Store(new, (), l.Load(self.top, row)))
-            builder.loops(columns, partial(highest, new))
+            builder.loops(columns, partial(highest, new, ()))
             self.meet(new, "max")
             base, worth = self.moved(l.Load(self.top, row), l.Load(new, ()))
             builder.add(l.Store(self.top, row, l.Load(new, ())))
             self.bring(self.total, row, worth)
             less = builder.let(found.base(base)) if found.early else base
             builder.loops(columns, partial(weight, less))
+            assert moved is not None
             builder.add(l.Store(moved, row, worth))
 
         rows = [(d.variable, True) for d in held(self.rows)]
@@ -194,12 +204,57 @@ class Frame:
         if told is not None:
             predicate, cut = told
             builder.where([cut], partial(builder.loops, [*rows, *columns], partial(look, predicate)))
-        builder.loops(rows, one)
+        if (base := self.base) is None:
+            return builder.loops(rows, one)
+        builder.loops([*rows, *columns], partial(highest, self.top, row))
+        self.move_rarely(sums)
+        builder.loops([*rows, *columns], partial(weight, l.Load(base, row)))
+
+    def move_rarely(self, sums: Fragment | None) -> None:
+        """A new frame, where a lane of the warp has a score too far above the one that is. That is rare, so it may wait
+        until products are done.
+        """
+        builder, kind = self.builder, self.found.top.dtype
+        digits, row, base = held(self.rows), tuple(d.value for d in held(self.rows)), self.base
+        assert base is not None
+        height = self.found.height(l.Load(self.top, row), l.Load(base, row))
+        far = l.apply("gt", height, l.Literal(float(self.above), kind))
+        each = product(*(range(d.size) for d in digits))
+        every = (substitute(far, {d.variable: i for d, i in zip(digits, at, strict=True)}) for at in each)
+        moved = builder.let(k.Vote("any", builder.let(reduce(partial(l.apply, "or_"), every))), "moved")
+        number = builder.let(l.apply("where", moved, l.Literal(1, i64), l.Literal(0, i64)))
+
+        def one() -> None:
+            _, worth = self.highest(row)
+            self.bring(self.total, row, worth)
+            if sums is not None:
+                self.bring_sums(sums, row, worth)
+
+        def move() -> None:
+            if sums is not None:
+                builder.add(k.WaitGroups(0, "wgmma"))
+            builder.loops([(d.variable, True) for d in digits], one)
+
+        builder.where([Loaded(number, 2) - 1], move)
+
+    def highest(self, row: tuple[IntExpr, ...]) -> tuple[Node, Node]:
+        """The highest score of all lanes, which becomes the frame, and what sums of the old one are worth in it."""
+        builder, kind, base = self.builder, self.found.top.dtype, self.base
+        assert base is not None
+        new = builder.registers("new", kind, ())
+        builder.add(l.Store(new, (), l.Load(self.top, row)))
+        self.meet(new, "max")
+        none = l.apply("eq", l.Load(new, ()), l.Literal(-math.inf, kind))
+        less = builder.let(l.apply("where", none, self.none, self.found.base(l.Load(new, ()))))
+        worth = builder.let(self.found.between(l.Load(base, row), less))
+        builder.add(l.Store(base, row, less))
+        return l.Load(new, ()), worth
 
     def move(self, sums: Fragment) -> None:
-        """What the product has summed comes to the frame of the last weights."""
+        """What the product has summed comes to the frame of the last weights, if it is not there."""
         row, worth = tuple(d.value for d in held(self.rows)), self.worth
-        assert worth is not None
+        if worth is None:
+            return
         rows = [(d.variable, True) for d in held(self.rows)]
         self.builder.loops(rows, lambda: self.bring_sums(sums, row, l.Load(worth, row)))
 
@@ -250,12 +305,19 @@ class Frame:
         builder.loops(rows, one)
         meet(builder, bindings, self.total, digits)
 
-    def finish(self) -> None:
-        """The sums of weights of all columns meet; the frame already has."""
+    def finish(self, sums: Fragment) -> None:
+        """The sums of weights of all columns meet, in the frame of the highest score, and so what the product has
+        summed.
+        """
         row = tuple(d.value for d in held(self.rows))
         builder = self.builder
 
         def one() -> None:
+            if self.base is not None:
+                top, worth = self.highest(row)
+                builder.add(l.Store(self.top, row, top))
+                self.bring(self.total, row, worth)
+                self.bring_sums(sums, row, worth)
             whole = builder.registers("sum", self.found.top.dtype, ())
             builder.add(l.Store(whole, (), l.Load(self.total, row)))
             self.meet(whole, "add")

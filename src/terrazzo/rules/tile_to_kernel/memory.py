@@ -7,11 +7,12 @@ from itertools import takewhile
 
 from terrazzo.hw.products import matrix, warps
 from terrazzo.ir.dialects import kernel as k
-from terrazzo.ir.node import Node
-from terrazzo.ir.plan import Plan, Product, Ring, Stream
+from terrazzo.ir.node import Node, topological
+from terrazzo.ir.plan import Plan, Product, Ring, Stage, Stream
 from terrazzo.ir.schedule import Word
 from terrazzo.rules.tile.digits import Bindings
 from terrazzo.rules.tile.draft import Draft
+from terrazzo.rules.tile.handed import made
 from terrazzo.rules.tile.products import CONVERTED
 from terrazzo.rules.tile.rings import brought, operand_text
 from terrazzo.rules.tile.slabs import slab_type
@@ -58,6 +59,11 @@ def share(draft: Draft, plan: Plan, builder: Builder, bindings: Bindings) -> Mem
             continue
         kind = slab_type(whole(plan, s), terms[s.operand].dtype, ring.slots)  # type: ignore[attr-defined]
         places[s.name] = builder.memory(s.name, kind, s.swizzle)
+    for line in plan.all(Stage):
+        factors = (x for c in draft.products.values() for x in made(c))
+        term = next(x for x in factors if draft.products[line.of].reduce in topological([x]))
+        kind = slab_type(line.stream, term.dtype, line.slots)  # type: ignore[attr-defined]
+        places[line.name] = builder.memory(line.name, kind, line.swizzle)
     memory = Memory(places, {}, {})
     for ring in plan.all(Ring):
         if not TRANSPORTS[ring.by].boxes:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from terrazzo.hw import ldmatrix
 from terrazzo.hw.instruction import MatrixInstruction
+from terrazzo.hw.movmatrix import TURN
 from terrazzo.hw.products import Matrix
 from terrazzo.hw.wgmma import WarpgroupInstruction
 from terrazzo.ir.address import coefficient, divides, flatten, unflatten
@@ -21,8 +22,8 @@ from terrazzo.ir.node import Node, substitute
 from terrazzo.ir.plan import Convert
 from terrazzo.ir.types import u32
 from terrazzo.rules.access import WIDEST
-from terrazzo.rules.tile.digits import Bindings, Digit, value
-from terrazzo.rules.tile.products import THREADS
+from terrazzo.rules.tile.digits import THREADS, Bindings, Digit, value
+from terrazzo.rules.tile.handed import COPIES
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.copies import Part, Slab
 
@@ -53,6 +54,12 @@ class Fragment:
                 if d.level == "frag":
                     number = number + d.value * (1 << d.place)
         return (*own, number)
+
+    def at(self, coordinates: Mapping[Any, IntExpr]) -> tuple[IntExpr, ...]:
+        """The place of what this thread has where its axes are so far from where the thread's elements begin."""
+        parts = ((p, [d for d in p.digits if d.level in ("reg", "frag")]) for p in self.parts)
+        here = {p.axis: [replace(d, value=coordinates[p.axis] // d.stride % d.size) for d in ds] for p, ds in parts}
+        return self.index(here)
 
     def element(self, number: IntExpr) -> tuple[IntExpr, ...]:
         """The place of register `number` of an instruction's results."""
@@ -106,6 +113,10 @@ class Group:
         rows = move.rows(layout, coordinate if slab.parts[-1].axis is axis else "k")
         assert rows is not None
         return move, layout, rows
+
+    def moved(self, letter: str) -> bool:
+        """Whether values came to fragments of their own, rather than lie as sums do."""
+        return any(x.to.endswith(f".{letter}") and x.by in (COPIES, TURN.name) for x in self.converts)
 
     def slot(self, slab: Slab) -> IntExpr:
         """The slot a slab is in."""
@@ -201,7 +212,7 @@ class Multiply:
                     term, part = operand(factor), next(p for p in parts if p.axis is x)
                     if term in group.values:
                         held = group.values[term]
-                        loaded[term] = held, self._held(group, held, part, instruction)
+                        loaded[term] = held, self._held(group, held, part, instruction, letter)
                     elif term not in loaded:
                         loaded[term] = self._load(group, group.slabs[term], part, depth, letter)
             order = [p for p in parts if p.axis not in (group.n, group.m)]  # those of neither first, then m fastest
@@ -248,13 +259,17 @@ class Multiply:
         self.builder.loops([(v, True) for v in (*first, *loops)], partial(self.builder.add, load))
         return place, (*first, *variables, 0)
 
-    def _held(self, group: Group, place: k.Registers, part: Part, instruction: Matrix) -> tuple[IntExpr, ...]:
-        """Where an instruction's part of values begins that lie as another product's sums do: its rows are this one's,
-        and its columns go along this one's k, as many registers as a fragment has for each part. Where warps share k,
-        each has its own.
+    def _held(
+        self, group: Group, place: k.Registers, part: Part, instruction: Matrix, letter: str
+    ) -> tuple[IntExpr, ...]:
+        """Where an instruction's part of values begins: of fragments, or where they lie as another product's sums do.
+        Then its rows are this one's, and its columns go along this one's k, as many registers as a fragment has for
+        each part. Where warps share k, each has its own.
         """
         own = value([d for d in group.inner[group.k] if d.level not in THREADS])
         rows = tuple(d.variable for d in part.digits if d.level == "reg")
+        if group.moved(letter):
+            return (*rows, own // instruction.shape[2], 0)
         first = own // instruction.shape[2] * instruction.a.elements
         return (*rows, *unflatten(first, place.type.static_shape[len(rows) :]))
 
@@ -286,7 +301,7 @@ class Multiply:
                     rows = next(p for p in fragment.parts if p.axis is group.m)
                     held = group.values[operand(a)]
                     left: l.Buffer = held
-                    at_a = self._held(group, held, rows, instruction)
+                    at_a = self._held(group, held, rows, instruction, "a")
                 elif group.turns is not None:
                     left, at_a = group.turns, self._half(group, instruction, group.slabs[operand(a)])
                 else:

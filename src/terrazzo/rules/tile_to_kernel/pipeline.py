@@ -21,8 +21,7 @@ from terrazzo.ir.expr import IntExpr, Var
 from terrazzo.ir.node import Node
 from terrazzo.ir.plan import Convert, Frame, Plan, Product, Ring, Stream
 from terrazzo.ir.types import u32
-from terrazzo.rules.tile.agents import LOAD
-from terrazzo.rules.tile.digits import Bindings, Digit, zero
+from terrazzo.rules.tile.digits import Bindings, zero
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.products import CONVERTED
 from terrazzo.rules.tile.rings import axis_called, brought, outermost, rounds, staggered, steps, twin_axes
@@ -30,11 +29,13 @@ from terrazzo.rules.tile.spans import span, spanned
 from terrazzo.rules.tile.vectors import vectors
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.converted import Converted
-from terrazzo.rules.tile_to_kernel.copies import Copies, Part, Slab, Steps
+from terrazzo.rules.tile_to_kernel.copies import Copies, Slab, Steps
 from terrazzo.rules.tile_to_kernel.factors import Factors
+from terrazzo.rules.tile_to_kernel.handed import Handed
 from terrazzo.rules.tile_to_kernel.meet import meet
 from terrazzo.rules.tile_to_kernel.memory import Memory, freed_by_teams, lagging, operands
 from terrazzo.rules.tile_to_kernel.multiply import Fragment, Group, Multiply
+from terrazzo.rules.tile_to_kernel.parts import Parts
 from terrazzo.rules.tile_to_kernel.promote import Promotion, few, halves
 from terrazzo.rules.tile_to_kernel.scope import Scope
 from terrazzo.rules.tile_to_kernel.staggered import Staggered
@@ -63,6 +64,7 @@ class Pipeline:
         self.steps = Steps(times, depth, base, begin=bindings.begin)
         self.visiting = Visiting(draft, plan, builder, bindings, scope, self.steps, tuple(around.values()))
         self.copies = Copies(builder, bindings, self.steps, scope)
+        self.part = Parts(draft, bindings, self.steps)
         self.multiply = Multiply(builder, bindings)
         self.rings = plan.all(Ring)
         self.transports: dict[str, Transport] = {}
@@ -73,8 +75,8 @@ class Pipeline:
         self.slabs: dict[Node, Slab] = {}
         self.factors = Factors(draft, plan, bindings, self.copies, self.fragments, self.part, self.beside)
         self.converted = Converted(draft, plan, bindings, self.copies, self.slabs, self.slot)
+        self.handed = Handed(draft, plan, builder, bindings, self.part, self.fragments, memory.places, self.slot)
         terms, beside = operands(draft, plan), vectors(draft, plan)
-        self.parts: dict[Any, Part] = {}
         for p in plan.all(Product):
             site = draft.site(p.sites[0])
             mine_too = [x for x, q in beside.items() if q is p]
@@ -98,26 +100,6 @@ class Pipeline:
         before = [x.name for x in self.plan.all(Stream) if s.behind in (x.name, x.behind)].index(s.name)
         columns = {p.n for p in self.plan.all(Product)}
         return tuple(before * w.args[0] if w.name in columns else 0 for w in s.axes)
-
-    def part(self, axis: Any, site: Any) -> Part:
-        """The block's part of an axis, as a site divides it. One for each, since its digits are loops' variables."""
-        if (key := (axis, site.names)) not in self.parts:
-            self.parts[key] = self._part(axis, site)
-        return self.parts[key]
-
-    def _part(self, axis: Any, site: Any) -> Part:
-        outer = ("grid", "cluster", "time")
-        if axis in self.steps.depth and axis in self.own_axes(site):
-            return Part(axis, 0, self.draft.length(axis, site), ())
-        base, length = self.bindings.base(axis_name(axis), site), self.draft.length(axis, site)
-        if self.bindings.agent.name == LOAD:
-            return Part(axis, base, length, ())
-        digits = self.bindings.digits(axis_name(axis), site, axis.extent, whole=True)
-        return Part(axis, base, length, tuple(d for d in digits if d.level not in outer))
-
-    def own_axes(self, site: Any) -> tuple[Any, ...]:
-        """The axes that a site's contractions reduce over."""
-        return next(c.reduce.axes for name, c in self.draft.products.items() if name in site.names)
 
     # -- who does what -------------------------------------------------------------------------------------------------
 
@@ -182,7 +164,7 @@ class Pipeline:
             todo = list(self.plan.all(Product))
             while todo:
                 p = todo.pop(0)
-                values = self.factors.values(p, t)  # while slabs are still on their way, as what is fetched beside them
+                values = self.values(p, t)  # while slabs are still on their way, as what is fetched beside them
                 self.converted.fetch(p, t)
                 for name in p.rings:
                     if name not in waited:
@@ -234,7 +216,7 @@ class Pipeline:
         def weigh(t: IntExpr, left: int) -> None:
             self.factors.fetch(second, t)
             self.end(first, t, left)
-            self.factors.weigh(second, t)
+            self.factors.weigh(second, t, begun=left > 0)
             self.fetch(second, t)
 
         begin(0)
@@ -362,6 +344,10 @@ class Pipeline:
 
     # -- products ------------------------------------------------------------------------------------------------------
 
+    def values(self, p: Product, t: IntExpr) -> dict[Node, k.Registers]:
+        """What a product takes that is made of what step t has multiplied before, where it takes it from."""
+        return self.handed.over(p, self.factors.values(p, t), t)
+
     def outermost(self, p: Product) -> bool:
         """Whether a product's sums are those of the tile, and not of a step."""
         return outermost(self.draft, p)
@@ -397,7 +383,7 @@ class Pipeline:
             self.fragments[reduce] = Fragment(place, parts, part)
         if isinstance(instruction, WarpgroupInstruction) and p.a == "ldmatrix":
             down = [d.size for d in self.part(mine[0], site).digits if d.level == "reg"]
-            inner = [d for a in self.draft.products[p.sites[0]].reduce.axes for d in self.inner(a, site)]
+            inner = [d for a in self.draft.products[p.sites[0]].reduce.axes for d in self.part.inner(a, site)]
             halves = 1 if math.prod(d.size for d in inner if d.level == "reg") % 2 else 2
             self.turns = self.builder.registers("turn", u32, [halves, *down, instruction.a.registers])
 
@@ -447,8 +433,9 @@ class Pipeline:
         scales = sites[0].scales
         sites = tuple(c.scaled(scale) for c in sites) if p.promote else sites
         site = self.draft.site(p.sites[0])
-        inner = {a: self.inner(a, site, *piece) for a in sites[0].reduce.axes}
-        given = {r.name: (slots or {}).get(r.name, self.slot(r, t)[0]) for r in self.rings}
+        inner = {a: self.part.inner(a, site, *piece) for a in sites[0].reduce.axes}
+        rings = (*self.rings, *(s.ring for s in self.handed.slabs.values()))
+        given = {r.name: (slots or {}).get(r.name, self.slot(r, t)[0]) for r in rings}
         m, n = (axis_called(self.draft, x) for x in (p.m, p.n))
         totals = tuple(self.fragments[c.reduce] for c in sites)
         going = bool(p.promote and self.promotion.open)  # sums of products that are scaled otherwise
@@ -456,7 +443,8 @@ class Pipeline:
             fragments = self.promotion.go_on(totals, scale)
         else:
             fragments = self.promotion.begin(totals, scale, scale == scales[0]) if p.promote else totals
-        slabs = {x: s for x, s in self.slabs.items() if any(x in c.operands for c in sites)}
+        every = self.slabs | self.handed.slabs
+        slabs = {x: s for x, s in every.items() if any(x in c.operands for c in sites)}
         step = sum(self.visiting.rounds, start=t) if self.outermost(p) and not p.promote else int(going)
         depth = next((a for a in inner if self.draft.length(a, site) > 1), sites[0].reduce.axes[-1])
         where: dict[Any, IntExpr] = {a: self.bindings.loop_variable("s", a.extent) for a in spanned(self.draft)}
@@ -467,28 +455,11 @@ class Pipeline:
         loops = [(v, False) for v in where.values() if isinstance(v, Var)]
         self.builder.loops(loops, lambda: self.multiply.write(group))
 
-    def inner(self, axis: Any, site: Any, piece: int = 0, pieces: int = 1) -> tuple[Digit, ...]:
-        """The digits of a reduce axis inside a step, or a piece of it: the loop over instructions is a part then."""
-        found = []
-        stride = 1
-        for f in reversed(self.draft.binding(axis, site)):
-            if f.level == "reg":
-                size = f.size // pieces if f.size > 1 else 1
-                found.append(Digit("reg", size, self.bindings.loop_variable("k", size), stride))
-                if size < f.size:
-                    found.append(Digit("piece", pieces, piece, stride * size))
-            elif f.level in ("lane", "warp", "warpgroup") and f.size > 1:
-                inner = self.bindings.inner(f, axis_name(axis), site)
-                number = {"lane": k.LANE, "warp": self.bindings.warp, "warpgroup": self.bindings.group}[f.level]
-                found.append(Digit(f.level, f.size, number // inner % f.size, stride, inner))
-            if f.level not in ("grid", "cluster", "time", "block"):
-                stride *= f.size
-        return tuple(reversed(found))
-
     def meet(self, p: Product) -> None:
         """Partial sums of threads that share the steps' k become whole ones, those in a frame once that is the same."""
         site, (first, *_) = self.draft.site(p.sites[0]), p.sites
-        digits = [d for a in self.draft.products[first].reduce.axes for d in self.inner(a, site) if d.level != "reg"]
+        every = (d for a in self.draft.products[first].reduce.axes for d in self.part.inner(a, site))
+        digits = [d for d in every if d.level != "reg"]
         for name in p.sites if digits else ():
             sums = self.fragments[self.draft.products[name].reduce]
             self.factors.meet(sums, digits)

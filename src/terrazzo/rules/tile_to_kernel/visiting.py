@@ -41,7 +41,7 @@ class Visiting:
         if not self.plan.all(Reach):
             return None
         p = self.plan.all(Product)[-1]
-        site, rows = self.draft.site(p.sites[0]), axis_called(self.draft, p.m)
+        site, rows = self.draft.site(p.sites[0]), axis_called(self.draft, p.rows)
         base, length = self.bindings.base(rows.name, site), self.draft.length(rows, site)
         ((axis, count),) = self.steps.times
         found = visited(self.draft, p, rows, base, length, self.steps.depth[axis], count)

@@ -42,8 +42,9 @@ class Libraries:
             if (choice := self._choice(node, node in read)) is None:
                 continue
             ours, theirs = choice.cost[OURS], choice.cost[LIBRARY]
-            better = ours >= library.MARGIN * theirs
-            told = f"{choice.subject}: {OURS} {ours / 1e3:.1f} us by the model, {LIBRARY}'s {theirs / 1e3:.1f} us"
+            better = slower(ours, theirs)
+            mine = f"{OURS} {ours / 1e3:.1f} us {choice.options[OURS]}"
+            told = f"{choice.subject}: {mine}, {LIBRARY}'s {theirs / 1e3:.1f} us"
             log.add(Event(PASS, "library", program.names.get(node, node.name), better, told))
             if better:
                 found.add(node)
@@ -55,13 +56,17 @@ class Libraries:
             return None
         given = {x: Input(f"x{k}", self.laid_out(x)) for k, x in enumerate(dict.fromkeys(node.children))}
         alone = node.with_children([given[x] for x in node.children])
-        ours, theirs = self.ours(alone), price(alone, self.gpu, self.tf32)
-        if math.isinf(ours):
-            return None
+        theirs = price(alone, self.gpu, self.tf32)
         if read:  # what follows cannot be part of the op: it is a kernel that reads the result again
             size = math.prod(_result(node).static_shape) * _result(node).dtype.size
             theirs += self.gpu.launch + 2 * size / self.gpu.memory
-        return Choice(node.name, {OURS: "kernels", LIBRARY: node.name}, {OURS: ours, LIBRARY: theirs})
+        ours, exact = beside(alone, self.gpu)
+        if not exact and not slower(ours, theirs):
+            ours, exact = self.ours(alone), True
+        if math.isinf(ours):
+            return None
+        options = {OURS: f"by the model{'' if exact else ' at least'}", LIBRARY: node.name}
+        return Choice(node.name, options, {OURS: ours, LIBRARY: theirs})
 
     def laid_out(self, node: Node) -> Type:
         """The type of a value with the strides it has in eager mode: what PyTorch itself says without running it."""
@@ -106,6 +111,40 @@ class Libraries:
         return moved(lowered, wanted.element_strides)  # type: ignore[arg-type]
 
 
+def slower(ours: float, theirs: float) -> bool:
+    """Whether our kernels take so much longer than a library that this is called."""
+    return ours >= library.MARGIN * theirs
+
+
+def beside(op: Aten, gpu: Gpu) -> tuple[float, bool]:
+    """The least that our kernels for tensors one beside the other take by the model, in nanoseconds, and whether they
+    take just that: what lowering them would find, in a thousandth of the time. A net whose layers read the results of
+    all before them has as many of these ops as layers, with hundreds of tensors each. Of other ops nothing is known.
+    """
+    family, _ = FAMILIES.get(op.name, ("", None))
+    count = len(set(op.children))
+    types = [x.type for x in op.children]  # type: ignore[attr-defined]
+    result = _result(op)
+    if family != "cat" or not 1 < count == len(types) or not _plainly_beside(types, result):
+        return 0.0, False
+    points, size = math.prod(result.static_shape), result.dtype.size
+    # A kernel is one text for all points: each looks into every tensor.
+    busy = max(2 * points * size / gpu.memory, count * points * size / gpu.cache)
+    return busy + (gpu.launch if count < SEVERAL else 2 * gpu.launch), count <= ONE
+
+
+def _plainly_beside(types: Sequence[Type], result: Any) -> bool:
+    """Whether tensors have one type, elements, and no strides of their own."""
+    same = all(x.dtype is result.dtype and x.strides is None and 0 not in x.shape for x in types)
+    return same and result.strides is None and result.dtype.kind != "complex"
+
+
+ONE, SEVERAL = 64, 96
+"""Up to how many tensors one beside the other are stored by one kernel, and from how many on by several: their terms
+are larger than what fusion makes (`fused.LARGEST`).
+"""
+
+
 def row_by_row(op: Aten, given: Sequence[Any]) -> bool:
     """Whether the result of an op on what is given lies row by row, as far as that is plain: asking PyTorch takes a
     millisecond.
@@ -120,7 +159,7 @@ def row_by_row(op: Aten, given: Sequence[Any]) -> bool:
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 """Ops whose results lie row by row whatever they are given."""
-KEEP = ("_to_copy", "view", "_unsafe_view", "mean", "sum", "amax")
+KEEP = ("_to_copy", "view", "_unsafe_view", "mean", "sum", "amax", "cat", "stack")
 """Ops whose results lie row by row where all that they are given does so, beside those that go point by point."""
 
 

@@ -106,6 +106,9 @@ def accesses(s: Node, around: Around) -> Iterator[Access]:
             row, registers = 16 // shared.type.dtype.size, 4 * record.count // held.type.dtype.size
             yield access(s.source, s.at, registers if record.store else row, False)
             yield access(s.target, s.to, row if record.store else registers, True)
+        case k.TurnMatrix():
+            yield access(s.source, s.at, 4 // s.source.type.dtype.size, False)
+            yield access(s.target, s.to, 4 // s.target.type.dtype.size, True)
         case k.Multiply():
             product = mma_sync.product(s.instruction)
             yield access(s.a, s.a_at, product.a.held_in(s.a), False)

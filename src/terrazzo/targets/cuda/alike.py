@@ -19,10 +19,6 @@ from terrazzo.ir.expr import Expr, IntExpr, Sum, Var, terms_of
 from terrazzo.ir.node import Node, substitute
 
 TEAM = "team"
-TIGHT = 160
-"""Registers of a thread, as three warpgroups have, of which none is left for the number of a team: attention of heads
-of 64 that keeps a number for each row spilled 16 bytes.
-"""
 
 
 class TeamSync(k.Statement):
@@ -54,8 +50,7 @@ def alike(kernel: k.Kernel) -> tuple[k.Kernel, str]:
     number = ""
     for (count, registers), run in groupby(kernel.body, _shape):
         roles: list[Any] = list(run)
-        roomy = not registers or registers > TIGHT
-        while count and roomy and not number and len(roles) > 1:  # who loads may have as many warps
+        while count and not number and len(roles) > 1:  # who loads may have as many warps
             if (shared := _shared(roles)) is not None:
                 number = f"(warp - {roles[0].first}) / {count}"
                 roles = [k.Role(roles[0].first, count * len(roles), shared, registers)]

@@ -227,8 +227,8 @@ def alignment(access: Access) -> int:
             return max(128, access.place.swizzle * 8)
         case k.LoadMatrix() | k.StoreMatrix() | k.MultiplyAsync() if isinstance(access.place, k.Shared):
             return 16
-        case k.LoadMatrix() | k.StoreMatrix() | k.MultiplyAsync() | k.Multiply():  # whole 32-bit registers
-            return 4
+        case k.LoadMatrix() | k.StoreMatrix() | k.MultiplyAsync() | k.Multiply() | k.TurnMatrix():
+            return 4  # whole 32-bit registers
     return 1
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib import resources
@@ -212,12 +212,12 @@ class _Writer:
                 called.append(("registers",))
         return [line for text in functions.texts(called) for line in text.rstrip().splitlines()]
 
-    def statements(self, body: Iterable[Node], indent: str, asked: int = 0) -> list[str]:
+    def statements(self, body: Sequence[Node], indent: str, asked: int = 0) -> list[str]:
         """The lines of a block, with a fence behind those that are `asked` for."""
         names, buffers, spans = dict(self.scope.names), dict(self.scope.buffers), dict(self.scope.spans)
         short, self.short = self.short, self.short.inner()
         with self.names.block():
-            each = [self.statement(s) for s in body]
+            each = alternatives(body, [self.statement(s) for s in body])
             each[asked:asked] = [["tz_asked();"]] * (asked > 0)
             lines = [indent + line for found in each for line in found]
         self.short, self.scope.spans = short, spans  # what was declared ends with the braces around it
@@ -398,6 +398,9 @@ class _Writer:
     def packed(self, place: l.Buffer, at: Sequence[IntExpr], count: int) -> str:
         return f"reinterpret_cast<const u32 (&)[{count}]>({self.element(place, at)})"
 
+    def words(self, place: l.Buffer, at: Sequence[IntExpr], count: int) -> str:
+        return f"reinterpret_cast<u32 (&)[{count}]>({self.element(place, at)})"
+
     def map(self, key: k.Map) -> str:
         return self.maps[key]
 
@@ -407,3 +410,17 @@ class _Writer:
     def settled(self) -> list[str]:
         places = next(self.waits)
         return [self.scope.buffers[place] for place in places if place in self.scope.buffers]
+
+
+def alternatives(body: Sequence[Node], texts: list[list[str]]) -> list[list[str]]:
+    """The texts of statements, where roles of other warps that follow each other are alternatives. Behind a branch that
+    some warps took ptxas does not know that those of the next one go together: it keeps what is the same for all lanes
+    in ordinary registers, which attention of three warpgroups moved 33 times in a step (`R2UR`; ADR 022).
+    """
+    found: list[list[str]] = []
+    for before, s, text in zip((None, *body), body, texts, strict=False):
+        if isinstance(before, k.Role) and isinstance(s, k.Role) and s.first >= before.first + before.count:
+            found[-1][-1:] = [f"}} else {text[0]}", *text[1:]]
+        else:
+            found.append(text)
+    return found

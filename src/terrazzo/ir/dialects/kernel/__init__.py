@@ -18,7 +18,7 @@ from terrazzo.ir.dialects.kernel.control import (
     varying,
     walk,
 )
-from terrazzo.ir.dialects.kernel.matrices import LoadMatrix, Multiply, MultiplyAsync, StoreMatrix
+from terrazzo.ir.dialects.kernel.matrices import LoadMatrix, Multiply, MultiplyAsync, StoreMatrix, TurnMatrix
 from terrazzo.ir.dialects.kernel.moves import (
     REDUCTIONS,
     AsyncCopy,
@@ -109,6 +109,7 @@ __all__ = [
     "Sync",
     "TensorLoad",
     "TensorStore",
+    "TurnMatrix",
     "Value",
     "Vote",
     "WaitBarrier",

@@ -7,6 +7,7 @@ from terrazzo.ir.dialects.kernel.statement import Cuda, Function, Statement, one
 from terrazzo.ir.dialects.kernel.values import Registers, Shared
 from terrazzo.ir.dialects.loop import Buffer
 from terrazzo.ir.expr import IntExpr
+from terrazzo.ir.types import u32
 
 
 class LoadMatrix(Statement, dialect="kernel", op="load_matrix"):
@@ -45,6 +46,28 @@ class StoreMatrix(Statement, dialect="kernel", op="store_matrix"):
     def cuda(self, w: Cuda) -> list[str]:
         move = w.record(self.instruction)
         return [f"{move.function}({w.packed(self.source, self.at, move.count)}, {w.shared(self.target, self.to)});"]
+
+
+class TurnMatrix(Statement, dialect="kernel", op="turn_matrix"):
+    """movmatrix: an 8 x 8 matrix of 16-bit elements, a 32-bit register of every lane, is transposed (hw.movmatrix).
+    Registers are 32 bits wide, or hold such elements.
+    """
+
+    writes, together = ("target",), "warp"
+    uses = ("movmatrix",)
+
+    target: Registers
+    to: tuple[IntExpr, ...]
+    source: Registers
+    at: tuple[IntExpr, ...]
+
+    def check(self) -> None:
+        for place in (self.target, self.source):
+            if (kind := place.type.dtype) is not u32 and kind.size != 2:
+                raise UserError(f"turn_matrix: {place.name} holds {kind}, and its matrices are of 16-bit elements")
+
+    def cuda(self, w: Cuda) -> list[str]:
+        return [f"movmatrix({w.words(self.target, self.to, 1)}, {w.packed(self.source, self.at, 1)});"]
 
 
 class Multiply(Statement, dialect="kernel", op="multiply"):

@@ -68,6 +68,9 @@ class Cuda(Protocol):
     def packed(self, place: Buffer, at: Sequence[IntExpr], count: int) -> str:
         """So many registers of 32 bits as an array, perhaps of several elements each."""
 
+    def words(self, place: Buffer, at: Sequence[IntExpr], count: int) -> str:
+        """The same, to be written."""
+
     def map(self, key: Any) -> str:
         """A tensor map."""
 
