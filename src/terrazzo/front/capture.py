@@ -212,7 +212,7 @@ def _capture(
     wanted, new = output.args[0][:count], output.args[0][count:]
     results: Results | None = None
     placed: Sequence[Any] = ()
-    if views:
+    if views and all(isinstance(e, int) for x in wanted for e in x.meta["val"].shape):  # else it is said whose are not
         wanted, results = arrange(gm, wanted, known=known)
         placed = wanted
     output.args = ((*wanted, *new),)
