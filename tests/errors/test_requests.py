@@ -143,6 +143,7 @@ def test_all_operations_that_no_program_can_hold_are_named_at_once(terrazzo: Ter
             "mine checks data that no op of PyTorch checks by itself",
         ),
         ("x = torch.randn(3)\nx + 1 if torch.equal(x, x) else x", "aten.equal.default gives what depends on the data"),
+        ("x = torch.randn(3)\ntorch.where(x > 0)[0]", "aten.nonzero.default at <code>:2: its shape"),
         ("x = torch.randn(3)\nif x.sum() > 0: x = x + 1\nx * 2", "the call branches on its data"),
     ],
 )

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from terrazzo.interp.loop import run as run_loop
-from terrazzo.ir import node, operators
+from terrazzo.ir import node, operators, verify
 from terrazzo.ir.canonical import Form, canonical, twin
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects import tile
 from terrazzo.ir.expr import Var
 from terrazzo.ir.monoid import monoid
 from terrazzo.ir.nest import accumulators
@@ -21,7 +22,7 @@ from terrazzo.ir.types import DTYPES, Type
 from terrazzo.options import Options
 from terrazzo.pipelines import LOWER, lowering, stages
 from terrazzo.rewrite.rule import Log
-from terrazzo.rules.loop import again, online, order, parts
+from terrazzo.rules.loop import again, columns_reduced, online, order, parts, rounds
 from terrazzo.rules.loop import fuse as fusion
 from terrazzo.rules.loop.inline import rewrite_loads
 from terrazzo.rules.loop_to_tile import choose, product_candidates, tiles
@@ -132,6 +133,8 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     counted(choose, "_choose", "scheduled")
     counted(online, "softmax_into_product", "softmaxes")
     counted(derive, "write", "written")
+    counted(verify, "store_problem", "verified")
+    counted(tile, "fit", "fitted")
     return done
 
 
@@ -144,6 +147,7 @@ def test_work_grows_no_faster_than_programs(
     counts = []
     for n in (12, 48):
         derive._written.cache_clear()
+        verify._misfit.cache_clear()
         work.clear()
         lowering(parse(program(n)), Options(target=target))
         counts.append(dict(work))
@@ -152,6 +156,8 @@ def test_work_grows_no_faster_than_programs(
         assert many[what] <= 4.8 * few[what], (what, few, many)
     assert few.get("scheduled") == many.get("scheduled")  # what is new is the same
     assert few.get("written") == many.get("written")
+    for what in ("verified", "fitted"):  # and what is known of it stays known
+        assert many.get(what, 0) <= few.get(what, 0), (what, few, many)
     for what in ("priced", "inlined"):  # equal layers are fused once
         assert 0 < many[what] <= few[what], (what, few, many)
 
@@ -357,6 +363,38 @@ def test_what_stands_in_several_reductions_is_rewritten_once() -> None:
 
     assert rewrite_loads(term, replace) is term
     assert len(seen) <= 1 + 2 * 20
+
+
+def masked(count: int) -> str:
+    """Attention under masks, each made of places."""
+    lines = ["@torch\ndef f(x: bf16[128, 64], k: bf16[64, 128], v: bf16[128, 64]):"]
+    last = "x"
+    for n in range(count):
+        lines += [
+            f"    row_{n}: i64[128] = aten.arange.default(128)",
+            f"    column_{n}: i64[128, 1] = aten.view.default(row_{n}, [128, 1])",
+            f"    hidden_{n}: bool[128, 128] = aten.gt.Tensor(row_{n}, column_{n})",
+            f"    mm_{n}: bf16[128, 128] = aten.mm.default({last}, k)",
+            f"    seen_{n}: bf16[128, 128] = aten.masked_fill.Scalar(mm_{n}, hidden_{n}, -inf)",
+            f"    softmax_{n}: bf16[128, 128] = aten._softmax.default(seen_{n}, -1, False)",
+            f"    out_{n}: bf16[128, 64] = aten.mm.default(softmax_{n}, v)",
+        ]
+        last = f"out_{n}"
+    return "\n".join([*lines, f"    return ({last},)\n"])
+
+
+@pytest.mark.parametrize("program", [layers, attention, masked])
+def test_pairs_of_kernels_are_tried_once_for_all_that_are_alike(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: Counter[str] = Counter()
+    for module, name in ((columns_reduced, "_reduced"), (rounds, "summed")):
+        inner = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *x, f=inner, name=name: tried.update([name]) or f(*x))
+    counts = []
+    for n in (4, 12):
+        tried.clear()
+        lowering(parse(program(n)), Options(target="sm_90a", libraries="never"))
+        counts.append(dict(tried))
+    assert counts[0] == counts[1]
 
 
 def test_candidates_after_one_that_was_lost_are_heard_of() -> None:

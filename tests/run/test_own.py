@@ -12,7 +12,7 @@ import torch
 import terrazzo
 from terrazzo.bench import memory
 from terrazzo.run.cpu import Cpu
-from terrazzo.run.own import layout
+from terrazzo.run.own import layout, views_in
 
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
 
@@ -59,3 +59,29 @@ def test_no_more_than_it_saves(tmp_path: Path) -> None:
     assert not layout(plan, apart=True).own
     chain = terrazzo.compile(lambda x: torch.sort(x.exp().cumsum(0), -1).values.sum(), torch.randn(900, 900))
     assert not layout(chain.compiled.plan, apart=True).own
+
+
+@pytest.mark.parametrize("hands_on", [False, True])
+def test_views_of_them_are_no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hands_on: bool) -> None:
+    """A complex tensor lies where its pairs do, which a kernel wrote."""
+    monkeypatch.setattr(Cpu, "hands_on", hands_on)
+
+    def turned(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        z = torch.fft.fft(torch.complex(x.sin(), x.cos()))
+        return torch.view_as_real(z).sum(-1), z.abs()
+
+    x = torch.randn(500, 700)
+    ours = terrazzo.compile(turned, x, options={"cache_dir": tmp_path})
+    plan = ours.compiled.plan
+    views = views_in(plan)
+    assert "arena" in {plan.slots[k].kind for k in views.values()}, "a temporary of ours is seen as another type"
+    for got, want in zip(ours(x), turned(x), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
+    first = [y.clone() for y in ours(x)]
+    ours(x + 1)
+    assert all(map(torch.equal, first, ours(x)))
+    ((frame,),) = ours.compiled.frames.values()
+    assert bool(frame.layout.own) == hands_on
+    pairs = x.numel() * 8
+    most = frame.arena.numel() + memory._watched(lambda: ours(x))
+    assert most < 3.1 * pairs if hands_on else most > 3.9 * pairs  # one is that of the FFT of PyTorch

@@ -27,7 +27,7 @@ from terrazzo.front.effects import (
     watched,
 )
 from terrazzo.front.fx import from_graph
-from terrazzo.front.looking import checks_inside, functions_by_definition
+from terrazzo.front.looking import checks_inside, definitions, distributions_unchecked
 from terrazzo.front.recurrent import recurrent_nets_by_definition
 from terrazzo.front.results import Result, Results, arrange, storage, view
 from terrazzo.ir.program import Program
@@ -212,7 +212,7 @@ def _capture(
     wanted, new = output.args[0][:count], output.args[0][count:]
     results: Results | None = None
     placed: Sequence[Any] = ()
-    if views:
+    if views and all(isinstance(e, int) for x in wanted for e in x.meta["val"].shape):  # else it is said whose are not
         wanted, results = arrange(gm, wanted, known=known)
         placed = wanted
     output.args = ((*wanted, *new),)
@@ -319,8 +319,8 @@ def trace(fn: Callable[[list[Any]], list[Any]], tensors: Sequence[Any]) -> tuple
         with (
             torch.no_grad(),
             attention_by_definition(),
-            recurrent_nets_by_definition(),
-            functions_by_definition(),
+            recurrent_nets_by_definition(definitions()),
+            distributions_unchecked(),
             resampled_whole(tensors),
             checks_inside(),
             _said_to_be_traced(),

@@ -103,15 +103,23 @@ def _held(op: Any, args: Any, kwargs: Any, shapes: list[tuple[int, ...] | None],
 
 
 @contextmanager
-def functions_by_definition() -> Iterator[None]:
-    """Within this, functions of PyTorch that branch on their data are traced as what they are defined by, and
-    distributions do not check what they are given, as they do not under torch.compile.
-    """
-    import torch
+def distributions_unchecked() -> Iterator[None]:
+    """Within this, distributions do not check what they are given, as they do not under torch.compile."""
     from torch.distributions import Distribution
-    from torch.overrides import TorchFunctionMode
 
-    meant = {
+    checked = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(checked)
+
+
+def definitions() -> dict[Any, Callable[..., Any]]:
+    """What functions of PyTorch that branch on their data are defined by."""
+    import torch
+
+    return {
         torch.cov: _cov,
         torch.Tensor.cov: _cov,
         torch.corrcoef: _corrcoef,
@@ -123,20 +131,6 @@ def functions_by_definition() -> Iterator[None]:
         torch.ctc_loss: _ctc_loss,
         torch.nn.functional.multilabel_margin_loss: multilabel_margin_loss,
     }
-
-    class Mode(TorchFunctionMode):  # type: ignore[misc]
-        """Looks at the functions that are called."""
-
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return meant.get(func, func)(*args, **(kwargs or {}))
-
-    checked = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
-    try:
-        with Mode():
-            yield
-    finally:
-        Distribution.set_default_validate_args(checked)
 
 
 def _cov(x: Any, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:

@@ -4,8 +4,9 @@ of their own, or kernels for one cell, which we would not look into.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 State = tuple[Any, ...]
@@ -15,27 +16,26 @@ Cell = Callable[[Any, Any, State], State]
 
 
 @contextmanager
-def recurrent_nets_by_definition() -> Iterator[None]:
-    """Within this, PyTorch's recurrent nets and cells are traced as products and elementwise functions, step by step.
-    Sequences that are packed are not known to it.
+def recurrent_nets_by_definition(others: Mapping[Any, Callable[..., Any]] = MappingProxyType({})) -> Iterator[None]:
+    """Within this, PyTorch's recurrent nets and cells are traced as products and elementwise functions, step by step,
+    and `others` as what is given for them. Sequences that are packed are not known to it.
     """
     import torch
     from torch.overrides import TorchFunctionMode
 
-    nets: dict[Any, Callable[..., Any]] = {
+    nets = {
         torch.lstm: _net(_lstm),
         torch.gru: _net(_gru),
         torch.rnn_tanh: _net(lambda x, h, state: (torch.tanh(x + h),)),
         torch.rnn_relu: _net(lambda x, h, state: (torch.relu(x + h),)),
     }
     cells = {torch.lstm_cell: _one_step(_lstm), torch.gru_cell: _one_step(_gru)}
+    meant: dict[Any, Callable[..., Any]] = {**{f: _unpacked(f, net) for f, net in nets.items()}, **cells, **others}
 
     class Mode(TorchFunctionMode):  # type: ignore[misc]
-        """Looks at the functions that are called."""
+        """Looks at the functions that are called, of which there are a dozen for every op: one mode does it for all."""
 
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            packed = func in nets and not isinstance(args[3], bool)  # sizes of batches come before the state
-            meant = cells if packed else {**nets, **cells}
             return meant.get(func, func)(*args, **(kwargs or {}))
 
     net: Any = torch.nn.RNNBase
@@ -46,6 +46,11 @@ def recurrent_nets_by_definition() -> Iterator[None]:
             yield
     finally:
         net.flatten_parameters = flatten
+
+
+def _unpacked(fn: Callable[..., Any], net: Callable[..., Any]) -> Callable[..., Any]:
+    """A net by its definition, and as it is for a packed sequence, whose sizes of batches come before the state."""
+    return lambda *args, **kwargs: (net if isinstance(args[3], bool) else fn)(*args, **kwargs)
 
 
 def _lstm(x: Any, h: Any, state: State) -> State:

@@ -192,7 +192,8 @@ class Compiled:
             if k is None:
                 continue
             expected = Expected(slots[k], self.machine.device)
-            theirs = {at for n, at in places.items() if not _may_share(slots[n], slots[k])}
+            mine = frame.layout.own  # nobody else will have their memory
+            theirs = {at for n, at in places.items() if n not in mine and not _may_share(slots[n], slots[k])}
             theirs.update(t.untyped_storage().data_ptr() for t in made.values())
             keep = expected.may_keep(value, theirs)
             if keep and slots[k].kind == "result" and value.untyped_storage().data_ptr() in places.values():

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from terrazzo.ir.torch_types import operator
 from terrazzo.run.arena import padded, placed
-from terrazzo.run.plan import Plan, spans
+from terrazzo.run.plan import Plan, slots_in, spans
 
 LARGE = 1 << 20
 """Bytes from which on a temporary may have memory of its own: PyTorch rounds what is less up to a part of a block."""
@@ -65,9 +66,14 @@ def _apart(plan: Plan, temporary: Sequence[int]) -> Layout:
 def _most(plan: Plan, layout: Layout) -> int:
     """The most bytes that are in use at a time, the arena included."""
     first, last = spans(plan, layout.moved)
+    views = set[int]()
+    for k, of in sorted(views_in(plan).items(), key=lambda x: -last[x[0]]):  # views of views first
+        if plan.slots[of].kind != "arena" or of in layout.own:
+            views.add(k)
+            last[of] = max(last[of], last[k])
     change = [0] * (len(plan.steps) + 2)
     for k, slot in enumerate(plan.slots):
-        if slot.kind == "input" or (slot.kind == "arena" and k not in layout.own):
+        if slot.kind == "input" or (slot.kind == "arena" and k not in layout.own) or k in views:
             continue
         if k not in first and slot.kind != "result":
             continue
@@ -79,3 +85,14 @@ def _most(plan: Plan, layout: Layout) -> int:
         now += x
         most = max(most, now)
     return most
+
+
+def views_in(plan: Plan) -> dict[int, int]:
+    """The tensors that PyTorch's ops give as views of others, with these: they lie there, unless that is an arena."""
+    found = {}
+    for s in plan.steps:
+        if not s.key and len(s.results) == 1 and s.results[0] is not None and (given := slots_in(s.args)):
+            (info, *_) = (x.alias_info for x in operator(s.name)._schema.returns)
+            if info is not None and not info.is_write and plan.slots[s.results[0]].kind == "call":
+                found[s.results[0]] = given[0]
+    return found
