@@ -4,6 +4,7 @@ together.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -404,3 +405,15 @@ def test_threads_have_short_rows_beside_which_most_is_computed(taps: int, alone:
     done = lowering(capture(filtered, given, {}).program, Options(target="sm_90a", libraries="never")).at("tile")
     last = str(done.schedules[-1][1])
     assert ("site" not in last) is alone, last
+
+
+@pytest.mark.parametrize(("size", "taken"), [(128, 4), (16, 16)])
+def test_a_block_gathers_from_what_its_cache_holds(size: int, taken: int) -> None:
+    """Planes of 32 KB, of which data says where they are read: with four of 32 channels in a block it took
+    29.2 us on an H200, with sixteen 31.7. Of small planes a block reads more.
+    """
+    x, at = torch.randn(8, 32, size, size).bfloat16(), torch.rand(8, 128, 128, 2).bfloat16()
+    found = lowering_of(lambda x, at: F.grid_sample(x, at, align_corners=False), (x, at))
+    ((_, schedule),) = found.at("tile").schedules
+    planes = math.prod(x.size for x in dict(schedule.axes)["a1"] if x.level != "grid")
+    assert planes == taken
