@@ -260,6 +260,7 @@ LINE = '    acc1_s = stage(of="acc1", product="acc0", axes=(a1(32), r1(32)), slo
         ("rows apart, relu", "r1(32)), slots=1, swizzle=64)\n", "r1(16)), slots=1, swizzle=64)\n",
          "axes of it are (a1(32), r1(16)), and the schedule has (a1(32), r1(32))"),
         ("rows apart, relu", "slots=1, swizzle=64)\n    result", "slots=3, swizzle=64)\n    result", "or two, not 3"),
+        ("rows apart, relu", "slots=1, swizzle=64)\n    result", "slots=0, swizzle=64)\n    result", "or two, not 0"),
         ("rows apart, relu", "swizzle=64)\n    result", "swizzle=64, panel=16)\n    result", "panel of it is 16"),
         ("rows apart, relu", 'a="stored"', 'a="values"', "a comes from values: mma.m16n8k16.f32.bf16 takes stored"),
         ("rows apart, relu", 'to="acc1_s", by="st"', 'to="acc1_s", by="stmatrix.x2"', "acc1 comes to acc1_s by st"),

@@ -44,7 +44,9 @@ def stage_factors(plan: Plan, draft: Draft) -> Plan | None:
     return plan.plus(*lines, read=read) if lines else None
 
 
-def stage(plan: Plan, draft: Draft, p: Product, name: str, swizzle: int | None = None, slots: int = 0) -> Stage:
+def stage(
+    plan: Plan, draft: Draft, p: Product, name: str, swizzle: int | None = None, slots: int | None = None
+) -> Stage:
     """How a product's factor lies in shared memory, given what is decided already."""
     site, inner = draft.site(p.sites[0]), next(summed(draft, p.sites[0]))
     options: dict[str, Any] = next((dict(x.options) for x in asked(draft, p.sites[0]).values()), {})
@@ -58,7 +60,8 @@ def stage(plan: Plan, draft: Draft, p: Product, name: str, swizzle: int | None =
     need(not pad, f"{inner}: what is put into shared memory for a product is swizzled, and has no pad")
     wanted = swizzle if swizzle is not None else wanted
     span = swizzled(sizes[axes[-1]] * size) if wanted is None else wanted
-    slots = slots or options.get("slots", SLOTS[bool(draft.schedule.options("roles"))])
+    if slots is None:
+        slots = options.get("slots", SLOTS[bool(draft.schedule.options("roles"))])
     if slots not in (1, 2) or isinstance(slots, bool):
         raise draft.fail(f"{inner}: it has one slot or two, not {slots}", *draft.line(inner), f"slots={slots}")
     need(
