@@ -364,13 +364,13 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     Equivalent(
         ("overlapped chain that stays",),
         ("no fence", "moved fence", "wrong kind of fence"),
-        r"^line 9[01] ",
+        r"^line 9[56] ",
         "the fence before the other product is for both; ptxas wants one in front of a factor in registers",
     ),
     Equivalent(
         CHAINS[1:2],
         ("moved wait",),
-        r"^line 95 ",
+        r"^line 100 ",
         "keys come again after values whose slot is freed later in this step",
     ),
     Equivalent(
@@ -398,10 +398,16 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "the mask hides nothing in the other steps",
     ),
     Equivalent(
-        ("overlapped chain that stays",),
+        CHAINS[1:2],
         ("no store", "off by one", "of another warp"),
-        r"^line (74 `total0\[e4\] = mul\(total0|80 `worth0\[e4\] = v3)",
-        "sums are zero or not scaled in the first step, and each other writes its own factor before it scales",
+        r"^line (77 `v5 = |79 `total0)",
+        "sums are zero before the first step, whatever they are worth then",
+    ),
+    Equivalent(
+        CHAINS[1:2],
+        ("wrong reduction",),
+        r"^line 66 `moved0 = vote",
+        "in the first step every lane has a row of which it sees a score",
     ),
     Equivalent(
         ("argmax",),
