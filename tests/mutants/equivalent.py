@@ -376,7 +376,7 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     Equivalent(
         CHAINS[1:],
         PREDICATE,
-        r"`if .*( - 49:` -> `.* - 32:|<= t11 \+ 1:` -> `.* <= t11 \+ 2:)`",
+        r"`if .*( - 49:` -> `.* - 32:|<= t11 \+ 1:` -> `.* <= t11 \+ 2:|== 0:` -> `.* < 2:)`",
         "the mask hides nothing in the other steps",
     ),
     Equivalent(
@@ -405,9 +405,15 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     ),
     Equivalent(
         CHAINS[1:2],
-        ("wrong reduction",),
-        r"^line 66 `moved0 = vote",
+        ("off by one", "wrong reduction"),
+        r"^line (65 `v2 = |66 `moved0 = vote)",
         "in the first step every lane has a row of which it sees a score",
+    ),
+    Equivalent(
+        CHAINS[1:2],
+        ("no store",),
+        r"^line (169 `base0|170 `top0)",
+        "nobody asks for the frame, or for the highest score, behind the last step",
     ),
     Equivalent(
         ("argmax",),
