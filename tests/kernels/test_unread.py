@@ -26,9 +26,10 @@ ROW = ROWS
         ("grid(5)\n", "grid(5)\n    y = reg()\n", "nothing reads `y = ... reg ...`: line 3"),
         ("grid(5)\n", "grid(5)\n    roles(load=warp(1), math=warp(2))\n",
          "roles give 2 warps to math, and its sites bind 4"),
-
-                ("grid(5)\n", "grid(5)\n    persistent(4, order=grouped(8))\n",
-         "tiles in groups of rows have two axes at least"),
+        ("grid(5)\n", "grid(5)\n    persistent(4, order=grouped(8))\n",
+         "tiles in groups of rows have another axis inside of that of the rows"),
+        ("grid(5)", "grid(5, order=grouped(5))",
+         "tiles in groups of rows have another axis inside of that of the rows"),
     ],
 )  # fmt: skip
 def test_words_that_a_row_has_no_use_for(before: str, after: str, reason: str) -> None:

@@ -9,6 +9,8 @@ from terrazzo.ir.schedule import Factor, Like, Word
 from terrazzo.rewrite.rule import need, rule
 from terrazzo.rules.tile.draft import Draft, axis_name
 
+OUTSIDE = "tiles in groups of rows have another axis inside of that of the rows"
+
 
 @rule(keys=(Plan,))
 def walk_tiles(plan: Plan, draft: Draft) -> Plan | None:
@@ -29,6 +31,8 @@ def walk_tiles(plan: Plan, draft: Draft) -> Plan | None:
             raise draft.fail(why, "", a)
     tiles = grid(draft)
     grouped = tuple(Word(a, w.args) for a, f in lines if f.level == "grid" and (w := _rows(draft, f)))
+    outer = [w.name for w in tiles[:-1]]
+    need(all(w.name in outer for w in grouped), OUTSIDE)
     last = Word("longest_first")
     backward = tuple(a for a, f in lines if f.level == "grid" and dict(f.options).get("order") == last)
     cluster = clusters(draft)
@@ -53,7 +57,7 @@ def walk_tiles(plan: Plan, draft: Draft) -> Plan | None:
         blocks = min(most, blocks)
         order = dict(schedule.options("persistent")).get("order")
         if isinstance(order, Word) and order.name == "grouped":
-            need(len(tiles) > 1, "tiles in groups of rows have two axes at least")
+            need(outer, OUTSIDE)
             rows = tiles[-2]
             need(rows.args[0] % order.args[0] == 0, f"groups of {order.args[0]} rows do not divide {rows}")
             grouped = (Word(rows.name, order.args),)
