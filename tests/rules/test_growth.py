@@ -144,6 +144,7 @@ def test_work_grows_no_faster_than_programs(
     program: Any, target: str, work: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fusion, "NEAR", 6)  # so that few steps are many
+    monkeypatch.setattr("terrazzo.ir.canonical.MANY", 6)
     counts = []
     for n in (12, 48):
         derive._written.cache_clear()

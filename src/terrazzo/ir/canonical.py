@@ -58,6 +58,15 @@ class Form:
         return _Renaming(self.names, self.source)
 
 
+MANY = 128
+"""Steps of a program from which on many may be alike: a decoder layer has some 60 before they are fused."""
+
+
+def many_alike(program: l.Program) -> bool:
+    """Whether it is worth finding forms where a kernel is looked at once: that takes about as long."""
+    return len(program.steps) >= MANY
+
+
 @per_node
 def canonical(kernel: l.Kernel) -> Form:
     """The canonical form of a kernel of Loop IR."""

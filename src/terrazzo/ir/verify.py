@@ -12,14 +12,14 @@ place.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from typing import Any
 
 from terrazzo.errors import CompilerBug, UserError
 from terrazzo.ir import verify_kernel
 from terrazzo.ir.address import axis_digits, coefficient
-from terrazzo.ir.canonical import as_its_form, canonical, form_of
+from terrazzo.ir.canonical import as_its_form, canonical, form_of, many_alike
 from terrazzo.ir.dialects import kernel, tile
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tensor as t
@@ -112,21 +112,26 @@ def _misfit(schedule: Schedule, kernel: l.Kernel) -> str:
 
 def _loop(p: l.Program) -> str:
     ready = {b.name: b for b in p.inputs}
+    problem = problem_of_form if many_alike(p) else kernel_problem
     for step in p.steps:
-        if why := step_problem(step, ready):
+        if why := step_problem(step, ready, problem):
             return why
         ready.update((b.name, b) for b in step.writes)
     return results_problem(p.results, ready)
 
 
-def step_problem(step: l.Kernel | l.Call, ready: Mapping[str, l.Buffer]) -> str:
-    """What is wrong with a step of Loop IR where these buffers are written already, by name; "" if nothing."""
+def step_problem(
+    step: l.Kernel | l.Call, ready: Mapping[str, l.Buffer], problem: Callable[[l.Kernel], str] | None = None
+) -> str:
+    """What is wrong with a step of Loop IR where these buffers are written already, by name; "" if nothing. `problem`
+    says what is wrong with a kernel alone.
+    """
     if missing := [b.name for b in step.reads if ready.get(b.name) is not b]:
         return f"{step.name} reads {missing[0]} before it is written"
     names = [b.name for b in dict.fromkeys(step.writes)]
     if twice := [x for n, x in enumerate(names) if x in ready or x in names[:n]]:
         return f"{twice[0]} is written twice"
-    if isinstance(step, l.Kernel) and (why := kernel_problem(step)):
+    if isinstance(step, l.Kernel) and (why := (problem or kernel_problem)(step)):
         return f"kernel {step.name}: {why}"
     return ""
 
@@ -138,15 +143,18 @@ def results_problem(results: tuple[l.Buffer, ...], ready: Mapping[str, l.Buffer]
 
 
 @per_node
-def kernel_problem(k: l.Kernel) -> str:
-    """What is wrong with a kernel of Loop IR; "" if nothing. It is found once for all that differ in names only."""
+def problem_of_form(k: l.Kernel) -> str:
+    """The same as `kernel_problem`, found once for all kernels that differ in names only. Finding their forms takes
+    longer than that where few are alike.
+    """
     form = canonical(k)
-    why = _problem(form.kernel)
+    why = kernel_problem(form.kernel)
     return form.named(why) if why else ""
 
 
 @per_node
-def _problem(k: l.Kernel) -> str:
+def kernel_problem(k: l.Kernel) -> str:
+    """What is wrong with a kernel of Loop IR; "" if nothing."""
     axes = frozenset(k.axes)
     if not k.scans_in_order:
         return "a scan must run along the whole of the last axis"

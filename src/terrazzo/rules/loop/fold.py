@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from terrazzo.ir.address import coefficient
-from terrazzo.ir.canonical import canonical
+from terrazzo.ir.canonical import canonical, many_alike
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var, at_least, floordiv, mod
@@ -72,7 +72,14 @@ def fold(program: l.Program, log: Log) -> l.Program:
                     z[a0, a1] = v4
         return (z,)
     """
-    steps = Steps(_kernel(s, log) if isinstance(s, l.Kernel) else s for s in program.steps)
+    alike = many_alike(program)
+
+    def folded(s: Any) -> Any:
+        """A step with its terms folded, unless nothing is known to be folded in one like it."""
+        whole = not isinstance(s, l.Kernel) or (alike and _is_folded(canonical(s).kernel))
+        return s if whole else _kernel(s, log)
+
+    steps = Steps(map(folded, program.steps))
     kept = {*program.results, *(b for s in steps.values() if isinstance(s, l.Call) for b in s.reads)}
     for n in sorted(steps):
         first = steps[n]  # which may be cheap now that others were recomputed in it
@@ -169,8 +176,6 @@ KERNELS: dict[str, tuple[Callable[[l.Kernel], l.Kernel], str]] = {
 
 def _kernel(kernel: l.Kernel, log: Log) -> l.Kernel:
     """A kernel with its terms folded, which is told."""
-    if _folded_already(canonical(kernel).kernel):
-        return kernel
     for name, (rewrite, why) in KERNELS.items():
         if (made := rewrite(kernel)) is not kernel:
             log.add(Event(PASS, name, kernel.name, True, why))
@@ -180,7 +185,7 @@ def _kernel(kernel: l.Kernel, log: Log) -> l.Kernel:
 
 
 @per_node
-def _folded_already(form: l.Kernel) -> bool:
+def _is_folded(form: l.Kernel) -> bool:
     """Whether there is nothing to fold in a kernel: asked once of all that differ in names only."""
     return all(rewrite(form) is form for rewrite, _ in KERNELS.values())
 
