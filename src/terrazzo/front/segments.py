@@ -37,10 +37,9 @@ def in_segments(gm: Any, refused: Collection[Any], compiled: Callable[[Any], Box
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
     (output,) = gm.graph.find_nodes(op="output")
     constants = {x: attribute(gm, x.target) for x in output.all_input_nodes if x.op == "get_attr"}
-    ours = _ours(gm.graph, refused)
-    runs = [(mine, list(run)) for mine, run in groupby(_in_order(gm.graph), key=ours.__contains__)]
-    if not ours:
+    if not (ours := _ours(gm.graph, refused)):
         return None
+    runs = [(mine, list(run)) for mine, run in groupby(_in_order(gm.graph), key=ours.__contains__)]
     last = {x: k for k, (_, run) in enumerate(runs) for n in run for x in n.all_input_nodes}
     segments = []
     for k, (mine, run) in enumerate(runs):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 from typing import Any
 
 from terrazzo.errors import UserError
@@ -165,3 +166,8 @@ class Draft:
         """Where the schedule speaks of an operand: the site, and the line."""
         sites = [s.names[0] for s in self.schedule.sites if operand in dict(s.operands)]
         return (sites[0] if sites else ""), operand
+
+
+def unused(name: str, taken: Container[str]) -> str:
+    """`name`, or the first of name1, name2 ... that no line of a plan has."""
+    return next(x for k in count() if (x := f"{name}{k or ''}") not in taken)

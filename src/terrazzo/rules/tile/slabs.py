@@ -21,7 +21,7 @@ from terrazzo.ir.types import Type
 from terrazzo.rewrite.rule import need, rule
 from terrazzo.rules.access import WIDEST, box, wide
 from terrazzo.rules.swizzles import swizzled
-from terrazzo.rules.tile.draft import Draft, axis_name
+from terrazzo.rules.tile.draft import Draft, axis_name, unused
 from terrazzo.rules.tile.products import CONVERTED
 from terrazzo.rules.tile.rings import (
     axis_called,
@@ -59,7 +59,7 @@ def lay_out_operands(plan: Plan, draft: Draft) -> Plan | None:
             ring = ring_of(draft, p, x, [r for r in rings if r.over == over])
             name = called(x) + "_s"
             taken = [s.name for s in lines.values()]
-            name = next(m for m in (name, *(f"{name}{k}" for k in range(1, 99))) if m not in taken)
+            name = unused(name, taken)
             if x not in lines:
                 slab = Slab(draft, plan, p, ring, x)
                 first = next((y for y in beside_it(draft, p, x) if y in lines), None)

@@ -10,7 +10,7 @@ from terrazzo.ir.plan import STORED, Plan, Product, Stage, Stream
 from terrazzo.ir.schedule import Named, Word
 from terrazzo.rewrite.rule import need, rule
 from terrazzo.rules.swizzles import swizzled
-from terrazzo.rules.tile.draft import Draft, axis_name
+from terrazzo.rules.tile.draft import Draft, axis_name, unused
 from terrazzo.rules.tile.handed import asked, made, summed
 from terrazzo.rules.tile.rings import axis_called
 from terrazzo.rules.tile.slabs import panels
@@ -38,8 +38,7 @@ def stage_factors(plan: Plan, draft: Draft) -> Plan | None:
         site, inner = draft.site(p.sites[0]), next(summed(draft, p.sites[0]))
         given = next(iter(asked(draft, p.sites[0])), "")
         taken = {*(s.name for s in plan.all(Stream)), *(x.name for x in lines)}
-        name = next(m for m in (f"{inner}_s", *(f"{inner}_s{k}" for k in range(1, 99))) if m not in taken)
-        lines.append(stage(plan, draft, p, name))
+        lines.append(stage(plan, draft, p, unused(f"{inner}_s", taken)))
         read += draft.read(site, given, "smem", "swizzle", "slots") if given else []
     return plan.plus(*lines, read=read) if lines else None
 

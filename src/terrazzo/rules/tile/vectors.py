@@ -10,7 +10,7 @@ from terrazzo.ir.plan import VALUES, Plan, Product, Ring, Stream
 from terrazzo.ir.schedule import Named
 from terrazzo.ir.sites import called
 from terrazzo.rewrite.rule import need, rule
-from terrazzo.rules.tile.draft import Draft
+from terrazzo.rules.tile.draft import Draft, unused
 from terrazzo.rules.tile.reach import masked
 from terrazzo.rules.tile.rings import axis_called, operand_text, staggered
 from terrazzo.rules.tile.slabs import Slab
@@ -80,7 +80,7 @@ def bring_vectors(plan: Plan, draft: Draft) -> Plan | None:
             continue
         ring = next(r for name in p.rings if (r := plan.named(name)).over)
         slab = Slab(draft, plan, p, ring, x)
-        name = next(m for m in (slab.name + "_s", *(f"{slab.name}_s{k}" for k in range(1, 99))) if m not in taken)
+        name = unused(f"{slab.name}_s", taken)
         if not slab.no_vector:
             lines.append(slab.stream(name))
     return plan.plus(*lines) if lines else None
