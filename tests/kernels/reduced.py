@@ -48,7 +48,7 @@ class Reduced:
     """The states of a loss: of each row and `chunk` of columns the maximum, the sum of exponentials below it, and the
     number in the column of a label. `words` may end within a chunk. Warpgroups have `each` 64 rows, in `turns` perhaps;
     a `cluster` of so many blocks divides rows, or pieces of `columns`. With `warps` the instructions of warps multiply,
-    two along the columns.
+    two along the columns. With `lag` one warpgroup begins a step behind the other.
     """
 
     rows: int = 128
@@ -58,6 +58,7 @@ class Reduced:
     groups: int = 1
     each: int = 1
     turns: bool = False
+    lag: bool = False
     cluster: int = 1
     columns: bool = False
     warps: bool = False
@@ -82,7 +83,8 @@ class Reduced:
         place = f"w[s * {self.chunk} + r1, r0]"
         own = ", registers=(40, 232)" if self.registers else ""
         roles = f"roles(load=warp(1), math=warpgroup({2 if self.turns else self.groups}){own}"
-        walk = f"persistent({self.persistent})\n        {roles}{', turns=True' if self.turns else ''})"
+        roles += ", turns=True" * self.turns + ", lag=True" * self.lag
+        walk = f"persistent({self.persistent})\n        {roles})"
         return TERM.format(
             rows=self.rows, words=self.words, deep=self.deep, chunk=self.chunk, pieces=pieces, last=self.words - 1,
             w=place if whole else f"{place} if s * {self.chunk} + r1 < {self.words} else 0",
@@ -105,6 +107,7 @@ EVERY = {
     "cluster": Reduced(256, 128, chunk=64, groups=2, cluster=2, persistent=2),
     "cluster of columns": Reduced(256, 256, chunk=64, groups=2, each=2, cluster=2, columns=True, persistent=4),
     "more rows": Reduced(256, 256, chunk=128, groups=2, each=2, persistent=2),
+    "one behind the other": Reduced(256, 256, deep=320, chunk=64, groups=2, lag=True, persistent=2),
     "ragged": Reduced(200, 150, chunk=64, groups=2, persistent=2),
     "warps": Reduced(200, 128, chunk=32, warps=True),
     "ragged, on warps": Reduced(64, 72, chunk=32, warps=True),
