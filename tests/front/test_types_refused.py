@@ -15,7 +15,6 @@ REFUSED: tuple[tuple[str, Callable[..., Tensor], Callable[[], tuple[Tensor, ...]
     ("whole numbers", torch.mm, lambda: (torch.randn(3, 4), torch.ones(4, 5, dtype=torch.int64))),
     ("a mask", F.linear, lambda: (torch.randn(3, 4) > 0, torch.randn(5, 4))),
     ("a bias", F.linear, lambda: (torch.randn(3, 4), torch.randn(5, 4), torch.randn(5).half())),
-    ("batches", torch.bmm, lambda: (torch.randn(2, 3, 4), torch.randn(2, 4, 5).bfloat16())),
     ("set", lambda x, v: x.index_put((INDEX,), v), lambda: (torch.randn(3), torch.randn(2).bfloat16())),
     ("added", lambda x, v: x.index_add(0, INDEX, v), lambda: (torch.randn(3), torch.randn(2).bfloat16())),
 )
