@@ -98,8 +98,8 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: S
 
 
 def _keep_saved() -> None:
-    """Let gradients be asked for more than once (`retain_graph=True`): AOTAutograd refuses that where it has found saved
-    tensors that the backward graph might overwrite, which ours never does.
+    """Let gradients be asked for more than once (`retain_graph=True`): AOTAutograd refuses that where it has found
+    saved tensors that the backward graph might overwrite, which ours never does.
     """
     import torch
 
