@@ -114,7 +114,7 @@ class _Asking:
             question, operands = answers.question(mode, func, args, kwargs)
             if question is not None and (answer := answers.known.get(question)):
                 return answers.again(mode.tracer, answer, operands)
-        last = next(reversed(mode.tracer.graph.nodes), None)
+        last = next(iter(reversed(mode.tracer.graph.nodes)), None)
         found = self.ask(mode, func, pre_dispatch, args, kwargs)
         if question is not None:
             with torch._C.DisableTorchFunction():
