@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from threading import Barrier
+from threading import Event
 from typing import Any
 
 import pytest
@@ -160,17 +160,37 @@ def test_what_fails_leaves_nothing_behind() -> None:
     assert proxy_tensor.proxy_call is ask
 
 
-def test_traces_side_by_side() -> None:
-    """Each thread has answers of its own, and PyTorch's function is back when the last one is through."""
+def test_threads_that_trace_leave_nothing_behind() -> None:
+    """PyTorch's function is back when the last one is through, in whichever order they end."""
     ask = proxy_tensor.proxy_call
-    given, started = torch.rand(8, 8), Barrier(2)
+    entered, leave = Event(), Event()
 
-    def waits(x: Tensor) -> Tensor:
-        y = x + 1
-        started.wait(10)
-        return y * (x + 1)
+    def another() -> None:
+        with asked_once():
+            entered.set()
+            leave.wait(10)
 
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda n: show(capture(waits, (given,)).program), range(2))
-    assert first == second == show(capture(lambda x: (x + 1) * (x + 1), (given,)).program)
+    with ThreadPoolExecutor(1) as pool:
+        with asked_once():
+            done = pool.submit(another)
+            entered.wait(10)
+        assert proxy_tensor.proxy_call is not ask
+        x = torch.rand(8, 8)
+        assert show(capture(operands, (x,)).program) == show(capture(operands, (x,)).program)
+        leave.set()
+        done.result()
     assert proxy_tensor.proxy_call is ask
+
+
+@pytest.mark.parametrize("part", ["question", "keep", "again"])
+def test_another_pytorch_is_asked_every_time(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is private in PyTorch may change: then all is traced as ever, and it is told."""
+    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    expected = show(capture(net, (torch.rand(2, 8),)).program)
+
+    def gone(*args: Any) -> Any:
+        raise AttributeError("what was here is gone")
+
+    monkeypatch.setattr(f"terrazzo.front.repeated._Answers.{part}", gone)
+    with pytest.warns(RuntimeWarning, match="capture takes longer with PyTorch .* what was here is gone"):
+        assert show(capture(net, (torch.rand(2, 8),)).program) == expected

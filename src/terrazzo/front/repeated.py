@@ -9,6 +9,7 @@ values lie. The program itself runs as ever, so nothing is assumed of what it do
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -107,18 +108,25 @@ class _Asking:
     def __call__(self, mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
         import torch
 
-        answers = _asked.get()
-        if answers is None:
-            return self.ask(mode, func, pre_dispatch, args, kwargs)
-        with torch._C.DisableTorchFunction():  # whose modes would see every look at a shape
-            question, operands = answers.question(mode, func, args, kwargs)
-            if question is not None and (answer := answers.known.get(question)):
-                return answers.again(mode.tracer, answer, operands)
-        last = next(iter(reversed(mode.tracer.graph.nodes)), None)
-        found = self.ask(mode, func, pre_dispatch, args, kwargs)
-        if question is not None:
-            with torch._C.DisableTorchFunction():
-                answers.keep(question, mode.tracer, operands, last, found)
+        answers, asked = _asked.get(), (mode, func, pre_dispatch, args, kwargs)
+        if answers is None or answers.strange:
+            return self.ask(*asked)
+        try:
+            with torch._C.DisableTorchFunction():  # whose modes would see every look at a shape
+                question, operands = answers.question(mode, func, args, kwargs)
+                if question is not None and (answer := answers.known.get(question)):
+                    return answers.again(mode.tracer, answer, operands)
+                last = next(iter(reversed(mode.tracer.graph.nodes)), None)
+        except Exception as why:
+            answers.give_up(why)
+            return self.ask(*asked)
+        found = self.ask(*asked)
+        if question is not None and not answers.strange:
+            try:
+                with torch._C.DisableTorchFunction():
+                    answers.keep(question, mode.tracer, operands, last, found)
+            except Exception as why:
+                answers.give_up(why)
         return found
 
 
@@ -133,6 +141,15 @@ class _Answers:
         self.fake = FakeTensor
         self.words = (torch.dtype, torch.device, torch.layout, torch.memory_format)
         self.pure: dict[Any, bool] = {}
+        self.strange = False
+
+    def give_up(self, why: Exception) -> None:
+        """Ask for every call from here on: this PyTorch is not as we know it, for these are its private parts."""
+        import torch
+
+        self.strange = True
+        told = f"terrazzo: capture takes longer with PyTorch {torch.__version__} ({type(why).__name__}: {why})"
+        warnings.warn(told, RuntimeWarning, stacklevel=2)
 
     def question(self, mode: Any, func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
         """What is asked, None where it holds what is not compared; and each operand with its node's proxy."""
