@@ -230,7 +230,7 @@ PASSES = (
     Pass("places", "loop", "loop", "products that whole numbers are made of are rounded, whatever is added to them",
          lambda p, log, o, tried: round_places(p, log)),
     Pass("order", "loop", "loop", "steps come in the order in which least memory is in use at a time",
-         lambda p, log, o, tried: in_order(p, log, "order")),
+         lambda p, log, o, tried: in_order(p, log, "order", target(o.target).gpu is not None)),
     Pass("online", "loop", "loop", "what lies between two products becomes part of the second, where that pays",
          lambda p, log, o, tried: _chained(p, log, o, tried) if o.fuse else p),
     Pass("parts", "loop", "loop", "products in float32 become products of bfloat16, where that is faster",
