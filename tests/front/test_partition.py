@@ -151,3 +151,16 @@ def test_numbers_of_rows_are_kept_where_their_sums_are_exact(
     q, k, v = (torch.randn(1, 2, 16, size, dtype=dtype, requires_grad=True) for _ in range(3))
     torch.compile(F.scaled_dot_product_attention, backend=backend)(q, k, v).float().sum().backward()
     assert any(kept) == numbers
+
+
+def test_gradients_may_be_asked_for_again() -> None:
+    module = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 2))
+    weights = list(module.parameters())
+    torch._dynamo.reset()
+    x = torch.randn(3, 4)
+    ours, theirs = torch.compile(module, backend="terrazzo")(x).sum(), module(x).sum()
+    for last in (False, True):
+        found = torch.autograd.grad(ours, weights, retain_graph=not last)
+        torch.testing.assert_close(found, torch.autograd.grad(theirs, weights, retain_graph=True))
+    with pytest.raises(RuntimeError, match="a second time"):
+        torch.autograd.grad(ours, weights)

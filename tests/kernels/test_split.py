@@ -28,7 +28,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
 from terrazzo.ir.node import topological
 from terrazzo.ir.parse_plan import parse_plan
-from terrazzo.ir.text import parse
+from terrazzo.ir.text import parse, show
 from terrazzo.ir.types import bf16
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering, stages
@@ -418,10 +418,18 @@ def f(x: bf16[256, 512], v: bf16[256, 512], w: bf16[256, 512]):
     )
 
 
+def test_few_rows_multiply_parts_of_weights_made_on_their_way() -> None:
+    program = capture(F.linear, (torch.zeros(32, 4096), torch.zeros(14336, 4096)), {}).program
+    done = lowering(program, Options(target="sm_90a", fp32="split", libraries="never"))
+    makers = [e for e in done.log.events if e.rule == "into_parts" and "stores parts" in e.reason]
+    assert len(makers) == 1 and 'to="acc0.a", by="parts"' in show(done.at("tile"))
+
+
 @pytest.mark.parametrize(
     ("shape", "target", "reason"),
     [
-        ((32, 4096, 4096), "sm_90a", "32 x 4096 results fill no tile of 64 rows"),
+        ((32, 32, 4096), "sm_90a", "32 x 32 results fill no tile of 64 rows"),
+        ((16, 4096, 4096), "sm_90a", "16 x 4096 results wait for memory on CUDA cores too"),
         ((256, 256, 512), "sm_90a", r"[\d.]+ us with parts made, [\d.]+ us as it is, by the model"),
         (
             (4096, 4096, 64),

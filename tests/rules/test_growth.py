@@ -300,7 +300,7 @@ def test_chains_that_are_slower_at_best_are_not_built() -> None:
     assert len(asked[2:]) == 4  # what is stored, the chain, and whether it is refused
 
 
-@pytest.mark.parametrize(("rows", "depth", "why"), [(16, 256, "fill no tile"), (64, 64, "CUDA cores are as exact")])
+@pytest.mark.parametrize(("rows", "depth", "why"), [(16, 256, "wait for memory"), (64, 64, "CUDA cores are as exact")])
 def test_parts_of_products_too_small_for_them_are_not_written_down(
     rows: int, depth: int, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,7 @@ from terrazzo.front.effects import (
 from terrazzo.front.fx import from_graph
 from terrazzo.front.looking import checks_inside, definitions, distributions_unchecked
 from terrazzo.front.recurrent import recurrent_nets_by_definition
+from terrazzo.front.repeated import asked_once
 from terrazzo.front.results import Result, Results, arrange, storage, view
 from terrazzo.ir.program import Program
 from terrazzo.ir.show import show
@@ -300,6 +301,7 @@ def trace(fn: Callable[[list[Any]], list[Any]], tensors: Sequence[Any]) -> tuple
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
     from torch._subclasses.functional_tensor import dispatch_functionalize
     from torch.fx import Interpreter
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
     from torch.fx.traceback import preserve_node_meta
@@ -324,6 +326,8 @@ def trace(fn: Callable[[list[Any]], list[Any]], tensors: Sequence[Any]) -> tuple
             resampled_whole(tensors),
             checks_inside(),
             _said_to_be_traced(),
+            asked_once(),
+            _use_lazy_graph_module(True),  # nobody calls what is traced, so its code is not written
         ):
             wrapped = dispatch_functionalize(functional)
             gm = traced(wrapped, decomposition_table=table())(*tensors)

@@ -63,6 +63,7 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: S
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     def compiler(graph: Any, inputs: Sequence[Any], views: bool = True, static: Sequence[int] = ()) -> Any:
+        _keep_saved()
         dump = options.dump and options.dump / f"graph-{next(_graphs):03}"
         return _graph(graph, replace(options, dump=dump), views, static)
 
@@ -94,6 +95,17 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: S
             raise
         _say(f"AOTAutograd does not take the graph ({str(why).strip().splitlines()[0]})")
         return gm
+
+
+def _keep_saved() -> None:
+    """Let gradients be asked for more than once (`retain_graph=True`): AOTAutograd refuses that where it has found
+    saved tensors that the backward graph might overwrite, which ours never does.
+    """
+    import torch
+
+    context = torch._guards.TracingContext.try_get()
+    if context and getattr(context.fw_metadata, "bw_donated_idxs", None):
+        context.fw_metadata.bw_donated_idxs = []
 
 
 @contextmanager

@@ -106,8 +106,8 @@ class Order(Line, dialect="plan", op="order"):
 class Agent(Line, dialect="plan", op="agent"):
     """Warps `first` to `first + warps - 1`, which do the same. `teams` of them work and wait each by itself: on their
     parts of a tile, or, with `turns`, on one tile after the other, in which one multiplies while others store. With
-    `lag`, a team begins a step when the one before it has the sums that its factors are made of, or has made them of
-    slabs: one multiplies while another makes factors.
+    `lag`, a team begins a step when the one before it has begun that, or has the sums that its factors are made of, or
+    has made them of slabs: one multiplies while another stores or makes factors.
 
     With `registers`, a thread has so many; else as many as it began with.
     """

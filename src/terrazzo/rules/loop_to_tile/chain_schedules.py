@@ -83,24 +83,24 @@ class Warps:
         return self.down * self.each * FEW
 
     def held(self, c: Chain) -> int:
-        """Registers for both products' sums, the values between them and fragments."""
+        """Registers for all products' sums, the values between them and fragments."""
         width, own = c.width, self.step // self.deep
-        each = width // 2 + own // 2 + own // 4 + 4
+        each = len(c.sums) * own // 2 + len(c.outside) * (width // 2 + own // 4) + 4
         return self.each * each + max(width, own) // 4 + MORE * (self.each - 1 + (self.deep > 1))
 
     def shared(self, c: Chain) -> int:
         """Bytes of shared memory for the operands, and where warps meet."""
         depth, width = c.deep, c.width
+        down = sum(c.rows in x.free for x in c.inside)
+        along = (len(c.inside) - down) * depth + len(c.along) * width
         meeting = 4 * self.deep * self.rows * (width + 8) if self.deep > 1 else 0
-        return 2 * (self.rows * depth + self.slots * self.step * (depth + width)) + meeting
+        return 2 * (down * self.rows * depth + self.slots * self.step * along) + meeting
 
 
 def arrangements(c: Chain, gpu: Gpu) -> Iterator[Warps]:
     """How warps may divide a step that a block has room for, best first: many rows, for each of which fragments of the
     other operands are loaded once; where there are few rows, warps divide the columns.
     """
-    if c.beside or c.others or c.rounds:
-        return
     most = ceil(c.steps.extent, 16) * 16
     few = c.rows.extent <= FEW
     ways = ((1, 1, 4), (1, 1, 2), (1, 1, 1)) if few else ((4, 2, 1), (8, 1, 1), (4, 1, 1), (2, 1, 1), (1, 1, 1))
@@ -133,17 +133,15 @@ def on_warps(c: Chain, gpu: Gpu, way: Warps, longest_first: bool = False) -> Sch
     across = (name, (*_warps(way.deep), Factor("reg", own // 8), Factor("inst.n", 8)))
     along = (name, (*_warps(way.deep), *_depth(own, deep)))
     by = "cp.async" if gpu.number >= 80 else "ld"
-    a, b, v = c.operands
-    first = Site(
-        (c.inner,),
-        (rows, across, (axis_name(c.depth), _depth(depth, deep))),
-        tuple({called(x): _copied(depth, by) for x in (a, b)}.items()),
-        on,
-    )
     columns = (c.columns.name, (Factor("reg", width // 8), Factor("inst.n", 8)))
-    second = Site((c.outer,), (rows, columns, along), ((called(v), _copied(width, by)),), on)
+
+    def site(names: tuple[str, ...], axes: tuple[Any, ...], size: int) -> Site:
+        return Site(names, axes, tuple({called(x): _copied(size, by) for x in c.read(*names)}.items()), on)
+
+    first = site(c.sums, (rows, across, (axis_name(c.depth), _depth(depth, deep))), depth)
+    last = [site((name,), (rows, columns, along), width) for name, _ in c.outside]
     lines = Tile(way.rows, way.step, way.slots).lines(c, longest_first)
-    return Schedule(c.kernel.name, gpu.arch, tuple(lines), (), (), (first, second, *alike(c)))
+    return Schedule(c.kernel.name, gpu.arch, tuple(lines), (), (), (first, *last, *alike(c)))
 
 
 def _depth(size: int, each: int) -> tuple[Factor, ...]:

@@ -104,6 +104,13 @@ def _no_groups(kernel: l.Kernel, gpu: Gpu) -> bool:
     return next(_on_groups(kernel, gpu), None) is None
 
 
+def rate(c: Chain, gpu: Gpu) -> float:
+    """Operations per nanosecond of the instructions of a chain, or 0 where there are none for its types."""
+    if gpu.warpgroups is not None:
+        return gpu.warpgroups.rate
+    return 0.0 if nowhere(c.kernel, gpu) else gpu.tensor
+
+
 BY_WARPS = 1.6
 """How much slower than those of warpgroups the instructions of warps multiply on a Hopper."""
 
@@ -117,7 +124,8 @@ def idle(c: Chain, gpu: Gpu) -> float:
         return 1.0
     way = next(arrangements(c, gpu), None) if _no_groups(c.kernel, gpu) else None
     blocks = math.prod(chain_groups.outside(c)) * ceil(c.rows.extent, way.rows if way else ROWS)
-    return (BY_WARPS if way else 1.0) * max(1.0, gpu.processors / blocks)
+    slower = BY_WARPS if way and gpu.warpgroups else 1.0
+    return slower * max(1.0, gpu.processors / blocks)
 
 
 def carried(c: Chain, gpu: Gpu) -> int:

@@ -27,16 +27,15 @@ from terrazzo.rules.loop_to_tile.stored import stored
 from terrazzo.rules.tile.reach import share
 from terrazzo.rules.tile_to_kernel.lower import derived
 
-CHAINED, BETWEEN, BESIDE = 0.845, 6e-4, 0.3
-"""A chain of products: what of the instructions' rate it reaches, the nanoseconds a number that lies between the
-products takes on CUDA cores, and how much of the shorter of both is not hidden behind the longer one. Fitted to
-attention with heads of 64, 128 and 256 on an H200 (22 November 2026): within 15 % at 2048 tokens and more.
+CHAINED, BETWEEN, BESIDE = 0.845, 36, 0.3
+"""A chain of products: what of the instructions' rate it reaches, how many operations of CUDA cores a number that lies
+between the products takes as long as, and how much of the shorter of both is not hidden behind the longer one. Fitted
+to attention with heads of 64, 128 and 256 on an H200 (22 November 2026): within 15 % at 2048 tokens and more.
 """
 
-OPERATION = 6e-5
-"""The nanoseconds that an operation on such a number takes, where they are more than those of a softmax: with 8192 x
-512 of tanh between products on warps, which have 128 rows a block, a kernel took 24 us, and 19 by this (H200, November
-2026).
+OPERATION = 3.6
+"""The same for an operation on such a number, where they are more than those of a softmax: with 8192 x 512 of tanh
+between products on warps, which have 128 rows a block, a kernel took 24 us, and 19 by this (H200, November 2026).
 """
 
 BOXED = 1.1
@@ -69,13 +68,13 @@ def estimate(kernel: l.Kernel, gpu: Gpu) -> Estimate:
     plans += reduced.plans(kernel, gpu)[:1]
     plan = min(plans, key=lambda x: x.time, default=None)
     both = chain(kernel) if p is None else None
-    if both is not None and gpu.warpgroups is not None:
+    if both is not None and (rate := chains.rate(both, gpu)):
         points = math.prod(a.extent for a in kernel.axes) // both.columns.extent * both.steps.extent * both.times
         points = int(points * _visited(kernel, both))
         deep = len(both.sums) * both.depth.extent + len(both.outside) * both.columns.extent
         operations = 2 * points * deep * both.terms
-        products = operations / (CHAINED * gpu.warpgroups.rate)
-        between = points * max(BETWEEN, OPERATION * _between(kernel, both))
+        products = operations / (CHAINED * rate)
+        between = points * max(BETWEEN, OPERATION * _between(kernel, both)) / gpu.fma
         work_time = max(products, between) + BESIDE * min(products, between)
         brought = chains.carried(both, gpu) * _visited(kernel, both) / gpu.cache
         time = max(moved / gpu.memory, brought, work_time * chains.idle(both, gpu)) + gpu.launch

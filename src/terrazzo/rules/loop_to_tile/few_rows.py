@@ -213,8 +213,8 @@ def split_frames(kernel: l.Kernel, pieces: int, unit: int = 1) -> tuple[l.Kernel
     outer = accumulators(kernel)[found.outer]
     assert isinstance(outer, l.Reduce)
     c = nested_contraction(outer)
-    held = weight(c) if c is not None else None
-    (axis,) = outer.axes
+    held = weight(c) if c is not None and len(outer.axes) == 1 else None
+    (axis, *_) = outer.axes
     every = reductions(kernel.stores[0].value)
     if held is None or len(held.top.axes) != 1 or at(held.top, axis) is not held.score:
         return None

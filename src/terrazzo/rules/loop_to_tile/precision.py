@@ -25,6 +25,10 @@ log-normal ones the error is 1.4 times that of float32, of 64 it is 1.7 times th
 """
 ROWS = 64
 """An instruction's."""
+FEW = 16
+"""Rows, or columns, for which CUDA cores multiply as fast as memory brings the other factor: 16 x 3584 x 18944 took 103
+us there and 107 in parts, and twice as many rows 134 and 104 (H200, 23 November 2026).
+"""
 
 
 def gain(
@@ -58,7 +62,9 @@ def no_gain(kernel: l.Kernel, count: int, gpu: Gpu) -> str:
 
 def _few(rows: int, columns: int) -> str:
     """Why so many results, of all axes that one factor alone knows, are too few; or nothing."""
-    return f"{rows} x {columns} results fill no tile of {ROWS} rows" if min(rows, columns) < ROWS else ""
+    if max(rows, columns) < ROWS:
+        return f"{rows} x {columns} results fill no tile of {ROWS} rows"
+    return f"{rows} x {columns} results wait for memory on CUDA cores too" if min(rows, columns) <= FEW else ""
 
 
 def _short(p: Product, least: float) -> str:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import loop as l
@@ -117,8 +118,14 @@ def ways(kernel: l.Kernel, gpu: Gpu) -> Iterator[Way]:
         part, rest = split(kernel, _around(p), pieces, n)
         q = reduced_product(part)
         if q is not None and q.n.extent == n:
-            own = replace(plan.tile, rows=q.m, columns=q.n)
+            (piece,) = _pieces(q)
+            own = replace(plan.tile, rows=q.m, columns=q.n, split={p.m: q.m, p.n: piece}.get(plan.tile.split))
             yield Way(kernel, part, schedule(q, plan._replace(tile=own), gpu), rest, plan)
+
+
+def _pieces(p: Product) -> list[Any]:
+    """The axis that pieces of columns are counted by, where there are several."""
+    return [a for a in p.batch if all(a not in p.factors(c)[0].free for c in p.sites)]
 
 
 def refusal(kernel: l.Kernel, gpu: Gpu) -> str:
@@ -137,7 +144,7 @@ def schedule(p: Product, plan: warpgroups.Plan, gpu: Gpu) -> Schedule:
     """
     made = warpgroups.schedule(p, plan, gpu)
     rows, columns = axis_name(p.m), axis_name(p.n)
-    pieces = [axis_name(a) for a in p.batch if all(a not in p.factors(c)[0].free for c in p.sites)]
+    pieces = list(map(axis_name, _pieces(p)))
     lines = [(a, b if a != columns else b[1:]) for a, b in made.axes if not isinstance(b, Like)]
     last = [x for x in lines if x[0] in pieces]
     at = 1 + next(n for n, (a, _) in enumerate(lines) if a == rows)

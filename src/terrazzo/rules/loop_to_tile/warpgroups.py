@@ -367,10 +367,12 @@ def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
     """The bindings of a plan in one piece. Results of 16 bits gather in shared memory."""
     t = plan.tile
     tiles = {a: ceil(a.extent, t.covered(a)) for a in (p.m, p.n)}
-    lines: list[tuple[str, Any]] = [(a.name, grid(a.extent)) for a in p.batch]
+    two: dict[Any, tuple[tuple[str, int], ...]] = {t.split: (("cluster", 2),)}
+    lines: list[tuple[str, Any]] = [
+        (a.name, grid(ceil(a.extent, 2 if a in two else 1), *two.get(a, ()))) for a in p.batch
+    ]
     for a in (p.m, p.n):
-        cluster = (Factor("cluster", 2),) if a is t.split else ()
-        lines.append((axis_name(a), (Factor("grid", tiles[a]), *cluster, Factor("block", t.m if a is t.rows else t.n))))
+        lines.append((axis_name(a), grid(tiles[a], *two.get(a, ()), ("block", t.m if a is t.rows else t.n))))
     *outer, depth = p.axes
     lines += [(f"r{a.label}", (Factor("time", a.extent),)) for a in outer]
     name = f"r{depth.label}"

@@ -89,8 +89,8 @@ class _Walk:
         names = ", ".join(sorted(map(axis_name, self.draft.tiled)))
         digits = self.bindings.digits(axis.name, None, extent(axis))
         need(
-            all(d.level == "grid" for d in digits),
-            f"{axis.name} lies inside a tile of {names}, so only the grid can walk it",
+            all(d.level in ("grid", "cluster") for d in digits),
+            f"{axis.name} lies inside a tile of {names}, so only the grid can walk it, or a cluster divide it",
         )
 
     def jam(self) -> None:

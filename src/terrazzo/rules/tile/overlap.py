@@ -85,7 +85,7 @@ def take_turns(plan: Plan, draft: Draft) -> Plan | None:
 def fall_behind(plan: Plan, draft: Draft) -> Plan | None:
     """`roles(..., lag=True)` where a step's products come one after the other: a warpgroup begins a step when the one
     before it has that step's first sums, or has made its factors of a slab, so that one multiplies while the other
-    makes factors.
+    makes factors. Where there is one product, the other one stores meanwhile.
     """
     if not plan.all(Ring) or not lags(draft) or any(a.lag for a in plan.all(Agent)) or overlaps(draft):
         return None
@@ -99,9 +99,9 @@ def may_fall_behind(plan: Plan) -> None:
     products = plan.all(Product)
     made = (len(products) == 2 and products[-1].a == VALUES) or any(p.a == CONVERTED for p in products)
     need(
-        made and all(warps(matrix(p.on)) > 1 for p in products),
-        "warpgroups lag behind one another where a product of theirs takes what is made of another one's sums, or of a "
-        "slab",
+        (made or len(products) == 1) and all(warps(matrix(p.on)) > 1 for p in products),
+        "warpgroups lag behind one another in one product, or where a product of theirs takes what is made of another "
+        "one's sums, or of a slab",
     )
     need(any(plan.named(x).over for x in products[0].rings), "warpgroups lag behind one another step by step")
 

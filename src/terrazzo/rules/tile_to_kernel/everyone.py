@@ -5,6 +5,7 @@ full and another empty.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from terrazzo.hw.products import matrix, warps
 from terrazzo.ir.dialects import kernel as k
@@ -31,7 +32,7 @@ class Everyone(Pipeline):
         if moving is None:  # the tile is one step
             self.every_product(0, {})
         else:
-            self.steps_of(moving)
+            self.visiting.go_around(partial(self.steps_of, moving))
         self.factors.finish()
         self.meet(self.plan.all(Product)[-1])
 

@@ -174,7 +174,7 @@ class Pipeline:
                     self.follow(t)
                     values = self.converted.values(p, t)
                     self.lead(t)
-                if first := not self.outermost(p):
+                if first := not self.outermost(p) or (p.a != CONVERTED and len(self.plan.all(Product)) == 1):
                     self.follow(t)
                 self.products(p, t, values, left=1 if late else 0)
                 if first:

@@ -13,18 +13,21 @@ from terrazzo.ir.types import DType, Type
 from terrazzo.rewrite.rule import Rule, need
 
 
-def aten(*names: str) -> Callable[[Callable[..., Any]], Rule]:
+def aten(*names: str, same: bool = False) -> Callable[[Callable[..., Any]], Rule]:
     """Make a lowering of the ATen overloads `names` (given without the leading `aten.`; `prims.` stays).
 
     The function gets the node, whose `type` is PyTorch's own answer for shape and dtype of the result, and then the
     arguments as PyTorch's schema has them, tensors already lowered. It returns a Tensor IR value, or a tuple for
-    several results.
+    several results. With `same` the tensors must be of one type: PyTorch has no meaning for others and says so when it
+    is called, though it traces them.
     """
 
     def make(fn: Callable[..., Any]) -> Rule:
         def lower(node: Aten, ctx: Any) -> Any:
             types = [*_types(node), *(y for x in node.children for y in _types(x))]
             need(all(y.dtype.kind != "complex" for y in types), "complex numbers are not compiled")
+            given = {str(y.dtype) for x in node.children for y in _types(x)}
+            need(not same or len(given) < 2, f"PyTorch refuses operands of several types ({', '.join(sorted(given))})")
             results = _types(node)
             if results and all(0 in y.shape for y in results):  # nothing to compute
                 empty = tuple(t.literal(0, y.dtype, y.shape) for y in results)

@@ -38,13 +38,13 @@ def matmul(x: Any, y: Any, dtype: DType) -> Any:
     return product(x, y, space, (*b, i, r), (*b, r, j), 1, dtype)
 
 
-@aten("mm.default", "bmm.default", "int_mm.default")
+@aten("mm.default", "bmm.default", "int_mm.default", same=True)
 def mm(node: Aten, x: Any, y: Any) -> Any:
     """x @ y."""
     return t.cast(matmul(x, y, result(node).dtype), result(node).dtype)
 
 
-@aten("mv.default")
+@aten("mv.default", same=True)
 def mv(node: Aten, x: Any, y: Any) -> Any:
     """x @ y for a vector y."""
     return t.cast(_mv(x, y, result(node).dtype), result(node).dtype)
@@ -55,7 +55,7 @@ def _mv(x: Any, y: Any, dtype: DType) -> Any:
     return product(x, y, x.type.shape, (i, r), (r,), 1, dtype)
 
 
-@aten("dot.default", "vdot.default")
+@aten("dot.default", "vdot.default", same=True)
 def dot(node: Aten, x: Any, y: Any) -> Any:
     """sum x * y."""
     (r,) = t.coordinates(x.type.shape)
@@ -72,19 +72,19 @@ def _scaled(out: Type, base: Any, value: Any, beta: Any, alpha: Any) -> Any:
     return t.cast(value, out.dtype)
 
 
-@aten("addmm.default", "baddbmm.default")
+@aten("addmm.default", "baddbmm.default", same=True)
 def addmm(node: Aten, base: Any, x: Any, y: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
     """beta * base + alpha * (x @ y)."""
     return _scaled(result(node), base, matmul(x, y, result(node).dtype), beta, alpha)
 
 
-@aten("addmv.default")
+@aten("addmv.default", same=True)
 def addmv(node: Aten, base: Any, x: Any, y: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
     """beta * base + alpha * (x @ y) for a vector y."""
     return _scaled(result(node), base, _mv(x, y, result(node).dtype), beta, alpha)
 
 
-@aten("addbmm.default")
+@aten("addbmm.default", same=True)
 def addbmm(node: Aten, base: Any, x: Any, y: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
     """beta * base + alpha * the sum over the batch of x @ y."""
     b, m, k = x.type.shape
@@ -105,7 +105,7 @@ def addr(node: Aten, base: Any, x: Any, y: Any, *, beta: Any = 1, alpha: Any = 1
     return _scaled(out, base, outer, beta, alpha)
 
 
-@aten("convolution.default")
+@aten("convolution.default", same=True)
 def convolution(
     node: Aten,
     x: Any,

@@ -223,6 +223,7 @@ def put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool, from_end:
 @aten("index_put.default", "_unsafe_index_put.default", "_index_put_impl.default")
 def index_put(node: Aten, x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False, *args: Any) -> Any:
     """x with x[indices] set to the values, or with the values added. A mask may be set to one value."""
+    need(values.type.dtype is x.type.dtype, "PyTorch refuses values of another type")
     masks = [i for i in indices if i is not None and not i.type.dtype.is_integer]
     if not masks:
         return put(x, indices, values, accumulate)
@@ -257,6 +258,7 @@ def index_add(node: Aten, x: Any, dim: int, index: Any, source: Any, *, alpha: f
     sort them first, as its index_put does.
     """
     dtype = x.type.dtype
+    need(source.type.dtype is dtype, "PyTorch refuses a source of another type")
     if alpha != 1:
         scale = operand(alpha, dtype.compute, source.type.shape)
         source = t.cast(t.apply("mul", t.cast(source, dtype.compute), scale), dtype)
