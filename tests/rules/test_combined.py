@@ -93,7 +93,7 @@ def test_it_must_be_worth_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     program = branches(8, pointwise(8))
     assert combine_sooner(program, Log(), RATES) == program
     assert combine_sooner(program, Log(), RATES, 0) != program
-    for name, limit in (("RATE", 100.0), ("LOSS", 0.03)):
+    for name, limit in (("RATE", 100.0), ("LOSS", 0.01)):
         with monkeypatch.context() as m:
             m.setattr(combined, name, limit)
             assert combine_sooner(program, Log(), RATES, 0) == program

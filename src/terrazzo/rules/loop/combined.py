@@ -23,12 +23,12 @@ PASS = "remake"
 RULE = "combine_sooner"
 RATE = 4.0
 """How many times the part of memory must be saved that it takes of the time."""
-LOSS = 0.03
+LOSS = 0.05
 """The part of the time of a program that is given for memory at most."""
 ROUNDS = 64
 """How often it is looked where most memory is in use."""
-TRIED = 4
-"""Of how many terms that save most there the price is asked."""
+TRIED = 32
+"""How many terms that save most there are tried."""
 
 
 @dataclass(frozen=True)
@@ -137,23 +137,25 @@ def combine_sooner(program: l.Program, log: Log, rates: Rates, worth: int = WORT
         if most < worth:
             break
         whole = max(sum(map(price, program.steps)), 1.0)
+        found: list[tuple[tuple[int, int, float], _Way, list[l.Kernel | l.Call]]] = []
         for way in _ways(program, used.index(most)):
-            old = program.steps[way.reader]
-            more = max(price(way.sooner) + price(way.rest) - price(old), 0.0)
             steps = [*program.steps]
             steps[way.reader] = way.rest
             steps.insert(way.at, way.sooner)
             after = in_use(steps, program.results)
+            more = max(price(way.sooner) + price(way.rest) - price(program.steps[way.reader]), 0.0) / whole
             lower = (max(after), after.count(max(after))) < (most, used.count(most))
-            if lower and more / whole <= min(left, way.saves / most / RATE):
-                left -= more / whole
-                why = f"{way.saves / 1e6:.1f} MB less of {most / 1e6:.1f} are in use, {more / 1000:.1f} us more"
-                log.add(Event(PASS, RULE, old.name, True, f"{', '.join(b.name for b in way.sooner.reads)}: {why}"))
-                log.applied(PASS, RULE, old.name, [old], [way.sooner, way.rest])
-                program = l.Program(program.name, program.inputs, tuple(steps), program.results)
-                break
-        else:
+            if lower and more <= min(left, way.saves / most / RATE):
+                found.append(((max(after), after.count(max(after)), more), way, steps))
+        if not found:
             break
+        (least, _, more), way, steps = min(found, key=lambda x: x[0])
+        left -= more
+        old = program.steps[way.reader]
+        why = f"{most / 1e6:.1f} MB are in use, and {least / 1e6:.1f} MB then, for {more * whole / 1000:.1f} us more"
+        log.add(Event(PASS, RULE, old.name, True, f"{', '.join(b.name for b in way.sooner.reads)}: {why}"))
+        log.applied(PASS, RULE, old.name, [old], [way.sooner, way.rest])
+        program = l.Program(program.name, program.inputs, tuple(steps), program.results)
     return program
 
 
