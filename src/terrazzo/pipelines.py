@@ -38,6 +38,7 @@ from terrazzo.rules.loop.beside import chains_beside
 from terrazzo.rules.loop.blocks import blocks_seen
 from terrazzo.rules.loop.channels import channels_last
 from terrazzo.rules.loop.columns_reduced import columns_reduced
+from terrazzo.rules.loop.combined import combine_sooner
 from terrazzo.rules.loop.fold import fold
 from terrazzo.rules.loop.frozen import constants, stored_once, varying
 from terrazzo.rules.loop.fuse import fuse, seen_through
@@ -169,6 +170,12 @@ def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
     return rounded_weights(made, log, target(options.target).rates.matrix)
 
 
+def _lean(p: l.Program, log: Log, options: Options) -> l.Program:
+    """Less of what waits in memory: it is made again, or combined with others that wait for the same."""
+    rates = target(options.target).rates
+    return remake(combine_sooner(p, log, rates), log, rates)
+
+
 def _refusal(options: Options, tried: Experience, used: bool = False) -> Callable[[l.Kernel], str]:
     """Why a chain of products is not worth one kernel, or nothing: found once for all that differ in names only. Where
     it multiplies in float32, that is a chain of parts. It is `used` wherever nothing is against it.
@@ -223,13 +230,13 @@ PASSES = (
     Pass("places", "loop", "loop", "products that whole numbers are made of are rounded, whatever is added to them",
          lambda p, log, o, tried: round_places(p, log)),
     Pass("order", "loop", "loop", "steps come in the order in which least memory is in use at a time",
-         lambda p, log, o, tried: in_order(p, log, "order")),
+         lambda p, log, o, tried: in_order(p, log, "order", target(o.target).gpu is not None)),
     Pass("online", "loop", "loop", "what lies between two products becomes part of the second, where that pays",
          lambda p, log, o, tried: _chained(p, log, o, tried) if o.fuse else p),
     Pass("parts", "loop", "loop", "products in float32 become products of bfloat16, where that is faster",
          lambda p, log, o, tried: in_parts(p, log, o, tried)),
     Pass("remake", "loop", "loop", "what lives long and is made fast is made again where it is needed",
-         lambda p, log, o, tried: remake(p, log, target(o.target).rates) if o.fuse else p),
+         lambda p, log, o, tried: _lean(p, log, o) if o.fuse else p),
     Pass(SCHEDULE, "loop", "tile",
          "every kernel gets a schedule: the user's, or the best by the model of the machine",
          _scheduled),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from threading import Event
 from typing import Any
 
 import pytest
@@ -133,9 +132,9 @@ def test_equal_layers_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     ask = proxy_tensor.proxy_call
 
-    def counting(mode: Any, func: Any, *rest: Any) -> Any:
+    def counting(proxy_mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
         asked.append(str(func))
-        return ask(mode, func, *rest)
+        return ask(proxy_mode, func, pre_dispatch, args, kwargs)
 
     monkeypatch.setattr(proxy_tensor, "proxy_call", counting)
 
@@ -160,25 +159,25 @@ def test_what_fails_leaves_nothing_behind() -> None:
     assert proxy_tensor.proxy_call is ask
 
 
-def test_threads_that_trace_leave_nothing_behind() -> None:
-    """PyTorch's function is back when the last one is through, in whichever order they end."""
+def test_another_pytorch_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose function takes something else."""
     ask = proxy_tensor.proxy_call
-    entered, leave = Event(), Event()
 
-    def another() -> None:
-        with asked_once():
-            entered.set()
-            leave.wait(10)
+    def other(mode: Any, *rest: Any) -> Any:
+        assert proxy_tensor.proxy_call is other
+        return ask(mode, *rest)
 
-    with ThreadPoolExecutor(1) as pool:
-        with asked_once():
-            done = pool.submit(another)
-            entered.wait(10)
-        assert proxy_tensor.proxy_call is not ask
-        x = torch.rand(8, 8)
-        assert show(capture(operands, (x,)).program) == show(capture(operands, (x,)).program)
-        leave.set()
-        done.result()
+    monkeypatch.setattr(proxy_tensor, "proxy_call", other)
+    capture(operands, (torch.rand(8, 8),))
+
+
+def test_traces_side_by_side() -> None:
+    """One after the other, and PyTorch's function is back when the last one is through."""
+    ask = proxy_tensor.proxy_call
+    given = torch.rand(8, 8)
+    with ThreadPoolExecutor(4) as pool:
+        found = {*pool.map(lambda n: show(capture(parts, (given,)).program), range(8))}
+    assert found == {show(capture(parts, (given,)).program)}
     assert proxy_tensor.proxy_call is ask
 
 

@@ -18,6 +18,7 @@ from terrazzo.rewrite.rule import Choice, Log
 from terrazzo.rules import tensor_to_loop
 from terrazzo.rules.loop import (
     channels,
+    combined,
     digits,
     fold,
     frames,
@@ -152,6 +153,7 @@ CATALOG: dict[str, Rewrite] = {
     "places:round_places": of(places.round_places, lambda p: places.round_places(p, Log())),
     "relax:approximate": of(relax.relax, lambda p: relax.relax(p, Log())),
     "remake:store_sooner": of(sooner.store_sooner, lambda p: sooner.store_sooner(p, Log(), FREE, 1, "remake")),
+    "remake:combine_sooner": of(combined.combine_sooner, lambda p: combined.combine_sooner(p, Log(), FREE, 0)),
     "remake:make_again": of(remake.remake, lambda p: remake.remake(p, Log(), FREE, 0)),
     "schedule:collapse": of(collapse.collapse, kernels(lambda k: (collapse.collapse(k),))),
     "schedule:merge_product_axes": of(collapse.merge_product_axes, kernels(product_axes)),

@@ -137,6 +137,7 @@ def seasoned(program: Program) -> Program:
         *moments(t.scan("sum", t.cast(t.iota((7, 8), t.coordinates((7, 8))[1]), f32), 0)),
         late(wide := t.scan("sum", t.cast(t.iota((60, 8), t.coordinates((60, 8))[1]), f32), 0)),
         *rounded(wide),
+        summed(wide),
     )
     return Program("tensor", program.name, program.inputs, (*program.results, *more))
 
@@ -158,6 +159,17 @@ def late(x: Any) -> Any:
     much = t.apply("tanh", t.broadcast(t.reduce("sum", early, [1], keepdim=True), (60, 800)))
     largest = t.reduce("max", much, [1], keepdim=True)
     return t.apply("mul", t.apply("mul", early, t.broadcast(largest, (60, 8))), x)
+
+
+def summed(x: Any) -> Any:
+    """What is made one after the other, and then summed."""
+    steps = [t.broadcast(x, (100, 60, 8))]
+    for _ in range(4):
+        steps.append(t.scan("max", t.apply("neg", steps[-1]), len(steps) % 2))
+    whole = steps[1]
+    for y in steps[2:]:
+        whole = t.apply("add", whole, y)
+    return t.reduce("max", whole, [0])
 
 
 def rounded(x: Any) -> tuple[Any, Any, Any]:

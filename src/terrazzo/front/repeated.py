@@ -12,11 +12,13 @@ import operator
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
-from threading import Lock
+from inspect import signature
+from threading import get_ident
 from typing import Any
 
+_ASKED = ["proxy_mode", "func", "pre_dispatch", "args", "kwargs"]
+"""What PyTorch's function takes."""
 _PLAIN = (int, bool, str, type(None))
 """Types of arguments that are compared with their type: 1 and True are two."""
 
@@ -72,44 +74,37 @@ class _Unlike(Exception):
     """A call, or what it became, holds more than is compared here: it is traced as ever."""
 
 
-_asked: ContextVar[_Answers | None] = ContextVar("asked", default=None)
-"""The answers of the trace that goes on in this thread."""
-_lock = Lock()
-_traces = 0
-
-
 @contextmanager
 def asked_once() -> Iterator[None]:
-    """Within this, what an op that is traced in this thread becomes is asked once for all calls that are alike."""
-    global _traces
+    """Within this, what an op that this thread traces becomes is asked once for all calls that are alike. It is for one
+    thread at a time, as PyTorch's own tracing is. A PyTorch that asks in another way is left alone.
+    """
     from torch.fx.experimental import proxy_tensor
 
-    with _lock:
-        _traces += 1
-        if _traces == 1:
-            proxy_tensor.proxy_call = _Asking(proxy_tensor.proxy_call)
-    before = _asked.set(_Answers())
+    ask = getattr(proxy_tensor, "proxy_call", None)
+    if ask is None or (not isinstance(ask, _Asking) and [*signature(ask).parameters] != _ASKED):
+        yield
+        return
+    proxy_tensor.proxy_call = _Asking(ask, _Answers(), get_ident())
     try:
         yield
     finally:
-        _asked.reset(before)
-        with _lock:
-            _traces -= 1
-            if not _traces:
-                proxy_tensor.proxy_call = proxy_tensor.proxy_call.ask
+        proxy_tensor.proxy_call = ask
 
 
 @dataclass(frozen=True)
 class _Asking:
-    """What a traced op becomes by `ask`, PyTorch's own function, or as it became before."""
+    """What an op that a thread traces becomes by `ask`, PyTorch's own function, or as it became before."""
 
     ask: Callable[..., Any]
+    answers: _Answers
+    thread: int
 
     def __call__(self, mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
         import torch
 
-        answers, asked = _asked.get(), (mode, func, pre_dispatch, args, kwargs)
-        if answers is None or answers.strange:
+        answers, asked = self.answers, (mode, func, pre_dispatch, args, kwargs)
+        if get_ident() != self.thread or answers.strange:
             return self.ask(*asked)
         try:
             with torch._C.DisableTorchFunction():  # whose modes would see every look at a shape

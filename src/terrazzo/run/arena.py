@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -19,10 +19,17 @@ WORTH = 1 << 20
 """Bytes of temporaries from which on it is worth looking for room in results."""
 
 
-class Lives:
-    """When the buffers of a program are in use: from the first to the last step that mentions them, by branches."""
+Root = Mapping[l.Buffer, l.Buffer]
+"""Buffers that lie in the memory of others, with the one whose place that is."""
+ALONE: Root = {}
 
-    def __init__(self, program: l.Program | kernel.Program, places: Sequence[Place] = ()) -> None:
+
+class Lives:
+    """When the buffers of a program are in use: from the first to the last step that mentions them, or what lies in
+    the memory of their `root`, by branches.
+    """
+
+    def __init__(self, program: l.Program | kernel.Program, places: Sequence[Place] = (), root: Root = ALONE) -> None:
         places = places or [Place()] * len(program.steps)
         count = 1 + max((p.branch for p in places), default=0)
         self.first: dict[l.Buffer, int] = {}
@@ -30,7 +37,7 @@ class Lives:
         self.number: dict[l.Buffer, int] = {}
         ends: list[list[int]] = []  # the last steps of every buffer, by branches
         for k, step in enumerate(program.steps):
-            for b in (*step.reads, *step.writes):
+            for b in (root.get(b, b) for b in (*step.reads, *step.writes)):
                 if b not in self.first:
                     self.first[b], self.number[b] = k, len(ends)
                     ends.append([-1] * count)
@@ -66,13 +73,16 @@ class Lives:
 
 
 def allocate(
-    program: l.Program | kernel.Program, buffers: Sequence[l.Buffer], places: Sequence[Place] = ()
+    program: l.Program | kernel.Program,
+    buffers: Sequence[l.Buffer],
+    places: Sequence[Place] = (),
+    root: Root = ALONE,
 ) -> tuple[dict[l.Buffer, int], int]:
     """Offsets for temporaries such that buffers that live at the same time do not overlap; and the total. They are
     placed one after the other where there is room first: as they come, the large ones first, or those that live long;
     whichever takes least.
     """
-    lives = Lives(program, places)
+    lives = Lives(program, places, root)
     wanted = set(buffers)
     given = [b for b in lives.first if b in wanted]
     longest = sorted(given, key=lambda b: (lives.first[b] - lives.last[b], -b.type.span))
@@ -110,15 +120,17 @@ def padded(size: int) -> int:
     return (max(size, 1) + ALIGN - 1) // ALIGN * ALIGN
 
 
-def hosts(program: l.Program | kernel.Program, buffers: Sequence[l.Buffer]) -> dict[l.Buffer, tuple[l.Buffer, int]]:
+def hosts(
+    program: l.Program | kernel.Program, buffers: Sequence[l.Buffer], root: Root = ALONE
+) -> dict[l.Buffer, tuple[l.Buffer, int]]:
     """Temporaries that lie in the memory of a result, which is written after their last use, and at which offset; none
     where that does not lower the memory in use at any time.
     """
-    _, alone = allocate(program, buffers)
+    _, alone = allocate(program, buffers, root=root)
     if alone < WORTH:
         return {}
-    called = {b for s in program.steps if isinstance(s, l.Call) for b in (*s.reads, *s.writes)}
-    lives = Lives(program)
+    called = {root.get(b, b) for s in program.steps if isinstance(s, l.Call) for b in (*s.reads, *s.writes)}
+    lives = Lives(program, root=root)
     own = dict.fromkeys(b for b in program.results if b in lives.first)
     rooms = [b for b in own if b not in called and b not in program.inputs]
     numbers = [lives.number[room] for room in rooms]
@@ -141,5 +153,5 @@ def hosts(program: l.Program | kernel.Program, buffers: Sequence[l.Buffer]) -> d
                 break
     if not found:
         return {}
-    _, rest = allocate(program, [b for b in buffers if b not in found])
+    _, rest = allocate(program, [b for b in buffers if b not in found], root=root)
     return found if rest < alone else {}

@@ -15,6 +15,7 @@ from terrazzo.collector import paused
 from terrazzo.errors import CompilerBug, UserError, about
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
+from terrazzo.ir.in_place import pairs
 from terrazzo.ir.program import Program
 from terrazzo.ir.text import show
 from terrazzo.ir.torch_types import operator, to_torch
@@ -176,7 +177,8 @@ class Compiled:
         """Call an op of PyTorch. Its result stays where it is, if it lies as the program has it."""
         import torch
 
-        given = {k: tensors[k] if k in tensors else frame.view(k) for k in slots_in([step.args, *step.kwargs.values()])}
+        asked = {k: frame.root.get(k, k) for k in slots_in([step.args, *step.kwargs.values()])}
+        given = {k: tensors[at] if at in tensors else frame.view(at) for k, at in asked.items()}
         exactly = not takes_any_strides(step.name)
 
         def whole(k: int, t: Any) -> Any:  # of an input, it may be a copy that eager gives the op: it gets the plainest
@@ -193,7 +195,7 @@ class Compiled:
                 continue
             expected = Expected(slots[k], self.machine.device)
             mine = frame.layout.own  # nobody else will have their memory
-            theirs = {at for n, at in places.items() if n not in mine and not _may_share(slots[n], slots[k])}
+            theirs = {at for n, at in places.items() if asked[n] not in mine and not _may_share(slots[n], slots[k])}
             theirs.update(t.untyped_storage().data_ptr() for t in made.values())
             keep = expected.may_keep(value, theirs)
             if keep and slots[k].kind == "result" and value.untyped_storage().data_ptr() in places.values():
@@ -321,8 +323,10 @@ def _build(
 
         dump.write(options.dump, built.lowering, options)
     first, rest = split(built.program, options.frozen)
-    plan = make(rest, built.entries, machine.processors)
-    once = make(first, built.entries) if first else None
+    terms = built.lowering.at("tile") or built.lowering.at("loop")
+    taken = pairs(getattr(terms, "loop", terms).steps) if machine.in_place and terms else {}
+    plan = make(rest, built.entries, machine.processors, taken)
+    once = make(first, built.entries, onto=taken) if first else None
     if once:
         cache.put(key, ".once", once.to_json())
     cache.put(key, ".plan", plan.to_json())

@@ -47,6 +47,7 @@ class Cpu:
     device: str = "cpu"
     suffix: str = SUFFIX
     processors: int = 0  # that kernels share: each has all of them
+    in_place: ClassVar[bool] = False  # loops of products store sums that are not through
     hands_on: ClassVar[bool] = False  # memory that is free: what is large goes back to the system, page by page
 
     def key(self, cache: Cache) -> str:

@@ -84,6 +84,7 @@ class Cuda:
 
     suffix = ".cubin"
     hands_on = True
+    in_place = True
 
     def __init__(self, device: str, arch: str) -> None:
         """UserError where PyTorch sees no GPU, where the driver is too old, or where this GPU is of another

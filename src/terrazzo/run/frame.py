@@ -17,6 +17,7 @@ from terrazzo.run.cuda import Cuda
 from terrazzo.run.own import Layout, layout
 from terrazzo.run.plan import Plan, places_in, spans
 from terrazzo.run.streams import Streams
+from terrazzo.run.taken import roots
 from terrazzo.run.tensors import Expected
 
 
@@ -36,7 +37,7 @@ class Frame:
     ) -> None:
         import torch
 
-        self.plan, self.machine = plan, machine
+        self.plan, self.machine, self.root = plan, machine, roots(plan.slots)
         self.layout = layout(plan, machine.hands_on and not as_graph and not beside)
         try:
             self.arena = torch.empty(self.layout.size + ALIGN, dtype=torch.uint8, device=machine.device)
@@ -52,7 +53,7 @@ class Frame:
                 launches.append(None)
                 continue
             array = (ctypes.c_void_p * len(step.args))()
-            for position, k in enumerate(step.args):
+            for position, k in enumerate(self.root.get(k, k) for k in step.args):
                 slot = plan.slots[k]
                 if k in self.layout.offsets:
                     array[position] = self.base + self.layout.offsets[k]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from terrazzo.ir.torch_types import operator
 from terrazzo.run.arena import padded, placed
 from terrazzo.run.plan import Plan, slots_in, spans
+from terrazzo.run.taken import roots
 
 LARGE = 1 << 20
 """Bytes from which on a temporary may have memory of its own: PyTorch rounds what is less up to a part of a block."""
@@ -39,7 +40,8 @@ def layout(plan: Plan, apart: bool) -> Layout:
     """Where the temporaries of a plan lie whose steps run one after the other. Large ones lie `apart`, if they may and
     that takes less memory: those of the arena, or also those that lie in results, which are not there so early then.
     """
-    temporary = [k for k, s in enumerate(plan.slots) if s.kind == "arena"]
+    root = roots(plan.slots)
+    temporary = [k for k, s in enumerate(plan.slots) if s.kind == "arena" and k not in root]
     mine = [k for k in temporary if plan.slots[k].within is None]
     whole = Layout({k: plan.slots[k].offset for k in mine}, plan.arena)
     before = _most(plan, whole)
@@ -66,8 +68,9 @@ def _apart(plan: Plan, temporary: Sequence[int]) -> Layout:
 def _most(plan: Plan, layout: Layout) -> int:
     """The most bytes that are in use at a time, the arena included."""
     first, last = spans(plan, layout.moved)
-    views = set[int]()
+    views, root = set[int](), roots(plan.slots)
     for k, of in sorted(views_in(plan).items(), key=lambda x: -last[x[0]]):  # views of views first
+        of = root.get(of, of)
         if plan.slots[of].kind != "arena" or of in layout.own:
             views.add(k)
             last[of] = max(last[of], last[k])
@@ -75,7 +78,7 @@ def _most(plan: Plan, layout: Layout) -> int:
     for k, slot in enumerate(plan.slots):
         if slot.kind == "input" or (slot.kind == "arena" and k not in layout.own) or k in views:
             continue
-        if k not in first and slot.kind != "result":
+        if (k not in first and slot.kind != "result") or k in root:
             continue
         change[first.get(k, 0)] += slot.bytes
         if slot.kind != "result" and k not in plan.results:

@@ -18,13 +18,17 @@ from terrazzo.ir.dialects import kernel
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.tensor import Opaque
 from terrazzo.ir.dialects.torch import Aten, TorchName
+from terrazzo.ir.in_place import taken_over
 from terrazzo.ir.node import topological
 from terrazzo.ir.types import DTYPES, DType, Type
 from terrazzo.run.arena import ALIGN, allocate, hosts
 from terrazzo.run.branches import LITTLE, MOST, ROOM, Ahead, Place, side_by_side
+from terrazzo.run.taken import rooted, roots, takes_over
 
-VERSION = 7
-
+VERSION = 8
+Onto = Mapping[l.Buffer, Sequence[l.Buffer]]
+"""What kernels store, with what else it may lie in the memory of (`in_place.pairs`)."""
+NOTHING: Onto = {}
 
 Map = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
 """A tensor map that a kernel takes: which of its arguments, seen with which shape and strides, the box, the swizzle."""
@@ -42,7 +46,8 @@ class Fallback:
 @dataclass(frozen=True)
 class Slot:
     """A tensor of the plan. `kind`: "input", "result" or "call" (memory of its own, which the op of a call makes), or
-    "arena" (at `offset` bytes; of the result `within`, if that is not None, before that is written).
+    "arena" (at `offset` bytes; of the result `within`, if that is not None, before that is written). It may lie in the
+    memory of another one, `onto`, which the kernel that writes it reads for the last time; it has no other place then.
     """
 
     name: str
@@ -52,6 +57,7 @@ class Slot:
     kind: str
     offset: int = 0
     within: int | None = None
+    onto: int | None = None
 
     @property
     def bytes(self) -> int:
@@ -129,8 +135,11 @@ class Plan:
             arena = _natural(given["arena"])
             if any(not _fits(v, slots) for s in steps if not s.key for v in _views([s.args, *s.kwargs.values()])):
                 raise ValueError("a view leaves its slot")
+            if any(s.onto is not None and s.onto >= len(slots) for s in slots):
+                raise ValueError("a slot lies in none")
             ends = [arena if s.within is None else slots[_index(s.within, len(slots))].bytes for s in slots]
-            if any(s.kind == "arena" and s.offset + s.bytes > end for s, end in zip(slots, ends, strict=True)):
+            lying = [(s, end) for k, (s, end) in enumerate(zip(slots, ends, strict=True)) if k not in roots(slots)]
+            if any(s.kind == "arena" and s.offset + s.bytes > end for s, end in lying):
                 raise ValueError("a slot lies outside the arena")
             return cls(inputs, results, slots, steps, arena)
         except (KeyError, TypeError, AttributeError, UnicodeDecodeError, RecursionError, MemoryError) as e:
@@ -189,11 +198,17 @@ def _operators(program: Any) -> set[str]:
 def _shared(plan: Plan) -> str:
     """Which tensors of a plan share memory while both are in use; "" if none do."""
     first, last = _uses(plan)
+    root = roots(plan.slots)
+    for k, s in enumerate(plan.slots):
+        if s.onto is not None and not takes_over(plan, k, s.onto, first, last):
+            return f"{s.name} lies in the memory of something else"
     if plan.branches > 1 and (why := _side_by_side(plan, first)):
         return why
+    for k, r in root.items():
+        first[r], last[r] = min(first[k], first[r]), max(last[k], last[r])
     placed: dict[int | None, list[int]] = {}
     for k, s in enumerate(plan.slots):
-        if k in first and s.bytes and s.kind == "arena":
+        if k in first and s.bytes and s.kind == "arena" and k not in root:
             placed.setdefault(s.within, []).append(k)
     for place, slots in placed.items():
         live: dict[int, tuple[int, int]] = {}  # where each that is still used begins and ends
@@ -208,9 +223,10 @@ def _shared(plan: Plan) -> str:
     return ""
 
 
-def _side_by_side(plan: Plan, first: Mapping[int, int]) -> str:
+def _side_by_side(plan: Plan, begin: Mapping[int, int]) -> str:
     """Which tensors of a plan may be used before they are there, or share memory while both are in use; "" if none."""
     users: dict[int, list[int]] = {}
+    first = dict(begin)
     for n, s in enumerate(plan.steps):
         for k in _mentioned(s):
             users.setdefault(k, []).append(n)
@@ -218,7 +234,15 @@ def _side_by_side(plan: Plan, first: Mapping[int, int]) -> str:
     for k, steps in users.items():
         if plan.slots[k].kind != "input" and not all(ahead(steps[:1], n) for n in steps[1:] if n != steps[0]):
             return f"{plan.slots[k].name} is used before it is there"
-    lying = sorted((s.within or -1, s.offset, k) for k, s in enumerate(plan.slots) if s.kind == "arena" and k in first)
+        onto = plan.slots[k].onto
+        if onto is not None and not ahead([n for n in users[onto] if n != steps[0]], steps[0]):
+            return f"{plan.slots[k].name} and {plan.slots[onto].name} share memory"
+    root = roots(plan.slots)
+    for k, r in root.items():
+        users[r] = sorted({*users[r], *users[k]})
+        first[r] = min(first[r], first[k])
+    there = [k for k in first if plan.slots[k].kind == "arena" and k not in root]
+    lying = sorted((plan.slots[k].within or -1, plan.slots[k].offset, k) for k in there)
     for n, (place, offset, a) in enumerate(lying):
         for other, begins, b in lying[n + 1 :]:
             if other != place or begins >= offset + plan.slots[a].bytes:
@@ -258,17 +282,21 @@ def spans(plan: Plan, moved: Collection[int] = ()) -> tuple[dict[int, int], dict
     was `moved` elsewhere.
     """
     first, last = _uses(plan)
+    for k, r in roots(plan.slots).items():
+        first[r], last[r] = min(first[k], first[r]), max(last[k], last[r])
     for k, slot in enumerate(plan.slots):
         if slot.within is not None and k in first and k not in moved:
             first[slot.within] = min(first[k], first.get(slot.within, first[k]))
     return first, last
 
 
-def make(program: l.Program | kernel.Program, entries: Mapping[Any, Entry], processors: int = 0) -> Plan:
+def make(
+    program: l.Program | kernel.Program, entries: Mapping[Any, Entry], processors: int = 0, onto: Onto = NOTHING
+) -> Plan:
     """The plan of a program (of Loop IR, or of Kernel IR) whose kernels have this machine code. Small ones may run side
-    by side on a GPU with so many processors.
+    by side on a GPU with so many processors. What kernels store may lie in the memory of what they read, by `onto`.
     """
-    plain = _made(program, entries, [Place()] * len(program.steps))
+    plain = _made(program, entries, [Place()] * len(program.steps), onto)
     if not processors:
         return plain
 
@@ -281,18 +309,23 @@ def make(program: l.Program | kernel.Program, entries: Mapping[Any, Entry], proc
     moved, places = side_by_side(program, small)
     if all(p.branch == 0 for p in places):
         return plain
-    beside = _made(moved, entries, places)
+    beside = _made(moved, entries, places, onto)
     return beside if beside.arena <= plain.arena + ROOM else plain
 
 
-def _made(program: l.Program | kernel.Program, entries: Mapping[Any, Entry], places: Sequence[Place]) -> Plan:
+def _made(
+    program: l.Program | kernel.Program, entries: Mapping[Any, Entry], places: Sequence[Place], onto: Onto = NOTHING
+) -> Plan:
     buffers = list(dict.fromkeys([*program.inputs, *(b for s in program.steps for b in s.writes)]))
     number = {b: k for k, b in enumerate(buffers)}
     called = {b for s in program.steps if isinstance(s, l.Call) for b in s.writes}
     own = set(program.inputs) | set(program.results) | called
-    temporaries = [b for b in buffers if b not in own]
-    within = {} if any(p.branch for p in places) else hosts(program, temporaries)
-    offsets, arena = allocate(program, [b for b in temporaries if b not in within], places)
+    apart = any(p.branch for p in places)
+    taken = taken_over(program.steps, program.results, onto, Ahead(places) if apart else None)
+    root = rooted(taken, program.results)
+    temporaries = [b for b in buffers if b not in own and b not in root]
+    within = {} if apart else hosts(program, temporaries, root)
+    offsets, arena = allocate(program, [b for b in temporaries if b not in within], places, root)
     offsets |= {b: offset for b, (_, offset) in within.items()}
     slots = []
     inputs, ends = frozenset(program.inputs), frozenset(program.results)
@@ -301,7 +334,8 @@ def _made(program: l.Program | kernel.Program, entries: Mapping[Any, Entry], pla
         kind = "input" if b in inputs else "result" if b in ends else kind
         strides = whole_strides(b.type)
         host = number[within[b][0]] if b in within else None
-        slots.append(Slot(b.name, b.type.dtype.name, b.type.static_shape, strides, kind, offsets.get(b, 0), host))
+        old = number[taken[b]] if b in taken else None
+        slots.append(Slot(b.name, b.type.dtype.name, b.type.static_shape, strides, kind, offsets.get(b, 0), host, old))
     steps = []
     for s, p in zip(program.steps, places, strict=True):
         if not isinstance(s, l.Call):
@@ -419,7 +453,8 @@ def _slot(s: Any) -> Slot:
     if s["dtype"] not in DTYPES or s["kind"] not in ("input", "result", "call", "arena") or len(shape) != len(strides):
         raise ValueError("not a slot")
     within = None if s["within"] is None else _natural(s["within"])
-    return Slot(_text(s["name"]), s["dtype"], shape, strides, s["kind"], _natural(s["offset"]), within)
+    onto = None if s["onto"] is None else _natural(s["onto"])
+    return Slot(_text(s["name"]), s["dtype"], shape, strides, s["kind"], _natural(s["offset"]), within, onto)
 
 
 def _step(s: Any, count: int, number: int) -> Step:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
+from terrazzo.ir.in_place import pairs, taken_over
 from terrazzo.rewrite.rule import Event, Log
 
 RULE = "in_order"
@@ -25,10 +26,12 @@ LARGEST = 16
 """Of how many of the largest buffers in use there the steps that write or read them are tried."""
 
 Steps = Sequence[l.Kernel | l.Call]
+Among = Mapping[l.Buffer, Sequence[l.Buffer]]
 
 
-def in_order(program: l.Program, log: Log, pass_name: str) -> l.Program:
-    """`program` with its steps in another order where less memory is in use in that one.
+def in_order(program: l.Program, log: Log, pass_name: str, in_place: bool = True) -> l.Program:
+    """`program` with its steps in another order where less memory is in use in that one. Results of kernels may lie
+    `in_place` of what these read.
 
     @loop
     def f(x: f32[512, 1024]):
@@ -86,13 +89,13 @@ def in_order(program: l.Program, log: Log, pass_name: str) -> l.Program:
                 t[a0] = acc0
         return (s, t)
     """
-    found = _better(program, log, pass_name)
+    found = _better(program, log, pass_name, in_place)
     return _moved(program, found) if found else program
 
 
 def kernels_in_order(program: tile.Program, log: Log, pass_name: str) -> tile.Program:
     """The same of Tile IR: schedules go along with their kernels."""
-    if not (found := _better(program.loop, log, pass_name)):
+    if not (found := _better(program.loop, log, pass_name, in_place=True)):
         return program
     place = {old: new for new, old in enumerate(found)}
     schedules = sorted(((place[i], x) for i, x in program.schedules), key=lambda x: x[0])
@@ -103,23 +106,28 @@ def _moved(program: l.Program, order: Sequence[int]) -> l.Program:
     return l.Program(program.name, program.inputs, tuple(program.steps[i] for i in order), program.results)
 
 
-def _better(program: l.Program, log: Log, pass_name: str) -> list[int]:
+def _better(program: l.Program, log: Log, pass_name: str, in_place: bool) -> list[int]:
     """The order of steps in which less memory is in use at a time; empty where they stay as they are."""
     if any(not isinstance(e, int) for s in program.steps for b in s.writes for e in b.type.shape):
         return []  # who needs the sizes says where they are missing
-    before = max(in_use(program.steps, program.results), default=0)
+    among = pairs(program.steps) if in_place else {}
+    before = max(in_use(program.steps, program.results, among), default=0)
     if before < WORTH:
         return []
-    after, found = _order(program)
+    after, found = _order(program, among)
     fired = after <= before * (1 - GAIN)
     why = f"{before / 1e6:.1f} MB are in use at a time, and {after / 1e6:.1f} MB in the best of other orders"
     log.add(Event(pass_name, RULE, program.name, fired, why))
     return found if fired else []
 
 
-def in_use(steps: Steps, results: Sequence[l.Buffer]) -> list[int]:
-    """How many bytes what steps write takes while each of them runs."""
+def in_use(steps: Steps, results: Sequence[l.Buffer], among: Among | None = None) -> list[int]:
+    """How many bytes what steps write takes while each of them runs, where results of kernels lie in place of what
+    these read, as far as their terms allow (or `among` these).
+    """
+    among = pairs(steps) if among is None else among
     last = {b: k for k, s in enumerate(steps) for b in (*s.reads, *s.writes)} | dict.fromkeys(results, len(steps))
+    last |= {b: last[b] - 1 for b in taken_over(steps, results, among).values()}
     change = [0] * (len(steps) + 2)
     for k, s in enumerate(steps):
         for b in dict.fromkeys(s.writes):
@@ -132,25 +140,27 @@ def in_use(steps: Steps, results: Sequence[l.Buffer]) -> list[int]:
     return found
 
 
-def _order(program: l.Program) -> tuple[int, list[int]]:
+def _order(program: l.Program, among: Among) -> tuple[int, list[int]]:
     """The best of some orders of the steps, and how many bytes are in use at a time in it."""
     given = range(len(program.steps))
     needs = list(_needs(program.steps))
     late = _late(needs)
     orders = [late, *(_freeing(program, needs, base) for base in (given, late))]
-    each = [max(in_use([program.steps[i] for i in order], program.results)) for order in orders]
+    each = [max(in_use([program.steps[i] for i in order], program.results, among)) for order in orders]
     best = min(range(len(each)), key=each.__getitem__)
-    return _around_peaks(program, needs, orders[best])
+    return _around_peaks(program, needs, orders[best], among)
 
 
-def _around_peaks(program: l.Program, needs: Sequence[set[int]], order: Sequence[int]) -> tuple[int, list[int]]:
+def _around_peaks(
+    program: l.Program, needs: Sequence[set[int]], order: Sequence[int], among: Among
+) -> tuple[int, list[int]]:
     """How many bytes are in use at a time, and an order, after steps went to the other side of where most is in use, as
     long as that lowers it.
     """
 
     def height(order: Sequence[int]) -> tuple[int, int, int]:
         """The most that is in use, in how many steps, and in which first."""
-        used = in_use([program.steps[i] for i in order], program.results)
+        used = in_use([program.steps[i] for i in order], program.results, among)
         return max(used), used.count(max(used)), used.index(max(used))
 
     found, now = list(order), height(order)

@@ -1,0 +1,106 @@
+"""What a kernel stores in the memory of what it reads for the last time.
+
+Each of its elements is made of what lies in its own place, and of nothing else there: whoever stores it has read that
+before, and nobody else needs it. So the order in which elements are computed does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from terrazzo.errors import UserError
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import Expr, IntExpr
+from terrazzo.ir.node import per_node, topological
+from terrazzo.ir.torch_types import operator
+
+WORTH = 1 << 20
+"""Bytes from which on it is done."""
+
+Steps = Sequence[l.Kernel | l.Call]
+
+
+@per_node
+def replaceable(kernel: l.Kernel) -> tuple[tuple[l.Buffer, l.Buffer], ...]:
+    """What a kernel stores, with what it may take the place of by the kernel's term alone.
+
+    That is read in one place only, and in no sum: others would read it too, or again. Nor is it read for another store,
+    unless both have one loop and no sums, so that they are computed together: stores of a tile go one after the other.
+    """
+    loads: dict[l.Buffer, list[l.Load]] = {}
+    for x in kernel.terms:
+        if isinstance(x, l.Load):
+            loads.setdefault(x.buffer, []).append(x)
+    once = [x for x, *others in loads.values() if not others and not x.inside]
+    found = []
+    for s in kernel.stores:
+        same = [x for x in once if x.index == s.index and x.buffer.type == s.buffer.type]
+        if not same or s.buffer.type.span < WORTH or not set(kernel.axes) <= {a for e in s.index for a in _axes(e)}:
+            continue
+        others = [t for t in kernel.stores if t is not s]
+        apart = [t.value for t in others if kernel.carried or t.index != s.index]
+        wanted = set(topological([s.value]))
+        wanted -= {*topological([x for r in kernel.carried for x in r.args]), *topological(apart)}
+        if all(t.buffer is not s.buffer for t in others):
+            found += [(s.buffer, x.buffer) for x in same if x in wanted]
+    return tuple(found)
+
+
+def _axes(index: IntExpr) -> frozenset[object]:
+    return index.free if isinstance(index, Expr) else frozenset()
+
+
+def pairs(steps: Steps) -> dict[l.Buffer, list[l.Buffer]]:
+    """What kernels store, with all that each may take the place of."""
+    found: dict[l.Buffer, list[l.Buffer]] = {}
+    for s in steps:
+        for b, old in replaceable(s) if isinstance(s, l.Kernel) else ():
+            found.setdefault(b, []).append(old)
+    return found
+
+
+def taken_over(
+    steps: Sequence[Any],
+    results: Sequence[l.Buffer],
+    among: Mapping[l.Buffer, Sequence[l.Buffer]],
+    ahead: Callable[[Iterable[int], int], bool] | None = None,
+) -> dict[l.Buffer, l.Buffer]:
+    """What steps (of any IR) store in the memory of something else, with that, `among` what their terms allow. They go
+    one after the other, or as `ahead` says, which is asked whether steps are through when another begins.
+
+    That was written by a step before, and is used by none after, not even as a view that PyTorch has of it. Memory that
+    PyTorch has made becomes no result.
+    """
+    if not among:
+        return {}
+    uses: dict[l.Buffer, list[int]] = {}
+    for n, s in enumerate(steps):
+        for b in (*s.reads, *s.writes):
+            uses.setdefault(b, []).append(n)
+    calls = [s for s in steps if isinstance(s, l.Call)]
+    seen = {b for s in calls if views(s.name) for b in (*s.reads, *s.writes)}
+    theirs = {b for s in calls for b in s.writes}  # what lies in memory that PyTorch has made
+    found: dict[l.Buffer, l.Buffer] = {}
+    there: set[l.Buffer] = set()  # what was written, has not been taken over, and is no result
+    for n, s in enumerate(steps):
+        for b in s.writes:
+            for old in among.get(b, ()):
+                through = uses[old][-1] == n and (ahead is None or ahead([m for m in uses[old] if m != n], n))
+                if old in there and through and old not in seen and not (old in theirs and b in results):
+                    found[b] = old
+                    there.discard(old)
+                    theirs |= {b} if old in theirs else set()
+                    break
+        there.update(b for b in s.writes if b not in results)
+    return found
+
+
+@lru_cache(maxsize=1024)
+def views(name: str) -> bool:
+    """Whether an op of PyTorch may give a view of what it is given."""
+    try:
+        return any(x.alias_info is not None for x in operator(name)._schema.returns)
+    except UserError:
+        return True

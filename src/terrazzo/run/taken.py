@@ -1,0 +1,49 @@
+"""Memory that is taken over: tensors of a plan that lie in one place, one after the other (`ir/in_place.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from terrazzo.ir.dialects import loop as l
+
+if TYPE_CHECKING:
+    from terrazzo.run.plan import Plan, Slot
+
+T = TypeVar("T")
+
+
+def roots(slots: Sequence[Slot]) -> dict[int, int]:
+    """Of slots that lie in the memory of others, or others in theirs, the one that has a place: the last if it is a
+    result, else the first, which has nothing here.
+    """
+    onto = {k: s.onto for k, s in enumerate(slots) if s.onto is not None}
+    return _rooted(onto, {k for k, s in enumerate(slots) if s.kind == "result"})
+
+
+def rooted(taken: Mapping[l.Buffer, l.Buffer], results: Collection[l.Buffer]) -> dict[l.Buffer, l.Buffer]:
+    """The same of buffers."""
+    return _rooted(taken, results)
+
+
+def _rooted(onto: Mapping[T, T], results: Collection[T]) -> dict[T, T]:
+    after = {old: k for k, old in onto.items()}
+    found: dict[T, T] = {}
+    for k in (k for k in after if k not in onto):
+        chain = [k]
+        while chain[-1] in after:
+            chain.append(after[chain[-1]])
+        root = chain[-1] if chain[-1] in results else k
+        found |= {x: root for x in chain if x != root}
+    return found
+
+
+def takes_over(plan: Plan, k: int, old: int, first: Mapping[int, int], last: Mapping[int, int]) -> bool:
+    """Whether a slot may lie in the memory of another one: a kernel writes it, which is the last to use that."""
+    one, other = plan.slots[k], plan.slots[old]
+    like = (one.dtype, one.shape, one.strides) == (other.dtype, other.shape, other.strides)
+    kinds = one.kind in ("arena", "result") and other.kind in ("arena", "call")
+    theirs = other.kind == "call" and plan.slots[roots(plan.slots).get(old, old)].kind == "result"
+    alone = k != old and sum(s.onto == old for s in plan.slots) == 1
+    fits = like and kinds and alone and not theirs and k in first and first[k] == last.get(old)
+    return fits and bool(plan.steps[first[k]].key)

@@ -1,0 +1,106 @@
+"""What waits to be combined with others is combined as soon as it is there: what that saves, and where it is left."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from terrazzo.interp import loop as interpreter
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.text import parse
+from terrazzo.ir.verify import problem
+from terrazzo.rewrite.rule import Log
+from terrazzo.rules.loop import combined
+from terrazzo.rules.loop.combined import combine_sooner
+from terrazzo.rules.loop.lifetimes import in_use
+from terrazzo.targets import target
+
+RATES = target("sm_90a").rates
+SIZE = 8 * 16 * 4
+
+
+@pytest.fixture(autouse=True)
+def any_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These programs take no longer than a few kernels more."""
+    monkeypatch.setattr(combined, "LOSS", 1.0)
+
+
+def branches(count: int, out: str) -> l.Program:
+    """Each row-wise maximum is made of the one before; `out` reads them all."""
+    lines = ["@loop", "def f(x: f32[8, 16], w: f32[16, 4]):"]
+    for k in range(count):
+        before = f"t{k - 1}" if k else "x"
+        lines += [
+            f"    with kernel('t{k}', t{k}=f32[8, 16]):",
+            "        for a0 in free(8):",
+            "            for a1 in free(16):",
+            "                for r0 in reduce(8):",
+            f"                    in0 = {before}[r0, a1]",
+            "                    v0 = mul(in0, f32(0.5))",
+            "                    acc0 <- max(v0)",
+            f"                t{k}[a0, a1] = acc0",
+        ]
+    return parse("\n".join([*lines, out, "    return (out,)"]))
+
+
+def added(count: int, at: str, indent: int) -> str:
+    lines = [f"in{k} = t{k}[{at}]" for k in range(count)]
+    lines += [f"v{k} = add({f'v{k - 1}' if k > 1 else 'in0'}, in{k})" for k in range(1, count)]
+    return "\n".join(" " * indent + x for x in lines)
+
+
+def pointwise(count: int) -> str:
+    return f"""\
+    with kernel('out', out=f32[8, 16]):
+        for a0 in free(8):
+            for a1 in free(16):
+{added(count, "a0, a1", 16)}
+                out[a0, a1] = v{count - 1}"""
+
+
+def product(count: int) -> str:
+    return f"""\
+    with kernel('out', out=f32[8, 4]):
+        for a0 in free(8):
+            for a1 in free(4):
+                for r0 in reduce(16):
+{added(count, "a0, r0", 20)}
+                    b = w[r0, a1]
+                    m = mul(v{count - 1}, b)
+                    acc0 <- sum(m)
+                out[a0, a1] = acc0"""
+
+
+@pytest.mark.parametrize("out", [pointwise, product])
+def test_what_is_summed_waits_as_one(out: object) -> None:
+    """Eight branches wait for the last one; then hardly more than two of them do, as many as eager mode keeps."""
+    program = branches(8, out(8))  # type: ignore[operator]
+    log = Log()
+    found = combine_sooner(program, log, replace(RATES, launch=0.0, byte=0.0), 0)
+    before, after = (max(in_use(p.steps, p.results)) for p in (program, found))
+    assert before >= 8 * SIZE and after <= 4 * SIZE
+    assert not problem(found) and all(e.rule == "combine_sooner" and e.fired for e in log.events)
+    rng = np.random.default_rng(0)
+    inputs = {b.name: rng.standard_normal(b.type.static_shape).astype(np.float32) for b in program.inputs}
+    for one, other in zip(interpreter.run(program, inputs), interpreter.run(found, inputs), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+def test_it_must_be_worth_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is done below a megabyte, nor for a large part of the time, or for one that memory is not worth."""
+    program = branches(8, pointwise(8))
+    assert combine_sooner(program, Log(), RATES) == program
+    assert combine_sooner(program, Log(), RATES, 0) != program
+    for name, limit in (("RATE", 100.0), ("LOSS", 0.01)):
+        with monkeypatch.context() as m:
+            m.setattr(combined, name, limit)
+            assert combine_sooner(program, Log(), RATES, 0) == program
+
+
+def test_what_is_read_again_later_is_not_combined() -> None:
+    """Summands that somebody reads after most was in use wait in any case."""
+    later = pointwise(8).replace("'out', out", "'sum', sum").replace("                out[", "                sum[")
+    program = branches(8, later + "\n" + pointwise(8).replace("add(", "mul("))
+    assert combine_sooner(program, Log(), replace(RATES, launch=0.0, byte=0.0), 0) == program
