@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from threading import Barrier
 from typing import Any
 
 import pytest
@@ -133,9 +132,9 @@ def test_equal_layers_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     ask = proxy_tensor.proxy_call
 
-    def counting(mode: Any, func: Any, *rest: Any) -> Any:
+    def counting(proxy_mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
         asked.append(str(func))
-        return ask(mode, func, *rest)
+        return ask(proxy_mode, func, pre_dispatch, args, kwargs)
 
     monkeypatch.setattr(proxy_tensor, "proxy_call", counting)
 
@@ -160,17 +159,37 @@ def test_what_fails_leaves_nothing_behind() -> None:
     assert proxy_tensor.proxy_call is ask
 
 
-def test_traces_side_by_side() -> None:
-    """Each thread has answers of its own, and PyTorch's function is back when the last one is through."""
+def test_another_pytorch_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose function takes something else."""
     ask = proxy_tensor.proxy_call
-    given, started = torch.rand(8, 8), Barrier(2)
 
-    def waits(x: Tensor) -> Tensor:
-        y = x + 1
-        started.wait(10)
-        return y * (x + 1)
+    def other(mode: Any, *rest: Any) -> Any:
+        assert proxy_tensor.proxy_call is other
+        return ask(mode, *rest)
 
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda n: show(capture(waits, (given,)).program), range(2))
-    assert first == second == show(capture(lambda x: (x + 1) * (x + 1), (given,)).program)
+    monkeypatch.setattr(proxy_tensor, "proxy_call", other)
+    capture(operands, (torch.rand(8, 8),))
+
+
+def test_traces_side_by_side() -> None:
+    """One after the other, and PyTorch's function is back when the last one is through."""
+    ask = proxy_tensor.proxy_call
+    given = torch.rand(8, 8)
+    with ThreadPoolExecutor(4) as pool:
+        found = {*pool.map(lambda n: show(capture(parts, (given,)).program), range(8))}
+    assert found == {show(capture(parts, (given,)).program)}
     assert proxy_tensor.proxy_call is ask
+
+
+@pytest.mark.parametrize("part", ["question", "keep", "again"])
+def test_another_pytorch_is_asked_every_time(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is private in PyTorch may change: then all is traced as ever, and it is told."""
+    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    expected = show(capture(net, (torch.rand(2, 8),)).program)
+
+    def gone(*args: Any) -> Any:
+        raise AttributeError("what was here is gone")
+
+    monkeypatch.setattr(f"terrazzo.front.repeated._Answers.{part}", gone)
+    with pytest.warns(RuntimeWarning, match="capture takes longer with PyTorch .* what was here is gone"):
+        assert show(capture(net, (torch.rand(2, 8),)).program) == expected

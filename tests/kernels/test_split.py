@@ -394,7 +394,7 @@ def test_many_products_are_in_parts_one_by_one() -> None:
 
     args = (*[torch.zeros(6000, 768)] * 4, *[torch.zeros(768, 768)] * 4)
     done = lowering(capture(fn, args, {}).program, Options(target="sm_90a", libraries="never"))
-    products = [str(s) for _, s in done.at("tile").schedules if "site(" in str(s)]
+    products = [str(s) for _, s in done.at("tile").schedules if " on=" in str(s)]
     assert len(products) == 4 and all("wgmma" in s and "promote=True" in s for s in products)
 
 

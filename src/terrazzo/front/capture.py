@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from threading import RLock
 from types import MappingProxyType
 from typing import Any
 
@@ -36,6 +37,8 @@ from terrazzo.ir.show import show
 
 TENSOR = object()
 """Stands for a tensor among the arguments of a call."""
+_tracing = RLock()
+"""PyTorch traces in one thread at a time: who is traced is known to all its functions."""
 
 
 @dataclass(frozen=True)
@@ -319,6 +322,7 @@ def trace(fn: Callable[[list[Any]], list[Any]], tensors: Sequence[Any]) -> tuple
 
     try:
         with (
+            _tracing,
             torch.no_grad(),
             attention_by_definition(),
             recurrent_nets_by_definition(definitions()),

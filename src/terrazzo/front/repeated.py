@@ -9,13 +9,16 @@ values lie. The program itself runs as ever, so nothing is assumed of what it do
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
-from threading import Lock
+from inspect import signature
+from threading import get_ident
 from typing import Any
 
+_ASKED = ["proxy_mode", "func", "pre_dispatch", "args", "kwargs"]
+"""What PyTorch's function takes."""
 _PLAIN = (int, bool, str, type(None))
 """Types of arguments that are compared with their type: 1 and True are two."""
 
@@ -71,54 +74,54 @@ class _Unlike(Exception):
     """A call, or what it became, holds more than is compared here: it is traced as ever."""
 
 
-_asked: ContextVar[_Answers | None] = ContextVar("asked", default=None)
-"""The answers of the trace that goes on in this thread."""
-_lock = Lock()
-_traces = 0
-
-
 @contextmanager
 def asked_once() -> Iterator[None]:
-    """Within this, what an op that is traced in this thread becomes is asked once for all calls that are alike."""
-    global _traces
+    """Within this, what an op that this thread traces becomes is asked once for all calls that are alike. It is for one
+    thread at a time, as PyTorch's own tracing is. A PyTorch that asks in another way is left alone.
+    """
     from torch.fx.experimental import proxy_tensor
 
-    with _lock:
-        _traces += 1
-        if _traces == 1:
-            proxy_tensor.proxy_call = _Asking(proxy_tensor.proxy_call)
-    before = _asked.set(_Answers())
+    ask = getattr(proxy_tensor, "proxy_call", None)
+    if ask is None or (not isinstance(ask, _Asking) and [*signature(ask).parameters] != _ASKED):
+        yield
+        return
+    proxy_tensor.proxy_call = _Asking(ask, _Answers(), get_ident())
     try:
         yield
     finally:
-        _asked.reset(before)
-        with _lock:
-            _traces -= 1
-            if not _traces:
-                proxy_tensor.proxy_call = proxy_tensor.proxy_call.ask
+        proxy_tensor.proxy_call = ask
 
 
 @dataclass(frozen=True)
 class _Asking:
-    """What a traced op becomes by `ask`, PyTorch's own function, or as it became before."""
+    """What an op that a thread traces becomes by `ask`, PyTorch's own function, or as it became before."""
 
     ask: Callable[..., Any]
+    answers: _Answers
+    thread: int
 
     def __call__(self, mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
         import torch
 
-        answers = _asked.get()
-        if answers is None:
-            return self.ask(mode, func, pre_dispatch, args, kwargs)
-        with torch._C.DisableTorchFunction():  # whose modes would see every look at a shape
-            question, operands = answers.question(mode, func, args, kwargs)
-            if question is not None and (answer := answers.known.get(question)):
-                return answers.again(mode.tracer, answer, operands)
-        last = next(iter(reversed(mode.tracer.graph.nodes)), None)
-        found = self.ask(mode, func, pre_dispatch, args, kwargs)
-        if question is not None:
-            with torch._C.DisableTorchFunction():
-                answers.keep(question, mode.tracer, operands, last, found)
+        answers, asked = self.answers, (mode, func, pre_dispatch, args, kwargs)
+        if get_ident() != self.thread or answers.strange:
+            return self.ask(*asked)
+        try:
+            with torch._C.DisableTorchFunction():  # whose modes would see every look at a shape
+                question, operands = answers.question(mode, func, args, kwargs)
+                if question is not None and (answer := answers.known.get(question)):
+                    return answers.again(mode.tracer, answer, operands)
+                last = next(iter(reversed(mode.tracer.graph.nodes)), None)
+        except Exception as why:
+            answers.give_up(why)
+            return self.ask(*asked)
+        found = self.ask(*asked)
+        if question is not None and not answers.strange:
+            try:
+                with torch._C.DisableTorchFunction():
+                    answers.keep(question, mode.tracer, operands, last, found)
+            except Exception as why:
+                answers.give_up(why)
         return found
 
 
@@ -133,6 +136,15 @@ class _Answers:
         self.fake = FakeTensor
         self.words = (torch.dtype, torch.device, torch.layout, torch.memory_format)
         self.pure: dict[Any, bool] = {}
+        self.strange = False
+
+    def give_up(self, why: Exception) -> None:
+        """Ask for every call from here on: this PyTorch is not as we know it, for these are its private parts."""
+        import torch
+
+        self.strange = True
+        told = f"terrazzo: capture takes longer with PyTorch {torch.__version__} ({type(why).__name__}: {why})"
+        warnings.warn(told, RuntimeWarning, stacklevel=2)
 
     def question(self, mode: Any, func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
         """What is asked, None where it holds what is not compared; and each operand with its node's proxy."""

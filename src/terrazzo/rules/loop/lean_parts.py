@@ -35,9 +35,11 @@ def lean_parts(program: l.Program, log: Log, make: Make, price: Price, worth: in
     kept = _like(log)
     done = make(frozenset(), kept)
     most, alive = _peak(done)
-    whole = price(done.steps) if most >= worth else 0.0
-    left, lean = LOSS * whole, frozenset[l.Kernel]()
-    while most >= worth:
+    lean = frozenset[l.Kernel]()
+    some = most >= worth and any(_groups(program, done, alive, lean, SAVED * most))
+    whole = price(done.steps) if some else 0.0
+    left = LOSS * whole
+    while some and most >= worth:
         for group in _groups(program, done, alive, lean, SAVED * most):
             told = _like(log)
             tried = make(lean | group, told)

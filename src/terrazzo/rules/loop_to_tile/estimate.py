@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from terrazzo.hw.gpu import Gpu
@@ -147,27 +147,35 @@ def _tiled(kernel: l.Kernel, gpu: Gpu) -> float | None:
             found.append(plan.time)
     if windows.of_few_columns(kernel) and (window := windows.window(kernel, gpu)) is not None:
         found.append(window.time)
-    return min([*found, *_in_boxes(kernel, gpu), *_stored(p.kernel, gpu)], default=None)
+    least = min(found, default=math.inf)
+    for time, form, chosen in sorted([*_in_boxes(kernel, gpu), *_stored(p.kernel, gpu)], key=lambda way: way[0]):
+        if time >= least:  # to derive kernels takes long: those that are slower do not matter
+            break
+        if _derives(form, chosen(), gpu):
+            return time
+    return least if least < math.inf else None
 
 
-def _stored(merged: l.Kernel, gpu: Gpu) -> Iterator[float]:
-    """What a product takes whose operands are stored first."""
+Way = tuple[float, l.Kernel, Callable[[], Schedule]]
+"""What a product takes if it can be derived: nanoseconds, a kernel and its schedule."""
+
+
+def _stored(merged: l.Kernel, gpu: Gpu) -> Iterator[Way]:
+    """A product whose operands are stored first."""
     for way in stored(merged, gpu):
         for plan in way.plans(gpu)[:1]:
-            if _derives(way.form, tiles.schedule(way.product, plan, gpu), gpu):
-                yield plan.time + way.before(gpu)
+            yield plan.time + way.before(gpu), way.form, partial(tiles.schedule, way.product, plan, gpu)
 
 
-def _in_boxes(kernel: l.Kernel, gpu: Gpu) -> list[float]:
-    """What a product of what is read at moved places takes in the best of its boxes, copies of operands included."""
+def _in_boxes(kernel: l.Kernel, gpu: Gpu) -> Iterator[Way]:
+    """A product of what is read at moved places in the best of its boxes, copies of operands included."""
     *copies, form = packed(kernel) if gpu.warpgroups else (kernel,)
     image = boxes.moved(form)[0]
     if image is None or not (plans := boxes.plans(image, gpu)):
-        return []
+        return
     best = min(plans, key=lambda x: x.time)
-    if not _derives(form, boxes.schedule(image, best, gpu), gpu):
-        return []
-    return [BOXED * (best.time + sum(boxes.copying(x, gpu) for x in copies))]
+    time = BOXED * (best.time + sum(boxes.copying(x, gpu) for x in copies))
+    yield time, form, partial(boxes.schedule, image, best, gpu)
 
 
 def _derives(kernel: l.Kernel, schedule: Schedule, gpu: Gpu) -> bool:

@@ -18,9 +18,9 @@ MADE = 12
 memory, where two warpgroups take turns. Fitted to 16 products (benchmarks/fits/h200-parts.json): those in one piece are
 4 % off in the middle, those in several take up to 20 % longer than the model says.
 """
-MADE_ALONE = 45
-"""The same where a warpgroup has no other to take turns with: all of them, those that begin at half the rate twice. Not
-measured.
+MADE_ALONE = 24
+"""The same where a warpgroup has no other to take turns with, or waits for its first factor. Fitted to 36 schedules in
+tiles of 64 rows (benchmarks/fits/h200-parts-few.json), which are 6 % off in the middle.
 """
 ALONE = 3.35
 """How many times as long a warpgroup that is alone makes anything else, while nothing is multiplied, unless it waits
