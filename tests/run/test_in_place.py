@@ -113,7 +113,22 @@ def test_plans_in_which_what_is_needed_is_overwritten_are_refused() -> None:
     assert edited("c", "a") == ""
     for name, onto in (("b", "a"), ("d", "a"), ("c", "x"), ("c", "c"), ("a", "c"), ("d", "b")):
         assert "memory" in edited(name, onto), (name, onto)
-    assert "memory" in edited("c", "a", strides=(1, 512))
+    assert "memory" in edited("c", "a", shape=(512, 511))
+
+
+def test_another_shape_of_the_same_memory() -> None:
+    flat = (
+        exp("x", "a")
+        + """
+    with kernel('b', b=f32[1, 262144]):
+        for a0 in free(512):
+            for a1 in free(512):
+                in0 = a[a0, a1]
+                v0 = exp(in0)
+                b[0, a0 * 512 + a1] = v0"""
+    )
+    assert places(planned(program(flat, results="b"))) == {"b": "a"}
+    assert not places(planned(program(flat.replace("a[a0, a1]", "a[a1, a0]"), results="b")))
 
 
 def steps(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
