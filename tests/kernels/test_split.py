@@ -430,7 +430,7 @@ def test_few_rows_multiply_parts_of_weights_made_on_their_way() -> None:
     [
         ((32, 32, 4096), "sm_90a", "32 x 32 results fill no tile of 64 rows"),
         ((16, 4096, 4096), "sm_90a", "16 x 4096 results wait for memory on CUDA cores too"),
-        ((256, 256, 512), "sm_90a", r"[\d.]+ us with parts made, [\d.]+ us as it is, by the model"),
+        ((128, 256, 2048), "sm_90a", r"[\d.]+ us with parts made, [\d.]+ us as it is, by the model"),
         (
             (4096, 4096, 64),
             "sm_90a",
