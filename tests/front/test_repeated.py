@@ -108,7 +108,18 @@ def gradients(x: Tensor) -> Tensor:
         return torch.autograd.grad(y.sum(), w)[0]
 
 
-FUNCTIONS = (parts, written, numbers, operands, random, constants, settings, checked, several, gradients)
+def factories(x: Tensor) -> Tensor:
+    """Tensors that are made like others, also by decompositions."""
+    labels = torch.arange(8) % 3
+    for _ in range(3):
+        x = torch.full_like(x, 2.0) + torch.zeros_like(x).add_(x) + x.new_ones(8, 8)
+        w = x.detach().requires_grad_()
+        with torch.enable_grad():
+            x = torch.autograd.grad(nn.functional.cross_entropy(w, labels), w)[0]
+    return x
+
+
+FUNCTIONS = (factories, parts, written, numbers, operands, random, constants, settings, checked, several, gradients)
 MODULES = (
     nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(3))),
     nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True)) for _ in range(3))),

@@ -252,7 +252,10 @@ class _Answers:
         raise _Unlike
 
     def again(self, tracer: Any, answer: _Answer, operands: list[Any]) -> Any:
-        """What the op becomes for these operands, in the graph of the trace."""
+        """What the op becomes for these operands, in the graph of the trace. A result is a tensor of its own beside the
+        value of its node, as ever: of one that somebody else has too, factories of PyTorch return a view.
+        """
+        from torch._subclasses.fake_impls import fast_detach
         from torch.fx.experimental.proxy_tensor import _ProxyTensor
 
         values = self._values(answer, [t for t, _ in operands])
@@ -277,8 +280,9 @@ class _Answers:
 
         def result(x: Any) -> Any:
             if type(x) is _Made:
-                tracer.tensor_tracker[values[x.number]] = _ProxyTensor(made[x.number], None)
-                return values[x.number]
+                own = fast_detach(operands[0][0].fake_mode, values[x.number])
+                tracer.tensor_tracker[own] = _ProxyTensor(made[x.number], None)
+                return own
             if type(x) is _Operand:
                 return operands[x.number][0]
             return type(x)([result(y) for y in x]) if isinstance(x, (list, tuple)) else x

@@ -67,10 +67,11 @@ PROMOTION = 25.0
 them up, where no other warpgroup multiplies meanwhile. Fitted to the same products as `MADE_ALONE`.
 """
 LONG, REACH = 600_000.0, 1100.0
-"""Nanoseconds. A product of this length runs at the limit of power, where what is fetched takes time, too. In clusters
-of two along its rows, tiles of 128 x 256 that both warpgroups share took 0.96 to 0.99 of what they took alone (five
-products of 0.7 to 12 ms, each for a tenth of a second at a time); where they take 0.2 to 0.5 ms 1.00, and 1.01 where
-less. In turns slabs of 128 x 192 are on their way for a microsecond only, and clusters took 1.01 to 1.03 (H200).
+"""Nanoseconds. A product of this length runs at the limit of power, where what is fetched takes energy, and so time. In
+clusters of two along its rows, tiles of 128 x 256 that both warpgroups share took 0.96 to 0.99 of what they took alone
+(four products of 0.7 to 2.8 ms, twice, each for a tenth of a second at a time), and 0.98 and 1.02 in a square of 16384;
+where they take 0.2 to 0.5 ms 1.00, and 1.01 where less. In turns slabs of 128 x 192 are on their way for a microsecond
+only, and clusters took 1.01 to 1.03 (H200).
 """
 REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
 """Of a thread that loads and of one that multiplies, by the number of warpgroups that multiply."""
