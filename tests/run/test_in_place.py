@@ -160,6 +160,23 @@ def test_calls_stay_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hands
     assert all(map(torch.equal, again(x, w), ours(x, w)))
 
 
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
+def test_what_an_op_gives_back_as_it_was_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some return their input, and do not tell: a kernel that stores in its place would change what the user has."""
+    from terrazzo.run import compiled
+
+    monkeypatch.setattr(Cpu, "in_place", True)
+    monkeypatch.setattr(compiled, "operator", lambda name: lambda x, *args, **kwargs: (x, x.long()))
+    x = torch.randn(512, 600)
+    before = x.clone()
+    ours = terrazzo.compile(
+        lambda x: torch.sort(x, -1).values.sin().cos(), x, options={"cache_dir": tmp_path, "fuse": False}
+    )
+    assert places(ours.compiled.plan)
+    torch.testing.assert_close(ours(x), before.sin().cos(), rtol=1e-4, atol=1e-5)
+    assert torch.equal(x, before)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [999, 4001, 16_003])
 def test_on_a_gpu_what_was_overwritten_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:

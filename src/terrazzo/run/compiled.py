@@ -193,12 +193,10 @@ class Compiled:
             if k is None:
                 continue
             expected = Expected(slots[k], self.machine.device)
-            mine = frame.layout.own  # nobody else will have their memory
-            theirs = {
-                at
-                for n, at in places.items()
-                if frame.root.get(n, n) not in mine and not _may_share(slots[n], slots[k])
-            }
+            mine = {n for n in places if frame.root.get(n, n) in frame.layout.own}  # nobody else will have their memory
+            lost = places.keys() if k in frame.overwritten else frame.overwritten
+            apart = (n for n in places if n in lost or (n not in mine and not _may_share(slots[n], slots[k])))
+            theirs = {places[n] for n in apart}
             theirs.update(t.untyped_storage().data_ptr() for t in made.values())
             keep = expected.may_keep(value, theirs)
             if keep and slots[k].kind == "result" and value.untyped_storage().data_ptr() in places.values():

@@ -38,6 +38,7 @@ class Frame:
         import torch
 
         self.plan, self.machine, self.root = plan, machine, roots(plan.slots)
+        self.overwritten = frozenset(s.onto for s in plan.slots if s.onto is not None)
         self.layout = layout(plan, machine.hands_on and not as_graph and not beside)
         try:
             self.arena = torch.empty(self.layout.size + ALIGN, dtype=torch.uint8, device=machine.device)
