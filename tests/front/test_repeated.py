@@ -108,7 +108,18 @@ def gradients(x: Tensor) -> Tensor:
         return torch.autograd.grad(y.sum(), w)[0]
 
 
-FUNCTIONS = (parts, written, numbers, operands, random, constants, settings, checked, several, gradients)
+def factories(x: Tensor) -> Tensor:
+    """Tensors that are made like others, also by decompositions."""
+    labels = torch.arange(8) % 3
+    for _ in range(3):
+        x = torch.full_like(x, 2.0) + torch.zeros_like(x).add_(x) + x.new_ones(8, 8)
+        w = x.detach().requires_grad_()
+        with torch.enable_grad():
+            x = torch.autograd.grad(nn.functional.cross_entropy(w, labels), w)[0]
+    return x
+
+
+FUNCTIONS = (factories, parts, written, numbers, operands, random, constants, settings, checked, several, gradients)
 MODULES = (
     nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(3))),
     nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True)) for _ in range(3))),
@@ -179,3 +190,17 @@ def test_traces_side_by_side() -> None:
         found = {*pool.map(lambda n: show(capture(parts, (given,)).program), range(8))}
     assert found == {show(capture(parts, (given,)).program)}
     assert proxy_tensor.proxy_call is ask
+
+
+@pytest.mark.parametrize("part", ["question", "keep", "again"])
+def test_another_pytorch_is_asked_every_time(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is private in PyTorch may change: then all is traced as ever, and it is told."""
+    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    expected = show(capture(net, (torch.rand(2, 8),)).program)
+
+    def gone(*args: Any) -> Any:
+        raise AttributeError("what was here is gone")
+
+    monkeypatch.setattr(f"terrazzo.front.repeated._Answers.{part}", gone)
+    with pytest.warns(RuntimeWarning, match="capture takes longer with PyTorch .* what was here is gone"):
+        assert show(capture(net, (torch.rand(2, 8),)).program) == expected

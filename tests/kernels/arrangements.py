@@ -13,8 +13,8 @@ class Product:
     and a step's part of k. On `wgmma`, `groups` warpgroups divide m, on `mma` warps divide m and n as `warps` says, on
     `fma` these and 32 lanes; `depth` is how they divide a step's k. With `promote`, CUDA cores add up the steps' sums.
     `cluster` is the axis that so many blocks divide, with what misses it multicast; of "k", they share sums. With
-    `turns`, so many warpgroups have a tile each, one after the other. `first` is where the first operand is multiplied
-    from; steps may `begin` by the tile of an axis.
+    `turns`, so many warpgroups have a tile each, one after the other; with `lag`, one begins steps behind another.
+    `first` is where the first operand is multiplied from; steps may `begin` by the tile of an axis.
     """
 
     shape: tuple[int, int, int] = (128, 128, 192)
@@ -35,6 +35,7 @@ class Product:
     roles: bool = False
     registers: tuple[int, int] | None = (40, 232)
     turns: int = 0
+    lag: bool = False
     persistent: int = 0
     grouped: int = 0
     cluster: str = ""
@@ -124,7 +125,7 @@ class Product:
             )
             own = self.registers if self.on == "wgmma" and self.groups < 3 else None
             registers = f", registers={own}" if own else ""
-            turns = ", turns=True" if self.turns else ""
+            turns = ", turns=True" * bool(self.turns) + ", lag=True" * self.lag
             lines.append(f"    roles(load=warp(1), math={math}{registers}{turns})")
         sites, instruction = self.divided(m, n)
         lines.append(f'    with site("acc0", on="{instruction}"):')
@@ -351,6 +352,12 @@ REGISTERS: dict[str, Product] = {
 TURNS: dict[str, Product] = {
     "turns": Product(shape=(320, 64, 320), roles=True, persistent=1, turns=2),
     "turns, staged": Product(shape=(300, 128, 192), roles=True, persistent=2, turns=2, staged=TMA),
+    "lag, staged": Product(
+        shape=(300, 128, 320), tile=(128, 64, 64), groups=2, roles=True, persistent=2, lag=True, staged=TMA
+    ),
+    "lag in a cluster": Product(
+        shape=(512, 128, 192), tile=(128, 64, 64), groups=2, roles=True, persistent=2, lag=True, cluster="m"
+    ),
     "turns of three": Product(shape=(256, 128, 192), roles=True, persistent=2, turns=3, registers=None),
     "turns in a cluster": Product(shape=(512, 128, 192), roles=True, persistent=2, turns=2, cluster="m"),
     "turns, one tile": Product(shape=(64, 64, 192), roles=True, persistent=1, turns=2),

@@ -389,6 +389,17 @@ def test_warpgroups_take_turns_where_their_tiles_fill_the_machine_and_others_do_
     assert not warpgroups.plans(square, HOPPER)[0].tile.turns
 
 
+def test_long_products_share_what_they_fetch_where_the_ring_is_far_ahead() -> None:
+    """At the limit of power; four slots of 128 x 192 in turns are not."""
+    found = []
+    for side in (2048, 4096, 8192, 16384):
+        (p,) = [x for k in on_meta(plain, side, side, side) if (x := product(k)) is not None]
+        best = warpgroups.plans(p, HOPPER)[0].tile
+        found.append((best.n, best.turns, best.split is p.m))
+    assert found[2:] == [(192, True, False), (256, False, True)]
+    assert not any(shared for _, _, shared in found[:2])
+
+
 def test_few_blocks_share_the_steps_of_a_long_sum() -> None:
     (p,) = [x for k in on_meta(plain, 128, 18944, 3584) if (x := product(k)) is not None]
     assert warpgroups.plans(p, HOPPER)[0].tile.share == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -178,6 +179,15 @@ def test_few_rows_read_quantised_weights_once(name: str, rows: int) -> None:
     _, done = lowered(fn, tuple(x.to("meta") for x in given))
     stored = [b.type.numel for s in done.at("kernel").steps for b in s.params if b not in done.at("kernel").inputs]
     assert max(stored) < 14336 * 4096
+
+
+@pytest.mark.parametrize(("name", "length"), [("scaled_after", 128), ("two_in_a_byte", 128), ("eight_in_a_word", 32)])
+def test_steps_of_few_columns_are_long_where_registers_have_room(name: str, length: int) -> None:
+    """Of one term and of two; eight are as many registers in a fourth of the step."""
+    fn, given = MAKERS[name](16, 14336, 4096)
+    _, done = lowered(fn, tuple(x.to("meta") for x in given))
+    chosen = next(str(s) for _, s in done.at("tile").schedules if " on=" in str(s))
+    assert re.search(rf"r0 = time\(\d+, ring=\d\) \* block\({length}\)", chosen) and "a0 = inst.n(16)" in chosen
 
 
 def test_tiles_of_one_warpgroup_that_makes_factors_are_no_bargain() -> None:

@@ -210,6 +210,17 @@ def test_without_tiles_results_are_stored(target: str) -> None:
     assert not [s for s in program.at("loop").steps if reduced_product(s)]
 
 
+def test_rows_may_be_the_same_for_all_of_a_batch() -> None:
+    """The axis of the batch, which rows do not have, is none that pieces of columns are counted by."""
+
+    def scores(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("mk,bnk->bmn", q, keys).float().logsumexp(-1)
+
+    given = torch.randn(512, 64).bfloat16(), torch.randn(4, 4096, 64).bfloat16()
+    program = lowering(capture(scores, given, {}).program, Options(target="sm_90a", libraries="never"))
+    assert [s for s in program.at("loop").steps if reduced_product(s)]
+
+
 def test_a_tile_of_sums_fits_into_registers(tmp_path: Path) -> None:
     """Beside 192 sums of a thread; of each it takes one exponential, in one text for both warpgroups or in two."""
     given = torch.empty(8192, 4096).bfloat16(), torch.empty(128256, 4096).bfloat16(), labels(8192, 128256)

@@ -73,7 +73,24 @@ def product(count: int) -> str:
                 out[a0, a1] = acc0"""
 
 
-@pytest.mark.parametrize("out", [pointwise, product])
+def reduced(count: int) -> str:
+    """The sums of rows, each of its own."""
+    sums = "\n".join(
+        f"""            for r{k} in reduce(16):
+                in{k} = t{k}[a0, r{k}]
+                acc{k} <- sum(in{k})"""
+        for k in range(count)
+    )
+    lines = "\n".join(f"            v{k} = add({f'v{k - 1}' if k > 1 else 'acc0'}, acc{k})" for k in range(1, count))
+    return f"""\
+    with kernel('out', out=f32[8]):
+        for a0 in free(8):
+{sums}
+{lines}
+            out[a0] = v{count - 1}"""
+
+
+@pytest.mark.parametrize("out", [pointwise, product, reduced])
 def test_what_is_summed_waits_as_one(out: object) -> None:
     """Eight branches wait for the last one; then hardly more than two of them do, as many as eager mode keeps."""
     program = branches(8, out(8))  # type: ignore[operator]

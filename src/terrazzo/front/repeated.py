@@ -9,6 +9,7 @@ values lie. The program itself runs as ever, so nothing is assumed of what it do
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -102,17 +103,25 @@ class _Asking:
     def __call__(self, mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
         import torch
 
-        if get_ident() != self.thread:
-            return self.ask(mode, func, pre_dispatch, args, kwargs)
-        with torch._C.DisableTorchFunction():  # whose modes would see every look at a shape
-            question, operands = self.answers.question(mode, func, args, kwargs)
-            if question is not None and (answer := self.answers.known.get(question)):
-                return self.answers.again(mode.tracer, answer, operands)
-        last = next(iter(reversed(mode.tracer.graph.nodes)), None)
-        found = self.ask(mode, func, pre_dispatch, args, kwargs)
-        if question is not None:
-            with torch._C.DisableTorchFunction():
-                self.answers.keep(question, mode.tracer, operands, last, found)
+        answers, asked = self.answers, (mode, func, pre_dispatch, args, kwargs)
+        if get_ident() != self.thread or answers.strange:
+            return self.ask(*asked)
+        try:
+            with torch._C.DisableTorchFunction():  # whose modes would see every look at a shape
+                question, operands = answers.question(mode, func, args, kwargs)
+                if question is not None and (answer := answers.known.get(question)):
+                    return answers.again(mode.tracer, answer, operands)
+                last = next(iter(reversed(mode.tracer.graph.nodes)), None)
+        except Exception as why:
+            answers.give_up(why)
+            return self.ask(*asked)
+        found = self.ask(*asked)
+        if question is not None and not answers.strange:
+            try:
+                with torch._C.DisableTorchFunction():
+                    answers.keep(question, mode.tracer, operands, last, found)
+            except Exception as why:
+                answers.give_up(why)
         return found
 
 
@@ -127,6 +136,15 @@ class _Answers:
         self.fake = FakeTensor
         self.words = (torch.dtype, torch.device, torch.layout, torch.memory_format)
         self.pure: dict[Any, bool] = {}
+        self.strange = False
+
+    def give_up(self, why: Exception) -> None:
+        """Ask for every call from here on: this PyTorch is not as we know it, for these are its private parts."""
+        import torch
+
+        self.strange = True
+        told = f"terrazzo: capture takes longer with PyTorch {torch.__version__} ({type(why).__name__}: {why})"
+        warnings.warn(told, RuntimeWarning, stacklevel=2)
 
     def question(self, mode: Any, func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
         """What is asked, None where it holds what is not compared; and each operand with its node's proxy."""
@@ -234,7 +252,10 @@ class _Answers:
         raise _Unlike
 
     def again(self, tracer: Any, answer: _Answer, operands: list[Any]) -> Any:
-        """What the op becomes for these operands, in the graph of the trace."""
+        """What the op becomes for these operands, in the graph of the trace. A result is a tensor of its own beside the
+        value of its node, as ever: of one that somebody else has too, factories of PyTorch return a view.
+        """
+        from torch._subclasses.fake_impls import fast_detach
         from torch.fx.experimental.proxy_tensor import _ProxyTensor
 
         values = self._values(answer, [t for t, _ in operands])
@@ -259,8 +280,9 @@ class _Answers:
 
         def result(x: Any) -> Any:
             if type(x) is _Made:
-                tracer.tensor_tracker[values[x.number]] = _ProxyTensor(made[x.number], None)
-                return values[x.number]
+                own = fast_detach(operands[0][0].fake_mode, values[x.number])
+                tracer.tensor_tracker[own] = _ProxyTensor(made[x.number], None)
+                return own
             if type(x) is _Operand:
                 return operands[x.number][0]
             return type(x)([result(y) for y in x]) if isinstance(x, (list, tuple)) else x

@@ -15,6 +15,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr
 from terrazzo.ir.node import per_node, topological
 from terrazzo.ir.torch_types import operator
+from terrazzo.ir.types import Type
 
 WORTH = 1 << 20
 """Bytes from which on it is done."""
@@ -36,8 +37,8 @@ def replaceable(kernel: l.Kernel) -> tuple[tuple[l.Buffer, l.Buffer], ...]:
     once = [x for x, *others in loads.values() if not others and not x.inside]
     found = []
     for s in kernel.stores:
-        same = [x for x in once if x.index == s.index and x.buffer.type == s.buffer.type]
-        if not same or s.buffer.type.span < WORTH or not set(kernel.axes) <= {a for e in s.index for a in _axes(e)}:
+        same = [x for x in once if _same_place(x, s)] if s.buffer.type.span >= WORTH else []
+        if not same or not set(kernel.axes) <= {a for e in s.index for a in _axes(e)}:
             continue
         others = [t for t in kernel.stores if t is not s]
         apart = [t.value for t in others if kernel.carried or t.index != s.index]
@@ -46,6 +47,21 @@ def replaceable(kernel: l.Kernel) -> tuple[tuple[l.Buffer, l.Buffer], ...]:
         if all(t.buffer is not s.buffer for t in others):
             found += [(s.buffer, x.buffer) for x in same if x in wanted]
     return tuple(found)
+
+
+def _same_place(x: l.Load, s: l.Store) -> bool:
+    """Whether what is loaded lies as far behind the first element as what is stored, in as much memory."""
+    one, other = x.buffer.type, s.buffer.type
+    if one.dtype is not other.dtype or one.span != other.span:
+        return False
+    return (one == other and x.index == s.index) or _place(x.index, one) == _place(s.index, other)
+
+
+def _place(index: tuple[IntExpr, ...], kind: Type) -> IntExpr:
+    place: IntExpr = 0
+    for e, stride in zip(index, kind.element_strides, strict=True):
+        place = place + e * stride
+    return place
 
 
 def _axes(index: IntExpr) -> frozenset[object]:

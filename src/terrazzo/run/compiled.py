@@ -177,8 +177,7 @@ class Compiled:
         """Call an op of PyTorch. Its result stays where it is, if it lies as the program has it."""
         import torch
 
-        asked = {k: frame.root.get(k, k) for k in slots_in([step.args, *step.kwargs.values()])}
-        given = {k: tensors[at] if at in tensors else frame.view(at) for k, at in asked.items()}
+        given = {k: frame.view(k, tensors) for k in slots_in([step.args, *step.kwargs.values()])}
         exactly = not takes_any_strides(step.name)
 
         def whole(k: int, t: Any) -> Any:  # of an input, it may be a copy that eager gives the op: it gets the plainest
@@ -195,7 +194,11 @@ class Compiled:
                 continue
             expected = Expected(slots[k], self.machine.device)
             mine = frame.layout.own  # nobody else will have their memory
-            theirs = {at for n, at in places.items() if asked[n] not in mine and not _may_share(slots[n], slots[k])}
+            theirs = {
+                at
+                for n, at in places.items()
+                if frame.root.get(n, n) not in mine and not _may_share(slots[n], slots[k])
+            }
             theirs.update(t.untyped_storage().data_ptr() for t in made.values())
             keep = expected.may_keep(value, theirs)
             if keep and slots[k].kind == "result" and value.untyped_storage().data_ptr() in places.values():

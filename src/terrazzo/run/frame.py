@@ -84,10 +84,12 @@ class Frame:
             for array, position, offset in self.pointers.get(k, ()):
                 array[position] = tensor.data_ptr() + offset
 
-    def view(self, k: int) -> Any:
-        """A temporary as a tensor."""
-        slot = self.plan.slots[k]
-        start = self.base - self.arena.data_ptr() + self.layout.offsets[k]
+    def view(self, k: int, tensors: Mapping[int, Any]) -> Any:
+        """A tensor of the plan: one of these, or a temporary, or what lies in the memory of one of them."""
+        slot, at = self.plan.slots[k], self.root.get(k, k)
+        if at in tensors:
+            return tensors[at] if at == k else tensors[at].as_strided(slot.shape, slot.strides)
+        start = self.base - self.arena.data_ptr() + self.layout.offsets[at]
         dtype = to_torch_dtype(DTYPES[slot.dtype])
         return self.arena[start : start + slot.bytes].view(dtype).as_strided(slot.shape, slot.strides)
 

@@ -41,7 +41,7 @@ def _rooted(onto: Mapping[T, T], results: Collection[T]) -> dict[T, T]:
 def takes_over(plan: Plan, k: int, old: int, first: Mapping[int, int], last: Mapping[int, int]) -> bool:
     """Whether a slot may lie in the memory of another one: a kernel writes it, which is the last to use that."""
     one, other = plan.slots[k], plan.slots[old]
-    like = (one.dtype, one.shape, one.strides) == (other.dtype, other.shape, other.strides)
+    like = (one.dtype, one.bytes) == (other.dtype, other.bytes)
     kinds = one.kind in ("arena", "result") and other.kind in ("arena", "call")
     theirs = other.kind == "call" and plan.slots[roots(plan.slots).get(old, old)].kind == "result"
     alone = k != old and sum(s.onto == old for s in plan.slots) == 1

@@ -1,4 +1,4 @@
-"""What waits to be combined with others is combined as soon as it is there.
+"""What waits to be combined with others, or summed, is combined as soon as it is there.
 
 Fusion makes one kernel of a chain of sums, which is read once and stored nowhere in between. But where its summands are
 made one after the other, as the branches of a net or gradients of what is used at every step, all of them wait for the
@@ -7,10 +7,12 @@ last one. Some are combined sooner then, and what they are combined to waits ins
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from terrazzo.ir.contraction import nested_contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Bound, Expr, Var
 from terrazzo.ir.node import Node, substitute, topological
@@ -160,7 +162,7 @@ def combine_sooner(program: l.Program, log: Log, rates: Rates, worth: int = WORT
 
 
 def _ways(program: l.Program, peak: int) -> list[_Way]:
-    """What may be combined before a step, those ways first that save most there."""
+    """What may be combined before a step, where it saves most there."""
     steps, kept = program.steps, {*program.inputs, *program.results}
     made = {b: n for n, s in enumerate(steps) for b in s.writes}
     uses: dict[l.Buffer, list[int]] = {}
@@ -168,35 +170,45 @@ def _ways(program: l.Program, peak: int) -> list[_Way]:
         for b in s.reads:
             uses.setdefault(b, []).append(n)
     names = {s.name for s in steps} | {b.name for b in (*made, *program.inputs)}
-    found: list[_Way] = []
+    asked: list[tuple[int, Any, int, Any, int, set[l.Buffer]]] = []
     for n, s in enumerate(steps[peak:], peak):
         # what waits for this step alone while the peak passes
         waiting = {b for b in s.reads if b not in kept and made[b] < peak and uses[b][-1] == n}
         waiting = {b for b in waiting if all(k < peak for k in uses[b][:-1])}
-        if isinstance(s, l.Kernel) and len(waiting) > 1:
-            for term, reads in _terms(s):
-                at = 1 + max((made.get(b, -1) for b in reads), default=-1)
-                if at <= peak and len(reads & waiting) > 1 and (way := _way(s, n, term, at, waiting, names)):
-                    found.append(way)
-    return sorted(found, key=lambda x: -x.saves)[:TRIED]
+        for term, reads in _terms(s) if isinstance(s, l.Kernel) and waiting else ():
+            at = 1 + max((made.get(b, -1) for b in reads), default=-1)
+            size = term.dtype.size * math.prod(a.extent for a in term.free)
+            saves = sum(b.type.span for b in reads & waiting) - size
+            if at <= peak and saves > 0:
+                asked.append((saves, s, n, term, at, waiting))
+    asked.sort(key=lambda x: -x[0])
+    found = (_way(s, n, term, at, waiting, names) for _, s, n, term, at, waiting in asked[:TRIED])
+    return [way for way in found if way]
 
 
-def _terms(kernel: l.Kernel) -> Iterator[tuple[l.Apply, set[l.Buffer]]]:
-    """The terms of a kernel that have no sums, with the buffers that they read."""
+def _terms(kernel: l.Kernel) -> Iterator[tuple[Any, set[l.Buffer]]]:
+    """The terms of a kernel with the buffers that they read: all that have no sums, and outside of sums those that have
+    some, but no products, which are not taken apart.
+    """
+    inside = set(topological([x for r in kernel.carried for x in r.args]))
     reads: dict[Node, set[l.Buffer] | None] = {}
+    summed: set[Node] = set()
+    stored = {s.value for s in kernel.stores}
     for x in kernel.terms:
         if isinstance(x, l.Load):
             reads[x] = {x.buffer}
-        elif isinstance(x, l.Reduce | l.Scan | l.Get):
+        elif isinstance(x, l.Scan | l.Get) or (isinstance(x, l.Reduce) and nested_contraction(x)):
             reads[x] = None
-        elif isinstance(x, l.Apply):
+        elif isinstance(x, l.Apply | l.Reduce):
             theirs = [reads.get(a, set()) for a in x.args]
             reads[x] = None if any(r is None for r in theirs) else {b for r in theirs for b in r or ()}
-            if (mine := reads[x]) and isinstance(x.dtype, DType):
+            summed |= {x} if isinstance(x, l.Reduce) or not summed.isdisjoint(x.args) else set()
+            part = isinstance(x.dtype, DType) and x not in stored and not (x in summed and x in inside)
+            if part and (mine := reads[x]):
                 yield x, mine
 
 
-def _way(kernel: l.Kernel, number: int, term: l.Apply, at: int, waiting: set[l.Buffer], names: set[str]) -> _Way | None:
+def _way(kernel: l.Kernel, number: int, term: Any, at: int, waiting: set[l.Buffer], names: set[str]) -> _Way | None:
     """A kernel that stores a term, and the one that loads it, if less waits for that."""
     stem = f"{kernel.stores[0].buffer.name.split('_sooner')[0]}_sooner"
     name = next(x for k in range(1, 9999) if (x := f"{stem}{k}") not in names)
@@ -212,7 +224,7 @@ def _way(kernel: l.Kernel, number: int, term: l.Apply, at: int, waiting: set[l.B
     return _Way(at, l.Kernel(name, tuple(axes), (store,), kernel.source), number, rest, saves)
 
 
-def _place(kernel: l.Kernel, term: l.Apply) -> tuple[Type, tuple[Any, ...]]:
+def _place(kernel: l.Kernel, term: Any) -> tuple[Type, tuple[Any, ...]]:
     """How a term is stored: as something lies that it is made of, or along the loops."""
     bound = [a for r in kernel.carried for a in (r.axes if isinstance(r, l.Reduce) else (r.axis,))]
     axes = [a for a in dict.fromkeys((*kernel.axes, *bound)) if a in term.free]
@@ -225,7 +237,7 @@ def _place(kernel: l.Kernel, term: l.Apply) -> tuple[Type, tuple[Any, ...]]:
     return Type(term.dtype, tuple(a.extent for a in order)), tuple(order)
 
 
-def _order(term: l.Apply, axes: list[Any]) -> list[Any]:
+def _order(term: Any, axes: list[Any]) -> list[Any]:
     """Axes as the first load of a term has them that has all."""
     for x in topological([term]):
         if isinstance(x, l.Load) and set(axes) == x.free:

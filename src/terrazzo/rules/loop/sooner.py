@@ -65,16 +65,22 @@ def store_sooner(program: l.Program, log: Log, rates: Rates, worth: int, pass_na
     """
     steps = list(program.steps)
     fixed = {*program.inputs, *program.results}
+    readers: dict[l.Buffer, set[int]] = {}
+    for n, step in enumerate(steps):
+        for b in step.reads:
+            readers.setdefault(b, set()).add(n)
     for n in range(len(steps)):
         made = steps[n]
         for b in made.writes if isinstance(made, l.Kernel) else ():
             if b in fixed or b.type.span < worth:
                 continue
-            places = [k for k, s in enumerate(steps) if b in s.reads]
+            places = sorted(k for k in readers.get(b, ()) if b in steps[k].reads)
             old = [steps[n], *(steps[k] for k in places)]
             if places and (new := _sooner(old, b)) and _price(new, rates) <= _price(old, rates):
                 for k, s in zip((n, *places), new, strict=True):
                     steps[k] = s
+                    for x in s.reads:
+                        readers.setdefault(x, set()).add(k)
                 log.add(Event(pass_name, RULE, b.name, True, f"{b.type} was made of 16 bits, which are kept instead"))
                 log.applied(pass_name, RULE, b.name, old, new)
     return l.Program(program.name, program.inputs, tuple(steps), program.results)

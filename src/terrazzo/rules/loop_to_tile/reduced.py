@@ -118,7 +118,7 @@ def ways(kernel: l.Kernel, gpu: Gpu) -> Iterator[Way]:
         part, rest = split(kernel, _around(p), pieces, n)
         q = reduced_product(part)
         if q is not None and q.n.extent == n:
-            (piece,) = _pieces(q)
+            (piece,) = (a for a in _pieces(q) if a not in p.batch)
             own = replace(plan.tile, rows=q.m, columns=q.n, split={p.m: q.m, p.n: piece}.get(plan.tile.split))
             yield Way(kernel, part, schedule(q, plan._replace(tile=own), gpu), rest, plan)
 

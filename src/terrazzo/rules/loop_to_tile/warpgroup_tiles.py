@@ -25,6 +25,11 @@ SHORTEST = {False: 8, True: 4}
 """Steps of a piece of k, at least; of parts, of which each is multiplied several times in a step, fewer will do: 128 x
 3584 x 512 took 13.7 us in 14 pieces of four steps and 16.2 in seven of eight (H200).
 """
+NARROW = 32
+"""Columns up to which what a step multiplies takes no longer than waiting for it, where factors are made in registers:
+twice as long steps halve that. Weights of int8 and int4 on 16 rows of 4096 took 27.1 and 20.0 us for 14336 columns, and
+23.9 and 18.2 so (H200).
+"""
 ROWS = 64
 """Rows of an instruction."""
 GROUP = 8
@@ -144,6 +149,8 @@ def shapes(p: Product, n: int) -> Iterator[Tile]:
             if any(w not in (16, 32) and w % STEP for w in _run_lengths(p, rows, columns, tile.m, n, tile.k)):
                 continue
             yield tile
+            if n <= NARROW and _lengthens(p, 2 * tile.k):
+                yield replace(tile, k=2 * tile.k)
             for split in () if made else (rows, columns):  # multicast: what threads read is their block's
                 if ceil(split.extent, tile.covered(split)) % 2 == 0 and _shares(tile, split):
                     yield Tile(rows, columns, groups, each, n, tile.k, split, turns=turns)
@@ -170,6 +177,12 @@ def step(p: Product) -> int:
     if promotes(p):
         return STEP // 2 if math.prod(a.extent for a in p.axes) < SHORT else STEP
     return max(16, STEP * 4 // max(len(p.sites[0].terms), 4))  # all terms of a step are in registers at once
+
+
+def _lengthens(p: Product, k: int) -> bool:
+    """Whether a step may be as long as k where factors are made: all terms of it are in registers at once."""
+    made = converted(p) and not promotes(p)
+    return bool(made) and p.axes[-1].extent % k == 0 and k * len(p.sites[0].terms) <= 4 * STEP
 
 
 def steps(p: Product, tile: Tile) -> tuple[int, int]:

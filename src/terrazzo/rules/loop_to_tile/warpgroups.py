@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -65,6 +66,13 @@ PROMOTION = 25.0
 """Nanoseconds for each 64 columns, for waiting for those of a step's products that are promoted together and adding
 them up, where no other warpgroup multiplies meanwhile. Fitted to the same products as `MADE_ALONE`.
 """
+LONG, REACH = 600_000.0, 1100.0
+"""Nanoseconds. A product of this length runs at the limit of power, where what is fetched takes energy, and so time. In
+clusters of two along its rows, tiles of 128 x 256 that both warpgroups share took 0.96 to 0.99 of what they took alone
+(four products of 0.7 to 2.8 ms, twice, each for a tenth of a second at a time), and 0.98 and 1.02 in a square of 16384;
+where they take 0.2 to 0.5 ms 1.00, and 1.01 where less. In turns slabs of 128 x 192 are on their way for a microsecond
+only, and clusters took 1.01 to 1.03 (H200).
+"""
 REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
 """Of a thread that loads and of one that multiplies, by the number of warpgroups that multiply."""
 
@@ -120,11 +128,24 @@ def _plans(p: Product, gpu: Gpu) -> tuple[Plan, ...]:
                 waits = 1 + (0.0 if promotes(p) else gpu.warpgroups.sharing * max(x.share - 2, 0))
                 found.append((Plan(x, 1, i, lasts(work, gpu) * waits), work.tiles * x.blocks))
 
-    def order(x: tuple[Plan, int]) -> tuple[int, ...]:
+    def order(x: tuple[Plan, int]) -> tuple[float, ...]:
         plan, blocks = x
-        return alike(plan.time), ceil(blocks, gpu.processors), -blocks, plan.tile.m + plan.tile.n
+        fetched = _at_the_limit(p, plan, gpu) if plan.time >= LONG and not (promotes(p) or converted(p)) else 0.0
+        return alike(plan.time), fetched, ceil(blocks, gpu.processors), -blocks, plan.tile.m + plan.tile.n
 
     return tuple(plan for plan, _ in sorted((x for x in found if x[0].time < math.inf), key=order))
+
+
+def _at_the_limit(p: Product, plan: Plan, gpu: Gpu) -> float:
+    """Bytes that are fetched for a result and a step, where blocks of a cluster that share them need not wait for each
+    other: while one slot is multiplied and another is about to be freed, the rest of a ring is on its way.
+    """
+    has, tile = gpu.warpgroups, plan.tile
+    assert has is not None
+    step = 2.0 * tile.m * tile.n * tile.k * facts_of(p).terms * gpu.processors / has.rate
+    if (_slots(p, tile, gpu) - 2) * step < REACH:
+        tile = replace(tile, split=None)
+    return _fetched(p, tile, has) / (tile.m * tile.n)
 
 
 def _takes_turns(p: Product, tile: Tile, tiles: int, gpu: Gpu) -> bool:

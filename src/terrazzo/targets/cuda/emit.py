@@ -21,6 +21,7 @@ from terrazzo.ir.ranges import Range, span, stays
 from terrazzo.ir.types import DType, f32
 from terrazzo.targets.cuda.alike import TEAM, alike
 from terrazzo.targets.cuda.counting import counters
+from terrazzo.targets.cuda.pairs import pairs
 from terrazzo.targets.cuda.settle import settled
 from terrazzo.targets.cuda.short import Short
 from terrazzo.targets.names import Names, comment, identifier, words
@@ -255,7 +256,9 @@ class _Writer:
         raise CompilerBug(f"no CUDA for {type(s).__name__}")
 
     def loop(self, s: k.For) -> list[str]:
-        """A loop, with what it counts along."""
+        """A loop, with what it counts along; or what its two rounds compute together."""
+        if (both := pairs(s, self.term, self.element)) is not None:
+            return both
         outer, end = dict(self.scope.names), s.axis.extent
         steps = index(end, self.scope)
         counted = [(c, index(c.first % c.base, self.scope), index(c.first // c.base, self.scope)) for c in counters(s)]

@@ -86,6 +86,25 @@ TZ float tz_round_bf16(float x) {
   return tz_widen(tz_narrow_bf16(x));
 #endif
 }
+// Two numbers of 16 bits at once. With a byte as its lower half 0x4300 is 128 more than that; a sign is worth -256 there.
+#if __CUDA_ARCH__ >= 900
+TZ u32 tz_two_add(u32 a, u32 b) { u32 y; asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b)); return y; }
+TZ u32 tz_two_sub(u32 a, u32 b) { u32 y; asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b)); return y; }
+TZ u32 tz_two_mul(u32 a, u32 b) { u32 y; asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b)); return y; }
+#else
+TZ float tz_low(u32 x) { return __uint_as_float(x << 16); }
+TZ float tz_high(u32 x) { return __uint_as_float(x & 0xffff0000u); }
+TZ u32 tz_two(float low, float high) { return (u32)(u16)tz_narrow_bf16(low) | (u32)(u16)tz_narrow_bf16(high) << 16; }
+TZ u32 tz_two_add(u32 a, u32 b) { return tz_two(tz_low(a) + tz_low(b), tz_high(a) + tz_high(b)); }
+TZ u32 tz_two_sub(u32 a, u32 b) { return tz_two(tz_low(a) - tz_low(b), tz_high(a) - tz_high(b)); }
+TZ u32 tz_two_mul(u32 a, u32 b) { return tz_two(tz_low(a) * tz_low(b), tz_high(a) * tz_high(b)); }
+#endif
+template <class T> TZ u32 tz_two_bytes(const T& first) { return __byte_perm(reinterpret_cast<const u16&>(first), 0, 0x4140); }
+TZ u32 tz_two_same(bf16 x) { return (u32)(u16)x * 0x10001u; }
+// One instruction, where the compiler has two: it takes one constant at a time.
+template <u32 bits, u32 more> TZ u32 tz_masked(u32 x) { u32 y; asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(y) : "r"(x), "r"(bits), "r"(more)); return y; }
+template <u32 bits> TZ u32 tz_two_small(u32 x, u32 more) { return tz_two_add(tz_masked<bits, 0x43004300u>(x), more); }
+TZ u32 tz_two_signed(u32 x) { return tz_two_add(tz_masked<0x007f007fu, 0x43004300u>(x), tz_masked<0x00800080u, 0xc300c300u>(x)); }
 template <class T> constexpr bool tz_half = std::is_same_v<T, f16> || std::is_same_v<T, bf16>;
 #define TZ_COMPARE(op) \
   TZ bool operator op(f16 a, f16 b) { return tz_widen(a) op tz_widen(b); } \
