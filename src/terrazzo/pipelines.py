@@ -59,6 +59,7 @@ from terrazzo.rules.loop.relax import relax
 from terrazzo.rules.loop.remake import remake
 from terrazzo.rules.loop.rounded import rounded_weights
 from terrazzo.rules.loop.rounds import sums_inside
+from terrazzo.rules.loop.turned import store_turned
 from terrazzo.rules.loop.views import pass_views
 from terrazzo.rules.loop_to_tile import chains, reduced
 from terrazzo.rules.loop_to_tile.chain import chain
@@ -166,6 +167,7 @@ def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
     made = products_joined(chains_beside(made, log, price, refused), log, price, options.materialize)
     made = blocks_seen(made, log, price)
     made = columns_reduced(made, log, price, partial(reduced.refusal, gpu=gpu), options.materialize)
+    made = store_turned(made, log, price)
     made = copied_after(made, log, lambda kernel: getattr(chain(kernel), "columns", None))
     return rounded_weights(made, log, target(options.target).rates.matrix)
 

@@ -166,3 +166,16 @@ def test_what_a_long_filter_reads_by_division_is_stored_first(taps: int, first: 
     program = l.Program("f", small.reads, made or (small,), small.writes)
     (ours,) = loop.run(program, dict(zip((b.name for b in small.reads), (x.numpy(), w.numpy()), strict=True)))
     torch.testing.assert_close(torch.from_numpy(ours), fn(x, w), rtol=1e-4, atol=1e-5)
+
+
+def behind_a_column(a: Any, b: Any, c: Any) -> Any:
+    return torch.cat([c, a @ b], 1) / 0.07
+
+
+def test_a_product_is_not_written_behind_a_column_in_which_no_box_begins_where_it_may() -> None:
+    """Behind eight columns its factor is read from where a box may begin."""
+    a, b = torch.zeros(512, 128, dtype=torch.bfloat16), torch.zeros(128, 65536, dtype=torch.bfloat16)
+    for columns, alone in ((1, True), (8, False)):
+        steps = fused(behind_a_column, a, b, torch.zeros(512, columns, dtype=torch.bfloat16))
+        product = next(s for s in steps if b.shape in [x.type.shape for x in s.reads])
+        assert (product.stores[0].buffer.type.shape == (512, 65536)) == alone
