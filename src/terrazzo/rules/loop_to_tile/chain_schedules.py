@@ -99,8 +99,11 @@ class Warps:
 
 def arrangements(c: Chain, gpu: Gpu) -> Iterator[Warps]:
     """How warps may divide a step that a block has room for, best first: many rows, for each of which fragments of the
-    other operands are loaded once; where there are few rows, warps divide the columns.
+    other operands are loaded once; where there are few rows, warps divide the columns. Where a machine has warpgroups,
+    chains of several sums are theirs: how long these take on its warps was not measured.
     """
+    if gpu.warpgroups is not None and (c.beside or c.others or c.rounds):
+        return
     most = ceil(c.steps.extent, 16) * 16
     few = c.rows.extent <= FEW
     ways = ((1, 1, 4), (1, 1, 2), (1, 1, 1)) if few else ((4, 2, 1), (8, 1, 1), (4, 1, 1), (2, 1, 1), (1, 1, 1))
