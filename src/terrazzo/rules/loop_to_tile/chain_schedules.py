@@ -100,9 +100,9 @@ class Warps:
 def arrangements(c: Chain, gpu: Gpu) -> Iterator[Warps]:
     """How warps may divide a step that a block has room for, best first: many rows, for each of which fragments of the
     other operands are loaded once; where there are few rows, warps divide the columns. Where a machine has warpgroups,
-    chains of several sums are theirs: how long these take on its warps was not measured.
+    chains of several sums or of several terms are theirs: how long these take on its warps was not measured.
     """
-    if gpu.warpgroups is not None and (c.beside or c.others or c.rounds):
+    if gpu.warpgroups is not None and (c.beside or c.others or c.rounds or c.terms > 1):
         return
     most = ceil(c.steps.extent, 16) * 16
     few = c.rows.extent <= FEW
