@@ -237,7 +237,7 @@ PASSES = (
          lambda p, log, o, tried: _chained(p, log, o, tried) if o.fuse else p),
     Pass("parts", "loop", "loop", "products in float32 become products of bfloat16, where that is faster",
          lambda p, log, o, tried: in_parts(p, log, o, tried)),
-    Pass("remake", "loop", "loop", "what lives long and is made fast is made again where it is needed",
+    Pass("remake", "loop", "loop", "what waits long is combined with others sooner, or made again where it is needed",
          lambda p, log, o, tried: _lean(p, log, o) if o.fuse else p),
     Pass(SCHEDULE, "loop", "tile",
          "every kernel gets a schedule: the user's, or the best by the model of the machine",

@@ -23,7 +23,7 @@ from terrazzo.ir.node import topological
 from terrazzo.ir.types import DTYPES, DType, Type
 from terrazzo.run.arena import ALIGN, allocate, hosts
 from terrazzo.run.branches import LITTLE, MOST, ROOM, Ahead, Place, side_by_side
-from terrazzo.run.taken import rooted, roots, takes_over
+from terrazzo.run.taken import misplaced, rooted, roots
 
 VERSION = 8
 Onto = Mapping[l.Buffer, Sequence[l.Buffer]]
@@ -138,7 +138,8 @@ class Plan:
             if any(s.onto is not None and s.onto >= len(slots) for s in slots):
                 raise ValueError("a slot lies in none")
             ends = [arena if s.within is None else slots[_index(s.within, len(slots))].bytes for s in slots]
-            lying = [(s, end) for k, (s, end) in enumerate(zip(slots, ends, strict=True)) if k not in roots(slots)]
+            root = roots(slots)
+            lying = [(s, end) for k, (s, end) in enumerate(zip(slots, ends, strict=True)) if k not in root]
             if any(s.kind == "arena" and s.offset + s.bytes > end for s, end in lying):
                 raise ValueError("a slot lies outside the arena")
             return cls(inputs, results, slots, steps, arena)
@@ -199,9 +200,8 @@ def _shared(plan: Plan) -> str:
     """Which tensors of a plan share memory while both are in use; "" if none do."""
     first, last = _uses(plan)
     root = roots(plan.slots)
-    for k, s in enumerate(plan.slots):
-        if s.onto is not None and not takes_over(plan, k, s.onto, first, last):
-            return f"{s.name} lies in the memory of something else"
+    for k in misplaced(plan, first, last):
+        return f"{plan.slots[k].name} lies in the memory of something else"
     if plan.branches > 1 and (why := _side_by_side(plan, first)):
         return why
     for k, r in root.items():

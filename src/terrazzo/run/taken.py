@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from terrazzo.ir.dialects import loop as l
@@ -38,12 +39,20 @@ def _rooted(onto: Mapping[T, T], results: Collection[T]) -> dict[T, T]:
     return found
 
 
-def takes_over(plan: Plan, k: int, old: int, first: Mapping[int, int], last: Mapping[int, int]) -> bool:
-    """Whether a slot may lie in the memory of another one: a kernel writes it, which is the last to use that."""
-    one, other = plan.slots[k], plan.slots[old]
-    like = (one.dtype, one.bytes) == (other.dtype, other.bytes)
-    kinds = one.kind in ("arena", "result") and other.kind in ("arena", "call")
-    theirs = other.kind == "call" and plan.slots[roots(plan.slots).get(old, old)].kind == "result"
-    alone = k != old and sum(s.onto == old for s in plan.slots) == 1
-    fits = like and kinds and alone and not theirs and k in first and first[k] == last.get(old)
-    return fits and bool(plan.steps[first[k]].key)
+def misplaced(plan: Plan, first: Mapping[int, int], last: Mapping[int, int]) -> Iterator[int]:
+    """Slots that lie in the memory of another one and may not: they may if a kernel writes them, which is the last to
+    use that.
+    """
+    slots, root = plan.slots, roots(plan.slots)
+    takers = Counter(s.onto for s in slots)
+    for k, one in enumerate(slots):
+        if (old := one.onto) is None:
+            continue
+        other = slots[old]
+        like = (one.dtype, one.bytes) == (other.dtype, other.bytes)
+        kinds = one.kind in ("arena", "result") and other.kind in ("arena", "call")
+        theirs = other.kind == "call" and slots[root.get(old, old)].kind == "result"
+        alone = k != old and takers[old] == 1
+        fits = like and kinds and alone and not theirs and k in first and first[k] == last.get(old)
+        if not fits or not plan.steps[first[k]].key:
+            yield k

@@ -6,7 +6,7 @@ pixels that are shuffled or repeated.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from terrazzo.ir.address import coefficient, flatten
@@ -71,17 +71,39 @@ def store_lookups(program: l.Program, log: Log, rates: Rates) -> l.Program:
     """
     if not rates.matrix:  # who looks up on a processor finds it as fast as anything
         return program
+
+    def find(s: l.Kernel, names: Set[str], known: Mapping[Any, l.Buffer]) -> tuple[l.Kernel, ...] | None:
+        return operands_stored(s, _looked_up, names, known, True)
+
+    def prices(s: l.Kernel, found: Sequence[l.Kernel]) -> tuple[float, float]:
+        return cost(s, rates, as_it_is=True), sum(cost(k, rates) for k in found)
+
+    return stored_first(program, log, (PASS, RULE, "looked up on the way"), find, prices)
+
+
+def stored_first(
+    program: l.Program,
+    log: Log,
+    told: tuple[str, str, str],
+    find: Callable[[l.Kernel, Set[str], Mapping[Any, l.Buffer]], tuple[l.Kernel, ...] | None],
+    prices: Callable[[l.Kernel, Sequence[l.Kernel]], tuple[float, float]],
+) -> l.Program:
+    """`program` with kernels in several, as `find` has them: those that store operands, and the one that reads these.
+    It gets the names there are and what is stored already. `prices` are those of both ways; and `told` are the pass,
+    the rule, and how it is done otherwise.
+    """
+    pass_name, rule, otherwise = told
     steps: list[l.Kernel | l.Call] = []
     known: dict[Any, l.Buffer] = {}
     names = {b.name for s in program.steps for b in s.writes} | {b.name for b in program.inputs}
     for s in program.steps:
-        if isinstance(s, l.Kernel) and (found := operands_stored(s, _looked_up, names, known, True)) is not None:
+        if isinstance(s, l.Kernel) and (found := find(s, names, known)) is not None:
             *made, whole = found
-            apart, inlined = sum(cost(k, rates) for k in found), cost(s, rates, as_it_is=True)
-            prices = f"{inlined / 1000:.1f} us looked up on the way, {apart / 1000:.1f} us stored first"
-            log.add(Event(PASS, RULE, s.name, apart < inlined, prices))
+            inlined, apart = prices(s, found)
+            said = f"{inlined / 1000:.1f} us {otherwise}, {apart / 1000:.1f} us stored first"
+            log.add(Event(pass_name, rule, s.name, apart < inlined, said))
             if apart < inlined:
-                log.applied(PASS, RULE, s.name, [s], [*made, whole])
+                log.applied(pass_name, rule, s.name, [s], [*made, whole])
                 known |= {k.stores[0].value: k.stores[0].buffer for k in made}
                 names |= {k.name for k in made}
                 steps += made

@@ -5,14 +5,14 @@ what is every eighth element, so such a product leaves the tensor cores, or wait
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 from terrazzo.ir.address import flatten
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Bound, FloorDiv, Mod, bounds, terms_of
-from terrazzo.rewrite.rule import Event, Log
-from terrazzo.rules.loop.lookups import operands_stored
+from terrazzo.rewrite.rule import Log
+from terrazzo.rules.loop.lookups import operands_stored, stored_first
 
 FEW = 16
 """Steps that a matrix instruction takes at once."""
@@ -58,21 +58,14 @@ def store_turned(program: l.Program, log: Log, price: Callable[[Sequence[l.Kerne
                     z[a0, a1] = acc0
         return (z,)
     """
-    steps: list[l.Kernel | l.Call] = []
-    names = {b.name for s in program.steps for b in s.writes} | {b.name for b in program.inputs}
-    for s in program.steps:
-        if isinstance(s, l.Kernel) and (found := operands_stored(s, _turned, names, {})) is not None:
-            inlined, apart = price([s]), price(found)
-            gains = apart < inlined
-            said = f"{inlined / 1000:.1f} us as it lies, {apart / 1000:.1f} us stored first"
-            log.add(Event(PASS, RULE, s.name, gains, said))
-            if gains:
-                log.applied(PASS, RULE, s.name, [s], list(found))
-                names |= {k.name for k in found}
-                steps += found[:-1]
-                s = found[-1]
-        steps.append(s)
-    return l.Program(program.name, program.inputs, tuple(steps), program.results)
+
+    def find(s: l.Kernel, names: Set[str], _: object) -> tuple[l.Kernel, ...] | None:
+        return operands_stored(s, _turned, names, {})
+
+    def prices(s: l.Kernel, found: Sequence[l.Kernel]) -> tuple[float, float]:
+        return price([s]), price(found)
+
+    return stored_first(program, log, (PASS, RULE, "as it lies"), find, prices)
 
 
 def _turned(x: Any) -> bool:

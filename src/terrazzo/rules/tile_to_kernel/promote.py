@@ -71,7 +71,7 @@ class Promotion:
         """
         for _, part, before in self.open:
             if before != scale:
-                self.each(part, lambda at, x=part, by=before / scale: l.Store(x, at, _times(x, at, by)))  # type: ignore[misc]
+                self.rescale(part, before / scale)
         self.open = [(total, part, scale) for total, part, _ in self.open]
         begun = {total: part for total, part, _ in self.open}
         return tuple(Fragment(begun[x.place], x.parts, x.instruction) for x in totals)
@@ -98,6 +98,10 @@ class Promotion:
     def more(self, total: k.Registers, part: k.Registers, scale: float = 1.0) -> None:
         """Sums become part of others."""
         self.each(total, lambda at: l.Store(total, at, l.apply("add", l.Load(total, at), _times(part, at, scale))))
+
+    def rescale(self, part: k.Registers, by: float) -> None:
+        """Sums are multiplied by a number."""
+        self.each(part, lambda at: l.Store(part, at, _times(part, at, by)))
 
     def each(self, place: k.Registers, write: Callable[[tuple[IntExpr, ...]], l.Store]) -> None:
         """A statement for every accumulator."""

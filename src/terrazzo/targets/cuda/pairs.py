@@ -157,15 +157,13 @@ class _Work:
         if isinstance(left, _Small) and name == "sub" and _whole(b, left.less):
             return _Small(left.text, left.bits, left.less + int(b.value))  # type: ignore[attr-defined]
         right = self.of(b)
-        return _Computed(name, left.two, right.two) if _are_two(left) and _are_two(right) else None  # type: ignore[union-attr]
+        if isinstance(left, _Two | _Small) and isinstance(right, _Two | _Small):
+            return _Computed(name, left.two, right.two)
+        return None
 
     def moves(self, x: Any) -> bool:
         """Whether a term is another one in each round."""
         return any(y is self.axis or y in self.known for y in topological([x])) or self.axis in x.free
-
-
-def _are_two(x: _Pair | None) -> bool:
-    return isinstance(x, _Two | _Small)
 
 
 def _whole(x: Any, less: int) -> bool:
