@@ -417,3 +417,17 @@ def test_a_block_gathers_from_what_its_cache_holds(size: int, taken: int) -> Non
     ((_, schedule),) = found.at("tile").schedules
     planes = math.prod(x.size for x in dict(schedule.axes)["a1"] if x.level != "grid")
     assert planes == taken
+
+
+def test_many_short_sums_have_few_ways() -> None:
+    def sums(x: Any) -> Any:
+        z = x[:, 0]
+        for i in range(12):
+            z = z * (x[:, i : i + 3 + i % 5] * z[:, None]).sum(1)  # each waits for the one before it
+        return z
+
+    program = lowering(capture(sums, (r(1 << 17, 32),)).program, Options(target="sm_90a")).at("loop")
+    (kernel,) = program.steps
+    form = windows._form(kernel)
+    assert form is not None and len(form.loops) == 12
+    assert len({w.serial for w in windows._ways(form, gpu("sm_90a"))}) <= 13

@@ -15,6 +15,7 @@ from terrazzo.front.capture import capture
 from terrazzo.interp import loop
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import topological
+from terrazzo.ir.sites import product
 from terrazzo.options import Options
 from terrazzo.pipelines import lower
 from terrazzo.rewrite.rule import Log
@@ -62,3 +63,19 @@ def test_what_is_one_value_over_and_over_is_not_added_up() -> None:
     (kernel,), _ = kernels(lambda x: torch.masked.mean(x), (1 << 20,))
     (total,) = (x for x in topological(kernel.stores) if isinstance(x, l.Reduce))
     assert any(isinstance(x, l.Load) for x in topological(total.args))
+
+
+def rows_and_columns(q: Any, k: Any) -> Any:
+    return torch.cat((torch.einsum("chw,chv->hwv", q, k), torch.einsum("chw,cgw->hwg", q, k)), -1)
+
+
+def rows_plus_columns(a: Any, v: Any) -> Any:
+    return torch.einsum("hwv,chv->chw", a, v) + torch.einsum("hwg,cgw->chw", a, v)
+
+
+@pytest.mark.parametrize("fn", (rows_and_columns, rows_plus_columns))
+def test_products_of_other_rows_stay_apart(fn: Callable[..., Any]) -> None:
+    program = capture(fn, tuple(torch.empty(64, 64, 64, dtype=torch.bfloat16, device="meta") for _ in "ab")).program
+    steps = lower(program, Options(target="sm_90a", libraries="never"), Log()).steps
+    sums = [s for s in steps if isinstance(s, l.Kernel) and any(isinstance(r, l.Reduce) for r in s.carried)]
+    assert len(sums) == 2 and all(map(product, sums))

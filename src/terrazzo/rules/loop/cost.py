@@ -19,7 +19,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Bound, Expr, FloorDiv, IntExpr, Loaded, Mod, Var, bounds, terms_of
 from terrazzo.ir.node import substitute, topological
-from terrazzo.ir.sites import alone, loads, made_of, not_made, sites
+from terrazzo.ir.sites import Sites, alone, loads, made_of, not_made, sites
 from terrazzo.rules.loop.images import image, strewn
 
 
@@ -57,7 +57,7 @@ def cost(kernel: l.Kernel, rates: Rates, as_it_is: bool = False) -> float:
     steps = {r.axes if isinstance(r, l.Reduce) else () for r in reductions}  # products over other steps are not blocked
     tiled = {c.reduce: c for c in found.contractions.values() if not looked_up(c.operands)}
     if rates.matrix:
-        every = found.contractions.values() if found.everywhere else ()
+        every = found.contractions.values() if found.everywhere and not _astray(found) else ()
         tiled = {c.reduce: c for c in every if _once(kernel, c) and _boxes(kernel, c, as_it_is)}
     fma = rates.fma if len(tiled) == len(reductions) and len(steps) < 2 else rates.mixed
     bill = _Bill(rates, fma, tiled)
@@ -117,6 +117,17 @@ def _once(kernel: l.Kernel, c: Contraction) -> bool:
     while known and not known[-1] and not all(_own(c)):
         known.pop()
     return all(known)
+
+
+def _astray(found: Sites) -> bool:
+    """Whether there are sums of products over the same steps of which each has rows and columns, but no two axes are
+    those of all: alone each is a tile's, and together none. Attention along rows and along columns ran at 0.25 of eager
+    where its scores, or their products, were one kernel.
+    """
+    sums = [*found.contractions.values()]
+    if len(sums) < 2 or any(c.reduce.axes != sums[0].reduce.axes or not all(_own(c)) for c in sums):
+        return False
+    return not any(found.sides(a, b) for a in found.kernel.axes for b in found.kernel.axes)
 
 
 def _boxes(kernel: l.Kernel, c: Contraction, as_it_is: bool) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache
 from typing import Any
 
 from terrazzo.ir.address import coefficient, flatten
@@ -352,20 +353,8 @@ class _Parts:
 
     def multiplied(self, kernel: l.Kernel, products: Sequence[Contraction]) -> l.Kernel:
         """A kernel whose products are those of parts, inner ones first."""
-        new: dict[Any, Any] = {}
-        for c in products:
-            axes, _ = l.open_binder(c.reduce)
-            own: dict[Any, Any] = dict(zip(c.reduce.axes, axes, strict=True))
-            a, b = (self.factor(operand(x), c, kernel, new) for x in c.factors)
-            there = [(i + j, x, y) for i, j in pairs(self.count) if (x := a[i]) is not None and (y := b[j]) is not None]
-            terms = [(rank, apply("mul", *(apply("f32", substitute(p, own)) for p in (x, y)))) for rank, x, y in there]
-            new[c.reduce] = l.Reduce.make(c.reduce.monoid, axes, (total(terms, self.scale),))
-        stores = tuple(substitute(s, new) for s in kernel.stores)
-        return l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
-
-    def factor(self, x: Node, c: Contraction, kernel: l.Kernel, new: dict[Any, Any]) -> Sequence[Node | None]:
-        """What a factor is in the products of parts: read from where they are, or made of what was summed inside."""
-        return small_parts(substitute(x, new), self.count) if _made(x) else self.loads(x, c, kernel)
+        read = {x: tuple(self.loads(x, c, kernel)) for c in products for x in c.operands if not _made(x)}
+        return _multiplied(kernel, tuple(products), tuple(read.items()), self.count, self.scale)
 
     def loads(self, x: Node, c: Contraction, kernel: l.Kernel) -> Sequence[Node | None]:
         """What a factor is in the products of parts: loads of parts, or terms of the factor as it lies in memory."""
@@ -375,6 +364,30 @@ class _Parts:
         if isinstance(x, l.Load) and isinstance(source, l.Buffer):
             return [b and l.Load(b, x.index, x.inside) for b in self.made[key]]
         return [b and l.Load(b, free) for b in self.made[key]]
+
+
+@lru_cache(maxsize=1024)
+def _multiplied(
+    kernel: l.Kernel,
+    products: tuple[Contraction, ...],
+    read: tuple[tuple[Node, tuple[Node | None, ...]], ...],
+    count: int,
+    scale: float,
+) -> l.Kernel:
+    """A kernel whose products are those of the parts that are `read` for their operands; factors that are made of what
+    was summed inside are made into parts there.
+    """
+    known, new = dict(read), dict[Any, Any]()
+    for c in products:
+        axes, _ = l.open_binder(c.reduce)
+        own: dict[Any, Any] = dict(zip(c.reduce.axes, axes, strict=True))
+        every = map(operand, c.factors)
+        a, b = (small_parts(substitute(x, new), count) if _made(x) else known[x] for x in every)
+        there = [(i + j, x, y) for i, j in pairs(count) if (x := a[i]) is not None and (y := b[j]) is not None]
+        terms = [(rank, apply("mul", *(apply("f32", substitute(p, own)) for p in (x, y)))) for rank, x, y in there]
+        new[c.reduce] = l.Reduce.make(c.reduce.monoid, axes, (total(terms, scale),))
+    stores = tuple(substitute(s, new) for s in kernel.stores)
+    return l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
 
 
 def _outside(c: Chain) -> list[Contraction]:

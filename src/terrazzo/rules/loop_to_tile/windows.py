@@ -19,12 +19,12 @@ from terrazzo.ir import nest as n
 from terrazzo.ir.contraction import contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
-from terrazzo.ir.expr import Expr, IntExpr, Loaded
-from terrazzo.ir.node import Node, topological
+from terrazzo.ir.expr import Expr, Loaded, terms_of
+from terrazzo.ir.node import Node, per_node, topological
 from terrazzo.ir.schedule import Factor, Schedule, Site
 from terrazzo.ir.sites import product
 from terrazzo.rules.access import WIDEST
-from terrazzo.rules.loop_to_tile.cache_lines import at_once, lines_of, stride_of
+from terrazzo.rules.loop_to_tile.cache_lines import LINE, at_once, lines_of, offset_of, stride_of
 from terrazzo.rules.loop_to_tile.collapse import collapse
 from terrazzo.rules.loop_to_tile.packed import copied_along
 from terrazzo.rules.loop_to_tile.threads import POWERS, WARP, divided, waste
@@ -39,6 +39,8 @@ FEW = 8
 """Columns of a product, as those of a convolution in groups, of which instructions compute more than is wanted."""
 MOST_STEPS = 512
 """Steps of a window at most: beyond, a row is long enough for threads to share it."""
+FEW_LOOPS = 5
+"""Loops over steps of which each may be serial or written out, whichever the others are."""
 CODE = 640
 """Multiply-adds of a thread that are written out, at most."""
 REGISTERS = 120
@@ -147,6 +149,21 @@ class _Form:
         """What is loaded and stored."""
         inside = [x.term for s in self.loops for x in s.body if isinstance(x, n.Let)]
         return [*(t for t in (*self.terms, *inside) if isinstance(t, l.Load)), *self.kernel.stores]
+
+    @cached_property
+    def executed(self) -> list[tuple[n.Loop | None, Any, int]]:
+        """What is executed by itself and in each loop: one term of each kind, and how many there are. A term of
+        hundreds of loads has few kinds.
+        """
+        found: dict[Any, tuple[n.Loop | None, Any, int]] = {}
+        inside = [(s, x.term) for s in self.loops for x in s.body if isinstance(x, n.Let)]
+        for s, t in (*((None, t) for t in self.terms), *inside, *((None, t) for t in self.kernel.stores)):
+            if isinstance(t, l.Apply) and t.fn.name == "mul" and s is not None and _summed(t, s):
+                continue
+            key = s, _kind(t)
+            _, one, count = found.get(key, (s, t, 0))
+            found[key] = s, one, count + 1
+        return [*found.values()]
 
     @cached_property
     def lanes(self) -> tuple[Any, ...]:
@@ -274,11 +291,7 @@ class _Way:
 
     def times(self, term: Node) -> int:
         """How many values a term has in a thread, for one step of the serial loops."""
-        loops = [(a, size) for a, size in self.sizes.items() if a in term.free]
-        found = moves(_indices(term), loops)
-        if found is None:
-            return math.prod(size for _, size in loops)
-        return math.prod(d.extent for d in found)
+        return _places(_directions(term), tuple((a, size) for a, size in self.sizes.items() if a in term.free))
 
     def wide(self, x: Any) -> bool:
         """Whether a thread loads all values along the lanes' axis at once."""
@@ -288,34 +301,28 @@ class _Way:
     def work(self) -> tuple[float, float]:
         """Instructions of a thread, and lines that its warp asks the cache for."""
         issued, lines = float(OVERHEAD), 0.0
-        for t in self.form.terms:
-            issued, lines = self.add(t, 1, issued, lines)
+        for s, t, count in self.form.executed:
+            some, asked = self.one(t, math.prod(a.extent for a in s.axes if a in self.serial) if s is not None else 1)
+            issued, lines = issued + count * some, lines + count * asked
         for s in self.form.loops:
-            serial = math.prod(a.extent for a in s.axes if a in self.serial)
-            issued += 8 * serial
-            for x in s.body:
-                if isinstance(x, n.Let):
-                    product = isinstance(x.term, l.Apply) and x.term.fn.name == "mul" and _summed(x.term, s)
-                    issued, lines = self.add(x.term, serial, issued, lines) if not product else (issued, lines)
-                elif isinstance(x, n.Accumulate):
-                    steps = self.each * math.prod(a.extent for a in s.axes)
-                    issued += steps * (1 if x.into.monoid.width == 1 else 4)
-        for store in self.form.kernel.stores:
-            issued, lines = self.add(store, 1, issued, lines)
+            issued += 8 * math.prod(a.extent for a in s.axes if a in self.serial)
+            steps = self.each * math.prod(a.extent for a in s.axes)
+            sums = (x.into.monoid.width for x in s.body if isinstance(x, n.Accumulate))
+            issued += sum(steps * (1 if width == 1 else 4) for width in sums)
         return issued, lines
 
-    def add(self, t: Any, serial: int, issued: float, lines: float) -> tuple[float, float]:
-        """With a term."""
+    def one(self, t: Any, serial: int) -> tuple[float, float]:
+        """Of a term, in so many steps."""
         if isinstance(t, l.Load | l.Store):
             all_ = self.each if isinstance(t, l.Store) else self.times(t)
             row = self.wide(t)
             times = serial * all_ / (self.vector if row else 1)
             guard = GUARD + (self.vector // 2 if row else 0) if getattr(t, "inside", ()) else 1
             guard += MASKED if any(a in t.free and a.extent % size for a, size in self.points) else 0
-            return issued + times * (1 + guard), lines + times * lines_of(t, self.lanes, self.vector if row else 1)
+            return times * (1 + guard), times * lines_of(t, self.lanes, self.vector if row else 1)
         if isinstance(t, l.Apply):
-            return issued + serial * self.times(t) * (1 if is_cast(t.fn) else t.fn.cost), lines
-        return issued, lines
+            return serial * self.times(t) * (1 if is_cast(t.fn) else t.fn.cost), 0.0
+        return 0.0, 0.0
 
     @cached_property
     def busy(self) -> float:
@@ -379,8 +386,11 @@ class _Way:
 
 def _ways(form: _Form, gpu: Gpu) -> Iterator[_Way]:
     """Those whose sums and windows fit into registers."""
-    steps = [a for s in form.loops for a in s.axes]
-    subsets = [frozenset(x) for k in range(len(steps) + 1) for x in combinations(steps, k)]
+    steps = sorted((a for s in form.loops for a in s.axes), key=lambda a: -a.extent)
+    if len(steps) <= FEW_LOOPS:
+        subsets = [frozenset(x) for k in range(len(steps) + 1) for x in combinations(steps, k)]
+    else:  # the longest are serial first
+        subsets = [frozenset(steps[:k]) for k in range(len(steps) + 1)]
     smallest = min(x.buffer.type.dtype.size for x in form.accesses)
     for lane in form.lanes:
         for vector in (1, 2, 4, 8):
@@ -393,16 +403,52 @@ def _ways(form: _Form, gpu: Gpu) -> Iterator[_Way]:
                 yield from (w for w in every if w.written <= CODE and w.registers <= REGISTERS)
 
 
+@per_node
+def _directions(term: Node) -> tuple[tuple[Any, Any], ...]:
+    """How each variable that a term knows moves the places that it is made of: the number of a direction, and steps in
+    it; nothing where it moves none, None where in no even steps.
+    """
+    read = (x for x in topological([term]) if isinstance(x, l.Load | l.Index))
+    every = (e for x in read for e in (x.children if isinstance(x, l.Index) else (*x.index, *x.inside)))
+    indices: Any = tuple(dict.fromkeys(every))
+    numbers: dict[tuple[int, ...], int] = {}
+    found: list[tuple[Any, Any]] = []
+    for v in term.free:
+        along = moves(indices, [(v, 2)])
+        if not along:
+            found.append((v, None if along is None else ()))
+            continue
+        (one,) = along
+        ((_, _, c),) = one.loops
+        least = math.gcd(*one.steps)
+        found.append((v, (numbers.setdefault(tuple(s // least for s in one.steps), len(numbers)), c * least)))
+    return tuple(sorted(found, key=lambda x: id(x[0])))
+
+
 @lru_cache(maxsize=4096)
-def _indices(term: Node) -> tuple[IntExpr, ...]:
-    """Where what a term is made of lies."""
-    found: dict[IntExpr, None] = {}
-    for x in topological([term]):
-        if isinstance(x, l.Load):
-            found.update(dict.fromkeys((*x.index, *x.inside)))
-        elif isinstance(x, l.Index):
-            found.update(dict.fromkeys(x.children))  # type: ignore[arg-type]
-    return tuple(found)
+def _places(directions: tuple[tuple[Any, Any], ...], loops: tuple[tuple[Any, int], ...]) -> int:
+    """How many places loops, variables with their sizes, move to, those between that no loop meets included."""
+    moved = dict(directions)
+    along: dict[int, list[tuple[int, int]]] = {}
+    for v, size in loops:
+        if moved[v] is None:
+            return math.prod(size for _, size in loops)
+        if moved[v]:
+            number, c = moved[v]
+            along.setdefault(number, []).append((c, size))
+    least = {number: math.gcd(*(c for c, _ in every)) for number, every in along.items()}
+    return math.prod(1 + sum(abs(c) // least[k] * (size - 1) for c, size in every) for k, every in along.items())
+
+
+def _kind(t: Any) -> Any:
+    """What terms that take as long have in common: where they lie in a line of the cache, not in which one."""
+    if isinstance(t, l.Apply):
+        return _directions(t), 1 if is_cast(t.fn) else t.fn.cost
+    if isinstance(t, l.Load):
+        at = dict(terms_of(offset_of(t)))
+        begin = at.pop((), 0) * t.dtype.size % LINE
+        return _directions(t), t.buffer.type, tuple(at.items()), begin, t.inside
+    return t
 
 
 def _summed(term: Node, s: n.Loop) -> bool:
