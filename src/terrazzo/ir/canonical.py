@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import Scalar
-from terrazzo.ir.expr import Expr, Loaded
+from terrazzo.ir.expr import Expr
 from terrazzo.ir.monoid import Monoid
-from terrazzo.ir.node import Node, mapped, per_node, rebuilt, topological
+from terrazzo.ir.node import Node, per_node, replaced, topological
 from terrazzo.ir.types import DType, Type
 
 T = TypeVar("T")
@@ -98,30 +98,40 @@ def together(kernels: Sequence[l.Kernel]) -> Form:
     """The canonical form of several kernels, a tuple of theirs. What is made of it is called as the last of them."""
     last = kernels[-1]
     buffers = dict.fromkeys(b for kernel in kernels for b in (*kernel.writes, *kernel.reads))
-    name = re.sub(r"\W|_*\d+|tzz$", "", last.name, flags=re.ASCII).strip("_") + "tzz"  # a form is its own form
+    name = form_name(last.name)
     names = {_MARK.format(n): b.name for n, b in enumerate(buffers)}
     new: dict[Any, Any] = {b: l.Buffer(mark, b.type) for b, mark in zip(buffers, names, strict=True)}
-    forms = tuple(l.Kernel(name, x.axes, with_buffers(x.stores, new)) for x in kernels)
+    forms = tuple(l.Kernel(name, x.axes, with_buffers(x, new)) for x in kernels)
     return Form(forms, {**names, name: last.name}, last.source)
 
 
-def with_buffers(stores: Sequence[l.Store], new: Mapping[Any, Any]) -> tuple[l.Store, ...]:
-    """Stores with other buffers, of the same types, in place of theirs: what is in a normal form remains in it."""
-    memo: dict[Any, Any] = dict(new)
-    for x in topological(stores, stop=lambda x: x in memo or (isinstance(x, Expr) and _of_indices(x))):
-        if x in memo:
-            continue
-        if isinstance(x, Expr):
-            memo[x] = x if _of_indices(x) else rebuilt(x, memo)
-        else:
-            memo[x] = x if all(memo[y] is y for y in x.children) else type(x)(*mapped(x.values, memo))
-    return tuple(memo[s] for s in stores)
+def form_name(name: str) -> str:
+    """What the canonical form of a kernel is called: a form is its own form."""
+    return re.sub(r"\W|_*\d+|tzz$", "", name, flags=re.ASCII).strip("_") + "tzz"
+
+
+def with_buffers(kernel: l.Kernel, new: Mapping[Any, Any]) -> tuple[l.Store, ...]:
+    """The stores of a kernel with other buffers, of the same types, in place of its own: what is in a normal form
+    remains in it, but for indices from memory, which are sorted by names.
+    """
+    memo = dict(new)
+    for x in _above_buffers(kernel):
+        make = type(x).make if isinstance(x, Expr) else type(x)
+        memo[x] = make(*replaced(x.values, memo))
+    return tuple([memo[s] for s in kernel.stores])
 
 
 @per_node
-def _of_indices(x: Node) -> bool:
-    """Whether nothing is loaded in an expression on indices."""
-    return not isinstance(x, Loaded) and all(map(_of_indices, x.children))
+def _above_buffers(kernel: l.Kernel) -> tuple[Node, ...]:
+    """What has buffers somewhere in it in the stores of a kernel, children first."""
+    found: dict[Node, None] = {}
+    buffers: set[Node] = set()
+    for x in topological(kernel.stores):
+        if isinstance(x, l.Buffer):
+            buffers.add(x)
+        elif not (buffers.isdisjoint(x.children) and found.keys().isdisjoint(x.children)):
+            found[x] = None
+    return tuple(found)
 
 
 def words(*made: Any) -> frozenset[str]:
