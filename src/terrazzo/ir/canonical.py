@@ -11,7 +11,7 @@ import re
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from operator import is_
 from typing import Any, TypeVar
 
@@ -48,14 +48,20 @@ class Form:
         """Whether names of the kernel meet other ones of `words`, those of what was made of the canonical form. A
         kernel may be called as what it writes.
         """
-        seen = {w for w in words if "tzz" not in w}
-        marked = {w for w in seen if "tz" in w}  # others are not replaced
-        new = {self._renaming.marks(w) for w in marked}
-        return len(new) < len(marked) or not new.isdisjoint(seen - marked)
+        marked, others = _parted(frozenset(words))
+        new = {self._renaming.text(w) for w in marked}
+        return len(new) < len(marked) or not new.isdisjoint(others)
 
     @cached_property
     def _renaming(self) -> _Renaming:
         return _Renaming(self.names, self.source)
+
+
+@lru_cache(maxsize=1024)
+def _parted(words: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
+    """Words with marks that are replaced, and those without; kernels are called so by nobody else."""
+    marked = frozenset(w for w in words if "tz" in w and "tzz" not in w)
+    return marked, frozenset(w for w in words - marked if "tzz" not in w)
 
 
 MANY = 128
@@ -203,11 +209,16 @@ def _has_marks(x: Any) -> bool:
     return bool(_fields(x))
 
 
-def _find_marks(root: Node) -> None:
-    """Ask it of all nodes below one, children first, however deep they lie."""
-    if (known := f"{__name__}._marked") not in root.__dict__:
+@per_node
+def _below(root: Node) -> tuple[tuple[Node, tuple[int, ...]], ...]:
+    """The nodes at or below one that have names in them that stand for others, children first, and in which of their
+    fields.
+    """
+    if (known := f"{__name__}._marked") not in root.__dict__:  # asked of children first, however deep they lie
         for x in topological([root], stop=lambda x: known in x.__dict__):
             _marked(x)
+    nodes = topological([root], stop=lambda x: not _marked(x))
+    return tuple((x, tuple(n for n, v in enumerate(x.values) if _has_marks(v))) for x in nodes if _marked(x))
 
 
 def _fields(x: Any) -> tuple[str, ...]:
@@ -243,21 +254,21 @@ class _Renaming:
         return x
 
     def node(self, root: Node) -> Any:
-        _find_marks(root)
-        for x in topological([root], stop=lambda x: x in self.nodes or not _marked(x)):
-            if x in self.nodes:
+        known = self.nodes
+        if root in known:
+            return known[root]
+        for x, places in _below(root):
+            if x in known:
                 continue
-            if not _marked(x):
-                self.nodes[x] = x
-                continue
-            old = x.values
-            new = tuple(self.nodes[v] if isinstance(v, Node) else self.of(v) for v in old)
-            same = all(a is b or a == b for a, b in zip(new, old, strict=True))
+            new = list(x.values)
+            for n in places:
+                v = new[n]
+                new[n] = known[v] if isinstance(v, Node) else self.of(v)
             if isinstance(x, l.Kernel | k.Kernel):
-                self.nodes[x] = type(x)(**dict(zip(x._fields, new, strict=True), source=self.source))
+                known[x] = type(x)(**dict(zip(x._fields, new, strict=True), source=self.source))
             else:
-                self.nodes[x] = x if same else type(x).make(*new)
-        return self.nodes[root]
+                known[x] = type(x).make(*new)
+        return known.get(root, root)
 
     def text(self, text: str) -> str:
         if text not in self.texts:
